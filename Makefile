@@ -1,0 +1,94 @@
+# Targets call scripts in hack/; `make help` lists them. PYTHON is the interpreter that .venv is made from.
+PYTHON ?= python3
+BIN := .venv/bin
+CODE := crds dashboards metadata operator agent bench hack tests
+PYTEST := $(BIN)/python -m pytest
+SEEDS ?= 200
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo check lint types contracts drift unit style test contract stateful system peers sim faults threats mutants soak test-gpu \
+  bench requirements generate sbom licences clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup: ## Make .venv and install what is missing
+	@PYTHON=$(PYTHON) hack/setup.sh
+
+demo: setup ## Run the whole path on real input (KEEP=1 leaves it running, CLUSTER=current uses your kubeconfig)
+	@$(BIN)/python -m demo $(if $(KEEP),--keep) $(if $(CLUSTER),--cluster $(CLUSTER))
+
+check: setup lint types contracts drift style unit ## Lint, types, import contracts, drift, style, unit tests
+
+lint:
+	@$(BIN)/ruff format --check --quiet $(CODE) && $(BIN)/ruff check --quiet $(CODE) && echo "lint: ok"
+
+types:
+	@$(BIN)/mypy --no-error-summary $(CODE) && echo "types: ok"
+
+contracts:
+	@$(BIN)/lint-imports --no-cache >.imports.log || { cat .imports.log; rm -f .imports.log; exit 1; }
+	@grep '^Contracts:' .imports.log; rm -f .imports.log
+
+drift:
+	@$(BIN)/python hack/generate.py --check
+
+style:
+	@$(BIN)/python hack/measure_style.py
+
+unit:
+	@$(PYTEST) -q -m unit tests/unit
+
+test: check ## Everything that runs on a machine without GPU or nodes; skipped tests say why at the end
+	@$(PYTEST) -q tests/contract tests/stateful tests/sim tests/crash tests/faults tests/threats tests/system tests/peers
+
+contract:
+	@$(PYTEST) -q tests/contract
+
+stateful:
+	@$(PYTEST) -q tests/stateful
+
+system:
+	@$(PYTEST) -q tests/system
+
+peers:
+	@$(PYTEST) -q tests/peers
+
+sim: setup ## Simulated fleets on a virtual clock, SEEDS of them; prints the seed of any violation (SEED=n replays one)
+	@PYTHONPATH=tests $(BIN)/python -m sim $(if $(SEED),--replay $(SEED),--seeds $(SEEDS))
+
+faults: setup ## Every invariant I1-I11 against faults, shortened
+	@PYTHONPATH=tests $(BIN)/python -m faults $(if $(ONLY),--only $(ONLY))
+
+threats: setup ## Every threat to isolation T1-T15, shortened (FULL=1: the counts of the table)
+	@PYTHONPATH=tests $(BIN)/python -m threats $(if $(ONLY),--only $(ONLY)) $(if $(FULL),--full)
+
+mutants: setup ## Seeded defects that the suite must catch
+	@$(BIN)/python hack/mutants.py $(if $(ONLY),--only $(ONLY))
+
+soak: setup ## Every invariant at the full counts of the table; hours; the log goes to docs/evidence/
+	@hack/soak.sh
+
+test-gpu: setup ## Tests that need a CUDA device
+	@$(PYTEST) -q tests/gpu
+
+bench: setup ## Every benchmark, peers and limits in the same run
+	@$(BIN)/python -m bench
+
+bench-%: setup
+	@$(BIN)/python -m bench.$*
+
+requirements: ## Compile requirements/*.txt from pyproject.toml
+	@hack/compile_requirements.sh
+
+generate: ## Write everything that is generated: CRDs, chart CRDs, dashboards, metric docs
+	@$(BIN)/python hack/generate.py --write
+
+sbom: ## Write a CycloneDX bill of materials for each requirement file
+	@$(BIN)/python hack/sbom.py
+
+licences: ## Check the licences of what is installed
+	@$(BIN)/python hack/licences.py
+
+clean: ## Remove .venv and caches of this tree (not the control plane's binaries)
+	@rm -rf .venv .venv-* .mypy_cache .ruff_cache .hypothesis build dist
