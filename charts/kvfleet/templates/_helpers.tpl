@@ -1,0 +1,138 @@
+{{/* Labels that every object has. */}}
+{{- define "kvfleet.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+app.kubernetes.io/name: kvfleet
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: kvfleet
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Labels that pick the pods of one component: (list $ "operator"). */}}
+{{- define "kvfleet.selector" -}}
+app.kubernetes.io/name: kvfleet
+app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end }}
+
+{{/* Labels of an object of one component: (list $ "operator"). */}}
+{{- define "kvfleet.componentLabels" -}}
+{{ include "kvfleet.labels" (index . 0) }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end }}
+
+{{/* Image reference: (list $ .Values.operator.image). A digest beats a tag. */}}
+{{- define "kvfleet.image" -}}
+{{- $root := index . 0 -}}
+{{- $image := index . 1 -}}
+{{- with $root.Values.image.registry }}{{ trimSuffix "/" . }}/{{ end -}}
+{{- $image.repository -}}
+{{- if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $image.tag | default $root.Chart.AppVersion }}{{ end -}}
+{{- end }}
+
+{{/* Name of the Secret with url, username and password of one Redis role: (list $ "agent"). */}}
+{{- define "kvfleet.redisSecret" -}}
+{{- $root := index . 0 -}}
+{{- $role := index . 1 -}}
+{{- index $root.Values.redis.existingSecrets $role | default (printf "kvfleet-redis-%s" $role) -}}
+{{- end }}
+
+{{/* Password of one Redis role: a given one, what the cluster holds already, or a new one: (list $ "agent"). */}}
+{{- define "kvfleet.redisPassword" -}}
+{{- $root := index . 0 -}}
+{{- $given := index $root.Values.redis.passwords (index . 1) -}}
+{{- $held := lookup "v1" "Secret" $root.Release.Namespace (include "kvfleet.redisSecret" .) -}}
+{{- if $given -}}{{ $given }}
+{{- else if and $held $held.data $held.data.password -}}{{ $held.data.password | b64dec }}
+{{- else -}}{{ randAlphaNum 40 }}
+{{- end -}}
+{{- end }}
+
+{{/* True when this chart runs Redis. */}}
+{{- define "kvfleet.runsRedis" -}}
+{{- if and .Values.processes.enabled (eq .Values.redis.mode "StatefulSet") }}true{{ end -}}
+{{- end }}
+
+{{/* Replicas of the metadata service: a Redis that is its child has one address, and a second one would be another directory. */}}
+{{- define "kvfleet.metadataReplicas" -}}
+{{- if eq .Values.redis.mode "Process" }}1{{ else }}{{ .Values.metadata.replicas }}{{ end -}}
+{{- end }}
+
+{{/* Scheduling and security of a pod: (list $ .Values.operator). */}}
+{{- define "kvfleet.podSettings" -}}
+{{- $root := index . 0 -}}
+{{- $part := index . 1 -}}
+securityContext:
+  {{- toYaml $root.Values.podSecurityContext | nindent 2 }}
+{{- with $root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $part.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $part.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $part.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $part.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* Arguments that all processes take. */}}
+{{- define "kvfleet.commonArgs" -}}
+- --log-level={{ .Values.logLevel }}
+{{- with .Values.tracing.otlpEndpoint }}
+- --otlp-endpoint={{ . }}
+{{- end }}
+{{- end }}
+
+{{/* Probes on the metrics port. Liveness is slow to judge: a restart costs more than a late answer. */}}
+{{- define "kvfleet.probes" -}}
+startupProbe:
+  httpGet: {path: /healthz, port: metrics}
+  periodSeconds: 2
+  failureThreshold: 60
+livenessProbe:
+  httpGet: {path: /healthz, port: metrics}
+  periodSeconds: 10
+  failureThreshold: 6
+readinessProbe:
+  httpGet: {path: /readyz, port: metrics}
+  periodSeconds: 5
+{{- end }}
+
+
+{{/* Condition of every policy: `system:masters` stands above RBAC, and a policy in its way would only be removed by it. */}}
+{{- define "kvfleet.notMasters" -}}
+- name: not-masters
+  expression: '!("system:masters" in request.userInfo.?groups.orValue([]))'
+{{- end }}
+
+{{/* Condition of policies on deletions: the cluster's own controllers collect what has lost its owner. */}}
+{{- define "kvfleet.notControllers" -}}
+- name: not-controllers
+  expression: '!request.userInfo.username.startsWith("system:serviceaccount:kube-system:")'
+{{- end }}
+
+{{/* Binding of a policy, everywhere: (list $ "kvfleet-shares"). */}}
+{{- define "kvfleet.policyBinding" -}}
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingAdmissionPolicyBinding
+metadata:
+  name: {{ index . 1 }}
+  labels:
+    {{- include "kvfleet.labels" (index . 0) | nindent 4 }}
+spec:
+  policyName: {{ index . 1 }}
+  validationActions: [Deny]
+{{- end }}

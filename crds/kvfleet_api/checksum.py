@@ -1,0 +1,26 @@
+"""The checksum of a block in memory, bound to its key and to the use of its slot. Pure."""
+
+import struct
+from typing import Final
+
+import xxhash
+
+CHECKSUM_BYTES: Final = 16
+
+
+def bind(digest: bytes, epoch: int, stamp: int) -> int:
+    """64-bit seed that ties a checksum to one key in one use of one slot.
+
+    A block that was copied from the right place at the wrong time, or from a neighbour, fails the check.
+    """
+    return xxhash.xxh3_64_intdigest(digest + struct.pack("<QQ", epoch, stamp))
+
+
+def checksum(block: memoryview | bytes, digest: bytes, epoch: int, stamp: int) -> bytes:
+    """XXH3-128 of `block` under the bound seed; 16 bytes. Releases the GIL for large blocks."""
+    return xxhash.xxh3_128_digest(block, seed=bind(digest, epoch, stamp))
+
+
+def hasher(digest: bytes, epoch: int, stamp: int) -> xxhash.xxh3_128:
+    """Return the running form of `checksum`: a copy loop feeds it chunks that are still in the processor's cache."""
+    return xxhash.xxh3_128(seed=bind(digest, epoch, stamp))

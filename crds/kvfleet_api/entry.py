@@ -1,0 +1,29 @@
+"""Console entry points. The wheel installs all commands; a process whose extra is missing says which one."""
+
+import sys
+from importlib import import_module
+
+
+def _run(module: str, extra: str) -> None:
+    try:
+        main = import_module(module).main
+    except ModuleNotFoundError as e:
+        if e.name is None or e.name.partition(".")[0].startswith("kvfleet_"):
+            raise
+        sys.exit(f"kvfleet-{extra} needs the package {e.name}: pip install 'kvfleet[{extra}]'")
+    main()
+
+
+def agent() -> None:
+    """Run the agent, or exit with what to install."""
+    _run("kvfleet_agent.app", "agent")
+
+
+def metadata() -> None:
+    """Run the metadata service, or exit with what to install."""
+    _run("kvfleet_metadata.app", "metadata")
+
+
+def operator() -> None:
+    """Run the operator, or exit with what to install."""
+    _run("kvfleet_operator.app", "operator")

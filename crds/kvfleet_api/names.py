@@ -1,0 +1,91 @@
+"""Every name that crosses a process boundary: API group, labels, finalizers, object and audience names."""
+
+from typing import Final
+
+GROUP: Final = "kvfleet.io"
+VERSION: Final = "v1alpha1"
+API_VERSION: Final = f"{GROUP}/{VERSION}"
+CATEGORY: Final = "kvfleet"
+
+AUDIENCE: Final = "kvfleet"
+"""Audience of the projected ServiceAccount tokens that engine pods and peer agents present to an agent."""
+
+SYSTEM_NAMESPACE: Final = "kvfleet-system"
+"""Default namespace of operator, metadata service, agents, scope Secrets and Leases."""
+
+AGENT_SERVICE_ACCOUNT: Final = "kvfleet-agent"
+"""Identity of every agent in the system namespace; agents accept each other by it."""
+
+FIELD_MANAGER_OPERATOR: Final = "kvfleet-operator"
+FIELD_MANAGER_AGENT: Final = "kvfleet-agent"
+FIELD_MANAGER_METADATA: Final = "kvfleet-metadata"
+
+FINALIZER: Final = f"{GROUP}/cleanup"
+
+LABEL_POOL: Final = f"{GROUP}/pool"
+"""On KVPoolNodes and Leases: the pool's name. On Nodes administrators commonly select by it."""
+LABEL_NODE: Final = f"{GROUP}/node"
+LABEL_SCOPE: Final = f"{GROUP}/scope"
+"""On scope Secrets: `tenant`, `domain` or `share`; agents list Secrets by the presence of this label."""
+ANNOTATION_OWNER_UID: Final = f"{GROUP}/uid"
+"""On scope Secrets: uid of the tenant or domain that the keys belong to; a successor of that name has another."""
+LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
+MANAGED_BY: Final = "kvfleet"
+
+DESTROY_CONFIRMATION: Final = "destroy-all-kv-blocks"
+"""What `spec.destroyConfirmation` of a KVPool must say before `deletionPolicy: Destroy` is accepted."""
+
+REDIS_SECRET_AGENT: Final = "kvfleet-redis-agent"  # noqa: S105  The name of an object, not its content.
+"""Secret with `url`, `username`, `password` and optionally `ca.crt` that agents use with an embedded Redis."""
+
+SIGNER: Final = f"{GROUP}/peer"
+"""`signerName` of the CertificateSigningRequests by which agents and the metadata service ask the operator."""
+
+CA_NAMESPACE: Final = "kvfleet-ca"
+"""Namespace of the certificate authority's key alone: agents may read every Secret of the system namespace."""
+
+CA_SECRET: Final = "kvfleet-ca"  # noqa: S105  The name of an object, not its content.
+"""Secret with `tls.crt` and `tls.key` of the certificate authority, laid out as cert-manager does."""
+
+TRUST_CONFIG_MAP: Final = "kvfleet-trust"
+"""ConfigMap whose `ca.crt` holds every certificate authority that is trusted now: two while one replaces the other."""
+
+REDIS_SECRET_TLS: Final = "kvfleet-redis-tls"  # noqa: S105  The name of an object, not its content.
+"""Secret with `tls.crt`, `tls.key` and `ca.crt` of a Redis that the chart runs."""
+
+KEK_SECRET: Final = "kvfleet-kek"  # noqa: S105  The name of an object, not its content.
+"""Secret with the key-encryption keys of the fleet, entries `k<n>`; made by the operator when it is absent."""
+
+LABEL_CHARS_MAX: Final = 63
+"""RFC 1123 labels and label values."""
+
+NAME_CHARS_MAX: Final = 253
+"""Kubernetes object names, RFC 1123 subdomain."""
+
+
+def pool_node_name(pool: str, node: str) -> str:
+    """Name the KVPoolNode of `pool` on `node`; pool names hold no dot, so the pair can be told apart."""
+    return f"{pool}.{node}"
+
+
+def agent_lease_name(pool: str, node: str) -> str:
+    """Name the coordination Lease by which the agent of `pool` on `node` shows that it lives."""
+    return f"kvfleet-agent.{pool}.{node}"
+
+
+def scope_secret_name(kind: str, name: str) -> str:
+    """Name the Secret that holds the key material of a scope; `kind` is `tenant`, `domain` or `share`.
+
+    The name of a share is `<namespace>.<name>`, both RFC 1123 labels.
+    """
+    return f"kvfleet-scope.{kind}.{name}"
+
+
+def agent_uri(namespace: str, agent: str) -> str:
+    """Name the agent `<pool>.<node>` of a fleet in its certificate."""
+    return f"spiffe://kvfleet/{namespace}/agent/{agent}"
+
+
+def service_uri(namespace: str, service: str) -> str:
+    """Name another process of a fleet in its certificate; `service` is `metadata` or `redis`."""
+    return f"spiffe://kvfleet/{namespace}/{service}"

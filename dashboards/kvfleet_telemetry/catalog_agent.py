@@ -1,0 +1,141 @@
+"""Metrics of the agent."""
+
+from typing import Final
+
+from kvfleet_telemetry.catalog import Kind, Metric
+
+_SECONDS: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+AGENT: Final = (
+    Metric("kvfleet_agent_info", Kind.GAUGE, "Always 1; version and epoch of the agent.", ("pool", "node", "version")),
+    Metric("kvfleet_tier_capacity_bytes", Kind.GAUGE, "Bytes that the tier may hold.", ("pool", "node", "tier")),
+    Metric("kvfleet_tier_used_bytes", Kind.GAUGE, "Bytes that the tier holds.", ("pool", "node", "tier")),
+    Metric("kvfleet_tier_blocks", Kind.GAUGE, "Blocks that the tier holds.", ("pool", "node", "tier")),
+    Metric(
+        "kvfleet_tier_recovered_blocks", Kind.GAUGE, "Blocks of an earlier run that the tier had when it came up.",
+        ("pool", "node", "tier"),
+    ),
+    Metric("kvfleet_tier_emulated", Kind.GAUGE, "1 where the tier is emulated.", ("pool", "node", "tier")),
+    Metric("kvfleet_tier_encrypted", Kind.GAUGE, "1 where the tier seals what it stores.", ("pool", "node", "tier")),
+    Metric(
+        "kvfleet_tier_probe_bytes_per_second", Kind.GAUGE, "Bandwidth measured at start.",
+        ("pool", "node", "tier", "direction"),
+    ),
+    Metric(
+        "kvfleet_lookup_blocks_total", Kind.COUNTER, "Blocks asked for, by answer (hit, miss, pending, retry).",
+        ("pool", "node", "tenant", "result"),
+    ),
+    Metric(
+        "kvfleet_acquired_blocks_total", Kind.COUNTER, "Blocks leased to readers, by where they were.",
+        ("pool", "node", "tenant", "source"),
+    ),
+    Metric("kvfleet_published_blocks_total", Kind.COUNTER, "Blocks committed, by result.", ("pool", "node", "result")),
+    Metric(
+        "kvfleet_moved_blocks_total", Kind.COUNTER, "Blocks moved between tiers or nodes.",
+        ("pool", "node", "source", "target"),
+    ),
+    Metric(
+        "kvfleet_moved_bytes_total", Kind.COUNTER, "Bytes of blocks moved, before compression.",
+        ("pool", "node", "source", "target"),
+    ),
+    Metric(
+        "kvfleet_move_duration_seconds", Kind.HISTOGRAM, "Time of one move.", ("pool", "node", "source", "target"),
+        _SECONDS,
+    ),
+    Metric("kvfleet_move_queue_depth", Kind.GAUGE, "Moves that wait.", ("pool", "node")),
+    Metric("kvfleet_stored_ratio", Kind.GAUGE, "Raw bytes per stored byte since start.", ("pool", "node", "tier")),
+    Metric(
+        "kvfleet_evicted_blocks_total", Kind.COUNTER, "Blocks dropped from the last tier that held them.",
+        ("pool", "node", "tier", "reason"),
+    ),
+    Metric(
+        "kvfleet_tenant_used_bytes", Kind.GAUGE,
+        "Bytes of slots on a tenant's account; `domain/...` and `share/...` for blocks whose writer is not known.",
+        ("pool", "node", "tenant", "tier"),
+    ),
+    Metric(
+        "kvfleet_quota_rejected_total", Kind.COUNTER, "Blocks that a tenant's hard quota refused.",
+        ("pool", "node", "tenant", "tier"),
+    ),
+    Metric(
+        "kvfleet_quota_evicted_total", Kind.COUNTER, "Blocks that left a tier for their own tenant's hard quota.",
+        ("pool", "node", "tenant", "tier"),
+    ),
+    Metric(
+        "kvfleet_retention_dropped_total", Kind.COUNTER, "Blocks dropped at the end of their tenant's retention.",
+        ("pool", "node", "tenant", "reason"),
+    ),
+    Metric(
+        "kvfleet_corrupt_blocks_total", Kind.COUNTER, "Blocks whose checksum failed; each became a miss.",
+        ("pool", "node", "tier"),
+    ),
+    Metric("kvfleet_io_errors_total", Kind.COUNTER, "I/O errors of a tier.", ("pool", "node", "tier", "operation")),
+    Metric("kvfleet_leases", Kind.GAUGE, "Leases held now.", ("pool", "node")),
+    Metric("kvfleet_reservations", Kind.GAUGE, "Reservations not yet published.", ("pool", "node")),
+    Metric(
+        "kvfleet_expired_total", Kind.COUNTER, "Leases and reservations that ran out, or whose client died.",
+        ("pool", "node", "kind"),
+    ),
+    Metric(
+        "kvfleet_stray_releases_total", Kind.COUNTER,
+        "Releases of leases that were not live, by cause (double, late, foreign, unknown); late ones read in vain.",
+        ("pool", "node", "cause"),
+    ),
+    Metric("kvfleet_sessions", Kind.GAUGE, "Sessions by state.", ("pool", "node", "state")),
+    Metric("kvfleet_connections", Kind.GAUGE, "Engine processes attached.", ("pool", "node")),
+    Metric("kvfleet_attach_total", Kind.COUNTER, "Attaches by result (ok, refused).", ("pool", "node", "result")),
+    Metric(
+        "kvfleet_audit_total", Kind.COUNTER,
+        "Decisions on access across tenants (allow, deny), by reason and verb; each is in the audit log as well.",
+        ("pool", "node", "decision", "reason", "verb"),
+    ),
+    Metric(
+        "kvfleet_audit_blocks_total", Kind.COUNTER,
+        "Blocks that these decisions were about: read, or asked for in vain.",
+        ("pool", "node", "decision", "reason", "verb"),
+    ),
+    Metric(
+        "kvfleet_request_duration_seconds", Kind.HISTOGRAM, "Time of one request in the agent.",
+        ("pool", "node", "verb"), _SECONDS,
+    ),
+    Metric("kvfleet_directory_up", Kind.GAUGE, "1 while the directory answers.", ("pool", "node")),
+    Metric(
+        "kvfleet_directory_cache_total", Kind.COUNTER, "Blocks looked up in the memory of hot prefixes, by result.",
+        ("pool", "node", "result"),
+    ),
+    Metric("kvfleet_directory_full", Kind.GAUGE, "1 while Redis has no memory for announcements.", ("pool", "node")),
+    Metric(
+        "kvfleet_directory_partly_away", Kind.GAUGE, "1 while some primary of a Redis Cluster does not answer.",
+        ("pool", "node"),
+    ),
+    Metric("kvfleet_directory_queue_depth", Kind.GAUGE, "Announcements that wait for the directory.", ("pool", "node")),
+    Metric(
+        "kvfleet_directory_dropped_total", Kind.COUNTER, "Announcements dropped at the queue's bound.", ("pool", "node")
+    ),
+    Metric(
+        "kvfleet_nominations_total", Kind.COUNTER,
+        "Blocks that the metadata service nominated to be dropped, by result (drop, or why it was kept).",
+        ("pool", "node", "result"),
+    ),
+    Metric(
+        "kvfleet_peer_fetched_blocks_total", Kind.COUNTER,
+        "Blocks wanted from other agents, by transport (nixl, tcp, none) and result.",
+        ("pool", "node", "transport", "result"),
+    ),
+    Metric(
+        "kvfleet_peer_fetched_bytes_total", Kind.COUNTER, "Bytes that came from other agents.",
+        ("pool", "node", "transport"),
+    ),
+    Metric(
+        "kvfleet_peer_fetch_duration_seconds", Kind.HISTOGRAM, "Time of one batch from one owner, lease included.",
+        ("pool", "node"), _SECONDS,
+    ),
+    Metric(
+        "kvfleet_peer_landing_bytes", Kind.GAUGE, "Buffers that NIXL may still write to, late transfers included.",
+        ("pool", "node"),
+    ),
+    Metric(
+        "kvfleet_certificate_expiry_timestamp_seconds", Kind.GAUGE,
+        "Unix time at which the agent's certificate ends; 0 while it has none.", ("pool", "node"),
+    ),
+)  # fmt: skip
