@@ -1,0 +1,1 @@
+"""The directory in Redis: schema, transitions, store, sweeper and service."""

@@ -1,0 +1,11 @@
+-- Read the whole registry but for the shards. Returns the directory id, then incarnation, record and seconds since the
+-- heartbeat (-1 when there is none), for each incarnation.
+local now, found = second(), { call('GET', KEYS[1] .. 'id') or '' }
+local all = call('HGETALL', KEYS[1] .. 'i')
+for i = 1, #all, 2 do
+  local beat = call('ZSCORE', KEYS[1] .. 'h', all[i])
+  found[#found + 1] = all[i]
+  found[#found + 1] = all[i + 1]
+  found[#found + 1] = beat and math.max(0, now - tonumber(beat)) or -1
+end
+return found
