@@ -1,0 +1,1 @@
+"""The operator: observes pools, tenants and nodes, decides, and applies."""

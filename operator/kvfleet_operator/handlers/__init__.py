@@ -1,0 +1,1 @@
+"""Everything that touches kopf: handlers without logic, and the feed that runs them. Nothing else imports kopf."""
