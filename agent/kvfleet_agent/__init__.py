@@ -1,0 +1,1 @@
+"""The per-node agent: tiers, blocks, leases, movement, and the socket that engines attach to."""

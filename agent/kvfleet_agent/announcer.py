@@ -1,0 +1,97 @@
+"""Tells the directory where the blocks of this node are: what changed last counts, one entry for each block.
+
+The directory may be late and may be lost; it never frees anything. Changes are gathered and sent as the state is
+when they are sent, so a block that moved five times costs one announcement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from kvfleet_metadata.records import STAMP_MAX, Announcement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from kvfleet_agent.index import Entry, Index
+    from kvfleet_agent.ports import Directory
+    from kvfleet_api.blocks import ScopeId, ScopeSecret
+
+FLUSH_BLOCKS: Final = 4096
+"""Announcements of one scope handed over at a time."""
+
+
+HOLDINGS_BLOCKS: Final = 1024
+"""Blocks of one part of a report: about 2 ms of the loop."""
+
+
+class Announcer:
+    """Gathers changed blocks and announces their fastest copy."""
+
+    def __init__(
+        self, index: Index, directory: Directory | None, secret_of: Callable[[ScopeId], ScopeSecret | None]
+    ) -> None:
+        self._index = index
+        self._directory = directory
+        self._secret_of = secret_of
+        self._changed: dict[ScopeId, dict[bytes, None]] = {}
+        self._has_changed = asyncio.Event()
+
+    @property
+    def waiting(self) -> int:
+        """Blocks that wait to be announced; at most the blocks that this node holds or held since the last flush."""
+        return sum(len(digests) for digests in self._changed.values())
+
+    def mark(self, entry: Entry) -> None:
+        """Note that the fastest copy of a block is another one, or gone."""
+        if self._directory is None:
+            return
+        digests = self._changed.get(entry.scope)
+        if digests is None:
+            digests = self._changed[entry.scope] = {}
+        digests[entry.digest] = None
+        self._has_changed.set()
+
+    async def changed(self) -> None:
+        """Return when something waits to be announced."""
+        await self._has_changed.wait()
+
+    def flush(self) -> None:
+        """Hand what changed to the directory. Scopes whose secret is not known yet wait."""
+        self._has_changed.clear()
+        if self._directory is None:
+            return
+        for scope in tuple(self._changed):
+            secret = self._secret_of(scope)
+            if secret is None:
+                continue  # Sent with the next change, or with the next full report.
+            digests = tuple(self._changed.pop(scope))
+            for i in range(0, len(digests), FLUSH_BLOCKS):
+                self._directory.announce(secret, self._changes(scope, digests[i : i + FLUSH_BLOCKS]))
+
+    def holdings(self) -> Iterator[tuple[ScopeSecret, list[Announcement]]]:
+        """Everything that this node holds, in parts of one scope that are read when they are asked for.
+
+        A block that comes after its scope was begun is announced by its own change; scopes without a known secret are
+        left out.
+        """
+        for scope in tuple(self._index.scopes()):
+            secret = self._secret_of(scope)
+            digests = tuple(self._index.blocks(scope)) if secret is not None else ()
+            for i in range(0, len(digests), HOLDINGS_BLOCKS):
+                part = self._changes(scope, digests[i : i + HOLDINGS_BLOCKS])
+                assert secret is not None, "else there are no parts"
+                yield secret, [a for a in part if not a.is_gone]
+
+    def _changes(self, scope: ScopeId, digests: Iterable[bytes]) -> list[Announcement]:
+        blocks = self._index.blocks(scope)
+        return [_announcement(digest, blocks.get(digest)) for digest in digests]
+
+
+def _announcement(digest: bytes, entry: Entry | None) -> Announcement:
+    if entry is None or not entry.residences:
+        return Announcement(digest, "", 0, 0, is_gone=True)
+    best = entry.residences[0]
+    # The directory keeps 48 bits, which stores pass in their 4,096th run; the owner goes by its own books alone.
+    return Announcement(digest, best.tier.spec.type, best.slot.stamp & STAMP_MAX, best.record.stored_bytes)

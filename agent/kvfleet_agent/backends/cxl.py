@@ -1,0 +1,89 @@
+"""CXL memory as a tier: CPU-less NUMA nodes, or an emulation that says so everywhere."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from kvfleet_agent.backends.arena import ALIGNMENT_BYTES, Arena
+from kvfleet_agent.backends.base import Capabilities
+from kvfleet_agent.backends.home import NO_HOME, Home, Lasting, choose_store, find_home
+from kvfleet_agent.backends.host_dram import bound_files, make_bound
+from kvfleet_agent.backends.memory import Placement, make_file
+from kvfleet_agent.discovery import NumaNode
+from kvfleet_api.errors import InvalidInputError, KvFleetError, UnsupportedError
+from kvfleet_api.models.pool import CxlMode, CxlTier
+from kvfleet_api.units import PAGE_BYTES
+
+_PAGE_BYTES = PAGE_BYTES["4Ki"]
+
+
+def open_cxl(tier: CxlTier, capacity_bytes: int, cpuless: Sequence[NumaNode], home: Home = NO_HOME) -> Arena:
+    """Arena in CXL memory; `cpuless` are the NUMA nodes with memory and no processors.
+
+    `home` is where its blocks can outlive this process.
+
+    Raises `UnsupportedError` when this node has no such memory or the mode is not built yet, and
+    `InvalidInputError` when there is less than asked for or the emulation's directory cannot be used.
+    """
+    if tier.mode is CxlMode.EMULATED:
+        return _emulated(tier, capacity_bytes, home)
+    if tier.mode is CxlMode.DEV_DAX:
+        raise UnsupportedError(
+            "CXL mode DevDax is not built yet: online the device as a NUMA node "
+            "(daxctl reconfigure-device --mode=system-ram) and use mode NumaNode"
+        )
+    return _numa(tier, capacity_bytes, cpuless, home)
+
+
+def _numa(tier: CxlTier, capacity_bytes: int, cpuless: Sequence[NumaNode], home: Home) -> Arena:
+    if not cpuless:
+        raise UnsupportedError(
+            "CXL mode NumaNode: this node has no CPU-less NUMA node; online the CXL region as system-ram, "
+            "or use mode Emulated for a trial"
+        )
+    nodes = tuple(n.id for n in cpuless)
+    there_bytes = sum(n.memory_bytes for n in cpuless)
+    if capacity_bytes > there_bytes:  # Bound pages have nowhere else to go: the kernel would kill processes.
+        raise InvalidInputError(f"CXL mode NumaNode: {capacity_bytes} B asked for, nodes {nodes} have {there_bytes} B")
+    placement = Placement(nodes, is_interleaved=len(nodes) > 1)
+    fleeting = partial(make_bound, page_bytes=_PAGE_BYTES, placement=placement)
+    fleeting(_PAGE_BYTES).release()  # A kernel that refuses the binding says so now, not at the first block.
+    files = partial(bound_files, page_bytes=_PAGE_BYTES, placement=placement)
+    wanted = find_home(home, tier.persistence, _PAGE_BYTES)
+    store, lasting = choose_store(home, wanted, capacity_bytes, files, fleeting)
+    can = _capabilities("cxl-numa", lasting, is_emulated=False)
+    return Arena(can, capacity_bytes, store, page_bytes=_PAGE_BYTES)
+
+
+def _emulated(tier: CxlTier, capacity_bytes: int, home: Home) -> Arena:
+    emulation = tier.emulated
+    if emulation is None:
+        raise InvalidInputError("cxl.emulated: must be set when cxl.mode is Emulated")
+    directory = Path(emulation.path)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        make_file(directory, _PAGE_BYTES).release()
+    except (OSError, KvFleetError) as e:
+        raise InvalidInputError(f"cxl.emulated.path {directory}: {e}") from e
+    wanted = find_home(home, tier.persistence, _PAGE_BYTES, directory)
+    files, fleeting = partial(partial, make_file), partial(make_file, directory)
+    store, lasting = choose_store(home, wanted, capacity_bytes, files, fleeting)
+    return Arena(
+        _capabilities("emulated-cxl", lasting, is_emulated=True),
+        capacity_bytes,
+        store,
+        page_bytes=_PAGE_BYTES,
+        extra_latency_s=emulation.latency_ns * 1e-9,
+    )
+
+
+def _capabilities(medium: str, lasting: Lasting, *, is_emulated: bool) -> Capabilities:
+    return Capabilities(
+        medium=medium,
+        is_memory=True,
+        survives_restart=False,
+        is_emulated=is_emulated,
+        alignment_bytes=ALIGNMENT_BYTES,
+        fallback=lasting.reason,
+        outlives_agent=lasting.memory_dir is not None,
+    )

@@ -1,0 +1,398 @@
+"""Record store on a volume: segments of equal slots, each record with its own header page, and an index of them all.
+
+Slots are filled in log order and a freed slot is used again in place (threaded logging), so nothing is copied
+to make room. The bytes of all files never exceed the capacity. docs/format.md: the format, and what a crash leaves.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Final
+
+from kvfleet_agent.backends.base import Capabilities, Record, SlotRef
+from kvfleet_agent.backends.budget import segments_bytes_max, target_bytes
+from kvfleet_agent.backends.buffers import Buffers, is_direct
+from kvfleet_agent.backends.claim import Claim, start_run
+from kvfleet_agent.backends.header import HEADER_BYTES, pack_header
+from kvfleet_agent.backends.index_file import IndexFile
+from kvfleet_agent.backends.index_format import Kinds
+from kvfleet_agent.backends.index_sealing import entry_sealing
+from kvfleet_agent.backends.record_bytes import form_of, matches
+from kvfleet_agent.backends.recovery import Recovery
+from kvfleet_agent.backends.sealing import DataKeys
+from kvfleet_agent.backends.segment import Segment
+from kvfleet_agent.backends.slots import Extent, SlotTable, round_up
+from kvfleet_agent.backends.volume import DIRECT_BYTES, Volume, VolumeFile
+from kvfleet_agent.backends.waiting import Apart, here_or_in_thread, in_thread
+from kvfleet_api.blocks import ScopeId
+from kvfleet_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, TierFullError
+
+_CLASS_BITS: Final = 6
+"""Strides at most 1/32 longer than needed; codecs that differ by a few per cent share two or three strides."""
+
+_FULL_PAUSE_S: Final = 5.0
+"""After the disk was full, no new segment is tried for this long."""
+
+_BURY_DELAY_S: Final = 0.5
+"""Dropped records become holes in batches, this long after the first drop of a batch."""
+
+_INDEX_DELAY_S: Final = 60.0
+"""From the first change after an index to the next index: a start after a crash reads the headers of the segments
+that were touched in between, and a million records cost 96 MB of writes each time."""
+
+_GRACE_S: Final = 1.0
+"""A cancelled call waits so long for the medium; then the slot and the store's own buffer wait on without it."""
+
+
+class RecordStore:
+    """A tier of records in segment files (`TierBackend`)."""
+
+    def __init__(
+        self,
+        claim: Claim,
+        volume: Volume,
+        capacity_bytes: int,
+        *,
+        medium: str = "",
+        clock: Callable[[], float] | None = None,
+        keys: DataKeys | None = None,
+    ) -> None:
+        """Use `open_store`. `close` releases `volume`; `medium` replaces its name; no `clock` means the loop's."""
+        self._claim = claim
+        self._form = form_of(claim.secret, keys)
+        self._is_sealed = keys is not None
+        self._volume = volume
+        self._medium = medium or volume.medium
+        self._clock = clock or (lambda: asyncio.get_running_loop().time())
+        self._capacity_bytes = capacity_bytes
+        self._table = SlotTable(
+            capacity_bytes=capacity_bytes,
+            target_bytes=target_bytes(capacity_bytes),
+            page_bytes=DIRECT_BYTES,
+            alignment_bytes=DIRECT_BYTES,
+            class_bits=_CLASS_BITS,
+            first_stamp=claim.first_stamp,
+        )
+        self._segments: dict[int, Segment] = {}
+        self._kinds = Kinds()
+        self._index = IndexFile(volume, claim.secret, claim.run, entry_sealing(self._form))
+        places = (self._table, self._segments, self._kinds, self._index)
+        self._recovery = Recovery(volume, self._form, *places, self._fit, self._index_later, self._fail)
+        self._buffers = Buffers()
+        self._checkers = ThreadPoolExecutor(2, "kvfleet-record")
+        self._deletions: set[asyncio.Task[None]] = set()
+        self._apart = Apart(_GRACE_S)
+        self._burial: asyncio.Task[None] | None = None
+        self._indexing: asyncio.Task[None] | None = None
+        self._stuck_bytes = 0
+        """Bytes of segments that could not be deleted; they may be there until the next start."""
+        self._full_until_s = float("-inf")
+        self._last_error = ""
+        self._is_closed = False
+        self._fit(0, 0)
+        if self._table.capacity_bytes < HEADER_BYTES + DIRECT_BYTES:
+            raise InvalidInputError(f"{volume.where}: capacity of {capacity_bytes} B holds no record")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """State what the medium can do."""
+        return Capabilities(
+            medium=self._medium,
+            is_memory=False,
+            survives_restart=True,
+            is_emulated=False,
+            alignment_bytes=DIRECT_BYTES,
+            fallback=self._volume.fallback,
+            is_encrypted=self._is_sealed,
+        )
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that the files may take in all."""
+        return self._capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes reserved now, headers and rounding included."""
+        return self._table.used_bytes
+
+    @property
+    def last_error(self) -> str:
+        """The last failure of the medium; empty when there was none."""
+        return self._last_error
+
+    def _fit(self, new_segments: int, new_slots: int) -> None:
+        """Set what the segments may take with so many new ones."""
+        slots = new_slots + sum(s.name.slots for s in self._segments.values())
+        room_bytes = self._capacity_bytes - self._stuck_bytes - self._recovery.waiting_bytes
+        self._table.capacity_bytes = segments_bytes_max(room_bytes, new_segments + len(self._segments), slots)
+
+    def _fit_one_more(self, need_bytes: int) -> None:
+        self._fit(1, max(1, self._table.target_bytes // self._table.stride(need_bytes)))
+
+    def reserve(self, scope: ScopeId, size_bytes: int) -> SlotRef:
+        """Take a slot for a record of `size_bytes`. See `TierBackend`."""
+        need_bytes = HEADER_BYTES + size_bytes
+        slot = self._table.take(scope, need_bytes)
+        if slot is None:
+            self._open(scope, need_bytes)
+            slot = self._table.take(scope, need_bytes)
+        assert slot is not None, "a new segment has room"
+        return slot
+
+    def _open(self, scope: ScopeId, need_bytes: int) -> None:
+        if self._clock() < self._full_until_s:
+            raise TierFullError(self._last_error, delay_s=_FULL_PAUSE_S)
+        self._fit_one_more(need_bytes)
+        opening = self._table.open(scope, need_bytes)
+        for extent in opening.retired:
+            self._delete(extent)
+        self._segments[opening.extent.id] = Segment.of(opening.extent, self._volume)
+
+    def _delete(self, extent: Extent) -> None:
+        segment = self._segments.pop(extent.id)
+        task = asyncio.ensure_future(self._remove(segment))
+        self._deletions.add(task)
+        task.add_done_callback(self._deletions.discard)
+
+    async def _remove(self, segment: Segment) -> None:
+        try:
+            await segment.delete()
+        except OSError as e:
+            self._stuck_bytes += segment.name.size_bytes
+            self._last_error = f"{self._where(segment)}: {e.strerror or e}"
+
+    def _where(self, segment: Segment) -> str:
+        return f"{self._volume.where}/{segment.name}"
+
+    async def write(self, slot: SlotRef, record: Record, stored: memoryview) -> None:
+        """Write header and payload in one transfer, durable on return. See `TierBackend`."""
+        room = slot.size_bytes - HEADER_BYTES
+        if record.stored_bytes > room:
+            raise InvalidInputError(f"block {record.key}: {record.stored_bytes} B into a slot of {room} B")
+        payload = stored[: record.stored_bytes]
+        if is_direct(payload) and not self._is_sealed:
+            async with self._buffers.lend(HEADER_BYTES) as loan:
+                loan.view[:] = pack_header(record, slot, self._claim.secret)
+                await self._store(slot, record, [loan.view, payload])
+            return
+        async with self._buffers.lend(HEADER_BYTES + round_up(len(payload), DIRECT_BYTES)) as loan:
+            laid_out = self._form.lay_out(loan.view, record, slot, payload)
+            await here_or_in_thread(self._checkers, len(payload), laid_out)
+            loan.user = asyncio.ensure_future(self._store(slot, record, [loan.view]))
+            await self._apart.outlive(loan.user)
+
+    async def _store(self, slot: SlotRef, record: Record, parts: list[memoryview]) -> None:
+        async with self._using(slot, is_writing=True) as (segment, file):
+            segment.graves.discard(slot.offset)
+            await self._index.touch(slot.extent)
+            self._index_later()
+            if segment.burying.locked():
+                async with segment.burying:
+                    pass
+            if slot.offset in segment.holes:
+                await self._apart.outlive(asyncio.ensure_future(self._fill_hole(slot, segment, file)))
+            segment.written.add(slot.offset)
+            await file.write(slot.offset, parts)
+            segment.enter(slot, record, self._kinds)
+
+    async def _fill_hole(self, slot: SlotRef, segment: Segment, file: VolumeFile) -> None:
+        with segment.using(is_writing=True), segment.moving(slot.offset):
+            await file.allocate(slot.offset, slot.size_bytes)
+            segment.holes.discard(slot.offset)
+        self._bury_doomed(segment)
+
+    async def read(self, slot: SlotRef, record: Record, into: memoryview) -> None:
+        """Read the payload and verify it. See `TierBackend`."""
+        target = into[: record.stored_bytes]
+        if is_direct(target) and not self._is_sealed:
+            await self._load(slot, HEADER_BYTES, target)
+            checked = partial(matches, target, record, slot.stamp)
+            is_same = await here_or_in_thread(self._checkers, len(target), checked)
+        else:
+            head_bytes = self._form.head_bytes
+            async with self._buffers.lend(head_bytes + record.stored_bytes) as loan:
+                loan.user = asyncio.ensure_future(self._load(slot, HEADER_BYTES - head_bytes, loan.view))
+                await self._apart.outlive(loan.user)
+                opened = self._form.open_record(target, loan.view, record, slot)
+                is_same = await here_or_in_thread(self._checkers, len(target), opened)
+        if not is_same or not self._is_live(slot):
+            raise BlockCorruptError(f"block {record.key} in segment {slot.extent} at {slot.offset}: checksum differs")
+
+    async def _load(self, slot: SlotRef, skip_bytes: int, into: memoryview) -> None:
+        async with self._using(slot, is_writing=False) as (_, file):
+            await file.read(slot.offset + skip_bytes, into)
+
+    def _is_live(self, slot: SlotRef) -> bool:
+        """True while the slot is in use and was not dropped, not even with a transfer under way."""
+        segment = self._segments.get(slot.extent)
+        return segment is not None and self._table.is_live(slot) and segment.doomed.get(slot.offset) != slot
+
+    @asynccontextmanager
+    async def _using(self, slot: SlotRef, *, is_writing: bool) -> AsyncIterator[tuple[Segment, VolumeFile]]:
+        """Use the file of a slot; an I/O error closes the segment for new blocks and becomes `BackendFailedError`."""
+        segment = self._segments.get(slot.extent)
+        if segment is None or segment.doomed.get(slot.offset) == slot:
+            raise BackendFailedError(f"segment {slot.extent} is gone: slot at {slot.offset} was dropped")
+        if not segment.is_made and self._deletions:
+            await asyncio.wait(self._deletions)  # Their bytes are given back before new ones are taken.
+        try:
+            with segment.using(is_writing=is_writing), segment.moving(slot.offset):
+                yield segment, await segment.opened()
+        except OSError as e:
+            raise await self._failed(segment, e) from e
+        finally:
+            self._bury_doomed(segment)
+
+    async def _failed(self, segment: Segment, error: OSError) -> BackendFailedError:
+        """Retire the segment; nothing on it is tried again except reads of what was written before."""
+        segment.is_listable = False
+        self._last_error = f"{self._where(segment)}: {error.strerror or error}"
+        if not segment.is_made:
+            self._full_until_s = self._clock() + _FULL_PAUSE_S
+            with suppress(OSError):
+                free_bytes = await self._volume.free_bytes()
+                self._last_error += f"; {segment.name.size_bytes} B wanted, {free_bytes} B free"
+        empty = self._table.close_extent(segment.name.id)
+        if empty is not None:
+            self._delete(empty)
+        return BackendFailedError(self._last_error)
+
+    def drop(self, slot: SlotRef) -> None:
+        """Give the slot back; it becomes a hole within a second, so that it stays dropped after a crash.
+
+        A slot with a transfer under way is given back when that ends.
+        """
+        if not self._table.is_live(slot):
+            return
+        segment = self._segments[slot.extent]
+        if slot.offset in segment.busy:
+            segment.doomed[slot.offset] = slot
+            return
+        segment.leave(slot.offset)
+        extent = self._table.drop(slot)
+        if extent is not None:
+            self._delete(extent)
+        elif slot.offset in segment.written or self._table.is_empty(slot.extent):
+            segment.graves.add(slot.offset)
+            if self._burial is None:
+                self._burial = asyncio.ensure_future(self._bury_later())
+
+    def _bury_doomed(self, segment: Segment) -> None:
+        for slot in [s for offset, s in segment.doomed.items() if offset not in segment.busy]:
+            del segment.doomed[slot.offset]
+            self.drop(slot)
+
+    async def _bury_later(self) -> None:
+        await asyncio.sleep(_BURY_DELAY_S)
+        self._burial = None
+        await self._bury()
+
+    async def _bury(self) -> None:
+        for extent in self._table.forget_empty():
+            self._delete(extent)  # The payloads go too: the last block of an erased scope leaves nothing behind.
+        for segment in [s for s in self._segments.values() if s.graves]:
+            await self._bury_in(segment)
+
+    async def _bury_in(self, segment: Segment) -> None:
+        try:
+            with segment.using(is_writing=True):
+                file = await segment.opened()
+                await self._index.touch(segment.name.id)
+                self._index_later()
+                async with segment.burying:
+                    graves, segment.graves = segment.graves, set()
+                    await segment.punch(file, graves)
+        except OSError as e:
+            await self._failed(segment, e)
+
+    def _index_later(self) -> None:
+        if self._indexing is None and not self._is_closed:
+            self._indexing = asyncio.ensure_future(self._index_in_time())
+
+    async def _index_in_time(self) -> None:
+        await asyncio.sleep(_INDEX_DELAY_S)
+        self._indexing = None
+        await self.write_index()
+
+    async def write_index(self) -> None:
+        """Write the index now; a failure leaves the start after this run more headers to read."""
+        try:
+            await self._index.replace(self._segments.values(), self._kinds, self._table.next_extent)
+        except OSError as e:
+            self._last_error = f"{self._volume.where}: index: {e.strerror or e}"
+
+    def _fail(self, error: OSError) -> BackendFailedError:
+        self._last_error = f"{self._volume.where}: {error.strerror or error}"
+        return BackendFailedError(self._last_error)
+
+    async def resize(self, capacity_bytes: int) -> frozenset[int]:
+        """Change the capacity; returns the segments that close. See `TierBackend`."""
+        self._capacity_bytes = capacity_bytes
+        self._table.target_bytes = target_bytes(capacity_bytes)
+        self._fit(0, 0)
+        closing, released = self._table.resize(self._table.capacity_bytes)
+        for extent in released:
+            self._delete(extent)
+        return closing
+
+    def relief(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:
+        """Segments whose emptying makes room for such a slot. See `TierBackend`."""
+        need_bytes = HEADER_BYTES + size_bytes
+        self._fit_one_more(need_bytes)
+        return frozenset() if self._table.has_room(scope, need_bytes) else self._table.relief(need_bytes)
+
+    def compact(self) -> frozenset[int]:
+        """Close sparse extents. See `TierBackend`."""
+        return self._table.compact()
+
+    def recover(self) -> AsyncIterator[tuple[SlotRef, Record]]:
+        """Blocks of earlier runs; raises `BackendFailedError` when the volume cannot be listed or cleaned."""
+        return self._recovery.run()
+
+    @property
+    def waiting(self) -> frozenset[bytes]:
+        """Tags of scopes whose key is missing. See `SealingBackend`."""
+        return self._recovery.waiting
+
+    def recover_waiting(self, tag: bytes) -> AsyncIterator[tuple[SlotRef, Record]]:
+        """Blocks that waited for a key. See `SealingBackend`."""
+        return self._recovery.resume(tag)
+
+    async def forget_waiting(self, tag: bytes) -> None:
+        """Remove what waits for a key. See `SealingBackend`."""
+        await self._recovery.forget(tag)
+
+    async def close(self) -> None:
+        """Make drops durable, write the index, close all files and let go of the volume. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for later in filter(None, (self._burial, self._indexing)):
+            later.cancel()
+        await self._apart.settle()
+        await self._bury()
+        await asyncio.gather(*self._deletions)
+        if self._segments:
+            await self.write_index()
+        await asyncio.gather(self._index.close(), *(s.close() for s in self._segments.values()))
+        await self._volume.close()
+        await in_thread(None, self._checkers.shutdown)
+
+
+async def open_store(
+    volume: Volume,
+    capacity_bytes: int,
+    *,
+    medium: str = "",
+    clock: Callable[[], float] | None = None,
+    keys: DataKeys | None = None,
+) -> RecordStore:
+    """Begin a run of the store in `volume`, which stays the caller's on `InvalidInputError` and `OSError`.
+
+    With `keys` every record is sealed under the data key of its scope.
+    """
+    claim = await start_run(volume, is_sealed=keys is not None)
+    return RecordStore(claim, volume, capacity_bytes, medium=medium, clock=clock, keys=keys)

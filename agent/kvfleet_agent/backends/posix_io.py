@@ -1,0 +1,190 @@
+"""A volume in a directory, by plain POSIX calls in a few threads, with O_DIRECT where the file system has it."""
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from kvfleet_agent.backends.volume import DIRECT_BYTES, NO_FILE
+from kvfleet_agent.backends.waiting import in_thread
+
+_THREADS: Final = 4
+"""Measured on a virtual disk at 2 MiB: writes 2.7, 3.2, 3.3, 2.8 GB/s with 1, 2, 4, 8 threads."""
+
+_NAME_THREADS: Final = 8
+"""Names, allocation and header reads have threads of their own: a hung disk holds up nobody else's calls."""
+
+_FALLOC_PUNCH_HOLE_KEEP_SIZE: Final = 0x02 | 0x01  # include/uapi/linux/falloc.h
+_UNSUPPORTED: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+
+
+class PosixFile:
+    """`pwritev2` with RWF_DSYNC and `preadv`: one thread switch for each block. A `VolumeFile`."""
+
+    def __init__(self, fd: int, movers: ThreadPoolExecutor, namers: ThreadPoolExecutor) -> None:
+        """Take over `fd`."""
+        self.fd = fd
+        self._movers = movers
+        self._namers = namers
+
+    async def write(self, offset: int, parts: Sequence[memoryview]) -> None:
+        """Write and make durable in one system call, which spares the second thread switch of fdatasync."""
+        await in_thread(self._movers, partial(write_fully, self.fd, offset, parts))
+
+    async def read(self, offset: int, into: memoryview) -> None:
+        """Fill `into`."""
+        await in_thread(self._movers, partial(read_fully, self.fd, offset, into))
+
+    async def read_pages(self, offsets: Sequence[int], into: memoryview) -> None:
+        """Read single pages, one after the other."""
+        await in_thread(self._namers, partial(_read_pages, self.fd, offsets, into))
+
+    async def allocate(self, offset: int, size_bytes: int) -> None:
+        """Reserve the blocks of a range."""
+        await in_thread(self._namers, partial(os.posix_fallocate, self.fd, offset, size_bytes))
+
+    async def punch(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Punch holes, then fdatasync once."""
+        await in_thread(self._namers, partial(_punch, self.fd, ranges))
+
+    async def close(self) -> None:
+        """Close the descriptor."""
+        fd, self.fd = self.fd, -1
+        await in_thread(self._namers, partial(os.close, fd))
+
+
+class PosixVolume:
+    """Files of one directory. A `Volume`."""
+
+    def __init__(self, directory: Path, lock_fd: int, *, is_direct: bool, fallback: str = "") -> None:
+        """Take over `lock_fd`, a descriptor of `directory` that holds its lock."""
+        self.where = str(directory)
+        self.fallback = fallback
+        self._directory = directory
+        self._lock_fd = lock_fd
+        self._flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if is_direct else 0)
+        self._movers = ThreadPoolExecutor(_THREADS, "kvfleet-file")
+        self._namers = ThreadPoolExecutor(_NAME_THREADS, "kvfleet-volume")
+
+    @property
+    def medium(self) -> str:
+        """`file-posix` with O_DIRECT, `file-buffered` through the page cache."""
+        return "file-posix" if self._flags & os.O_DIRECT else "file-buffered"
+
+    async def names(self) -> dict[str, int]:
+        """List the directory."""
+        return await in_thread(self._namers, partial(_list, self._directory))
+
+    async def load(self, name: str) -> bytes:
+        """Read through the page cache."""
+        return await in_thread(self._namers, (self._directory / name).read_bytes)
+
+    async def create(self, name: str, size_bytes: int) -> PosixFile:
+        """Make and allocate a file."""
+        make = partial(_create, self._directory / name, self._flags, size_bytes)
+        return self._file(await in_thread(self._namers, make))
+
+    async def open(self, name: str) -> PosixFile:
+        """Open a file."""
+        return self._file(await in_thread(self._namers, partial(os.open, self._directory / name, self._flags)))
+
+    def _file(self, fd: int) -> PosixFile:
+        return PosixFile(fd, self._movers, self._namers)
+
+    async def rename(self, old: str, new: str) -> None:
+        """Rename over."""
+        await in_thread(self._namers, partial(os.replace, self._directory / old, self._directory / new))
+
+    async def unlink(self, name: str) -> None:
+        """Remove a name; the blocks go back to the file system, which trims them."""
+        await in_thread(self._namers, partial((self._directory / name).unlink, missing_ok=True))
+
+    async def sync(self) -> None:
+        """Fsync of the directory."""
+        await in_thread(self._namers, partial(os.fsync, self._lock_fd))
+
+    async def free_bytes(self) -> int:
+        """Ask statvfs."""
+        stat = await in_thread(self._namers, partial(os.fstatvfs, self._lock_fd))
+        return stat.f_bavail * stat.f_frsize
+
+    async def close(self) -> None:
+        """Stop the threads and let go of the lock. Idempotent."""
+        await in_thread(None, self._movers.shutdown)
+        await in_thread(None, self._namers.shutdown)
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def write_fully(fd: int, offset: int, parts: Sequence[memoryview]) -> None:
+    """Blocking durable write of all parts; continues after short writes. Raises `OSError`."""
+    left = list(parts)
+    while left:
+        written = os.pwritev(fd, left, offset, os.RWF_DSYNC)
+        if written == 0:
+            raise OSError(errno.EIO, "write made no progress")
+        offset += written
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]
+
+
+def read_fully(fd: int, offset: int, into: memoryview) -> None:
+    """Blocking read of all of `into`. Raises `OSError`; the end of the file is EIO."""
+    while into:
+        count = os.preadv(fd, [into], offset)
+        if count == 0:
+            raise OSError(errno.EIO, f"end of file at {offset}, {len(into)} B missing")
+        offset += count
+        into = into[count:]
+
+
+def _read_pages(fd: int, offsets: Sequence[int], into: memoryview) -> None:
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    for number, offset in enumerate(offsets):
+        read_fully(fd, offset, into[number * DIRECT_BYTES : (number + 1) * DIRECT_BYTES])
+
+
+def _punch(fd: int, ranges: Sequence[tuple[int, int]]) -> None:
+    for offset, size_bytes in ranges:
+        if _libc.fallocate(fd, _FALLOC_PUNCH_HOLE_KEEP_SIZE, offset, size_bytes) == 0:
+            continue
+        number = ctypes.get_errno()
+        if number not in _UNSUPPORTED:
+            raise OSError(number, os.strerror(number))
+        _zero_page(fd, offset)
+    os.fdatasync(fd)
+
+
+def _zero_page(fd: int, offset: int) -> None:
+    """Zeros over one page where holes cannot be punched (network file systems)."""
+    with mmap.mmap(-1, DIRECT_BYTES) as page, memoryview(page) as zeros:
+        write_fully(fd, offset, [zeros])
+
+
+def _list(directory: Path) -> dict[str, int]:
+    with os.scandir(directory) as entries:
+        return {e.name: e.stat().st_size if e.is_file(follow_symlinks=False) else NO_FILE for e in entries}
+
+
+def _create(path: Path, flags: int, size_bytes: int) -> int:
+    fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError:
+        os.close(fd)
+        with suppress(OSError):
+            path.unlink()
+        raise
+    return fd

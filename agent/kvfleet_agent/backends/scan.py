@@ -1,0 +1,153 @@
+"""Finding the records of earlier runs: from the index where it can be believed, else from the headers of every slot."""
+
+import asyncio
+import errno
+import mmap
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvfleet_agent.backends.base import Record, SlotRef
+from kvfleet_agent.backends.header import HEADER_BYTES
+from kvfleet_agent.backends.index_format import Body, Kinds, Listed, unpack_entries
+from kvfleet_agent.backends.record_bytes import Form
+from kvfleet_agent.backends.sealed_record import Unread
+from kvfleet_agent.backends.segment import Segment
+from kvfleet_agent.backends.segment_name import SegmentName, parse_name
+from kvfleet_agent.backends.slots import NOBODY, SlotTable
+from kvfleet_agent.backends.volume import Volume, VolumeFile
+
+_AT_A_TIME: Final = 8
+"""Segments read at once; header reads are 4 KiB each and wait for the device."""
+
+_PAGES: Final = 256
+"""Headers read with one thread switch."""
+
+
+_MEDIA_ERRORS: Final = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EILSEQ, errno.EUCLEAN})
+"""The bytes are gone. Anything else (a device away, no descriptors left) may be better at the next start."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What one segment of an earlier run holds."""
+
+    name: SegmentName
+    file: VolumeFile | None = None
+    uses: list[tuple[int, int, Record]] = field(default_factory=list)
+    """Slot index, stamp and record."""
+    listed: Listed | None = None
+    """What the index says of it, when it was believed."""
+    is_bad: bool = False
+    """The medium failed here."""
+    unread: bytes = b""
+    """Tag of the scope of headers that could not be opened; empty when there was none."""
+
+    def slots(self) -> Iterator[tuple[SlotRef, Record]]:
+        """Where each record lies."""
+        stride = self.name.stride_bytes
+        for index, stamp, record in self.uses:
+            yield SlotRef(self.name.id, index * stride, stride, stamp), record
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """One look for what earlier runs left in `volume`."""
+
+    volume: Volume
+    form: Form
+    body: Body | None
+    """The index, without the segments that were touched since."""
+
+    async def segments(self, names: Mapping[str, int]) -> AsyncIterator[Found]:
+        """What each segment file holds, newest segment first. `names` are the volume's."""
+        listed = {s.name: s for s in self.body.listed} if self.body else {}
+        files = sorted((n for n in map(parse_name, names) if n is not None), key=lambda n: -n.id)
+        for start in range(0, len(files), _AT_A_TIME):
+            batch = files[start : start + _AT_A_TIME]
+            looks = (self.look(name, names[str(name)], listed.get(name)) for name in batch)
+            for found in await asyncio.gather(*looks):
+                yield found
+
+    async def look(self, name: SegmentName, size_bytes: int, listed: Listed | None = None) -> Found:
+        """What one segment file holds, by the index when that lists it."""
+        found = Found(name)
+        if listed is not None and self.body is not None and size_bytes == name.size_bytes:
+            found.listed = listed
+            found.uses = list(unpack_entries(listed, self.body.kinds))
+            return found
+        slots = min(name.slots, size_bytes // name.stride_bytes)
+        try:
+            found.file = await self.volume.open(str(name))
+            await self._read_headers(found, slots)
+        except OSError as e:
+            found.is_bad = True
+            if e.errno not in _MEDIA_ERRORS:
+                raise
+        return found
+
+    async def _read_headers(self, found: Found, slots: int) -> None:
+        """Read the header page of every slot; slots without a valid one count as free.
+
+        Only headers of one scope count: a segment belongs to one scope for all its life.
+        """
+        assert found.file is not None
+        stride = found.name.stride_bytes
+        buffer = memoryview(mmap.mmap(-1, _PAGES * HEADER_BYTES))
+        for first in range(0, slots, _PAGES):
+            offsets = [index * stride for index in range(first, min(slots, first + _PAGES))]
+            pages = buffer[: len(offsets) * HEADER_BYTES]
+            await self._read_pages(found, offsets, pages)
+            for at, offset in enumerate(offsets):
+                page = pages[at * HEADER_BYTES : (at + 1) * HEADER_BYTES]
+                header = self.form.header(page, found.name.id, offset)
+                if isinstance(header, Unread):
+                    found.unread = header.scope_tag
+                elif header is not None and _belongs(found, header[1]):
+                    found.uses.append((first + at, *header))
+
+    async def _read_pages(self, found: Found, offsets: list[int], into: memoryview) -> None:
+        """Read pages at once, or one by one where one of them cannot be read, which then holds nothing."""
+        assert found.file is not None
+        try:
+            await found.file.read_pages(offsets, into)
+        except OSError as e:
+            found.is_bad = True
+            if e.errno not in _MEDIA_ERRORS:
+                raise
+            for at, offset in enumerate(offsets):
+                page = into[at * HEADER_BYTES : (at + 1) * HEADER_BYTES]
+                try:
+                    await found.file.read_pages([offset], page)
+                except OSError:
+                    page[:] = bytes(HEADER_BYTES)
+
+
+def _belongs(found: Found, record: Record) -> bool:
+    """Whether a record fits its slot and is of the same scope as those before it."""
+    is_of_scope = not found.uses or record.key.scope == found.uses[0][2].key.scope
+    return is_of_scope and record.stored_bytes <= found.name.stride_bytes - HEADER_BYTES
+
+
+def adopt(found: Found, table: SlotTable, volume: Volume, kinds: Kinds) -> Segment:
+    """Enter what was found into the table, and make its segment."""
+    name = found.name
+    scope = found.listed.scope if found.listed else found.uses[0][2].key.scope
+    uses = {index: stamp for index, stamp, _ in found.uses}
+    extent = table.adopt(name.id, (scope, NOBODY, name.stride_bytes), name.size_bytes, uses)
+    segment = Segment.of(extent, volume, bytearray(found.listed.entries) if found.listed else bytearray())
+    segment.file = found.file
+    if found.listed is None:
+        for slot, record in found.slots():
+            segment.enter(slot, record, kinds)
+    return segment
+
+
+async def delete_all(volume: Volume, unwanted: list[Found]) -> None:
+    """Remove segment files, durable on return."""
+    for found in unwanted:
+        if found.file is not None:
+            await found.file.close()
+        await volume.unlink(str(found.name))
+    if unwanted:
+        await volume.sync()

@@ -1,0 +1,117 @@
+"""Sealing of records at rest: AES-256-GCM under the data key of their scope. The agent's only use of a cipher.
+
+Every record gets 32 random bytes and by them a key of its own (docs/format.md, "Sealed records"), so no nonce is ever
+used twice under one key, whatever becomes of the disk, its counters and its clock.
+"""
+
+import hashlib
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from kvfleet_agent.backends.base import PROBE_SCOPE, KeyAwayError
+from kvfleet_api.blocks import ScopeId
+from kvfleet_api.units import MIB
+
+SALT_BYTES: Final = 32
+"""256 random bits for each record: after 2^80 records under one data key two are equal with a chance of 2^-97."""
+
+TAG_BYTES: Final = 16
+SCOPE_TAG_BYTES: Final = 8
+
+_PIECE_BYTES: Final = MIB
+"""Sealed at a time: the library holds the interpreter meanwhile, 0.1 ms at 10 GB/s."""
+
+
+class DataKeys(Protocol):
+    """Keys of scopes as the cluster holds them now. Cheap: asked for every record, in the loop's thread alone."""
+
+    def data_key(self, scope: ScopeId) -> bytes | bytearray | None:
+        """Data key of a scope; None when it is not there yet or any more. Not to be kept: it is wiped when it goes."""
+
+    def tag(self, scope: ScopeId) -> bytes | None:
+        """8 bytes that stand for a scope on the medium; None when the scope does not exist."""
+
+    def scope(self, tag: bytes) -> ScopeId | None:
+        """Scope of a tag; None when no scope that exists has it."""
+
+
+@dataclass(slots=True)
+class Sealer:
+    """Seals and opens under the keys of `keys`, and of the start-up probe, which has a key of this process."""
+
+    keys: DataKeys
+    _probe_key: bytes = field(default_factory=lambda: os.urandom(32), repr=False)
+
+    def tag(self, scope: ScopeId) -> bytes:
+        """Scope's tag. Raises `KeyAwayError`."""
+        tag = bytes(SCOPE_TAG_BYTES) if scope == PROBE_SCOPE else self.keys.tag(scope)
+        if tag is None:
+            raise KeyAwayError(f"scope {scope}: no Secret")
+        return tag
+
+    def key(self, scope: ScopeId, salt: bytes) -> "RecordKey":
+        """Key of the record with this salt. Raises `KeyAwayError`."""
+        data_key = self._probe_key if scope == PROBE_SCOPE else self.keys.data_key(scope)
+        if data_key is None:
+            raise KeyAwayError(f"scope {scope}: its data key is not there, or its KEK is not")
+        derived = hashlib.blake2b(salt, key=data_key, digest_size=32, person=b"kvfleet.seal").digest()
+        return RecordKey(derived)
+
+    def new_key(self, scope: ScopeId) -> tuple[bytes, "RecordKey"]:
+        """Salt and key for something new. Raises `KeyAwayError`."""
+        salt = os.urandom(SALT_BYTES)
+        return salt, self.key(scope, salt)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordKey:
+    """Key of one record: it seals each of its few parts once, under a nonce that is the part's number."""
+
+    _key: bytes = field(repr=False)
+
+    def seal_small(self, part: int, plain: bytes, bound: bytes) -> bytes:
+        """Ciphertext and tag of some bytes; `bound` is authenticated with them."""
+        return AESGCM(self._key).encrypt(_nonce(part), plain, bound)
+
+    def open_small(self, part: int, sealed: bytes, bound: bytes) -> bytes | None:
+        """What was sealed; None when it, or what it was bound to, is anything else."""
+        try:
+            return AESGCM(self._key).decrypt(_nonce(part), sealed, bound)
+        except InvalidTag:
+            return None
+
+    def seal(self, part: int, plain: memoryview, into: memoryview, bound: bytes) -> bytes:
+        """Fill `into`, as long as `plain`, with ciphertext; returns the tag. For threads: it lets others run."""
+        sealing = Cipher(algorithms.AES256(self._key), modes.GCM(_nonce(part))).encryptor()
+        sealing.authenticate_additional_data(bound)
+        for at in range(0, len(plain), _PIECE_BYTES):
+            if at:
+                time.sleep(0)
+            sealing.update_into(plain[at : at + _PIECE_BYTES], into[at : at + _PIECE_BYTES])
+        sealing.finalize()
+        return sealing.tag
+
+    def open(self, part: int, sealed: memoryview, into: memoryview, bound: bytes, tag: bytes) -> bool:
+        """Fill `into` with what was sealed; False, and zeros, when it, or what it was bound to, is anything else."""
+        opening = Cipher(algorithms.AES256(self._key), modes.GCM(_nonce(part))).decryptor()
+        opening.authenticate_additional_data(bound)
+        for at in range(0, len(sealed), _PIECE_BYTES):
+            if at:
+                time.sleep(0)
+            opening.update_into(sealed[at : at + _PIECE_BYTES], into[at : at + _PIECE_BYTES])
+        try:
+            opening.finalize_with_tag(tag)
+        except InvalidTag:
+            into[:] = bytes(len(into))  # Another record of the scope may have been there, in the clear by now.
+            return False
+        return True
+
+
+def _nonce(part: int) -> bytes:
+    return part.to_bytes(12, "big")

@@ -1,0 +1,170 @@
+"""One segment file of a record store: creation, who uses it, what its slots hold, deletion."""
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvfleet_agent.backends.base import Record, SlotRef
+from kvfleet_agent.backends.index_format import ENTRY_BYTES, Kinds, Listed, pack_entry
+from kvfleet_agent.backends.segment_name import SegmentName
+from kvfleet_agent.backends.slots import Extent
+from kvfleet_agent.backends.volume import Volume, VolumeFile
+from kvfleet_api.blocks import ScopeId
+
+_NO_ENTRY: Final = bytes(ENTRY_BYTES)
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """A file of equal slots of one scope. The file is made by the first write, not by `reserve`."""
+
+    name: SegmentName
+    scope: ScopeId
+    volume: Volume
+    entries: bytearray
+    """What the index will say of each slot (`ENTRY_BYTES` each): records that are durable and not dropped."""
+    file: VolumeFile | None = None
+    is_made: bool = False
+    """True once the file is on the medium under its name."""
+    is_listable: bool = True
+    """False when the index has no words for one of its records, or the medium failed here."""
+    written: set[int] = field(default_factory=set)
+    """Offsets where a header may be on the medium."""
+    holes: set[int] = field(default_factory=set)
+    """Offsets of slots whose blocks may have been given back."""
+    graves: set[int] = field(default_factory=set)
+    """Offsets of dropped records that are still there."""
+    burying: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while holes are punched: a late one must not hit the next record."""
+    users: int = 0
+    writers: int = 0
+    """Users that change the file."""
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while nobody uses the file."""
+    busy: dict[int, int] = field(default_factory=dict)
+    """Transfers under way at each offset; such a slot is not used again before they end, even when it is dropped."""
+    doomed: dict[int, SlotRef] = field(default_factory=dict)
+    """Slots that were dropped while they were busy."""
+    _opening: "asyncio.Task[VolumeFile] | None" = None
+
+    @classmethod
+    def of(cls, extent: Extent, volume: Volume, entries: bytearray | None = None) -> "Segment":
+        """Segment for a new extent; with `entries` for one that was found on the medium."""
+        name = SegmentName(extent.id, extent.stride_bytes, len(extent.stamps))
+        is_made = entries is not None
+        segment = cls(name, extent.scope, volume, entries or bytearray(name.slots * ENTRY_BYTES), is_made=is_made)
+        if is_made:
+            used = {i * name.stride_bytes for i, stamp in enumerate(extent.stamps) if stamp}
+            segment.written = used
+            segment.holes = {i * name.stride_bytes for i in range(name.slots)} - used
+        segment.idle.set()
+        return segment
+
+    def listed(self) -> Listed:
+        """State of the slots for the index; goes on changing."""
+        return Listed(self.name, self.scope, memoryview(self.entries))
+
+    @property
+    def is_settled(self) -> bool:
+        """True when the medium holds what the entries say, and nothing else that a start could find."""
+        return not self.writers and not self.graves
+
+    def enter(self, slot: SlotRef, record: Record, kinds: Kinds) -> None:
+        """Note a record that is durable."""
+        kind = kinds.number(record.layout_id, record.codec)
+        if kind is None:
+            self.is_listable = False
+            return
+        self._set_entry(slot.offset, pack_entry(slot.stamp, record, kind))
+
+    def leave(self, offset: int) -> None:
+        """Note that a slot holds nothing any more."""
+        self._set_entry(offset, _NO_ENTRY)
+
+    def _set_entry(self, offset: int, entry: bytes) -> None:
+        at = offset // self.name.stride_bytes * ENTRY_BYTES
+        self.entries[at : at + ENTRY_BYTES] = entry
+
+    @contextmanager
+    def using(self, *, is_writing: bool) -> Iterator[None]:
+        """Keep the file from being closed or deleted."""
+        self.users += 1
+        self.writers += is_writing
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.users -= 1
+            self.writers -= is_writing
+            if self.users == 0:
+                self.idle.set()
+
+    @contextmanager
+    def moving(self, offset: int) -> Iterator[None]:
+        """Keep a slot from being used again."""
+        self.busy[offset] = self.busy.get(offset, 0) + 1
+        try:
+            yield
+        finally:
+            left = self.busy.pop(offset) - 1
+            if left:
+                self.busy[offset] = left
+
+    async def opened(self) -> VolumeFile:
+        """Return the file, made when it is missing. Raises `OSError`. Cancelled at once: it is opened for others."""
+        if self.file is None:
+            if self._opening is None:
+                self._opening = asyncio.ensure_future(self._open())
+                self._opening.add_done_callback(self._opened)
+            return await asyncio.shield(self._opening)
+        return self.file
+
+    def _opened(self, task: "asyncio.Task[VolumeFile]") -> None:
+        self._opening = None
+        if not task.cancelled() and task.exception() is None:
+            self.file, self.is_made = task.result(), True
+
+    async def _open(self) -> VolumeFile:
+        name = str(self.name)
+        if self.is_made:
+            return await self.volume.open(name)
+        file = await self.volume.create(name, self.name.size_bytes)
+        try:
+            await self.volume.sync()
+        except OSError:
+            await file.close()
+            with suppress(OSError):
+                await self.volume.unlink(name)
+            raise
+        return file
+
+    async def close(self) -> None:
+        """Close the file once nobody uses it."""
+        await self.idle.wait()
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
+            await asyncio.sleep(0)
+        file, self.file = self.file, None
+        if file is not None:
+            await file.close()
+
+    async def delete(self) -> None:
+        """Remove the file, durable on return; its blocks go back to the file system, which trims them."""
+        await self.close()
+        if self.is_made:
+            await self.volume.unlink(str(self.name))
+            await self.volume.sync()
+
+    async def punch(self, file: VolumeFile, offsets: Iterable[int]) -> None:
+        """Turn slots into holes, durable on return; neighbours are punched as one."""
+        ranges: list[tuple[int, int]] = []
+        for offset in sorted(offsets):
+            if ranges and sum(ranges[-1]) == offset:
+                ranges[-1] = (ranges[-1][0], ranges[-1][1] + self.name.stride_bytes)
+            else:
+                ranges.append((offset, self.name.stride_bytes))
+            self.holes.add(offset)
+            self.written.discard(offset)
+        await file.punch(ranges)

@@ -1,0 +1,100 @@
+"""Survives memory that a client has cut short: an access beyond the end of a file is a SIGBUS, the end of a process.
+
+Zeros take the place of the whole extent then, in this process only. No checksum holds over them, so its blocks
+become misses, and whoever owns the extent is told to give it up. Sealed memory cannot be cut short; files can, where
+the kernel lacks Landlock, and huge pages can be punched out and taken by others.
+"""
+
+import ctypes
+import mmap
+import signal
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+_SA_SIGINFO: Final = 4
+_SA_ONSTACK: Final = 0x08000000
+_MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
+_FLAGS: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+
+
+class _Details(ctypes.Structure):
+    """Head of siginfo_t; the address of a memory fault follows three numbers and their padding."""
+
+    _fields_ = (("numbers", ctypes.c_int * 4), ("address", ctypes.c_void_p))
+
+
+_Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.POINTER(_Details), ctypes.c_void_p)
+
+
+class _Action(ctypes.Structure):
+    """struct sigaction of glibc on 64-bit machines."""
+
+    _fields_ = (
+        ("handler", _Handler),
+        ("mask", ctypes.c_ulong * 16),
+        ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    )
+
+
+@dataclass(eq=False, slots=True)
+class Watched:
+    """Memory whose accesses are survived, for as long as it is mapped."""
+
+    address: int
+    size_bytes: int
+    is_torn: bool = False
+    """True once it has zeros in its place."""
+
+
+_watched: Final[dict[int, Watched]] = {}
+"""By address."""
+_before: Final = _Action()
+
+
+def watch(address: int, size_bytes: int) -> Watched:
+    """Survive accesses to this memory that have nothing behind them."""
+    watched = _watched[address] = Watched(address, size_bytes)
+    _install()
+    return watched
+
+
+def forget(watched: Watched) -> None:
+    """Watch no longer; once the memory is unmapped, for a thread may be in the middle of it until then.
+
+    What has been mapped at its address since stays watched.
+    """
+    if _watched.get(watched.address) is watched:
+        del _watched[watched.address]
+
+
+def torn() -> frozenset[int]:
+    """Addresses of watched memory that has zeros in its place."""
+    return frozenset(w.address for w in tuple(_watched.values()) if w.is_torn)
+
+
+@_Handler  # type: ignore[untyped-decorator]  # ctypes says nothing of what it makes.
+def _on_bus_error(number: int, details: "ctypes._Pointer[_Details]", _context: int) -> None:
+    """Runs in the thread that touched the memory: within a copy or a hash, never within an allocation.
+
+    Several threads may get here for one extent; that the later ones put zeros there again harms nobody.
+    """
+    address = details.contents.address
+    for watched in tuple(_watched.values()):
+        if watched.address <= address < watched.address + watched.size_bytes:
+            watched.is_torn = True
+            _libc.mmap(watched.address, watched.size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, _FLAGS, -1, 0)
+            return
+    _libc.sigaction(number, ctypes.byref(_before), None)  # Not ours: it comes again, for whoever was here before.
+
+
+@cache
+def _install() -> None:
+    action = _Action(handler=_on_bus_error, flags=_SA_SIGINFO | _SA_ONSTACK)
+    _libc.sigaction(signal.SIGBUS, ctypes.byref(action), ctypes.byref(_before))

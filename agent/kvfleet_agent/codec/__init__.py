@@ -1,0 +1,1 @@
+"""Codecs: how a block is stored below memory."""

@@ -1,0 +1,106 @@
+"""Exact codec for floating-point KV: entropy-coded exponents, everything else as it is.
+
+Stored form, all little-endian: `version u8 | element bytes u8 | zero u16 | coded bytes u32 | raw bytes u64`, then
+the coded top plane (a zstd frame), then the rest plane. Element bytes 0 with coded bytes 0: the raw bytes follow.
+"""
+
+import struct
+import threading
+from typing import Final
+
+import numpy as np
+import zstandard
+
+from kvfleet_agent.codec.planes import Bytes, can_split, join, split
+from kvfleet_api.errors import BlockCorruptError
+
+NAME: Final = "lossless"
+
+_HEADER: Final = struct.Struct("<BBHIQ")
+_VERSION: Final = 1
+_AS_IT_IS: Final = 0
+
+# Exponents are nearly independent draws: match search finds nothing and only costs time. With the smallest tables
+# and long matches zstd is a Huffman coder of 1.1 GB/s here, against 0.4 at level 1, and 3 % shorter.
+_PARAMETERS: Final = zstandard.ZstdCompressionParameters(
+    window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7, target_length=0, strategy=1
+)
+
+_local = threading.local()
+
+
+class LosslessCodec:
+    """Exponent packing for bf16, fp16 and fp32; plain entropy coding for one-byte elements. A `Codec`."""
+
+    name = NAME
+    is_exact = True
+
+    def encode(self, raw: memoryview, element_bytes: int) -> bytes:
+        """Stored form, at most 16 B longer than `raw`."""
+        flat = np.frombuffer(raw, dtype=np.uint8)
+        is_split = can_split(element_bytes) and flat.size % element_bytes == 0
+        top, rest = split(flat, element_bytes) if is_split else (flat, flat[:0])
+        coded = _compressor().compress(top.data)
+        if len(coded) >= top.size:
+            return b"".join((_HEADER.pack(_VERSION, _AS_IT_IS, 0, 0, flat.size), raw))
+        header = _HEADER.pack(_VERSION, element_bytes if is_split else 1, 0, len(coded), flat.size)
+        return b"".join((header, coded, rest.data))
+
+    def decode(self, stored: memoryview, into: memoryview) -> None:
+        """Fill `into`, of exactly the raw size. Raises `BlockCorruptError` on stored bytes that do not fit."""
+        element_bytes, coded_bytes = _parse(stored, len(into))
+        body = np.frombuffer(stored, dtype=np.uint8)[_HEADER.size :]
+        target = np.frombuffer(into, dtype=np.uint8)
+        coded, rest = body[:coded_bytes], body[coded_bytes:]
+        if element_bytes == _AS_IT_IS:
+            np.copyto(target, rest)
+            return
+        top = _expanded(coded, len(into) // element_bytes)
+        if element_bytes == 1:
+            np.copyto(target, top)
+        else:
+            join(top, rest, target, element_bytes)
+
+
+def _parse(stored: memoryview, raw_bytes: int) -> tuple[int, int]:
+    """Element bytes and coded bytes of a stored form, checked against all sizes."""
+    if len(stored) < _HEADER.size:
+        raise BlockCorruptError(f"lossless block of {len(stored)} B is shorter than its header")
+    version, element_bytes, _, coded_bytes, size_bytes = _HEADER.unpack(stored[: _HEADER.size])
+    rest_bytes = raw_bytes - raw_bytes // element_bytes if element_bytes else raw_bytes
+    is_sound = version == _VERSION and (element_bytes in {_AS_IT_IS, 1} or can_split(element_bytes))
+    if not is_sound or size_bytes != raw_bytes or len(stored) != _HEADER.size + coded_bytes + rest_bytes:
+        raise BlockCorruptError(
+            f"lossless block: version {version}, elements of {element_bytes} B, {coded_bytes} B coded, "
+            f"{size_bytes} B raw in {len(stored)} B stored, {raw_bytes} B wanted"
+        )
+    return element_bytes, coded_bytes
+
+
+def _expanded(coded: Bytes, size_bytes: int) -> Bytes:
+    try:
+        # The library allocates what a frame says of itself, and a damaged one may say anything.
+        plane_bytes = zstandard.frame_content_size(coded.data)
+        if plane_bytes <= size_bytes:
+            plane = np.frombuffer(_decompressor().decompress(coded.data, max_output_size=size_bytes), dtype=np.uint8)
+            plane_bytes = plane.size
+    except zstandard.ZstdError as e:
+        raise BlockCorruptError(f"lossless block: {e}") from e
+    if plane_bytes != size_bytes:
+        raise BlockCorruptError(f"lossless block: plane of {plane_bytes} B, {size_bytes} B wanted")
+    return plane
+
+
+def _compressor() -> zstandard.ZstdCompressor:
+    """One for each thread: the objects hold working memory and are not for two threads at a time."""
+    if not hasattr(_local, "compressor"):
+        _local.compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
+    found: zstandard.ZstdCompressor = _local.compressor
+    return found
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    if not hasattr(_local, "decompressor"):
+        _local.decompressor = zstandard.ZstdDecompressor()
+    found: zstandard.ZstdDecompressor = _local.decompressor
+    return found

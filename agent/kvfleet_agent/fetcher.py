@@ -1,0 +1,221 @@
+"""Brings blocks into memory: up from slower tiers, or from other agents. One transfer for a block at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from kvfleet_agent.backends.base import Record, SlotRef
+from kvfleet_agent.gate import Priority
+from kvfleet_agent.index import GONE, Entry, Residence
+from kvfleet_agent.mover import RAW
+from kvfleet_agent.ports import Wanted
+from kvfleet_agent.want import Want
+from kvfleet_api.blocks import BlockKey
+from kvfleet_api.errors import BackendFailedError, RetryableError, TierFullError
+from kvfleet_telemetry.tracing import span
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Sequence
+
+    from kvfleet_agent.exports import Exports
+    from kvfleet_agent.mover import Mover
+    from kvfleet_agent.node import Node
+    from kvfleet_agent.place import Place
+    from kvfleet_agent.room import Room
+    from kvfleet_agent.tiers import Tier
+    from kvfleet_metadata.records import Location
+
+ATTEMPTS_MAX: Final = 3
+"""Times that one block is brought up for one reader: it may be evicted again before the reader gets to it."""
+FETCH_BLOCKS: Final = 64
+"""Blocks asked of a peer at a time, so that the first ones arrive while the rest is under way."""
+FETCH_S: Final = 30.0
+"""Bound on one batch from a peer, whatever the reader's own deadline: others may wait for the same blocks."""
+
+
+class Fetcher:
+    """Starts transfers into the entry tier. They go on when the reader gives up: the next one will want them."""
+
+    def __init__(self, node: Node, room: Room, mover: Mover, exports: Exports) -> None:
+        self._node = node
+        self._room = room
+        self._mover = mover
+        self._exports = exports
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Cancel what is under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def raise_up(self, entry: Entry, urgency: Priority) -> Residence | None:
+        """Return a copy in mappable memory, bringing one up when there is none; None when it cannot be had.
+
+        Cancelled, a transfer that was started goes on.
+        """
+        for _ in range(ATTEMPTS_MAX):
+            best = self.mapped(entry)
+            if best is not None and best.tier is self._node.entry_tier:
+                return best
+            if entry.level == GONE:
+                return None
+            if entry.move is None and not self._start_up(entry, urgency):
+                return best
+            if entry.move is not None:
+                await asyncio.wait([entry.move])
+        return self.mapped(entry)
+
+    def start_prefetch(self, entry: Entry) -> bool:
+        """Start to bring a block up before anybody asks for it; False when it is up or on its way."""
+        if entry.move is not None or self.mapped(entry) is not None:
+            return False
+        return self._start_up(entry, Priority.PREFETCH)
+
+    @staticmethod
+    def mapped(entry: Entry) -> Residence | None:
+        """Return the fastest copy that engines can map, or None."""
+        return next((r for r in entry.residences if r.tier.mappable is not None), None)
+
+    def _start_up(self, entry: Entry, urgency: Priority) -> bool:
+        """Start to copy a block up; False when there is nothing to copy from or to."""
+        tier = self._node.entry_tier
+        if tier is None or not entry.residences:
+            return False
+        done = self._begin(entry)
+        self._spawn(self._copy_up(entry, tier, urgency, done))
+        return True
+
+    async def _copy_up(self, entry: Entry, tier: Tier, urgency: Priority, done: asyncio.Future[bool]) -> None:
+        is_made = False
+        try:
+            if not entry.residences:
+                return  # Dropped before this began.
+            source = entry.residences[0]
+            deadline_s = self._node.clock() + FETCH_S
+            want = Want(tier, entry.scope, entry.tenant, source.record.raw_bytes)
+            slot = await self._room.reserve(want, deadline_s)
+            is_made = await self._mover.copy(entry, source, tier, slot, urgency)
+        except RetryableError:
+            is_made = False  # No room, or too much under way: the reader takes what it has.
+        finally:
+            self._end(entry, done, is_made=is_made)
+
+    def start_fetch(self, place: Place, chain: Sequence[tuple[bytes, bytes]], locations: Sequence[Location]) -> None:
+        """Start to fetch blocks from peers; `chain` gives (digest, parent or empty when unknown) for each location."""
+        for i in range(0, len(chain), FETCH_BLOCKS):
+            entries = []
+            for digest, parent in chain[i : i + FETCH_BLOCKS]:
+                assert digest not in self._node.index.blocks(place.scope)
+                entry = self._node.index.begin(
+                    place.scope, digest, parent, place.layout_id, self._node.clock(), place.tenant
+                )
+                self._begin(entry)
+                entries.append(entry)
+            self._spawn(self._fetch(place, entries, locations[i : i + FETCH_BLOCKS]))
+
+    async def _fetch(self, place: Place, entries: Sequence[Entry], locations: Sequence[Location]) -> None:
+        slots: list[SlotRef] = []
+        arrived: set[SlotRef] = set()
+        tier = self._node.entry_tier
+        try:
+            if tier is not None and self._exports.peers is not None:
+                slots = await self._slots(tier, place, len(entries))
+                with span("kvfleet.fetch", source="remote", blocks=len(slots), bytes=len(slots) * place.raw_bytes):
+                    await self._transfer(tier, place, entries, locations, slots, arrived)
+        finally:
+            for slot in slots:
+                if tier is not None and slot not in arrived:
+                    self._node.give_back(tier, slot, place.tenant)
+            self._close_fetch(entries)
+
+    async def _slots(self, tier: Tier, place: Place, count: int) -> list[SlotRef]:
+        """Take up to `count` slots."""
+        slots: list[SlotRef] = []
+        deadline_s = self._node.clock() + FETCH_S
+        want = Want(tier, place.scope, place.tenant, place.raw_bytes)
+        try:
+            while len(slots) < count:
+                slots.append(await self._room.reserve(want, deadline_s))
+        except (TierFullError, BackendFailedError):
+            return slots
+        return slots
+
+    async def _transfer(
+        self,
+        tier: Tier,
+        place: Place,
+        entries: Sequence[Entry],
+        locations: Sequence[Location],
+        slots: Sequence[SlotRef],
+        arrived: set[SlotRef],
+    ) -> None:
+        """Fetch into slots; those that hold a block of the index then are added to `arrived`."""
+        mappable, peers = tier.mappable, self._exports.peers
+        assert mappable is not None
+        assert peers is not None
+        started_s = self._node.clock()
+        for slot in slots:
+            self._exports.ensure(tier, slot.extent)
+        views = [mappable.view(slot)[: place.raw_bytes] for slot in slots]
+        wanted = [
+            Wanted(BlockKey(e.scope, e.digest), e.layout_id, location, view, self._node.epoch, slot.stamp)
+            for e, location, view, slot in zip(entries, locations, views, slots, strict=False)
+        ]
+        try:
+            parents = await peers.fetch(wanted, FETCH_S)
+            for entry, parent, slot, want in zip(entries, parents, slots, wanted, strict=False):
+                if parent is None or entry.parent not in (b"", parent) or entry.level == GONE:
+                    continue
+                if self._arrived(entry, parent, Residence(tier, slot, self._record(entry, parent, want))):
+                    arrived.add(slot)
+        finally:
+            for view in views:
+                view.release()
+        self._count(tier, entries, place.raw_bytes, self._node.clock() - started_s)
+
+    def _arrived(self, entry: Entry, parent: bytes, residence: Residence) -> bool:
+        """Publish a block that came from a peer, under the checksum that sealed it; False when its tier has gone."""
+        if not self._node.has(residence.tier):
+            return False
+        self._node.index.adopt(entry, parent)
+        self._node.add_copy(entry, residence)
+        return True
+
+    def _record(self, entry: Entry, parent: bytes, want: Wanted) -> Record:
+        raw_bytes = len(want.into)
+        return Record(want.key, parent, entry.layout_id, RAW, raw_bytes, raw_bytes, want.checksum, self._node.epoch)
+
+    def _close_fetch(self, entries: Sequence[Entry]) -> None:
+        """Forget the blocks that did not arrive, and wake those who wait."""
+        for entry in entries:
+            if not entry.residences and entry.level != GONE:
+                self._node.index.forget(entry)
+            move = entry.move
+            assert move is not None
+            self._end(entry, move, is_made=bool(entry.residences))
+
+    def _count(self, tier: Tier, entries: Sequence[Entry], raw_bytes: int, took_s: float) -> None:
+        arrived = sum(1 for e in entries if e.residences)
+        path = {"source": "remote", "target": tier.name}
+        if arrived:
+            self._node.counters.add("kvfleet_moved_blocks_total", arrived, **path)
+            self._node.counters.add("kvfleet_moved_bytes_total", arrived * raw_bytes, **path)
+            self._node.counters.observe("kvfleet_move_duration_seconds", took_s, **path)
+
+    @staticmethod
+    def _begin(entry: Entry) -> asyncio.Future[bool]:
+        assert entry.move is None
+        entry.move = asyncio.get_running_loop().create_future()
+        return entry.move
+
+    @staticmethod
+    def _end(entry: Entry, done: asyncio.Future[bool], *, is_made: bool) -> None:
+        entry.move = None
+        done.set_result(is_made)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

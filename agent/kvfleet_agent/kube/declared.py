@@ -1,0 +1,104 @@
+"""The declared part of an object: what somebody wants, without what others report about it. Pure."""
+
+import base64
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvfleet_api import names
+from kvfleet_api.blocks import ScopeId
+from kvfleet_api.models.pool import KVPool
+from kvfleet_api.models.poolnode import KVPoolNode
+from kvfleet_api.models.trust import KEY_VERSION, KVPrefixShare, KVTenant, KVTrustDomain
+from kvfleet_api.wrapping import DATA_SUFFIX, data_entry
+from kvfleet_kube.answers import Json
+
+_IDENTITY: Final = ("name", "namespace", "uid", "deletionTimestamp")
+_FULL: Final = (*_IDENTITY, "generation", "labels", "annotations", "finalizers")
+
+
+@dataclass(frozen=True, slots=True)
+class SeenNode:
+    """A KVPoolNode as last seen: what is wanted of the agent, and which status the API server holds."""
+
+    declared: KVPoolNode
+    """Without status and resource version, so that status writes do not make it differ."""
+    status: Mapping[str, Any]
+    """As stored; empty when never written."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeKeys:
+    """Key material of one scope Secret."""
+
+    owner_uid: str
+    """Uid of the tenant, domain or share that it was made for; a successor of the same name gets another."""
+    data: Mapping[str, str]
+    """Base64 by `v<key version>`, and of the wrapped data key by `v<key version>.data`."""
+    owner: str = ""
+    """`<kind>/<name>` of what it was made for."""
+
+    def scopes(self) -> Iterator[ScopeId]:
+        """Scopes that the Secret has keys of, one for each version."""
+        for entry in self.data:
+            if not entry.endswith(DATA_SUFFIX):
+                yield ScopeId(f"{self.owner}/{self.owner_uid}/{entry}")
+
+    def wrapped(self, version: str) -> str:
+        """Wrapped data key of a key version; empty when there is none."""
+        try:
+            return base64.b64decode(self.data.get(data_entry(version), ""), validate=True).decode()
+        except ValueError:
+            return ""
+
+
+def _kept(obj: Json, fields: tuple[str, ...]) -> Json:
+    """Return metadata cut to `fields`, and the spec."""
+    metadata = {k: v for k, v in obj["metadata"].items() if k in fields}
+    return {"metadata": metadata, "spec": obj.get("spec") or {}}
+
+
+def pool(obj: Json) -> KVPool:
+    """Parse a KVPool without its status."""
+    return KVPool.model_validate(_kept(obj, _FULL))
+
+
+def pool_node(obj: Json) -> SeenNode:
+    """Parse a KVPoolNode; the status stays apart."""
+    return SeenNode(KVPoolNode.model_validate(_kept(obj, _FULL)), obj.get("status") or {})
+
+
+def _keyed(obj: Json) -> Json:
+    """Return what `_kept` does, and of the status the key version: the operator moves it on, from the first one."""
+    version = (obj.get("status") or {}).get("keyVersion", 0)
+    return {**_kept(obj, _IDENTITY), "status": {"keyVersion": max(version, KEY_VERSION)}}
+
+
+def tenant(obj: Json) -> KVTenant:
+    """Parse what the agent needs of a KVTenant: the spec, its key version, and which erasure is over."""
+    keyed = _keyed(obj)
+    keyed["status"]["lastErase"] = (obj.get("status") or {}).get("lastErase", "")
+    return KVTenant.model_validate(keyed)
+
+
+def trust_domain(obj: Json) -> KVTrustDomain:
+    """Parse what trust needs of a KVTrustDomain."""
+    return KVTrustDomain.model_validate(_keyed(obj))
+
+
+def prefix_share(obj: Json) -> KVPrefixShare:
+    """Parse what trust needs of a KVPrefixShare."""
+    return KVPrefixShare.model_validate(_kept(obj, _IDENTITY))
+
+
+def namespace_labels(obj: Json) -> Mapping[str, str]:
+    """Labels of a Namespace."""
+    return dict(obj["metadata"].get("labels") or {})
+
+
+def scope_keys(obj: Json) -> ScopeKeys:
+    """Read a scope Secret."""
+    metadata = obj["metadata"]
+    uid = (metadata.get("annotations") or {}).get(names.ANNOTATION_OWNER_UID, "")
+    _, kind, name = metadata["name"].split(".", 2)
+    return ScopeKeys(uid, dict(obj.get("data") or {}), f"{kind}/{name}")

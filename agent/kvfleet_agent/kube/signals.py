@@ -1,0 +1,26 @@
+"""Something changed: a level-triggered wake-up for any number of waiting tasks."""
+
+import asyncio
+
+
+class Signal:
+    """Wakes every waiter on `fire`. Wait only after having looked at the state, in the same step of the loop."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def fire(self) -> None:
+        """Wake all who wait now. Returns at once; never blocks."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, timeout_s: float | None = None) -> bool:
+        """Return True at the next `fire`, False when `timeout_s` have passed without one."""
+        event = self._event
+        try:
+            # Not wait_for: before Python 3.12 it swallows a cancellation that meets the event.
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
+        except TimeoutError:
+            return False
+        return True

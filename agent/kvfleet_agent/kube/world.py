@@ -1,0 +1,163 @@
+"""Everything of Kubernetes that one agent needs, started and stopped as one."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvfleet_agent.kube import declared
+from kvfleet_agent.kube.authenticator import KubeAuthenticator
+from kvfleet_agent.kube.desired import KubeDesired
+from kvfleet_agent.kube.heartbeat import Beat, Heartbeat
+from kvfleet_agent.kube.keyring import Keyring
+from kvfleet_agent.kube.known import Known
+from kvfleet_agent.kube.place import Place
+from kvfleet_agent.kube.signals import Signal
+from kvfleet_agent.kube.status import KubeStatusSink
+from kvfleet_agent.kube.tasks import Task, cancel, supervise
+from kvfleet_agent.kube.tenant_view import TenantView
+from kvfleet_agent.kube.trust_view import TrustStores, TrustView
+from kvfleet_api import names
+from kvfleet_kube import secrets
+from kvfleet_kube.answers import Json
+from kvfleet_kube.api import KubeApi
+from kvfleet_kube.keks import KekSource
+from kvfleet_kube.watch import Source, Watch
+
+_GROUP = f"/apis/{names.API_VERSION}"
+
+
+class KubeWorld:
+    """Watches, authenticates, reports and beats for one agent.
+
+        async with await KubeWorld.connect(place, kubeconfig) as world:
+            await world.ready()
+            world.start_heartbeat(epoch)
+            ...
+
+    Leaving it releases the Lease and stops every task.
+    """
+
+    desired: KubeDesired
+    authenticator: KubeAuthenticator
+    tenants: TenantView
+    status: KubeStatusSink
+    keyring: Keyring
+    """Data keys of scopes, for tiers that encrypt."""
+
+    def __init__(self, api: KubeApi, place: Place, kek_file: Path | None = None) -> None:
+        self.api = api
+        self._place = place
+        self._signal = Signal()
+        self._tasks: list[Task] = []
+        self._watches: list[Watch[Any]] = []
+        self.heartbeat: Heartbeat | None = None
+        self._follow_desired()
+        self._follow_trust()
+        self._follow_keks(kek_file)
+
+    @classmethod
+    async def connect(cls, place: Place, kubeconfig: Path | None = None, kek_file: Path | None = None) -> Self:
+        """Read credentials and start watching. Raises `UnsupportedError` when there are none.
+
+        KEKs come from `kek_file`, or without one from their Secret.
+        """
+        return cls(await KubeApi.connect(names.FIELD_MANAGER_AGENT, kubeconfig), place, kek_file)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def ready(self) -> None:
+        """Return when the KVPool and the KVPoolNode exist and the trust inputs were listed; logs what is missing."""
+        await self.desired.ready()
+        while self._trust.unsynced or not self._keks.is_known:
+            await self._signal.wait()
+
+    def start_heartbeat(self, epoch: int) -> None:
+        """Begin to renew the Lease of this incarnation; call it once, after `ready`."""
+        place, owner = self._place, self.desired.pool_node.metadata.uid
+        beat = Beat(place.namespace, place.pool, place.node, f"{place.node}_{epoch}", owner)
+        self.heartbeat = Heartbeat(self.api, beat)
+        self._tasks.append(supervise("heartbeat", self.heartbeat.run))
+
+    async def read_secret(self, name: str) -> dict[str, bytes] | None:
+        """Return the data of a Secret in the system namespace; see `secrets.read_secret`."""
+        return await secrets.read_secret(self.api, self._place.namespace, name)
+
+    async def close(self) -> None:
+        """Release the Lease, stop all tasks, close all connections. Idempotent."""
+        await cancel(self._tasks)
+        self._tasks.clear()
+        if self.heartbeat is not None:
+            await self.heartbeat.release()
+            self.heartbeat = None
+        await self.api.close()
+
+    def _follow_desired(self) -> None:
+        """Watch the one pool and the one pool node; report to the latter."""
+        place, node_name = self._place, names.pool_node_name(self._place.pool, self._place.node)
+        pools = Known("KVPool", declared.pool, self._signal.fire)
+        nodes = Known("KVPoolNode", declared.pool_node, self._signal.fire)
+        self._watch(pools, f"{_GROUP}/kvpools", {"fieldSelector": f"metadata.name={place.pool}"})
+        self._watch(nodes, f"{_GROUP}/kvpoolnodes", {"fieldSelector": f"metadata.name={node_name}"})
+        self.desired = KubeDesired(place.pool, place.node, pools, nodes, self._signal)
+
+        def stored() -> Json | None:
+            seen = nodes.get(node_name)
+            return None if seen is None else dict(seen.status)
+
+        self.status = KubeStatusSink(self.api, node_name, stored, self._signal)
+        self._tasks.append(supervise("status", self.status.run))
+
+    def _follow_trust(self) -> None:
+        """Watch tenants, domains, shares, namespaces and scope Secrets."""
+        self._trust = TrustStores(
+            Known("KVTenant", declared.tenant, self._trust_changed),
+            Known("KVTrustDomain", declared.trust_domain, self._trust_changed),
+            Known("KVPrefixShare", declared.prefix_share, self._trust_changed),
+            Known("Namespace", declared.namespace_labels, self._trust_changed),
+            Known("Secret", declared.scope_keys, self._keys_changed),
+        )
+        self._watch(self._trust.tenants, f"{_GROUP}/kvtenants")
+        self._watch(self._trust.domains, f"{_GROUP}/kvtrustdomains")
+        self._watch(self._trust.shares, f"{_GROUP}/kvprefixshares")
+        self._watch(self._trust.namespaces, "/api/v1/namespaces", is_metadata_only=True)
+        scope_secrets = f"/api/v1/namespaces/{self._place.namespace}/secrets"
+        self._watch(self._trust.secrets, scope_secrets, {"labelSelector": names.LABEL_SCOPE})
+        self._view = TrustView(self._trust, self._place.namespace, self._place.pool)
+        self.authenticator = KubeAuthenticator(self.api, self._view, self._place)
+        self.tenants = TenantView(self._trust, self._view, self._place.pool)
+
+    def _follow_keks(self, kek_file: Path | None) -> None:
+        """Follow the keys that data keys are wrapped by."""
+        self._keks = KekSource(self.api, self._place.namespace, kek_file, self._keks_changed)
+        self.keyring = Keyring(self._view, self._trust.secrets, self._place.namespace, lambda: self._keks.keks)
+        self._tasks.append(supervise("watch KEKs", self._keks.run))
+
+    def _trust_changed(self) -> None:
+        """Forget derived grants and wake whoever waits."""
+        self._view.invalidate()
+        self._signal.fire()
+
+    def _keys_changed(self) -> None:
+        """Forget grants and keys that are there no more, at once."""
+        self._trust_changed()
+        self.keyring.changed()
+
+    def _keks_changed(self) -> None:
+        """Forget all data keys, which says nothing of grants."""
+        self.keyring.changed()
+        self._signal.fire()
+
+    def _watch(
+        self, known: Known[Any], path: str, query: Mapping[str, str] | None = None, *, is_metadata_only: bool = False
+    ) -> None:
+        """Start one supervised watch."""
+        watch = Watch(self.api, Source(path, known.read, query or {}, is_metadata_only), known)
+        self._watches.append(watch)
+        self._tasks.append(supervise(f"watch {path}", watch.run))

@@ -1,0 +1,219 @@
+"""Copies blocks between tiers. The source is read and verified, the target written, and only then is either dropped.
+
+A crash at any point leaves two copies or one, never none. Codecs are applied on the way to media without load and
+store access, and undone on the way up. Checksums are bound to the slot, so every copy gets its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol
+
+from kvfleet_agent.backends.base import KeyAwayError, Record, SlotRef
+from kvfleet_agent.backends.memory import copy
+from kvfleet_agent.backends.waiting import in_thread
+from kvfleet_agent.buffers import Buffers
+from kvfleet_agent.gate import Gate, Priority
+from kvfleet_agent.index import GONE, Entry, Residence
+from kvfleet_agent.want import Want
+from kvfleet_api.blocks import BlockKey
+from kvfleet_api.checksum import checksum
+from kvfleet_api.errors import BackendFailedError, BlockCorruptError, UnsupportedError
+from kvfleet_telemetry.tracing import span
+
+if TYPE_CHECKING:
+    from kvfleet_agent.codec.base import Codec
+    from kvfleet_agent.node import Node
+    from kvfleet_agent.tiers import Tier
+
+MOVES_AT_ONCE: Final = 32
+"""Moves under way. NIXL's POSIX backend reaches the disk's limit at batches of 16 and more."""
+
+INLINE_BYTES_MAX: Final = 256 << 10
+"""Up to this a hash (10 GB/s) costs less than handing it to a thread and back (about 60 us)."""
+
+RAW: Final = "raw"
+
+
+class Codecs(Protocol):
+    """The codecs that this build has."""
+
+    def named(self, name: str) -> Codec:
+        """Return the codec that wrote a record. Raises `UnsupportedError` for one that this build lacks."""
+
+    def for_mode(self, mode: str) -> Codec:
+        """Return the codec of `spec.policy.compression.mode`."""
+
+
+class Mover:
+    """Makes copies; decides nothing."""
+
+    def __init__(self, node: Node, codecs: Codecs) -> None:
+        self._node = node
+        self._codecs = codecs
+        self._buffers = Buffers()
+        self.gate = Gate(MOVES_AT_ONCE)
+        self.bytes_under_way = 0
+        """Raw bytes of the moves that wait or run."""
+
+    async def copy(
+        self, entry: Entry, source: Residence, target: Tier, slot: SlotRef | None, urgency: Priority
+    ) -> bool:
+        """Copy one block into `target` and note it in the index; False when it could not be done.
+
+        With `slot` the block goes there, raw; without, the target gives a slot of the stored size. A copy that
+        turns out to be unreadable is dropped; a target that cannot write is paused. The slot is given back on
+        every failure and cancellation. Raises `TierFullError` when the target has no room.
+        """
+        raw_bytes = source.record.raw_bytes
+        started_s = self._node.clock()
+        made: Residence | None = None
+        self.bytes_under_way += raw_bytes
+        try:
+            async with self.gate.enter(urgency):
+                made = await self._copied(entry, source, target, slot)
+        finally:
+            self.bytes_under_way -= raw_bytes
+            if made is None and slot is not None:
+                self._node.give_back(target, slot, entry.tenant)
+        if made is None:
+            return False
+        self._count(source, made, self._node.clock() - started_s)
+        source.tier.failures = target.failures = 0
+        return self._settle(entry, made)
+
+    def _settle(self, entry: Entry, made: Residence) -> bool:
+        """Enter a finished copy, unless the block or the tier has gone, or the block is being read, meanwhile."""
+        old = entry.residence(made.tier)
+        if entry.level == GONE or not self._node.has(made.tier) or (old is not None and entry.leases):
+            self._node.give_back(made.tier, made.slot, entry.tenant)
+            return False
+        if old is not None:
+            self._node.swap_copy(entry, old, made)
+        else:
+            self._node.add_copy(entry, made)
+        return True
+
+    async def _copied(self, entry: Entry, source: Residence, target: Tier, slot: SlotRef | None) -> Residence | None:
+        with span("kvfleet.move", source=source.tier.name, target=target.name, blocks=1):
+            try:
+                if slot is not None:
+                    return await self._into_slot(entry, source, target, slot)
+                return await self._into_new_slot(entry, source, target)
+            except BlockCorruptError:
+                self._node.copy_failed(entry, source, is_corrupt=True)
+            except (_SlotSpoiltError, KeyAwayError):
+                return None  # Neither the source nor the medium is to blame; the slot is given back.
+            except BackendFailedError as e:
+                self._failed(entry, source, target, e)
+            except UnsupportedError as e:  # A codec of another build.
+                source.tier.last_error = str(e)
+                self._node.copy_failed(entry, source, is_corrupt=False)
+            return None
+
+    def _failed(self, entry: Entry, source: Residence, target: Tier, error: BackendFailedError) -> None:
+        if isinstance(error, _TargetFailedError):
+            self._node.write_failed(target, str(error))
+        else:
+            source.tier.last_error = str(error)
+            self._node.copy_failed(entry, source, is_corrupt=False)
+
+    async def _into_slot(self, entry: Entry, source: Residence, target: Tier, slot: SlotRef) -> Residence:
+        """Fill a mapped slot with the raw block.
+
+        An engine that was given the slot before and is late may write to it at any time. So our checksum is taken
+        of bytes that nobody else can reach, or of bytes that are seen to be sound after it was taken.
+        """
+        mappable, raw_bytes, record = target.mappable, source.record.raw_bytes, source.record
+        assert mappable is not None
+        with mappable.view(slot) as whole, whole[:raw_bytes] as view:
+            if record.codec == RAW:
+                try:
+                    await self._read_raw(source, view)
+                except BlockCorruptError:
+                    view[:] = bytes(raw_bytes)  # Whoever's bytes a medium gave instead: engines map this slot.
+                    raise
+                digest = await bound_checksum(view, entry.digest, self._node.epoch, slot.stamp)
+                seen = await bound_checksum(view, entry.digest, record.epoch, source.slot.stamp)
+                if seen != record.checksum:
+                    raise _SlotSpoiltError(f"block {record.key}: a late writer is at slot {slot}")
+            else:
+                with self._buffers.lend(raw_bytes) as raw:
+                    await self._read_raw(source, raw)
+                    digest = await bound_checksum(raw, entry.digest, self._node.epoch, slot.stamp)
+                    await in_thread(None, partial(copy, view, raw))
+        return Residence(target, slot, self._record(entry, RAW, raw_bytes, raw_bytes, digest))
+
+    async def _into_new_slot(self, entry: Entry, source: Residence, target: Tier) -> Residence:
+        """Store the block in whatever form the target takes."""
+        raw_bytes = source.record.raw_bytes
+        with self._buffers.lend(raw_bytes) as raw:
+            await self._read_raw(source, raw)
+            codec, stored = await self._encoded(raw, target)
+            with memoryview(stored) as view:
+                made = await self._stored(entry, target, codec, raw_bytes, view)
+        target.raw_bytes_written += raw_bytes
+        target.stored_bytes_written += made.record.stored_bytes
+        return made
+
+    async def _stored(self, entry: Entry, target: Tier, codec: str, raw_bytes: int, stored: memoryview) -> Residence:
+        """Write into a new slot, which is given back when that fails or is cancelled."""
+        slot = self._node.take(Want(target, entry.scope, entry.tenant, len(stored)))
+        try:
+            digest = await bound_checksum(stored, entry.digest, self._node.epoch, slot.stamp)
+            record = self._record(entry, codec, raw_bytes, len(stored), digest)
+            await target.backend.write(slot, record, stored)
+        except BackendFailedError as e:
+            self._node.give_back(target, slot, entry.tenant)
+            if isinstance(e, KeyAwayError):
+                raise
+            raise _TargetFailedError(str(e)) from e
+        except asyncio.CancelledError:
+            self._node.give_back(target, slot, entry.tenant)
+            raise
+        return Residence(target, slot, record)
+
+    async def _read_raw(self, source: Residence, into: memoryview) -> None:
+        """Read one copy, verify it, and undo its codec."""
+        record = source.record
+        if record.codec == RAW:
+            await source.tier.backend.read(source.slot, record, into)
+            return
+        with self._buffers.lend(record.stored_bytes) as stored:
+            await source.tier.backend.read(source.slot, record, stored)
+            codec = self._codecs.named(record.codec)
+            await in_thread(None, partial(codec.decode, stored, into))
+
+    async def _encoded(self, raw: memoryview, target: Tier) -> tuple[str, memoryview | bytes]:
+        """Apply the pool's codec for media below memory; what does not become shorter is stored raw."""
+        codec = self._codecs.for_mode(self._node.spec.policy.compression.mode)
+        if target.backend.capabilities.is_memory or codec.name == RAW:
+            return RAW, raw
+        stored = await in_thread(None, partial(codec.encode, raw, self._node.element_bytes))
+        return (codec.name, stored) if len(stored) < len(raw) else (RAW, raw)
+
+    def _record(self, entry: Entry, codec: str, raw_bytes: int, stored_bytes: int, digest: bytes) -> Record:
+        key = BlockKey(entry.scope, entry.digest)
+        return Record(key, entry.parent, entry.layout_id, codec, raw_bytes, stored_bytes, digest, self._node.epoch)
+
+    def _count(self, source: Residence, made: Residence, took_s: float) -> None:
+        counters, came_from, went_to = self._node.counters, source.tier.name, made.tier.name
+        counters.add("kvfleet_moved_blocks_total", source=came_from, target=went_to)
+        counters.add("kvfleet_moved_bytes_total", made.record.raw_bytes, source=came_from, target=went_to)
+        counters.observe("kvfleet_move_duration_seconds", took_s, source=came_from, target=went_to)
+
+
+class _TargetFailedError(BackendFailedError):
+    """The target's medium failed, not the source's."""
+
+
+class _SlotSpoiltError(BackendFailedError):
+    """Somebody else wrote to the slot while it was filled."""
+
+
+async def bound_checksum(view: memoryview | bytes, digest: bytes, epoch: int, stamp: int) -> bytes:
+    """Checksum of a slot; large ones are hashed in a thread, which leaves the loop to others."""
+    if len(view) <= INLINE_BYTES_MAX:
+        return checksum(view, digest, epoch, stamp)
+    return await in_thread(None, partial(checksum, view, digest, epoch, stamp))

@@ -1,0 +1,48 @@
+"""Whether a new block stays in the fast tier once it is published, or goes down at once. Pure."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Admission(StrEnum):
+    """What happens to a block right after its publication."""
+
+    KEEP = "keep"
+    """It stays in memory until the watermark."""
+    DEMOTE = "demote"
+    """It is copied down at once and is the first to leave memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionInputs:
+    """Measured facts about one published block."""
+
+    policy: str
+    """`Always`, `Auto` or `Never`, of the pool."""
+    fill_ratio: float
+    """Used over capacity of the memory tier."""
+    high_ratio: float
+    """High watermark of the pool, 0 to 1."""
+    session_turns: int
+    """Times that the block's session came back; 0 for a first turn and for blocks of no session."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionChoice:
+    """The choice and why."""
+
+    admission: Admission
+    reason: str
+
+
+def admit(inputs: AdmissionInputs) -> AdmissionChoice:
+    """Keep blocks of sessions that came back; under pressure send first-turn blocks down (most are used once)."""
+    if inputs.policy == "Always":
+        return AdmissionChoice(Admission.KEEP, "policy Always")
+    if inputs.policy == "Never":
+        return AdmissionChoice(Admission.DEMOTE, "policy Never")
+    if inputs.session_turns > 0:
+        return AdmissionChoice(Admission.KEEP, "session came back")
+    if inputs.fill_ratio <= inputs.high_ratio:
+        return AdmissionChoice(Admission.KEEP, "room below the high watermark")
+    return AdmissionChoice(Admission.DEMOTE, "first turn above the high watermark")

@@ -1,0 +1,55 @@
+"""Fetch a run of blocks from a slower place, or let the engine compute them again? Pure.
+
+T_recompute = tokens / prefill rate. T_fetch = latency + (bytes queued before + bytes of the run) / bandwidth.
+Bandwidth and latency are the tier's own, measured at start; a tier that was not measured is fetched from.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Source(StrEnum):
+    """Where the run comes from."""
+
+    FETCH = "fetch"
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class CostInputs:
+    """Measured figures about one run of blocks."""
+
+    policy: str
+    """`CostModel` or `AlwaysFetch`, of the pool."""
+    blocks: int
+    block_tokens: int
+    stored_bytes: int
+    """Bytes of the run as they are stored."""
+    queued_bytes: int
+    """Bytes of the moves that wait or run before it."""
+    read_latency_s: float
+    read_bytes_per_s: float
+    """0 when the tier was not measured."""
+    prefill_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostChoice:
+    """The cheaper source and both costs in seconds."""
+
+    source: Source
+    fetch_s: float
+    recompute_s: float
+    reason: str
+
+
+def choose(inputs: CostInputs) -> CostChoice:
+    """Take the cheaper source; equal costs are fetched, which leaves the engine free."""
+    recompute_s = inputs.blocks * inputs.block_tokens / max(inputs.prefill_tokens_per_s, 1e-9)
+    if inputs.read_bytes_per_s <= 0:
+        return CostChoice(Source.FETCH, 0.0, recompute_s, "tier not measured")
+    fetch_s = inputs.read_latency_s + (inputs.queued_bytes + inputs.stored_bytes) / inputs.read_bytes_per_s
+    if inputs.policy == "AlwaysFetch":
+        return CostChoice(Source.FETCH, fetch_s, recompute_s, "policy AlwaysFetch")
+    source = Source.FETCH if fetch_s <= recompute_s else Source.RECOMPUTE
+    return CostChoice(source, fetch_s, recompute_s, "cheaper")

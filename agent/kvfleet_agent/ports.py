@@ -1,0 +1,195 @@
+"""What the agent's core needs of the world around it: protocols, so that each side is tested alone. Pure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from kvfleet_agent.backends.base import SlotRef
+from kvfleet_agent.policy.quota import Rules
+from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret
+from kvfleet_api.checksum import checksum
+from kvfleet_api.models.pool import KVPool
+from kvfleet_api.models.poolnode import KVPoolNode, KVPoolNodeStatus
+from kvfleet_api.trust import Grants, Identity
+from kvfleet_metadata.records import Announcement, Location, SessionRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """An authenticated engine process: identity, tenant, scopes and their secrets."""
+
+    identity: Identity
+    grants: Grants
+    secrets: tuple[ScopeSecret, ...]
+    """One for each of `grants.access`, in the same order."""
+    expires_s: float
+    """Seconds from now until the token must be presented again."""
+
+
+class Authenticator(Protocol):
+    """Turns tokens into callers (the Kubernetes side: `kvfleet_agent.kube`)."""
+
+    @property
+    def grants_version(self) -> int:
+        """Moves on whenever tenants, domains, namespaces or scope Secrets changed."""
+
+    async def authenticate(self, token: str) -> Caller:
+        """Check a token by TokenReview and map it to a tenant.
+
+        Raises `UnauthenticatedError` when the token is refused, `ForbiddenError` when no tenant claims the
+        identity, `ApiServerAwayError` when it cannot be told now, and `RetryableError` while the Secret of one of
+        its scopes is missing. Present the token again before `Caller.expires_s` have passed.
+        """
+
+    def authorize(self, identity: Identity) -> Caller:
+        """Return the current grants of an identity that was authenticated before, without a new TokenReview.
+
+        Raises `ForbiddenError` when no tenant claims it any more, `RetryableError` while the Secret of one of its
+        scopes is missing, as it is for a moment after a key version moved on.
+        """
+
+    def secret(self, scope: ScopeId) -> ScopeSecret | None:
+        """Return the key material of a scope; None when the scope does not exist (any more) or cannot be told yet.
+
+        The core needs it to announce blocks that it found again before their tenant attached.
+        """
+
+
+class Tenants(Protocol):
+    """What is declared of tenants beyond their rights, for this node's pool (the Kubernetes side)."""
+
+    @property
+    def version(self) -> int:
+        """Moves on with every change."""
+
+    def rules(self) -> Mapping[str, Rules] | None:
+        """Rules by tenant; None while the view is not complete."""
+
+    def key_versions(self) -> Mapping[str, int]:
+        """Key version in use by tenant."""
+
+    def is_superseded(self, scope: ScopeId) -> bool:
+        """True when the scope's owner is there and its key has moved on, which is for good."""
+
+    def erasing(self) -> Iterator[tuple[str, str, int]]:
+        """Tenants whose erasure nobody has confirmed yet: name, uid and the key version in use."""
+
+
+class Desired(Protocol):
+    """The declared state that this agent follows (the Kubernetes side)."""
+
+    @property
+    def pool(self) -> KVPool:
+        """Last seen KVPool."""
+
+    @property
+    def pool_node(self) -> KVPoolNode:
+        """Last seen KVPoolNode."""
+
+    async def changed(self) -> None:
+        """Return when either differs from what was last read."""
+
+
+class StatusSink(Protocol):
+    """Where the agent's own observations go (the Kubernetes side); compares before it writes."""
+
+    def report(self, status: KVPoolNodeStatus) -> None:
+        """Queue a status for writing. Returns at once; only the newest is written."""
+
+
+class DirectoryState(StrEnum):
+    """What the directory does for this node; each value is the reason of condition MetadataAvailable."""
+
+    ANSWERS = "DirectoryAnswers"
+    AWAY = "DirectoryAway"
+    PARTLY_AWAY = "DirectoryPartlyAway"
+    """Some primary of a Redis Cluster does not answer."""
+    FULL = "DirectoryFull"
+    """Redis has no memory left for what we announce."""
+
+
+class Directory(Protocol):
+    """The shared index of locations (`kvfleet_metadata.store`), as the core sees it. Never raises: away is absent."""
+
+    @property
+    def is_up(self) -> bool:
+        """True while Redis answers."""
+
+    def announce(self, secret: ScopeSecret, changes: Sequence[Announcement]) -> None:
+        """Queue changes, in order. Returns at once; the queue is bounded, and a drop causes a full re-report."""
+
+    def note_session(self, secret: ScopeSecret, session: str, record: SessionRecord | None) -> None:
+        """Queue a session's newest record for other nodes; None forgets it. Returns at once."""
+
+    async def find_session(self, secret: ScopeSecret, session: str) -> SessionRecord | None:
+        """What any node has told of a session; None when nothing is known or the directory is away."""
+
+    async def locate(self, secret: ScopeSecret, digests: Sequence[bytes]) -> list[tuple[Location, ...]]:
+        """Copies on other agents, for each digest; empty tuples when unknown or the directory is away."""
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """One block to be fetched from another agent into a slot of ours."""
+
+    key: BlockKey
+    layout_id: LayoutId
+    location: Location
+    into: memoryview
+    """Slot view in a registered extent, of exactly the block's raw size."""
+    epoch: int = 0
+    stamp: int = 0
+    """Of our use of the slot."""
+    checksum: bytes = b""
+    """Of the bytes that arrived, bound to our epoch and stamp; set by `seal`."""
+
+    def seal(self, received: memoryview) -> None:
+        """Take our own checksum of what arrived, to be called before the owner's is compared.
+
+        An engine that was given the slot before and is late may write to it at any time. What was sound after our
+        checksum was taken was sound when it was taken; the other way round somebody else's bytes could get one.
+        """
+        self.checksum = checksum(received, self.key.digest, self.epoch, self.stamp)
+
+
+class Peers(Protocol):
+    """Block transfer from other agents (`kvfleet_agent.remote`)."""
+
+    def register_extent(self, extent: int, view: memoryview) -> None:
+        """Make an extent of our memory tier a source and target of transfers. Idempotent."""
+
+    def unregister_extent(self, extent: int) -> None:
+        """Undo `register_extent` before the memory goes away."""
+
+    async def fetch(self, wanted: Sequence[Wanted], deadline_s: float) -> list[bytes | None]:
+        """Fetch blocks; for each the parent digest when its bytes arrived and were verified, None when not.
+
+        Verified means: the checksum that the owner bound to (key, its epoch, its stamp) matches the bytes that came,
+        and these were sealed before. Never raises for one block's sake.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """One of our blocks leased to another agent."""
+
+    lease: int
+    slot: SlotRef
+    view: memoryview
+    parent: bytes
+    checksum: bytes
+    epoch: int
+
+
+class Lender(Protocol):
+    """What the peer listener needs of the core."""
+
+    async def lend(self, keys: Sequence[BlockKey], layout_id: LayoutId, lease_s: float) -> list[Lent | None]:
+        """Lease blocks in memory, bringing them up first; None for absent ones and for another layout."""
+
+    def end(self, leases: Sequence[int]) -> None:
+        """End leases; unknown ones are ignored."""
+
+    def holdings(self) -> Iterator[tuple[ScopeSecret, list[Announcement]]]:
+        """Everything that this agent holds, in parts that are read when they are asked for, for a full report."""

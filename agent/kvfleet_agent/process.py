@@ -1,0 +1,197 @@
+"""One agent process: its parts, wired together, from start to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import CollectorRegistry
+
+from kvfleet_agent import observe, report
+from kvfleet_agent.advice import ADVICE_S, Advice
+from kvfleet_agent.announcer import Announcer
+from kvfleet_agent.backends import registry
+from kvfleet_agent.backends.home import Home, remove_abandoned
+from kvfleet_agent.backends.mounts import read_mounts
+from kvfleet_agent.codec.registry import CodecRegistry
+from kvfleet_agent.core import Core
+from kvfleet_agent.counters import Counters
+from kvfleet_agent.discovery import discover
+from kvfleet_agent.index import Index
+from kvfleet_agent.kube.place import Place
+from kvfleet_agent.kube.world import KubeWorld
+from kvfleet_agent.latecomers import LOOK_S, Latecomers
+from kvfleet_agent.neighbours import Neighbours
+from kvfleet_agent.node import Node
+from kvfleet_agent.provision import Provisioner
+from kvfleet_agent.scope_memory import ScopeMemory
+from kvfleet_agent.serve.attaching import Attaching
+from kvfleet_agent.serve.server import Server
+from kvfleet_agent.serve.session_verbs import SessionVerbs
+from kvfleet_agent.serve.verbs import Verbs
+from kvfleet_agent.session_journal import SessionJournal
+from kvfleet_agent.state import next_epoch
+from kvfleet_agent.sweep import Sweeper, repeat
+from kvfleet_agent.tenant_book import TenantBook
+from kvfleet_api import __version__
+from kvfleet_telemetry import http, ready
+from kvfleet_telemetry.catalog_agent import AGENT
+from kvfleet_telemetry.metrics import Instruments
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from kvfleet_agent.config import Config
+
+REPORT_S: Final = 1.0
+"""Between looks at what the status says; the sink writes only what changed."""
+FOLLOW_S: Final = 5.0
+"""Between looks at the declared state without a change: failed tiers are tried again."""
+STUCK_S: Final = 10.0
+"""An event loop that has not come around for so long is stuck, and the process is not healthy."""
+
+_log = logging.getLogger(__name__)
+
+
+class AgentProcess:
+    """All parts of one agent."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._registry = CollectorRegistry()
+        self._instruments = Instruments(AGENT, self._registry)
+        self._counters = Counters(self._instruments, config.pool, config.node)
+        self._round_s = time.monotonic()
+        self._is_serving = False
+
+    async def run(self) -> None:
+        """Serve until cancelled, then stop in order: engines first, then transfers, tiers and the cluster.
+
+        Raises `UnsupportedError` for a state directory, a socket or credentials that cannot be used.
+        """
+        config = self._config
+        epoch = next_epoch(config.state_dir, time.time())
+        async with AsyncExitStack() as stack:
+            await self._listen_for_scrapes(stack)
+            place = Place(config.pool, config.node, config.namespace, config.requires_bound_tokens)
+            world = await stack.enter_async_context(await KubeWorld.connect(place, config.kubeconfig, config.kek_file))
+            await self._alive(world.ready())
+            self._counters.set("kvfleet_agent_info", 1, version=__version__)
+            await self._serve(stack, world, epoch)
+
+    async def _alive(self, work: Coroutine[None, None, None]) -> None:
+        """Do what the start has to wait for, such as millions of blocks of an earlier run; healthy meanwhile."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                self._round_s = time.monotonic()
+                await asyncio.wait([task], timeout=1.0)
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+        task.result()
+
+    async def _listen_for_scrapes(self, stack: AsyncExitStack) -> None:
+        config = self._config
+        self._endpoint = await http.serve(
+            config.metrics_host, config.metrics_port, self._registry, self._is_healthy, lambda: self._is_serving
+        )
+        stack.push_async_callback(self._endpoint.close)
+        _log.info("listening", extra={"what": "metrics", "address": self._endpoint.address})
+
+    def _is_healthy(self) -> bool:
+        return time.monotonic() - self._round_s < STUCK_S
+
+    async def _serve(self, stack: AsyncExitStack, world: KubeWorld, epoch: int) -> None:
+        facts = await asyncio.to_thread(discover)
+        neighbours = Neighbours(self._config, world, epoch, self._instruments)
+        scopes = ScopeMemory(world.authenticator.secret)
+        node = self._make_node(world, neighbours, scopes, epoch)
+        journal = SessionJournal(self._config.state_dir / "sessions.journal")
+        await asyncio.to_thread(journal.load)
+        core = Core(node, CodecRegistry(), neighbours.directory, neighbours.peers, journal)
+        core.tenancy.follow(world.tenants)  # Before anything can ask for an eviction.
+        home = self._home()
+        place = registry.Place(self._config.pool, self._config.node, facts, home=home, keys=world.keyring)
+        provisioner = Provisioner(node, partial(registry.make_backend, place=place), facts.memory_bytes)
+        stack.push_async_callback(provisioner.close)
+        stack.push_async_callback(core.close)
+        await self._alive(self._follow(world, core, provisioner))
+        await asyncio.to_thread(remove_abandoned, home, frozenset(provisioner.states))
+        await neighbours.start(stack, core.lender)
+        server = self._open_socket(stack, world, core)
+        world.start_heartbeat(epoch)
+        self._announce_readiness(stack, neighbours.address, epoch)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(Sweeper(core, world.authenticator).run())
+            group.create_task(repeat("latecomers", LOOK_S, Latecomers(node, world.keyring).look))
+            group.create_task(repeat("advice", ADVICE_S, Advice(node, neighbours.directory, scopes).listen))
+            group.create_task(self._keep_following(world, core, provisioner))
+            group.create_task(self._keep_reporting(world, core, provisioner, neighbours, server))
+
+    def _home(self) -> Home:
+        return Home(self._config.memory_dir, self._config.pool, self._config.node, read_mounts())
+
+    def _make_node(self, world: KubeWorld, neighbours: Neighbours, scopes: ScopeMemory, epoch: int) -> Node:
+        index = Index()
+        return Node(
+            pool=self._config.pool,
+            name=self._config.node,
+            epoch=epoch,
+            spec=world.desired.pool.spec,
+            clock=time.monotonic,
+            index=index,
+            counters=self._counters,
+            announcer=Announcer(index, neighbours.directory, scopes.secret),
+            tenants=TenantBook(is_armed=False),
+        )
+
+    def _open_socket(self, stack: AsyncExitStack, world: KubeWorld, core: Core) -> Server:
+        attaching = Attaching(core.node, world.authenticator)
+        stack.callback(attaching.audit.close)
+        server = Server(self._config.socket, Verbs(core, attaching, SessionVerbs(core, attaching)))
+        server.start()
+        stack.push_async_callback(server.close)
+        _log.info("listening", extra={"what": "engines", "address": str(self._config.socket)})
+        return server
+
+    def _announce_readiness(self, stack: AsyncExitStack, peer_address: str, epoch: int) -> None:
+        self._is_serving = True
+        path = self._config.ready_file
+        if path is not None:
+            addresses = {"metrics": self._endpoint.address, "peer": peer_address, "socket": str(self._config.socket)}
+            ready.write(path, addresses | {"epoch": epoch})
+            stack.callback(ready.remove, path)
+
+    async def _follow(self, world: KubeWorld, core: Core, provisioner: Provisioner) -> None:
+        """Make the node what is declared now; one that nobody declares any more keeps its tiers and drains."""
+        wanted = world.desired.pool_node.spec
+        core.node.spec = world.desired.pool.spec
+        is_asked = wanted.drain.requested and wanted.drain.mode == "Demote"
+        core.node.is_draining = is_asked or world.desired.is_withdrawn
+        await provisioner.apply(wanted.tiers)
+
+    async def _keep_following(self, world: KubeWorld, core: Core, provisioner: Provisioner) -> None:
+        while True:
+            await self._follow(world, core, provisioner)
+            await provisioner.reprobe()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FOLLOW_S):
+                    await world.desired.changed()
+
+    async def _keep_reporting(
+        self, world: KubeWorld, core: Core, provisioner: Provisioner, neighbours: Neighbours, server: Server
+    ) -> None:
+        while True:
+            self._round_s = time.monotonic()
+            server.refresh()
+            self._counters.set("kvfleet_connections", server.connections)
+            seen = observe.observe(
+                core, provisioner, world.desired.pool_node, __version__, directory=neighbours.directory.state
+            )
+            world.status.report(report.build_status(seen))
+            await asyncio.sleep(REPORT_S)

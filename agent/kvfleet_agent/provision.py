@@ -1,0 +1,273 @@
+"""Sets tiers up and follows their declaration: opens, recovers, probes, resizes, closes.
+
+One failed tier costs no other. A tier that cannot be opened is `Failed` with its reason and tried again; so a path
+that is mounted late, or a disk that was full, comes back by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvfleet_agent import provision_plan
+from kvfleet_agent.index import Residence
+from kvfleet_agent.limits import Limit, grant
+from kvfleet_agent.probe import probe
+from kvfleet_agent.tiers import Tier
+from kvfleet_api.errors import KvFleetError, UnsupportedError
+from kvfleet_api.tiers import TierType
+from kvfleet_api.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+
+    from kvfleet_agent.backends.base import Record, SlotRef, TierBackend
+    from kvfleet_agent.node import Node
+    from kvfleet_api.models.poolnode import NodeTier
+
+    MakeBackend = Callable[[NodeTier], Awaitable[TierBackend]]
+
+RETRY_S: Final = 10.0
+"""Between attempts to set a failed tier up."""
+PROBE_BLOCK_BYTES: Final = MIB
+"""Block size of the probe until an engine has told the pool's own: 16 tokens of an 8-billion-parameter model in bf16
+take 2 MiB, of small models tens of KiB."""
+REPROBE_FILL_MAX: Final = 0.5
+"""Above this fill a tier is not measured again: the probe would take the room of blocks."""
+READERS_S: Final = 5.0
+"""What readers of a tier that is taken out get to finish a copy: the largest batch takes well under a second."""
+READERS_LOOK_S: Final = 0.01
+FREEZE_OBJECTS: Final = 100_000
+"""From so many new objects on, collections leave out what there is by then: they would look at it again and again."""
+RECOVER_YIELD_BLOCKS: Final = 256
+"""Recovered blocks between two turns of the loop, which has engines to serve meanwhile."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class TierState:
+    """One declared tier, up or not."""
+
+    spec: NodeTier
+    """As declared; the capacity that was granted may be less."""
+    limit: Limit
+    tier: Tier | None = None
+    error: str = ""
+    is_absent: bool = False
+    """True when this machine or build lacks what the tier needs."""
+
+
+@dataclass(slots=True)
+class Provisioner:
+    """Keeps the node's tiers as declared. One `apply` at a time."""
+
+    node: Node
+    make: MakeBackend
+    memory_bytes: int
+    states: dict[str, TierState] = field(default_factory=dict)
+    _wanted: tuple[NodeTier, ...] = ()
+    _retry_at_s: float = 0.0
+    _ordinals: int = 0
+
+    async def apply(self, wanted: Sequence[NodeTier]) -> None:
+        """Make the tiers as declared, as far as that is possible now. Called again, it retries failed ones."""
+        is_retry_due = self.node.clock() >= self._retry_at_s
+        have = {name: s.spec for name, s in self.states.items() if s.tier is not None}
+        is_new = tuple(wanted) != self._wanted
+        steps = provision_plan.plan(wanted, have, is_retry_due=is_retry_due or is_new)
+        if not steps and not is_new:
+            return
+        self._wanted = tuple(wanted)
+        limits = grant(wanted, self.memory_bytes, await asyncio.to_thread(_disk_bytes, tuple(wanted)))
+        for step in steps:
+            if isinstance(step, provision_plan.Close):
+                await self._close(step.name)
+        self._order(wanted)
+        for step in steps:
+            await self._carry_out(step, limits)
+        if is_retry_due:
+            self._retry_at_s = self.node.clock() + RETRY_S
+
+    async def close(self) -> None:
+        """Close all tiers; what survives a restart is kept. Idempotent."""
+        for state in self.states.values():
+            if state.tier is not None:
+                await state.tier.backend.close()
+        self.states.clear()
+        self.node.tiers.clear()
+
+    async def _carry_out(self, step: provision_plan.Step, limits: dict[str, Limit]) -> None:
+        """Open or resize; closings have come first."""
+        match step:
+            case provision_plan.Resize(spec):
+                await self._resize(spec, limits[spec.name])
+            case provision_plan.Open(spec):
+                await self._open(spec, limits[spec.name])
+
+    async def _open(self, spec: NodeTier, limit: Limit) -> None:
+        state = self.states[spec.name] = TierState(spec, limit)
+        if limit.granted_bytes == 0:
+            state.error = limit.message
+            return
+        try:
+            backend = await self.make(spec.model_copy(update={"capacity_bytes": limit.granted_bytes}))
+        except KvFleetError as e:
+            state.error, state.is_absent = str(e), isinstance(e, UnsupportedError)
+            _log.warning("tier failed", extra={"tier": spec.name, "cause": str(e)})
+            return
+        await self._take_up(state, backend)
+
+    async def _take_up(self, state: TierState, backend: TierBackend) -> None:
+        """Enter what the medium holds, measure it, and let the node use it."""
+        self._ordinals += 1
+        tier = Tier(state.spec, self._level(state.spec), backend, self._ordinals)
+        if tier.mappable is not None:
+            tier.mappable.on_release(tier.extent_released)
+        tier.is_recovering = True
+        state.tier = tier
+        self.node.tiers.append(tier)
+        self.node.tiers.sort(key=lambda t: t.level)
+        try:
+            with collector_paused():
+                tier.recovered_blocks = await enter(self.node, tier, tier.backend.recover())
+            tier.is_recovering = False
+        except KvFleetError as e:
+            await self._close(state.spec.name, is_kept=True)
+            self.states[state.spec.name] = TierState(state.spec, state.limit, error=str(e))
+            _log.warning("tier failed", extra={"tier": state.spec.name, "cause": str(e)})
+            return
+        tier.probe = await probe(backend, self._probe_bytes(backend))
+        can, found = backend.capabilities, tier.recovered_blocks
+        facts = {"medium": can.medium, "encrypted": can.is_encrypted, "recovered_blocks": found}
+        _log.info("tier ready", extra={"tier": tier.name, **facts})
+
+    async def reprobe(self) -> None:
+        """Measure again once engines have told the size of the pool's blocks; without room the old figures stay."""
+        for tier in tuple(self.node.tiers):
+            wanted = self._probe_bytes(tier.backend)
+            if tier.probe is not None and tier.probe.block_bytes != wanted and tier.fill_ratio < REPROBE_FILL_MAX:
+                measured = await probe(tier.backend, wanted)
+                if measured.read_bytes_per_second and measured.write_bytes_per_second:
+                    tier.probe = measured
+
+    def _probe_bytes(self, backend: TierBackend) -> int:
+        """Probe with the pool's blocks, or with smaller ones where the tier is too small for several of them."""
+        block_bytes = self.node.block_bytes or PROBE_BLOCK_BYTES
+        return max(4 * KIB, min(block_bytes, backend.capacity_bytes // 16) // (4 * KIB) * 4 * KIB)
+
+    async def _resize(self, spec: NodeTier, limit: Limit) -> None:
+        state = self.states[spec.name]
+        state.spec, state.limit = spec, limit
+        assert state.tier is not None
+        state.tier.spec = spec
+        if limit.granted_bytes == 0:
+            state.error = limit.message
+            return
+        try:
+            state.tier.closing = await state.tier.backend.resize(limit.granted_bytes)
+            state.error = ""
+        except KvFleetError as e:
+            state.error = str(e)
+
+    async def _close(self, name: str, *, is_kept: bool = False) -> None:
+        """Take a tier out: nobody finds its copies any more, then the medium is released.
+
+        Memory that outlives the agent is emptied, unless with `is_kept` it is only to be opened again.
+        """
+        tier = self.states.pop(name).tier
+        assert tier is not None
+        self.node.tiers.remove(tier)
+        self.node.abandon(self.node.reservations.take_tier(tier))
+        for entry in tuple(tier.residents()):
+            self.node.drop_copy(entry, tier, keep_bytes=is_kept or tier.backend.capabilities.survives_restart)
+        await self._outlive_readers(tier)
+        tier.is_gone = True
+        await (tier.backend.close() if tier.lasting is None or is_kept else tier.lasting.discard())
+
+    async def _outlive_readers(self, tier: Tier) -> None:
+        """Let readers of a tier that goes away finish; whoever is not done in time is told at its release."""
+        until_s = self.node.clock() + READERS_S
+        while self.node.is_leased(tier) and self.node.clock() < until_s:  # noqa: ASYNC110  Rare; no event for it.
+            await asyncio.sleep(READERS_LOOK_S)
+        self.node.revoke(tier)
+
+    def _level(self, spec: NodeTier) -> int:
+        return next(i for i, t in enumerate(self._wanted) if t.name == spec.name)
+
+    def _order(self, wanted: Sequence[NodeTier]) -> None:
+        """Give tiers their levels by the declared order, and count the tree anew when one changed."""
+        levels = {t.name: i for i, t in enumerate(wanted)}
+        for name in self.states.keys() - levels.keys():
+            del self.states[name]
+        moved = [t for t in self.node.tiers if t.level != levels[t.name]]
+        for tier in moved:
+            tier.level = levels[tier.name]
+        self.node.tiers.sort(key=lambda t: t.level)
+        if moved:
+            self.node.index.relevel()
+
+
+async def enter(node: Node, tier: Tier, found: AsyncIterator[tuple[SlotRef, Record]]) -> int:
+    """Enter the blocks that an earlier run left in a tier; a second copy of a block in the same tier goes."""
+    count = 0
+    copies: list[Residence] = []
+    async for slot, record in found:
+        copies.append(Residence(tier, slot, record))
+        if len(copies) == RECOVER_YIELD_BLOCKS:
+            count += node.restore(copies)
+            copies.clear()
+            await asyncio.sleep(0)
+    return count + node.restore(copies)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Make many objects that stay: looking at them meanwhile takes a collector as long as making them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if gc.get_count()[0] >= FREEZE_OBJECTS:
+            gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+def _disk_bytes(tiers: Sequence[NodeTier]) -> dict[str, int]:
+    """Room for each tier with a path: free bytes of the file system plus what the tier's own files take."""
+    rooms: dict[str, int] = {}
+    for tier in tiers:
+        path = _path(tier)
+        room = _room(path) if path is not None else None
+        if room is not None:
+            rooms[tier.name] = room
+    return rooms
+
+
+def _path(tier: NodeTier) -> Path | None:
+    if tier.type is TierType.NVME and tier.nvme is not None:
+        return Path(tier.nvme.path)
+    if tier.type is TierType.CXL and tier.cxl is not None and tier.cxl.emulated is not None:
+        return Path(tier.cxl.emulated.path)
+    return None
+
+
+def _room(path: Path) -> int | None:
+    """Free bytes plus our own files; None where the path cannot be looked at, which opening will explain."""
+    nearest = next((p for p in (path, *path.parents) if p.exists()), None)
+    if nearest is None:
+        return None
+    try:
+        status = os.statvfs(nearest)
+        own_bytes = sum(f.stat().st_blocks * 512 for f in path.rglob("*") if f.is_file()) if path.exists() else 0
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize + own_bytes

@@ -1,0 +1,253 @@
+"""The load side: how much of a prefix is there, lease it, bring it up, let it go."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvfleet_agent.findings import Findings, findings
+from kvfleet_agent.gate import Priority
+from kvfleet_agent.policy.recompute import CostChoice, CostInputs, Source, choose
+from kvfleet_api.checksum import checksum
+from kvfleet_api.errors import BlockCorruptError
+from kvfleet_api.tiers import Lookup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvfleet_agent.fetcher import Fetcher
+    from kvfleet_agent.index import Entry
+    from kvfleet_agent.leases import Lease
+    from kvfleet_agent.mover import Mover
+    from kvfleet_agent.node import Node
+    from kvfleet_agent.place import Place
+    from kvfleet_agent.ports import Directory
+    from kvfleet_metadata.records import Location
+
+LOCATE_KEYS_MAX: Final = 4096
+"""Keys asked of the directory in one round trip; what lies behind them is found by the next lookup."""
+REMOTE: Final = "remote"
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One leased block and where it was when it was asked for."""
+
+    lease: Lease
+    source: str
+
+
+class Reader:
+    """Carries out the verbs of readers."""
+
+    def __init__(self, node: Node, fetcher: Fetcher, mover: Mover, directory: Directory | None) -> None:
+        self._node = node
+        self._fetcher = fetcher
+        self._mover = mover
+        self._directory = directory
+
+    def lookup_now(self, place: Place, digests: Sequence[bytes]) -> list[Entry | None]:
+        """Return the local entry of each key, None for those that are absent or of another layout."""
+        blocks, layout_id = self._node.index.blocks(place.scope), place.layout_id
+        found = [blocks.get(digest) for digest in digests]
+        return [e if e is not None and e.layout_id == layout_id else None for e in found]
+
+    def needs_directory(self, entries: Sequence[Entry | None]) -> bool:
+        """True when other agents may know of keys that this one does not hold."""
+        return self._directory is not None and self._directory.is_up and None in entries
+
+    def answer(self, entries: Sequence[Entry | None], located: dict[int, Location]) -> Findings:
+        """Put local and remote findings together."""
+        away = self._directory is not None and not self._directory.is_up
+        remote = {position: location.tier for position, location in located.items()}
+        return findings(entries, remote, Lookup.RETRY if away else Lookup.MISS)
+
+    async def locate(
+        self, place: Place, digests: Sequence[bytes], entries: Sequence[Entry | None]
+    ) -> dict[int, Location]:
+        """Ask the directory for the keys that are absent here; returns one location for each that was found."""
+        if self._directory is None or not self._directory.is_up:
+            return {}
+        missing = [i for i, e in enumerate(entries) if e is None][:LOCATE_KEYS_MAX]
+        copies = await self._directory.locate(place.secret, [digests[i] for i in missing])
+        return {i: c[0] for i, c in zip(missing, copies, strict=True) if c}
+
+    def acquire_now(self, place: Place, entries: Sequence[Entry | None], expires_s: float) -> list[Read]:
+        """Lease the leading blocks that are in the entry tier already."""
+        node, tier = self._node, self._node.entry_tier
+        now_s = node.clock()
+        reads: list[Read] = []
+        for entry in entries:
+            if entry is None or not entry.residences or entry.residences[0].tier is not tier:
+                break
+            entry.used_at_s = now_s
+            lease = node.leases.grant(place.owner, entry, entry.residences[0], expires_s)
+            reads.append(Read(lease, lease.residence.tier.name))
+        return reads
+
+    async def acquire(
+        self, place: Place, digests: Sequence[bytes], lease_s: float, deadline_s: float, *, before: bytes = b""
+    ) -> list[Read]:
+        """Lease the longest prefix that can be had within `deadline_s` seconds; transfers go on after that.
+
+        `before` is the key that the first one continues, where that is known. Cancelled, it leaves leases that
+        their owner's end or expiry takes back.
+        """
+        entries = self.lookup_now(place, digests)
+        located = await self.locate(place, digests, entries) if self.needs_directory(entries) else {}
+        run = self._run(place, digests, located)
+        sources = [_source(e) for e in run]
+        self._start_remote(place, (before, *digests), located, run)
+        return self.live(place, self._prefix(await self._raised(place, run, sources, lease_s, deadline_s)), lease_s)
+
+    def live(self, place: Place, reads: Sequence[Read], lease_s: float) -> list[Read]:
+        """Leading reads whose leases still live, for `lease_s` from now; the others were waited for too long."""
+        now_s = self._node.clock()
+        ids = [r.lease.id for r in reads]
+        count = self._node.leases.renew(place.owner, ids, now_s, now_s + lease_s)
+        self._node.end_leases(self._node.leases.end(place.owner, ids[count:]))
+        return list(reads[:count])
+
+    def _run(self, place: Place, digests: Sequence[bytes], located: dict[int, Location]) -> list[Entry | None]:
+        """Leading keys that are here or elsewhere and cheaper to fetch than to compute; None stands for elsewhere."""
+        run: list[Entry | None] = []
+        for i, entry in enumerate(self.lookup_now(place, digests)):
+            if entry is None and i not in located:
+                break
+            if entry is not None and not entry.residences and entry.move is None:
+                break
+            run.append(entry)
+        return run[: self.worth_fetching(run)]
+
+    def worth_fetching(self, run: Sequence[Entry | None]) -> int:
+        """Blocks of the run up to the first slow stretch that the engine computes faster than we bring it up."""
+        start = 0
+        while start < len(run):
+            end = start + 1
+            tier = _tier(run[start])
+            while end < len(run) and _tier(run[end]) is tier:
+                end += 1
+            choice = self.cost([e for e in run[start:end] if e is not None])
+            if choice is not None and choice.source is Source.RECOMPUTE:
+                return start
+            start = end
+        return len(run)
+
+    def cost(self, stretch: Sequence[Entry]) -> CostChoice | None:
+        """Compare fetching a stretch of blocks of one slower tier with computing it; None when there is no choice."""
+        if not stretch or not stretch[0].residences or stretch[0].residences[0].tier.mappable is not None:
+            return None
+        tier, spec = stretch[0].residences[0].tier, self._node.spec
+        inputs = CostInputs(
+            policy=spec.policy.recompute.type,
+            blocks=len(stretch),
+            block_tokens=spec.compatibility.block_tokens,
+            stored_bytes=sum(e.residences[0].record.stored_bytes for e in stretch if e.residences),
+            queued_bytes=self._mover.bytes_under_way,
+            read_latency_s=tier.probe.read_latency_microseconds / 1e6 if tier.probe else 0.0,
+            read_bytes_per_s=float(tier.probe.read_bytes_per_second) if tier.probe else 0.0,
+            prefill_tokens_per_s=float(spec.policy.recompute.prefill_tokens_per_second),
+        )
+        return choose(inputs)
+
+    def _start_remote(
+        self, place: Place, chain: Sequence[bytes], located: dict[int, Location], run: list[Entry | None]
+    ) -> None:
+        """Start transfers of what lies elsewhere, and put the pending entries into the run.
+
+        `chain` is one longer than the run: each key stands behind its parent.
+        """
+        blocks = self._node.index.blocks(place.scope)
+        first = {chain[i + 1]: i for i in reversed(range(len(run))) if run[i] is None and chain[i + 1] not in blocks}
+        wanted = sorted(first.values())
+        pairs = [(chain[i + 1], chain[i]) for i in wanted]
+        self._fetcher.start_fetch(place, pairs, [located[i] for i in wanted])
+        blocks = self._node.index.blocks(place.scope)
+        for i, entry in enumerate(run):
+            found = entry or blocks.get(chain[i + 1])
+            run[i] = found if found is not None and found.layout_id == place.layout_id else None
+
+    async def _raised(
+        self, place: Place, run: Sequence[Entry | None], sources: Sequence[str], lease_s: float, deadline_s: float
+    ) -> list[Read | None]:
+        """Bring the run up and lease each block as it arrives."""
+        reads: list[Read | None] = [None] * len(run)
+
+        async def one(i: int, entry: Entry) -> None:
+            residence = await self._fetcher.raise_up(entry, Priority.ONBOARD)
+            if residence is not None:
+                entry.used_at_s = self._node.clock()
+                lease = self._node.leases.grant(place.owner, entry, residence, self._node.clock() + lease_s)
+                reads[i] = Read(lease, sources[i])
+
+        tasks = [asyncio.ensure_future(one(i, e)) for i, e in enumerate(run) if e is not None]
+        if tasks:
+            try:
+                _, late = await asyncio.wait(tasks, timeout=deadline_s)
+            finally:
+                for task in tasks:
+                    task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        return reads
+
+    def _prefix(self, reads: Sequence[Read | None]) -> list[Read]:
+        """Keep the leases before the first gap and end the others."""
+        gap = next((i for i, r in enumerate(reads) if r is None), len(reads))
+        for read in reads[gap:]:
+            if read is not None:
+                self._node.end_leases(self._node.leases.end(read.lease.owner, [read.lease.id]))
+        return [r for r in reads[:gap] if r is not None]
+
+    def inspect(self, owner: int, leases: Sequence[int]) -> int:
+        """Look at blocks whose readers got other bytes than they were promised; returns how many are corrupt.
+
+        A corrupt copy is dropped. It would be a miss to every reader, and its key could not be published again.
+        """
+        held = [lease for i in leases if (lease := self._node.leases.find(owner, i)) is not None]
+        corrupt = [lease for lease in held if not _is_intact(lease)]
+        for lease in corrupt:
+            self._node.copy_failed(lease.entry, lease.residence, is_corrupt=True)
+        return len(corrupt)
+
+    def prefetch_chains(self, chains: Sequence[Sequence[Entry]]) -> bool:
+        """Start to bring chains up, root first; false when the pool's bound was reached before their ends."""
+        policy = self._node.spec.policy.prefetch
+        for entry in [e for chain in chains for e in chain]:
+            if policy.type == "None":
+                break
+            if self._mover.bytes_under_way >= policy.max_inflight_bytes:
+                return False
+            self._fetcher.start_prefetch(entry)
+        return True
+
+    def prefetch(self, place: Place, digests: Sequence[bytes]) -> int:
+        """Start to bring a local prefix up; returns how many blocks were started, bounded by the pool's policy."""
+        policy = self._node.spec.policy.prefetch
+        if policy.type == "None":
+            return 0
+        started = 0
+        for entry in self.lookup_now(place, digests):
+            if entry is None or not entry.residences or self._mover.bytes_under_way >= policy.max_inflight_bytes:
+                break
+            started += self._fetcher.start_prefetch(entry)
+        return started
+
+
+def _is_intact(lease: Lease) -> bool:
+    tier, slot, record = lease.residence
+    mappable = tier.mappable
+    assert mappable is not None, "leases are given on mapped copies only"
+    try:
+        with mappable.view(slot) as whole, whole[: record.stored_bytes] as view:
+            return checksum(view, record.key.digest, record.epoch, slot.stamp) == record.checksum
+    except BlockCorruptError:
+        return True  # The slot has gone, and the lease with it.
+
+
+def _tier(entry: Entry | None) -> object:
+    return entry.residences[0].tier if entry is not None and entry.residences else None
+
+
+def _source(entry: Entry | None) -> str:
+    return entry.residences[0].tier.name if entry is not None and entry.residences else REMOTE

@@ -1,0 +1,254 @@
+"""Fetches blocks from other agents: implements `ports.Peers`. A block that cannot be had is None, never an error."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Final
+
+from kvfleet_agent.backends.waiting import settle
+from kvfleet_agent.ports import Wanted
+from kvfleet_agent.remote import wire
+from kvfleet_agent.remote.link import Link, open_link
+from kvfleet_agent.remote.nixl import NixlReader
+from kvfleet_agent.remote.security import PeerTls
+from kvfleet_agent.remote.transfer import Leased, Result, Transfers
+from kvfleet_api.errors import AgentAwayError, KvFleetError
+from kvfleet_api.units import MIB
+from kvfleet_metadata.records import AgentRecord
+from kvfleet_telemetry.metrics import Instruments
+
+BATCH_BYTES_MAX: Final = 16 * MIB
+"""Bytes leased and moved as one: large enough for the link's speed, small enough to share the landing buffers."""
+
+BATCHES_MAX: Final = 4
+"""Batches under way at once, from all owners together: as many as find room to land."""
+
+LINKS_MAX: Final = 256
+AWAY_S: Final = 2.0
+"""After an owner could not be reached, it is not asked for so long."""
+
+LEASE_SLACK_S: Final = 2.0
+"""A lease outlives the deadline of its transfer by this."""
+
+UNREGISTER_TIMEOUT_S: Final = 5.0
+
+Resolve = Callable[[str, int], AgentRecord | None]
+"""Where the agent of a location is (`RedisDirectory.peer`)."""
+
+OwnToken = Callable[[], Awaitable[str]]
+"""Token that proves us to other agents; raises a `KvFleetError` while there is none."""
+
+_log = logging.getLogger(__name__)
+
+
+class RemotePeers:
+    """Connections to other agents and the transfers over them. For one event loop."""
+
+    def __init__(
+        self,
+        me: str,
+        resolve: Resolve,
+        own_token: OwnToken,
+        nixl: NixlReader | None,
+        instruments: Instruments,
+        *,
+        tls: PeerTls | None,
+    ) -> None:
+        """`nixl` is None where every byte is to travel by TLS; `tls` is None in simulated networks alone."""
+        self._me = me
+        self._tls = tls
+        self._resolve = resolve
+        self._own_token = own_token
+        self._nixl = nixl
+        self._metrics = instruments
+        pool, _, node = me.partition(".")
+        self._labels = {"pool": pool, "node": node}
+        self._transfers = Transfers(nixl)
+        self._links: dict[str, asyncio.Task[Link]] = {}
+        self._away_until_s: dict[str, float] = {}
+        self._gate = asyncio.Semaphore(BATCHES_MAX)
+        landing = instruments.gauge("kvfleet_peer_landing_bytes", **self._labels)
+        landing.set_function(lambda: float(self._transfers.landing_bytes))
+
+    def register_extent(self, extent: int, view: memoryview) -> None:
+        """Let other agents read an extent by NIXL. Idempotent."""
+        if self._nixl:
+            self._nixl.register(extent, view)
+
+    def unregister_extent(self, extent: int) -> None:
+        """Undo `register_extent` before the memory goes away."""
+        if self._nixl:
+            self._nixl.unregister(extent).result(UNREGISTER_TIMEOUT_S)
+
+    async def fetch(self, wanted: Sequence[Wanted], deadline_s: float) -> list[bytes | None]:
+        """Fetch blocks; for each the parent digest when its bytes arrived and were verified, None when not.
+
+        `deadline_s` is in seconds from now. Nothing is written to any target once this has returned.
+        """
+        parents: list[bytes | None] = [None] * len(wanted)
+        until_s = time.monotonic() + deadline_s
+        tasks = [
+            asyncio.create_task(self._fetch_batch(batch, [wanted[i] for i in batch], parents, until_s))
+            for batch in _batches(wanted)
+        ]
+        if not tasks:
+            return parents
+        try:
+            await asyncio.wait(tasks, timeout=deadline_s)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await settle(asyncio.gather(*tasks, return_exceptions=True))
+        return parents
+
+    async def close(self) -> None:
+        """Close all connections. Idempotent."""
+        opened, self._links = list(self._links.values()), {}
+        for task in opened:
+            if link := _opened(task):
+                await link.close()
+            else:
+                task.cancel()
+
+    async def _fetch_batch(
+        self, places: list[int], wanted: list[Wanted], parents: list[bytes | None], until_s: float
+    ) -> None:
+        """Fetch one batch from one owner, writing parents at `places`. Raises nothing but cancellation."""
+        started_s = time.monotonic()
+        owner = wanted[0].location.agent
+        try:
+            async with self._gate:
+                link = await self._link(wanted[0])
+                fetched = await self._bring(link, wanted, until_s)
+        except AgentAwayError as e:
+            self._count("none", "away", len(wanted))
+            _log.info("peer away", extra={"peer": owner, "blocks": len(wanted), "error": str(e)})
+            return
+        except asyncio.CancelledError:
+            self._count("none", "late", len(wanted))
+            raise
+        for place, parent in zip(places, fetched, strict=True):
+            parents[place] = parent
+        took_s = time.monotonic() - started_s
+        self._metrics.histogram("kvfleet_peer_fetch_duration_seconds", **self._labels).observe(took_s)
+
+    async def _bring(self, link: Link, wanted: list[Wanted], until_s: float) -> list[bytes | None]:
+        """Lease, move, verify, end the leases."""
+        lease_s = until_s - time.monotonic() + LEASE_SLACK_S
+        first = wanted[0]
+        digests = [w.key.digest for w in wanted]
+        lending = await link.lend(first.key.scope, first.layout_id, digests, lease_s, first.location.epoch)
+        pairs = [Leased(w, loan) for w, loan in zip(wanted, lending.loans, strict=True)]
+        usable = [one for one in pairs if one.loan.lease and one.loan.size_bytes == len(one.wanted.into)]
+        try:
+            outcome = await self._transfers.bring(link, usable, lending.generation, until_s)
+        finally:
+            await self._end(link, pairs)
+        for one in usable:
+            result, transport = outcome[one]
+            self._count(transport, result, 1, one.loan.size_bytes)
+            if result is Result.CORRUPT:
+                _log.warning(
+                    "corrupt block from peer", extra={"peer": first.location.agent, "block": str(one.wanted.key)}
+                )
+        self._count("none", Result.ABSENT, len(pairs) - len(usable))
+        return [p.loan.parent if outcome.get(p, (None,))[0] is Result.VERIFIED else None for p in pairs]
+
+    async def _end(self, link: Link, pairs: list[Leased]) -> None:
+        """End leases even when we are cancelled: the owner should not wait for their expiry."""
+        leases = tuple(one.loan.lease for one in pairs if one.loan.lease)
+        try:
+            if leases:
+                await settle(asyncio.ensure_future(link.end(leases)))
+        except AgentAwayError:
+            return  # They end with the connection.
+
+    async def _link(self, wanted: Wanted) -> Link:
+        """Return the connection to an owner, a new one when there is none or it is old. Raises `AgentAwayError`."""
+        owner = wanted.location.agent
+        if time.monotonic() < self._away_until_s.get(owner, 0.0):
+            raise AgentAwayError(f"agent {owner} could not be reached a moment ago")
+        task = self._links.get(owner)
+        if task is None or (task.done() and not _is_usable(task)):
+            _retire(task)
+            self._make_room()
+            task = self._links[owner] = asyncio.create_task(self._open(wanted))
+            task.add_done_callback(_seen)
+        try:
+            # A caller that gives up must not break the connection that others wait for.
+            return await asyncio.shield(task)
+        except AgentAwayError:
+            self._away_until_s[owner] = time.monotonic() + AWAY_S
+            raise
+
+    async def _open(self, wanted: Wanted) -> Link:
+        at = wanted.location
+        record = self._resolve(at.agent, at.epoch)
+        if record is None:
+            raise AgentAwayError(f"agent {at.agent} of epoch {at.epoch} is not in the directory any more")
+        try:
+            token = await self._own_token()
+        except KvFleetError as e:
+            raise AgentAwayError(f"no token of our own: {e}") from e
+        return await open_link(
+            record.address, at.agent, wire.Hello(0, wire.PROTOCOL_VERSION, self._me, token), self._tls
+        )
+
+    def _make_room(self) -> None:
+        """Drop connections that ended; at the bound, all of them."""
+        if len(self._links) >= LINKS_MAX:
+            for owner, task in tuple(self._links.items()):
+                if task.done():
+                    del self._links[owner]
+                    _retire(task)
+        self._away_until_s = {o: s for o, s in self._away_until_s.items() if s > time.monotonic()}
+
+    def _count(self, transport: str, result: str, blocks: int, size_bytes: int = 0) -> None:
+        counter = self._metrics.counter
+        counter("kvfleet_peer_fetched_blocks_total", **self._labels, transport=transport, result=result).inc(blocks)
+        if size_bytes:
+            counter("kvfleet_peer_fetched_bytes_total", **self._labels, transport=transport).inc(size_bytes)
+
+
+def _opened(task: "asyncio.Task[Link] | None") -> Link | None:
+    """Link that a finished task opened; None when there is none."""
+    if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+        return None
+    return task.result()
+
+
+def _is_usable(task: "asyncio.Task[Link]") -> bool:
+    link = _opened(task)
+    return link is not None and link.is_usable
+
+
+def _retire(task: "asyncio.Task[Link] | None") -> None:
+    if link := _opened(task):
+        link.retire()
+
+
+def _seen(task: "asyncio.Task[Link]") -> None:
+    """Mark a failure as seen, also when nobody waits for the connection any more."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _batches(wanted: Sequence[Wanted]) -> Iterator[list[int]]:
+    """Positions of blocks that are asked for together: one owner, scope and layout, bounded bytes and keys."""
+
+    def group(i: int) -> tuple[str, int, str, bytes]:
+        want = wanted[i]
+        return (want.location.agent, want.location.epoch, want.key.scope, want.layout_id)
+
+    for _, members in groupby(sorted(range(len(wanted)), key=group), key=group):
+        batch: list[int] = []
+        size_bytes = 0
+        for i in members:
+            if batch and (size_bytes + len(wanted[i].into) > BATCH_BYTES_MAX or len(batch) == wire.KEYS_MAX):
+                yield batch
+                batch, size_bytes = [], 0
+            batch.append(i)
+            size_bytes += len(wanted[i].into)
+        yield batch

@@ -1,0 +1,174 @@
+"""Moves leased blocks into slots: by NIXL through a landing buffer, by TCP where that is not possible or fails.
+
+A block counts when its bytes match the checksum that the owner bound to key, epoch and stamp. Until then they are
+in a landing buffer, or in a slot that nobody else can see.
+"""
+
+import asyncio
+import mmap
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from kvfleet_agent.backends.waiting import in_thread
+from kvfleet_agent.ports import Wanted
+from kvfleet_agent.remote import wire
+from kvfleet_agent.remote.landing import LANDING_BYTES, Landing
+from kvfleet_agent.remote.link import Link
+from kvfleet_agent.remote.nixl import Landed, NixlReader, Read, address_of, answer_of
+from kvfleet_api.checksum import checksum
+from kvfleet_api.errors import BackendFailedError
+
+LANDING_REGION: Final = -1
+"""Number of the landing memory among the regions registered with NIXL; extents have numbers from 0."""
+
+NIXL_PAUSE_S: Final = 30.0
+"""After a transfer that failed or was late, the same owner is read over TCP for so long."""
+
+NIXL_SHARE: Final = 0.5
+"""Part of the time left that NIXL may take, so that TCP can still do it."""
+
+NIXL_WAIT_S: Final = 2.0
+NIXL_BYTES_PER_S_MIN: Final = 20_000_000
+"""NIXL gets so long, and more for more bytes; whoever is slower than this is better read over TCP."""
+
+
+class Transport(StrEnum):
+    """How bytes came."""
+
+    NIXL = "nixl"
+    TCP = "tcp"
+
+
+class Result(StrEnum):
+    """What became of a wanted block."""
+
+    VERIFIED = "verified"
+    ABSENT = "absent"
+    CORRUPT = "corrupt"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leased:
+    """A wanted block and the lease by which its owner holds it for us. Compared by identity: targets have no hash."""
+
+    wanted: Wanted
+    loan: wire.Loan
+
+
+class Transfers:
+    """Brings the bytes of leased blocks. One for each agent; landing buffers are shared by all peers."""
+
+    def __init__(self, nixl: NixlReader | None, landing_bytes: int = LANDING_BYTES) -> None:
+        self._nixl = nixl
+        self._landing = Landing(landing_bytes if nixl else 0)
+        self._paused_until_s: dict[str, float] = {}
+        if nixl:
+            # Never unmapped: NIXL may write late, and the process's end is the only certain one.
+            self._memory = memoryview(mmap.mmap(-1, landing_bytes))
+            self._address = address_of(self._memory)
+            nixl.register(LANDING_REGION, self._memory)
+
+    @property
+    def landing_bytes(self) -> int:
+        """Bytes of landing buffers in use, those of transfers that nobody waits for any more included."""
+        return self._landing.taken_bytes
+
+    async def bring(
+        self, link: Link, leased: list[Leased], generation: int, deadline_s: float
+    ) -> dict[Leased, tuple[Result, Transport]]:
+        """Fill the targets of blocks leased over one link; what became of each. Late ones are left out.
+
+        `deadline_s` is on the clock of `time.monotonic`. Raises `AgentAwayError` when the owner goes away; targets
+        may hold anything then, but nothing is written to them any more.
+        """
+        outcome: dict[Leased, tuple[Result, Transport]] = {}
+        if self._nixl and await self._know(link, generation):
+            landed = await self._by_nixl(link, leased, deadline_s)
+            outcome |= {one: (result, Transport.NIXL) for one, result in landed.items()}
+        rest = [one for one in leased if one not in outcome]
+        if rest:
+            await link.pull({one.loan.lease: one.wanted.into for one in rest})
+            results = await in_thread(None, partial(_verify_all, rest))
+            outcome |= {one: (result, Transport.TCP) for one, result in results.items()}
+        return outcome
+
+    async def _know(self, link: Link, generation: int) -> bool:
+        """Make NIXL know the owner as it is now; false when the owner has no NIXL or it is paused."""
+        assert self._nixl is not None, "asked for"
+        async with link.describing:
+            if link.nixl_generation < generation:
+                described = await link.describe()
+                try:
+                    link.nixl_name = await answer_of(self._nixl.meet(described.nixl)) if described.nixl else ""
+                except BackendFailedError:
+                    link.nixl_name = ""
+                link.nixl_generation = described.generation
+        return bool(link.nixl_name) and time.monotonic() >= self._paused_until_s.get(link.nixl_name, 0.0)
+
+    async def _by_nixl(self, link: Link, leased: list[Leased], deadline_s: float) -> dict[Leased, Result]:
+        """Read what finds room to land; nothing when the transfer fails or takes more than its share of the time."""
+        assert self._nixl is not None, "asked for"
+        places = {one: at for one in leased if (at := self._landing.take(one.loan.size_bytes)) is not None}
+        if not places:
+            return {}
+        reads = [Read(o.loan.address, self._address + at, o.loan.size_bytes) for o, at in places.items()]
+        patience_s = NIXL_WAIT_S + sum(r.size_bytes for r in reads) / NIXL_BYTES_PER_S_MIN
+        flight = self._nixl.read(link.nixl_name, reads)
+        try:
+            async with asyncio.timeout(min(patience_s, (deadline_s - time.monotonic()) * NIXL_SHARE)):
+                await answer_of(flight)
+            return await in_thread(None, partial(self._take_over, places))
+        except (BackendFailedError, TimeoutError):
+            self._pause(link.nixl_name)
+            return {}
+        finally:
+            self._leave(places, flight)
+
+    def _pause(self, name: str) -> None:
+        now_s = time.monotonic()
+        self._paused_until_s = {n: s for n, s in self._paused_until_s.items() if s > now_s}
+        self._paused_until_s[name] = now_s + NIXL_PAUSE_S
+
+    def _leave(self, places: Mapping[Leased, int], flight: Landed) -> None:
+        """Give landing buffers back when NIXL has ended with them, which may be long after we did."""
+        loop = asyncio.get_running_loop()
+
+        def ended(_: object) -> None:
+            loop.call_soon_threadsafe(self._give_back, tuple(places.values()))
+
+        if flight.done():
+            self._give_back(tuple(places.values()))
+        else:
+            flight.add_done_callback(ended)
+
+    def _give_back(self, offsets: tuple[int, ...]) -> None:
+        for offset in offsets:
+            self._landing.give_back(offset)
+
+    def _take_over(self, places: Mapping[Leased, int]) -> dict[Leased, Result]:
+        """Verify landed blocks and copy the sound ones into their slots."""
+        results = {}
+        for one, at in places.items():
+            landed = self._memory[at : at + one.loan.size_bytes]
+            results[one] = verify(one, landed)
+            if results[one] is Result.VERIFIED:
+                np.copyto(np.frombuffer(one.wanted.into, dtype=np.uint8), np.frombuffer(landed, dtype=np.uint8))
+        return results
+
+
+def verify(leased: Leased, received: memoryview) -> Result:
+    """Seal bytes, then compare them with the checksum that their owner bound to key, epoch and stamp."""
+    loan = leased.loan
+    leased.wanted.seal(received)
+    sound = checksum(received, leased.wanted.key.digest, loan.epoch, loan.stamp) == loan.checksum
+    return Result.VERIFIED if sound else Result.CORRUPT
+
+
+def _verify_all(leased: list[Leased]) -> dict[Leased, Result]:
+    return {one: verify(one, one.wanted.into) for one in leased}

@@ -1,0 +1,184 @@
+"""The protocol between two agents: msgpack frames over TCP. Pure.
+
+A frame is a 4-byte big-endian length and one msgpack array, tagged with the verb. The bytes of a block follow their
+`Chunk` frame unframed. The asking side says `Hello` first; both sides close the connection on anything malformed.
+"""
+
+from typing import Final
+
+import msgspec
+
+from kvfleet_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES
+from kvfleet_api.checksum import CHECKSUM_BYTES
+from kvfleet_api.errors import InvalidInputError
+from kvfleet_api.wire import Seconds
+
+PROTOCOL_VERSION: Final = 1
+FRAME_BYTES_MAX: Final = 1 << 20
+"""Largest frame, either way: an answer to `KEYS_MAX` keys takes a tenth of it."""
+KEYS_MAX: Final = 1_024
+CHUNK_BYTES_MAX: Final = 1 << 20
+"""Bytes of a block that follow one `Chunk`: other answers get between two of them."""
+TOKEN_CHARS_MAX: Final = 16_384
+SCOPE_CHARS_MAX: Final = 512
+LENGTH_BYTES: Final = 4
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Anything that travels in a frame; `id` joins question and answer."""
+
+    id: int
+
+
+class Hello(Message, frozen=True, array_like=True, tag=True):
+    """First frame of a connection: who asks, with the token that proves it."""
+
+    version: int
+    agent: str
+    token: str
+
+
+class Welcome(Message, frozen=True, array_like=True, tag=True):
+    """Answer to Hello."""
+
+    version: int
+    agent: str
+    epoch: int
+
+
+class Describe(Message, frozen=True, array_like=True, tag=True):
+    """Ask for what NIXL must know to read the owner's extents."""
+
+
+class Described(Message, frozen=True, array_like=True, tag=True):
+    """Answer to Describe."""
+
+    generation: int
+    """Moves on when extents come or go."""
+    nixl: bytes
+    """Empty where the owner has no NIXL."""
+
+
+class Lend(Message, frozen=True, array_like=True, tag=True):
+    """Lease blocks of one scope and layout."""
+
+    scope: str
+    layout_id: bytes
+    digests: bytes
+    """Joined, `KEYS_MAX` at most."""
+    lease_s: Seconds
+    epoch: int = 0
+    """Of the incarnation that is said to hold them: another one lends nothing. 0: whoever answers."""
+
+
+class Loan(msgspec.Struct, frozen=True, array_like=True):
+    """One block that may be read until its lease ends; lease 0 means that it cannot be had."""
+
+    lease: int = 0
+    address: int = 0
+    """In the owner's process, inside an extent known to NIXL."""
+    size_bytes: int = 0
+    stamp: int = 0
+    epoch: int = 0
+    parent: bytes = b""
+    checksum: bytes = b""
+
+
+class Lending(Message, frozen=True, array_like=True, tag=True):
+    """Answer to Lend, in the order of the digests."""
+
+    generation: int
+    """Of `Described`: an older description does not know all addresses."""
+    loans: tuple[Loan, ...]
+
+
+class Pull(Message, frozen=True, array_like=True, tag=True):
+    """Send the bytes of leased blocks over this connection."""
+
+    leases: tuple[int, ...]
+
+
+class Chunk(Message, frozen=True, array_like=True, tag=True):
+    """Part of the answer to Pull: `size_bytes` bytes of a block follow this frame."""
+
+    lease: int
+    offset: int
+    size_bytes: int
+
+
+class End(Message, frozen=True, array_like=True, tag=True):
+    """End leases; there is no answer."""
+
+    leases: tuple[int, ...]
+
+
+class Done(Message, frozen=True, array_like=True, tag=True):
+    """Last part of the answer to Pull."""
+
+
+class Refused(Message, frozen=True, array_like=True, tag=True):
+    """The question was not granted."""
+
+    reason: str
+
+
+Question = Hello | Describe | Lend | Pull | End
+Answer = Welcome | Described | Lending | Chunk | Done | Refused
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_questions: Final = msgspec.msgpack.Decoder(Question)
+_answers: Final = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Question | Answer) -> bytes:
+    """Write a message with its length."""
+    body = _encoder.encode(message)
+    assert len(body) <= FRAME_BYTES_MAX, f"frame of {len(body)} B, limit {FRAME_BYTES_MAX} B"
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+def decode_length(prefix: bytes) -> int:
+    """Bytes of the frame that follows. Raises `InvalidInputError` when it is too long."""
+    size_bytes = int.from_bytes(prefix, "big")
+    if not 0 < size_bytes <= FRAME_BYTES_MAX:
+        raise InvalidInputError(f"frame of {size_bytes} B, limit {FRAME_BYTES_MAX} B")
+    return size_bytes
+
+
+def decode_question(body: bytes) -> Question:
+    """Read a question. Raises `InvalidInputError` that says what is wrong with it."""
+    try:
+        question: Question = _questions.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:  # A tag that is no text gives the latter (msgspec 0.22).
+        raise InvalidInputError(f"malformed question: {e}") from e
+    if isinstance(question, Lend):
+        _check_lend(question)
+    if isinstance(question, Hello) and len(question.token) > TOKEN_CHARS_MAX:
+        raise InvalidInputError(f"token of {len(question.token)} characters, limit {TOKEN_CHARS_MAX}")
+    if isinstance(question, Pull) and len(question.leases) > KEYS_MAX:
+        raise InvalidInputError(f"pull of {len(question.leases)} blocks, limit {KEYS_MAX}")
+    return question
+
+
+def _check_lend(lend: Lend) -> None:
+    if len(lend.digests) % KEY_BYTES or not 0 < len(lend.digests) <= KEYS_MAX * KEY_BYTES:
+        raise InvalidInputError(f"digests of {len(lend.digests)} B: 1 to {KEYS_MAX} keys of {KEY_BYTES} B")
+    if len(lend.layout_id) != LAYOUT_ID_BYTES or len(lend.scope) > SCOPE_CHARS_MAX:
+        raise InvalidInputError(f"layout id of {len(lend.layout_id)} B, scope of {len(lend.scope)} characters")
+
+
+def decode_answer(body: bytes) -> Answer:
+    """Read an answer. Raises `InvalidInputError` that says what is wrong with it."""
+    try:
+        answer: Answer = _answers.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:  # A tag that is no text gives the latter (msgspec 0.22).
+        raise InvalidInputError(f"malformed answer: {e}") from e
+    if isinstance(answer, Chunk) and not 0 < answer.size_bytes <= CHUNK_BYTES_MAX:
+        raise InvalidInputError(f"chunk of {answer.size_bytes} B, limit {CHUNK_BYTES_MAX} B")
+    if isinstance(answer, Lending) and not all(_is_sound(loan) for loan in answer.loans):
+        raise InvalidInputError("a loan with a checksum or parent of a wrong length")
+    return answer
+
+
+def _is_sound(loan: Loan) -> bool:
+    return loan.lease == 0 or (len(loan.checksum) == CHECKSUM_BYTES and len(loan.parent) in (0, KEY_BYTES))

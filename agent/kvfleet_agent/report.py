@@ -1,0 +1,198 @@
+"""From what the agent observes to `KVPoolNode.status`. Pure; transition times are kept by whoever writes it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvfleet_agent.ports import DirectoryState
+from kvfleet_api import units
+from kvfleet_api.conditions import Condition, Status
+from kvfleet_api.models.poolnode import (
+    KVPoolNode,
+    KVPoolNodeStatus,
+    LookupCounts,
+    NodeTier,
+    NodeTierStatus,
+    ShareHits,
+    TenantBytes,
+    TenantErased,
+    TierProbe,
+)
+from kvfleet_api.tiers import TierType
+
+ERROR_CHARS_MAX = 1024
+"""`maxLength` of lastError."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierObserved:
+    """One declared tier as it is."""
+
+    spec: NodeTier
+    phase: str
+    is_up: bool
+    is_absent: bool = False
+    """The machine or build lacks what the tier needs."""
+    medium: str = ""
+    is_emulated: bool = False
+    is_encrypted: bool = False
+    is_mappable: bool = False
+    fallback: str = ""
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    blocks: int = 0
+    recovered_blocks: int = 0
+    probe: TierProbe | None = None
+    error: str = ""
+    shortage: str = ""
+    """Why less is granted than declared, with numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Everything that the status says."""
+
+    pool_node: KVPoolNode
+    epoch: int
+    version: str
+    tiers: tuple[TierObserved, ...]
+    directory: DirectoryState
+    queried: int
+    hit: int
+    memory_bytes: int
+    share_hits: Mapping[str, int] = field(default_factory=dict)
+    """Blocks that readers of prefix shares were given, by the share's uid."""
+    tenants: tuple[TenantBytes, ...] = ()
+    """Exact bytes, at most `TENANTS_MAX` of them."""
+    erased: tuple[TenantErased, ...] = ()
+    drain_left_blocks: int | None = None
+    """Blocks that still have to leave; None when no drain was asked for."""
+    is_drain_late: bool = False
+
+
+def build_status(seen: Observed) -> KVPoolNodeStatus:
+    """Write the status down."""
+    generation = seen.pool_node.metadata.generation
+    return KVPoolNodeStatus(
+        observed_generation=generation,
+        observed_revision=seen.pool_node.spec.revision,
+        conditions=tuple(c.model_copy(update={"observed_generation": generation}) for c in _conditions(seen)),
+        epoch=seen.epoch,
+        agent_version=seen.version,
+        tiers=tuple(_tier(t) for t in seen.tiers),
+        lookups=LookupCounts(queried=seen.queried, hit=seen.hit),
+        shares=tuple(ShareHits(uid=uid, hits=units.coarse(hits)) for uid, hits in sorted(seen.share_hits.items())),
+        tenants=tuple(t.model_copy(update={"used_bytes": units.coarse(t.used_bytes)}) for t in seen.tenants),
+        erased=seen.erased,
+        memory_bytes=seen.memory_bytes,
+    )
+
+
+def _tier(seen: TierObserved) -> NodeTierStatus:
+    return NodeTierStatus.model_validate(
+        {
+            "name": seen.spec.name,
+            "type": seen.spec.type,
+            "phase": seen.phase,
+            "medium": seen.medium,
+            "emulated": seen.is_emulated,
+            "encrypted": seen.is_encrypted,
+            "capacity_bytes": seen.capacity_bytes,
+            "used_bytes": seen.used_bytes,
+            "blocks": seen.blocks,
+            "recovered_blocks": seen.recovered_blocks,
+            "probe": seen.probe,
+            "last_error": (seen.error or seen.shortage or seen.fallback)[:ERROR_CHARS_MAX],
+        }
+    )
+
+
+def _conditions(seen: Observed) -> tuple[Condition, ...]:
+    return (
+        _true("AgentConnected", "Serving"),
+        _tiers_ready(seen.tiers),
+        _huge_pages(seen.tiers),
+        _devices(seen.tiers),
+        _metadata_available(seen.directory),
+        _capacity(seen.tiers),
+        _draining(seen),
+        _ready(seen),
+    )
+
+
+_DIRECTORY_FAULTS: Final = {
+    DirectoryState.AWAY: "the directory does not answer; this node serves its own",
+    DirectoryState.PARTLY_AWAY: "a part of the directory does not answer; its blocks on other nodes are misses",
+    DirectoryState.FULL: "Redis has no memory left; other nodes do not learn what this one stores",
+}
+
+
+def _metadata_available(state: DirectoryState) -> Condition:
+    fault = _DIRECTORY_FAULTS.get(state)
+    return _false("MetadataAvailable", state, fault) if fault else _true("MetadataAvailable", state)
+
+
+def _tiers_ready(tiers: Sequence[TierObserved]) -> Condition:
+    broken = [t for t in tiers if not t.is_up or t.phase == "Failed"]
+    if not broken:
+        other = _join(f"tier {t.spec.name}: {t.fallback}" for t in tiers if t.fallback)
+        return _true("TierReady", "AllTiersReady", other)
+    return _false("TierReady", "TierFailed", _join(f"tier {t.spec.name}: {t.error or t.shortage}" for t in broken))
+
+
+def _huge_pages(tiers: Sequence[TierObserved]) -> Condition:
+    wanted = ((t, t.spec.host_dram.page_size) for t in tiers if t.is_up and t.spec.host_dram is not None)
+    asked = [(t, page_size) for t, page_size in wanted if page_size != "4Ki"]
+    if not asked:
+        return _true("HugepagesReserved", "NotRequested")
+    without = [t for t, page_size in asked if not t.medium.endswith(f"-{page_size}")]
+    if not without:
+        return _true("HugepagesReserved", "Reserved")
+    return _false("HugepagesReserved", "NotReserved", _join(f"tier {t.spec.name}: {t.fallback}" for t in without))
+
+
+def _devices(tiers: Sequence[TierObserved]) -> Condition:
+    absent = [t for t in tiers if t.is_absent]
+    if not absent:
+        return _true("DevicePresent", "Present")
+    return _false("DevicePresent", "DeviceMissing", _join(f"tier {t.spec.name}: {t.error}" for t in absent))
+
+
+def _capacity(tiers: Sequence[TierObserved]) -> Condition:
+    short = [t.shortage for t in tiers if t.shortage]
+    if not short:
+        return _true("CapacitySatisfied", "Satisfied")
+    return _false("CapacitySatisfied", "InsufficientCapacity", _join(short))
+
+
+def _draining(seen: Observed) -> Condition:
+    left = seen.drain_left_blocks
+    if left is None:
+        return _false("Draining", "NotRequested")
+    if left == 0:
+        return _false("Draining", "Drained", "every block that can survive has a copy that does")
+    reason = "DeadlinePassed" if seen.is_drain_late else "MovingBlocks"
+    return _true("Draining", reason, f"{left} blocks are in memory only")
+
+
+def _ready(seen: Observed) -> Condition:
+    if seen.drain_left_blocks is not None:
+        return _false("Ready", "Draining", "the agent takes no new blocks")
+    if any(t.is_mappable and t.phase != "Failed" for t in seen.tiers):
+        return _true("Ready", "Serving")
+    wanted = [t.spec.name for t in seen.tiers if t.spec.type in (TierType.HOST_DRAM, TierType.CXL)]
+    if not wanted:
+        return _false("Ready", "NoMemoryTier", "engines need a HostDRAM or CXL tier to exchange blocks through")
+    return _false("Ready", "NoMemoryTier", _join(f"tier {t.spec.name}: {t.error or t.phase}" for t in seen.tiers))
+
+
+def _join(parts: Iterable[str]) -> str:
+    return "; ".join(parts)
+
+
+def _true(type_: str, reason: str, message: str = "") -> Condition:
+    return Condition(type=type_, status=Status.TRUE, reason=reason, message=message)
+
+
+def _false(type_: str, reason: str, message: str = "") -> Condition:
+    return Condition(type=type_, status=Status.FALSE, reason=reason, message=message)

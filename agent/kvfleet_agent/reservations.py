@@ -1,0 +1,125 @@
+"""Reservations: slots given out for writing, 30 s to publish each, owned by one connection. No clock, no I/O.
+
+A number is never given out twice, and what became of it is remembered for a while: a publication that comes twice is
+answered twice with the same words and carried out once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from kvfleet_agent.backends.base import SlotRef
+    from kvfleet_agent.index import Entry
+    from kvfleet_agent.place import Place
+    from kvfleet_agent.sessions import Session
+    from kvfleet_agent.tiers import Tier
+
+RESERVATION_S: Final = 30.0
+"""Time to publish (design: metadata.md); a copy of one block takes milliseconds, a swapped-out writer seconds."""
+
+PAST_MAX: Final = 16_384
+"""Publications whose result is remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """One slot that its owner may write."""
+
+    id: int
+    owner: int
+    entry: Entry
+    """Pending entry that the publication turns into a block."""
+    tier: Tier
+    slot: SlotRef
+    raw_bytes: int
+    session: Session | None
+    expires_s: float
+    """Monotonic second; at and after it the slot is taken back."""
+
+
+class ReservationTable:
+    """All reservations of this node."""
+
+    def __init__(self) -> None:
+        self._reservations: dict[int, Reservation] = {}
+        self._owned: dict[int, set[int]] = {}
+        self._results: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        """Owner and result of what was published."""
+        self._last_id = 0
+
+    def __len__(self) -> int:
+        return len(self._reservations)
+
+    def __iter__(self) -> Iterator[Reservation]:
+        return iter(self._reservations.values())
+
+    def grant(self, place: Place, entry: Entry, tier: Tier, slot: SlotRef, expires_s: float) -> Reservation:
+        """Note that `slot` was given out."""
+        self._last_id += 1
+        made = Reservation(self._last_id, place.owner, entry, tier, slot, place.raw_bytes, place.session, expires_s)
+        self._reservations[made.id] = made
+        self._owned.setdefault(made.owner, set()).add(made.id)
+        return made
+
+    def owned(self, owner: int) -> list[Reservation]:
+        """Reservations of one owner, in no order."""
+        return [self._reservations[i] for i in self._owned.get(owner, ())]
+
+    def take(self, owner: int, ids: Iterable[int]) -> list[Reservation | None]:
+        """End reservations of one owner and return them; None for unknown, expired and others' ones."""
+        return [self._take(owner, i) for i in ids]
+
+    def open_ones(self, made: Sequence[Reservation | None]) -> Sequence[Reservation | None]:
+        """Leading answers up to the first reservation that has ended, by expiry or with its tier."""
+        gone = (i for i, r in enumerate(made) if r is not None and self._reservations.get(r.id) is not r)
+        return made[: next(gone, len(made))]
+
+    def settle(self, reservation: Reservation, result: int) -> None:
+        """Remember what became of a publication."""
+        self._results[reservation.id] = (reservation.owner, result)
+        if len(self._results) > PAST_MAX:
+            self._results.popitem(last=False)
+
+    def result(self, owner: int, reservation_id: int) -> int | None:
+        """What became of an earlier publication of this owner; None when there was none, or it is too long ago."""
+        settled_by, result = self._results.get(reservation_id, (owner, None))
+        return result if settled_by == owner else None
+
+    def take_owner(self, owner: int) -> list[Reservation]:
+        """End all reservations of one owner."""
+        taken = self.take(owner, tuple(self._owned.get(owner, ())))
+        return [r for r in taken if r is not None]
+
+    def take_tier(self, tier: Tier) -> list[Reservation]:
+        """End all reservations in one tier."""
+        return self.take_where(lambda r: r.tier is tier)
+
+    def take_where(self, is_meant: Callable[[Reservation], bool]) -> list[Reservation]:
+        """End all reservations that are meant, whoever owns them."""
+        taken = [r for r in self._reservations.values() if is_meant(r)]
+        for reservation in taken:
+            self._take(reservation.owner, reservation.id)
+        return taken
+
+    def sweep(self, now_s: float) -> list[Reservation]:
+        """End the reservations that have expired."""
+        expired = [r for r in self._reservations.values() if r.expires_s <= now_s]
+        for reservation in expired:
+            self._take(reservation.owner, reservation.id)
+        return expired
+
+    def _take(self, owner: int, reservation_id: int) -> Reservation | None:
+        reservation = self._reservations.get(reservation_id)
+        if reservation is None or reservation.owner != owner:
+            return None
+        del self._reservations[reservation_id]
+        owned = self._owned[owner]
+        owned.discard(reservation_id)
+        if not owned:
+            del self._owned[owner]
+        return reservation

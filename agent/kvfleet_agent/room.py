@@ -1,0 +1,348 @@
+"""Makes room in tiers: carries eviction plans out, by demotion to the next slower tier where one takes the block.
+
+Who pays for room is `policy.quota`'s decision; what a block's tenant loses by it is this module's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Final
+
+from kvfleet_agent.candidates import TierCandidates
+from kvfleet_agent.gate import Priority
+from kvfleet_agent.index import account_of
+from kvfleet_agent.policy.eviction import excess_bytes, plan_eviction
+from kvfleet_agent.policy.placement import next_lower
+from kvfleet_agent.policy.quota import OverQuota, over_hard_bytes, payers, payments
+from kvfleet_agent.want import Want
+from kvfleet_api.errors import BackendFailedError, QuotaExceededError, RetryableError, TierFullError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from kvfleet_agent.backends.base import SlotRef
+    from kvfleet_agent.index import Entry
+    from kvfleet_agent.mover import Mover
+    from kvfleet_agent.node import Node
+    from kvfleet_agent.policy.quota import Standing
+    from kvfleet_agent.tiers import Tier
+    from kvfleet_api.blocks import ScopeId
+
+ROUNDS_MAX: Final = 4
+"""Plans made for one slot before the tier counts as full: own blocks, whole extents, and each once more."""
+BATCH_SLOTS: Final = 16
+"""Slots freed at a time, because the writer that needs one will need more."""
+BATCH_PARTS: Final = 8
+"""But no more than this part of the tier or of the quota, 1/8, so that a small one is not emptied for one block."""
+TRIM_BYTES_MAX: Final = 256 << 20
+"""Bytes of one pass over the watermark, so that the sweep comes round to its other duties."""
+
+
+class Fate(Enum):
+    """What becomes of a victim's last copy."""
+
+    SINK = auto()
+    """It goes to a slower tier, or away when none takes it."""
+    DROP = auto()
+    """It goes away."""
+    STAY = auto()
+    """It goes to a slower tier, or stays when none takes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What is to leave a tier, and how."""
+
+    need_bytes: int
+    reason: str
+    urgency: Priority = Priority.ROOM
+    tenant: str | None = None
+    """Whose blocks; None for anybody's."""
+    scope: ScopeId | None = None
+    extents: frozenset[int] | None = None
+    most_bytes: int | None = None
+    """Never more than this; None for no bound."""
+    fate: Fate = Fate.SINK
+
+
+class Room:
+    """Frees slots. One plan at a time for each tier; what cannot be moved down is dropped from the last tier."""
+
+    def __init__(self, node: Node, mover: Mover) -> None:
+        self._node = node
+        self._mover = mover
+        self._locks: dict[Tier, asyncio.Lock] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def reserve(self, want: Want, deadline_s: float) -> SlotRef:
+        """Take a slot, making room when there is none. `deadline_s` is a time of the node's clock.
+
+        Raises `TierFullError` when no room could be made in time, `QuotaExceededError` when the tenant's own quota
+        stands against it, and `BackendFailedError` when the medium failed.
+        """
+        for attempt in range(ROUNDS_MAX):
+            try:
+                return self._node.take(want)
+            except TierFullError as e:
+                left_s = deadline_s - self._node.clock()
+                if left_s <= 0 or (isinstance(e, QuotaExceededError) and self._action(want) is OverQuota.REJECT):
+                    raise
+                # Not cancelled when the time is up: the room will be there for the next one.
+                await asyncio.wait([self._start_making(want, attempt)], timeout=left_s)
+        return self._node.take(want)
+
+    def _start_making(self, want: Want, attempt: int) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._make(want, attempt))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """Cancel what is under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _action(self, want: Want) -> OverQuota:
+        """What the tenant's quota asks for; only new blocks are refused, others make room by demotion."""
+        action = self._node.tenants.of(want.tenant).over_quota
+        return OverQuota.DEMOTE if action is OverQuota.REJECT and not want.is_new else action
+
+    async def _make(self, want: Want, attempt: int) -> None:
+        tier, book = want.tier, self._node.tenants
+        async with self._lock(tier):
+            if not book.is_armed or tier.is_recovering:
+                return  # Somebody's guarantee may not be known yet, or what is there.
+            used_bytes = tier.tenant_bytes.get(want.tenant, 0)
+            over_bytes = over_hard_bytes(used_bytes, want.size_bytes, book.hard_bytes(tier, want.tenant))
+            if over_bytes:
+                await self._pay_own(tier, want.tenant, over_bytes, want.size_bytes, self._action(want))
+                return
+            extents = tier.relief(want.scope, want.size_bytes, want.writer)
+            if not extents:
+                return  # Somebody else made room while this one waited.
+            for payer in payers(book.standings(tier), want.tenant, want.size_bytes):
+                if await self._collect(want, payer, len(extents), attempt):
+                    return
+
+    def _lock(self, tier: Tier) -> asyncio.Lock:
+        return self._locks.setdefault(tier, asyncio.Lock())
+
+    async def _pay_own(self, tier: Tier, tenant: str, over_bytes: int, size_bytes: int, action: OverQuota) -> int:
+        """Let a tenant make room below its hard quota with its own blocks; returns the bytes freed."""
+        hard_bytes = self._node.tenants.hard_bytes(tier, tenant) or 0
+        batch_bytes = min(size_bytes * BATCH_SLOTS, hard_bytes // BATCH_PARTS)
+        fate = Fate.DROP if action is OverQuota.EVICT else Fate.STAY
+        return await self._evict(tier, Cut(max(over_bytes, batch_bytes), "quota", tenant=tenant, fate=fate))
+
+    async def _collect(self, want: Want, payer: Standing, extents: int, attempt: int) -> bool:
+        """Make one account pay for a slot: from the writer's own blocks in the same scope, or by whole extents."""
+        tier, is_own = want.tier, payer.tenant == want.tenant
+        if is_own and (want.scope, want.tenant) in tier.queues and attempt % 2 == 0:
+            need_bytes = min(want.size_bytes * BATCH_SLOTS, tier.backend.capacity_bytes // BATCH_PARTS)
+            cut = Cut(max(want.size_bytes, need_bytes), "room", tenant=want.tenant, scope=want.scope)
+            return await self._evict(tier, cut) > 0
+        freed_bytes = 0
+        for extent in self._extents_of(tier, payer, is_own=is_own, count=extents):
+            freed_bytes += await self._clear(tier, extent, payer, is_own=is_own)
+        return freed_bytes > 0
+
+    def _extents_of(self, tier: Tier, payer: Standing, *, is_own: bool, count: int) -> list[int]:
+        """Up to `count` extents that an account can give up, those with the fewest blocks first."""
+        busy = {r.slot.extent for r in self._node.reservations if r.tier is tier}
+        ranked = sorted(
+            (extent in busy, len(residents), extent)
+            for extent, residents in tier.extents.items()
+            if _may_hold(residents, payer.tenant)
+        )
+        spares = {s.tenant: s.spare_bytes for s in self._node.tenants.standings(tier)}
+        if is_own:
+            spares[payer.tenant] = payer.used_bytes
+        found: list[int] = []
+        for _, _, extent in ranked:
+            if len(found) == count:
+                break
+            held = _bytes_by_tenant(tier.extents[extent], tier)
+            if payer.tenant in held and all(size_bytes <= spares.get(t, 0) for t, size_bytes in held.items()):
+                found.append(extent)
+                for tenant, size_bytes in held.items():
+                    spares[tenant] -= size_bytes
+        return found
+
+    async def _clear(self, tier: Tier, extent: int, payer: Standing, *, is_own: bool) -> int:
+        """Empty a whole extent: its own blocks where the tree allows, then older ones of the same account."""
+        residents = tier.extents.get(extent)
+        if not residents:
+            return 0
+        scope = next(iter(residents)).scope
+        cut = Cut(tier.backend.capacity_bytes, "room", scope=scope, extents=frozenset({extent}))
+        freed_bytes = await self._evict(tier, cut)
+        left = tier.extents.get(extent)
+        if left:
+            left_bytes = sum(_bytes_by_tenant(left, tier).values())
+            most_bytes = None if is_own else max(0, payer.spare_bytes - freed_bytes)
+            cut = Cut(left_bytes, "room", tenant=payer.tenant, scope=scope, most_bytes=most_bytes)
+            freed_bytes += await self._evict(tier, cut)
+        return freed_bytes
+
+    async def trim(self, tier: Tier) -> int:
+        """Bring a tier that is over the high watermark down to the low one; returns the bytes freed."""
+        policy = self._node.spec.policy.eviction
+        backend = tier.backend
+        need_bytes = excess_bytes(
+            backend.used_bytes, backend.capacity_bytes, policy.high_watermark_percent, policy.low_watermark_percent
+        )
+        if need_bytes <= 0:
+            return 0
+        async with self._lock(tier):
+            return await self._share_out(tier, min(need_bytes, TRIM_BYTES_MAX), "watermark")
+
+    async def enforce(self, tier: Tier) -> int:
+        """Bring tenants down to hard quotas that were lowered under them; returns the bytes freed."""
+        freed_bytes = 0
+        for tenant, over_bytes in self._node.tenants.over_hard(tier).items():
+            is_dropped = self._node.tenants.of(tenant).over_quota is OverQuota.EVICT
+            fate = Fate.DROP if is_dropped else Fate.SINK
+            async with self._lock(tier):
+                cut = Cut(min(over_bytes, TRIM_BYTES_MAX), "quota", Priority.DEMOTE, tenant, fate=fate)
+                freed_bytes += await self._evict(tier, cut)
+        return freed_bytes
+
+    async def _share_out(self, tier: Tier, need_bytes: int, reason: str) -> int:
+        """Evict where most is held beyond guarantee and share; returns the bytes freed."""
+        if not self._node.tenants.is_armed:
+            return 0
+        freed_bytes = 0
+        standings = {s.tenant: s for s in self._node.tenants.standings(tier)}
+        for tenant, due_bytes in payments(tuple(standings.values()), need_bytes).items():
+            most_bytes = standings[tenant].spare_bytes
+            cut = Cut(due_bytes, reason, Priority.DEMOTE, tenant, most_bytes=most_bytes)
+            freed_bytes += await self._evict(tier, cut)
+        return freed_bytes
+
+    async def drain(self, tier: Tier) -> int:
+        """Send one batch of a memory tier's blocks to media that survive; returns how many blocks are left."""
+        async with self._lock(tier):
+            await self._evict(tier, Cut(TRIM_BYTES_MAX, "drain", Priority.DEMOTE))
+        return tier.blocks
+
+    async def evacuate(self, tier: Tier, batch: int = 256) -> int:
+        """Move blocks off closing extents, within the tier where it has room; returns how many stay behind."""
+        leaving = [e for x in tier.closing for e in tier.extents.get(x, ())]
+        free = [e for e in leaving if not e.leases and e.move is None][:batch]
+        moved = await asyncio.gather(*(self._relocate(e, tier) for e in free))
+        if not all(moved):
+            async with self._lock(tier):
+                need_bytes = sum(r.slot.size_bytes for e in free if (r := e.residence(tier)) is not None)
+                await self._evict(tier, Cut(need_bytes, "shrink", Priority.DEMOTE, extents=tier.closing))
+                await self._share_out(tier, need_bytes, "shrink")
+        return sum(len(tier.extents.get(x, ())) for x in tier.closing)
+
+    async def _relocate(self, entry: Entry, tier: Tier) -> bool:
+        source = entry.residence(tier)
+        if source is None or entry.leases or entry.move is not None:
+            return True
+        try:
+            want = Want(tier, entry.scope, entry.tenant, source.record.stored_bytes)
+            slot = self._node.take(want) if tier.mappable else None
+            return await self._moved(entry, tier, tier, slot, Priority.DEMOTE)
+        except (TierFullError, BackendFailedError):
+            return False
+
+    async def _evict(self, tier: Tier, cut: Cut) -> int:
+        """Plan and carry out: copies first, all at once; then the sources go, children before parents."""
+        candidates = TierCandidates(self._node.index, tier, cut.scope, cut.extents, cut.tenant)
+        plan = plan_eviction(candidates, cut.need_bytes, cut.most_bytes)
+        try:
+            lost = await self._spare([e for e in plan.victims if self._needs_copy(e, tier)], tier, cut)
+            return sum(self._let_go(e, tier, cut.reason, is_lost=e in lost) for e in plan.victims)
+        finally:
+            for entry in plan.victims:
+                candidates.push(entry)
+
+    async def _spare(self, entries: Sequence[Entry], tier: Tier, cut: Cut) -> Collection[Entry]:
+        """Copy blocks down as their fate says; returns those that go for good."""
+        if cut.fate is Fate.DROP:
+            return set(entries)
+        lost = await self._sink(entries, tier, cut.urgency)
+        return lost if cut.fate is Fate.SINK else ()
+
+    def _let_go(self, entry: Entry, tier: Tier, reason: str, *, is_lost: bool) -> int:
+        """Drop the copy in `tier` if nothing speaks against it any more; returns the bytes freed."""
+        residence = entry.residence(tier)
+        if residence is None or entry.is_held or not (is_lost or len(entry.residences) > 1):
+            return 0
+        if not self._node.index.may_leave(entry, tier):
+            return 0
+        if reason == "quota":
+            self._node.counters.add("kvfleet_quota_evicted_total", tenant=entry.tenant, tier=tier.name)
+        self._node.evict(entry, tier, reason)
+        return residence.slot.size_bytes
+
+    def _needs_copy(self, entry: Entry, tier: Tier) -> bool:
+        """True unless another copy can take over without leaving a child in a faster place."""
+        return len(entry.residences) == 1 or not self._node.index.may_leave(entry, tier)
+
+    async def _sink(self, entries: Sequence[Entry], tier: Tier, urgency: Priority) -> set[Entry]:
+        """Copy blocks to slower tiers; returns those for which no slower tier exists or takes any."""
+        results = await asyncio.gather(*(self._sunk(e, tier, urgency) for e in entries))
+        return {e for e, is_sunk in zip(entries, results, strict=True) if not is_sunk}
+
+    async def _sunk(self, entry: Entry, tier: Tier, urgency: Priority) -> bool:
+        """Copy one block to the first slower tier that takes it."""
+        facts = [t.facts(self._node.clock()) for t in self._node.tiers]
+        level = tier.level
+        must_survive = self._node.is_draining
+        while (placement := next_lower(facts, level, must_survive=must_survive)).target is not None:
+            target = self._node.tier(placement.target)
+            assert target is not None
+            if entry.residence(target) is not None or await self.sink_into(entry, tier, target, urgency):
+                return True
+            level = target.level
+        return False
+
+    async def sink_into(self, entry: Entry, tier: Tier, target: Tier, urgency: Priority) -> bool:
+        """Copy one block from `tier` to `target`, making room there; False when that did not succeed."""
+        for attempt in range(ROUNDS_MAX):
+            source = entry.residence(tier)
+            if source is None or entry.move is not None:
+                return False
+            try:
+                return await self._moved(entry, tier, target, None, urgency)
+            except TierFullError:
+                await self._make(Want(target, entry.scope, entry.tenant, source.record.raw_bytes), attempt)
+            except RetryableError:
+                return False
+        return False
+
+    async def _moved(self, entry: Entry, tier: Tier, target: Tier, slot: SlotRef | None, urgency: Priority) -> bool:
+        """Run one copy while the block is marked as moving."""
+        source = entry.residence(tier)
+        assert source is not None
+        assert entry.move is None
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        entry.move = done
+        is_made = False
+        try:
+            is_made = await self._mover.copy(entry, source, target, slot, urgency)
+        finally:
+            entry.move = None
+            done.set_result(is_made)
+        return is_made
+
+
+def _may_hold(residents: Collection[Entry], tenant: str) -> bool:
+    """False when an extent's scope tells that nothing in it is the tenant's; blocks of shared scopes are anybody's."""
+    account = account_of(next(iter(residents)).scope)
+    return account == tenant or "/" in account
+
+
+def _bytes_by_tenant(entries: Collection[Entry], tier: Tier) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for entry in entries:
+        residence = entry.residence(tier)
+        if residence is not None:
+            found[entry.tenant] = found.get(entry.tenant, 0) + residence.slot.size_bytes
+    return found

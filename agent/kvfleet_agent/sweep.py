@@ -1,0 +1,142 @@
+"""The agent's periodic duties. Expiry never waits for a move: quick duties and slow ones have a loop each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+from kvfleet_agent.tenancy import RETENTION_S
+from kvfleet_api.errors import KvFleetError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from kvfleet_agent.core import Core
+    from kvfleet_agent.ports import Authenticator
+
+EXPIRE_S: Final = 0.25
+"""Between looks at leases and reservations; their times are tens of seconds."""
+TEND_S: Final = 0.2
+"""Between looks at watermarks: at 1 GB/s of new blocks a tier gains 200 MB meanwhile."""
+SESSIONS_S: Final = 0.25
+"""Between looks at sessions that are expected back; what changed is written as often."""
+ANNOUNCE_S: Final = 0.02
+"""How long announcements are gathered; other nodes see a block this much later at most."""
+ERASE_GRACE_S: Final = 5.0
+"""A scope without a secret for so long is erased; a Secret that is replaced is absent for a moment."""
+
+_log = logging.getLogger(__name__)
+
+
+class Sweeper:
+    """Expires, tends the tiers and sets the gauges."""
+
+    def __init__(self, core: Core, authenticator: Authenticator) -> None:
+        self._core = core
+        self._node = core.node
+        self._authenticator = authenticator
+        self._unknown_since_s: dict[str, float] = {}
+        self._shown: dict[tuple[str, str], int] = {}
+        """Tier and tenant of the bytes that Prometheus read last; those that are gone come to 0."""
+
+    async def run(self) -> None:
+        """Do all duties until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(repeat("expire", EXPIRE_S, self._expire))
+            group.create_task(repeat("tend", TEND_S, self._tend))
+            group.create_task(repeat("announce", 0.0, self._announce))
+            group.create_task(repeat("sessions", SESSIONS_S, self._core.life.tend))
+            group.create_task(repeat("retention", RETENTION_S, self._core.tenancy.retire))
+            group.create_task(self._core.archiver.run())
+
+    async def _expire(self) -> None:
+        self.expire()
+        self.gauges()
+
+    def expire(self) -> None:
+        """End what has run out and drop blocks of scopes that were erased. One step, no waiting."""
+        node, now_s = self._node, self._node.clock()
+        self._core.tenancy.sweep()
+        for kind, ended in (
+            ("lease", node.end_leases(node.leases.sweep(now_s))),
+            ("pin", len(node.pins.sweep(now_s))),
+            ("reservation", node.abandon(node.reservations.sweep(now_s))),
+        ):
+            if ended:
+                node.counters.add("kvfleet_expired_total", ended, kind=kind)
+        self._core.life.sweep(now_s)
+        self._erase(now_s)
+
+    def _erase(self, now_s: float) -> None:
+        for scope in self._node.index.scopes():
+            if self._authenticator.secret(scope) is not None:
+                self._unknown_since_s.pop(scope, None)
+            elif now_s - self._unknown_since_s.setdefault(scope, now_s) >= ERASE_GRACE_S:
+                dropped = self._node.drop_scope(scope, "erased")
+                del self._unknown_since_s[scope]
+                _log.info("scope erased", extra={"scope_kind": scope.split("/")[0], "blocks": dropped})
+
+    async def _announce(self) -> None:
+        await self._node.announcer.changed()
+        await asyncio.sleep(ANNOUNCE_S)
+        self._node.announcer.flush()
+
+    async def _tend(self) -> None:
+        """Keep tiers below their watermarks, empty closing extents, and drain when asked to."""
+        room = self._core.room
+        for tier in tuple(self._node.tiers):
+            tier.closing |= tier.backend.compact()
+            if tier.closing:
+                await room.evacuate(tier)
+                if tier.mappable is None:
+                    tier.closing &= tier.extents.keys()  # Mappable ones say so themselves, written or not.
+            await room.enforce(tier)
+            await room.trim(tier)
+            if self._node.is_draining and not tier.backend.capabilities.survives_restart and tier.blocks:
+                await room.drain(tier)
+
+    def gauges(self) -> None:
+        """Set what Prometheus reads."""
+        node, counters = self._node, self._node.counters
+        for tier in node.tiers:
+            counters.set("kvfleet_tier_capacity_bytes", tier.backend.capacity_bytes, tier=tier.name)
+            counters.set("kvfleet_tier_used_bytes", tier.backend.used_bytes, tier=tier.name)
+            counters.set("kvfleet_tier_blocks", tier.blocks, tier=tier.name)
+            counters.set("kvfleet_tier_recovered_blocks", tier.recovered_blocks, tier=tier.name)
+            counters.set("kvfleet_tier_emulated", float(tier.backend.capabilities.is_emulated), tier=tier.name)
+            counters.set("kvfleet_tier_encrypted", float(tier.backend.capabilities.is_encrypted), tier=tier.name)
+            if tier.stored_bytes_written:
+                ratio = tier.raw_bytes_written / tier.stored_bytes_written
+                counters.set("kvfleet_stored_ratio", ratio, tier=tier.name)
+            if tier.probe is not None:
+                for direction, speed in (
+                    ("read", tier.probe.read_bytes_per_second),
+                    ("write", tier.probe.write_bytes_per_second),
+                ):
+                    counters.set("kvfleet_tier_probe_bytes_per_second", speed, tier=tier.name, direction=direction)
+        self._show_tenants()
+        counters.set("kvfleet_leases", len(node.leases))
+        counters.set("kvfleet_reservations", len(node.reservations))
+        counters.set("kvfleet_move_queue_depth", self._core.mover.gate.waiting)
+        for state, count in node.sessions.counts().items():
+            counters.set("kvfleet_sessions", count, state=state)
+
+    def _show_tenants(self) -> None:
+        shown = {(t.name, tenant): used for t in self._node.tiers for tenant, used in t.tenant_bytes.items()}
+        for tier, tenant in self._shown.keys() | shown.keys():
+            used_bytes = shown.get((tier, tenant), 0)
+            self._node.counters.set("kvfleet_tenant_used_bytes", used_bytes, tenant=tenant, tier=tier)
+        self._shown = shown
+
+
+async def repeat(what: str, every_s: float, duty: Callable[[], Awaitable[None]]) -> None:
+    """Do a duty until cancelled, whatever becomes of single rounds."""
+    while True:
+        try:
+            await duty()
+        except KvFleetError as e:
+            _log.warning("duty failed", extra={"duty": what, "cause": str(e)})
+        except Exception:  # noqa: BLE001  A task root: one bad round must not end expiry for good.
+            _log.exception("duty failed", extra={"duty": what})
+        await asyncio.sleep(every_s)

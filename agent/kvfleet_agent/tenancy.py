@@ -1,0 +1,150 @@
+"""Follows what is declared of tenants: rules for their room, the end of their blocks, and their erasure."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+from kvfleet_agent.policy.retention import Due, due, plan_drops
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvfleet_agent.core import Core
+    from kvfleet_agent.index import Entry
+    from kvfleet_agent.policy.retention import Retention
+    from kvfleet_agent.ports import Tenants
+    from kvfleet_api.blocks import ScopeId
+
+RETENTION_S: Final = 10.0
+"""Between looks at the age of blocks; retention is declared in seconds and meant in hours."""
+LOOK_BLOCKS: Final = 4096
+"""Blocks looked at between two turns of the loop."""
+
+_log = logging.getLogger(__name__)
+
+
+class Tenancy:
+    """Keeps the node's `TenantBook` current and drops what tenants no longer want kept."""
+
+    def __init__(self, core: Core) -> None:
+        """Begin without anybody to follow: no rules and no erasures, as where nothing is declared."""
+        self._core = core
+        self._node = core.node
+        self._tenants: Tenants | None = None
+        self._version = -1
+        self._key_versions: Mapping[str, int] = {}
+
+    def follow(self, tenants: Tenants) -> None:
+        """Take in what is declared now, and from here on what changes."""
+        self._tenants = tenants
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take in what changed. One step, no waiting."""
+        tenants = self._tenants
+        if tenants is None or tenants.version == self._version:
+            return
+        rules = tenants.rules()
+        if rules is None:
+            return  # A part of the rules is worse than yesterday's.
+        self._version = tenants.version
+        self._node.tenants.arm(rules)
+        before, self._key_versions = self._key_versions, tenants.key_versions()
+        for tenant, version in self._key_versions.items():
+            if version > before.get(tenant, version):
+                self._erase_shared(tenant)
+
+    def sweep(self) -> None:
+        """Take in what changed, and drop scopes whose key has moved on. One step, no waiting."""
+        self.refresh()
+        if self._tenants is not None:
+            for scope in self._node.index.scopes():
+                if self._tenants.is_superseded(scope):
+                    self._erase(scope)
+
+    def erased(self) -> list[tuple[str, int]]:
+        """Uids of tenants under erasure, each with the key version before which this node holds nothing any more."""
+        if self._tenants is None:
+            return []
+        stale = {s.split("/")[1] for s in self._node.index.scopes() if self._tenants.is_superseded(s)}
+        stale |= {entry.tenant for entry in self._node.condemned}
+        return [(uid, version) for tenant, uid, version in self._tenants.erasing() if tenant not in stale]
+
+    def _erase(self, scope: ScopeId) -> None:
+        """Drop a scope whose key is gone for good, and let nobody finish reading or writing there.
+
+        Nobody else gets its slots, so that whoever is still reading reads what was there, or zeros, and is told at the
+        end that it read in vain.
+        """
+        node = self._node
+        for table in (node.leases, node.pins):
+            node.end_leases(table.end_where(lambda lease: lease.entry.scope == scope))
+        node.abandon(node.reservations.take_where(lambda r: r.entry.scope == scope))
+        for session in tuple(node.sessions):
+            if session.secret is not None and session.secret.scope == scope:
+                self._core.life.forget(session)
+        entries = [e for e in node.index.blocks(scope).values() if e.residences]
+        if not entries:
+            return  # What is still coming in goes when it is here.
+        for entry in entries:
+            node.drop_block(entry, "erased")
+        _log.info("scope erased", extra={"scope_kind": scope.split("/")[0], "blocks": len(entries)})
+
+    def _erase_shared(self, tenant: str) -> None:
+        """Drop what a tenant wrote into scopes that it shares, as far as this node knows who wrote it.
+
+        Nobody finds it any more; a slot that another tenant reads just now is freed when that lease ends.
+        """
+        node = self._node
+        entries = [e for s in node.index.scopes() for e in node.index.blocks(s).values() if e.tenant == tenant]
+        shared = {e for e in entries if not e.scope.startswith(f"tenant/{tenant}/")}
+        if shared:
+            node.abandon(node.reservations.take_where(lambda r: r.entry in shared))
+            for entry in shared:
+                node.drop_block(entry, "erased")
+            _log.info("shared blocks erased", extra={"tenant": tenant, "blocks": len(shared)})
+
+    async def retire(self) -> None:
+        """Drop blocks whose tenant keeps none for that long; those that somebody holds go at a later look."""
+        rules = {t: r.retention for t, r in self._node.tenants.rules.items() if r.retention.is_bounded}
+        if not rules:
+            return
+        for scope in self._node.index.scopes():
+            kind, name, *_ = scope.split("/")
+            if kind != "tenant" or name in rules:
+                await self._retire(scope, rules)
+
+    async def _retire(self, scope: ScopeId, rules: Mapping[str, Retention]) -> None:
+        blocks = tuple(self._node.index.blocks(scope).values())
+        wanted: dict[Entry, Due] = {}
+        for i in range(0, len(blocks), LOOK_BLOCKS):
+            wanted |= self._due(blocks[i : i + LOOK_BLOCKS], rules)
+            await asyncio.sleep(0)
+        if not wanted:
+            return
+        now = self._node.index.blocks(scope)  # What is dropped is what is true in this step.
+        children: dict[bytes, list[Entry]] = {}
+        for entry in now.values():
+            children.setdefault(entry.parent, []).append(entry)
+        still = {e: why for e, why in wanted.items() if now.get(e.digest) is e}
+        plan = plan_drops(still, lambda e: children.get(e.digest, ()), lambda e: e.is_held or not e.residences)
+        for entry in plan:
+            reason = still.get(entry, Due.OLD)
+            self._node.counters.add("kvfleet_retention_dropped_total", tenant=entry.tenant, reason=reason)
+            self._node.drop_block(entry, "retention")
+
+    def _due(self, entries: Sequence[Entry], rules: Mapping[str, Retention]) -> dict[Entry, Due]:
+        node, now_s = self._node, self._node.clock()
+        found = {}
+        for entry in entries:
+            retention = rules.get(entry.tenant)
+            if retention is None:
+                continue
+            # A block that was sent away was last used when it came; one of an earlier run when this one began.
+            used_s = max(entry.used_at_s, entry.born_s, node.started_s)
+            why = due(retention, idle_s=now_s - used_s, age_s=now_s - entry.born_s)
+            if why is not None:
+                found[entry] = why
+        return found

@@ -1,0 +1,199 @@
+"""One tier of this node as the core sees it: its backend, its state and which blocks lie in it. No I/O of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
+
+from kvfleet_agent.backends.base import LastingBackend, MappableBackend, SlotRef, TierBackend
+from kvfleet_agent.leafqueue import LeafQueue
+from kvfleet_agent.policy.placement import TierFacts
+from kvfleet_agent.policy.quota import over_hard_bytes
+from kvfleet_api.errors import QuotaExceededError, TierFullError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvfleet_agent.index import Entry
+    from kvfleet_api.blocks import ScopeId
+    from kvfleet_api.models.poolnode import NodeTier, TierProbe
+
+Phase = Literal["Pending", "Ready", "Degraded", "Failed", "Draining"]
+
+WRITE_PAUSE_S: Final = 10.0
+"""A tier that failed a write gets no new blocks for so long: long enough not to burn time on a full disk."""
+
+FAILURES_MAX: Final = 3
+"""Failures in a row after which a tier counts as failed: one may be a bad sector, three are a bad disk."""
+
+ORDINAL_SHIFT: Final = 32
+"""Extent numbers of a backend stay below 2^32; above them stands which backend it was."""
+
+
+@dataclass(slots=True, eq=False)
+class Tier:
+    """State of one provisioned tier. Compared by identity: a tier that was set up again is another one."""
+
+    spec: NodeTier
+    level: int
+    """0 is the fastest tier of the pool."""
+    backend: TierBackend
+    ordinal: int
+    """Unique in the life of the process, so that extents of two backends are never confused."""
+    probe: TierProbe | None = None
+    last_error: str = ""
+    paused_until_s: float = 0.0
+    """Monotonic second until which no block is written here."""
+    failures: int = 0
+    """Failed reads and writes since the last one that succeeded."""
+    is_recovering: bool = False
+    """True while what an earlier run left behind is entered: until then nobody knows which slots are free."""
+    is_gone: bool = False
+    """True once its backend is about to be closed, after which nothing may be asked of it."""
+    blocks: int = 0
+    closing: frozenset[int] = frozenset()
+    """Extents that a shrink wants empty."""
+    extents: dict[int, set[Entry]] = field(default_factory=dict)
+    queues: dict[tuple[ScopeId, str], LeafQueue[Entry]] = field(default_factory=dict)
+    """Possible victims by scope and account."""
+    tenant_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes of all slots that each account has, written or not; accounts without any are absent."""
+    raw_bytes_written: int = 0
+    stored_bytes_written: int = 0
+    recovered_blocks: int = 0
+    """Blocks of an earlier run that were found when the tier came up."""
+    mappable: MappableBackend | None = field(init=False)
+    """The backend, when engines can map its extents. Found out once: asking a protocol takes 15 us."""
+    lasting: LastingBackend | None = field(init=False)
+    """The backend, when it has to be told of the blocks that are to outlive the agent."""
+
+    def __post_init__(self) -> None:
+        self.mappable = self.backend if isinstance(self.backend, MappableBackend) else None
+        outlives_agent = self.backend.capabilities.outlives_agent
+        self.lasting = self.backend if outlives_agent and isinstance(self.backend, LastingBackend) else None
+
+    @property
+    def name(self) -> str:
+        """Name of the tier in the pool."""
+        return self.spec.name
+
+    @property
+    def fill_ratio(self) -> float:
+        """Used over capacity."""
+        return self.backend.used_bytes / max(1, self.backend.capacity_bytes)
+
+    def phase(self, now_s: float) -> Phase:
+        """What the status says of the tier."""
+        if self.is_recovering:
+            return "Pending"
+        if self.failures >= FAILURES_MAX:
+            return "Failed"
+        return "Degraded" if self.failures or now_s < self.paused_until_s else "Ready"
+
+    def facts(self, now_s: float) -> TierFacts:
+        """Return what a placement may know."""
+        can = self.backend.capabilities
+        takes_writes = now_s >= self.paused_until_s and not self.is_recovering
+        return TierFacts(self.name, self.level, takes_writes, can.survives_restart, can.is_memory)
+
+    def extent_number(self, extent: int) -> int:
+        """Number of an extent outside of its backend: on the wire and towards peers."""
+        return self.ordinal << ORDINAL_SHIFT | extent
+
+    def relief(self, scope: ScopeId, size_bytes: int, writer: str) -> frozenset[int]:
+        """Extents that, once emptied, leave room for such a slot."""
+        if self.mappable is not None:
+            return self.mappable.relief(scope, size_bytes, writer)
+        return self.backend.relief(scope, size_bytes)
+
+    def take(
+        self, scope: ScopeId, tenant: str, size_bytes: int, hard_bytes: int | None = None, writer: str = ""
+    ) -> SlotRef:
+        """Take a slot on a tenant's account, in one step with the check of its quota.
+
+        `writer` is the tenant whose client is to fill the slot, empty when we do; only memory that engines map asks.
+        Raises `TierFullError` when there is no room, and `QuotaExceededError` when there is none for this tenant.
+        """
+        if self.is_recovering:
+            raise TierFullError(f"tier {self.name}: the blocks of an earlier run are still being entered", delay_s=1.0)
+        used_bytes = self.tenant_bytes.get(tenant, 0)
+        if hard_bytes is not None and over_hard_bytes(used_bytes, size_bytes, hard_bytes):
+            raise self._exceeded(tenant, used_bytes, size_bytes, hard_bytes)
+        if self.mappable is not None:
+            slot = self.mappable.reserve(scope, size_bytes, writer)
+        else:
+            slot = self.backend.reserve(scope, size_bytes)
+        if hard_bytes is not None and over_hard_bytes(used_bytes, slot.size_bytes, hard_bytes):
+            self.backend.drop(slot)
+            raise self._exceeded(tenant, used_bytes, slot.size_bytes, hard_bytes)
+        self.tenant_bytes[tenant] = used_bytes + slot.size_bytes
+        return slot
+
+    def _exceeded(self, tenant: str, used_bytes: int, want_bytes: int, hard_bytes: int | None) -> QuotaExceededError:
+        told = f"quota {hard_bytes} B, used {used_bytes} B, want {want_bytes} B"
+        return QuotaExceededError(f"tenant {tenant}, tier {self.name}: {told}", delay_s=1.0)
+
+    def charge(self, tenant: str, slot: SlotRef) -> None:
+        """Put a slot on a tenant's account that nobody took here: an earlier run did."""
+        self.tenant_bytes[tenant] = self.tenant_bytes.get(tenant, 0) + slot.size_bytes
+
+    def give_back(self, slot: SlotRef, tenant: str) -> None:
+        """Let the backend have a slot again, once; with the tier, all of its slots are gone."""
+        left_bytes = self.tenant_bytes[tenant] - slot.size_bytes
+        if left_bytes:
+            self.tenant_bytes[tenant] = left_bytes
+        else:
+            del self.tenant_bytes[tenant]
+        if not self.is_gone:
+            self.backend.drop(slot)
+
+    def extent_released(self, extent: int) -> None:
+        """Note that an extent is gone, so a shrink need not wait for it."""
+        self.closing -= {extent}
+
+    def add(self, entry: Entry, slot: SlotRef) -> None:
+        """Note that a block lies here, and may be a victim."""
+        self.note(entry, slot)
+        self.offer(entry)
+
+    def note(self, entry: Entry, slot: SlotRef) -> None:
+        """Note that a block lies here."""
+        residents = self.extents.get(slot.extent)
+        if residents is None:
+            residents = self.extents[slot.extent] = set()
+        residents.add(entry)
+        self.blocks += 1
+
+    def remove(self, entry: Entry, slot: SlotRef) -> None:
+        """Note that a block has left the slot."""
+        residents = self.extents[slot.extent]
+        residents.remove(entry)
+        if not residents:
+            del self.extents[slot.extent]
+        self.blocks -= 1
+        key = (entry.scope, entry.tenant)
+        queue = self.queues.get(key)
+        if queue is not None:
+            queue.discard(entry)
+            if not queue:
+                del self.queues[key]
+
+    def offer(self, entry: Entry) -> None:
+        """Put a block among the possible victims; whether it is one is looked at when it comes up."""
+        key = (entry.scope, entry.tenant)
+        queue = self.queues.get(key)
+        if queue is None:
+            queue = self.queues[key] = LeafQueue()
+        queue.push(entry)
+
+    def age(self, entry: Entry) -> None:
+        """Bring a block, whose last use was set back, to the front of the possible victims."""
+        queue = self.queues.get((entry.scope, entry.tenant))
+        if queue is not None:
+            queue.discard(entry)
+        self.offer(entry)
+
+    def residents(self) -> Iterator[Entry]:
+        """All blocks here, in no order."""
+        for entries in self.extents.values():
+            yield from entries

@@ -1,0 +1,247 @@
+"""The store side: reserve slots, publish what was written into them, or give them back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from kvfleet_agent.backends.base import Record
+from kvfleet_agent.backends.waiting import in_thread
+from kvfleet_agent.gate import Priority
+from kvfleet_agent.index import GONE, Residence
+from kvfleet_agent.mover import RAW
+from kvfleet_agent.policy.admission import Admission, AdmissionInputs, admit
+from kvfleet_agent.policy.quota import OverQuota
+from kvfleet_agent.reservations import RESERVATION_S
+from kvfleet_agent.sessions import SessionState
+from kvfleet_agent.want import Want
+from kvfleet_api.blocks import BlockKey
+from kvfleet_api.checksum import checksum
+from kvfleet_api.errors import BackendFailedError, BlockCorruptError, QuotaExceededError, TierFullError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvfleet_agent.archiver import Archiver
+    from kvfleet_agent.index import Entry
+    from kvfleet_agent.node import Node
+    from kvfleet_agent.place import Place
+    from kvfleet_agent.reservations import Reservation
+    from kvfleet_agent.room import Room
+    from kvfleet_agent.tiers import Tier
+
+RESERVE_WAIT_S: Final = 1.0
+"""What a writer may wait for room. An engine that stores is not in a hurry, but it holds its own memory meanwhile."""
+
+HASHERS: Final = 2
+"""Threads that verify one publication. Handing over every block by itself cost as much as hashing 2 MiB (65 us)."""
+
+REFUSED, PUBLISHED, EXISTED = 0, 1, 2
+"""Results of a publication, as `wire.Published` carries them."""
+
+_log = logging.getLogger(__name__)
+
+
+class Writer:
+    """Carries out the verbs of writers."""
+
+    def __init__(self, node: Node, room: Room, archiver: Archiver) -> None:
+        self._node = node
+        self._room = room
+        self._archiver = archiver
+
+    def reserve_now(
+        self, place: Place, parent: bytes, digests: Sequence[bytes], tier: Tier | None = None
+    ) -> list[Reservation | None]:
+        """Reserve slots for the leading keys while there is room; None stands for a block that exists already.
+
+        A key that another writer is at counts as existing: two copies of the same bytes help nobody.
+        Shorter than `digests` when the tier, the fastest one unless another is given, is full or has no room for
+        this tenant.
+        """
+        node, tier = self._node, tier or self._node.entry_tier
+        made: list[Reservation | None] = []
+        if tier is None or node.is_draining:
+            return made
+        tenant, hard_bytes = place.tenant, node.tenants.hard_bytes(tier, place.tenant)
+        expires_s = node.clock() + RESERVATION_S
+        for digest in digests:
+            if digest in node.index.blocks(place.scope):
+                made.append(None)
+            else:
+                try:
+                    slot = tier.take(place.scope, tenant, place.raw_bytes, hard_bytes, tenant)
+                except (TierFullError, BackendFailedError):
+                    break
+                entry = node.index.begin(place.scope, digest, parent, place.layout_id, node.clock(), tenant)
+                made.append(node.reservations.grant(place, entry, tier, slot, expires_s))
+            parent = digest
+        return made
+
+    async def reserve(
+        self, place: Place, parent: bytes, digests: Sequence[bytes], *, has_some: bool = False
+    ) -> list[Reservation | None]:
+        """Like `reserve_now`, but makes room where there is none, within `RESERVE_WAIT_S`.
+
+        Raises `QuotaExceededError` when the tenant's quota refuses the very first of them; a writer that already
+        `has_some` gets fewer, and the error when it asks for the rest. Cancelled, it leaves reservations that their
+        owner's end or expiry takes back.
+        """
+        deadline_s = self._node.clock() + RESERVE_WAIT_S
+        made = self.reserve_now(place, parent, digests)
+        try:
+            while len(made) < len(digests) and (tier := await self._find_room(place, deadline_s)) is not None:
+                at = len(made)
+                more = self.reserve_now(place, digests[at - 1] if at else parent, digests[at:], tier)
+                if not more:
+                    break
+                made += more
+        except QuotaExceededError as e:
+            self._refused(place, len(digests) - len(made), e)
+            if not made and not has_some:
+                raise
+        return made
+
+    def _refused(self, place: Place, count: int, error: QuotaExceededError) -> None:
+        tier = self._node.entry_tier
+        assert tier is not None, "else nothing was asked of it"
+        self._node.counters.add("kvfleet_quota_rejected_total", count, tenant=place.tenant, tier=tier.name)
+        _log.debug("blocks refused", extra={"blocks": count, "cause": str(error)})
+
+    async def _find_room(self, place: Place, deadline_s: float) -> Tier | None:
+        """Make room for one block; returns where it is, None when there is none for anybody.
+
+        Raises `QuotaExceededError` when the tenant's quota leaves none for it.
+        """
+        refusal: QuotaExceededError | None = None
+        for tier in self._landings(place.tenant):
+            want = Want(tier, place.scope, place.tenant, place.raw_bytes, place.tenant)
+            try:
+                slot = await self._room.reserve(want, deadline_s)
+            except QuotaExceededError as e:
+                refusal = refusal or e
+            except (TierFullError, BackendFailedError):
+                return None
+            else:
+                tier.give_back(slot, place.tenant)  # Taken again at once by the caller, in the same step of the loop.
+                return tier
+        if refusal is not None:
+            raise refusal
+        return None
+
+    def _landings(self, tenant: str) -> list[Tier]:
+        """Tiers that take new blocks of a tenant, the fastest first; slower ones only where its quota says so."""
+        mapped = [t for t in self._node.tiers if t.mappable is not None]
+        if self._node.is_draining:
+            return []
+        return mapped if self._node.tenants.of(tenant).over_quota is OverQuota.DEMOTE else mapped[:1]
+
+    def publish_now(self, owner: int, ids: Sequence[int], checksums: Sequence[bytes]) -> bytes:
+        """Verify and commit written slots of small blocks in one step; returns one result for each."""
+        taken = self._node.reservations.take(owner, ids)
+        is_right = [r is not None and self._hashed(r) == claimed for r, claimed in zip(taken, checksums, strict=True)]
+        return self._commit_all(owner, ids, taken, checksums, is_right)
+
+    async def publish(self, owner: int, ids: Sequence[int], checksums: Sequence[bytes]) -> bytes:
+        """Like `publish_now`, hashing in threads, for blocks that would hold the loop up.
+
+        From the first step on the slots belong to this call: neither expiry nor the end of the connection takes
+        them away while they are being hashed. Cancelled, it gives all of them back.
+        """
+        taken = self._node.reservations.take(owner, ids)
+        try:
+            sums = await self._hashed_apart([r for r in taken if r is not None])
+        except BaseException:
+            self._node.abandon(r for r in taken if r is not None)
+            raise
+        is_right = [r is not None and sums[r.id] == claimed for r, claimed in zip(taken, checksums, strict=True)]
+        return self._commit_all(owner, ids, taken, checksums, is_right)
+
+    async def _hashed_apart(self, written: Sequence[Reservation]) -> dict[int, bytes]:
+        """Checksums by reservation, from `HASHERS` threads that take an equal share each."""
+
+        def hash_share(share: Sequence[Reservation]) -> dict[int, bytes]:
+            return {r.id: self._hashed(r) for r in share}
+
+        shares = [written[i::HASHERS] for i in range(min(HASHERS, len(written)))]
+        parts = await asyncio.gather(*(in_thread(None, partial(hash_share, share)) for share in shares))
+        return {number: found for part in parts for number, found in part.items()}
+
+    def _hashed(self, reservation: Reservation) -> bytes:
+        """Checksum of what the slot holds; nothing when its tier was taken away."""
+        mappable = reservation.tier.mappable
+        assert mappable is not None
+        slot = reservation.slot
+        try:
+            with mappable.view(slot) as whole, whole[: reservation.raw_bytes] as view:
+                return checksum(view, reservation.entry.digest, self._node.epoch, slot.stamp)
+        except BlockCorruptError:
+            return b""
+
+    def _commit_all(
+        self,
+        owner: int,
+        ids: Sequence[int],
+        taken: Sequence[Reservation | None],
+        checksums: Sequence[bytes],
+        is_right: Sequence[bool],
+    ) -> bytes:
+        """Commit what was taken; what was published before is answered as then."""
+        table = self._node.reservations
+        made: list[Reservation] = []
+        results = bytearray()
+        for number, reservation, claimed, right in zip(ids, taken, checksums, is_right, strict=True):
+            if reservation is None:
+                results.append(table.result(owner, number) or REFUSED)
+                continue
+            results.append(self._commit(reservation, claimed, is_right=right))
+            table.settle(reservation, results[-1])
+            if results[-1]:
+                made.append(reservation)
+        self._count(bytes(results))
+        self._published(made)
+        return bytes(results)
+
+    def _commit(self, reservation: Reservation, claimed: bytes, *, is_right: bool) -> int:
+        entry = reservation.entry
+        is_gone = entry.level == GONE or not self._node.has(reservation.tier)
+        if not is_right or is_gone or entry.residences:
+            existed = bool(entry.residences) and entry.level != GONE
+            self._node.abandon([reservation])
+            return EXISTED if existed and is_right else REFUSED
+        key = BlockKey(entry.scope, entry.digest)
+        raw_bytes = reservation.raw_bytes
+        record = Record(key, entry.parent, entry.layout_id, RAW, raw_bytes, raw_bytes, claimed, self._node.epoch)
+        self._node.add_copy(entry, Residence(reservation.tier, reservation.slot, record))
+        return PUBLISHED
+
+    def _count(self, results: bytes) -> None:
+        for result, name in ((REFUSED, "refused"), (PUBLISHED, "published"), (EXISTED, "existed")):
+            count = results.count(result)
+            if count:
+                self._node.counters.add("kvfleet_published_blocks_total", count, result=name)
+
+    def _published(self, reservations: Sequence[Reservation]) -> None:
+        """Let sessions follow their new blocks, and send down what is not admitted to memory."""
+        if not reservations:
+            return
+        now_s = self._node.clock()
+        for reservation in reservations:
+            reservation.entry.used_at_s = now_s
+        session = reservations[0].session
+        if session is not None and not session.is_forgotten:
+            session.follow([r.entry for r in reservations])
+            self._node.sessions.refresh(session, now_s)
+            if session.state is SessionState.ARCHIVED:  # There is more of it now than was archived.
+                session.enter(SessionState.ARCHIVING)
+                self._archiver.archive(session)
+        self._admit([r.entry for r in reservations], reservations[0].tier, session.turns if session else 0)
+
+    def _admit(self, entries: Sequence[Entry], tier: Tier, turns: int) -> None:
+        policy = self._node.spec.policy
+        high_ratio = policy.eviction.high_watermark_percent / 100
+        choice = admit(AdmissionInputs(policy.admission.type, tier.fill_ratio, high_ratio, turns))
+        if choice.admission is Admission.DEMOTE:
+            self._archiver.send_down(entries, Priority.DEMOTE)

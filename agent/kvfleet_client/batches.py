@@ -1,0 +1,50 @@
+"""Cuts a route or a chain into what one call speaks of. Pure."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from kvfleet_api.blocks import BlockKey
+from kvfleet_client.chain import Chain, Route
+
+BATCH_BLOCKS_MAX: Final = 64
+BATCH_BYTES_MAX: Final = 128 << 20
+"""Bound of what one operation holds leased or reserved at a time: half of a large extent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Blocks `start` to `stop` of a prompt, all in one chain."""
+
+    chain: Chain
+    start: int
+    stop: int
+
+    @property
+    def keys(self) -> tuple[BlockKey, ...]:
+        """Their keys."""
+        return self.chain.part(self.start, self.stop)
+
+    @property
+    def parent(self) -> bytes:
+        """Digest that the first key continues."""
+        return self.chain.parent_of(self.start)
+
+
+def batch_blocks(block_bytes: int) -> int:
+    """Blocks of one batch; at least one, however large it is."""
+    return min(BATCH_BLOCKS_MAX, max(1, BATCH_BYTES_MAX // block_bytes))
+
+
+def of_route(route: Route, blocks: range, block_bytes: int) -> Iterator[Batch]:
+    """Cut a range of the route's blocks, in order; no batch spans two chains."""
+    for segment in route.segments:
+        reach = range(max(blocks.start, segment.chain.first), min(blocks.stop, segment.stop))
+        yield from of_chain(segment.chain, reach, block_bytes)
+
+
+def of_chain(chain: Chain, blocks: range, block_bytes: int) -> Iterator[Batch]:
+    """Cut a range of a chain's blocks, in order."""
+    step = batch_blocks(block_bytes)
+    for start in range(blocks.start, blocks.stop, step):
+        yield Batch(chain, start, min(start + step, blocks.stop))

@@ -1,0 +1,142 @@
+"""A prefix cache over a client: tokens in, verified blocks out; the scopes and keys stay inside."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from kvfleet_api.blocks import token_ids
+from kvfleet_api.errors import InvalidInputError
+from kvfleet_client.aio import AsyncClient
+from kvfleet_client.chain import Tokens
+from kvfleet_client.client import Client
+from kvfleet_client.held import lost
+from kvfleet_client.loading import load
+from kvfleet_client.results import Bytes2D, Loaded, Stored
+from kvfleet_client.routes import Attachment, Job, prompt_of
+from kvfleet_client.storing import store
+from kvfleet_client.target import Target
+
+DEADLINE_S: Final = 10.0
+TOKENS_MAX: Final = 1 << 24
+"""Sixteen million tokens: above every context window there is, below what would be a mistake in the unit."""
+
+
+class PrefixCache:
+    """Loads and stores prompts' blocks; blocking."""
+
+    def __init__(self, client: Client) -> None:
+        """Use `client`, which stays the caller's to close."""
+        self._client = client
+
+    def load(
+        self,
+        tokens: Sequence[int] | Tokens,
+        into: Bytes2D | None = None,
+        *,
+        session: str = "",
+        deadline_s: float = DEADLINE_S,
+        blocks_max: int | None = None,
+    ) -> Loaded:
+        """Copy the longest cached prefix of `tokens`, block by block, into `into` or a new buffer.
+
+        `blocks_max` bounds how many blocks are loaded; pass it rather than fewer tokens, because a shared prefix is
+        recognised by all of its tokens, which may end within a block.
+        Rows of `into` beyond the blocks loaded hold nothing of use. Every row has been verified after the copy.
+        Raises `InvalidInputError` for a buffer of another shape, and nothing else unless the client is strict.
+        """
+        job = _job(self._client.target, self._client, tokens, session, deadline_s, blocks_max)
+        check_buffer(job.target, into)
+        loaded = self._client.run(load(job, into))
+        self._client.counters.note_load(job.wanted_blocks, loaded)
+        return _vouched(loaded, is_strict=self._client.is_strict)
+
+    def store(
+        self,
+        tokens: Sequence[int] | Tokens,
+        blocks: Bytes2D,
+        *,
+        first_block: int = 0,
+        session: str = "",
+        deadline_s: float = DEADLINE_S,
+    ) -> Stored:
+        """Make the blocks of `tokens` available in the scope that this tenant writes to.
+
+        `blocks` are the bytes of blocks `first_block` and up, as many as are at hand. Blocks that are there already
+        are not written again. Errors as for `load`.
+        """
+        job = _job(self._client.target, self._client, tokens, session, deadline_s)
+        check_buffer(job.target, blocks)
+        stored = self._client.run(store(job, blocks, first_block))
+        self._client.counters.note_store(stored)
+        return stored
+
+
+class AsyncPrefixCache:
+    """Loads and stores prompts' blocks under asyncio; memory is copied in a worker thread."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        """Use `client`, which stays the caller's to close."""
+        self._client = client
+
+    async def load(
+        self,
+        tokens: Sequence[int] | Tokens,
+        into: Bytes2D | None = None,
+        *,
+        session: str = "",
+        deadline_s: float = DEADLINE_S,
+        blocks_max: int | None = None,
+    ) -> Loaded:
+        """Like `PrefixCache.load`. A cancelled load gives its leases back."""
+        job = _job(self._client.target, self._client, tokens, session, deadline_s, blocks_max)
+        check_buffer(job.target, into)
+        loaded = await self._client.run(load(job, into))
+        self._client.counters.note_load(job.wanted_blocks, loaded)
+        return _vouched(loaded, is_strict=self._client.is_strict)
+
+    async def store(
+        self,
+        tokens: Sequence[int] | Tokens,
+        blocks: Bytes2D,
+        *,
+        first_block: int = 0,
+        session: str = "",
+        deadline_s: float = DEADLINE_S,
+    ) -> Stored:
+        """Like `PrefixCache.store`. A cancelled store gives its reservations back."""
+        job = _job(self._client.target, self._client, tokens, session, deadline_s)
+        check_buffer(job.target, blocks)
+        stored = await self._client.run(store(job, blocks, first_block))
+        self._client.counters.note_store(stored)
+        return stored
+
+
+def check_buffer(target: Target, buffer: Bytes2D | None) -> None:
+    """Raise `InvalidInputError` unless `buffer` is (blocks, block bytes) uint8 in C order."""
+    if buffer is None:
+        return
+    wanted = target.layout.block_bytes
+    if buffer.dtype != np.uint8 or buffer.ndim != 2 or buffer.shape[1] != wanted or not buffer.flags.c_contiguous:
+        raise InvalidInputError(f"buffer of {buffer.dtype} {buffer.shape}: contiguous uint8 (blocks, {wanted}) wanted")
+
+
+def _vouched(loaded: Loaded, *, is_strict: bool) -> Loaded:
+    """Return a load; for a strict client, raise `LeaseLostError` when leases were over before the copies were."""
+    if loaded.lost_blocks and is_strict:
+        raise lost(loaded.lost_blocks)
+    return loaded
+
+
+def _job(
+    target: Target,
+    at: Attachment,
+    tokens: Sequence[int] | Tokens,
+    session: str,
+    deadline_s: float,
+    blocks_max: int | None = None,
+) -> Job:
+    packed = token_ids(tokens)
+    if packed.ndim != 1 or len(packed) > TOKENS_MAX:
+        raise InvalidInputError(f"tokens of shape {packed.shape}: one row of at most {TOKENS_MAX} wanted")
+    return Job(target, at, prompt_of(target, packed), session, deadline_s=deadline_s, blocks_max=blocks_max)
