@@ -1,0 +1,1 @@
+"""Benchmarks: ours, the machine's limit and the peers, interleaved in one run on one machine."""

@@ -1,0 +1,153 @@
+"""Ours: the real client against the real agent, verb by verb, or tokens in and blocks out with `--tokens`."""
+
+import argparse
+import importlib.metadata
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bench.identity import BLOCK_TOKENS, POOL, SECRET, TOKEN, layout_of
+from bench.peers.loop import Bytes2D, Store, Work, serve
+from kvfleet_api.blocks import BlockKey, chain_keys
+from kvfleet_client import Client, Lease, PrefixCache, Published, Reservation, Target
+from kvfleet_client.chain import Tokens
+from kvfleet_client.copying import copy_verified, fill
+
+
+def tokens_of(work: Work, generation: int) -> Tokens:
+    """Tokens of a prompt that no other client and generation has."""
+    tokens = np.arange(work.blocks * BLOCK_TOKENS, dtype=np.uint32)
+    tokens[:2] = work.client, generation
+    return tokens
+
+
+class Verbs:
+    """Reserve, fill, publish; lookup, acquire, copy and verify, release."""
+
+    def __init__(self, socket: Path) -> None:
+        """Use the agent that listens on `socket`."""
+        self._socket = socket
+        self._client: Client | None = None
+
+    def versions(self) -> dict[str, str]:
+        """Name and version of what is measured."""
+        return {"kvfleet": importlib.metadata.version("kvfleet"), "xxhash": importlib.metadata.version("xxhash")}
+
+    def open(self, work: Work, source: Bytes2D, sink: Bytes2D) -> None:
+        """Attach with the layout of these blocks. Raises `AgentAwayError` and its like."""
+        self.close()
+        target = Target(self._socket, POOL, TOKEN, layout_of(work.block_bytes))
+        self._client = Client.attach(target, strict=True)
+        if not self._client.is_attached:
+            raise self._client.reason
+        self._work, self._source, self._sink = work, source, sink
+        self._keys: list[BlockKey] = []
+
+    def prepare(self, generation: int) -> None:
+        """Make the keys."""
+        layout_id = layout_of(self._work.block_bytes).layout_id()
+        self._keys = chain_keys(SECRET, layout_id, tokens_of(self._work, generation), BLOCK_TOKENS)
+
+    def put(self, _: int) -> dict[str, float]:
+        """Store the set, batch by batch; the parts are seconds in each verb."""
+        client, keys, clock = self._attached, self._keys, time.perf_counter
+        parts = {"reserve": 0.0, "fill": 0.0, "publish": 0.0}
+        for part in self._work.batches():
+            parent = keys[part.start - 1].digest if part.start else b""
+            start_s = clock()
+            slots = client.reserve(keys[part], parent=parent)
+            reserved_s = clock()
+            sums = self._fill(slots, self._source[part])
+            filled_s = clock()
+            results = client.publish(slots, sums)
+            parts["reserve"] += reserved_s - start_s
+            parts["fill"] += filled_s - reserved_s
+            parts["publish"] += clock() - filled_s
+            assert results == (Published.PUBLISHED,) * (part.stop - part.start), results
+        return parts
+
+    def _fill(self, slots: Sequence[Reservation], blocks: Bytes2D) -> list[bytes]:
+        return [fill(slot, memoryview(block)) for slot, block in zip(slots, blocks, strict=True)]
+
+    def get(self, _: int) -> dict[str, float]:
+        """Load the set: one lookup, then batch by batch; the parts are seconds in each verb."""
+        client, keys, clock = self._attached, self._keys, time.perf_counter
+        start_s = clock()
+        assert client.lookup(keys).blocks == len(keys), "the set is there"
+        parts = {"lookup": clock() - start_s, "acquire": 0.0, "copy": 0.0, "release": 0.0}
+        for part in self._work.batches():
+            start_s = clock()
+            leases = client.acquire(keys[part])
+            acquired_s = clock()
+            self._copy(leases, self._sink[part])
+            copied_s = clock()
+            leases.release()
+            parts["acquire"] += acquired_s - start_s
+            parts["copy"] += copied_s - acquired_s
+            parts["release"] += clock() - copied_s
+        return parts
+
+    def _copy(self, leases: Sequence[Lease], rows: Bytes2D) -> None:
+        for lease, row in zip(leases, rows, strict=True):
+            assert copy_verified(lease, memoryview(row)), "a block differs from its checksum"
+
+    def lookup(self, _: int) -> int:
+        """Length of the prefix that is there."""
+        return self._attached.lookup(self._keys).blocks
+
+    def clear(self, _: int) -> None:
+        """Nothing: the agent is told by the driver."""
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    @property
+    def _attached(self) -> Client:
+        assert self._client is not None, "opened first"
+        return self._client
+
+
+class TokensInBlocksOut(Verbs):
+    """What connectors use: keys are computed, scopes tried and routes found inside the timed part."""
+
+    def put(self, generation: int) -> dict[str, float]:
+        """Store the set in one call."""
+        stored = PrefixCache(self._attached).store(tokens_of(self._work, generation), self._source)
+        assert stored.published == self._work.blocks, stored
+        return {}
+
+    def get(self, generation: int) -> dict[str, float]:
+        """Load the set in one call."""
+        loaded = PrefixCache(self._attached).load(tokens_of(self._work, generation), self._sink)
+        assert loaded.blocks == self._work.blocks, loaded
+        return {}
+
+    def prepare(self, generation: int) -> None:
+        """Make the keys of every scope that may be read."""
+        grants = self._attached.grants
+        assert grants is not None, "attached"
+        layout_id, tokens = layout_of(self._work.block_bytes).layout_id(), tokens_of(self._work, generation)
+        self._chains = [chain_keys(scope.secret, layout_id, tokens, BLOCK_TOKENS) for scope in grants.scopes]
+
+    def lookup(self, _: int) -> int:
+        """Length of the longest prefix that is there, after a look into each scope."""
+        return max(self._attached.lookup(keys).blocks for keys in self._chains)
+
+
+def main() -> None:
+    """Parse the command line and answer verbs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--socket", type=Path, required=True, help="unix socket of the agent")
+    parser.add_argument("--tokens", action="store_true", help="tokens in, blocks out")
+    arguments = parser.parse_args()
+    made: Store = (TokensInBlocksOut if arguments.tokens else Verbs)(arguments.socket)
+    serve(lambda: made)
+
+
+if __name__ == "__main__":
+    main()

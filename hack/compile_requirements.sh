@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Compiles requirements/*.txt from the extras in pyproject.toml: exact versions and hashes, no registry addresses.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+uv=.venv/bin/uv
+compile() {
+  local out=$1
+  shift
+  "$uv" pip compile --quiet --no-annotate --no-header --generate-hashes --no-emit-index-url --python-version 3.11 \
+    "$@" -o "requirements/$out.txt"
+  echo "requirements/$out.txt"
+}
+compile dev pyproject.toml --extra demo --extra dashboards --group dev
+for process in operator metadata agent; do
+  compile "$process" pyproject.toml --extra "$process" -c requirements/dev.txt
+done
+compile client pyproject.toml -c requirements/dev.txt
+compile nixl requirements/nixl.in --no-deps
+for peer in requirements/peers-*.in; do
+  compile "$(basename "$peer" .in)" "$peer"
+done

@@ -1,0 +1,1 @@
+"""`make demo`: the whole path on real input, from `kubectl apply` to bit-equal logits, on this machine."""

@@ -1,0 +1,197 @@
+"""The story: one agent session, turn by turn, through everything that may happen to its KV."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from demo.engine import Engine, Uninterrupted
+from demo.errors import CheckError
+from demo.model import Model
+from demo.rows import AFTER_KILL, Row
+from demo.world import NODES, World
+from kvfleet_api.blocks import BlockKey, Layout, chain_keys
+from kvfleet_client import Client
+
+SQUEEZED: Final = {"dram": "8Mi", "cxl": "2Mi"}
+ROOMY: Final = {"dram": "256Mi", "cxl": "64Mi"}
+"""As in examples/01-quickstart/10-pool.yaml."""
+PATIENCE_S: Final = 30.0
+"""Bound of waits for something that the agents do by themselves."""
+
+
+@dataclass(slots=True)
+class Story:
+    """Plays the acts in order. Each checks its promise and raises `CheckError` when it is broken."""
+
+    world: World
+    llama: Model
+    truth: Uninterrupted
+    layout: Layout
+    say: Callable[[str], None]
+    rows: list[Row] = field(default_factory=list)
+    engines: dict[tuple[str, str], Engine] = field(default_factory=dict)
+
+    def play(self) -> Iterator[Row]:
+        """Play all acts; yields each prompt as it is served."""
+        acts = (
+            self.turn_by_turn,
+            self.squeezed_to_nvme,
+            self.from_the_other_node,
+            self.after_a_kill,
+            self.another_tenant,
+            self.in_a_trust_domain,
+        )
+        for act in acts:
+            for row in act():
+                _check_bits(row)
+                self.rows.append(row)
+                yield row
+
+    def agents(self) -> list[dict[str, Any]]:
+        """`stats` of every agent that an engine is attached to now."""
+        told = (json.loads(engine.client.stats()) for engine in self.engines.values())
+        return list({agent["agent"]: agent for agent in told if agent}.values())
+
+    def turn_by_turn(self) -> Iterator[Row]:
+        """Turn n+1 finds the KV of turn n in memory."""
+        for turn in self.truth.turns[:3]:
+            row = self._serve("turn by turn", "alpha", NODES[0], turn.number)
+            _expect(
+                row, turn.number == 1 or row.result.sources["dram"] == self._cached_blocks(turn.number), "from dram"
+            )
+            yield row
+
+    def squeezed_to_nvme(self) -> Iterator[Row]:
+        """The memory tiers shrink; the blocks go to NVMe, compressed without loss, and come back."""
+        self._squeeze("dram", "cxl")
+        self._squeeze("cxl", "nvme")
+        row = self._serve("squeezed to NVMe", "alpha", NODES[0], 4)
+        _expect(row, row.result.sources["nvme"] > 0, "some from nvme")
+        _expect(row, row.result.hit_blocks == self._cached_blocks(4), "all blocks")
+        yield row
+        self.world.resize(**ROOMY)
+
+    def _squeeze(self, tier: str, below: str) -> None:
+        """Shrink a tier on node 1 until most of the session's blocks have moved to the one below."""
+        client, wanted = self._engine("alpha", NODES[0]).client, self._cached_blocks(4)
+        self.world.resize(**{tier: SQUEEZED[tier]})
+        self._wait(f"most blocks lie in {below}", lambda: self._places(client, 4)[below] > wanted // 2)
+        places = ", ".join(f"{count} in {name}" for name, count in sorted(self._places(client, 4).items()))
+        self.say(f"kubectl patch kvpool: {tier} {ROOMY[tier]} -> {SQUEEZED[tier]}; the blocks lie now: {places}")
+
+    def from_the_other_node(self) -> Iterator[Row]:
+        """The session moves to the other node, whose agent fetches the blocks from the first."""
+        engine, wanted = self._engine("alpha", NODES[1]), self._cached_blocks(5)
+        self._wait("the directory knows the blocks", lambda: self._places(engine.client, 5)["remote"] == wanted)
+        row = self._serve("from the other node", "alpha", NODES[1], 5)
+        _expect(row, row.result.hit_blocks == wanted, "all from the other node")
+        if ahead := wanted - row.result.sources["remote"]:
+            self.say(
+                f"{ahead} of the {wanted} blocks came as soon as the session had moved, before they were asked for"
+            )
+        # This node had none of them, as the lookup said: those that lie in its memory now have come over the network.
+        yield replace(row, result=replace(row.result, sources=Counter({"remote": wanted})))
+
+    def after_a_kill(self) -> Iterator[Row]:
+        """The agent dies by `kill -9`; the engine goes on without, and finds its blocks again after the restart."""
+        engine = self._engine("alpha", NODES[0])
+        keys, held = self._keys(engine.client, 4), self._places(engine.client, 4)["nvme"]
+        self.world.kill_agent(NODES[0])
+        begin_s = time.monotonic()
+        absent = engine.client.lookup(keys)
+        took_s = time.monotonic() - begin_s
+        if absent.blocks or took_s > engine.client.target.timeout_s + 1.0:
+            raise CheckError(
+                f"a dead agent: {absent.blocks} blocks after {took_s:.2f} s; at once and none were promised"
+            )
+        self.say(f"kill -9 of the agent on {NODES[0]}: the engine is told 'nothing cached' after {took_s * 1e3:.1f} ms")
+        if not engine.client.wait_attached(PATIENCE_S):
+            raise CheckError(f"no attach within {PATIENCE_S:.0f} s after the restart: {engine.client.reason}")
+        self._wait("the restarted agent has its NVMe blocks", lambda: self._places(engine.client, 4)["nvme"] > 0)
+        row = self._serve(AFTER_KILL, "alpha", NODES[0], 6)
+        _expect(row, row.result.sources["nvme"] > 0, f"some from nvme, which held {held}")
+        yield row
+
+    def another_tenant(self) -> Iterator[Row]:
+        """The prompt that the first tenant has just sent, sent by another one, finds nothing."""
+        row = self._serve("another tenant", "beta", NODES[0], 6)
+        _expect(row, row.result.hit_blocks == 0, "none")
+        yield row
+
+    def in_a_trust_domain(self) -> Iterator[Row]:
+        """Once a KVTrustDomain joins the two, the second finds what the first has stored."""
+        self.world.join_domain()
+        self.say("kubectl apply -f examples/02-trust-domain/")
+        alpha, beta = self._engine("alpha", NODES[0]), self._engine("beta", NODES[0])
+        self._wait("both tenants are granted the domain", lambda: _is_member(alpha.client) and _is_member(beta.client))
+        yield self._serve("joined: first tenant stores", "alpha", NODES[0], 7)
+        row = self._serve("joined: second tenant reads", "beta", NODES[0], 7)
+        _expect(row, row.result.shared_blocks == row.result.hit_blocks > self._cached_blocks(7), "all, from the domain")
+        yield row
+
+    def _serve(self, act: str, tenant: str, node: str, number: int) -> Row:
+        result = self._engine(tenant, node).serve(self.truth.turns[number - 1], self.truth)
+        return Row(act, tenant, node, result)
+
+    def _engine(self, tenant: str, node: str) -> Engine:
+        if (tenant, node) not in self.engines:
+            client = self.world.client(tenant, node, self.layout)
+            self.engines[tenant, node] = Engine(self.llama, client)
+        return self.engines[tenant, node]
+
+    def _cached_blocks(self, number: int) -> int:
+        """Blocks of a turn's prompt that the turn before has stored."""
+        return len(self.truth.turns[number - 2].tokens) // self.layout.block_tokens
+
+    def _keys(self, client: Client, number: int) -> list[BlockKey]:
+        """Keys of a turn's cached blocks in the tenant's own scope; none while the agent is away."""
+        grants = client.grants
+        if grants is None or grants.own is None:
+            return []
+        tokens = self.truth.turns[number - 2].tokens
+        return chain_keys(grants.own.secret, self.layout.layout_id(), tokens, self.layout.block_tokens)
+
+    def _places(self, client: Client, number: int) -> Counter[str]:
+        """Where the leading blocks of a turn's prompt lie now, by tier or `remote`."""
+        keys = self._keys(client, number)
+        if not keys:
+            return Counter()
+        prefix = client.lookup(keys)
+        places = (prefix.place(i) for i in range(prefix.blocks))
+        return Counter("remote" if is_remote else tier for tier, is_remote in places)
+
+    def _wait(self, what: str, condition: Callable[[], bool]) -> None:
+        """Wait for something that the agents do by themselves. Raises `CheckError`."""
+        end_s = time.monotonic() + PATIENCE_S
+        while not condition():
+            if time.monotonic() > end_s:
+                raise CheckError(f"{what}: not within {PATIENCE_S:.0f} s")
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """End the engines' connections."""
+        for engine in self.engines.values():
+            engine.client.close()
+
+
+def _is_member(client: Client) -> bool:
+    client.stats()  # Any answer tells whether the grants have changed.
+    grants = client.refresh_grants() if client.is_stale else client.grants
+    return grants is not None and bool(grants.domains)
+
+
+def _check_bits(row: Row) -> None:
+    result = row.result
+    if result.wrong_blocks:
+        raise CheckError(f"{row.act}: {result.wrong_blocks} of {result.hit_blocks} restored blocks are wrong")
+    if not result.is_equal:
+        raise CheckError(f"{row.act}: the logits of turn {result.turn.number} differ from the uninterrupted run")
+
+
+def _expect(row: Row, holds: bool, wanted: str) -> None:  # noqa: FBT001  A fact and its name.
+    if not holds:
+        found = dict(row.result.sources) or "none"
+        raise CheckError(f"{row.act}, turn {row.result.turn.number}: restored blocks wanted: {wanted}; found: {found}")

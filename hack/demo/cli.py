@@ -1,0 +1,151 @@
+"""The command line of the demo."""
+
+import argparse
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from demo.errors import CheckError, DemoError
+from demo.installing import EXAMPLES
+from demo.report import Report
+from demo.transcripts import read_session
+from demo.world import NODES, World, remove_empty_parent, stop_world
+from kvfleet_api.errors import KvFleetError
+
+if TYPE_CHECKING:
+    from demo.engine import Uninterrupted
+    from demo.model import Model
+    from kvfleet_api.blocks import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What takes seconds and needs no cluster."""
+
+    llama: "Model"
+    layout: "Layout"
+    truth: "Uninterrupted"
+
+
+SESSION: Final = "ae5bc34ffaf6e553cc320e6499db0d47"
+"""Eight turns of a mini-swe-agent session: 2,437 tokens at first, 4,132 at the end."""
+TURNS: Final = 7
+
+
+def main() -> None:
+    """Run the demo and exit: 0 when every promise held, 1 when one did not, 2 for wrong usage."""
+    given = parser().parse_args()
+    is_current = given.cluster == "current"
+    if given.stop is not None:
+        sys.exit(stop(given.stop, is_current_cluster=is_current))
+    sys.exit(run(is_kept=given.keep, is_current_cluster=is_current))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser."""
+    top = argparse.ArgumentParser(prog="python -m demo", description="Runs the whole of kvfleet on real input.")
+    top.add_argument("--keep", action="store_true", help="leave everything running and say how to use and stop it")
+    top.add_argument(
+        "--cluster",
+        choices=("embedded", "current"),
+        default="embedded",
+        help="a control plane of its own (default), or the cluster of the current kubeconfig",
+    )
+    top.add_argument("--stop", type=Path, metavar="DIR", help="stop what --keep left running in DIR, and do no more")
+    return top
+
+
+def stop(root: Path, *, is_current_cluster: bool) -> int:
+    """Stop what --keep left running; returns the exit status."""
+    try:
+        stop_world(root, is_current_cluster=is_current_cluster)
+    except DemoError as e:
+        Report().console.print(f"[red]not stopped:[/red] {e}", soft_wrap=True)
+        return 1
+    return 0
+
+
+def run(*, is_kept: bool, is_current_cluster: bool) -> int:
+    """Run the demo; returns the exit status."""
+    report = Report()
+    try:
+        _play(report, is_kept=is_kept, is_current_cluster=is_current_cluster)
+    except (DemoError, CheckError, KvFleetError) as e:
+        report.close_table()
+        report.console.print(f"[red]demo failed:[/red] {e}", soft_wrap=True)
+        report.last_line(problem=str(e))
+        return 1
+    except KeyboardInterrupt:
+        report.close_table()
+        report.console.print("interrupted; everything was stopped and removed")
+        return 130
+    finally:
+        remove_empty_parent()
+    report.last_line()
+    return 0
+
+
+def _play(report: Report, *, is_kept: bool, is_current_cluster: bool) -> None:
+    """Prepare the model while the cluster starts, then play the story. Raises `DemoError` and `CheckError`."""
+    with ThreadPoolExecutor(1, "model") as background:
+        preparing = background.submit(_prepare, report)
+        with World(report.step, is_current_cluster=is_current_cluster) as world:
+            try:
+                world.bring_up()
+                _tell(report, world, preparing)
+            except (DemoError, CheckError, KvFleetError):
+                report.lines(world.complaints())
+                raise
+            report.lines(world.cluster.kubectl("get", "kvpools,kvpoolnodes,kvtenants,kvtrustdomains").splitlines())
+            report.lines(world.absences())
+            report.lines([f"metrics of {name}: curl {url}" for name, url in world.metrics().items()])
+            if not is_kept:
+                report.lines(["everything is stopped and removed now; `make demo KEEP=1` leaves it running"])
+            if is_kept:
+                _keep(report, world)
+
+
+def _prepare(report: Report) -> "Prepared":
+    """Import torch, make the model and run the session without kvfleet."""
+    from demo import model
+    from demo.engine import run_uninterrupted
+    from kvfleet_client.connectors.transformers import layout_of
+
+    llama = model.Model()
+    layout = layout_of(model.CONFIG, model.MODEL, model.REVISION, "bf16", model.BLOCK_TOKENS)
+    turns = read_session(EXAMPLES / "transcripts" / f"{SESSION}.jsonl", model.BLOCK_TOKENS)[:TURNS]
+    report.step("the model is made: Llama, 4 layers, grouped-query attention, bf16, seeded random weights")
+    return Prepared(llama, layout, run_uninterrupted(llama, turns, layout))
+
+
+def _tell(report: Report, world: World, preparing: "Future[Prepared]") -> None:
+    """Play the story and show it."""
+    prepared = preparing.result()
+    report.step(f"{TURNS} turns of a recorded agent session ran without kvfleet, to compare with")
+    from demo.acts import Story
+
+    story = Story(world, prepared.llama, prepared.truth, prepared.layout, report.step)
+    report.open_table()
+    try:
+        for row in story.play():
+            report.served(row, story.agents())
+    finally:
+        report.close_table()
+        story.close()
+
+
+def _keep(report: Report, world: World) -> None:
+    """Leave everything running and say how to use and to stop it."""
+    world.detach()
+    kubectl, python = world.cluster.kubectl_command, sys.executable
+    lines = (
+        "left running:",
+        f"  {kubectl} get kvfleet",
+        *(f"  socket of the agent on {node}: {world.runner.socket(node)}" for node in NODES),
+        f"  logs: {world.root}/log/",
+        "  an agent that dies from here on stays dead: the stand-in for the kubelet ends with this process",
+        f"stop it and remove its files: {python} -m demo --stop {world.root}" + world.stop_options,
+    )
+    report.lines(lines)

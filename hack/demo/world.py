@@ -1,0 +1,213 @@
+"""Everything that the demo starts, from the control plane to the agents, and what the story does to it."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from demo.cluster import Cluster, CurrentCluster, EmbeddedCluster
+from demo.errors import DemoError
+from demo.installing import ROOT, apply_example, install, remove_examples, render_chart, uninstall
+from demo.noderunner import NodeRunner
+from demo.supervised import Supervised, stop_at
+from kvfleet_api.blocks import Layout
+from kvfleet_api.names import AUDIENCE
+from kvfleet_client import Client, Target
+
+POOL: Final = "demo"
+NODES: Final = ("demo-node-1", "demo-node-2")
+NODE_LABELS: Final = {"kvfleet.io/pool": POOL}
+
+START_S: Final = 120.0
+"""Bound of every wait for a process or condition; each takes a few seconds on two idle cores, more on busy ones."""
+_SOCKET_PATH_BYTES_MAX: Final = 107
+"""sun_path of sockaddr_un, man 7 unix."""
+
+Say = Callable[[str], None]
+
+
+class World:
+    """One demo's cluster, processes and files. Leaving it as a context manager removes all of them."""
+
+    def __init__(self, say: Say, *, is_current_cluster: bool) -> None:
+        """Start the cluster; `say` is told of each step. Raises `DemoError`; nothing is left behind then."""
+        self._say = say
+        self._is_current_cluster = is_current_cluster
+        self._is_kept = False
+        self.root = _state_dir()
+        self.processes = Supervised(self.root)
+        self.cluster: Cluster
+        try:
+            with ThreadPoolExecutor(1) as helm:
+                chart = helm.submit(render_chart, self.root / "host")
+                self.cluster = CurrentCluster() if is_current_cluster else EmbeddedCluster(self.root / "plane")
+                say("control plane is up" if not is_current_cluster else "using the current cluster")
+                self._chart = chart.result()
+        except BaseException:
+            self.processes.stop()
+            raise
+        self._runner: NodeRunner | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def runner(self) -> NodeRunner:
+        """What runs the agents."""
+        assert self._runner is not None, "bring_up comes first"
+        return self._runner
+
+    @property
+    def stop_options(self) -> str:
+        """What `--stop` must be told besides the folder."""
+        return " --cluster current" if self._is_current_cluster else ""
+
+    def bring_up(self) -> None:
+        """Install, start the processes, declare the pool and wait until it is ready. Raises `DemoError`."""
+        install(self.cluster, self._chart)
+        self._say("custom resources, identities and rights are applied (helm template | kubectl apply)")
+        self._start_services()
+        self.cluster.add_nodes(NODES, dict(NODE_LABELS))
+        apply_example(self.cluster, "01-quickstart", self.root / "host")
+        self._say("kubectl apply -f examples/01-quickstart/ (with /var/lib/kvfleet in a temporary directory)")
+        agent = self.cluster.process_kubeconfig("kvfleet-agent", self.root / "agent.kubeconfig")
+        self._runner = NodeRunner(self.cluster, self.processes, POOL, NODES, agent)
+        self._runner.start()
+        self._runner.wait_agents(START_S)
+        self._say(f"{len(NODES)} agents serve, one for each KVPoolNode")
+        self.wait_pool_ready()
+        self._say(f"kubectl wait --for=condition=Ready kvpool/{POOL}: condition met")
+
+    def wait_pool_ready(self) -> None:
+        """Wait as a user would."""
+        self.cluster.kubectl("wait", "--for=condition=Ready", f"kvpool/{POOL}", f"--timeout={START_S:.0f}s")
+
+    def client(self, tenant: str, node: str, layout: Layout) -> Client:
+        """Attach an engine of a tenant, with a token as its kubelet would project it. Raises `DemoError`."""
+        token = self.root / f"token.{tenant}"
+        token.write_text(self.cluster.token(f"team-{tenant}", "engine", AUDIENCE))
+        client = Client.attach(Target(self.runner.socket(node), POOL, token, layout), wait_s=START_S)
+        if not client.is_attached:
+            reason = client.reason
+            client.close()
+            raise DemoError(f"the engine of {tenant} is not let in on {node}: {reason}")
+        return client
+
+    def resize(self, **capacities: str) -> None:
+        """Change the capacity of tiers, as an administrator would: `kubectl patch kvpool`."""
+        pool = json.loads(self.cluster.kubectl("get", "kvpool", POOL, "-o", "json"))
+        names = [tier["name"] for tier in pool["spec"]["tiers"]]
+        patch = [
+            {"op": "replace", "path": f"/spec/tiers/{names.index(name)}/capacityPerNode", "value": capacity}
+            for name, capacity in capacities.items()
+        ]
+        self.cluster.kubectl("patch", "kvpool", POOL, "--type=json", "-p", json.dumps(patch))
+
+    def kill_agent(self, node: str) -> None:
+        """`kill -9` the agent of a node; the node runner starts it again."""
+        self.processes.kill(self.runner.name(node))
+
+    def join_domain(self) -> None:
+        """Declare the trust domain of both tenants."""
+        apply_example(self.cluster, "02-trust-domain", self.root / "host")
+
+    def metrics(self) -> dict[str, str]:
+        """URL of each process's metrics."""
+        names = ["operator", "metadata", *(self.runner.name(node) for node in NODES)]
+        return {name: f"http://{_address(self.processes.wait_ready(name, START_S))}/metrics" for name in names}
+
+    def absences(self) -> list[str]:
+        """Return what these nodes lack, in the words of their conditions, with what to do about it."""
+        told = json.loads(self.cluster.kubectl("get", "kvpoolnodes", "-o", "json"))
+        return [
+            f"{node['spec']['nodeName']}: {condition['type']} is False: {condition['message']}"
+            for node in told["items"]
+            for condition in node["status"]["conditions"]
+            if condition["status"] == "False" and condition["type"] != "Draining"
+        ]
+
+    def complaints(self) -> list[str]:
+        """Return what the processes have logged as warning or error, the last of each first."""
+        return [line for name in self.processes.names for line in self.processes.complaints(name)]
+
+    def detach(self) -> None:
+        """Leave everything running when this process ends; `close` does nothing from here on."""
+        self._is_kept = True
+        self.runner.stop()
+        self.cluster.detach()
+        self.processes.detach()
+
+    def close(self) -> None:
+        """End everything and remove all files. Idempotent."""
+        if self._is_kept:
+            return
+        if self._runner is not None:
+            self._runner.stop()
+        try:
+            if self._is_current_cluster:  # An embedded one disappears with all that it holds.
+                remove_examples(self.cluster)
+                self.processes.terminate_all()
+                uninstall(self.cluster)
+            self.cluster.close()
+        finally:
+            self.processes.stop()
+
+    def _start_services(self) -> None:
+        """Start operator and metadata service under their own identities and wait for both."""
+        common = ["--metrics-port", "0"]
+        for name, extra in {"operator": [], "metadata": ["--redis", "embedded", "--redis-port", "0"]}.items():
+            kubeconfig = self.cluster.process_kubeconfig(f"kvfleet-{name}", self.root / f"{name}.kubeconfig")
+            state = ["--state-dir", str(self.root / "state" / name)] if extra else []
+            arguments = ["--kubeconfig", str(kubeconfig), *common, *extra, *state]
+            self.processes.start(name, f"kvfleet-{name}", arguments)
+        for name in ("operator", "metadata"):
+            self.processes.wait_ready(name, START_S)
+        self._say("operator and metadata service (with its Redis) run under their own ServiceAccounts")
+
+
+def _state_dir() -> Path:
+    """Make an empty folder: below the tree, on a real disk, unless its sockets' paths would be too long."""
+    inside = ROOT / ".demo"
+    longest = f"/kvfleet-xxxxxxxx/{NODES[0]}.sock"
+    fits = len(os.fsencode(str(inside) + longest)) <= _SOCKET_PATH_BYTES_MAX
+    if fits and os.access(ROOT, os.W_OK):
+        inside.mkdir(exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="kvfleet-", dir=inside))
+    return Path(tempfile.mkdtemp(prefix="kvfleet-"))
+
+
+def _address(ready: dict[str, Any]) -> str:
+    """Where a process serves its metrics, as its ready file says."""
+    return str(ready["metrics"])
+
+
+def stop_world(root: Path, *, is_current_cluster: bool) -> None:
+    """End what `detach` left running in a folder, remove the folder, and what was applied to a current cluster.
+
+    Raises `DemoError` when that cluster cannot be cleaned; ends quietly for a folder that is gone.
+    """
+    if is_current_cluster:
+        cluster = CurrentCluster()
+        remove_examples(cluster)
+        cluster.kubectl("delete", "node", "--ignore-not-found", "--wait=false", *NODES)
+        uninstall(cluster)
+    stop_at(root / "plane")
+    stop_at(root)
+    remove_empty_parent()
+
+
+def remove_empty_parent() -> None:
+    """Remove the folder of demo folders when no demo is left in it."""
+    inside = ROOT / ".demo"
+    if inside.exists() and not any(inside.iterdir()):
+        shutil.rmtree(inside)

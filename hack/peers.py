@@ -1,0 +1,97 @@
+"""Make the environments of the packages that kvfleet is compared with and tested against.
+
+Each peer gets a virtual environment of its own, `.venv-NAME`, because their pins exclude each other's and ours. The
+packages come from hash-pinned files; a stamp of the file's digest makes a second run cost nothing.
+"""
+
+import argparse
+import hashlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+STAMP: Final = "kvfleet-peers.sha256"
+
+PEERS: Final = {
+    "lmcache": "LMCache 0.5.6 with torch; hard links from uv's cache where it has the same wheels",
+    "mooncake": "Mooncake's store without CUDA, over TCP",
+}
+"""What there is, by name; each has its `requirements/peers-NAME.txt`."""
+
+
+class InstallError(Exception):
+    """An environment could not be made; says why."""
+
+
+def python_of(name: str) -> Path:
+    """Interpreter of a peer's environment, whether it is there or not."""
+    return ROOT / f".venv-{name}" / "bin" / "python"
+
+
+def is_ready(name: str) -> bool:
+    """True when the environment is there and made from the present requirement file."""
+    stamp = ROOT / f".venv-{name}" / STAMP
+    return stamp.exists() and stamp.read_text() == _digest(name)
+
+
+def ensure(name: str, say: Callable[[str], None]) -> Path:
+    """Make the environment unless it is ready; returns its interpreter. Raises `InstallError`."""
+    if is_ready(name):
+        return python_of(name)
+    started_s = time.monotonic()
+    pins = _requirements(name).read_text().count("==")
+    say(f"making .venv-{name} ({pins} pinned packages: {PEERS[name]})")
+    directory = ROOT / f".venv-{name}"
+    _uv("venv", "--quiet", "--clear", "--python", sys.executable, str(directory))
+    _uv("pip", "install", "--python", str(python_of(name)), "--require-hashes", "-r", str(_requirements(name)))
+    (directory / STAMP).write_text(_digest(name))
+    say(f".venv-{name} is ready after {time.monotonic() - started_s:.0f} s")
+    return python_of(name)
+
+
+def _requirements(name: str) -> Path:
+    return ROOT / "requirements" / f"peers-{name}.txt"
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(_requirements(name).read_bytes() + sys.version.encode()).hexdigest()
+
+
+def _uv(*arguments: str) -> None:
+    """Run uv; its progress goes to stderr as it comes."""
+    try:
+        subprocess.run((sys.executable, "-m", "uv", *arguments), check=True)
+    except (OSError, subprocess.CalledProcessError) as e:
+        raise InstallError(f"uv {arguments[0]}: {e}") from e
+
+
+def _say(line: str) -> None:
+    print(f"[peers] {line}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Make what is named, or everything; 1 when one could not be made."""
+    listed = "\n".join(f"  {n:<10} {what}" for n, what in PEERS.items())
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=f"peers:\n{listed}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="peers to make; all when none is named")
+    names = parser.parse_args().names or list(PEERS)
+    if unknown := [n for n in names if n not in PEERS]:
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(PEERS)}")
+    failed = False
+    for name in names:
+        try:
+            _say(f"{ensure(name, _say)}")
+        except InstallError as e:
+            _say(f"{name}: {e}")
+            failed = True
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
