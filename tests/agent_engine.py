@@ -1,0 +1,101 @@
+"""One attached connection that speaks to the verbs themselves, without a socket."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from agent_doubles import (
+    BLOCK_BYTES,
+    LAYOUT,
+    SCOPE,
+    Clock,
+    DictBackend,
+    FakeAuthenticator,
+    bytes_of,
+    caller,
+    dict_tier,
+    digest,
+    dram_tier,
+    make_core,
+)
+from agent_thread import make_verbs
+
+from kvfleet_agent.serve.attachment import Attachment
+from kvfleet_api import wire
+from kvfleet_api.checksum import checksum
+
+SLOTS = 16
+LOW_SLOTS = 256
+
+
+class Engine:
+    """One attached connection of tenant `a`."""
+
+    def __init__(self, **policy: object) -> None:
+        self.clock = Clock()
+        low = dict_tier("nvme", LOW_SLOTS * BLOCK_BYTES, 1, 2)
+        policy = {"admission": {"type": "Always"}} | policy
+        self.core = make_core([dram_tier(SLOTS * BLOCK_BYTES), low], self.clock, policy=policy)
+        self.authenticator = FakeAuthenticator(a=caller("a"))
+        self.verbs = make_verbs(self.core, self.authenticator)
+        self.at = Attachment(1)
+        assert isinstance(low.backend, DictBackend)
+        self.low = low.backend
+
+    async def ask(self, request: wire.AnyRequest) -> Any:
+        outcome = self.verbs.start(self.at, request)
+        return await outcome if isinstance(outcome, Coroutine) else outcome
+
+    async def attach(self) -> "Engine":
+        assert isinstance(await self.ask(wire.Attach(1, "a", "pool", LAYOUT)), wire.Granted)
+        return self
+
+    async def store(self, *numbers: int, session: str = "") -> bytes:
+        self.clock.now_s += 0.01
+        parent = digest(numbers[0] - 1) if numbers[0] > 1 else b""
+        packed = b"".join(map(digest, numbers))
+        reserved = await self.ask(wire.Reserve(2, SCOPE, parent, packed, session))
+        sums = []
+        tier = self.core.node.entry_tier
+        assert tier is not None
+        mappable = tier.mappable
+        assert mappable is not None
+        held = {r.id: r for r in self.core.node.reservations.owned(1)}
+        for slot, number in zip(reserved.slots, numbers, strict=False):
+            mappable.view(held[slot.reservation].slot)[:BLOCK_BYTES] = bytes_of(number)
+            sums.append(checksum(bytes_of(number), digest(number), reserved.epoch, slot.stamp))
+        published = await self.ask(wire.Publish(3, tuple(s.reservation for s in reserved.slots), tuple(sums)))
+        results: bytes = published.results
+        return results
+
+    async def acquire(self, *numbers: int, **more: Any) -> Any:
+        return await self.ask(wire.Acquire(4, SCOPE, b"".join(map(digest, numbers)), **more))
+
+    async def release(self, acquired: wire.Acquired) -> int:
+        done = await self.ask(wire.Release(5, tuple(b.lease for b in acquired.blocks)))
+        count: int = done.count
+        return count
+
+    async def push_down(self) -> None:
+        """Bring everything to the lower tier, as a squeeze does."""
+        for _ in range(3):
+            self.core.room._node.is_draining = True
+            await self.core.room.drain(self.core.node.tiers[0])
+            self.core.node.is_draining = False
+        assert self.core.node.tiers[0].blocks == 0
+
+
+async def steps_until(fact: Callable[[], bool]) -> None:
+    """Let the loop go on until something is true."""
+    for _ in range(10_000):
+        if fact():
+            return
+        await asyncio.sleep(0)
+    pytest.fail("did not become true")
+
+
+async def close(engine: Engine) -> None:
+    await engine.core.close()
+    for tier in engine.core.node.tiers:
+        await tier.backend.close()

@@ -1,0 +1,56 @@
+"""Clients attached to an agent in this process, and the blocks they store."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from agent_doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, bytes_of, caller, dram_tier
+from agent_thread import AgentThread
+
+from kvfleet_api.blocks import BlockKey, chain_keys
+from kvfleet_client import AsyncClient, Client, Target
+from kvfleet_client.results import Bytes2D
+
+BLOCKS = 8
+TOKENS = np.arange(BLOCKS * 16, dtype=np.uint32)
+SLACK_S = 0.5
+"""What a loaded test machine may add to a deadline."""
+
+
+@contextmanager
+def serving_two_tenants(folder: Path) -> Iterator[AgentThread]:
+    """An agent with tenants `a` and `b`, whose tokens are their names."""
+    callers = FakeAuthenticator(a=caller("a"), b=caller("b"))
+    with AgentThread(folder / "agent.sock", lambda: [dram_tier(1 << 22)], callers) as running:
+        yield running
+
+
+def target(socket: Path, token: str | Path = "a", timeout_s: float = 0.5) -> Target:  # noqa: S107  A name.
+    return Target(socket, "pool", token, LAYOUT, timeout_s=timeout_s, move_timeout_s=2.0, silence_s=0.5)
+
+
+def attached(socket: Path, token: str = "a", *, strict: bool = False) -> Client:  # noqa: S107  A name.
+    client = Client.attach(target(socket, token), strict=strict)
+    assert client.is_attached, client.reason
+    return client
+
+
+def keys_of(client: Client | AsyncClient, tokens: np.typing.NDArray[np.uint32] = TOKENS) -> list[BlockKey]:
+    assert client.grants is not None
+    scope = client.grants.scope(client.grants.write_scope)
+    assert scope is not None
+    return chain_keys(scope.secret, LAYOUT.layout_id(), tokens, LAYOUT.block_tokens)
+
+
+def content(first: int = 0, count: int = BLOCKS) -> Bytes2D:
+    rows = [np.frombuffer(bytes_of(first + i), np.uint8) for i in range(count)]
+    return np.array(rows, np.uint8).reshape(count, BLOCK_BYTES)
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    end_s = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end_s, "did not happen in time"
+        time.sleep(0.01)

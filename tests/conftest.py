@@ -1,0 +1,35 @@
+"""Settings of all tests. Failing examples are printed with the blob that replays them."""
+
+import asyncio
+import os
+import sys
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "kvfleet", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow], max_examples=100
+)
+settings.register_profile("soak", parent=settings.get_profile("kvfleet"), max_examples=5_000)
+settings.load_profile(os.environ.get("KVFLEET_HYPOTHESIS_PROFILE", "kvfleet"))
+
+# Python 3.11 makes a loop when pytest-asyncio first asks for the current one, and nobody closes it: say there is none.
+asyncio.set_event_loop(None)
+
+_STATUS = pytest.StashKey[int]()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[_STATUS] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leave without destructors when NIXL was used: its UCX plugin (1.5.1) crashes at every process exit.
+
+    All fixtures are torn down and the summary is printed by now; the exit status is the one that pytest decided.
+    """
+    if "nixl_cu12" in sys.modules and _STATUS in config.stash:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(config.stash[_STATUS])

@@ -1,0 +1,22 @@
+"""Servers that several contract tests share."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvfleet_metadata.acl import Role
+from kvfleet_metadata.embedded import EmbeddedConfig, start
+from kvfleet_metadata.store import Store
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    """The directory's store as the metadata service reaches it, on a server of its own."""
+    server = await start(EmbeddedConfig(tmp_path / "redis"))
+    made = Store(server.access(Role.METADATA))
+    try:
+        yield made
+    finally:
+        await made.close()
+        await server.stop()

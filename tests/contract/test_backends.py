@@ -1,0 +1,381 @@
+"""Every backend against the one contract."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import backend_contract
+import pytest
+from backend_contract import (
+    ANNA,
+    BOB,
+    CAPACITY_BYTES,
+    BackendContract,
+    PersistentContract,
+    content,
+    get,
+    put,
+)
+from mappable_contract import MappableContract
+from s3_gateway import s3_gateway
+from scope_keys_double import KeyRing, NamedKeys
+
+from kvfleet_agent.backends.base import LastingBackend, SlotRef, TierBackend
+from kvfleet_agent.backends.cxl import open_cxl
+from kvfleet_agent.backends.home import Home
+from kvfleet_agent.backends.host_dram import open_host_dram
+from kvfleet_agent.backends.mounts import read_mounts
+from kvfleet_agent.backends.object import open_object_tier
+from kvfleet_agent.backends.objects import ObjectClient
+from kvfleet_agent.backends.pages import free_pages
+from kvfleet_agent.backends.remote_flash import open_nvme, open_remote_flash
+from kvfleet_agent.backends.segment_name import parse_name
+from kvfleet_agent.discovery import NumaNode
+from kvfleet_api.models.pool import CxlEmulation, CxlMode, CxlTier, HostDramTier, NvmeTier, RemoteFlashTier
+from kvfleet_api.units import MIB
+
+pytestmark = pytest.mark.contract
+
+NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
+
+
+class TestCxlNumaNode(MappableContract):
+    """The machine's only node in place of a CPU-less one: the same binding calls, without the distance."""
+
+    @pytest.fixture
+    async def backend(self) -> AsyncIterator[TierBackend]:
+        backend = open_cxl(CxlTier(mode=CxlMode.NUMA_NODE), CAPACITY_BYTES, (NumaNode(0, (), 1 << 30),))
+        assert backend.capabilities.medium == "cxl-numa"
+        yield backend
+        await backend.close()
+
+
+class TestHostDramSmallPages(MappableContract):
+    @pytest.fixture
+    async def backend(self) -> AsyncIterator[TierBackend]:
+        backend = open_host_dram(HostDramTier(page_size="4Ki"), CAPACITY_BYTES, (0,))
+        assert backend.capabilities.medium == "memfd-4Ki"
+        yield backend
+        await backend.close()
+
+
+@pytest.fixture(scope="class")
+def huge_pages() -> Iterator[None]:
+    """64 huge pages while the tests of one class run; given back afterwards."""
+    if os.getuid() != 0:
+        pytest.skip("huge pages can be reserved by root only")
+    before = int(NR_HUGEPAGES.read_text())
+    NR_HUGEPAGES.write_text(f"{before + 64}\n")
+    try:
+        if (free_pages(2 * MIB) or 0) < 64:
+            pytest.skip("this machine has no 128 MiB in one piece for huge pages")
+        yield
+    finally:
+        NR_HUGEPAGES.write_text(f"{before}\n")
+
+
+@pytest.mark.usefixtures("huge_pages")
+class TestHostDramHugePages(MappableContract):
+    """32 pages for 2 MiB of the contract's blocks would be one page: every law holds at page granularity too."""
+
+    @pytest.fixture
+    async def backend(self, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TierBackend]:
+        for name, value in (("CAPACITY_BYTES", 64 * MIB), ("BLOCK_BYTES", MIB)):
+            monkeypatch.setattr("backend_contract." + name, value)
+        backend = open_host_dram(HostDramTier(page_size="2Mi"), 64 * MIB, (0,))
+        assert backend.capabilities.medium == "memfd-2Mi"
+        assert backend.capabilities.fallback == ""
+        yield backend
+        await backend.close()
+
+
+@pytest.fixture
+def memory_dir() -> Iterator[Path]:
+    """A directory of a tmpfs."""
+    with tempfile.TemporaryDirectory(prefix="kvfleet-test-", dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+class _LastingContract(PersistentContract, MappableContract):
+    """Memory that outlives the agent has to keep both contracts. `where` holds the ledgers, and mostly the bytes."""
+
+    medium: str
+
+    @pytest.fixture
+    def where(self, memory_dir: Path) -> Path:
+        return memory_dir
+
+    @pytest.fixture
+    async def backend(self, where: Path) -> AsyncIterator[TierBackend]:
+        backend = await self.reopen(where)
+        assert backend.capabilities.medium == self.medium, backend.capabilities.fallback
+        assert isinstance(backend, LastingBackend)
+        assert backend.capabilities.outlives_agent
+        assert not backend.capabilities.survives_restart
+        yield backend
+        await backend.close()
+
+    def home(self, where: object) -> Home:
+        return Home(Path(str(where)), "pool-a", "node-a", read_mounts(), "tier-a")
+
+
+class TestLastingSmallPages(_LastingContract):
+    medium = "tmpfs-4Ki"
+
+    async def reopen(self, where: object) -> TierBackend:
+        return open_host_dram(HostDramTier(page_size="4Ki"), backend_contract.CAPACITY_BYTES, (0,), self.home(where))
+
+
+class TestLastingCxlNumaNode(_LastingContract):
+    medium = "cxl-numa"
+
+    async def reopen(self, where: object) -> TierBackend:
+        tier, node = CxlTier(mode=CxlMode.NUMA_NODE), NumaNode(0, (), 1 << 30)
+        return open_cxl(tier, backend_contract.CAPACITY_BYTES, (node,), self.home(where))
+
+
+class TestLastingCxlEmulated(_LastingContract):
+    medium = "emulated-cxl"
+
+    async def reopen(self, where: object) -> TierBackend:
+        emulation = CxlEmulation(path=f"{where}/emulated", latency_ns=350)
+        tier = CxlTier(mode=CxlMode.EMULATED, emulated=emulation)
+        return open_cxl(tier, backend_contract.CAPACITY_BYTES, (), self.home(where))
+
+
+@pytest.fixture
+def huge_mount(tmp_path: Path) -> Iterator[Path]:
+    """A hugetlbfs of our own."""
+    mounted = ["mount", "-t", "hugetlbfs", "-o", "pagesize=2M", "none", str(tmp_path)]
+    if subprocess.run(mounted, check=False, capture_output=True).returncode:
+        pytest.skip("hugetlbfs cannot be mounted here")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+@pytest.mark.usefixtures("huge_pages")
+class TestLastingHugePages(_LastingContract):
+    medium = "hugetlbfs-2Mi"
+
+    @pytest.fixture(autouse=True)
+    def _sizes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in (("CAPACITY_BYTES", 64 * MIB), ("BLOCK_BYTES", MIB)):
+            monkeypatch.setattr("backend_contract." + name, value)
+
+    @pytest.fixture
+    def where(self, memory_dir: Path, huge_mount: Path) -> Path:
+        self.mount = huge_mount
+        return memory_dir
+
+    async def reopen(self, where: object) -> TierBackend:
+        home = self.home(where)
+        mounts = [m for m in home.mounts if m.kind != "hugetlbfs" or m.path == self.mount]
+        tier = HostDramTier(page_size="2Mi")
+        return open_host_dram(tier, backend_contract.CAPACITY_BYTES, (0,), replace(home, mounts=mounts))
+
+
+class TestCxlEmulated(MappableContract):
+    @pytest.fixture
+    async def backend(self, tmp_path: Path) -> AsyncIterator[TierBackend]:
+        tier = CxlTier(mode=CxlMode.EMULATED, emulated=CxlEmulation(path=str(tmp_path), latency_ns=350))
+        backend = open_cxl(tier, CAPACITY_BYTES, ())
+        assert backend.capabilities.is_emulated
+        assert backend.capabilities.medium == "emulated-cxl"
+        yield backend
+        await backend.close()
+        assert _names(tmp_path) == []
+
+
+class _RecordStoreContract(PersistentContract):
+    io: str
+    medium: str
+    keys: KeyRing | None = None
+    """Of a store that is sealed."""
+
+    @property
+    def _arguments(self) -> tuple[str, ...]:
+        return (self.io,) if self.keys is None else (self.io, "sealed")
+
+    @pytest.fixture
+    def where(self, tmp_path: Path) -> Path:
+        return tmp_path / "store"
+
+    async def reopen(self, where: object) -> TierBackend:
+        tier = NvmeTier(path=str(where), io=self.io)
+        return await open_nvme(tier, "pool-a", "node-a", CAPACITY_BYTES, keys=self.keys)
+
+    @pytest.fixture
+    async def backend(self, where: Path) -> AsyncIterator[TierBackend]:
+        backend = await self.reopen(where)
+        assert backend.capabilities.medium == self.medium, backend.capabilities.fallback
+        yield backend
+        await backend.close()
+
+    async def test_files_never_take_more_than_the_capacity(self, backend: TierBackend, where: Path) -> None:
+        slots: list[SlotRef] = []
+        for n in range(120):
+            while backend.used_bytes > 0.7 * backend.capacity_bytes:
+                backend.drop(slots.pop(0))
+            slots.append((await put(backend, n, size_bytes=32_000 - 1000 * (n % 7)))[0])
+            assert _bytes_on_disk(where) <= CAPACITY_BYTES
+
+    async def test_nothing_of_a_scope_is_left_on_disk_once_its_last_block_was_dropped(
+        self, backend: TierBackend, where: Path
+    ) -> None:
+        stored = [await put(backend, n) for n in range(9)]
+        kept = await put(backend, 77, BOB)
+        for slot, _ in stored:
+            backend.drop(slot)
+        await asyncio.sleep(0.7)
+
+        assert [n.id for n in map(parse_name, _names(where / "node-a")) if n] == [kept[0].extent]
+        assert await get(backend, *kept) == content(77)
+
+    async def test_every_block_that_was_synced_survives_kill_9(self, where: Path) -> None:
+        written = await _kill_writer_after(where, self._arguments, 60)
+
+        again, found = await self.recovered(where)
+
+        # The writer drops the oldest one after each new one beyond 20: a drop may be on the medium already or not.
+        assert set(range(written - 19, written + 1)) <= set(found)
+        for n, (slot, made) in found.items():
+            if n <= written:
+                assert await get(again, slot, made) == content(n)
+        await again.close()
+
+    async def test_five_kills_in_a_row_lose_nothing_and_serve_nothing_wrong(self, where: Path) -> None:
+        last_stamp = 0
+        for round_ in range(5):
+            written = await _kill_writer_after(where, self._arguments, 5 + 3 * round_)
+            again, found = await self.recovered(where)
+            assert written in found
+            stamp = found[written][0].stamp
+            assert stamp > last_stamp
+            last_stamp = stamp
+            assert await get(again, *found[written]) == content(written)
+            for slot, _ in found.values():
+                again.drop(slot)
+            await again.close()
+
+
+def _names(directory: Path) -> list[str]:
+    return [p.name for p in directory.iterdir()]
+
+
+def _bytes_on_disk(where: Path) -> int:
+    return sum(p.stat().st_blocks * 512 for p in where.rglob("seg-*"))
+
+
+async def _kill_writer_after(where: Path, arguments: tuple[str, ...], blocks: int) -> int:
+    """Run the writer until it has reported `blocks` blocks, kill it, and return the last number it reported."""
+    script = Path(__file__).parent.parent / "write_and_die.py"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), str(where), *arguments, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    for _ in range(blocks):
+        assert await process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+    rest = (await process.stdout.read()).decode()
+    await process.wait()
+    complete = rest.rpartition("\n")[0].splitlines()
+    return int(complete[-1]) if complete else blocks - 1
+
+
+class TestNvmeUring(_RecordStoreContract):
+    io, medium = "Uring", "file-uring"
+
+
+class TestNvmePosix(_RecordStoreContract):
+    io, medium = "Posix", "file-posix"
+
+
+class TestNvmeBuffered(_RecordStoreContract):
+    io, medium = "Uring", "file-buffered"
+
+    @pytest.fixture
+    def where(self) -> Iterator[Path]:
+        directory = Path(tempfile.mkdtemp(prefix="kvfleet-test-", dir="/dev/shm"))
+        yield directory / "store"
+        shutil.rmtree(directory)
+
+
+class TestRemoteFlash(_RecordStoreContract):
+    io, medium = "Posix", "shared-file-posix"
+
+    async def reopen(self, where: object) -> TierBackend:
+        tier = RemoteFlashTier(path=str(where))
+        return await open_remote_flash(tier, "pool-a", "node-a", CAPACITY_BYTES, keys=self.keys)
+
+
+class TestNvmeSealed(TestNvmeUring):
+    keys = NamedKeys(ANNA, BOB)
+
+
+class TestRemoteFlashSealed(TestRemoteFlash):
+    keys = NamedKeys(ANNA, BOB)
+
+
+class _ObjectContract(PersistentContract):
+    keys: KeyRing | None = None
+
+    @pytest.fixture
+    async def backend(self, where: object) -> AsyncIterator[TierBackend]:
+        backend = await self.reopen(where)
+        yield backend
+        await backend.close()
+
+
+class TestObjectFile(_ObjectContract):
+    @pytest.fixture
+    def where(self, tmp_path: Path) -> str:
+        return f"file://{tmp_path}/objects"
+
+    async def reopen(self, where: object) -> TierBackend:
+        return await open_object_tier(ObjectClient(str(where)), "pool-a", "node-a", CAPACITY_BYTES, keys=self.keys)
+
+
+class TestObjectSealed(TestObjectFile):
+    keys = NamedKeys(ANNA, BOB)
+
+
+class TestObjectMemory(BackendContract):
+    @pytest.fixture
+    async def backend(self) -> AsyncIterator[TierBackend]:
+        backend = await open_object_tier(ObjectClient("memory://"), "pool-a", "node-a", CAPACITY_BYTES)
+        yield backend
+        await backend.close()
+
+
+class TestObjectS3(_ObjectContract):
+    @pytest.fixture(scope="class")
+    def gateway(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+        with s3_gateway(tmp_path_factory.mktemp("s3"), "kvfleet") as settings:
+            yield settings
+
+    @pytest.fixture
+    def where(self, gateway: dict[str, str], request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
+        return f"s3://kvfleet/{abs(hash(request.node.nodeid)):x}", gateway
+
+    async def reopen(self, where: object) -> TierBackend:
+        assert isinstance(where, tuple)
+        return await open_object_tier(ObjectClient(*where), "pool-a", "node-a", CAPACITY_BYTES)
+
+
+class TestHbmDouble(BackendContract):
+    @pytest.fixture
+    async def backend(self) -> AsyncIterator[TierBackend]:
+        torch = pytest.importorskip("torch")
+        assert torch
+        from kvfleet_agent.backends.hbm import HbmTier
+
+        backend = HbmTier("cpu", CAPACITY_BYTES)
+        yield backend
+        await backend.close()

@@ -1,0 +1,72 @@
+"""Memory that is short, bound to nodes, or not there at all."""
+
+from pathlib import Path
+
+import pytest
+from backend_contract import CAPACITY_BYTES, content, get, put_until_refused
+
+from kvfleet_agent.backends.arena import Arena
+from kvfleet_agent.backends.base import Capabilities
+from kvfleet_agent.backends.cxl import open_cxl
+from kvfleet_agent.backends.extents import FleetingStore
+from kvfleet_agent.backends.host_dram import make_bound
+from kvfleet_agent.backends.memory import MappedExtent, Placement, make_memfd
+from kvfleet_agent.discovery import NumaNode
+from kvfleet_api.errors import BackendFailedError, InvalidInputError, KvFleetError, TierFullError, UnsupportedError
+from kvfleet_api.models.pool import CxlEmulation, CxlMode, CxlTier
+
+pytestmark = pytest.mark.contract
+
+
+async def test_memory_that_cannot_be_had_is_a_full_tier_that_keeps_its_books() -> None:
+    left = 2
+
+    def make(size_bytes: int) -> MappedExtent:
+        nonlocal left
+        if left == 0:
+            raise TierFullError(f"extent of {size_bytes} B: Cannot allocate memory")
+        left -= 1
+        return make_memfd(size_bytes, 4096)
+
+    capabilities = Capabilities(
+        medium="test", is_memory=True, survives_restart=False, is_emulated=False, alignment_bytes=4096
+    )
+    arena = Arena(capabilities, CAPACITY_BYTES, FleetingStore(make), page_bytes=4096)
+    stored, error = await put_until_refused(arena)
+    assert isinstance(error, TierFullError)
+
+    assert arena.used_bytes == sum(s.size_bytes for s, _ in stored)
+    assert "Cannot allocate memory" in arena.last_error
+    for n, (slot, made) in enumerate(stored):
+        assert await get(arena, slot, made) == content(n)
+    await arena.close()
+
+
+def test_pages_are_bound_to_nodes_that_exist_and_refused_for_others() -> None:
+    bound = make_bound(1 << 20, 4096, Placement((0,)))
+    bound.populate()
+    policies = Path("/proc/self/numa_maps").read_text().splitlines()
+    mine = next(line for line in policies if line.startswith(f"{bound.address:x} "))
+    bound.release()
+
+    assert " bind:0 " in mine
+    assert " N0=256 " in f"{mine} "
+    with pytest.raises(BackendFailedError, match=r"mbind to nodes \[901\]"):
+        make_bound(1 << 20, 4096, Placement((901,)))
+
+
+def test_cxl_that_is_not_there_says_what_to_do() -> None:
+    numa = CxlTier(mode=CxlMode.NUMA_NODE)
+    with pytest.raises(UnsupportedError, match="online the CXL region as system-ram"):
+        open_cxl(numa, CAPACITY_BYTES, ())
+    with pytest.raises(UnsupportedError, match="reconfigure-device"):
+        open_cxl(CxlTier(mode=CxlMode.DEV_DAX), CAPACITY_BYTES, ())
+    with pytest.raises(InvalidInputError, match=rf"{CAPACITY_BYTES} B asked for, nodes \(0,\) have 4096 B"):
+        open_cxl(numa, CAPACITY_BYTES, (NumaNode(0, (), 4096),))
+    with pytest.raises(InvalidInputError, match=r"cxl.emulated.path /proc/none"):
+        open_cxl(CxlTier(mode=CxlMode.EMULATED, emulated=CxlEmulation(path="/proc/none")), CAPACITY_BYTES, ())
+
+
+def test_huge_pages_that_run_out_are_a_full_tier() -> None:
+    with pytest.raises(KvFleetError, match=r"pages of 1073741824 B|pages of 2097152 B"):
+        make_memfd(1 << 50, 2 << 20)

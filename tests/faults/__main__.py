@@ -1,0 +1,12 @@
+"""`python -m faults`: run the invariants against faults; the last line is one JSON object. Exit 1 when one broke."""
+
+import sys
+
+from proofs import Suite
+
+from faults.registry import INVARIANTS, runner
+
+SUITE = Suite("faults", "Run the invariants of the metadata against faults.", INVARIANTS, runner)
+
+if __name__ == "__main__":
+    sys.exit(SUITE.main())

@@ -1,0 +1,19 @@
+"""Every invariant, shortened: seconds each. `make soak` runs the counts of the table."""
+
+import os
+
+import pytest
+from outcome import Scale
+
+from faults.registry import INVARIANTS, runner
+
+pytestmark = pytest.mark.system
+
+
+@pytest.mark.parametrize("invariant", INVARIANTS)
+def test_the_invariant_holds_and_its_control_is_caught(invariant: str) -> None:
+    outcome = runner(invariant)(Scale(is_full=False, first_seed=int(os.environ.get("KVFLEET_FIRST_SEED", "0"))))
+
+    assert outcome.n > 0
+    assert not outcome.violations
+    assert outcome.is_control_caught

@@ -1,0 +1,124 @@
+"""Stand-ins of agents for tests of the operator: real identity, real Leases, real status writes, no tiers."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from kvfleet_api import names
+from kvfleet_api.errors import KvFleetError
+from kvfleet_kube import leases
+from kvfleet_kube.api import APPLY_PATCH, Call, KubeApi
+from kvfleet_operator.kinds import POOL_NODE, Ref
+from kvfleet_operator.objects import body_of
+
+GIB = 1 << 30
+LOOK_S = 0.2
+LEASE_S = 2
+"""Shorter than real agents' Leases, so that tests see them run out."""
+
+_MANAGER = {"fieldManager": names.FIELD_MANAGER_AGENT, "force": "true"}
+
+
+@dataclass
+class Manners:
+    """How the agents behave; tests change it while they run."""
+
+    memory_bytes: int = 256 * GIB
+    absent: set[str] = field(default_factory=set)
+    """Node names whose agents are dead: no Lease, no status."""
+    drains: bool = True
+    """Whether agents that are asked to drain say that they are done."""
+
+
+class FakeAgents:
+    """One thread that plays every agent of the cluster. A context manager."""
+
+    def __init__(self, kubeconfig: Path, namespace: str) -> None:
+        self.manners = Manners()
+        self._kubeconfig = kubeconfig
+        self._namespace = namespace
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._play()), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    async def _play(self) -> None:
+        api = await KubeApi.connect(names.FIELD_MANAGER_AGENT, self._kubeconfig)
+        try:
+            while not self._stop.is_set():
+                with contextlib.suppress(KvFleetError):  # The API server is away, or starts and refuses everybody.
+                    await self._look(api)
+                await asyncio.sleep(LOOK_S)
+        finally:
+            await api.close()
+
+    async def _look(self, api: KubeApi) -> None:
+        nodes = (await api.call(Call("GET", POOL_NODE.path()), timeout_s=2.0)).content()["items"]
+        here = [n for n in nodes if n["spec"]["nodeName"] not in self.manners.absent]
+        await asyncio.gather(*(self._live(api, node) for node in here))
+
+    async def _live(self, api: KubeApi, node: Mapping[str, Any]) -> None:
+        await self._renew(api, node["spec"]["poolRef"], node["spec"]["nodeName"])
+        ref = Ref(POOL_NODE, node["metadata"]["name"])
+        wanted = status_of(node["spec"], self.manners)
+        stored = node.get("status", {})
+        if any(stored.get(k) != v for k, v in wanted.items() if k != "conditions") or _said(stored) != _said(wanted):
+            await _apply(api, f"{ref.path}/status", body_of(ref, {}, status=wanted))
+
+    async def _renew(self, api: KubeApi, pool: str, node: str) -> None:
+        name = names.agent_lease_name(pool, node)
+        spec = leases.renewal(node, LEASE_S, datetime.now(UTC))
+        labels = {names.LABEL_POOL: pool, names.LABEL_MANAGED_BY: names.MANAGED_BY}
+        body = leases.lease_body(name, {"labels": labels}, spec)
+        await _apply(api, leases.lease_path(self._namespace, name), body)
+
+
+def status_of(spec: Mapping[str, Any], manners: Manners) -> dict[str, Any]:
+    """Return what an agent would say that has set up everything it was told."""
+    drain = spec["drain"]["requested"]
+    said = {
+        "AgentConnected": ("True", "Connected"),
+        "MetadataAvailable": ("True", "Available"),
+        "TierReady": ("True", "AllTiersReady"),
+        "Draining": ("False", "NotRequested") if not drain else ("False", "Drained"),
+        "Ready": ("False", "Draining") if drain else ("True", "Serving"),
+    }
+    if drain and not manners.drains:
+        said["Draining"] = ("True", "MovingBlocks")
+    tiers = [
+        {"name": t["name"], "type": t["type"], "phase": "Ready", "capacityBytes": t["capacityBytes"]}
+        for t in spec["tiers"]
+    ]
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "observedRevision": spec["revision"],
+        "memoryBytes": manners.memory_bytes,
+        "tiers": tiers,
+        "conditions": [
+            {"type": t, "status": s, "reason": r, "message": "", "lastTransitionTime": now}
+            for t, (s, r) in said.items()
+        ],
+    }
+
+
+def _said(status: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    return {c["type"]: (c["status"], c["reason"]) for c in status.get("conditions", ())}
+
+
+async def _apply(api: KubeApi, path: str, body: Mapping[str, Any]) -> None:
+    answer = await api.call(Call("PATCH", path, _MANAGER, msgspec.to_builtins(body), APPLY_PATCH), timeout_s=2.0)
+    if not answer.is_absent:
+        answer.content()

@@ -1,0 +1,105 @@
+"""Defects that the simulator must find: each breaks one line of the product in this process, and mends it again."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from kvfleet_agent.announcer import Announcer
+from kvfleet_agent.backends import slots
+from kvfleet_agent.index import GONE, Entry
+from kvfleet_agent.leases import Lease, LeaseTable
+from kvfleet_agent.node import Node
+from kvfleet_agent.remote import transfer
+from kvfleet_agent.reservations import Reservation, ReservationTable
+from kvfleet_client import copying, loading
+from kvfleet_client.results import Lease as ClientLease
+
+
+def _copy_unverified(lease: ClientLease, into: memoryview) -> bool:
+    into[:] = lease.view
+    return True
+
+
+def _seal_only(leased: transfer.Leased, received: memoryview) -> transfer.Result:
+    leased.wanted.seal(received)
+    return transfer.Result.VERIFIED
+
+
+def _is_held_but_by_leases(self: Entry) -> bool:
+    return bool(self.pins or self.guards or self.move)
+
+
+def _forget_block(self: LeaseTable, lease: Lease, **_: Any) -> None:
+    if self._leases.pop(lease.id, None) is not None:
+        self._owned[lease.owner].discard(lease.id)
+
+
+def _sweep_early(self: LeaseTable, now_s: float) -> list[Lease]:
+    early = [lease for lease in self._leases.values() if lease.expires_s <= now_s + 4.0]
+    for lease in early:
+        self._end(lease)
+    return early
+
+
+def _sweep_reservations_early(self: ReservationTable, now_s: float) -> list[Reservation]:
+    early = [r for r in self._reservations.values() if r.expires_s <= now_s + 2.0]
+    return [taken for r in early if (taken := self._take(r.owner, r.id)) is not None]
+
+
+def _abandon_only(self: Node, reservations: Iterable[Reservation]) -> int:
+    count = 0
+    for reservation in reservations:
+        count += 1
+        if not reservation.entry.residences and reservation.entry.level != GONE:
+            self.index.forget(reservation.entry)
+    return count
+
+
+def _same_stamp(take: Callable[..., Any]) -> Callable[..., Any]:
+    def taken(self: Any, extent: Any) -> Any:
+        self._next_stamp = 7
+        return take(self, extent)
+
+    return taken
+
+
+def _mark_present(mark: Callable[..., None]) -> Callable[..., None]:
+    def marked(self: Announcer, entry: Entry) -> None:
+        if entry.residences:
+            mark(self, entry)
+
+    return marked
+
+
+Change = tuple[Any, str, Any]
+"""Where, which name, and what stands there instead."""
+
+DEFECTS: Final[dict[str, tuple[str, tuple[Change, ...]]]] = {
+    "the client skips its check": (
+        "I1",
+        ((copying, "copy_verified", _copy_unverified), (loading, "copy_verified", _copy_unverified)),
+    ),
+    "a peer's bytes are not checked": ("I1", ((transfer, "verify", _seal_only),)),
+    "leased blocks are evicted": ("I2", ((Entry, "is_held", property(_is_held_but_by_leases)),)),
+    "leases end before their time": ("I2", ((LeaseTable, "sweep", _sweep_early),)),
+    "reservations end before their time": ("I2", ((ReservationTable, "sweep", _sweep_reservations_early),)),
+    "the stamp does not move on": ("I2", ((slots.SlotTable, "_take", _same_stamp(slots.SlotTable._take)),)),
+    "the end of a lease forgets its block": ("I4", ((LeaseTable, "_end", _forget_block),)),
+    "slots of reservations are never given back": ("I5", ((Node, "abandon", _abandon_only),)),
+    "a block that is gone is not withdrawn": ("directory", ((Announcer, "mark", _mark_present(Announcer.mark)),)),
+}
+"""By what is wrong: the invariant that it breaks, and what to change."""
+
+
+@contextmanager
+def broken(what: str) -> Iterator[str]:
+    """Break the product; yields the invariant that must be seen to break."""
+    invariant, changes = DEFECTS[what]
+    sound = [(place, name, vars(place)[name]) for place, name, _ in changes]
+    for place, name, value in changes:
+        setattr(place, name, value)
+    try:
+        yield invariant
+    finally:
+        for place, name, value in sound:
+            setattr(place, name, value)

@@ -1,0 +1,88 @@
+"""Servers that several system tests share."""
+
+import asyncio
+import itertools
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from agent_kube_world import SYSTEM, WAIT_S, make_node, make_pool
+from metadata_replicas import Redis, Replica, launch, until
+
+from controlplane import ControlPlane, start
+from controlplane.assets import find_tool
+from controlplane.testing import session_plane
+from kvfleet_agent.kube.place import Place
+from kvfleet_agent.kube.world import KubeWorld
+from kvfleet_api import names
+
+ROOT = Path(__file__).resolve().parents[2]
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """One control plane for the session. Do not restart it; use `scratch_namespace` for objects of your own."""
+    yield from session_plane(tmp_path_factory.mktemp("control-plane"))
+
+
+@pytest.fixture(scope="session")
+def rights() -> str:
+    """Namespace, identities and RBAC as the chart renders them; the CRDs come from their source."""
+    command = [str(find_tool("helm")), "template", "kvfleet", str(ROOT / "charts/kvfleet"), "--namespace", SYSTEM]
+    settings = ["--set", "processes.enabled=false,namespace.create=true,crds.install=false"]
+    return subprocess.run([*command, *settings], text=True, capture_output=True, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def plane(tmp_path_factory: pytest.TempPathFactory, rights: str) -> Iterator[ControlPlane]:
+    """A plane of a module's own, with CRDs and rights: such tests stop and pause its API server."""
+    with start(tmp_path_factory.mktemp("plane"), kwok=False) as plane:
+        plane.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
+        plane.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
+        plane.kubectl("apply", "--server-side", "-f", "-", stdin=rights)
+        yield plane
+
+
+@pytest.fixture(scope="module")
+def kubeconfig(plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("agent") / "kubeconfig"
+    return plane.service_account_kubeconfig(SYSTEM, names.AGENT_SERVICE_ACCOUNT, path)
+
+
+@pytest.fixture
+def place() -> Place:
+    return Place(f"pool-{next(_numbers)}", "node-a")
+
+
+@pytest.fixture
+async def world(plane: ControlPlane, kubeconfig: Path, place: Place) -> AsyncIterator[KubeWorld]:
+    """A connected agent whose pool and pool node exist."""
+    make_pool(plane, place)
+    make_node(plane, place)
+    async with await KubeWorld.connect(place, kubeconfig) as world:
+        await asyncio.wait_for(world.ready(), WAIT_S)
+        yield world
+
+
+@pytest.fixture
+async def redis(tmp_path: Path) -> AsyncIterator[Redis]:
+    """A server that a metadata service does not start itself."""
+    made = Redis(tmp_path)
+    await made.start()
+    yield made
+    await made.server.stop()
+
+
+@pytest.fixture
+async def service(plane: ControlPlane, redis: Redis, tmp_path: Path) -> AsyncIterator[Replica]:
+    """One metadata service that leads."""
+    path = plane.service_account_kubeconfig(SYSTEM, "kvfleet-metadata", tmp_path / "metadata.kubeconfig")
+    plane.kubectl("delete", "lease", "kvfleet-metadata", "-n", SYSTEM, "--ignore-not-found")
+    made = launch("a", path, redis, tmp_path)
+    try:
+        await until(lambda: made.is_up and made.leads, "the service does not lead")
+        yield made
+    finally:
+        made.end()

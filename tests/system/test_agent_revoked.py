@@ -1,0 +1,109 @@
+"""Whoever is gone holds nothing any more: attached engines of deleted pods, accounts and namespaces, idle and busy."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_kube_world import granted, make_namespace, make_scope_secret, make_team_tenant
+from fleet_issuer import make_pod, pod_token
+from guarded_agent import TokenEngine, guarded
+
+from controlplane import ControlPlane
+from kvfleet_agent.kube.world import KubeWorld
+from kvfleet_api import names
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+
+REVOKED_S = 60.0
+"""The bound of the design."""
+
+
+def delete_pod(plane: ControlPlane, team: str) -> None:
+    plane.kubectl("delete", "pod", "engine", "-n", team, "--grace-period=0", "--force")
+
+
+def delete_account(plane: ControlPlane, team: str) -> None:
+    plane.kubectl("delete", "serviceaccount", "engine", "-n", team)
+
+
+def replace_account(plane: ControlPlane, team: str) -> None:
+    """Another account of that name, with another uid."""
+    delete_account(plane, team)
+    plane.kubectl("create", "serviceaccount", "engine", "-n", team)
+
+
+def replace_pod(plane: ControlPlane, team: str) -> None:
+    """Another pod of that name, with another uid."""
+    make_pod(plane, team, "engine", "engine", "node-a")
+
+
+def delete_namespace(plane: ControlPlane, team: str) -> None:
+    delete_pod(plane, team)
+    plane.kubectl("delete", "namespace", team, "--wait=false")
+
+
+def delete_tenant(plane: ControlPlane, team: str) -> None:
+    plane.kubectl("delete", "kvtenant", team)
+
+
+CAUSES = (delete_pod, replace_pod, delete_account, replace_account, delete_namespace, delete_tenant)
+
+
+async def cut_off(plane: ControlPlane, path: Path, number: int, cause: Any, team: str, token: str) -> list[str]:
+    """Attach two engines, let the cause happen, and say what was wrong with how they ended."""
+    idle, busy = (TokenEngine(path, 2 * number + i, token) for i in range(2))
+    for engine in (idle, busy):
+        await asyncio.to_thread(engine.hold)
+    await asyncio.to_thread(cause, plane, team)
+    began_s = time.monotonic()
+    limit_s = REVOKED_S + 30.0
+    ended = await asyncio.gather(
+        asyncio.to_thread(idle.closed_after_s, limit_s), asyncio.to_thread(busy.served_for_s, limit_s)
+    )
+    wrong = []
+    for name, took_s in zip(("idle", "busy"), ended, strict=True):
+        if took_s is None or took_s > REVOKED_S:
+            wrong.append(f"{cause.__name__}: the {name} engine was cut off after {took_s} s, limit {REVOKED_S} s")
+    # A busy one may be refused before it is closed, and is closed in the same time.
+    left_s = REVOKED_S - (time.monotonic() - began_s)
+    if await asyncio.to_thread(busy.closed_after_s, max(left_s, 0.1)) is None:
+        wrong.append(f"{cause.__name__}: the busy engine's connection stays open")
+    for engine in (idle, busy):
+        engine.close()
+    return wrong
+
+
+async def test_an_attached_engine_is_cut_off_within_a_minute(
+    plane: ControlPlane, world: KubeWorld, tmp_path: Path
+) -> None:
+    path = tmp_path / "run" / "agent.sock"
+    async with guarded(world.authenticator, path) as core:
+        runs = []
+        for number, cause in enumerate(CAUSES):
+            team = make_namespace(plane)
+            make_scope_secret(plane, "tenant", make_team_tenant(plane, team))
+            pod = make_pod(plane, team, "engine", "engine", "node-a")
+            await granted(world, team)
+            token = pod_token(plane, pod, names.AUDIENCE)
+            runs.append(cut_off(plane, path, number, cause, team, token))
+        wrong = [one for some in await asyncio.gather(*runs) for one in some]
+
+        assert wrong == []
+        assert len(core.node.leases) == len(core.node.pins) == len(core.node.reservations) == 0
+
+
+async def test_an_engine_that_stays_stays(plane: ControlPlane, world: KubeWorld, tmp_path: Path) -> None:
+    """The control of the test before: the same engine, and nothing happens to it."""
+    path = tmp_path / "run" / "agent.sock"
+    team = make_namespace(plane)
+    make_scope_secret(plane, "tenant", make_team_tenant(plane, team))
+    token = pod_token(plane, make_pod(plane, team, "engine", "engine", "node-a"), names.AUDIENCE)
+    await granted(world, team)
+    async with guarded(world.authenticator, path):
+        engine = TokenEngine(path, 1, token)
+        await asyncio.to_thread(engine.hold)
+
+        assert await asyncio.to_thread(engine.served_for_s, REVOKED_S + 10.0) is None
+        engine.close()

@@ -1,0 +1,61 @@
+"""The benchmarks run against the real agent and say what they must. Nothing is asserted about time."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.system
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_bench_local_ends_with_the_agreed_line(tmp_path: Path) -> None:
+    written = tmp_path / "line.json"
+    command = (sys.executable, "-m", "bench.local", "--tiny", "--peers", "redis", "--json", str(written))
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.rstrip("\n").rpartition("\n")[2]
+    assert written.read_text() == last + "\n"
+    said = json.loads(last)
+    assert list(said) == ["bench", "quick", "machine", "versions", "ratios", "values"]
+    assert said["bench"] == "local"
+    assert {"put_2MiB_vs_memcpy", "get_2MiB_vs_memcpy", "put_2MiB_vs_lmcache", "get_2MiB_vs_lmcache",
+            "put_2MiB_vs_mooncake", "get_2MiB_vs_mooncake", "lookup_vs_lmcache"} <= said["ratios"].keys()  # fmt: skip
+    assert said["ratios"]["put_2MiB_vs_redis"] > 0
+    assert said["values"].keys() >= {"put_overhead_us_per_block", "get_overhead_us_per_block", "lookup_keys_per_s"}
+
+
+def test_a_peer_that_takes_no_part_says_why(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "bench.local", "--tiny", "--peers", "none")
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert {said["versions"][peer] for peer in ("lmcache", "mooncake", "redis")} == {"absent: not asked for"}
+    assert said["ratios"]["put_2MiB_vs_lmcache"] is None
+
+
+def test_the_command_line_explains_itself() -> None:
+    done = subprocess.run(
+        (sys.executable, "-m", "bench.local", "--help"), cwd=ROOT, capture_output=True, text=True, check=True
+    )
+
+    assert {"--quick", "--json"} <= set(done.stdout.split())
+
+
+def test_bench_encryption_ends_with_the_agreed_line(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "bench.encryption", "--tiny", "--directory", str(tmp_path))
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["bench"] == "encryption"
+    assert said["ratios"].keys() == {"write_2Mi", "read_2Mi", "write_64Ki", "read_64Ki"}
+    assert min(said["values"]["aes_256_gcm_2Mi_bytes_per_second"], said["values"]["memcpy_2Mi_bytes_per_second"]) > 0
+    assert list(tmp_path.iterdir()) == []

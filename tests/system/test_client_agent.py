@@ -1,0 +1,243 @@
+"""The client against the real server: what it answers, and that nothing is mixed up or left over."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from agent_doubles import BLOCK_BYTES, LAYOUT, bytes_of
+from agent_process import member
+from agent_thread import AgentThread
+from attached_client import BLOCKS, TOKENS, attached, content, keys_of, serving_two_tenants, target, until
+
+from kvfleet_api.errors import ForbiddenError
+from kvfleet_api.tiers import Lookup
+from kvfleet_client import AsyncClient, AsyncPrefixCache, PrefixCache, Published
+from kvfleet_client.cli import main
+from kvfleet_client.copying import fill
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[AgentThread]:
+    with serving_two_tenants(tmp_path) as running:
+        yield running
+
+
+def test_blocks_that_were_stored_are_loaded(agent: AgentThread) -> None:
+    with attached(agent.socket) as client:
+        cache = PrefixCache(client)
+        stored = cache.store(TOKENS, content())
+        loaded = cache.load(TOKENS)
+
+    assert (stored.published, stored.refused) == (BLOCKS, 0)
+    assert loaded.blocks == BLOCKS
+    assert np.array_equal(loaded.data, content())
+    assert set(loaded.sources) == {"dram"}
+
+
+def test_a_load_fills_the_callers_buffer_as_far_as_it_goes(agent: AgentThread) -> None:
+    with attached(agent.socket) as client:
+        cache = PrefixCache(client)
+        cache.store(TOKENS, content())
+        into = np.zeros((3, BLOCK_BYTES), np.uint8)
+        loaded = cache.load(TOKENS, into)
+
+    assert loaded.blocks == 3
+    assert np.array_equal(into, content(0, 3))
+
+
+def test_a_tenant_without_the_secret_finds_nothing(agent: AgentThread) -> None:
+    with attached(agent.socket) as mine, attached(agent.socket, "b") as other:
+        PrefixCache(mine).store(TOKENS, content())
+        foreign = keys_of(mine)
+
+        assert PrefixCache(other).load(TOKENS).blocks == 0
+        assert other.lookup(foreign).states == bytes([Lookup.MISS] * BLOCKS)
+        with other.acquire(foreign) as leases:
+            assert len(leases) == 0
+        assert other.reserve(foreign) == ()
+        assert other.counters.errors[ForbiddenError.__name__] == 1
+
+
+def test_a_domain_that_is_joined_later_is_filled_and_read(agent: AgentThread) -> None:
+    with attached(agent.socket) as a, attached(agent.socket, "b") as b:
+        PrefixCache(a).store(TOKENS, content())
+        agent.authenticator.callers["a"] = member("a", can_write=True)
+        agent.authenticator.callers["b"] = member("b", can_write=True)
+        agent.authenticator.grants_version += 1
+        mine = PrefixCache(a).load(TOKENS)
+        stored = PrefixCache(a).store(TOKENS, mine.data)
+        theirs = PrefixCache(b).load(TOKENS)
+
+    assert (mine.blocks, mine.shared_blocks) == (BLOCKS, 0)
+    assert stored.published == BLOCKS
+    assert (theirs.blocks, theirs.shared_blocks) == (BLOCKS, BLOCKS)
+    assert np.array_equal(theirs.data, content())
+
+
+def test_every_verb_works(agent: AgentThread) -> None:
+    with attached(agent.socket, strict=True) as client:
+        keys = keys_of(client)
+        client.open_session("s")
+        client.fork_session("t", "s")
+        client.touch_session("s", "tool", urgency=3, expected_return_s=8.0)
+        slots = client.reserve(keys[:2], session="s")
+        sums = [fill(slot, memoryview(row)) for slot, row in zip(slots, content(0, 2), strict=True)]
+        assert client.publish(slots, sums) == (Published.PUBLISHED,) * 2
+        prefix = client.lookup(keys, session="s")
+        assert (prefix.blocks, prefix.state(1), prefix.state(2)) == (2, Lookup.HIT, Lookup.MISS)
+        assert prefix.place(0) == ("dram", False)
+        assert client.pin(keys[:2], 5.0) == 2
+        assert client.unpin(keys[:2]) == 2
+        client.prefetch(keys[:2])
+        with client.acquire(keys) as leases:
+            assert [bytes(lease.view) for lease in leases] == [bytes_of(0), bytes_of(1)]
+        assert json.loads(client.stats())
+        assert json.loads(client.explain(key=keys[0]))
+        assert json.loads(client.explain(session="s"))
+        client.abandon(client.reserve(keys[2:3], parent=keys[1].digest))
+        client.close_session("s")
+
+
+async def test_the_asyncio_client_does_the_same(agent: AgentThread) -> None:
+    async with await AsyncClient.attach(target(agent.socket)) as client:
+        assert client.is_attached, client.reason
+        cache = AsyncPrefixCache(client)
+        stored = await cache.store(TOKENS, content())
+        loaded = await cache.load(TOKENS)
+        keys = keys_of(client)
+        found = await client.lookup(keys)
+        assert json.loads(await client.stats())
+        async with await client.acquire(keys[:1]) as leases:
+            assert bytes(leases[0].view) == bytes_of(0)
+
+    assert (stored.published, loaded.blocks, found.blocks) == (BLOCKS, BLOCKS, BLOCKS)
+    assert np.array_equal(loaded.data, content())
+
+
+async def test_a_cancelled_load_holds_nothing(agent: AgentThread) -> None:
+    async with await AsyncClient.attach(target(agent.socket)) as client:
+        cache = AsyncPrefixCache(client)
+        await cache.store(TOKENS, content())
+        for delay_s in (0.0, 0.0005, 0.001, 0.002):
+            task = asyncio.create_task(cache.load(TOKENS))
+            await asyncio.sleep(delay_s)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await client.stats()  # Behind everything that was posted.
+        held = agent.call(lambda: len(agent.core.node.leases.owned(1)))
+
+    assert held == 0
+
+
+def test_threads_share_a_client_without_mixing_answers(agent: AgentThread) -> None:
+    wrong: list[str] = []
+    with attached(agent.socket) as client:
+        cache = PrefixCache(client)
+
+        def work(number: int) -> None:
+            tokens = TOKENS + number * 1000
+            for _ in range(20):
+                cache.store(tokens, content(number * 100))
+                loaded = cache.load(tokens)
+                if loaded.blocks != BLOCKS or not np.array_equal(loaded.data, content(number * 100)):
+                    wrong.append(f"{number}: {loaded.blocks} blocks")
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    assert wrong == []
+
+
+def test_bytes_that_change_under_a_lease_are_a_miss(agent: AgentThread) -> None:
+    with attached(agent.socket) as client:
+        cache = PrefixCache(client)
+        cache.store(TOKENS, content())
+
+        def scribble() -> None:
+            tier = agent.core.node.tiers[0]
+            entry = next(iter(agent.core.node.index.blocks(keys_of(client)[2].scope).values()))
+            assert tier.mappable is not None
+            tier.mappable.view(entry.residences[0].slot)[:4] = b"oops"
+
+        agent.call(scribble)
+        loaded = cache.load(TOKENS)
+
+        assert (loaded.blocks, loaded.corrupt_blocks) == (0, 1)
+        assert client.counters.corrupt_blocks == 1
+
+
+def test_a_forked_child_gets_absence_and_does_not_disturb_its_parent(agent: AgentThread) -> None:
+    with attached(agent.socket) as client:
+        cache = PrefixCache(client)
+        cache.store(TOKENS, content())
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if cache.load(TOKENS).blocks == 0 else 1)
+        _, status = os.waitpid(child, 0)
+
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert cache.load(TOKENS).blocks == BLOCKS
+
+
+def test_an_idle_client_uses_no_processor(agent: AgentThread) -> None:
+    with attached(agent.socket):
+        begin_s = time.process_time()
+        time.sleep(0.5)
+
+        assert time.process_time() - begin_s < 0.05
+
+
+def test_closing_gives_back_every_descriptor_and_thread(agent: AgentThread) -> None:
+    def open_now() -> tuple[int, int]:
+        until(lambda: agent.call(lambda: agent.server.connections) == 0)
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+    def use() -> None:
+        with attached(agent.socket) as client:
+            PrefixCache(client).store(TOKENS, content())
+            PrefixCache(client).load(TOKENS)
+
+    use()  # The agent, which lives in this process, opens its extents.
+    before = open_now()
+    for _ in range(5):
+        use()
+
+    assert open_now() == before
+
+
+def test_the_command_line_shows_tiers_prompts_and_reasons(
+    agent: AgentThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "token").write_text("a")
+    (tmp_path / "layout.json").write_text(json.dumps(dataclasses.asdict(LAYOUT)))
+    (tmp_path / "tokens.json").write_text(json.dumps(TOKENS.tolist()))
+    with attached(agent.socket) as client:
+        PrefixCache(client).store(TOKENS, content())
+        client.open_session("s")
+        digest = keys_of(client)[0].digest.hex()
+
+        def run(*arguments: str) -> Any:
+            common = ("--socket", str(agent.socket), "--pool", "pool", "--token-file", str(tmp_path / "token"))
+            with pytest.raises(SystemExit) as end:
+                main([*arguments, *common, "--layout", str(tmp_path / "layout.json")])
+            assert end.value.code == 0
+            return json.loads(capsys.readouterr().out)
+
+        assert run("stats")["tiers"][0]["name"] == "dram"
+        assert run("explain", "--digest", digest)["state"] == "published"
+        assert run("explain", "--session", "s")["state"] == "open"
+        (found,) = run("lookup", str(tmp_path / "tokens.json"))
+        assert (found["blocks"], found["hit_blocks"], set(found["places"])) == (BLOCKS, BLOCKS, {"dram"})

@@ -1,0 +1,141 @@
+"""The transformers connector against the real package: what is restored is what was computed, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from agent_doubles import FakeAuthenticator, dram_tier
+from agent_thread import AgentThread
+from share_callers import named, sharing
+
+torch = pytest.importorskip("torch", reason="the transformers connector needs torch")
+pytest.importorskip("transformers", reason="the transformers connector needs transformers")
+
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from kvfleet_api.errors import InvalidInputError, UnsupportedError  # noqa: E402
+from kvfleet_client import Client, Target  # noqa: E402
+from kvfleet_client.cache import PrefixCache  # noqa: E402
+from kvfleet_client.connectors.transformers import CacheConnector, check_layout, layout_of, pack, unpack  # noqa: E402
+
+pytestmark = pytest.mark.system
+
+CONFIG = LlamaConfig(
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+)
+LAYOUT = layout_of(CONFIG, "test/llama", "r1", "bf16")
+PROMPT = np.random.default_rng(1).integers(0, 512, 200).tolist()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(7)
+    return LlamaForCausalLM(CONFIG).to(torch.bfloat16).eval()
+
+
+def run(model: Any, tokens: list[int], cache: DynamicCache) -> Any:
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits
+
+
+def test_logits_after_a_restore_equal_those_of_the_uninterrupted_run(model: Any) -> None:
+    kept = DynamicCache(config=CONFIG)
+    run(model, PROMPT[:96], kept)
+    restored = unpack(pack(kept, LAYOUT, 0, 6), CONFIG, LAYOUT)
+    expected, actual = run(model, PROMPT[96:], kept), run(model, PROMPT[96:], restored)
+
+    assert torch.equal(expected.view(torch.int16), actual.view(torch.int16))
+
+
+def test_a_shared_system_prompt_and_a_private_rest_restore_to_the_uninterrupted_run(tmp_path: Path) -> None:
+    """The prefix has 71 tokens, so what is restored may end within it: it is recognised by all of its tokens."""
+    torch.manual_seed(7)
+    model = LlamaForCausalLM(CONFIG).eval()
+    layout = layout_of(CONFIG, "tiny", "r1", "fp32")
+    prefix = np.array(PROMPT[:71], np.uint32)
+    parties = FakeAuthenticator(
+        a=sharing("a", named(prefix), can_write=True), b=sharing("b", named(prefix), can_write=False)
+    )
+    ours, theirs = PROMPT[:84], PROMPT[:71] + PROMPT[100:120]
+    with AgentThread(tmp_path / "agent.sock", lambda: [dram_tier(1 << 22)], parties) as agent:
+        connectors = {}
+        for name in "ab":
+            client = Client.attach(Target(agent.socket, "pool", name, layout), strict=True)
+            connectors[name] = CacheConnector(PrefixCache(client), CONFIG, layout)
+        kept = DynamicCache(config=CONFIG)
+        run(model, ours, kept)
+        assert connectors["a"].save(ours, kept).published == 5
+
+        restored = connectors["b"].restore(theirs)
+        assert (restored.tokens, restored.loaded.shared_blocks) == (64, 4)
+        whole = DynamicCache(config=CONFIG)
+        expected = run(model, theirs, whole)[:, 64:]
+        resumed = run(model, theirs[64:], restored.cache)
+        assert torch.allclose(expected, resumed, atol=1e-5)
+        assert connectors["b"].save(theirs, restored.cache, first_block=4).published == 1
+        again = connectors["b"].restore(theirs)
+        assert (again.tokens, again.loaded.shared_blocks) == (80, 4)
+        assert np.array_equal(pack(again.cache, layout, 0, 5), pack(restored.cache, layout, 0, 5))
+        assert connectors["b"].restore(PROMPT[:72]).tokens == 64, "the prefix is recognised by all of its tokens"
+        assert connectors["b"].restore(PROMPT[:71]).tokens == 64
+        for connector in connectors.values():
+            connector._cache._client.close()
+
+
+def test_packing_what_was_unpacked_gives_the_same_bytes(model: Any) -> None:
+    cache = DynamicCache(config=CONFIG)
+    run(model, PROMPT[:64], cache)
+    blocks = pack(cache, LAYOUT, 0, 4)
+
+    assert np.array_equal(pack(unpack(blocks, CONFIG, LAYOUT), LAYOUT, 0, 4), blocks)
+    assert np.array_equal(pack(cache, LAYOUT, 1, 3), blocks[1:3])
+    assert not np.array_equal(blocks[0], blocks[1])
+
+
+def test_a_block_is_contiguous_by_layer_kv_head_token_and_dim(model: Any) -> None:
+    cache = DynamicCache(config=CONFIG)
+    run(model, PROMPT[:32], cache)
+    block = pack(cache, LAYOUT, 1, 2)[0].view(np.int16).reshape(3, 2, 2, 16, 16)
+    values = cache.layers[2].values[0, 1, 16:32].view(torch.int16).numpy()
+
+    assert np.array_equal(block[2, 1, 1], values)
+
+
+def test_no_blocks_make_an_empty_cache() -> None:
+    cache = unpack(np.empty((0, LAYOUT.block_bytes), np.uint8), CONFIG, LAYOUT)
+
+    assert cache.get_seq_length() == 0
+
+
+def test_saving_more_than_the_cache_holds_is_refused(model: Any) -> None:
+    cache = DynamicCache(config=CONFIG)
+    run(model, PROMPT[:31], cache)
+    with pytest.raises(InvalidInputError, match="holds 31 tokens, 32 are to be saved"):
+        pack(cache, LAYOUT, 0, 2)
+
+
+def test_sliding_layers_are_refused() -> None:
+    from transformers.cache_utils import DynamicSlidingWindowLayer
+
+    cache = DynamicCache(config=CONFIG)
+    cache.layers[0] = DynamicSlidingWindowLayer(sliding_window=8)
+    with pytest.raises(UnsupportedError, match="DynamicSlidingWindowLayer"):
+        pack(cache, LAYOUT, 0, 1)
+
+
+def test_a_layout_of_another_geometry_is_refused() -> None:
+    other = LlamaConfig(num_hidden_layers=4, hidden_size=128, num_attention_heads=8, num_key_value_heads=2)
+    with pytest.raises(InvalidInputError, match=r"model has .* \(4, 2, 16\), the layout \(3, 2, 16\)"):
+        check_layout(other, LAYOUT)
+
+
+def test_other_rope_parameters_are_another_layout() -> None:
+    other = LlamaConfig(**{**CONFIG.to_dict(), "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
+
+    assert layout_of(other, "test/llama", "r1", "bf16").layout_id() != LAYOUT.layout_id()

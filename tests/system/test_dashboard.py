@@ -1,0 +1,128 @@
+"""The dashboard and the alerts against a real Prometheus that scraped real processes."""
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import prometheus_server
+from controlplane.waiting import wait_until
+from dashboard_queries import PanelQuery, filled, metrics_of, panel_queries, variable_queries
+from kvfleet_telemetry import ready
+from kvfleet_telemetry.catalog_all import BY_NAME
+from prometheus_server import QueryError, Server
+
+pytestmark = pytest.mark.system
+
+ROOT = Path(__file__).resolve().parents[2]
+DASHBOARD = json.loads((ROOT / "dashboards" / "kv-fleet.json").read_text())
+ALERTS = ROOT / "dashboards" / "alerts.yaml"
+QUERIES = list(panel_queries(DASHBOARD))
+ALL = {"pool": ".*", "node": ".*", "tier": ".*", "tenant": ".*"}
+RATE_INTERVAL_S = 4.0  # Four scrapes of a second, as Grafana would choose.
+RANGE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scraped:
+    """A Prometheus that has seen a run from its start."""
+
+    server: Server
+    address: str
+    """Where the process serves its metrics."""
+    started_s: float
+
+    def answers(self, query: PanelQuery) -> int:
+        """How many series the query returns, at its best moment."""
+        expr = filled(query.expr, ALL, RATE_INTERVAL_S, RANGE_S)
+        if query.is_instant:
+            return len(self.server.query(expr))
+        return len(self.server.query_range(expr, self.started_s, time.time(), 1.0))
+
+    def names(self) -> set[str]:
+        """Names of our metrics that have a sample."""
+        series = self.server.query('{__name__=~"kvfleet_.+"}')
+        return {name for s in series for name in metrics_of(s.labels["__name__"])}
+
+
+@pytest.fixture(scope="module")
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
+    folder = tmp_path_factory.mktemp("prometheus")
+    script = Path(__file__).parent / "processes" / "every_metric.py"
+    process = subprocess.Popen([sys.executable, str(script), str(folder / "ready")])
+    try:
+        assert wait_until(lambda: ready.read(folder / "ready") is not None, 20), "the process is not up within 20 s"
+        address = str((ready.read(folder / "ready") or {})["metrics"])
+        started_s = time.time()
+        with prometheus_server.start(folder, {"agent": [address]}, ALERTS) as server:
+            rate = "rate(kvfleet_lookup_blocks_total[4s] offset 2s)"  # So that every step of a range query has a rate.
+            assert server.wait(lambda: bool(server.query(rate)), 20), "no second scrape within 20 s"
+            yield Scraped(server, address, started_s)
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def test_every_metric_of_the_catalogue_is_scraped(scraped: Scraped) -> None:
+    assert scraped.names() == set(BY_NAME)
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=[f"{q.panel}: {q.expr[:40]}" for q in QUERIES])
+def test_every_query_returns_data_where_its_metrics_have_samples(scraped: Scraped, query: PanelQuery) -> None:
+    assert scraped.answers(query) > 0, f"{query.panel}: {query.expr} returned nothing although its metrics have samples"
+
+
+def test_a_query_for_a_metric_that_does_not_exist_returns_nothing(scraped: Scraped) -> None:
+    """Positive control: an empty answer is seen as empty."""
+    assert scraped.answers(PanelQuery("", "sum by (pool) (kvfleet_no_such_metric)", "", is_instant=True)) == 0
+
+
+def test_an_expression_that_does_not_parse_is_an_error(scraped: Scraped) -> None:
+    with pytest.raises(QueryError, match="parse error"):
+        scraped.server.query("sum by (pool (x)")
+
+
+@pytest.mark.parametrize("name", variable_queries(DASHBOARD))
+def test_every_variable_offers_values(scraped: Scraped, name: str) -> None:
+    series, label = variable_queries(DASHBOARD)[name]
+    found = scraped.server.query(filled(series, ALL, RATE_INTERVAL_S, RANGE_S))
+
+    assert {s.labels.get(label) for s in found} - {None}
+
+
+def test_one_pool_can_be_picked_out(scraped: Scraped) -> None:
+    expr = next(q.expr for q in QUERIES if q.panel == "Used and capacity")
+    chosen = filled(expr, {**ALL, "pool": "another"}, RATE_INTERVAL_S, RANGE_S)
+
+    assert scraped.server.query(chosen) == ()
+
+
+def test_promtool_accepts_the_rules_and_their_tests() -> None:
+    for command in (["check", "rules", str(ALERTS)], ["test", "rules", str(ALERTS.with_name("alerts_test.yaml"))]):
+        done = subprocess.run(["promtool", *command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_alerts_ask_only_for_metrics_of_the_catalogue() -> None:
+    assert metrics_of(ALERTS.read_text()) <= set(BY_NAME)
+
+
+def test_prometheus_evaluates_every_rule(scraped: Scraped) -> None:
+    rules = scraped.server.rules()
+
+    assert scraped.server.wait(lambda: all(rule["health"] == "ok" for rule in scraped.server.rules()))
+    assert len(rules) == ALERTS.read_text().count("- alert:")
+
+
+def test_promtool_accepts_what_processes_export(scraped: Scraped) -> None:
+    with urllib.request.urlopen(f"http://{scraped.address}/metrics", timeout=10) as answer:
+        exported = answer.read().decode()
+    done = subprocess.run(["promtool", "check", "metrics"], input=exported, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr

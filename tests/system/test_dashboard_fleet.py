@@ -1,0 +1,60 @@
+"""The dashboard over a real run: control plane, operator, metadata service, two agents, engines of two tenants."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import sample_run
+from dashboard_queries import PanelQuery, filled, metrics_of, panel_queries
+from kvfleet_telemetry.catalog_all import BY_NAME
+from sample_run import SCRAPE_S, Run
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).resolve().parents[2]
+QUERIES = list(panel_queries(json.loads((ROOT / "dashboards" / "kv-fleet.json").read_text())))
+RATE_INTERVAL_S = 4.0
+
+SILENT = {
+    "kvfleet_corrupt_blocks_total": "nothing was damaged",
+    "kvfleet_io_errors_total": "no medium failed",
+    "kvfleet_evicted_blocks_total": "the tiers together were never full",
+    "kvfleet_expired_total": "every lease and reservation was given back",
+    "kvfleet_operator_missed_events_total": "no watch broke",
+    "kvfleet_stray_releases_total": "every lease was released once",
+    "kvfleet_nominations_total": "no block had more copies than are wanted",
+    "kvfleet_quota_rejected_total": "no tenant has a quota",
+    "kvfleet_quota_evicted_total": "no tenant has a quota",
+    "kvfleet_retention_dropped_total": "no tenant bounds how long its blocks are kept",
+    "kvfleet_audit_blocks_total": "nobody read what another tenant wrote",
+}
+"""Metrics that a run without faults may leave without a sample, each with the reason."""
+
+
+def answers(run: Run, query: PanelQuery) -> int:
+    """How many series the query returns, at its best moment of the run."""
+    everything = dict.fromkeys(("pool", "node", "tier", "tenant"), ".*")
+    expr = filled(query.expr, everything, RATE_INTERVAL_S, run.ended_s - run.started_s)
+    return len(run.server.query_range(expr, run.started_s, run.ended_s, SCRAPE_S))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Twelve prefixes of 32 MiB: more than DRAM (256 MiB) and CXL (64 MiB) hold."""
+    with sample_run.started(tmp_path_factory.mktemp("prometheus"), print, sessions=12, rounds=2) as run:
+        yield run
+
+
+def test_every_metric_has_a_sample_or_a_reason_for_having_none(run: Run) -> None:
+    assert set(BY_NAME) - run.names() <= set(SILENT)
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=[f"{q.panel}: {q.expr[:40]}" for q in QUERIES])
+def test_every_query_returns_data_or_asks_for_what_never_happened(run: Run, query: PanelQuery) -> None:
+    found = answers(run, query)
+    silent = {name: SILENT.get(name, "NO REASON") for name in metrics_of(query.expr) - run.names()}
+
+    assert found or silent, f"{query.panel}: {query.expr} returned nothing although all its metrics have samples"
+    assert found or "NO REASON" not in silent.values(), f"{query.panel}: nothing, without samples of {silent}"

@@ -1,0 +1,65 @@
+"""Every example is accepted by a real API server, as it stands."""
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from controlplane import ControlPlane
+from kvfleet_api.schema import CRD_DIR
+
+pytestmark = pytest.mark.system
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+FOLDERS = sorted(p for p in EXAMPLES.iterdir() if p.name[:2].isdigit())
+TRANSCRIPTS = sorted((EXAMPLES / "transcripts").glob("*.jsonl"))
+KINDS = ("kvpools", "kvpoolnodes", "kvtenants", "kvtrustdomains", "kvprefixshares")
+
+
+@pytest.fixture(scope="module")
+def plane(control_plane: ControlPlane) -> Iterator[ControlPlane]:
+    """An API server that knows our kinds and has the examples' namespaces."""
+    namespaces = str(EXAMPLES / "01-quickstart" / "00-namespaces.yaml")
+    control_plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRD_DIR))
+    control_plane.kubectl("wait", "--for=condition=Established", *(f"crd/{k}.kvfleet.io" for k in KINDS))
+    control_plane.kubectl("apply", "-f", namespaces)
+    yield control_plane
+    control_plane.kubectl("delete", "--wait=false", "-f", namespaces)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
+def test_an_example_is_accepted_as_it_stands(plane: ControlPlane, folder: Path) -> None:
+    told = plane.kubectl("apply", "--dry-run=server", "-f", str(folder))
+
+    assert told.count("(server dry run)") >= 2
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
+def test_an_example_has_a_readme_that_says_how_to_apply_it(folder: Path) -> None:
+    assert f"kubectl apply -f examples/{folder.name}/" in (folder / "README.md").read_text()
+
+
+def test_the_examples_table_names_every_folder() -> None:
+    table = (EXAMPLES / "README.md").read_text()
+
+    assert FOLDERS
+    assert all(f"`{folder.name}`" in table for folder in FOLDERS)
+
+
+@pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda p: p.stem[:8])
+def test_a_transcript_has_turns_in_order_that_each_add_something(path: Path) -> None:
+    turns = [json.loads(line) for line in path.read_text().splitlines()]
+
+    assert len(turns) >= 6
+    assert all(turn["appended"] and turn["output"] for turn in turns)
+    assert all(a["timestamp_us"] <= b["timestamp_us"] for a, b in pairwise(turns))
+
+
+def test_transcripts_come_with_their_licence_and_stay_small() -> None:
+    folder = EXAMPLES / "transcripts"
+
+    assert "Apache License" in (folder / "LICENSE").read_text()
+    assert "16a14ada" in (folder / "README.md").read_text()
+    assert sum(p.stat().st_size for p in folder.iterdir()) < 300_000

@@ -1,0 +1,261 @@
+"""Laws of provisioning, sweeping and reporting, over backends that are made, fail and come back on order."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from agent_doubles import LAYOUT_ID, SCOPE, Clock, DictBackend, FakeAuthenticator, digest, make_core, secret
+from agent_engine import steps_until
+
+from kvfleet_agent import observe, report
+from kvfleet_agent.backends.base import Record, SlotRef, TierBackend
+from kvfleet_agent.backends.host_dram import open_host_dram
+from kvfleet_agent.place import Place
+from kvfleet_agent.ports import DirectoryState
+from kvfleet_agent.provision import RETRY_S, Provisioner
+from kvfleet_agent.sweep import ERASE_GRACE_S, Sweeper
+from kvfleet_api.blocks import BlockKey, ScopeId, ScopeSecret
+from kvfleet_api.checksum import checksum
+from kvfleet_api.conditions import Condition, find
+from kvfleet_api.errors import BackendFailedError, InvalidInputError, TierFullError, UnsupportedError
+from kvfleet_api.models.base import ObjectMeta
+from kvfleet_api.models.pool import HostDramTier, NvmeTier
+from kvfleet_api.models.poolnode import KVPoolNode, KVPoolNodeSpec, KVPoolNodeStatus, NodeDrain, NodeTier
+from kvfleet_api.tiers import TierType
+
+pytestmark = pytest.mark.unit
+
+MIB = 1 << 20
+
+
+def dram(capacity_bytes: int = MIB) -> NodeTier:
+    settings = HostDramTier(page_size="4Ki")
+    return NodeTier(name="dram", type=TierType.HOST_DRAM, capacity_bytes=capacity_bytes, host_dram=settings)
+
+
+def nvme(capacity_bytes: int = 4 * MIB, path: str = "/nowhere/at/all") -> NodeTier:
+    return NodeTier(name="nvme", type=TierType.NVME, capacity_bytes=capacity_bytes, nvme=NvmeTier(path=path))
+
+
+class Recovering(DictBackend):
+    """Finds blocks of an earlier run, some of them twice; or fails to."""
+
+    def __init__(self, records: list[int], *, is_broken: bool = False) -> None:
+        super().__init__(4 * MIB)
+        self.records = records
+        self.is_broken = is_broken
+        self.gate = asyncio.Event()
+        """What holds the recovery up once its blocks are told, when the machine is slow."""
+        self.gate.set()
+
+    async def recover(self) -> AsyncIterator[tuple[SlotRef, Record]]:
+        for number in self.records:
+            slot = self.reserve(SCOPE, 4096)
+            parent = digest(number - 1) if number > 1 else b""
+            key = BlockKey(SCOPE, digest(number))
+            yield slot, Record(key, parent, LAYOUT_ID, "raw", 4096, 4096, b"0" * 16, 3)
+        await self.gate.wait()
+        if self.is_broken:
+            raise BackendFailedError("Input/output error")
+
+
+class Machine:
+    """Makes backends, or raises what it is told to."""
+
+    def __init__(self) -> None:
+        self.refuses: dict[str, Exception] = {}
+        self.records: list[int] = []
+        self.is_broken = False
+        self.is_slow = False
+        self.made: list[str] = []
+
+    async def make(self, spec: NodeTier) -> TierBackend:
+        if spec.name in self.refuses:
+            raise self.refuses[spec.name]
+        self.made.append(spec.name)
+        if spec.host_dram is not None:
+            return open_host_dram(spec.host_dram, spec.capacity_bytes, ())
+        found = Recovering(self.records, is_broken=self.is_broken)
+        if self.is_slow:
+            found.gate.clear()
+        return found
+
+
+class Forgetful(FakeAuthenticator):
+    """Knows no scope."""
+
+    def secret(self, scope: ScopeId) -> ScopeSecret | None:  # noqa: ARG002  The signature of what it stands for.
+        return None
+
+
+class Setup:
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.machine = Machine()
+        self.core = make_core([], self.clock)
+        self.provisioner = Provisioner(self.core.node, self.machine.make, 1 << 40)
+
+    def conditions(self, **drain: object) -> tuple[Condition, ...]:
+        return self.status(**drain).conditions
+
+    def status(self, **drain: object) -> KVPoolNodeStatus:
+        spec = KVPoolNodeSpec(
+            pool_ref="pool", node_name="node", tiers=(), revision="r7", drain=NodeDrain.model_validate(drain)
+        )
+        pool_node = KVPoolNode(metadata=ObjectMeta(name="pool.node", generation=5), spec=spec)
+        seen = observe.observe(self.core, self.provisioner, pool_node, "0.1", directory=DirectoryState.ANSWERS)
+        return report.build_status(seen)
+
+
+@pytest.fixture
+async def at() -> AsyncIterator[Setup]:
+    made = Setup()
+    yield made
+    await made.core.close()
+    await made.provisioner.close()
+
+
+async def test_a_tier_takes_nothing_new_until_its_last_run_is_entered(at: Setup) -> None:
+    at.machine.records, at.machine.is_slow = [1, 2], True
+    opening = asyncio.ensure_future(at.provisioner.apply([nvme()]))
+    await steps_until(lambda: bool(at.core.node.tiers))
+    (tier,) = at.core.node.tiers
+
+    assert tier.phase(0.0) == "Pending"
+    assert not tier.facts(0.0).takes_writes
+    with pytest.raises(TierFullError, match="nvme: the blocks of an earlier run"):
+        tier.take(SCOPE, "a", 4096)
+    assert isinstance(tier.backend, Recovering)
+    tier.backend.gate.set()
+    await opening
+    tier.take(SCOPE, "a", 4096)
+    assert (tier.blocks, tier.phase(0.0)) == (2, "Ready")
+
+
+def reason(conditions: tuple[Condition, ...], type_: str) -> tuple[str, str]:
+    found = find(conditions, type_)
+    assert found is not None
+    return found.status, found.reason
+
+
+async def test_a_failed_tier_costs_no_other_and_comes_back_by_itself(at: Setup) -> None:
+    at.machine.refuses["nvme"] = InvalidInputError("/data: Permission denied; the agent must be able to write there")
+    await at.provisioner.apply([dram(), nvme()])
+    status = at.status()
+    assert [t.phase for t in status.tiers] == ["Ready", "Failed"]
+    assert "Permission denied" in status.tiers[1].last_error
+    assert reason(status.conditions, "TierReady") == ("False", "TierFailed")
+    assert reason(status.conditions, "Ready") == ("True", "Serving")
+
+    del at.machine.refuses["nvme"]
+    await at.provisioner.apply([dram(), nvme()])
+    assert at.machine.made == ["dram"]
+    at.clock.now_s += RETRY_S
+    await at.provisioner.apply([dram(), nvme()])
+
+    assert [t.phase for t in at.status().tiers] == ["Ready", "Ready"]
+    assert [t.level for t in at.core.node.tiers] == [0, 1]
+
+
+async def test_what_the_machine_lacks_is_a_missing_device(at: Setup) -> None:
+    at.machine.refuses["nvme"] = UnsupportedError("install torch")
+    await at.provisioner.apply([dram(), nvme()])
+
+    assert reason(at.conditions(), "DevicePresent") == ("False", "DeviceMissing")
+
+
+async def test_more_than_there_is_is_clamped_and_said(at: Setup) -> None:
+    await at.provisioner.apply([dram(1 << 41)])
+
+    assert reason(at.conditions(), "CapacitySatisfied") == ("False", "InsufficientCapacity")
+    assert at.core.node.tiers[0].backend.capacity_bytes <= 1 << 40
+
+
+async def test_blocks_of_an_earlier_run_are_there_again_and_doubles_are_not(at: Setup) -> None:
+    at.machine.records = [3, 1, 2, 3]
+    await at.provisioner.apply([dram(), nvme()])
+
+    tier = at.core.node.tier("nvme")
+    assert tier is not None
+    assert tier.blocks == 3
+    assert tier.backend.used_bytes == 3 * 4096
+    assert at.core.node.index.blockers(next(e for e in at.core.node.index if e.digest == digest(1)), 7) == 1
+
+
+async def test_a_store_that_breaks_while_it_is_read_is_a_failed_tier_without_blocks(at: Setup) -> None:
+    at.machine.records, at.machine.is_broken = [1, 2], True
+    await at.provisioner.apply([dram(), nvme()])
+
+    assert [t.phase for t in at.status().tiers] == ["Ready", "Failed"]
+    assert len(at.core.node.index) == 0
+    assert [t.name for t in at.core.node.tiers] == ["dram"]
+
+
+async def test_a_tier_that_is_no_longer_declared_goes_with_its_copies(at: Setup) -> None:
+    at.machine.records = [1, 2]
+    await at.provisioner.apply([dram(), nvme()])
+    await at.provisioner.apply([dram()])
+
+    assert len(at.core.node.index) == 0
+    assert [t.name for t in at.status().tiers] == ["dram"]
+
+
+async def test_a_tier_in_front_of_others_gets_its_level_and_the_books_follow(at: Setup) -> None:
+    at.machine.records = [1, 2, 3]
+    await at.provisioner.apply([nvme()])
+    await at.provisioner.apply([dram(), nvme()])
+
+    assert {e.level for e in at.core.node.index} == {1}
+    first = at.core.node.index.find(SCOPE, digest(1))
+    assert first is not None
+    assert (at.core.node.index.blockers(first, 0), at.core.node.index.blockers(first, 1)) == (0, 1)
+
+
+async def test_a_scope_without_a_secret_is_erased_after_the_grace_and_not_before(at: Setup) -> None:
+    at.machine.records = [1, 2]
+    await at.provisioner.apply([dram(), nvme()])
+    sweeper = Sweeper(at.core, Forgetful())
+    sweeper.expire()
+    at.clock.now_s += ERASE_GRACE_S - 0.1
+    sweeper.expire()
+    assert len(at.core.node.index) == 2
+    at.clock.now_s += 0.1
+    sweeper.expire()
+    assert len(at.core.node.index) == 0
+
+
+async def test_a_drain_is_done_when_all_that_is_left_survives(at: Setup) -> None:
+    await at.provisioner.apply([dram(), nvme()])
+    assert reason(at.conditions(), "Draining") == ("False", "NotRequested")
+    core, node = at.core, at.core.node
+    place = Place(1, "a", secret(SCOPE), LAYOUT_ID, 4096)
+    made = core.writer.reserve_now(place, b"", [digest(1), digest(2)])
+    for r in made:
+        assert r is not None
+        mappable = r.tier.mappable
+        assert mappable is not None
+        block = mappable.view(r.slot)
+        core.writer.publish_now(1, [r.id], [checksum(block[:4096], r.entry.digest, node.epoch, r.slot.stamp)])
+    node.is_draining = True
+    assert reason(at.conditions(requested=True), "Draining") == ("True", "MovingBlocks")
+    assert reason(at.conditions(requested=True, mode="Drop"), "Draining") == ("False", "Drained")
+    late = at.conditions(requested=True, deadline="2020-01-01T00:00:00Z")
+    assert reason(late, "Draining") == ("True", "DeadlinePassed")
+
+    await Sweeper(core, FakeAuthenticator())._tend()
+
+    assert reason(at.conditions(requested=True), "Draining") == ("False", "Drained")
+    assert core.writer.reserve_now(place, b"", [digest(9)]) == []
+
+
+async def test_every_condition_speaks_of_the_generation_that_was_observed(at: Setup) -> None:
+    await at.provisioner.apply([dram()])
+    status = at.status()
+    assert status.observed_generation == 5
+    assert status.observed_revision == "r7"
+    assert {c.observed_generation for c in status.conditions} == {5}
+
+
+async def test_without_a_memory_tier_the_node_is_not_ready(at: Setup) -> None:
+    await at.provisioner.apply([nvme()])
+    assert reason(at.conditions(), "Ready") == ("False", "NoMemoryTier")

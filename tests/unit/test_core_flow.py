@@ -1,0 +1,300 @@
+"""Laws of the core's verbs over a real memory tier and a dict tier below it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from agent_doubles import (
+    BLOCK_BYTES,
+    LAYOUT_ID,
+    OTHER_SCOPE,
+    SCOPE,
+    Clock,
+    DictBackend,
+    bytes_of,
+    dict_tier,
+    digest,
+    dram_tier,
+    make_core,
+    secret,
+)
+
+from kvfleet_agent.core import Core
+from kvfleet_agent.gate import Priority
+from kvfleet_agent.leases import Stray
+from kvfleet_agent.place import Place
+from kvfleet_agent.reader import Read
+from kvfleet_agent.writer import PUBLISHED, REFUSED
+from kvfleet_api.blocks import ScopeId
+from kvfleet_api.checksum import checksum
+
+pytestmark = pytest.mark.unit
+
+SLOTS = 16
+
+
+def place(owner: int = 1, scope: ScopeId = SCOPE) -> Place:
+    return Place(owner, "a", secret(scope), LAYOUT_ID, BLOCK_BYTES)
+
+
+async def store(core: Core, numbers: Sequence[int], parent: bytes = b"", at: Place | None = None) -> bytes:
+    """Reserve, write and publish blocks as a chain; returns the results."""
+    made = await core.writer.reserve(at or place(), parent, [digest(n) for n in numbers])
+    fresh = [(r, n) for r, n in zip(made, numbers, strict=False) if r is not None]
+    sums = []
+    for reservation, number in fresh:
+        mappable = reservation.tier.mappable
+        assert mappable is not None
+        mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(number)
+        sums.append(checksum(bytes_of(number), digest(number), core.node.epoch, reservation.slot.stamp))
+    return core.writer.publish_now((at or place()).owner, [r.id for r, _ in fresh], sums)
+
+
+def bytes_read(core: Core, read: Read) -> bytes:
+    tier, slot, record = read.lease.residence
+    mappable = tier.mappable
+    assert mappable is not None
+    content = bytes(mappable.view(slot)[: record.raw_bytes])
+    assert checksum(content, read.lease.entry.digest, core.node.epoch, slot.stamp) == record.checksum
+    return content
+
+
+async def load(core: Core, numbers: Sequence[int], at: Place | None = None) -> list[Read]:
+    return await core.reader.acquire(at or place(), [digest(n) for n in numbers], 30.0, 1.0)
+
+
+@pytest.fixture
+async def core() -> AsyncIterator[Core]:
+    made = make_core([dram_tier(SLOTS * BLOCK_BYTES), dict_tier("nvme", 64 * BLOCK_BYTES, 1, 2)], Clock())
+    yield made
+    await made.close()
+    for tier in made.node.tiers:
+        await tier.backend.close()
+
+
+def used(core: Core, name: str) -> int:
+    tier = core.node.tier(name)
+    assert tier is not None
+    return tier.backend.used_bytes
+
+
+async def test_what_was_published_is_read_back(core: Core) -> None:
+    assert await store(core, [1, 2, 3]) == bytes([PUBLISHED] * 3)
+
+    reads = await load(core, [1, 2, 3, 4])
+
+    assert [bytes_read(core, r) for r in reads] == [bytes_of(n) for n in (1, 2, 3)]
+    assert {r.source for r in reads} == {"dram"}
+
+
+async def test_nothing_can_be_read_before_it_is_published(core: Core) -> None:
+    await core.writer.reserve(place(), b"", [digest(1)])
+
+    assert await load(core, [1]) == []
+
+
+async def test_wrong_bytes_are_refused_and_their_slot_is_given_back(core: Core) -> None:
+    made = core.writer.reserve_now(place(), b"", [digest(1)])
+    assert made[0] is not None
+
+    assert core.writer.publish_now(1, [made[0].id], [b"0" * 16]) == bytes([REFUSED])
+    assert used(core, "dram") == 0
+    assert len(core.node.index) == 0
+
+
+async def test_a_block_that_exists_is_not_reserved_again(core: Core) -> None:
+    await store(core, [1])
+
+    made = core.writer.reserve_now(place(2), b"", [digest(1), digest(2)])
+
+    assert made[0] is None
+    assert made[1] is not None
+
+
+async def test_a_reservation_of_somebody_else_cannot_be_published(core: Core) -> None:
+    made = core.writer.reserve_now(place(1), b"", [digest(1)])
+    assert made[0] is not None
+
+    assert core.writer.publish_now(2, [made[0].id], [b"0" * 16]) == bytes([REFUSED])
+    assert len(core.node.reservations) == 1
+
+
+async def test_blocks_beyond_memory_are_demoted_and_come_back_the_same(core: Core) -> None:
+    numbers = list(range(1, 41))
+    for n in numbers:
+        assert await store(core, [n], digest(n - 1) if n > 1 else b"") == bytes([PUBLISHED])
+
+    for first in range(0, 40, 8):
+        reads = await load(core, numbers[: first + 8])
+        assert [bytes_read(core, r) for r in reads][first:] == [bytes_of(n) for n in numbers[first : first + 8]][
+            : max(0, len(reads) - first)
+        ]
+        core.release(1, [r.lease.id for r in reads])
+    assert len(core.node.index) == 40
+
+
+async def test_a_leased_block_stays_where_it_is(core: Core) -> None:
+    await store(core, [1])
+    read = (await load(core, [1]))[0]
+
+    for n in range(2, 40):
+        await store(core, [n])
+
+    assert bytes_read(core, read) == bytes_of(1)
+
+
+async def test_a_full_tier_of_leased_blocks_gives_no_slot_and_waits_no_longer_than_its_bound(core: Core) -> None:
+    await store(core, list(range(1, SLOTS + 1)))
+    await load(core, list(range(1, SLOTS + 1)))
+
+    assert await store(core, [99]) == b""
+
+
+async def test_the_end_of_a_connection_releases_everything(core: Core) -> None:
+    await store(core, [1, 2])
+    await load(core, [1, 2])
+    core.writer.reserve_now(place(), b"", [digest(3), digest(4)])
+    before = used(core, "dram")
+
+    core.node.end_owner(1)
+
+    assert len(core.node.leases) == 0
+    assert len(core.node.reservations) == 0
+    assert used(core, "dram") == before - 2 * BLOCK_BYTES
+
+
+async def test_another_scope_gets_an_extent_when_the_tier_is_full(core: Core) -> None:
+    await store(core, list(range(1, SLOTS + 1)))
+
+    assert await store(core, [77], at=place(2, OTHER_SCOPE)) == bytes([PUBLISHED])
+    assert len(core.node.index) == SLOTS + 1
+
+
+async def test_scopes_do_not_see_each_other(core: Core) -> None:
+    await store(core, [1])
+
+    assert core.reader.lookup_now(place(2, OTHER_SCOPE), [digest(1)]) == [None]
+    assert await load(core, [1], place(2, OTHER_SCOPE)) == []
+
+
+async def test_one_pass_over_the_watermark_takes_a_whole_chain_from_its_end(core: Core) -> None:
+    await store(core, list(range(1, SLOTS + 1)))
+    dram = core.node.tiers[0]
+
+    await core.room.trim(dram)
+
+    policy = core.node.spec.policy.eviction
+    assert dram.fill_ratio * 100 <= policy.low_watermark_percent
+    stayed = sorted(int.from_bytes(e.digest, "big") for e in dram.residents())
+    assert stayed == list(range(1, len(stayed) + 1))
+
+
+async def test_a_corrupt_copy_below_is_a_miss_and_goes_away(core: Core) -> None:
+    for n in range(1, 41):
+        await store(core, [n], digest(n - 1) if n > 1 else b"")
+    nvme = core.node.tier("nvme")
+    assert nvme is not None
+    assert isinstance(nvme.backend, DictBackend)
+    low = next(e for e in core.node.index if e.residences[0].tier is nvme)
+    nvme.backend.stored[low.residences[0].slot.stamp] = b"x" * BLOCK_BYTES
+
+    reads = await core.reader.acquire(place(), [low.digest], 30.0, 1.0)
+
+    assert reads == []
+    assert core.node.index.find(SCOPE, low.digest) is None
+
+
+async def test_a_failing_lower_tier_costs_blocks_but_no_writer(core: Core) -> None:
+    nvme = core.node.tier("nvme")
+    assert nvme is not None
+    assert isinstance(nvme.backend, DictBackend)
+    nvme.backend.fails_writes = True
+
+    for n in range(1, 41):
+        assert await store(core, [n], digest(n - 1) if n > 1 else b"") == bytes([PUBLISHED])
+
+    assert nvme.backend.used_bytes == 0
+    assert nvme.last_error == "No space left on device"
+
+
+async def test_a_message_that_comes_twice_or_late_is_carried_out_once(core: Core) -> None:
+    made = await core.writer.reserve(place(), b"", [digest(1), digest(2)])
+    ids, sums = [], []
+    for number, reservation in enumerate(made, start=1):
+        assert reservation is not None
+        assert reservation.tier.mappable is not None
+        reservation.tier.mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(number)
+        ids.append(reservation.id)
+        sums.append(checksum(bytes_of(number), digest(number), core.node.epoch, reservation.slot.stamp))
+
+    assert core.writer.publish_now(1, [ids[0], ids[0]], [sums[0], sums[0]]) == bytes([PUBLISHED, PUBLISHED])
+    assert core.writer.publish_now(2, ids, sums) == bytes([REFUSED, REFUSED]), "another's"
+    assert core.abandon(1, ids) == 1, "what is published cannot be given back"
+    assert core.abandon(1, ids) == 0
+    assert core.writer.publish_now(1, ids, sums) == bytes([PUBLISHED, REFUSED]), "as before, and after the abandon"
+    assert len(core.node.reservations) == 0
+    assert [len(await load(core, [1, 2]))] == [1]
+
+
+async def test_releases_tell_what_was_wrong_with_them(core: Core) -> None:
+    await store(core, [1, 2])
+    reads = await load(core, [1, 2])
+    ids = [r.lease.id for r in reads]
+    table, now_s = core.node.leases, core.node.clock()
+
+    assert table.release(2, ids, now_s).strays == {Stray.FOREIGN: 2}
+    assert table.release(1, [ids[0], ids[0], 10_000, 0], now_s).strays == {Stray.DOUBLE: 1, Stray.UNKNOWN: 2}
+    assert table.release(2, ids[:1], now_s).strays == {Stray.FOREIGN: 1}
+    late = table.release(1, ids[1:], now_s + 30.0)
+    assert (late.valid, len(late.late), late.strays) == ((), 1, {Stray.LATE: 1})
+    assert table.release(1, ids[1:], now_s).strays == {Stray.LATE: 1}
+    assert len(table) == 0
+
+
+async def test_a_corrupt_block_in_memory_goes_when_its_reader_says_so(core: Core) -> None:
+    await store(core, [1])
+    (read,) = await load(core, [1])
+    tier, slot, _ = read.lease.residence
+    assert core.reader.inspect(1, [read.lease.id]) == 0, "nothing is wrong with it"
+    assert tier.mappable is not None
+    tier.mappable.view(slot)[0] ^= 1
+    assert core.reader.inspect(2, [read.lease.id]) == 0, "another's lease"
+    assert core.reader.inspect(1, [read.lease.id]) == 1
+    assert core.node.index.find(SCOPE, digest(1)) is None
+    assert core.release(1, [read.lease.id]) == 1
+    assert await store(core, [1]) == bytes([PUBLISHED])
+
+
+async def test_a_slot_waits_for_the_readers_of_its_own_copy_alone(core: Core) -> None:
+    await store(core, [1])
+    (read,) = await load(core, [1])
+    entry = read.lease.entry
+    low = core.node.tiers[1]
+    await core.room.sink_into(entry, core.node.tiers[0], low, Priority.DEMOTE)
+    copy = entry.residence(low)
+    assert copy is not None
+    core.node.copy_failed(entry, copy, is_corrupt=True)
+    assert low.backend.used_bytes == 0, "nobody reads the lower copy"
+    core.node.drop_block(entry, "erased")
+    assert core.node.tiers[0].backend.used_bytes == BLOCK_BYTES
+    core.release(1, [read.lease.id])
+    assert core.node.tiers[0].backend.used_bytes == 0
+    assert not core.node.condemned
+
+
+async def test_a_block_that_is_erased_before_its_transfer_begins_is_a_miss(core: Core) -> None:
+    await store(core, [1])
+    entry = core.reader.lookup_now(place(), [digest(1)])[0]
+    assert entry is not None
+    memory = core.node.tier("dram")
+    assert memory is not None
+    assert await core.room.sink_into(entry, memory, core.node.tiers[1], Priority.DEMOTE)
+    core.node.evict(entry, memory, "room")
+
+    assert core.fetcher.start_prefetch(entry)
+    core.node.drop_scope(SCOPE, "erased")
+
+    assert await load(core, [1]) == []
+    await asyncio.gather(*core.fetcher._tasks)
+    assert entry.move is None
+    assert used(core, "dram") == used(core, "nvme") == 0

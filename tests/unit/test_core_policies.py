@@ -1,0 +1,127 @@
+"""Laws of placement, admission and recompute-or-fetch."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvfleet_agent.limits import grant
+from kvfleet_agent.policy.admission import Admission, AdmissionInputs, admit
+from kvfleet_agent.policy.placement import TierFacts, next_lower
+from kvfleet_agent.policy.recompute import CostInputs, Source, choose
+from kvfleet_agent.provision_plan import Close, Open, Resize, plan
+from kvfleet_api.models.pool import HostDramTier, NvmeTier
+from kvfleet_api.models.poolnode import NodeTier
+from kvfleet_api.tiers import TierType
+
+pytestmark = pytest.mark.unit
+
+facts = st.lists(
+    st.builds(TierFacts, st.just(""), st.just(0), st.booleans(), st.booleans(), st.booleans()), max_size=8
+).map(
+    lambda drawn: [TierFacts(f"t{i}", i, f.takes_writes, f.survives_restart, f.is_memory) for i, f in enumerate(drawn)]
+)
+
+
+@given(tiers=facts, level=st.integers(0, 8), must_survive=st.booleans())
+def test_a_block_goes_to_the_fastest_slower_tier_that_may_take_it(
+    tiers: list[TierFacts], level: int, *, must_survive: bool
+) -> None:
+    fit = [
+        t
+        for t in tiers
+        if t.level > level and t.takes_writes and (not must_survive or (t.survives_restart and not t.is_memory))
+    ]
+    assert next_lower(tiers, level, must_survive=must_survive).target == (fit[0].name if fit else None)
+
+
+@given(st.floats(0, 2), st.floats(0.1, 1), st.integers(0, 5))
+def test_blocks_of_sessions_that_came_back_are_never_sent_down(fill: float, high: float, turns: int) -> None:
+    choice = admit(AdmissionInputs("Auto", fill, high, turns))
+    assert (choice.admission is Admission.DEMOTE) == (turns == 0 and fill > high)
+    assert admit(AdmissionInputs("Always", fill, high, turns)).admission is Admission.KEEP
+    assert admit(AdmissionInputs("Never", fill, high, turns)).admission is Admission.DEMOTE
+
+
+costs = st.builds(
+    CostInputs,
+    policy=st.sampled_from(["CostModel", "AlwaysFetch"]),
+    blocks=st.integers(1, 1000),
+    block_tokens=st.integers(1, 256),
+    stored_bytes=st.integers(1, 1 << 32),
+    queued_bytes=st.integers(0, 1 << 32),
+    read_latency_s=st.floats(0, 1),
+    read_bytes_per_s=st.floats(0, 1e11),
+    prefill_tokens_per_s=st.floats(1, 1e6),
+)
+
+
+@given(costs)
+def test_the_cheaper_source_is_taken_and_an_unmeasured_tier_is_fetched_from(inputs: CostInputs) -> None:
+    choice = choose(inputs)
+    if inputs.policy == "AlwaysFetch" or inputs.read_bytes_per_s <= 0:
+        assert choice.source is Source.FETCH
+    else:
+        assert (choice.source is Source.FETCH) == (choice.fetch_s <= choice.recompute_s)
+
+
+@given(costs, st.integers(1, 1 << 32))
+def test_a_longer_queue_never_makes_fetching_cheaper(inputs: CostInputs, more_bytes: int) -> None:
+    import dataclasses
+
+    longer = dataclasses.replace(inputs, queued_bytes=inputs.queued_bytes + more_bytes)
+    assert choose(longer).fetch_s >= choose(inputs).fetch_s
+
+
+def dram(name: str, capacity_bytes: int) -> NodeTier:
+    return NodeTier(name=name, type=TierType.HOST_DRAM, capacity_bytes=capacity_bytes, host_dram=HostDramTier())
+
+
+def nvme(name: str, capacity_bytes: int, path: str = "/data") -> NodeTier:
+    return NodeTier(name=name, type=TierType.NVME, capacity_bytes=capacity_bytes, nvme=NvmeTier(path=path))
+
+
+sizes = st.integers(1, 1 << 44)
+wishes = st.lists(
+    st.one_of(
+        st.builds(dram, st.sampled_from("abc"), sizes),
+        st.builds(nvme, st.sampled_from("abc"), sizes, st.sampled_from(["/x", "/y"])),
+    ),
+    max_size=3,
+    unique_by=lambda t: t.name,
+)
+
+
+@given(wishes, sizes, sizes)
+def test_no_tier_gets_more_than_it_wants_or_the_machine_has(wish: list[NodeTier], memory: int, disk: int) -> None:
+    limits = grant(wish, memory, {t.name: disk for t in wish if t.type is TierType.NVME})
+    assert sum(limits[t.name].granted_bytes for t in wish if t.type is TierType.HOST_DRAM) <= memory
+    for tier in wish:
+        limit = limits[tier.name]
+        assert 0 <= limit.granted_bytes <= tier.capacity_bytes
+        assert bool(limit.message) == (limit.granted_bytes < tier.capacity_bytes)
+        assert tier.type is not TierType.NVME or limit.granted_bytes <= disk
+
+
+@given(wishes, wishes)
+def test_a_plan_reaches_the_wish_and_is_then_empty(wanted: list[NodeTier], have: list[NodeTier]) -> None:
+    up = {t.name: t for t in have}
+    steps = plan(wanted, up)
+    kinds = [type(s) for s in steps]
+    assert kinds == sorted(kinds, key=[Close, Resize, Open].index)
+    for step in steps:
+        match step:
+            case Close(name):
+                del up[name]
+            case Resize(spec):
+                up[spec.name] = up[spec.name].model_copy(update={"capacity_bytes": spec.capacity_bytes})
+            case Open(spec):
+                assert spec.name not in up
+                up[spec.name] = spec
+    assert up == {t.name: t for t in wanted}
+    assert plan(wanted, up) == ()
+
+
+@given(wishes)
+def test_a_tier_that_is_down_is_opened_again_only_when_a_retry_is_due(wanted: list[NodeTier]) -> None:
+    assert plan(wanted, {}, is_retry_due=False) == ()
+    assert plan(wanted, {}) == tuple(Open(t) for t in wanted)

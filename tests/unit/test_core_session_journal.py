@@ -1,0 +1,56 @@
+"""Laws of the journal of sessions: what it keeps, and what a torn end costs."""
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvfleet_agent.session_journal import Remembered, SessionJournal
+
+pytestmark = pytest.mark.unit
+
+notes = st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.integers(0, 9))), max_size=30)
+
+
+@given(notes=notes, cut=st.integers(0, 400))
+def test_the_journal_keeps_the_newest_note_and_a_torn_end_costs_only_itself(
+    notes: list[tuple[int, int | None]], cut: int
+) -> None:
+    asyncio.run(_written_and_torn(notes, cut))
+
+
+async def _written_and_torn(notes: list[tuple[int, int | None]], cut: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "journal"
+        journal = SessionJournal(path)
+        states: list[dict[bytes, int]] = [{}]
+        for key, turns in notes:
+            name = bytes([key]) * 16
+            past = Remembered("idle", "", b"", turns, 0, 0.0, (("scope", name),)) if turns is not None else None
+            journal.note(name, past)
+            await journal.flush()
+            now = {k: v for k, v in states[-1].items() if k != name}
+            states.append(now | ({name: turns} if turns is not None else {}))
+        whole = _load(path)
+        assert _turns(whole) == states[-1]
+        if path.exists():
+            path.write_bytes(path.read_bytes()[: max(0, path.stat().st_size - cut)])
+            torn = _load(path)
+            assert _turns(torn) in states
+            torn.note(b"z" * 16, Remembered("idle", "", b"", 1, 0, 0.0, ()))
+            await torn.flush()
+            assert _load(path).find(b"z" * 16) is not None, "what follows a torn end can be read"
+
+
+def _load(path: Path) -> SessionJournal:
+    journal = SessionJournal(path)
+    journal.load()
+    return journal
+
+
+def _turns(journal: SessionJournal) -> dict[bytes, int]:
+    found = {bytes([k]) * 16: journal.find(bytes([k]) * 16) for k in range(6)}
+    return {name: past.turns for name, past in found.items() if past is not None}

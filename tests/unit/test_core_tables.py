@@ -1,0 +1,242 @@
+"""Laws of leases, reservations, sessions, the epoch and the gate."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from agent_doubles import LAYOUT_ID, SCOPE, dict_tier, digest, make_node
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvfleet_agent.backends.base import Record
+from kvfleet_agent.buffers import Buffers
+from kvfleet_agent.gate import Gate, Priority
+from kvfleet_agent.index import Entry, Index, Residence
+from kvfleet_agent.leases import LeaseTable
+from kvfleet_agent.node import Node
+from kvfleet_agent.sessions import GUARD_S, HEADS_MAX, SessionState, SessionTable
+from kvfleet_agent.state import NONCE_BITS, next_epoch
+from kvfleet_api.blocks import BlockKey
+from kvfleet_api.errors import InvalidInputError, RetryableError, UnsupportedError
+
+pytestmark = pytest.mark.unit
+
+
+def entry(number: int = 1, parent: bytes = b"") -> Entry:
+    return Entry(SCOPE, digest(number), parent, LAYOUT_ID, 0.0)
+
+
+def residence_of(node: Node, made: Entry, name: str) -> Residence:
+    tier = node.tier(name)
+    assert tier is not None
+    slot = tier.take(SCOPE, "a", 4096)
+    record = Record(BlockKey(SCOPE, made.digest), made.parent, LAYOUT_ID, "raw", 4096, 4096, b"0" * 16, 7)
+    return Residence(tier, slot, record)
+
+
+leases = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3), st.integers(1, 20)), max_size=30)
+
+
+@given(leases, st.integers(0, 25), st.integers(1, 3))
+def test_a_block_is_held_exactly_while_a_lease_of_it_lives(
+    granted: list[tuple[int, int, int]], now_s: int, dead: int
+) -> None:
+    table, blocks = LeaseTable(), [entry(n) for n in range(4)]
+    where = Residence(None, None, None)  # type: ignore[arg-type]
+    made = [table.grant(owner, blocks[b], where, float(expires)) for owner, b, expires in granted]
+
+    expired = table.sweep(float(now_s))
+    ended = table.end_owner(dead)
+
+    live = [m for m in made if m.expires_s > now_s and m.owner != dead]
+    assert {m.id for m in expired} == {m.id for m in made if m.expires_s <= now_s}
+    assert {m.id for m in ended} == {m.id for m in made if m.expires_s > now_s and m.owner == dead}
+    assert len(table) == len(live)
+    for block in blocks:
+        assert (block.leases or set()) == {m.id for m in live if m.entry is block}
+        assert block.is_held == bool(block.leases)
+
+
+def test_a_lease_of_somebody_else_cannot_be_ended_and_none_ends_twice() -> None:
+    table = LeaseTable()
+    lease = table.grant(1, entry(), Residence(None, None, None), 9.0)  # type: ignore[arg-type]
+    assert table.end(2, [lease.id]) == []
+    assert table.end(1, [lease.id, lease.id, 99]) == [lease]
+    assert table.end(1, [lease.id]) == []
+
+
+def test_a_decoding_session_guards_its_heads_and_an_idle_one_nothing() -> None:
+    table, chain = SessionTable(), [entry(n) for n in range(3)]
+    session = table.open("a", "s", 1, 0.0)
+    session.follow(chain)
+    assert not any(e.is_held for e in chain)
+
+    table.touch(session, SessionState.DECODING, 0, 0.0, 1.0)
+    assert [e.is_held for e in chain] == [False, False, True]
+    more = entry(3)
+    session.follow([chain[-1], more])
+    assert [e.is_held for e in (*chain, more)] == [False, False, False, True]
+
+    table.touch(session, SessionState.IDLE, 0, 0.0, 2.0)
+    assert not more.is_held
+
+
+def test_urgency_always_expires_and_a_dead_connection_decodes_nothing() -> None:
+    table, head, other = SessionTable(), entry(1), entry(2)
+    for owner, name, block in ((1, "s", head), (2, "t", other)):
+        session = table.open("a", name, owner, 0.0)
+        session.follow([block])
+        table.touch(session, SessionState.DECODING, 100, 0.0, 0.0)
+
+    table.end_owner(2)
+    assert (head.is_held, other.is_held) == (True, False)
+    table.sweep(GUARD_S)
+    assert not head.is_held
+
+
+def test_sessions_of_two_tenants_are_two_sessions() -> None:
+    table = SessionTable()
+    ours = table.open("a", "s", 1, 0.0)
+    table.open("b", "s", 2, 0.0)
+    table.close(ours, archive=False)
+    assert table.find("a", "s") is None
+    assert table.find("b", "s") is not None
+
+
+def test_a_fork_starts_where_its_parent_is() -> None:
+    table, head = SessionTable(), entry(1)
+    table.open("a", "s", 1, 0.0).follow([head])
+    fork = table.open("a", "f", 1, 0.0, parent="s")
+    table.touch(fork, SessionState.DECODING, 0, 0.0, 0.0)
+    assert head.is_held
+
+
+@given(st.lists(st.integers(0, 200), max_size=300))
+def test_a_session_has_a_bounded_number_of_heads(numbers: list[int]) -> None:
+    session = SessionTable().open("a", "s", 1, 0.0)
+    for number in numbers:
+        session.follow([entry(number)])
+    assert len(session.heads) <= HEADS_MAX
+
+
+def test_idle_sessions_make_way_and_open_ones_do_not() -> None:
+    table = SessionTable(sessions_max=2)
+    first = table.open("a", "1", 1, 0.0)
+    table.open("a", "2", 1, 0.0)
+    with pytest.raises(InvalidInputError, match="2 sessions are open"):
+        table.open("a", "3", 1, 0.0)
+    table.touch(first, SessionState.IDLE, 0, 0.0, 0.0)
+    table.open("a", "3", 1, 0.0)
+    assert table.find("a", "1") is None
+    assert len(table) == 2
+
+
+@given(st.lists(st.one_of(st.none(), st.binary(max_size=30)), max_size=4), st.integers(0, 1 << 31))
+def test_an_epoch_never_comes_back_whatever_the_file_holds(
+    tmp_path_factory: pytest.TempPathFactory, contents: list[bytes | None], now_s: int
+) -> None:
+    state = tmp_path_factory.mktemp("state")
+    epochs = [next_epoch(state, now_s)]
+    for i, content in enumerate(contents, start=1):
+        if content is not None:
+            (state / "epoch.json").write_bytes(content)
+        epochs.append(next_epoch(state, now_s + i / 10))
+    counters = [e >> NONCE_BITS for e in epochs]
+    assert counters == sorted(set(counters))
+    assert all(0 <= e < 1 << 53 for e in epochs)
+
+
+def test_an_epoch_moves_on_when_the_clock_was_set_back(tmp_path: Path) -> None:
+    assert next_epoch(tmp_path, 1000.0) >> NONCE_BITS < next_epoch(tmp_path, 5.0) >> NONCE_BITS
+
+
+def test_a_state_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UnsupportedError, match=os.fspath(tmp_path / "file")):
+        next_epoch(tmp_path / "file", 0.0)
+
+
+async def test_the_most_urgent_move_goes_first_and_never_more_than_the_width() -> None:
+    gate, order, inside = Gate(2), [], 0
+
+    async def move(name: str, priority: Priority) -> None:
+        nonlocal inside
+        async with gate.enter(priority):
+            inside += 1
+            assert inside <= 2
+            order.append(name)
+            await asyncio.sleep(0)
+            inside -= 1
+
+    named = [("a", Priority.ARCHIVE), ("b", Priority.ARCHIVE), ("c", Priority.DEMOTE), ("d", Priority.ONBOARD)]
+    await asyncio.gather(*(move(*n) for n in named))
+    assert order == ["a", "b", "d", "c"]
+
+
+async def test_a_cancelled_wait_lets_the_next_one_through_and_a_full_queue_refuses() -> None:
+    gate = Gate(1, waiting_max=1)
+    async with gate.enter(Priority.DEMOTE):
+        waiting = asyncio.create_task(gate.enter(Priority.DEMOTE).__aenter__())
+        await asyncio.sleep(0)
+        with pytest.raises(RetryableError, match="1 moves wait"):
+            await gate.enter(Priority.DEMOTE).__aenter__()
+        waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    async with asyncio.timeout(1), gate.enter(Priority.DEMOTE):
+        pass
+
+
+def test_buffers_are_page_aligned_of_the_asked_size_and_come_back() -> None:
+    buffers = Buffers()
+    with buffers.lend(5000) as first:
+        assert len(first) == 5000
+        first[:] = b"x" * 5000
+    with buffers.lend(5000) as again, buffers.lend(5000) as other:
+        assert bytes(again[:1]) == b"x"
+        assert bytes(other[:1]) == b"\0"
+
+
+tree_steps = st.lists(
+    st.tuples(st.sampled_from(["begin", "fast", "slow", "drop fast", "drop slow"]), st.integers(0, 11)), max_size=80
+)
+
+
+@given(tree_steps)
+def test_the_books_of_the_tree_are_what_a_recount_finds(steps: list[tuple[str, int]]) -> None:
+    """Blocker counts, levels and victims against the definition, after every step, with absent parents too."""
+    node = make_node([dict_tier("fast", 1 << 20, 0, 1), dict_tier("slow", 1 << 20, 1, 2)])
+    index = node.index
+    for step, number in steps:
+        found = index.find(SCOPE, digest(number))
+        name = step.removeprefix("drop ")
+        if step == "begin" and found is None:
+            parent = digest((number - 1) // 2) if number else b""
+            index.begin(SCOPE, digest(number), parent, LAYOUT_ID, 0.0)
+        elif name in ("fast", "slow") and found is not None:
+            tier = node.tier(name)
+            assert tier is not None
+            has = found.residence(tier) is not None
+            if step.startswith("drop") and has:
+                node.drop_copy(found, tier)
+            elif not step.startswith("drop") and not has:
+                node.add_copy(found, residence_of(node, found, name))
+        check_books(index, node)
+
+
+def check_books(index: Index, node: Node) -> None:
+    blocks = list(index)
+    for block in blocks:
+        best = min((r.tier.level for r in block.residences), default=0)
+        assert block.level == best
+        for level in (0, 1):
+            children = [b for b in blocks if b.parent == block.digest and b.level <= level]
+            assert index.blockers(block, level) == len(children)
+        for residence in block.residences:
+            others = [r.tier.level for r in block.residences if r is not residence]
+            after = min(others, default=8)
+            stranded = [b for b in blocks if b.parent == block.digest and b.level < after]
+            assert index.may_leave(block, residence.tier) == (after <= block.level or not stranded)
+    for tier in node.tiers:
+        assert tier.blocks == sum(1 for b in blocks if b.residence(tier) is not None)
+        assert tier.backend.used_bytes == sum(tier.tenant_bytes.values()) == 4096 * tier.blocks

@@ -1,0 +1,125 @@
+"""Laws of the ledger of lasting memory: what was written comes back from its own place, and nothing else does."""
+
+from dataclasses import replace
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvfleet_agent.backends.base import Record
+from kvfleet_agent.backends.ledger import (
+    HEADER_BYTES,
+    RECORD_BYTES,
+    LedgerHeader,
+    file_bytes,
+    pack_header,
+    pack_record,
+    unpack_header,
+    unpack_record,
+)
+from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId
+from kvfleet_api.errors import InvalidInputError
+
+pytestmark = pytest.mark.unit
+
+SCOPE = ScopeId("tenant/a/uid/v1")
+numbers = st.integers(0, (1 << 48) - 1)
+extents = st.integers(0, (1 << 32) - 1)
+slots = st.integers(0, (1 << 24) - 1)
+records = st.builds(
+    Record,
+    key=st.builds(BlockKey, st.just(SCOPE), st.binary(min_size=20, max_size=20)),
+    parent=st.just(b"") | st.binary(min_size=20, max_size=20),
+    layout_id=st.binary(min_size=16, max_size=16).map(LayoutId),
+    codec=st.sampled_from(["raw", "lossless"]),
+    raw_bytes=numbers,
+    stored_bytes=numbers,
+    checksum=st.binary(min_size=16, max_size=16),
+    epoch=numbers,
+)
+headers = st.builds(
+    LedgerHeader,
+    extent=extents,
+    stride_bytes=st.integers(1, 1 << 16).map(lambda n: n * 4096),
+    slots=st.integers(1, 1 << 10),
+    size_bytes=st.just(1 << 40),
+    boot=st.text("0123456789abcdef-", min_size=36, max_size=36),
+    scope=st.text(min_size=1, max_size=100).map(ScopeId),
+    writer=st.text(max_size=60),
+)
+
+
+@given(records, extents, slots, numbers)
+def test_a_record_comes_back_as_it_was(record: Record, extent: int, index: int, stamp: int) -> None:
+    packed = pack_record(record, extent, index, stamp)
+
+    assert len(packed) == RECORD_BYTES
+    assert unpack_record(packed, SCOPE, extent, index, {}) == (index, stamp, record)
+
+
+@given(records, extents, slots, st.integers(0, RECORD_BYTES * 8 - 1))
+def test_a_record_with_one_bit_flipped_does_not_count(record: Record, extent: int, index: int, bit: int) -> None:
+    packed = bytearray(pack_record(record, extent, index, 5))
+    packed[bit // 8] ^= 1 << bit % 8
+
+    assert unpack_record(bytes(packed), SCOPE, extent, index, {}) is None
+
+
+@given(records, records, st.lists(st.booleans(), min_size=RECORD_BYTES, max_size=RECORD_BYTES))
+def test_a_mixture_of_two_records_does_not_count(old: Record, new: Record, mix: list[bool]) -> None:
+    before, after = pack_record(old, 1, 2, 5), pack_record(new, 1, 2, 6)
+    torn = bytes(a if is_new else b for a, b, is_new in zip(after, before, mix, strict=True))
+
+    assert unpack_record(torn, SCOPE, 1, 2, {}) is None or torn in {before, after}
+
+
+@given(records, extents, slots, extents, slots)
+def test_a_record_counts_at_its_own_place_alone(
+    record: Record, extent: int, index: int, other_extent: int, other_index: int
+) -> None:
+    found = unpack_record(pack_record(record, extent, index, 5), SCOPE, other_extent, other_index, {})
+
+    assert (found is not None) == ((extent, index) == (other_extent, other_index))
+
+
+def test_a_free_slot_is_no_record() -> None:
+    assert unpack_record(bytes(RECORD_BYTES), SCOPE, 0, 0, {}) is None
+
+
+@given(headers)
+def test_a_header_comes_back_as_it_was(header: LedgerHeader) -> None:
+    if header.stride_bytes * header.slots <= header.size_bytes:
+        assert unpack_header(pack_header(header)) == header
+
+
+@given(headers, st.integers(0, 600 * 8))
+def test_a_header_with_one_bit_flipped_does_not_count(header: LedgerHeader, bit: int) -> None:
+    page = bytearray(pack_header(header))
+    page[bit // 8] ^= 1 << bit % 8
+
+    assert unpack_header(bytes(page)) is None
+
+
+def test_names_that_do_not_fit_are_refused() -> None:
+    record = Record(BlockKey(SCOPE, bytes(20)), b"", LayoutId(bytes(16)), "raw", 1, 1, bytes(16), 1)
+    with pytest.raises(InvalidInputError, match="at most 14 B"):
+        pack_record(replace(record, codec="a-codec-with-a-long-name"), 0, 0, 1)
+    with pytest.raises(InvalidInputError, match="at most 512 B"):
+        pack_header(LedgerHeader(0, 4096, 1, 4096, "boot", ScopeId("s" * 513), "a"))
+    with pytest.raises(InvalidInputError, match="at most 253 B"):
+        pack_header(LedgerHeader(0, 4096, 1, 4096, "boot", SCOPE, "a" * 254))
+
+
+@pytest.mark.parametrize(("scope", "writer"), [(SCOPE, "a"), (ScopeId("domain/d/uid/v3"), "")])
+def test_memory_of_an_agent_that_noted_no_writers_is_its_tenants_or_nobodys(scope: ScopeId, writer: str) -> None:
+    page = pack_header(LedgerHeader(5, 4096, 8, 1 << 20, "b" * 36, scope, ""))
+    old = page[:8] + (1).to_bytes(4, "little") + page[12:598]
+    header = unpack_header((old + xxhash.xxh3_64_digest(old)).ljust(HEADER_BYTES, b"\0"))
+
+    assert header == LedgerHeader(5, 4096, 8, 1 << 20, "b" * 36, scope, writer)
+
+
+def test_records_are_aligned_to_their_size() -> None:
+    assert HEADER_BYTES % RECORD_BYTES == 0
+    assert file_bytes(3) == HEADER_BYTES + 3 * RECORD_BYTES

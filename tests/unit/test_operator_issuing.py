@@ -1,0 +1,147 @@
+"""Laws of issuing: nobody gets another's name, and no rotation of an authority cuts anybody off."""
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvfleet_api import names
+from kvfleet_api.errors import InvalidInputError
+from kvfleet_operator import certificates, issuing
+from kvfleet_operator.certificates import Certificate, Request
+from kvfleet_operator.issuing import USAGES, Answer, Denial, Issuance, RequestSeen, judge, plan_trust
+
+pytestmark = pytest.mark.unit
+
+SYSTEM = names.SYSTEM_NAMESPACE
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+RULES = Issuance(SYSTEM)
+AGENT = f"system:serviceaccount:{SYSTEM}:{names.AGENT_SERVICE_ACCOUNT}"
+METADATA = f"system:serviceaccount:{SYSTEM}:{names.FIELD_MANAGER_METADATA}"
+NODE = "authentication.kubernetes.io/node-name"
+POD = "authentication.kubernetes.io/pod-uid"
+AGENTS = {"p.a", "p.b"}
+
+
+def seen(username: str = AGENT, usages: frozenset[str] = USAGES, **extra: str) -> RequestSeen:
+    said = {NODE: (extra["node"],), POD: ("uid",)} if extra else {}
+    return RequestSeen("r", "u", 1, username, said, usages, "", is_approved=False, is_settled=False)
+
+
+def asked(*uris: str, hosts: tuple[str, ...] = ()) -> Request:
+    return Request("", uris, hosts)
+
+
+def agent(name: str) -> Request:
+    return asked(names.agent_uri(SYSTEM, name))
+
+
+def authority(name: str, begins: datetime = NOW, days: int = 365) -> Certificate:
+    return Certificate(name, name, begins, begins + timedelta(days=days))
+
+
+def test_an_agent_gets_its_own_name_once_its_node_is_there() -> None:
+    assert judge(seen(), agent("p.a"), RULES, AGENTS) is Answer.SIGN
+    assert judge(seen(), agent("p.late"), RULES, AGENTS) is Answer.WAIT
+    assert judge(seen(node="a"), agent("p.a"), RULES, AGENTS) is Answer.SIGN
+
+
+@given(
+    st.sampled_from([AGENT, METADATA, "system:serviceaccount:team:engine", "admin", ""]), st.sampled_from(["a", "b"])
+)
+def test_nobody_is_signed_for_the_name_of_another(username: str, node: str) -> None:
+    for uri in (
+        names.agent_uri(SYSTEM, "p.a"),
+        names.agent_uri("team", "p.a"),
+        names.service_uri(SYSTEM, "metadata"),
+        names.service_uri(SYSTEM, "redis"),
+        "spiffe://kvfleet/x",
+        "",
+    ):
+        verdict = judge(seen(username, node=node), asked(uri), RULES, AGENTS)
+        is_own = (username, uri) == (METADATA, names.service_uri(SYSTEM, "metadata"))
+        is_own = is_own or (username == AGENT and uri == names.agent_uri(SYSTEM, "p.a") and node == "a")
+        assert (verdict is Answer.SIGN) == is_own
+
+
+@pytest.mark.parametrize(
+    ("request_", "wanted", "reason"),
+    [
+        (seen(node="b"), agent("p.a"), "OtherNode"),
+        (seen(usages=frozenset({"cert sign"})), agent("p.a"), "UsageForbidden"),
+        (seen(), asked(), "IdentityMissing"),
+        (seen(), asked(names.agent_uri(SYSTEM, "p.a"), names.agent_uri(SYSTEM, "p.b")), "IdentityMissing"),
+        (seen(), asked(names.agent_uri(SYSTEM, "p.a"), hosts=("kvfleet-redis",)), "IdentityForbidden"),
+        (seen("system:serviceaccount:team:kvfleet-agent"), agent("p.a"), "CallerUnknown"),
+    ],
+)
+def test_a_denial_says_why(request_: RequestSeen, wanted: Request, reason: str) -> None:
+    verdict = judge(request_, wanted, RULES, AGENTS)
+
+    assert isinstance(verdict, Denial)
+    assert verdict.reason == reason
+
+
+def test_a_token_of_no_pod_is_not_enough_where_pods_are_asked_for() -> None:
+    strict = replace(RULES, needs_bound_tokens=True)
+
+    assert isinstance(judge(seen(), agent("p.a"), strict, AGENTS), Denial)
+    assert judge(seen(node="a"), agent("p.a"), strict, AGENTS) is Answer.SIGN
+
+
+def test_the_first_authority_signs_at_once() -> None:
+    plan = plan_trust(authority("one"), (), None, RULES, NOW)
+
+    assert plan.may_sign
+    assert [a.fingerprint for a in plan.authorities] == ["one"]
+
+
+@given(st.integers(0, 3 * 86_400))
+def test_a_new_authority_is_trusted_first_and_the_old_one_until_its_last_certificate_has_ended(later_s: int) -> None:
+    old, new = authority("old", NOW - timedelta(days=200)), authority("new")
+    began = plan_trust(new, (old,), NOW - timedelta(days=200), RULES, NOW)
+    assert not began.may_sign
+    assert began.authorities == (new, old)
+
+    now = NOW + timedelta(seconds=later_s)
+    plan = plan_trust(new, began.authorities, began.since, RULES, now)
+
+    assert plan.since == NOW, "the time does not begin anew"
+    assert plan.may_sign == (now >= NOW + RULES.settle)
+    last_signed_by_old = NOW + RULES.leaf_life
+    assert old in plan.authorities or now >= last_signed_by_old
+    assert plan.authorities[0] == new
+
+
+def test_a_restart_of_the_operator_changes_no_plan() -> None:
+    old, new = authority("old"), authority("new")
+    first = plan_trust(new, (old,), NOW, RULES, NOW)
+
+    assert plan_trust(new, first.authorities, first.since, RULES, NOW) == first
+
+
+def test_an_authority_outlives_what_it_signs_by_far() -> None:
+    with pytest.raises(InvalidInputError, match="life of the authority"):
+        Issuance(SYSTEM, leaf_life=timedelta(hours=24), authority_life=timedelta(hours=48))
+    assert issuing.is_due(authority("one", days=30), NOW + timedelta(days=21))
+    assert not issuing.is_due(authority("one", days=30), NOW + timedelta(days=19))
+
+
+def test_only_an_authority_that_signs_itself_is_read() -> None:
+    made = certificates.make_authority(NOW, timedelta(days=1))
+    other = certificates.make_authority(NOW, timedelta(days=1))
+    leaf, key = certificates.issue_pair(made, "spiffe://kvfleet/x", (), NOW, timedelta(hours=1))
+
+    assert certificates.read_authority(made.certificate.pem, made.key_pem) == made
+    for certificate, private in (
+        (leaf, key),
+        (made.certificate.pem, other.key_pem),
+        ("", ""),
+        (made.certificate.pem, ""),
+    ):
+        with pytest.raises(InvalidInputError):
+            certificates.read_authority(certificate, private)
+    assert certificates.is_issued_by(leaf, made.certificate)
+    assert not certificates.is_issued_by(leaf, other.certificate)
