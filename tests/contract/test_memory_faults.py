@@ -51,8 +51,10 @@ def test_pages_are_bound_to_nodes_that_exist_and_refused_for_others() -> None:
 
     assert " bind:0 " in mine
     assert " N0=256 " in f"{mine} "
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(BackendFailedError, match=r"mbind to nodes \[901\]"):
         make_bound(1 << 20, 4096, Placement((901,)))
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
 
 def test_cxl_that_is_not_there_says_what_to_do() -> None:

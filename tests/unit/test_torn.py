@@ -70,6 +70,27 @@ def test_new_memory_at_an_old_address_stays_watched() -> None:
     """)
 
 
+def test_memory_that_nobody_let_go_of_is_watched_no_longer_than_it_is_mapped() -> None:
+    survives("""
+        del first
+        os.ftruncate(second.fd, 0)
+        assert bytes(second.view) == bytes(PAGE)
+        assert [w.address for w in torn._watched.values()] == [second.address]
+    """)
+
+
+def test_memory_that_is_about_to_be_forgotten_reaches_over_no_newer_one() -> None:
+    survives("""
+        torn._watched.clear()
+        old = torn.watch(second.address - PAGE, 3 * PAGE)
+        new = torn.watch(second.address, PAGE)
+        os.ftruncate(second.fd, 0)
+        assert bytes(second.view) == bytes(PAGE)
+        assert new.is_torn
+        assert not old.is_torn
+    """)
+
+
 def test_a_bus_error_of_somebody_else_ends_the_process_as_ever() -> None:
     code = textwrap.dedent(_BEFORE) + textwrap.dedent("""
         import mmap

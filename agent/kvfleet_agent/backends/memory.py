@@ -76,7 +76,7 @@ class MappedExtent:
     `fd` itself is never handed out, so that the kernel can tell whether a client still has the memory.
     """
 
-    __slots__ = ("_map", "_watched", "address", "fd", "is_sealed", "readonly_fd", "size_bytes", "view", "writable_fd")
+    __slots__ = ("_forget", "_map", "address", "fd", "is_sealed", "readonly_fd", "size_bytes", "view", "writable_fd")
 
     def __init__(self, fd: int, size_bytes: int, *, is_sealed: bool = False) -> None:
         """Map `fd`, which must be of the right size already; takes over the descriptor.
@@ -98,7 +98,8 @@ class MappedExtent:
             raise
         self.view = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._watched = torn.watch(self.address, size_bytes)
+        self._forget = weakref.finalize(self._map, torn.forget, torn.watch(self.address, size_bytes))
+        self._forget.atexit = False
 
     def is_grown(self) -> bool:
         """True when a client has written behind the end of a file, which is cut off again."""
@@ -108,9 +109,13 @@ class MappedExtent:
         return True
 
     def bind(self, placement: Placement) -> None:
-        """Tie the pages that will be faulted in to NUMA nodes. Raises `BackendFailedError` when refused."""
+        """Tie the pages that will be faulted in to NUMA nodes. Lets go and raises `BackendFailedError` when refused."""
         if placement.nodes:
-            mbind(self.address, self.size_bytes, placement)
+            try:
+                mbind(self.address, self.size_bytes, placement)
+            except BackendFailedError:
+                self.let_go()
+                raise
 
     def populate(self) -> None:
         """Fault all pages in, off the event loop; releases the GIL.
@@ -139,10 +144,10 @@ class MappedExtent:
         try:
             self.view.release()
             self._map.close()
-        except BufferError:  # Somebody is in the middle of it: it is mapped, and watched, for as long as they are.
-            weakref.finalize(self._map, torn.forget, self._watched).atexit = False
+        except BufferError:
+            pass  # Somebody is in the middle of it: it is mapped, and watched, for as long as they are.
         else:
-            torn.forget(self._watched)
+            self._forget()
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:
@@ -184,15 +189,12 @@ def make_file(directory: Path, size_bytes: int, placement: Placement = ANYWHERE)
         memory = _sized(os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), size_bytes)
     except OSError as e:
         raise _unmade(directory, size_bytes, e) from e
+    memory.bind(placement)
     try:
-        memory.bind(placement)
         os.posix_fallocate(memory.fd, 0, size_bytes)
     except OSError as e:
         memory.let_go()
         raise _unmade(directory, size_bytes, e) from e
-    except KvFleetError:
-        memory.let_go()
-        raise
     return memory
 
 

@@ -59,7 +59,8 @@ _before: Final = _Action()
 
 
 def watch(address: int, size_bytes: int) -> Watched:
-    """Survive accesses to this memory that have nothing behind them."""
+    """Survive accesses to this memory that have nothing behind them, until it is forgotten."""
+    _watched.pop(address, None)  # So that it comes last: the newest.
     watched = _watched[address] = Watched(address, size_bytes)
     _install()
     return watched
@@ -83,10 +84,11 @@ def torn() -> frozenset[int]:
 def _on_bus_error(number: int, details: "ctypes._Pointer[_Details]", _context: int) -> None:
     """Runs in the thread that touched the memory: within a copy or a hash, never within an allocation.
 
-    Several threads may get here for one extent; that the later ones put zeros there again harms nobody.
+    Several threads may get here for one extent; that the later ones put zeros there again harms nobody. The newest
+    comes first: one that is unmapped and about to be forgotten may reach over what was mapped there since.
     """
     address = details.contents.address
-    for watched in tuple(_watched.values()):
+    for watched in reversed(tuple(_watched.values())):
         if watched.address <= address < watched.address + watched.size_bytes:
             watched.is_torn = True
             _libc.mmap(watched.address, watched.size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, _FLAGS, -1, 0)
