@@ -21,7 +21,9 @@ def tenant(name: str, **spec: Any) -> KVTenant:
 
 
 def domain(name: str, **spec: Any) -> KVTrustDomain:
-    return KVTrustDomain.model_validate({"metadata": {"name": name, "uid": f"u-{name}"}, "spec": spec})
+    """One whose status names everybody, as the operator does of whoever it finds on both sides."""
+    told = {"keyVersion": 1, "members": TENANTS}
+    return KVTrustDomain.model_validate({"metadata": {"name": name, "uid": f"u-{name}"}, "spec": spec, "status": told})
 
 
 def share(*to: Json, name: str = "s", namespace: str = "a", **spec: Any) -> KVPrefixShare:

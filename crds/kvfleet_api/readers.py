@@ -1,7 +1,8 @@
 """Who may read what, answered from the declared state: what `kvfleet who-can-read` prints. Pure.
 
 Laws: what is said of all tenants, domains and shares together is exactly what agents grant (`trust.grants` with
-`shares.accesses`); and whoever wants to read, or is wanted, by one side only is named with the reason.
+`shares.accesses`) once the operator has told of it; and whoever wants to read, or is wanted, by one side only is named
+with the reason.
 """
 
 from collections.abc import Iterator

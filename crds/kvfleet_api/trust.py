@@ -105,6 +105,14 @@ def joined_domain(tenant: KVTenant, domains: Iterable[KVTrustDomain]) -> KVTrust
     return next((d for d in domains if is_member(tenant, d)), None)
 
 
+def holds_key(tenant: str, domain: KVTrustDomain) -> bool:
+    """True once the status names the member beside the key version that counts.
+
+    The status is the memory for who has had a key: who is handed one before it is named could leave and keep it.
+    """
+    return tenant in domain.status.members and domain.status.key_version == domain_key_version(domain)
+
+
 def publishes(tenant: str, domain: KVTrustDomain) -> bool:
     """True when a member may write what others of the domain read; without a list every member may."""
     return not domain.spec.publishers or tenant in domain.spec.publishers
@@ -114,12 +122,12 @@ def grants(tenant: KVTenant, domains: Iterable[KVTrustDomain], shares: Iterable[
     """Scopes of a tenant: those of prefix shares (see `shares.accesses`), its domain's when that shares all, its own.
 
     New blocks go to the domain when the tenant publishes there, else to its own scope; a share is never the place for
-    anything but its prefixes.
+    anything but its prefixes. The domain counts once the tenant may hold its key (see `holds_key`).
     """
     own = Access(tenant_scope(tenant), ScopeKind.TENANT, tenant.metadata.name, can_write=True)
-    domain, priorities = joined_domain(tenant, domains), tenant.spec.priority_classes
-    if domain is None or domain.spec.sharing != "All":
-        return Grants(tenant.metadata.name, (*shares, own), own.scope, priorities)
-    may_write = publishes(tenant.metadata.name, domain)
+    name, domain, priorities = tenant.metadata.name, joined_domain(tenant, domains), tenant.spec.priority_classes
+    if domain is None or domain.spec.sharing != "All" or not holds_key(name, domain):
+        return Grants(name, (*shares, own), own.scope, priorities)
+    may_write = publishes(name, domain)
     shared = Access(domain_scope(domain), ScopeKind.DOMAIN, domain.metadata.name, can_write=may_write)
-    return Grants(tenant.metadata.name, (*shares, shared, own), shared.scope if may_write else own.scope, priorities)
+    return Grants(name, (*shares, shared, own), shared.scope if may_write else own.scope, priorities)

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import json
 import secrets
 import time
 from typing import Any
@@ -198,23 +199,33 @@ async def test_two_tenants_share_once_both_sides_want_it_and_stop_with_a_new_key
     before = world.authenticator.grants_version
     patch(plane, f"kvt/{teams[0]}", f'{{"spec":{{"trustDomain":"{name}"}}}}')
 
+    def tell(key_version: int, *members: str) -> None:
+        status = {"keyVersion": key_version, "members": members}
+        patch(plane, f"kvtd/{name}", json.dumps({"status": status}), "--subresource=status")
+
     def scopes(team: str) -> list[str]:
         try:
             return [str(s.scope) for s in world.authenticator.authorize(Identity(team, "engine")).secrets]
         except RetryableError:
             return []
 
+    tell(1, teams[0])
     await eventually(lambda: len(scopes(teams[0])) == 2)
     assert world.authenticator.grants_version > before
     assert len(scopes(teams[1])) == 1, "the second tenant has not joined"
 
     patch(plane, f"kvt/{teams[1]}", f'{{"spec":{{"trustDomain":"{name}"}}}}')
+    await eventually(lambda: (t := world._trust.tenants.get(teams[1])) is not None and t.spec.trust_domain)
+    assert len(scopes(teams[1])) == 1, "the status does not name it yet"
+    tell(1, *teams)
     await eventually(lambda: len(scopes(teams[1])) == 2)
     shared = [world.authenticator.authorize(Identity(t, "engine")).secrets[0] for t in teams]
     assert shared[0] == shared[1]
     assert shared[0].secret == key
 
     patch(plane, f"kvtd/{name}", '{"spec":{"keyVersion":2}}')
+    await eventually(lambda: len(scopes(teams[0])) == 1)
+    tell(2, *teams)
     await eventually(raising(lambda: world.authenticator.authorize(Identity(teams[0], "engine")), RetryableError))
     assert scopes(teams[0]) == [], "no half of a domain while the new key is missing"
     new = base64.b64encode(secrets.token_bytes(32)).decode()

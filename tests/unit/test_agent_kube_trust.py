@@ -186,6 +186,7 @@ def _fill(store: Known[T], objects: list[Json]) -> None:
 
 def test_grants_are_those_of_the_pure_function_with_a_secret_each() -> None:
     domain = {"metadata": {"name": "d", "uid": "u9"}, "spec": {"tenants": ["a"], "sharing": "All", "keyVersion": 2}}
+    domain["status"] = {"keyVersion": 2, "members": ["a"]}
     joined = tenant(trustDomain="d", serviceAccounts=[{"namespace": "team", "name": "engine"}])
     view = Trust([joined], [domain], [], [secret(v1=KEY), secret("domain", "d", "u9", v1=KEY, v2=KEY2)]).view
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfleet_api import trust
-from kvfleet_api.models.trust import KVTenant, KVTrustDomain
+from kvfleet_api.models.trust import KVTenant, KVTrustDomain, KVTrustDomainStatus
 
 pytestmark = pytest.mark.unit
 
@@ -17,7 +17,9 @@ def tenant(name: str = "a", uid: str = "u1", **spec: object) -> KVTenant:
 
 
 def domain(name: str = "d", uid: str = "u9", **spec: object) -> KVTrustDomain:
-    return KVTrustDomain.model_validate({"metadata": {"name": name, "uid": uid}, "spec": spec})
+    """One whose status names a and b as holders of its first key."""
+    told = {"keyVersion": 1, "members": ["a", "b"]}
+    return KVTrustDomain.model_validate({"metadata": {"name": name, "uid": uid}, "spec": spec, "status": told})
 
 
 @given(joins=st.booleans(), admits=st.booleans(), sharing=st.sampled_from(["Private", "ListedPrefixes", "All"]))
@@ -35,6 +37,28 @@ def test_a_member_that_is_no_publisher_reads_the_domain_and_writes_its_own_scope
 
     assert [(a.kind, a.can_write) for a in granted.access] == [("domain", False), ("tenant", True)]
     assert granted.write_scope == granted.access[1].scope
+
+
+@pytest.mark.parametrize(
+    ("key_version", "status", "counts"),
+    [
+        (1, {"keyVersion": 1, "members": ["a"]}, True),
+        (1, {"keyVersion": 3, "members": ["b", "a"]}, True),
+        (1, {"keyVersion": 1, "members": ["b"]}, False),
+        (2, {"keyVersion": 1, "members": ["a"]}, False),
+        (1, {"keyVersion": 0, "members": ["a"]}, False),
+        (1, {}, False),
+    ],
+)
+def test_a_member_gets_no_key_before_the_status_names_it_beside_that_key(
+    key_version: int, status: dict[str, object], *, counts: bool
+) -> None:
+    named = domain(tenants=["a", "b"], sharing="All", keyVersion=key_version)
+    told = named.model_copy(update={"status": KVTrustDomainStatus.model_validate(status)})
+
+    granted = trust.grants(tenant(trustDomain="d"), [told])
+    assert [a.kind for a in granted.access] == (["domain", "tenant"] if counts else ["tenant"])
+    assert granted.write_scope.startswith("domain/" if counts else "tenant/")
 
 
 def test_a_tenant_made_again_is_another_scope() -> None:

@@ -68,22 +68,18 @@ def pool_node(obj: Json) -> SeenNode:
     return SeenNode(KVPoolNode.model_validate(_kept(obj, _FULL)), obj.get("status") or {})
 
 
-def _keyed(obj: Json) -> Json:
-    """Return what `_kept` does, and of the status the key version: the operator moves it on, from the first one."""
-    version = (obj.get("status") or {}).get("keyVersion", 0)
-    return {**_kept(obj, _IDENTITY), "status": {"keyVersion": max(version, KEY_VERSION)}}
-
-
 def tenant(obj: Json) -> KVTenant:
     """Parse what the agent needs of a KVTenant: the spec, its key version, and which erasure is over."""
-    keyed = _keyed(obj)
-    keyed["status"]["lastErase"] = (obj.get("status") or {}).get("lastErase", "")
-    return KVTenant.model_validate(keyed)
+    status = obj.get("status") or {}
+    told = {"keyVersion": max(status.get("keyVersion", 0), KEY_VERSION), "lastErase": status.get("lastErase", "")}
+    return KVTenant.model_validate({**_kept(obj, _IDENTITY), "status": told})
 
 
 def trust_domain(obj: Json) -> KVTrustDomain:
-    """Parse what trust needs of a KVTrustDomain."""
-    return KVTrustDomain.model_validate(_keyed(obj))
+    """Parse what trust needs of a KVTrustDomain: the spec, and who is named to hold which key."""
+    status = obj.get("status") or {}
+    told = {k: status[k] for k in ("keyVersion", "members") if k in status}
+    return KVTrustDomain.model_validate({**_kept(obj, _IDENTITY), "status": told})
 
 
 def prefix_share(obj: Json) -> KVPrefixShare:

@@ -135,7 +135,11 @@ class KVTrustDomainStatus(ApiModel):
 
     observed_generation: Count = Field(0, description="metadata.generation that this status speaks of.")
     conditions: Conditions = Field((), description="Observations by type.")
-    members: tuple[Name, ...] = Field((), max_length=256, description="Tenants that both sides agree on.")
+    members: tuple[Name, ...] = Field(
+        (),
+        max_length=256,
+        description="Tenants that both sides agree on: whoever is not named here is not handed the key.",
+    )
     key_version: Count = Field(
         0, description="Version of the domain's key that is in use; moves on by itself when a member leaves."
     )
