@@ -223,7 +223,7 @@ def test_a_client_that_reads_nothing_does_not_hold_others_up(agent: AgentThread)
 
         started_s = time.monotonic()
         assert got(bystander, keys) == [bytes_of(1000 + i) for i in range(16)]
-        assert time.monotonic() - started_s < 2.0 < SEND_S
+        assert time.monotonic() - started_s < SEND_S / 3
 
 
 def test_no_verb_works_before_attach(agent: AgentThread) -> None:

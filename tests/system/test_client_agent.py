@@ -197,7 +197,7 @@ def test_an_idle_client_uses_no_processor(agent: AgentThread) -> None:
         begin_s = time.process_time()
         time.sleep(0.5)
 
-        assert time.process_time() - begin_s < 0.05
+        assert time.process_time() - begin_s < 0.2, "somebody spins"
 
 
 def test_closing_gives_back_every_descriptor_and_thread(agent: AgentThread) -> None:

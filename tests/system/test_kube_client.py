@@ -176,7 +176,7 @@ async def test_a_watch_follows_a_real_server_page_by_page_and_ends_at_once(
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-        assert time.monotonic() - began_s < 1.0, "the farewell of TLS is not waited for"
+        assert time.monotonic() - began_s < 5.0, "the farewell of TLS is not waited for"
         await api.close()
 
 
