@@ -127,16 +127,9 @@ class TokensInBlocksOut(Verbs):
         assert loaded.blocks == self._work.blocks, loaded
         return {}
 
-    def prepare(self, generation: int) -> None:
-        """Make the keys of every scope that may be read."""
-        grants = self._attached.grants
-        assert grants is not None, "attached"
-        layout_id, tokens = layout_of(self._work.block_bytes).layout_id(), tokens_of(self._work, generation)
-        self._chains = [chain_keys(scope.secret, layout_id, tokens, BLOCK_TOKENS) for scope in grants.scopes]
-
-    def lookup(self, _: int) -> int:
-        """Length of the longest prefix that is there, after a look into each scope."""
-        return max(self._attached.lookup(keys).blocks for keys in self._chains)
+    def lookup(self, generation: int) -> int:
+        """Length of the longest prefix that is there."""
+        return PrefixCache(self._attached).lookup(tokens_of(self._work, generation)).blocks
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from kvfleet_client.aio import AsyncClient
 from kvfleet_client.cache import AsyncPrefixCache, PrefixCache
 from kvfleet_client.client import Client
-from kvfleet_client.results import Answer, Grants, Lease, Loaded, Prefix, Published, Reservation, Scope, Stored
+from kvfleet_client.results import Answer, Grants, Lease, Loaded, Located, Prefix, Published, Reservation, Scope, Stored
 from kvfleet_client.target import Target
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Grants",
     "Lease",
     "Loaded",
+    "Located",
     "Prefix",
     "PrefixCache",
     "Published",

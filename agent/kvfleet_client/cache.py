@@ -12,8 +12,8 @@ from kvfleet_client.chain import Tokens
 from kvfleet_client.client import Client
 from kvfleet_client.held import lost
 from kvfleet_client.loading import load
-from kvfleet_client.results import Bytes2D, Loaded, Stored
-from kvfleet_client.routes import Attachment, Job, prompt_of
+from kvfleet_client.results import Bytes2D, Loaded, Located, Stored
+from kvfleet_client.routes import Attachment, Job, look_up, prompt_of
 from kvfleet_client.storing import store
 from kvfleet_client.target import Target
 
@@ -28,6 +28,10 @@ class PrefixCache:
     def __init__(self, client: Client) -> None:
         """Use `client`, which stays the caller's to close."""
         self._client = client
+
+    def lookup(self, tokens: Sequence[int] | Tokens, *, session: str = "") -> Located:
+        """Tell how many leading blocks of `tokens` can be had now, here or from another node; leases nothing."""
+        return self._client.run(look_up(_job(self._client.target, self._client, tokens, session, DEADLINE_S)))
 
     def load(
         self,
@@ -78,6 +82,10 @@ class AsyncPrefixCache:
     def __init__(self, client: AsyncClient) -> None:
         """Use `client`, which stays the caller's to close."""
         self._client = client
+
+    async def lookup(self, tokens: Sequence[int] | Tokens, *, session: str = "") -> Located:
+        """Like `PrefixCache.lookup`."""
+        return await self._client.run(look_up(_job(self._client.target, self._client, tokens, session, DEADLINE_S)))
 
     async def load(
         self,

@@ -98,9 +98,13 @@ class Prompt:
         keys = chain_keys(secret, self.layout_id, rest, self.block_tokens, parent=parent)
         return Chain(secret.scope, first, tuple(keys), parent, is_shared)
 
+    def cut(self, blocks: int) -> "Prompt":
+        """The same prompt up to a block."""
+        return Prompt(self.layout_id, self.tokens[: blocks * self.block_tokens], self.block_tokens)
+
     def listed_chain(self, secret: ScopeSecret, blocks: int) -> Chain:
         """Key the leading blocks in the scope of a share."""
-        keys = chain_keys(secret, self.layout_id, self.tokens[: blocks * self.block_tokens], self.block_tokens)
+        keys = chain_keys(secret, self.layout_id, self.cut(blocks).tokens, self.block_tokens)
         return Chain(secret.scope, 0, tuple(keys), is_shared=True, is_listed=True)
 
 

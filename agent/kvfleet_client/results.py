@@ -103,6 +103,16 @@ class Prefix:
 
 
 @dataclass(frozen=True, slots=True)
+class Located:
+    """How much of a prompt can be had; what is leased later may be less."""
+
+    blocks: int = 0
+    """Leading blocks."""
+    shared_blocks: int = 0
+    """Those among them that lie in a shared scope; they always come first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """One block that may be read until the lease ends."""
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Final, Protocol
 
+from kvfleet_api.blocks import ScopeSecret
 from kvfleet_api.wire import KEYS_MAX
 from kvfleet_client import calls
 from kvfleet_client.calls import Operation
@@ -20,8 +21,12 @@ from kvfleet_client.chain import (
     roots,
     share_chains,
 )
-from kvfleet_client.results import Grants
+from kvfleet_client.results import Grants, Located
 from kvfleet_client.target import Target
+
+HEADS_FIRST_BLOCKS: Final = 16
+"""Prompts of so many blocks are keyed in a scope only when it has their first block: one round trip more, which takes
+as long as the keys of a dozen blocks and their lookup."""
 
 
 class Attachment(Protocol):
@@ -62,7 +67,7 @@ class Found:
 
     grants: Grants
     roots: tuple[Segment, ...]
-    """Of domains and the own scope."""
+    """Of domains and the own scope; where nothing was found, a chain may be keyed for its first block alone."""
     continued: tuple[Segment, ...] = ()
     shares: tuple[Segment, ...] = ()
     """Of shares that the prompt begins with a prefix of; the first is the one to read by."""
@@ -83,22 +88,29 @@ def prompt_of(target: Target, tokens: Tokens) -> Prompt:
     return Prompt(target.layout.layout_id(), tokens[: KEYS_MAX * block_tokens], block_tokens)
 
 
-def locate(job: Job) -> Operation[Found | None]:
+def locate(job: Job, *, leases_next: bool = False) -> Operation[Found | None]:
     """Find what there is; once more when the agent says meanwhile that the grants have changed."""
-    found = yield from _locate(job)
+    found = yield from _locate(job, leases_next=leases_next)
     if found is not None and job.at.is_stale:
         yield (calls.scopes(job.target),)
-        found = yield from _locate(job)
+        found = yield from _locate(job, leases_next=leases_next)
     return found
 
 
+def look_up(job: Job) -> Operation[Located]:
+    """How much of the prompt can be had, by the longest way."""
+    found = yield from locate(job)
+    route = found.route if found else Route()
+    return Located(min(route.blocks, job.wanted_blocks), min(route.shared_blocks, job.wanted_blocks))
+
+
 def locate_for_load(job: Job) -> Operation[Found | None]:
-    """Like `locate`, but without asking when there is one scope only: leasing tells as much in the same trip."""
+    """Like `locate`, without asking how far the own scope goes when nothing else has the prompt: leasing tells it."""
     grants = job.at.grants
-    if grants is None or grants.own is None or grants.domains or job.at.is_stale or not job.prompt.blocks:
+    if grants is None or grants.own is None or job.at.is_stale or not job.prompt.blocks:
         return (yield from locate(job))
-    if share_chains(job.prompt, grants.shares):
-        return (yield from locate(job))
+    if grants.domains or share_chains(job.prompt, grants.shares):
+        return (yield from locate(job, leases_next=True))
     return Found(grants, (Segment(job.prompt.chain(grants.own.secret), job.prompt.blocks),))
 
 
@@ -107,8 +119,15 @@ def goal_of(job: Job, found: Found) -> Segment | None:
     write = found.grants.scope(found.grants.write_scope)
     if write is None or not write.can_write:
         return None
-    root = next((s for s in found.roots if s.chain.scope == write.id), None)
+    root = next((_whole(job.prompt, s, write.secret) for s in found.roots if s.chain.scope == write.id), None)
     return own_target(job.prompt, found.route, write.secret, root) if write.kind == "tenant" else root
+
+
+def _whole(prompt: Prompt, root: Segment, secret: ScopeSecret) -> Segment:
+    """The same segment of a chain that is keyed to its end."""
+    if root.chain.end == prompt.blocks:
+        return root
+    return Segment(prompt.chain(secret, is_shared=root.chain.is_shared), root.stop)
 
 
 def granted_shares(found: Found) -> list[Segment]:
@@ -117,18 +136,37 @@ def granted_shares(found: Found) -> list[Segment]:
     return [s for s in found.shares if s.chain.scope in ours]
 
 
-def _locate(job: Job) -> Operation[Found | None]:
+def _locate(job: Job, *, leases_next: bool) -> Operation[Found | None]:
     grants = job.at.grants
     if grants is None or not job.prompt.blocks:
         return None
     own = grants.own.secret if grants.own else None
     listed = share_chains(job.prompt, grants.shares)
-    rooted = roots(job.prompt, [s.secret for s in grants.domains], own)
+    shared = [s.secret for s in grants.domains]
+    has_choice = len(shared) + (own is not None) > 1
+    asks_heads = has_choice and job.prompt.blocks >= HEADS_FIRST_BLOCKS
+    rooted = roots(job.prompt.cut(1) if asks_heads else job.prompt, shared, own)
     behind = listed_continuation(job.prompt, listed[0], own) if listed else ()
     asked = yield from _ask(job, (*rooted, *listed, *behind))
     found, shares = asked[: len(rooted)], asked[len(rooted) : len(rooted) + len(listed)]
+    if asks_heads:
+        secrets = (*shared, own) if own else shared
+        found = yield from _follow(job, found, secrets, leases_next=leases_next and not listed)
     continued = yield from _ask(job, continuations(job.prompt, found, own))
     return Found(grants, found, (*asked[len(rooted) + len(listed) :], *continued), shares)
+
+
+def _follow(
+    job: Job, heads: Sequence[Segment], secrets: Sequence[ScopeSecret], *, leases_next: bool
+) -> Operation[tuple[Segment, ...]]:
+    """Ask how far the chains go whose first block is there; the others stay as they are."""
+    chains = {i: _whole(job.prompt, head, secrets[i]).chain for i, head in enumerate(heads) if head.stop}
+    if leases_next and len(chains) == 1 and not any(c.is_shared for c in chains.values()):
+        asked = tuple(Segment(chain, job.prompt.blocks) for chain in chains.values())
+    else:
+        asked = yield from _ask(job, tuple(chains.values()))
+    found = dict(zip(chains, asked, strict=True))
+    return tuple(found.get(i, head) for i, head in enumerate(heads))
 
 
 def _ask(job: Job, chains: Sequence[Chain]) -> Operation[tuple[Segment, ...]]:

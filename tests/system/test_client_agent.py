@@ -35,9 +35,12 @@ def agent(tmp_path: Path) -> Iterator[AgentThread]:
 def test_blocks_that_were_stored_are_loaded(agent: AgentThread) -> None:
     with attached(agent.socket) as client:
         cache = PrefixCache(client)
+        missed = cache.lookup(TOKENS)
         stored = cache.store(TOKENS, content())
+        found = cache.lookup(np.append(TOKENS, TOKENS))
         loaded = cache.load(TOKENS)
 
+    assert (missed.blocks, found.blocks, found.shared_blocks) == (0, BLOCKS, 0)
     assert (stored.published, stored.refused) == (BLOCKS, 0)
     assert loaded.blocks == BLOCKS
     assert np.array_equal(loaded.data, content())
@@ -113,6 +116,7 @@ async def test_the_asyncio_client_does_the_same(agent: AgentThread) -> None:
         assert client.is_attached, client.reason
         cache = AsyncPrefixCache(client)
         stored = await cache.store(TOKENS, content())
+        assert (await cache.lookup(TOKENS)).blocks == BLOCKS
         loaded = await cache.load(TOKENS)
         keys = keys_of(client)
         found = await client.lookup(keys)

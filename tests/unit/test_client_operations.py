@@ -15,11 +15,12 @@ from kvfleet_api import wire
 from kvfleet_api.blocks import KEY_BYTES, Layout, ScopeId, ScopeSecret, unpack_digests
 from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import InvalidInputError, QuotaExceededError
+from kvfleet_client import routes
 from kvfleet_client.calls import Call, Done, Operation, Post, Reading, Work, begin, interrupt, resume
 from kvfleet_client.extents import Extents
 from kvfleet_client.loading import load
 from kvfleet_client.results import Answer, Bytes2D, Grants, Scope
-from kvfleet_client.routes import Job, prompt_of
+from kvfleet_client.routes import Job, look_up, prompt_of
 from kvfleet_client.storing import store
 from kvfleet_client.target import Target
 
@@ -51,6 +52,8 @@ class Model:
     refusal: QuotaExceededError | None = None
     """What whoever finds no slot is told, if anything."""
     serial: int = 0
+    looked_up: list[int] = field(default_factory=list)
+    """Keys of each lookup."""
     counted: list[tuple[int, int]] = field(default_factory=list)
     """Wanted and loaded blocks of each load, as told."""
 
@@ -65,6 +68,7 @@ class Model:
         return digests[: present.index(False) if False in present else len(digests)]
 
     def lookup(self, r: wire.Lookup) -> wire.Found:
+        self.looked_up.append(len(r.digests) // KEY_BYTES)
         leading = len(self.known(r))
         return wire.Found(r.id, 1, bytes(len(r.digests) // KEY_BYTES), leading, bytes(leading), ("dram",))
 
@@ -170,6 +174,14 @@ class Bench:
         return self.drive(store(job(tokens, *scopes), kv(tokens)[first:], first), fail_at)
 
 
+@pytest.fixture(scope="module", autouse=True, params=["all keys at once", "first blocks first"])
+def _order(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Prompts here are short; every law holds in both orders of asking."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routes, "HEADS_FIRST_BLOCKS", 1 if request.param == "first blocks first" else 100)
+        yield
+
+
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     made = Bench()
@@ -210,6 +222,38 @@ def test_what_is_loaded_is_always_what_was_stored_for_these_tokens(
     assert bench.model.counted == ([(len(asked) // 2, loaded.blocks)] if len(asked) // 2 else [])
     assert not bench.model.leased
     assert not bench.model.reserved
+
+
+@given(st.lists(st.tuples(prompts, st.sampled_from(["own", "joined"])), max_size=6), prompts)
+def test_a_lookup_tells_what_a_load_would_bring(stored: list[tuple[list[int], str]], asked: list[int]) -> None:
+    bench = Bench()
+    for tokens, who in stored:
+        bench.store(tokens, *((OWN,) if who == "own" else (DOMAIN, OWN)))
+    found = bench.drive(look_up(job(asked, DOMAIN, OWN)))
+    loaded = bench.load(asked, DOMAIN, OWN)
+    bench.close()
+
+    assert (found.blocks, found.shared_blocks) == (loaded.blocks, loaded.shared_blocks)
+
+
+def test_a_long_prompt_is_keyed_beyond_its_first_block_only_where_that_is_there(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "HEADS_FIRST_BLOCKS", 6)
+    tokens = list(range(12))
+    assert bench.load(tokens, DOMAIN, OWN).blocks == 0
+    assert bench.model.looked_up == [1, 1]
+
+    bench.model.looked_up.clear()
+    bench.store(tokens, OWN)
+    assert bench.drive(look_up(job(tokens, DOMAIN, OWN))).blocks == 6
+    assert bench.model.looked_up == [6, 1, 1, 6], "one scope alone is asked for all"
+
+    bench.model.looked_up.clear()
+    assert bench.load(tokens, DOMAIN, OWN).blocks == 6
+    assert bench.model.looked_up == [1, 1], "leasing tells how far the own scope goes"
+    assert bench.load(tokens[:10], DOMAIN, OWN).blocks == 5
+    assert bench.model.looked_up == [1, 1, 5, 5], "a short one is asked for at once"
 
 
 def common(a: list[int], b: list[int]) -> int:
