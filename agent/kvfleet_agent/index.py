@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvfleet_agent.ancestry import Ancestry
+
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Iterable, Iterator
@@ -104,6 +106,7 @@ class Index:
 
     def __init__(self) -> None:
         self._scopes: dict[ScopeId, _Scope] = {}
+        self._ancestry = Ancestry()
 
     def __iter__(self) -> Iterator[Entry]:
         for scope in self._scopes.values():
@@ -132,22 +135,33 @@ class Index:
     def begin(
         self, scope: ScopeId, digest: bytes, parent: bytes, layout_id: LayoutId, now_s: float, tenant: str = ""
     ) -> Entry:
-        """Make a pending entry on a tenant's account, or else on that of its scope; the digest must be absent."""
+        """Make a pending entry on a tenant's account, or else on that of its scope; the digest must be absent.
+
+        A parent that continues the block itself is left out.
+        """
         blocks = self._scopes.get(scope)
         if blocks is None:
             blocks = self._scopes[scope] = _Scope(account_of(scope))
         assert digest not in blocks.entries, f"block {digest.hex()[:8]} is there already"
+        parent = self._before(blocks, digest, parent)
         entry = Entry(scope, digest, parent, layout_id, now_s, tenant or blocks.account)
         blocks.entries[digest] = entry
         self._count(blocks, entry, 1)
         return entry
 
+    def _before(self, blocks: _Scope, digest: bytes, parent: bytes) -> bytes:
+        """The parent that a block may have: the one that was named, or none where that would make a ring."""
+        may_ring = parent == digest or digest in blocks.children
+        return b"" if may_ring and self._ancestry.is_ring(blocks.entries, digest, parent) else parent
+
     def adopt(self, entry: Entry, parent: bytes) -> None:
-        """Tell a pending entry its parent, which its reader did not know."""
+        """Tell a pending entry its parent, which its reader did not know; one that continues it is left out."""
         blocks = self._scopes[entry.scope]
+        parent = self._before(blocks, entry.digest, parent) if parent != entry.parent else parent
         self._count(blocks, entry, -1)
         entry.parent = parent
         self._count(blocks, entry, 1)
+        self._ancestry.forget()
 
     def add(self, entry: Entry, residence: Residence) -> None:
         """Note a copy that can be read; the first one publishes the block."""
@@ -190,7 +204,8 @@ class Index:
         tier, slot, record = copy
         key = record.key
         digest = key.digest
-        entry = Entry(key.scope, digest, record.parent, record.layout_id, 0.0, blocks.account)
+        parent = self._before(blocks, digest, record.parent)
+        entry = Entry(key.scope, digest, parent, record.layout_id, 0.0, blocks.account)
         blocks.entries[digest] = entry
         entry.level, entry.residences = tier.level, (copy,)
         self._count(blocks, entry, 1)
@@ -228,6 +243,7 @@ class Index:
         self._offer_parent(blocks, entry)
         if not blocks.entries:
             del self._scopes[entry.scope]
+        self._ancestry.forget()
 
     def blockers(self, entry: Entry, level: int) -> int:
         """Count children whose fastest copy is at `level` or faster."""
