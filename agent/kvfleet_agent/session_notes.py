@@ -46,13 +46,18 @@ class SessionNotes:
     async def flush(self, store: Store) -> int:
         """Write what waits, up to `FLUSH_MAX` in one round trip; returns how many records were written.
 
-        Raises `DirectoryAwayError`; notes that could not be written stay, unless newer ones came meanwhile.
+        Raises `DirectoryAwayError`; notes that could not be written go behind the others, unless newer ones came
+        meanwhile: theirs may be the only part of the directory that is away.
         """
         notes = list(islice(self._notes.items(), FLUSH_MAX))
         if not notes:
             return 0
         done = await write_sessions(store, [(note.secret, note.session, note.record) for _, note in notes])
         for (key, note), is_written in zip(notes, done, strict=True):
-            if is_written and self._notes.get(key) is note:
+            if self._notes.get(key) is not note:
+                continue
+            if is_written:
                 del self._notes[key]
+            else:
+                self._notes.move_to_end(key)
         return sum(done)
