@@ -187,7 +187,7 @@ def unpack_nomination(packed: bytes) -> Nomination | None:
     """Read a nomination; None when it is corrupt."""
     try:
         tag, reason, joined = _nominations.decode(packed)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, ValueError):
         return None
     if len(joined) % KEY_BYTES:
         return None
@@ -215,9 +215,11 @@ def unpack_session(packed: bytes) -> SessionRecord | None:
     try:
         tenant, priority, state, parent, head, agent, urgency, return_s = _sessions.decode(packed)
         digests = bytes.fromhex(parent), bytes.fromhex(head)
-        return SessionRecord(tenant, priority, state, *digests, agent, urgency, return_s)
     except (msgspec.DecodeError, ValueError):
         return None
+    if len(digests[1]) not in (0, KEY_BYTES):
+        return None
+    return SessionRecord(tenant, priority, state, *digests, agent, urgency, return_s)
 
 
 _registrations: Final = msgspec.msgpack.Decoder(tuple[str, str, str, bool])

@@ -84,7 +84,7 @@ async def register_agent(store: Store, record: AgentRecord) -> Registered:
     """
     args = (record.agent, pack_epoch(record.epoch), record.address, SILENCE_S, secrets.token_hex(8))
     verdict, incarnation, directory_id = await store.run_one(Call(Script.REGISTER_AGENT, REGISTRY_KEY, args))
-    return Registered(parse_verdict(verdict), Incarnation(incarnation), directory_id.decode())
+    return Registered(parse_verdict(verdict), Incarnation(incarnation), directory_id.decode(errors="replace"))
 
 
 async def heartbeat(store: Store, incarnation: Incarnation, record: AgentRecord | None = None) -> Verdict:
@@ -139,7 +139,7 @@ async def fleet(store: Store) -> Fleet:
         page = tuple(incarnation for incarnation, _ in found[start : start + PAGE_MEMBERS])
         names += await store.run_one(Call(Script.SHARDS_OF, REGISTRY_KEY, page))
     members = (Member(*row, _parse_shards(joined)) for row, joined in zip(found, names, strict=True))
-    return Fleet(directory_id.decode(), tuple(members))
+    return Fleet(directory_id.decode(errors="replace"), tuple(members))
 
 
 @lru_cache(maxsize=16_384)  # Every sweep reads the same names again: 160,000 of 5,000 agents with two scopes each.

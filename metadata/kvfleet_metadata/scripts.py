@@ -64,11 +64,12 @@ class Source:
 def sources() -> dict[Script, Source]:
     """All transitions, each joined with the definitions that it shares with the others on its keys."""
     folder = files("kvfleet_metadata") / "lua"
+    call = (folder / "call.lua").read_text()
     made = {}
     for script in Script:
         flags = "" if script in _REFUSED_WHEN_FULL else _ALLOW_OOM
         prelude = (folder / f"{_prelude(script)}.lua").read_text()
-        text = flags + prelude + (folder / f"{script}.lua").read_text()
+        text = flags + call + prelude + (folder / f"{script}.lua").read_text()
         made[script] = Source(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
     return made
 

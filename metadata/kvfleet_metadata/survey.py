@@ -114,7 +114,7 @@ class Survey:
                 self._put_last(shard)
             elif p.bucket < 0:
                 p.session, *counts = reply
-                p.sessions.update({counts[i].decode(): counts[i + 1] for i in range(0, len(counts), 2)})
+                p.sessions.update({counts[i].decode(errors="replace"): counts[i + 1] for i in range(0, len(counts), 2)})
             else:
                 p.bucket, totals, blocks = reply
                 _add(p.held, _holdings(totals), 1)

@@ -1,7 +1,7 @@
 """Laws of the packed form: what comes out went in, and what was damaged is a miss."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvfleet_api.blocks import ScopeId, ScopeSecret
@@ -21,6 +21,7 @@ from kvfleet_metadata.records import (
     pack_epoch,
     pack_session,
     unpack_copies,
+    unpack_nomination,
     unpack_registration,
     unpack_session,
 )
@@ -115,9 +116,11 @@ def test_epochs_compare_as_text_like_numbers(a: int, b: int) -> None:
 
 
 @given(st.binary(max_size=60))
-def test_a_damaged_registration_or_session_is_unknown_and_never_an_error(packed: bytes) -> None:
+@example(b"\x93\xa1\xff\xa0\xc4\x00")  # A text that is no UTF-8.
+def test_a_damaged_record_is_unknown_and_never_an_error(packed: bytes) -> None:
     unpack_registration(packed, 0.0)
     unpack_session(packed)
+    unpack_nomination(packed)
 
 
 @given(
@@ -127,7 +130,7 @@ def test_a_damaged_registration_or_session_is_unknown_and_never_an_error(packed:
         priority=st.text(max_size=20),
         state=st.sampled_from(["open", "idle"]),
         parent=st.binary(max_size=20),
-        head=st.binary(max_size=20),
+        head=st.just(b"") | digests,
         agent=st.text(max_size=20),
         urgency=st.integers(0, 100),
         expected_return_s=st.floats(0, 1e6),
@@ -135,6 +138,10 @@ def test_a_damaged_registration_or_session_is_unknown_and_never_an_error(packed:
 )
 def test_a_session_comes_out_as_it_went_in(record: SessionRecord) -> None:
     assert unpack_session(pack_session(record)) == record
+
+
+def test_a_session_whose_head_names_no_block_is_unknown() -> None:
+    assert unpack_session(pack_session(SessionRecord("a", "", "idle", head=b"h" * 40))) is None
 
 
 @given(st.lists(digests, max_size=50))

@@ -7,7 +7,7 @@
 --   n<session digest>                  string, a session record
 --   t                                  zset   session digest by the second of its last change
 --   x                                  string second in which the scope was erased; nothing is written from then on
-local call, sub, byte = redis.call, string.sub, string.byte
+local sub, byte = string.sub, string.byte
 local SHARD = KEYS[1]
 
 local DIGEST_BYTES = 20

@@ -13,14 +13,15 @@ if record then
   end
   fence(before, record)
 end
-call('SETNX', KEYS[1] .. 'id', ARGV[5])
+local directory = call('GET', KEYS[1] .. 'id') or ARGV[5]
+call('SET', KEYS[1] .. 'id', directory)
 -- Milliseconds since 2020: numbers of an emptied directory stay above those given out before, so none is used twice.
 local clock = call('TIME')
 local floor = (clock[1] - 1577836800) * 1000 + math.floor(clock[2] / 1000)
-local number = math.max(tonumber(call('GET', KEYS[1] .. 'n') or 0) + 1, floor)
+local number = math.max((tonumber(call('GET', KEYS[1] .. 'n') or 0) or 0) + 1, floor)
 call('SET', KEYS[1] .. 'n', string.format('%.0f', number))
 local incarnation = struct.pack('>I5', number)
 call('HSET', KEYS[1] .. 'i', incarnation, cmsgpack.pack({ agent, epoch, ARGV[3], false }))
 call('HSET', KEYS[1] .. 'a', agent, incarnation)
 call('ZADD', KEYS[1] .. 'h', now, incarnation)
-return { 'ok', incarnation, call('GET', KEYS[1] .. 'id') }
+return { 'ok', incarnation, directory }

@@ -9,7 +9,6 @@
 --   t               string  `<term> <leader>`: the latest leader among the metadata services that has acted
 --   e               hash    scope tag -> `<second> <key version> <uid of the owner>`: claims that its key is gone
 --   s<incarnation>  set     shards that it may have announced to: `<scope tag>.<shard>`
-local call = redis.call
 
 local function second()
   return tonumber(call('TIME')[1])
@@ -32,10 +31,22 @@ local function obeys(term, leader)
   return true
 end
 
--- The record of an incarnation as a table, or nil.
+local function is_record(it)
+  if type(it) ~= 'table' or type(it[1]) ~= 'string' or type(it[2]) ~= 'string' or type(it[3]) ~= 'string' then
+    return false
+  end
+  return type(it[4]) == 'boolean' and string.find(it[2], '^%x+$') and not string.find(it[1] .. it[3], '[^ -~]')
+end
+
+-- The record of an incarnation as a table, or nil. A rotten one is nobody's: it can be fenced and forgotten, and whoever
+-- it was is told that it is unknown, and registers again.
 local function known(incarnation)
   local packed = call('HGET', KEYS[1] .. 'i', incarnation)
-  return packed and cmsgpack.unpack(packed)
+  if not packed then
+    return nil
+  end
+  local is_read, record = pcall(cmsgpack.unpack, packed)
+  return is_read and is_record(record) and record or { '', '0', '', false }
 end
 
 -- Verdict on an incarnation that wants to act.

@@ -18,7 +18,11 @@ if verb == 'open' then
 elseif not packed then
   return ''
 elseif verb == 'touch' then
-  local record, change = cmsgpack.unpack(packed), cmsgpack.unpack(ARGV[4])
+  local is_read, record = pcall(cmsgpack.unpack, packed)
+  if not is_read or type(record) ~= 'table' then
+    return ''
+  end
+  local change = cmsgpack.unpack(ARGV[4])
   record[STATE], record[URGENCY], record[EXPECTED] = change[1], change[2], change[3]
   if change[4] ~= '' then
     record[HEAD], record[AGENT] = change[4], change[5]
