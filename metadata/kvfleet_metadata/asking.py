@@ -1,11 +1,12 @@
-"""Asks the API server and takes silence for an answer: unknown is a state that every decision knows."""
+"""Asks the API server and the directory and takes silence for an answer: unknown is a state that decisions know."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Final, TypeVar
 
-from kvfleet_api.errors import ForbiddenError, RetryableError, UnauthenticatedError
+from kvfleet_api.errors import DirectoryAwayError, ForbiddenError, RetryableError, UnauthenticatedError
 
 T = TypeVar("T")
 
@@ -23,3 +24,14 @@ async def ask(read: Callable[[], Awaitable[T]], what: str) -> T | None:
     except (RetryableError, UnauthenticatedError, ForbiddenError, TimeoutError) as e:
         _log.warning("api server gives no answer", extra={"what": what, "error": f"{type(e).__name__}: {e}"})
         return None
+
+
+@contextlib.contextmanager
+def partly() -> Iterator[None]:
+    """Go on with the rest where only a part of the directory is away; the next round takes up what was left."""
+    try:
+        yield
+    except DirectoryAwayError as e:
+        if not e.is_partial:
+            raise
+        _log.warning("a part of the directory is away", extra={"error": str(e)})

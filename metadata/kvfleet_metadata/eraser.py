@@ -4,7 +4,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from kvfleet_metadata.asking import ask
+from kvfleet_metadata.asking import ask, partly
 from kvfleet_metadata.authority import Authority
 from kvfleet_metadata.claims import Claim, Sentence, judge, read_claims, settle_claim
 from kvfleet_metadata.registry import Mandate
@@ -54,8 +54,9 @@ class Eraser:
         for claim in claims:
             if self._authority.mandate() != mandate:
                 break
-            if await self._settle(claim, judge(claim, owners), mandate):
-                erased.append(claim.tag)
+            with partly():
+                if await self._settle(claim, judge(claim, owners), mandate):
+                    erased.append(claim.tag)
         return erased
 
     async def _settle(self, claim: Claim, sentence: Sentence, mandate: Mandate) -> bool:

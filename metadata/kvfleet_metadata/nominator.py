@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from kvfleet_metadata.asking import partly
 from kvfleet_metadata.authority import Authority
 from kvfleet_metadata.mailbox import nominate
 from kvfleet_metadata.nominations import ERASED, AgentFacts, plan_nominations
@@ -35,7 +36,7 @@ class Nominated:
     blocks: Counter[str] = field(default_factory=Counter)
     """By reason; a whole scope counts as one."""
     refused: int = 0
-    """Nominations that a full mailbox did not take."""
+    """Nominations that no mailbox took: it was full or away."""
 
 
 class Departures:
@@ -105,8 +106,10 @@ class Nominator:
                 await self._post(member.incarnation, Nomination(tag, ERASED, ()))
 
     async def _post(self, incarnation: Incarnation, nomination: Nomination) -> bool:
-        """Put one nomination into a mailbox; false when that is full."""
-        is_taken = await nominate(self._store, incarnation, nomination)
+        """Put one nomination into a mailbox; false when that is full, or away with a part of the directory."""
+        is_taken = False
+        with partly():
+            is_taken = await nominate(self._store, incarnation, nomination)
         if is_taken:
             self.nominated.blocks[nomination.reason] += max(1, len(nomination.digests))
         else:

@@ -120,6 +120,9 @@ class Rounds:
         except DirectoryAwayError as e:
             _log.warning("directory away", extra={"error": str(e)})
             return False
+        except Exception:  # noqa: BLE001  A task root: one bad round must not end the sweeps for good.
+            _log.exception("round failed")
+            return False
         self._swept_s = time.monotonic()
         self._metrics.swept(self._standing)
         return True

@@ -5,16 +5,15 @@ right whoever does it and however late; only the decision to fence needs the man
 """
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvfleet_api.errors import DirectoryAwayError
 from kvfleet_kube.leases import Lease
 from kvfleet_metadata import registry, shards
-from kvfleet_metadata.asking import ask
+from kvfleet_metadata.asking import ask, partly
 from kvfleet_metadata.authority import Alone, Authority
 from kvfleet_metadata.collect import TOMBSTONE_S, Fence, LeaseState, Plan, Removal, orphans, plan
 from kvfleet_metadata.lease_watch import LeaseWatch
@@ -149,7 +148,7 @@ class Sweeper:
         for removal in removals:
             if self._authority.mandate() != mandate:
                 return
-            with _partly():
+            with partly():
                 await self._remove(removal, mandate)
 
     async def _fence(self, fences: Sequence[Fence], mandate: Mandate) -> None:
@@ -177,10 +176,10 @@ class Sweeper:
         streams: dict[Shard, list[shards.Stream]] = {}
         for i in range(0, len(every), SHARDS_PER_CALL):
             part = every[i : i + SHARDS_PER_CALL]
-            with _partly():
+            with partly():
                 streams |= dict(zip(part, await shards.sweep(self._store, part, TOMBSTONE_S), strict=True))
         for shard, incarnation in orphans(streams, (member.incarnation for member in fleet.members)):
-            with _partly():
+            with partly():
                 self.swept.removed_locations += await shards.drop_agent(self._store, shard, incarnation)
                 self.swept.removed_orphans += 1
 
@@ -190,17 +189,6 @@ class Sweeper:
         self._shards |= dict.fromkeys((shard for member in fleet.members for shard in member.shards), now_s)
         oldest_s = now_s - TOMBSTONE_S if len(self._shards) <= SHARDS_MAX else now_s
         self._shards = {shard: seen_s for shard, seen_s in self._shards.items() if seen_s >= oldest_s}
-
-
-@contextlib.contextmanager
-def _partly() -> Iterator[None]:
-    """Go on with the rest where only a part of the directory is away; the next sweep takes up what was left."""
-    try:
-        yield
-    except DirectoryAwayError as e:
-        if not e.is_partial:
-            raise
-        _log.warning("a part of the directory is away", extra={"error": str(e)})
 
 
 def _now_s() -> float:
