@@ -99,7 +99,7 @@ class Provisioner:
         """Close all tiers; what survives a restart is kept. Idempotent."""
         for state in self.states.values():
             if state.tier is not None:
-                await state.tier.backend.close()
+                await _ended(state.tier.name, state.tier.backend.close())
         self.states.clear()
         self.node.tiers.clear()
 
@@ -118,9 +118,8 @@ class Provisioner:
             return
         try:
             backend = await self.make(spec.model_copy(update={"capacity_bytes": limit.granted_bytes}))
-        except KvFleetError as e:
-            state.error, state.is_absent = str(e), isinstance(e, UnsupportedError)
-            _log.warning("tier failed", extra={"tier": spec.name, "cause": str(e)})
+        except Exception as e:  # noqa: BLE001  Whatever it was, one failed tier costs no other.
+            state.error, state.is_absent = _told(spec.name, e), isinstance(e, UnsupportedError)
             return
         await self._take_up(state, backend)
 
@@ -138,12 +137,11 @@ class Provisioner:
             with collector_paused():
                 tier.recovered_blocks = await enter(self.node, tier, tier.backend.recover())
             tier.is_recovering = False
-        except KvFleetError as e:
+            tier.probe = await probe(backend, self._probe_bytes(backend))
+        except Exception as e:  # noqa: BLE001  As above.
             await self._close(state.spec.name, is_kept=True)
-            self.states[state.spec.name] = TierState(state.spec, state.limit, error=str(e))
-            _log.warning("tier failed", extra={"tier": state.spec.name, "cause": str(e)})
+            self.states[state.spec.name] = TierState(state.spec, state.limit, error=_told(state.spec.name, e))
             return
-        tier.probe = await probe(backend, self._probe_bytes(backend))
         can, found = backend.capabilities, tier.recovered_blocks
         facts = {"medium": can.medium, "encrypted": can.is_encrypted, "recovered_blocks": found}
         _log.info("tier ready", extra={"tier": tier.name, **facts})
@@ -173,8 +171,8 @@ class Provisioner:
         try:
             state.tier.closing = await state.tier.backend.resize(limit.granted_bytes)
             state.error = ""
-        except KvFleetError as e:
-            state.error = str(e)
+        except Exception as e:  # noqa: BLE001  As above.
+            state.error = _told(spec.name, e)
 
     async def _close(self, name: str, *, is_kept: bool = False) -> None:
         """Take a tier out: nobody finds its copies any more, then the medium is released.
@@ -189,7 +187,7 @@ class Provisioner:
             self.node.drop_copy(entry, tier, keep_bytes=is_kept or tier.backend.capabilities.survives_restart)
         await self._outlive_readers(tier)
         tier.is_gone = True
-        await (tier.backend.close() if tier.lasting is None or is_kept else tier.lasting.discard())
+        await _ended(name, tier.backend.close() if tier.lasting is None or is_kept else tier.lasting.discard())
 
     async def _outlive_readers(self, tier: Tier) -> None:
         """Let readers of a tier that goes away finish; whoever is not done in time is told at its release."""
@@ -212,6 +210,23 @@ class Provisioner:
         self.node.tiers.sort(key=lambda t: t.level)
         if moved:
             self.node.index.relevel()
+
+
+async def _ended(name: str, closing: Awaitable[None]) -> None:
+    """Let a backend close; what it cannot let go of is told, and no reason to keep anything else."""
+    try:
+        await closing
+    except Exception as e:  # noqa: BLE001  As above.
+        _told(name, e)
+
+
+def _told(name: str, error: Exception) -> str:
+    """Log a failure and put it into words for the status; of one that nobody has thought of the log has the trace."""
+    if isinstance(error, KvFleetError):
+        _log.warning("tier failed", extra={"tier": name, "cause": str(error)})
+        return str(error)
+    _log.error("tier failed", extra={"tier": name}, exc_info=error)
+    return f"{type(error).__name__}: {error}"
 
 
 async def enter(node: Node, tier: Tier, found: AsyncIterator[tuple[SlotRef, Record]]) -> int:
@@ -262,12 +277,10 @@ def _path(tier: NodeTier) -> Path | None:
 
 def _room(path: Path) -> int | None:
     """Free bytes plus our own files; None where the path cannot be looked at, which opening will explain."""
-    nearest = next((p for p in (path, *path.parents) if p.exists()), None)
-    if nearest is None:
-        return None
     try:
+        nearest = next(p for p in (path, *path.parents) if p.exists())
         status = os.statvfs(nearest)
         own_bytes = sum(f.stat().st_blocks * 512 for f in path.rglob("*") if f.is_file()) if path.exists() else 0
-    except OSError:
+    except (OSError, StopIteration):
         return None
     return status.f_bavail * status.f_frsize + own_bytes

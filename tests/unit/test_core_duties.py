@@ -44,6 +44,8 @@ class Recovering(DictBackend):
         super().__init__(4 * MIB)
         self.records = records
         self.is_broken = is_broken
+        self.fails_with: Exception | None = None
+        """What nobody expects of a recovery, a change of size and a close."""
         self.gate = asyncio.Event()
         """What holds the recovery up once its blocks are told, when the machine is slow."""
         self.gate.set()
@@ -55,8 +57,20 @@ class Recovering(DictBackend):
             key = BlockKey(SCOPE, digest(number))
             yield slot, Record(key, parent, LAYOUT_ID, "raw", 4096, 4096, b"0" * 16, 3)
         await self.gate.wait()
+        if self.fails_with:
+            raise self.fails_with
         if self.is_broken:
             raise BackendFailedError("Input/output error")
+
+    async def resize(self, capacity_bytes: int) -> frozenset[int]:
+        if self.fails_with:
+            raise self.fails_with
+        return await super().resize(capacity_bytes)
+
+    async def close(self) -> None:
+        await super().close()
+        if self.fails_with:
+            raise self.fails_with
 
 
 class Machine:
@@ -67,6 +81,7 @@ class Machine:
         self.records: list[int] = []
         self.is_broken = False
         self.is_slow = False
+        self.fails_with: Exception | None = None
         self.made: list[str] = []
 
     async def make(self, spec: NodeTier) -> TierBackend:
@@ -76,6 +91,7 @@ class Machine:
         if spec.host_dram is not None:
             return open_host_dram(spec.host_dram, spec.capacity_bytes, ())
         found = Recovering(self.records, is_broken=self.is_broken)
+        found.fails_with = self.fails_with
         if self.is_slow:
             found.gate.clear()
         return found
@@ -113,6 +129,48 @@ async def at() -> AsyncIterator[Setup]:
     yield made
     await made.core.close()
     await made.provisioner.close()
+
+
+async def test_a_tier_that_fails_in_a_way_that_nobody_has_thought_of_costs_no_other(at: Setup) -> None:
+    at.machine.records, at.machine.fails_with = [1, 2], ValueError("not a header")
+    await at.provisioner.apply([nvme(), dram()])
+
+    assert [t.name for t in at.core.node.tiers] == ["dram"]
+    assert len(at.core.node.index) == 0
+    assert at.provisioner.states["nvme"].error == "ValueError: not a header"
+    at.machine.refuses["nvme"] = OSError(5, "Input/output error")
+    at.clock.now_s += RETRY_S
+    await at.provisioner.apply([nvme(), dram()])
+    assert "Input/output error" in at.provisioner.states["nvme"].error
+
+    at.machine.refuses.clear()
+    at.machine.fails_with = None
+    at.clock.now_s += RETRY_S
+    await at.provisioner.apply([nvme(), dram()])
+    assert at.provisioner.states["nvme"].error == ""
+    assert len(at.core.node.index) == 2
+
+
+async def test_a_medium_that_neither_changes_its_size_nor_closes_costs_nobody_else(at: Setup) -> None:
+    await at.provisioner.apply([nvme(), dram()])
+    backend = at.core.node.tiers[0].backend
+    assert isinstance(backend, Recovering)
+    backend.fails_with = RuntimeError("no such extent")
+
+    await at.provisioner.apply([nvme(8 * MIB), dram()])
+    assert at.provisioner.states["nvme"].error == "RuntimeError: no such extent"
+    await at.provisioner.apply([dram()])
+
+    assert [t.name for t in at.core.node.tiers] == ["dram"]
+    assert list(at.provisioner.states) == ["dram"]
+
+
+async def test_a_path_that_cannot_be_looked_at_costs_its_tier_alone(at: Setup) -> None:
+    at.machine.refuses["nvme"] = InvalidInputError("File name too long")
+
+    await at.provisioner.apply([nvme(path=f"/{256 * 'x'}/kv"), dram()])
+
+    assert [t.name for t in at.core.node.tiers] == ["dram"]
 
 
 async def test_a_tier_takes_nothing_new_until_its_last_run_is_entered(at: Setup) -> None:
