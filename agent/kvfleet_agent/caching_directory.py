@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvfleet_agent.directory import AccessProvider, Holdings, RedisDirectory
+from kvfleet_agent.sweep import repeat
 from kvfleet_api.errors import DirectoryAwayError, KvFleetError
 from kvfleet_metadata.hot_cache import HotCache
 from kvfleet_metadata.records import AgentRecord, Copy
@@ -48,7 +49,7 @@ class CachingDirectory(RedisDirectory):
     def start(self) -> None:
         """Begin to connect, register, announce and listen in the background."""
         super().start()
-        self._tasks.append(asyncio.create_task(self._keep_tracking(), name="directory-cache"))
+        self._tasks.append(asyncio.create_task(repeat("directory-cache", RETRY_S, self._track_while_possible)))
 
     async def _find(self, store: Store, tag: str, digests: Sequence[bytes]) -> list[Sequence[Copy]]:
         tracked = self._tracked
@@ -88,13 +89,11 @@ class CachingDirectory(RedisDirectory):
         else:
             self._cache.told(keys)
 
-    async def _keep_tracking(self) -> None:
-        while True:
-            with contextlib.suppress(KvFleetError):
-                access = await self._access()
-                if not access.is_cluster and access.servers:
-                    await self._track(TrackedStore(access, self._told))
-            await asyncio.sleep(RETRY_S)
+    async def _track_while_possible(self) -> None:
+        with contextlib.suppress(KvFleetError):
+            access = await self._access()
+            if not access.is_cluster and access.servers:
+                await self._track(TrackedStore(access, self._told))
 
     async def _track(self, tracked: TrackedStore) -> None:
         try:

@@ -12,6 +12,7 @@ from typing import Final
 
 from kvfleet_agent.ports import DirectoryState
 from kvfleet_agent.session_notes import SessionNotes
+from kvfleet_agent.sweep import repeat
 from kvfleet_api.blocks import ScopeSecret
 from kvfleet_api.errors import DirectoryAwayError, KvFleetError, RetryableError
 from kvfleet_metadata import claims, mailbox, registry, shards
@@ -132,7 +133,7 @@ class RedisDirectory:
         """Begin to connect, register and announce in the background."""
         self._tasks = [
             asyncio.create_task(self._run(), name="directory"),
-            asyncio.create_task(self._tell_sessions(), name="directory-sessions"),
+            asyncio.create_task(repeat("directory-sessions", SESSIONS_EVERY_S, self._tell_sessions)),
         ]
 
     async def close(self) -> None:
@@ -251,11 +252,9 @@ class RedisDirectory:
             await asyncio.sleep(max(delay_s, backoff_s) * random.uniform(0.5, 1.0))
 
     async def _tell_sessions(self) -> None:
-        while True:
-            await asyncio.sleep(SESSIONS_EVERY_S)
-            if self._store is not None and self.is_up:
-                with contextlib.suppress(DirectoryAwayError):
-                    await self._sessions.flush(self._store)
+        if self._store is not None and self.is_up:
+            with contextlib.suppress(DirectoryAwayError):
+                await self._sessions.flush(self._store)
 
     async def _serve(self) -> float:
         """One connection's life; returns how long to wait at least before the next one."""

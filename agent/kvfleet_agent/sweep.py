@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
+from kvfleet_agent.archiver import RETRY_S
 from kvfleet_agent.tenancy import RETENTION_S
 from kvfleet_api.errors import KvFleetError
 
@@ -48,7 +49,7 @@ class Sweeper:
             group.create_task(repeat("announce", 0.0, self._announce))
             group.create_task(repeat("sessions", SESSIONS_S, self._core.life.tend))
             group.create_task(repeat("retention", RETENTION_S, self._core.tenancy.retire))
-            group.create_task(self._core.archiver.run())
+            group.create_task(repeat("archive", RETRY_S, self._core.archiver.run))
 
     async def _expire(self) -> None:
         self.expire()

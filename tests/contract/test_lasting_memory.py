@@ -84,6 +84,44 @@ async def test_where_a_writer_of_the_dead_agent_lives_nothing_new_is_put(home: H
     await again.close()
 
 
+async def test_an_extent_whose_files_cannot_be_removed_is_let_go(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(5, "Input/output error", str(path))
+
+    arena = open_at(home)
+    slot, _ = await put(arena, 1)
+    arena.close_extent(slot.extent)
+    with mapped(arena, slot) as engine, monkeypatch.context() as patched:
+        patched.setattr(lasting, "erase_file", refuse)
+        arena.drop(slot)
+        arena._worker.submit(lambda: None).result()
+
+        assert not any(engine[:])
+    await arena.close()
+    again, found = await reopened(home)
+    assert (found, files(home)) == ({}, [])
+    await again.close()
+
+
+async def test_a_tier_whose_files_cannot_be_removed_can_be_opened_again(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(5, "Input/output error", str(path))
+
+    arena = open_at(home)
+    await put(arena, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(lasting, "erase_file", refuse)
+        with pytest.raises(OSError, match="Input/output error"):
+            await arena.discard()
+
+    again, found = await reopened(home)
+
+    assert found == {}
+    await again.close()
+
+
 async def test_where_no_writer_is_left_every_slot_serves_again(home: Home) -> None:
     arena = open_at(home)
     slot, _ = await put(arena, 1)

@@ -5,6 +5,7 @@ at every instant a file is either nobody's and gone with the process, or one sco
 reboot empties everything: what carries another boot id is removed. docs/memory.md tells what survives what.
 """
 
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from kvfleet_api.errors import BackendFailedError, TierFullError
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _NAME: Final = re.compile(r"ext-[0-9a-f]{8,}\.(data|ledger)")
+_log = logging.getLogger(__name__)
 
 
 def boot_id() -> str:
@@ -96,8 +98,11 @@ class LastingStore:
         self._ledgers[slot.extent].drop(slot.offset, self._clock_ms())
 
     def released(self, extent: int, memory: MappedExtent) -> Remains | None:
-        """See `ExtentStore`."""
-        self._remove(extent)
+        """See `ExtentStore`. Files that cannot be removed stay, empty, until the next start."""
+        try:
+            self._remove(extent)
+        except OSError as e:
+            _log.warning("files of an extent stay", extra={"path": str(e.filename), "cause": e.strerror})
         self._ledgers.pop(extent).close()
         return memory.release()
 
@@ -178,8 +183,10 @@ class LastingStore:
 
     def discard(self) -> None:
         """See `ExtentStore`."""
-        self._remove_others(set())
-        self.close()
+        try:
+            self._remove_others(set())
+        finally:
+            self.close()
 
     def _ledger_path(self, extent: int) -> Path:
         return self._hold.directory / f"ext-{extent:08x}.ledger"
