@@ -25,6 +25,10 @@ SEQUENCE_STRIDE: Final = 1 << 20
 """Numbers skipped when a lane starts anew: more than any withdrawal uses, so messages of one given up are old."""
 
 
+ERASED_MAX: Final = 4_096
+"""Shards of erased scopes that are remembered; of an older one the directory says once more that it is erased."""
+
+
 @dataclass(slots=True)
 class _Lane:
     is_fresh: bool = True
@@ -34,8 +38,6 @@ class _Lane:
     mode: Mode = Mode.RESET
     waiting: deque[Announcement] = field(default_factory=deque)
     under_way: Batch | None = None
-    is_erased: bool = False
-    """The scope is no more; there is nothing to say."""
 
 
 class Outbox:
@@ -45,6 +47,8 @@ class Outbox:
         self._limit = limit
         self._incarnation: Incarnation | None = None
         self._lanes: dict[Shard, _Lane] = {}
+        self._erased: dict[Shard, None] = {}
+        """Shards of scopes that are no more, oldest first; there is nothing to say."""
         self._active: dict[Shard, None] = {}
         """Lanes with something to send or under way, oldest first."""
         self._resting: dict[Shard, None] = {}
@@ -98,9 +102,9 @@ class Outbox:
                 self._queue(shard, part)
 
     def _queue(self, shard: Shard, changes: Sequence[Announcement]) -> None:
-        lane = self._lanes.setdefault(shard, _Lane())
-        if lane.is_erased:
+        if shard in self._erased:
             return
+        lane = self._lanes.setdefault(shard, _Lane())
         lane.waiting.extend(changes)
         self.depth += len(changes)
         if shard not in self._resting:
@@ -115,9 +119,10 @@ class Outbox:
 
     def restart(self, incarnation: Incarnation) -> set[Shard]:
         """Speak for a new incarnation, of which the directory knows nothing yet; shards that the last one spoke to."""
-        spoken = {shard for shard, lane in self._lanes.items() if lane.sequence}
+        spoken = {shard for shard, lane in self._lanes.items() if lane.sequence} | self._erased.keys()
         self._incarnation = incarnation
         self._lanes.clear()
+        self._erased.clear()
         self._active.clear()
         self._resting.clear()
         self._due.clear()
@@ -205,7 +210,7 @@ class Outbox:
         return [
             Batch(shard, self._incarnation, lane.sequence, Mode.CHECK)
             for shard, lane in self._lanes.items()
-            if not lane.is_erased and not (shard in self._active or shard in self._resting or shard in self._due)
+            if not (shard in self._active or shard in self._resting or shard in self._due)
         ]
 
     def settle(self, batches: Iterable[Batch], verdicts: Iterable[Verdict]) -> bool:
@@ -250,7 +255,10 @@ class Outbox:
         """Forget a lane whose scope is no more."""
         self._make_due(shard)
         self._due.discard(shard)
-        self._lanes[shard].is_erased = True
+        del self._lanes[shard]
+        self._erased[shard] = None
+        if len(self._erased) > ERASED_MAX:
+            del self._erased[next(iter(self._erased))]
 
     def _make_due(self, shard: Shard) -> None:
         """Forget what waits for a shard until a report tells it."""
@@ -260,8 +268,7 @@ class Outbox:
         lane.under_way, lane.mode = None, Mode.RESET
         self._active.pop(shard, None)
         self._resting.pop(shard, None)
-        if not lane.is_erased:
-            self._due.add(shard)
+        self._due.add(shard)
         if self._reporting is not None:
             self._reporting.discard(shard)
 

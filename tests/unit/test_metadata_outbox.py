@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_metadata.outbox import ROUND_BATCHES_MAX, SEQUENCE_STRIDE, Outbox
+from kvfleet_metadata.outbox import ERASED_MAX, ROUND_BATCHES_MAX, SEQUENCE_STRIDE, Outbox
 from kvfleet_metadata.records import Announcement, Incarnation
 from kvfleet_metadata.schema import Shard, shard_index
 from kvfleet_metadata.shards import CHUNK, Batch, Mode, Verdict
@@ -277,6 +277,22 @@ def test_a_full_directory_is_told_until_it_takes_an_announcement_again() -> None
     report(outbox, change(0x10))
     drain(outbox)
     assert not outbox.is_full
+
+
+def test_erased_scopes_take_no_memory_for_ever() -> None:
+    outbox, scopes = ready(), 3 * ERASED_MAX
+    for scope in range(scopes):
+        outbox.add(f"{scope:016x}", [change(0x10)])
+        outbox.settle(outbox.next_round(), [Verdict.ERASED])
+
+    assert len(outbox._lanes) == 0
+    assert len(outbox._erased) == ERASED_MAX
+    outbox.add(f"{0:016x}", [change(0x10)])  # Forgotten by now, so the directory is asked again.
+    (batch,) = outbox.next_round()
+    outbox.settle([batch], [Verdict.ERASED])
+    outbox.add(f"{0:016x}", [change(0x11)])
+    assert outbox.next_round() == []
+    assert not outbox.has_work
 
 
 def test_an_erased_scope_is_never_mentioned_again() -> None:
