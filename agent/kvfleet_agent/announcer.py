@@ -65,6 +65,8 @@ class Announcer:
         for scope in tuple(self._changed):
             secret = self._secret_of(scope)
             if secret is None:
+                if not self._index.blocks(scope):
+                    del self._changed[scope]  # Erased and forgotten: the directory clears such scopes by itself.
                 continue  # Sent with the next change, or with the next full report.
             digests = tuple(self._changed.pop(scope))
             for i in range(0, len(digests), FLUSH_BLOCKS):

@@ -70,7 +70,9 @@ class Sweeper:
         self._erase(now_s)
 
     def _erase(self, now_s: float) -> None:
-        for scope in self._node.index.scopes():
+        scopes = dict.fromkeys(self._node.index.scopes())
+        self._unknown_since_s = {s: since_s for s, since_s in self._unknown_since_s.items() if s in scopes}
+        for scope in scopes:
             if self._authenticator.secret(scope) is not None:
                 self._unknown_since_s.pop(scope, None)
             elif now_s - self._unknown_since_s.setdefault(scope, now_s) >= ERASE_GRACE_S:

@@ -2,14 +2,27 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, cast
 
 import pytest
-from agent_doubles import LAYOUT_ID, SCOPE, Clock, DictBackend, FakeAuthenticator, digest, make_core, secret
+from agent_doubles import (
+    LAYOUT_ID,
+    SCOPE,
+    Clock,
+    DictBackend,
+    FakeAuthenticator,
+    digest,
+    make_core,
+    secret,
+    store_chain,
+)
 from agent_engine import steps_until
 
 from kvfleet_agent import observe, report
+from kvfleet_agent.announcer import Announcer
 from kvfleet_agent.backends.base import Record, SlotRef, TierBackend
 from kvfleet_agent.backends.host_dram import open_host_dram
+from kvfleet_agent.index import Index
 from kvfleet_agent.place import Place
 from kvfleet_agent.ports import DirectoryState
 from kvfleet_agent.provision import RETRY_S, Provisioner
@@ -22,6 +35,9 @@ from kvfleet_api.models.base import ObjectMeta
 from kvfleet_api.models.pool import HostDramTier, NvmeTier
 from kvfleet_api.models.poolnode import KVPoolNode, KVPoolNodeSpec, KVPoolNodeStatus, NodeDrain, NodeTier
 from kvfleet_api.tiers import TierType
+
+if TYPE_CHECKING:
+    from kvfleet_agent.ports import Directory
 
 pytestmark = pytest.mark.unit
 
@@ -280,6 +296,36 @@ async def test_a_scope_without_a_secret_is_erased_after_the_grace_and_not_before
     at.clock.now_s += 0.1
     sweeper.expire()
     assert len(at.core.node.index) == 0
+
+
+async def test_a_scope_that_was_empty_meanwhile_gets_its_grace_anew(at: Setup) -> None:
+    await at.provisioner.apply([dram()])
+    place = Place(1, "a", secret(SCOPE), LAYOUT_ID, 4096)
+    node, sweeper = at.core.node, Sweeper(at.core, Forgetful())
+    await store_chain(at.core, place, [7])
+    sweeper.expire()
+    node.drop_scope(SCOPE, "room")
+    sweeper.expire()
+    at.clock.now_s += 10 * ERASE_GRACE_S
+    await store_chain(at.core, place, [7])
+
+    sweeper.expire()
+
+    assert len(node.index) == 1
+
+
+def test_changes_of_a_scope_that_is_gone_for_good_are_forgotten() -> None:
+    index = Index()
+    announcer = Announcer(index, cast("Directory", object()), lambda _: None)  # It is told nothing.
+    entry = index.begin(SCOPE, digest(1), b"", LAYOUT_ID, 0.0)
+    announcer.mark(entry)
+    announcer.flush()
+    assert announcer.waiting == 1  # Its key may only be late.
+
+    index.forget(entry)
+    announcer.flush()
+
+    assert announcer.waiting == 0
 
 
 async def test_a_drain_is_done_when_all_that_is_left_survives(at: Setup) -> None:
