@@ -20,7 +20,7 @@ from kvfleet_agent.sessions import SessionState
 from kvfleet_api.trust import ScopeKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from kvfleet_agent.index import Entry
     from kvfleet_agent.node import Node
@@ -95,7 +95,7 @@ class Archiver:
 
     def left(self, session: Session) -> list[Entry]:
         """Blocks of a session's chains that a restart would lose, root first."""
-        return [entry for head in session.heads for entry in self.chain(head) if not is_safe(entry)]
+        return [entry for chain in self.chains(session) for entry in chain if not is_safe(entry)]
 
     def age(self, entries: Iterable[Entry]) -> None:
         """Make blocks the first to leave their tiers, as if nobody had ever used them."""
@@ -104,11 +104,23 @@ class Archiver:
             for residence in entry.residences:
                 residence.tier.age(entry)
 
-    def chain(self, head: Entry) -> list[Entry]:
-        """Return a head and everything before it, root first: the root is what most others continue."""
+    def chains(self, session: Session) -> list[list[Entry]]:
+        """The heads of a session with everything before them, each block once.
+
+        Root first: the root is what most others continue. What two chains share stands in the first of them.
+        """
+        seen: set[Entry] = set()
+        chains = []
+        for head in session.heads:
+            chains.append(self.chain(head, seen))
+            seen.update(chains[-1])
+        return chains
+
+    def chain(self, head: Entry, seen: Collection[Entry] = ()) -> list[Entry]:
+        """Return a head and everything before it up to what was `seen`, root first."""
         chain: list[Entry] = []
         entry: Entry | None = head
-        while entry is not None and entry.residences:
+        while entry is not None and entry.residences and entry not in seen:
             chain.append(entry)
             entry = self._node.index.parent(entry)
         chain.reverse()
@@ -141,6 +153,7 @@ class Archiver:
             for session, attempt in tuple(self._sessions.items()):
                 if attempt.due_s <= now_s:
                     await self._bring_down(session, attempt)
+                    await asyncio.sleep(0)  # Thousands may be due that can get nothing through.
 
     async def _wait(self) -> None:
         """Wait until a block is sent down, a session is to be archived, or one is due again."""

@@ -27,6 +27,8 @@ LEAD_S: Final = 2.0
 """So long before its expected return a session's blocks are brought up: about what 1 GiB takes from NVMe."""
 REVIVALS_MAX: Final = 8
 """Sessions that are revived from the directory at a time; others wait, and their engines fetch by key meanwhile."""
+LOOK_BLOCKS: Final = 65_536
+"""Blocks of due sessions looked at in one go, and then the rest of one session: about 10 ms of the loop."""
 CHAIN_MAX: Final = 4096
 """Blocks of one chain that are fetched from other nodes ahead of the engine: 65,536 tokens of 16 to a block."""
 
@@ -137,13 +139,18 @@ class SessionLife:
 
     def bring_up(self, now_s: float) -> None:
         """Start to bring up the chains of sessions that are due, the most urgent first, within the pool's bound."""
+        self._expected = {s: None for s in self._expected if not s.is_forgotten}
         due = [s for s in self._expected if _is_due(s, now_s)]
         due.sort(key=lambda s: (-s.urgency_at(now_s), s.returns_at_s, s.guard))
+        looked_at = 0
         for session in due:
-            chains = [self._core.archiver.chain(head) for head in session.heads]
+            chains = self._core.archiver.chains(session)
             if not self._core.reader.prefetch_chains(chains):
                 return  # The bound is reached; the rest comes next time.
             del self._expected[session]
+            looked_at += sum(map(len, chains))
+            if looked_at >= LOOK_BLOCKS:
+                return  # As above.
 
     def tell(self, session: Session) -> None:
         """Let the directory and the journal know where a session stands."""

@@ -23,6 +23,7 @@ from agent_doubles import (
 )
 from virtual_loop import run_virtually
 
+from kvfleet_agent import session_life
 from kvfleet_agent.archiver import RETRY_MAX_S, RETRY_S
 from kvfleet_agent.core import Core
 from kvfleet_agent.gate import Priority
@@ -255,6 +256,45 @@ async def test_an_idle_session_is_finished_after_the_pools_retention(run: Run) -
     run.clock.now_s += 2
     run.core.life.sweep(run.clock())
     await steps_until(lambda: session.state is SessionState.ARCHIVED)
+
+
+async def test_chains_of_a_session_hold_each_block_once_and_parents_first(run: Run) -> None:
+    session = run.open("s")
+    await run.store([1, 2, 3], session)
+    for fork in (4, 5, 6):
+        await run.store([fork], session, parent=2)
+
+    chains = run.core.archiver.chains(session)
+
+    assert [[e.digest for e in chain] for chain in chains] == [
+        [digest(1), digest(2), digest(3)],
+        [digest(4)],
+        [digest(5)],
+        [digest(6)],
+    ]
+
+
+async def test_sessions_that_return_are_looked_at_in_bounded_parts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_life, "LOOK_BLOCKS", 2)
+    life, origin = run.core.life, run.open("origin")
+    await run.store([1, 2], origin)
+    for number in range(3):
+        run.open(f"s{number}", parent="origin")
+        life.touch(cast("Session", life.find("a", SECRET, f"s{number}")), SessionState.IDLE, 1, 0.0)
+
+    for left in (2, 1, 0):
+        life.bring_up(run.clock())
+        assert len(life._expected) == left
+
+
+async def test_sessions_that_were_forgotten_are_not_expected_back(run: Run) -> None:
+    session = run.open("s")
+    run.core.life.touch(session, SessionState.IDLE, 0, 1e9)
+    run.core.node.sessions.forget(session)  # As one that makes room for others is.
+
+    run.core.life.bring_up(run.clock())
+
+    assert not run.core.life._expected
 
 
 async def test_an_archived_session_is_the_same_one_after_a_kill(tmp_path: Path) -> None:
