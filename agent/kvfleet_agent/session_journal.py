@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import binascii
 import logging
-from collections import OrderedDict
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from kvfleet_agent.backends.waiting import in_thread
+from kvfleet_agent.index import account_of
+from kvfleet_agent.shares import Shares
+from kvfleet_api.blocks import ScopeId
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 ENTRIES_MAX: Final = 65_536
-"""Sessions remembered; the one that was noted longest ago goes first."""
+"""Sessions remembered; of the account that has most, the one that was noted longest ago goes first."""
 SLACK_BYTES: Final = 1 << 20
 """The file is written anew when it is longer than this and has twice the bytes that count."""
 MAGIC: Final = b"kvfleet sessions 1\n"
@@ -56,8 +58,9 @@ class SessionJournal:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._known: OrderedDict[bytes, bytes] = OrderedDict()
+        self._known: dict[bytes, bytes] = {}
         """Frames by digest."""
+        self._shares: Shares[bytes] = Shares()
         self._known_bytes = 0
         self._file_bytes = 0
         self._unwritten: dict[bytes, bytes] = {}
@@ -75,7 +78,7 @@ class SessionJournal:
             _log.info("no sessions remembered", extra={"cause": e.strerror})
             return
         for digest, frame, remembered in _frames(content):
-            self._keep(digest, frame if remembered is not None else b"")
+            self._keep(digest, frame if remembered is not None else b"", _account(remembered))
         self._file_bytes = 0  # The first flush writes the file anew: what follows a torn end could not be read again.
 
     def find(self, digest: bytes) -> Remembered | None:
@@ -83,11 +86,11 @@ class SessionJournal:
         frame = self._known.get(digest)
         return _decoder.decode(frame[_HEADER_BYTES:])[1] if frame is not None else None
 
-    def note(self, digest: bytes, remembered: Remembered | None) -> None:
-        """Remember a session as it is now; None forgets it. Written by the next `flush`."""
+    def note(self, digest: bytes, remembered: Remembered | None, tenant: str) -> None:
+        """Remember a session of `tenant` as it is now; None forgets it. Written by the next `flush`."""
         body = _encoder.encode((digest, remembered))
         frame = len(body).to_bytes(4, "big") + binascii.crc32(body).to_bytes(4, "big") + body
-        self._keep(digest, frame if remembered is not None else b"")
+        self._keep(digest, frame if remembered is not None else b"", tenant)
         if self._path is not None:
             self._unwritten[digest] = frame
 
@@ -106,13 +109,18 @@ class SessionJournal:
             self._file_bytes = 0
             _log.warning("sessions cannot be remembered", extra={"path": str(self._path), "cause": e.strerror})
 
-    def _keep(self, digest: bytes, frame: bytes) -> None:
-        self._known_bytes -= len(self._known.pop(digest, b""))
+    def _keep(self, digest: bytes, frame: bytes, account: str) -> None:
+        self._forget(digest)
         if frame:
             self._known[digest] = frame
             self._known_bytes += len(frame)
+            self._shares.use(account, digest)
         if len(self._known) > ENTRIES_MAX:
-            self._known_bytes -= len(self._known.popitem(last=False)[1])
+            self._forget(self._shares.surplus())
+
+    def _forget(self, digest: bytes) -> None:
+        self._known_bytes -= len(self._known.pop(digest, b""))
+        self._shares.drop(digest)
 
     def _append(self, frames: bytes) -> None:
         assert self._path is not None
@@ -127,6 +135,12 @@ class SessionJournal:
         temporary.write_bytes(content)
         temporary.replace(self._path)
         self._file_bytes = len(content)
+
+
+def _account(remembered: Remembered | None) -> str:
+    """Account of a session of an earlier run until its tenant comes: that of its blocks, for the file names nobody."""
+    heads = remembered.heads if remembered is not None else ()
+    return account_of(ScopeId(heads[0][0])) if heads else ""
 
 
 def _frames(content: bytes) -> Iterator[tuple[bytes, bytes, Remembered | None]]:

@@ -167,7 +167,8 @@ class SessionLife:
         session.is_changed = False
         if secret is None:
             return
-        self._journal.note(session_digest(secret, session.name), self._remembered(session) if state else None)
+        remembered = self._remembered(session) if state else None
+        self._journal.note(session_digest(secret, session.name), remembered, session.tenant)
         if directory is not None:
             return_s = max(0.0, session.returns_at_s - self._node.clock()) if session.returns_at_s else 0.0
             directory.note_session(secret, session.name, _record(session, state, return_s) if state else None)

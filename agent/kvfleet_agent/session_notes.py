@@ -1,17 +1,18 @@
 """Session records on their way to the directory: the newest of each session, bounded, written when Redis answers."""
 
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
 
+from kvfleet_agent.shares import Shares
 from kvfleet_api.blocks import ScopeSecret
 from kvfleet_metadata.records import SessionRecord
 from kvfleet_metadata.sessions import write_sessions
 from kvfleet_metadata.store import Store
 
 NOTES_MAX: Final = 65_536
-"""Sessions that may wait; the oldest note goes first, and the session's next turn writes it again."""
+"""Sessions that may wait; the oldest note of the scope that has most goes first, and the session's next turn writes it
+again."""
 FLUSH_MAX: Final = 256
 """Records written in one go, so that announcements are not held up."""
 
@@ -29,7 +30,9 @@ class SessionNotes:
 
     def __init__(self, agent: str) -> None:
         self._agent = agent
-        self._notes: OrderedDict[tuple[str, str], _Note] = OrderedDict()
+        self._notes: dict[tuple[str, str], _Note] = {}
+        """By tag of the tenant's scope and name, in order of writing."""
+        self._shares: Shares[tuple[str, str]] = Shares()
 
     def __len__(self) -> int:
         return len(self._notes)
@@ -40,8 +43,13 @@ class SessionNotes:
         self._notes.pop(key, None)
         ours = replace(record, agent=self._agent) if record else None
         self._notes[key] = _Note(secret, session, ours)
+        self._shares.use(secret.tag(), key)
         if len(self._notes) > NOTES_MAX:
-            self._notes.popitem(last=False)
+            self._forget(self._shares.surplus())
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        del self._notes[key]
+        self._shares.drop(key)
 
     async def flush(self, store: Store) -> int:
         """Write what waits, up to `FLUSH_MAX` in one round trip; returns how many records were written.
@@ -57,7 +65,7 @@ class SessionNotes:
             if self._notes.get(key) is not note:
                 continue
             if is_written:
-                del self._notes[key]
+                self._forget(key)
             else:
-                self._notes.move_to_end(key)
+                self._notes[key] = self._notes.pop(key)
         return sum(done)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
+from kvfleet_agent.shares import Shares
 from kvfleet_api.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from kvfleet_api.blocks import ScopeSecret
 
 SESSIONS_MAX: Final = 65_536
-"""Sessions that a node remembers; idle and archived ones are forgotten first, least recently touched first."""
+"""Sessions that a node remembers. Over it the tenant that has most forgets one: a quiet one before one that works, the
+least recently touched first."""
 HEADS_MAX: Final = 64
 """Chains of one session: parallel samples of one prompt; older heads lose their guard."""
 GUARD_S: Final = 600.0
@@ -138,6 +140,7 @@ class SessionTable:
 
     def __init__(self, sessions_max: int = SESSIONS_MAX) -> None:
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
+        self._shares: Shares[tuple[str, str]] = Shares()
         self._owned: dict[int, set[Session]] = {}
         self._max = sessions_max
 
@@ -206,6 +209,7 @@ class SessionTable:
         session.touched_at_s = now_s
         if (session.tenant, session.name) in self._sessions:
             self._sessions.move_to_end((session.tenant, session.name))
+            self._shares.use(session.tenant, (session.tenant, session.name))
 
     def forget(self, session: Session) -> None:
         """Let go of a session and of all that it holds. Idempotent."""
@@ -214,6 +218,7 @@ class SessionTable:
             session.drop_head(head)
         if self.find(session.tenant, session.name) is session:
             del self._sessions[session.tenant, session.name]
+            self._shares.drop((session.tenant, session.name))
         for owner in session.owners:
             self._owned[owner].discard(session)
             if not self._owned[owner]:
@@ -274,14 +279,18 @@ class SessionTable:
         self._owned.setdefault(owner, set()).add(session)
 
     def _bound(self) -> None:
+        newest = next(reversed(self._sessions.values()))
+        self._shares.use(newest.tenant, (newest.tenant, newest.name))
         if len(self._sessions) <= self._max:
             return
-        session = next((s for s in self._sessions.values() if s.state in QUIET), None)
-        if session is None:
-            newest = next(reversed(self._sessions.values()))
+        payer = self._shares.payer()
+        held = (self._sessions[key] for key in self._shares.of(payer))
+        session = next((s for s in held if s.state in QUIET), None)
+        if session is None and newest.tenant == payer:
             self.forget(newest)
-            raise InvalidInputError(f"session {newest.name!r}: {self._max} sessions are open, which is the limit")
-        self.forget(session)
+            told = f"{len(tuple(self._shares.of(payer)))} sessions are open, which is this tenant's share"
+            raise InvalidInputError(f"session {newest.name!r}: {told} of {self._max}")
+        self.forget(session or self._sessions[self._shares.surplus()])
 
 
 def _runs_through(heads: Iterable[Entry], gone: Entry, index: Index) -> bool:

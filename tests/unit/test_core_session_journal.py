@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvfleet_agent import session_journal
 from kvfleet_agent.session_journal import Remembered, SessionJournal
 
 pytestmark = pytest.mark.unit
+
+SCOPE = "tenant/a/u1/v1"
 
 notes = st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.integers(0, 9))), max_size=30)
 
@@ -29,8 +32,8 @@ async def _written_and_torn(notes: list[tuple[int, int | None]], cut: int) -> No
         states: list[dict[bytes, int]] = [{}]
         for key, turns in notes:
             name = bytes([key]) * 16
-            past = Remembered("idle", "", b"", turns, 0, 0.0, (("scope", name),)) if turns is not None else None
-            journal.note(name, past)
+            past = Remembered("idle", "", b"", turns, 0, 0.0, ((SCOPE, name),)) if turns is not None else None
+            journal.note(name, past, "a")
             await journal.flush()
             now = {k: v for k, v in states[-1].items() if k != name}
             states.append(now | ({name: turns} if turns is not None else {}))
@@ -40,7 +43,7 @@ async def _written_and_torn(notes: list[tuple[int, int | None]], cut: int) -> No
             path.write_bytes(path.read_bytes()[: max(0, path.stat().st_size - cut)])
             torn = _load(path)
             assert _turns(torn) in states
-            torn.note(b"z" * 16, Remembered("idle", "", b"", 1, 0, 0.0, ()))
+            torn.note(b"z" * 16, Remembered("idle", "", b"", 1, 0, 0.0, ()), "a")
             await torn.flush()
             assert _load(path).find(b"z" * 16) is not None, "what follows a torn end can be read"
 
@@ -54,3 +57,26 @@ def _load(path: Path) -> SessionJournal:
 def _turns(journal: SessionJournal) -> dict[bytes, int]:
     found = {bytes([k]) * 16: journal.find(bytes([k]) * 16) for k in range(6)}
     return {name: past.turns for name, past in found.items() if past is not None}
+
+
+def _past(turns: int, scope: str = SCOPE) -> Remembered:
+    return Remembered("idle", "", b"", turns, 0, 0.0, ((scope, b"h" * 32),))
+
+
+async def test_a_tenant_that_notes_sessions_without_end_forgets_only_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_journal, "ENTRIES_MAX", 64)
+    journal = SessionJournal(tmp_path / "journal")
+    for i in range(10):
+        journal.note(b"b%d" % i, _past(i, "tenant/b/u2/v1"), "b")
+    for i in range(100):
+        journal.note(b"a%d" % i, _past(i), "a")
+    await journal.flush()
+    again = _load(tmp_path / "journal")
+    for i in range(100, 200):
+        again.note(b"a%d" % i, _past(i), "a")
+
+    assert len(journal) == len(again) == 64
+    assert all(known.find(b"b%d" % i) is not None for known in (journal, again) for i in range(10))
+    assert again.find(b"a199") is not None

@@ -2,23 +2,32 @@
 
 import asyncio
 import os
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import pytest
-from agent_doubles import LAYOUT_ID, SCOPE, dict_tier, digest, make_node
+from agent_doubles import LAYOUT_ID, SCOPE, dict_tier, digest, make_node, secret
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvfleet_agent import session_notes
 from kvfleet_agent.backends.base import Record
 from kvfleet_agent.buffers import Buffers
 from kvfleet_agent.gate import Gate, Priority
 from kvfleet_agent.index import Entry, Index, Residence
 from kvfleet_agent.leases import LeaseTable
 from kvfleet_agent.node import Node
+from kvfleet_agent.session_notes import SessionNotes
 from kvfleet_agent.sessions import GUARD_S, HEADS_MAX, SessionState, SessionTable
+from kvfleet_agent.shares import Shares
 from kvfleet_agent.state import NONCE_BITS, next_epoch
-from kvfleet_api.blocks import BlockKey
+from kvfleet_api.blocks import BlockKey, ScopeId
 from kvfleet_api.errors import InvalidInputError, RetryableError, UnsupportedError
+from kvfleet_metadata.records import SessionRecord
+from kvfleet_metadata.store import Call, Store
 
 pytestmark = pytest.mark.unit
 
@@ -33,6 +42,17 @@ def residence_of(node: Node, made: Entry, name: str) -> Residence:
     slot = tier.take(SCOPE, "a", 4096)
     record = Record(BlockKey(SCOPE, made.digest), made.parent, LAYOUT_ID, "raw", 4096, 4096, b"0" * 16, 7)
     return Residence(tier, slot, record)
+
+
+class Written:
+    """A store that takes whatever it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    async def run_each(self, calls: Sequence[Call]) -> list[bytes]:
+        self.calls += calls
+        return [b""] * len(calls)
 
 
 leases = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3), st.integers(1, 20)), max_size=30)
@@ -130,6 +150,54 @@ def test_idle_sessions_make_way_and_open_ones_do_not() -> None:
     table.open("a", "3", 1, 0.0)
     assert table.find("a", "1") is None
     assert len(table) == 2
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), max_size=60), st.integers(1, 8))
+def test_an_account_gives_only_while_it_has_most(uses: list[tuple[str, int]], bound: int) -> None:
+    shares: Shares[str] = Shares()
+    kept: dict[str, str] = {}
+    for account, number in uses:
+        key = f"{account}{number}"
+        shares.use(account, key)
+        kept.pop(key, None)
+        kept[key] = account
+        if len(kept) > bound:
+            gone = shares.surplus()
+            counts = Counter(kept.values())
+            assert counts[kept[gone]] == max(counts.values())
+            assert gone == next(k for k, owner in kept.items() if owner == kept[gone]), "the least recently used"
+            shares.drop(gone)
+            del kept[gone]
+    assert {a: list(shares.of(a)) for a in "abc"} == {a: [k for k, o in kept.items() if o == a] for a in "abc"}
+
+
+@pytest.mark.parametrize("state", [SessionState.IDLE, SessionState.DECODING])
+def test_sessions_of_one_tenant_never_displace_those_of_another(state: SessionState) -> None:
+    table = SessionTable(sessions_max=8)
+    for i in range(2):
+        table.touch(table.open("b", f"b{i}", 2, 0.0), state, 0, 0.0, 0.0)
+    for i in range(20):
+        with suppress(InvalidInputError):
+            table.touch(table.open("a", f"a{i}", 1, 0.0), state, 0, 0.0, 0.0)
+    assert all(table.find("b", f"b{i}") is not None for i in range(2))
+
+    for i in range(2, 4):
+        table.open("b", f"b{i}", 2, 0.0)
+    assert [sum(s.tenant == tenant for s in table) for tenant in "ab"] == [4, 4]
+
+
+def test_notes_of_one_tenant_never_displace_those_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_notes, "NOTES_MAX", 8)
+    notes, record = SessionNotes("pool.node"), SessionRecord("", "", "idle")
+    ours, theirs = (secret(ScopeId(f"tenant/{t}/u/v1")) for t in "ab")
+    notes.note(ours, "s", record)
+    for i in range(20):
+        notes.note(theirs, f"s{i}", record)
+    store = Written()
+    asyncio.run(notes.flush(cast("Store", store)))
+
+    assert len(store.calls) == 8
+    assert sum(call.key.startswith(f"kf:{{{ours.tag()}".encode()) for call in store.calls) == 1
 
 
 @given(st.lists(st.one_of(st.none(), st.binary(max_size=30)), max_size=4), st.integers(0, 1 << 31))
