@@ -288,7 +288,7 @@ class SessionTable:
         session = next((s for s in held if s.state in QUIET), None)
         if session is None and newest.tenant == payer:
             self.forget(newest)
-            told = f"{len(tuple(self._shares.of(payer)))} sessions are open, which is this tenant's share"
+            told = f"{self._shares.count(payer)} sessions are open, which is this tenant's share"
             raise InvalidInputError(f"session {newest.name!r}: {told} of {self._max}")
         self.forget(session or self._sessions[self._shares.surplus()])
 

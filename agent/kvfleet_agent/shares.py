@@ -14,6 +14,9 @@ class Shares(Generic[K]):
         self._accounts: dict[str, OrderedDict[K, None]] = {}
         self._account_of: dict[K, str] = {}
 
+    def __len__(self) -> int:
+        return len(self._account_of)
+
     def use(self, account: str, key: K) -> None:
         """Note that a key was used just now, on this account."""
         self.drop(key)
@@ -29,9 +32,13 @@ class Shares(Generic[K]):
             if not keys:
                 del self._accounts[account]
 
+    def count(self, account: str) -> int:
+        """How many keys an account has."""
+        return len(self._accounts.get(account, ()))
+
     def payer(self) -> str:
         """Account that has most keys; there must be one."""
-        return max(self._accounts, key=lambda account: len(self._accounts[account]))
+        return max(self._accounts, key=self.count)
 
     def of(self, account: str) -> Iterator[K]:
         """Keys of an account, least recently used first; not to be changed meanwhile."""

@@ -90,9 +90,13 @@ class Door:
     def _accept(self, sock: SimSocket) -> None:
         self._last_owner += 1
         connected: Any = sock
-        connection = Connection(self._last_owner, connected, self._verbs, self._gone)
+        connection = Connection(self._last_owner, connected, self._verbs, self._attached, self._gone)
         self.connections[self._last_owner] = connection
         connection.start()
+
+    @staticmethod
+    def _attached(_connection: Connection, _tenant: str) -> bool:
+        return True  # Few engines: there are places for all.
 
     def _gone(self, connection: Connection) -> None:
         self.connections.pop(connection.attachment.owner, None)

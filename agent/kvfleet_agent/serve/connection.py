@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvfleet_agent.serve.attachment import Attachment
 from kvfleet_agent.serve.channel import Channel
 from kvfleet_api import failures, wire
-from kvfleet_api.errors import BackendFailedError, InvalidInputError, KvFleetError, RetryableError
+from kvfleet_api.errors import AgentAwayError, BackendFailedError, InvalidInputError, KvFleetError, RetryableError
 
 if TYPE_CHECKING:
     import socket
@@ -24,6 +24,8 @@ ATTACH_S: Final = 30.0
 caller has not proved itself again in time is closed then: a pod that is gone holds nothing for longer than that."""
 IN_FLIGHT_MAX: Final = 64
 """Requests of one connection that wait for something; while there are so many, nothing more is read from it."""
+NO_PLACE_S: Final = 5.0
+"""What a tenant is told to wait that has more connections than any other while all are taken."""
 
 _log = logging.getLogger(__name__)
 
@@ -32,10 +34,17 @@ class Connection:
     """Reads requests, has them carried out and sends the replies. Never raises for what a client sends."""
 
     def __init__(
-        self, owner: int, connected: socket.socket, verbs: Verbs, on_close: Callable[[Connection], None]
+        self,
+        owner: int,
+        connected: socket.socket,
+        verbs: Verbs,
+        on_attach: Callable[[Connection, str], bool],
+        on_close: Callable[[Connection], None],
     ) -> None:
+        """`on_attach` takes each attach with its tenant, and tells whether there is a place for it."""
         self.attachment = Attachment(owner)
         self._verbs = verbs
+        self._on_attach = on_attach
         self._on_close = on_close
         self._channel = Channel(connected, self._frame, self._closed)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -105,12 +114,24 @@ class Connection:
 
     async def _finish(self, request: wire.AnyRequest, work: Coroutine[Any, Any, wire.AnyReply], began_s: float) -> None:
         try:
-            self._reply(await work)
+            reply = await work
+            if isinstance(request, wire.Attach) and not self._on_attach(self, self.attachment.tenant):
+                self._refuse(request)
+                return
+            self._reply(reply)
             self._verbs.took(request, time.monotonic() - began_s)
         except KvFleetError as e:
             self._reply(failures.failure(request.id, self._verbs.grants_version, e))
         except Exception:  # noqa: BLE001  A task root, as above.
             self._bug(request)
+
+    def _refuse(self, request: wire.Attach) -> None:
+        """Tell a tenant that has most connections that there is no place for one more."""
+        error = AgentAwayError(
+            "closed: all places for connections are taken, most of them by this tenant", delay_s=NO_PLACE_S
+        )
+        self._reply(failures.failure(request.id, self._verbs.grants_version, error))
+        self._channel.end()
 
     def _bug(self, request: wire.AnyRequest) -> None:
         _log.exception("request failed", extra={"verb": type(request).__name__})

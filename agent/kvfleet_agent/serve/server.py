@@ -1,4 +1,4 @@
-"""The listening socket of an agent: accepts engines up to a bound, each as one connection."""
+"""The listening socket of an agent: accepts engines, each as one connection, as long as there are places for them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import stat
 from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.serve.connection import Connection
+from kvfleet_agent.serve.places import Places
 from kvfleet_api.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
     from kvfleet_agent.serve.verbs import Verbs
 
-CONNECTIONS_MAX: Final = 1024
-"""Engine processes of one pool on one node; a node has some tens of GPUs."""
 MODE: Final = 0o770
 """Of the socket and its directory: the agent's user and the engines' group."""
 _BACKLOG: Final = 128
@@ -33,11 +32,13 @@ _log = logging.getLogger(__name__)
 class Server:
     """Listens on one path."""
 
-    def __init__(self, path: Path, verbs: Verbs) -> None:
+    def __init__(self, path: Path, verbs: Verbs, places: Places[Connection] | None = None) -> None:
+        """`places` bounds the connections; by default as many as a node has use for."""
         self._path = path
         self._verbs = verbs
         self._listener: socket.socket | None = None
         self._connections: set[Connection] = set()
+        self._places = Places() if places is None else places
         self._last_owner = 0
 
     @property
@@ -95,15 +96,29 @@ class Server:
                 raise
             self._pause(str(e))
             return
-        if len(self._connections) >= CONNECTIONS_MAX:
-            _log.warning("connection refused", extra={"connections": len(self._connections), "limit": CONNECTIONS_MAX})
-            accepted.close()
-            return
         accepted.setblocking(False)  # noqa: FBT003  The standard library takes no keyword.
         self._last_owner += 1
-        connection = Connection(self._last_owner, accepted, self._verbs, self._connections.discard)
+        connection = Connection(self._last_owner, accepted, self._verbs, self._attached, self._closed)
         self._connections.add(connection)
         connection.start()
+        self._end(self._places.come(connection))
+
+    def _attached(self, connection: Connection, tenant: str) -> bool:
+        """Note who a connection is; false when there is no place for it."""
+        leaving = self._places.attach(connection, tenant)
+        if leaving is connection:
+            return False
+        self._end(leaving)
+        return True
+
+    def _end(self, leaving: Connection | None) -> None:
+        if leaving is not None:
+            _log.warning("connection ended: all places are taken", extra={"connections": len(self._connections)})
+            leaving.close()
+
+    def _closed(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._places.leave(connection)
 
     def _pause(self, cause: str) -> None:
         """Accept nothing for a moment: the listener would be ready again at once, for nothing."""
