@@ -201,6 +201,8 @@ class DeclaredTenants:
         """None: not every tenant was read yet."""
         self.versions: dict[str, int] = {}
         self.wanted: list[tuple[str, str, int]] = []
+        self.writers = frozenset("abcdefgh")
+        """Of every shared scope."""
 
     def say(self, **rules: Rules) -> None:
         self.declared = (self.declared or {}) | rules
@@ -221,6 +223,9 @@ class DeclaredTenants:
     def is_superseded(self, scope: ScopeId) -> bool:
         kind, name, _, version = scope.split("/")
         return kind == "tenant" and int(version[1:]) < self.versions.get(name, 1)
+
+    def may_write(self, tenant: str, scope: ScopeId) -> bool:
+        return tenant in self.writers and not scope.startswith("tenant/")
 
     def erasing(self) -> Iterator[tuple[str, str, int]]:
         return iter(self.wanted)

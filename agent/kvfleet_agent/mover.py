@@ -56,6 +56,8 @@ class Mover:
         self.gate = Gate(MOVES_AT_ONCE)
         self.bytes_under_way = 0
         """Raw bytes of the moves that wait or run."""
+        self.moving: set[Entry] = set()
+        """Blocks whose bytes are on their way; those that were dropped meanwhile included."""
 
     async def copy(
         self, entry: Entry, source: Residence, target: Tier, slot: SlotRef | None, urgency: Priority
@@ -70,11 +72,13 @@ class Mover:
         started_s = self._node.clock()
         made: Residence | None = None
         self.bytes_under_way += raw_bytes
+        self.moving.add(entry)
         try:
             async with self.gate.enter(urgency):
                 made = await self._copied(entry, source, target, slot)
         finally:
             self.bytes_under_way -= raw_bytes
+            self.moving.discard(entry)
             if made is None and slot is not None:
                 self._node.give_back(target, slot, entry.tenant)
         if made is None:

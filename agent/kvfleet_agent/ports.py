@@ -72,6 +72,9 @@ class Tenants(Protocol):
     def is_superseded(self, scope: ScopeId) -> bool:
         """True when the scope's owner is there and its key has moved on, which is for good."""
 
+    def may_write(self, tenant: str, scope: ScopeId) -> bool:
+        """True when a shared scope may have blocks of a tenant, and where it cannot be told."""
+
     def erasing(self) -> Iterator[tuple[str, str, int]]:
         """Tenants whose erasure nobody has confirmed yet: name, uid and the key version in use."""
 

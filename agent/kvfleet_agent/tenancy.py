@@ -6,10 +6,12 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
+from kvfleet_agent.index import GONE, account_of
 from kvfleet_agent.policy.retention import Due, due, plan_drops
+from kvfleet_api.trust import ScopeKind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from kvfleet_agent.core import Core
     from kvfleet_agent.index import Entry
@@ -59,18 +61,26 @@ class Tenancy:
     def sweep(self) -> None:
         """Take in what changed, and drop scopes whose key has moved on. One step, no waiting."""
         self.refresh()
-        if self._tenants is not None:
-            for scope in self._node.index.scopes():
-                if self._tenants.is_superseded(scope):
-                    self._erase(scope)
+        if self._tenants is None:
+            return
+        for scope in self._node.index.scopes():
+            if self._tenants.is_superseded(scope):
+                self._erase(scope)
+        for tenant, _, _ in self._tenants.erasing():
+            self._drop(tenant, self._left_by_earlier_runs(tenant))
 
     def erased(self) -> list[tuple[str, int]]:
         """Uids of tenants under erasure, each with the key version before which this node holds nothing any more."""
-        if self._tenants is None:
-            return []
-        stale = {s.split("/")[1] for s in self._node.index.scopes() if self._tenants.is_superseded(s)}
-        stale |= {entry.tenant for entry in self._node.condemned}
-        return [(uid, version) for tenant, uid, version in self._tenants.erasing() if tenant not in stale]
+        node = self._node
+        if self._tenants is None or any(t.is_recovering for t in node.tiers):
+            return []  # Nobody knows yet what an earlier run has left.
+        stale = {s.split("/")[1] for s in node.index.scopes() if self._tenants.is_superseded(s)}
+        leaving = [*node.condemned, *(e for e in self._core.mover.moving if e.level == GONE)]
+        return [
+            (uid, version)
+            for tenant, uid, version in self._tenants.erasing()
+            if tenant not in stale and not any(self._may_be_of(e, tenant) for e in leaving)
+        ]
 
     def _erase(self, scope: ScopeId) -> None:
         """Drop a scope whose key is gone for good, and let nobody finish reading or writing there.
@@ -93,18 +103,44 @@ class Tenancy:
         _log.info("scope erased", extra={"scope_kind": scope.split("/")[0], "blocks": len(entries)})
 
     def _erase_shared(self, tenant: str) -> None:
-        """Drop what a tenant wrote into scopes that it shares, as far as this node knows who wrote it.
+        """Drop what a tenant wrote into scopes that it shares, and what it may have written there in earlier runs.
 
-        Nobody finds it any more; a slot that another tenant reads just now is freed when that lease ends.
+        Nobody finds it any more; a slot that another tenant reads just now is freed when that lease ends, and what is
+        on its way does not arrive.
         """
         node = self._node
-        entries = [e for s in node.index.scopes() for e in node.index.blocks(s).values() if e.tenant == tenant]
-        shared = {e for e in entries if not e.scope.startswith(f"tenant/{tenant}/")}
-        if shared:
-            node.abandon(node.reservations.take_where(lambda r: r.entry in shared))
-            for entry in shared:
-                node.drop_block(entry, "erased")
-            _log.info("shared blocks erased", extra={"tenant": tenant, "blocks": len(shared)})
+        node.abandon(node.reservations.take_where(lambda r: r.entry.tenant == tenant and _is_shared(r.entry.scope)))
+        shared = [s for s in node.index.scopes() if _is_shared(s)]
+        known = [e for s in shared for e in node.index.blocks(s).values() if e.tenant == tenant]
+        coming = [e for e in self._core.writer.publishing if e.tenant == tenant and _is_shared(e.scope)]
+        self._drop(tenant, (*known, *coming, *self._left_by_earlier_runs(tenant)))
+
+    def _left_by_earlier_runs(self, tenant: str) -> list[Entry]:
+        """Blocks in shared scopes whose writer nobody remembers, where it may have been this tenant."""
+        node = self._node
+        found: list[Entry] = []
+        accounts = {account for tier in node.tiers for account in tier.tenant_bytes}
+        for scope in node.index.scopes():
+            if account_of(scope) in accounts and self._may_have_written(scope, tenant):
+                found += (e for e in node.index.blocks(scope).values() if e.tenant == account_of(scope))
+        return found
+
+    def _may_have_written(self, scope: ScopeId, tenant: str) -> bool:
+        assert self._tenants is not None
+        return _is_shared(scope) and self._tenants.may_write(tenant, scope)
+
+    def _may_be_of(self, entry: Entry, tenant: str) -> bool:
+        """True for a tenant's block, and for one of a shared scope whose writer is not known and may be the tenant."""
+        is_anybodys = entry.tenant == account_of(entry.scope)
+        return entry.tenant == tenant or (is_anybodys and self._may_have_written(entry.scope, tenant))
+
+    def _drop(self, tenant: str, entries: Collection[Entry]) -> None:
+        for entry in entries:
+            self._node.drop_block(entry, "erased")
+            if entry.level != GONE:
+                self._node.index.forget(entry)  # Whoever is about to fill it is told that it did so in vain.
+        if entries:
+            _log.info("shared blocks erased", extra={"tenant": tenant, "blocks": len(entries)})
 
     async def retire(self) -> None:
         """Drop blocks whose tenant keeps none for that long; those that somebody holds go at a later look."""
@@ -148,3 +184,7 @@ class Tenancy:
             if why is not None:
                 found[entry] = why
         return found
+
+
+def _is_shared(scope: ScopeId) -> bool:
+    return not scope.startswith(f"{ScopeKind.TENANT}/")

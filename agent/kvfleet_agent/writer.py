@@ -51,6 +51,8 @@ class Writer:
         self._node = node
         self._room = room
         self._archiver = archiver
+        self.publishing: set[Entry] = set()
+        """Written blocks that are being verified: nobody's reservation any more, and not there yet."""
 
     def reserve_now(
         self, place: Place, parent: bytes, digests: Sequence[bytes], tier: Tier | None = None
@@ -151,11 +153,15 @@ class Writer:
         them away while they are being hashed. Cancelled, it gives all of them back.
         """
         taken = self._node.reservations.take(owner, ids)
+        written = {r.entry for r in taken if r is not None}
+        self.publishing |= written
         try:
             sums = await self._hashed_apart([r for r in taken if r is not None])
         except BaseException:
             self._node.abandon(r for r in taken if r is not None)
             raise
+        finally:
+            self.publishing -= written
         is_right = [r is not None and sums[r.id] == claimed for r, claimed in zip(taken, checksums, strict=True)]
         return self._commit_all(owner, ids, taken, checksums, is_right)
 

@@ -89,6 +89,10 @@ class SimTenants:
         _, name, _, version = scope.split("/")
         return int(version.removeprefix("v")) < self._tenancy.versions[name]
 
+    def may_write(self, tenant: str, scope: ScopeId) -> bool:
+        """Nobody shares a scope here."""
+        return scope.split("/")[1] == tenant
+
     def erasing(self) -> Iterator[tuple[str, str, int]]:
         """Nobody waits for a confirmation."""
         return iter(())

@@ -33,10 +33,11 @@ class Watched:
 
         self.tenants = Known("KVTenant", declared.tenant, nothing)
         self.domains = Known("KVTrustDomain", declared.trust_domain, nothing)
+        self.shares = Known("KVPrefixShare", declared.prefix_share, nothing)
         stores = TrustStores(
             self.tenants,
             self.domains,
-            Known("KVPrefixShare", declared.prefix_share, nothing),
+            self.shares,
             Known("Namespace", declared.namespace_labels, nothing),
             Known("Secret", declared.scope_keys, nothing),
         )
@@ -102,6 +103,24 @@ def test_a_scope_is_superseded_by_a_later_version_of_the_same_owner_only() -> No
     assert not superseded(ScopeId("tenant/a/another-uid/v1")), "whose owner is gone waits for the usual grace"
     assert not superseded(ScopeId("tenant/b/uid-b/v1"))
     assert not superseded(ScopeId("probe/start-up/0/v0"))
+
+
+def test_a_shared_scope_may_have_blocks_of_its_members_and_of_whoever_grants_it() -> None:
+    watched = Watched()
+    watched.listed(tenant("a"), tenant("b"), tenant("c"))
+    meta = {"name": "d", "uid": "uid-d", "resourceVersion": "1"}
+    domain = {"metadata": meta, "spec": {"tenants": ["a"]}, "status": {"members": ["b"], "keyVersion": 1}}
+    watched.domains.take([watched.domains.read(ok(domain).raw)], "100")
+    share = {
+        "metadata": {"name": "s", "namespace": "a", "uid": "uid-s", "resourceVersion": "1"},
+        "spec": {"poolRef": "p", "prefixes": [{"digest": "0" * 64, "tokenCount": 16}], "to": [{"tenant": "b"}]},
+    }
+    watched.shares.take([watched.shares.read(ok(share).raw)], "100")
+    may_write = watched.view.may_write
+
+    assert [may_write(t, ScopeId("domain/d/uid-d/v1")) for t in "abc"] == [True, True, False]
+    assert [may_write(t, ScopeId("share/a.s/uid-s/v1")) for t in "abc"] == [True, False, False]
+    assert all(may_write("c", ScopeId(scope)) for scope in ("domain/x/u/v1", "share/a.x/u/v1")), "nobody can tell"
 
 
 def test_an_erasure_waits_from_the_wish_to_the_operators_last_word() -> None:

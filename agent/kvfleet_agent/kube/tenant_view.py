@@ -59,6 +59,10 @@ class TenantView:
             return False
         return now[0] == uid and int(version.removeprefix("v")) < now[1]
 
+    def may_write(self, tenant: str, scope: ScopeId) -> bool:
+        """True when a shared scope may have blocks of a tenant, and where it cannot be told."""
+        return self._trust.may_write(tenant, scope)
+
     def erasing(self) -> Iterator[tuple[str, str, int]]:
         """Tenants whose erasure was asked for and is not confirmed yet: name, uid and the key version in use."""
         for tenant in self._stores.tenants:

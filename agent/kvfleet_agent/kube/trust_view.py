@@ -116,6 +116,17 @@ class TrustView:
         except (ValueError, RetryableError):
             return None
 
+    def may_write(self, tenant: str, scope: ScopeId) -> bool:
+        """True when a shared scope may have blocks of a tenant, and where it cannot be told."""
+        kind, name, _, _ = scope.split("/")
+        if kind == ScopeKind.DOMAIN:
+            domain = self._stores.domains.get(name)
+            return domain is None or tenant in {*domain.spec.tenants, *domain.status.members}
+        namespace, _, own_name = name.partition(".")
+        share = self._stores.shares.get(own_name, namespace)
+        granting = shares.granting_tenant(share, self._everything()) if share is not None else None
+        return granting is None or granting.metadata.name == tenant
+
     def _is_open(self, name: str, uid: str) -> bool:
         """True while a share is there and has not expired: its blocks go with it, whoever deletes the Secret."""
         namespace, _, own_name = name.partition(".")
