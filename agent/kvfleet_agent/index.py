@@ -200,12 +200,13 @@ class Index:
         return entered, unwanted
 
     def _restored(self, blocks: _Scope, copy: Residence) -> Entry:
-        """Make the entry of a block that only this copy is known of."""
+        """Make the entry of a block that only this copy is known of; memory knows whose client wrote an extent."""
         tier, slot, record = copy
         key = record.key
         digest = key.digest
         parent = self._before(blocks, digest, record.parent)
-        entry = Entry(key.scope, digest, parent, record.layout_id, 0.0, blocks.account)
+        writer = tier.mappable.extent_writer(slot.extent) if tier.mappable is not None else ""
+        entry = Entry(key.scope, digest, parent, record.layout_id, 0.0, writer or blocks.account)
         blocks.entries[digest] = entry
         entry.level, entry.residences = tier.level, (copy,)
         self._count(blocks, entry, 1)

@@ -192,6 +192,24 @@ async def test_blocks_of_earlier_runs_go_with_every_tenant_that_may_have_written
     await scene.close()
 
 
+async def test_memory_that_outlives_the_agent_tells_whose_clients_wrote_it() -> None:
+    scene = Scene()
+    node = scene.core.node
+    for tenant, number in (("a", 1), ("b", 2)):
+        await store_chain(scene.core, at(tenant), [number])
+    left = [e.residences[0] for e in node.index]
+    for entry in tuple(node.index):
+        node.drop_copy(entry, entry.residences[0].tier, keep_bytes=True)
+    node.tiers[0].tenant_bytes.clear()
+    node.restore(left)
+    assert node.tiers[0].tenant_bytes == {"a": BLOCK_BYTES, "b": BLOCK_BYTES}
+    scene.tenants.writers = frozenset()
+    scene.erase("a")
+
+    assert scene.left() == {2}
+    await scene.close()
+
+
 async def test_blocks_of_earlier_runs_stay_where_an_erased_tenant_cannot_have_written() -> None:
     scene = Scene()
     scene.tenants.writers = frozenset("b")
