@@ -23,6 +23,7 @@ CHART = ROOT / "charts" / "kvfleet"
 NAMESPACE = "kvfleet-system"
 Object = dict[str, Any]
 
+KEK_VOLUME = {"csi": {"driver": "secrets-store.csi.k8s.io", "readOnly": True}}
 EVERYTHING = {
     "namespace": {"create": True, "labels": {"pod-security.kubernetes.io/warn": "restricted"}},
     "metadata": {"replicas": 2},
@@ -33,6 +34,7 @@ EVERYTHING = {
         "pools": [{"name": "llama-70b", "nodeSelector": {"gpu": "h200"}, "storagePaths": ["/mnt/flash"]}],
     },
     "commonLabels": {"team": "inference"},
+    "kek": {"file": "/run/kvfleet-kek/keks", "volume": KEK_VOLUME},
     "tracing": {"otlpEndpoint": "http://collector.monitoring:4318/v1/traces"},
     "networkPolicy": {"enabled": True, "metricsFrom": [{"namespaceSelector": {}}]},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
@@ -141,6 +143,10 @@ REFUSED: tuple[tuple[Object, str], ...] = (
     ({"agent": {"pools": [{"nodeSelector": {}}]}}, "missing property 'name'"),
     ({"agent": {"pools": [{"name": "p"}]}}, "agent.image.digest is missing"),
     ({"podSecurity": {"enforce": "lax"}}, "/podSecurity/enforce"),
+    ({"kek": {"file": "keks"}}, "/kek/file"),
+    ({"kek": {"file": "/keks"}}, "/kek/file"),
+    ({"kek": {"volume": {"hostPath": {"path": "/"}}}}, "/kek/volume': additional properties 'hostPath' not allowed"),
+    ({"kek": {"volume": {"secret": {"secretName": "s"}}}}, "kek.file is missing"),
     ({"unknown": 1}, "additional properties 'unknown' not allowed"),
     ({"redis": {"existingSecrets": {"agent": "a"}}}, "redis.existingSecrets.agent needs redis.mode External"),
 )
@@ -367,6 +373,26 @@ def test_an_agent_takes_the_arguments_that_the_chart_gives(monkeypatch: pytest.M
     assert str(given.memory_dir) == mounts["memory"]
     assert str(given.peer_token) == f"{mounts['token']}/token"
     assert mounts["storage-0"] == "/mnt/flash"
+
+
+@pytest.mark.parametrize(("case", "path"), [("defaults", None), ("everything", Path("/run/kvfleet-kek/keks"))])
+def test_operator_and_agents_read_their_keks_from_the_file_that_the_values_name(
+    case: str, path: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NODE_NAME", "worker-1")
+    values = EVERYTHING | {"kek": CASES[case].get("kek", {})}
+    pods = {o["metadata"]["name"]: o["spec"]["template"]["spec"] for o in of_kind(render(values), *WORKLOADS)}
+    arguments = {name: pod["containers"][0]["args"] for name, pod in pods.items() if "redis" not in name}
+    agent = [argument.replace("$(POD_IP)", "10.0.0.7") for argument in arguments["kvfleet-agent-llama-70b"]]
+
+    assert operator_app._parser().parse_args(arguments["kvfleet-operator"]).kek_file == path
+    assert agent_config.parse(agent).kek_file == path
+    for name, pod in pods.items():
+        mounts = [m for c in pod["containers"] for m in c["volumeMounts"] if m["name"] == "kek"]
+        volumes = [v for v in pod.get("volumes", ()) if v["name"] == "kek"]
+        is_reader = path is not None and name in ("kvfleet-operator", "kvfleet-agent-llama-70b")
+        assert mounts == ([{"name": "kek", "mountPath": "/run/kvfleet-kek", "readOnly": True}] if is_reader else [])
+        assert volumes == ([{"name": "kek", **KEK_VOLUME}] if is_reader else [])
 
 
 def test_crds_are_kept_when_the_release_goes_and_are_all_there() -> None:

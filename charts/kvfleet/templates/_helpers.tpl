@@ -96,6 +96,32 @@ affinity:
 {{- end }}
 {{- end }}
 
+{{/* Where operator and agents have the fleet's KEKs from, when that is a file. */}}
+{{- define "kvfleet.kekArgs" -}}
+{{- if and .Values.kek.volume (not .Values.kek.file) }}
+{{- fail "kek.file is missing: the path at which processes read what kek.volume holds" }}
+{{- end }}
+{{- with .Values.kek.file }}
+- --kek-file={{ . }}
+{{- end }}
+{{- end }}
+
+{{/* Mount of that file's folder. */}}
+{{- define "kvfleet.kekMount" -}}
+{{- if .Values.kek.volume }}
+- {name: kek, mountPath: {{ dir .Values.kek.file }}, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{/* Volume of that file. */}}
+{{- define "kvfleet.kekVolume" -}}
+{{- with .Values.kek.volume }}
+# The keys that wrap data keys, from outside of the cluster's Secrets.
+- name: kek
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
 {{/* Probes on the metrics port. Liveness is slow to judge: a restart costs more than a late answer. */}}
 {{- define "kvfleet.probes" -}}
 startupProbe:
