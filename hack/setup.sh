@@ -62,3 +62,4 @@ if [ "$(cat $stamp 2>/dev/null)" != "$(digest)" ]; then
   digest >$stamp
   say "ready"
 fi
+.venv/bin/python hack/native_build.py # Sources change more often than requirements.

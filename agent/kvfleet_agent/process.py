@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry
 
+import kvfleet_native
 from kvfleet_agent import observe, report
 from kvfleet_agent.advice import ADVICE_S, Advice
 from kvfleet_agent.announcer import Announcer
@@ -80,7 +81,8 @@ class AgentProcess:
             place = Place(config.pool, config.node, config.namespace, config.requires_bound_tokens)
             world = await stack.enter_async_context(await KubeWorld.connect(place, config.kubeconfig, config.kek_file))
             await self._alive(world.ready())
-            self._counters.set("kvfleet_agent_info", 1, version=__version__)
+            self._counters.set("kvfleet_agent_info", 1, version=__version__, kernels=kvfleet_native.level)
+            _log.info("kernels", extra={"level": kvfleet_native.level})
             await self._serve(stack, world, epoch)
 
     async def _alive(self, work: Coroutine[None, None, None]) -> None:

@@ -7,7 +7,10 @@ from kvfleet_telemetry.catalog import Kind, Metric
 _SECONDS: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 AGENT: Final = (
-    Metric("kvfleet_agent_info", Kind.GAUGE, "Always 1; version and epoch of the agent.", ("pool", "node", "version")),
+    Metric(
+        "kvfleet_agent_info", Kind.GAUGE, "Always 1; version of the agent and the level of its kernels.",
+        ("pool", "node", "version", "kernels"),
+    ),
     Metric("kvfleet_tier_capacity_bytes", Kind.GAUGE, "Bytes that the tier may hold.", ("pool", "node", "tier")),
     Metric("kvfleet_tier_used_bytes", Kind.GAUGE, "Bytes that the tier holds.", ("pool", "node", "tier")),
     Metric("kvfleet_tier_blocks", Kind.GAUGE, "Blocks that the tier holds.", ("pool", "node", "tier")),

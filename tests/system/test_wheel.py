@@ -1,8 +1,10 @@
 """The wheel as a user installs it: each process with its own pinned requirements and nothing else."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -12,21 +14,31 @@ ROOT = Path(__file__).resolve().parents[2]
 UV = Path(sys.executable).with_name("uv")
 
 
-def run(*command: str | Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False, timeout=240)
+def run(*command: str | Path, **environ: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        env=os.environ | environ,
+    )
 
 
-def succeed(*command: str | Path) -> str:
-    done = run(*command)
+def succeed(*command: str | Path, **environ: str) -> str:
+    done = run(*command, **environ)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
 
+def build(out: Path, **environ: str) -> Path:
+    succeed(UV, "build", "--wheel", "--no-build-isolation", "--python", sys.executable, "-o", out, ROOT, **environ)
+    return next(out.glob("*.whl"))
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
-    succeed(UV, "build", "--wheel", "--no-build-isolation", "--python", sys.executable, "-o", out, ROOT)
-    return next(out.glob("*.whl"))
+    return build(tmp_path_factory.mktemp("wheel"))
 
 
 def environment(wheel: Path, process: str, at: Path) -> Path:
@@ -57,3 +69,43 @@ def test_each_process_starts_from_its_own_requirements_without_torch(wheel: Path
 
     assert "--metrics-port" in succeed(bin_ / f"kvfleet-{process}", "--help")
     assert run(bin_ / "python", "-c", "import torch").returncode == 1
+
+
+NO_COMPILER = "/nonexistent/cc"
+
+
+def native_files(wheel: Path) -> set[str]:
+    return {Path(name).name for name in ZipFile(wheel).namelist() if name.startswith("kvfleet_native/")}
+
+
+def test_a_compiler_gives_a_wheel_for_this_platform_with_kernels_that_run(wheel: Path, tmp_path: Path) -> None:
+    python = environment(wheel, "client", tmp_path / "client") / "python"
+
+    assert wheel.stem.endswith("-cp311-abi3-linux_" + os.uname().machine)
+    assert "_kernels.abi3.so" in native_files(wheel)
+    assert not [name for name in native_files(wheel) if name.endswith((".c", ".h"))]
+    assert succeed(python, "-c", "import kvfleet_native; print(kvfleet_native.level)").strip() != "python"
+
+
+def test_without_a_compiler_a_wheel_for_every_platform_runs_all_the_same(tmp_path: Path) -> None:
+    pure = build(tmp_path / "wheel", CC=NO_COMPILER)
+    python = environment(pure, "client", tmp_path / "client") / "python"
+
+    assert pure.stem.endswith("-none-any")
+    assert not [name for name in native_files(pure) if name.endswith(".so")]
+    copied = "import kvfleet_native as n; b = bytearray(3); n.copy(b, b'kv!'); print(n.level, b.decode())"
+    assert succeed(python, "-c", copied).split() == ["python", "kv!"]
+
+
+def test_setup_without_a_compiler_says_so_and_goes_on(tmp_path: Path) -> None:
+    sources = ROOT / "agent" / "kvfleet_native"
+    for path in (ROOT / "hack" / "native_build.py", *sources.iterdir()):
+        if path.suffix in {".py", ".c", ".h"}:
+            copy = tmp_path / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+
+    done = run(sys.executable, tmp_path / "hack" / "native_build.py", CC=NO_COMPILER)
+
+    assert done.returncode == 0
+    assert f"left out: {NO_COMPILER}: No such file or directory" in done.stderr

@@ -1,0 +1,12 @@
+"""Inner loops of the data path, compiled where the build had a C compiler. `choice.Kernels` says what each does.
+
+`level` names what runs: avx512, avx2, neon, scalar (compiled) or python (NumPy). `KVFLEET_NATIVE_LEVEL` asks for one.
+"""
+
+import os
+
+from kvfleet_native.choice import choose
+
+level, _running = choose(os.environ.get("KVFLEET_NATIVE_LEVEL", ""))
+
+copy = _running.copy

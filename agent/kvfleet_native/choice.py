@@ -1,0 +1,56 @@
+"""Which kernels run: those compiled for the best instruction set of this processor, or the ones in NumPy."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Final, Protocol
+
+from kvfleet_native import python
+
+if TYPE_CHECKING:
+    from kvfleet_native.buffers import Buffer
+
+PYTHON: Final = "python"
+
+
+class Kernels(Protocol):
+    """The data path's inner loops. Stateless; results are the same to the bit at every level.
+
+    Large calls release the GIL. None starts a thread. Memory may change under a call, or become zeros: the result is of
+    whatever was read then, and each byte is read once where a function promises so.
+    """
+
+    def copy(self, into: Buffer, source: Buffer, /) -> None:
+        """Fill `into` with `source`; large copies leave the caches alone. Raises `ValueError` when sizes differ."""
+
+
+class Compiled(Kernels, Protocol):
+    """What the extension module has beside the kernels."""
+
+    def levels(self) -> list[str]:
+        """Levels that this processor can run, the best one first."""
+
+    def use(self, level: str, /) -> None:
+        """Take the kernels of another level, in the whole process. Raises `ValueError` for what cannot run here."""
+
+
+def compiled() -> Compiled | None:
+    """The extension module; None where this build has none."""
+    try:
+        from kvfleet_native import _kernels
+    except ImportError:
+        return None
+    return _kernels
+
+
+def choose(wanted: str) -> tuple[str, Kernels]:
+    """Level and kernels; the best there is when `wanted` is empty, or, with a warning, when it cannot be had."""
+    found = compiled()
+    levels = [*(found.levels() if found is not None else ()), PYTHON]
+    level = wanted if wanted in levels else levels[0]
+    if level != wanted and wanted:
+        warnings.warn(f"kernels of level {wanted!r} asked for: must be one of {levels}", stacklevel=2)
+    if found is None or level == PYTHON:
+        return PYTHON, python
+    found.use(level)
+    return level, found

@@ -1,0 +1,27 @@
+/* What the module calls, for each instruction set. Plain C: no Python, no allocation, no threads.
+
+   Memory that is copied or hashed may be written by others meanwhile, or become zeros half-way; a kernel then ends
+   like any other time, with whatever it read. */
+#ifndef KVFLEET_KERNELS_H
+#define KVFLEET_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "formats and hashes are read as little-endian words; big-endian machines take the Python kernels"
+#endif
+
+typedef struct {
+    const char *name;
+    int (*is_supported)(void);
+    void (*copy)(uint8_t *into, const uint8_t *source, size_t size);
+    /* Past the caches: for blocks that nobody reads soon. The ranges do not overlap. */
+} Kernels;
+
+extern const Kernels kernels_scalar;
+#ifdef __x86_64__
+extern const Kernels kernels_avx2, kernels_avx512;
+#endif
+
+#endif

@@ -1,0 +1,97 @@
+"""Compiles the native kernels: into a wheel, and beside their sources for an editable install.
+
+As a script it compiles them beside their sources when these are newer. Where there is no C compiler ($CC, default
+cc), or no headers of Python, the kernels run in Python (`kvfleet_native.python`): that is said, and is no error.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+PACKAGE: Final = Path("agent/kvfleet_native")
+LIBRARY: Final = "_kernels.abi3.so"
+PYTHON_ABI: Final = (3, 11)
+"""First Python whose stable ABI has buffers; one library serves all from it on."""
+
+# Nothing here asks for the building machine's instructions: each file says what it is for, and the processor at hand
+# is asked when the module is loaded. Results are the same to the bit everywhere, so no fused multiply-add either.
+_FLAGS: Final = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
+
+
+class NativeKernels(BuildHookInterface[Any]):
+    """Hatchling's hook for wheels."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile before the build; a wheel with kernels is for one platform, one without them for all."""
+        sources = Path(self.root, PACKAGE)
+        if version == "editable":
+            self._tell(compile_kernels(sources, sources / LIBRARY))
+            return
+        self._made = tempfile.TemporaryDirectory(prefix="kvfleet-native-")
+        library = Path(self._made.name, LIBRARY)
+        failure = compile_kernels(sources, library)
+        self._tell(failure)
+        if failure is None:
+            build_data["force_include"][str(library)] = f"{PACKAGE.name}/{LIBRARY}"
+            build_data["pure_python"] = False
+            build_data["tag"] = wheel_tag()
+
+    def _tell(self, failure: str | None) -> None:
+        if failure is not None:
+            self.app.display_warning(f"native kernels are left out: {failure}")
+
+
+def wheel_tag() -> str:
+    """Python, ABI and platform of what is compiled here."""
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    return f"cp{PYTHON_ABI[0]}{PYTHON_ABI[1]}-abi3-{platform}"
+
+
+def compile_kernels(sources: Path, library: Path) -> str | None:
+    """Make `library`; None, or why it could not be made."""
+    making = library.with_name(f".{library.name}.{os.getpid()}")
+    command = (
+        *shlex.split(os.environ.get("CC") or "cc"),
+        *_FLAGS,
+        f"-DPy_LIMITED_API=0x{PYTHON_ABI[0]:02X}{PYTHON_ABI[1]:02X}0000",
+        f"-I{sysconfig.get_path('include')}",
+        *(str(path) for path in sorted(sources.glob("*.c"))),
+        "-o",
+        str(making),
+    )
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as e:
+        return f"{command[0]}: {e.strerror}"
+    if done.returncode != 0:
+        making.unlink(missing_ok=True)
+        return next((line for line in done.stderr.splitlines() if "error" in line), f"{command[0]} failed")
+    making.replace(library)  # In one go: a process that has the old one mapped keeps it.
+    return None
+
+
+def main() -> int:
+    """Compile beside the sources what is out of date there; always 0."""
+    sources = Path(__file__).resolve().parents[1] / PACKAGE
+    library = sources / LIBRARY
+    newest_s = max(path.stat().st_mtime for path in (Path(__file__), *sources.glob("*.[ch]")))
+    if library.exists() and library.stat().st_mtime >= newest_s:
+        return 0
+    failure = compile_kernels(sources, library)
+    if failure is not None:
+        library.unlink(missing_ok=True)  # An old one may disagree with the Python beside it.
+        print(f"native kernels are left out: {failure}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
