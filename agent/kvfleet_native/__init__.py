@@ -10,3 +10,5 @@ from kvfleet_native.choice import choose
 level, _running = choose(os.environ.get("KVFLEET_NATIVE_LEVEL", ""))
 
 copy = _running.copy
+copy_digest = _running.copy_digest
+xxh3_128 = _running.xxh3_128

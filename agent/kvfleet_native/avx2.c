@@ -3,6 +3,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "hash.h"
+
 #define LEVEL kernels_avx2
 #define LEVEL_NAME "avx2"
 #define TARGET __attribute__((target("avx2")))
@@ -16,6 +18,50 @@ TARGET static inline void stream_line(uint8_t *into, const uint8_t *source)
 }
 
 static inline void stream_end(void) { _mm_sfence(); }
+
+/* Two fields, not an array: an array would live in memory. */
+typedef struct {
+    __m256i low, high;
+} Lanes;
+
+TARGET static inline __m256i load_half(const void *words, int half)
+{
+    return _mm256_loadu_si256((const __m256i *)words + half);
+}
+
+TARGET static inline Lanes load_lanes(const uint64_t *sums) { return (Lanes){load_half(sums, 0), load_half(sums, 1)}; }
+
+TARGET static inline void store_lanes(uint64_t *sums, Lanes lanes)
+{
+    _mm256_storeu_si256((__m256i *)sums, lanes.low);
+    _mm256_storeu_si256((__m256i *)sums + 1, lanes.high);
+}
+
+TARGET static inline __m256i accumulate_half(__m256i sums, __m256i words, __m256i keys)
+{
+    __m256i keyed = _mm256_xor_si256(words, keys);
+    __m256i product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
+    return _mm256_add_epi64(product, _mm256_add_epi64(sums, _mm256_shuffle_epi32(words, 0x4E)));
+}
+
+TARGET static inline Lanes accumulate(Lanes lanes, const uint8_t *input, const uint8_t *secret)
+{
+    return (Lanes){accumulate_half(lanes.low, load_half(input, 0), load_half(secret, 0)),
+                   accumulate_half(lanes.high, load_half(input, 1), load_half(secret, 1))};
+}
+
+TARGET static inline __m256i scramble_half(__m256i sums, __m256i keys)
+{
+    const __m256i prime = _mm256_set1_epi64x(SCRAMBLE_PRIME);
+    __m256i mixed = _mm256_xor_si256(_mm256_xor_si256(sums, _mm256_srli_epi64(sums, 47)), keys);
+    __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(mixed, 32), prime);
+    return _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), _mm256_slli_epi64(high, 32));
+}
+
+TARGET static inline Lanes scramble(Lanes lanes, const uint8_t *secret)
+{
+    return (Lanes){scramble_half(lanes.low, load_half(secret, 0)), scramble_half(lanes.high, load_half(secret, 1))};
+}
 
 #include "body.h"
 #endif

@@ -3,6 +3,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "hash.h"
+
 #define LEVEL kernels_avx512
 #define LEVEL_NAME "avx512"
 #define TARGET __attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
@@ -19,6 +21,29 @@ TARGET static inline void stream_line(uint8_t *into, const uint8_t *source)
 }
 
 static inline void stream_end(void) { _mm_sfence(); }
+
+typedef __m512i Lanes;
+
+TARGET static inline Lanes load_lanes(const uint64_t *sums) { return _mm512_loadu_si512(sums); }
+
+TARGET static inline void store_lanes(uint64_t *sums, Lanes lanes) { _mm512_storeu_si512(sums, lanes); }
+
+TARGET static inline Lanes accumulate(Lanes lanes, const uint8_t *input, const uint8_t *secret)
+{
+    __m512i words = _mm512_loadu_si512(input), keyed = _mm512_xor_si512(words, _mm512_loadu_si512(secret));
+    __m512i product = _mm512_mul_epu32(keyed, _mm512_srli_epi64(keyed, 32));
+    __m512i swapped = _mm512_shuffle_epi32(words, (_MM_PERM_ENUM)0x4E);
+    return _mm512_add_epi64(product, _mm512_add_epi64(lanes, swapped));
+}
+
+TARGET static inline Lanes scramble(Lanes lanes, const uint8_t *secret)
+{
+    const __m512i prime = _mm512_set1_epi64(SCRAMBLE_PRIME);
+    __m512i mixed = _mm512_xor_si512(lanes, _mm512_srli_epi64(lanes, 47));
+    mixed = _mm512_xor_si512(mixed, _mm512_loadu_si512(secret));
+    __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(mixed, 32), prime);
+    return _mm512_add_epi64(_mm512_mul_epu32(mixed, prime), _mm512_slli_epi64(high, 32));
+}
 
 #include "body.h"
 #endif

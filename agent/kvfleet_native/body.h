@@ -1,10 +1,13 @@
 /* Every kernel, once; a file for each instruction set includes it after defining
-   LEVEL (the name of its table), LEVEL_NAME, TARGET (a function attribute), is_supported() and stream_line(). */
+   LEVEL (the name of its table), LEVEL_NAME, TARGET (a function attribute), is_supported(), stream_line(), stream_end(),
+   and for the hash Lanes (eight sums of 64 bits) with load_lanes(), store_lanes(), accumulate() and scramble(). */
 #include <string.h>
 
+#include "hash.h"
 #include "kernels.h"
 
 #define LINE 64 /* Bytes of a cache line, on every processor that we know of. */
+#define AHEAD_BYTES 1024 /* What is fetched before the hash gets there. */
 
 TARGET static void stream(uint8_t *into, const uint8_t *source, size_t size)
 {
@@ -24,8 +27,74 @@ TARGET static void copy(uint8_t *into, const uint8_t *source, size_t size)
     stream_end();
 }
 
+/* `count` whole blocks of the hash's input. `ahead` is fetched meanwhile, as far as the input goes. */
+TARGET static void add_blocks(uint64_t *sums, const uint8_t *input, size_t count, const uint8_t *secret,
+                              const uint8_t *ahead)
+{
+    Lanes lanes = load_lanes(sums);
+    for (size_t block = 0; block < count; block++) {
+        for (int stripe = 0; stripe < BLOCK_STRIPES; stripe++, input += STRIPE_BYTES, ahead += STRIPE_BYTES) {
+            __builtin_prefetch(ahead);
+            lanes = accumulate(lanes, input, secret + 8 * stripe);
+        }
+        lanes = scramble(lanes, secret + SECRET_BYTES - STRIPE_BYTES);
+    }
+    store_lanes(sums, lanes);
+}
+
+/* What follows the whole blocks: 1 to BLOCK_BYTES bytes at `last`. Its last 64 bytes may reach back before it. */
+TARGET static void end_digest(uint64_t *sums, const uint8_t *last, size_t left, size_t size, const uint8_t *secret,
+                              uint8_t *digest)
+{
+    Lanes lanes = load_lanes(sums);
+    for (size_t stripe = 0; stripe < (left - 1) / STRIPE_BYTES; stripe++)
+        lanes = accumulate(lanes, last + STRIPE_BYTES * stripe, secret + 8 * stripe);
+    lanes = accumulate(lanes, last + left - STRIPE_BYTES, secret + SECRET_BYTES - STRIPE_BYTES - 7);
+    store_lanes(sums, lanes);
+    merge(sums, size, secret, digest);
+}
+
+TARGET static void digest(const uint8_t *source, size_t size, uint64_t seed, uint8_t *into)
+{
+    uint8_t secret[SECRET_BYTES];
+    size_t whole = (size - 1) / BLOCK_BYTES;
+    uint64_t sums[8];
+    begin_digest(sums, secret, seed);
+    add_blocks(sums, source, whole, secret, source + AHEAD_BYTES);
+    end_digest(sums, source + whole * BLOCK_BYTES, size - whole * BLOCK_BYTES, size, secret, into);
+}
+
+#define STAGE_BYTES (4 * BLOCK_BYTES) /* Stays in the first cache. */
+
+TARGET static void copy_digest(uint8_t *into, const uint8_t *source, size_t size, uint64_t seed, int is_streamed,
+                               uint8_t *digest)
+{
+    uint8_t secret[SECRET_BYTES], staged[LINE + STAGE_BYTES] __attribute__((aligned(LINE)));
+    uint8_t *stage = staged + LINE; /* Before it stands the end of the last stage. */
+    uint64_t sums[8];
+    begin_digest(sums, secret, seed);
+    for (size_t left = size; left > 0;) {
+        size_t size_here = left < STAGE_BYTES ? left : STAGE_BYTES;
+        memcpy(stage, source, size_here);
+        __asm__ volatile("" ::: "memory"); /* From here on the source has changed, for all that the compiler knows. */
+        if (is_streamed)
+            stream(into, stage, size_here);
+        else
+            memcpy(into, stage, size_here);
+        size_t whole = left > STAGE_BYTES ? STAGE_BYTES / BLOCK_BYTES : (size_here - 1) / BLOCK_BYTES;
+        add_blocks(sums, stage, whole, secret, source + size_here);
+        if (left == size_here)
+            end_digest(sums, stage + whole * BLOCK_BYTES, size_here - whole * BLOCK_BYTES, size, secret, digest);
+        memcpy(staged, stage + STAGE_BYTES - LINE, LINE);
+        into += size_here, source += size_here, left -= size_here;
+    }
+    stream_end();
+}
+
 const Kernels LEVEL = {
     .name = LEVEL_NAME,
     .is_supported = is_supported,
     .copy = copy,
+    .digest = digest,
+    .copy_digest = copy_digest,
 };

@@ -23,6 +23,17 @@ class Kernels(Protocol):
     def copy(self, into: Buffer, source: Buffer, /) -> None:
         """Fill `into` with `source`; large copies leave the caches alone. Raises `ValueError` when sizes differ."""
 
+    def xxh3_128(self, source: Buffer, seed: int = 0, /) -> bytes:
+        """Return XXH3-128 of `source` in canonical form: what `xxhash.xxh3_128_digest` says."""
+
+    def copy_digest(self, into: Buffer, source: Buffer, seed: int = 0, /) -> bytes:
+        """Fill `into` with `source`; return XXH3-128 of it.
+
+        Each byte is read once, and what was read is what is written and hashed: others who write to either side
+        meanwhile never get a digest for their bytes where they were not copied, nor a copy without its digest.
+        Raises `ValueError` when sizes differ, or when the two overlap.
+        """
+
 
 class Compiled(Kernels, Protocol):
     """What the extension module has beside the kernels."""

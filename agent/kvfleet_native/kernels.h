@@ -8,6 +8,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#define HASHED_FROM_BYTES 241 /* XXH3 has other rules for less; those are left to the xxhash package. */
+#define DIGEST_BYTES 16
+
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "formats and hashes are read as little-endian words; big-endian machines take the Python kernels"
 #endif
@@ -17,6 +20,11 @@ typedef struct {
     int (*is_supported)(void);
     void (*copy)(uint8_t *into, const uint8_t *source, size_t size);
     /* Past the caches: for blocks that nobody reads soon. The ranges do not overlap. */
+    void (*digest)(const uint8_t *source, size_t size, uint64_t seed, uint8_t *digest);
+    /* XXH3-128 in canonical form. */
+    void (*copy_digest)(uint8_t *into, const uint8_t *source, size_t size, uint64_t seed, int is_streamed,
+                        uint8_t *digest);
+    /* Both in one pass: each byte is read once, and what was read is what is written and hashed. */
 } Kernels;
 
 extern const Kernels kernels_scalar;

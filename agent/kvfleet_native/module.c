@@ -22,6 +22,7 @@ static const Kernels *const all_kernels[] = {
 #define COUNT (sizeof all_kernels / sizeof *all_kernels)
 
 static const Kernels *chosen;
+static PyObject *short_digest; /* xxhash.xxh3_128_digest, for what is shorter than HASHED_FROM_BYTES. */
 
 static const Kernels *named(const char *name)
 {
@@ -94,10 +95,87 @@ static PyObject *copy(PyObject *Py_UNUSED(module), PyObject *args)
     return is_sound ? Py_NewRef(Py_None) : NULL;
 }
 
+static PyObject *digest_of_few(PyObject *bytes, unsigned long long seed)
+{
+    PyObject *number = bytes == NULL ? NULL : PyLong_FromUnsignedLongLong(seed);
+    PyObject *made = number == NULL ? NULL : PyObject_CallFunctionObjArgs(short_digest, bytes, number, NULL);
+    Py_XDECREF(number);
+    Py_XDECREF(bytes);
+    return made;
+}
+
+static PyObject *digest_of(const Py_buffer *source, unsigned long long seed)
+{
+    uint8_t digest[DIGEST_BYTES];
+    if (source->len < HASHED_FROM_BYTES)
+        return digest_of_few(PyBytes_FromStringAndSize(source->buf, source->len), seed);
+    if (source->len < RELEASE_FROM_BYTES) {
+        chosen->digest(source->buf, (size_t)source->len, seed, digest);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        chosen->digest(source->buf, (size_t)source->len, seed, digest);
+        Py_END_ALLOW_THREADS
+    }
+    return PyBytes_FromStringAndSize((char *)digest, DIGEST_BYTES);
+}
+
+static PyObject *xxh3_128(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer source;
+    unsigned long long seed = 0;
+    if (!PyArg_ParseTuple(args, "y*|K", &source, &seed))
+        return NULL;
+    PyObject *made = digest_of(&source, seed);
+    PyBuffer_Release(&source);
+    return made;
+}
+
+static PyObject *copy_few(const Py_buffer *into, const Py_buffer *source, unsigned long long seed)
+{
+    PyObject *read = PyBytes_FromStringAndSize(source->buf, source->len);
+    if (read != NULL)
+        memcpy(into->buf, PyBytes_AsString(read), (size_t)into->len);
+    return digest_of_few(read, seed);
+}
+
+static PyObject *copy_and_digest(const Py_buffer *into, const Py_buffer *source, unsigned long long seed)
+{
+    uint8_t digest[DIGEST_BYTES];
+    size_t size = (size_t)source->len;
+    if (size < HASHED_FROM_BYTES)
+        return copy_few(into, source, seed);
+    if (size < RELEASE_FROM_BYTES) {
+        chosen->copy_digest(into->buf, source->buf, size, seed, 0, digest);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        chosen->copy_digest(into->buf, source->buf, size, seed, size >= STREAM_FROM_BYTES, digest);
+        Py_END_ALLOW_THREADS
+    }
+    return PyBytes_FromStringAndSize((char *)digest, DIGEST_BYTES);
+}
+
+static PyObject *copy_digest(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer into, source;
+    unsigned long long seed = 0;
+    if (!PyArg_ParseTuple(args, "w*y*|K", &into, &source, &seed))
+        return NULL;
+    PyObject *made = NULL;
+    if (overlap(&into, &source))
+        PyErr_SetString(PyExc_ValueError, "copy and digest within one memory");
+    else if (have_one_size(&into, &source))
+        made = copy_and_digest(&into, &source, seed);
+    PyBuffer_Release(&into);
+    PyBuffer_Release(&source);
+    return made;
+}
+
 static PyMethodDef functions[] = {
     {"levels", levels, METH_NOARGS, NULL},
     {"use", use, METH_VARARGS, NULL},
     {"copy", copy, METH_VARARGS, NULL},
+    {"xxh3_128", xxh3_128, METH_VARARGS, NULL},
+    {"copy_digest", copy_digest, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -107,6 +185,11 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__kernels(void)
 {
+    PyObject *xxhash = PyImport_ImportModule("xxhash");
+    short_digest = xxhash == NULL ? NULL : PyObject_GetAttrString(xxhash, "xxh3_128_digest");
+    Py_XDECREF(xxhash);
+    if (short_digest == NULL)
+        return NULL;
     chosen = named(NULL);
     return PyModule_Create(&definition);
 }

@@ -1,0 +1,113 @@
+"""Digests are those of the xxhash package at every level, and a copy's digest is that of what was copied."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import example, given
+from hypothesis import strategies as st
+from native_levels import LEVELS, kernels_of
+
+pytestmark = pytest.mark.unit
+
+TESTS = Path(__file__).parents[1]
+NOISE = np.random.default_rng(2).integers(0, 256, 1 << 19, np.uint8)
+levels = st.sampled_from(LEVELS)
+seeds = st.integers(0, (1 << 64) - 1)
+# Short rules up to 240, stripes of 64, blocks of 1024, stages of 4096, copies past the caches from 65536.
+edges = st.builds(lambda unit, count, off: max(0, unit * count + off), st.sampled_from([64, 1024, 4096, 65536]),
+                  st.integers(0, 5), st.integers(-2, 2))  # fmt: skip
+sizes = st.one_of(st.integers(0, 1100), edges, st.integers(0, 400_000))
+
+
+@given(level=levels, size=sizes, at=st.integers(0, 70), seed=seeds)
+@example(level=LEVELS[0], size=240, at=0, seed=0)
+@example(level=LEVELS[0], size=241, at=0, seed=0)
+def test_a_digest_is_the_one_of_the_package(level: str, size: int, at: int, seed: int) -> None:
+    source = NOISE[at : at + size]
+
+    with kernels_of(level) as kernels:
+        assert kernels.xxh3_128(source, seed) == xxhash.xxh3_128_digest(source.data, seed)
+        assert kernels.xxh3_128(source) == xxhash.xxh3_128_digest(source.data)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_size_up_to_some_blocks_has_the_right_digest(level: str) -> None:
+    with kernels_of(level) as kernels:
+        wrong = [n for n in range(5000) if kernels.xxh3_128(NOISE[:n], n) != xxhash.xxh3_128_digest(NOISE[:n].data, n)]
+
+    assert wrong == []
+
+
+@given(level=levels, size=sizes, at=st.integers(0, 70), to=st.integers(0, 70), seed=seeds)
+def test_a_copy_with_its_digest_is_both(level: str, size: int, at: int, to: int, seed: int) -> None:
+    source, target = NOISE[at : at + size], np.full(size + 140, 7, np.uint8)
+
+    with kernels_of(level) as kernels:
+        digest = kernels.copy_digest(target[to : to + size], source, seed)
+
+    assert digest == xxhash.xxh3_128_digest(source.data, seed)
+    assert np.array_equal(target[to : to + size], source)
+    assert (target[:to] == 7).all()
+    assert (target[to + size :] == 7).all()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_cannot_be_copied_with_a_digest_is_refused(level: str) -> None:
+    whole = NOISE[:1000].copy()
+
+    with kernels_of(level) as kernels:
+        with pytest.raises(ValueError, match="copy of 3 B into 2 B"):
+            kernels.copy_digest(bytearray(2), b"abc")
+        with pytest.raises(ValueError, match="within one memory"):
+            kernels.copy_digest(whole[:900], whole[50:950])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copy_of_memory_that_changes_meanwhile_has_the_digest_of_what_arrived(level: str) -> None:
+    """Another process-wide writer flips the source, and in half of the rounds the file is cut short under the copy."""
+    story = textwrap.dedent("""
+        import os, sys, threading
+        import numpy as np, xxhash
+        from native_levels import kernels_of
+        from kvfleet_agent.backends import torn
+        from kvfleet_agent.backends.memory import MappedExtent
+
+        SIZE = 4 << 20
+        into = bytearray(SIZE)
+
+        def scribble(view, stop):
+            words, value = np.frombuffer(view, np.uint8)[:: 61], 0
+            while not stop.is_set():
+                value += 1
+                words[:] = value % 251
+
+        with kernels_of(sys.argv[1]) as kernels:
+            for round in range(12):
+                fd = os.memfd_create("extent")
+                os.ftruncate(fd, SIZE)
+                extent = MappedExtent(fd, SIZE)
+                stop = threading.Event()
+                writer = threading.Thread(target=scribble, args=(extent.view, stop))
+                writer.start()
+                cut = threading.Thread(target=os.ftruncate, args=(extent.fd, 0))
+                if round % 2:
+                    cut.start()
+                assert kernels.copy_digest(into, extent.view, round) == xxhash.xxh3_128_digest(into, round)
+                stop.set()
+                writer.join()
+                if round % 2:
+                    cut.join()
+                    assert kernels.copy_digest(into, extent.view) == xxhash.xxh3_128_digest(into)
+                    assert torn.torn() == {extent.address}
+                extent.let_go()
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", story, level], capture_output=True, text=True, timeout=120.0, check=False, cwd=TESTS
+    )
+
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
