@@ -19,8 +19,3 @@ def bind(digest: bytes, epoch: int, stamp: int) -> int:
 def checksum(block: memoryview | bytes, digest: bytes, epoch: int, stamp: int) -> bytes:
     """XXH3-128 of `block` under the bound seed; 16 bytes. Releases the GIL for large blocks."""
     return xxhash.xxh3_128_digest(block, seed=bind(digest, epoch, stamp))
-
-
-def hasher(digest: bytes, epoch: int, stamp: int) -> xxhash.xxh3_128:
-    """Return the running form of `checksum`: a copy loop feeds it chunks that are still in the processor's cache."""
-    return xxhash.xxh3_128(seed=bind(digest, epoch, stamp))
