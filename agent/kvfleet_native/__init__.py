@@ -11,4 +11,6 @@ level, _running = choose(os.environ.get("KVFLEET_NATIVE_LEVEL", ""))
 
 copy = _running.copy
 copy_digest = _running.copy_digest
+join = _running.join
+split = _running.split
 xxh3_128 = _running.xxh3_128

@@ -91,10 +91,14 @@ TARGET static void copy_digest(uint8_t *into, const uint8_t *source, size_t size
     stream_end();
 }
 
+#include "body_planes.h"
+
 const Kernels LEVEL = {
     .name = LEVEL_NAME,
     .is_supported = is_supported,
     .copy = copy,
     .digest = digest,
     .copy_digest = copy_digest,
+    .split = split,
+    .join = join,
 };

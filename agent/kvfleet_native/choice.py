@@ -34,6 +34,15 @@ class Kernels(Protocol):
         Raises `ValueError` when sizes differ, or when the two overlap.
         """
 
+    def split(self, top: Buffer, rest: Buffer, source: Buffer, /) -> None:
+        """Rotate elements of 2 or 4 bytes left by one bit; fill `top` with their top bytes, `rest` with all others.
+
+        The sizes tell which. Raises `ValueError` for sizes that are not of one block.
+        """
+
+    def join(self, into: Buffer, top: Buffer, rest: Buffer, /) -> None:
+        """Undo `split`. Raises `ValueError` for sizes that are not of one block."""
+
 
 class Compiled(Kernels, Protocol):
     """What the extension module has beside the kernels."""

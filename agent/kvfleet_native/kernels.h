@@ -25,6 +25,9 @@ typedef struct {
     void (*copy_digest)(uint8_t *into, const uint8_t *source, size_t size, uint64_t seed, int is_streamed,
                         uint8_t *digest);
     /* Both in one pass: each byte is read once, and what was read is what is written and hashed. */
+    void (*split)(uint8_t *top, uint8_t *rest, const uint8_t *source, size_t count, int element_bytes);
+    void (*join)(uint8_t *into, const uint8_t *top, const uint8_t *rest, size_t count, int element_bytes);
+    /* Elements of 2 or 4 bytes, rotated left by one bit: their top bytes, and all others. */
 } Kernels;
 
 extern const Kernels kernels_scalar;

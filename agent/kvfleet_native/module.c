@@ -170,12 +170,59 @@ static PyObject *copy_digest(PyObject *Py_UNUSED(module), PyObject *args)
     return made;
 }
 
+/* 2 or 4 when the sizes are those of one block and its planes, else 0 with an error set. */
+static int element_bytes_of(const Py_buffer *whole, const Py_buffer *top, const Py_buffer *rest)
+{
+    for (int bytes = 2; bytes <= 4; bytes += 2)
+        if (whole->len == bytes * top->len && whole->len == top->len + rest->len)
+            return bytes;
+    PyErr_Format(PyExc_ValueError, "planes of %zd B and %zd B of %zd B: elements have 2 or 4 B", top->len, rest->len,
+                 whole->len);
+    return 0;
+}
+
+static PyObject *split(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer top, rest, source;
+    if (!PyArg_ParseTuple(args, "w*w*y*", &top, &rest, &source))
+        return NULL;
+    int element_bytes = element_bytes_of(&source, &top, &rest);
+    if (element_bytes) {
+        Py_BEGIN_ALLOW_THREADS
+        chosen->split(top.buf, rest.buf, source.buf, (size_t)top.len, element_bytes);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&top);
+    PyBuffer_Release(&rest);
+    PyBuffer_Release(&source);
+    return element_bytes ? Py_NewRef(Py_None) : NULL;
+}
+
+static PyObject *join(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer into, top, rest;
+    if (!PyArg_ParseTuple(args, "w*y*y*", &into, &top, &rest))
+        return NULL;
+    int element_bytes = element_bytes_of(&into, &top, &rest);
+    if (element_bytes) {
+        Py_BEGIN_ALLOW_THREADS
+        chosen->join(into.buf, top.buf, rest.buf, (size_t)top.len, element_bytes);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&into);
+    PyBuffer_Release(&top);
+    PyBuffer_Release(&rest);
+    return element_bytes ? Py_NewRef(Py_None) : NULL;
+}
+
 static PyMethodDef functions[] = {
     {"levels", levels, METH_NOARGS, NULL},
     {"use", use, METH_VARARGS, NULL},
     {"copy", copy, METH_VARARGS, NULL},
     {"xxh3_128", xxh3_128, METH_VARARGS, NULL},
     {"copy_digest", copy_digest, METH_VARARGS, NULL},
+    {"split", split, METH_VARARGS, NULL},
+    {"join", join, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

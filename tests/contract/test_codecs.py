@@ -118,7 +118,7 @@ def test_planes_join_to_what_was_split(raw: bytes, element_bytes: int) -> None:
     flat = np.frombuffer(raw, np.uint8)[: len(raw) // element_bytes * element_bytes]
     into = np.empty_like(flat)
 
-    join(*split(flat, element_bytes), into, element_bytes)
+    join(*split(flat, element_bytes), into)
 
     assert into.tobytes() == flat.tobytes()
 

@@ -59,7 +59,7 @@ class LosslessCodec:
         if element_bytes == 1:
             np.copyto(target, top)
         else:
-            join(top, rest, target, element_bytes)
+            join(top, rest, target)
 
 
 def _parse(stored: memoryview, raw_bytes: int) -> tuple[int, int]:
