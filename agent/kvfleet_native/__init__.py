@@ -12,5 +12,7 @@ level, _running = choose(os.environ.get("KVFLEET_NATIVE_LEVEL", ""))
 copy = _running.copy
 copy_digest = _running.copy_digest
 join = _running.join
+pack = _running.pack
 split = _running.split
+unpack = _running.unpack
 xxh3_128 = _running.xxh3_128

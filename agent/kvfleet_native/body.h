@@ -91,6 +91,7 @@ TARGET static void copy_digest(uint8_t *into, const uint8_t *source, size_t size
     stream_end();
 }
 
+#include "body_packing.h"
 #include "body_planes.h"
 
 const Kernels LEVEL = {
@@ -101,4 +102,6 @@ const Kernels LEVEL = {
     .copy_digest = copy_digest,
     .split = split,
     .join = join,
+    .pack = pack,
+    .unpack = unpack,
 };

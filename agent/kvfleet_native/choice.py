@@ -9,6 +9,7 @@ from kvfleet_native import python
 
 if TYPE_CHECKING:
     from kvfleet_native.buffers import Buffer
+    from kvfleet_native.packing import Packing
 
 PYTHON: Final = "python"
 
@@ -42,6 +43,18 @@ class Kernels(Protocol):
 
     def join(self, into: Buffer, top: Buffer, rest: Buffer, /) -> None:
         """Undo `split`. Raises `ValueError` for sizes that are not of one block."""
+
+    def pack(self, codes: Buffer, scales: Buffer, source: Buffer, packing: Packing, /) -> bool:
+        """Fill `codes` and `scales` from the bf16 of `source`.
+
+        False where a value is not finite or not below 2^120: such a block is kept as it is, and what was filled means
+        nothing. The error of an element: FP8 1/14 of its magnitude and a thousandth of the scale, INT8 1/125 of the
+        largest magnitude of its group, INT4 1/29 of the span of its group and 1/250 of its largest magnitude.
+        Raises `ValueError` for a packing that is none, sizes that do not fit it, and odd addresses.
+        """
+
+    def unpack(self, into: Buffer, codes: Buffer, scales: Buffer, packing: Packing, /) -> None:
+        """Fill `into` with bf16. Any bytes decode to something. Raises `ValueError` as `pack` does."""
 
 
 class Compiled(Kernels, Protocol):

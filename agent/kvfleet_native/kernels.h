@@ -15,6 +15,14 @@
 #error "formats and hashes are read as little-endian words; big-endian machines take the Python kernels"
 #endif
 
+enum { FP8, INT8, INT4 }; /* In the order of packing.py. */
+
+/* Elements by rows, of one token each, and how they share scales. */
+typedef struct {
+    int kind, is_by_column;
+    size_t rows, columns, group;
+} Grid;
+
 typedef struct {
     const char *name;
     int (*is_supported)(void);
@@ -28,6 +36,9 @@ typedef struct {
     void (*split)(uint8_t *top, uint8_t *rest, const uint8_t *source, size_t count, int element_bytes);
     void (*join)(uint8_t *into, const uint8_t *top, const uint8_t *rest, size_t count, int element_bytes);
     /* Elements of 2 or 4 bytes, rotated left by one bit: their top bytes, and all others. */
+    int (*pack)(const Grid *grid, uint8_t *codes, uint16_t *scales, const uint16_t *x);
+    void (*unpack)(const Grid *grid, uint16_t *x, const uint8_t *codes, const uint16_t *scales);
+    /* bf16 to codes and scales; 0 where a value is not finite, or too large to come back. */
 } Kernels;
 
 extern const Kernels kernels_scalar;

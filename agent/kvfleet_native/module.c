@@ -215,6 +215,78 @@ static PyObject *join(PyObject *Py_UNUSED(module), PyObject *args)
     return element_bytes ? Py_NewRef(Py_None) : NULL;
 }
 
+/* Whether a grid is sound, and the sizes are those of its elements, codes and scales; sets an error if not. */
+static int fits(Grid *grid, const Py_buffer *elements, const Py_buffer *codes, const Py_buffer *scales)
+{
+    size_t count = (size_t)elements->len / 2, run = grid->is_by_column ? grid->columns : grid->group;
+    size_t per_byte = grid->kind == INT4 ? 2 : 1;
+    if (grid->kind < FP8 || grid->kind > INT4 || grid->columns == 0 || grid->group == 0 || count % grid->columns != 0 ||
+        (!grid->is_by_column && grid->columns % grid->group != 0) || run % per_byte != 0 || elements->len % 2 != 0) {
+        PyErr_Format(PyExc_ValueError, "grid of %zd elements, kind %d, %zd columns, groups of %zd",
+                     (Py_ssize_t)count, grid->kind, (Py_ssize_t)grid->columns, (Py_ssize_t)grid->group);
+        return 0;
+    }
+    grid->rows = count / grid->columns;
+    size_t bands = grid->rows / grid->group + (grid->rows % grid->group != 0);
+    size_t groups = grid->is_by_column ? bands * grid->columns : count / grid->group;
+    if ((size_t)codes->len != count / per_byte || (size_t)scales->len != groups * 2 * per_byte) {
+        PyErr_Format(PyExc_ValueError, "%zd B of codes and %zd B of scales: must be (%zd, %zd)", codes->len, scales->len,
+                     (Py_ssize_t)(count / per_byte), (Py_ssize_t)(groups * 2 * per_byte));
+        return 0;
+    }
+    if (((uintptr_t)elements->buf | (uintptr_t)scales->buf) % 2 != 0) {
+        PyErr_SetString(PyExc_ValueError, "elements or scales at an odd address");
+        return 0;
+    }
+    return 1;
+}
+
+static Grid grid_of(int kind, Py_ssize_t columns, Py_ssize_t group, int is_by_column)
+{
+    return (Grid){.kind = kind, .is_by_column = is_by_column, .columns = columns > 0 ? (size_t)columns : 0,
+                  .group = group > 0 ? (size_t)group : 0};
+}
+
+static PyObject *pack(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer codes, scales, source;
+    Py_ssize_t columns, group;
+    int kind, is_by_column, is_packed = 0;
+    if (!PyArg_ParseTuple(args, "w*w*y*(innp)", &codes, &scales, &source, &kind, &columns, &group, &is_by_column))
+        return NULL;
+    Grid grid = grid_of(kind, columns, group, is_by_column);
+    int is_sound = fits(&grid, &source, &codes, &scales);
+    if (is_sound) {
+        Py_BEGIN_ALLOW_THREADS
+        is_packed = chosen->pack(&grid, codes.buf, scales.buf, source.buf);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&codes);
+    PyBuffer_Release(&scales);
+    PyBuffer_Release(&source);
+    return is_sound ? PyBool_FromLong(is_packed) : NULL;
+}
+
+static PyObject *unpack(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer into, codes, scales;
+    Py_ssize_t columns, group;
+    int kind, is_by_column;
+    if (!PyArg_ParseTuple(args, "w*y*y*(innp)", &into, &codes, &scales, &kind, &columns, &group, &is_by_column))
+        return NULL;
+    Grid grid = grid_of(kind, columns, group, is_by_column);
+    int is_sound = fits(&grid, &into, &codes, &scales);
+    if (is_sound) {
+        Py_BEGIN_ALLOW_THREADS
+        chosen->unpack(&grid, into.buf, codes.buf, scales.buf);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&into);
+    PyBuffer_Release(&codes);
+    PyBuffer_Release(&scales);
+    return is_sound ? Py_NewRef(Py_None) : NULL;
+}
+
 static PyMethodDef functions[] = {
     {"levels", levels, METH_NOARGS, NULL},
     {"use", use, METH_VARARGS, NULL},
@@ -223,6 +295,8 @@ static PyMethodDef functions[] = {
     {"copy_digest", copy_digest, METH_VARARGS, NULL},
     {"split", split, METH_VARARGS, NULL},
     {"join", join, METH_VARARGS, NULL},
+    {"pack", pack, METH_VARARGS, NULL},
+    {"unpack", unpack, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
