@@ -6,7 +6,7 @@ connection may have several requests under way. Verbs are batched: one frame spe
 whose digests are joined into one byte string.
 """
 
-from typing import Annotated, Final
+from typing import Annotated, Final, get_args
 
 import msgspec
 
@@ -19,6 +19,9 @@ FRAME_BYTES_MAX: Final = 4 << 20
 """Largest frame: 65,536 keys and their answers fit with room to spare."""
 KEYS_MAX: Final = 65_536
 SESSION_CHARS_MAX: Final = 128
+CLIENT_CHARS_MAX: Final = 256
+LEASES_MAX: Final = 2 * KEYS_MAX
+"""Leases that one frame may end: all that a connection can have."""
 FDS_PER_FRAME_MAX: Final = 64
 """SCM_MAX_FD is 253 on Linux; smaller batches keep one slow frame from holding many descriptors."""
 
@@ -327,6 +330,16 @@ AnyRequest = (
 )  # fmt: skip
 AnyReply = Welcome | Granted | Done | Found | Acquired | Reserved | Published | Text | Failed
 
+_LENGTHS_MAX: Final = {
+    "client": CLIENT_CHARS_MAX, "session": SESSION_CHARS_MAX, "leases": LEASES_MAX, "suspects": LEASES_MAX,
+    "reservations": KEYS_MAX, "checksums": KEYS_MAX,
+}  # fmt: skip
+_LIMITED: Final = {
+    kind: tuple((f, _LENGTHS_MAX[f]) for f in kind.__struct_fields__ if f in _LENGTHS_MAX)
+    for kind in get_args(AnyRequest)
+}
+"""Fields of each request whose lengths have limits, with these."""
+
 _encoder: Final = msgspec.msgpack.Encoder()
 _requests: Final[msgspec.msgpack.Decoder[AnyRequest]] = msgspec.msgpack.Decoder(AnyRequest)
 _replies: Final[msgspec.msgpack.Decoder[AnyReply]] = msgspec.msgpack.Decoder(AnyReply)
@@ -370,6 +383,7 @@ def _check(request: AnyRequest) -> None:
     digests = getattr(request, "digests", b"")
     if len(digests) % KEY_BYTES or len(digests) > KEYS_MAX * KEY_BYTES:
         raise InvalidInputError(f"digests of {len(digests)} B: a multiple of {KEY_BYTES} B, {KEYS_MAX} keys at most")
-    session = getattr(request, "session", "")
-    if len(session) > SESSION_CHARS_MAX:
-        raise InvalidInputError(f"session of {len(session)} characters, limit {SESSION_CHARS_MAX}")
+    for name, limit in _LIMITED[type(request)]:
+        length = len(getattr(request, name))
+        if length > limit:
+            raise InvalidInputError(f"{name} of length {length}, limit {limit}")

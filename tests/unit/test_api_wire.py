@@ -72,3 +72,20 @@ def test_a_duration_that_cannot_be_compared_is_refused(
     """No lease of it would ever end."""
     with pytest.raises(InvalidInputError):
         wire.decode_request(wire.encode(request_of(seconds))[4:])
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        wire.Hello(1, wire.PROTOCOL_VERSION, "c" * (wire.CLIENT_CHARS_MAX + 1)),
+        wire.Release(1, (7,) * (wire.LEASES_MAX + 1)),
+        wire.Release(1, (), (7,) * (wire.LEASES_MAX + 1)),
+        wire.Publish(1, (7,) * (wire.KEYS_MAX + 1), ()),
+        wire.Publish(1, (), (b"",) * (wire.KEYS_MAX + 1)),
+        wire.Abandon(1, (7,) * (wire.KEYS_MAX + 1)),
+    ],
+)
+def test_no_request_names_more_than_its_verb_may_take(request_: wire.AnyRequest) -> None:
+    body = wire.encode(request_)[4:]
+    with pytest.raises(InvalidInputError, match="limit"):
+        wire.decode_request(body)

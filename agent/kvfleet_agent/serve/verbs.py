@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 LEASE_S_MAX: Final = 300.0
 """Longest lease: a reader that copies for minutes has stopped."""
-LEASES_MAX: Final = 2 * wire.KEYS_MAX
+LEASES_MAX: Final = wire.LEASES_MAX
 """Leases of one connection at once; one that asks for more without ending any gets none."""
 DEADLINE_S_MAX: Final = 60.0
 PIN_S_MAX: Final = 3600.0
