@@ -6,7 +6,6 @@ store access, and undone on the way up. Checksums are bound to the slot, so ever
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -173,7 +172,7 @@ class Mover:
             if isinstance(e, KeyAwayError):
                 raise
             raise _TargetFailedError(str(e)) from e
-        except asyncio.CancelledError:
+        except BaseException:
             self._node.give_back(target, slot, entry.tenant)
             raise
         return Residence(target, slot, record)

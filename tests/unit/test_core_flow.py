@@ -102,6 +102,23 @@ async def test_wrong_bytes_are_refused_and_their_slot_is_given_back(core: Core) 
     assert len(core.node.index) == 0
 
 
+async def test_a_slot_is_given_back_whatever_its_write_failed_of(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def puzzle(*_: object) -> None:
+        raise ValueError("not an errno")
+
+    await store(core, [1])
+    (entry,) = core.node.index
+    fast, slow = core.node.tiers
+    with monkeypatch.context() as patched:
+        patched.setattr(slow.backend, "write", puzzle)
+        with pytest.raises(ValueError, match="not an errno"):
+            await core.room.sink_into(entry, fast, slow, Priority.DEMOTE)
+
+    assert used(core, "nvme") == 0
+    assert slow.tenant_bytes == {}
+    assert await core.room.sink_into(entry, fast, slow, Priority.DEMOTE)
+
+
 async def test_a_block_that_exists_is_not_reserved_again(core: Core) -> None:
     await store(core, [1])
 
