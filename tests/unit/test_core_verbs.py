@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,6 +69,19 @@ async def test_the_hit_ratio_counts_lookups_and_loads_once_and_probes_never(engi
 async def test_a_load_that_cannot_be_is_not_counted(engine: Engine, wanted: int, loaded: int) -> None:
     with pytest.raises(InvalidInputError, match="wanted_blocks"):
         await engine.ask(wire.CountLoad(9, wanted, loaded))
+
+
+async def test_of_two_layouts_at_once_a_connection_gets_one() -> None:
+    engine = Engine()
+    layouts = (LAYOUT, replace(LAYOUT, layers=2))
+
+    done = await asyncio.gather(
+        *(engine.ask(wire.Attach(i, "a", "pool", layout)) for i, layout in enumerate(layouts)), return_exceptions=True
+    )
+
+    assert sum(isinstance(answer, wire.Granted) for answer in done) == 1
+    assert sum(isinstance(answer, InvalidInputError) for answer in done) == 1
+    await close(engine)
 
 
 async def test_a_lease_is_never_longer_than_its_bound(engine: Engine) -> None:

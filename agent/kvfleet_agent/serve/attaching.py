@@ -46,8 +46,7 @@ class Attaching:
         if request.pool != self._node.pool:
             raise InvalidInputError(f"pool {request.pool!r}: this agent serves {self._node.pool!r}")
         check_layout(request.layout, self._node.spec.compatibility, self._node.element_bytes)
-        if at.layout is not None and at.layout != request.layout:
-            raise InvalidInputError("layout: differs from the one of this connection; open another connection")
+        _check_same(at, request.layout)
         try:
             caller = await self._authenticator.authenticate(request.token)
         except KvFleetError as e:
@@ -60,6 +59,7 @@ class Attaching:
             self.audit.other_identity(caller.identity)
             self._refuse(at)
             raise ForbiddenError("another identity on the same connection; open another connection")
+        _check_same(at, request.layout)  # Another attach may have been quicker.
         self._node.counters.add("kvfleet_attach_total", result="ok")
         at.layout, at.layout_id = request.layout, request.layout.layout_id()
         at.block_bytes = request.layout.block_bytes
@@ -130,6 +130,12 @@ class Attaching:
             slot_bytes=-(-at.block_bytes // SLOT_STEP_BYTES) * SLOT_STEP_BYTES,
             token_expires_s=max(0.0, at.expires_at_s - self._node.clock()),
         )
+
+
+def _check_same(at: Attachment, layout: Layout) -> None:
+    """Raise `InvalidInputError` when the connection has another layout already: it stays."""
+    if at.layout is not None and at.layout != layout:
+        raise InvalidInputError("layout: differs from the one of this connection; open another connection")
 
 
 def check_layout(layout: Layout, wanted: Compatibility, element_bytes: int) -> None:
