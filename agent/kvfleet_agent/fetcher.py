@@ -121,7 +121,7 @@ class Fetcher:
         tier = self._node.entry_tier
         try:
             if tier is not None and self._exports.peers is not None:
-                slots = await self._slots(tier, place, len(entries))
+                await self._take(tier, place, len(entries), slots)
                 with span("kvfleet.fetch", source="remote", blocks=len(slots), bytes=len(slots) * place.raw_bytes):
                     await self._transfer(tier, place, entries, locations, slots, arrived)
         finally:
@@ -130,17 +130,15 @@ class Fetcher:
                     self._node.give_back(tier, slot, place.tenant)
             self._close_fetch(entries)
 
-    async def _slots(self, tier: Tier, place: Place, count: int) -> list[SlotRef]:
-        """Take up to `count` slots."""
-        slots: list[SlotRef] = []
+    async def _take(self, tier: Tier, place: Place, count: int, slots: list[SlotRef]) -> None:
+        """Take up to `count` slots; those that were taken are in `slots` also when this is cancelled or fails."""
         deadline_s = self._node.clock() + FETCH_S
         want = Want(tier, place.scope, place.tenant, place.raw_bytes)
         try:
             while len(slots) < count:
                 slots.append(await self._room.reserve(want, deadline_s))
         except (TierFullError, BackendFailedError):
-            return slots
-        return slots
+            return  # As many as there was room for.
 
     async def _transfer(
         self,

@@ -26,6 +26,7 @@ from kvfleet_agent.core import Core
 from kvfleet_agent.index import Residence
 from kvfleet_agent.place import Place
 from kvfleet_agent.ports import Wanted
+from kvfleet_agent.want import Want
 from kvfleet_api.blocks import BlockKey, ScopeId, ScopeSecret
 from kvfleet_api.checksum import checksum
 from kvfleet_api.tiers import Lookup
@@ -282,6 +283,23 @@ async def test_a_loan_that_nobody_waits_for_any_more_leaves_no_lease(pair: Pair)
         if isinstance(got, list):
             pair.a.lender.end([loan.lease for loan in got if loan is not None])
         assert len(pair.a.node.leases) == 0, f"cancelled after {steps} steps"
+
+
+async def test_a_fetch_that_fails_while_it_takes_slots_leaves_none(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    await pair.store([1, 2, 3])
+    room, tier, asked = pair.b.room.reserve, pair.b.node.tiers[0], []
+
+    async def reserve(want: Want, deadline_s: float) -> SlotRef:
+        asked.append(want)
+        if len(asked) == 3:
+            raise ValueError("not an answer")
+        return await room(want, deadline_s)
+
+    monkeypatch.setattr(pair.b.room, "reserve", reserve)
+
+    assert await load(pair.b, [1, 2, 3]) == []
+    assert len(asked) == 3
+    assert (tier.backend.used_bytes, tier.tenant_bytes, len(pair.b.node.index)) == (0, {}, 0)
 
 
 async def test_a_session_is_taken_over_with_its_chain(pair: Pair) -> None:
