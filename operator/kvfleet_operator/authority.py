@@ -81,6 +81,8 @@ class CertificateAuthority:
         self._trust = Ref(CONFIG_MAP, names.TRUST_CONFIG_MAP, rules.namespace)
         self._redis = Ref(SECRET, names.REDIS_SECRET_TLS, rules.namespace)
         self._complaint = ""
+        self._signer: Authority | None = None
+        """The last authority that might sign. Kept in memory alone: its Secret holds the next one by now."""
 
     async def run(self) -> None:
         """Watch and issue for ever."""
@@ -126,8 +128,9 @@ class CertificateAuthority:
         self._told(authority.certificate)
         plan = await self._publish(authority.certificate, now)
         waits = [(plan.look_again - now).total_seconds()] if plan.look_again else []
-        if plan.may_sign:
-            waits += [RETRY_S] if await self._answer(authority, now) else []
+        self._signer = issuing.signer(authority, self._signer, plan)
+        if self._signer is not None:
+            waits += [RETRY_S] if await self._answer(self._signer, now) else []
         await self._keep_redis(authority, plan, now)
         return min([LOOK_S, *waits])
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from kvfleet_api import names
 from kvfleet_api.errors import InvalidInputError
-from kvfleet_operator.certificates import CLOCK_SKEW, Certificate, Request
+from kvfleet_operator.certificates import CLOCK_SKEW, Authority, Certificate, Request
 
 RENEW_AT: Final = 2 / 3
 """Part of its life after which what the operator keeps is replaced."""
@@ -151,6 +151,17 @@ def plan_trust(
     kept = others if now < gone_at else ()
     steps = [at for at in (signs_at, gone_at if kept else None) if at is not None and at > now]
     return TrustPlan((current, *kept), began, now >= signs_at, min(steps, default=None))
+
+
+def signer(current: Authority, last: Authority | None, plan: TrustPlan) -> Authority | None:
+    """Who signs now: the current authority once it may, until then the `last` one that did, while it is trusted.
+
+    What that signs has ended before its trust does, so a certificate that ends just now finds a successor.
+    """
+    if plan.may_sign:
+        return current
+    trusted = {one.fingerprint for one in plan.authorities}
+    return last if last is not None and last.certificate.fingerprint in trusted else None
 
 
 def is_due(certificate: Certificate, now: datetime) -> bool:

@@ -188,12 +188,34 @@ async def test_an_authority_of_somebody_else_is_used_and_never_replaced(fresh: C
             await until(lambda: second.certificate.pem in trusted(own))
 
             assert first.certificate.pem in trusted(own), "what it signed is still good"
-            async with holder(fresh, tmp_path, names.agent_uri(SYSTEM, "p.node-b")) as other:
-                await until(lambda: other.credential)
-                assert other.credential
-                assert certificates.is_issued_by(other.credential.certificate_pem, second.certificate)
-                assert await meets(own, other)
-                assert await meets(other, own)
+            deadline_s = time.monotonic() + WAIT_S
+            while True:  # Until it has settled the first one signs.
+                async with holder(fresh, tmp_path, names.agent_uri(SYSTEM, "p.node-b")) as other:
+                    await until(lambda: other.credential)
+                    assert other.credential
+                    assert await meets(own, other)
+                    assert await meets(other, own)
+                    if certificates.is_issued_by(other.credential.certificate_pem, second.certificate):
+                        break
+                assert time.monotonic() < deadline_s
+
+
+async def test_an_agent_gets_a_certificate_while_a_new_authority_settles(fresh: ControlPlane, tmp_path: Path) -> None:
+    rules = Issuance(SYSTEM, makes_authority=False, settle=timedelta(hours=1))
+    first, second = (certificates.make_authority(datetime.now(UTC), timedelta(days=1)) for _ in range(2))
+    write_authority(fresh, first)
+    with issuing(fresh, tmp_path, rules):
+        async with holder(fresh, tmp_path, names.agent_uri(SYSTEM, "p.node-a")) as own:
+            await until(lambda: own.credential)
+            write_authority(fresh, second)
+            await until(lambda: second.certificate.pem in trusted(own))
+
+            async with holder(fresh, tmp_path, names.agent_uri(SYSTEM, "p.node-b")) as late:
+                await until(lambda: late.credential)
+                assert late.credential
+                assert certificates.is_issued_by(late.credential.certificate_pem, first.certificate)
+                assert await meets(own, late)
+                assert await meets(late, own)
 
 
 def write_authority(plane: ControlPlane, made: certificates.Authority) -> None:

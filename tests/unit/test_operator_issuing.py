@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from kvfleet_api import names
 from kvfleet_api.errors import InvalidInputError
 from kvfleet_operator import certificates, issuing
-from kvfleet_operator.certificates import Certificate, Request
-from kvfleet_operator.issuing import USAGES, Answer, Denial, Issuance, RequestSeen, judge, plan_trust
+from kvfleet_operator.certificates import Authority, Certificate, Request
+from kvfleet_operator.issuing import USAGES, Answer, Denial, Issuance, RequestSeen, judge, plan_trust, signer
 
 pytestmark = pytest.mark.unit
 
@@ -113,6 +113,31 @@ def test_a_new_authority_is_trusted_first_and_the_old_one_until_its_last_certifi
     last_signed_by_old = NOW + RULES.leaf_life
     assert old in plan.authorities or now >= last_signed_by_old
     assert plan.authorities[0] == new
+
+
+@given(st.integers(0, 3 * 86_400))
+def test_while_a_new_authority_settles_the_old_one_signs_what_ends_before_its_trust_does(later_s: int) -> None:
+    old, new = (Authority(authority(name, NOW - timedelta(days=days)), "") for name, days in (("old", 200), ("new", 0)))
+    began = plan_trust(new.certificate, (old.certificate,), NOW - timedelta(days=200), RULES, NOW)
+    now = NOW + timedelta(seconds=later_s)
+    plan = plan_trust(new.certificate, began.authorities, began.since, RULES, now)
+    by = signer(new, old, plan)
+
+    assert by is (new if plan.may_sign else old)
+    if by is old:
+        ends = now + RULES.leaf_life
+        later = plan_trust(new.certificate, plan.authorities, plan.since, RULES, ends - timedelta(seconds=1))
+        assert old.certificate in later.authorities
+
+
+def test_an_authority_that_nobody_trusts_any_more_signs_nothing() -> None:
+    old, new = Authority(authority("old"), ""), Authority(authority("new"), "")
+    other = authority("other")
+    settling = plan_trust(new.certificate, (other,), NOW, RULES, NOW)
+
+    assert not settling.may_sign
+    assert signer(new, old, settling) is None, "its trust was deleted because its key had leaked"
+    assert signer(new, None, settling) is None, "a new leader does not have its key"
 
 
 def test_a_restart_of_the_operator_changes_no_plan() -> None:
