@@ -59,3 +59,18 @@ def test_bench_encryption_ends_with_the_agreed_line(tmp_path: Path) -> None:
     assert said["ratios"].keys() == {"write_2Mi", "read_2Mi", "write_64Ki", "read_64Ki"}
     assert min(said["values"]["aes_256_gcm_2Mi_bytes_per_second"], said["values"]["memcpy_2Mi_bytes_per_second"]) > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_codec_ends_with_the_agreed_line() -> None:
+    command = (sys.executable, "-m", "bench.codec", "--tiny")
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["bench"] == "codec"
+    for codec in ("lossless", "fp8", "int8", "int4", "fp8_channel", "int8_channel", "int4_channel"):
+        assert min(said["ratios"][f"{codec}_{way}_vs_memcpy"] for way in ("encode", "decode")) > 0
+        assert said["values"][f"{codec}_ratio"] > 1
+    assert said["values"]["lossless_relative_error"] == 0
+    assert 0 < said["values"]["int8_relative_error"] < said["values"]["int4_relative_error"] < 0.3

@@ -1,0 +1,294 @@
+"""What one core makes of blocks in memory: copies, digests and codecs, against memcpy of the same blocks.
+
+Everything is timed right after a memcpy of the same blocks, in every repeat. GB/s are of bf16 on both ways. Blocks are
+generated: a scale for each channel and each token, some channels much larger than others. They do not fit into caches.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import zstandard
+
+import kvfleet_native
+from bench import common
+from bench.common import Result, Sample, publish, rate_ratio, table
+from kvfleet_agent.codec.lossless import LosslessCodec
+from kvfleet_api import __version__
+from kvfleet_api.units import MIB
+from kvfleet_native.packing import Kind, Packing
+
+Bytes2D = npt.NDArray[np.uint8]
+
+BLOCK_BYTES: Final = 2 * MIB
+"""16 tokens of an 8-billion-parameter model in bf16."""
+HEAD_DIM: Final = 128
+CHANNELS: Final = 1024
+"""Of one layer: 8 heads."""
+COLUMN_GROUP: Final = 64
+"""Rows that share a scale by channel: several blocks' tokens, so that scales cost 3 % of INT8."""
+BLOCKS, BLOCKS_QUICK, BLOCKS_TINY = 128, 32, 2
+REPEATS, REPEATS_QUICK = 15, 5
+THREADS: Final = (1, 2)
+
+
+class Subject(Protocol):
+    """One way to turn a block into something and back. Calls for different blocks may run at once."""
+
+    def encode(self, number: int) -> None:
+        """Turn a block into its other form."""
+
+    def decode(self, number: int) -> None:
+        """Turn the other form of a block into bf16."""
+
+    def stored_bytes(self) -> int:
+        """Length of all other forms."""
+
+
+@dataclass(slots=True)
+class Room:
+    """Blocks, and where they go and come back to."""
+
+    raw: Bytes2D
+    into: Bytes2D
+
+
+class Lossless:
+    """The agent's exact codec."""
+
+    def __init__(self, room: Room) -> None:
+        self._room, self._codec = room, LosslessCodec()
+        self._stored = [b""] * len(room.raw)
+
+    def encode(self, number: int) -> None:
+        """As the mover does."""
+        self._stored[number] = self._codec.encode(self._room.raw[number].data, 2)
+
+    def decode(self, number: int) -> None:
+        """As the mover does."""
+        self._codec.decode(memoryview(self._stored[number]), self._room.into[number].data)
+
+    def stored_bytes(self) -> int:
+        """Headers included."""
+        return sum(map(len, self._stored))
+
+
+class Packed:
+    """One of the packings of `kvfleet_native`."""
+
+    def __init__(self, room: Room, packing: Packing) -> None:
+        rows = BLOCK_BYTES // 2 // packing.columns
+        self._room, self._packing = room, packing
+        self._codes = np.ones((len(room.raw), packing.codes_bytes(rows)), np.uint8)
+        self._scales = np.ones((len(room.raw), packing.scales_bytes(rows)), np.uint8)
+
+    def encode(self, number: int) -> None:
+        """All of a block in one call."""
+        raw, packing = self._room.raw[number], self._packing
+        assert kvfleet_native.pack(self._codes[number], self._scales[number], raw, packing), "finite numbers"
+
+    def decode(self, number: int) -> None:
+        """All of a block in one call."""
+        kvfleet_native.unpack(self._room.into[number], self._codes[number], self._scales[number], self._packing)
+
+    def stored_bytes(self) -> int:
+        """Codes and scales."""
+        return int(self._codes.nbytes + self._scales.nbytes)
+
+
+class Zstd:
+    """zstd at level 1 over the bytes as they are."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._stored = [b""] * len(room.raw)
+
+    def encode(self, number: int) -> None:
+        """A compressor for each call, as threads need one each."""
+        self._stored[number] = zstandard.ZstdCompressor(level=1).compress(self._room.raw[number].data)
+
+    def decode(self, number: int) -> None:
+        """Decompress and copy, for the package decompresses into memory of its own."""
+        made = zstandard.ZstdDecompressor().decompress(self._stored[number])
+        np.copyto(self._room.into[number], np.frombuffer(made, np.uint8))
+
+    def stored_bytes(self) -> int:
+        """Frames."""
+        return sum(map(len, self._stored))
+
+
+class TorchFp8:
+    """torch's cast to e4m3, which has no scales."""
+
+    def __init__(self, room: Room) -> None:
+        torch.set_num_threads(1)
+        self._raw = [torch.from_numpy(row).view(torch.bfloat16) for row in room.raw]
+        self._into = [torch.from_numpy(row).view(torch.bfloat16) for row in room.into]
+        self._stored = [torch.ones(row.numel(), dtype=torch.float8_e4m3fn) for row in self._raw]
+
+    def encode(self, number: int) -> None:
+        """Cast into memory that is there."""
+        self._stored[number].copy_(self._raw[number])
+
+    def decode(self, number: int) -> None:
+        """Cast into memory that is there."""
+        self._into[number].copy_(self._stored[number])
+
+    def stored_bytes(self) -> int:
+        """A byte each."""
+        return sum(row.numel() for row in self._stored)
+
+
+def subjects(room: Room) -> dict[str, Subject]:
+    """Every codec and peer."""
+    made: dict[str, Subject] = {"lossless": Lossless(room)}
+    for kind in Kind:
+        name = kind.name.lower()
+        made[name] = Packed(room, Packing(kind, CHANNELS, HEAD_DIM, is_by_column=False))
+        made[f"{name}_channel"] = Packed(room, Packing(kind, CHANNELS, COLUMN_GROUP, is_by_column=True))
+    return made | {"zstd": Zstd(room), "torch_fp8": TorchFp8(room)}
+
+
+def moves(room: Room) -> dict[str, Callable[[int], object]]:
+    """Copies and digests, which have one direction."""
+    raw, into = room.raw, room.into
+    return {
+        "copy": lambda i: kvfleet_native.copy(into[i], raw[i]),
+        "copy_digest": lambda i: kvfleet_native.copy_digest(into[i], raw[i], 1),
+        "xxh3": lambda i: kvfleet_native.xxh3_128(raw[i], 1),
+    }
+
+
+def generated(blocks: int) -> Bytes2D:
+    """Blocks of rows of `CHANNELS` numbers; few different ones, for they compress the same."""
+    rng = np.random.default_rng(7)
+    shape = (BLOCK_BYTES // 2 // CHANNELS, CHANNELS)
+    channel = np.exp(0.5 * rng.standard_normal(CHANNELS)) * np.where(rng.random(CHANNELS) < 0.03, 12.0, 1.0)
+    made = []
+    for _ in range(min(4, blocks)):
+        values = rng.standard_normal(shape) * channel * np.exp(0.4 * rng.standard_normal((shape[0], 1)))
+        bits = values.astype(np.float32).view(np.uint32)
+        made.append(((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).view(np.uint8).reshape(-1))
+    return np.stack([made[i % len(made)] for i in range(blocks)])
+
+
+@dataclass(slots=True)
+class Taken:
+    """Bytes per second of each repeat by what was done and in how many threads, each beside memcpy's."""
+
+    rates: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    limits: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+
+    def sample(self, what: str, threads: int) -> Sample:
+        """All repeats."""
+        return Sample(tuple(self.rates[what, threads]))
+
+    def ratio(self, what: str, threads: int = 1) -> float | None:
+        """Of memcpy."""
+        return rate_ratio(self.sample(what, threads), Sample(tuple(self.limits[what, threads])))
+
+    def against(self, what: str, other: str) -> float | None:
+        """Of another one's rate."""
+        return rate_ratio(self.sample(what, 1), self.sample(other, 1))
+
+
+def measure(room: Room, works: dict[str, Callable[[int], object]], repeats: int) -> Taken:
+    """Everything in turn, in every repeat; the first one warms up and is not kept."""
+    taken = Taken()
+    with ThreadPoolExecutor(max(THREADS)) as pool:
+        for repeat in range(-1, repeats):
+            for threads in THREADS:
+                for what, work in works.items():
+                    limit = rate(pool, room, lambda i: np.copyto(room.into[i], room.raw[i]), threads)
+                    got = rate(pool, room, work, threads)
+                    if repeat >= 0:
+                        taken.limits.setdefault((what, threads), []).append(limit)
+                        taken.rates.setdefault((what, threads), []).append(got)
+    return taken
+
+
+def rate(pool: ThreadPoolExecutor, room: Room, work: Callable[[int], object], threads: int) -> float:
+    """Bytes per second of all blocks, shared evenly by the threads."""
+
+    def share(first: int) -> None:
+        for number in range(first, len(room.raw), threads):
+            work(number)
+
+    before_s = time.perf_counter()
+    if threads == 1:
+        share(0)
+    else:
+        list(pool.map(share, range(threads)))
+    return room.raw.nbytes / (time.perf_counter() - before_s)
+
+
+def relative_error(room: Room, subject: Subject) -> float:
+    """Of all blocks together, after all were encoded."""
+    for number in range(len(room.raw)):
+        subject.decode(number)
+    was, came = _floats(room.raw[:4]), _floats(room.into[:4])
+    return float(np.linalg.norm(was - came) / np.linalg.norm(was))
+
+
+def _floats(rows: Bytes2D) -> npt.NDArray[Any]:
+    words = rows.reshape(-1).view(np.uint16).astype(np.uint32) << 16
+    return words.view(np.float32).astype(np.float64)
+
+
+def choose(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--tiny", action="store_true", help="does it work at all? the figures mean nothing")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print the table and the last line."""
+    chosen = choose(arguments)
+    blocks = BLOCKS_TINY if chosen.tiny else BLOCKS_QUICK if chosen.quick else BLOCKS
+    room = Room(generated(blocks), np.ones((blocks, BLOCK_BYTES), np.uint8))
+    codecs, works = subjects(room), moves(room)
+    for name, subject in codecs.items():
+        works |= {f"{name}_encode": subject.encode, f"{name}_decode": subject.decode}
+    taken = measure(room, works, REPEATS_QUICK if chosen.quick or chosen.tiny else REPEATS)
+    ratios = {f"{what}_vs_memcpy": taken.ratio(what) for what in works}
+    ratios |= {f"{what}_2_threads_vs_memcpy": taken.ratio(what, 2) for what in works}
+    for way in ("encode", "decode"):
+        ratios[f"lossless_{way}_vs_zstd"] = taken.against(f"lossless_{way}", f"zstd_{way}")
+        ratios[f"fp8_{way}_vs_torch"] = taken.against(f"fp8_{way}", f"torch_fp8_{way}")
+    values = {f"{what}_bytes_per_second": taken.sample(what, 1).spread[1] for what in works}
+    for name, subject in codecs.items():
+        values[f"{name}_ratio"] = room.raw.nbytes / subject.stored_bytes()
+        values[f"{name}_relative_error"] = relative_error(room, subject)
+    tell(taken, list(works), values)
+    versions = {"kvfleet": __version__, "kernels": kvfleet_native.level, "torch": version("torch")}
+    absent = dict.fromkeys(("blosc2", "lz4", "numcodecs"), "absent: not installed")
+    versions |= {"zstandard": version("zstandard")} | absent
+    publish(Result("codec", chosen.quick, versions, ratios, values), chosen.json)
+
+
+def tell(taken: Taken, works: Sequence[str], values: dict[str, float]) -> None:
+    """Print the table."""
+    rows = []
+    for what in works:
+        spread = (f"{v / 1e9:.2f}" for v in taken.sample(what, 1).spread)
+        of_memcpy = (f"{taken.ratio(what, threads):.2f}" for threads in THREADS)
+        codec = what.rpartition("_")[0]
+        stored = (
+            f"{values[f'{codec}_{v}']:.4g}" if f"{codec}_{v}" in values else "" for v in ("ratio", "relative_error")
+        )
+        rows.append((what, *spread, *of_memcpy, *stored))
+    header = ("GB/s of bf16, one thread", "min", "median", "max", "of memcpy", "2 threads", "ratio", "error")
+    print(table(header, rows), "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
