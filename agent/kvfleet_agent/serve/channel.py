@@ -74,7 +74,11 @@ class Channel:
                 return
         if sent < len(frame):
             # Descriptors travel with the first byte; later the owner may have closed them, so copies wait.
-            copies = [os.dup(fd) for fd in fds] if not sent else []
+            try:
+                copies = _copies(fds) if not sent else []
+            except OSError:
+                self.close()
+                return
             self._queue(memoryview(frame)[sent:], copies)
 
     def end(self) -> None:
@@ -180,6 +184,18 @@ class Channel:
         if self._send_timer is not None:
             self._send_timer.cancel()
         self._send_timer = self._loop.call_later(SEND_S, self.close)
+
+
+def _copies(fds: Sequence[int]) -> list[int]:
+    """Copies of all descriptors. Raises `OSError` and leaves none when there are too many open."""
+    made: list[int] = []
+    try:
+        for fd in fds:
+            made.append(os.dup(fd))  # noqa: PERF401  What was made is to be closed.
+    except OSError:
+        _close_all(made)
+        raise
+    return made
 
 
 def _close_all(fds: Sequence[int]) -> None:
