@@ -7,7 +7,12 @@
 
 #define LEVEL kernels_avx512
 #define LEVEL_NAME "avx512"
-#define TARGET __attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
+#ifdef __clang__
+#define WIDE "" /* It knows the preference as an option alone, and refuses the whole attribute with it. */
+#else
+#define WIDE ",prefer-vector-width=512"
+#endif
+#define TARGET __attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl" WIDE)))
 
 static int is_supported(void)
 {
