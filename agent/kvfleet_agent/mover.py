@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvfleet_agent.backends.base import KeyAwayError, Record, SlotRef
-from kvfleet_agent.backends.memory import copy
 from kvfleet_agent.backends.waiting import in_thread
 from kvfleet_agent.buffers import Buffers
 from kvfleet_agent.gate import Gate, Priority
@@ -19,6 +18,7 @@ from kvfleet_agent.want import Want
 from kvfleet_api.blocks import BlockKey
 from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import BackendFailedError, BlockCorruptError, UnsupportedError
+from kvfleet_native import copy
 from kvfleet_telemetry.tracing import span
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Final
 
 from kvfleet_agent.backends.base import Capabilities, Record, SlotRef
 from kvfleet_agent.backends.extents import ExtentStore
-from kvfleet_agent.backends.memory import MappedExtent, Remains, copy
+from kvfleet_agent.backends.memory import MappedExtent, Remains
 from kvfleet_agent.backends.slots import NOBODY, Extent, SlotTable, sole_writer, target_extent_bytes
 from kvfleet_agent.backends.torn import torn
 from kvfleet_agent.backends.waiting import in_thread
@@ -24,6 +24,7 @@ from kvfleet_api.blocks import ScopeId
 from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import BlockCorruptError, InvalidInputError, KvFleetError
 from kvfleet_api.units import KIB, MIB
+from kvfleet_native import copy
 
 ALIGNMENT_BYTES: Final = 4 * KIB
 """A page, so that a slot can be the source and target of O_DIRECT transfers."""

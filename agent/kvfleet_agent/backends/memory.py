@@ -286,8 +286,3 @@ def mbind(address: int, size_bytes: int, placement: Placement) -> None:
 def address_of(view: memoryview) -> int:
     """Address of the first byte, of read-only views too; the view must stay alive while the address is used."""
     return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
-
-
-def copy(target: memoryview, source: memoryview) -> None:
-    """Copy equal sizes; unlike slice assignment this releases the GIL."""
-    np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))

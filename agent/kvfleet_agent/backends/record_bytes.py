@@ -7,10 +7,10 @@ from typing import Protocol
 
 from kvfleet_agent.backends.base import Record, SlotRef
 from kvfleet_agent.backends.header import HEADER_BYTES, pack_header, unpack_header
-from kvfleet_agent.backends.memory import copy
 from kvfleet_agent.backends.sealed_record import SealedForm, Unread
 from kvfleet_agent.backends.sealing import DataKeys, Sealer
 from kvfleet_api.checksum import checksum
+from kvfleet_native import copy
 
 
 class Form(Protocol):

@@ -13,8 +13,6 @@ from enum import StrEnum
 from functools import partial
 from typing import Final
 
-import numpy as np
-
 from kvfleet_agent.backends.waiting import in_thread
 from kvfleet_agent.ports import Wanted
 from kvfleet_agent.remote import wire
@@ -23,6 +21,7 @@ from kvfleet_agent.remote.link import Link
 from kvfleet_agent.remote.nixl import Landed, NixlReader, Read, address_of, answer_of
 from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import BackendFailedError
+from kvfleet_native import copy
 
 LANDING_REGION: Final = -1
 """Number of the landing memory among the regions registered with NIXL; extents have numbers from 0."""
@@ -158,7 +157,7 @@ class Transfers:
             landed = self._memory[at : at + one.loan.size_bytes]
             results[one] = verify(one, landed)
             if results[one] is Result.VERIFIED:
-                np.copyto(np.frombuffer(one.wanted.into, dtype=np.uint8), np.frombuffer(landed, dtype=np.uint8))
+                copy(one.wanted.into, landed)
         return results
 
 
