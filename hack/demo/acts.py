@@ -13,6 +13,7 @@ from demo.model import Model
 from demo.rows import AFTER_KILL, Row
 from demo.world import NODES, World
 from kvfleet_api.blocks import BlockKey, Layout, chain_keys
+from kvfleet_api.units import parse_quantity
 from kvfleet_client import Client
 
 SQUEEZED: Final = {"dram": "8Mi", "cxl": "2Mi"}
@@ -82,9 +83,16 @@ class Story:
         places = ", ".join(f"{count} in {name}" for name, count in sorted(self._places(client, 4).items()))
         self.say(f"kubectl patch kvpool: {tier} {ROOMY[tier]} -> {SQUEEZED[tier]}; the blocks lie now: {places}")
 
+    def _is_roomy(self) -> bool:
+        """True once every agent has made its tiers as large as they are declared."""
+        tiers = [tier for agent in self.agents() for tier in agent["tiers"] if tier["name"] in ROOMY]
+        sizes = [(tier["capacity_bytes"], parse_quantity(ROOMY[tier["name"]])) for tier in tiers]
+        return len(sizes) == len(ROOMY) * len(NODES) and all(found == wanted for found, wanted in sizes)
+
     def from_the_other_node(self) -> Iterator[Row]:
         """The session moves to the other node, whose agent fetches the blocks from the first."""
         engine, wanted = self._engine("alpha", NODES[1]), self._cached_blocks(5)
+        self._wait("both nodes have their memory back", self._is_roomy)
         self._wait("the directory knows the blocks", lambda: self._places(engine.client, 5)["remote"] == wanted)
         row = self._serve("from the other node", "alpha", NODES[1], 5)
         _expect(row, row.result.hit_blocks == wanted, "all from the other node")
