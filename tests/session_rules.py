@@ -127,8 +127,8 @@ class SessionRules:
     @rule()
     def bring_down(self) -> None:
         """One round over the sessions to archive."""
-        for session in tuple(self.core.archiver._sessions):
-            self.run(self.core.archiver._bring_down(session))
+        for session, attempt in tuple(self.core.archiver._sessions.items()):
+            self.run(self.core.archiver._bring_down(session, attempt))
             if session.state is SessionState.ARCHIVED:
                 assert not self.core.archiver.left(session)
 

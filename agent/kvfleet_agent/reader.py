@@ -94,12 +94,24 @@ class Reader:
         `before` is the key that the first one continues, where that is known. Cancelled, it leaves leases that
         their owner's end or expiry takes back.
         """
+        ends_s = self._node.clock() + deadline_s
+        reads, hoped = await self._brought(place, digests, lease_s, deadline_s, before)
+        if hoped and not reads:  # Those behind the first one took the room that it needed, and nobody has them now.
+            left_s = max(0.0, ends_s - self._node.clock())
+            reads, _ = await self._brought(place, digests[:1], lease_s, left_s, before)
+        return reads
+
+    async def _brought(
+        self, place: Place, digests: Sequence[bytes], lease_s: float, deadline_s: float, before: bytes
+    ) -> tuple[list[Read], int]:
+        """Bring up and lease what can be had; returns also how many blocks that might have been."""
         entries = self.lookup_now(place, digests)
         located = await self.locate(place, digests, entries) if self.needs_directory(entries) else {}
         run = self._run(place, digests, located)
         sources = [_source(e) for e in run]
         self._start_remote(place, (before, *digests), located, run)
-        return self.live(place, self._prefix(await self._raised(place, run, sources, lease_s, deadline_s)), lease_s)
+        reads = self._prefix(await self._raised(place, run, sources, lease_s, deadline_s))
+        return self.live(place, reads, lease_s), len(run)
 
     def live(self, place: Place, reads: Sequence[Read], lease_s: float) -> list[Read]:
         """Leading reads whose leases still live, for `lease_s` from now; the others were waited for too long."""

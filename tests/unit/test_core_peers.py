@@ -291,14 +291,14 @@ async def test_a_fetch_that_fails_while_it_takes_slots_leaves_none(pair: Pair, m
 
     async def reserve(want: Want, deadline_s: float) -> SlotRef:
         asked.append(want)
-        if len(asked) == 3:
+        if len(asked) >= 3:
             raise ValueError("not an answer")
         return await room(want, deadline_s)
 
     monkeypatch.setattr(pair.b.room, "reserve", reserve)
 
     assert await load(pair.b, [1, 2, 3]) == []
-    assert len(asked) == 3
+    assert len(asked) > 3, "the first one is tried once more"
     assert (tier.backend.used_bytes, tier.tenant_bytes, len(pair.b.node.index)) == (0, {}, 0)
 
 
