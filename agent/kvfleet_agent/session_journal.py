@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kvfleet_agent.backends.waiting import in_thread
+from kvfleet_agent.fair_order import FairOrder
 from kvfleet_agent.index import account_of
-from kvfleet_agent.shares import Shares
 from kvfleet_api.blocks import ScopeId
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class SessionJournal:
         self._path = path
         self._known: dict[bytes, bytes] = {}
         """Frames by digest."""
-        self._shares: Shares[bytes] = Shares()
+        self._order: FairOrder[bytes] = FairOrder()
         self._known_bytes = 0
         self._file_bytes = 0
         self._unwritten: dict[bytes, bytes] = {}
@@ -114,13 +114,13 @@ class SessionJournal:
         if frame:
             self._known[digest] = frame
             self._known_bytes += len(frame)
-            self._shares.use(account, digest)
+            self._order.use(account, digest)
         if len(self._known) > ENTRIES_MAX:
-            self._forget(self._shares.surplus())
+            self._forget(self._order.surplus())
 
     def _forget(self, digest: bytes) -> None:
         self._known_bytes -= len(self._known.pop(digest, b""))
-        self._shares.drop(digest)
+        self._order.drop(digest)
 
     def _append(self, frames: bytes) -> None:
         assert self._path is not None

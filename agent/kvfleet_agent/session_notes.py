@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
 
-from kvfleet_agent.shares import Shares
+from kvfleet_agent.fair_order import FairOrder
 from kvfleet_api.blocks import ScopeSecret
 from kvfleet_metadata.records import SessionRecord
 from kvfleet_metadata.sessions import write_sessions
@@ -32,7 +32,7 @@ class SessionNotes:
         self._agent = agent
         self._notes: dict[tuple[str, str], _Note] = {}
         """By tag of the tenant's scope and name, in order of writing."""
-        self._shares: Shares[tuple[str, str]] = Shares()
+        self._order: FairOrder[tuple[str, str]] = FairOrder()
 
     def __len__(self) -> int:
         return len(self._notes)
@@ -43,13 +43,13 @@ class SessionNotes:
         self._notes.pop(key, None)
         ours = replace(record, agent=self._agent) if record else None
         self._notes[key] = _Note(secret, session, ours)
-        self._shares.use(secret.tag(), key)
+        self._order.use(secret.tag(), key)
         if len(self._notes) > NOTES_MAX:
-            self._forget(self._shares.surplus())
+            self._forget(self._order.surplus())
 
     def _forget(self, key: tuple[str, str]) -> None:
         del self._notes[key]
-        self._shares.drop(key)
+        self._order.drop(key)
 
     async def flush(self, store: Store) -> int:
         """Write what waits, up to `FLUSH_MAX` in one round trip; returns how many records were written.

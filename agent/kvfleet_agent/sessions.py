@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from kvfleet_agent.shares import Shares
+from kvfleet_agent.fair_order import FairOrder
 from kvfleet_api.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class SessionTable:
 
     def __init__(self, sessions_max: int = SESSIONS_MAX) -> None:
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
-        self._shares: Shares[tuple[str, str]] = Shares()
+        self._order: FairOrder[tuple[str, str]] = FairOrder()
         self._owned: dict[int, set[Session]] = {}
         self._max = sessions_max
 
@@ -209,7 +209,7 @@ class SessionTable:
         session.touched_at_s = now_s
         if (session.tenant, session.name) in self._sessions:
             self._sessions.move_to_end((session.tenant, session.name))
-            self._shares.use(session.tenant, (session.tenant, session.name))
+            self._order.use(session.tenant, (session.tenant, session.name))
 
     def forget(self, session: Session) -> None:
         """Let go of a session and of all that it holds. Idempotent."""
@@ -218,7 +218,7 @@ class SessionTable:
             session.drop_head(head)
         if self.find(session.tenant, session.name) is session:
             del self._sessions[session.tenant, session.name]
-            self._shares.drop((session.tenant, session.name))
+            self._order.drop((session.tenant, session.name))
         for owner in session.owners:
             self._owned[owner].discard(session)
             if not self._owned[owner]:
@@ -280,17 +280,17 @@ class SessionTable:
 
     def _bound(self) -> None:
         newest = next(reversed(self._sessions.values()))
-        self._shares.use(newest.tenant, (newest.tenant, newest.name))
+        self._order.use(newest.tenant, (newest.tenant, newest.name))
         if len(self._sessions) <= self._max:
             return
-        payer = self._shares.payer()
-        held = (self._sessions[key] for key in self._shares.of(payer))
+        payer = self._order.payer()
+        held = (self._sessions[key] for key in self._order.of(payer))
         session = next((s for s in held if s.state in QUIET), None)
         if session is None and newest.tenant == payer:
             self.forget(newest)
-            told = f"{self._shares.count(payer)} sessions are open, which is this tenant's share"
+            told = f"{self._order.count(payer)} sessions are open, which is this tenant's share"
             raise InvalidInputError(f"session {newest.name!r}: {told} of {self._max}")
-        self.forget(session or self._sessions[self._shares.surplus()])
+        self.forget(session or self._sessions[self._order.surplus()])
 
 
 def _runs_through(heads: Iterable[Entry], gone: Entry, index: Index) -> bool:

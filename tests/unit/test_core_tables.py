@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from kvfleet_agent import session_notes
 from kvfleet_agent.backends.base import Record
 from kvfleet_agent.buffers import Buffers
+from kvfleet_agent.fair_order import FairOrder
 from kvfleet_agent.gate import Gate, Priority
 from kvfleet_agent.index import Entry, Index, Residence
 from kvfleet_agent.leases import LeaseTable
 from kvfleet_agent.node import Node
 from kvfleet_agent.session_notes import SessionNotes
 from kvfleet_agent.sessions import GUARD_S, HEADS_MAX, SessionState, SessionTable
-from kvfleet_agent.shares import Shares
 from kvfleet_agent.state import NONCE_BITS, next_epoch
 from kvfleet_api.blocks import BlockKey, ScopeId
 from kvfleet_api.errors import InvalidInputError, RetryableError, UnsupportedError
@@ -154,21 +154,21 @@ def test_idle_sessions_make_way_and_open_ones_do_not() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), max_size=60), st.integers(1, 8))
 def test_an_account_gives_only_while_it_has_most(uses: list[tuple[str, int]], bound: int) -> None:
-    shares: Shares[str] = Shares()
+    order: FairOrder[str] = FairOrder()
     kept: dict[str, str] = {}
     for account, number in uses:
         key = f"{account}{number}"
-        shares.use(account, key)
+        order.use(account, key)
         kept.pop(key, None)
         kept[key] = account
         if len(kept) > bound:
-            gone = shares.surplus()
+            gone = order.surplus()
             counts = Counter(kept.values())
             assert counts[kept[gone]] == max(counts.values())
             assert gone == next(k for k, owner in kept.items() if owner == kept[gone]), "the least recently used"
-            shares.drop(gone)
+            order.drop(gone)
             del kept[gone]
-    assert {a: list(shares.of(a)) for a in "abc"} == {a: [k for k, o in kept.items() if o == a] for a in "abc"}
+    assert {a: list(order.of(a)) for a in "abc"} == {a: [k for k, o in kept.items() if o == a] for a in "abc"}
 
 
 @pytest.mark.parametrize("state", [SessionState.IDLE, SessionState.DECODING])

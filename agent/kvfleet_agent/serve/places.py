@@ -2,7 +2,7 @@
 
 from typing import Final, Generic
 
-from kvfleet_agent.shares import K, Shares
+from kvfleet_agent.fair_order import FairOrder, K
 
 CALLERS_MAX: Final = 1024
 """Engine processes of one pool on one node; a node has some tens of GPUs."""
@@ -18,7 +18,7 @@ class Places(Generic[K]):
         self._strangers_max = strangers_max
         self._strangers: dict[K, None] = {}
         """In order of coming."""
-        self._callers: Shares[K] = Shares()
+        self._callers: FairOrder[K] = FairOrder()
 
     def __len__(self) -> int:
         return len(self._strangers) + len(self._callers)

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 
-class Shares(Generic[K]):
+class FairOrder(Generic[K]):
     """Keys by account, in order of last use. Law: no account loses a key while another one has more."""
 
     def __init__(self) -> None:
