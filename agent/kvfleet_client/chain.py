@@ -127,10 +127,20 @@ def listed_continuation(prompt: Prompt, share: Chain, own: ScopeSecret | None) -
     return (prompt.chain(own, first=share.end, parent=share.parent_of(share.end)),)
 
 
-def roots(prompt: Prompt, shared: Iterable[ScopeSecret], own: ScopeSecret | None) -> tuple[Chain, ...]:
-    """Chains from the root, in the order of preference: domains, then the tenant's own."""
-    chains = [prompt.chain(secret, is_shared=True) for secret in shared]
-    return (*chains, prompt.chain(own)) if own is not None else tuple(chains)
+def roots(
+    prompt: Prompt, shared: Iterable[ScopeSecret], own: ScopeSecret | None, whole: ScopeId | None = None
+) -> tuple[Chain, ...]:
+    """Chains from the root, in the order of preference: domains, then the tenant's own.
+
+    Where `whole` is given, only the chain of that scope is keyed beyond its first block.
+    """
+
+    def root(secret: ScopeSecret, *, is_shared: bool) -> Chain:
+        keyed = prompt if whole in {None, secret.scope} else prompt.cut(1)
+        return keyed.chain(secret, is_shared=is_shared)
+
+    chains = [root(secret, is_shared=True) for secret in shared]
+    return (*chains, root(own, is_shared=False)) if own is not None else tuple(chains)
 
 
 def continuations(prompt: Prompt, found: Sequence[Segment], own: ScopeSecret | None) -> tuple[Chain, ...]:

@@ -25,8 +25,8 @@ from kvfleet_client.results import Grants, Located
 from kvfleet_client.target import Target
 
 HEADS_FIRST_BLOCKS: Final = 16
-"""Prompts of so many blocks are keyed in a scope only when it has their first block: one round trip more, which takes
-as long as the keys of a dozen blocks and their lookup."""
+"""Prompts of so many blocks are keyed in full where the tenant writes, and in other scopes for their first block: the
+rest only where that is there, which takes one more round trip. Shorter ones are keyed in full sooner than that."""
 
 
 class Attachment(Protocol):
@@ -88,12 +88,12 @@ def prompt_of(target: Target, tokens: Tokens) -> Prompt:
     return Prompt(target.layout.layout_id(), tokens[: KEYS_MAX * block_tokens], block_tokens)
 
 
-def locate(job: Job, *, leases_next: bool = False) -> Operation[Found | None]:
+def locate(job: Job) -> Operation[Found | None]:
     """Find what there is; once more when the agent says meanwhile that the grants have changed."""
-    found = yield from _locate(job, leases_next=leases_next)
+    found = yield from _locate(job)
     if found is not None and job.at.is_stale:
         yield (calls.scopes(job.target),)
-        found = yield from _locate(job, leases_next=leases_next)
+        found = yield from _locate(job)
     return found
 
 
@@ -105,12 +105,12 @@ def look_up(job: Job) -> Operation[Located]:
 
 
 def locate_for_load(job: Job) -> Operation[Found | None]:
-    """Like `locate`, without asking how far the own scope goes when nothing else has the prompt: leasing tells it."""
+    """Like `locate`, but without asking when there is one scope only: leasing tells as much in the same trip."""
     grants = job.at.grants
-    if grants is None or grants.own is None or job.at.is_stale or not job.prompt.blocks:
+    if grants is None or grants.own is None or grants.domains or job.at.is_stale or not job.prompt.blocks:
         return (yield from locate(job))
-    if grants.domains or share_chains(job.prompt, grants.shares):
-        return (yield from locate(job, leases_next=True))
+    if share_chains(job.prompt, grants.shares):
+        return (yield from locate(job))
     return Found(grants, (Segment(job.prompt.chain(grants.own.secret), job.prompt.blocks),))
 
 
@@ -136,37 +136,29 @@ def granted_shares(found: Found) -> list[Segment]:
     return [s for s in found.shares if s.chain.scope in ours]
 
 
-def _locate(job: Job, *, leases_next: bool) -> Operation[Found | None]:
+def _locate(job: Job) -> Operation[Found | None]:
     grants = job.at.grants
     if grants is None or not job.prompt.blocks:
         return None
     own = grants.own.secret if grants.own else None
     listed = share_chains(job.prompt, grants.shares)
-    shared = [s.secret for s in grants.domains]
-    has_choice = len(shared) + (own is not None) > 1
-    asks_heads = has_choice and job.prompt.blocks >= HEADS_FIRST_BLOCKS
-    rooted = roots(job.prompt.cut(1) if asks_heads else job.prompt, shared, own)
+    whole = grants.write_scope if job.prompt.blocks >= HEADS_FIRST_BLOCKS else None
+    rooted = roots(job.prompt, [s.secret for s in grants.domains], own, whole)
     behind = listed_continuation(job.prompt, listed[0], own) if listed else ()
     asked = yield from _ask(job, (*rooted, *listed, *behind))
     found, shares = asked[: len(rooted)], asked[len(rooted) : len(rooted) + len(listed)]
-    if asks_heads:
-        secrets = (*shared, own) if own else shared
-        found = yield from _follow(job, found, secrets, leases_next=leases_next and not listed)
+    found = yield from _follow(job, grants, found)
     continued = yield from _ask(job, continuations(job.prompt, found, own))
     return Found(grants, found, (*asked[len(rooted) + len(listed) :], *continued), shares)
 
 
-def _follow(
-    job: Job, heads: Sequence[Segment], secrets: Sequence[ScopeSecret], *, leases_next: bool
-) -> Operation[tuple[Segment, ...]]:
-    """Ask how far the chains go whose first block is there; the others stay as they are."""
-    chains = {i: _whole(job.prompt, head, secrets[i]).chain for i, head in enumerate(heads) if head.stop}
-    if leases_next and len(chains) == 1 and not any(c.is_shared for c in chains.values()):
-        asked = tuple(Segment(chain, job.prompt.blocks) for chain in chains.values())
-    else:
-        asked = yield from _ask(job, tuple(chains.values()))
-    found = dict(zip(chains, asked, strict=True))
-    return tuple(found.get(i, head) for i, head in enumerate(heads))
+def _follow(job: Job, grants: Grants, found: Sequence[Segment]) -> Operation[tuple[Segment, ...]]:
+    """Ask how far the chains go that were keyed for their first block alone, and have it."""
+    secrets = {s.id: s.secret for s in grants.scopes}
+    begun = [s for s in found if s.stop and s.chain.end < job.prompt.blocks]
+    asked = yield from _ask(job, [_whole(job.prompt, s, secrets[s.chain.scope]).chain for s in begun])
+    longer = {s.chain.scope: s for s in asked}
+    return tuple(longer.get(s.chain.scope, s) for s in found)
 
 
 def _ask(job: Job, chains: Sequence[Chain]) -> Operation[tuple[Segment, ...]]:
