@@ -26,7 +26,7 @@ from threats.samples import Sample, auc, ks_p
 from threats.served import CAPACITY_BYTES, PREFIX_TOKENS, SCOPE_A, SCOPE_B, TIERS, Remote, keys_of, serving
 
 TRIES: Final = 3
-CONTROL_P: Final = 1e-8
+CONTROL_TRIES: Final = 5
 WARM_UP: Final = 50
 BLOCKS: Final = 4
 """Of a prompt."""
@@ -42,6 +42,8 @@ class Bounds:
     p: float
     off: float
     """Of the area from one half."""
+    control_p: float
+    """What the control must stay below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +139,13 @@ class Tier:
                 break
         return found
 
-    def control(self, insider: Hostile, present: list[int]) -> Difference:
-        """The same from inside the scope: the clearest of as many samples as the attack may take."""
+    def control(self, insider: Hostile, present: list[int], bounds: Bounds) -> Difference:
+        """The same from inside the scope: the clearest of some samples, for the machine is shared."""
         found = []
-        for attempt in range(TRIES):
-            absent = [10**5 * (attempt + 6) + n for n in present]
+        for attempt in range(CONTROL_TRIES):
+            absent = [10**5 * (attempt + 4) + n for n in present]
             found.append(_sample(insider, _stolen, present, absent, self.rng))
-            if found[-1].p < CONTROL_P:
+            if found[-1].p < bounds.control_p:
                 break
         return min(found, key=lambda f: f.p)
 
@@ -174,16 +176,16 @@ def _run_tier(name: str, directory: Path, pairs: int, bounds: Bounds, seed: int,
             if not last.is_within(bounds):
                 report.violations.append(f"seed {seed}, {what}: p {last.p:.2g}, AUC {last.auc:.3f}, {last}")
         with Hostile(agent.path, "a") as insider:
-            control = tier.control(insider, present)
+            control = tier.control(insider, present, bounds)
         report.values[f"{name}_control_p"] = control.p
-        report.controls.append(control.p < CONTROL_P)
+        report.controls.append(control.p < bounds.control_p)
         sys.stderr.write(f"T1 {name}: {report.values}\n" if pairs >= 1000 else "")
 
 
 def run(scale: Scale) -> Outcome:
     """Ask each tier."""
     pairs = scale.of(1_000, 250)
-    bounds = scale.of(Bounds(0.01, 0.05), Bounds(1e-4, 0.08))
+    bounds = scale.of(Bounds(0.01, 0.05, 1e-8), Bounds(1e-4, 0.08, 1e-5))
     report = Report([], {}, [])
     with tempfile.TemporaryDirectory(prefix="kvfleet-t1-") as directory:
         for name in TIERS:
