@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 from kvfleet_api.blocks import BlockKey
-from kvfleet_api.errors import AgentAwayError, KvFleetError, UnauthenticatedError
+from kvfleet_api.errors import AgentAwayError, KvFleetError
 from kvfleet_client import calls
 from kvfleet_client.calls import Call, Calls, Done, Operation, Post, Work, begin, interrupt, resume
 from kvfleet_client.counters import Counters
@@ -218,18 +218,8 @@ class Client:
             answers: list[Answer[Any]] = [Answer(c.absent, self._reason) for c in asked]
         else:
             answers = link.exchange(asked)
-        for answer in answers:
-            self._note(answer, link)
+        self.counters.settle(answers, link, is_strict=self.is_strict)
         return answers
-
-    def _note(self, answer: Answer[Any], link: Link | None) -> None:
-        self.counters.note(answer.error)
-        if answer.error is None:
-            return
-        if isinstance(answer.error, UnauthenticatedError) and link is not None:
-            link.ask_for_renewal()
-        if self.is_strict:
-            raise answer.error
 
     def _post(self, posted: Calls) -> None:
         link = self._link

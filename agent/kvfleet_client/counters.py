@@ -2,11 +2,20 @@
 
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from kvfleet_api.errors import KvFleetError
+from kvfleet_api.errors import KvFleetError, UnauthenticatedError
 from kvfleet_client.held import warn
-from kvfleet_client.results import Loaded, Stored
+from kvfleet_client.results import Answer, Loaded, Stored
+
+
+class Renewable(Protocol):
+    """A connection that can present its token again."""
+
+    def ask_for_renewal(self) -> None:
+        """Have it presented as soon as somebody works on the connection."""
 
 
 @dataclass(slots=True)
@@ -36,6 +45,15 @@ class Counters:
             self.calls += 1
             if error is not None:
                 self.errors[type(error).__name__] += 1
+
+    def settle(self, answers: Iterable[Answer[Any]], link: Renewable | None, *, is_strict: bool) -> None:
+        """Count answers; have a token that is refused presented anew. Raises the first error for a strict client."""
+        for answer in answers:
+            self.note(answer.error)
+            if isinstance(answer.error, UnauthenticatedError) and link is not None:
+                link.ask_for_renewal()
+            if is_strict and answer.error is not None:
+                raise answer.error
 
     def judge(self, leases: int, lived: int) -> bool:
         """Count and log leases that did not live until their release; true when all of them did."""
