@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from kvfleet_api.blocks import ScopeSecret
 
 SESSIONS_MAX: Final = 65_536
-"""Sessions that a node remembers. Over it the tenant that has most forgets one: a quiet one before one that works, the
-least recently touched first."""
+"""Sessions that a node remembers. Over it the tenant that has most forgets a quiet one, the least recently touched,
+and for another tenant an open one. A session that decodes is never forgotten: the new one is refused instead."""
 HEADS_MAX: Final = 64
 """Chains of one session: parallel samples of one prompt; older heads lose their guard."""
 GUARD_S: Final = 600.0
@@ -139,7 +139,7 @@ class SessionTable:
     """All sessions of this node."""
 
     def __init__(self, sessions_max: int = SESSIONS_MAX) -> None:
-        self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
+        self._sessions: dict[tuple[str, str], Session] = {}
         self._order: FairOrder[tuple[str, str]] = FairOrder()
         self._owned: dict[int, set[Session]] = {}
         self._max = sessions_max
@@ -155,16 +155,19 @@ class SessionTable:
         return self._sessions.get((tenant, name))
 
     def open(self, tenant: str, name: str, owner: int, now_s: float, parent: str = "", priority: str = "") -> Session:
-        """Start a session, or revive the one of that name; a fork starts with the heads of its parent."""
+        """Start a session, or revive the one of that name; a fork starts with the heads of its parent.
+
+        Raises `InvalidInputError` when there are too many and none may be forgotten.
+        """
         session = self.find(tenant, name)
         if session is None:
-            session = self._sessions[tenant, name] = Session(
-                tenant, name, parent=parent, priority=priority, is_changed=True
-            )
+            session = Session(tenant, name, parent=parent, priority=priority, is_changed=True)
             origin = self.find(tenant, parent) if parent else None
             for head in origin.heads if origin is not None else ():
                 session.add_head(head)
-            self._bound()
+            if not self._add(session):
+                told = f"{self._order.count(tenant)} of this tenant are open, and none of them may be forgotten"
+                raise InvalidInputError(f"session {name!r}: {told}; a node remembers {self._max}")
         else:
             session.turns += 1
             session.priority = priority or session.priority
@@ -175,12 +178,14 @@ class SessionTable:
         return session
 
     def revive(self, tenant: str, name: str, now_s: float, priority: str) -> Session:
-        """Take up a session of an earlier run, idle and owned by nobody; there must be none of that name."""
+        """Take up a session of an earlier run, idle and owned by nobody; there must be none of that name.
+
+        One for which there is no place is forgotten at once.
+        """
         assert self.find(tenant, name) is None, "a session is revived once"
-        session = self._sessions[tenant, name] = Session(tenant, name, priority=priority)
-        session.state = SessionState.IDLE
+        session = Session(tenant, name, priority=priority, state=SessionState.IDLE)
+        self._add(session)
         self.refresh(session, now_s)
-        self._bound()
         return session
 
     def touch(
@@ -207,8 +212,7 @@ class SessionTable:
     def refresh(self, session: Session, now_s: float) -> None:
         """Note that the session was heard of: what it reads and writes shows as well as a touch that it lives."""
         session.touched_at_s = now_s
-        if (session.tenant, session.name) in self._sessions:
-            self._sessions.move_to_end((session.tenant, session.name))
+        if self.find(session.tenant, session.name) is session:
             self._order.use(session.tenant, (session.tenant, session.name))
 
     def forget(self, session: Session) -> None:
@@ -278,19 +282,24 @@ class SessionTable:
         session.owners.add(owner)
         self._owned.setdefault(owner, set()).add(session)
 
-    def _bound(self) -> None:
-        newest = next(reversed(self._sessions.values()))
-        self._order.use(newest.tenant, (newest.tenant, newest.name))
-        if len(self._sessions) <= self._max:
-            return
+    def _add(self, session: Session) -> bool:
+        """Remember a new session; false when it is too many."""
+        key = (session.tenant, session.name)
+        self._sessions[key] = session
+        self._order.use(session.tenant, key)
+        if len(self._sessions) > self._max:
+            self.forget(self._superfluous(session))
+        return key in self._sessions
+
+    def _superfluous(self, newest: Session) -> Session:
+        """Which session makes way for the newest; itself when nobody has to."""
         payer = self._order.payer()
-        held = (self._sessions[key] for key in self._order.of(payer))
-        session = next((s for s in held if s.state in QUIET), None)
-        if session is None and newest.tenant == payer:
-            self.forget(newest)
-            told = f"{self._order.count(payer)} sessions are open, which is this tenant's share"
-            raise InvalidInputError(f"session {newest.name!r}: {told} of {self._max}")
-        self.forget(session or self._sessions[self._order.surplus()])
+        may_go = [QUIET] if newest.tenant == payer else [QUIET, frozenset({SessionState.OPEN})]
+        found = (s for states in may_go for s in self._of(payer) if s.state in states)
+        return next(found, newest)
+
+    def _of(self, tenant: str) -> Iterator[Session]:
+        return (self._sessions[key] for key in self._order.of(tenant))
 
 
 def _runs_through(heads: Iterable[Entry], gone: Entry, index: Index) -> bool:

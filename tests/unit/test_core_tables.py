@@ -144,7 +144,7 @@ def test_idle_sessions_make_way_and_open_ones_do_not() -> None:
     table = SessionTable(sessions_max=2)
     first = table.open("a", "1", 1, 0.0)
     table.open("a", "2", 1, 0.0)
-    with pytest.raises(InvalidInputError, match="2 sessions are open"):
+    with pytest.raises(InvalidInputError, match="2 of this tenant are open"):
         table.open("a", "3", 1, 0.0)
     table.touch(first, SessionState.IDLE, 0, 0.0, 0.0)
     table.open("a", "3", 1, 0.0)
@@ -182,8 +182,22 @@ def test_sessions_of_one_tenant_never_displace_those_of_another(state: SessionSt
     assert all(table.find("b", f"b{i}") is not None for i in range(2))
 
     for i in range(2, 4):
-        table.open("b", f"b{i}", 2, 0.0)
-    assert [sum(s.tenant == tenant for s in table) for tenant in "ab"] == [4, 4]
+        with suppress(InvalidInputError):
+            table.open("b", f"b{i}", 2, 0.0)
+    kept = [4, 4] if state is SessionState.IDLE else [6, 2]
+    assert [sum(s.tenant == tenant for s in table) for tenant in "ab"] == kept, "who decodes is never forgotten"
+
+
+def test_an_open_session_makes_way_for_another_tenant_only() -> None:
+    table = SessionTable(sessions_max=3)
+    decoding = table.open("a", "1", 1, 0.0)
+    table.open("a", "2", 1, 0.0)
+    table.open("a", "3", 1, 0.0)
+    table.touch(decoding, SessionState.DECODING, 0, 0.0, 0.0)
+    with pytest.raises(InvalidInputError, match="none of them may be forgotten"):
+        table.open("a", "4", 1, 0.0)
+    table.open("b", "1", 2, 0.0)
+    assert {(s.tenant, s.name) for s in table} == {("a", "1"), ("a", "3"), ("b", "1")}
 
 
 def test_notes_of_one_tenant_never_displace_those_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
