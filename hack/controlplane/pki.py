@@ -13,6 +13,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from kvfleet_operator.certificates import key_usage
+
 _LIFETIME = dt.timedelta(days=365)
 _CLOCK_SLACK = dt.timedelta(minutes=5)  # A component may read a clock slightly behind ours.
 
@@ -39,7 +41,7 @@ class Authority:
         """Make a new self-signed authority."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = _name(common_name)
-        usage = _key_usage(is_authority=True)
+        usage = key_usage(signs_certificates=True)
         builder = (
             _certificate(subject, subject, key.public_key())
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -78,7 +80,7 @@ class Authority:
         builder = (
             _certificate(subject, self._certificate.subject, key.public_key())
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_key_usage(is_authority=False), critical=True)
+            .add_extension(key_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
             .add_extension(issuer_key, critical=False)
         )
@@ -123,21 +125,6 @@ def _general_name(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         return x509.DNSName(host)
-
-
-def _key_usage(*, is_authority: bool) -> x509.KeyUsage:
-    """Return what the key may do: sign certificates, or sign handshakes."""
-    return x509.KeyUsage(
-        digital_signature=not is_authority,
-        key_cert_sign=is_authority,
-        crl_sign=is_authority,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
 
 
 def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:

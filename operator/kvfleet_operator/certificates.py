@@ -60,7 +60,7 @@ def make_authority(now: datetime, life: timedelta) -> Authority:
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     builder = _begun(name, name, now, now + life).public_key(key.public_key())
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
+    builder = builder.add_extension(key_usage(signs_certificates=True), critical=True)
     signed = builder.add_extension(identifier, critical=False).sign(key, hashes.SHA256())
     return Authority(_public(signed), _key_pem(key))
 
@@ -147,7 +147,7 @@ def _issue(
     of_issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
     builder = _begun(subject, issuer.subject, now, ends).public_key(key)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    builder = builder.add_extension(_usage(signs_certificates=False), critical=True)
+    builder = builder.add_extension(key_usage(signs_certificates=False), critical=True)
     builder = builder.add_extension(uses, critical=False).add_extension(of_issuer, critical=False)
     builder = builder.add_extension(names.value, critical=False)
     return builder.sign(issuer_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM).decode()
@@ -158,7 +158,8 @@ def _begun(subject: x509.Name, issuer: x509.Name, now: datetime, ends: datetime)
     return builder.serial_number(x509.random_serial_number()).not_valid_before(now - CLOCK_SKEW).not_valid_after(ends)
 
 
-def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+def key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    """What a key may do: sign certificates, or sign handshakes."""
     return x509.KeyUsage(
         digital_signature=not signs_certificates,
         key_cert_sign=signs_certificates,
