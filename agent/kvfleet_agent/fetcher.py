@@ -31,7 +31,8 @@ ATTEMPTS_MAX: Final = 3
 FETCH_BLOCKS: Final = 64
 """Blocks asked of a peer at a time, so that the first ones arrive while the rest is under way."""
 FETCH_S: Final = 30.0
-"""Bound on one batch from a peer, whatever the reader's own deadline: others may wait for the same blocks."""
+"""Bound on one batch from a peer and on a block's wait for its path, whatever a reader's own deadline: others may want
+the same blocks."""
 
 
 class Fetcher:
@@ -50,10 +51,11 @@ class Fetcher:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def raise_up(self, entry: Entry, urgency: Priority) -> Residence | None:
+    async def raise_up(self, entry: Entry, tenant: str) -> Residence | None:
         """Return a copy in mappable memory, bringing one up when there is none; None when it cannot be had.
 
-        Cancelled, a transfer that was started goes on.
+        While somebody waits, the transfer goes before others, on that tenant's account. Cancelled, one that was
+        started goes on as a prefetch.
         """
         for _ in range(ATTEMPTS_MAX):
             best = self.mapped(entry)
@@ -61,33 +63,37 @@ class Fetcher:
                 return best
             if entry.level == GONE:
                 return None
-            if entry.move is None and not self._start_up(entry, urgency):
+            if entry.move is None and not self._start_up(entry):
                 return best
             if entry.move is not None:
-                await asyncio.wait([entry.move])
+                self._mover.traffic.wait_for(entry, tenant)
+                try:
+                    await asyncio.wait([entry.move])
+                finally:
+                    self._mover.traffic.leave(entry)
         return self.mapped(entry)
 
     def start_prefetch(self, entry: Entry) -> bool:
         """Start to bring a block up before anybody asks for it; False when it is up or on its way."""
         if entry.move is not None or self.mapped(entry) is not None:
             return False
-        return self._start_up(entry, Priority.PREFETCH)
+        return self._start_up(entry)
 
     @staticmethod
     def mapped(entry: Entry) -> Residence | None:
         """Return the fastest copy that engines can map, or None."""
         return next((r for r in entry.residences if r.tier.mappable is not None), None)
 
-    def _start_up(self, entry: Entry, urgency: Priority) -> bool:
+    def _start_up(self, entry: Entry) -> bool:
         """Start to copy a block up; False when there is nothing to copy from or to."""
         tier = self._node.entry_tier
         if tier is None or not entry.residences:
             return False
         done = self._begin(entry)
-        self._spawn(self._copy_up(entry, tier, urgency, done))
+        self._spawn(self._copy_up(entry, tier, done))
         return True
 
-    async def _copy_up(self, entry: Entry, tier: Tier, urgency: Priority, done: asyncio.Future[bool]) -> None:
+    async def _copy_up(self, entry: Entry, tier: Tier, done: asyncio.Future[bool]) -> None:
         is_made = False
         try:
             if not entry.residences:
@@ -96,7 +102,7 @@ class Fetcher:
             deadline_s = self._node.clock() + FETCH_S
             want = Want(tier, entry.scope, entry.tenant, source.record.raw_bytes)
             slot = await self._room.reserve(want, deadline_s)
-            is_made = await self._mover.copy(entry, source, tier, slot, urgency)
+            is_made = await self._mover.copy(entry, source, tier, slot, Priority.PREFETCH, FETCH_S)
         except RetryableError:
             is_made = False  # No room, or too much under way: the reader takes what it has.
         finally:

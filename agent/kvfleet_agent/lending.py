@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from kvfleet_agent.gate import Priority
 from kvfleet_agent.node import PEER_OWNER
 from kvfleet_agent.ports import Lent
 
@@ -44,7 +43,7 @@ class PeerLender:
         lent: list[Lent | None] = [None] * len(keys)
 
         async def one(i: int, entry: Entry) -> None:
-            residence = await self._fetcher.raise_up(entry, Priority.ONBOARD)
+            residence = await self._fetcher.raise_up(entry, entry.tenant)
             if residence is not None:
                 lent[i] = self._lent(entry, residence, min(lease_s, LEASE_S_MAX))
 

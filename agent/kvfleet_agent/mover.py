@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kvfleet_agent.backends.base import KeyAwayError, Record, SlotRef
 from kvfleet_agent.backends.waiting import in_thread
 from kvfleet_agent.buffers import Buffers
-from kvfleet_agent.gate import Gate, Priority
 from kvfleet_agent.index import GONE, Entry, Residence
+from kvfleet_agent.traffic import Traffic
 from kvfleet_agent.want import Want
 from kvfleet_api.blocks import BlockKey
 from kvfleet_api.checksum import checksum
@@ -23,11 +23,9 @@ from kvfleet_telemetry.tracing import span
 
 if TYPE_CHECKING:
     from kvfleet_agent.codec.base import Codec
+    from kvfleet_agent.gate import Priority
     from kvfleet_agent.node import Node
     from kvfleet_agent.tiers import Tier
-
-MOVES_AT_ONCE: Final = 32
-"""Moves under way. NIXL's POSIX backend reaches the disk's limit at batches of 16 and more."""
 
 INLINE_BYTES_MAX: Final = 256 << 10
 """Up to this a hash (10 GB/s) costs less than handing it to a thread and back (about 60 us)."""
@@ -52,20 +50,27 @@ class Mover:
         self._node = node
         self._codecs = codecs
         self._buffers = Buffers()
-        self.gate = Gate(MOVES_AT_ONCE)
+        self.traffic = Traffic(node)
         self.bytes_under_way = 0
         """Raw bytes of the moves that wait or run."""
         self.moving: set[Entry] = set()
         """Blocks whose bytes are on their way; those that were dropped meanwhile included."""
 
     async def copy(
-        self, entry: Entry, source: Residence, target: Tier, slot: SlotRef | None, urgency: Priority
+        self,
+        entry: Entry,
+        source: Residence,
+        target: Tier,
+        slot: SlotRef | None,
+        urgency: Priority,
+        within_s: float | None = None,
     ) -> bool:
         """Copy one block into `target` and note it in the index; False when it could not be done.
 
         With `slot` the block goes there, raw; without, the target gives a slot of the stored size. A copy that
         turns out to be unreadable is dropped; a target that cannot write is paused. The slot is given back on
-        every failure and cancellation. Raises `TierFullError` when the target has no room.
+        every failure and cancellation. Raises `TierFullError` when the target has no room, and `RetryableError` when
+        too many wait for the path, or its turn does not come `within_s`.
         """
         raw_bytes = source.record.raw_bytes
         started_s = self._node.clock()
@@ -73,7 +78,8 @@ class Mover:
         self.bytes_under_way += raw_bytes
         self.moving.add(entry)
         try:
-            async with self.gate.enter(urgency):
+            names = (source.tier.name, target.name)
+            async with self.traffic.turn(entry, *names, urgency, raw_bytes, within_s):
                 made = await self._copied(entry, source, target, slot)
         finally:
             self.bytes_under_way -= raw_bytes

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.findings import Findings, findings
-from kvfleet_agent.gate import Priority
 from kvfleet_agent.policy.recompute import CostChoice, CostInputs, Source, choose
 from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import BlockCorruptError
@@ -151,12 +150,14 @@ class Reader:
         if not stretch or not stretch[0].residences or stretch[0].residences[0].tier.mappable is not None:
             return None
         tier, spec = stretch[0].residences[0].tier, self._node.spec
+        entry_tier = self._node.entry_tier
+        target = entry_tier.name if entry_tier is not None else ""
         inputs = CostInputs(
             policy=spec.policy.recompute.type,
             blocks=len(stretch),
             block_tokens=spec.compatibility.block_tokens,
             stored_bytes=sum(e.residences[0].record.stored_bytes for e in stretch if e.residences),
-            queued_bytes=self._mover.bytes_under_way,
+            queued_bytes=self._mover.traffic.paths.queued_bytes(tier.name, target),
             read_latency_s=tier.probe.read_latency_microseconds / 1e6 if tier.probe else 0.0,
             read_bytes_per_s=float(tier.probe.read_bytes_per_second) if tier.probe else 0.0,
             prefill_tokens_per_s=float(spec.policy.recompute.prefill_tokens_per_second),
@@ -187,7 +188,7 @@ class Reader:
         reads: list[Read | None] = [None] * len(run)
 
         async def one(i: int, entry: Entry) -> None:
-            residence = await self._fetcher.raise_up(entry, Priority.ONBOARD)
+            residence = await self._fetcher.raise_up(entry, place.tenant)
             if residence is not None:
                 entry.used_at_s = self._node.clock()
                 lease = self._node.leases.grant(place.owner, entry, residence, self._node.clock() + lease_s)

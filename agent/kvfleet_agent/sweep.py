@@ -121,9 +121,18 @@ class Sweeper:
         self._show_tenants()
         counters.set("kvfleet_leases", len(node.leases))
         counters.set("kvfleet_reservations", len(node.reservations))
-        counters.set("kvfleet_move_queue_depth", self._core.mover.gate.waiting)
+        self._show_paths()
         for state, count in node.sessions.counts().items():
             counters.set("kvfleet_sessions", count, state=state)
+
+    def _show_paths(self) -> None:
+        counters = self._node.counters
+        for path in self._core.mover.traffic.paths:
+            names = {"source": path.source, "target": path.target}
+            counters.set("kvfleet_move_queue_depth", path.gate.waiting, **names)
+            counters.set("kvfleet_move_queue_bytes", path.gate.waiting_bytes, **names)
+            counters.set("kvfleet_moving_bytes", path.gate.running_bytes, **names)
+            counters.set("kvfleet_move_bytes_per_second", path.speed.bytes_per_s, **names)
 
     def _show_tenants(self) -> None:
         shown = {(t.name, tenant): used for t in self._node.tiers for tenant, used in t.tenant_bytes.items()}

@@ -45,7 +45,27 @@ AGENT: Final = (
         "kvfleet_move_duration_seconds", Kind.HISTOGRAM, "Time of one move.", ("pool", "node", "source", "target"),
         _SECONDS,
     ),
-    Metric("kvfleet_move_queue_depth", Kind.GAUGE, "Moves that wait.", ("pool", "node")),
+    Metric(
+        "kvfleet_move_queue_depth", Kind.GAUGE, "Moves that wait for their path.", ("pool", "node", "source", "target"),
+    ),
+    Metric(
+        "kvfleet_move_queue_bytes", Kind.GAUGE, "Bytes of moves that wait for their path, before compression.",
+        ("pool", "node", "source", "target"),
+    ),
+    Metric(
+        "kvfleet_moving_bytes", Kind.GAUGE, "Bytes of moves that are under way, before compression.",
+        ("pool", "node", "source", "target"),
+    ),
+    Metric(
+        "kvfleet_move_bytes_per_second", Kind.GAUGE,
+        "Speed of a path of late, while anything moved on it; half of it is of the last 10 s of such time.",
+        ("pool", "node", "source", "target"),
+    ),
+    Metric(
+        "kvfleet_moves_refused_total", Kind.COUNTER,
+        "Moves that were not made because too many waited for their path, or they had waited too long.",
+        ("pool", "node", "source", "target"),
+    ),
     Metric("kvfleet_stored_ratio", Kind.GAUGE, "Raw bytes per stored byte since start.", ("pool", "node", "tier")),
     Metric(
         "kvfleet_evicted_blocks_total", Kind.COUNTER, "Blocks dropped from the last tier that held them.",

@@ -134,15 +134,33 @@ SLOW: Final = Row("Is it slow?", (
         CALM, 8,
     ),
     Panel(
-        "Waiting", "Moves and announcements in their queues.", Form.LINES, Unit.NONE,
+        "Waiting", "Moves by path, and announcements, in their queues.", Form.LINES, Unit.NONE,
         (
-            Query(f"sum(kvfleet_move_queue_depth{{{NODE}}})", "moves"),
+            Query(f"sum by (source, target) (kvfleet_move_queue_depth{{{NODE}}})", "{{source}} to {{target}}"),
             Query(f"sum(kvfleet_directory_queue_depth{{{NODE}}})", "announcements"),
         ), CALM, 8,
     ),
     Panel(
         "Bytes moved by path", "Bytes of blocks, before compression.", Form.LINES, Unit.BYTES_PER_SECOND,
         (Query(rate("kvfleet_moved_bytes_total", "source, target"), "{{source}} to {{target}}"),), CALM, 8,
+    ),
+    Panel(
+        "Bytes on their paths", "Bytes of moves that wait, and of moves under way.", Form.LINES, Unit.BYTES,
+        (
+            Query(f"sum by (source, target) (kvfleet_move_queue_bytes{{{NODE}}})", "{{source}} to {{target}}: wait"),
+            Query(f"sum by (source, target) (kvfleet_moving_bytes{{{NODE}}})", "{{source}} to {{target}}: move"),
+        ), CALM, 8,
+    ),
+    Panel(
+        "Moves refused by path", "Too many waited, or one had waited too long: the engine computes these blocks.",
+        Form.LINES, Unit.PER_SECOND,
+        (Query(rate("kvfleet_moves_refused_total", "source, target"), "{{source}} to {{target}}"),), CALM, 8,
+    ),
+    Panel(
+        "Speed of paths while they move", "Bytes for each second in which anything moved on the path.", Form.LINES,
+        Unit.BYTES_PER_SECOND, (Query(
+            f"avg by (source, target) (kvfleet_move_bytes_per_second{{{NODE}}})", "{{source}} to {{target}}",
+        ),), CALM, 8,
     ),
     Panel(
         "Measured ceiling by tier", "Bandwidth that each agent measured at its start: the slowest node of each tier.",

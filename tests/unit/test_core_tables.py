@@ -1,4 +1,4 @@
-"""Laws of leases, reservations, sessions, the epoch and the gate."""
+"""Laws of leases, reservations, sessions, and the epoch."""
 
 import asyncio
 import os
@@ -17,7 +17,6 @@ from kvfleet_agent import session_notes
 from kvfleet_agent.backends.base import Record
 from kvfleet_agent.buffers import Buffers
 from kvfleet_agent.fair_order import FairOrder
-from kvfleet_agent.gate import Gate, Priority
 from kvfleet_agent.index import Entry, Index, Residence
 from kvfleet_agent.leases import LeaseTable
 from kvfleet_agent.node import Node
@@ -25,7 +24,7 @@ from kvfleet_agent.session_notes import SessionNotes
 from kvfleet_agent.sessions import GUARD_S, HEADS_MAX, SessionState, SessionTable
 from kvfleet_agent.state import NONCE_BITS, next_epoch
 from kvfleet_api.blocks import BlockKey, ScopeId
-from kvfleet_api.errors import InvalidInputError, RetryableError, UnsupportedError
+from kvfleet_api.errors import InvalidInputError, UnsupportedError
 from kvfleet_metadata.records import SessionRecord
 from kvfleet_metadata.store import Call, Store
 
@@ -237,36 +236,6 @@ def test_a_state_directory_that_cannot_be_written_is_named(tmp_path: Path) -> No
     (tmp_path / "file").touch()
     with pytest.raises(UnsupportedError, match=os.fspath(tmp_path / "file")):
         next_epoch(tmp_path / "file", 0.0)
-
-
-async def test_the_most_urgent_move_goes_first_and_never_more_than_the_width() -> None:
-    gate, order, inside = Gate(2), [], 0
-
-    async def move(name: str, priority: Priority) -> None:
-        nonlocal inside
-        async with gate.enter(priority):
-            inside += 1
-            assert inside <= 2
-            order.append(name)
-            await asyncio.sleep(0)
-            inside -= 1
-
-    named = [("a", Priority.ARCHIVE), ("b", Priority.ARCHIVE), ("c", Priority.DEMOTE), ("d", Priority.ONBOARD)]
-    await asyncio.gather(*(move(*n) for n in named))
-    assert order == ["a", "b", "d", "c"]
-
-
-async def test_a_cancelled_wait_lets_the_next_one_through_and_a_full_queue_refuses() -> None:
-    gate = Gate(1, waiting_max=1)
-    async with gate.enter(Priority.DEMOTE):
-        waiting = asyncio.create_task(gate.enter(Priority.DEMOTE).__aenter__())
-        await asyncio.sleep(0)
-        with pytest.raises(RetryableError, match="1 moves wait"):
-            await gate.enter(Priority.DEMOTE).__aenter__()
-        waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
-    async with asyncio.timeout(1), gate.enter(Priority.DEMOTE):
-        pass
 
 
 def test_buffers_are_page_aligned_of_the_asked_size_and_come_back() -> None:

@@ -1,0 +1,256 @@
+"""Laws of the queues of paths: who goes next, what is bounded, what a cancelled or hastened wait leaves."""
+
+import asyncio
+from random import Random
+
+import pytest
+from agent_doubles import SCOPE, DictBackend, digest
+from agent_engine import Engine, close, steps_until
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvfleet_agent.backends.base import Record, SlotRef
+from kvfleet_agent.gate import BYTES_AT_ONCE, Gate, Priority, Turn
+from kvfleet_agent.paths import HALF_LIFE_S, Paths, Speed
+from kvfleet_api.errors import RetryableError
+
+pytestmark = pytest.mark.unit
+
+MIB = 1 << 20
+
+
+def turn(priority: Priority = Priority.DEMOTE, account: str = "a", weight: int = 100, size_bytes: int = MIB) -> Turn:
+    return Turn(priority, account, weight, size_bytes)
+
+
+async def queued(gate: Gate, turns: list[Turn], served: list[Turn]) -> list[asyncio.Task[None]]:
+    """Let turns wait at a gate; each notes itself when it comes, and goes at once."""
+
+    async def one(mine: Turn) -> None:
+        async with gate.enter(mine):
+            served.append(mine)
+            await asyncio.sleep(0)
+
+    tasks = [asyncio.create_task(one(t)) for t in turns]
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def test_the_most_urgent_move_goes_first_and_never_more_than_the_width() -> None:
+    gate, served, inside = Gate(2), [], 0
+
+    async def move(mine: Turn) -> None:
+        nonlocal inside
+        async with gate.enter(mine):
+            inside += 1
+            assert inside <= 2
+            served.append(mine.priority)
+            await asyncio.sleep(0)
+            inside -= 1
+
+    asked = (Priority.ARCHIVE, Priority.ARCHIVE, Priority.DEMOTE, Priority.ONBOARD)
+    await asyncio.gather(*(move(turn(p)) for p in asked))
+    assert served == [Priority.ARCHIVE, Priority.ARCHIVE, Priority.ONBOARD, Priority.DEMOTE]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 8)), min_size=20, max_size=80),
+    st.integers(1, 400),
+    st.integers(1, 400),
+)
+def test_two_tenants_that_always_wait_are_served_by_their_weights(
+    asked: list[tuple[str, int]], weight_a: int, weight_b: int
+) -> None:
+    weights = {"a": weight_a, "b": weight_b}
+    turns = [turn(account=who, weight=weights[who], size_bytes=size * MIB) for who, size in asked]
+
+    async def run() -> list[Turn]:
+        gate, served = Gate(1), list[Turn]()
+        async with gate.enter(turn(Priority.ONBOARD, "c")):
+            tasks = await queued(gate, turns, served)
+        await asyncio.gather(*tasks)
+        return served
+
+    served = asyncio.run(run())
+    left = {who: sum(t.account == who for t in served) for who in "ab"}
+    at = dict.fromkeys("ab", 0.0)
+    most = max(t.size_bytes / t.weight for t in served)
+    for t in served:
+        if not all(left.values()):
+            break
+        at[t.account] += t.size_bytes / t.weight
+        left[t.account] -= 1
+        assert abs(at["a"] - at["b"]) <= 2 * most
+
+
+async def test_an_account_that_was_idle_has_not_saved_up_anything() -> None:
+    gate, served = Gate(1), list[Turn]()
+    async with gate.enter(turn(account="a", size_bytes=MIB)):
+        tasks = await queued(gate, [turn(account="a") for _ in range(8)], served)
+    await steps_until(lambda: len(served) >= 4)
+    tasks += await queued(gate, [turn(account="b") for _ in range(4)], served)
+    await asyncio.gather(*tasks)
+    assert {t.account for t in served[4:7]} == {"a", "b"}, "b goes beside a, not before all of it"
+
+
+async def test_a_cancelled_wait_lets_the_next_one_through_and_a_full_queue_refuses() -> None:
+    gate = Gate(1, waiting_max=1)
+    async with gate.enter(turn()):
+        waiting = asyncio.create_task(gate.enter(turn()).__aenter__())
+        await asyncio.sleep(0)
+        with pytest.raises(RetryableError, match="1 moves wait"):
+            await gate.enter(turn()).__aenter__()
+        waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    async with asyncio.timeout(1), gate.enter(turn()):
+        pass
+    assert (gate.waiting, gate.waiting_bytes, gate.running_bytes) == (0, 0, 0)
+
+
+async def test_a_move_whose_turn_does_not_come_in_time_is_refused() -> None:
+    gate, late = Gate(1), turn()
+    late.within_s = 0.01
+    async with gate.enter(turn()):
+        with pytest.raises(RetryableError, match="in vain"):
+            await gate.enter(late).__aenter__()
+    assert (gate.waiting, gate.waiting_bytes, gate.running_bytes) == (0, 0, 0)
+
+
+async def test_bytes_under_way_are_bounded_and_two_moves_always_go() -> None:
+    gate, running = Gate(), []
+    for size_bytes in (BYTES_AT_ONCE, BYTES_AT_ONCE):
+        running.append(gate.enter(turn(size_bytes=size_bytes)))
+        await running[-1].__aenter__()
+    served: list[Turn] = []
+    tasks = await queued(gate, [turn(size_bytes=1)], served)
+    assert not served
+    await running[0].__aexit__(None, None, None)
+    await asyncio.sleep(0)
+    assert len(served) == 1
+    await running[1].__aexit__(None, None, None)
+    await asyncio.gather(*tasks)
+
+
+class Crowd:
+    """Moves that come, are hastened, give up and go at random."""
+
+    def __init__(self, dice: Random) -> None:
+        self.gate = Gate(2)
+        self.dice = dice
+        self.moves: list[tuple[Turn, asyncio.Task[None]]] = []
+        self.inside: list[asyncio.Event] = []
+
+    def wait(self) -> None:
+        mine = turn(self.dice.choice(list(Priority)), self.dice.choice("abc"), self.dice.randint(1, 9))
+        self.moves.append((mine, asyncio.create_task(self._pass(mine, asyncio.Event()))))
+
+    def cancel(self) -> None:
+        self.dice.choice(self.moves)[1].cancel()
+
+    def hasten(self) -> None:
+        mine = self.dice.choice(self.moves)[0]
+        self.gate.hasten(mine, self.dice.choice(list(Priority)), self.dice.choice("abc"), 5)
+
+    def leave(self) -> None:
+        while self.inside:
+            self.inside.pop().set()
+
+    async def end(self) -> None:
+        while any(not task.done() for _, task in self.moves):
+            self.leave()
+            await asyncio.sleep(0)
+
+    async def _pass(self, mine: Turn, leaves: asyncio.Event) -> None:
+        async with self.gate.enter(mine):
+            self.inside.append(leaves)
+            await leaves.wait()
+
+
+@given(st.lists(st.sampled_from(["wait", "cancel", "hasten", "leave"]), max_size=60), st.randoms())
+def test_whatever_happens_the_books_balance_and_nobody_waits_for_ever(steps: list[str], dice: Random) -> None:
+    async def run() -> None:
+        crowd = Crowd(dice)
+        crowd.wait()
+        for step in steps:
+            getattr(crowd, step)()
+            for _ in range(dice.randint(0, 2)):
+                await asyncio.sleep(0)
+        await crowd.end()
+        assert (crowd.gate.waiting, crowd.gate.waiting_bytes, crowd.gate.running_bytes) == (0, 0, 0)
+        assert not crowd.gate._queue
+
+    asyncio.run(run())
+
+
+def test_a_path_is_as_fast_as_it_was_while_it_moved_and_the_past_fades() -> None:
+    speed = Speed()
+    assert speed.bytes_per_s == 0.0
+    for start_s in (0.0, 100.0):  # What lies between does not count.
+        speed.begin(start_s)
+        speed.begin(start_s)
+        speed.end(start_s + 1.0, 100)
+        speed.end(start_s + 1.0, 100)
+    assert speed.bytes_per_s == pytest.approx(200, rel=0.1)
+    speed.begin(200.0)
+    speed.end(200.0 + 8 * HALF_LIFE_S, 0)
+    assert speed.bytes_per_s < 2
+
+
+async def test_paths_do_not_wait_for_each_other() -> None:
+    paths = Paths()
+    stuck = paths.between("dram", "cold").gate
+    moves = [stuck.enter(turn()) for _ in range(40)]
+    tasks = [asyncio.create_task(move.__aenter__()) for move in moves]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(1), paths.between("nvme", "dram").gate.enter(turn()):
+        pass
+    assert paths.queued_bytes("dram", "cold") == 40 * MIB
+    assert paths.queued_bytes("dram", "nvme") == 0
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class OneAtATime:
+    """An engine whose blocks lie below memory, and come up one by one in the order that is noted."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.order: list[bytes] = []
+        self.goes = asyncio.Event()
+        self._read = engine.low.read
+        engine.low.read = self.read  # type: ignore[method-assign]
+        self.gate = engine.core.mover.traffic.paths.between("nvme", "dram").gate
+        self.gate._width = 1
+        found = (engine.core.node.index.find(SCOPE, digest(n)) for n in range(1, 6))
+        self.entries = [e for e in found if e is not None]
+
+    async def read(self, slot: SlotRef, record: Record, into: memoryview) -> None:
+        self.order.append(record.key.digest)
+        await self.goes.wait()
+        await self._read(slot, record, into)
+
+
+@pytest.mark.parametrize(("reads_on", "order"), [("yes", [1, 4, 2, 3, 5]), ("no", [1, 2, 3, 5, 4])])
+async def test_what_a_reader_waits_for_overtakes_prefetches_until_the_reader_goes(
+    reads_on: str, order: list[int]
+) -> None:
+    engine = await Engine().attach()
+    await engine.store(1, 2, 3, 4, 5)
+    await engine.push_down()
+    assert isinstance(engine.low, DictBackend)
+    moves = OneAtATime(engine)
+    fetcher = engine.core.fetcher
+    assert all(fetcher.start_prefetch(e) for e in moves.entries)
+    await asyncio.sleep(0.01)
+    reader = asyncio.create_task(fetcher.raise_up(moves.entries[3], "a"))
+    await asyncio.sleep(0.01)
+    if reads_on == "no":
+        reader.cancel()
+        await asyncio.sleep(0.01)
+    moves.goes.set()
+    await asyncio.gather(*fetcher._tasks, reader, return_exceptions=True)
+
+    assert moves.order == [digest(n) for n in order]
+    assert not engine.core.mover.traffic._waiting
+    assert not engine.core.mover.traffic._wishes
+    await close(engine)
