@@ -24,9 +24,9 @@ from bench import common
 from bench.common import Result, Sample, publish, rate_ratio, table
 from bench.identity import SECRET
 from kvfleet_agent.backends.base import Record, SlotRef
+from kvfleet_agent.backends.cipher import RecordKey
 from kvfleet_agent.backends.nvme import RecordStore
 from kvfleet_agent.backends.remote_flash import open_nvme
-from kvfleet_agent.backends.sealing import RecordKey
 from kvfleet_api import __version__
 from kvfleet_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES, BlockKey, LayoutId, ScopeId
 from kvfleet_api.checksum import checksum

@@ -15,9 +15,9 @@ from itertools import islice
 from typing import Final
 
 from kvfleet_api.blocks import ScopeId
-from kvfleet_api.models.trust import KEY_VERSION, KVPrefixShare, KVTenant, KVTrustDomain
+from kvfleet_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
 from kvfleet_api.prefixes import NamedPrefix
-from kvfleet_api.trust import Access, ScopeKind, is_member, publishes, scope_id
+from kvfleet_api.trust import KEY_VERSION, Access, ScopeKind, is_member, publishes, scope_id
 
 SHARES_MAX: Final = 64
 """Shares that one tenant's clients are told of, its own first, then by name: their prefixes have to fit one frame."""

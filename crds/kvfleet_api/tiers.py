@@ -1,6 +1,10 @@
 """Tier vocabulary: what stores a block, and what answers a lookup. Pure."""
 
 from enum import IntEnum, StrEnum
+from typing import Literal
+
+Persistence = Literal["Auto", "AgentRestart", "None"]
+"""What memory outlives: never a reboot, an agent's restart where that was asked for or is possible anyway."""
 
 
 class TierType(StrEnum):
@@ -22,6 +26,14 @@ class TierType(StrEnum):
     def survives_restart(self) -> bool:
         """True for media whose blocks a restarted agent finds again."""
         return self in (TierType.NVME, TierType.REMOTE_FLASH, TierType.OBJECT)
+
+
+class CxlMode(StrEnum):
+    """How CXL memory is reached."""
+
+    NUMA_NODE = "NumaNode"
+    DEV_DAX = "DevDax"
+    EMULATED = "Emulated"
 
 
 class Locality(StrEnum):

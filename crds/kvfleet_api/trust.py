@@ -1,12 +1,21 @@
 """Who may read and write which trust scope: a pure function of the declared state and one identity."""
 
-from collections.abc import Iterable, Mapping
+from __future__ import annotations
+
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING, Final
 
 from kvfleet_api.blocks import ScopeId
-from kvfleet_api.models.trust import KEY_VERSION, KVTenant, KVTrustDomain
-from kvfleet_api.prefixes import NamedPrefix
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from kvfleet_api.models.trust import KVTenant, KVTrustDomain
+    from kvfleet_api.prefixes import NamedPrefix
+
+KEY_VERSION: Final = 1
+"""First version of a scope's key."""
 
 
 class ScopeKind(StrEnum):

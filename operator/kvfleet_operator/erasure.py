@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from kvfleet_api.conditions import Condition, Status, find
-from kvfleet_api.models.trust import KEY_VERSION, KVTenant
-from kvfleet_api.trust import ScopeKind
+from kvfleet_api.models.trust import KVTenant
+from kvfleet_api.trust import KEY_VERSION, ScopeKind
 from kvfleet_operator.key_versions import highest_version, plan_retirement, told_version
 from kvfleet_operator.records import Declared, PoolNodeSeen, ScopeSecretSeen
 from kvfleet_operator.scope_keys import has_key

@@ -16,9 +16,9 @@ from kvfleet_api import names
 from kvfleet_api.conditions import Condition
 from kvfleet_api.errors import InvalidInputError
 from kvfleet_api.models.base import ApiModel, ObjectMeta
-from kvfleet_api.models.pool import CxlMode, KVPool
+from kvfleet_api.models.pool import KVPool
 from kvfleet_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
-from kvfleet_api.tiers import TierType
+from kvfleet_api.tiers import CxlMode, TierType
 from kvfleet_api.validate import parse_as, validate
 from kvfleet_api.validate_structure import Problem
 from kvfleet_api.wrapping import DATA_SUFFIX

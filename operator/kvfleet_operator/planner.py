@@ -11,9 +11,8 @@ from datetime import datetime
 from typing import Any
 
 from kvfleet_api.models.pool import KVPool
-from kvfleet_api.models.trust import KEY_VERSION
 from kvfleet_api.shares import is_open, share_end
-from kvfleet_api.trust import ScopeKind
+from kvfleet_api.trust import KEY_VERSION, ScopeKind
 from kvfleet_operator import claims, erasure, key_versions, lifecycle, liveness, objects, scope_keys
 from kvfleet_operator.actions import Action, Apply, Create, Delete
 from kvfleet_operator.digest import digest

@@ -9,8 +9,8 @@ from typing import Any
 from kvfleet_api import units
 from kvfleet_api.conditions import Condition
 from kvfleet_api.models.pool import KVPool
-from kvfleet_api.models.trust import KEY_VERSION, KVTenant
-from kvfleet_api.trust import ScopeKind
+from kvfleet_api.models.trust import KVTenant
+from kvfleet_api.trust import KEY_VERSION, ScopeKind
 from kvfleet_operator import claims, erasure, key_versions, objects, scope_keys
 from kvfleet_operator.actions import Merge
 from kvfleet_operator.claims import Fault

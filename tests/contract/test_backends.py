@@ -38,7 +38,8 @@ from kvfleet_agent.backends.pages import free_pages
 from kvfleet_agent.backends.remote_flash import open_nvme, open_remote_flash
 from kvfleet_agent.backends.segment_name import parse_name
 from kvfleet_agent.discovery import NumaNode
-from kvfleet_api.models.pool import CxlEmulation, CxlMode, CxlTier, HostDramTier, NvmeTier, RemoteFlashTier
+from kvfleet_api.models.pool import CxlEmulation, CxlTier, HostDramTier, NvmeTier, RemoteFlashTier
+from kvfleet_api.tiers import CxlMode
 from kvfleet_api.units import MIB
 
 pytestmark = pytest.mark.contract

@@ -13,7 +13,8 @@ from kvfleet_agent.backends.host_dram import make_bound
 from kvfleet_agent.backends.memory import MappedExtent, Placement, make_memfd
 from kvfleet_agent.discovery import NumaNode
 from kvfleet_api.errors import BackendFailedError, InvalidInputError, KvFleetError, TierFullError, UnsupportedError
-from kvfleet_api.models.pool import CxlEmulation, CxlMode, CxlTier
+from kvfleet_api.models.pool import CxlEmulation, CxlTier
+from kvfleet_api.tiers import CxlMode
 
 pytestmark = pytest.mark.contract
 

@@ -27,9 +27,9 @@ from kvfleet_agent.ports import Caller
 from kvfleet_agent.tiers import Tier
 from kvfleet_api.blocks import ScopeId, ScopeSecret, chain_keys
 from kvfleet_api.errors import ForbiddenError, UnauthenticatedError
-from kvfleet_api.models.pool import CxlEmulation, CxlMode, CxlTier, NvmeTier, RemoteFlashTier
+from kvfleet_api.models.pool import CxlEmulation, CxlTier, NvmeTier, RemoteFlashTier
 from kvfleet_api.models.poolnode import NodeTier
-from kvfleet_api.tiers import TierType
+from kvfleet_api.tiers import CxlMode, TierType
 from kvfleet_api.trust import Access, Grants, Identity, ScopeKind
 
 SCOPE_A: Final = ScopeId("tenant/a/uid-a/v1")

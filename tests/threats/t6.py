@@ -31,8 +31,9 @@ from kvfleet_agent.tiers import Tier
 from kvfleet_api.blocks import BlockKey, ScopeId
 from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import BackendFailedError, BlockCorruptError
-from kvfleet_api.models.pool import CxlEmulation, CxlMode, CxlTier, NvmeTier, RemoteFlashTier
+from kvfleet_api.models.pool import CxlEmulation, CxlTier, NvmeTier, RemoteFlashTier
 from kvfleet_api.models.poolnode import NodeTier
+from kvfleet_api.tiers import CxlMode
 from kvfleet_api.units import MIB
 
 CAPACITY_BYTES: Final = 32 * MIB

@@ -33,7 +33,8 @@ from kvfleet_agent.backends.remote_flash import open_nvme
 from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId
 from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import TierFullError
-from kvfleet_api.models.pool import CxlEmulation, CxlMode, CxlTier, HostDramTier, NvmeTier
+from kvfleet_api.models.pool import CxlEmulation, CxlTier, HostDramTier, NvmeTier
+from kvfleet_api.tiers import CxlMode
 from kvfleet_api.units import MIB
 
 SLOT_BYTES: Final = 4096

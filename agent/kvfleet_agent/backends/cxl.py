@@ -1,18 +1,25 @@
 """CXL memory as a tier: CPU-less NUMA nodes, or an emulation that says so everywhere."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvfleet_agent.backends.arena import ALIGNMENT_BYTES, Arena
 from kvfleet_agent.backends.base import Capabilities
 from kvfleet_agent.backends.home import NO_HOME, Home, Lasting, choose_store, find_home
 from kvfleet_agent.backends.host_dram import bound_files, make_bound
 from kvfleet_agent.backends.memory import Placement, make_file
-from kvfleet_agent.discovery import NumaNode
 from kvfleet_api.errors import InvalidInputError, KvFleetError, UnsupportedError
-from kvfleet_api.models.pool import CxlMode, CxlTier
+from kvfleet_api.tiers import CxlMode
 from kvfleet_api.units import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvfleet_agent.discovery import NumaNode
+    from kvfleet_api.models.pool import CxlTier
 
 _PAGE_BYTES = PAGE_BYTES["4Ki"]
 

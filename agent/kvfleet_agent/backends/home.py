@@ -1,11 +1,12 @@
 """Where a memory tier's extents can outlive the agent, or why they cannot."""
 
+from __future__ import annotations
+
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.backends.extents import ExtentStore, FleetingStore, Maker
 from kvfleet_agent.backends.hold import take_hold
@@ -13,8 +14,12 @@ from kvfleet_agent.backends.lasting import LastingStore, boot_id, held_bytes, re
 from kvfleet_agent.backends.memory import give_name
 from kvfleet_agent.backends.mounts import Mount, huge_mount, is_memory
 from kvfleet_api.errors import BackendFailedError, InvalidInputError, TierFullError
-from kvfleet_api.models.pool import Persistence
 from kvfleet_api.units import KIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvfleet_api.tiers import Persistence
 
 _PLACE_FILE: Final = "memory-place"
 """Beside the ledgers: the directory with the bytes, for whoever finds the ledgers when the tier is gone."""

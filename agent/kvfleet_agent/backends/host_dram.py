@@ -3,18 +3,24 @@
 They are files of a tmpfs or hugetlbfs where blocks are to outlive the agent, and memfds where they are not.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
 from functools import partial
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvfleet_agent.backends.arena import ALIGNMENT_BYTES, Arena
 from kvfleet_agent.backends.base import Capabilities
-from kvfleet_agent.backends.extents import Maker
 from kvfleet_agent.backends.home import NO_HOME, Home, choose_store, find_home
 from kvfleet_agent.backends.memory import MappedExtent, Placement, make_file, make_huge_file, make_memfd
 from kvfleet_agent.backends.pages import PageChoice, choose_pages, free_pages
-from kvfleet_api.models.pool import HostDramTier
 from kvfleet_api.units import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from kvfleet_agent.backends.extents import Maker
+    from kvfleet_api.models.pool import HostDramTier
 
 
 def make_bound(size_bytes: int, page_bytes: int, placement: Placement) -> MappedExtent:

@@ -5,25 +5,30 @@ The stamp in the name keeps a late delete of an old copy from hitting a new one.
 else writes or deletes there.
 """
 
+from __future__ import annotations
+
 import asyncio
 import hashlib
 import json
 import secrets
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvfleet_agent.backends.base import Capabilities, Record, SlotRef
 from kvfleet_agent.backends.claim import STAMPS_PER_RUN, STORE_FILE
 from kvfleet_agent.backends.header import HEADER_BYTES, VERSION
-from kvfleet_agent.backends.objects import ObjectClient
 from kvfleet_agent.backends.record_bytes import form_of
 from kvfleet_agent.backends.sealed_record import SEALED_VERSION, SealedForm, Unread
-from kvfleet_agent.backends.sealing import DataKeys
 from kvfleet_agent.backends.shelves import Shelves
 from kvfleet_agent.backends.waiting import here_or_in_thread
-from kvfleet_api.blocks import BlockKey, ScopeId
 from kvfleet_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from kvfleet_agent.backends.objects import ObjectClient
+    from kvfleet_agent.backends.sealing import DataKeys
+    from kvfleet_api.blocks import BlockKey, ScopeId
 
 _HEADERS_AT_A_TIME: Final = 32
 """Header reads under way while recovering; object stores answer in tens of milliseconds."""

@@ -1,23 +1,27 @@
 """From a tier of a KVPoolNode to the backend that holds its bytes. A new backend is one more line in `_MAKERS`."""
 
+from __future__ import annotations
+
 import importlib.util
 import resource
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from kvfleet_agent.backends.base import TierBackend
 from kvfleet_agent.backends.cxl import open_cxl
 from kvfleet_agent.backends.home import NO_HOME, Home
 from kvfleet_agent.backends.host_dram import open_host_dram
 from kvfleet_agent.backends.remote_flash import open_nvme, open_remote_flash
-from kvfleet_agent.backends.sealing import DataKeys
 from kvfleet_agent.backends.waiting import in_thread
-from kvfleet_agent.discovery import NodeFacts
 from kvfleet_api.errors import InvalidInputError, UnsupportedError
-from kvfleet_api.models.poolnode import NodeTier
 from kvfleet_api.tiers import TierType
+
+if TYPE_CHECKING:
+    from kvfleet_agent.backends.base import TierBackend
+    from kvfleet_agent.backends.sealing import DataKeys
+    from kvfleet_agent.discovery import NodeFacts
+    from kvfleet_api.models.poolnode import NodeTier
 
 Settings = TypeVar("Settings")
 
@@ -123,7 +127,7 @@ async def _hbm(tier: NodeTier, place: Place) -> TierBackend:
 
 _AT_REST: Final = frozenset({TierType.NVME, TierType.REMOTE_FLASH, TierType.OBJECT})
 
-_Maker = Callable[[NodeTier, Place], Awaitable[TierBackend]]
+_Maker = Callable[["NodeTier", Place], Awaitable["TierBackend"]]
 
 _MAKERS: Final[dict[TierType, _Maker]] = {
     TierType.HBM: _hbm,

@@ -4,14 +4,19 @@ Each agent writes and reads its own records only. Several nodes reading one copy
 not built: until then the same block may lie there once for each node that demoted it.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvfleet_agent.backends.claim import claim_pool
 from kvfleet_agent.backends.io_choice import open_volume
 from kvfleet_agent.backends.nvme import RecordStore, open_store
-from kvfleet_agent.backends.sealing import DataKeys
 from kvfleet_api.errors import InvalidInputError
-from kvfleet_api.models.pool import NvmeTier, RemoteFlashTier
+
+if TYPE_CHECKING:
+    from kvfleet_agent.backends.sealing import DataKeys
+    from kvfleet_api.models.pool import NvmeTier, RemoteFlashTier
 
 
 async def open_nvme(
@@ -55,5 +60,7 @@ async def open_remote_flash(
     tier: RemoteFlashTier, pool: str, node: str, capacity_bytes: int, *, keys: DataKeys | None = None
 ) -> RecordStore:
     """Record store on a shared mount; network file systems are not asked for io_uring."""
+    from kvfleet_api.models.pool import NvmeTier  # Backends alone need none of the API's models.
+
     local = NvmeTier(path=tier.path, io="Posix")
     return await open_nvme(local, pool, node, capacity_bytes, medium="shared", keys=keys)

@@ -9,7 +9,8 @@ from kvfleet_api import names
 from kvfleet_api.blocks import ScopeId
 from kvfleet_api.models.pool import KVPool
 from kvfleet_api.models.poolnode import KVPoolNode
-from kvfleet_api.models.trust import KEY_VERSION, KVPrefixShare, KVTenant, KVTrustDomain
+from kvfleet_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
+from kvfleet_api.trust import KEY_VERSION
 from kvfleet_api.wrapping import DATA_SUFFIX, data_entry
 from kvfleet_kube.answers import Json
 

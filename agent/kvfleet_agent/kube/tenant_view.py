@@ -6,8 +6,8 @@ from kvfleet_agent.kube.trust_view import TrustStores, TrustView
 from kvfleet_agent.policy.quota import Bound, OverQuota, Rules
 from kvfleet_agent.policy.retention import Retention
 from kvfleet_api.blocks import ScopeId
-from kvfleet_api.models.trust import KEY_VERSION, KVTenant
-from kvfleet_api.trust import ScopeKind, domain_key_version
+from kvfleet_api.models.trust import KVTenant
+from kvfleet_api.trust import KEY_VERSION, ScopeKind, domain_key_version
 
 
 class TenantView:

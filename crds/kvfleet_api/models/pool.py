@@ -1,13 +1,12 @@
 """KVPool: what an administrator declares about one model's KV cache on a set of nodes."""
 
-from enum import StrEnum
 from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
 from kvfleet_api.conditions import Conditions
 from kvfleet_api.models.base import ApiModel, Count, LabelValue, Name, ObjectMeta, ObjectName, Quantity, Text
-from kvfleet_api.tiers import TierType
+from kvfleet_api.tiers import CxlMode, Persistence, TierType
 
 BLOCK_TOKENS: Final = 16
 HIGH_WATERMARK_PERCENT: Final = 92
@@ -16,9 +15,6 @@ PAGE_SIZE: Final = "2Mi"
 
 Path = Annotated[str, Field(min_length=2, max_length=1024, pattern=r"^/.*$")]
 """Absolute path on the node."""
-
-Persistence = Literal["Auto", "AgentRestart", "None"]
-"""What memory outlives: never a reboot, an agent's restart where that was asked for or is possible anyway."""
 
 _PERSISTENCE: Final = (
     "Auto: blocks outlive a restart of the agent where it has a memory file system; AgentRestart: the same, and the "
@@ -49,14 +45,6 @@ class HostDramTier(ApiModel):
     page_size: Literal["4Ki", "2Mi", "1Gi"] = Field(PAGE_SIZE, description="Page size; falls back with a condition.")
     numa: Literal["Spread", "Local"] = Field("Spread", description="Over all NUMA nodes, or on the first.")
     persistence: Persistence = Field("Auto", description=_PERSISTENCE)
-
-
-class CxlMode(StrEnum):
-    """How CXL memory is reached."""
-
-    NUMA_NODE = "NumaNode"
-    DEV_DAX = "DevDax"
-    EMULATED = "Emulated"
 
 
 class CxlEmulation(ApiModel):

@@ -1,6 +1,6 @@
 """KVTenant, KVTrustDomain and KVPrefixShare: who may use and share what."""
 
-from typing import Final, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -18,9 +18,7 @@ from kvfleet_api.models.base import (
     Timestamp,
     unique_by,
 )
-
-KEY_VERSION: Final = 1
-"""First version of a domain's key."""
+from kvfleet_api.trust import KEY_VERSION
 
 
 class LabelSelector(ApiModel):

@@ -2,8 +2,8 @@
 
 from typing import Final
 
-from kvfleet_api.models.trust import KEY_VERSION
 from kvfleet_api.rules.rule import AnyRule, Json, Rule, Transition, size_bytes, unique
+from kvfleet_api.trust import KEY_VERSION
 
 
 def _is_guarantee_within(quota: Json) -> bool:

@@ -1,0 +1,45 @@
+"""Backends and codecs import where little is installed: a machine with an accelerator and no network, for instance."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.unit
+
+LEAN = {"numpy", "msgspec", "xxhash", "torch"}
+OWN = {
+    "kvfleet_agent.backends.objects": {"obstore"},
+    "kvfleet_agent.backends.cipher": {"cryptography"},
+    "kvfleet_agent.backends.hbm": {"typing_extensions"},
+    "kvfleet_agent.backends.torch_devices": {"typing_extensions"},
+}
+"""Modules that are nothing but the use of one more library; `typing_extensions` is torch's own."""
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top in sys.stdlib_module_names or top.startswith("kvfleet") or top in allowed:
+            return None
+        raise ImportError(f"{name} is not installed here")
+
+own, allowed, names = OWN, set(LEAN), []
+sys.meta_path.insert(0, Absent())
+for package in ("kvfleet_agent.backends", "kvfleet_agent.codec"):
+    path = importlib.import_module(package).__path__
+    names += [module.name for module in pkgutil.iter_modules(path, package + ".")]
+for name in sorted(names, key=own.__contains__):
+    allowed = set(LEAN) | own.get(name, set())
+    importlib.import_module(name)
+print(len(names))
+"""
+
+
+def test_backends_and_codecs_import_with_torch_numpy_msgspec_and_xxhash_alone() -> None:
+    script = IMPORT_ALL.replace("OWN", repr(OWN), 1).replace("LEAN", repr(LEAN))
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) > len(OWN)
