@@ -21,7 +21,8 @@ import zstandard
 import kvfleet_native
 from bench import common
 from bench.common import Result, Sample, publish, rate_ratio, table
-from kvfleet_agent.codec.lossless import LosslessCodec
+from kvfleet_agent.codec.base import Shape, room_bytes
+from kvfleet_agent.codec.packed import PackedCodec
 from kvfleet_api import __version__
 from kvfleet_api.units import MIB
 from kvfleet_native.packing import Kind, Packing
@@ -62,23 +63,26 @@ class Room:
 
 
 class Lossless:
-    """The agent's exact codec."""
+    """What mode Lossless stores."""
 
     def __init__(self, room: Room) -> None:
-        self._room, self._codec = room, LosslessCodec()
-        self._stored = [b""] * len(room.raw)
+        self._room, self._codec = room, PackedCodec()
+        self._stored = np.ones((len(room.raw), room_bytes(BLOCK_BYTES)), np.uint8)
+        self._stored_bytes = [0] * len(room.raw)
 
     def encode(self, number: int) -> None:
         """As the mover does."""
-        self._stored[number] = self._codec.encode(self._room.raw[number].data, 2)
+        into = memoryview(self._stored[number])
+        self._stored_bytes[number] = self._codec.encode(self._room.raw[number].data, Shape(2), into).stored_bytes
 
     def decode(self, number: int) -> None:
         """As the mover does."""
-        self._codec.decode(memoryview(self._stored[number]), self._room.into[number].data)
+        stored = memoryview(self._stored[number])[: self._stored_bytes[number]]
+        self._codec.decode(stored, self._room.into[number].data)
 
     def stored_bytes(self) -> int:
         """Headers included."""
-        return sum(map(len, self._stored))
+        return sum(self._stored_bytes)
 
 
 class Packed:

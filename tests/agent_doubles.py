@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from kvfleet_agent.announcer import Announcer
 from kvfleet_agent.backends.base import Capabilities, Record, SlotRef
 from kvfleet_agent.backends.host_dram import open_host_dram
+from kvfleet_agent.codec.base import Encoded, Shape
 from kvfleet_agent.core import Core
 from kvfleet_agent.counters import Counters
 from kvfleet_agent.index import Index
@@ -123,8 +124,9 @@ class RawCodec:
     name = "raw"
     is_exact = True
 
-    def encode(self, raw: memoryview, element_bytes: int) -> bytes:
-        return bytes(raw)
+    def encode(self, raw: memoryview, shape: Shape, into: memoryview) -> Encoded:
+        into[: len(raw)] = raw
+        return Encoded(self.name, len(raw))
 
     def decode(self, stored: memoryview, into: memoryview) -> None:
         into[:] = stored
@@ -135,9 +137,12 @@ class HalvingCodec(RawCodec):
 
     name = "halving"
 
-    def encode(self, raw: memoryview, element_bytes: int) -> bytes:
+    def encode(self, raw: memoryview, shape: Shape, into: memoryview) -> Encoded:
         half = len(raw) // 2
-        return bytes(raw[:half]) if raw[:half] == raw[half:] else bytes(raw)
+        if raw[:half] != raw[half:]:
+            return super().encode(raw, shape, into)
+        into[:half] = raw[:half]
+        return Encoded(self.name, half)
 
     def decode(self, stored: memoryview, into: memoryview) -> None:
         into[: len(stored)] = stored

@@ -6,12 +6,14 @@ store access, and undone on the way up. Checksums are bound to the slot, so ever
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvfleet_agent.backends.base import KeyAwayError, Record, SlotRef
 from kvfleet_agent.backends.waiting import in_thread
 from kvfleet_agent.buffers import Buffers
+from kvfleet_agent.codec.base import Shape, room_bytes
 from kvfleet_agent.index import GONE, Entry, Residence
 from kvfleet_agent.traffic import Traffic
 from kvfleet_agent.want import Want
@@ -22,7 +24,9 @@ from kvfleet_native import copy
 from kvfleet_telemetry.tracing import span
 
 if TYPE_CHECKING:
-    from kvfleet_agent.codec.base import Codec
+    from collections.abc import AsyncIterator
+
+    from kvfleet_agent.codec.base import Codec, Decoder
     from kvfleet_agent.gate import Priority
     from kvfleet_agent.node import Node
     from kvfleet_agent.tiers import Tier
@@ -36,8 +40,8 @@ RAW: Final = "raw"
 class Codecs(Protocol):
     """The codecs that this build has."""
 
-    def named(self, name: str) -> Codec:
-        """Return the codec that wrote a record. Raises `UnsupportedError` for one that this build lacks."""
+    def named(self, name: str) -> Decoder:
+        """Return what reads the records of a codec. Raises `UnsupportedError` for one that this build lacks."""
 
     def for_mode(self, mode: str) -> Codec:
         """Return the codec of `spec.policy.compression.mode`."""
@@ -159,9 +163,8 @@ class Mover:
         raw_bytes = source.record.raw_bytes
         with self._buffers.lend(raw_bytes) as raw:
             await self._read_raw(source, raw)
-            codec, stored = await self._encoded(raw, target)
-            with memoryview(stored) as view:
-                made = await self._stored(entry, target, codec, raw_bytes, view)
+            async with self._encoded(raw, target) as (codec, stored):
+                made = await self._stored(entry, target, codec, raw_bytes, stored)
         target.raw_bytes_written += raw_bytes
         target.stored_bytes_written += made.record.stored_bytes
         return made
@@ -189,18 +192,28 @@ class Mover:
         if record.codec == RAW:
             await source.tier.backend.read(source.slot, record, into)
             return
-        with self._buffers.lend(record.stored_bytes) as stored:
+        most_bytes = max(
+            room_bytes(record.raw_bytes), record.stored_bytes
+        )  # One size of buffer, however much it shrank.
+        with self._buffers.lend(most_bytes) as room, room[: record.stored_bytes] as stored:
             await source.tier.backend.read(source.slot, record, stored)
             codec = self._codecs.named(record.codec)
             await in_thread(None, partial(codec.decode, stored, into))
 
-    async def _encoded(self, raw: memoryview, target: Tier) -> tuple[str, memoryview | bytes]:
+    @asynccontextmanager
+    async def _encoded(self, raw: memoryview, target: Tier) -> AsyncIterator[tuple[str, memoryview]]:
         """Apply the pool's codec for media below memory; what does not become shorter is stored raw."""
         codec = self._codecs.for_mode(self._node.spec.policy.compression.mode)
         if target.backend.capabilities.is_memory or codec.name == RAW:
-            return RAW, raw
-        stored = await in_thread(None, partial(codec.encode, raw, self._node.element_bytes))
-        return (codec.name, stored) if len(stored) < len(raw) else (RAW, raw)
+            yield RAW, raw
+            return
+        with self._buffers.lend(room_bytes(len(raw))) as room:
+            made = await in_thread(None, partial(codec.encode, raw, Shape(self._node.element_bytes), room))
+            if made.stored_bytes >= len(raw):
+                yield RAW, raw
+            else:
+                with room[: made.stored_bytes] as stored:
+                    yield made.codec, stored
 
     def _record(self, entry: Entry, codec: str, raw_bytes: int, stored_bytes: int, digest: bytes) -> Record:
         key = BlockKey(entry.scope, entry.digest)

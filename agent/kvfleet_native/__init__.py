@@ -11,8 +11,9 @@ level, _running = choose(os.environ.get("KVFLEET_NATIVE_LEVEL", ""))
 
 copy = _running.copy
 copy_digest = _running.copy_digest
-join = _running.join
+narrow = _running.narrow
 pack = _running.pack
-split = _running.split
 unpack = _running.unpack
+widen = _running.widen
+width_of = _running.width_of
 xxh3_128 = _running.xxh3_128

@@ -7,9 +7,12 @@
 
 #define LEVEL kernels_avx2
 #define LEVEL_NAME "avx2"
-#define TARGET __attribute__((target("avx2")))
+#define TARGET __attribute__((target("avx2,bmi,popcnt")))
 
-static int is_supported(void) { return __builtin_cpu_supports("avx2"); }
+static int is_supported(void)
+{
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt");
+}
 
 TARGET static inline void stream_line(uint8_t *into, const uint8_t *source)
 {
@@ -61,6 +64,27 @@ TARGET static inline __m256i scramble_half(__m256i sums, __m256i keys)
 TARGET static inline Lanes scramble(Lanes lanes, const uint8_t *secret)
 {
     return (Lanes){scramble_half(lanes.low, load_half(secret, 0)), scramble_half(lanes.high, load_half(secret, 1))};
+}
+
+TARGET static inline unsigned sum_of(const uint8_t *bytes)
+{
+    __m256i sums = _mm256_setzero_si256();
+    for (int i = 0; i < 256; i += 32)
+        sums = _mm256_add_epi64(sums, _mm256_sad_epu8(load_half(bytes, i / 32), _mm256_setzero_si256()));
+    __m128i both = _mm_add_epi64(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+    return (unsigned)(_mm_cvtsi128_si32(both) + _mm_extract_epi32(both, 2));
+}
+
+TARGET static inline uint32_t far_below_half(__m256i bytes, uint8_t base, uint8_t range)
+{
+    __m256i below = _mm256_sub_epi8(_mm256_set1_epi8((char)base), bytes);
+    return (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(below, _mm256_set1_epi8((char)range)), below));
+}
+
+TARGET static inline uint64_t far_below(const uint8_t *bytes, uint8_t base, uint8_t range)
+{
+    return (uint64_t)far_below_half(load_half(bytes, 1), base, range) << 32 |
+           far_below_half(load_half(bytes, 0), base, range);
 }
 
 #include "body.h"

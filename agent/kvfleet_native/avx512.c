@@ -12,12 +12,13 @@
 #else
 #define WIDE ",prefer-vector-width=512"
 #endif
-#define TARGET __attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl" WIDE)))
+#define TARGET __attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl,bmi,popcnt" WIDE)))
 
 static int is_supported(void)
 {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt");
 }
 
 TARGET static inline void stream_line(uint8_t *into, const uint8_t *source)
@@ -48,6 +49,20 @@ TARGET static inline Lanes scramble(Lanes lanes, const uint8_t *secret)
     mixed = _mm512_xor_si512(mixed, _mm512_loadu_si512(secret));
     __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(mixed, 32), prime);
     return _mm512_add_epi64(_mm512_mul_epu32(mixed, prime), _mm512_slli_epi64(high, 32));
+}
+
+TARGET static inline unsigned sum_of(const uint8_t *bytes)
+{
+    __m512i sums = _mm512_setzero_si512();
+    for (int i = 0; i < 256; i += 64)
+        sums = _mm512_add_epi64(sums, _mm512_sad_epu8(_mm512_loadu_si512(bytes + i), _mm512_setzero_si512()));
+    return (unsigned)_mm512_reduce_add_epi64(sums);
+}
+
+TARGET static inline uint64_t far_below(const uint8_t *bytes, uint8_t base, uint8_t range)
+{
+    __m512i below = _mm512_sub_epi8(_mm512_set1_epi8((char)base), _mm512_loadu_si512(bytes));
+    return _mm512_cmpge_epu8_mask(below, _mm512_set1_epi8((char)range));
 }
 
 #include "body.h"

@@ -1,6 +1,7 @@
 /* Every kernel, once; a file for each instruction set includes it after defining
    LEVEL (the name of its table), LEVEL_NAME, TARGET (a function attribute), is_supported(), stream_line(), stream_end(),
-   and for the hash Lanes (eight sums of 64 bits) with load_lanes(), store_lanes(), accumulate() and scramble(). */
+   for the hash Lanes (eight sums of 64 bits) with load_lanes(), store_lanes(), accumulate() and scramble(), and for top
+   bytes sum_of() (256 of them) and far_below() (a bit for each of 64 that is not of the `range` values ending at `base`). */
 #include <string.h>
 
 #include "hash.h"
@@ -92,7 +93,7 @@ TARGET static void copy_digest(uint8_t *into, const uint8_t *source, size_t size
 }
 
 #include "body_packing.h"
-#include "body_planes.h"
+#include "body_tops.h"
 
 const Kernels LEVEL = {
     .name = LEVEL_NAME,
@@ -100,8 +101,9 @@ const Kernels LEVEL = {
     .copy = copy,
     .digest = digest,
     .copy_digest = copy_digest,
-    .split = split,
-    .join = join,
+    .width_of = width_of,
+    .narrow = narrow,
+    .widen = widen,
     .pack = pack,
     .unpack = unpack,
 };

@@ -35,14 +35,25 @@ class Kernels(Protocol):
         Raises `ValueError` when sizes differ, or when the two overlap.
         """
 
-    def split(self, top: Buffer, rest: Buffer, source: Buffer, /) -> None:
-        """Rotate elements of 2 or 4 bytes left by one bit; fill `top` with their top bytes, `rest` with all others.
+    def width_of(self, source: Buffer, element_bytes: int, /) -> int:
+        """Return the bits of a code, 3 to 7, with which `narrow` makes such elements (1, 2 or 4 B) shortest.
 
-        The sizes tell which. Raises `ValueError` for sizes that are not of one block.
+        Looks at a few strips. Raises `ValueError` for other elements.
         """
 
-    def join(self, into: Buffer, top: Buffer, rest: Buffer, /) -> None:
-        """Undo `split`. Raises `ValueError` for sizes that are not of one block."""
+    def narrow(self, into: Buffer, source: Buffer, element_bytes: int, width: int, /) -> int:
+        """Fill `into` with `source`, top bytes of elements in `width` bits each (`tops.py`); return how much it took.
+
+        Bytes behind the last 256 elements stay as they are. Raises `ValueError` for elements or codes that there are
+        none of, and where there is less room than `tops.narrowed_bytes_max`.
+        """
+
+    def widen(self, into: Buffer, stored: Buffer, element_bytes: int, width: int, /) -> bool:
+        """Undo `narrow` into exactly the size that it took from.
+
+        False where the stored bytes are none of such a block; what was filled means nothing then. Raises `ValueError`
+        for elements or codes that there are none of.
+        """
 
     def pack(self, codes: Buffer, scales: Buffer, source: Buffer, packing: Packing, /) -> bool:
         """Fill `codes` and `scales` from the bf16 of `source`.

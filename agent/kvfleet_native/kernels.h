@@ -16,6 +16,8 @@
 #endif
 
 enum { FP8, INT8, INT4 }; /* In the order of packing.py. */
+#define STRIP_BYTES 256 /* Top bytes that share a base; a position in a strip is one byte. */
+enum { WIDTH_LEAST = 3, WIDTH_MOST = 7 }; /* Bits of a top byte's code. */
 
 /* Elements by rows, of one token each, and how they share scales. */
 typedef struct {
@@ -33,9 +35,12 @@ typedef struct {
     void (*copy_digest)(uint8_t *into, const uint8_t *source, size_t size, uint64_t seed, int is_streamed,
                         uint8_t *digest);
     /* Both in one pass: each byte is read once, and what was read is what is written and hashed. */
-    void (*split)(uint8_t *top, uint8_t *rest, const uint8_t *source, size_t count, int element_bytes);
-    void (*join)(uint8_t *into, const uint8_t *top, const uint8_t *rest, size_t count, int element_bytes);
-    /* Elements of 2 or 4 bytes, rotated left by one bit: their top bytes, and all others. */
+    int (*width_of)(const uint8_t *source, size_t size, int element_bytes);
+    /* Bits of a code that make a block of elements of 1, 2 or 4 bytes short. */
+    size_t (*narrow)(uint8_t *into, const uint8_t *source, size_t size, int element_bytes, int width);
+    /* Fills at most `size` bytes and two for each strip; returns how many. */
+    int (*widen)(uint8_t *into, size_t size, const uint8_t *stored, size_t stored_bytes, int element_bytes, int width);
+    /* Any stored bytes: 0 where they are none of `narrow`; what was filled means nothing then. */
     int (*pack)(const Grid *grid, uint8_t *codes, uint16_t *scales, const uint16_t *x);
     void (*unpack)(const Grid *grid, uint16_t *x, const uint8_t *codes, const uint16_t *scales);
     /* bf16 to codes and scales; 0 where a value is not finite, or too large to come back. */

@@ -170,49 +170,69 @@ static PyObject *copy_digest(PyObject *Py_UNUSED(module), PyObject *args)
     return made;
 }
 
-/* 2 or 4 when the sizes are those of one block and its planes, else 0 with an error set. */
-static int element_bytes_of(const Py_buffer *whole, const Py_buffer *top, const Py_buffer *rest)
+/* Whether there are such elements and codes; sets an error if not. */
+static int have_form(int element_bytes, int width)
 {
-    for (int bytes = 2; bytes <= 4; bytes += 2)
-        if (whole->len == bytes * top->len && whole->len == top->len + rest->len)
-            return bytes;
-    PyErr_Format(PyExc_ValueError, "planes of %zd B and %zd B of %zd B: elements have 2 or 4 B", top->len, rest->len,
-                 whole->len);
+    if ((element_bytes == 1 || element_bytes == 2 || element_bytes == 4) && width >= WIDTH_LEAST && width <= WIDTH_MOST)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "elements of %d B, codes of %d bits: must be 1, 2 or 4 B, and %d to %d bits",
+                 element_bytes, width, WIDTH_LEAST, WIDTH_MOST);
     return 0;
 }
 
-static PyObject *split(PyObject *Py_UNUSED(module), PyObject *args)
+static PyObject *width_of(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    Py_buffer top, rest, source;
-    if (!PyArg_ParseTuple(args, "w*w*y*", &top, &rest, &source))
+    Py_buffer source;
+    int element_bytes;
+    if (!PyArg_ParseTuple(args, "y*i", &source, &element_bytes))
         return NULL;
-    int element_bytes = element_bytes_of(&source, &top, &rest);
-    if (element_bytes) {
-        Py_BEGIN_ALLOW_THREADS
-        chosen->split(top.buf, rest.buf, source.buf, (size_t)top.len, element_bytes);
-        Py_END_ALLOW_THREADS
-    }
-    PyBuffer_Release(&top);
-    PyBuffer_Release(&rest);
+    int width = have_form(element_bytes, WIDTH_LEAST)
+                    ? chosen->width_of(source.buf, (size_t)source.len, element_bytes) : 0;
     PyBuffer_Release(&source);
-    return element_bytes ? Py_NewRef(Py_None) : NULL;
+    return width ? PyLong_FromLong(width) : NULL;
 }
 
-static PyObject *join(PyObject *Py_UNUSED(module), PyObject *args)
+static int have_room(const Py_buffer *into, const Py_buffer *source, int element_bytes)
 {
-    Py_buffer into, top, rest;
-    if (!PyArg_ParseTuple(args, "w*y*y*", &into, &top, &rest))
+    size_t need = (size_t)source->len + 2 * ((size_t)source->len / ((size_t)element_bytes * STRIP_BYTES));
+    if ((size_t)into->len < need)
+        PyErr_Format(PyExc_ValueError, "room for %zd B, %zd B may be needed", into->len, (Py_ssize_t)need);
+    return (size_t)into->len >= need;
+}
+
+static PyObject *narrow(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer into, source;
+    int element_bytes, width;
+    size_t filled = 0;
+    if (!PyArg_ParseTuple(args, "w*y*ii", &into, &source, &element_bytes, &width))
         return NULL;
-    int element_bytes = element_bytes_of(&into, &top, &rest);
-    if (element_bytes) {
+    int is_sound = have_form(element_bytes, width) && have_room(&into, &source, element_bytes);
+    if (is_sound) {
         Py_BEGIN_ALLOW_THREADS
-        chosen->join(into.buf, top.buf, rest.buf, (size_t)top.len, element_bytes);
+        filled = chosen->narrow(into.buf, source.buf, (size_t)source.len, element_bytes, width);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&into);
-    PyBuffer_Release(&top);
-    PyBuffer_Release(&rest);
-    return element_bytes ? Py_NewRef(Py_None) : NULL;
+    PyBuffer_Release(&source);
+    return is_sound ? PyLong_FromSize_t(filled) : NULL;
+}
+
+static PyObject *widen(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer into, stored;
+    int element_bytes, width, is_whole = 0;
+    if (!PyArg_ParseTuple(args, "w*y*ii", &into, &stored, &element_bytes, &width))
+        return NULL;
+    int is_sound = have_form(element_bytes, width);
+    if (is_sound) {
+        Py_BEGIN_ALLOW_THREADS
+        is_whole = chosen->widen(into.buf, (size_t)into.len, stored.buf, (size_t)stored.len, element_bytes, width);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&into);
+    PyBuffer_Release(&stored);
+    return is_sound ? PyBool_FromLong(is_whole) : NULL;
 }
 
 /* Whether a grid is sound, and the sizes are those of its elements, codes and scales; sets an error if not. */
@@ -293,8 +313,9 @@ static PyMethodDef functions[] = {
     {"copy", copy, METH_VARARGS, NULL},
     {"xxh3_128", xxh3_128, METH_VARARGS, NULL},
     {"copy_digest", copy_digest, METH_VARARGS, NULL},
-    {"split", split, METH_VARARGS, NULL},
-    {"join", join, METH_VARARGS, NULL},
+    {"width_of", width_of, METH_VARARGS, NULL},
+    {"narrow", narrow, METH_VARARGS, NULL},
+    {"widen", widen, METH_VARARGS, NULL},
     {"pack", pack, METH_VARARGS, NULL},
     {"unpack", unpack, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

@@ -24,10 +24,54 @@ static inline void stream_line(uint8_t *into, const uint8_t *source)
 }
 
 static inline void stream_end(void) { _mm_sfence(); }
+
+static inline __m128i load_quarter(const uint8_t *bytes) { return _mm_loadu_si128((const __m128i *)bytes); }
+
+static inline unsigned sum_of(const uint8_t *bytes)
+{
+    __m128i sums = _mm_setzero_si128();
+    for (int i = 0; i < 256; i += 16)
+        sums = _mm_add_epi64(sums, _mm_sad_epu8(load_quarter(bytes + i), _mm_setzero_si128()));
+    return (unsigned)(_mm_cvtsi128_si32(sums) + _mm_cvtsi128_si32(_mm_srli_si128(sums, 8)));
+}
+
+static inline uint64_t far_below(const uint8_t *bytes, uint8_t base, uint8_t range)
+{
+    __m128i bases = _mm_set1_epi8((char)base), ranges = _mm_set1_epi8((char)range);
+    uint64_t found = 0;
+    for (int i = 0; i < 64; i += 16) {
+        __m128i below = _mm_sub_epi8(bases, load_quarter(bytes + i));
+        __m128i is_far = _mm_cmpeq_epi8(_mm_max_epu8(below, ranges), below);
+        found |= (uint64_t)(uint32_t)_mm_movemask_epi8(is_far) << i;
+    }
+    return found;
+}
 #else
 static inline void stream_line(uint8_t *into, const uint8_t *source) { memcpy(into, source, 64); }
 
 static inline void stream_end(void) {}
+
+static inline unsigned sum_of(const uint8_t *bytes)
+{
+    unsigned sum = 0;
+    for (int i = 0; i < 256; i++)
+        sum += bytes[i];
+    return sum;
+}
+
+/* Eight flags of one byte each, 0 or 1, become the top byte of their product. */
+static inline uint64_t far_below(const uint8_t *bytes, uint8_t base, uint8_t range)
+{
+    uint8_t flags[64];
+    uint64_t found = 0, eight;
+    for (int i = 0; i < 64; i++)
+        flags[i] = (uint8_t)(base - bytes[i]) >= range;
+    for (int i = 0; i < 64; i += 8) {
+        memcpy(&eight, flags + i, sizeof eight);
+        found |= eight * 0x0102040810204080u >> 56 << i;
+    }
+    return found;
+}
 #endif
 
 typedef struct {

@@ -1,10 +1,31 @@
 """The contract of all codecs. Pure."""
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 
-class Codec(Protocol):
-    """Turns a block's bytes into stored bytes and back. Calls release the GIL where they can and hold no state."""
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a codec may know of a block beside its bytes."""
+
+    element_bytes: int
+
+
+class Encoded(NamedTuple):
+    """What became of a block."""
+
+    codec: str
+    """Name for the record."""
+    stored_bytes: int
+
+
+def room_bytes(raw_bytes: int) -> int:
+    """Room in which every codec stores any block: it may add two bytes for 256 elements, and a header."""
+    return raw_bytes + raw_bytes // 128 + 64
+
+
+class Decoder(Protocol):
+    """Reads one stored form. Formats are for ever: there are decoders whose form nobody writes any more."""
 
     @property
     def name(self) -> str:
@@ -12,10 +33,24 @@ class Codec(Protocol):
 
     @property
     def is_exact(self) -> bool:
-        """True when `decode(encode(x)) == x` bit for bit."""
-
-    def encode(self, raw: memoryview, element_bytes: int) -> bytes:
-        """Stored form of `raw`, whose elements have `element_bytes` bytes; never longer than raw plus 64 B."""
+        """True when a block comes back bit for bit."""
 
     def decode(self, stored: memoryview, into: memoryview) -> None:
-        """Fill `into`, of exactly the raw size. Raises `BlockCorruptError` on stored bytes that do not fit."""
+        """Fill `into`, of exactly the raw size. Releases the GIL where it can; any number of threads at once.
+
+        Raises `BlockCorruptError` on stored bytes that do not fit; whatever they are, nothing else happens.
+        """
+
+
+class Codec(Protocol):
+    """Turns a block's bytes into stored bytes. Releases the GIL where it can; any number of threads at once."""
+
+    @property
+    def name(self) -> str:
+        """What the pool's blocks are usually stored as."""
+
+    def encode(self, raw: memoryview, shape: Shape, into: memoryview) -> Encoded:
+        """Fill `into`, which has `room_bytes` of the raw size, from its start.
+
+        Noise may become longer than it was; the caller stores the block as it is then.
+        """

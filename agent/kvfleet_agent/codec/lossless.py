@@ -1,7 +1,8 @@
-"""Exact codec for floating-point KV: entropy-coded exponents, everything else as it is.
+"""Reads the exact form that agents wrote up to 0.1: entropy-coded exponents, everything else as it is.
 
-Stored form, all little-endian: `version u8 | element bytes u8 | zero u16 | coded bytes u32 | raw bytes u64`, then
-the coded top plane (a zstd frame), then the rest plane. Element bytes 0 with coded bytes 0: the raw bytes follow.
+`packed` took its place (docs/decisions.md, 2026-11-22). Stored form, all little-endian: `version u8 |
+element bytes u8 | zero u16 | coded bytes u32 | raw bytes u64`, then the coded top plane (a zstd frame), then the rest
+plane. Element bytes 0 with coded bytes 0: the raw bytes follow.
 """
 
 import struct
@@ -11,7 +12,7 @@ from typing import Final
 import numpy as np
 import zstandard
 
-from kvfleet_agent.codec.planes import Bytes, can_split, join, split
+from kvfleet_agent.codec.planes import Bytes, can_split, join
 from kvfleet_api.errors import BlockCorruptError
 
 NAME: Final = "lossless"
@@ -20,31 +21,14 @@ _HEADER: Final = struct.Struct("<BBHIQ")
 _VERSION: Final = 1
 _AS_IT_IS: Final = 0
 
-# Exponents are nearly independent draws: match search finds nothing and only costs time. With the smallest tables
-# and long matches zstd is a Huffman coder of 1.1 GB/s here, against 0.4 at level 1, and 3 % shorter.
-_PARAMETERS: Final = zstandard.ZstdCompressionParameters(
-    window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7, target_length=0, strategy=1
-)
-
 _local = threading.local()
 
 
 class LosslessCodec:
-    """Exponent packing for bf16, fp16 and fp32; plain entropy coding for one-byte elements. A `Codec`."""
+    """Planes of bf16, fp16 and fp32; plain entropy coding for one-byte elements. A `Decoder`."""
 
     name = NAME
     is_exact = True
-
-    def encode(self, raw: memoryview, element_bytes: int) -> bytes:
-        """Stored form, at most 16 B longer than `raw`."""
-        flat = np.frombuffer(raw, dtype=np.uint8)
-        is_split = can_split(element_bytes) and flat.size % element_bytes == 0
-        top, rest = split(flat, element_bytes) if is_split else (flat, flat[:0])
-        coded = _compressor().compress(top.data)
-        if len(coded) >= top.size:
-            return b"".join((_HEADER.pack(_VERSION, _AS_IT_IS, 0, 0, flat.size), raw))
-        header = _HEADER.pack(_VERSION, element_bytes if is_split else 1, 0, len(coded), flat.size)
-        return b"".join((header, coded, rest.data))
 
     def decode(self, stored: memoryview, into: memoryview) -> None:
         """Fill `into`, of exactly the raw size. Raises `BlockCorruptError` on stored bytes that do not fit."""
@@ -91,15 +75,8 @@ def _expanded(coded: Bytes, size_bytes: int) -> Bytes:
     return plane
 
 
-def _compressor() -> zstandard.ZstdCompressor:
-    """One for each thread: the objects hold working memory and are not for two threads at a time."""
-    if not hasattr(_local, "compressor"):
-        _local.compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
-    found: zstandard.ZstdCompressor = _local.compressor
-    return found
-
-
 def _decompressor() -> zstandard.ZstdDecompressor:
+    """One for each thread: the objects hold working memory and are not for two threads at a time."""
     if not hasattr(_local, "decompressor"):
         _local.decompressor = zstandard.ZstdDecompressor()
     found: zstandard.ZstdDecompressor = _local.decompressor

@@ -2,23 +2,27 @@
 
 from typing import Final
 
+from kvfleet_agent.codec.base import Encoded, Shape
 from kvfleet_api.errors import BlockCorruptError
+from kvfleet_native import copy
 
 NAME: Final = "raw"
 
 
 class RawCodec:
-    """Identity. A `Codec`."""
+    """Identity. A `Codec` and its `Decoder`."""
 
     name = NAME
     is_exact = True
 
-    def encode(self, raw: memoryview, element_bytes: int) -> bytes:  # noqa: ARG002 - the contract's signature.
+    def encode(self, raw: memoryview, shape: Shape, into: memoryview) -> Encoded:  # noqa: ARG002 - the contract's.
         """Copy `raw`."""
-        return bytes(raw)
+        with into[: len(raw)] as filled:
+            copy(filled, raw)
+        return Encoded(NAME, len(raw))
 
     def decode(self, stored: memoryview, into: memoryview) -> None:
         """Copy back. Raises `BlockCorruptError` when the sizes differ."""
         if len(stored) != len(into):
             raise BlockCorruptError(f"raw block of {len(stored)} B, {len(into)} B wanted")
-        into[:] = stored
+        copy(into, stored)
