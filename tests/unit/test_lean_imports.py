@@ -10,7 +10,8 @@ pytestmark = pytest.mark.unit
 LEAN = {"numpy", "msgspec", "xxhash", "torch"}
 OWN = {
     "kvfleet_agent.backends.objects": {"obstore"},
-    "kvfleet_agent.backends.cipher": {"cryptography"},
+    "kvfleet_agent.backends.cipher": {"cryptography", "_cffi_backend"},
+    "kvfleet_agent.codec.lossless": {"zstandard"},
     "kvfleet_agent.backends.hbm": {"typing_extensions"},
     "kvfleet_agent.backends.torch_devices": {"typing_extensions"},
 }
