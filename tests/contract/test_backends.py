@@ -375,8 +375,8 @@ class TestHbmDouble(BackendContract):
     async def backend(self) -> AsyncIterator[TierBackend]:
         torch = pytest.importorskip("torch")
         assert torch
-        from kvfleet_agent.backends.hbm import HbmTier
+        from kvfleet_agent.backends.hbm import open_hbm
 
-        backend = HbmTier("cpu", CAPACITY_BYTES)
+        backend = open_hbm("cpu", CAPACITY_BYTES)
         yield backend
         await backend.close()

@@ -8,10 +8,11 @@ from backend_contract import CAPACITY_BYTES, content, get, put_until_refused
 from kvfleet_agent.backends.arena import Arena
 from kvfleet_agent.backends.base import Capabilities
 from kvfleet_agent.backends.cxl import open_cxl
+from kvfleet_agent.backends.devdax import open_devdax
 from kvfleet_agent.backends.extents import FleetingStore
 from kvfleet_agent.backends.host_dram import make_bound
 from kvfleet_agent.backends.memory import MappedExtent, Placement, make_memfd
-from kvfleet_agent.discovery import NumaNode
+from kvfleet_agent.discovery import DaxDevice, NumaNode
 from kvfleet_api.errors import BackendFailedError, InvalidInputError, KvFleetError, TierFullError, UnsupportedError
 from kvfleet_api.models.pool import CxlEmulation, CxlTier
 from kvfleet_api.tiers import CxlMode
@@ -62,8 +63,8 @@ def test_cxl_that_is_not_there_says_what_to_do() -> None:
     numa = CxlTier(mode=CxlMode.NUMA_NODE)
     with pytest.raises(UnsupportedError, match="online the CXL region as system-ram"):
         open_cxl(numa, CAPACITY_BYTES, ())
-    with pytest.raises(UnsupportedError, match="reconfigure-device"):
-        open_cxl(CxlTier(mode=CxlMode.DEV_DAX), CAPACITY_BYTES, ())
+    with pytest.raises(UnsupportedError, match="reconfigure-device --mode=devdax"):
+        open_devdax(CAPACITY_BYTES, [DaxDevice("dax0.0", 1 << 30, 0, "kmem")])
     with pytest.raises(InvalidInputError, match=rf"{CAPACITY_BYTES} B asked for, nodes \(0,\) have 4096 B"):
         open_cxl(numa, CAPACITY_BYTES, (NumaNode(0, (), 4096),))
     with pytest.raises(InvalidInputError, match=r"cxl.emulated.path /proc/none"):

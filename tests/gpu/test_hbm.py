@@ -18,8 +18,8 @@ pytestmark = [
 class TestHbmCuda(BackendContract):
     @pytest.fixture
     async def backend(self) -> AsyncIterator[TierBackend]:
-        from kvfleet_agent.backends.hbm import HbmTier
+        from kvfleet_agent.backends.hbm import open_hbm
 
-        backend = HbmTier("cuda", CAPACITY_BYTES)
+        backend = open_hbm("cuda", CAPACITY_BYTES)
         yield backend
         await backend.close()

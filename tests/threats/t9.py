@@ -137,16 +137,18 @@ async def _search_lasting(search: Search, slots: int) -> None:
 
 async def _search_hbm(search: Search, slots: int) -> None:
     """Device memory is read back whole: no engine maps it."""
-    from kvfleet_agent.backends.hbm import HbmTier
+    from kvfleet_agent.backends.hbm import HbmMemory, open_hbm
 
-    backend = HbmTier("cpu", CAPACITY_BYTES)
+    backend = open_hbm("cpu", CAPACITY_BYTES)
+    memory = backend.memory
+    assert isinstance(memory, HbmMemory)
     round_ = 0
     while search.slots < slots:
         taken = _fill(backend, _scope(round_))
         for extent in {s.extent for s in taken}:
-            search.look(backend._tensors[extent].numpy().tobytes())
+            search.look(memory.tensors[extent].numpy().tobytes())
         for slot in taken:
-            backend._tensors[slot.extent][slot.offset : slot.offset + SLOT_BYTES] = _canary_tensor()
+            memory.tensors[slot.extent][slot.offset : slot.offset + SLOT_BYTES] = _canary_tensor()
         search.slots += len(taken)
         for slot in taken:
             backend.drop(slot)
@@ -282,7 +284,8 @@ async def _search_careless_device(search: Search) -> None:
         kept[:] = [t for t in kept if t is not made] + [made]
         return made
 
-    with mock.patch("kvfleet_agent.backends.hbm.torch.zeros", uncleared), mock.patch.object(torch.Tensor, "zero_", id):
+    careless = mock.patch("kvfleet_agent.backends.hbm.torch.zeros", uncleared)
+    with careless, mock.patch.object(torch.Tensor, "zero_", torch.Tensor.detach):
         await _search_hbm(search, 3000)
 
 

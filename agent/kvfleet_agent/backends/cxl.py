@@ -1,4 +1,4 @@
-"""CXL memory as a tier: CPU-less NUMA nodes, or an emulation that says so everywhere."""
+"""CXL memory as a tier that engines map: CPU-less NUMA nodes, or an emulation that says so everywhere."""
 
 from __future__ import annotations
 
@@ -29,16 +29,11 @@ def open_cxl(tier: CxlTier, capacity_bytes: int, cpuless: Sequence[NumaNode], ho
 
     `home` is where its blocks can outlive this process.
 
-    Raises `UnsupportedError` when this node has no such memory or the mode is not built yet, and
+    Mode DevDax is another kind of tier (`devdax`). Raises `UnsupportedError` when this node has no such memory, and
     `InvalidInputError` when there is less than asked for or the emulation's directory cannot be used.
     """
     if tier.mode is CxlMode.EMULATED:
         return _emulated(tier, capacity_bytes, home)
-    if tier.mode is CxlMode.DEV_DAX:
-        raise UnsupportedError(
-            "CXL mode DevDax is not built yet: online the device as a NUMA node "
-            "(daxctl reconfigure-device --mode=system-ram) and use mode NumaNode"
-        )
     return _numa(tier, capacity_bytes, cpuless, home)
 
 

@@ -10,12 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvfleet_agent.backends.cxl import open_cxl
+from kvfleet_agent.backends.devdax import open_devdax
 from kvfleet_agent.backends.home import NO_HOME, Home
 from kvfleet_agent.backends.host_dram import open_host_dram
 from kvfleet_agent.backends.remote_flash import open_nvme, open_remote_flash
 from kvfleet_agent.backends.waiting import in_thread
 from kvfleet_api.errors import InvalidInputError, UnsupportedError
-from kvfleet_api.tiers import TierType
+from kvfleet_api.tiers import CxlMode, TierType
 
 if TYPE_CHECKING:
     from kvfleet_agent.backends.base import TierBackend
@@ -94,6 +95,8 @@ async def _host_dram(tier: NodeTier, place: Place) -> TierBackend:
 
 async def _cxl(tier: NodeTier, place: Place) -> TierBackend:
     settings = _settings(tier, tier.cxl)
+    if settings.mode is CxlMode.DEV_DAX:
+        return await in_thread(None, partial(open_devdax, tier.capacity_bytes, place.facts.dax))
     return open_cxl(settings, tier.capacity_bytes, place.facts.cpuless, replace(place.home, tier=tier.name))
 
 
@@ -120,9 +123,9 @@ async def _object(tier: NodeTier, place: Place) -> TierBackend:
 async def _hbm(tier: NodeTier, place: Place) -> TierBackend:
     if importlib.util.find_spec("torch") is None:
         raise UnsupportedError(f"tier {tier.name}: HBM needs torch; install the `cuda` extra")
-    from kvfleet_agent.backends.hbm import HbmTier
+    from kvfleet_agent.backends.hbm import open_hbm
 
-    return await in_thread(None, partial(HbmTier, place.hbm_device, tier.capacity_bytes))
+    return await in_thread(None, partial(open_hbm, place.hbm_device, tier.capacity_bytes))
 
 
 _AT_REST: Final = frozenset({TierType.NVME, TierType.REMOTE_FLASH, TierType.OBJECT})
