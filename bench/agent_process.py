@@ -39,6 +39,7 @@ from kvfleet_api.trust import Access, Grants, Identity, ScopeKind
 from kvfleet_telemetry.catalog_agent import AGENT
 from kvfleet_telemetry.metrics import Instruments
 
+EPOCH: Final = 1
 TENANTS: Final = 64
 """Other tenants that an isolated node has rules for."""
 
@@ -81,7 +82,7 @@ def declare_tenants(node: Node) -> None:
     node.tenants.arm({"bench": rules, **{f"other-{i}": rules for i in range(TENANTS)}})
 
 
-def make_node(capacity_bytes: int, page_size: str) -> Node:
+def make_node(capacity_bytes: int, page_size: str, name: str = "bench") -> Node:
     """One node with one memory tier."""
     dram = HostDramTier.model_validate({"pageSize": page_size})
     pool_tier = PoolTier(name="dram", type=TierType.HOST_DRAM, capacity_per_node=capacity_bytes, host_dram=dram)
@@ -90,12 +91,12 @@ def make_node(capacity_bytes: int, page_size: str) -> Node:
     index, authenticator = Index(), OneIdentity()
     return Node(
         pool=POOL,
-        name="bench",
-        epoch=1,
+        name=name,
+        epoch=EPOCH,
         spec=KVPoolSpec(compatibility=compatibility, tiers=(pool_tier,)),
         clock=time.monotonic,
         index=index,
-        counters=Counters(Instruments(AGENT, CollectorRegistry()), POOL, "bench"),
+        counters=Counters(Instruments(AGENT, CollectorRegistry()), POOL, name),
         announcer=Announcer(index, None, authenticator.secret),
         tiers=[Tier(node_tier, 0, open_host_dram(dram, capacity_bytes, ()), 1)],
     )

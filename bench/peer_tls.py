@@ -92,7 +92,7 @@ class Lending:
 def main() -> int:
     """Measure both ways, in turns."""
     authority = certificates.make_authority(datetime.now(UTC), timedelta(days=1))
-    owner, reader = (_certified(authority, name) for name in (OWNER, READER))
+    owner, reader = (certified(authority, name) for name in (OWNER, READER))
     context = multiprocessing.get_context("spawn")
     found: dict[str, float] = {}
     for name, is_secured in (("plain", False), ("tls", True)):
@@ -109,7 +109,8 @@ def main() -> int:
     return 0
 
 
-def _certified(authority: certificates.Authority, agent: str) -> Credential:
+def certified(authority: certificates.Authority, agent: str) -> Credential:
+    """Certificate of an agent."""
     pair = make_key_pair(names.agent_uri(_NAMESPACE, agent))
     request = certificates.read_request(pair.request_pem.decode())
     signed = certificates.issue(authority, request, datetime.now(UTC), timedelta(hours=1))

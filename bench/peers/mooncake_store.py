@@ -61,6 +61,9 @@ class MooncakeStore:
         """Make a store whose segment holds twice the set, and register the caller's buffers."""
         self._close_store()
         segment_bytes = -(-2 * source.nbytes // ALIGN_BYTES) * ALIGN_BYTES + ALIGN_BYTES
+        self._attach(work, source, sink, segment_bytes)
+
+    def _attach(self, work: Work, source: Bytes2D, sink: Bytes2D, segment_bytes: int) -> None:
         self._store = mooncake.store.MooncakeDistributedStore()
         status = self._store.setup(
             "127.0.0.1", "P2PHANDSHAKE", segment_bytes, ALIGN_BYTES, "tcp", "", f"127.0.0.1:{self._port}"

@@ -74,3 +74,22 @@ def test_bench_codec_ends_with_the_agreed_line() -> None:
         assert said["values"][f"{codec}_ratio"] > 1
     assert said["values"]["lossless_relative_error"] == 0
     assert 0 < said["values"]["int8_relative_error"] < said["values"]["int4_relative_error"] < 0.3
+
+
+def test_bench_remote_ends_with_the_agreed_line() -> None:
+    command = (sys.executable, "-m", "bench.remote", "--tiny", "--peers", "none")
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["bench"] == "remote"
+    assert said["ratios"].keys() == {
+        f"read_{size}_vs_{peer}" for size in ("2MiB", "256KiB") for peer in ("nixl", "mooncake")
+    }
+    assert said["ratios"]["read_2MiB_vs_mooncake"] is None
+    assert said["versions"]["mooncake"] == "absent: not asked for"
+    if "absent" not in said["versions"].get("nixl", "absent"):
+        assert said["ratios"]["read_2MiB_vs_nixl"] > 0
+        assert "nixl verified" in done.stdout
+    assert said["values"]["kvfleet_2MiB_bytes_per_s"] > 0
