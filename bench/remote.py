@@ -29,6 +29,7 @@ from bench.identity import POOL
 from bench.peer_tls import certified
 from bench.remote_node import OWNER, READER
 from bench.rounds import WrongBytesError
+from kvfleet_agent.remote.nixl import UCX_SETTINGS
 from kvfleet_api import names
 from kvfleet_operator import certificates
 
@@ -38,8 +39,8 @@ INTO_ENGINE: Final = "kvfleet into the engine"
 NIXL: Final = "nixl"
 MOONCAKE: Final = "mooncake"
 
-TRANSPORTS: Final = {"tcp": (("UCX_TLS", "tcp"),), "local": ()}
-"""What UCX is told, by the name in tables and keys."""
+TRANSPORTS: Final = {"tcp": (("UCX_TLS", "tcp"), *UCX_SETTINGS.items()), "local": tuple(UCX_SETTINGS.items())}
+"""What UCX is told, by the name in tables and keys; raw NIXL has the segments that the agents ask for."""
 KEYED: Final = "tcp"
 PYTHON: Final = Path(sys.executable)
 

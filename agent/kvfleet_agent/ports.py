@@ -8,11 +8,12 @@ from typing import Protocol
 from kvfleet_agent.backends.base import SlotRef
 from kvfleet_agent.policy.quota import Rules
 from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret
-from kvfleet_api.checksum import checksum
+from kvfleet_api.checksum import bind, checksum
 from kvfleet_api.models.pool import KVPool
 from kvfleet_api.models.poolnode import KVPoolNode, KVPoolNodeStatus
 from kvfleet_api.trust import Grants, Identity
 from kvfleet_metadata.records import Announcement, Location, SessionRecord
+from kvfleet_native import copy_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +146,19 @@ class Wanted:
     stamp: int = 0
     """Of our use of the slot."""
     checksum: bytes = b""
-    """Of the bytes that arrived, bound to our epoch and stamp; set by `seal`."""
+    """Of the bytes that arrived, bound to our epoch and stamp; set by `seal` or `take`, before the owner's is compared.
 
-    def seal(self, received: memoryview) -> None:
-        """Take our own checksum of what arrived, to be called before the owner's is compared.
+    An engine that was given the slot before and is late may write to it at any time. What was sound after our checksum
+    was taken was sound when it was taken; the other way round somebody else's bytes could get one.
+    """
 
-        An engine that was given the slot before and is late may write to it at any time. What was sound after our
-        checksum was taken was sound when it was taken; the other way round somebody else's bytes could get one.
-        """
-        self.checksum = checksum(received, self.key.digest, self.epoch, self.stamp)
+    def seal(self) -> None:
+        """Take our own checksum of what the slot holds."""
+        self.checksum = checksum(self.into, self.key.digest, self.epoch, self.stamp)
+
+    def take(self, landed: memoryview) -> None:
+        """Copy what landed elsewhere into the slot; our own checksum is of what was copied, read once."""
+        self.checksum = copy_digest(self.into, landed, bind(self.key.digest, self.epoch, self.stamp))
 
 
 class Peers(Protocol):

@@ -77,13 +77,24 @@ async def test_a_slot_that_is_spoilt_while_it_is_filled_is_not_published() -> No
     await core.close()
 
 
+async def test_what_landed_elsewhere_is_sealed_as_it_is_copied_into_its_slot() -> None:
+    slot = bytearray(JUNK)
+    at = Location("p.n", 1, "HostDRAM", 1, BLOCK_BYTES)
+    want = Wanted(BlockKey(SCOPE, digest(1)), LAYOUT_ID, at, memoryview(slot), 7, 9)
+
+    want.take(memoryview(bytes_of(1)))
+
+    assert slot == bytes_of(1)
+    assert want.checksum == checksum(bytes_of(1), digest(1), 7, 9)
+
+
 async def test_what_a_peer_sent_is_published_under_the_checksum_of_what_arrived() -> None:
     slot = bytearray(bytes_of(1))
     want = Wanted(
         BlockKey(SCOPE, digest(1)), LAYOUT_ID, Location("p.n", 1, "HostDRAM", 1, BLOCK_BYTES), memoryview(slot), 7, 9
     )
 
-    want.seal(want.into)
+    want.seal()
     slot[:] = JUNK
     await asyncio.sleep(0)
 

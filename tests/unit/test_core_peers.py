@@ -93,7 +93,7 @@ class FakePeers:
                 parents.append(None)
                 continue
             want.into[:] = loan.view
-            want.seal(want.into)
+            want.seal()
             is_right = checksum(want.into, want.key.digest, loan.epoch, loan.slot.stamp) == loan.checksum
             parents.append(loan.parent if is_right else None)
         self.owner.lender.end([loan.lease for loan in lent if loan is not None])

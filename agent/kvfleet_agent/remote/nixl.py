@@ -30,6 +30,10 @@ _POLL_S: Final = 100e-6
 _IDLE_POLL_S: Final = 50e-3
 """While none move: connections that end are noticed, at 0.1 % of a core."""
 
+UCX_SETTINGS: Final = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
+"""Unless the environment says otherwise. UCX answers reads over TCP segment by segment, of 8 KiB where nobody asks for
+more; larger ones take fewer calls for the same bytes (reads of 2 MiB blocks 1.2 to 2 times as fast)."""
+
 CLOSE_TIMEOUT_S: Final = 5.0
 
 Landed = Future[None]
@@ -232,6 +236,8 @@ def _start_agent(name: str, host: str) -> tuple[Any, tuple[type[Exception], ...]
         raise UnsupportedError(f"NIXL is not installed ({e}); install requirements/nixl.txt") from e
     if host.startswith("127.") or host == "::1":
         os.environ.setdefault("UCX_NET_DEVICES", "lo")  # UCX listens on every interface that it uses.
+    for setting, value in UCX_SETTINGS.items():
+        os.environ.setdefault(setting, value)
     errors = tuple(v for v in vars(_bindings).values() if isinstance(v, type) and issubclass(v, Exception))
     errors += (RuntimeError,)
     logging.getLogger("nixl").setLevel(logging.WARNING)  # Its handler writes to stdout.

@@ -19,11 +19,11 @@ from kvfleet_api.units import MIB
 from kvfleet_metadata.records import AgentRecord
 from kvfleet_telemetry.metrics import Instruments
 
-BATCH_BYTES_MAX: Final = 16 * MIB
-"""Bytes leased and moved as one: large enough for the link's speed, small enough to share the landing buffers."""
+BATCH_BYTES_MAX: Final = 128 * MIB
+"""Bytes leased with one question: what an engine asks for at a time, and seconds of a slow link."""
 
 BATCHES_MAX: Final = 4
-"""Batches under way at once, from all owners together: as many as find room to land."""
+"""Batches under way at once, from all owners together; their pieces share the landing buffers."""
 
 LINKS_MAX: Final = 256
 AWAY_S: Final = 2.0

@@ -7,13 +7,14 @@ in a landing buffer, or in a slot that nobody else can see.
 import asyncio
 import mmap
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from typing import Final
 
-from kvfleet_agent.backends.waiting import in_thread
+from kvfleet_agent.backends.waiting import here_or_in_thread, in_thread
 from kvfleet_agent.ports import Wanted
 from kvfleet_agent.remote import wire
 from kvfleet_agent.remote.landing import LANDING_BYTES, Landing
@@ -21,10 +22,16 @@ from kvfleet_agent.remote.link import Link
 from kvfleet_agent.remote.nixl import Landed, NixlReader, Read, address_of, answer_of
 from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import BackendFailedError
-from kvfleet_native import copy
+from kvfleet_api.units import MIB
 
 LANDING_REGION: Final = -1
 """Number of the landing memory among the regions registered with NIXL; extents have numbers from 0."""
+
+PIECE_BYTES: Final = 8 * MIB
+"""Bytes of one transfer: each costs four wake-ups of threads, and is verified while others move."""
+
+LANES: Final = 3
+"""Pieces of one batch at a time: one that is verified, one that moves, one that waits in the link's queue."""
 
 NIXL_PAUSE_S: Final = 30.0
 """After a transfer that failed or was late, the same owner is read over TCP for so long."""
@@ -108,26 +115,57 @@ class Transfers:
                 except BackendFailedError:
                     link.nixl_name = ""
                 link.nixl_generation = described.generation
-        return bool(link.nixl_name) and time.monotonic() >= self._paused_until_s.get(link.nixl_name, 0.0)
+        return bool(link.nixl_name) and not self._is_paused(link.nixl_name)
 
     async def _by_nixl(self, link: Link, leased: list[Leased], deadline_s: float) -> dict[Leased, Result]:
-        """Read what finds room to land; nothing when the transfer fails or takes more than its share of the time."""
+        """Read in pieces, one to a lane at a time: a lane verifies while the others' pieces move.
+
+        Leaves out what finds no room to land, and everything from the first failure or lateness on.
+        """
+        pieces = deque(_pieces(leased))
+        results: dict[Leased, Result] = {}
+
+        async def lane() -> None:
+            while pieces and not self._is_paused(link.nixl_name):
+                places = self._place(pieces[0])
+                if places is None:
+                    return  # Another lane goes on, or the rest travels over TCP.
+                pieces.popleft()
+                results.update(await self._read(link, places, deadline_s))
+
+        await asyncio.gather(*(lane() for _ in range(min(LANES, len(pieces)))))
+        return results
+
+    def _place(self, piece: Sequence[Leased]) -> dict[Leased, int] | None:
+        """Landing buffers for all blocks of a piece; None when there is no room for all of them."""
+        places: dict[Leased, int] = {}
+        for one in piece:
+            at = self._landing.take(one.loan.size_bytes)
+            if at is None:
+                self._give_back(tuple(places.values()))
+                return None
+            places[one] = at
+        return places
+
+    async def _read(self, link: Link, places: Mapping[Leased, int], deadline_s: float) -> dict[Leased, Result]:
+        """Read and verify one piece; nothing when the transfer fails or takes more than its share of the time."""
         assert self._nixl is not None, "asked for"
-        places = {one: at for one in leased if (at := self._landing.take(one.loan.size_bytes)) is not None}
-        if not places:
-            return {}
         reads = [Read(o.loan.address, self._address + at, o.loan.size_bytes) for o, at in places.items()]
-        patience_s = NIXL_WAIT_S + sum(r.size_bytes for r in reads) / NIXL_BYTES_PER_S_MIN
+        patience_s = NIXL_WAIT_S + self.landing_bytes / NIXL_BYTES_PER_S_MIN  # All of these share the link.
         flight = self._nixl.read(link.nixl_name, reads)
         try:
             async with asyncio.timeout(min(patience_s, (deadline_s - time.monotonic()) * NIXL_SHARE)):
                 await answer_of(flight)
-            return await in_thread(None, partial(self._take_over, places))
+            size_bytes = sum(read.size_bytes for read in reads)
+            return await here_or_in_thread(None, size_bytes, partial(self._take_over, places))
         except (BackendFailedError, TimeoutError):
             self._pause(link.nixl_name)
             return {}
         finally:
             self._leave(places, flight)
+
+    def _is_paused(self, name: str) -> bool:
+        return time.monotonic() < self._paused_until_s.get(name, 0.0)
 
     def _pause(self, name: str) -> None:
         now_s = time.monotonic()
@@ -151,23 +189,35 @@ class Transfers:
             self._landing.give_back(offset)
 
     def _take_over(self, places: Mapping[Leased, int]) -> dict[Leased, Result]:
-        """Verify landed blocks and copy the sound ones into their slots."""
+        """Copy landed blocks into their slots, sealed on the way, and verify the copies."""
         results = {}
         for one, at in places.items():
-            landed = self._memory[at : at + one.loan.size_bytes]
-            results[one] = verify(one, landed)
-            if results[one] is Result.VERIFIED:
-                copy(one.wanted.into, landed)
+            one.wanted.take(self._memory[at : at + one.loan.size_bytes])
+            results[one] = judge(one)
         return results
 
 
-def verify(leased: Leased, received: memoryview) -> Result:
-    """Seal bytes, then compare them with the checksum that their owner bound to key, epoch and stamp."""
-    loan = leased.loan
-    leased.wanted.seal(received)
-    sound = checksum(received, leased.wanted.key.digest, loan.epoch, loan.stamp) == loan.checksum
-    return Result.VERIFIED if sound else Result.CORRUPT
+def _pieces(leased: Sequence[Leased]) -> Iterator[list[Leased]]:
+    """Cut into parts of `PIECE_BYTES`, or of one block that is larger."""
+    piece: list[Leased] = []
+    for one in leased:
+        if piece and sum(o.loan.size_bytes for o in piece) + one.loan.size_bytes > PIECE_BYTES:
+            yield piece
+            piece = []
+        piece.append(one)
+    if piece:
+        yield piece
+
+
+def judge(leased: Leased) -> Result:
+    """Compare a slot, whose block was sealed before, with the checksum that its owner bound to key, epoch and stamp."""
+    wanted, loan = leased.wanted, leased.loan
+    is_sound = checksum(wanted.into, wanted.key.digest, loan.epoch, loan.stamp) == loan.checksum
+    return Result.VERIFIED if is_sound else Result.CORRUPT
 
 
 def _verify_all(leased: list[Leased]) -> dict[Leased, Result]:
-    return {one: verify(one, one.wanted.into) for one in leased}
+    """Seal and verify what came straight into the slots."""
+    for one in leased:
+        one.wanted.seal()
+    return {one: judge(one) for one in leased}
