@@ -11,6 +11,7 @@ from kvfleet_agent.exports import Exports
 from kvfleet_agent.fetcher import Fetcher
 from kvfleet_agent.lending import PeerLender
 from kvfleet_agent.mover import Codecs, Mover
+from kvfleet_agent.parts import PartSums
 from kvfleet_agent.reader import Reader
 from kvfleet_agent.room import Room
 from kvfleet_agent.session_journal import SessionJournal
@@ -47,6 +48,7 @@ class Core:
         self.exports = Exports(peers)
         self.fetcher = Fetcher(node, self.room, self.mover, self.exports)
         self.reader = Reader(node, self.fetcher, self.mover, directory)
+        self.parts = PartSums(node)
         self.writer = Writer(node, self.room, self.archiver)
         self.lender = PeerLender(node, self.fetcher, self.exports)
         self.explainer = Explainer(node, self.reader, self.archiver)

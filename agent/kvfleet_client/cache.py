@@ -1,6 +1,7 @@
 """A prefix cache over a client: tokens in, verified blocks out; the scopes and keys stay inside."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -12,9 +13,11 @@ from kvfleet_client.chain import Tokens
 from kvfleet_client.client import Client
 from kvfleet_client.held import lost
 from kvfleet_client.loading import load
+from kvfleet_client.ranges import Cut
 from kvfleet_client.results import Bytes2D, Loaded, Located, Stored
 from kvfleet_client.routes import Attachment, Job, look_up, prompt_of
 from kvfleet_client.storing import store
+from kvfleet_client.streaming import LEASE_S, LayerStream, lease_route
 from kvfleet_client.target import Target
 
 DEADLINE_S: Final = 10.0
@@ -54,6 +57,25 @@ class PrefixCache:
         loaded = self._client.run(load(job, into))
         self._client.counters.note_load(job.wanted_blocks, loaded)
         return _vouched(loaded, is_strict=self._client.is_strict)
+
+    def stream(
+        self,
+        tokens: Sequence[int] | Tokens,
+        *,
+        heads: range | None = None,
+        session: str = "",
+        deadline_s: float = DEADLINE_S,
+        blocks_max: int | None = None,
+    ) -> LayerStream:
+        """Lease the longest cached prefix of `tokens`, to be read layer by layer, of some KV `heads` or of all.
+
+        Every layer is verified after its copy, against checksums that the agent made of the parts of proven blocks.
+        Raises `InvalidInputError` for heads that the layout has not, and nothing else unless the client is strict.
+        """
+        cut = Cut(self._client.target.layout, heads)
+        job = _job(self._client.target, self._client, tokens, session, deadline_s, blocks_max)
+        leases = self._client.run(lease_route(replace(job, lease_s=LEASE_S), cut))
+        return self._client.stream(leases, cut)
 
     def store(
         self,

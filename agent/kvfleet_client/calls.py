@@ -169,9 +169,12 @@ def _read_prefix(reply: wire.AnyReply, _: Reading) -> Prefix:
 
 
 def acquire(
-    target: Target, keys: Sequence[BlockKey], session: str, lease_s: float, deadline_s: float
+    target: Target, keys: Sequence[BlockKey], session: str, lease_s: float, deadline_s: float, part_bytes: int = 0
 ) -> Call[tuple[Lease, ...]]:
-    """Lease leading blocks; waits for `deadline_s` at most, plus the usual time of a verb."""
+    """Lease leading blocks, with checksums of their parts where `part_bytes` are given.
+
+    Waits for `deadline_s` at most, plus the usual time of a verb.
+    """
     scope, digests = pack(keys)
 
     def read(reply: wire.AnyReply, reading: Reading) -> tuple[Lease, ...]:
@@ -179,7 +182,7 @@ def acquire(
         return tuple(_lease(b, k, acquired.epoch, reading) for b, k in zip(acquired.blocks, keys, strict=False))
 
     return Call(
-        lambda i: wire.Acquire(i, scope, digests, session, lease_s, deadline_s),
+        lambda i: wire.Acquire(i, scope, digests, session, lease_s, deadline_s, part_bytes),
         read,
         (),
         deadline_s + target.timeout_s,
@@ -190,7 +193,9 @@ def acquire(
 def _lease(block: wire.Leased, key: BlockKey, epoch: int, reading: Reading) -> Lease:
     view = reading.extents.view(block.extent, block.offset, reading.block_bytes, is_writable=False)
     bound = block.epoch or epoch
-    return Lease(block.lease, key.digest, bound, block.stamp, block.checksum, block.source, reading.connection, view)
+    return Lease(
+        block.lease, key.digest, bound, block.stamp, block.checksum, block.source, reading.connection, view, block.parts
+    )
 
 
 def release(target: Target, leases: Sequence[Lease], suspects: Sequence[Lease] = ()) -> Call[int]:

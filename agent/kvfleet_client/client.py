@@ -18,7 +18,9 @@ from kvfleet_client.counters import Counters
 from kvfleet_client.held import Leases
 from kvfleet_client.lifecycle import Connect, Down, Idle, Pause, Step, Up, lifecycle
 from kvfleet_client.link import Link
+from kvfleet_client.ranges import Cut
 from kvfleet_client.results import Answer, Grants, Lease, Prefix, Published, Reservation
+from kvfleet_client.streaming import LayerStream
 from kvfleet_client.target import Target
 
 T = TypeVar("T")
@@ -141,13 +143,17 @@ class Client:
         held = self._one(calls.acquire(self.target, keys, session, lease_s, deadline_s))
         return Leases(held, self._end)
 
-    def _end(self, leases: Sequence[Lease]) -> bool:
+    def _end(self, leases: Sequence[Lease], suspects: Sequence[Lease] = ()) -> bool:
         """End leases; true when the agent says that all of them lived until now."""
         try:
-            ended = self._ask((calls.release(self.target, leases),))[0]
+            ended = self._ask((calls.release(self.target, leases, suspects),))[0]
         except KvFleetError:  # Strict: whatever the reason is, nobody vouches for what was read.
             return self.counters.judge(len(leases), 0)
         return self.counters.judge(len(leases), ended.value)
+
+    def stream(self, leases: Sequence[Lease], cut: Cut) -> LayerStream:
+        """Read leased blocks, which have checksums of the cut's parts, layer by layer; the stream ends the leases."""
+        return LayerStream(leases, cut, self._end)
 
     def reserve(self, keys: Sequence[BlockKey], *, parent: bytes = b"", session: str = "") -> tuple[Reservation, ...]:
         """Ask for slots to fill, in chain order; fewer than asked for when the tier is full."""

@@ -127,6 +127,8 @@ class Lease:
     """Connection that holds the lease; it ends with it."""
     view: memoryview = field(repr=False, compare=False)
     """The block's bytes in the agent's memory. Void when the lease ends: copy, then verify the copy."""
+    parts: bytes = field(default=b"", repr=False)
+    """Joined checksums of its parts, where they were asked for; empty from an agent that does not know them."""
 
 
 @dataclass(frozen=True, slots=True)

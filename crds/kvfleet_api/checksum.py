@@ -7,6 +7,10 @@ import xxhash
 
 CHECKSUM_BYTES: Final = 16
 
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+"""2^64 over the golden ratio: multiples of it are far apart (Knuth, The Art of Computer Programming 3, 6.4)."""
+_MASK: Final = (1 << 64) - 1
+
 
 def bind(digest: bytes, epoch: int, stamp: int) -> int:
     """64-bit seed that ties a checksum to one key in one use of one slot.
@@ -19,3 +23,8 @@ def bind(digest: bytes, epoch: int, stamp: int) -> int:
 def checksum(block: memoryview | bytes, digest: bytes, epoch: int, stamp: int) -> bytes:
     """XXH3-128 of `block` under the bound seed; 16 bytes. Releases the GIL for large blocks."""
     return xxhash.xxh3_128_digest(block, seed=bind(digest, epoch, stamp))
+
+
+def bind_part(bound: int, index: int) -> int:
+    """Seed for one part of a block whose own seed is `bound`: no part passes for another."""
+    return (bound + (index + 1) * _GOLDEN) & _MASK

@@ -18,6 +18,10 @@ PROTOCOL_VERSION: Final = 1
 FRAME_BYTES_MAX: Final = 4 << 20
 """Largest frame: 65,536 keys and their answers fit with room to spare."""
 KEYS_MAX: Final = 65_536
+PARTS_MAX: Final = 8_192
+"""Parts of one block: 128 KiB of checksums."""
+PART_SUMS_BYTES_MAX: Final = 2 << 20
+"""Checksums of parts in one frame; leases that would be over it are not given."""
 SESSION_CHARS_MAX: Final = 128
 CLIENT_CHARS_MAX: Final = 256
 LEASES_MAX: Final = 2 * KEYS_MAX
@@ -120,6 +124,9 @@ class Acquire(Request, frozen=True, array_like=True, tag=True):
     lease_s: Seconds = 30.0
     deadline_s: Seconds = 10.0
     """Blocks that cannot be brought up in time are left out of the answer."""
+    part_bytes: int = 0
+    """Ask for checksums of the parts of each block, of so many bytes each, so that parts can be read alone. It divides
+    the block into `PARTS_MAX` at most. 0: none."""
 
 
 class Release(Request, frozen=True, array_like=True, tag=True):
@@ -271,6 +278,8 @@ class Leased(msgspec.Struct, frozen=True, array_like=True):
     """Where the block was when asked for: a tier name, or `remote`."""
     epoch: int = 0
     """Epoch that the checksum is bound to; 0: that of the reply. Memory that outlived a restart keeps its old one."""
+    parts: bytes = b""
+    """Joined checksums of its parts (`checksum.bind_part`), where they were asked for and the agent knows how."""
 
 
 class Acquired(Reply, frozen=True, array_like=True, tag=True):

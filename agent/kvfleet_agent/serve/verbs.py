@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from kvfleet_agent.mover import INLINE_BYTES_MAX
+from kvfleet_agent.parts import blocks_max
 from kvfleet_agent.place import Place
 from kvfleet_agent.reservations import RESERVATION_S
 from kvfleet_agent.serve.grants import ExtentGrants
@@ -186,6 +187,7 @@ class Verbs:
         if place is None:
             return wire.Acquired(request.id, self.grants_version, (), (), self._node.epoch)
         digests = digests[: max(0, LEASES_MAX - self._node.leases.count(at.owner))]
+        digests = digests[: blocks_max(request.part_bytes, at.block_bytes)]
         lease_s = min(max(request.lease_s, 0.0), LEASE_S_MAX)
         reader = self._core.reader
         count, name = len(digests), request.session
@@ -194,6 +196,8 @@ class Verbs:
             reads = reader.acquire_now(place, entries, self._node.clock() + lease_s)
             active.set(hit_blocks=len(reads))
         if len(reads) == len(digests) or not self._can_be_had(entries[len(reads)], reader.needs_directory(entries)):
+            if request.part_bytes:
+                return self._acquired_in_parts(at, request, place, reads)
             return self._acquired(at, request, place, reads)
         return self._acquire_slow(at, request, place, digests, reads)
 
@@ -215,10 +219,23 @@ class Verbs:
             before = digests[len(reads) - 1] if reads else b""
             more = await self._core.reader.acquire(place, rest, lease_s, deadline_s, before=before)
             active.set(hit_blocks=len(reads) + len(more))
-        live = self._core.reader.live(place, reads + more, lease_s)
-        return self._acquired(at, request, place, live)
+        if request.part_bytes:
+            return await self._acquired_in_parts(at, request, place, reads + more)
+        return self._acquired(at, request, place, self._core.reader.live(place, reads + more, lease_s))
 
-    def _acquired(self, at: Attachment, request: wire.Acquire, place: Place, reads: list[Read]) -> wire.Acquired:
+    async def _acquired_in_parts(
+        self, at: Attachment, request: wire.Acquire, place: Place, reads: list[Read]
+    ) -> wire.Acquired:
+        """Answer with checksums of parts, of the leading blocks that are sound and still leased by then."""
+        sums = await self._core.parts.of([r.lease for r in reads], request.part_bytes)
+        sound = next((i for i, joined in enumerate(sums) if not joined), len(reads))
+        self._core.unlease(at.owner, [r.lease.id for r in reads[sound:]])
+        live = self._core.reader.live(place, reads[:sound], min(max(request.lease_s, 0.0), LEASE_S_MAX))
+        return self._acquired(at, request, place, live, sums)
+
+    def _acquired(
+        self, at: Attachment, request: wire.Acquire, place: Place, reads: list[Read], sums: Sequence[bytes] = ()
+    ) -> wire.Acquired:
         right = at.readable(request.scope)
         if right is None:
             self._core.unlease(at.owner, [r.lease.id for r in reads])  # The right was lost on the way.
@@ -228,7 +245,7 @@ class Verbs:
         kept, extents = self._grants.fit(at, right, places)
         if kept < len(reads):
             self._core.unlease(at.owner, [r.lease.id for r in reads[kept:]])
-        blocks = tuple(_leased(read) for read in reads[:kept])
+        blocks = tuple(_leased(read, sums[i] if sums else b"") for i, read in enumerate(reads[:kept]))
         if place.session is not None:
             place.session.follow([r.lease.entry for r in reads[:kept]])
             self._node.sessions.refresh(place.session, self._node.clock())
@@ -342,8 +359,8 @@ def _slot(reservation: Reservation) -> wire.Slot:
     return wire.Slot(reservation.id, reservation.tier.extent_number(slot.extent), slot.offset, slot.stamp)
 
 
-def _leased(read: Read) -> wire.Leased:
+def _leased(read: Read, parts: bytes) -> wire.Leased:
     lease = read.lease
     tier, slot, record = lease.residence
     extent = tier.extent_number(slot.extent)
-    return wire.Leased(lease.id, extent, slot.offset, slot.stamp, record.checksum, read.source, record.epoch)
+    return wire.Leased(lease.id, extent, slot.offset, slot.stamp, record.checksum, read.source, record.epoch, parts)

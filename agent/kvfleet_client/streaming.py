@@ -1,0 +1,113 @@
+"""A prompt's prefix read in parts: leased once, then copied layer by layer while the engine computes with what it has.
+
+The number of blocks is settled when the leases are given. After that a layer comes whole or the stream is lost: then
+the engine computes the prompt without it.
+"""
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Final, Self
+
+from kvfleet_api.checksum import CHECKSUM_BYTES
+from kvfleet_api.errors import BlockCorruptError, LeaseLostError
+from kvfleet_api.wire import PART_SUMS_BYTES_MAX
+from kvfleet_client import batches, calls
+from kvfleet_client.batches import Batch
+from kvfleet_client.calls import Operation, Post
+from kvfleet_client.held import lost, void
+from kvfleet_client.ranges import Cut, check_range, copy_layers, rows_for
+from kvfleet_client.results import Bytes2D, Lease
+from kvfleet_client.routes import Job, locate_for_load
+
+LEASE_S: Final = 120.0
+"""A prefill takes seconds; an engine that is stopped for longer than this has lost its stream."""
+
+End = Callable[[Sequence[Lease], Sequence[Lease]], bool]
+"""Ends leases, with the suspects among them; true when all of them lived until now."""
+
+
+class LayerStream:
+    """Leading blocks of a prompt, to be read layer by layer. Blocking; one reader at a time. Use it in a `with` block.
+
+    Leaving the block raises `LeaseLostError` when the leases did not live until then, unless another error is on its
+    way: all that was read is void then, as it would be of a load.
+    """
+
+    def __init__(self, leases: Sequence[Lease], cut: Cut, end: End) -> None:
+        """Hold `leases` until `end` is called with them."""
+        self._leases = tuple(leases)
+        self._suspects: tuple[Lease, ...] = ()
+        self._cut = cut
+        self._end = end
+        self.blocks = len(self._leases)
+        """Leading blocks that every layer is read of; the stream may be empty."""
+        self.sources = tuple(lease.source for lease in self._leases)
+        """For each block where it was: a tier name, or `remote`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.close() and error is None:
+            raise lost(self.blocks)
+
+    def read(self, layers: range, into: Bytes2D | None = None) -> Bytes2D:
+        """Copy and verify layers of all blocks: (blocks, bytes wanted of a block) uint8.
+
+        Raises `BlockCorruptError` when a copy is not what its lease promised, and `LeaseLostError` after `close`.
+        """
+        check_range("layers", layers, self._cut.layout.layers)
+        if len(self._leases) != self.blocks:
+            raise LeaseLostError("the stream was closed")
+        rows = rows_for(self.blocks, self._cut, layers) if into is None else into
+        sound = copy_layers(self._leases, self._cut, layers, rows)
+        if sound < self.blocks:
+            self._suspects = (self._leases[sound],)
+            raise BlockCorruptError(
+                f"layers {layers.start} to {layers.stop} of block {sound} differ from their checksums"
+            )
+        return rows
+
+    def close(self) -> bool:
+        """End the leases; true when all of them lived until now, and when there were none. Idempotent."""
+        leases, self._leases = self._leases, ()
+        is_valid = not leases or self._end(leases, self._suspects)
+        void(leases)
+        return is_valid
+
+
+def lease_route(job: Job, cut: Cut) -> Operation[tuple[Lease, ...]]:
+    """Lease the longest prefix that can be had, with checksums of its parts; given back when this is interrupted."""
+    found = yield from locate_for_load(job)
+    held: list[Lease] = []
+    wanted = range(min(found.route.blocks, job.wanted_blocks)) if found else range(0)
+    try:
+        for batch in batches.of_route(found.route, wanted, job.target.layout.block_bytes) if found else ():
+            yield from _lease_batch(job, cut, batch, held)
+            if len(held) < batch.stop:
+                break
+    except BaseException:
+        yield Post((calls.release(job.target, held),))
+        raise
+    if job.wanted_blocks:
+        yield Post((calls.count_load(job.target, job.wanted_blocks, len(held)),))
+    return tuple(held)
+
+
+def _lease_batch(job: Job, cut: Cut, batch: Batch, held: list[Lease]) -> Operation[None]:
+    """Lease a batch in helpings whose checksums fit one answer; ends early where something cannot be had."""
+    parts = job.target.layout.block_bytes // cut.part_bytes
+    step = max(1, PART_SUMS_BYTES_MAX // (parts * CHECKSUM_BYTES))
+    for start in range(batch.start, batch.stop, step):
+        keys = batch.chain.part(start, min(start + step, batch.stop))
+        call = calls.acquire(job.target, keys, job.session, job.lease_s, job.deadline_s, cut.part_bytes)
+        leases = (yield (call,))[0].value
+        one_connection = held[0].connection if held else leases[0].connection if leases else 0
+        proven = [x for x in leases if len(x.parts) == parts * CHECKSUM_BYTES and x.connection == one_connection]
+        held += proven
+        if len(proven) < len(leases):  # Of an agent that knows no parts, or of a connection made meanwhile.
+            yield Post((calls.release(job.target, leases[len(proven) :]),))
+        if len(proven) < len(keys):
+            return
