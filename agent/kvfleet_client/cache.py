@@ -74,8 +74,7 @@ class PrefixCache:
         """
         cut = Cut(self._client.target.layout, heads)
         job = _job(self._client.target, self._client, tokens, session, deadline_s, blocks_max)
-        leases = self._client.run(lease_route(replace(job, lease_s=LEASE_S), cut))
-        return self._client.stream(leases, cut)
+        return self._client.stream(self._client.run(lease_route(replace(job, lease_s=LEASE_S), cut)), cut)
 
     def store(
         self,

@@ -20,7 +20,7 @@ from kvfleet_client.lifecycle import Connect, Down, Idle, Pause, Step, Up, lifec
 from kvfleet_client.link import Link
 from kvfleet_client.ranges import Cut
 from kvfleet_client.results import Answer, Grants, Lease, Prefix, Published, Reservation
-from kvfleet_client.streaming import LayerStream
+from kvfleet_client.streaming import LayerStream, Leased
 from kvfleet_client.target import Target
 
 T = TypeVar("T")
@@ -151,9 +151,9 @@ class Client:
             return self.counters.judge(len(leases), 0)
         return self.counters.judge(len(leases), ended.value)
 
-    def stream(self, leases: Sequence[Lease], cut: Cut) -> LayerStream:
-        """Read leased blocks, which have checksums of the cut's parts, layer by layer; the stream ends the leases."""
-        return LayerStream(leases, cut, self._end)
+    def stream(self, leased: Leased, cut: Cut) -> LayerStream:
+        """Read blocks that were leased for a cut layer by layer; the stream ends the leases."""
+        return LayerStream(leased.leases, cut, self._end, leased.shared_blocks)
 
     def reserve(self, keys: Sequence[BlockKey], *, parent: bytes = b"", session: str = "") -> tuple[Reservation, ...]:
         """Ask for slots to fill, in chain order; fewer than asked for when the tier is full."""

@@ -5,6 +5,7 @@ the engine computes the prompt without it.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
@@ -14,10 +15,11 @@ from kvfleet_api.wire import PART_SUMS_BYTES_MAX
 from kvfleet_client import batches, calls
 from kvfleet_client.batches import Batch
 from kvfleet_client.calls import Operation, Post
+from kvfleet_client.chain import Route
 from kvfleet_client.held import lost, void
 from kvfleet_client.ranges import Cut, check_range, copy_layers, rows_for
 from kvfleet_client.results import Bytes2D, Lease
-from kvfleet_client.routes import Job, locate_for_load
+from kvfleet_client.routes import Found, Job, locate, locate_for_load
 
 LEASE_S: Final = 120.0
 """A prefill takes seconds; an engine that is stopped for longer than this has lost its stream."""
@@ -33,7 +35,7 @@ class LayerStream:
     way: all that was read is void then, as it would be of a load.
     """
 
-    def __init__(self, leases: Sequence[Lease], cut: Cut, end: End) -> None:
+    def __init__(self, leases: Sequence[Lease], cut: Cut, end: End, shared_blocks: int = 0) -> None:
         """Hold `leases` until `end` is called with them."""
         self._leases = tuple(leases)
         self._suspects: tuple[Lease, ...] = ()
@@ -43,6 +45,8 @@ class LayerStream:
         """Leading blocks that every layer is read of; the stream may be empty."""
         self.sources = tuple(lease.source for lease in self._leases)
         """For each block where it was: a tier name, or `remote`."""
+        self.shared_blocks = shared_blocks
+        """How many of them came from a scope that the tenant shares."""
 
     def __enter__(self) -> Self:
         return self
@@ -78,21 +82,40 @@ class LayerStream:
         return is_valid
 
 
-def lease_route(job: Job, cut: Cut) -> Operation[tuple[Lease, ...]]:
-    """Lease the longest prefix that can be had, with checksums of its parts; given back when this is interrupted."""
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """Leases of leading blocks, with checksums of their parts."""
+
+    leases: tuple[Lease, ...]
+    shared_blocks: int
+
+
+def lease_route(job: Job, cut: Cut) -> Operation[Leased]:
+    """Lease the longest prefix that can be had; given back when this is interrupted."""
     found = yield from locate_for_load(job)
+    held = yield from _lease(job, cut, found)
+    if job.at.is_stale:  # Seen only now: there may be a scope that we do not know yet.
+        yield Post((calls.release(job.target, held),))
+        yield (calls.scopes(job.target),)
+        found = yield from locate(job)
+        held = yield from _lease(job, cut, found)
+    if job.wanted_blocks:
+        yield Post((calls.count_load(job.target, job.wanted_blocks, len(held)),))
+    return Leased(held, min(found.route.shared_blocks, len(held)) if found else 0)
+
+
+def _lease(job: Job, cut: Cut, found: Found | None) -> Operation[tuple[Lease, ...]]:
+    route = found.route if found else Route()
     held: list[Lease] = []
-    wanted = range(min(found.route.blocks, job.wanted_blocks)) if found else range(0)
     try:
-        for batch in batches.of_route(found.route, wanted, job.target.layout.block_bytes) if found else ():
+        wanted = range(min(route.blocks, job.wanted_blocks))
+        for batch in batches.of_route(route, wanted, job.target.layout.block_bytes):
             yield from _lease_batch(job, cut, batch, held)
             if len(held) < batch.stop:
                 break
     except BaseException:
         yield Post((calls.release(job.target, held),))
         raise
-    if job.wanted_blocks:
-        yield Post((calls.count_load(job.target, job.wanted_blocks, len(held)),))
     return tuple(held)
 
 

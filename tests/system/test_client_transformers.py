@@ -1,11 +1,13 @@
 """The transformers connector against the real package: what is restored is what was computed, bit for bit."""
 
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from agent_doubles import FakeAuthenticator, dram_tier
+from agent_doubles import FakeAuthenticator, caller, dram_tier
 from agent_thread import AgentThread
 from share_callers import named, sharing
 
@@ -14,7 +16,7 @@ pytest.importorskip("transformers", reason="the transformers connector needs tra
 
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from kvfleet_api.errors import InvalidInputError, UnsupportedError  # noqa: E402
+from kvfleet_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError, UnsupportedError  # noqa: E402
 from kvfleet_client import Client, Target  # noqa: E402
 from kvfleet_client.cache import PrefixCache  # noqa: E402
 from kvfleet_client.connectors.transformers import CacheConnector, check_layout, layout_of, pack, unpack  # noqa: E402
@@ -86,6 +88,107 @@ def test_a_shared_system_prompt_and_a_private_rest_restore_to_the_uninterrupted_
         assert connectors["b"].restore(PROMPT[:71]).tokens == 64
         for connector in connectors.values():
             connector._cache._client.close()
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[tuple[Any, CacheConnector, AgentThread]]:
+    """A model, a connector, and an agent that holds the first 12 blocks of the prompt."""
+    torch.manual_seed(7)
+    model = LlamaForCausalLM(CONFIG).eval()
+    layout = layout_of(CONFIG, "tiny", "r1", "fp32")
+    party = FakeAuthenticator(a=caller("a"))
+    with (
+        AgentThread(tmp_path / "agent.sock", lambda: [dram_tier(1 << 22)], party) as agent,
+        Client.attach(Target(agent.socket, "pool", "a", layout), strict=True) as client,
+    ):
+        connector = CacheConnector(PrefixCache(client), CONFIG, layout)
+        kept = DynamicCache(config=CONFIG)
+        run(model, PROMPT[:192], kept)
+        assert connector.save(PROMPT[:192], kept).published == 12
+        yield model, connector, agent
+
+
+def test_a_layerwise_restore_gives_the_same_bits_as_a_whole_one(
+    stored: tuple[Any, CacheConnector, AgentThread],
+) -> None:
+    model, connector, agent = stored
+    whole = connector.restore(PROMPT)
+    expected = run(model, PROMPT[192:], whole.cache)
+
+    restoring = connector.restore_layerwise(PROMPT)
+    actual = run(model, PROMPT[192:], restoring.cache)
+    overlap = restoring.arrivals.finish()
+
+    assert torch.equal(expected.view(torch.int32), actual.view(torch.int32))
+    assert (restoring.tokens, restoring.sources) == (192, ("dram",) * 12)
+    assert 0 < overlap.first_layer_s <= overlap.all_layers_s
+    assert np.array_equal(pack(restoring.cache, connector._layout, 0, 12), pack(whole.cache, connector._layout, 0, 12))
+    assert agent.call(lambda: len(agent.core.node.leases)) == 0
+
+
+def test_a_layer_computes_before_the_next_one_has_arrived(stored: tuple[Any, CacheConnector, AgentThread]) -> None:
+    model, connector, _ = stored
+    expected = run(model, PROMPT[192:], connector.restore(PROMPT).cache)
+    first_computed = threading.Event()
+    stream = connector._cache.stream(PROMPT, blocks_max=12)
+    read = stream.read
+
+    def in_step(layers: range) -> Any:
+        """The second layer is not read before the first one's attention has run."""
+        assert layers.start == 0 or first_computed.wait(20.0), "the engine waits for all layers"
+        return read(layers)
+
+    stream.read = in_step  # type: ignore[method-assign,assignment]
+    connector._cache.stream = lambda *_, **__: stream  # type: ignore[method-assign]
+    hook = model.model.layers[0].self_attn.register_forward_hook(lambda *_: first_computed.set())
+    restoring = connector.restore_layerwise(PROMPT)
+    actual = run(model, PROMPT[192:], restoring.cache)
+    hook.remove()
+
+    assert torch.equal(expected.view(torch.int32), actual.view(torch.int32))
+    assert restoring.arrivals.finish().waited_s > 0
+
+
+def test_a_layer_that_cannot_be_had_is_raised_in_the_forward_pass_and_at_the_end(
+    stored: tuple[Any, CacheConnector, AgentThread],
+) -> None:
+    model, connector, agent = stored
+    agent.call(lambda: [agent.core.node.leases.end_where(lambda _: True)])
+    stream = connector._cache.stream(PROMPT, blocks_max=12)
+
+    def broken(_: range) -> Any:
+        raise BlockCorruptError("layer 0 of block 3")
+
+    stream.read = broken  # type: ignore[method-assign,assignment]
+    connector._cache.stream = lambda *_, **__: stream  # type: ignore[method-assign]
+    restoring = connector.restore_layerwise(PROMPT)
+
+    with pytest.raises(BlockCorruptError):
+        run(model, PROMPT[192:], restoring.cache)
+    with pytest.raises(BlockCorruptError):
+        restoring.arrivals.finish()
+    assert agent.call(lambda: len(agent.core.node.leases)) == 0
+
+
+def test_leases_that_were_lost_make_what_was_computed_void(stored: tuple[Any, CacheConnector, AgentThread]) -> None:
+    model, connector, agent = stored
+    node = agent.core.node
+    stream = connector._cache.stream(PROMPT, blocks_max=12)
+    agent.call(lambda: node.end_leases(node.leases.end_where(lambda _: True)))
+    connector._cache.stream = lambda *_, **__: stream  # type: ignore[method-assign]
+    restoring = connector.restore_layerwise(PROMPT)
+    run(model, PROMPT[192:], restoring.cache)
+
+    with pytest.raises(LeaseLostError):
+        restoring.arrivals.finish()
+
+
+def test_a_layerwise_restore_of_nothing_is_an_empty_cache(stored: tuple[Any, CacheConnector, AgentThread]) -> None:
+    _, connector, _ = stored
+    restoring = connector.restore_layerwise([5] * 64)
+
+    assert (restoring.tokens, restoring.cache.get_seq_length()) == (0, 0)
+    assert restoring.arrivals.finish().all_layers_s == 0
 
 
 def test_packing_what_was_unpacked_gives_the_same_bytes(model: Any) -> None:

@@ -6,6 +6,7 @@ One prompt at a time (batch size 1), full attention in every layer. The only tor
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +17,7 @@ from transformers.cache_utils import DynamicLayer
 from kvfleet_api.blocks import Layout
 from kvfleet_api.errors import InvalidInputError, UnsupportedError
 from kvfleet_client.cache import PrefixCache
+from kvfleet_client.connectors.layerwise import Arrivals, ArrivingLayer
 from kvfleet_client.results import Bytes2D, Loaded, Stored
 
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -31,6 +33,22 @@ class Restored:
     tokens: int
     """A multiple of the block size; less than the prompt, whose last token must still be computed for its logits."""
     loaded: Loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Restoring:
+    """A cache to resume from at once, whose layers arrive while the model computes."""
+
+    cache: DynamicCache
+    """As in `Restored`; its layers raise a `KvFleetError` in the forward pass when they cannot be had."""
+    tokens: int
+    """As in `Restored`."""
+    sources: tuple[str, ...]
+    """For each block where it was: a tier name, or `remote`."""
+    shared_blocks: int
+    """How many of them came from a scope that the tenant shares."""
+    arrivals: Arrivals
+    """Ask it to `finish` when the forward pass is done: what was computed counts only then."""
 
 
 class CacheConnector:
@@ -49,6 +67,23 @@ class CacheConnector:
         loaded = self._cache.load(tokens, session=session, blocks_max=usable)
         cache = unpack(loaded.data[: loaded.blocks], self._config, self._layout)
         return Restored(cache, loaded.blocks * self._layout.block_tokens, loaded)
+
+    def restore_layerwise(
+        self, tokens: Sequence[int], *, session: str = "", blocks_max: int | None = None
+    ) -> Restoring:
+        """Like `restore`, but returns as soon as the blocks are leased: a layer's attention waits for that layer alone.
+
+        `blocks_max` bounds the blocks that are wanted.
+        """
+        usable = max(0, len(tokens) - 1) // self._layout.block_tokens
+        usable = usable if blocks_max is None else min(usable, blocks_max)
+        stream = self._cache.stream(tokens, session=session, blocks_max=usable)
+        count, sources = stream.blocks * self._layout.block_tokens, stream.sources
+        cache = DynamicCache(config=self._config)
+        arrivals = Arrivals(stream, self._layout.layers if count else 0, partial(_states, layout=self._layout))
+        for number, arrival in enumerate(arrivals.layers):
+            cache.layers[number] = ArrivingLayer(arrival, count, arrivals.note_wait)
+        return Restoring(cache, count, sources, stream.shared_blocks, arrivals)
 
     def save(self, tokens: Sequence[int], cache: DynamicCache, *, first_block: int = 0, session: str = "") -> Stored:
         """Store the full blocks of `tokens` from `first_block` on; `cache` must hold all of `tokens`."""
@@ -111,6 +146,14 @@ def unpack(blocks: Bytes2D, config: PretrainedConfig, layout: Layout) -> Dynamic
     return cache
 
 
+def _states(rows: Bytes2D, layout: Layout) -> tuple[Any, Any]:
+    """Keys and values of one layer, (1, heads, tokens, dim), contiguous, from its bytes of all blocks."""
+    shape = (len(rows), 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
+    shaped = torch.from_numpy(rows).view(_DTYPES[layout.dtype]).view(shape)
+    keys, values = (shaped[:, kv].transpose(0, 1).flatten(1, 2).unsqueeze(0).contiguous() for kv in (0, 1))
+    return keys, values
+
+
 def _shaped(blocks: Bytes2D, layout: Layout) -> Any:
     """View of blocks as (blocks, layers, 2, heads, tokens, dim) elements."""
     shape = (len(blocks), layout.layers, 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
@@ -118,7 +161,9 @@ def _shaped(blocks: Bytes2D, layout: Layout) -> Any:
 
 
 def _check_layer(layer: Any, tokens: int) -> None:
-    if type(layer) is not DynamicLayer:
+    if isinstance(layer, ArrivingLayer):
+        layer.settle()
+    elif type(layer) is not DynamicLayer:
         raise UnsupportedError(f"cache layer {type(layer).__name__}: only full attention (DynamicLayer) can be saved")
     if not layer.is_initialized or layer.get_seq_length() < tokens:
         raise InvalidInputError(f"cache holds {layer.get_seq_length()} tokens, {tokens} are to be saved")
