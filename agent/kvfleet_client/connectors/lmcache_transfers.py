@@ -1,0 +1,269 @@
+"""Look up, lock, load and store opaque objects: operations over the client's calls. Sans-I/O: copies, yields calls.
+
+Objects do not form prompts that we could read, so each is found by itself. The blocks of a store are kept as one chain,
+because LMCache submits the chunks of a prompt in order: eviction then takes the last ones first.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Final
+
+from kvfleet_api.blocks import BlockKey
+from kvfleet_api.tiers import Lookup
+from kvfleet_api.wire import KEYS_MAX
+from kvfleet_client import calls
+from kvfleet_client.batches import batch_blocks
+from kvfleet_client.calls import Operation, Post, Work
+from kvfleet_client.connectors.lmcache_names import Name, Namer
+from kvfleet_client.copying import copy_verified, fill
+from kvfleet_client.results import Lease, Prefix, Published, Reservation, Scope
+from kvfleet_client.routes import Attachment
+from kvfleet_client.target import Target
+
+LEASE_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every operation must know."""
+
+    target: Target
+    at: Attachment
+    namer: Namer
+    clock: Callable[[], float]
+    """Monotonic seconds."""
+    deadline_s: float
+    """How long a load may take to be brought into memory, all of its batches together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    """One object and, where bytes are to be moved, the engine's memory for it."""
+
+    name: Name
+    size_bytes: int
+    memory: memoryview | None = None
+    """`size_bytes` of unsigned bytes; written to by a load."""
+
+
+Keys = tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One block of an object of a task."""
+
+    owner: int
+    """Index of the object."""
+    key: BlockKey
+    memory: memoryview
+
+
+def look_up(job: Job, objects: Sequence[Object]) -> Operation[list[Keys]]:
+    """Return for each object its keys in the first scope that has all of it; none where it is a miss."""
+    scopes = yield from _readable(job)
+    keyed = [[job.namer.keys(s.secret, o.name, o.size_bytes) for o in objects] for s in scopes]
+    asked = [_cut(list(chain.from_iterable(keys)), KEYS_MAX) for keys in keyed]
+    probes = [[calls.lookup(job.target, part, "", is_probe=True) for part in parts] for parts in asked]
+    answers = iter((yield tuple(chain.from_iterable(probes))) if any(probes) else ())
+    found: list[Keys] = [()] * len(objects)
+    for keys, parts in zip(keyed, asked, strict=True):
+        states = b"".join(_states(next(answers).value, len(part)) for part in parts)
+        for i, owned in enumerate(_whole(keys, states)):
+            found[i] = found[i] or owned
+    return found
+
+
+def lock(job: Job, found: Sequence[Keys], seconds: float) -> Operation[None]:
+    """Keep what is in memory there, and have the rest brought up."""
+    for keys in _by_scope(found):
+        parts = _cut(keys, KEYS_MAX)
+        yield Post(tuple(calls.prefetch(job.target, part, "") for part in parts))
+        yield tuple(calls.pin(job.target, part, seconds) for part in parts)
+
+
+def unlock(job: Job, found: Sequence[Keys]) -> Operation[None]:
+    """Take locks back."""
+    for keys in _by_scope(found):
+        yield tuple(calls.unpin(job.target, part) for part in _cut(keys, KEYS_MAX))
+
+
+def count(job: Job, objects: Sequence[Object], found: Sequence[Keys]) -> Operation[None]:
+    """Tell the agent of a lookup, for its hit ratio."""
+    wanted = sum(job.namer.fingerprint.blocks_of(o.size_bytes) for o in objects)
+    if 0 < wanted <= KEYS_MAX:
+        yield Post((calls.count_load(job.target, wanted, sum(map(len, found))),))
+
+
+def load(job: Job, objects: Sequence[Object]) -> Operation[list[bool]]:
+    """Copy objects into their memory; False where one is a miss, and its memory holds nothing of use."""
+    ends_s = job.clock() + job.deadline_s
+    scopes = yield from _readable(job)
+    if len(scopes) == 1:
+        found = [job.namer.keys(scopes[0].secret, o.name, o.size_bytes) for o in objects]
+    else:
+        found = yield from look_up(job, objects)
+    missed = {i for i, keys in enumerate(found) if not keys}
+    for blocks in _stretches(objects, found):
+        yield from _load_all(job, blocks, missed, ends_s)
+    return [i not in missed for i in range(len(objects))]
+
+
+def _load_all(job: Job, blocks: Sequence[Block], missed: set[int], ends_s: float) -> Operation[None]:
+    """Load blocks of one scope; whose object cannot be had whole is not gone on with."""
+    todo, is_sure = list(blocks), True
+    while todo:
+        if job.clock() >= ends_s:
+            missed.update(b.owner for b in todo)
+            return
+        batch = todo[: batch_blocks(job.target.layout.block_bytes)]
+        taken = yield from _load_batch(job, batch, missed, ends_s - job.clock())
+        todo = todo[taken:]
+        if taken < len(batch):
+            missed.add(todo[0].owner)
+            todo = [b for b in todo if b.owner not in missed]
+            if is_sure and todo:  # Once: the rest of many misses would be one trip for each.
+                todo, is_sure = (yield from _still_there(job, todo, missed)), False
+
+
+def _load_batch(job: Job, batch: Sequence[Block], missed: set[int], deadline_s: float) -> Operation[int]:
+    """Lease, copy, give back; returns how many leading blocks are done with, well or not."""
+    answers = yield (calls.acquire(job.target, [b.key for b in batch], "", LEASE_S, deadline_s),)
+    leases: tuple[Lease, ...] = answers[0].value
+    if not leases:
+        return 0
+    suspects: list[Lease] = []
+
+    def copy() -> None:
+        for lease, block in zip(leases, batch, strict=False):
+            if block.owner not in missed and not copy_verified(lease, block.memory):
+                suspects.append(lease)
+                missed.add(block.owner)
+
+    try:
+        yield Work(copy)
+        lived = yield (calls.release(job.target, leases, suspects),)
+    except BaseException:
+        yield Post((calls.release(job.target, leases),))  # Once more is harmless.
+        raise
+    if lived[0].value < len(leases):  # Nobody vouches for what was copied.
+        missed.update(b.owner for b in batch[: len(leases)])
+    return len(leases)
+
+
+def _still_there(job: Job, blocks: Sequence[Block], missed: set[int]) -> Operation[list[Block]]:
+    """Blocks of objects that are there whole; the others are missed."""
+    parts = _cut([b.key for b in blocks], KEYS_MAX)
+    answers = yield tuple(calls.lookup(job.target, part, "", is_probe=True) for part in parts)
+    states = b"".join(_states(a.value, len(part)) for a, part in zip(answers, parts, strict=True))
+    missed.update(b.owner for b, state in zip(blocks, states, strict=True) if state != Lookup.HIT)
+    return [b for b in blocks if b.owner not in missed]
+
+
+@dataclass(slots=True)
+class Stored:
+    """What became of a store."""
+
+    is_whole: bool = False
+    """True when every block of every object is there now."""
+    published: int = 0
+    """Blocks that this store made available."""
+
+
+def store(job: Job, objects: Sequence[Object]) -> Operation[Stored]:
+    """Make objects available in the scope that the agent names."""
+    yield from _refreshed(job)
+    grants, outcome = job.at.grants, Stored()
+    scope = grants.scope(grants.write_scope) if grants is not None else None
+    if scope is None or not scope.can_write:
+        return outcome
+    keys = [job.namer.keys(scope.secret, o.name, o.size_bytes) for o in objects]
+    todo = list(_blocks(objects, keys))
+    parent = b""
+    while todo:
+        batch = todo[: batch_blocks(job.target.layout.block_bytes)]
+        taken = yield from _store_batch(job, batch, parent, outcome)
+        if not taken:
+            return outcome
+        parent, todo = batch[taken - 1].key.digest, todo[taken:]
+    outcome.is_whole = True
+    return outcome
+
+
+def _store_batch(job: Job, batch: Sequence[Block], parent: bytes, outcome: Stored) -> Operation[int]:
+    """Reserve, fill and publish; returns how many leading blocks are there now."""
+    answers = yield (calls.reserve(job.target, parent, [b.key for b in batch], ""),)
+    slots: tuple[Reservation, ...] = answers[0].value
+    wanted = [(slot, block) for slot, block in zip(slots, batch, strict=False) if slot.reservation]
+    sums: list[bytes] = []
+    results: Sequence[Published] = ()
+    try:
+        yield Work(lambda: sums.extend(fill(slot, block.memory) for slot, block in wanted))
+        if wanted:
+            published = yield (calls.publish(job.target, [slot for slot, _ in wanted], sums),)
+            results = published[0].value
+    finally:
+        if wanted and not results:
+            yield Post((calls.abandon(job.target, [slot for slot, _ in wanted]),))
+    outcome.published += sum(r is Published.PUBLISHED for r in results)
+    outcomes = iter(results)
+    for done, slot in enumerate(slots):
+        if slot.reservation and next(outcomes, Published.REFUSED) is Published.REFUSED:
+            return done
+    return len(slots)
+
+
+def _readable(job: Job) -> Operation[list[Scope]]:
+    """Scopes that may hold such objects, the shared ones first; none while not attached."""
+    yield from _refreshed(job)
+    grants = job.at.grants
+    if grants is None:
+        return []
+    return [*grants.domains, *([grants.own] if grants.own else ())]
+
+
+def _refreshed(job: Job) -> Operation[None]:
+    if job.at.is_stale:
+        yield (calls.scopes(job.target),)
+
+
+def _states(answer: Prefix, keys: int) -> bytes:
+    """One state for each key; all are misses while the agent is away."""
+    return answer.states if len(answer.states) == keys else bytes(keys)
+
+
+def _whole(keyed: Iterable[Keys], states: bytes) -> Iterator[Keys]:
+    """Keys of each object of which every block is there, none for the others."""
+    at = 0
+    for keys in keyed:
+        here, at = states[at : at + len(keys)], at + len(keys)
+        yield keys if here.count(Lookup.HIT) == len(keys) else ()
+
+
+def _by_scope(found: Iterable[Keys]) -> list[list[BlockKey]]:
+    """All keys of what was found, by scope."""
+    scopes: dict[str, list[BlockKey]] = {}
+    for keys in filter(None, found):
+        scopes.setdefault(keys[0].scope, []).extend(keys)
+    return list(scopes.values())
+
+
+def _stretches(objects: Sequence[Object], found: Sequence[Keys]) -> Iterator[list[Block]]:
+    """Blocks of all objects that have keys, by scope."""
+    scopes: dict[str, list[Block]] = {}
+    for block in _blocks(objects, found):
+        scopes.setdefault(block.key.scope, []).append(block)
+    yield from scopes.values()
+
+
+def _blocks(objects: Sequence[Object], found: Sequence[Keys]) -> Iterator[Block]:
+    for owner, (one, keys) in enumerate(zip(objects, found, strict=True)):
+        assert one.memory is not None, "whoever moves bytes gives the memory"
+        step = one.size_bytes // len(keys) if keys else 0
+        for i, key in enumerate(keys):
+            yield Block(owner, key, one.memory[i * step : (i + 1) * step])
+
+
+def _cut(keys: Sequence[BlockKey], step: int) -> list[Sequence[BlockKey]]:
+    return [keys[start : start + step] for start in range(0, len(keys), step)]
