@@ -29,7 +29,7 @@ from kvfleet_client.connectors.lmcache_board import Board, Task, Workers
 from kvfleet_client.connectors.lmcache_locks import LOCK_S, Locks
 from kvfleet_client.connectors.lmcache_names import Name, Namer
 from kvfleet_client.connectors.lmcache_options import Options, Params, parse
-from kvfleet_client.connectors.lmcache_transfers import Keys, Object
+from kvfleet_client.connectors.lmcache_transfers import Object
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ class KvfleetL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Find objects; those that are there stay in memory until they are unlocked, 60 s at most."""
         task = next(self._tasks)
         put = partial(self._lookups.put, task)
-        run = self._posting(put, partial(self._look_up, keys, dict(group_layout_descs)))
+        run = partial(self._look_up, keys, dict(group_layout_descs), put)
         self._finders.submit(Task(run, partial(put, Bitmap(len(keys)))))
         return task
 
@@ -126,8 +126,7 @@ class KvfleetL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Take locks back. What cannot be told to the agent ends there by itself."""
         freed = self._locks.give([_name(k) for k in keys])
         if freed:
-            run = partial(self._unlock, freed)
-            self._finders.submit(Task(run, lambda: None))
+            self._finders.submit(Task(lambda: self._client.run(transfers.unlock(self._job, freed)), _nothing))
 
     def submit_load_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
         """Fill the objects' memory; where the result has no bit the memory holds nothing of use."""
@@ -191,19 +190,16 @@ class KvfleetL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             self._notify_keys_stored(list(keys), [o.size_bytes for o in made])
         return L2StoreResult(done.is_whole, done.published * self._job.target.layout.block_bytes)
 
-    def _look_up(self, keys: Sequence[Any], layouts: Mapping[int, Any]) -> Bitmap:
+    def _look_up(self, keys: Sequence[Any], layouts: Mapping[int, Any], put: Callable[[Bitmap], None]) -> None:
         sizes = {group: _described_bytes(layout) for group, layout in layouts.items()}
         usual = self._namer.fingerprint.object_bytes
         asked = [Object(_name(k), sizes.get(k.object_group_id, 0) or usual) for k in keys]
         known = [i for i, o in enumerate(asked) if self._fits(o)]
         objects = [asked[i] for i in known]
-        found = self._client.run(transfers.look_up(self._job, objects))
-        self._client.run(transfers.count(self._job, objects, found))
-        self._client.run(transfers.lock(self._job, self._locks.take([o.name for o in objects], found), LOCK_S))
-        return _bits(len(keys), (i for i, keys_of in zip(known, found, strict=True) if keys_of))
-
-    def _unlock(self, freed: Sequence[Keys]) -> None:
-        self._client.run(transfers.unlock(self._job, freed))
+        found = self._client.run(transfers.look_up(self._job, objects, LOCK_S))
+        self._locks.take([o.name for o in objects], found)
+        put(_bits(len(keys), (i for i, owned in zip(known, found, strict=True) if owned)))
+        self._finders.submit(Task(lambda: self._client.run(transfers.follow_up(self._job, objects, found)), _nothing))
 
     def _load(self, keys: Sequence[Any], objects: Sequence[Any]) -> Bitmap:
         asked = [_object(k, o) for k, o in zip(keys, objects, strict=True)]
@@ -229,6 +225,10 @@ class KvfleetL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         if now_s - self._warned_s >= WARN_EVERY_S:
             self._warned_s = now_s
             _log.warning("%s", message)
+
+
+def _nothing() -> None:
+    """Nobody waits for it."""
 
 
 def _name(key: Any) -> Name:

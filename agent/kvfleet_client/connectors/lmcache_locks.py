@@ -14,7 +14,7 @@ from kvfleet_client.connectors.lmcache_transfers import Keys
 LOCK_S: Final = 60.0
 """A load follows its lookup within seconds; a lock that lasts longer belongs to nobody any more."""
 LOCKS_MAX: Final = 65_536
-"""Objects locked at a time; what is found beyond that is not locked, and may be gone when it is loaded."""
+"""Objects counted at a time; locks beyond that are not taken back, and end by themselves."""
 
 
 class Locks:
@@ -30,18 +30,15 @@ class Locks:
     def __len__(self) -> int:
         return len(self._held)
 
-    def take(self, names: Sequence[Name], found: Sequence[Keys]) -> list[Keys]:
-        """Count a lock on each object that was found; returns what is to be pinned."""
+    def take(self, names: Sequence[Name], found: Sequence[Keys]) -> None:
+        """Count a lock on each object that was found, and pinned."""
         now_s = self._clock()
         with self._lock:
             self._forget(now_s, len(names))
-            pinned: list[Keys] = []
             for name, keys in zip(names, found, strict=True):
                 if keys and (name in self._held or len(self._held) < LOCKS_MAX):
-                    count, _, _ = self._held.pop(name, (0, 0.0, ()))  # The newest stand last.
+                    count = self._held[name][0] if name in self._held else 0
                     self._held[name] = (count + 1, now_s + LOCK_S, keys)
-                    pinned.append(keys)
-            return pinned
 
     def give(self, names: Sequence[Name]) -> list[Keys]:
         """Take one lock off each object; returns what nobody locks any more."""
@@ -56,7 +53,7 @@ class Locks:
         return free
 
     def _forget(self, now_s: float, coming: int) -> None:
-        """Make room by forgetting locks that have ended by themselves, oldest first."""
+        """Make room by forgetting locks that have ended by themselves."""
         if len(self._held) + coming <= LOCKS_MAX:
             return
         for name in [n for n, (_, ends_s, _) in self._held.items() if ends_s <= now_s]:

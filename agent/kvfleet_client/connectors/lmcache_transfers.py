@@ -60,40 +60,42 @@ class Block:
     memory: memoryview
 
 
-def look_up(job: Job, objects: Sequence[Object]) -> Operation[list[Keys]]:
-    """Return for each object its keys in the first scope that has all of it; none where it is a miss."""
+def look_up(job: Job, objects: Sequence[Object], lock_s: float = 0.0) -> Operation[list[Keys]]:
+    """Return for each object its keys in the first scope that has all of it; none where it is a miss.
+
+    What is in memory then stays there for `lock_s` seconds. That is asked for in the same trip: of keys that are not
+    there nothing is pinned, and what is pinned for an object that is a miss after all ends by itself.
+    """
     scopes = yield from _readable(job)
     keyed = [[job.namer.keys(s.secret, o.name, o.size_bytes) for o in objects] for s in scopes]
     asked = [_cut(list(chain.from_iterable(keys)), KEYS_MAX) for keys in keyed]
-    probes = [[calls.lookup(job.target, part, "", is_probe=True) for part in parts] for parts in asked]
-    answers = iter((yield tuple(chain.from_iterable(probes))) if any(probes) else ())
+    parts = list(chain.from_iterable(asked))
+    if not parts:
+        return [()] * len(objects)
+    pins = tuple(calls.pin(job.target, part, lock_s) for part in parts) if lock_s else ()
+    answers = yield (*(calls.lookup(job.target, part, "", is_probe=True) for part in parts), *pins)
+    replies = iter(answers)
     found: list[Keys] = [()] * len(objects)
-    for keys, parts in zip(keyed, asked, strict=True):
-        states = b"".join(_states(next(answers).value, len(part)) for part in parts)
+    for keys, of_scope in zip(keyed, asked, strict=True):
+        states = b"".join(_states(next(replies).value, len(part)) for part in of_scope)
         for i, owned in enumerate(_whole(keys, states)):
             found[i] = found[i] or owned
     return found
 
 
-def lock(job: Job, found: Sequence[Keys], seconds: float) -> Operation[None]:
-    """Keep what is in memory there, and have the rest brought up."""
+def follow_up(job: Job, objects: Sequence[Object], found: Sequence[Keys]) -> Operation[None]:
+    """Have what was found brought into memory, and tell the agent of the lookup, for its hit ratio."""
     for keys in _by_scope(found):
-        parts = _cut(keys, KEYS_MAX)
-        yield Post(tuple(calls.prefetch(job.target, part, "") for part in parts))
-        yield tuple(calls.pin(job.target, part, seconds) for part in parts)
+        yield Post(tuple(calls.prefetch(job.target, part, "") for part in _cut(keys, KEYS_MAX)))
+    wanted = sum(job.namer.fingerprint.blocks_of(o.size_bytes) for o in objects)
+    if 0 < wanted <= KEYS_MAX:
+        yield Post((calls.count_load(job.target, wanted, sum(map(len, found))),))
 
 
 def unlock(job: Job, found: Sequence[Keys]) -> Operation[None]:
     """Take locks back."""
     for keys in _by_scope(found):
         yield tuple(calls.unpin(job.target, part) for part in _cut(keys, KEYS_MAX))
-
-
-def count(job: Job, objects: Sequence[Object], found: Sequence[Keys]) -> Operation[None]:
-    """Tell the agent of a lookup, for its hit ratio."""
-    wanted = sum(job.namer.fingerprint.blocks_of(o.size_bytes) for o in objects)
-    if 0 < wanted <= KEYS_MAX:
-        yield Post((calls.count_load(job.target, wanted, sum(map(len, found))),))
 
 
 def load(job: Job, objects: Sequence[Object]) -> Operation[list[bool]]:
@@ -113,18 +115,17 @@ def load(job: Job, objects: Sequence[Object]) -> Operation[list[bool]]:
 def _load_all(job: Job, blocks: Sequence[Block], missed: set[int], ends_s: float) -> Operation[None]:
     """Load blocks of one scope; whose object cannot be had whole is not gone on with."""
     todo, is_sure = list(blocks), True
-    while todo:
-        if job.clock() >= ends_s:
-            missed.update(b.owner for b in todo)
-            return
+    while todo and job.clock() < ends_s:
         batch = todo[: batch_blocks(job.target.layout.block_bytes)]
         taken = yield from _load_batch(job, batch, missed, ends_s - job.clock())
         todo = todo[taken:]
-        if taken < len(batch):
-            missed.add(todo[0].owner)
-            todo = [b for b in todo if b.owner not in missed]
-            if is_sure and todo:  # Once: the rest of many misses would be one trip for each.
-                todo, is_sure = (yield from _still_there(job, todo, missed)), False
+        if taken:  # Perhaps not all of it: memory may be too small to hold a batch at a time.
+            continue
+        missed.add(todo[0].owner)
+        todo = [b for b in todo if b.owner not in missed]
+        if is_sure and todo:  # Once: finding many misses one by one would be a trip for each.
+            todo, is_sure = (yield from _still_there(job, todo, missed)), False
+    missed.update(b.owner for b in todo)
 
 
 def _load_batch(job: Job, batch: Sequence[Block], missed: set[int], deadline_s: float) -> Operation[int]:

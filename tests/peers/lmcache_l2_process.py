@@ -1,0 +1,143 @@
+"""LMCache's side of the adapter, in its environment: makes it as LMCache does and obeys verbs, lines of JSON."""
+
+import functools
+import json
+import os
+import select
+import sys
+import time
+from argparse import Namespace
+from typing import Any
+
+import torch
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.l2_adapters import create_l2_adapter
+from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
+from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+
+MODEL = "bench-model"
+
+
+def key(number: int, model: str = MODEL) -> ObjectKey:
+    return ObjectKey(number.to_bytes(32, "big"), model, kv_rank=0x01000100)
+
+
+@functools.cache
+def wanted(number: int, size: int) -> torch.Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
+
+
+def held(data: torch.Tensor) -> TensorMemoryObj:
+    about = MemoryObjMetadata(
+        shape=data.shape, dtype=data.dtype, address=0, phy_size=len(data), fmt=MemoryFormat.KV_2LTD, ref_count=1
+    )
+    return TensorMemoryObj(raw_data=data, metadata=about, parent_allocator=None)
+
+
+class Held:
+    """One adapter, the tasks that are under way, and how often each descriptor was rung."""
+
+    def __init__(self, spec: dict[str, Any], size: int) -> None:
+        config = parse_args_to_l2_adapters_config(Namespace(l2_adapter=[json.dumps(spec)])).adapters[0]
+        self.adapter = create_l2_adapter(config)
+        self.size = size
+        self.fds = {
+            "store": self.adapter.get_store_event_fd(),
+            "lookup": self.adapter.get_lookup_and_lock_event_fd(),
+            "load": self.adapter.get_load_event_fd(),
+        }
+        assert len(set(self.fds.values())) == 3
+        self.tasks: dict[str, list[tuple[int, list[int], list[torch.Tensor]]]] = {what: [] for what in self.fds}
+
+    def submit(self, what: str, numbers: list[int], size: int = 0, model: str = MODEL) -> dict[str, Any]:
+        size = size or self.size
+        keys = [key(n, model) for n in numbers]
+        tensors = [wanted(n, size) if what == "store" else torch.zeros(size, dtype=torch.uint8) for n in numbers]
+        started_s = time.monotonic()
+        if what == "store":
+            task = self.adapter.submit_store_task(keys, [held(t) for t in tensors])
+        elif what == "load":
+            task = self.adapter.submit_load_task(keys, [held(t) for t in tensors])
+        else:
+            layout = MemoryLayoutDesc([torch.Size([size])], [torch.uint8])
+            task = self.adapter.submit_lookup_and_lock_task(keys, {0: layout})
+        took_s = time.monotonic() - started_s
+        self.tasks[what].append((task, numbers, tensors))
+        return {"took_s": took_s}
+
+    def collect(self, wait_s: float) -> dict[str, Any]:
+        """Wait for all tasks; for each kind the results, how often it was announced, and loads with wrong bytes."""
+        ends_s = time.monotonic() + wait_s
+        answer: dict[str, Any] = {}
+        for what, tasks in self.tasks.items():
+            rung = 0
+            while rung < len(tasks) and select.select([self.fds[what]], [], [], max(0, ends_s - time.monotonic()))[0]:
+                rung += os.eventfd_read(self.fds[what])
+            answer[what] = {"announced": rung, "results": self.results(what, tasks)}
+            tasks.clear()
+        time.sleep(0.05)
+        answer["late"] = [what for what, fd in self.fds.items() if select.select([fd], [], [], 0)[0]]
+        return answer
+
+    def results(self, what: str, tasks: list[tuple[int, list[int], list[torch.Tensor]]]) -> list[Any]:
+        stores = self.adapter.pop_completed_store_tasks() if what == "store" else {}
+        found = []
+        for task, numbers, tensors in tasks:
+            if what == "store":
+                found.append(stores[task].is_successful() if task in stores else None)
+                continue
+            query = self.adapter.query_load_result if what == "load" else self.adapter.query_lookup_and_lock_result
+            bits, again = query(task), query(task)
+            assert again is None, "a result is fetched once"
+            found.append(None if bits is None else self.judged(what, bits, numbers, tensors))
+        return found
+
+    def judged(self, what: str, bits: Bitmap, numbers: list[int], tensors: list[torch.Tensor]) -> list[Any]:
+        """1 for what is there, 0 for a miss, `wrong` for a load that brought other bytes than were stored."""
+        marks: list[Any] = [int(bits.test(i)) for i in range(len(numbers))]
+        if what == "load":
+            for i, tensor in enumerate(tensors):
+                if marks[i] and not torch.equal(tensor, wanted(numbers[i], len(tensor))):
+                    marks[i] = "wrong"
+        return marks
+
+    def unlock(self, numbers: list[int]) -> dict[str, Any]:
+        self.adapter.submit_unlock([key(n) for n in numbers])
+        return {}
+
+    def delete(self, numbers: list[int]) -> dict[str, Any]:
+        self.adapter.delete([key(n) for n in numbers])
+        return {}
+
+    def status(self) -> dict[str, Any]:
+        return dict(self.adapter.report_status())
+
+    def close(self) -> dict[str, Any]:
+        started_s = time.monotonic()
+        self.adapter.close()
+        self.adapter.close()
+        return {"took_s": time.monotonic() - started_s}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # What LMCache says.
+    print(json.dumps({"versions": {}}), file=answers, flush=True)
+    adapter: Held | None = None
+    for line in sys.stdin:
+        asked = json.loads(line)
+        verb = asked.pop("verb")
+        answer: dict[str, Any] = {}
+        if verb == "open":
+            try:
+                adapter = Held(**asked)
+            except Exception as e:  # noqa: BLE001  LMCache tells it to its user.
+                answer = {"refused": str(e)}
+        else:
+            answer = getattr(adapter, verb)(**asked)
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""The L2 adapter in the real LMCache 0.5.6 against a real agent: its own tool, and an agent that is killed."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import peers
+from bench.drivers import ROOT, Command, Driver
+from bench.identity import BLOCK_TOKENS, HEAD_DIM, MODEL, POOL, REVISION, TOKEN
+from kvfleet_api.units import MIB
+
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
+
+SIZE = 64 << 10
+"""Bytes of an object: four blocks of 16 KiB."""
+CAPACITY_BYTES = 128 * MIB
+PATHS = {"PYTHONPATH": f"{ROOT / 'crds'}:{ROOT / 'agent'}", "LMCACHE_DISABLE_BANNER": "1"}
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    try:
+        return peers.ensure("lmcache", _say)
+    except peers.InstallError as e:
+        pytest.skip(f"LMCache's environment could not be made: {e}")
+
+
+class Agent:
+    """A real agent on one socket, started again after it was killed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.socket = directory / "agent.sock"
+        self.token = directory / "token"
+        self.token.write_text(TOKEN)
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        command = (sys.executable, "-m", "bench.agent_process", "--socket", str(self.socket), "--page-size", "4Ki")
+        sized = (*command, "--capacity-bytes", str(CAPACITY_BYTES))
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(sized, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+        assert self.process.stdout is not None
+        assert "versions" in json.loads(self.process.stdout.readline())
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            for end in (self.process.stdin, self.process.stdout):
+                assert end is not None
+                end.close()
+        self.process = None
+
+    def spec(self, layers: int = 4, **params: Any) -> dict[str, Any]:
+        """JSON of an adapter with blocks of 4 KiB for each layer."""
+        layout = {"model": MODEL, "revision": REVISION, "dtype": "bf16", "block_tokens": BLOCK_TOKENS, "kv_heads": 1,
+                  "layers": layers, "head_dim": HEAD_DIM, "element_bytes": 2, **params.pop("layout", {})}  # fmt: skip
+        made = {"socket": str(self.socket), "pool": POOL, "token_file": str(self.token), "model_name": "bench-model",
+                "chunk_tokens": 4 * BLOCK_TOKENS, "layout": layout, **params}  # fmt: skip
+        plugin = {"module_path": "kvfleet_client.connectors.lmcache", "class_name": "KvfleetL2Adapter"}
+        return {"type": "plugin", **plugin, "adapter_params": made}
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    made = Agent(tmp_path)
+    made.start()
+    yield made
+    made.kill()
+
+
+@pytest.fixture(scope="module")
+def process(python: Path) -> Iterator[Driver]:
+    """One process of LMCache: importing it takes seconds."""
+    paths = {**PATHS, "PYTHONPATH": f"{PATHS['PYTHONPATH']}:{ROOT / 'tests/peers'}"}
+    command = Command("lmcache", python, "lmcache_l2_process", environment=tuple(paths.items()))
+    with Driver(command) as driver:
+        driver.versions()
+        yield driver
+
+
+@pytest.fixture
+def lmcache(process: Driver, agent: Agent) -> Iterator[Driver]:
+    """The process with an adapter that is attached."""
+    assert process.ask("open", spec=agent.spec(), size=SIZE) == {}
+    yield process
+    assert process.ask("close")["took_s"] < 10
+
+
+def do(lmcache: Driver, what: str, numbers: list[int], **more: Any) -> Any:
+    """Submit one task and return its result."""
+    lmcache.ask("submit", what=what, numbers=numbers, **more)
+    answer = lmcache.ask("collect", wait_s=30)
+    assert answer[what]["announced"] == 1
+    assert answer["late"] == []
+    return answer[what]["results"][0]
+
+
+@pytest.mark.parametrize("size_kib", [64, 2048])
+def test_it_passes_lmcaches_own_benchmark_with_verification(
+    python: Path, agent: Agent, tmp_path: Path, size_kib: int
+) -> None:
+    report = tmp_path / "report.json"
+    spec = json.dumps(agent.spec(layers=size_kib // 16))
+    command = [str(python.parent / "lmcache"), "bench", "l2", "--no-skip-verify", "--l2-adapter", spec,
+               "--data-size-kb", str(size_kib), "--num-keys", "8", "--in-flight", "2", "--rounds", "2",
+               "--lookup-max-hit-rate", "0.5", "--format", "json", "--output", str(report)]  # fmt: skip
+
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **PATHS}, capture_output=True, text=True, timeout=600, check=False
+    )
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "All 16 keys data verified OK" in done.stdout
+    said = {s["operation"]: s for s in json.loads(report.read_text())["metrics"].values() if "operation" in s}
+    assert [said[o]["rounds_timed_out"] for o in ("Store", "Lookup", "Load")] == [0, 0, 0]
+    assert [said[o]["total_success"] for o in ("Store", "Lookup", "Load")] == [32, 16, 32]
+
+
+def test_what_is_stored_is_found_and_loaded_and_nothing_else(lmcache: Driver) -> None:
+    assert do(lmcache, "lookup", [1, 2]) == [0, 0]
+    assert do(lmcache, "store", [1, 2]) is True
+    assert do(lmcache, "store", [1, 2]) is True, "what is there already is stored"
+    assert do(lmcache, "lookup", [0, 1, 2, 3]) == [0, 1, 1, 0]
+    assert do(lmcache, "load", [3, 2, 0, 1]) == [0, 1, 0, 1]
+    assert lmcache.ask("status")["locked_objects"] == 2
+    lmcache.ask("unlock", numbers=[1, 2])
+    status = lmcache.ask("status")
+    assert (status["locked_objects"], status["is_healthy"]) == (0, True)
+
+
+def test_sizes_are_never_mixed_up_and_those_that_do_not_fit_are_refused(lmcache: Driver) -> None:
+    assert do(lmcache, "store", [1]) is True
+
+    assert do(lmcache, "load", [1], size=2 * SIZE) == [0]
+    assert do(lmcache, "lookup", [1], size=2 * SIZE) == [0]
+    assert do(lmcache, "store", [1], size=2 * SIZE) is True
+    assert do(lmcache, "load", [1], size=2 * SIZE) == [1]
+    assert do(lmcache, "load", [1]) == [1]
+    assert do(lmcache, "store", [2], size=SIZE + 1) is False
+    assert do(lmcache, "load", [2], size=SIZE + 1) == [0]
+
+
+def test_objects_of_another_model_are_misses(lmcache: Driver) -> None:
+    assert do(lmcache, "store", [1], model="other") is False
+    assert do(lmcache, "lookup", [1], model="other") == [0]
+    assert do(lmcache, "load", [1], model="other") == [0]
+
+
+def test_an_engine_that_disagrees_finds_nothing(lmcache: Driver, process: Driver, agent: Agent) -> None:
+    assert do(lmcache, "store", [1]) is True
+    for change in ({"hash_seed": "7"}, {"layout": {"quantization": "fp8:other scales"}}):
+        process.ask("close")
+        assert process.ask("open", spec=agent.spec(**change), size=SIZE) == {}
+        assert do(process, "lookup", [1]) == [0]
+        assert do(process, "load", [1]) == [0]
+    process.ask("close")
+    process.ask("open", spec=agent.spec(), size=SIZE)
+    assert do(process, "load", [1]) == [1]
+
+
+def test_a_full_pool_takes_the_newest_objects(lmcache: Driver) -> None:
+    count = 2 * CAPACITY_BYTES // SIZE
+    for start in range(0, count, 64):
+        assert do(lmcache, "store", list(range(start, start + 64))) is True
+
+    assert do(lmcache, "load", list(range(count - 64, count))) == [1] * 64
+    assert do(lmcache, "load", list(range(64))) == [0] * 64
+
+
+def test_a_locked_object_outlives_others_that_come(lmcache: Driver) -> None:
+    assert do(lmcache, "store", [0]) is True
+    assert do(lmcache, "lookup", [0]) == [1]
+    for start in range(1, 2 * CAPACITY_BYTES // SIZE, 64):
+        do(lmcache, "store", list(range(start, start + 64)))
+
+    assert do(lmcache, "load", [0]) == [1]
+
+
+def test_deletion_is_left_to_the_pool(lmcache: Driver) -> None:
+    do(lmcache, "store", [1])
+    lmcache.ask("delete", numbers=[1])
+
+    assert do(lmcache, "load", [1]) == [1]
+
+
+def test_a_killed_agent_is_misses_and_failed_stores_and_one_that_comes_back_serves(
+    lmcache: Driver, agent: Agent
+) -> None:
+    assert do(lmcache, "store", list(range(16))) is True
+    for i in range(40):  # Under way while the agent dies.
+        for what in ("load", "lookup", "store"):
+            took = lmcache.ask("submit", what=what, numbers=list(range(16)) if what != "store" else [100 + i])
+            assert took["took_s"] < 1.0, "submitting does not wait"
+        if i == 20:
+            agent.kill()
+    answer = lmcache.ask("collect", wait_s=60)
+
+    assert [answer[what]["announced"] for what in ("store", "lookup", "load")] == [40, 40, 40]
+    assert answer["late"] == []
+    marks = [mark for result in answer["load"]["results"] for mark in result]
+    assert "wrong" not in marks
+    assert None not in [*answer["store"]["results"], *answer["lookup"]["results"]]
+    assert do(lmcache, "store", [200]) is False
+    assert do(lmcache, "lookup", [1]) == [0]
+    assert do(lmcache, "load", [1]) == [0]
+    assert lmcache.ask("status")["is_healthy"] is False
+
+    agent.start()
+    ends_s = time.monotonic() + 30
+    while do(lmcache, "store", [300]) is False:
+        assert time.monotonic() < ends_s
+        time.sleep(0.2)
+    assert do(lmcache, "load", [300, 1]) == [1, 0], "the memory of the killed agent is gone"
+    assert lmcache.ask("status")["is_healthy"] is True
+
+
+def test_a_frozen_agent_holds_nobody_up(lmcache: Driver, agent: Agent) -> None:
+    assert do(lmcache, "store", [1]) is True
+    assert agent.process is not None
+    agent.process.send_signal(19)  # SIGSTOP
+    started_s = time.monotonic()
+
+    assert do(lmcache, "lookup", [1]) == [0]
+    assert do(lmcache, "store", [2]) is False
+    assert time.monotonic() - started_s < 20
+    agent.process.send_signal(18)  # SIGCONT
+
+
+def test_closing_while_tasks_are_under_way_returns_and_leaves_memory_alone(process: Driver, agent: Agent) -> None:
+    process.ask("open", spec=agent.spec(), size=SIZE)
+    do(process, "store", list(range(16)))
+    for _ in range(50):
+        process.ask("submit", what="load", numbers=list(range(16)))
+
+    assert process.ask("close")["took_s"] < 10
+
+
+def test_it_starts_without_an_agent_and_finds_it_later(process: Driver, tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    assert process.ask("open", spec=agent.spec(), size=SIZE) == {}
+    assert do(process, "lookup", [1]) == [0]
+    agent.start()
+    ends_s = time.monotonic() + 30
+    while do(process, "store", [1]) is False:
+        assert time.monotonic() < ends_s
+        time.sleep(0.2)
+    assert do(process, "load", [1]) == [1]
+    process.ask("close")
+    agent.kill()
+
+
+def test_bad_parameters_are_named(process: Driver, tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    refused = process.ask("open", spec=agent.spec(chunk_tokens=24), size=SIZE)
+
+    assert refused == {"refused": "chunk_tokens: 24, a multiple of block_tokens 16 wanted"}
+
+
+def test_the_benchmark_has_all_three_adapters_in_one_run(python: Path) -> None:
+    assert python.exists()
+    command = (sys.executable, "-m", "bench.l2", "--tiny")
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    ratios = json.loads(done.stdout.splitlines()[-1])["ratios"]
+    wanted = {f"l2_{what}_vs_{peer}_256KiB" for what in ("store", "lookup", "load") for peer in ("fs_native", "resp")}
+    assert ratios.keys() == {*wanted, "l2_store_vs_memcpy_256KiB", "l2_load_vs_memcpy_256KiB"}
+    assert all(ratio > 0 for ratio in ratios.values())
