@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,9 @@ class Store(Protocol):
         """Let go of everything."""
 
 
+S = TypeVar("S", bound=Store)
+
+
 class Bench:
     """Answers the verbs with one store."""
 
@@ -93,9 +96,12 @@ class Bench:
             self._store.clear(generation)
         return {}
 
-    def _open(self, work: Work) -> dict[str, Any]:
+    def _fill(self, work: Work) -> None:
         rng = np.random.default_rng(work.client)
         self._source = rng.integers(0, 256, (work.blocks, work.block_bytes), np.uint8)
+
+    def _open(self, work: Work) -> dict[str, Any]:
+        self._fill(work)
         self._sink = np.zeros_like(self._source)
         self._sink.fill(1)  # Touched once: page faults of the reader's memory are not the store's.
         self._store.open(work, self._source, self._sink)
@@ -118,7 +124,7 @@ class Bench:
         return {"seconds": time.perf_counter() - start_s, "parts": parts}
 
 
-def serve(make: Callable[[], Store]) -> None:
+def serve(make: Callable[[], S], answering: Callable[[S], Bench] = Bench) -> None:
     """Answer verbs until stdin ends. A store that cannot be had is one line `{"absent": why}`.
 
     Libraries print to stdout; the answers go to a descriptor of their own and stdout joins stderr.
@@ -130,7 +136,7 @@ def serve(make: Callable[[], Store]) -> None:
     except (ImportError, OSError, RuntimeError) as e:
         print(json.dumps({"absent": f"{type(e).__name__}: {e}"}), file=answers)
         return
-    bench = Bench(store)
+    bench = answering(store)
     print(json.dumps({"versions": store.versions()}), file=answers)
     with contextlib.closing(store):
         for line in sys.stdin:

@@ -93,3 +93,19 @@ def test_bench_remote_ends_with_the_agreed_line() -> None:
         assert said["ratios"]["read_2MiB_vs_nixl"] > 0
         assert "nixl verified" in done.stdout
     assert said["values"]["kvfleet_2MiB_bytes_per_s"] > 0
+
+
+def test_bench_nvme_ends_with_the_agreed_line(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "bench.nvme", "--tiny", "--peers", "none", "--directory", str(tmp_path))
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["bench"] == "nvme"
+    assert said["versions"]["lmcache"] == "absent: not asked for"
+    assert said["versions"]["fio"][0].isdigit()
+    keyed = {"write_2MiB_vs_fio", "read_2MiB_vs_fio", "encrypted_write_vs_plain"}
+    assert all(said["ratios"][key] > 0 for key in keyed)
+    assert said["ratios"]["write_256KiB_vs_lmcache"] is said["ratios"]["read_2MiB_vs_lmcache"] is None
+    assert list(tmp_path.iterdir()) == []

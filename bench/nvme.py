@@ -1,0 +1,271 @@
+"""The NVMe tier against the disk: demotion and onboarding by a real agent's core, fio, NIXL alone, and LMCache's disk.
+
+Everybody takes turns in every repeat on one file system, with the same blocks, from memory to the disk and back. The
+limit is fio with O_DIRECT and 16 transfers at a time, over a file that was laid out before. Ours is measured in the
+clear and sealed, with blocks as they are and through the pool's Lossless codec (rates are of raw bytes then); what
+comes back is compared with what went in. LMCache's files are not synced; with O_DIRECT they reach the disk, without
+they lie in the page cache, and so do its reads.
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Final
+
+import peers
+from bench import common
+from bench.cases import Case
+from bench.common import REPEATS_MIN, Result, Sample, publish, rate_ratio, table
+from bench.drivers import AbsentError, Command, Driver, FailedError
+from bench.fio import Fio, FioError
+from kvfleet_api import __version__
+from kvfleet_api.units import KIB, MIB
+
+OURS: Final = "kvfleet"
+FORMS: Final = {
+    OURS: (),
+    f"{OURS} sealed": ("--sealed",),
+    f"{OURS} lossless": ("--mode", "Lossless"),
+    f"{OURS} lossless sealed": ("--mode", "Lossless", "--sealed"),
+}
+FIO, FIO_DURABLE, NIXL = "fio", "fio dsync", "nixl"
+LMCACHE: Final = {"lmcache": ("--direct",), "lmcache buffered": ()}
+ABSENT: Final = {
+    "lmcache raw_block": "its wheel lacks the module lmcache_rust_raw_block_io",
+    "mooncake ssd": "not driven here",
+    "vllm fs tier": "not driven here",
+}
+WAYS: Final = {"write": "put", "read": "get"}
+ROOM_FACTOR: Final = 16
+"""Bytes on the file system by bytes of a set, at most: four forms of ours hold two and a half sets and more, the
+others one each, and twice that stays free."""
+
+PYTHON: Final = Path(sys.executable)
+_STARTED_S = time.perf_counter()
+
+
+class NoRoomError(Exception):
+    """The file system is too full for this."""
+
+
+@dataclass(slots=True)
+class Field:
+    """Who takes part."""
+
+    fio: Fio | None
+    drivers: dict[str, Driver]
+    versions: dict[str, str]
+
+    def drop(self, name: str, why: str) -> None:
+        """Leave out somebody who broke off."""
+        self.versions[name] = f"absent: {why}"
+        self.drivers.pop(name).close()
+
+
+@dataclass(slots=True)
+class Turns:
+    """Bytes per second of each repeat, by who and way."""
+
+    case: Case
+    rates: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+
+    def sample(self, who: str, way: str) -> Sample | None:
+        """All repeats; None when it took no part to the end."""
+        values = self.rates.get((who, way), [])
+        return Sample(tuple(values)) if len(values) == self.case.repeats else None
+
+
+def run(case: Case, made: Field) -> Turns:
+    """Let everybody store and load the set, once to warm up and then `case.repeats` times."""
+    turns = Turns(case)
+    for name in tuple(made.drivers):
+        _try(made, name, "open", asdict(case.work))
+    for repeat in range(-1, case.repeats):
+        names = [FIO, *made.drivers]
+        start = repeat % len(names)
+        for name in (*names[start:], *names[:start]):
+            rates = _fio_turn(made, case) if name == FIO else _turn(made, name, case, repeat + 2)
+            for at, rate in rates.items() if repeat >= 0 else ():
+                turns.rates.setdefault(at, []).append(rate)
+    return turns
+
+
+def _fio_turn(made: Field, case: Case) -> dict[tuple[str, str], float]:
+    if made.fio is None:
+        return {}
+    size = case.block_bytes, case.set_bytes
+    return {
+        (FIO, "write"): made.fio.rate("write", *size),
+        (FIO_DURABLE, "write"): made.fio.rate("write", *size, is_durable=True),
+        (FIO, "read"): made.fio.rate("read", *size),
+    }
+
+
+def _turn(made: Field, name: str, case: Case, generation: int) -> dict[tuple[str, str], float]:
+    if name not in made.drivers:
+        return {}
+    at = {"generation": generation}
+    rates = {}
+    _try(made, name, "prepare", at)
+    for way, verb in WAYS.items():
+        answer = _try(made, name, verb, at)
+        if answer:
+            rates[name, way] = case.set_bytes / answer["seconds"]
+    if not _try(made, name, "check", at).get("is_same", name not in made.drivers):
+        raise SystemExit(f"{name}: what was loaded is not what was stored")
+    _try(made, name, "clear", at)
+    return rates
+
+
+def _try(made: Field, name: str, verb: str, arguments: dict[str, int]) -> dict[str, float]:
+    """Ask, unless it is out; a peer that breaks off is left out from there on, ours may not."""
+    driver = made.drivers.get(name)
+    if driver is None:
+        return {}
+    try:
+        return driver.ask(verb, **arguments)
+    except FailedError as e:
+        if name in FORMS:
+            raise
+        made.drop(name, str(e))
+        return {}
+
+
+@contextmanager
+def start(directory: Path, *, with_lmcache: bool) -> Iterator[Field]:
+    """Start everybody; stop them at the end."""
+    with ExitStack() as stack:
+        versions = {"kvfleet": __version__, **{name: f"absent: {why}" for name, why in ABSENT.items()}}
+        commands = [_command(name, directory, "bench.nvme_ours", more) for name, more in FORMS.items()]
+        commands.append(_command(NIXL, directory, "bench.peers.nixl_posix", ()))
+        try:
+            python = peers.ensure("lmcache", say) if with_lmcache else None
+            why = "not asked for"
+        except peers.InstallError as e:
+            python, why = None, str(e)
+        for name, more in LMCACHE.items():
+            if python is None:
+                versions[name] = f"absent: {why}"
+            else:
+                commands.append(_command(name, directory, "bench.peers.lmcache_disk", more, python))
+        made = Field(None, {}, versions)
+        drivers = {c.name: stack.enter_context(Driver(c)) for c in commands}
+        for name, driver in drivers.items():
+            try:
+                versions.update(driver.versions())
+                made.drivers[name] = driver
+            except AbsentError as e:
+                versions[name] = f"absent: {e}"
+        try:
+            made.fio = Fio.found(directory)
+            versions[FIO] = made.fio.version()
+        except FioError as e:
+            versions[FIO] = f"absent: {e}"
+        yield made
+
+
+def _command(name: str, directory: Path, module: str, more: Sequence[str], python: Path = PYTHON) -> Command:
+    own = directory / name.replace(" ", "-")
+    own.mkdir()
+    return Command(name, python, module, ("--directory", str(own), *more))
+
+
+def cases(chosen: argparse.Namespace) -> tuple[Case, ...]:
+    """Sizes and sets."""
+    if chosen.tiny:
+        return Case(2 * MIB, 4, 1, REPEATS_MIN), Case(256 * KIB, 8, 1, REPEATS_MIN)
+    if chosen.quick:
+        return Case(2 * MIB, 64, 1, REPEATS_MIN), Case(256 * KIB, 256, 1, REPEATS_MIN)
+    return Case(2 * MIB, 192, 1, 9), Case(256 * KIB, 768, 1, 9)
+
+
+@dataclass(slots=True)
+class Figures:
+    """What came out."""
+
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    ratios: dict[str, float | None] = field(default_factory=dict)
+    values: dict[str, float] = field(default_factory=dict)
+
+    def note(self, turns: Turns, names: Sequence[str]) -> None:
+        """Add one size: rows of everybody, and our ratios."""
+        size = turns.case.size
+        for way in WAYS:
+            limit = turns.sample(FIO, way) or turns.sample(NIXL, way)
+            for who in (FIO, FIO_DURABLE, *names):
+                sample = turns.sample(who, way)
+                if sample is not None:
+                    share = rate_ratio(sample, limit)
+                    spread = (f"{v / 1e9:.2f}" for v in sample.spread)
+                    self.rows.append((f"{way} {size}, GB/s", who, *spread, "" if share is None else f"{share:.2f}"))
+                    self.values[f"{_key(who)}_{way}_{size}_bytes_per_s"] = sample.spread[1]
+            self._ratios(turns, way, size)
+
+    def _ratios(self, turns: Turns, way: str, size: str) -> None:
+        ours = turns.sample(OURS, way)
+        assert ours is not None
+        for other in (FIO, FIO_DURABLE, NIXL, *LMCACHE):
+            if way == "write" or other != FIO_DURABLE:
+                self.ratios[f"{way}_{size}_vs_{_key(other)}"] = rate_ratio(ours, turns.sample(other, way))
+        for form in FORMS:
+            if form != OURS:
+                sample = turns.sample(form, way)
+                assert sample is not None
+                self.ratios[f"{_key(form.removeprefix(OURS))}_{way}_{size}_vs_plain"] = rate_ratio(sample, ours)
+
+
+def _key(name: str) -> str:
+    return name.strip().replace(" ", "_")
+
+
+def say(line: str) -> None:
+    """Tell how far we are."""
+    print(f"[bench.nvme {time.perf_counter() - _STARTED_S:5.1f} s] {line}", file=sys.stderr, flush=True)
+
+
+def choose(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = common.parser(__doc__)
+    parser.add_argument(
+        "--directory", type=Path, help="on the file system to measure; default: one for temporary files"
+    )
+    parser.add_argument("--peers", default="lmcache", choices=("lmcache", "none"), help="besides fio and NIXL")
+    parser.add_argument("--tiny", action="store_true", help="does it work at all? the figures mean nothing")
+    return parser.parse_args(arguments)
+
+
+def _check_room(directory: Path, plan: Sequence[Case]) -> None:
+    need_bytes = ROOM_FACTOR * max(c.set_bytes for c in plan) + 1024 * MIB
+    free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < need_bytes:
+        raise NoRoomError(f"{directory}: {free_bytes} B free, {need_bytes} B wanted; --directory chooses another place")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print the table and the last line."""
+    chosen = choose(arguments)
+    plan, figures = cases(chosen), Figures()
+    with tempfile.TemporaryDirectory(prefix="kvfleet-bench-", dir=chosen.directory) as name:
+        _check_room(Path(name), plan)
+        with start(Path(name), with_lmcache=chosen.peers == "lmcache") as made:
+            for case in plan:
+                say(f"{case.blocks} blocks of {case.size}, {case.repeats} repeats, {len(made.drivers) + 1} take turns")
+                figures.note(run(case, made), tuple(made.drivers))
+            versions = dict(made.versions)
+    print(table(("what", "who", "min", "median", "max", "of limit"), figures.rows))
+    for who, said in versions.items():
+        if said.startswith("absent"):
+            print(f"{who} {said}")
+    figures.ratios["encrypted_write_vs_plain"] = figures.ratios["sealed_write_2MiB_vs_plain"]
+    say("done")
+    publish(Result("nvme", bool(chosen.quick or chosen.tiny), versions, figures.ratios, figures.values), chosen.json)
+
+
+if __name__ == "__main__":
+    main()
