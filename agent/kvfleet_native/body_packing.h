@@ -119,14 +119,16 @@ TARGET ALWAYS uint16_t scale(Strip *strip, uint16_t *scales, uint16_t *lows, siz
     return largest;
 }
 
+/* A number is added whose last bit is worth one step of e4m3 there: subnormals have the steps of the least normals. */
 TARGET ALWAYS uint8_t fp8_of(uint16_t x, float inverse)
 {
     const uint32_t most = 0x43E00000, normal_from = 0x3C800000; /* Bits of 448 and of 2^-6. */
     uint32_t bits = bits_of(widened(x & 0x7FFF) * inverse);
-    bits = bits < most ? bits : most;
-    uint32_t normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3);
-    uint32_t subnormal = bits_of(float_of(bits) + 0x1p14f) & 0xF; /* The sum's last bit is worth 2^-9, one step. */
-    return (uint8_t)(chosen_of(bits < normal_from, subnormal, normal) | (x >> 8 & 0x80));
+    bits = LEAST(bits, most);
+    uint32_t power = bits & 0x7F800000;
+    power = MOST(power, normal_from);
+    uint32_t steps = bits_of(float_of(bits) + float_of(power + (20u << 23))) & 0x1F;
+    return (uint8_t)(((power - normal_from) >> 20) + steps) | (uint8_t)(x >> 8 & 0x80);
 }
 
 /* Codes of `count` elements; scales by element (step 1), or one for all (step 0). INT4 leaves one code in each byte. */
