@@ -11,8 +11,10 @@ level, _running = choose(os.environ.get("KVFLEET_NATIVE_LEVEL", ""))
 
 copy = _running.copy
 copy_digest = _running.copy_digest
+mix = _running.mix
 narrow = _running.narrow
 pack = _running.pack
+unmix = _running.unmix
 unpack = _running.unpack
 widen = _running.widen
 width_of = _running.width_of

@@ -95,6 +95,8 @@ TARGET static void copy_digest(uint8_t *into, const uint8_t *source, size_t size
 #include "body_packing.h"
 #include "body_tops.h"
 
+#include "body_mix.h"
+
 const Kernels LEVEL = {
     .name = LEVEL_NAME,
     .is_supported = is_supported,
@@ -104,6 +106,8 @@ const Kernels LEVEL = {
     .width_of = width_of,
     .narrow = narrow,
     .widen = widen,
+    .mix = mix,
+    .unmix = unmix,
     .pack = pack,
     .unpack = unpack,
 };

@@ -9,6 +9,7 @@ from kvfleet_native import python
 
 if TYPE_CHECKING:
     from kvfleet_native.buffers import Buffer
+    from kvfleet_native.mixing import Mixing
     from kvfleet_native.packing import Packing
 
 PYTHON: Final = "python"
@@ -66,6 +67,24 @@ class Kernels(Protocol):
 
     def unpack(self, into: Buffer, codes: Buffer, scales: Buffer, packing: Packing, /) -> None:
         """Fill `into` with bf16. Any bytes decode to something. Raises `ValueError` as `pack` does."""
+
+    def mix(
+        self, into: Buffer, source: Buffer, scratch: Buffer, rungs: Buffer, errors: Buffer, mixing: Mixing, /
+    ) -> int:
+        """Fill `into` with the planes of `source` (`mixing.py`); return how much it took.
+
+        `rungs` gives the first rung to try for each plane, and gets the one that it is stored on: the first from there
+        on whose relative error is at most the mixing's limit. `errors` (float64) gets these errors. Planes
+        with numbers that `pack` refuses are stored exactly, and so is what no packing shortens. `scratch` has room
+        for a plane. Raises `ValueError` for planes that there are none of, too little room, and odd addresses.
+        """
+
+    def unmix(self, into: Buffer, stored: Buffer, mixing: Mixing, /) -> bool:
+        """Undo `mix`, as far as it can be undone, into exactly the size that it took from.
+
+        False where the stored bytes are none of such a block; what was filled means nothing then. Raises `ValueError`
+        as `mix` does.
+        """
 
 
 class Compiled(Kernels, Protocol):

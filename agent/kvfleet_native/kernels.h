@@ -16,6 +16,18 @@
 #endif
 
 enum { FP8, INT8, INT4 }; /* In the order of packing.py. */
+enum { INT4_ROW, INT4_COLUMN, FP8_ROW, INT8_ROW, INT8_COLUMN, EXACT, AS_IT_IS }; /* In the order of mixing.py. */
+
+#define HEAD_BYTES 4            /* Of a plane: its length, and its rung in the top byte. */
+#define PLANE_BYTES_MOST 0xFFFF00 /* Of one plane; its length has to fit into a head. */
+
+/* A block of planes of rows of columns. */
+typedef struct {
+    size_t planes, rows, columns;
+    int width;
+    double limit;
+} Mixing;
+
 #define STRIP_BYTES 256 /* Top bytes that share a base; a position in a strip is one byte. */
 enum { WIDTH_LEAST = 3, WIDTH_MOST = 7 }; /* Bits of a top byte's code. */
 
@@ -44,6 +56,11 @@ typedef struct {
     int (*pack)(const Grid *grid, uint8_t *codes, uint16_t *scales, const uint16_t *x);
     void (*unpack)(const Grid *grid, uint16_t *x, const uint8_t *codes, const uint16_t *scales);
     /* bf16 to codes and scales; 0 where a value is not finite, or too large to come back. */
+    size_t (*mix)(uint8_t *into, const uint16_t *source, const Mixing *mixing, uint16_t *scratch, uint8_t *rungs,
+                  double *errors);
+    /* Each plane in the first form from its rung on whose error is within the limit; returns how many bytes it filled. */
+    int (*unmix)(uint16_t *into, const uint8_t *stored, size_t stored_bytes, const Mixing *mixing);
+    /* Any stored bytes: 0 where they are none of `mix`. */
 } Kernels;
 
 extern const Kernels kernels_scalar;

@@ -307,6 +307,90 @@ static PyObject *unpack(PyObject *Py_UNUSED(module), PyObject *args)
     return is_sound ? Py_NewRef(Py_None) : NULL;
 }
 
+/* Whether a mixing is sound, and a block has its size; sets an error if not. */
+static int have_planes(const Mixing *mixing, const Py_buffer *block, const Py_buffer *stored)
+{
+    size_t plane_bytes = 2 * mixing->rows * mixing->columns;
+    if (mixing->planes == 0 || mixing->rows == 0 || mixing->columns == 0 || mixing->columns % 2 != 0 ||
+        mixing->rows > PLANE_BYTES_MOST || mixing->columns > PLANE_BYTES_MOST || plane_bytes > PLANE_BYTES_MOST ||
+        (size_t)block->len / plane_bytes != mixing->planes || (size_t)block->len % plane_bytes != 0) {
+        PyErr_Format(PyExc_ValueError, "%zd planes of %zd rows of %zd columns of %zd B", (Py_ssize_t)mixing->planes,
+                     (Py_ssize_t)mixing->rows, (Py_ssize_t)mixing->columns, block->len);
+        return 0;
+    }
+    if (((uintptr_t)block->buf | (uintptr_t)stored->buf) % 2 != 0) {
+        PyErr_SetString(PyExc_ValueError, "elements or planes at an odd address");
+        return 0;
+    }
+    return have_form(2, mixing->width);
+}
+
+static Mixing mixing_of(Py_ssize_t planes, Py_ssize_t rows, Py_ssize_t columns, int width, double limit)
+{
+    return (Mixing){.planes = planes > 0 ? (size_t)planes : 0, .rows = rows > 0 ? (size_t)rows : 0,
+                    .columns = columns > 0 ? (size_t)columns : 0, .width = width, .limit = limit};
+}
+
+/* Whether there is room for everything that `mix` fills; sets an error if not. */
+static int have_mixing_room(const Mixing *mixing, const Py_buffer *into, const Py_buffer *scratch,
+                            const Py_buffer *rungs, const Py_buffer *errors)
+{
+    size_t plane_bytes = 2 * mixing->rows * mixing->columns;
+    size_t need = (HEAD_BYTES + plane_bytes) * mixing->planes + plane_bytes / STRIP_BYTES;
+    if ((size_t)into->len >= need && (size_t)scratch->len >= plane_bytes && (size_t)rungs->len == mixing->planes &&
+        (size_t)errors->len == sizeof(double) * mixing->planes &&
+        ((uintptr_t)scratch->buf % 2 | (uintptr_t)errors->buf % sizeof(double)) == 0)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "room for %zd B, %zd B may be needed; scratch %zd B, rungs %zd B, errors %zd B",
+                 into->len, (Py_ssize_t)need, scratch->len, rungs->len, errors->len);
+    return 0;
+}
+
+static PyObject *mix(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer into, source, scratch, rungs, errors;
+    Py_ssize_t planes, rows, columns;
+    int width;
+    double limit;
+    size_t filled = 0;
+    if (!PyArg_ParseTuple(args, "w*y*w*w*w*(nnnid)", &into, &source, &scratch, &rungs, &errors, &planes, &rows, &columns,
+                          &width, &limit))
+        return NULL;
+    Mixing mixing = mixing_of(planes, rows, columns, width, limit);
+    int is_sound = have_planes(&mixing, &source, &into) && have_mixing_room(&mixing, &into, &scratch, &rungs, &errors);
+    if (is_sound) {
+        Py_BEGIN_ALLOW_THREADS
+        filled = chosen->mix(into.buf, source.buf, &mixing, scratch.buf, rungs.buf, errors.buf);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&into);
+    PyBuffer_Release(&source);
+    PyBuffer_Release(&scratch);
+    PyBuffer_Release(&rungs);
+    PyBuffer_Release(&errors);
+    return is_sound ? PyLong_FromSize_t(filled) : NULL;
+}
+
+static PyObject *unmix(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer into, stored;
+    Py_ssize_t planes, rows, columns;
+    int width, is_whole = 0;
+    double limit;
+    if (!PyArg_ParseTuple(args, "w*y*(nnnid)", &into, &stored, &planes, &rows, &columns, &width, &limit))
+        return NULL;
+    Mixing mixing = mixing_of(planes, rows, columns, width, limit);
+    int is_sound = have_planes(&mixing, &into, &stored);
+    if (is_sound) {
+        Py_BEGIN_ALLOW_THREADS
+        is_whole = chosen->unmix(into.buf, stored.buf, (size_t)stored.len, &mixing);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&into);
+    PyBuffer_Release(&stored);
+    return is_sound ? PyBool_FromLong(is_whole) : NULL;
+}
+
 static PyMethodDef functions[] = {
     {"levels", levels, METH_NOARGS, NULL},
     {"use", use, METH_VARARGS, NULL},
@@ -316,6 +400,8 @@ static PyMethodDef functions[] = {
     {"width_of", width_of, METH_VARARGS, NULL},
     {"narrow", narrow, METH_VARARGS, NULL},
     {"widen", widen, METH_VARARGS, NULL},
+    {"mix", mix, METH_VARARGS, NULL},
+    {"unmix", unmix, METH_VARARGS, NULL},
     {"pack", pack, METH_VARARGS, NULL},
     {"unpack", unpack, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

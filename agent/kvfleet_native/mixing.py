@@ -1,0 +1,70 @@
+"""Blocks whose planes are stored in different forms: what `mix` stores.
+
+A plane is the K or the V of one head of one layer: rows (tokens) of columns (channels) in bf16. Its rung says how it is
+stored; a higher one takes more bytes and loses less, mostly. A head of four bytes for each plane gives rung and length;
+bodies follow, each padded to an even length: scales and then codes of a packing, what `narrow` makes, or the plane.
+"""
+
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+from kvfleet_native.packing import Kind, Packing
+from kvfleet_native.tops import STRIP
+
+HEAD_BYTES: Final = 4
+PLANE_BYTES_MAX: Final = 0xFFFF00
+"""Of one plane; its length has to fit into three bytes."""
+
+
+class Rung(IntEnum):
+    """How a plane is stored. The numbers stand in records."""
+
+    INT4_ROW = 0
+    """A scale for each token."""
+    INT4_COLUMN = 1
+    """A scale for each channel, for keys: some of their channels are much larger than others."""
+    FP8_ROW = 2
+    INT8_ROW = 3
+    INT8_COLUMN = 4
+    EXACT = 5
+    """Exponents in fewer bits."""
+    AS_IT_IS = 6
+
+
+_KINDS: Final = (Kind.INT4, Kind.INT4, Kind.FP8, Kind.INT8, Kind.INT8)
+
+
+class Mixing(NamedTuple):
+    """The planes of a block, as the kernels take them; they refuse a block that has none such."""
+
+    planes: int
+    rows: int
+    columns: int
+    width: int
+    """Bits of a code of exact planes, see `width_of`."""
+    limit: float = 0.0
+    """Relative error that a plane may have, ||x - x'|| / ||x||; of no meaning to `unmix`."""
+
+    @property
+    def plane_bytes(self) -> int:
+        """Bytes of one plane."""
+        return 2 * self.rows * self.columns
+
+    @property
+    def is_sound(self) -> bool:
+        """There are planes, of whole pairs of codes, whose lengths fit into heads."""
+        return min(self[:3]) > 0 and self.columns % 2 == 0 and self.plane_bytes <= PLANE_BYTES_MAX
+
+    def packing(self, rung: Rung) -> Packing:
+        """Packing of a rung below `EXACT`."""
+        is_by_column = rung in {Rung.INT4_COLUMN, Rung.INT8_COLUMN}
+        return Packing(_KINDS[rung], self.columns, self.rows if is_by_column else self.columns, is_by_column)
+
+    def packed_bytes(self, rung: Rung) -> int:
+        """Length of a plane on a rung below `EXACT`."""
+        packing = self.packing(rung)
+        return packing.scales_bytes(self.rows) + packing.codes_bytes(self.rows)
+
+    def room_bytes(self) -> int:
+        """Room that `mix` may need."""
+        return (HEAD_BYTES + self.plane_bytes) * self.planes + self.plane_bytes // STRIP

@@ -1,0 +1,130 @@
+"""Planes in different forms, in NumPy: equal to the compiled kernels to the bit, errors included."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfleet_native.mixing import HEAD_BYTES, Mixing, Rung
+from kvfleet_native.python_packing import pack, unpack
+from kvfleet_native.python_tops import narrow, widen
+from kvfleet_native.tops import check, narrowed_bytes_max
+
+if TYPE_CHECKING:
+    from kvfleet_native.buffers import Buffer
+
+_Bytes = npt.NDArray[np.uint8]
+_Words = npt.NDArray[np.uint16]
+
+_LANES: Final = 16
+"""Sums that run beside each other; added up in their order."""
+_HEAD: Final = struct.Struct("<I")
+_LENGTH_BITS: Final = 24
+
+
+def mix(into: Buffer, source: Buffer, scratch: Buffer, rungs: Buffer, errors: Buffer, mixing: Mixing, /) -> int:
+    """Fill `into` from its start; return the length. Raises `ValueError` for other sizes."""
+    mixing = Mixing(*mixing)
+    planes, taken = _planes(source, mixing), np.frombuffer(rungs, np.uint8)
+    filled, measured = np.frombuffer(into, np.uint8), np.frombuffer(errors, np.float64)
+    sizes = (filled.size, np.frombuffer(scratch, np.uint8).size, taken.size, measured.size)
+    if sizes[0] < mixing.room_bytes() or sizes[1] < mixing.plane_bytes or sizes[2:] != (mixing.planes, mixing.planes):
+        raise ValueError(f"room for {sizes[0]} B, {mixing.room_bytes()} B may be needed; others {sizes[1:]}")
+    at = HEAD_BYTES * mixing.planes
+    for number, plane in enumerate(planes):
+        rung, error, body = _mixed(plane, int(taken[number]), mixing)
+        taken[number], measured[number] = rung, error
+        _HEAD.pack_into(filled.data, HEAD_BYTES * number, rung << _LENGTH_BITS | len(body))
+        padded = body + bytes(len(body) % 2)
+        filled[at : at + len(padded)] = np.frombuffer(padded, np.uint8)
+        at += len(padded)
+    return at
+
+
+def unmix(into: Buffer, stored: Buffer, mixing: Mixing, /) -> bool:
+    """Undo `mix`; false for stored bytes that are none of it. Raises `ValueError` for other sizes."""
+    mixing = Mixing(*mixing)
+    planes, held = _planes(into, mixing), np.frombuffer(stored, np.uint8)
+    at = HEAD_BYTES * mixing.planes
+    if held.size < at:
+        return False
+    for number, plane in enumerate(planes):
+        (head,) = _HEAD.unpack_from(held.data, HEAD_BYTES * number)
+        size = head & ((1 << _LENGTH_BITS) - 1)
+        body = held[at : at + size]
+        at += size + size % 2
+        if at > held.size or not _unmixed(plane, head >> _LENGTH_BITS, body, mixing):
+            return False
+    return at == held.size
+
+
+def _planes(block: Buffer, mixing: Mixing) -> _Words:
+    """Words of a block by plane. Raises `ValueError` for a block that has other planes."""
+    raw = np.frombuffer(block, np.uint8)
+    if not mixing.is_sound or raw.size != mixing.planes * mixing.plane_bytes:
+        raise ValueError(f"{mixing.planes} planes of {mixing.rows} rows of {mixing.columns} columns of {raw.size} B")
+    check(2, mixing.width)
+    return raw.view(np.uint16).reshape(mixing.planes, -1)
+
+
+def _mixed(plane: _Words, first: int, mixing: Mixing) -> tuple[Rung, float, bytes]:
+    """Rung, error and body of one plane."""
+    for rung in map(Rung, range(first, Rung.EXACT)):
+        if mixing.packed_bytes(rung) >= mixing.plane_bytes:
+            continue
+        body = _packed(plane, rung, mixing)
+        if body is None:
+            break
+        back = np.empty_like(plane)
+        _unmixed(back, rung, np.frombuffer(body, np.uint8), mixing)
+        error = _relative_error(plane, back)
+        if error <= mixing.limit:
+            return rung, error, body
+    room = bytearray(narrowed_bytes_max(mixing.plane_bytes, 2))
+    size = narrow(room, plane, 2, mixing.width)
+    if size < mixing.plane_bytes:
+        return Rung.EXACT, 0.0, bytes(room[:size])
+    return Rung.AS_IT_IS, 0.0, plane.tobytes()
+
+
+def _packed(plane: _Words, rung: Rung, mixing: Mixing) -> bytes | None:
+    packing = mixing.packing(rung)
+    codes, scales = bytearray(packing.codes_bytes(mixing.rows)), bytearray(packing.scales_bytes(mixing.rows))
+    return bytes(scales + codes) if pack(codes, scales, plane, packing) else None
+
+
+def _unmixed(plane: _Words, rung: int, body: _Bytes, mixing: Mixing) -> bool:
+    if rung == Rung.EXACT:
+        return widen(plane, body, 2, mixing.width)
+    if rung > Rung.EXACT:
+        is_whole = rung == Rung.AS_IT_IS and body.size == mixing.plane_bytes
+        if is_whole:
+            plane[:] = body.view(np.uint16)
+        return is_whole
+    packing = mixing.packing(Rung(rung))
+    scales_bytes = packing.scales_bytes(mixing.rows)
+    if body.size != mixing.packed_bytes(Rung(rung)):
+        return False
+    unpack(plane, body[scales_bytes:], body[:scales_bytes], packing)
+    return True
+
+
+def _relative_error(x: _Words, y: _Words) -> float:
+    """||x - y|| / ||x||."""
+    was, came = (_laned(words) for words in (x, y))
+    lost, every = _sum((was - came).astype(np.float64)), _sum(was.astype(np.float64))
+    return 0.0 if lost == 0.0 else math.sqrt(lost / every)
+
+
+def _laned(words: _Words) -> npt.NDArray[np.float32]:
+    padded = np.concatenate((words, np.zeros(-words.size % _LANES, np.uint16)))
+    return (padded.astype(np.uint32) << 16).view(np.float32).reshape(-1, _LANES)
+
+
+def _sum(values: npt.NDArray[np.float64]) -> float:
+    lanes = np.add.accumulate(values * values, axis=0)[-1]
+    return float(np.add.accumulate(lanes)[-1])
