@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgspec
+
 from kvfleet_agent.ancestry import Ancestry
 
 if TYPE_CHECKING:
@@ -33,38 +35,30 @@ class Residence(NamedTuple):
     record: Record
 
 
-class Entry:
+class Entry(msgspec.Struct, eq=False):
     """One block. Compared by identity; an entry that was forgotten never comes back."""
 
-    __slots__ = (
-        "born_s", "digest", "followers", "guards", "layout_id", "leases", "level", "move", "parent", "pins",
-        "residences", "scope", "tenant", "used_at_s",
-    )  # fmt: skip
-
-    def __init__(
-        self, scope: ScopeId, digest: bytes, parent: bytes, layout_id: LayoutId, now_s: float, tenant: str = ""
-    ) -> None:
-        self.scope = scope
-        self.tenant = tenant
-        """Account that its slots are on: who wrote it or brought it here."""
-        self.born_s = now_s
-        """Monotonic second since which it exists, as far as this node can tell."""
-        self.digest = digest
-        self.parent = parent
-        self.layout_id = layout_id
-        self.used_at_s = now_s
-        self.residences: tuple[Residence, ...] = ()
-        """Fastest first; empty while a writer or a transfer fills the first one."""
-        self.level = 0
-        """Of the fastest copy; 0 while the block is pending, because it will appear in the fastest tier."""
-        self.leases: set[int] | None = None
-        self.pins: set[int] | None = None
-        self.guards: set[str] | None = None
-        """Decoding sessions whose head this is."""
-        self.followers: set[Session] | None = None
-        """All sessions whose head this is."""
-        self.move: asyncio.Future[bool] | None = None
-        """Set while a copy of the block is being made; done with True when it was."""
+    scope: ScopeId
+    digest: bytes
+    parent: bytes
+    layout_id: LayoutId
+    born_s: float
+    """Monotonic second since which it exists, as far as this node can tell."""
+    used_at_s: float
+    tenant: str = ""
+    """Account that its slots are on: who wrote it or brought it here."""
+    residences: tuple[Residence, ...] = ()
+    """Fastest first; empty while a writer or a transfer fills the first one."""
+    level: int = 0
+    """Of the fastest copy; 0 while the block is pending, because it will appear in the fastest tier."""
+    leases: set[int] | None = None
+    pins: set[int] | None = None
+    guards: set[str] | None = None
+    """Decoding sessions whose head this is."""
+    followers: set[Session] | None = None
+    """All sessions whose head this is."""
+    move: asyncio.Future[bool] | None = None
+    """Set while a copy of the block is being made; done with True when it was."""
 
     @property
     def is_published(self) -> bool:
@@ -139,15 +133,30 @@ class Index:
 
         A parent that continues the block itself is left out.
         """
+        assert digest not in self.blocks(scope), f"block {digest.hex()[:8]} is there already"
+        (made,) = self.begin_chain(scope, (digest,), parent, layout_id, now_s, tenant)
+        assert made is not None
+        return made
+
+    def begin_chain(
+        self, scope: ScopeId, digests: Iterable[bytes], parent: bytes, layout_id: LayoutId, now_s: float, tenant: str
+    ) -> list[Entry | None]:
+        """Make a pending entry of each digest that is absent, None for the others; each is the parent of the next."""
         blocks = self._scopes.get(scope)
         if blocks is None:
             blocks = self._scopes[scope] = _Scope(account_of(scope))
-        assert digest not in blocks.entries, f"block {digest.hex()[:8]} is there already"
-        parent = self._before(blocks, digest, parent)
-        entry = Entry(scope, digest, parent, layout_id, now_s, tenant or blocks.account)
-        blocks.entries[digest] = entry
-        self._count(blocks, entry, 1)
-        return entry
+        entries, account = blocks.entries, tenant or blocks.account
+        made: list[Entry | None] = []
+        for digest in digests:
+            if digest in entries:
+                made.append(None)
+            else:
+                before = self._before(blocks, digest, parent)
+                entry = entries[digest] = Entry(scope, digest, before, layout_id, now_s, now_s, account)
+                self._count(blocks, entry, 1)
+                made.append(entry)
+            parent = digest
+        return made
 
     def _before(self, blocks: _Scope, digest: bytes, parent: bytes) -> bytes:
         """The parent that a block may have: the one that was named, or none where that would make a ring."""
@@ -159,17 +168,27 @@ class Index:
         blocks = self._scopes[entry.scope]
         parent = self._before(blocks, entry.digest, parent) if parent != entry.parent else parent
         self._count(blocks, entry, -1)
+        self._offer_parent(blocks, entry)
         entry.parent = parent
         self._count(blocks, entry, 1)
         self._ancestry.forget()
 
     def add(self, entry: Entry, residence: Residence) -> None:
-        """Note a copy that can be read; the first one publishes the block."""
-        assert entry.residence(residence.tier) is None, "one copy in each tier"
-        before = entry.residences
-        entry.residences = tuple(sorted((*before, residence), key=lambda r: r.tier.level)) if before else (residence,)
-        self._relevel(entry)
-        residence.tier.add(entry, residence.slot)
+        """Note a copy that can be read; the first one publishes the block.
+
+        It becomes a possible victim here only where no child is in its way: else that happens when the last child goes.
+        """
+        tier, before = residence.tier, entry.residences
+        if before:
+            assert entry.residence(tier) is None, "one copy in each tier"
+            entry.residences = tuple(sorted((*before, residence), key=lambda r: r.tier.level))
+        else:
+            entry.residences = (residence,)
+        if entry.residences[0].tier.level != entry.level:
+            self._relevel(entry)
+        tier.note(entry, residence.slot)
+        if entry.level < tier.level or not self.blockers(entry, tier.level):
+            tier.offer(entry)
         for slower in entry.residences[1:]:
             slower.tier.offer(entry)  # A copy that a faster one doubles is free to go.
 
@@ -206,7 +225,7 @@ class Index:
         digest = key.digest
         parent = self._before(blocks, digest, record.parent)
         writer = tier.mappable.extent_writer(slot.extent) if tier.mappable is not None else ""
-        entry = Entry(key.scope, digest, parent, record.layout_id, 0.0, writer or blocks.account)
+        entry = Entry(key.scope, digest, parent, record.layout_id, 0.0, 0.0, writer or blocks.account)
         blocks.entries[digest] = entry
         entry.level, entry.residences = tier.level, (copy,)
         self._count(blocks, entry, 1)
@@ -249,7 +268,7 @@ class Index:
     def blockers(self, entry: Entry, level: int) -> int:
         """Count children whose fastest copy is at `level` or faster."""
         counts = self._scopes[entry.scope].children.get(entry.digest)
-        return sum(counts[: level + 1]) if counts else 0
+        return sum(counts[: level + 1]) if counts is not None else 0
 
     def may_leave(self, entry: Entry, tier: Tier) -> bool:
         """True when the copy in `tier` can go without a child being left in a faster place than its parent."""

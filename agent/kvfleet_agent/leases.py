@@ -8,9 +8,11 @@ twice, late or from somebody else changes nothing and is told apart.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,8 +40,7 @@ class Stray(StrEnum):
     """Never given out."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True):
     """The right of one owner to read one slot until it ends it."""
 
     id: int
@@ -80,19 +81,24 @@ class LeaseTable:
 
     def grant(self, owner: int, entry: Entry, residence: Residence, expires_s: float) -> Lease:
         """Give out a lease. While it lives the block is no victim."""
-        self._last_id += 1
-        lease = Lease(self._last_id, owner, entry, residence, expires_s)
-        self._leases[lease.id] = lease
-        held: set[int] | None = getattr(entry, self._hold)
-        if held is None:
-            setattr(entry, self._hold, {lease.id})
-        else:
-            held.add(lease.id)
-        owned = self._owned.get(owner)
-        if owned is None:
-            owned = self._owned[owner] = set()
-        owned.add(lease.id)
-        return lease
+        return self.grant_all(owner, ((entry, residence),), expires_s)[0]
+
+    def grant_all(self, owner: int, copies: Sequence[tuple[Entry, Residence]], expires_s: float) -> list[Lease]:
+        """Give out a lease of each copy; no block is a victim while one of its leases lives."""
+        if not copies:
+            return []
+        hold, first = self._hold, self._last_id + 1
+        self._last_id += len(copies)
+        made = [Lease(i, owner, entry, residence, expires_s) for i, (entry, residence) in enumerate(copies, first)]
+        for lease in made:
+            self._leases[lease.id] = lease
+            held: set[int] | None = getattr(lease.entry, hold)
+            if held is None:
+                setattr(lease.entry, hold, {lease.id})
+            else:
+                held.add(lease.id)
+        self._owned.setdefault(owner, set()).update(range(first, first + len(made)))
+        return made
 
     def find(self, owner: int, lease_id: int) -> Lease | None:
         """Return a live lease of this owner, or None."""
@@ -115,9 +121,10 @@ class LeaseTable:
                 continue
             is_valid = now_s < lease.expires_s
             (valid if is_valid else late).append(lease)
-            strays[Stray.LATE] += not is_valid
             self._end(lease, is_released=is_valid)
-        return Released(tuple(valid), tuple(late), +strays)
+        if late:
+            strays[Stray.LATE] += len(late)
+        return Released(tuple(valid), tuple(late), strays)
 
     def renew(self, owner: int, ids: Sequence[int], now_s: float, expires_s: float) -> int:
         """Move the expiry of leases up to the first that does not live any more; returns how many lived."""
@@ -125,7 +132,7 @@ class LeaseTable:
             lease = self.find(owner, lease_id)
             if lease is None or lease.expires_s <= now_s:
                 return count
-            self._leases[lease_id] = replace(lease, expires_s=expires_s)
+            self._leases[lease_id] = Lease(lease_id, owner, lease.entry, lease.residence, expires_s)
         return len(ids)
 
     def end(self, owner: int, ids: Iterable[int]) -> list[Lease]:

@@ -45,6 +45,9 @@ class Call(Generic[T]):
     """The only connection on which this call means anything; 0 for any."""
 
 
+_RESULTS: Final = tuple(Published)
+"""By code."""
+
 ARCHIVED: Final = 2
 """Count in the answer to CloseSession that says: archived."""
 
@@ -179,7 +182,7 @@ def acquire(
 
     def read(reply: wire.AnyReply, reading: Reading) -> tuple[Lease, ...]:
         acquired = _expect(reply, wire.Acquired)
-        return tuple(_lease(b, k, acquired.epoch, reading) for b, k in zip(acquired.blocks, keys, strict=False))
+        return tuple([_lease(b, k, acquired.epoch, reading) for b, k in zip(acquired.blocks, keys, strict=False)])
 
     return Call(
         lambda i: wire.Acquire(i, scope, digests, session, lease_s, deadline_s, part_bytes),
@@ -217,7 +220,7 @@ def reserve(target: Target, parent: bytes, keys: Sequence[BlockKey], session: st
 
     def read(reply: wire.AnyReply, reading: Reading) -> tuple[Reservation, ...]:
         reserved = _expect(reply, wire.Reserved)
-        return tuple(_reservation(s, k, reserved.epoch, reading) for s, k in zip(reserved.slots, keys, strict=False))
+        return tuple([_reservation(s, k, reserved.epoch, reading) for s, k in zip(reserved.slots, keys, strict=False)])
 
     def undo(reply: wire.AnyReply) -> Call[int]:
         return _abandon(target, tuple(s.reservation for s in _expect(reply, wire.Reserved).slots if s.reservation))
@@ -238,7 +241,7 @@ def publish(
     """Commit filled slots."""
 
     def read(reply: wire.AnyReply, _: Reading) -> tuple[Published, ...]:
-        return tuple(map(_published, _expect(reply, wire.Published).results))
+        return _published(_expect(reply, wire.Published).results)
 
     return Call(
         lambda i: wire.Publish(i, tuple(r.reservation for r in reservations), tuple(checksums)),
@@ -249,10 +252,11 @@ def publish(
     )
 
 
-def _published(code: int) -> Published:
-    if code > Published.EXISTED:
-        raise InvalidInputError(f"result of a publish is {code}, 0 to 2 wanted")
-    return Published(code)
+def _published(results: bytes) -> tuple[Published, ...]:
+    try:
+        return tuple([_RESULTS[code] for code in results])
+    except IndexError:
+        raise InvalidInputError(f"result of a publish is {max(results)}, 0 to 2 wanted") from None
 
 
 def abandon(target: Target, reservations: Sequence[Reservation]) -> Call[int]:
@@ -319,7 +323,7 @@ def pack(keys: Sequence[BlockKey]) -> tuple[str, bytes]:
     if not 0 < len(keys) <= wire.KEYS_MAX:
         raise InvalidInputError(f"{len(keys)} keys, 1 to {wire.KEYS_MAX} wanted")
     scope = keys[0].scope
-    if any(k.scope != scope for k in keys):
+    if {k.scope for k in keys} != {scope}:
         raise InvalidInputError(f"keys of {len({k.scope for k in keys})} scopes in one call of {len(keys)} keys")
     digests = pack_digests(keys)
     assert len(digests) == KEY_BYTES * len(keys)

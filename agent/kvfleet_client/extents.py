@@ -16,9 +16,20 @@ EXTENTS_MAX = 4096
 @dataclass(frozen=True, slots=True)
 class _Mapping:
     memory: mmap.mmap
-    is_writable: bool
+    readable: memoryview
+    """All of it; slots are cut out of this."""
+    writable: memoryview | None
+    """The same for writing, where that was granted."""
     file: tuple[int, int]
     """Device and inode: an extent number may come back with another file behind it."""
+
+    def close(self) -> None:
+        """Unmap; views of slots that are still in use keep the memory until they are gone."""
+        self.readable.release()
+        if self.writable is not None:
+            self.writable.release()
+        with contextlib.suppress(BufferError):
+            self.memory.close()
 
 
 class Extents:
@@ -45,25 +56,24 @@ class Extents:
     def view(self, extent: int, offset: int, size_bytes: int, *, is_writable: bool) -> memoryview:
         """View of one slot. Raises `InvalidInputError` when it was not granted so."""
         mapping = self._maps.get(extent)
-        if mapping is None or (is_writable and not mapping.is_writable):
+        whole = None if mapping is None else mapping.writable if is_writable else mapping.readable
+        if whole is None:
             raise InvalidInputError(f"extent {extent} is not granted for {'writing' if is_writable else 'reading'}")
-        extent_bytes = len(mapping.memory)
-        if not 0 <= offset <= extent_bytes - size_bytes:
-            raise InvalidInputError(f"slot of {size_bytes} B at {offset} in extent {extent} of {extent_bytes} B")
-        view = memoryview(mapping.memory)[offset : offset + size_bytes]
-        return view if is_writable else view.toreadonly()
+        if not 0 <= offset <= len(whole) - size_bytes:
+            raise InvalidInputError(f"slot of {size_bytes} B at {offset} in extent {extent} of {len(whole)} B")
+        return whole[offset : offset + size_bytes]
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Unmap extents that the agent has given up. Views that are still in use keep theirs until they are gone."""
         for number in numbers:
             mapping = self._maps.pop(number, None)
             if mapping is not None:
-                _close(mapping)
+                mapping.close()
 
     def clear(self) -> None:
         """Forget all extents. Views that are still in use keep their mapping alive until they are gone."""
         for mapping in self._maps.values():
-            _close(mapping)
+            mapping.close()
         self._maps.clear()
 
     def _install(self, grant: ExtentGrant, fd: int) -> None:
@@ -71,11 +81,13 @@ class Extents:
             raise InvalidInputError(f"more than {EXTENTS_MAX} extents granted")
         old = self._maps.get(grant.extent)
         file = _identity(fd)
-        if old is not None and old.file == file and (old.is_writable or not grant.is_writable):
+        if old is not None and old.file == file and (old.writable is not None or not grant.is_writable):
             return
-        self._maps[grant.extent] = _Mapping(_map(grant, fd), grant.is_writable, file)
+        memory = _map(grant, fd)
+        whole = memoryview(memory)
+        self._maps[grant.extent] = _Mapping(memory, whole.toreadonly(), whole if grant.is_writable else None, file)
         if old is not None:
-            _close(old)
+            old.close()
 
 
 def _map(grant: ExtentGrant, fd: int) -> mmap.mmap:
@@ -90,8 +102,3 @@ def _map(grant: ExtentGrant, fd: int) -> mmap.mmap:
 def _identity(fd: int) -> tuple[int, int]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
-
-
-def _close(mapping: _Mapping) -> None:
-    with contextlib.suppress(BufferError):  # Views in use keep it until they are gone.
-        mapping.memory.close()

@@ -45,17 +45,18 @@ class ReplyReader:
         return left
 
     def _next_body(self) -> bytes | None:
-        if len(self._buffer) < _HEADER_BYTES:
+        buffer = self._buffer
+        if len(buffer) < _HEADER_BYTES:
             return None
-        end = _HEADER_BYTES + wire.frame_bytes(bytes(self._buffer[:_HEADER_BYTES]))
-        if len(self._buffer) < end:
+        end = _HEADER_BYTES + wire.frame_bytes(buffer[:_HEADER_BYTES])
+        if len(buffer) < end:
             return None
-        body = bytes(self._buffer[_HEADER_BYTES:end])
-        del self._buffer[:end]
+        body = bytes(buffer[_HEADER_BYTES:end])
+        del buffer[:end]
         return body
 
     def _arrival(self, reply: wire.AnyReply) -> Arrival:
-        wanted = len(reply.extents) if isinstance(reply, wire.Acquired | wire.Reserved) else 0
+        wanted = len(reply.extents) if isinstance(reply, wire.GRANTING) else 0
         if wanted > len(self._fds):
             raise InvalidInputError(f"reply {reply.id} grants {wanted} extents, {len(self._fds)} descriptors came")
         return Arrival(reply, tuple(self._fds.popleft() for _ in range(wanted)))

@@ -74,11 +74,12 @@ class Protocol:
         """
         self._raise_for(calls)
         ids, frames = [], []
-        for call in calls:
-            frames.append(wire.encode(call.request(self._next_id)))
-            self._pending[self._next_id] = _Pending(call, _Wait.CALLER if is_awaited else _Wait.NOBODY)
-            ids.append(self._next_id)
-            self._next_id += 1
+        wait = _Wait.CALLER if is_awaited else _Wait.NOBODY
+        for number, call in enumerate(calls, self._next_id):
+            frames.append(wire.encode(call.request(number)))
+            self._pending[number] = _Pending(call, wait)
+            ids.append(number)
+            self._next_id = number + 1
         return ids, b"".join(frames)
 
     def receive(self, chunk: bytes, fds: Sequence[int] = ()) -> bytes:
@@ -124,7 +125,7 @@ class Protocol:
     def _raise_for(self, calls: Sequence[Call[Any]]) -> None:
         if self.lost is not None:
             raise self.lost
-        if any(c.connection not in (0, self._reading.connection) for c in calls):
+        if {c.connection for c in calls} - {0, self._reading.connection}:
             raise AgentAwayError("what the call speaks of ended with its connection")
         if len(self._pending) + len(calls) > PENDING_MAX:
             raise AgentAwayError(f"{len(self._pending)} requests under way, limit {PENDING_MAX}")
@@ -140,7 +141,7 @@ class Protocol:
         """File one reply; return the calls that undo it when nobody wants it any more."""
         reply = arrival.reply
         self._seen_version = max(self._seen_version, reply.grants_version)
-        if isinstance(reply, wire.Acquired | wire.Reserved):
+        if isinstance(reply, wire.GRANTING):
             self._reading.extents.install(reply.extents, arrival.fds)
             self._reading.extents.forget(reply.gone)
         if isinstance(reply, wire.Granted):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Generic, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -112,9 +113,8 @@ class Located:
     """Those among them that lie in a shared scope; they always come first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """One block that may be read until the lease ends."""
+class Lease(msgspec.Struct, frozen=True, eq=False):
+    """One block that may be read until the lease ends. Compared by identity."""
 
     lease: int
     digest: bytes
@@ -125,15 +125,14 @@ class Lease:
     """Where the block was when asked for: a tier name, or `remote`."""
     connection: int
     """Connection that holds the lease; it ends with it."""
-    view: memoryview = field(repr=False, compare=False)
+    view: memoryview
     """The block's bytes in the agent's memory. Void when the lease ends: copy, then verify the copy."""
     parts: bytes = field(default=b"", repr=False)
     """Joined checksums of its parts, where they were asked for; empty from an agent that does not know them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Where to write one block."""
+class Reservation(msgspec.Struct, frozen=True, eq=False):
+    """Where to write one block. Compared by identity."""
 
     reservation: int
     """0: the block exists already and there is nothing to write."""
@@ -142,7 +141,7 @@ class Reservation:
     stamp: int
     connection: int
     """Connection that holds the reservation; it ends with it."""
-    view: memoryview | None = field(repr=False, compare=False)
+    view: memoryview | None
     """The slot, writable until it is published or abandoned; None when there is nothing to write."""
 
 

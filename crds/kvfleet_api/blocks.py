@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Final, NewType
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -84,8 +85,7 @@ class ScopeSecret:
         return hashlib.blake2b(b"tag", key=self.secret, digest_size=8, person=b"kvfleet.scope").hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class BlockKey:
+class BlockKey(msgspec.Struct, frozen=True, gc=False):
     """Name of one block: the scope it belongs to and its chained MAC."""
 
     scope: ScopeId

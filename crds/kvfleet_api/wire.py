@@ -151,7 +151,7 @@ class Reserve(Request, frozen=True, array_like=True, tag=True):
 
 
 class Publish(Request, frozen=True, array_like=True, tag=True):
-    """Commit filled slots. The agent verifies the checksum before anyone can see the block."""
+    """Commit filled slots. The agent checks some of the checksums; every reader verifies what it gets against them."""
 
     reservations: tuple[int, ...]
     checksums: tuple[bytes, ...]
@@ -338,6 +338,8 @@ AnyRequest = (
     | Reserve | Publish | Abandon | Prefetch | Pin | Unpin | Stats | Explain
 )  # fmt: skip
 AnyReply = Welcome | Granted | Done | Found | Acquired | Reserved | Published | Text | Failed
+GRANTING: Final = (Acquired, Reserved)
+"""Replies that may bring extents, with descriptors beside them."""
 
 _LENGTHS_MAX: Final = {
     "client": CLIENT_CHARS_MAX, "session": SESSION_CHARS_MAX, "leases": LEASES_MAX, "suspects": LEASES_MAX,
@@ -362,7 +364,7 @@ def encode(message: Message) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
-def frame_bytes(header: bytes) -> int:
+def frame_bytes(header: bytes | bytearray) -> int:
     """Length of the body that a 4-byte header announces. Raises `InvalidInputError` over the limit."""
     size = int.from_bytes(header, "big")
     if not 0 < size <= FRAME_BYTES_MAX:

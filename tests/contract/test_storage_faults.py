@@ -8,12 +8,12 @@ import re
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from backend_contract import ANNA, BLOCK_BYTES, BOB, CAPACITY_BYTES, content, fill, get, put, put_until_refused, record
 from contract_damage import flip
+from msgspec.structs import replace
 
 from kvfleet_agent.backends.base import Record, SlotRef, TierBackend
 from kvfleet_agent.backends.index_file import INDEX_FILE

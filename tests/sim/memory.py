@@ -66,9 +66,13 @@ class SimExtents(Extents):
 
 
 class _Mapping:
-    __slots__ = ("file", "is_writable", "memory")
+    __slots__ = ("file", "readable", "writable")
 
     def __init__(self, memory: Memory, is_writable: bool) -> None:  # noqa: FBT001
-        self.memory: Any = memory
-        self.is_writable = is_writable
+        whole = memoryview(memory)  # type: ignore[arg-type]
+        self.readable = whole.toreadonly()
+        self.writable = whole if is_writable else None
         self.file = (0, 0)
+
+    def close(self) -> None:
+        """Nothing is mapped."""

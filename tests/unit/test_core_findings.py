@@ -19,7 +19,7 @@ places = st.sampled_from(["dram", "nvme", "pending", "absent", "remote dram", "r
 
 
 def entry(number: int, tier: Tier | None) -> Entry:
-    made = Entry(SCOPE, digest(number), b"", LAYOUT_ID, 0.0)
+    made = Entry(SCOPE, digest(number), b"", LAYOUT_ID, 0.0, 0.0)
     if tier is not None:
         slot = TIERS["nvme"].backend.reserve(SCOPE, 0)
         record = Record(BlockKey(SCOPE, digest(number)), b"", LAYOUT_ID, "raw", 1, 1, b"", 1)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.unit
 
 
 def entry(number: int = 1, parent: bytes = b"") -> Entry:
-    return Entry(SCOPE, digest(number), parent, LAYOUT_ID, 0.0)
+    return Entry(SCOPE, digest(number), parent, LAYOUT_ID, 0.0, 0.0)
 
 
 def residence_of(node: Node, made: Entry, name: str) -> Residence:

@@ -1,11 +1,10 @@
 """Laws of the ledger of lasting memory: what was written comes back from its own place, and nothing else does."""
 
-from dataclasses import replace
-
 import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvfleet_agent.backends.base import Record
 from kvfleet_agent.backends.ledger import (

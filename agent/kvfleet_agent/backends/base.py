@@ -4,6 +4,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
+import msgspec
+
 from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId
 from kvfleet_api.errors import BackendFailedError
 
@@ -15,9 +17,11 @@ class KeyAwayError(BackendFailedError):
     """A scope's data key is not there now: its blocks can be neither written nor read, and are not lost by that."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlotRef:
-    """Place for one block in one tier. `stamp` moves on with every use of the slot."""
+class SlotRef(msgspec.Struct, frozen=True, gc=False):
+    """Place for one block in one tier. `stamp` moves on with every use of the slot.
+
+    A struct, like all values that each block has: made in 0.1 us, and nothing that the collector has to look at.
+    """
 
     extent: int
     offset: int
@@ -46,8 +50,7 @@ class Capabilities:
     """Every byte of a block lies on the medium under the data key of its scope, and nowhere in the clear."""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(msgspec.Struct, frozen=True, gc=False):
     """What is known about the stored bytes of one block; persistent tiers keep it beside them."""
 
     key: BlockKey
@@ -150,6 +153,9 @@ class MappableBackend(TierBackend, Protocol):
 
         In the scope of a tenant it does not matter: whoever may read that one may write it.
         """
+
+    def reserve_run(self, scope: ScopeId, size_bytes: int, count: int, writer: str = "") -> list[SlotRef]:
+        """Take up to `count` slots like `reserve`; fewer, or none, where there is no more room or the medium fails."""
 
     def relief(self, scope: ScopeId, size_bytes: int, writer: str = "") -> frozenset[int]:
         """As for every backend, for a slot of that writer."""

@@ -11,8 +11,9 @@ import asyncio
 import hashlib
 import json
 import secrets
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
+
+from msgspec.structs import replace
 
 from kvfleet_agent.backends.base import Capabilities, Record, SlotRef
 from kvfleet_agent.backends.claim import STAMPS_PER_RUN, STORE_FILE

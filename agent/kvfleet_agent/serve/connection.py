@@ -139,7 +139,7 @@ class Connection:
         self._reply(failures.failure(request.id, self._verbs.grants_version, error))
 
     def _reply(self, reply: wire.AnyReply) -> None:
-        extents = reply.extents if isinstance(reply, wire.Acquired | wire.Reserved) else ()
+        extents = reply.extents if isinstance(reply, wire.GRANTING) else ()
         try:
             frame = wire.encode(reply)
             fds = self._verbs.descriptors(extents)
