@@ -185,9 +185,9 @@ class Node:
         count = 0
         for lease in ended:
             count += 1
-            waiting = self.condemned.pop(lease.entry, None)
-            for residence in waiting or ():
-                self._free(lease.entry, residence)
+            if lease.entry in self.condemned:
+                for residence in self.condemned.pop(lease.entry):
+                    self._free(lease.entry, residence)
         return count
 
     def release(self, owner: int, ids: Iterable[int]) -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvfleet_agent.findings import Findings, findings
 from kvfleet_agent.policy.recompute import CostChoice, CostInputs, Source, choose
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvfleet_agent.fetcher import Fetcher
-    from kvfleet_agent.index import Entry
+    from kvfleet_agent.index import Entry, Residence
     from kvfleet_agent.leases import Lease
     from kvfleet_agent.mover import Mover
     from kvfleet_agent.node import Node
@@ -29,8 +28,7 @@ LOCATE_KEYS_MAX: Final = 4096
 REMOTE: Final = "remote"
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(NamedTuple):
     """One leased block and where it was when it was asked for."""
 
     lease: Lease
@@ -76,14 +74,14 @@ class Reader:
         """Lease the leading blocks that are in the entry tier already."""
         node, tier = self._node, self._node.entry_tier
         now_s = node.clock()
-        reads: list[Read] = []
+        copies: list[tuple[Entry, Residence]] = []
         for entry in entries:
             if entry is None or not entry.residences or entry.residences[0].tier is not tier:
                 break
             entry.used_at_s = now_s
-            lease = node.leases.grant(place.owner, entry, entry.residences[0], expires_s)
-            reads.append(Read(lease, lease.residence.tier.name))
-        return reads
+            copies.append((entry, entry.residences[0]))
+        name = tier.name if tier is not None else ""
+        return [Read(lease, name) for lease in node.leases.grant_all(place.owner, copies, expires_s)]
 
     async def acquire(
         self, place: Place, digests: Sequence[bytes], lease_s: float, deadline_s: float, *, before: bytes = b""

@@ -7,8 +7,12 @@ answered twice with the same words and carried out once.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kvfleet_agent.policy.checking import must_check
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,8 +30,7 @@ PAST_MAX: Final = 16_384
 """Publications whose result is remembered."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(msgspec.Struct, frozen=True):
     """One slot that its owner may write."""
 
     id: int
@@ -50,6 +53,10 @@ class ReservationTable:
         self._owned: dict[int, set[int]] = {}
         self._results: OrderedDict[int, tuple[int, int]] = OrderedDict()
         """Owner and result of what was published."""
+        self._written: dict[int, int] = {}
+        """Blocks that each owner has asked to publish."""
+        self._erring: set[int] = set()
+        """Owners that gave a wrong checksum once."""
         self._last_id = 0
 
     def __len__(self) -> int:
@@ -60,10 +67,22 @@ class ReservationTable:
 
     def grant(self, place: Place, entry: Entry, tier: Tier, slot: SlotRef, expires_s: float) -> Reservation:
         """Note that `slot` was given out."""
-        self._last_id += 1
-        made = Reservation(self._last_id, place.owner, entry, tier, slot, place.raw_bytes, place.session, expires_s)
-        self._reservations[made.id] = made
-        self._owned.setdefault(made.owner, set()).add(made.id)
+        return self.grant_all(place, [entry], tier, [slot], expires_s)[0]
+
+    def grant_all(
+        self, place: Place, entries: Sequence[Entry], tier: Tier, slots: Sequence[SlotRef], expires_s: float
+    ) -> list[Reservation]:
+        """Note that each slot was given out for the entry at its place."""
+        owner, raw_bytes, session = place.owner, place.raw_bytes, place.session
+        first = self._last_id + 1
+        made = [
+            Reservation(i, owner, entry, tier, slot, raw_bytes, session, expires_s)
+            for i, entry, slot in zip(count(first), entries, slots, strict=False)
+        ]
+        if made:
+            self._last_id = made[-1].id
+            self._reservations.update((r.id, r) for r in made)
+            self._owned.setdefault(owner, set()).update(range(first, self._last_id + 1))
         return made
 
     def owned(self, owner: int) -> list[Reservation]:
@@ -73,6 +92,18 @@ class ReservationTable:
     def take(self, owner: int, ids: Iterable[int]) -> list[Reservation | None]:
         """End reservations of one owner and return them; None for unknown, expired and others' ones."""
         return [self._take(owner, i) for i in ids]
+
+    def take_written(self, owner: int, ids: Iterable[int]) -> tuple[list[Reservation | None], list[Reservation]]:
+        """End reservations that are to be published; returns also those among them whose bytes are to be checked."""
+        taken = self.take(owner, ids)
+        has_erred, written = owner in self._erring, self._written.get(owner, 0)
+        found = [r for r in taken if r is not None]
+        self._written[owner] = written + len(found)
+        return taken, [r for i, r in enumerate(found, written) if must_check(i, has_erred=has_erred)]
+
+    def note_error(self, owner: int) -> None:
+        """A checksum of this owner was wrong: all that it writes from now on is checked."""
+        self._erring.add(owner)
 
     def open_ones(self, made: Sequence[Reservation | None]) -> Sequence[Reservation | None]:
         """Leading answers up to the first reservation that has ended, by expiry or with its tier."""
@@ -91,7 +122,9 @@ class ReservationTable:
         return result if settled_by == owner else None
 
     def take_owner(self, owner: int) -> list[Reservation]:
-        """End all reservations of one owner."""
+        """End all reservations of one owner, which has gone: what it wrote is not counted any more."""
+        self._written.pop(owner, None)
+        self._erring.discard(owner)
         taken = self.take(owner, tuple(self._owned.get(owner, ())))
         return [r for r in taken if r is not None]
 

@@ -9,7 +9,7 @@ from kvfleet_agent.backends.base import LastingBackend, MappableBackend, SlotRef
 from kvfleet_agent.leafqueue import LeafQueue
 from kvfleet_agent.policy.placement import TierFacts
 from kvfleet_agent.policy.quota import over_hard_bytes
-from kvfleet_api.errors import QuotaExceededError, TierFullError
+from kvfleet_api.errors import BackendFailedError, QuotaExceededError, TierFullError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,6 +128,24 @@ class Tier:
             raise self._exceeded(tenant, used_bytes, slot.size_bytes, hard_bytes)
         self.tenant_bytes[tenant] = used_bytes + slot.size_bytes
         return slot
+
+    def take_run(
+        self, scope: ScopeId, tenant: str, size_bytes: int, count: int, hard_bytes: int | None, writer: str
+    ) -> list[SlotRef]:
+        """Take up to `count` slots of equal size in memory that engines map; fewer where room or quota end."""
+        if not count:
+            return []
+        try:
+            first = self.take(scope, tenant, size_bytes, hard_bytes, writer)
+        except (TierFullError, BackendFailedError):
+            return []
+        assert self.mappable is not None
+        rest = count - 1
+        if hard_bytes is not None:
+            rest = min(rest, (hard_bytes - self.tenant_bytes[tenant]) // first.size_bytes)
+        slots = [first, *self.mappable.reserve_run(scope, size_bytes, rest, writer)]
+        self.tenant_bytes[tenant] += (len(slots) - 1) * first.size_bytes
+        return slots
 
     def _exceeded(self, tenant: str, used_bytes: int, want_bytes: int, hard_bytes: int | None) -> QuotaExceededError:
         told = f"quota {hard_bytes} B, used {used_bytes} B, want {want_bytes} B"

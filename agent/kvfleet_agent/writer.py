@@ -22,7 +22,7 @@ from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import BackendFailedError, BlockCorruptError, QuotaExceededError, TierFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvfleet_agent.archiver import Archiver
     from kvfleet_agent.index import Entry
@@ -36,7 +36,7 @@ RESERVE_WAIT_S: Final = 1.0
 """What a writer may wait for room. An engine that stores is not in a hurry, but it holds its own memory meanwhile."""
 
 HASHERS: Final = 2
-"""Threads that verify one publication. Handing over every block by itself cost as much as hashing 2 MiB (65 us)."""
+"""Threads that check one publication. Handing over every block by itself cost as much as hashing 2 MiB (65 us)."""
 
 REFUSED, PUBLISHED, EXISTED = 0, 1, 2
 """Results of a publication, as `wire.Published` carries them."""
@@ -52,7 +52,7 @@ class Writer:
         self._room = room
         self._archiver = archiver
         self.publishing: set[Entry] = set()
-        """Written blocks that are being verified: nobody's reservation any more, and not there yet."""
+        """Written blocks some of which are being checked: nobody's reservation any more, and not there yet."""
 
     def reserve_now(
         self, place: Place, parent: bytes, digests: Sequence[bytes], tier: Tier | None = None
@@ -64,23 +64,21 @@ class Writer:
         this tenant.
         """
         node, tier = self._node, tier or self._node.entry_tier
-        made: list[Reservation | None] = []
         if tier is None or node.is_draining:
-            return made
-        tenant, hard_bytes = place.tenant, node.tenants.hard_bytes(tier, place.tenant)
-        expires_s = node.clock() + RESERVATION_S
-        for digest in digests:
-            if digest in node.index.blocks(place.scope):
-                made.append(None)
-            else:
-                try:
-                    slot = tier.take(place.scope, tenant, place.raw_bytes, hard_bytes, tenant)
-                except (TierFullError, BackendFailedError):
-                    break
-                entry = node.index.begin(place.scope, digest, parent, place.layout_id, node.clock(), tenant)
-                made.append(node.reservations.grant(place, entry, tier, slot, expires_s))
-            parent = digest
-        return made
+            return []
+        blocks, scope, tenant = node.index.blocks(place.scope), place.scope, place.tenant
+        absent = [d for d in dict.fromkeys(digests) if d not in blocks]
+        hard_bytes = node.tenants.hard_bytes(tier, tenant)
+        slots = tier.take_run(scope, tenant, place.raw_bytes, len(absent), hard_bytes, tenant)
+        if len(slots) < len(absent):
+            digests = digests[: digests.index(absent[len(slots)])]
+        if not slots:
+            return [None] * len(digests)
+        now_s = node.clock()
+        entries = node.index.begin_chain(scope, digests, parent, place.layout_id, now_s, tenant)
+        fresh = [e for e in entries if e is not None]
+        made = iter(node.reservations.grant_all(place, fresh, tier, slots, now_s + RESERVATION_S))
+        return [None if e is None else next(made) for e in entries]
 
     async def reserve(
         self, place: Place, parent: bytes, digests: Sequence[bytes], *, has_some: bool = False
@@ -141,10 +139,12 @@ class Writer:
         return mapped if self._node.tenants.of(tenant).over_quota is OverQuota.DEMOTE else mapped[:1]
 
     def publish_now(self, owner: int, ids: Sequence[int], checksums: Sequence[bytes]) -> bytes:
-        """Verify and commit written slots of small blocks in one step; returns one result for each."""
-        taken = self._node.reservations.take(owner, ids)
-        is_right = [r is not None and self._hashed(r) == claimed for r, claimed in zip(taken, checksums, strict=True)]
-        return self._commit_all(owner, ids, taken, checksums, is_right)
+        """Commit written slots of small blocks in one step, checking some of them; returns one result for each.
+
+        Which ones are checked is the decision of `policy.checking`: whoever reads the others verifies them.
+        """
+        taken, chosen = self._node.reservations.take_written(owner, ids)
+        return self._commit_all(owner, ids, taken, checksums, {r.id: self._hashed(r) for r in chosen})
 
     async def publish(self, owner: int, ids: Sequence[int], checksums: Sequence[bytes]) -> bytes:
         """Like `publish_now`, hashing in threads, for blocks that would hold the loop up.
@@ -152,18 +152,21 @@ class Writer:
         From the first step on the slots belong to this call: neither expiry nor the end of the connection takes
         them away while they are being hashed. Cancelled, it gives all of them back.
         """
-        taken = self._node.reservations.take(owner, ids)
+        taken, chosen = self._node.reservations.take_written(owner, ids)
+        sums = await self._sums(taken, chosen) if chosen else {}
+        return self._commit_all(owner, ids, taken, checksums, sums)
+
+    async def _sums(self, taken: Sequence[Reservation | None], chosen: Sequence[Reservation]) -> dict[int, bytes]:
+        """Checksums of the chosen ones by reservation."""
         written = {r.entry for r in taken if r is not None}
         self.publishing |= written
         try:
-            sums = await self._hashed_apart([r for r in taken if r is not None])
+            return await self._hashed_apart(chosen)
         except BaseException:
             self._node.abandon(r for r in taken if r is not None)
             raise
         finally:
             self.publishing -= written
-        is_right = [r is not None and sums[r.id] == claimed for r, claimed in zip(taken, checksums, strict=True)]
-        return self._commit_all(owner, ids, taken, checksums, is_right)
 
     async def _hashed_apart(self, written: Sequence[Reservation]) -> dict[int, bytes]:
         """Checksums by reservation, from `HASHERS` threads that take an equal share each."""
@@ -192,35 +195,37 @@ class Writer:
         ids: Sequence[int],
         taken: Sequence[Reservation | None],
         checksums: Sequence[bytes],
-        is_right: Sequence[bool],
+        sums: Mapping[int, bytes],
     ) -> bytes:
-        """Commit what was taken; what was published before is answered as then."""
+        """Commit what was taken; what was published before is answered as then. `sums`: of those that were checked."""
         table = self._node.reservations
         made: list[Reservation] = []
         results = bytearray()
-        for number, reservation, claimed, right in zip(ids, taken, checksums, is_right, strict=True):
+        for number, reservation, claimed in zip(ids, taken, checksums, strict=True):
             if reservation is None:
                 results.append(table.result(owner, number) or REFUSED)
                 continue
-            results.append(self._commit(reservation, claimed, is_right=right))
-            table.settle(reservation, results[-1])
-            if results[-1]:
+            is_right = sums.get(number, claimed) == claimed
+            if not is_right:
+                table.note_error(owner)
+            result = self._commit(reservation, claimed, is_right=is_right)
+            results.append(result)
+            table.settle(reservation, result)
+            if result != REFUSED:
                 made.append(reservation)
         self._count(bytes(results))
         self._published(made)
         return bytes(results)
 
     def _commit(self, reservation: Reservation, claimed: bytes, *, is_right: bool) -> int:
-        entry = reservation.entry
-        is_gone = entry.level == GONE or not self._node.has(reservation.tier)
-        if not is_right or is_gone or entry.residences:
+        node, entry, tier = self._node, reservation.entry, reservation.tier
+        if not is_right or entry.residences or entry.level == GONE or tier not in node.tiers:
             existed = bool(entry.residences) and entry.level != GONE
-            self._node.abandon([reservation])
+            node.abandon([reservation])
             return EXISTED if existed and is_right else REFUSED
-        key = BlockKey(entry.scope, entry.digest)
-        raw_bytes = reservation.raw_bytes
-        record = Record(key, entry.parent, entry.layout_id, RAW, raw_bytes, raw_bytes, claimed, self._node.epoch)
-        self._node.add_copy(entry, Residence(reservation.tier, reservation.slot, record))
+        key, raw_bytes = BlockKey(entry.scope, entry.digest), reservation.raw_bytes
+        record = Record(key, entry.parent, entry.layout_id, RAW, raw_bytes, raw_bytes, claimed, node.epoch)
+        node.add_copy(entry, Residence(tier, reservation.slot, record))
         return PUBLISHED
 
     def _count(self, results: bytes) -> None:

@@ -138,7 +138,8 @@ class Client:
     ) -> Leases:
         """Lease the longest usable prefix, brought into memory within `deadline_s`; use it in a `with` block.
 
-        Read the views inside the block. Its exit raises `LeaseLostError` when what was read there is void.
+        Read the views inside the block: `copying.copy_verified` copies and verifies, `copying.is_intact` verifies what
+        is to be used in place. Its exit raises `LeaseLostError` when what was read there is void.
         """
         held = self._one(calls.acquire(self.target, keys, session, lease_s, deadline_s))
         return Leases(held, self._end)

@@ -15,7 +15,7 @@ from kvfleet_client.target import Target
 from sim import prompts
 from sim.agent import POOL
 from sim.process import Process
-from sim.reading import Reading
+from sim.reading import FALSE_SUM, Reading
 
 SESSIONS: Final = 4
 
@@ -193,7 +193,7 @@ class Engine:
             await self._fill(slots)
         else:
             sums = [self._reading.write(self.shadow, slot) for slot in slots]
-            sums[0] = bytes(16)
+            sums[0] = FALSE_SUM
             await self._client.publish(slots, sums)
 
     async def _session(self) -> None:

@@ -2,16 +2,19 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from agent_doubles import BLOCK_BYTES
+from msgspec.structs import replace
 
 from kvfleet_api.blocks import BlockKey
 from kvfleet_client import copying
 from kvfleet_client.results import Lease, Reservation
 from sim.prompts import content
+
+FALSE_SUM: Final = bytes(16)
+"""What a writer that lies calls the checksum of its block. The agent may believe it; nobody gets such a block."""
 
 
 def place_of(view: memoryview) -> int:
@@ -51,7 +54,8 @@ class Reading:
             return True
         world.tally.corrupt += 1
         if (
-            shadow is not None
+            lease.checksum != FALSE_SUM
+            and shadow is not None
             and shadow.is_leased(lease.lease, lease.epoch)
             and place_of(lease.view) not in world.dirty
         ):

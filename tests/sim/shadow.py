@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvfleet_agent.backends.base import Record, SlotRef, TierBackend
+from kvfleet_agent.backends.base import MappableBackend, Record, SlotRef, TierBackend
 from kvfleet_agent.index import Entry
 from kvfleet_agent.node import Node
 from kvfleet_agent.sessions import SessionState
@@ -80,13 +80,19 @@ class Shadow:
         reserve, drop = medium.reserve, medium.drop
         is_memory = backend.capabilities.is_memory
 
-        def reserved(scope: ScopeId, size_bytes: int, *writer: str) -> SlotRef:
-            slot: SlotRef = reserve(scope, size_bytes, *writer)
+        def given(slot: SlotRef) -> SlotRef:
             before = slots.live.get((slot.extent, slot.offset))
             if before is not None:
                 self._violate("I2", f"slot {slot} was given out while {before} lives")
             slots.live[slot.extent, slot.offset] = slot
             return slot
+
+        def reserved(scope: ScopeId, size_bytes: int, *writer: str) -> SlotRef:
+            return given(reserve(scope, size_bytes, *writer))
+
+        if isinstance(backend, MappableBackend):
+            reserve_run = medium.reserve_run
+            medium.reserve_run = lambda *wanted: [given(slot) for slot in reserve_run(*wanted)]
 
         def dropped(slot: SlotRef) -> None:
             live = slots.live.get((slot.extent, slot.offset))

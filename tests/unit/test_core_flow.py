@@ -23,10 +23,13 @@ from kvfleet_agent.core import Core
 from kvfleet_agent.gate import Priority
 from kvfleet_agent.leases import Stray
 from kvfleet_agent.place import Place
+from kvfleet_agent.policy.checking import CHECK_EVERY
 from kvfleet_agent.reader import Read
 from kvfleet_agent.writer import PUBLISHED, REFUSED
 from kvfleet_api.blocks import ScopeId
 from kvfleet_api.checksum import checksum
+from kvfleet_client import Lease
+from kvfleet_client.copying import copy_verified, is_intact
 
 pytestmark = pytest.mark.unit
 
@@ -48,6 +51,14 @@ async def store(core: Core, numbers: Sequence[int], parent: bytes = b"", at: Pla
         mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(number)
         sums.append(checksum(bytes_of(number), digest(number), core.node.epoch, reservation.slot.stamp))
     return core.writer.publish_now((at or place()).owner, [r.id for r, _ in fresh], sums)
+
+
+def lease_of(core: Core, read: Read) -> Lease:
+    """The lease as a client sees it."""
+    tier, slot, record = read.lease.residence
+    assert tier.mappable is not None
+    view = tier.mappable.view(slot)[: record.stored_bytes].toreadonly()
+    return Lease(read.lease.id, record.key.digest, record.epoch, slot.stamp, record.checksum, "dram", 1, view)
 
 
 def bytes_read(core: Core, read: Read) -> bytes:
@@ -100,6 +111,34 @@ async def test_wrong_bytes_are_refused_and_their_slot_is_given_back(core: Core) 
     assert core.writer.publish_now(1, [made[0].id], [b"0" * 16]) == bytes([REFUSED])
     assert used(core, "dram") == 0
     assert len(core.node.index) == 0
+
+
+async def write_wrong(core: Core, number: int, owner: int = 1) -> bytes:
+    """Publish a block with the checksum of other bytes."""
+    (made,) = core.writer.reserve_now(place(owner), b"", [digest(number)])
+    assert made is not None
+    return core.writer.publish_now(owner, [made.id], [b"0" * 16])
+
+
+async def test_a_wrong_block_that_is_not_checked_is_a_miss_that_its_reader_reports(core: Core) -> None:
+    await store(core, [1])  # The first block of a connection is checked.
+
+    assert await write_wrong(core, 2) == bytes([PUBLISHED])
+    (read,) = await load(core, [2])
+    assert not copy_verified(lease_of(core, read), memoryview(bytearray(BLOCK_BYTES)))
+    assert not is_intact(lease_of(core, read))
+    assert core.reader.inspect(1, [read.lease.id]) == 1
+    assert await load(core, [2]) == []
+
+
+async def test_a_writer_that_was_wrong_once_is_checked_for_as_long_as_it_is_connected(core: Core) -> None:
+    for number in range(2 * CHECK_EVERY):
+        assert await write_wrong(core, number + 1) == bytes([REFUSED])
+
+    assert len(core.node.index) == 0
+    core.node.end_owner(1)
+    await store(core, [1])
+    assert await write_wrong(core, 2) == bytes([PUBLISHED]), "another connection of that number"
 
 
 async def test_a_slot_is_given_back_whatever_its_write_failed_of(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:

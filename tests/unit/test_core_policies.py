@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from kvfleet_agent.limits import grant
 from kvfleet_agent.policy.admission import Admission, AdmissionInputs, admit
+from kvfleet_agent.policy.checking import CHECK_EVERY, must_check
 from kvfleet_agent.policy.placement import TierFacts, next_lower
 from kvfleet_agent.policy.recompute import CostInputs, Source, choose
 from kvfleet_agent.provision_plan import Close, Open, Resize, plan
@@ -40,6 +41,15 @@ def test_blocks_of_sessions_that_came_back_are_never_sent_down(fill: float, high
     assert (choice.admission is Admission.DEMOTE) == (turns == 0 and fill > high)
     assert admit(AdmissionInputs("Always", fill, high, turns)).admission is Admission.KEEP
     assert admit(AdmissionInputs("Never", fill, high, turns)).admission is Admission.DEMOTE
+
+
+@given(st.integers(0, 1 << 40))
+def test_a_writer_is_checked_at_its_first_block_then_now_and_then_and_always_once_it_erred(written: int) -> None:
+    run = range(written, written + CHECK_EVERY)
+
+    assert must_check(0, has_erred=False)
+    assert sum(must_check(i, has_erred=False) for i in run) == 1
+    assert all(must_check(i, has_erred=True) for i in run)
 
 
 costs = st.builds(

@@ -22,7 +22,7 @@ from kvfleet_agent.backends.waiting import in_thread
 from kvfleet_agent.backends.withheld import Withheld
 from kvfleet_api.blocks import ScopeId
 from kvfleet_api.checksum import checksum
-from kvfleet_api.errors import BlockCorruptError, InvalidInputError, KvFleetError
+from kvfleet_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, KvFleetError, TierFullError
 from kvfleet_api.units import KIB, MIB
 from kvfleet_native import copy
 
@@ -117,14 +117,28 @@ class Arena:
 
     def reserve(self, scope: ScopeId, size_bytes: int, writer: str = NOBODY) -> SlotRef:
         """Take a slot; makes an extent when the scope has none with room. See `MappableBackend`."""
-        writer = sole_writer(scope) or writer
-        slot = self._table.take(scope, size_bytes, writer)
-        if slot is None:
-            self._open(scope, size_bytes, writer)
-            slot = self._table.take(scope, size_bytes, writer)
-        assert slot is not None, "a new extent has room"
-        self._store.taken(slot)
+        (slot,) = self._take(scope, size_bytes, 1, writer)
         return slot
+
+    def reserve_run(self, scope: ScopeId, size_bytes: int, count: int, writer: str = NOBODY) -> list[SlotRef]:
+        """Take up to `count` slots. See `MappableBackend`."""
+        slots: list[SlotRef] = []
+        with suppress(TierFullError, BackendFailedError):
+            while len(slots) < count:
+                slots += self._take(scope, size_bytes, count - len(slots), writer)
+        return slots
+
+    def _take(self, scope: ScopeId, size_bytes: int, count: int, writer: str) -> list[SlotRef]:
+        """Take up to `count` slots of one extent, a new one where no other has room; at least one."""
+        writer = sole_writer(scope) or writer
+        slots = self._table.take_run(scope, size_bytes, count, writer)
+        if not slots:
+            self._open(scope, size_bytes, writer)
+            slots = self._table.take_run(scope, size_bytes, count, writer)
+        assert slots, "a new extent has room"
+        for slot in slots:
+            self._store.taken(slot)
+        return slots
 
     def _open(self, scope: ScopeId, size_bytes: int, writer: str) -> None:
         opening = self._table.open(scope, size_bytes, writer)

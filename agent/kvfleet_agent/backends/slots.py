@@ -132,8 +132,15 @@ class SlotTable:
 
     def take(self, scope: ScopeId, size_bytes: int, writer: str = NOBODY) -> SlotRef | None:
         """Take a slot in the oldest extent of its class that has room; None when there is none."""
+        taken = self.take_run(scope, size_bytes, 1, writer)
+        return taken[0] if taken else None
+
+    def take_run(self, scope: ScopeId, size_bytes: int, count: int, writer: str = NOBODY) -> list[SlotRef]:
+        """Take up to `count` slots in one extent, the oldest of its class with room; none when there is none."""
         extent = self._find(scope, size_bytes, writer)
-        return None if extent is None else self._take(extent)
+        if extent is None:
+            return []
+        return [self._take(extent) for _ in range(min(count, len(extent.stamps) - extent.live))]
 
     def has_room(self, scope: ScopeId, size_bytes: int, writer: str = NOBODY) -> bool:
         """True when such a slot can be taken or an extent be opened for it."""

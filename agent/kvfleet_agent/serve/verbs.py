@@ -18,6 +18,7 @@ from kvfleet_agent.reservations import RESERVATION_S
 from kvfleet_agent.serve.grants import ExtentGrants
 from kvfleet_api import wire
 from kvfleet_api.blocks import KEY_BYTES, unpack_digests
+from kvfleet_api.checksum import CHECKSUM_BYTES
 from kvfleet_api.errors import ForbiddenError, InvalidInputError, KvFleetError
 from kvfleet_api.tiers import Lookup
 from kvfleet_telemetry.tracing import span
@@ -321,6 +322,9 @@ class Verbs:
             raise InvalidInputError(
                 f"{len(request.checksums)} checksums for {len(request.reservations)} reservations: one for each wanted"
             )
+        sizes = set(map(len, request.checksums))
+        if sizes - {CHECKSUM_BYTES}:
+            raise InvalidInputError(f"checksums of {sorted(sizes)} B: {CHECKSUM_BYTES} B wanted")
         if at.block_bytes <= INLINE_BYTES_MAX:
             results = self._core.writer.publish_now(at.owner, request.reservations, request.checksums)
             return wire.Published(request.id, self.grants_version, results)
