@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvfleet_agent.index import Entry, Index
+    from kvfleet_agent.leafqueue import LeafQueue
     from kvfleet_agent.tiers import Tier
     from kvfleet_api.blocks import ScopeId
 
@@ -35,8 +36,8 @@ class TierCandidates:
 
     def pop(self) -> Entry | None:
         """Take the least recently used leaf; entries that are no leaf (any more) are left out on the way."""
-        while (key := self._oldest_key()) is not None:
-            entry = self._tier.queues[key].pop()
+        while (queue := self._oldest()) is not None:
+            entry = queue.pop()
             if entry is not None and (entry in self._pushed or self.children(entry) == 0):
                 return entry
         return None
@@ -50,10 +51,10 @@ class TierCandidates:
 
     def is_free(self, block: Entry) -> bool:
         """True when nobody holds the block and it lies where room is wanted."""
-        if block.is_held:
-            return False
+        if block.is_held or self._extents is None:
+            return not block.is_held
         residence = block.residence(self._tier)
-        return self._extents is None or (residence is not None and residence.slot.extent in self._extents)
+        return residence is not None and residence.slot.extent in self._extents
 
     def size_bytes(self, block: Entry) -> int:
         """Bytes that the tier gets back."""
@@ -80,15 +81,18 @@ class TierCandidates:
 
     def oldest_s(self) -> float | None:
         """Last use of the least recently used possible leaf, or None."""
-        key = self._oldest_key()
-        entry = self._tier.queues[key].oldest() if key is not None else None
+        queue = self._oldest()
+        entry = queue.oldest() if queue is not None else None
         return entry.used_at_s if entry is not None else None
 
-    def _oldest_key(self) -> tuple[ScopeId, str] | None:
-        best: tuple[float, tuple[ScopeId, str]] | None = None
-        for key in self._keys:
-            queue = self._tier.queues.get(key)
-            entry = queue.oldest() if queue is not None else None
-            if entry is not None and (best is None or entry.used_at_s < best[0]):
-                best = (entry.used_at_s, key)
-        return best[1] if best else None
+    def _oldest(self) -> LeafQueue[Entry] | None:
+        """The queue with the least recently used block; None when there is no block."""
+        queues = [queue for key in self._keys if (queue := self._tier.queues.get(key))]
+        if len(queues) < 2:
+            return queues[0] if queues else None
+        first, oldest_s = None, float("inf")
+        for queue in queues:
+            entry = queue.oldest()
+            if entry is not None and (first is None or entry.used_at_s < oldest_s):
+                first, oldest_s = queue, entry.used_at_s
+        return first

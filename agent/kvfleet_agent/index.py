@@ -239,7 +239,7 @@ class Index:
         """Note that the copy in `tier` is gone; the last one takes the block out of the index."""
         gone = entry.residence(tier)
         assert gone is not None, "no copy there"
-        entry.residences = tuple(r for r in entry.residences if r is not gone)
+        entry.residences = tuple([r for r in entry.residences if r is not gone])
         tier.remove(entry, gone.slot)
         if entry.residences:
             self._relevel(entry)
@@ -272,6 +272,8 @@ class Index:
 
     def may_leave(self, entry: Entry, tier: Tier) -> bool:
         """True when the copy in `tier` can go without a child being left in a faster place than its parent."""
+        if len(entry.residences) == 1:
+            return entry.digest not in self._scopes[entry.scope].children
         rest = [r.tier.level for r in entry.residences if r.tier is not tier]
         level = min(rest, default=GONE)
         return level <= entry.level or self.blockers(entry, level - 1) == 0

@@ -42,11 +42,14 @@ class LeafQueue(Generic[A]):
         self._queued[block] = self._pushes
         heapq.heappush(self._heap, (block.used_at_s, self._pushes, block))
 
-    def discard(self, block: A) -> None:
-        """Take a block out; nothing happens when it is not there."""
-        if self._queued.pop(block, None) is not None and len(self._heap) > 2 * len(self._queued) + _SLACK:
+    def discard(self, block: A) -> bool:
+        """Take a block out; false when it is not there."""
+        if self._queued.pop(block, None) is None:
+            return False
+        if len(self._heap) > 2 * len(self._queued) + _SLACK:
             self._heap = [(b.used_at_s, n, b) for b, n in self._queued.items()]
             heapq.heapify(self._heap)
+        return True
 
     def oldest(self) -> A | None:
         """Return the least recently used block and leave it in; None when the queue is empty."""

@@ -131,7 +131,7 @@ class Node:
         self.announcer.mark(entry)
         self._free(entry, old)
 
-    def drop_copy(self, entry: Entry, tier: Tier, *, keep_bytes: bool = False) -> None:
+    def drop_copy(self, entry: Entry, tier: Tier, *, keep_bytes: bool = False) -> Residence:
         """Take one copy away; the last one ends the block. A slot that is being read is freed when that ends.
 
         With `keep_bytes` the medium keeps the copy for a later run; only this node's books forget it.
@@ -145,6 +145,7 @@ class Node:
             self.announcer.mark(entry)
         if not keep_bytes:
             self._free(entry, gone)
+        return gone
 
     def drop_block(self, entry: Entry, reason: str) -> None:
         """Take all copies away, whatever depends on them: for erased scopes."""
@@ -152,11 +153,15 @@ class Node:
             self.counters.add("kvfleet_evicted_blocks_total", tier=residence.tier.name, reason=reason)
             self.drop_copy(entry, residence.tier)
 
-    def evict(self, entry: Entry, tier: Tier, reason: str) -> None:
-        """Take one copy away by policy, and count it when it was the last."""
-        if len(entry.residences) == 1:
-            self.counters.add("kvfleet_evicted_blocks_total", tier=tier.name, reason=reason)
-        self.drop_copy(entry, tier)
+    def evict(self, entries: Iterable[Entry], tier: Tier, reason: str) -> int:
+        """Take copies away by policy, each as it comes; returns their bytes. Counts those that were a block's last."""
+        freed_bytes = last = 0
+        for entry in entries:
+            last += len(entry.residences) == 1
+            freed_bytes += self.drop_copy(entry, tier).slot.size_bytes
+        if last:
+            self.counters.add("kvfleet_evicted_blocks_total", last, tier=tier.name, reason=reason)
+        return freed_bytes
 
     def copy_failed(self, entry: Entry, copy: Residence, *, is_corrupt: bool) -> None:
         """A copy turned out to be unreadable: it goes, and with the last copy the block becomes a miss."""
@@ -257,7 +262,7 @@ class Node:
 
     def _free(self, entry: Entry, gone: Residence) -> None:
         """Give a slot back, at once or when the last reader of just this copy has ended its lease."""
-        if any(lease.residence is gone for lease in self.leases.of(entry)):
+        if entry.leases and any(lease.residence is gone for lease in self.leases.of(entry)):
             self.condemned.setdefault(entry, []).append(gone)
         else:
             self.give_back(gone.tier, gone.slot, entry.tenant)

@@ -6,6 +6,7 @@ Who pays for room is `policy.quota`'s decision; what a block's tenant loses by i
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
@@ -20,7 +21,7 @@ from kvfleet_agent.want import Want
 from kvfleet_api.errors import BackendFailedError, QuotaExceededError, RetryableError, TierFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from kvfleet_agent.backends.base import SlotRef
     from kvfleet_agent.index import Entry
@@ -89,9 +90,17 @@ class Room:
                 left_s = deadline_s - self._node.clock()
                 if left_s <= 0 or (isinstance(e, QuotaExceededError) and self._action(want) is OverQuota.REJECT):
                     raise
-                # Not cancelled when the time is up: the room will be there for the next one.
-                await asyncio.wait([self._start_making(want, attempt)], timeout=left_s)
+                if self._lowest(want.tier) and not self._lock(want.tier).locked():
+                    await self._make(want, attempt)  # Nothing is copied, so nothing is waited for.
+                else:
+                    # Not cancelled when the time is up: the room will be there for the next one.
+                    await asyncio.wait([self._start_making(want, attempt)], timeout=left_s)
         return self._node.take(want)
+
+    def _lowest(self, tier: Tier) -> bool:
+        """True when no slower tier takes blocks now."""
+        facts = [t.facts(self._node.clock()) for t in self._node.tiers]
+        return next_lower(facts, tier.level, must_survive=self._node.is_draining).target is None
 
     def _start_making(self, want: Want, attempt: int) -> asyncio.Task[None]:
         task = asyncio.create_task(self._make(want, attempt))
@@ -118,7 +127,7 @@ class Room:
             used_bytes = tier.tenant_bytes.get(want.tenant, 0)
             over_bytes = over_hard_bytes(used_bytes, want.size_bytes, book.hard_bytes(tier, want.tenant))
             if over_bytes:
-                await self._pay_own(tier, want.tenant, over_bytes, want.size_bytes, self._action(want))
+                await self._pay_own(want, over_bytes)
                 return
             extents = tier.relief(want.scope, want.size_bytes, want.writer)
             if not extents:
@@ -130,18 +139,19 @@ class Room:
     def _lock(self, tier: Tier) -> asyncio.Lock:
         return self._locks.setdefault(tier, asyncio.Lock())
 
-    async def _pay_own(self, tier: Tier, tenant: str, over_bytes: int, size_bytes: int, action: OverQuota) -> int:
+    async def _pay_own(self, want: Want, over_bytes: int) -> int:
         """Let a tenant make room below its hard quota with its own blocks; returns the bytes freed."""
-        hard_bytes = self._node.tenants.hard_bytes(tier, tenant) or 0
-        batch_bytes = min(size_bytes * BATCH_SLOTS, hard_bytes // BATCH_PARTS)
-        fate = Fate.DROP if action is OverQuota.EVICT else Fate.STAY
-        return await self._evict(tier, Cut(max(over_bytes, batch_bytes), "quota", tenant=tenant, fate=fate))
+        hard_bytes = self._node.tenants.hard_bytes(want.tier, want.tenant) or 0
+        batch_bytes = min(_batch_bytes(want), hard_bytes // BATCH_PARTS)
+        fate = Fate.DROP if self._action(want) is OverQuota.EVICT else Fate.STAY
+        cut = Cut(max(over_bytes, batch_bytes), "quota", tenant=want.tenant, fate=fate)
+        return await self._evict(want.tier, cut)
 
     async def _collect(self, want: Want, payer: Standing, extents: int, attempt: int) -> bool:
         """Make one account pay for a slot: from the writer's own blocks in the same scope, or by whole extents."""
         tier, is_own = want.tier, payer.tenant == want.tenant
         if is_own and (want.scope, want.tenant) in tier.queues and attempt % 2 == 0:
-            need_bytes = min(want.size_bytes * BATCH_SLOTS, tier.backend.capacity_bytes // BATCH_PARTS)
+            need_bytes = min(_batch_bytes(want), tier.backend.capacity_bytes // BATCH_PARTS)
             cut = Cut(max(want.size_bytes, need_bytes), "room", tenant=want.tenant, scope=want.scope)
             return await self._evict(tier, cut) > 0
         freed_bytes = 0
@@ -257,7 +267,7 @@ class Room:
         plan = plan_eviction(candidates, cut.need_bytes, cut.most_bytes)
         try:
             lost = await self._spare([e for e in plan.victims if self._needs_copy(e, tier)], tier, cut)
-            return sum(self._let_go(e, tier, cut.reason, is_lost=e in lost) for e in plan.victims)
+            return self._let_go(plan.victims, tier, cut.reason, lost)
         finally:
             for entry in plan.victims:
                 candidates.push(entry)
@@ -269,17 +279,25 @@ class Room:
         lost = await self._sink(entries, tier, cut.urgency)
         return lost if cut.fate is Fate.SINK else ()
 
-    def _let_go(self, entry: Entry, tier: Tier, reason: str, *, is_lost: bool) -> int:
-        """Drop the copy in `tier` if nothing speaks against it any more; returns the bytes freed."""
-        residence = entry.residence(tier)
-        if residence is None or entry.is_held or not (is_lost or len(entry.residences) > 1):
-            return 0
-        if not self._node.index.may_leave(entry, tier):
-            return 0
-        if reason == "quota":
-            self._node.counters.add("kvfleet_quota_evicted_total", tenant=entry.tenant, tier=tier.name)
-        self._node.evict(entry, tier, reason)
-        return residence.slot.size_bytes
+    def _let_go(self, victims: Sequence[Entry], tier: Tier, reason: str, lost: Collection[Entry]) -> int:
+        """Drop the copies in `tier` that nothing speaks against any more; returns the bytes freed."""
+        gone = Counter[str]()
+
+        def leaving() -> Iterator[Entry]:
+            for entry in victims:
+                if self._may_go(entry, tier, is_lost=entry in lost):
+                    gone[entry.tenant] += 1
+                    yield entry
+
+        freed_bytes = self._node.evict(leaving(), tier, reason)
+        for tenant, count in gone.items() if reason == "quota" else ():
+            self._node.counters.add("kvfleet_quota_evicted_total", count, tenant=tenant, tier=tier.name)
+        return freed_bytes
+
+    def _may_go(self, entry: Entry, tier: Tier, *, is_lost: bool) -> bool:
+        if entry.residence(tier) is None or entry.is_held or not (is_lost or len(entry.residences) > 1):
+            return False
+        return self._node.index.may_leave(entry, tier)
 
     def _needs_copy(self, entry: Entry, tier: Tier) -> bool:
         """True unless another copy can take over without leaving a child in a faster place."""
@@ -287,6 +305,8 @@ class Room:
 
     async def _sink(self, entries: Sequence[Entry], tier: Tier, urgency: Priority) -> set[Entry]:
         """Copy blocks to slower tiers; returns those for which no slower tier exists or takes any."""
+        if not entries or self._lowest(tier):
+            return set(entries)
         results = await asyncio.gather(*(self._sunk(e, tier, urgency) for e in entries))
         return {e for e, is_sunk in zip(entries, results, strict=True) if not is_sunk}
 
@@ -331,6 +351,11 @@ class Room:
             entry.move = None
             done.set_result(is_made)
         return is_made
+
+
+def _batch_bytes(want: Want) -> int:
+    """What is freed at a time for a writer that is known, or likely, to need more slots like this one."""
+    return want.size_bytes * max(BATCH_SLOTS, want.slots)
 
 
 def _may_hold(residents: Collection[Entry], tenant: str) -> bool:

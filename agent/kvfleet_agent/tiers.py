@@ -205,11 +205,10 @@ class Tier:
         queue.push(entry)
 
     def age(self, entry: Entry) -> None:
-        """Bring a block, whose last use was set back, to the front of the possible victims."""
+        """Bring a block, whose last use was set back, to the front of the possible victims, if it is one of them."""
         queue = self.queues.get((entry.scope, entry.tenant))
-        if queue is not None:
-            queue.discard(entry)
-        self.offer(entry)
+        if queue is not None and queue.discard(entry):
+            queue.push(entry)
 
     def residents(self) -> Iterator[Entry]:
         """All blocks here, in no order."""

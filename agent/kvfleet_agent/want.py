@@ -21,6 +21,8 @@ class Want:
     size_bytes: int
     writer: str = ""
     """Tenant whose client is to fill it; empty when we do."""
+    slots: int = 1
+    """How many like it will be taken one after the other, this one included: room is made for them at once."""
 
     @property
     def is_new(self) -> bool:

@@ -92,7 +92,9 @@ class Writer:
         deadline_s = self._node.clock() + RESERVE_WAIT_S
         made = self.reserve_now(place, parent, digests)
         try:
-            while len(made) < len(digests) and (tier := await self._find_room(place, deadline_s)) is not None:
+            while (left := len(digests) - len(made)) and (
+                tier := await self._find_room(place, left, deadline_s)
+            ) is not None:
                 at = len(made)
                 more = self.reserve_now(place, digests[at - 1] if at else parent, digests[at:], tier)
                 if not more:
@@ -110,14 +112,14 @@ class Writer:
         self._node.counters.add("kvfleet_quota_rejected_total", count, tenant=place.tenant, tier=tier.name)
         _log.debug("blocks refused", extra={"blocks": count, "cause": str(error)})
 
-    async def _find_room(self, place: Place, deadline_s: float) -> Tier | None:
-        """Make room for one block; returns where it is, None when there is none for anybody.
+    async def _find_room(self, place: Place, slots: int, deadline_s: float) -> Tier | None:
+        """Make room for a block, or for up to `slots` at once; returns where, None when there is none for anybody.
 
         Raises `QuotaExceededError` when the tenant's quota leaves none for it.
         """
         refusal: QuotaExceededError | None = None
         for tier in self._landings(place.tenant):
-            want = Want(tier, place.scope, place.tenant, place.raw_bytes, place.tenant)
+            want = Want(tier, place.scope, place.tenant, place.raw_bytes, place.tenant, slots)
             try:
                 slot = await self._room.reserve(want, deadline_s)
             except QuotaExceededError as e:

@@ -120,6 +120,6 @@ async def _do(verb: str, core: Core, entry: Any) -> None:
         if entry.residence(nvme) is None:
             await core.room.sink_into(entry, dram, nvme, Priority.DEMOTE)
         if entry.residence(nvme) is not None and entry.residence(dram) is not None:
-            core.node.evict(entry, dram, "test")
+            core.node.evict([entry], dram, "test")
     elif verb == "drop":
         core.node.drop_block(entry, "test")

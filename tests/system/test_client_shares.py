@@ -160,7 +160,7 @@ def test_a_share_with_a_hole_is_done_without_and_not_continued(agent: AgentThrea
         keys = chain_keys(secret(SHARE), LAYOUT.layout_id(), SYSTEM_PROMPT, 16)
         entry = node.index.find(SHARE, keys[-1].digest)
         assert entry is not None
-        node.evict(entry, entry.residences[0].tier, "evicted")
+        node.evict([entry], entry.residences[0].tier, "evicted")
 
     agent.call(evict_the_last_shared_block)
     assert reader.load(tokens).blocks == SHARED_BLOCKS - 1

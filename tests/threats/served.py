@@ -129,7 +129,7 @@ class Served(AgentThread):
         while memory.blocks:
             for entry in list(memory.residents()):
                 if self.core.node.index.may_leave(entry, memory):
-                    self.core.node.evict(entry, memory, "threat")
+                    self.core.node.evict([entry], memory, "threat")
 
     async def erased(self) -> None:
         """Wait until nothing is left of scopes that are gone, as the agent's periodic duties bring it about."""

@@ -345,7 +345,7 @@ async def test_a_block_that_is_erased_before_its_transfer_begins_is_a_miss(core:
     memory = core.node.tier("dram")
     assert memory is not None
     assert await core.room.sink_into(entry, memory, core.node.tiers[1], Priority.DEMOTE)
-    core.node.evict(entry, memory, "room")
+    core.node.evict([entry], memory, "room")
 
     assert core.fetcher.start_prefetch(entry)
     core.node.drop_scope(SCOPE, "erased")
