@@ -5,7 +5,7 @@ from datetime import datetime
 
 import msgspec
 
-from kvfleet_api.models.trust import KEY_VERSION
+from kvfleet_api.trust import KEY_VERSION
 
 DEFAULT_COPIES = 2
 """Copies wanted by a pool that was stored before the field existed; the default of `policy.retention.copies`."""
