@@ -12,6 +12,8 @@ BATCH_BLOCKS: Final = 16
 LOOKUP_BLOCKS: Final = 512
 SMALL_BYTES: Final = 4 * KIB
 """The smallest slot: copying it takes next to nothing, so what is left is overhead."""
+FILL_SETS: Final = 16
+"""Sets that are stored before anything counts where everybody is to be full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,11 @@ class Plan:
     small: Case
     """For the overhead, and for lookups of `LOOKUP_BLOCKS` keys."""
     lookup_rounds: int
+
+    @property
+    def full_bytes(self) -> int:
+        """Size of a tier that is full after `FILL_SETS` sets of the small blocks, and holds more than one of them."""
+        return FILL_SETS // 2 * self.small.set_bytes
 
     @property
     def capacity_bytes(self) -> int:

@@ -80,6 +80,19 @@ def more(made: Field, name: str, count: int) -> Iterator[tuple[Driver, ...]]:
         yield drivers
 
 
+@contextlib.contextmanager
+def with_full_tier(capacity_bytes: int) -> Iterator[Driver]:
+    """Start another agent with a tier of this size, and one of our clients for it."""
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfleet-bench-full-")))
+        socket = directory / "agent.sock"
+        arguments = ("--socket", str(socket), "--capacity-bytes", str(capacity_bytes))
+        stack.enter_context(Driver(Command("full agent", PYTHON, "bench.agent_process", arguments))).read()
+        client = stack.enter_context(Driver(_own(OURS, socket)))
+        client.versions()
+        yield client
+
+
 def _own(name: str, socket: Path) -> Command:
     """Command of a participant that runs in our own environment."""
     at = ("--socket", str(socket))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
-from bench.cases import Case
+from bench.cases import FILL_SETS, Case
 from bench.common import Sample
 from bench.drivers import Driver, FailedError, ask_all
 from bench.participants import OURS, TOKENS, Field
@@ -60,13 +60,20 @@ class Rounds:
         self._field.agent.ask("clear", keep=False)
         return turns
 
-    def _open(self, case: Case, drivers: Sequence[Driver]) -> None:
-        for number, driver in enumerate(drivers):
-            driver.send("open", **{**asdict(case.work), "client": number})
-        for driver in drivers:
-            driver.read()
+    def store_into_full(self, case: Case, clients: dict[str, tuple[Driver, ...]]) -> Turns:
+        """Store and load set after set and remove none, so that whoever is full has to make room for each."""
+        turns = Turns(case)
+        for name, drivers in tuple(clients.items()):
+            with self._or_without(name, clients):
+                self._open(case, drivers)
+        for repeat in range(-FILL_SETS, case.repeats):
+            for name in _rotated(tuple(clients), repeat):
+                with self._or_without(name, clients):
+                    self._store(turns, name, clients[name], is_counted=repeat >= 0)
+        return turns
 
-    def _turn(self, turns: Turns, name: str, drivers: Sequence[Driver], *, is_counted: bool) -> None:
+    def _store(self, turns: Turns, name: str, drivers: Sequence[Driver], *, is_counted: bool) -> None:
+        """Store one set and load it, leaving the earlier ones."""
         self._generation += 1
         at = {"generation": self._generation}
         ask_all(drivers, "prepare", at)
@@ -74,14 +81,23 @@ class Rounds:
         get_s, get_parts = _timed(drivers, "get", at)
         if not all(answer["is_same"] for answer in ask_all(drivers, "check", at)):
             raise WrongBytesError(f"{name}: what was loaded is not what was stored")
-        ask_all(drivers, "clear", at)
-        if name in THROUGH_AGENT:
-            self._field.agent.ask("clear", keep=True)
         if is_counted:
             turns.put.setdefault(name, []).append(put_s)
             turns.get.setdefault(name, []).append(get_s)
             if name == OURS:
                 turns.parts.append({**put_parts, **get_parts})
+
+    def _open(self, case: Case, drivers: Sequence[Driver]) -> None:
+        for number, driver in enumerate(drivers):
+            driver.send("open", **{**asdict(case.work), "client": number})
+        for driver in drivers:
+            driver.read()
+
+    def _turn(self, turns: Turns, name: str, drivers: Sequence[Driver], *, is_counted: bool) -> None:
+        self._store(turns, name, drivers, is_counted=is_counted)
+        ask_all(drivers, "clear", {"generation": self._generation})
+        if name in THROUGH_AGENT:
+            self._field.agent.ask("clear", keep=True)
 
     def lookups(self, case: Case, rounds: int) -> dict[str, Sample]:
         """Keys per second of every participant that can tell how long a prefix is there."""

@@ -1,6 +1,6 @@
 """Sessions, restarts and messages that come twice, as rules of the agent's state machine."""
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from agent_doubles import (
@@ -42,7 +42,10 @@ seldom = st.sampled_from([False, False, False, True])
 class WatchedNode(Node):
     """Holds every eviction against the definitions, without the index's own counts."""
 
-    def evict(self, entry: Entry, tier: Tier, reason: str) -> None:
+    def evict(self, entries: Iterable[Entry], tier: Tier, reason: str) -> int:
+        return Node.evict(self, (e for e in entries if self._may_go(e, tier)), tier, reason)
+
+    def _may_go(self, entry: Entry, tier: Tier) -> bool:
         assert not entry.leases
         assert not entry.pins
         assert not entry.guards
@@ -52,7 +55,7 @@ class WatchedNode(Node):
             assert all(min((r.tier.level for r in c.residences), default=0) >= level for c in children)
         if len(entry.residences) == 1:
             assert entry not in decoded_from(self), "a decoding session runs through it"
-        Node.evict(self, entry, tier, reason)
+        return True
 
 
 def decoded_from(node: Node) -> set[Entry]:

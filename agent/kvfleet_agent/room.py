@@ -90,14 +90,14 @@ class Room:
                 left_s = deadline_s - self._node.clock()
                 if left_s <= 0 or (isinstance(e, QuotaExceededError) and self._action(want) is OverQuota.REJECT):
                     raise
-                if self._lowest(want.tier) and not self._lock(want.tier).locked():
+                if self.is_lowest(want.tier) and not self._lock(want.tier).locked():
                     await self._make(want, attempt)  # Nothing is copied, so nothing is waited for.
                 else:
                     # Not cancelled when the time is up: the room will be there for the next one.
                     await asyncio.wait([self._start_making(want, attempt)], timeout=left_s)
         return self._node.take(want)
 
-    def _lowest(self, tier: Tier) -> bool:
+    def is_lowest(self, tier: Tier) -> bool:
         """True when no slower tier takes blocks now."""
         facts = [t.facts(self._node.clock()) for t in self._node.tiers]
         return next_lower(facts, tier.level, must_survive=self._node.is_draining).target is None
@@ -305,7 +305,7 @@ class Room:
 
     async def _sink(self, entries: Sequence[Entry], tier: Tier, urgency: Priority) -> set[Entry]:
         """Copy blocks to slower tiers; returns those for which no slower tier exists or takes any."""
-        if not entries or self._lowest(tier):
+        if not entries or self.is_lowest(tier):
             return set(entries)
         results = await asyncio.gather(*(self._sunk(e, tier, urgency) for e in entries))
         return {e for e, is_sunk in zip(entries, results, strict=True) if not is_sunk}

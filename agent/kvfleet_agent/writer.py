@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvfleet_agent.archiver import Archiver
+    from kvfleet_agent.backends.base import SlotRef
     from kvfleet_agent.index import Entry
     from kvfleet_agent.node import Node
     from kvfleet_agent.place import Place
@@ -90,13 +91,13 @@ class Writer:
         owner's end or expiry takes back.
         """
         deadline_s = self._node.clock() + RESERVE_WAIT_S
+        chain = (parent, *digests)
         made = self.reserve_now(place, parent, digests)
         try:
-            while (left := len(digests) - len(made)) and (
-                tier := await self._find_room(place, left, deadline_s)
-            ) is not None:
+            while left := len(digests) - len(made):
                 at = len(made)
-                more = self.reserve_now(place, digests[at - 1] if at else parent, digests[at:], tier)
+                tier = await self._find_room(place, chain[at], left, deadline_s)
+                more = self.reserve_now(place, chain[at], digests[at:], tier) if tier is not None else ()
                 if not more:
                     break
                 made += more
@@ -112,16 +113,17 @@ class Writer:
         self._node.counters.add("kvfleet_quota_rejected_total", count, tenant=place.tenant, tier=tier.name)
         _log.debug("blocks refused", extra={"blocks": count, "cause": str(error)})
 
-    async def _find_room(self, place: Place, slots: int, deadline_s: float) -> Tier | None:
-        """Make room for a block, or for up to `slots` at once; returns where, None when there is none for anybody.
+    async def _find_room(self, place: Place, parent: bytes, slots: int, deadline_s: float) -> Tier | None:
+        """Make room for what continues `parent`: a block, or up to `slots` at once.
 
-        Raises `QuotaExceededError` when the tenant's quota leaves none for it.
+        Returns where it is, None when there is none for anybody. Raises `QuotaExceededError` when the tenant's quota
+        leaves none for it.
         """
         refusal: QuotaExceededError | None = None
         for tier in self._landings(place.tenant):
             want = Want(tier, place.scope, place.tenant, place.raw_bytes, place.tenant, slots)
             try:
-                slot = await self._room.reserve(want, deadline_s)
+                slot = await self._slot_behind(parent, want, place.owner, deadline_s)
             except QuotaExceededError as e:
                 refusal = refusal or e
             except (TierFullError, BackendFailedError):
@@ -132,6 +134,23 @@ class Writer:
         if refusal is not None:
             raise refusal
         return None
+
+    async def _slot_behind(self, parent: bytes, want: Want, owner: int, deadline_s: float) -> SlotRef:
+        """Take a slot, in place of the block that is continued only where nothing else can leave.
+
+        As a leaf it may be the first to leave, and without it nobody finds what follows. Where a slower tier takes
+        blocks it is not lost by that.
+        """
+        pins, entry = self._node.pins, self._node.index.find(want.scope, parent)
+        if entry is not None and entry.residences and self._room.is_lowest(want.tier):
+            pin = pins.grant(owner, entry, entry.residences[0], deadline_s)
+            try:
+                return await self._room.reserve(want, deadline_s)
+            except TierFullError:
+                pass
+            finally:
+                pins.end(owner, [pin.id])
+        return await self._room.reserve(want, deadline_s)
 
     def _landings(self, tenant: str) -> list[Tier]:
         """Tiers that take new blocks of a tenant, the fastest first; slower ones only where its quota says so."""

@@ -7,7 +7,7 @@ stopped by SIGSTOP amid a read of a real agent's memory, their leases run out, a
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from agent_doubles import (
@@ -100,9 +100,13 @@ class _Watched(Node):
 
     watch: Callable[[Entry, Tier], None]
 
-    def evict(self, entry: Entry, tier: Tier, reason: str) -> None:
-        self.watch(entry, tier)
-        Node.evict(self, entry, tier, reason)
+    def evict(self, entries: Iterable[Entry], tier: Tier, reason: str) -> int:
+        def watched() -> Iterator[Entry]:
+            for entry in entries:
+                self.watch(entry, tier)
+                yield entry
+
+        return Node.evict(self, watched(), tier, reason)
 
 
 class _Town:

@@ -5,7 +5,7 @@ earliest time that the agent could mean, so what is called a violation here is o
 """
 
 import math
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -263,7 +263,12 @@ class WatchedNode(Node):
 
     shadow: Shadow
 
-    def evict(self, entry: Entry, tier: Tier, reason: str) -> None:
+    def evict(self, entries: Iterable[Entry], tier: Tier, reason: str) -> int:
         """See `Node.evict`."""
-        self.shadow.check_eviction(entry, tier)
-        Node.evict(self, entry, tier, reason)
+
+        def checked() -> Iterator[Entry]:
+            for entry in entries:
+                self.shadow.check_eviction(entry, tier)
+                yield entry
+
+        return Node.evict(self, checked(), tier, reason)

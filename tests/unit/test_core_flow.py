@@ -141,6 +141,21 @@ async def test_a_writer_that_was_wrong_once_is_checked_for_as_long_as_it_is_conn
     assert await write_wrong(core, 2) == bytes([PUBLISHED]), "another connection of that number"
 
 
+async def test_a_full_tier_makes_room_for_a_chain_without_the_chain_itself() -> None:
+    core = make_core([dram_tier(SLOTS * BLOCK_BYTES)], Clock())
+    for first in range(1, 10 * SLOTS, SLOTS // 2):
+        numbers = range(first, first + SLOTS // 2)
+        half = len(numbers) // 2
+        await store(core, numbers[:half])
+        await store(core, numbers[half:], digest(numbers[half - 1]))
+
+        assert len(await load(core, numbers)) == len(numbers)
+        core.node.end_owner(1)
+    assert core.room._tasks == set(), "nothing was waited for"
+    await core.close()
+    await core.node.tiers[0].backend.close()
+
+
 async def test_a_slot_is_given_back_whatever_its_write_failed_of(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
     async def puzzle(*_: object) -> None:
         raise ValueError("not an errno")
