@@ -1,7 +1,6 @@
 """Laws of waiting for threads, of group sync and of what slow deletions hold up."""
 
 import asyncio
-import os
 import threading
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ from store_volumes import buffered_store
 
 from kvfleet_agent.backends.buffers import Buffers, is_direct
 from kvfleet_agent.backends.memory import make_memfd
-from kvfleet_agent.backends.nixl_io import _GroupSync
 from kvfleet_agent.backends.posix_io import PosixVolume
 from kvfleet_agent.backends.volume import DIRECT_BYTES
 from kvfleet_agent.backends.waiting import in_thread
@@ -43,35 +41,6 @@ async def test_a_cancelled_caller_leaves_only_when_the_thread_is_done() -> None:
 async def test_a_failure_in_the_thread_reaches_the_caller() -> None:
     with pytest.raises(ZeroDivisionError):
         await in_thread(None, partial(divmod, 1, 0))
-
-
-async def test_one_sync_serves_all_writes_that_finished_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[int] = []
-    monkeypatch.setattr(os, "fdatasync", calls.append)
-    sync = _GroupSync(42, None)
-
-    await asyncio.gather(*(sync.run() for _ in range(20)))
-
-    assert 1 <= len(calls) <= 2
-    await sync.run()
-    assert len(calls) <= 3
-
-
-async def test_a_failed_sync_fails_everyone_after_it_and_is_never_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-
-    def fail(fd: int) -> None:
-        calls.append(fd)
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "fdatasync", fail)
-    sync = _GroupSync(42, None)
-    answers = await asyncio.gather(*(sync.run() for _ in range(5)), return_exceptions=True)
-
-    assert all(isinstance(a, OSError) for a in answers)
-    assert len(calls) == 1
 
 
 def _files(directory: Path) -> list[Path]:

@@ -1,6 +1,6 @@
 """File I/O through NIXL's POSIX plugin on io_uring. The only NIXL import of the storage side.
 
-One thread owns the NIXL agent: it starts transfers, many at a time, and polls those under way. A transfer that
+One thread owns the NIXL agent: it starts batches of transfers, many at a time, and polls those under way. What
 NIXL reports as failed is repeated by plain POSIX calls, which either succeed or tell the errno that NIXL hides.
 """
 
@@ -10,10 +10,9 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final
@@ -28,7 +27,11 @@ _OPTIONS: Final = {"use_uring": "true", "use_aio": "false", "use_posix_aio": "fa
 _POLL_S: Final = 50e-6
 """A 2 MiB transfer takes 500 us or more; NIXL has no completion descriptor to wait on."""
 
-_ACTIVE_MAX: Final = 64
+_ACTIVE_MAX: Final = 32
+"""Batches under way."""
+
+_BATCH_MAX: Final = 8
+"""Transfers of a batch, which are answered together: few enough that the first need not wait long for the last."""
 
 
 @dataclass(slots=True)
@@ -39,6 +42,13 @@ class _Transfer:
     parts: Sequence[memoryview]
     future: "asyncio.Future[bool]"
     """True when NIXL moved all bytes."""
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Transfers of one direction that NIXL has as one: its calls cost as much as a small block."""
+
+    transfers: Sequence[_Transfer]
     handle: Any = None
     registered: tuple[Any, ...] = ()
 
@@ -68,13 +78,13 @@ class NixlMover:
         await in_thread(None, self._thread.join)
 
     def _run(self) -> None:
-        active: list[_Transfer] = []
+        active: list[_Batch] = []
         try:
             self._serve(active)
         finally:  # Also when NIXL breaks its contract: waiting writers go on by POSIX calls instead of hanging.
             self._is_stopped = True
-            for transfer in active:
-                self._answer(transfer, is_moved=False)
+            for batch in active:
+                _answer(batch.transfers, is_moved=False)
             self._refuse_queued()
 
     def _refuse_queued(self) -> None:
@@ -82,69 +92,102 @@ class NixlMover:
             while True:
                 transfer = self._queue.get(block=False)
                 if transfer is not None:
-                    self._answer(transfer, is_moved=False)
+                    _answer([transfer], is_moved=False)
 
-    def _serve(self, active: list[_Transfer]) -> None:
+    def _serve(self, active: list[_Batch]) -> None:
         while True:
             while len(active) < _ACTIVE_MAX and (active == [] or not self._queue.empty()):
-                transfer = self._queue.get()
-                if transfer is None:
+                taken, is_last = self._take()
+                begun = _batches(taken)
+                active += begun
+                for batch in begun:
+                    if not self._start(batch):
+                        active.remove(batch)
+                if is_last:
                     return
-                if self._start(transfer):
-                    active.append(transfer)
-            finished = [t for t in active if self._is_finished(t)]
-            for transfer in finished:
-                active.remove(transfer)
+            finished = [b for b in active if self._is_finished(b)]
+            for batch in finished:
+                active.remove(batch)
             if not finished:
                 time.sleep(_POLL_S)
 
-    def _start(self, transfer: _Transfer) -> bool:
-        agent = self._agent
-        memory = [(address_of(p), len(p)) for p in transfer.parts]
-        places, at = [], transfer.offset
-        for _, size in memory:
-            places.append((at, size, transfer.fd))
-            at += size
+    def _take(self) -> tuple[list[_Transfer], bool]:
+        """Wait for a transfer, and take those that wait behind it; true when they are the last ever."""
+        taken: list[_Transfer] = []
+        with suppress(Empty):
+            while len(taken) < _BATCH_MAX:
+                transfer = self._queue.get(block=not taken)
+                if transfer is None:
+                    return taken, True
+                taken.append(transfer)
+        return taken, False
+
+    def _start(self, batch: _Batch) -> bool:
+        agent, operation = self._agent, batch.transfers[0].operation
+        memory = [(address_of(p), len(p)) for t in batch.transfers for p in t.parts]
+        places = [place for t in batch.transfers for place in _places(t)]
         try:
             regions = agent.register_memory([(a, n, 0, "") for a, n in memory], "DRAM", [_PLUGIN])
             files = agent.register_memory([(*p, "") for p in places], "FILE", [_PLUGIN])
-            transfer.registered = (regions, files)
+            batch.registered = (regions, files)
             local = agent.get_xfer_descs([(a, n, 0) for a, n in memory], "DRAM")
             remote = agent.get_xfer_descs(places, "FILE")
-            transfer.handle = agent.initialize_xfer(transfer.operation, local, remote, agent.name, b"", [_PLUGIN])
-            state = agent.transfer(transfer.handle)
+            batch.handle = agent.initialize_xfer(operation, local, remote, agent.name, b"", [_PLUGIN])
+            state = agent.transfer(batch.handle)
         except self._errors:
             state = "ERR"
         if state == "PROC":
             return True
-        self._finish(transfer, is_moved=state == "DONE")
+        self._finish(batch, is_moved=state == "DONE")
         return False
 
-    def _is_finished(self, transfer: _Transfer) -> bool:
+    def _is_finished(self, batch: _Batch) -> bool:
         try:
-            state = self._agent.check_xfer_state(transfer.handle)
+            state = self._agent.check_xfer_state(batch.handle)
         except self._errors:
             state = "ERR"
         if state == "PROC":
             return False
-        self._finish(transfer, is_moved=state == "DONE")
+        self._finish(batch, is_moved=state == "DONE")
         return True
 
-    def _finish(self, transfer: _Transfer, *, is_moved: bool) -> None:
-        if transfer.handle is not None:
-            transfer.handle.release()
-        for registered in transfer.registered:
+    def _finish(self, batch: _Batch, *, is_moved: bool) -> None:
+        if batch.handle is not None:
+            batch.handle.release()
+        for registered in batch.registered:
             self._agent.deregister_memory(registered, [_PLUGIN])
-        self._answer(transfer, is_moved=is_moved)
-
-    def _answer(self, transfer: _Transfer, *, is_moved: bool) -> None:
-        future = transfer.future
-        future.get_loop().call_soon_threadsafe(_resolve, future, is_moved)
+        _answer(batch.transfers, is_moved=is_moved)
 
 
-def _resolve(future: "asyncio.Future[bool]", is_moved: bool) -> None:  # noqa: FBT001 - call_soon passes by position.
-    if not future.done():
-        future.set_result(is_moved)
+def _places(transfer: _Transfer) -> list[tuple[int, int, int]]:
+    places, at = [], transfer.offset
+    for part in transfer.parts:
+        places.append((at, len(part), transfer.fd))
+        at += len(part)
+    return places
+
+
+def _batches(transfers: Sequence[_Transfer]) -> list[_Batch]:
+    """Transfers of one direction together, in order."""
+    ways: dict[str, list[_Transfer]] = {}
+    for transfer in transfers:
+        ways.setdefault(transfer.operation, []).append(transfer)
+    return [_Batch(same) for same in ways.values()]
+
+
+def _answer(transfers: Sequence[_Transfer], *, is_moved: bool) -> None:
+    """Wake the callers, once for each loop: waking a loop is a system call."""
+    loops: dict[asyncio.AbstractEventLoop, list[asyncio.Future[bool]]] = {}
+    for transfer in transfers:
+        loops.setdefault(transfer.future.get_loop(), []).append(transfer.future)
+    for loop, futures in loops.items():
+        loop.call_soon_threadsafe(_resolve, futures, is_moved)
+
+
+def _resolve(futures: "Sequence[asyncio.Future[bool]]", is_moved: bool) -> None:  # noqa: FBT001 - call_soon does so.
+    for future in futures:
+        if not future.done():
+            future.set_result(is_moved)
 
 
 def _start_agent() -> tuple[Any, tuple[type[Exception], ...]]:
@@ -165,48 +208,16 @@ def _start_agent() -> tuple[Any, tuple[type[Exception], ...]]:
     return agent, errors
 
 
-class _GroupSync:
-    """fdatasync of one file, shared by the writes that finished before it began; a failure is final."""
-
-    def __init__(self, fd: int, threads: Executor | None) -> None:
-        self._fd = fd
-        self._threads = threads
-        self._lock = asyncio.Lock()
-        self._asked = 0
-        self._done = 0
-        self._failure: OSError | None = None
-
-    async def run(self) -> None:
-        """Return when everything that was written before the call is durable. Raises `OSError`."""
-        self._asked += 1
-        mine = self._asked
-        async with self._lock:
-            if self._failure is not None:
-                raise self._failure
-            if self._done >= mine:
-                return
-            covers = self._asked
-            try:
-                await in_thread(self._threads, partial(os.fdatasync, self._fd))
-            except OSError as e:
-                self._failure = e
-                raise
-            self._done = covers
-
-
 class NixlFile(PosixFile):
     """A file whose bytes NIXL moves; what NIXL fails to move is repeated by POSIX calls."""
 
     def __init__(self, fd: int, movers: ThreadPoolExecutor, namers: ThreadPoolExecutor, mover: NixlMover) -> None:
         super().__init__(fd, movers, namers)
         self._mover = mover
-        self._sync = _GroupSync(fd, namers)
 
     async def write(self, offset: int, parts: Sequence[memoryview]) -> None:
-        """Transfer, then make durable by a fdatasync shared with the other writes of the file."""
-        if await self._mover.move("WRITE", self.fd, offset, parts):
-            await self._sync.run()
-        else:
+        """Transfer; durable then, because the file was opened with O_DSYNC."""
+        if not await self._mover.move("WRITE", self.fd, offset, parts):
             await super().write(offset, parts)
 
     async def read(self, offset: int, into: memoryview) -> None:
@@ -223,6 +234,7 @@ class NixlVolume(PosixVolume):
     def __init__(self, directory: Path, lock_fd: int, mover: NixlMover) -> None:
         """Take over descriptor and mover."""
         super().__init__(directory, lock_fd, is_direct=True)
+        self._flags |= os.O_DSYNC  # NIXL has no flags for a transfer, and no sync.
         self._mover = mover
 
     def _file(self, fd: int) -> NixlFile:
