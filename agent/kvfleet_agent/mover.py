@@ -24,7 +24,7 @@ from kvfleet_native import copy
 from kvfleet_telemetry.tracing import span
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
     from kvfleet_agent.codec.base import Codec, Decoder
     from kvfleet_agent.gate import Priority
@@ -147,8 +147,8 @@ class Mover:
                 except BlockCorruptError:
                     view[:] = bytes(raw_bytes)  # Whoever's bytes a medium gave instead: engines map this slot.
                     raise
-                digest = await bound_checksum(view, entry.digest, self._node.epoch, slot.stamp)
-                seen = await bound_checksum(view, entry.digest, record.epoch, source.slot.stamp)
+                ours, theirs = (self._node.epoch, slot.stamp), (record.epoch, source.slot.stamp)
+                digest, seen = await bound_checksums(view, entry.digest, (ours, theirs))
                 if seen != record.checksum:
                     raise _SlotSpoiltError(f"block {record.key}: a late writer is at slot {slot}")
             else:
@@ -236,6 +236,16 @@ class _SlotSpoiltError(BackendFailedError):
 
 async def bound_checksum(view: memoryview | bytes, digest: bytes, epoch: int, stamp: int) -> bytes:
     """Checksum of a slot; large ones are hashed in a thread, which leaves the loop to others."""
-    if len(view) <= INLINE_BYTES_MAX:
-        return checksum(view, digest, epoch, stamp)
-    return await in_thread(None, partial(checksum, view, digest, epoch, stamp))
+    (made,) = await bound_checksums(view, digest, ((epoch, stamp),))
+    return made
+
+
+async def bound_checksums(
+    view: memoryview | bytes, digest: bytes, uses: Sequence[tuple[int, int]]
+) -> tuple[bytes, ...]:
+    """Checksums under several (epoch, stamp), one after the other in this order, in one thread."""
+
+    def work() -> tuple[bytes, ...]:
+        return tuple(checksum(view, digest, epoch, stamp) for epoch, stamp in uses)
+
+    return work() if len(view) <= INLINE_BYTES_MAX else await in_thread(None, work)

@@ -201,7 +201,7 @@ class Arena:
     async def write(self, slot: SlotRef, record: Record, stored: memoryview) -> None:
         """Copy into the slot; engines that mapped the extent write there themselves instead."""
         target = self.view(slot)[: record.stored_bytes]
-        await self._copy(target, stored[: record.stored_bytes])
+        await self._copy(target, stored[: record.stored_bytes], bool)
         if self._table.is_live(slot):
             self._store.committed(slot, record)
 
@@ -214,19 +214,23 @@ class Arena:
         """Copy out of the slot and verify the copy. See `TierBackend`."""
         source = self.view(slot)[: record.stored_bytes]
         target = into[: record.stored_bytes]
-        await self._copy(target, source)
-        is_same = checksum(target, record.key.digest, record.epoch, slot.stamp) == record.checksum
+        is_same = await self._copy(target, source, partial(_is_whole, target, record, slot.stamp))
         if not is_same or not self._table.is_live(slot):
             raise BlockCorruptError(f"block {record.key} in extent {slot.extent} at {slot.offset}: checksum differs")
 
-    async def _copy(self, target: memoryview, source: memoryview) -> None:
-        if len(target) <= _INLINE_BYTES_MAX:
+    async def _copy(self, target: memoryview, source: memoryview, then: Callable[[], bool]) -> bool:
+        """Copy and do what follows, in one thread for both."""
+
+        def work() -> bool:
             copy(target, source)
-        else:
-            await in_thread(self._copiers, partial(copy, target, source))
+            return then()
+
+        is_inline = len(target) <= _INLINE_BYTES_MAX
+        done = work() if is_inline else await in_thread(self._copiers, work)
         if self._extra_latency_s:
             lines = -(-len(target) // 64)
             await asyncio.sleep(self._extra_latency_s * -(-lines // _LINES_IN_FLIGHT))
+        return done
 
     def drop(self, slot: SlotRef) -> None:
         """Give the slot back. See `TierBackend`."""
@@ -369,3 +373,8 @@ def _populate(made: Future[MappedExtent]) -> None:
     """Fault in what was prepared, unless it was not."""
     if not made.cancelled() and made.exception() is None:
         made.result().populate()
+
+
+def _is_whole(stored: memoryview, record: Record, stamp: int) -> bool:
+    """Whether these are the bytes that were written under the record's key, epoch and stamp."""
+    return checksum(stored, record.key.digest, record.epoch, stamp) == record.checksum
