@@ -35,6 +35,7 @@ THREADS = 16
 """Of its disk: as many as the depth that the limit has; its default is 4."""
 POLL_S = 200e-6
 WRITE_S = 20.0
+SETS_EVER = 64
 
 
 class LocalDisk:
@@ -63,7 +64,7 @@ class LocalDisk:
             max_local_cpu_size=room_gib,
             chunk_size=BLOCK_TOKENS,
             local_disk=f"file://{self._directory}",
-            max_local_disk_size=room_gib,
+            max_local_disk_size=SETS_EVER * room_gib,  # What is removed goes on counting in 0.5.6.
             extra_config={"use_odirect": self._is_direct, "disk_io_threads": THREADS},
         )
         geometry = (layers, 2, BLOCK_TOKENS, 1, HEAD_DIM)
