@@ -18,6 +18,7 @@ from sim.volume import MemoryVolume
 from sim.volume_image import Image
 from virtual_loop import run_virtually
 
+from kvfleet_agent.backends.burial import HOLD_S
 from kvfleet_agent.backends.nvme import RecordStore, open_store
 from kvfleet_api.errors import BackendFailedError, BlockCorruptError, TierFullError
 
@@ -34,7 +35,7 @@ _SEGMENT_BYTES: Final = 4 * 2 * BLOCK_BYTES
 """Four slots: some are used again, some stay holes."""
 
 _SETTLED_S: Final = 2.0
-"""Dropped records are holes by then."""
+"""Beyond the time that they are held, dropped records are holes by then."""
 
 _SLOW_FACTOR: Final = 25
 _SLOWEST_S: Final = 0.7
@@ -187,7 +188,7 @@ class Recording:
         """Let drops become durable."""
         del store, numbers
         before, self._dropped = self._dropped, []
-        await asyncio.sleep(_SETTLED_S * (_SLOW_FACTOR if self._is_slow else 1))
+        await asyncio.sleep(HOLD_S + _SETTLED_S * (_SLOW_FACTOR if self._is_slow else 1))
         self._dropped += before
         self._settle_drops()
 

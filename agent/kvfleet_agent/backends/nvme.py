@@ -14,6 +14,7 @@ from typing import Final
 from kvfleet_agent.backends.base import Capabilities, Record, SlotRef
 from kvfleet_agent.backends.budget import segments_bytes_max, target_bytes
 from kvfleet_agent.backends.buffers import Buffers, is_direct
+from kvfleet_agent.backends.burial import HOLD_S, due
 from kvfleet_agent.backends.claim import Claim, start_run
 from kvfleet_agent.backends.header import HEADER_BYTES, pack_header
 from kvfleet_agent.backends.index_file import IndexFile
@@ -25,7 +26,7 @@ from kvfleet_agent.backends.sealing import DataKeys
 from kvfleet_agent.backends.segment import Segment
 from kvfleet_agent.backends.slots import Extent, SlotTable, round_up
 from kvfleet_agent.backends.volume import DIRECT_BYTES, Volume, VolumeFile
-from kvfleet_agent.backends.waiting import Apart, here_or_in_thread, in_thread
+from kvfleet_agent.backends.waiting import Apart, Later, here_or_in_thread, in_thread
 from kvfleet_api.blocks import ScopeId
 from kvfleet_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, TierFullError
 
@@ -75,17 +76,18 @@ class RecordStore:
             class_bits=_CLASS_BITS,
             first_stamp=claim.first_stamp,
         )
+        self._table.keeps_empty = True
         self._segments: dict[int, Segment] = {}
         self._kinds = Kinds()
         self._index = IndexFile(volume, claim.secret, claim.run, entry_sealing(self._form))
         places = (self._table, self._segments, self._kinds, self._index)
-        self._recovery = Recovery(volume, self._form, *places, self._fit, self._index_later, self._fail)
+        self._indexing = Later(_INDEX_DELAY_S, self.write_index)
+        self._recovery = Recovery(volume, self._form, *places, self._fit, self._indexing.ask, self._fail)
         self._buffers = Buffers()
         self._checkers = ThreadPoolExecutor(2, "kvfleet-record")
         self._deletions: set[asyncio.Task[None]] = set()
         self._apart = Apart(_GRACE_S)
-        self._burial: asyncio.Task[None] | None = None
-        self._indexing: asyncio.Task[None] | None = None
+        self._burial = Later(_BURY_DELAY_S, self._bury_due)
         self._stuck_bytes = 0
         """Bytes of segments that could not be deleted; they may be there until the next start."""
         self._full_until_s = float("-inf")
@@ -145,9 +147,11 @@ class RecordStore:
     def _open(self, scope: ScopeId, need_bytes: int) -> None:
         if self._clock() < self._full_until_s:
             raise TierFullError(self._last_error, delay_s=_FULL_PAUSE_S)
+        # A disk that was full once gets back what is empty before it is asked for more.
+        empty = self._table.forget_empty() if self._full_until_s > float("-inf") else ()
         self._fit_one_more(need_bytes)
         opening = self._table.open(scope, need_bytes)
-        for extent in opening.retired:
+        for extent in (*empty, *opening.retired):
             self._delete(extent)
         self._segments[opening.extent.id] = Segment.of(opening.extent, self._volume)
 
@@ -186,9 +190,9 @@ class RecordStore:
 
     async def _store(self, slot: SlotRef, record: Record, parts: list[memoryview]) -> None:
         async with self._using(slot, is_writing=True) as (segment, file):
-            segment.graves.discard(slot.offset)
+            segment.graves.pop(slot.offset, None)
             await self._index.touch(slot.extent)
-            self._index_later()
+            self._indexing.ask()
             if segment.burying.locked():
                 async with segment.burying:
                     pass
@@ -261,9 +265,10 @@ class RecordStore:
         return BackendFailedError(self._last_error)
 
     def drop(self, slot: SlotRef) -> None:
-        """Give the slot back; it becomes a hole within a second, so that it stays dropped after a crash.
+        """Give the slot back; unless it is used again it becomes a hole, so that it stays dropped after a crash.
 
-        A slot with a transfer under way is given back when that ends.
+        That happens within a second when the scope has no block left, else after `HOLD_S`. A slot with a transfer
+        under way is given back when that ends.
         """
         if not self._table.is_live(slot):
             return
@@ -275,47 +280,43 @@ class RecordStore:
         extent = self._table.drop(slot)
         if extent is not None:
             self._delete(extent)
-        elif slot.offset in segment.written or self._table.is_empty(slot.extent):
-            segment.graves.add(slot.offset)
-            if self._burial is None:
-                self._burial = asyncio.ensure_future(self._bury_later())
+        elif slot.offset in segment.written:
+            segment.graves[slot.offset] = self._clock()
+            self._burial.ask()
+        elif self._table.is_empty(slot.extent):
+            self._burial.ask()
 
     def _bury_doomed(self, segment: Segment) -> None:
         for slot in [s for offset, s in segment.doomed.items() if offset not in segment.busy]:
             del segment.doomed[slot.offset]
             self.drop(slot)
 
-    async def _bury_later(self) -> None:
-        await asyncio.sleep(_BURY_DELAY_S)
-        self._burial = None
-        await self._bury()
+    async def _bury_due(self) -> None:
+        await self._bury(HOLD_S)
+        if any(s.graves for s in self._segments.values()):
+            self._burial.ask()
 
-    async def _bury(self) -> None:
-        for extent in self._table.forget_empty():
-            self._delete(extent)  # The payloads go too: the last block of an erased scope leaves nothing behind.
-        for segment in [s for s in self._segments.values() if s.graves]:
-            await self._bury_in(segment)
+    async def _bury(self, hold_s: float = 0.0) -> None:
+        """Erase what was dropped at least `hold_s` ago, and what no scope's block needs any more."""
+        graves = {i: s.graves for i, s in self._segments.items() if s.graves}
+        now = due(self._table.extents.values(), graves, self._clock() - hold_s)
+        for extent in now.extents:
+            self._delete(self._table.forget(extent))  # The payloads go too.
+        for extent, offsets in now.graves.items():
+            if extent in self._segments:
+                await self._bury_in(self._segments[extent], offsets)
 
-    async def _bury_in(self, segment: Segment) -> None:
+    async def _bury_in(self, segment: Segment, offsets: frozenset[int]) -> None:
         try:
             with segment.using(is_writing=True):
                 file = await segment.opened()
                 await self._index.touch(segment.name.id)
-                self._index_later()
+                self._indexing.ask()
                 async with segment.burying:
-                    graves, segment.graves = segment.graves, set()
-                    await segment.punch(file, graves)
+                    due_now = {o for o in offsets if segment.graves.pop(o, None) is not None}
+                    await segment.punch(file, due_now)
         except OSError as e:
             await self._failed(segment, e)
-
-    def _index_later(self) -> None:
-        if self._indexing is None and not self._is_closed:
-            self._indexing = asyncio.ensure_future(self._index_in_time())
-
-    async def _index_in_time(self) -> None:
-        await asyncio.sleep(_INDEX_DELAY_S)
-        self._indexing = None
-        await self.write_index()
 
     async def write_index(self) -> None:
         """Write the index now; a failure leaves the start after this run more headers to read."""
@@ -370,8 +371,8 @@ class RecordStore:
         if self._is_closed:
             return
         self._is_closed = True
-        for later in filter(None, (self._burial, self._indexing)):
-            later.cancel()
+        self._burial.stop()
+        self._indexing.stop()
         await self._apart.settle()
         await self._bury()
         await asyncio.gather(*self._deletions)

@@ -34,8 +34,8 @@ class Segment:
     """Offsets where a header may be on the medium."""
     holes: set[int] = field(default_factory=set)
     """Offsets of slots whose blocks may have been given back."""
-    graves: set[int] = field(default_factory=set)
-    """Offsets of dropped records that are still there."""
+    graves: dict[int, float] = field(default_factory=dict)
+    """Offsets of dropped records that are still there, and when they were dropped."""
     burying: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while holes are punched: a late one must not hit the next record."""
     users: int = 0

@@ -120,6 +120,8 @@ class SlotTable:
         self._page_bytes = page_bytes
         self._alignment_bytes = alignment_bytes
         self._class_bits = class_bits
+        self.keeps_empty = False
+        """True: all empty extents stay with their class until another one needs their room."""
         self._rooms: dict[Class, list[int]] = {}
         self._next_stamp = first_stamp
         self._next_extent = 0
@@ -267,8 +269,8 @@ class SlotTable:
     def drop(self, slot: SlotRef) -> Extent | None:
         """Give a slot back; a slot whose stamp has moved on is ignored. Return an extent to release, if any.
 
-        An empty extent is released when it is closing, or when another one of its class has room; the last
-        empty one stays with its class until somebody else needs its room.
+        An empty extent is released when it is closing, or when another one of its class has room, unless all are
+        kept; the last empty one stays with its class until somebody else needs its room.
         """
         extent = self.extents.get(slot.extent)
         if extent is None:
@@ -281,7 +283,8 @@ class SlotTable:
         extent.live -= 1
         self.used_bytes -= extent.stride_bytes
         self._drops += 1
-        if extent.live == 0 and (extent.is_closing or self._has_other_room(extent)):
+        is_spare = not self.keeps_empty and extent.live == 0 and self._has_other_room(extent)
+        if extent.live == 0 and (extent.is_closing or is_spare):
             return self.forget(extent.id)
         self._list(extent)
         return None

@@ -1,7 +1,7 @@
 """Waiting for work in threads that cannot be stopped half-way."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
@@ -59,6 +59,33 @@ class Apart:
         """Wait for everything that is under way."""
         while self._under_way:
             await asyncio.wait(self._under_way)
+
+
+class Later:
+    """Work that is done once, some time after it was first asked for."""
+
+    def __init__(self, delay_s: float, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Wait `delay_s` from the first call of `ask`; what is asked for while `work` runs is done once more."""
+        self._delay_s = delay_s
+        self._work = work
+        self._task: asyncio.Task[None] | None = None
+        self._is_stopped = False
+
+    def ask(self) -> None:
+        """Have it done in time."""
+        if self._task is None and not self._is_stopped:
+            self._task = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        await asyncio.sleep(self._delay_s)
+        self._task = None
+        await self._work()
+
+    def stop(self) -> None:
+        """Do nothing any more."""
+        self._is_stopped = True
+        if self._task is not None:
+            self._task.cancel()
 
 
 async def in_thread(executor: Executor | None, call: Callable[[], T]) -> T:
