@@ -4,15 +4,22 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
+
+from transformers import DynamicCache
 
 from demo import model
 from demo.model import Logits, Model
 from demo.rows import TurnResult
 from demo.transcripts import Turn
 from kvfleet_api.blocks import Layout
+from kvfleet_api.errors import KvFleetError
 from kvfleet_client import Client, PrefixCache
+from kvfleet_client.connectors.layerwise import Overlap
 from kvfleet_client.connectors.transformers import CacheConnector, pack
-from kvfleet_client.results import Bytes2D, Loaded
+from kvfleet_client.results import Bytes2D
+
+NOTHING: Final = Overlap(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +32,20 @@ class Uninterrupted:
     blocks: Bytes2D
     """KV of all full blocks of the last turn's prompt; those of earlier turns are its first rows."""
 
-    def wrong_blocks(self, loaded: Loaded) -> int:
-        """Count restored blocks whose bytes differ from the truth."""
-        return int((loaded.data != self.blocks[: loaded.blocks]).any(axis=1).sum())
+    def wrong_blocks(self, blocks: Bytes2D) -> int:
+        """Count leading blocks whose bytes differ from the truth."""
+        return int((blocks != self.blocks[: len(blocks)]).any(axis=1).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """What came of one prompt."""
+
+    logits: Logits
+    cache: DynamicCache
+    sources: tuple[str, ...] = ()
+    shared_blocks: int = 0
+    overlap: Overlap = NOTHING
 
 
 class Engine:
@@ -44,25 +62,36 @@ class Engine:
         session, client = turn.session, self.client
         client.open_session(session)
         begin_s = time.perf_counter()
-        restored = self._connector.restore(turn.tokens, session=session)
-        client.touch_session(session, "decoding", urgency=100)
-        have = model.usable(turn, restored.tokens)
-        logits = self._llama.run(turn, model.crop(restored.cache, have), have)
+        computed = self._compute(turn)
         first_token_s = time.perf_counter() - begin_s
         client.touch_session(session, "idle")
-        stored = self._connector.save(turn.tokens, restored.cache, session=session)
+        stored = self._connector.save(turn.tokens, computed.cache, session=session)
         client.touch_session(session, "tool", expected_return_s=8.0)
-        loaded = restored.loaded
+        layout, restored_blocks = client.target.layout, len(computed.sources)
         return TurnResult(
             turn=turn,
-            sources=Counter(loaded.sources),
-            shared_blocks=loaded.shared_blocks,
+            sources=Counter(computed.sources),
+            shared_blocks=computed.shared_blocks,
             first_token_s=first_token_s,
+            overlap=computed.overlap,
             saved_blocks=stored.published,
-            moved_bytes=(loaded.blocks + stored.published) * client.target.layout.block_bytes,
-            wrong_blocks=truth.wrong_blocks(loaded) + loaded.corrupt_blocks,
-            is_equal=model.is_equal(logits, truth.logits[turn.number - 1]),
+            moved_bytes=(restored_blocks + stored.published) * layout.block_bytes,
+            wrong_blocks=truth.wrong_blocks(pack(computed.cache, layout, 0, restored_blocks)),
+            is_equal=model.is_equal(computed.logits, truth.logits[turn.number - 1]),
         )
+
+    def _compute(self, turn: Turn) -> _Computed:
+        """Compute with the first layers while the others are copied; without any of them when they cannot be had."""
+        restoring = self._connector.restore_layerwise(turn.tokens, session=turn.session)
+        self.client.touch_session(turn.session, "decoding", urgency=100)
+        try:
+            have = model.usable(turn, restoring.tokens)
+            logits = self._llama.run(turn, model.crop(restoring.cache, have), have)
+            overlap = restoring.arrivals.finish()
+        except KvFleetError:
+            cache = model.new_cache()
+            return _Computed(self._llama.run(turn, cache, 0), cache)
+        return _Computed(logits, restoring.cache, restoring.sources, restoring.shared_blocks, overlap)
 
 
 def run_uninterrupted(llama: Model, turns: Sequence[Turn], layout: Layout) -> Uninterrupted:

@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from demo.rows import Row, totals, without_reuse_s
+from demo.rows import Row, arrived_ms, totals, without_reuse_s
 from kvfleet_api.units import format_rounded
 
 _REFRESH_PER_S: Final = 4.0
@@ -60,7 +60,7 @@ class Report:
             result = row.result
             self.step(
                 f"{row.act}: {row.tenant} on {row.node}, turn {result.turn.number}, {_sources(row)} restored, "
-                f"first token after {_ms(result.first_token_s)} ms"
+                f"first token after {_ms(result.first_token_s)} ms{_overlap(row)}"
             )
 
     def close_table(self) -> None:
@@ -79,6 +79,7 @@ class Report:
             "logits_equal": bool(rows) and not problem and all(r.result.is_equal for r in rows),
             "hit_blocks": sum(r.result.hit_blocks for r in rows),
             "restored_from": totals(rows),
+            "layers_ms": arrived_ms(rows),
             "wrong_blocks": sum(r.result.wrong_blocks for r in rows),
             "wall_s": round(self.wall_s, 1),
         }
@@ -120,6 +121,17 @@ def _fills(agents: Sequence[dict[str, Any]]) -> Table:
 def _sources(row: Row) -> str:
     found = ", ".join(f"{source} {count}" for source, count in sorted(row.result.sources.items()))
     return found or "nothing"
+
+
+def _overlap(row: Row) -> str:
+    """How much of the restoring was hidden behind the computing."""
+    overlap = row.result.overlap
+    if not row.result.hit_blocks:
+        return ""
+    return (
+        f"; layers arrived after {overlap.first_layer_s * 1e3:.1f} to {overlap.all_layers_s * 1e3:.1f} ms, "
+        f"the model waited {overlap.waited_s * 1e3:.1f} ms for them"
+    )
 
 
 def _ms(seconds: float) -> str:

@@ -3,9 +3,12 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from demo.transcripts import Turn
+
+if TYPE_CHECKING:
+    from kvfleet_client.connectors.layerwise import Overlap
 
 AFTER_KILL: Final = "after kill -9"
 
@@ -21,6 +24,8 @@ class TurnResult:
     """How many of them lay in a scope that the tenant shares."""
     first_token_s: float
     """From the prompt's arrival to the logits of its last token; restoring included."""
+    overlap: "Overlap"
+    """How the restored layers arrived while the model computed."""
     saved_blocks: int
     """Blocks that became available by this turn."""
     moved_bytes: int
@@ -58,6 +63,13 @@ def totals(rows: Sequence[Row]) -> dict[str, int]:
         "remote": sources["remote"],
         "after_kill": by_act[AFTER_KILL],
     }
+
+
+def arrived_ms(rows: Sequence[Row]) -> dict[str, float]:
+    """Milliseconds that restored layers took to arrive, and those of them that the model waited for."""
+    with_some = [row.result.overlap for row in rows if row.result.hit_blocks]
+    arriving_s, waited_s = sum(o.all_layers_s for o in with_some), sum(o.waited_s for o in with_some)
+    return {"arriving": round(arriving_s * 1e3, 1), "waited": round(waited_s * 1e3, 1)}
 
 
 def without_reuse_s(rows: Sequence[Row], row: Row) -> float | None:
