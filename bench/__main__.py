@@ -5,7 +5,9 @@ import subprocess
 import sys
 from typing import Final
 
-BENCHES: Final = ("local", "nvme", "remote", "directory", "startup", "isolation", "encryption", "codec", "l2")
+BENCHES: Final = (
+    "local", "nvme", "remote", "layers", "directory", "startup", "isolation", "encryption", "codec", "l2",
+)  # fmt: skip
 """Modules of this package; each is a command line of its own."""
 
 

@@ -109,3 +109,15 @@ def test_bench_nvme_ends_with_the_agreed_line(tmp_path: Path) -> None:
     assert all(said["ratios"][key] > 0 for key in keyed)
     assert said["ratios"]["write_256KiB_vs_lmcache"] is said["ratios"]["read_2MiB_vs_lmcache"] is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_layers_ends_with_the_agreed_line() -> None:
+    command = (sys.executable, "-m", "bench.layers", "--tiny")
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["bench"] == "layers"
+    assert min(said["ratios"][f"{what}_{kind}_vs_load"] for what in ("first_layer", "all_layers")
+               for kind in ("cold", "warm")) > 0  # fmt: skip
