@@ -22,7 +22,7 @@ from kvfleet_agent.tiers import Tier
 from kvfleet_api.blocks import Layout, LayoutId, ScopeId, ScopeSecret
 from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import BackendFailedError, BlockCorruptError, TierFullError, UnauthenticatedError
-from kvfleet_api.models.pool import Compatibility, HostDramTier, KVPoolSpec, NvmeTier, PoolTier
+from kvfleet_api.models.pool import Compatibility, CompressionPolicy, HostDramTier, KVPoolSpec, NvmeTier, PoolTier
 from kvfleet_api.models.poolnode import NodeTier
 from kvfleet_api.tiers import TierType
 from kvfleet_api.trust import Access, Grants, Identity, ScopeKind
@@ -122,7 +122,6 @@ class RawCodec:
     """Stored bytes are the raw bytes."""
 
     name = "raw"
-    is_exact = True
 
     def encode(self, raw: memoryview, shape: Shape, into: memoryview) -> Encoded:
         into[: len(raw)] = raw
@@ -157,8 +156,8 @@ class TestCodecs:
     def named(self, name: str) -> RawCodec:
         return HalvingCodec() if name == "halving" else RawCodec()
 
-    def for_mode(self, mode: str) -> RawCodec:
-        return RawCodec() if mode == "None" else HalvingCodec()
+    def for_policy(self, policy: CompressionPolicy, *, is_worn: bool) -> RawCodec:
+        return RawCodec() if policy.mode == "None" or is_worn else HalvingCodec()
 
 
 def secret(scope: ScopeId) -> ScopeSecret:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from kvfleet_agent.codec.base import LOSSY
 from kvfleet_agent.policy.placement import next_lower
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class Explainer:
         return {
             "tier": tier.name,
             "codec": record.codec,
+            "is_exact": record.codec not in LOSSY,
             "raw_bytes": record.raw_bytes,
             "stored_bytes": record.stored_bytes,
             "slot_bytes": slot.size_bytes,

@@ -6,9 +6,9 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.backends.base import Record, SlotRef
+from kvfleet_agent.codec.base import LOSSY
 from kvfleet_agent.gate import Priority
 from kvfleet_agent.index import GONE, Entry, Residence
-from kvfleet_agent.mover import RAW
 from kvfleet_agent.ports import Wanted
 from kvfleet_agent.want import Want
 from kvfleet_api.blocks import BlockKey
@@ -98,7 +98,7 @@ class Fetcher:
         try:
             if not entry.residences:
                 return  # Dropped before this began.
-            source = entry.residences[0]
+            source = next((r for r in entry.residences if r.record.codec not in LOSSY), entry.residences[0])
             deadline_s = self._node.clock() + FETCH_S
             want = Want(tier, entry.scope, entry.tenant, source.record.raw_bytes)
             slot = await self._room.reserve(want, deadline_s)
@@ -189,7 +189,8 @@ class Fetcher:
 
     def _record(self, entry: Entry, parent: bytes, want: Wanted) -> Record:
         raw_bytes = len(want.into)
-        return Record(want.key, parent, entry.layout_id, RAW, raw_bytes, raw_bytes, want.checksum, self._node.epoch)
+        form, epoch = self._node.arriving_form, self._node.epoch
+        return Record(want.key, parent, entry.layout_id, form, raw_bytes, raw_bytes, want.checksum, epoch)
 
     def _close_fetch(self, entries: Sequence[Entry]) -> None:
         """Forget the blocks that did not arrive, and wake those who wait."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kvfleet_agent.backends.base import KeyAwayError, Record, SlotRef
 from kvfleet_agent.backends.waiting import in_thread
 from kvfleet_agent.buffers import Buffers
-from kvfleet_agent.codec.base import Shape, room_bytes
+from kvfleet_agent.codec.base import LOSSY, RAW, WORN, Shape, planes_of, room_bytes
 from kvfleet_agent.index import GONE, Entry, Residence
 from kvfleet_agent.traffic import Traffic
 from kvfleet_agent.want import Want
@@ -26,15 +26,17 @@ from kvfleet_telemetry.tracing import span
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from kvfleet_agent.codec.base import Codec, Decoder
+    from kvfleet_agent.codec.base import Codec, Decoder, Encoded
     from kvfleet_agent.gate import Priority
     from kvfleet_agent.node import Node
     from kvfleet_agent.tiers import Tier
+    from kvfleet_api.models.pool import CompressionPolicy
 
 INLINE_BYTES_MAX: Final = 256 << 10
 """Up to this a hash (10 GB/s) costs less than handing it to a thread and back (about 60 us)."""
 
-RAW: Final = "raw"
+IN_THE_OPEN: Final = frozenset({RAW, WORN})
+"""Forms whose stored bytes are the block's."""
 
 
 class Codecs(Protocol):
@@ -43,8 +45,8 @@ class Codecs(Protocol):
     def named(self, name: str) -> Decoder:
         """Return what reads the records of a codec. Raises `UnsupportedError` for one that this build lacks."""
 
-    def for_mode(self, mode: str) -> Codec:
-        """Return the codec of `spec.policy.compression.mode`."""
+    def for_policy(self, policy: CompressionPolicy, *, is_worn: bool) -> Codec:
+        """Return the codec of `spec.policy.compression`, for blocks that may have lost something already or not."""
 
 
 class Mover:
@@ -141,7 +143,7 @@ class Mover:
         mappable, raw_bytes, record = target.mappable, source.record.raw_bytes, source.record
         assert mappable is not None
         with mappable.view(slot) as whole, whole[:raw_bytes] as view:
-            if record.codec == RAW:
+            if record.codec in IN_THE_OPEN:
                 try:
                     await self._read_raw(source, view)
                 except BlockCorruptError:
@@ -156,18 +158,30 @@ class Mover:
                     await self._read_raw(source, raw)
                     digest = await bound_checksum(raw, entry.digest, self._node.epoch, slot.stamp)
                     await in_thread(None, partial(copy, view, raw))
-        return Residence(target, slot, self._record(entry, RAW, raw_bytes, raw_bytes, digest))
+        form = WORN if record.codec in LOSSY else RAW
+        return Residence(target, slot, self._record(entry, form, raw_bytes, raw_bytes, digest))
 
     async def _into_new_slot(self, entry: Entry, source: Residence, target: Tier) -> Residence:
         """Store the block in whatever form the target takes."""
         raw_bytes = source.record.raw_bytes
-        with self._buffers.lend(raw_bytes) as raw:
-            await self._read_raw(source, raw)
-            async with self._encoded(raw, target) as (codec, stored):
-                made = await self._stored(entry, target, codec, raw_bytes, stored)
+        async with self._form(entry, source, target) as (form, stored):
+            made = await self._stored(entry, target, form, raw_bytes, stored)
         target.raw_bytes_written += raw_bytes
         target.stored_bytes_written += made.record.stored_bytes
         return made
+
+    @asynccontextmanager
+    async def _form(self, entry: Entry, source: Residence, target: Tier) -> AsyncIterator[tuple[str, memoryview]]:
+        """Name and bytes for the target: a form that lost something goes on as it is, others through the codec."""
+        record = source.record
+        if record.codec in LOSSY - IN_THE_OPEN and not target.backend.capabilities.is_memory:
+            async with self._stored_form(source) as stored:
+                yield record.codec, stored
+            return
+        with self._buffers.lend(record.raw_bytes) as raw:
+            await self._read_raw(source, raw)
+            async with self._encoded(entry, raw, target, is_worn=record.codec in LOSSY) as made:
+                yield made
 
     async def _stored(self, entry: Entry, target: Tier, codec: str, raw_bytes: int, stored: memoryview) -> Residence:
         """Write into a new slot, which is given back when that fails or is cancelled."""
@@ -189,31 +203,50 @@ class Mover:
     async def _read_raw(self, source: Residence, into: memoryview) -> None:
         """Read one copy, verify it, and undo its codec."""
         record = source.record
-        if record.codec == RAW:
+        if record.codec in IN_THE_OPEN:
             await source.tier.backend.read(source.slot, record, into)
             return
+        async with self._stored_form(source) as stored:
+            codec = self._codecs.named(record.codec)
+            await in_thread(None, partial(codec.decode, stored, into))
+
+    @asynccontextmanager
+    async def _stored_form(self, source: Residence) -> AsyncIterator[memoryview]:
+        """Read the stored bytes of one copy and verify them."""
+        record = source.record
         most_bytes = max(
             room_bytes(record.raw_bytes), record.stored_bytes
         )  # One size of buffer, however much it shrank.
         with self._buffers.lend(most_bytes) as room, room[: record.stored_bytes] as stored:
             await source.tier.backend.read(source.slot, record, stored)
-            codec = self._codecs.named(record.codec)
-            await in_thread(None, partial(codec.decode, stored, into))
+            yield stored
 
     @asynccontextmanager
-    async def _encoded(self, raw: memoryview, target: Tier) -> AsyncIterator[tuple[str, memoryview]]:
-        """Apply the pool's codec for media below memory; what does not become shorter is stored raw."""
-        codec = self._codecs.for_mode(self._node.spec.policy.compression.mode)
+    async def _encoded(
+        self, entry: Entry, raw: memoryview, target: Tier, *, is_worn: bool
+    ) -> AsyncIterator[tuple[str, memoryview]]:
+        """Apply the pool's codec for media below memory; what does not become shorter is stored as it is."""
+        codec = self._codecs.for_policy(self._node.spec.policy.compression, is_worn=is_worn)
+        plain = WORN if is_worn else RAW
         if target.backend.capabilities.is_memory or codec.name == RAW:
-            yield RAW, raw
+            yield plain, raw
             return
         with self._buffers.lend(room_bytes(len(raw))) as room:
-            made = await in_thread(None, partial(codec.encode, raw, Shape(self._node.element_bytes), room))
+            made = await in_thread(None, partial(codec.encode, raw, self._shape(entry, len(raw)), room))
+            self._count_settled(made)
             if made.stored_bytes >= len(raw):
-                yield RAW, raw
+                yield plain, raw
             else:
                 with room[: made.stored_bytes] as stored:
                     yield made.codec, stored
+
+    def _shape(self, entry: Entry, raw_bytes: int) -> Shape:
+        """Without planes at the root of a chain: every bit of the first tokens counts, which all others attend to.
+
+        The last tokens of a prompt are in no block until their block is full, so they never come here.
+        """
+        planes = planes_of(self._node.layouts.get(entry.layout_id), raw_bytes) if entry.parent else None
+        return Shape(self._node.element_bytes, planes, entry.layout_id)
 
     def _record(self, entry: Entry, codec: str, raw_bytes: int, stored_bytes: int, digest: bytes) -> Record:
         key = BlockKey(entry.scope, entry.digest)
@@ -224,6 +257,13 @@ class Mover:
         counters.add("kvfleet_moved_blocks_total", source=came_from, target=went_to)
         counters.add("kvfleet_moved_bytes_total", made.record.raw_bytes, source=came_from, target=went_to)
         counters.observe("kvfleet_move_duration_seconds", took_s, source=came_from, target=went_to)
+
+    def _count_settled(self, made: Encoded) -> None:
+        counters = self._node.counters
+        for form, planes, missed, worst_error in made.settled:
+            counters.add("kvfleet_codec_planes_total", planes, form=form)
+            counters.add("kvfleet_codec_missed_guesses_total", missed, form=form)
+            counters.observe("kvfleet_codec_error_ratio", worst_error, form=form)
 
 
 class _TargetFailedError(BackendFailedError):

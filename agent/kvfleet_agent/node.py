@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from kvfleet_agent.codec.base import RAW, WORN
 from kvfleet_agent.index import GONE, Entry, Index, Residence
 from kvfleet_agent.leases import Lease, LeaseTable
 from kvfleet_agent.reservations import Reservation, ReservationTable
@@ -25,11 +26,14 @@ if TYPE_CHECKING:
     from kvfleet_agent.backends.base import SlotRef
     from kvfleet_agent.counters import Counters
     from kvfleet_agent.want import Want
-    from kvfleet_api.blocks import ScopeId
+    from kvfleet_api.blocks import Layout, LayoutId, ScopeId
     from kvfleet_api.models.pool import KVPoolSpec
 
 PEER_OWNER: Final = 0
 """Owner of the leases that peers hold; connections count from 1."""
+
+LAYOUTS_MAX: Final = 64
+"""Layouts remembered: ranks of tensor-parallel engines, and adapters."""
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +66,8 @@ class Node:
     """Monotonic second of the start: nobody knows when blocks of an earlier run were used before it."""
     block_bytes: int = 0
     """Raw size of the blocks of the first layout that an engine attached with; 0 before."""
+    layouts: dict[LayoutId, Layout] = field(default_factory=dict)
+    """Layouts that engines have attached with, the least lately used first."""
     is_draining: bool = False
     """True while blocks leave for media that survive; no new ones are taken."""
     condemned: dict[Entry, list[Residence]] = field(default_factory=dict)
@@ -79,6 +85,19 @@ class Node:
     def element_bytes(self) -> int:
         """Bytes of one element of the pool's KV cache."""
         return {"bf16": 2, "fp16": 2, "fp32": 4}.get(self.spec.compatibility.dtype, 1)
+
+    @property
+    def arriving_form(self) -> str:
+        """Form of blocks that come from peers, which do not say whether they have lost something already."""
+        is_lossy = self.spec.policy.compression.max_relative_error_permille > 0
+        return WORN if is_lossy and self.spec.compatibility.dtype == "bf16" else RAW
+
+    def remember_layout(self, layout_id: LayoutId, layout: Layout) -> None:
+        """Note what blocks of a layout look like."""
+        self.layouts.pop(layout_id, None)
+        self.layouts[layout_id] = layout
+        if len(self.layouts) > LAYOUTS_MAX:
+            del self.layouts[next(iter(self.layouts))]
 
     def has(self, tier: Tier) -> bool:
         """True until a tier is taken out; work that was under way must not enter copies in it afterwards."""

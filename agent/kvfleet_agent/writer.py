@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.backends.base import Record
 from kvfleet_agent.backends.waiting import in_thread
+from kvfleet_agent.codec.base import RAW
 from kvfleet_agent.gate import Priority
 from kvfleet_agent.index import GONE, Residence
-from kvfleet_agent.mover import RAW
 from kvfleet_agent.policy.admission import Admission, AdmissionInputs, admit
 from kvfleet_agent.policy.quota import OverQuota
 from kvfleet_agent.reservations import RESERVATION_S

@@ -5,6 +5,7 @@ from typing import Final
 from kvfleet_telemetry.catalog import Kind, Metric
 
 _SECONDS: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
+_ERRORS: Final = (0.0, 0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5)
 
 AGENT: Final = (
     Metric(
@@ -67,6 +68,21 @@ AGENT: Final = (
         ("pool", "node", "source", "target"),
     ),
     Metric("kvfleet_stored_ratio", Kind.GAUGE, "Raw bytes per stored byte since start.", ("pool", "node", "tier")),
+    Metric(
+        "kvfleet_codec_planes_total", Kind.COUNTER,
+        "K and V planes of heads stored under a permitted error, by form (int4_row ... exact, as_it_is).",
+        ("pool", "node", "form"),
+    ),
+    Metric(
+        "kvfleet_codec_missed_guesses_total", Kind.COUNTER,
+        "Planes that ended in this form after the form that the last blocks took lost too much: their numbers drift.",
+        ("pool", "node", "form"),
+    ),
+    Metric(
+        "kvfleet_codec_error_ratio", Kind.HISTOGRAM,
+        "Largest measured error, |x - x'| / |x|, of the planes of one block in this form.", ("pool", "node", "form"),
+        _ERRORS,
+    ),
     Metric(
         "kvfleet_evicted_blocks_total", Kind.COUNTER, "Blocks dropped from the last tier that held them.",
         ("pool", "node", "tier", "reason"),

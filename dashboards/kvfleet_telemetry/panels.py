@@ -173,6 +173,18 @@ SLOW: Final = Row("Is it slow?", (
         "Raw bytes per stored byte", "What compression gains in each tier since the agents started.", Form.LINES,
         Unit.NONE, (Query(f"avg by (tier) (kvfleet_stored_ratio{{{TIER}}})", "{{tier}}"),), CALM, 8,
     ),
+    Panel(
+        "K and V planes by form", "What pools that permit an error store: none where nothing may be lost.", Form.STACK,
+        Unit.PER_SECOND, (Query(rate("kvfleet_codec_planes_total", "form"), "{{form}}"),), CALM, 8,
+    ),
+    Panel(
+        "Lossy forms: p99 of the error", "Largest measured error of a plane in a block, relative to the plane.",
+        Form.LINES, Unit.RATIO, (Query(quantile(0.99, "kvfleet_codec_error_ratio", "form"), "{{form}}"),), CALM, 8,
+    ),
+    Panel(
+        "Lossy forms: missed guesses", "Planes for which the form of the last blocks did not do: their numbers drift.",
+        Form.LINES, Unit.PER_SECOND, (Query(rate("kvfleet_codec_missed_guesses_total", "form"), "{{form}}"),), CALM, 8,
+    ),
 ))  # fmt: skip
 
 NODES: Final = Row("Do nodes help each other?", (

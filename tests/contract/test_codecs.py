@@ -3,7 +3,7 @@
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from kvfleet_agent.codec.packed import PackedCodec
 from kvfleet_agent.codec.raw import RawCodec
 from kvfleet_agent.codec.registry import CodecRegistry
 from kvfleet_api.errors import BlockCorruptError, UnsupportedError
+from kvfleet_api.models.pool import CompressionPolicy
 
 pytestmark = pytest.mark.contract
 
@@ -66,8 +67,6 @@ def damaged(stored: bytes, seed: int) -> bytes:
 
 @given(codec=st.sampled_from([RawCodec(), PackedCodec()]), raw=blocks, element_bytes=element_sizes)
 def test_an_exact_codec_gives_back_every_bit(codec: Both, raw: bytes, element_bytes: int) -> None:
-    assert codec.is_exact
-
     assert decoded(codec, encoded(codec, raw, element_bytes), len(raw)) == raw
 
 
@@ -168,11 +167,37 @@ class TestLossless:
         assert isinstance(CodecRegistry().named("lossless"), LosslessCodec)
 
 
+BEST: Any = "Best"
+
+
+def policy(mode: str, permille: int = 0) -> CompressionPolicy:
+    return CompressionPolicy.model_validate({"mode": mode, "maxRelativeErrorPermille": permille})
+
+
+@pytest.mark.parametrize(("mode", "name"), [("None", "raw"), ("Lossless", "mixed"), ("Auto", "mixed")])
+def test_worn_blocks_are_stored_by_what_says_so(mode: str, name: str) -> None:
+    assert CodecRegistry().for_policy(policy(mode), is_worn=True).name == name
+
+
+def test_what_was_learned_is_kept_while_the_permitted_error_stays() -> None:
+    codecs = CodecRegistry()
+    first = codecs.for_policy(policy("Auto", 20), is_worn=False)
+
+    assert codecs.for_policy(policy("Auto", 20), is_worn=False) is first
+    assert codecs.for_policy(policy("Auto", 21), is_worn=False) is not first
+
+
 def test_modes_map_to_codecs_and_unknown_ones_are_refused() -> None:
     codecs = CodecRegistry()
 
-    assert [codecs.for_mode(m).name for m in ("None", "Lossless", "Auto")] == ["raw", "packed", "packed"]
+    for mode, permille, name in (
+        ("None", 0, "raw"),
+        ("Lossless", 0, "packed"),
+        ("Auto", 0, "packed"),
+        ("Auto", 20, "mixed"),
+    ):
+        assert codecs.for_policy(policy(mode, permille), is_worn=False).name == name
     with pytest.raises(UnsupportedError, match="compression mode 'Best'"):
-        codecs.for_mode("Best")
+        codecs.for_policy(CompressionPolicy.model_construct(mode=BEST), is_worn=False)
     with pytest.raises(UnsupportedError, match="codec 'fp3'"):
         codecs.named("fp3")

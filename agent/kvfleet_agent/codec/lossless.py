@@ -28,7 +28,6 @@ class LosslessCodec:
     """Planes of bf16, fp16 and fp32; plain entropy coding for one-byte elements. A `Decoder`."""
 
     name = NAME
-    is_exact = True
 
     def decode(self, stored: memoryview, into: memoryview) -> None:
         """Fill `into`, of exactly the raw size. Raises `BlockCorruptError` on stored bytes that do not fit."""

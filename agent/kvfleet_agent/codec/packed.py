@@ -23,7 +23,6 @@ class PackedCodec:
     """Exponent packing of elements of 1, 2 and 4 bytes; others count as bytes. A `Codec` and its `Decoder`."""
 
     name = NAME
-    is_exact = True
 
     def encode(self, raw: memoryview, shape: Shape, into: memoryview) -> Encoded:
         """Stored form, at most 1/128 and 16 B longer than `raw`."""

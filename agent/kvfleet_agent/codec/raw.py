@@ -2,18 +2,17 @@
 
 from typing import Final
 
-from kvfleet_agent.codec.base import Encoded, Shape
+from kvfleet_agent.codec.base import RAW, Encoded, Shape
 from kvfleet_api.errors import BlockCorruptError
 from kvfleet_native import copy
 
-NAME: Final = "raw"
+NAME: Final = RAW
 
 
 class RawCodec:
     """Identity. A `Codec` and its `Decoder`."""
 
     name = NAME
-    is_exact = True
 
     def encode(self, raw: memoryview, shape: Shape, into: memoryview) -> Encoded:  # noqa: ARG002 - the contract's.
         """Copy `raw`."""

@@ -64,6 +64,7 @@ class Attaching:
         at.layout, at.layout_id = request.layout, request.layout.layout_id()
         at.block_bytes = request.layout.block_bytes
         self._node.block_bytes = self._node.block_bytes or at.block_bytes
+        self._node.remember_layout(at.layout_id, at.layout)
         at.expires_at_s = self._node.clock() + caller.expires_s
         self._revoke(at, at.admit(caller, self.grants_version))
         self.audit.attached(at)

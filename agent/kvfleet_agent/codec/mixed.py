@@ -1,0 +1,114 @@
+"""Codec that loses what the pool permits: each plane in the cheapest form whose measured error is small enough.
+
+Stored form, little-endian: `version u8 | bits of a code u8 | zero u16 | planes u32 | rows u32 | columns u32 |
+raw bytes u64`, then what `kvfleet_native.mix` makes (docs/format.md).
+"""
+
+import struct
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfleet_agent.codec.base import Codec, Encoded, Planes, Settled, Shape
+from kvfleet_agent.codec.guesses import Guesses
+from kvfleet_api.errors import BlockCorruptError
+from kvfleet_native import mix, unmix, width_of
+from kvfleet_native.mixing import PLANE_BYTES_MAX, Mixing, Rung
+from kvfleet_native.tops import WIDTH_LEAST, WIDTH_MOST
+
+NAME: Final = "mixed"
+
+_HEADER: Final = struct.Struct("<BBHIIIQ")
+_VERSION: Final = 1
+
+
+class MixedCodec:
+    """A `Codec` for one permitted error. Blocks whose planes nobody knows, or that gain nothing, go to `exact`."""
+
+    name = NAME
+
+    def __init__(self, permitted_error: float, exact: Codec) -> None:
+        """Permit ||x - x'|| / ||x|| of each plane up to `permitted_error`."""
+        self._permitted = permitted_error
+        self._exact = exact
+        self._guesses = Guesses()
+
+    def encode(self, raw: memoryview, shape: Shape, into: memoryview) -> Encoded:
+        """Stored form; the error of every plane was measured, and those that would lose too much are exact."""
+        if shape.planes is None:
+            return self._exact.encode(raw, shape, into)
+        first, is_probe = self._guesses.first(shape.layout_id, shape.planes.planes)
+        if not is_probe and min(first) >= Rung.EXACT:
+            return self._exact.encode(raw, shape, into)
+        rungs, errors = bytearray(first), np.zeros(shape.planes.planes)
+        stored_bytes = _mixed(raw, shape.planes, into, rungs, errors, self._permitted)
+        self._guesses.settle(shape.layout_id, bytes(rungs))
+        settled = _settled(first, rungs, errors, is_probe=is_probe)
+        if min(rungs) >= Rung.EXACT:  # Nothing was lost, and the record shall say so.
+            return self._exact.encode(raw, shape, into)._replace(settled=settled)
+        return Encoded(NAME, stored_bytes, settled)
+
+
+class KeepingCodec:
+    """Stores blocks that may have lost something: nothing is lost again, and their records say so. A `Codec`."""
+
+    name = NAME
+
+    def encode(self, raw: memoryview, shape: Shape, into: memoryview) -> Encoded:  # noqa: ARG002 - the contract's.
+        """Stored form: one exact plane. As long as `raw`, of which nothing was made, where there is no such plane."""
+        planes = Planes(1, 1, len(raw) // 2)
+        if len(raw) % 4 != 0 or not 0 < len(raw) <= PLANE_BYTES_MAX:
+            return Encoded(NAME, len(raw))
+        return Encoded(NAME, _mixed(raw, planes, into, bytearray((Rung.EXACT,)), np.zeros(1), 0.0))
+
+
+class MixedDecoder:
+    """A `Decoder`."""
+
+    name = NAME
+
+    def decode(self, stored: memoryview, into: memoryview) -> None:
+        """Fill `into`, of exactly the raw size. Raises `BlockCorruptError` on stored bytes that do not fit."""
+        mixing = _parse(stored, len(into))
+        with stored[_HEADER.size :] as planes:
+            if not unmix(into, planes, mixing):
+                raise BlockCorruptError(f"mixed block of {len(stored)} B: planes do not fit {len(into)} B")
+
+
+def _mixed(
+    raw: memoryview, planes: Planes, into: memoryview, rungs: bytearray, errors: npt.NDArray[np.float64], limit: float
+) -> int:
+    """Fill `into` and tell the length; rungs and errors are those that the planes settled on."""
+    mixing = Mixing(*planes, width_of(raw, 2), limit)
+    _HEADER.pack_into(into, 0, _VERSION, mixing.width, 0, *planes, len(raw))
+    scratch = np.empty(mixing.plane_bytes // 2, np.uint16)
+    with into[_HEADER.size :] as body:
+        return _HEADER.size + mix(body, raw, scratch, rungs, errors, mixing)
+
+
+def _settled(
+    first: bytearray, rungs: bytearray, errors: npt.NDArray[np.float64], *, is_probe: bool
+) -> tuple[Settled, ...]:
+    guessed, taken = np.frombuffer(first, np.uint8), np.frombuffer(rungs, np.uint8)
+    found = []
+    for rung in np.unique(taken).tolist():
+        is_here = taken == rung
+        missed = 0 if is_probe else int((guessed[is_here] < rung).sum())
+        found.append(Settled(Rung(rung).name.lower(), int(is_here.sum()), missed, float(errors[is_here].max())))
+    return tuple(found)
+
+
+def _parse(stored: memoryview, raw_bytes: int) -> Mixing:
+    """Planes of a stored form."""
+    if len(stored) < _HEADER.size:
+        raise BlockCorruptError(f"mixed block of {len(stored)} B is shorter than its header")
+    version, width, zero, planes, rows, columns, size_bytes = _HEADER.unpack_from(stored)
+    mixing = Mixing(planes, rows, columns, width)
+    is_form = version == _VERSION and zero == 0 and WIDTH_LEAST <= width <= WIDTH_MOST and mixing.is_sound
+    if not is_form or not size_bytes == raw_bytes == planes * mixing.plane_bytes:
+        raise BlockCorruptError(
+            f"mixed block: version {version}, codes of {width} bits, {planes} planes of {rows} rows of {columns} "
+            f"columns, {size_bytes} B raw, {raw_bytes} B wanted"
+        )
+    return mixing
