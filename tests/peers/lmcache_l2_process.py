@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from lmcache.lmcache_native import Bitmap
-from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec
+from lmcache.v1.distributed.config import EvictionConfig, L1ManagerConfig, L1MemoryManagerConfig, StorageManagerConfig
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
+from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
 MODEL = "bench-model"
@@ -120,18 +122,64 @@ class Held:
         return {"took_s": time.monotonic() - started_s}
 
 
+class Manager:
+    """LMCache's own storage manager: its memory, its controllers and one adapter below."""
+
+    LAYOUT = MemoryLayoutDesc([torch.Size([2, 2, 64, 128])], [torch.bfloat16])
+    SIZE = 64 << 10
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        adapters = parse_args_to_l2_adapters_config(Namespace(l2_adapter=[json.dumps(spec)]))
+        memory = L1MemoryManagerConfig(size_in_bytes=64 << 20, use_lazy=False, shm_name="")
+        self.manager = StorageManager(StorageManagerConfig(L1ManagerConfig(memory), EvictionConfig("LRU"), adapters))
+        ((_, self.adapter),) = self.manager.l2_adapters()
+
+    def write(self, numbers: list[int]) -> dict[str, Any]:
+        """Write objects as an engine's worker does, wait until they are below, and empty the memory above."""
+        keys = [key(n) for n in numbers]
+        for k, made in self.manager.reserve_write(keys, self.LAYOUT).items():
+            made.raw_data.view(torch.uint8).copy_(wanted(numbers[keys.index(k)], self.SIZE))
+        self.manager.finish_write(keys)
+        ends_s = time.monotonic() + 60
+        while self.adapter.get_usage().total_bytes_used < len(keys) * self.SIZE and time.monotonic() < ends_s:
+            time.sleep(0.02)
+        deleted, _ = self.manager.delete_l1_keys(keys, force=True)
+        return {"below_bytes": self.adapter.get_usage().total_bytes_used, "deleted": deleted}
+
+    def prefetch(self, numbers: list[int]) -> dict[str, Any]:
+        """Have a prompt's objects brought up; how many leading ones came, and how many of them are right."""
+        keys = [key(n) for n in numbers]
+        started_s = time.monotonic()
+        handle = self.manager.submit_prefetch_task(PrefetchTaskSpec([GroupedObjectKeys(keys, 0, self.LAYOUT)]))
+        self.manager.wait_prefetch_status(handle, 60)
+        result = self.manager.query_prefetch_status(handle)
+        took_s = time.monotonic() - started_s
+        hits = 0 if result is None else result.hit_cells[0].popcount()
+        if not hits:
+            return {"hits": 0, "right": 0, "took_s": took_s}
+        _, found = self.manager.unsafe_read(keys[:hits], result.l1_owners)
+        right = sum(bytes(o.byte_array) == bytes(wanted(n, self.SIZE).numpy()) for n, o in zip(numbers, found))  # noqa: B905
+        self.manager.finish_read_prefetched(keys[:hits], 1, result.l1_owners)
+        return {"hits": hits, "right": right, "took_s": took_s}
+
+    def close(self) -> dict[str, Any]:
+        started_s = time.monotonic()
+        self.manager.close()
+        return {"took_s": time.monotonic() - started_s}
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # What LMCache says.
     print(json.dumps({"versions": {}}), file=answers, flush=True)
-    adapter: Held | None = None
+    adapter: Held | Manager | None = None
     for line in sys.stdin:
         asked = json.loads(line)
         verb = asked.pop("verb")
         answer: dict[str, Any] = {}
-        if verb == "open":
+        if verb in {"open", "manage"}:
             try:
-                adapter = Held(**asked)
+                adapter = Held(**asked) if verb == "open" else Manager(**asked)
             except Exception as e:  # noqa: BLE001  LMCache tells it to its user.
                 answer = {"refused": str(e)}
         else:

@@ -261,6 +261,22 @@ def test_it_starts_without_an_agent_and_finds_it_later(process: Driver, tmp_path
     agent.kill()
 
 
+def test_lmcaches_own_controllers_store_and_prefetch_through_it(process: Driver, agent: Agent) -> None:
+    assert process.ask("manage", spec=agent.spec()) == {}
+    written = process.ask("write", numbers=list(range(20)))
+    assert written == {"below_bytes": 20 * SIZE, "deleted": 20}
+    came = process.ask("prefetch", numbers=[*range(20), 99])
+    assert (came["hits"], came["right"]) == (20, 20)
+
+    process.ask("write", numbers=list(range(20, 40)))
+    agent.kill()
+    lost = process.ask("prefetch", numbers=list(range(20, 40)))
+
+    assert (lost["hits"], lost["right"]) == (0, 0)
+    assert lost["took_s"] < 20
+    assert process.ask("close")["took_s"] < 20
+
+
 def test_bad_parameters_are_named(process: Driver, tmp_path: Path) -> None:
     agent = Agent(tmp_path)
     refused = process.ask("open", spec=agent.spec(chunk_tokens=24), size=SIZE)

@@ -183,12 +183,12 @@ class KvfleetL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def _store(self, keys: Sequence[Any], objects: Sequence[Any]) -> L2StoreResult:
         made = [_object(k, o) for k, o in zip(keys, objects, strict=True)]
-        if not all(map(self._fits, made)):
-            return L2StoreResult(False, 0)  # noqa: FBT003
-        done = self._client.run(transfers.store(self._job, made))
-        if done.is_whole:
-            self._notify_keys_stored(list(keys), [o.size_bytes for o in made])
-        return L2StoreResult(done.is_whole, done.published * self._job.target.layout.block_bytes)
+        known = [i for i, o in enumerate(made) if self._fits(o)]
+        done = self._client.run(transfers.store(self._job, [made[i] for i in known]))
+        if done.is_whole and known:
+            self._notify_keys_stored([keys[i] for i in known], [made[i].size_bytes for i in known])
+        is_whole = done.is_whole and len(known) == len(made)
+        return L2StoreResult(is_whole, done.published * self._job.target.layout.block_bytes)
 
     def _look_up(self, keys: Sequence[Any], layouts: Mapping[int, Any], put: Callable[[Bitmap], None]) -> None:
         sizes = {group: _described_bytes(layout) for group, layout in layouts.items()}
