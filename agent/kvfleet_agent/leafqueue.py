@@ -18,6 +18,10 @@ class Aged(Protocol):
     def used_at_s(self) -> float:
         """Monotonic second of the last use; never moves back."""
 
+    @property
+    def born_s(self) -> float:
+        """Monotonic second since which it exists: of two that were used at the same time the older one goes first."""
+
 
 A = TypeVar("A", bound=Aged)
 
@@ -26,7 +30,7 @@ class LeafQueue(Generic[A]):
     """A priority queue by last use. Each block is in it once at most."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, A]] = []
+        self._heap: list[tuple[float, float, int, A]] = []
         self._queued: dict[A, int] = {}
         """Number of the heap item that counts."""
         self._pushes = 0
@@ -40,25 +44,25 @@ class LeafQueue(Generic[A]):
             return
         self._pushes += 1
         self._queued[block] = self._pushes
-        heapq.heappush(self._heap, (block.used_at_s, self._pushes, block))
+        heapq.heappush(self._heap, (block.used_at_s, block.born_s, self._pushes, block))
 
     def discard(self, block: A) -> bool:
         """Take a block out; false when it is not there."""
         if self._queued.pop(block, None) is None:
             return False
         if len(self._heap) > 2 * len(self._queued) + _SLACK:
-            self._heap = [(b.used_at_s, n, b) for b, n in self._queued.items()]
+            self._heap = [(b.used_at_s, b.born_s, n, b) for b, n in self._queued.items()]
             heapq.heapify(self._heap)
         return True
 
     def oldest(self) -> A | None:
         """Return the least recently used block and leave it in; None when the queue is empty."""
         while self._heap:
-            used_at_s, number, block = self._heap[0]
+            used_at_s, born_s, number, block = self._heap[0]
             if self._queued.get(block) != number:
                 heapq.heappop(self._heap)
             elif block.used_at_s > used_at_s:
-                heapq.heapreplace(self._heap, (block.used_at_s, number, block))
+                heapq.heapreplace(self._heap, (block.used_at_s, born_s, number, block))
             else:
                 return block
         return None

@@ -21,6 +21,7 @@ class Block:
     is_free: bool
     parent: "Block | None" = None
     children: "list[Block]" = field(default_factory=list)
+    born_s: float = 0.0
 
 
 class Forest:
@@ -140,8 +141,10 @@ def test_watermarks_ask_for_nothing_below_the_high_and_for_the_low_above(used: i
 
 
 @given(st.lists(st.tuples(st.sampled_from(["push", "touch", "discard", "pop"]), st.integers(0, 7)), max_size=60))
-def test_the_queue_gives_out_what_was_used_least_recently(steps: list[tuple[str, int]]) -> None:
-    blocks = [Block(n, 1, 0.0, is_free=True) for n in range(8)]
+def test_the_queue_gives_out_what_was_used_least_recently_and_of_equals_the_oldest(
+    steps: list[tuple[str, int]],
+) -> None:
+    blocks = [Block(n, 1, 0.0, is_free=True, born_s=8.0 - n) for n in range(8)]
     queue: LeafQueue[Block] = LeafQueue()
     inside: set[Block] = set()
     now_s = 0.0
@@ -160,6 +163,6 @@ def test_the_queue_gives_out_what_was_used_least_recently(steps: list[tuple[str,
             popped = queue.pop()
             assert (popped is None) == (not inside)
             if popped is not None:
-                assert popped.used_at_s == min(b.used_at_s for b in inside)
+                assert (popped.used_at_s, popped.born_s) == min((b.used_at_s, b.born_s) for b in inside)
                 inside.discard(popped)
         assert len(queue) == len(inside)
