@@ -69,7 +69,7 @@ class _Mapping:
     __slots__ = ("file", "readable", "writable")
 
     def __init__(self, memory: Memory, is_writable: bool) -> None:  # noqa: FBT001
-        whole = memoryview(memory)  # type: ignore[arg-type]
+        whole = memoryview(memory)
         self.readable = whole.toreadonly()
         self.writable = whole if is_writable else None
         self.file = (0, 0)

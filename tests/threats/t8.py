@@ -66,7 +66,7 @@ def _push_down(agent: AgentThread) -> None:
     agent.call(lambda: agent.core.archiver.send_down(list(node.index), Priority.DEMOTE))
     until(lambda: slow.blocks == BLOCKS)
     for entry in agent.call(lambda: list(node.index)):
-        agent.call(partial(node.evict, entry, fast, "evicted"))
+        agent.call(partial(node.evict, [entry], fast, "evicted"))
     assert (fast.blocks, slow.blocks) == (0, BLOCKS)
 
 

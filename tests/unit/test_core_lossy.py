@@ -88,7 +88,7 @@ async def moved(core: Core, entry: Entry, source: str, target: str) -> Residence
 
 async def loaded(core: Core, entry: Entry) -> tuple[str, bytes]:
     """Form and verified bytes of the copy that comes up to memory."""
-    assert await core.fetcher.raise_up(entry, Priority.ONBOARD) is not None
+    assert await core.fetcher.raise_up(entry, "a") is not None
     residence = entry.residence(tier(core, "dram"))
     assert residence is not None
     assert residence.tier.mappable is not None
@@ -173,7 +173,7 @@ async def test_a_rotten_lossy_copy_is_a_miss(core: Core) -> None:
     assert isinstance(below.tier.backend, DictBackend)
     below.tier.backend.stored[below.slot.stamp] = stored(below)[:-1] + b"\xff"
 
-    assert await core.fetcher.raise_up(entry, Priority.ONBOARD) is None
+    assert await core.fetcher.raise_up(entry, "a") is None
     assert core.node.index.find(SCOPE, entry.digest) is None
 
 

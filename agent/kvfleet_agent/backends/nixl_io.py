@@ -98,11 +98,7 @@ class NixlMover:
         while True:
             while len(active) < _ACTIVE_MAX and (active == [] or not self._queue.empty()):
                 taken, is_last = self._take()
-                begun = _batches(taken)
-                active += begun
-                for batch in begun:
-                    if not self._start(batch):
-                        active.remove(batch)
+                self._begin(_batches(taken), active)
                 if is_last:
                     return
             finished = [b for b in active if self._is_finished(b)]
@@ -110,6 +106,12 @@ class NixlMover:
                 active.remove(batch)
             if not finished:
                 time.sleep(_POLL_S)
+
+    def _begin(self, batches: list[_Batch], active: list[_Batch]) -> None:
+        active += batches  # First, so that every batch is answered whatever becomes of one.
+        for batch in batches:
+            if not self._start(batch):
+                active.remove(batch)
 
     def _take(self) -> tuple[list[_Transfer], bool]:
         """Wait for a transfer, and take those that wait behind it; true when they are the last ever."""
