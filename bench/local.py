@@ -52,7 +52,9 @@ def measure(plan: Plan, made: Field) -> Figures:
     note_lookups(figures, rounds.lookups(plan.small, plan.lookup_rounds))
     say(f"a full tier: {plan.small.blocks} blocks of {plan.small.size} in place of the oldest")
     with with_full_tier(plan.full_bytes) as ours:
-        peers: dict[str, tuple[Driver, ...]] = {name: (made.present[name],) for name in (MEMCPY, LMCACHE) if name in made.present}
+        peers: dict[str, tuple[Driver, ...]] = {
+            name: (made.present[name],) for name in (MEMCPY, LMCACHE) if name in made.present
+        }
         note_full(figures, rounds.store_into_full(plan.small, {OURS: (ours,), **peers}))
     for case in plan.one_client:
         say(f"one client: {case.blocks} blocks of {case.size}, {case.repeats} repeats")
