@@ -7,7 +7,7 @@ generated: a scale for each channel and each token, some channels much larger th
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -15,30 +15,33 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import zstandard
 
 import kvfleet_native
 from bench import common
+from bench.codec_peers import ABSENT, BytePeer, Bytes2D, Room, TorchFp8, Zstd, measure_bytes
 from bench.common import Result, Sample, publish, rate_ratio, table
-from kvfleet_agent.codec.base import Shape, room_bytes
+from kvfleet_agent.codec.base import Encoded, Planes, Shape, room_bytes
+from kvfleet_agent.codec.mixed import MixedCodec
 from kvfleet_agent.codec.packed import PackedCodec
+from kvfleet_agent.codec.registry import CodecRegistry
 from kvfleet_api import __version__
 from kvfleet_api.units import MIB
 from kvfleet_native.packing import Kind, Packing
-
-Bytes2D = npt.NDArray[np.uint8]
 
 BLOCK_BYTES: Final = 2 * MIB
 """16 tokens of an 8-billion-parameter model in bf16."""
 HEAD_DIM: Final = 128
 CHANNELS: Final = 1024
 """Of one layer: 8 heads."""
+TOKENS: Final = 16
+PERMITTED: Final = (20, 100)
+"""Permille of relative error that two pools permit."""
 COLUMN_GROUP: Final = 64
 """Rows that share a scale by channel: several blocks' tokens, so that scales cost 3 % of INT8."""
 BLOCKS, BLOCKS_QUICK, BLOCKS_TINY = 128, 32, 2
 REPEATS, REPEATS_QUICK = 15, 5
 THREADS: Final = (1, 2)
+WAYS: Final = ("encode", "decode")
 
 
 class Subject(Protocol):
@@ -52,14 +55,6 @@ class Subject(Protocol):
 
     def stored_bytes(self) -> int:
         """Length of all other forms."""
-
-
-@dataclass(slots=True)
-class Room:
-    """Blocks, and where they go and come back to."""
-
-    raw: Bytes2D
-    into: Bytes2D
 
 
 class Lossless:
@@ -108,52 +103,39 @@ class Packed:
         return int(self._codes.nbytes + self._scales.nbytes)
 
 
-class Zstd:
-    """zstd at level 1 over the bytes as they are."""
+class Mixed:
+    """What mode Auto stores where the pool permits an error: blocks of heads, each of 16 tokens of 128 channels."""
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
-        self._stored = [b""] * len(room.raw)
-
-    def encode(self, number: int) -> None:
-        """A compressor for each call, as threads need one each."""
-        self._stored[number] = zstandard.ZstdCompressor(level=1).compress(self._room.raw[number].data)
-
-    def decode(self, number: int) -> None:
-        """Decompress and copy, for the package decompresses into memory of its own."""
-        made = zstandard.ZstdDecompressor().decompress(self._stored[number])
-        np.copyto(self._room.into[number], np.frombuffer(made, np.uint8))
-
-    def stored_bytes(self) -> int:
-        """Frames."""
-        return sum(map(len, self._stored))
-
-
-class TorchFp8:
-    """torch's cast to e4m3, which has no scales."""
-
-    def __init__(self, room: Room) -> None:
-        torch.set_num_threads(1)
-        self._raw = [torch.from_numpy(row).view(torch.bfloat16) for row in room.raw]
-        self._into = [torch.from_numpy(row).view(torch.bfloat16) for row in room.into]
-        self._stored = [torch.ones(row.numel(), dtype=torch.float8_e4m3fn) for row in self._raw]
+    def __init__(self, room: Room, permille: int) -> None:
+        groups = BLOCK_BYTES // 2 // (TOKENS * CHANNELS)
+        shape = (len(room.raw), groups, TOKENS, CHANNELS // HEAD_DIM, 2 * HEAD_DIM)
+        raw = room.raw.reshape(shape).swapaxes(2, 3).reshape(len(room.raw), -1)
+        self.room = Room(np.ascontiguousarray(raw), room.into)
+        self._shape = Shape(2, Planes(BLOCK_BYTES // 2 // (TOKENS * HEAD_DIM), TOKENS, HEAD_DIM))
+        self._codec, self._decoder = MixedCodec(permille / 1000, PackedCodec()), CodecRegistry()
+        self._stored = np.ones((len(room.raw), room_bytes(BLOCK_BYTES)), np.uint8)
+        self._made = [Encoded("", 0)] * len(room.raw)
 
     def encode(self, number: int) -> None:
-        """Cast into memory that is there."""
-        self._stored[number].copy_(self._raw[number])
+        """As the mover does, errors measured."""
+        into = memoryview(self._stored[number])
+        self._made[number] = self._codec.encode(self.room.raw[number].data, self._shape, into)
 
     def decode(self, number: int) -> None:
-        """Cast into memory that is there."""
-        self._into[number].copy_(self._stored[number])
+        """As the mover does."""
+        made = self._made[number]
+        stored = memoryview(self._stored[number])[: made.stored_bytes]
+        self._decoder.named(made.codec).decode(stored, self.room.into[number].data)
 
     def stored_bytes(self) -> int:
-        """A byte each."""
-        return sum(row.numel() for row in self._stored)
+        """Headers included."""
+        return sum(made.stored_bytes for made in self._made)
 
 
 def subjects(room: Room) -> dict[str, Subject]:
     """Every codec and peer."""
     made: dict[str, Subject] = {"lossless": Lossless(room)}
+    made |= {f"auto_{permille}": Mixed(room, permille) for permille in PERMITTED}
     for kind in Kind:
         name = kind.name.lower()
         made[name] = Packed(room, Packing(kind, CHANNELS, HEAD_DIM, is_by_column=False))
@@ -238,7 +220,8 @@ def relative_error(room: Room, subject: Subject) -> float:
     """Of all blocks together, after all were encoded."""
     for number in range(len(room.raw)):
         subject.decode(number)
-    was, came = _floats(room.raw[:4]), _floats(room.into[:4])
+    raw = subject.room.raw if isinstance(subject, Mixed) else room.raw
+    was, came = _floats(raw[:4]), _floats(room.into[:4])
     return float(np.linalg.norm(was - came) / np.linalg.norm(was))
 
 
@@ -263,35 +246,57 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, subject in codecs.items():
         works |= {f"{name}_encode": subject.encode, f"{name}_decode": subject.decode}
     taken = measure(room, works, REPEATS_QUICK if chosen.quick or chosen.tiny else REPEATS)
-    ratios = {f"{what}_vs_memcpy": taken.ratio(what) for what in works}
-    ratios |= {f"{what}_2_threads_vs_memcpy": taken.ratio(what, 2) for what in works}
-    for way in ("encode", "decode"):
-        ratios[f"lossless_{way}_vs_zstd"] = taken.against(f"lossless_{way}", f"zstd_{way}")
-        ratios[f"fp8_{way}_vs_torch"] = taken.against(f"fp8_{way}", f"torch_fp8_{way}")
+    found, packages = ({}, ABSENT) if chosen.tiny else measure_bytes(room.raw)
     values = {f"{what}_bytes_per_second": taken.sample(what, 1).spread[1] for what in works}
     for name, subject in codecs.items():
         values[f"{name}_ratio"] = room.raw.nbytes / subject.stored_bytes()
         values[f"{name}_relative_error"] = relative_error(room, subject)
-    tell(taken, list(works), values)
+    values |= {f"{name}_ratio": peer.raw_bytes / peer.stored_bytes for name, peer in found.items()}
+    tell(taken, list(works), found, values)
     versions = {"kvfleet": __version__, "kernels": kvfleet_native.level, "torch": version("torch")}
-    absent = dict.fromkeys(("blosc2", "lz4", "numcodecs"), "absent: not installed")
-    versions |= {"zstandard": version("zstandard")} | absent
-    publish(Result("codec", chosen.quick, versions, ratios, values), chosen.json)
+    versions |= {"zstandard": version("zstandard")} | packages
+    publish(Result("codec", chosen.quick, versions, compared(taken, works, found, values), values), chosen.json)
 
 
-def tell(taken: Taken, works: Sequence[str], values: dict[str, float]) -> None:
+def compared(
+    taken: Taken, works: Iterable[str], found: dict[str, BytePeer], values: dict[str, float]
+) -> dict[str, float | None]:
+    """All ratios. `..._ratio_x_...` compares the products of what is saved and how fast, each beside its own memcpy."""
+    ratios = {f"{what}_vs_memcpy": taken.ratio(what) for what in works}
+    ratios |= {f"{what}_2_threads_vs_memcpy": taken.ratio(what, 2) for what in works}
+    for way in WAYS:
+        ratios |= {f"{name}_{way}_vs_memcpy": peer.ratio(way) for name, peer in found.items()}
+        ratios[f"lossless_{way}_vs_zstd"] = taken.against(f"lossless_{way}", f"zstd_{way}")
+        ratios[f"fp8_{way}_vs_torch"] = taken.against(f"fp8_{way}", f"torch_fp8_{way}")
+        ours = (ratios[f"lossless_{way}_vs_memcpy"] or 0.0) * values["lossless_ratio"]
+        for name in ("zstd", *found):
+            theirs = (ratios[f"{name}_{way}_vs_memcpy"] or 0.0) * values[f"{name}_ratio"]
+            ratios[f"lossless_ratio_x_{way}_vs_{name}"] = ours / theirs if theirs else None
+    return ratios
+
+
+def tell(taken: Taken, works: Sequence[str], found: dict[str, BytePeer], values: dict[str, float]) -> None:
     """Print the table."""
     rows = []
     for what in works:
-        spread = (f"{v / 1e9:.2f}" for v in taken.sample(what, 1).spread)
-        of_memcpy = (f"{taken.ratio(what, threads):.2f}" for threads in THREADS)
-        codec = what.rpartition("_")[0]
-        stored = (
-            f"{values[f'{codec}_{v}']:.4g}" if f"{codec}_{v}" in values else "" for v in ("ratio", "relative_error")
-        )
-        rows.append((what, *spread, *of_memcpy, *stored))
+        of_memcpy = [f"{taken.ratio(what, threads):.2f}" for threads in THREADS]
+        rows.append((what, *gigabytes(taken.sample(what, 1)), *of_memcpy, *stored_as(what.rpartition("_")[0], values)))
+    for name, peer in found.items():
+        for way in WAYS:
+            row = (f"{name}_{way}", *gigabytes(peer.rate(way)), f"{peer.ratio(way):.2f}", "", *stored_as(name, values))
+            rows.append(row)
     header = ("GB/s of bf16, one thread", "min", "median", "max", "of memcpy", "2 threads", "ratio", "error")
     print(table(header, rows), "\n")
+
+
+def gigabytes(rate: Sample) -> list[str]:
+    """Least, median and greatest."""
+    return [f"{v / 1e9:.2f}" for v in rate.spread]
+
+
+def stored_as(codec: str, values: dict[str, float]) -> list[str]:
+    """Ratio and error; empty where there is none."""
+    return [f"{values[f'{codec}_{v}']:.4g}" if f"{codec}_{v}" in values else "" for v in ("ratio", "relative_error")]
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 STAMP: Final = "kvfleet-peers.sha256"
 
 PEERS: Final = {
+    "codec": "blosc2, lz4 and numcodecs, which compress bytes",
     "lmcache": "LMCache 0.5.6 with torch; hard links from uv's cache where it has the same wheels",
     "mooncake": "Mooncake's store without CUDA, over TCP",
 }
