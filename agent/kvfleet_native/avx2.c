@@ -6,6 +6,7 @@
 #include "hash.h"
 
 #define LEVEL kernels_avx2
+#define DOUBLES 4
 #define LEVEL_NAME "avx2"
 #define TARGET __attribute__((target("avx2,bmi,popcnt")))
 
@@ -85,6 +86,15 @@ TARGET static inline uint64_t far_below(const uint8_t *bytes, uint8_t base, uint
 {
     return (uint64_t)far_below_half(load_half(bytes, 1), base, range) << 32 |
            far_below_half(load_half(bytes, 0), base, range);
+}
+
+typedef __m256d Sums;
+
+/* bf16 to doubles. */
+TARGET static inline Sums doubles_of(const uint16_t *x)
+{
+    __m128i words = _mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)x));
+    return _mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32(words, 16)));
 }
 
 #include "body.h"

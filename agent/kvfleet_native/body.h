@@ -1,7 +1,8 @@
-/* Every kernel, once; a file for each instruction set includes it after defining
-   LEVEL (the name of its table), LEVEL_NAME, TARGET (a function attribute), is_supported(), stream_line(), stream_end(),
-   for the hash Lanes (eight sums of 64 bits) with load_lanes(), store_lanes(), accumulate() and scramble(), and for top
-   bytes sum_of() (256 of them) and far_below() (a bit for each of 64 that is not of the `range` values ending at `base`). */
+/* Every kernel, once; a file for each instruction set includes it after defining LEVEL (the name of its table),
+   LEVEL_NAME, TARGET (a function attribute), is_supported(), stream_line(), stream_end(), for the hash Lanes (eight sums
+   of 64 bits) with load_lanes(), store_lanes(), accumulate() and scramble(), for top bytes sum_of() (256 of them) and
+   far_below() (a bit for each of 64 that is not of the `range` values ending at `base`), and for errors Sums, a vector of
+   DOUBLES, with doubles_of(). */
 #include <string.h>
 
 #include "hash.h"

@@ -3,10 +3,7 @@
 
 #define LANES 16 /* Sums that run beside each other; added up in their order. */
 
-typedef uint16_t Words __attribute__((vector_size(2 * LANES)));
-typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef double Sums __attribute__((vector_size(8 * LANES)));
+#define PARTS (LANES / DOUBLES)
 
 ALWAYS Grid grid_of_rung(int rung, const Mixing *mixing)
 {
@@ -28,14 +25,7 @@ ALWAYS size_t grid_bytes(const Grid *grid)
 
 TARGET ALWAYS void add_squares(Sums *lost, Sums *all, const uint16_t *x, const uint16_t *y)
 {
-    Words from, to;
-    memcpy(&from, x, sizeof from);
-    memcpy(&to, y, sizeof to);
-    Bits from_bits = __builtin_convertvector(from, Bits) << 16, to_bits = __builtin_convertvector(to, Bits) << 16;
-    Floats was, is;
-    memcpy(&was, &from_bits, sizeof was);
-    memcpy(&is, &to_bits, sizeof is);
-    Sums difference = __builtin_convertvector(was - is, Sums), value = __builtin_convertvector(was, Sums);
+    Sums value = doubles_of(x), difference = value - doubles_of(y);
     *lost += difference * difference;
     *all += value * value;
 }
@@ -43,18 +33,20 @@ TARGET ALWAYS void add_squares(Sums *lost, Sums *all, const uint16_t *x, const u
 /* ||x - y|| / ||x||. */
 TARGET static double relative_error(const uint16_t *x, const uint16_t *y, size_t count)
 {
-    Sums lost = {0}, all = {0};
+    Sums lost[PARTS] = {{0}}, all[PARTS] = {{0}};
     size_t i = 0;
     for (; i + LANES <= count; i += LANES)
-        add_squares(&lost, &all, x + i, y + i);
+        for (int part = 0; part < PARTS; part++)
+            add_squares(lost + part, all + part, x + i + DOUBLES * part, y + i + DOUBLES * part);
     uint16_t last[2][LANES] = {{0}};
     memcpy(last[0], x + i, 2 * (count - i));
     memcpy(last[1], y + i, 2 * (count - i));
-    add_squares(&lost, &all, last[0], last[1]);
+    for (int part = 0; part < PARTS; part++)
+        add_squares(lost + part, all + part, last[0] + DOUBLES * part, last[1] + DOUBLES * part);
     double lost_sum = 0.0, sum = 0.0;
     for (int lane = 0; lane < LANES; lane++) {
-        lost_sum += lost[lane];
-        sum += all[lane];
+        lost_sum += lost[lane / DOUBLES][lane % DOUBLES];
+        sum += all[lane / DOUBLES][lane % DOUBLES];
     }
     return lost_sum == 0.0 ? 0.0 : __builtin_sqrt(lost_sum / sum);
 }

@@ -116,13 +116,13 @@ def _unmixed(plane: _Words, rung: int, body: _Bytes, mixing: Mixing) -> bool:
 def _relative_error(x: _Words, y: _Words) -> float:
     """||x - y|| / ||x||."""
     was, came = (_laned(words) for words in (x, y))
-    lost, every = _sum((was - came).astype(np.float64)), _sum(was.astype(np.float64))
+    lost, every = _sum(was - came), _sum(was)
     return 0.0 if lost == 0.0 else math.sqrt(lost / every)
 
 
-def _laned(words: _Words) -> npt.NDArray[np.float32]:
+def _laned(words: _Words) -> npt.NDArray[np.float64]:
     padded = np.concatenate((words, np.zeros(-words.size % _LANES, np.uint16)))
-    return (padded.astype(np.uint32) << 16).view(np.float32).reshape(-1, _LANES)
+    return (padded.astype(np.uint32) << 16).view(np.float32).astype(np.float64).reshape(-1, _LANES)
 
 
 def _sum(values: npt.NDArray[np.float64]) -> float:

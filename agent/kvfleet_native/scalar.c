@@ -6,6 +6,7 @@
 
 #define LEVEL kernels_scalar
 #define TARGET
+#define DOUBLES 2
 #ifdef __aarch64__
 #define LEVEL_NAME "neon"
 #else
@@ -26,6 +27,16 @@ static inline void stream_line(uint8_t *into, const uint8_t *source)
 static inline void stream_end(void) { _mm_sfence(); }
 
 static inline __m128i load_quarter(const uint8_t *bytes) { return _mm_loadu_si128((const __m128i *)bytes); }
+
+typedef __m128d Sums;
+
+/* bf16 to doubles. */
+static inline Sums doubles_of(const uint16_t *x)
+{
+    int32_t both;
+    memcpy(&both, x, sizeof both);
+    return _mm_cvtps_pd(_mm_castsi128_ps(_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_cvtsi32_si128(both))));
+}
 
 static inline unsigned sum_of(const uint8_t *bytes)
 {
@@ -50,6 +61,17 @@ static inline uint64_t far_below(const uint8_t *bytes, uint8_t base, uint8_t ran
 static inline void stream_line(uint8_t *into, const uint8_t *source) { memcpy(into, source, 64); }
 
 static inline void stream_end(void) {}
+
+typedef double Sums __attribute__((vector_size(16)));
+
+/* bf16 to doubles. */
+static inline Sums doubles_of(const uint16_t *x)
+{
+    uint32_t bits[2] = {(uint32_t)x[0] << 16, (uint32_t)x[1] << 16};
+    float values[2];
+    memcpy(values, bits, sizeof values);
+    return (Sums){values[0], values[1]};
+}
 
 static inline unsigned sum_of(const uint8_t *bytes)
 {
