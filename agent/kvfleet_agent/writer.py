@@ -165,7 +165,9 @@ class Writer:
         Which ones are checked is the decision of `policy.checking`: whoever reads the others verifies them.
         """
         taken, chosen = self._node.reservations.take_written(owner, ids)
-        return self._commit_all(owner, ids, taken, checksums, {r.id: self._hashed(r) for r in chosen})
+        sums = {r.id: self._hashed(r) for r in chosen}
+        sums |= {r.id: self._hashed(r) for r in _doubtful(taken, sums, dict(zip(ids, checksums, strict=True)))}
+        return self._commit_all(owner, ids, taken, checksums, sums)
 
     async def publish(self, owner: int, ids: Sequence[int], checksums: Sequence[bytes]) -> bytes:
         """Like `publish_now`, hashing in threads, for blocks that would hold the loop up.
@@ -175,6 +177,8 @@ class Writer:
         """
         taken, chosen = self._node.reservations.take_written(owner, ids)
         sums = await self._sums(taken, chosen) if chosen else {}
+        doubtful = _doubtful(taken, sums, dict(zip(ids, checksums, strict=True)))
+        sums |= await self._sums(taken, doubtful) if doubtful else {}
         return self._commit_all(owner, ids, taken, checksums, sums)
 
     async def _sums(self, taken: Sequence[Reservation | None], chosen: Sequence[Reservation]) -> dict[int, bytes]:
@@ -277,3 +281,12 @@ class Writer:
         choice = admit(AdmissionInputs(policy.admission.type, tier.fill_ratio, high_ratio, turns))
         if choice.admission is Admission.DEMOTE:
             self._archiver.send_down(entries, Priority.DEMOTE)
+
+
+def _doubtful(
+    taken: Sequence[Reservation | None], sums: Mapping[int, bytes], claimed: Mapping[int, bytes]
+) -> list[Reservation]:
+    """What is to be checked besides: the rest of a publication in which a checksum was wrong."""
+    if all(found == claimed[number] for number, found in sums.items()):
+        return []
+    return [r for r in taken if r is not None and r.id not in sums]

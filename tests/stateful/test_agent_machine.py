@@ -126,10 +126,19 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
         for result, (reservation, scope, number) in zip(results, batch, strict=True):
             is_late = reservation.expires_s <= self.clock()
             assert result in (REFUSED, PUBLISHED, EXISTED)
-            assert is_honest or result == REFUSED
             assert not is_honest or is_late or result != REFUSED
-            if result == PUBLISHED:
+            if result == PUBLISHED and is_honest:
                 self.written.add((scope, number))
+            elif result == PUBLISHED:
+                self._find_out(owner, scope, number)
+
+    def _find_out(self, owner: int, scope: ScopeId, number: int) -> None:
+        """The agent has believed a lie: its first reader finds out, and the block goes."""
+        entries = self.core.reader.lookup_now(self.place(owner, scope), [digest(number)])
+        (read,) = self.core.reader.acquire_now(self.place(owner, scope), entries, self.clock() + LEASE_S)
+        assert self.core.reader.inspect(owner, [read.lease.id]) == 1
+        assert self.core.release(owner, [read.lease.id]) == 1
+        assert self.core.node.index.find(scope, digest(number)) is None
 
     @rule(owner=owners, count=st.integers(1, 8))
     def abandon(self, owner: int, count: int) -> None:
