@@ -15,7 +15,7 @@ from statistics import median
 
 from bench import cases, common
 from bench.cases import Plan
-from bench.common import Result, Sample, beyond, publish, rate_ratio, table, time_ratio
+from bench.common import Result, Sample, beyond, publish, rate_ratio, table
 from bench.drivers import Driver
 from bench.participants import LMCACHE, MEMCPY, MOONCAKE, NON_TEMPORAL, OURS, REDIS, Field, more, start, with_full_tier
 from bench.rounds import Rounds, Turns
@@ -52,10 +52,7 @@ def measure(plan: Plan, made: Field) -> Figures:
     note_lookups(figures, rounds.lookups(plan.small, plan.lookup_rounds))
     say(f"a full tier: {plan.small.blocks} blocks of {plan.small.size} in place of the oldest")
     with with_full_tier(plan.full_bytes) as ours:
-        peers: dict[str, tuple[Driver, ...]] = {
-            name: (made.present[name],) for name in (MEMCPY, LMCACHE) if name in made.present
-        }
-        note_full(figures, rounds.store_into_full(plan.small, {OURS: (ours,), **peers}))
+        note_full(figures, rounds.store_into_full(plan.small, {OURS: (ours,), MEMCPY: (made.present[MEMCPY],)}))
     for case in plan.one_client:
         say(f"one client: {case.blocks} blocks of {case.size}, {case.repeats} repeats")
         turns = rounds.store_and_load(case, _one_each(made))
@@ -94,12 +91,8 @@ def note_full(figures: Figures, turns: Turns) -> None:
     assert ours is not None
     assert copies is not None
     figures.values["put_full_overhead_us_per_block"] = beyond(ours, copies) * 1e6 / turns.case.blocks
-    figures.ratios["put_full_vs_lmcache"] = time_ratio(ours, turns.seconds("put", LMCACHE))
-    for who in (OURS, LMCACHE):
-        seconds = turns.seconds("put", who)
-        if seconds is not None:
-            per_block = Sample(tuple(s * 1e6 / turns.case.blocks for s in seconds.values))
-            figures.row(f"put {turns.case.size} into a full tier, us/block", who, per_block, 1.0, None)
+    per_block = Sample(tuple(s * 1e6 / turns.case.blocks for s in ours.values))
+    figures.row(f"put {turns.case.size} into a full tier, us/block", OURS, per_block, 1.0, None)
 
 
 def note_lookups(figures: Figures, rates: Mapping[str, Sample]) -> None:

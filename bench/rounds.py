@@ -61,31 +61,22 @@ class Rounds:
         return turns
 
     def store_into_full(self, case: Case, clients: dict[str, tuple[Driver, ...]]) -> Turns:
-        """Store and load set after set and remove none, so that whoever is full has to make room for each."""
+        """Store set after set and remove none, so that whoever is full has to make room for each.
+
+        Nothing is loaded: what of a set a full cache keeps is for its policy to say.
+        """
         turns = Turns(case)
-        for name, drivers in tuple(clients.items()):
-            with self._or_without(name, clients):
-                self._open(case, drivers)
+        for drivers in clients.values():
+            self._open(case, drivers)
         for repeat in range(-FILL_SETS, case.repeats):
             for name in _rotated(tuple(clients), repeat):
-                with self._or_without(name, clients):
-                    self._store(turns, name, clients[name], is_counted=repeat >= 0)
+                self._generation += 1
+                at = {"generation": self._generation}
+                ask_all(clients[name], "prepare", at)
+                put_s, _ = _timed(clients[name], "put", at)
+                if repeat >= 0:
+                    turns.put.setdefault(name, []).append(put_s)
         return turns
-
-    def _store(self, turns: Turns, name: str, drivers: Sequence[Driver], *, is_counted: bool) -> None:
-        """Store one set and load it, leaving the earlier ones."""
-        self._generation += 1
-        at = {"generation": self._generation}
-        ask_all(drivers, "prepare", at)
-        put_s, put_parts = _timed(drivers, "put", at)
-        get_s, get_parts = _timed(drivers, "get", at)
-        if not all(answer["is_same"] for answer in ask_all(drivers, "check", at)):
-            raise WrongBytesError(f"{name}: what was loaded is not what was stored")
-        if is_counted:
-            turns.put.setdefault(name, []).append(put_s)
-            turns.get.setdefault(name, []).append(get_s)
-            if name == OURS:
-                turns.parts.append({**put_parts, **get_parts})
 
     def _open(self, case: Case, drivers: Sequence[Driver]) -> None:
         for number, driver in enumerate(drivers):
@@ -94,10 +85,21 @@ class Rounds:
             driver.read()
 
     def _turn(self, turns: Turns, name: str, drivers: Sequence[Driver], *, is_counted: bool) -> None:
-        self._store(turns, name, drivers, is_counted=is_counted)
-        ask_all(drivers, "clear", {"generation": self._generation})
+        self._generation += 1
+        at = {"generation": self._generation}
+        ask_all(drivers, "prepare", at)
+        put_s, put_parts = _timed(drivers, "put", at)
+        get_s, get_parts = _timed(drivers, "get", at)
+        if not all(answer["is_same"] for answer in ask_all(drivers, "check", at)):
+            raise WrongBytesError(f"{name}: what was loaded is not what was stored")
+        ask_all(drivers, "clear", at)
         if name in THROUGH_AGENT:
             self._field.agent.ask("clear", keep=True)
+        if is_counted:
+            turns.put.setdefault(name, []).append(put_s)
+            turns.get.setdefault(name, []).append(get_s)
+            if name == OURS:
+                turns.parts.append({**put_parts, **get_parts})
 
     def lookups(self, case: Case, rounds: int) -> dict[str, Sample]:
         """Keys per second of every participant that can tell how long a prefix is there."""
