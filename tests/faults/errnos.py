@@ -12,6 +12,7 @@ from sim.volume import MemoryVolume
 
 from kvfleet_agent.backends.base import Record, SlotRef
 from kvfleet_agent.backends.header import HEADER_BYTES
+from kvfleet_agent.backends.burial import HOLD_S
 from kvfleet_agent.backends.nvme import RecordStore, open_store
 from kvfleet_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, TierFullError
 
@@ -22,7 +23,7 @@ RUNNING_SITES: Final = (
 STARTING_SITES: Final = ("names", "load", "create", "open", "rename", "unlink", "sync", "write", "read", "read_pages")
 CAPACITY_BYTES: Final = 512 << 10
 BLOCK_BYTES: Final = 8192
-_SETTLED_S: Final = 2.0
+_SETTLED_S: Final = HOLD_S + 2.0
 _FULL_PAUSE_S: Final = 6.0
 _STATES: Final = 12
 """Crash states tried after each case."""
