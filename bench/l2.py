@@ -101,7 +101,13 @@ class Ours:
         layout = {"model": MODEL, "revision": REVISION, "dtype": "bf16", "block_tokens": BLOCK_TOKENS, "kv_heads": 1,
                   "layers": case.size_bytes // LAYER_BYTES, "head_dim": HEAD_DIM, "element_bytes": 2}  # fmt: skip
         at = {"socket": str(self._directory / "agent.sock"), "token_file": str(self._directory / "token")}
-        named = {"pool": POOL, "model_name": BENCH_MODEL, "chunk_tokens": BLOCK_TOKENS, "hash_seed": str(number)}
+        named = {
+            "pool": POOL,
+            "model_name": BENCH_MODEL,
+            "chunk_tokens": BLOCK_TOKENS,
+            "hash_seed": str(number),
+            "lookup_timeout_s": 10,
+        }
         plugin = {"module_path": "kvfleet_client.connectors.lmcache", "class_name": "KvfleetL2Adapter"}
         return {"type": "plugin", **plugin, "adapter_params": {**at, **named, "layout": layout}}
 

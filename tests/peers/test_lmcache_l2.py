@@ -67,7 +67,7 @@ class Agent:
         layout = {"model": MODEL, "revision": REVISION, "dtype": "bf16", "block_tokens": BLOCK_TOKENS, "kv_heads": 1,
                   "layers": layers, "head_dim": HEAD_DIM, "element_bytes": 2, **params.pop("layout", {})}  # fmt: skip
         made = {"socket": str(self.socket), "pool": POOL, "token_file": str(self.token), "model_name": "bench-model",
-                "chunk_tokens": 4 * BLOCK_TOKENS, "layout": layout, **params}  # fmt: skip
+                "chunk_tokens": 4 * BLOCK_TOKENS, "layout": layout, "lookup_timeout_s": 5, **params}  # fmt: skip
         plugin = {"module_path": "kvfleet_client.connectors.lmcache", "class_name": "KvfleetL2Adapter"}
         return {"type": "plugin", **plugin, "adapter_params": made}
 

@@ -185,6 +185,7 @@ def test_options_default_to_what_lmcache_does() -> None:
         ({"worker": 3}, "unknown field `worker`"),
         ({"workers": 0}, "adapter_params.workers: 0, 1 to 16 wanted"),
         ({"load_deadline_s": 61}, "adapter_params.load_deadline_s: 61.0, more than 0 to 60.0 wanted"),
+        ({"lookup_timeout_s": 0}, "adapter_params.lookup_timeout_s: 0.0, more than 0 to 60.0 wanted"),
         ({"chunk_tokens": 5}, "chunk_tokens: 5, a multiple of block_tokens 2"),
         ({"chunk_tokens": 2 * BLOCKS_MAX + 2}, f"1 to {BLOCKS_MAX} whole blocks"),
         ({"layout": {**PARAMS["layout"], "adaptor": "x"}}, "adapter_params.layout: no such fields: adaptor"),

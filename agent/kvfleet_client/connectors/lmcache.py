@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Self, TypeVar
 
@@ -71,7 +72,10 @@ class KvfleetL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._namer = Namer(options.fingerprint)
         self._client = Client(options.target)
         self._client.wait_settled(ATTACH_WAIT_S)
-        self._job = transfers.Job(options.target, self._client, self._namer, time.monotonic, options.load_deadline_s)
+        find = transfers.Job(options.target, self._client, self._namer, time.monotonic, options.load_deadline_s)
+        # Nobody's request waits for a store, and a load has its deadline: they need not be given up as soon.
+        patient = replace(options.target, timeout_s=options.target.move_timeout_s)
+        self._find, self._move = find, replace(find, target=patient)
         self._notifiers = [create_event_notifier() for _ in range(3)]
         store, lookup, load = self._notifiers
         self._stores: Board[L2StoreResult] = Board(store.notify)
@@ -126,7 +130,7 @@ class KvfleetL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Take locks back. What cannot be told to the agent ends there by itself."""
         freed = self._locks.give([_name(k) for k in keys])
         if freed:
-            self._finders.submit(Task(lambda: self._client.run(transfers.unlock(self._job, freed)), _nothing))
+            self._finders.submit(Task(lambda: self._client.run(transfers.unlock(self._find, freed)), _nothing))
 
     def submit_load_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
         """Fill the objects' memory; where the result has no bit the memory holds nothing of use."""
@@ -153,8 +157,8 @@ class KvfleetL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return {
             "is_healthy": is_healthy,
             "type": type(self).__name__,
-            "pool": self._job.target.pool,
-            "socket": str(self._job.target.socket),
+            "pool": self._find.target.pool,
+            "socket": str(self._find.target.socket),
             "reason": "" if self._client.is_attached else str(self._client.reason),
             "locked_objects": len(self._locks),
             "calls": counters.calls,
@@ -184,11 +188,11 @@ class KvfleetL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def _store(self, keys: Sequence[Any], objects: Sequence[Any]) -> L2StoreResult:
         made = [_object(k, o) for k, o in zip(keys, objects, strict=True)]
         known = [i for i, o in enumerate(made) if self._fits(o)]
-        done = self._client.run(transfers.store(self._job, [made[i] for i in known]))
+        done = self._client.run(transfers.store(self._move, [made[i] for i in known]))
         if done.is_whole and known:
             self._notify_keys_stored([keys[i] for i in known], [made[i].size_bytes for i in known])
         is_whole = done.is_whole and len(known) == len(made)
-        return L2StoreResult(is_whole, done.published * self._job.target.layout.block_bytes)
+        return L2StoreResult(is_whole, done.published * self._find.target.layout.block_bytes)
 
     def _look_up(self, keys: Sequence[Any], layouts: Mapping[int, Any], put: Callable[[Bitmap], None]) -> None:
         sizes = {group: _described_bytes(layout) for group, layout in layouts.items()}
@@ -196,15 +200,15 @@ class KvfleetL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         asked = [Object(_name(k), sizes.get(k.object_group_id, 0) or usual) for k in keys]
         known = [i for i, o in enumerate(asked) if self._fits(o)]
         objects = [asked[i] for i in known]
-        found = self._client.run(transfers.look_up(self._job, objects, LOCK_S))
+        found = self._client.run(transfers.look_up(self._find, objects, LOCK_S))
         self._locks.take([o.name for o in objects], found)
         put(_bits(len(keys), (i for i, owned in zip(known, found, strict=True) if owned)))
-        self._finders.submit(Task(lambda: self._client.run(transfers.follow_up(self._job, objects, found)), _nothing))
+        self._finders.submit(Task(lambda: self._client.run(transfers.follow_up(self._find, objects, found)), _nothing))
 
     def _load(self, keys: Sequence[Any], objects: Sequence[Any]) -> Bitmap:
         asked = [_object(k, o) for k, o in zip(keys, objects, strict=True)]
         known = [i for i, o in enumerate(asked) if self._fits(o)]
-        is_loaded = self._client.run(transfers.load(self._job, [asked[i] for i in known]))
+        is_loaded = self._client.run(transfers.load(self._move, [asked[i] for i in known]))
         loaded = [i for i, is_there in zip(known, is_loaded, strict=True) if is_there]
         if loaded:
             self._notify_keys_accessed([keys[i] for i in loaded])

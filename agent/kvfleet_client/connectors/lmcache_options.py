@@ -15,7 +15,7 @@ from kvfleet_client.target import VERSION, Target
 CHUNK_TOKENS: Final = 256
 """LMCache's own default."""
 WORKERS_MAX: Final = 16
-DEADLINE_S_MAX: Final = 60.0
+SECONDS_MAX: Final = 60.0
 _LAYOUT_FIELDS: Final = frozenset(f.name for f in fields(Layout))
 
 
@@ -38,6 +38,8 @@ class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Threads that copy."""
     load_deadline_s: float = 10.0
     """How long one load may take to be brought up into memory."""
+    lookup_timeout_s: float = 0.5
+    """How long a lookup waits for its agent before it is a miss: a request waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,8 @@ def parse(params: Mapping[str, Any]) -> Options:
     model_name = known.model_name or known.layout.model
     fingerprint = Fingerprint(known.layout, model_name, known.chunk_tokens, known.hash_algorithm, known.hash_seed)
     client = f"kvfleet-lmcache/{VERSION}"
-    target = Target(Path(known.socket), known.pool, Path(known.token_file), known.layout, client)
+    at = (Path(known.socket), known.pool, Path(known.token_file))
+    target = Target(*at, known.layout, client, timeout_s=known.lookup_timeout_s)
     return Options(target, fingerprint, known.workers, known.load_deadline_s)
 
 
@@ -82,7 +85,7 @@ def _check(known: Params) -> None:
             raise InvalidInputError(f"adapter_params.layout.{name}: {getattr(known.layout, name)}, at least 1 wanted")
     if not 1 <= known.workers <= WORKERS_MAX:
         raise InvalidInputError(f"adapter_params.workers: {known.workers}, 1 to {WORKERS_MAX} wanted")
-    if not 0 < known.load_deadline_s <= DEADLINE_S_MAX:
-        raise InvalidInputError(
-            f"adapter_params.load_deadline_s: {known.load_deadline_s}, more than 0 to {DEADLINE_S_MAX} wanted"
-        )
+    for name in ("load_deadline_s", "lookup_timeout_s"):
+        if not 0 < getattr(known, name) <= SECONDS_MAX:
+            seconds = getattr(known, name)
+            raise InvalidInputError(f"adapter_params.{name}: {seconds}, more than 0 to {SECONDS_MAX} wanted")
