@@ -11,8 +11,8 @@ from backend_contract import ANNA, BOB, content, record
 from sim.volume import MemoryVolume
 
 from kvfleet_agent.backends.base import Record, SlotRef
-from kvfleet_agent.backends.header import HEADER_BYTES
 from kvfleet_agent.backends.burial import HOLD_S
+from kvfleet_agent.backends.header import HEADER_BYTES
 from kvfleet_agent.backends.nvme import RecordStore, open_store
 from kvfleet_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, TierFullError
 
