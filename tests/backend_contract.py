@@ -5,9 +5,9 @@ The two sizes are read when a test runs: a class whose medium has a coarser grai
 
 import asyncio
 import mmap
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from kvfleet_agent.backends.base import MappableBackend, Record, SlotRef, TierBackend
 from kvfleet_agent.probe import probe

@@ -8,10 +8,11 @@ import json
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from backend_contract import ANNA, BOB, record
+from msgspec.structs import replace
 from scope_keys_double import KeyRing
 from sim.volume import MemoryVolume
 from sim.volume_image import Image

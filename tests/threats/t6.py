@@ -9,11 +9,12 @@ import asyncio
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from agent_doubles import BLOCK_BYTES, LAYOUT_ID, OTHER_SCOPE, SCOPE, digest, dram_tier, make_core, secret
+from msgspec.structs import replace
 from outcome import Outcome, Scale
 from scope_keys_double import KeyRing
 

@@ -3,12 +3,12 @@
 import base64
 import hashlib
 import os
-from dataclasses import replace
 
 import pytest
 from backend_contract import ANNA, BLOCK_BYTES, BOB, content, record
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from scope_keys_double import KeyRing
 
 from kvfleet_agent.backends.base import KeyAwayError, SlotRef
@@ -83,7 +83,7 @@ def test_every_flipped_bit_of_what_counts_is_noticed() -> None:
     ],
 )
 def test_a_payload_opens_for_the_very_record_alone(change: dict[str, object]) -> None:
-    assert opened(sealed(), replace(RECORD, **change)) is None  # type: ignore[arg-type]
+    assert opened(sealed(), replace(RECORD, **change)) is None
 
 
 def test_scopes_are_kept_apart_even_under_one_data_key() -> None:
