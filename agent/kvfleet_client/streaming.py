@@ -35,7 +35,9 @@ class LayerStream:
     way: all that was read is void then, as it would be of a load.
     """
 
-    def __init__(self, leases: Sequence[Lease], cut: Cut, end: End, shared_blocks: int = 0) -> None:
+    def __init__(
+        self, leases: Sequence[Lease], cut: Cut, end: End, shared_blocks: int = 0, found_blocks: int = 0
+    ) -> None:
         """Hold `leases` until `end` is called with them."""
         self._leases = tuple(leases)
         self._suspects: tuple[Lease, ...] = ()
@@ -47,6 +49,9 @@ class LayerStream:
         """For each block where it was: a tier name, or `remote`."""
         self.shared_blocks = shared_blocks
         """How many of them came from a scope that the tenant shares."""
+        self.found_blocks = max(found_blocks, self.blocks)
+        """Leading blocks that somebody holds. More than `blocks` where memory cannot hold all of them at a time, or an
+        agent knows no parts: a load brings them in helpings."""
 
     def __enter__(self) -> Self:
         return self
@@ -88,6 +93,8 @@ class Leased:
 
     leases: tuple[Lease, ...]
     shared_blocks: int
+    found_blocks: int
+    """Leading blocks that were found and wanted."""
 
 
 def lease_route(job: Job, cut: Cut) -> Operation[Leased]:
@@ -99,9 +106,10 @@ def lease_route(job: Job, cut: Cut) -> Operation[Leased]:
         yield (calls.scopes(job.target),)
         found = yield from locate(job)
         held = yield from _lease(job, cut, found)
-    if job.wanted_blocks:
+    found_blocks = min(found.route.blocks, job.wanted_blocks) if found else 0
+    if job.wanted_blocks and len(held) == found_blocks:  # Whoever gets less loads instead, and is counted there.
         yield Post((calls.count_load(job.target, job.wanted_blocks, len(held)),))
-    return Leased(held, min(found.route.shared_blocks, len(held)) if found else 0)
+    return Leased(held, min(found.route.shared_blocks, len(held)) if found else 0, found_blocks)
 
 
 def _lease(job: Job, cut: Cut, found: Found | None) -> Operation[tuple[Lease, ...]]:

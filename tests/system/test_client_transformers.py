@@ -1,13 +1,14 @@
 """The transformers connector against the real package: what is restored is what was computed, bit for bit."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from agent_doubles import FakeAuthenticator, caller, dram_tier
+from agent_doubles import FakeAuthenticator, caller, dict_tier, dram_tier
 from agent_thread import AgentThread
 from share_callers import named, sharing
 
@@ -16,6 +17,7 @@ pytest.importorskip("transformers", reason="the transformers connector needs tra
 
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
+from kvfleet_agent.tiers import Tier  # noqa: E402
 from kvfleet_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError, UnsupportedError  # noqa: E402
 from kvfleet_client import Client, Target  # noqa: E402
 from kvfleet_client.cache import PrefixCache  # noqa: E402
@@ -90,22 +92,43 @@ def test_a_shared_system_prompt_and_a_private_rest_restore_to_the_uninterrupted_
             connector._cache._client.close()
 
 
-@pytest.fixture
-def stored(tmp_path: Path) -> Iterator[tuple[Any, CacheConnector, AgentThread]]:
+@contextmanager
+def holding(tmp_path: Path, tiers: Callable[[], list[Tier]]) -> Iterator[tuple[Any, CacheConnector, AgentThread]]:
     """A model, a connector, and an agent that holds the first 12 blocks of the prompt."""
     torch.manual_seed(7)
     model = LlamaForCausalLM(CONFIG).eval()
     layout = layout_of(CONFIG, "tiny", "r1", "fp32")
     party = FakeAuthenticator(a=caller("a"))
     with (
-        AgentThread(tmp_path / "agent.sock", lambda: [dram_tier(1 << 22)], party) as agent,
+        AgentThread(tmp_path / "agent.sock", tiers, party) as agent,
         Client.attach(Target(agent.socket, "pool", "a", layout), strict=True) as client,
     ):
         connector = CacheConnector(PrefixCache(client), CONFIG, layout)
         kept = DynamicCache(config=CONFIG)
         run(model, PROMPT[:192], kept)
-        assert connector.save(PROMPT[:192], kept).published == 12
+        saved = [connector.save(PROMPT[: 16 * n], kept, first_block=n - 1).published for n in range(1, 13)]
+        assert saved == [1] * 12
         yield model, connector, agent
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[tuple[Any, CacheConnector, AgentThread]]:
+    with holding(tmp_path, lambda: [dram_tier(1 << 22)]) as made:
+        yield made
+
+
+def test_a_prefix_that_memory_cannot_hold_at_a_time_is_restored_whole_before_computing(tmp_path: Path) -> None:
+    small = 6 * layout_of(CONFIG, "tiny", "r1", "fp32").block_bytes
+    with holding(tmp_path, lambda: [dram_tier(small), dict_tier("nvme", 1 << 22, 1, 2)]) as (model, connector, agent):
+        restoring = connector.restore_layerwise(PROMPT)
+        actual = run(model, PROMPT[192:], restoring.cache)
+
+        assert restoring.tokens == 192
+        assert set(restoring.sources) == {"dram", "nvme"}
+        assert restoring.arrivals.finish().waited_s == 0.0
+        expected = run(model, PROMPT[192:], connector.restore(PROMPT).cache)
+        assert torch.equal(expected.view(torch.int32), actual.view(torch.int32))
+        assert agent.call(lambda: len(agent.core.node.leases)) == 0
 
 
 def test_a_layerwise_restore_gives_the_same_bits_as_a_whole_one(

@@ -28,6 +28,10 @@ SILENT = {
     "kvfleet_quota_rejected_total": "no tenant has a quota",
     "kvfleet_quota_evicted_total": "no tenant has a quota",
     "kvfleet_retention_dropped_total": "no tenant bounds how long its blocks are kept",
+    "kvfleet_moves_refused_total": "no path was full",
+    "kvfleet_codec_planes_total": "the pool permits no error",
+    "kvfleet_codec_missed_guesses_total": "the pool permits no error",
+    "kvfleet_codec_error_ratio": "the pool permits no error",
     "kvfleet_audit_blocks_total": "nobody read what another tenant wrote",
 }
 """Metrics that a run without faults may leave without a sample, each with the reason."""

@@ -131,3 +131,8 @@ class Arrivals:
         for layer in self.layers:
             if not layer.done():
                 layer.set_exception(error)
+
+
+def arrived(stream: LayerStream) -> Arrivals:
+    """Arrivals of a cache that is whole already; `stream` was closed."""
+    return Arrivals(stream, 0, lambda _: (None, None))

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 from kvfleet_api.blocks import Layout
 from kvfleet_api.errors import InvalidInputError, UnsupportedError
 from kvfleet_client.cache import PrefixCache
-from kvfleet_client.connectors.layerwise import Arrivals, ArrivingLayer
+from kvfleet_client.connectors.layerwise import Arrivals, ArrivingLayer, arrived
 from kvfleet_client.results import Bytes2D, Loaded, Stored
 
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -63,8 +63,13 @@ class CacheConnector:
 
     def restore(self, tokens: Sequence[int], *, session: str = "") -> Restored:
         """Make a cache of the longest prefix that can be had. Never raises for an agent's sake."""
-        usable = max(0, len(tokens) - 1) // self._layout.block_tokens
-        loaded = self._cache.load(tokens, session=session, blocks_max=usable)
+        return self._loaded(tokens, session, self._usable(tokens))
+
+    def _usable(self, tokens: Sequence[int]) -> int:
+        return max(0, len(tokens) - 1) // self._layout.block_tokens
+
+    def _loaded(self, tokens: Sequence[int], session: str, blocks_max: int) -> Restored:
+        loaded = self._cache.load(tokens, session=session, blocks_max=blocks_max)
         cache = unpack(loaded.data[: loaded.blocks], self._config, self._layout)
         return Restored(cache, loaded.blocks * self._layout.block_tokens, loaded)
 
@@ -73,11 +78,18 @@ class CacheConnector:
     ) -> Restoring:
         """Like `restore`, but returns as soon as the blocks are leased: a layer's attention waits for that layer alone.
 
-        `blocks_max` bounds the blocks that are wanted.
+        `blocks_max` bounds the blocks that are wanted. A prefix that memory cannot hold at a time comes whole, in
+        helpings, before this returns.
         """
-        usable = max(0, len(tokens) - 1) // self._layout.block_tokens
+        usable = self._usable(tokens)
         usable = usable if blocks_max is None else min(usable, blocks_max)
         stream = self._cache.stream(tokens, session=session, blocks_max=usable)
+        if stream.blocks < stream.found_blocks:
+            stream.close()
+            whole = self._loaded(tokens, session, usable)
+            return Restoring(
+                whole.cache, whole.tokens, whole.loaded.sources, whole.loaded.shared_blocks, arrived(stream)
+            )
         count, sources = stream.blocks * self._layout.block_tokens, stream.sources
         cache = DynamicCache(config=self._config)
         arrivals = Arrivals(stream, self._layout.layers if count else 0, partial(_states, layout=self._layout))
