@@ -154,7 +154,7 @@ class Client:
 
     def stream(self, leased: Leased, cut: Cut) -> LayerStream:
         """Read blocks that were leased for a cut layer by layer; the stream ends the leases."""
-        return LayerStream(leased.leases, cut, self._end, leased.shared_blocks, leased.found_blocks)
+        return LayerStream(leased.leases, cut, self._end, leased.shared_blocks, is_whole=leased.is_whole)
 
     def reserve(self, keys: Sequence[BlockKey], *, parent: bytes = b"", session: str = "") -> tuple[Reservation, ...]:
         """Ask for slots to fill, in chain order; fewer than asked for when the tier is full."""

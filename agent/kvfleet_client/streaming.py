@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
+from kvfleet_api.blocks import BlockKey
 from kvfleet_api.checksum import CHECKSUM_BYTES
 from kvfleet_api.errors import BlockCorruptError, LeaseLostError
 from kvfleet_api.wire import PART_SUMS_BYTES_MAX
@@ -36,7 +37,7 @@ class LayerStream:
     """
 
     def __init__(
-        self, leases: Sequence[Lease], cut: Cut, end: End, shared_blocks: int = 0, found_blocks: int = 0
+        self, leases: Sequence[Lease], cut: Cut, end: End, shared_blocks: int = 0, *, is_whole: bool = True
     ) -> None:
         """Hold `leases` until `end` is called with them."""
         self._leases = tuple(leases)
@@ -49,9 +50,9 @@ class LayerStream:
         """For each block where it was: a tier name, or `remote`."""
         self.shared_blocks = shared_blocks
         """How many of them came from a scope that the tenant shares."""
-        self.found_blocks = max(found_blocks, self.blocks)
-        """Leading blocks that somebody holds. More than `blocks` where memory cannot hold all of them at a time, or an
-        agent knows no parts: a load brings them in helpings."""
+        self.is_whole = is_whole
+        """False where more of the prefix is there: memory cannot hold all of it at a time, or the agent knows no parts.
+        A load brings it in helpings."""
 
     def __enter__(self) -> Self:
         return self
@@ -93,38 +94,45 @@ class Leased:
 
     leases: tuple[Lease, ...]
     shared_blocks: int
-    found_blocks: int
-    """Leading blocks that were found and wanted."""
+    is_whole: bool
+    """False when the agent has or knows the next block too."""
 
 
 def lease_route(job: Job, cut: Cut) -> Operation[Leased]:
     """Lease the longest prefix that can be had; given back when this is interrupted."""
     found = yield from locate_for_load(job)
-    held = yield from _lease(job, cut, found)
+    held, is_whole = yield from _lease(job, cut, found)
     if job.at.is_stale:  # Seen only now: there may be a scope that we do not know yet.
         yield Post((calls.release(job.target, held),))
         yield (calls.scopes(job.target),)
         found = yield from locate(job)
-        held = yield from _lease(job, cut, found)
-    found_blocks = min(found.route.blocks, job.wanted_blocks) if found else 0
-    if job.wanted_blocks and len(held) == found_blocks:  # Whoever gets less loads instead, and is counted there.
+        held, is_whole = yield from _lease(job, cut, found)
+    if job.wanted_blocks and is_whole:  # Whoever gets less than there is loads it instead, and is counted there.
         yield Post((calls.count_load(job.target, job.wanted_blocks, len(held)),))
-    return Leased(held, min(found.route.shared_blocks, len(held)) if found else 0, found_blocks)
+    return Leased(held, min(found.route.shared_blocks, len(held)) if found else 0, is_whole)
 
 
-def _lease(job: Job, cut: Cut, found: Found | None) -> Operation[tuple[Lease, ...]]:
+def _lease(job: Job, cut: Cut, found: Found | None) -> Operation[tuple[tuple[Lease, ...], bool]]:
+    """Leases of leading blocks, and whether there are no more of them."""
     route = found.route if found else Route()
     held: list[Lease] = []
+    is_whole = True
     try:
         wanted = range(min(route.blocks, job.wanted_blocks))
         for batch in batches.of_route(route, wanted, job.target.layout.block_bytes):
             yield from _lease_batch(job, cut, batch, held)
             if len(held) < batch.stop:
+                is_whole = not (yield from _is_there(job, batch.chain.part(len(held), len(held) + 1)))
                 break
     except BaseException:
         yield Post((calls.release(job.target, held),))
         raise
-    return tuple(held)
+    return tuple(held), is_whole
+
+
+def _is_there(job: Job, keys: Sequence[BlockKey]) -> Operation[bool]:
+    answers = yield (calls.lookup(job.target, keys, job.session, is_probe=True),)
+    return bool(answers[0].value.blocks)
 
 
 def _lease_batch(job: Job, cut: Cut, batch: Batch, held: list[Lease]) -> Operation[None]:

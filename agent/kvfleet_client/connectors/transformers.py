@@ -84,7 +84,7 @@ class CacheConnector:
         usable = self._usable(tokens)
         usable = usable if blocks_max is None else min(usable, blocks_max)
         stream = self._cache.stream(tokens, session=session, blocks_max=usable)
-        if stream.blocks < stream.found_blocks:
+        if not stream.is_whole:
             stream.close()
             whole = self._loaded(tokens, session, usable)
             return Restoring(
