@@ -126,7 +126,7 @@ def _sources(row: Row) -> str:
 def _overlap(row: Row) -> str:
     """How much of the restoring was hidden behind the computing."""
     overlap = row.result.overlap
-    if not row.result.hit_blocks:
+    if not overlap.all_layers_s:
         return ""
     return (
         f"; layers arrived after {overlap.first_layer_s * 1e3:.1f} to {overlap.all_layers_s * 1e3:.1f} ms, "
