@@ -66,9 +66,9 @@ def widen(into: Buffer, stored: Buffer, element_bytes: int, width: int, /) -> bo
     count = raw.size // (STRIP * element_bytes)
     whole, tail = count * STRIP * element_bytes, raw.size % (STRIP * element_bytes)
     bodies_at = whole - count * STRIP + 2 * count
-    heads, bodies = held[: 2 * count].reshape(-1, 2), held[bodies_at : held.size - tail]
     if held.size < bodies_at + tail:
         return False
+    heads, bodies = held[: 2 * count].reshape(-1, 2), held[bodies_at : held.size - tail]
     is_whole, tops = _uncoded(heads, bodies, width)
     if is_whole:
         rest = held[2 * count : bodies_at].reshape(count, element_bytes - 1, STRIP)

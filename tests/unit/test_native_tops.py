@@ -110,6 +110,13 @@ def test_any_stored_bytes_give_what_numpy_gives_or_nothing(
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("size_bytes", range(6))
+def test_less_than_the_heads_is_refused(level: str, size_bytes: int) -> None:
+    with kernels_of(level) as kernels:
+        assert widened(kernels, np.zeros(size_bytes, np.uint8), 2, 3, 3 * 512) is None
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_kv_in_bf16_takes_three_bits_an_exponent(level: str) -> None:
     raw = np.frombuffer(kv_block(5), np.uint8)
 
