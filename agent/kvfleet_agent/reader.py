@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvfleet_agent.backends.base import matches
 from kvfleet_agent.findings import Findings, findings
 from kvfleet_agent.policy.recompute import CostChoice, CostInputs, Source, choose
-from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import BlockCorruptError
 from kvfleet_api.tiers import Lookup
 
@@ -251,7 +251,7 @@ def _is_intact(lease: Lease) -> bool:
     assert mappable is not None, "leases are given on mapped copies only"
     try:
         with mappable.view(slot) as whole, whole[: record.stored_bytes] as view:
-            return checksum(view, record.key.digest, record.epoch, slot.stamp) == record.checksum
+            return matches(view, record, slot.stamp)
     except BlockCorruptError:
         return True  # The slot has gone, and the lease with it.
 

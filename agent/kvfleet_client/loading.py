@@ -1,5 +1,6 @@
 """Load a prompt's leading blocks: the operation behind `PrefixCache.load`. Sans-I/O: copies memory, yields calls."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +12,7 @@ from kvfleet_client.chain import Route
 from kvfleet_client.copying import copy_verified
 from kvfleet_client.results import Bytes2D, Lease, Loaded
 from kvfleet_client.routes import Found, Job, locate, locate_for_load
+from kvfleet_client.target import Target
 
 
 @dataclass(slots=True)
@@ -78,14 +80,22 @@ def _load_helping(job: Job, batch: Batch, data: Bytes2D, done: _Progress) -> Ope
                 return
             sound.append(lease.source)
 
-    try:
-        yield Work(copy)
-        lived = yield (calls.release(job.target, leases, suspects),)
-    except BaseException:
-        yield Post((calls.release(job.target, leases),))  # Once more is harmless.
-        raise
-    if lived[0].value < len(leases):  # A lease that is over explains a wrong copy, and makes a right one luck.
+    have_lived = yield from copy_leased(job.target, leases, copy, suspects)
+    if not have_lived:  # A lease that is over explains a wrong copy, and makes a right one luck.
         done.lost_blocks += len(leases)
         return
     done.sources += sound
     done.corrupt_blocks += len(suspects)
+
+
+def copy_leased(
+    target: Target, leases: Sequence[Lease], copy: Callable[[], None], suspects: Sequence[Lease]
+) -> Operation[bool]:
+    """Copy and give the leases back, with the `suspects` that `copy` found; true when all lived until then."""
+    try:
+        yield Work(copy)
+        lived = yield (calls.release(target, leases, suspects),)
+    except BaseException:
+        yield Post((calls.release(target, leases),))  # Once more is harmless.
+        raise
+    return bool(lived[0].value >= len(leases))

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from kvfleet_agent.backends.base import Capabilities, Record, SlotRef
+from kvfleet_agent.backends.base import Capabilities, Record, SlotRef, matches
 from kvfleet_agent.backends.extents import ExtentStore
 from kvfleet_agent.backends.memory import MappedExtent, Remains
 from kvfleet_agent.backends.slots import NOBODY, Extent, SlotTable, sole_writer, target_extent_bytes
@@ -21,7 +21,6 @@ from kvfleet_agent.backends.torn import torn
 from kvfleet_agent.backends.waiting import in_thread
 from kvfleet_agent.backends.withheld import Withheld
 from kvfleet_api.blocks import ScopeId
-from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, KvFleetError, TierFullError
 from kvfleet_api.units import KIB, MIB
 from kvfleet_native import copy
@@ -214,7 +213,7 @@ class Arena:
         """Copy out of the slot and verify the copy. See `TierBackend`."""
         source = self.view(slot)[: record.stored_bytes]
         target = into[: record.stored_bytes]
-        is_same = await self._copy(target, source, partial(_is_whole, target, record, slot.stamp))
+        is_same = await self._copy(target, source, partial(matches, target, record, slot.stamp))
         if not is_same or not self._table.is_live(slot):
             raise BlockCorruptError(f"block {record.key} in extent {slot.extent} at {slot.offset}: checksum differs")
 
@@ -373,8 +372,3 @@ def _populate(made: Future[MappedExtent]) -> None:
     """Fault in what was prepared, unless it was not."""
     if not made.cancelled() and made.exception() is None:
         made.result().populate()
-
-
-def _is_whole(stored: memoryview, record: Record, stamp: int) -> bool:
-    """Whether these are the bytes that were written under the record's key, epoch and stamp."""
-    return checksum(stored, record.key.digest, record.epoch, stamp) == record.checksum

@@ -7,6 +7,7 @@ from typing import Final, Protocol, runtime_checkable
 import msgspec
 
 from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId
+from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import BackendFailedError
 
 PROBE_SCOPE: Final = ScopeId("probe/start-up/0/v0")
@@ -64,6 +65,11 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     """XXH3-128 of the stored bytes, bound to key, epoch and stamp (`kvfleet_api.checksum`)."""
     epoch: int
     """Epoch of the agent that wrote it; with the slot's stamp the fencing token."""
+
+
+def matches(stored: memoryview, record: Record, stamp: int) -> bool:
+    """Whether these are the bytes that were written under the record's key, epoch and stamp."""
+    return checksum(stored, record.key.digest, record.epoch, stamp) == record.checksum
 
 
 class TierBackend(Protocol):

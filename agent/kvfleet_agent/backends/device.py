@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
+from kvfleet_agent.backends.base import matches
 from kvfleet_agent.backends.slots import Extent, SlotTable, target_extent_bytes
 from kvfleet_agent.backends.waiting import in_thread
-from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import BackendFailedError, BlockCorruptError, KvFleetError
 from kvfleet_api.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from kvfleet_agent.backends.base import Capabilities, Record, SlotRef
     from kvfleet_api.blocks import ScopeId
+
+T = TypeVar("T")
 
 _EXTENT_PARTS: Final = 16
 _EXTENT_BYTES_MAX: Final = 256 * MIB
@@ -115,17 +117,19 @@ class DeviceTier:
 
     async def read(self, slot: SlotRef, record: Record, into: memoryview) -> None:
         """Copy to host memory and verify the copy. See `TierBackend`."""
-        target = into[: record.stored_bytes]
-        await self._run(slot, partial(self.memory.copy_out, slot.extent, slot.offset, target))
-        is_same = checksum(target, record.key.digest, record.epoch, slot.stamp) == record.checksum
+        is_same = await self._run(slot, partial(self._copy_out, slot, record, into[: record.stored_bytes]))
         if not is_same or not self._table.is_live(slot):
             raise BlockCorruptError(f"block {record.key} in extent {slot.extent} at {slot.offset}: checksum differs")
 
-    async def _run(self, slot: SlotRef, copy: partial[None]) -> None:
+    def _copy_out(self, slot: SlotRef, record: Record, target: memoryview) -> bool:
+        self.memory.copy_out(slot.extent, slot.offset, target)
+        return matches(target, record, slot.stamp)
+
+    async def _run(self, slot: SlotRef, copy: Callable[[], T]) -> T:
         if slot.extent not in self._table.extents:
             raise BackendFailedError(f"extent {slot.extent} is gone: slot at {slot.offset} was dropped")
         try:
-            await in_thread(self._thread, copy)
+            return await in_thread(self._thread, copy)
         except BackendFailedError as e:
             self._last_error = str(e)
             raise

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Final
 
-from kvfleet_agent.backends.base import Capabilities, Record, SlotRef
+from kvfleet_agent.backends.base import Capabilities, Record, SlotRef, matches
 from kvfleet_agent.backends.budget import segments_bytes_max, target_bytes
 from kvfleet_agent.backends.buffers import Buffers, is_direct
 from kvfleet_agent.backends.burial import HOLD_S, due
@@ -20,7 +20,7 @@ from kvfleet_agent.backends.header import HEADER_BYTES, pack_header
 from kvfleet_agent.backends.index_file import IndexFile
 from kvfleet_agent.backends.index_format import Kinds
 from kvfleet_agent.backends.index_sealing import entry_sealing
-from kvfleet_agent.backends.record_bytes import form_of, matches
+from kvfleet_agent.backends.record_bytes import form_of
 from kvfleet_agent.backends.recovery import Recovery
 from kvfleet_agent.backends.sealing import DataKeys
 from kvfleet_agent.backends.segment import Segment

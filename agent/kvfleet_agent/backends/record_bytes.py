@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from kvfleet_agent.backends.base import Record, SlotRef
+from kvfleet_agent.backends.base import Record, SlotRef, matches
 from kvfleet_agent.backends.header import HEADER_BYTES, pack_header, unpack_header
 from kvfleet_agent.backends.sealed_record import SealedForm, Unread
 from kvfleet_agent.backends.sealing import DataKeys, Sealer
-from kvfleet_api.checksum import checksum
 from kvfleet_native import copy
 
 
@@ -71,11 +70,6 @@ def lay_out(whole: memoryview, header: bytes, payload: memoryview) -> None:
     whole[:HEADER_BYTES] = header
     copy(whole[HEADER_BYTES:end], payload)
     whole[end:] = bytes(len(whole) - end)
-
-
-def matches(stored: memoryview, record: Record, stamp: int) -> bool:
-    """Whether these are the bytes that were written under the record's key, epoch and stamp."""
-    return checksum(stored, record.key.digest, record.epoch, stamp) == record.checksum
 
 
 def copy_out(target: memoryview, whole: memoryview, record: Record, stamp: int) -> bool:

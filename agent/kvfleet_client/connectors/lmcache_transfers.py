@@ -17,6 +17,7 @@ from kvfleet_client.batches import batch_blocks
 from kvfleet_client.calls import Operation, Post, Work
 from kvfleet_client.connectors.lmcache_names import Name, Namer
 from kvfleet_client.copying import copy_verified, fill
+from kvfleet_client.loading import copy_leased
 from kvfleet_client.results import Lease, Prefix, Published, Reservation, Scope
 from kvfleet_client.routes import Attachment
 from kvfleet_client.target import Target
@@ -142,13 +143,7 @@ def _load_batch(job: Job, batch: Sequence[Block], missed: set[int], deadline_s: 
                 suspects.append(lease)
                 missed.add(block.owner)
 
-    try:
-        yield Work(copy)
-        lived = yield (calls.release(job.target, leases, suspects),)
-    except BaseException:
-        yield Post((calls.release(job.target, leases),))  # Once more is harmless.
-        raise
-    if lived[0].value < len(leases):  # Nobody vouches for what was copied.
+    if not (yield from copy_leased(job.target, leases, copy, suspects)):  # Nobody vouches for what was copied.
         missed.update(b.owner for b in batch[: len(leases)])
     return len(leases)
 
