@@ -1,8 +1,7 @@
-"""Laws of the LMCache adapter's parts, without LMCache and without sockets."""
+"""Laws of the LMCache adapter's names, options and transfers, without LMCache and without sockets."""
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,24 +11,20 @@ import pytest
 from client_model import DOMAIN, LAYOUT, OTHER, OWN, TARGET, Attached, Bench, Model
 from hypothesis import given
 from hypothesis import strategies as st
+from opaque_objects import BLOCK, NAME, PRINT, named
 
 from kvfleet_api import wire
 from kvfleet_api.blocks import KEY_BYTES, Layout, chain_keys, unpack_digests
 from kvfleet_api.errors import InvalidInputError
 from kvfleet_api.tiers import Lookup
-from kvfleet_client.connectors import lmcache_board, lmcache_locks, lmcache_transfers
-from kvfleet_client.connectors.lmcache_board import Board, Task, Workers
-from kvfleet_client.connectors.lmcache_locks import LOCK_S, Locks
+from kvfleet_client.connectors import lmcache_transfers
+from kvfleet_client.connectors.lmcache_locks import LOCK_S
 from kvfleet_client.connectors.lmcache_names import BLOCKS_MAX, ORDER, Fingerprint, Name, Namer
 from kvfleet_client.connectors.lmcache_options import parse
-from kvfleet_client.connectors.lmcache_transfers import Job, Keys, Object, Stored
+from kvfleet_client.connectors.lmcache_transfers import Job, Object, Stored
 from kvfleet_client.results import Grants, Scope
 
 pytestmark = pytest.mark.unit
-
-BLOCK = LAYOUT.block_bytes
-PRINT = Fingerprint(LAYOUT, "llama", chunk_tokens=2, hash_algorithm="blake3", hash_seed="")
-NAME = Name("llama", rank=1, group=0, salt="", chunk=b"c" * 32)
 
 
 class OpaqueModel(Model):
@@ -82,10 +77,6 @@ def bench() -> Iterator[OpaqueBench]:
 def job(*scopes: Scope, clock: Any = lambda: 0.0) -> Job:
     grants = Grants(1, "a", scopes, scopes[0].id, BLOCK, 600.0) if scopes else None
     return Job(TARGET, Attached(grants), Namer(PRINT), clock, deadline_s=5.0)
-
-
-def named(number: int) -> Name:
-    return replace(NAME, chunk=number.to_bytes(32, "big"))
 
 
 def filled(number: int, blocks: int = 1) -> Object:
@@ -321,102 +312,3 @@ def test_the_agent_hears_of_every_lookup_and_brings_up_what_was_found(bench: Opa
 
     assert bench.model.counted == [(3, 2)]
     assert bench.model.prefetched == [k.digest for k in found[0]]
-
-
-# Locks
-
-
-def held(number: int) -> Keys:
-    return Namer(PRINT).keys(OWN.secret, named(number), BLOCK)
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=40))
-def test_the_last_unlock_and_no_other_takes_the_pin_back(steps: list[tuple[bool, int]]) -> None:
-    locks, counts = Locks(lambda: 0.0), dict.fromkeys(range(4), 0)
-    for is_lock, number in steps:
-        if is_lock:
-            locks.take([named(number)], [held(number)])
-            counts[number] += 1
-        else:
-            freed = locks.give([named(number)])
-            assert freed == ([held(number)] if counts[number] == 1 else [])
-            counts[number] = max(0, counts[number] - 1)
-    assert len(locks) == sum(c > 0 for c in counts.values())
-
-
-def test_locks_that_nobody_takes_back_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmcache_locks, "LOCKS_MAX", 2)
-    now = [0.0]
-    locks = Locks(lambda: now[0])
-    locks.take([named(0), named(1), named(2)], [held(0), held(1), held(2)])
-    assert len(locks) == 2
-
-    now[0] = LOCK_S
-    locks.take([named(3)], [held(3)])
-    assert locks.give([named(0)]) == []
-    assert locks.give([named(3)]) == [held(3)]
-
-
-# Board and workers
-
-
-def test_every_result_is_announced_once_and_fetched_once() -> None:
-    announced: list[int] = []
-    board: Board[str] = Board(lambda: announced.append(1))
-    board.put(1, "a")
-    board.put(2, "b")
-
-    assert (board.take(1), board.take(1), board.take_all(), board.take_all()) == ("a", None, {2: "b"}, {})
-    board.close()
-    board.put(3, "c")
-    assert len(announced) == 2
-
-
-def test_results_that_nobody_fetches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmcache_board, "RESULTS_MAX", 2)
-    board: Board[str] = Board(lambda: None)
-    for task in range(5):
-        board.put(task, str(task))
-
-    assert board.take_all() == {3: "3", 4: "4"}
-
-
-def test_submitting_never_waits_and_every_task_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmcache_board, "TASKS_MAX", 2)
-    free, begun = threading.Event(), threading.Event()
-    ends: list[str] = []
-    workers = Workers("t", 1)
-
-    def first() -> None:
-        begun.set()
-        free.wait()
-        ends.append("ran")
-
-    workers.submit(Task(first, lambda: ends.append("gave up")))
-    begun.wait()
-    for _ in range(4):  # Two find a place in the queue.
-        workers.submit(Task(lambda: ends.append("ran"), lambda: ends.append("gave up")))
-    assert ends == ["gave up"] * 2
-
-    free.set()
-    workers.close()
-    workers.close()
-    workers.submit(Task(lambda: ends.append("ran"), lambda: ends.append("gave up")))
-
-    assert len(ends) == 6
-    assert ends[-1] == "gave up"
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_task_that_breaks_is_given_up_and_the_next_one_runs() -> None:
-    ends: list[str] = []
-    done = threading.Event()
-    workers = Workers("t", 1)
-    workers.submit(Task(lambda: ends.append(str(1 // 0)), lambda: ends.append("gave up")))
-    workers.submit(Task(done.set, lambda: None))
-
-    assert done.wait(5)
-    assert ends == ["gave up"]
-    assert workers.is_alive
-    workers.close()
-    assert not workers.is_alive
