@@ -15,23 +15,35 @@ static int is_supported(void)
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt");
 }
 
-TARGET static inline void stream_line(uint8_t *into, const uint8_t *source)
-{
-    for (int i = 0; i < 64; i += 32)
-        _mm256_stream_si256((__m256i *)(into + i), _mm256_loadu_si256((const __m256i *)(source + i)));
-}
-
-static inline void stream_end(void) { _mm_sfence(); }
-
 /* Two fields, not an array: an array would live in memory. */
 typedef struct {
     __m256i low, high;
-} Lanes;
+} Line;
+
+typedef Line Lanes;
 
 TARGET static inline __m256i load_half(const void *words, int half)
 {
     return _mm256_loadu_si256((const __m256i *)words + half);
 }
+
+TARGET static inline Line load_line(const uint8_t *bytes) { return (Line){load_half(bytes, 0), load_half(bytes, 1)}; }
+
+TARGET static inline void stream_line(uint8_t *into, Line line)
+{
+    _mm256_stream_si256((__m256i *)into, line.low);
+    _mm256_stream_si256((__m256i *)into + 1, line.high);
+}
+
+TARGET static inline void stream_quarters(uint8_t *into, Line line)
+{
+    _mm_stream_si128((__m128i *)into, _mm256_castsi256_si128(line.low));
+    _mm_stream_si128((__m128i *)into + 1, _mm256_extracti128_si256(line.low, 1));
+    _mm_stream_si128((__m128i *)into + 2, _mm256_castsi256_si128(line.high));
+    _mm_stream_si128((__m128i *)into + 3, _mm256_extracti128_si256(line.high, 1));
+}
+
+static inline void stream_end(void) { _mm_sfence(); }
 
 TARGET static inline Lanes load_lanes(const uint64_t *sums) { return (Lanes){load_half(sums, 0), load_half(sums, 1)}; }
 
@@ -48,10 +60,10 @@ TARGET static inline __m256i accumulate_half(__m256i sums, __m256i words, __m256
     return _mm256_add_epi64(product, _mm256_add_epi64(sums, _mm256_shuffle_epi32(words, 0x4E)));
 }
 
-TARGET static inline Lanes accumulate(Lanes lanes, const uint8_t *input, const uint8_t *secret)
+TARGET static inline Lanes accumulate(Lanes lanes, Line line, const uint8_t *secret)
 {
-    return (Lanes){accumulate_half(lanes.low, load_half(input, 0), load_half(secret, 0)),
-                   accumulate_half(lanes.high, load_half(input, 1), load_half(secret, 1))};
+    return (Lanes){accumulate_half(lanes.low, line.low, load_half(secret, 0)),
+                   accumulate_half(lanes.high, line.high, load_half(secret, 1))};
 }
 
 TARGET static inline __m256i scramble_half(__m256i sums, __m256i keys)

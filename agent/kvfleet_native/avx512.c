@@ -22,9 +22,18 @@ static int is_supported(void)
            __builtin_cpu_supports("bmi") && __builtin_cpu_supports("popcnt");
 }
 
-TARGET static inline void stream_line(uint8_t *into, const uint8_t *source)
+typedef __m512i Line;
+
+TARGET static inline Line load_line(const uint8_t *bytes) { return _mm512_loadu_si512(bytes); }
+
+TARGET static inline void stream_line(uint8_t *into, Line line) { _mm512_stream_si512((__m512i *)into, line); }
+
+TARGET static inline void stream_quarters(uint8_t *into, Line line)
 {
-    _mm512_stream_si512((__m512i *)into, _mm512_loadu_si512(source));
+    _mm_stream_si128((__m128i *)into, _mm512_castsi512_si128(line));
+    _mm_stream_si128((__m128i *)into + 1, _mm512_extracti32x4_epi32(line, 1));
+    _mm_stream_si128((__m128i *)into + 2, _mm512_extracti32x4_epi32(line, 2));
+    _mm_stream_si128((__m128i *)into + 3, _mm512_extracti32x4_epi32(line, 3));
 }
 
 static inline void stream_end(void) { _mm_sfence(); }
@@ -35,9 +44,9 @@ TARGET static inline Lanes load_lanes(const uint64_t *sums) { return _mm512_load
 
 TARGET static inline void store_lanes(uint64_t *sums, Lanes lanes) { _mm512_storeu_si512(sums, lanes); }
 
-TARGET static inline Lanes accumulate(Lanes lanes, const uint8_t *input, const uint8_t *secret)
+TARGET static inline Lanes accumulate(Lanes lanes, Line words, const uint8_t *secret)
 {
-    __m512i words = _mm512_loadu_si512(input), keyed = _mm512_xor_si512(words, _mm512_loadu_si512(secret));
+    __m512i keyed = _mm512_xor_si512(words, _mm512_loadu_si512(secret));
     __m512i product = _mm512_mul_epu32(keyed, _mm512_srli_epi64(keyed, 32));
     __m512i swapped = _mm512_shuffle_epi32(words, (_MM_PERM_ENUM)0x4E);
     return _mm512_add_epi64(product, _mm512_add_epi64(lanes, swapped));

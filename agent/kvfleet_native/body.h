@@ -1,8 +1,9 @@
 /* Every kernel, once; a file for each instruction set includes it after defining LEVEL (the name of its table),
-   LEVEL_NAME, TARGET (a function attribute), is_supported(), stream_line(), stream_end(), for the hash Lanes (eight sums
-   of 64 bits) with load_lanes(), store_lanes(), accumulate() and scramble(), for top bytes sum_of() (256 of them) and
-   far_below() (a bit for each of 64 that is not of the `range` values ending at `base`), and for errors Sums, a vector of
-   DOUBLES, with doubles_of(). */
+   LEVEL_NAME, TARGET (a function attribute), is_supported(), Line (64 bytes in registers) with load_line(),
+   stream_line() to where a line begins, stream_quarters() to any quarter of one, and stream_end(), for the hash Lanes
+   (eight sums of 64 bits) with load_lanes(), store_lanes(), accumulate() and scramble(), for top bytes sum_of() (256 of
+   them) and far_below() (a bit for each of 64 that is not of the `range` values ending at `base`), and for errors Sums, a
+   vector of DOUBLES, with doubles_of(). */
 #include <string.h>
 
 #include "hash.h"
@@ -19,7 +20,7 @@ TARGET static void stream(uint8_t *into, const uint8_t *source, size_t size)
     memcpy(into, source, head);
     size_t i = head;
     for (; i + LINE <= size; i += LINE)
-        stream_line(into + i, source + i);
+        stream_line(into + i, load_line(source + i));
     memcpy(into + i, source + i, size - i);
 }
 
@@ -37,7 +38,7 @@ TARGET static void add_blocks(uint64_t *sums, const uint8_t *input, size_t count
     for (size_t block = 0; block < count; block++) {
         for (int stripe = 0; stripe < BLOCK_STRIPES; stripe++, input += STRIPE_BYTES, ahead += STRIPE_BYTES) {
             __builtin_prefetch(ahead);
-            lanes = accumulate(lanes, input, secret + 8 * stripe);
+            lanes = accumulate(lanes, load_line(input), secret + 8 * stripe);
         }
         lanes = scramble(lanes, secret + SECRET_BYTES - STRIPE_BYTES);
     }
@@ -50,8 +51,8 @@ TARGET static void end_digest(uint64_t *sums, const uint8_t *last, size_t left, 
 {
     Lanes lanes = load_lanes(sums);
     for (size_t stripe = 0; stripe < (left - 1) / STRIPE_BYTES; stripe++)
-        lanes = accumulate(lanes, last + STRIPE_BYTES * stripe, secret + 8 * stripe);
-    lanes = accumulate(lanes, last + left - STRIPE_BYTES, secret + SECRET_BYTES - STRIPE_BYTES - 7);
+        lanes = accumulate(lanes, load_line(last + STRIPE_BYTES * stripe), secret + 8 * stripe);
+    lanes = accumulate(lanes, load_line(last + left - STRIPE_BYTES), secret + SECRET_BYTES - STRIPE_BYTES - 7);
     store_lanes(sums, lanes);
     merge(sums, size, secret, digest);
 }
@@ -66,6 +67,29 @@ TARGET static void digest(const uint8_t *source, size_t size, uint64_t seed, uin
     end_digest(sums, source + whole * BLOCK_BYTES, size - whole * BLOCK_BYTES, size, secret, into);
 }
 
+/* As add_blocks, and each line goes from its registers past the caches to `into`, which begins with a quarter of one:
+   what an allocator hands out does. */
+TARGET static void stream_blocks(uint64_t *sums, uint8_t *into, const uint8_t *source, size_t count,
+                                 const uint8_t *secret)
+{
+    int is_aligned = (uintptr_t)into % LINE == 0;
+    Lanes lanes = load_lanes(sums);
+    for (size_t block = 0; block < count; block++) {
+        for (int stripe = 0; stripe < BLOCK_STRIPES; stripe++, into += STRIPE_BYTES, source += STRIPE_BYTES) {
+            __builtin_prefetch(source + AHEAD_BYTES);
+            Line line = load_line(source);
+            __asm__ volatile("" ::: "memory"); /* From here on the source has changed, for all that the compiler knows. */
+            if (is_aligned)
+                stream_line(into, line);
+            else
+                stream_quarters(into, line);
+            lanes = accumulate(lanes, line, secret + 8 * stripe);
+        }
+        lanes = scramble(lanes, secret + SECRET_BYTES - STRIPE_BYTES);
+    }
+    store_lanes(sums, lanes);
+}
+
 #define STAGE_BYTES (4 * BLOCK_BYTES) /* Stays in the first cache. */
 
 TARGET static void copy_digest(uint8_t *into, const uint8_t *source, size_t size, uint64_t seed, int is_streamed,
@@ -75,7 +99,11 @@ TARGET static void copy_digest(uint8_t *into, const uint8_t *source, size_t size
     uint8_t *stage = staged + LINE; /* Before it stands the end of the last stage. */
     uint64_t sums[8];
     begin_digest(sums, secret, seed);
-    for (size_t left = size; left > 0;) {
+    /* What is left has a line at least: the digest's last line never reaches back to what was streamed. */
+    size_t straight = is_streamed && (uintptr_t)into % (LINE / 4) == 0 ? (size - LINE) / BLOCK_BYTES : 0;
+    stream_blocks(sums, into, source, straight, secret);
+    into += straight * BLOCK_BYTES, source += straight * BLOCK_BYTES;
+    for (size_t left = size - straight * BLOCK_BYTES; left > 0;) {
         size_t size_here = left < STAGE_BYTES ? left : STAGE_BYTES;
         memcpy(stage, source, size_here);
         __asm__ volatile("" ::: "memory"); /* From here on the source has changed, for all that the compiler knows. */

@@ -15,14 +15,27 @@
 
 static int is_supported(void) { return 1; }
 
+typedef struct {
+    uint64_t words[8];
+} Line;
+
+static inline Line load_line(const uint8_t *bytes)
+{
+    Line line;
+    memcpy(line.words, bytes, sizeof line.words);
+    return line;
+}
+
 #ifdef __x86_64__
 #include <emmintrin.h>
 
-static inline void stream_line(uint8_t *into, const uint8_t *source)
+static inline void stream_quarters(uint8_t *into, Line line)
 {
-    for (int i = 0; i < 64; i += 16)
-        _mm_stream_si128((__m128i *)(into + i), _mm_loadu_si128((const __m128i *)(source + i)));
+    for (int i = 0; i < 4; i++)
+        _mm_stream_si128((__m128i *)into + i, _mm_loadu_si128((const __m128i *)line.words + i));
 }
+
+static inline void stream_line(uint8_t *into, Line line) { stream_quarters(into, line); }
 
 static inline void stream_end(void) { _mm_sfence(); }
 
@@ -58,7 +71,9 @@ static inline uint64_t far_below(const uint8_t *bytes, uint8_t base, uint8_t ran
     return found;
 }
 #else
-static inline void stream_line(uint8_t *into, const uint8_t *source) { memcpy(into, source, 64); }
+static inline void stream_quarters(uint8_t *into, Line line) { memcpy(into, line.words, sizeof line.words); }
+
+static inline void stream_line(uint8_t *into, Line line) { stream_quarters(into, line); }
 
 static inline void stream_end(void) {}
 
@@ -109,14 +124,13 @@ static inline Lanes load_lanes(const uint64_t *sums)
 
 static inline void store_lanes(uint64_t *sums, Lanes lanes) { memcpy(sums, lanes.sums, sizeof lanes.sums); }
 
-static inline Lanes accumulate(Lanes lanes, const uint8_t *input, const uint8_t *secret)
+static inline Lanes accumulate(Lanes lanes, Line line, const uint8_t *secret)
 {
-    uint64_t words[8], keys[8];
-    memcpy(words, input, sizeof words);
+    uint64_t keys[8];
     memcpy(keys, secret, sizeof keys);
     for (int i = 0; i < 8; i++) {
-        uint64_t keyed = words[i] ^ keys[i];
-        lanes.sums[i] += words[i ^ 1] + (uint64_t)(uint32_t)keyed * (keyed >> 32);
+        uint64_t keyed = line.words[i] ^ keys[i];
+        lanes.sums[i] += line.words[i ^ 1] + (uint64_t)(uint32_t)keyed * (keyed >> 32);
     }
     return lanes;
 }

@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import xxhash
 from hypothesis import example, given
@@ -22,6 +23,14 @@ seeds = st.integers(0, (1 << 64) - 1)
 edges = st.builds(lambda unit, count, off: max(0, unit * count + off), st.sampled_from([64, 1024, 4096, 65536]),
                   st.integers(0, 5), st.integers(-2, 2))  # fmt: skip
 sizes = st.one_of(st.integers(0, 1100), edges, st.integers(0, 400_000))
+# Large copies go past the caches by lines of 64 bytes, or by quarters of them.
+places = st.one_of(st.integers(0, 70), st.sampled_from([0, 16, 32, 48, 64]))
+
+
+def lines(size_bytes: int) -> npt.NDArray[np.uint8]:
+    """Sevens that begin with a cache line."""
+    whole = np.full(size_bytes + 64, 7, np.uint8)
+    return whole[-whole.ctypes.data % 64 :][:size_bytes]
 
 
 @given(level=levels, size=sizes, at=st.integers(0, 70), seed=seeds)
@@ -43,9 +52,11 @@ def test_every_size_up_to_some_blocks_has_the_right_digest(level: str) -> None:
     assert wrong == []
 
 
-@given(level=levels, size=sizes, at=st.integers(0, 70), to=st.integers(0, 70), seed=seeds)
+@given(level=levels, size=sizes, at=st.integers(0, 70), to=places, seed=seeds)
+@example(level=LEVELS[0], size=65536, at=1, to=0, seed=1)
+@example(level=LEVELS[0], size=65536 + 1023, at=1, to=16, seed=1)
 def test_a_copy_with_its_digest_is_both(level: str, size: int, at: int, to: int, seed: int) -> None:
-    source, target = NOISE[at : at + size], np.full(size + 140, 7, np.uint8)
+    source, target = NOISE[at : at + size], lines(size + 140)
 
     with kernels_of(level) as kernels:
         digest = kernels.copy_digest(target[to : to + size], source, seed)
