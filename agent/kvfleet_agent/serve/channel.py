@@ -20,6 +20,8 @@ READ_BYTES: Final = 256 << 10
 """Taken from the socket at a time; a batch of 16 verbs is a few KiB, the longest frame 4 MiB."""
 OUT_BYTES_MAX: Final = 8 << 20
 """Answers that wait for a slow client; above this nothing more is read from it."""
+TOGETHER_BYTES_MAX: Final = 64 << 10
+"""Answers that wait for those to frames that came with theirs; then they are sent."""
 SEND_S: Final = 30.0
 """A client that takes nothing for so long is dead."""
 HEADER_BYTES: Final = 4
@@ -38,6 +40,8 @@ class Channel:
         self._in = bytearray()
         self._out: deque[tuple[memoryview, list[int]]] = deque()
         self._out_bytes = 0
+        self._together: bytearray | None = None
+        """Answers to frames that came together; None while none are being handed over."""
         self._send_timer: asyncio.TimerHandle | None = None
         self._holds = 0
         """Reasons not to read: each `hold` wants its `unhold`."""
@@ -62,9 +66,29 @@ class Channel:
             self._loop.call_soon(self._deliver)
 
     def send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a frame with descriptors, which the caller keeps owning. Returns at once; no-op when closed."""
+        """Send a frame with descriptors, which the caller keeps owning. Returns at once; no-op when closed.
+
+        What answers frames that came together goes together: the reader is woken once.
+        """
         if self.is_closed:
             return
+        if self._together is None:
+            self._send(frame, fds)
+        elif fds:  # They travel with a frame of their own.
+            self._send_together()
+            self._send(frame, fds)
+        else:
+            self._together += frame
+            if len(self._together) > TOGETHER_BYTES_MAX:
+                self._send_together()
+
+    def _send_together(self) -> None:
+        frames = self._together
+        if frames and not self.is_closed:
+            self._together = bytearray()
+            self._send(bytes(frames), ())
+
+    def _send(self, frame: bytes, fds: Sequence[int]) -> None:
         sent = 0
         if not self._out:
             try:
@@ -85,6 +109,7 @@ class Channel:
         """Close once everything is sent; nothing more is read."""
         self._is_ending = True
         self.hold()
+        self._send_together()
         if not self._out:
             self.close()
 
@@ -119,6 +144,7 @@ class Channel:
     def _deliver(self) -> None:
         """Hand over whole frames while nobody holds the channel."""
         start = 0
+        self._together = bytearray()
         try:
             while not self._holds and not self.is_closed and len(self._in) - start >= HEADER_BYTES:
                 size = frame_bytes(bytes(self._in[start : start + HEADER_BYTES]))
@@ -129,7 +155,10 @@ class Channel:
                 self._on_frame(bytes(self._in[begin:start]))
         except InvalidInputError:
             self.close()
-        del self._in[:start]
+        finally:
+            self._send_together()
+            self._together = None
+            del self._in[:start]
 
     def _send_some(self, data: memoryview, fds: Sequence[int]) -> int:
         try:
