@@ -11,7 +11,8 @@ import numpy as np
 from bench.identity import BLOCK_TOKENS, POOL, SECRET, TOKEN, layout_of
 from bench.peers.loop import Bytes2D, Store, Work, serve
 from kvfleet_api.blocks import BlockKey, chain_keys
-from kvfleet_client import Client, Lease, PrefixCache, Published, Reservation, Target
+from kvfleet_client import Client, Lease, PrefixCache, Published, Reservation, Target, calls
+from kvfleet_client.calls import Answers, Calls, Operation
 from kvfleet_client.chain import Tokens
 from kvfleet_client.copying import copy_verified, fill
 
@@ -23,8 +24,11 @@ def tokens_of(work: Work, generation: int) -> Tokens:
     return tokens
 
 
+LEASE_S = 30.0
+
+
 class Verbs:
-    """Reserve, fill, publish; lookup, acquire, copy and verify, release."""
+    """Reserve, fill, publish; lookup, acquire, copy, release. A batch ends in the round trip that begins the next."""
 
     def __init__(self, socket: Path) -> None:
         """Use the agent that listens on `socket`."""
@@ -52,20 +56,26 @@ class Verbs:
 
     def put(self, _: int) -> dict[str, float]:
         """Store the set, batch by batch; the parts are seconds in each verb."""
-        client, keys, clock = self._attached, self._keys, time.perf_counter
-        parts = {"reserve": 0.0, "fill": 0.0, "publish": 0.0}
+        return self._attached.run(self._storing())
+
+    def _storing(self) -> Operation[dict[str, float]]:
+        """Slots of a batch are asked for together with the publication of the one before."""
+        keys, target, clock = self._keys, self._attached.target, time.perf_counter
+        parts = {"reserve and publish": 0.0, "fill": 0.0}
+        publishing: Calls = ()
+        parent = b""
         for part in self._work.batches():
-            parent = keys[part.start - 1].digest if part.start else b""
             start_s = clock()
-            slots = client.reserve(keys[part], parent=parent)
+            *published, reserved = yield (*publishing, calls.reserve(target, parent, keys[part], ""))
             reserved_s = clock()
-            sums = self._fill(slots, self._source[part])
-            filled_s = clock()
-            results = client.publish(slots, sums)
-            parts["reserve"] += reserved_s - start_s
-            parts["fill"] += filled_s - reserved_s
-            parts["publish"] += clock() - filled_s
-            assert results == (Published.PUBLISHED,) * (part.stop - part.start), results
+            sums = self._fill(reserved.value, self._source[part])
+            parts["reserve and publish"] += reserved_s - start_s
+            parts["fill"] += clock() - reserved_s
+            _check_published(published)
+            publishing, parent = (calls.publish(target, reserved.value, sums),), keys[part][-1].digest
+        start_s = clock()
+        _check_published((yield publishing))
+        parts["reserve and publish"] += clock() - start_s
         return parts
 
     def _fill(self, slots: Sequence[Reservation], blocks: Bytes2D) -> list[bytes]:
@@ -73,20 +83,28 @@ class Verbs:
 
     def get(self, _: int) -> dict[str, float]:
         """Load the set: one lookup, then batch by batch; the parts are seconds in each verb."""
-        client, keys, clock = self._attached, self._keys, time.perf_counter
+        return self._attached.run(self._loading())
+
+    def _loading(self) -> Operation[dict[str, float]]:
+        """Leases of a batch are asked for together with the release of the one before."""
+        keys, target, clock = self._keys, self._attached.target, time.perf_counter
         start_s = clock()
-        assert client.lookup(keys).blocks == len(keys), "the set is there"
-        parts = {"lookup": clock() - start_s, "acquire": 0.0, "copy": 0.0, "release": 0.0}
+        assert (yield (calls.lookup(target, keys, ""),))[0].value.blocks == len(keys), "the set is there"
+        parts = {"lookup": clock() - start_s, "acquire and release": 0.0, "copy": 0.0}
+        releasing: Calls = ()
+        held = 0
         for part in self._work.batches():
             start_s = clock()
-            leases = client.acquire(keys[part])
+            *released, acquired = yield (*releasing, calls.acquire(target, keys[part], "", LEASE_S, LEASE_S))
             acquired_s = clock()
-            self._copy(leases, self._sink[part])
-            copied_s = clock()
-            leases.release()
-            parts["acquire"] += acquired_s - start_s
-            parts["copy"] += copied_s - acquired_s
-            parts["release"] += clock() - copied_s
+            self._copy(acquired.value, self._sink[part])
+            parts["acquire and release"] += acquired_s - start_s
+            parts["copy"] += clock() - acquired_s
+            _check_released(released, held)
+            releasing, held = (calls.release(target, acquired.value),), len(acquired.value)
+        start_s = clock()
+        _check_released((yield releasing), held)
+        parts["acquire and release"] += clock() - start_s
         return parts
 
     def _copy(self, leases: Sequence[Lease], rows: Bytes2D) -> None:
@@ -110,6 +128,16 @@ class Verbs:
     def _attached(self) -> Client:
         assert self._client is not None, "opened first"
         return self._client
+
+
+def _check_published(answers: Answers) -> None:
+    for answer in answers:
+        assert set(answer.value) == {Published.PUBLISHED}, answer
+
+
+def _check_released(answers: Answers, held: int) -> None:
+    for answer in answers:
+        assert answer.value == held, "a lease ended while its block was copied"
 
 
 class TokensInBlocksOut(Verbs):

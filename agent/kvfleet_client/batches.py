@@ -9,7 +9,7 @@ from kvfleet_client.chain import Chain, Route
 
 BATCH_BLOCKS_MAX: Final = 64
 BATCH_BYTES_MAX: Final = 128 << 20
-"""Bound of what one operation holds leased or reserved at a time: half of a large extent."""
+"""Bound of what one call leases or reserves: half of a large extent. A store holds two such batches at most."""
 
 
 @dataclass(frozen=True, slots=True)

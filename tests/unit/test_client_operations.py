@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 
 from kvfleet_api import wire
 from kvfleet_api.errors import InvalidInputError, QuotaExceededError
-from kvfleet_client import routes
-from kvfleet_client.calls import Done, begin, resume
+from kvfleet_client import batches, routes
+from kvfleet_client.calls import Done, Operation, Work, begin, resume
 from kvfleet_client.loading import load
 from kvfleet_client.results import Scope
 from kvfleet_client.routes import Job, look_up, prompt_of
@@ -185,6 +186,43 @@ def test_memory_for_a_few_blocks_at_a_time_is_enough_to_load_and_copy_all(bench:
     assert np.array_equal(bench.load(tokens, OWN).data, kv(tokens))
     assert bench.store(tokens, DOMAIN, OWN, first=6).copied == 6
     assert np.array_equal(bench.load(tokens, DOMAIN, OTHER).data, kv(tokens))
+
+
+def trips(bench: Bench, operation: Operation[Any]) -> list[list[str]]:
+    """Names of the calls that each round trip of an operation carries."""
+    made, step = [], begin(operation)
+    while not isinstance(step, Done):
+        if isinstance(step, tuple):
+            made.append([type(call.request(1)).__name__ for call in step])
+        step = resume(operation, bench.perform(step))
+    return made
+
+
+def test_a_batch_ends_in_the_round_trip_that_begins_the_next(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "BATCH_BLOCKS_MAX", 2)
+    tokens = list(range(10))
+
+    stored = trips(bench, store(job(tokens, OWN), kv(tokens), 0))
+    loaded = trips(bench, load(job(tokens, OWN), None))
+
+    assert stored[-4:] == [["Reserve"], ["Publish", "Reserve"], ["Publish", "Reserve"], ["Publish"]]
+    assert loaded[-4:] == [["Acquire"], ["Release", "Acquire"], ["Release", "Acquire"], ["Release"]]
+
+
+def test_slots_behind_a_block_that_was_refused_are_given_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "BATCH_BLOCKS_MAX", 2)
+    tokens = list(range(12))
+    operation = store(job(tokens, OWN), kv(tokens), 0)
+    step = begin(operation)
+    while not isinstance(step, Done):
+        outcome = bench.perform(step)
+        if isinstance(step, Work):
+            os.pwrite(bench.model.fd, b"\xff\x00\xff", 3 * SLOT_BYTES)  # Somebody spoils the fourth block.
+        step = resume(operation, outcome)
+
+    assert (step.value.published, step.value.refused) == (3, 3)
+    assert not bench.model.reserved
+    assert bench.load(tokens, OWN).blocks == 3
 
 
 def test_a_full_tier_takes_the_leading_blocks() -> None:

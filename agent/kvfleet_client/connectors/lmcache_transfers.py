@@ -14,13 +14,14 @@ from kvfleet_api.tiers import Lookup
 from kvfleet_api.wire import KEYS_MAX
 from kvfleet_client import calls
 from kvfleet_client.batches import batch_blocks
-from kvfleet_client.calls import Operation, Post, Work
+from kvfleet_client.calls import Operation, Post
 from kvfleet_client.connectors.lmcache_names import Name, Namer
 from kvfleet_client.copying import copy_verified, fill
 from kvfleet_client.loading import copy_leased
-from kvfleet_client.results import Lease, Prefix, Published, Reservation, Scope
+from kvfleet_client.results import Lease, Prefix, Scope
 from kvfleet_client.routes import Attachment
 from kvfleet_client.target import Target
+from kvfleet_client.writing import Run, Tally, write
 
 LEASE_S: Final = 30.0
 
@@ -143,7 +144,8 @@ def _load_batch(job: Job, batch: Sequence[Block], missed: set[int], deadline_s: 
                 suspects.append(lease)
                 missed.add(block.owner)
 
-    if not (yield from copy_leased(job.target, leases, copy, suspects)):  # Nobody vouches for what was copied.
+    have_lived, _ = yield from copy_leased(job.target, leases, copy, suspects)
+    if not have_lived:  # Nobody vouches for what was copied.
         missed.update(b.owner for b in batch[: len(leases)])
     return len(leases)
 
@@ -157,7 +159,7 @@ def _still_there(job: Job, blocks: Sequence[Block], missed: set[int]) -> Operati
     return [b for b in blocks if b.owner not in missed]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Stored:
     """What became of a store."""
 
@@ -170,44 +172,16 @@ class Stored:
 def store(job: Job, objects: Sequence[Object]) -> Operation[Stored]:
     """Make objects available in the scope that the agent names."""
     yield from _refreshed(job)
-    grants, outcome = job.at.grants, Stored()
+    grants = job.at.grants
     scope = grants.scope(grants.write_scope) if grants is not None else None
     if scope is None or not scope.can_write:
-        return outcome
+        return Stored()
     keys = [job.namer.keys(scope.secret, o.name, o.size_bytes) for o in objects]
-    todo = list(_blocks(objects, keys))
-    parent = b""
-    while todo:
-        batch = todo[: batch_blocks(job.target.layout.block_bytes)]
-        taken = yield from _store_batch(job, batch, parent, outcome)
-        if not taken:
-            return outcome
-        parent, todo = batch[taken - 1].key.digest, todo[taken:]
-    outcome.is_whole = True
-    return outcome
-
-
-def _store_batch(job: Job, batch: Sequence[Block], parent: bytes, outcome: Stored) -> Operation[int]:
-    """Reserve, fill and publish; returns how many leading blocks are there now."""
-    answers = yield (calls.reserve(job.target, parent, [b.key for b in batch], ""),)
-    slots: tuple[Reservation, ...] = answers[0].value
-    wanted = [(slot, block) for slot, block in zip(slots, batch, strict=False) if slot.reservation]
-    sums: list[bytes] = []
-    results: Sequence[Published] = ()
-    try:
-        yield Work(lambda: sums.extend(fill(slot, block.memory) for slot, block in wanted))
-        if wanted:
-            published = yield (calls.publish(job.target, [slot for slot, _ in wanted], sums),)
-            results = published[0].value
-    finally:
-        if wanted and not results:
-            yield Post((calls.abandon(job.target, [slot for slot, _ in wanted]),))
-    outcome.published += sum(r is Published.PUBLISHED for r in results)
-    outcomes = iter(results)
-    for done, slot in enumerate(slots):
-        if slot.reservation and next(outcomes, Published.REFUSED) is Published.REFUSED:
-            return done
-    return len(slots)
+    blocks = list(_blocks(objects, keys))
+    tally = Tally()
+    run = Run(job.target, [b.key for b in blocks], b"")
+    done = yield from write(run, lambda i, slot: fill(slot, blocks[i].memory), tally)
+    return Stored(done == len(blocks), tally.published)
 
 
 def _readable(job: Job) -> Operation[list[Scope]]:
