@@ -4,6 +4,8 @@ BIN := .venv/bin
 CODE := crds dashboards metadata operator agent bench hack tests
 PYTEST := $(BIN)/python -m pytest
 SEEDS ?= 200
+# How many examples a law is tried on: `make check` answers within 90 s, `make test` tries all (tests/conftest.py).
+EXAMPLES ?= quick
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check lint types contracts drift unit style test contract stateful system peers sim faults threats mutants soak test-gpu \
@@ -37,8 +39,9 @@ style:
 	@$(BIN)/python hack/measure_style.py
 
 unit:
-	@$(PYTEST) -q -m unit tests/unit
+	@KVFLEET_HYPOTHESIS_PROFILE=$(EXAMPLES) $(PYTEST) -q -n 2 -m unit tests/unit
 
+test: EXAMPLES = kvfleet
 test: check ## Everything that runs on a machine without GPU or nodes; skipped tests say why at the end
 	@$(PYTEST) -q tests/contract tests/stateful tests/sim tests/crash tests/faults tests/threats tests/system tests/peers
 

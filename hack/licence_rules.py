@@ -30,7 +30,7 @@ _ALIASES: Final = {
     "3-clause bsd license": "BSD-3-Clause", "apache": "Apache-2.0", "apache 2": "Apache-2.0",
     "apache 2.0": "Apache-2.0", "apache 2.0 license": "Apache-2.0", "apache software license": "Apache-2.0",
     "bsd": "BSD-3-Clause", "bsd 2-clause license": "BSD-2-Clause", "bsd license": "BSD-3-Clause",
-    "isc license": "ISC", "isc license (iscl)": "ISC", "mit license": "MIT",
+    "isc license": "ISC", "isc license (iscl)": "ISC", "mit license": "MIT", "mit style": "MIT",
     "mozilla public license 2.0 (mpl 2.0)": "MPL-2.0", "psfl": "PSF-2.0",
     "python software foundation license": "PSF-2.0", "3-clause bsd": "BSD-3-Clause",
 }  # fmt: skip

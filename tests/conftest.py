@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "kvfleet", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow], max_examples=100
 )
+settings.register_profile("quick", parent=settings.get_profile("kvfleet"), max_examples=25)
 settings.register_profile("soak", parent=settings.get_profile("kvfleet"), max_examples=5_000)
 settings.load_profile(os.environ.get("KVFLEET_HYPOTHESIS_PROFILE", "kvfleet"))
 

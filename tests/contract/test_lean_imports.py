@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.contract
 
 LEAN = {"numpy", "msgspec", "xxhash", "torch"}
 TORCHS_OWN = {"*"}
