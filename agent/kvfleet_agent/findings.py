@@ -38,13 +38,14 @@ def findings(entries: Sequence[Entry | None], remote: Mapping[int, str], absent:
     has, by position; `absent` is the state of all others.
     """
     code = int(absent)
-    states = bytearray([code if e is None else _HIT if e.residences else _PENDING for e in entries])
+    held = [None if e is None else e.residences for e in entries]
+    states = bytearray([code if r is None else _HIT if r else _PENDING for r in held])
     for position in remote:
         states[position] = _HIT
     hits = len(states) - len(states.lstrip(bytes((_HIT,))))
-    tiers: list[Tier | str] = [
-        e.residences[0].tier if e is not None else remote[i] for i, e in enumerate(entries[:hits])
-    ]
+    tiers: list[Tier | str] = [remote[i] if r is None else r[0].tier for i, r in enumerate(held[:hits])]
+    if tiers and tiers.count(tiers[0]) == hits and not isinstance(tiers[0], str):  # As nearly always.
+        return Findings(bytes(states), bytes(hits), (tiers[0].name,))
     kinds = {t: t if isinstance(t, str) else t.name for t in dict.fromkeys(tiers)}
     names = tuple(dict.fromkeys(kinds.values()))
     codes = {t: names.index(name) | (REMOTE_BIT if isinstance(t, str) else 0) for t, name in kinds.items()}

@@ -47,7 +47,7 @@ class Reader:
     def lookup_now(self, place: Place, digests: Sequence[bytes]) -> list[Entry | None]:
         """Return the local entry of each key, None for those that are absent or of another layout."""
         blocks, layout_id = self._node.index.blocks(place.scope), place.layout_id
-        found = [blocks.get(digest) for digest in digests]
+        found = list(map(blocks.get, digests))
         return [e if e is not None and e.layout_id == layout_id else None for e in found]
 
     def needs_directory(self, entries: Sequence[Entry | None]) -> bool:

@@ -18,6 +18,8 @@ from kvfleet_api.errors import InvalidInputError
 KEY_BYTES: Final = 20
 """160-bit MAC: 2^80 work for a collision, and that only inside a scope whose secret one holds."""
 
+_DIGEST: Final = np.dtype(f"V{KEY_BYTES}")
+
 LAYOUT_ID_BYTES: Final = 16
 
 _TOKEN_MAX: Final = (1 << 32) - 1
@@ -148,9 +150,10 @@ def chain_keys(
 
 def pack_digests(keys: Iterable[BlockKey]) -> bytes:
     """Join the digests of keys of one scope, for the wire."""
-    return b"".join(k.digest for k in keys)
+    return b"".join([k.digest for k in keys])
 
 
 def unpack_digests(packed: bytes) -> list[bytes]:
     """Split what `pack_digests` joined; the caller has checked the length."""
-    return [packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]
+    digests: list[bytes] = np.frombuffer(packed, _DIGEST).tolist()
+    return digests

@@ -121,3 +121,16 @@ def test_bench_layers_ends_with_the_agreed_line() -> None:
     assert said["bench"] == "layers"
     assert min(said["ratios"][f"{what}_{kind}_vs_load"] for what in ("first_layer", "all_layers")
                for kind in ("cold", "warm")) > 0  # fmt: skip
+
+
+def test_an_agent_under_pressure_hands_out_no_wrong_byte_and_keeps_nothing() -> None:
+    command = (sys.executable, "-m", "bench.pressure", "--minutes", "0.1")
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+    assert done.returncode == 0, done.stderr
+    values = json.loads(done.stdout.splitlines()[-1])["values"]
+    assert values["compared_blocks"] > 0
+    assert values["squeezes"] > 0
+    assert (values["wrong_blocks"], values["corrupt_blocks"]) == (0, 0)
+    assert (values["leases_at_the_end"], values["reservations_at_the_end"]) == (0, 0)
