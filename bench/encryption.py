@@ -154,7 +154,9 @@ def _sides() -> tuple[tuple[str, BenchKeys | None], ...]:
 
 async def _opened(directory: Path, set_bytes: int, keys: BenchKeys | None) -> Side:
     capacity_bytes = 2 * set_bytes + 64 * MIB
-    return Side(await open_nvme(NvmeTier(path=str(directory)), "bench", "node", capacity_bytes, keys=keys))
+    backend = await open_nvme(NvmeTier(path=str(directory)), "bench", "node", capacity_bytes, keys=keys)
+    assert isinstance(backend, RecordStore)
+    return Side(backend)
 
 
 def _pages(count: int, block_bytes: int) -> list[memoryview]:

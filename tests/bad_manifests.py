@@ -213,6 +213,14 @@ RULE_BREAKERS: tuple[tuple[str, Path_, Any, str], ...] = (
     ("kvpool-all-fields", ("spec", "tiers"), [*_TIERS, {**_DRAM, "name": "dram"}], "spec.tiers"),
     ("kvpool-all-fields", ("spec", "tiers"), [*_TIERS, {**_TIERS[0], "name": "hbm2"}], "spec.tiers"),
     ("kvpool-all-fields", ("spec", "tiers"), [*_TIERS, {**_TIERS[3], "name": "nvme2"}], "spec.tiers"),
+    (
+        "kvpool-all-fields",
+        ("spec", "tiers"),
+        [*_TIERS, {**_TIERS[3], "name": "nvme2", "nvme": {"paths": ["/mnt/b", _TIERS[3]["nvme"]["path"]]}}],
+        "spec.tiers",
+    ),
+    ("kvpool-all-fields", (*_tier(3), "nvme"), {"path": "/a/b", "paths": ["/a/c"]}, "spec.tiers[3].nvme"),
+    ("kvpool-all-fields", (*_tier(3), "nvme"), {"io": "Uring"}, "spec.tiers[3].nvme"),
     ("kvpool", ("spec", "policy", "eviction", "lowWatermarkPercent"), 92, "spec.policy.eviction.highWatermarkPercent"),
     ("kvpool", ("spec", "policy", "eviction", "highWatermarkPercent"), 84, "spec.policy.eviction.highWatermarkPercent"),
     (

@@ -1,4 +1,4 @@
-"""A process that stores blocks and says which ones are stored, until somebody kills it: `PATH IO [sealed]`."""
+"""A process that stores blocks and says which are stored, until somebody kills it: `PATH IO plain|sealed [striped]`."""
 
 import asyncio
 import sys
@@ -10,10 +10,12 @@ from kvfleet_agent.backends.remote_flash import open_nvme
 from kvfleet_api.models.pool import NvmeTier
 
 
-async def main(path: str, io: str, form: str = "") -> None:
+async def main(path: str, io: str, form: str, spread: str = "") -> None:
     """Write, keep the last 20 blocks, print each number only after `write` returned."""
     keys = NamedKeys(ANNA) if form == "sealed" else None
-    backend = await open_nvme(NvmeTier(path=path, io=io), "pool-a", "node-a", CAPACITY_BYTES, keys=keys)
+    tier = NvmeTier(paths=(f"{path}/a", f"{path}/b"), io=io) if spread else NvmeTier(path=path, io=io)
+    capacity_bytes = 2 * CAPACITY_BYTES if spread else CAPACITY_BYTES
+    backend = await open_nvme(tier, "pool-a", "node-a", capacity_bytes, keys=keys)
     kept = []
     for number in range(1_000_000):
         slot, _ = await put(backend, number)

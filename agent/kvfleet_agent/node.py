@@ -191,7 +191,7 @@ class Node:
             self.counters.add("kvfleet_corrupt_blocks_total", tier=tier.name)
         else:
             self.counters.add("kvfleet_io_errors_total", tier=tier.name, operation="read")
-            tier.failures += 1
+            tier.failed()
         parent = self._standing(entry)
         self.drop_copy(entry, tier)
         if entry.level == GONE and parent is not None:
@@ -201,8 +201,7 @@ class Node:
         """A tier could not store a block: it gets no new ones for a while and says why."""
         self.counters.add("kvfleet_io_errors_total", tier=tier.name, operation="write")
         tier.last_error = message
-        tier.failures += 1
-        tier.paused_until_s = self.clock() + WRITE_PAUSE_S
+        tier.failed(self.clock() + WRITE_PAUSE_S)
 
     def end_leases(self, ended: Iterable[Lease]) -> int:
         """Free the slots that waited for these leases; returns how many leases there were."""

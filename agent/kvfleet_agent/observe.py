@@ -101,6 +101,7 @@ def _tier(state: TierState, now_s: float) -> TierObserved:
         blocks=tier.blocks,
         recovered_blocks=tier.recovered_blocks,
         probe=tier.probe,
+        devices=tier.devices,
         error=state.error or (tier.last_error or backend.last_error if tier.phase(now_s) != "Ready" else ""),
         shortage=state.limit.message,
     )

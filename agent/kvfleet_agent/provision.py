@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent import provision_plan
+from kvfleet_agent.backends import disk_room
 from kvfleet_agent.index import Residence
 from kvfleet_agent.limits import Limit, grant
 from kvfleet_agent.probe import probe
@@ -81,6 +81,8 @@ class Provisioner:
         is_retry_due = self.node.clock() >= self._retry_at_s
         have = {name: s.spec for name, s in self.states.items() if s.tier is not None}
         is_new = tuple(wanted) != self._wanted
+        if is_retry_due and not is_new:
+            await self._enter_late()
         steps = provision_plan.plan(wanted, have, is_retry_due=is_retry_due or is_new)
         if not steps and not is_new:
             return
@@ -94,6 +96,16 @@ class Provisioner:
             await self._carry_out(step, limits)
         if is_retry_due:
             self._retry_at_s = self.node.clock() + RETRY_S
+
+    async def _enter_late(self) -> None:
+        """Let tiers of several devices try again the ones that were not there."""
+        self._retry_at_s = self.node.clock() + RETRY_S
+        for tier in [t for t in self.node.tiers if any(d.error for d in t.devices)]:
+            assert tier.striped is not None
+            try:
+                tier.recovered_blocks += await enter(self.node, tier, tier.striped.recover_late())
+            except Exception as e:  # noqa: BLE001  As above.
+                _told(tier.name, e)
 
     async def close(self) -> None:
         """Close all tiers; what survives a restart is kept. Idempotent."""
@@ -260,27 +272,15 @@ def _disk_bytes(tiers: Sequence[NodeTier]) -> dict[str, int]:
     """Room for each tier with a path: free bytes of the file system plus what the tier's own files take."""
     rooms: dict[str, int] = {}
     for tier in tiers:
-        path = _path(tier)
-        room = _room(path) if path is not None else None
-        if room is not None:
-            rooms[tier.name] = room
+        room_bytes = disk_room.all_bytes([disk_room.look(Path(path)) for path in _paths(tier)])
+        if room_bytes is not None:
+            rooms[tier.name] = room_bytes
     return rooms
 
 
-def _path(tier: NodeTier) -> Path | None:
+def _paths(tier: NodeTier) -> tuple[str, ...]:
     if tier.type is TierType.NVME and tier.nvme is not None:
-        return Path(tier.nvme.path)
+        return tier.nvme.directories
     if tier.type is TierType.CXL and tier.cxl is not None and tier.cxl.emulated is not None:
-        return Path(tier.cxl.emulated.path)
-    return None
-
-
-def _room(path: Path) -> int | None:
-    """Free bytes plus our own files; None where the path cannot be looked at, which opening will explain."""
-    try:
-        nearest = next(p for p in (path, *path.parents) if p.exists())
-        status = os.statvfs(nearest)
-        own_bytes = sum(f.stat().st_blocks * 512 for f in path.rglob("*") if f.is_file()) if path.exists() else 0
-    except (OSError, StopIteration):
-        return None
-    return status.f_bavail * status.f_frsize + own_bytes
+        return (tier.cxl.emulated.path,)
+    return ()

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvfleet_agent.backends.base import Device
 from kvfleet_agent.ports import DirectoryState
 from kvfleet_api import units
 from kvfleet_api.conditions import Condition, Status
@@ -16,6 +17,7 @@ from kvfleet_api.models.poolnode import (
     ShareHits,
     TenantBytes,
     TenantErased,
+    TierDevice,
     TierProbe,
 )
 from kvfleet_api.tiers import TierType
@@ -43,6 +45,8 @@ class TierObserved:
     blocks: int = 0
     recovered_blocks: int = 0
     probe: TierProbe | None = None
+    devices: tuple[Device, ...] = ()
+    """Where they are several."""
     error: str = ""
     shortage: str = ""
     """Why less is granted than declared, with numbers."""
@@ -102,8 +106,18 @@ def _tier(seen: TierObserved) -> NodeTierStatus:
             "blocks": seen.blocks,
             "recovered_blocks": seen.recovered_blocks,
             "probe": seen.probe,
+            "devices": tuple(_device(d) for d in seen.devices),
             "last_error": (seen.error or seen.shortage or seen.fallback)[:ERROR_CHARS_MAX],
         }
+    )
+
+
+def _device(seen: Device) -> TierDevice:
+    return TierDevice(
+        name=seen.name,
+        capacity_bytes=seen.capacity_bytes,
+        used_bytes=units.coarse(seen.used_bytes),
+        error=seen.error[:ERROR_CHARS_MAX],
     )
 
 
@@ -153,9 +167,13 @@ def _huge_pages(tiers: Sequence[TierObserved]) -> Condition:
 
 def _devices(tiers: Sequence[TierObserved]) -> Condition:
     absent = [t for t in tiers if t.is_absent]
-    if not absent:
-        return _true("DevicePresent", "Present")
-    return _false("DevicePresent", "DeviceMissing", _join(f"tier {t.spec.name}: {t.error}" for t in absent))
+    if absent:
+        return _false("DevicePresent", "DeviceMissing", _join(f"tier {t.spec.name}: {t.error}" for t in absent))
+    failed = [(t, d) for t in tiers for d in t.devices if d.error]
+    if failed:
+        told = _join(f"tier {t.spec.name}: {d.name}: {d.error}" for t, d in failed)
+        return _false("DevicePresent", "DeviceFailed", told)
+    return _true("DevicePresent", "Present")
 
 
 def _capacity(tiers: Sequence[TierObserved]) -> Condition:

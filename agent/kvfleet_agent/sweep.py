@@ -109,6 +109,10 @@ class Sweeper:
             counters.set("kvfleet_tier_recovered_blocks", tier.recovered_blocks, tier=tier.name)
             counters.set("kvfleet_tier_emulated", float(tier.backend.capabilities.is_emulated), tier=tier.name)
             counters.set("kvfleet_tier_encrypted", float(tier.backend.capabilities.is_encrypted), tier=tier.name)
+            for device in tier.devices:
+                names = {"tier": tier.name, "device": device.name}
+                counters.set("kvfleet_device_up", float(not device.error), **names)
+                counters.set("kvfleet_device_used_bytes", device.used_bytes, **names)
             if tier.stored_bytes_written:
                 ratio = tier.raw_bytes_written / tier.stored_bytes_written
                 counters.set("kvfleet_stored_ratio", ratio, tier=tier.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
-from kvfleet_agent.backends.base import LastingBackend, MappableBackend, SlotRef, TierBackend
+from kvfleet_agent.backends.base import Device, LastingBackend, MappableBackend, SlotRef, StripedBackend, TierBackend
 from kvfleet_agent.leafqueue import LeafQueue
 from kvfleet_agent.policy.placement import TierFacts
 from kvfleet_agent.policy.quota import over_hard_bytes
@@ -64,11 +64,14 @@ class Tier:
     """Blocks of an earlier run that were found when the tier came up."""
     mappable: MappableBackend | None = field(init=False)
     """The backend, when engines can map its extents. Found out once: asking a protocol takes 15 us."""
+    striped: StripedBackend | None = field(init=False)
+    """The backend, when it is one of several devices."""
     lasting: LastingBackend | None = field(init=False)
     """The backend, when it has to be told of the blocks that are to outlive the agent."""
 
     def __post_init__(self) -> None:
         self.mappable = self.backend if isinstance(self.backend, MappableBackend) else None
+        self.striped = self.backend if isinstance(self.backend, StripedBackend) else None
         outlives_agent = self.backend.capabilities.outlives_agent
         self.lasting = self.backend if outlives_agent and isinstance(self.backend, LastingBackend) else None
 
@@ -88,7 +91,21 @@ class Tier:
             return "Pending"
         if self.failures >= FAILURES_MAX:
             return "Failed"
-        return "Degraded" if self.failures or now_s < self.paused_until_s else "Ready"
+        is_short = now_s < self.paused_until_s or any(d.error for d in self.devices)
+        return "Degraded" if self.failures or is_short else "Ready"
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Its devices, where they are several."""
+        return self.striped.devices if self.striped is not None else ()
+
+    def failed(self, until_s: float | None = None) -> None:
+        """Count a failure and give the tier no blocks until then; one of several devices leaves that to the others."""
+        if any(not d.error for d in self.devices):
+            return
+        self.failures += 1
+        if until_s is not None:
+            self.paused_until_s = until_s
 
     def facts(self, now_s: float) -> TierFacts:
         """Return what a placement may know."""

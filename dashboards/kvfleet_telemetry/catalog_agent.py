@@ -22,6 +22,14 @@ AGENT: Final = (
     Metric("kvfleet_tier_emulated", Kind.GAUGE, "1 where the tier is emulated.", ("pool", "node", "tier")),
     Metric("kvfleet_tier_encrypted", Kind.GAUGE, "1 where the tier seals what it stores.", ("pool", "node", "tier")),
     Metric(
+        "kvfleet_device_up", Kind.GAUGE, "1 while a device takes blocks; of tiers over several devices.",
+        ("pool", "node", "tier", "device"),
+    ),
+    Metric(
+        "kvfleet_device_used_bytes", Kind.GAUGE, "Bytes that a device holds; of tiers over several devices.",
+        ("pool", "node", "tier", "device"),
+    ),
+    Metric(
         "kvfleet_tier_probe_bytes_per_second", Kind.GAUGE, "Bandwidth measured at start.",
         ("pool", "node", "tier", "direction"),
     ),

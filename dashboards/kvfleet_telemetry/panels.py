@@ -121,6 +121,16 @@ FULL: Final = Row("Is it full?", (
         "Evictions by reason", "Blocks dropped from the last tier that held them.", Form.STACK, Unit.PER_SECOND,
         (Query(rate("kvfleet_evicted_blocks_total", "tier, reason", TIER), "{{tier}} {{reason}}"),), CALM, 8,
     ),
+    Panel(
+        "Devices", "Bytes on each device of tiers over several devices, and devices that take no blocks.", Form.LINES,
+        Unit.BYTES,
+        (
+            Query(f"sum by (node, tier, device) (kvfleet_device_used_bytes{{{TIER}}})", "{{node}} {{device}}"),
+            Query(
+                f"sum by (node, tier, device) (kvfleet_device_up{{{TIER}}} == 0)", "out of use: {{node}} {{device}}"
+            ),
+        ), CALM, 24,
+    ),
 ))  # fmt: skip
 
 SLOW: Final = Row("Is it slow?", (

@@ -174,7 +174,8 @@ def _clash(older: KVPoolSpec, younger: KVPoolSpec) -> str | None:
 
 
 def _directories(spec: KVPoolSpec) -> tuple[PurePosixPath, ...]:
-    return tuple(PurePosixPath(normpath(tier.nvme.path)) for tier in spec.tiers if tier.nvme is not None)
+    tiers = (tier.nvme for tier in spec.tiers if tier.nvme is not None)
+    return tuple(PurePosixPath(normpath(path)) for nvme in tiers for path in nvme.directories)
 
 
 def _too_long(pool: str, picked: Iterable[str]) -> dict[str, Excluded]:

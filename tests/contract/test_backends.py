@@ -37,6 +37,7 @@ from kvfleet_agent.backends.objects import ObjectClient
 from kvfleet_agent.backends.pages import free_pages
 from kvfleet_agent.backends.remote_flash import open_nvme, open_remote_flash
 from kvfleet_agent.backends.segment_name import parse_name
+from kvfleet_agent.backends.striped import DEVICE_BITS
 from kvfleet_agent.discovery import NumaNode
 from kvfleet_api.models.pool import CxlEmulation, CxlTier, HostDramTier, NvmeTier, RemoteFlashTier
 from kvfleet_api.tiers import CxlMode
@@ -202,7 +203,7 @@ class _RecordStoreContract(PersistentContract):
 
     @property
     def _arguments(self) -> tuple[str, ...]:
-        return (self.io,) if self.keys is None else (self.io, "sealed")
+        return (self.io, "plain" if self.keys is None else "sealed")
 
     @pytest.fixture
     def where(self, tmp_path: Path) -> Path:
@@ -219,13 +220,17 @@ class _RecordStoreContract(PersistentContract):
         yield backend
         await backend.close()
 
+    def segment(self, slot: SlotRef) -> int:
+        """Number of the file that holds a slot."""
+        return slot.extent
+
     async def test_files_never_take_more_than_the_capacity(self, backend: TierBackend, where: Path) -> None:
         slots: list[SlotRef] = []
         for n in range(120):
             while backend.used_bytes > 0.7 * backend.capacity_bytes:
                 backend.drop(slots.pop(0))
             slots.append((await put(backend, n, size_bytes=32_000 - 1000 * (n % 7)))[0])
-            assert _bytes_on_disk(where) <= CAPACITY_BYTES
+            assert _bytes_on_disk(where) <= backend_contract.CAPACITY_BYTES
 
     async def test_nothing_of_a_scope_is_left_on_disk_once_its_last_block_was_dropped(
         self, backend: TierBackend, where: Path
@@ -236,7 +241,7 @@ class _RecordStoreContract(PersistentContract):
             backend.drop(slot)
         await asyncio.sleep(0.7)
 
-        assert [n.id for n in map(parse_name, _names(where / "node-a")) if n] == [kept[0].extent]
+        assert _segments(where) == [self.segment(kept[0])]
         assert await get(backend, *kept) == content(77)
 
     async def test_every_block_that_was_synced_survives_kill_9(self, where: Path) -> None:
@@ -268,6 +273,10 @@ class _RecordStoreContract(PersistentContract):
 
 def _names(directory: Path) -> list[str]:
     return [p.name for p in directory.iterdir()]
+
+
+def _segments(where: Path) -> list[int]:
+    return [name.id for p in where.rglob("seg-*") if (name := parse_name(p.name)) is not None]
 
 
 def _bytes_on_disk(where: Path) -> int:
@@ -317,6 +326,30 @@ class TestRemoteFlash(_RecordStoreContract):
 
 
 class TestNvmeSealed(TestNvmeUring):
+    keys = NamedKeys(ANNA, BOB)
+
+
+class TestNvmeStriped(TestNvmeUring):
+    """Over two directories, as over two devices."""
+
+    @property
+    def _arguments(self) -> tuple[str, ...]:
+        return (*super()._arguments, "striped")
+
+    @pytest.fixture(autouse=True)
+    def _sizes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One device alone must hold the largest block of the contract, which is 1 MiB."""
+        monkeypatch.setattr("backend_contract.CAPACITY_BYTES", 2 * CAPACITY_BYTES)
+
+    async def reopen(self, where: object) -> TierBackend:
+        tier = NvmeTier(paths=(f"{where}/a", f"{where}/b"), io=self.io)
+        return await open_nvme(tier, "pool-a", "node-a", backend_contract.CAPACITY_BYTES, keys=self.keys)
+
+    def segment(self, slot: SlotRef) -> int:
+        return slot.extent >> DEVICE_BITS
+
+
+class TestNvmeStripedSealed(TestNvmeStriped):
     keys = NamedKeys(ANNA, BOB)
 
 

@@ -20,6 +20,8 @@ RATE_INTERVAL_S = 4.0
 SILENT = {
     "kvfleet_corrupt_blocks_total": "nothing was damaged",
     "kvfleet_io_errors_total": "no medium failed",
+    "kvfleet_device_up": "no tier has several devices",
+    "kvfleet_device_used_bytes": "no tier has several devices",
     "kvfleet_evicted_blocks_total": "the tiers together were never full",
     "kvfleet_expired_total": "every lease and reservation was given back",
     "kvfleet_operator_missed_events_total": "no watch broke",

@@ -199,6 +199,8 @@ def _storage() -> Iterator[Case]:
 
     def tiers(path: str) -> Iterator[tuple[str, Json]]:
         yield "NVMe", {"name": "t", "type": "NVMe", "capacityPerNode": "1Gi", "nvme": {"path": path}}
+        many = {"paths": ["/var/lib/kvfleet/demo/other", path]}
+        yield "NVMe devices", {"name": "t", "type": "NVMe", "capacityPerNode": "1Gi", "nvme": many}
         yield "flash", {"name": "t", "type": "RemoteFlash", "capacity": "1Gi", "remoteFlash": {"path": path}}
         emulated = {"mode": "Emulated", "emulated": {"path": path}}
         yield "CXL", {"name": "t", "type": "CXL", "capacityPerNode": "1Gi", "cxl": emulated}

@@ -98,6 +98,7 @@ def test_lists_are_atomic_unless_several_may_add_to_them(kind: Kind) -> None:
         "spec.tenants",
         "spec.publishers",
         "spec.prefixes",
+        "spec.tiers[].nvme.paths",
         "status.conditions",
     }
     for path, node in own_nodes(kind):

@@ -104,6 +104,19 @@ def test_no_directory_of_a_node_has_two_pools(wants: list[tuple[str, Any]], labe
         assert placed[f"p{i}"].nodes | placed[f"p{i}"].excluded.keys() == matched
 
 
+def test_each_of_several_directories_of_a_tier_belongs_to_the_older_pool() -> None:
+    many = [tier(type_="NVMe", nvme={"paths": ["/mnt/a", "/mnt/b"]})]
+    old = declared("old", "2026-01-01T00:00:00Z", tiers=many, selector={})
+    young = declared(
+        "young", "2026-01-02T00:00:00Z", tiers=[tier(type_="NVMe", nvme={"path": "/mnt/b/x"})], selector={}
+    )
+
+    placed = placement.place([old, young], nodes(n={}))
+
+    assert placed["old"].nodes == {"n"}
+    assert placed["young"].excluded["n"].reason is placement.Exclusion.PATH_CONFLICT
+
+
 def test_the_older_pool_keeps_the_directory_even_while_it_is_deleted() -> None:
     nvme = [tier(type_="NVMe")]
     young = declared("a", "2026-01-02T00:00:00Z", tiers=nvme, selector={})

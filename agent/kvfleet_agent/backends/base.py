@@ -205,6 +205,29 @@ class LastingBackend(MappableBackend, Protocol):
         """Close and keep nothing: the tier was taken away. Idempotent; no other call may follow."""
 
 
+class Device(msgspec.Struct, frozen=True, gc=False):
+    """One of several devices of a tier, as it is."""
+
+    name: str
+    """Its directory."""
+    capacity_bytes: int
+    used_bytes: int
+    error: str
+    """Why it takes no blocks; empty when it does."""
+
+
+@runtime_checkable
+class StripedBackend(TierBackend, Protocol):
+    """A tier over several devices: one that is lost costs the blocks that lie there, and the tier goes on."""
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """All devices, in the declared order."""
+
+    def recover_late(self) -> AsyncIterator[tuple[SlotRef, Record]]:
+        """Try devices again that could not be opened; see `recover` for what is found there."""
+
+
 @runtime_checkable
 class SealingBackend(TierBackend, Protocol):
     """A medium that encrypts: it may hold blocks of earlier runs whose key is not there (yet)."""

@@ -77,6 +77,7 @@ class RecordStore:
             first_stamp=claim.first_stamp,
         )
         self._table.keeps_empty = True
+        self.skip_stamps = self._table.skip_stamps  # For several stores that are one tier.
         self._segments: dict[int, Segment] = {}
         self._kinds = Kinds()
         self._index = IndexFile(volume, claim.secret, claim.run, entry_sealing(self._form))

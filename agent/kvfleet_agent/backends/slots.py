@@ -245,6 +245,11 @@ class SlotTable:
         """Never use an id below `first` for a new extent."""
         self._next_extent = max(self._next_extent, first)
 
+    def skip_stamps(self, first: int) -> int:
+        """Never use a stamp below `first` from now on; returns the next one."""
+        self._next_stamp = max(self._next_stamp, first)
+        return self._next_stamp
+
     def is_empty(self, extent_id: int) -> bool:
         """True for an extent that is kept although nothing lies in it."""
         extent = self.extents.get(extent_id)

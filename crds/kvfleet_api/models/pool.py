@@ -5,7 +5,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from kvfleet_api.conditions import Conditions
-from kvfleet_api.models.base import ApiModel, Count, LabelValue, Name, ObjectMeta, ObjectName, Quantity, Text
+from kvfleet_api.models.base import SET, ApiModel, Count, LabelValue, Name, ObjectMeta, ObjectName, Quantity, Text
 from kvfleet_api.tiers import CxlMode, Persistence, TierType
 
 BLOCK_TOKENS: Final = 16
@@ -62,11 +62,31 @@ class CxlTier(ApiModel):
     persistence: Persistence = Field("Auto", description=_PERSISTENCE)
 
 
-class NvmeTier(ApiModel):
-    """Local NVMe, as files in a directory of its own."""
+NVME_PATHS_MAX: Final = 16
+"""Devices of one tier: what large servers have, few enough to be label values, and rules over all pairs stay cheap."""
 
-    path: Path = Field(description="Directory on the node; one pool owns it.")
+DevicePath = Annotated[str, Field(min_length=2, max_length=256, pattern=r"^/.*$")]
+"""Absolute path of one of several devices; shorter than `Path`, for every pair of them is compared."""
+
+
+class NvmeTier(ApiModel):
+    """Local NVMe, as files in a directory of its own, or in one on each of several devices."""
+
+    path: Path | None = Field(None, description="Directory on the node; one pool owns it. Either this or paths.")
+    paths: tuple[DevicePath, ...] | None = Field(
+        None,
+        min_length=1,
+        max_length=NVME_PATHS_MAX,
+        json_schema_extra=SET,
+        description="Directories on devices of their own: blocks are spread over them, and a device that fails costs "
+        "its own blocks. Either this or path.",
+    )
     io: Literal["Uring", "Posix"] = Field("Uring", description="Uring falls back to Posix with a condition.")
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """All directories, in the declared order; empty when neither field is set."""
+        return self.paths or ((self.path,) if self.path is not None else ())
 
 
 class RemoteFlashTier(ApiModel):

@@ -7,6 +7,7 @@ from pydantic import Field
 from kvfleet_api.conditions import Conditions
 from kvfleet_api.models.base import COUNT_MAX, ApiModel, Count, Name, ObjectMeta, ObjectName, Text
 from kvfleet_api.models.pool import (
+    NVME_PATHS_MAX,
     CxlTier,
     Encryption,
     HbmTier,
@@ -65,6 +66,15 @@ class TierProbe(ApiModel):
     block_bytes: Count = Field(0, description="Block size of the probe.")
 
 
+class TierDevice(ApiModel):
+    """One of several devices of a tier."""
+
+    name: str = Field(max_length=1024, description="Its directory.")
+    capacity_bytes: Count = Field(0, description="Bytes of the tier's capacity that it is to hold.")
+    used_bytes: Count = Field(0, description="To within an eighth.")
+    error: str = Field("", max_length=1024, description="Why it takes no blocks; empty when it does.")
+
+
 class NodeTierStatus(ApiModel):
     """One tier as it is."""
 
@@ -82,7 +92,9 @@ class NodeTierStatus(ApiModel):
     blocks: Count = Field(0, description="Blocks held when the status was written.")
     recovered_blocks: Count = Field(0, description="Blocks of an earlier run that were found when the tier came up.")
     numa_nodes: tuple[NumaNode, ...] = Field((), max_length=64, description="NUMA nodes that the bytes lie on.")
-    devices: tuple[Text, ...] = Field((), max_length=64, description="Devices that hold the bytes.")
+    devices: tuple[TierDevice, ...] = Field(
+        (), max_length=NVME_PATHS_MAX, description="Devices that blocks are spread over, where they are several."
+    )
     probe: TierProbe | None = Field(None, description="Measured at start.")
     last_error: str = Field("", max_length=1024, description="Last failure of the medium; empty when there was none.")
 

@@ -89,6 +89,12 @@ TIER: Final[list[AnyRule]] = [
         _is_whole_pages,
         "capacityPerNode",
     ),
+    Rule(
+        "spec.tiers[].nvme",
+        "has(self.path) != has(self.paths)",
+        "nvme must have path or paths, and not both",
+        lambda nvme: ("path" in nvme) != ("paths" in nvme),
+    ),
     exactly_when(
         "emulated",
         "self.?mode.orValue('NumaNode') == 'Emulated'",
@@ -103,8 +109,13 @@ def _count_of_type(tiers: list[Json], type_: str) -> int:
     return sum(tier["type"] == type_ for tier in tiers)
 
 
+def _nvme_paths(tier: Json) -> list[str]:
+    nvme = tier.get("nvme", {})
+    return [*nvme.get("paths", ()), *([nvme["path"]] if "path" in nvme else ())]
+
+
 def _nvme_paths_differ(spec: Json) -> bool:
-    paths = [tier["nvme"]["path"] for tier in spec["tiers"] if "nvme" in tier]
+    paths = [path for tier in spec["tiers"] for path in _nvme_paths(tier)]
     return len(set(paths)) == len(paths)
 
 
@@ -124,8 +135,11 @@ TIERS: Final[list[AnyRule]] = [
     ),
     Rule(
         "spec",
-        "self.tiers.all(a, !has(a.nvme) || self.tiers.exists_one(b, has(b.nvme) && b.nvme.path == a.nvme.path))",
-        "tiers must have unique nvme.path values: a tier owns its directory",
+        "self.tiers.all(a, !has(a.nvme) || !has(a.nvme.path) || self.tiers.exists_one(b, "
+        "has(b.nvme) && has(b.nvme.path) && b.nvme.path == a.nvme.path)) && "
+        "self.tiers.all(a, !has(a.nvme) || !has(a.nvme.paths) || a.nvme.paths.all(p, self.tiers.exists_one(b, "
+        "has(b.nvme) && ((has(b.nvme.paths) && p in b.nvme.paths) || (has(b.nvme.path) && b.nvme.path == p)))))",
+        "tiers must have unique nvme.path and nvme.paths values: a tier owns its directories",
         _nvme_paths_differ,
         "tiers",
     ),

@@ -1,0 +1,135 @@
+"""Laws of a tier over several devices as the core sees it: a device that fails is named, and the tier goes on."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from agent_doubles import SCOPE, Clock, FakeAuthenticator, make_core
+from backend_contract import put
+
+from kvfleet_agent import observe, report
+from kvfleet_agent.backends.base import TierBackend
+from kvfleet_agent.backends.remote_flash import open_nvme
+from kvfleet_agent.ports import DirectoryState
+from kvfleet_agent.provision import RETRY_S, Provisioner
+from kvfleet_agent.sweep import Sweeper
+from kvfleet_agent.tiers import Tier
+from kvfleet_api.conditions import find
+from kvfleet_api.models.base import ObjectMeta
+from kvfleet_api.models.pool import NvmeTier
+from kvfleet_api.models.poolnode import KVPoolNode, KVPoolNodeSpec, KVPoolNodeStatus, NodeTier
+from kvfleet_api.tiers import TierType
+from kvfleet_telemetry.catalog_agent import AGENT
+
+pytestmark = pytest.mark.unit
+
+MIB = 1 << 20
+
+
+class Node:
+    """An agent's core whose tiers are real record stores in two directories."""
+
+    def __init__(self, root: Path) -> None:
+        self.paths = (root / "a", root / "b")
+        self.clock = Clock()
+        self.core = make_core([], self.clock)
+        self.provisioner = Provisioner(self.core.node, self.make, 1 << 40)
+        nvme = NvmeTier(paths=tuple(map(str, self.paths)), io="Posix")
+        self.spec = NodeTier(name="nvme", type=TierType.NVME, capacity_bytes=8 * MIB, nvme=nvme)
+
+    async def make(self, spec: NodeTier) -> TierBackend:
+        assert spec.nvme is not None
+        return await open_nvme(spec.nvme, "pool", "node", spec.capacity_bytes)
+
+    async def tier(self) -> Tier:
+        await self.provisioner.apply([self.spec])
+        (tier,) = self.core.node.tiers
+        return tier
+
+    def status(self) -> KVPoolNodeStatus:
+        spec = KVPoolNodeSpec(pool_ref="pool", node_name="node", tiers=(self.spec,), revision="r7")
+        pool_node = KVPoolNode(metadata=ObjectMeta(name="pool.node", generation=5), spec=spec)
+        seen = observe.observe(self.core, self.provisioner, pool_node, "0.1", directory=DirectoryState.ANSWERS)
+        return report.build_status(seen)
+
+
+@pytest.fixture
+async def at(tmp_path: Path) -> AsyncIterator[Node]:
+    node = Node(tmp_path)
+    yield node
+    await node.core.close()
+    await node.provisioner.close()
+
+
+def foreign(path: Path) -> None:
+    path.mkdir()
+    (path / "photos.zip").write_bytes(b"not ours")
+
+
+async def test_a_device_that_cannot_be_opened_is_named_and_comes_back_by_itself(at: Node) -> None:
+    before = await at.tier()
+    for n in range(8):
+        await put(before.backend, n, SCOPE)
+    await at.provisioner.close()
+    at.provisioner = Provisioner(at.core.node, at.make, 1 << 40)
+    kept = at.paths[1].rename(at.paths[1].with_name("kept"))
+    foreign(at.paths[1])
+    tier = await at.tier()
+    found = tier.recovered_blocks
+
+    status = at.status()
+    condition = find(status.conditions, "DevicePresent")
+    assert condition is not None
+    assert (condition.status, condition.reason) == ("False", "DeviceFailed")
+    assert f"tier nvme: {at.paths[1]}: " in condition.message
+    assert status.tiers[0].phase == "Degraded"
+    assert str(at.paths[1]) in status.tiers[0].last_error
+    assert [(d.name, bool(d.error)) for d in status.tiers[0].devices] == [
+        (str(at.paths[0]), False),
+        (str(at.paths[1]), True),
+    ]
+    assert find(status.conditions, "TierReady").status == "True"  # type: ignore[union-attr]
+    assert 0 < found < 8
+
+    shutil.rmtree(at.paths[1])
+    kept.rename(at.paths[1])
+    await at.provisioner.apply([at.spec])
+    assert tier.recovered_blocks == found, "not before its time"
+    at.clock.now_s += RETRY_S
+    await at.provisioner.apply([at.spec])
+
+    assert tier.recovered_blocks == tier.blocks == 8
+    assert at.status().tiers[0].phase == "Ready"
+    assert find(at.status().conditions, "DevicePresent").status == "True"  # type: ignore[union-attr]
+
+
+async def test_failures_of_one_of_several_devices_stop_nobody_and_those_of_all_stop_the_tier(at: Node) -> None:
+    tier = await at.tier()
+    part, other = tier.backend._parts  # type: ignore[attr-defined]
+    part.health.write_failed("Input/output error", asyncio.get_running_loop().time())
+
+    for _ in range(5):
+        at.core.node.write_failed(tier, "Input/output error")
+    assert tier.phase(at.clock.now_s) == "Degraded"
+    assert tier.facts(at.clock.now_s).takes_writes
+
+    other.health.write_failed("Input/output error", asyncio.get_running_loop().time())
+    for _ in range(5):
+        at.core.node.write_failed(tier, "Input/output error")
+    assert tier.phase(at.clock.now_s) == "Failed"
+    assert not tier.facts(at.clock.now_s).takes_writes
+
+
+async def test_devices_are_counted_one_by_one(at: Node) -> None:
+    tier = await at.tier()
+    part, _ = tier.backend._parts  # type: ignore[attr-defined]
+    part.health.write_failed("Input/output error", asyncio.get_running_loop().time())
+    Sweeper(at.core, FakeAuthenticator()).gauges()
+
+    counters = at.core.node.counters
+    up = {labels[-1]: child._value.get() for labels, child in counters._children.items() if "device_up" in labels[0]}
+
+    assert up == {str(at.paths[0]): 0.0, str(at.paths[1]): 1.0}
+    assert {m.name for m in AGENT} >= {"kvfleet_device_up", "kvfleet_device_used_bytes"}
