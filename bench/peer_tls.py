@@ -73,7 +73,13 @@ class Lending:
     def _view(self, i: int) -> memoryview:
         return self._memory[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES]
 
-    async def lend(self, keys: Sequence[BlockKey], layout_id: LayoutId, lease_s: float) -> list[Lent | None]:  # noqa: ARG002
+    async def lend(
+        self,
+        keys: Sequence[BlockKey],
+        layout_id: LayoutId,  # noqa: ARG002
+        lease_s: float,  # noqa: ARG002
+        tiers: Sequence[str] = (),  # noqa: ARG002
+    ) -> list[Lent | None]:
         """Lend all of them."""
         found = [int.from_bytes(key.digest, "big") for key in keys]
         slots = [SlotRef(0, i * BLOCK_BYTES, BLOCK_BYTES, 1) for i in found]

@@ -53,7 +53,13 @@ class MemoryLender:
     def corrupt(self, i: int) -> None:
         self.region[i * self._block_bytes + 5] ^= 1
 
-    async def lend(self, keys: Sequence[BlockKey], layout_id: LayoutId, lease_s: float) -> list[Lent | None]:
+    async def lend(
+        self,
+        keys: Sequence[BlockKey],
+        layout_id: LayoutId,
+        lease_s: float,
+        tiers: Sequence[str] = (),  # noqa: ARG002  All of it is memory.
+    ) -> list[Lent | None]:
         assert lease_s > 0
         return [self._lend(int.from_bytes(k.digest, "big")) if layout_id == LAYOUT else None for k in keys]
 

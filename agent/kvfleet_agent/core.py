@@ -16,6 +16,7 @@ from kvfleet_agent.reader import Reader
 from kvfleet_agent.room import Room
 from kvfleet_agent.session_journal import SessionJournal
 from kvfleet_agent.session_life import SessionLife
+from kvfleet_agent.sharing import FlashReader
 from kvfleet_agent.tenancy import Tenancy
 from kvfleet_agent.writer import Writer
 
@@ -50,6 +51,7 @@ class Core:
         self.reader = Reader(node, self.fetcher, self.mover, directory)
         self.parts = PartSums(node)
         self.writer = Writer(node, self.room, self.archiver)
+        self.flash = FlashReader(node, codecs)
         self.lender = PeerLender(node, self.fetcher, self.exports)
         self.explainer = Explainer(node, self.reader, self.archiver)
         self.tenancy = Tenancy(self)

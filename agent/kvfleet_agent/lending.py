@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
+from kvfleet_agent.backends.base import SharedBackend
 from kvfleet_agent.node import PEER_OWNER
-from kvfleet_agent.ports import Lent
+from kvfleet_agent.ports import Lent, Placed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,8 +35,12 @@ class PeerLender:
         self._fetcher = fetcher
         self._exports = exports
 
-    async def lend(self, keys: Sequence[BlockKey], layout_id: LayoutId, lease_s: float) -> list[Lent | None]:
+    async def lend(
+        self, keys: Sequence[BlockKey], layout_id: LayoutId, lease_s: float, tiers: Sequence[str] = ()
+    ) -> list[Lent | None]:
         """Lease blocks in memory, bringing them up first; None for absent ones and for another layout.
+
+        What lies on one of the shared `tiers`, and not in memory, is leased where it is.
 
         Cancelled, it leaves no lease: whoever asked has gone and would never end it.
         """
@@ -44,6 +49,9 @@ class PeerLender:
         lent: list[Lent | None] = [None] * len(keys)
 
         async def one(i: int, entry: Entry) -> None:
+            lent[i] = self._placed(entry, tiers, min(lease_s, LEASE_S_MAX))
+            if lent[i] is not None:
+                return
             residence = await self._fetcher.raise_up(entry, entry.tenant)
             if residence is not None:
                 lent[i] = self._lent(entry, residence, min(lease_s, LEASE_S_MAX))
@@ -61,6 +69,19 @@ class PeerLender:
             self.end([loan.lease for loan in lent if loan is not None])
             raise
         return lent
+
+    def _placed(self, entry: Entry, tiers: Sequence[str], lease_s: float) -> Lent | None:
+        """Lease a copy on a tier that the other agent can read; None when there is none, or one in memory."""
+        if not tiers or self._fetcher.mapped(entry) is not None:
+            return None
+        for residence in entry.residences:
+            tier, slot, record = residence
+            if tier.name in tiers and isinstance(tier.backend, SharedBackend):
+                entry.used_at_s = self._node.clock()
+                lease = self._node.leases.grant(PEER_OWNER, entry, residence, self._node.clock() + lease_s)
+                placed = Placed(tier.name, tier.backend.file_of(slot), slot, record)
+                return Lent(lease.id, slot, memoryview(b""), record.parent, record.checksum, record.epoch, placed)
+        return None
 
     def _lent(self, entry: Entry, residence: Residence, lease_s: float) -> Lent:
         tier, slot, record = residence

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from kvfleet_agent.backends.base import SlotRef
+from kvfleet_agent.backends.base import Record, SlotRef
 from kvfleet_agent.policy.quota import Rules
 from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret
 from kvfleet_api.checksum import bind, checksum
@@ -179,22 +179,52 @@ class Peers(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a record lies on a shared tier, below its owner's directory."""
+
+    tier: str
+    """Name of the tier in the pool."""
+    file: str
+    slot: SlotRef
+    record: Record
+
+
+class SharedReader(Protocol):
+    """Reads what other agents keep on media that this node mounts too."""
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the shared tiers that are up here."""
+
+    async def read(self, wanted: Wanted, placed: Placed) -> bool:
+        """Fill and seal a block's slot from its owner's file, verified; False when that cannot be done."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lent:
     """One of our blocks leased to another agent."""
 
     lease: int
     slot: SlotRef
     view: memoryview
+    """Empty where the other agent reads the bytes at their place."""
     parent: bytes
     checksum: bytes
     epoch: int
+    placed: Placed | None = None
+    """Where the other agent finds them on a shared tier."""
 
 
 class Lender(Protocol):
     """What the peer listener needs of the core."""
 
-    async def lend(self, keys: Sequence[BlockKey], layout_id: LayoutId, lease_s: float) -> list[Lent | None]:
-        """Lease blocks in memory, bringing them up first; None for absent ones and for another layout."""
+    async def lend(
+        self, keys: Sequence[BlockKey], layout_id: LayoutId, lease_s: float, tiers: Sequence[str] = ()
+    ) -> list[Lent | None]:
+        """Lease blocks in memory, bringing them up first; None for absent ones and for another layout.
+
+        Blocks that lie on one of the shared `tiers` alone are leased there, for the asking agent to read.
+        """
 
     def end(self, leases: Sequence[int]) -> None:
         """End leases; unknown ones are ignored."""

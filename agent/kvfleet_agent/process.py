@@ -124,6 +124,7 @@ class AgentProcess:
         stack.push_async_callback(core.close)
         await self._alive(self._follow(world, core, provisioner))
         await asyncio.to_thread(remove_abandoned, home, frozenset(provisioner.states))
+        neighbours.peers.shared = core.flash
         await neighbours.start(stack, core.lender)
         server = self._open_socket(stack, world, core)
         world.start_heartbeat(epoch)

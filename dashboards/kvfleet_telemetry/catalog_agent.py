@@ -166,7 +166,7 @@ AGENT: Final = (
     ),
     Metric(
         "kvfleet_peer_fetched_blocks_total", Kind.COUNTER,
-        "Blocks wanted from other agents, by transport (nixl, tcp, none) and result.",
+        "Blocks wanted from other agents, by transport (nixl, tcp, shared, none) and result.",
         ("pool", "node", "transport", "result"),
     ),
     Metric(

@@ -52,10 +52,12 @@ class WatchedLender:
         self._shadow = shadow
         self._world = world
 
-    async def lend(self, keys: Sequence[BlockKey], layout_id: LayoutId, lease_s: float) -> list[Lent | None]:
+    async def lend(
+        self, keys: Sequence[BlockKey], layout_id: LayoutId, lease_s: float, tiers: Sequence[str] = ()
+    ) -> list[Lent | None]:
         """See `Lender.lend`."""
         until_s = self._world.loop.now_s + min(lease_s, PEER_LEASE_S_MAX)
-        lent = await self._lender.lend(keys, layout_id, lease_s)
+        lent = await self._lender.lend(keys, layout_id, lease_s, tiers)
         for key, one in zip(keys, lent, strict=True):
             if one is not None:
                 self._world.tally.lent_blocks += 1

@@ -229,6 +229,22 @@ class StripedBackend(TierBackend, Protocol):
 
 
 @runtime_checkable
+class SharedBackend(TierBackend, Protocol):
+    """A medium that other nodes mount as well: one copy serves all of them."""
+
+    def file_of(self, slot: SlotRef) -> str:
+        """Name of the file that holds a slot, below this node's directory. Raises `KeyError` once it has gone."""
+
+    async def read_other(self, node: str, file: str, slot: SlotRef, record: Record, into: memoryview) -> None:
+        """Fill the first `record.stored_bytes` of `into` with a record of another node's store.
+
+        Changes nothing there. Raises `BlockCorruptError` when the slot holds anything else by now,
+        `BackendFailedError` when the file cannot be read, `KeyAwayError` without the key of the record's scope, and
+        `InvalidInputError` for a place that cannot be.
+        """
+
+
+@runtime_checkable
 class SealingBackend(TierBackend, Protocol):
     """A medium that encrypts: it may hold blocks of earlier runs whose key is not there (yet)."""
 

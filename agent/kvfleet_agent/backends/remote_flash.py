@@ -1,25 +1,23 @@
-"""Opening record stores: on local NVMe, and on flash that several nodes mount, in a sub-directory of this node.
-
-Each agent writes and reads its own records only. Several nodes reading one copy need leases across agents and are
-not built: until then the same block may lie there once for each node that demoted it.
-"""
+"""Opening record stores: on local NVMe, one or several devices, and on flash that several nodes mount."""
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
 from functools import partial
 from itertools import combinations
 from pathlib import Path, PurePosixPath
 from posixpath import normpath
 from typing import TYPE_CHECKING, Literal
 
-from kvfleet_agent.backends.claim import claim_pool
+from kvfleet_agent.backends.claim import claim_pool, start_run
 from kvfleet_agent.backends.io_choice import open_volume
 from kvfleet_agent.backends.nvme import RecordStore, open_store
+from kvfleet_agent.backends.shared_flash import SharedFlash
 from kvfleet_agent.backends.striped import StripedStore, open_striped
 from kvfleet_api.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from kvfleet_agent.backends.sealing import DataKeys
     from kvfleet_agent.backends.volume import Volume
@@ -36,7 +34,9 @@ async def open_nvme(
     check_directories(tier.directories)
 
     async def opened(path: str, part_bytes: int) -> RecordStore:
-        return await _open(await _claimed(path, tier.io, pool, node), part_bytes, keys=keys)
+        volume = await _claimed(path, tier.io, pool, node)
+        async with _ours(volume):
+            return await open_store(volume, part_bytes, keys=keys)
 
     if len(tier.directories) == 1:
         return await opened(tier.directories[0], capacity_bytes)
@@ -62,10 +62,11 @@ async def _claimed(path: str, io: Literal["Uring", "Posix"], pool: str, node: st
     return await open_volume(root / node, io)
 
 
-async def _open(volume: Volume, capacity_bytes: int, *, medium: str = "", keys: DataKeys | None) -> RecordStore:
-    """Open the record store of a volume that we take over, sealed when there are `keys`."""
+@asynccontextmanager
+async def _ours(volume: Volume) -> AsyncIterator[None]:
+    """Close the volume when it cannot be our store, which is an `InvalidInputError` then."""
     try:
-        return await open_store(volume, capacity_bytes, medium=medium and f"{medium}-{volume.medium}", keys=keys)
+        yield
     except InvalidInputError:
         await volume.close()
         raise
@@ -87,7 +88,10 @@ async def _claim(root: Path, pool: str) -> None:
 
 async def open_remote_flash(
     tier: RemoteFlashTier, pool: str, node: str, capacity_bytes: int, *, keys: DataKeys | None = None
-) -> RecordStore:
+) -> SharedFlash:
     """Record store on a shared mount; network file systems are not asked for io_uring."""
     volume = await _claimed(tier.path, "Posix", pool, node)
-    return await _open(volume, capacity_bytes, medium="shared", keys=keys)
+    async with _ours(volume):
+        claim = await start_run(volume, is_sealed=keys is not None)
+        medium = f"shared-{volume.medium}"
+        return SharedFlash(claim, volume, capacity_bytes, Path(tier.path), medium=medium, keys=keys)

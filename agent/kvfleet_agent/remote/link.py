@@ -48,10 +48,16 @@ class Link:
         return await self._ask(wire.Describe(next(self._ids)), wire.Described)
 
     async def lend(
-        self, scope: str, layout_id: bytes, digests: list[bytes], lease_s: float, epoch: int
+        self,
+        scope: str,
+        layout_id: bytes,
+        digests: list[bytes],
+        lease_s: float,
+        epoch: int,
+        tiers: tuple[str, ...] = (),
     ) -> wire.Lending:
-        """Lease blocks of the incarnation `epoch`; one loan for each digest."""
-        question = wire.Lend(next(self._ids), scope, layout_id, b"".join(digests), lease_s, epoch)
+        """Lease blocks of the incarnation `epoch`; one loan for each digest. We read `tiers` ourselves."""
+        question = wire.Lend(next(self._ids), scope, layout_id, b"".join(digests), lease_s, epoch, tiers)
         answer = await self._ask(question, wire.Lending)
         if len(answer.loans) != len(digests):
             raise AgentAwayError(f"owner answered {len(answer.loans)} loans to {len(digests)} keys")

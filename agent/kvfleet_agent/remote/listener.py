@@ -191,7 +191,9 @@ class _Conversation:
         lease_s = min(max(question.lease_s, 0.0), LEASE_S_MAX)
         # Whoever was told of an earlier incarnation asks for what was lost with it, as far as anybody can know.
         is_ours = question.epoch in {0, self._me.epoch}
-        lent = await self._lender.lend(keys, LayoutId(question.layout_id), lease_s) if is_ours else [None] * len(keys)
+        lent: list[Lent | None] = [None] * len(keys)
+        if is_ours:
+            lent = await self._lender.lend(keys, LayoutId(question.layout_id), lease_s, question.tiers)
         leases = tuple(one.lease for one in lent if one)
         self._lent |= {one.lease: one for one in lent if one}
         if not self._stream.is_open:
@@ -222,6 +224,11 @@ class _Conversation:
 
 
 def _loan(lent: Lent) -> wire.Loan:
+    if (at := lent.placed) is not None:
+        record, slot = at.record, at.slot
+        place = wire.Place(at.tier, at.file, slot.offset, slot.size_bytes, record.codec, record.stored_bytes)
+        told = (lent.lease, 0, record.raw_bytes, slot.stamp, record.epoch)
+        return wire.Loan(*told, record.parent, record.checksum, place)
     size_bytes = len(lent.view)
     return wire.Loan(
         lent.lease, address_of(lent.view), size_bytes, lent.slot.stamp, lent.epoch, lent.parent, lent.checksum

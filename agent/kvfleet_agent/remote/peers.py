@@ -7,13 +7,15 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Final
 
+from kvfleet_agent.backends.base import Record, SlotRef
+from kvfleet_agent.backends.segment_name import parse_name
 from kvfleet_agent.backends.waiting import settle
-from kvfleet_agent.ports import Wanted
+from kvfleet_agent.ports import Placed, SharedReader, Wanted
 from kvfleet_agent.remote import wire
 from kvfleet_agent.remote.link import Link, open_link
 from kvfleet_agent.remote.nixl import NixlReader
 from kvfleet_agent.remote.security import PeerTls
-from kvfleet_agent.remote.transfer import Leased, Result, Transfers
+from kvfleet_agent.remote.transfer import Leased, Result, Transfers, Transport
 from kvfleet_api.errors import AgentAwayError, KvFleetError
 from kvfleet_api.units import MIB
 from kvfleet_metadata.records import AgentRecord
@@ -62,6 +64,8 @@ class RemotePeers:
         self._resolve = resolve
         self._own_token = own_token
         self._nixl = nixl
+        self.shared: SharedReader | None = None
+        """What reads shared tiers; set once the node has its core."""
         self._metrics = instruments
         pool, _, node = me.partition(".")
         self._labels = {"pool": pool, "node": node}
@@ -135,26 +139,58 @@ class RemotePeers:
         self._metrics.histogram("kvfleet_peer_fetch_duration_seconds", **self._labels).observe(took_s)
 
     async def _bring(self, link: Link, wanted: list[Wanted], until_s: float) -> list[bytes | None]:
-        """Lease, move, verify, end the leases."""
+        """Bring blocks from where they are; what an owner keeps on a shared tier that we cannot read, it sends."""
+        tiers = self.shared.tiers if self.shared is not None else ()
+        parents, unread = await self._bring_leased(link, wanted, until_s, tiers)
+        if unread:
+            sent, _ = await self._bring_leased(link, [wanted[i] for i in unread], until_s, ())
+            for i, parent in zip(unread, sent, strict=True):
+                parents[i] = parent
+        return parents
+
+    async def _bring_leased(
+        self, link: Link, wanted: list[Wanted], until_s: float, tiers: tuple[str, ...]
+    ) -> tuple[list[bytes | None], list[int]]:
+        """Lease, move or read, verify, end the leases; parents, and which blocks could not be read at their place."""
         lease_s = until_s - time.monotonic() + LEASE_SLACK_S
         first = wanted[0]
         digests = [w.key.digest for w in wanted]
-        lending = await link.lend(first.key.scope, first.layout_id, digests, lease_s, first.location.epoch)
+        lending = await link.lend(first.key.scope, first.layout_id, digests, lease_s, first.location.epoch, tiers)
         pairs = [Leased(w, loan) for w, loan in zip(wanted, lending.loans, strict=True)]
         usable = [one for one in pairs if one.loan.lease and one.loan.size_bytes == len(one.wanted.into)]
+        placed = [one for one in usable if one.loan.place is not None]
+        sent = [one for one in usable if one.loan.place is None]
         try:
-            outcome = await self._transfers.bring(link, usable, lending.generation, until_s)
+            outcome = await self._read_shared(placed)
+            if sent:
+                outcome |= await self._transfers.bring(link, sent, lending.generation, until_s)
         finally:
             await self._end(link, pairs)
-        for one in usable:
-            result, transport = outcome[one]
+        unread = [i for i, one in enumerate(pairs) if one.loan.place is not None and one not in outcome]
+        for one, (result, transport) in outcome.items():
             self._count(transport, result, 1, one.loan.size_bytes)
             if result is Result.CORRUPT:
                 _log.warning(
                     "corrupt block from peer", extra={"peer": first.location.agent, "block": str(one.wanted.key)}
                 )
         self._count("none", Result.ABSENT, len(pairs) - len(usable))
-        return [p.loan.parent if outcome.get(p, (None,))[0] is Result.VERIFIED else None for p in pairs]
+        parents = [p.loan.parent if outcome.get(p, (None,))[0] is Result.VERIFIED else None for p in pairs]
+        return parents, unread
+
+    async def _read_shared(self, placed: list[Leased]) -> dict[Leased, tuple[Result, Transport]]:
+        """Read blocks at their place; those that could not be read or are not there any more are left out."""
+        reader = self.shared
+        if reader is None or not placed:
+            return {}
+        reads = [asyncio.ensure_future(reader.read(one.wanted, _placed(one))) for one in placed]
+        try:
+            await asyncio.wait(reads)
+        finally:
+            for read in reads:
+                read.cancel()
+            # Nothing may be written to a slot once we have returned, so cancelled reads are waited for.
+            await settle(asyncio.gather(*reads, return_exceptions=True))
+        return {one: (Result.VERIFIED, Transport.SHARED) for one, r in zip(placed, reads, strict=True) if r.result()}
 
     async def _end(self, link: Link, pairs: list[Leased]) -> None:
         """End leases even when we are cancelled: the owner should not wait for their expiry."""
@@ -210,6 +246,16 @@ class RemotePeers:
         counter("kvfleet_peer_fetched_blocks_total", **self._labels, transport=transport, result=result).inc(blocks)
         if size_bytes:
             counter("kvfleet_peer_fetched_bytes_total", **self._labels, transport=transport).inc(size_bytes)
+
+
+def _placed(leased: Leased) -> Placed:
+    """What an owner tells of a block's place, with what we know of the block ourselves."""
+    wanted, loan, at = leased.wanted, leased.loan, leased.loan.place
+    assert at is not None, "asked for"
+    name = parse_name(at.file)
+    slot = SlotRef(name.id if name is not None else -1, at.offset, at.slot_bytes, loan.stamp)
+    told = (at.codec, loan.size_bytes, at.stored_bytes, loan.checksum, loan.epoch)
+    return Placed(at.tier, at.file, slot, Record(wanted.key, loan.parent, wanted.layout_id, *told))
 
 
 def _opened(task: "asyncio.Task[Link] | None") -> Link | None:

@@ -49,6 +49,8 @@ class Transport(StrEnum):
 
     NIXL = "nixl"
     TCP = "tcp"
+    SHARED = "shared"
+    """Read from its owner's file on flash that both mount; the owner sent nothing."""
 
 
 class Result(StrEnum):

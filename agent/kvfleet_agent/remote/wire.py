@@ -21,6 +21,10 @@ CHUNK_BYTES_MAX: Final = 1 << 20
 """Bytes of a block that follow one `Chunk`: other answers get between two of them."""
 TOKEN_CHARS_MAX: Final = 16_384
 SCOPE_CHARS_MAX: Final = 512
+TIERS_MAX: Final = 8
+TIER_CHARS_MAX: Final = 63
+PLACE_CHARS_MAX: Final = 128
+"""Of a file's name, and of a codec's."""
 LENGTH_BYTES: Final = 4
 
 
@@ -69,6 +73,19 @@ class Lend(Message, frozen=True, array_like=True, tag=True):
     lease_s: Seconds
     epoch: int = 0
     """Of the incarnation that is said to hold them: another one lends nothing. 0: whoever answers."""
+    tiers: tuple[str, ...] = ()
+    """Shared tiers that the asking agent can read by itself."""
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a leased block lies on a shared tier: a record file below the owner's directory."""
+
+    tier: str
+    file: str
+    offset: int
+    slot_bytes: int
+    codec: str
+    stored_bytes: int
 
 
 class Loan(msgspec.Struct, frozen=True, array_like=True):
@@ -82,6 +99,9 @@ class Loan(msgspec.Struct, frozen=True, array_like=True):
     epoch: int = 0
     parent: bytes = b""
     checksum: bytes = b""
+    """Of the block's bytes; of the stored ones where `place` is given."""
+    place: Place | None = None
+    """The asking agent is to read it there; nothing is sent for it."""
 
 
 class Lending(Message, frozen=True, array_like=True, tag=True):
@@ -165,6 +185,8 @@ def _check_lend(lend: Lend) -> None:
         raise InvalidInputError(f"digests of {len(lend.digests)} B: 1 to {KEYS_MAX} keys of {KEY_BYTES} B")
     if len(lend.layout_id) != LAYOUT_ID_BYTES or len(lend.scope) > SCOPE_CHARS_MAX:
         raise InvalidInputError(f"layout id of {len(lend.layout_id)} B, scope of {len(lend.scope)} characters")
+    if len(lend.tiers) > TIERS_MAX or any(len(name) > TIER_CHARS_MAX for name in lend.tiers):
+        raise InvalidInputError(f"{len(lend.tiers)} tiers, limit {TIERS_MAX} of {TIER_CHARS_MAX} characters")
 
 
 def decode_answer(body: bytes) -> Answer:
@@ -176,9 +198,11 @@ def decode_answer(body: bytes) -> Answer:
     if isinstance(answer, Chunk) and not 0 < answer.size_bytes <= CHUNK_BYTES_MAX:
         raise InvalidInputError(f"chunk of {answer.size_bytes} B, limit {CHUNK_BYTES_MAX} B")
     if isinstance(answer, Lending) and not all(_is_sound(loan) for loan in answer.loans):
-        raise InvalidInputError("a loan with a checksum or parent of a wrong length")
+        raise InvalidInputError("a loan with a checksum, parent or place of a wrong length")
     return answer
 
 
 def _is_sound(loan: Loan) -> bool:
+    if loan.place is not None and max(len(loan.place.file), len(loan.place.codec)) > PLACE_CHARS_MAX:
+        return False
     return loan.lease == 0 or (len(loan.checksum) == CHECKSUM_BYTES and len(loan.parent) in (0, KEY_BYTES))
