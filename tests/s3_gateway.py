@@ -25,7 +25,11 @@ def s3_gateway(directory: Path, bucket: str) -> Iterator[dict[str, str]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = os.environ | {"ROOT_ACCESS_KEY_ID": ACCESS_KEY, "ROOT_SECRET_ACCESS_KEY": SECRET_KEY}
-    command = [binary, "--port", f"127.0.0.1:{port}", "--quiet", "posix", "--nometa", str(directory)]
+    command = [binary, "--port", f"127.0.0.1:{port}", "--quiet", "posix"]
+    # Part checksums of multipart uploads need a place: beside the objects, for not every file system has attributes.
+    sidecar = directory.with_name(f"sidecar-of-{directory.name}")
+    sidecar.mkdir()
+    command += ["--sidecar", str(sidecar), str(directory)]
     server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
         _wait(port, server)

@@ -102,6 +102,7 @@ def _tier(state: TierState, now_s: float) -> TierObserved:
         recovered_blocks=tier.recovered_blocks,
         probe=tier.probe,
         devices=tier.devices,
+        refusing_s=tier.paced.refusing_s if tier.paced is not None else 0.0,
         error=state.error or (tier.last_error or backend.last_error if tier.phase(now_s) != "Ready" else ""),
         shortage=state.limit.message,
     )

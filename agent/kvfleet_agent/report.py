@@ -22,6 +22,9 @@ from kvfleet_api.models.poolnode import (
 )
 from kvfleet_api.tiers import TierType
 
+REFUSING_S: Final = 30.0
+"""From here on refusals are a condition: while a store scales with its load, some are to be expected."""
+
 ERROR_CHARS_MAX = 1024
 """`maxLength` of lastError."""
 
@@ -47,6 +50,8 @@ class TierObserved:
     probe: TierProbe | None = None
     devices: tuple[Device, ...] = ()
     """Where they are several."""
+    refusing_s: float = 0.0
+    """For so long its store has been refusing requests."""
     error: str = ""
     shortage: str = ""
     """Why less is granted than declared, with numbers."""
@@ -128,6 +133,7 @@ def _conditions(seen: Observed) -> tuple[Condition, ...]:
         _huge_pages(seen.tiers),
         _devices(seen.tiers),
         _metadata_available(seen.directory),
+        _stores_keep_up(seen.tiers),
         _capacity(seen.tiers),
         _draining(seen),
         _ready(seen),
@@ -174,6 +180,15 @@ def _devices(tiers: Sequence[TierObserved]) -> Condition:
         told = _join(f"tier {t.spec.name}: {d.name}: {d.error}" for t, d in failed)
         return _false("DevicePresent", "DeviceFailed", told)
     return _true("DevicePresent", "Present")
+
+
+def _stores_keep_up(tiers: Sequence[TierObserved]) -> Condition:
+    """Refusals come and go; ones that last are somebody's to look at."""
+    slow = [t for t in tiers if t.refusing_s >= REFUSING_S]
+    if not slow:
+        return _true("StoresKeepUp", "KeepUp")
+    told = _join(f"tier {t.spec.name}: the store refuses requests (429, 503) and gets fewer at once" for t in slow)
+    return _false("StoresKeepUp", "Throttled", told)
 
 
 def _capacity(tiers: Sequence[TierObserved]) -> Condition:

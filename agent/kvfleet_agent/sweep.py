@@ -113,6 +113,11 @@ class Sweeper:
                 names = {"tier": tier.name, "device": device.name}
                 counters.set("kvfleet_device_up", float(not device.error), **names)
                 counters.set("kvfleet_device_used_bytes", device.used_bytes, **names)
+            if tier.paced is not None:
+                counters.set("kvfleet_object_requests_max", tier.paced.requests_max, tier=tier.name)
+                refused = tier.paced.refused_requests
+                counters.add("kvfleet_object_refused_total", refused - tier.refused_told, tier=tier.name)
+                tier.refused_told = refused
             if tier.stored_bytes_written:
                 ratio = tier.raw_bytes_written / tier.stored_bytes_written
                 counters.set("kvfleet_stored_ratio", ratio, tier=tier.name)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
-from kvfleet_agent.backends.base import Device, LastingBackend, MappableBackend, SlotRef, StripedBackend, TierBackend
+from kvfleet_agent.backends.base import (
+    Device,
+    LastingBackend,
+    MappableBackend,
+    PacedBackend,
+    SlotRef,
+    StripedBackend,
+    TierBackend,
+)
 from kvfleet_agent.leafqueue import LeafQueue
 from kvfleet_agent.policy.placement import TierFacts
 from kvfleet_agent.policy.quota import over_hard_bytes
@@ -62,16 +70,21 @@ class Tier:
     stored_bytes_written: int = 0
     recovered_blocks: int = 0
     """Blocks of an earlier run that were found when the tier came up."""
+    refused_told: int = 0
+    """Refused requests of its store that the metrics know of."""
     mappable: MappableBackend | None = field(init=False)
     """The backend, when engines can map its extents. Found out once: asking a protocol takes 15 us."""
     striped: StripedBackend | None = field(init=False)
     """The backend, when it is one of several devices."""
+    paced: PacedBackend | None = field(init=False)
+    """The backend, when its medium may refuse requests."""
     lasting: LastingBackend | None = field(init=False)
     """The backend, when it has to be told of the blocks that are to outlive the agent."""
 
     def __post_init__(self) -> None:
         self.mappable = self.backend if isinstance(self.backend, MappableBackend) else None
         self.striped = self.backend if isinstance(self.backend, StripedBackend) else None
+        self.paced = self.backend if isinstance(self.backend, PacedBackend) else None
         outlives_agent = self.backend.capabilities.outlives_agent
         self.lasting = self.backend if outlives_agent and isinstance(self.backend, LastingBackend) else None
 

@@ -30,6 +30,14 @@ AGENT: Final = (
         ("pool", "node", "tier", "device"),
     ),
     Metric(
+        "kvfleet_object_requests_max", Kind.GAUGE, "Requests that an object store gets at once.",
+        ("pool", "node", "tier"),
+    ),
+    Metric(
+        "kvfleet_object_refused_total", Kind.COUNTER, "Requests that an object store refused (429, 503).",
+        ("pool", "node", "tier"),
+    ),
+    Metric(
         "kvfleet_tier_probe_bytes_per_second", Kind.GAUGE, "Bandwidth measured at start.",
         ("pool", "node", "tier", "direction"),
     ),

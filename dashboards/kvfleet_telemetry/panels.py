@@ -129,7 +129,15 @@ FULL: Final = Row("Is it full?", (
             Query(
                 f"sum by (node, tier, device) (kvfleet_device_up{{{TIER}}} == 0)", "out of use: {{node}} {{device}}"
             ),
-        ), CALM, 24,
+        ), CALM, 12,
+    ),
+    Panel(
+        "Object stores", "Requests at once, and refused ones: a store that refuses gets fewer until it keeps up.",
+        Form.LINES, Unit.NONE,
+        (
+            Query(f"sum by (node, tier) (kvfleet_object_requests_max{{{TIER}}})", "at once: {{node}} {{tier}}"),
+            Query(rate("kvfleet_object_refused_total", "node, tier", TIER), "refused a second: {{node}} {{tier}}"),
+        ), CALM, 12,
     ),
 ))  # fmt: skip
 

@@ -22,6 +22,8 @@ SILENT = {
     "kvfleet_io_errors_total": "no medium failed",
     "kvfleet_device_up": "no tier has several devices",
     "kvfleet_device_used_bytes": "no tier has several devices",
+    "kvfleet_object_requests_max": "no tier is an object store",
+    "kvfleet_object_refused_total": "no object store refused a request",
     "kvfleet_evicted_blocks_total": "the tiers together were never full",
     "kvfleet_expired_total": "every lease and reservation was given back",
     "kvfleet_operator_missed_events_total": "no watch broke",

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfleet_agent.ports import DirectoryState
-from kvfleet_agent.report import Observed, TierObserved, build_status
+from kvfleet_agent.report import REFUSING_S, Observed, TierObserved, build_status
 from kvfleet_api.blocks import ScopeId
 from kvfleet_api.models.base import ObjectMeta
 from kvfleet_api.models.pool import HostDramTier
@@ -20,10 +20,11 @@ from kvfleet_api.units import coarse
 pytestmark = pytest.mark.unit
 
 
-def conditions(page_size: str, medium: str, fallback: str) -> dict[str, tuple[str, str, str]]:
+def conditions(page_size: str, medium: str, fallback: str, refusing_s: float = 0) -> dict[str, tuple[str, str, str]]:
     dram = HostDramTier.model_validate({"page_size": page_size, "persistence": "AgentRestart"})
     spec = NodeTier(name="dram", type=TierType.HOST_DRAM, capacity_bytes=1 << 30, host_dram=dram)
     tier = TierObserved(spec, "Ready", is_up=True, medium=medium, is_mappable=True, fallback=fallback)
+    tier = replace(tier, refusing_s=refusing_s)
     node_spec = KVPoolNodeSpec(pool_ref="p", node_name="n", tiers=(spec,), revision="r")
     node = KVPoolNode(metadata=ObjectMeta(name="p.n", generation=1), spec=node_spec)
     seen = Observed(node, 1, "1", (tier,), DirectoryState.ANSWERS, queried=0, hit=0, memory_bytes=1 << 34)
@@ -47,6 +48,14 @@ def test_small_pages_in_place_of_huge_ones_are_said(medium: str) -> None:
         "False", "NotReserved", "tier dram: 512 pages of 2Mi asked for",
     )  # fmt: skip
     assert conditions("4Ki", medium, "")["HugepagesReserved"][:2] == ("True", "NotRequested")
+
+
+def test_a_store_that_goes_on_refusing_is_said_and_one_that_refuses_now_and_then_is_not() -> None:
+    assert conditions("4Ki", "s3", "", REFUSING_S - 1)["StoresKeepUp"][:2] == ("True", "KeepUp")
+    status, reason, message = conditions("4Ki", "s3", "", REFUSING_S)["StoresKeepUp"]
+
+    assert (status, reason) == ("False", "Throttled")
+    assert message.startswith("tier dram: the store refuses requests")
 
 
 def test_hits_are_counted_of_the_shares_that_were_read_last_and_not_of_those_who_grant_them() -> None:

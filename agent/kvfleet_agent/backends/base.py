@@ -229,6 +229,23 @@ class StripedBackend(TierBackend, Protocol):
 
 
 @runtime_checkable
+class PacedBackend(TierBackend, Protocol):
+    """A medium that may refuse requests, and gets fewer at once then."""
+
+    @property
+    def requests_max(self) -> int:
+        """Requests that it gets at once now."""
+
+    @property
+    def refused_requests(self) -> int:
+        """Requests that it has refused since it was opened."""
+
+    @property
+    def refusing_s(self) -> float:
+        """For how many seconds it has been refusing requests; 0.0 while it keeps up."""
+
+
+@runtime_checkable
 class SharedBackend(TierBackend, Protocol):
     """A medium that other nodes mount as well: one copy serves all of them."""
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import secrets
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from kvfleet_agent.backends.objects import ObjectClient
     from kvfleet_agent.backends.sealing import DataKeys
     from kvfleet_api.blocks import BlockKey, ScopeId
+
+_log = logging.getLogger(__name__)
 
 _HEADERS_AT_A_TIME: Final = 32
 """Header reads under way while recovering; object stores answer in tens of milliseconds."""
@@ -96,6 +100,21 @@ class ObjectStoreTier:
     def last_error(self) -> str:
         """The last failure of the store; empty when there was none."""
         return self._last_error
+
+    @property
+    def requests_max(self) -> int:
+        """Requests that the store gets at once now. See `PacedBackend`."""
+        return int(self._client.pace.limit)
+
+    @property
+    def refused_requests(self) -> int:
+        """Requests that the store has refused. See `PacedBackend`."""
+        return self._client.pace.refused
+
+    @property
+    def refusing_s(self) -> float:
+        """Since when the store refuses requests. See `PacedBackend`."""
+        return self._client.pace.refusing_s(time.monotonic())
 
     def reserve(self, scope: ScopeId, size_bytes: int) -> SlotRef:
         """Take room for an object. See `TierBackend`."""
@@ -252,6 +271,7 @@ class ObjectStoreTier:
             self._burial.cancel()
         if self._graves:
             await self._bury()
+        await self._client.close()
 
 
 def _placeless(slot: SlotRef) -> SlotRef:
@@ -288,4 +308,9 @@ async def open_object_tier(
         )
     marker = {"format": VERSION if keys is None else SEALED_VERSION, "secret": secret.hex(), "run": run}
     await client.put(path, [json.dumps(marker).encode()])
+    try:
+        if count := await client.abort_uploads(f"{prefix}/"):
+            _log.info("uploads of an earlier run aborted", extra={"prefix": prefix, "uploads": count})
+    except BackendFailedError as e:  # They cost money and harm nobody: the next start tries again.
+        _log.warning("uploads of an earlier run cannot be aborted", extra={"prefix": prefix, "cause": str(e)})
     return ObjectStoreTier(client, prefix, capacity_bytes, secret, run, keys)

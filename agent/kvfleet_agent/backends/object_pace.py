@@ -1,0 +1,89 @@
+"""How many requests an object store gets at once and which failed ones are tried again. Pure."""
+
+import re
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final
+
+REQUESTS_MAX: Final = 32
+"""Under way at once: 2 MiB at 100 ms of latency are 640 MB/s."""
+CUT_EVERY_S: Final = 1.0
+"""One refusal halves the requests; those that were sent before it are refused as well and say nothing new."""
+CALM_S: Final = 10.0
+"""Without a refusal for so long the store keeps up again."""
+
+ATTEMPTS_MAX: Final = 5
+BACKOFF_FIRST_S: Final = 0.1
+BACKOFF_MAX_S: Final = 5.0
+TOKENS_MAX: Final = 50.0
+"""Retries that can be made in a row, of all requests together: an absent store is not asked five times for each."""
+TOKENS_PER_SUCCESS: Final = 0.2
+
+_STATUS: Final = re.compile(r"status code: (\d{3})")
+_REFUSALS: Final = frozenset({429, 503})
+_TIMED_OUT: Final = 408
+
+
+class Verdict(Enum):
+    """What a failed request tells."""
+
+    REFUSED = auto()
+    """The store wants fewer requests."""
+    BROKEN = auto()
+    """The next attempt may do better."""
+    FINAL = auto()
+
+
+def judge(message: str) -> Verdict:
+    """Judge a failure by the words of obstore, which has no other place for the status."""
+    status = _STATUS.search(message)
+    if status is None:
+        return Verdict.BROKEN if "HTTP error" in message else Verdict.FINAL
+    code = int(status[1])
+    if code in _REFUSALS:
+        return Verdict.REFUSED
+    return Verdict.BROKEN if code >= 500 or code == _TIMED_OUT else Verdict.FINAL
+
+
+def backoff_s(attempt: int, chance: float) -> float:
+    """Pause after the attempt of that number, from 0; `chance` in [0, 1) spreads callers over all of it."""
+    return min(BACKOFF_MAX_S, BACKOFF_FIRST_S * float(1 << attempt)) * chance
+
+
+@dataclass(slots=True)
+class Pace:
+    """Requests at once: halved when the store refuses some, one more for each round of them that succeeded."""
+
+    limit: float = REQUESTS_MAX
+    refused: int = 0
+    """Requests that were refused, in all."""
+    _tokens: float = TOKENS_MAX
+    _cut_at_s: float = float("-inf")
+    _refused_since_s: float = 0.0
+    _refused_at_s: float = float("-inf")
+
+    def succeeded(self) -> None:
+        """Note an answer."""
+        self.limit = min(float(REQUESTS_MAX), self.limit + 1.0 / self.limit)
+        self._tokens = min(TOKENS_MAX, self._tokens + TOKENS_PER_SUCCESS)
+
+    def was_refused(self, now_s: float) -> None:
+        """Note a refusal."""
+        self.refused += 1
+        if now_s - self._refused_at_s >= CALM_S:
+            self._refused_since_s = now_s
+        self._refused_at_s = now_s
+        if now_s - self._cut_at_s >= CUT_EVERY_S:
+            self._cut_at_s = now_s
+            self.limit = max(1.0, self.limit / 2)
+
+    def may_retry(self) -> bool:
+        """Take one of the retries that are left; False when there is none."""
+        if self._tokens < 1.0:
+            return False
+        self._tokens -= 1.0
+        return True
+
+    def refusing_s(self, now_s: float) -> float:
+        """For how long the store has been refusing requests; 0.0 when it keeps up."""
+        return now_s - self._refused_since_s if now_s - self._refused_at_s < CALM_S else 0.0
