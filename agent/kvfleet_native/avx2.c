@@ -6,7 +6,7 @@
 #include "hash.h"
 
 #define LEVEL kernels_avx2
-#define DOUBLES 4
+#define FLOATS 8
 #define LEVEL_NAME "avx2"
 #define TARGET __attribute__((target("avx2,bmi,popcnt")))
 
@@ -100,13 +100,12 @@ TARGET static inline uint64_t far_below(const uint8_t *bytes, uint8_t base, uint
            far_below_half(load_half(bytes, 0), base, range);
 }
 
-typedef __m256d Sums;
-
-/* bf16 to doubles. */
-TARGET static inline Sums doubles_of(const uint16_t *x)
+/* The low bytes of 16 words that are below 256. */
+TARGET static inline void store_bytes(uint8_t *into, const uint32_t *words)
 {
-    __m128i words = _mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)x));
-    return _mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32(words, 16)));
+    __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(load_half(words, 0), load_half(words, 1)), 0xD8);
+    __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+    _mm_storeu_si128((__m128i *)into, bytes);
 }
 
 #include "body.h"

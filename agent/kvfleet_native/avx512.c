@@ -6,7 +6,7 @@
 #include "hash.h"
 
 #define LEVEL kernels_avx512
-#define DOUBLES 8
+#define FLOATS 16
 #define LEVEL_NAME "avx512"
 #ifdef __clang__
 #define WIDE "" /* It knows the preference as an option alone, and refuses the whole attribute with it. */
@@ -75,13 +75,10 @@ TARGET static inline uint64_t far_below(const uint8_t *bytes, uint8_t base, uint
     return _mm512_cmpge_epu8_mask(below, _mm512_set1_epi8((char)range));
 }
 
-typedef __m512d Sums;
-
-/* bf16 to doubles. */
-TARGET static inline Sums doubles_of(const uint16_t *x)
+/* The low bytes of 16 words that are below 256. */
+TARGET static inline void store_bytes(uint8_t *into, const uint32_t *words)
 {
-    __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x));
-    return _mm512_cvtps_pd(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)));
+    _mm_storeu_si128((__m128i *)into, _mm512_cvtepi32_epi8(_mm512_loadu_si512(words)));
 }
 
 #include "body.h"

@@ -2,8 +2,8 @@
    LEVEL_NAME, TARGET (a function attribute), is_supported(), Line (64 bytes in registers) with load_line(),
    stream_line() to where a line begins, stream_quarters() to any quarter of one, and stream_end(), for the hash Lanes
    (eight sums of 64 bits) with load_lanes(), store_lanes(), accumulate() and scramble(), for top bytes sum_of() (256 of
-   them) and far_below() (a bit for each of 64 that is not of the `range` values ending at `base`), and for errors Sums, a
-   vector of DOUBLES, with doubles_of(). */
+   them) and far_below() (a bit for each of 64 that is not of the `range` values ending at `base`), FLOATS, how many of
+   them a vector has, and store_bytes() (of 16 words that are below 256). */
 #include <string.h>
 
 #include "hash.h"
@@ -123,6 +123,8 @@ TARGET static void copy_digest(uint8_t *into, const uint8_t *source, size_t size
 
 #include "body_packing.h"
 #include "body_tops.h"
+
+#include "body_measured.h"
 
 #include "body_mix.h"
 

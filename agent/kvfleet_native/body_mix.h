@@ -1,10 +1,6 @@
 /* Blocks whose planes are stored in different forms; part of body.h. `mixing.py` says what they are, `python_mixing.py`
    is the oracle: equal to the bit, errors included. */
 
-#define LANES 16 /* Sums that run beside each other; added up in their order. */
-
-#define PARTS (LANES / DOUBLES)
-
 ALWAYS Grid grid_of_rung(int rung, const Mixing *mixing)
 {
     static const int kinds[] = {INT4, INT4, FP8, INT8, INT8};
@@ -23,47 +19,18 @@ ALWAYS size_t grid_bytes(const Grid *grid)
     return scales_bytes(grid) + grid->rows * grid->columns / (grid->kind == INT4 ? 2 : 1);
 }
 
-TARGET ALWAYS void add_squares(Sums *lost, Sums *all, const uint16_t *x, const uint16_t *y)
-{
-    Sums value = doubles_of(x), difference = value - doubles_of(y);
-    *lost += difference * difference;
-    *all += value * value;
-}
+/* The ladder: what is tried next, in the order of forms. */
+static const uint8_t after[EXACT] = {INT4_COLUMN, INT8_ROW, INT8_COLUMN, FP8_ROW, EXACT};
 
-/* ||x - y|| / ||x||. */
-TARGET static double relative_error(const uint16_t *x, const uint16_t *y, size_t count)
-{
-    Sums lost[PARTS] = {{0}}, all[PARTS] = {{0}};
-    size_t i = 0;
-    for (; i + LANES <= count; i += LANES)
-        for (int part = 0; part < PARTS; part++)
-            add_squares(lost + part, all + part, x + i + DOUBLES * part, y + i + DOUBLES * part);
-    uint16_t last[2][LANES] = {{0}};
-    memcpy(last[0], x + i, 2 * (count - i));
-    memcpy(last[1], y + i, 2 * (count - i));
-    for (int part = 0; part < PARTS; part++)
-        add_squares(lost + part, all + part, last[0] + DOUBLES * part, last[1] + DOUBLES * part);
-    double lost_sum = 0.0, sum = 0.0;
-    for (int lane = 0; lane < LANES; lane++) {
-        lost_sum += lost[lane / DOUBLES][lane % DOUBLES];
-        sum += all[lane / DOUBLES][lane % DOUBLES];
-    }
-    return lost_sum == 0.0 ? 0.0 : __builtin_sqrt(lost_sum / sum);
-}
-
-TARGET static size_t mix_plane(uint8_t *into, const uint16_t *x, const Mixing *mixing, uint16_t *scratch, uint8_t *rung,
-                               double *error)
+TARGET static size_t mix_plane(uint8_t *into, const uint16_t *x, const Mixing *mixing, uint8_t *rung, double *error)
 {
     size_t count = mixing->rows * mixing->columns, bytes = 2 * count;
-    for (; *rung < EXACT; *rung += 1) {
+    for (; *rung < EXACT; *rung = after[*rung]) {
         Grid grid = grid_of_rung(*rung, mixing);
-        uint8_t *codes = into + scales_bytes(&grid);
         if (grid_bytes(&grid) >= bytes)
             continue;
-        if (!pack(&grid, codes, (uint16_t *)into, x))
+        if (!pack_measured(&grid, into + scales_bytes(&grid), (uint16_t *)into, x, error))
             break;
-        unpack(&grid, scratch, codes, (const uint16_t *)into);
-        *error = relative_error(x, scratch, count);
         if (*error <= mixing->limit)
             return grid_bytes(&grid);
     }
@@ -76,12 +43,11 @@ TARGET static size_t mix_plane(uint8_t *into, const uint16_t *x, const Mixing *m
     return bytes;
 }
 
-TARGET static size_t mix(uint8_t *into, const uint16_t *source, const Mixing *mixing, uint16_t *scratch, uint8_t *rungs,
-                         double *errors)
+TARGET static size_t mix(uint8_t *into, const uint16_t *source, const Mixing *mixing, uint8_t *rungs, double *errors)
 {
     uint8_t *head = into, *body = into + HEAD_BYTES * mixing->planes;
     for (size_t plane = 0; plane < mixing->planes; plane++, head += HEAD_BYTES) {
-        size_t size = mix_plane(body, source, mixing, scratch, rungs + plane, errors + plane);
+        size_t size = mix_plane(body, source, mixing, rungs + plane, errors + plane);
         uint32_t word = (uint32_t)size | (uint32_t)rungs[plane] << 24;
         memcpy(head, &word, sizeof word);
         source += mixing->rows * mixing->columns;

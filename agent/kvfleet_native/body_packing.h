@@ -7,6 +7,7 @@
 #define STRIP 1024             /* Elements at a time: sums, scales and codes of a strip stay in the first cache. */
 #define SCALE_MIN 0x1p-100f    /* Of a group that is not all zeros: its inverse and its products stay normal numbers. */
 #define TOO_LARGE 0x7B80       /* bf16 of 2^120: from there on a decoded value could overflow. */
+#define LANES 16               /* Elements of the widest vector. */
 #define LEAST(a, b) ((a) < (b) ? (a) : (b))
 #define MOST(a, b) ((a) > (b) ? (a) : (b))
 #define ALWAYS __attribute__((always_inline)) static inline
@@ -49,7 +50,7 @@ typedef struct {
     uint16_t largest[STRIP]; /* Bits of the largest magnitude; not of INT4. */
     int16_t least[STRIP];    /* Smallest and greatest value, in order as integers; of INT4 alone. */
     int16_t greatest[STRIP];
-    float inverse[STRIP], low[STRIP];
+    float by[STRIP + LANES], inverse[STRIP + LANES], low[STRIP + LANES]; /* Whole vectors may be read. */
 } Strip;
 
 TARGET ALWAYS void unbound(Strip *strip, size_t count)
@@ -61,7 +62,7 @@ TARGET ALWAYS void unbound(Strip *strip, size_t count)
     }
 }
 
-/* Widen the bounds by `count` elements: of each on its own, or of all of them together in [0]. */
+/* Widen the bounds by `count` elements: of each on its own, or of all of them together in [row]. */
 TARGET ALWAYS void bound_each(Strip *strip, const uint16_t *x, size_t count, int kind)
 {
     for (size_t i = 0; i < count; i++) {
@@ -76,7 +77,7 @@ TARGET ALWAYS void bound_each(Strip *strip, const uint16_t *x, size_t count, int
     }
 }
 
-TARGET ALWAYS void bound_all(Strip *strip, const uint16_t *x, size_t count, int kind)
+TARGET ALWAYS void bound_row(Strip *strip, size_t row, const uint16_t *x, size_t count, int kind)
 {
     uint16_t largest = 0;
     int16_t least = INT16_MAX, greatest = INT16_MIN;
@@ -88,10 +89,10 @@ TARGET ALWAYS void bound_all(Strip *strip, const uint16_t *x, size_t count, int 
         greatest = MOST(order, greatest);
     }
     if (kind == INT4) {
-        strip->least[0] = least;
-        strip->greatest[0] = greatest;
+        strip->least[row] = least;
+        strip->greatest[row] = greatest;
     } else {
-        strip->largest[0] = largest;
+        strip->largest[row] = largest;
     }
 }
 
@@ -114,7 +115,8 @@ TARGET ALWAYS uint16_t scale(Strip *strip, uint16_t *scales, uint16_t *lows, siz
         }
         amount = amount > 0.0f && amount < SCALE_MIN ? SCALE_MIN : amount;
         scales[i] = rounded_up(amount);
-        strip->inverse[i] = amount > 0.0f ? 1.0f / widened(scales[i]) : 0.0f;
+        strip->by[i] = widened(scales[i]);
+        strip->inverse[i] = amount > 0.0f ? 1.0f / strip->by[i] : 0.0f;
     }
     return largest;
 }
@@ -146,6 +148,16 @@ TARGET ALWAYS void encode(const Strip *strip, uint8_t *restrict codes, const uin
     }
 }
 
+/* Two codes of INT4 in a byte. */
+TARGET ALWAYS void pair_up(uint8_t *restrict codes, const uint8_t *restrict single, size_t count)
+{
+    for (size_t i = 0; i < count / 2; i++) {
+        uint16_t pair;
+        memcpy(&pair, single + 2 * i, sizeof pair);
+        codes[i] = (uint8_t)(pair | pair >> 4);
+    }
+}
+
 TARGET ALWAYS void encode_strip(const Strip *strip, uint8_t *codes, const uint16_t *x, size_t count, int kind, int step)
 {
     uint8_t single[STRIP];
@@ -154,11 +166,7 @@ TARGET ALWAYS void encode_strip(const Strip *strip, uint8_t *codes, const uint16
         return;
     }
     encode(strip, single, x, count, kind, step);
-    for (size_t i = 0; i < count / 2; i++) {
-        uint16_t pair;
-        memcpy(&pair, single + 2 * i, sizeof pair);
-        codes[i] = (uint8_t)(pair | pair >> 4);
-    }
+    pair_up(codes, single, count);
 }
 
 TARGET ALWAYS void decode(uint16_t *restrict x, const uint8_t *restrict codes, const float *scales, const float *lows,
@@ -203,7 +211,7 @@ TARGET ALWAYS uint16_t pack_runs(const Grid *grid, uint8_t *codes, uint16_t *sca
     size_t groups = grid->rows * grid->columns / grid->group;
     uint16_t largest = 0;
     for (size_t g = 0, at = 0; g < groups; g++, at += grid->group) {
-        bound_all(&strip, x + at, grid->group, kind);
+        bound_row(&strip, 0, x + at, grid->group, kind);
         uint16_t here = scale(&strip, scales + g, scales + groups + g, 1, kind);
         largest = MOST(here, largest);
         for (size_t i = 0; i < grid->group; i += STRIP)

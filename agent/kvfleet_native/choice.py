@@ -68,15 +68,13 @@ class Kernels(Protocol):
     def unpack(self, into: Buffer, codes: Buffer, scales: Buffer, packing: Packing, /) -> None:
         """Fill `into` with bf16. Any bytes decode to something. Raises `ValueError` as `pack` does."""
 
-    def mix(
-        self, into: Buffer, source: Buffer, scratch: Buffer, rungs: Buffer, errors: Buffer, mixing: Mixing, /
-    ) -> int:
+    def mix(self, into: Buffer, source: Buffer, rungs: Buffer, errors: Buffer, mixing: Mixing, /) -> int:
         """Fill `into` with the planes of `source` (`mixing.py`); return how much it took.
 
         `rungs` gives the first rung to try for each plane, and gets the one that it is stored on: the first from there
         on whose relative error is at most the mixing's limit. `errors` (float64) gets these errors. Planes
-        with numbers that `pack` refuses are stored exactly, and so is what no packing shortens. `scratch` has room
-        for a plane. Raises `ValueError` for planes that there are none of, too little room, and odd addresses.
+        with numbers that `pack` refuses are stored exactly, and so is what no packing shortens. Raises
+        `ValueError` for planes that there are none of, too little room, and odd addresses.
         """
 
     def unmix(self, into: Buffer, stored: Buffer, mixing: Mixing, /) -> bool:

@@ -56,8 +56,7 @@ typedef struct {
     int (*pack)(const Grid *grid, uint8_t *codes, uint16_t *scales, const uint16_t *x);
     void (*unpack)(const Grid *grid, uint16_t *x, const uint8_t *codes, const uint16_t *scales);
     /* bf16 to codes and scales; 0 where a value is not finite, or too large to come back. */
-    size_t (*mix)(uint8_t *into, const uint16_t *source, const Mixing *mixing, uint16_t *scratch, uint8_t *rungs,
-                  double *errors);
+    size_t (*mix)(uint8_t *into, const uint16_t *source, const Mixing *mixing, uint8_t *rungs, double *errors);
     /* Each plane in the first form from its rung on whose error is within the limit; returns how many bytes it filled. */
     int (*unmix)(uint16_t *into, const uint8_t *stored, size_t stored_bytes, const Mixing *mixing);
     /* Any stored bytes: 0 where they are none of `mix`. */

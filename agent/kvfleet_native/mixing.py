@@ -1,8 +1,9 @@
 """Blocks whose planes are stored in different forms: what `mix` stores.
 
 A plane is the K or the V of one head of one layer: rows (tokens) of columns (channels) in bf16. Its rung says how it is
-stored; a higher one takes more bytes and loses less, mostly. A head of four bytes for each plane gives rung and length;
-bodies follow, each padded to an even length: scales and then codes of a packing, what `narrow` makes, or the plane.
+stored; those further up the ladder take more bytes and lose less, mostly. A head of four bytes for each plane gives
+rung and length; bodies follow, each padded to an even length: scales and then codes of a packing, what `narrow` makes,
+or the plane.
 """
 
 from enum import IntEnum
@@ -31,6 +32,10 @@ class Rung(IntEnum):
     AS_IT_IS = 6
 
 
+LADDER: Final = (
+    Rung.INT4_ROW, Rung.INT4_COLUMN, Rung.INT8_ROW, Rung.FP8_ROW, Rung.INT8_COLUMN, Rung.EXACT, Rung.AS_IT_IS,
+)  # fmt: skip
+"""What is tried, in this order. INT8_ROW before FP8_ROW: as long, and made in two thirds of the time."""
 _KINDS: Final = (Kind.INT4, Kind.INT4, Kind.FP8, Kind.INT8, Kind.INT8)
 
 

@@ -332,40 +332,37 @@ static Mixing mixing_of(Py_ssize_t planes, Py_ssize_t rows, Py_ssize_t columns, 
 }
 
 /* Whether there is room for everything that `mix` fills; sets an error if not. */
-static int have_mixing_room(const Mixing *mixing, const Py_buffer *into, const Py_buffer *scratch,
-                            const Py_buffer *rungs, const Py_buffer *errors)
+static int have_mixing_room(const Mixing *mixing, const Py_buffer *into, const Py_buffer *rungs, const Py_buffer *errors)
 {
     size_t plane_bytes = 2 * mixing->rows * mixing->columns;
     size_t need = (HEAD_BYTES + plane_bytes) * mixing->planes + plane_bytes / STRIP_BYTES;
-    if ((size_t)into->len >= need && (size_t)scratch->len >= plane_bytes && (size_t)rungs->len == mixing->planes &&
-        (size_t)errors->len == sizeof(double) * mixing->planes &&
-        ((uintptr_t)scratch->buf % 2 | (uintptr_t)errors->buf % sizeof(double)) == 0)
+    if ((size_t)into->len >= need && (size_t)rungs->len == mixing->planes &&
+        (size_t)errors->len == sizeof(double) * mixing->planes && (uintptr_t)errors->buf % sizeof(double) == 0)
         return 1;
-    PyErr_Format(PyExc_ValueError, "room for %zd B, %zd B may be needed; scratch %zd B, rungs %zd B, errors %zd B",
-                 into->len, (Py_ssize_t)need, scratch->len, rungs->len, errors->len);
+    PyErr_Format(PyExc_ValueError, "room for %zd B, %zd B may be needed; rungs %zd B, errors %zd B", into->len,
+                 (Py_ssize_t)need, rungs->len, errors->len);
     return 0;
 }
 
 static PyObject *mix(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    Py_buffer into, source, scratch, rungs, errors;
+    Py_buffer into, source, rungs, errors;
     Py_ssize_t planes, rows, columns;
     int width;
     double limit;
     size_t filled = 0;
-    if (!PyArg_ParseTuple(args, "w*y*w*w*w*(nnnid)", &into, &source, &scratch, &rungs, &errors, &planes, &rows, &columns,
-                          &width, &limit))
+    if (!PyArg_ParseTuple(args, "w*y*w*w*(nnnid)", &into, &source, &rungs, &errors, &planes, &rows, &columns, &width,
+                          &limit))
         return NULL;
     Mixing mixing = mixing_of(planes, rows, columns, width, limit);
-    int is_sound = have_planes(&mixing, &source, &into) && have_mixing_room(&mixing, &into, &scratch, &rungs, &errors);
+    int is_sound = have_planes(&mixing, &source, &into) && have_mixing_room(&mixing, &into, &rungs, &errors);
     if (is_sound) {
         Py_BEGIN_ALLOW_THREADS
-        filled = chosen->mix(into.buf, source.buf, &mixing, scratch.buf, rungs.buf, errors.buf);
+        filled = chosen->mix(into.buf, source.buf, &mixing, rungs.buf, errors.buf);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&into);
     PyBuffer_Release(&source);
-    PyBuffer_Release(&scratch);
     PyBuffer_Release(&rungs);
     PyBuffer_Release(&errors);
     return is_sound ? PyLong_FromSize_t(filled) : NULL;

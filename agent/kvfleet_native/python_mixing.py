@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvfleet_native.mixing import HEAD_BYTES, Mixing, Rung
+from kvfleet_native.mixing import HEAD_BYTES, LADDER, Mixing, Rung
 from kvfleet_native.python_packing import pack, unpack
 from kvfleet_native.python_tops import narrow, widen
 from kvfleet_native.tops import check, narrowed_bytes_max
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvfleet_native.buffers import Buffer
 
 _Bytes = npt.NDArray[np.uint8]
@@ -22,18 +24,27 @@ _Words = npt.NDArray[np.uint16]
 
 _LANES: Final = 16
 """Sums that run beside each other; added up in their order."""
+_PIECE: Final = 1024
+"""Columns, or rows that have a scale each, that are measured together."""
+_SINGLE_ROWS: Final = 8
+"""Of so many rows at most squares are added in single precision."""
+_NEAR: Final = (0x3000, 0x5000)
+"""Largest magnitudes that are squared as they are, in bits: 2^-31 to 2^33."""
+_PACKINGS: Final = LADDER.index(Rung.EXACT)
 _HEAD: Final = struct.Struct("<I")
 _LENGTH_BITS: Final = 24
 
 
-def mix(into: Buffer, source: Buffer, scratch: Buffer, rungs: Buffer, errors: Buffer, mixing: Mixing, /) -> int:
+def mix(into: Buffer, source: Buffer, rungs: Buffer, errors: Buffer, mixing: Mixing, /) -> int:
     """Fill `into` from its start; return the length. Raises `ValueError` for other sizes."""
     mixing = Mixing(*mixing)
     planes, taken = _planes(source, mixing), np.frombuffer(rungs, np.uint8)
     filled, measured = np.frombuffer(into, np.uint8), np.frombuffer(errors, np.float64)
-    sizes = (filled.size, np.frombuffer(scratch, np.uint8).size, taken.size, measured.size)
-    if sizes[0] < mixing.room_bytes() or sizes[1] < mixing.plane_bytes or sizes[2:] != (mixing.planes, mixing.planes):
-        raise ValueError(f"room for {sizes[0]} B, {mixing.room_bytes()} B may be needed; others {sizes[1:]}")
+    if filled.size < mixing.room_bytes() or not taken.size == measured.size == mixing.planes:
+        raise ValueError(
+            f"room for {filled.size} B, {mixing.room_bytes()} B may be needed; rungs {taken.nbytes} B, "
+            f"errors {measured.nbytes} B"
+        )
     at = HEAD_BYTES * mixing.planes
     for number, plane in enumerate(planes):
         rung, error, body = _mixed(plane, int(taken[number]), mixing)
@@ -73,7 +84,7 @@ def _planes(block: Buffer, mixing: Mixing) -> _Words:
 
 def _mixed(plane: _Words, first: int, mixing: Mixing) -> tuple[Rung, float, bytes]:
     """Rung, error and body of one plane."""
-    for rung in map(Rung, range(first, Rung.EXACT)):
+    for rung in LADDER[LADDER.index(Rung(first)) : _PACKINGS] if first < Rung.EXACT else ():
         if mixing.packed_bytes(rung) >= mixing.plane_bytes:
             continue
         body = _packed(plane, rung, mixing)
@@ -81,7 +92,7 @@ def _mixed(plane: _Words, first: int, mixing: Mixing) -> tuple[Rung, float, byte
             break
         back = np.empty_like(plane)
         _unmixed(back, rung, np.frombuffer(body, np.uint8), mixing)
-        error = _relative_error(plane, back)
+        error = _relative_error(plane, back, mixing, is_by_column=mixing.packing(rung).is_by_column)
         if error <= mixing.limit:
             return rung, error, body
     room = bytearray(narrowed_bytes_max(mixing.plane_bytes, 2))
@@ -113,18 +124,40 @@ def _unmixed(plane: _Words, rung: int, body: _Bytes, mixing: Mixing) -> bool:
     return True
 
 
-def _relative_error(x: _Words, y: _Words) -> float:
-    """||x - y|| / ||x||."""
-    was, came = (_laned(words) for words in (x, y))
-    lost, every = _sum(was - came), _sum(was)
-    return 0.0 if lost == 0.0 else math.sqrt(lost / every)
+def _relative_error(x: _Words, y: _Words, mixing: Mixing, *, is_by_column: bool) -> float:
+    """||x - y|| / ||x||: squares in single precision over some rows of a strip, in double over these."""
+    lost, every = np.zeros(_LANES), np.zeros(_LANES)
+    shape = (mixing.rows, mixing.columns)
+    for strip in _strips(mixing, is_by_column=is_by_column):
+        was, came = (np.ascontiguousarray(words.reshape(shape)[strip]) for words in (x, y))
+        largest = int((was & 0x7FFF).max())
+        is_near = _NEAR[0] <= largest < _NEAR[1]
+        by = np.float32(1) if is_near else np.uint32((254 - (largest >> 7)) << 23).view(np.float32)
+        values = _floats(was)
+        for sums, parts in ((lost, (values - _floats(came)) * by), (every, values * by)):
+            _add_squares(sums, parts, 1.0 / (float(by) * float(by)))
+    lost_sum, sum_of_all = (float(np.add.accumulate(sums)[-1]) for sums in (lost, every))
+    return 0.0 if lost_sum == 0.0 else math.sqrt(lost_sum / sum_of_all)
 
 
-def _laned(words: _Words) -> npt.NDArray[np.float64]:
-    padded = np.concatenate((words, np.zeros(-words.size % _LANES, np.uint16)))
-    return (padded.astype(np.uint32) << 16).view(np.float32).astype(np.float64).reshape(-1, _LANES)
+def _strips(mixing: Mixing, *, is_by_column: bool) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns that are measured together."""
+    for start in range(0, mixing.columns if is_by_column else mixing.rows, _PIECE):
+        part = slice(start, start + _PIECE)
+        yield (slice(None), part) if is_by_column else (part, slice(None))
 
 
-def _sum(values: npt.NDArray[np.float64]) -> float:
-    lanes = np.add.accumulate(values * values, axis=0)[-1]
-    return float(np.add.accumulate(lanes)[-1])
+def _floats(words: _Words) -> npt.NDArray[np.float32]:
+    return (words.astype(np.uint32) << 16).view(np.float32)
+
+
+def _add_squares(sums: npt.NDArray[np.float64], values: npt.NDArray[np.float32], by: float) -> None:
+    """Add to each lane what stands in it. Pieces of rows start at the first lane."""
+    for top in range(0, len(values), _SINGLE_ROWS):
+        single = np.zeros(_LANES, np.float32)
+        for row in values[top : top + _SINGLE_ROWS]:
+            for left in range(0, row.size, _PIECE):
+                piece = row[left : left + _PIECE]
+                padded = np.pad(piece, (0, -piece.size % _LANES)).reshape(-1, _LANES)
+                single = np.add.accumulate(np.concatenate((single[None], padded * padded)), dtype=np.float32)[-1]
+        sums += single.astype(np.float64) * by

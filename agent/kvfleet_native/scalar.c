@@ -6,7 +6,7 @@
 
 #define LEVEL kernels_scalar
 #define TARGET
-#define DOUBLES 2
+#define FLOATS 4
 #ifdef __aarch64__
 #define LEVEL_NAME "neon"
 #else
@@ -41,14 +41,13 @@ static inline void stream_end(void) { _mm_sfence(); }
 
 static inline __m128i load_quarter(const uint8_t *bytes) { return _mm_loadu_si128((const __m128i *)bytes); }
 
-typedef __m128d Sums;
-
-/* bf16 to doubles. */
-static inline Sums doubles_of(const uint16_t *x)
+/* The low bytes of 16 words that are below 256. */
+static inline void store_bytes(uint8_t *into, const uint32_t *words)
 {
-    int32_t both;
-    memcpy(&both, x, sizeof both);
-    return _mm_cvtps_pd(_mm_castsi128_ps(_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_cvtsi32_si128(both))));
+    __m128i parts[4];
+    memcpy(parts, words, sizeof parts);
+    __m128i bytes = _mm_packus_epi16(_mm_packs_epi32(parts[0], parts[1]), _mm_packs_epi32(parts[2], parts[3]));
+    _mm_storeu_si128((__m128i *)into, bytes);
 }
 
 static inline unsigned sum_of(const uint8_t *bytes)
@@ -77,15 +76,11 @@ static inline void stream_line(uint8_t *into, Line line) { stream_quarters(into,
 
 static inline void stream_end(void) {}
 
-typedef double Sums __attribute__((vector_size(16)));
-
-/* bf16 to doubles. */
-static inline Sums doubles_of(const uint16_t *x)
+/* The low bytes of 16 words that are below 256. */
+static inline void store_bytes(uint8_t *into, const uint32_t *words)
 {
-    uint32_t bits[2] = {(uint32_t)x[0] << 16, (uint32_t)x[1] << 16};
-    float values[2];
-    memcpy(values, bits, sizeof values);
-    return (Sums){values[0], values[1]};
+    for (int i = 0; i < 16; i++)
+        into[i] = (uint8_t)words[i];
 }
 
 static inline unsigned sum_of(const uint8_t *bytes)

@@ -11,16 +11,21 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfleet_agent.codec.base import Codec, Encoded, Planes, Settled, Shape
-from kvfleet_agent.codec.guesses import Guesses
+from kvfleet_agent.codec.guesses import First, Guesses
 from kvfleet_api.errors import BlockCorruptError
 from kvfleet_native import mix, unmix, width_of
-from kvfleet_native.mixing import PLANE_BYTES_MAX, Mixing, Rung
+from kvfleet_native.mixing import LADDER, PLANE_BYTES_MAX, Mixing, Rung
 from kvfleet_native.tops import WIDTH_LEAST, WIDTH_MOST
 
 NAME: Final = "mixed"
 
 _HEADER: Final = struct.Struct("<BBHIIIQ")
 _VERSION: Final = 1
+
+_EXACT_PLACE: Final = LADDER.index(Rung.EXACT)
+_RUNGS: Final = bytes(LADDER[min(place, _EXACT_PLACE)] for place in range(256))
+"""By place; a damaged calibration may name any."""
+_PLACES: Final = bytes(LADDER.index(Rung(rung)) if rung in LADDER else _EXACT_PLACE for rung in range(256))
 
 
 class MixedCodec:
@@ -38,13 +43,14 @@ class MixedCodec:
         """Stored form; the error of every plane was measured, and those that would lose too much are exact."""
         if shape.planes is None:
             return self._exact.encode(raw, shape, into)
-        first, is_probe = self._guesses.first(shape.layout_id, shape.planes.planes)
-        if not is_probe and min(first) >= Rung.EXACT:
+        first = self._guesses.first(shape.layout_id, shape.planes.planes)
+        if first.is_guess and min(first.places) >= _EXACT_PLACE:
             return self._exact.encode(raw, shape, into)
-        rungs, errors = bytearray(first), np.zeros(shape.planes.planes)
+        rungs, errors = bytearray(first.places.translate(_RUNGS)), np.zeros(shape.planes.planes)
         stored_bytes = _mixed(raw, shape.planes, into, rungs, errors, self._permitted)
-        self._guesses.settle(shape.layout_id, bytes(rungs))
-        settled = _settled(first, rungs, errors, is_probe=is_probe)
+        places = bytes(rungs.translate(_PLACES))
+        self._guesses.settle(shape.layout_id, places)
+        settled = _settled(first, places, errors)
         if min(rungs) >= Rung.EXACT:  # Nothing was lost, and the record shall say so.
             return self._exact.encode(raw, shape, into)._replace(settled=settled)
         return Encoded(NAME, stored_bytes, settled)
@@ -82,21 +88,20 @@ def _mixed(
     """Fill `into` and tell the length; rungs and errors are those that the planes settled on."""
     mixing = Mixing(*planes, width_of(raw, 2), limit)
     _HEADER.pack_into(into, 0, _VERSION, mixing.width, 0, *planes, len(raw))
-    scratch = np.empty(mixing.plane_bytes // 2, np.uint16)
     with into[_HEADER.size :] as body:
-        return _HEADER.size + mix(body, raw, scratch, rungs, errors, mixing)
+        return _HEADER.size + mix(body, raw, rungs, errors, mixing)
 
 
-def _settled(
-    first: bytearray, rungs: bytearray, errors: npt.NDArray[np.float64], *, is_probe: bool
-) -> tuple[Settled, ...]:
-    guessed, taken = np.frombuffer(first, np.uint8), np.frombuffer(rungs, np.uint8)
-    found = []
-    for rung in np.unique(taken).tolist():
-        is_here = taken == rung
-        missed = 0 if is_probe else int((guessed[is_here] < rung).sum())
-        found.append(Settled(Rung(rung).name.lower(), int(is_here.sum()), missed, float(errors[is_here].max())))
-    return tuple(found)
+def _settled(first: First, places: bytes, errors: npt.NDArray[np.float64]) -> tuple[Settled, ...]:
+    guessed, taken = np.frombuffer(first.places, np.uint8), np.frombuffer(places, np.uint8)
+    found, missed = (np.bincount(each, minlength=len(LADDER)).tolist() for each in (taken, taken[guessed < taken]))
+    worst = np.zeros(len(LADDER))
+    np.maximum.at(worst, taken, errors)
+    return tuple(
+        Settled(rung.name.lower(), found[place], missed[place] if first.is_guess else 0, float(worst[place]))
+        for place, rung in enumerate(LADDER)
+        if found[place]
+    )
 
 
 def _parse(stored: memoryview, raw_bytes: int) -> Mixing:
