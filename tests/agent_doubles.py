@@ -159,6 +159,9 @@ class TestCodecs:
     def for_policy(self, policy: CompressionPolicy, *, is_worn: bool) -> RawCodec:
         return RawCodec() if policy.mode == "None" or is_worn else HalvingCodec()
 
+    def drift(self, policy: CompressionPolicy) -> None:
+        return None
+
 
 def secret(scope: ScopeId) -> ScopeSecret:
     return ScopeSecret(scope, scope.encode().ljust(32, b".")[:32])

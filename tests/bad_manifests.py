@@ -247,6 +247,12 @@ RULE_BREAKERS: tuple[tuple[str, Path_, Any, str], ...] = (
         "Lossless",
         "spec.policy.compression.maxRelativeErrorPermille",
     ),
+    (
+        "kvpool",
+        ("spec", "policy", "compression"),
+        {"calibration": [{"layoutId": "0" * 32, "maxRelativeErrorPermille": 20, "forms": "016"}]},
+        "spec.policy.compression.calibration[0].forms",
+    ),
     ("kvpool", ("spec", "deletionPolicy"), "Destroy", "spec.destroyConfirmation"),
     ("kvpool-all-fields", ("spec", "destroyConfirmation"), "yes", "spec.destroyConfirmation"),
     ("kvpool-all-fields", ("spec", "metadata", "redis", "mode"), "Embedded", "spec.metadata.redis.external"),

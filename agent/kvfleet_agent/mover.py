@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from kvfleet_agent.codec.base import Codec, Decoder, Encoded
+    from kvfleet_agent.codec.drift import Drift
     from kvfleet_agent.gate import Priority
     from kvfleet_agent.node import Node
     from kvfleet_agent.tiers import Tier
@@ -48,6 +49,9 @@ class Codecs(Protocol):
     def for_policy(self, policy: CompressionPolicy, *, is_worn: bool) -> Codec:
         """Return the codec of `spec.policy.compression`, for blocks that may have lost something already or not."""
 
+    def drift(self, policy: CompressionPolicy) -> Drift | None:
+        """How far blocks are from the policy's calibration; None where it has none for its error."""
+
 
 class Mover:
     """Makes copies; decides nothing."""
@@ -61,6 +65,11 @@ class Mover:
         """Raw bytes of the moves that wait or run."""
         self.moving: set[Entry] = set()
         """Blocks whose bytes are on their way; those that were dropped meanwhile included."""
+
+    @property
+    def drift(self) -> Drift | None:
+        """How far blocks are from the pool's calibration; None where it has none."""
+        return self._codecs.drift(self._node.spec.policy.compression)
 
     async def copy(
         self,
@@ -260,6 +269,8 @@ class Mover:
 
     def _count_settled(self, made: Encoded) -> None:
         counters = self._node.counters
+        if made.drifted:
+            counters.add("kvfleet_codec_drifted_planes_total", made.drifted)
         for form, planes, missed, worst_error in made.settled:
             counters.add("kvfleet_codec_planes_total", planes, form=form)
             counters.add("kvfleet_codec_missed_guesses_total", missed, form=form)

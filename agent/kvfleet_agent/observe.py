@@ -39,6 +39,7 @@ def observe(
         memory_bytes=provisioner.memory_bytes,
         drain_left_blocks=left,
         is_drain_late=left is not None and is_late(drain.deadline),
+        drift=core.mover.drift,
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvfleet_agent.backends.base import Device
+from kvfleet_agent.codec.drift import Drift
 from kvfleet_agent.ports import DirectoryState
 from kvfleet_api import units
 from kvfleet_api.conditions import Condition, Status
@@ -77,6 +78,8 @@ class Observed:
     drain_left_blocks: int | None = None
     """Blocks that still have to leave; None when no drain was asked for."""
     is_drain_late: bool = False
+    drift: Drift | None = None
+    """How far blocks are from the pool's calibration; None where it has none."""
 
 
 def build_status(seen: Observed) -> KVPoolNodeStatus:
@@ -135,6 +138,7 @@ def _conditions(seen: Observed) -> tuple[Condition, ...]:
         _metadata_available(seen.directory),
         _stores_keep_up(seen.tiers),
         _capacity(seen.tiers),
+        _calibration(seen.drift),
         _draining(seen),
         _ready(seen),
     )
@@ -196,6 +200,16 @@ def _capacity(tiers: Sequence[TierObserved]) -> Condition:
     if not short:
         return _true("CapacitySatisfied", "Satisfied")
     return _false("CapacitySatisfied", "InsufficientCapacity", _join(short))
+
+
+def _calibration(drift: Drift | None) -> Condition:
+    """Without numbers that move: a condition is written whenever it changes."""
+    if drift is None:
+        return _true("CalibrationCurrent", "NotCalibrated")
+    if not drift.is_over:
+        return _true("CalibrationCurrent", "Holds" if drift.blocks else "NothingStored")
+    message = "many planes need a safer form than the calibration says: run `kvfleet calibrate` on newer KV"
+    return _false("CalibrationCurrent", "Drifted", message)
 
 
 def _draining(seen: Observed) -> Condition:

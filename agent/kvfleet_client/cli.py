@@ -1,4 +1,7 @@
-"""The `kvfleet` command: looks at one agent or at the fleet, checks manifests, names prefixes, tells who may read."""
+"""The `kvfleet` command: looks at one agent or at the fleet, checks manifests, names prefixes, tells who may read.
+
+It also calibrates codecs on captured KV.
+"""
 
 import argparse
 import sys
@@ -6,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvfleet_api.errors import KvFleetError
-from kvfleet_client.commands import agent, digest, fleet, manifests, who
+from kvfleet_client.commands import agent, calibrate, digest, fleet, manifests, who
 from kvfleet_client.target import VERSION
 
 EXIT_OK: Final = 0
@@ -35,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     fleet.add(commands)
     manifests.add(commands)
     digest.add(commands)
+    calibrate.add(commands)
     who.add(commands)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(run=print_version)

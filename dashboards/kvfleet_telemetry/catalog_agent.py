@@ -95,6 +95,11 @@ AGENT: Final = (
         ("pool", "node", "form"),
     ),
     Metric(
+        "kvfleet_codec_drifted_planes_total", Kind.COUNTER,
+        "Planes that needed a safer form than the pool's calibration says (condition CalibrationCurrent).",
+        ("pool", "node"),
+    ),
+    Metric(
         "kvfleet_codec_error_ratio", Kind.HISTOGRAM,
         "Largest measured error, |x - x'| / |x|, of the planes of one block in this form.", ("pool", "node", "form"),
         _ERRORS,

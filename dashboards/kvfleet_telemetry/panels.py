@@ -200,8 +200,11 @@ SLOW: Final = Row("Is it slow?", (
         Form.LINES, Unit.RATIO, (Query(quantile(0.99, "kvfleet_codec_error_ratio", "form"), "{{form}}"),), CALM, 8,
     ),
     Panel(
-        "Lossy forms: missed guesses", "Planes for which the form of the last blocks did not do: their numbers drift.",
-        Form.LINES, Unit.PER_SECOND, (Query(rate("kvfleet_codec_missed_guesses_total", "form"), "{{form}}"),), CALM, 8,
+        "Lossy forms: missed guesses", "Planes for which the form of the last blocks, or of the calibration, did "
+        "not do: their numbers drift.", Form.LINES, Unit.PER_SECOND, (
+            Query(rate("kvfleet_codec_missed_guesses_total", "form"), "{{form}}"),
+            Query(rate("kvfleet_codec_drifted_planes_total", "pool"), "calibration of {{pool}}"),
+        ), CALM, 8,
     ),
 ))  # fmt: skip
 

@@ -36,6 +36,7 @@ SILENT = {
     "kvfleet_codec_planes_total": "the pool permits no error",
     "kvfleet_codec_missed_guesses_total": "the pool permits no error",
     "kvfleet_codec_error_ratio": "the pool permits no error",
+    "kvfleet_codec_drifted_planes_total": "the pool has no calibration",
     "kvfleet_audit_blocks_total": "nobody read what another tenant wrote",
 }
 """Metrics that a run without faults may leave without a sample, each with the reason."""

@@ -7,6 +7,7 @@ from agent_doubles import make_node
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvfleet_agent.codec.drift import Drift
 from kvfleet_agent.ports import DirectoryState
 from kvfleet_agent.report import REFUSING_S, Observed, TierObserved, build_status
 from kvfleet_api.blocks import ScopeId
@@ -56,6 +57,25 @@ def test_a_store_that_goes_on_refusing_is_said_and_one_that_refuses_now_and_then
 
     assert (status, reason) == ("False", "Throttled")
     assert message.startswith("tier dram: the store refuses requests")
+
+
+@pytest.mark.parametrize(
+    ("drift", "says"),
+    [
+        (None, ("True", "NotCalibrated")),
+        (Drift(0, 0.0, is_over=False), ("True", "NothingStored")),
+        (Drift(70, 0.04, is_over=False), ("True", "Holds")),
+        (Drift(70, 0.06, is_over=True), ("False", "Drifted")),
+    ],
+)
+def test_a_calibration_that_no_longer_fits_is_a_condition(drift: Drift | None, says: tuple[str, str]) -> None:
+    spec = KVPoolNodeSpec(pool_ref="p", node_name="n", tiers=(), revision="r")
+    node = KVPoolNode(metadata=ObjectMeta(name="p.n", generation=1), spec=spec)
+    seen = Observed(node, 1, "1", (), DirectoryState.ANSWERS, queried=0, hit=0, memory_bytes=1 << 34, drift=drift)
+
+    found = {c.type: (c.status, c.reason) for c in build_status(seen).conditions}
+
+    assert found["CalibrationCurrent"] == says
 
 
 def test_hits_are_counted_of_the_shares_that_were_read_last_and_not_of_those_who_grant_them() -> None:

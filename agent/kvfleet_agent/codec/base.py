@@ -57,6 +57,8 @@ class Encoded(NamedTuple):
     """Name for the record."""
     stored_bytes: int
     settled: tuple[Settled, ...] = ()
+    drifted: int = 0
+    """Planes that needed a safer form than the pool's calibration says."""
 
 
 def planes_of(layout: Layout | None, raw_bytes: int) -> Planes | None:

@@ -1,7 +1,7 @@
 """Which rung each plane is tried on first: the one that the last block of its layout settled on. No clock, no I/O.
 
-Rungs are told by their places on the ladder (`kvfleet_native.mixing.LADDER`), a byte for each plane. Layouts that nothing
-is known of start where the calibration says, and else at the cheapest.
+Rungs are told by their places on the ladder (`kvfleet_native.mixing.LADDER`), a byte for each plane. Layouts of which
+nothing is known start where the calibration says, and else at the cheapest.
 """
 
 from collections.abc import Mapping

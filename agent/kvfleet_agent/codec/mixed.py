@@ -5,12 +5,14 @@ raw bytes u64`, then what `kvfleet_native.mix` makes (docs/format.md).
 """
 
 import struct
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvfleet_agent.codec.base import Codec, Encoded, Planes, Settled, Shape
+from kvfleet_agent.codec.drift import Drift, DriftWatch
 from kvfleet_agent.codec.guesses import First, Guesses
 from kvfleet_api.errors import BlockCorruptError
 from kvfleet_native import mix, unmix, width_of
@@ -33,11 +35,20 @@ class MixedCodec:
 
     name = NAME
 
-    def __init__(self, permitted_error: float, exact: Codec) -> None:
-        """Permit ||x - x'|| / ||x|| of each plane up to `permitted_error`."""
+    def __init__(self, permitted_error: float, exact: Codec, calibrated: Mapping[bytes, bytes] | None = None) -> None:
+        """Permit ||x - x'|| / ||x|| of each plane up to `permitted_error`.
+
+        `calibrated` gives the rungs that planes are tried on first, by layout id.
+        """
         self._permitted = permitted_error
         self._exact = exact
-        self._guesses = Guesses()
+        places = {layout_id: rungs.translate(_PLACES) for layout_id, rungs in (calibrated or {}).items()}
+        self._guesses, self._watch = Guesses(places), DriftWatch(places)
+
+    @property
+    def drift(self) -> Drift:
+        """How far blocks are from the calibration."""
+        return self._watch.seen
 
     def encode(self, raw: memoryview, shape: Shape, into: memoryview) -> Encoded:
         """Stored form; the error of every plane was measured, and those that would lose too much are exact."""
@@ -45,15 +56,16 @@ class MixedCodec:
             return self._exact.encode(raw, shape, into)
         first = self._guesses.first(shape.layout_id, shape.planes.planes)
         if first.is_guess and min(first.places) >= _EXACT_PLACE:
+            self._watch.note(shape.layout_id, first.places)
             return self._exact.encode(raw, shape, into)
         rungs, errors = bytearray(first.places.translate(_RUNGS)), np.zeros(shape.planes.planes)
         stored_bytes = _mixed(raw, shape.planes, into, rungs, errors, self._permitted)
         places = bytes(rungs.translate(_PLACES))
         self._guesses.settle(shape.layout_id, places)
-        settled = _settled(first, places, errors)
+        settled, drifted = _settled(first, places, errors), self._watch.note(shape.layout_id, places)
         if min(rungs) >= Rung.EXACT:  # Nothing was lost, and the record shall say so.
-            return self._exact.encode(raw, shape, into)._replace(settled=settled)
-        return Encoded(NAME, stored_bytes, settled)
+            return self._exact.encode(raw, shape, into)._replace(settled=settled, drifted=drifted)
+        return Encoded(NAME, stored_bytes, settled, drifted)
 
 
 class KeepingCodec:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvfleet_agent.codec.drift import Drift
 from kvfleet_agent.codec.mixed import KeepingCodec, MixedCodec, MixedDecoder
 from kvfleet_agent.codec.packed import PackedCodec
 from kvfleet_agent.codec.raw import RawCodec
@@ -11,7 +12,7 @@ from kvfleet_api.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from kvfleet_agent.codec.base import Codec, Decoder
-    from kvfleet_api.models.pool import CompressionPolicy
+    from kvfleet_api.models.pool import CalibratedLayout, CompressionPolicy
 
 _RAW: Final = RawCodec()
 _PACKED: Final = PackedCodec()
@@ -27,7 +28,9 @@ class CodecRegistry:
     """Codecs by name and policy. Remembers what a lossy codec has learned, for the error that is permitted now."""
 
     def __init__(self) -> None:
-        self._mixed: tuple[int, MixedCodec] | None = None
+        self._mixed: MixedCodec | None = None
+        self._policy: CompressionPolicy | None = None
+        self._permit: _Permit | None = None
 
     def named(self, name: str) -> Decoder:
         """Return what reads the records of a codec. Raises `UnsupportedError` for one that this build lacks."""
@@ -48,14 +51,39 @@ class CodecRegistry:
             return _RAW
         if is_worn:
             return _KEEPING
-        return self._for_error(policy.max_relative_error_permille) if policy.mode == "Auto" else codec
+        return self._for_error(policy) if policy.mode == "Auto" else codec
 
-    def _for_error(self, permille: int) -> Codec:
-        if permille == 0:
+    def drift(self, policy: CompressionPolicy) -> Drift | None:
+        """How far blocks are from the policy's calibration; None where it has none for its error."""
+        permit = _permit(policy)
+        if policy.mode != "Auto" or not permit.calibration:
+            return None
+        return self._mixed.drift if self._mixed is not None and self._permit == permit else _NOTHING_SEEN
+
+    def _for_error(self, policy: CompressionPolicy) -> Codec:
+        if policy.max_relative_error_permille == 0:
             return _PACKED
-        if self._mixed is None or self._mixed[0] != permille:
-            self._mixed = permille, MixedCodec(permille / 1000, _PACKED)
-        return self._mixed[1]
+        if self._mixed is None or policy is not self._policy:
+            self._policy, permit = policy, _permit(policy)
+            if self._mixed is None or permit != self._permit:
+                rungs = {bytes.fromhex(c.layout_id): bytes(map(int, c.forms)) for c in permit.calibration}
+                self._permit, self._mixed = permit, MixedCodec(permit.permille / 1000, _PACKED, rungs)
+        return self._mixed
+
+
+class _Permit(NamedTuple):
+    """What a lossy codec is made for; another policy that says the same keeps what it has learned."""
+
+    permille: int
+    calibration: tuple[CalibratedLayout, ...]
+
+
+_NOTHING_SEEN: Final = Drift(0, 0.0, is_over=False)
+
+
+def _permit(policy: CompressionPolicy) -> _Permit:
+    permille = policy.max_relative_error_permille
+    return _Permit(permille, tuple(c for c in policy.calibration if c.max_relative_error_permille == permille))
 
 
 def _old() -> Decoder:

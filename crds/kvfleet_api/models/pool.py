@@ -12,6 +12,9 @@ BLOCK_TOKENS: Final = 16
 HIGH_WATERMARK_PERCENT: Final = 92
 LOW_WATERMARK_PERCENT: Final = 85
 PAGE_SIZE: Final = "2Mi"
+CALIBRATED_LAYOUTS_MAX: Final = 16
+CALIBRATED_PLANES_MAX: Final = 8192
+"""Of one layout: 128 layers of 32 KV heads."""
 
 Path = Annotated[str, Field(min_length=2, max_length=1024, pattern=r"^/.*$")]
 """Absolute path on the node."""
@@ -184,11 +187,28 @@ class RetentionPolicy(ApiModel):
     )
 
 
+class CalibratedLayout(ApiModel):
+    """What `kvfleet calibrate` found in captured KV of one layout: where to begin, never what may be lost."""
+
+    layout_id: str = Field(min_length=32, max_length=32, pattern=r"^[0-9a-f]{32}$", description="Id of the layout.")
+    max_relative_error_permille: int = Field(ge=1, le=500, description="Permitted error that it was made for.")
+    forms: str = Field(
+        min_length=2,
+        max_length=CALIBRATED_PLANES_MAX,
+        pattern=r"^[0-5]+$",
+        description="Form of each plane, by layer, K before V, head: 0 int4 and 2 e4m3 and 3 int8 by token, 1 int4 and "
+        "4 int8 by channel, 5 exact.",
+    )
+
+
 class CompressionPolicy(ApiModel):
     """How blocks are stored below memory."""
 
     mode: Literal["None", "Lossless", "Auto"] = Field("Lossless", description="None, Lossless or Auto.")
     max_relative_error_permille: int = Field(0, ge=0, le=500, description="Permitted error of lossy codecs.")
+    calibration: Annotated[tuple[CalibratedLayout, ...], Field(max_length=CALIBRATED_LAYOUTS_MAX)] = Field(
+        (), description="Forms that mode Auto tries first; those for another permitted error are left alone."
+    )
 
 
 class PoolPolicy(ApiModel):
