@@ -106,13 +106,13 @@ class Packed:
 class Mixed:
     """What mode Auto stores where the pool permits an error: blocks of heads, each of 16 tokens of 128 channels."""
 
-    def __init__(self, room: Room, permille: int) -> None:
+    def __init__(self, room: Room, permille: int, *, is_archive: bool = False) -> None:
         groups = BLOCK_BYTES // 2 // (TOKENS * CHANNELS)
         shape = (len(room.raw), groups, TOKENS, CHANNELS // HEAD_DIM, 2 * HEAD_DIM)
         raw = room.raw.reshape(shape).swapaxes(2, 3).reshape(len(room.raw), -1)
         self.room = Room(np.ascontiguousarray(raw), room.into)
         self._shape = Shape(2, Planes(BLOCK_BYTES // 2 // (TOKENS * HEAD_DIM), TOKENS, HEAD_DIM))
-        self._codec, self._decoder = MixedCodec(permille / 1000, PackedCodec()), CodecRegistry()
+        self._codec, self._decoder = MixedCodec(permille / 1000, PackedCodec(), is_rotated=is_archive), CodecRegistry()
         self._stored = np.ones((len(room.raw), room_bytes(BLOCK_BYTES)), np.uint8)
         self._made = [Encoded("", 0)] * len(room.raw)
 
@@ -136,6 +136,7 @@ def subjects(room: Room) -> dict[str, Subject]:
     """Every codec and peer."""
     made: dict[str, Subject] = {"lossless": Lossless(room)}
     made |= {f"auto_{permille}": Mixed(room, permille) for permille in PERMITTED}
+    made |= {f"archive_{permille}": Mixed(room, permille, is_archive=True) for permille in PERMITTED}
     for kind in Kind:
         name = kind.name.lower()
         made[name] = Packed(room, Packing(kind, CHANNELS, HEAD_DIM, is_by_column=False))

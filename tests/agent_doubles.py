@@ -156,7 +156,7 @@ class TestCodecs:
     def named(self, name: str) -> RawCodec:
         return HalvingCodec() if name == "halving" else RawCodec()
 
-    def for_policy(self, policy: CompressionPolicy, *, is_worn: bool) -> RawCodec:
+    def for_policy(self, policy: CompressionPolicy, *, is_worn: bool, is_archive: bool = False) -> RawCodec:
         return RawCodec() if policy.mode == "None" or is_worn else HalvingCodec()
 
     def drift(self, policy: CompressionPolicy) -> None:

@@ -46,7 +46,7 @@ class Codecs(Protocol):
     def named(self, name: str) -> Decoder:
         """Return what reads the records of a codec. Raises `UnsupportedError` for one that this build lacks."""
 
-    def for_policy(self, policy: CompressionPolicy, *, is_worn: bool) -> Codec:
+    def for_policy(self, policy: CompressionPolicy, *, is_worn: bool, is_archive: bool = False) -> Codec:
         """Return the codec of `spec.policy.compression`, for blocks that may have lost something already or not."""
 
     def drift(self, policy: CompressionPolicy) -> Drift | None:
@@ -235,7 +235,9 @@ class Mover:
         self, entry: Entry, raw: memoryview, target: Tier, *, is_worn: bool
     ) -> AsyncIterator[tuple[str, memoryview]]:
         """Apply the pool's codec for media below memory; what does not become shorter is stored as it is."""
-        codec = self._codecs.for_policy(self._node.spec.policy.compression, is_worn=is_worn)
+        codec = self._codecs.for_policy(
+            self._node.spec.policy.compression, is_worn=is_worn, is_archive=target.backend.capabilities.is_archive
+        )
         plain = WORN if is_worn else RAW
         if target.backend.capabilities.is_memory or codec.name == RAW:
             yield plain, raw

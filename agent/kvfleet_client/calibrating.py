@@ -19,13 +19,14 @@ from kvfleet_api.errors import InvalidInputError
 from kvfleet_api.models.pool import CALIBRATED_PLANES_MAX, CalibratedLayout
 from kvfleet_client.captured import Words, bf16
 from kvfleet_native import mix, width_of
-from kvfleet_native.mixing import LADDER, PLANE_BYTES_MAX, Mixing, Rung
+from kvfleet_native.mixing import LADDER, PLANE_BYTES_MAX, ROTATED, Mixing, Rung
 
 VERSION: Final = 1
 FILE_BYTES_MAX: Final = 64 << 20
 HOLDS_RATIO: Final = 0.99
 """Of the captured blocks a form must do for this share: more would let one block in a thousand decide for all."""
-_FORMS: Final = LADDER[: LADDER.index(Rung.EXACT)]
+_FORMS: Final = tuple(rung for rung in LADDER[: LADDER.index(Rung.EXACT)] if rung not in ROTATED)
+"""Those of media below memory; what archives take besides, agents find out."""
 _ANY_ERROR: Final = 1e30
 _PLANES_PER_LAYER: Final = 2
 
@@ -40,7 +41,7 @@ class Calibration:
     blocks: int
     rungs: tuple[int, ...]
     errors: tuple[tuple[float, ...], ...]
-    """For each plane the error of each form, in the order of `LADDER`, that 99 % of the blocks are within; -1: none."""
+    """For each plane the error of each form, in the order tried, that 99 % of the blocks are within; -1: none."""
     ratios: tuple[float, ...]
     """Raw bytes per stored byte of each plane in its form."""
 
@@ -84,7 +85,7 @@ def calibrate(captured: Words, layout: Layout, permille: int) -> Calibration:
         layout.layout_id().hex(),
         permille,
         blocks,
-        tuple(int(LADDER[place]) for place in places),
+        tuple(int((*_FORMS, Rung.EXACT)[place]) for place in places),
         tuple(tuple(round(float(e), 6) if np.isfinite(e) else -1.0 for e in plane) for plane in worst.T),
         tuple(round(float(plane_bytes / length), 4) for length in lengths),
     )

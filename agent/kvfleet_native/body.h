@@ -126,6 +126,8 @@ TARGET static void copy_digest(uint8_t *into, const uint8_t *source, size_t size
 
 #include "body_measured.h"
 
+#include "body_rotated.h"
+
 #include "body_mix.h"
 
 const Kernels LEVEL = {

@@ -243,6 +243,12 @@ TARGET ALWAYS double sum_of_lanes(const double *lanes)
     return sum;
 }
 
+TARGET ALWAYS double error_of(const Loss *loss)
+{
+    double lost = sum_of_lanes(loss->lost_sums);
+    return lost == 0.0 ? 0.0 : __builtin_sqrt(lost / sum_of_lanes(loss->all_sums));
+}
+
 /* `pack` of a plane, and ||x - x'|| / ||x||; 0 where a value is not finite, or too large to come back. */
 TARGET static int pack_measured(const Grid *grid, uint8_t *codes, uint16_t *scales, const uint16_t *x, double *error)
 {
@@ -255,7 +261,6 @@ TARGET static int pack_measured(const Grid *grid, uint8_t *codes, uint16_t *scal
     case INT4 * 2: is_packed = pack_rows_measured(grid, codes, scales, x, &loss, INT4); break;
     case INT4 * 2 + 1: is_packed = pack_columns_measured(grid, codes, scales, x, &loss, INT4); break;
     }
-    double lost = sum_of_lanes(loss.lost_sums);
-    *error = lost == 0.0 ? 0.0 : __builtin_sqrt(lost / sum_of_lanes(loss.all_sums));
+    *error = error_of(&loss);
     return is_packed;
 }

@@ -19,20 +19,53 @@ ALWAYS size_t grid_bytes(const Grid *grid)
     return scales_bytes(grid) + grid->rows * grid->columns / (grid->kind == INT4 ? 2 : 1);
 }
 
-/* The ladder: what is tried next, in the order of forms. */
-static const uint8_t after[EXACT] = {INT4_COLUMN, INT8_ROW, INT8_COLUMN, FP8_ROW, EXACT};
+/* A plane on a rung that is no grid; `run` is 0 where there is no such plane. */
+ALWAYS Rotation rotation_of(int rung, const Mixing *mixing)
+{
+    static const int bits[] = {4, 5, 6, 8};
+    size_t run = mixing->columns & -mixing->columns; /* The largest power of two that divides it. */
+    int is_there = run >= LANES && mixing->columns <= RUN_MOST;
+    return (Rotation){.bits = bits[rung - ROTATED_4], .rows = mixing->rows, .columns = mixing->columns,
+                      .run = is_there ? run : 0};
+}
+
+ALWAYS size_t rotation_bytes(const Rotation *rotation)
+{
+    return 4 * rotation->rows + rotation->rows * rotation->columns * (size_t)rotation->bits / 8;
+}
+
+/* The ladder: what is tried next, in the order of forms; without rotated planes, and with them. */
+static const uint8_t after[2][RUNGS] = {
+    {INT4_COLUMN, INT8_ROW, INT8_COLUMN, FP8_ROW, EXACT, EXACT, EXACT, INT4_COLUMN, INT4_COLUMN, INT8_ROW, INT8_COLUMN},
+    {ROTATED_4, ROTATED_6, ROTATED_8, FP8_ROW, EXACT, EXACT, EXACT, ROTATED_5, INT4_COLUMN, INT8_ROW, INT8_COLUMN},
+};
+
+ALWAYS int is_exact(int rung) { return rung == EXACT || rung == AS_IT_IS || rung >= RUNGS; }
+
+/* Pack a plane on a rung and measure it; how long it is, or 0 where it cannot be, or becomes no shorter. */
+TARGET ALWAYS size_t pack_on(int rung, uint8_t *into, const uint16_t *x, const Mixing *mixing, double *error)
+{
+    size_t bytes = 2 * mixing->rows * mixing->columns;
+    if (rung >= ROTATED_4) {
+        Rotation rotation = rotation_of(rung, mixing);
+        size_t size = rotation_bytes(&rotation);
+        if (rotation.run == 0 || size >= bytes)
+            return 0;
+        return pack_rotated(&rotation, into + 4 * mixing->rows, (uint16_t *)into, x, error) ? size : 0;
+    }
+    Grid grid = grid_of_rung(rung, mixing);
+    if (grid_bytes(&grid) >= bytes)
+        return 0;
+    return pack_measured(&grid, into + scales_bytes(&grid), (uint16_t *)into, x, error) ? grid_bytes(&grid) : 0;
+}
 
 TARGET static size_t mix_plane(uint8_t *into, const uint16_t *x, const Mixing *mixing, uint8_t *rung, double *error)
 {
-    size_t count = mixing->rows * mixing->columns, bytes = 2 * count;
-    for (; *rung < EXACT; *rung = after[*rung]) {
-        Grid grid = grid_of_rung(*rung, mixing);
-        if (grid_bytes(&grid) >= bytes)
-            continue;
-        if (!pack_measured(&grid, into + scales_bytes(&grid), (uint16_t *)into, x, error))
-            break;
-        if (*error <= mixing->limit)
-            return grid_bytes(&grid);
+    size_t bytes = 2 * mixing->rows * mixing->columns;
+    for (; !is_exact(*rung); *rung = after[mixing->is_rotated][*rung]) {
+        size_t size = pack_on(*rung, into, x, mixing, error);
+        if (size > 0 && *error <= mixing->limit)
+            return size;
     }
     *rung = EXACT, *error = 0.0;
     size_t size = narrow(into, (const uint8_t *)x, bytes, 2, mixing->width);
@@ -67,8 +100,14 @@ TARGET static int unmix_plane(uint16_t *x, const Mixing *mixing, int rung, const
         memcpy(x, body, bytes);
         return 1;
     }
-    if (rung >= EXACT)
+    if (is_exact(rung))
         return 0;
+    if (rung >= ROTATED_4) {
+        Rotation rotation = rotation_of(rung, mixing);
+        if (rotation.run == 0 || size != rotation_bytes(&rotation))
+            return 0;
+        return unpack_rotated(&rotation, x, body + 4 * mixing->rows, (const uint16_t *)body);
+    }
     Grid grid = grid_of_rung(rung, mixing);
     if (size != grid_bytes(&grid))
         return 0;

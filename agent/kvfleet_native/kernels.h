@@ -16,7 +16,10 @@
 #endif
 
 enum { FP8, INT8, INT4 }; /* In the order of packing.py. */
-enum { INT4_ROW, INT4_COLUMN, FP8_ROW, INT8_ROW, INT8_COLUMN, EXACT, AS_IT_IS }; /* In the order of mixing.py. */
+enum {
+    INT4_ROW, INT4_COLUMN, FP8_ROW, INT8_ROW, INT8_COLUMN, EXACT, AS_IT_IS, ROTATED_4, ROTATED_5, ROTATED_6, ROTATED_8,
+    RUNGS
+}; /* In the order of mixing.py. */
 
 #define HEAD_BYTES 4            /* Of a plane: its length, and its rung in the top byte. */
 #define PLANE_BYTES_MOST 0xFFFF00 /* Of one plane; its length has to fit into a head. */
@@ -24,7 +27,7 @@ enum { INT4_ROW, INT4_COLUMN, FP8_ROW, INT8_ROW, INT8_COLUMN, EXACT, AS_IT_IS };
 /* A block of planes of rows of columns. */
 typedef struct {
     size_t planes, rows, columns;
-    int width;
+    int width, is_rotated; /* Whether rotated planes are tried. */
     double limit;
 } Mixing;
 
@@ -36,6 +39,12 @@ typedef struct {
     int kind, is_by_column;
     size_t rows, columns, group;
 } Grid;
+
+/* Rows of runs that are mixed, in codes of some bits. */
+typedef struct {
+    int bits;
+    size_t rows, columns, run;
+} Rotation;
 
 typedef struct {
     const char *name;

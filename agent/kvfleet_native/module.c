@@ -325,10 +325,11 @@ static int have_planes(const Mixing *mixing, const Py_buffer *block, const Py_bu
     return have_form(2, mixing->width);
 }
 
-static Mixing mixing_of(Py_ssize_t planes, Py_ssize_t rows, Py_ssize_t columns, int width, double limit)
+static Mixing mixing_of(Py_ssize_t planes, Py_ssize_t rows, Py_ssize_t columns, int width, double limit, int is_rotated)
 {
     return (Mixing){.planes = planes > 0 ? (size_t)planes : 0, .rows = rows > 0 ? (size_t)rows : 0,
-                    .columns = columns > 0 ? (size_t)columns : 0, .width = width, .limit = limit};
+                    .columns = columns > 0 ? (size_t)columns : 0, .width = width, .is_rotated = is_rotated != 0,
+                    .limit = limit};
 }
 
 /* Whether there is room for everything that `mix` fills; sets an error if not. */
@@ -348,13 +349,13 @@ static PyObject *mix(PyObject *Py_UNUSED(module), PyObject *args)
 {
     Py_buffer into, source, rungs, errors;
     Py_ssize_t planes, rows, columns;
-    int width;
+    int width, is_rotated;
     double limit;
     size_t filled = 0;
-    if (!PyArg_ParseTuple(args, "w*y*w*w*(nnnid)", &into, &source, &rungs, &errors, &planes, &rows, &columns, &width,
-                          &limit))
+    if (!PyArg_ParseTuple(args, "w*y*w*w*(nnnidp)", &into, &source, &rungs, &errors, &planes, &rows, &columns, &width,
+                          &limit, &is_rotated))
         return NULL;
-    Mixing mixing = mixing_of(planes, rows, columns, width, limit);
+    Mixing mixing = mixing_of(planes, rows, columns, width, limit, is_rotated);
     int is_sound = have_planes(&mixing, &source, &into) && have_mixing_room(&mixing, &into, &rungs, &errors);
     if (is_sound) {
         Py_BEGIN_ALLOW_THREADS
@@ -372,11 +373,11 @@ static PyObject *unmix(PyObject *Py_UNUSED(module), PyObject *args)
 {
     Py_buffer into, stored;
     Py_ssize_t planes, rows, columns;
-    int width, is_whole = 0;
+    int width, is_rotated, is_whole = 0;
     double limit;
-    if (!PyArg_ParseTuple(args, "w*y*(nnnid)", &into, &stored, &planes, &rows, &columns, &width, &limit))
+    if (!PyArg_ParseTuple(args, "w*y*(nnnidp)", &into, &stored, &planes, &rows, &columns, &width, &limit, &is_rotated))
         return NULL;
-    Mixing mixing = mixing_of(planes, rows, columns, width, limit);
+    Mixing mixing = mixing_of(planes, rows, columns, width, limit, is_rotated);
     int is_sound = have_planes(&mixing, &into, &stored);
     if (is_sound) {
         Py_BEGIN_ALLOW_THREADS

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvfleet_native.mixing import HEAD_BYTES, LADDER, Mixing, Rung
+from kvfleet_native.mixing import HEAD_BYTES, LADDER, ROTATED, Mixing, Rung
 from kvfleet_native.python_packing import pack, unpack
+from kvfleet_native.python_rotated import pack_rotated, unpack_rotated
 from kvfleet_native.python_tops import narrow, widen
 from kvfleet_native.tops import check, narrowed_bytes_max
 
@@ -84,15 +85,13 @@ def _planes(block: Buffer, mixing: Mixing) -> _Words:
 
 def _mixed(plane: _Words, first: int, mixing: Mixing) -> tuple[Rung, float, bytes]:
     """Rung, error and body of one plane."""
-    for rung in LADDER[LADDER.index(Rung(first)) : _PACKINGS] if first < Rung.EXACT else ():
-        if mixing.packed_bytes(rung) >= mixing.plane_bytes:
-            continue
+    for rung in _tried(first, mixing):
         body = _packed(plane, rung, mixing)
         if body is None:
-            break
+            continue
         back = np.empty_like(plane)
         _unmixed(back, rung, np.frombuffer(body, np.uint8), mixing)
-        error = _relative_error(plane, back, mixing, is_by_column=mixing.packing(rung).is_by_column)
+        error = _relative_error(plane, back, mixing, rung)
         if error <= mixing.limit:
             return rung, error, body
     room = bytearray(narrowed_bytes_max(mixing.plane_bytes, 2))
@@ -102,7 +101,22 @@ def _mixed(plane: _Words, first: int, mixing: Mixing) -> tuple[Rung, float, byte
     return Rung.AS_IT_IS, 0.0, plane.tobytes()
 
 
+def _tried(first: int, mixing: Mixing) -> tuple[Rung, ...]:
+    """The rung itself, if it is one that loses anything, and those behind it that the mixing asks for."""
+    if first not in LADDER[:_PACKINGS]:
+        return ()
+    at = LADDER.index(Rung(first))
+    return (LADDER[at], *(r for r in LADDER[at + 1 : _PACKINGS] if mixing.is_rotated or r not in ROTATED))
+
+
 def _packed(plane: _Words, rung: Rung, mixing: Mixing) -> bytes | None:
+    """Body of a plane; None where its numbers are none for this rung, or nothing becomes shorter."""
+    if rung in ROTATED:
+        rotation = mixing.rotation(rung)
+        is_there = rotation is not None and rotation.size_bytes < mixing.plane_bytes
+        return pack_rotated(plane, rotation) if rotation is not None and is_there else None
+    if mixing.packed_bytes(rung) >= mixing.plane_bytes:
+        return None
     packing = mixing.packing(rung)
     codes, scales = bytearray(packing.codes_bytes(mixing.rows)), bytearray(packing.scales_bytes(mixing.rows))
     return bytes(scales + codes) if pack(codes, scales, plane, packing) else None
@@ -111,6 +125,10 @@ def _packed(plane: _Words, rung: Rung, mixing: Mixing) -> bytes | None:
 def _unmixed(plane: _Words, rung: int, body: _Bytes, mixing: Mixing) -> bool:
     if rung == Rung.EXACT:
         return widen(plane, body, 2, mixing.width)
+    if rung in ROTATED:
+        rotation = mixing.rotation(Rung(rung))
+        is_there = rotation is not None and body.size == rotation.size_bytes
+        return rotation is not None and is_there and unpack_rotated(plane, body, rotation)
     if rung > Rung.EXACT:
         is_whole = rung == Rung.AS_IT_IS and body.size == mixing.plane_bytes
         if is_whole:
@@ -124,11 +142,11 @@ def _unmixed(plane: _Words, rung: int, body: _Bytes, mixing: Mixing) -> bool:
     return True
 
 
-def _relative_error(x: _Words, y: _Words, mixing: Mixing, *, is_by_column: bool) -> float:
+def _relative_error(x: _Words, y: _Words, mixing: Mixing, rung: Rung) -> float:
     """||x - y|| / ||x||: squares in single precision over some rows of a strip, in double over these."""
     lost, every = np.zeros(_LANES), np.zeros(_LANES)
     shape = (mixing.rows, mixing.columns)
-    for strip in _strips(mixing, is_by_column=is_by_column):
+    for strip in _strips(mixing, rung):
         was, came = (np.ascontiguousarray(words.reshape(shape)[strip]) for words in (x, y))
         largest = int((was & 0x7FFF).max())
         is_near = _NEAR[0] <= largest < _NEAR[1]
@@ -140,8 +158,12 @@ def _relative_error(x: _Words, y: _Words, mixing: Mixing, *, is_by_column: bool)
     return 0.0 if lost_sum == 0.0 else math.sqrt(lost_sum / sum_of_all)
 
 
-def _strips(mixing: Mixing, *, is_by_column: bool) -> Iterator[tuple[slice, slice]]:
+def _strips(mixing: Mixing, rung: Rung) -> Iterator[tuple[slice, slice]]:
     """Rows and columns that are measured together."""
+    if rung in ROTATED:
+        yield slice(None), slice(None)
+        return
+    is_by_column = mixing.packing(rung).is_by_column
     for start in range(0, mixing.columns if is_by_column else mixing.rows, _PIECE):
         part = slice(start, start + _PIECE)
         yield (slice(None), part) if is_by_column else (part, slice(None))

@@ -82,9 +82,9 @@ def spoilt(plane: Words, how: int, rng: np.random.Generator) -> Words:
     return kinds.get(how, plane).astype(np.uint16)
 
 
-@given(blocks=st.lists(recipes, min_size=1, max_size=3), permille=st.integers(1, 500))
-def test_every_plane_is_within_the_permitted_error(blocks: list[Recipe], permille: int) -> None:
-    codec = MixedCodec(permille / 1000, PackedCodec())
+@given(blocks=st.lists(recipes, min_size=1, max_size=3), permille=st.integers(1, 500), is_rotated=st.booleans())
+def test_every_plane_is_within_the_permitted_error(blocks: list[Recipe], permille: int, *, is_rotated: bool) -> None:
+    codec = MixedCodec(permille / 1000, PackedCodec(), is_rotated=is_rotated)
     for raw in (block.raw for block in blocks):
         made, stored = encoded(codec, raw)
         back = decoded(made.codec, stored, len(raw))
@@ -116,6 +116,16 @@ def test_more_permitted_error_makes_kv_shorter(permille: int, least: float) -> N
     made, _ = encoded(MixedCodec(permille / 1000, PackedCodec()), raw)
 
     assert len(raw) / made.stored_bytes >= least
+
+
+@pytest.mark.parametrize(("permille", "gain"), [(30, 1.15), (60, 1.07), (120, 1.15)])
+def test_mixing_channels_makes_kv_shorter_at_the_same_error(permille: int, gain: float) -> None:
+    raw = kv_block(4, heads=2, dim=64, layers=2)
+    plain, _ = encoded(MixedCodec(permille / 1000, PackedCodec()), raw)
+    made, _ = encoded(MixedCodec(permille / 1000, PackedCodec(), is_rotated=True), raw)
+
+    assert made.stored_bytes * gain <= plain.stored_bytes
+    assert any(s.form.startswith("rotated") for s in made.settled)
 
 
 def test_blocks_without_known_planes_lose_nothing() -> None:
@@ -162,7 +172,7 @@ def test_worn_blocks_that_are_no_plane_are_left_to_the_caller(size_bytes: int) -
 @given(seed=st.integers(0, 1 << 30), permille=st.sampled_from([5, 30, 200]))
 def test_damaged_stored_bytes_never_crash(seed: int, permille: int) -> None:
     rng, raw = random.Random(seed), kv_block(4, heads=2, dim=64, layers=2)
-    _, stored = encoded(MixedCodec(permille / 1000, PackedCodec()), raw)
+    _, stored = encoded(MixedCodec(permille / 1000, PackedCodec(), is_rotated=seed % 2 == 0), raw)
     worse = bytearray(stored)
     for _ in range(rng.randrange(1, 8)):
         worse[rng.randrange(rng.choice([24, 60, len(worse)]))] = rng.randrange(256)

@@ -1,6 +1,7 @@
 """Blocks that lost something once never lose more, and never pass for what their writer wrote."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from kvfleet_agent.tiers import Tier
 from kvfleet_api.blocks import Layout
 from kvfleet_api.checksum import checksum
 from kvfleet_api.models.pool import Compatibility, CompressionPolicy
+from kvfleet_native.mixing import ROTATED, Rung
 
 pytestmark = pytest.mark.unit
 
@@ -153,6 +155,23 @@ async def test_a_lossy_form_goes_from_medium_to_medium_as_it_is(core: Core) -> N
 
     assert below.record.codec == "mixed"
     assert stored(below) == was
+
+
+@pytest.mark.parametrize("is_archive", [True, False])
+async def test_archives_alone_get_forms_that_take_long_within_the_same_error(core: Core, *, is_archive: bool) -> None:
+    _, entry = await written(core)
+    backend = tier(core, "s3").backend
+    assert isinstance(backend, DictBackend)
+    backend.capabilities = replace(backend.capabilities, is_archive=is_archive)
+
+    archived = await moved(core, entry, "dram", "s3")
+    rungs = np.frombuffer(stored(archived)[24:40], "<u4") >> 24
+    form, content = await loaded(core, entry)
+
+    assert (archived.record.codec, form) == ("mixed", "worn")
+    assert any(Rung(int(rung)) in ROTATED for rung in rungs) == is_archive
+    for was, came in zip(floats(raw_of(2)), floats(content), strict=True):
+        assert np.linalg.norm(was - came) <= PERMITTED * np.linalg.norm(was)
 
 
 async def test_an_exact_copy_is_read_before_a_lossy_one(core: Core) -> None:

@@ -49,6 +49,8 @@ class Capabilities:
     """The bytes of a memory tier survive the agent's process, though not the machine (`LastingBackend`)."""
     is_encrypted: bool = False
     """Every byte of a block lies on the medium under the data key of its scope, and nowhere in the clear."""
+    is_archive: bool = False
+    """The way there is slow and what lies there is seldom read: codecs may take their time to save room."""
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):

@@ -84,6 +84,7 @@ class ObjectStoreTier:
             is_emulated=False,
             alignment_bytes=1,
             is_encrypted=isinstance(self._form, SealedForm),
+            is_archive=True,
         )
 
     @property

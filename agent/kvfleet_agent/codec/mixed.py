@@ -16,7 +16,7 @@ from kvfleet_agent.codec.drift import Drift, DriftWatch
 from kvfleet_agent.codec.guesses import First, Guesses
 from kvfleet_api.errors import BlockCorruptError
 from kvfleet_native import mix, unmix, width_of
-from kvfleet_native.mixing import LADDER, PLANE_BYTES_MAX, Mixing, Rung
+from kvfleet_native.mixing import LADDER, PLANE_BYTES_MAX, ROTATED, Mixing, Rung
 from kvfleet_native.tops import WIDTH_LEAST, WIDTH_MOST
 
 NAME: Final = "mixed"
@@ -25,8 +25,12 @@ _HEADER: Final = struct.Struct("<BBHIIIQ")
 _VERSION: Final = 1
 
 _EXACT_PLACE: Final = LADDER.index(Rung.EXACT)
-_RUNGS: Final = bytes(LADDER[min(place, _EXACT_PLACE)] for place in range(256))
+_ROTATED_RUNGS: Final = bytes(LADDER[min(place, _EXACT_PLACE)] for place in range(256))
 """By place; a damaged calibration may name any."""
+_RUNGS: Final = bytes(
+    next(r for r in LADDER[min(place, _EXACT_PLACE) :: -1] if r not in ROTATED) for place in range(256)
+)
+"""The same without rotated planes: the next cheaper one stands for them."""
 _PLACES: Final = bytes(LADDER.index(Rung(rung)) if rung in LADDER else _EXACT_PLACE for rung in range(256))
 
 
@@ -35,11 +39,20 @@ class MixedCodec:
 
     name = NAME
 
-    def __init__(self, permitted_error: float, exact: Codec, calibrated: Mapping[bytes, bytes] | None = None) -> None:
+    def __init__(
+        self,
+        permitted_error: float,
+        exact: Codec,
+        calibrated: Mapping[bytes, bytes] | None = None,
+        *,
+        is_rotated: bool = False,
+    ) -> None:
         """Permit ||x - x'|| / ||x|| of each plane up to `permitted_error`.
 
-        `calibrated` gives the rungs that planes are tried on first, by layout id.
+        `calibrated` gives the rungs that planes are tried on first, by layout id. With `is_rotated` channels may be
+        mixed: shorter, and several times as long in the making.
         """
+        self._is_rotated = is_rotated
         self._permitted = permitted_error
         self._exact = exact
         places = {layout_id: rungs.translate(_PLACES) for layout_id, rungs in (calibrated or {}).items()}
@@ -58,12 +71,14 @@ class MixedCodec:
         if first.is_guess and min(first.places) >= _EXACT_PLACE:
             self._watch.note(shape.layout_id, first.places)
             return self._exact.encode(raw, shape, into)
-        rungs, errors = bytearray(first.places.translate(_RUNGS)), np.zeros(shape.planes.planes)
-        stored_bytes = _mixed(raw, shape.planes, into, rungs, errors, self._permitted)
+        rungs = bytearray(first.places.translate(_ROTATED_RUNGS if self._is_rotated else _RUNGS))
+        errors = np.zeros(shape.planes.planes)
+        mixing = Mixing(*shape.planes, width_of(raw, 2), self._permitted, self._is_rotated)
+        stored_bytes = _mixed(raw, into, rungs, errors, mixing)
         places = bytes(rungs.translate(_PLACES))
         self._guesses.settle(shape.layout_id, places)
         settled, drifted = _settled(first, places, errors), self._watch.note(shape.layout_id, places)
-        if min(rungs) >= Rung.EXACT:  # Nothing was lost, and the record shall say so.
+        if min(places) >= _EXACT_PLACE:  # Nothing was lost, and the record shall say so.
             return self._exact.encode(raw, shape, into)._replace(settled=settled, drifted=drifted)
         return Encoded(NAME, stored_bytes, settled, drifted)
 
@@ -78,7 +93,8 @@ class KeepingCodec:
         planes = Planes(1, 1, len(raw) // 2)
         if len(raw) % 4 != 0 or not 0 < len(raw) <= PLANE_BYTES_MAX:
             return Encoded(NAME, len(raw))
-        return Encoded(NAME, _mixed(raw, planes, into, bytearray((Rung.EXACT,)), np.zeros(1), 0.0))
+        mixing = Mixing(*planes, width_of(raw, 2))
+        return Encoded(NAME, _mixed(raw, into, bytearray((Rung.EXACT,)), np.zeros(1), mixing))
 
 
 class MixedDecoder:
@@ -94,12 +110,9 @@ class MixedDecoder:
                 raise BlockCorruptError(f"mixed block of {len(stored)} B: planes do not fit {len(into)} B")
 
 
-def _mixed(
-    raw: memoryview, planes: Planes, into: memoryview, rungs: bytearray, errors: npt.NDArray[np.float64], limit: float
-) -> int:
+def _mixed(raw: memoryview, into: memoryview, rungs: bytearray, errors: npt.NDArray[np.float64], mixing: Mixing) -> int:
     """Fill `into` and tell the length; rungs and errors are those that the planes settled on."""
-    mixing = Mixing(*planes, width_of(raw, 2), limit)
-    _HEADER.pack_into(into, 0, _VERSION, mixing.width, 0, *planes, len(raw))
+    _HEADER.pack_into(into, 0, _VERSION, mixing.width, 0, *mixing[:3], len(raw))
     with into[_HEADER.size :] as body:
         return _HEADER.size + mix(body, raw, rungs, errors, mixing)
 

@@ -29,6 +29,7 @@ class CodecRegistry:
 
     def __init__(self) -> None:
         self._mixed: MixedCodec | None = None
+        self._archive: MixedCodec | None = None
         self._policy: CompressionPolicy | None = None
         self._permit: _Permit | None = None
 
@@ -39,8 +40,10 @@ class CodecRegistry:
             raise UnsupportedError(f"codec {name!r} is not in this build, which has {sorted((*_BY_NAME, _OLD))}")
         return codec
 
-    def for_policy(self, policy: CompressionPolicy, *, is_worn: bool) -> Codec:
+    def for_policy(self, policy: CompressionPolicy, *, is_worn: bool, is_archive: bool = False) -> Codec:
         """Return the codec of `spec.policy.compression`, for blocks that may have lost something already or not.
+
+        For an archive it may take its time, where room counts more.
 
         Raises `UnsupportedError` for an unknown mode.
         """
@@ -51,7 +54,7 @@ class CodecRegistry:
             return _RAW
         if is_worn:
             return _KEEPING
-        return self._for_error(policy) if policy.mode == "Auto" else codec
+        return self._for_error(policy, is_archive=is_archive) if policy.mode == "Auto" else codec
 
     def drift(self, policy: CompressionPolicy) -> Drift | None:
         """How far blocks are from the policy's calibration; None where it has none for its error."""
@@ -60,7 +63,7 @@ class CodecRegistry:
             return None
         return self._mixed.drift if self._mixed is not None and self._permit == permit else _NOTHING_SEEN
 
-    def _for_error(self, policy: CompressionPolicy) -> Codec:
+    def _for_error(self, policy: CompressionPolicy, *, is_archive: bool) -> Codec:
         if policy.max_relative_error_permille == 0:
             return _PACKED
         if self._mixed is None or policy is not self._policy:
@@ -68,7 +71,8 @@ class CodecRegistry:
             if self._mixed is None or permit != self._permit:
                 rungs = {bytes.fromhex(c.layout_id): bytes(map(int, c.forms)) for c in permit.calibration}
                 self._permit, self._mixed = permit, MixedCodec(permit.permille / 1000, _PACKED, rungs)
-        return self._mixed
+                self._archive = MixedCodec(permit.permille / 1000, _PACKED, is_rotated=True)
+        return self._archive if is_archive and self._archive is not None else self._mixed
 
 
 class _Permit(NamedTuple):
