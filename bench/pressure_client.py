@@ -1,6 +1,6 @@
 """An engine under pressure: sessions that load a prompt, compare every byte, store what is missing, and end.
 
-Blocks follow from the prompt, so everybody can tell what belongs where. Counts are told as one line of JSON a second.
+Blocks follow from the prompt, so everybody can tell what belongs where. Counts are told as one line of JSON at the end.
 """
 
 import argparse
@@ -23,7 +23,6 @@ PROMPT_BLOCKS: Final = 24
 STREAM_SHARE: Final = 0.2
 """Share of loads that come layer by layer."""
 ARCHIVE_SHARE: Final = 0.5
-TELL_S: Final = 1.0
 
 
 def tokens_of(prompt: int) -> Tokens:
@@ -116,12 +115,8 @@ def main() -> None:
     ends_s = time.monotonic() + chosen.seconds
     with Client.attach(target) as client:
         engine = Engine(client, chosen.block_bytes, chosen.prompts, chosen.seed)
-        told_s = 0.0
         while time.monotonic() < ends_s:
             engine.turn()
-            if time.monotonic() - told_s > TELL_S:
-                told_s = time.monotonic()
-                print(json.dumps(engine.counts), flush=True)
         print(json.dumps({**engine.counts, "is_done": 1}), flush=True)
 
 
