@@ -13,7 +13,7 @@ from kvfleet_api.models.pool import KVPool
 from kvfleet_api.models.poolnode import KVPoolNode, KVPoolNodeStatus
 from kvfleet_api.trust import Grants, Identity
 from kvfleet_metadata.records import Announcement, Location, SessionRecord
-from kvfleet_native import copy_digest
+from kvfleet_native import copy_digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +156,14 @@ class Wanted:
         """Take our own checksum of what the slot holds."""
         self.checksum = checksum(self.into, self.key.digest, self.epoch, self.stamp)
 
-    def take(self, landed: memoryview) -> None:
-        """Copy what landed elsewhere into the slot; our own checksum is of what was copied, read once."""
-        self.checksum = copy_digest(self.into, landed, bind(self.key.digest, self.epoch, self.stamp))
+    def take(self, landed: memoryview, epoch: int, stamp: int) -> bytes:
+        """Copy what landed elsewhere into the slot; return its checksum under the owner's epoch and stamp.
+
+        Each byte is read once: our own checksum and the one returned are of the very bytes that were copied.
+        """
+        ours = bind(self.key.digest, self.epoch, self.stamp)
+        self.checksum, theirs = copy_digests(self.into, landed, ours, bind(self.key.digest, epoch, stamp))
+        return theirs
 
 
 class Peers(Protocol):

@@ -68,12 +68,13 @@ TARGET static void digest(const uint8_t *source, size_t size, uint64_t seed, uin
 }
 
 /* As add_blocks, and each line goes from its registers past the caches to `into`, which begins with a quarter of one:
-   what an allocator hands out does. */
-TARGET static void stream_blocks(uint64_t *sums, uint8_t *into, const uint8_t *source, size_t count,
-                                 const uint8_t *secret)
+   what an allocator hands out does. `number` is 1 or 2 seeds' sums; known where this is inlined, all stay in registers. */
+TARGET static inline __attribute__((always_inline)) void
+stream_blocks(uint64_t sums[][8], uint8_t *into, const uint8_t *source, size_t count, uint8_t secrets[][SECRET_BYTES],
+              int number)
 {
-    int is_aligned = (uintptr_t)into % LINE == 0;
-    Lanes lanes = load_lanes(sums);
+    int is_aligned = (uintptr_t)into % LINE == 0, last = number - 1;
+    Lanes lanes = load_lanes(sums[0]), others = load_lanes(sums[last]);
     for (size_t block = 0; block < count; block++) {
         for (int stripe = 0; stripe < BLOCK_STRIPES; stripe++, into += STRIPE_BYTES, source += STRIPE_BYTES) {
             __builtin_prefetch(source + AHEAD_BYTES);
@@ -83,25 +84,35 @@ TARGET static void stream_blocks(uint64_t *sums, uint8_t *into, const uint8_t *s
                 stream_line(into, line);
             else
                 stream_quarters(into, line);
-            lanes = accumulate(lanes, line, secret + 8 * stripe);
+            lanes = accumulate(lanes, line, secrets[0] + 8 * stripe);
+            if (last)
+                others = accumulate(others, line, secrets[last] + 8 * stripe);
         }
-        lanes = scramble(lanes, secret + SECRET_BYTES - STRIPE_BYTES);
+        lanes = scramble(lanes, secrets[0] + SECRET_BYTES - STRIPE_BYTES);
+        if (last)
+            others = scramble(others, secrets[last] + SECRET_BYTES - STRIPE_BYTES);
     }
-    store_lanes(sums, lanes);
+    store_lanes(sums[0], lanes);
+    if (last)
+        store_lanes(sums[last], others);
 }
 
 #define STAGE_BYTES (4 * BLOCK_BYTES) /* Stays in the first cache. */
 
-TARGET static void copy_digest(uint8_t *into, const uint8_t *source, size_t size, uint64_t seed, int is_streamed,
-                               uint8_t *digest)
+TARGET static void copy_digests(uint8_t *into, const uint8_t *source, size_t size, const uint64_t *seeds, int count,
+                                int is_streamed, uint8_t *digests)
 {
-    uint8_t secret[SECRET_BYTES], staged[LINE + STAGE_BYTES] __attribute__((aligned(LINE)));
+    uint8_t secrets[DIGESTS_MOST][SECRET_BYTES], staged[LINE + STAGE_BYTES] __attribute__((aligned(LINE)));
     uint8_t *stage = staged + LINE; /* Before it stands the end of the last stage. */
-    uint64_t sums[8];
-    begin_digest(sums, secret, seed);
+    uint64_t sums[DIGESTS_MOST][8];
+    for (int i = 0; i < count; i++)
+        begin_digest(sums[i], secrets[i], seeds[i]);
     /* What is left has a line at least: the digest's last line never reaches back to what was streamed. */
     size_t straight = is_streamed && (uintptr_t)into % (LINE / 4) == 0 ? (size - LINE) / BLOCK_BYTES : 0;
-    stream_blocks(sums, into, source, straight, secret);
+    if (count == 1)
+        stream_blocks(sums, into, source, straight, secrets, 1);
+    else
+        stream_blocks(sums, into, source, straight, secrets, 2);
     into += straight * BLOCK_BYTES, source += straight * BLOCK_BYTES;
     for (size_t left = size - straight * BLOCK_BYTES; left > 0;) {
         size_t size_here = left < STAGE_BYTES ? left : STAGE_BYTES;
@@ -112,9 +123,11 @@ TARGET static void copy_digest(uint8_t *into, const uint8_t *source, size_t size
         else
             memcpy(into, stage, size_here);
         size_t whole = left > STAGE_BYTES ? STAGE_BYTES / BLOCK_BYTES : (size_here - 1) / BLOCK_BYTES;
-        add_blocks(sums, stage, whole, secret, source + size_here);
-        if (left == size_here)
-            end_digest(sums, stage + whole * BLOCK_BYTES, size_here - whole * BLOCK_BYTES, size, secret, digest);
+        for (int i = 0; i < count; i++)
+            add_blocks(sums[i], stage, whole, secrets[i], source + size_here);
+        for (int i = 0; left == size_here && i < count; i++)
+            end_digest(sums[i], stage + whole * BLOCK_BYTES, size_here - whole * BLOCK_BYTES, size, secrets[i],
+                       digests + i * DIGEST_BYTES);
         memcpy(staged, stage + STAGE_BYTES - LINE, LINE);
         into += size_here, source += size_here, left -= size_here;
     }
@@ -135,7 +148,7 @@ const Kernels LEVEL = {
     .is_supported = is_supported,
     .copy = copy,
     .digest = digest,
-    .copy_digest = copy_digest,
+    .copy_digests = copy_digests,
     .width_of = width_of,
     .narrow = narrow,
     .widen = widen,

@@ -36,6 +36,9 @@ class Kernels(Protocol):
         Raises `ValueError` when sizes differ, or when the two overlap.
         """
 
+    def copy_digests(self, into: Buffer, source: Buffer, seed: int, other: int, /) -> tuple[bytes, bytes]:
+        """Do what `copy_digest` does, with the digests under two seeds of the same reading."""
+
     def width_of(self, source: Buffer, element_bytes: int, /) -> int:
         """Return the bits of a code, 3 to 7, with which `narrow` makes such elements (1, 2 or 4 B) shortest.
 

@@ -10,6 +10,7 @@
 
 #define HASHED_FROM_BYTES 241 /* XXH3 has other rules for less; those are left to the xxhash package. */
 #define DIGEST_BYTES 16
+#define DIGESTS_MOST 2
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "formats and hashes are read as little-endian words; big-endian machines take the Python kernels"
@@ -53,9 +54,10 @@ typedef struct {
     /* Past the caches: for blocks that nobody reads soon. The ranges do not overlap. */
     void (*digest)(const uint8_t *source, size_t size, uint64_t seed, uint8_t *digest);
     /* XXH3-128 in canonical form. */
-    void (*copy_digest)(uint8_t *into, const uint8_t *source, size_t size, uint64_t seed, int is_streamed,
-                        uint8_t *digest);
-    /* Both in one pass: each byte is read once, and what was read is what is written and hashed. */
+    void (*copy_digests)(uint8_t *into, const uint8_t *source, size_t size, const uint64_t *seeds, int count,
+                         int is_streamed, uint8_t *digests);
+    /* All in one pass: each byte is read once, and what was read is what is written and hashed, under each of at most
+       DIGESTS_MOST seeds. */
     int (*width_of)(const uint8_t *source, size_t size, int element_bytes);
     /* Bits of a code that make a block of elements of 1, 2 or 4 bytes short. */
     size_t (*narrow)(uint8_t *into, const uint8_t *source, size_t size, int element_bytes, int width);

@@ -130,28 +130,53 @@ static PyObject *xxh3_128(PyObject *Py_UNUSED(module), PyObject *args)
     return made;
 }
 
-static PyObject *copy_few(const Py_buffer *into, const Py_buffer *source, unsigned long long seed)
+static PyObject *joined(PyObject *made, PyObject *other)
 {
-    PyObject *read = PyBytes_FromStringAndSize(source->buf, source->len);
-    if (read != NULL)
-        memcpy(into->buf, PyBytes_AsString(read), (size_t)into->len);
-    return digest_of_few(read, seed);
+    PyObject *pair = made == NULL || other == NULL ? NULL : PyTuple_Pack(2, made, other);
+    Py_XDECREF(made);
+    Py_XDECREF(other);
+    return pair;
 }
 
-static PyObject *copy_and_digest(const Py_buffer *into, const Py_buffer *source, unsigned long long seed)
+static PyObject *copy_few(const Py_buffer *into, const Py_buffer *source, const uint64_t *seeds, int count)
 {
-    uint8_t digest[DIGEST_BYTES];
+    PyObject *read = PyBytes_FromStringAndSize(source->buf, source->len);
+    if (read == NULL)
+        return NULL;
+    memcpy(into->buf, PyBytes_AsString(read), (size_t)into->len);
+    if (count == 1)
+        return digest_of_few(read, seeds[0]);
+    PyObject *first = digest_of_few(Py_NewRef(read), seeds[0]);
+    return joined(first, digest_of_few(read, seeds[1]));
+}
+
+static PyObject *copy_and_digest(const Py_buffer *into, const Py_buffer *source, const uint64_t *seeds, int count)
+{
+    uint8_t digests[DIGESTS_MOST * DIGEST_BYTES];
     size_t size = (size_t)source->len;
     if (size < HASHED_FROM_BYTES)
-        return copy_few(into, source, seed);
+        return copy_few(into, source, seeds, count);
     if (size < RELEASE_FROM_BYTES) {
-        chosen->copy_digest(into->buf, source->buf, size, seed, 0, digest);
+        chosen->copy_digests(into->buf, source->buf, size, seeds, count, 0, digests);
     } else {
         Py_BEGIN_ALLOW_THREADS
-        chosen->copy_digest(into->buf, source->buf, size, seed, size >= STREAM_FROM_BYTES, digest);
+        chosen->copy_digests(into->buf, source->buf, size, seeds, count, size >= STREAM_FROM_BYTES, digests);
         Py_END_ALLOW_THREADS
     }
-    return PyBytes_FromStringAndSize((char *)digest, DIGEST_BYTES);
+    PyObject *made = PyBytes_FromStringAndSize((char *)digests, DIGEST_BYTES);
+    return count == 1 ? made : joined(made, PyBytes_FromStringAndSize((char *)digests + DIGEST_BYTES, DIGEST_BYTES));
+}
+
+static PyObject *copy_checked(Py_buffer *into, Py_buffer *source, const uint64_t *seeds, int count)
+{
+    PyObject *made = NULL;
+    if (overlap(into, source))
+        PyErr_SetString(PyExc_ValueError, "copy and digest within one memory");
+    else if (have_one_size(into, source))
+        made = copy_and_digest(into, source, seeds, count);
+    PyBuffer_Release(into);
+    PyBuffer_Release(source);
+    return made;
 }
 
 static PyObject *copy_digest(PyObject *Py_UNUSED(module), PyObject *args)
@@ -160,14 +185,18 @@ static PyObject *copy_digest(PyObject *Py_UNUSED(module), PyObject *args)
     unsigned long long seed = 0;
     if (!PyArg_ParseTuple(args, "w*y*|K", &into, &source, &seed))
         return NULL;
-    PyObject *made = NULL;
-    if (overlap(&into, &source))
-        PyErr_SetString(PyExc_ValueError, "copy and digest within one memory");
-    else if (have_one_size(&into, &source))
-        made = copy_and_digest(&into, &source, seed);
-    PyBuffer_Release(&into);
-    PyBuffer_Release(&source);
-    return made;
+    uint64_t seeds[] = {seed};
+    return copy_checked(&into, &source, seeds, 1);
+}
+
+static PyObject *copy_digests(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer into, source;
+    unsigned long long first, second;
+    if (!PyArg_ParseTuple(args, "w*y*KK", &into, &source, &first, &second))
+        return NULL;
+    uint64_t seeds[] = {first, second};
+    return copy_checked(&into, &source, seeds, 2);
 }
 
 /* Whether there are such elements and codes; sets an error if not. */
@@ -395,6 +424,7 @@ static PyMethodDef functions[] = {
     {"copy", copy, METH_VARARGS, NULL},
     {"xxh3_128", xxh3_128, METH_VARARGS, NULL},
     {"copy_digest", copy_digest, METH_VARARGS, NULL},
+    {"copy_digests", copy_digests, METH_VARARGS, NULL},
     {"width_of", width_of, METH_VARARGS, NULL},
     {"narrow", narrow, METH_VARARGS, NULL},
     {"widen", widen, METH_VARARGS, NULL},

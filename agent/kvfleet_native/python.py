@@ -18,7 +18,19 @@ _STAGE_BYTES: Final = 256 << 10
 """Copied and hashed in turn, so that the hash reads from the processor's cache: at 2 MiB per block 16.1 GB/s against
 14.4 for a copy and then a hash, of 17.8 for the copy alone (AMD EPYC, 1 MiB of L2 per core)."""
 
-__all__ = ("copy", "copy_digest", "mix", "narrow", "pack", "unmix", "unpack", "widen", "width_of", "xxh3_128")
+__all__ = (
+    "copy",
+    "copy_digest",
+    "copy_digests",
+    "mix",
+    "narrow",
+    "pack",
+    "unmix",
+    "unpack",
+    "widen",
+    "width_of",
+    "xxh3_128",
+)
 
 
 def copy(into: Buffer, source: Buffer, /) -> None:
@@ -36,16 +48,27 @@ def xxh3_128(source: Buffer, seed: int = 0, /) -> bytes:
 
 def copy_digest(into: Buffer, source: Buffer, seed: int = 0, /) -> bytes:
     """Copy and hash by way of memory that nobody else can write to."""
+    return _copy_digests(into, source, (seed,))[0]
+
+
+def copy_digests(into: Buffer, source: Buffer, seed: int, other: int, /) -> tuple[bytes, bytes]:
+    """Copy and hash twice, likewise."""
+    first, second = _copy_digests(into, source, (seed, other))
+    return first, second
+
+
+def _copy_digests(into: Buffer, source: Buffer, seeds: tuple[int, ...]) -> list[bytes]:
     to_array, from_array = np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8)
     if np.may_share_memory(to_array, from_array):
         raise ValueError("copy and digest within one memory")
     if to_array.size != from_array.size:
         raise ValueError(f"copy of {from_array.size} B into {to_array.size} B")
-    running = xxhash.xxh3_128(seed=seed)
+    running = [xxhash.xxh3_128(seed=seed) for seed in seeds]
     stage = np.empty(min(_STAGE_BYTES, from_array.size), np.uint8)
     for start in range(0, from_array.size, _STAGE_BYTES):
         staged = stage[: from_array.size - start]
         np.copyto(staged, from_array[start : start + _STAGE_BYTES])
         np.copyto(to_array[start : start + _STAGE_BYTES], staged)
-        running.update(staged.data)
-    return bytes(running.digest())
+        for digest in running:
+            digest.update(staged.data)
+    return [bytes(digest.digest()) for digest in running]

@@ -82,10 +82,11 @@ async def test_what_landed_elsewhere_is_sealed_as_it_is_copied_into_its_slot() -
     at = Location("p.n", 1, "HostDRAM", 1, BLOCK_BYTES)
     want = Wanted(BlockKey(SCOPE, digest(1)), LAYOUT_ID, at, memoryview(slot), 7, 9)
 
-    want.take(memoryview(bytes_of(1)))
+    theirs = want.take(memoryview(bytes_of(1)), 3, 5)
 
     assert slot == bytes_of(1)
     assert want.checksum == checksum(bytes_of(1), digest(1), 7, 9)
+    assert theirs == checksum(bytes_of(1), digest(1), 3, 5)
 
 
 async def test_what_a_peer_sent_is_published_under_the_checksum_of_what_arrived() -> None:

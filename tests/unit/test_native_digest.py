@@ -67,6 +67,18 @@ def test_a_copy_with_its_digest_is_both(level: str, size: int, at: int, to: int,
     assert (target[to + size :] == 7).all()
 
 
+@given(level=levels, size=sizes, at=st.integers(0, 70), seed=seeds, other=seeds)
+@example(level=LEVELS[0], size=240, at=0, seed=0, other=1)
+def test_a_copy_has_digests_under_two_seeds(level: str, size: int, at: int, seed: int, other: int) -> None:
+    source, target = NOISE[at : at + size], np.full(size, 7, np.uint8)
+
+    with kernels_of(level) as kernels:
+        digests = kernels.copy_digests(target, source, seed, other)
+
+    assert digests == tuple(xxhash.xxh3_128_digest(source.data, s) for s in (seed, other))
+    assert np.array_equal(target, source)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_cannot_be_copied_with_a_digest_is_refused(level: str) -> None:
     whole = NOISE[:1000].copy()
@@ -76,6 +88,8 @@ def test_what_cannot_be_copied_with_a_digest_is_refused(level: str) -> None:
             kernels.copy_digest(bytearray(2), b"abc")
         with pytest.raises(ValueError, match="within one memory"):
             kernels.copy_digest(whole[:900], whole[50:950])
+        with pytest.raises(ValueError, match="copy of 3 B into 2 B"):
+            kernels.copy_digests(bytearray(2), b"abc", 0, 1)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -27,11 +27,14 @@ from kvfleet_api.units import MIB
 LANDING_REGION: Final = -1
 """Number of the landing memory among the regions registered with NIXL; extents have numbers from 0."""
 
-PIECE_BYTES: Final = 8 * MIB
+PIECE_BYTES: Final = 4 * MIB
 """Bytes of one transfer: each costs four wake-ups of threads, and is verified while others move."""
 
-LANES: Final = 3
-"""Pieces of one batch at a time: one that is verified, one that moves, one that waits in the link's queue."""
+MOVING: Final = 2
+"""Pieces of one batch that NIXL has at a time: one that moves, and one that is there when its last byte has come."""
+
+LANES: Final = 4
+"""Pieces of one batch at a time, those included that have landed and are verified: the wire does not wait for that."""
 
 NIXL_PAUSE_S: Final = 30.0
 """After a transfer that failed or was late, the same owner is read over TCP for so long."""
@@ -126,14 +129,17 @@ class Transfers:
         """
         pieces = deque(_pieces(leased))
         results: dict[Leased, Result] = {}
+        wire = asyncio.Semaphore(MOVING)
 
         async def lane() -> None:
-            while pieces and not self._is_paused(link.nixl_name):
-                places = self._place(pieces[0])
+            while await wire.acquire():
+                is_over = not pieces or self._is_paused(link.nixl_name)
+                places = None if is_over else self._place(pieces[0])
                 if places is None:
+                    wire.release()
                     return  # Another lane goes on, or the rest travels over TCP.
                 pieces.popleft()
-                results.update(await self._read(link, places, deadline_s))
+                results.update(await self._read(link, places, deadline_s, wire))
 
         await asyncio.gather(*(lane() for _ in range(min(LANES, len(pieces)))))
         return results
@@ -149,15 +155,23 @@ class Transfers:
             places[one] = at
         return places
 
-    async def _read(self, link: Link, places: Mapping[Leased, int], deadline_s: float) -> dict[Leased, Result]:
-        """Read and verify one piece; nothing when the transfer fails or takes more than its share of the time."""
+    async def _read(
+        self, link: Link, places: Mapping[Leased, int], deadline_s: float, wire: asyncio.Semaphore
+    ) -> dict[Leased, Result]:
+        """Read and verify one piece; nothing when the transfer fails or takes more than its share of the time.
+
+        `wire`, which the caller has acquired, is released when the piece has landed.
+        """
         assert self._nixl is not None, "asked for"
         reads = [Read(o.loan.address, self._address + at, o.loan.size_bytes) for o, at in places.items()]
         patience_s = NIXL_WAIT_S + self.landing_bytes / NIXL_BYTES_PER_S_MIN  # All of these share the link.
         flight = self._nixl.read(link.nixl_name, reads)
         try:
-            async with asyncio.timeout(min(patience_s, (deadline_s - time.monotonic()) * NIXL_SHARE)):
-                await answer_of(flight)
+            try:
+                async with asyncio.timeout(min(patience_s, (deadline_s - time.monotonic()) * NIXL_SHARE)):
+                    await answer_of(flight)
+            finally:
+                wire.release()
             size_bytes = sum(read.size_bytes for read in reads)
             return await here_or_in_thread(None, size_bytes, partial(self._take_over, places))
         except (BackendFailedError, TimeoutError):
@@ -191,11 +205,12 @@ class Transfers:
             self._landing.give_back(offset)
 
     def _take_over(self, places: Mapping[Leased, int]) -> dict[Leased, Result]:
-        """Copy landed blocks into their slots, sealed on the way, and verify the copies."""
+        """Copy landed blocks into their slots, sealed and verified on the way."""
         results = {}
         for one, at in places.items():
-            one.wanted.take(self._memory[at : at + one.loan.size_bytes])
-            results[one] = judge(one)
+            loan = one.loan
+            seen = one.wanted.take(self._memory[at : at + loan.size_bytes], loan.epoch, loan.stamp)
+            results[one] = judge(seen, loan)
         return results
 
 
@@ -211,15 +226,18 @@ def _pieces(leased: Sequence[Leased]) -> Iterator[list[Leased]]:
         yield piece
 
 
-def judge(leased: Leased) -> Result:
-    """Compare a slot, whose block was sealed before, with the checksum that its owner bound to key, epoch and stamp."""
-    wanted, loan = leased.wanted, leased.loan
-    is_sound = checksum(wanted.into, wanted.key.digest, loan.epoch, loan.stamp) == loan.checksum
-    return Result.VERIFIED if is_sound else Result.CORRUPT
+def judge(seen: bytes, loan: wire.Loan) -> Result:
+    """Compare the checksum of what came with the one that its owner bound to key, epoch and stamp."""
+    return Result.VERIFIED if seen == loan.checksum else Result.CORRUPT
 
 
 def _verify_all(leased: list[Leased]) -> dict[Leased, Result]:
-    """Seal and verify what came straight into the slots."""
+    """Seal what came straight into the slots, and verify it after that."""
     for one in leased:
         one.wanted.seal()
-    return {one: judge(one) for one in leased}
+    return {one: judge(_seen(one.wanted, one.loan), one.loan) for one in leased}
+
+
+def _seen(wanted: Wanted, loan: wire.Loan) -> bytes:
+    """Checksum of a slot, as its owner would have bound it."""
+    return checksum(wanted.into, wanted.key.digest, loan.epoch, loan.stamp)
