@@ -73,6 +73,23 @@ class Fetcher:
                     self._mover.traffic.leave(entry)
         return self.mapped(entry)
 
+    async def wait_together(self, entries: Sequence[Entry], tenant: str) -> None:
+        """Wait for the move that all of these blocks share; its readers' wish is theirs while they wait."""
+        moves = {e.move for e in entries if e.move is not None}
+        for entry in entries:
+            self._mover.traffic.wait_for(entry, tenant)
+        try:
+            if moves:
+                await asyncio.wait(moves)
+        finally:
+            for entry in entries:
+                self._mover.traffic.leave(entry)
+
+    def up_already(self, entry: Entry) -> Residence | None:
+        """Return the copy in the entry tier, or None."""
+        first = entry.residences[0] if entry.residences else None
+        return first if first is not None and first.tier is self._node.entry_tier else None
+
     def start_prefetch(self, entry: Entry) -> bool:
         """Start to bring a block up before anybody asks for it; False when it is up or on its way."""
         if entry.move is not None or self.mapped(entry) is not None:
@@ -112,16 +129,19 @@ class Fetcher:
         """Start to fetch blocks from peers; `chain` gives (digest, parent or empty when unknown) for each location."""
         for i in range(0, len(chain), FETCH_BLOCKS):
             entries = []
+            done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             for digest, parent in chain[i : i + FETCH_BLOCKS]:
                 assert digest not in self._node.index.blocks(place.scope)
                 entry = self._node.index.begin(
                     place.scope, digest, parent, place.layout_id, self._node.clock(), place.tenant
                 )
-                self._begin(entry)
+                entry.move = done
                 entries.append(entry)
-            self._spawn(self._fetch(place, entries, locations[i : i + FETCH_BLOCKS]))
+            self._spawn(self._fetch(place, entries, locations[i : i + FETCH_BLOCKS], done))
 
-    async def _fetch(self, place: Place, entries: Sequence[Entry], locations: Sequence[Location]) -> None:
+    async def _fetch(
+        self, place: Place, entries: Sequence[Entry], locations: Sequence[Location], done: asyncio.Future[bool]
+    ) -> None:
         slots: list[SlotRef] = []
         arrived: set[SlotRef] = set()
         tier = self._node.entry_tier
@@ -134,7 +154,7 @@ class Fetcher:
             for slot in slots:
                 if tier is not None and slot not in arrived:
                     self._node.give_back(tier, slot, place.tenant)
-            self._close_fetch(entries)
+            self._close_fetch(entries, done)
 
     async def _take(self, tier: Tier, place: Place, count: int, slots: list[SlotRef]) -> None:
         """Take up to `count` slots; those that were taken are in `slots` also when this is cancelled or fails."""
@@ -192,14 +212,13 @@ class Fetcher:
         form, epoch = self._node.arriving_form, self._node.epoch
         return Record(want.key, parent, entry.layout_id, form, raw_bytes, raw_bytes, want.checksum, epoch)
 
-    def _close_fetch(self, entries: Sequence[Entry]) -> None:
+    def _close_fetch(self, entries: Sequence[Entry], done: asyncio.Future[bool]) -> None:
         """Forget the blocks that did not arrive, and wake those who wait."""
         for entry in entries:
             if not entry.residences and entry.level != GONE:
                 self._node.index.forget(entry)
-            move = entry.move
-            assert move is not None
-            self._end(entry, move, is_made=bool(entry.residences))
+            entry.move = None
+        done.set_result(any(e.residences for e in entries))
 
     def _count(self, tier: Tier, entries: Sequence[Entry], raw_bytes: int, took_s: float) -> None:
         arrived = sum(1 for e in entries if e.residences)

@@ -56,7 +56,12 @@ class PeerLender:
             if residence is not None:
                 lent[i] = self._lent(entry, residence, min(lease_s, LEASE_S_MAX))
 
-        tasks = [asyncio.ensure_future(one(i, e)) for i, e in enumerate(usable) if e is not None]
+        for i, entry in enumerate(usable):
+            up = self._fetcher.up_already(entry) if entry is not None else None
+            if entry is not None and up is not None:
+                lent[i] = self._lent(entry, up, min(lease_s, LEASE_S_MAX))
+        slow = [(i, e) for i, e in enumerate(usable) if e is not None and lent[i] is None]
+        tasks = [asyncio.ensure_future(one(i, e)) for i, e in slow]
         try:
             if tasks:
                 await asyncio.wait(tasks, timeout=LEND_S)

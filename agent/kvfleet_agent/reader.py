@@ -182,17 +182,29 @@ class Reader:
     async def _raised(
         self, place: Place, run: Sequence[Entry | None], sources: Sequence[str], lease_s: float, deadline_s: float
     ) -> list[Read | None]:
-        """Bring the run up and lease each block as it arrives."""
+        """Bring the run up and lease each block as it arrives; those of one move are waited for together."""
         reads: list[Read | None] = [None] * len(run)
+
+        def lease(i: int, entry: Entry, residence: Residence) -> None:
+            now_s = entry.used_at_s = self._node.clock()
+            reads[i] = Read(self._node.leases.grant(place.owner, entry, residence, now_s + lease_s), sources[i])
 
         async def one(i: int, entry: Entry) -> None:
             residence = await self._fetcher.raise_up(entry, place.tenant)
             if residence is not None:
-                entry.used_at_s = self._node.clock()
-                lease = self._node.leases.grant(place.owner, entry, residence, self._node.clock() + lease_s)
-                reads[i] = Read(lease, sources[i])
+                lease(i, entry, residence)
 
-        tasks = [asyncio.ensure_future(one(i, e)) for i, e in enumerate(run) if e is not None]
+        async def all_of(pairs: Sequence[tuple[int, Entry]]) -> None:
+            await self._fetcher.wait_together([e for _, e in pairs], place.tenant)
+            slow = []
+            for i, entry in pairs:
+                if (up := self._fetcher.up_already(entry)) is not None:
+                    lease(i, entry, up)
+                else:
+                    slow.append(one(i, entry))
+            await asyncio.gather(*slow)
+
+        tasks = [asyncio.ensure_future(all_of(pairs)) for pairs in _by_move(run)]
         if tasks:
             try:
                 _, late = await asyncio.wait(tasks, timeout=deadline_s)
@@ -254,6 +266,15 @@ def _is_intact(lease: Lease) -> bool:
             return matches(view, record, slot.stamp)
     except BlockCorruptError:
         return True  # The slot has gone, and the lease with it.
+
+
+def _by_move(run: Sequence[Entry | None]) -> list[list[tuple[int, Entry]]]:
+    """Positions and blocks, those together that come with one move or are here; others alone."""
+    groups: dict[object, list[tuple[int, Entry]]] = {}
+    for i, entry in enumerate(run):
+        if entry is not None:
+            groups.setdefault(entry.move, []).append((i, entry))
+    return list(groups.values())
 
 
 def _tier(entry: Entry | None) -> object:
