@@ -100,7 +100,7 @@ class BenchNode:
     async def run(self) -> None:
         """Serve until stdin ends."""
         self.server.start()
-        await self.listener.serve(self.me, self.core.lender, _verify, self.nixl, tls=self._tls)
+        await self.listener.serve(self.me, self.core.lender, _verify, self.nixl, tls=self._tls, grower=self.core.grower)
         sweeping = asyncio.create_task(Sweeper(self.core, self.authenticator).run())
         _say({"versions": {}, "address": self.me.address, "nixl": self.why_not or "on"})
         loop = asyncio.get_running_loop()

@@ -9,6 +9,8 @@ from kvfleet_agent.archiver import Archiver
 from kvfleet_agent.explainer import Explainer
 from kvfleet_agent.exports import Exports
 from kvfleet_agent.fetcher import Fetcher
+from kvfleet_agent.follower import Follower, followed
+from kvfleet_agent.growing import PeerGrower
 from kvfleet_agent.lending import PeerLender
 from kvfleet_agent.mover import Codecs, Mover
 from kvfleet_agent.parts import PartSums
@@ -53,6 +55,8 @@ class Core:
         self.writer = Writer(node, self.room, self.archiver)
         self.flash = FlashReader(node, codecs)
         self.lender = PeerLender(node, self.fetcher, self.exports)
+        self.grower = PeerGrower(node)
+        self.follower = Follower(node, self.room, followed(peers))
         self.explainer = Explainer(node, self.reader, self.archiver)
         self.tenancy = Tenancy(self)
         self.life = SessionLife(self, SessionJournal() if journal is None else journal, wall)
@@ -60,6 +64,7 @@ class Core:
     async def close(self) -> None:
         """Cancel background work. Tiers are closed by whoever opened them."""
         await self.life.close()
+        await self.follower.close()
         await self.fetcher.close()
         await self.room.close()
 

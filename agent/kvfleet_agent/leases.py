@@ -135,6 +135,12 @@ class LeaseTable:
             self._leases[lease_id] = Lease(lease_id, owner, lease.entry, lease.residence, expires_s)
         return len(ids)
 
+    def settle(self, entry: Entry, old: Residence, new: Residence) -> None:
+        """A copy that grew is whole: its leases are of what it is now."""
+        for lease in self.of(entry):
+            if lease.residence is old:
+                self._leases[lease.id] = msgspec.structs.replace(lease, residence=new)
+
     def end(self, owner: int, ids: Iterable[int]) -> list[Lease]:
         """Take leases of one owner back and return those that there were; others' and unknown ones are ignored."""
         ended = [lease for lease_id in dict.fromkeys(ids) if (lease := self.find(owner, lease_id)) is not None]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from kvfleet_agent.config import Config
     from kvfleet_agent.kube.world import KubeWorld
-    from kvfleet_agent.ports import Lender
+    from kvfleet_agent.ports import Grower, Lender
     from kvfleet_api.blocks import ScopeSecret
     from kvfleet_metadata.records import Announcement
     from kvfleet_telemetry.metrics import Instruments
@@ -63,7 +63,7 @@ class Neighbours:
         """`host:port` where other agents reach this one."""
         return self._listener.address
 
-    async def start(self, stack: AsyncExitStack, lender: Lender) -> None:
+    async def start(self, stack: AsyncExitStack, lender: Lender, grower: Grower) -> None:
         """Answer peers and connect to the directory; `stack` ends both."""
         self._lender = lender
         tasks = [supervise("certificate", self._own.run)]
@@ -73,7 +73,7 @@ class Neighbours:
         stack.push_async_callback(self.peers.close)
         stack.push_async_callback(self._listener.close)
         verify = self._world.authenticator.verify_peer
-        await self._listener.serve(self._record, lender, verify, self._nixl, tls=self._tls)
+        await self._listener.serve(self._record, lender, verify, self._nixl, tls=self._tls, grower=grower)
         self.directory.start()
         stack.push_async_callback(self.directory.close)
         _log.info("listening", extra={"what": "peers", "address": self.address, "nixl": self._nixl is not None})

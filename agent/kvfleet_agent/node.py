@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.codec.base import RAW, WORN
+from kvfleet_agent.growth import GrowthTable
 from kvfleet_agent.index import GONE, Entry, Index, Residence
 from kvfleet_agent.leases import Lease, LeaseTable
 from kvfleet_agent.reservations import Reservation, ReservationTable
@@ -58,6 +59,7 @@ class Node:
     leases: LeaseTable = field(default_factory=LeaseTable)
     pins: LeaseTable = field(default_factory=lambda: LeaseTable("pins"))
     reservations: ReservationTable = field(default_factory=ReservationTable)
+    growth: GrowthTable = field(default_factory=GrowthTable)
     sessions: SessionTable = field(default_factory=SessionTable)
     tenants: TenantBook = field(default_factory=TenantBook)
     wall: Callable[[], float] = time.time
@@ -242,6 +244,7 @@ class Node:
         count = 0
         for reservation in reservations:
             count += 1
+            self.growth.lost(reservation.id, self.clock())
             self.give_back(reservation.tier, reservation.slot, reservation.entry.tenant)
             if not reservation.entry.residences and reservation.entry.level != GONE:
                 self.index.forget(reservation.entry)
@@ -277,6 +280,10 @@ class Node:
         """Let a copy outlive the agent, before anybody is told of it."""
         if copy.tier.lasting is not None:
             copy.tier.lasting.commit(copy.slot, copy.record)
+
+    def discard(self, entry: Entry, unfinished: Residence) -> None:
+        """Free the slot of a copy that will never be whole, when its last reader has ended its lease."""
+        self._free(entry, unfinished)
 
     def _free(self, entry: Entry, gone: Residence) -> None:
         """Give a slot back, at once or when the last reader of just this copy has ended its lease."""

@@ -3,15 +3,17 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvfleet_agent.backends.base import Record, SlotRef
+from kvfleet_agent.growth import Growing
 from kvfleet_agent.policy.quota import Rules
 from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret
 from kvfleet_api.checksum import bind, checksum
 from kvfleet_api.models.pool import KVPool
 from kvfleet_api.models.poolnode import KVPoolNode, KVPoolNodeStatus
 from kvfleet_api.trust import Grants, Identity
+from kvfleet_api.wire_handover import Handover
 from kvfleet_metadata.records import Announcement, Location, SessionRecord
 from kvfleet_native import copy_digests
 
@@ -203,6 +205,49 @@ class SharedReader(Protocol):
 
     async def read(self, wanted: Wanted, placed: Placed) -> bool:
         """Fill and seal a block's slot from its owner's file, verified; False when that cannot be done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Blocks of a hand-over that grow with another agent."""
+
+    handover: Handover
+    scope: ScopeId
+    layout_id: LayoutId
+    digests: tuple[bytes, ...]
+    part_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """How far they have grown with their owner."""
+
+    parts: int
+    """Leading parts of every block whose bytes have come; -1 when the owner has lost the hand-over."""
+    sums: tuple[bytes, ...] = ()
+    """For each block that there is, joined checksums of the parts that came, under the owner's epoch and stamp."""
+    parents: tuple[bytes, ...] = ()
+    stamps: tuple[int, ...] = ()
+    checksums: tuple[bytes, ...] = ()
+    """Of whole blocks; empty ones until then."""
+
+
+@runtime_checkable
+class FollowedPeers(Protocol):
+    """Growing blocks of other agents (`kvfleet_agent.remote`)."""
+
+    async def follow(self, wanted: Follow, have: int, wait_s: float, into: Sequence[memoryview]) -> Followed:
+        """Wait for parts behind the first `have` and put them into place; nothing is verified.
+
+        `into` are whole blocks. Raises `AgentAwayError`; nothing is written once this has returned or failed.
+        """
+
+
+class Grower(Protocol):
+    """What the peer listener needs of a node's growing blocks."""
+
+    async def grown(self, wanted: Follow, have: int, wait_s: float) -> list[Growing]:
+        """Leading blocks of a hand-over, when all have more than `have` parts or are whole, or the time is up."""
 
 
 @dataclass(frozen=True, slots=True)

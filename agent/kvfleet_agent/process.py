@@ -125,7 +125,7 @@ class AgentProcess:
         await self._alive(self._follow(world, core, provisioner))
         await asyncio.to_thread(remove_abandoned, home, frozenset(provisioner.states))
         neighbours.peers.shared = core.flash
-        await neighbours.start(stack, core.lender)
+        await neighbours.start(stack, core.lender, core.grower)
         server = self._open_socket(stack, world, core)
         world.start_heartbeat(epoch)
         self._announce_readiness(stack, neighbours.address, epoch)

@@ -89,6 +89,14 @@ class ReservationTable:
         """Reservations of one owner, in no order."""
         return [self._reservations[i] for i in self._owned.get(owner, ())]
 
+    def renew(self, owner: int, reservation_id: int, expires_s: float) -> bool:
+        """Move the expiry of a reservation; false when its owner has none of that number."""
+        held = self._reservations.get(reservation_id)
+        if held is None or held.owner != owner:
+            return False
+        self._reservations[reservation_id] = msgspec.structs.replace(held, expires_s=expires_s)
+        return True
+
     def take(self, owner: int, ids: Iterable[int]) -> list[Reservation | None]:
         """End reservations of one owner and return them; None for unknown, expired and others' ones."""
         return [self._take(owner, i) for i in ids]

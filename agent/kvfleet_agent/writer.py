@@ -251,6 +251,7 @@ class Writer:
         key, raw_bytes = BlockKey(entry.scope, entry.digest), reservation.raw_bytes
         record = Record(key, entry.parent, entry.layout_id, RAW, raw_bytes, raw_bytes, claimed, node.epoch)
         node.add_copy(entry, Residence(tier, reservation.slot, record))
+        node.growth.whole(reservation.id, claimed, node.clock())
         return PUBLISHED
 
     def _count(self, results: bytes) -> None:

@@ -8,9 +8,11 @@ import numpy as np
 
 from kvfleet_api.blocks import token_ids
 from kvfleet_api.errors import InvalidInputError
+from kvfleet_api.wire_handover import Handover
 from kvfleet_client.aio import AsyncClient
 from kvfleet_client.chain import Tokens
 from kvfleet_client.client import Client
+from kvfleet_client.growing import GrowingBlocks, begin
 from kvfleet_client.held import lost
 from kvfleet_client.loading import load
 from kvfleet_client.ranges import Cut
@@ -66,15 +68,28 @@ class PrefixCache:
         session: str = "",
         deadline_s: float = DEADLINE_S,
         blocks_max: int | None = None,
+        handover: Handover | None = None,
     ) -> LayerStream:
         """Lease the longest cached prefix of `tokens`, to be read layer by layer, of some KV `heads` or of all.
 
         Every layer is verified after its copy, against checksums that the agent made of the parts of proven blocks.
-        Raises `InvalidInputError` for heads that the layout has not, and nothing else unless the client is strict.
+        With `handover` the stream goes on with blocks whose writer, on another node, is still computing them: reading
+        a layer waits for it. Raises `InvalidInputError` for heads that the layout has not, or of a hand-over, and
+        nothing else unless the client is strict.
         """
         cut = Cut(self._client.target.layout, heads)
+        if handover is not None and heads is not None:
+            raise InvalidInputError(f"heads {heads.start} to {heads.stop}: a hand-over goes by whole layers")
         job = _job(self._client.target, self._client, tokens, session, deadline_s, blocks_max)
-        return self._client.stream(self._client.run(lease_route(replace(job, lease_s=LEASE_S), cut)), cut)
+        leased = self._client.run(lease_route(replace(job, lease_s=LEASE_S), cut, handover))
+        return self._client.stream(leased, cut)
+
+    def grow(
+        self, tokens: Sequence[int] | Tokens, *, session: str = "", deadline_s: float = DEADLINE_S
+    ) -> GrowingBlocks:
+        """Reserve blocks of `tokens` that a reader on another node may have layer by layer while they are computed."""
+        job = _job(self._client.target, self._client, tokens, session, deadline_s)
+        return self._client.grow(self._client.run(begin(job)))
 
     def store(
         self,

@@ -197,7 +197,16 @@ def _lease(block: wire.Leased, key: BlockKey, epoch: int, reading: Reading) -> L
     view = reading.extents.view(block.extent, block.offset, reading.block_bytes, is_writable=False)
     bound = block.epoch or epoch
     return Lease(
-        block.lease, key.digest, bound, block.stamp, block.checksum, block.source, reading.connection, view, block.parts
+        block.lease,
+        key.digest,
+        bound,
+        block.stamp,
+        block.checksum,
+        block.source,
+        reading.connection,
+        view,
+        block.parts,
+        block.is_growing,
     )
 
 

@@ -12,9 +12,10 @@ from typing import Any, Final, Self, TypeVar
 
 from kvfleet_api.blocks import BlockKey
 from kvfleet_api.errors import AgentAwayError, KvFleetError
-from kvfleet_client import calls
+from kvfleet_client import calls, handover_calls
 from kvfleet_client.calls import Call, Calls, Done, Operation, Post, Work, begin, interrupt, resume
 from kvfleet_client.counters import Counters
+from kvfleet_client.growing import GrowingBlocks, Slots
 from kvfleet_client.held import Leases
 from kvfleet_client.lifecycle import Connect, Down, Idle, Pause, Step, Up, lifecycle
 from kvfleet_client.link import Link
@@ -154,7 +155,17 @@ class Client:
 
     def stream(self, leased: Leased, cut: Cut) -> LayerStream:
         """Read blocks that were leased for a cut layer by layer; the stream ends the leases."""
-        return LayerStream(leased.leases, cut, self._end, leased.shared_blocks, is_whole=leased.is_whole)
+        return LayerStream(
+            leased.leases, cut, self._end, leased.shared_blocks, is_whole=leased.is_whole, arrive=self._arrive
+        )
+
+    def _arrive(self, leases: Sequence[Lease], have: int, wait_s: float) -> tuple[bytes, ...]:
+        """Checksums of parts of growing blocks; none when they are lost, or the agent is."""
+        return self._one(handover_calls.arrive(self.target, leases, have, wait_s))
+
+    def grow(self, slots: Slots) -> GrowingBlocks:
+        """Write blocks that were reserved for a hand-over."""
+        return GrowingBlocks(self.target, self._one, slots)
 
     def reserve(self, keys: Sequence[BlockKey], *, parent: bytes = b"", session: str = "") -> tuple[Reservation, ...]:
         """Ask for slots to fill, in chain order; fewer than asked for when the tier is full."""

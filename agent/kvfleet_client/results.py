@@ -129,6 +129,8 @@ class Lease(msgspec.Struct, frozen=True, eq=False):
     """The block's bytes in the agent's memory. Void when the lease ends: copy, then verify the copy."""
     parts: bytes = field(default=b"", repr=False)
     """Joined checksums of its parts, where they were asked for; empty from an agent that does not know them."""
+    is_growing: bool = False
+    """Of a hand-over: `parts` become more as the writer goes on (`calls.arrive`)."""
 
 
 class Reservation(msgspec.Struct, frozen=True, eq=False):

@@ -4,26 +4,39 @@ The number of blocks is settled when the leases are given. After that a layer co
 the engine computes the prompt without it.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
+from msgspec.structs import replace
+
 from kvfleet_api.blocks import BlockKey
 from kvfleet_api.checksum import CHECKSUM_BYTES
 from kvfleet_api.errors import BlockCorruptError, LeaseLostError
 from kvfleet_api.wire import PART_SUMS_BYTES_MAX
-from kvfleet_client import batches, calls
+from kvfleet_api.wire_handover import Handover
+from kvfleet_client import batches, calls, handover_calls
 from kvfleet_client.batches import Batch
 from kvfleet_client.calls import Operation, Post
 from kvfleet_client.chain import Route
 from kvfleet_client.held import lost, void
 from kvfleet_client.ranges import Cut, check_range, copy_layers, rows_for
 from kvfleet_client.results import Bytes2D, Lease
-from kvfleet_client.routes import Found, Job, locate, locate_for_load
+from kvfleet_client.routes import Found, Job, goal_of, locate, locate_for_load
 
 LEASE_S: Final = 120.0
 """A prefill takes seconds; an engine that is stopped for longer than this has lost its stream."""
+
+ARRIVE_S: Final = 10.0
+"""How long the reader of a hand-over waits for the next layer; a prefill computes one in milliseconds."""
+
+WAIT_S: Final = 2.0
+"""Of one question while it waits."""
+
+Arrive = Callable[[Sequence[Lease], int, float], tuple[bytes, ...]]
+"""Waits for parts of growing blocks behind so many, for so long; checksums for each, none when they are lost."""
 
 End = Callable[[Sequence[Lease], Sequence[Lease]], bool]
 """Ends leases, with the suspects among them; true when all of them lived until now."""
@@ -37,10 +50,18 @@ class LayerStream:
     """
 
     def __init__(
-        self, leases: Sequence[Lease], cut: Cut, end: End, shared_blocks: int = 0, *, is_whole: bool = True
+        self,
+        leases: Sequence[Lease],
+        cut: Cut,
+        end: End,
+        shared_blocks: int = 0,
+        *,
+        is_whole: bool = True,
+        arrive: Arrive | None = None,
     ) -> None:
-        """Hold `leases` until `end` is called with them."""
+        """Hold `leases` until `end` is called with them; `arrive` brings checksums of those that grow."""
         self._leases = tuple(leases)
+        self._arrive = arrive
         self._suspects: tuple[Lease, ...] = ()
         self._cut = cut
         self._end = end
@@ -66,11 +87,13 @@ class LayerStream:
     def read(self, layers: range, into: Bytes2D | None = None) -> Bytes2D:
         """Copy and verify layers of all blocks: (blocks, bytes wanted of a block) uint8.
 
-        Raises `BlockCorruptError` when a copy is not what its lease promised, and `LeaseLostError` after `close`.
+        Of a hand-over, waits for layers that its writer has not computed yet. Raises `BlockCorruptError` when a copy is
+        not what its lease promised, and `LeaseLostError` after `close` and when the writer has gone.
         """
         check_range("layers", layers, self._cut.layout.layers)
         if len(self._leases) != self.blocks:
             raise LeaseLostError("the stream was closed")
+        self._await_parts(layers.stop)
         rows = rows_for(self.blocks, self._cut, layers) if into is None else into
         sound = copy_layers(self._leases, self._cut, layers, rows)
         if sound < self.blocks:
@@ -79,6 +102,17 @@ class LayerStream:
                 f"layers {layers.start} to {layers.stop} of block {sound} differ from their checksums"
             )
         return rows
+
+    def _await_parts(self, layers: int) -> None:
+        """Wait until so many layers of the growing blocks are there. Raises `LeaseLostError` when they do not come."""
+        ends_s = time.monotonic() + ARRIVE_S
+        while growing := [x for x in self._leases if x.is_growing and len(x.parts) < layers * CHECKSUM_BYTES]:
+            have, left_s = len(growing[0].parts) // CHECKSUM_BYTES, ends_s - time.monotonic()
+            sums = self._arrive(growing, have, min(left_s, WAIT_S)) if self._arrive and left_s > 0 else ()
+            if not sums:
+                raise LeaseLostError(f"layer {have} of {len(growing)} growing blocks did not come")
+            more = {id(x): replace(x, parts=x.parts + new) for x, new in zip(growing, sums, strict=True)}
+            self._leases = tuple(more.get(id(x), x) for x in self._leases)
 
     def close(self) -> bool:
         """End the leases; true when all of them lived until now, and when there were none. Idempotent."""
@@ -98,15 +132,20 @@ class Leased:
     """False when the agent has or knows the next block too."""
 
 
-def lease_route(job: Job, cut: Cut) -> Operation[Leased]:
-    """Lease the longest prefix that can be had; given back when this is interrupted."""
-    found = yield from locate_for_load(job)
+def lease_route(job: Job, cut: Cut, handover: Handover | None = None) -> Operation[Leased]:
+    """Lease the longest prefix that can be had, and what grows behind it in a hand-over.
+
+    Given back when this is interrupted.
+    """
+    found = yield from (locate(job) if handover else locate_for_load(job))
     held, is_whole = yield from _lease(job, cut, found)
     if job.at.is_stale:  # Seen only now: there may be a scope that we do not know yet.
         yield Post((calls.release(job.target, held),))
         yield (calls.scopes(job.target),)
         found = yield from locate(job)
         held, is_whole = yield from _lease(job, cut, found)
+    if handover is not None and found is not None:
+        held += yield from _lease_growing(job, cut, found, held, handover)
     if job.wanted_blocks and is_whole:  # Whoever gets less than there is loads it instead, and is counted there.
         yield Post((calls.count_load(job.target, job.wanted_blocks, len(held)),))
     return Leased(held, min(found.route.shared_blocks, len(held)) if found else 0, is_whole)
@@ -128,6 +167,26 @@ def _lease(job: Job, cut: Cut, found: Found | None) -> Operation[tuple[tuple[Lea
         yield Post((calls.release(job.target, held),))
         raise
     return tuple(held), is_whole
+
+
+def _lease_growing(
+    job: Job, cut: Cut, found: Found, held: tuple[Lease, ...], handover: Handover
+) -> Operation[tuple[Lease, ...]]:
+    """Leases of blocks behind those that are held, which their writer is still at."""
+    goal = goal_of(job, found)
+    keys = goal.chain.part(len(held), job.wanted_blocks) if goal and goal.chain.first <= len(held) else ()
+    if not keys:
+        return ()
+    try:
+        leases: tuple[Lease, ...] = (yield (handover_calls.follow(job, keys, cut.part_bytes, handover),))[0].value
+    except BaseException:
+        yield Post((calls.release(job.target, held),))
+        raise
+    usable = tuple(x for x in leases if x.is_growing and (not held or x.connection == held[0].connection))
+    if len(usable) < len(leases):
+        yield Post((calls.release(job.target, leases),))
+        return ()
+    return usable
 
 
 def _is_there(job: Job, keys: Sequence[BlockKey]) -> Operation[bool]:

@@ -6,13 +6,15 @@ connection may have several requests under way. Verbs are batched: one frame spe
 whose digests are joined into one byte string.
 """
 
-from typing import Annotated, Final, get_args
+from typing import Final, get_args
 
 import msgspec
 
 from kvfleet_api.blocks import KEY_BYTES, Layout
 from kvfleet_api.errors import InvalidInputError
 from kvfleet_api.prefixes import NamedPrefix
+from kvfleet_api.wire_base import Message, Reply, Request, Seconds
+from kvfleet_api.wire_handover import HANDOVER_CHARS_MAX, Advance, Arrive, Arrived, Handover
 
 PROTOCOL_VERSION: Final = 1
 FRAME_BYTES_MAX: Final = 4 << 20
@@ -28,20 +30,6 @@ LEASES_MAX: Final = 2 * KEYS_MAX
 """Leases that one frame may end: all that a connection can have."""
 FDS_PER_FRAME_MAX: Final = 64
 """SCM_MAX_FD is 253 on Linux; smaller batches keep one slow frame from holding many descriptors."""
-
-
-Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
-"""A duration that can be compared: what is not a number would pass every limit, and no lease of it would ever end."""
-
-
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Anything that travels in a frame."""
-
-
-class Request(Message, frozen=True, array_like=True, tag=True):
-    """A question; the reply repeats `id`."""
-
-    id: int
 
 
 class Hello(Request, frozen=True, array_like=True, tag=True):
@@ -127,6 +115,8 @@ class Acquire(Request, frozen=True, array_like=True, tag=True):
     part_bytes: int = 0
     """Ask for checksums of the parts of each block, of so many bytes each, so that parts can be read alone. It divides
     the block into `PARTS_MAX` at most. 0: none."""
+    handover: Handover | None = None
+    """Lease growing blocks of this hand-over and nothing else; their parts are asked for with `Arrive`."""
 
 
 class Release(Request, frozen=True, array_like=True, tag=True):
@@ -148,6 +138,10 @@ class Reserve(Request, frozen=True, array_like=True, tag=True):
     """Digest that the first key continues; empty for a root."""
     digests: bytes
     session: str = ""
+    handover: str = ""
+    """Name under which readers may have the blocks while they grow; empty: nobody sees them before `Publish`."""
+    part_bytes: int = 0
+    """With `handover`: bytes of the parts that they grow by; as in `Acquire`."""
 
 
 class Publish(Request, frozen=True, array_like=True, tag=True):
@@ -196,14 +190,6 @@ class Explain(Request, frozen=True, array_like=True, tag=True):
     scope: str = ""
     digest: bytes = b""
     session: str = ""
-
-
-class Reply(Message, frozen=True, array_like=True, tag=True):
-    """An answer to the request of the same id."""
-
-    id: int
-    grants_version: int
-    """Moves on whenever the caller's scopes may have changed."""
 
 
 class Welcome(Reply, frozen=True, array_like=True, tag=True):
@@ -280,6 +266,8 @@ class Leased(msgspec.Struct, frozen=True, array_like=True):
     """Epoch that the checksum is bound to; 0: that of the reply. Memory that outlived a restart keeps its old one."""
     parts: bytes = b""
     """Joined checksums of its parts (`checksum.bind_part`), where they were asked for and the agent knows how."""
+    is_growing: bool = False
+    """Of a hand-over: there is no checksum, and only the parts that `Arrived` named may be read."""
 
 
 class Acquired(Reply, frozen=True, array_like=True, tag=True):
@@ -310,6 +298,8 @@ class Reserved(Reply, frozen=True, array_like=True, tag=True):
     expires_s: float
     gone: tuple[int, ...] = ()
     """Extents granted before that have gone for good: to be unmapped."""
+    handover: Handover | None = None
+    """What the reader must name, where a hand-over was asked for and the agent knows how."""
 
 
 class Published(Reply, frozen=True, array_like=True, tag=True):
@@ -335,15 +325,15 @@ class Failed(Reply, frozen=True, array_like=True, tag=True):
 
 AnyRequest = (
     Hello | Attach | Scopes | OpenSession | TouchSession | CloseSession | Lookup | CountLoad | Acquire | Release
-    | Reserve | Publish | Abandon | Prefetch | Pin | Unpin | Stats | Explain
+    | Reserve | Publish | Abandon | Prefetch | Pin | Unpin | Stats | Explain | Advance | Arrive
 )  # fmt: skip
-AnyReply = Welcome | Granted | Done | Found | Acquired | Reserved | Published | Text | Failed
+AnyReply = Welcome | Granted | Done | Found | Acquired | Reserved | Published | Text | Failed | Arrived
 GRANTING: Final = (Acquired, Reserved)
 """Replies that may bring extents, with descriptors beside them."""
 
 _LENGTHS_MAX: Final = {
     "client": CLIENT_CHARS_MAX, "session": SESSION_CHARS_MAX, "leases": LEASES_MAX, "suspects": LEASES_MAX,
-    "reservations": KEYS_MAX, "checksums": KEYS_MAX,
+    "reservations": KEYS_MAX, "checksums": KEYS_MAX, "handover": HANDOVER_CHARS_MAX, "sums": KEYS_MAX,
 }  # fmt: skip
 _LIMITED: Final = {
     kind: tuple((f, _LENGTHS_MAX[f]) for f in kind.__struct_fields__ if f in _LENGTHS_MAX)
@@ -395,6 +385,7 @@ def _check(request: AnyRequest) -> None:
     if len(digests) % KEY_BYTES or len(digests) > KEYS_MAX * KEY_BYTES:
         raise InvalidInputError(f"digests of {len(digests)} B: a multiple of {KEY_BYTES} B, {KEYS_MAX} keys at most")
     for name, limit in _LIMITED[type(request)]:
-        length = len(getattr(request, name))
+        value = getattr(request, name)
+        length = len(value.name if isinstance(value, Handover) else value or ())
         if length > limit:
             raise InvalidInputError(f"{name} of length {length}, limit {limit}")

@@ -7,6 +7,7 @@ from faults.nursery import Channel
 from faults.raw_engine import Held, RawEngine, die
 from kvfleet_api import wire
 from kvfleet_api.blocks import pack_digests
+from kvfleet_api.wire_base import Reply
 
 BLOCKS: Final = 4
 PIN_S: Final = 300.0
@@ -80,7 +81,7 @@ def _die_asking(engine: RawEngine, request: wire.AnyRequest, phase: str) -> None
     elif phase != "before":
         engine.send(frame)
     if phase == "answered":
-        engine.receive(wire.Reply)
+        engine.receive(Reply)
     die()
 
 

@@ -12,9 +12,10 @@ from agent_doubles import BLOCK_BYTES, LAYOUT, bytes_of
 from kvfleet_api import wire
 from kvfleet_api.blocks import BlockKey, ScopeId, ScopeSecret, chain_keys, pack_digests
 from kvfleet_api.checksum import checksum
+from kvfleet_api.wire_base import Reply
 from kvfleet_client.extents import Extents
 
-R = TypeVar("R", bound=wire.Reply)
+R = TypeVar("R", bound=Reply)
 WAIT_S = 20.0
 
 

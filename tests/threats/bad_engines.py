@@ -17,6 +17,8 @@ from kvfleet_agent.kube.known import Known
 from kvfleet_agent.kube.place import Place
 from kvfleet_agent.kube.trust_view import TrustStores, TrustView
 from kvfleet_api import names, wire
+from kvfleet_api.wire_base import Reply
+from kvfleet_api.wire_handover import Advance, Arrive
 from threats.credentials import GOOD, OTHER_TENANT, SYSTEM, Tokens
 
 VERBS: Final = tuple(kind for kind in get_args(wire.AnyRequest) if kind is not wire.Hello)
@@ -105,7 +107,7 @@ def _refused_good(path: Path, tokens: Tokens) -> list[str]:
 def _is_failure(engine: TokenEngine, request: wire.AnyRequest) -> bool:
     """Whether a request is refused, or the connection ended."""
     try:
-        reply = engine.ask(request, wire.Reply)
+        reply = engine.ask(request, Reply)
     except (AssertionError, OSError):
         return True
     return isinstance(reply, wire.Failed)
@@ -126,6 +128,8 @@ def request_of(engine: TokenEngine, verb: type[wire.AnyRequest]) -> wire.AnyRequ
         wire.Reserve: (scope, b"", key),
         wire.Pin: (scope, key, 1.0),
         wire.Explain: (scope, key),
+        Advance: ((), 0, ()),
+        Arrive: ((), 0, 0.0),
         **dict.fromkeys((wire.Lookup, wire.Acquire, wire.Prefetch, wire.Unpin), (scope, key)),
     }
     return verb(number, *fields.get(verb, ()))

@@ -14,6 +14,7 @@ from agent_doubles import LAYOUT
 
 from kvfleet_agent.remote import wire as peer
 from kvfleet_api import wire
+from kvfleet_api.wire_handover import Advance, Arrive, Handover
 
 KEYS: Final = bytes(range(60))
 OWN: Final = "tenant/a/uid-a/v1"
@@ -89,6 +90,13 @@ def _is_layout(value: Any) -> bool:
     )  # fmt: skip
 
 
+def _is_handover(value: Any) -> bool:
+    if value is None:
+        return True
+    parts = value if isinstance(value, list) and len(value) >= 3 else [None] * 3
+    return _is_text(parts[0]) and _is_int(parts[1]) and _is_session(parts[2])
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What one protocol takes for a request."""
@@ -132,9 +140,9 @@ ENGINE: Final = Rules(
         "CloseSession": (2, (_N, _S, _Y, _F)),
         "Lookup": (3, (_N, _T, _K, _S, _Y)),
         "CountLoad": (3, (_N, _N, _N)),
-        "Acquire": (3, (_N, _T, _K, _S, _F, _F)),
+        "Acquire": (3, (_N, _T, _K, _S, _F, _F, _N, _is_handover)),
         "Release": (2, (_N, _are(_N), _are(_N))),
-        "Reserve": (4, (_N, _T, _B, _K, _S)),
+        "Reserve": (4, (_N, _T, _B, _K, _S, _S, _N)),
         "Publish": (3, (_N, _are(_N), _are(_B))),
         "Abandon": (2, (_N, _are(_N))),
         "Prefetch": (3, (_N, _T, _K, _S)),
@@ -142,6 +150,8 @@ ENGINE: Final = Rules(
         "Unpin": (3, (_N, _T, _K)),
         "Stats": (1, (_N,)),
         "Explain": (1, (_N, _T, _B, _S)),
+        "Advance": (4, (_N, _are(_N), _N, _are(_B))),
+        "Arrive": (3, (_N, _are(_N), _N, _F)),
     },
 )
 PEER: Final = Rules(
@@ -161,6 +171,20 @@ PEER: Final = Rules(
             ),
         ),
         "Pull": (2, (_N, _are(_N, 1_024))),
+        "Follow": (
+            9,
+            (
+                _N,
+                lambda v: _is_text(v) and len(v) <= 512,
+                lambda v: _is_bytes(v) and len(v) == 16,
+                _are_few_keys,
+                _N,
+                _S,
+                lambda v: _is_int(v) and v > 0,
+                lambda v: _is_int(v) and v >= 0,
+                _F,
+            ),
+        ),
         "End": (2, (_N, _are(_N))),
     },
 )
@@ -188,6 +212,10 @@ ENGINE_VALID: Final[tuple[bytes, ...]] = tuple(
         wire.Stats(16),
         wire.Explain(17, OTHERS, KEYS[:20]),
         wire.CloseSession(18, "s"),
+        wire.Reserve(19, OWN, b"", KEYS, "", "grown", 4096),
+        wire.Acquire(20, OWN, KEYS, "s", 1.0, 0.01, 4096, Handover("p.n", 1, "grown")),
+        Advance(21, (1,), 0, (b"0" * 16,)),
+        Arrive(22, (1,), 0, 0.01),
     )
 )
 
@@ -201,6 +229,7 @@ def peer_valid(token: str) -> tuple[bytes, ...]:
         peer.Lend(4, OTHERS, b"M" * 16, KEYS[:20], 5.0, 7),
         peer.Pull(5, (1, 2)),
         peer.End(6, (1,)),
+        peer.Follow(7, OWN, b"L" * 16, KEYS, 7, "grown", 4096, 0, 0.01),
     )
     return tuple(peer.encode(question) for question in asked)
 

@@ -67,7 +67,7 @@ def test_errors_keep_their_meaning_over_the_wire() -> None:
     ],
 )
 def test_a_duration_that_cannot_be_compared_is_refused(
-    request_of: Callable[[float], wire.Request], seconds: float
+    request_of: Callable[[float], wire.AnyRequest], seconds: float
 ) -> None:
     """No lease of it would ever end."""
     with pytest.raises(InvalidInputError):

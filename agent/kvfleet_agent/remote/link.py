@@ -4,9 +4,10 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
 
+from kvfleet_agent.ports import Follow
 from kvfleet_agent.remote import wire
 from kvfleet_agent.remote.security import PeerTls
 from kvfleet_agent.remote.streams import READ_AHEAD_BYTES, Stream, frame_within
@@ -15,6 +16,9 @@ from kvfleet_api.errors import AgentAwayError, InvalidInputError, KvFleetError, 
 CONNECT_TIMEOUT_S: Final = 2.0
 LIFE_S: Final = 300.0
 """Age at which a connection is replaced, so that a token that was revoked does not live on in it."""
+
+FOLLOW_SLACK_S: Final = 10.0
+"""What the bytes of the parts may take beyond the wait for them."""
 
 A = TypeVar("A", bound=wire.Answer)
 _log = logging.getLogger(__name__)
@@ -72,6 +76,24 @@ class Link:
         self._targets[question.id] = targets
         try:
             await self._ask(question, wire.Done)
+        finally:
+            del self._targets[question.id]
+
+    async def follow(self, wanted: Follow, have: int, wait_s: float, into: Sequence[memoryview]) -> wire.Followed:
+        """Wait for parts of growing blocks and put them into place. Nothing is verified.
+
+        Nothing more is written when this has returned, failed or been cancelled.
+        """
+        digests, epoch, name = b"".join(wanted.digests), wanted.handover.epoch, wanted.handover.name
+        question = wire.Follow(
+            next(self._ids), wanted.scope, wanted.layout_id, digests, epoch, name, wanted.part_bytes, have, wait_s
+        )
+        self._targets[question.id] = dict(enumerate(into))
+        try:
+            async with asyncio.timeout(wait_s + FOLLOW_SLACK_S):
+                return await self._ask(question, wire.Followed)
+        except TimeoutError as e:
+            raise AgentAwayError(f"owner of a growing block said nothing for {wait_s + FOLLOW_SLACK_S} s") from e
         finally:
             del self._targets[question.id]
 

@@ -9,10 +9,13 @@ import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
-from kvfleet_agent.ports import Lender, Lent
+from kvfleet_agent.ports import Grower, Lender, Lent
 from kvfleet_agent.remote import wire
+from kvfleet_agent.remote.growing import send_growing
 from kvfleet_agent.remote.nixl import NixlReader, address_of, answer_of
 from kvfleet_agent.remote.security import HANDSHAKE_S, PeerTls
 from kvfleet_agent.remote.streams import READ_AHEAD_BYTES, Stream, frame_within
@@ -24,6 +27,9 @@ from kvfleet_metadata.records import AgentRecord
 CONNECTIONS_MAX: Final = 256
 QUESTIONS_MAX: Final = 8
 """Questions of one connection under way at once; the next one is read when one is answered."""
+
+FOLLOWERS_MAX: Final = 64
+"""Hand-overs that one connection waits for at once."""
 
 LEASES_MAX: Final = 8_192
 """Leases of one connection at once."""
@@ -62,9 +68,17 @@ class PeerListener:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     async def serve(
-        self, me: AgentRecord, lender: Lender, verify: VerifyPeer, nixl: NixlReader | None, *, tls: PeerTls | None
+        self,
+        me: AgentRecord,
+        lender: Lender,
+        verify: VerifyPeer,
+        nixl: NixlReader | None,
+        *,
+        tls: PeerTls | None,
+        grower: Grower | None = None,
     ) -> None:
-        """Begin to answer. `tls` is None in simulated networks alone."""
+        """Begin to answer. `tls` is None in simulated networks alone; without `grower` nothing is handed over early."""
+        owner = _Owner(me, lender, verify, nixl, tls, grower)
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
@@ -74,7 +88,7 @@ class PeerListener:
                 return
             self._open.add(task)
             try:
-                await _Conversation(Stream(reader, writer), me, lender, verify, nixl, tls).run()
+                await _Conversation(Stream(reader, writer), owner).run()
             finally:
                 self._open.discard(task)
 
@@ -92,26 +106,28 @@ class PeerListener:
         await asyncio.gather(*conversations, return_exceptions=True)
 
 
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """What every conversation needs of us."""
+
+    me: AgentRecord
+    lender: Lender
+    verify: VerifyPeer
+    nixl: NixlReader | None
+    tls: PeerTls | None
+    grower: Grower | None
+
+
 class _Conversation:
     """One connection of one agent."""
 
-    def __init__(
-        self,
-        stream: Stream,
-        me: AgentRecord,
-        lender: Lender,
-        verify: VerifyPeer,
-        nixl: NixlReader | None,
-        tls: PeerTls | None,
-    ) -> None:
+    def __init__(self, stream: Stream, owner: "_Owner") -> None:
         self._stream = stream
-        self._me = me
-        self._lender = lender
-        self._verify = verify
-        self._nixl = nixl
-        self._tls = tls
+        self._me, self._lender, self._verify = owner.me, owner.lender, owner.verify
+        self._nixl, self._tls, self._grower = owner.nixl, owner.tls, owner.grower
         self._lent: dict[int, Lent] = {}
         self._gate = asyncio.Semaphore(QUESTIONS_MAX)
+        self._followers = asyncio.Semaphore(FOLLOWERS_MAX)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -151,13 +167,15 @@ class _Conversation:
             if isinstance(question, wire.End):
                 self._end(question.leases)
                 continue
-            await self._gate.acquire()
+            # Those who wait for blocks to grow must not keep others from asking.
+            gate = self._followers if isinstance(question, wire.Follow) else self._gate
+            await gate.acquire()
             task = asyncio.create_task(self._answer(question))
             self._tasks.add(task)
-            task.add_done_callback(self._answered)
+            task.add_done_callback(partial(self._answered, gate))
 
-    def _answered(self, task: "asyncio.Task[None]") -> None:
-        self._gate.release()
+    def _answered(self, gate: asyncio.Semaphore, task: "asyncio.Task[None]") -> None:
+        gate.release()
         self._tasks.discard(task)
         if not task.cancelled() and (bug := task.exception()):
             _log.error("peer question failed", exc_info=bug)
@@ -174,6 +192,8 @@ class _Conversation:
                         await self._lend(question)
                     case wire.Pull():
                         await self._send_blocks(question)
+                    case wire.Follow() if self._grower is not None:
+                        await send_growing(self._stream, self._grower, self._me.epoch, question)
                     case _:
                         raise InvalidInputError(f"{type(question).__name__} has no place here")
             except KvFleetError as e:

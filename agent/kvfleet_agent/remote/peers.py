@@ -10,7 +10,7 @@ from typing import Final
 from kvfleet_agent.backends.base import Record, SlotRef
 from kvfleet_agent.backends.segment_name import parse_name
 from kvfleet_agent.backends.waiting import settle
-from kvfleet_agent.ports import Placed, SharedReader, Wanted
+from kvfleet_agent.ports import Follow, Followed, Placed, SharedReader, Wanted
 from kvfleet_agent.remote import wire
 from kvfleet_agent.remote.link import Link, open_link
 from kvfleet_agent.remote.nixl import NixlReader
@@ -18,7 +18,7 @@ from kvfleet_agent.remote.security import PeerTls
 from kvfleet_agent.remote.transfer import Leased, Result, Transfers, Transport
 from kvfleet_api.errors import AgentAwayError, KvFleetError
 from kvfleet_api.units import MIB
-from kvfleet_metadata.records import AgentRecord
+from kvfleet_metadata.records import AgentRecord, Location
 from kvfleet_telemetry.metrics import Instruments
 
 BATCH_BYTES_MAX: Final = 128 * MIB
@@ -107,6 +107,13 @@ class RemotePeers:
             await settle(asyncio.gather(*tasks, return_exceptions=True))
         return parents
 
+    async def follow(self, wanted: Follow, have: int, wait_s: float, into: Sequence[memoryview]) -> Followed:
+        """See `ports.FollowedPeers`."""
+        owner = Location(wanted.handover.agent, wanted.handover.epoch, "", 0, 0)
+        link = await self._link(owner)
+        told = await link.follow(wanted, have, wait_s, into)
+        return Followed(told.parts, told.sums, told.parents, told.stamps, told.checksums)
+
     async def close(self) -> None:
         """Close all connections. Idempotent."""
         opened, self._links = list(self._links.values()), {}
@@ -124,7 +131,7 @@ class RemotePeers:
         owner = wanted[0].location.agent
         try:
             async with self._gate:
-                link = await self._link(wanted[0])
+                link = await self._link(wanted[0].location)
                 fetched = await self._bring(link, wanted, until_s)
         except AgentAwayError as e:
             self._count("none", "away", len(wanted))
@@ -201,16 +208,16 @@ class RemotePeers:
         except AgentAwayError:
             return  # They end with the connection.
 
-    async def _link(self, wanted: Wanted) -> Link:
+    async def _link(self, at: Location) -> Link:
         """Return the connection to an owner, a new one when there is none or it is old. Raises `AgentAwayError`."""
-        owner = wanted.location.agent
+        owner = at.agent
         if time.monotonic() < self._away_until_s.get(owner, 0.0):
             raise AgentAwayError(f"agent {owner} could not be reached a moment ago")
         task = self._links.get(owner)
         if task is None or (task.done() and not _is_usable(task)):
             _retire(task)
             self._make_room()
-            task = self._links[owner] = asyncio.create_task(self._open(wanted))
+            task = self._links[owner] = asyncio.create_task(self._open(at))
             task.add_done_callback(_seen)
         try:
             # A caller that gives up must not break the connection that others wait for.
@@ -219,8 +226,7 @@ class RemotePeers:
             self._away_until_s[owner] = time.monotonic() + AWAY_S
             raise
 
-    async def _open(self, wanted: Wanted) -> Link:
-        at = wanted.location
+    async def _open(self, at: Location) -> Link:
         record = self._resolve(at.agent, at.epoch)
         if record is None:
             raise AgentAwayError(f"agent {at.agent} of epoch {at.epoch} is not in the directory any more")

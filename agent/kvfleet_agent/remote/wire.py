@@ -11,7 +11,8 @@ import msgspec
 from kvfleet_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES
 from kvfleet_api.checksum import CHECKSUM_BYTES
 from kvfleet_api.errors import InvalidInputError
-from kvfleet_api.wire import Seconds
+from kvfleet_api.wire_base import Seconds
+from kvfleet_api.wire_handover import HANDOVER_CHARS_MAX
 
 PROTOCOL_VERSION: Final = 1
 FRAME_BYTES_MAX: Final = 1 << 20
@@ -126,6 +127,32 @@ class Chunk(Message, frozen=True, array_like=True, tag=True):
     size_bytes: int
 
 
+class Follow(Message, frozen=True, array_like=True, tag=True):
+    """Ask for parts of blocks that are still written. Chunks come first, `lease` in them is the block's position."""
+
+    scope: str
+    layout_id: bytes
+    digests: bytes
+    epoch: int
+    name: str
+    part_bytes: int
+    have: int
+    wait_s: Seconds
+
+
+class Followed(Message, frozen=True, array_like=True, tag=True):
+    """Answer to Follow: for each of the leading blocks that are handed over under that name."""
+
+    parts: int
+    """Leading parts that every one has now; -1 when there is none, or one was lost on the way."""
+    sums: tuple[bytes, ...]
+    """Joined checksums of the parts that came."""
+    parents: tuple[bytes, ...]
+    stamps: tuple[int, ...]
+    checksums: tuple[bytes, ...]
+    """Of those that are whole, empty for others."""
+
+
 class End(Message, frozen=True, array_like=True, tag=True):
     """End leases; there is no answer."""
 
@@ -142,8 +169,8 @@ class Refused(Message, frozen=True, array_like=True, tag=True):
     reason: str
 
 
-Question = Hello | Describe | Lend | Pull | End
-Answer = Welcome | Described | Lending | Chunk | Done | Refused
+Question = Hello | Describe | Lend | Pull | Follow | End
+Answer = Welcome | Described | Lending | Chunk | Followed | Done | Refused
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _questions: Final = msgspec.msgpack.Decoder(Question)
@@ -171,8 +198,8 @@ def decode_question(body: bytes) -> Question:
         question: Question = _questions.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:  # A tag that is no text gives the latter (msgspec 0.22).
         raise InvalidInputError(f"malformed question: {e}") from e
-    if isinstance(question, Lend):
-        _check_lend(question)
+    if isinstance(question, Lend | Follow):
+        _check_keys(question)
     if isinstance(question, Hello) and len(question.token) > TOKEN_CHARS_MAX:
         raise InvalidInputError(f"token of {len(question.token)} characters, limit {TOKEN_CHARS_MAX}")
     if isinstance(question, Pull) and len(question.leases) > KEYS_MAX:
@@ -180,7 +207,9 @@ def decode_question(body: bytes) -> Question:
     return question
 
 
-def _check_lend(lend: Lend) -> None:
+def _check_keys(lend: Lend | Follow) -> None:
+    if isinstance(lend, Follow) and (lend.part_bytes <= 0 or lend.have < 0 or len(lend.name) > HANDOVER_CHARS_MAX):
+        raise InvalidInputError(f"part_bytes {lend.part_bytes}, have {lend.have}, name of {len(lend.name)} characters")
     if len(lend.digests) % KEY_BYTES or not 0 < len(lend.digests) <= KEYS_MAX * KEY_BYTES:
         raise InvalidInputError(f"digests of {len(lend.digests)} B: 1 to {KEYS_MAX} keys of {KEY_BYTES} B")
     if len(lend.layout_id) != LAYOUT_ID_BYTES or len(lend.scope) > SCOPE_CHARS_MAX:
@@ -197,9 +226,16 @@ def decode_answer(body: bytes) -> Answer:
         raise InvalidInputError(f"malformed answer: {e}") from e
     if isinstance(answer, Chunk) and not 0 < answer.size_bytes <= CHUNK_BYTES_MAX:
         raise InvalidInputError(f"chunk of {answer.size_bytes} B, limit {CHUNK_BYTES_MAX} B")
+    if isinstance(answer, Followed) and not _is_even(answer):
+        raise InvalidInputError("followed blocks with fields of different lengths")
     if isinstance(answer, Lending) and not all(_is_sound(loan) for loan in answer.loans):
         raise InvalidInputError("a loan with a checksum, parent or place of a wrong length")
     return answer
+
+
+def _is_even(followed: Followed) -> bool:
+    fields = (followed.parents, followed.stamps, followed.checksums)
+    return followed.parts < 0 or all(len(f) == len(followed.sums) for f in fields)
 
 
 def _is_sound(loan: Loan) -> bool:

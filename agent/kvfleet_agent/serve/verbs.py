@@ -16,6 +16,7 @@ from kvfleet_agent.parts import blocks_max
 from kvfleet_agent.place import Place
 from kvfleet_agent.reservations import RESERVATION_S
 from kvfleet_agent.serve.grants import ExtentGrants
+from kvfleet_agent.serve.handover_verbs import HandoverVerbs
 from kvfleet_api import wire
 from kvfleet_api.blocks import KEY_BYTES, unpack_digests
 from kvfleet_api.checksum import CHECKSUM_BYTES
@@ -62,6 +63,7 @@ class Verbs:
         self._checked_version = attaching.grants_version
         """Grants under which extents were last looked through; -1 when some could not be told."""
         self._audit = attaching.audit
+        self._handovers = HandoverVerbs(core, attaching)
         self._open: dict[type, Handler] = {wire.Hello: self._hello, wire.Attach: attaching.attach}
         """Verbs that need no caller yet."""
         self._handlers: dict[type, Handler] = {
@@ -77,6 +79,7 @@ class Verbs:
             wire.Pin: self._pin,
             wire.Unpin: self._unpin,
             **sessions.handlers,
+            **self._handovers.handlers,
         }
 
     @property
@@ -190,6 +193,8 @@ class Verbs:
         digests = digests[: max(0, LEASES_MAX - self._node.leases.count(at.owner))]
         digests = digests[: blocks_max(request.part_bytes, at.block_bytes)]
         lease_s = min(max(request.lease_s, 0.0), LEASE_S_MAX)
+        if request.handover is not None:
+            return self._acquire_growing(at, request, place, digests)
         reader = self._core.reader
         count, name = len(digests), request.session
         with span("kvfleet.acquire", session_id=name, pool=self._node.pool, requested_blocks=count) as active:
@@ -201,6 +206,14 @@ class Verbs:
                 return self._acquired_in_parts(at, request, place, reads)
             return self._acquired(at, request, place, reads)
         return self._acquire_slow(at, request, place, digests, reads)
+
+    async def _acquire_growing(
+        self, at: Attachment, request: wire.Acquire, place: Place, digests: Sequence[bytes]
+    ) -> wire.Acquired:
+        lease_s = min(max(request.lease_s, 0.0), LEASE_S_MAX)
+        with span("kvfleet.follow", session_id=request.session, pool=self._node.pool, requested_blocks=len(digests)):
+            reads = await self._handovers.follow(place, request, digests, lease_s)
+        return self._acquired(at, request, place, reads)
 
     @staticmethod
     def _can_be_had(entry: Entry | None, may_be_elsewhere: bool) -> bool:  # noqa: FBT001  A positional fact.
@@ -265,6 +278,7 @@ class Verbs:
     def _reserve(self, at: Attachment, request: wire.Reserve) -> Outcome:
         if len(request.parent) not in (0, KEY_BYTES):
             raise InvalidInputError(f"parent of {len(request.parent)} B, 0 or {KEY_BYTES} wanted")
+        self._handovers.check(request, at.block_bytes)
         self._writable(at, request)
         place = self._place(at, request, request.session)
         assert place is not None
@@ -309,7 +323,8 @@ class Verbs:
             made = self._cut(at, made, kept)
         gone = self._grants.gone(at, extents)
         slots = tuple(_NO_SLOT if r is None else _slot(r) for r in made)
-        return wire.Reserved(request.id, self.grants_version, slots, extents, self._node.epoch, RESERVATION_S, gone)
+        named, version, epoch = self._handovers.begin(request, made), self.grants_version, self._node.epoch
+        return wire.Reserved(request.id, version, slots, extents, epoch, RESERVATION_S, gone, named)
 
     def _cut(self, at: Attachment, made: list[Reservation | None], kept: int) -> list[Reservation | None]:
         """Keep the leading answers with `kept` reservations and give the rest back."""
@@ -367,4 +382,5 @@ def _leased(read: Read, parts: bytes) -> wire.Leased:
     lease = read.lease
     tier, slot, record = lease.residence
     extent = tier.extent_number(slot.extent)
-    return wire.Leased(lease.id, extent, slot.offset, slot.stamp, record.checksum, read.source, record.epoch, parts)
+    place, is_growing = (lease.id, extent, slot.offset, slot.stamp), not record.checksum
+    return wire.Leased(*place, record.checksum, read.source, record.epoch, parts, is_growing)

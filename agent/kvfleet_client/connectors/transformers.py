@@ -16,7 +16,9 @@ from transformers.cache_utils import DynamicLayer
 
 from kvfleet_api.blocks import Layout
 from kvfleet_api.errors import InvalidInputError, UnsupportedError
+from kvfleet_api.wire_handover import Handover
 from kvfleet_client.cache import PrefixCache
+from kvfleet_client.connectors.growing import GrowingLayer, Prefill
 from kvfleet_client.connectors.layerwise import Arrivals, ArrivingLayer, arrived
 from kvfleet_client.results import Bytes2D, Loaded, Stored
 
@@ -74,16 +76,22 @@ class CacheConnector:
         return Restored(cache, loaded.blocks * self._layout.block_tokens, loaded)
 
     def restore_layerwise(
-        self, tokens: Sequence[int], *, session: str = "", blocks_max: int | None = None
+        self,
+        tokens: Sequence[int],
+        *,
+        session: str = "",
+        blocks_max: int | None = None,
+        handover: Handover | None = None,
     ) -> Restoring:
         """Like `restore`, but returns as soon as the blocks are leased: a layer's attention waits for that layer alone.
 
         `blocks_max` bounds the blocks that are wanted. A prefix that memory cannot hold at a time comes whole, in
-        helpings, before this returns.
+        helpings, before this returns. With `handover` it goes on with what another node is still computing (`prefill`):
+        a layer that does not come raises a `KvFleetError` in the forward pass, and the prompt is to be computed.
         """
         usable = self._usable(tokens)
         usable = usable if blocks_max is None else min(usable, blocks_max)
-        stream = self._cache.stream(tokens, session=session, blocks_max=usable)
+        stream = self._cache.stream(tokens, session=session, blocks_max=usable, handover=handover)
         if not stream.is_whole:
             stream.close()
             whole = self._loaded(tokens, session, usable)
@@ -96,6 +104,17 @@ class CacheConnector:
         for number, arrival in enumerate(arrivals.layers):
             cache.layers[number] = ArrivingLayer(arrival, count, arrivals.note_wait)
         return Restoring(cache, count, sources, stream.shared_blocks, arrivals)
+
+    def prefill(self, tokens: Sequence[int], *, session: str = "") -> Prefill:
+        """Make an empty cache for computing `tokens` whose layers are handed over as they are computed.
+
+        `finish` it after the forward pass, with which everything is stored that was not handed over.
+        """
+        growing = self._cache.grow(tokens, session=session)
+        cache = DynamicCache(config=self._config)
+        for number in range(self._layout.layers if growing.blocks else 0):
+            cache.layers[number] = GrowingLayer(growing, partial(_rows, layout=self._layout))
+        return Prefill(cache, growing, partial(self.save, tokens, session=session))
 
     def save(self, tokens: Sequence[int], cache: DynamicCache, *, first_block: int = 0, session: str = "") -> Stored:
         """Store the full blocks of `tokens` from `first_block` on; `cache` must hold all of `tokens`."""
@@ -158,6 +177,18 @@ def unpack(blocks: Bytes2D, config: PretrainedConfig, layout: Layout) -> Dynamic
     return cache
 
 
+def _rows(keys: Any, values: Any, first_block: int, blocks: int, layout: Layout) -> Bytes2D:
+    """Bytes of one layer of blocks, (blocks, bytes of a layer), from its states (1, heads, tokens, dim)."""
+    rows = np.empty((blocks, layout.block_bytes // layout.layers), np.uint8)
+    shape = (blocks, 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
+    shaped = torch.from_numpy(rows).view(_DTYPES[layout.dtype]).view(shape)
+    tokens = slice(first_block * layout.block_tokens, (first_block + blocks) * layout.block_tokens)
+    for kv, states in enumerate((keys, values)):
+        cut = states[0, :, tokens].unflatten(1, (blocks, layout.block_tokens))  # (heads, blocks, tokens, dim)
+        shaped[:, kv].copy_(cut.transpose(0, 1))
+    return rows
+
+
 def _states(rows: Bytes2D, layout: Layout) -> tuple[Any, Any]:
     """Keys and values of one layer, (1, heads, tokens, dim), contiguous, from its bytes of all blocks."""
     shape = (len(rows), 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
@@ -175,7 +206,7 @@ def _shaped(blocks: Bytes2D, layout: Layout) -> Any:
 def _check_layer(layer: Any, tokens: int) -> None:
     if isinstance(layer, ArrivingLayer):
         layer.settle()
-    elif type(layer) is not DynamicLayer:
+    elif type(layer) not in {DynamicLayer, GrowingLayer}:
         raise UnsupportedError(f"cache layer {type(layer).__name__}: only full attention (DynamicLayer) can be saved")
     if not layer.is_initialized or layer.get_seq_length() < tokens:
         raise InvalidInputError(f"cache holds {layer.get_seq_length()} tokens, {tokens} are to be saved")

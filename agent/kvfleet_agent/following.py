@@ -1,0 +1,101 @@
+"""One run of blocks that grows here as it grows with its writer's agent. What arrives is proven part by part."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from kvfleet_agent.backends.base import Record
+from kvfleet_api.checksum import CHECKSUM_BYTES, bind, bind_part, checksum
+
+if TYPE_CHECKING:
+    from kvfleet_agent.index import Entry, Residence
+    from kvfleet_agent.ports import Follow, Followed
+
+
+@dataclass(slots=True, eq=False)
+class Following:
+    """Blocks of one hand-over, of one reader's question."""
+
+    wanted: Follow
+    epoch: int
+    """Ours, that our own checksums are bound to."""
+    entries: list[Entry]
+    copies: list[Residence]
+    """Where each block grows; without a checksum until it is whole."""
+    views: list[memoryview]
+    parts: int = 0
+    """Leading parts of every block that were proven."""
+    sums: list[bytearray] = field(default_factory=list)
+    """For each block, joined checksums of them under our epoch and stamp."""
+    is_over: bool = False
+    """True once the blocks are whole or lost."""
+    is_lost: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def parts_whole(self) -> int:
+        """Parts of a whole block."""
+        return len(self.views[0]) // self.wanted.part_bytes
+
+    def cut(self, count: int) -> tuple[list[Entry], list[Residence]]:
+        """Keep the leading blocks; returns the others."""
+        rest = self.entries[count:], self.copies[count:]
+        for view in self.views[count:]:
+            view.release()
+        del self.entries[count:], self.copies[count:], self.views[count:]
+        self.sums = [bytearray() for _ in self.entries]
+        return rest
+
+    def prove(self, told: Followed) -> bool:
+        """Take the parts that came: ours are hashed first, then the owner's; false when one is not what it promised.
+
+        What was sound after our checksum was taken was sound when it was taken (`ports.Wanted`).
+        """
+        if len(told.sums) != len(self.entries) or told.parts > self.parts_whole:
+            return False
+        new = range(self.parts, told.parts)
+        made = [self._proven(i, new, told) for i in range(len(self.entries))]
+        if not all(len(sums) == len(new) * CHECKSUM_BYTES for sums in made):
+            return False
+        for held, sums in zip(self.sums, made, strict=True):
+            held.extend(sums)
+        self.parts = max(self.parts, told.parts)
+        return True
+
+    def _proven(self, i: int, new: range, told: Followed) -> bytes:
+        """Our checksums of a block's new parts, up to the first that differs from the owner's."""
+        digest, size = self.entries[i].digest, self.wanted.part_bytes
+        ours = bind(digest, self.epoch, self.copies[i].slot.stamp)
+        theirs = bind(digest, self.wanted.handover.epoch, told.stamps[i])
+        made = b""
+        for at, part in enumerate(new):
+            with self.views[i][part * size : (part + 1) * size] as view:
+                own = xxhash.xxh3_128_digest(view, bind_part(ours, part))
+                seen = xxhash.xxh3_128_digest(view, bind_part(theirs, part))
+            if seen != told.sums[i][at * CHECKSUM_BYTES : (at + 1) * CHECKSUM_BYTES]:
+                break
+            made += own
+        return made
+
+    def whole(self, told: Followed) -> list[Record] | None:
+        """Records of the whole blocks, sealed before the owner's checksums are compared; None if one differs."""
+        records = []
+        for i, (entry, copy) in enumerate(zip(self.entries, self.copies, strict=True)):
+            own = checksum(self.views[i], entry.digest, self.epoch, copy.slot.stamp)
+            if checksum(self.views[i], entry.digest, self.wanted.handover.epoch, told.stamps[i]) != told.checksums[i]:
+                return None
+            old = copy.record
+            size = old.raw_bytes
+            records.append(Record(old.key, told.parents[i], old.layout_id, old.codec, size, size, own, self.epoch))
+        return records
+
+    def release(self) -> None:
+        """Let go of the memory and wake those who wait."""
+        self.is_over = True
+        for view in self.views:
+            view.release()
+        self.changed.set()

@@ -1,0 +1,170 @@
+"""Blocks that are read on one node while another still computes them: layer by layer, or not at all."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from handover_nodes import PeerThread, two_nodes
+
+from kvfleet_api.blocks import Layout
+from kvfleet_api.errors import InvalidInputError, LeaseLostError
+from kvfleet_api.wire_handover import Handover
+from kvfleet_client import Client, Target
+from kvfleet_client.cache import PrefixCache
+from kvfleet_client.growing import GrowingBlocks
+from kvfleet_client.results import Published
+
+pytestmark = pytest.mark.system
+
+LAYOUT = Layout("tiny", "r1", "fp32", 16, 4, 2, 16, 4)
+LAYERS = LAYOUT.layers
+BLOCKS = 5
+TOKENS = list(range(16 * BLOCKS + 3))
+STORED = np.random.default_rng(5).integers(0, 256, (BLOCKS, LAYERS, LAYOUT.block_bytes // LAYERS), np.uint8)
+
+Nodes = tuple[PeerThread, PeerThread]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with two_nodes(tmp_path) as made:
+        yield made
+
+
+def client_of(agent: PeerThread, tenant: str = "a") -> Client:
+    return Client.attach(Target(agent.socket, "pool", tenant, LAYOUT))
+
+
+def written(growing: GrowingBlocks, layers: range) -> None:
+    for layer in layers:
+        growing.write(np.ascontiguousarray(STORED[:, layer]))
+
+
+def test_a_layer_is_read_elsewhere_before_the_next_one_is_written(nodes: Nodes) -> None:
+    writer, reader = nodes
+    with client_of(writer) as ours, client_of(reader) as theirs:
+        growing = PrefixCache(ours).grow(TOKENS)
+        assert (growing.blocks, growing.first_block) == (BLOCKS, 0)
+        with PrefixCache(theirs).stream(TOKENS, handover=growing.handover) as stream:
+            assert stream.blocks == BLOCKS
+            for layer in range(LAYERS):
+                written(growing, range(layer, layer + 1))
+                assert np.array_equal(stream.read(range(layer, layer + 1)), STORED[:, layer])
+                assert PrefixCache(theirs).lookup(TOKENS).blocks == 0
+                assert PrefixCache(ours).lookup(TOKENS).blocks == 0
+            assert growing.finish() == (Published.PUBLISHED,) * BLOCKS
+
+        for cache in (PrefixCache(ours), PrefixCache(theirs)):
+            loaded = cache.load(TOKENS)
+            for _ in range(100):
+                if loaded.blocks == BLOCKS:
+                    break
+                loaded = cache.load(TOKENS)
+            assert np.array_equal(loaded.data, STORED.reshape(BLOCKS, -1))
+        assert reader.call(lambda: len(reader.core.node.leases)) == 0
+
+
+def test_a_reader_waits_for_a_layer_that_comes_later(nodes: Nodes) -> None:
+    writer, reader = nodes
+    with client_of(writer) as ours, client_of(reader) as theirs:
+        growing = PrefixCache(ours).grow(TOKENS)
+        with PrefixCache(theirs).stream(TOKENS, handover=growing.handover) as stream:
+            writing = threading.Timer(0.1, written, (growing, range(LAYERS)))
+            writing.start()
+            assert np.array_equal(stream.read(range(LAYERS - 1, LAYERS)), STORED[:, LAYERS - 1])
+            writing.join()
+
+
+def test_what_arrived_before_the_writer_gave_up_was_right_and_the_rest_is_lost(nodes: Nodes) -> None:
+    writer, reader = nodes
+    with client_of(writer) as ours, client_of(reader) as theirs:
+        used = reader.call(lambda: reader.core.node.tiers[0].backend.used_bytes)
+        growing = PrefixCache(ours).grow(TOKENS)
+        written(growing, range(2))
+        stream = PrefixCache(theirs).stream(TOKENS, handover=growing.handover)
+        assert np.array_equal(stream.read(range(2)).reshape(BLOCKS, 2, -1), STORED[:, :2])
+        growing.abandon()
+        written(growing, range(2, LAYERS))
+        with pytest.raises(LeaseLostError, match="layer 2"):
+            stream.read(range(2, 3))
+        stream.close()
+
+        assert PrefixCache(theirs).lookup(TOKENS).blocks == 0
+        assert reader.call(lambda: reader.core.node.tiers[0].backend.used_bytes) == used
+        assert reader.call(lambda: len(reader.core.node.index)) == 0
+
+
+def test_a_writer_that_dies_is_a_miss_for_the_layers_that_have_not_arrived(nodes: Nodes) -> None:
+    writer, reader = nodes
+    with client_of(reader) as theirs:
+        ours = client_of(writer)
+        growing = PrefixCache(ours).grow(TOKENS)
+        written(growing, range(1))
+        stream = PrefixCache(theirs).stream(TOKENS, handover=growing.handover)
+        stream.read(range(1))
+        ours.close()
+        with pytest.raises(LeaseLostError):
+            stream.read(range(1, 2))
+        stream.close()
+
+
+def test_nobody_sees_growing_blocks_without_their_name_or_their_scope(nodes: Nodes) -> None:
+    writer, reader = nodes
+    with client_of(writer) as ours, client_of(reader) as theirs, client_of(reader, "b") as stranger:
+        growing = PrefixCache(ours).grow(TOKENS)
+        written(growing, range(LAYERS))
+        named = growing.handover
+        assert named is not None
+
+        for cache, handover in (
+            (PrefixCache(theirs), None),
+            (PrefixCache(theirs), Handover(named.agent, named.epoch, "guessed")),
+            (PrefixCache(theirs), Handover(named.agent, named.epoch + 1, named.name)),
+            (PrefixCache(theirs), Handover("pool.elsewhere", named.epoch, named.name)),
+            (PrefixCache(stranger), named),
+        ):
+            with cache.stream(TOKENS, handover=handover) as stream:
+                assert stream.blocks == 0
+        with PrefixCache(theirs).stream(TOKENS, handover=named) as stream:
+            assert stream.blocks == BLOCKS
+
+
+def test_damaged_parts_are_never_read(nodes: Nodes) -> None:
+    writer, reader = nodes
+    with client_of(writer) as ours, client_of(reader) as theirs:
+        growing = PrefixCache(ours).grow(TOKENS)
+        written(growing, range(1))
+        stream = PrefixCache(theirs).stream(TOKENS, handover=growing.handover)
+        stream.read(range(1))
+        slot = growing._slots[2]
+        assert slot.view is not None
+        size = LAYOUT.block_bytes // LAYERS
+        filled = growing._fill
+
+        def spoil(i: int, layer: int, row: memoryview) -> bytes:
+            made = filled(i, layer, row)
+            if i == 2:
+                slot.view[size] ^= 1  # type: ignore[index]
+            return made
+
+        growing._fill = spoil  # type: ignore[method-assign]
+        written(growing, range(1, 2))
+        with pytest.raises(LeaseLostError):
+            stream.read(range(1, 2))
+        stream.close()
+        assert reader.call(lambda: len(reader.core.node.index)) == 0
+
+
+def test_rows_of_another_shape_and_layers_too_many_are_refused(nodes: Nodes) -> None:
+    writer, _ = nodes
+    with client_of(writer) as ours:
+        growing = PrefixCache(ours).grow(TOKENS)
+        with pytest.raises(InvalidInputError, match="layer 0 of"):
+            growing.write(np.zeros((1, 1), np.uint8))
+        written(growing, range(LAYERS))
+        with pytest.raises(InvalidInputError, match="layer 4 of"):
+            written(growing, range(1))
+        assert growing.finish() == (Published.PUBLISHED,) * BLOCKS
+        assert growing.finish() == ()

@@ -1,0 +1,105 @@
+"""Prefill on one node, decode on another: the decoding node has the first layer before the last one is computed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from handover_nodes import PeerThread, two_nodes
+
+torch = pytest.importorskip("torch", reason="the transformers connector needs torch")
+pytest.importorskip("transformers", reason="the transformers connector needs transformers")
+
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from kvfleet_api.errors import KvFleetError, LeaseLostError  # noqa: E402
+from kvfleet_client import Client, Target  # noqa: E402
+from kvfleet_client.cache import PrefixCache  # noqa: E402
+from kvfleet_client.connectors.transformers import CacheConnector, layout_of  # noqa: E402
+
+pytestmark = pytest.mark.system
+
+CONFIG = LlamaConfig(
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+)
+LAYOUT = layout_of(CONFIG, "tiny", "r1", "fp32")
+PROMPT = np.random.default_rng(1).integers(0, 512, 200).tolist()
+WHOLE_TOKENS = 192
+ARRIVE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(7)
+    return LlamaForCausalLM(CONFIG).eval()
+
+
+def run(model: Any, tokens: list[int], cache: DynamicCache) -> Any:
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits
+
+
+def connector_of(agent: PeerThread) -> Iterator[CacheConnector]:
+    with Client.attach(Target(agent.socket, "pool", "a", LAYOUT)) as client:
+        yield CacheConnector(PrefixCache(client), CONFIG, LAYOUT)
+
+
+@pytest.fixture
+def connectors(tmp_path: Path) -> Iterator[tuple[CacheConnector, CacheConnector]]:
+    with two_nodes(tmp_path) as (writer, reader):
+        for prefilling in connector_of(writer):
+            for decoding in connector_of(reader):
+                yield prefilling, decoding
+
+
+def test_the_first_layer_is_there_before_the_last_is_computed_and_logits_are_the_same(
+    model: Any, connectors: tuple[CacheConnector, CacheConnector]
+) -> None:
+    prefilling, decoding = connectors
+    kept = DynamicCache(config=CONFIG)
+    run(model, PROMPT[:WHOLE_TOKENS], kept)
+    expected = run(model, PROMPT[WHOLE_TOKENS:], kept)
+
+    prefill = prefilling.prefill(PROMPT[:WHOLE_TOKENS])
+    restoring = decoding.restore_layerwise(PROMPT, handover=prefill.handover)
+    seen: list[bool] = []
+
+    def before_the_last_layer(*_: object) -> None:
+        restoring.arrivals.layers[0].result(ARRIVE_S)
+        seen.append(restoring.arrivals.layers[-1].done())
+
+    hook = model.model.layers[-1].register_forward_pre_hook(before_the_last_layer)
+    run(model, PROMPT[:WHOLE_TOKENS], prefill.cache)
+    hook.remove()
+    actual = run(model, PROMPT[WHOLE_TOKENS:], restoring.cache)
+    restoring.arrivals.finish()
+
+    assert seen == [False]
+    assert restoring.tokens == WHOLE_TOKENS
+    assert torch.equal(expected.view(torch.int32), actual.view(torch.int32))
+    stored = prefill.finish()
+    assert (stored.published, stored.existed, stored.refused) == (0, 0, 0)
+    assert prefilling.restore(PROMPT).tokens == WHOLE_TOKENS
+
+
+def test_a_prefill_that_is_given_up_is_a_miss_and_the_prompt_is_computed(
+    model: Any, connectors: tuple[CacheConnector, CacheConnector]
+) -> None:
+    prefilling, decoding = connectors
+    prefill = prefilling.prefill(PROMPT[:WHOLE_TOKENS])
+    restoring = decoding.restore_layerwise(PROMPT, handover=prefill.handover)
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: prefill.abandon())
+    run(model, PROMPT[:WHOLE_TOKENS], prefill.cache)
+    hook.remove()
+    with pytest.raises(KvFleetError):
+        run(model, PROMPT[WHOLE_TOKENS:], restoring.cache)
+
+    with pytest.raises(LeaseLostError):
+        restoring.arrivals.finish()
+    assert decoding.restore(PROMPT).tokens == 0
