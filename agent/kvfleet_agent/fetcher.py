@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.backends.base import Record, SlotRef
 from kvfleet_agent.codec.base import LOSSY
-from kvfleet_agent.gate import Priority
+from kvfleet_agent.gate import BYTES_AT_ONCE, Priority
 from kvfleet_agent.index import GONE, Entry, Residence
 from kvfleet_agent.ports import Wanted
 from kvfleet_agent.want import Want
@@ -30,6 +30,8 @@ ATTEMPTS_MAX: Final = 3
 """Times that one block is brought up for one reader: it may be evicted again before the reader gets to it."""
 FETCH_BLOCKS: Final = 64
 """Blocks asked of a peer at a time, so that the first ones arrive while the rest is under way."""
+REMOTE: Final = "remote"
+"""Source of a path, of a copy and of a lease: another agent."""
 FETCH_S: Final = 30.0
 """Bound on one batch from a peer and on a block's wait for its path, whatever a reader's own deadline: others may want
 the same blocks."""
@@ -127,17 +129,18 @@ class Fetcher:
 
     def start_fetch(self, place: Place, chain: Sequence[tuple[bytes, bytes]], locations: Sequence[Location]) -> None:
         """Start to fetch blocks from peers; `chain` gives (digest, parent or empty when unknown) for each location."""
-        for i in range(0, len(chain), FETCH_BLOCKS):
+        step = min(FETCH_BLOCKS, max(1, BYTES_AT_ONCE // place.raw_bytes))
+        for i in range(0, len(chain), step):
             entries = []
             done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            for digest, parent in chain[i : i + FETCH_BLOCKS]:
+            for digest, parent in chain[i : i + step]:
                 assert digest not in self._node.index.blocks(place.scope)
                 entry = self._node.index.begin(
                     place.scope, digest, parent, place.layout_id, self._node.clock(), place.tenant
                 )
                 entry.move = done
                 entries.append(entry)
-            self._spawn(self._fetch(place, entries, locations[i : i + FETCH_BLOCKS], done))
+            self._spawn(self._fetch(place, entries, locations[i : i + step], done))
 
     async def _fetch(
         self, place: Place, entries: Sequence[Entry], locations: Sequence[Location], done: asyncio.Future[bool]
@@ -148,13 +151,31 @@ class Fetcher:
         try:
             if tier is not None and self._exports.peers is not None:
                 await self._take(tier, place, len(entries), slots)
-                with span("kvfleet.fetch", source="remote", blocks=len(slots), bytes=len(slots) * place.raw_bytes):
-                    await self._transfer(tier, place, entries, locations, slots, arrived)
+                await self._in_turn(tier, place, entries, locations, slots, arrived)
+        except RetryableError:
+            return  # Too much under way from peers: the reader takes what it has.
         finally:
             for slot in slots:
                 if tier is not None and slot not in arrived:
                     self._node.give_back(tier, slot, place.tenant)
             self._close_fetch(entries, done)
+
+    async def _in_turn(
+        self,
+        tier: Tier,
+        place: Place,
+        entries: Sequence[Entry],
+        locations: Sequence[Location],
+        slots: Sequence[SlotRef],
+        arrived: set[SlotRef],
+    ) -> None:
+        """Fetch when the path from peers lets this batch through, as a load once somebody waits for its first block."""
+        size_bytes = len(slots) * place.raw_bytes
+        if slots:
+            turn = self._mover.traffic.turn(entries[0], REMOTE, tier.name, Priority.PREFETCH, size_bytes, FETCH_S)
+            async with turn:
+                with span("kvfleet.fetch", source=REMOTE, blocks=len(slots), bytes=size_bytes):
+                    await self._transfer(tier, place, entries, locations, slots, arrived)
 
     async def _take(self, tier: Tier, place: Place, count: int, slots: list[SlotRef]) -> None:
         """Take up to `count` slots; those that were taken are in `slots` also when this is cancelled or fails."""
@@ -222,7 +243,7 @@ class Fetcher:
 
     def _count(self, tier: Tier, entries: Sequence[Entry], raw_bytes: int, took_s: float) -> None:
         arrived = sum(1 for e in entries if e.residences)
-        path = {"source": "remote", "target": tier.name}
+        path = {"source": REMOTE, "target": tier.name}
         if arrived:
             self._node.counters.add("kvfleet_moved_blocks_total", arrived, **path)
             self._node.counters.add("kvfleet_moved_bytes_total", arrived * raw_bytes, **path)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.backends.base import Record
 from kvfleet_agent.backends.waiting import in_thread
+from kvfleet_agent.fetcher import REMOTE
 from kvfleet_agent.following import Following
 from kvfleet_agent.index import GONE, Residence
 from kvfleet_agent.ports import FollowedPeers
-from kvfleet_agent.reader import REMOTE, Read
+from kvfleet_agent.reader import Read
 from kvfleet_agent.want import Want
 from kvfleet_api.blocks import BlockKey
 from kvfleet_api.checksum import CHECKSUM_BYTES

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvfleet_agent.backends.base import matches
+from kvfleet_agent.fetcher import REMOTE
 from kvfleet_agent.findings import Findings, findings
 from kvfleet_agent.policy.recompute import CostChoice, CostInputs, Source, choose
 from kvfleet_api.errors import BlockCorruptError
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 LOCATE_KEYS_MAX: Final = 4096
 """Keys asked of the directory in one round trip; what lies behind them is found by the next lookup."""
-REMOTE: Final = "remote"
 
 
 class Read(NamedTuple):

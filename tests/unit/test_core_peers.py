@@ -19,10 +19,12 @@ from agent_doubles import (
     make_node,
     secret,
 )
+from agent_engine import steps_until
 
 from kvfleet_agent.announcer import Announcer
 from kvfleet_agent.backends.base import Record, SlotRef
 from kvfleet_agent.core import Core
+from kvfleet_agent.gate import Priority, Turn
 from kvfleet_agent.index import Residence
 from kvfleet_agent.place import Place
 from kvfleet_agent.ports import Wanted
@@ -167,6 +169,33 @@ async def test_blocks_of_another_node_arrive_verified_and_stay(pair: Pair) -> No
     assert await load(pair.b, range(1, 9)) == [(bytes_of(n), "dram") for n in range(1, 9)]
     parents = [e.parent for e in sorted(pair.b.node.index, key=lambda e: e.digest)]
     assert parents == [b"", *(digest(n) for n in range(1, 8))]
+
+
+async def test_reads_from_peers_take_their_turn_on_a_path_of_their_own(pair: Pair) -> None:
+    await pair.store([1, 2, 3])
+    path = pair.b.mover.traffic.paths.between("remote", "dram")
+    path.gate._width = 1
+
+    async with path.gate.enter(Turn(Priority.DEMOTE, "z", 100, 1)):
+        loading = asyncio.create_task(load(pair.b, [1, 2, 3]))
+        await steps_until(lambda: any(item[0] is Priority.ONBOARD for item in path.gate._queue))
+        assert path.gate.waiting_bytes == 3 * BLOCK_BYTES
+
+    assert [source for _, source in await loading] == ["remote"] * 3
+    assert (path.gate.waiting, path.gate.running_bytes) == (0, 0)
+
+
+async def test_reads_from_peers_that_find_too_many_waiting_are_misses_and_leave_nothing(pair: Pair) -> None:
+    await pair.store([1, 2, 3])
+    gate = pair.b.mover.traffic.paths.between("remote", "dram").gate
+    gate._width, gate._waiting_max = 1, 0
+
+    async with gate.enter(Turn(Priority.DEMOTE, "z", 100, 1)):
+        assert await load(pair.b, [1, 2, 3]) == []
+
+    assert len(pair.b.node.index) == 0
+    assert pair.b.node.tiers[0].backend.used_bytes == 0
+    assert [source for _, source in await load(pair.b, [1, 2, 3])] == ["remote"] * 3
 
 
 async def test_a_lookup_counts_what_others_hold(pair: Pair) -> None:
