@@ -200,6 +200,10 @@ def decode_question(body: bytes) -> Question:
         raise InvalidInputError(f"malformed question: {e}") from e
     if isinstance(question, Lend | Follow):
         _check_keys(question)
+    if isinstance(question, Lend):
+        _check_tiers(question)
+    if isinstance(question, Follow):
+        _check_progress(question)
     if isinstance(question, Hello) and len(question.token) > TOKEN_CHARS_MAX:
         raise InvalidInputError(f"token of {len(question.token)} characters, limit {TOKEN_CHARS_MAX}")
     if isinstance(question, Pull) and len(question.leases) > KEYS_MAX:
@@ -207,15 +211,22 @@ def decode_question(body: bytes) -> Question:
     return question
 
 
-def _check_keys(lend: Lend | Follow) -> None:
-    if isinstance(lend, Follow) and (lend.part_bytes <= 0 or lend.have < 0 or len(lend.name) > HANDOVER_CHARS_MAX):
-        raise InvalidInputError(f"part_bytes {lend.part_bytes}, have {lend.have}, name of {len(lend.name)} characters")
-    if len(lend.digests) % KEY_BYTES or not 0 < len(lend.digests) <= KEYS_MAX * KEY_BYTES:
-        raise InvalidInputError(f"digests of {len(lend.digests)} B: 1 to {KEYS_MAX} keys of {KEY_BYTES} B")
-    if len(lend.layout_id) != LAYOUT_ID_BYTES or len(lend.scope) > SCOPE_CHARS_MAX:
-        raise InvalidInputError(f"layout id of {len(lend.layout_id)} B, scope of {len(lend.scope)} characters")
+def _check_keys(asked: Lend | Follow) -> None:
+    if len(asked.digests) % KEY_BYTES or not 0 < len(asked.digests) <= KEYS_MAX * KEY_BYTES:
+        raise InvalidInputError(f"digests of {len(asked.digests)} B: 1 to {KEYS_MAX} keys of {KEY_BYTES} B")
+    if len(asked.layout_id) != LAYOUT_ID_BYTES or len(asked.scope) > SCOPE_CHARS_MAX:
+        raise InvalidInputError(f"layout id of {len(asked.layout_id)} B, scope of {len(asked.scope)} characters")
+
+
+def _check_tiers(lend: Lend) -> None:
     if len(lend.tiers) > TIERS_MAX or any(len(name) > TIER_CHARS_MAX for name in lend.tiers):
         raise InvalidInputError(f"{len(lend.tiers)} tiers, limit {TIERS_MAX} of {TIER_CHARS_MAX} characters")
+
+
+def _check_progress(follow: Follow) -> None:
+    if follow.part_bytes <= 0 or follow.have < 0 or len(follow.name) > HANDOVER_CHARS_MAX:
+        told = f"part_bytes {follow.part_bytes}, have {follow.have}, name of {len(follow.name)} characters"
+        raise InvalidInputError(f"{told}: more than 0, at least 0, at most {HANDOVER_CHARS_MAX}")
 
 
 def decode_answer(body: bytes) -> Answer:
