@@ -15,7 +15,7 @@ from kvfleet_api.models.poolnode import KVPoolNode, KVPoolNodeStatus
 from kvfleet_api.trust import Grants, Identity
 from kvfleet_api.wire_handover import Handover
 from kvfleet_metadata.records import Announcement, Location, SessionRecord
-from kvfleet_native import copy_digests
+from kvfleet_native import copy_digest, copy_digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,11 @@ class Wanted:
         """Take our own checksum of what the slot holds."""
         self.checksum = checksum(self.into, self.key.digest, self.epoch, self.stamp)
 
-    def take(self, landed: memoryview, epoch: int, stamp: int) -> bytes:
+    def take(self, proven: memoryview) -> None:
+        """Copy what was verified elsewhere into the slot; our own checksum is of what was copied, read once."""
+        self.checksum = copy_digest(self.into, proven, bind(self.key.digest, self.epoch, self.stamp))
+
+    def take_landed(self, landed: memoryview, epoch: int, stamp: int) -> bytes:
         """Copy what landed elsewhere into the slot; return its checksum under the owner's epoch and stamp.
 
         Each byte is read once: our own checksum and the one returned are of the very bytes that were copied.

@@ -82,7 +82,7 @@ async def test_what_landed_elsewhere_is_sealed_as_it_is_copied_into_its_slot() -
     at = Location("p.n", 1, "HostDRAM", 1, BLOCK_BYTES)
     want = Wanted(BlockKey(SCOPE, digest(1)), LAYOUT_ID, at, memoryview(slot), 7, 9)
 
-    theirs = want.take(memoryview(bytes_of(1)), 3, 5)
+    theirs = want.take_landed(memoryview(bytes_of(1)), 3, 5)
 
     assert slot == bytes_of(1)
     assert want.checksum == checksum(bytes_of(1), digest(1), 7, 9)

@@ -209,7 +209,7 @@ class Transfers:
         results = {}
         for one, at in places.items():
             loan = one.loan
-            seen = one.wanted.take(self._memory[at : at + loan.size_bytes], loan.epoch, loan.stamp)
+            seen = one.wanted.take_landed(self._memory[at : at + loan.size_bytes], loan.epoch, loan.stamp)
             results[one] = judge(seen, loan)
         return results
 
