@@ -1,5 +1,6 @@
 """The protocol between agents: what comes out went in, and everything else is refused by name and limit."""
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -96,6 +97,8 @@ def test_a_frame_of_a_wrong_length_is_refused(size: int) -> None:
         wire.Lend(1, "s", b"L" * 16, b"k" * 20 * (wire.KEYS_MAX + 1), 1.0),
         wire.Lend(1, "s", b"L" * 15, b"k" * 20, 1.0),
         wire.Lend(1, "s" * (wire.SCOPE_CHARS_MAX + 1), b"L" * 16, b"k" * 20, 1.0),
+        wire.Lend(1, "s", b"L" * 16, b"k" * 20, 1.0, 0, ("t",) * (wire.TIERS_MAX + 1)),
+        wire.Lend(1, "s", b"L" * 16, b"k" * 20, 1.0, 0, ("t" * (wire.TIER_CHARS_MAX + 1),)),
         wire.Hello(1, 1, "a", "t" * (wire.TOKEN_CHARS_MAX + 1)),
         wire.Pull(1, (1,) * (wire.KEYS_MAX + 1)),
     ],
@@ -112,8 +115,26 @@ def test_questions_over_a_limit_are_refused(message: wire.Question) -> None:
         wire.Chunk(1, 1, 0, wire.CHUNK_BYTES_MAX + 1),
         wire.Lending(1, 0, (wire.Loan(1, 2, 3, 4, 5, b"", b"short"),)),
         wire.Lending(1, 0, (wire.Loan(1, 2, 3, 4, 5, b"parent", b"c" * 16),)),
+        wire.Lending(1, 0, (wire.Loan(1, 2, 3, 4, 5, b"", b"c" * 16, wire.Place("t", "f" * 129, 0, 1, "raw", 1)),)),
+        wire.Lending(1, 0, (wire.Loan(1, 2, 3, 4, 5, b"", b"c" * 16, wire.Place("t", "f", 0, 1, "c" * 129, 1)),)),
     ],
 )
 def test_answers_over_a_limit_are_refused(message: wire.Answer) -> None:
     with pytest.raises(InvalidInputError):
         wire.decode_answer(body_of(wire.encode(message)))
+
+
+def test_agents_that_know_nothing_of_shared_tiers_are_understood() -> None:
+    """Both fields stand at the end of their messages, where older agents leave them out and newer ones are not read."""
+    asked, loan = ["Lend", 7, "s", b"L" * 16, b"k" * 20, 1.0, 3], [1, 0, 4096, 5, 3, b"", b"c" * 16]
+
+    question = wire.decode_question(msgspec.msgpack.encode(asked))
+    answer = wire.decode_answer(msgspec.msgpack.encode(["Lending", 7, 1, [loan]]))
+
+    assert isinstance(question, wire.Lend)
+    assert question.tiers == ()
+    assert isinstance(answer, wire.Lending)
+    assert answer.loans[0].place is None
+    newer = wire.decode_question(msgspec.msgpack.encode([*asked, ["flash"], "of a later build"]))
+    assert isinstance(newer, wire.Lend)
+    assert newer.tiers == ("flash",)
