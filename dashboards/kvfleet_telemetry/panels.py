@@ -122,14 +122,13 @@ FULL: Final = Row("Is it full?", (
         (Query(rate("kvfleet_evicted_blocks_total", "tier, reason", TIER), "{{tier}} {{reason}}"),), CALM, 8,
     ),
     Panel(
-        "Devices", "Bytes on each device of tiers over several devices, and devices that take no blocks.", Form.LINES,
-        Unit.BYTES,
-        (
-            Query(f"sum by (node, tier, device) (kvfleet_device_used_bytes{{{TIER}}})", "{{node}} {{device}}"),
-            Query(
-                f"sum by (node, tier, device) (kvfleet_device_up{{{TIER}}} == 0)", "out of use: {{node}} {{device}}"
-            ),
-        ), CALM, 12,
+        "Devices", "Bytes on each device of tiers over several devices.", Form.LINES, Unit.BYTES,
+        (Query(f"sum by (node, device) (kvfleet_device_used_bytes{{{TIER}}})", "{{node}} {{device}}"),), CALM, 8,
+    ),
+    Panel(
+        "Devices in use", "Devices that take blocks, of tiers over several devices. A fall is a device that failed.",
+        Form.LINES, Unit.NONE,
+        (Query(f"sum by (node, tier) (kvfleet_device_up{{{TIER}}})", "{{node}} {{tier}}"),), CALM, 8,
     ),
     Panel(
         "Object stores", "Requests at once, and refused ones: a store that refuses gets fewer until it keeps up.",
@@ -137,7 +136,7 @@ FULL: Final = Row("Is it full?", (
         (
             Query(f"sum by (node, tier) (kvfleet_object_requests_max{{{TIER}}})", "at once: {{node}} {{tier}}"),
             Query(rate("kvfleet_object_refused_total", "node, tier", TIER), "refused a second: {{node}} {{tier}}"),
-        ), CALM, 12,
+        ), CALM, 8,
     ),
 ))  # fmt: skip
 
