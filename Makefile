@@ -43,7 +43,7 @@ unit:
 
 test: EXAMPLES = kvfleet
 test: check ## Everything that runs on a machine without GPU or nodes; skipped tests say why at the end
-	@$(PYTEST) -q tests/contract tests/stateful tests/sim tests/crash tests/faults tests/threats tests/system tests/peers
+	@$(PYTEST) -q tests/contract tests/stateful tests/sim tests/crash tests/faults tests/threats tests/system tests/peers tests/gpu
 
 contract:
 	@$(PYTEST) -q tests/contract

@@ -15,6 +15,7 @@ OWN = {
     "kvfleet_agent.codec.lossless": {"zstandard"},
     "kvfleet_agent.backends.hbm": TORCHS_OWN,
     "kvfleet_agent.backends.torch_devices": TORCHS_OWN,
+    "kvfleet_agent.codec.triton_packing": TORCHS_OWN,
 }
 """Modules that are nothing but the use of one more library."""
 
