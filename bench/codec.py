@@ -36,6 +36,8 @@ CHANNELS: Final = 1024
 TOKENS: Final = 16
 PERMITTED: Final = (20, 100)
 """Permille of relative error that two pools permit."""
+ARCHIVED: Final = 100
+"""Permille of relative error that the pool of an archive permits."""
 COLUMN_GROUP: Final = 64
 """Rows that share a scale by channel: several blocks' tokens, so that scales cost 3 % of INT8."""
 BLOCKS, BLOCKS_QUICK, BLOCKS_TINY = 128, 32, 2
@@ -136,7 +138,7 @@ def subjects(room: Room) -> dict[str, Subject]:
     """Every codec and peer."""
     made: dict[str, Subject] = {"lossless": Lossless(room)}
     made |= {f"auto_{permille}": Mixed(room, permille) for permille in PERMITTED}
-    made |= {f"archive_{permille}": Mixed(room, permille, is_archive=True) for permille in PERMITTED}
+    made[f"archive_{ARCHIVED}"] = Mixed(room, ARCHIVED, is_archive=True)
     for kind in Kind:
         name = kind.name.lower()
         made[name] = Packed(room, Packing(kind, CHANNELS, HEAD_DIM, is_by_column=False))
