@@ -6,7 +6,7 @@ import sys
 from typing import Final
 
 BENCHES: Final = (
-    "local", "nvme", "remote", "layers", "directory", "startup", "isolation", "encryption", "codec", "l2",
+    "local", "nvme", "remote", "layers", "handover", "directory", "startup", "isolation", "encryption", "codec", "l2",
     "pressure",
 )  # fmt: skip
 """Modules of this package; each is a command line of its own."""

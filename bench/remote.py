@@ -66,6 +66,7 @@ class Nodes:
         """Start them and make them known to each other."""
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfleet-bench-")))
         authority = certificates.make_authority(datetime.now(UTC), timedelta(days=1))
+        self.sockets = {name: directory / name for name in (OWNER, READER)}
         self._agents: dict[str, Driver] = {}
         for name in (OWNER, READER):
             credential = directory / f"{name}.json"

@@ -68,10 +68,10 @@ class Follower:
         if run is None:
             return []
         try:
-            told = await self._ask(run, 0.0)
+            told = await self._ask(run, 0.0, [])
             count = len(told.sums) if told is not None else 0
             self._drop(*run.cut(count))
-            if told is None or not count or not await in_thread(None, partial(run.prove, told)):
+            if told is None or not count:
                 self._lose(run)
                 return []
         except BaseException:
@@ -144,11 +144,11 @@ class Follower:
         self._drop(*run.cut(len(run.copies)))
         return run if run.entries else None
 
-    async def _ask(self, run: Following, wait_s: float) -> Followed | None:
-        """Have what is new put into the slots; None when the writer's agent has nothing of it any more."""
+    async def _ask(self, run: Following, wait_s: float, into: Sequence[memoryview]) -> Followed | None:
+        """Have what is new brought; None when the writer's agent has nothing of it any more."""
         assert self._peers is not None, "else nothing is followed"
         try:
-            told = await self._peers.follow(run.wanted, run.parts, wait_s, run.views)
+            told = await self._peers.follow(run.wanted, run.parts, wait_s, into)
         except AgentAwayError as e:
             _log.info("hand-over ended", extra={"peer": run.wanted.handover.agent, "error": str(e)})
             return None
@@ -159,8 +159,9 @@ class Follower:
         try:
             since_s = self._node.clock()
             while self._node.clock() - since_s < STALLED_S:
-                told, before = await self._ask(run, WAIT_S), run.parts
-                if told is None or not await in_thread(None, partial(run.prove, told)):
+                staged, before = run.staging(), run.parts
+                told = await self._ask(run, WAIT_S, staged)
+                if told is None or not await in_thread(None, partial(run.prove, told, staged)):
                     return
                 if run.parts > before:
                     since_s = self._node.clock()

@@ -243,7 +243,8 @@ class FollowedPeers(Protocol):
     async def follow(self, wanted: Follow, have: int, wait_s: float, into: Sequence[memoryview]) -> Followed:
         """Wait for parts behind the first `have` and put them into place; nothing is verified.
 
-        `into` are whole blocks. Raises `AgentAwayError`; nothing is written once this has returned or failed.
+        Each of `into` takes the next part of all blocks, one after the other; no more parts come than there are.
+        Raises `AgentAwayError`; nothing is written once this has returned or failed.
         """
 
 

@@ -111,6 +111,17 @@ def test_bench_nvme_ends_with_the_agreed_line(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_bench_handover_ends_with_the_agreed_line() -> None:
+    command = (sys.executable, "-m", "bench.handover", "--tiny")
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["bench"] == "handover"
+    assert min(said["ratios"][f"{what}_vs_whole"] for what in ("first_layer", "all_layers")) > 0
+
+
 def test_bench_layers_ends_with_the_agreed_line() -> None:
     command = (sys.executable, "-m", "bench.layers", "--tiny")
 

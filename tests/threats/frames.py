@@ -172,7 +172,7 @@ PEER: Final = Rules(
         ),
         "Pull": (2, (_N, _are(_N, 1_024))),
         "Follow": (
-            9,
+            10,
             (
                 _N,
                 lambda v: _is_text(v) and len(v) <= 512,
@@ -181,6 +181,7 @@ PEER: Final = Rules(
                 _N,
                 _S,
                 lambda v: _is_int(v) and v > 0,
+                lambda v: _is_int(v) and v >= 0,
                 lambda v: _is_int(v) and v >= 0,
                 _F,
             ),
@@ -229,7 +230,7 @@ def peer_valid(token: str) -> tuple[bytes, ...]:
         peer.Lend(4, OTHERS, b"M" * 16, KEYS[:20], 5.0, 7),
         peer.Pull(5, (1, 2)),
         peer.End(6, (1,)),
-        peer.Follow(7, OWN, b"L" * 16, KEYS, 7, "grown", 4096, 0, 0.01),
+        peer.Follow(7, OWN, b"L" * 16, KEYS, 7, "grown", 4096, 0, 4, 0.01),
     )
     return tuple(peer.encode(question) for question in asked)
 

@@ -4,6 +4,7 @@ They go over the connection: a slot whose reservation ends in the middle must no
 before each chunk here, and not of a read by NIXL.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 from kvfleet_agent.growth import Growing, Stage
@@ -29,12 +30,16 @@ async def send_growing(stream: Stream, grower: Grower, epoch: int, question: wir
     wait_s = min(max(question.wait_s, 0.0), WAIT_S_MAX)
     blocks = await grower.grown(wanted, question.have, wait_s) if question.epoch == epoch else []
     parts = min((b.parts for b in blocks), default=-1)
-    parts = min(parts, question.have + PARTS_ONCE_MAX)
+    parts = min(parts, question.have + min(question.most, PARTS_ONCE_MAX))
+    size_bytes = len(blocks) * question.part_bytes
     for part in range(question.have, parts):
-        for position, block in enumerate(blocks):
-            if not await _send_part(stream, question.id, position, block, part):
+        for at in range(0, size_bytes, wire.CHUNK_BYTES_MAX):
+            # Gathered before each chunk: a slot may be somebody else's after any wait.
+            piece = _gathered(blocks, part, at, min(at + wire.CHUNK_BYTES_MAX, size_bytes))
+            if piece is None:
                 await stream.send(wire.Followed(question.id, *_NOTHING))
                 return
+            await stream.send(wire.Chunk(question.id, part - question.have, at, len(piece)), piece)
     sums = slice(question.have * CHECKSUM_BYTES, max(0, parts) * CHECKSUM_BYTES)
     await stream.send(
         wire.Followed(
@@ -48,13 +53,13 @@ async def send_growing(stream: Stream, grower: Grower, epoch: int, question: wir
     )
 
 
-async def _send_part(stream: Stream, question: int, position: int, block: Growing, index: int) -> bool:
-    """Send one part in chunks; false when its block was lost meanwhile."""
-    for at in range(0, block.part_bytes, wire.CHUNK_BYTES_MAX):
-        view = block.part(index)  # Asked before each chunk: a slot may be somebody else's after any wait.
+def _gathered(blocks: Sequence[Growing], index: int, start: int, stop: int) -> bytes | None:
+    """Bytes `start` to `stop` of one part of all blocks, one after the other; None when a block was lost."""
+    size, pieces = blocks[0].part_bytes, []
+    for position in range(start // size, -(-stop // size)):
+        view = blocks[position].part(index)
         if view is None:
-            return False
+            return None
         with view:
-            piece = bytes(view[at : at + wire.CHUNK_BYTES_MAX])
-        await stream.send(wire.Chunk(question, position, index * block.part_bytes + at, len(piece)), piece)
-    return True
+            pieces.append(bytes(view[max(0, start - position * size) : stop - position * size]))
+    return b"".join(pieces)

@@ -85,9 +85,8 @@ class Link:
         Nothing more is written when this has returned, failed or been cancelled.
         """
         digests, epoch, name = b"".join(wanted.digests), wanted.handover.epoch, wanted.handover.name
-        question = wire.Follow(
-            next(self._ids), wanted.scope, wanted.layout_id, digests, epoch, name, wanted.part_bytes, have, wait_s
-        )
+        place, size = (wanted.scope, wanted.layout_id, digests, epoch, name), wanted.part_bytes
+        question = wire.Follow(next(self._ids), *place, size, have, len(into), wait_s)
         self._targets[question.id] = dict(enumerate(into))
         try:
             async with asyncio.timeout(wait_s + FOLLOW_SLACK_S):

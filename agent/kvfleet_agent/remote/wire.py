@@ -128,7 +128,11 @@ class Chunk(Message, frozen=True, array_like=True, tag=True):
 
 
 class Follow(Message, frozen=True, array_like=True, tag=True):
-    """Ask for parts of blocks that are still written. Chunks come first, `lease` in them is the block's position."""
+    """Ask for parts of blocks that are still written.
+
+    Chunks come first: `lease` in them counts parts behind the first `have`, `offset` goes over that part of all blocks,
+    one after the other.
+    """
 
     scope: str
     layout_id: bytes
@@ -137,6 +141,8 @@ class Follow(Message, frozen=True, array_like=True, tag=True):
     name: str
     part_bytes: int
     have: int
+    most: int
+    """Parts of each block that the answer may bring."""
     wait_s: Seconds
 
 
@@ -224,9 +230,10 @@ def _check_tiers(lend: Lend) -> None:
 
 
 def _check_progress(follow: Follow) -> None:
-    if follow.part_bytes <= 0 or follow.have < 0 or len(follow.name) > HANDOVER_CHARS_MAX:
-        told = f"part_bytes {follow.part_bytes}, have {follow.have}, name of {len(follow.name)} characters"
-        raise InvalidInputError(f"{told}: more than 0, at least 0, at most {HANDOVER_CHARS_MAX}")
+    sizes = f"part_bytes {follow.part_bytes}, have {follow.have}, most {follow.most}"
+    if follow.part_bytes <= 0 or follow.have < 0 or follow.most < 0 or len(follow.name) > HANDOVER_CHARS_MAX:
+        told = f"{sizes}, name of {len(follow.name)} characters"
+        raise InvalidInputError(f"{told}: part_bytes 1 or more, the others 0 or more, {HANDOVER_CHARS_MAX} characters")
 
 
 def decode_answer(body: bytes) -> Answer:
