@@ -138,3 +138,19 @@ def test_agents_that_know_nothing_of_shared_tiers_are_understood() -> None:
     newer = wire.decode_question(msgspec.msgpack.encode([*asked, ["flash"], "of a later build"]))
     assert isinstance(newer, wire.Lend)
     assert newer.tiers == ("flash",)
+
+
+def follow(part_bytes: int = 4096, have: int = 0, most: int = 4, name: str = "n") -> wire.Follow:
+    return wire.Follow(1, "s", b"L" * 16, b"k" * 40, 7, name, part_bytes, have, most, 0.5)
+
+
+def test_a_question_for_growing_blocks_is_read_as_it_was_asked() -> None:
+    assert wire.decode_question(wire.encode(follow())[wire.LENGTH_BYTES :]) == follow()
+
+
+@pytest.mark.parametrize(
+    "asked", [follow(part_bytes=0), follow(have=-1), follow(most=-1), follow(name="n" * 129)], ids=str
+)
+def test_a_question_for_growing_blocks_that_makes_no_sense_is_refused(asked: wire.Follow) -> None:
+    with pytest.raises(InvalidInputError, match="part_bytes"):
+        wire.decode_question(wire.encode(asked)[wire.LENGTH_BYTES :])
