@@ -67,6 +67,34 @@ TARGET static void digest(const uint8_t *source, size_t size, uint64_t seed, uin
     end_digest(sums, source + whole * BLOCK_BYTES, size - whole * BLOCK_BYTES, size, secret, into);
 }
 
+#define STAGE_BYTES (4 * BLOCK_BYTES) /* Stays in the first cache. */
+
+/* Digests under two seeds of what is read once, so that both are of the same bytes. */
+TARGET static void digest_pair(const uint8_t *source, size_t size, const uint64_t *seeds, uint8_t *into)
+{
+    uint8_t secrets[2][SECRET_BYTES], staged[LINE + STAGE_BYTES] __attribute__((aligned(LINE)));
+    uint8_t *stage = staged + LINE; /* Before it stands the end of the last stage. */
+    uint64_t sums[2][8];
+    size_t left = size;
+    for (int i = 0; i < 2; i++)
+        begin_digest(sums[i], secrets[i], seeds[i]);
+    for (; left > STAGE_BYTES; source += STAGE_BYTES, left -= STAGE_BYTES) {
+        memcpy(stage, source, STAGE_BYTES);
+        __asm__ volatile("" ::: "memory"); /* From here on the source has changed, for all that the compiler knows. */
+        add_blocks(sums[0], stage, STAGE_BYTES / BLOCK_BYTES, secrets[0], source + STAGE_BYTES);
+        add_blocks(sums[1], stage, STAGE_BYTES / BLOCK_BYTES, secrets[1], stage);
+        memcpy(staged, stage + STAGE_BYTES - LINE, LINE);
+    }
+    memcpy(stage, source, left);
+    __asm__ volatile("" ::: "memory");
+    size_t whole = (left - 1) / BLOCK_BYTES;
+    for (int i = 0; i < 2; i++) {
+        add_blocks(sums[i], stage, whole, secrets[i], stage);
+        end_digest(sums[i], stage + whole * BLOCK_BYTES, left - whole * BLOCK_BYTES, size, secrets[i],
+                   into + i * DIGEST_BYTES);
+    }
+}
+
 /* As add_blocks, and each line goes from its registers past the caches to `into`, which begins with a quarter of one:
    what an allocator hands out does. `number` is 1 or 2 seeds' sums; known where this is inlined, all stay in registers. */
 TARGET static inline __attribute__((always_inline)) void
@@ -96,8 +124,6 @@ stream_blocks(uint64_t sums[][8], uint8_t *into, const uint8_t *source, size_t c
     if (last)
         store_lanes(sums[last], others);
 }
-
-#define STAGE_BYTES (4 * BLOCK_BYTES) /* Stays in the first cache. */
 
 TARGET static void copy_digests(uint8_t *into, const uint8_t *source, size_t size, const uint64_t *seeds, int count,
                                 int is_streamed, uint8_t *digests)
@@ -148,6 +174,7 @@ const Kernels LEVEL = {
     .is_supported = is_supported,
     .copy = copy,
     .digest = digest,
+    .digest_pair = digest_pair,
     .copy_digests = copy_digests,
     .width_of = width_of,
     .narrow = narrow,

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kvfleet_native import python
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvfleet_native.buffers import Buffer
     from kvfleet_native.mixing import Mixing
     from kvfleet_native.packing import Packing
@@ -27,6 +29,13 @@ class Kernels(Protocol):
 
     def xxh3_128(self, source: Buffer, seed: int = 0, /) -> bytes:
         """Return XXH3-128 of `source` in canonical form: what `xxhash.xxh3_128_digest` says."""
+
+    def digest_pairs(self, blocks: Sequence[tuple[Buffer, int, int]], /) -> list[tuple[bytes, bytes]]:
+        """Return XXH3-128 of each memory under its two seeds, letting go of the GIL once for all.
+
+        Both digests are of the same bytes: others who write there meanwhile never get one for their bytes while the
+        other one is sound.
+        """
 
     def copy_digest(self, into: Buffer, source: Buffer, seed: int = 0, /) -> bytes:
         """Fill `into` with `source`; return XXH3-128 of it.

@@ -130,6 +130,81 @@ static PyObject *xxh3_128(PyObject *Py_UNUSED(module), PyObject *args)
     return made;
 }
 
+typedef struct {
+    Py_buffer source;
+    unsigned long long seeds[2];
+    uint8_t digests[2 * DIGEST_BYTES];
+} Pair;
+
+static void hash_pair(Pair *pair)
+{
+    uint64_t seeds[2] = {pair->seeds[0], pair->seeds[1]};
+    if (pair->source.len >= HASHED_FROM_BYTES)
+        chosen->digest_pair(pair->source.buf, (size_t)pair->source.len, seeds, pair->digests);
+}
+
+static PyObject *told_of(const Pair *pair)
+{
+    PyObject *few, *made[2];
+    if (pair->source.len >= HASHED_FROM_BYTES)
+        return Py_BuildValue("(y#y#)", pair->digests, (Py_ssize_t)DIGEST_BYTES, pair->digests + DIGEST_BYTES,
+                             (Py_ssize_t)DIGEST_BYTES);
+    few = PyBytes_FromStringAndSize(pair->source.buf, pair->source.len);
+    for (int i = 0; i < 2; i++)
+        made[i] = few == NULL ? NULL : digest_of_few(Py_NewRef(few), pair->seeds[i]);
+    Py_XDECREF(few);
+    if (made[0] != NULL && made[1] != NULL)
+        return Py_BuildValue("(NN)", made[0], made[1]);
+    Py_XDECREF(made[0]);
+    Py_XDECREF(made[1]);
+    return NULL;
+}
+
+static PyObject *hash_pairs(Pair *pairs, Py_ssize_t count)
+{
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < count; i++)
+        hash_pair(&pairs[i]);
+    Py_END_ALLOW_THREADS
+    PyObject *made = PyList_New(count);
+    for (Py_ssize_t i = 0; made != NULL && i < count; i++) {
+        PyObject *told = told_of(&pairs[i]);
+        if (told == NULL)
+            Py_CLEAR(made);
+        else
+            PyList_SetItem(made, i, told);
+    }
+    return made;
+}
+
+static PyObject *digest_pairs(PyObject *Py_UNUSED(module), PyObject *asked)
+{
+    PyObject *blocks = PySequence_List(asked);
+    Py_ssize_t count = blocks == NULL ? 0 : PyList_Size(blocks), parsed = 0;
+    Pair *pairs = blocks == NULL ? NULL : PyMem_Calloc((size_t)count + 1, sizeof *pairs);
+    PyObject *made = NULL;
+    if (blocks != NULL && pairs == NULL)
+        PyErr_NoMemory();
+    while (pairs != NULL && parsed < count) {
+        Pair *pair = &pairs[parsed];
+        PyObject *block = PyList_GetItem(blocks, parsed);
+        if (!PyTuple_Check(block)) {
+            PyErr_SetString(PyExc_TypeError, "a block to hash is a tuple of memory and two seeds");
+            break;
+        }
+        if (!PyArg_ParseTuple(block, "y*KK", &pair->source, &pair->seeds[0], &pair->seeds[1]))
+            break;
+        parsed++;
+    }
+    if (pairs != NULL && parsed == count)
+        made = hash_pairs(pairs, count);
+    while (parsed > 0)
+        PyBuffer_Release(&pairs[--parsed].source);
+    PyMem_Free(pairs);
+    Py_XDECREF(blocks);
+    return made;
+}
+
 static PyObject *joined(PyObject *made, PyObject *other)
 {
     PyObject *pair = made == NULL || other == NULL ? NULL : PyTuple_Pack(2, made, other);
@@ -423,6 +498,7 @@ static PyMethodDef functions[] = {
     {"use", use, METH_VARARGS, NULL},
     {"copy", copy, METH_VARARGS, NULL},
     {"xxh3_128", xxh3_128, METH_VARARGS, NULL},
+    {"digest_pairs", digest_pairs, METH_O, NULL},
     {"copy_digest", copy_digest, METH_VARARGS, NULL},
     {"copy_digests", copy_digests, METH_VARARGS, NULL},
     {"width_of", width_of, METH_VARARGS, NULL},

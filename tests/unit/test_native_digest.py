@@ -52,6 +52,29 @@ def test_every_size_up_to_some_blocks_has_the_right_digest(level: str) -> None:
     assert wrong == []
 
 
+@given(level=levels, sizes=st.lists(sizes, max_size=4), at=st.integers(0, 70), first=seeds, second=seeds)
+@example(level=LEVELS[0], sizes=[0, 240, 241, 1024, 1025, 2048, 2049], at=3, first=1, second=2)
+def test_pairs_of_digests_are_those_of_the_package(
+    level: str, sizes: list[int], at: int, first: int, second: int
+) -> None:
+    blocks = [NOISE[at : at + size] for size in sizes]
+
+    with kernels_of(level) as kernels:
+        pairs = kernels.digest_pairs([(block, first, second) for block in blocks])
+
+    assert pairs == [tuple(xxhash.xxh3_128_digest(block.data, seed) for seed in (first, second)) for block in blocks]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_size_up_to_some_blocks_has_the_right_pair(level: str) -> None:
+    wanted = [(NOISE[:n], n, n + 1) for n in range(5000)]
+
+    with kernels_of(level) as kernels:
+        pairs = kernels.digest_pairs(wanted)
+
+    assert pairs == [tuple(xxhash.xxh3_128_digest(b.data, s) for s in two) for b, *two in wanted]
+
+
 @given(level=levels, size=sizes, at=st.integers(0, 70), to=places, seed=seeds)
 @example(level=LEVELS[0], size=65536, at=1, to=0, seed=1)
 @example(level=LEVELS[0], size=65536 + 1023, at=1, to=16, seed=1)
