@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Final
 from kvfleet_agent.backends.base import Record, SlotRef
 from kvfleet_agent.codec.base import LOSSY
 from kvfleet_agent.gate import BYTES_AT_ONCE, Priority
+from kvfleet_agent.grouping import grouped
 from kvfleet_agent.index import GONE, Entry, Residence
 from kvfleet_agent.ports import Wanted
+from kvfleet_agent.straight import Move
 from kvfleet_agent.want import Want
 from kvfleet_api.blocks import BlockKey
 from kvfleet_api.errors import BackendFailedError, RetryableError, TierFullError
@@ -46,9 +48,14 @@ class Fetcher:
         self._mover = mover
         self._exports = exports
         self._tasks: set[asyncio.Task[None]] = set()
+        self._rising: list[Entry] = []
+        """Blocks that are to be brought up from the next step of the loop on."""
 
     async def close(self) -> None:
         """Cancel what is under way."""
+        for entry in self._rising:
+            self._end(entry, is_made=False)
+        self._rising.clear()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -108,24 +115,68 @@ class Fetcher:
         tier = self._node.entry_tier
         if tier is None or not entry.residences:
             return False
-        done = self._begin(entry)
-        self._spawn(self._copy_up(entry, tier, done))
+        self._begin(entry)
+        if not self._rising:
+            asyncio.get_running_loop().call_soon(self._rise)
+        self._rising.append(entry)
         return True
 
-    async def _copy_up(self, entry: Entry, tier: Tier, done: asyncio.Future[bool]) -> None:
-        is_made = False
+    def _rise(self) -> None:
+        """Start what was asked for in one step of the loop, in groups: a prefix is asked for as a whole."""
+        entries, self._rising = self._rising, []
+        for group in grouped(entries, _stored_bytes, lambda e: e.tenant):
+            self._spawn(self._copy_up(group))
+
+    async def _copy_up(self, entries: Sequence[Entry]) -> None:
+        """Bring blocks of one tenant up; those behind the first one that has to wait for room come after it."""
+        tier, moves, made, count = self._node.entry_tier, list[Move](), set[Entry](), 1
         try:
-            if not entry.residences:
-                return  # Dropped before this began.
-            source = next((r for r in entry.residences if r.record.codec not in LOSSY), entry.residences[0])
-            deadline_s = self._node.clock() + FETCH_S
-            want = Want(tier, entry.scope, entry.tenant, source.record.raw_bytes)
-            slot = await self._room.reserve(want, deadline_s)
-            is_made = await self._mover.copy(entry, source, tier, slot, Priority.PREFETCH, FETCH_S)
+            if tier is not None:
+                count = await self._place(entries, tier, moves)
+                made = await self._copied(moves, tier)
         except RetryableError:
-            is_made = False  # No room, or too much under way: the reader takes what it has.
+            made = set()  # No room, or too much under way: the reader takes what it has.
+        except BaseException:
+            count = len(entries)
+            raise
         finally:
-            self._end(entry, done, is_made=is_made)
+            for entry in entries[:count]:
+                self._end(entry, is_made=entry in made)
+        if entries[count:]:
+            self._spawn(self._copy_up(entries[count:]))
+
+    async def _place(self, entries: Sequence[Entry], tier: Tier, moves: list[Move]) -> int:
+        """Take slots, waiting for room for the first one alone; returns how many blocks that settles."""
+        for count, entry in enumerate(entries):
+            if not entry.residences:
+                continue  # Dropped before this began.
+            source = next((r for r in entry.residences if r.record.codec not in LOSSY), entry.residences[0])
+            want = Want(tier, entry.scope, entry.tenant, source.record.raw_bytes)
+            try:
+                slot = self._node.take(want)
+            except RetryableError:
+                if moves:
+                    return count
+                slot = await self._room.reserve(want, self._node.clock() + FETCH_S)
+            moves.append(Move(entry, source, slot))
+        return len(entries)
+
+    async def _copied(self, moves: Sequence[Move], tier: Tier) -> set[Entry]:
+        """Carry moves out, what goes straight from one tier together; returns the blocks that are up."""
+        batches: dict[object, list[Move]] = {}
+        for move in moves:
+            is_straight = self._mover.goes_straight(move, tier)
+            batches.setdefault(move.source.tier if is_straight else move.entry, []).append(move)
+        copies = [self._mover.copy_all(batch, tier, Priority.PREFETCH, FETCH_S) for batch in batches.values()]
+        ends = await asyncio.gather(*copies, return_exceptions=True) if len(copies) > 1 else [await c for c in copies]
+        made: set[Entry] = set()
+        for batch, end in zip(batches.values(), ends, strict=True):
+            if isinstance(end, BaseException):
+                if not isinstance(end, RetryableError):
+                    raise end
+                continue
+            made.update(move.entry for move, is_made in zip(batch, end, strict=True) if is_made)
+        return made
 
     def start_fetch(self, place: Place, chain: Sequence[tuple[bytes, bytes]], locations: Sequence[Location]) -> None:
         """Start to fetch blocks from peers; `chain` gives (digest, parent or empty when unknown) for each location."""
@@ -172,7 +223,7 @@ class Fetcher:
         """Fetch when the path from peers lets this batch through, as a load once somebody waits for its first block."""
         size_bytes = len(slots) * place.raw_bytes
         if slots:
-            turn = self._mover.traffic.turn(entries[0], REMOTE, tier.name, Priority.PREFETCH, size_bytes, FETCH_S)
+            turn = self._mover.traffic.turn(entries, REMOTE, tier.name, Priority.PREFETCH, size_bytes, FETCH_S)
             async with turn:
                 with span("kvfleet.fetch", source=REMOTE, blocks=len(slots), bytes=size_bytes):
                     await self._transfer(tier, place, entries, locations, slots, arrived)
@@ -250,17 +301,21 @@ class Fetcher:
             self._node.counters.observe("kvfleet_move_duration_seconds", took_s, **path)
 
     @staticmethod
-    def _begin(entry: Entry) -> asyncio.Future[bool]:
+    def _begin(entry: Entry) -> None:
         assert entry.move is None
         entry.move = asyncio.get_running_loop().create_future()
-        return entry.move
 
     @staticmethod
-    def _end(entry: Entry, done: asyncio.Future[bool], *, is_made: bool) -> None:
-        entry.move = None
+    def _end(entry: Entry, *, is_made: bool) -> None:
+        done, entry.move = entry.move, None
+        assert done is not None
         done.set_result(is_made)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _stored_bytes(entry: Entry) -> int:
+    return entry.residences[0].record.stored_bytes if entry.residences else 0

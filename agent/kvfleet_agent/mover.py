@@ -10,14 +10,14 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kvfleet_agent.backends.base import KeyAwayError, Record, SlotRef
+from kvfleet_agent.backends.base import KeyAwayError, SlotRef
 from kvfleet_agent.backends.waiting import in_thread
 from kvfleet_agent.buffers import Buffers
-from kvfleet_agent.codec.base import LOSSY, RAW, WORN, Shape, planes_of, room_bytes
+from kvfleet_agent.codec.base import IN_THE_OPEN, LOSSY, RAW, WORN, Shape, planes_of, room_bytes
 from kvfleet_agent.index import GONE, Entry, Residence
+from kvfleet_agent.straight import Move, StraightMoves, record_of
 from kvfleet_agent.traffic import Traffic
 from kvfleet_agent.want import Want
-from kvfleet_api.blocks import BlockKey
 from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import BackendFailedError, BlockCorruptError, UnsupportedError
 from kvfleet_native import copy
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 
 INLINE_BYTES_MAX: Final = 256 << 10
 """Up to this a hash (10 GB/s) costs less than handing it to a thread and back (about 60 us)."""
-
-IN_THE_OPEN: Final = frozenset({RAW, WORN})
-"""Forms whose stored bytes are the block's."""
 
 
 class Codecs(Protocol):
@@ -61,6 +58,7 @@ class Mover:
         self._codecs = codecs
         self._buffers = Buffers()
         self.traffic = Traffic(node)
+        self._straight = StraightMoves(node, self._buffers)
         self.bytes_under_way = 0
         """Raw bytes of the moves that wait or run."""
         self.moving: set[Entry] = set()
@@ -80,32 +78,62 @@ class Mover:
         urgency: Priority,
         within_s: float | None = None,
     ) -> bool:
-        """Copy one block into `target` and note it in the index; False when it could not be done.
+        """Copy one block into `target`. See `copy_all`."""
+        (is_made,) = await self.copy_all([Move(entry, source, slot)], target, urgency, within_s)
+        return is_made
 
-        With `slot` the block goes there, raw; without, the target gives a slot of the stored size. A copy that
-        turns out to be unreadable is dropped; a target that cannot write is paused. The slot is given back on
-        every failure and cancellation. Raises `TierFullError` when the target has no room, and `RetryableError` when
-        too many wait for the path, or its turn does not come `within_s`.
+    def goes_straight(self, move: Move, target: Tier) -> bool:
+        """True when a block goes between mapped memory and a medium that takes groups, as it is."""
+        source, codec = move.source.tier, move.source.record.codec
+        if codec not in IN_THE_OPEN:
+            return False
+        if source.group is not None:
+            return target.mappable is not None and move.slot is not None
+        if source.mappable is None or source.backend.capabilities.is_emulated or target.group is None:
+            return False  # Memory that stands in for slower one shows that in its `read`.
+        policy = self._node.spec.policy.compression
+        return self._codecs.for_policy(policy, is_worn=codec in LOSSY).name == RAW
+
+    async def copy_all(
+        self, moves: Sequence[Move], target: Tier, urgency: Priority, within_s: float | None = None
+    ) -> list[bool]:
+        """Copy blocks of one tier into `target` as one transfer, and note them in the index; False for those that fail.
+
+        Several of them all go straight. Those with a slot go there, raw; for the others the target gives slots of the
+        stored size. A copy that turns out to be unreadable is dropped; a target that cannot write is paused. Slots are
+        given back on every failure and cancellation. Raises `TierFullError` when the target has no room for the first
+        of them (others without room are False), and `RetryableError` when too many wait for the path, or their turn
+        does not come `within_s`.
         """
-        raw_bytes = source.record.raw_bytes
+        entries, source = [m.entry for m in moves], moves[0].source.tier
+        raw_bytes = sum(m.source.record.raw_bytes for m in moves)
         started_s = self._node.clock()
-        made: Residence | None = None
+        made: Sequence[Residence | None] = [None] * len(moves)
         self.bytes_under_way += raw_bytes
-        self.moving.add(entry)
+        self.moving.update(entries)
         try:
-            names = (source.tier.name, target.name)
-            async with self.traffic.turn(entry, *names, urgency, raw_bytes, within_s):
-                made = await self._copied(entry, source, target, slot)
+            async with self.traffic.turn(entries, source.name, target.name, urgency, raw_bytes, within_s):
+                with span("kvfleet.move", source=source.name, target=target.name, blocks=len(moves)):
+                    made = await self._made(moves, target)
         finally:
             self.bytes_under_way -= raw_bytes
-            self.moving.discard(entry)
-            if made is None and slot is not None:
-                self._node.give_back(target, slot, entry.tenant)
-        if made is None:
-            return False
-        self._count(source, made, self._node.clock() - started_s)
-        source.tier.failures = target.failures = 0
-        return self._settle(entry, made)
+            self.moving.difference_update(entries)
+            for move, copy_made in zip(moves, made, strict=True):
+                if copy_made is None and move.slot is not None:
+                    self._node.give_back(target, move.slot, move.entry.tenant)
+        copies = [copy_made for copy_made in made if copy_made is not None]
+        if copies:
+            self._count(source, copies, self._node.clock() - started_s)
+            source.failures = target.failures = 0
+        return [c is not None and self._settle(m.entry, c) for m, c in zip(moves, made, strict=True)]
+
+    async def _made(self, moves: Sequence[Move], target: Tier) -> Sequence[Residence | None]:
+        if self.goes_straight(moves[0], target):
+            if moves[0].source.tier.group is not None:
+                return await self._straight.up(moves, target)
+            return await self._straight.down(moves, target)
+        (move,) = moves
+        return [await self._copied(move.entry, move.source, target, move.slot)]
 
     def _settle(self, entry: Entry, made: Residence) -> bool:
         """Enter a finished copy, unless the block or the tier has gone, or the block is being read, meanwhile."""
@@ -120,21 +148,20 @@ class Mover:
         return True
 
     async def _copied(self, entry: Entry, source: Residence, target: Tier, slot: SlotRef | None) -> Residence | None:
-        with span("kvfleet.move", source=source.tier.name, target=target.name, blocks=1):
-            try:
-                if slot is not None:
-                    return await self._into_slot(entry, source, target, slot)
-                return await self._into_new_slot(entry, source, target)
-            except BlockCorruptError:
-                self._node.copy_failed(entry, source, is_corrupt=True)
-            except (_SlotSpoiltError, KeyAwayError):
-                return None  # Neither the source nor the medium is to blame; the slot is given back.
-            except BackendFailedError as e:
-                self._failed(entry, source, target, e)
-            except UnsupportedError as e:  # A codec of another build.
-                source.tier.last_error = str(e)
-                self._node.copy_failed(entry, source, is_corrupt=False)
-            return None
+        try:
+            if slot is not None:
+                return await self._into_slot(entry, source, target, slot)
+            return await self._into_new_slot(entry, source, target)
+        except BlockCorruptError:
+            self._node.copy_failed(entry, source, is_corrupt=True)
+        except (_SlotSpoiltError, KeyAwayError):
+            return None  # Neither the source nor the medium is to blame; the slot is given back.
+        except BackendFailedError as e:
+            self._failed(entry, source, target, e)
+        except UnsupportedError as e:  # A codec of another build.
+            source.tier.last_error = str(e)
+            self._node.copy_failed(entry, source, is_corrupt=False)
+        return None
 
     def _failed(self, entry: Entry, source: Residence, target: Tier, error: BackendFailedError) -> None:
         if isinstance(error, _TargetFailedError):
@@ -168,7 +195,7 @@ class Mover:
                     digest = await bound_checksum(raw, entry.digest, self._node.epoch, slot.stamp)
                     await in_thread(None, partial(copy, view, raw))
         form = WORN if record.codec in LOSSY else RAW
-        return Residence(target, slot, self._record(entry, form, raw_bytes, raw_bytes, digest))
+        return Residence(target, slot, record_of(self._node, entry, form, raw_bytes, raw_bytes, digest))
 
     async def _into_new_slot(self, entry: Entry, source: Residence, target: Tier) -> Residence:
         """Store the block in whatever form the target takes."""
@@ -197,7 +224,7 @@ class Mover:
         slot = self._node.take(Want(target, entry.scope, entry.tenant, len(stored)))
         try:
             digest = await bound_checksum(stored, entry.digest, self._node.epoch, slot.stamp)
-            record = self._record(entry, codec, raw_bytes, len(stored), digest)
+            record = record_of(self._node, entry, codec, raw_bytes, len(stored), digest)
             await target.backend.write(slot, record, stored)
         except BackendFailedError as e:
             self._node.give_back(target, slot, entry.tenant)
@@ -259,15 +286,12 @@ class Mover:
         planes = planes_of(self._node.layouts.get(entry.layout_id), raw_bytes) if entry.parent else None
         return Shape(self._node.element_bytes, planes, entry.layout_id)
 
-    def _record(self, entry: Entry, codec: str, raw_bytes: int, stored_bytes: int, digest: bytes) -> Record:
-        key = BlockKey(entry.scope, entry.digest)
-        return Record(key, entry.parent, entry.layout_id, codec, raw_bytes, stored_bytes, digest, self._node.epoch)
-
-    def _count(self, source: Residence, made: Residence, took_s: float) -> None:
-        counters, came_from, went_to = self._node.counters, source.tier.name, made.tier.name
-        counters.add("kvfleet_moved_blocks_total", source=came_from, target=went_to)
-        counters.add("kvfleet_moved_bytes_total", made.record.raw_bytes, source=came_from, target=went_to)
-        counters.observe("kvfleet_move_duration_seconds", took_s, source=came_from, target=went_to)
+    def _count(self, source: Tier, made: Sequence[Residence], took_s: float) -> None:
+        counters, path = self._node.counters, {"source": source.name, "target": made[0].tier.name}
+        counters.add("kvfleet_moved_blocks_total", len(made), **path)
+        counters.add("kvfleet_moved_bytes_total", sum(copy_made.record.raw_bytes for copy_made in made), **path)
+        for _ in made:
+            counters.observe("kvfleet_move_duration_seconds", took_s, **path)
 
     def _count_settled(self, made: Encoded) -> None:
         counters = self._node.counters

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass
-from enum import Enum, auto
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.candidates import TierCandidates
+from kvfleet_agent.cut import Cut, Fate
 from kvfleet_agent.gate import Priority
+from kvfleet_agent.grouping import grouped
 from kvfleet_agent.index import account_of
 from kvfleet_agent.policy.eviction import excess_bytes, plan_eviction
 from kvfleet_agent.policy.placement import next_lower
 from kvfleet_agent.policy.quota import OverQuota, over_hard_bytes, payers, payments
+from kvfleet_agent.straight import Move
 from kvfleet_agent.want import Want
 from kvfleet_api.errors import BackendFailedError, QuotaExceededError, RetryableError, TierFullError
 
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
     from kvfleet_agent.node import Node
     from kvfleet_agent.policy.quota import Standing
     from kvfleet_agent.tiers import Tier
-    from kvfleet_api.blocks import ScopeId
 
 ROUNDS_MAX: Final = 4
 """Plans made for one slot before the tier counts as full: own blocks, whole extents, and each once more."""
@@ -39,33 +41,6 @@ BATCH_PARTS: Final = 8
 """But no more than this part of the tier or of the quota, 1/8, so that a small one is not emptied for one block."""
 TRIM_BYTES_MAX: Final = 256 << 20
 """Bytes of one pass over the watermark, so that the sweep comes round to its other duties."""
-
-
-class Fate(Enum):
-    """What becomes of a victim's last copy."""
-
-    SINK = auto()
-    """It goes to a slower tier, or away when none takes it."""
-    DROP = auto()
-    """It goes away."""
-    STAY = auto()
-    """It goes to a slower tier, or stays when none takes it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """What is to leave a tier, and how."""
-
-    need_bytes: int
-    reason: str
-    urgency: Priority = Priority.ROOM
-    tenant: str | None = None
-    """Whose blocks; None for anybody's."""
-    scope: ScopeId | None = None
-    extents: frozenset[int] | None = None
-    most_bytes: int | None = None
-    """Never more than this; None for no bound."""
-    fate: Fate = Fate.SINK
 
 
 class Room:
@@ -99,8 +74,7 @@ class Room:
 
     def is_lowest(self, tier: Tier) -> bool:
         """True when no slower tier takes blocks now."""
-        facts = [t.facts(self._node.clock()) for t in self._node.tiers]
-        return next_lower(facts, tier.level, must_survive=self._node.is_draining).target is None
+        return self._next_lower(tier) is None
 
     def _start_making(self, want: Want, attempt: int) -> asyncio.Task[None]:
         task = asyncio.create_task(self._make(want, attempt))
@@ -257,7 +231,7 @@ class Room:
         try:
             want = Want(tier, entry.scope, entry.tenant, source.record.stored_bytes)
             slot = self._node.take(want) if tier.mappable else None
-            return await self._moved(entry, tier, tier, slot, Priority.DEMOTE)
+            return all(await self._moved([Move(entry, source, slot)], tier, Priority.DEMOTE))
         except (TierFullError, BackendFailedError):
             return False
 
@@ -307,8 +281,36 @@ class Room:
         """Copy blocks to slower tiers; returns those for which no slower tier exists or takes any."""
         if not entries or self.is_lowest(tier):
             return set(entries)
-        results = await asyncio.gather(*(self._sunk(e, tier, urgency) for e in entries))
-        return {e for e, is_sunk in zip(entries, results, strict=True) if not is_sunk}
+        groups = grouped(entries, partial(_bytes_in, tier), lambda e: e.tenant)
+        lost = await asyncio.gather(*(self._sunk_group(group, tier, urgency) for group in groups))
+        return {entry for group in lost for entry in group}
+
+    async def _sunk_group(self, entries: Sequence[Entry], tier: Tier, urgency: Priority) -> list[Entry]:
+        """Copy blocks down, together where they can; returns those that no slower tier takes."""
+        left = await self._sunk_together(entries, tier, urgency) if len(entries) > 1 else entries
+        if not left:
+            return []
+        results = await asyncio.gather(*(self._sunk(e, tier, urgency) for e in left))
+        return [e for e, is_sunk in zip(left, results, strict=True) if not is_sunk]
+
+    async def _sunk_together(self, entries: Sequence[Entry], tier: Tier, urgency: Priority) -> Sequence[Entry]:
+        """Copy what goes straight into the next slower tier as one transfer; returns what is left to do."""
+        target = self._next_lower(tier)
+        if target is None:
+            return entries
+        sources = {e: source for e in entries if e.move is None and (source := e.residence(tier)) is not None}
+        moves = [Move(e, source) for e, source in sources.items() if e.residence(target) is None]
+        moves = [m for m in moves if self._mover.goes_straight(m, target)]
+        if not moves:
+            return entries
+        with suppress(RetryableError):  # No room, or too many wait: each tries by itself what can be done.
+            await self._moved(moves, target, urgency)
+        return [e for e in entries if e.residence(target) is None]
+
+    def _next_lower(self, tier: Tier) -> Tier | None:
+        facts = [t.facts(self._node.clock()) for t in self._node.tiers]
+        name = next_lower(facts, tier.level, must_survive=self._node.is_draining).target
+        return None if name is None else self._node.tier(name)
 
     async def _sunk(self, entry: Entry, tier: Tier, urgency: Priority) -> bool:
         """Copy one block to the first slower tier that takes it."""
@@ -330,27 +332,32 @@ class Room:
             if source is None or entry.move is not None:
                 return False
             try:
-                return await self._moved(entry, tier, target, None, urgency)
+                return all(await self._moved([Move(entry, source)], target, urgency))
             except TierFullError:
                 await self._make(Want(target, entry.scope, entry.tenant, source.record.raw_bytes), attempt)
             except RetryableError:
                 return False
         return False
 
-    async def _moved(self, entry: Entry, tier: Tier, target: Tier, slot: SlotRef | None, urgency: Priority) -> bool:
-        """Run one copy while the block is marked as moving."""
-        source = entry.residence(tier)
-        assert source is not None
-        assert entry.move is None
+    async def _moved(self, moves: Sequence[Move], target: Tier, urgency: Priority) -> list[bool]:
+        """Make copies while their blocks are marked as moving."""
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        entry.move = done
-        is_made = False
+        for move in moves:
+            assert move.entry.move is None
+            move.entry.move = done
+        made = [False]
         try:
-            is_made = await self._mover.copy(entry, source, target, slot, urgency)
+            made = await self._mover.copy_all(moves, target, urgency)
         finally:
-            entry.move = None
-            done.set_result(is_made)
-        return is_made
+            for move in moves:
+                move.entry.move = None
+            done.set_result(all(made))
+        return made
+
+
+def _bytes_in(tier: Tier, entry: Entry) -> int:
+    source = entry.residence(tier)
+    return 0 if source is None else source.record.raw_bytes
 
 
 def _batch_bytes(want: Want) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from kvfleet_agent.backends.base import SharedBackend
 from kvfleet_agent.backends.waiting import in_thread
 from kvfleet_agent.buffers import Buffers
-from kvfleet_agent.mover import IN_THE_OPEN
+from kvfleet_agent.codec.base import IN_THE_OPEN
 from kvfleet_api.errors import KvFleetError
 
 if TYPE_CHECKING:

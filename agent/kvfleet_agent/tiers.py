@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from kvfleet_agent.backends.base import (
     Device,
+    GroupBackend,
     LastingBackend,
     MappableBackend,
     PacedBackend,
@@ -80,6 +81,8 @@ class Tier:
     """The backend, when its medium may refuse requests."""
     lasting: LastingBackend | None = field(init=False)
     """The backend, when it has to be told of the blocks that are to outlive the agent."""
+    group: GroupBackend | None = field(init=False)
+    """The backend, when it takes several blocks at a time."""
 
     def __post_init__(self) -> None:
         self.mappable = self.backend if isinstance(self.backend, MappableBackend) else None
@@ -87,6 +90,7 @@ class Tier:
         self.paced = self.backend if isinstance(self.backend, PacedBackend) else None
         outlives_agent = self.backend.capabilities.outlives_agent
         self.lasting = self.backend if outlives_agent and isinstance(self.backend, LastingBackend) else None
+        self.group = self.backend if isinstance(self.backend, GroupBackend) else None
 
     @property
     def name(self) -> str:

@@ -11,7 +11,7 @@ from kvfleet_agent.paths import Paths
 from kvfleet_api.errors import RetryableError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
     from kvfleet_agent.index import Entry
     from kvfleet_agent.node import Node
@@ -37,20 +37,30 @@ class Traffic:
 
     @asynccontextmanager
     async def turn(
-        self, entry: Entry, source: str, target: str, priority: Priority, size_bytes: int, within_s: float | None
+        self,
+        entries: Sequence[Entry],
+        source: str,
+        target: str,
+        priority: Priority,
+        size_bytes: int,
+        within_s: float | None,
     ) -> AsyncIterator[None]:
-        """Wait until one block may move. Raises `RetryableError` when that takes too long or too many wait."""
+        """Wait until a group of blocks may move: it goes as the most urgent of them.
+
+        Raises `RetryableError` when that takes too long or too many wait.
+        """
         path = self.paths.between(source, target)
-        turn = Turn(*self._rank(entry, priority), size_bytes, within_s)
+        turn = Turn(*min(self._rank(e, priority) for e in entries), size_bytes, within_s)
         async with AsyncExitStack() as stack:
-            self._waiting[entry] = (path.gate, turn, priority)
+            self._waiting.update((e, (path.gate, turn, priority)) for e in entries)
             try:
                 await stack.enter_async_context(path.gate.enter(turn))
             except RetryableError:
                 self._node.counters.add("kvfleet_moves_refused_total", source=source, target=target)
                 raise
             finally:
-                del self._waiting[entry]
+                for entry in entries:
+                    del self._waiting[entry]
             path.speed.begin(self._node.clock())
             moved_bytes = 0
             try:

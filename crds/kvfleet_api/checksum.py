@@ -1,11 +1,17 @@
 """The checksum of a block in memory, bound to its key and to the use of its slot. Pure."""
 
 import struct
+from collections.abc import Sequence
 from typing import Final
 
 import xxhash
 
+from kvfleet_native import digest_pairs
+
 CHECKSUM_BYTES: Final = 16
+
+Use = tuple[int, int]
+"""Epoch and stamp."""
 
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio: multiples of it are far apart (Knuth, The Art of Computer Programming 3, 6.4)."""
@@ -23,6 +29,14 @@ def bind(digest: bytes, epoch: int, stamp: int) -> int:
 def checksum(block: memoryview | bytes, digest: bytes, epoch: int, stamp: int) -> bytes:
     """XXH3-128 of `block` under the bound seed; 16 bytes. Releases the GIL for large blocks."""
     return xxhash.xxh3_128_digest(block, seed=bind(digest, epoch, stamp))
+
+
+def rebound(blocks: Sequence[tuple[memoryview, bytes, Use, Use]]) -> list[tuple[bytes, bytes]]:
+    """Checksums of each block of a digest for two uses, of the same bytes: whoever writes meanwhile spoils both.
+
+    In one go for all, so that many small blocks cost as little as few large ones.
+    """
+    return digest_pairs([(block, bind(digest, *one), bind(digest, *other)) for block, digest, one, other in blocks])
 
 
 def bind_part(bound: int, index: int) -> int:

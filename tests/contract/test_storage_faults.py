@@ -66,10 +66,10 @@ class FaultyFile(PosixFile):
             raise OSError(self._volume.write_errno, os.strerror(self._volume.write_errno))
         await super().write(offset, parts)
 
-    async def read(self, offset: int, into: memoryview) -> None:
+    async def read(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
         if self._volume.read_errno:
             raise OSError(self._volume.read_errno, os.strerror(self._volume.read_errno))
-        await super().read(offset, into)
+        await super().read(ranges)
 
     async def punch(self, ranges: Sequence[tuple[int, int]]) -> None:
         if self._volume.holds_punches is not None:
@@ -343,9 +343,9 @@ async def test_nixl_that_fails_is_helped_out_by_posix_or_tells_the_errno(tmp_pat
     with pytest.raises(OSError, match="Bad file descriptor"):
         await readonly.write(0, [page])
     with pytest.raises(OSError, match="end of file"):
-        await readonly.read(64 * DIRECT_BYTES, page)
+        await readonly.read([(64 * DIRECT_BYTES, page)])
 
-    await readonly.read(0, page)
+    await readonly.read([(0, page)])
     await readonly.close()
     await volume.close()
 

@@ -158,11 +158,11 @@ class KillingFile(PosixFile):
         await super().write(offset, parts)
         self._killer.comes_to(f"{call} after")
 
-    async def read(self, offset: int, into: memoryview) -> None:
-        """Read a record."""
+    async def read(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Read records."""
         kind = kind_of(self._path.name)
         self._killer.comes_to(f"read {kind} before")
-        await super().read(offset, into)
+        await super().read(ranges)
         self._killer.comes_to(f"read {kind} after")
 
     async def read_pages(self, offsets: Sequence[int], into: memoryview) -> None:

@@ -352,11 +352,12 @@ class MemoryFile:
             told.apply(image, fate)
 
     @settled
-    async def read(self, offset: int, into: memoryview) -> None:
+    async def read(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """See `VolumeFile`."""
-        await self.volume._pass("read", self.name, len(into))
-        self._check(offset, len(into))
-        into[:] = self.volume._bytes(self._seen, offset, len(into))
+        await self.volume._pass("read", self.name, sum(len(into) for _, into in ranges))
+        for offset, into in ranges:
+            self._check(offset, len(into))
+            into[:] = self.volume._bytes(self._seen, offset, len(into))
 
     @settled
     async def read_pages(self, offsets: Sequence[int], into: memoryview) -> None:

@@ -31,10 +31,11 @@ from virtual_loop import run_virtually
 
 from kvfleet_agent.backends.nvme import open_store
 from kvfleet_agent.core import Core
+from kvfleet_agent.cut import Cut
 from kvfleet_agent.gate import Priority
 from kvfleet_agent.place import Place
 from kvfleet_agent.policy.quota import Bound, Rules
-from kvfleet_agent.room import Cut, Room
+from kvfleet_agent.room import Room
 from kvfleet_agent.sweep import Sweeper
 from kvfleet_agent.tiers import Tier
 from kvfleet_agent.want import Want

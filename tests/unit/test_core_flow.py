@@ -366,6 +366,7 @@ async def test_a_block_that_is_erased_before_its_transfer_begins_is_a_miss(core:
     core.node.drop_scope(SCOPE, "erased")
 
     assert await load(core, [1]) == []
+    await asyncio.sleep(0)  # Transfers begin together, in the next step of the loop.
     await asyncio.gather(*core.fetcher._tasks)
     assert entry.move is None
     assert used(core, "dram") == used(core, "nvme") == 0

@@ -127,6 +127,7 @@ async def test_a_prefetch_brings_blocks_up_before_they_are_asked_for(engine: Eng
     await engine.push_down()
 
     assert (await engine.ask(wire.Prefetch(1, SCOPE, b"".join(map(digest, (1, 2, 3)))))).count == 3
+    await asyncio.sleep(0)  # Transfers begin together, in the next step of the loop.
     await asyncio.gather(*engine.core.fetcher._tasks)
 
     assert {b.source for b in (await engine.acquire(1, 2, 3)).blocks} == {"dram"}

@@ -94,9 +94,9 @@ async def test_many_transfers_at_once_all_arrive(tmp_path: Path) -> None:
     targets = [page() for _ in pages]
     late = page()
     await asyncio.gather(
-        *(file.read(i * DIRECT_BYTES, view) for i, view in enumerate(targets)),
+        *(file.read([(i * DIRECT_BYTES, view)]) for i, view in enumerate(targets)),
         file.write(0, [pages[9]]),
-        file.read(9 * DIRECT_BYTES, late),
+        file.read([(9 * DIRECT_BYTES, late)]),
     )
 
     assert [bytes(v) for v in targets[1:]] == [bytes(v) for v in pages[1:]]
@@ -110,7 +110,8 @@ async def test_one_bad_transfer_of_a_batch_fails_alone(tmp_path: Path) -> None:
     volume = await open_volume(tmp_path, "Uring")
     file = await volume.create("file", 4 * DIRECT_BYTES)
     inside, outside = page(), page()
-    answers = await asyncio.gather(file.read(0, inside), file.read(64 * DIRECT_BYTES, outside), return_exceptions=True)
+    reads = file.read([(0, inside)]), file.read([(64 * DIRECT_BYTES, outside)])
+    answers = await asyncio.gather(*reads, return_exceptions=True)
 
     assert answers[0] is None
     assert isinstance(answers[1], OSError)
@@ -129,7 +130,7 @@ async def test_a_hole_is_durable_when_it_is_told(tmp_path: Path, told: list[str]
 
     assert told == ["fdatasync"]
     into = page()
-    await file.read(DIRECT_BYTES, into)
+    await file.read([(DIRECT_BYTES, into)])
     assert not any(into)
     assert (tmp_path / "file").stat().st_blocks * 512 == 3 * DIRECT_BYTES
     await file.close()

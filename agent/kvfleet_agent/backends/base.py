@@ -1,14 +1,14 @@
 """The contract of all tier backends: values and protocols. Pure."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
 import msgspec
 
 from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId
-from kvfleet_api.checksum import checksum
-from kvfleet_api.errors import BackendFailedError
+from kvfleet_api.checksum import Use, checksum
+from kvfleet_api.errors import BackendFailedError, KvFleetError
 
 PROBE_SCOPE: Final = ScopeId("probe/start-up/0/v0")
 """Scope of the start-up probe's blocks. Belongs to no tenant: no grant names it, so no engine can ask for them."""
@@ -194,6 +194,53 @@ class MappableBackend(TierBackend, Protocol):
 
     def on_release(self, listener: Callable[[int], None]) -> None:
         """Call `listener(extent)` just before an extent goes away. Ids of extents are never used again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sound:
+    """A checksum that bytes have to match, and the use that it is bound to."""
+
+    checksum: bytes
+    use: Use
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """One record of a group that is written."""
+
+    slot: SlotRef
+    stored: memoryview
+    """The record's bytes, no more."""
+    record: Record
+    sound: Sound | None = None
+    """What the bytes are known by, where somebody else may write to `stored` meanwhile: they are verified and their
+    checksum is put into the record. A medium that does not write them as they lie copies them first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One record of a group that is read."""
+
+    slot: SlotRef
+    record: Record
+    into: memoryview
+    """At least `record.stored_bytes`."""
+    rebind: Use | None = None
+    """Epoch and stamp for which a checksum is made of the very bytes that are verified."""
+
+
+@runtime_checkable
+class GroupBackend(TierBackend, Protocol):
+    """A medium that takes several records at a time for less than one after the other."""
+
+    async def write_group(self, writings: Sequence[Writing]) -> Sequence[Record | KvFleetError]:
+        """Like `write` for each: the record that is durable now, or why there is none. Cancelled, it leaves none."""
+
+    async def read_group(self, readings: Sequence[Reading]) -> Sequence[bytes | KvFleetError]:
+        """Like `read` for each: the checksum for `rebind` (the record's own without one), or why there is none.
+
+        With `rebind` a `BlockCorruptError` may also mean that somebody else has written to `into` meanwhile.
+        """
 
 
 @runtime_checkable

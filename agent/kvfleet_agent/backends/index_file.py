@@ -120,7 +120,7 @@ class IndexFile:
         file = await self._volume.open(INDEX_FILE)
         whole = memoryview(mmap.mmap(-1, size_bytes))
         for at in range(0, size_bytes, _PIECE_BYTES):
-            await file.read(at, whole[at : at + _PIECE_BYTES])
+            await file.read([(at, whole[at : at + _PIECE_BYTES])])
         extra_bytes = EXTRA_BYTES if self._sealing else 0
         body = await in_thread(None, partial(unpack_body, whole[BODY_OFFSET:], self._secret, extra_bytes))
         copies = [] if body is None else self._copies(whole, body.generation)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from kvfleet_agent.backends.io_probe import posix_is_faster
 from kvfleet_agent.backends.nixl_io import NixlMover, NixlVolume
 from kvfleet_agent.backends.posix_io import PosixVolume, write_fully
 from kvfleet_agent.backends.volume import DIRECT_BYTES, Volume
@@ -16,11 +17,12 @@ from kvfleet_api.errors import InvalidInputError, UnsupportedError
 
 
 async def open_volume(
-    directory: Path, asked: Literal["Uring", "Posix", "Buffered"], *, is_waiting: bool = False
+    directory: Path, asked: Literal["Auto", "Uring", "Posix", "Buffered"], *, is_waiting: bool = False
 ) -> Volume:
     """Make the directory, take its lock and start the best engine that works there.
 
-    `fallback` of the volume says why it is not the one asked for. Raises `InvalidInputError` when another process
+    `Auto` takes the faster one of NIXL and POSIX threads, by trying. `fallback` of the volume says why it is not the
+    one asked for. Raises `InvalidInputError` when another process
     holds the directory (unless `is_waiting` until it lets go), or it cannot be written.
     """
     try:
@@ -73,7 +75,10 @@ async def _choose(directory: Path, lock_fd: int, asked: str) -> Volume:
             return PosixVolume(directory, lock_fd, is_direct=False, fallback=fallback)
         if asked == "Posix":
             return PosixVolume(directory, lock_fd, is_direct=True)
-        return await _uring_or_posix(directory, lock_fd, probe)
+        volume = await _uring_or_posix(directory, lock_fd, probe, is_measured=asked == "Auto")
+        if asked == "Auto":
+            volume.fallback = ""  # Nothing else was asked for.
+        return volume
     finally:
         probe.unlink(missing_ok=True)
 
@@ -98,8 +103,8 @@ def _direct_refusal(directory: Path, probe: Path) -> str:
     return ""
 
 
-async def _uring_or_posix(directory: Path, lock_fd: int, probe: Path) -> Volume:
-    """NIXL when a page goes to the probe file through it, else POSIX with the reason."""
+async def _uring_or_posix(directory: Path, lock_fd: int, probe: Path, *, is_measured: bool) -> PosixVolume:
+    """NIXL when a page goes to the probe file through it, and measured no slower; else POSIX with the reason."""
     try:
         mover = await asyncio.to_thread(NixlMover)
     except UnsupportedError as e:
@@ -108,7 +113,7 @@ async def _uring_or_posix(directory: Path, lock_fd: int, probe: Path) -> Volume:
     page = mmap.mmap(-1, DIRECT_BYTES)
     works = await mover.move("WRITE", fd, 0, [memoryview(page)])
     os.close(fd)
-    if works:
+    if works and not (is_measured and await posix_is_faster(probe, mover)):
         return NixlVolume(directory, lock_fd, mover)
     await mover.close()
     reason = "NIXL starts, but io_uring transfers fail; is io_uring allowed here?"

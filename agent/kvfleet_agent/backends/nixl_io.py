@@ -222,10 +222,13 @@ class NixlFile(PosixFile):
         if not await self._mover.move("WRITE", self.fd, offset, parts):
             await super().write(offset, parts)
 
-    async def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into`."""
-        if not await self._mover.move("READ", self.fd, offset, [into]):
-            await super().read(offset, into)
+    async def read(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each memory."""
+        moves = [self._mover.move("READ", self.fd, offset, [into]) for offset, into in ranges]
+        moved = await asyncio.gather(*moves) if len(moves) > 1 else [await moves[0]]
+        left = [r for r, is_moved in zip(ranges, moved, strict=True) if not is_moved]
+        if left:
+            await super().read(left)
 
 
 class NixlVolume(PosixVolume):

@@ -5,30 +5,29 @@ to make room. The bytes of all files never exceed the capacity. docs/format.md: 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import Final
 
-from kvfleet_agent.backends.base import Capabilities, Record, SlotRef, matches
+from kvfleet_agent.backends.base import Capabilities, Reading, Record, SlotRef, Writing
 from kvfleet_agent.backends.budget import segments_bytes_max, target_bytes
-from kvfleet_agent.backends.buffers import Buffers, is_direct
 from kvfleet_agent.backends.burial import HOLD_S, due
 from kvfleet_agent.backends.claim import Claim, start_run
-from kvfleet_agent.backends.header import HEADER_BYTES, pack_header
+from kvfleet_agent.backends.header import HEADER_BYTES
 from kvfleet_agent.backends.index_file import IndexFile
 from kvfleet_agent.backends.index_format import Kinds
 from kvfleet_agent.backends.index_sealing import entry_sealing
 from kvfleet_agent.backends.record_bytes import form_of
 from kvfleet_agent.backends.recovery import Recovery
+from kvfleet_agent.backends.runs import Laid, parts_of
 from kvfleet_agent.backends.sealing import DataKeys
 from kvfleet_agent.backends.segment import Segment
-from kvfleet_agent.backends.slots import Extent, SlotTable, round_up
+from kvfleet_agent.backends.slots import Extent, SlotTable
+from kvfleet_agent.backends.transfers import Transfers
 from kvfleet_agent.backends.volume import DIRECT_BYTES, Volume, VolumeFile
-from kvfleet_agent.backends.waiting import Apart, Later, here_or_in_thread, in_thread
+from kvfleet_agent.backends.waiting import Later
 from kvfleet_api.blocks import ScopeId
-from kvfleet_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, TierFullError
+from kvfleet_api.errors import BackendFailedError, InvalidInputError, KvFleetError, TierFullError
 
 _CLASS_BITS: Final = 6
 """Strides at most 1/32 longer than needed; codecs that differ by a few per cent share two or three strides."""
@@ -42,9 +41,6 @@ _BURY_DELAY_S: Final = 0.5
 _INDEX_DELAY_S: Final = 60.0
 """From the first change after an index to the next index: a start after a crash reads the headers of the segments
 that were touched in between, and a million records cost 96 MB of writes each time."""
-
-_GRACE_S: Final = 1.0
-"""A cancelled call waits so long for the medium; then the slot and the store's own buffer wait on without it."""
 
 
 class RecordStore:
@@ -84,10 +80,8 @@ class RecordStore:
         places = (self._table, self._segments, self._kinds, self._index)
         self._indexing = Later(_INDEX_DELAY_S, self.write_index)
         self._recovery = Recovery(volume, self._form, *places, self._fit, self._indexing.ask, self._fail)
-        self._buffers = Buffers()
-        self._checkers = ThreadPoolExecutor(2, "kvfleet-record")
+        self._transfers = Transfers(self._form, claim.secret, self, is_sealed=self._is_sealed)
         self._deletions: set[asyncio.Task[None]] = set()
-        self._apart = Apart(_GRACE_S)
         self._burial = Later(_BURY_DELAY_S, self._bury_due)
         self._stuck_bytes = 0
         """Bytes of segments that could not be deleted; they may be there until the next start."""
@@ -177,74 +171,74 @@ class RecordStore:
         room = slot.size_bytes - HEADER_BYTES
         if record.stored_bytes > room:
             raise InvalidInputError(f"block {record.key}: {record.stored_bytes} B into a slot of {room} B")
-        payload = stored[: record.stored_bytes]
-        if is_direct(payload) and not self._is_sealed:
-            async with self._buffers.lend(HEADER_BYTES) as loan:
-                loan.view[:] = pack_header(record, slot, self._claim.secret)
-                await self._store(slot, record, [loan.view, payload])
-            return
-        async with self._buffers.lend(HEADER_BYTES + round_up(len(payload), DIRECT_BYTES)) as loan:
-            laid_out = self._form.lay_out(loan.view, record, slot, payload)
-            await here_or_in_thread(self._checkers, len(payload), laid_out)
-            loan.user = asyncio.ensure_future(self._store(slot, record, [loan.view]))
-            await self._apart.outlive(loan.user)
+        (end,) = await self._transfers.write_group([Writing(slot, stored[: record.stored_bytes], record)])
+        if isinstance(end, KvFleetError):
+            raise end
 
-    async def _store(self, slot: SlotRef, record: Record, parts: list[memoryview]) -> None:
-        async with self._using(slot, is_writing=True) as (segment, file):
-            segment.graves.pop(slot.offset, None)
-            await self._index.touch(slot.extent)
+    async def write_group(self, writings: Sequence[Writing]) -> Sequence[Record | KvFleetError]:
+        """Write records of neighbouring slots in one transfer. See `GroupBackend`."""
+        return await self._transfers.write_group(writings)
+
+    async def store(self, run: Sequence[Laid]) -> None:
+        """Write neighbouring records. See `Places`."""
+        slots = [one.slot for one in run]
+        offsets = [slot.offset for slot in slots]
+        async with self._using(slots, is_writing=True) as (segment, file):
+            for offset in offsets:
+                segment.graves.pop(offset, None)
+            await self._index.touch(slots[0].extent)
             self._indexing.ask()
             if segment.burying.locked():
                 async with segment.burying:
                     pass
-            if slot.offset in segment.holes:
-                await self._apart.outlive(asyncio.ensure_future(self._fill_hole(slot, segment, file)))
-            segment.written.add(slot.offset)
-            await file.write(slot.offset, parts)
-            segment.enter(slot, record, self._kinds)
+            if not segment.holes.isdisjoint(offsets):
+                await self._transfers.apart.outlive(asyncio.ensure_future(self._fill_holes(slots, segment, file)))
+            segment.written.update(offsets)
+            await file.write(offsets[0], parts_of(run))
+            for one in run:
+                segment.enter(one.slot, one.record, self._kinds)
 
-    async def _fill_hole(self, slot: SlotRef, segment: Segment, file: VolumeFile) -> None:
-        with segment.using(is_writing=True), segment.moving(slot.offset):
-            await file.allocate(slot.offset, slot.size_bytes)
-            segment.holes.discard(slot.offset)
+    async def _fill_holes(self, slots: Sequence[SlotRef], segment: Segment, file: VolumeFile) -> None:
+        """Give neighbouring slots their blocks back; those that have theirs lose nothing."""
+        offsets = [slot.offset for slot in slots]
+        with segment.using(is_writing=True), segment.moving(offsets):
+            await file.allocate(offsets[0], sum(slot.size_bytes for slot in slots))
+            segment.holes.difference_update(offsets)
         self._bury_doomed(segment)
 
     async def read(self, slot: SlotRef, record: Record, into: memoryview) -> None:
         """Read the payload and verify it. See `TierBackend`."""
-        target = into[: record.stored_bytes]
-        if is_direct(target) and not self._is_sealed:
-            await self._load(slot, HEADER_BYTES, target)
-            checked = partial(matches, target, record, slot.stamp)
-            is_same = await here_or_in_thread(self._checkers, len(target), checked)
-        else:
-            head_bytes = self._form.head_bytes
-            async with self._buffers.lend(head_bytes + record.stored_bytes) as loan:
-                loan.user = asyncio.ensure_future(self._load(slot, HEADER_BYTES - head_bytes, loan.view))
-                await self._apart.outlive(loan.user)
-                opened = self._form.open_record(target, loan.view, record, slot)
-                is_same = await here_or_in_thread(self._checkers, len(target), opened)
-        if not is_same or not self._is_live(slot):
-            raise BlockCorruptError(f"block {record.key} in segment {slot.extent} at {slot.offset}: checksum differs")
+        (end,) = await self._transfers.read_group([Reading(slot, record, into)])
+        if isinstance(end, KvFleetError):
+            raise end
 
-    async def _load(self, slot: SlotRef, skip_bytes: int, into: memoryview) -> None:
-        async with self._using(slot, is_writing=False) as (_, file):
-            await file.read(slot.offset + skip_bytes, into)
+    async def read_group(self, readings: Sequence[Reading]) -> Sequence[bytes | KvFleetError]:
+        """Read records and verify them. See `GroupBackend`."""
+        return await self._transfers.read_group(readings)
 
-    def _is_live(self, slot: SlotRef) -> bool:
-        """True while the slot is in use and was not dropped, not even with a transfer under way."""
+    async def load(self, ranges: Sequence[tuple[SlotRef, int, memoryview]]) -> None:
+        """Read payloads. See `Places`."""
+        for extent in {slot.extent for slot, _, _ in ranges}:
+            here = [r for r in ranges if r[0].extent == extent]
+            async with self._using([slot for slot, _, _ in here], is_writing=False) as (_, file):
+                await file.read([(slot.offset + skip_bytes, into) for slot, skip_bytes, into in here])
+
+    def is_live(self, slot: SlotRef) -> bool:
+        """See `Places`."""
         segment = self._segments.get(slot.extent)
         return segment is not None and self._table.is_live(slot) and segment.doomed.get(slot.offset) != slot
 
     @asynccontextmanager
-    async def _using(self, slot: SlotRef, *, is_writing: bool) -> AsyncIterator[tuple[Segment, VolumeFile]]:
-        """Use the file of a slot; an I/O error closes the segment for new blocks and becomes `BackendFailedError`."""
-        segment = self._segments.get(slot.extent)
-        if segment is None or segment.doomed.get(slot.offset) == slot:
-            raise BackendFailedError(f"segment {slot.extent} is gone: slot at {slot.offset} was dropped")
+    async def _using(self, slots: Sequence[SlotRef], *, is_writing: bool) -> AsyncIterator[tuple[Segment, VolumeFile]]:
+        """Use the file of slots; an I/O error closes the segment for new blocks and becomes `BackendFailedError`."""
+        segment = self._segments.get(slots[0].extent)
+        gone = next((s for s in slots if segment is None or segment.doomed.get(s.offset) == s), None)
+        if segment is None or gone is not None:
+            raise BackendFailedError(f"segment {slots[0].extent} is gone: slot at {slots[0].offset} was dropped")
         if not segment.is_made and self._deletions:
             await asyncio.wait(self._deletions)  # Their bytes are given back before new ones are taken.
         try:
-            with segment.using(is_writing=is_writing), segment.moving(slot.offset):
+            with segment.using(is_writing=is_writing), segment.moving([slot.offset for slot in slots]):
                 yield segment, await segment.opened()
         except OSError as e:
             raise await self._failed(segment, e) from e
@@ -374,14 +368,14 @@ class RecordStore:
         self._is_closed = True
         self._burial.stop()
         self._indexing.stop()
-        await self._apart.settle()
+        await self._transfers.apart.settle()
         await self._bury()
         await asyncio.gather(*self._deletions)
         if self._segments:
             await self.write_index()
         await asyncio.gather(self._index.close(), *(s.close() for s in self._segments.values()))
         await self._volume.close()
-        await in_thread(None, self._checkers.shutdown)
+        await self._transfers.close()
 
 
 async def open_store(

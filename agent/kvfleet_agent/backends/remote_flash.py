@@ -55,7 +55,7 @@ def check_directories(paths: Sequence[str]) -> None:
             )
 
 
-async def _claimed(path: str, io: Literal["Uring", "Posix"], pool: str, node: str) -> Volume:
+async def _claimed(path: str, io: Literal["Auto", "Uring", "Posix"], pool: str, node: str) -> Volume:
     """Claim a directory for the pool, and the node's part of it with the I/O engine that trying has chosen."""
     root = Path(path)
     await _claim(root, pool)

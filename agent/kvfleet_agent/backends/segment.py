@@ -1,7 +1,7 @@
 """One segment file of a record store: creation, who uses it, what its slots hold, deletion."""
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -102,15 +102,17 @@ class Segment:
                 self.idle.set()
 
     @contextmanager
-    def moving(self, offset: int) -> Iterator[None]:
-        """Keep a slot from being used again."""
-        self.busy[offset] = self.busy.get(offset, 0) + 1
+    def moving(self, offsets: Collection[int]) -> Iterator[None]:
+        """Keep slots from being used again."""
+        for offset in offsets:
+            self.busy[offset] = self.busy.get(offset, 0) + 1
         try:
             yield
         finally:
-            left = self.busy.pop(offset) - 1
-            if left:
-                self.busy[offset] = left
+            for offset in offsets:
+                left = self.busy.pop(offset) - 1
+                if left:
+                    self.busy[offset] = left
 
     async def opened(self) -> VolumeFile:
         """Return the file, made when it is missing. Raises `OSError`. Cancelled at once: it is opened for others."""

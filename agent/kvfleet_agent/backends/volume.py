@@ -24,8 +24,8 @@ class VolumeFile(Protocol):
     async def write(self, offset: int, parts: Sequence[memoryview]) -> None:
         """Write the parts one after the other; durable on return."""
 
-    async def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into`. A short read is an error."""
+    async def read(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each memory from its offset. A short read is an error; after an error nothing is known of any."""
 
     async def read_pages(self, offsets: Sequence[int], into: memoryview) -> None:
         """Read one page of `DIRECT_BYTES` from each offset into consecutive pages of `into`."""

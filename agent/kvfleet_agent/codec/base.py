@@ -10,6 +10,8 @@ RAW: Final = "raw"
 """Form of a block that is stored as it came from its writer."""
 WORN: Final = "worn"
 """Form of a block that is stored raw and may differ from what its writer wrote, within the pool's permitted error."""
+IN_THE_OPEN: Final = frozenset({RAW, WORN})
+"""Forms whose stored bytes are the block's."""
 LOSSY: Final = frozenset({"mixed", WORN})
 """Forms that do not vouch for every bit. What is read from one is never coded with loss again: errors would add up."""
 

@@ -84,7 +84,9 @@ class NvmeTier(ApiModel):
         description="Directories on devices of their own: blocks are spread over them, and a device that fails costs "
         "its own blocks. Either this or path.",
     )
-    io: Literal["Uring", "Posix"] = Field("Uring", description="Uring falls back to Posix with a condition.")
+    io: Literal["Auto", "Uring", "Posix"] = Field(
+        "Auto", description="Auto measures both at start; Uring falls back to Posix with a condition."
+    )
 
     @property
     def directories(self) -> tuple[str, ...]:

@@ -1,0 +1,259 @@
+"""Groups of blocks between memory and a record store: what fails fails alone, and nothing is believed unseen."""
+
+import errno
+import mmap
+from collections.abc import Awaitable, Callable, Sequence
+
+import pytest
+from agent_doubles import (
+    BLOCK_BYTES,
+    LAYOUT_ID,
+    SCOPE,
+    bytes_of,
+    dict_tier,
+    digest,
+    dram_tier,
+    make_core,
+    secret,
+    store_chain,
+)
+from sim.volume import Fault, MemoryVolume
+
+from kvfleet_agent.backends.base import Reading, Record
+from kvfleet_agent.backends.memory import address_of
+from kvfleet_agent.backends.nvme import RecordStore, open_store
+from kvfleet_agent.core import Core
+from kvfleet_agent.gate import Priority
+from kvfleet_agent.index import Entry
+from kvfleet_agent.place import Place
+from kvfleet_agent.straight import Move
+from kvfleet_agent.tiers import Tier
+from kvfleet_api.errors import KvFleetError, TierFullError
+from kvfleet_api.units import MIB
+
+pytestmark = pytest.mark.unit
+
+PLACE = Place(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
+COUNT = 8
+
+
+async def core_on(volume: MemoryVolume, capacity_bytes: int = 16 * MIB) -> Core:
+    """A core with a memory tier above a record store, and a chain of blocks in memory."""
+    below = Tier(dict_tier("nvme", capacity_bytes, 1, 2).spec, 1, await open_store(volume, capacity_bytes), 2)
+    core = make_core([dram_tier(32 * BLOCK_BYTES), below], policy={"compression": {"mode": "None"}})
+    assert await store_chain(core, PLACE, range(COUNT)) == COUNT
+    return core
+
+
+def entries_of(core: Core) -> list[Entry]:
+    found = [core.node.index.find(SCOPE, digest(n)) for n in range(COUNT)]
+    return [e for e in found if e is not None]
+
+
+async def push_down(core: Core, entries: Sequence[Entry]) -> list[bool]:
+    """Copy blocks down as one group."""
+    moves = [Move(entry, entry.residences[0]) for entry in entries]
+    assert all(core.mover.goes_straight(m, core.node.tiers[1]) for m in moves)
+    return await core.mover.copy_all(moves, core.node.tiers[1], Priority.DEMOTE)
+
+
+async def with_blocks_below(volume: MemoryVolume) -> tuple[Core, list[Entry]]:
+    core = await core_on(volume)
+    entries = entries_of(core)
+    assert await push_down(core, entries) == [True] * COUNT
+    core.node.evict(list(reversed(entries)), core.node.tiers[0], "room")
+    return core, entries
+
+
+async def loaded(core: Core) -> list[int]:
+    """Numbers of the leading blocks that come up, each with its own bytes."""
+    numbers = []
+    for number, read in enumerate(await core.reader.acquire(PLACE, [digest(n) for n in range(COUNT)], 30.0, 5.0)):
+        residence = read.lease.residence
+        assert residence.tier.mappable is not None
+        assert residence.tier.mappable.view(residence.slot)[:BLOCK_BYTES] == bytes_of(number)
+        numbers.append(number)
+    return numbers
+
+
+async def test_a_group_goes_down_in_one_write_and_comes_up_in_one_read() -> None:
+    volume = MemoryVolume()
+    core = await core_on(volume)
+    before = volume.calls["write"]
+
+    assert await push_down(core, entries_of(core)) == [True] * COUNT
+    assert volume.calls["write"] - before == 1
+    core.node.evict(list(reversed(entries_of(core))), core.node.tiers[0], "room")
+    assert await loaded(core) == list(range(COUNT))
+    assert volume.calls["read"] == COUNT  # One block of this size for each of 16 transfers: nothing waits for another.
+    await core.close()
+
+
+async def test_every_block_of_a_group_that_was_acknowledged_survives_a_power_loss() -> None:
+    volume = MemoryVolume()
+    core = await core_on(volume)
+    assert await push_down(core, entries_of(core)) == [True] * COUNT
+
+    for image in volume.crash_states(16):
+        again = await open_store(MemoryVolume(image), 16 * MIB)
+        found = {record.key.digest: (slot, record) async for slot, record in again.recover()}
+        assert set(found) == {digest(n) for n in range(COUNT)}
+        for slot, record in found.values():
+            await again.read(slot, record, memoryview(bytearray(BLOCK_BYTES)))
+        await again.close()
+    await core.close()
+
+
+async def test_a_block_that_was_spoilt_in_memory_goes_and_the_others_go_down() -> None:
+    core = await core_on(MemoryVolume())
+    entries = entries_of(core)
+    spoilt = entries[3].residences[0]
+    assert spoilt.tier.mappable is not None
+    spoilt.tier.mappable.view(spoilt.slot)[:4] = b"late"
+
+    assert await push_down(core, entries) == [n != 3 for n in range(COUNT)]
+    assert entries[3].residences == ()
+    assert core.node.tiers[1].blocks == COUNT - 1
+    await core.close()
+
+
+async def test_a_block_that_leaves_memory_while_it_is_written_is_not_entered_below() -> None:
+    volume = MemoryVolume()
+    core = await core_on(volume)
+    entries = entries_of(core)
+
+    def leave() -> None:
+        if entries[-1].residences:
+            core.node.drop_copy(entries[-1], core.node.tiers[0])
+
+    volume.on_step = leave
+    made = await push_down(core, entries)
+
+    volume.on_step = None
+    assert made == [True] * (COUNT - 1) + [False]
+    assert core.node.tiers[1].backend.used_bytes == (COUNT - 1) * entries[0].residences[1].slot.size_bytes
+    await core.close()
+
+
+async def test_a_failed_write_of_a_group_leaves_all_where_they_were_and_pauses_the_tier_once() -> None:
+    volume = MemoryVolume()
+    core = await core_on(volume)
+    volume.fail("write", errno.EIO, name="seg-")
+
+    assert await push_down(core, entries_of(core)) == [False] * COUNT
+    assert core.node.tiers[1].failures == 1
+    assert core.node.tiers[1].backend.used_bytes == 0
+    assert await loaded(core) == list(range(COUNT))
+    await core.close()
+
+
+async def test_what_finds_no_room_stays_and_the_others_go_down() -> None:
+    core = await core_on(MemoryVolume(), capacity_bytes=60 << 10)
+    entries = entries_of(core)
+
+    made = await push_down(core, entries)
+
+    assert 0 < made.count(True) < COUNT
+    assert made == sorted(made, reverse=True)
+    with pytest.raises(TierFullError):
+        await push_down(core, [e for e in entries if len(e.residences) == 1])
+    await core.close()
+
+
+async def test_one_rotten_record_of_a_group_is_one_miss() -> None:
+    volume = MemoryVolume()
+    core, entries = await with_blocks_below(volume)
+    rotten = entries[5].residences[0]
+    store = core.node.tiers[1].backend
+    assert isinstance(store, RecordStore)
+    volume.flip(str(store._segments[rotten.slot.extent].name), rotten.slot.offset + 4096 + 7, 1)
+
+    ends = await read_group(core, entries)
+
+    assert [isinstance(end, bytes) for end in ends] == [n != 5 for n in range(COUNT)]
+    assert await loaded(core) == list(range(5))
+    assert entries[5].residences == ()
+    await core.close()
+
+
+async def read_group(core: Core, entries: Sequence[Entry]) -> Sequence[bytes | KvFleetError]:
+    group = core.node.tiers[1].group
+    assert group is not None
+    readings = [
+        Reading(e.residences[0].slot, e.residences[0].record, _page_aligned(), (7, 1000 + n))
+        for n, e in enumerate(entries)
+    ]
+    return await group.read_group(readings)
+
+
+def _page_aligned() -> memoryview:
+    return memoryview(mmap.mmap(-1, BLOCK_BYTES))
+
+
+async def test_one_bad_sector_costs_one_block_of_a_group() -> None:
+    volume = MemoryVolume()
+    core, entries = await with_blocks_below(volume)
+    volume.faults.append(Fault("read", errno.EIO))  # The group's own read.
+    volume.faults.append(Fault("read", errno.EIO, skip=2))  # And that of its third block.
+
+    ends = await read_group(core, entries)
+
+    assert [isinstance(end, bytes) for end in ends] == [n != 2 for n in range(COUNT)]
+    await core.close()
+
+
+async def test_a_slot_that_is_spoilt_while_it_is_filled_is_not_published_and_the_medium_is_not_blamed() -> None:
+    volume = MemoryVolume()
+    core, entries = await with_blocks_below(volume)
+    store = core.node.tiers[1].backend
+    assert isinstance(store, RecordStore)
+    honest = store.load
+    store.load = spoiling(honest, core.node.tiers[0])  # type: ignore[method-assign, assignment]
+
+    assert await loaded(core) == []
+    assert [len(e.residences) for e in entries] == [1] * COUNT
+    store.load = honest  # type: ignore[method-assign]
+    assert await loaded(core) == list(range(COUNT))
+    await core.close()
+
+
+def spoiling(load: Callable[..., Awaitable[None]], memory: Tier) -> Callable[..., Awaitable[None]]:
+    """A late writer is at every mapped slot as soon as it was filled; it cannot reach other memory."""
+    mappable = memory.mappable
+    assert mappable is not None
+
+    async def spoilt(ranges: Sequence[tuple[object, int, memoryview]]) -> None:
+        await load(ranges)
+        extents = [mappable.extent_view(i) for i in mappable._memory]  # type: ignore[attr-defined]
+        for _, _, into in ranges:
+            if any(address_of(e) <= address_of(into) < address_of(e) + len(e) for e in extents):
+                into[:4] = b"late"
+
+    return spoilt
+
+
+async def test_records_of_a_group_carry_checksums_for_their_new_slots() -> None:
+    core = await core_on(MemoryVolume())
+    entries = entries_of(core)
+    await push_down(core, entries)
+
+    ends = await read_group_below(core, entries)
+
+    assert ends == [True] * COUNT
+    await core.close()
+
+
+async def read_group_below(core: Core, entries: Sequence[Entry]) -> list[bool]:
+    """Whether a plain read of each verifies."""
+    done = []
+    for entry in entries:
+        copy = entry.residences[1]
+        assert isinstance(copy.record, Record)
+        into = memoryview(bytearray(BLOCK_BYTES))
+        await copy.tier.backend.read(copy.slot, copy.record, into)
+        done.append(into == entry_bytes(entry))
+    return done
+
+
+def entry_bytes(entry: Entry) -> bytes:
+    return bytes_of(int.from_bytes(entry.digest, "big"))
