@@ -12,7 +12,7 @@ from virtual_loop import run_virtually
 
 from faults.rot import damaged_claim, damaged_round, made
 from faults.rot_elsewhere import rot_elsewhere
-from kvfleet_agent.backends import header, nvme, record_bytes
+from kvfleet_agent.backends import header, record_bytes
 
 _CLAIMS_EACH: Final = 4
 """Markers that are damaged for each round of slots."""
@@ -66,7 +66,7 @@ async def _one_medium(seed: int, wanted: int, *, is_sealed: bool) -> tuple[int, 
 @contextmanager
 def _unverified_payloads() -> Iterator[None]:
     """Seeded defect: payloads are not compared with their checksum."""
-    with _replaced(record_bytes, "matches", _always), _replaced(nvme, "matches", _always):
+    with _replaced(record_bytes, "matches", _always), _replaced(transfers, "matches", _always):
         yield
 
 

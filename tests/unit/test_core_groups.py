@@ -1,5 +1,6 @@
 """Groups of blocks between memory and a record store: what fails fails alone, and nothing is believed unseen."""
 
+import asyncio
 import errno
 import mmap
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,7 +20,7 @@ from agent_doubles import (
 )
 from sim.volume import Fault, MemoryVolume
 
-from kvfleet_agent.backends.base import Reading, Record
+from kvfleet_agent.backends.base import Reading, Record, Sound, Writing
 from kvfleet_agent.backends.memory import address_of
 from kvfleet_agent.backends.nvme import RecordStore, open_store
 from kvfleet_agent.core import Core
@@ -28,6 +29,8 @@ from kvfleet_agent.index import Entry
 from kvfleet_agent.place import Place
 from kvfleet_agent.straight import Move
 from kvfleet_agent.tiers import Tier
+from kvfleet_api.blocks import BlockKey
+from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import KvFleetError, TierFullError
 from kvfleet_api.units import MIB
 
@@ -230,6 +233,28 @@ def spoiling(load: Callable[..., Awaitable[None]], memory: Tier) -> Callable[...
                 into[:4] = b"late"
 
     return spoilt
+
+
+async def test_more_records_than_buffers_go_through_buffers_at_once() -> None:
+    store = await open_store(MemoryVolume(), 16 * MIB)
+    memory = bytearray(40 * BLOCK_BYTES + 1)
+    writings = []
+    for n in range(40):
+        stored = memoryview(memory)[n * BLOCK_BYTES + 1 : (n + 1) * BLOCK_BYTES + 1]  # Not where O_DIRECT wants it.
+        slot = store.reserve(SCOPE, BLOCK_BYTES)
+        made = Record(BlockKey(SCOPE, digest(n)), b"", LAYOUT_ID, "raw", BLOCK_BYTES, BLOCK_BYTES, b"", 7)
+        writings.append(Writing(slot, stored, made, Sound(checksum(stored, digest(n), 1, 2), (1, 2))))
+
+    async with asyncio.timeout(10):
+        ends = await store.write_group(writings)
+        readings = [
+            Reading(w.slot, end, memoryview(bytearray(BLOCK_BYTES)))
+            for w, end in zip(writings, ends, strict=True)
+            if isinstance(end, Record)
+        ]
+        assert len(readings) == 40
+        assert await store.read_group(readings) == [r.record.checksum for r in readings]
+    await store.close()
 
 
 async def test_records_of_a_group_carry_checksums_for_their_new_slots() -> None:

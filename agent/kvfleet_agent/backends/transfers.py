@@ -56,6 +56,9 @@ class Transfers:
         self._places = places
         self._is_sealed = is_sealed
         self._buffers = Buffers()
+        self._copies = Buffers()
+        """For what is laid out into one of `_buffers`: whoever holds one of these waits for one of those, never the
+        other way round."""
         self._checkers = ThreadPoolExecutor(_CHECKERS, "kvfleet-record")
         self.apart = Apart(_GRACE_S)
 
@@ -115,7 +118,7 @@ class Transfers:
         try:
             if writing.sound is None:
                 return await self._write_laid_out(writing.slot, writing.record, stored)
-            async with self._buffers.lend(len(stored)) as loan:
+            async with self._copies.lend(len(stored)) as loan:
                 own = loan.view[: len(stored)]
                 (record,) = await here_or_in_thread(self._checkers, len(own), partial(_copied, own, writing))
                 if isinstance(record, KvFleetError):
