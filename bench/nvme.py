@@ -42,6 +42,8 @@ ABSENT: Final = {
     "vllm fs tier": "not driven here",
 }
 WAYS: Final = {"write": "put", "read": "get"}
+QUICK: Final = (OURS, f"{OURS} sealed", NIXL, "lmcache")
+"""Who takes part in a quick run: starting torch once more, and the codec's turns, take longer than all the rest."""
 ROOM_FACTOR: Final = 16
 """Bytes on the file system by bytes of a set, at most: four forms of ours hold two and a half sets and more, the
 others one each, and twice that stays free."""
@@ -84,8 +86,10 @@ class Turns:
 def run(case: Case, made: Field) -> Turns:
     """Let everybody store and load the set, once to warm up and then `case.repeats` times."""
     turns = Turns(case)
+    for driver in made.drivers.values():
+        driver.send("open", **asdict(case.work))
     for name in tuple(made.drivers):
-        _try(made, name, "open", asdict(case.work))
+        _try(made, name, "", {})
     for repeat in range(-1, case.repeats):
         names = [FIO, *made.drivers]
         start = repeat % len(names)
@@ -99,12 +103,8 @@ def run(case: Case, made: Field) -> Turns:
 def _fio_turn(made: Field, case: Case) -> dict[tuple[str, str], float]:
     if made.fio is None:
         return {}
-    size = case.block_bytes, case.set_bytes
-    return {
-        (FIO, "write"): made.fio.rate("write", *size),
-        (FIO_DURABLE, "write"): made.fio.rate("write", *size, is_durable=True),
-        (FIO, "read"): made.fio.rate("read", *size),
-    }
+    write, durable, read = made.fio.rates(case.block_bytes, case.set_bytes)
+    return {(FIO, "write"): write, (FIO_DURABLE, "write"): durable, (FIO, "read"): read}
 
 
 def _turn(made: Field, name: str, case: Case, generation: int) -> dict[tuple[str, str], float]:
@@ -124,12 +124,15 @@ def _turn(made: Field, name: str, case: Case, generation: int) -> dict[tuple[str
 
 
 def _try(made: Field, name: str, verb: str, arguments: dict[str, int]) -> dict[str, float]:
-    """Ask, unless it is out; a peer that breaks off is left out from there on, ours may not."""
+    """Ask (or read the answer to what was asked before), unless it is out.
+
+    A peer that breaks off is left out from there on, ours may not.
+    """
     driver = made.drivers.get(name)
     if driver is None:
         return {}
     try:
-        return driver.ask(verb, **arguments)
+        return driver.ask(verb, **arguments) if verb else driver.read()
     except FailedError as e:
         if name in FORMS:
             raise
@@ -138,11 +141,11 @@ def _try(made: Field, name: str, verb: str, arguments: dict[str, int]) -> dict[s
 
 
 @contextmanager
-def start(directory: Path, *, with_lmcache: bool) -> Iterator[Field]:
-    """Start everybody; stop them at the end."""
+def start(directory: Path, who: Sequence[str], *, with_lmcache: bool) -> Iterator[Field]:
+    """Start `who` takes part; stop them at the end."""
     with ExitStack() as stack:
         versions = {"kvfleet": __version__, **{name: f"absent: {why}" for name, why in ABSENT.items()}}
-        commands = [_command(name, directory, "bench.nvme_ours", more) for name, more in FORMS.items()]
+        commands = [_command(name, directory, "bench.nvme_ours", more) for name, more in FORMS.items() if name in who]
         commands.append(_command(NIXL, directory, "bench.peers.nixl_posix", ()))
         try:
             python = peers.ensure("lmcache", say) if with_lmcache else None
@@ -150,7 +153,9 @@ def start(directory: Path, *, with_lmcache: bool) -> Iterator[Field]:
         except peers.InstallError as e:
             python, why = None, str(e)
         for name, more in LMCACHE.items():
-            if python is None:
+            if name not in who:
+                versions[name] = "absent: not in a quick run"
+            elif python is None:
                 versions[name] = f"absent: {why}"
             else:
                 commands.append(_command(name, directory, "bench.peers.lmcache_disk", more, python))
@@ -181,7 +186,7 @@ def cases(chosen: argparse.Namespace) -> tuple[Case, ...]:
     if chosen.tiny:
         return Case(2 * MIB, 4, 1, REPEATS_MIN), Case(256 * KIB, 8, 1, REPEATS_MIN)
     if chosen.quick:
-        return Case(2 * MIB, 64, 1, REPEATS_MIN), Case(256 * KIB, 256, 1, REPEATS_MIN)
+        return Case(2 * MIB, 32, 1, REPEATS_MIN), Case(256 * KIB, 128, 1, REPEATS_MIN)
     return Case(2 * MIB, 192, 1, 9), Case(256 * KIB, 768, 1, 9)
 
 
@@ -214,9 +219,8 @@ class Figures:
             if way == "write" or other != FIO_DURABLE:
                 self.ratios[f"{way}_{size}_vs_{_key(other)}"] = rate_ratio(ours, turns.sample(other, way))
         for form in FORMS:
-            if form != OURS:
-                sample = turns.sample(form, way)
-                assert sample is not None
+            sample = turns.sample(form, way)
+            if form != OURS and sample is not None:
                 self.ratios[f"{_key(form.removeprefix(OURS))}_{way}_{size}_vs_plain"] = rate_ratio(sample, ours)
 
 
@@ -253,7 +257,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan, figures = cases(chosen), Figures()
     with tempfile.TemporaryDirectory(prefix="kvfleet-bench-", dir=chosen.directory) as name:
         _check_room(Path(name), plan)
-        with start(Path(name), with_lmcache=chosen.peers == "lmcache") as made:
+        chosen_ones = QUICK if chosen.quick else (*FORMS, NIXL, *LMCACHE)
+        with start(Path(name), chosen_ones, with_lmcache=chosen.peers == "lmcache") as made:
             for case in plan:
                 say(f"{case.blocks} blocks of {case.size}, {case.repeats} repeats, {len(made.drivers) + 1} take turns")
                 figures.note(run(case, made), tuple(made.drivers))
