@@ -63,10 +63,10 @@ class DiskFile(PosixFile):
         self._disk.bytes_written += sum(map(len, parts))
         await super().write(offset, parts)
 
-    async def read(self, offset: int, into: memoryview) -> None:
+    async def read(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
         self._disk.reads += 1
         await self._turn(self._disk.read_errno)
-        await super().read(offset, into)
+        await super().read(ranges)
 
 
 @dataclass
