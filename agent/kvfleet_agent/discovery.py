@@ -140,11 +140,18 @@ def read_hugepages(root: Path) -> tuple[HugePages, ...]:
 
 
 def read_nvme(root: Path) -> tuple[NvmeDevice, ...]:
-    """NVMe namespaces with model, size and NUMA node."""
+    """NVMe namespaces with model, size and NUMA node.
+
+    With native multipath (drivers/nvme/host/multipath.c) a namespace hangs below its subsystem, whose controllers know
+    the node, and each path to it is one more block device, hidden, that cannot be opened.
+    """
     found = []
     for device in sorted((root / "sys/block").glob("nvme*n*")):
+        if _number(device / "hidden"):
+            continue
         size_bytes = _number(device / "size") * 512  # sysfs counts sectors of 512 B on every device.
-        node = _number(device / "device/device/numa_node", missing=-1)
+        places = (device / "device/device", *sorted((device / "device").glob("nvme*/device")))
+        node = max((_number(place / "numa_node", missing=-1) for place in places), default=-1)
         found.append(NvmeDevice(device.name, _text(device / "device/model").strip(), size_bytes, node))
     return tuple(found)
 

@@ -59,6 +59,19 @@ def test_a_machine_is_read_as_it_is(machine: Path) -> None:
     assert facts.gpus == ()
 
 
+def test_hidden_paths_of_a_multipath_namespace_are_no_devices(
+    machine: Path,
+) -> None:
+    put(machine, "sys/block/nvme1n1/size", "2048\n")
+    put(machine, "sys/block/nvme1n1/hidden", "0\n")
+    put(machine, "sys/block/nvme1n1/device/model", "Two Ports\n")
+    put(machine, "sys/block/nvme1n1/device/nvme1/device/numa_node", "1\n")
+    put(machine, "sys/block/nvme1c1n1/size", "2048\n")
+    put(machine, "sys/block/nvme1c1n1/hidden", "1\n")
+
+    assert discover(machine).nvme[1:] == (NvmeDevice("nvme1n1", "Two Ports", MIB, 1),)
+
+
 def test_an_empty_machine_has_one_node_and_nothing_else(tmp_path: Path) -> None:
     facts = discover(tmp_path)
 
