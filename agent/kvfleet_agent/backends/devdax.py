@@ -45,8 +45,9 @@ def open_devdax(capacity_bytes: int, devices: Sequence[DaxDevice], dev: Path = _
     """
     there = [d for d in devices if d.driver == DRIVER]
     if not there:
+        found = "; ".join(f"{d.name} has {f'driver {d.driver}' if d.driver else 'no driver'}" for d in devices)
         raise UnsupportedError(
-            "CXL mode DevDax: this node has no dax device with driver device_dax; make one "
+            f"CXL mode DevDax: this node has no dax device with driver {DRIVER}{found and f': {found}'}; make one "
             "(daxctl reconfigure-device --mode=devdax), or use mode NumaNode for memory that is online"
         )
     refused = []
