@@ -1,5 +1,6 @@
 """Memory that is short, bound to nodes, or not there at all."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -63,12 +64,41 @@ def test_cxl_that_is_not_there_says_what_to_do() -> None:
     numa = CxlTier(mode=CxlMode.NUMA_NODE)
     with pytest.raises(UnsupportedError, match="online the CXL region as system-ram"):
         open_cxl(numa, CAPACITY_BYTES, ())
-    with pytest.raises(UnsupportedError, match="reconfigure-device --mode=devdax"):
-        open_devdax(CAPACITY_BYTES, [DaxDevice("dax0.0", 1 << 30, 0, "kmem")])
+    there = [DaxDevice("dax0.0", 1 << 30, 0, "kmem"), DaxDevice("dax1.0", 1 << 30, 0, "")]
+    with pytest.raises(UnsupportedError, match=r"dax0\.0 has driver kmem; dax1\.0 has no driver; make one .*=devdax"):
+        open_devdax(CAPACITY_BYTES, there)
     with pytest.raises(InvalidInputError, match=rf"{CAPACITY_BYTES} B asked for, nodes \(0,\) have 4096 B"):
         open_cxl(numa, CAPACITY_BYTES, (NumaNode(0, (), 4096),))
     with pytest.raises(InvalidInputError, match=r"cxl.emulated.path /proc/none"):
         open_cxl(CxlTier(mode=CxlMode.EMULATED, emulated=CxlEmulation(path="/proc/none")), CAPACITY_BYTES, ())
+
+
+async def test_a_node_without_room_is_a_full_tier_that_says_which_and_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = open_cxl(CxlTier(), CAPACITY_BYTES, (NumaNode(0, (), 1 << 30),))
+    monkeypatch.setattr("kvfleet_agent.backends.numa.available_bytes", lambda *_: 4096)
+
+    stored, error = await put_until_refused(backend)
+
+    assert isinstance(error, TierFullError)
+    assert "B wanted on NUMA node 0, 4096 B available there" in backend.last_error
+    for n, (slot, made) in enumerate(stored):
+        assert await get(backend, slot, made) == content(n)
+    await backend.close()
+
+
+def test_bound_memory_has_all_its_pages_before_anybody_touches_them() -> None:
+    bound = make_bound(1 << 20, 4096, Placement((0,)))
+    taken_bytes = os.fstat(bound.fd).st_blocks * 512
+    bound.release()
+
+    assert taken_bytes == 1 << 20
+
+
+def test_pages_that_lie_elsewhere_are_no_cxl_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvfleet_agent.backends.cxl.nodes_of", lambda *_: frozenset({0, 3}))
+
+    with pytest.raises(UnsupportedError, match=r"bound to nodes \(0,\) lie on \[3\]"):
+        open_cxl(CxlTier(), CAPACITY_BYTES, (NumaNode(0, (), 1 << 30),))
 
 
 def test_huge_pages_that_run_out_are_a_full_tier() -> None:

@@ -11,6 +11,7 @@ from kvfleet_agent.backends.base import Capabilities
 from kvfleet_agent.backends.home import NO_HOME, Home, Lasting, choose_store, find_home
 from kvfleet_agent.backends.host_dram import bound_files, make_bound
 from kvfleet_agent.backends.memory import Placement, make_file
+from kvfleet_agent.backends.numa import nodes_of
 from kvfleet_api.errors import InvalidInputError, KvFleetError, UnsupportedError
 from kvfleet_api.tiers import CxlMode
 from kvfleet_api.units import PAGE_BYTES
@@ -18,6 +19,7 @@ from kvfleet_api.units import PAGE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvfleet_agent.backends.memory import MappedExtent
     from kvfleet_agent.discovery import NumaNode
     from kvfleet_api.models.pool import CxlTier
 
@@ -49,12 +51,23 @@ def _numa(tier: CxlTier, capacity_bytes: int, cpuless: Sequence[NumaNode], home:
         raise InvalidInputError(f"CXL mode NumaNode: {capacity_bytes} B asked for, nodes {nodes} have {there_bytes} B")
     placement = Placement(nodes, is_interleaved=len(nodes) > 1)
     fleeting = partial(make_bound, page_bytes=_PAGE_BYTES, placement=placement)
-    fleeting(_PAGE_BYTES).release()  # A kernel that refuses the binding says so now, not at the first block.
+    _check_placement(fleeting(_PAGE_BYTES * len(nodes)), nodes)
     files = partial(bound_files, page_bytes=_PAGE_BYTES, placement=placement)
     wanted = find_home(home, tier.persistence, _PAGE_BYTES)
     store, lasting = choose_store(home, wanted, capacity_bytes, files, fleeting)
     can = _capabilities("cxl-numa", lasting, is_emulated=False)
     return Arena(can, capacity_bytes, store, page_bytes=_PAGE_BYTES)
+
+
+def _check_placement(memory: MappedExtent, nodes: tuple[int, ...]) -> None:
+    """A kernel that refuses the binding has said so; one that puts pages elsewhere says so here, not by its speed."""
+    memory.populate()
+    try:
+        strays = nodes_of(memory.address, memory.size_bytes) - set(nodes)
+    finally:
+        memory.release()
+    if strays:
+        raise UnsupportedError(f"CXL mode NumaNode: pages bound to nodes {nodes} lie on {sorted(strays)}")
 
 
 def _emulated(tier: CxlTier, capacity_bytes: int, home: Home) -> Arena:

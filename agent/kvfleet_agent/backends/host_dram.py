@@ -12,6 +12,7 @@ from kvfleet_agent.backends.arena import ALIGNMENT_BYTES, Arena
 from kvfleet_agent.backends.base import Capabilities
 from kvfleet_agent.backends.home import NO_HOME, Home, choose_store, find_home
 from kvfleet_agent.backends.memory import MappedExtent, Placement, make_file, make_huge_file, make_memfd
+from kvfleet_agent.backends.numa import check_room
 from kvfleet_agent.backends.pages import PageChoice, choose_pages, free_pages
 from kvfleet_api.units import PAGE_BYTES
 
@@ -24,9 +25,17 @@ if TYPE_CHECKING:
 
 
 def make_bound(size_bytes: int, page_bytes: int, placement: Placement) -> MappedExtent:
-    """Memory whose pages come from the nodes of `placement` once they are touched."""
+    """Memory whose pages come from the nodes of `placement`: small ones now, huge ones once they are touched.
+
+    Raises `TierFullError` where a node has no room.
+    """
+    is_small = page_bytes == PAGE_BYTES["4Ki"]
+    if is_small:
+        check_room(size_bytes, placement.nodes)
     memory = make_memfd(size_bytes, page_bytes)
     memory.bind(placement)
+    if is_small and placement.nodes:
+        memory.allocate()
     return memory
 
 
@@ -38,6 +47,7 @@ def bound_files(directory: Path, page_bytes: int, placement: Placement) -> Maker
             memory = make_huge_file(directory, size_bytes)
             memory.bind(placement)
             return memory
+        check_room(size_bytes, placement.nodes)
         return make_file(directory, size_bytes, placement)
 
     return make

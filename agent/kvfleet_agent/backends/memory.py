@@ -117,6 +117,14 @@ class MappedExtent:
                 self.let_go()
                 raise
 
+    def allocate(self) -> None:
+        """Take all pages now, where policies want them. Lets go and raises `TierFullError` when they are not there."""
+        try:
+            os.posix_fallocate(self.fd, 0, self.size_bytes)
+        except OSError as e:
+            self.let_go()
+            raise TierFullError(f"extent of {self.size_bytes} B: {e.strerror}") from e
+
     def populate(self) -> None:
         """Fault all pages in, off the event loop; releases the GIL.
 
