@@ -8,7 +8,7 @@ SEEDS ?= 200
 EXAMPLES ?= quick
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types contracts drift unit style test contract stateful system peers sim faults threats mutants soak test-gpu \
+.PHONY: help setup demo check lint types contracts drift unit style test contract stateful system peers sim faults threats mutants soak test-gpu test-guest \
   bench requirements generate sbom licences clean
 
 help: ## Show this list
@@ -74,6 +74,9 @@ soak: setup ## Every invariant at the full counts of the table; hours; the log g
 
 test-gpu: setup ## Tests that need a CUDA device
 	@$(PYTEST) -q tests/gpu
+
+test-guest: setup ## CXL and NVMe tiers under a real kernel on an emulated machine (QEMU; minutes, 75 MB once)
+	@$(PYTEST) -q tests/guest
 
 bench: setup ## Every benchmark, peers and limits in the same run
 	@$(BIN)/python -m bench
