@@ -20,6 +20,9 @@ from kvfleet_client.chain import Tokens
 from kvfleet_client.results import Bytes2D
 
 PROMPT_BLOCKS: Final = 24
+SESSIONS: Final = 500
+"""Of one engine, each coming back now and then. An agent remembers 65,536: new ones all the time would look like
+growth for hours."""
 STREAM_SHARE: Final = 0.2
 """Share of loads that come layer by layer."""
 ARCHIVE_SHARE: Final = 0.5
@@ -60,7 +63,7 @@ class Engine:
         """One session: load, compare, store the rest, end."""
         prompt = int(self._random.random() ** 2 * self._prompts)  # Low numbers come more often.
         tokens, expected = tokens_of(prompt), blocks_of(prompt, self._block_bytes)
-        session = f"{self._name}-{self.counts['turns']}"
+        session = f"{self._name}-{self._random.randrange(SESSIONS)}"
         self._client.open_session(session)
         self._client.touch_session(session, "decoding")
         if self._random.random() < STREAM_SHARE:
