@@ -27,6 +27,10 @@ SPANS: Final = (
     SpanType("kvfleet.publish", "Committing filled slots.", ("session_id", "pool", "blocks")),
     SpanType("kvfleet.directory", "One round trip to the directory.", ("operation", "blocks")),
     SpanType("kvfleet.fetch", "Reading blocks from another node.", ("source", "blocks", "bytes", "decision")),
+    SpanType(
+        "kvfleet.follow", "Waiting for parts of blocks that another node still writes.",
+        ("session_id", "pool", "requested_blocks"),
+    ),
     SpanType("kvfleet.reconcile", "One pass of the operator's planner.", ("pools", "actions")),
     SpanType("kvfleet.sweep", "One pass of the metadata service's sweeper.", ("scanned", "collected")),
 )  # fmt: skip
