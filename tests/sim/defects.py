@@ -20,7 +20,7 @@ def _copy_unverified(lease: ClientLease, into: memoryview) -> bool:
     return True
 
 
-def _believe(_: transfer.Leased) -> transfer.Result:
+def _believe(*_: object) -> transfer.Result:
     return transfer.Result.VERIFIED
 
 
