@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvfleet_agent.core import Core
+from kvfleet_agent.parts import ENTRY_BYTES
 from kvfleet_api.blocks import BlockKey, chain_keys
 from kvfleet_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError
 from kvfleet_client import Client, PrefixCache, Target, calls
@@ -142,7 +143,7 @@ class TestDamage:
             for _ in range(3):
                 PrefixCache(client).stream(TOKENS).close()
             assert len(damaged.core.parts._kept) == BLOCKS
-            assert damaged.core.parts._kept_bytes == BLOCKS * LAYERS * 16
+            assert damaged.core.parts._kept_bytes == BLOCKS * (ENTRY_BYTES + LAYERS * 16)
 
 
 def keys_of(client: Client) -> list[BlockKey]:
