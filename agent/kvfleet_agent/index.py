@@ -265,6 +265,10 @@ class Index:
             del self._scopes[entry.scope]
         self._ancestry.forget()
 
+    def is_continued(self, entry: Entry) -> bool:
+        """True when a block that continues this one is here, or on its way."""
+        return entry.digest in self._scopes[entry.scope].children
+
     def blockers(self, entry: Entry, level: int) -> int:
         """Count children whose fastest copy is at `level` or faster."""
         counts = self._scopes[entry.scope].children.get(entry.digest)

@@ -137,26 +137,31 @@ class Reader:
             tier = _tier(run[start])
             while end < len(run) and _tier(run[end]) is tier:
                 end += 1
-            choice = self.cost([e for e in run[start:end] if e is not None])
+            choice = self.cost([e for e in run[start:end] if e is not None], is_last=end == len(run))
             if choice is not None and choice.source is Source.RECOMPUTE:
                 return start
             start = end
         return len(run)
 
-    def cost(self, stretch: Sequence[Entry]) -> CostChoice | None:
-        """Compare fetching a stretch of blocks of one slower tier with computing it; None when there is no choice."""
+    def cost(self, stretch: Sequence[Entry], *, is_last: bool = False) -> CostChoice | None:
+        """Compare fetching a stretch of blocks of one slower tier with computing it; None when there is no choice.
+
+        Where the chain goes on behind the last stretch of a request, the next one will ask for that: the latency of the
+        tier, which is paid once, is not held against the few blocks that happened to end this one.
+        """
         if not stretch or not stretch[0].residences or stretch[0].residences[0].tier.mappable is not None:
             return None
         tier, spec = stretch[0].residences[0].tier, self._node.spec
         entry_tier = self._node.entry_tier
         target = entry_tier.name if entry_tier is not None else ""
+        goes_on = is_last and self._node.index.is_continued(stretch[-1])
         inputs = CostInputs(
             policy=spec.policy.recompute.type,
             blocks=len(stretch),
             block_tokens=spec.compatibility.block_tokens,
             stored_bytes=sum(e.residences[0].record.stored_bytes for e in stretch if e.residences),
             queued_bytes=self._mover.traffic.paths.queued_bytes(tier.name, target),
-            read_latency_s=tier.probe.read_latency_microseconds / 1e6 if tier.probe else 0.0,
+            read_latency_s=0.0 if goes_on or tier.probe is None else tier.probe.read_latency_microseconds / 1e6,
             read_bytes_per_s=float(tier.probe.read_bytes_per_second) if tier.probe else 0.0,
             prefill_tokens_per_s=float(spec.policy.recompute.prefill_tokens_per_second),
         )
