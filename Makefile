@@ -43,7 +43,8 @@ unit:
 
 test: EXAMPLES = kvfleet
 test: check ## Everything that runs on a machine without GPU or nodes; skipped tests say why at the end
-	@$(PYTEST) -q tests/contract tests/stateful tests/sim tests/crash tests/faults tests/threats tests/system tests/peers tests/gpu
+	@$(PYTEST) -q tests/contract tests/stateful tests/sim tests/crash tests/faults tests/threats tests/system tests/peers
+	@$(PYTEST) -q tests/gpu # A process of its own: without a GPU it is Triton's interpreter that has to be chosen first.
 
 contract:
 	@$(PYTEST) -q tests/contract
