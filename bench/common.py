@@ -106,6 +106,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join((fit(lines[0]), "  ".join("-" * w for w in widths), *map(fit, lines[1:])))
 
 
+def own_bytes() -> int:
+    """Memory of this process alone, without what it shares with others, as the arenas of tiers."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("RssAnon"))) * 1024
+
+
 def machine() -> dict[str, str | int | float]:
     """Facts of this machine that figures depend on."""
     return {

@@ -8,12 +8,12 @@ import argparse
 import asyncio
 import gc
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from bench.agent_process import OneIdentity, make_node
+from bench.common import own_bytes
 from bench.identity import POOL
 from kvfleet_agent.app import GC_THRESHOLDS
 from kvfleet_agent.backends.base import TierBackend
@@ -92,7 +92,7 @@ class PressureNode:
         """What a leak would show in."""
         node = self.node
         return {
-            "own_bytes": own_bytes(os.getpid()),
+            "own_bytes": own_bytes(),
             "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
             "entries": len(node.index),
             "leases": len(node.leases),
@@ -101,12 +101,6 @@ class PressureNode:
             "capacity_bytes": {t.name: t.backend.capacity_bytes for t in node.tiers},
             "errors": {t.name: t.backend.last_error for t in node.tiers if t.backend.last_error},
         }
-
-
-def own_bytes(pid: int) -> int:
-    """Memory of a process alone, without the arenas that it shares."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("RssAnon"))) * 1024
 
 
 def main() -> None:

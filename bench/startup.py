@@ -92,13 +92,7 @@ async def start(directory: Path, blocks: int) -> dict[str, float]:
     copy = entry.residences[0]
     await copy.tier.backend.read(copy.slot, copy.record, memoryview(bytearray(BLOCK_BYTES)))
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"cpu_s": cpu_s, "anonymous_bytes": float(_anonymous_bytes())}
-
-
-def _anonymous_bytes() -> int:
-    """Memory of this process alone, without the tier's."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("RssAnon"))) * 1024
+    return {"cpu_s": cpu_s, "anonymous_bytes": float(common.own_bytes())}
 
 
 def timed(what: str, directory: Path, blocks: int) -> tuple[float, dict[str, float]]:

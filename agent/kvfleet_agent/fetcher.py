@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.backends.base import Record, SlotRef
@@ -18,7 +19,7 @@ from kvfleet_api.errors import BackendFailedError, RetryableError, TierFullError
 from kvfleet_telemetry.tracing import span
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import AsyncIterator, Coroutine, Sequence
 
     from kvfleet_agent.exports import Exports
     from kvfleet_agent.mover import Mover
@@ -202,7 +203,9 @@ class Fetcher:
         try:
             if tier is not None and self._exports.peers is not None:
                 await self._take(tier, place, len(entries), slots)
-                await self._in_turn(tier, place, entries, locations, slots, arrived)
+            if tier is not None and slots:
+                async with self._turn(tier, entries, len(slots), len(slots) * place.raw_bytes):
+                    await self._transfer(tier, place, entries, locations, slots, arrived)
         except RetryableError:
             return  # Too much under way from peers: the reader takes what it has.
         finally:
@@ -211,22 +214,13 @@ class Fetcher:
                     self._node.give_back(tier, slot, place.tenant)
             self._close_fetch(entries, done)
 
-    async def _in_turn(
-        self,
-        tier: Tier,
-        place: Place,
-        entries: Sequence[Entry],
-        locations: Sequence[Location],
-        slots: Sequence[SlotRef],
-        arrived: set[SlotRef],
-    ) -> None:
-        """Fetch when the path from peers lets this batch through, as a load once somebody waits for its first block."""
-        size_bytes = len(slots) * place.raw_bytes
-        if slots:
-            turn = self._mover.traffic.turn(entries, REMOTE, tier.name, Priority.PREFETCH, size_bytes, FETCH_S)
-            async with turn:
-                with span("kvfleet.fetch", source=REMOTE, blocks=len(slots), bytes=size_bytes):
-                    await self._transfer(tier, place, entries, locations, slots, arrived)
+    @asynccontextmanager
+    async def _turn(self, tier: Tier, entries: Sequence[Entry], blocks: int, size_bytes: int) -> AsyncIterator[None]:
+        """Wait until the path from peers lets this batch through, as a load once somebody waits for it."""
+        turn = self._mover.traffic.turn(entries, REMOTE, tier.name, Priority.PREFETCH, size_bytes, FETCH_S)
+        async with turn:
+            with span("kvfleet.fetch", source=REMOTE, blocks=blocks, bytes=size_bytes):
+                yield
 
     async def _take(self, tier: Tier, place: Place, count: int, slots: list[SlotRef]) -> None:
         """Take up to `count` slots; those that were taken are in `slots` also when this is cancelled or fails."""

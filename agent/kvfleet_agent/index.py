@@ -277,7 +277,7 @@ class Index:
     def may_leave(self, entry: Entry, tier: Tier) -> bool:
         """True when the copy in `tier` can go without a child being left in a faster place than its parent."""
         if len(entry.residences) == 1:
-            return entry.digest not in self._scopes[entry.scope].children
+            return not self.is_continued(entry)
         rest = [r.tier.level for r in entry.residences if r.tier is not tier]
         level = min(rest, default=GONE)
         return level <= entry.level or self.blockers(entry, level - 1) == 0

@@ -25,11 +25,6 @@ class Batch:
         """Their keys."""
         return self.chain.part(self.start, self.stop)
 
-    @property
-    def parent(self) -> bytes:
-        """Digest that the first key continues."""
-        return self.chain.parent_of(self.start)
-
 
 def batch_blocks(block_bytes: int) -> int:
     """Blocks of one batch; at least one, however large it is."""

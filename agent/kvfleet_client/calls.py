@@ -163,7 +163,7 @@ def lookup(target: Target, keys: Sequence[BlockKey], session: str, *, is_probe: 
 
 def count_load(target: Target, wanted_blocks: int, loaded_blocks: int) -> Call[int]:
     """Tell the agent how a load ended, for the hit ratio."""
-    return _counted(lambda i: wire.CountLoad(i, wanted_blocks, loaded_blocks), target)
+    return counted(lambda i: wire.CountLoad(i, wanted_blocks, loaded_blocks), target)
 
 
 def _read_prefix(reply: wire.AnyReply, _: Reading) -> Prefix:
@@ -220,7 +220,7 @@ def release(target: Target, leases: Sequence[Lease], suspects: Sequence[Lease] =
 
 
 def _release(target: Target, leases: tuple[int, ...], connection: int = 0, suspects: tuple[int, ...] = ()) -> Call[int]:
-    return _counted(lambda i: wire.Release(i, leases, suspects), target, connection)
+    return counted(lambda i: wire.Release(i, leases, suspects), target, connection)
 
 
 def reserve(target: Target, parent: bytes, keys: Sequence[BlockKey], session: str) -> Call[tuple[Reservation, ...]]:
@@ -275,35 +275,35 @@ def abandon(target: Target, reservations: Sequence[Reservation]) -> Call[int]:
 
 
 def _abandon(target: Target, reservations: tuple[int, ...], connection: int = 0) -> Call[int]:
-    return _counted(lambda i: wire.Abandon(i, reservations), target, connection)
+    return counted(lambda i: wire.Abandon(i, reservations), target, connection)
 
 
 def prefetch(target: Target, keys: Sequence[BlockKey], session: str) -> Call[int]:
     """Bring a prefix up in the background."""
     scope, digests = pack(keys)
-    return _counted(lambda i: wire.Prefetch(i, scope, digests, session), target)
+    return counted(lambda i: wire.Prefetch(i, scope, digests, session), target)
 
 
 def pin(target: Target, keys: Sequence[BlockKey], expires_s: float) -> Call[int]:
     """Keep blocks in memory for a time."""
     scope, digests = pack(keys)
-    return _counted(lambda i: wire.Pin(i, scope, digests, expires_s), target)
+    return counted(lambda i: wire.Pin(i, scope, digests, expires_s), target)
 
 
 def unpin(target: Target, keys: Sequence[BlockKey]) -> Call[int]:
     """Take pins back."""
     scope, digests = pack(keys)
-    return _counted(lambda i: wire.Unpin(i, scope, digests), target)
+    return counted(lambda i: wire.Unpin(i, scope, digests), target)
 
 
 def open_session(target: Target, session: str, parent: str, priority: str) -> Call[int]:
     """Start, revive or fork a session."""
-    return _counted(lambda i: wire.OpenSession(i, session, parent, priority), target)
+    return counted(lambda i: wire.OpenSession(i, session, parent, priority), target)
 
 
 def touch_session(target: Target, session: str, state: str, urgency: int, expected_return_s: float) -> Call[int]:
     """Say what a session is about to do."""
-    return _counted(lambda i: wire.TouchSession(i, session, state, urgency, expected_return_s), target)
+    return counted(lambda i: wire.TouchSession(i, session, state, urgency, expected_return_s), target)
 
 
 def close_session(target: Target, session: str, *, archive: bool, wait_s: float = 0.0) -> Call[bool]:
@@ -347,7 +347,8 @@ def _connection(held: Sequence[Lease | Reservation]) -> int:
     return connections.pop() if connections else 0
 
 
-def _counted(request: Callable[[int], wire.AnyRequest], target: Target, connection: int = 0) -> Call[int]:
+def counted(request: Callable[[int], wire.AnyRequest], target: Target, connection: int = 0) -> Call[int]:
+    """Ask for something whose answer is a number."""
     return Call(request, lambda reply, _: _expect(reply, wire.Done).count, 0, target.timeout_s, connection=connection)
 
 

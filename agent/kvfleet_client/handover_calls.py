@@ -45,16 +45,8 @@ def begin(
 
 def advance(target: Target, reservations: Sequence[Reservation], first: int, sums: Sequence[bytes]) -> Call[int]:
     """Tell of filled parts; the result counts the blocks that still grow."""
-
-    def read(reply: wire.AnyReply, _: Reading) -> int:
-        if not isinstance(reply, wire.Done):
-            raise InvalidInputError(f"reply {reply.id} is {type(reply).__name__}, Done wanted")
-        return reply.count
-
     ids = tuple(r.reservation for r in reservations)
-    return Call(
-        lambda i: Advance(i, ids, first, tuple(sums)), read, 0, target.timeout_s, connection=reservations[0].connection
-    )
+    return calls.counted(lambda i: Advance(i, ids, first, tuple(sums)), target, reservations[0].connection)
 
 
 def follow(job: Job, keys: Sequence[BlockKey], part_bytes: int, handover: Handover) -> Call[tuple[Lease, ...]]:

@@ -96,29 +96,31 @@ def _reserve(run: Run, start: int, tally: Tally) -> Operation[Sequence[Reservati
 
 
 def _granted(answers: Sequence[Answer[Sequence[Reservation]]], tally: Tally) -> Sequence[Reservation]:
-    for answer in answers:
-        if not answer.value:
-            tally.error = answer.error or tally.error
-        return answer.value
-    return ()
+    if not answers:
+        return ()
+    answer = answers[0]
+    if not answer.value:
+        tally.error = answer.error or tally.error
+    return answer.value
 
 
 def _commit(run: Run, helping: _Helping, filler: Filler, tally: Tally) -> Operation[tuple[int, Sequence[Reservation]]]:
     """Fill and publish; returns how many leading blocks are there now, and the slots of the next helping."""
     results: Sequence[Published] = ()
     following: Sequence[Reservation] = ()
+    fillable = helping.open
     try:
         yield Work(lambda: helping.fill(filler))
-        filled = helping.open[: len(helping.sums)]
+        filled = fillable[: len(helping.sums)]
         publishing: Calls = (calls.publish(run.target, filled, helping.sums),) if filled else ()
-        is_whole = len(filled) == len(helping.open)
+        is_whole = len(filled) == len(fillable)
         asked = (*publishing, *(run.reserving(helping.start + len(helping.slots)) if is_whole else ()))
         answers = (yield asked) if asked else ()
         results = answers[0].value if publishing else ()
         following = _granted(answers[len(publishing) :], tally)
     finally:
         # What was sent for publishing is the agent's, whatever became of it; the rest is given back.
-        unfilled = helping.open[len(helping.sums) if results else 0 :]
+        unfilled = fillable[len(helping.sums) if results else 0 :]
         if unfilled:
             yield Post((calls.abandon(run.target, unfilled),))
     taken = _count(helping.slots, results, tally)

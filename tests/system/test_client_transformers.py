@@ -15,7 +15,8 @@ from share_callers import named, sharing
 torch = pytest.importorskip("torch", reason="the transformers connector needs torch")
 pytest.importorskip("transformers", reason="the transformers connector needs transformers")
 
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from tiny_llama import CONFIG, PROMPT, made, run  # noqa: E402
+from transformers import DynamicCache, LlamaConfig  # noqa: E402
 
 from kvfleet_agent.tiers import Tier  # noqa: E402
 from kvfleet_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError, UnsupportedError  # noqa: E402
@@ -25,27 +26,12 @@ from kvfleet_client.connectors.transformers import CacheConnector, check_layout,
 
 pytestmark = pytest.mark.system
 
-CONFIG = LlamaConfig(
-    vocab_size=512,
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=3,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-)
 LAYOUT = layout_of(CONFIG, "test/llama", "r1", "bf16")
-PROMPT = np.random.default_rng(1).integers(0, 512, 200).tolist()
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    torch.manual_seed(7)
-    return LlamaForCausalLM(CONFIG).to(torch.bfloat16).eval()
-
-
-def run(model: Any, tokens: list[int], cache: DynamicCache) -> Any:
-    with torch.inference_mode():
-        return model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits
+    return made().to(torch.bfloat16)
 
 
 def test_logits_after_a_restore_equal_those_of_the_uninterrupted_run(model: Any) -> None:
@@ -59,8 +45,7 @@ def test_logits_after_a_restore_equal_those_of_the_uninterrupted_run(model: Any)
 
 def test_a_shared_system_prompt_and_a_private_rest_restore_to_the_uninterrupted_run(tmp_path: Path) -> None:
     """The prefix has 71 tokens, so what is restored may end within it: it is recognised by all of its tokens."""
-    torch.manual_seed(7)
-    model = LlamaForCausalLM(CONFIG).eval()
+    model = made()
     layout = layout_of(CONFIG, "tiny", "r1", "fp32")
     prefix = np.array(PROMPT[:71], np.uint32)
     parties = FakeAuthenticator(
@@ -95,8 +80,7 @@ def test_a_shared_system_prompt_and_a_private_rest_restore_to_the_uninterrupted_
 @contextmanager
 def holding(tmp_path: Path, tiers: Callable[[], list[Tier]]) -> Iterator[tuple[Any, CacheConnector, AgentThread]]:
     """A model, a connector, and an agent that holds the first 12 blocks of the prompt."""
-    torch.manual_seed(7)
-    model = LlamaForCausalLM(CONFIG).eval()
+    model = made()
     layout = layout_of(CONFIG, "tiny", "r1", "fp32")
     party = FakeAuthenticator(a=caller("a"))
     with (

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from handover_nodes import PeerThread, two_nodes
 
 torch = pytest.importorskip("torch", reason="the transformers connector needs torch")
 pytest.importorskip("transformers", reason="the transformers connector needs transformers")
 
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from tiny_llama import CONFIG, PROMPT, made, run  # noqa: E402
+from transformers import DynamicCache  # noqa: E402
 
 from kvfleet_api.errors import KvFleetError, LeaseLostError  # noqa: E402
 from kvfleet_client import Client, Target  # noqa: E402
@@ -20,29 +20,14 @@ from kvfleet_client.connectors.transformers import CacheConnector, layout_of  # 
 
 pytestmark = pytest.mark.system
 
-CONFIG = LlamaConfig(
-    vocab_size=512,
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=3,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-)
 LAYOUT = layout_of(CONFIG, "tiny", "r1", "fp32")
-PROMPT = np.random.default_rng(1).integers(0, 512, 200).tolist()
 WHOLE_TOKENS = 192
 ARRIVE_S = 20.0
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    torch.manual_seed(7)
-    return LlamaForCausalLM(CONFIG).eval()
-
-
-def run(model: Any, tokens: list[int], cache: DynamicCache) -> Any:
-    with torch.inference_mode():
-        return model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits
+    return made()
 
 
 def connector_of(agent: PeerThread) -> Iterator[CacheConnector]:

@@ -36,8 +36,8 @@ class HandoverVerbs:
 
     def check(self, request: wire.Reserve, block_bytes: int) -> None:
         """Raise `InvalidInputError` for parts that fit no block."""
-        if request.handover and request.part_bytes <= 0:
-            raise InvalidInputError(f"part_bytes {request.part_bytes}: must be positive in a hand-over")
+        if request.handover:
+            _check_parts(request.part_bytes)
         blocks_max(request.part_bytes, block_bytes)
 
     def begin(self, request: wire.Reserve, made: Sequence[Reservation | None]) -> Handover | None:
@@ -51,8 +51,7 @@ class HandoverVerbs:
     async def follow(self, place: Place, request: wire.Acquire, digests: Sequence[bytes], lease_s: float) -> list[Read]:
         """Lease growing blocks of the hand-over that the reader names."""
         assert request.handover is not None, "asked for"
-        if request.part_bytes <= 0:
-            raise InvalidInputError(f"part_bytes {request.part_bytes}: must be positive in a hand-over")
+        _check_parts(request.part_bytes)
         wanted = Follow(request.handover, place.scope, place.layout_id, tuple(digests), request.part_bytes)
         return await self._core.follower.follow(place, wanted, lease_s)
 
@@ -73,3 +72,8 @@ class HandoverVerbs:
             raise InvalidInputError(f"have {request.have}: must not be negative")
         parts, sums = await self._core.follower.arrived(at.owner, request.leases, request.have, request.wait_s)
         return Arrived(request.id, self._attaching.grants_version, parts, sums)
+
+
+def _check_parts(part_bytes: int) -> None:
+    if part_bytes <= 0:
+        raise InvalidInputError(f"part_bytes {part_bytes}: must be positive in a hand-over")
