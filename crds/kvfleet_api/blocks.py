@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfleet_api.errors import InvalidInputError
+from kvfleet_api.scopes import ScopeId as ScopeId  # noqa: PLC0414  Blocks are addressed by it.
 
 KEY_BYTES: Final = 20
 """160-bit MAC: 2^80 work for a collision, and that only inside a scope whose secret one holds."""
@@ -26,9 +27,6 @@ _TOKEN_MAX: Final = (1 << 32) - 1
 
 LayoutId = NewType("LayoutId", bytes)
 """16-byte digest of everything that makes two blocks of equal tokens different bytes."""
-
-ScopeId = NewType("ScopeId", str)
-"""`<kind>/<name>/<uid>/v<key version>`: public name of a trust scope; the secret is elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,19 +4,24 @@ import sys
 from importlib import import_module
 
 
-def _run(module: str, extra: str) -> None:
+def _run(module: str, extra: str, command: str = "") -> None:
     try:
         main = import_module(module).main
     except ModuleNotFoundError as e:
         if e.name is None or e.name.partition(".")[0].startswith("kvfleet_"):
             raise
-        sys.exit(f"kvfleet-{extra} needs the package {e.name}: pip install 'kvfleet[{extra}]'")
+        sys.exit(f"{command or f'kvfleet-{extra}'} needs the package {e.name}: pip install 'kvfleet[{extra}]'")
     main()
 
 
 def agent() -> None:
     """Run the agent, or exit with what to install."""
     _run("kvfleet_agent.app", "agent")
+
+
+def node() -> None:
+    """Run node preparation, or exit with what to install."""
+    _run("kvfleet_agent.prepare.app", "agent", "kvfleet-node")
 
 
 def metadata() -> None:

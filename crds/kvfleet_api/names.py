@@ -1,5 +1,6 @@
 """Every name that crosses a process boundary: API group, labels, finalizers, object and audience names."""
 
+import hashlib
 from typing import Final
 
 GROUP: Final = "kvfleet.io"
@@ -18,6 +19,7 @@ AGENT_SERVICE_ACCOUNT: Final = "kvfleet-agent"
 
 FIELD_MANAGER_OPERATOR: Final = "kvfleet-operator"
 FIELD_MANAGER_AGENT: Final = "kvfleet-agent"
+FIELD_MANAGER_NODE: Final = "kvfleet-node"
 FIELD_MANAGER_METADATA: Final = "kvfleet-metadata"
 
 FINALIZER: Final = f"{GROUP}/cleanup"
@@ -27,6 +29,10 @@ LABEL_POOL: Final = f"{GROUP}/pool"
 LABEL_NODE: Final = f"{GROUP}/node"
 LABEL_SCOPE: Final = f"{GROUP}/scope"
 """On scope Secrets: `tenant`, `domain` or `share`; agents list Secrets by the presence of this label."""
+LABEL_REVISION: Final = f"{GROUP}/revision"
+"""On pods of agents: digest of the template that they were made from."""
+ANNOTATION_DIGEST: Final = f"{GROUP}/digest"
+"""On what the operator makes: digest of it as it was made, for the API server fills in defaults."""
 ANNOTATION_OWNER_UID: Final = f"{GROUP}/uid"
 """On scope Secrets: uid of the tenant or domain that the keys belong to; a successor of that name has another."""
 LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
@@ -56,11 +62,35 @@ REDIS_SECRET_TLS: Final = "kvfleet-redis-tls"  # noqa: S105  The name of an obje
 KEK_SECRET: Final = "kvfleet-kek"  # noqa: S105  The name of an object, not its content.
 """Secret with the key-encryption keys of the fleet, entries `k<n>`; made by the operator when it is absent."""
 
+AGENT_TEMPLATE: Final = "kvfleet-agent-template"
+"""ConfigMap with the pod template that the operator makes agents from."""
+AGENT_TEMPLATE_ENTRY: Final = "template.json"
+REDIS: Final = "kvfleet-redis"
+"""StatefulSet of the directory's Redis, where kvfleet runs it; its Service has the same name."""
+
+REDIS_TEMPLATE: Final = "kvfleet-redis-template"
+"""ConfigMap with what the operator makes that StatefulSet from, and the bounds of its memory."""
+REDIS_TEMPLATE_ENTRY: Final = "statefulset.json"
+REDIS_CONTAINER: Final = "redis"
+"""Container of that template that gets the memory."""
+REDIS_MEMORY_VARIABLE: Final = "KVFLEET_MAXMEMORY"
+"""Environment variable by which it is told its `maxmemory`, in bytes."""
+
+AGENT_CONTAINER: Final = "agent"
+"""Container of the template that gets the directories and the memory of a pool's tiers."""
+
 LABEL_CHARS_MAX: Final = 63
 """RFC 1123 labels and label values."""
 
 NAME_CHARS_MAX: Final = 253
 """Kubernetes object names, RFC 1123 subdomain."""
+
+
+def label_value(name: str) -> str:
+    """Give `name`, or a digest of it where it is too long for a label."""
+    if len(name) <= LABEL_CHARS_MAX:
+        return name
+    return hashlib.blake2b(name.encode(), digest_size=20).hexdigest()
 
 
 def pool_node_name(pool: str, node: str) -> str:
@@ -71,6 +101,11 @@ def pool_node_name(pool: str, node: str) -> str:
 def agent_lease_name(pool: str, node: str) -> str:
     """Name the coordination Lease by which the agent of `pool` on `node` shows that it lives."""
     return f"kvfleet-agent.{pool}.{node}"
+
+
+def agents_name(pool: str) -> str:
+    """Name the DaemonSet of a pool's agents, and its PodDisruptionBudget."""
+    return f"kvfleet-agent-{pool}"
 
 
 def scope_secret_name(kind: str, name: str) -> str:

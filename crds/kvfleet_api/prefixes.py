@@ -7,22 +7,14 @@ prefix can check the guess against its digest, so only what may be known anyway 
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvfleet_api.blocks import token_ids
+from kvfleet_api.scopes import NamedPrefix as NamedPrefix  # noqa: PLC0414  What digests are for.
 
 TokenIds = Sequence[int] | npt.NDArray[np.uint32]
-
-
-class NamedPrefix(NamedTuple):
-    """Leading tokens that a share speaks of. Travels to clients as it is."""
-
-    digest: bytes
-    """32 bytes, see above."""
-    token_count: int
 
 
 def prefix_digest(tokens: TokenIds) -> bytes:

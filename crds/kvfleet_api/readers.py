@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from kvfleet_api import shares, trust
-from kvfleet_api.blocks import ScopeId
 from kvfleet_api.errors import InvalidInputError
 from kvfleet_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
+from kvfleet_api.scopes import ScopeId
 from kvfleet_api.shares import Declared
 
 NOT_JOINED = "NotJoined"

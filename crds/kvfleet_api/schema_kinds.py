@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvfleet_api.models.base import ApiModel
+from kvfleet_api.models.operation import KVOperation
 from kvfleet_api.models.pool import KVPool
 from kvfleet_api.models.poolnode import KVPoolNode
 from kvfleet_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
-from kvfleet_api.rules import pool, trust
+from kvfleet_api.rules import operation, pool, trust
 from kvfleet_api.rules.rule import AnyRule
 
 
@@ -143,6 +144,21 @@ KINDS: Final = (
             _AGE,
         ),
         is_namespaced=True,
+    ),
+    Kind(
+        "KVOperation",
+        "kvoperations",
+        "kvop",
+        KVOperation,
+        tuple(operation.OPERATION),
+        (
+            Column("Type", ".spec.type"),
+            Column("Pool", ".spec.poolRef"),
+            Column("Progress", ".status.summary"),
+            Column("State", ".status.state"),
+            _condition("Message", "Progressing", "message", is_wide=True),
+            _AGE,
+        ),
     ),
 )
 

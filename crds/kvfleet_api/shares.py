@@ -14,9 +14,8 @@ from functools import cached_property
 from itertools import islice
 from typing import Final
 
-from kvfleet_api.blocks import ScopeId
 from kvfleet_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
-from kvfleet_api.prefixes import NamedPrefix
+from kvfleet_api.scopes import NamedPrefix, ScopeId
 from kvfleet_api.trust import KEY_VERSION, Access, ScopeKind, is_member, publishes, scope_id
 
 SHARES_MAX: Final = 64

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from kvfleet_api.blocks import ScopeId
+from kvfleet_api.scopes import ScopeId
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from kvfleet_api.models.trust import KVTenant, KVTrustDomain
-    from kvfleet_api.prefixes import NamedPrefix
+    from kvfleet_api.scopes import NamedPrefix
 
 KEY_VERSION: Final = 1
 """First version of a scope's key."""

@@ -278,6 +278,9 @@ class Acquired(Reply, frozen=True, array_like=True, tag=True):
     epoch: int
     gone: tuple[int, ...] = ()
     """Extents granted before that have gone for good: to be unmapped."""
+    busy_s: float = 0.0
+    """Where blocks are left out because the path to them is congested, longer than computing them takes: estimated
+    seconds until it is free. 0: there is another reason, or none is left out."""
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True):
@@ -300,6 +303,8 @@ class Reserved(Reply, frozen=True, array_like=True, tag=True):
     """Extents granted before that have gone for good: to be unmapped."""
     handover: Handover | None = None
     """What the reader must name, where a hand-over was asked for and the agent knows how."""
+    busy_s: float = 0.0
+    """Where slots are left out because blocks wait to leave the tier: estimated seconds until that path is free."""
 
 
 class Published(Reply, frozen=True, array_like=True, tag=True):

@@ -1,7 +1,9 @@
 """What was last seen of one kind of object, safe against news that arrive late or out of order.
 
 Two sources may tell of the same object (a watch and a list), and a list never says what has vanished. So an older
-write never replaces a newer one, what was deleted stays deleted, and `sweep` removes what a complete list lacked.
+write never replaces a newer one, also when that is of a namesake, and `sweep` removes what a complete list lacked.
+What was removed is taken in again only by a later write: an object that loses the label that it is watched by is told
+as deleted, and comes back with its label.
 """
 
 from collections import OrderedDict
@@ -43,24 +45,32 @@ class Store(Generic[R]):
         self.is_synced = False
         """True once a complete list was taken in."""
         self._changed = changed
-        self._tombstones: OrderedDict[str, None] = OrderedDict()
+        self._tombstones: OrderedDict[str, int] = OrderedDict()
+        """Version at which each uid was removed."""
 
     def put(self, record: R) -> bool:
         """Take in one object as it was at its version. True when that was news."""
         old = self.items.get(record.key)
-        if record.uid in self._tombstones or (old is not None and _is_stale(record, old)):
+        if self._is_buried(record) or (old is not None and _is_older(record.version, old.version)):
             return False
+        self._tombstones.pop(record.uid, None)
         self.items[record.key] = record
         if old == record:
             return False
         self._changed(old, record)
         return True
 
-    def remove(self, key: str, uid: str) -> bool:
-        """Forget one object; a later object of the same name has another uid and stays. True when that was news."""
-        self._bury(uid)
-        old = self.items.get(key)
-        if old is None or (uid and old.uid != uid):
+    def remove(self, key: str, uid: str, version: int = 0) -> bool:
+        """Forget one object as of `version`, 0 for whatever it is now; later writes stay. True when that was news.
+
+        A later object of the same name has another uid and stays.
+        """
+        known = self.items.get(key)
+        old = known if known is not None and uid in ("", known.uid) else None
+        if old is not None and _is_older(version, old.version):
+            return False
+        self._bury(uid, version)
+        if old is None:
             return False
         del self.items[key]
         self._changed(old, None)
@@ -70,7 +80,7 @@ class Store(Generic[R]):
         """Forget what a complete list as of `list_version` lacked; newer objects stay. Returns how many went."""
         gone = [r for r in self.items.values() if r.key not in listed and r.version <= list_version]
         for record in gone:
-            self.remove(record.key, record.uid)
+            self.remove(record.key, record.uid, list_version)
         if not self.is_synced:
             self.is_synced = True
             self._changed(None, None)
@@ -82,13 +92,17 @@ class Store(Generic[R]):
         self.sweep({record.key for record in records}, version_of(list_version))
         return news
 
-    def _bury(self, uid: str) -> None:
+    def _is_buried(self, record: R) -> bool:
+        removed = self._tombstones.get(record.uid)
+        return removed is not None and not 0 < removed < record.version
+
+    def _bury(self, uid: str, version: int) -> None:
         if uid:
-            self._tombstones[uid] = None
+            self._tombstones[uid] = version
         if len(self._tombstones) > _TOMBSTONES_MAX:
             self._tombstones.popitem(last=False)
 
 
-def _is_stale(record: Record, known: Record) -> bool:
-    """True when the news is older than what is known of the same object."""
-    return record.uid == known.uid and 0 < record.version < known.version
+def _is_older(version: int, known: int) -> bool:
+    """True when news are older than what is known; versions grow over all objects of a kind."""
+    return 0 < version < known

@@ -18,13 +18,17 @@ import msgspec
 from kvfleet_api.errors import ApiServerAwayError, KvFleetError, RetryableError
 from kvfleet_kube import backoff
 from kvfleet_kube.answers import Answer, refusal
-from kvfleet_kube.api import JSON, Call, KubeApi
+from kvfleet_kube.api import CALL_TIMEOUT_S, JSON, Call, KubeApi
 from kvfleet_kube.store import R, Store
 
 T = TypeVar("T")
 
 PAGE_OBJECTS: Final = 500
 """Objects of one page; client-go's default."""
+
+PAGE_TRIES: Final = 3
+"""Times that a page behind the first is asked for, with ever more time: those before it would be read again otherwise,
+and a list of 50 pages would never end while one page in ten comes late."""
 
 WATCH_S: Final = (240, 300)
 """Seconds after which the server ends a watch, drawn anew each time so that a fleet does not come back at once."""
@@ -187,7 +191,7 @@ class Watch(Generic[R]):
     def _apply(self, event: _Event) -> None:
         for record in _parsed(self._source, [event.object]):
             if event.type == "DELETED":
-                self._store.remove(record.key, record.uid)
+                self._store.remove(record.key, record.uid, record.version)
             else:
                 self._store.put(record)
 
@@ -196,18 +200,33 @@ async def _pages(api: KubeApi, source: Source[T]) -> AsyncGenerator[_Page, None]
     """Read page after page; raises like `list_objects`."""
     accept = METADATA_LIST if source.is_metadata_only else JSON
     query = {**source.query, "limit": str(PAGE_OBJECTS)}
-    while True:
-        answer = await api.call(Call("GET", source.path, query, accept=accept))
-        if not answer.is_success:
-            raise refusal(answer)
-        try:
-            page = msgspec.json.decode(answer.raw, type=_Page)
-        except msgspec.MsgspecError as e:
-            raise ApiServerAwayError(f"{answer.what}: no list: {e}") from e
-        yield page
-        if not page.metadata.next_page:
-            return
+    page = await _page(api, Call("GET", source.path, query, accept=accept), CALL_TIMEOUT_S)
+    yield page
+    while page.metadata.next_page:
         query = {**query, "continue": page.metadata.next_page}
+        page = await _later_page(api, Call("GET", source.path, query, accept=accept))
+        yield page
+
+
+async def _later_page(api: KubeApi, call: Call) -> _Page:
+    """Read a page of a list that has begun; its token stays good while the server remembers the list's version."""
+    for failures in range(1, PAGE_TRIES):
+        try:
+            return await _page(api, call, failures * CALL_TIMEOUT_S)
+        except ApiServerAwayError as e:
+            _log.info("page asked for again", extra={"path": call.path, "failures": failures, "cause": str(e)})
+            await asyncio.sleep(backoff.delay_s(failures, random.random()))
+    return await _page(api, call, PAGE_TRIES * CALL_TIMEOUT_S)
+
+
+async def _page(api: KubeApi, call: Call, timeout_s: float) -> _Page:
+    answer = await api.call(call, timeout_s=timeout_s)
+    if not answer.is_success:
+        raise refusal(answer)
+    try:
+        return msgspec.json.decode(answer.raw, type=_Page)
+    except msgspec.MsgspecError as e:
+        raise ApiServerAwayError(f"{answer.what}: no list: {e}") from e
 
 
 def _parsed(source: Source[T], raws: Iterable[msgspec.Raw]) -> list[T]:

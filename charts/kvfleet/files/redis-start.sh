@@ -20,4 +20,4 @@ cp "$tls/tls.crt" "$tls/tls.key" "$tls/ca.crt" "$here/"
     [ "$told" = OK ] && cp "$tls/tls.crt" "$tls/tls.key" "$tls/ca.crt" "$here/"
   done
 ) &
-exec redis-server /etc/kvfleet-redis/redis.conf
+exec redis-server /etc/kvfleet-redis/redis.conf --maxmemory "${KVFLEET_MAXMEMORY:?bytes that the operator gives it}"

@@ -126,6 +126,21 @@ class Encryption(ApiModel):
     )
 
 
+class TierAutoscale(ApiModel):
+    """Size of a tier by what it brings: hits of the blocks that are asked for again."""
+
+    min_per_node: Quantity = Field(description="Never fewer bytes on a node.")
+    max_per_node: Quantity = Field(description="Never more bytes on a node.")
+    min_gain_permille: int = Field(
+        10,
+        ge=1,
+        le=1000,
+        description="Grow by a quarter while so many more of a thousand blocks asked for would be found; shrink as far "
+        "while that costs at most half as many.",
+    )
+    cooldown_seconds: int = Field(300, ge=10, le=86_400, description="Between two steps of a tier.")
+
+
 class PoolTier(ApiModel):
     """One tier of a pool; exactly the block that matches `type` is set."""
 
@@ -133,6 +148,9 @@ class PoolTier(ApiModel):
     type: TierType = Field(description="Medium; immutable.")
     capacity_per_node: Quantity | None = Field(None, description="Bytes on each node (not RemoteFlash, Object).")
     capacity: Quantity | None = Field(None, description="Bytes in all (only RemoteFlash and Object).")
+    autoscale: TierAutoscale | None = Field(
+        None, description="Let the tier grow and shrink; capacityPerNode is where it begins. HostDRAM, CXL and NVMe."
+    )
     hbm: HbmTier | None = Field(None, description="Set exactly when type is HBM.")
     host_dram: HostDramTier | None = Field(None, alias="hostDRAM", description="Set exactly when type is HostDRAM.")
     cxl: CxlTier | None = Field(None, description="Set exactly when type is CXL.")
@@ -265,6 +283,12 @@ class UpdateStrategy(ApiModel):
     type: Literal["RollingUpdate", "OnDelete"] = Field("RollingUpdate", description="RollingUpdate or OnDelete.")
     max_unavailable: int = Field(1, ge=1, le=5_000, description="Nodes that may be away at once.")
     drain: DrainSpec = Field(DrainSpec(), description="Drain before restart.")
+    progress_deadline_seconds: int = Field(
+        600,
+        ge=1,
+        le=86_400,
+        description="A rollout stops when a pod of the new revision is not ready for so long.",
+    )
 
 
 class Toleration(ApiModel):
@@ -320,6 +344,15 @@ class PoolTierStatus(ApiModel):
     used: Text = Field("0", description="Bytes that hold blocks.")
 
 
+class TierScale(ApiModel):
+    """Where autoscaling has brought a tier."""
+
+    tier: Name = Field(description="Tier name.")
+    capacity_per_node: Count = Field(description="Bytes on each node now.")
+    stepped_at: Text = Field("", description="RFC 3339; time of the last step, empty before the first.")
+    message: str = Field("", max_length=256, description="The last step and the figures that it was made by.")
+
+
 class ConfigMapRef(ApiModel):
     """A ConfigMap."""
 
@@ -340,6 +373,7 @@ class KVPoolStatus(ApiModel):
     conditions: Conditions = Field((), description="Observations by type.")
     nodes: PoolNodeCounts = Field(PoolNodeCounts(), description="Nodes by state.")
     tiers: tuple[PoolTierStatus, ...] = Field((), max_length=8, description="Tiers over all nodes, fast to slow.")
+    autoscaling: tuple[TierScale, ...] = Field((), max_length=8, description="Sizes of tiers that scale by themselves.")
     nodes_ready: Text = Field("", description="ready/matched, for the printer column.")
     used_of_capacity: Text = Field("", description="Such as 1.2Ti/3Ti, for the printer column.")
     hit_percent: int | None = Field(

@@ -6,6 +6,8 @@ from pydantic import Field
 
 from kvfleet_api.conditions import Conditions
 from kvfleet_api.models.base import COUNT_MAX, ApiModel, Count, Name, ObjectMeta, ObjectName, Text
+from kvfleet_api.models.inventory import NodeReport
+from kvfleet_api.models.operation import PREFIXES_MAX, BlockDigest
 from kvfleet_api.models.pool import (
     NVME_PATHS_MAX,
     CxlTier,
@@ -46,6 +48,38 @@ class NodeDrain(ApiModel):
     deadline: Text = Field("", description="RFC 3339; empty when nothing is requested.")
 
 
+ORDERS_MAX: Final = 8
+"""KVOperations that one node works on at a time; others wait."""
+
+
+class FlushOrder(ApiModel):
+    """Take blocks away that nobody holds."""
+
+    tier: Name | None = Field(None, description="Tier; absent: all.")
+    mode: Literal["Drop", "Demote"] = Field("Drop", description="Drop, or bring to the next slower tier.")
+
+
+class WarmOrder(ApiModel):
+    """Bring prefixes of a tenant here."""
+
+    tenant: Name = Field(description="KVTenant by whose rights and quotas.")
+    prefixes: tuple[BlockDigest, ...] = Field(
+        (), max_length=PREFIXES_MAX, description="Last block of each prefix, in hex."
+    )
+    archived_sessions: bool = Field(False, description="Also the archived sessions that this node remembers.")
+    max_bytes: Count = Field(0, description="Most to bring; 0: as much as the tier holds below the low watermark.")
+    tier: Name | None = Field(None, description="Tier; absent: the one that engines read from.")
+
+
+class NodeOrder(ApiModel):
+    """One KVOperation's part on this node; carried out once, and answered in the status by its uid."""
+
+    uid: Text = Field(description="Uid of the KVOperation.")
+    type: Literal["Flush", "Warm"] = Field(description="What to do; exactly the block of this name is set.")
+    flush: FlushOrder | None = Field(None, description="Set when type is Flush.")
+    warm: WarmOrder | None = Field(None, description="Set when type is Warm.")
+
+
 class KVPoolNodeSpec(ApiModel):
     """What the operator wants of the agent."""
 
@@ -54,6 +88,9 @@ class KVPoolNodeSpec(ApiModel):
     tiers: tuple[NodeTier, ...] = Field(max_length=8, description="Fast to slow.")
     revision: Text = Field(description="Digest of the pool's spec that this was made from.")
     drain: NodeDrain = Field(NodeDrain(), description="Request to empty the agent.")
+    orders: tuple[NodeOrder, ...] = Field(
+        (), max_length=ORDERS_MAX, description="What KVOperations under way want of the agent."
+    )
 
 
 class TierProbe(ApiModel):
@@ -73,6 +110,16 @@ class TierDevice(ApiModel):
     capacity_bytes: Count = Field(0, description="Bytes of the tier's capacity that it is to hold.")
     used_bytes: Count = Field(0, description="To within an eighth.")
     error: str = Field("", max_length=1024, description="Why it takes no blocks; empty when it does.")
+
+
+class TierDemand(ApiModel):
+    """What the blocks that engines ask for again say about the size of a tier; of tiers that scale by themselves."""
+
+    gain_permille: int = Field(
+        0, ge=0, le=1000, description="Of a thousand blocks asked for, more found with a step up."
+    )
+    loss_permille: int = Field(0, ge=0, le=1000, description="Of a thousand blocks asked for, fewer with a step down.")
+    held_bytes: Count = Field(0, description="Bytes under leases, rounded up to within an eighth.")
 
 
 class NodeTierStatus(ApiModel):
@@ -96,6 +143,7 @@ class NodeTierStatus(ApiModel):
         (), max_length=NVME_PATHS_MAX, description="Devices that blocks are spread over, where they are several."
     )
     probe: TierProbe | None = Field(None, description="Measured at start.")
+    demand: TierDemand | None = Field(None, description="Worth of its size; absent before blocks are asked for again.")
     last_error: str = Field("", max_length=1024, description="Last failure of the medium; empty when there was none.")
 
 
@@ -143,6 +191,20 @@ class TenantErased(ApiModel):
     key_version: Count = Field(0, description="Key version in use here; nothing of earlier ones is left.")
 
 
+class OrderAnswer(ApiModel):
+    """How far the agent has come with one order; gone when the order is."""
+
+    uid: Text = Field(description="Uid of the KVOperation.")
+    phase: Literal["Running", "Done", "Failed"] = Field(description="State of the order on this node.")
+    reason: Text = Field("", description="CamelCase cause of Failed.")
+    message: str = Field("", max_length=256, description="The same for people, with numbers.")
+    blocks_done: Count = Field(0, description="Blocks that were dealt with, to within an eighth.")
+    blocks_total: Count = Field(0, description="Blocks that there were, or are to be, to within an eighth.")
+    bytes_done: Count = Field(0, description="Bytes of the former, to within an eighth.")
+    bytes_total: Count = Field(0, description="Bytes of the latter, to within an eighth.")
+    blocks_missing: Count = Field(0, description="Of blocksTotal, those that no agent has, to within an eighth.")
+
+
 class KVPoolNodeStatus(ApiModel):
     """What the agent observed."""
 
@@ -162,7 +224,11 @@ class KVPoolNodeStatus(ApiModel):
     erased: tuple[TenantErased, ...] = Field(
         (), max_length=ERASING_MAX, description="Erasures under way that are done on this node."
     )
+    orders: tuple[OrderAnswer, ...] = Field(
+        (), max_length=ORDERS_MAX, description="Answers to spec.orders, by uid of the KVOperation."
+    )
     memory_bytes: Count = Field(0, description="Physical memory of the node.")
+    node: NodeReport | None = Field(None, description="What the machine has; written by node preparation.")
 
 
 class KVPoolNode(ApiModel):

@@ -24,6 +24,9 @@ BLOCK_OF_TYPE: Final = {
 SHARED_TYPES: Final = ("RemoteFlash", "Object")
 """Tiers whose capacity is counted once for the whole pool."""
 
+SCALABLE_TYPES: Final = ("HostDRAM", "CXL", "NVMe")
+"""Tiers that can grow and shrink while they are used."""
+
 AT_REST_TYPES = ("NVMe", "RemoteFlash", "Object")
 """Tiers whose bytes can be encrypted; engines map all others as they are."""
 
@@ -90,6 +93,20 @@ TIER: Final[list[AnyRule]] = [
         "capacityPerNode",
     ),
     Rule(
+        "spec.tiers[]",
+        "!has(self.autoscale) || self.type in ['HostDRAM', 'CXL', 'NVMe']",
+        "autoscale is for tiers of type HostDRAM, CXL or NVMe",
+        lambda tier: "autoscale" not in tier or tier["type"] in SCALABLE_TYPES,
+        "autoscale",
+    ),
+    Rule(
+        "spec.tiers[].autoscale",
+        "quantity(string(self.minPerNode)).compareTo(quantity(string(self.maxPerNode))) <= 0",
+        "minPerNode must not be above maxPerNode",
+        lambda scale: size_bytes(scale["minPerNode"]) <= size_bytes(scale["maxPerNode"]),
+        "minPerNode",
+    ),
+    Rule(
         "spec.tiers[].nvme",
         "has(self.path) != has(self.paths)",
         "nvme must have path or paths, and not both",
@@ -115,7 +132,7 @@ def _nvme_paths(tier: Json) -> list[str]:
 
 
 def _nvme_paths_differ(spec: Json) -> bool:
-    paths = [path for tier in spec["tiers"] for path in _nvme_paths(tier)]
+    paths = [path for tier in spec["tiers"] for path in set(_nvme_paths(tier))]
     return len(set(paths)) == len(paths)
 
 
