@@ -55,23 +55,25 @@ AGENT: Final = (
         ("pool", "node", "source", "target"),
     ),
     Metric(
-        "kvfleet_moved_bytes_total", Kind.COUNTER, "Bytes of blocks moved, before compression.",
-        ("pool", "node", "source", "target"),
+        "kvfleet_moved_bytes_total", Kind.COUNTER,
+        "Bytes moved, before compression, by class of traffic (kv, weights).",
+        ("pool", "node", "source", "target", "traffic"),
     ),
     Metric(
         "kvfleet_move_duration_seconds", Kind.HISTOGRAM, "Time of one move.", ("pool", "node", "source", "target"),
         _SECONDS,
     ),
     Metric(
-        "kvfleet_move_queue_depth", Kind.GAUGE, "Moves that wait for their path.", ("pool", "node", "source", "target"),
+        "kvfleet_move_queue_depth", Kind.GAUGE, "Moves that wait for their path, by class of traffic (kv, weights).",
+        ("pool", "node", "source", "target", "traffic"),
     ),
     Metric(
         "kvfleet_move_queue_bytes", Kind.GAUGE, "Bytes of moves that wait for their path, before compression.",
-        ("pool", "node", "source", "target"),
+        ("pool", "node", "source", "target", "traffic"),
     ),
     Metric(
         "kvfleet_moving_bytes", Kind.GAUGE, "Bytes of moves that are under way, before compression.",
-        ("pool", "node", "source", "target"),
+        ("pool", "node", "source", "target", "traffic"),
     ),
     Metric(
         "kvfleet_move_bytes_per_second", Kind.GAUGE,
@@ -81,7 +83,12 @@ AGENT: Final = (
     Metric(
         "kvfleet_moves_refused_total", Kind.COUNTER,
         "Moves that were not made because too many waited for their path, or they had waited too long.",
-        ("pool", "node", "source", "target"),
+        ("pool", "node", "source", "target", "traffic"),
+    ),
+    Metric(
+        "kvfleet_busy_answers_total", Kind.COUNTER,
+        "Answers with less than was asked for because the path to the rest is congested; they say for how long.",
+        ("pool", "node", "verb"),
     ),
     Metric("kvfleet_stored_ratio", Kind.GAUGE, "Raw bytes per stored byte since start.", ("pool", "node", "tier")),
     Metric(
@@ -124,6 +131,10 @@ AGENT: Final = (
     Metric(
         "kvfleet_retention_dropped_total", Kind.COUNTER, "Blocks dropped at the end of their tenant's retention.",
         ("pool", "node", "tenant", "reason"),
+    ),
+    Metric(
+        "kvfleet_orders_total", Kind.COUNTER, "Parts of KVOperations that the agent has ended, by type and result.",
+        ("pool", "node", "type", "result"),
     ),
     Metric(
         "kvfleet_corrupt_blocks_total", Kind.COUNTER, "Blocks whose checksum failed; each became a miss.",
@@ -189,6 +200,21 @@ AGENT: Final = (
     Metric(
         "kvfleet_peer_fetch_duration_seconds", Kind.HISTOGRAM, "Time of one batch from one owner, lease included.",
         ("pool", "node"), _SECONDS,
+    ),
+    Metric(
+        "kvfleet_handover_blocks", Kind.GAUGE,
+        "Blocks that grow now: written here for a reader elsewhere (writer), or followed from elsewhere (reader).",
+        ("pool", "node", "role"),
+    ),
+    Metric(
+        "kvfleet_handover_layers_total", Kind.COUNTER,
+        "Layers of followed prompts that readers were given; `waited` where the reader asked before they were there.",
+        ("pool", "node", "wait"),
+    ),
+    Metric(
+        "kvfleet_handovers_broken_total", Kind.COUNTER,
+        "Followed prompts that were lost before they were whole, by reason (away, given_up, damaged, stalled).",
+        ("pool", "node", "reason"),
     ),
     Metric(
         "kvfleet_peer_landing_bytes", Kind.GAUGE, "Buffers that NIXL may still write to, late transfers included.",

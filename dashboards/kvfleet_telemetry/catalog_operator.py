@@ -44,5 +44,12 @@ OPERATOR: Final = (
         "Unix time at which the fleet's certificate authority ends; written by the leader.",
     ),
     Metric("kvfleet_pool_nodes", Kind.GAUGE, "Nodes of a pool, by state; written by the leader.", ("pool", "state")),
+    Metric(
+        "kvfleet_operations", Kind.GAUGE, "KVOperations by type and state; written by the leader.", ("type", "state"),
+    ),
+    Metric(
+        "kvfleet_pool_tier_target_bytes", Kind.GAUGE,
+        "Bytes that a tier which scales by itself is to have on each node; written by the leader.", ("pool", "tier"),
+    ),
     Metric("kvfleet_pool_ready", Kind.GAUGE, "1 while the pool is Ready; written by the leader.", ("pool",)),
 )  # fmt: skip

@@ -205,6 +205,19 @@ SLOW: Final = Row("Is it slow?", (
             Query(rate("kvfleet_codec_drifted_planes_total", "pool"), "calibration of {{pool}}"),
         ), CALM, 8,
     ),
+    Panel(
+        "KV and weights of models", "Bytes moved on all paths, by class of traffic: the two share each path by weight.",
+        Form.STACK, Unit.BYTES_PER_SECOND, (Query(rate("kvfleet_moved_bytes_total", "traffic"), "{{traffic}}"),), CALM,
+        8,
+    ),
+    Panel(
+        "KV and weights of models: waiting", "Bytes that wait for their paths, by class of traffic.", Form.STACK,
+        Unit.BYTES, (Query(f"sum by (traffic) (kvfleet_move_queue_bytes{{{NODE}}})", "{{traffic}}"),), CALM, 8,
+    ),
+    Panel(
+        "Busy answers", "Clients got less than they asked for because the path to the rest is congested.", Form.LINES,
+        Unit.PER_SECOND, (Query(rate("kvfleet_busy_answers_total", "verb"), "{{verb}}"),), CALM, 8,
+    ),
 ))  # fmt: skip
 
 NODES: Final = Row("Do nodes help each other?", (
@@ -228,6 +241,18 @@ NODES: Final = Row("Do nodes help each other?", (
     Panel(
         "Landing buffers", "Memory that a transport may still write to. Comes back to 0 when fetches end.", Form.LINES,
         Unit.BYTES, (Query(f"sum by (pool) (kvfleet_peer_landing_bytes{{{NODE}}})", "{{pool}}"),), CALM, 6,
+    ),
+    Panel(
+        "Growing blocks", "Prompts that are handed over while they are computed: blocks at their writers and readers.",
+        Form.LINES, Unit.NONE, (Query(f"sum by (role) (kvfleet_handover_blocks{{{NODE}}})", "{{role}}"),), CALM, 8,
+    ),
+    Panel(
+        "Layers handed over", "`waited`: the reader was there before the layer. `none`: it was there already.",
+        Form.STACK, Unit.PER_SECOND, (Query(rate("kvfleet_handover_layers_total", "wait"), "{{wait}}"),), CALM, 8,
+    ),
+    Panel(
+        "Hand-overs broken", "Prompts that their readers had to compute after all. Should stay at 0.", Form.LINES,
+        Unit.PER_SECOND, (Query(rate("kvfleet_handovers_broken_total", "reason"), "{{reason}}"),), CALM, 8,
     ),
 ))  # fmt: skip
 

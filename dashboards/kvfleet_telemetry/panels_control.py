@@ -54,11 +54,15 @@ CONTROL: Final = Row("Does the operator keep up?", (
     ),
     Panel(
         "Nodes by state", "Nodes of each pool, as the operator counts them.", Form.LINES, Unit.NONE,
-        (Query(f"max by (pool, state) (kvfleet_pool_nodes{{{POOL}}})", "{{pool}} {{state}}"),), CALM, 8,
+        (Query(f"max by (pool, state) (kvfleet_pool_nodes{{{POOL}}})", "{{pool}} {{state}}"),), CALM, 6,
+    ),
+    Panel(
+        "Tiers that scale", "Bytes on each node that autoscaling asks for.", Form.LINES, Unit.BYTES,
+        (Query(f"max by (pool, tier) (kvfleet_pool_tier_target_bytes{{{POOL}}})", "{{pool}} {{tier}}"),), CALM, 6,
     ),
     Panel(
         "Rounds: p99 by part", "Time of one round of the planner.", Form.LINES, Unit.SECONDS,
-        (Query(quantile(0.99, "kvfleet_operator_reconcile_duration_seconds", "part", ""), "{{part}}"),), CALM, 8,
+        (Query(quantile(0.99, "kvfleet_operator_reconcile_duration_seconds", "part", ""), "{{part}}"),), CALM, 6,
     ),
     Panel(
         "Convergence: p50 and p99", "From first sight of a change of a pool until the pool is Ready at it.", Form.LINES,
@@ -66,7 +70,15 @@ CONTROL: Final = Row("Does the operator keep up?", (
         (
             Query(quantile(0.5, "kvfleet_operator_convergence_seconds", "", ""), "p50"),
             Query(quantile(0.99, "kvfleet_operator_convergence_seconds", "", ""), "p99"),
-        ), CALM, 8,
+        ), CALM, 6,
+    ),
+    Panel(
+        "Operations by state", "KVOperations, by what they do and how far they are.", Form.LINES, Unit.NONE,
+        (Query("max by (type, state) (kvfleet_operations)", "{{type}} {{state}}"),), CALM, 12,
+    ),
+    Panel(
+        "Operations on nodes", "Parts of KVOperations that agents ended, by result.", Form.LINES, Unit.PER_SECOND,
+        (Query(rate("kvfleet_orders_total", "type, result"), "{{type}} {{result}}"),), CALM, 12,
     ),
     Panel(
         "Actions", "By verb and result.", Form.LINES, Unit.PER_SECOND,

@@ -31,6 +31,7 @@ SPANS: Final = (
         "kvfleet.follow", "Waiting for parts of blocks that another node still writes.",
         ("session_id", "pool", "requested_blocks"),
     ),
+    SpanType("kvfleet.order", "An agent's part of one KVOperation.", ("order",)),
     SpanType("kvfleet.reconcile", "One pass of the operator's planner.", ("pools", "actions")),
     SpanType("kvfleet.sweep", "One pass of the metadata service's sweeper.", ("scanned", "collected")),
 )  # fmt: skip

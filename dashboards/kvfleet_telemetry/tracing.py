@@ -1,20 +1,24 @@
 """OpenTelemetry spans: off until `configure` names an endpoint, and then sent by OTLP over HTTP.
 
-While off, `span` yields one shared object that does nothing. Attributes are ours, `kvcache.*`, except for the two that
-have a name in the semantic conventions: `session.id` and `gen_ai.request.model`.
+While off, `span` yields one shared object that does nothing, and the SDK, a tenth of what the operator would load, is
+left out. Attributes are ours, `kvcache.*`, except for the two that have a name in the semantic conventions:
+`session.id` and `gen_ai.request.model`.
 """
 
+from __future__ import annotations
+
 import threading
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from opentelemetry import trace
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import Span, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+    from opentelemetry.trace import Span, Tracer
 
 Attribute = str | bool | int | float
 """What OpenTelemetry takes as a single attribute."""
@@ -68,6 +72,7 @@ def configure(component: str, otlp_endpoint: str | None = None) -> None:
     if not otlp_endpoint:
         return
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     exporter = OTLPSpanExporter(endpoint=otlp_endpoint, timeout=_EXPORT_S)
     install(component, BatchSpanProcessor(exporter, max_queue_size=_QUEUE_SPANS_MAX), exporter.shutdown)
@@ -78,6 +83,9 @@ def install(component: str, processor: SpanProcessor, interrupt: Callable[[], No
 
     `interrupt` ends an export that is under way; `shutdown` calls it when the last export takes too long.
     """
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+
     shutdown()
     _state.interrupt = interrupt
     _state.provider = TracerProvider(resource=Resource.create({"service.name": f"kvfleet-{component}"}))
