@@ -100,12 +100,32 @@ TARGET static inline uint64_t far_below(const uint8_t *bytes, uint8_t base, uint
            far_below_half(load_half(bytes, 0), base, range);
 }
 
-/* The low bytes of 16 words that are below 256. */
-TARGET static inline void store_bytes(uint8_t *into, const uint32_t *words)
+typedef __m256i Vector;
+
+TARGET static inline __m256 larger(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
+
+TARGET static inline __m256 smaller(__m256 a, __m256 b) { return _mm256_min_ps(a, b); }
+
+/* Of signed halves. */
+TARGET static inline Vector larger_halves(Vector a, Vector b) { return _mm256_max_epi16(a, b); }
+
+TARGET static inline Vector smaller_halves(Vector a, Vector b) { return _mm256_min_epi16(a, b); }
+
+/* The two halves of each word together. */
+TARGET static inline Vector sum_halves(Vector words) { return _mm256_madd_epi16(words, _mm256_set1_epi16(1)); }
+
+TARGET static inline void store_words(uint8_t *into, Vector words)
 {
-    __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(load_half(words, 0), load_half(words, 1)), 0xD8);
-    __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
-    _mm_storeu_si128((__m128i *)into, bytes);
+    __m256i halves = _mm256_packus_epi32(words, words);
+    __m128i bytes = _mm_unpacklo_epi32(_mm256_castsi256_si128(_mm256_packus_epi16(halves, halves)),
+                                       _mm256_extracti128_si256(_mm256_packus_epi16(halves, halves), 1));
+    _mm_storel_epi64((__m128i *)into, bytes);
+}
+
+TARGET static inline void store_halves(uint8_t *into, Vector halves)
+{
+    __m256i low = _mm256_and_si256(halves, _mm256_set1_epi16(0xFF)), bytes = _mm256_packus_epi16(low, low);
+    _mm_storeu_si128((__m128i *)into, _mm256_castsi256_si128(_mm256_permute4x64_epi64(bytes, 0xD8)));
 }
 
 #include "body.h"

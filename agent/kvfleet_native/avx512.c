@@ -75,10 +75,36 @@ TARGET static inline uint64_t far_below(const uint8_t *bytes, uint8_t base, uint
     return _mm512_cmpge_epu8_mask(below, _mm512_set1_epi8((char)range));
 }
 
-/* The low bytes of 16 words that are below 256. */
-TARGET static inline void store_bytes(uint8_t *into, const uint32_t *words)
+typedef __m512i Vector;
+
+TARGET static inline __m512 larger(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
+
+TARGET static inline __m512 smaller(__m512 a, __m512 b) { return _mm512_min_ps(a, b); }
+
+#define HAS_TABLES 1
+
+/* Numbers of a table of 32, by the low bits of words. */
+TARGET static inline __m512 looked_up(__m512 first, __m512 second, Vector words)
 {
-    _mm_storeu_si128((__m128i *)into, _mm512_cvtepi32_epi8(_mm512_loadu_si512(words)));
+    return _mm512_permutex2var_ps(first, words, second);
+}
+
+/* Of signed halves. */
+TARGET static inline Vector larger_halves(Vector a, Vector b) { return _mm512_max_epi16(a, b); }
+
+TARGET static inline Vector smaller_halves(Vector a, Vector b) { return _mm512_min_epi16(a, b); }
+
+/* The two halves of each word together. */
+TARGET static inline Vector sum_halves(Vector words) { return _mm512_madd_epi16(words, _mm512_set1_epi16(1)); }
+
+TARGET static inline void store_words(uint8_t *into, Vector words)
+{
+    _mm_storeu_si128((__m128i *)into, _mm512_cvtepi32_epi8(words));
+}
+
+TARGET static inline void store_halves(uint8_t *into, Vector halves)
+{
+    _mm256_storeu_si256((__m256i *)into, _mm512_cvtepi16_epi8(halves));
 }
 
 #include "body.h"

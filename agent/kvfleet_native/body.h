@@ -69,32 +69,6 @@ TARGET static void digest(const uint8_t *source, size_t size, uint64_t seed, uin
 
 #define STAGE_BYTES (4 * BLOCK_BYTES) /* Stays in the first cache. */
 
-/* Digests under two seeds of what is read once, so that both are of the same bytes. */
-TARGET static void digest_pair(const uint8_t *source, size_t size, const uint64_t *seeds, uint8_t *into)
-{
-    uint8_t secrets[2][SECRET_BYTES], staged[LINE + STAGE_BYTES] __attribute__((aligned(LINE)));
-    uint8_t *stage = staged + LINE; /* Before it stands the end of the last stage. */
-    uint64_t sums[2][8];
-    size_t left = size;
-    for (int i = 0; i < 2; i++)
-        begin_digest(sums[i], secrets[i], seeds[i]);
-    for (; left > STAGE_BYTES; source += STAGE_BYTES, left -= STAGE_BYTES) {
-        memcpy(stage, source, STAGE_BYTES);
-        __asm__ volatile("" ::: "memory"); /* From here on the source has changed, for all that the compiler knows. */
-        add_blocks(sums[0], stage, STAGE_BYTES / BLOCK_BYTES, secrets[0], source + STAGE_BYTES);
-        add_blocks(sums[1], stage, STAGE_BYTES / BLOCK_BYTES, secrets[1], stage);
-        memcpy(staged, stage + STAGE_BYTES - LINE, LINE);
-    }
-    memcpy(stage, source, left);
-    __asm__ volatile("" ::: "memory");
-    size_t whole = (left - 1) / BLOCK_BYTES;
-    for (int i = 0; i < 2; i++) {
-        add_blocks(sums[i], stage, whole, secrets[i], stage);
-        end_digest(sums[i], stage + whole * BLOCK_BYTES, left - whole * BLOCK_BYTES, size, secrets[i],
-                   into + i * DIGEST_BYTES);
-    }
-}
-
 /* As add_blocks, and each line goes from its registers past the caches to `into`, which begins with a quarter of one:
    what an allocator hands out does. `number` is 1 or 2 seeds' sums; known where this is inlined, all stay in registers. */
 TARGET static inline __attribute__((always_inline)) void
@@ -125,6 +99,7 @@ stream_blocks(uint64_t sums[][8], uint8_t *into, const uint8_t *source, size_t c
         store_lanes(sums[last], others);
 }
 
+/* `into` may be NULL: nothing is copied then, and the digests are of one reading all the same. */
 TARGET static void copy_digests(uint8_t *into, const uint8_t *source, size_t size, const uint64_t *seeds, int count,
                                 int is_streamed, uint8_t *digests)
 {
@@ -139,23 +114,22 @@ TARGET static void copy_digests(uint8_t *into, const uint8_t *source, size_t siz
         stream_blocks(sums, into, source, straight, secrets, 1);
     else
         stream_blocks(sums, into, source, straight, secrets, 2);
-    into += straight * BLOCK_BYTES, source += straight * BLOCK_BYTES;
-    for (size_t left = size - straight * BLOCK_BYTES; left > 0;) {
-        size_t size_here = left < STAGE_BYTES ? left : STAGE_BYTES;
-        memcpy(stage, source, size_here);
+    for (size_t at = straight * BLOCK_BYTES, here; at < size; at += here) {
+        int is_last = size - at <= STAGE_BYTES;
+        here = is_last ? size - at : STAGE_BYTES;
+        memcpy(stage, source + at, here);
         __asm__ volatile("" ::: "memory"); /* From here on the source has changed, for all that the compiler knows. */
         if (is_streamed)
-            stream(into, stage, size_here);
-        else
-            memcpy(into, stage, size_here);
-        size_t whole = left > STAGE_BYTES ? STAGE_BYTES / BLOCK_BYTES : (size_here - 1) / BLOCK_BYTES;
+            stream(into + at, stage, here);
+        else if (into != NULL)
+            memcpy(into + at, stage, here);
+        size_t whole = (here - is_last) / BLOCK_BYTES;
         for (int i = 0; i < count; i++)
-            add_blocks(sums[i], stage, whole, secrets[i], source + size_here);
-        for (int i = 0; left == size_here && i < count; i++)
-            end_digest(sums[i], stage + whole * BLOCK_BYTES, size_here - whole * BLOCK_BYTES, size, secrets[i],
+            add_blocks(sums[i], stage, whole, secrets[i], source + at + here);
+        for (int i = 0; is_last && i < count; i++)
+            end_digest(sums[i], stage + whole * BLOCK_BYTES, here - whole * BLOCK_BYTES, size, secrets[i],
                        digests + i * DIGEST_BYTES);
         memcpy(staged, stage + STAGE_BYTES - LINE, LINE);
-        into += size_here, source += size_here, left -= size_here;
     }
     stream_end();
 }
@@ -174,7 +148,6 @@ const Kernels LEVEL = {
     .is_supported = is_supported,
     .copy = copy,
     .digest = digest,
-    .digest_pair = digest_pair,
     .copy_digests = copy_digests,
     .width_of = width_of,
     .narrow = narrow,

@@ -4,28 +4,39 @@
    a few rows and in double precision over these: equal to the bit at every level (`python_mixing.py`). Numbers are brought
    below 2 by a power of two before they are squared, so nothing overflows, and what underflows is nothing beside them. */
 
-#define PARTS (LANES / FLOATS)
-#define SINGLE_ROWS 8 /* Of so many rows at most squares are added in single precision. */
+#define PARTS (LANES / CHUNK)
+#define SINGLE_ROWS 16 /* Of so many rows at most squares are added in single precision. */
 
 typedef float Floats __attribute__((vector_size(4 * FLOATS)));
 typedef uint32_t Words __attribute__((vector_size(4 * FLOATS)));
-typedef uint16_t Halves __attribute__((vector_size(2 * FLOATS)));
 
-/* Sums of squares: of what is lost, and of all there is. */
+/* Sums of squares over some rows, times by^2: of what is lost, and of all there is. */
 typedef struct {
-    float lost[LANES], all[LANES]; /* Of some rows, times by^2. */
-    double lost_sums[LANES], all_sums[LANES];
-    float by;
+    Floats lost[PARTS][2], all[PARTS][2]; /* Of elements at even places, and at odd ones. */
+} Sums;
+
+/* The same of all rows, neighbours together. */
+typedef struct {
+    double lost[LANES / 2], all[LANES / 2];
+    float by;       /* A power of two that brings numbers below 2. */
+    double inverse; /* Of by^2. */
 } Loss;
 
-/* Numbers for the elements of a vector. */
+/* Numbers for the elements of a vector. Where all have one scale, what codes come back as may be looked up. */
 typedef struct {
-    Floats by, inverse, low;
+    Floats by, inverse, low, table[2];
 } Shares;
 
+/* Scales of columns: of each chunk those at even places first. */
 typedef struct {
-    Words code;
-    Floats was, back; /* `back` is not rounded yet. */
+    float by[STRIP + LANES], inverse[STRIP + LANES], low[STRIP + LANES];
+} Split;
+
+typedef struct {
+    Words code;  /* In the low bits; what stands above them means nothing. */
+    Floats back; /* Not rounded yet. */
+    Words place; /* In the low bits: where it stands in a table. */
+    Floats unit; /* Of what stands there. */
 } Coded;
 
 TARGET ALWAYS Floats floats_at(const float *values)
@@ -35,148 +46,212 @@ TARGET ALWAYS Floats floats_at(const float *values)
     return found;
 }
 
-TARGET ALWAYS Words words_at(const uint16_t *x)
+TARGET ALWAYS void store_at(float *values, Floats stored) { memcpy(values, &stored, sizeof stored); }
+
+/* A chunk: elements at even places in the low halves of words, those at odd places in the high ones. */
+TARGET ALWAYS Words chunk_at(const uint16_t *x)
 {
-    Halves halves;
-    memcpy(&halves, x, sizeof halves);
-    return __builtin_convertvector(halves, Words);
+    Words found;
+    memcpy(&found, x, sizeof found);
+    return found;
 }
 
-TARGET ALWAYS Words larger(Words a, Words b)
+TARGET ALWAYS Floats half_of(Words chunk, int is_odd)
 {
-    Words is_first = (Words)(a > b);
-    return (a & is_first) | (b & ~is_first);
+    return (Floats)(is_odd ? chunk & 0xFFFF0000 : chunk << 16);
 }
 
-/* As fp8_of does it, but for its bound: scales are such that nothing is rounded to more than 448. */
-TARGET ALWAYS Coded coded_fp8(Words x, Shares shares)
+/* As fp8_of does it, but for its bound: scales are such that nothing is rounded to more than 448. What is added to the
+   rounder beside its power makes the sum's low bits and the power's give the code by one addition. */
+TARGET ALWAYS Coded coded_fp8(Floats magnitudes, Shares shares)
 {
-    const uint32_t normal_from = 0x3C800000;
-    Floats was = (Floats)((x & 0x7FFF) << 16), scaled = was * shares.inverse;
-    Words power = larger((Words)scaled & 0x7F800000, (Words){0} + normal_from);
-    Floats rounder = (Floats)(power + (20u << 23)), sum = scaled + rounder;
-    Words code = ((power - normal_from) >> 20) + ((Words)sum & 0x1F);
-    return (Coded){code | (x >> 8 & 0x80), was, (sum - rounder) * shares.by};
+    const uint32_t normal_from = 0x3C800000, rounder_above = (20u << 23) + (256 * 5 - (normal_from >> 20) - 160);
+    Floats scaled = magnitudes * shares.inverse;
+    Words power = (Words)larger(scaled, (Floats){0} + float_of(normal_from)) & 0x7F800000;
+    Floats rounder = (Floats)(power + rounder_above), sum = scaled + rounder;
+    return (Coded){(Words)sum + ((Words)sum >> 20), (sum - rounder) * shares.by, (Words)sum, (Floats)power};
 }
 
-TARGET ALWAYS Coded coded_int8(Words x, Shares shares)
+TARGET ALWAYS Coded coded_int8(Floats values, Shares shares)
 {
-    Floats was = (Floats)(x << 16), sum = was * shares.inverse + 0x1.8p23f;
-    return (Coded){(Words)sum & 0xFF, was, (sum - 0x1.8p23f) * shares.by};
+    Floats sum = values * shares.inverse + 0x1.8p23f;
+    return (Coded){.code = (Words)sum, .back = (sum - 0x1.8p23f) * shares.by};
 }
 
-TARGET ALWAYS Coded coded_int4(Words x, Shares shares)
+TARGET ALWAYS Coded coded_int4(Floats values, Shares shares)
 {
-    Floats was = (Floats)(x << 16), sum = (was - shares.low) * shares.inverse + 0x1p23f;
-    return (Coded){(Words)sum & 0xF, was, (sum - 0x1p23f) * shares.by + shares.low};
+    Floats sum = (values - shares.low) * shares.inverse + 0x1p23f;
+    return (Coded){(Words)sum, (sum - 0x1p23f) * shares.by + shares.low, (Words)sum, (Floats){0} + 1.0f};
 }
 
 TARGET ALWAYS Floats rounded_to_bf16(Floats values)
 {
-    Words bits = (Words)values;
-    return (Floats)((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000);
+    Words bits = (Words)values, added = (Words)sum_halves((Vector)((bits & 0x10000) | 0x7FFF));
+    return (Floats)((bits + added) & 0xFFFF0000);
 }
 
-/* Codes of a vector's elements, and the squares of what they lose and are, times by^2; `by` is 1 where not `is_far`. */
-TARGET ALWAYS Words code_vector(Floats *lost, Floats *all, const uint16_t *x, Shares shares, float by, int kind,
-                                int is_far)
+#if FLOATS == 4
+#define NUMBERS {0, 1, 2, 3}
+#elif FLOATS == 8
+#define NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
+#else
+#define NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#endif
+
+/* Shares of elements that have one scale. Of e4m3 the eighths of a power of two that a code is worth stand in the table,
+   0 to 16 of them, from `rounder_above` on; rounding them to bf16 there is rounding them at any power. */
+TARGET ALWAYS Shares with_table(Shares shares, int kind)
 {
-    Words words = words_at(x);
-    Coded coded = kind == FP8    ? coded_fp8(words, shares)
-                  : kind == INT8 ? coded_int8(words, shares)
-                                 : coded_int4(words, shares);
-    Floats difference = coded.was - rounded_to_bf16(coded.back);
+    for (int i = 0; i < 2; i++) {
+        Words place = (Words)NUMBERS + (uint32_t)(FLOATS * i);
+        Words steps = kind == FP8 ? (place + 8) & 31 : place;
+        Floats values = __builtin_convertvector(steps, Floats) * (kind == FP8 ? 0.125f : 1.0f);
+        shares.table[i] = rounded_to_bf16(kind == FP8 ? values * shares.by : values * shares.by + shares.low);
+    }
+    return shares;
+}
+
+/* What a code comes back as. */
+TARGET ALWAYS Floats came_back(Coded coded, Shares shares, int kind, int is_tabled)
+{
+#ifdef HAS_TABLES
+    if (is_tabled && kind == FP8)
+        return looked_up(shares.table[0], shares.table[1], (Vector)coded.place) * coded.unit;
+    if (is_tabled && kind == INT4)
+        return looked_up(shares.table[0], shares.table[1], (Vector)coded.place);
+#else
+    (void)shares, (void)kind, (void)is_tabled;
+#endif
+    return rounded_to_bf16(coded.back);
+}
+
+TARGET ALWAYS void add_loss(Floats *lost, Floats *all, Floats was, Floats came, float by, int is_far)
+{
+    Floats difference = was - came;
     if (is_far)
-        difference *= by, coded.was *= by;
-    *lost = difference * difference;
-    *all = coded.was * coded.was;
+        difference *= by, was *= by;
+    *lost += difference * difference;
+    *all += was * was;
+}
+
+/* Codes of half a chunk, and the squares of what they lose and are, times by^2; `by` is 1 where not `is_far`. */
+TARGET ALWAYS Words code_half(Floats *lost, Floats *all, Floats was, Shares shares, float by, int kind, int is_far,
+                              int is_tabled)
+{
+    Coded coded = kind == FP8    ? coded_fp8(was, shares)
+                  : kind == INT8 ? coded_int8(was, shares)
+                                 : coded_int4(was, shares);
+    add_loss(lost, all, was, came_back(coded, shares, kind, is_tabled), by, is_far);
     return coded.code;
 }
 
-TARGET ALWAYS Shares shares_at(const Strip *strip, size_t i, int kind)
+TARGET ALWAYS void store_chunk(uint8_t *codes, Words even, Words odd, Words chunk, int kind)
 {
-    return (Shares){floats_at(strip->by + i), floats_at(strip->inverse + i),
-                    kind == INT4 ? floats_at(strip->low + i) : (Floats){0}};
+    Words both = (even & 0xFFFF) | odd << 16;
+    if (kind == INT4)
+        store_words(codes, (Vector)((even & 0xF) | (odd & 0xF) << 4));
+    else if (kind == INT8)
+        store_halves(codes, (Vector)both);
+    else
+        store_halves(codes, (Vector)((both & 0x7F007F) | (chunk >> 8 & 0x800080)));
+}
+
+TARGET ALWAYS void code_chunk(uint8_t *codes, const uint16_t *x, Floats *lost, Floats *all, const Shares *shares,
+                              float by, int kind, int is_far, int is_tabled)
+{
+    Words chunk = chunk_at(x), valued = kind == FP8 ? chunk & 0x7FFF7FFF : chunk;
+    Words even = code_half(lost, all, half_of(valued, 0), shares[0], by, kind, is_far, is_tabled);
+    Words odd = code_half(lost + 1, all + 1, half_of(valued, 1), shares[1], by, kind, is_far, is_tabled);
+    store_chunk(codes, even, odd, chunk, kind);
+}
+
+TARGET ALWAYS Shares shares_at(const Split *split, size_t i, int kind)
+{
+    return (Shares){floats_at(split->by + i), floats_at(split->inverse + i),
+                    kind == INT4 ? floats_at(split->low + i) : (Floats){0}, {{0}, {0}}};
 }
 
 TARGET ALWAYS Shares shares_of_all(const Strip *strip, size_t i, int kind)
 {
     return (Shares){(Floats){0} + strip->by[i], (Floats){0} + strip->inverse[i],
-                    (Floats){0} + (kind == INT4 ? strip->low[i] : 0.0f)};
+                    (Floats){0} + (kind == INT4 ? strip->low[i] : 0.0f), {{0}, {0}}};
 }
 
-/* The last elements of a row, fewer than LANES. */
-TARGET ALWAYS void code_last(const Strip *strip, size_t first, uint8_t *codes, const uint16_t *x, size_t count,
-                             Loss *loss, int kind, int step)
+TARGET ALWAYS void split_numbers(float *restrict split, const float *restrict numbers, size_t count)
+{
+    for (size_t left = 0; left < count; left += CHUNK)
+        for (size_t i = 0; i < FLOATS; i++) {
+            split[left + i] = numbers[left + 2 * i];
+            split[left + FLOATS + i] = numbers[left + 2 * i + 1];
+        }
+}
+
+TARGET ALWAYS void split_shares(Split *split, const Strip *strip, size_t count, int kind)
+{
+    split_numbers(split->by, strip->by, count);
+    split_numbers(split->inverse, strip->inverse, count);
+    if (kind == INT4)
+        split_numbers(split->low, strip->low, count);
+}
+
+/* The last elements of a row, fewer than LANES; scales of `split` are those from `first` on. */
+TARGET ALWAYS void code_last(uint8_t *codes, const uint16_t *x, size_t count, Sums *sums, const Split *split,
+                             size_t first, const Shares *fixed, float by, int kind)
 {
     uint16_t padded[LANES] = {0};
     uint8_t made[LANES];
-    Words words[PARTS];
-    Floats lost, all;
     memcpy(padded, x, 2 * count);
     for (int part = 0; part < PARTS; part++) {
-        size_t at = FLOATS * part;
-        Shares shares = step ? shares_at(strip, first + at, kind) : shares_of_all(strip, first, kind);
-        words[part] = code_vector(&lost, &all, padded + at, shares, loss->by, kind, 1);
-        for (size_t lane = at; lane < LEAST(count, at + FLOATS); lane++) {
-            loss->lost[lane] += lost[lane - at];
-            loss->all[lane] += all[lane - at];
+        size_t at = (size_t)(CHUNK * part);
+        Floats lost[2] = {{0}}, all[2] = {{0}};
+        Shares shares[2] = {fixed[0], fixed[1]};
+        if (split != NULL)
+            shares[0] = shares_at(split, first + at, kind), shares[1] = shares_at(split, first + at + FLOATS, kind);
+        code_chunk(made + CODES(at), padded + at, lost, all, shares, by, kind, 1, 0);
+        for (size_t i = at; i < LEAST(count, at + CHUNK); i++) {
+            sums->lost[part][i % 2][(i - at) / 2] += lost[i % 2][(i - at) / 2];
+            sums->all[part][i % 2][(i - at) / 2] += all[i % 2][(i - at) / 2];
         }
     }
-    store_bytes(made, (const uint32_t *)words);
-    memcpy(codes, made, count);
+    memcpy(codes, made, CODES(count));
 }
 
-/* `encode_strip`, measured. Scales are those from `first` on (step 1), or that at `first` alone (step 0). */
-TARGET ALWAYS void encode_measured(const Strip *strip, size_t first, uint8_t *codes, const uint16_t *x, size_t count,
-                                   size_t ahead, Loss *loss, int kind, int step, int is_far)
+/* `encode_strip`, measured. Scales are those of `split` where it is given, else `fixed` for all. */
+TARGET ALWAYS void encode_measured(uint8_t *codes, const uint16_t *x, size_t count, size_t ahead, Sums *sums,
+                                   const Split *split, const Shares *fixed, float by, int kind, int is_far)
 {
-    uint8_t single[STRIP], *made = kind == INT4 ? single : codes;
-    Shares shares = shares_of_all(strip, first, kind);
-    Floats lost_sums[PARTS], all_sums[PARTS], lost, all;
-    Words words[PARTS];
-    memcpy(lost_sums, loss->lost, sizeof lost_sums);
-    memcpy(all_sums, loss->all, sizeof all_sums);
-    float by = loss->by;
+    Shares shares[2] = {fixed[0], fixed[1]};
     size_t i = 0;
     for (; i + LANES <= count; i += LANES) {
         __builtin_prefetch(x + ahead + i);
         for (int part = 0; part < PARTS; part++) {
-            size_t at = i + FLOATS * part;
-            if (step)
-                shares = shares_at(strip, first + at, kind);
-            words[part] = code_vector(&lost, &all, x + at, shares, by, kind, is_far);
-            lost_sums[part] += lost;
-            all_sums[part] += all;
+            size_t at = i + (size_t)(CHUNK * part);
+            if (split != NULL)
+                shares[0] = shares_at(split, at, kind), shares[1] = shares_at(split, at + FLOATS, kind);
+            code_chunk(codes + CODES(at), x + at, sums->lost[part], sums->all[part], shares, by, kind, is_far,
+                       split == NULL && !is_far);
         }
-        store_bytes(made + i, (const uint32_t *)words);
     }
-    memcpy(loss->lost, lost_sums, sizeof lost_sums);
-    memcpy(loss->all, all_sums, sizeof all_sums);
     if (i < count)
-        code_last(strip, first + step * i, made + i, x + i, count - i, loss, kind, step);
-    if (kind == INT4)
-        pair_up(codes, single, count);
+        code_last(codes + CODES(i), x + i, count - i, sums, split, i, fixed, by, kind);
 }
 
-TARGET ALWAYS void encode_near(const Strip *strip, size_t first, uint8_t *codes, const uint16_t *x, size_t count,
-                               size_t ahead, Loss *loss, int kind, int step)
+TARGET ALWAYS void add_lanes(double *lanes, Floats values, double inverse)
 {
-    if (loss->by == 1.0f)
-        encode_measured(strip, first, codes, x, count, ahead, loss, kind, step, 0);
-    else
-        encode_measured(strip, first, codes, x, count, ahead, loss, kind, step, 1);
+    for (int lane = 0; lane < FLOATS; lane++)
+        lanes[lane] += (double)values[lane] * inverse;
 }
 
-/* Single precision to double. */
-TARGET ALWAYS void gather(Loss *loss)
+/* Single precision to double, after each SINGLE_ROWS rows and after the last one. */
+TARGET ALWAYS void gather(Loss *loss, Sums *sums, size_t row, size_t rows)
 {
-    double by = 1.0 / ((double)loss->by * (double)loss->by);
-    for (int lane = 0; lane < LANES; lane++) {
-        loss->lost_sums[lane] += (double)loss->lost[lane] * by;
-        loss->all_sums[lane] += (double)loss->all[lane] * by;
-        loss->lost[lane] = loss->all[lane] = 0.0f;
+    if (row % SINGLE_ROWS != SINGLE_ROWS - 1 && row != rows - 1)
+        return;
+    for (int part = 0; part < PARTS; part++) {
+        add_lanes(loss->lost + FLOATS * part, sums->lost[part][0] + sums->lost[part][1], loss->inverse);
+        add_lanes(loss->all + FLOATS * part, sums->all[part][0] + sums->all[part][1], loss->inverse);
     }
+    *sums = (Sums){0};
 }
 
 #define NEAR_FROM 0x3000 /* bf16 of 2^-31 and of 2^33: squares of such numbers are numbers. */
@@ -187,66 +262,90 @@ TARGET ALWAYS int begin_strip(Loss *loss, uint16_t largest)
 {
     int is_near = largest >= NEAR_FROM && largest < NEAR_TO;
     loss->by = is_near ? 1.0f : float_of((254u - (largest >> 7)) << 23);
+    loss->inverse = 1.0 / ((double)loss->by * (double)loss->by);
     return largest < TOO_LARGE;
 }
 
-/* A scale for each row. */
+/* Rows of a strip, each with a scale of its own. */
+TARGET ALWAYS void encode_rows(const Grid *grid, uint8_t *codes, const uint16_t *x, const Strip *strip, size_t rows,
+                               Loss *loss, int kind, int is_far)
+{
+    Sums sums = {0};
+    for (size_t row = 0; row < rows; row++) {
+        Shares all = with_table(shares_of_all(strip, row, kind), kind), fixed[2] = {all, all};
+        for (size_t left = 0; left < grid->columns; left += STRIP) {
+            size_t at = row * grid->columns + left, count = LEAST(STRIP, grid->columns - left);
+            encode_measured(codes + CODES(at), x + at, count, grid->rows * grid->columns, &sums, NULL, fixed, loss->by,
+                            kind, is_far);
+        }
+        gather(loss, &sums, row, rows);
+    }
+}
+
 TARGET ALWAYS int pack_rows_measured(const Grid *grid, uint8_t *codes, uint16_t *scales, const uint16_t *x, Loss *loss,
                                      int kind)
 {
     Strip strip;
     for (size_t top = 0; top < grid->rows; top += STRIP) {
-        size_t rows = LEAST(STRIP, grid->rows - top);
+        size_t rows = LEAST(STRIP, grid->rows - top), at = top * grid->columns;
         for (size_t row = 0; row < rows; row++)
-            bound_row(&strip, row, x + (top + row) * grid->columns, grid->columns, kind);
+            bound_row(&strip, row, x + at + row * grid->columns, grid->columns, kind);
         if (!begin_strip(loss, scale(&strip, scales + top, scales + grid->rows + top, rows, kind)))
             return 0;
-        for (size_t row = 0; row < rows; row++) {
-            for (size_t left = 0; left < grid->columns; left += STRIP) {
-                size_t at = (top + row) * grid->columns + left, count = LEAST(STRIP, grid->columns - left);
-                encode_near(&strip, row, codes + CODES(at), x + at, count, grid->rows * grid->columns, loss, kind, 0);
-            }
-            if (row % SINGLE_ROWS == SINGLE_ROWS - 1 || row == rows - 1)
-                gather(loss);
-        }
+        if (loss->by == 1.0f)
+            encode_rows(grid, codes + CODES(at), x + at, &strip, rows, loss, kind, 0);
+        else
+            encode_rows(grid, codes + CODES(at), x + at, &strip, rows, loss, kind, 1);
     }
     return 1;
 }
 
-/* A scale for each column. */
+/* Columns of a strip, each with a scale of its own. */
+TARGET ALWAYS void encode_columns(const Grid *grid, uint8_t *codes, const uint16_t *x, const Strip *strip, size_t wide,
+                                  Loss *loss, int kind, int is_far)
+{
+    Shares none[2] = {0};
+    Sums sums = {0};
+    Split split;
+    split_shares(&split, strip, wide, kind);
+    for (size_t row = 0; row < grid->rows; row++) {
+        size_t at = row * grid->columns;
+        encode_measured(codes + CODES(at), x + at, wide, grid->rows * grid->columns, &sums, &split, none, loss->by, kind,
+                        is_far);
+        gather(loss, &sums, row, grid->rows);
+    }
+}
+
 TARGET ALWAYS int pack_columns_measured(const Grid *grid, uint8_t *codes, uint16_t *scales, const uint16_t *x,
                                         Loss *loss, int kind)
 {
     Strip strip;
     for (size_t left = 0; left < grid->columns; left += STRIP) {
         size_t wide = LEAST(STRIP, grid->columns - left);
-        unbound(&strip, wide);
-        for (size_t row = 0; row < grid->rows; row++)
-            bound_each(&strip, x + row * grid->columns + left, wide, kind);
+        bound_columns(&strip, x + left, grid->rows, grid->columns, wide, kind);
         if (!begin_strip(loss, scale(&strip, scales + left, scales + grid->columns + left, wide, kind)))
             return 0;
-        for (size_t row = 0; row < grid->rows; row++) {
-            size_t at = row * grid->columns + left;
-            encode_near(&strip, 0, codes + CODES(at), x + at, wide, grid->rows * grid->columns, loss, kind, 1);
-            if (row % SINGLE_ROWS == SINGLE_ROWS - 1 || row == grid->rows - 1)
-                gather(loss);
-        }
+        if (loss->by == 1.0f)
+            encode_columns(grid, codes + CODES(left), x + left, &strip, wide, loss, kind, 0);
+        else
+            encode_columns(grid, codes + CODES(left), x + left, &strip, wide, loss, kind, 1);
     }
     return 1;
 }
 
-TARGET ALWAYS double sum_of_lanes(const double *lanes)
+/* Halves onto each other, until one is left. */
+TARGET ALWAYS double sum_of_lanes(double *lanes)
 {
-    double sum = 0.0;
-    for (int lane = 0; lane < LANES; lane++)
-        sum += lanes[lane];
-    return sum;
+    for (int half = LANES / 4; half > 0; half /= 2)
+        for (int lane = 0; lane < half; lane++)
+            lanes[lane] += lanes[half + lane];
+    return lanes[0];
 }
 
-TARGET ALWAYS double error_of(const Loss *loss)
+TARGET ALWAYS double error_of(Loss *loss)
 {
-    double lost = sum_of_lanes(loss->lost_sums);
-    return lost == 0.0 ? 0.0 : __builtin_sqrt(lost / sum_of_lanes(loss->all_sums));
+    double lost = sum_of_lanes(loss->lost);
+    return lost == 0.0 ? 0.0 : __builtin_sqrt(lost / sum_of_lanes(loss->all));
 }
 
 /* `pack` of a plane, and ||x - x'|| / ||x||; 0 where a value is not finite, or too large to come back. */

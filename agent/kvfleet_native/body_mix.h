@@ -24,7 +24,7 @@ ALWAYS Rotation rotation_of(int rung, const Mixing *mixing)
 {
     static const int bits[] = {4, 5, 6, 8};
     size_t run = mixing->columns & -mixing->columns; /* The largest power of two that divides it. */
-    int is_there = run >= LANES && mixing->columns <= RUN_MOST;
+    int is_there = run >= RUN_LEAST && mixing->columns <= RUN_MOST;
     return (Rotation){.bits = bits[rung - ROTATED_4], .rows = mixing->rows, .columns = mixing->columns,
                       .run = is_there ? run : 0};
 }

@@ -7,7 +7,7 @@
 #define STRIP 1024             /* Elements at a time: sums, scales and codes of a strip stay in the first cache. */
 #define SCALE_MIN 0x1p-100f    /* Of a group that is not all zeros: its inverse and its products stay normal numbers. */
 #define TOO_LARGE 0x7B80       /* bf16 of 2^120: from there on a decoded value could overflow. */
-#define LANES 16               /* Elements of the widest vector. */
+#define LANES 32               /* Elements of a widest vector of pairs. */
 #define LEAST(a, b) ((a) < (b) ? (a) : (b))
 #define MOST(a, b) ((a) > (b) ? (a) : (b))
 #define ALWAYS __attribute__((always_inline)) static inline
@@ -38,7 +38,7 @@ TARGET ALWAYS uint16_t rounded(float value)
 TARGET ALWAYS uint16_t rounded_up(float value) { return (uint16_t)((bits_of(value) + 0xFFFF) >> 16); }
 
 /* Order of bf16 as order of integers. Its own inverse. */
-TARGET ALWAYS int16_t ordered(uint16_t value) { return (int16_t)(value ^ (value & 0x8000 ? 0x7FFF : 0)); }
+TARGET ALWAYS int16_t ordered(uint16_t value) { return (int16_t)(value ^ ((int16_t)value >> 15 & 0x7FFF)); }
 
 /* Without a branch, so that compilers make vectors of it. */
 TARGET ALWAYS uint32_t chosen_of(int is_first, uint32_t first, uint32_t second)
@@ -53,30 +53,45 @@ typedef struct {
     float by[STRIP + LANES], inverse[STRIP + LANES], low[STRIP + LANES]; /* Whole vectors may be read. */
 } Strip;
 
-TARGET ALWAYS void unbound(Strip *strip, size_t count)
+#define CHUNK (2 * FLOATS) /* Elements of a vector. */
+
+typedef int16_t Halves __attribute__((vector_size(2 * CHUNK)));
+
+/* Bounds of a chunk of columns, into the places from `left` on. */
+TARGET ALWAYS void bound_chunk(Strip *strip, size_t left, const uint16_t *x, size_t rows, size_t stride, int kind)
 {
-    for (size_t i = 0; i < count; i++) {
-        strip->largest[i] = 0;
-        strip->least[i] = INT16_MAX;
-        strip->greatest[i] = INT16_MIN;
+    Vector least = (Vector)((Halves){0} + INT16_MAX), greatest = (Vector)((Halves){0} + (int16_t)(kind == INT4 ? INT16_MIN : 0));
+    for (size_t row = 0; row < rows; row++) {
+        Halves here;
+        memcpy(&here, x + row * stride + left, sizeof here);
+        here = kind == INT4 ? here ^ ((here >> 15) & 0x7FFF) : here & 0x7FFF; /* As `ordered` does it. */
+        greatest = larger_halves(greatest, (Vector)here);
+        if (kind == INT4)
+            least = smaller_halves(least, (Vector)here);
     }
+    memcpy(kind == INT4 ? (void *)(strip->greatest + left) : strip->largest + left, &greatest, sizeof greatest);
+    if (kind == INT4)
+        memcpy(strip->least + left, &least, sizeof least);
 }
 
-/* Widen the bounds by `count` elements: of each on its own, or of all of them together in [row]. */
-TARGET ALWAYS void bound_each(Strip *strip, const uint16_t *x, size_t count, int kind)
+/* Bounds of each of `count` columns; rows are `stride` elements apart. */
+TARGET ALWAYS void bound_columns(Strip *strip, const uint16_t *x, size_t rows, size_t stride, size_t count, int kind)
 {
-    for (size_t i = 0; i < count; i++) {
-        uint16_t magnitude = x[i] & 0x7FFF;
-        int16_t order = ordered(x[i]);
-        if (kind == INT4) {
-            strip->least[i] = LEAST(order, strip->least[i]);
-            strip->greatest[i] = MOST(order, strip->greatest[i]);
-        } else {
+    size_t left = 0;
+    for (; left + CHUNK <= count; left += CHUNK)
+        bound_chunk(strip, left, x, rows, stride, kind);
+    for (size_t i = left; i < count; i++) {
+        strip->largest[i] = 0, strip->least[i] = INT16_MAX, strip->greatest[i] = INT16_MIN;
+        for (size_t row = 0; row < rows; row++) {
+            uint16_t element = x[row * stride + i], magnitude = element & 0x7FFF;
             strip->largest[i] = MOST(magnitude, strip->largest[i]);
+            strip->least[i] = LEAST(ordered(element), strip->least[i]);
+            strip->greatest[i] = MOST(ordered(element), strip->greatest[i]);
         }
     }
 }
 
+/* Bounds of all elements of a row together. */
 TARGET ALWAYS void bound_row(Strip *strip, size_t row, const uint16_t *x, size_t count, int kind)
 {
     uint16_t largest = 0;
@@ -96,27 +111,39 @@ TARGET ALWAYS void bound_row(Strip *strip, size_t row, const uint16_t *x, size_t
     }
 }
 
-/* Scales from bounds; returns the bits of the largest magnitude. */
-TARGET ALWAYS uint16_t scale(Strip *strip, uint16_t *scales, uint16_t *lows, size_t count, int kind)
+/* What a step of the codes is worth at least, into `by`; returns the bits of the largest magnitude. */
+TARGET ALWAYS uint16_t step_of(Strip *restrict strip, uint16_t *restrict lows, size_t count, int kind)
 {
     uint16_t largest = 0;
     for (size_t i = 0; i < count; i++) {
-        float amount;
         if (kind == INT4) {
             uint16_t low = (uint16_t)ordered((uint16_t)strip->least[i]);
             uint16_t high = (uint16_t)ordered((uint16_t)strip->greatest[i]);
-            amount = (widened(high) - widened(low)) / 15.0f;
+            uint16_t magnitude = low & 0x7FFF, other = high & 0x7FFF;
+            strip->by[i] = (widened(high) - widened(low)) / 15.0f;
             lows[i] = low;
             strip->low[i] = widened(low);
-            largest = MOST(MOST(low & 0x7FFF, high & 0x7FFF), largest);
+            largest = MOST(largest, magnitude);
+            largest = MOST(largest, other);
         } else {
-            amount = widened(strip->largest[i]) / (kind == INT8 ? 127.0f : 448.0f);
-            largest = MOST(strip->largest[i], largest);
+            strip->by[i] = widened(strip->largest[i]) / (kind == INT8 ? 127.0f : 448.0f);
+            largest = MOST(largest, strip->largest[i]);
         }
-        amount = amount > 0.0f && amount < SCALE_MIN ? SCALE_MIN : amount;
-        scales[i] = rounded_up(amount);
-        strip->by[i] = widened(scales[i]);
-        strip->inverse[i] = amount > 0.0f ? 1.0f / strip->by[i] : 0.0f;
+    }
+    return largest;
+}
+
+/* Scales from bounds; returns the bits of the largest magnitude. Without a branch. */
+TARGET ALWAYS uint16_t scale(Strip *restrict strip, uint16_t *restrict scales, uint16_t *restrict lows, size_t count,
+                             int kind)
+{
+    uint16_t largest = step_of(strip, lows, count, kind);
+    for (size_t i = 0; i < count; i++) {
+        uint32_t bits = bits_of(strip->by[i]), least = bits_of(SCALE_MIN), some = MOST(bits, least);
+        bits = (chosen_of(bits > 0, some, 0) + 0xFFFF) & 0xFFFF0000;
+        scales[i] = (uint16_t)(bits >> 16);
+        strip->by[i] = float_of(bits);
+        strip->inverse[i] = float_of(chosen_of(bits > 0, bits_of(1.0f / float_of(bits)), 0));
     }
     return largest;
 }
@@ -240,9 +267,7 @@ TARGET ALWAYS uint16_t pack_columns(const Grid *grid, uint8_t *codes, uint16_t *
         size_t bottom = LEAST(top + grid->group, grid->rows);
         for (size_t left = 0; left < columns; left += STRIP) {
             size_t wide = LEAST(STRIP, columns - left);
-            unbound(&strip, wide);
-            for (size_t row = top; row < bottom; row++)
-                bound_each(&strip, x + row * columns + left, wide, kind);
+            bound_columns(&strip, x + top * columns + left, bottom - top, columns, wide, kind);
             uint16_t here = scale(&strip, scales + left, scales + count + left, wide, kind);
             largest = MOST(here, largest);
             for (size_t at = top * columns + left; at < bottom * columns; at += columns)

@@ -7,35 +7,26 @@
 
 #define ROTATED_BELOW 0x6D80 /* bf16 of 2^92: sums over the longest run, there and back, stay numbers. */
 #define SHARE_BELOW 0x7380   /* bf16 of 2^104: what scales and least values of such rows are below. */
+#define RUN_LEAST 16
 #define RUN_MOST 1024
 
-#if FLOATS == 4
-#define NUMBERS {0, 1, 2, 3}
-#elif FLOATS == 8
-#define NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
-#else
-#define NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
-#endif
-
-/* Sums and differences of lanes whose numbers differ in the bit `h`. */
+/* Lanes whose numbers differ in the bit `h`, in each other's places. */
 #ifdef __clang__
-TARGET ALWAYS Floats butterfly(Floats values, int h)
+TARGET ALWAYS Floats turned(Floats values, int h)
 {
-    Floats other = values, turned = values;
-    for (int lane = 0; lane < FLOATS; lane++) {
-        other[lane] = values[lane ^ h];
-        turned[lane] = lane & h ? -values[lane] : values[lane];
-    }
-    return other + turned;
+    Floats found = values;
+    for (int lane = 0; lane < FLOATS; lane++)
+        found[lane] = values[lane ^ h];
+    return found;
 }
-#define BUTTERFLY(values, h) butterfly(values, h)
+#define TURNED(values, h) turned(values, h)
 #else
-#define BUTTERFLY(values, h) \
-    (__builtin_shuffle(values, (Words)NUMBERS ^ (h)) + \
-     (Floats)((Words)(values) ^ ((((Words)NUMBERS & (h)) != 0) & (int)0x80000000)))
+#define TURNED(values, h) __builtin_shuffle(values, (Words)NUMBERS ^ (h))
 #endif
 
-TARGET ALWAYS void store_at(float *values, Floats stored) { memcpy(values, &stored, sizeof stored); }
+/* Their sums and differences. */
+#define BUTTERFLY(values, h) \
+    (TURNED(values, h) + (Floats)((Words)(values) ^ ((Words)(((Words)NUMBERS & (h)) != 0) & 0x80000000)))
 
 /* Multiply a run by the Hadamard matrix. `count` is a power of two, and a whole number of vectors. */
 TARGET ALWAYS void rotate_run(float *values, size_t count)
@@ -81,11 +72,6 @@ TARGET ALWAYS void rotate_row(float *values, const Rotation *rotation)
     }
 }
 
-TARGET ALWAYS Floats chosen(Words is_first, Floats first, Floats second)
-{
-    return (Floats)(((Words)first & is_first) | ((Words)second & ~is_first));
-}
-
 /* bf16 that is not above `value`; zero has one sign. */
 TARGET ALWAYS uint16_t rounded_down(float value)
 {
@@ -98,20 +84,29 @@ typedef struct {
     float by, low, inverse;
 } Share;
 
+TARGET ALWAYS float least_of(Floats values)
+{
+    values = smaller(values, TURNED(values, 1));
+    values = smaller(values, TURNED(values, 2));
+#if FLOATS > 4
+    values = smaller(values, TURNED(values, 4));
+#endif
+#if FLOATS > 8
+    values = smaller(values, TURNED(values, 8));
+#endif
+    return values[0];
+}
+
 /* Scale and least value of a row, into both arrays as well. */
 TARGET ALWAYS Share share_of(const float *values, size_t count, int bits, uint16_t *scale, uint16_t *low)
 {
     Floats least = floats_at(values), most = least;
     for (size_t i = FLOATS; i < count; i += FLOATS) {
         Floats next = floats_at(values + i);
-        least = chosen((Words)(next < least), next, least);
-        most = chosen((Words)(next > most), next, most);
+        least = smaller(next, least);
+        most = larger(next, most);
     }
-    float lowest = least[0], highest = most[0];
-    for (int lane = 1; lane < FLOATS; lane++) {
-        lowest = LEAST(lowest, least[lane]);
-        highest = MOST(highest, most[lane]);
-    }
+    float lowest = least_of(least), highest = -least_of(-most);
     *low = rounded_down(lowest);
     float amount = (highest - widened(*low)) / (float)((1 << bits) - 1);
     amount = amount > 0.0f ? MOST(amount, SCALE_MIN) : 0.0f; /* Zero has one sign here, too. */
@@ -180,33 +175,28 @@ TARGET ALWAYS void turn_back(uint16_t *x, float *values, const Rotation *rotatio
 
 TARGET ALWAYS void code_row(const Rotation *rotation, uint8_t *single, float *values, Share share)
 {
-    for (size_t i = 0; i < rotation->columns; i += LANES) {
-        Words words[PARTS];
-        for (int part = 0; part < PARTS; part++) {
-            float *at = values + i + FLOATS * part;
-            Floats sum = (floats_at(at) - share.low) * share.inverse + 0x1p23f;
-            words[part] = (Words)sum & 0xFF;
-            store_at(at, (sum - 0x1p23f) * share.by + share.low);
-        }
-        store_bytes(single + i, (const uint32_t *)words);
+    for (size_t i = 0; i < rotation->columns; i += FLOATS) {
+        Floats sum = (floats_at(values + i) - share.low) * share.inverse + 0x1p23f;
+        store_words(single + i, (Vector)((Words)sum & 0xFF));
+        store_at(values + i, (sum - 0x1p23f) * share.by + share.low);
     }
 }
 
-TARGET ALWAYS void add_losses(Loss *loss, const uint16_t *x, const uint16_t *y, size_t count)
+TARGET ALWAYS void add_losses(Sums *sums, const uint16_t *x, const uint16_t *y, size_t count, float by)
 {
-    Floats lost[PARTS], all[PARTS];
-    memcpy(lost, loss->lost, sizeof lost);
-    memcpy(all, loss->all, sizeof all);
-    for (size_t i = 0; i < count; i += LANES)
-        for (int part = 0; part < PARTS; part++) {
-            size_t at = i + FLOATS * part;
-            Floats was = (Floats)(words_at(x + at) << 16), came = (Floats)(words_at(y + at) << 16);
-            Floats difference = (was - came) * loss->by, value = was * loss->by;
-            lost[part] += difference * difference;
-            all[part] += value * value;
+    uint16_t was_last[LANES] = {0}, came_last[LANES] = {0}; /* Zeros add nothing. */
+    for (size_t i = 0; i < count; i += LANES) {
+        const uint16_t *was = x + i, *came = y + i;
+        if (count - i < LANES) {
+            was = memcpy(was_last, was, 2 * (count - i));
+            came = memcpy(came_last, came, 2 * (count - i));
         }
-    memcpy(loss->lost, lost, sizeof lost);
-    memcpy(loss->all, all, sizeof all);
+        for (int part = 0; part < PARTS; part++) {
+            Words from = chunk_at(was + CHUNK * part), to = chunk_at(came + CHUNK * part);
+            for (int odd = 0; odd < 2; odd++)
+                add_loss(sums->lost[part] + odd, sums->all[part] + odd, half_of(from, odd), half_of(to, odd), by, 1);
+        }
+    }
 }
 
 TARGET ALWAYS uint16_t largest_of(const uint16_t *x, size_t count)
@@ -227,6 +217,7 @@ TARGET static int pack_rotated(const Rotation *rotation, uint8_t *codes, uint16_
     uint8_t single[RUN_MOST];
     uint16_t back[RUN_MOST];
     Loss loss = {.by = 1.0f};
+    Sums sums = {0};
     size_t columns = rotation->columns;
     uint16_t largest = largest_of(x, rotation->rows * columns);
     if (!begin_strip(&loss, largest) || largest >= ROTATED_BELOW)
@@ -241,9 +232,8 @@ TARGET static int pack_rotated(const Rotation *rotation, uint8_t *codes, uint16_
         code_row(rotation, single, values, share);
         store_codes(rotation, codes, row, single);
         turn_back(back, values, rotation);
-        add_losses(&loss, x, back, columns);
-        if (row % SINGLE_ROWS == SINGLE_ROWS - 1 || row == rotation->rows - 1)
-            gather(&loss);
+        add_losses(&sums, x, back, columns, loss.by);
+        gather(&loss, &sums, row, rotation->rows);
     }
     *error = error_of(&loss);
     return 1;

@@ -54,12 +54,10 @@ typedef struct {
     /* Past the caches: for blocks that nobody reads soon. The ranges do not overlap. */
     void (*digest)(const uint8_t *source, size_t size, uint64_t seed, uint8_t *digest);
     /* XXH3-128 in canonical form. */
-    void (*digest_pair)(const uint8_t *source, size_t size, const uint64_t *seeds, uint8_t *digests);
-    /* Under two seeds, in one pass: each byte is read once. */
     void (*copy_digests)(uint8_t *into, const uint8_t *source, size_t size, const uint64_t *seeds, int count,
                          int is_streamed, uint8_t *digests);
     /* All in one pass: each byte is read once, and what was read is what is written and hashed, under each of at most
-       DIGESTS_MOST seeds. */
+       DIGESTS_MOST seeds. Without `into` nothing is written. */
     int (*width_of)(const uint8_t *source, size_t size, int element_bytes);
     /* Bits of a code that make a block of elements of 1, 2 or 4 bytes short. */
     size_t (*narrow)(uint8_t *into, const uint8_t *source, size_t size, int element_bytes, int width);

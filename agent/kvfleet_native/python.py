@@ -13,10 +13,13 @@ from kvfleet_native.python_tops import narrow, widen, width_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import TypeAlias
 
     import numpy.typing as npt
 
     from kvfleet_native.buffers import Buffer
+
+    _Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _STAGE_BYTES: Final = 256 << 10
 """Copied and hashed in turn, so that the hash reads from the processor's cache: at 2 MiB per block 16.1 GB/s against
@@ -43,16 +46,7 @@ def xxh3_128(source: Buffer, seed: int = 0, /) -> bytes:
 
 def digest_pairs(blocks: Sequence[tuple[Buffer, int, int]], /) -> list[tuple[bytes, bytes]]:
     """Hash what each stage read by way of memory that nobody else can write to."""
-    return [_digest_pair(np.frombuffer(source, np.uint8), seeds) for source, *seeds in blocks]
-
-
-def _digest_pair(source: npt.NDArray[np.uint8], seeds: Sequence[int]) -> tuple[bytes, bytes]:
-    first, second = (xxhash.xxh3_128(seed=seed) for seed in seeds)
-    for start in range(0, source.size, _STAGE_BYTES):
-        staged = source[start : start + _STAGE_BYTES].copy().data
-        first.update(staged)
-        second.update(staged)
-    return bytes(first.digest()), bytes(second.digest())
+    return [_pair(_digests(np.frombuffer(source, np.uint8), seeds)) for source, *seeds in blocks]
 
 
 def copy_digest(into: Buffer, source: Buffer, seed: int = 0, /) -> bytes:
@@ -62,22 +56,32 @@ def copy_digest(into: Buffer, source: Buffer, seed: int = 0, /) -> bytes:
 
 def copy_digests(into: Buffer, source: Buffer, seed: int, other: int, /) -> tuple[bytes, bytes]:
     """Copy and hash twice, likewise."""
-    first, second = _copy_digests(into, source, (seed, other))
+    return _pair(_copy_digests(into, source, (seed, other)))
+
+
+def _pair(digests: list[bytes]) -> tuple[bytes, bytes]:
+    first, second = digests
     return first, second
 
 
-def _copy_digests(into: Buffer, source: Buffer, seeds: tuple[int, ...]) -> list[bytes]:
+def _copy_digests(into: Buffer, source: Buffer, seeds: Sequence[int]) -> list[bytes]:
     to_array, from_array = np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8)
     if np.may_share_memory(to_array, from_array):
         raise ValueError("copy and digest within one memory")
     if to_array.size != from_array.size:
         raise ValueError(f"copy of {from_array.size} B into {to_array.size} B")
+    return _digests(from_array, seeds, to_array)
+
+
+def _digests(source: _Bytes, seeds: Sequence[int], into: _Bytes | None = None) -> list[bytes]:
+    """Digests of what was read once, and written where `into` is given."""
     running = [xxhash.xxh3_128(seed=seed) for seed in seeds]
-    stage = np.empty(min(_STAGE_BYTES, from_array.size), np.uint8)
-    for start in range(0, from_array.size, _STAGE_BYTES):
-        staged = stage[: from_array.size - start]
-        np.copyto(staged, from_array[start : start + _STAGE_BYTES])
-        np.copyto(to_array[start : start + _STAGE_BYTES], staged)
+    stage = np.empty(min(_STAGE_BYTES, source.size), np.uint8)
+    for start in range(0, source.size, _STAGE_BYTES):
+        staged = stage[: source.size - start]
+        np.copyto(staged, source[start : start + _STAGE_BYTES])
+        if into is not None:
+            np.copyto(into[start : start + _STAGE_BYTES], staged)
         for digest in running:
             digest.update(staged.data)
     return [bytes(digest.digest()) for digest in running]

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 _Bytes = npt.NDArray[np.uint8]
 _Words = npt.NDArray[np.uint16]
 
-_LANES: Final = 16
-"""Sums that run beside each other; added up in their order."""
+_LANES: Final = 32
+"""Sums that run beside each other; those of neighbours are added up first, then halves onto each other."""
 _PIECE: Final = 1024
 """Columns, or rows that have a scale each, that are measured together."""
-_SINGLE_ROWS: Final = 8
+_SINGLE_ROWS: Final = 16
 """Of so many rows at most squares are added in single precision."""
 _NEAR: Final = (0x3000, 0x5000)
 """Largest magnitudes that are squared as they are, in bits: 2^-31 to 2^33."""
@@ -144,7 +144,7 @@ def _unmixed(plane: _Words, rung: int, body: _Bytes, mixing: Mixing) -> bool:
 
 def _relative_error(x: _Words, y: _Words, mixing: Mixing, rung: Rung) -> float:
     """||x - y|| / ||x||: squares in single precision over some rows of a strip, in double over these."""
-    lost, every = np.zeros(_LANES), np.zeros(_LANES)
+    lost, every = np.zeros(_LANES // 2), np.zeros(_LANES // 2)
     shape = (mixing.rows, mixing.columns)
     for strip in _strips(mixing, rung):
         was, came = (np.ascontiguousarray(words.reshape(shape)[strip]) for words in (x, y))
@@ -154,7 +154,7 @@ def _relative_error(x: _Words, y: _Words, mixing: Mixing, rung: Rung) -> float:
         values = _floats(was)
         for sums, parts in ((lost, (values - _floats(came)) * by), (every, values * by)):
             _add_squares(sums, parts, 1.0 / (float(by) * float(by)))
-    lost_sum, sum_of_all = (float(np.add.accumulate(sums)[-1]) for sums in (lost, every))
+    lost_sum, sum_of_all = _folded(lost), _folded(every)
     return 0.0 if lost_sum == 0.0 else math.sqrt(lost_sum / sum_of_all)
 
 
@@ -174,7 +174,7 @@ def _floats(words: _Words) -> npt.NDArray[np.float32]:
 
 
 def _add_squares(sums: npt.NDArray[np.float64], values: npt.NDArray[np.float32], by: float) -> None:
-    """Add to each lane what stands in it. Pieces of rows start at the first lane."""
+    """Add to each pair of lanes what stands in it. Pieces of rows start at the first lane."""
     for top in range(0, len(values), _SINGLE_ROWS):
         single = np.zeros(_LANES, np.float32)
         for row in values[top : top + _SINGLE_ROWS]:
@@ -182,4 +182,11 @@ def _add_squares(sums: npt.NDArray[np.float64], values: npt.NDArray[np.float32],
                 piece = row[left : left + _PIECE]
                 padded = np.pad(piece, (0, -piece.size % _LANES)).reshape(-1, _LANES)
                 single = np.add.accumulate(np.concatenate((single[None], padded * padded)), dtype=np.float32)[-1]
-        sums += single.astype(np.float64) * by
+        sums += (single[0::2] + single[1::2]).astype(np.float64) * by
+
+
+def _folded(sums: npt.NDArray[np.float64]) -> float:
+    while sums.size > 1:
+        half = sums.size // 2
+        sums = sums[:half] + sums[half:]
+    return float(sums[0])

@@ -41,13 +41,31 @@ static inline void stream_end(void) { _mm_sfence(); }
 
 static inline __m128i load_quarter(const uint8_t *bytes) { return _mm_loadu_si128((const __m128i *)bytes); }
 
-/* The low bytes of 16 words that are below 256. */
-static inline void store_bytes(uint8_t *into, const uint32_t *words)
+typedef __m128i Vector;
+
+static inline __m128 larger(__m128 a, __m128 b) { return _mm_max_ps(a, b); }
+
+static inline __m128 smaller(__m128 a, __m128 b) { return _mm_min_ps(a, b); }
+
+/* Of signed halves. */
+static inline Vector larger_halves(Vector a, Vector b) { return _mm_max_epi16(a, b); }
+
+static inline Vector smaller_halves(Vector a, Vector b) { return _mm_min_epi16(a, b); }
+
+/* The two halves of each word together. */
+static inline Vector sum_halves(Vector words) { return _mm_madd_epi16(words, _mm_set1_epi16(1)); }
+
+static inline void store_words(uint8_t *into, Vector words)
 {
-    __m128i parts[4];
-    memcpy(parts, words, sizeof parts);
-    __m128i bytes = _mm_packus_epi16(_mm_packs_epi32(parts[0], parts[1]), _mm_packs_epi32(parts[2], parts[3]));
-    _mm_storeu_si128((__m128i *)into, bytes);
+    __m128i halves = _mm_packs_epi32(words, words);
+    int bytes = _mm_cvtsi128_si32(_mm_packus_epi16(halves, halves));
+    memcpy(into, &bytes, sizeof bytes);
+}
+
+static inline void store_halves(uint8_t *into, Vector halves)
+{
+    __m128i low = _mm_and_si128(halves, _mm_set1_epi16(0xFF));
+    _mm_storel_epi64((__m128i *)into, _mm_packus_epi16(low, low));
 }
 
 static inline unsigned sum_of(const uint8_t *bytes)
@@ -76,11 +94,51 @@ static inline void stream_line(uint8_t *into, Line line) { stream_quarters(into,
 
 static inline void stream_end(void) {}
 
-/* The low bytes of 16 words that are below 256. */
-static inline void store_bytes(uint8_t *into, const uint32_t *words)
+typedef float Values __attribute__((vector_size(16)));
+typedef uint32_t Vector __attribute__((vector_size(16)));
+
+static inline Values larger(Values a, Values b)
 {
-    for (int i = 0; i < 16; i++)
+    Vector is_first = (Vector)(a > b);
+    return (Values)(((Vector)a & is_first) | ((Vector)b & ~is_first));
+}
+
+static inline Values smaller(Values a, Values b)
+{
+    Vector is_first = (Vector)(a < b);
+    return (Values)(((Vector)a & is_first) | ((Vector)b & ~is_first));
+}
+
+typedef int16_t Signed __attribute__((vector_size(16)));
+
+/* Of signed halves. */
+static inline Vector larger_halves(Vector a, Vector b)
+{
+    Vector is_first = (Vector)((Signed)a > (Signed)b);
+    return (a & is_first) | (b & ~is_first);
+}
+
+static inline Vector smaller_halves(Vector a, Vector b)
+{
+    Vector is_first = (Vector)((Signed)a < (Signed)b);
+    return (a & is_first) | (b & ~is_first);
+}
+
+/* The two halves of each word together. */
+static inline Vector sum_halves(Vector words) { return (words >> 16) + (words & 0xFFFF); }
+
+static inline void store_words(uint8_t *into, Vector words)
+{
+    for (int i = 0; i < 4; i++)
         into[i] = (uint8_t)words[i];
+}
+
+static inline void store_halves(uint8_t *into, Vector halves)
+{
+    for (int i = 0; i < 4; i++) {
+        into[2 * i] = (uint8_t)halves[i];
+        into[2 * i + 1] = (uint8_t)(halves[i] >> 16);
+    }
 }
 
 static inline unsigned sum_of(const uint8_t *bytes)
