@@ -6,14 +6,14 @@ import logging
 import math
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kvfleet_agent.index import GONE
+from kvfleet_agent.entry import GONE
 from kvfleet_agent.policy.surplus import OwnCopy, Ruling, rule, rule_alone
 from kvfleet_metadata.nominations import ERASED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvfleet_agent.index import Entry
+    from kvfleet_agent.entry import Entry
     from kvfleet_agent.node import Node
     from kvfleet_agent.scope_memory import ScopeMemory
     from kvfleet_api.blocks import ScopeId, ScopeSecret

@@ -7,6 +7,7 @@ when they are sent, so a block that moved five times costs one announcement.
 from __future__ import annotations
 
 import asyncio
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from kvfleet_metadata.records import STAMP_MAX, Announcement
@@ -14,7 +15,8 @@ from kvfleet_metadata.records import STAMP_MAX, Announcement
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from kvfleet_agent.index import Entry, Index
+    from kvfleet_agent.blocks import Copy
+    from kvfleet_agent.index import Index
     from kvfleet_agent.ports import Directory
     from kvfleet_api.blocks import ScopeId, ScopeSecret
 
@@ -43,14 +45,14 @@ class Announcer:
         """Blocks that wait to be announced; at most the blocks that this node holds or held since the last flush."""
         return sum(len(digests) for digests in self._changed.values())
 
-    def mark(self, entry: Entry) -> None:
-        """Note that the fastest copy of a block is another one, or gone."""
+    def mark(self, scope: ScopeId, *digests: bytes) -> None:
+        """Note that the fastest copies of blocks are other ones, or gone."""
         if self._directory is None:
             return
-        digests = self._changed.get(entry.scope)
-        if digests is None:
-            digests = self._changed[entry.scope] = {}
-        digests[entry.digest] = None
+        changed = self._changed.get(scope)
+        if changed is None:
+            changed = self._changed[scope] = {}
+        changed.update(dict.fromkeys(digests))
         self._has_changed.set()
 
     async def changed(self) -> None:
@@ -80,20 +82,19 @@ class Announcer:
         """
         for scope in tuple(self._index.scopes()):
             secret = self._secret_of(scope)
-            digests = tuple(self._index.blocks(scope)) if secret is not None else ()
-            for i in range(0, len(digests), HOLDINGS_BLOCKS):
-                part = self._changes(scope, digests[i : i + HOLDINGS_BLOCKS])
-                assert secret is not None, "else there are no parts"
-                yield secret, [a for a in part if not a.is_gone]
+            if secret is None:
+                continue
+            digests = self._index.blocks(scope).digests()
+            while part := tuple(islice(digests, HOLDINGS_BLOCKS)):
+                yield secret, [a for a in self._changes(scope, part) if not a.is_gone]
 
     def _changes(self, scope: ScopeId, digests: Iterable[bytes]) -> list[Announcement]:
         blocks = self._index.blocks(scope)
-        return [_announcement(digest, blocks.get(digest)) for digest in digests]
+        return [_announcement(digest, blocks.copy(digest)) for digest in digests]
 
 
-def _announcement(digest: bytes, entry: Entry | None) -> Announcement:
-    if entry is None or not entry.residences:
+def _announcement(digest: bytes, best: Copy | None) -> Announcement:
+    if best is None:
         return Announcement(digest, "", 0, 0, is_gone=True)
-    best = entry.residences[0]
     # The directory keeps 48 bits, which stores pass in their 4,096th run; the owner goes by its own books alone.
-    return Announcement(digest, best.tier.spec.type, best.slot.stamp & STAMP_MAX, best.record.stored_bytes)
+    return Announcement(digest, best.tier.spec.type, best.stamp & STAMP_MAX, best.stored_bytes)

@@ -13,16 +13,16 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvfleet_agent.gate import Priority
-from kvfleet_agent.index import TIERS_MAX
+from kvfleet_agent.entry import TIERS_MAX
 from kvfleet_agent.policy.placement import next_lower
 from kvfleet_agent.sessions import SessionState
+from kvfleet_agent.turns import Priority
 from kvfleet_api.trust import ScopeKind
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from kvfleet_agent.index import Entry
+    from kvfleet_agent.entry import Entry
     from kvfleet_agent.node import Node
     from kvfleet_agent.room import Room
     from kvfleet_agent.sessions import Session

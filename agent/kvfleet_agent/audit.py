@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kvfleet_agent.counters import Counters
-    from kvfleet_agent.index import Entry
+    from kvfleet_agent.entry import Entry
     from kvfleet_agent.serve.attachment import Attachment
     from kvfleet_api.trust import Identity
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvfleet_agent.index import Entry, Index
+    from kvfleet_agent.entry import Entry
+    from kvfleet_agent.index import Index
     from kvfleet_agent.leafqueue import LeafQueue
     from kvfleet_agent.tiers import Tier
     from kvfleet_api.blocks import ScopeId

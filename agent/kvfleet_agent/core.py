@@ -6,6 +6,8 @@ import time
 from typing import TYPE_CHECKING
 
 from kvfleet_agent.archiver import Archiver
+from kvfleet_agent.chains import Chains
+from kvfleet_agent.demand import Demand
 from kvfleet_agent.explainer import Explainer
 from kvfleet_agent.exports import Exports
 from kvfleet_agent.fetcher import Fetcher
@@ -13,6 +15,7 @@ from kvfleet_agent.follower import Follower, followed
 from kvfleet_agent.growing import PeerGrower
 from kvfleet_agent.lending import PeerLender
 from kvfleet_agent.mover import Codecs, Mover
+from kvfleet_agent.orders import Orders
 from kvfleet_agent.parts import PartSums
 from kvfleet_agent.reader import Reader
 from kvfleet_agent.room import Room
@@ -52,17 +55,21 @@ class Core:
         self.fetcher = Fetcher(node, self.room, self.mover, self.exports)
         self.reader = Reader(node, self.fetcher, self.mover, directory)
         self.parts = PartSums(node)
+        self.demand = Demand(node)
         self.writer = Writer(node, self.room, self.archiver)
         self.flash = FlashReader(node, codecs)
         self.lender = PeerLender(node, self.fetcher, self.exports)
         self.grower = PeerGrower(node)
+        self.chains = Chains(node, directory, peers)
         self.follower = Follower(node, self.room, followed(peers))
         self.explainer = Explainer(node, self.reader, self.archiver)
         self.tenancy = Tenancy(self)
+        self.orders = Orders(self)
         self.life = SessionLife(self, SessionJournal() if journal is None else journal, wall)
 
     async def close(self) -> None:
         """Cancel background work. Tiers are closed by whoever opened them."""
+        await self.orders.close()
         await self.life.close()
         await self.follower.close()
         await self.fetcher.close()

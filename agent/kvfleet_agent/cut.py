@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from kvfleet_agent.gate import Priority
+from kvfleet_agent.turns import Priority
 
 if TYPE_CHECKING:
     from kvfleet_api.blocks import ScopeId

@@ -5,11 +5,15 @@ Parsing is pure; reading is a thin walk over sysfs and procfs below a root that 
 
 import importlib.util
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path("/")
+_GPU_VENDORS: Final = frozenset({"0x10de", "0x1002"})
+"""NVIDIA and AMD (pci-ids.ucw.cz); others have no HBM that a tier could lie in."""
+_GPU_CLASSES: Final = ("0x0300", "0x0302", "0x0380", "0x1200")
+"""Display, 3D, other display controller, processing accelerator (PCI code and id assignment specification)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,16 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
+class PciGpu:
+    """One GPU as the PCI bus shows it, with or without a driver."""
+
+    address: str
+    model: str
+    """As its driver says, else vendor and device id."""
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
 class NodeFacts:
     """Everything found. Empty tuples mean that there is none of a kind, or that it cannot be seen."""
 
@@ -102,7 +116,12 @@ def parse_meminfo(text: str) -> int:
 
 
 def discover(root: Path = ROOT) -> NodeFacts:
-    """Look at the machine. Never raises for what is missing. Blocking; some milliseconds, seconds with torch."""
+    """Look at the machine, CUDA devices included. Blocking; seconds with torch. See `read_machine`."""
+    return replace(read_machine(root), gpus=read_gpus(root))
+
+
+def read_machine(root: Path = ROOT) -> NodeFacts:
+    """Look at what the kernel shows. Never raises for what is missing. Blocking; some milliseconds."""
     numa = read_numa(root)
     memory_bytes = parse_meminfo(_text(root / "proc/meminfo"))
     return NodeFacts(
@@ -111,7 +130,6 @@ def discover(root: Path = ROOT) -> NodeFacts:
         hugepages=read_hugepages(root),
         nvme=read_nvme(root),
         dax=read_dax(root),
-        gpus=read_gpus(root),
     )
 
 
@@ -179,6 +197,20 @@ def read_gpus(root: Path) -> tuple[Gpu, ...]:
     from kvfleet_agent.backends.torch_devices import cuda_devices
 
     return tuple(Gpu(*device) for device in cuda_devices())
+
+
+def read_pci_gpus(root: Path) -> tuple[PciGpu, ...]:
+    """GPUs on the PCI bus: what has the class of a display or 3D controller and is of a maker of accelerators."""
+    found = []
+    for device in sorted((root / "sys/bus/pci/devices").glob("*")):
+        vendor, kind = _text(device / "vendor").strip(), _text(device / "class").strip()
+        if vendor not in _GPU_VENDORS or not kind.startswith(_GPU_CLASSES):
+            continue
+        told = _text(root / "proc/driver/nvidia/gpus" / device.name / "information")
+        model = re.search(r"^Model:\s*(.+?)\s*$", told, re.MULTILINE)
+        ids = f"{vendor[2:]}:{_text(device / 'device').strip()[2:]}"
+        found.append(PciGpu(device.name, model[1] if model else ids, _number(device / "numa_node", missing=-1)))
+    return tuple(found)
 
 
 def _numbered(parent: Path, prefix: str) -> list[Path]:

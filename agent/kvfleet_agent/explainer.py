@@ -10,7 +10,7 @@ from kvfleet_agent.policy.placement import next_lower
 
 if TYPE_CHECKING:
     from kvfleet_agent.archiver import Archiver
-    from kvfleet_agent.index import Entry, Residence
+    from kvfleet_agent.entry import Entry, Residence
     from kvfleet_agent.node import Node
     from kvfleet_agent.reader import Reader
     from kvfleet_agent.sessions import Session

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.backends.base import Record, SlotRef
 from kvfleet_agent.codec.base import LOSSY
-from kvfleet_agent.gate import BYTES_AT_ONCE, Priority
+from kvfleet_agent.entry import GONE, Entry, Residence
+from kvfleet_agent.gate import BYTES_AT_ONCE
 from kvfleet_agent.grouping import grouped
-from kvfleet_agent.index import GONE, Entry, Residence
 from kvfleet_agent.ports import Wanted
 from kvfleet_agent.straight import Move
+from kvfleet_agent.turns import Priority, TrafficClass
 from kvfleet_agent.want import Want
 from kvfleet_api.blocks import BlockKey
 from kvfleet_api.errors import BackendFailedError, RetryableError, TierFullError
@@ -49,12 +51,12 @@ class Fetcher:
         self._mover = mover
         self._exports = exports
         self._tasks: set[asyncio.Task[None]] = set()
-        self._rising: list[Entry] = []
+        self._rising: dict[Priority, list[Entry]] = {}
         """Blocks that are to be brought up from the next step of the loop on."""
 
     async def close(self) -> None:
         """Cancel what is under way."""
-        for entry in self._rising:
+        for entry in chain.from_iterable(self._rising.values()):
             self._end(entry, is_made=False)
         self._rising.clear()
         for task in self._tasks:
@@ -106,12 +108,18 @@ class Fetcher:
             return False
         return self._start_up(entry)
 
+    def start_warming(self, entry: Entry) -> bool:
+        """Start to copy a block into the entry tier itself, after all that engines want; False as above."""
+        if entry.move is not None or self.up_already(entry) is not None:
+            return False
+        return self._start_up(entry, Priority.ARCHIVE)
+
     @staticmethod
     def mapped(entry: Entry) -> Residence | None:
         """Return the fastest copy that engines can map, or None."""
         return next((r for r in entry.residences if r.tier.mappable is not None), None)
 
-    def _start_up(self, entry: Entry) -> bool:
+    def _start_up(self, entry: Entry, urgency: Priority = Priority.PREFETCH) -> bool:
         """Start to copy a block up; False when there is nothing to copy from or to."""
         tier = self._node.entry_tier
         if tier is None or not entry.residences:
@@ -119,22 +127,23 @@ class Fetcher:
         self._begin(entry)
         if not self._rising:
             asyncio.get_running_loop().call_soon(self._rise)
-        self._rising.append(entry)
+        self._rising.setdefault(urgency, []).append(entry)
         return True
 
     def _rise(self) -> None:
         """Start what was asked for in one step of the loop, in groups: a prefix is asked for as a whole."""
-        entries, self._rising = self._rising, []
-        for group in grouped(entries, _stored_bytes, lambda e: e.tenant):
-            self._spawn(self._copy_up(group))
+        rising, self._rising = self._rising, {}
+        for urgency, entries in rising.items():
+            for group in grouped(entries, _stored_bytes, lambda e: e.tenant):
+                self._spawn(self._copy_up(group, urgency))
 
-    async def _copy_up(self, entries: Sequence[Entry]) -> None:
+    async def _copy_up(self, entries: Sequence[Entry], urgency: Priority) -> None:
         """Bring blocks of one tenant up; those behind the first one that has to wait for room come after it."""
         tier, moves, made, count = self._node.entry_tier, list[Move](), set[Entry](), 1
         try:
             if tier is not None:
                 count = await self._place(entries, tier, moves)
-                made = await self._copied(moves, tier)
+                made = await self._copied(moves, tier, urgency)
         except RetryableError:
             made = set()  # No room, or too much under way: the reader takes what it has.
         except BaseException:
@@ -144,7 +153,7 @@ class Fetcher:
             for entry in entries[:count]:
                 self._end(entry, is_made=entry in made)
         if entries[count:]:
-            self._spawn(self._copy_up(entries[count:]))
+            self._spawn(self._copy_up(entries[count:], urgency))
 
     async def _place(self, entries: Sequence[Entry], tier: Tier, moves: list[Move]) -> int:
         """Take slots, waiting for room for the first one alone; returns how many blocks that settles."""
@@ -162,13 +171,13 @@ class Fetcher:
             moves.append(Move(entry, source, slot))
         return len(entries)
 
-    async def _copied(self, moves: Sequence[Move], tier: Tier) -> set[Entry]:
+    async def _copied(self, moves: Sequence[Move], tier: Tier, urgency: Priority) -> set[Entry]:
         """Carry moves out, what goes straight from one tier together; returns the blocks that are up."""
         batches: dict[object, list[Move]] = {}
         for move in moves:
             is_straight = self._mover.goes_straight(move, tier)
             batches.setdefault(move.source.tier if is_straight else move.entry, []).append(move)
-        copies = [self._mover.copy_all(batch, tier, Priority.PREFETCH, FETCH_S) for batch in batches.values()]
+        copies = [self._mover.copy_all(batch, tier, urgency, FETCH_S) for batch in batches.values()]
         ends = await asyncio.gather(*copies, return_exceptions=True) if len(copies) > 1 else [await c for c in copies]
         made: set[Entry] = set()
         for batch, end in zip(batches.values(), ends, strict=True):
@@ -179,23 +188,34 @@ class Fetcher:
             made.update(move.entry for move, is_made in zip(batch, end, strict=True) if is_made)
         return made
 
-    def start_fetch(self, place: Place, chain: Sequence[tuple[bytes, bytes]], locations: Sequence[Location]) -> None:
-        """Start to fetch blocks from peers; `chain` gives (digest, parent or empty when unknown) for each location."""
+    def start_fetch(
+        self,
+        place: Place,
+        links: Sequence[tuple[bytes, bytes]],
+        locations: Sequence[Location],
+        urgency: Priority = Priority.PREFETCH,
+    ) -> None:
+        """Start to fetch blocks from peers; `links` gives (digest, parent or empty when unknown) for each location."""
         step = min(FETCH_BLOCKS, max(1, BYTES_AT_ONCE // place.raw_bytes))
-        for i in range(0, len(chain), step):
+        for i in range(0, len(links), step):
             entries = []
             done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            for digest, parent in chain[i : i + step]:
+            for digest, parent in links[i : i + step]:
                 assert digest not in self._node.index.blocks(place.scope)
                 entry = self._node.index.begin(
                     place.scope, digest, parent, place.layout_id, self._node.clock(), place.tenant
                 )
                 entry.move = done
                 entries.append(entry)
-            self._spawn(self._fetch(place, entries, locations[i : i + step], done))
+            self._spawn(self._fetch(place, entries, locations[i : i + step], done, urgency))
 
     async def _fetch(
-        self, place: Place, entries: Sequence[Entry], locations: Sequence[Location], done: asyncio.Future[bool]
+        self,
+        place: Place,
+        entries: Sequence[Entry],
+        locations: Sequence[Location],
+        done: asyncio.Future[bool],
+        urgency: Priority,
     ) -> None:
         slots: list[SlotRef] = []
         arrived: set[SlotRef] = set()
@@ -204,7 +224,7 @@ class Fetcher:
             if tier is not None and self._exports.peers is not None:
                 await self._take(tier, place, len(entries), slots)
             if tier is not None and slots:
-                async with self._turn(tier, entries, len(slots), len(slots) * place.raw_bytes):
+                async with self._turn(tier, entries, len(slots), len(slots) * place.raw_bytes, urgency):
                     await self._transfer(tier, place, entries, locations, slots, arrived)
         except RetryableError:
             return  # Too much under way from peers: the reader takes what it has.
@@ -215,9 +235,11 @@ class Fetcher:
             self._close_fetch(entries, done)
 
     @asynccontextmanager
-    async def _turn(self, tier: Tier, entries: Sequence[Entry], blocks: int, size_bytes: int) -> AsyncIterator[None]:
+    async def _turn(
+        self, tier: Tier, entries: Sequence[Entry], blocks: int, size_bytes: int, urgency: Priority
+    ) -> AsyncIterator[None]:
         """Wait until the path from peers lets this batch through, as a load once somebody waits for it."""
-        turn = self._mover.traffic.turn(entries, REMOTE, tier.name, Priority.PREFETCH, size_bytes, FETCH_S)
+        turn = self._mover.traffic.turn(entries, REMOTE, tier.name, urgency, size_bytes, FETCH_S)
         async with turn:
             with span("kvfleet.fetch", source=REMOTE, blocks=blocks, bytes=size_bytes):
                 yield
@@ -291,7 +313,8 @@ class Fetcher:
         path = {"source": REMOTE, "target": tier.name}
         if arrived:
             self._node.counters.add("kvfleet_moved_blocks_total", arrived, **path)
-            self._node.counters.add("kvfleet_moved_bytes_total", arrived * raw_bytes, **path)
+            moved_bytes = arrived * raw_bytes
+            self._node.counters.add("kvfleet_moved_bytes_total", moved_bytes, **path, traffic=TrafficClass.KV)
             self._node.counters.observe("kvfleet_move_duration_seconds", took_s, **path)
 
     @staticmethod

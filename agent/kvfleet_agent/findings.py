@@ -10,7 +10,7 @@ from kvfleet_api.tiers import Lookup
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvfleet_agent.index import Entry
+    from kvfleet_agent.entry import Entry
     from kvfleet_agent.tiers import Tier
 
 REMOTE_BIT: Final = 128

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.backends.base import Record
 from kvfleet_agent.backends.waiting import in_thread
+from kvfleet_agent.entry import GONE, Residence
 from kvfleet_agent.fetcher import REMOTE
-from kvfleet_agent.following import Following
-from kvfleet_agent.index import GONE, Residence
+from kvfleet_agent.following import Fault, Following
 from kvfleet_agent.ports import FollowedPeers
 from kvfleet_agent.reader import Read
 from kvfleet_agent.want import Want
@@ -22,7 +22,7 @@ from kvfleet_api.errors import AgentAwayError, BackendFailedError, BlockCorruptE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvfleet_agent.index import Entry
+    from kvfleet_agent.entry import Entry
     from kvfleet_agent.node import Node
     from kvfleet_agent.place import Place
     from kvfleet_agent.ports import Follow, Followed
@@ -54,6 +54,11 @@ class Follower:
         self._peers = peers
         self._by_entry: dict[Entry, Following] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def growing(self) -> int:
+        """Blocks that grow here now."""
+        return sum(not run.is_over for run in self._by_entry.values())
 
     async def close(self) -> None:
         """Cancel what is under way."""
@@ -92,18 +97,21 @@ class Follower:
 
         Raises `LeaseLostError` when the writer has gone, a part was damaged, or a lease is over.
         """
-        ends_s = self._node.clock() + min(max(wait_s, 0.0), WAIT_S_MAX)
+        ends_s, wait = self._node.clock() + min(max(wait_s, 0.0), WAIT_S_MAX), "none"
         while True:
             places = [self._place(owner, lease) for lease in leases]
             parts = min((run.parts for run, _ in places), default=have)
             left_s = ends_s - self._node.clock()
             if parts > have or left_s <= 0 or not places:
                 break
+            wait = "waited"
             waits = [asyncio.ensure_future(r.changed.wait()) for r in {id(r): r for r, _ in places}.values()]
             await asyncio.wait(waits, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            for wait in waits:
-                wait.cancel()
+            for one in waits:
+                one.cancel()
         parts = max(parts, have)
+        if parts > have:
+            self._node.counters.add("kvfleet_handover_layers_total", parts - have, wait=wait)
         return parts, tuple(bytes(run.sums[i][have * CHECKSUM_BYTES : parts * CHECKSUM_BYTES]) for run, i in places)
 
     def _place(self, owner: int, lease_id: int) -> tuple[Following, int]:
@@ -151,8 +159,12 @@ class Follower:
             told = await self._peers.follow(run.wanted, run.parts, wait_s, into)
         except AgentAwayError as e:
             _log.info("hand-over ended", extra={"peer": run.wanted.handover.agent, "error": str(e)})
+            run.fault = Fault.AWAY
             return None
-        return told if told.parts >= run.parts else None
+        if told.parts < run.parts:
+            run.fault = Fault.GIVEN_UP
+            return None
+        return told
 
     async def _grow(self, run: Following) -> None:
         """Bring parts until the blocks are whole; a damaged part or a writer that has gone ends all of them."""
@@ -161,7 +173,10 @@ class Follower:
             while self._node.clock() - since_s < STALLED_S:
                 staged, before = run.staging(), run.parts
                 told = await self._ask(run, WAIT_S, staged)
-                if told is None or not await in_thread(None, partial(run.prove, told, staged)):
+                if told is None:
+                    return
+                if not await in_thread(None, partial(run.prove, told, staged)):
+                    run.fault = Fault.DAMAGED
                     return
                 if run.parts > before:
                     since_s = self._node.clock()
@@ -171,13 +186,17 @@ class Follower:
                     records = await in_thread(None, partial(run.whole, told))
                     self._enter(run, records)
                     return
+            run.fault = Fault.STALLED
         finally:
             if not run.is_over:
+                if run.fault is not None:
+                    self._node.counters.add("kvfleet_handovers_broken_total", reason=run.fault)
                 self._lose(run)
 
     def _enter(self, run: Following, records: Sequence[Record] | None) -> None:
         """Make ordinary blocks of what is whole and right."""
         if records is None:
+            run.fault = Fault.DAMAGED
             return
         for entry, grown, record in zip(run.entries, run.copies, records, strict=True):
             if entry.level == GONE or not self._node.has(grown.tier):

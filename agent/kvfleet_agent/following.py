@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.backends.base import Record
@@ -14,11 +15,23 @@ from kvfleet_native import copy_digests
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvfleet_agent.index import Entry, Residence
+    from kvfleet_agent.entry import Entry, Residence
     from kvfleet_agent.ports import Follow, Followed
 
 STAGING_BYTES: Final = 8 * MIB
 """Of one run, for what is on its way: with 32 blocks of 2 MiB four layers at a time."""
+
+
+class Fault(StrEnum):
+    """Why a hand-over broke before its blocks were whole."""
+
+    AWAY = "away"
+    """The writer's agent cannot be reached any more."""
+    GIVEN_UP = "given_up"
+    """By the writer, or its reservations ended."""
+    DAMAGED = "damaged"
+    """A part, or the whole, is not what its owner promised."""
+    STALLED = "stalled"
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +52,7 @@ class Following:
     is_over: bool = False
     """True once the blocks are whole or lost."""
     is_lost: bool = False
+    fault: Fault | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

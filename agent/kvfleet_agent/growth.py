@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
-from kvfleet_agent.index import GONE
+from kvfleet_agent.entry import GONE
 from kvfleet_api.checksum import CHECKSUM_BYTES
 from kvfleet_api.errors import BlockCorruptError, InvalidInputError
 
@@ -77,6 +77,11 @@ class GrowthTable:
 
     def __len__(self) -> int:
         return len(self._growing)
+
+    @property
+    def growing(self) -> int:
+        """Blocks that grow now."""
+        return sum(g.stage is Stage.OPEN for g in self._growing.values())
 
     def begin(self, reservations: Sequence[Reservation], name: str, part_bytes: int, now_s: float) -> None:
         """Hand new reservations over under a name. Raises `InvalidInputError` when too many blocks grow already."""

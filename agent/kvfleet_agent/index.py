@@ -2,121 +2,73 @@
 
 Lookups are O(1). A block's level is that of its fastest copy; a parent's level never becomes slower than that of a
 child by eviction, which `blockers` tells without a walk: for each parent the number of children at each level is kept.
+An entry takes more than a kilobyte, so blocks that nobody uses are folded into rows while there are many of them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-import msgspec
-
-from kvfleet_agent.ancestry import Ancestry
+from kvfleet_agent.blocks import Blocks, row_of
+from kvfleet_agent.entry import GONE, TIERS_MAX, Entry, Residence
+from kvfleet_agent.rows import RowTable
+from kvfleet_api.blocks import ScopeId
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from kvfleet_agent.backends.base import Record, SlotRef
-    from kvfleet_agent.sessions import Session
     from kvfleet_agent.tiers import Tier
-    from kvfleet_api.blocks import LayoutId, ScopeId
+    from kvfleet_api.blocks import BlockKey, LayoutId
 
-TIERS_MAX: Final = 8
-"""`maxItems` of spec.tiers."""
-GONE: Final = TIERS_MAX
-"""Level of a block without any copy: slower than every tier."""
-
-
-class Residence(NamedTuple):
-    """One copy of a block. A tuple: there is one for each copy, and they are made on the hot path."""
-
-    tier: Tier
-    slot: SlotRef
-    record: Record
-
-
-class Entry(msgspec.Struct, eq=False):
-    """One block. Compared by identity; an entry that was forgotten never comes back."""
-
-    scope: ScopeId
-    digest: bytes
-    parent: bytes
-    layout_id: LayoutId
-    born_s: float
-    """Monotonic second since which it exists, as far as this node can tell."""
-    used_at_s: float
-    tenant: str = ""
-    """Account that its slots are on: who wrote it or brought it here."""
-    residences: tuple[Residence, ...] = ()
-    """Fastest first; empty while a writer or a transfer fills the first one."""
-    level: int = 0
-    """Of the fastest copy; 0 while the block is pending, because it will appear in the fastest tier."""
-    leases: set[int] | None = None
-    pins: set[int] | None = None
-    guards: set[str] | None = None
-    """Decoding sessions whose head this is."""
-    followers: set[Session] | None = None
-    """All sessions whose head this is."""
-    move: asyncio.Future[bool] | None = None
-    """Set while a copy of the block is being made; done with True when it was."""
-
-    @property
-    def is_published(self) -> bool:
-        """True when the block has bytes that may be read."""
-        return bool(self.residences)
-
-    @property
-    def is_held(self) -> bool:
-        """True while somebody leases, pins, decodes from or moves the block."""
-        return bool(self.leases or self.pins or self.guards or self.move)
-
-    def residence(self, tier: Tier) -> Residence | None:
-        """Return the copy in one tier, or None."""
-        for residence in self.residences:
-            if residence.tier is tier:
-                return residence
-        return None
-
-
-def account_of(scope: ScopeId) -> str:
-    """Account of a scope's blocks whose writer is not known: the tenant, or `<kind>/<name>` of a shared scope."""
-    kind, name, *_ = scope.split("/")
-    return name if kind == "tenant" else f"{kind}/{name}"
-
-
-class _Scope:
-    __slots__ = ("account", "children", "entries")
-
-    def __init__(self, account: str) -> None:
-        self.account = account
-        """Of blocks whose writer is not known."""
-        self.entries: dict[bytes, Entry] = {}
-        self.children: dict[bytes, list[int]] = {}
-        """For each parent digest, present or not, the number of its children at each level."""
+IN_USE_MAX: Final = 16_384
+"""Entries that are kept whether somebody uses them or not: 20 MB."""
+FOLD_LOOK: Final = 2048
+"""Entries looked at in one step: at most 10 ms."""
 
 
 class Index:
     """All blocks. Methods change the index and the tiers' own books together."""
 
-    def __init__(self) -> None:
-        self._scopes: dict[ScopeId, _Scope] = {}
-        self._ancestry = Ancestry()
+    def __init__(self, in_use_max: int = IN_USE_MAX) -> None:
+        """Fold what nobody uses while there are more entries than `in_use_max`."""
+        self.rows = RowTable()
+        self._in_use_max = in_use_max
+        self._scopes: dict[ScopeId, Blocks] = {}
+        self._nothing = Blocks(ScopeId("none/none"), self)
+        self._round: Iterator[tuple[ScopeId, bytes]] = iter(())
+        """What is still to be looked at in this round of folding."""
 
     def __iter__(self) -> Iterator[Entry]:
-        for scope in self._scopes.values():
-            yield from scope.entries.values()
+        for blocks in tuple(self._scopes.values()):
+            yield from blocks.entries()
 
     def __len__(self) -> int:
-        return sum(len(s.entries) for s in self._scopes.values())
+        return sum(map(len, self._scopes.values()))
+
+    @property
+    def in_use(self) -> int:
+        """Blocks that are entries."""
+        return sum(len(b.in_use) for b in self._scopes.values())
 
     def scopes(self) -> list[ScopeId]:
         """Scopes that have blocks here."""
         return list(self._scopes)
 
-    def blocks(self, scope: ScopeId) -> dict[bytes, Entry]:
-        """Entries of one scope by digest, for batched lookups. Do not change it."""
-        found = self._scopes.get(scope)
-        return found.entries if found else {}
+    def blocks(self, scope: ScopeId) -> Blocks:
+        """Blocks of one scope by digest. Do not change it."""
+        return self._scopes.get(scope, self._nothing)
+
+    def opened(self, scope: ScopeId) -> Blocks:
+        """Blocks of one scope, to be changed together with the tiers' books; never left empty."""
+        blocks = self._scopes.get(scope)
+        if blocks is None:
+            blocks = self._scopes[scope] = Blocks(scope, self)
+        return blocks
+
+    @property
+    def room(self) -> int:
+        """Entries more that are kept whether somebody uses them or not; negative when there are too many."""
+        return self._in_use_max - self.in_use
 
     def find(self, scope: ScopeId, digest: bytes) -> Entry | None:
         """Return one entry, or None."""
@@ -124,7 +76,41 @@ class Index:
 
     def parent(self, entry: Entry) -> Entry | None:
         """Return the block before `entry` in its chain, or None when it is a root or not here."""
-        return self._scopes[entry.scope].entries.get(entry.parent)
+        return self._scopes[entry.scope].get(entry.parent)
+
+    def unfold(self, number: int) -> Entry:
+        """Make the entry of a row again."""
+        return self._scopes[self.rows.kind(number).scope].unfold(number)
+
+    def fold(self, used_before_s: float, look: int = FOLD_LOOK) -> int:
+        """Make rows of blocks that nobody uses while there are too many entries; returns how many.
+
+        Blocks used since `used_before_s` stay entries, unless there are twice too many. It looks at `look` at most and
+        goes on where it ended: those that became entries first come first.
+        """
+        excess = -self.room
+        if excess <= 0:
+            return 0
+        is_pressing, folded, is_new = excess > self._in_use_max, 0, False
+        for _ in range(look):
+            due = next(self._round, None)
+            if due is None:
+                if is_new:
+                    break  # All of them were looked at.
+                is_new, self._round = True, self._keys()
+                continue
+            blocks = self._scopes.get(due[0], self._nothing)
+            entry = blocks.in_use.get(due[1])
+            if entry is not None and (is_pressing or entry.used_at_s < used_before_s):
+                folded += blocks.fold(entry)
+                if folded == excess:
+                    break
+        return folded
+
+    def _keys(self) -> Iterator[tuple[ScopeId, bytes]]:
+        """Keys of all entries that there are now."""
+        keys = [(b.scope, tuple(b.in_use)) for b in self._scopes.values()]
+        return ((scope, digest) for scope, digests in keys for digest in digests)
 
     def begin(
         self, scope: ScopeId, digest: bytes, parent: bytes, layout_id: LayoutId, now_s: float, tenant: str = ""
@@ -142,13 +128,11 @@ class Index:
         self, scope: ScopeId, digests: Iterable[bytes], parent: bytes, layout_id: LayoutId, now_s: float, tenant: str
     ) -> list[Entry | None]:
         """Make a pending entry of each digest that is absent, None for the others; each is the parent of the next."""
-        blocks = self._scopes.get(scope)
-        if blocks is None:
-            blocks = self._scopes[scope] = _Scope(account_of(scope))
-        entries, account = blocks.entries, tenant or blocks.account
+        blocks = self.opened(scope)
+        entries, account = blocks.in_use, tenant or blocks.account
         made: list[Entry | None] = []
         for digest in digests:
-            if digest in entries:
+            if digest in entries or (blocks.folded and digest in blocks):
                 made.append(None)
             else:
                 before = self._before(blocks, digest, parent)
@@ -158,10 +142,11 @@ class Index:
             parent = digest
         return made
 
-    def _before(self, blocks: _Scope, digest: bytes, parent: bytes) -> bytes:
+    @staticmethod
+    def _before(blocks: Blocks, digest: bytes, parent: bytes) -> bytes:
         """The parent that a block may have: the one that was named, or none where that would make a ring."""
         may_ring = parent == digest or digest in blocks.children
-        return b"" if may_ring and self._ancestry.is_ring(blocks.entries, digest, parent) else parent
+        return b"" if may_ring and blocks.ancestry.is_ring(digest, parent) else parent
 
     def adopt(self, entry: Entry, parent: bytes) -> None:
         """Tell a pending entry its parent, which its reader did not know; one that continues it is left out."""
@@ -171,7 +156,7 @@ class Index:
         self._offer_parent(blocks, entry)
         entry.parent = parent
         self._count(blocks, entry, 1)
-        self._ancestry.forget()
+        blocks.ancestry.forget()
 
     def add(self, entry: Entry, residence: Residence) -> None:
         """Note a copy that can be read; the first one publishes the block.
@@ -192,48 +177,91 @@ class Index:
         for slower in entry.residences[1:]:
             slower.tier.offer(entry)  # A copy that a faster one doubles is free to go.
 
-    def restore(self, copies: Iterable[Residence]) -> tuple[list[Entry], list[Residence]]:
-        """Note copies that an earlier run has left; returns the entries, and the copies that nobody wants.
+    def publish(self, tier: Tier, copies: Sequence[tuple[Entry, Residence]]) -> None:
+        """Note the first copies, in one tier, of pending blocks. Does what `add` does, for many at a time."""
+        for entry, residence in copies:
+            assert not entry.residences, "published once"
+            entry.residences = (residence,)
+            if entry.level != tier.level:
+                self._relevel(entry)
+        tier.note_all([(entry, residence.slot) for entry, residence in copies])
+        for entry, _ in copies:
+            counts = self._scopes[entry.scope].children.get(entry.digest)
+            if counts is None or not any(counts[: tier.level + 1]):
+                tier.offer(entry)
+
+    def restore(
+        self, copies: Iterable[Residence], born_at_s: Callable[[int], float]
+    ) -> tuple[list[BlockKey], list[Residence]]:
+        """Note copies that an earlier run has left; returns the keys of the blocks, and the copies that nobody wants.
 
         Those are second ones in one tier and ones of another layout. Does what `begin` and `add` do, for many at a
-        time: an agent starts with millions. Blocks whose children came before them are no victims until those go.
+        time: an agent starts with millions. Blocks whose children came before them are no victims until those go;
+        beyond `in_use_max` they are rows at once. `born_at_s` tells the monotonic second from a record's epoch.
         """
-        entered: list[Entry] = []
+        entered: list[BlockKey] = []
         unwanted: list[Residence] = []
+        room = self.room
         for copy in copies:
-            record = copy.record
-            scope = record.key.scope
-            blocks = self._scopes.get(scope)
-            if blocks is None:
-                blocks = self._scopes[scope] = _Scope(account_of(scope))
-            entry = blocks.entries.get(record.key.digest)
+            key = copy.record.key
+            blocks = self.opened(key.scope)
+            entry = blocks.get(key.digest)
             if entry is None:
-                entry = self._restored(blocks, copy)
-            elif entry.residence(copy.tier) is None and entry.layout_id == record.layout_id and entry.residences:
+                room -= 1
+                tenant = self._restored(blocks, copy, born_at_s(copy.record.epoch), may_fold=room < 0)
+            elif entry.residence(copy.tier) is None and entry.layout_id == copy.record.layout_id and entry.residences:
                 self.add(entry, copy)
+                tenant = entry.tenant
             else:
                 unwanted.append(copy)
                 continue
-            copy.tier.charge(entry.tenant, copy.slot)
-            entered.append(entry)
+            copy.tier.charge(tenant, copy.slot.size_bytes)
+            entered.append(key)
         return entered, unwanted
 
-    def _restored(self, blocks: _Scope, copy: Residence) -> Entry:
-        """Make the entry of a block that only this copy is known of; memory knows whose client wrote an extent."""
+    def _restored(self, blocks: Blocks, copy: Residence, born_s: float, *, may_fold: bool) -> str:
+        """Enter a block that only this copy is known of; returns its account."""
+        tier, slot, record = copy
+        digest = record.key.digest
+        parent = self._before(blocks, digest, record.parent)
+        tenant = blocks.account_in(tier, slot.extent)
+        counts = blocks.children.get(digest)
+        is_leaf = counts is None or not any(counts[: tier.level + 1])
+        row = row_of(copy, tenant, parent, born_s, 0.0, tuple(counts)) if counts and may_fold and not is_leaf else None
+        if row is not None and row.fits:
+            del blocks.children[digest]
+            blocks.put(row)
+        else:
+            self._enter(blocks, copy, parent, born_s, tenant, is_leaf=is_leaf)
+        if parent:
+            blocks.count_apart(parent, tier.level)
+        return tenant
+
+    def enter(self, copy: Residence, tenant: str, born_s: float, children: int) -> None:
+        """Make the entry of a block that is absent, with so many children in the same tier that nobody counted here.
+
+        For those who count the block with its own parent themselves.
+        """
+        key, blocks = copy.record.key, self.opened(copy.record.key.scope)
+        if children:
+            blocks.children[key.digest] = [0] * TIERS_MAX
+            blocks.children[key.digest][copy.tier.level] = children
+        self._enter(blocks, copy, copy.record.parent, born_s, tenant, is_leaf=not children)
+
+    @staticmethod
+    def _enter(blocks: Blocks, copy: Residence, parent: bytes, born_s: float, tenant: str, *, is_leaf: bool) -> None:
         tier, slot, record = copy
         key = record.key
-        digest = key.digest
-        parent = self._before(blocks, digest, record.parent)
-        writer = tier.mappable.extent_writer(slot.extent) if tier.mappable is not None else ""
-        entry = Entry(key.scope, digest, parent, record.layout_id, 0.0, 0.0, writer or blocks.account)
-        blocks.entries[digest] = entry
-        entry.level, entry.residences = tier.level, (copy,)
-        self._count(blocks, entry, 1)
+        entry = Entry(key.scope, key.digest, parent, record.layout_id, born_s, 0.0, tenant, (copy,), tier.level)
+        blocks.in_use[key.digest] = entry
         tier.note(entry, slot)
-        counts = blocks.children.get(digest)
-        if counts is None or not (counts[tier.level] or any(counts[: tier.level])):
+        if is_leaf:
             tier.offer(entry)
-        return entry
+
+    def unfold_leaves(self, tier: Tier) -> None:
+        """Make entries, and so possible victims, of rows in a tier that nothing continues there or faster."""
+        for number in self.rows.childless(tier):
+            self.unfold(number)
 
     def remove(self, entry: Entry, tier: Tier) -> Residence:
         """Note that the copy in `tier` is gone; the last one takes the block out of the index."""
@@ -257,13 +285,13 @@ class Index:
         """Take a block without copies out of the index."""
         assert not entry.residences, "copies are removed first"
         blocks = self._scopes[entry.scope]
-        del blocks.entries[entry.digest]
+        del blocks.in_use[entry.digest]
         self._count(blocks, entry, -1)
         entry.level = GONE
         self._offer_parent(blocks, entry)
-        if not blocks.entries:
+        if not blocks:
             del self._scopes[entry.scope]
-        self._ancestry.forget()
+        blocks.ancestry.forget()
 
     def is_continued(self, entry: Entry) -> bool:
         """True when a block that continues this one is here, or on its way."""
@@ -282,14 +310,36 @@ class Index:
         level = min(rest, default=GONE)
         return level <= entry.level or self.blockers(entry, level - 1) == 0
 
-    def relevel(self) -> None:
-        """Count everything anew after tiers got other levels."""
+    def relevel(self, tiers: Iterable[Tier]) -> None:
+        """Count everything anew after some of these tiers, which are all, got other levels.
+
+        Whether children are in a block's way has changed with their levels, so all blocks are offered as victims.
+        """
+        for number in self.rows.crowded():
+            self.unfold(number)  # Else that happened while it is counted, and its own parent would miss it.
+        self.rows.clear_counts()
         for blocks in self._scopes.values():
             blocks.children.clear()
-            for entry in blocks.entries.values():
+            for entry in blocks.in_use.values():
                 entry.residences = tuple(sorted(entry.residences, key=lambda r: r.tier.level))
                 entry.level = entry.residences[0].tier.level if entry.residences else 0
-                self._count(blocks, entry, 1)
+        for blocks in self._scopes.values():
+            for entry in tuple(blocks.in_use.values()):
+                if entry.parent:
+                    blocks.count_apart(entry.parent, entry.level)
+        for number in [int(n) for part in self.rows.where(lambda _: True) for n in part]:
+            row = self.rows.peek(number)
+            if row is not None and row.parent:
+                self._scopes[row.kind.scope].count_apart(row.parent, row.kind.tier.level)
+        self._offer_all()
+        for tier in tiers:
+            self.unfold_leaves(tier)
+
+    def _offer_all(self) -> None:
+        for blocks in self._scopes.values():
+            for entry in blocks.in_use.values():
+                for residence in entry.residences:
+                    residence.tier.offer(entry)
 
     def _relevel(self, entry: Entry) -> None:
         level = entry.residences[0].tier.level
@@ -304,19 +354,17 @@ class Index:
             self._offer_parent(blocks, entry)
 
     @staticmethod
-    def _count(blocks: _Scope, entry: Entry, step: int) -> None:
+    def _count(blocks: Blocks, entry: Entry, step: int) -> None:
         if not entry.parent:
             return
-        counts = blocks.children.get(entry.parent)
-        if counts is None:
-            counts = blocks.children[entry.parent] = [0] * TIERS_MAX
+        counts = blocks.counts(entry.parent)
         counts[entry.level] += step
         if step < 0 and not any(counts):
             del blocks.children[entry.parent]
 
     @staticmethod
-    def _offer_parent(blocks: _Scope, entry: Entry) -> None:
-        parent = blocks.entries.get(entry.parent)
+    def _offer_parent(blocks: Blocks, entry: Entry) -> None:
+        parent = blocks.get(entry.parent)
         if parent is not None:
             for residence in parent.residences:
                 residence.tier.offer(parent)

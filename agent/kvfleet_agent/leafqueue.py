@@ -30,39 +30,45 @@ class LeafQueue(Generic[A]):
     """A priority queue by last use. Each block is in it once at most."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, float, int, A]] = []
-        self._queued: dict[A, int] = {}
-        """Number of the heap item that counts."""
+        self._heap: list[tuple[float, float, int]] = []
+        """Last use, birth and number of blocks that are queued, or were."""
+        self._numbers: dict[A, int] = {}
+        self._blocks: dict[int, A] = {}
+        """Queued blocks by number, so that nothing here refers to one that was taken out."""
         self._pushes = 0
 
     def __len__(self) -> int:
-        return len(self._queued)
+        return len(self._numbers)
 
     def push(self, block: A) -> None:
         """Put a block in; nothing happens when it is there."""
-        if block in self._queued:
+        if block in self._numbers:
             return
         self._pushes += 1
-        self._queued[block] = self._pushes
-        heapq.heappush(self._heap, (block.used_at_s, block.born_s, self._pushes, block))
+        self._numbers[block] = self._pushes
+        self._blocks[self._pushes] = block
+        heapq.heappush(self._heap, (block.used_at_s, block.born_s, self._pushes))
 
     def discard(self, block: A) -> bool:
         """Take a block out; false when it is not there."""
-        if self._queued.pop(block, None) is None:
+        number = self._numbers.pop(block, None)
+        if number is None:
             return False
-        if len(self._heap) > 2 * len(self._queued) + _SLACK:
-            self._heap = [(b.used_at_s, b.born_s, n, b) for b, n in self._queued.items()]
+        del self._blocks[number]
+        if len(self._heap) > 2 * len(self._numbers) + _SLACK:
+            self._heap = [(b.used_at_s, b.born_s, n) for n, b in self._blocks.items()]
             heapq.heapify(self._heap)
         return True
 
     def oldest(self) -> A | None:
         """Return the least recently used block and leave it in; None when the queue is empty."""
         while self._heap:
-            used_at_s, born_s, number, block = self._heap[0]
-            if self._queued.get(block) != number:
+            used_at_s, born_s, number = self._heap[0]
+            block = self._blocks.get(number)
+            if block is None:
                 heapq.heappop(self._heap)
             elif block.used_at_s > used_at_s:
-                heapq.heapreplace(self._heap, (block.used_at_s, born_s, number, block))
+                heapq.heapreplace(self._heap, (block.used_at_s, born_s, number))
             else:
                 return block
         return None
@@ -71,6 +77,6 @@ class LeafQueue(Generic[A]):
         """Take the least recently used block out; None when the queue is empty."""
         block = self.oldest()
         if block is not None:
-            heapq.heappop(self._heap)
-            del self._queued[block]
+            _, _, number = heapq.heappop(self._heap)
+            del self._blocks[number], self._numbers[block]
         return block

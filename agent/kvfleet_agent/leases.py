@@ -17,7 +17,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from kvfleet_agent.index import Entry, Residence
+    from kvfleet_agent.entry import Entry, Residence
     from kvfleet_agent.tiers import Tier
 
 Hold = Literal["leases", "pins"]
@@ -90,14 +90,15 @@ class LeaseTable:
         hold, first = self._hold, self._last_id + 1
         self._last_id += len(copies)
         made = [Lease(i, owner, entry, residence, expires_s) for i, (entry, residence) in enumerate(copies, first)]
-        for lease in made:
-            self._leases[lease.id] = lease
-            held: set[int] | None = getattr(lease.entry, hold)
+        numbers = range(first, first + len(made))
+        for number, (entry, _) in zip(numbers, copies, strict=True):
+            held: set[int] | None = getattr(entry, hold)
             if held is None:
-                setattr(lease.entry, hold, {lease.id})
+                setattr(entry, hold, {number})
             else:
-                held.add(lease.id)
-        self._owned.setdefault(owner, set()).update(range(first, first + len(made)))
+                held.add(number)
+        self._leases.update(zip(numbers, made, strict=True))
+        self._owned.setdefault(owner, set()).update(numbers)
         return made
 
     def find(self, owner: int, lease_id: int) -> Lease | None:
@@ -114,9 +115,10 @@ class LeaseTable:
         valid: list[Lease] = []
         late: list[Lease] = []
         strays: Counter[Stray] = Counter()
+        leases = self._leases
         for lease_id in ids:
-            lease = self.find(owner, lease_id)
-            if lease is None:
+            lease = leases.get(lease_id)
+            if lease is None or lease.owner != owner:
                 strays[self._stray(owner, lease_id)] += 1
                 continue
             is_valid = now_s < lease.expires_s

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from kvfleet_agent.backends.base import SharedBackend
+from kvfleet_agent.chains import stretch_of
 from kvfleet_agent.node import PEER_OWNER
 from kvfleet_agent.ports import Lent, Placed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from kvfleet_agent.entry import Entry, Residence
     from kvfleet_agent.exports import Exports
     from kvfleet_agent.fetcher import Fetcher
-    from kvfleet_agent.index import Entry, Residence
     from kvfleet_agent.node import Node
+    from kvfleet_agent.ports import Stretch
     from kvfleet_api.blocks import BlockKey, LayoutId, ScopeSecret
     from kvfleet_metadata.records import Announcement
 
@@ -98,6 +100,10 @@ class PeerLender:
         outside = replace(slot, extent=tier.extent_number(slot.extent))
         view = mappable.view(slot)[: record.raw_bytes]
         return Lent(lease.id, outside, view, entry.parent, record.checksum, record.epoch)
+
+    def trace(self, key: BlockKey, most: int) -> Stretch | None:
+        """A block that can be read here and up to `most` in all with those before it; None when it is not here."""
+        return stretch_of(self._node.index, key, most)
 
     def end(self, leases: Sequence[int]) -> None:
         """End leases; unknown ones are ignored."""

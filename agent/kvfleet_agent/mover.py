@@ -10,13 +10,14 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kvfleet_agent.backends.base import KeyAwayError, SlotRef
+from kvfleet_agent.backends.base import BlamelessError, SlotRef
 from kvfleet_agent.backends.waiting import in_thread
 from kvfleet_agent.buffers import Buffers
 from kvfleet_agent.codec.base import IN_THE_OPEN, LOSSY, RAW, WORN, Shape, planes_of, room_bytes
-from kvfleet_agent.index import GONE, Entry, Residence
+from kvfleet_agent.entry import GONE, Entry, Residence
 from kvfleet_agent.straight import Move, StraightMoves, record_of
 from kvfleet_agent.traffic import Traffic
+from kvfleet_agent.turns import TrafficClass
 from kvfleet_agent.want import Want
 from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import BackendFailedError, BlockCorruptError, UnsupportedError
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 
     from kvfleet_agent.codec.base import Codec, Decoder, Encoded
     from kvfleet_agent.codec.drift import Drift
-    from kvfleet_agent.gate import Priority
     from kvfleet_agent.node import Node
     from kvfleet_agent.tiers import Tier
+    from kvfleet_agent.turns import Priority
     from kvfleet_api.models.pool import CompressionPolicy
 
 INLINE_BYTES_MAX: Final = 256 << 10
@@ -58,7 +59,7 @@ class Mover:
         self._codecs = codecs
         self._buffers = Buffers()
         self.traffic = Traffic(node)
-        self._straight = StraightMoves(node, self._buffers)
+        self._straight = StraightMoves(node)
         self.bytes_under_way = 0
         """Raw bytes of the moves that wait or run."""
         self.moving: set[Entry] = set()
@@ -154,7 +155,7 @@ class Mover:
             return await self._into_new_slot(entry, source, target)
         except BlockCorruptError:
             self._node.copy_failed(entry, source, is_corrupt=True)
-        except (_SlotSpoiltError, KeyAwayError):
+        except (_SlotSpoiltError, BlamelessError):
             return None  # Neither the source nor the medium is to blame; the slot is given back.
         except BackendFailedError as e:
             self._failed(entry, source, target, e)
@@ -228,7 +229,7 @@ class Mover:
             await target.backend.write(slot, record, stored)
         except BackendFailedError as e:
             self._node.give_back(target, slot, entry.tenant)
-            if isinstance(e, KeyAwayError):
+            if isinstance(e, BlamelessError):
                 raise
             raise _TargetFailedError(str(e)) from e
         except BaseException:
@@ -289,7 +290,8 @@ class Mover:
     def _count(self, source: Tier, made: Sequence[Residence], took_s: float) -> None:
         counters, path = self._node.counters, {"source": source.name, "target": made[0].tier.name}
         counters.add("kvfleet_moved_blocks_total", len(made), **path)
-        counters.add("kvfleet_moved_bytes_total", sum(copy_made.record.raw_bytes for copy_made in made), **path)
+        moved_bytes = sum(copy_made.record.raw_bytes for copy_made in made)
+        counters.add("kvfleet_moved_bytes_total", moved_bytes, **path, traffic=TrafficClass.KV)
         for _ in made:
             counters.observe("kvfleet_move_duration_seconds", took_s, **path)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.codec.base import RAW, WORN
+from kvfleet_agent.entry import GONE, Entry, Residence
 from kvfleet_agent.growth import GrowthTable
-from kvfleet_agent.index import GONE, Entry, Index, Residence
 from kvfleet_agent.leases import Lease, LeaseTable
 from kvfleet_agent.reservations import Reservation, ReservationTable
 from kvfleet_agent.sessions import SessionTable
@@ -21,11 +21,13 @@ from kvfleet_agent.tenant_book import TenantBook
 from kvfleet_agent.tiers import WRITE_PAUSE_S, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvfleet_agent.announcer import Announcer
     from kvfleet_agent.backends.base import SlotRef
     from kvfleet_agent.counters import Counters
+    from kvfleet_agent.index import Index
+    from kvfleet_agent.restoring import Restoring
     from kvfleet_agent.want import Want
     from kvfleet_api.blocks import Layout, LayoutId, ScopeId
     from kvfleet_api.models.pool import KVPoolSpec
@@ -112,7 +114,7 @@ class Node:
     @property
     def entry_tier(self) -> Tier | None:
         """The fastest tier that engines can map: new blocks start here and read blocks come up to it."""
-        return next((t for t in self.tiers if t.mappable is not None), None)
+        return next((t for t in self.tiers if t.mappable is not None and not t.is_leaving), None)
 
     def take(self, want: Want) -> SlotRef:
         """Take a slot on its tenant's account. Raises `TierFullError`, `QuotaExceededError`, `BackendFailedError`."""
@@ -131,25 +133,44 @@ class Node:
         self._keep(residence)
         self.index.add(entry, residence)
         if entry.residences[0] is residence:
-            self.announcer.mark(entry)
+            self.announcer.mark(entry.scope, entry.digest)
+
+    def publish(self, tier: Tier, copies: Sequence[tuple[Entry, Residence]]) -> None:
+        """Note the first copies, in one tier, of blocks that a writer has finished."""
+        if tier.lasting is not None:
+            for _, copy in copies:
+                self._keep(copy)
+        self.index.publish(tier, copies)
+        for scope in dict.fromkeys(entry.scope for entry, _ in copies):
+            self.announcer.mark(scope, *[entry.digest for entry, _ in copies if entry.scope == scope])
 
     def restore(self, copies: Iterable[Residence]) -> int:
         """Note copies that an earlier run has left, and that their media know of; returns how many blocks they are."""
-        entered, unwanted = self.index.restore(copies)
-        now_s, wall_s = self.clock(), self.wall()
-        for entry in entered:
-            # The start of the agent that wrote it is all that a record tells of its age: at least that long ago.
-            entry.born_s = now_s - max(0.0, wall_s - started_unix_s(entry.residences[0].record.epoch))
-            self.announcer.mark(entry)
+        entered, unwanted = self.index.restore(copies, self.born_at_s)
+        for key in entered:
+            self.announcer.mark(key.scope, key.digest)
         for copy in unwanted:
             copy.tier.backend.drop(copy.slot)
         return len(entered)
+
+    def restore_extent(self, restoring: Restoring) -> int:
+        """The same for all copies of the next extent."""
+        digests, unwanted = restoring.enter()
+        for digest in digests:
+            self.announcer.mark(restoring.scope, digest)
+        for copy in unwanted:
+            copy.tier.backend.drop(copy.slot)
+        return len(digests)
+
+    def born_at_s(self, epoch: int) -> float:
+        """Monotonic second at which the agent started that wrote a record: all that it tells of the block's age."""
+        return self.clock() - max(0.0, self.wall() - started_unix_s(epoch))
 
     def swap_copy(self, entry: Entry, old: Residence, new: Residence) -> None:
         """Put a copy in place of the old one in the same tier and free the old slot."""
         self._keep(new)
         self.index.swap(entry, old, new)
-        self.announcer.mark(entry)
+        self.announcer.mark(entry.scope, entry.digest)
         self._free(entry, old)
 
     def drop_copy(self, entry: Entry, tier: Tier, *, keep_bytes: bool = False) -> Residence:
@@ -163,7 +184,7 @@ class Node:
         if entry.level == GONE and entry.followers:
             self.sessions.lost(entry, parent)
         if was_best:
-            self.announcer.mark(entry)
+            self.announcer.mark(entry.scope, entry.digest)
         if not keep_bytes:
             self._free(entry, gone)
         return gone
@@ -210,7 +231,7 @@ class Node:
         count = 0
         for lease in ended:
             count += 1
-            if lease.entry in self.condemned:
+            if self.condemned and lease.entry in self.condemned:
                 for residence in self.condemned.pop(lease.entry):
                     self._free(lease.entry, residence)
         return count
@@ -263,10 +284,10 @@ class Node:
 
     def drop_scope(self, scope: ScopeId, reason: str) -> int:
         """Drop every block of a scope; returns how many."""
-        entries = tuple(self.index.blocks(scope).values())
-        for entry in entries:
+        count = 0
+        for count, entry in enumerate(self.index.blocks(scope).entries(), 1):  # noqa: B007  How many they were.
             self.drop_block(entry, reason)
-        return len(entries)
+        return count
 
     def _standing(self, entry: Entry) -> Entry | None:
         """The nearest block before this one that has a copy."""

@@ -7,19 +7,27 @@ from heapq import nsmallest
 from typing import TYPE_CHECKING
 
 from kvfleet_agent.report import Observed, TierObserved
+from kvfleet_api import __version__
 from kvfleet_api.models.poolnode import ERASING_MAX, TENANTS_MAX, TenantBytes, TenantErased
 
 if TYPE_CHECKING:
     from kvfleet_agent.core import Core
+    from kvfleet_agent.entry import Entry
     from kvfleet_agent.node import Node
     from kvfleet_agent.ports import DirectoryState
     from kvfleet_agent.provision import Provisioner, TierState
     from kvfleet_agent.tiers import Tier
-    from kvfleet_api.models.poolnode import KVPoolNode
+    from kvfleet_api.models.inventory import NodeReport
+    from kvfleet_api.models.poolnode import KVPoolNode, NodeDrain
 
 
 def observe(
-    core: Core, provisioner: Provisioner, pool_node: KVPoolNode, version: str, *, directory: DirectoryState
+    core: Core,
+    provisioner: Provisioner,
+    pool_node: KVPoolNode,
+    *,
+    directory: DirectoryState,
+    machine: NodeReport | None = None,
 ) -> Observed:
     """Look at everything that the status says."""
     node = core.node
@@ -28,17 +36,21 @@ def observe(
     return Observed(
         pool_node=pool_node,
         epoch=node.epoch,
-        version=version,
+        version=__version__,
         tiers=tuple(_tier(s, node.clock()) for s in provisioner.states.values()),
+        demand=core.demand.of_tiers(),
         directory=directory,
         queried=node.counters.blocks_queried,
         hit=node.counters.blocks_hit,
         share_hits=dict(node.counters.share_hits),
         tenants=_tenants(node),
         erased=tuple(TenantErased(uid=uid, key_version=v) for uid, v in core.tenancy.erased()[:ERASING_MAX]),
+        orders=core.orders.answers(),
         memory_bytes=provisioner.memory_bytes,
         drain_left_blocks=left,
         is_drain_late=left is not None and is_late(drain.deadline),
+        departure=provisioner.departure,
+        node=machine,
         drift=core.mover.drift,
     )
 
@@ -54,17 +66,25 @@ def _tenant(tenant: str, used_bytes: int, hard_bytes: int | None, tier: Tier) ->
     return TenantBytes(tenant=tenant, tier=tier.name, used_bytes=used_bytes, over_hard=over_hard)
 
 
+def is_drained(node: Node, drain: NodeDrain) -> bool:
+    """True when nothing is left to bring to safety, or no time for it."""
+    return drain.mode == "Drop" or is_late(drain.deadline) or not drain_left(node)
+
+
 def drain_left(node: Node) -> int:
     """Blocks of memory tiers that have no copy in a tier that survives, as far as there is such a tier."""
     if not any(t.backend.capabilities.survives_restart for t in node.tiers):
         return 0
     memory = [t for t in node.tiers if not t.backend.capabilities.survives_restart]
     return sum(
-        1
+        residents.folded + sum(1 for entry in residents.in_use if not _is_surviving(entry))
         for tier in memory
-        for entry in tier.residents()
-        if not any(r.tier.backend.capabilities.survives_restart for r in entry.residences)
-    )
+        for residents in tier.extents.values()
+    )  # What is folded has no other copy.
+
+
+def _is_surviving(entry: Entry) -> bool:
+    return any(r.tier.backend.capabilities.survives_restart for r in entry.residences)
 
 
 def is_late(deadline: str) -> bool:
@@ -105,5 +125,7 @@ def _tier(state: TierState, now_s: float) -> TierObserved:
         devices=tier.devices,
         refusing_s=tier.paced.refusing_s if tier.paced is not None else 0.0,
         error=state.error or (tier.last_error or backend.last_error if tier.phase(now_s) != "Ready" else ""),
+        leaving_blocks=tier.blocks if tier.is_leaving else 0,
+        shrinking_blocks=tier.shrinking_blocks,
         shortage=state.limit.message,
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvfleet_agent.gate import Gate
+from kvfleet_agent.turns import TrafficClass
 
 HALF_LIFE_S: Final = 10.0
 """Busy time after which a path's past speed counts half."""
@@ -69,7 +70,22 @@ class Paths:
             path = self._paths[source, target] = Path(source, target)
         return path
 
-    def queued_bytes(self, source: str, target: str) -> int:
-        """Bytes that wait or are under way on one path: what a new move of it comes behind at most."""
+    def ahead_bytes(self, source: str, target: str, size_bytes: int) -> int:
+        """Bytes that move on one path before a new KV move of `size_bytes` is done, at most."""
         path = self._paths.get((source, target))
-        return path.gate.waiting_bytes + path.gate.running_bytes if path is not None else 0
+        return path.gate.ahead_bytes(size_bytes) if path is not None else 0
+
+    def bytes_per_s(self, source: str, target: str) -> float:
+        """How fast one path was of late; 0.0 for one that has not moved anything."""
+        path = self._paths.get((source, target))
+        return path.speed.bytes_per_s if path is not None else 0.0
+
+    def is_full(self, source: str, target: str) -> bool:
+        """True while one path would refuse another KV move."""
+        path = self._paths.get((source, target))
+        return path is not None and path.gate.is_full()
+
+    def is_waited_for(self, source: str, target: str) -> bool:
+        """True while KV moves wait for one path."""
+        path = self._paths.get((source, target))
+        return path is not None and path.gate.queue(TrafficClass.KV).waiting > 0

@@ -12,7 +12,7 @@ from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret
 from kvfleet_api.checksum import bind, checksum
 from kvfleet_api.models.pool import KVPool
 from kvfleet_api.models.poolnode import KVPoolNode, KVPoolNodeStatus
-from kvfleet_api.trust import Grants, Identity
+from kvfleet_api.trust import Access, Grants, Identity
 from kvfleet_api.wire_handover import Handover
 from kvfleet_metadata.records import Announcement, Location, SessionRecord
 from kvfleet_native import copy_digest, copy_digests
@@ -77,6 +77,12 @@ class Tenants(Protocol):
 
     def may_write(self, tenant: str, scope: ScopeId) -> bool:
         """True when a shared scope may have blocks of a tenant, and where it cannot be told."""
+
+    def access(self, tenant: str) -> tuple[tuple[Access, ScopeSecret], ...]:
+        """Scopes that a tenant's engines may use, in the order of a lookup, with their keys; none without a tenant.
+
+        Raises `RetryableError` while it cannot be told.
+        """
 
     def erasing(self) -> Iterator[tuple[str, str, int]]:
         """Tenants whose erasure nobody has confirmed yet: name, uid and the key version in use."""
@@ -248,6 +254,26 @@ class FollowedPeers(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Consecutive blocks of one chain, from its end towards its root. Holds no bytes."""
+
+    layout_id: LayoutId
+    raw_bytes: int
+    """Of each block."""
+    digests: tuple[bytes, ...]
+    before: bytes
+    """What the last of them continues; empty at the root."""
+
+
+@runtime_checkable
+class TracedPeers(Protocol):
+    """Chains of other agents (`kvfleet_agent.remote`)."""
+
+    async def trace(self, key: BlockKey, at: Location, most: int) -> Stretch | None:
+        """What a block's owner answers (`Lender.trace`); None also when it does not answer. Never raises."""
+
+
 class Grower(Protocol):
     """What the peer listener needs of a node's growing blocks."""
 
@@ -280,6 +306,9 @@ class Lender(Protocol):
 
         Blocks that lie on one of the shared `tiers` alone are leased there, for the asking agent to read.
         """
+
+    def trace(self, key: BlockKey, most: int) -> Stretch | None:
+        """A block that can be read here and up to `most` in all with those before it; None when it is not here."""
 
     def end(self, leases: Sequence[int]) -> None:
         """End leases; unknown ones are ignored."""

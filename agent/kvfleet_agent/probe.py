@@ -1,6 +1,5 @@
 """Start-up probe: what one tier does at the pool's block size. Placement uses these numbers, not constants."""
 
-import asyncio
 import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -11,6 +10,7 @@ from statistics import median
 from typing import Any, Final
 
 from kvfleet_agent.backends.base import PROBE_SCOPE, Record, SlotRef, TierBackend
+from kvfleet_agent.backends.waiting import together
 from kvfleet_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES, BlockKey, LayoutId
 from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import BackendFailedError, BlockCorruptError, TierFullError
@@ -83,7 +83,7 @@ async def _warm_up(backend: TierBackend, samples: Sequence[_Sample], content: me
     """Pay for first page faults and file creation untimed: they are no property of the medium."""
     first = samples if backend.capabilities.is_memory else samples[:1]
     with suppress(BackendFailedError):  # The measurement that follows fails the same way and says so with zeros.
-        await asyncio.gather(*(backend.write(s.slot, s.record, content) for s in first))
+        await together([backend.write(s.slot, s.record, content) for s in first])
 
 
 def _reserve(backend: TierBackend, content: memoryview) -> list[_Sample]:
@@ -116,7 +116,7 @@ async def _measure(operations: Sequence[Operation], clock: Clock) -> _Timing:
         left = operations[len(lone_s) :]
         batch = left[: max(1, int(_BUDGET_S / 4 / max(lone_s[-1], _TICK_S)))] if lone_s else ()
         before_s = clock()
-        await asyncio.gather(*(operation() for operation in batch))
+        await together([operation() for operation in batch])
         batch_s = clock() - before_s
     except (BackendFailedError, BlockCorruptError):
         return _Timing(done=len(lone_s))

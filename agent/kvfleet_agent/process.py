@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client import CollectorRegistry
 
 import kvfleet_native
-from kvfleet_agent import observe, report
+from kvfleet_agent import leaving, observe, report
 from kvfleet_agent.advice import ADVICE_S, Advice
 from kvfleet_agent.announcer import Announcer
-from kvfleet_agent.backends import registry
+from kvfleet_agent.backends import registry, wiping
 from kvfleet_agent.backends.home import Home, remove_abandoned
 from kvfleet_agent.backends.mounts import read_mounts
 from kvfleet_agent.codec.registry import CodecRegistry
@@ -26,9 +26,10 @@ from kvfleet_agent.index import Index
 from kvfleet_agent.kube.place import Place
 from kvfleet_agent.kube.world import KubeWorld
 from kvfleet_agent.latecomers import LOOK_S, Latecomers
+from kvfleet_agent.leaving import Presence, Removal
 from kvfleet_agent.neighbours import Neighbours
 from kvfleet_agent.node import Node
-from kvfleet_agent.provision import Provisioner
+from kvfleet_agent.provision import Provisioner, wipe_all
 from kvfleet_agent.scope_memory import ScopeMemory
 from kvfleet_agent.serve.attaching import Attaching
 from kvfleet_agent.serve.server import Server
@@ -47,11 +48,14 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from kvfleet_agent.config import Config
+    from kvfleet_api.models.poolnode import KVPoolNode
 
 REPORT_S: Final = 1.0
 """Between looks at what the status says; the sink writes only what changed."""
 FOLLOW_S: Final = 5.0
 """Between looks at the declared state without a change: failed tiers are tried again."""
+LEAVING_FOLLOW_S: Final = 0.5
+"""The same while the pool goes: whoever deletes it waits for the drain's end."""
 STUCK_S: Final = 10.0
 """An event loop that has not come around for so long is stuck, and the process is not healthy."""
 
@@ -68,10 +72,13 @@ class AgentProcess:
         self._counters = Counters(self._instruments, config.pool, config.node)
         self._round_s = time.monotonic()
         self._is_serving = False
+        self._followed: KVPoolNode | None = None
+        """What was carried out last; only of that the status may say that it was observed."""
 
     async def run(self) -> None:
         """Serve until cancelled, then stop in order: engines first, then transfers, tiers and the cluster.
 
+        Memory of tiers stays for the next agent, unless nobody wants one any more.
         Raises `UnsupportedError` for a state directory, a socket or credentials that cannot be used.
         """
         config = self._config
@@ -79,7 +86,9 @@ class AgentProcess:
         async with AsyncExitStack() as stack:
             await self._listen_for_scrapes(stack)
             place = Place(config.pool, config.node, config.namespace, config.requires_bound_tokens)
+            self._facts = await asyncio.to_thread(discover)
             world = await stack.enter_async_context(await KubeWorld.connect(place, config.kubeconfig, config.kek_file))
+            stack.push_async_callback(self._give_back, world)
             await self._alive(world.ready())
             self._counters.set("kvfleet_agent_info", 1, version=__version__, kernels=kvfleet_native.level)
             _log.info("kernels", extra={"level": kvfleet_native.level})
@@ -109,7 +118,6 @@ class AgentProcess:
         return time.monotonic() - self._round_s < STUCK_S
 
     async def _serve(self, stack: AsyncExitStack, world: KubeWorld, epoch: int) -> None:
-        facts = await asyncio.to_thread(discover)
         neighbours = Neighbours(self._config, world, epoch, self._instruments)
         scopes = ScopeMemory(world.authenticator.secret)
         node = self._make_node(world, neighbours, scopes, epoch)
@@ -117,13 +125,12 @@ class AgentProcess:
         await asyncio.to_thread(journal.load)
         core = Core(node, CodecRegistry(), neighbours.directory, neighbours.peers, journal)
         core.tenancy.follow(world.tenants)  # Before anything can ask for an eviction.
-        home = self._home()
-        place = registry.Place(self._config.pool, self._config.node, facts, home=home, keys=world.keyring)
-        provisioner = Provisioner(node, partial(registry.make_backend, place=place), facts.memory_bytes)
+        make = partial(registry.make_backend, place=self._place(world))
+        provisioner = Provisioner(node, make, self._facts.memory_bytes)
         stack.push_async_callback(provisioner.close)
         stack.push_async_callback(core.close)
         await self._alive(self._follow(world, core, provisioner))
-        await asyncio.to_thread(remove_abandoned, home, frozenset(provisioner.states))
+        await asyncio.to_thread(remove_abandoned, self._home(), frozenset(provisioner.states))
         neighbours.peers.shared = core.flash
         await neighbours.start(stack, core.lender, core.grower)
         server = self._open_socket(stack, world, core)
@@ -135,6 +142,10 @@ class AgentProcess:
             group.create_task(repeat("advice", ADVICE_S, Advice(node, neighbours.directory, scopes).listen))
             group.create_task(self._keep_following(world, core, provisioner))
             group.create_task(self._keep_reporting(world, core, provisioner, neighbours, server))
+
+    def _place(self, world: KubeWorld) -> registry.Place:
+        home, keys = self._home(), world.keyring
+        return registry.Place(self._config.pool, self._config.node, self._facts, home=home, keys=keys)
 
     def _home(self) -> Home:
         return Home(self._config.memory_dir, self._config.pool, self._config.node, read_mounts())
@@ -172,18 +183,54 @@ class AgentProcess:
 
     async def _follow(self, world: KubeWorld, core: Core, provisioner: Provisioner) -> None:
         """Make the node what is declared now; one that nobody declares any more keeps its tiers and drains."""
-        wanted = world.desired.pool_node.spec
+        pool_node = world.desired.pool_node
+        wanted = pool_node.spec
         core.node.spec = world.desired.pool.spec
         is_asked = wanted.drain.requested and wanted.drain.mode == "Demote"
-        core.node.is_draining = is_asked or world.desired.is_withdrawn
-        await provisioner.apply(wanted.tiers)
+        removal = self._removal(world, core.node)
+        core.node.is_draining = is_asked or world.desired.is_withdrawn or removal is not Removal.NONE
+        wipe = partial(wiping.wipe, place=self._place(world))
+        if removal is not Removal.NONE:
+            await provisioner.remove(removal, wanted.tiers, wipe, partial(remove_abandoned, self._home(), frozenset()))
+            self._followed = pool_node
+            return
+        drain, policy = core.node.spec.update_strategy.drain, core.node.spec.deletion_policy
+        leave_s = drain.timeout_seconds if drain.mode == "Demote" else 0.0
+        await provisioner.apply(wanted.tiers, leave_s, wipe=wipe if policy == "Destroy" else None)
+        # Before the first report, which says of each order what was answered before.
+        core.orders.follow(wanted.orders, world.desired.answers)
+        self._followed = pool_node
+
+    @staticmethod
+    def _removal(world: KubeWorld, node: Node) -> Removal:
+        """Look at how far the pool's end has come; only who is asked to drain, or was left alone, has drained."""
+        desired, drain = world.desired, world.desired.pool_node.spec.drain
+        is_drained = (drain.requested or desired.is_withdrawn) and observe.is_drained(node, drain)
+        return leaving.while_running(desired.pool_presence, desired.deletion_policy, is_drained=is_drained)
+
+    async def _give_back(self, world: KubeWorld) -> None:
+        """At the end, when tiers are closed: leave nothing behind that nobody wants. Best effort, within seconds."""
+        await world.look()
+        desired = world.desired
+        removal = leaving.at_end(desired.pool_presence, desired.node_presence, desired.deletion_policy)
+        if removal is Removal.NONE:
+            return
+        if removal is Removal.DESTROY:
+            await wipe_all(desired.tiers, partial(wiping.wipe, place=self._place(world)))
+        try:
+            gone = await asyncio.to_thread(remove_abandoned, self._home(), frozenset())
+        except OSError as e:
+            _log.warning("memory stays", extra={"path": e.filename, "cause": e.strerror})
+            return
+        _log.info("nobody wants this agent any more", extra={"removal": removal.value, "memory_of": gone})
 
     async def _keep_following(self, world: KubeWorld, core: Core, provisioner: Provisioner) -> None:
         while True:
             await self._follow(world, core, provisioner)
             await provisioner.reprobe()
             with suppress(TimeoutError):
-                async with asyncio.timeout(FOLLOW_S):
+                is_leaving = world.desired.pool_presence in (Presence.LEAVING, Presence.ABSENT)
+                async with asyncio.timeout(LEAVING_FOLLOW_S if is_leaving else FOLLOW_S):
                     await world.desired.changed()
 
     async def _keep_reporting(
@@ -193,8 +240,10 @@ class AgentProcess:
             self._round_s = time.monotonic()
             server.refresh()
             self._counters.set("kvfleet_connections", server.connections)
-            seen = observe.observe(
-                core, provisioner, world.desired.pool_node, __version__, directory=neighbours.directory.state
-            )
-            world.status.report(report.build_status(seen))
+            desired, directory = world.desired, neighbours.directory.state
+            followed, machine = self._followed, desired.report
+            # An object that is new under its name has other generations: nothing is said before it was followed.
+            if followed is not None and followed.metadata.uid == desired.pool_node.metadata.uid:
+                seen = observe.observe(core, provisioner, followed, directory=directory, machine=machine)
+                world.status.report(report.build_status(seen))
             await asyncio.sleep(REPORT_S)

@@ -7,31 +7,38 @@ that is mounted late, or a disk that was full, comes back by itself.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent import provision_plan
-from kvfleet_agent.backends import disk_room
-from kvfleet_agent.index import Residence
+from kvfleet_agent.backends.waiting import in_thread
+from kvfleet_agent.entry import TIERS_MAX, Residence
+from kvfleet_agent.leaving import Removal
 from kvfleet_agent.limits import Limit, grant
 from kvfleet_agent.probe import probe
+from kvfleet_agent.restoring import Restoring
+from kvfleet_agent.tier_room import disk_bytes, memory_of
 from kvfleet_agent.tiers import Tier
 from kvfleet_api.errors import KvFleetError, UnsupportedError
-from kvfleet_api.tiers import TierType
 from kvfleet_api.units import KIB, MIB
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 
     from kvfleet_agent.backends.base import Record, SlotRef, TierBackend
+    from kvfleet_agent.backends.columns import Columns
     from kvfleet_agent.node import Node
+    from kvfleet_api.blocks import ScopeId
     from kvfleet_api.models.poolnode import NodeTier
 
     MakeBackend = Callable[[NodeTier], Awaitable[TierBackend]]
+    Wipe = Callable[[NodeTier], Awaitable[None]]
+    Clear = Callable[[], object]
 
 RETRY_S: Final = 10.0
 """Between attempts to set a failed tier up."""
@@ -64,6 +71,16 @@ class TierState:
     """True when this machine or build lacks what the tier needs."""
 
 
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """All tiers of this node go."""
+
+    removal: Removal
+    is_done: bool = False
+    cause: str = ""
+    """Why it is not done yet."""
+
+
 @dataclass(slots=True)
 class Provisioner:
     """Keeps the node's tiers as declared. One `apply` at a time."""
@@ -72,30 +89,70 @@ class Provisioner:
     make: MakeBackend
     memory_bytes: int
     states: dict[str, TierState] = field(default_factory=dict)
+    departure: Departure | None = None
+    """How far the removal of all tiers has come; None while nobody wants it."""
     _wanted: tuple[NodeTier, ...] = ()
+    _levels: dict[str, int] = field(default_factory=dict)
     _retry_at_s: float = 0.0
     _ordinals: int = 0
 
-    async def apply(self, wanted: Sequence[NodeTier]) -> None:
-        """Make the tiers as declared, as far as that is possible now. Called again, it retries failed ones."""
+    async def apply(self, wanted: Sequence[NodeTier], leave_within_s: float = 0.0, *, wipe: Wipe | None = None) -> None:
+        """Make the tiers as declared, as far as that is possible now. Called again, it retries failed ones.
+
+        A tier that is declared no more, or with other settings, has `leave_within_s` to bring its blocks to others.
+        With `wipe`, which removes what a tier keeps across restarts, that goes with a tier that is declared no more.
+        """
+        self.departure = None
         is_retry_due = self.node.clock() >= self._retry_at_s
-        have = {name: s.spec for name, s in self.states.items() if s.tier is not None}
+        leaving = self._leaving(wanted, leave_within_s)
+        have = {name: s.spec for name, s in self.states.items() if s.tier is not None and name not in leaving}
         is_new = tuple(wanted) != self._wanted
         if is_retry_due and not is_new:
             await self._enter_late()
-        steps = provision_plan.plan(wanted, have, is_retry_due=is_retry_due or is_new)
+        now = tuple(t for t in wanted if t.name not in leaving)
+        steps = provision_plan.plan(now, have, is_retry_due=is_retry_due or is_new)
         if not steps and not is_new:
             return
         self._wanted = tuple(wanted)
-        limits = grant(wanted, self.memory_bytes, await asyncio.to_thread(_disk_bytes, tuple(wanted)))
+        left_bytes = self.memory_bytes - sum(memory_of(self.states[name].spec) for name in leaving)
+        limits = grant(now, left_bytes, await asyncio.to_thread(disk_bytes, now))
         for step in steps:
             if isinstance(step, provision_plan.Close):
+                spec = self.states[step.name].spec
                 await self._close(step.name)
-        self._order(wanted)
+                if wipe is not None and provision_plan.is_abandoned(spec, wanted):
+                    await _ended(step.name, wipe(spec))
+        steps += self._short(limits, steps)
+        self._order(wanted, leaving)
         for step in steps:
             await self._carry_out(step, limits)
         if is_retry_due:
             self._retry_at_s = self.node.clock() + RETRY_S
+
+    def _leaving(self, wanted: Sequence[NodeTier], within_s: float) -> frozenset[str]:
+        """Tiers that go and still have blocks which other tiers may take; those that are wanted again stay."""
+        up = {name: s.tier for name, s in self.states.items() if s.tier is not None}
+        goes = provision_plan.gone(wanted, {name: self.states[name].spec for name in up})
+        for name, tier in up.items():
+            if name not in goes:
+                tier.leaves_by_s = None
+            elif tier.leaves_by_s is None and len({t.name for t in wanted} | up.keys()) <= TIERS_MAX:
+                tier.leaves_by_s, tier.is_stuck = self.node.clock() + within_s, False
+        return frozenset(name for name in goes if self._may_leave_later(up[name]))
+
+    def _may_leave_later(self, tier: Tier) -> bool:
+        by_s = tier.leaves_by_s
+        return by_s is not None and bool(tier.blocks) and not tier.is_stuck and self.node.clock() < by_s
+
+    def _short(self, limits: dict[str, Limit], steps: Sequence[provision_plan.Step]) -> tuple[provision_plan.Step, ...]:
+        """Tiers that can have more now than they were granted, because another one has gone."""
+        planned = {step.spec.name for step in steps if not isinstance(step, provision_plan.Close)}
+        states = ((name, s) for name, s in self.states.items() if s.tier is not None and name not in planned)
+        return tuple(
+            provision_plan.Resize(s.spec)
+            for name, s in states
+            if name in limits and limits[name].granted_bytes > s.limit.granted_bytes
+        )
 
     async def _enter_late(self) -> None:
         """Let tiers of several devices try again the ones that were not there."""
@@ -114,6 +171,26 @@ class Provisioner:
                 await _ended(state.tier.name, state.tier.backend.close())
         self.states.clear()
         self.node.tiers.clear()
+
+    async def remove(self, removal: Removal, wanted: Sequence[NodeTier], wipe: Wipe, clear: Clear) -> None:
+        """Close all tiers and give their memory back; when everything is to go, wipe what they hold elsewhere as well.
+
+        `clear` takes what earlier runs have left in memory, and what tiers could not let go of. Called again, it tries
+        again what did not succeed.
+        """
+        assert removal is not Removal.NONE
+        if self.departure is not None and self.departure.is_done and self.departure.removal is removal:
+            return
+        for name in [n for n, s in self.states.items() if s.tier is not None]:
+            await self._close(name)
+        self.states.clear()
+        self._wanted = ()
+        cause = await wipe_all(wanted, wipe) if removal is Removal.DESTROY else ""
+        try:
+            await asyncio.to_thread(clear)
+        except OSError as e:
+            cause = f"{e.filename}: {e.strerror}"
+        self.departure = Departure(removal, is_done=not cause, cause=cause)
 
     async def _carry_out(self, step: provision_plan.Step, limits: dict[str, Limit]) -> None:
         """Open or resize; closings have come first."""
@@ -138,7 +215,7 @@ class Provisioner:
     async def _take_up(self, state: TierState, backend: TierBackend) -> None:
         """Enter what the medium holds, measure it, and let the node use it."""
         self._ordinals += 1
-        tier = Tier(state.spec, self._level(state.spec), backend, self._ordinals)
+        tier = Tier(state.spec, self._levels[state.spec.name], backend, self._ordinals)
         if tier.mappable is not None:
             tier.mappable.on_release(tier.extent_released)
         tier.is_recovering = True
@@ -147,7 +224,10 @@ class Provisioner:
         self.node.tiers.sort(key=lambda t: t.level)
         try:
             with collector_paused():
-                tier.recovered_blocks = await enter(self.node, tier, tier.backend.recover())
+                if tier.columnar is not None:
+                    tier.recovered_blocks = await enter_extents(self.node, tier, tier.columnar.recover_columns())
+                else:
+                    tier.recovered_blocks = await enter(self.node, tier, tier.backend.recover())
             tier.is_recovering = False
             tier.probe = await probe(backend, self._probe_bytes(backend))
         except Exception as e:  # noqa: BLE001  As above.
@@ -181,7 +261,7 @@ class Provisioner:
             state.error = limit.message
             return
         try:
-            state.tier.closing = await state.tier.backend.resize(limit.granted_bytes)
+            state.tier.closing = state.tier.shrinking = await state.tier.backend.resize(limit.granted_bytes)
             state.error = ""
         except Exception as e:  # noqa: BLE001  As above.
             state.error = _told(spec.name, e)
@@ -195,7 +275,7 @@ class Provisioner:
         assert tier is not None
         self.node.tiers.remove(tier)
         self.node.abandon(self.node.reservations.take_tier(tier))
-        for entry in tuple(tier.residents()):
+        for entry in tier.residents():
             self.node.drop_copy(entry, tier, keep_bytes=is_kept or tier.backend.capabilities.survives_restart)
         await self._outlive_readers(tier)
         tier.is_gone = True
@@ -208,12 +288,10 @@ class Provisioner:
             await asyncio.sleep(READERS_LOOK_S)
         self.node.revoke(tier)
 
-    def _level(self, spec: NodeTier) -> int:
-        return next(i for i, t in enumerate(self._wanted) if t.name == spec.name)
-
-    def _order(self, wanted: Sequence[NodeTier]) -> None:
+    def _order(self, wanted: Sequence[NodeTier], leaving: Collection[str]) -> None:
         """Give tiers their levels by the declared order, and count the tree anew when one changed."""
-        levels = {t.name: i for i, t in enumerate(wanted)}
+        levels = provision_plan.levels(wanted, [t.name for t in self.node.tiers], leaving)
+        self._levels = levels
         for name in self.states.keys() - levels.keys():
             del self.states[name]
         moved = [t for t in self.node.tiers if t.level != levels[t.name]]
@@ -221,7 +299,18 @@ class Provisioner:
             tier.level = levels[tier.name]
         self.node.tiers.sort(key=lambda t: t.level)
         if moved:
-            self.node.index.relevel()
+            self.node.index.relevel(self.node.tiers)
+
+
+async def wipe_all(specs: Iterable[NodeTier], wipe: Wipe) -> str:
+    """Wipe what closed tiers hold on media that survive; returns what stands in the way, empty for nothing."""
+    causes = []
+    for spec in specs:
+        try:
+            await wipe(spec)
+        except Exception as e:  # noqa: BLE001  As above.
+            causes.append(f"tier {spec.name}: {_told(spec.name, e)}")
+    return "; ".join(causes)
 
 
 async def _ended(name: str, closing: Awaitable[None]) -> None:
@@ -254,6 +343,43 @@ async def enter(node: Node, tier: Tier, found: AsyncIterator[tuple[SlotRef, Reco
     return count + node.restore(copies)
 
 
+async def enter_extents(node: Node, tier: Tier, found: AsyncIterator[Columns]) -> int:
+    """The same where the medium tells of an extent at a time: beyond what entries are kept of anyway, as rows."""
+    scopes: dict[ScopeId, deque[Columns]] = {}
+    async for columns in found:
+        scopes.setdefault(columns.scope, deque()).append(columns)
+        await asyncio.sleep(0)
+    count, has_rows = 0, False
+    for extents in scopes.values():
+        if sum(map(len, extents)) <= node.index.room:
+            count += await enter(node, tier, _each(extents))
+            continue
+        has_rows = True
+        restoring = Restoring(node.index, tier, extents, node.born_at_s)
+        await in_thread(None, restoring.plan)
+        restoring.prepare()
+        while not restoring.is_done:
+            count += node.restore_extent(restoring)
+            await asyncio.sleep(0)
+    if has_rows:  # Once for all scopes: both look at everything.
+        node.index.unfold_leaves(tier)
+        _return_free_memory()
+    return count
+
+
+def _return_free_memory() -> None:
+    """Let the machine have what columns took; other C libraries than glibc do that by themselves, or never."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+async def _each(extents: Iterable[Columns]) -> AsyncIterator[tuple[SlotRef, Record]]:
+    for columns in extents:
+        for slot, record in columns.pairs():
+            yield slot, record
+
+
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Make many objects that stay: looking at them meanwhile takes a collector as long as making them."""
@@ -266,21 +392,3 @@ def collector_paused() -> Iterator[None]:
             gc.freeze()
         if was_enabled:
             gc.enable()
-
-
-def _disk_bytes(tiers: Sequence[NodeTier]) -> dict[str, int]:
-    """Room for each tier with a path: free bytes of the file system plus what the tier's own files take."""
-    rooms: dict[str, int] = {}
-    for tier in tiers:
-        room_bytes = disk_room.all_bytes([disk_room.look(Path(path)) for path in _paths(tier)])
-        if room_bytes is not None:
-            rooms[tier.name] = room_bytes
-    return rooms
-
-
-def _paths(tier: NodeTier) -> tuple[str, ...]:
-    if tier.type is TierType.NVME and tier.nvme is not None:
-        return tier.nvme.directories
-    if tier.type is TierType.CXL and tier.cxl is not None and tier.cxl.emulated is not None:
-        return (tier.cxl.emulated.path,)
-    return ()

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import takewhile
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgspec
+
 from kvfleet_agent.backends.base import matches
+from kvfleet_agent.backends.waiting import together
 from kvfleet_agent.fetcher import REMOTE
 from kvfleet_agent.findings import Findings, findings
-from kvfleet_agent.policy.recompute import CostChoice, CostInputs, Source, choose
+from kvfleet_agent.policy.recompute import CostChoice, CostInputs, Source, choose, congestion_s
 from kvfleet_api.errors import BlockCorruptError
 from kvfleet_api.tiers import Lookup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvfleet_agent.entry import Entry, Residence
     from kvfleet_agent.fetcher import Fetcher
-    from kvfleet_agent.index import Entry, Residence
     from kvfleet_agent.leases import Lease
     from kvfleet_agent.mover import Mover
     from kvfleet_agent.node import Node
@@ -28,11 +32,20 @@ LOCATE_KEYS_MAX: Final = 4096
 """Keys asked of the directory in one round trip; what lies behind them is found by the next lookup."""
 
 
-class Read(NamedTuple):
+class Read(msgspec.Struct, frozen=True):
     """One leased block and where it was when it was asked for."""
 
     lease: Lease
     source: str
+
+
+class Acquisition(NamedTuple):
+    """What came of asking for a prefix."""
+
+    reads: list[Read]
+    """Of the leading blocks."""
+    busy_s: float = 0.0
+    """Estimated seconds until the next one is worth asking for again, where only its path's queue is against it."""
 
 
 class Reader:
@@ -46,8 +59,7 @@ class Reader:
 
     def lookup_now(self, place: Place, digests: Sequence[bytes]) -> list[Entry | None]:
         """Return the local entry of each key, None for those that are absent or of another layout."""
-        blocks, layout_id = self._node.index.blocks(place.scope), place.layout_id
-        found = list(map(blocks.get, digests))
+        found, layout_id = self._node.index.blocks(place.scope).get_all(digests), place.layout_id
         return [e if e is not None and e.layout_id == layout_id else None for e in found]
 
     def needs_directory(self, entries: Sequence[Entry | None]) -> bool:
@@ -85,25 +97,51 @@ class Reader:
 
     async def acquire(
         self, place: Place, digests: Sequence[bytes], lease_s: float, deadline_s: float, *, before: bytes = b""
-    ) -> list[Read]:
+    ) -> Acquisition:
         """Lease the longest prefix that can be had within `deadline_s` seconds; transfers go on after that.
 
         `before` is the key that the first one continues, where that is known. Cancelled, it leaves leases that
         their owner's end or expiry takes back.
         """
         ends_s = self._node.clock() + deadline_s
-        reads, hoped = await self._brought(place, digests, lease_s, deadline_s, before)
+        located = await self._located(place, digests)
+        reads, hoped = await self._brought(place, digests, located, lease_s, deadline_s, before)
         if hoped and not reads:  # Those behind the first one took the room that it needed, and nobody has them now.
             left_s = max(0.0, ends_s - self._node.clock())
-            reads, _ = await self._brought(place, digests[:1], lease_s, left_s, before)
-        return reads
+            again = await self._located(place, digests[:1])
+            reads, _ = await self._brought(place, digests[:1], again, lease_s, left_s, before)
+        at = len(reads)
+        elsewhere = next((i for i in range(at, len(digests)) if i not in located), len(digests)) - at
+        return Acquisition(reads, self._busy_s(place, digests[at:], elsewhere))
+
+    async def _located(self, place: Place, digests: Sequence[bytes]) -> dict[int, Location]:
+        entries = self.lookup_now(place, digests)
+        return await self.locate(place, digests, entries) if self.needs_directory(entries) else {}
+
+    def _busy_s(self, place: Place, digests: Sequence[bytes], elsewhere: int) -> float:
+        """How long the path keeps keys that were left out, the first `elsewhere` of which other agents have."""
+        target, run = self._node.entry_tier, self.lookup_now(place, digests)
+        if not run or target is None:
+            return 0.0
+        first, paths = run[0], self._mover.traffic.paths
+        if first is not None and first.residences:
+            stretch = [e for e in takewhile(lambda e: _tier(e) is _tier(first), run) if e is not None]
+            source, inputs = first.residences[0].tier.name, self._inputs(stretch, is_last=len(stretch) == len(run))
+        else:
+            count = elsewhere if first is None else 1
+            source, inputs = REMOTE, self._remote_inputs(place, count) if count else None
+        return congestion_s(inputs, is_full=paths.is_full(source, target.name)) if inputs is not None else 0.0
 
     async def _brought(
-        self, place: Place, digests: Sequence[bytes], lease_s: float, deadline_s: float, before: bytes
+        self,
+        place: Place,
+        digests: Sequence[bytes],
+        located: dict[int, Location],
+        lease_s: float,
+        deadline_s: float,
+        before: bytes,
     ) -> tuple[list[Read], int]:
         """Bring up and lease what can be had; returns also how many blocks that might have been."""
-        entries = self.lookup_now(place, digests)
-        located = await self.locate(place, digests, entries) if self.needs_directory(entries) else {}
         run = self._run(place, digests, located)
         sources = [_source(e) for e in run]
         self._start_remote(place, (before, *digests), located, run)
@@ -149,23 +187,42 @@ class Reader:
         Where the chain goes on behind the last stretch of a request, the next one will ask for that: the latency of the
         tier, which is paid once, is not held against the few blocks that happened to end this one.
         """
+        inputs = self._inputs(stretch, is_last=is_last)
+        return choose(inputs) if inputs is not None else None
+
+    def _inputs(self, stretch: Sequence[Entry], *, is_last: bool) -> CostInputs | None:
         if not stretch or not stretch[0].residences or stretch[0].residences[0].tier.mappable is not None:
             return None
         tier, spec = stretch[0].residences[0].tier, self._node.spec
         entry_tier = self._node.entry_tier
         target = entry_tier.name if entry_tier is not None else ""
+        stored_bytes = sum(e.residences[0].record.stored_bytes for e in stretch if e.residences)
         goes_on = is_last and self._node.index.is_continued(stretch[-1])
-        inputs = CostInputs(
+        return CostInputs(
             policy=spec.policy.recompute.type,
             blocks=len(stretch),
             block_tokens=spec.compatibility.block_tokens,
-            stored_bytes=sum(e.residences[0].record.stored_bytes for e in stretch if e.residences),
-            queued_bytes=self._mover.traffic.paths.queued_bytes(tier.name, target),
+            stored_bytes=stored_bytes,
+            queued_bytes=self._mover.traffic.paths.ahead_bytes(tier.name, target, stored_bytes),
             read_latency_s=0.0 if goes_on or tier.probe is None else tier.probe.read_latency_microseconds / 1e6,
             read_bytes_per_s=float(tier.probe.read_bytes_per_second) if tier.probe else 0.0,
             prefill_tokens_per_s=float(spec.policy.recompute.prefill_tokens_per_second),
         )
-        return choose(inputs)
+
+    def _remote_inputs(self, place: Place, blocks: int) -> CostInputs:
+        """Of blocks that other agents have: nobody measured them, so the path's own speed of late counts."""
+        entry_tier, spec, paths = self._node.entry_tier, self._node.spec, self._mover.traffic.paths
+        target, size_bytes = entry_tier.name if entry_tier is not None else "", blocks * place.raw_bytes
+        return CostInputs(
+            policy=spec.policy.recompute.type,
+            blocks=blocks,
+            block_tokens=spec.compatibility.block_tokens,
+            stored_bytes=size_bytes,
+            queued_bytes=paths.ahead_bytes(REMOTE, target, size_bytes),
+            read_latency_s=0.0,
+            read_bytes_per_s=paths.bytes_per_s(REMOTE, target),
+            prefill_tokens_per_s=float(spec.policy.recompute.prefill_tokens_per_second),
+        )
 
     def _start_remote(
         self, place: Place, chain: Sequence[bytes], located: dict[int, Location], run: list[Entry | None]
@@ -207,7 +264,7 @@ class Reader:
                     lease(i, entry, up)
                 else:
                     slow.append(one(i, entry))
-            await asyncio.gather(*slow)
+            await together(slow)
 
         tasks = [asyncio.ensure_future(all_of(pairs)) for pairs in _by_move(run)]
         if tasks:

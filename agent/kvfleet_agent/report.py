@@ -6,18 +6,25 @@ from typing import Final
 
 from kvfleet_agent.backends.base import Device
 from kvfleet_agent.codec.drift import Drift
+from kvfleet_agent.leaving import Removal
 from kvfleet_agent.ports import DirectoryState
+from kvfleet_agent.prepare import dax_verdict, verdict
+from kvfleet_agent.prepare.verdict import Reason
+from kvfleet_agent.provision import Departure
 from kvfleet_api import units
 from kvfleet_api.conditions import Condition, Status
+from kvfleet_api.models.inventory import NodeReport
 from kvfleet_api.models.poolnode import (
     KVPoolNode,
     KVPoolNodeStatus,
     LookupCounts,
     NodeTier,
     NodeTierStatus,
+    OrderAnswer,
     ShareHits,
     TenantBytes,
     TenantErased,
+    TierDemand,
     TierDevice,
     TierProbe,
 )
@@ -54,6 +61,10 @@ class TierObserved:
     refusing_s: float = 0.0
     """For so long its store has been refusing requests."""
     error: str = ""
+    leaving_blocks: int = 0
+    """Blocks that are still to move to other tiers, because this one is declared no more."""
+    shrinking_blocks: int = 0
+    """Blocks that lie where a resize left no room."""
     shortage: str = ""
     """Why less is granted than declared, with numbers."""
 
@@ -70,14 +81,22 @@ class Observed:
     queried: int
     hit: int
     memory_bytes: int
+    demand: Mapping[str, TierDemand] = field(default_factory=dict)
+    """What reuse says about the size of tiers that scale, by tier name."""
     share_hits: Mapping[str, int] = field(default_factory=dict)
     """Blocks that readers of prefix shares were given, by the share's uid."""
     tenants: tuple[TenantBytes, ...] = ()
     """Exact bytes, at most `TENANTS_MAX` of them."""
     erased: tuple[TenantErased, ...] = ()
+    orders: tuple[OrderAnswer, ...] = ()
+    """Exact counts."""
     drain_left_blocks: int | None = None
     """Blocks that still have to leave; None when no drain was asked for."""
     is_drain_late: bool = False
+    departure: Departure | None = None
+    """How far the removal of all tiers has come; None when nobody asked for it."""
+    node: NodeReport | None = None
+    """What node preparation has told; None where it does not run."""
     drift: Drift | None = None
     """How far blocks are from the pool's calibration; None where it has none."""
 
@@ -91,16 +110,22 @@ def build_status(seen: Observed) -> KVPoolNodeStatus:
         conditions=tuple(c.model_copy(update={"observed_generation": generation}) for c in _conditions(seen)),
         epoch=seen.epoch,
         agent_version=seen.version,
-        tiers=tuple(_tier(t) for t in seen.tiers),
+        tiers=tuple(_tier(t, seen.demand.get(t.spec.name)) for t in seen.tiers),
         lookups=LookupCounts(queried=seen.queried, hit=seen.hit),
         shares=tuple(ShareHits(uid=uid, hits=units.coarse(hits)) for uid, hits in sorted(seen.share_hits.items())),
         tenants=tuple(t.model_copy(update={"used_bytes": units.coarse(t.used_bytes)}) for t in seen.tenants),
         erased=seen.erased,
+        orders=tuple(_rounded(answer) for answer in seen.orders),
         memory_bytes=seen.memory_bytes,
     )
 
 
-def _tier(seen: TierObserved) -> NodeTierStatus:
+def _rounded(answer: OrderAnswer) -> OrderAnswer:
+    counts = ("blocks_done", "blocks_total", "bytes_done", "bytes_total", "blocks_missing")
+    return answer.model_copy(update={name: units.coarse(getattr(answer, name)) for name in counts})
+
+
+def _tier(seen: TierObserved, demand: TierDemand | None) -> NodeTierStatus:
     return NodeTierStatus.model_validate(
         {
             "name": seen.spec.name,
@@ -114,6 +139,7 @@ def _tier(seen: TierObserved) -> NodeTierStatus:
             "blocks": seen.blocks,
             "recovered_blocks": seen.recovered_blocks,
             "probe": seen.probe,
+            "demand": demand,
             "devices": tuple(_device(d) for d in seen.devices),
             "last_error": (seen.error or seen.shortage or seen.fallback)[:ERROR_CHARS_MAX],
         }
@@ -133,11 +159,12 @@ def _conditions(seen: Observed) -> tuple[Condition, ...]:
     return (
         _true("AgentConnected", "Serving"),
         _tiers_ready(seen.tiers),
-        _huge_pages(seen.tiers),
-        _devices(seen.tiers),
+        _huge_pages(seen.tiers, seen.node),
+        _devices(seen.tiers, seen.node),
         _metadata_available(seen.directory),
         _stores_keep_up(seen.tiers),
         _capacity(seen.tiers),
+        _tiers_settled(seen.tiers),
         _calibration(seen.drift),
         _draining(seen),
         _ready(seen),
@@ -164,21 +191,28 @@ def _tiers_ready(tiers: Sequence[TierObserved]) -> Condition:
     return _false("TierReady", "TierFailed", _join(f"tier {t.spec.name}: {t.error or t.shortage}" for t in broken))
 
 
-def _huge_pages(tiers: Sequence[TierObserved]) -> Condition:
+def _huge_pages(tiers: Sequence[TierObserved], node: NodeReport | None) -> Condition:
+    """What the tiers got counts; node preparation, where it runs, knows what is in the way of the rest."""
     wanted = ((t, t.spec.host_dram.page_size) for t in tiers if t.is_up and t.spec.host_dram is not None)
     asked = [(t, page_size) for t, page_size in wanted if page_size != "4Ki"]
     if not asked:
-        return _true("HugepagesReserved", "NotRequested")
+        return verdict.condition((Reason.NOT_REQUESTED, ""))
     without = [t for t, page_size in asked if not t.medium.endswith(f"-{page_size}")]
     if not without:
-        return _true("HugepagesReserved", "Reserved")
-    return _false("HugepagesReserved", "NotReserved", _join(f"tier {t.spec.name}: {t.fallback}" for t in without))
+        return verdict.condition((Reason.RESERVED, ""))
+    reason, why = verdict.of_tiers((t.spec for t in without), node.huge_pages if node is not None else ())
+    told = [f"tier {t.spec.name}: {t.fallback}" for t in without]
+    return verdict.condition((Reason.NOT_RESERVED if reason.is_good else reason, _join(told + [why] * bool(why))))
 
 
-def _devices(tiers: Sequence[TierObserved]) -> Condition:
-    absent = [t for t in tiers if t.is_absent]
+def _devices(tiers: Sequence[TierObserved], node: NodeReport | None) -> Condition:
+    """What the tiers got counts; node preparation, where it runs, knows why a dax device is in another mode."""
+    known = node.cxl if node is not None else ()
+    absent = [t for t in tiers if t.is_absent or not (t.is_up or dax_verdict.of_tiers([t.spec], known)[0].is_good)]
     if absent:
-        return _false("DevicePresent", "DeviceMissing", _join(f"tier {t.spec.name}: {t.error}" for t in absent))
+        reason, why = dax_verdict.of_tiers((t.spec for t in absent), known)
+        missing = [f"tier {t.spec.name}: {t.error}" for t in absent] + [why] * bool(why)
+        return _false("DevicePresent", "DeviceMissing" if reason.is_good else reason, _join(missing))
     failed = [(t, d) for t in tiers for d in t.devices if d.error]
     if failed:
         told = _join(f"tier {t.spec.name}: {d.name}: {d.error}" for t, d in failed)
@@ -202,6 +236,21 @@ def _capacity(tiers: Sequence[TierObserved]) -> Condition:
     return _false("CapacitySatisfied", "InsufficientCapacity", _join(short))
 
 
+def _tiers_settled(tiers: Sequence[TierObserved]) -> Condition:
+    """Rounded, because a condition is written whenever it changes."""
+    leaving = [t for t in tiers if t.leaving_blocks]
+    if leaving:
+        told = _join(f"tier {t.spec.name} goes: {units.coarse(t.leaving_blocks)} blocks are to move" for t in leaving)
+        return _false("TiersSettled", "RemovingTier", told)
+    shrinking = [t for t in tiers if t.shrinking_blocks]
+    if shrinking:
+        told = _join(
+            f"tier {t.spec.name} shrinks: {units.coarse(t.shrinking_blocks)} blocks to move" for t in shrinking
+        )
+        return _false("TiersSettled", "ShrinkingTier", told)
+    return _true("TiersSettled", "Settled")
+
+
 def _calibration(drift: Drift | None) -> Condition:
     """Without numbers that move: a condition is written whenever it changes."""
     if drift is None:
@@ -212,8 +261,18 @@ def _calibration(drift: Drift | None) -> Condition:
     return _false("CalibrationCurrent", "Drifted", message)
 
 
+_LEFT: Final = {
+    Removal.RELEASE: "the memory of all tiers is given back; what they keep across restarts stays",
+    Removal.DESTROY: "nothing of the pool is left on this node",
+}
+
+
 def _draining(seen: Observed) -> Condition:
-    left = seen.drain_left_blocks
+    left, departure = seen.drain_left_blocks, seen.departure
+    if departure is not None and departure.is_done:
+        return _false("Draining", departure.removal.value, _LEFT[departure.removal])
+    if departure is not None:
+        return _true("Draining", "RemovingTiers", departure.cause)
     if left is None:
         return _false("Draining", "NotRequested")
     if left == 0:
@@ -223,6 +282,8 @@ def _draining(seen: Observed) -> Condition:
 
 
 def _ready(seen: Observed) -> Condition:
+    if seen.departure is not None:
+        return _false("Ready", seen.departure.removal.value, "the pool is deleted")
     if seen.drain_left_blocks is not None:
         return _false("Ready", "Draining", "the agent takes no new blocks")
     if any(t.is_mappable and t.phase != "Failed" for t in seen.tiers):

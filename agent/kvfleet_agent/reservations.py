@@ -15,10 +15,10 @@ import msgspec
 from kvfleet_agent.policy.checking import must_check
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from kvfleet_agent.backends.base import SlotRef
-    from kvfleet_agent.index import Entry
+    from kvfleet_agent.entry import Entry
     from kvfleet_agent.place import Place
     from kvfleet_agent.sessions import Session
     from kvfleet_agent.tiers import Tier
@@ -81,7 +81,7 @@ class ReservationTable:
         ]
         if made:
             self._last_id = made[-1].id
-            self._reservations.update((r.id, r) for r in made)
+            self._reservations.update(zip(range(first, self._last_id + 1), made, strict=True))
             self._owned.setdefault(owner, set()).update(range(first, self._last_id + 1))
         return made
 
@@ -99,7 +99,21 @@ class ReservationTable:
 
     def take(self, owner: int, ids: Iterable[int]) -> list[Reservation | None]:
         """End reservations of one owner and return them; None for unknown, expired and others' ones."""
-        return [self._take(owner, i) for i in ids]
+        table, ids = self._reservations, tuple(ids)
+        taken: list[Reservation | None] = []
+        for i in ids:
+            found = table.get(i)
+            if found is not None and found.owner == owner:
+                del table[i]
+                taken.append(found)
+            else:
+                taken.append(None)
+        owned = self._owned.get(owner)
+        if owned is not None:
+            owned.difference_update(ids)
+            if not owned:
+                del self._owned[owner]
+        return taken
 
     def take_written(self, owner: int, ids: Iterable[int]) -> tuple[list[Reservation | None], list[Reservation]]:
         """End reservations that are to be published; returns also those among them whose bytes are to be checked."""
@@ -118,10 +132,10 @@ class ReservationTable:
         gone = (i for i, r in enumerate(made) if r is not None and self._reservations.get(r.id) is not r)
         return made[: next(gone, len(made))]
 
-    def settle(self, reservation: Reservation, result: int) -> None:
-        """Remember what became of a publication."""
-        self._results[reservation.id] = (reservation.owner, result)
-        if len(self._results) > PAST_MAX:
+    def settle(self, owner: int, results: Mapping[int, int]) -> None:
+        """Remember what became of publications of this owner, by reservation."""
+        self._results.update((i, (owner, result)) for i, result in results.items())
+        while len(self._results) > PAST_MAX:
             self._results.popitem(last=False)
 
     def result(self, owner: int, reservation_id: int) -> int | None:
@@ -144,23 +158,12 @@ class ReservationTable:
         """End all reservations that are meant, whoever owns them."""
         taken = [r for r in self._reservations.values() if is_meant(r)]
         for reservation in taken:
-            self._take(reservation.owner, reservation.id)
+            self.take(reservation.owner, (reservation.id,))
         return taken
 
     def sweep(self, now_s: float) -> list[Reservation]:
         """End the reservations that have expired."""
         expired = [r for r in self._reservations.values() if r.expires_s <= now_s]
         for reservation in expired:
-            self._take(reservation.owner, reservation.id)
+            self.take(reservation.owner, (reservation.id,))
         return expired
-
-    def _take(self, owner: int, reservation_id: int) -> Reservation | None:
-        reservation = self._reservations.get(reservation_id)
-        if reservation is None or reservation.owner != owner:
-            return None
-        del self._reservations[reservation_id]
-        owned = self._owned[owner]
-        owned.discard(reservation_id)
-        if not owned:
-            del self._owned[owner]
-        return reservation

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.candidates import TierCandidates
 from kvfleet_agent.cut import Cut, Fate
-from kvfleet_agent.gate import Priority
+from kvfleet_agent.entry import account_of
 from kvfleet_agent.grouping import grouped
-from kvfleet_agent.index import account_of
+from kvfleet_agent.lifting import Lifting
 from kvfleet_agent.policy.eviction import excess_bytes, plan_eviction
 from kvfleet_agent.policy.placement import next_lower
 from kvfleet_agent.policy.quota import OverQuota, over_hard_bytes, payers, payments
+from kvfleet_agent.policy.recompute import REFUSED_S
 from kvfleet_agent.straight import Move
+from kvfleet_agent.turns import Priority
 from kvfleet_agent.want import Want
 from kvfleet_api.errors import BackendFailedError, QuotaExceededError, RetryableError, TierFullError
 
@@ -27,18 +29,17 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from kvfleet_agent.backends.base import SlotRef
-    from kvfleet_agent.index import Entry
+    from kvfleet_agent.entry import Entry
     from kvfleet_agent.mover import Mover
     from kvfleet_agent.node import Node
     from kvfleet_agent.policy.quota import Standing
+    from kvfleet_agent.residents import Residents
     from kvfleet_agent.tiers import Tier
 
 ROUNDS_MAX: Final = 4
 """Plans made for one slot before the tier counts as full: own blocks, whole extents, and each once more."""
-BATCH_SLOTS: Final = 16
-"""Slots freed at a time, because the writer that needs one will need more."""
 BATCH_PARTS: Final = 8
-"""But no more than this part of the tier or of the quota, 1/8, so that a small one is not emptied for one block."""
+"""Room for a batch is no more than this part of the tier or of the quota, 1/8: no small one is emptied for a block."""
 TRIM_BYTES_MAX: Final = 256 << 20
 """Bytes of one pass over the watermark, so that the sweep comes round to its other duties."""
 
@@ -51,6 +52,7 @@ class Room:
         self._mover = mover
         self._locks: dict[Tier, asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._lifting = Lifting(node, self._moved)
 
     async def reserve(self, want: Want, deadline_s: float) -> SlotRef:
         """Take a slot, making room when there is none. `deadline_s` is a time of the node's clock.
@@ -71,6 +73,15 @@ class Room:
                     # Not cancelled when the time is up: the room will be there for the next one.
                     await asyncio.wait([self._start_making(want, attempt)], timeout=left_s)
         return self._node.take(want)
+
+    def congestion_s(self, tier: Tier | None) -> float:
+        """Seconds until the way down from a tier is expected to be free; 0.0 while nothing waits for it."""
+        target, paths = self._next_lower(tier) if tier is not None else None, self._mover.traffic.paths
+        if tier is None or target is None or not paths.is_waited_for(tier.name, target.name):
+            return 0.0
+        probed = float(target.probe.write_bytes_per_second) if target.probe is not None else 0.0
+        rate = paths.bytes_per_s(tier.name, target.name) or probed
+        return max(REFUSED_S, paths.ahead_bytes(tier.name, target.name, 0) / rate) if rate > 0 else REFUSED_S
 
     def is_lowest(self, tier: Tier) -> bool:
         """True when no slower tier takes blocks now."""
@@ -116,7 +127,7 @@ class Room:
     async def _pay_own(self, want: Want, over_bytes: int) -> int:
         """Let a tenant make room below its hard quota with its own blocks; returns the bytes freed."""
         hard_bytes = self._node.tenants.hard_bytes(want.tier, want.tenant) or 0
-        batch_bytes = min(_batch_bytes(want), hard_bytes // BATCH_PARTS)
+        batch_bytes = min(want.batch_bytes, hard_bytes // BATCH_PARTS)
         fate = Fate.DROP if self._action(want) is OverQuota.EVICT else Fate.STAY
         cut = Cut(max(over_bytes, batch_bytes), "quota", tenant=want.tenant, fate=fate)
         return await self._evict(want.tier, cut)
@@ -125,7 +136,7 @@ class Room:
         """Make one account pay for a slot: from the writer's own blocks in the same scope, or by whole extents."""
         tier, is_own = want.tier, payer.tenant == want.tenant
         if is_own and (want.scope, want.tenant) in tier.queues and attempt % 2 == 0:
-            need_bytes = min(_batch_bytes(want), tier.backend.capacity_bytes // BATCH_PARTS)
+            need_bytes = min(want.batch_bytes, tier.backend.capacity_bytes // BATCH_PARTS)
             cut = Cut(max(want.size_bytes, need_bytes), "room", tenant=want.tenant, scope=want.scope)
             return await self._evict(tier, cut) > 0
         freed_bytes = 0
@@ -148,7 +159,7 @@ class Room:
         for _, _, extent in ranked:
             if len(found) == count:
                 break
-            held = _bytes_by_tenant(tier.extents[extent], tier)
+            held = tier.extents[extent].bytes_by_tenant()
             if payer.tenant in held and all(size_bytes <= spares.get(t, 0) for t, size_bytes in held.items()):
                 found.append(extent)
                 for tenant, size_bytes in held.items():
@@ -160,12 +171,12 @@ class Room:
         residents = tier.extents.get(extent)
         if not residents:
             return 0
-        scope = next(iter(residents)).scope
+        scope = residents.scope
         cut = Cut(tier.backend.capacity_bytes, "room", scope=scope, extents=frozenset({extent}))
         freed_bytes = await self._evict(tier, cut)
         left = tier.extents.get(extent)
         if left:
-            left_bytes = sum(_bytes_by_tenant(left, tier).values())
+            left_bytes = sum(left.bytes_by_tenant().values())
             most_bytes = None if is_own else max(0, payer.spare_bytes - freed_bytes)
             cut = Cut(left_bytes, "room", tenant=payer.tenant, scope=scope, most_bytes=most_bytes)
             freed_bytes += await self._evict(tier, cut)
@@ -189,9 +200,8 @@ class Room:
         for tenant, over_bytes in self._node.tenants.over_hard(tier).items():
             is_dropped = self._node.tenants.of(tenant).over_quota is OverQuota.EVICT
             fate = Fate.DROP if is_dropped else Fate.SINK
-            async with self._lock(tier):
-                cut = Cut(min(over_bytes, TRIM_BYTES_MAX), "quota", Priority.DEMOTE, tenant, fate=fate)
-                freed_bytes += await self._evict(tier, cut)
+            cut = Cut(min(over_bytes, TRIM_BYTES_MAX), "quota", Priority.DEMOTE, tenant, fate=fate)
+            freed_bytes += await self.cut(tier, cut)
         return freed_bytes
 
     async def _share_out(self, tier: Tier, need_bytes: int, reason: str) -> int:
@@ -208,9 +218,13 @@ class Room:
 
     async def drain(self, tier: Tier) -> int:
         """Send one batch of a memory tier's blocks to media that survive; returns how many blocks are left."""
-        async with self._lock(tier):
-            await self._evict(tier, Cut(TRIM_BYTES_MAX, "drain", Priority.DEMOTE))
+        await self.cut(tier, Cut(TRIM_BYTES_MAX, "drain", Priority.DEMOTE))
         return tier.blocks
+
+    async def cut(self, tier: Tier, cut: Cut) -> int:
+        """Take blocks that nobody holds out of a tier; returns the bytes freed."""
+        async with self._lock(tier):
+            return await self._evict(tier, cut)
 
     async def evacuate(self, tier: Tier, batch: int = 256) -> int:
         """Move blocks off closing extents, within the tier where it has room; returns how many stay behind."""
@@ -223,6 +237,19 @@ class Room:
                 await self._evict(tier, Cut(need_bytes, "shrink", Priority.DEMOTE, extents=tier.closing))
                 await self._share_out(tier, need_bytes, "shrink")
         return sum(len(tier.extents.get(x, ())) for x in tier.closing)
+
+    async def empty(self, tier: Tier) -> bool:
+        """Send one batch of a leaving tier's blocks to other tiers; False when nothing that is left can go.
+
+        Down first. What no slower tier takes goes up as far as there is room: nothing there gives way for it.
+        """
+        before = tier.blocks
+        async with self._lock(tier):
+            await self._evict(tier, Cut(TRIM_BYTES_MAX, "removed", Priority.DEMOTE, fate=Fate.STAY))
+            if tier.blocks == before and self.is_lowest(tier):
+                await self._lifting.lift(tier)
+                await self._evict(tier, Cut(TRIM_BYTES_MAX, "removed", Priority.DEMOTE, fate=Fate.STAY))
+        return tier.blocks < before or self._node.is_leased(tier)
 
     async def _relocate(self, entry: Entry, tier: Tier) -> bool:
         source = entry.residence(tier)
@@ -360,21 +387,7 @@ def _bytes_in(tier: Tier, entry: Entry) -> int:
     return 0 if source is None else source.record.raw_bytes
 
 
-def _batch_bytes(want: Want) -> int:
-    """What is freed at a time for a writer that is known, or likely, to need more slots like this one."""
-    return want.size_bytes * max(BATCH_SLOTS, want.slots)
-
-
-def _may_hold(residents: Collection[Entry], tenant: str) -> bool:
+def _may_hold(residents: Residents, tenant: str) -> bool:
     """False when an extent's scope tells that nothing in it is the tenant's; blocks of shared scopes are anybody's."""
-    account = account_of(next(iter(residents)).scope)
+    account = account_of(residents.scope)
     return account == tenant or "/" in account
-
-
-def _bytes_by_tenant(entries: Collection[Entry], tier: Tier) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for entry in entries:
-        residence = entry.residence(tier)
-        if residence is not None:
-            found[entry.tenant] = found.get(entry.tenant, 0) + residence.slot.size_bytes
-    return found

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kvfleet_agent.backends.waiting import in_thread
+from kvfleet_agent.entry import account_of
 from kvfleet_agent.fair_order import FairOrder
-from kvfleet_agent.index import account_of
 from kvfleet_api.blocks import ScopeId
 
 if TYPE_CHECKING:
@@ -85,6 +85,13 @@ class SessionJournal:
         """Return what is known of a session, or None."""
         frame = self._known.get(digest)
         return _decoder.decode(frame[_HEADER_BYTES:])[1] if frame is not None else None
+
+    def latest(self) -> Iterator[Remembered]:
+        """Sessions that are known when this is called, those that were noted last first."""
+        for frame in reversed(tuple(self._known.values())):
+            remembered = _decoder.decode(frame[_HEADER_BYTES:])[1]
+            if remembered is not None:
+                yield remembered
 
     def note(self, digest: bytes, remembered: Remembered | None, tenant: str) -> None:
         """Remember a session of `tenant` as it is now; None forgets it. Written by the next `flush`."""

@@ -17,7 +17,7 @@ from kvfleet_metadata.records import SessionRecord
 from kvfleet_metadata.schema import session_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
 
     from kvfleet_agent.core import Core
     from kvfleet_agent.place import Place
@@ -120,6 +120,12 @@ class SessionLife:
         self._expected.pop(session, None)
         self._node.sessions.forget(session)
         self._tell(session, None)
+
+    def archived_heads(self) -> Iterator[tuple[str, bytes]]:
+        """Scope and digest of each chain's end of the sessions that are archived, the last archived first."""
+        for remembered in self._journal.latest():
+            if remembered.state in (SessionState.ARCHIVING, SessionState.ARCHIVED):
+                yield from reversed(remembered.heads)
 
     def expect(self, session: Session) -> None:
         """Bring a session's blocks up when it is time."""

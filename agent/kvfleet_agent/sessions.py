@@ -19,7 +19,8 @@ from kvfleet_api.errors import InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from kvfleet_agent.index import Entry, Index
+    from kvfleet_agent.entry import Entry
+    from kvfleet_agent.index import Index
     from kvfleet_api.blocks import ScopeSecret
 
 SESSIONS_MAX: Final = 65_536

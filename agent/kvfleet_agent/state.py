@@ -6,6 +6,7 @@ import secrets
 from pathlib import Path
 from typing import Final
 
+from kvfleet_agent import folders
 from kvfleet_api.errors import UnsupportedError
 
 NONCE_BITS: Final = 14
@@ -56,8 +57,4 @@ def _write(path: Path, content: bytes) -> None:
     finally:
         os.close(fd)
     temporary.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    folders.sync(path.parent)

@@ -1,7 +1,7 @@
-"""Groups of blocks between mapped memory and a medium that takes several at a time, without a copy in between.
+"""Groups of blocks between mapped memory and a medium that takes several at a time.
 
 An engine that was given a slot before and is late may write to it at any time. On the way down that leaves a record
-which its own checksum refuses; on the way up our checksum is of the very bytes that were seen to be sound.
+which its own checksum refuses; on the way up our checksum is of bytes that nobody else could reach.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvfleet_agent.backends.base import KeyAwayError, Reading, Record, Sound, Writing
+from kvfleet_agent.backends.base import BlamelessError, Reading, Record, Sound, Writing
 from kvfleet_agent.codec.base import LOSSY, RAW, WORN
-from kvfleet_agent.index import Residence
+from kvfleet_agent.entry import Residence
 from kvfleet_agent.want import Want
 from kvfleet_api.blocks import BlockKey
 from kvfleet_api.errors import BackendFailedError, BlockCorruptError, KvFleetError, TierFullError
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvfleet_agent.backends.base import SlotRef
-    from kvfleet_agent.buffers import Buffers
-    from kvfleet_agent.index import Entry
+    from kvfleet_agent.entry import Entry
     from kvfleet_agent.node import Node
     from kvfleet_agent.tiers import Tier
 
@@ -38,9 +37,8 @@ class Move(NamedTuple):
 class StraightMoves:
     """Makes the copies of a group; the mover has its turn and enters them."""
 
-    def __init__(self, node: Node, buffers: Buffers) -> None:
+    def __init__(self, node: Node) -> None:
         self._node = node
-        self._buffers = buffers
 
     async def down(self, moves: Sequence[Move], target: Tier) -> list[Residence | None]:
         """Write blocks of mapped memory as they lie; their slots are given back on failure and cancellation.
@@ -107,7 +105,7 @@ class StraightMoves:
                 failures.append(end)
             elif isinstance(end, KvFleetError):
                 raise end
-        told = next((f for f in failures if not isinstance(f, KeyAwayError)), None)
+        told = next((f for f in failures if not isinstance(f, BlamelessError)), None)
         if told is not None:  # Once for the group: it was one transfer.
             self._node.write_failed(target, str(told))
         return made
@@ -122,10 +120,7 @@ class StraightMoves:
             except BlockCorruptError:  # The memory has been taken away under one of them.
                 return [None] * len(moves)
             ends = await group.read_group(readings)
-            return [
-                await self._arrived(move, target, reading.into, end)
-                for move, reading, end in zip(moves, readings, ends, strict=True)
-            ]
+        return [self._arrived(move, target, end) for move, end in zip(moves, ends, strict=True)]
 
     def _reading(self, move: Move, target: Tier, views: ExitStack) -> Reading:
         assert target.mappable is not None
@@ -135,7 +130,7 @@ class StraightMoves:
         into = views.enter_context(whole[: record.raw_bytes])
         return Reading(move.source.slot, record, into, (self._node.epoch, move.slot.stamp))
 
-    async def _arrived(self, move: Move, target: Tier, into: memoryview, end: bytes | KvFleetError) -> Residence | None:
+    def _arrived(self, move: Move, target: Tier, end: bytes | KvFleetError) -> Residence | None:
         entry, source = move.entry, move.source
         record = source.record
         if isinstance(end, bytes):
@@ -144,23 +139,11 @@ class StraightMoves:
             made = record_of(self._node, entry, form, record.raw_bytes, record.raw_bytes, end)
             return Residence(target, move.slot, made)
         if isinstance(end, BlockCorruptError):
-            await self._look_again(move, into)
-        elif isinstance(end, BackendFailedError) and not isinstance(end, KeyAwayError):
+            self._node.copy_failed(entry, source, is_corrupt=True)
+        elif isinstance(end, BackendFailedError) and not isinstance(end, BlamelessError):
             source.tier.last_error = str(end)
             self._node.copy_failed(entry, source, is_corrupt=False)
         return None
-
-    async def _look_again(self, move: Move, into: memoryview) -> None:
-        """Tell a copy that is corrupt from a slot that a late writer spoilt: read where nobody else can reach."""
-        source = move.source
-        with self._buffers.lend(source.record.stored_bytes) as own:
-            try:
-                await source.tier.backend.read(source.slot, source.record, own)
-            except BlockCorruptError:
-                into[:] = bytes(len(into))  # Whoever's bytes a medium gave instead: engines map this slot.
-                self._node.copy_failed(move.entry, source, is_corrupt=True)
-            except BackendFailedError:
-                return  # It will tell the next one, too.
 
 
 def record_of(node: Node, entry: Entry, codec: str, raw_bytes: int, stored_bytes: int, digest: bytes) -> Record:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Final
 
-from kvfleet_agent.index import GONE, account_of
-from kvfleet_agent.policy.retention import Due, due, plan_drops
+from kvfleet_agent.entry import GONE, account_of
+from kvfleet_agent.policy.retention import Due, due, horizon, plan_drops
 from kvfleet_api.trust import ScopeKind
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from kvfleet_agent.core import Core
-    from kvfleet_agent.index import Entry
+    from kvfleet_agent.entry import Entry
     from kvfleet_agent.policy.retention import Retention
     from kvfleet_agent.ports import Tenants
-    from kvfleet_api.blocks import ScopeId
+    from kvfleet_api.blocks import ScopeId, ScopeSecret
+    from kvfleet_api.trust import Access
 
 RETENTION_S: Final = 10.0
 """Between looks at the age of blocks; retention is declared in seconds and meant in hours."""
@@ -69,6 +71,10 @@ class Tenancy:
         for tenant, _, _ in self._tenants.erasing():
             self._drop(tenant, self._left_by_earlier_runs(tenant))
 
+    def access(self, tenant: str) -> tuple[tuple[Access, ScopeSecret], ...]:
+        """See `ports.Tenants`; nothing where nobody is followed."""
+        return self._tenants.access(tenant) if self._tenants is not None else ()
+
     def erased(self) -> list[tuple[str, int]]:
         """Uids of tenants under erasure, each with the key version before which this node holds nothing any more."""
         node = self._node
@@ -95,12 +101,12 @@ class Tenancy:
         for session in tuple(node.sessions):
             if session.secret is not None and session.secret.scope == scope:
                 self._core.life.forget(session)
-        entries = [e for e in node.index.blocks(scope).values() if e.residences]
-        if not entries:
-            return  # What is still coming in goes when it is here.
-        for entry in entries:
+        dropped = 0
+        for entry in node.index.blocks(scope).entries():
+            dropped += entry.is_published  # What is still coming in goes when it is here.
             node.drop_block(entry, "erased")
-        _log.info("scope erased", extra={"scope_kind": scope.split("/")[0], "blocks": len(entries)})
+        if dropped:
+            _log.info("scope erased", extra={"scope_kind": scope.split("/")[0], "blocks": dropped})
 
     def _erase_shared(self, tenant: str) -> None:
         """Drop what a tenant wrote into scopes that it shares, and what it may have written there in earlier runs.
@@ -111,19 +117,17 @@ class Tenancy:
         node = self._node
         node.abandon(node.reservations.take_where(lambda r: r.entry.tenant == tenant and _is_shared(r.entry.scope)))
         shared = [s for s in node.index.scopes() if _is_shared(s)]
-        known = [e for s in shared for e in node.index.blocks(s).values() if e.tenant == tenant]
         coming = [e for e in self._core.writer.publishing if e.tenant == tenant and _is_shared(e.scope)]
-        self._drop(tenant, (*known, *coming, *self._left_by_earlier_runs(tenant)))
+        known = (e for s in shared for e in node.index.blocks(s).entries(tenant))
+        self._drop(tenant, chain(known, coming, self._left_by_earlier_runs(tenant)))
 
-    def _left_by_earlier_runs(self, tenant: str) -> list[Entry]:
+    def _left_by_earlier_runs(self, tenant: str) -> Iterator[Entry]:
         """Blocks in shared scopes whose writer nobody remembers, where it may have been this tenant."""
         node = self._node
-        found: list[Entry] = []
         accounts = {account for tier in node.tiers for account in tier.tenant_bytes}
         for scope in node.index.scopes():
             if account_of(scope) in accounts and self._may_have_written(scope, tenant):
-                found += (e for e in node.index.blocks(scope).values() if e.tenant == account_of(scope))
-        return found
+                yield from node.index.blocks(scope).entries(account_of(scope))
 
     def _may_have_written(self, scope: ScopeId, tenant: str) -> bool:
         assert self._tenants is not None
@@ -134,13 +138,15 @@ class Tenancy:
         is_anybodys = entry.tenant == account_of(entry.scope)
         return entry.tenant == tenant or (is_anybodys and self._may_have_written(entry.scope, tenant))
 
-    def _drop(self, tenant: str, entries: Collection[Entry]) -> None:
+    def _drop(self, tenant: str, entries: Iterable[Entry]) -> None:
+        dropped = 0
         for entry in entries:
+            dropped += 1
             self._node.drop_block(entry, "erased")
             if entry.level != GONE:
                 self._node.index.forget(entry)  # Whoever is about to fill it is told that it did so in vain.
-        if entries:
-            _log.info("shared blocks erased", extra={"tenant": tenant, "blocks": len(entries)})
+        if dropped:
+            _log.info("shared blocks erased", extra={"tenant": tenant, "blocks": dropped})
 
     async def retire(self) -> None:
         """Drop blocks whose tenant keeps none for that long; those that somebody holds go at a later look."""
@@ -153,36 +159,40 @@ class Tenancy:
                 await self._retire(scope, rules)
 
     async def _retire(self, scope: ScopeId, rules: Mapping[str, Retention]) -> None:
-        blocks = tuple(self._node.index.blocks(scope).values())
-        wanted: dict[Entry, Due] = {}
-        for i in range(0, len(blocks), LOOK_BLOCKS):
-            wanted |= self._due(blocks[i : i + LOOK_BLOCKS], rules)
+        wanted: list[bytes] = []
+        used_by_s, born_by_s = horizon(rules.values(), self._node.clock() + RETENTION_S)
+        digests = self._node.index.blocks(scope).older(used_by_s, born_by_s)
+        while part := tuple(islice(digests, LOOK_BLOCKS)):
+            wanted += self._due(scope, part, rules)
             await asyncio.sleep(0)
         if not wanted:
             return
-        now = self._node.index.blocks(scope)  # What is dropped is what is true in this step.
-        children: dict[bytes, list[Entry]] = {}
-        for entry in now.values():
-            children.setdefault(entry.parent, []).append(entry)
-        still = {e: why for e, why in wanted.items() if now.get(e.digest) is e}
-        plan = plan_drops(still, lambda e: children.get(e.digest, ()), lambda e: e.is_held or not e.residences)
-        for entry in plan:
-            reason = still.get(entry, Due.OLD)
-            self._node.counters.add("kvfleet_retention_dropped_total", tenant=entry.tenant, reason=reason)
+        blocks, still = self._node.index.blocks(scope), self._due(scope, wanted, rules)  # What is true in this step.
+        children: dict[bytes, list[bytes]] = {}
+        takes_along = Due.OLD in still.values()  # Else those that stay are no reason for others to go.
+        for digest, parent in blocks.links():
+            if takes_along or parent in still:
+                children.setdefault(parent, []).append(digest)
+        for digest in plan_drops(still, lambda d: children.get(d, ()), blocks.is_held):
+            entry = blocks.get(digest)
+            assert entry is not None, "it was there in this very step"
+            self._node.counters.add(
+                "kvfleet_retention_dropped_total", tenant=entry.tenant, reason=still.get(digest, Due.OLD)
+            )
             self._node.drop_block(entry, "retention")
 
-    def _due(self, entries: Sequence[Entry], rules: Mapping[str, Retention]) -> dict[Entry, Due]:
+    def _due(self, scope: ScopeId, digests: Iterable[bytes], rules: Mapping[str, Retention]) -> dict[bytes, Due]:
         node, now_s = self._node, self._node.clock()
         found = {}
-        for entry in entries:
-            retention = rules.get(entry.tenant)
+        for seen in node.index.blocks(scope).look(digests):
+            retention = rules.get(seen.tenant)
             if retention is None:
                 continue
             # A block that was sent away was last used when it came; one of an earlier run when this one began.
-            used_s = max(entry.used_at_s, entry.born_s, node.started_s)
-            why = due(retention, idle_s=now_s - used_s, age_s=now_s - entry.born_s)
+            used_s = max(seen.used_at_s, seen.born_s, node.started_s)
+            why = due(retention, idle_s=now_s - used_s, age_s=now_s - seen.born_s)
             if why is not None:
-                found[entry] = why
+                found[seen.digest] = why
         return found
 
 

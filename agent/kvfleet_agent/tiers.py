@@ -15,15 +15,18 @@ from kvfleet_agent.backends.base import (
     StripedBackend,
     TierBackend,
 )
+from kvfleet_agent.backends.columns import ColumnarBackend
 from kvfleet_agent.leafqueue import LeafQueue
 from kvfleet_agent.policy.placement import TierFacts
 from kvfleet_agent.policy.quota import over_hard_bytes
+from kvfleet_agent.residents import Residents
 from kvfleet_api.errors import BackendFailedError, QuotaExceededError, TierFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from kvfleet_agent.index import Entry
+    from kvfleet_agent.entry import Entry
+    from kvfleet_agent.residents import Folds
     from kvfleet_api.blocks import ScopeId
     from kvfleet_api.models.poolnode import NodeTier, TierProbe
 
@@ -61,8 +64,15 @@ class Tier:
     """True once its backend is about to be closed, after which nothing may be asked of it."""
     blocks: int = 0
     closing: frozenset[int] = frozenset()
-    """Extents that a shrink wants empty."""
-    extents: dict[int, set[Entry]] = field(default_factory=dict)
+    """Extents that are to be empty: a shrink wants it, or they hold too little."""
+    shrinking: frozenset[int] = frozenset()
+    """Those of them that the last resize closed."""
+    leaves_by_s: float | None = None
+    """Monotonic second until which its blocks move to other tiers, because it is declared no more; None: it stays."""
+    is_stuck: bool = False
+    """True when a tier that leaves has nothing that can still move."""
+    extents: dict[int, Residents] = field(default_factory=dict)
+    """Blocks by extent; extents without any are absent."""
     queues: dict[tuple[ScopeId, str], LeafQueue[Entry]] = field(default_factory=dict)
     """Possible victims by scope and account."""
     tenant_bytes: dict[str, int] = field(default_factory=dict)
@@ -81,6 +91,8 @@ class Tier:
     """The backend, when its medium may refuse requests."""
     lasting: LastingBackend | None = field(init=False)
     """The backend, when it has to be told of the blocks that are to outlive the agent."""
+    columnar: ColumnarBackend | None = field(init=False)
+    """The backend, when it can tell of blocks of earlier runs an extent at a time."""
     group: GroupBackend | None = field(init=False)
     """The backend, when it takes several blocks at a time."""
 
@@ -91,6 +103,7 @@ class Tier:
         outlives_agent = self.backend.capabilities.outlives_agent
         self.lasting = self.backend if outlives_agent and isinstance(self.backend, LastingBackend) else None
         self.group = self.backend if isinstance(self.backend, GroupBackend) else None
+        self.columnar = self.backend if isinstance(self.backend, ColumnarBackend) else None
 
     @property
     def name(self) -> str:
@@ -102,10 +115,22 @@ class Tier:
         """Used over capacity."""
         return self.backend.used_bytes / max(1, self.backend.capacity_bytes)
 
+    @property
+    def is_leaving(self) -> bool:
+        """True while it is emptied because nobody declares it any more."""
+        return self.leaves_by_s is not None
+
+    @property
+    def shrinking_blocks(self) -> int:
+        """Blocks that lie where the last resize left no room."""
+        return sum(len(self.extents.get(extent, ())) for extent in self.shrinking & self.closing)
+
     def phase(self, now_s: float) -> Phase:
         """What the status says of the tier."""
         if self.is_recovering:
             return "Pending"
+        if self.is_leaving:
+            return "Draining"
         if self.failures >= FAILURES_MAX:
             return "Failed"
         is_short = now_s < self.paused_until_s or any(d.error for d in self.devices)
@@ -127,7 +152,7 @@ class Tier:
     def facts(self, now_s: float) -> TierFacts:
         """Return what a placement may know."""
         can = self.backend.capabilities
-        takes_writes = now_s >= self.paused_until_s and not self.is_recovering
+        takes_writes = now_s >= self.paused_until_s and not self.is_recovering and not self.is_leaving
         return TierFacts(self.name, self.level, takes_writes, can.survives_restart, can.is_memory)
 
     def extent_number(self, extent: int) -> int:
@@ -150,6 +175,8 @@ class Tier:
         """
         if self.is_recovering:
             raise TierFullError(f"tier {self.name}: the blocks of an earlier run are still being entered", delay_s=1.0)
+        if self.is_leaving:
+            raise TierFullError(f"tier {self.name}: it is declared no more and being emptied", delay_s=1.0)
         used_bytes = self.tenant_bytes.get(tenant, 0)
         if hard_bytes is not None and over_hard_bytes(used_bytes, size_bytes, hard_bytes):
             raise self._exceeded(tenant, used_bytes, size_bytes, hard_bytes)
@@ -167,27 +194,29 @@ class Tier:
         self, scope: ScopeId, tenant: str, size_bytes: int, count: int, hard_bytes: int | None, writer: str
     ) -> list[SlotRef]:
         """Take up to `count` slots of equal size in memory that engines map; fewer where room or quota end."""
-        if not count:
-            return []
-        try:
-            first = self.take(scope, tenant, size_bytes, hard_bytes, writer)
-        except (TierFullError, BackendFailedError):
-            return []
         assert self.mappable is not None
-        rest = count - 1
-        if hard_bytes is not None:
-            rest = min(rest, (hard_bytes - self.tenant_bytes[tenant]) // first.size_bytes)
-        slots = [first, *self.mappable.reserve_run(scope, size_bytes, rest, writer)]
-        self.tenant_bytes[tenant] += (len(slots) - 1) * first.size_bytes
-        return slots
+        if not count or self.is_recovering or self.is_leaving:
+            return []
+        slots: list[SlotRef] = []
+        if hard_bytes is not None:  # The size of a slot is known once there is one.
+            try:
+                slots.append(self.take(scope, tenant, size_bytes, hard_bytes, writer))
+            except (TierFullError, BackendFailedError):
+                return []
+            count = min(count, 1 + (hard_bytes - self.tenant_bytes[tenant]) // slots[0].size_bytes)
+        more = self.mappable.reserve_run(scope, size_bytes, count - len(slots), writer)
+        if more:
+            self.tenant_bytes[tenant] = self.tenant_bytes.get(tenant, 0) + len(more) * more[0].size_bytes
+        return slots + more
 
     def _exceeded(self, tenant: str, used_bytes: int, want_bytes: int, hard_bytes: int | None) -> QuotaExceededError:
         told = f"quota {hard_bytes} B, used {used_bytes} B, want {want_bytes} B"
         return QuotaExceededError(f"tenant {tenant}, tier {self.name}: {told}", delay_s=1.0)
 
-    def charge(self, tenant: str, slot: SlotRef) -> None:
-        """Put a slot on a tenant's account that nobody took here: an earlier run did."""
-        self.tenant_bytes[tenant] = self.tenant_bytes.get(tenant, 0) + slot.size_bytes
+    def charge(self, tenant: str, size_bytes: int) -> None:
+        """Put slots on a tenant's account that nobody took here: an earlier run did."""
+        if size_bytes:
+            self.tenant_bytes[tenant] = self.tenant_bytes.get(tenant, 0) + size_bytes
 
     def give_back(self, slot: SlotRef, tenant: str) -> None:
         """Let the backend have a slot again, once; with the tier, all of its slots are gone."""
@@ -210,19 +239,47 @@ class Tier:
 
     def note(self, entry: Entry, slot: SlotRef) -> None:
         """Note that a block lies here."""
-        residents = self.extents.get(slot.extent)
+        self.note_all(((entry, slot),))
+
+    def note_all(self, placed: Sequence[tuple[Entry, SlotRef]]) -> None:
+        """Note that blocks lie here."""
+        for entry, slot in placed:
+            self._residents(slot.extent, entry.scope).in_use.add(entry)
+        self.blocks += len(placed)
+
+    def _residents(self, extent: int, scope: ScopeId) -> Residents:
+        residents = self.extents.get(extent)
         if residents is None:
-            residents = self.extents[slot.extent] = set()
-        residents.add(entry)
-        self.blocks += 1
+            residents = self.extents[extent] = Residents(self, extent, scope)
+        return residents
+
+    def folded(self, numbers: Sequence[int], extent: int, scope: ScopeId, folds: Folds) -> None:
+        """Note that blocks lie here that are rows."""
+        self._residents(extent, scope).fold(numbers, folds)
+        self.blocks += len(numbers)
+
+    def forget_entry(self, entry: Entry, extent: int) -> None:
+        """Forget the entry of a block that lies here, because it becomes a row."""
+        self.extents[extent].in_use.remove(entry)
+        self.blocks -= 1
+
+    def unfolded(self, entry: Entry, extent: int) -> None:
+        """Note the entry of a block that was a row."""
+        residents = self.extents[extent]
+        residents.folded -= 1
+        residents.in_use.add(entry)
 
     def remove(self, entry: Entry, slot: SlotRef) -> None:
         """Note that a block has left the slot."""
         residents = self.extents[slot.extent]
-        residents.remove(entry)
+        residents.in_use.remove(entry)
         if not residents:
             del self.extents[slot.extent]
         self.blocks -= 1
+        self.withdraw(entry)
+
+    def withdraw(self, entry: Entry) -> None:
+        """Take a block out of the possible victims, if it is one of them."""
         key = (entry.scope, entry.tenant)
         queue = self.queues.get(key)
         if queue is not None:
@@ -245,6 +302,6 @@ class Tier:
             queue.push(entry)
 
     def residents(self) -> Iterator[Entry]:
-        """All blocks here, in no order."""
-        for entries in self.extents.values():
-            yield from entries
+        """All blocks that are here now, in no order, an extent at a time; they may be taken out meanwhile."""
+        for extent in tuple(self.extents):
+            yield from tuple(self.extents.get(extent, ()))

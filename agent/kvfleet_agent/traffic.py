@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from kvfleet_agent.gate import Gate, Priority, Turn
-from kvfleet_agent.paths import Paths
-from kvfleet_api.errors import RetryableError
+from kvfleet_agent.paths import Path, Paths
+from kvfleet_agent.turns import Priority, TrafficClass, Turn
+from kvfleet_api.errors import InvalidInputError, RetryableError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from kvfleet_agent.index import Entry
+    from kvfleet_agent.entry import Entry
+    from kvfleet_agent.gate import Gate
     from kvfleet_agent.node import Node
+
+PIECE_BYTES_MAX: Final = 16 << 20
+"""Of a model's weights in one turn: a block's time at most is what an engine's load waits longer for it."""
+WEIGHT_MAX: Final = 10_000
+"""That of KVTenant."""
 
 
 @dataclass(slots=True)
@@ -54,18 +60,48 @@ class Traffic:
         async with AsyncExitStack() as stack:
             self._waiting.update((e, (path.gate, turn, priority)) for e in entries)
             try:
-                await stack.enter_async_context(path.gate.enter(turn))
-            except RetryableError:
-                self._node.counters.add("kvfleet_moves_refused_total", source=source, target=target)
-                raise
+                await stack.enter_async_context(self._entered(path, turn))
             finally:
                 for entry in entries:
                     del self._waiting[entry]
+            yield
+
+    @asynccontextmanager
+    async def weights(
+        self, source: str, target: str, load: str, weight: int, size_bytes: int, within_s: float | None = None
+    ) -> AsyncIterator[None]:
+        """Wait until a piece of a model's weights may move on a path, beside KV; move it inside.
+
+        All loads together have `weight` of the path against 100 of all KV moves (`turns.KV_WEIGHT`), as long as both
+        wait; several loads divide that by their weights. A cancelled wait leaves nothing. Raises `RetryableError` when
+        that takes too long or too many pieces wait, and `InvalidInputError` for a piece above `PIECE_BYTES_MAX`, and
+        for a weight that no tenant could have.
+        """
+        if not 0 < size_bytes <= PIECE_BYTES_MAX or not 1 <= weight <= WEIGHT_MAX:
+            raise InvalidInputError(
+                f"piece of {size_bytes} B with weight {weight}: 1 to {PIECE_BYTES_MAX} B and 1 to {WEIGHT_MAX} wanted"
+            )
+        turn = Turn(Priority.ARCHIVE, load, weight, size_bytes, within_s, TrafficClass.WEIGHTS)
+        async with self._entered(self.paths.between(source, target), turn):
+            yield
+        names = {"source": source, "target": target}
+        self._node.counters.add("kvfleet_moved_bytes_total", size_bytes, **names, traffic=turn.traffic)
+
+    @asynccontextmanager
+    async def _entered(self, path: Path, turn: Turn) -> AsyncIterator[None]:
+        """Wait for a turn, and note how fast the path is meanwhile."""
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(path.gate.enter(turn))
+            except RetryableError:
+                names = {"source": path.source, "target": path.target}
+                self._node.counters.add("kvfleet_moves_refused_total", 1, **names, traffic=turn.traffic)
+                raise
             path.speed.begin(self._node.clock())
             moved_bytes = 0
             try:
                 yield
-                moved_bytes = size_bytes
+                moved_bytes = turn.size_bytes
             finally:
                 path.speed.end(self._node.clock(), moved_bytes)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from kvfleet_agent.tiers import Tier
     from kvfleet_api.blocks import ScopeId
+
+BATCH_SLOTS: Final = 16
+"""Slots freed at a time, because the writer that needs one will need more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +31,8 @@ class Want:
     def is_new(self) -> bool:
         """True for bytes that an engine brings; all else is here or in the fleet already."""
         return bool(self.writer)
+
+    @property
+    def batch_bytes(self) -> int:
+        """What is freed at a time for a writer that is known, or likely, to need more slots like this one."""
+        return self.size_bytes * max(BATCH_SLOTS, self.slots)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.backends.base import Record
-from kvfleet_agent.backends.waiting import in_thread
+from kvfleet_agent.backends.waiting import in_thread, together
 from kvfleet_agent.codec.base import RAW
-from kvfleet_agent.gate import Priority
-from kvfleet_agent.index import GONE, Residence
+from kvfleet_agent.entry import GONE, Residence
 from kvfleet_agent.policy.admission import Admission, AdmissionInputs, admit
 from kvfleet_agent.policy.quota import OverQuota
 from kvfleet_agent.reservations import RESERVATION_S
 from kvfleet_agent.sessions import SessionState
+from kvfleet_agent.turns import Priority
 from kvfleet_agent.want import Want
 from kvfleet_api.blocks import BlockKey
 from kvfleet_api.checksum import checksum
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvfleet_agent.archiver import Archiver
     from kvfleet_agent.backends.base import SlotRef
-    from kvfleet_agent.index import Entry
+    from kvfleet_agent.entry import Entry
     from kvfleet_agent.node import Node
     from kvfleet_agent.place import Place
     from kvfleet_agent.reservations import Reservation
@@ -68,7 +67,7 @@ class Writer:
         if tier is None or node.is_draining:
             return []
         blocks, scope, tenant = node.index.blocks(place.scope), place.scope, place.tenant
-        absent = [d for d in dict.fromkeys(digests) if d not in blocks]
+        absent = blocks.absent(digests)
         hard_bytes = node.tenants.hard_bytes(tier, tenant)
         slots = tier.take_run(scope, tenant, place.raw_bytes, len(absent), hard_bytes, tenant)
         if len(slots) < len(absent):
@@ -106,6 +105,10 @@ class Writer:
             if not made and not has_some:
                 raise
         return made
+
+    def busy_s(self) -> float:
+        """Seconds until the path by which blocks leave the entry tier is expected to be free; 0.0 if nothing waits."""
+        return self._room.congestion_s(self._node.entry_tier)
 
     def _refused(self, place: Place, count: int, error: QuotaExceededError) -> None:
         tier = self._node.entry_tier
@@ -166,7 +169,8 @@ class Writer:
         """
         taken, chosen = self._node.reservations.take_written(owner, ids)
         sums = {r.id: self._hashed(r) for r in chosen}
-        sums |= {r.id: self._hashed(r) for r in _doubtful(taken, sums, dict(zip(ids, checksums, strict=True)))}
+        if sums:
+            sums |= {r.id: self._hashed(r) for r in _doubtful(taken, sums, dict(zip(ids, checksums, strict=True)))}
         return self._commit_all(owner, ids, taken, checksums, sums)
 
     async def publish(self, owner: int, ids: Sequence[int], checksums: Sequence[bytes]) -> bytes:
@@ -200,7 +204,7 @@ class Writer:
             return {r.id: self._hashed(r) for r in share}
 
         shares = [written[i::HASHERS] for i in range(min(HASHERS, len(written)))]
-        parts = await asyncio.gather(*(in_thread(None, partial(hash_share, share)) for share in shares))
+        parts = await together([in_thread(None, partial(hash_share, share)) for share in shares])
         return {number: found for part in parts for number, found in part.items()}
 
     def _hashed(self, reservation: Reservation) -> bytes:
@@ -223,36 +227,51 @@ class Writer:
         sums: Mapping[int, bytes],
     ) -> bytes:
         """Commit what was taken; what was published before is answered as then. `sums`: of those that were checked."""
-        table = self._node.reservations
-        made: list[Reservation] = []
-        results = bytearray()
+        table, results = self._node.reservations, dict[int, int]()
+        written: list[tuple[Reservation, bytes]] = []
+        unused: list[Reservation] = []
         for number, reservation, claimed in zip(ids, taken, checksums, strict=True):
             if reservation is None:
-                results.append(table.result(owner, number) or REFUSED)
                 continue
             is_right = sums.get(number, claimed) == claimed
             if not is_right:
                 table.note_error(owner)
-            result = self._commit(reservation, claimed, is_right=is_right)
-            results.append(result)
-            table.settle(reservation, result)
-            if result != REFUSED:
-                made.append(reservation)
-        self._count(bytes(results))
-        self._published(made)
-        return bytes(results)
+            result = results[number] = self._judged(reservation, is_right=is_right)
+            if result == PUBLISHED:
+                written.append((reservation, claimed))
+            else:
+                unused.append(reservation)
+        self._node.abandon(unused)
+        self._publish_all(written)
+        table.settle(owner, results)
+        answer = bytes([results[i] if i in results else table.result(owner, i) or REFUSED for i in ids])
+        self._count(answer)
+        self._published([r for r in taken if r is not None and results[r.id] != REFUSED])
+        return answer
 
-    def _commit(self, reservation: Reservation, claimed: bytes, *, is_right: bool) -> int:
-        node, entry, tier = self._node, reservation.entry, reservation.tier
-        if not is_right or entry.residences or entry.level == GONE or tier not in node.tiers:
-            existed = bool(entry.residences) and entry.level != GONE
-            node.abandon([reservation])
-            return EXISTED if existed and is_right else REFUSED
-        key, raw_bytes = BlockKey(entry.scope, entry.digest), reservation.raw_bytes
-        record = Record(key, entry.parent, entry.layout_id, RAW, raw_bytes, raw_bytes, claimed, node.epoch)
-        node.add_copy(entry, Residence(tier, reservation.slot, record))
-        node.growth.whole(reservation.id, claimed, node.clock())
-        return PUBLISHED
+    def _judged(self, reservation: Reservation, *, is_right: bool) -> int:
+        """What becomes of a written slot."""
+        entry = reservation.entry
+        if not is_right or entry.level == GONE:
+            return REFUSED
+        if entry.residences:
+            return EXISTED
+        return PUBLISHED if reservation.tier in self._node.tiers else REFUSED
+
+    def _publish_all(self, written: Sequence[tuple[Reservation, bytes]]) -> None:
+        """Enter slots with their checksums as the first copies of their blocks."""
+        node, epoch = self._node, self._node.epoch
+        copies: dict[Tier, list[tuple[Entry, Residence]]] = {}
+        for reservation, claimed in written:
+            entry, tier, raw_bytes = reservation.entry, reservation.tier, reservation.raw_bytes
+            key = BlockKey(entry.scope, entry.digest)
+            record = Record(key, entry.parent, entry.layout_id, RAW, raw_bytes, raw_bytes, claimed, epoch)
+            copies.setdefault(tier, []).append((entry, Residence(tier, reservation.slot, record)))
+        for tier, made in copies.items():
+            node.publish(tier, made)
+        if node.growth:
+            for reservation, claimed in written:
+                node.growth.whole(reservation.id, claimed, node.clock())
 
     def _count(self, results: bytes) -> None:
         for result, name in ((REFUSED, "refused"), (PUBLISHED, "published"), (EXISTED, "existed")):
@@ -279,7 +298,8 @@ class Writer:
     def _admit(self, entries: Sequence[Entry], tier: Tier, turns: int) -> None:
         policy = self._node.spec.policy
         high_ratio = policy.eviction.high_watermark_percent / 100
-        choice = admit(AdmissionInputs(policy.admission.type, tier.fill_ratio, high_ratio, turns))
+        has_lower = not self._room.is_lowest(tier)
+        choice = admit(AdmissionInputs(policy.admission.type, tier.fill_ratio, high_ratio, turns, has_lower))
         if choice.admission is Admission.DEMOTE:
             self._archiver.send_down(entries, Priority.DEMOTE)
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Final
 
 from kvfleet_agent.backends.base import Capabilities, Record, SlotRef, matches
+from kvfleet_agent.backends.columns import Columns, each
 from kvfleet_agent.backends.extents import ExtentStore
 from kvfleet_agent.backends.memory import MappedExtent, Remains
 from kvfleet_agent.backends.slots import NOBODY, Extent, SlotTable, sole_writer, target_extent_bytes
@@ -280,14 +281,15 @@ class Arena:
         checked, self._unchecked = self._unchecked[:_CHECKED_AT_ONCE], self._unchecked[_CHECKED_AT_ONCE:]
         return damaged + [i for i in checked if i in self._memory and self._memory[i].is_grown()]
 
-    async def recover(self) -> AsyncIterator[tuple[SlotRef, Record]]:
+    def recover(self) -> AsyncIterator[tuple[SlotRef, Record]]:
         """Blocks of an earlier run, where the store keeps any. Their bytes are verified when they are read."""
+        return each(self.recover_columns())
+
+    async def recover_columns(self) -> AsyncIterator[Columns]:
+        """The same, an extent at a time. See `ColumnarBackend`."""
         for found in self._store.found(self._table):
-            extent = found.extent
-            self._memory[extent.id] = found.memory
-            stride = extent.stride_bytes
-            for index, stamp, record in found.blocks:
-                yield SlotRef(extent.id, index * stride, stride, stamp), record
+            self._memory[found.extent.id] = found.memory
+            yield found.blocks
 
     async def close(self) -> None:
         """Let go of all memory; what the store keeps stays. Idempotent."""

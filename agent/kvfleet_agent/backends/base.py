@@ -14,7 +14,15 @@ PROBE_SCOPE: Final = ScopeId("probe/start-up/0/v0")
 """Scope of the start-up probe's blocks. Belongs to no tenant: no grant names it, so no engine can ask for them."""
 
 
-class KeyAwayError(BackendFailedError):
+class BlamelessError(BackendFailedError):
+    """A transfer failed and its medium is fine: nothing is to be held against it."""
+
+
+class MemoryAwayError(BlamelessError):
+    """The caller's memory was taken away under a transfer, as a client can do to memory that it was given."""
+
+
+class KeyAwayError(BlamelessError):
     """A scope's data key is not there now: its blocks can be neither written nor read, and are not lost by that."""
 
 
@@ -106,8 +114,8 @@ class TierBackend(Protocol):
     async def write(self, slot: SlotRef, record: Record, stored: memoryview) -> None:
         """Store `record.stored_bytes` bytes in the slot. On return they survive what the medium promises.
 
-        Raises `BackendFailedError` on an I/O error; the slot holds nothing readable then. `KeyAwayError` says that
-        the medium is fine and that a medium which encrypts has no key for this scope.
+        Raises `BackendFailedError` on an I/O error; the slot holds nothing readable then. `BlamelessError` says that
+        the medium is fine: one which encrypts has no key for this scope, or `stored` was taken away.
         """
 
     async def read(self, slot: SlotRef, record: Record, into: memoryview) -> None:
@@ -239,7 +247,7 @@ class GroupBackend(TierBackend, Protocol):
     async def read_group(self, readings: Sequence[Reading]) -> Sequence[bytes | KvFleetError]:
         """Like `read` for each: the checksum for `rebind` (the record's own without one), or why there is none.
 
-        With `rebind` a `BlockCorruptError` may also mean that somebody else has written to `into` meanwhile.
+        Nothing is put into `into` but a record that was verified where nobody else could reach it.
         """
 
 

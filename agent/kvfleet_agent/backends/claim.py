@@ -10,6 +10,7 @@ import mmap
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from kvfleet_agent.backends.volume import DIRECT_BYTES, Volume
@@ -127,7 +128,7 @@ async def replace(volume: Volume, name: str, content: Mapping[str, Any]) -> None
     try:
         with mmap.mmap(-1, DIRECT_BYTES) as page, memoryview(page) as view:
             view[:] = said.ljust(DIRECT_BYTES)  # O_DIRECT writes whole pages; JSON ignores the blanks.
-            await file.write(0, [view])
+            await file.write(0, partial(list, [view]))
     finally:
         await file.close()
     await volume.rename(name + NEW_SUFFIX, name)

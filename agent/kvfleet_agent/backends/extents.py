@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvfleet_agent.backends.base import Record, SlotRef
+from kvfleet_agent.backends.columns import Columns
 from kvfleet_agent.backends.memory import MappedExtent, Remains
 from kvfleet_agent.backends.slots import Extent, SlotTable
 
@@ -20,8 +21,7 @@ class Found:
 
     extent: Extent
     memory: MappedExtent
-    blocks: list[tuple[int, int, Record]]
-    """Slot, stamp and record of each block."""
+    blocks: Columns
 
 
 class ExtentStore(Protocol):

@@ -33,17 +33,22 @@ def pack_header(record: Record, slot: SlotRef, secret: bytes) -> bytes:
     The tag is a MAC under the store's secret: block bytes come from tenants, and bytes that look like a header
     must not become one when a crash leaves them where the scan expects a header.
     """
+    check_names(record)
     scope = record.key.scope.encode()
     codec = record.codec.encode()
-    check_length("scope", scope, SCOPE_BYTES_MAX)
-    check_length("codec", codec, CODEC_BYTES_MAX)
-    check_length("parent", record.parent, KEY_BYTES)
     fields = _FIELDS.pack(
         MAGIC, VERSION, 0, 0, slot.extent, slot.offset, slot.stamp, record.epoch, record.raw_bytes,
         record.stored_bytes, record.checksum, record.layout_id, record.key.digest, record.parent, len(record.parent),
         len(codec), len(scope), codec, scope,
     )  # fmt: skip
     return fields + _tag(fields, secret) + _ZEROS
+
+
+def check_names(record: Record) -> None:
+    """Raise `InvalidInputError` for names that are over the format's limits."""
+    check_length("scope", record.key.scope.encode(), SCOPE_BYTES_MAX)
+    check_length("codec", record.codec.encode(), CODEC_BYTES_MAX)
+    check_length("parent", record.parent, KEY_BYTES)
 
 
 def check_length(what: str, value: bytes, most: int) -> None:

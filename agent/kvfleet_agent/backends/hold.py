@@ -1,12 +1,11 @@
 """One agent's directory for lasting memory: held by one process at a time, and it counts its runs."""
 
-import fcntl
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvfleet_api.errors import InvalidInputError
+from kvfleet_agent import folders
 
 STAMPS_PER_RUN: Final = 1 << 32
 """2^32 slot uses a run, 2^16 runs before stamps leave the 48 bits of the directory."""
@@ -38,13 +37,9 @@ def take_hold(directory: Path) -> Hold:
     Raises `InvalidInputError` when another process holds it, and `OSError` when it cannot be written.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    lock_fd = folders.lock(directory, "another agent process holds it")
     try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return Hold(directory, _next_run(directory), lock_fd)
-    except BlockingIOError as e:
-        os.close(lock_fd)
-        raise InvalidInputError(f"{directory}: another agent process holds it") from e
     except OSError:
         os.close(lock_fd)
         raise

@@ -69,7 +69,7 @@ class _Map:
         for copy in range(MAPS):
             with mmap.mmap(-1, DIRECT_BYTES) as page, memoryview(page) as view:
                 view[:] = pack_map(self.generation, self.sequence, bytes(self.bits), copy, secret)
-                await self.file.write(copy * DIRECT_BYTES, [view])
+                await self.file.write(copy * DIRECT_BYTES, partial(list, [view]))
 
 
 class IndexFile:
@@ -217,7 +217,7 @@ class IndexFile:
         made = _Map(file, self._generation, positions, bytearray(-(-max(1, len(positions)) // 8)))
         try:
             for at in range(0, len(whole), _PIECE_BYTES):
-                await file.write(BODY_OFFSET + at, [whole[at : at + _PIECE_BYTES]])
+                await file.write(BODY_OFFSET + at, partial(list, [whole[at : at + _PIECE_BYTES]]))
             async with self._turn:
                 await self._switch(made, new_name)
         except OSError:

@@ -7,15 +7,19 @@ is under a MAC with the store's secret, so a torn, rotten or foreign index is no
 import hashlib
 import hmac
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
 from kvfleet_agent.backends.base import Record
+from kvfleet_agent.backends.columns import Columns, fields_of
 from kvfleet_agent.backends.segment_name import SegmentName
 from kvfleet_agent.backends.slots import round_up
 from kvfleet_agent.backends.volume import DIRECT_BYTES
-from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId
+from kvfleet_api.blocks import KEY_BYTES, LayoutId, ScopeId
+from kvfleet_api.checksum import CHECKSUM_BYTES
 
 MAPS: Final = 2
 """Copies of the map, each in a page of its own: one torn or rotten page loses nothing."""
@@ -44,6 +48,14 @@ _ENTRY: Final = struct.Struct("<QQQQHBx4x16s20s20s")
 """stamp (0: free slot), epoch, raw bytes, stored bytes, kind, length of the parent, checksum, digest, parent."""
 
 ENTRY_BYTES: Final = _ENTRY.size
+_FIELDS: Final = np.dtype(
+    [
+        ("stamp", "<u8"), ("epoch", "<u8"), ("raw_bytes", "<u8"), ("stored_bytes", "<u8"), ("kind", "<u2"),
+        ("parent_length", "u1"), ("zeros", "u1", 5), ("checksum", "u1", CHECKSUM_BYTES), ("digest", "u1", KEY_BYTES),
+        ("parent", "u1", KEY_BYTES),
+    ]
+)  # fmt: skip
+"""The same for NumPy."""
 LISTED_MAX: Final = (DIRECT_BYTES - _MAP.size - _TAG_BYTES) * 8
 """Segments that a map has bits for (32,576); four times as many as a store opens."""
 
@@ -112,15 +124,22 @@ def pack_entry(stamp: int, record: Record, kind: int) -> bytes:
     )  # fmt: skip
 
 
-def unpack_entries(listed: Listed, kinds: Sequence[tuple[LayoutId, str]]) -> Iterator[tuple[int, int, Record]]:
-    """Slot index, stamp and record of every slot that is in use."""
-    scope = listed.scope
-    for index, entry in enumerate(_ENTRY.iter_unpack(listed.entries)):
-        stamp, epoch, raw_bytes, stored_bytes, kind, parent_length, checksum, digest, parent = entry
-        if stamp:
-            layout_id, codec = kinds[kind]
-            key, parent = BlockKey(scope, digest), parent[:parent_length]
-            yield index, stamp, Record(key, parent, layout_id, codec, raw_bytes, stored_bytes, checksum, epoch)
+def unpack_entries(listed: Listed, kinds: Sequence[tuple[LayoutId, str]]) -> Columns:
+    """Every slot that is in use."""
+    entries = np.frombuffer(listed.entries, _FIELDS)
+    indices = np.flatnonzero(entries["stamp"])
+    entries = entries[indices]
+    records = np.zeros(len(entries), fields_of(_CODEC_BYTES_MAX))
+    for name in ("stamp", "epoch", "raw_bytes", "stored_bytes", "checksum", "digest", "parent", "parent_length"):
+        records[name] = entries[name]
+    known = np.zeros(len(kinds), records.dtype)
+    for kind, (layout_id, codec) in zip(known, kinds, strict=True):
+        kind["layout_id"] = np.frombuffer(layout_id, np.uint8)
+        kind["codec"][: len(codec.encode())] = np.frombuffer(codec.encode(), np.uint8)
+        kind["codec_length"] = len(codec.encode())
+    for name in ("layout_id", "codec", "codec_length"):
+        records[name] = known[name][entries["kind"]]
+    return Columns(listed.scope, listed.name.id, listed.name.stride_bytes, indices, records)
 
 
 def body_head(body: Body, tags: Sequence[bytes] = (), extra_bytes: int = 0) -> bytes:
@@ -218,3 +237,6 @@ def unpack_map(page: memoryview, generation: int, copy: int, secret: bytes) -> t
 
 def _tag(content: bytes | memoryview, secret: bytes, person: bytes) -> bytes:
     return hashlib.blake2b(content, key=secret, digest_size=_TAG_BYTES, person=person).digest()
+
+
+assert _FIELDS.itemsize == ENTRY_BYTES, "both say the same of an entry"

@@ -1,13 +1,13 @@
 """Opening a directory as a volume, with the best I/O engine that works: NIXL on io_uring, POSIX, the page cache."""
 
 import asyncio
-import fcntl
 import mmap
 import os
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from kvfleet_agent import folders
 from kvfleet_agent.backends.io_probe import posix_is_faster
 from kvfleet_agent.backends.nixl_io import NixlMover, NixlVolume
 from kvfleet_agent.backends.posix_io import PosixVolume, write_fully
@@ -37,18 +37,16 @@ async def open_volume(
 
 
 def _unwritable(directory: Path, error: OSError) -> InvalidInputError:
-    return InvalidInputError(f"{error.filename or directory}: {error.strerror}; the agent must be able to write there")
+    path = Path(error.filename or directory)
+    if path.is_block_device():
+        todo = "raw devices are not used: make a file system on it, mount it, and name a directory there"
+        return InvalidInputError(f"{path}: is a block device; {todo}")
+    return InvalidInputError(f"{path}: {error.strerror}; the agent must be able to write there")
 
 
 def _lock(directory: Path, *, is_waiting: bool) -> int:
     _make(directory)
-    lock_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX if is_waiting else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as e:
-        os.close(lock_fd)
-        raise InvalidInputError(f"{directory}: another agent process holds it") from e
-    return lock_fd
+    return folders.lock(directory, "another agent process holds it", is_waiting=is_waiting)
 
 
 def _make(directory: Path) -> None:
@@ -57,11 +55,7 @@ def _make(directory: Path) -> None:
         return
     _make(directory.parent)
     directory.mkdir(mode=0o700, exist_ok=True)
-    above = os.open(directory.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(above)
-    finally:
-        os.close(above)
+    folders.sync(directory.parent)
 
 
 async def _choose(directory: Path, lock_fd: int, asked: str) -> Volume:

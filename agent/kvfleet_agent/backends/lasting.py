@@ -146,7 +146,7 @@ class LastingStore:
         contents = ledger.contents(header, self._clock_ms())
         try:
             is_written = bool(contents.suspects) and has_writers(memory_path)
-            memory = open_file(memory_path, header.size_bytes) if contents.live else None
+            memory = open_file(memory_path, header.size_bytes) if len(contents.live) else None
         except OSError:
             memory = None
         if memory is None:
@@ -156,7 +156,7 @@ class LastingStore:
         return Found(self._adopt(table, header, contents, is_written=is_written), memory, contents.live)
 
     def _adopt(self, table: SlotTable, header: LedgerHeader, contents: Contents, *, is_written: bool) -> Extent:
-        uses = {index: stamp for index, stamp, _ in contents.live}
+        uses = contents.live.uses()
         extent = table.adopt(header.extent, (header.scope, header.writer, header.stride_bytes), header.size_bytes, uses)
         if is_written:
             table.close_extent(extent.id)

@@ -16,8 +16,9 @@ import numpy as np
 import xxhash
 
 from kvfleet_agent.backends.base import Record
+from kvfleet_agent.backends.columns import Columns, fields_of
 from kvfleet_agent.backends.slots import sole_writer
-from kvfleet_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES, BlockKey, ScopeId
+from kvfleet_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES, ScopeId
 from kvfleet_api.checksum import CHECKSUM_BYTES
 from kvfleet_api.errors import InvalidInputError
 
@@ -37,11 +38,13 @@ _WRITER_BYTES_MAX: Final = 253
 
 _BODY: Final = struct.Struct("<QQQQ16s16s20s20sBB14s")
 """stamp, epoch, raw bytes, stored bytes, checksum, layout id, digest, parent, its length, codec length, codec."""
-_WHOLE: Final = struct.Struct("<8s" + _BODY.format.removeprefix("<"))
 _CHECK_BYTES: Final = 8
-RECORD_BYTES: Final = _WHOLE.size
+RECORD_BYTES: Final = _CHECK_BYTES + _BODY.size
 """128: the check, XXH3-64 of the body under the place as seed, and the body."""
-_CODEC_BYTES_MAX: Final = 14
+
+CODEC_BYTES_MAX: Final = 14
+RECORD: Final = fields_of(CODEC_BYTES_MAX)
+"""The same for NumPy."""
 
 _MARK: Final = struct.Struct("<QQQ")
 """What a record begins with while its slot is being written: no check, the stamp, and when it was given up in
@@ -72,8 +75,8 @@ class LedgerHeader:
 class Contents:
     """What a ledger says after a restart."""
 
-    live: list[tuple[int, int, Record]]
-    """Slot, stamp and record of every block; last slots first, as children mostly lie behind their parents."""
+    live: Columns
+    """Every block."""
     suspects: list[int]
     """Slots that were being written, or whose record is damaged."""
 
@@ -114,21 +117,21 @@ class Ledger:
 
     def contents(self, header: LedgerHeader, now_ms: int) -> Contents:
         """Read all records. Those that do not count any more are wiped, so that they never come back."""
-        found = Contents([], [])
         whole = self._map[:]
+        records = np.frombuffer(whole, RECORD, offset=HEADER_BYTES)
         words = np.frombuffer(whole, np.uint64, offset=HEADER_BYTES).reshape(header.slots, RECORD_BYTES // 8)
-        scope, extent, live = header.scope, header.extent, found.live
-        codecs: dict[bytes, str] = {}
-        for index in np.flatnonzero(words.any(axis=1))[::-1].tolist():
+        written = np.flatnonzero(words.any(axis=1))[::-1]
+        live, suspects = [], []
+        for index in written.tolist():
             at = HEADER_BYTES + index * RECORD_BYTES
-            known = unpack_record(whole[at : at + RECORD_BYTES], scope, extent, index, codecs)
-            if known is not None:
-                live.append(known)
+            if is_whole(whole[at : at + RECORD_BYTES], header.extent, index):
+                live.append(index)
             elif _is_given_up(whole[at : at + _MARK.size], now_ms):
                 self.wipe(index)
             else:
-                found.suspects.append(index)
-        return found
+                suspects.append(index)
+        indices = np.array(live, np.intp)
+        return Contents(Columns(header.scope, header.extent, header.stride_bytes, indices, records[indices]), suspects)
 
     def wipe(self, index: int) -> None:
         """Make a slot free, whatever stood there."""
@@ -207,8 +210,8 @@ def pack_record(record: Record, extent: int, index: int, stamp: int) -> bytes:
     Raises `InvalidInputError` for a codec name that is too long.
     """
     codec = record.codec.encode()
-    if len(codec) > _CODEC_BYTES_MAX:
-        raise InvalidInputError(f"codec {record.codec!r}: names of at most {_CODEC_BYTES_MAX} B fit a ledger")
+    if len(codec) > CODEC_BYTES_MAX:
+        raise InvalidInputError(f"codec {record.codec!r}: names of at most {CODEC_BYTES_MAX} B fit a ledger")
     body = _BODY.pack(
         stamp, record.epoch, record.raw_bytes, record.stored_bytes, record.checksum, record.layout_id,
         record.key.digest, record.parent, len(record.parent), len(codec), codec,
@@ -216,23 +219,9 @@ def pack_record(record: Record, extent: int, index: int, stamp: int) -> bytes:
     return xxhash.xxh3_64_digest(body, extent << 32 | index) + body
 
 
-def unpack_record(
-    packed: bytes, scope: ScopeId, extent: int, index: int, codecs: dict[bytes, str]
-) -> tuple[int, int, Record] | None:
-    """Slot, stamp and record; None when the check fails. `codecs` remembers the few names that there are."""
-    (
-        check, stamp, epoch, raw_bytes, stored_bytes, checksum, layout_id, digest, parent, parent_length, codec_length,
-        codec,
-    ) = _WHOLE.unpack(packed)  # fmt: skip
-    if xxhash.xxh3_64_digest(packed[_CHECK_BYTES:], extent << 32 | index) != check:
-        return None
-    name = codecs.get(codec)
-    if name is None:
-        name = codecs[codec] = codec[:codec_length].decode()
-    if parent_length != KEY_BYTES:
-        parent = parent[:parent_length]
-    key = BlockKey(scope, digest)
-    return index, stamp, Record(key, parent, layout_id, name, raw_bytes, stored_bytes, checksum, epoch)
+def is_whole(packed: bytes, extent: int, index: int) -> bool:
+    """True for a record that was written down for this slot, and for nothing else."""
+    return xxhash.xxh3_64_digest(packed[_CHECK_BYTES:], extent << 32 | index) == packed[:_CHECK_BYTES]
 
 
 def _is_given_up(mark: bytes, now_ms: int) -> bool:
@@ -242,5 +231,6 @@ def _is_given_up(mark: bytes, now_ms: int) -> bool:
 
 
 assert struct.calcsize("<16s16s20s") == CHECKSUM_BYTES + LAYOUT_ID_BYTES + KEY_BYTES, "the format fixes these sizes"
+assert RECORD.itemsize == RECORD_BYTES, "both say the same of a record"
 assert HEADER_BYTES % RECORD_BYTES == 0, "records are aligned"
 assert _HEADER.size + _WRITER_BYTES_MAX + _CHECK_BYTES <= HEADER_BYTES, "the header fits its place"

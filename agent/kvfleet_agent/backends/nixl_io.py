@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ from typing import Any, Final
 
 from kvfleet_agent.backends.memory import address_of
 from kvfleet_agent.backends.posix_io import PosixFile, PosixVolume
-from kvfleet_agent.backends.waiting import in_thread, settle
+from kvfleet_agent.backends.volume import nothing
+from kvfleet_agent.backends.waiting import in_thread, settle, together
 from kvfleet_api.errors import UnsupportedError
 
 _PLUGIN: Final = "POSIX"
@@ -217,18 +218,19 @@ class NixlFile(PosixFile):
         super().__init__(fd, movers, namers)
         self._mover = mover
 
-    async def write(self, offset: int, parts: Sequence[memoryview]) -> None:
+    async def write(self, offset: int, made: Callable[[], Sequence[memoryview]]) -> None:
         """Transfer; durable then, because the file was opened with O_DSYNC."""
-        if not await self._mover.move("WRITE", self.fd, offset, parts):
-            await super().write(offset, parts)
+        parts = await in_thread(self._movers, made)
+        if parts and not await self._mover.move("WRITE", self.fd, offset, parts):
+            await super().write(offset, lambda: parts)
 
-    async def read(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+    async def read(self, ranges: Sequence[tuple[int, memoryview]], then: Callable[[], None] = nothing) -> None:
         """Fill each memory."""
         moves = [self._mover.move("READ", self.fd, offset, [into]) for offset, into in ranges]
-        moved = await asyncio.gather(*moves) if len(moves) > 1 else [await moves[0]]
+        moved = await together(moves)
         left = [r for r, is_moved in zip(ranges, moved, strict=True) if not is_moved]
-        if left:
-            await super().read(left)
+        if left or then is not nothing:
+            await super().read(left, then)
 
 
 class NixlVolume(PosixVolume):

@@ -5,21 +5,23 @@ to make room. The bytes of all files never exceed the capacity. docs/format.md: 
 """
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Final
 
-from kvfleet_agent.backends.base import Capabilities, Reading, Record, SlotRef, Writing
+from kvfleet_agent.backends.base import Capabilities, MemoryAwayError, Reading, Record, SlotRef, Writing
 from kvfleet_agent.backends.budget import segments_bytes_max, target_bytes
 from kvfleet_agent.backends.burial import HOLD_S, due
 from kvfleet_agent.backends.claim import Claim, start_run
+from kvfleet_agent.backends.columns import Columns, each
 from kvfleet_agent.backends.header import HEADER_BYTES
 from kvfleet_agent.backends.index_file import IndexFile
 from kvfleet_agent.backends.index_format import Kinds
 from kvfleet_agent.backends.index_sealing import entry_sealing
 from kvfleet_agent.backends.record_bytes import form_of
 from kvfleet_agent.backends.recovery import Recovery
-from kvfleet_agent.backends.runs import Laid, parts_of
+from kvfleet_agent.backends.runs import Laid
 from kvfleet_agent.backends.sealing import DataKeys
 from kvfleet_agent.backends.segment import Segment
 from kvfleet_agent.backends.slots import Extent, SlotTable
@@ -59,7 +61,6 @@ class RecordStore:
         """Use `open_store`. `close` releases `volume`; `medium` replaces its name; no `clock` means the loop's."""
         self._claim = claim
         self._form = form_of(claim.secret, keys)
-        self._is_sealed = keys is not None
         self._volume = volume
         self._medium = medium or volume.medium
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
@@ -80,7 +81,7 @@ class RecordStore:
         places = (self._table, self._segments, self._kinds, self._index)
         self._indexing = Later(_INDEX_DELAY_S, self.write_index)
         self._recovery = Recovery(volume, self._form, *places, self._fit, self._indexing.ask, self._fail)
-        self._transfers = Transfers(self._form, claim.secret, self, is_sealed=self._is_sealed)
+        self._transfers = Transfers(self._form, self)
         self._deletions: set[asyncio.Task[None]] = set()
         self._burial = Later(_BURY_DELAY_S, self._bury_due)
         self._stuck_bytes = 0
@@ -102,7 +103,7 @@ class RecordStore:
             is_emulated=False,
             alignment_bytes=DIRECT_BYTES,
             fallback=self._volume.fallback,
-            is_encrypted=self._is_sealed,
+            is_encrypted=self._form.is_sealed,
         )
 
     @property
@@ -168,9 +169,6 @@ class RecordStore:
 
     async def write(self, slot: SlotRef, record: Record, stored: memoryview) -> None:
         """Write header and payload in one transfer, durable on return. See `TierBackend`."""
-        room = slot.size_bytes - HEADER_BYTES
-        if record.stored_bytes > room:
-            raise InvalidInputError(f"block {record.key}: {record.stored_bytes} B into a slot of {room} B")
         (end,) = await self._transfers.write_group([Writing(slot, stored[: record.stored_bytes], record)])
         if isinstance(end, KvFleetError):
             raise end
@@ -179,7 +177,7 @@ class RecordStore:
         """Write records of neighbouring slots in one transfer. See `GroupBackend`."""
         return await self._transfers.write_group(writings)
 
-    async def store(self, run: Sequence[Laid]) -> None:
+    async def store(self, run: Sequence[Laid], parts: Callable[[], Sequence[memoryview]]) -> None:
         """Write neighbouring records. See `Places`."""
         slots = [one.slot for one in run]
         offsets = [slot.offset for slot in slots]
@@ -194,9 +192,10 @@ class RecordStore:
             if not segment.holes.isdisjoint(offsets):
                 await self._transfers.apart.outlive(asyncio.ensure_future(self._fill_holes(slots, segment, file)))
             segment.written.update(offsets)
-            await file.write(offsets[0], parts_of(run))
+            await file.write(offsets[0], parts)
             for one in run:
-                segment.enter(one.slot, one.record, self._kinds)
+                if isinstance(one.end, Record):
+                    segment.enter(one.slot, one.end, self._kinds)
 
     async def _fill_holes(self, slots: Sequence[SlotRef], segment: Segment, file: VolumeFile) -> None:
         """Give neighbouring slots their blocks back; those that have theirs lose nothing."""
@@ -216,12 +215,10 @@ class RecordStore:
         """Read records and verify them. See `GroupBackend`."""
         return await self._transfers.read_group(readings)
 
-    async def load(self, ranges: Sequence[tuple[SlotRef, int, memoryview]]) -> None:
+    async def load(self, ranges: Sequence[tuple[SlotRef, int, memoryview]], then: Callable[[], None]) -> None:
         """Read payloads. See `Places`."""
-        for extent in {slot.extent for slot, _, _ in ranges}:
-            here = [r for r in ranges if r[0].extent == extent]
-            async with self._using([slot for slot, _, _ in here], is_writing=False) as (_, file):
-                await file.read([(slot.offset + skip_bytes, into) for slot, skip_bytes, into in here])
+        async with self._using([slot for slot, _, _ in ranges], is_writing=False) as (_, file):
+            await file.read([(slot.offset + skip_bytes, into) for slot, skip_bytes, into in ranges], then)
 
     def is_live(self, slot: SlotRef) -> bool:
         """See `Places`."""
@@ -230,7 +227,10 @@ class RecordStore:
 
     @asynccontextmanager
     async def _using(self, slots: Sequence[SlotRef], *, is_writing: bool) -> AsyncIterator[tuple[Segment, VolumeFile]]:
-        """Use the file of slots; an I/O error closes the segment for new blocks and becomes `BackendFailedError`."""
+        """Use the file of slots; an I/O error of the medium closes the segment for new blocks.
+
+        Raises `BackendFailedError`.
+        """
         segment = self._segments.get(slots[0].extent)
         gone = next((s for s in slots if segment is None or segment.doomed.get(s.offset) == s), None)
         if segment is None or gone is not None:
@@ -241,6 +241,8 @@ class RecordStore:
             with segment.using(is_writing=is_writing), segment.moving([slot.offset for slot in slots]):
                 yield segment, await segment.opened()
         except OSError as e:
+            if e.errno == errno.EFAULT:
+                raise MemoryAwayError(f"{self._where(segment)}: memory was taken away under a transfer") from e
             raise await self._failed(segment, e) from e
         finally:
             self._bury_doomed(segment)
@@ -346,6 +348,10 @@ class RecordStore:
 
     def recover(self) -> AsyncIterator[tuple[SlotRef, Record]]:
         """Blocks of earlier runs; raises `BackendFailedError` when the volume cannot be listed or cleaned."""
+        return each(self._recovery.run())
+
+    def recover_columns(self) -> AsyncIterator[Columns]:
+        """The same, a segment at a time. See `ColumnarBackend`."""
         return self._recovery.run()
 
     @property
@@ -355,7 +361,7 @@ class RecordStore:
 
     def recover_waiting(self, tag: bytes) -> AsyncIterator[tuple[SlotRef, Record]]:
         """Blocks that waited for a key. See `SealingBackend`."""
-        return self._recovery.resume(tag)
+        return each(self._recovery.resume(tag))
 
     async def forget_waiting(self, tag: bytes) -> None:
         """Remove what waits for a key. See `SealingBackend`."""
@@ -375,7 +381,6 @@ class RecordStore:
             await self.write_index()
         await asyncio.gather(self._index.close(), *(s.close() for s in self._segments.values()))
         await self._volume.close()
-        await self._transfers.close()
 
 
 async def open_store(

@@ -13,6 +13,7 @@ import json
 import logging
 import secrets
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
@@ -20,7 +21,7 @@ from msgspec.structs import replace
 from kvfleet_agent.backends.base import Capabilities, Record, SlotRef
 from kvfleet_agent.backends.claim import STAMPS_PER_RUN, STORE_FILE
 from kvfleet_agent.backends.header import HEADER_BYTES, VERSION
-from kvfleet_agent.backends.record_bytes import form_of
+from kvfleet_agent.backends.record_bytes import form_of, open_into
 from kvfleet_agent.backends.sealed_record import SEALED_VERSION, SealedForm, Unread
 from kvfleet_agent.backends.shelves import Shelves
 from kvfleet_agent.backends.waiting import here_or_in_thread
@@ -125,7 +126,8 @@ class ObjectStoreTier:
         """Put one object; it is there whole or not at all. See `TierBackend`."""
         whole = memoryview(bytearray(HEADER_BYTES + record.stored_bytes))
         payload = stored[: record.stored_bytes]
-        await here_or_in_thread(None, len(payload), self._form.lay_out(whole, record, _placeless(slot), payload))
+        lay_out = self._form.lay_out(whole, record, _placeless(slot), payload)
+        await here_or_in_thread(None, len(payload), partial(lay_out, record))
         path = self._paths[slot.stamp] = self._path(record.key, slot.stamp)
         try:
             await self._client.put(path, [whole])
@@ -153,7 +155,7 @@ class ObjectStoreTier:
         if len(whole) != HEADER_BYTES - first + record.stored_bytes:
             raise BlockCorruptError(f"block {record.key}: {len(whole)} B of {record.stored_bytes} B in {path}")
         target = into[: record.stored_bytes]
-        opened = self._form.open_record(target, whole, record, _placeless(slot))
+        opened = open_into(self._form, target, whole, record, _placeless(slot))
         if not await here_or_in_thread(None, len(target), opened):
             raise BlockCorruptError(f"block {record.key}: checksum differs in {path}")
 

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 from kvfleet_agent.backends.base import Record, SlotRef, matches
-from kvfleet_agent.backends.header import HEADER_BYTES, pack_header, unpack_header
+from kvfleet_agent.backends.header import HEADER_BYTES, check_names, pack_header, unpack_header
 from kvfleet_agent.backends.sealed_record import SealedForm, Unread
 from kvfleet_agent.backends.sealing import DataKeys, Sealer
 from kvfleet_native import copy
@@ -15,19 +14,27 @@ from kvfleet_native import copy
 class Form(Protocol):
     """How a store lays records out. What takes as long as a copy of the payload is handed out, for a thread."""
 
-    def lay_out(self, whole: memoryview, record: Record, slot: SlotRef, payload: memoryview) -> Callable[[], None]:
+    def lay_out(
+        self, whole: memoryview, record: Record, slot: SlotRef, payload: memoryview
+    ) -> Callable[[Record], None]:
         """What fills `whole` with header, payload and zeros: the buffer's last user may have been another scope.
 
-        Raises `InvalidInputError` for names that are over the format's limits, `KeyAwayError` without a key.
+        It takes the record once more, with the checksum that may not have been known before. Raises
+        `InvalidInputError` for names that are over the format's limits, `KeyAwayError` without a key.
         """
 
     @property
     def head_bytes(self) -> int:
         """Of the header page, which stands before the payload, so much is needed to open a record."""
 
-    def open_record(self, target: memoryview, whole: memoryview, record: Record, slot: SlotRef) -> Callable[[], bool]:
-        """What fills `target` from `head_bytes` and the payload; False when they are not this very record.
+    @property
+    def is_sealed(self) -> bool:
+        """True when what opens is this very record; else its checksum has to tell."""
 
+    def opener(self, record: Record, slot: SlotRef) -> Callable[[memoryview, memoryview], memoryview | None]:
+        """What finds a record's payload in `head_bytes` and payload as they were read; None when it does not open.
+
+        Its second memory, as long as the payload, is where a sealed one is opened to; that may be where it lies.
         Raises `KeyAwayError` without a key.
         """
 
@@ -41,18 +48,26 @@ class PlainForm:
 
     secret: bytes = field(repr=False)
 
-    def lay_out(self, whole: memoryview, record: Record, slot: SlotRef, payload: memoryview) -> Callable[[], None]:
+    def lay_out(
+        self, whole: memoryview, record: Record, slot: SlotRef, payload: memoryview
+    ) -> Callable[[Record], None]:
         """See `Form`."""
-        return partial(lay_out, whole, pack_header(record, slot, self.secret), payload)
+        check_names(record)
+        return lambda made: lay_out(whole, pack_header(made, slot, self.secret), payload)
 
     @property
     def head_bytes(self) -> int:
         """None: a record is opened by what is known of it."""
         return 0
 
-    def open_record(self, target: memoryview, whole: memoryview, record: Record, slot: SlotRef) -> Callable[[], bool]:
-        """See `Form`."""
-        return partial(copy_out, target, whole, record, slot.stamp)
+    @property
+    def is_sealed(self) -> bool:
+        """No."""
+        return False
+
+    def opener(self, record: Record, slot: SlotRef) -> Callable[[memoryview, memoryview], memoryview | None]:  # noqa: ARG002
+        """See `Form`. The payload stays where it lies."""
+        return lambda whole, room: whole[: len(room)]
 
     def header(self, page: bytes | memoryview, extent: int, offset: int) -> tuple[int, Record] | Unread | None:
         """See `Form`."""
@@ -72,7 +87,19 @@ def lay_out(whole: memoryview, header: bytes, payload: memoryview) -> None:
     whole[end:] = bytes(len(whole) - end)
 
 
-def copy_out(target: memoryview, whole: memoryview, record: Record, stamp: int) -> bool:
-    """Fill `target` and verify what it holds then."""
-    copy(target, whole[: len(target)])
-    return matches(target, record, stamp)
+def open_into(form: Form, target: memoryview, whole: memoryview, record: Record, slot: SlotRef) -> Callable[[], bool]:
+    """What fills `target` from `head_bytes` and the payload; False when they are not this very record.
+
+    Raises `KeyAwayError` without a key.
+    """
+    opener = form.opener(record, slot)
+
+    def work() -> bool:
+        payload = opener(whole, target)
+        if payload is None or not (form.is_sealed or matches(payload, record, slot.stamp)):
+            return False
+        if payload is not target:
+            copy(target, payload)
+        return True
+
+    return work

@@ -5,8 +5,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvfleet_agent.backends.base import Record, SlotRef
-from kvfleet_agent.backends.collection import uncollected
+from kvfleet_agent.backends.columns import Columns
 from kvfleet_agent.backends.index_file import IndexFile
 from kvfleet_agent.backends.index_format import Kinds
 from kvfleet_agent.backends.record_bytes import Form
@@ -50,25 +49,26 @@ class Recovery:
         """Bytes of the segments that wait."""
         return sum(f.name.size_bytes for found in self._waiting.values() for f in found)
 
-    async def run(self) -> AsyncIterator[tuple[SlotRef, Record]]:
-        """Adopt what an earlier run left, as far as it can be read; returns where each record lies."""
-        async for slot in self._slots(self._run()):
-            yield slot
+    async def run(self) -> AsyncIterator[Columns]:
+        """Adopt what an earlier run left, as far as it can be read; returns where the records lie."""
+        async for blocks in self._blocks(self._run()):
+            yield blocks
 
-    async def resume(self, tag: bytes) -> AsyncIterator[tuple[SlotRef, Record]]:
+    async def resume(self, tag: bytes) -> AsyncIterator[Columns]:
         """Adopt what waited for the key of a scope."""
-        async for slot in self._slots(self._resume(tag)):
-            yield slot
+        async for blocks in self._blocks(self._resume(tag)):
+            yield blocks
 
-    async def _slots(self, segments: AsyncIterator[Found]) -> AsyncIterator[tuple[SlotRef, Record]]:
+    async def _blocks(self, segments: AsyncGenerator[Found, None]) -> AsyncIterator[Columns]:
         try:
-            async with aclosing(_uncollected_slots(segments)) as slots:
-                async for slot in slots:
-                    yield slot
+            async with aclosing(segments):
+                async for found in segments:
+                    assert found.blocks is not None, "else it is not adopted"
+                    yield found.blocks
         except OSError as e:
             raise self.fail(e) from e
 
-    async def _run(self) -> AsyncIterator[Found]:
+    async def _run(self) -> AsyncGenerator[Found, None]:
         """Adopt what can be read. What holds nothing goes, and the oldest of what the capacity has no room for."""
         names = await self.volume.names()
         body = await self.index.load()
@@ -81,7 +81,7 @@ class Recovery:
                 yield found
         await delete_all(self.volume, unwanted)
 
-    async def _resume(self, tag: bytes) -> AsyncIterator[Found]:
+    async def _resume(self, tag: bytes) -> AsyncGenerator[Found, None]:
         """Look again; what is no record of ours after all goes."""
         unwanted: list[Found] = []
         scan, names = Scan(self.volume, self.form, None), await self.volume.names()
@@ -111,10 +111,10 @@ class Recovery:
         """Adopt a segment, let it wait or note that nobody wants it; True when it was adopted."""
         self.fit(1, found.name.slots)
         is_over = self.table.held_bytes + found.name.size_bytes > self.table.capacity_bytes
-        if is_over or not (found.uses or found.unread):
+        if is_over or not (found.blocks or found.unread):
             unwanted.append(found)
             return False
-        if not found.uses:
+        if not found.blocks:
             self._waiting.setdefault(found.unread, []).append(found)
             self.fit(0, 0)
             return False
@@ -125,11 +125,3 @@ class Recovery:
         if found.listed is None:
             self.differs()
         return True
-
-
-async def _uncollected_slots(segments: AsyncIterator[Found]) -> AsyncGenerator[tuple[SlotRef, Record], None]:
-    with uncollected() as counts:
-        async for found in segments:
-            counts.append(len(found.uses))
-            for slot in found.slots():
-                yield slot

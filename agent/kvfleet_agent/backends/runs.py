@@ -1,11 +1,12 @@
 """Records that lie one behind the other go to the medium as one write. Pure."""
 
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvfleet_agent.backends.base import Record, SlotRef
+from kvfleet_agent.backends.base import Record, SlotRef, Writing
+from kvfleet_api.errors import KvFleetError
 from kvfleet_api.units import KIB
 
 _GAP_BYTES_MAX: Final = 128 * KIB
@@ -15,14 +16,22 @@ _GAP_BYTES_MAX: Final = 128 * KIB
 _ZEROS: Final = memoryview(mmap.mmap(-1, _GAP_BYTES_MAX)).toreadonly()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Laid:
     """A record as it goes to its slot."""
 
-    slot: SlotRef
-    record: Record
+    writing: Writing
     parts: tuple[memoryview, ...]
     """What lies in the slot from its start: multiples of the alignment, at the alignment."""
+    lay_out: Callable[[Record], None]
+    """What fills the first part."""
+    end: Record | KvFleetError
+    """The record that is written, or why there is none; what is durable is not known here."""
+
+    @property
+    def slot(self) -> SlotRef:
+        """Where it goes."""
+        return self.writing.slot
 
     @property
     def size_bytes(self) -> int:
@@ -45,6 +54,23 @@ def _is_next(before: Laid, one: Laid) -> bool:
     slot = before.slot
     has_place = (slot.extent, slot.offset + slot.size_bytes) == (one.slot.extent, one.slot.offset)
     return has_place and slot.size_bytes - before.size_bytes <= _GAP_BYTES_MAX
+
+
+def made(
+    run: Sequence[Laid], sealed: Callable[[Sequence[Writing]], Sequence[Record | KvFleetError]]
+) -> list[memoryview]:
+    """Lay the records of a run out; what one write of it consists of, nothing when there is no record in it.
+
+    `sealed` gives records with the checksums of their bytes. One that is not to be written leaves a page of zeros where
+    its header would be, so that a run stays one write.
+    """
+    for one, record in zip(run, sealed([one.writing for one in run]), strict=True):
+        if isinstance(record, KvFleetError):
+            one.parts[0][:] = bytes(len(one.parts[0]))  # The buffer's last user may have been another scope.
+        else:
+            one.lay_out(record)
+        one.end = record
+    return parts_of(run) if any(isinstance(one.end, Record) for one in run) else []
 
 
 def parts_of(run: Sequence[Laid]) -> list[memoryview]:

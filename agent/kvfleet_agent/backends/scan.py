@@ -3,11 +3,12 @@
 import asyncio
 import errno
 import mmap
-from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from kvfleet_agent.backends.base import Record, SlotRef
+from kvfleet_agent.backends.base import Record
+from kvfleet_agent.backends.columns import Columns, columns_of
 from kvfleet_agent.backends.header import HEADER_BYTES
 from kvfleet_agent.backends.index_format import Body, Kinds, Listed, unpack_entries
 from kvfleet_agent.backends.record_bytes import Form
@@ -34,20 +35,14 @@ class Found:
 
     name: SegmentName
     file: VolumeFile | None = None
-    uses: list[tuple[int, int, Record]] = field(default_factory=list)
-    """Slot index, stamp and record."""
+    blocks: Columns | None = None
+    """Its records; None when there are none."""
     listed: Listed | None = None
     """What the index says of it, when it was believed."""
     is_bad: bool = False
     """The medium failed here."""
     unread: bytes = b""
     """Tag of the scope of headers that could not be opened; empty when there was none."""
-
-    def slots(self) -> Iterator[tuple[SlotRef, Record]]:
-        """Where each record lies."""
-        stride = self.name.stride_bytes
-        for index, stamp, record in self.uses:
-            yield SlotRef(self.name.id, index * stride, stride, stamp), record
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +69,8 @@ class Scan:
         found = Found(name)
         if listed is not None and self.body is not None and size_bytes == name.size_bytes:
             found.listed = listed
-            found.uses = list(unpack_entries(listed, self.body.kinds))
+            blocks = unpack_entries(listed, self.body.kinds)
+            found.blocks = blocks if len(blocks) else None
             return found
         slots = min(name.slots, size_bytes // name.stride_bytes)
         try:
@@ -92,7 +88,7 @@ class Scan:
         Only headers of one scope count: a segment belongs to one scope for all its life.
         """
         assert found.file is not None
-        stride = found.name.stride_bytes
+        stride, uses = found.name.stride_bytes, list[tuple[int, int, Record]]()
         buffer = memoryview(mmap.mmap(-1, _PAGES * HEADER_BYTES))
         for first in range(0, slots, _PAGES):
             offsets = [index * stride for index in range(first, min(slots, first + _PAGES))]
@@ -103,8 +99,9 @@ class Scan:
                 header = self.form.header(page, found.name.id, offset)
                 if isinstance(header, Unread):
                     found.unread = header.scope_tag
-                elif header is not None and _belongs(found, header[1]):
-                    found.uses.append((first + at, *header))
+                elif header is not None and _belongs(found, uses, header[1]):
+                    uses.append((first + at, *header))
+        found.blocks = columns_of(found.name.id, stride, uses) if uses else None
 
     async def _read_pages(self, found: Found, offsets: list[int], into: memoryview) -> None:
         """Read pages at once, or one by one where one of them cannot be read, which then holds nothing."""
@@ -123,22 +120,21 @@ class Scan:
                     page[:] = bytes(HEADER_BYTES)
 
 
-def _belongs(found: Found, record: Record) -> bool:
+def _belongs(found: Found, uses: Sequence[tuple[int, int, Record]], record: Record) -> bool:
     """Whether a record fits its slot and is of the same scope as those before it."""
-    is_of_scope = not found.uses or record.key.scope == found.uses[0][2].key.scope
+    is_of_scope = not uses or record.key.scope == uses[0][2].key.scope
     return is_of_scope and record.stored_bytes <= found.name.stride_bytes - HEADER_BYTES
 
 
 def adopt(found: Found, table: SlotTable, volume: Volume, kinds: Kinds) -> Segment:
     """Enter what was found into the table, and make its segment."""
-    name = found.name
-    scope = found.listed.scope if found.listed else found.uses[0][2].key.scope
-    uses = {index: stamp for index, stamp, _ in found.uses}
-    extent = table.adopt(name.id, (scope, NOBODY, name.stride_bytes), name.size_bytes, uses)
+    name, blocks = found.name, found.blocks
+    assert blocks is not None, "a segment without records is not adopted"
+    extent = table.adopt(name.id, (blocks.scope, NOBODY, name.stride_bytes), name.size_bytes, blocks.uses())
     segment = Segment.of(extent, volume, bytearray(found.listed.entries) if found.listed else bytearray())
     segment.file = found.file
     if found.listed is None:
-        for slot, record in found.slots():
+        for slot, record in blocks.pairs():
             segment.enter(slot, record, kinds)
     return segment
 

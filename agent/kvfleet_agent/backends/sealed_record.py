@@ -7,7 +7,6 @@ the bytes to their use is authenticated: place, stamp, epoch, key digest, parent
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
 
 from kvfleet_agent.backends.base import KeyAwayError, Record, SlotRef
@@ -48,18 +47,20 @@ class SealedForm:
     secret: bytes = field(repr=False)
     """The store's: records of another store do not count."""
 
-    def lay_out(self, whole: memoryview, record: Record, slot: SlotRef, payload: memoryview) -> Callable[[], None]:
+    def lay_out(
+        self, whole: memoryview, record: Record, slot: SlotRef, payload: memoryview
+    ) -> Callable[[Record], None]:
         """See `Form`. Keys are looked up here, in the loop's thread, and the rest needs none of them."""
         check_length("codec", record.codec.encode(), CODEC_BYTES_MAX)
         check_length("parent", record.parent, KEY_BYTES)
         scope, end = record.key.scope, HEADER_BYTES + len(payload)
         scope_tag, (salt, key) = self.sealer.tag(scope), self.sealer.new_key(scope)
 
-        def work() -> None:
-            tag = key.seal(_PAYLOAD_PART, payload, whole[HEADER_BYTES:end], self._bound(record, slot))
+        def work(made: Record) -> None:
+            tag = key.seal(_PAYLOAD_PART, payload, whole[HEADER_BYTES:end], self._bound(made, slot))
             place = (slot.extent, slot.offset, slot.stamp)
             said = _OPEN.pack(MAGIC, SEALED_VERSION, 0, 0, *place, scope_tag, salt, tag)
-            closed = key.seal_small(_HEADER_PART, _pack(record), self._header_bound(said, scope))
+            closed = key.seal_small(_HEADER_PART, _pack(made), self._header_bound(said, scope))
             whole[:HEADER_BYTES] = said + closed + _ZEROS
             whole[end:] = bytes(len(whole) - end)
 
@@ -70,15 +71,25 @@ class SealedForm:
         """All: salt and tag stand there."""
         return HEADER_BYTES
 
-    def open_record(self, target: memoryview, whole: memoryview, record: Record, slot: SlotRef) -> Callable[[], bool]:
+    @property
+    def is_sealed(self) -> bool:
+        """Yes."""
+        return True
+
+    def opener(self, record: Record, slot: SlotRef) -> Callable[[memoryview, memoryview], memoryview | None]:
         """See `Form`. A payload that is not this very record's leaves zeros.
 
         Of the page only salt and tag are believed: they open nothing but what was sealed for `record` and `slot`.
         """
-        *_, salt, tag = _OPEN.unpack_from(whole)
-        key = self.sealer.key(record.key.scope, salt)
-        sealed = whole[HEADER_BYTES : HEADER_BYTES + len(target)]
-        return partial(key.open, _PAYLOAD_PART, sealed, target, self._bound(record, slot), tag)
+        key_of = self.sealer.keys_of(record.key.scope)
+
+        def work(whole: memoryview, room: memoryview) -> memoryview | None:
+            *_, salt, tag = _OPEN.unpack_from(whole)
+            sealed = whole[HEADER_BYTES : HEADER_BYTES + len(room)]
+            is_open = key_of(salt).open(_PAYLOAD_PART, sealed, room, self._bound(record, slot), tag)
+            return room if is_open else None
+
+        return work
 
     def header(self, page: bytes | memoryview, extent: int, offset: int) -> tuple[int, Record] | Unread | None:
         """Stamp and record of a header page found at a place; None when there is no header of this place and store."""

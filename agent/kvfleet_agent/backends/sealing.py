@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kvfleet_agent.backends.base import PROBE_SCOPE, KeyAwayError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvfleet_agent.backends.cipher import RecordKey
     from kvfleet_api.blocks import ScopeId
 
@@ -53,13 +55,23 @@ class Sealer:
 
     def key(self, scope: ScopeId, salt: bytes) -> RecordKey:
         """Key of the record with this salt. Raises `KeyAwayError`."""
+        return self.keys_of(scope)(salt)
+
+    def keys_of(self, scope: ScopeId) -> Callable[[bytes], RecordKey]:
+        """What makes keys from the salts of a scope's records, in any thread. Raises `KeyAwayError`.
+
+        For the time of one transfer: it holds the data key itself and no copy, so that wiping that one ends it.
+        """
         from kvfleet_agent.backends.cipher import RecordKey  # Tiers in the clear need no cipher.
 
         data_key = self._probe_key if scope == PROBE_SCOPE else self.keys.data_key(scope)
         if data_key is None:
             raise KeyAwayError(f"scope {scope}: its data key is not there, or its KEK is not")
-        derived = hashlib.blake2b(salt, key=data_key, digest_size=32, person=b"kvfleet.seal").digest()
-        return RecordKey(derived)
+
+        def derived(salt: bytes) -> RecordKey:
+            return RecordKey(hashlib.blake2b(salt, key=data_key, digest_size=32, person=b"kvfleet.seal").digest())
+
+        return derived
 
     def new_key(self, scope: ScopeId) -> tuple[bytes, RecordKey]:
         """Salt and key for something new. Raises `KeyAwayError`."""

@@ -19,7 +19,7 @@ from kvfleet_agent.backends.claim import FORMAT, SEALED_FORMAT, STORE_FILE
 from kvfleet_agent.backends.header import HEADER_BYTES
 from kvfleet_agent.backends.nvme import RecordStore
 from kvfleet_agent.backends.posix_io import read_fully
-from kvfleet_agent.backends.record_bytes import Form, form_of
+from kvfleet_agent.backends.record_bytes import Form, form_of, open_into
 from kvfleet_agent.backends.sealed_record import Unread
 from kvfleet_agent.backends.segment_name import SegmentName, parse_name
 from kvfleet_agent.backends.slots import round_up
@@ -90,7 +90,7 @@ class OtherStores:
             if found != (slot.stamp, record):
                 raise BlockCorruptError(f"{where}: its owner has used the slot again")
             whole = loan.view[HEADER_BYTES - form.head_bytes :]
-            opened = form.open_record(into[: record.stored_bytes], whole, record, slot)
+            opened = open_into(form, into[: record.stored_bytes], whole, record, slot)
             if not await in_thread(self._threads, opened):
                 raise BlockCorruptError(f"{where}: checksum differs")
 

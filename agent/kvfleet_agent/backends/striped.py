@@ -9,25 +9,29 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvfleet_agent.backends import disk_room
-from kvfleet_agent.backends.base import Capabilities, Device, KeyAwayError, Record, SlotRef
+from kvfleet_agent.backends.base import BlamelessError, Capabilities, Device, Reading, Record, SlotRef, Writing
 from kvfleet_agent.backends.striping import Health, Load, divide, order
 from kvfleet_agent.backends.volume import DIRECT_BYTES
-from kvfleet_agent.backends.waiting import in_thread
-from kvfleet_api.errors import BackendFailedError, InvalidInputError, TierFullError
+from kvfleet_agent.backends.waiting import in_thread, together
+from kvfleet_api.errors import BackendFailedError, InvalidInputError, KvFleetError, TierFullError
 from kvfleet_api.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 
     from kvfleet_agent.backends.nvme import RecordStore
     from kvfleet_api.blocks import ScopeId
 
     Opener = Callable[[int], Awaitable[RecordStore]]
+
+A = TypeVar("A", Reading, Writing)
+T = TypeVar("T")
 
 DEVICE_BITS: Final = 5
 """32 devices; 2^27 segments are left for each, which are years of writing at the rate of any device."""
@@ -175,33 +179,69 @@ class StripedStore:
 
     async def write(self, slot: SlotRef, record: Record, stored: memoryview) -> None:
         """Write to the slot's device. See `TierBackend`."""
-        part, store, local = self._at(slot)
+        (end,) = await self.write_group([Writing(slot, stored[: record.stored_bytes], record)])
+        if isinstance(end, KvFleetError):
+            raise end
+
+    async def write_group(self, writings: Sequence[Writing]) -> Sequence[Record | KvFleetError]:
+        """Write to the slots' devices, to all at once. See `GroupBackend`."""
+        return await self._on_each(writings, self._write_on)
+
+    async def _write_on(self, part: _Part, writings: Sequence[Writing]) -> Sequence[Record | KvFleetError]:
+        """Write to one device, whose own names the slots have."""
+        assert part.store is not None
         try:
-            await store.write(local, record, stored)
-        except KeyAwayError:
-            raise
-        except BackendFailedError as e:
-            self._tell(part, str(e))
-            part.health.write_failed(str(e), _now_s())
-            raise
+            ends = await part.store.write_group(writings)
         finally:
-            part.settle(local)
-        if part.health.error:
-            _log.info("device takes blocks again", extra={"device": part.name})
-        part.health.wrote()
+            for writing in writings:
+                part.settle(writing.slot)
+        failed = _blamed(ends)
+        if failed is not None:
+            self._tell(part, failed)
+            part.health.write_failed(failed, _now_s())
+        elif any(isinstance(end, Record) for end in ends):
+            if part.health.error:
+                _log.info("device takes blocks again", extra={"device": part.name})
+            part.health.wrote()
+        return ends
 
     async def read(self, slot: SlotRef, record: Record, into: memoryview) -> None:
         """Read from the slot's device. See `TierBackend`."""
-        part, store, local = self._at(slot)
-        with part.moving(slot.size_bytes):
-            try:
-                await store.read(local, record, into)
-            except KeyAwayError:
-                raise
-            except BackendFailedError as e:
-                part.health.read_failed(str(e), _now_s())
-                raise
-        part.health.read()
+        (end,) = await self.read_group([Reading(slot, record, into)])
+        if isinstance(end, KvFleetError):
+            raise end
+
+    async def read_group(self, readings: Sequence[Reading]) -> Sequence[bytes | KvFleetError]:
+        """Read from the slots' devices, from all at once. See `GroupBackend`."""
+        return await self._on_each(readings, self._read_on)
+
+    async def _read_on(self, part: _Part, readings: Sequence[Reading]) -> Sequence[bytes | KvFleetError]:
+        """Read from one device, whose own names the slots have."""
+        assert part.store is not None
+        with part.moving(sum(r.slot.size_bytes for r in readings)):
+            ends = await part.store.read_group(readings)
+        failed = _blamed(ends)
+        if failed is not None:
+            part.health.read_failed(failed, _now_s())
+        if any(isinstance(end, bytes) for end in ends):
+            part.health.read()
+        return ends
+
+    async def _on_each(
+        self, asked: Sequence[A], work: Callable[[_Part, Sequence[A]], Coroutine[Any, Any, Sequence[T]]]
+    ) -> list[T]:
+        """Do the work of each device, and put what came of it into the order of what was asked."""
+        shares: dict[_Part, dict[int, A]] = {}
+        for at, one in enumerate(asked):
+            part, _, local = self._at(one.slot)
+            shares.setdefault(part, {})[at] = replace(one, slot=local)
+        done = await together([work(part, list(share.values())) for part, share in shares.items()])
+        ends = {
+            at: end
+            for share, found in zip(shares.values(), done, strict=True)
+            for at, end in zip(share, found, strict=True)
+        }
+        return [ends[at] for at in range(len(asked))]
 
     def _tell(self, part: _Part, cause: str) -> None:
         if not part.health.error:
@@ -295,6 +335,12 @@ class StripedStore:
         failed = next((r for r in results if isinstance(r, BaseException)), None)
         if failed is not None:
             raise failed
+
+
+def _blamed(ends: Sequence[Record | bytes | KvFleetError]) -> str | None:
+    """What a device says that failed; None when it did not, whatever became of the records."""
+    failed = (e for e in ends if isinstance(e, BackendFailedError) and not isinstance(e, BlamelessError))
+    return next(map(str, failed), None)
 
 
 def _now_s() -> float:

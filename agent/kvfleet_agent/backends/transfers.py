@@ -1,198 +1,228 @@
-"""Records between memory and segments, several at a time: sealed, laid out and verified in threads.
+"""Records between memory and segments, several at a time: one turn of a thread lays out and writes, or reads and opens.
 
-What lies where O_DIRECT wants it goes from and to the caller's memory; everything else through buffers of the store.
+What O_DIRECT can use goes down from the caller's memory as it lies, everything else through buffers of the store. What
+comes up is verified in such a buffer first: engines map the slots that it is copied to, and never see anything else.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
+from threading import Lock
 from typing import Final, Protocol, TypeVar
 
 from msgspec.structs import replace as struct_replace
 
 from kvfleet_agent.backends.base import Reading, Record, SlotRef, Sound, Writing, matches
-from kvfleet_agent.backends.buffers import Buffers, is_direct
-from kvfleet_agent.backends.header import HEADER_BYTES, pack_header
+from kvfleet_agent.backends.buffers import Buffers, Loan, is_direct
+from kvfleet_agent.backends.header import HEADER_BYTES
 from kvfleet_agent.backends.record_bytes import Form
-from kvfleet_agent.backends.runs import Laid, runs_of
+from kvfleet_agent.backends.runs import Laid, made, runs_of
 from kvfleet_agent.backends.slots import round_up
 from kvfleet_agent.backends.volume import DIRECT_BYTES
-from kvfleet_agent.backends.waiting import Apart, here_or_in_thread, in_thread
+from kvfleet_agent.backends.waiting import Apart, together
 from kvfleet_api.checksum import rebound
 from kvfleet_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, KvFleetError
 from kvfleet_native import copy
 
 T = TypeVar("T")
 
-_CHECKERS: Final = 2
-"""Threads that hash, seal and copy."""
-
 _GRACE_S: Final = 1.0
 """A cancelled call waits so long for the medium; then the slot and the store's own buffer wait on without it."""
+
+
+_ANSWER_S: Final = 30.0
+"""A read without an answer for so long has failed: Linux itself gives up on a local NVMe command then (io_timeout)."""
 
 
 class Places(Protocol):
     """The slots of a store."""
 
-    async def store(self, run: Sequence[Laid]) -> None:
-        """Write neighbouring records, durable on return. Raises `BackendFailedError`; none of them counts then."""
+    async def store(self, run: Sequence[Laid], parts: Callable[[], Sequence[memoryview]]) -> None:
+        """Write neighbouring records as `parts` gives them, durable on return.
 
-    async def load(self, ranges: Sequence[tuple[SlotRef, int, memoryview]]) -> None:
-        """Fill memory from so many bytes behind the start of each slot. Raises `BackendFailedError`."""
+        Raises `BackendFailedError`; none of them counts then.
+        """
+
+    async def load(self, ranges: Sequence[tuple[SlotRef, int, memoryview]], then: Callable[[], None]) -> None:
+        """Fill memory from so many bytes behind the start of slots of one segment, and go on with `then`.
+
+        Raises `BackendFailedError`.
+        """
 
     def is_live(self, slot: SlotRef) -> bool:
         """True while the slot is in use and was not dropped, not even with a transfer under way."""
 
 
+@dataclass(slots=True)
+class _Callers:
+    """Memory of a caller who may leave while a thread is on its way to it."""
+
+    _lock: Lock = field(default_factory=Lock)
+    _has_left: bool = False
+
+    def use(self, work: Callable[[], T], otherwise: T) -> T:
+        """Do what goes over the caller's memory, or nothing once it has left."""
+        with self._lock:
+            return otherwise if self._has_left else work()
+
+    def leave(self) -> None:
+        """Return once nobody is at the memory, and nobody will be: a thread is through with it in a millisecond."""
+        with self._lock:
+            self._has_left = True
+
+
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """One record that is read."""
+
+    reading: Reading
+    whole: memoryview
+    """Of the store's buffer: what is read."""
+    open: Callable[[memoryview, memoryview], memoryview | None]
+    bound: bytes = b""
+    """The checksum for the reader; empty while it is not known to be this very record."""
+
+    @property
+    def target(self) -> memoryview:
+        """Memory of the caller."""
+        return self.reading.into[: self.reading.record.stored_bytes]
+
+
 class Transfers:
     """Writes and reads of one store."""
 
-    def __init__(self, form: Form, secret: bytes, places: Places, *, is_sealed: bool) -> None:
-        """Own buffers and threads."""
+    def __init__(self, form: Form, places: Places) -> None:
+        """Own buffers."""
         self._form = form
-        self._secret = secret
         self._places = places
-        self._is_sealed = is_sealed
         self._buffers = Buffers()
-        self._copies = Buffers()
-        """For what is laid out into one of `_buffers`: whoever holds one of these waits for one of those, never the
-        other way round."""
-        self._checkers = ThreadPoolExecutor(_CHECKERS, "kvfleet-record")
         self.apart = Apart(_GRACE_S)
-
-    async def close(self) -> None:
-        """Stop the threads; `apart` has settled before."""
-        await in_thread(None, self._checkers.shutdown)
 
     async def write_group(self, writings: Sequence[Writing]) -> list[Record | KvFleetError]:
         """See `GroupBackend`."""
-        goes_straight = [not self._is_sealed and is_direct(w.stored) for w in writings]
-        straight = [w for w, is_straight in zip(writings, goes_straight, strict=True) if is_straight]
-        apart = [w for w, is_straight in zip(writings, goes_straight, strict=True) if not is_straight]
-        written = await _all([self._write_straight(straight)] if straight else [])
-        copied = await _all([self._write_apart(w) for w in apart])
-        ends = {slot: end for part in written for slot, end in part.items()}
-        ends |= {w.slot: end for w, end in zip(apart, copied, strict=True)}
-        return [ends[w.slot] for w in writings]
+        is_straight = not self._form.is_sealed and all(is_direct(w.stored) for w in writings)
+        rooms = [HEADER_BYTES if is_straight else _room_bytes(HEADER_BYTES, w.record) for w in writings]
+        async with self._buffers.lend(sum(rooms)) as loan:
+            parts = zip(writings, _cut(loan.view, rooms), strict=True)
+            laid = [self._laid(w, room, is_straight=is_straight) for w, room in parts]
+            runs = runs_of(one for one in laid if isinstance(one, Laid))
+            if is_straight:
+                await together([self._store(run, partial(made, run, sealed)) for run in runs])
+            else:
+                await self._store_apart(runs, loan)
+        return [one.end if isinstance(one, Laid) else one for one in laid]
 
-    async def _write_straight(self, writings: Sequence[Writing]) -> dict[SlotRef, Record | KvFleetError]:
-        size_bytes = sum(len(w.stored) for w in writings if w.sound)
-        async with self._buffers.lend(HEADER_BYTES * len(writings)) as loan:
-            made = await here_or_in_thread(self._checkers, size_bytes, partial(self._laid, writings, loan.view))
-            runs = runs_of(one for one in made if isinstance(one, Laid))
-            failures = await _all([self._store(run) for run in runs])
-        ends: dict[SlotRef, Record | KvFleetError] = {
-            w.slot: one for w, one in zip(writings, made, strict=True) if isinstance(one, KvFleetError)
-        }
-        for run, failure in zip(runs, failures, strict=True):
-            ends.update((one.slot, failure or one.record) for one in run)
-        return ends
-
-    def _laid(self, writings: Sequence[Writing], headers: memoryview) -> list[Laid | KvFleetError]:
-        """Put headers before payloads; one that is not sound is left out."""
-        made: list[Laid | KvFleetError] = []
-        pages = (headers[at : at + HEADER_BYTES] for at in range(0, len(headers), HEADER_BYTES))
-        for writing, record, page in zip(writings, sealed(writings), pages, strict=True):
-            if isinstance(record, KvFleetError):
-                made.append(record)
-                continue
-            try:
-                page[:] = pack_header(record, writing.slot, self._secret)
-                made.append(Laid(writing.slot, record, (page, writing.stored)))
-            except InvalidInputError as e:
-                made.append(e)
-        return made
-
-    async def _store(self, run: Sequence[Laid]) -> KvFleetError | None:
+    def _laid(self, writing: Writing, room: memoryview, *, is_straight: bool) -> Laid | KvFleetError:
+        slot, record, stored = writing.slot, writing.record, writing.stored
         try:
-            await self._places.store(run)
-        except BackendFailedError as e:
-            return e
-        return None
-
-    async def _write_apart(self, writing: Writing) -> Record | KvFleetError:
-        """Lay the record out in a buffer, of bytes that nobody else can reach."""
-        stored = writing.stored
-        try:
-            if writing.sound is None:
-                return await self._write_laid_out(writing.slot, writing.record, stored)
-            async with self._copies.lend(len(stored)) as loan:
-                own = loan.view[: len(stored)]
-                (record,) = await here_or_in_thread(self._checkers, len(own), partial(_copied, own, writing))
-                if isinstance(record, KvFleetError):
-                    return record
-                return await self._write_laid_out(writing.slot, record, own)
+            _check_fits(record, slot)
+            if is_straight:
+                return Laid(writing, (room, stored), self._form.lay_out(room, record, slot, stored[:0]), record)
+            return Laid(writing, (room,), self._form.lay_out(room, record, slot, stored), record)
         except KvFleetError as e:
             return e
 
-    async def _write_laid_out(self, slot: SlotRef, record: Record, stored: memoryview) -> Record:
-        async with self._buffers.lend(HEADER_BYTES + round_up(len(stored), DIRECT_BYTES)) as loan:
-            laid_out = self._form.lay_out(loan.view, record, slot, stored)
-            await here_or_in_thread(self._checkers, len(stored), laid_out)
-            loan.user = asyncio.ensure_future(self._places.store([Laid(slot, record, (loan.view,))]))
+    async def _store_apart(self, runs: Sequence[Sequence[Laid]], loan: Loan) -> None:
+        """Write from the store's own buffer; the caller's memory is left alone once the caller has gone."""
+        callers = _Callers()
+        unmade: list[memoryview] = []
+        stores = [self._store(run, partial(callers.use, partial(made, run, sealed), unmade)) for run in runs]
+        loan.user = asyncio.ensure_future(together(stores))
+        try:
             await self.apart.outlive(loan.user)
-        return record
+        finally:
+            callers.leave()
+
+    async def _store(self, run: Sequence[Laid], parts: Callable[[], list[memoryview]]) -> None:
+        try:
+            await self._places.store(run, parts)
+        except BackendFailedError as e:
+            for one in run:
+                one.end = e
 
     async def read_group(self, readings: Sequence[Reading]) -> list[bytes | KvFleetError]:
         """See `GroupBackend`."""
-        goes_straight = [not self._is_sealed and is_direct(_target(r)) for r in readings]
-        straight = [r for r, is_straight in zip(readings, goes_straight, strict=True) if is_straight]
-        apart = [r for r, is_straight in zip(readings, goes_straight, strict=True) if not is_straight]
-        loaded = await _all([self._read_straight(straight)] if straight else [])
-        copied = await _all([self._read_apart(r) for r in apart])
-        ends = {slot: end for part in loaded for slot, end in part.items()}
-        ends |= {r.slot: end for r, end in zip(apart, copied, strict=True)}
+        ordered = sorted(readings, key=lambda r: (r.slot.extent, r.slot.offset))
+        read = await together([self._read(list(part)) for _, part in groupby(ordered, lambda r: r.slot.extent)])
+        ends = {slot: end for part in read for slot, end in part.items()}
         return [ends[r.slot] for r in readings]
 
-    async def _read_straight(self, readings: Sequence[Reading]) -> dict[SlotRef, bytes | KvFleetError]:
+    async def _read(self, readings: Sequence[Reading]) -> dict[SlotRef, bytes | KvFleetError]:
+        """Read records of one segment."""
         try:
-            await self._places.load([(r.slot, HEADER_BYTES, _target(r)) for r in readings])
+            async with asyncio.timeout(_ANSWER_S):
+                return await self._read_together(readings)
+        except TimeoutError:
+            hung = BackendFailedError(
+                f"segment {readings[0].slot.extent}: no answer to a read within {_ANSWER_S:.0f} s"
+            )
+            return {r.slot: hung for r in readings}
         except BackendFailedError as e:
             if len(readings) == 1:
                 return {readings[0].slot: e}
-            alone = await _all([self._read_straight([r]) for r in readings])  # One bad sector costs one block.
-            return {slot: end for part in alone for slot, end in part.items()}
-        size_bytes = sum(len(_target(r)) for r in readings)
-        found = await here_or_in_thread(self._checkers, size_bytes, partial(verified, readings))
-        return {r.slot: self._end(r, bound) for r, bound in zip(readings, found, strict=True)}
+        alone = await together([self._read([r]) for r in readings])  # One bad sector costs one block.
+        return {slot: end for part in alone for slot, end in part.items()}
 
-    async def _read_apart(self, reading: Reading) -> bytes | KvFleetError:
-        slot, record, target, head_bytes = reading.slot, reading.record, _target(reading), self._form.head_bytes
-        try:
-            async with self._buffers.lend(head_bytes + record.stored_bytes) as loan:
-                ranges = [(slot, HEADER_BYTES - head_bytes, loan.view)]
-                loan.user = asyncio.ensure_future(self._places.load(ranges))
+    async def _read_together(self, readings: Sequence[Reading]) -> dict[SlotRef, bytes | KvFleetError]:
+        head_bytes = self._form.head_bytes
+        rooms = [_room_bytes(head_bytes, r.record) for r in readings]
+        callers = _Callers()
+        async with self._buffers.lend(sum(rooms)) as loan:
+            arrivals = [
+                _Arrival(r, room, self._form.opener(r.record, r.slot))
+                for r, room in zip(readings, _cut(loan.view, rooms), strict=True)
+            ]
+            ranges = [(a.reading.slot, HEADER_BYTES - head_bytes, a.whole) for a in arrivals]
+            loan.user = asyncio.ensure_future(self._places.load(ranges, partial(self._arrive, arrivals, callers)))
+            try:
                 await self.apart.outlive(loan.user)
-                opened = self._form.open_record(target, loan.view, record, slot)
-                work = partial(_opened, opened, reading)
-                return self._end(reading, await here_or_in_thread(self._checkers, len(target), work))
+            finally:
+                callers.leave()
+        return {a.reading.slot: self._end(a) for a in arrivals}
+
+    def _arrive(self, arrivals: Sequence[_Arrival], callers: _Callers) -> None:
+        """Open and verify what was read, and hand it over."""
+        opened = [(a, a.open(a.whole, self._payload(a))) for a in arrivals]
+        sound = [(a, payload) for a, payload in opened if payload is not None]
+        checked = verified([(a.reading, payload) for a, payload in sound], is_sealed=self._form.is_sealed)
+        for (arrival, payload), bound in zip(sound, checked, strict=True):
+            if bound:
+                callers.use(partial(copy, arrival.target, payload), None)
+                arrival.bound = bound
+
+    def _payload(self, arrival: _Arrival) -> memoryview:
+        """Where a payload lies, which is also where it is opened to."""
+        head_bytes = self._form.head_bytes
+        return arrival.whole[head_bytes : head_bytes + arrival.reading.record.stored_bytes]
+
+    def _end(self, arrival: _Arrival) -> bytes | KvFleetError:
+        slot, record = arrival.reading.slot, arrival.reading.record
+        if arrival.bound and self._places.is_live(slot):
+            return arrival.bound
+        try:
+            self._form.opener(record, slot)
         except BackendFailedError as e:
-            return e
-
-    def _end(self, reading: Reading, bound: bytes) -> bytes | KvFleetError:
-        if bound and self._places.is_live(reading.slot):
-            return bound
-        slot = reading.slot
-        where = f"segment {slot.extent} at {slot.offset}"
-        return BlockCorruptError(f"block {reading.record.key} in {where}: checksum differs")
+            return e  # Its key went while it was read: nothing is known of the record.
+        return BlockCorruptError(f"block {record.key} in segment {slot.extent} at {slot.offset}: checksum differs")
 
 
-def _target(reading: Reading) -> memoryview:
-    return reading.into[: reading.record.stored_bytes]
+def _check_fits(record: Record, slot: SlotRef) -> None:
+    room_bytes = slot.size_bytes - HEADER_BYTES
+    if record.stored_bytes > room_bytes:
+        raise InvalidInputError(f"block {record.key}: {record.stored_bytes} B into a slot of {room_bytes} B")
 
 
-def _copied(own: memoryview, writing: Writing) -> list[Record | KvFleetError]:
-    copy(own, writing.stored)
-    return sealed([replace(writing, stored=own)])
+def _room_bytes(head_bytes: int, record: Record) -> int:
+    return round_up(head_bytes + record.stored_bytes, DIRECT_BYTES)
 
 
-def _opened(opened: Callable[[], bool], reading: Reading) -> bytes:
-    """Open a record that was read; the checksum for its reader, empty when it is not this very one."""
-    if not opened():
-        return b""
-    return reading.record.checksum if reading.rebind is None else verified([reading])[0]
+def _cut(view: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
+    at = 0
+    for size_bytes in sizes:
+        yield view[at : at + size_bytes]
+        at += size_bytes
 
 
 def sealed(writings: Sequence[Writing]) -> list[Record | KvFleetError]:
@@ -211,24 +241,19 @@ def _sealed(writing: Writing, sound: Sound, ours: bytes, theirs: bytes) -> Recor
     return struct_replace(writing.record, checksum=ours)
 
 
-def verified(readings: Sequence[Reading]) -> list[bytes]:
+def verified(read: Sequence[tuple[Reading, memoryview]], *, is_sealed: bool) -> list[bytes]:
     """Checksums for the readers, in this thread; empty where the bytes are not the record's."""
-    bound = [(r, r.rebind) for r in readings if r.rebind is not None]
+    bound = [(r, payload, r.rebind) for r, payload in read if r.rebind is not None]
     pairs = rebound([
-        (_target(r), r.record.key.digest, use, (r.record.epoch, r.slot.stamp)) for r, use in bound
+        (payload, r.record.key.digest, use, (r.record.epoch, r.slot.stamp)) for r, payload, use in bound
     ])  # fmt: skip
     made = {
         r.slot: ours if theirs == r.record.checksum else b""
-        for (r, _), (ours, theirs) in zip(bound, pairs, strict=True)
+        for (r, _, _), (ours, theirs) in zip(bound, pairs, strict=True)
     }
-    return [made[r.slot] if r.rebind is not None else _seen(r) for r in readings]
+    return [made[r.slot] if r.rebind is not None else _seen(r, p, is_sealed=is_sealed) for r, p in read]
 
 
-def _seen(reading: Reading) -> bytes:
-    is_same = matches(_target(reading), reading.record, reading.slot.stamp)
+def _seen(reading: Reading, payload: memoryview, *, is_sealed: bool) -> bytes:
+    is_same = is_sealed or matches(payload, reading.record, reading.slot.stamp)
     return reading.record.checksum if is_same else b""
-
-
-async def _all(work: Sequence[Coroutine[None, None, T]]) -> list[T]:
-    """Do all at once; a task for each only where there are several."""
-    return [await work[0]] if len(work) == 1 else list(await asyncio.gather(*work))

@@ -4,7 +4,7 @@ What survives a power loss: bytes of a `write` or `punch` that returned, and nam
 before a `sync` that returned. Of everything else any part may be there, torn at any sector.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 DIRECT_BYTES: Final = 4096
@@ -14,6 +14,10 @@ NO_FILE: Final = -1
 """Stands for the size of what is no plain file."""
 
 
+def nothing() -> None:
+    """Do nothing: for those who have nothing to do with what was read, in its thread."""
+
+
 class VolumeFile(Protocol):
     """One open file. Offsets, addresses and lengths are multiples of `DIRECT_BYTES`.
 
@@ -21,11 +25,18 @@ class VolumeFile(Protocol):
     errno of the failure; a write that failed is never tried again on the same range.
     """
 
-    async def write(self, offset: int, parts: Sequence[memoryview]) -> None:
-        """Write the parts one after the other; durable on return."""
+    async def write(self, offset: int, made: Callable[[], Sequence[memoryview]]) -> None:
+        """Write the parts that `made` gives one after the other; durable on return.
 
-    async def read(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each memory from its offset. A short read is an error; after an error nothing is known of any."""
+        `made` is called once, in a thread of the medium: what has to be hashed or sealed before is done there, and the
+        thread goes straight on to the device.
+        """
+
+    async def read(self, ranges: Sequence[tuple[int, memoryview]], then: Callable[[], None] = nothing) -> None:
+        """Fill each memory from its offset. A short read is an error; after an error nothing is known of any.
+
+        `then` is called in a thread of the medium once all are filled.
+        """
 
     async def read_pages(self, offsets: Sequence[int], into: memoryview) -> None:
         """Read one page of `DIRECT_BYTES` from each offset into consecutive pages of `into`."""

@@ -1,7 +1,7 @@
 """Waiting for work in threads that cannot be stopped half-way."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
@@ -30,6 +30,23 @@ async def settle(future: "asyncio.Future[T]") -> T:
         if not future.cancelled():
             future.exception()  # Marks it as seen: the cancellation is what the caller hears of.
         raise
+
+
+async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Do all at once, and end when all have ended, also when this is cancelled or one of them raises.
+
+    `asyncio.gather` ends with the first that is cancelled or raises; the others would go on at memory of the caller.
+    """
+    if len(work) == 1:
+        return [await work[0]]  # Without a task of its own.
+    ends = await asyncio.gather(*work, return_exceptions=True)
+    return [_ended(end) for end in ends]
+
+
+def _ended(end: T | BaseException) -> T:
+    if isinstance(end, BaseException):
+        raise end
+    return end
 
 
 class Apart:

@@ -31,6 +31,8 @@ _RUNGS: Final = bytes(
     next(r for r in LADDER[min(place, _EXACT_PLACE) :: -1] if r not in ROTATED) for place in range(256)
 )
 """The same without rotated planes: the next cheaper one stands for them."""
+_EXACT_PLACES: Final = bytes(range(_EXACT_PLACE, 256))
+_FORMS: Final = tuple(rung.name.lower() for rung in LADDER)
 _PLACES: Final = bytes(LADDER.index(Rung(rung)) if rung in LADDER else _EXACT_PLACE for rung in range(256))
 
 
@@ -68,7 +70,7 @@ class MixedCodec:
         if shape.planes is None:
             return self._exact.encode(raw, shape, into)
         first = self._guesses.first(shape.layout_id, shape.planes.planes)
-        if first.is_guess and min(first.places) >= _EXACT_PLACE:
+        if first.is_guess and _are_exact(first.places):
             self._watch.note(shape.layout_id, first.places)
             return self._exact.encode(raw, shape, into)
         rungs = bytearray(first.places.translate(_ROTATED_RUNGS if self._is_rotated else _RUNGS))
@@ -78,7 +80,7 @@ class MixedCodec:
         places = bytes(rungs.translate(_PLACES))
         self._guesses.settle(shape.layout_id, places)
         settled, drifted = _settled(first, places, errors), self._watch.note(shape.layout_id, places)
-        if min(places) >= _EXACT_PLACE:  # Nothing was lost, and the record shall say so.
+        if _are_exact(places):  # Nothing was lost, and the record shall say so.
             return self._exact.encode(raw, shape, into)._replace(settled=settled, drifted=drifted)
         return Encoded(NAME, stored_bytes, settled, drifted)
 
@@ -117,14 +119,20 @@ def _mixed(raw: memoryview, into: memoryview, rungs: bytearray, errors: npt.NDAr
         return _HEADER.size + mix(body, raw, rungs, errors, mixing)
 
 
+def _are_exact(places: bytes) -> bool:
+    """No plane loses anything. Tells it without a loop over planes."""
+    return not places.translate(None, _EXACT_PLACES)
+
+
 def _settled(first: First, places: bytes, errors: npt.NDArray[np.float64]) -> tuple[Settled, ...]:
     guessed, taken = np.frombuffer(first.places, np.uint8), np.frombuffer(places, np.uint8)
-    found, missed = (np.bincount(each, minlength=len(LADDER)).tolist() for each in (taken, taken[guessed < taken]))
+    above = taken[guessed < taken] if first.is_guess and first.places != places else taken[:0]
+    found, missed = (np.bincount(each, minlength=len(LADDER)).tolist() for each in (taken, above))
     worst = np.zeros(len(LADDER))
     np.maximum.at(worst, taken, errors)
     return tuple(
-        Settled(rung.name.lower(), found[place], missed[place] if first.is_guess else 0, float(worst[place]))
-        for place, rung in enumerate(LADDER)
+        Settled(form, found[place], missed[place], float(worst[place]))
+        for place, form in enumerate(_FORMS)
         if found[place]
     )
 

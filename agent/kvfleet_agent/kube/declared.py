@@ -5,10 +5,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kvfleet_agent.prepare.declared import stored_report
 from kvfleet_api import names
 from kvfleet_api.blocks import ScopeId
+from kvfleet_api.models.inventory import NodeReport
 from kvfleet_api.models.pool import KVPool
-from kvfleet_api.models.poolnode import KVPoolNode
+from kvfleet_api.models.poolnode import KVPoolNode, OrderAnswer
 from kvfleet_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
 from kvfleet_api.trust import KEY_VERSION
 from kvfleet_api.wrapping import DATA_SUFFIX, data_entry
@@ -26,6 +28,8 @@ class SeenNode:
     """Without status and resource version, so that status writes do not make it differ."""
     status: Mapping[str, Any]
     """As stored; empty when never written."""
+    report: NodeReport | None = None
+    """What node preparation has told in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,19 @@ def pool(obj: Json) -> KVPool:
 
 def pool_node(obj: Json) -> SeenNode:
     """Parse a KVPoolNode; the status stays apart."""
-    return SeenNode(KVPoolNode.model_validate(_kept(obj, _FULL)), obj.get("status") or {})
+    status = obj.get("status") or {}
+    return SeenNode(KVPoolNode.model_validate(_kept(obj, _FULL)), status, stored_report(status))
+
+
+def order_answers(status: Mapping[str, Any]) -> tuple[OrderAnswer, ...]:
+    """Answers that a KVPoolNode's status holds; what cannot be read counts as never written."""
+    found = []
+    for stored in status.get("orders") or ():
+        try:
+            found.append(OrderAnswer.model_validate(stored))
+        except ValueError:
+            continue
+    return tuple(found)
 
 
 def tenant(obj: Json) -> KVTenant:

@@ -1,14 +1,17 @@
 """The declared state that one agent follows: its KVPool and its KVPoolNode."""
 
 import logging
-from typing import Final
+from typing import Any, Final
 
-from kvfleet_agent.kube.declared import SeenNode
+from kvfleet_agent.kube.declared import SeenNode, order_answers
 from kvfleet_agent.kube.known import Known
 from kvfleet_agent.kube.signals import Signal
+from kvfleet_agent.leaving import Presence
 from kvfleet_api import names
+from kvfleet_api.models.base import ObjectMeta
+from kvfleet_api.models.inventory import NodeReport
 from kvfleet_api.models.pool import KVPool
-from kvfleet_api.models.poolnode import KVPoolNode
+from kvfleet_api.models.poolnode import KVPoolNode, NodeTier, OrderAnswer
 
 REMINDER_S: Final = 30.0
 """Seconds between two lines that say what is still missing."""
@@ -45,9 +48,46 @@ class KubeDesired:
         return self._last_node
 
     @property
+    def report(self) -> NodeReport | None:
+        """What node preparation has told of this machine; None where it does not run."""
+        seen = self._nodes.get(self._node_name)
+        return seen.report if seen is not None else None
+
+    @property
+    def answers(self) -> tuple[OrderAnswer, ...]:
+        """Answers to orders as the API server holds them, also those of an earlier run of this agent."""
+        seen = self._nodes.get(self._node_name)
+        return order_answers(seen.status) if seen else ()
+
+    @property
     def is_withdrawn(self) -> bool:
         """True while the KVPoolNode or the KVPool does not exist: nobody wants this agent any more."""
         return bool(self._missing())
+
+    @property
+    def pool_presence(self) -> Presence:
+        """Whether the KVPool exists, at any time."""
+        pool = self._pools.get(self._pool_name)
+        return _presence(self._pools, self._pool_name, pool.metadata if pool else None)
+
+    @property
+    def node_presence(self) -> Presence:
+        """Whether the KVPoolNode exists, at any time."""
+        seen = self._nodes.get(self._node_name)
+        return _presence(self._nodes, self._node_name, seen.declared.metadata if seen else None)
+
+    @property
+    def deletion_policy(self) -> str:
+        """What the pool wants at its end; empty while none was seen. At any time."""
+        pool = self._pools.get(self._pool_name) or self._last_pool
+        return pool.spec.deletion_policy if pool else ""
+
+    @property
+    def tiers(self) -> tuple[NodeTier, ...]:
+        """Tiers that were declared last; none while none were seen. At any time."""
+        seen = self._nodes.get(self._node_name)
+        node = seen.declared if seen else self._last_node
+        return node.spec.tiers if node else ()
 
     async def ready(self) -> None:
         """Return when both objects exist; say now and then which one does not."""
@@ -78,3 +118,10 @@ class KubeDesired:
             f"KVPoolNode/{self._node_name}": self._nodes.get(self._node_name),
         }
         return [name for name, value in wanted.items() if value is None]
+
+
+def _presence(known: Known[Any], name: str, meta: ObjectMeta | None) -> Presence:
+    """Tell absence from an object that cannot be read, and from one that nobody has told of yet."""
+    if meta is not None:
+        return Presence.PRESENT if meta.deletion_timestamp is None else Presence.LEAVING
+    return Presence.ABSENT if known.is_synced and name not in known.items else Presence.UNKNOWN

@@ -48,16 +48,20 @@ class Beat:
     def lease(self, now: datetime) -> Json:
         """Build the whole Lease, renewed at `now`."""
         labels = {names.LABEL_POOL: self.pool, names.LABEL_NODE: self.node, names.LABEL_MANAGED_BY: names.MANAGED_BY}
-        metadata: Json = {"labels": labels}
-        if self.owner_uid:
-            owner = {"apiVersion": names.API_VERSION, "kind": "KVPoolNode", "uid": self.owner_uid}
-            metadata["ownerReferences"] = [owner | {"name": names.pool_node_name(self.pool, self.node)}]
+        metadata: Json = {"labels": labels, **self._owned}
         spec = leases.renewal(self.holder, DURATION_S, now) | {"acquireTime": leases.micro_time(now)}
         return leases.lease_body(names.agent_lease_name(self.pool, self.node), metadata, spec)
 
     def renewal(self, now: datetime) -> Json:
-        """Build the merge patch of one renewal."""
-        return {"spec": leases.renewal(self.holder, DURATION_S, now)}
+        """Build the merge patch of one renewal. A KVPoolNode that was made anew is another owner than before."""
+        return {"metadata": self._owned, "spec": leases.renewal(self.holder, DURATION_S, now)}
+
+    @property
+    def _owned(self) -> Json:
+        if not self.owner_uid:
+            return {}
+        owner = {"apiVersion": names.API_VERSION, "kind": "KVPoolNode", "uid": self.owner_uid}
+        return {"ownerReferences": [owner | {"name": names.pool_node_name(self.pool, self.node)}]}
 
     def release(self, now: datetime) -> Json:
         """Build the merge patch that ends the Lease at once, as client-go releases its own."""
@@ -67,12 +71,16 @@ class Beat:
 class Heartbeat:
     """Renews until cancelled. Never raises for the API server's sake."""
 
-    def __init__(self, api: KubeApi, beat: Beat, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, api: KubeApi, beat: Callable[[], Beat], clock: Callable[[], float] = time.monotonic) -> None:
         self._api = api
         self._clock = clock
         self._beat = beat
-        self._path = leases.lease_path(beat.namespace, names.agent_lease_name(beat.pool, beat.node))
         self._renewed_at_s: float | None = None
+
+    @property
+    def _path(self) -> str:
+        beat = self._beat()
+        return leases.lease_path(beat.namespace, names.agent_lease_name(beat.pool, beat.node))
 
     @property
     def silent_s(self) -> float | None:
@@ -91,7 +99,7 @@ class Heartbeat:
 
     async def release(self) -> None:
         """End the Lease now, so that the operator need not wait for it to expire. Best effort, bounded."""
-        call = Call("PATCH", self._path, body=self._beat.release(_now()), content_type=MERGE_PATCH)
+        call = Call("PATCH", self._path, body=self._beat().release(_now()), content_type=MERGE_PATCH)
         try:
             (await self._api.call(call, timeout_s=RELEASE_TIMEOUT_S)).content()
         except KvFleetError as e:
@@ -112,12 +120,12 @@ class Heartbeat:
 
     async def _renew(self) -> Answer:
         """Patch the times."""
-        call = Call("PATCH", self._path, body=self._beat.renewal(_now()), content_type=MERGE_PATCH)
+        call = Call("PATCH", self._path, body=self._beat().renewal(_now()), content_type=MERGE_PATCH)
         return await self._api.call(call, timeout_s=CALL_TIMEOUT_S)
 
     async def _create(self) -> Answer:
         """Create the Lease; a conflict means that it exists by now, and the next beat renews it."""
-        call = Call("POST", self._beat.collection, body=self._beat.lease(_now()))
+        call = Call("POST", self._beat().collection, body=self._beat().lease(_now()))
         return await self._api.call(call, timeout_s=CALL_TIMEOUT_S)
 
 

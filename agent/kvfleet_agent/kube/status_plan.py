@@ -17,6 +17,10 @@ FACTS_S: Final = 1.0
 """Shortest time between two writes, whatever they say: two writers that disagree must not race."""
 
 
+_NO_FACTS: Final = {"lookups", "conditions", "tiers", "shares", "tenants", "erased", "orders", "node"}
+"""Counters, what is compared by itself, and what node preparation writes."""
+
+
 class Urgency(IntEnum):
     """How soon a status should be written."""
 
@@ -60,11 +64,14 @@ def document(name: str, wanted: KVPoolNodeStatus, stored: Mapping[str, Any], now
 
 
 def round_used(tier: NodeTierStatus) -> int:
-    """Round used bytes to whole hundredths of the capacity; a tier that holds something never says 0."""
+    """Round used bytes to whole hundredths of the capacity; a tier that holds something never says 0.
+
+    To the nearest byte, so that what was rounded stays as it is when it is rounded again.
+    """
     if tier.capacity_bytes <= 0 or tier.used_bytes <= 0:
         return 0
     percent = max(1, min(100, round(tier.used_bytes * 100 / tier.capacity_bytes)))
-    return tier.capacity_bytes * percent // 100
+    return (tier.capacity_bytes * percent + 50) // 100
 
 
 def hit_percent(status: KVPoolNodeStatus) -> int:
@@ -98,22 +105,33 @@ def _rounded_tier(tier: NodeTierStatus) -> NodeTierStatus:
 def _facts(status: KVPoolNodeStatus, ours: KVPoolNodeStatus) -> Json:
     """Everything but counters and transition times; of the conditions only the types that `ours` has.
 
-    Confirmations that nobody waits for any more go with the next write.
+    Confirmations and answers that nobody waits for any more go with the next write.
     """
     types = {c.type for c in ours.conditions}
-    left_out = {"lookups": True, "conditions": True, "tiers": True, "shares": True, "tenants": True, "erased": True}
-    facts = status.model_dump(exclude=left_out)
+    facts = status.model_dump(exclude=_NO_FACTS)
     facts["erased"] = sorted((e.uid, e.key_version) for e in status.erased if e in ours.erased)
-    facts["tiers"] = [t.model_dump(exclude={"used_bytes", "used_of_capacity", "blocks"}) for t in status.tiers]
+    asked = {answer.uid for answer in ours.orders}
+    facts["orders"] = sorted((a.uid, a.phase, a.reason, a.message) for a in status.orders if a.uid in asked)
+    facts["tiers"] = [
+        t.model_dump(exclude={"used_bytes", "used_of_capacity", "blocks", "demand"}) for t in status.tiers
+    ]
     said = (c.model_dump(exclude={"last_transition_time"}) for c in status.conditions if c.type in types)
     facts["conditions"] = {c["type"]: c for c in said}
     return facts
 
 
 def _counters(status: KVPoolNodeStatus) -> tuple[object, ...]:
-    """Fill of each tier, the hit ratio and the use of shares and of room by tenants, rounded.
+    """Fill of and demand for each tier, the hit ratio and the use of shares and of room by tenants, rounded.
 
     Block counts ride along but cause no write.
     """
     tenants = sorted((t.tenant, t.tier, t.used_bytes, t.over_hard) for t in status.tenants)
-    return (*(round_used(t) for t in status.tiers), hit_percent(status), *status.shares, *tenants, *status.erased)
+    fills = ((round_used(t), t.demand) for t in status.tiers)
+    return (
+        *fills,
+        hit_percent(status),
+        *status.shares,
+        *tenants,
+        *status.erased,
+        *status.orders,
+    )

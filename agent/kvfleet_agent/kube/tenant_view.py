@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from kvfleet_agent.kube.trust_view import TrustStores, TrustView
 from kvfleet_agent.policy.quota import Bound, OverQuota, Rules
 from kvfleet_agent.policy.retention import Retention
-from kvfleet_api.blocks import ScopeId
+from kvfleet_api.blocks import ScopeId, ScopeSecret
 from kvfleet_api.models.trust import KVTenant
-from kvfleet_api.trust import KEY_VERSION, ScopeKind, domain_key_version
+from kvfleet_api.trust import KEY_VERSION, Access, ScopeKind, domain_key_version
 
 
 class TenantView:
@@ -62,6 +62,11 @@ class TenantView:
     def may_write(self, tenant: str, scope: ScopeId) -> bool:
         """True when a shared scope may have blocks of a tenant, and where it cannot be told."""
         return self._trust.may_write(tenant, scope)
+
+    def access(self, tenant: str) -> tuple[tuple[Access, ScopeSecret], ...]:
+        """Scopes that a tenant's engines may use, shared ones first, with their keys; see `ports.Tenants`."""
+        granted = self._trust.granted_to(tenant)
+        return () if granted is None else tuple(zip(granted.grants.access, granted.secrets, strict=True))
 
     def erasing(self) -> Iterator[tuple[str, str, int]]:
         """Tenants whose erasure was asked for and is not confirmed yet: name, uid and the key version in use."""

@@ -141,6 +141,24 @@ class TrustView:
         tenant = trust.tenant_of(identity, self._stores.tenants, labels)
         if tenant is None:
             raise ForbiddenError(refusal(identity, self._stores.tenants, labels))
+        return self._of(tenant)
+
+    def granted_to(self, tenant: str) -> Granted | None:
+        """Return what any engine of a tenant may do now; None when there is no such tenant.
+
+        Raises `RetryableError` when the Secret of one of its scopes is missing, and `ApiServerAwayError` while the
+        inputs were never read.
+        """
+        self._expire()
+        if unsynced := self._stores.unsynced:
+            raise ApiServerAwayError(f"{', '.join(unsynced)} not listed yet", delay_s=1.0)
+        found = self._stores.tenants.get(tenant)
+        if found is None or found.metadata.deletion_timestamp is not None:
+            return None
+        return self._of(found)
+
+    def _of(self, tenant: KVTenant) -> Granted:
+        """Grants of a tenant with the secrets of their scopes."""
         shared = shares.accesses(tenant, self._everything(), self._pool, self._wall())
         grants = trust.grants(tenant, self._stores.domains, filter(self._has_key, shared))
         return Granted(grants, tuple(self._secret(access) for access in grants.access))

@@ -1,9 +1,11 @@
 """Everything of Kubernetes that one agent needs, started and stopped as one."""
 
+import asyncio
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from kvfleet_agent.kube import declared
 from kvfleet_agent.kube.authenticator import KubeAuthenticator
@@ -18,13 +20,18 @@ from kvfleet_agent.kube.tasks import Task, cancel, supervise
 from kvfleet_agent.kube.tenant_view import TenantView
 from kvfleet_agent.kube.trust_view import TrustStores, TrustView
 from kvfleet_api import names
+from kvfleet_api.errors import KvFleetError
 from kvfleet_kube import secrets
 from kvfleet_kube.answers import Json
 from kvfleet_kube.api import KubeApi
 from kvfleet_kube.keks import KekSource
-from kvfleet_kube.watch import Source, Watch
+from kvfleet_kube.watch import Source, Watch, list_objects
+
+LOOK_S: Final = 3.0
+"""For a last look at what is declared; the kubelet gives a pod 30 s to end."""
 
 _GROUP = f"/apis/{names.API_VERSION}"
+_log: Final = logging.getLogger(__name__)
 
 
 class KubeWorld:
@@ -78,10 +85,23 @@ class KubeWorld:
         while self._trust.unsynced or not self._keks.is_known:
             await self._signal.wait()
 
+    async def look(self) -> None:
+        """Read pool and pool node again, now: what the watches tell may be behind. Without an answer they count."""
+        try:
+            async with asyncio.timeout(LOOK_S):
+                for source, known in self._declared:
+                    known.take(*await list_objects(self.api, source))
+        except (KvFleetError, TimeoutError) as e:
+            _log.warning("declared state not read again", extra={"cause": str(e) or f"no answer in {LOOK_S} s"})
+
     def start_heartbeat(self, epoch: int) -> None:
         """Begin to renew the Lease of this incarnation; call it once, after `ready`."""
-        place, owner = self._place, self.desired.pool_node.metadata.uid
-        beat = Beat(place.namespace, place.pool, place.node, f"{place.node}_{epoch}", owner)
+        place = self._place
+
+        def beat() -> Beat:
+            owner = self.desired.pool_node.metadata.uid
+            return Beat(place.namespace, place.pool, place.node, f"{place.node}_{epoch}", owner)
+
         self.heartbeat = Heartbeat(self.api, beat)
         self._tasks.append(supervise("heartbeat", self.heartbeat.run))
 
@@ -103,8 +123,10 @@ class KubeWorld:
         place, node_name = self._place, names.pool_node_name(self._place.pool, self._place.node)
         pools = Known("KVPool", declared.pool, self._signal.fire)
         nodes = Known("KVPoolNode", declared.pool_node, self._signal.fire)
-        self._watch(pools, f"{_GROUP}/kvpools", {"fieldSelector": f"metadata.name={place.pool}"})
-        self._watch(nodes, f"{_GROUP}/kvpoolnodes", {"fieldSelector": f"metadata.name={node_name}"})
+        self._declared: tuple[tuple[Source[Any], Known[Any]], ...] = (
+            self._watch(pools, f"{_GROUP}/kvpools", {"fieldSelector": f"metadata.name={place.pool}"}),
+            self._watch(nodes, f"{_GROUP}/kvpoolnodes", {"fieldSelector": f"metadata.name={node_name}"}),
+        )
         self.desired = KubeDesired(place.pool, place.node, pools, nodes, self._signal)
 
         def stored() -> Json | None:
@@ -156,8 +178,10 @@ class KubeWorld:
 
     def _watch(
         self, known: Known[Any], path: str, query: Mapping[str, str] | None = None, *, is_metadata_only: bool = False
-    ) -> None:
-        """Start one supervised watch."""
-        watch = Watch(self.api, Source(path, known.read, query or {}, is_metadata_only), known)
+    ) -> tuple[Source[Any], Known[Any]]:
+        """Start one supervised watch; returns what it follows, and into which store."""
+        source = Source(path, known.read, query or {}, is_metadata_only)
+        watch = Watch(self.api, source, known)
         self._watches.append(watch)
         self._tasks.append(supervise(f"watch {path}", watch.run))
+        return source, known

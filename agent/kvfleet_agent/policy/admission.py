@@ -10,7 +10,7 @@ class Admission(StrEnum):
     KEEP = "keep"
     """It stays in memory until the watermark."""
     DEMOTE = "demote"
-    """It is copied down at once and is the first to leave memory."""
+    """It is copied to a slower tier at once and is the first to leave memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,8 @@ class AdmissionInputs:
     """High watermark of the pool, 0 to 1."""
     session_turns: int
     """Times that the block's session came back; 0 for a first turn and for blocks of no session."""
+    has_lower: bool
+    """A slower tier takes blocks now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,12 @@ class AdmissionChoice:
 
 
 def admit(inputs: AdmissionInputs) -> AdmissionChoice:
-    """Keep blocks of sessions that came back; under pressure send first-turn blocks down (most are used once)."""
+    """Keep blocks of sessions that came back; under pressure send first-turn blocks down (most are used once).
+
+    With nothing below, the first to leave memory would be lost: new blocks would go before ones that are idle for long.
+    """
+    if not inputs.has_lower:
+        return AdmissionChoice(Admission.KEEP, "no slower tier takes blocks")
     if inputs.policy == "Always":
         return AdmissionChoice(Admission.KEEP, "policy Always")
     if inputs.policy == "Never":

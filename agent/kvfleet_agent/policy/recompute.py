@@ -6,6 +6,10 @@ Bandwidth and latency are the tier's own, measured at start; a tier that was not
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
+
+REFUSED_S: Final = 1.0
+"""After a full queue refused a move: until it is worth trying again, at least."""
 
 
 class Source(StrEnum):
@@ -53,3 +57,15 @@ def choose(inputs: CostInputs) -> CostChoice:
         return CostChoice(Source.FETCH, fetch_s, recompute_s, "policy AlwaysFetch")
     source = Source.FETCH if fetch_s <= recompute_s else Source.RECOMPUTE
     return CostChoice(source, fetch_s, recompute_s, "cheaper")
+
+
+def congestion_s(inputs: CostInputs, *, is_full: bool) -> float:
+    """Seconds until the path is expected to be free, where its queue alone speaks against fetching; 0.0 otherwise.
+
+    That is where more may not wait (`is_full`), or where the run would cost less than computing if nothing came first.
+    """
+    wait_s = inputs.queued_bytes / inputs.read_bytes_per_s if inputs.read_bytes_per_s > 0 else 0.0
+    if is_full:
+        return max(wait_s, REFUSED_S)
+    cost = choose(inputs)
+    return wait_s if cost.fetch_s - wait_s <= cost.recompute_s < cost.fetch_s else 0.0

@@ -5,6 +5,7 @@ longest life a block takes along what continues it, because nobody can find that
 waits until nothing continues it.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -45,6 +46,15 @@ def due(retention: Retention, *, idle_s: float, age_s: float) -> Due | None:
     if retention.idle_s is not None and idle_s >= retention.idle_s:
         return Due.IDLE
     return None
+
+
+def horizon(rules: Iterable[Retention], now_s: float) -> tuple[float, float]:
+    """Last use and birth, as seconds like `now_s`, after which no block is due under any of the rules."""
+    idle_s = max_s = math.inf
+    for rule in rules:
+        idle_s = idle_s if rule.idle_s is None else min(idle_s, rule.idle_s)
+        max_s = max_s if rule.max_s is None else min(max_s, rule.max_s)
+    return now_s - idle_s, now_s - max_s
 
 
 def plan_drops(

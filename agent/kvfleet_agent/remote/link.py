@@ -20,6 +20,9 @@ LIFE_S: Final = 300.0
 FOLLOW_SLACK_S: Final = 10.0
 """What the bytes of the parts may take beyond the wait for them."""
 
+TRACE_TIMEOUT_S: Final = 10.0
+"""The owner answers from memory; it may be busy, or stopped."""
+
 A = TypeVar("A", bound=wire.Answer)
 _log = logging.getLogger(__name__)
 
@@ -95,6 +98,15 @@ class Link:
             raise AgentAwayError(f"owner of a growing block said nothing for {wait_s + FOLLOW_SLACK_S} s") from e
         finally:
             del self._targets[question.id]
+
+    async def trace(self, scope: str, digest: bytes, most: int, epoch: int) -> wire.Traced:
+        """Ask the incarnation `epoch` which blocks stand before one."""
+        question = wire.Trace(next(self._ids), scope, digest, most, epoch)
+        try:
+            async with asyncio.timeout(TRACE_TIMEOUT_S):
+                return await self._ask(question, wire.Traced)
+        except TimeoutError as e:
+            raise AgentAwayError(f"owner of a chain said nothing for {TRACE_TIMEOUT_S} s") from e
 
     async def end(self, leases: tuple[int, ...]) -> None:
         """End leases."""

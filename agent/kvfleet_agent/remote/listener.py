@@ -192,6 +192,8 @@ class _Conversation:
                         await self._lend(question)
                     case wire.Pull():
                         await self._send_blocks(question)
+                    case wire.Trace():
+                        await self._trace(question)
                     case wire.Follow() if self._grower is not None:
                         await send_growing(self._stream, self._grower, self._me.epoch, question)
                     case _:
@@ -203,6 +205,14 @@ class _Conversation:
         generation = self._nixl.generation if self._nixl else 0
         described = await answer_of(self._nixl.describe()) if self._nixl else b""
         await self._stream.send(wire.Described(question.id, generation, described))
+
+    async def _trace(self, question: wire.Trace) -> None:
+        key = BlockKey(ScopeId(question.scope), question.digest)
+        found = self._lender.trace(key, question.most) if question.epoch == self._me.epoch else None
+        told = (
+            (found.layout_id, found.raw_bytes, b"".join(found.digests), found.before) if found else (b"", 0, b"", b"")
+        )
+        await self._stream.send(wire.Traced(question.id, *told))
 
     async def _lend(self, question: wire.Lend) -> None:
         keys = [BlockKey(ScopeId(question.scope), digest) for digest in unpack_digests(question.digests)]

@@ -10,12 +10,13 @@ from typing import Final
 from kvfleet_agent.backends.base import Record, SlotRef
 from kvfleet_agent.backends.segment_name import parse_name
 from kvfleet_agent.backends.waiting import settle
-from kvfleet_agent.ports import Follow, Followed, Placed, SharedReader, Wanted
+from kvfleet_agent.ports import Follow, Followed, Placed, SharedReader, Stretch, Wanted
 from kvfleet_agent.remote import wire
 from kvfleet_agent.remote.link import Link, open_link
 from kvfleet_agent.remote.nixl import NixlReader
 from kvfleet_agent.remote.security import PeerTls
 from kvfleet_agent.remote.transfer import Leased, Result, Transfers, Transport
+from kvfleet_api.blocks import BlockKey, LayoutId, unpack_digests
 from kvfleet_api.errors import AgentAwayError, KvFleetError
 from kvfleet_api.units import MIB
 from kvfleet_metadata.records import AgentRecord, Location
@@ -114,6 +115,17 @@ class RemotePeers:
         told = await link.follow(wanted, have, wait_s, into)
         return Followed(told.parts, told.sums, told.parents, told.stamps, told.checksums)
 
+    async def trace(self, key: BlockKey, at: Location, most: int) -> Stretch | None:
+        """See `ports.TracedPeers`."""
+        try:
+            link = await self._link(at)
+            told = await link.trace(key.scope, key.digest, min(most, wire.KEYS_MAX), at.epoch)
+        except AgentAwayError as e:
+            _log.info("chain not traced", extra={"peer": at.agent, "error": str(e)})
+            return None
+        digests = tuple(unpack_digests(told.digests))
+        return Stretch(LayoutId(told.layout_id), told.raw_bytes, digests, told.before) if digests else None
+
     async def close(self) -> None:
         """Close all connections. Idempotent."""
         opened, self._links = list(self._links.values()), {}
@@ -175,7 +187,7 @@ class RemotePeers:
             await self._end(link, pairs)
         unread = [i for i, one in enumerate(pairs) if one.loan.place is not None and one not in outcome]
         for one, (result, transport) in outcome.items():
-            self._count(transport, result, 1, one.loan.size_bytes)
+            self._count(transport, result, 1, 0 if result is Result.FAILED else one.loan.size_bytes)
             if result is Result.CORRUPT:
                 _log.warning(
                     "corrupt block from peer", extra={"peer": first.location.agent, "block": str(one.wanted.key)}
@@ -185,19 +197,22 @@ class RemotePeers:
         return parents, unread
 
     async def _read_shared(self, placed: list[Leased]) -> dict[Leased, tuple[Result, Transport]]:
-        """Read blocks at their place; those that could not be read or are not there any more are left out."""
+        """Read blocks at their place; those that could not be read or are not there any more are left out.
+
+        A read that fails in an unforeseen way costs its own block.
+        """
         reader = self.shared
         if reader is None or not placed:
             return {}
-        reads = [asyncio.ensure_future(reader.read(one.wanted, _placed(one))) for one in placed]
+        reads = [asyncio.ensure_future(_read_placed(reader, one)) for one in placed]
         try:
             await asyncio.wait(reads)
         finally:
             for read in reads:
                 read.cancel()
             # Nothing may be written to a slot once we have returned, so cancelled reads are waited for.
-            await settle(asyncio.gather(*reads, return_exceptions=True))
-        return {one: (Result.VERIFIED, Transport.SHARED) for one, r in zip(placed, reads, strict=True) if r.result()}
+            ends = await settle(asyncio.gather(*reads, return_exceptions=True))
+        return {one: (_result(one, end), Transport.SHARED) for one, end in zip(placed, ends, strict=True) if end}
 
     async def _end(self, link: Link, pairs: list[Leased]) -> None:
         """End leases even when we are cancelled: the owner should not wait for their expiry."""
@@ -262,6 +277,18 @@ def _placed(leased: Leased) -> Placed:
     slot = SlotRef(name.id if name is not None else -1, at.offset, at.slot_bytes, loan.stamp)
     told = (at.codec, loan.size_bytes, at.stored_bytes, loan.checksum, loan.epoch)
     return Placed(at.tier, at.file, slot, Record(wanted.key, loan.parent, wanted.layout_id, *told))
+
+
+async def _read_placed(reader: SharedReader, one: Leased) -> bool:
+    return await reader.read(one.wanted, _placed(one))
+
+
+def _result(one: Leased, end: bool | BaseException) -> Result:  # noqa: FBT001  What a read came to.
+    """What became of a block whose read has ended, other than in vain."""
+    if not isinstance(end, BaseException):
+        return Result.VERIFIED
+    _log.error("read of a shared tier failed", extra={"block": str(one.wanted.key)}, exc_info=end)
+    return Result.FAILED
 
 
 def _opened(task: "asyncio.Task[Link] | None") -> Link | None:

@@ -14,7 +14,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Final
 
-from kvfleet_agent.backends.waiting import here_or_in_thread, in_thread
+from kvfleet_agent.backends.waiting import here_or_in_thread, in_thread, together
 from kvfleet_agent.ports import Wanted
 from kvfleet_agent.remote import wire
 from kvfleet_agent.remote.landing import LANDING_BYTES, Landing
@@ -62,6 +62,8 @@ class Result(StrEnum):
     VERIFIED = "verified"
     ABSENT = "absent"
     CORRUPT = "corrupt"
+    FAILED = "failed"
+    """By an error that nobody foresaw; its log has the traceback."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,7 +143,7 @@ class Transfers:
                 pieces.popleft()
                 results.update(await self._read(link, places, deadline_s, wire))
 
-        await asyncio.gather(*(lane() for _ in range(min(LANES, len(pieces)))))
+        await together([lane() for _ in range(min(LANES, len(pieces)))])
         return results
 
     def _place(self, piece: Sequence[Leased]) -> dict[Leased, int] | None:

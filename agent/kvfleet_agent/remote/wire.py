@@ -159,6 +159,28 @@ class Followed(Message, frozen=True, array_like=True, tag=True):
     """Of those that are whole, empty for others."""
 
 
+class Trace(Message, frozen=True, array_like=True, tag=True):
+    """Ask which blocks stand before one in its chain; no lease is given, no byte of a block is sent."""
+
+    scope: str
+    digest: bytes
+    most: int
+    """Blocks that the answer may name."""
+    epoch: int
+    """Of the incarnation that is said to hold it, as in Lend."""
+
+
+class Traced(Message, frozen=True, array_like=True, tag=True):
+    """Answer to Trace."""
+
+    layout_id: bytes
+    raw_bytes: int
+    digests: bytes
+    """Joined, from the block that was asked for towards the root; empty when it is not here."""
+    before: bytes
+    """What the last of them continues; empty at the root."""
+
+
 class End(Message, frozen=True, array_like=True, tag=True):
     """End leases; there is no answer."""
 
@@ -175,8 +197,8 @@ class Refused(Message, frozen=True, array_like=True, tag=True):
     reason: str
 
 
-Question = Hello | Describe | Lend | Pull | Follow | End
-Answer = Welcome | Described | Lending | Chunk | Followed | Done | Refused
+Question = Hello | Describe | Lend | Pull | Follow | Trace | End
+Answer = Welcome | Described | Lending | Chunk | Followed | Traced | Done | Refused
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _questions: Final = msgspec.msgpack.Decoder(Question)
@@ -210,6 +232,8 @@ def decode_question(body: bytes) -> Question:
         _check_tiers(question)
     if isinstance(question, Follow):
         _check_progress(question)
+    if isinstance(question, Trace):
+        _check_trace(question)
     if isinstance(question, Hello) and len(question.token) > TOKEN_CHARS_MAX:
         raise InvalidInputError(f"token of {len(question.token)} characters, limit {TOKEN_CHARS_MAX}")
     if isinstance(question, Pull) and len(question.leases) > KEYS_MAX:
@@ -236,6 +260,12 @@ def _check_progress(follow: Follow) -> None:
         raise InvalidInputError(f"{told}: part_bytes 1 or more, the others 0 or more, {HANDOVER_CHARS_MAX} characters")
 
 
+def _check_trace(trace: Trace) -> None:
+    if len(trace.digest) != KEY_BYTES or len(trace.scope) > SCOPE_CHARS_MAX or not 0 < trace.most <= KEYS_MAX:
+        told = f"digest of {len(trace.digest)} B, scope of {len(trace.scope)} characters, most {trace.most}"
+        raise InvalidInputError(f"{told}: {KEY_BYTES} B, {SCOPE_CHARS_MAX} characters and 1 to {KEYS_MAX} wanted")
+
+
 def decode_answer(body: bytes) -> Answer:
     """Read an answer. Raises `InvalidInputError` that says what is wrong with it."""
     try:
@@ -246,6 +276,8 @@ def decode_answer(body: bytes) -> Answer:
         raise InvalidInputError(f"chunk of {answer.size_bytes} B, limit {CHUNK_BYTES_MAX} B")
     if isinstance(answer, Followed) and not _is_even(answer):
         raise InvalidInputError("followed blocks with fields of different lengths")
+    if isinstance(answer, Traced) and not _is_chain(answer):
+        raise InvalidInputError("a traced chain with fields of wrong lengths")
     if isinstance(answer, Lending) and not all(_is_sound(loan) for loan in answer.loans):
         raise InvalidInputError("a loan with a checksum, parent or place of a wrong length")
     return answer
@@ -254,6 +286,13 @@ def decode_answer(body: bytes) -> Answer:
 def _is_even(followed: Followed) -> bool:
     fields = (followed.parents, followed.stamps, followed.checksums)
     return followed.parts < 0 or all(len(f) == len(followed.sums) for f in fields)
+
+
+def _is_chain(traced: Traced) -> bool:
+    if len(traced.digests) % KEY_BYTES or len(traced.digests) > KEYS_MAX * KEY_BYTES:
+        return False
+    is_placed = len(traced.layout_id) == LAYOUT_ID_BYTES and traced.raw_bytes > 0
+    return not traced.digests or (is_placed and len(traced.before) in (0, KEY_BYTES))
 
 
 def _is_sound(loan: Loan) -> bool:

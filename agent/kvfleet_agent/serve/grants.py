@@ -41,7 +41,11 @@ class ExtentGrants:
         Whoever may write a scope maps only the extents with its own tenant's blocks writable.
         """
         granted: list[wire.ExtentGrant] = []
+        last: tuple[Tier | None, int] = (None, 0)
         for i, (tier, slot) in enumerate(slots):
+            if (tier, slot.extent) == last:  # As nearly always: they were taken as a run.
+                continue
+            last = tier, slot.extent
             number, mappable = tier.extent_number(slot.extent), tier.mappable
             if (number, True) in at.extents:
                 continue

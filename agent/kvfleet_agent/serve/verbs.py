@@ -7,14 +7,17 @@ not read is treated as one that is empty: absent and forbidden look the same.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from contextlib import suppress
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, get_args
+
+from msgspec.structs import replace
 
 from kvfleet_agent.mover import INLINE_BYTES_MAX
 from kvfleet_agent.parts import blocks_max
 from kvfleet_agent.place import Place
 from kvfleet_agent.reservations import RESERVATION_S
+from kvfleet_agent.serve.answers import NO_SLOT, leased_of, slot_of
 from kvfleet_agent.serve.grants import ExtentGrants
 from kvfleet_agent.serve.handover_verbs import HandoverVerbs
 from kvfleet_api import wire
@@ -28,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from kvfleet_agent.core import Core
+    from kvfleet_agent.entry import Entry
     from kvfleet_agent.findings import Findings
-    from kvfleet_agent.index import Entry
     from kvfleet_agent.reader import Read
     from kvfleet_agent.reservations import Reservation
     from kvfleet_agent.serve.attaching import Attaching
@@ -50,6 +53,7 @@ SUSPECTS_MAX: Final = 2
 """Blocks that one release may have looked at: a client must not make the agent hash for nothing."""
 _VERBS: Final = {t: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", t.__name__).lower() for t in get_args(wire.AnyRequest)}
 """Names of requests in metrics, such as `open_session`."""
+_ASKING: Final = frozenset({wire.Lookup, wire.Acquire})
 
 
 class Verbs:
@@ -141,6 +145,8 @@ class Verbs:
             self._audit.refused_scope(at, request.scope, _VERBS[type(request)], len(request.digests) // KEY_BYTES)
             return None
         assert at.layout_id is not None
+        if self._core.demand.is_followed:
+            self._core.demand.note(unpack_digests(request.digests), is_asked=type(request) in _ASKING)
         known = self._core.life.find(at.tenant, at.own_secret, session) if session else None
         return Place(at.owner, at.tenant, right.secret, at.layout_id, at.block_bytes, known)
 
@@ -224,18 +230,28 @@ class Verbs:
 
     async def _acquire_slow(
         self, at: Attachment, request: wire.Acquire, place: Place, digests: Sequence[bytes], reads: list[Read]
-    ) -> wire.Acquired:
+    ) -> wire.AnyReply:
         lease_s = min(max(request.lease_s, 0.0), LEASE_S_MAX)
         deadline_s = min(max(request.deadline_s, 0.0), DEADLINE_S_MAX)
         count, name = len(digests), request.session
         with span("kvfleet.acquire", session_id=name, pool=self._node.pool, requested_blocks=count) as active:
             rest = digests[len(reads) :]
             before = digests[len(reads) - 1] if reads else b""
-            more = await self._core.reader.acquire(place, rest, lease_s, deadline_s, before=before)
-            active.set(hit_blocks=len(reads) + len(more))
+            more, busy_s = await self._core.reader.acquire(place, rest, lease_s, deadline_s, before=before)
+            reads += more
+            active.set(hit_blocks=len(reads))
         if request.part_bytes:
-            return await self._acquired_in_parts(at, request, place, reads + more)
-        return self._acquired(at, request, place, self._core.reader.live(place, reads + more, lease_s))
+            answer = await self._acquired_in_parts(at, request, place, reads)
+        else:
+            answer = self._acquired(at, request, place, self._core.reader.live(place, reads, lease_s))
+        return self._told(answer, busy_s, "acquire")
+
+    def _told(self, answer: wire.Acquired | wire.Reserved, busy_s: float, verb: str) -> wire.AnyReply:
+        """Say in an answer, and count, that its path is congested for so long; 0.0 leaves it as it is."""
+        if busy_s <= 0:
+            return answer
+        self._node.counters.add("kvfleet_busy_answers_total", verb=verb)
+        return replace(answer, busy_s=busy_s)
 
     async def _acquired_in_parts(
         self, at: Attachment, request: wire.Acquire, place: Place, reads: list[Read]
@@ -259,13 +275,17 @@ class Verbs:
         kept, extents = self._grants.fit(at, right, places)
         if kept < len(reads):
             self._core.unlease(at.owner, [r.lease.id for r in reads[kept:]])
-        blocks = tuple(_leased(read, sums[i] if sums else b"") for i, read in enumerate(reads[:kept]))
+        reads = reads[:kept]
+        blocks = tuple([leased_of(read, joined) for read, joined in zip(reads, sums or repeat(b""), strict=False)])
         if place.session is not None:
-            place.session.follow([r.lease.entry for r in reads[:kept]])
+            place.session.follow([r.lease.entry for r in reads])
             self._node.sessions.refresh(place.session, self._node.clock())
-        for source, count in Counter(read.source for read in reads[:kept]).items():
-            self._node.counters.add("kvfleet_acquired_blocks_total", count, tenant=at.tenant, source=source)
-        self._audit.read(at, request.scope, "acquire", (read.lease.entry for read in reads[:kept]))
+        sources = [read.source for read in reads]
+        for source in set(sources):
+            self._node.counters.add(
+                "kvfleet_acquired_blocks_total", sources.count(source), tenant=at.tenant, source=source
+            )
+        self._audit.read(at, request.scope, "acquire", (read.lease.entry for read in reads))
         self._node.counters.leased(right.access, kept)
         return wire.Acquired(
             request.id, self.grants_version, blocks, extents, self._node.epoch, self._grants.gone(at, extents)
@@ -285,7 +305,7 @@ class Verbs:
         digests = unpack_digests(request.digests)
         made = self._core.writer.reserve_now(place, request.parent, digests)
         if len(made) == len(digests):
-            return self._reserved(at, request, made)
+            return self._reserved(at, request, made, made)
         return self._reserve_slow(at, request, place, digests, made)
 
     def _writable(self, at: Attachment, request: wire.Reserve) -> ScopeRight:
@@ -302,27 +322,35 @@ class Verbs:
         place: Place,
         digests: Sequence[bytes],
         made: list[Reservation | None],
-    ) -> wire.Reserved:
+    ) -> wire.AnyReply:
         with span("kvfleet.reserve", session_id=request.session, pool=self._node.pool, requested_blocks=len(digests)):
             parent = digests[len(made) - 1] if made else request.parent
             rest = digests[len(made) :]
             made += await self._core.writer.reserve(place, parent, rest, has_some=bool(made))
-        return self._reserved(at, request, made)
+        busy_s = self._core.writer.busy_s() if len(made) < len(digests) else 0.0
+        # Whoever waited for the rest so long that a first one expired gets what stands before that one.
+        answer = self._reserved(at, request, made, self._node.reservations.open_ones(made))
+        return self._told(answer, busy_s, "reserve")
 
-    def _reserved(self, at: Attachment, request: wire.Reserve, made: list[Reservation | None]) -> wire.Reserved:
+    def _reserved(
+        self,
+        at: Attachment,
+        request: wire.Reserve,
+        made: list[Reservation | None],
+        standing: Sequence[Reservation | None],
+    ) -> wire.Reserved:
+        """Answer with those of what was `made` that are `standing` and fit into one frame."""
         spots = [r for r in made if r is not None]
         try:
             right = self._writable(at, request)
         except ForbiddenError:  # The right was lost on the way.
             self._core.abandon(at.owner, [r.id for r in spots])
             raise
-        # Whoever waited for the rest so long that a first one expired gets what stands before that one.
-        standing = len(list(filter(None, self._node.reservations.open_ones(made))))
-        kept, extents = self._grants.fit(at, right, [(r.tier, r.slot) for r in spots[:standing]])
+        kept, extents = self._grants.fit(at, right, [(r.tier, r.slot) for r in standing if r is not None])
         if kept < len(spots):
             made = self._cut(at, made, kept)
         gone = self._grants.gone(at, extents)
-        slots = tuple(_NO_SLOT if r is None else _slot(r) for r in made)
+        slots = tuple([NO_SLOT if r is None else slot_of(r.id, r.tier, r.slot) for r in made])
         named, version, epoch = self._handovers.begin(request, made), self.grants_version, self._node.epoch
         return wire.Reserved(request.id, version, slots, extents, epoch, RESERVATION_S, gone, named)
 
@@ -368,19 +396,3 @@ class Verbs:
         place = self._place(at, request, "")
         count = self._core.unpin(place, unpack_digests(request.digests)) if place else 0
         return wire.Done(request.id, self.grants_version, count)
-
-
-_NO_SLOT: Final = wire.Slot(0, 0, 0, 0)
-
-
-def _slot(reservation: Reservation) -> wire.Slot:
-    slot = reservation.slot
-    return wire.Slot(reservation.id, reservation.tier.extent_number(slot.extent), slot.offset, slot.stamp)
-
-
-def _leased(read: Read, parts: bytes) -> wire.Leased:
-    lease = read.lease
-    tier, slot, record = lease.residence
-    extent = tier.extent_number(slot.extent)
-    place, is_growing = (lease.id, extent, slot.offset, slot.stamp), not record.checksum
-    return wire.Leased(*place, record.checksum, read.source, record.epoch, parts, is_growing)

@@ -1,0 +1,170 @@
+"""Carries out what KVOperations want of this node, one of a type after the other, and tells how far it has come.
+
+Level-triggered: an order is worked on while it is declared and not answered. An order that is withdrawn ends between
+two batches. After a restart an answer that was stored counts, and what was under way begins anew: each kind of order
+may be carried out twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Final, Literal
+
+from kvfleet_agent.cut import Cut, Fate
+from kvfleet_agent.progress import Count, Ended
+from kvfleet_agent.room import TRIM_BYTES_MAX
+from kvfleet_agent.turns import Priority
+from kvfleet_agent.warming import Warmer
+from kvfleet_api.errors import KvFleetError
+from kvfleet_api.models.poolnode import FlushOrder, OrderAnswer
+from kvfleet_telemetry.tracing import span
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvfleet_agent.core import Core
+    from kvfleet_agent.tiers import Tier
+    from kvfleet_api.models.poolnode import NodeOrder
+
+IDLE_ROUNDS_MAX: Final = 3
+"""Looks in a row that find nobody's block before a flush is done: what is only being copied is free soon."""
+LOOK_S: Final = 1.0
+"""Between two of them, and between looks at a tier that is still recovering."""
+MESSAGE_CHARS_MAX: Final = 256
+"""`maxLength` of an answer's message."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Run:
+    """One order."""
+
+    order: NodeOrder
+    answer: OrderAnswer
+    count: Count = field(default_factory=Count)
+    task: asyncio.Task[None] | None = None
+    """None when the answer is that of an earlier run of the agent."""
+
+
+class Orders:
+    """The orders of one node. Answers wait for the order's withdrawal, however often the agent restarts."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._warmer = Warmer(core)
+        self._runs: dict[str, _Run] = {}
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """One of each type at a time: they want the same paths, and a warming takes long."""
+
+    def follow(self, wanted: Iterable[NodeOrder], stored: Iterable[OrderAnswer]) -> None:
+        """Begin what is new and end what is wanted no more. `stored` is what the API server holds. Does not wait."""
+        orders = {order.uid: order for order in wanted}
+        for uid in self._runs.keys() - orders.keys():
+            run = self._runs.pop(uid)
+            if run.task is not None:
+                run.task.cancel()
+        final = {answer.uid: answer for answer in stored if answer.phase != "Running"}
+        for uid in orders.keys() - self._runs.keys():
+            if uid in final:
+                self._runs[uid] = _Run(orders[uid], final[uid])
+            else:
+                self._begin(orders[uid])
+
+    def answers(self) -> tuple[OrderAnswer, ...]:
+        """What to tell of each order, exact, by uid."""
+        return tuple(self._told(self._runs[uid]) for uid in sorted(self._runs))
+
+    async def close(self) -> None:
+        """Cancel what is under way. Idempotent."""
+        tasks = [run.task for run in self._runs.values() if run.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @staticmethod
+    def _told(run: _Run) -> OrderAnswer:
+        return run.answer if run.task is None else run.answer.model_copy(update=asdict(run.count))
+
+    def _begin(self, order: NodeOrder) -> None:
+        run = self._runs[order.uid] = _Run(order, OrderAnswer(uid=order.uid, phase="Running"))
+        run.task = asyncio.create_task(self._carry_out(run), name=f"order {order.uid}")
+
+    async def _carry_out(self, run: _Run) -> None:
+        try:
+            async with self._turns[run.order.type]:
+                with span("kvfleet.order", order=run.order.type):
+                    run.answer = _answer(run.order, await self._worked(run))
+        except KvFleetError as e:
+            run.answer = _answer(run.order, Ended(str(e), type(e).__name__.removesuffix("Error")))
+        except Exception as e:  # noqa: BLE001  A task root: whatever it was, the operation is told.
+            _log.exception("order failed", extra={"order": run.order.uid})
+            run.answer = _answer(run.order, Ended(repr(e), "Internal"))
+        self._core.node.counters.add("kvfleet_orders_total", type=run.order.type, result=run.answer.phase.lower())
+        _log.info("order ended", extra={"order": run.order.uid, "type": run.order.type, "phase": run.answer.phase})
+
+    async def _worked(self, run: _Run) -> Ended:
+        if run.order.warm is None:
+            return await self._flush(run, run.order.flush or FlushOrder())
+        await _recovered(self._core.node.tiers)
+
+        def tell(count: Count) -> None:
+            run.count = count
+
+        return await self._warmer.warm(run.order.warm, tell)
+
+    async def _flush(self, run: _Run, order: FlushOrder) -> Ended:
+        """Take away what was there at the start and nobody holds, from fast to slow tiers."""
+        node, fate = self._core.node, Fate.DROP if order.mode == "Drop" else Fate.STAY
+        tiers = [tier for tier in node.tiers if order.tier in (None, tier.name)]
+        if not tiers:
+            return Ended(f"tier {order.tier} is not up on this node", "TierAbsent")
+        await _recovered(tiers)
+        sizes = [sum(tier.tenant_bytes.values()) for tier in tiers]
+        run.count = Count(blocks_total=sum(tier.blocks for tier in tiers), bytes_total=sum(sizes))
+        left = []
+        for tier, size_bytes in zip(tiers, sizes, strict=True):
+            await self._flush_tier(run, tier, size_bytes, fate)
+            if tier.blocks:
+                left.append(f"{tier.blocks} in {tier.name}")
+        message = f"left: {', '.join(left)} (held, continued by such, or newer)" if left else "nothing is left"
+        return Ended(message)
+
+    async def _flush_tier(self, run: _Run, tier: Tier, size_bytes: int, fate: Fate) -> None:
+        """No more bytes than there were: who goes on writing does not keep it busy for ever."""
+        freed_bytes, idle = 0, 0
+        while freed_bytes < size_bytes and idle < IDLE_ROUNDS_MAX and self._core.node.has(tier):
+            before = tier.blocks
+            batch_bytes = min(size_bytes - freed_bytes, TRIM_BYTES_MAX)
+            step_bytes = await self._core.room.cut(tier, Cut(batch_bytes, "flush", Priority.DEMOTE, fate=fate))
+            freed_bytes += step_bytes
+            run.count = _added(run.count, max(0, before - tier.blocks), step_bytes)
+            if step_bytes:
+                idle = 0
+                await asyncio.sleep(0)
+            elif tier.blocks:
+                idle += 1
+                await asyncio.sleep(LOOK_S)
+            else:
+                return
+
+
+async def _recovered(tiers: Sequence[Tier]) -> None:
+    """Wait until it is known what an earlier run has left."""
+    while True:
+        if not any(tier.is_recovering for tier in tiers):
+            return
+        await asyncio.sleep(LOOK_S)
+
+
+def _added(count: Count, blocks: int, size_bytes: int) -> Count:
+    return replace(count, blocks_done=count.blocks_done + blocks, bytes_done=count.bytes_done + size_bytes)
+
+
+def _answer(order: NodeOrder, ended: Ended) -> OrderAnswer:
+    phase: Literal["Done", "Failed"] = "Failed" if ended.reason else "Done"
+    message = ended.message[:MESSAGE_CHARS_MAX]
+    return OrderAnswer(uid=order.uid, phase=phase, reason=ended.reason[:64], message=message)
