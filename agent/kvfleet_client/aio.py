@@ -12,17 +12,40 @@ from typing import Any, Self, TypeVar
 
 from kvfleet_api.blocks import BlockKey
 from kvfleet_api.errors import AgentAwayError, KvFleetError
-from kvfleet_client import calls
+from kvfleet_client import calls, handover_calls
+from kvfleet_client.aio_growing import AsyncGrowingBlocks
 from kvfleet_client.aio_link import AsyncLink
-from kvfleet_client.calls import Call, Calls, Done, Operation, Post, Work, begin, interrupt, resume
+from kvfleet_client.aio_streaming import AsyncLayerStream
+from kvfleet_client.calls import (
+    Ahead,
+    Call,
+    Calls,
+    Collect,
+    Done,
+    Operation,
+    Post,
+    Step,
+    Work,
+    begin,
+    interrupt,
+    resume,
+)
 from kvfleet_client.client import ATTACH_WAIT_S
 from kvfleet_client.counters import Counters
+from kvfleet_client.growing import Slots
 from kvfleet_client.held import AsyncLeases
-from kvfleet_client.lifecycle import Connect, Down, Idle, Pause, Step, Up, lifecycle
+from kvfleet_client.lifecycle import Connect, Down, Idle, Pause, Up, lifecycle
+from kvfleet_client.lifecycle import Step as Turn
+from kvfleet_client.link import Sent, unsent
+from kvfleet_client.ranges import Cut
 from kvfleet_client.results import Answer, Grants, Lease, Prefix, Published, Reservation
+from kvfleet_client.streaming import Leased
 from kvfleet_client.target import Target
 
 T = TypeVar("T")
+
+_Flying = dict[Ahead, tuple[AsyncLink | None, Sent]]
+"""What an operation has sent ahead and not collected yet."""
 
 
 class AsyncClient:
@@ -82,6 +105,11 @@ class AsyncClient:
         """True when the agent has said that the grants may have changed."""
         return self._link is not None and self._link.protocol.is_stale
 
+    @property
+    def is_crowded(self) -> bool:
+        """True while so many requests are under way that no operation should send several ahead."""
+        return self._link is not None and self._link.protocol.is_crowded
+
     async def wait_attached(self, wait_s: float) -> bool:
         """Wait until attached, `wait_s` at most; returns whether it is."""
         with contextlib.suppress(TimeoutError):
@@ -135,16 +163,28 @@ class AsyncClient:
 
         Read the views inside the block. Its exit raises `LeaseLostError` when what was read there is void.
         """
-        held = await self._one(calls.acquire(self.target, keys, session, lease_s, deadline_s))
-        return AsyncLeases(held, self._end)
+        (answer,) = await self._ask((calls.acquire(self.target, keys, session, lease_s, deadline_s),))
+        return AsyncLeases(answer.value, self._end, answer.busy_s)
 
-    async def _end(self, leases: Sequence[Lease]) -> bool:
+    async def _end(self, leases: Sequence[Lease], suspects: Sequence[Lease] = ()) -> bool:
         """End leases; true when the agent says that all of them lived until now."""
         try:
-            ended = (await self._ask((calls.release(self.target, leases),)))[0]
+            ended = (await self._ask((calls.release(self.target, leases, suspects),)))[0]
         except KvFleetError:  # Strict: whatever the reason is, nobody vouches for what was read.
             return self.counters.judge(len(leases), 0)
         return self.counters.judge(len(leases), ended.value)
+
+    def stream(self, leased: Leased, cut: Cut) -> AsyncLayerStream:
+        """Read blocks that were leased for a cut layer by layer; the stream ends the leases."""
+        return AsyncLayerStream(leased, cut, self._end, self._arrive, _work)
+
+    async def _arrive(self, leases: Sequence[Lease], have: int, wait_s: float) -> tuple[bytes, ...]:
+        """Checksums of parts of growing blocks; none when they are lost, or the agent is."""
+        return await self._one(handover_calls.arrive(self.target, leases, have, wait_s))
+
+    def grow(self, slots: Slots) -> AsyncGrowingBlocks:
+        """Write blocks that were reserved for a hand-over."""
+        return AsyncGrowingBlocks(self.target, self._one, self._post, _work, slots)
 
     async def reserve(
         self, keys: Sequence[BlockKey], *, parent: bytes = b"", session: str = ""
@@ -182,36 +222,54 @@ class AsyncClient:
 
     async def run(self, operation: Operation[T]) -> T:
         """Drive an operation that was made for this client; work on memory goes to a worker thread."""
-        step = begin(operation)
-        while not isinstance(step, Done):
-            try:
-                outcome = await self._perform(step)
-            except BaseException as e:  # noqa: BLE001  Given to the operation, which lets go of what it holds and re-raises.
-                step = interrupt(operation, e)
-            else:
-                step = resume(operation, outcome)
+        flying: _Flying = {}
+        try:
+            step = begin(operation)
+            while not isinstance(step, Done):
+                try:
+                    outcome = await self._perform(step, flying)
+                except BaseException as e:  # noqa: BLE001  Given to the operation, which lets go of what it holds and re-raises.
+                    step = interrupt(operation, e)
+                else:
+                    step = resume(operation, outcome)
+        finally:
+            for link, sent in flying.values():
+                if link is not None:
+                    link.forget(sent)
         return step.value
 
-    async def _perform(self, step: Calls | Post | Work) -> Sequence[Answer[Any]]:
-        if isinstance(step, Work):
-            await _finish(asyncio.create_task(asyncio.to_thread(step.run)))
-            return ()
-        if isinstance(step, Post):
-            self._post(step.calls)
-            return ()
-        return await self._ask(step)
+    async def _perform(self, step: Step, flying: _Flying) -> Sequence[Answer[Any]]:
+        match step:
+            case Work():
+                await _work(step)
+            case Post():
+                self._post(step.calls)
+            case Ahead():
+                flying[step] = self._link, self._send(step.calls)
+            case Collect():
+                return await self._collect(*flying.pop(step.ahead))
+            case _:
+                return await self._ask(step)
+        return ()
 
     async def _one(self, call: Call[T]) -> T:
         return (await self._ask((call,)))[0].value  # type: ignore[no-any-return]
 
     async def _ask(self, asked: Calls) -> list[Answer[Any]]:
         """Execute calls; absent answers when the agent is away, or its error when strict."""
-        link = self._link
-        if link is None:
-            answers: list[Answer[Any]] = [Answer(c.absent, self._reason) for c in asked]
-        else:
-            answers = await link.exchange(asked)
-        self.counters.settle(answers, link, is_strict=self.is_strict)
+        return await self._collect(self._link, self._send(asked))
+
+    def _send(self, asked: Calls) -> Sent:
+        return Sent(asked, (), self._reason) if self._link is None else self._link.send(asked)
+
+    async def _collect(self, link: AsyncLink | None, sent: Sent) -> list[Answer[Any]]:
+        answers = unsent(sent) if link is None else await link.collect(sent)
+        try:
+            self.counters.settle(answers, link, is_strict=self.is_strict)
+        except KvFleetError:  # What the other answers brought has no taker.
+            if (unused := calls.given_back(sent.calls, answers)) and link is not None:
+                link.post(unused)
+            raise
         return answers
 
     def _post(self, posted: Calls) -> None:
@@ -226,7 +284,7 @@ class AsyncClient:
         while True:
             outcome = await self._do(steps.send(outcome))
 
-    async def _do(self, step: Step) -> Any:
+    async def _do(self, step: Turn) -> Any:
         match step:
             case Connect():
                 return await self._connect()
@@ -268,10 +326,16 @@ class AsyncClient:
                 link.fail(reason)
 
 
-async def _finish(work: asyncio.Task[None]) -> None:
-    """Wait for a thread even when cancelled: it writes to memory that must not be given back under it."""
+async def _work(step: Work) -> None:
+    """Do what touches memory in a thread, to its end, however often the caller is cancelled meanwhile.
+
+    The memory must not be given back under the thread. It is no task: the end of a loop would cancel that.
+    """
+    work = asyncio.get_running_loop().run_in_executor(None, step.run)
     try:
         await asyncio.shield(work)
     except asyncio.CancelledError:
-        await asyncio.wait((work,))
+        while not work.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait((work,))
         raise

@@ -10,7 +10,7 @@ from typing import Any
 from kvfleet_api.errors import AgentAwayError, InvalidInputError, KvFleetError
 from kvfleet_client.calls import Calls
 from kvfleet_client.lifecycle import Wake
-from kvfleet_client.link import receive
+from kvfleet_client.link import Sent, receive, unsent
 from kvfleet_client.protocol import Protocol
 from kvfleet_client.results import Answer
 from kvfleet_client.target import Target
@@ -36,22 +36,36 @@ class AsyncLink:
 
     async def exchange(self, calls: Calls) -> list[Answer[Any]]:
         """Send calls together and wait for their answers until the latest of their deadlines."""
+        return await self.collect(self.send(calls))
+
+    def send(self, calls: Calls) -> Sent:
+        """Send calls together; their answers are for `collect` or `forget`. Raises nothing."""
         try:
             if self.protocol.is_suspect:
                 raise AgentAwayError("the agent owes an answer past its deadline")
             ids, data = self.protocol.send(calls)
         except KvFleetError as e:
-            return [Answer(c.absent, e) for c in calls]
+            return Sent(calls, (), e)
         self._write(data)
+        return Sent(calls, ids)
+
+    async def collect(self, sent: Sent) -> list[Answer[Any]]:
+        """Wait for answers, from now until the latest of their deadlines. Once for each `send`."""
+        if sent.error is not None:
+            return unsent(sent)
         try:
-            await self._wait_for(ids, max(c.timeout_s for c in calls))
+            await self._wait_for(sent.ids, max(c.timeout_s for c in sent.calls))
         except asyncio.CancelledError:  # The caller is gone like one whose time was up.
-            self._write(self.protocol.discard(ids))
+            self.forget(sent)
             raise
-        answers = self.protocol.take(ids, calls)
+        answers = self.protocol.take(sent.ids, sent.calls)
         if self.protocol.is_suspect:
             self._bell.set()
         return answers
+
+    def forget(self, sent: Sent) -> None:
+        """Undo calls whose answers nobody will collect."""
+        self._write(self.protocol.discard(sent.ids))
 
     async def _wait_for(self, ids: Sequence[int], timeout_s: float) -> None:
         """Wait until these calls are answered, `timeout_s` at most."""

@@ -10,6 +10,8 @@ from kvfleet_api.blocks import token_ids
 from kvfleet_api.errors import InvalidInputError
 from kvfleet_api.wire_handover import Handover
 from kvfleet_client.aio import AsyncClient
+from kvfleet_client.aio_growing import AsyncGrowingBlocks
+from kvfleet_client.aio_streaming import AsyncLayerStream
 from kvfleet_client.chain import Tokens
 from kvfleet_client.client import Client
 from kvfleet_client.growing import GrowingBlocks, begin
@@ -77,9 +79,7 @@ class PrefixCache:
         a layer waits for it. Raises `InvalidInputError` for heads that the layout has not, or of a hand-over, and
         nothing else unless the client is strict.
         """
-        cut = Cut(self._client.target.layout, heads)
-        if handover is not None and heads is not None:
-            raise InvalidInputError(f"heads {heads.start} to {heads.stop}: a hand-over goes by whole layers")
+        cut = _cut(self._client.target, heads, handover)
         job = _job(self._client.target, self._client, tokens, session, deadline_s, blocks_max)
         leased = self._client.run(lease_route(replace(job, lease_s=LEASE_S), cut, handover))
         return self._client.stream(leased, cut)
@@ -139,6 +139,32 @@ class AsyncPrefixCache:
         self._client.counters.note_load(job.wanted_blocks, loaded)
         return _vouched(loaded, is_strict=self._client.is_strict)
 
+    async def stream(
+        self,
+        tokens: Sequence[int] | Tokens,
+        *,
+        heads: range | None = None,
+        session: str = "",
+        deadline_s: float = DEADLINE_S,
+        blocks_max: int | None = None,
+        handover: Handover | None = None,
+    ) -> AsyncLayerStream:
+        """Like `PrefixCache.stream`: `async with await cache.stream(tokens) as layers: async for layer in layers: ...`.
+
+        Cancelled, it gives its leases back; so does leaving the `async with` block, in whatever way.
+        """
+        cut = _cut(self._client.target, heads, handover)
+        job = _job(self._client.target, self._client, tokens, session, deadline_s, blocks_max)
+        leased = await self._client.run(lease_route(replace(job, lease_s=LEASE_S), cut, handover))
+        return self._client.stream(leased, cut)
+
+    async def grow(
+        self, tokens: Sequence[int] | Tokens, *, session: str = "", deadline_s: float = DEADLINE_S
+    ) -> AsyncGrowingBlocks:
+        """Like `PrefixCache.grow`."""
+        job = _job(self._client.target, self._client, tokens, session, deadline_s)
+        return self._client.grow(await self._client.run(begin(job)))
+
     async def store(
         self,
         tokens: Sequence[int] | Tokens,
@@ -184,3 +210,10 @@ def _job(
     if packed.ndim != 1 or len(packed) > TOKENS_MAX:
         raise InvalidInputError(f"tokens of shape {packed.shape}: one row of at most {TOKENS_MAX} wanted")
     return Job(target, at, prompt_of(target, packed), session, deadline_s=deadline_s, blocks_max=blocks_max)
+
+
+def _cut(target: Target, heads: range | None, handover: Handover | None) -> Cut:
+    """What a stream reads of blocks. Raises `InvalidInputError` for heads that there are not, or of a hand-over."""
+    if handover is not None and heads is not None:
+        raise InvalidInputError(f"heads {heads.start} to {heads.stop}: a hand-over goes by whole layers")
+    return Cut(target.layout, heads)

@@ -43,6 +43,8 @@ class Call(Generic[T]):
     """What to send when the reply comes after the caller has gone, so that nothing stays held."""
     connection: int = 0
     """The only connection on which this call means anything; 0 for any."""
+    give_back: Callable[[T], "Call[int] | None"] = lambda _: None
+    """What to send when nobody takes the result, so that nothing stays held."""
 
 
 _RESULTS: Final = tuple(Published)
@@ -69,14 +71,29 @@ class Work:
     run: Callable[[], None]
 
 
-Step = Calls | Post | Work
+@dataclass(frozen=True, slots=True, eq=False)
+class Ahead:
+    """Calls to be sent now, whose answers are collected later: the agent works on them while something else is done."""
+
+    calls: Calls
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """The answers to calls that were sent ahead, once; their time to answer counts from here."""
+
+    ahead: Ahead
+
+
+Step = Calls | Post | Work | Ahead | Collect
 
 Operation = Generator[Step, Answers, T]
 """Several steps that make up one verb of the high-level interface.
 
-Yields calls to be executed together (their answers are sent back), posts or work (answered by an empty sequence);
-returns the result. It holds no socket, so each client drives it. A driver that must give up throws its exception
-in and carries out what is yielded in answer: that is how leases and reservations are given back.
+Yields calls to be executed together or collected (their answers are sent back), posts, work or calls to be sent ahead
+(answered by an empty sequence); returns the result. It holds no socket, so each client drives it. A driver that must
+give up throws its exception in and carries out what is yielded in answer: that is how leases and reservations are given
+back. What was sent ahead and not collected by the end the driver undoes, as it does for any caller that has gone.
 """
 
 
@@ -109,6 +126,12 @@ def interrupt(operation: Operation[T], error: BaseException) -> Step | Done[T]:
         return operation.throw(error)
     except StopIteration as end:
         return Done(end.value)
+
+
+def given_back(asked: Calls, answers: Answers) -> Calls:
+    """What to send when nobody takes the results of some calls."""
+    made = (call.give_back(a.value) for call, a in zip(asked, answers, strict=True) if a.error is None and a.value)
+    return tuple([call for call in made if call is not None])
 
 
 def _expect(reply: wire.AnyReply, kind: type[S]) -> S:
@@ -190,6 +213,7 @@ def acquire(
         (),
         deadline_s + target.timeout_s,
         lambda reply: _release(target, tuple(b.lease for b in _expect(reply, wire.Acquired).blocks)),
+        give_back=lambda leases: release(target, leases),
     )
 
 
@@ -234,7 +258,14 @@ def reserve(target: Target, parent: bytes, keys: Sequence[BlockKey], session: st
     def undo(reply: wire.AnyReply) -> Call[int]:
         return _abandon(target, tuple(s.reservation for s in _expect(reply, wire.Reserved).slots if s.reservation))
 
-    return Call(lambda i: wire.Reserve(i, scope, parent, digests, session), read, (), target.move_timeout_s, undo)
+    return Call(
+        lambda i: wire.Reserve(i, scope, parent, digests, session),
+        read,
+        (),
+        target.move_timeout_s,
+        undo,
+        give_back=lambda made: abandon(target, made),
+    )
 
 
 def _reservation(slot: wire.Slot, key: BlockKey, epoch: int, reading: Reading) -> Reservation:

@@ -13,18 +13,35 @@ from typing import Any, Final, Self, TypeVar
 from kvfleet_api.blocks import BlockKey
 from kvfleet_api.errors import AgentAwayError, KvFleetError
 from kvfleet_client import calls, handover_calls
-from kvfleet_client.calls import Call, Calls, Done, Operation, Post, Work, begin, interrupt, resume
+from kvfleet_client.calls import (
+    Ahead,
+    Call,
+    Calls,
+    Collect,
+    Done,
+    Operation,
+    Post,
+    Step,
+    Work,
+    begin,
+    interrupt,
+    resume,
+)
 from kvfleet_client.counters import Counters
 from kvfleet_client.growing import GrowingBlocks, Slots
 from kvfleet_client.held import Leases
-from kvfleet_client.lifecycle import Connect, Down, Idle, Pause, Step, Up, lifecycle
-from kvfleet_client.link import Link
+from kvfleet_client.lifecycle import Connect, Down, Idle, Pause, Up, lifecycle
+from kvfleet_client.lifecycle import Step as Turn
+from kvfleet_client.link import Link, Sent, unsent
 from kvfleet_client.ranges import Cut
 from kvfleet_client.results import Answer, Grants, Lease, Prefix, Published, Reservation
 from kvfleet_client.streaming import LayerStream, Leased
 from kvfleet_client.target import Target
 
 T = TypeVar("T")
+
+_Flying = dict[Ahead, tuple[Link | None, Sent]]
+"""What an operation has sent ahead and not collected yet."""
 
 ATTACH_WAIT_S: Final = 5.0
 """How long `attach` waits for the first connection before it goes on in the background."""
@@ -142,8 +159,8 @@ class Client:
         Read the views inside the block: `copying.copy_verified` copies and verifies, `copying.is_intact` verifies what
         is to be used in place. Its exit raises `LeaseLostError` when what was read there is void.
         """
-        held = self._one(calls.acquire(self.target, keys, session, lease_s, deadline_s))
-        return Leases(held, self._end)
+        (answer,) = self._ask((calls.acquire(self.target, keys, session, lease_s, deadline_s),))
+        return Leases(answer.value, self._end, answer.busy_s)
 
     def _end(self, leases: Sequence[Lease], suspects: Sequence[Lease] = ()) -> bool:
         """End leases; true when the agent says that all of them lived until now."""
@@ -155,9 +172,7 @@ class Client:
 
     def stream(self, leased: Leased, cut: Cut) -> LayerStream:
         """Read blocks that were leased for a cut layer by layer; the stream ends the leases."""
-        return LayerStream(
-            leased.leases, cut, self._end, leased.shared_blocks, is_whole=leased.is_whole, arrive=self._arrive
-        )
+        return LayerStream(leased, cut, self._end, self._arrive)
 
     def _arrive(self, leases: Sequence[Lease], have: int, wait_s: float) -> tuple[bytes, ...]:
         """Checksums of parts of growing blocks; none when they are lost, or the agent is."""
@@ -201,14 +216,20 @@ class Client:
 
     def run(self, operation: Operation[T]) -> T:
         """Drive an operation that was made for this client."""
-        step = begin(operation)
-        while not isinstance(step, Done):
-            try:
-                outcome = self._perform(step)
-            except BaseException as e:  # noqa: BLE001  Given to the operation, which lets go of what it holds and re-raises.
-                step = interrupt(operation, e)
-            else:
-                step = resume(operation, outcome)
+        flying: _Flying = {}
+        try:
+            step = begin(operation)
+            while not isinstance(step, Done):
+                try:
+                    outcome = self._perform(step, flying)
+                except BaseException as e:  # noqa: BLE001  Given to the operation, which lets go of what it holds and re-raises.
+                    step = interrupt(operation, e)
+                else:
+                    step = resume(operation, outcome)
+        finally:
+            for link, sent in flying.values():
+                if link is not None:
+                    link.forget(sent)
         return step.value
 
     @property
@@ -217,32 +238,62 @@ class Client:
         link = self._link
         return link is not None and link.protocol.is_stale
 
-    def _perform(self, step: Calls | Post | Work) -> Sequence[Answer[Any]]:
-        if isinstance(step, Work):
-            step.run()
-            return ()
-        if isinstance(step, Post):
-            self._post(step.calls)
-            return ()
-        return self._ask(step)
+    @property
+    def is_crowded(self) -> bool:
+        """True while so many requests are under way that no operation should send several ahead."""
+        link = self._link
+        return link is not None and link.protocol.is_crowded
+
+    def _perform(self, step: Step, flying: _Flying) -> Sequence[Answer[Any]]:
+        match step:
+            case Work():
+                step.run()
+            case Post():
+                self._post(step.calls)
+            case Ahead():
+                link = self._own_link
+                flying[step] = link, self._send(link, step.calls)
+            case Collect():
+                return self._collect(*flying.pop(step.ahead))
+            case _:
+                return self._ask(step)
+        return ()
 
     def _one(self, call: Call[T]) -> T:
         return self._ask((call,))[0].value  # type: ignore[no-any-return]
 
     def _ask(self, asked: Calls) -> list[Answer[Any]]:
         """Execute calls; absent answers when the agent is away, or its error when strict."""
-        link = self._link
-        if link is None or self._pid != os.getpid():  # A forked child must not read its parent's answers.
-            answers: list[Answer[Any]] = [Answer(c.absent, self._reason) for c in asked]
-        else:
-            answers = link.exchange(asked)
-        self.counters.settle(answers, link, is_strict=self.is_strict)
+        link = self._own_link
+        answers = unsent(Sent(asked, (), self._reason)) if link is None else link.exchange(asked)
+        return self._counted(link, asked, answers)
+
+    def _send(self, link: Link | None, asked: Calls) -> Sent:
+        return Sent(asked, (), self._reason) if link is None else link.send(asked)
+
+    def _collect(self, link: Link | None, sent: Sent) -> list[Answer[Any]]:
+        answers = unsent(sent) if link is None else link.collect(sent)
+        return self._counted(link, sent.calls, answers)
+
+    def _counted(self, link: Link | None, asked: Calls, answers: list[Answer[Any]]) -> list[Answer[Any]]:
+        """Count answers. What the others brought is given back when one of them raises."""
+        try:
+            self.counters.settle(answers, link, is_strict=self.is_strict)
+        except KvFleetError:
+            if (unused := calls.given_back(asked, answers)) and link is not None:
+                link.post(unused)
+            raise
         return answers
 
     def _post(self, posted: Calls) -> None:
-        link = self._link
-        if link is not None and self._pid == os.getpid():
+        link = self._own_link
+        if link is not None:
             link.post(posted)
+
+    @property
+    def _own_link(self) -> Link | None:
+        """The connection; none to a forked child, which must not read its parent's answers."""
+        return self._link if self._pid == os.getpid() else None
 
     # The keeper: a thread that carries out the steps of `lifecycle`.
 
@@ -253,7 +304,7 @@ class Client:
             outcome = self._do(steps.send(outcome))
         self._drop(AgentAwayError("the client is closed"))
 
-    def _do(self, step: Step) -> Any:
+    def _do(self, step: Turn) -> Any:
         match step:
             case Connect():
                 return self._connect()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvfleet_api.errors import KvFleetError, UnauthenticatedError
+from kvfleet_api.errors import UnauthenticatedError
 from kvfleet_client.held import warn
 from kvfleet_client.results import Answer, Loaded, Stored
 
@@ -25,6 +25,8 @@ class Counters:
     calls: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     """Calls that answered absence, by the name of the error."""
+    busy: int = 0
+    """Answers that said: less than asked for, because the agent's path to the rest is congested."""
     loaded_blocks: Counter[str] = field(default_factory=Counter)
     """Verified blocks by where they were: a tier name, or `remote`."""
     wanted_blocks: int = 0
@@ -39,17 +41,18 @@ class Counters:
     refused_blocks: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def note(self, error: KvFleetError | None) -> None:
+    def note(self, answer: Answer[Any]) -> None:
         """Count one call."""
         with self._lock:
             self.calls += 1
-            if error is not None:
-                self.errors[type(error).__name__] += 1
+            self.busy += answer.busy_s > 0
+            if answer.error is not None:
+                self.errors[type(answer.error).__name__] += 1
 
     def settle(self, answers: Iterable[Answer[Any]], link: Renewable | None, *, is_strict: bool) -> None:
         """Count answers; have a token that is refused presented anew. Raises the first error for a strict client."""
         for answer in answers:
-            self.note(answer.error)
+            self.note(answer)
             if isinstance(answer.error, UnauthenticatedError) and link is not None:
                 link.ask_for_renewal()
             if is_strict and answer.error is not None:

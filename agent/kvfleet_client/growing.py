@@ -5,7 +5,7 @@ then they are ordinary blocks. The reader names the hand-over in `PrefixCache.st
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -63,13 +63,12 @@ def begin(job: Job) -> Operation[Slots]:
     return Slots(plan.write.start, kept, begun.handover if kept else None)
 
 
-class GrowingBlocks:
-    """Blocks that are written layer by layer. Blocking; for one writer."""
+class Growth:
+    """Slots that are filled layer by layer: what the writers of both clients share. Asks nobody."""
 
-    def __init__(self, target: Target, ask: Ask, slots: Slots) -> None:
+    def __init__(self, target: Target, slots: Slots) -> None:
         """Write to `slots`."""
         self._target = target
-        self._ask = ask
         self._slots = slots.reservations
         self._layers = 0
         self._whole = [xxhash.xxh3_128(seed=bind(slot.digest, slot.epoch, slot.stamp)) for slot in slots.reservations]
@@ -85,24 +84,20 @@ class GrowingBlocks:
         """Of the blocks."""
         return self._target.layout
 
-    def write(self, rows: Bytes2D) -> None:
-        """Add the next layer: (blocks, bytes of a layer) uint8, C-contiguous. Readers may have it from now on.
-
-        Does nothing once the blocks were given up or the agent has lost them.
-
-        Raises `InvalidInputError` for rows of another shape, and when all layers were written.
-        """
+    def _begin_layer(self, rows: Bytes2D) -> int:
+        """Number of the layer that rows are of. Raises `InvalidInputError` for another shape, and beyond the last."""
         size = Cut(self.layout).part_bytes
         if rows.shape != (self.blocks, size) or self._layers == self.layout.layers:
             raise InvalidInputError(
                 f"layer {self._layers} of {rows.shape}: {self.layout.layers} layers of {(self.blocks, size)} wanted"
             )
-        first, self._layers = self._layers, self._layers + 1
-        if not self._slots:
-            return  # Given up, or lost: whoever computes goes on, and stores as usual.
-        sums = [self._fill(i, first, memoryview(row)) for i, row in enumerate(rows)]
-        if self._ask(handover_calls.advance(self._target, self._slots, first, sums)) < len(self._slots):
-            self.abandon()  # Reservations ended, or the agent is away: what is left must not be written to.
+        self._layers += 1
+        return self._layers - 1
+
+    def _filled(self, layer: int, rows: Bytes2D) -> Call[int]:
+        """Copy a layer into the slots; what tells of it."""
+        sums = [self._fill(i, layer, memoryview(row)) for i, row in enumerate(rows)]
+        return handover_calls.advance(self._target, self._slots, layer, sums)
 
     def _fill(self, i: int, layer: int, row: memoryview) -> bytes:
         slot, size = self._slots[i], len(row)
@@ -111,20 +106,49 @@ class GrowingBlocks:
         self._whole[i].update(row)
         return copy_digest(slot.view[layer * size : (layer + 1) * size], row, bound)
 
+    def _publishing(self) -> Call[tuple[Published, ...]] | None:
+        """What publishes the blocks, once; None when there is nothing to publish, or not every layer was written."""
+        if not self._slots or self._layers < self.layout.layers:
+            return None
+        slots, self._slots = self._slots, ()
+        return calls.publish(self._target, slots, [whole.digest() for whole in self._whole])
+
+    def _giving_up(self) -> Call[int] | None:
+        """What gives the slots back, once; None when there are none."""
+        slots, self._slots = self._slots, ()
+        return calls.abandon(self._target, slots) if slots else None
+
+
+class GrowingBlocks(Growth):
+    """Blocks that are written layer by layer. Blocking; for one writer."""
+
+    def __init__(self, target: Target, ask: Ask, slots: Slots) -> None:
+        """Write to `slots`."""
+        super().__init__(target, slots)
+        self._ask = ask
+
+    def write(self, rows: Bytes2D) -> None:
+        """Add the next layer: (blocks, bytes of a layer) uint8, C-contiguous. Readers may have it from now on.
+
+        Does nothing once the blocks were given up or the agent has lost them.
+
+        Raises `InvalidInputError` for rows of another shape, and when all layers were written.
+        """
+        layer = self._begin_layer(rows)
+        if not self._slots:
+            return  # Given up, or lost: whoever computes goes on, and stores as usual.
+        if self._ask(self._filled(layer, rows)) < len(self._slots):
+            self.abandon()  # Reservations ended, or the agent is away: what is left must not be written to.
+
     def finish(self) -> tuple[Published, ...]:
         """Publish the blocks when every layer was written; gives them up otherwise. One result for each block."""
-        slots, self._slots = self._slots, ()
-        if not slots or self._layers < self.layout.layers:
-            self._give_up(slots)
-            return (Published.REFUSED,) * len(slots)
-        sums = [whole.digest() for whole in self._whole]
-        return tuple(self._ask(calls.publish(self._target, slots, sums)))
+        count, publishing = len(self._slots), self._publishing()
+        if publishing is None:
+            self.abandon()
+            return (Published.REFUSED,) * count
+        return tuple(self._ask(publishing))
 
     def abandon(self) -> None:
         """Give up: readers have a miss for what they have not read. Idempotent, and nothing after `finish`."""
-        slots, self._slots = self._slots, ()
-        self._give_up(slots)
-
-    def _give_up(self, slots: Sequence[Reservation]) -> None:
-        if slots:
-            self._ask(calls.abandon(self._target, slots))
+        if (giving_up := self._giving_up()) is not None:
+            self._ask(giving_up)

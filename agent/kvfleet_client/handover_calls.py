@@ -40,6 +40,7 @@ def begin(
         Begun(),
         target.move_timeout_s,
         plain.undo,
+        give_back=lambda begun: calls.abandon(target, begun.reservations),
     )
 
 

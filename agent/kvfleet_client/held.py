@@ -18,8 +18,11 @@ _log: Final = logging.getLogger(__name__)
 class _Held(Sequence[Lease]):
     """Leases of leading blocks. May be empty."""
 
-    def __init__(self, leases: Sequence[Lease]) -> None:
+    def __init__(self, leases: Sequence[Lease], busy_s: float) -> None:
         self._leases = tuple(leases)
+        self.busy_s = busy_s
+        """Not 0.0 where there are fewer only because the agent's path to the next block is congested: estimated seconds
+        until it is free."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -43,9 +46,9 @@ class Leases(_Held):
     `ValueError` from then on, unless something like an array still uses them.
     """
 
-    def __init__(self, leases: Sequence[Lease], end: Callable[[Sequence[Lease]], bool]) -> None:
+    def __init__(self, leases: Sequence[Lease], end: Callable[[Sequence[Lease]], bool], busy_s: float = 0.0) -> None:
         """Hold `leases` until `end` is called with them, which tells whether all of them lived."""
-        super().__init__(leases)
+        super().__init__(leases, busy_s)
         self._end = end
 
     def __enter__(self) -> Self:
@@ -73,9 +76,11 @@ class Leases(_Held):
 class AsyncLeases(_Held):
     """The same for an asyncio client, in an `async with` block."""
 
-    def __init__(self, leases: Sequence[Lease], end: Callable[[Sequence[Lease]], Awaitable[bool]]) -> None:
+    def __init__(
+        self, leases: Sequence[Lease], end: Callable[[Sequence[Lease]], Awaitable[bool]], busy_s: float = 0.0
+    ) -> None:
         """Hold `leases` until `end` is called with them, which tells whether all of them lived."""
-        super().__init__(leases)
+        super().__init__(leases, busy_s)
         self._end = end
 
     async def __aenter__(self) -> Self:

@@ -10,7 +10,9 @@ import select
 import socket
 import threading
 import time
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from kvfleet_api.errors import AgentAwayError, InvalidInputError, KvFleetError
@@ -24,7 +26,19 @@ from kvfleet_client.target import Target
 
 CHUNK_BYTES: Final = 64 << 10
 
+_BESIDE_BYTES: Final = socket.CMSG_SPACE(FDS_PER_FRAME_MAX * array("i").itemsize)
+
 _HANGUP: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Calls that were sent, or could not be."""
+
+    calls: Calls
+    ids: Sequence[int]
+    error: KvFleetError | None = None
+    """Why they were not sent."""
 
 
 class Link:
@@ -44,11 +58,22 @@ class Link:
 
     def exchange(self, calls: Calls) -> list[Answer[Any]]:
         """Send calls together and wait for their answers until the latest of their deadlines. Raises nothing."""
-        deadline_s = time.monotonic() + max(c.timeout_s for c in calls)
-        try:
-            return self._exchange(calls, deadline_s)
-        except KvFleetError as e:
-            return [Answer(c.absent, e) for c in calls]
+        deadline_s = _deadline_s(calls)
+        return self._collect(self._begin(calls, deadline_s), deadline_s)
+
+    def send(self, calls: Calls) -> Sent:
+        """Send calls together; their answers are for `collect` or `forget`. Raises nothing."""
+        return self._begin(calls, _deadline_s(calls))
+
+    def collect(self, sent: Sent) -> list[Answer[Any]]:
+        """Wait for answers, from now until the latest of their deadlines. Once for each `send`. Raises nothing."""
+        return self._collect(sent, _deadline_s(sent.calls))
+
+    def forget(self, sent: Sent) -> None:
+        """Undo calls whose answers nobody will collect."""
+        with self._state:
+            self._outbox += self.protocol.discard(sent.ids)
+        self._bell.ring()
 
     def post(self, calls: Calls) -> None:
         """Send calls whose answers nobody needs; dropped when the agent is away."""
@@ -69,9 +94,12 @@ class Link:
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
-            is_over = self._wait_for_bell(deadline_s)
-            if is_over:
+            events = self._wait_for_bell(deadline_s)
+            if events & _HANGUP:
                 self.fail(AgentAwayError("the agent closed the connection"))
+            elif events:
+                with self._state:
+                    self._read_what_is_there()
             self._wait_for_life()
             self._send_outbox()
             if self.protocol.lost is not None:
@@ -102,22 +130,30 @@ class Link:
             self._socket.close()
         self._bell.close()
 
-    def _exchange(self, calls: Calls, deadline_s: float) -> list[Answer[Any]]:
-        with self._state:
-            if self.protocol.is_suspect:
-                self._read_what_is_there()
-            if self.protocol.is_suspect:
-                raise AgentAwayError("the agent owes an answer past its deadline")
-            ids, data = self.protocol.send(calls)
+    def _begin(self, calls: Calls, deadline_s: float) -> Sent:
+        try:
+            with self._state:
+                if self.protocol.is_suspect:
+                    self._read_what_is_there()
+                if self.protocol.is_suspect:
+                    raise AgentAwayError("the agent owes an answer past its deadline")
+                ids, data = self.protocol.send(calls)
+        except KvFleetError as e:
+            return Sent(calls, (), e)
         self._deliver(data, deadline_s)
+        return Sent(calls, ids)
+
+    def _collect(self, sent: Sent, deadline_s: float) -> list[Answer[Any]]:
+        if sent.error is not None:
+            return unsent(sent)
         with self._state:
             try:
-                self._await(ids, deadline_s)
+                self._await(sent.ids, deadline_s)
             except BaseException:  # An interrupted caller is gone like one whose time was up.
-                self._outbox += self.protocol.discard(ids)
+                self._outbox += self.protocol.discard(sent.ids)
                 self._bell.ring()
                 raise
-            answers = self.protocol.take(ids, calls)
+            answers = self.protocol.take(sent.ids, sent.calls)
             if self.protocol.is_suspect:
                 self._bell.ring()
         return answers
@@ -209,14 +245,19 @@ class Link:
         if data and self.protocol.lost is None:
             self._deliver(data, time.monotonic() + self._silence_s)
 
-    def _wait_for_bell(self, deadline_s: float) -> bool:
-        """Wait for the bell, the deadline or the end of the stream; true for the last."""
+    def _wait_for_bell(self, deadline_s: float) -> int:
+        """Wait for the bell, the deadline, the end of the stream or a reply that is to be undone: the socket's events.
+
+        Of such replies nobody reads the socket, when no other verb does.
+        """
+        with self._state:
+            is_owed = self.protocol.is_owed
         poller = select.poll()
-        poller.register(self._socket, _HANGUP)
+        poller.register(self._socket, _HANGUP | (select.POLLIN if is_owed else 0))
         poller.register(self._bell.fd, select.POLLIN)
         events = poller.poll(max(0.0, deadline_s - time.monotonic()) * 1000)
         self._bell.quiet()
-        return any(fd == self._socket.fileno() for fd, _ in events)
+        return next((mask for fd, mask in events if fd == self._socket.fileno()), 0)
 
     def _wait_for_life(self) -> None:
         """While an answer is overdue, wait for it; end the connection when it stays away."""
@@ -235,14 +276,24 @@ class Link:
             self.fail(AgentAwayError(f"the agent said nothing for {self._silence_s} s"))
 
 
+def unsent(sent: Sent) -> list[Answer[Any]]:
+    """Answers to calls that were not sent."""
+    return [Answer(c.absent, sent.error) for c in sent.calls]
+
+
+def _deadline_s(calls: Calls) -> float:
+    return time.monotonic() + max(c.timeout_s for c in calls)
+
+
 def receive(connected: socket.socket) -> tuple[bytes, Sequence[int]]:
     """Read a chunk and its descriptors from a readable socket. Raises `AgentAwayError` at the end of the stream."""
     try:
-        chunk, fds, flags, _ = socket.recv_fds(connected, CHUNK_BYTES, FDS_PER_FRAME_MAX, socket.MSG_CMSG_CLOEXEC)
+        chunk, beside, flags, _ = connected.recvmsg(CHUNK_BYTES, _BESIDE_BYTES, socket.MSG_CMSG_CLOEXEC)
     except BlockingIOError:
         return b"", ()
     except OSError as e:
         raise AgentAwayError(f"the agent is gone: {e}") from e
+    fds = [fd for _, _, joined in beside for fd in array("i", joined)]  # Nothing else was asked for than descriptors.
     if flags & socket.MSG_CTRUNC:
         for fd in fds:
             os.close(fd)

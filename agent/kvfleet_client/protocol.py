@@ -16,6 +16,11 @@ PENDING_MAX: Final = 1024
 """Requests under way on one connection; more are answered as if the agent were away."""
 
 
+CROWD: Final = 32
+"""Requests under way from which on nobody sends a further batch ahead: half of what an agent takes of one connection
+before it has answered some. Beyond that it reads nothing, what gives memory back and what asks for little included."""
+
+
 class _Wait(Enum):
     CALLER = auto()
     """Somebody waits for the answer."""
@@ -65,6 +70,16 @@ class Protocol:
     def is_suspect(self) -> bool:
         """True while a request is unanswered past its deadline: more would only make their callers wait."""
         return any(p.wait is _Wait.OVERDUE for p in self._pending.values())
+
+    @property
+    def is_owed(self) -> bool:
+        """True while a reply is to come that has to be undone, because its caller has gone."""
+        return any(p.wait is _Wait.CANCELLED for p in self._pending.values())
+
+    @property
+    def is_crowded(self) -> bool:
+        """True while so many requests are under way that more should wait for an answer first."""
+        return len(self._pending) >= CROWD
 
     def send(self, calls: Sequence[Call[Any]], *, is_awaited: bool = True) -> tuple[list[int], bytes]:
         """Number calls and frame them.
@@ -157,7 +172,8 @@ class Protocol:
     def _answer(self, call: Call[Any], reply: wire.AnyReply) -> Answer[Any]:
         if isinstance(reply, wire.Failed):
             return Answer(call.absent, failures.error_of(reply))
-        return Answer(call.read(reply, self._reading))
+        busy_s = reply.busy_s if isinstance(reply, wire.GRANTING) else 0.0
+        return Answer(call.read(reply, self._reading), busy_s=busy_s)
 
     def _undo(self, call: Call[Any], reply: wire.AnyReply) -> list[Call[Any]]:
         undo = None if isinstance(reply, wire.Failed) else call.undo(reply)

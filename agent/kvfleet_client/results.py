@@ -28,6 +28,9 @@ class Answer(Generic[T_co]):
 
     value: T_co
     error: KvFleetError | None = None
+    busy_s: float = 0.0
+    """Of verbs that lease and reserve: the value is less than was asked for because the agent's path to the rest is
+    congested; estimated seconds until it is free. 0.0 for any other reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,9 @@ class Loaded:
     """Copies that failed their checksum: misses, and never part of `data`."""
     lost_blocks: int = 0
     """Copies made under leases that were over before the copy was done, or that nobody vouched for: misses too."""
+    busy_s: float = 0.0
+    """Not 0.0 where blocks are missing only because the agent's path to them is congested, for longer than computing
+    them takes: estimated seconds until it is free. They are a miss all the same; whoever can wait may ask again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,3 +194,6 @@ class Stored:
     """Blocks that the agent had no room for or would not take."""
     error: KvFleetError | None = None
     """Why it took no more, where it said so: `QuotaExceededError` with the tenant's tier, quota and use, say."""
+    busy_s: float = 0.0
+    """Not 0.0 where the agent had no slots because blocks wait to leave its memory: estimated seconds until that path
+    is free."""

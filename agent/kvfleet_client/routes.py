@@ -40,6 +40,10 @@ class Attachment(Protocol):
     def is_stale(self) -> bool:
         """True when the agent has said that the grants may have changed."""
 
+    @property
+    def is_crowded(self) -> bool:
+        """True while nobody should have several batches under way on the connection."""
+
 
 @dataclass(frozen=True, slots=True)
 class Job:

@@ -38,7 +38,7 @@ def store(job: Job, blocks: Bytes2D, first: int) -> Operation[Stored]:
         yield from _store_in(job, found, goal, (blocks, first), outcome)
     tally = outcome.tally
     refused = outcome.wanted - tally.published - tally.existed
-    return Stored(tally.published, tally.existed, outcome.copied, refused, tally.error)
+    return Stored(tally.published, tally.existed, outcome.copied, refused, tally.error, tally.busy_s)
 
 
 def _store_in(
@@ -62,7 +62,8 @@ def _carry_out(
 
     Returns the block up to which the goal goes now.
     """
-    for source in batches.of_route(route, plan.copy, job.target.layout.block_bytes):
+    step = batches.large_batch_blocks(job.target.layout.block_bytes)
+    for source in batches.of_route(route, plan.copy, step):
         stop = yield from _copy_batch(job, source, goal, outcome)
         if stop < source.stop:
             return stop
@@ -71,7 +72,7 @@ def _carry_out(
 
 def _write(job: Job, goal: Chain, blocks: range, filler: Filler, outcome: _Outcome) -> Operation[int]:
     """Write blocks of a chain; returns the one up to which they are there now."""
-    run = Run(job.target, goal.part(blocks.start, blocks.stop), goal.parent_of(blocks.start), job.session)
+    run = Run(job.target, job.at, goal.part(blocks.start, blocks.stop), goal.parent_of(blocks.start), job.session)
     return blocks.start + (yield from write(run, filler, outcome.tally))
 
 

@@ -42,38 +42,84 @@ End = Callable[[Sequence[Lease], Sequence[Lease]], bool]
 """Ends leases, with the suspects among them; true when all of them lived until now."""
 
 
-class LayerStream:
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """Leases of leading blocks, with checksums of their parts."""
+
+    leases: tuple[Lease, ...]
+    shared_blocks: int
+    is_whole: bool
+    """False when the agent has or knows the next block too."""
+    busy_s: float = 0.0
+    """Not 0.0 where there are fewer only because the agent's path to the next block is congested: estimated seconds
+    until it is free."""
+
+
+class Layers:
+    """Leased blocks and how much of them may be read: what the streams of both clients share. Asks nobody."""
+
+    def __init__(self, leased: Leased, cut: Cut) -> None:
+        """Begin with what was leased."""
+        self._leases = leased.leases
+        self._suspects: tuple[Lease, ...] = ()
+        self._cut = cut
+        self.blocks = len(self._leases)
+        """Leading blocks that every layer is read of; the stream may be empty."""
+        self.sources = tuple(lease.source for lease in self._leases)
+        """For each block where it was: a tier name, or `remote`."""
+        self.shared_blocks = leased.shared_blocks
+        """How many of them came from a scope that the tenant shares."""
+        self.is_whole = leased.is_whole
+        """False where more of the prefix is there: memory cannot hold all of it at a time, or the agent knows no parts.
+        A load brings it in helpings."""
+        self.busy_s = leased.busy_s
+        """See `Leased`."""
+
+    def _check(self, layers: range) -> None:
+        """Raise `InvalidInputError` for layers that the layout has not, `LeaseLostError` after the end."""
+        check_range("layers", layers, self._cut.layout.layers)
+        if len(self._leases) != self.blocks:
+            raise LeaseLostError("the stream was closed")
+
+    def _lacking(self, layers: int) -> list[Lease]:
+        """Growing blocks of which fewer than the first `layers` are there."""
+        return [x for x in self._leases if x.is_growing and len(x.parts) < layers * CHECKSUM_BYTES]
+
+    def _grow(self, growing: Sequence[Lease], sums: Sequence[bytes]) -> None:
+        """Add checksums that arrived. Raises `LeaseLostError` when none did."""
+        if not sums:
+            raise LeaseLostError(f"layer {parts_of(growing)} of {len(growing)} growing blocks did not come")
+        more = {id(x): replace(x, parts=x.parts + new) for x, new in zip(growing, sums, strict=True)}
+        self._leases = tuple(more.get(id(x), x) for x in self._leases)
+
+    def _copy(self, layers: range, into: Bytes2D | None) -> Bytes2D:
+        """Copy and verify layers that are there. Raises `BlockCorruptError`."""
+        rows = rows_for(self.blocks, self._cut, layers) if into is None else into
+        sound = copy_layers(self._leases, self._cut, layers, rows)
+        if sound < self.blocks:
+            self._suspects = (self._leases[sound],)
+            raise BlockCorruptError(
+                f"layers {layers.start} to {layers.stop} of block {sound} differ from their checksums"
+            )
+        return rows
+
+    def _taken(self) -> tuple[Lease, ...]:
+        leases, self._leases = self._leases, ()
+        return leases
+
+
+class LayerStream(Layers):
     """Leading blocks of a prompt, to be read layer by layer. Blocking; one reader at a time. Use it in a `with` block.
 
     Leaving the block raises `LeaseLostError` when the leases did not live until then, unless another error is on its
     way: all that was read is void then, as it would be of a load.
     """
 
-    def __init__(
-        self,
-        leases: Sequence[Lease],
-        cut: Cut,
-        end: End,
-        shared_blocks: int = 0,
-        *,
-        is_whole: bool = True,
-        arrive: Arrive | None = None,
-    ) -> None:
-        """Hold `leases` until `end` is called with them; `arrive` brings checksums of those that grow."""
-        self._leases = tuple(leases)
+    def __init__(self, leased: Leased, cut: Cut, end: End, arrive: Arrive) -> None:
+        """Hold leases until `end` is called with them; `arrive` brings checksums of those that grow."""
+        super().__init__(leased, cut)
         self._arrive = arrive
-        self._suspects: tuple[Lease, ...] = ()
-        self._cut = cut
         self._end = end
-        self.blocks = len(self._leases)
-        """Leading blocks that every layer is read of; the stream may be empty."""
-        self.sources = tuple(lease.source for lease in self._leases)
-        """For each block where it was: a tier name, or `remote`."""
-        self.shared_blocks = shared_blocks
-        """How many of them came from a scope that the tenant shares."""
-        self.is_whole = is_whole
-        """False where more of the prefix is there: memory cannot hold all of it at a time, or the agent knows no parts.
-        A load brings it in helpings."""
 
     def __enter__(self) -> Self:
         return self
@@ -90,46 +136,24 @@ class LayerStream:
         Of a hand-over, waits for layers that its writer has not computed yet. Raises `BlockCorruptError` when a copy is
         not what its lease promised, and `LeaseLostError` after `close` and when the writer has gone.
         """
-        check_range("layers", layers, self._cut.layout.layers)
-        if len(self._leases) != self.blocks:
-            raise LeaseLostError("the stream was closed")
-        self._await_parts(layers.stop)
-        rows = rows_for(self.blocks, self._cut, layers) if into is None else into
-        sound = copy_layers(self._leases, self._cut, layers, rows)
-        if sound < self.blocks:
-            self._suspects = (self._leases[sound],)
-            raise BlockCorruptError(
-                f"layers {layers.start} to {layers.stop} of block {sound} differ from their checksums"
-            )
-        return rows
-
-    def _await_parts(self, layers: int) -> None:
-        """Wait until so many layers of the growing blocks are there. Raises `LeaseLostError` when they do not come."""
+        self._check(layers)
         ends_s = time.monotonic() + ARRIVE_S
-        while growing := [x for x in self._leases if x.is_growing and len(x.parts) < layers * CHECKSUM_BYTES]:
-            have, left_s = len(growing[0].parts) // CHECKSUM_BYTES, ends_s - time.monotonic()
-            sums = self._arrive(growing, have, min(left_s, WAIT_S)) if self._arrive and left_s > 0 else ()
-            if not sums:
-                raise LeaseLostError(f"layer {have} of {len(growing)} growing blocks did not come")
-            more = {id(x): replace(x, parts=x.parts + new) for x, new in zip(growing, sums, strict=True)}
-            self._leases = tuple(more.get(id(x), x) for x in self._leases)
+        while growing := self._lacking(layers.stop):
+            wait_s = min(ends_s - time.monotonic(), WAIT_S)
+            self._grow(growing, self._arrive(growing, parts_of(growing), wait_s) if wait_s > 0 else ())
+        return self._copy(layers, into)
 
     def close(self) -> bool:
         """End the leases; true when all of them lived until now, and when there were none. Idempotent."""
-        leases, self._leases = self._leases, ()
+        leases = self._taken()
         is_valid = not leases or self._end(leases, self._suspects)
         void(leases)
         return is_valid
 
 
-@dataclass(frozen=True, slots=True)
-class Leased:
-    """Leases of leading blocks, with checksums of their parts."""
-
-    leases: tuple[Lease, ...]
-    shared_blocks: int
-    is_whole: bool
-    """False when the agent has or knows the next block too."""
+def parts_of(growing: Sequence[Lease]) -> int:
+    """Leading parts that are there of the first of some growing blocks."""
+    return len(growing[0].parts) // CHECKSUM_BYTES
 
 
 def lease_route(job: Job, cut: Cut, handover: Handover | None = None) -> Operation[Leased]:
@@ -138,35 +162,36 @@ def lease_route(job: Job, cut: Cut, handover: Handover | None = None) -> Operati
     Given back when this is interrupted.
     """
     found = yield from (locate(job) if handover else locate_for_load(job))
-    held, is_whole = yield from _lease(job, cut, found)
+    held, is_whole, busy_s = yield from _lease(job, cut, found)
     if job.at.is_stale:  # Seen only now: there may be a scope that we do not know yet.
         yield Post((calls.release(job.target, held),))
         yield (calls.scopes(job.target),)
         found = yield from locate(job)
-        held, is_whole = yield from _lease(job, cut, found)
+        held, is_whole, busy_s = yield from _lease(job, cut, found)
     if handover is not None and found is not None:
         held += yield from _lease_growing(job, cut, found, held, handover)
     if job.wanted_blocks and is_whole:  # Whoever gets less than there is loads it instead, and is counted there.
         yield Post((calls.count_load(job.target, job.wanted_blocks, len(held)),))
-    return Leased(held, min(found.route.shared_blocks, len(held)) if found else 0, is_whole)
+    return Leased(held, min(found.route.shared_blocks, len(held)) if found else 0, is_whole, busy_s)
 
 
-def _lease(job: Job, cut: Cut, found: Found | None) -> Operation[tuple[tuple[Lease, ...], bool]]:
-    """Leases of leading blocks, and whether there are no more of them."""
+def _lease(job: Job, cut: Cut, found: Found | None) -> Operation[tuple[tuple[Lease, ...], bool, float]]:
+    """Leases of leading blocks, whether there are no more of them, and how long the path to the next is congested."""
     route = found.route if found else Route()
     held: list[Lease] = []
-    is_whole = True
+    is_whole, busy_s = True, 0.0
     try:
         wanted = range(min(route.blocks, job.wanted_blocks))
-        for batch in batches.of_route(route, wanted, job.target.layout.block_bytes):
-            yield from _lease_batch(job, cut, batch, held)
+        step = batches.large_batch_blocks(job.target.layout.block_bytes)
+        for batch in batches.of_route(route, wanted, step):
+            busy_s = yield from _lease_batch(job, cut, batch, held)
             if len(held) < batch.stop:
                 is_whole = not (yield from _is_there(job, batch.chain.part(len(held), len(held) + 1)))
                 break
     except BaseException:
         yield Post((calls.release(job.target, held),))
         raise
-    return tuple(held), is_whole
+    return tuple(held), is_whole, busy_s
 
 
 def _lease_growing(
@@ -194,18 +219,23 @@ def _is_there(job: Job, keys: Sequence[BlockKey]) -> Operation[bool]:
     return bool(answers[0].value.blocks)
 
 
-def _lease_batch(job: Job, cut: Cut, batch: Batch, held: list[Lease]) -> Operation[None]:
-    """Lease a batch in helpings whose checksums fit one answer; ends early where something cannot be had."""
+def _lease_batch(job: Job, cut: Cut, batch: Batch, held: list[Lease]) -> Operation[float]:
+    """Lease a batch in helpings whose checksums fit one answer; ends early where something cannot be had.
+
+    Returns how long the path to what is missing is congested.
+    """
     parts = job.target.layout.block_bytes // cut.part_bytes
     step = max(1, PART_SUMS_BYTES_MAX // (parts * CHECKSUM_BYTES))
     for start in range(batch.start, batch.stop, step):
         keys = batch.chain.part(start, min(start + step, batch.stop))
         call = calls.acquire(job.target, keys, job.session, job.lease_s, job.deadline_s, cut.part_bytes)
-        leases = (yield (call,))[0].value
+        (answer,) = yield (call,)
+        leases = answer.value
         one_connection = held[0].connection if held else leases[0].connection if leases else 0
         proven = [x for x in leases if len(x.parts) == parts * CHECKSUM_BYTES and x.connection == one_connection]
         held += proven
         if len(proven) < len(leases):  # Of an agent that knows no parts, or of a connection made meanwhile.
             yield Post((calls.release(job.target, leases[len(proven) :]),))
         if len(proven) < len(keys):
-            return
+            return float(answer.busy_s)
+    return 0.0

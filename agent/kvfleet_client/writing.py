@@ -1,15 +1,18 @@
 """Make a run of chained blocks available: what every store comes down to. Sans-I/O: copies memory, yields calls."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvfleet_api.blocks import BlockKey
 from kvfleet_api.errors import KvFleetError
 from kvfleet_client import calls
-from kvfleet_client.batches import batch_blocks
-from kvfleet_client.calls import Calls, Operation, Post, Work
+from kvfleet_client.batches import AHEAD, batch_blocks
+from kvfleet_client.calls import Ahead, Call, Calls, Collect, Operation, Work
 from kvfleet_client.results import Answer, Published, Reservation
+from kvfleet_client.routes import Attachment
 from kvfleet_client.target import Target
+from kvfleet_client.walking import along
 
 Filler = Callable[[int, Reservation], bytes | None]
 """Fills the slot of a run's i-th block; returns its checksum, or None when there is nothing good to write."""
@@ -20,18 +23,21 @@ class Run:
     """Blocks that continue each other, in one scope."""
 
     target: Target
+    at: Attachment
     keys: Sequence[BlockKey]
     parent: bytes
     """Digest that the first key continues."""
     session: str = ""
 
-    def reserving(self, start: int) -> Calls:
-        """Ask for slots of a batch that begins with the run's i-th block; nothing behind the end."""
-        batch = self.keys[start : start + batch_blocks(self.target.layout.block_bytes)]
-        if not batch:
-            return ()
+    @property
+    def step(self) -> int:
+        """Blocks of one batch."""
+        return batch_blocks(self.target.layout.block_bytes)
+
+    def reserving(self, start: int) -> Call[tuple[Reservation, ...]]:
+        """Ask for slots of a batch that begins with the run's i-th block."""
         parent = self.keys[start - 1].digest if start else self.parent
-        return (calls.reserve(self.target, parent, batch, self.session),)
+        return calls.reserve(self.target, parent, self.keys[start : start + self.step], self.session)
 
 
 @dataclass(slots=True)
@@ -42,6 +48,8 @@ class Tally:
     existed: int = 0
     error: KvFleetError | None = None
     """What the agent said when it had no slots."""
+    busy_s: float = 0.0
+    """Estimated seconds until the path is free that the last answer waited for in vain."""
 
 
 @dataclass(slots=True)
@@ -51,13 +59,23 @@ class _Helping:
     start: int
     """The run's block that the first one is for."""
     slots: Sequence[Reservation]
-    sums: list[bytes]
+    sums: list[bytes] = field(default_factory=list)
     """Checksums of the leading `open` ones that are filled."""
 
     @property
     def open(self) -> list[Reservation]:
         """Slots that there is something to write into."""
         return [s for s in self.slots if s.reservation]
+
+    @property
+    def is_whole(self) -> bool:
+        """True when there was something good for all of them."""
+        return len(self.sums) == len(self.open)
+
+    @property
+    def unfilled(self) -> list[Reservation]:
+        """Those that hold nothing yet."""
+        return self.open[len(self.sums) :]
 
     def fill(self, filler: Filler) -> None:
         """Fill slots in order until there is nothing good to write."""
@@ -69,65 +87,130 @@ class _Helping:
                 return
             self.sums.append(found)
 
+    def publishing(self, target: Target) -> Calls:
+        """Ask for what is filled to be published; nothing where nothing is."""
+        filled = self.open[: len(self.sums)]
+        return (calls.publish(target, filled, self.sums),) if filled else ()
+
+
+_Turn = tuple[Ahead, _Helping | None, int | None]
+"""What is under way: a helping that is being published, and the run's block from which on slots were asked for."""
+
+
+@dataclass(slots=True)
+class _Walk:
+    """One walk along a run: what has slots, what is under way, and how far it got."""
+
+    run: Run
+    filler: Filler
+    tally: Tally
+    done: int
+    """Leading blocks of the run that are there now."""
+    reach: int = 0
+    """The block behind the last one that has a slot."""
+    asked: int = 0
+    """The block up to which slots were asked for."""
+    ready: deque[_Helping] = field(default_factory=deque)
+    """Slots to be filled."""
+    flying: deque[_Turn] = field(default_factory=deque)
+    unused: list[Reservation] = field(default_factory=list)
+    """Slots to be given back."""
+    is_open: bool = True
+    """False once no more slots are of use."""
+    has_gap: bool = False
+    """True once a block could not be taken: nobody could find what follows it."""
+
+    def __post_init__(self) -> None:
+        self.reach = self.asked = self.done
+
+    def reserving(self) -> Calls:
+        """Ask for slots of the next batch; nothing behind the end, and where no more, or not yet, are of use."""
+        start = self.asked
+        if not self.is_open or start >= len(self.run.keys) or (self.flying and self.run.at.is_crowded):
+            return ()
+        self.asked += self.run.step
+        return (self.run.reserving(start),)
+
+    def take(self, start: int, answer: Answer[Sequence[Reservation]]) -> None:
+        """Note slots that came for the blocks from `start` on."""
+        slots, wanted = answer.value, min(self.run.step, len(self.run.keys) - start)
+        if not slots and start == self.done:  # With nothing of ours in the way.
+            self.tally.error = answer.error or self.tally.error
+        if not self.is_open or start != self.reach:
+            self.unused += [s for s in slots if s.reservation]
+            return
+        self.tally.busy_s = answer.busy_s
+        if slots:
+            self.ready.append(_Helping(start, slots))
+            self.reach += len(slots)
+        self.is_open = len(slots) == wanted
+
+    def close(self, kept: int = 0) -> None:
+        """Give back what has slots but for the first `kept` helpings."""
+        self.is_open = False
+        while len(self.ready) > kept:
+            self.unused += self.ready.pop().open
+
+    def settle(self, helping: _Helping, results: Sequence[Published]) -> None:
+        """Note what became of a helping."""
+        if self.has_gap:
+            return
+        taken = _count(helping.slots, results, self.tally)
+        self.done += taken
+        if taken < len(helping.slots):
+            self.has_gap = True
+            self.close()
+
+    def send_next(self, helping: _Helping | None = None) -> Operation[None]:
+        """Look for slots of the next batch, and have a helping published."""
+        start, reserving = self.asked, self.reserving()
+        ahead = Ahead((*(helping.publishing(self.run.target) if helping else ()), *reserving))
+        if ahead.calls:
+            yield ahead
+        if ahead.calls or helping:
+            self.flying.append((ahead, helping, start if reserving else None))
+
+    def work_next(self) -> Operation[None]:
+        """Fill the first helping that is ready."""
+        helping = self.ready[0]
+        yield Work(lambda: helping.fill(self.filler))
+        if not helping.is_whole:
+            self.close(kept=1)
+            self.unused += helping.unfilled
+        yield from self.send_next(helping)
+        self.ready.popleft()  # Now it is the agent's, whatever becomes of it.
+
+    def collect_next(self) -> Operation[None]:
+        """Take in what became of a helping, and what slots came."""
+        ahead, helping, start = self.flying.popleft()
+        answers = (yield Collect(ahead)) if ahead.calls else ()
+        if helping is not None:
+            self.settle(helping, answers[0].value if helping.sums else ())
+        if start is not None:
+            self.take(start, answers[-1])
+
+    def giving_back(self) -> Calls:
+        """Abandon slots that are of no use any more."""
+        unused, self.unused = self.unused, []
+        return (calls.abandon(self.run.target, unused),) if unused else ()
+
 
 def write(run: Run, filler: Filler, tally: Tally) -> Operation[int]:
     """Make a run's blocks available in order, until one cannot be taken; returns how many leading ones are then.
 
-    Slots come in helpings. Those of the next are asked for together with the publication of the last: a round trip
-    for each, and no more than two batches reserved at a time.
+    Slots come in helpings. While one is filled, the agent publishes those before it and looks for slots of those
+    behind it, so that nobody waits for a round trip. Where there is too little room for that, what is published by
+    then may make some, or be nothing to wait for: the rest is walked along batch by batch.
     """
-    done = 0
-    slots = yield from _reserve(run, 0, tally)
-    while slots:
-        helping = _Helping(done, slots, [])
-        taken, slots = yield from _commit(run, helping, filler, tally)
-        done += taken
-        if taken == len(helping.slots) and not slots and tally.error is None:
-            slots = yield from _reserve(
-                run, done, tally
-            )  # What is published now may make room, or be nothing to wait for.
+    done, batches = 0, AHEAD
+    while done < len(run.keys):
+        walk = _Walk(run, filler, tally, done)
+        yield from along(walk, batches)
+        is_stuck = walk.has_gap or walk.done == done
+        done, batches = walk.done, 1
+        if is_stuck:
+            break
     return done
-
-
-def _reserve(run: Run, start: int, tally: Tally) -> Operation[Sequence[Reservation]]:
-    asked = run.reserving(start)
-    answers = (yield asked) if asked else ()
-    return _granted(answers, tally)
-
-
-def _granted(answers: Sequence[Answer[Sequence[Reservation]]], tally: Tally) -> Sequence[Reservation]:
-    if not answers:
-        return ()
-    answer = answers[0]
-    if not answer.value:
-        tally.error = answer.error or tally.error
-    return answer.value
-
-
-def _commit(run: Run, helping: _Helping, filler: Filler, tally: Tally) -> Operation[tuple[int, Sequence[Reservation]]]:
-    """Fill and publish; returns how many leading blocks are there now, and the slots of the next helping."""
-    results: Sequence[Published] = ()
-    following: Sequence[Reservation] = ()
-    fillable = helping.open
-    try:
-        yield Work(lambda: helping.fill(filler))
-        filled = fillable[: len(helping.sums)]
-        publishing: Calls = (calls.publish(run.target, filled, helping.sums),) if filled else ()
-        is_whole = len(filled) == len(fillable)
-        asked = (*publishing, *(run.reserving(helping.start + len(helping.slots)) if is_whole else ()))
-        answers = (yield asked) if asked else ()
-        results = answers[0].value if publishing else ()
-        following = _granted(answers[len(publishing) :], tally)
-    finally:
-        # What was sent for publishing is the agent's, whatever became of it; the rest is given back.
-        unfilled = fillable[len(helping.sums) if results else 0 :]
-        if unfilled:
-            yield Post((calls.abandon(run.target, unfilled),))
-    taken = _count(helping.slots, results, tally)
-    if taken < len(helping.slots) and following:  # They are behind a gap: nobody could find them.
-        yield Post((calls.abandon(run.target, following),))
-        following = ()
-    return taken, following
 
 
 def _count(slots: Sequence[Reservation], results: Sequence[Published], tally: Tally) -> int:

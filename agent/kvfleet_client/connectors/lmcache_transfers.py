@@ -13,7 +13,7 @@ from kvfleet_api.blocks import BlockKey
 from kvfleet_api.tiers import Lookup
 from kvfleet_api.wire import KEYS_MAX
 from kvfleet_client import calls
-from kvfleet_client.batches import batch_blocks
+from kvfleet_client.batches import large_batch_blocks
 from kvfleet_client.calls import Operation, Post
 from kvfleet_client.connectors.lmcache_names import Name, Namer
 from kvfleet_client.copying import copy_verified, fill
@@ -118,7 +118,7 @@ def _load_all(job: Job, blocks: Sequence[Block], missed: set[int], ends_s: float
     """Load blocks of one scope; whose object cannot be had whole is not gone on with."""
     todo, is_sure = list(blocks), True
     while todo and job.clock() < ends_s:
-        batch = todo[: batch_blocks(job.target.layout.block_bytes)]
+        batch = todo[: large_batch_blocks(job.target.layout.block_bytes)]
         taken = yield from _load_batch(job, batch, missed, ends_s - job.clock())
         todo = todo[taken:]
         if taken:  # Perhaps not all of it: memory may be too small to hold a batch at a time.
@@ -144,7 +144,7 @@ def _load_batch(job: Job, batch: Sequence[Block], missed: set[int], deadline_s: 
                 suspects.append(lease)
                 missed.add(block.owner)
 
-    have_lived, _ = yield from copy_leased(job.target, leases, copy, suspects)
+    have_lived = yield from copy_leased(job.target, leases, copy, suspects)
     if not have_lived:  # Nobody vouches for what was copied.
         missed.update(b.owner for b in batch[: len(leases)])
     return len(leases)
@@ -179,7 +179,7 @@ def store(job: Job, objects: Sequence[Object]) -> Operation[Stored]:
     keys = [job.namer.keys(scope.secret, o.name, o.size_bytes) for o in objects]
     blocks = list(_blocks(objects, keys))
     tally = Tally()
-    run = Run(job.target, [b.key for b in blocks], b"")
+    run = Run(job.target, job.at, [b.key for b in blocks], b"")
     done = yield from write(run, lambda i, slot: fill(slot, blocks[i].memory), tally)
     return Stored(done == len(blocks), tally.published)
 
