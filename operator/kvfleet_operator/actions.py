@@ -43,9 +43,11 @@ class Owned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Create(Owned):
-    """Make an object that is absent; one that exists is left as it is."""
+    """Make an object that is absent; one that exists is left as it is, unless it is to be adopted."""
 
     body: Mapping[str, Any]
+    adopts: bool = False
+    """Whether one that exists is made like this one: its name is ours alone, and it has lost what we know it by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,20 @@ class Delete(Owned):
     """Delete the object if it still is the one with this uid."""
 
     uid: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shred(Delete):
+    """Delete a scope's Secret, unless the owner that it was made for turns out to need it still.
+
+    Kinds are followed one by one, so that the picture of owners may be older than that of Secrets; then a key that
+    another replica has made for a newer owner looks as if nobody owned it. So the owner is read anew before this.
+    """
+
+    owner: Ref
+    """Where the owner is, or was."""
+    owner_uid: str
+    """Uid of the object that the keys were made for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -14,8 +15,8 @@ from pathlib import Path
 from kvfleet_api import __version__, names
 from kvfleet_api.errors import KvFleetError
 from kvfleet_operator.issuing import Issuance
-from kvfleet_operator.planner import Setting
 from kvfleet_operator.process import Options, serve
+from kvfleet_operator.setting import Setting
 from kvfleet_telemetry import logs, tracing
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(argv)
     logs.configure(given.log_level, "operator")
     tracing.configure("operator", given.otlp_endpoint)
+    gc.freeze()  # What is loaded by now stays for good: no collection need look at it again.
     try:
         asyncio.run(_until_told(_options(given)))
     except (KvFleetError, OSError) as e:
@@ -59,6 +61,24 @@ def _parser() -> argparse.ArgumentParser:
         "--socket-template",
         default="/run/kvfleet/{pool}/agent.sock",
         help="where engine pods find an agent's socket on their node; default: %(default)s",
+    )
+    parser.add_argument(
+        "--agent-template",
+        default="",
+        metavar="CONFIGMAP",
+        help=f"run agents from the pod template in its entry {names.AGENT_TEMPLATE_ENTRY}; default: others run them",
+    )
+    parser.add_argument(
+        "--redis-template",
+        default="",
+        metavar="CONFIGMAP",
+        help=f"run Redis from the StatefulSet in its entry {names.REDIS_TEMPLATE_ENTRY}; default: others run it",
+    )
+    parser.add_argument(
+        "--redis-mode",
+        default="",
+        choices=("", "Embedded", "External"),
+        help="how this release runs Redis; pools that say otherwise are told; default: not said",
     )
     parser.add_argument(
         "--identity", default=_identity(), help="names this replica; default: $POD_NAME or host and pid"
@@ -120,7 +140,9 @@ def _issuance(given: argparse.Namespace) -> Issuance:
 def _options(given: argparse.Namespace) -> Options:
     return Options(
         kubeconfig=given.kubeconfig,
-        setting=Setting(given.namespace, given.socket_template),
+        setting=Setting(
+            given.namespace, given.socket_template, given.agent_template, given.redis_template, given.redis_mode
+        ),
         metrics_host=given.metrics_host,
         metrics_port=given.metrics_port,
         ready_file=given.ready_file,

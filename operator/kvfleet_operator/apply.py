@@ -18,7 +18,7 @@ from kvfleet_api.errors import InvalidInputError, KvFleetError, RetryableError
 from kvfleet_api.wrapping import Keks
 from kvfleet_kube.answers import Answer, Json
 from kvfleet_kube.api import APPLY_PATCH, MERGE_PATCH, Call, KubeApi
-from kvfleet_operator import objects
+from kvfleet_operator import key_versions, objects
 from kvfleet_operator.actions import (
     Action,
     Apply,
@@ -33,11 +33,12 @@ from kvfleet_operator.actions import (
     Note,
     Rewrap,
     SetFinalizers,
+    Shred,
 )
 from kvfleet_operator.kinds import EVENT, Kind, Ref
 from kvfleet_operator.liveness import REASON
 from kvfleet_operator.moments import format_time
-from kvfleet_operator.parse import stored_conditions
+from kvfleet_operator.parse import parse_declared, stored_conditions
 from kvfleet_operator.verdicts import Says
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class Executor:
             Apply: self._apply,
             Merge: self._merge,
             Delete: self._delete,
+            Shred: self._shred,
             DeleteMany: self._delete_many,
             SetFinalizers: self._set_finalizers,
             MintKey: self._mint,
@@ -120,7 +122,7 @@ class Executor:
         call = Call("POST", action.ref.kind.path(action.ref.namespace), _FIELD_OWNER, action.body)
         answer = await self._api.call(call)
         if answer.is_conflict:
-            return False
+            return action.adopts and await self._apply(Apply(action.ref, body=action.body))
         self._take(action.ref.kind, answer)
         return True
 
@@ -148,6 +150,17 @@ class Executor:
             return False
         answer.content()
         return True
+
+    async def _shred(self, action: Shred) -> bool:
+        """Read the owner from the API server, not from what was followed, and delete what it does not need."""
+        owner = action.owner
+        # A list without a version is as new as the API server's last write; nothing grants us `get` on owners.
+        only = {"fieldSelector": f"metadata.name={owner.name}"}
+        found = (await self._api.call(Call("GET", owner.kind.path(owner.namespace), only))).content()["items"]
+        live = parse_declared(owner.kind, found[0]) if found else None
+        if key_versions.is_in_use(live, action.owner_uid, datetime.now(UTC)):
+            raise RetryableError(f"{action.ref}: {owner} needs its keys; what is known of it here is older")
+        return await self._delete(action)
 
     async def _delete_many(self, action: DeleteMany) -> bool:
         selector = ",".join(f"{k}={v}" for k, v in sorted(action.selector.items()))

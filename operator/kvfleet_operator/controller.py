@@ -1,4 +1,8 @@
-"""The one loop that turns what was seen into what is done: debounced, level-triggered, a bounded batch at a time."""
+"""The one loop that turns what was seen into what is done: debounced, level-triggered, a bounded batch at a time.
+
+New objects and statuses are written while the next plan is made. All else is awaited first: what is drained, replaced
+or deleted next depends on what was before.
+"""
 
 import asyncio
 import logging
@@ -8,12 +12,14 @@ from datetime import UTC, datetime
 from typing import Final
 
 from kvfleet_api.errors import PermanentError
-from kvfleet_operator.actions import Action
+from kvfleet_operator.actions import Action, Create
 from kvfleet_operator.apply import Executor, Outcome
+from kvfleet_operator.flights import Flights
 from kvfleet_operator.gauges import Gauges
 from kvfleet_operator.pacing import Pacing
-from kvfleet_operator.planner import Setting, plan_orders
+from kvfleet_operator.planner import plan_orders
 from kvfleet_operator.retries import Retries
+from kvfleet_operator.setting import Setting
 from kvfleet_operator.status_planner import plan_statuses
 from kvfleet_operator.world import View
 
@@ -64,6 +70,8 @@ class Controller:
         self._wake_s = 0.0
         self._statuses_s = 0.0
         self._pacing = Pacing()
+        self._is_held = False
+        """True when something was left out because its object was being written."""
         self.round_s = time.monotonic()
         """When the loop last came around; a probe looks at it."""
 
@@ -79,14 +87,18 @@ class Controller:
 
     async def run(self) -> None:
         """Go on for ever."""
-        while True:
-            await self._wait()
-            self._news.clear()
-            self.round_s = time.monotonic()
-            view = self._view(self._failures)
-            if view is not None:
-                self._gauges.pools(view.pools, self.round_s)
-                await self._round()
+        async with asyncio.TaskGroup() as tasks:
+            flights = Flights(tasks, self._executor.apply)
+            while True:
+                await self._wait()
+                await flights.until_few()
+                self._news.clear()
+                self.round_s = time.monotonic()
+                view = self._view(self._failures)
+                if view is not None:
+                    self._gauges.pools(view.pools, self.round_s)
+                    self._gauges.operations(view.operations.values())
+                    await self._round(flights)
 
     async def _wait(self) -> None:
         """Wait for news or for the next moment that matters, then a little for more news."""
@@ -98,16 +110,18 @@ class Controller:
             self._wants_orders = self._wants_statuses = True
         await asyncio.sleep(DEBOUNCE_S)
 
-    async def _round(self) -> None:
+    async def _round(self, flights: Flights) -> None:
         """Carry out one batch of orders, then write the statuses when they are due."""
-        self._wake_s = time.monotonic() + IDLE_S
+        retries_s = (self._order_retries.next_s(), self._status_retries.next_s())
+        self._wake_s = min([time.monotonic() + IDLE_S, *(s for s in retries_s if s is not None)])
+        self._is_held = False
         if self._wants_orders:
             self._wants_orders = False
-            await self._orders()
+            await self._orders(flights)
         if self._wants_statuses:
-            await self._statuses()
+            self._statuses(flights)
 
-    async def _orders(self) -> None:
+    async def _orders(self, flights: Flights) -> None:
         view = self._view(self._failures)
         if view is None:
             return
@@ -118,19 +132,26 @@ class Controller:
             self._wake_by(time.monotonic() + (plan.wake_at - now).total_seconds())
         due = self._due(self._order_retries, plan.actions)
         self._gauges.queue(len(due))
+        free = [action for action in due if flights.is_free(action)]
+        self._is_held = len(free) < len(due)
+        batch = free[:BATCH_ACTIONS]
+        flights.launch((a for a in batch if isinstance(a, Create)), self._ordered)
         with self._gauges.part("apply"):
-            self._settle(await self._executor.apply(due[:BATCH_ACTIONS]), plan.actions)
-        if len(due) > BATCH_ACTIONS:
+            for outcome in await self._executor.apply(a for a in batch if not isinstance(a, Create)):
+                self._ordered(outcome)
+        pools = {action.pool for action in plan.actions if self._order_retries.has_failed(_key(action))}
+        self._failures = {pool: why for pool, why in self._failures.items() if pool in pools}
+        if len(free) > BATCH_ACTIONS:
             self.plan_again()
 
-    def _settle(self, outcomes: Iterable[Outcome], planned: Iterable[Action]) -> None:
-        """Remember what failed, and look again when that is due."""
-        for outcome in outcomes:
-            self._note(self._order_retries, outcome)
-            if isinstance(outcome.error, PermanentError) and outcome.action.pool:
-                self._failures[outcome.action.pool] = str(outcome.error)
-        pools = {action.pool for action in planned if self._order_retries.has_failed(_key(action))}
-        self._failures = {pool: why for pool, why in self._failures.items() if pool in pools}
+    def _ordered(self, outcome: Outcome) -> None:
+        """Remember how an order went, and look again when that matters."""
+        self._note(self._order_retries, outcome)
+        pool = outcome.action.pool
+        if isinstance(outcome.error, PermanentError) and pool:
+            self._failures[pool] = str(outcome.error)
+        if self._is_held or (outcome.error is None and pool in self._failures):
+            self.plan_again()
 
     def _due(self, retries: Retries, actions: Iterable[Action]) -> list[Action]:
         """Leave out what failed a moment ago, and forget failures of what nobody wants any more."""
@@ -145,11 +166,10 @@ class Controller:
         self._gauges.action(outcome)
         if outcome.error is not None:
             log.warning("action failed", extra={"on": str(outcome.action.ref), "error": str(outcome.error)})
-            self._wants_orders = self._wants_statuses = True
             self._stale()
-            self._wake_by(retries.next_s() or 0.0)
+            self.plan_again()
 
-    async def _statuses(self) -> None:
+    def _statuses(self, flights: Flights) -> None:
         began_s = time.monotonic()
         if began_s < self._statuses_s:
             self._wake_by(self._statuses_s)
@@ -161,12 +181,19 @@ class Controller:
         with self._gauges.part("status"):
             writes = plan_statuses(view, self._setting, datetime.now(UTC))
         self._statuses_s = began_s + max(STATUS_EVERY_S, STATUS_SHARE * (time.monotonic() - began_s))
-        due, held_until_s = self._pacing.sort(writes, began_s)
+        free = [write for write in writes if flights.is_free(write.action)]
+        self._is_held |= len(free) < len(writes)
+        due, held_until_s = self._pacing.sort(free, began_s)
         if held_until_s is not None:
             self._wants_statuses = True
             self._wake_by(held_until_s)
-        for outcome in await self._executor.apply(self._due(self._status_retries, due)):
-            self._note(self._status_retries, outcome)
+        flights.launch(self._due(self._status_retries, due), self._told)
+
+    def _told(self, outcome: Outcome) -> None:
+        """Remember how a status went."""
+        self._note(self._status_retries, outcome)
+        if self._is_held:
+            self.plan_again()
 
     def _wake_by(self, moment_s: float) -> None:
         self._wake_s = min(self._wake_s, moment_s)

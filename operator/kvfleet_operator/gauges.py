@@ -1,6 +1,7 @@
 """The operator's own metrics, by meaning instead of by name."""
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from kvfleet_api import __version__
 from kvfleet_api.conditions import is_true
 from kvfleet_api.errors import RetryableError
+from kvfleet_api.models.operation import KVOperation
 from kvfleet_api.models.pool import KVPool
 from kvfleet_operator.apply import Outcome
 from kvfleet_operator.certificates import Certificate
@@ -18,6 +20,8 @@ from kvfleet_operator.records import Declared
 from kvfleet_telemetry.catalog_operator import OPERATOR
 from kvfleet_telemetry.metrics import Instruments
 
+_UNWRITTEN = "Pending"
+"""State of an operation whose status was not written yet."""
 _STATES = ("matched", "ready", "updated", "draining", "degraded")
 
 
@@ -28,6 +32,8 @@ class Gauges:
         self._made = Instruments(OPERATOR, registry)
         self._convergence = Convergence()
         self._pools: set[str] = set()
+        self._operations: set[tuple[str, str]] = set()
+        self._scaled: set[tuple[str, str]] = set()
         self._made.gauge("kvfleet_operator_info", version=__version__).set(1)
 
     @contextmanager
@@ -91,8 +97,29 @@ class Gauges:
             for state in _STATES:
                 self._made.gauge("kvfleet_pool_nodes", pool=name, state=state).set(counts.get(state, 0))
             self._made.gauge("kvfleet_pool_ready", pool=name).set(is_true(pool.conditions, "Ready"))
+            for scale in _scales(pool):
+                labels = {"pool": name, "tier": scale["tier"]}
+                self._made.gauge("kvfleet_pool_tier_target_bytes", **labels).set(scale["capacityPerNode"])
+        scaled = {(name, scale["tier"]) for name, pool in pools.items() for scale in _scales(pool)}
+        for name, tier in self._scaled - scaled:
+            self._made.forget("kvfleet_pool_tier_target_bytes", pool=name, tier=tier)
+        self._scaled = scaled
         for name in self._pools - pools.keys():
             for state in _STATES:
                 self._made.forget("kvfleet_pool_nodes", pool=name, state=state)
             self._made.forget("kvfleet_pool_ready", pool=name)
         self._pools = set(pools)
+
+    def operations(self, seen: Iterable[Declared[KVOperation]]) -> None:
+        """Show how many operations are in which state; what there is none of any more is 0."""
+        counts: Counter[tuple[str, str]] = Counter(
+            (o.model.spec.type, str(o.status.get("state") or _UNWRITTEN)) for o in seen if o.model is not None
+        )
+        self._operations |= counts.keys()
+        for type_, state in self._operations:
+            self._made.gauge("kvfleet_operations", type=type_, state=state).set(counts[type_, state])
+
+
+def _scales(pool: Declared[KVPool]) -> list[Any]:
+    found: Any = pool.status.get("autoscaling") or []
+    return list(found)

@@ -8,12 +8,15 @@ status until the next key is there; a key is removed only after the status has t
 
 import re
 from collections.abc import Collection, Mapping
+from datetime import datetime
 from typing import Any, Final
 
 from kvfleet_api.models.trust import KVTenant, KVTrustDomain
+from kvfleet_api.shares import is_open
 from kvfleet_api.trust import ScopeKind, is_member
-from kvfleet_operator import objects, scope_keys
-from kvfleet_operator.actions import Action, Delete, Merge, Note
+from kvfleet_operator import kinds, objects, scope_keys
+from kvfleet_operator.actions import Action, Merge, Note, Shred
+from kvfleet_operator.kinds import Ref
 from kvfleet_operator.records import Declared, ScopeSecretSeen
 
 _ENTRY: Final = re.compile(r"v([1-9][0-9]{0,8})(\..*)?")
@@ -76,7 +79,28 @@ def plan_orphans(
     prefix = objects.scope_secret_ref(ScopeKind.SHARE, "", namespace).name
     gone = (s for n, s in sorted(secrets.items()) if n.startswith(prefix) and s.owner_uid)
     return tuple(
-        Delete(objects.scope_secret_ref(ScopeKind.SHARE, s.key.removeprefix(prefix), namespace), uid=s.uid)
+        Shred(
+            Ref(kinds.SECRET, s.key, namespace),
+            uid=s.uid,
+            owner=_share_of(s.key.removeprefix(prefix)),
+            owner_uid=s.owner_uid,
+        )
         for s in gone
         if wanted.get(s.key) != s.owner_uid
     )
+
+
+def _share_of(scope: str) -> Ref:
+    """Address of a share by the name of its scope; a namespace has no dot in its name."""
+    namespace, _, name = scope.partition(".")
+    return Ref(kinds.SHARE, name, namespace)
+
+
+def is_in_use(live: Declared[Any] | None, owner_uid: str, now: datetime) -> bool:
+    """True when the keys of `owner_uid` are needed still, as the owner was just read; None when there is none.
+
+    Of a share that is over its own key is not needed any more.
+    """
+    if live is None or live.uid != owner_uid:
+        return False
+    return live.kind != kinds.SHARE or (live.model is not None and is_open(live.model, now))

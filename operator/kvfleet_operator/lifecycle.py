@@ -1,7 +1,8 @@
 """The finalizer of a KVPool: drain, then delete, then let go, each within a bound. Pure.
 
-Laws: nothing waits for a drain once `deletionTimestamp` + the drain's timeout is past; the pool is let go at the
-latest `GRACE_S` after that, whatever the API server or the agents do; a pool without KVPoolNodes is let go at once.
+Laws: agents drain, then give their memory back, and are stopped when they have said so, or when their time is up:
+`deletionTimestamp` + the drain's timeout + `RELEASE_S`; the pool is let go at the latest `GRACE_S` after the timeout,
+whatever the API server or the agents do; a pool without KVPoolNodes is let go at once.
 """
 
 from collections.abc import Collection, Mapping
@@ -10,14 +11,18 @@ from typing import Final
 
 from kvfleet_api import names
 from kvfleet_api.models.pool import KVPool
-from kvfleet_operator.actions import Action, DeleteMany, Note, SetFinalizers
+from kvfleet_operator.actions import Action, DeleteMany, Note, SetFinalizers, Severity
 from kvfleet_operator.kinds import POOL_NODE
 from kvfleet_operator.moments import parse_time
-from kvfleet_operator.reconcile import drain_order, must_drain, order_drains
+from kvfleet_operator.reconcile import DrainOrder, drain_order, is_done, must_drain, order_drains
 from kvfleet_operator.records import Declared, PoolNodeSeen
 
 GRACE_S: Final = 60.0
 """Time for the deletes themselves. What is left then has the pool as its owner and goes with it."""
+
+
+_NAMED_MAX: Final = 8
+"""Nodes that one Event names; an Event has 1,024 characters."""
 
 
 def hold(pool: Declared[KVPool]) -> tuple[Action, ...]:
@@ -41,21 +46,44 @@ def finish(
     since = parse_time(pool.meta.deletion_timestamp or "") or now
     order = drain_order(pool)
     if now >= since + timedelta(seconds=order.timeout_s + GRACE_S):
-        return (_delete_nodes(pool, ()), _release(pool, f"{len(seen)} KVPoolNodes are left to the garbage collector"))
+        late = _note(
+            pool, "CleanupLate", f"{len(seen)} KVPoolNodes are left to the garbage collector", Severity.WARNING
+        )
+        return (_delete_nodes(pool, (late,)), _release(pool, "its time is up"))
     if any(must_drain(node, order, alive, since=since, now=now) for node in seen.values()):
-        return order_drains(seen.values(), order, alive, since=since, now=now)
+        ordered = (node for _, node in sorted(seen.items()))
+        return order_drains(ordered, order, alive, since=since, now=now)
     if all(node.is_deleting for node in seen.values()):
         return ()
-    return (_delete_nodes(pool, (_note(pool, "DeletingNodes", f"deleting {len(seen)} KVPoolNodes"),)),)
+    return (_delete_nodes(pool, _told(pool, seen, order)),)
 
 
 def next_step(pool: Declared[KVPool], now: datetime) -> datetime | None:
-    """Return when time alone moves a deletion on: the end of the drain, then the end of the grace."""
+    """Return when time alone moves a deletion on: the ends of the drain, of the wait for agents and of the grace."""
     since = parse_time(pool.meta.deletion_timestamp or "")
     if since is None:
         return None
-    drained = since + timedelta(seconds=drain_order(pool).timeout_s)
-    return next((t for t in (drained, drained + timedelta(seconds=GRACE_S)) if t > now), None)
+    order = drain_order(pool)
+    moments = (since + timedelta(seconds=s) for s in (order.timeout_s, order.wait_s, order.timeout_s + GRACE_S))
+    return next((t for t in moments if t > now), None)
+
+
+def _told(pool: Declared[KVPool], seen: Mapping[str, PoolNodeSeen], order: DrainOrder) -> tuple[Note, ...]:
+    """Say what is deleted, and on which nodes no agent has confirmed that what was to go is gone.
+
+    Where files stay, nodes that never had an agent have nothing to give back.
+    """
+    told = _note(pool, "DeletingNodes", f"deleting {len(seen)} KVPoolNodes")
+    open_ = sorted(name for name, node in seen.items() if not is_done(node, order))
+    if not order.is_destruction:
+        open_ = [name for name in open_ if seen[name].observed_revision and seen[name].memory_tier_bytes]
+    if not open_:
+        done = _note(pool, "Destroyed", f"all {len(seen)} nodes have destroyed the pool's blocks")
+        return (told, done) if order.is_destruction else (told,)
+    first = ", ".join(open_[:_NAMED_MAX]) + (", ..." if len(open_) > _NAMED_MAX else "")
+    reason, fact = ("NotDestroyed", "nothing is left") if order.is_destruction else ("NotReleased", "memory is back")
+    message = f"{len(open_)} of {len(seen)} nodes have not confirmed that {fact}: {first}"
+    return (told, _note(pool, reason, message, Severity.WARNING))
 
 
 def _delete_nodes(pool: Declared[KVPool], notes: tuple[Note, ...]) -> DeleteMany:
@@ -68,5 +96,5 @@ def _release(pool: Declared[KVPool], message: str) -> SetFinalizers:
     return SetFinalizers(pool.ref, pool.key, notes, finalizers=rest, resource_version=pool.meta.resource_version)
 
 
-def _note(pool: Declared[KVPool], reason: str, message: str) -> Note:
-    return Note(pool.ref, pool.uid, reason, message)
+def _note(pool: Declared[KVPool], reason: str, message: str, severity: Severity = Severity.NORMAL) -> Note:
+    return Note(pool.ref, pool.uid, reason, message, severity)

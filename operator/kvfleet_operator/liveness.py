@@ -3,7 +3,7 @@
 How a Lease is judged stands in `kvfleet_kube.sightings`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,9 +40,9 @@ def observe(
     """
     seen = {lease.name: lease for lease in leases}
     for node in nodes:
-        if node.has_reported:
-            key = names.agent_lease_name(node.pool, node.node)
-            seen.setdefault(key, Lease(key, "", "", ABSENT_S))
+        key = names.agent_lease_name(node.pool, node.node)
+        if key not in seen and node.has_reported:
+            seen[key] = Lease(key, "", "", ABSENT_S)
     return sight_all(before, seen.values(), now_s)
 
 
@@ -58,6 +58,15 @@ def call_roll(beats: Mapping[str, Sighting], nodes: Iterable[PoolNodeSeen], now_
         elif beat.lease.renewed:
             alive.add(node.key)
     return Roll(frozenset(alive), frozenset(silent))
+
+
+def answering(nodes: Iterable[PoolNodeSeen], alive: Collection[str], silent: Collection[str]) -> frozenset[str]:
+    """Names of the KVPoolNodes whose agents may still do what they are asked.
+
+    Besides the living these are agents that said that they are connected and whose Leases nobody has looked at yet, as
+    after a start of this process: taken for gone they would be deleted undrained, and what they hold called erased.
+    """
+    return frozenset(n.key for n in nodes if n.key in alive or (n.key not in silent and n.is_true("AgentConnected")))
 
 
 def mark_silent(nodes: Mapping[str, PoolNodeSeen], silent: Iterable[str]) -> tuple[MarkSilent, ...]:

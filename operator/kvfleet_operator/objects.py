@@ -1,12 +1,13 @@
 """Bodies of the objects that the operator makes. Pure."""
 
-import hashlib
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from kvfleet_api import names
 from kvfleet_api.models.base import ObjectMeta
 from kvfleet_api.models.pool import KVPool
-from kvfleet_api.models.poolnode import KVPoolNodeSpec, NodeDrain
+from kvfleet_api.models.poolnode import KVPoolNodeSpec, NodeDrain, NodeOrder
+from kvfleet_operator.digest import digest
 from kvfleet_operator.kinds import CONFIG_MAP, POOL, POOL_NODE, SECRET, Kind, Ref
 from kvfleet_operator.placement import Placement
 from kvfleet_operator.records import DrainSeen
@@ -16,6 +17,24 @@ CONNECTION: Final = "connection"
 """Value of `LABEL_COMPONENT` on connection ConfigMaps."""
 
 CONNECTION_LABELS: Final = {names.LABEL_MANAGED_BY: names.MANAGED_BY, LABEL_COMPONENT: CONNECTION}
+
+AGENT_TEMPLATE: Final = "agent-template"
+"""Value of `LABEL_COMPONENT` on the ConfigMap with the pod template of agents."""
+
+REDIS_TEMPLATE: Final = "redis-template"
+"""Value of `LABEL_COMPONENT` on the ConfigMap with the StatefulSet of Redis."""
+
+REDIS_LABELS: Final = {names.LABEL_MANAGED_BY: names.MANAGED_BY, LABEL_COMPONENT: "redis"}
+"""On the StatefulSet of Redis and its pod."""
+
+WORKLOAD_LABELS: Final = {names.LABEL_MANAGED_BY: names.MANAGED_BY, LABEL_COMPONENT: "agent"}
+"""On DaemonSets of agents, their budgets and their pods."""
+
+CONFIG_MAPS: Final = (CONNECTION, AGENT_TEMPLATE, REDIS_TEMPLATE)
+"""Values of `LABEL_COMPONENT` by which ConfigMaps are followed."""
+
+PODS: Final = (WORKLOAD_LABELS[LABEL_COMPONENT], REDIS_LABELS[LABEL_COMPONENT])
+"""The same of pods."""
 
 
 def body_of(ref: Ref, metadata: dict[str, Any], **parts: Any) -> dict[str, Any]:
@@ -27,6 +46,12 @@ def body_of(ref: Ref, metadata: dict[str, Any], **parts: Any) -> dict[str, Any]:
         "metadata": {"name": ref.name, **place, **metadata},
         **parts,
     }
+
+
+def sealed(ref: Ref, metadata: dict[str, Any], **parts: Any) -> dict[str, Any]:
+    """Put an object together whose content its annotation names: the API server fills in more than we write."""
+    annotations = {names.ANNOTATION_DIGEST: digest([metadata, parts])}
+    return body_of(ref, {**metadata, "annotations": annotations}, **parts)
 
 
 def owner_reference(kind: Kind, meta: ObjectMeta) -> dict[str, Any]:
@@ -41,39 +66,51 @@ def owner_reference(kind: Kind, meta: ObjectMeta) -> dict[str, Any]:
     }
 
 
-def label_value(name: str) -> str:
-    """Give `name`, or a digest of it where it is too long for a label."""
-    if len(name) <= names.LABEL_CHARS_MAX:
-        return name
-    return hashlib.blake2b(name.encode(), digest_size=20).hexdigest()
-
-
 def pool_node_ref(pool: str, node: str) -> Ref:
     """Address of the KVPoolNode of one pool on one node."""
     return Ref(POOL_NODE, names.pool_node_name(pool, node))
 
 
-def pool_node_body(pool: ObjectMeta, placement: Placement, node: str, drain: DrainSeen) -> dict[str, Any]:
-    """Return the whole KVPoolNode without status."""
-    labels = {
+def pool_node_labels(pool: str, node: str) -> dict[str, str]:
+    """Labels of the KVPoolNode of one pool on one node."""
+    return {
         names.LABEL_MANAGED_BY: names.MANAGED_BY,
-        names.LABEL_POOL: placement.pool,
-        names.LABEL_NODE: label_value(node),
+        names.LABEL_POOL: pool,
+        names.LABEL_NODE: names.label_value(node),
     }
+
+
+def pool_node_body(
+    pool: ObjectMeta, placement: Placement, node: str, drain: DrainSeen, orders: Iterable[NodeOrder] = ()
+) -> dict[str, Any]:
+    """Return the whole KVPoolNode without status."""
     spec = KVPoolNodeSpec(
         pool_ref=placement.pool,
         node_name=node,
         tiers=placement.tiers,
         revision=placement.revision,
         drain=NodeDrain.model_validate({"requested": drain.requested, "mode": drain.mode, "deadline": drain.deadline}),
+        orders=tuple(orders),
     )
+    labels = pool_node_labels(placement.pool, node)
     metadata = {"labels": labels, "ownerReferences": [owner_reference(POOL, pool)]}
     return body_of(pool_node_ref(placement.pool, node), metadata, spec=spec.to_json())
+
+
+def pool_node_body_like(body: Mapping[str, Any], pool: str, node: str) -> dict[str, Any]:
+    """Return `body`, a KVPoolNode of the same placement, for another node: most of it need not be put together anew."""
+    metadata = {**body["metadata"], "name": pool_node_ref(pool, node).name, "labels": pool_node_labels(pool, node)}
+    return {**body, "metadata": metadata, "spec": {**body["spec"], "nodeName": node}}
 
 
 def drain_body(drain: DrainSeen) -> dict[str, Any]:
     """Return a merge patch that orders a drain and leaves the rest of a KVPoolNode as it is."""
     return {"spec": {"drain": {"requested": drain.requested, "mode": drain.mode, "deadline": drain.deadline}}}
+
+
+def orders_body(orders: Iterable[NodeOrder]) -> dict[str, Any]:
+    """Return a merge patch that sets what KVOperations want of a node and leaves the rest as it is."""
+    return {"spec": {"orders": [order.to_json() for order in orders]}}
 
 
 def connection_ref(pool: str, namespace: str) -> Ref:

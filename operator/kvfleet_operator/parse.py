@@ -7,15 +7,17 @@ import base64
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from sys import intern
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
 from pydantic import ValidationError
 
-from kvfleet_api import names
+from kvfleet_api import names, units
 from kvfleet_api.conditions import Condition
 from kvfleet_api.errors import InvalidInputError
 from kvfleet_api.models.base import ApiModel, ObjectMeta
+from kvfleet_api.models.operation import KVOperation
 from kvfleet_api.models.pool import KVPool
 from kvfleet_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
 from kvfleet_api.tiers import CxlMode, TierType
@@ -23,12 +25,14 @@ from kvfleet_api.validate import parse_as, validate
 from kvfleet_api.validate_structure import Problem
 from kvfleet_api.wrapping import DATA_SUFFIX
 from kvfleet_kube.store import version_of
-from kvfleet_operator import kinds
+from kvfleet_operator import kinds, objects
 from kvfleet_operator.digest import digest
 from kvfleet_operator.kinds import Kind
 from kvfleet_operator.records import (
+    AnswerSeen,
     ConfigMapSeen,
     Declared,
+    DemandSeen,
     DrainSeen,
     NodeSeen,
     PoolNodeSeen,
@@ -43,6 +47,7 @@ MODELS: Final[Mapping[Kind, type[ApiModel]]] = {
     kinds.TENANT: KVTenant,
     kinds.DOMAIN: KVTrustDomain,
     kinds.SHARE: KVPrefixShare,
+    kinds.OPERATION: KVOperation,
 }
 
 _ERRORS_MAX: Final = 4
@@ -54,8 +59,10 @@ class _Meta(msgspec.Struct, rename="camel"):
     uid: str = ""
     resource_version: str = ""
     labels: dict[str, str] = {}
+    owner_references: list[msgspec.Raw] = []
     annotations: dict[str, str] = {}
     deletion_timestamp: str | None = None
+    generation: int = 0
 
 
 class _Labelled(msgspec.Struct):
@@ -74,12 +81,17 @@ class _SpecTier(msgspec.Struct, rename="camel"):
     cxl: dict[str, Any] = {}
 
 
+class _Order(msgspec.Struct):
+    uid: str
+
+
 class _PoolNodeSpec(msgspec.Struct, rename="camel"):
     pool_ref: str
     node_name: str
     tiers: msgspec.Raw = msgspec.Raw(b"[]")
     revision: str = ""
     drain: _Drain = msgspec.field(default_factory=_Drain)
+    orders: list[_Order] = []
 
 
 class _Condition(msgspec.Struct):
@@ -89,13 +101,21 @@ class _Condition(msgspec.Struct):
     message: str = ""
 
 
+class _Demand(msgspec.Struct, rename="camel"):
+    gain_permille: int = 0
+    loss_permille: int = 0
+    held_bytes: int = 0
+
+
 class _StatusTier(msgspec.Struct, rename="camel"):
     name: str
     type: str = ""
     phase: str = "Pending"
     capacity_bytes: int = 0
     used_bytes: int = 0
+    blocks: int = 0
     last_error: str = ""
+    demand: _Demand | None = None
 
 
 class _Lookups(msgspec.Struct):
@@ -120,7 +140,20 @@ class _TenantErased(msgspec.Struct, rename="camel"):
     key_version: int = 0
 
 
+class _Answer(msgspec.Struct, rename="camel"):
+    uid: str
+    phase: str = ""
+    reason: str = ""
+    message: str = ""
+    blocks_done: int = 0
+    blocks_total: int = 0
+    bytes_done: int = 0
+    bytes_total: int = 0
+    blocks_missing: int = 0
+
+
 class _PoolNodeStatus(msgspec.Struct, rename="camel"):
+    observed_generation: int = 0
     observed_revision: str = ""
     conditions: list[_Condition] = []
     tiers: list[_StatusTier] = []
@@ -129,6 +162,7 @@ class _PoolNodeStatus(msgspec.Struct, rename="camel"):
     shares: list[_ShareHits] = []
     tenants: list[_TenantBytes] = []
     erased: list[_TenantErased] = []
+    orders: list[_Answer] = []
 
 
 class _PoolNode(msgspec.Struct):
@@ -160,21 +194,31 @@ def parse_pool_node(raw: bytes) -> PoolNodeSeen:
         version=version_of(meta.resource_version),
         pool=intern(spec.pool_ref),
         node=spec.node_name,
+        is_marked=bool(meta.owner_references)
+        and objects.pool_node_labels(spec.pool_ref, spec.node_name).items() <= meta.labels.items(),
         revision=intern(spec.revision),
         tiers_digest=tiers_digest,
         memory_tier_bytes=memory_tier_bytes,
         drain=DrainSeen(spec.drain.requested, intern(spec.drain.mode), spec.drain.deadline),
         is_deleting=meta.deletion_timestamp is not None,
         observed_revision=intern(status.observed_revision),
-        conditions={intern(c.type): Verdict(intern(c.status), intern(c.reason), c.message) for c in status.conditions},
+        conditions=_conditions(tuple((c.type, c.status, c.reason, c.message) for c in status.conditions)),
         tiers=tuple(_tier(t) for t in status.tiers),
         queried_blocks=status.lookups.queried,
         hit_blocks=status.lookups.hit,
         memory_bytes=status.memory_bytes,
         share_hits=tuple((intern(s.uid), s.hits) for s in status.shares),
         tenants=tuple(TenantSeen(intern(t.tenant), intern(t.tier), t.used_bytes, t.over_hard) for t in status.tenants),
-        erased={intern(e.uid): e.key_version for e in status.erased},
+        orders=tuple(intern(o.uid) for o in spec.orders),
+        answers={intern(a.uid): _answer(a) for a in status.orders},
+        is_heard=status.observed_generation >= meta.generation,
+        erased={intern(e.uid): e.key_version for e in status.erased} or _NONE,
     )
+
+
+def _answer(told: _Answer) -> AnswerSeen:
+    counts = (told.blocks_done, told.blocks_total, told.bytes_done, told.bytes_total, told.blocks_missing)
+    return AnswerSeen(intern(told.phase), intern(told.reason), told.message, *counts)
 
 
 def parse_scope_secret(raw: bytes) -> ScopeSecretSeen:
@@ -196,10 +240,12 @@ def _decoded(text: str) -> str:
 
 
 def parse_config_map(raw: bytes) -> ConfigMapSeen:
-    """Read the digest of a ConfigMap's content."""
+    """Read what a ConfigMap holds: its digest, its entries, and the template of agents or of Redis."""
     seen = msgspec.json.decode(raw, type=_Keyed)
+    meta, data = seen.metadata, seen.data
+    template = data.get(names.AGENT_TEMPLATE_ENTRY) or data.get(names.REDIS_TEMPLATE_ENTRY, "")
     return ConfigMapSeen(
-        seen.metadata.name, seen.metadata.uid, version_of(seen.metadata.resource_version), digest(seen.data)
+        meta.name, meta.uid, version_of(meta.resource_version), digest(data), frozenset(data), template
     )
 
 
@@ -247,10 +293,37 @@ def _explain(problems: Sequence[Problem]) -> str:
     return "; ".join(told + more)
 
 
-def _tier(tier: _StatusTier) -> TierSeen:
-    return TierSeen(
-        intern(tier.name), intern(tier.type), intern(tier.phase), tier.capacity_bytes, tier.used_bytes, tier.last_error
+_NONE: Final[Mapping[str, int]] = MappingProxyType({})
+
+
+@lru_cache(maxsize=1024)  # Most agents say the same.
+def _conditions(said: tuple[tuple[str, str, str, str], ...]) -> Mapping[str, Verdict]:
+    """Type, status, reason and message of each, as one value for all agents that say so."""
+    return MappingProxyType(
+        {intern(type_): Verdict(intern(status), intern(reason), text) for type_, status, reason, text in said}
     )
+
+
+def _tier(tier: _StatusTier) -> TierSeen:
+    told = tier.demand
+    return _shared(
+        TierSeen(
+            name=intern(tier.name),
+            type=intern(tier.type),
+            phase=intern(tier.phase),
+            capacity_bytes=tier.capacity_bytes,
+            used_bytes=tier.used_bytes,
+            last_error=tier.last_error,
+            demand=None if told is None else DemandSeen(told.gain_permille, told.loss_permille, told.held_bytes),
+            blocks=units.coarse(tier.blocks),
+        )
+    )
+
+
+@lru_cache(maxsize=4096)  # Empty tiers are alike, and figures are rounded.
+def _shared(tier: TierSeen) -> TierSeen:
+    """Keep equal tiers once."""
+    return tier
 
 
 @lru_cache(maxsize=256)  # All nodes of a pool have the same tiers.

@@ -1,21 +1,24 @@
 """Which nodes take part in which pool, and with how many bytes of each tier. Pure.
 
-Law: the shares of a shared tier never add up to more than its capacity. Law: of two pools that want one NVMe
-directory of one node, the older has it.
+Law: the shares of a shared tier never add up to more than its capacity. Law: of two pools that want one directory of
+one node which only one of them can have, the older has it. Law: whether a node takes part depends on that node and the
+pools alone, so nodes can be picked one by one or all at once.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import combinations
-from pathlib import PurePosixPath
-from posixpath import normpath
+from types import MappingProxyType
 from typing import Any, Final
 
 from kvfleet_api import names
 from kvfleet_api.models.pool import KVPool, KVPoolSpec, PoolTier
 from kvfleet_api.models.poolnode import NodeTier
+from kvfleet_operator import autoscaling
 from kvfleet_operator.digest import digest
+from kvfleet_operator.directories import collision
 from kvfleet_operator.records import Declared, NodeSeen
 
 _NOT_OF_THE_AGENT: Final = {
@@ -59,8 +62,8 @@ class Placement:
     tiers: tuple[NodeTier, ...]
     """The same for all nodes."""
     tiers_digest: str
-    nodes: frozenset[str]
-    """Nodes that should have a KVPoolNode."""
+    nodes: AbstractSet[str]
+    """Nodes that should have a KVPoolNode; may be a view that follows the fleet."""
     excluded: Mapping[str, Excluded]
     """Nodes that match and cannot have one."""
 
@@ -99,31 +102,93 @@ def share_bytes(capacity_bytes: int, nodes: int) -> int:
     return max(1, share // _SHARE_GRAIN_BYTES * _SHARE_GRAIN_BYTES or share)
 
 
-def resolve_tiers(tiers: Iterable[PoolTier], nodes: int) -> tuple[NodeTier, ...]:
-    """Turn declared tiers into what each of so many nodes should set up."""
-    return tuple(_resolve(tier, nodes) for tier in tiers)
+def resolve_tiers(
+    tiers: Iterable[PoolTier], nodes: int, scales: Mapping[str, int] = MappingProxyType({})
+) -> tuple[NodeTier, ...]:
+    """Turn declared tiers into what each of so many nodes should set up; `scales` has the sizes of those that scale."""
+    return tuple(_resolve(tier, nodes, autoscaling.size_of(tier, scales)) for tier in tiers)
 
 
-def place(pools: Iterable[Declared[KVPool]], nodes: Mapping[str, NodeSeen]) -> dict[str, Placement]:
-    """Place all pools that can be read and are not on their way out.
+@dataclass(slots=True)
+class Picked:
+    """Nodes that a pool's selector picks."""
+
+    nodes: set[str] = field(default_factory=set)
+    """Those that take part."""
+    excluded: dict[str, Excluded] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What all pools that can be read ask of nodes; worked out once for each change of a pool.
 
     A pool that is being deleted keeps its directories until it is gone, so it takes part in conflicts.
     """
-    readable = {p.key: (p, p.model) for p in sorted(pools, key=_age) if p.model is not None}
-    picked = {name: matching(model.spec.node_selector, nodes) for name, (_, model) in readable.items()}
-    conflicts = _path_conflicts({name: model for name, (_, model) in readable.items()}, picked)
-    return {
-        name: _placement(name, model.spec, picked[name], conflicts.get(name, {}))
-        for name, (pool, model) in readable.items()
-        if not pool.is_deleting
-    }
+
+    specs: Mapping[str, KVPoolSpec]
+    """By pool, the oldest first."""
+    placed: tuple[str, ...]
+    """Pools that are not on their way out, the oldest first."""
+    revisions: Mapping[str, str]
+    clashes: tuple[tuple[str, str, tuple[str, str]], ...]
+    """Older pool, younger pool, fields and directories of the younger and of the older that collide; in the order in
+    which they are settled."""
+    scales: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Sizes that tiers of each pool have been scaled to."""
+
+    def pick(self, nodes: Mapping[str, NodeSeen]) -> dict[str, Picked]:
+        """Say for each of these nodes which pools it takes part in."""
+        matched = {name: matching(spec.node_selector, nodes) for name, spec in self.specs.items()}
+        conflicts = self._conflicts(matched)
+        picked = {}
+        for name in self.placed:
+            excluded = conflicts.get(name, {}) | _too_long(name, matched[name])
+            picked[name] = Picked(set(matched[name] - excluded.keys()), excluded)
+        return picked
+
+    def placement(self, pool: str, picked: Picked) -> Placement:
+        """Resolve the tiers of a pool for as many nodes as it has."""
+        tiers = resolve_tiers(self.specs[pool].tiers, len(picked.nodes), self.scales[pool])
+        found = digest([t.to_json() for t in tiers])
+        return Placement(pool, self.revisions[pool], tiers, found, picked.nodes, picked.excluded)
+
+    def has_shared_tier(self, pool: str) -> bool:
+        """True when what each node sets up depends on how many nodes there are."""
+        return any(tier.capacity_per_node is None for tier in self.specs[pool].tiers)
+
+    def _conflicts(self, matched: Mapping[str, frozenset[str]]) -> dict[str, dict[str, Excluded]]:
+        """Nodes that each pool must leave out because an older pool has its directory there."""
+        conflicts: dict[str, dict[str, Excluded]] = {}
+        for older, younger, (mine, theirs) in self.clashes:
+            held = matched[older] - conflicts.get(older, {}).keys()
+            found = conflicts.setdefault(younger, {})
+            for node in matched[younger] & held:
+                message = f"{mine} of pool {younger} collides on node {node} with {theirs} of the older pool {older}"
+                found.setdefault(node, Excluded(Exclusion.PATH_CONFLICT, message))
+        return conflicts
 
 
-def _placement(name: str, spec: KVPoolSpec, picked: frozenset[str], conflicts: Mapping[str, Excluded]) -> Placement:
-    excluded = dict(conflicts) | _too_long(name, picked)
-    placed = picked - excluded.keys()
-    tiers = resolve_tiers(spec.tiers, len(placed))
-    return Placement(name, revision_of(spec), tiers, digest([t.to_json() for t in tiers]), placed, excluded)
+def rules_of(pools: Iterable[Declared[KVPool]]) -> Rules:
+    """Work out what all pools ask of nodes; those that cannot be read ask for nothing."""
+    readable = {p.key: (p, p.model.spec) for p in sorted(pools, key=_age) if p.model is not None}
+    specs = {name: spec for name, (_, spec) in readable.items()}
+    return Rules(
+        specs=specs,
+        placed=tuple(name for name, (pool, _) in readable.items() if not pool.is_deleting),
+        revisions={name: revision_of(spec) for name, spec in specs.items()},
+        clashes=tuple(
+            (older, younger, clash)
+            for (older, older_spec), (younger, younger_spec) in combinations(specs.items(), 2)
+            if (clash := collision(older_spec, younger_spec)) is not None
+        ),
+        scales={name: autoscaling.scales_of(pool.status) for name, (pool, _) in readable.items()},
+    )
+
+
+def place(pools: Iterable[Declared[KVPool]], nodes: Mapping[str, NodeSeen]) -> dict[str, Placement]:
+    """Place all pools that can be read and are not on their way out on all nodes, the oldest first."""
+    rules = rules_of(pools)
+    return {pool: rules.placement(pool, picked) for pool, picked in rules.pick(nodes).items()}
 
 
 def _age(pool: Declared[Any]) -> tuple[str, str]:
@@ -131,8 +196,8 @@ def _age(pool: Declared[Any]) -> tuple[str, str]:
     return (pool.meta.creation_timestamp, pool.key)
 
 
-def _resolve(tier: PoolTier, nodes: int) -> NodeTier:
-    capacity_bytes = tier.capacity_per_node or share_bytes(tier.capacity or 1, nodes)
+def _resolve(tier: PoolTier, nodes: int, per_node_bytes: int | None) -> NodeTier:
+    capacity_bytes = per_node_bytes or share_bytes(tier.capacity or 1, nodes)
     return NodeTier(
         name=tier.name,
         type=tier.type,
@@ -145,37 +210,6 @@ def _resolve(tier: PoolTier, nodes: int) -> NodeTier:
         object=tier.object,
         encryption=tier.encryption,
     )
-
-
-def _path_conflicts(
-    models: Mapping[str, KVPool], picked: Mapping[str, frozenset[str]]
-) -> dict[str, dict[str, Excluded]]:
-    """Nodes that each pool must leave out because an older pool has its directory there. `models` is oldest first."""
-    conflicts: dict[str, dict[str, Excluded]] = {}
-    for (older, older_model), (younger, younger_model) in combinations(models.items(), 2):
-        clash = _clash(older_model.spec, younger_model.spec)
-        if clash is None:
-            continue
-        held = picked[older] - conflicts.get(older, {}).keys()
-        found = conflicts.setdefault(younger, {})
-        for node in picked[younger] & held:
-            message = f"directory {clash} of node {node} belongs to the older pool {older}"
-            found.setdefault(node, Excluded(Exclusion.PATH_CONFLICT, message))
-    return conflicts
-
-
-def _clash(older: KVPoolSpec, younger: KVPoolSpec) -> str | None:
-    """Return a directory of `younger` that is, holds or lies in one of `older`."""
-    for mine in _directories(younger):
-        for theirs in _directories(older):
-            if mine == theirs or mine in theirs.parents or theirs in mine.parents:
-                return str(mine)
-    return None
-
-
-def _directories(spec: KVPoolSpec) -> tuple[PurePosixPath, ...]:
-    tiers = (tier.nvme for tier in spec.tiers if tier.nvme is not None)
-    return tuple(PurePosixPath(normpath(path)) for nvme in tiers for path in nvme.directories)
 
 
 def _too_long(pool: str, picked: Iterable[str]) -> dict[str, Excluded]:

@@ -4,7 +4,6 @@
 asked at any time and as often as one likes; asked again after their actions were carried out, they ask for nothing.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,24 +12,28 @@ from typing import Any
 from kvfleet_api.models.pool import KVPool
 from kvfleet_api.shares import is_open, share_end
 from kvfleet_api.trust import KEY_VERSION, ScopeKind
-from kvfleet_operator import claims, erasure, key_versions, lifecycle, liveness, objects, scope_keys
-from kvfleet_operator.actions import Action, Apply, Create, Delete
+from kvfleet_operator import (
+    claims,
+    erase_operation,
+    erasure,
+    key_versions,
+    lifecycle,
+    liveness,
+    objects,
+    operations,
+    redis,
+    scope_keys,
+)
+from kvfleet_operator.actions import Action, Create, Delete, Merge
+from kvfleet_operator.agents import agents_of, forget_agents, plan_agents
+from kvfleet_operator.census import Census, Members
 from kvfleet_operator.digest import digest
 from kvfleet_operator.kinds import Ref
-from kvfleet_operator.placement import Placement, place
-from kvfleet_operator.reconcile import next_deadline, reconcile
+from kvfleet_operator.operations import Operation
+from kvfleet_operator.reconcile import Stands, Stays, Wants, drain_deadlines, reconcile
 from kvfleet_operator.records import Declared, PoolNodeSeen
-from kvfleet_operator.world import View
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What the operator was started with."""
-
-    namespace: str
-    """Where Secrets, Leases and connection ConfigMaps live."""
-    socket_template: str
-    """Path of an agent's socket on its node; `{pool}` stands for the pool's name."""
+from kvfleet_operator.setting import Setting
+from kvfleet_operator.world import View, census_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,46 +46,70 @@ class Plan:
 
 def plan_orders(view: View, setting: Setting, now: datetime) -> Plan:
     """Plan everything but statuses."""
-    placements = placements_of(view)
-    by_pool = nodes_by_pool(view.pool_nodes.values())
+    census = census_of(view)
+    wanted = operations.wants(view.operations.values(), operations_around(view, census, now))
     actions: list[Action] = list(liveness.mark_silent(view.pool_nodes, view.silent))
     for name, pool in sorted(view.pools.items()):
-        actions += _plan_pool(view, pool, placements.get(name), by_pool[name], setting, now)
+        its = _Its(pool, census.pools.get(name, Members()), wanted.get(name, {}))
+        actions += _plan_pool(view, its, setting, now)
+    actions += redis.plan_redis(view, census, setting)
     actions += _plan_keys(view, setting.namespace, now)
-    return Plan(tuple(actions), _wake_at(view, now))
+    actions += erase_operation.plan_requests(view.operations.values(), view.tenants)
+    actions += _expired(view.operations.values(), now)
+    return Plan(tuple(actions), _wake_at(view, census, now))
 
 
-def placements_of(view: View) -> dict[str, Placement]:
-    """Place every pool whose spec is accepted, the oldest first."""
-    return place((p for p in view.pools.values() if not p.error), view.nodes)
+def operations_around(view: View, census: Census, now: datetime) -> dict[str, operations.Around]:
+    """What KVOperations depend on, for each pool that one of them names."""
+    named = {o.model.spec.pool_ref for o in view.operations.values() if o.model is not None and o.model.spec.pool_ref}
+    tenants = {name for name, t in view.tenants.items() if t.model is not None and not t.is_deleting}
+    return {
+        pool: operations.Around(
+            view.pools.get(pool), census.pools.get(pool, Members()).seen, view.nodes, view.alive, now, tenants
+        )
+        for pool in named
+    }
 
 
-def nodes_by_pool(nodes: Iterable[PoolNodeSeen]) -> defaultdict[str, dict[str, PoolNodeSeen]]:
-    """Index KVPoolNodes by pool, then by node name."""
-    found: defaultdict[str, dict[str, PoolNodeSeen]] = defaultdict(dict)
-    for node in nodes:
-        found[node.pool][node.node] = node
-    return found
+def _expired(seen: Iterable[Operation], now: datetime) -> Iterable[Action]:
+    """Delete operations that are over for as long as they should be kept."""
+    for operation in seen:
+        end = operations.expires_at(operation)
+        if end is not None and now >= end and not operation.is_deleting:
+            yield Delete(operation.ref, uid=operation.uid)
 
 
-def _plan_pool(
-    view: View,
-    pool: Declared[KVPool],
-    placement: Placement | None,
-    seen: Mapping[str, PoolNodeSeen],
-    setting: Setting,
-    now: datetime,
-) -> tuple[Action, ...]:
+@dataclass(frozen=True, slots=True)
+class _Its:
+    """A pool, its nodes, and what KVOperations want of nodes by their name."""
+
+    pool: Declared[KVPool]
+    members: Members
+    wanted: Mapping[str, Wants]
+
+
+def _plan_pool(view: View, its: _Its, setting: Setting, now: datetime) -> tuple[Action, ...]:
+    def reachable(nodes: Iterable[PoolNodeSeen]) -> frozenset[str]:
+        return liveness.answering((n for n in nodes if n.node in view.nodes), view.alive, view.silent)
+
+    pool, placement, members = its.pool, its.members.placement, its.members
     # A pool that is deleted while it is paused goes all the same: a finalizer must never hang.
-    reachable = {n.key for n in seen.values() if n.key in view.alive and n.node in view.nodes}
     if pool.is_deleting:
-        return lifecycle.finish(pool, seen, reachable, now) + _forget_connection(view, pool, setting)
+        stopped = () if members.seen else forget_agents(view, pool, setting)
+        finish = lifecycle.finish(pool, members.seen, reachable(members.seen.values()), now)
+        return finish + stopped + _forget_connection(view, pool, setting)
     if pool.model is None or placement is None or pool.model.spec.paused:
         return ()
     held = lifecycle.hold(pool)
     if held:
         return held
-    return reconcile(pool, placement, seen, reachable, now) + _plan_connection(view, pool, pool.model, setting)
+    agents = agents_of(view, pool, members, setting, now)
+    stands = Stands(placement, members.seen, members.difference)
+    return (
+        *reconcile(pool, stands, reachable, now, Stays(its.wanted, agents.rollout.holds)),
+        *plan_agents(view, pool, agents, members, setting, now),
+        *_plan_connection(view, pool, pool.model, setting),
+    )
 
 
 def _plan_connection(view: View, pool: Declared[KVPool], model: KVPool, setting: Setting) -> tuple[Action, ...]:
@@ -92,8 +119,11 @@ def _plan_connection(view: View, pool: Declared[KVPool], model: KVPool, setting:
     seen = view.config_maps.get(ref.name)
     body = objects.connection_body(ref, pool.meta, content)
     if seen is None:
-        return (Create(ref, pool.key, body=body),)
-    return () if seen.content_digest == digest(content) else (Apply(ref, pool.key, body=body),)
+        return (Create(ref, pool.key, body=body, adopts=True),)
+    if seen.content_digest == digest(content):
+        return ()
+    strays = dict.fromkeys(seen.entries - content.keys())
+    return (Merge(ref, pool.key, body={**body, "data": {**strays, **content}}),)
 
 
 def _forget_connection(view: View, pool: Declared[KVPool], setting: Setting) -> tuple[Action, ...]:
@@ -142,9 +172,13 @@ def scopes(view: View, namespace: str, now: datetime) -> Iterable[tuple[ScopeKin
             yield ScopeKind.SHARE, share, KEY_VERSION
 
 
-def _wake_at(view: View, now: datetime) -> datetime | None:
+def _wake_at(view: View, census: Census, now: datetime) -> datetime | None:
     """Return the next moment at which time alone changes a plan."""
-    moments = [next_deadline(n for n in view.pool_nodes.values() if n.drain.requested)]
+    draining = (members.seen[node] for members in census.pools.values() for node in members.draining)
+    moments = drain_deadlines(draining)
+    for operation in view.operations.values():
+        is_over = operations.stored_end(operation) is not None
+        moments.append(operations.expires_at(operation) if is_over else operations.deadline(operation))
     moments += [lifecycle.next_step(pool, now) for pool in view.pools.values() if pool.is_deleting]
     moments += [share_end(s.model) for s in view.shares.values() if s.model is not None]
     return min((m for m in moments if m is not None and m > now), default=None)

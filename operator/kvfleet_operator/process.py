@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from kvfleet_kube.api import KubeApi
 from kvfleet_kube.keks import KekSource
 from kvfleet_kube.leader import Candidacy, Leadership
 from kvfleet_kube.watch import Source, Watch
-from kvfleet_operator import kinds, objects, parse
+from kvfleet_operator import kinds, objects, parse, parse_workloads
 from kvfleet_operator.apply import Executor
 from kvfleet_operator.authority import CertificateAuthority
 from kvfleet_operator.controller import IDLE_S, Controller
@@ -27,8 +27,8 @@ from kvfleet_operator.heartbeats import Heartbeats
 from kvfleet_operator.issuing import Issuance
 from kvfleet_operator.kek_use import KekUse
 from kvfleet_operator.kinds import Kind
-from kvfleet_operator.planner import Setting
 from kvfleet_operator.resync import Resync
+from kvfleet_operator.setting import Setting
 from kvfleet_operator.world import View, World
 from kvfleet_telemetry import http, ready
 
@@ -170,7 +170,7 @@ class Process:
         record = parse.parse_declared(kind, body)
         self._resync.told(record)
         if is_deleted:
-            self._world.stores[kind].remove(record.key, record.uid)
+            self._world.stores[kind].remove(record.key, record.uid, record.version)
         else:
             self._world.stores[kind].put(record)
 
@@ -200,7 +200,23 @@ PARSERS: Final = {
     kinds.POOL_NODE: parse.parse_pool_node,
     kinds.SECRET: parse.parse_scope_secret,
     kinds.CONFIG_MAP: parse.parse_config_map,
+    kinds.DAEMON_SET: parse_workloads.parse_made,
+    kinds.STATEFUL_SET: parse_workloads.parse_stateful_set,
+    kinds.BUDGET: parse_workloads.parse_made,
+    kinds.POD: parse_workloads.parse_agent_pod,
 }
+
+
+METADATA_ONLY: Final = frozenset({kinds.NODE, kinds.NAMESPACE, kinds.DAEMON_SET, kinds.BUDGET})
+"""Of these names, labels and annotations are all that a decision reads."""
+
+
+def _labelled(labels: Mapping[str, str]) -> str:
+    return ",".join(f"{key}={value}" for key, value in labels.items())
+
+
+def _component_in(values: Iterable[str]) -> str:
+    return f"{objects.LABEL_COMPONENT} in ({','.join(values)})"
 
 
 def _sources(namespace: str) -> dict[Kind, Source[Any]]:
@@ -208,14 +224,22 @@ def _sources(namespace: str) -> dict[Kind, Source[Any]]:
     selectors = {
         kinds.POOL_NODE: names.LABEL_POOL,
         kinds.SECRET: names.LABEL_SCOPE,
-        kinds.CONFIG_MAP: ",".join(f"{k}={v}" for k, v in objects.CONNECTION_LABELS.items()),
+        kinds.CONFIG_MAP: _component_in(objects.CONFIG_MAPS),
+        kinds.DAEMON_SET: _labelled(objects.WORKLOAD_LABELS),
+        kinds.BUDGET: _labelled(objects.WORKLOAD_LABELS),
+        kinds.POD: f"{names.LABEL_MANAGED_BY}={names.MANAGED_BY},{_component_in(objects.PODS)}",
     }
+    # By name, which is all that the chart lets us see of StatefulSets.
+    fields = {kinds.STATEFUL_SET: f"metadata.name={names.REDIS}"}
     return {
         kind: Source(
             kind.path(namespace),
             parse,
-            {"labelSelector": selectors[kind]} if kind in selectors else {},
-            is_metadata_only=kind not in selectors,
+            {
+                **({"labelSelector": selectors[kind]} if kind in selectors else {}),
+                **({"fieldSelector": fields[kind]} if kind in fields else {}),
+            },
+            is_metadata_only=kind in METADATA_ONLY,
         )
         for kind, parse in PARSERS.items()
     }

@@ -76,6 +76,15 @@ class DrainSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class DemandSeen:
+    """Of a thousand blocks asked for: how many more with a step up, how many fewer with one down."""
+
+    gain_permille: int
+    loss_permille: int
+    held_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TierSeen:
     """One tier as the agent reports it."""
 
@@ -85,6 +94,10 @@ class TierSeen:
     capacity_bytes: int
     used_bytes: int
     last_error: str
+    demand: DemandSeen | None = None
+    """What reuse says about its size; None of a tier that does not scale, or is not used yet."""
+    blocks: int = 0
+    """Blocks that it holds, rounded down by an eighth at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +108,20 @@ class TenantSeen:
     tier: str
     used_bytes: int
     over_hard: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSeen:
+    """What an agent says of its part of a KVOperation."""
+
+    phase: str
+    reason: str
+    message: str
+    blocks_done: int
+    blocks_total: int
+    bytes_done: int
+    bytes_total: int
+    blocks_missing: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +142,8 @@ class PoolNodeSeen:
     version: int = field(compare=False)
     pool: str
     node: str
+    is_marked: bool
+    """True while it has our labels and an owner, by which it is found and goes."""
     revision: str
     tiers_digest: str
     """Digest of `spec.tiers`, compared with the wanted one."""
@@ -132,6 +161,12 @@ class PoolNodeSeen:
     share_hits: tuple[tuple[str, int], ...] = ()
     """Blocks that readers of prefix shares were given, by the share's uid."""
     tenants: tuple[TenantSeen, ...] = ()
+    orders: tuple[str, ...] = ()
+    """Uids of the KVOperations that the spec orders a part of."""
+    answers: Mapping[str, AnswerSeen] = field(default_factory=dict)
+    """What the agent says of them, by uid."""
+    is_heard: bool = False
+    """True when the status speaks of the spec as it is now."""
     erased: Mapping[str, int] = field(default_factory=dict)
     """Key version, by uid of the tenant, before which the node holds nothing any more; only of erasures under way."""
 
@@ -147,8 +182,8 @@ class PoolNodeSeen:
 
     @property
     def has_reported(self) -> bool:
-        """True once an agent has written any condition."""
-        return bool(self.conditions)
+        """True once an agent has written its conditions; node preparation may have written one before."""
+        return "AgentConnected" in self.conditions
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,3 +224,77 @@ class ConfigMapSeen:
     uid: str
     version: int = field(compare=False)
     content_digest: str
+    entries: frozenset[str] = frozenset()
+    """Names of its entries, those that somebody else added included."""
+    template: str = ""
+    """What agents or Redis are made from, as JSON; empty on ConfigMaps that hold neither."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeSeen:
+    """A DaemonSet or a PodDisruptionBudget of ours."""
+
+    key: str
+    uid: str
+    version: int = field(compare=False)
+    content_digest: str
+    """As it was made, see `objects.sealed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatefulSetSeen:
+    """The StatefulSet of Redis, whoever made it."""
+
+    key: str
+    uid: str
+    version: int = field(compare=False)
+    body: Mapping[str, object]
+    """Labels, annotations and owners under `metadata`, and `spec`, as stored."""
+    memory_bytes: int
+    """`maxmemory` that it was made with; 0 when it says none."""
+    is_deleting: bool
+    is_observed: bool
+    """True when the status speaks of the spec as it is now."""
+    ready: int
+    """Pods that are ready."""
+    updated: int
+    """Pods of the template as it is now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a pod of agents has for tiers."""
+
+    paths: frozenset[str] = frozenset()
+    """Directories of the host."""
+    limits_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Memory and huge pages by resource name; memory is without limit where it is not said."""
+
+    def covers(self, other: "Room") -> bool:
+        """True when tiers that were made for `other` fit in here."""
+        held = {"memory": float("inf"), **self.limits_bytes}
+        is_enough = all(held.get(name, 0) >= wanted for name, wanted in other.limits_bytes.items())
+        return is_enough and other.paths <= self.paths
+
+
+@dataclass(frozen=True, slots=True)
+class AgentPodSeen:
+    """One pod of a pool's DaemonSet."""
+
+    key: str
+    uid: str
+    version: int = field(compare=False)
+    pool: str
+    node: str
+    """Name of the Node that it runs on or is meant for."""
+    revision: str
+    """Of the template that it was made from."""
+    created: str
+    """RFC 3339."""
+    is_deleting: bool
+    is_ready: bool
+    ready_since: str
+    """When `is_ready` last changed, RFC 3339; empty before the kubelet has told."""
+    trouble: str
+    """Why it does not run, in the words of scheduler or kubelet; empty when nothing is wrong."""
+    room: Room

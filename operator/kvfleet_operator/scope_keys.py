@@ -12,7 +12,7 @@ from kvfleet_api import names
 from kvfleet_api.trust import ScopeKind
 from kvfleet_api.wrapping import data_entry, wrapped_by
 from kvfleet_operator import objects
-from kvfleet_operator.actions import Action, Delete, MintDataKey, MintKek, MintKey, Note, Rewrap
+from kvfleet_operator.actions import Action, MintDataKey, MintKek, MintKey, Note, Rewrap, Shred
 from kvfleet_operator.kinds import SECRET, Ref
 from kvfleet_operator.records import Declared, KeksSeen, ScopeSecretSeen
 
@@ -37,7 +37,7 @@ def plan_key(
     if is_foreign(secret):
         return ()
     if secret.owner_uid != owner.uid:
-        return (Delete(ref, uid=secret.uid),)
+        return (Shred(ref, uid=secret.uid, owner=owner.ref, owner_uid=secret.owner_uid),)
     if entry in secret.versions:
         return ()
     return (MintKey(ref, notes=(note,), entry=entry, body=body, resource_version=secret.resource_version),)

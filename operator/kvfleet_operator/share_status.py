@@ -1,7 +1,7 @@
 """The status of a KVPrefixShare: who may read it now, and why others whom it names may not. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final
 
@@ -43,8 +43,11 @@ def share_status(share: Declared[KVPrefixShare], seen: ShareSeen, now: datetime)
     says = Says(share.meta.generation)
     readings = _readings(share.model, seen, now)
     conditions = _conditions(says, share.model, seen, readings, now)
+    said = {condition.type for condition in conditions}
+    # What is not said now does not hold any more: a share that nobody grants has neither readers nor an end.
+    before = replace(share, conditions=tuple(c for c in share.conditions if c.type in said))
     return {
-        **conditions_only(share, conditions, format_time(now)),
+        **conditions_only(before, conditions, format_time(now)),
         "consumers": _count(readings) if seen.has_key else 0,
         "hits": seen.hits,
     }

@@ -4,18 +4,28 @@ Laws: a node counts as ready only while its agent is not silent; no count exceed
 same status, so a steady fleet causes no writes.
 """
 
-from collections import Counter
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from kvfleet_api import units
-from kvfleet_api.models.pool import ConfigMapRef, KVPool, KVPoolStatus, PoolConnection, PoolNodeCounts, PoolTierStatus
+from kvfleet_api.models.pool import (
+    ConfigMapRef,
+    KVPool,
+    KVPoolStatus,
+    PoolConnection,
+    PoolNodeCounts,
+    PoolTierStatus,
+    TierScale,
+)
+from kvfleet_operator.agents import Agents
+from kvfleet_operator.digest import digest
 from kvfleet_operator.kinds import Ref
 from kvfleet_operator.placement import Placement
 from kvfleet_operator.pool_conditions import Course, pool_conditions
-from kvfleet_operator.pool_facts import Facts, gather
-from kvfleet_operator.records import Declared, PoolNodeSeen
+from kvfleet_operator.pool_facts import Facts
+from kvfleet_operator.records import Declared
+from kvfleet_operator.redis import RedisState
+from kvfleet_operator.sums import PoolSums
 from kvfleet_operator.verdicts import Says, settle
 
 USAGE_FIELDS: Final = frozenset({"tiers", "usedOfCapacity", "hitPercent", "hits", "usage"})
@@ -26,36 +36,40 @@ USAGE_FIELDS: Final = frozenset({"tiers", "usedOfCapacity", "hitPercent", "hits"
 class Around:
     """What a pool's status needs besides its own KVPoolNodes."""
 
-    silent: Collection[str]
-    claimed_before: Mapping[str, int]
-    """Memory in bytes that older pools take, by node."""
+    agents: Agents
     tenants: int
     connection: Ref
     failure: str
+    redis: RedisState
+    scales: tuple[TierScale, ...]
+    """Where autoscaling brings the pool's tiers."""
     now: str
     """RFC 3339."""
 
 
 def pool_status(
-    pool: Declared[KVPool], placement: Placement, seen: Mapping[str, PoolNodeSeen], around: Around
+    pool: Declared[KVPool], placement: Placement, facts: Facts, sums: PoolSums, around: Around
 ) -> KVPoolStatus:
-    """Gather the status of an accepted pool. `seen` maps node names to its KVPoolNodes."""
+    """Put the status of an accepted pool together from what its nodes add up to."""
     assert pool.model is not None
-    facts = gather(placement, seen, around.silent, around.claimed_before)
-    course = Course(pool.model.spec.paused, around.failure)
-    conditions = pool_conditions(Says(pool.meta.generation), facts, course, placement.revision)
-    tiers = _tiers(placement, seen)
+    spec = pool.model.spec
+    rolls_by_itself = spec.update_strategy.type == "RollingUpdate"
+    course = Course(spec.paused, around.failure, around.agents, rolls_by_itself, around.redis)
+    revision = revision_of(placement, around.agents)
+    conditions = pool_conditions(Says(pool.meta.generation), facts, course, revision)
+    tiers = _tiers(placement, sums)
     return KVPoolStatus(
         observed_generation=pool.meta.generation,
         conditions=settle(pool, conditions, around.now),
         nodes=_counts(facts),
         tiers=tiers,
+        autoscaling=around.scales,
         nodes_ready=f"{facts.ready}/{facts.matched}",
-        used_of_capacity=_used_of_capacity(placement, seen),
-        hit_percent=_hit_percent(seen),
+        used_of_capacity=_used_of_capacity(placement, sums),
+        hit_percent=_hit_percent(sums),
         tenants=around.tenants,
-        current_revision=_current_revision(pool, placement, facts),
-        update_revision=placement.revision,
+        current_revision=_current_revision(pool, revision, facts),
+        update_revision=revision,
         connection=PoolConnection(
             config_map_ref=ConfigMapRef(namespace=around.connection.namespace, name=around.connection.name)
         ),
@@ -72,46 +86,36 @@ def _counts(facts: Facts) -> PoolNodeCounts:
     )
 
 
-def _tiers(placement: Placement, seen: Mapping[str, PoolNodeSeen]) -> tuple[PoolTierStatus, ...]:
-    """Sum each declared tier over the nodes; what agents report of other tiers is history."""
-    allocatable, used = _sums(seen)
+def _tiers(placement: Placement, sums: PoolSums) -> tuple[PoolTierStatus, ...]:
+    """Tell each declared tier over all nodes; what agents report of other tiers is history."""
     return tuple(
         PoolTierStatus(
             name=tier.name,
             capacity=tier.capacity_bytes * len(placement.nodes) or None,
-            allocatable=units.format_rounded(allocatable[tier.name]),
-            used=units.format_rounded(used[tier.name]),
+            allocatable=units.format_rounded(sums.allocatable_bytes(tier.name)),
+            used=units.format_rounded(sums.used_bytes[tier.name]),
         )
         for tier in placement.tiers
     )
 
 
-def _sums(seen: Mapping[str, PoolNodeSeen]) -> tuple[Counter[str], Counter[str]]:
-    """Bytes that agents offer and hold, by tier name."""
-    allocatable: Counter[str] = Counter()
-    used: Counter[str] = Counter()
-    for node in seen.values():
-        for tier in node.tiers:
-            allocatable[tier.name] += tier.capacity_bytes
-            used[tier.name] += tier.used_bytes
-    return allocatable, used
-
-
-def _used_of_capacity(placement: Placement, seen: Mapping[str, PoolNodeSeen]) -> str:
-    _, used = _sums(seen)
+def _used_of_capacity(placement: Placement, sums: PoolSums) -> str:
     capacity_bytes = sum(t.capacity_bytes for t in placement.tiers) * len(placement.nodes)
-    return f"{units.format_rounded(used.total())}/{units.format_rounded(capacity_bytes)}"
+    return f"{units.format_rounded(sums.used_bytes.total())}/{units.format_rounded(capacity_bytes)}"
 
 
-def _hit_percent(seen: Mapping[str, PoolNodeSeen]) -> int | None:
+def _hit_percent(sums: PoolSums) -> int | None:
     """Hits per hundred blocks asked for; None before anybody has asked."""
-    queried = sum(node.queried_blocks for node in seen.values())
-    hit = sum(node.hit_blocks for node in seen.values())
-    return min(100, 100 * hit // queried) if queried else None
+    return min(100, 100 * sums.hit_blocks // sums.queried_blocks) if sums.queried_blocks else None
 
 
-def _current_revision(pool: Declared[KVPool], placement: Placement, facts: Facts) -> str:
+def revision_of(placement: Placement, agents: Agents) -> str:
+    """Name what all nodes should run: the spec, and the pod where we run agents."""
+    return digest([placement.revision, agents.revision]) if agents.revision else placement.revision
+
+
+def _current_revision(pool: Declared[KVPool], revision: str, facts: Facts) -> str:
     """Return the revision that all nodes run; the former one while a rollout is under way."""
     if facts.matched and facts.updated == facts.matched:
-        return placement.revision
+        return revision
     return str(pool.status.get("currentRevision", ""))

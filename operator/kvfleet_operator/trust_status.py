@@ -1,7 +1,7 @@
 """The statuses of KVTenant and KVTrustDomain. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvfleet_api.conditions import Condition
@@ -40,8 +40,11 @@ def tenant_status(
         quotas = quota_conditions(says, tenant.model.spec, facts.held, facts.overcommit)
         conditions = (*conditions, *quotas, *erase_condition(says, tenant, course, now))
     joined = joined_domain(tenant.model, domains.values()) if tenant.model and not fault else None
+    said = {condition.type for condition in conditions} | {"EraseCompleted"}
+    # Quotas that are not judged now are neither kept nor exceeded; what was erased stays erased.
+    before = replace(tenant, conditions=tuple(c for c in tenant.conditions if c.type in said))
     return {
-        **conditions_only(tenant, conditions, now),
+        **conditions_only(before, conditions, now),
         "keyVersion": course.key_version,
         "eraseStarted": course.started,
         "lastErase": course.last,

@@ -14,7 +14,12 @@ _BAD_WHEN_TRUE: Final = frozenset({"Degraded", "Expired", "OverQuota"})
 _UNTOLD: Final = frozenset({"Progressing", "Provisioned"})
 """Types whose flips people see in Ready already."""
 
-_PASSING: Final = frozenset({"NodesNotReady", "Deleting", "Expired"})
+_TOLD: Final = frozenset({"ProgressDeadlineExceeded"})
+"""Reasons of those types that nothing else tells of."""
+
+_PASSING: Final = frozenset(
+    {"NodesNotReady", "NodesNotUpdated", "Deleting", "Expired", "RedisStarting", "RedisRolling"}
+)
 """Reasons of bad news that healthy objects pass through."""
 
 
@@ -65,7 +70,8 @@ def differs(stored: Mapping[str, Any], wanted: Mapping[str, Any], ignored: Itera
 
 
 def _is_told(before: Condition | None, after: Condition) -> bool:
-    if after.type in _UNTOLD or after.status is Status.UNKNOWN:
+    is_untold = after.type in _UNTOLD and after.reason not in _TOLD
+    if is_untold or after.status is Status.UNKNOWN:
         return False
     if before is None:
         return after.reason not in _PASSING if _is_bad(after) else after.type == "Ready"
