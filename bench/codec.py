@@ -4,7 +4,6 @@ Everything is timed right after a memcpy of the same blocks, in every repeat. GB
 generated: a scale for each channel and each token, some channels much larger than others. They do not fit into caches.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -233,16 +232,9 @@ def _floats(rows: Bytes2D) -> npt.NDArray[Any]:
     return words.view(np.float32).astype(np.float64)
 
 
-def choose(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = common.parser(__doc__)
-    parser.add_argument("--tiny", action="store_true", help="does it work at all? the figures mean nothing")
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table and the last line."""
-    chosen = choose(arguments)
+    chosen = common.parser(__doc__, has_tiny=True).parse_args(arguments)
     blocks = BLOCKS_TINY if chosen.tiny else BLOCKS_QUICK if chosen.quick else BLOCKS
     room = Room(generated(blocks), np.ones((blocks, BLOCK_BYTES), np.uint8))
     codecs, works = subjects(room), moves(room)

@@ -78,10 +78,12 @@ class Result:
         )
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Command line of every benchmark."""
+def parser(doc: str | None, *, has_tiny: bool = False) -> argparse.ArgumentParser:
+    """Command line of every benchmark; with `has_tiny` it knows sets that only show whether it works."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--quick", action="store_true", help="small sets and few repeats; well under a minute")
+    if has_tiny:
+        made.add_argument("--tiny", action="store_true", help="does it work at all? the figures mean nothing")
     made.add_argument("--json", type=Path, metavar="PATH", help="write the last line to PATH as well")
     return made
 

@@ -186,11 +186,10 @@ def _limits(taken: Taken, source: Sequence[memoryview], target: Sequence[memoryv
 
 def choose(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = common.parser(__doc__)
+    parser = common.parser(__doc__, has_tiny=True)
     parser.add_argument(
         "--directory", type=Path, help="on the file system to measure; default: one for temporary files"
     )
-    parser.add_argument("--tiny", action="store_true", help="does it work at all? the figures mean nothing")
     return parser.parse_args(arguments)
 
 

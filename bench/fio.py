@@ -47,7 +47,7 @@ class Fio:
         command = [
             self.program, f"--filename={self.directory / 'fio'}", f"--bs={block_bytes}", f"--size={size_bytes}",
             "--direct=1", f"--iodepth={DEPTH}", "--ioengine=io_uring", "--fallocate=none", "--output-format=json",
-            "--name=write", "--rw=write",
+            "--thread", "--name=write", "--rw=write",
             "--name=durable", "--stonewall", "--rw=write", "--sync=dsync",
             "--name=read", "--stonewall", "--rw=read",
         ]  # fmt: skip

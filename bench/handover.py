@@ -6,7 +6,6 @@ they are written; otherwise it waits until the whole is published and fetches th
 was written.
 """
 
-import argparse
 import contextlib
 import threading
 import time
@@ -102,16 +101,9 @@ def measure(nodes: Nodes, blocks: int, repeats: int) -> dict[str, Sample]:
     return {what: Sample(tuple(values)) for what, values in seconds.items()}
 
 
-def choose(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = common.parser(__doc__)
-    parser.add_argument("--tiny", action="store_true", help="does it work at all? the figures mean nothing")
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table and the last line."""
-    chosen = choose(arguments)
+    chosen = common.parser(__doc__, has_tiny=True).parse_args(arguments)
     blocks, repeats = (4, 5) if chosen.tiny else (32, 5) if chosen.quick else (32, 15)
     with contextlib.ExitStack() as stack:
         nodes = Nodes(stack, 4 * blocks * LAYOUT.block_bytes + 256 * MIB, TRANSPORTS["tcp"])

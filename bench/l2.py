@@ -282,9 +282,8 @@ def say(line: str) -> None:
 
 def choose(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    made = common.parser(__doc__)
+    made = common.parser(__doc__, has_tiny=True)
     made.add_argument("--directory", type=Path, default=Path("/dev/shm"), help="file system for fs_native")  # noqa: S108  Memory.
-    made.add_argument("--tiny", action="store_true", help="see whether it works; the figures mean nothing")
     return made.parse_args(arguments)
 
 

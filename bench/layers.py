@@ -5,7 +5,6 @@ verifies all of it; a stream has its first layer long before. The first stream a
 the checksums of layers (cold), later ones find them (warm). Every layer is compared with what was stored.
 """
 
-import argparse
 import sys
 import tempfile
 import time
@@ -82,16 +81,9 @@ def _stream(cache: PrefixCache, tokens: Tokens, stored: Bytes2D, heads: range | 
     return {"first layer": first_s, "all layers": time.perf_counter() - begin_s - checked_s}
 
 
-def choose(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = common.parser(__doc__)
-    parser.add_argument("--tiny", action="store_true", help="does it work at all? the figures mean nothing")
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table and the last line."""
-    chosen = choose(arguments)
+    chosen = common.parser(__doc__, has_tiny=True).parse_args(arguments)
     blocks, repeats = (4, 5) if chosen.tiny else (32, 5) if chosen.quick else (64, 15)
     with tempfile.TemporaryDirectory(prefix="kvfleet-bench-") as name:
         socket = Path(name) / "agent.sock"

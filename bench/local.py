@@ -138,8 +138,7 @@ def say(line: str) -> None:
 
 def choose(arguments: Sequence[str] | None) -> tuple[Plan, argparse.Namespace]:
     """Parse the command line into a plan."""
-    parser = common.parser(__doc__)
-    parser.add_argument("--tiny", action="store_true", help="see whether it works; the figures mean nothing")
+    parser = common.parser(__doc__, has_tiny=True)
     parser.add_argument("--peers", default=",".join(ALL_PEERS), help="peers to compare with, comma-separated; or none")
     chosen = parser.parse_args(arguments)
     chosen.peers = [] if chosen.peers == "none" else chosen.peers.split(",")

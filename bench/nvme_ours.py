@@ -21,7 +21,7 @@ from kvfleet_agent.backends.base import Record
 from kvfleet_agent.backends.remote_flash import open_nvme
 from kvfleet_agent.codec.registry import CodecRegistry
 from kvfleet_agent.core import Core
-from kvfleet_agent.index import Entry, Residence
+from kvfleet_agent.entry import Entry, Residence
 from kvfleet_agent.node import Node
 from kvfleet_agent.sweep import Sweeper
 from kvfleet_agent.tiers import Tier

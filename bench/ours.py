@@ -3,6 +3,7 @@
 import argparse
 import importlib.metadata
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from bench.identity import BLOCK_TOKENS, POOL, SECRET, TOKEN, layout_of
 from bench.peers.loop import Bytes2D, Store, Work, serve
 from kvfleet_api.blocks import BlockKey, chain_keys
 from kvfleet_client import Client, Lease, PrefixCache, Published, Reservation, Target, calls
-from kvfleet_client.calls import Answers, Calls, Operation
+from kvfleet_client.batches import AHEAD
+from kvfleet_client.calls import Ahead, Answers, Call, Collect, Operation
 from kvfleet_client.chain import Tokens
 from kvfleet_client.copying import copy_verified, fill
 
@@ -28,7 +30,7 @@ LEASE_S = 30.0
 
 
 class Verbs:
-    """Reserve, fill, publish; lookup, acquire, copy, release. A batch ends in the round trip that begins the next."""
+    """Reserve, fill, publish; lookup, acquire, copy, release; `AHEAD` batches under way at a time."""
 
     def __init__(self, socket: Path) -> None:
         """Use the agent that listens on `socket`."""
@@ -59,24 +61,28 @@ class Verbs:
         return self._attached.run(self._storing())
 
     def _storing(self) -> Operation[dict[str, float]]:
-        """Slots of a batch are asked for together with the publication of the one before."""
-        keys, target, clock = self._keys, self._attached.target, time.perf_counter
-        parts = {"reserve and publish": 0.0, "fill": 0.0}
-        publishing: Calls = ()
-        parent = b""
-        for part in self._work.batches():
-            start_s = clock()
-            *published, reserved = yield (*publishing, calls.reserve(target, parent, keys[part], ""))
-            reserved_s = clock()
-            sums = self._fill(reserved.value, self._source[part])
-            parts["reserve and publish"] += reserved_s - start_s
-            parts["fill"] += clock() - reserved_s
+        """While a batch is filled, the agent publishes those before it and reserves those behind it."""
+        parts, begun_s, fill_s = list(self._work.batches()), time.perf_counter(), 0.0
+        flying = deque[Ahead]()
+        for part in parts[:AHEAD]:
+            flying.append(Ahead((self._reserve(part),)))
+            yield flying[-1]
+        for i, part in enumerate(parts):
+            *published, reserved = yield Collect(flying.popleft())
             _check_published(published)
-            publishing, parent = (calls.publish(target, reserved.value, sums),), keys[part][-1].digest
-        start_s = clock()
-        _check_published((yield publishing))
-        parts["reserve and publish"] += clock() - start_s
-        return parts
+            filling_s = time.perf_counter()
+            sums = self._fill(reserved.value, self._source[part])
+            fill_s += time.perf_counter() - filling_s
+            publishing = calls.publish(self._attached.target, reserved.value, sums)
+            flying.append(Ahead((publishing, *map(self._reserve, parts[i + AHEAD : i + AHEAD + 1]))))
+            yield flying[-1]
+        for ahead in flying:
+            _check_published((yield Collect(ahead)))
+        return {"fill": fill_s, "reserve and publish": time.perf_counter() - begun_s - fill_s}
+
+    def _reserve(self, part: slice) -> Call[tuple[Reservation, ...]]:
+        parent = self._keys[part.start - 1].digest if part.start else b""
+        return calls.reserve(self._attached.target, parent, self._keys[part], "")
 
     def _fill(self, slots: Sequence[Reservation], blocks: Bytes2D) -> list[bytes]:
         return [fill(slot, memoryview(block)) for slot, block in zip(slots, blocks, strict=True)]
@@ -86,26 +92,32 @@ class Verbs:
         return self._attached.run(self._loading())
 
     def _loading(self) -> Operation[dict[str, float]]:
-        """Leases of a batch are asked for together with the release of the one before."""
-        keys, target, clock = self._keys, self._attached.target, time.perf_counter
-        start_s = clock()
+        """While a batch is copied, the agent ends the leases of those before it and gives those of the ones behind."""
+        keys, target = self._keys, self._attached.target
+        parts, begun_s, copy_s = list(self._work.batches()), time.perf_counter(), 0.0
         assert (yield (calls.lookup(target, keys, ""),))[0].value.blocks == len(keys), "the set is there"
-        parts = {"lookup": clock() - start_s, "acquire and release": 0.0, "copy": 0.0}
-        releasing: Calls = ()
-        held = 0
-        for part in self._work.batches():
-            start_s = clock()
-            *released, acquired = yield (*releasing, calls.acquire(target, keys[part], "", LEASE_S, LEASE_S))
-            acquired_s = clock()
-            self._copy(acquired.value, self._sink[part])
-            parts["acquire and release"] += acquired_s - start_s
-            parts["copy"] += clock() - acquired_s
+        lookup_s = time.perf_counter() - begun_s
+        flying, held = deque[Ahead](), deque[int]()
+        for part in parts[:AHEAD]:
+            flying.append(Ahead((self._acquire(part),)))
+            yield flying[-1]
+        for i, part in enumerate(parts):
+            *released, acquired = yield Collect(flying.popleft())
             _check_released(released, held)
-            releasing, held = (calls.release(target, acquired.value),), len(acquired.value)
-        start_s = clock()
-        _check_released((yield releasing), held)
-        parts["acquire and release"] += clock() - start_s
-        return parts
+            copying_s = time.perf_counter()
+            self._copy(acquired.value, self._sink[part])
+            copy_s += time.perf_counter() - copying_s
+            held.append(len(acquired.value))
+            releasing = calls.release(target, acquired.value)
+            flying.append(Ahead((releasing, *map(self._acquire, parts[i + AHEAD : i + AHEAD + 1]))))
+            yield flying[-1]
+        for ahead in flying:
+            _check_released((yield Collect(ahead)), held)
+        waited_s = time.perf_counter() - begun_s - lookup_s - copy_s
+        return {"lookup": lookup_s, "copy": copy_s, "acquire and release": waited_s}
+
+    def _acquire(self, part: slice) -> Call[tuple[Lease, ...]]:
+        return calls.acquire(self._attached.target, self._keys[part], "", LEASE_S, LEASE_S)
 
     def _copy(self, leases: Sequence[Lease], rows: Bytes2D) -> None:
         for lease, row in zip(leases, rows, strict=True):
@@ -135,9 +147,9 @@ def _check_published(answers: Answers) -> None:
         assert set(answer.value) == {Published.PUBLISHED}, answer
 
 
-def _check_released(answers: Answers, held: int) -> None:
+def _check_released(answers: Answers, held: deque[int]) -> None:
     for answer in answers:
-        assert answer.value == held, "a lease ended while its block was copied"
+        assert answer.value == held.popleft(), "a lease ended while its block was copied"
 
 
 class TokensInBlocksOut(Verbs):

@@ -20,7 +20,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry
 
 from kvfleet_agent.backends.base import SlotRef
-from kvfleet_agent.ports import Lent, Wanted
+from kvfleet_agent.ports import Lent, Stretch, Wanted
 from kvfleet_agent.remote.listener import PeerListener
 from kvfleet_agent.remote.peers import RemotePeers
 from kvfleet_agent.remote.security import PeerTls
@@ -86,6 +86,10 @@ class Lending:
         return [
             Lent(i + 1, slot, self._view(i), b"", self._sums[i], EPOCH) for i, slot in zip(found, slots, strict=True)
         ]
+
+    def trace(self, key: BlockKey, most: int) -> Stretch | None:  # noqa: ARG002
+        """No chain is told."""
+        return None
 
     def end(self, leases: Sequence[int]) -> None:
         """Nothing is counted."""

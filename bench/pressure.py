@@ -43,6 +43,8 @@ MINUTES: Final = 30.0
 QUICK_S: Final = 30.0
 SAMPLES: Final = 120
 """Looks at the agent's memory in a run."""
+LEVELS: Final = ("own_bytes", "malloc_used_bytes", "malloc_free_bytes", "python_blocks")
+"""What tells a leak, which somebody holds, from memory that an allocator keeps."""
 REST_S: Final = 2.0
 """For the agent to let go of what engines held when they left."""
 
@@ -52,20 +54,21 @@ class Course:
     """What was seen over time."""
 
     seconds: list[float] = field(default_factory=list)
-    own_bytes: list[float] = field(default_factory=list)
+    levels: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in LEVELS})
     facts: dict[str, Any] = field(default_factory=dict)
     squeezes: int = 0
 
     def note(self, at_s: float, facts: dict[str, Any]) -> None:
         """Add a look."""
         self.seconds.append(at_s)
-        self.own_bytes.append(float(facts["own_bytes"]))
+        for name, levels in self.levels.items():
+            levels.append(float(facts[name]))
         self.facts = facts
 
-    def growth_bytes_per_hour(self) -> float:
-        """Slope of the agent's own memory over the second half (least squares)."""
+    def growth_per_hour(self, name: str) -> float:
+        """Slope of a level over the second half (least squares)."""
         half = len(self.seconds) // 2
-        slope = np.polyfit(self.seconds[half:], self.own_bytes[half:], 1)[0]
+        slope = np.polyfit(self.seconds[half:], self.levels[name][half:], 1)[0]
         return float(slope) * 3600.0
 
 
@@ -136,6 +139,7 @@ def say(passed_s: float, course: Course) -> None:
 
 def values_of(course: Course, seen: Counter[str], seconds: float) -> dict[str, float]:
     """Figures of the last line."""
+    own_bytes = course.levels["own_bytes"]
     return {
         "seconds": seconds,
         "squeezes": float(course.squeezes),
@@ -146,10 +150,13 @@ def values_of(course: Course, seen: Counter[str], seconds: float) -> dict[str, f
         "lost_blocks": float(seen["lost"]),
         "refused_blocks": float(seen["refused"]),
         "hit_ratio": seen["loaded"] / max(1, seen["wanted"]),
-        "own_mib_after_a_tenth": course.own_bytes[len(course.own_bytes) // 10] / MIB,
-        "own_mib_at_the_end": course.own_bytes[-1] / MIB,
-        "own_mib_max": max(course.own_bytes) / MIB,
-        "growth_mib_per_hour": course.growth_bytes_per_hour() / MIB,
+        "own_mib_after_a_tenth": own_bytes[len(own_bytes) // 10] / MIB,
+        "own_mib_at_the_end": own_bytes[-1] / MIB,
+        "own_mib_max": max(own_bytes) / MIB,
+        "growth_mib_per_hour": course.growth_per_hour("own_bytes") / MIB,
+        "malloc_used_growth_mib_per_hour": course.growth_per_hour("malloc_used_bytes") / MIB,
+        "malloc_free_growth_mib_per_hour": course.growth_per_hour("malloc_free_bytes") / MIB,
+        "python_blocks_growth_per_hour": course.growth_per_hour("python_blocks"),
         "descriptors_at_the_end": float(course.facts["descriptors"]),
         "leases_at_the_end": float(course.facts["leases"]),
         "reservations_at_the_end": float(course.facts["reservations"]),

@@ -6,6 +6,7 @@ process ends with stdin.
 
 import argparse
 import asyncio
+import ctypes
 import gc
 import json
 import sys
@@ -33,6 +34,36 @@ from kvfleet_api.tiers import TierType
 from kvfleet_api.units import MIB
 
 NODE = "bench"
+
+
+class Mallinfo2(ctypes.Structure):
+    """What glibc's `mallinfo2` tells, mallinfo(3)."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keep",
+        )
+    )
+
+
+def malloc_bytes() -> tuple[int, int]:
+    """Bytes that glibc has given out and not got back, and those that it keeps though they are free; 0 without it."""
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        return 0, 0
+    mallinfo2.restype = Mallinfo2
+    told = mallinfo2()
+    return told.uordblks + told.hblkhd, told.fordblks
 
 
 def tiers_of(directory: Path, dram_bytes: int, nvme_bytes: int) -> list[NodeTier]:
@@ -91,8 +122,12 @@ class PressureNode:
     def facts(self) -> dict[str, Any]:
         """What a leak would show in."""
         node = self.node
+        malloc_used_bytes, malloc_free_bytes = malloc_bytes()
         return {
             "own_bytes": own_bytes(),
+            "malloc_used_bytes": malloc_used_bytes,
+            "malloc_free_bytes": malloc_free_bytes,
+            "python_blocks": sys.getallocatedblocks(),
             "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
             "entries": len(node.index),
             "leases": len(node.leases),

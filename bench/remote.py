@@ -212,8 +212,7 @@ def cases_of(chosen: argparse.Namespace) -> tuple[Case, ...]:
 
 def choose(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = common.parser(__doc__)
-    parser.add_argument("--tiny", action="store_true", help="see whether it works; the figures mean nothing")
+    parser = common.parser(__doc__, has_tiny=True)
     parser.add_argument("--peers", default=MOONCAKE, help="peers to compare with: mooncake, or none")
     parser.add_argument("--transports", help="of UCX, comma-separated: tcp, local; --quick: tcp alone")
     chosen = parser.parse_args(arguments)
