@@ -8,8 +8,8 @@ SEEDS ?= 200
 EXAMPLES ?= quick
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types contracts drift unit style test contract stateful system peers sim faults threats mutants soak test-gpu test-guest \
-  bench requirements generate sbom licences clean
+.PHONY: help setup demo check lint types contracts drift unit style test contract stateful system peers sim faults threats adversity mutants soak test-gpu test-guest test-node \
+  images image-pins test-images bench requirements generate sbom licences clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -43,7 +43,7 @@ unit:
 
 test: EXAMPLES = kvfleet
 test: check ## Everything that runs on a machine without GPU or nodes; skipped tests say why at the end
-	@$(PYTEST) -q tests/contract tests/stateful tests/sim tests/crash tests/faults tests/threats tests/system tests/peers
+	@$(BIN)/python hack/run_tests.py tests/contract tests/stateful tests/sim tests/crash tests/faults tests/threats tests/adversity tests/system tests/peers
 	@$(PYTEST) -q tests/gpu # A process of its own: without a GPU it is Triton's interpreter that has to be chosen first.
 
 contract:
@@ -67,6 +67,9 @@ faults: setup ## Every invariant I1-I11 against faults, shortened
 threats: setup ## Every threat to isolation T1-T15, shortened (FULL=1: the counts of the table)
 	@PYTHONPATH=tests $(BIN)/python -m threats $(if $(ONLY),--only $(ONLY)) $(if $(FULL),--full)
 
+adversity: setup ## Lie to the operator and kill it at every API call, shortened (FULL=1: the counts of the claims)
+	@PYTHONPATH=tests $(BIN)/python -m adversity $(if $(ONLY),--only $(ONLY)) $(if $(FULL),--full)
+
 mutants: setup ## Seeded defects that the suite must catch
 	@$(BIN)/python hack/mutants.py $(if $(ONLY),--only $(ONLY))
 
@@ -78,6 +81,19 @@ test-gpu: setup ## Tests that need a CUDA device
 
 test-guest: setup ## CXL and NVMe tiers under a real kernel on an emulated machine (QEMU; minutes, 75 MB once)
 	@$(PYTEST) -q tests/guest
+
+images: setup ## Container images in build/images, without a daemon (IMAGES="operator redis" makes some; python -m images --help)
+	@$(BIN)/python -m images $(IMAGES)
+
+image-pins: setup ## Pin the images' Debian packages to what the mirror has now
+	@$(BIN)/python -m images --pin
+
+test-images: setup ## Images twice with equal digests, and every process run from its image (root; minutes)
+	@$(PYTEST) -q tests/images
+
+test-node: setup ## Real kubelets and containerd in namespaces, the chart with its images (root; `make images` first)
+	@$(BIN)/python -m controlplane build kubelet kube-proxy coredns >/dev/null  # Minutes once, which no test's bound is for.
+	@$(PYTEST) -q tests/node
 
 bench: setup ## Every benchmark, peers and limits in the same run
 	@$(BIN)/python -m bench

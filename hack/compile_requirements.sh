@@ -14,6 +14,7 @@ compile dev pyproject.toml --extra demo --extra dashboards --group dev
 for process in operator metadata agent; do
   compile "$process" pyproject.toml --extra "$process" -c requirements/dev.txt
 done
+compile agent-cuda pyproject.toml --extra agent --extra cuda -c requirements/dev.txt
 compile client pyproject.toml -c requirements/dev.txt
 compile nixl requirements/nixl.in --no-deps
 for peer in requirements/peers-*.in; do

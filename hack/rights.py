@@ -31,6 +31,7 @@ IDENTITIES: Final[Mapping[str, str]] = {
     "operator": f"system:serviceaccount:{SYSTEM}:kvfleet-operator",
     "agent": f"system:serviceaccount:{SYSTEM}:kvfleet-agent",
     "metadata": f"system:serviceaccount:{SYSTEM}:kvfleet-metadata",
+    "node": f"system:serviceaccount:{SYSTEM}:kvfleet-node",
     "redis": f"system:serviceaccount:{SYSTEM}:kvfleet-redis",
     "administrator": "administrator",
     "tenant-editor": "tenant-editor",
@@ -43,15 +44,20 @@ IDENTITIES: Final[Mapping[str, str]] = {
 """Processes, people by the role that they are bound to (in `team-a` alone where it is namespaced), and strangers."""
 _CLUSTER_ROLES: Final = {"administrator": "kvfleet-administrator", "tenant-editor": "kvfleet-tenant-editor"}
 _TEAM_ROLES: Final = {"viewer": "view", "editor": "edit", "owner": "admin"}
+NODE_PREPARATION: Final = {
+    "nodePreparation.enabled": "true",
+    "nodePreparation.image.digest": "sha256:" + "2" * 64,
+}
+"""Settings by which the chart has node preparation as well, which is off by default."""
 _EVERYBODY: Final = "somebody"
 """Has no binding: what it may do, everybody may who has an account."""
-_PROCESSES: Final = ("operator", "agent", "metadata", "redis", "engine")
+_PROCESSES: Final = ("operator", "agent", "metadata", "node", "redis", "engine")
 
 _READ: Final = ("get", "list", "watch")
 _WRITE: Final = ("create", "update", "patch", "delete", "deletecollection")
-_KINDS: Final = ("kvpools", "kvpoolnodes", "kvtenants", "kvtrustdomains", "kvprefixshares")
+_KINDS: Final = ("kvpools", "kvpoolnodes", "kvtenants", "kvtrustdomains", "kvprefixshares", "kvoperations")
 ASKED: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
-    *((f"{kind}.{names.GROUP}", (*_READ, *_WRITE, "administer", "share")) for kind in _KINDS),
+    *((f"{kind}.{names.GROUP}", (*_READ, *_WRITE, "administer", "share", "operate")) for kind in _KINDS),
     *((f"{kind}/status.{names.GROUP}", ("get", "update", "patch")) for kind in _KINDS),
     ("secrets", (*_READ, *_WRITE)),
     (f"secrets:{names.KEK_SECRET}", ("get", "update", "patch", "delete")),
@@ -75,6 +81,8 @@ ASKED: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("certificatesigningrequests/approval.certificates.k8s.io", ("update", "patch")),
     ("signers:kubernetes.io/kube-apiserver-client.certificates.k8s.io", ("approve", "sign")),
     ("daemonsets.apps", (*_READ, *_WRITE)),
+    ("statefulsets.apps", (*_READ, *_WRITE)),
+    (f"statefulsets.apps:{names.REDIS}", ("get", "create", "update", "patch", "delete")),
     ("roles.rbac.authorization.k8s.io", (*_WRITE, "bind", "escalate")),
     ("clusterroles.rbac.authorization.k8s.io", (*_WRITE, "bind", "escalate")),
     ("rolebindings.rbac.authorization.k8s.io", _WRITE),
@@ -88,7 +96,7 @@ ASKED: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
 """What matters: `resource[/subresource][:name][.group]` and verbs."""
 _NAMESPACED: Final = (
     "kvprefixshares", "secrets", "configmaps", "pods", "namespaces", "events", "serviceaccounts", "leases",
-    "daemonsets", "roles.", "rolebindings",
+    "daemonsets", "statefulsets", "roles.", "rolebindings",
 )  # fmt: skip
 """Beginnings of resources of which a role in one namespace may say something; of all others the answer is the same."""
 
@@ -115,7 +123,7 @@ def prepare(plane: ControlPlane, chart: str) -> None:
     """Put the chart's rights in force, and people who are bound to its roles. Waits until they are."""
     documents = [d for d in yaml.safe_load_all(chart) if d]
     plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=yaml.safe_dump_all(documents))
-    plane.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
+    plane.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=90s")
     made = [*_namespaces(), *_bindings()]
     plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=yaml.safe_dump_all(made))
     last = Question("admin", TEAM, f"kvprefixshares.{names.GROUP}", "deletecollection")
@@ -199,7 +207,7 @@ def granted(plane: ControlPlane) -> set[tuple[str, str, str]]:
     places = (SYSTEM, names.CA_NAMESPACE)
     return {
         (identity, resource, verb)
-        for identity in ("operator", "agent", "metadata")
+        for identity in ("operator", "agent", "metadata", "node")
         for place in places
         for resource, _, verb in rules(plane, identity, place)
     }
@@ -276,7 +284,7 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="kvfleet-rights-") as folder,
         start(Path(folder) / "plane", kwok=False) as p,
     ):
-        prepare(p, render())
+        prepare(p, render(**NODE_PREPARATION))
         told = page(p)
     if "--write" in sys.argv:
         PAGE.write_text(told, encoding="utf-8")

@@ -42,6 +42,14 @@ class ApiClient:
         """Return the JSON, or the text where it is none, at `path`."""
         return self.request("GET", path)
 
+    def get_all(self, paths: Iterable[str]) -> list[Any]:
+        """Return what is at each path, over one connection, which saves a handshake for each; raises like `request`."""
+        connection = self._connection()
+        try:
+            return [self._exchange(connection, "GET", path, None, "application/json") for path in paths]
+        finally:
+            connection.close()
+
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Create an object; return it as stored."""
         return self.request("POST", path, body)

@@ -22,7 +22,10 @@ FAKE_NODE_ANNOTATION = {"kwok.x-k8s.io/node": "fake"}
 _CLIENT_RATE = ("--kube-api-qps=1000", "--kube-api-burst=2000")
 """The defaults (20/s) are for sharing a busy API server; here they alone would double the start time."""
 
-_SERVICE_RANGE = "10.96.0.0/16"  # The range that kubeadm uses; nothing routes it here.
+_SERVICE_RANGE = "10.96.0.0/16"  # The range that kubeadm uses; only real nodes route it.
+
+SERVICE_ADDRESS = "10.96.0.1"
+"""Where pods of real nodes find the API server: the first address of the range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,10 @@ def apiserver(setup: Setup) -> list[str]:
         f"--tls-cert-file={at.pki('apiserver.crt')}",
         f"--tls-private-key-file={at.pki('apiserver.key')}",
         f"--client-ca-file={at.pki('ca.crt')}",
+        f"--kubelet-certificate-authority={at.pki('ca.crt')}",
+        f"--kubelet-client-certificate={at.pki('kubelet-client.crt')}",
+        f"--kubelet-client-key={at.pki('kubelet-client.key')}",
+        "--kubelet-preferred-address-types=InternalIP",  # Nobody here resolves names of nodes.
         f"--service-account-issuer={ISSUER}",
         f"--service-account-key-file={at.pki('sa.pub')}",
         f"--service-account-signing-key-file={at.pki('sa.key')}",

@@ -7,12 +7,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from controlplane.components import LOOPBACK, Setup
+from controlplane.components import LOOPBACK, SERVICE_ADDRESS, Setup
 from controlplane.layout import Layout
 from controlplane.pki import Authority, KeyPair, service_account_keys
 
 KWOK_USER = "kwok"
 """User name of kwok; bound to exactly the rights that it needs."""
+
+KUBELET_CLIENT = "kube-apiserver-kubelet-client"
+"""User as which the API server asks kubelets for logs and for commands in pods; bound when there are real nodes."""
 
 _COMPONENT_USERS = {
     "kube-controller-manager": "system:kube-controller-manager",
@@ -25,7 +28,7 @@ def write_all(setup: Setup) -> None:
     """Make everything that the components and the administrator need."""
     at = setup.layout
     ca, etcd_ca = Authority.create("kvfleet-embedded"), Authority.create("kvfleet-embedded-etcd")
-    addresses = {LOOPBACK, setup.advertise_address or LOOPBACK}
+    addresses = {LOOPBACK, SERVICE_ADDRESS, setup.advertise_address or LOOPBACK}
     hosts = ("localhost", "kubernetes.default.svc", *sorted(addresses))
     pairs = {
         "ca": ca.pair,
@@ -33,6 +36,7 @@ def write_all(setup: Setup) -> None:
         "apiserver": ca.issue_server("kube-apiserver", hosts),
         "etcd": etcd_ca.issue_server("etcd", (LOOPBACK, "localhost"), also_client=True),
         "etcd-client": etcd_ca.issue_client("kube-apiserver"),
+        "kubelet-client": ca.issue_client(KUBELET_CLIENT),
         "admin": ca.issue_client("admin", ("system:masters",)),
     }
     for name, pair in pairs.items():
@@ -49,8 +53,12 @@ def write_all(setup: Setup) -> None:
 
 def issue_client(at: Layout, user: str, groups: Iterable[str]) -> KeyPair:
     """Issue a client certificate under the authority of a running control plane."""
-    pair = KeyPair(at.pki("ca.key").read_bytes(), at.pki("ca.crt").read_bytes())
-    return Authority.load(pair).issue_client(user, groups)
+    return _authority(at).issue_client(user, groups)
+
+
+def issue_server(at: Layout, name: str, hosts: Iterable[str]) -> KeyPair:
+    """Issue a serving certificate under the authority of a running control plane."""
+    return _authority(at).issue_server(name, hosts)
 
 
 def certificate_user(pair: KeyPair) -> dict[str, str]:
@@ -86,6 +94,11 @@ def write_private(path: Path, content: bytes) -> None:
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
     staged.replace(path)
+
+
+def _authority(at: Layout) -> Authority:
+    """Return the authority of a running control plane."""
+    return Authority.load(KeyPair(at.pki("ca.key").read_bytes(), at.pki("ca.crt").read_bytes()))
 
 
 def _base64(content: bytes) -> str:

@@ -6,7 +6,7 @@ Pure but for reading the pinned `go.mod` and `go.sum` files beside this one.
 import hashlib
 import platform
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 MODULES = Path(__file__).parent / "modules"
@@ -89,6 +89,16 @@ _ALL = (
         ("helm.sh/helm/v4/internal/version.version=v{major}.{minor}.{patch}",),
     ),
     _kubernetes("kubelet"),
+    # Modules of their own: another tool would rename the folder of those above, and have all of them built again.
+    replace(_kubernetes("kube-proxy"), module="kube-proxy"),
+    Tool("coredns", "coredns", "kvfleet.dev/hack/controlplane/coredns", "github.com/coredns/coredns", ("-version",)),
+    Tool(
+        "helm-unittest",
+        "helm-unittest",
+        "github.com/helm-unittest/helm-unittest/cmd/helm-unittest",
+        "github.com/helm-unittest/helm-unittest",
+        ("--help",),  # It prints no version, so that only a build of the pin counts.
+    ),
     Tool(
         "versitygw",
         "versitygw",
@@ -101,8 +111,9 @@ _ALL = (
 TOOLS = {tool.name: tool for tool in _ALL}
 """Every tool by name, in the order in which a full build makes them."""
 
-DEFAULT_TOOLS = tuple(name for name in TOOLS if name not in ("kubelet", "versitygw"))
-"""What `build` makes unless told otherwise; only real nodes need the kubelet, only S3 tests the gateway."""
+_ON_REQUEST = ("kubelet", "kube-proxy", "coredns", "helm-unittest", "versitygw")
+DEFAULT_TOOLS = tuple(name for name in TOOLS if name not in _ON_REQUEST)
+"""What `build` makes unless told otherwise; real nodes need the first three, the suites of chart and S3 the others."""
 
 
 def parse_version(text: str) -> Version | None:
@@ -148,5 +159,7 @@ def cache_folder_name(module: str, modules: Path = MODULES) -> str:
     stamps = (f"{t.name}={t.package} {t.stamps}" for t in TOOLS.values() if t.module == module)
     recipe = "\n".join((*BUILD_FLAGS, *STRIP_FLAGS, platform.system(), platform.machine(), *stamps))
     folder = modules / module
+    if (main := folder / "main.go").exists():  # A command of our own, made of a pinned module's packages.
+        recipe += main.read_text()
     sums = (folder / "go.mod").read_bytes(), (folder / "go.sum").read_bytes()
     return f"{module}-{digest(*sums, recipe)}"

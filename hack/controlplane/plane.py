@@ -9,7 +9,14 @@ from types import TracebackType
 from typing import Self
 
 from controlplane.client import ApiClient
-from controlplane.credentials import certificate_user, issue_client, token_user, write_kubeconfig
+from controlplane.credentials import (
+    certificate_user,
+    issue_client,
+    issue_server,
+    token_user,
+    write_kubeconfig,
+    write_private,
+)
 from controlplane.errors import ApiError, ApiUnreachableError, KubectlError, StartError, StateDirError
 from controlplane.identities import request_token
 from controlplane.layout import Layout
@@ -172,6 +179,12 @@ class ControlPlane:
         identity = certificate_user(issue_client(self._at, user, groups))
         write_kubeconfig(path, self.server, self.ca_file.read_bytes(), identity)
         return path
+
+    def write_serving_pair(self, name: str, hosts: Iterable[str], certificate: Path, key: Path) -> None:
+        """Write a new serving certificate of the plane's authority for `hosts`, and its key."""
+        pair = issue_server(self._at, name, hosts)
+        write_private(certificate, pair.public_pem)
+        write_private(key, pair.key_pem)
 
     def add_fake_nodes(
         self,

@@ -16,7 +16,8 @@ from controlplane.layout import Layout
 
 _SCRIPT = Path(__file__).with_name("supervisor.py")
 _BACKLOG = 16  # Requests are few and answered in milliseconds.
-_TIMEOUT_S = 15.0  # The longest answer is that to a stop: all processes killed, all files removed.
+_TIMEOUT_S = 15.0
+_STOP_S = 90.0  # All processes killed, what they changed undone, all files removed; disks may be busy.
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Supervision:
         """
         try:
             with socket.socket(socket.AF_UNIX) as connection, _short(self._at.socket) as path:
-                connection.settimeout(_TIMEOUT_S)
+                connection.settimeout(_STOP_S if op == "stop" else _TIMEOUT_S)
                 connection.connect(path)
                 connection.sendall(json.dumps({"op": op, **arguments}).encode() + b"\n")
                 with connection.makefile("rb") as lines:

@@ -5,6 +5,8 @@ Runs as a script in a session of its own, on the standard library alone (`python
 - A pidfd of the owner becomes readable when the owner ends, `kill -9` included: every component is killed and
   the state folder removed.
 - Components die with this process (PR_SET_PDEATHSIG), so killing the supervisor leaves none behind either.
+- Commands that were asked for with `at_end` run after that, the last one first: they undo what components changed on
+  the machine.
 - A Unix socket in the state folder, which only its user can enter, takes one JSON request per connection.
 
 A component that ends by itself stays ended: a test that kills one wants to see the consequences.
@@ -34,6 +36,7 @@ _REQUEST_BYTES_MAX = 1 << 20  # A request is an argument list; the limit only bo
 _REQUEST_TIMEOUT_S = 5.0  # Bounds how long a stuck client can hold up the loop.
 _REMOVE_TRIES = 20  # A kubectl that still writes its cache can make removing the folder fail a few times.
 _REMOVE_PAUSE_S = 0.05
+_AT_END_TIMEOUT_S = 10.0  # A command that hangs must not keep the state folder.
 
 
 @dataclass(slots=True)
@@ -56,6 +59,7 @@ class Supervisor:
         """Own `state_dir`, which is removed at the end."""
         self._state_dir = state_dir
         self._components: dict[str, Component] = {}
+        self._at_end: list[list[str]] = []
         self._libc = ctypes.CDLL(None, use_errno=True)
         self.is_detached = False
         """Whether the end of the owner is to be ignored from now on."""
@@ -73,6 +77,7 @@ class Supervisor:
             "resume": self._resume,
             "status": self._status,
             "detach": self._detach,
+            "at_end": self._add_at_end,
         }
         return operations[request.pop("op")](**request)
 
@@ -88,11 +93,13 @@ class Supervisor:
                 self._resume(name)
 
     def end(self) -> None:
-        """Kill every component with its process group and remove the state folder."""
+        """Kill every component with its process group, undo what they changed and remove the state folder."""
         for component in self._components.values():
             _kill_group(component.process, signal.SIGKILL)
         for component in self._components.values():
             component.process.wait()
+        for argv in reversed(self._at_end):
+            _run(argv)
         for _ in range(_REMOVE_TRIES):
             shutil.rmtree(self._state_dir, ignore_errors=True)
             if not self._state_dir.exists():
@@ -141,6 +148,10 @@ class Supervisor:
     def _detach(self) -> None:
         """Outlive the owner from now on."""
         self.is_detached = True
+
+    def _add_at_end(self, argv: list[str]) -> None:
+        """Run a command when all components have ended."""
+        self._at_end.append(argv)
 
     def _start(self, argv: list[str], log: str) -> subprocess.Popen[bytes]:
         """Start a process that dies with this one, in a session of its own."""
@@ -226,6 +237,14 @@ def _describe(name: str, component: Component) -> dict[str, Any]:
         "exit_code": exit_code,
         "starts": component.starts,
     }
+
+
+def _run(argv: list[str]) -> None:
+    """Run a command to its end; what it says is logged."""
+    try:
+        subprocess.run(argv, stdin=subprocess.DEVNULL, timeout=_AT_END_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError) as e:
+        print(f"at the end: {e}", file=sys.stderr, flush=True)
 
 
 def _kill_group(process: subprocess.Popen[bytes], signum: int) -> None:

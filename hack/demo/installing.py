@@ -15,7 +15,7 @@ EXAMPLES: Final = ROOT / "examples"
 HOST_PATH: Final = "/var/lib/kvfleet"
 """Directory on the node in the examples' manifests."""
 
-CRDS: Final = ("kvpools", "kvpoolnodes", "kvtenants", "kvtrustdomains", "kvprefixshares")
+CRDS: Final = ("kvpools", "kvpoolnodes", "kvtenants", "kvtrustdomains", "kvprefixshares", "kvoperations")
 _HELM_S: Final = 60.0
 _REMOVE_S: Final = 60.0
 

@@ -1,0 +1,6 @@
+//go:build tools
+
+// Package tools names the command that this module pins, so that `go mod tidy` keeps its checksums.
+package tools
+
+import _ "github.com/helm-unittest/helm-unittest/cmd/helm-unittest"

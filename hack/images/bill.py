@@ -1,0 +1,41 @@
+"""CycloneDX bill of materials of one image: its Debian packages and wheels with their hashes."""
+
+import uuid
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+from cyclonedx.model import HashAlgorithm, HashType
+from cyclonedx.model.bom import Bom, BomMetaData
+from cyclonedx.model.component import Component, ComponentType
+from cyclonedx.output.json import JsonV1Dot6
+from packageurl import PackageURL
+
+from images.debian import Pin
+from images.wheels import Wheel
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def write(repository: str, tag: str, digest: str, pins: Iterable[Pin], found: Iterable[Wheel]) -> str:
+    """JSON of the bill; the same image gives the same bytes."""
+    image = _component(PackageURL("oci", None, repository.rpartition("/")[2], digest, {"tag": tag}), digest[7:])
+    image.type = ComponentType.CONTAINER
+    parts = [*map(_of_debian, pins), *map(_of_wheel, found)]
+    serial = uuid.uuid5(uuid.NAMESPACE_OID, f"{repository}@{digest}")
+    bom = Bom(components=parts, serial_number=serial, metadata=BomMetaData(component=image, timestamp=_EPOCH))
+    bom.register_dependency(image, parts)
+    return JsonV1Dot6(bom).output_as_string(indent=2) + "\n"
+
+
+def _of_debian(pin: Pin) -> Component:
+    upstream = {"arch": "amd64", "distro": "debian-12"} | ({"upstream": pin.source} if pin.source != pin.name else {})
+    return _component(PackageURL("deb", "debian", pin.name, pin.version, upstream), pin.sha256)
+
+
+def _of_wheel(wheel: Wheel) -> Component:
+    return _component(PackageURL("pypi", None, wheel.name, wheel.version), wheel.sha256)
+
+
+def _component(purl: PackageURL, sha256: str) -> Component:
+    hashes = [HashType(alg=HashAlgorithm.SHA_256, content=sha256)]
+    return Component(name=purl.name, version=purl.version, purl=purl, bom_ref=str(purl), hashes=hashes)
