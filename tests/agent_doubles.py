@@ -210,6 +210,8 @@ class DeclaredTenants:
         self.wanted: list[tuple[str, str, int]] = []
         self.writers = frozenset("abcdefgh")
         """Of every shared scope."""
+        self.callers: dict[str, Caller] = {}
+        """What engines of a tenant may do, by its name."""
 
     def say(self, **rules: Rules) -> None:
         self.declared = (self.declared or {}) | rules
@@ -233,6 +235,10 @@ class DeclaredTenants:
 
     def may_write(self, tenant: str, scope: ScopeId) -> bool:
         return tenant in self.writers and not scope.startswith("tenant/")
+
+    def access(self, tenant: str) -> tuple[tuple[Access, ScopeSecret], ...]:
+        found = self.callers.get(tenant)
+        return () if found is None else tuple(zip(found.grants.access, found.secrets, strict=True))
 
     def erasing(self) -> Iterator[tuple[str, str, int]]:
         return iter(self.wanted)

@@ -9,14 +9,17 @@ import numpy as np
 from agent_doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, bytes_of, caller, dram_tier
 from agent_thread import AgentThread
 
-from kvfleet_api.blocks import BlockKey, chain_keys
+from kvfleet_api.blocks import BlockKey, Layout, chain_keys
 from kvfleet_client import AsyncClient, Client, Target
 from kvfleet_client.results import Bytes2D
 
 BLOCKS = 8
 TOKENS = np.arange(BLOCKS * 16, dtype=np.uint32)
-SLACK_S = 2.0
+SLACK_S = 10.0
 """What a loaded test machine may add to a deadline."""
+
+PATIENT_S = 20.0
+"""For clients in tests that are about something else than deadlines: a busy machine keeps those of the product not."""
 
 
 @contextmanager
@@ -27,12 +30,27 @@ def serving_two_tenants(folder: Path) -> Iterator[AgentThread]:
         yield running
 
 
-def target(socket: Path, token: str | Path = "a", timeout_s: float = 0.5) -> Target:  # noqa: S107  A name.
-    return Target(socket, "pool", token, LAYOUT, timeout_s=timeout_s, move_timeout_s=2.0, silence_s=0.5)
+def target(
+    socket: Path,
+    token: str | Path = "a",  # noqa: S107  A name.
+    timeout_s: float = PATIENT_S,
+    *,
+    layout: Layout = LAYOUT,
+) -> Target:
+    """What a test's client attaches to; only one that is about deadlines gives any."""
+    moves_s, silence_s = 4 * timeout_s, 2 * timeout_s
+    return Target(socket, "pool", token, layout, timeout_s=timeout_s, move_timeout_s=moves_s, silence_s=silence_s)
 
 
-def attached(socket: Path, token: str = "a", *, strict: bool = False) -> Client:  # noqa: S107  A name.
-    client = Client.attach(target(socket, token), strict=strict)
+def attached(
+    socket: Path,
+    token: str = "a",  # noqa: S107  A name.
+    *,
+    strict: bool = False,
+    layout: Layout = LAYOUT,
+) -> Client:
+    """A patient client that is attached."""
+    client = Client.attach(target(socket, token, layout=layout), strict=strict, wait_s=PATIENT_S)
     assert client.is_attached, client.reason
     return client
 
@@ -49,7 +67,7 @@ def content(first: int = 0, count: int = BLOCKS) -> Bytes2D:
     return np.array(rows, np.uint8).reshape(count, BLOCK_BYTES)
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end_s = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end_s, "did not happen in time"

@@ -131,7 +131,7 @@ def mutations(schema: Json, value: Any, path: Path_) -> Iterator[tuple[str, Path
         for index, item in enumerate(value):
             yield "null", (*path, index), None, (*path, index)
             yield from mutations(schema["items"], item, (*path, index))
-        if schema.get("x-kubernetes-list-type") in ("set", "map"):
+        if value and schema.get("x-kubernetes-list-type") in ("set", "map"):
             yield "twice", path, [*value, value[0]], (*path, len(value))
     if isinstance(value, dict):
         yield from _below(schema, value, path)
@@ -151,7 +151,7 @@ def _below(schema: Json, value: Json, path: Path_) -> Iterator[tuple[str, Path_,
 
 def misshapen() -> Iterator[Bad]:
     """Every field of every kind's fullest example, broken in every way."""
-    for stem in ("kvpool-all-fields", "kvpoolnode", "kvtenant", "kvtrustdomain", "kvprefixshare"):
+    for stem in ("kvpool-all-fields", "kvpoolnode", "kvtenant", "kvtrustdomain", "kvprefixshare", "kvoperation"):
         good = examples()[stem]
         schema = object_schema(BY_NAME[good["kind"]])
         spec = schema["properties"]["spec"]
@@ -178,6 +178,7 @@ def _tier(index: int) -> Path_:
 
 
 _DRAM = {"name": "dram2", "type": "HostDRAM", "capacityPerNode": "1Gi", "hostDRAM": {}}
+_SCALE = {"minPerNode": "1Gi", "maxPerNode": "2Gi"}
 _TIERS = examples()["kvpool-all-fields"]["spec"]["tiers"]
 _QUOTA = {"poolRef": "llama-70b", "tier": "dram", "hard": "1Gi"}
 
@@ -253,6 +254,8 @@ RULE_BREAKERS: tuple[tuple[str, Path_, Any, str], ...] = (
         {"calibration": [{"layoutId": "0" * 32, "maxRelativeErrorPermille": 20, "forms": "016"}]},
         "spec.policy.compression.calibration[0].forms",
     ),
+    ("kvpool-all-fields", (*_tier(1), "autoscale", "minPerNode"), "129Gi", "spec.tiers[1].autoscale.minPerNode"),
+    ("kvpool-all-fields", (*_tier(0), "autoscale"), _SCALE, "spec.tiers[0].autoscale"),
     ("kvpool", ("spec", "deletionPolicy"), "Destroy", "spec.destroyConfirmation"),
     ("kvpool-all-fields", ("spec", "destroyConfirmation"), "yes", "spec.destroyConfirmation"),
     ("kvpool-all-fields", ("spec", "metadata", "redis", "mode"), "Embedded", "spec.metadata.redis.external"),
@@ -282,6 +285,26 @@ RULE_BREAKERS: tuple[tuple[str, Path_, Any, str], ...] = (
     ("kvprefixshare", ("spec", "to", 1), {"tenant": "a", "domain": "b"}, "spec.to[1].tenant"),
     ("kvprefixshare", ("spec", "to", 1), {"tenant": "team-c"}, "spec.to"),
     ("kvprefixshare", ("spec", "to"), [{"domain": "research"}] * 3, "spec.to"),
+    ("kvoperation", ("spec", "type"), "Drain", "spec.drain"),
+    ("kvoperation", ("spec", "flush"), GONE, "spec.flush"),
+    ("kvoperation", ("spec", "drain"), {"nodes": {"names": ["worker-1"]}}, "spec.drain"),
+    ("kvoperation", ("spec",), {"type": "Drain", "poolRef": "p", "drain": {"nodes": {}}}, "spec.drain.nodes.names"),
+    ("kvoperation", ("spec", "erase"), {"tenant": "team-a"}, "spec.erase"),
+    ("kvoperation", ("spec", "poolRef"), GONE, "spec.poolRef"),
+    ("kvoperation", ("spec", "flush", "nodes"), {}, "spec.flush.nodes.names"),
+    ("kvoperation", ("spec", "warm"), {"tenant": "team-a", "archivedSessions": True}, "spec.warm"),
+    (
+        "kvoperation",
+        ("spec",),
+        {"type": "Warm", "poolRef": "p", "warm": {"tenant": "a", "archivedSessions": False}},
+        "spec.warm.prefixes",
+    ),
+    (
+        "kvoperation",
+        ("spec",),
+        {"type": "Warm", "poolRef": "p", "warm": {"tenant": "a", "archivedSessions": True, "nodes": {}}},
+        "spec.warm.nodes.names",
+    ),
     ("kvprefixshare", ("metadata", "name"), "with.dot", "metadata.name"),
     ("kvprefixshare", ("metadata", "name"), "a" * 64, "metadata.name"),
 )

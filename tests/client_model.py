@@ -10,7 +10,7 @@ from kvfleet_api import wire
 from kvfleet_api.blocks import KEY_BYTES, Layout, ScopeId, ScopeSecret, unpack_digests
 from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import QuotaExceededError
-from kvfleet_client.calls import Call, Done, Operation, Post, Reading, Work, begin, interrupt, resume
+from kvfleet_client.calls import Ahead, Call, Collect, Done, Operation, Post, Reading, Work, begin, interrupt, resume
 from kvfleet_client.extents import Extents
 from kvfleet_client.loading import load
 from kvfleet_client.results import Answer, Bytes2D, Grants, Scope
@@ -122,6 +122,14 @@ class Model:
 class Attached:
     grants: Grants | None
     is_stale: bool = False
+    is_crowded: bool = False
+
+
+@dataclass(frozen=True)
+class Executed:
+    call: Call[Any]
+    reply: wire.AnyReply | None
+    answer: Answer[Any]
 
 
 class Bench:
@@ -131,6 +139,7 @@ class Bench:
         fd = os.memfd_create("model")
         os.ftruncate(fd, SLOTS * SLOT_BYTES)
         self.model = Model(fd, slots)
+        self.flying: dict[Ahead, list[Executed]] = {}
         self.extents = Extents()
         self.extents.install((wire.ExtentGrant(0, SLOTS * SLOT_BYTES, is_writable=True),), (os.dup(fd),))
 
@@ -140,24 +149,40 @@ class Bench:
 
     def drive(self, operation: Operation[T], fail_at: int = -1) -> T:
         step, n = begin(operation), 0
-        while not isinstance(step, Done):
-            n += not isinstance(step, Post)  # Posts do not wait, so nobody can be interrupted there.
-            is_hit = n == fail_at and not isinstance(step, Post)
-            step = interrupt(operation, KeyboardInterrupt()) if is_hit else resume(operation, self.perform(step))
+        try:
+            while not isinstance(step, Done):
+                n += not isinstance(step, Post)  # Posts do not wait, so nobody can be interrupted there.
+                is_hit = n == fail_at and not isinstance(step, Post)
+                failure = KeyboardInterrupt()
+                step = interrupt(operation, failure) if is_hit else resume(operation, self.perform(step))
+        finally:
+            left = [e for sent in self.flying.values() for e in sent]
+            self.flying.clear()
+            for executed in left:
+                undo = executed.call.undo(executed.reply) if executed.reply is not None else None
+                if undo is not None:
+                    self.execute(undo)
+        assert not left, "an operation that ends well has collected all"
         return step.value
 
     def perform(self, step: Any) -> list[Answer[Any]]:
-        if isinstance(step, Work):
-            step.run()
-            return []
-        return [self.execute(c) for c in (step.calls if isinstance(step, Post) else step)]
+        match step:
+            case Work():
+                step.run()
+                return []
+            case Ahead():
+                self.flying[step] = [self.execute(c) for c in step.calls]
+                return []
+            case Collect():
+                return [executed.answer for executed in self.flying.pop(step.ahead)]
+        return [self.execute(c).answer for c in (step.calls if isinstance(step, Post) else step)]
 
-    def execute(self, call: Call[Any]) -> Answer[Any]:
+    def execute(self, call: Call[Any]) -> Executed:
         try:
             reply = self.model.answer(call.request(1))
         except QuotaExceededError as e:
-            return Answer(call.absent, e)
-        return Answer(call.read(reply, Reading(self.extents, LAYOUT.block_bytes, 1)))
+            return Executed(call, None, Answer(call.absent, e))
+        return Executed(call, reply, Answer(call.read(reply, Reading(self.extents, LAYOUT.block_bytes, 1))))
 
     def load(self, tokens: list[int], *scopes: Scope, fail_at: int = -1) -> Any:
         return self.drive(load(job(tokens, *scopes), None), fail_at)

@@ -22,7 +22,7 @@ PART_BLOCKS = 1_024
 _LOCATE_BLOCKS = 4_000
 
 
-async def until(is_so: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+async def until(is_so: Callable[[], bool], what: str, timeout_s: float = 90.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline_s, what
@@ -78,7 +78,7 @@ class DirectoryFleet:
         del self.held[name][digest]
         self.made[name].announce(SECRET, [Announcement(digest, "", 0, 0, is_gone=True)])
 
-    async def settled(self, timeout_s: float = 30.0) -> None:
+    async def settled(self, timeout_s: float = 90.0) -> None:
         await until(
             lambda: all(a.is_settled for a in self.made.values()), "the directory was never told everything", timeout_s
         )
@@ -101,7 +101,7 @@ class DirectoryFleet:
             is_known[digest] = stamps == [held.get(digest)]
         return is_known
 
-    async def becomes_known(self, asker: str, owner: str, timeout_s: float = 30.0) -> float:
+    async def becomes_known(self, asker: str, owner: str, timeout_s: float = 90.0) -> float:
         """Wait until `asker` finds exactly what `owner` holds; how long it took."""
         started_s = time.monotonic()
         while not all((await self.known(asker, owner)).values()):

@@ -10,14 +10,15 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from controlplane import ControlPlane
+from controlplane import ApiError, ControlPlane
 from kvfleet_api import names
 from kvfleet_api.blocks import BlockKey, Layout, chain_keys
 from kvfleet_api.checksum import checksum
@@ -81,6 +82,9 @@ class Agent:
     pool: str = field(default_factory=lambda: f"pool-{next(_numbers)}")
     node: str = "node-a"
     memory_dir: Path | None = None
+    program: Sequence[str] = (sys.executable, "-m", "kvfleet_agent.app")
+    environment: Mapping[str, str] | None = None
+    """Of the process; None: that of this one."""
     process: "subprocess.Popen[bytes] | None" = None
 
     def __enter__(self) -> Self:
@@ -122,7 +126,13 @@ class Agent:
     def start(self) -> None:
         self.ready_file.unlink(missing_ok=True)
         self.launch()
-        until(self.ready_file.exists)
+        until(self.is_serving)
+
+    def is_serving(self) -> bool:
+        """Whether the process has said so; fails with its log when it has ended instead."""
+        assert self.process is not None
+        assert self.process.poll() is None, (self.home / "agent.log").read_text()[-4000:]
+        return self.ready_file.exists()
 
     def launch(self) -> None:
         options = ["--pool", self.pool, "--node", self.node, "--socket", self.socket, "--ready-file", self.ready_file]
@@ -130,20 +140,37 @@ class Agent:
         if self.memory_dir is not None:
             rest += ["--memory-dir", self.memory_dir]
         with (self.home / "agent.log").open("ab") as log:
-            command = [sys.executable, "-m", "kvfleet_agent.app", *map(str, [*options, *rest])]
-            self.process = subprocess.Popen(command, stderr=log)
+            command = [*self.program, *map(str, [*options, *rest])]
+            self.process = subprocess.Popen(command, stderr=log, env=self.environment)
 
     def stop(self, number: signal.Signals) -> int:
         assert self.process is not None
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
-        status = self.process.wait(30)
+        status = self.process.wait(60)
         self.process = None
         return status
+
+    @property
+    def epoch(self) -> int:
+        """Of the process that runs."""
+        return int(json.loads(self.ready_file.read_text())["epoch"])
 
     def status(self) -> Json:
         found: Json = self.plane.api.get(f"{GROUP}/kvpoolnodes/{self.name}").get("status") or {}
         return found
+
+    def has_reported(self) -> bool:
+        """Whether the status is of the process that runs, and of what the API server wants now."""
+        try:
+            body = self.plane.api.get(f"{GROUP}/kvpoolnodes/{self.name}")
+        except ApiError as e:
+            if e.status == HTTPStatus.NOT_FOUND:
+                return False
+            raise
+        status = body.get("status") or {}
+        told = (status.get("epoch"), status.get("observedGeneration"))
+        return told == (self.epoch, body["metadata"]["generation"])
 
     def condition(self, kind: str) -> Json:
         found = [c for c in self.status().get("conditions", []) if c["type"] == kind]
@@ -163,8 +190,8 @@ class Agent:
 
     def client(self, tenant: str = "team-a") -> Client:
         token = self.plane.service_account_token(tenant, "engine", names.AUDIENCE)
-        target = Target(self.socket, self.pool, token, LAYOUT, timeout_s=5.0, move_timeout_s=10.0)
-        client = Client.attach(target, strict=True, wait_s=20.0)
+        target = Target(self.socket, self.pool, token, LAYOUT, timeout_s=30.0, move_timeout_s=60.0, silence_s=60.0)
+        client = Client.attach(target, strict=True, wait_s=60.0)
         assert client.is_attached, client.reason
         return client
 

@@ -123,7 +123,10 @@ def variants(draw: st.DrawFn, stem: str, changes_max: int = 4) -> Json:
     return made
 
 
-STEMS = ("kvpool", "kvpool-minimal", "kvpool-all-fields", "kvpoolnode", "kvtenant", "kvtrustdomain", "kvprefixshare")
+STEMS = (
+    "kvpool", "kvpool-minimal", "kvpool-all-fields", "kvpoolnode", "kvtenant", "kvtrustdomain", "kvprefixshare",
+    "kvoperation",
+)  # fmt: skip
 """Examples to vary."""
 
 any_variant: st.SearchStrategy[Json] = st.sampled_from(STEMS).flatmap(variants)

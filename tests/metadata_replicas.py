@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
@@ -29,9 +29,9 @@ from kvfleet_telemetry.catalog_agent import AGENT
 from kvfleet_telemetry.metrics import Instruments
 
 SECRET = ScopeSecret(ScopeId("tenant/a/uid/v1"), b"s" * 32)
-LEASE_S = 3
-"""Of the leader: short, so that tests wait little; a dead leader is replaced within this and a look."""
-WAIT_S = 60.0
+LEASE_S = 5
+"""Of the leader: short, so that tests wait little, and not so short that a busy machine deposes a living leader."""
+WAIT_S = 90.0
 ADMIN = "user admin on >admin allkeys allchannels +@all"
 
 
@@ -69,6 +69,13 @@ class Redis:
     def keys(self, tag: str) -> list[str]:
         """Keys of a scope but for the marks that nothing may be written to it."""
         return [key for key in self.cli("KEYS", f"kf:{{{tag}.*").splitlines() if not key.endswith("}x")]
+
+
+class Reached(Protocol):
+    """A Redis that others run, one server or a cluster."""
+
+    def access(self, role: Role) -> RedisAccess:
+        """How a role reaches it."""
 
 
 class Way:
@@ -124,7 +131,7 @@ class Replica:
         assert self.process.poll() is None, self.log
         return self.ready_file.exists()
 
-    def page(self, path: str, timeout_s: float = 5.0) -> str:
+    def page(self, path: str, timeout_s: float = 30.0) -> str:
         address = (ready.read(self.ready_file) or {})["metrics"]
         with urllib.request.urlopen(f"http://{address}{path}", timeout=timeout_s) as answer:
             return str(answer.read().decode())
@@ -149,7 +156,9 @@ class Replica:
         self.process.wait()
 
 
-def launch(name: str, kubeconfig: Path, redis: Redis, folder: Path, *, url: str = "") -> Replica:
+def launch(
+    name: str, kubeconfig: Path, redis: Reached, folder: Path, *, url: str = "", lease_s: float = LEASE_S
+) -> Replica:
     """Start a replica on a Redis that others run, and return at once; `url` leads there by another way."""
     access = redis.access(Role.METADATA)
     environment = {
@@ -157,7 +166,7 @@ def launch(name: str, kubeconfig: Path, redis: Redis, folder: Path, *, url: str 
         "KVFLEET_REDIS_USERNAME": access.username,
         "KVFLEET_REDIS_PASSWORD": access.password,
     }
-    return _launch(name, kubeconfig, folder, ["--redis", "external"], environment)
+    return _launch(name, kubeconfig, folder, ["--redis", "external"], environment, lease_s)
 
 
 def launch_with_redis(name: str, kubeconfig: Path, folder: Path) -> Replica:
@@ -166,9 +175,11 @@ def launch_with_redis(name: str, kubeconfig: Path, folder: Path) -> Replica:
     return _launch(name, kubeconfig, folder, options, {})
 
 
-def _launch(name: str, kubeconfig: Path, folder: Path, own: list[str], environment: dict[str, str]) -> Replica:
+def _launch(
+    name: str, kubeconfig: Path, folder: Path, own: list[str], environment: dict[str, str], lease_s: float = LEASE_S
+) -> Replica:
     options = [*own, "--kubeconfig", str(kubeconfig), "--metrics-port", "0", "--identity", name]
-    rest = ["--ready-file", str(folder / f"{name}.json"), "--sweep-s", "0.5", "--lease-duration-s", str(LEASE_S)]
+    rest = ["--ready-file", str(folder / f"{name}.json"), "--sweep-s", "0.5", "--lease-duration-s", str(lease_s)]
     with (folder / f"{name}.log").open("ab") as log:
         command = [sys.executable, "-m", "kvfleet_metadata.app", *options, *rest]
         return Replica(name, folder, subprocess.Popen(command, stderr=log, env={**os.environ, **environment}))

@@ -15,7 +15,7 @@ from kvfleet_api import names
 from kvfleet_api.errors import KvFleetError
 from kvfleet_kube import leases
 from kvfleet_kube.api import APPLY_PATCH, Call, KubeApi
-from kvfleet_operator.kinds import POOL_NODE, Ref
+from kvfleet_operator.kinds import POOL, POOL_NODE, Ref
 from kvfleet_operator.objects import body_of
 
 GIB = 1 << 30
@@ -35,13 +35,15 @@ class Manners:
     """Node names whose agents are dead: no Lease, no status."""
     drains: bool = True
     """Whether agents that are asked to drain say that they are done."""
+    lease_s: int = LEASE_S
+    """Long where a test would break by an agent that a busy machine keeps from renewing in time."""
 
 
 class FakeAgents:
     """One thread that plays every agent of the cluster. A context manager."""
 
-    def __init__(self, kubeconfig: Path, namespace: str) -> None:
-        self.manners = Manners()
+    def __init__(self, kubeconfig: Path, namespace: str, lease_s: int = LEASE_S) -> None:
+        self.manners = Manners(lease_s=lease_s)
         self._kubeconfig = kubeconfig
         self._namespace = namespace
         self._stop = threading.Event()
@@ -67,33 +69,38 @@ class FakeAgents:
 
     async def _look(self, api: KubeApi) -> None:
         nodes = (await api.call(Call("GET", POOL_NODE.path()), timeout_s=2.0)).content()["items"]
+        pools = (await api.call(Call("GET", POOL.path()), timeout_s=2.0)).content()["items"]
+        stay = {pool["metadata"]["name"] for pool in pools if "deletionTimestamp" not in pool["metadata"]}
         here = [n for n in nodes if n["spec"]["nodeName"] not in self.manners.absent]
-        await asyncio.gather(*(self._live(api, node) for node in here))
+        await asyncio.gather(*(self._live(api, node, is_last=node["spec"]["poolRef"] not in stay) for node in here))
 
-    async def _live(self, api: KubeApi, node: Mapping[str, Any]) -> None:
+    async def _live(self, api: KubeApi, node: Mapping[str, Any], *, is_last: bool) -> None:
         await self._renew(api, node["spec"]["poolRef"], node["spec"]["nodeName"])
         ref = Ref(POOL_NODE, node["metadata"]["name"])
-        wanted = status_of(node["spec"], self.manners)
+        wanted = status_of(node["spec"], self.manners, is_last=is_last)
         stored = node.get("status", {})
         if any(stored.get(k) != v for k, v in wanted.items() if k != "conditions") or _said(stored) != _said(wanted):
             await _apply(api, f"{ref.path}/status", body_of(ref, {}, status=wanted))
 
     async def _renew(self, api: KubeApi, pool: str, node: str) -> None:
         name = names.agent_lease_name(pool, node)
-        spec = leases.renewal(node, LEASE_S, datetime.now(UTC))
+        spec = leases.renewal(node, self.manners.lease_s, datetime.now(UTC))
         labels = {names.LABEL_POOL: pool, names.LABEL_MANAGED_BY: names.MANAGED_BY}
         body = leases.lease_body(name, {"labels": labels}, spec)
         await _apply(api, leases.lease_path(self._namespace, name), body)
 
 
-def status_of(spec: Mapping[str, Any], manners: Manners) -> dict[str, Any]:
-    """Return what an agent would say that has set up everything it was told."""
-    drain = spec["drain"]["requested"]
+def status_of(spec: Mapping[str, Any], manners: Manners, *, is_last: bool = False) -> dict[str, Any]:
+    """Return what an agent would say that has set up everything it was told; `is_last` where its pool goes."""
+    drain, drained = spec["drain"]["requested"], "Released" if is_last else "Drained"
     said = {
         "AgentConnected": ("True", "Connected"),
         "MetadataAvailable": ("True", "Available"),
         "TierReady": ("True", "AllTiersReady"),
-        "Draining": ("False", "NotRequested") if not drain else ("False", "Drained"),
+        "Draining": (
+            "False",
+            ("Destroyed" if spec["drain"]["mode"] == "Drop" else drained) if drain else "NotRequested",
+        ),
         "Ready": ("False", "Draining") if drain else ("True", "Serving"),
     }
     if drain and not manners.drains:

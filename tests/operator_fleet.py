@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from kvfleet_api import names
-from kvfleet_operator import kinds, parse
+from kvfleet_operator import key_versions, kinds, parse, parse_workloads
 from kvfleet_operator.actions import (
     Action,
     Apply,
@@ -27,10 +27,13 @@ from kvfleet_operator.actions import (
     MintKey,
     Rewrap,
     SetFinalizers,
+    Shred,
 )
 from kvfleet_operator.kinds import Kind, Ref
-from kvfleet_operator.planner import Setting, plan_orders
+from kvfleet_operator.objects import LABEL_COMPONENT
+from kvfleet_operator.planner import plan_orders
 from kvfleet_operator.records import KeksSeen
+from kvfleet_operator.setting import Setting
 from kvfleet_operator.status_planner import plan_statuses
 from kvfleet_operator.world import View
 
@@ -39,6 +42,9 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 GIB = 1 << 30
 
 Json = dict[str, Any]
+
+LABELS = {kinds.POOL_NODE: names.LABEL_POOL, kinds.CONFIG_MAP: LABEL_COMPONENT}
+"""Labels by which the operator knows what it made."""
 
 Said = tuple[str, str]
 """Status and reason of a condition."""
@@ -51,6 +57,7 @@ def tier(name: str = "dram", type_: str = "HostDRAM", size: str = "1Gi", **setti
         "CXL": {"cxl": {"mode": "NumaNode"}},
         "NVMe": {"nvme": {"path": "/var/lib/kvfleet/nvme"}},
         "Object": {"object": {"url": "s3://kv"}},
+        "RemoteFlash": {"remoteFlash": {"path": "/mnt/flash"}},
     }
     capacity = "capacity" if type_ in ("Object", "RemoteFlash") else "capacityPerNode"
     return {"name": name, "type": type_, capacity: size, **blocks[type_], **settings}
@@ -79,6 +86,7 @@ class Fleet:
     silent: set[str] = field(default_factory=set)
     failures: dict[str, str] = field(default_factory=dict)
     keks: KeksSeen = field(default_factory=KeksSeen)
+    setting: Setting = SETTING
     objects: dict[Ref, Json] = field(default_factory=dict)
     _numbers: Any = field(default_factory=lambda: itertools.count(1))
 
@@ -147,9 +155,9 @@ class Fleet:
         self.alive.discard(key)
         self.silent.add(key)
 
-    def drained(self, key: str) -> None:
-        """Let an agent say that it has drained."""
-        self.report(key, Draining=("False", "Drained"))
+    def drained(self, key: str, reason: str = "Drained") -> None:
+        """Let an agent say that it has drained, given its memory back, or destroyed everything."""
+        self.report(key, Draining=("False", reason))
 
     def pass_time(self, seconds: float) -> None:
         """Let time pass."""
@@ -167,11 +175,16 @@ class Fleet:
             tenants=self._declared(kinds.TENANT),
             domains=self._declared(kinds.DOMAIN),
             shares=self._declared(kinds.SHARE),
+            operations=self._declared(kinds.OPERATION),
             nodes=self._records(kinds.NODE, parse.parse_labelled),
             namespaces=self._records(kinds.NAMESPACE, parse.parse_labelled),
             pool_nodes=self._records(kinds.POOL_NODE, parse.parse_pool_node),
             secrets=self._records(kinds.SECRET, parse.parse_scope_secret),
             config_maps=self._records(kinds.CONFIG_MAP, parse.parse_config_map),
+            daemon_sets=self._records(kinds.DAEMON_SET, parse_workloads.parse_made),
+            stateful_sets=self._records(kinds.STATEFUL_SET, parse_workloads.parse_stateful_set),
+            budgets=self._records(kinds.BUDGET, parse_workloads.parse_made),
+            pods=self._records(kinds.POD, parse_workloads.parse_agent_pod),
             alive=frozenset(self.alive & here),
             silent=frozenset(self.silent & here),
             keks=self.keks,
@@ -180,14 +193,14 @@ class Fleet:
 
     def orders(self) -> tuple[Action, ...]:
         """Plan without carrying it out."""
-        return plan_orders(self.view(), SETTING, self.now).actions
+        return plan_orders(self.view(), self.setting, self.now).actions
 
     def step(self) -> int:
         """Plan once, orders then statuses, and carry everything out; return how many actions that took."""
         orders = self.orders()
         for action in orders:
             self.apply(action)
-        statuses = [write.action for write in plan_statuses(self.view(), SETTING, self.now)]
+        statuses = [write.action for write in plan_statuses(self.view(), self.setting, self.now)]
         for action in statuses:
             self.apply(action)
         return len(orders) + len(statuses)
@@ -200,16 +213,29 @@ class Fleet:
         raise AssertionError(f"not at rest after {rounds_max} rounds: {self.orders()}")
 
     def apply(self, action: Action) -> None:  # noqa: C901, PLR0912  One case for each verb.
-        """Carry out one action. Raises `ConflictError` where the API server would answer 409."""
+        """Carry out one action. Raises `ConflictError` where the API server would answer 409; 404 is no news."""
+        makes = isinstance(action, Create | Apply | DeleteMany | MintKek) or (
+            isinstance(action, MintKey) and not action.resource_version
+        )
+        if not makes and action.ref not in self.objects:
+            return
         match action:
             case Create(ref=ref, body=body):
                 if ref not in self.objects:
                     self._make(ref, body)
+                elif action.adopts:
+                    self._adopt(ref, body)
             case Apply(ref=ref, body=body):
-                self._change(ref, {k: v for k, v in body.items() if k != "metadata"}, replaces_spec=True)
+                if ref not in self.objects:
+                    self._make(ref, body)
+                kept = ("labels", "annotations", "ownerReferences")
+                ours = {k: v for k, v in body["metadata"].items() if k in kept}
+                self._change(ref, {**body, "metadata": ours}, replaces_spec=True)
             case Merge(ref=ref, body=body):
                 self._expect(ref, action.resource_version)
                 self._change(ref, body)
+            case Shred() if self._is_in_use(action):
+                raise ConflictError(str(action.ref))
             case Delete(ref=ref, uid=uid):
                 if ref in self.objects and self.objects[ref]["metadata"]["uid"] == uid:
                     self.delete(ref)
@@ -237,6 +263,10 @@ class Fleet:
         self.objects[ref] = made
         self._touch(ref)
 
+    def _adopt(self, ref: Ref, body: Any) -> None:
+        self._change(ref, {k: v for k, v in body.items() if k != "metadata"}, replaces_spec=True)
+        self.objects[ref]["metadata"]["labels"] = dict(body["metadata"]["labels"])
+
     def _change(self, ref: Ref, patch: Any, *, replaces_spec: bool = False) -> None:
         if ref not in self.objects:
             return
@@ -257,6 +287,12 @@ class Fleet:
         self._touch(action.ref)
         if not action.finalizers and "deletionTimestamp" in meta:
             self.delete(action.ref)
+
+    def _is_in_use(self, action: Shred) -> bool:
+        """Whether the owner, as it is now, needs its keys."""
+        body = self.objects.get(action.owner)
+        live = parse.parse_declared(action.owner.kind, deepcopy(body)) if body else None
+        return key_versions.is_in_use(live, action.owner_uid, self.now)
 
     def _mint(self, action: MintKey) -> None:
         key = {action.entry: f"key-{next(self._numbers)}"}
@@ -304,7 +340,10 @@ class Fleet:
         return {record.key: record for record in found}
 
     def _records(self, kind: Kind, parse_one: Callable[[bytes], Any]) -> dict[str, Any]:
-        return {name: parse_one(json.dumps(body).encode()) for name, body in self.of(kind).items()}
+        """What a watch with the operator's selector would tell."""
+        label = LABELS.get(kind)
+        bodies = {n: b for n, b in self.of(kind).items() if label is None or label in b["metadata"].get("labels", {})}
+        return {name: parse_one(json.dumps(body).encode()) for name, body in bodies.items()}
 
 
 def merge_patch(target: Json, patch: Json) -> None:
@@ -322,7 +361,7 @@ def condition(body: Json, type_: str) -> tuple[str, str]:
     """Status and reason of a condition; `("", "")` when there is none."""
     for found in body.get("status", {}).get("conditions", ()):
         if found["type"] == type_:
-            return found["status"], found["reason"]
+            return found["status"], found.get("reason", "")
     return "", ""
 
 

@@ -32,7 +32,7 @@ class Suite:
         outcomes = {}
         for name in given.only or self.rows:
             started_s = time.monotonic()
-            sys.stdout.write(f"{name:<4}{self.rows[name]} ...\n")
+            sys.stdout.write(f"{name:<3} {self.rows[name]} ...\n")
             sys.stdout.flush()
             outcome = outcomes[name] = self.runner(name)(Scale(is_full=given.full, first_seed=given.first_seed))
             _tell(name, outcome, time.monotonic() - started_s)

@@ -11,7 +11,7 @@ from pathlib import Path
 from peer_certificates import load, peer_tls
 
 from kvfleet_agent.backends.base import SlotRef
-from kvfleet_agent.ports import Lent
+from kvfleet_agent.ports import Lent, Stretch
 from kvfleet_agent.remote.listener import PeerListener
 from kvfleet_agent.remote.nixl import NixlReader
 from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret
@@ -70,6 +70,14 @@ class MemoryLender:
         self.leases[lease] = i
         slot = SlotRef(0, i * self._block_bytes, self._block_bytes, i + 1)
         return Lent(lease, slot, self._view(i), digest_of(i - 1) if i else b"", self._sums[i], EPOCH)
+
+    def trace(self, key: BlockKey, most: int) -> Stretch | None:
+        last = int.from_bytes(key.digest, "big")
+        if last >= self._blocks:
+            return None
+        first = max(0, last + 1 - most)
+        digests = tuple(digest_of(i) for i in range(last, first - 1, -1))
+        return Stretch(LAYOUT, self._block_bytes, digests, digest_of(first - 1) if first else b"")
 
     def end(self, leases: Sequence[int]) -> None:
         for lease in leases:

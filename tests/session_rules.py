@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from kvfleet_agent.core import Core
-from kvfleet_agent.index import Entry, Residence
+from kvfleet_agent.entry import Entry, Residence
 from kvfleet_agent.node import Node
 from kvfleet_agent.session_journal import SessionJournal
 from kvfleet_agent.sessions import Session, SessionState

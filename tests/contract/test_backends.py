@@ -43,7 +43,7 @@ from kvfleet_api.models.pool import CxlEmulation, CxlTier, HostDramTier, NvmeTie
 from kvfleet_api.tiers import CxlMode
 from kvfleet_api.units import MIB
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(1200)]  # The gateway is built once, for minutes.
 
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 

@@ -2,12 +2,13 @@
 
 import asyncio
 import errno
+import mmap
 import os
 import random
 import re
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from backend_contract import ANNA, BLOCK_BYTES, BOB, CAPACITY_BYTES, content, fi
 from contract_damage import flip
 from msgspec.structs import replace
 
-from kvfleet_agent.backends.base import Record, SlotRef, TierBackend
+from kvfleet_agent.backends.base import MemoryAwayError, Record, SlotRef, TierBackend
 from kvfleet_agent.backends.index_file import INDEX_FILE
 from kvfleet_agent.backends.io_choice import open_volume
 from kvfleet_agent.backends.memory import make_memfd
@@ -23,7 +24,7 @@ from kvfleet_agent.backends.nixl_io import NixlVolume
 from kvfleet_agent.backends.nvme import RecordStore, open_store
 from kvfleet_agent.backends.posix_io import PosixFile, PosixVolume
 from kvfleet_agent.backends.remote_flash import open_nvme
-from kvfleet_agent.backends.volume import DIRECT_BYTES
+from kvfleet_agent.backends.volume import DIRECT_BYTES, nothing
 from kvfleet_api.errors import (
     BackendFailedError,
     BlockCorruptError,
@@ -58,18 +59,18 @@ class FaultyFile(PosixFile):
         super().__init__(fd, volume._movers, volume._namers)
         self._volume = volume
 
-    async def write(self, offset: int, parts: Sequence[memoryview]) -> None:
+    async def write(self, offset: int, made: Callable[[], Sequence[memoryview]]) -> None:
         self._volume.attempts += 1
         if self._volume.write_errno:
             if self._volume.tears:
-                await super().write(offset, [parts[0][:DIRECT_BYTES]])
+                await super().write(offset, lambda: [made()[0][:DIRECT_BYTES]])
             raise OSError(self._volume.write_errno, os.strerror(self._volume.write_errno))
-        await super().write(offset, parts)
+        await super().write(offset, made)
 
-    async def read(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+    async def read(self, ranges: Sequence[tuple[int, memoryview]], then: Callable[[], None] = nothing) -> None:
         if self._volume.read_errno:
             raise OSError(self._volume.read_errno, os.strerror(self._volume.read_errno))
-        await super().read(ranges)
+        await super().read(ranges, then)
 
     async def punch(self, ranges: Sequence[tuple[int, int]]) -> None:
         if self._volume.holds_punches is not None:
@@ -103,6 +104,24 @@ async def store(tmp_path: Path, io: FaultyVolume) -> AsyncIterator[RecordStore]:
 async def reopen(path: Path) -> tuple[TierBackend, dict[int, tuple[SlotRef, Record]]]:
     backend = await open_nvme(NvmeTier(path=str(path), io="Posix"), "pool-a", "node-a", CAPACITY_BYTES)
     return backend, {int.from_bytes(r.key.digest, "big"): (s, r) async for s, r in backend.recover()}
+
+
+async def test_memory_that_a_client_cuts_short_under_a_write_is_no_failure_of_the_medium(store: RecordStore) -> None:
+    fd = os.memfd_create("engine")
+    os.ftruncate(fd, BLOCK_BYTES)
+    stored = memoryview(mmap.mmap(fd, BLOCK_BYTES))  # Not closed: what is raised refers to it until it is collected.
+    slot = store.reserve(ANNA, BLOCK_BYTES)
+    made = record(9, content(9), slot)
+    os.ftruncate(fd, 0)
+    os.close(fd)
+    with pytest.raises(MemoryAwayError):
+        await store.write(slot, made, stored)
+    store.drop(slot)
+
+    after = await put(store, 2)
+    assert after[0].extent == slot.extent, "its segment goes on"
+    assert await get(store, *after) == content(2)
+    assert store.last_error == ""
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.ENODEV])
@@ -341,7 +360,7 @@ async def test_nixl_that_fails_is_helped_out_by_posix_or_tells_the_errno(tmp_pat
     readonly = volume._file(os.open(path, os.O_RDONLY | os.O_DIRECT))
     page = memoryview(make_memfd(DIRECT_BYTES, DIRECT_BYTES).view)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        await readonly.write(0, [page])
+        await readonly.write(0, lambda: [page])
     with pytest.raises(OSError, match="end of file"):
         await readonly.read([(64 * DIRECT_BYTES, page)])
 

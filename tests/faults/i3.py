@@ -30,7 +30,7 @@ from virtual_loop import VirtualLoop
 from faults import i3_stopped
 from kvfleet_agent import sessions
 from kvfleet_agent.core import Core
-from kvfleet_agent.index import Entry
+from kvfleet_agent.entry import Entry
 from kvfleet_agent.node import Node
 from kvfleet_agent.place import Place
 from kvfleet_agent.sessions import Session, SessionState
@@ -197,7 +197,7 @@ class _Town:
         self._chains[name] = chain[:left]
         self._enter(name, SessionState.DECODING)
         place = self._place(name)
-        reads = await self._core.reader.acquire(place, [digest(n) for n in chain[:left]], 30.0, 5.0)
+        reads = (await self._core.reader.acquire(place, [digest(n) for n in chain[:left]], 30.0, 5.0)).reads
         for read, number in zip(reads, chain, strict=False):
             self._compare(read.lease.residence.slot.stamp, read.lease.entry, number)
         self._session(name).follow([r.lease.entry for r in reads])

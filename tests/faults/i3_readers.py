@@ -20,7 +20,7 @@ from kvfleet_client.target import Target
 
 BLOCKS: Final = 4
 LEASE_S: Final = 30.0
-ATTACH_S: Final = 10.0
+ATTACH_S: Final = 60.0
 
 
 def tokens_of(seed: int) -> Tokens:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from agent_doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, caller, dict_tier, dram_tier
+from agent_doubles import BLOCK_BYTES, FakeAuthenticator, caller, dict_tier, dram_tier
 from agent_thread import AgentThread
+from attached_client import attached
 
 from faults.i3_readers import BLOCKS, LEASE_S, keys_of, rows_of, tokens_of
 from faults.nursery import Nursery
@@ -20,7 +21,6 @@ from kvfleet_agent.tiers import Tier
 from kvfleet_api.blocks import BlockKey
 from kvfleet_client.cache import PrefixCache
 from kvfleet_client.client import Client
-from kvfleet_client.target import Target
 
 SLOTS: Final = 16
 WAYS: Final = ("in place", "by copy")
@@ -60,7 +60,7 @@ def _lab() -> Iterator["_Lab"]:
         AgentThread(
             Path(folder) / "agent.sock", _tiers, FakeAuthenticator(a=caller("a", expires_s=1e9)), admission=ALWAYS
         ) as agent,
-        Client.attach(Target(agent.socket, "pool", "a", LAYOUT), strict=True) as client,
+        attached(agent.socket, strict=True) as client,
     ):
         yield _Lab(nursery, agent, client)
 

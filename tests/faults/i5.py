@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from agent_doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, caller, dict_tier, dram_tier
+from agent_doubles import BLOCK_BYTES, FakeAuthenticator, caller, dict_tier, dram_tier
 from agent_thread import AgentThread
+from attached_client import attached
 from outcome import Outcome, Scale
 
 from faults import i5_peers
@@ -26,12 +27,11 @@ from kvfleet_agent.sweep import Sweeper
 from kvfleet_agent.tiers import Tier
 from kvfleet_client.cache import PrefixCache
 from kvfleet_client.client import Client
-from kvfleet_client.target import Target
 
 SLOTS: Final = 64
 LOW_SLOTS: Final = 256
 BOUND_S: Final = 60.0
-NOTICE_S: Final = 10.0
+NOTICE_S: Final = 60.0
 """Real time that a busy machine gets to tell the agent of a closed socket."""
 EXTENT_FDS: Final = 3 * SLOTS
 """Descriptors of extents come and go with the blocks: two of the agent's and one of the working client's for each,
@@ -74,7 +74,7 @@ def _lab() -> Iterator["Lab"]:
         tempfile.TemporaryDirectory(prefix="kvfleet-i5-") as folder,
         Nursery(MODULES) as nursery,
         AgentThread(Path(folder) / "agent.sock", _tiers, FakeAuthenticator(a=caller("a", expires_s=1e9))) as agent,
-        Client.attach(Target(agent.socket, "pool", "a", LAYOUT)) as client,
+        attached(agent.socket) as client,
     ):
         yield Lab(nursery, agent, client)
 

@@ -80,7 +80,7 @@ async def _borrow_from_the_dying(nursery: Nursery, point: str, number: int) -> l
     peers = RemotePeers("pool.node", lambda _agent, _epoch: record, _token, None, instruments, tls=None)
     core = _core(_Elsewhere(), peers)
     place = Place(1, "a", secret_of(SCOPE), LAYOUT_ID, BLOCK_BYTES)
-    reads = await core.reader.acquire(place, [digest(n) for n in range(1, BLOCKS + 1)], 30.0, NOTICE_S)
+    reads = (await core.reader.acquire(place, [digest(n) for n in range(1, BLOCKS + 1)], 30.0, NOTICE_S)).reads
     child.end()
     core.release(1, [r.lease.id for r in reads])
     await _becomes(lambda: not core.fetcher._tasks)

@@ -47,17 +47,17 @@ AGENTS: Final = ("p.a", "p.b", "p.c", "p.d")
 LOCAL_BLOCKS: Final = 256
 SAMPLE: Final = 500
 REBUILD_S_PER_MILLION: Final = 20.0
-LIMIT_S_MIN: Final = 20.0
-"""Of small sets: what passes until agents notice and begin does not shrink with them."""
+SHORT_LIMIT_S: Final = 90.0
+"""Of the shortened run, which tells what is rebuilt from what never is, on a machine as busy as it may be."""
 CONTROL_LIMIT_S: Final = 7.0
-VERIFY_S: Final = 15.0
+VERIFY_S: Final = 60.0
 _ADMIN: Final = "user admin on >admin allkeys allchannels +@all"
 
 
 def run(scale: Scale) -> Outcome:
     """Lose everything twice; then see that agents which do not report again are noticed."""
     blocks = scale.of(1_000_000, 50_000)
-    limit_s = max(LIMIT_S_MIN, REBUILD_S_PER_MILLION * blocks / 1e6)
+    limit_s = scale.of(REBUILD_S_PER_MILLION * blocks / 1e6, SHORT_LIMIT_S)
     seen = asyncio.run(_try(blocks, limit_s, scale.first_seed))
     with mock.patch.object(Outbox, "restart", _restart_without_report):
         control = asyncio.run(_try(2_000, CONTROL_LIMIT_S, scale.first_seed))
@@ -133,7 +133,7 @@ class LocalNode:
         """Read sixteen blocks at a time until cancelled; any miss or wrong byte is a violation."""
         while True:
             numbers = random.sample(range(LOCAL_BLOCKS), 16)
-            reads = await self.core.reader.acquire(self._place, [digest(n) for n in numbers], 30.0, 1.0)
+            reads = (await self.core.reader.acquire(self._place, [digest(n) for n in numbers], 30.0, 1.0)).reads
             if len(reads) != len(numbers):
                 self._seen.broken.append(f"{len(numbers) - len(reads)} local blocks were not read while Redis was lost")
             for n, read in zip(numbers, reads, strict=False):

@@ -39,6 +39,8 @@ from kvfleet_metadata.sweeper import Sweeper
 AGENTS: Final = ("p.a", "p.b", "p.c")
 BLOCKS_FIRST: Final = 200
 SETTLE_S: Final = 10.0
+SHORT_SETTLE_S: Final = 60.0
+"""Of the shortened run, on a machine as busy as it may be."""
 CONTROL_SETTLE_S: Final = 1.5
 LOG_BYTES_MAX: Final = 12 << 20
 """Beyond it the server begins anew, empty: the log is read at every start."""
@@ -50,7 +52,7 @@ _LOGGED: Final = ("appendonly yes", "appendfsync no", "aof-use-rdb-preamble no",
 def run(scale: Scale) -> Outcome:
     """Lose the last n acknowledged writes for each n."""
     losses = scale.of(tuple(range(1, 1001)), _SHORT)
-    broken, slowest_s = asyncio.run(_try(losses, scale.first_seed, SETTLE_S))
+    broken, slowest_s = asyncio.run(_try(losses, scale.first_seed, scale.of(SETTLE_S, SHORT_SETTLE_S)))
     with mock.patch.object(Outbox, "_settle", _settle_without_gaps):
         control, _ = asyncio.run(_try((60,), scale.first_seed, CONTROL_SETTLE_S))
     return Outcome(len(losses), "failovers", tuple(broken), bool(control), {"slowest_s": slowest_s})

@@ -24,12 +24,12 @@ from kvfleet_agent.backends.mounts import read_mounts
 from kvfleet_agent.backends.registry import Place, make_backend
 from kvfleet_agent.core import Core
 from kvfleet_agent.discovery import discover
-from kvfleet_agent.gate import Priority
 from kvfleet_agent.provision import Provisioner
 from kvfleet_agent.remote.listener import PeerListener
 from kvfleet_agent.serve.server import Server
 from kvfleet_agent.state import next_epoch
 from kvfleet_agent.sweep import Sweeper
+from kvfleet_agent.turns import Priority
 from kvfleet_api.models.pool import HostDramTier, NvmeTier
 from kvfleet_api.models.poolnode import NodeTier, TierProbe
 from kvfleet_api.tiers import TierType

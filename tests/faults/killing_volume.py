@@ -2,14 +2,14 @@
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 from kvfleet_agent.backends.claim import NEW_SUFFIX, STORE_FILE
 from kvfleet_agent.backends.index_file import INDEX_FILE
 from kvfleet_agent.backends.posix_io import PosixFile, PosixVolume
-from kvfleet_agent.backends.volume import DIRECT_BYTES
+from kvfleet_agent.backends.volume import DIRECT_BYTES, nothing
 
 
 def _points(told: str) -> tuple[str, ...]:
@@ -138,13 +138,13 @@ class KillingFile(PosixFile):
         is_new = Path(f"/proc/self/fd/{self.fd}").readlink().name.endswith(NEW_SUFFIX)
         return f"write {'new ' if is_new else ''}map {offset // DIRECT_BYTES}"
 
-    async def write(self, offset: int, parts: Sequence[memoryview]) -> None:
+    async def write(self, offset: int, made: Callable[[], Sequence[memoryview]]) -> None:
         """Write all, or a part that gets to the file through the page cache."""
         call = self._call(offset)
         self._killer.comes_to(f"{call} before")
         part = self._killer.part_of(call)
         if part:
-            whole = b"".join(parts)
+            whole = b"".join(made())
             first, last = {
                 "sector": (0, 512),
                 "header": (0, DIRECT_BYTES),
@@ -155,14 +155,14 @@ class KillingFile(PosixFile):
             plain = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR)
             os.pwrite(plain, whole[first:last], offset + first)
             os.kill(os.getpid(), signal.SIGKILL)
-        await super().write(offset, parts)
+        await super().write(offset, made)
         self._killer.comes_to(f"{call} after")
 
-    async def read(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+    async def read(self, ranges: Sequence[tuple[int, memoryview]], then: Callable[[], None] = nothing) -> None:
         """Read records."""
         kind = kind_of(self._path.name)
         self._killer.comes_to(f"read {kind} before")
-        await super().read(ranges)
+        await super().read(ranges, then)
         self._killer.comes_to(f"read {kind} after")
 
     async def read_pages(self, offsets: Sequence[int], into: memoryview) -> None:

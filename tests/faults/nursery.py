@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 MESSAGE_BYTES_MAX = 64 << 10
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Channel:

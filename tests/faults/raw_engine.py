@@ -16,7 +16,7 @@ from kvfleet_api.wire_base import Reply
 from kvfleet_client.extents import Extents
 
 R = TypeVar("R", bound=Reply)
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)

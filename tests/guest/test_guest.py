@@ -9,7 +9,7 @@ from guest.boot import Report, run
 from guest.cpio import file
 from guest.errors import UnavailableError
 
-pytestmark = [pytest.mark.guest, pytest.mark.timeout(2000)]
+pytestmark = [pytest.mark.guest, pytest.mark.timeout(6000)]
 
 HERE = Path(__file__).parent
 INSIDE = HERE / "inside"

@@ -148,7 +148,7 @@ class SimAgent:
         self.listener = PeerListener("10.0.0.1", 0)
         record = AgentRecord(f"{POOL}.{name}", self.epoch, self.listener.address)
         self.record = record
-        index = Index()
+        index = Index(in_use_max=4)
         self.scopes = ScopeMemory(self.authenticator.secret)
         self.directory = SimDirectory(record, _access, self._holdings, instruments())
         self.directory.world = world
@@ -272,5 +272,5 @@ def install() -> None:
     """Keep provisioning off the machine's disks and clocks."""
     changed: Any = provision
     changed.probe = _no_probe
-    changed._disk_bytes = lambda _: {}
+    changed.disk_bytes = lambda _: {}
     assert LAYOUT.block_bytes == ALIGNMENT_BYTES

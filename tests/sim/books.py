@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from kvfleet_agent.index import GONE, TIERS_MAX, Entry
+from kvfleet_agent.entry import GONE, TIERS_MAX, Entry
 from kvfleet_agent.leases import LeaseTable
 from kvfleet_agent.node import Node
 from kvfleet_agent.sessions import SessionState

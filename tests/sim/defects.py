@@ -6,11 +6,12 @@ from typing import Any, Final
 
 from kvfleet_agent.announcer import Announcer
 from kvfleet_agent.backends import slots
-from kvfleet_agent.index import GONE, Entry
+from kvfleet_agent.entry import GONE, Entry
 from kvfleet_agent.leases import Lease, LeaseTable
 from kvfleet_agent.node import Node
 from kvfleet_agent.remote import transfer
 from kvfleet_agent.reservations import Reservation, ReservationTable
+from kvfleet_api.blocks import ScopeId
 from kvfleet_client import copying, loading
 from kvfleet_client.results import Lease as ClientLease
 
@@ -42,7 +43,7 @@ def _sweep_early(self: LeaseTable, now_s: float) -> list[Lease]:
 
 def _sweep_reservations_early(self: ReservationTable, now_s: float) -> list[Reservation]:
     early = [r for r in self._reservations.values() if r.expires_s <= now_s + 2.0]
-    return [taken for r in early if (taken := self._take(r.owner, r.id)) is not None]
+    return [taken for r in early for taken in self.take(r.owner, (r.id,)) if taken is not None]
 
 
 def _abandon_only(self: Node, reservations: Iterable[Reservation]) -> int:
@@ -63,9 +64,8 @@ def _same_stamp(take: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mark_present(mark: Callable[..., None]) -> Callable[..., None]:
-    def marked(self: Announcer, entry: Entry) -> None:
-        if entry.residences:
-            mark(self, entry)
+    def marked(self: Announcer, scope: ScopeId, *digests: bytes) -> None:
+        mark(self, scope, *[digest for digest in digests if self._index.blocks(scope).copy(digest) is not None])
 
     return marked
 

@@ -18,7 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, Final
 
 import kvfleet_agent.backends.nvme
-import kvfleet_agent.index
+import kvfleet_agent.entry
 import kvfleet_agent.serve.connection
 import kvfleet_agent.sessions
 import kvfleet_metadata.schema
@@ -171,7 +171,7 @@ def _install_sockets() -> None:
 
 def _install_hashes() -> None:
     """Give whatever lies in sets a hash that is the same in every process."""
-    entry: Any = kvfleet_agent.index.Entry
+    entry: Any = kvfleet_agent.entry.Entry
     from_bytes = int.from_bytes
     entry.__hash__ = lambda self: from_bytes(self.digest[-7:])
     session: Any = kvfleet_agent.sessions.Session

@@ -3,7 +3,7 @@
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from kvfleet_agent.ports import Lender, Lent
+from kvfleet_agent.ports import Lender, Lent, Stretch
 from kvfleet_agent.serve.attachment import Attachment
 from kvfleet_agent.serve.connection import Connection
 from kvfleet_agent.serve.verbs import Verbs
@@ -63,6 +63,10 @@ class WatchedLender:
                 self._world.tally.lent_blocks += 1
                 self._shadow.lent(one.lease, one.slot, until_s, key.scope)
         return lent
+
+    def trace(self, key: BlockKey, most: int) -> Stretch | None:
+        """See `Lender.trace`."""
+        return self._lender.trace(key, most)
 
     def end(self, leases: Sequence[int]) -> None:
         """See `Lender.end`."""

@@ -5,12 +5,14 @@ earliest time that the agent could mean, so what is called a violation here is o
 """
 
 import math
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
-from kvfleet_agent.backends.base import MappableBackend, Record, SlotRef, TierBackend
-from kvfleet_agent.index import Entry
+from kvfleet_agent.backends.base import MappableBackend, SlotRef, TierBackend
+from kvfleet_agent.backends.columns import ColumnarBackend, Columns
+from kvfleet_agent.entry import Entry
 from kvfleet_agent.node import Node
 from kvfleet_agent.sessions import SessionState
 from kvfleet_agent.tiers import ORDINAL_SHIFT, Tier
@@ -102,15 +104,17 @@ class Shadow:
                     self._check_free((slot.extent, slot.stamp))
             drop(slot)
 
-        recover = medium.recover
+        medium.reserve, medium.drop = reserved, dropped
+        if isinstance(backend, ColumnarBackend):
+            medium.recover_columns = partial(self._recovered, slots, backend.recover_columns)
 
-        async def recovered() -> AsyncIterator[tuple[SlotRef, Record]]:
-            async for slot, record in recover():
+    async def _recovered(self, slots: Slots, recover: Callable[[], AsyncIterator[Columns]]) -> AsyncIterator[Columns]:
+        """See what a medium has kept."""
+        async for columns in recover():
+            for slot, _ in columns.pairs():
                 slots.live[slot.extent, slot.offset] = slot
                 self._world.tally.recovered_blocks += 1
-                yield slot, record
-
-        medium.reserve, medium.drop, medium.recover = reserved, dropped, recovered
+            yield columns
 
     def _check_free(self, use: Use) -> None:
         now_s = self._world.loop.now_s

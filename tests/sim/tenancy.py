@@ -93,6 +93,11 @@ class SimTenants:
         """Nobody shares a scope here."""
         return scope.split("/")[1] == tenant
 
+    def access(self, tenant: str) -> tuple[tuple[Access, ScopeSecret], ...]:
+        """What a tenant's engines may use; nobody asks for it here."""
+        own = Access(self._tenancy.scope(tenant), ScopeKind.TENANT, tenant, can_write=True)
+        return ((own, secret_of(own.scope)),)
+
     def erasing(self) -> Iterator[tuple[str, str, int]]:
         """Nobody waits for a confirmation."""
         return iter(())

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Final, ParamSpec, TypeVar
 
+from kvfleet_agent.backends.volume import nothing
 from kvfleet_agent.backends.waiting import settle
 from sim.volume_image import PAGE_BYTES, Change, File, Image, crash_images
 
@@ -300,8 +301,11 @@ class MemoryFile:
         return self.volume.image.files[self.number]
 
     @settled
-    async def write(self, offset: int, parts: Sequence[memoryview]) -> None:
+    async def write(self, offset: int, made: Callable[[], Sequence[memoryview]]) -> None:
         """See `VolumeFile`. The caller's memory is read when the call ends, as a slow device may do."""
+        parts = made()
+        if not parts:
+            return
         size_bytes = sum(len(p) for p in parts)
         self._check(offset, size_bytes)
         if (self.number, offset) in self.volume.failed:
@@ -352,12 +356,13 @@ class MemoryFile:
             told.apply(image, fate)
 
     @settled
-    async def read(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+    async def read(self, ranges: Sequence[tuple[int, memoryview]], then: Callable[[], None] = nothing) -> None:
         """See `VolumeFile`."""
         await self.volume._pass("read", self.name, sum(len(into) for _, into in ranges))
         for offset, into in ranges:
             self._check(offset, len(into))
             into[:] = self.volume._bytes(self._seen, offset, len(into))
+        then()
 
     @settled
     async def read_pages(self, offsets: Sequence[int], into: memoryview) -> None:

@@ -136,8 +136,8 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
         """The agent has believed a lie: its first reader finds out, and the block goes."""
         entries = self.core.reader.lookup_now(self.place(owner, scope), [digest(number)])
         (read,) = self.core.reader.acquire_now(self.place(owner, scope), entries, self.clock() + LEASE_S)
-        assert self.core.reader.inspect(owner, [read.lease.id]) == 1
-        assert self.core.release(owner, [read.lease.id]) == 1
+        assert self.do(lambda: self.core.reader.inspect(owner, [read.lease.id])) == 1
+        assert self.do(lambda: self.core.release(owner, [read.lease.id])) == 1
         assert self.core.node.index.find(scope, digest(number)) is None
 
     @rule(owner=owners, count=st.integers(1, 8))
@@ -151,7 +151,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
     def acquire(self, owner: int, scope: ScopeId, chain: tuple[int, int]) -> None:
         numbers = [chain[0] * 8 + i for i in range(chain[1])]
         place = self.place(owner, scope)
-        reads = self.run(self.core.reader.acquire(place, [digest(n) for n in numbers], LEASE_S, 1.0))
+        reads = self.run(self.core.reader.acquire(place, [digest(n) for n in numbers], LEASE_S, 1.0)).reads
         if place.session is not None:
             place.session.follow([r.lease.entry for r in reads])
         for read, number in zip(reads, numbers, strict=False):
@@ -254,7 +254,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
             made = await self.core.writer.reserve(place, b"", digests)
             self.core.abandon(owner, [r.id for r in made if r is not None])
         else:
-            reads = await self.core.reader.acquire(place, digests, LEASE_S, 1.0)
+            reads = (await self.core.reader.acquire(place, digests, LEASE_S, 1.0)).reads
             for read, number in zip(reads, numbers, strict=False):
                 assert self.bytes_of(read) == content(scope, number)
             self.core.release(owner, [r.lease.id for r in reads])
@@ -264,7 +264,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
         if not happens:
             return
         self.do(lambda: self.core.node.drop_scope(scope, "erased"))
-        assert not any(e.residences for e in self.core.node.index.blocks(scope).values())
+        assert not any(e.residences for e in self.core.node.index.blocks(scope).entries())
 
     swept_s = 0.0
 

@@ -2,22 +2,20 @@
 
 import asyncio
 import itertools
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from agent_kube_world import SYSTEM, WAIT_S, make_node, make_pool
+from chart_rights import install_kinds, render_rights
 from metadata_replicas import Redis, Replica, launch, until
 
 from controlplane import ControlPlane, start
-from controlplane.assets import find_tool
 from controlplane.testing import session_plane
 from kvfleet_agent.kube.place import Place
 from kvfleet_agent.kube.world import KubeWorld
 from kvfleet_api import names
 
-ROOT = Path(__file__).resolve().parents[2]
 _numbers = itertools.count()
 
 
@@ -29,19 +27,14 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlP
 
 @pytest.fixture(scope="session")
 def rights() -> str:
-    """Namespace, identities and RBAC as the chart renders them; the CRDs come from their source."""
-    command = [str(find_tool("helm")), "template", "kvfleet", str(ROOT / "charts/kvfleet"), "--namespace", SYSTEM]
-    settings = ["--set", "processes.enabled=false,namespace.create=true,crds.install=false"]
-    return subprocess.run([*command, *settings], text=True, capture_output=True, check=True).stdout
+    return render_rights()
 
 
 @pytest.fixture(scope="module")
 def plane(tmp_path_factory: pytest.TempPathFactory, rights: str) -> Iterator[ControlPlane]:
     """A plane of a module's own, with CRDs and rights: such tests stop and pause its API server."""
     with start(tmp_path_factory.mktemp("plane"), kwok=False) as plane:
-        plane.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
-        plane.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
-        plane.kubectl("apply", "--server-side", "-f", "-", stdin=rights)
+        install_kinds(plane, rights)
         yield plane
 
 
@@ -49,6 +42,12 @@ def plane(tmp_path_factory: pytest.TempPathFactory, rights: str) -> Iterator[Con
 def kubeconfig(plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("agent") / "kubeconfig"
     return plane.service_account_kubeconfig(SYSTEM, names.AGENT_SERVICE_ACCOUNT, path)
+
+
+@pytest.fixture(scope="module")
+def operator_config(plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("operator") / "kubeconfig"
+    return plane.service_account_kubeconfig(SYSTEM, names.FIELD_MANAGER_OPERATOR, path)
 
 
 @pytest.fixture

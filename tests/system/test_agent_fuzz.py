@@ -57,7 +57,7 @@ def conversation(agent: AgentThread, sent: bytes) -> bytes:
     """Send, say that nothing more comes, and return all that the agent answers before it closes."""
     received = b""
     with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(10)
+        client.settimeout(60)
         client.connect(os.fspath(agent.socket))
         try:
             client.sendall(sent)
@@ -115,7 +115,7 @@ def test_a_client_with_many_requests_under_way_is_not_read_further(agent: AgentT
     count = 3 * IN_FLIGHT_MAX
     asked = b"".join(wire.encode(wire.Attach(i, "a", "pool", LAYOUT)) for i in range(1, count + 1))
     with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(10)
+        client.settimeout(60)
         client.connect(os.fspath(agent.socket))
         client.sendall(asked)
         received = b""

@@ -102,11 +102,11 @@ async def test_what_vanished_while_the_watch_was_too_old_is_swept(
 
 async def test_a_frozen_api_server_costs_callers_a_bounded_wait(plane: ControlPlane, world: KubeWorld) -> None:
     token = engine_token(plane, make_namespace(plane))
-    plane.pause_apiserver(30.0)
+    plane.pause_apiserver(120.0)
     try:
         began_s = time.monotonic()
         with pytest.raises(ApiServerAwayError):
             await world.authenticator.authenticate(token)
-        assert time.monotonic() - began_s < 7
+        assert time.monotonic() - began_s < 30
     finally:
         plane.resume_apiserver()

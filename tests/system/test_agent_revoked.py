@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,32 +79,31 @@ async def cut_off(plane: ControlPlane, path: Path, number: int, cause: Any, team
 async def test_an_attached_engine_is_cut_off_within_a_minute(
     plane: ControlPlane, world: KubeWorld, tmp_path: Path
 ) -> None:
+    """One more engine is the control: nothing happens to it, and it is served all the time."""
     path = tmp_path / "run" / "agent.sock"
+    # All engines wait at once, each in a thread.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2 * len(CAUSES) + 8))
     async with guarded(world.authenticator, path) as core:
         runs = []
         for number, cause in enumerate(CAUSES):
-            team = make_namespace(plane)
-            make_scope_secret(plane, "tenant", make_team_tenant(plane, team))
-            pod = make_pod(plane, team, "engine", "engine", "node-a")
-            await granted(world, team)
-            token = pod_token(plane, pod, names.AUDIENCE)
+            team, token = await made_team(plane, world)
             runs.append(cut_off(plane, path, number, cause, team, token))
+        _, token = await made_team(plane, world)
+        control = TokenEngine(path, 2 * len(CAUSES), token)
+        await asyncio.to_thread(control.hold)
+        staying = asyncio.create_task(asyncio.to_thread(control.served_for_s, REVOKED_S + 10.0))
         wrong = [one for some in await asyncio.gather(*runs) for one in some]
 
         assert wrong == []
-        assert len(core.node.leases) == len(core.node.pins) == len(core.node.reservations) == 0
+        assert await staying is None, "an engine to which nothing happened was cut off"
+        assert (len(core.node.leases), len(core.node.pins)) == (2, 2), "of the control alone"
+        control.close()
 
 
-async def test_an_engine_that_stays_stays(plane: ControlPlane, world: KubeWorld, tmp_path: Path) -> None:
-    """The control of the test before: the same engine, and nothing happens to it."""
-    path = tmp_path / "run" / "agent.sock"
+async def made_team(plane: ControlPlane, world: KubeWorld) -> tuple[str, str]:
+    """A tenant with one engine in a pod: its namespace and token."""
     team = make_namespace(plane)
     make_scope_secret(plane, "tenant", make_team_tenant(plane, team))
-    token = pod_token(plane, make_pod(plane, team, "engine", "engine", "node-a"), names.AUDIENCE)
+    pod = make_pod(plane, team, "engine", "engine", "node-a")
     await granted(world, team)
-    async with guarded(world.authenticator, path):
-        engine = TokenEngine(path, 1, token)
-        await asyncio.to_thread(engine.hold)
-
-        assert await asyncio.to_thread(engine.served_for_s, REVOKED_S + 10.0) is None
-        engine.close()
+    return team, pod_token(plane, pod, names.AUDIENCE)

@@ -237,7 +237,7 @@ async def test_two_tenants_share_once_both_sides_want_it_and_stop_with_a_new_key
 async def test_status_and_usage_of_trust_objects_leave_the_grants_alone(plane: ControlPlane, world: KubeWorld) -> None:
     team = make_namespace(plane)
     make_team_tenant(plane, team)
-    await eventually(lambda: world._trust.tenants.get(team))
+    await eventually(lambda: world._trust.tenants.get(team) and world._trust.namespaces.get(team))
     before = world.authenticator.grants_version
     patch(plane, f"kvt/{team}", '{"status":{"keyVersion":1}}', "--subresource=status")
     plane.kubectl("label", "kvt", team, "note=x")

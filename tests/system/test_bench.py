@@ -145,3 +145,19 @@ def test_an_agent_under_pressure_hands_out_no_wrong_byte_and_keeps_nothing() -> 
     assert values["squeezes"] > 0
     assert (values["wrong_blocks"], values["corrupt_blocks"]) == (0, 0)
     assert (values["leases_at_the_end"], values["reservations_at_the_end"]) == (0, 0)
+
+
+def test_bench_operator_ends_with_the_agreed_line() -> None:
+    command = (sys.executable, "-m", "bench.operator", "--tiny")
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["bench"] == "operator"
+    assert said["versions"]["sizes"] == "8"
+    assert min(said["ratios"].values()) > 0
+    assert said["values"]["idle_writes_per_s_8"] == 0
+    assert said["values"]["naive_nodes_8"] == 4
+    assert said["values"]["restart_s_8"] > 0
+    assert said["values"]["writes_per_node_8"] >= 1

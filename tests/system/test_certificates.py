@@ -43,10 +43,10 @@ from kvfleet_operator.issuing import Issuance
 from kvfleet_telemetry.catalog_agent import AGENT
 from kvfleet_telemetry.metrics import Instruments
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 SYSTEM = names.SYSTEM_NAMESPACE
-WAIT_S = 60.0
+WAIT_S = 90.0
 
 
 async def until(check: Callable[[], Any]) -> Any:
@@ -242,8 +242,9 @@ async def test_certificates_and_authorities_rotate_under_reads_and_none_is_dropp
             serving(owner) as address,
         ):
             await until(lambda: owner.credential and reader.credential)
-            ends_s, reads = time.monotonic() + 85.0, 0
-            while time.monotonic() < ends_s:
+            ends_s, reads = time.monotonic() + 200.0, 0
+            while reads <= 200 or len(seen) < 6 or len(authorities) < 3:
+                assert time.monotonic() < ends_s, "certificates and authorities were hardly renewed"
                 # Each read on a connection of its own, so that each shakes hands with what is held then.
                 assert await read_once(reader, address), f"read {reads} was dropped"
                 reads += 1
@@ -251,10 +252,6 @@ async def test_certificates_and_authorities_rotate_under_reads_and_none_is_dropp
                 seen.add(owner.credential.certificate_pem)
                 authorities |= {a.fingerprint for a in certificates.read_bundle(trusted(owner))}
                 await asyncio.sleep(0.02)
-
-    assert reads > 200
-    assert len(seen) >= 6, "the certificate was hardly renewed"
-    assert len(authorities) >= 3, "authorities were hardly replaced"
 
 
 @asynccontextmanager
@@ -358,7 +355,8 @@ def start_chart_redis(folder: Path, port: int) -> "subprocess.Popen[bytes]":
         settings, script = settings.replace(there, str(folder / here)), script.replace(there, str(folder / here))
     (folder / "etc" / "redis.conf").write_text(settings + "\nbind 127.0.0.1\n")
     (folder / "etc" / "users.acl").write_text(acl_file((Grant(Role.AGENT, "agent" * 4),)))
-    environment = {**os.environ, "KVFLEET_RELOAD_S": "0.5", "KVFLEET_PORT": str(port)}
+    own = {"KVFLEET_RELOAD_S": "0.5", "KVFLEET_PORT": str(port), names.REDIS_MEMORY_VARIABLE: str(64 << 20)}
+    environment = {**os.environ, **own}
     return subprocess.Popen(["sh", "-c", script], env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
 
 

@@ -6,12 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
+from chart_agents import daemon_set, redis_set, template_of
+from operator_fleet import tier
 
 from controlplane import ApiError, ControlPlane, KubectlError, start
 from controlplane.assets import find_tool
+from controlplane.waiting import wait_until
 from kvfleet_agent import config as agent_config
+from kvfleet_agent.prepare import config as prepare_config
 from kvfleet_api import names
 from kvfleet_metadata import app as metadata_app
 from kvfleet_operator import app as operator_app
@@ -31,7 +36,6 @@ EVERYTHING = {
     "agent": {
         "image": {"repository": "kvfleet/agent", "digest": "sha256:" + "1" * 64},
         "hostPaths": {"memory": "/run/kvfleet-memory"},
-        "pools": [{"name": "llama-70b", "nodeSelector": {"gpu": "h200"}, "storagePaths": ["/mnt/flash"]}],
     },
     "commonLabels": {"team": "inference"},
     "kek": {"file": "/run/kvfleet-kek/keks", "volume": KEK_VOLUME},
@@ -58,13 +62,25 @@ CASES: dict[str, Object] = {
         "metadata": {"replicas": 3},
         "networkPolicy": {"enabled": True},
     },
+    "node preparation": {
+        "nodePreparation": {
+            "enabled": True,
+            "image": {"digest": "sha256:" + "2" * 64},
+            "keepFree": {"2Mi": 512},
+            "dax": {"devices": ["dax0.*"], "giveBack": True},
+            "seLinuxOptions": {"type": "spc_t"},
+        },
+        "networkPolicy": {"enabled": True},
+    },
     "no crds": {"crds": {"install": False}, "userRoles": {"create": False}, "podDisruptionBudget": {"enabled": False}},
 }
 PROCESSES = {
     "DaemonSet", "Deployment", "StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy", "Secret", "ConfigMap",
 }  # fmt: skip
 
-WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet")
+SCHEMAS = "1.34"
+"""Release of Kubernetes whose published schemas objects are held against: that of the control plane here."""
+WORKLOADS = ("Deployment", "StatefulSet")
 
 
 def helm(*args: str, values: Object | None = None) -> subprocess.CompletedProcess[str]:
@@ -83,13 +99,18 @@ def of_kind(objects: list[Object], *kinds: str) -> list[Object]:
     return [o for o in objects if o["kind"] in kinds]
 
 
+def workloads(objects: list[Object]) -> list[Object]:
+    """What runs with a pool `llama-70b`."""
+    return [*of_kind(objects, *WORKLOADS), *redis_set(objects), daemon_set(template_of(objects), "llama-70b")]
+
+
 @pytest.fixture(scope="module")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     with start(tmp_path_factory.mktemp("plane"), kwok=False, controllers=False) as plane:
         for namespace in (NAMESPACE, names.CA_NAMESPACE):
             plane.kubectl("create", "namespace", namespace)
         plane.kubectl("apply", "-f", str(Path(__file__).parent / "monitoring_crds"))
-        plane.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
+        plane.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=90s")
         yield plane
 
 
@@ -130,7 +151,8 @@ REFUSED: tuple[tuple[Object, str], ...] = (
     ({"operator": {"image": {"digest": "sha256:abc"}}}, "/operator/image/digest"),
     ({"metadata": {"image": {"repository": "Not/Lower"}}}, "/metadata/image/repository"),
     ({"redis": {"mode": "Sentinel"}}, "/redis/mode': value must be one of 'StatefulSet', 'Process', 'External'"),
-    ({"redis": {"maxMemory": "2Gi"}}, "/redis/maxMemory"),
+    ({"redis": {"maxMemory": "2gb"}}, "/redis': additional properties 'maxMemory' not allowed"),
+    ({"redis": {"memory": {"max": "2gb"}}}, "/redis/memory/max"),
     ({"redis": {"passwords": {"agent": "short"}}}, "/redis/passwords/agent"),
     ({"redis": {"persistence": {"size": "8"}}}, "/redis/persistence/size"),
     ({"logLevel": "LOUD"}, "/logLevel': value must be one of 'debug', 'info', 'warning', 'error'"),
@@ -140,8 +162,11 @@ REFUSED: tuple[tuple[Object, str], ...] = (
     ({"image": {"pullSecrets": ["pull"]}}, "/image/pullSecrets/0': got string, want object"),
     ({"admissionPolicies": {"storagePaths": ["/a/../b"]}}, "/admissionPolicies/storagePaths/0"),
     ({"agent": {"hostPaths": {"state": "/"}}}, "/agent/hostPaths/state"),
-    ({"agent": {"pools": [{"nodeSelector": {}}]}}, "missing property 'name'"),
-    ({"agent": {"pools": [{"name": "p"}]}}, "agent.image.digest is missing"),
+    ({"agent": {"pools": []}}, "/agent': additional properties 'pools' not allowed"),
+    ({"nodePreparation": {"enabled": True}}, "nodePreparation.image.digest is missing"),
+    ({"nodePreparation": {"keepFree": {"4Ki": 1}}}, "additional properties '4Ki' not allowed"),
+    ({"nodePreparation": {"hugePages": "Always"}}, "/nodePreparation/hugePages"),
+    ({"nodePreparation": {"dax": {"devices": ["sda"]}}}, "/nodePreparation/dax/devices/0"),
     ({"podSecurity": {"enforce": "lax"}}, "/podSecurity/enforce"),
     ({"kek": {"file": "keks"}}, "/kek/file"),
     ({"kek": {"file": "/keks"}}, "/kek/file"),
@@ -194,7 +219,8 @@ def test_no_role_holds_a_wildcard_or_a_way_to_more_rights(values: Object) -> Non
     assert rules
     for role, rule in rules:
         words = {word for key in ("apiGroups", "resources", "verbs") for word in rule[key]}
-        assert not words & {"*", "bind", "escalate", "impersonate", "pods/exec", "nodes/proxy", "pods"}
+        assert not words & {"*", "bind", "escalate", "impersonate", "pods/exec", "nodes/proxy"}
+        assert "pods" not in words or not words & {"create", "patch", "update"}
         assert role["kind"] == "Role" or "secrets" not in rule["resources"]
         if "serviceaccounts/token" in rule["resources"]:  # Of its own account and no other.
             assert (role["kind"], rule["resourceNames"]) == ("Role", [role["metadata"]["name"]])
@@ -213,6 +239,7 @@ FORBIDDEN = {
     "kvfleet-operator": [
         ("list", "secrets"), ("create", "kvpools.kvfleet.io"), ("delete", "kvpools.kvfleet.io"),
         ("create", "tokenreviews.authentication.k8s.io"), ("patch", "nodes"),
+        ("create", "pods"), ("delete", "pods"), ("create", "daemonsets.apps"),
         ("create", "clusterroles.rbac.authorization.k8s.io"),
     ],
 }  # fmt: skip
@@ -229,15 +256,22 @@ ALLOWED = {
     "kvfleet-operator": [
         ("patch", "kvpools.kvfleet.io", ""), ("deletecollection", "kvpoolnodes.kvfleet.io", ""), ("watch", "nodes", ""),
         ("create", "secrets", NAMESPACE), ("update", "leases.coordination.k8s.io", NAMESPACE), ("create", "events", ""),
+        ("patch", "daemonsets.apps", NAMESPACE), ("delete", "pods", NAMESPACE),
     ],
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def ruled(plane: ControlPlane) -> ControlPlane:
-    """A plane with the chart's identities and rights in force."""
+    """A plane with the chart's identities and rights in force; the API server hears of them by watches of its own."""
     plane.kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump_all(render(CASES["only rights"])))
+    wait_until(lambda: not any(refusals(plane, account) for account in ALLOWED), 90.0)
     return plane
+
+
+def refusals(plane: ControlPlane, account: str) -> list[str]:
+    """What an identity needs and may not do."""
+    return [f"{v} {r}" for v, r, namespace in ALLOWED[account] if not may(plane, account, v, r, namespace)]
 
 
 def may(plane: ControlPlane, account: str, verb: str, resource: str, namespace: str) -> bool:
@@ -259,9 +293,7 @@ def test_an_identity_may_not_reach_beyond_its_part(ruled: ControlPlane, account:
 
 @pytest.mark.parametrize("account", ALLOWED)
 def test_an_identity_may_do_its_part(ruled: ControlPlane, account: str) -> None:
-    refused = [f"{v} {r}" for v, r, namespace in ALLOWED[account] if not may(ruled, account, v, r, namespace)]
-
-    assert not refused
+    assert not refusals(ruled, account)
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +318,8 @@ def dry_run_pod(plane: ControlPlane, namespace: str, workload: Object) -> None:
 
 @pytest.mark.parametrize("case", ["defaults", "everything"])
 def test_every_pod_meets_the_restricted_standard(plane: ControlPlane, restricted: str, case: str) -> None:
-    workloads = of_kind(render(CASES[case]), "Deployment", "StatefulSet")
+    objects = render(CASES[case])
+    workloads = [*of_kind(objects, "Deployment"), *redis_set(objects)]
 
     assert len(workloads) == 3
     for workload in workloads:
@@ -303,7 +336,7 @@ def test_a_pod_that_may_be_root_would_be_refused(plane: ControlPlane, restricted
 
 def test_every_selector_finds_the_pods_of_one_workload() -> None:
     objects = render(EVERYTHING)
-    pods = [o["spec"]["template"]["metadata"]["labels"] for o in of_kind(objects, *WORKLOADS)]
+    pods = [o["spec"]["template"]["metadata"]["labels"] for o in workloads(objects)]
     selectors = [o["spec"]["selector"] for o in of_kind(objects, "Service")]
     selectors += [o["spec"]["selector"]["matchLabels"] for o in of_kind(objects, "PodDisruptionBudget")]
     networks = [o["spec"]["podSelector"] for o in of_kind(objects, "NetworkPolicy")]
@@ -359,8 +392,40 @@ def test_the_processes_take_the_arguments_that_the_chart_gives(case: str) -> Non
         assert set(metadata_app.EXTERNAL_VARIABLES.values()) <= {variable["name"] for variable in metadata["env"]}
 
 
+@pytest.mark.parametrize(
+    ("case", "mode", "template"),
+    [
+        ("defaults", "Embedded", names.REDIS_TEMPLATE),
+        ("redis as a child", "Embedded", ""),
+        ("external redis", "External", ""),
+    ],
+)
+def test_the_operator_is_told_whose_redis_it_is(case: str, mode: str, template: str) -> None:
+    given = operator_app._parser().parse_args(container(CASES[case], "kvfleet-operator")["args"])
+    found = [o for o in of_kind(render(CASES[case]), "ConfigMap") if o["metadata"]["name"] == names.REDIS_TEMPLATE]
+
+    assert (given.redis_mode, given.redis_template) == (mode, template)
+    assert len(found) == (1 if template else 0)
+
+
+@pytest.mark.parametrize("case", ["defaults", "everything"])
+def test_a_real_api_server_takes_the_redis_that_the_operator_makes_of_the_template(
+    plane: ControlPlane, case: str
+) -> None:
+    (made,) = redis_set(render(CASES[case]))
+
+    said = plane.kubectl(
+        "apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", "-", stdin=yaml.safe_dump(made)
+    )
+    assert said.strip() == f"statefulset.apps/{names.REDIS} serverside-applied (server dry run)"
+    (redis,) = made["spec"]["template"]["spec"]["containers"]
+    assert redis["env"] == [{"name": names.REDIS_MEMORY_VARIABLE, "value": str(256 << 20)}]
+    assert (redis["resources"]["requests"]["memory"], redis["resources"]["limits"]["memory"]) == ("320Mi", "384Mi")
+
+
 def test_an_agent_takes_the_arguments_that_the_chart_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = of_kind(render(EVERYTHING), "DaemonSet")
+    tiers = [tier("flash", "RemoteFlash", remoteFlash={"path": "/mnt/flash"})]
+    found = daemon_set(template_of(render(EVERYTHING)), "llama-70b", tiers=tiers)
     (agent,) = found["spec"]["template"]["spec"]["containers"]
     mounts = {mount["name"]: mount["mountPath"] for mount in agent["volumeMounts"]}
     monkeypatch.setenv("NODE_NAME", "worker-1")
@@ -372,7 +437,21 @@ def test_an_agent_takes_the_arguments_that_the_chart_gives(monkeypatch: pytest.M
     assert given.state_dir.is_relative_to(mounts["storage"])
     assert str(given.memory_dir) == mounts["memory"]
     assert str(given.peer_token) == f"{mounts['token']}/token"
-    assert mounts["storage-0"] == "/mnt/flash"
+    assert mounts["tier-0"] == "/mnt/flash"
+
+
+def test_node_preparation_takes_the_arguments_that_the_chart_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = of_kind(render(CASES["node preparation"]), "DaemonSet")
+    (node,) = found["spec"]["template"]["spec"]["containers"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in node["volumeMounts"]}
+    monkeypatch.setenv("NODE_NAME", "worker-1")
+
+    given = prepare_config.parse(node["args"])
+    assert (given.node, given.reserves, given.others, given.take_back_s) == ("worker-1", True, {2 << 20: 512}, 60.0)
+    assert str(given.state_dir) == mounts["state"]
+    assert mounts["pages"] == "/sys/devices/system/node"
+    assert node["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert not of_kind(render({}), "DaemonSet")
 
 
 @pytest.mark.parametrize(("case", "path"), [("defaults", None), ("everything", Path("/run/kvfleet-kek/keks"))])
@@ -381,7 +460,8 @@ def test_operator_and_agents_read_their_keks_from_the_file_that_the_values_name(
 ) -> None:
     monkeypatch.setenv("NODE_NAME", "worker-1")
     values = EVERYTHING | {"kek": CASES[case].get("kek", {})}
-    pods = {o["metadata"]["name"]: o["spec"]["template"]["spec"] for o in of_kind(render(values), *WORKLOADS)}
+    objects = render(values)
+    pods = {o["metadata"]["name"]: o["spec"]["template"]["spec"] for o in workloads(objects)}
     arguments = {name: pod["containers"][0]["args"] for name, pod in pods.items() if "redis" not in name}
     agent = [argument.replace("$(POD_IP)", "10.0.0.7") for argument in arguments["kvfleet-agent-llama-70b"]]
 
@@ -415,24 +495,41 @@ def test_notes_name_the_images_and_the_next_commands() -> None:
     assert "kubectl get kvfleet" in done.stdout
 
 
-def password(plane: ControlPlane, role: str) -> str:
-    path = f"/api/v1/namespaces/{NAMESPACE}/secrets/kvfleet-redis-{role}"
-    return str(plane.api.get(path)["data"]["password"])
+def test_the_catalogue_is_told_of_every_custom_resource_and_every_image() -> None:
+    facts = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    said = {key: yaml.safe_load(facts["annotations"][f"artifacthub.io/{key}"]) for key in ("crds", "images")}
+    pods = [o["spec"]["template"]["spec"] for o in of_kind(render({}), *WORKLOADS)]
+
+    assert {c["name"] for c in said["crds"]} == {
+        c["metadata"]["name"] for c in of_kind(render({}), "CustomResourceDefinition")
+    }
+    assert {i["image"] for i in said["images"]} >= {c["image"] for pod in pods for c in pod["containers"]}
+    assert facts["version"] == facts["appVersion"]
 
 
-def test_an_upgrade_keeps_passwords_and_an_uninstall_keeps_crds(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with start(tmp_path_factory.mktemp("release"), kwok=False, controllers=False) as plane:
-        where = ("--namespace", NAMESPACE, "--kubeconfig", str(plane.kubeconfig))
-        done = helm("install", "kvfleet", str(CHART), "--create-namespace", *where)
-        assert done.returncode == 0, done.stderr
-        before = [password(plane, role) for role in ("agent", "metadata")]
-        crds = plane.kubectl("get", "crd", "-o", "name")
+@pytest.mark.parametrize("values", CASES.values(), ids=CASES.keys())
+def test_every_built_in_object_meets_the_published_schemas_without_a_server(values: Object) -> None:
+    builtin = [o for o in render(values) if "coreos.com" not in o["apiVersion"]]
 
-        done = helm("upgrade", "kvfleet", str(CHART), *where, values={"operator": {"replicas": 3}})
-        assert done.returncode == 0, done.stderr
-        assert [password(plane, role) for role in ("agent", "metadata")] == before
+    for found in builtin:
+        kubernetes_validate.validate(found, SCHEMAS, strict=True)
 
-        command = [str(find_tool("helm")), "uninstall", "kvfleet", "--cascade", "background", *where]
-        subprocess.run(command, check=True, capture_output=True)
-        assert plane.kubectl("get", "crd", "-o", "name") == crds
-        assert "kvfleet" not in plane.kubectl("get", "deployments,statefulsets,secrets,roles", "-A", "-o", "name")
+
+def test_the_published_schemas_refuse_a_field_that_does_not_exist() -> None:
+    """Positive control."""
+    (service, *_) = of_kind(render({}), "Service")
+    service["spec"]["prots"] = []
+
+    with pytest.raises(kubernetes_validate.ValidationError, match="prots"):
+        kubernetes_validate.validate(service, SCHEMAS, strict=True)
+
+
+@pytest.mark.timeout(1200)
+def test_the_chart_s_own_suites_pass() -> None:
+    """The suites of charts/kvfleet/tests, by helm-unittest, which is built once: five minutes on a busy machine."""
+    command = [str(find_tool("helm-unittest")), "--strict", str(CHART)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout
+    suites = len(list(CHART.glob("tests/*_test.yaml")))
+    assert f"Test Suites: {suites} passed, {suites} total" in done.stdout

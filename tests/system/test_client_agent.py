@@ -6,20 +6,26 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from agent_doubles import BLOCK_BYTES, LAYOUT, bytes_of
+from agent_doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, bytes_of, caller, dict_tier, dram_tier
 from agent_process import member
 from agent_thread import AgentThread
-from attached_client import BLOCKS, TOKENS, attached, content, keys_of, serving_two_tenants, target, until
+from attached_client import BLOCKS, PATIENT_S, TOKENS, attached, content, keys_of, serving_two_tenants, target, until
 
+from kvfleet_agent.reader import Acquisition
+from kvfleet_agent.serve.connection import IN_FLIGHT_MAX
+from kvfleet_api import wire
+from kvfleet_api.blocks import BlockKey
 from kvfleet_api.errors import ForbiddenError
 from kvfleet_api.tiers import Lookup
-from kvfleet_client import AsyncClient, AsyncPrefixCache, PrefixCache, Published
+from kvfleet_client import AsyncClient, AsyncPrefixCache, PrefixCache, Published, Target, calls
+from kvfleet_client.calls import Ahead, Operation
 from kvfleet_client.cli import main
 from kvfleet_client.copying import fill
 
@@ -112,7 +118,7 @@ def test_every_verb_works(agent: AgentThread) -> None:
 
 
 async def test_the_asyncio_client_does_the_same(agent: AgentThread) -> None:
-    async with await AsyncClient.attach(target(agent.socket)) as client:
+    async with await AsyncClient.attach(target(agent.socket), wait_s=PATIENT_S) as client:
         assert client.is_attached, client.reason
         cache = AsyncPrefixCache(client)
         stored = await cache.store(TOKENS, content())
@@ -129,7 +135,7 @@ async def test_the_asyncio_client_does_the_same(agent: AgentThread) -> None:
 
 
 async def test_a_cancelled_load_holds_nothing(agent: AgentThread) -> None:
-    async with await AsyncClient.attach(target(agent.socket)) as client:
+    async with await AsyncClient.attach(target(agent.socket), wait_s=PATIENT_S) as client:
         cache = AsyncPrefixCache(client)
         await cache.store(TOKENS, content())
         for delay_s in (0.0, 0.0005, 0.001, 0.002):
@@ -141,6 +147,79 @@ async def test_a_cancelled_load_holds_nothing(agent: AgentThread) -> None:
         held = agent.call(lambda: len(agent.core.node.leases.owned(1)))
 
     assert held == 0
+
+
+def asking_ahead(of: Target, keys: Sequence[BlockKey]) -> Operation[None]:
+    """Leases and slots are asked for ahead, and the caller fails before it has their answers."""
+    yield Ahead((calls.acquire(of, keys[:2], "", 30.0, 1.0), calls.reserve(of, keys[-1].digest, keys_beyond(keys), "")))
+    raise RuntimeError("the copy failed")
+
+
+def keys_beyond(keys: Sequence[BlockKey]) -> list[BlockKey]:
+    return [BlockKey(keys[0].scope, bytes(19) + bytes((i,))) for i in range(3)]
+
+
+def held_by(agent: AgentThread) -> tuple[int, int]:
+    node = agent.core.node
+    return agent.call(lambda: (len(node.leases), len(node.reservations)))
+
+
+async def test_what_was_asked_for_ahead_and_never_collected_is_given_back(agent: AgentThread) -> None:
+    async with await AsyncClient.attach(target(agent.socket), wait_s=PATIENT_S) as client:
+        await AsyncPrefixCache(client).store(TOKENS, content())
+        with pytest.raises(RuntimeError):
+            await client.run(asking_ahead(client.target, keys_of(client)))
+        await client.stats()
+        await client.stats()
+        assert held_by(agent) == (0, 0)
+    with attached(agent.socket) as client:
+        with pytest.raises(RuntimeError):
+            client.run(asking_ahead(client.target, keys_of(client)))
+        until(lambda: held_by(agent) == (0, 0))
+
+
+def one_that_fails(of: Target, keys: Sequence[BlockKey]) -> Operation[None]:
+    """A verb that is refused, beside leases and slots that are not."""
+    refused = replace(calls.stats(of), request=lambda i: wire.Reserve(i, "nobody's", b"", bytes(20), ""))
+    yield refused, calls.acquire(of, keys[:2], "", 30.0, 1.0), calls.reserve(of, keys[-1].digest, keys_beyond(keys), "")
+
+
+async def test_a_strict_client_gives_back_what_came_beside_an_error(agent: AgentThread) -> None:
+    async with await AsyncClient.attach(target(agent.socket), strict=True, wait_s=PATIENT_S) as client:
+        await AsyncPrefixCache(client).store(TOKENS, content())
+        with pytest.raises(ForbiddenError):
+            await client.run(one_that_fails(client.target, keys_of(client)))
+        await client.stats()
+        assert held_by(agent) == (0, 0)
+    with attached(agent.socket, strict=True) as client:
+        with pytest.raises(ForbiddenError):
+            client.run(one_that_fails(client.target, keys_of(client)))
+        client.stats()
+        assert held_by(agent) == (0, 0)
+
+
+async def test_many_loads_that_wait_leave_room_for_verbs_that_need_not(tmp_path: Path) -> None:
+    goes_on, waiting = asyncio.Event(), list[bool]()  # Of the agent's loop.
+
+    async def waits(*_: object, **__: object) -> Acquisition:
+        waiting.append(True)
+        await goes_on.wait()
+        return Acquisition([])
+
+    callers = FakeAuthenticator(a=caller("a"))
+    tiers = [dram_tier(64 * BLOCK_BYTES), dict_tier("nvme", 1 << 22, 1, 2)]
+    tokens = np.arange(256 * 16, dtype=np.uint32)
+    with AgentThread(tmp_path / "agent.sock", lambda: tiers, callers, compression={"mode": "None"}) as agent:
+        async with await AsyncClient.attach(target(agent.socket), wait_s=PATIENT_S) as client:
+            cache = AsyncPrefixCache(client)
+            assert (await cache.store(tokens, content(0, 256))).published == 256
+            agent.core.reader.acquire = waits  # type: ignore[method-assign]
+            loads = [asyncio.create_task(cache.load(tokens)) for _ in range(IN_FLIGHT_MAX // 2)]
+            await asyncio.to_thread(until, lambda: len(waiting) >= len(loads))
+            assert await client.stats() != "{}"
+            agent.call(goes_on.set)
+            await asyncio.gather(*loads)
+            assert client.is_attached
 
 
 def test_threads_share_a_client_without_mixing_answers(agent: AgentThread) -> None:
@@ -172,7 +251,7 @@ def test_bytes_that_change_under_a_lease_are_a_miss(agent: AgentThread) -> None:
 
         def scribble() -> None:
             tier = agent.core.node.tiers[0]
-            entry = next(iter(agent.core.node.index.blocks(keys_of(client)[2].scope).values()))
+            entry = next(agent.core.node.index.blocks(keys_of(client)[2].scope).entries())
             assert tier.mappable is not None
             tier.mappable.view(entry.residences[0].slot)[:4] = b"oops"
 
@@ -219,7 +298,8 @@ def test_closing_gives_back_every_descriptor_and_thread(agent: AgentThread) -> N
     for _ in range(5):
         use()
 
-    assert open_now() == before
+    # A connection that is counted no more still closes its socket.
+    until(lambda: all(now <= then for now, then in zip(open_now(), before, strict=True)))
 
 
 def test_the_command_line_shows_tiers_prompts_and_reasons(

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import attached_client
 import numpy as np
 import pytest
 from agent_doubles import LAYOUT
@@ -16,7 +17,7 @@ from kvfleet_agent.core import Core
 from kvfleet_agent.parts import ENTRY_BYTES
 from kvfleet_api.blocks import BlockKey, chain_keys
 from kvfleet_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError
-from kvfleet_client import Client, PrefixCache, Target, calls
+from kvfleet_client import Client, PrefixCache, calls
 from kvfleet_client.ranges import Cut
 from kvfleet_client.results import Bytes2D
 
@@ -40,7 +41,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentThread]:
 
 
 def attached(socket: Path) -> Client:
-    return Client.attach(Target(socket, "pool", "a", WIDE), strict=True)
+    return attached_client.attached(socket, strict=True, layout=WIDE)
 
 
 @given(layers=ranges, wanted=heads)

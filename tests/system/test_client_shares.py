@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from agent_doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, bytes_of, caller, dram_tier, secret
 from agent_thread import AgentThread
-from attached_client import attached, target, until
+from attached_client import PATIENT_S, attached, target, until
 from share_callers import SHARE, SHARED_BLOCKS, SYSTEM_PROMPT, callers, named, prompt, sharing
 
 from kvfleet_api.blocks import ScopeId, chain_keys
@@ -47,7 +47,7 @@ class Asynchronous:
 
     def __init__(self, agent: AgentThread, token: str) -> None:
         self.runner = asyncio.Runner()
-        self.client: AsyncClient = self.runner.run(AsyncClient.attach(target(agent.socket, token)))
+        self.client: AsyncClient = self.runner.run(AsyncClient.attach(target(agent.socket, token), wait_s=PATIENT_S))
         self.cache = AsyncPrefixCache(self.client)
 
     def load(self, tokens: Tokens, **more: Any) -> Loaded:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from agent_doubles import FakeAuthenticator, caller, dict_tier, dram_tier
 from agent_thread import AgentThread
+from attached_client import attached
 from share_callers import named, sharing
 
 torch = pytest.importorskip("torch", reason="the transformers connector needs torch")
@@ -20,7 +21,6 @@ from transformers import DynamicCache, LlamaConfig  # noqa: E402
 
 from kvfleet_agent.tiers import Tier  # noqa: E402
 from kvfleet_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError, UnsupportedError  # noqa: E402
-from kvfleet_client import Client, Target  # noqa: E402
 from kvfleet_client.cache import PrefixCache  # noqa: E402
 from kvfleet_client.connectors.transformers import CacheConnector, check_layout, layout_of, pack, unpack  # noqa: E402
 
@@ -55,7 +55,7 @@ def test_a_shared_system_prompt_and_a_private_rest_restore_to_the_uninterrupted_
     with AgentThread(tmp_path / "agent.sock", lambda: [dram_tier(1 << 22)], parties) as agent:
         connectors = {}
         for name in "ab":
-            client = Client.attach(Target(agent.socket, "pool", name, layout), strict=True)
+            client = attached(agent.socket, name, strict=True, layout=layout)
             connectors[name] = CacheConnector(PrefixCache(client), CONFIG, layout)
         kept = DynamicCache(config=CONFIG)
         run(model, ours, kept)
@@ -85,7 +85,7 @@ def holding(tmp_path: Path, tiers: Callable[[], list[Tier]]) -> Iterator[tuple[A
     party = FakeAuthenticator(a=caller("a"))
     with (
         AgentThread(tmp_path / "agent.sock", tiers, party) as agent,
-        Client.attach(Target(agent.socket, "pool", "a", layout), strict=True) as client,
+        attached(agent.socket, strict=True, layout=layout) as client,
     ):
         connector = CacheConnector(PrefixCache(client), CONFIG, layout)
         kept = DynamicCache(config=CONFIG)

@@ -25,7 +25,7 @@ from controlplane.waiting import wait_until
 pytestmark = pytest.mark.system
 
 AUDIENCE = "kvfleet"
-START_S_MAX = 60.0  # A few seconds on idle cores; the bound only catches a start that hangs.
+START_S_MAX = 120.0  # A few seconds on idle cores; the bound only catches a start that hangs.
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def test_a_deleted_account_fails_a_review(plane: ControlPlane, namespace: str, p
     plane.api.delete(f"/api/v1/namespaces/{namespace}/serviceaccounts/{powerless}")
 
     # The API server may answer from its token cache for ten seconds.
-    assert wait_until(lambda: not review(plane, token, AUDIENCE).get("authenticated", False), 30)
+    assert wait_until(lambda: not review(plane, token, AUDIENCE).get("authenticated", False), 90)
 
 
 def test_a_powerless_account_is_known_and_forbidden_everything(
@@ -234,7 +234,7 @@ def test_rights_are_what_the_role_grants_and_no_more(
         except KubectlError:
             return False  # The authorizer learns of the role through a watch.
 
-    assert wait_until(can_read, 10)
+    assert wait_until(can_read, 90)
     with pytest.raises(KubectlError, match=r"(?i)forbidden"):
         plane.kubectl("create", "configmap", "mine", kubeconfig=kubeconfig)
     with pytest.raises(KubectlError, match=r"(?i)forbidden"):
@@ -273,7 +273,7 @@ def test_fake_nodes_become_ready_and_run_pods(plane: ControlPlane, namespace: st
     plane.api.post(f"/api/v1/namespaces/{namespace}/pods", pod)
 
     path = f"/api/v1/namespaces/{namespace}/pods/sleeper"
-    assert wait_until(lambda: plane.api.get(path)["status"]["phase"] == "Running", 60)
+    assert wait_until(lambda: plane.api.get(path)["status"]["phase"] == "Running", 90)
     assert plane.api.get(path)["spec"]["nodeName"] in names
     assert plane.api.get("/api/v1/nodes/fake-0")["status"]["allocatable"]["cpu"] == "4"
 
@@ -285,7 +285,7 @@ def test_a_deleted_namespace_goes_with_what_it_holds(plane: ControlPlane) -> Non
     def is_gone() -> bool:
         return name not in {item["metadata"]["name"] for item in plane.api.get("/api/v1/namespaces")["items"]}
 
-    assert wait_until(is_gone, 60)
+    assert wait_until(is_gone, 90)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
@@ -333,4 +333,4 @@ def test_an_ended_etcd_is_told_with_the_end_of_its_log(plane: ControlPlane) -> N
         plane.wait_ready()
 
     plane.restart("etcd")
-    assert wait_until(plane.is_ready, 30)
+    assert wait_until(plane.is_ready, 90)

@@ -120,11 +120,28 @@ def test_the_end_of_the_owner_ends_all_process_groups_and_the_folder(supervised:
     assert is_clean(layout.root)
 
 
+def test_what_components_changed_is_undone_when_they_have_ended(supervised: Supervised, tmp_path: Path) -> None:
+    layout, owner, supervisor = supervised
+    pids = [c.pid for c in Supervision(layout).status().values()]
+    said = tmp_path / "said"
+    for name in ("first", "second"):
+        script = f"! kill -0 {pids[0]} 2>/dev/null && test -d {layout.root} && echo {name} >>{said}"
+        Supervision(layout).call("at_end", argv=["/bin/sh", "-c", script])
+    Supervision(layout).call("at_end", argv=["/nonexistent"])
+
+    owner.kill()
+    owner.wait()
+
+    assert supervisor.wait(CLEAN_S_MAX) == 0
+    assert said.read_text().split() == ["second", "first"]
+    assert is_clean(layout.root)
+
+
 def test_children_of_a_component_end_with_it(supervised: Supervised) -> None:
     layout, owner, supervisor = supervised
     forking = ["/bin/sh", "-c", f"tail -F {layout.root}/nothing & echo started; wait"]
     Supervision(layout).call("spawn", name="three", argv=forking, log=str(layout.log("three")))
-    assert wait_until(lambda: "started" in layout.log("three").read_text(), 5)
+    assert wait_until(lambda: "started" in layout.log("three").read_text(), 60)
 
     owner.kill()
     owner.wait()
@@ -172,7 +189,7 @@ def test_an_ended_component_is_reported_and_stays_ended_until_it_is_respawned(su
 
     supervision.call("signal", name="one", signum=signal.SIGKILL)
 
-    assert wait_until(lambda: supervision.status()["one"].state == "exited", 5)
+    assert wait_until(lambda: supervision.status()["one"].state == "exited", 60)
     assert supervision.status()["one"].exit_code == -signal.SIGKILL
     assert supervision.status()["two"].state == "running"
     supervision.call("respawn", name="one")

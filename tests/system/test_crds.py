@@ -32,7 +32,7 @@ def plane(control_plane: ControlPlane) -> Iterator[ControlPlane]:
     """The shared plane with our CRDs, and the namespace of the one namespaced example."""
     control_plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRDS))
     ours = [f"crd/{kind.plural}.{names.GROUP}" for kind in KINDS]
-    control_plane.kubectl("wait", "--for=condition=Established", *ours, "--timeout=30s")
+    control_plane.kubectl("wait", "--for=condition=Established", *ours, "--timeout=90s")
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team-a"}}
     control_plane.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(namespace))
     yield control_plane

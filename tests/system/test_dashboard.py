@@ -27,6 +27,8 @@ QUERIES = list(panel_queries(DASHBOARD))
 ALL = {"pool": ".*", "node": ".*", "tier": ".*", "tenant": ".*"}
 RATE_INTERVAL_S = 4.0  # Four scrapes of a second, as Grafana would choose.
 RANGE_S = 30.0
+WAIT_S = 90.0
+"""A machine that is busy for some seconds scrapes nothing, and nothing has a rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +59,27 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
     script = Path(__file__).parent / "processes" / "every_metric.py"
     process = subprocess.Popen([sys.executable, str(script), str(folder / "ready")])
     try:
-        assert wait_until(lambda: ready.read(folder / "ready") is not None, 20), "the process is not up within 20 s"
+        assert wait_until(lambda: ready.read(folder / "ready") is not None, WAIT_S), "the process is not up"
         address = str((ready.read(folder / "ready") or {})["metrics"])
         started_s = time.time()
         with prometheus_server.start(folder, {"agent": [address]}, ALERTS) as server:
             rate = "rate(kvfleet_lookup_blocks_total[4s] offset 2s)"  # So that every step of a range query has a rate.
-            assert server.wait(lambda: bool(server.query(rate)), 20), "no second scrape within 20 s"
+            assert server.wait(lambda: bool(server.query(rate)), WAIT_S), "no second scrape"
             yield Scraped(server, address, started_s)
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
 
 
 def test_every_metric_of_the_catalogue_is_scraped(scraped: Scraped) -> None:
+    scraped.server.wait(lambda: scraped.names() == set(BY_NAME), WAIT_S)
     assert scraped.names() == set(BY_NAME)
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=[f"{q.panel}: {q.expr[:40]}" for q in QUERIES])
 def test_every_query_returns_data_where_its_metrics_have_samples(scraped: Scraped, query: PanelQuery) -> None:
-    assert scraped.answers(query) > 0, f"{query.panel}: {query.expr} returned nothing although its metrics have samples"
+    told = f"{query.panel}: {query.expr} returned nothing although its metrics have samples"
+    assert scraped.server.wait(lambda: scraped.answers(query) > 0, WAIT_S), told
 
 
 def test_a_query_for_a_metric_that_does_not_exist_returns_nothing(scraped: Scraped) -> None:

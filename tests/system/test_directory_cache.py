@@ -85,7 +85,7 @@ async def test_every_change_is_seen(fleet: CachingFleet) -> None:
     fleet.publish("p.a", absent)
     await fleet.settled()
 
-    await fleet.becomes_known("p.b", "p.a", 5.0)
+    await fleet.becomes_known("p.b", "p.a")
     for _ in range(3):
         (gone,) = await fleet.locate("p.b", [digests[0]])
         assert gone == ()
@@ -99,14 +99,14 @@ async def test_changes_under_lookups_never_leave_an_old_value(fleet: CachingFlee
             fleet.publish("p.a", digest)
         await looking
         await fleet.settled()
-        await fleet.becomes_known("p.b", "p.a", 5.0)
+        await fleet.becomes_known("p.b", "p.a")
 
 
 async def test_everything_is_forgotten_with_the_connection(redis: EmbeddedRedis, fleet: CachingFleet) -> None:
     await warm(fleet)
     redis_cli(redis, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
-    await until(lambda: fleet.reader().cached_blocks == 0, "a lost connection left something to believe in", 10.0)
+    await until(lambda: fleet.reader().cached_blocks == 0, "a lost connection left something to believe in")
     await until(lambda: fleet.reader().is_caching, "tracking never came back")
     await fleet.becomes_known("p.b", "p.a")
 
@@ -115,7 +115,7 @@ async def test_everything_is_forgotten_when_redis_falls_silent(redis: EmbeddedRe
     await warm(fleet)
     os.kill(redis.pid, signal.SIGSTOP)
     try:
-        await until(lambda: fleet.reader().cached_blocks == 0, "silence left something to believe in", 15.0)
+        await until(lambda: fleet.reader().cached_blocks == 0, "silence left something to believe in")
     finally:
         os.kill(redis.pid, signal.SIGCONT)
 
@@ -124,7 +124,7 @@ async def test_flushed_is_forgotten(redis: EmbeddedRedis, fleet: CachingFleet) -
     await warm(fleet)
     redis_cli(redis, "FLUSHALL")
 
-    await until(lambda: fleet.reader().cached_blocks == 0, "what was flushed is still believed", 10.0)
+    await until(lambda: fleet.reader().cached_blocks == 0, "what was flushed is still believed")
     await fleet.becomes_known("p.b", "p.a")
 
 
@@ -134,5 +134,5 @@ async def test_an_erased_scope_is_forgotten(redis: EmbeddedRedis, fleet: Caching
     await shards.erase_scope(store, SECRET.tag())
     await store.close()
 
-    await until(lambda: fleet.reader().cached_blocks == 0, "what was erased is still believed", 10.0)
+    await until(lambda: fleet.reader().cached_blocks == 0, "what was erased is still believed")
     assert await fleet.locate("p.b", digests) == [()] * len(digests)

@@ -19,6 +19,8 @@ from kvfleet_metadata.topology import slot_of
 pytestmark = pytest.mark.system
 
 SHARD_KEYS = [Shard(SECRET.tag(), i).key for i in range(16)]
+NOTICED_S = 90.0
+"""Until a dead primary is told apart from a busy one; a second or two on idle cores."""
 
 
 async def sweep(cluster: RedisCluster) -> Sweeper:
@@ -80,14 +82,11 @@ async def test_a_killed_primary_takes_its_own_shards_and_no_others(
     reports = a.reports_total
     await cluster.kill(dead)
 
-    await until(lambda: b.is_up, "")
-    known = await agents.known("p.b", "p.a")
-    assert {shard_index(d) for d, is_known in known.items() if not is_known} == lost
-    assert {shard_index(d) for d, is_known in known.items() if is_known} == set(range(16)) - lost
-    assert b.state is DirectoryState.PARTLY_AWAY
+    await lacks_only(agents, lost)
+    await until(lambda: b.state is DirectoryState.PARTLY_AWAY, "the asker did not tell that a part is away")
     fresh = [agents.publish("p.a") for _ in range(200)]
     await until(lambda: a.state is DirectoryState.PARTLY_AWAY, "the agent did not tell that a part is away")
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + NOTICED_S
     while True:
         known = await agents.known("p.b", "p.a")
         if {d for d in fresh if known[d]} == {d for d in fresh if shard_index(d) not in lost}:
@@ -102,6 +101,19 @@ async def test_a_killed_primary_takes_its_own_shards_and_no_others(
     assert a.reports_total == reports + 1, "one report of the lost shards alone was wanted"
     streams = {i: cluster_streams(cluster, i) for i in range(16)}
     assert {i for i, sequence in streams.items() if sequence > 1 << 20} == lost, "only lost shards were begun anew"
+
+
+async def lacks_only(agents: DirectoryFleet, lost: set[int]) -> None:
+    """Wait until blocks of the lost shards, and no others, are not found; busy machines miss deadlines."""
+    deadline_s = time.monotonic() + NOTICED_S
+    while True:
+        known = await agents.known("p.b", "p.a")
+        absent = {shard_index(d) for d, is_known in known.items() if not is_known}
+        present = {shard_index(d) for d, is_known in known.items() if is_known}
+        if absent == lost and present == set(range(16)) - lost:
+            return
+        assert time.monotonic() < deadline_s, f"shards {absent} are lacking, lost are {lost}"
+        await asyncio.sleep(0.05)
 
 
 def cluster_streams(cluster: RedisCluster, index: int) -> int:
@@ -122,8 +134,7 @@ async def test_a_killed_registry_leaves_the_shards_at_work(cluster: RedisCluster
 
     for _ in range(3):
         await asyncio.sleep(2)
-        known = await agents.known("p.b", "p.a")
-        assert {shard_index(d) for d, is_known in known.items() if not is_known} == lost
+        await lacks_only(agents, lost)
     await until(lambda: a.state is DirectoryState.PARTLY_AWAY, "the agent did not tell that a part is away")
     await cluster.start_again(dead)
     await agents.becomes_known("p.b", "p.a")

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.system
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDERS = sorted(p for p in EXAMPLES.iterdir() if p.name[:2].isdigit())
 TRANSCRIPTS = sorted((EXAMPLES / "transcripts").glob("*.jsonl"))
-KINDS = ("kvpools", "kvpoolnodes", "kvtenants", "kvtrustdomains", "kvprefixshares")
+KINDS = ("kvpools", "kvpoolnodes", "kvtenants", "kvtrustdomains", "kvprefixshares", "kvoperations")
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,9 @@ def plane(control_plane: ControlPlane) -> Iterator[ControlPlane]:
     """An API server that knows our kinds and has the examples' namespaces."""
     namespaces = str(EXAMPLES / "01-quickstart" / "00-namespaces.yaml")
     control_plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRD_DIR))
-    control_plane.kubectl("wait", "--for=condition=Established", *(f"crd/{k}.kvfleet.io" for k in KINDS))
+    control_plane.kubectl(
+        "wait", "--for=condition=Established", *(f"crd/{k}.kvfleet.io" for k in KINDS), "--timeout=90s"
+    )
     control_plane.kubectl("apply", "-f", namespaces)
     yield control_plane
     control_plane.kubectl("delete", "--wait=false", "-f", namespaces)

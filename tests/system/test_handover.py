@@ -6,15 +6,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from attached_client import attached
 from handover_nodes import PeerThread, two_nodes
 
+from kvfleet_agent.following import Fault
+from kvfleet_agent.sweep import Sweeper
 from kvfleet_api.blocks import Layout
 from kvfleet_api.errors import InvalidInputError, LeaseLostError
 from kvfleet_api.wire_handover import Handover
-from kvfleet_client import Client, Target
+from kvfleet_client import Client
 from kvfleet_client.cache import PrefixCache
 from kvfleet_client.growing import GrowingBlocks
 from kvfleet_client.results import Published
+from kvfleet_telemetry.catalog import Kind
+from kvfleet_telemetry.catalog_all import BY_NAME
 
 pytestmark = pytest.mark.system
 
@@ -34,7 +39,20 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def client_of(agent: PeerThread, tenant: str = "a") -> Client:
-    return Client.attach(Target(agent.socket, "pool", tenant, LAYOUT))
+    return attached(agent.socket, tenant, layout=LAYOUT)
+
+
+def counted(agent: PeerThread, name: str, **label: str) -> float:
+    """A metric of an agent, as its sweep shows it."""
+    agent.call(Sweeper(agent.core, agent.authenticator).gauges)
+    made = agent.core.node.counters._instruments
+    kind = made.gauge if BY_NAME[name].kind is Kind.GAUGE else made.counter
+    value: float = kind(name, pool="pool", node="node", **label)._value.get()
+    return value
+
+
+def broken(reader: PeerThread) -> dict[Fault, float]:
+    return {fault: counted(reader, "kvfleet_handovers_broken_total", reason=fault) for fault in Fault}
 
 
 def written(growing: GrowingBlocks, layers: range) -> None:
@@ -49,6 +67,8 @@ def test_a_layer_is_read_elsewhere_before_the_next_one_is_written(nodes: Nodes) 
         assert (growing.blocks, growing.first_block) == (BLOCKS, 0)
         with PrefixCache(theirs).stream(TOKENS, handover=growing.handover) as stream:
             assert stream.blocks == BLOCKS
+            assert counted(writer, "kvfleet_handover_blocks", role="writer") == BLOCKS
+            assert counted(reader, "kvfleet_handover_blocks", role="reader") == BLOCKS
             for layer in range(LAYERS):
                 written(growing, range(layer, layer + 1))
                 assert np.array_equal(stream.read(range(layer, layer + 1)), STORED[:, layer])
@@ -64,6 +84,11 @@ def test_a_layer_is_read_elsewhere_before_the_next_one_is_written(nodes: Nodes) 
                 loaded = cache.load(TOKENS)
             assert np.array_equal(loaded.data, STORED.reshape(BLOCKS, -1))
         assert reader.call(lambda: len(reader.core.node.leases)) == 0
+        for agent, role in ((writer, "writer"), (reader, "reader")):
+            assert counted(agent, "kvfleet_handover_blocks", role=role) == 0
+        assert broken(reader) == dict.fromkeys(Fault, 0)
+        layers = [counted(reader, "kvfleet_handover_layers_total", wait=wait) for wait in ("none", "waited")]
+        assert sum(layers) == LAYERS
 
 
 def test_a_reader_waits_for_a_layer_that_comes_later(nodes: Nodes) -> None:
@@ -75,6 +100,7 @@ def test_a_reader_waits_for_a_layer_that_comes_later(nodes: Nodes) -> None:
             writing.start()
             assert np.array_equal(stream.read(range(LAYERS - 1, LAYERS)), STORED[:, LAYERS - 1])
             writing.join()
+        assert counted(reader, "kvfleet_handover_layers_total", wait="waited") > 0
 
 
 def test_what_arrived_before_the_writer_gave_up_was_right_and_the_rest_is_lost(nodes: Nodes) -> None:
@@ -94,6 +120,7 @@ def test_what_arrived_before_the_writer_gave_up_was_right_and_the_rest_is_lost(n
         assert PrefixCache(theirs).lookup(TOKENS).blocks == 0
         assert reader.call(lambda: reader.core.node.tiers[0].backend.used_bytes) == used
         assert reader.call(lambda: len(reader.core.node.index)) == 0
+        assert broken(reader) == {**dict.fromkeys(Fault, 0), Fault.GIVEN_UP: 1}
 
 
 def test_a_writer_that_dies_is_a_miss_for_the_layers_that_have_not_arrived(nodes: Nodes) -> None:
@@ -108,6 +135,20 @@ def test_a_writer_that_dies_is_a_miss_for_the_layers_that_have_not_arrived(nodes
         with pytest.raises(LeaseLostError):
             stream.read(range(1, 2))
         stream.close()
+
+
+def test_an_agent_that_goes_away_is_told_from_a_writer_that_gives_up(nodes: Nodes) -> None:
+    writer, reader = nodes
+    with client_of(writer) as ours, client_of(reader) as theirs:
+        growing = PrefixCache(ours).grow(TOKENS)
+        written(growing, range(1))
+        stream = PrefixCache(theirs).stream(TOKENS, handover=growing.handover)
+        stream.read(range(1))
+        writer.wait(writer.listener.close())
+        with pytest.raises(LeaseLostError):
+            stream.read(range(1, 2))
+        stream.close()
+        assert broken(reader) == {**dict.fromkeys(Fault, 0), Fault.AWAY: 1}
 
 
 def test_nobody_sees_growing_blocks_without_their_name_or_their_scope(nodes: Nodes) -> None:
@@ -155,6 +196,7 @@ def test_damaged_parts_are_never_read(nodes: Nodes) -> None:
             stream.read(range(1, 2))
         stream.close()
         assert reader.call(lambda: len(reader.core.node.index)) == 0
+        assert broken(reader) == {**dict.fromkeys(Fault, 0), Fault.DAMAGED: 1}
 
 
 def test_rows_of_another_shape_and_layers_too_many_are_refused(nodes: Nodes) -> None:

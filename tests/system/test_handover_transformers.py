@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attached_client import attached
 from handover_nodes import PeerThread, two_nodes
 
 torch = pytest.importorskip("torch", reason="the transformers connector needs torch")
@@ -14,7 +15,6 @@ from tiny_llama import CONFIG, PROMPT, made, run  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 from kvfleet_api.errors import KvFleetError, LeaseLostError  # noqa: E402
-from kvfleet_client import Client, Target  # noqa: E402
 from kvfleet_client.cache import PrefixCache  # noqa: E402
 from kvfleet_client.connectors.transformers import CacheConnector, layout_of  # noqa: E402
 
@@ -31,7 +31,7 @@ def model() -> Any:
 
 
 def connector_of(agent: PeerThread) -> Iterator[CacheConnector]:
-    with Client.attach(Target(agent.socket, "pool", "a", LAYOUT)) as client:
+    with attached(agent.socket, layout=LAYOUT) as client:
         yield CacheConnector(PrefixCache(client), CONFIG, LAYOUT)
 
 

@@ -30,7 +30,7 @@ WHO_AM_I = Call(
     "/apis/authentication.k8s.io/v1/selfsubjectreviews",
     body={"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"},
 )
-WAIT_S = 20.0
+WAIT_S = 90.0
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ async def test_a_watch_follows_a_real_server_page_by_page_and_ends_at_once(
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-        assert time.monotonic() - began_s < 5.0, "the farewell of TLS is not waited for"
+        assert time.monotonic() - began_s < 20.0, "the farewell of TLS is not waited for"
         await api.close()
 
 

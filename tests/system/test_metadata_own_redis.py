@@ -28,7 +28,9 @@ from kvfleet_operator.issuing import Issuance
 from kvfleet_telemetry.catalog_agent import AGENT
 from kvfleet_telemetry.metrics import Instruments
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
+
+RENEWED = "redis has read its certificates anew"
 
 
 @pytest.fixture
@@ -116,7 +118,7 @@ async def test_a_leader_that_was_frozen_ends_with_its_redis(plane: ControlPlane,
     await until(lambda: second.is_up and second.leads, "nobody took over")
     first.send(signal.SIGCONT)
 
-    assert await asyncio.to_thread(first.process.wait, 20) == 1
+    assert await asyncio.to_thread(first.process.wait, 60) == 1
     assert "its Redis is the directory" in first.log
     assert published(plane).url != before.url
 
@@ -124,7 +126,7 @@ async def test_a_leader_that_was_frozen_ends_with_its_redis(plane: ControlPlane,
 async def test_an_api_server_that_is_away_ends_no_redis(plane: ControlPlane, pair: tuple[Replica, Replica]) -> None:
     first, second = pair
     before = published(plane)
-    plane.pause_apiserver(4.0 * LEASE_S)
+    plane.pause_apiserver(240.0)
     try:
         await until(lambda: not first.leads, "a leader leads without its Lease")
         await asyncio.sleep(2.0 * LEASE_S)
@@ -152,9 +154,11 @@ async def test_a_redis_of_our_own_shows_new_certificates_and_drops_no_request(
             async with holder(plane, tmp_path, names.agent_uri(SYSTEM, "p.n1")) as own:
                 await until(lambda: replica.is_up and own.credential is not None, "no Redis")
                 access = replace(published(plane), contexts=own.connecting_to_host)
-                old, shown = open_store(access), set()
-                ends_s = time.monotonic() + 45.0
-                while time.monotonic() < ends_s:
+                old = open_store(access)
+                shown: set[str] = set()
+                ends_s = time.monotonic() + 150.0
+                while len(shown) < 3 or replica.log.count(RENEWED) < 2:
+                    assert time.monotonic() < ends_s, "certificates were hardly renewed"
                     fresh = open_store(access)
                     for store in (old, fresh):  # Of the beginning, and of now.
                         assert await store.ask([("PING",)]) == [True]
@@ -162,7 +166,5 @@ async def test_a_redis_of_our_own_shows_new_certificates_and_drops_no_request(
                     shown.add((tmp_path / "c-redis" / "tls.crt").read_text())
                     await asyncio.sleep(0.1)
                 await old.close()
-        assert len(shown) >= 3, "certificates were hardly renewed"
-        assert replica.log.count("redis has read its certificates anew") >= 2
     finally:
         replica.end()

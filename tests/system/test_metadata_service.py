@@ -37,7 +37,7 @@ pytestmark = pytest.mark.system
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM = names.SYSTEM_NAMESPACE
 SECRET = ScopeSecret(ScopeId("tenant/a/uid/v1"), b"s" * 32)
-WAIT_S = 60.0
+WAIT_S = 90.0
 """Bound of every wait: death is 15 s of silence, everything else takes a second on idle cores."""
 
 
@@ -69,7 +69,7 @@ class Service:
 
     def page(self, name: str) -> str:
         address = (ready.read(self.ready_file) or {})["metrics"]
-        with urllib.request.urlopen(f"http://{address}/{name}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{address}/{name}", timeout=30) as answer:
             return str(answer.read().decode())
 
     def fleet(self) -> dict[str, Any]:
@@ -162,11 +162,12 @@ async def test_agents_find_redis_through_the_secret_and_the_fleet_shows_them(
     async with agent(plane, service, "n1", 300), agent(plane, service, "n2", 20):
         await until(lambda: service.fleet()["locations"] == 320, "locations were not counted")
 
-        assert service.states() == {"p.n1": "live", "p.n2": "live"}
+        await until(lambda: service.states() == {"p.n1": "live", "p.n2": "live"}, "somebody is not live")
         by_name = {a["agent"]: a for a in service.fleet()["agents"]}
         assert (by_name["p.n1"]["locations"], by_name["p.n2"]["locations"]) == (300, 20)
-        assert service.fleet()["leases_known"]
-        assert 'kvfleet_metadata_locations{node="n1",pool="p"} 300.0' in service.page("metrics")
+        await until(lambda: service.fleet()["leases_known"], "Leases are not known")
+        counted = 'kvfleet_metadata_locations{node="n1",pool="p"} 300.0'
+        await until(lambda: counted in service.page("metrics"), "the metric does not say it")
         assert read_access(plane).username == "agent"
 
 
@@ -196,14 +197,14 @@ async def test_the_dead_are_removed_and_those_who_hold_their_lease_are_kept(
 
         assert took_s > 14.0
         await until(lambda: service.fleet()["locations"] == 30, "locations of the dead are still there")
-        assert service.fleet()["removed_locations_total"] >= 30
+        await until(lambda: service.fleet()["removed_locations_total"] >= 30, "not counted", service.fleet)
 
 
 async def test_an_api_server_that_is_away_kills_nobody(plane: ControlPlane, service: Service) -> None:
     hold_lease(plane, "held", 3600)
     async with agent(plane, service, "held", 5) as held:
         await until(lambda: service.fleet()["locations"] == 5, "locations were not counted")
-        plane.pause_apiserver(40.0)
+        plane.pause_apiserver(240.0)
         try:
             die(held)
             await until(lambda: service.states() == {"p.held": "silent"}, "silence went unnoticed")
@@ -224,8 +225,9 @@ async def test_a_killed_redis_comes_back_at_the_same_place_and_is_filled_again(
         await until(lambda: directory.reports_total > reports and directory.is_settled, "nothing was reported again")
 
         assert read_access(plane) == before
+        restarted = "kvfleet_metadata_redis_restarts_total 1.0"
+        await until(lambda: restarted in service.page("metrics"), "the restart was not counted")
         await until(lambda: service.fleet()["locations"] == 400, "the new Redis was not filled")
-        assert "kvfleet_metadata_redis_restarts_total 1.0" in service.page("metrics")
 
 
 async def test_a_new_service_keeps_the_agents_password_and_leaves_no_server_behind(
@@ -241,7 +243,7 @@ async def test_a_new_service_keeps_the_agents_password_and_leaves_no_server_behi
         assert read_access(plane).password == before.password
         pid = second.redis_pid()
         second.process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(second.process.wait, 20) == 0
+        assert await asyncio.to_thread(second.process.wait, 60) == 0
         assert not second.ready_file.exists()
         assert not is_running(pid)
     finally:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import yaml
+from chart_agents import daemon_set, redis_set, template_of
 from network_flows import Pod, is_allowed
 
 import rights
@@ -17,8 +18,7 @@ SETTINGS = {
     "networkPolicy.enabled": "true",
     "networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.name": "monitoring",
     "agent.image.digest": "sha256:" + "1" * 64,
-    "agent.pools[0].name": "llama",
-    "agent.pools[1].name": "qwen",
+    **rights.NODE_PREPARATION,
 }
 DNS = Pod("kube-system", {"k8s-app": "kube-dns"}, namespace_labels={"kubernetes.io/metadata.name": "kube-system"})
 PROMETHEUS = Pod("monitoring", {"app": "prometheus"}, namespace_labels={"name": "monitoring"})
@@ -38,7 +38,9 @@ class Fleet:
     def __init__(self, **settings: str) -> None:
         objects = [o for o in yaml.safe_load_all(rights.render(**SETTINGS, **settings)) if o]
         self.policies = [o for o in objects if o["kind"] == "NetworkPolicy"]
-        workloads = [o for o in objects if o["kind"] in ("Deployment", "StatefulSet", "DaemonSet")]
+        workloads = [o for o in objects if o["kind"] in ("DaemonSet", "Deployment", "StatefulSet")]
+        workloads += redis_set(objects)
+        workloads += [daemon_set(template_of(objects), pool) for pool in ("llama", "qwen")]
         self.pods = {o["metadata"]["name"].removeprefix("kvfleet-"): _pod(o) for o in workloads}
         outside = {"dns": DNS, "prometheus": PROMETHEUS, "engine": ENGINE, "impostor": IMPOSTOR}
         self.pods |= outside | {"neighbour": NEIGHBOUR, "api server": API_SERVER, "internet": INTERNET}
@@ -59,7 +61,9 @@ def fleet() -> Fleet:
 
 
 AGENTS = ("agent-llama", "agent-qwen")
-OURS = ("operator", "metadata", "redis", *AGENTS)
+CLIENTS = ("operator", "metadata", "node", *AGENTS)
+"""Of the API server."""
+OURS = ("redis", *CLIENTS)
 METRICS = {"operator": 9101, "metadata": 9102, "agent-llama": 9100, "agent-qwen": 9100}
 PEER = 9104
 REDIS = 6379
@@ -67,9 +71,9 @@ DECLARED = {
     *(("prometheus", target, port, "TCP") for target, port in METRICS.items()),
     *((source, "redis", REDIS, "TCP") for source in (*AGENTS, "metadata")),
     *((source, target, PEER, "TCP") for source in AGENTS for target in AGENTS),
-    *((source, "api server", 6443, "TCP") for source in ("operator", "metadata", *AGENTS)),
-    *((source, "internet", 6443, "TCP") for source in ("operator", "metadata", *AGENTS)),
-    *((source, "dns", 53, protocol) for source in ("operator", "metadata", *AGENTS) for protocol in ("TCP", "UDP")),
+    *((source, "api server", 6443, "TCP") for source in CLIENTS),
+    *((source, "internet", 6443, "TCP") for source in CLIENTS),
+    *((source, "dns", 53, protocol) for source in CLIENTS for protocol in ("TCP", "UDP")),
 }
 """The API server's address is not known to the chart, so its port is open wherever `apiServer.cidrs` is not set."""
 

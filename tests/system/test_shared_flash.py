@@ -12,15 +12,15 @@ from prometheus_client import CollectorRegistry
 from scope_keys_double import KeyRing
 
 from kvfleet_agent.announcer import Announcer
-from kvfleet_agent.backends.base import SharedBackend
+from kvfleet_agent.backends.base import Record, SharedBackend, SlotRef
 from kvfleet_agent.backends.remote_flash import open_remote_flash
 from kvfleet_agent.core import Core
-from kvfleet_agent.gate import Priority
 from kvfleet_agent.place import Place
 from kvfleet_agent.ports import Lent
 from kvfleet_agent.remote.listener import PeerListener
 from kvfleet_agent.remote.peers import RemotePeers
 from kvfleet_agent.tiers import Tier
+from kvfleet_agent.turns import Priority
 from kvfleet_api.blocks import BlockKey, ScopeSecret
 from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError
@@ -107,7 +107,7 @@ class Agent:
         self.core.node.announcer.flush()
 
     async def load(self, numbers: Sequence[int]) -> list[bytes]:
-        reads = await self.core.reader.acquire(place(), [digest(n) for n in numbers], 30.0, 5.0)
+        reads = (await self.core.reader.acquire(place(), [digest(n) for n in numbers], 30.0, 5.0)).reads
         found = []
         for read in reads:
             tier, slot, record = read.lease.residence
@@ -237,6 +237,34 @@ async def test_a_reader_that_mounts_something_else_is_sent_the_bytes(tmp_path: P
         assert await b.load(NUMBERS) == [bytes_of(n) for n in NUMBERS]
         assert b.fetched("shared", "bytes") == 0
         assert b.fetched("tcp", result="verified") == len(NUMBERS)
+
+
+async def test_a_read_that_fails_as_nobody_foresaw_costs_its_own_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with pair(tmp_path, tmp_path) as (a, b):
+        await a.archive(NUMBERS)
+        read_other, met = b.shared.read_other, []
+
+        async def read(node: str, file: str, slot: SlotRef, record: Record, into: memoryview) -> None:
+            if record.key.digest == digest(5):
+                met.append(record)
+                raise ZeroDivisionError("unforeseen")
+            await read_other(node, file, slot, record, into)
+
+        monkeypatch.setattr(b.shared, "read_other", read)
+        assert await b.load(NUMBERS) == [bytes_of(n) for n in range(1, 5)]
+
+        assert len(met) == 1
+        assert b.fetched("shared", result="verified") == len(NUMBERS) - 1
+        assert b.fetched("shared", result="failed") == 1
+        assert b.fetched("shared", "bytes") == (len(NUMBERS) - 1) * BLOCK_BYTES
+        assert [r.exc_info[0] for r in caplog.records if r.levelname == "ERROR" and r.exc_info] == [ZeroDivisionError]
+        assert b.core.node.index.find(SCOPE, digest(5)) is None
+        assert len(a.core.node.leases) == 0
+
+        monkeypatch.undo()
+        assert await b.load(NUMBERS) == [bytes_of(n) for n in NUMBERS]
 
 
 @pytest.mark.parametrize("b_keys", [KeyRing(), None])

@@ -259,7 +259,7 @@ def test_the_secret_of_a_member_that_left_opens_nothing_that_comes_later(fleet: 
             assert leaver.lookup(keys).blocks == stays.lookup(keys).blocks == 0
     status = fleet.plane.api.get(f"{GROUP}/kvtrustdomains/club")["status"]
     assert (status["members"], status["keyVersion"]) == (["team-c"], 2)
-    until(lambda: not entries(fleet.secret("domain", "club"), "v1"), 30.0)
+    until(lambda: not entries(fleet.secret("domain", "club"), "v1"))
     assert entries(fleet.secret("domain", "club"), "v2")
 
 

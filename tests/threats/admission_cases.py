@@ -5,73 +5,43 @@ Every policy has requests of both kinds, which differ in the one thing that the 
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import bad_manifests
 
 from kvfleet_api import names
-from rights import IDENTITIES, SYSTEM, TEAM
-
-Json = dict[str, Any]
-GROUP: Final = f"/apis/{names.API_VERSION}"
-OPERATOR: Final = IDENTITIES["operator"]
-AGENT: Final = IDENTITIES["agent"]
-METADATA: Final = IDENTITIES["metadata"]
-EDITOR: Final = IDENTITIES["edit"]
-ADMINISTRATOR: Final = IDENTITIES["administrator"]
-TENANT_EDITOR: Final = IDENTITIES["tenant-editor"]
-ROOT: Final = "root-of-the-cluster"
-"""May do everything by RBAC, and is not a member of system:masters."""
-SHARER: Final = "sharer"
-"""Edits team-a and may share with team-b."""
-CREATOR: Final = "creator"
-"""May write tenants and domains, and does not administer them."""
-PLAIN: Final = "plain"
-"""A namespace of no tenant."""
-DIGEST: Final = "registry.example.org/kvfleet/agent@sha256:" + "1" * 64
-FORBIDDEN: Final = "is forbidden: User"
-"""What RBAC says, before any policy is asked."""
-DRY_DELETE: Final = {"apiVersion": "v1", "kind": "DeleteOptions", "dryRun": ["All"]}
-"""A body of options makes the API server overlook those of the query."""
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One request."""
-
-    name: str
-    who: str
-    method: str
-    path: str
-    body: Json
-    words: str = ""
-    """In the refusal; empty: admitted."""
-    content_type: str = field(default="application/json")
+from rights import SYSTEM, TEAM
+from threats.admission_pods import images, node_preparation, system_pods, tenant_pods
+from threats.admission_request import (
+    ADMINISTRATOR,
+    AGENT,
+    CREATOR,
+    DRY_DELETE,
+    EDITOR,
+    FORBIDDEN,
+    GROUP,
+    METADATA,
+    OPERATIVE,
+    OPERATOR,
+    PLAIN,
+    ROOT,
+    SHARER,
+    TENANT_EDITOR,
+    Case,
+    Json,
+    custom,
+    patch,
+    share,
+)
 
 
 def cases() -> list[Case]:
     """Every request, dry runs all."""
     made = [
-        *_shares(), *_tenancy(), *_observations(), *_scope_keys(), *_storage(), *_tenant_pods(), *_system_pods(),
-        *_images(),
+        *_shares(), *_tenancy(), *_observations(), *_scope_keys(), *_storage(), *tenant_pods(), *system_pods(),
+        *images(), *_operations(), *node_preparation(),
     ]  # fmt: skip
     return [Case(c.name, c.who, c.method, f"{c.path}?dryRun=All", c.body, c.words, c.content_type) for c in made]
-
-
-def custom(kind: str, name: str, spec: Json, **metadata: Any) -> Json:
-    """An object of ours."""
-    return {"apiVersion": names.API_VERSION, "kind": kind, "metadata": {"name": name, **metadata}, "spec": spec}
-
-
-def share(*to: Json, namespace: str = TEAM, name: str = "s") -> Json:
-    """A share of one prefix."""
-    spec = {"poolRef": "llama-70b", "prefixes": [{"digest": "a" * 64, "tokenCount": 16}], "to": list(to)}
-    return custom("KVPrefixShare", name, spec, namespace=namespace)
-
-
-def _patch(name: str, who: str, path: str, body: Json, words: str = "") -> Case:
-    return Case(name, who, "PATCH", path, body, words, "application/merge-patch+json")
 
 
 def _shares() -> Iterator[Case]:
@@ -92,14 +62,14 @@ def _shares() -> Iterator[Case]:
     yield make("from a namespace of nobody", ROOT, "shares are made in namespaces of tenants", own, namespace=PLAIN)
     yield make("from the namespace of another team", EDITOR, FORBIDDEN, own, namespace="team-b")
     stored = f"{GROUP}/namespaces/{TEAM}/kvprefixshares/stored"
-    yield _patch("share: readers added later", EDITOR, stored, {"spec": {"to": [own, other]}}, beyond)
+    yield patch("share: readers added later", EDITOR, stored, {"spec": {"to": [own, other]}}, beyond)
     longer = {"spec": {"expiresAt": "2099-01-01T00:00:00Z"}}
-    yield _patch("share: prolonged", EDITOR, stored, longer)
+    yield patch("share: prolonged", EDITOR, stored, longer)
     consented = f"{GROUP}/namespaces/{TEAM}/kvprefixshares/consented"
-    yield _patch("share: prolonged without consent", EDITOR, consented, longer, beyond)
-    yield _patch("share: labelled", EDITOR, stored, {"metadata": {"labels": {"a": "b"}}})
+    yield patch("share: prolonged without consent", EDITOR, consented, longer, beyond)
+    yield patch("share: labelled", EDITOR, stored, {"metadata": {"labels": {"a": "b"}}})
     foreign = f"{GROUP}/namespaces/team-b/kvprefixshares/theirs"
-    yield _patch("share: of another team changed", EDITOR, foreign, {"spec": {"to": [own]}}, FORBIDDEN)
+    yield patch("share: of another team changed", EDITOR, foreign, {"spec": {"to": [own]}}, FORBIDDEN)
     yield Case("share: of another team deleted", EDITOR, "DELETE", foreign, DRY_DELETE, FORBIDDEN)
 
 
@@ -119,20 +89,20 @@ PROTECTED: Final[dict[str, Any]] = {
 def _tenancy() -> Iterator[Case]:
     path, denied = f"{GROUP}/kvtenants/{TEAM}", "are changed by those who may `administer` them"
     for name, value in PROTECTED.items():
-        yield _patch(f"tenant: {name} by an editor", TENANT_EDITOR, path, {"spec": {name: value}}, denied)
+        yield patch(f"tenant: {name} by an editor", TENANT_EDITOR, path, {"spec": {name: value}}, denied)
     for name, value in PROTECTED.items():
-        yield _patch(f"tenant: {name} by the administrator", ADMINISTRATOR, path, {"spec": {name: value}})
+        yield patch(f"tenant: {name} by the administrator", ADMINISTRATOR, path, {"spec": {name: value}})
     for name, value in (("retention", {"idleSeconds": 60}), ("eraseRequested", "now")):
-        yield _patch(f"tenant: {name} by an editor", TENANT_EDITOR, path, {"spec": {name: value}})
+        yield patch(f"tenant: {name} by an editor", TENANT_EDITOR, path, {"spec": {name: value}})
     made = custom("KVTenant", "new", {"serviceAccounts": [{"namespace": "x", "name": "y"}]})
     domain = custom("KVTrustDomain", "new", {"tenants": [TEAM], "sharing": "All"})
     for who, words in ((CREATOR, denied), (ADMINISTRATOR, "")):
         yield Case(f"tenant: made by {who}", who, "POST", f"{GROUP}/kvtenants", made, words)
         yield Case(f"domain: made by {who}", who, "POST", f"{GROUP}/kvtrustdomains", domain, words)
         change = {"spec": {"tenants": [TEAM, "team-b"], "sharing": "All"}}
-        yield _patch(f"domain: changed by {who}", who, f"{GROUP}/kvtrustdomains/research", change, words)
+        yield patch(f"domain: changed by {who}", who, f"{GROUP}/kvtrustdomains/research", change, words)
     for who in (EDITOR, AGENT, METADATA):
-        yield _patch(f"tenant: changed by {who}", who, path, {"spec": {"weight": 2}}, FORBIDDEN)
+        yield patch(f"tenant: changed by {who}", who, path, {"spec": {"weight": 2}}, FORBIDDEN)
 
 
 def _observations() -> Iterator[Case]:
@@ -140,19 +110,59 @@ def _observations() -> Iterator[Case]:
     objects = {"kvpools": "llama-70b", "kvtenants": TEAM, "kvtrustdomains": "research"}
     for plural, name in objects.items():
         path = f"{GROUP}/{plural}/{name}/status"
-        yield _patch(f"status of {plural} by an administrator", ROOT, path, {"status": {"conditions": []}}, denied)
-        yield _patch(f"status of {plural} by the operator", OPERATOR, path, {"status": {"conditions": []}})
-        yield _patch(f"status of {plural} by an agent", AGENT, path, {"status": {"conditions": []}}, FORBIDDEN)
+        yield patch(f"status of {plural} by an administrator", ROOT, path, {"status": {"conditions": []}}, denied)
+        yield patch(f"status of {plural} by the operator", OPERATOR, path, {"status": {"conditions": []}})
+        yield patch(f"status of {plural} by an agent", AGENT, path, {"status": {"conditions": []}}, FORBIDDEN)
     path = f"{GROUP}/kvpoolnodes/llama-70b.worker-1"
-    yield _patch("status of a pool node by its agent", AGENT, f"{path}/status", {"status": {"epoch": 2}})
-    yield _patch("status of a pool node by somebody", ROOT, f"{path}/status", {"status": {"epoch": 2}}, denied)
-    yield _patch("pool node changed by somebody", ROOT, path, {"spec": {"revision": "x"}}, denied)
-    yield _patch("pool node changed by the operator", OPERATOR, path, {"spec": {"revision": "x"}})
-    yield _patch("pool node changed by its agent", AGENT, path, {"spec": {"revision": "x"}}, FORBIDDEN)
+    yield patch("status of a pool node by its agent", AGENT, f"{path}/status", {"status": {"epoch": 2}})
+    yield patch("status of a pool node by somebody", ROOT, f"{path}/status", {"status": {"epoch": 2}}, denied)
+    yield patch("pool node changed by somebody", ROOT, path, {"spec": {"revision": "x"}}, denied)
+    yield patch("pool node changed by the operator", OPERATOR, path, {"spec": {"revision": "x"}})
+    yield patch("pool node changed by its agent", AGENT, path, {"spec": {"revision": "x"}}, FORBIDDEN)
     yield Case("pool node deleted by somebody", ROOT, "DELETE", path, DRY_DELETE, denied)
     share_status = f"{GROUP}/namespaces/{TEAM}/kvprefixshares/stored/status"
-    yield _patch("status of a share by its owner", EDITOR, share_status, {"status": {"hits": 9}}, FORBIDDEN)
-    yield _patch("status of a share by an administrator", ROOT, share_status, {"status": {"hits": 9}}, denied)
+    yield patch("status of a share by its owner", EDITOR, share_status, {"status": {"hits": 9}}, FORBIDDEN)
+    yield patch("status of a share by an administrator", ROOT, share_status, {"status": {"hits": 9}}, denied)
+
+
+def _operations() -> Iterator[Case]:
+    path = f"{GROUP}/kvoperations"
+    flush = custom("KVOperation", "flush", {"type": "Flush", "poolRef": "llama-70b", "flush": {}})
+    yield Case("operation: by the administrator", ADMINISTRATOR, "POST", path, flush)
+    yield Case(
+        "operation: on a pool that one may not operate", CREATOR, "POST", path, flush, "who may `operate` the pool"
+    )
+    warm = custom(
+        "KVOperation",
+        "warm",
+        {"type": "Warm", "poolRef": "llama-70b", "warm": {"tenant": TEAM, "archivedSessions": True}},
+    )
+    yield Case("operation: warming by the administrator", ADMINISTRATOR, "POST", path, warm)
+    yield Case(
+        "operation: warming of a pool that one may not operate",
+        CREATOR,
+        "POST",
+        path,
+        warm,
+        "who may `operate` the pool",
+    )
+    yield Case("operation: without the right to make any", EDITOR, "POST", path, flush, FORBIDDEN)
+    erase = custom("KVOperation", "erase", {"type": "Erase", "erase": {"tenant": TEAM}})
+    yield Case("operation: erasure by the administrator", ADMINISTRATOR, "POST", path, erase)
+    yield Case("operation: erasure by who may patch the tenant", CREATOR, "POST", path, erase)
+    yield Case(
+        "operation: erasure of a tenant that one may not patch",
+        OPERATIVE,
+        "POST",
+        path,
+        erase,
+        "who may patch the tenant",
+    )
+    stored = f"{path}/stored"
+    yield patch("operation: cancelled", CREATOR, stored, {"spec": {"cancel": True}})
+    yield patch(
+        "operation: said to be over", ROOT, f"{stored}/status", {"status": {"state": "Complete"}}, "the operator"
+    )
 
 
 def secret(name: str, *, scope: str = "") -> Json:
@@ -172,10 +182,10 @@ def _scope_keys() -> Iterator[Case]:
     yield Case("scope key by a generated name", ROOT, "POST", secrets, generated, denied)
     kept = f"{secrets}/{names.scope_secret_name('tenant', TEAM)}"
     version = {"stringData": {"v2": "0" * 32}}
-    yield _patch("version of a scope key by somebody", ROOT, kept, version, denied)
-    yield _patch("version of a scope key by the operator", OPERATOR, kept, version)
-    yield _patch("label taken off", ROOT, kept, {"metadata": {"labels": {names.LABEL_SCOPE: None}}}, denied)
-    yield _patch("label put on", ROOT, f"{secrets}/plain", {"metadata": {"labels": {names.LABEL_SCOPE: "x"}}}, denied)
+    yield patch("version of a scope key by somebody", ROOT, kept, version, denied)
+    yield patch("version of a scope key by the operator", OPERATOR, kept, version)
+    yield patch("label taken off", ROOT, kept, {"metadata": {"labels": {names.LABEL_SCOPE: None}}}, denied)
+    yield patch("label put on", ROOT, f"{secrets}/plain", {"metadata": {"labels": {names.LABEL_SCOPE: "x"}}}, denied)
     yield Case("scope key deleted by somebody", ROOT, "DELETE", kept, DRY_DELETE, denied)
     yield Case("scope key deleted by the operator", OPERATOR, "DELETE", kept, DRY_DELETE)
     collector = "system:serviceaccount:kube-system:generic-garbage-collector"
@@ -215,144 +225,3 @@ def _storage() -> Iterator[Case]:
             yield Case(f"pool: {kind} at {path}", ADMINISTRATOR, "POST", f"{GROUP}/kvpools", pool(tier), words)
     s3 = {"name": "t", "type": "Object", "capacity": "1Gi", "object": {"url": "s3://bucket/prefix"}}
     yield Case("pool: a bucket", ADMINISTRATOR, "POST", f"{GROUP}/kvpools", pool(s3))
-
-
-def engine(**changes: Any) -> Json:
-    """A good engine's pod, with fields of its spec replaced."""
-    container = {
-        "name": "engine",
-        "image": "vllm",
-        "volumeMounts": [{"name": "kvfleet", "mountPath": "/run/kvfleet", "readOnly": True}],
-    }
-    spec = {
-        "serviceAccountName": "engine",
-        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000},
-        "containers": [container],
-        "volumes": [{"name": "kvfleet", "hostPath": {"path": "/run/kvfleet/llama-70b"}}],
-    }
-    metadata = {"name": "engine", "labels": {"kvfleet.io/pool": "llama-70b"}}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec | changes}
-
-
-def _host(path: str) -> Json:
-    return {"volumes": [{"name": "kvfleet", "hostPath": {"path": path}}]}
-
-
-def _contained(**security: Any) -> Json:
-    container = copy.deepcopy(engine()["spec"]["containers"][0])
-    return {"containers": [container | {"securityContext": security}]}
-
-
-def _tenant_pods() -> Iterator[Case]:
-    def make(name: str, words: str, pod: Json, who: str = EDITOR) -> Case:
-        return Case(f"engine: {name}", who, "POST", f"/api/v1/namespaces/{TEAM}/pods", pod, words)
-
-    yield make("its pool's socket", "", engine())
-    yield make("without any", "", engine(volumes=[{"name": "kvfleet", "emptyDir": {}}]))
-    own = "an engine sees the socket of its own pool"
-    yield make("another pool's socket", own, engine(**_host("/run/kvfleet/other")))
-    unlabelled = engine()
-    unlabelled["metadata"]["labels"] = {}
-    yield make("a socket of no declared pool", own, unlabelled)
-    withheld = engine(**_host("/run/kvfleet/withheld"))
-    withheld["metadata"]["labels"]["kvfleet.io/pool"] = "withheld"
-    yield make("a pool that its namespace may not use", own, withheld)
-    shortest = "written in its shortest form"
-    yield make("the sockets of all pools", own, engine(**_host("/run/kvfleet/")))
-    for path in ("/run/kvfleet//llama-70b", "/run/./kvfleet/llama-70b", "/run/kvfleet/other/."):
-        yield make(f"directory {path}", shortest, engine(**_host(path)))
-    of_host = "of the host, a pod of a tenant sees"
-    for path in (
-        "/", "/run", "/run/kvfleet", "/var", "/var/lib", "/var/lib/kvfleet", "/var/lib/kvfleet/llama-70b", "/mnt/flash",
-        "/var/run/kvfleet/other", "/proc", "/proc/1/root", "/var/lib/kubelet/pods", "/dev/shm", "/etc",
-        "/run/kvfleet-memory/llama-70b", "/models-of-others",
-    ):  # fmt: skip
-        yield make(f"directory {path}", of_host, engine(**_host(path)))
-    yield make("models", "", engine(**_host("/models/llama")))
-    writable = engine()
-    writable["spec"]["containers"][0]["volumeMounts"][0]["readOnly"] = False
-    yield make("a socket's directory that it may write", "mounted read-only", writable)
-    beside = "beside agents"
-    yield make("processes of the host", beside, engine(hostPID=True))
-    yield make("shared memory of the host", beside, engine(hostIPC=True))
-    yield make("privileged", beside, engine(**_contained(privileged=True)))
-    as_agent = "user 65532 is the agents'"
-    yield make("as the agents' user", as_agent, engine(securityContext={"runAsUser": 65532}))
-    yield make("a container as the agents' user", as_agent, engine(**_contained(runAsUser=65532)))
-    aside = copy.deepcopy(engine()["spec"]["containers"][0]) | {"name": "init", "securityContext": {"privileged": True}}
-    yield make("a privileged init container", beside, engine(initContainers=[aside]))
-    yield make("by a cluster administrator", of_host, engine(**_host("/")), ROOT)
-
-
-def agent_pod(**changes: Any) -> Json:
-    """A good agent's pod, with fields of its spec replaced."""
-    security = {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
-    spec = {
-        "serviceAccountName": "kvfleet-agent",
-        "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "seccompProfile": {"type": "RuntimeDefault"}},
-        "containers": [{"name": "agent", "image": DIGEST, "securityContext": security}],
-        "volumes": [{"name": "state", "hostPath": {"path": "/var/lib/kvfleet/llama-70b"}}],
-    }
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "agent"}, "spec": spec | changes}
-
-
-def _agent_container(**changes: Any) -> Json:
-    return {"containers": [agent_pod()["spec"]["containers"][0] | changes]}
-
-
-def _agent_security(**changes: Any) -> Json:
-    security = agent_pod()["spec"]["containers"][0]["securityContext"]
-    return _agent_container(securityContext=security | changes)
-
-
-def _system_pods() -> Iterator[Case]:
-    def make(name: str, words: str, pod: Json) -> Case:
-        return Case(f"agent: {name}", ROOT, "POST", f"/api/v1/namespaces/{SYSTEM}/pods", pod, words)
-
-    yield make("as the chart writes it", "", agent_pod())
-    by_digest = "named by its digest"
-    for image in ("kvfleet/agent", "kvfleet/agent:1.0", "kvfleet/agent@sha256:abc", f"{DIGEST}0"):
-        yield make(f"image {image[-30:]}", by_digest, agent_pod(**_agent_container(image=image)))
-    sidecar = agent_pod()["spec"]["containers"][0] | {"name": "init", "image": "busybox"}
-    yield make("an init container without digest", by_digest, agent_pod(initContainers=[sidecar]))
-    labelled = agent_pod(serviceAccountName="default", **_agent_container(image="kvfleet/agent:1"))
-    labelled["metadata"]["labels"] = {"app.kubernetes.io/component": "agent"}
-    yield make("under another account", by_digest, labelled)
-    below = "directories of the host lie below"
-    for path in ("/", "/etc", "/var/lib", "/var/lib/kvfleet-evil", "/var/lib/kvfleet//x", "/proc", "/var/lib/kubelet"):
-        volumes = [{"name": "state", "hostPath": {"path": path}}]
-        yield make(f"directory {path}", below, agent_pod(volumes=volumes))
-    for path in ("/run/kvfleet/llama-70b", "/mnt/flash"):
-        yield make(f"directory {path}", "", agent_pod(volumes=[{"name": "state", "hostPath": {"path": path}}]))
-    for setting in ("hostNetwork", "hostPID", "hostIPC"):
-        yield make(setting, "no namespaces of the host", agent_pod(**{setting: True}))
-    bare = "run without privileges"
-    yield make("privileged", bare, agent_pod(**_agent_security(privileged=True, allowPrivilegeEscalation=True)))
-    yield make("escalation", bare, agent_pod(**_agent_security(allowPrivilegeEscalation=True)))
-    yield make("escalation by default", bare, agent_pod(**_agent_container(securityContext={})))
-    yield make("writable root", bare, agent_pod(**_agent_security(readOnlyRootFilesystem=False)))
-    yield make("capabilities kept", bare, agent_pod(**_agent_security(capabilities={})))
-    added = {"drop": ["ALL"], "add": ["SYS_ADMIN"]}
-    yield make("capabilities added", bare, agent_pod(**_agent_security(capabilities=added)))
-    root = "do not run as root"
-    seccomp = {"seccompProfile": {"type": "RuntimeDefault"}}
-    yield make("root allowed", root, agent_pod(securityContext=seccomp))
-    yield make("root", root, agent_pod(**_agent_security(runAsUser=0)))
-    loose = agent_pod(securityContext={"runAsNonRoot": True, "runAsUser": 65532})
-    yield make("no seccomp profile", "seccomp profile", loose)
-    yield make("seccomp off", "seccomp profile", agent_pod(**_agent_security(seccompProfile={"type": "Unconfined"})))
-    other = agent_pod(serviceAccountName="kvfleet-operator")
-    yield make("a directory for the operator", "no directories of the host but for agents", other)
-
-
-def _images() -> Iterator[Case]:
-    for image, words in ((DIGEST, ""), ("kvfleet/agent:1.0", "named by its digest")):
-        template = {"metadata": {"labels": {"a": "b"}}, "spec": agent_pod(**_agent_container(image=image))["spec"]}
-        spec = {"selector": {"matchLabels": {"a": "b"}}, "template": template}
-        body = {"apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"name": "agents"}, "spec": spec}
-        path = f"/apis/apps/v1/namespaces/{SYSTEM}/daemonsets"
-        yield Case(f"DaemonSet of agents: image {image[-30:]}", ROOT, "POST", path, body, words)

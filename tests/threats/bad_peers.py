@@ -75,6 +75,7 @@ def questions() -> Iterator[wire.Question]:
     """One of each verb."""
     yield wire.Describe(2)
     yield wire.Lend(3, remote_owner.SCOPE, remote_owner.LAYOUT, remote_owner.digest_of(1), 5.0)
+    yield wire.Trace(7, remote_owner.SCOPE, remote_owner.digest_of(1), 8, remote_owner.EPOCH)
     yield wire.Pull(4, (1,))
     yield wire.End(5, (1,))
     yield wire.Hello(6, wire.PROTOCOL_VERSION, READER, "x")

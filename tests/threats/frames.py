@@ -186,6 +186,16 @@ PEER: Final = Rules(
                 _F,
             ),
         ),
+        "Trace": (
+            5,
+            (
+                _N,
+                lambda v: _is_text(v) and len(v) <= 512,
+                lambda v: _is_bytes(v) and len(v) == 20,
+                lambda v: _is_int(v) and 0 < v <= 1_024,
+                _N,
+            ),
+        ),
         "End": (2, (_N, _are(_N))),
     },
 )
@@ -231,6 +241,7 @@ def peer_valid(token: str) -> tuple[bytes, ...]:
         peer.Pull(5, (1, 2)),
         peer.End(6, (1,)),
         peer.Follow(7, OWN, b"L" * 16, KEYS, 7, "grown", 4096, 0, 4, 0.01),
+        peer.Trace(8, OWN, KEYS[:20], 8, 7),
     )
     return tuple(peer.encode(question) for question in asked)
 

@@ -22,9 +22,9 @@ from agent_thread import AgentThread
 from kvfleet_agent import sweep
 from kvfleet_agent.backends.registry import Place, make_backend
 from kvfleet_agent.discovery import NodeFacts
-from kvfleet_agent.gate import Priority
 from kvfleet_agent.ports import Caller
 from kvfleet_agent.tiers import Tier
+from kvfleet_agent.turns import Priority
 from kvfleet_api.blocks import ScopeId, ScopeSecret, chain_keys
 from kvfleet_api.errors import ForbiddenError, UnauthenticatedError
 from kvfleet_api.models.pool import CxlEmulation, CxlTier, NvmeTier, RemoteFlashTier

@@ -32,12 +32,12 @@ from virtual_loop import run_virtually
 from kvfleet_agent.backends.nvme import open_store
 from kvfleet_agent.core import Core
 from kvfleet_agent.cut import Cut
-from kvfleet_agent.gate import Priority
 from kvfleet_agent.place import Place
 from kvfleet_agent.policy.quota import Bound, Rules
 from kvfleet_agent.room import Room
 from kvfleet_agent.sweep import Sweeper
 from kvfleet_agent.tiers import Tier
+from kvfleet_agent.turns import Priority
 from kvfleet_agent.want import Want
 from kvfleet_api.blocks import ScopeId
 from kvfleet_api.models.pool import NvmeTier
@@ -152,7 +152,7 @@ class Node:
             entries = self.core.reader.lookup_now(at, digests)
             hits.asked += len(chain)
             hits.fast += sum(e is not None and e.residence(fastest) is not None for e in entries)
-            reads = await self.core.reader.acquire(at, digests, 30.0, 5.0)
+            reads = (await self.core.reader.acquire(at, digests, 30.0, 5.0)).reads
             hits.found += len(reads)
             self.core.release(at.owner, [r.lease.id for r in reads])
             if len(reads) < len(chain):
@@ -177,14 +177,14 @@ class Node:
         self.next_block += CHAIN
         await store_fresh(self.core, at, chain)
         if self.case.flood == "hold" and len(self.held) < HELD_MAX:
-            reads = await self.core.reader.acquire(at, [digest(n) for n in chain], 3600.0, 0.0)
+            reads = (await self.core.reader.acquire(at, [digest(n) for n in chain], 3600.0, 0.0)).reads
             self.held += [r.lease.id for r in reads]
 
     async def _read_up(self, at: Place, first: int, at_block: int) -> None:
         """Read what the flood has stored before, the most recent first; what is below comes up."""
         back = at_block % max(CHAIN, self.next_block - first)
         start = self.next_block - CHAIN - back // CHAIN * CHAIN
-        reads = await self.core.reader.acquire(at, [digest(n) for n in range(start, start + CHAIN)], 30.0, 0.5)
+        reads = (await self.core.reader.acquire(at, [digest(n) for n in range(start, start + CHAIN)], 30.0, 0.5)).reads
         self.core.release(at.owner, [r.lease.id for r in reads])
 
     async def rest(self) -> None:

@@ -302,7 +302,7 @@ def _is_control_read() -> bool:
         path = Path(folder) / "agent.sock"
         with AgentThread(path, lambda: [dram_tier(1 << 22)], callers()):
             shared = _stored(path)[SHARE]
-            client = Client.attach(Target(path, "pool", "b", LAYOUT))
+            client = attached(path, "b")
             keys = [BlockKey(SHARE, shared[i : i + KEY_BYTES]) for i in range(0, len(shared), KEY_BYTES)]
             with client:
                 return client.lookup(keys).blocks == len(keys)

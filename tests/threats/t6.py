@@ -24,11 +24,11 @@ from kvfleet_agent.backends.object import open_object_tier
 from kvfleet_agent.backends.objects import ObjectClient
 from kvfleet_agent.backends.remote_flash import open_nvme, open_remote_flash
 from kvfleet_agent.core import Core
-from kvfleet_agent.gate import Priority
 from kvfleet_agent.index import Index
 from kvfleet_agent.place import Place
 from kvfleet_agent.provision import enter
 from kvfleet_agent.tiers import Tier
+from kvfleet_agent.turns import Priority
 from kvfleet_api.blocks import BlockKey, ScopeId
 from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import BackendFailedError, BlockCorruptError
@@ -134,7 +134,7 @@ class Trial:
         """Look for the blocks as a caller of `scope`, who owns all of them, or none when `other` does."""
         place, digests = self.place(scope), [digest(n) for n in self.numbers]
         found = self.core.reader.lookup_now(place, digests)
-        reads = await self.core.reader.acquire(place, digests, LEASE_S, 10.0)
+        reads = (await self.core.reader.acquire(place, digests, LEASE_S, 10.0)).reads
         seen = [self._bytes(r.lease.residence.tier, r.lease.residence.slot) for r in reads]
         self.core.release(1, [r.lease.id for r in reads])
         lent = await self.core.lender.lend([BlockKey(scope, d) for d in digests], LAYOUT_ID, LEASE_S)

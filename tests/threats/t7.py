@@ -139,7 +139,7 @@ async def _attack_index(disk: SealedDisk, rng: random.Random) -> None:
         return
     whole = _forged_index(disk, rng)
     file = await disk.volume.create(INDEX_FILE, len(whole))
-    await file.write(0, [memoryview(whole)])
+    await file.write(0, lambda: [memoryview(whole)])
     await file.close()
 
 

@@ -17,15 +17,13 @@ from typing import Any, Final
 import numpy as np
 from agent_doubles import LAYOUT, FakeAuthenticator, bytes_of, caller, dict_tier, dram_tier
 from agent_thread import AgentThread
-from attached_client import until
+from attached_client import attached, until
 from outcome import Outcome, Scale
 
-from kvfleet_agent.gate import Priority
+from kvfleet_agent.turns import Priority
 from kvfleet_api import wire
 from kvfleet_api.blocks import BlockKey, Layout, ScopeId, ScopeSecret, chain_keys, pack_digests
 from kvfleet_client.cache import PrefixCache
-from kvfleet_client.client import Client
-from kvfleet_client.target import Target
 from threats.raw_caller import RawCaller
 
 BLOCKS: Final = 6
@@ -103,7 +101,7 @@ def _equal_keys(layouts: list[tuple[str, Layout]]) -> Iterator[tuple[str, str]]:
 
 def _stored(path: Path) -> ScopeSecret:
     """Blocks of the unaltered layout; returns the secret of their scope."""
-    with Client.attach(Target(path, "pool", "a", LAYOUT)) as client:
+    with attached(path) as client:
         rows = np.array([np.frombuffer(bytes_of(i), np.uint8) for i in range(BLOCKS)])
         assert PrefixCache(client).store(TOKENS, rows).published == BLOCKS
         own = client.grants.own if client.grants else None

@@ -12,9 +12,9 @@ from scope_secrets import ScopeSecrets
 from sim.volume import MemoryVolume
 
 from kvfleet_agent.backends.nvme import open_store
-from kvfleet_agent.gate import Priority
 from kvfleet_agent.place import Place
 from kvfleet_agent.tiers import Tier
+from kvfleet_agent.turns import Priority
 from kvfleet_api.models.poolnode import NodeTier
 from kvfleet_api.units import MIB
 from kvfleet_api.wrapping import Keks
@@ -147,7 +147,7 @@ async def test_a_missing_key_neither_drops_blocks_nor_pauses_their_tier() -> Non
     keys.known[SCOPE] = kept
 
     assert not await core.room.sink_into(second, memory, below, Priority.DEMOTE)
-    assert await core.reader.acquire(at, [digest(1)], 30.0, 5.0) == []
+    assert (await core.reader.acquire(at, [digest(1)], 30.0, 5.0)).reads == []
     assert first.residence(below) is not None, "what cannot be read now is not lost"
     assert below.phase(core.node.clock()) == "Ready"
     assert below.backend.used_bytes == first.residences[0].slot.size_bytes

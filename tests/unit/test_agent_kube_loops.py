@@ -18,7 +18,7 @@ from kvfleet_agent.kube.signals import Signal
 from kvfleet_api import names
 from kvfleet_api.errors import ApiServerAwayError
 from kvfleet_kube import backoff
-from kvfleet_kube.watch import Source, Watch
+from kvfleet_kube.watch import PAGE_TRIES, Source, Watch
 
 pytestmark = [pytest.mark.unit, pytest.mark.looptime]
 
@@ -95,6 +95,29 @@ async def test_an_expired_page_starts_the_list_again() -> None:
     assert list(store) == ["b"]
 
 
+async def test_a_page_that_does_not_come_is_asked_for_again_and_those_before_it_are_not() -> None:
+    replies = [page([thing("a")], 5, "t"), AWAY, AWAY, page([thing("b")], 5)]
+    api, store = ScriptedApi(lambda _: replies.pop(0)), store_of()
+    await follow(api, store, 5.0)
+
+    assert sorted(store) == ["a", "b"]
+    assert [c.query.get("continue") for _, c in api.calls] == [None, "t", "t", "t"]
+
+
+async def test_a_page_that_never_comes_ends_the_list() -> None:
+    tokens: list[str | None] = []
+
+    def answer(call: Any) -> Any:
+        tokens.append(call.query.get("continue"))
+        return AWAY if tokens[-1] else page([thing("a")], 5, "t")
+
+    api, store = ScriptedApi(answer), store_of()
+    await follow(api, store, 3.0)
+
+    assert tokens[: PAGE_TRIES + 2] == [None, *["t"] * PAGE_TRIES, None]
+    assert not list(store), "half a list says nothing of what has vanished"
+
+
 async def test_what_is_known_stays_while_the_server_is_away_for_a_minute() -> None:
     replies: list[Any] = [page([thing("a")], 5)]
     api, store = ScriptedApi(lambda _: replies[0]), store_of()
@@ -140,7 +163,7 @@ BEAT = Beat("kvfleet-system", "pool", "node", "node_1", "uid")
 
 
 def heart(api: ScriptedApi) -> Heartbeat:
-    return Heartbeat(api, BEAT, asyncio.get_running_loop().time)  # type: ignore[arg-type]
+    return Heartbeat(api, lambda: BEAT, asyncio.get_running_loop().time)  # type: ignore[arg-type]
 
 
 async def test_the_heart_creates_its_lease_once_and_beats_every_five_seconds() -> None:

@@ -296,6 +296,24 @@ def test_a_share_that_is_deleted_is_over_before_its_secret_goes() -> None:
     assert trusted.view.secret(ScopeId("share/b.prompt/s1/v1")) is None
 
 
+def test_what_is_done_for_a_tenant_may_use_what_its_engines_may_and_nothing_without_one() -> None:
+    trusted = reading(SHARE_KEY, expiresAt="2026-01-01T00:00:10Z")
+    assert trusted.view.granted_to("a") == trusted.view.granted(ENGINE)
+    trusted.now += timedelta(seconds=10)
+    assert trusted.view.granted_to("a") == trusted.view.granted(ENGINE)
+    assert trusted.view.granted_to("nobody") is None
+
+    going = tenant()
+    going["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    assert Trust([going], secrets=[secret(v1=KEY)]).view.granted_to("a") is None
+    with pytest.raises(RetryableError, match="is missing"):
+        Trust([tenant()]).view.granted_to("a")
+    trusted.stores.domains.is_synced = False
+    trusted.view.invalidate()
+    with pytest.raises(ApiServerAwayError, match="KVTrustDomains not listed yet"):
+        trusted.view.granted_to("a")
+
+
 def test_nobody_is_let_in_before_everything_was_listed() -> None:
     trusted = Trust([tenant()], secrets=[secret(v1=KEY)])
     assert trusted.view.granted(ENGINE).grants.tenant == "a"

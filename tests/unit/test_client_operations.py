@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kvfleet_api import wire
 from kvfleet_api.errors import InvalidInputError, QuotaExceededError
-from kvfleet_client import batches, routes
-from kvfleet_client.calls import Done, Operation, Work, begin, resume
+from kvfleet_client import batches, loading, routes, writing
+from kvfleet_client.calls import Ahead, Done, Operation, Work, begin, resume
 from kvfleet_client.loading import load
 from kvfleet_client.results import Scope
 from kvfleet_client.routes import Job, look_up, prompt_of
@@ -188,25 +188,54 @@ def test_memory_for_a_few_blocks_at_a_time_is_enough_to_load_and_copy_all(bench:
     assert np.array_equal(bench.load(tokens, DOMAIN, OTHER).data, kv(tokens))
 
 
-def trips(bench: Bench, operation: Operation[Any]) -> list[list[str]]:
-    """Names of the calls that each round trip of an operation carries."""
+def steps(bench: Bench, operation: Operation[Any]) -> list[str]:
+    """What an operation does behind its lookups: `Work`, `Collect`, names of calls, in brackets what was sent ahead."""
     made, step = [], begin(operation)
     while not isinstance(step, Done):
-        if isinstance(step, tuple):
-            made.append([type(call.request(1)).__name__ for call in step])
+        asked = step.calls if isinstance(step, Ahead) else step if isinstance(step, tuple) else ()
+        names = " ".join(type(call.request(1)).__name__ for call in asked) or type(step).__name__
+        made.append(f"({names})" if isinstance(step, Ahead) else names)
         step = resume(operation, bench.perform(step))
-    return made
+    return [name for name in made if name not in {"Lookup", "Post"}]
 
 
-def test_a_batch_ends_in_the_round_trip_that_begins_the_next(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_agent_works_on_the_next_batch_while_one_is_copied(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "BATCH_BLOCKS_MAX", 2)
-    tokens = list(range(10))
+    monkeypatch.setattr(loading, "AHEAD", 2)
+    monkeypatch.setattr(writing, "AHEAD", 2)
+    tokens = list(range(16))
 
-    stored = trips(bench, store(job(tokens, OWN), kv(tokens), 0))
-    loaded = trips(bench, load(job(tokens, OWN), None))
+    stored = steps(bench, store(job(tokens, OWN), kv(tokens), 0))
+    loaded = steps(bench, load(job(tokens, OWN), None))
 
-    assert stored[-4:] == [["Reserve"], ["Publish", "Reserve"], ["Publish", "Reserve"], ["Publish"]]
-    assert loaded[-4:] == [["Acquire"], ["Release", "Acquire"], ["Release", "Acquire"], ["Release"]]
+    def pipelined(ask: str, end: str) -> list[str]:
+        ahead = [f"({ask})", f"({ask})", "Collect"]
+        middle = ["Work", f"({end} {ask})", "Collect", "Work", f"({end} {ask})", "Collect"]
+        return [*ahead, *middle, "Work", f"({end})", "Collect", "Work", f"({end})", "Collect", "Collect"]
+
+    assert stored == pipelined("Reserve", "Publish")
+    assert loaded == pipelined("Acquire", "Release")
+
+
+def test_on_a_crowded_connection_one_batch_at_a_time_is_asked_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "BATCH_BLOCKS_MAX", 2)
+    tokens = list(range(16))
+    crowded = job(tokens, OWN)
+    at = crowded.at
+    assert isinstance(at, Attached)
+    at.is_crowded = True
+
+    stored = steps(bench, store(crowded, kv(tokens), 0))
+    loaded = steps(bench, load(crowded, None))
+
+    def one_by_one(ask: str, end: str) -> list[str]:
+        return [f"({ask})", "Collect", *["Work", f"({end} {ask})", "Collect"] * 3, "Work", f"({end})", "Collect"]
+
+    assert stored == one_by_one("Reserve", "Publish")
+    assert loaded == one_by_one("Acquire", "Release")
+    assert np.array_equal(bench.load(tokens, OWN).data, kv(tokens))
 
 
 def test_slots_behind_a_block_that_was_refused_are_given_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,8 +274,12 @@ def test_a_store_that_a_quota_ends_says_so() -> None:
     bench.close()
 
 
-@pytest.mark.parametrize("fail_at", range(1, 9))
-def test_an_interrupted_operation_gives_everything_back(bench: Bench, fail_at: int) -> None:
+@pytest.mark.parametrize("batch_blocks", [1, 2, 64])
+@pytest.mark.parametrize("fail_at", range(1, 20))
+def test_an_interrupted_operation_gives_everything_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, fail_at: int, batch_blocks: int
+) -> None:
+    monkeypatch.setattr(batches, "BATCH_BLOCKS_MAX", batch_blocks)
     tokens = list(range(12))
     bench.store(tokens[:8], OWN)
     for operation in (bench.store, bench.load):
@@ -254,6 +287,41 @@ def test_an_interrupted_operation_gives_everything_back(bench: Bench, fail_at: i
             operation(tokens, DOMAIN, OWN, fail_at=fail_at)
     assert not bench.model.leased
     assert not bench.model.reserved
+
+
+@pytest.mark.parametrize("slots", range(7))
+def test_room_for_part_of_what_is_asked_for_ahead_is_used(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
+    monkeypatch.setattr(batches, "BATCH_BLOCKS_MAX", 2)
+    bench = Bench(slots=slots)
+    tokens = list(range(12))
+    stored = bench.store(tokens, OWN)
+    bench.model.leases_max = 1
+
+    assert (stored.published, stored.refused) == (slots, 6 - slots)
+    assert np.array_equal(bench.load(tokens, OWN).data, kv(tokens)[:slots])
+    assert not bench.model.reserved
+    assert not bench.model.leased
+    bench.close()
+
+
+@pytest.mark.parametrize("batch_blocks", [1, 2, 3])
+def test_leases_that_ended_while_the_next_were_asked_for_void_their_copies(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, batch_blocks: int
+) -> None:
+    monkeypatch.setattr(batches, "BATCH_BLOCKS_MAX", batch_blocks)
+    tokens = list(range(12))
+    bench.store(tokens, OWN)
+    operation, copied = load(job(tokens, OWN), None), 0
+    step = begin(operation)
+    while not isinstance(step, Done):
+        outcome = bench.perform(step)
+        copied += isinstance(step, Work)
+        if isinstance(step, Work) and copied == 2:
+            bench.model.leased.clear()  # The agent takes all of them back.
+        step = resume(operation, outcome)
+
+    assert (step.value.blocks, step.value.lost_blocks) == (batch_blocks, batch_blocks)
+    assert not bench.model.leased
 
 
 def test_grants_that_changed_meanwhile_are_asked_for_and_the_load_tried_again(bench: Bench) -> None:

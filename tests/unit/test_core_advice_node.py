@@ -88,7 +88,8 @@ async def test_blocks_in_use_stay_with_all_that_they_continue() -> None:
     at = Setup(others=3)
     at.clock.now_s += at.rest_s
     session = at.core.node.sessions.open("a", "s", 1, at.clock.now_s)
-    head = at.core.node.index.blocks(SCOPE)[CHAIN[-1]]
+    head = at.core.node.index.find(SCOPE, CHAIN[-1])
+    assert head is not None
     session.follow([head])
     session.enter(SessionState.DECODING)
 

@@ -8,32 +8,28 @@ import pytest
 from agent_doubles import (
     LAYOUT_ID,
     SCOPE,
-    Clock,
     DictBackend,
     FakeAuthenticator,
     digest,
-    make_core,
     secret,
     store_chain,
 )
 from agent_engine import steps_until
+from provisioned import GENERATION, REVISION, Provisioned
 
-from kvfleet_agent import observe, report
 from kvfleet_agent.announcer import Announcer
 from kvfleet_agent.backends.base import Record, SlotRef, TierBackend
 from kvfleet_agent.backends.host_dram import open_host_dram
 from kvfleet_agent.index import Index
 from kvfleet_agent.place import Place
-from kvfleet_agent.ports import DirectoryState
-from kvfleet_agent.provision import RETRY_S, Provisioner
+from kvfleet_agent.provision import RETRY_S
 from kvfleet_agent.sweep import ERASE_GRACE_S, Sweeper
 from kvfleet_api.blocks import BlockKey, ScopeId, ScopeSecret
 from kvfleet_api.checksum import checksum
 from kvfleet_api.conditions import Condition, find
 from kvfleet_api.errors import BackendFailedError, InvalidInputError, TierFullError, UnsupportedError
-from kvfleet_api.models.base import ObjectMeta
 from kvfleet_api.models.pool import HostDramTier, NvmeTier
-from kvfleet_api.models.poolnode import KVPoolNode, KVPoolNodeSpec, KVPoolNodeStatus, NodeDrain, NodeTier
+from kvfleet_api.models.poolnode import NodeTier
 from kvfleet_api.tiers import TierType
 
 if TYPE_CHECKING:
@@ -120,31 +116,20 @@ class Forgetful(FakeAuthenticator):
         return None
 
 
-class Setup:
+class Setup(Provisioned):
     def __init__(self) -> None:
-        self.clock = Clock()
         self.machine = Machine()
-        self.core = make_core([], self.clock)
-        self.provisioner = Provisioner(self.core.node, self.machine.make, 1 << 40)
+        super().__init__(self.machine.make)
 
     def conditions(self, **drain: object) -> tuple[Condition, ...]:
         return self.status(**drain).conditions
-
-    def status(self, **drain: object) -> KVPoolNodeStatus:
-        spec = KVPoolNodeSpec(
-            pool_ref="pool", node_name="node", tiers=(), revision="r7", drain=NodeDrain.model_validate(drain)
-        )
-        pool_node = KVPoolNode(metadata=ObjectMeta(name="pool.node", generation=5), spec=spec)
-        seen = observe.observe(self.core, self.provisioner, pool_node, "0.1", directory=DirectoryState.ANSWERS)
-        return report.build_status(seen)
 
 
 @pytest.fixture
 async def at() -> AsyncIterator[Setup]:
     made = Setup()
     yield made
-    await made.core.close()
-    await made.provisioner.close()
+    await made.close()
 
 
 async def test_a_tier_that_fails_in_a_way_that_nobody_has_thought_of_costs_no_other(at: Setup) -> None:
@@ -318,7 +303,7 @@ def test_changes_of_a_scope_that_is_gone_for_good_are_forgotten() -> None:
     index = Index()
     announcer = Announcer(index, cast("Directory", object()), lambda _: None)  # It is told nothing.
     entry = index.begin(SCOPE, digest(1), b"", LAYOUT_ID, 0.0)
-    announcer.mark(entry)
+    announcer.mark(entry.scope, entry.digest)
     announcer.flush()
     assert announcer.waiting == 1  # Its key may only be late.
 
@@ -355,9 +340,9 @@ async def test_a_drain_is_done_when_all_that_is_left_survives(at: Setup) -> None
 async def test_every_condition_speaks_of_the_generation_that_was_observed(at: Setup) -> None:
     await at.provisioner.apply([dram()])
     status = at.status()
-    assert status.observed_generation == 5
-    assert status.observed_revision == "r7"
-    assert {c.observed_generation for c in status.conditions} == {5}
+    assert status.observed_generation == GENERATION
+    assert status.observed_revision == REVISION
+    assert {c.observed_generation for c in status.conditions} == {GENERATION}
 
 
 async def test_without_a_memory_tier_the_node_is_not_ready(at: Setup) -> None:

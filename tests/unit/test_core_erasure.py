@@ -24,7 +24,7 @@ from agent_doubles import (
 from kvfleet_agent import writer
 from kvfleet_agent.backends.base import Record, SlotRef
 from kvfleet_agent.core import Core
-from kvfleet_agent.index import Residence
+from kvfleet_agent.entry import Residence
 from kvfleet_agent.place import Place
 from kvfleet_agent.policy.quota import Rules
 from kvfleet_agent.ports import Wanted
@@ -90,7 +90,8 @@ class Scene:
         self.core.tenancy.sweep()
 
     def left(self, scope: ScopeId = DOMAIN) -> set[int]:
-        return {int.from_bytes(d, "big") for d, e in self.core.node.index.blocks(scope).items() if e.residences}
+        blocks = self.core.node.index.blocks(scope)
+        return {int.from_bytes(d, "big") for d in blocks if blocks.copy(d)}
 
     async def close(self) -> None:
         self.below.go_on.set()

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfleet_agent.backends.base import Record
+from kvfleet_agent.entry import Entry, Residence
 from kvfleet_agent.findings import REMOTE_BIT, findings
-from kvfleet_agent.index import Entry, Residence
 from kvfleet_agent.tiers import Tier
 from kvfleet_api.blocks import BlockKey
 from kvfleet_api.tiers import Lookup

@@ -11,6 +11,7 @@ from agent_doubles import (
     SCOPE,
     Clock,
     DictBackend,
+    FakeAuthenticator,
     bytes_of,
     dict_tier,
     digest,
@@ -20,11 +21,12 @@ from agent_doubles import (
 )
 
 from kvfleet_agent.core import Core
-from kvfleet_agent.gate import Priority
 from kvfleet_agent.leases import Stray
 from kvfleet_agent.place import Place
 from kvfleet_agent.policy.checking import CHECK_EVERY
 from kvfleet_agent.reader import Read
+from kvfleet_agent.sweep import Sweeper
+from kvfleet_agent.turns import Priority
 from kvfleet_agent.writer import PUBLISHED, REFUSED
 from kvfleet_api.blocks import ScopeId
 from kvfleet_api.checksum import checksum
@@ -71,7 +73,7 @@ def bytes_read(core: Core, read: Read) -> bytes:
 
 
 async def load(core: Core, numbers: Sequence[int], at: Place | None = None) -> list[Read]:
-    return await core.reader.acquire(at or place(), [digest(n) for n in numbers], 30.0, 1.0)
+    return (await core.reader.acquire(at or place(), [digest(n) for n in numbers], 30.0, 1.0)).reads
 
 
 @pytest.fixture
@@ -152,6 +154,21 @@ async def test_a_full_tier_makes_room_for_a_chain_without_the_chain_itself() -> 
         assert len(await load(core, numbers)) == len(numbers)
         core.node.end_owner(1)
     assert core.room._tasks == set(), "nothing was waited for"
+    await core.close()
+    await core.node.tiers[0].backend.close()
+
+
+async def test_what_comes_while_a_lone_tier_is_full_does_not_leave_before_what_is_older() -> None:
+    clock = Clock()
+    core = make_core([dram_tier(SLOTS * BLOCK_BYTES)], clock)
+    for number in range(1, SLOTS + 1):  # Chains of one block; the last ones come above the high watermark.
+        await store(core, [number])
+        clock.now_s += 1.0
+
+    await core.room.trim(core.node.tiers[0])
+    left = sorted(number for number in range(1, SLOTS + 1) if core.node.index.find(SCOPE, digest(number)))
+    assert 0 < len(left) < SLOTS
+    assert left == list(range(SLOTS + 1 - len(left), SLOTS + 1))
     await core.close()
     await core.node.tiers[0].backend.close()
 
@@ -260,6 +277,18 @@ async def test_one_pass_over_the_watermark_takes_a_whole_chain_from_its_end(core
     assert stayed == list(range(1, len(stayed) + 1))
 
 
+async def test_nothing_is_evicted_for_a_watermark_while_earlier_blocks_are_entered(core: Core) -> None:
+    await store(core, list(range(1, SLOTS + 1)))
+    dram, sweeper = core.node.tiers[0], Sweeper(core, FakeAuthenticator())
+    dram.is_recovering = True
+    await sweeper._tend()
+    assert dram.blocks == SLOTS
+
+    dram.is_recovering = False
+    await sweeper._tend()
+    assert dram.blocks < SLOTS
+
+
 async def test_a_corrupt_copy_below_is_a_miss_and_goes_away(core: Core) -> None:
     for n in range(1, 41):
         await store(core, [n], digest(n - 1) if n > 1 else b"")
@@ -269,7 +298,7 @@ async def test_a_corrupt_copy_below_is_a_miss_and_goes_away(core: Core) -> None:
     low = next(e for e in core.node.index if e.residences[0].tier is nvme)
     nvme.backend.stored[low.residences[0].slot.stamp] = b"x" * BLOCK_BYTES
 
-    reads = await core.reader.acquire(place(), [low.digest], 30.0, 1.0)
+    reads = (await core.reader.acquire(place(), [low.digest], 30.0, 1.0)).reads
 
     assert reads == []
     assert core.node.index.find(SCOPE, low.digest) is None

@@ -3,7 +3,7 @@
 import asyncio
 import errno
 import mmap
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from agent_doubles import (
@@ -19,19 +19,19 @@ from agent_doubles import (
     store_chain,
 )
 from sim.volume import Fault, MemoryVolume
+from virtual_loop import run_virtually
 
 from kvfleet_agent.backends.base import Reading, Record, Sound, Writing
-from kvfleet_agent.backends.memory import address_of
 from kvfleet_agent.backends.nvme import RecordStore, open_store
 from kvfleet_agent.core import Core
-from kvfleet_agent.gate import Priority
-from kvfleet_agent.index import Entry
+from kvfleet_agent.entry import Entry
 from kvfleet_agent.place import Place
 from kvfleet_agent.straight import Move
 from kvfleet_agent.tiers import Tier
+from kvfleet_agent.turns import Priority
 from kvfleet_api.blocks import BlockKey
 from kvfleet_api.checksum import checksum
-from kvfleet_api.errors import KvFleetError, TierFullError
+from kvfleet_api.errors import BackendFailedError, BlockCorruptError, KvFleetError, TierFullError
 from kvfleet_api.units import MIB
 
 pytestmark = pytest.mark.unit
@@ -71,7 +71,8 @@ async def with_blocks_below(volume: MemoryVolume) -> tuple[Core, list[Entry]]:
 async def loaded(core: Core) -> list[int]:
     """Numbers of the leading blocks that come up, each with its own bytes."""
     numbers = []
-    for number, read in enumerate(await core.reader.acquire(PLACE, [digest(n) for n in range(COUNT)], 30.0, 5.0)):
+    acquired = await core.reader.acquire(PLACE, [digest(n) for n in range(COUNT)], 30.0, 5.0)
+    for number, read in enumerate(acquired.reads):
         residence = read.lease.residence
         assert residence.tier.mappable is not None
         assert residence.tier.mappable.view(residence.slot)[:BLOCK_BYTES] == bytes_of(number)
@@ -205,34 +206,62 @@ async def test_one_bad_sector_costs_one_block_of_a_group() -> None:
     await core.close()
 
 
-async def test_a_slot_that_is_spoilt_while_it_is_filled_is_not_published_and_the_medium_is_not_blamed() -> None:
+async def test_nothing_that_was_not_verified_gets_into_memory_that_engines_map() -> None:
     volume = MemoryVolume()
     core, entries = await with_blocks_below(volume)
     store = core.node.tiers[1].backend
     assert isinstance(store, RecordStore)
-    honest = store.load
-    store.load = spoiling(honest, core.node.tiers[0])  # type: ignore[method-assign, assignment]
+    for entry in entries:
+        rotten = entry.residences[0].slot
+        volume.flip(str(store._segments[rotten.extent].name), rotten.offset + 4096 + 7, 1)
+    targets = [memoryview(bytearray(b"\xee" * BLOCK_BYTES)) for _ in entries]
 
-    assert await loaded(core) == []
-    assert [len(e.residences) for e in entries] == [1] * COUNT
-    store.load = honest  # type: ignore[method-assign]
-    assert await loaded(core) == list(range(COUNT))
+    ends = await store.read_group([
+        Reading(e.residences[0].slot, e.residences[0].record, into, (7, 1000 + n))
+        for n, (e, into) in enumerate(zip(entries, targets, strict=True))
+    ])  # fmt: skip
+
+    assert all(isinstance(end, BlockCorruptError) for end in ends)
+    assert all(into == b"\xee" * BLOCK_BYTES for into in targets)
     await core.close()
 
 
-def spoiling(load: Callable[..., Awaitable[None]], memory: Tier) -> Callable[..., Awaitable[None]]:
-    """A late writer is at every mapped slot as soon as it was filled; it cannot reach other memory."""
-    mappable = memory.mappable
-    assert mappable is not None
+def test_a_reader_that_has_left_a_hung_medium_finds_its_memory_as_it_was() -> None:
+    async def scenario() -> None:
+        volume = MemoryVolume()
+        core, entries = await with_blocks_below(volume)
+        store, copy = core.node.tiers[1].backend, entries[0].residences[0]
+        into = memoryview(bytearray(b"\xee" * BLOCK_BYTES))
+        hung = volume.hold("read")
+        reading = asyncio.create_task(store.read(copy.slot, copy.record, into))
+        await asyncio.sleep(1)
+        reading.cancel()
+        await asyncio.wait([reading])
+        hung.set()
+        await asyncio.sleep(1)
 
-    async def spoilt(ranges: Sequence[tuple[object, int, memoryview]]) -> None:
-        await load(ranges)
-        extents = [mappable.extent_view(i) for i in mappable._memory]  # type: ignore[attr-defined]
-        for _, _, into in ranges:
-            if any(address_of(e) <= address_of(into) < address_of(e) + len(e) for e in extents):
-                into[:4] = b"late"
+        assert reading.cancelled()
+        assert into == b"\xee" * BLOCK_BYTES
+        await core.close()
 
-    return spoilt
+    run_virtually(scenario())
+
+
+def test_reads_that_a_hung_device_never_answers_are_misses_and_its_tier_says_so() -> None:
+    async def scenario() -> None:
+        volume = MemoryVolume()
+        core, entries = await with_blocks_below(volume)
+        hung = volume.hold("read")
+
+        ends = await read_group(core, entries)
+        assert all(isinstance(end, BackendFailedError) for end in ends)
+        assert await core.fetcher.raise_up(entries[0], "a") is None
+        assert "no answer" in core.node.tiers[1].last_error
+        assert entries[0].residences == ()
+        hung.set()
+        await core.close()
+
+    run_virtually(scenario())
 
 
 async def test_more_records_than_buffers_go_through_buffers_at_once() -> None:

@@ -65,12 +65,12 @@ async def test_a_slot_that_is_spoilt_while_it_is_filled_is_not_published() -> No
     core, backend = await core_with_a_block_below()
     backend.is_writer_late = True
 
-    reads = await core.reader.acquire(PLACE, [digest(1)], 30.0, 1.0)
+    reads = (await core.reader.acquire(PLACE, [digest(1)], 30.0, 1.0)).reads
 
     assert reads == []
     assert core.node.tiers[0].backend.used_bytes == 0
     backend.is_writer_late = False
-    (read,) = await core.reader.acquire(PLACE, [digest(1)], 30.0, 1.0)
+    (read,) = (await core.reader.acquire(PLACE, [digest(1)], 30.0, 1.0)).reads
     residence = read.lease.residence
     assert residence.tier.mappable is not None
     assert residence.tier.mappable.view(residence.slot) == bytes_of(1)

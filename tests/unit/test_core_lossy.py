@@ -11,10 +11,10 @@ from generated_kv import kv_block
 
 from kvfleet_agent.codec.registry import CodecRegistry
 from kvfleet_agent.core import Core
-from kvfleet_agent.gate import Priority
-from kvfleet_agent.index import Entry, Residence
+from kvfleet_agent.entry import Entry, Residence
 from kvfleet_agent.place import Place
 from kvfleet_agent.tiers import Tier
+from kvfleet_agent.turns import Priority
 from kvfleet_api.blocks import Layout
 from kvfleet_api.checksum import checksum
 from kvfleet_api.models.pool import Compatibility, CompressionPolicy

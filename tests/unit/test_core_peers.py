@@ -1,7 +1,7 @@
 """Two cores and a directory in one process: blocks travel between nodes, or do not, and nothing is left over."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 import pytest
 from agent_doubles import (
@@ -11,130 +11,25 @@ from agent_doubles import (
     OTHER_SCOPE,
     SCOPE,
     Clock,
-    TestCodecs,
     bytes_of,
-    dict_tier,
     digest,
     dram_tier,
     make_node,
     secret,
 )
 from agent_engine import steps_until
+from core_pair import Pair, load, place
 
-from kvfleet_agent.announcer import Announcer
 from kvfleet_agent.backends.base import Record, SlotRef
-from kvfleet_agent.core import Core
-from kvfleet_agent.gate import Priority, Turn
-from kvfleet_agent.index import Residence
-from kvfleet_agent.place import Place
-from kvfleet_agent.ports import Wanted
+from kvfleet_agent.entry import Residence
+from kvfleet_agent.policy.recompute import REFUSED_S
+from kvfleet_agent.turns import Priority, TrafficClass, Turn
 from kvfleet_agent.want import Want
-from kvfleet_api.blocks import BlockKey, ScopeId, ScopeSecret
-from kvfleet_api.checksum import checksum
+from kvfleet_api.blocks import BlockKey
 from kvfleet_api.tiers import Lookup
-from kvfleet_metadata.records import Announcement, Location, SessionRecord
+from kvfleet_metadata.records import SessionRecord
 
 pytestmark = pytest.mark.unit
-
-
-class FakeDirectory:
-    """Keeps announcements by scope; answers with what others announced."""
-
-    def __init__(self, shared: dict[tuple[str, bytes], dict[str, Announcement]], me: str) -> None:
-        self.is_up = True
-        self.sessions: dict[tuple[str, str], SessionRecord | None] = {}
-        self._shared = shared
-        self._me = me
-
-    def announce(self, secret: ScopeSecret, changes: Sequence[Announcement]) -> None:
-        for change in changes:
-            held = self._shared.setdefault((secret.tag(), change.digest), {})
-            if change.is_gone:
-                held.pop(self._me, None)
-            else:
-                held[self._me] = change
-
-    def note_session(self, secret: ScopeSecret, session: str, record: SessionRecord | None) -> None:
-        self.sessions[secret.tag(), session] = record
-
-    async def find_session(self, secret: ScopeSecret, session: str) -> SessionRecord | None:
-        return self.sessions.get((secret.tag(), session))
-
-    async def locate(self, secret: ScopeSecret, digests: Sequence[bytes]) -> list[tuple[Location, ...]]:
-        await asyncio.sleep(0)
-        found = [self._shared.get((secret.tag(), d), {}) for d in digests]
-        return [
-            tuple(Location(who, 7, a.tier, a.stamp, a.stored_bytes) for who, a in held.items() if who != self._me)
-            for held in found
-        ]
-
-
-class FakePeers:
-    """Copies out of the other core's memory, under its lease; may lose or damage blocks on the way."""
-
-    def __init__(self) -> None:
-        self.owner: Core
-        self.lost: set[bytes] = set()
-        self.registered: set[int] = set()
-
-    def register_extent(self, extent: int, view: memoryview) -> None:  # noqa: ARG002  The port's signature.
-        self.registered.add(extent)
-
-    def unregister_extent(self, extent: int) -> None:
-        self.registered.discard(extent)
-
-    async def fetch(
-        self,
-        wanted: Sequence[Wanted],
-        deadline_s: float,  # noqa: ARG002  The port's signature.
-    ) -> list[bytes | None]:
-        lent = await self.owner.lender.lend([w.key for w in wanted], wanted[0].layout_id, 5.0)
-        parents: list[bytes | None] = []
-        for want, loan in zip(wanted, lent, strict=True):
-            if loan is None or want.key.digest in self.lost:
-                parents.append(None)
-                continue
-            want.into[:] = loan.view
-            want.seal()
-            is_right = checksum(want.into, want.key.digest, loan.epoch, loan.slot.stamp) == loan.checksum
-            parents.append(loan.parent if is_right else None)
-        self.owner.lender.end([loan.lease for loan in lent if loan is not None])
-        return parents
-
-
-class Pair:
-    """Node `a` holds blocks, node `b` reads them."""
-
-    def __init__(self) -> None:
-        shared: dict[tuple[str, bytes], dict[str, Announcement]] = {}
-        self.peers = FakePeers()
-        self.directories = {name: FakeDirectory(shared, f"pool.{name}") for name in "ab"}
-        self.a, self.b = self._core("a"), self._core("b")
-        self.peers.owner = self.a
-
-    def _core(self, name: str) -> Core:
-        tiers = [dram_tier(16 * BLOCK_BYTES), dict_tier("nvme", 64 * BLOCK_BYTES, 1, 2)]
-        node = make_node(tiers, Clock())
-        node.name = name
-        node.announcer = Announcer(node.index, self.directories[name], secret)
-        return Core(node, TestCodecs(), self.directories[name], self.peers)
-
-    async def store(self, numbers: Sequence[int]) -> None:
-        for n in numbers:
-            parent = digest(n - 1) if n > 1 else b""
-            made = await self.a.writer.reserve(place(), parent, [digest(n)])
-            assert made[0] is not None
-            mappable = made[0].tier.mappable
-            assert mappable is not None
-            mappable.view(made[0].slot)[:BLOCK_BYTES] = bytes_of(n)
-            self.a.writer.publish_now(1, [made[0].id], [checksum(bytes_of(n), digest(n), 7, made[0].slot.stamp)])
-        self.a.node.announcer.flush()
-
-    async def close(self) -> None:
-        for core in (self.a, self.b):
-            await core.close()
-            for tier in core.node.tiers:
-                await tier.backend.close()
 
 
 @pytest.fixture
@@ -142,24 +37,6 @@ async def pair() -> AsyncIterator[Pair]:
     made = Pair()
     yield made
     await made.close()
-
-
-def place(scope: ScopeId = SCOPE) -> Place:
-    return Place(1, "a", secret(scope), LAYOUT_ID, BLOCK_BYTES)
-
-
-async def load(core: Core, numbers: Sequence[int], scope: ScopeId = SCOPE) -> list[tuple[bytes, str]]:
-    reads = await core.reader.acquire(place(scope), [digest(n) for n in numbers], 30.0, 2.0)
-    found = []
-    for read in reads:
-        tier, slot, record = read.lease.residence
-        mappable = tier.mappable
-        assert mappable is not None
-        block = bytes(mappable.view(slot)[: record.raw_bytes])
-        assert checksum(block, read.lease.entry.digest, core.node.epoch, slot.stamp) == record.checksum
-        found.append((block, read.source))
-    core.release(1, [r.lease.id for r in reads])
-    return found
 
 
 async def test_blocks_of_another_node_arrive_verified_and_stay(pair: Pair) -> None:
@@ -178,7 +55,7 @@ async def test_reads_from_peers_take_their_turn_on_a_path_of_their_own(pair: Pai
 
     async with path.gate.enter(Turn(Priority.DEMOTE, "z", 100, 1)):
         loading = asyncio.create_task(load(pair.b, [1, 2, 3]))
-        await steps_until(lambda: any(item[0] is Priority.ONBOARD for item in path.gate._queue))
+        await steps_until(lambda: any(item[0] is Priority.ONBOARD for item in path.gate.queue(TrafficClass.KV)._heap))
         assert path.gate.waiting_bytes == 3 * BLOCK_BYTES
 
     assert [source for _, source in await loading] == ["remote"] * 3
@@ -196,6 +73,19 @@ async def test_reads_from_peers_that_find_too_many_waiting_are_misses_and_leave_
     assert len(pair.b.node.index) == 0
     assert pair.b.node.tiers[0].backend.used_bytes == 0
     assert [source for _, source in await load(pair.b, [1, 2, 3])] == ["remote"] * 3
+
+
+async def test_a_full_path_from_peers_is_told_of_and_nobodys_blocks_are_plain_misses(pair: Pair) -> None:
+    await pair.store([1, 2, 3])
+    gate = pair.b.mover.traffic.paths.between("remote", "dram").gate
+    gate._width, gate._waiting_max = 1, 0
+
+    async with gate.enter(Turn(Priority.DEMOTE, "z", 100, 1)):
+        there = await pair.b.reader.acquire(place(), [digest(n) for n in (1, 2, 3)], 30.0, 2.0)
+        nowhere = await pair.b.reader.acquire(place(), [digest(7)], 30.0, 2.0)
+
+    assert (there.reads, there.busy_s) == ([], REFUSED_S)
+    assert (nowhere.reads, nowhere.busy_s) == ([], 0.0)
 
 
 async def test_a_lookup_counts_what_others_hold(pair: Pair) -> None:

@@ -8,7 +8,7 @@ from kvfleet_agent.limits import grant
 from kvfleet_agent.policy.admission import Admission, AdmissionInputs, admit
 from kvfleet_agent.policy.checking import CHECK_EVERY, must_check
 from kvfleet_agent.policy.placement import TierFacts, next_lower
-from kvfleet_agent.policy.recompute import CostInputs, Source, choose
+from kvfleet_agent.policy.recompute import REFUSED_S, CostInputs, Source, choose, congestion_s
 from kvfleet_agent.provision_plan import Close, Open, Resize, plan
 from kvfleet_api.models.pool import HostDramTier, NvmeTier
 from kvfleet_api.models.poolnode import NodeTier
@@ -35,12 +35,16 @@ def test_a_block_goes_to_the_fastest_slower_tier_that_may_take_it(
     assert next_lower(tiers, level, must_survive=must_survive).target == (fit[0].name if fit else None)
 
 
-@given(st.floats(0, 2), st.floats(0.1, 1), st.integers(0, 5))
-def test_blocks_of_sessions_that_came_back_are_never_sent_down(fill: float, high: float, turns: int) -> None:
-    choice = admit(AdmissionInputs("Auto", fill, high, turns))
-    assert (choice.admission is Admission.DEMOTE) == (turns == 0 and fill > high)
-    assert admit(AdmissionInputs("Always", fill, high, turns)).admission is Admission.KEEP
-    assert admit(AdmissionInputs("Never", fill, high, turns)).admission is Admission.DEMOTE
+@given(fill=st.floats(0, 2), high=st.floats(0.1, 1), turns=st.integers(0, 5), has_lower=st.booleans())
+def test_only_blocks_of_first_turns_are_sent_down_and_only_where_there_is_a_below(
+    fill: float, high: float, turns: int, *, has_lower: bool
+) -> None:
+    def is_sent_down(policy: str) -> bool:
+        return admit(AdmissionInputs(policy, fill, high, turns, has_lower)).admission is Admission.DEMOTE
+
+    assert is_sent_down("Auto") == (has_lower and turns == 0 and fill > high)
+    assert not is_sent_down("Always")
+    assert is_sent_down("Never") == has_lower
 
 
 @given(st.integers(0, 1 << 40))
@@ -80,6 +84,19 @@ def test_a_longer_queue_never_makes_fetching_cheaper(inputs: CostInputs, more_by
 
     longer = dataclasses.replace(inputs, queued_bytes=inputs.queued_bytes + more_bytes)
     assert choose(longer).fetch_s >= choose(inputs).fetch_s
+
+
+@given(costs)
+def test_a_path_is_said_to_be_busy_only_where_its_queue_makes_the_difference(inputs: CostInputs) -> None:
+    import dataclasses
+
+    cost, alone = choose(inputs), choose(dataclasses.replace(inputs, queued_bytes=0))
+    wait_s = congestion_s(inputs, is_full=False)
+    if wait_s:
+        assert alone.fetch_s <= cost.recompute_s * (1 + 1e-9)
+        assert cost.fetch_s > cost.recompute_s
+    assert congestion_s(dataclasses.replace(inputs, queued_bytes=0), is_full=False) == 0.0
+    assert congestion_s(inputs, is_full=True) >= max(wait_s, REFUSED_S)
 
 
 def dram(name: str, capacity_bytes: int) -> NodeTier:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfleet_agent.policy.quota import Standing, over_hard_bytes, payers, payments
-from kvfleet_agent.policy.retention import Due, Retention, due, plan_drops
+from kvfleet_agent.policy.retention import Due, Retention, due, horizon, plan_drops
 
 pytestmark = pytest.mark.unit
 
@@ -149,3 +149,14 @@ def test_what_is_neither_due_nor_behind_something_old_stays(blocks: list[Block])
         return block is not None and (block.why is Due.OLD or is_behind_old(block.parent))
 
     assert all(b.why is not None or is_behind_old(b) for b in planned(blocks))
+
+
+bounds = st.none() | st.integers(0, 100).map(float)
+
+
+@given(st.lists(st.builds(Retention, bounds, bounds), max_size=4), st.integers(0, 200), st.integers(0, 200))
+def test_no_block_is_due_after_the_horizon(rules: list[Retention], used_s: int, born_s: int) -> None:
+    used_by_s, born_by_s = horizon(rules, 200.0)
+    is_due = any(due(r, idle_s=200.0 - used_s, age_s=200.0 - born_s) is not None for r in rules)
+
+    assert is_due == (used_s <= used_by_s or born_s <= born_by_s)

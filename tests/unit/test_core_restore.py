@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvfleet_agent.backends.base import Record
 from kvfleet_agent.candidates import TierCandidates
-from kvfleet_agent.index import Residence
+from kvfleet_agent.entry import Residence
 from kvfleet_agent.node import Node
 from kvfleet_agent.tiers import Tier
 from kvfleet_api.blocks import BlockKey, LayoutId

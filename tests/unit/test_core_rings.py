@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from kvfleet_agent.backends.base import Record
 from kvfleet_agent.candidates import TierCandidates
-from kvfleet_agent.index import Entry, Index, Residence
+from kvfleet_agent.entry import Entry, Residence
+from kvfleet_agent.index import Index
 from kvfleet_agent.node import Node
 from kvfleet_agent.tiers import Tier
 from kvfleet_api import wire

@@ -26,12 +26,12 @@ from virtual_loop import run_virtually
 from kvfleet_agent import session_life
 from kvfleet_agent.archiver import RETRY_MAX_S, RETRY_S
 from kvfleet_agent.core import Core
-from kvfleet_agent.gate import Priority
-from kvfleet_agent.index import Residence
+from kvfleet_agent.entry import Residence
 from kvfleet_agent.place import Place
 from kvfleet_agent.session_journal import SessionJournal
 from kvfleet_agent.sessions import Session, SessionState
 from kvfleet_agent.tiers import Tier
+from kvfleet_agent.turns import Priority
 from kvfleet_metadata.records import SessionRecord
 from kvfleet_metadata.schema import session_digest
 

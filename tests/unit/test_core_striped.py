@@ -6,20 +6,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from agent_doubles import SCOPE, Clock, FakeAuthenticator, make_core
+from agent_doubles import SCOPE, FakeAuthenticator
 from backend_contract import put
+from provisioned import Provisioned
 
-from kvfleet_agent import observe, report
 from kvfleet_agent.backends.base import TierBackend
 from kvfleet_agent.backends.remote_flash import open_nvme
-from kvfleet_agent.ports import DirectoryState
-from kvfleet_agent.provision import RETRY_S, Provisioner
+from kvfleet_agent.provision import RETRY_S
 from kvfleet_agent.sweep import Sweeper
 from kvfleet_agent.tiers import Tier
 from kvfleet_api.conditions import find
-from kvfleet_api.models.base import ObjectMeta
 from kvfleet_api.models.pool import NvmeTier
-from kvfleet_api.models.poolnode import KVPoolNode, KVPoolNodeSpec, KVPoolNodeStatus, NodeTier
+from kvfleet_api.models.poolnode import NodeTier
 from kvfleet_api.tiers import TierType
 from kvfleet_telemetry.catalog_agent import AGENT
 
@@ -28,14 +26,12 @@ pytestmark = pytest.mark.unit
 MIB = 1 << 20
 
 
-class Node:
+class Node(Provisioned):
     """An agent's core whose tiers are real record stores in two directories."""
 
     def __init__(self, root: Path) -> None:
         self.paths = (root / "a", root / "b")
-        self.clock = Clock()
-        self.core = make_core([], self.clock)
-        self.provisioner = Provisioner(self.core.node, self.make, 1 << 40)
+        super().__init__(self.make)
         nvme = NvmeTier(paths=tuple(map(str, self.paths)), io="Posix")
         self.spec = NodeTier(name="nvme", type=TierType.NVME, capacity_bytes=8 * MIB, nvme=nvme)
 
@@ -48,19 +44,12 @@ class Node:
         (tier,) = self.core.node.tiers
         return tier
 
-    def status(self) -> KVPoolNodeStatus:
-        spec = KVPoolNodeSpec(pool_ref="pool", node_name="node", tiers=(self.spec,), revision="r7")
-        pool_node = KVPoolNode(metadata=ObjectMeta(name="pool.node", generation=5), spec=spec)
-        seen = observe.observe(self.core, self.provisioner, pool_node, "0.1", directory=DirectoryState.ANSWERS)
-        return report.build_status(seen)
-
 
 @pytest.fixture
 async def at(tmp_path: Path) -> AsyncIterator[Node]:
     node = Node(tmp_path)
     yield node
-    await node.core.close()
-    await node.provisioner.close()
+    await node.close()
 
 
 def foreign(path: Path) -> None:
@@ -73,7 +62,7 @@ async def test_a_device_that_cannot_be_opened_is_named_and_comes_back_by_itself(
     for n in range(8):
         await put(before.backend, n, SCOPE)
     await at.provisioner.close()
-    at.provisioner = Provisioner(at.core.node, at.make, 1 << 40)
+    at.begin_anew()
     kept = at.paths[1].rename(at.paths[1].with_name("kept"))
     foreign(at.paths[1])
     tier = await at.tier()

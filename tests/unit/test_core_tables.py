@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from kvfleet_agent import session_notes
 from kvfleet_agent.backends.base import Record
 from kvfleet_agent.buffers import Buffers
+from kvfleet_agent.entry import Entry, Residence
 from kvfleet_agent.fair_order import FairOrder
-from kvfleet_agent.index import Entry, Index, Residence
+from kvfleet_agent.index import Index
 from kvfleet_agent.leases import LeaseTable
 from kvfleet_agent.node import Node
 from kvfleet_agent.session_notes import SessionNotes

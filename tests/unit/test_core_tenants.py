@@ -126,8 +126,8 @@ async def test_demote_places_new_blocks_in_the_next_mapped_tier_when_its_own_can
     core = make_core([dram_tier(SLOTS * BLOCK_BYTES), slow], Clock())
     declare(core, a=rules(8, over_quota=OverQuota.DEMOTE))
     await flood(core, "a", 8)
-    held = await core.reader.acquire(at("a"), [digest(n) for n in (1000, 1001, 1002, 1003)], 30.0, 1.0)
-    held += await core.reader.acquire(at("a"), [digest(n) for n in (1004, 1005, 1006, 1007)], 30.0, 1.0)
+    held = (await core.reader.acquire(at("a"), [digest(n) for n in (1000, 1001, 1002, 1003)], 30.0, 1.0)).reads
+    held += (await core.reader.acquire(at("a"), [digest(n) for n in (1004, 1005, 1006, 1007)], 30.0, 1.0)).reads
     assert len(held) == 8
 
     assert await store_chain(core, at("a"), [1, 2]) == 2
@@ -167,7 +167,7 @@ async def test_a_rejected_tenant_reads_its_blocks_from_below_all_the_same(core: 
     core.tenancy.sweep()
 
     for first in range(1000, 1016, 4):
-        reads = await core.reader.acquire(at("a"), [digest(n) for n in range(first, first + 4)], 30.0, 1.0)
+        reads = (await core.reader.acquire(at("a"), [digest(n) for n in range(first, first + 4)], 30.0, 1.0)).reads
         assert len(reads) == 4
         core.release(at("a").owner, [r.lease.id for r in reads])
     assert of(core, "a") <= 4
@@ -233,7 +233,7 @@ async def _do(core: Core, tenant: str, what: str, number: int) -> None:
         if what == "store":
             core.writer.publish_now(at(tenant).owner, [r.id for r in made], sums)
     elif what == "read":
-        reads = await core.reader.acquire(at(tenant), digests, 30.0, 0.5)
+        reads = (await core.reader.acquire(at(tenant), digests, 30.0, 0.5)).reads
         core.release(at(tenant).owner, [r.lease.id for r in reads])
 
 
@@ -326,7 +326,7 @@ async def test_blocks_go_when_their_tenants_time_for_them_is_over(core: Core) ->
     for tenant, first in (("idle", 100), ("old", 200), ("free", 300)):
         await store_chain(core, at(tenant), list(range(first, first + 4)))
     clock.now_s += 50
-    reads = await core.reader.acquire(at("idle"), [digest(100), digest(101)], 30.0, 1.0)
+    reads = (await core.reader.acquire(at("idle"), [digest(100), digest(101)], 30.0, 1.0)).reads
     clock.now_s += 20
     await core.tenancy.retire()
     assert set(core.node.index.blocks(scope_of("idle"))) == {digest(100), digest(101)}
@@ -348,7 +348,7 @@ async def test_an_erasure_takes_everything_that_is_attributable_at_once(core: Co
     await store_chain(core, at("b", DOMAIN), [5])
     await core.room.drain(core.node.tiers[0])
     await store_chain(core, at("a"), [6])
-    reads = await core.reader.acquire(at("a"), [digest(6)], 30.0, 1.0)
+    reads = (await core.reader.acquire(at("a"), [digest(6)], 30.0, 1.0)).reads
     pending = await core.writer.reserve(at("a"), b"", [digest(7)])
     tenants.move_on("a")
     core.tenancy.sweep()

@@ -20,11 +20,11 @@ from agent_doubles import (
 from agent_engine import Engine, close, steps_until
 
 from kvfleet_agent.backends.base import Record, SlotRef
-from kvfleet_agent.gate import Priority
 from kvfleet_agent.place import Place
 from kvfleet_agent.reservations import RESERVATION_S
 from kvfleet_agent.serve.verbs import LEASE_S_MAX
 from kvfleet_agent.sweep import Sweeper
+from kvfleet_agent.turns import Priority
 from kvfleet_api import wire
 from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import ApiServerAwayError, InvalidInputError, UnauthenticatedError

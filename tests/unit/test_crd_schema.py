@@ -113,6 +113,7 @@ def test_conventions_of_names_hold() -> None:
         "KVTenant": "kvt",
         "KVTrustDomain": "kvtd",
         "KVPrefixShare": "kvps",
+        "KVOperation": "kvop",
     }
     for kind in KINDS:
         spec = schema.crd(kind)["spec"]

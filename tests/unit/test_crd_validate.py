@@ -102,6 +102,7 @@ def test_an_update_to_itself_breaks_no_rule_about_changes(old: Json, new: Json) 
 
 POOL = EXAMPLES["kvpool"]
 DOMAIN = EXAMPLES["kvtrustdomain"]
+OPERATION = EXAMPLES["kvoperation"]
 UPDATES: list[tuple[str, Json, tuple[str | int, ...], Any, str | None]] = [
     ("compatibility", POOL, ("spec", "compatibility", "revision"), "d4e5f6", "spec.compatibility"),
     ("block size", POOL, ("spec", "compatibility", "blockTokens"), 32, "spec.compatibility"),
@@ -113,6 +114,24 @@ UPDATES: list[tuple[str, Json, tuple[str | int, ...], Any, str | None]] = [
         ("spec", "keyVersion"),
         2,
         "spec.keyVersion",
+    ),
+    ("another pool", OPERATION, ("spec", "poolRef"), "other", "spec.poolRef"),
+    ("another mode", OPERATION, ("spec", "flush", "mode"), "Drop", "spec.flush"),
+    ("more time", OPERATION, ("spec", "timeoutSeconds"), 3600, "spec.timeoutSeconds"),
+    (
+        "kept for longer",
+        OPERATION,
+        ("spec", "ttlSecondsAfterFinished"),
+        bad_manifests.GONE,
+        "spec.ttlSecondsAfterFinished",
+    ),
+    ("cancelled", OPERATION, ("spec", "cancel"), True, None),
+    (
+        "cancelled and taken up again",
+        {**OPERATION, "spec": {**OPERATION["spec"], "cancel": True}},
+        ("spec", "cancel"),
+        False,
+        "spec.cancel",
     ),
     ("higher key", DOMAIN, ("spec", "keyVersion"), 2, None),
 ]

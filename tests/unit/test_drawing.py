@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draw_terminal import drawing
 from panel_svg import Frame, Line, bars, color_at, graph, stat, table
 from panel_text import text, ticks
 
@@ -107,3 +108,14 @@ def test_a_table_has_its_columns_and_rows() -> None:
     assert table(["node", "used"], [["n1", "1 KiB"]]) == (
         "<table><tr><th>node</th><th>used</th></tr><tr><td>n1</td><td>1 KiB</td></tr></table>"
     )
+
+
+@given(st.lists(st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=60), max_size=12))
+def test_a_picture_of_a_terminal_has_every_line_that_was_printed_and_no_other(printed: list[str]) -> None:
+    picture = ET.fromstring(drawing("\n".join(printed)))  # noqa: S314  Our own text.
+    rows = [row for row in picture if row.tag.endswith("text")]
+
+    assert [row.text for row in rows] == [line.rstrip() for line in printed if line.strip()]
+    heights = [float(row.attrib["y"]) for row in rows]
+    assert heights == sorted(set(heights))
+    assert all(0 < y < float(picture.attrib["height"]) for y in heights)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.backends.base import Record, SlotRef
+from kvfleet_agent.backends.base import Record, SlotRef, Writing
 from kvfleet_agent.backends.io_probe import prefers_posix
 from kvfleet_agent.backends.posix_io import joined
 from kvfleet_agent.backends.runs import Laid, parts_of, runs_of
@@ -55,7 +55,7 @@ def laid(index: int, stride_bytes: int = 4 * PAGE_BYTES, size_bytes: int = 3 * P
     whole = memoryview(mmap.mmap(-1, size_bytes))
     whole[:] = index.to_bytes(1, "big") * size_bytes
     slot = SlotRef(extent, index * stride_bytes, stride_bytes, index + 1)
-    return Laid(slot, RECORD, (whole[:PAGE_BYTES], whole[PAGE_BYTES:]))
+    return Laid(Writing(slot, whole, RECORD), (whole[:PAGE_BYTES], whole[PAGE_BYTES:]), lambda _: None, RECORD)
 
 
 @given(slots)
@@ -107,5 +107,5 @@ def test_joined_reads_fill_every_memory_from_its_own_offset(indices: list[int], 
 
 @given(st.lists(st.floats(0.001, 10), min_size=1), st.lists(st.floats(0.001, 10), min_size=1))
 def test_io_uring_is_taken_where_its_best_round_is_clearly_faster(uring_s: list[float], posix_s: list[float]) -> None:
-    assert prefers_posix(uring_s, posix_s) == (min(uring_s) >= 0.9 * min(posix_s))
+    assert prefers_posix(uring_s, posix_s) == (min(uring_s) >= 0.75 * min(posix_s))
     assert prefers_posix(posix_s, posix_s)

@@ -117,6 +117,57 @@ def test_each_of_several_directories_of_a_tier_belongs_to_the_older_pool() -> No
     assert placed["young"].excluded["n"].reason is placement.Exclusion.PATH_CONFLICT
 
 
+CLAIMING = [
+    ("nvme.path", lambda path: tier("a", "NVMe", nvme={"path": path})),
+    ("remoteFlash.path", lambda path: tier("a", "RemoteFlash", remoteFlash={"path": path})),
+]
+SHARING = [
+    ("cxl.emulated.path", lambda path: tier("a", "CXL", cxl={"mode": "Emulated", "emulated": {"path": path}})),
+    ("object.url", lambda path: tier("a", "Object", object={"url": f"file://{path}"})),
+]
+
+
+def placed_together(older: Any, younger: Any) -> placement.Placement:
+    """The younger of two pools with these tiers, behind one in memory, on the same node."""
+    pools = [
+        declared("old", "2026-01-01T00:00:00Z", tiers=[tier(), older], selector={}),
+        declared("young", "2026-01-02T00:00:00Z", tiers=[tier(), younger], selector={}),
+    ]
+    return placement.place(pools, nodes(n={}))["young"]
+
+
+@pytest.mark.parametrize(("older_field", "older"), [*CLAIMING, *SHARING])
+@pytest.mark.parametrize(("field", "younger"), [*CLAIMING, *SHARING])
+def test_a_directory_that_one_pool_claims_is_no_other_pools_on_any_medium(
+    older_field: str, older: Any, field: str, younger: Any
+) -> None:
+    placed = placed_together(older("/mnt/x/../flash/"), younger("/mnt/flash"))
+
+    if {older_field, field} <= {name for name, _ in SHARING}:
+        assert placed.nodes == {"n"}, "both keep a directory of each pool's own in it"
+        return
+    assert placed.nodes == frozenset()
+    assert placed.excluded["n"].reason is placement.Exclusion.PATH_CONFLICT
+    for said in (f"tiers[1].{field} /mnt/flash of pool young", f"{older_field} /mnt/flash of the older pool old"):
+        assert said in placed.excluded["n"].message
+
+
+@pytest.mark.parametrize("claiming", [make for _, make in CLAIMING])
+@pytest.mark.parametrize("sharing", [make for _, make in SHARING])
+def test_a_shared_directory_may_hold_a_claimed_one_and_never_lie_in_it(claiming: Any, sharing: Any) -> None:
+    assert placed_together(sharing("/mnt"), claiming("/mnt/a")).nodes == {"n"}
+    assert placed_together(claiming("/mnt/a"), sharing("/mnt")).nodes == {"n"}
+    assert placed_together(claiming("/mnt"), sharing("/mnt/a")).nodes == frozenset()
+    assert placed_together(sharing("/mnt/a"), claiming("/mnt")).nodes == frozenset()
+
+
+@pytest.mark.parametrize("make", [make for _, make in CLAIMING])
+def test_pools_share_a_mount_where_each_has_a_directory_in_it(make: Any) -> None:
+    assert placed_together(make("/mnt/flash/a"), make("/mnt/flash/b")).nodes == {"n"}
+    assert placed_together(make("/mnt/flash"), make("/mnt/flash/b")).nodes == frozenset()
+    assert placed_together(make("/mnt/flash/b"), make("/mnt/flash")).nodes == frozenset()
+
+
 def test_the_older_pool_keeps_the_directory_even_while_it_is_deleted() -> None:
     nvme = [tier(type_="NVMe")]
     young = declared("a", "2026-01-02T00:00:00Z", tiers=nvme, selector={})

@@ -1,17 +1,22 @@
 """Laws of the planner over a simulated cluster: it comes to rest at what was declared, whatever came before."""
 
-from typing import Any
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from operator_fleet import SETTING, Fleet, condition, pool_node, pool_spec, tier
+from operator_fleet import SETTING, Fleet, condition, merge_patch, pool_node, pool_spec, tier
 
 from kvfleet_api import names
 from kvfleet_operator import kinds
 from kvfleet_operator.actions import Create, Delete, Merge, SetFinalizers
 from kvfleet_operator.kinds import Ref
+from kvfleet_operator.reconcile import RELEASE_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.unit
 
@@ -94,6 +99,17 @@ def test_a_node_that_comes_back_while_it_drains_stays() -> None:
     assert fleet.of(kinds.POOL_NODE)["p.n1"]["spec"]["drain"]["requested"] is False
 
 
+def test_an_agent_is_drained_though_no_lease_was_looked_at_yet() -> None:
+    """As after a start of the operator."""
+    fleet = running()
+    fleet.alive.clear()
+    fleet.node("n1", other="label")
+
+    assert not any(isinstance(action, Delete) for action in fleet.orders())
+    fleet.settle()
+    assert fleet.of(kinds.POOL_NODE)["p.n1"]["spec"]["drain"]["requested"] is True
+
+
 @pytest.mark.parametrize("why", ["silent", "never connected", "node gone", "no time for it"])
 def test_nobody_waits_for_an_agent_that_cannot_drain(why: str) -> None:
     spec = pool_spec(updateStrategy={"drain": {"timeoutSeconds": 0 if why == "no time for it" else 300}})
@@ -102,6 +118,7 @@ def test_nobody_waits_for_an_agent_that_cannot_drain(why: str) -> None:
         fleet.fall_silent("p.n1")
     if why == "never connected":
         fleet.alive.clear()
+        del fleet.objects[pool_node("p", "n1")]["status"]
     if why == "node gone":
         fleet.delete(Ref(kinds.NODE, "n1"))
     else:
@@ -118,7 +135,7 @@ def test_a_changed_spec_reaches_every_node_and_shows_as_a_rollout() -> None:
     pool = fleet.of(kinds.POOL)["p"]
 
     assert {n["spec"]["tiers"][0]["capacityBytes"] for n in fleet.of(kinds.POOL_NODE).values()} == {2 << 30}
-    assert condition(pool, "Ready") == ("False", "NodesNotReady")
+    assert condition(pool, "Ready") == ("False", "NodesNotUpdated")
     assert condition(pool, "Progressing") == ("True", "RollingOut")
     assert pool["status"]["currentRevision"] == before != pool["status"]["updateRevision"]
 
@@ -154,6 +171,43 @@ def test_an_agent_that_falls_silent_costs_the_pool_its_readiness_and_is_told_onc
     assert pool["status"]["nodesReady"] == "1/2"
 
 
+@pytest.mark.parametrize(
+    "by_hand",
+    [
+        {"metadata": {"labels": {names.LABEL_POOL: "other"}}},
+        {"metadata": {"ownerReferences": []}},
+        {"spec": {"tiers": []}},
+        {"spec": {"revision": "mine"}},
+        {"spec": {"drain": {"requested": True, "deadline": "2199-01-01T00:00:00Z"}}},
+    ],
+)
+def test_a_pool_node_that_was_edited_by_hand_is_put_right(by_hand: dict[str, Any]) -> None:
+    fleet = running()
+    before = deepcopy(fleet.of(kinds.POOL_NODE)["p.n0"])
+    merge_patch(fleet.objects[pool_node("p", "n0")], by_hand)
+    fleet.settle()
+
+    after = fleet.of(kinds.POOL_NODE)["p.n0"]
+    assert after["spec"] == before["spec"]
+    assert after["metadata"]["labels"] == before["metadata"]["labels"]
+    assert after["metadata"]["ownerReferences"] == before["metadata"]["ownerReferences"]
+
+
+@pytest.mark.parametrize("edit", [{"deadline": "2199-01-01T00:00:00Z"}, {"mode": "Drop"}])
+def test_a_drain_ends_in_time_whatever_is_done_to_it_by_hand(edit: dict[str, str]) -> None:
+    fleet = running(spec=pool_spec(updateStrategy={"drain": {"timeoutSeconds": 100}}))
+    fleet.node("n0", other="label")
+    fleet.settle()
+    fleet.pass_time(50)
+    merge_patch(fleet.objects[pool_node("p", "n0")], {"spec": {"drain": edit}})
+    fleet.settle()
+    assert fleet.of(kinds.POOL_NODE)["p.n0"]["spec"]["drain"]["mode"] == "Demote"
+
+    fleet.pass_time(100)
+    fleet.settle()
+    assert "p.n0" not in fleet.of(kinds.POOL_NODE)
+
+
 @pytest.mark.parametrize("policy", ["Retain", "Destroy"])
 def test_a_deleted_pool_drains_then_deletes_then_goes(policy: str) -> None:
     fleet = running(spec=pool_spec(deletionPolicy=policy, destroyConfirmation=names.DESTROY_CONFIRMATION))
@@ -162,10 +216,15 @@ def test_a_deleted_pool_drains_then_deletes_then_goes(policy: str) -> None:
 
     orders = {n["spec"]["drain"]["mode"] for n in fleet.of(kinds.POOL_NODE).values()}
     assert orders == {"Drop" if policy == "Destroy" else "Demote"}
-    fleet.drained("p.n0")
+    said = "Destroyed" if policy == "Destroy" else "Released"
+    fleet.drained("p.n0", said)
     fleet.settle()
     assert len(fleet.of(kinds.POOL_NODE)) == 2, "one agent is still at it"
-    fleet.drained("p.n1")
+    for less in ["Drained", "Released"] if policy == "Destroy" else ["Drained"]:
+        fleet.drained("p.n1", less)
+        fleet.settle()
+        assert len(fleet.of(kinds.POOL_NODE)) == 2, f"{less} is not {said}"
+    fleet.drained("p.n1", said)
     fleet.settle()
     assert not fleet.of(kinds.POOL)
     assert not fleet.of(kinds.POOL_NODE)
@@ -181,7 +240,7 @@ def test_a_deletion_never_waits_longer_than_its_bound(timeout_s: int, passed_s: 
     fleet.pass_time(passed_s)
     fleet.settle()
 
-    assert ("p" in fleet.of(kinds.POOL)) == (passed_s < timeout_s)
+    assert ("p" in fleet.of(kinds.POOL)) == (passed_s < timeout_s + RELEASE_S)
 
 
 def test_a_pool_is_let_go_although_its_nodes_cannot_be_deleted() -> None:
@@ -197,10 +256,33 @@ def test_a_pool_is_let_go_although_its_nodes_cannot_be_deleted() -> None:
     assert "p" not in fleet.of(kinds.POOL)
 
 
+@pytest.mark.parametrize(
+    "ref", [pool_node("p", "n1"), Ref(kinds.CONFIG_MAP, "p-connection", SETTING.namespace)], ids=str
+)
+def test_what_lost_its_label_gets_it_back(ref: Ref) -> None:
+    fleet = running()
+    labels = fleet.objects[ref]["metadata"].pop("labels")
+    fleet.settle()
+
+    assert fleet.objects[ref]["metadata"]["labels"] == labels
+
+
+def test_what_somebody_added_to_a_connection_is_taken_out_once() -> None:
+    fleet = running()
+    told = fleet.of(kinds.CONFIG_MAP)["p-connection"]["data"]
+    before = dict(told)
+    told["stray"] = "x"
+    fleet.settle()
+
+    assert fleet.of(kinds.CONFIG_MAP)["p-connection"]["data"] == before
+    assert fleet.orders() == ()
+
+
 def test_a_paused_pool_can_be_deleted() -> None:
     fleet = running()
     fleet.pool(spec=pool_spec(paused=True))
-    fleet.alive.clear()
+    for key in fleet.of(kinds.POOL_NODE):
+        fleet.fall_silent(key)
     fleet.delete(Ref(kinds.POOL, "p"))
     fleet.settle()
 
@@ -231,6 +313,18 @@ def test_people_are_told_once_for_each_plan_and_not_for_each_node() -> None:
         ("WithdrawingNodes", "KVPoolNodes: 1 to drain"),
         ("CreatingNodes", "KVPoolNodes: 7 to create"),
     ]
+
+
+def test_a_node_whose_agent_is_gone_with_its_memory_is_named_and_one_that_never_had_an_agent_is_not() -> None:
+    fleet = running()
+    fleet.node("n2")
+    fleet.settle()
+    fleet.fall_silent("p.n0")
+    fleet.drained("p.n1", "Released")
+    fleet.delete(Ref(kinds.POOL, "p"))
+    told = {note.reason: note.message for action in fleet.orders() for note in action.notes}
+
+    assert told["NotReleased"] == "1 of 3 nodes have not confirmed that memory is back: n0"
 
 
 POOLS = ("a", "b")
@@ -267,7 +361,12 @@ class Life(RuleBasedStateMachine):
     def agent(self, pool: str, node: str, what: str) -> None:
         key = names.pool_node_name(pool, node)
         if key in self.fleet.of(kinds.POOL_NODE):
-            {"up": self.fleet.report, "drained": self.fleet.drained, "silent": self.fleet.fall_silent}[what](key)
+            says: dict[str, Callable[[str], None]] = {
+                "up": self.fleet.report,
+                "drained": self.fleet.drained,
+                "silent": self.fleet.fall_silent,
+            }
+            says[what](key)
 
     @rule(seconds=st.sampled_from([1, 299, 400]))
     def wait(self, seconds: int) -> None:

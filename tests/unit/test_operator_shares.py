@@ -154,6 +154,7 @@ def test_nobody_shares_from_a_namespace_that_no_tenant_or_two_have() -> None:
     fleet.tenant("a2", serviceAccounts=[{"namespace": "a", "name": "other"}])
     body = settled(fleet)
     assert condition(body, "Active") == ("False", "NotGranted")
+    assert {c["type"] for c in body["status"]["conditions"]} == {"Accepted", "Active"}, "nothing is left of before"
     assert "exactly one tenant, the granting one: a, a2" in message(body, "Active")
     assert SECRET in fleet.of(kinds.SECRET), "a doubt that may pass shreds nothing"
 

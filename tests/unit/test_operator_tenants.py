@@ -112,6 +112,19 @@ def test_a_confirmation_of_an_earlier_version_or_of_a_namesake_counts_for_nothin
     assert condition(tenant(fleet), "EraseCompleted")[0] == "False"
 
 
+def test_nothing_is_called_erased_before_it_is_known_which_agents_live() -> None:
+    """An operator that starts has seen no Lease yet: that is no word about an agent."""
+    fleet = running("n1")
+    ask(fleet, "now")
+    fleet.alive.clear()
+    fleet.settle()
+    assert condition(tenant(fleet), "EraseCompleted") == ("False", "InProgress")
+
+    fleet.fall_silent("p.n1")
+    fleet.settle()
+    assert condition(tenant(fleet), "EraseCompleted") == ("True", "NodesAway")
+
+
 def test_a_tenant_that_is_made_with_a_request_has_nothing_to_erase() -> None:
     fleet = running("n1", eraseRequested="before")
     assert entries(fleet) == {"v1"}

@@ -78,7 +78,7 @@ def test_a_store_ends_at_the_truth_whatever_its_two_sources_repeat(writes: list[
     store: Store[Thing] = Store()
     for position, write in enumerate(writes):
         if write.thing is None:
-            store.remove(write.key, write.uid)
+            store.remove(write.key, write.uid, write.version)
         else:
             store.put(write.thing)
         listed_at = data.draw(st.integers(0, position + 1))
@@ -99,7 +99,7 @@ def test_a_late_list_brings_nothing_back_and_takes_nothing_new(writes: list[Writ
     store: Store[Thing] = Store()
     for write in writes:
         if write.thing is None:
-            store.remove(write.key, write.uid)
+            store.remove(write.key, write.uid, write.version)
         else:
             store.put(write.thing)
     for listed_at in range(len(writes)):
@@ -111,6 +111,26 @@ def test_a_late_list_brings_nothing_back_and_takes_nothing_new(writes: list[Writ
     assert {k: (t.uid, t.value) for k, t in store.items.items()} == {
         k: (t.uid, t.value) for k, t in after(writes).items()
     }
+
+
+def test_what_lost_its_label_is_seen_again_when_it_has_it_back() -> None:
+    """A watch with a selector tells of the loss as of a deletion."""
+    store: Store[Thing] = Store()
+    store.put(Thing("a", "1", 1))
+    store.remove("a", "1", version=2)
+    assert not store.put(Thing("a", "1", 1))
+    assert store.put(Thing("a", "1", 3))
+    assert not store.remove("a", "1", version=2)
+    assert store.items.keys() == {"a"}
+
+
+def test_a_late_word_of_a_namesake_does_not_bring_it_back() -> None:
+    """A list showed the successor before any event told of the end of the first."""
+    store: Store[Thing] = Store()
+    store.put(Thing("a", "1", 1))
+    store.put(Thing("a", "2", 5))
+    assert not store.put(Thing("a", "1", 3))
+    assert store.items["a"].uid == "2"
 
 
 def test_only_news_are_told() -> None:

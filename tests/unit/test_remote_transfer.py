@@ -54,6 +54,15 @@ def leased(number: int) -> Leased:
     return Leased(wanted, wire.Loan(number, 0, BLOCK_BYTES, 1, 1, b"", bytes(16)))
 
 
+def them() -> "Link":
+    return cast("Link", SimpleNamespace(describing=asyncio.Lock(), nixl_generation=1, nixl_name="them"))
+
+
+def some(nixl: HeldNixl) -> tuple[Transfers, list[Leased]]:
+    transfers = Transfers(cast("NixlReader", nixl), landing_bytes=64 * BLOCK_BYTES)
+    return transfers, [leased(number) for number in range(1, 3 * LANES)]
+
+
 async def test_pieces_that_have_landed_leave_the_wire_while_they_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     nixl, may_verify, most = HeldNixl(), asyncio.Event(), 0
 
@@ -63,10 +72,8 @@ async def test_pieces_that_have_landed_leave_the_wire_while_they_are_verified(mo
 
     monkeypatch.setattr(transfer, "here_or_in_thread", held)
     monkeypatch.setattr(transfer, "PIECE_BYTES", BLOCK_BYTES)
-    transfers = Transfers(cast("NixlReader", nixl), landing_bytes=64 * BLOCK_BYTES)
-    link = cast("Link", SimpleNamespace(describing=asyncio.Lock(), nixl_generation=1, nixl_name="them"))
-    blocks = [leased(number) for number in range(1, 3 * LANES)]
-    bringing = asyncio.create_task(transfers.bring(link, blocks, 1, DEADLINE_S))
+    transfers, blocks = some(nixl)
+    bringing = asyncio.create_task(transfers.bring(them(), blocks, 1, DEADLINE_S))
 
     for _ in range(8 * len(blocks)):
         await asyncio.sleep(0)
@@ -85,4 +92,35 @@ async def test_pieces_that_have_landed_leave_the_wire_while_they_are_verified(mo
     assert most == MOVING
     assert started == LANES
     assert [result for result, _ in (await bringing).values()] == [Result.CORRUPT] * len(blocks)
+    assert transfers.landing_bytes == 0
+
+
+async def test_nobody_writes_into_targets_after_an_error_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    nixl, may_verify, verified = HeldNixl(), asyncio.Event(), 0
+
+    async def first_fails(_executor: object, _size_bytes: int, call: Callable[[], Any]) -> Any:
+        nonlocal verified
+        verified += 1
+        if verified == 1:
+            raise ValueError("not foreseen")
+        await may_verify.wait()
+        return call()
+
+    monkeypatch.setattr(transfer, "here_or_in_thread", first_fails)
+    monkeypatch.setattr(transfer, "PIECE_BYTES", BLOCK_BYTES)
+    transfers, blocks = some(nixl)
+    bringing = asyncio.create_task(transfers.bring(them(), blocks, 1, DEADLINE_S))
+
+    while not bringing.done():
+        await asyncio.sleep(0)
+        for flight in nixl.flights:
+            if not flight.done():
+                flight.set_result(None)
+        if verified == LANES and not may_verify.is_set():
+            assert not bringing.done(), "others still verify into their targets"
+            may_verify.set()
+
+    with pytest.raises(ValueError, match="not foreseen"):
+        await bringing
+    assert may_verify.is_set()
     assert transfers.landing_bytes == 0

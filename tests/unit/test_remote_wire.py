@@ -22,6 +22,14 @@ questions = st.one_of(
         st.integers(1, 50).map(lambda n: b"k" * 20 * n),
         st.floats(0, 100),
     ),
+    st.builds(
+        wire.Trace,
+        ids,
+        st.text(max_size=100),
+        st.binary(min_size=20, max_size=20),
+        st.integers(1, wire.KEYS_MAX),
+        st.integers(0, 2**63),
+    ),
     st.builds(wire.Pull, ids, st.lists(st.integers(0, 2**62), max_size=50).map(tuple)),
     st.builds(wire.End, ids, st.lists(st.integers(0, 2**62), max_size=50).map(tuple)),
 )
@@ -43,6 +51,14 @@ answers = st.one_of(
     st.builds(wire.Described, ids, st.integers(0, 99), st.binary(max_size=500)),
     st.builds(wire.Lending, ids, st.integers(0, 99), st.lists(loans, max_size=20).map(tuple)),
     st.builds(wire.Chunk, ids, st.integers(0, 2**62), st.integers(0, 2**40), st.integers(1, wire.CHUNK_BYTES_MAX)),
+    st.builds(
+        wire.Traced,
+        ids,
+        st.binary(min_size=16, max_size=16),
+        st.integers(1, 2**40),
+        st.integers(0, 50).map(lambda n: b"k" * 20 * n),
+        st.sampled_from([b"", b"p" * 20]),
+    ),
     st.builds(wire.Done, ids),
     st.builds(wire.Refused, ids, st.text(max_size=100)),
 )
@@ -101,6 +117,10 @@ def test_a_frame_of_a_wrong_length_is_refused(size: int) -> None:
         wire.Lend(1, "s", b"L" * 16, b"k" * 20, 1.0, 0, ("t" * (wire.TIER_CHARS_MAX + 1),)),
         wire.Hello(1, 1, "a", "t" * (wire.TOKEN_CHARS_MAX + 1)),
         wire.Pull(1, (1,) * (wire.KEYS_MAX + 1)),
+        wire.Trace(1, "s", b"k" * 19, 1, 7),
+        wire.Trace(1, "s" * (wire.SCOPE_CHARS_MAX + 1), b"k" * 20, 1, 7),
+        wire.Trace(1, "s", b"k" * 20, 0, 7),
+        wire.Trace(1, "s", b"k" * 20, wire.KEYS_MAX + 1, 7),
     ],
 )
 def test_questions_over_a_limit_are_refused(message: wire.Question) -> None:
@@ -113,6 +133,11 @@ def test_questions_over_a_limit_are_refused(message: wire.Question) -> None:
     [
         wire.Chunk(1, 1, 0, 0),
         wire.Chunk(1, 1, 0, wire.CHUNK_BYTES_MAX + 1),
+        wire.Traced(1, b"L" * 16, 4096, b"k" * 19, b""),
+        wire.Traced(1, b"L" * 15, 4096, b"k" * 20, b""),
+        wire.Traced(1, b"L" * 16, 0, b"k" * 20, b""),
+        wire.Traced(1, b"L" * 16, 4096, b"k" * 20, b"p" * 19),
+        wire.Traced(1, b"L" * 16, 4096, b"k" * 20 * (wire.KEYS_MAX + 1), b""),
         wire.Lending(1, 0, (wire.Loan(1, 2, 3, 4, 5, b"", b"short"),)),
         wire.Lending(1, 0, (wire.Loan(1, 2, 3, 4, 5, b"parent", b"c" * 16),)),
         wire.Lending(1, 0, (wire.Loan(1, 2, 3, 4, 5, b"", b"c" * 16, wire.Place("t", "f" * 129, 0, 1, "raw", 1)),)),

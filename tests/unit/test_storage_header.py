@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,17 @@ async def test_foreign_data_is_refused_by_name_and_left_alone(tmp_path: Path) ->
         await claimed(tmp_path, "pool-a", "node-1")
 
     assert os.listdir(tmp_path) == ["holiday.jpg"]  # noqa: PTH208
+
+
+async def test_a_raw_device_is_refused_with_what_to_do_and_never_opened(tmp_path: Path) -> None:
+    device = tmp_path / "nvme0n1"
+    try:
+        os.mknod(device, 0o600 | stat.S_IFBLK, os.makedev(7, 250))
+    except PermissionError:
+        pytest.skip("only root may make a device")
+
+    with pytest.raises(InvalidInputError, match=r"/nvme0n1: is a block device; raw devices are not used: make a file"):
+        await claimed(device, "pool-a", "node-1")
 
 
 async def test_a_fresh_file_system_is_not_foreign(tmp_path: Path) -> None:

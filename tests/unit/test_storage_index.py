@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sim.volume import MemoryVolume
 from virtual_loop import run_virtually
 
-from kvfleet_agent.backends.base import Record
+from kvfleet_agent.backends.base import Record, SlotRef
 from kvfleet_agent.backends.index_file import INDEX_FILE
 from kvfleet_agent.backends.index_format import (
     ENTRY_BYTES,
@@ -82,8 +82,8 @@ def test_what_was_listed_is_found(found: list[Record | None]) -> None:
 
     assert body is not None
     assert (body.generation, body.next_segment) == (3, 6)
-    seen = list(unpack_entries(body.listed[0], body.kinds))
-    assert seen == [(n, n + 1, r) for n, r in enumerate(found) if r is not None]
+    seen = list(unpack_entries(body.listed[0], body.kinds).pairs())
+    assert seen == [(SlotRef(5, n * 8192, 8192, n + 1), r) for n, r in enumerate(found) if r is not None]
     assert len(whole) <= body_bytes_max(1, len(found))
 
 

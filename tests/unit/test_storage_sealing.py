@@ -13,6 +13,7 @@ from scope_keys_double import KeyRing
 
 from kvfleet_agent.backends.base import KeyAwayError, SlotRef
 from kvfleet_agent.backends.header import HEADER_BYTES
+from kvfleet_agent.backends.record_bytes import open_into
 from kvfleet_agent.backends.sealed_record import SealedForm, Unread
 from kvfleet_agent.backends.sealing import Sealer
 from kvfleet_api.blocks import BlockKey, LayoutId
@@ -30,13 +31,13 @@ RECORD = record(5, PAYLOAD, SLOT)
 
 def sealed(form: SealedForm = FORM) -> bytearray:
     whole = bytearray(HEADER_BYTES + BLOCK_BYTES)
-    form.lay_out(memoryview(whole), RECORD, SLOT, PAYLOAD)()
+    form.lay_out(memoryview(whole), RECORD, SLOT, PAYLOAD)(RECORD)
     return whole
 
 
 def opened(whole: bytearray, made: object = RECORD, slot: SlotRef = SLOT, form: SealedForm = FORM) -> bytes | None:
     target = bytearray(b"\xee" * BLOCK_BYTES)
-    is_same = form.open_record(memoryview(target), memoryview(whole), made, slot)()  # type: ignore[arg-type]
+    is_same = open_into(form, memoryview(target), memoryview(whole), made, slot)()  # type: ignore[arg-type]
     assert is_same or target == bytes(BLOCK_BYTES), "what did not open was left in the clear"
     return bytes(target) if is_same else None
 
@@ -126,7 +127,7 @@ def test_without_its_key_a_record_is_neither_written_nor_read_nor_taken_for_none
     with pytest.raises(KeyAwayError):
         form.lay_out(memoryview(whole), RECORD, SLOT, PAYLOAD)
     with pytest.raises(KeyAwayError):
-        form.open_record(memoryview(bytearray(BLOCK_BYTES)), memoryview(whole), RECORD, SLOT)
+        form.opener(RECORD, SLOT)
     assert tag is not None
     assert form.header(bytes(whole[:HEADER_BYTES]), SLOT.extent, SLOT.offset) == Unread(tag)
 

@@ -62,7 +62,7 @@ async def test_a_write_is_durable_when_it_returns(tmp_path: Path, told: list[str
     volume = await open_volume(tmp_path, "Posix")
     file = await volume.create("file", 4 * DIRECT_BYTES)
     told.clear()
-    await file.write(0, [page(), page()])
+    await file.write(0, lambda: [page(), page()])
 
     assert told == ["durable write"]
     await file.close()
@@ -90,12 +90,12 @@ async def test_many_transfers_at_once_all_arrive(tmp_path: Path) -> None:
     pages = [page() for _ in range(64)]
     for number, view in enumerate(pages):
         view[:] = bytes([number]) * DIRECT_BYTES
-    await asyncio.gather(*(file.write(i * DIRECT_BYTES, [view]) for i, view in enumerate(pages)))
+    await asyncio.gather(*(file.write(i * DIRECT_BYTES, partial(list, [view])) for i, view in enumerate(pages)))
     targets = [page() for _ in pages]
     late = page()
     await asyncio.gather(
         *(file.read([(i * DIRECT_BYTES, view)]) for i, view in enumerate(targets)),
-        file.write(0, [pages[9]]),
+        file.write(0, lambda: [pages[9]]),
         file.read([(9 * DIRECT_BYTES, late)]),
     )
 
@@ -124,7 +124,7 @@ async def test_a_hole_is_durable_when_it_is_told(tmp_path: Path, told: list[str]
     file = await volume.create("file", 4 * DIRECT_BYTES)
     full = page()
     full[:] = b"x" * DIRECT_BYTES
-    await file.write(DIRECT_BYTES, [full])
+    await file.write(DIRECT_BYTES, lambda: [full])
     told.clear()
     await file.punch([(DIRECT_BYTES, DIRECT_BYTES)])
 

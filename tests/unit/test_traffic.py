@@ -4,19 +4,22 @@ import asyncio
 from random import Random
 
 import pytest
-from agent_doubles import SCOPE, DictBackend, digest
+from agent_doubles import BLOCK_BYTES, SCOPE, DictBackend, digest
 from agent_engine import Engine, close, steps_until
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfleet_agent.backends.base import Record, SlotRef
-from kvfleet_agent.gate import BYTES_AT_ONCE, Gate, Priority, Turn
+from kvfleet_agent.gate import BYTES_AT_ONCE, Gate
 from kvfleet_agent.paths import HALF_LIFE_S, Paths, Speed
-from kvfleet_api.errors import RetryableError
+from kvfleet_agent.traffic import PIECE_BYTES_MAX
+from kvfleet_agent.turns import Priority, TrafficClass, Turn
+from kvfleet_api.errors import InvalidInputError, RetryableError
 
 pytestmark = pytest.mark.unit
 
 MIB = 1 << 20
+WEIGHTS_PATH = {"pool": "pool", "node": "node", "source": "nvme", "target": "dram", "traffic": "weights"}
 
 
 def turn(priority: Priority = Priority.DEMOTE, account: str = "a", weight: int = 100, size_bytes: int = MIB) -> Turn:
@@ -83,6 +86,70 @@ def test_two_tenants_that_always_wait_are_served_by_their_weights(
         assert abs(at["a"] - at["b"]) <= 2 * most
 
 
+def weights(weight: int, size_bytes: int = MIB) -> Turn:
+    return Turn(Priority.ARCHIVE, "model", weight, size_bytes, traffic=TrafficClass.WEIGHTS)
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.sampled_from(Priority), st.integers(1, 8)), min_size=20, max_size=80),
+    st.integers(10, 400),
+)
+def test_weights_and_kv_that_always_wait_share_a_path_by_their_weights_whatever_the_priorities(
+    asked: list[tuple[bool, Priority, int]], weight: int
+) -> None:
+    turns = [weights(weight, s * MIB) if is_load else turn(p, size_bytes=s * MIB) for is_load, p, s in asked]
+
+    async def run() -> list[Turn]:
+        gate, served = Gate(1), list[Turn]()
+        async with gate.enter(weights(weight, 1)):
+            tasks = await queued(gate, turns, served)
+        await asyncio.gather(*tasks)
+        return served
+
+    served = asyncio.run(run())
+    left = {traffic: sum(t.traffic is traffic for t in served) for traffic in TrafficClass}
+    at = dict.fromkeys(TrafficClass, 0.0)
+    most = max(t.size_bytes / t.class_weight for t in served)
+    for t in served:
+        if not all(left.values()):
+            break
+        at[t.traffic] += t.size_bytes / t.class_weight
+        left[t.traffic] -= 1
+        assert abs(at[TrafficClass.KV] - at[TrafficClass.WEIGHTS]) <= 2 * most
+
+
+async def test_a_class_that_was_idle_takes_its_share_from_then_on_and_no_more() -> None:
+    gate, served = Gate(1), list[Turn]()
+    async with gate.enter(turn()):
+        tasks = await queued(gate, [turn(Priority.ONBOARD) for _ in range(12)], served)
+    await steps_until(lambda: len(served) >= 4)
+    tasks += await queued(gate, [weights(100) for _ in range(4)], served)
+    await asyncio.gather(*tasks)
+    assert [t.traffic for t in served[5:11]].count(TrafficClass.WEIGHTS) == 3, "every other one, neither all nor none"
+
+
+async def test_a_flood_of_one_class_leaves_the_queue_of_the_other_open() -> None:
+    gate = Gate(1, waiting_max=1)
+    async with gate.enter(turn()):
+        tasks = await queued(gate, [weights(100)], [])
+        with pytest.raises(RetryableError, match="1 moves wait"):
+            await gate.enter(weights(100)).__aenter__()
+        assert gate.is_full(TrafficClass.WEIGHTS)
+        assert not gate.is_full()
+        tasks += await queued(gate, [turn()], [])
+        assert gate.waiting == 2
+    await asyncio.gather(*tasks)
+
+
+async def test_what_moves_before_a_load_counts_the_share_of_the_weights_and_not_all_of_them() -> None:
+    gate = Gate(1)
+    async with gate.enter(turn()):
+        tasks = await queued(gate, [weights(50) for _ in range(40)], [])
+        tasks += await queued(gate, [turn() for _ in range(7)], [])
+        assert gate.ahead_bytes(MIB) == (1 + 7 + 4) * MIB
+    await asyncio.gather(*tasks)
+
+
 async def test_an_account_that_was_idle_has_not_saved_up_anything() -> None:
     gate, served = Gate(1), list[Turn]()
     async with gate.enter(turn(account="a", size_bytes=MIB)):
@@ -142,6 +209,7 @@ class Crowd:
 
     def wait(self) -> None:
         mine = turn(self.dice.choice(list(Priority)), self.dice.choice("abc"), self.dice.randint(1, 9))
+        mine.traffic = self.dice.choice(list(TrafficClass))
         self.moves.append((mine, asyncio.create_task(self._pass(mine, asyncio.Event()))))
 
     def cancel(self) -> None:
@@ -177,7 +245,7 @@ def test_whatever_happens_the_books_balance_and_nobody_waits_for_ever(steps: lis
                 await asyncio.sleep(0)
         await crowd.end()
         assert (crowd.gate.waiting, crowd.gate.waiting_bytes, crowd.gate.running_bytes) == (0, 0, 0)
-        assert not crowd.gate._queue
+        assert not any(crowd.gate.queue(traffic)._heap for traffic in TrafficClass)
 
     asyncio.run(run())
 
@@ -204,8 +272,8 @@ async def test_paths_do_not_wait_for_each_other() -> None:
     await asyncio.sleep(0)
     async with asyncio.timeout(1), paths.between("nvme", "dram").gate.enter(turn()):
         pass
-    assert paths.queued_bytes("dram", "cold") == 40 * MIB
-    assert paths.queued_bytes("dram", "nvme") == 0
+    assert paths.ahead_bytes("dram", "cold", MIB) == 40 * MIB
+    assert paths.ahead_bytes("dram", "nvme", MIB) == 0
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -253,4 +321,38 @@ async def test_what_a_reader_waits_for_overtakes_prefetches_until_the_reader_goe
     assert moves.order == [digest(n) for n in order]
     assert not engine.core.mover.traffic._waiting
     assert not engine.core.mover.traffic._wishes
+    await close(engine)
+
+
+async def test_weights_of_a_model_and_loads_of_blocks_share_the_path_that_both_need() -> None:
+    engine = await Engine().attach()
+    await engine.store(1, 2, 3, 4, 5)
+    await engine.push_down()
+    moves = OneAtATime(engine)
+    traffic = engine.core.mover.traffic
+
+    async def piece() -> None:
+        async with traffic.weights("nvme", "dram", "model", 50, BLOCK_BYTES):
+            moves.order.append(b"weights")
+            await asyncio.sleep(0)
+
+    assert all(engine.core.fetcher.start_prefetch(e) for e in moves.entries)
+    await asyncio.sleep(0.01)
+    pieces = [asyncio.create_task(piece()) for _ in range(4)]
+    await asyncio.sleep(0.01)
+    moves.goes.set()
+    await asyncio.gather(*engine.core.fetcher._tasks, *pieces)
+
+    w = b"weights"
+    assert moves.order == [digest(1), w, digest(2), digest(3), w, digest(4), digest(5), w, w]
+    moved = engine.core.node.counters._instruments.counter("kvfleet_moved_bytes_total", **WEIGHTS_PATH)
+    assert moved._value.get() == 4 * BLOCK_BYTES
+    await close(engine)
+
+
+@pytest.mark.parametrize(("size_bytes", "weight"), [(0, 1), (PIECE_BYTES_MAX + 1, 1), (1, 0), (1, 10_001)])
+async def test_pieces_and_weights_out_of_bounds_are_refused(size_bytes: int, weight: int) -> None:
+    engine = Engine()
+    with pytest.raises(InvalidInputError, match=r"wanted$"):
+        await engine.core.mover.traffic.weights("nvme", "dram", "model", weight, size_bytes).__aenter__()
     await close(engine)

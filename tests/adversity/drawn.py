@@ -1,0 +1,221 @@
+"""What administrators write: sequences drawn from the CRDs' schemas, the same for the same seed.
+
+Specs are variants of the shipped examples (`manifest_strategies`), with references that meet: fields that name other
+objects name the few of a sequence. A new kind comes in by its example and the list of CRDs.
+"""
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Final
+
+from bad_manifests import examples, mutations, with_value
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from manifest_strategies import STEMS, shaped, variants
+
+from adversity.calls import Json
+from kvfleet_api.rules.operation import BLOCK_OF_TYPE
+from kvfleet_api.schema import object_schema
+from kvfleet_api.schema_kinds import BY_NAME, KINDS
+from kvfleet_api.validate import validate
+
+BANK: Final = 20
+"""Variants of each example to choose from."""
+OPERATION: Final = "KVOperation"
+OPERATIONS_EACH: Final = 4
+"""Specs of each type of KVOperation to choose from."""
+OPERATIONS_SHARE: Final = 0.25
+"""Of changes that are about KVOperations."""
+_LEFT_OUT: Final = ("KVPoolNode", OPERATION)
+"""What the operator alone writes, and what is done once and so drawn in a way of its own."""
+WRITTEN: Final = tuple(kind for kind in KINDS if kind.name not in _LEFT_OUT)
+OPERATION_S: Final = (1, 30, 600)
+"""Time that a drawn KVOperation has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names of one sequence, so that several share a cluster."""
+
+    mark: str = "m"
+    namespace: str = "team-1"
+    nodes: tuple[str, ...] = ()
+    """That KVOperations choose from; none are drawn without any."""
+
+    def of(self, kind: str) -> tuple[str, ...]:
+        """The few names of a kind."""
+        return tuple(f"{self.mark}-{kind.lower()[2:4]}{n}" for n in (1, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that an administrator does."""
+
+    verb: str
+    """`put`, `delete`, or `bad`: a put that the API server has to refuse."""
+    kind: str
+    name: str
+    spec: Json = field(default_factory=dict)
+    blamed: str = ""
+    """Field of a bad one."""
+
+    @property
+    def manifest(self) -> Json:
+        """The whole object."""
+        return {
+            "apiVersion": "kvfleet.io/v1alpha1",
+            "kind": self.kind,
+            "metadata": {"name": self.name},
+            "spec": self.spec,
+        }
+
+
+def sequence(chance: random.Random, named: Names, length: int) -> Iterator[Change]:
+    """Changes in turn; what was there before comes back now and then, as when people revert."""
+    specs: dict[tuple[str, str], list[Json]] = {}
+    running: dict[str, Json] = {}
+    for _ in range(length):
+        if named.nodes and chance.random() < OPERATIONS_SHARE:
+            yield _operation(chance, named, running)
+            continue
+        kind = chance.choice(WRITTEN).name
+        name = chance.choice(named.of(kind))
+        before = specs.setdefault((kind, name), [])
+        roll = chance.random()
+        if roll < 0.15 and before:
+            yield Change("delete", kind, name)
+        elif roll < 0.3:
+            yield _bad(chance, kind, name)
+        elif roll < 0.45 and len(before) > 1:
+            yield Change("put", kind, name, chance.choice(before[:-1]))
+        else:
+            spec = relinked(chance.choice(bank()[kind]), named, chance)
+            if not validate(Change("put", kind, name, spec).manifest):
+                before.append(spec)
+                yield Change("put", kind, name, spec)
+
+
+def _operation(chance: random.Random, named: Names, running: dict[str, Json]) -> Change:
+    """Begin a KVOperation, or cancel, delete or misuse one that was begun: all but `cancel` is fixed."""
+    name = chance.choice(named.of(OPERATION))
+    spec = running.get(name)
+    if spec is None:
+        running[name] = spec = _relinked_operation(chance.choice(operations()), named, chance)
+        return Change("put", OPERATION, name, spec)
+    roll = chance.random()
+    if roll < 0.4:
+        del running[name]
+        return Change("delete", OPERATION, name)
+    if roll < 0.7:
+        running[name] = {**spec, "cancel": True}
+        return Change("put", OPERATION, name, running[name])
+    return Change("bad", OPERATION, name, {**spec, "timeoutSeconds": spec["timeoutSeconds"] + 1}, "timeoutSeconds")
+
+
+def _relinked_operation(spec: Json, named: Names, chance: random.Random) -> Json:
+    made = relinked(spec, named, chance)
+    for block in (made[b] for b in BLOCK_OF_TYPE.values() if b in made):
+        if block.get("nodes"):
+            block["nodes"] = {"names": sorted(chance.sample(named.nodes, chance.randint(1, 2)))}
+    return {**made, "timeoutSeconds": chance.choice(OPERATION_S)}
+
+
+@cache
+def operations() -> tuple[Json, ...]:
+    """Good specs of KVOperations of every type that the CRD has."""
+    fields = object_schema(BY_NAME[OPERATION])["properties"]["spec"]["properties"]
+    found: list[Json] = []
+    for type_ in fields["type"]["enum"]:
+        block = BLOCK_OF_TYPE[type_]
+        drawn = st.fixed_dictionaries({"type": st.just(type_), block: shaped(fields[block])})
+        wanted = len(found) + OPERATIONS_EACH
+        while len(found) < wanted:  # What names no pool where it has to, or the other way, is left out.
+            specs = [more | spec for spec in _collected(drawn) for more in ({}, {"poolRef": "p"})]
+            found += [s for s in specs if not validate(Change("put", OPERATION, "o", s).manifest)][:OPERATIONS_EACH]
+    return tuple(found)
+
+
+def _bad(chance: random.Random, kind: str, name: str) -> Change:
+    """One field broken in one of the ways that its schema forbids."""
+    good = chance.choice(bank()[kind])
+    whole = {"spec": good}
+    schema = object_schema(BY_NAME[kind])["properties"]["spec"]
+    # Unknown fields are dropped, not refused; an empty list cannot be made too long by repeating it.
+    ways = [w for w in mutations(schema, good, ("spec",)) if w[3] != ("spec",) and w[0] != "unknown"]
+    while True:
+        _, path, value, blamed = chance.choice(ways)
+        made = Change("bad", kind, name, with_value(whole, path, value)["spec"], str(blamed[1]))
+        if validate(made.manifest):
+            return made
+
+
+@cache
+def bank() -> Mapping[str, tuple[Json, ...]]:
+    """Good specs by kind."""
+    found: dict[str, list[Json]] = {}
+    for stem in STEMS:
+        kind = examples()[stem]["kind"]
+        if kind not in _LEFT_OUT:
+            drawn = [examples()[stem], *_drawn(stem)]
+            found.setdefault(kind, []).extend(m["spec"] for m in drawn if not validate(m))
+    return {kind: tuple(specs) for kind, specs in found.items()}
+
+
+def _drawn(stem: str) -> list[Json]:
+    return _collected(variants(stem))
+
+
+def _collected(strategy: st.SearchStrategy[Json]) -> list[Json]:
+    """The same examples of a strategy in every process."""
+    found: list[Json] = []
+
+    @seed(20261123)
+    @settings(max_examples=BANK, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(strategy)
+    def collect(manifest: Json) -> None:
+        found.append(manifest)
+
+    collect()
+    return found
+
+
+def relinked(spec: Json, named: Names, chance: random.Random) -> Json:
+    """A copy in which references name objects of the sequence."""
+    pools, tenants, domains = (named.of(kind) for kind in ("KVPool", "KVTenant", "KVTrustDomain"))
+    links = {"poolRef": pools, "trustDomain": domains, "tenant": tenants, "domain": domains}
+    lists = {"tenants": tenants, "publishers": tenants, "acceptSharesFrom": tenants}
+
+    def relink(key: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: relink(k, v) for k, v in value.items()}
+        if key in links and isinstance(value, str):
+            return chance.choice(links[key])
+        if key in lists and isinstance(value, list):
+            return sorted(chance.sample(lists[key], min(len(value), chance.randint(0, 2))))
+        if key == "tier":
+            return chance.choice(["dram", "nvme", value])
+        if isinstance(value, list):
+            return [relink("", item) for item in value]
+        return value
+
+    made: Json = relink("", spec)
+    return _local(made, named, chance)
+
+
+def _local(spec: Json, named: Names, chance: random.Random) -> Json:
+    """Nodes, identities and times of this sequence."""
+    if "tiers" in spec:
+        spec["nodeSelector"] = {named.mark: chance.choice(["yes", "yes", "no"])}
+        spec["updateStrategy"] = {"drain": {"timeoutSeconds": chance.choice([0, 1, 2])}}
+    if "serviceAccounts" in spec or "namespaceSelector" in spec:
+        accounts = [{"namespace": f"{named.mark}-{n}", "name": "engine"} for n in range(6)]
+        spec["serviceAccounts"] = chance.sample(accounts, chance.choice([1, 1, 2]))
+        spec.pop("namespaceSelector", None)
+        if chance.random() < 0.5:
+            spec["namespaceSelector"] = {"matchLabels": {"kubernetes.io/metadata.name": named.namespace}}
+    if "quotas" in spec:
+        quotas = {(q["poolRef"], q["tier"]): q for q in spec["quotas"]}
+        spec["quotas"] = list(quotas.values())
+    return spec

@@ -1,0 +1,10 @@
+"""Claim `stale`."""
+
+from outcome import Outcome, Scale
+
+from adversity.prove_storms import prove
+
+
+def run(scale: Scale) -> Outcome:
+    """Run the storms."""
+    return prove("stale", scale, "remembers-lists")

@@ -1,0 +1,165 @@
+"""A real control plane, a proxy in front of it, fake agents, and an operator that is started again when it ends."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Final, Self
+
+from chart_rights import install_kinds, render_rights
+from operator_agents import FakeAgents
+
+from adversity.proxy import Proxy
+from adversity.zygote import READY
+from controlplane import ApiError, ControlPlane, start
+from controlplane.waiting import wait_until
+from kvfleet_api import names
+from kvfleet_api.schema_kinds import KINDS
+
+SYSTEM: Final = names.SYSTEM_NAMESPACE
+TESTS: Final = Path(__file__).resolve().parents[1]
+LEASE_S: Final = 10
+"""Of the operator and of agents: long enough that a busy machine loses none."""
+STOP_S: Final = 60.0
+"""Bound of waiting for the end of a process that is killed again and again."""
+
+
+class Keeper:
+    """Keeps one operator running, as a kubelet does: whoever kills it finds a new one. A context manager."""
+
+    def __init__(self, kubeconfig: Path, folder: Path, defect: str = "") -> None:
+        self.log = folder / "operator.log"
+        self.starts = 0
+        self.pid = 0
+        self._defect = defect
+        self._argv = ["--kubeconfig", str(kubeconfig), "--metrics-port", "0", "--lease-duration-s", str(LEASE_S)]
+        # A pod keeps its name over restarts of its container, and so the operator its identity.
+        self._argv += ["--heartbeat-s", "1", "--identity", "operator-0", "--resync-s", "10"]
+        self._may_run = threading.Event()
+        self._is_over = False
+        self._is_down = threading.Event()
+        self._is_down.set()
+        self._thread = threading.Thread(target=self._keep, daemon=True)
+
+    def __enter__(self) -> Self:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+        self._zygote = subprocess.Popen(
+            [sys.executable, "-m", "adversity.zygote"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        assert self._zygote.stdout is not None
+        assert self._zygote.stdout.readline() == READY, self.log.read_text() if self.log.exists() else ""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        self.stop()
+        self._may_run.set()
+        self._thread.join()
+        assert self._zygote.stdin is not None
+        assert self._zygote.stdout is not None
+        self._zygote.stdin.close()
+        self._zygote.wait()
+        self._zygote.stdout.close()
+
+    def run(self) -> None:
+        """Let the operator run, now and again after each end."""
+        self._may_run.set()
+
+    def stop(self) -> None:
+        """End the operator by SIGKILL and leave it ended."""
+        self._may_run.clear()
+        # One that is just being started has no process id yet, so that the first kill may miss it.
+        assert wait_until(self._is_ended, STOP_S), f"process {self.pid} does not end"
+
+    def _is_ended(self) -> bool:
+        self.kill()
+        return self._is_down.is_set()
+
+    def kill(self) -> None:
+        """End the operator by SIGKILL; it is started again unless it is to be stopped."""
+        pid = self.pid
+        if pid:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _keep(self) -> None:
+        while not self._is_over:
+            self._is_down.set()
+            self._may_run.wait()
+            self._is_down.clear()
+            if not self._may_run.is_set() or self._is_over:  # Told to stop while it began.
+                continue
+            pidfd = self._start()
+            select.select([pidfd], [], [])
+            os.close(pidfd)
+            self.pid = 0
+        self._is_down.set()
+
+    def _start(self) -> int:
+        """Fork an operator; return a descriptor that tells its end."""
+        assert self._zygote.stdin is not None
+        assert self._zygote.stdout is not None
+        wanted = {"argv": self._argv, "log": str(self.log), "defect": self._defect}
+        self._zygote.stdin.write(json.dumps(wanted) + "\n")
+        self._zygote.stdin.flush()
+        pid = int(self._zygote.stdout.readline())
+        self.starts += 1
+        self.pid = pid
+        try:
+            return os.pidfd_open(pid)
+        except ProcessLookupError:
+            return os.open(os.devnull, os.O_RDONLY)  # It has ended already, and this is readable at once.
+
+
+class Stage:
+    """Everything that a proof needs. A context manager."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._kubeconfig = Path()
+        self.plane: ControlPlane
+        self.proxy: Proxy
+        self.agents: FakeAgents
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfleet-adversity-")))
+            self.plane = stack.enter_context(start(self.folder / "plane", kwok=False))
+            install_kinds(self.plane, render_rights())
+            assert wait_until(self._is_serving, 30.0)
+            operator, agent = (
+                self.plane.service_account_kubeconfig(SYSTEM, name, self.folder / name, expiration_s=6 * 3600)
+                for name in (names.FIELD_MANAGER_OPERATOR, names.AGENT_SERVICE_ACCOUNT)
+            )
+            self.proxy = stack.enter_context(Proxy(self.plane.server, self.plane.ca_file, self.folder))
+            self._kubeconfig = self.proxy.kubeconfig(operator)
+            self.agents = stack.enter_context(FakeAgents(agent, SYSTEM, LEASE_S))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _is_serving(self) -> bool:
+        """Whether every kind can be listed: fresh CRDs answer 429 for a while."""
+        try:
+            for kind in KINDS:
+                self.plane.api.get(f"/apis/{names.API_VERSION}/{kind.plural}")
+        except ApiError:
+            return False
+        return True
+
+    def operator(self, defect: str = "") -> Keeper:
+        """Make the operator's keeper; it runs nothing yet."""
+        return Keeper(self._kubeconfig, self.folder, defect)

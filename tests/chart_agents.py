@@ -1,0 +1,49 @@
+"""DaemonSets of agents and the StatefulSet of Redis as the operator makes them from the chart's templates."""
+
+import json
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+from operator_fleet import pool_spec
+
+from kvfleet_api import names
+from kvfleet_operator import kinds, redis_workload
+from kvfleet_operator.parse import parse_config_map, parse_declared
+from kvfleet_operator.placement import place
+from kvfleet_operator.records import NodeSeen
+from kvfleet_operator.redis_size import Need
+from kvfleet_operator.workloads import refs, workload
+
+Json = dict[str, Any]
+
+
+def template_of(objects: Iterable[Json]) -> str:
+    """Pod template in what the chart renders."""
+    (found,) = (o for o in objects if o["kind"] == "ConfigMap" and o["metadata"]["name"] == names.AGENT_TEMPLATE)
+    return str(found["data"][names.AGENT_TEMPLATE_ENTRY])
+
+
+def redis_set(objects: Iterable[Json]) -> list[Json]:
+    """Return the StatefulSet of Redis in a fleet without pools; nothing where the chart runs none."""
+    found = [o for o in objects if o["kind"] == "ConfigMap" and o["metadata"]["name"] == names.REDIS_TEMPLATE]
+    made = []
+    for config_map in found:
+        owner = parse_config_map(
+            json.dumps({**config_map, "metadata": {"uid": "u", **config_map["metadata"]}}).encode()
+        )
+        wanted = redis_workload.redis_set(
+            owner, redis_workload.parse_template(owner.template), Need(), None, names.SYSTEM_NAMESPACE
+        )
+        made.append(json.loads(json.dumps(wanted.body)))
+    return made
+
+
+def daemon_set(template: str, pool: str, **spec: Any) -> Json:
+    """Return the DaemonSet of a pool on one node."""
+    metadata = {"name": pool, "uid": f"uid-{pool}", "creationTimestamp": datetime.now(UTC).isoformat()}
+    declared = parse_declared(kinds.POOL, {"metadata": metadata, "spec": pool_spec(**spec)})
+    assert not declared.error, declared.error
+    nodes = {"n0": NodeSeen("n0", "uid-n0", 1, declared.model.spec.node_selector if declared.model else {})}
+    made = workload(declared, place([declared], nodes)[pool], (), template, names.SYSTEM_NAMESPACE)
+    return dict(json.loads(json.dumps(made.bodies[refs(pool, names.SYSTEM_NAMESPACE)[0]])))

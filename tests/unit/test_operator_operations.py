@@ -1,0 +1,402 @@
+"""Laws of KVOperations over a simulated cluster: every one ends, cancelling ends, restarts change nothing."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operator_fleet import Fleet, Json, condition, pool_node, pool_spec
+
+from kvfleet_operator import kinds
+from kvfleet_operator.actions import Merge
+from kvfleet_operator.kinds import Ref
+from kvfleet_operator.operation_status import operation_notes
+from kvfleet_operator.operations import course, in_order
+from kvfleet_operator.planner import operations_around
+from kvfleet_operator.world import census_of
+
+pytestmark = pytest.mark.unit
+
+TIMEOUT_S = 600
+ENDS = ("Complete", "Failed", "Cancelled")
+
+
+def running(nodes: int = 3) -> Fleet:
+    """A pool `p` whose agents are all ready."""
+    fleet = Fleet()
+    fleet.pool()
+    for i in range(nodes):
+        fleet.node(f"n{i}", pool="yes", rack=f"r{i % 2}")
+    fleet.settle()
+    for key in fleet.of(kinds.POOL_NODE):
+        fleet.report(key)
+    fleet.settle()
+    return fleet
+
+
+def operate(fleet: Fleet, name: str = "op", type_: str = "Flush", **block: Any) -> Ref:
+    more: Json = {k: block.pop(k) for k in ("ttlSecondsAfterFinished", "timeoutSeconds") if k in block}
+    spec: Json = {"type": type_, "poolRef": "p", type_.lower(): block, "timeoutSeconds": TIMEOUT_S, **more}
+    fleet.put(kinds.OPERATION, name, spec=spec)
+    return Ref(kinds.OPERATION, name)
+
+
+def drain(fleet: Fleet, name: str = "op", **nodes: Any) -> Ref:
+    return operate(fleet, name, "Drain", nodes=nodes or {"names": ["n0"]})
+
+
+def cancel(fleet: Fleet, ref: Ref) -> None:
+    body = fleet.objects[ref]
+    fleet.put(kinds.OPERATION, ref.name, spec={**body["spec"], "cancel": True})
+
+
+def state(fleet: Fleet, ref: Ref) -> str:
+    told: str = fleet.objects[ref].get("status", {}).get("state", "")
+    return told
+
+
+def orders(fleet: Fleet, node: str) -> list[str]:
+    return [order["uid"] for order in fleet.objects[pool_node("p", node)]["spec"].get("orders", [])]
+
+
+def warm(fleet: Fleet, name: str = "op", **block: Any) -> Ref:
+    return operate(fleet, name, "Warm", **({"tenant": "a", "prefixes": ["ab" * 20]} | block))
+
+
+def is_drained(fleet: Fleet, node: str) -> bool:
+    drain: Json = fleet.objects[pool_node("p", node)]["spec"]["drain"]
+    return bool(drain["requested"])
+
+
+def answer(fleet: Fleet, node: str, uid: str, phase: str = "Done", **more: Any) -> None:
+    body = fleet.objects[pool_node("p", node)]
+    others = [a for a in body["status"].get("orders", []) if a["uid"] != uid]
+    body["status"]["orders"] = [*others, {"uid": uid, "phase": phase, **more}]
+
+
+def listen(fleet: Fleet, node: str, *, drains: bool = True) -> None:
+    """Let an agent take in its spec: it drains when it is asked to, and forgets what it is asked no more."""
+    ref = pool_node("p", node)
+    body = fleet.objects[ref]
+    kept = [a for a in body["status"].get("orders", []) if a["uid"] in orders(fleet, node)]
+    said = ("False", "Drained") if drains else ("True", "MovingBlocks")
+    fleet.report(ref.name, Draining=said if is_drained(fleet, node) else ("False", "NotRequested"))
+    body["status"] |= {"orders": kept, "observedGeneration": body["metadata"]["generation"]}
+
+
+def test_a_flush_is_ordered_once_its_start_is_stored_and_complete_when_all_have_answered() -> None:
+    fleet = running()
+    flush = operate(fleet, mode="Demote")
+    uid = fleet.objects[flush]["metadata"]["uid"]
+    assert not any(isinstance(a, Merge) and a.ref.kind == kinds.POOL_NODE for a in fleet.orders())
+
+    fleet.settle()
+    assert state(fleet, flush) == "Progressing"
+    order = fleet.objects[pool_node("p", "n1")]["spec"]["orders"]
+    assert order == [{"uid": uid, "type": "Flush", "flush": {"mode": "Demote"}}]
+
+    for node in ("n0", "n1"):
+        answer(fleet, node, uid, blocksDone=10, blocksTotal=20, bytesDone=160, bytesTotal=320)
+        fleet.settle()
+    assert fleet.objects[flush]["status"]["summary"] == "2/3 nodes"
+    assert fleet.objects[flush]["status"]["progress"]["blocksDone"] == 20
+    answer(fleet, "n2", uid)
+    fleet.settle()
+
+    assert (state(fleet, flush), condition(fleet.objects[flush], "Complete")[0]) == ("Complete", "True")
+    assert condition(fleet.objects[flush], "Progressing") == ("False", "Complete")
+    assert not any(orders(fleet, node) for node in ("n0", "n1", "n2"))
+
+
+def test_a_warming_is_ordered_of_the_nodes_that_are_meant_and_counts_what_is_missing() -> None:
+    fleet = running()
+    fleet.tenant("a")
+    fleet.settle()
+    ref = warm(fleet, nodes={"names": ["n0", "n1"]}, archivedSessions=True, maxBytes="1Gi", tier="dram")
+    fleet.settle()
+    uid = fleet.objects[ref]["metadata"]["uid"]
+    wanted = {"tenant": "a", "prefixes": ["ab" * 20], "archivedSessions": True, "maxBytes": 1 << 30, "tier": "dram"}
+    assert fleet.objects[pool_node("p", "n0")]["spec"]["orders"] == [{"uid": uid, "type": "Warm", "warm": wanted}]
+    assert not orders(fleet, "n2")
+
+    answer(fleet, "n0", uid, blocksDone=6, blocksTotal=8, blocksMissing=2)
+    answer(fleet, "n1", uid, "Failed", reason="NotWarmed", message="no room", blocksDone=1, blocksTotal=8)
+    fleet.settle()
+    status = fleet.objects[ref]["status"]
+    assert (state(fleet, ref), status["summary"]) == ("Failed", "1/2 nodes, 2 blocks missing")
+    assert status["progress"] | {"bytesDone": 0, "bytesTotal": 0} == status["progress"]
+    assert [status["progress"][f"blocks{which}"] for which in ("Done", "Total", "Missing")] == [7, 16, 2]
+    assert [(f["reason"], f["node"], f["message"]) for f in status["failures"]] == [("NotWarmed", "n1", "no room")]
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"), [({"tenant": "b"}, "TenantNotFound"), ({"tier": "nothing"}, "TierNotFound")]
+)
+def test_a_warming_of_nobody_or_to_nowhere_waits_and_is_told(more: Json, reason: str) -> None:
+    fleet = running()
+    fleet.tenant("a")
+    fleet.settle()
+    ref = warm(fleet, **more)
+    fleet.settle()
+
+    assert condition(fleet.objects[ref], "Accepted") == ("False", reason)
+    assert not orders(fleet, "n0")
+    fleet.tenant("b")
+    fleet.settle()
+    assert bool(orders(fleet, "n0")) == (reason == "TenantNotFound")
+
+
+def test_nodes_are_chosen_by_name_and_by_labels_together() -> None:
+    fleet = running(4)
+    operate(fleet, nodes={"names": ["n0"], "matchLabels": {"rack": "r1"}})
+    fleet.settle()
+
+    assert [bool(orders(fleet, f"n{i}")) for i in range(4)] == [True, True, False, True]
+
+
+def test_a_drain_holds_until_its_operation_is_gone() -> None:
+    fleet = running()
+    ref = drain(fleet)
+    fleet.settle()
+    assert [is_drained(fleet, n) for n in ("n0", "n1")] == [True, False]
+    assert state(fleet, ref) == "Progressing"
+
+    listen(fleet, "n0", drains=False)
+    fleet.settle()
+    assert state(fleet, ref) == "Progressing"
+    listen(fleet, "n0")
+    fleet.settle()
+    assert state(fleet, ref) == "Complete"
+
+    fleet.pass_time(TIMEOUT_S * 10)
+    fleet.settle()
+    assert is_drained(fleet, "n0")
+    fleet.delete(ref)
+    fleet.settle()
+    assert not is_drained(fleet, "n0")
+
+
+def test_an_old_answer_does_not_complete_a_new_drain() -> None:
+    fleet = running()
+    first = drain(fleet, "first")
+    fleet.settle()
+    listen(fleet, "n0")
+    fleet.settle()
+    fleet.delete(first)
+    fleet.settle()
+    body = fleet.objects[pool_node("p", "n0")]
+    assert condition(body, "Draining") == ("False", "Drained")
+
+    second = drain(fleet, "second")
+    body["metadata"]["generation"] += 1
+    fleet.settle()
+    assert state(fleet, second) == "Progressing"
+    listen(fleet, "n0")
+    fleet.settle()
+    assert state(fleet, second) == "Complete"
+
+
+def test_a_cancelled_drain_is_undone_and_another_ones_stays() -> None:
+    fleet = running()
+    first, second = drain(fleet, "a", names=["n0", "n1"]), drain(fleet, "b", names=["n1", "n2"])
+    fleet.settle()
+    cancel(fleet, first)
+    fleet.settle()
+
+    assert (state(fleet, first), state(fleet, second)) == ("Cancelled", "Progressing")
+    assert [is_drained(fleet, f"n{i}") for i in range(3)] == [False, True, True]
+
+
+def test_what_nobody_can_answer_fails_at_its_time_and_says_why() -> None:
+    fleet = running()
+    ref = operate(fleet, nodes={"names": ["n0", "n1", "elsewhere"]})
+    fleet.settle()
+    answer(fleet, "n0", fleet.objects[ref]["metadata"]["uid"])
+    fleet.fall_silent("p.n1")
+    fleet.settle()
+    told = {f["reason"]: f["node"] for f in fleet.objects[ref]["status"]["failures"]}
+    assert told == {"AgentAway": "n1", "NoPoolNode": "elsewhere"}
+
+    fleet.pass_time(TIMEOUT_S)
+    fleet.settle()
+    assert condition(fleet.objects[ref], "Failed") == ("True", "DeadlineExceeded")
+    assert not orders(fleet, "n0")
+
+
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [({"tier": "nothing"}, "TierNotFound"), ({"nodes": {"matchLabels": {"rack": "none"}}}, "NoNodes")],
+)
+def test_what_means_nothing_waits_and_is_told(block: Json, reason: str) -> None:
+    fleet = running()
+    ref = operate(fleet, **block)
+    fleet.settle()
+
+    assert condition(fleet.objects[ref], "Accepted") == ("False", reason)
+    assert state(fleet, ref) == "Pending"
+    fleet.pass_time(TIMEOUT_S)
+    fleet.settle()
+    assert state(fleet, ref) == "Failed"
+
+
+def test_a_paused_pool_gets_no_orders() -> None:
+    fleet = running()
+    fleet.pool(spec=pool_spec(paused=True))
+    ref = operate(fleet)
+    fleet.settle()
+
+    assert condition(fleet.objects[ref], "Accepted") == ("False", "PoolPaused")
+    assert not orders(fleet, "n0")
+
+
+def test_what_is_over_is_deleted_when_its_time_is_up() -> None:
+    fleet = running()
+    ref = operate(fleet, ttlSecondsAfterFinished=60)
+    fleet.settle()
+    cancel(fleet, ref)
+    fleet.settle()
+
+    fleet.pass_time(59)
+    fleet.settle()
+    assert ref in fleet.objects
+    fleet.pass_time(1)
+    fleet.settle()
+    assert ref not in fleet.objects
+
+
+def test_start_and_end_are_told_once_each() -> None:
+    fleet = running()
+    ref = operate(fleet)
+    told: list[str] = []
+    for _ in range(4):
+        view = fleet.view()
+        (operation,) = in_order(view.operations.values())
+        arounds = operations_around(view, census_of(view), fleet.now)
+        if not any(condition(fleet.objects[ref], end)[0] for end in ENDS):
+            told += [n.reason for n in operation_notes(operation, course(operation, arounds["p"]))]
+        fleet.step()
+        for node in ("n0", "n1", "n2"):
+            if orders(fleet, node):
+                answer(fleet, node, operation.uid)
+
+    assert told == ["Started", "Complete"]
+
+
+def erase(fleet: Fleet, name: str = "op") -> Ref:
+    fleet.put(kinds.OPERATION, name, spec={"type": "Erase", "erase": {"tenant": "a"}, "timeoutSeconds": TIMEOUT_S})
+    return Ref(kinds.OPERATION, name)
+
+
+def confirm(fleet: Fleet) -> None:
+    """Let all agents tell that they hold nothing of tenant `a` from before its key version."""
+    tenant = fleet.of(kinds.TENANT)["a"]
+    told = [{"uid": tenant["metadata"]["uid"], "keyVersion": tenant["status"]["keyVersion"]}]
+    for body in fleet.of(kinds.POOL_NODE).values():
+        body["status"]["erased"] = told
+
+
+def test_an_erasure_is_the_tenants_own_and_complete_when_every_agent_has_confirmed() -> None:
+    fleet = running()
+    fleet.tenant("a")
+    fleet.settle()
+    ref = erase(fleet)
+    fleet.settle()
+    uid = fleet.objects[ref]["metadata"]["uid"]
+    assert fleet.of(kinds.TENANT)["a"]["spec"]["eraseRequested"] == f"kvoperation-{uid}"
+    assert state(fleet, ref) == "Progressing"
+    assert "p.n0" in fleet.objects[ref]["status"]["failures"][0]["message"]
+
+    confirm(fleet)
+    fleet.settle()
+    assert state(fleet, ref) == "Complete"
+    assert fleet.of(kinds.TENANT)["a"]["status"]["keyVersion"] == 2
+
+
+def test_erasures_of_one_tenant_wait_for_each_other_and_for_one_by_hand() -> None:
+    fleet = running()
+    fleet.tenant("a", eraseRequested="by-hand")
+    fleet.settle()
+    first, second = erase(fleet, "a1"), erase(fleet, "a2")
+    done: list[tuple[str, str]] = []
+    for _ in range(3):
+        fleet.settle()
+        done.append((fleet.of(kinds.TENANT)["a"]["spec"]["eraseRequested"], state(fleet, first)))
+        confirm(fleet)
+    fleet.settle()
+
+    uids = [fleet.objects[ref]["metadata"]["uid"] for ref in (first, second)]
+    assert [value for value, _ in done] == ["by-hand", f"kvoperation-{uids[0]}", f"kvoperation-{uids[1]}"]
+    assert [state(fleet, ref) for ref in (first, second)] == ["Complete", "Complete"]
+
+
+def test_an_erasure_of_nobody_waits_and_one_that_is_cancelled_asks_for_nothing() -> None:
+    fleet = running()
+    ref = erase(fleet)
+    fleet.settle()
+    assert condition(fleet.objects[ref], "Accepted") == ("False", "TenantNotFound")
+    cancel(fleet, ref)
+    fleet.tenant("a")
+    fleet.settle()
+
+    assert state(fleet, ref) == "Cancelled"
+    assert "eraseRequested" not in fleet.of(kinds.TENANT)["a"]["spec"]
+
+
+happenings = st.lists(
+    st.sampled_from(["listen", "answer", "fail", "silent", "back", "cancel", "node gone", "time", "step", "settle"]),
+    max_size=12,
+)
+types_of_three = st.lists(st.sampled_from(["Flush", "Drain", "Warm"]), min_size=1, max_size=3)
+MAKERS = {"Flush": operate, "Drain": drain, "Warm": warm}
+
+
+@settings(deadline=None)
+@given(types_of_three, happenings, st.data())
+def test_every_operation_ends_and_its_end_is_final(types: list[str], events: list[str], data: st.DataObject) -> None:
+    fleet = running()
+    fleet.tenant("a")
+    refs = [MAKERS[t](fleet, f"o{i}") for i, t in enumerate(types)]
+    ended: dict[Ref, str] = {}
+    for event in [*events, "settle"]:
+        happen(fleet, refs, event, data)
+        for ref in refs:
+            if ref in ended:
+                assert state(fleet, ref) == ended[ref]
+            if state(fleet, ref) in ENDS:
+                ended[ref] = state(fleet, ref)
+    fleet.pass_time(TIMEOUT_S)
+    fleet.settle(16)
+
+    assert all(state(fleet, ref) in ENDS for ref in refs)
+    assert not any(orders(fleet, n.partition(".")[2]) for n in fleet.of(kinds.POOL_NODE))
+    drains = [ref for ref, type_ in zip(refs, types, strict=True) if type_ == "Drain"]
+    held = {"n0"} if any(state(fleet, ref) == "Complete" for ref in drains) else set()
+    here = {n.partition(".")[2] for n in fleet.of(kinds.POOL_NODE)}
+    assert {n for n in here if is_drained(fleet, n)} == held & here
+    assert all(sum(condition(fleet.objects[r], end)[0] == "True" for end in ENDS) == 1 for r in refs)
+
+
+def happen(fleet: Fleet, refs: list[Ref], event: str, data: st.DataObject) -> None:
+    """One thing that agents, people or time do. A fresh view is taken each time, as after a restart."""
+    here = sorted(n.partition(".")[2] for n in fleet.of(kinds.POOL_NODE))
+    node = data.draw(st.sampled_from(here)) if here else ""
+    ref = data.draw(st.sampled_from(refs))
+    uid = fleet.objects[ref]["metadata"]["uid"]
+    if event == "listen" and node:
+        listen(fleet, node, drains=data.draw(st.booleans()))
+    elif event in ("answer", "fail") and node and uid in orders(fleet, node):
+        answer(fleet, node, uid, "Done" if event == "answer" else "Failed")
+    elif event == "silent" and node:
+        fleet.fall_silent(f"p.{node}")
+    elif event == "back" and node:
+        listen(fleet, node)
+    elif event == "cancel":
+        cancel(fleet, ref)
+    elif event == "node gone" and len(here) > 1 and f"p.{node}" not in fleet.alive:
+        fleet.delete(Ref(kinds.NODE, node))
+    elif event == "time":
+        fleet.pass_time(TIMEOUT_S / 3)
+    elif event == "step":
+        fleet.step()
+    elif event == "settle":
+        fleet.settle(16)

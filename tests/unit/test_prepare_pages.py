@@ -1,0 +1,170 @@
+"""Laws of the plan for huge pages, over a made-up kernel, with crashes between the kernel and the book."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from huge_pages import BOOT, GIB, PAGE, Kernel, tier
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvfleet_agent.discovery import HugePages, NodeFacts, NumaNode
+from kvfleet_agent.prepare.book import open_book
+from kvfleet_agent.prepare.pages import MEMORY_PERCENT_MAX, Place, SetPages, Wish, foreign, plan, wanted
+from kvfleet_api.errors import InvalidInputError
+
+pytestmark = pytest.mark.unit
+
+COUNT = st.integers(0, 40)
+NODES = (0, 1)
+
+
+@st.composite
+def kernels(draw: st.DrawFn) -> Kernel:
+    total = {n: draw(COUNT) for n in NODES}
+    used = {n: draw(st.integers(0, total[n])) for n in NODES}
+    free = sum(total[n] - used[n] for n in NODES)
+    found = {n: draw(COUNT) for n in NODES if draw(st.booleans())}
+    return Kernel(total, used, draw(st.integers(0, free)), found, draw(st.sampled_from([GIB // 8, 64 * GIB])))
+
+
+@st.composite
+def wishes(draw: st.DrawFn) -> Wish:
+    own = {Place(n, PAGE): draw(COUNT) for n in NODES}
+    return Wish({p: n for p, n in own.items() if n}, {PAGE: draw(st.integers(0, 5))})
+
+
+def apply(steps: tuple[SetPages, ...], kernel: Kernel, added: dict[Place, int]) -> None:
+    """In the order of `Machine`: struck before they go back, entered after they came."""
+    for step in steps:
+        before = kernel.total[step.place.node]
+        assert before == step.before
+        if not step.is_growth:
+            added[step.place] += step.target - before
+        kernel.set(step.place, step.target)
+        if step.is_growth:
+            added[step.place] = added.get(step.place, 0) + kernel.total[step.place.node] - before
+
+
+@given(kernels(), st.lists(wishes(), min_size=1, max_size=6), st.data())
+def test_what_others_reserved_and_what_is_in_use_is_never_taken_back(
+    kernel: Kernel, wished: list[Wish], data: st.DataObject
+) -> None:
+    """The kernel finds fewer pages, others reserve more, tiers come and go, and any step may be the last of a life."""
+    theirs, added = dict(kernel.total), dict[Place, int]()
+    for wish in wished:
+        steps = plan(wish, kernel.facts(), added, {PAGE: kernel.promised})
+        assert all(s.target >= min(s.before, kernel.used[s.place.node] + kernel.promised) for s in steps)
+        apply(steps[: data.draw(st.integers(0, len(steps)), "crashes after")], kernel, added)
+        for node in NODES:
+            assert kernel.total[node] >= theirs[node]
+            more = data.draw(st.integers(0, 3), "others reserve")
+            kernel.total[node] += more
+            theirs[node] += more
+            kernel.used[node] = data.draw(st.integers(0, kernel.total[node]), "in use")
+        kernel.promised = data.draw(st.integers(0, sum(p.free for p in kernel.facts().hugepages)), "promised")
+    for pool in kernel.facts().hugepages:
+        assert foreign(pool, added) == theirs[pool.node]
+
+
+@given(kernels(), wishes(), wishes())
+def test_carried_out_a_plan_leaves_nothing_to_do(kernel: Kernel, first: Wish, second: Wish) -> None:
+    kernel.found.clear()
+    added: dict[Place, int] = {}
+    for wish in (first, second):
+        apply(plan(wish, kernel.facts(), added, {PAGE: kernel.promised}), kernel, added)
+
+        assert plan(wish, kernel.facts(), added, {PAGE: kernel.promised}) == ()
+
+
+@given(kernels(), wishes())
+def test_every_wish_is_met_where_there_is_memory_and_everything_goes_back_unused(kernel: Kernel, wish: Wish) -> None:
+    kernel.found.clear()
+    kernel.memory_bytes, kernel.used, kernel.promised = 64 * GIB, {}, 0
+    before, added = dict(kernel.total), dict[Place, int]()
+
+    apply(plan(wish, kernel.facts(), added, {}), kernel, added)
+
+    assert all(kernel.total[p.node] >= wish.at(p) for p in wish.pages)
+    assert all(kernel.total[n] == max(before[n], wish.at(Place(n, PAGE))) for n in NODES)
+    apply(plan(Wish(), kernel.facts(), added, {}), kernel, added)
+    assert kernel.total == before
+
+
+@given(kernels(), wishes(), wishes())
+def test_nothing_goes_back_while_somebody_s_wish_cannot_be_read(kernel: Kernel, first: Wish, second: Wish) -> None:
+    added: dict[Place, int] = {}
+    apply(plan(first, kernel.facts(), added, {PAGE: kernel.promised}), kernel, added)
+
+    steps = plan(replace(second, is_complete=False), kernel.facts(), added, {PAGE: kernel.promised})
+
+    assert all(step.is_growth for step in steps)
+
+
+@given(kernels(), wishes())
+def test_huge_pages_leave_the_rest_of_the_memory_alone(kernel: Kernel, wish: Wish) -> None:
+    most = kernel.memory_bytes * MEMORY_PERCENT_MAX // 100 // PAGE
+    before = dict(kernel.total)
+
+    steps = plan(wish, kernel.facts(), {}, {})
+
+    assert all(step.target <= max(most, before[step.place.node]) for step in steps)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 99), st.sampled_from(["2Mi", "1Gi", "4Ki"]), st.sampled_from(["Spread", "Local"]))
+    )
+)
+def test_pages_of_all_pools_add_up_and_none_is_missing(tiers: list[tuple[int, str, str]]) -> None:
+    found = wanted([tier(*one) for one in tiers], (0, 3))
+
+    for size, page_bytes in (("2Mi", PAGE), ("1Gi", GIB)):
+        asked = [(count, numa) for count, name, numa in tiers if name == size]
+        there = {node: found.get(Place(node, page_bytes), 0) for node in (0, 3)}
+        assert there[0] - there[3] == sum(count for count, numa in asked if numa == "Local")
+        assert sum(there.values()) == sum(count + (count % 2 if numa == "Spread" else 0) for count, numa in asked)
+    assert all(place.page_bytes != 4096 for place in found)
+
+
+def test_larger_pages_are_looked_for_first_and_what_is_not_needed_goes_before() -> None:
+    pools = (HugePages(0, PAGE, 100, 100), HugePages(0, GIB, 0, 0), HugePages(1, PAGE, 0, 0))
+    facts = NodeFacts(16 * GIB, tuple(NumaNode(n, (n,), 8 * GIB) for n in NODES), pools)
+    wish = Wish({Place(0, GIB): 2, Place(1, PAGE): 8})
+
+    steps = plan(wish, facts, {Place(0, PAGE): 100}, {})
+
+    assert steps == (
+        SetPages(Place(0, PAGE), 100, 0),
+        SetPages(Place(0, GIB), 0, 2),
+        SetPages(Place(1, PAGE), 0, 8),
+    )
+
+
+def test_the_book_is_of_one_boot_and_of_one_process(tmp_path: Path) -> None:
+    place = Place(1, PAGE)
+    book = open_book(tmp_path, BOOT)
+    book.enter(place, 7)
+    book.enter(place, -3)
+    with pytest.raises(InvalidInputError, match="another process prepares this node"):
+        open_book(tmp_path, BOOT)
+    book.close()
+
+    again = open_book(tmp_path, BOOT)
+    assert again.added == {place: 4}
+    again.close()
+    later = open_book(tmp_path, "another boot")
+    assert later.added == {}
+    later.close()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"format": 2}', f'{{"format": 1, "boot": "{BOOT}", "pages": [{{}}]}}']
+)
+def test_a_book_that_cannot_be_read_says_that_nothing_was_added(tmp_path: Path, content: str) -> None:
+    (tmp_path / "pages.json").write_text(content)
+
+    book = open_book(tmp_path, BOOT)
+
+    assert book.added == {}
+    book.close()
