@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every invariant and every threat at the full counts of their tables, then the mutants, and keeps the log.
+# Runs every invariant and every threat at the full counts of their tables, laws on new examples, then the mutants, and keeps the log.
 # Usage: hack/soak.sh ["INVARIANT ..." ...]    FIRST_SEED=n where seeds start
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -36,6 +36,7 @@ for invariants in "$@"; do
   run "$python" -m faults --full --first-seed "$first_seed" --only $invariants
 done
 run "$python" -m threats --full
+run env KVFLEET_HYPOTHESIS_PROFILE=soak "$python" -m pytest -q -n 2 tests/unit tests/contract tests/stateful
 run "$python" hack/mutants.py
 echo "log: $log"
 exit "$status"

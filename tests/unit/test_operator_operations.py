@@ -50,6 +50,10 @@ def cancel(fleet: Fleet, ref: Ref) -> None:
     fleet.put(kinds.OPERATION, ref.name, spec={**body["spec"], "cancel": True})
 
 
+def is_cancelled(fleet: Fleet, ref: Ref) -> bool:
+    return bool(fleet.objects[ref]["spec"].get("cancel"))
+
+
 def state(fleet: Fleet, ref: Ref) -> str:
     told: str = fleet.objects[ref].get("status", {}).get("state", "")
     return told
@@ -173,6 +177,19 @@ def test_a_drain_holds_until_its_operation_is_gone() -> None:
     assert is_drained(fleet, "n0")
     fleet.delete(ref)
     fleet.settle()
+    assert not is_drained(fleet, "n0")
+
+
+def test_a_drain_that_is_cancelled_after_its_end_is_undone_and_stays_complete() -> None:
+    fleet = running()
+    ref = drain(fleet)
+    fleet.settle()
+    listen(fleet, "n0")
+    fleet.settle()
+    cancel(fleet, ref)
+    fleet.settle()
+
+    assert state(fleet, ref) == "Complete"
     assert not is_drained(fleet, "n0")
 
 
@@ -370,7 +387,7 @@ def test_every_operation_ends_and_its_end_is_final(types: list[str], events: lis
     assert all(state(fleet, ref) in ENDS for ref in refs)
     assert not any(orders(fleet, n.partition(".")[2]) for n in fleet.of(kinds.POOL_NODE))
     drains = [ref for ref, type_ in zip(refs, types, strict=True) if type_ == "Drain"]
-    held = {"n0"} if any(state(fleet, ref) == "Complete" for ref in drains) else set()
+    held = {"n0"} if any(state(fleet, r) == "Complete" and not is_cancelled(fleet, r) for r in drains) else set()
     here = {n.partition(".")[2] for n in fleet.of(kinds.POOL_NODE)}
     assert {n for n in here if is_drained(fleet, n)} == held & here
     assert all(sum(condition(fleet.objects[r], end)[0] == "True" for end in ENDS) == 1 for r in refs)
