@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from demo.cluster import Cluster
 from demo.errors import DemoError
@@ -61,7 +61,11 @@ class NodeRunner:
                 if time.monotonic() > end_s:
                     raise DemoError(f"no KVPoolNode {self._pool}.{node} after {timeout_s:.0f} s")
                 time.sleep(_LOOK_S / 3)
-            self._processes.wait_ready(self.name(node), max(1.0, end_s - time.monotonic()))
+            self.wait_ready(node, max(1.0, end_s - time.monotonic()))
+
+    def wait_ready(self, node: str, timeout_s: float) -> dict[str, Any]:
+        """Wait until the agent of a node serves engines, now or when it is started again. Raises `DemoError`."""
+        return self._processes.wait_ready(self.name(node), timeout_s, is_restarted=True)
 
     def _run(self) -> None:
         placed: frozenset[str] = frozenset()

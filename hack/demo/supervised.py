@@ -50,13 +50,13 @@ class Supervised:
     def start(self, name: str, program: str, arguments: Sequence[str]) -> None:
         """Start one of our programs; `wait_ready` tells when it is up."""
         ready = self.root / f"{name}.ready.json"
-        self._ready[name] = ready
         argv = [str(Path(sys.executable).with_name(program)), *arguments, "--ready-file", str(ready)]
         self._calls.call("spawn", name=name, argv=argv, log=str(self._at.log(name)))
+        self._ready[name] = ready  # Last: whoever sees it in another thread finds a process.
 
     def restart(self, name: str) -> None:
         """Start a process that has ended once more, with the same arguments."""
-        self._ready[name].unlink(missing_ok=True)
+        self._ready[name].unlink(missing_ok=True)  # Of a process that ended by itself.
         self._calls.call("respawn", name=name)
 
     def kill(self, name: str) -> None:
@@ -64,6 +64,7 @@ class Supervised:
         self._calls.call("signal", name=name, signum=signal.SIGKILL)
         if not wait_until(lambda: not self.is_running(name), _STOP_S):
             raise DemoError(f"{name} does not end after SIGKILL")
+        self._ready[name].unlink(missing_ok=True)
 
     def terminate_all(self) -> None:
         """Ask every process to end by itself and give it the time; whatever is left ends with `stop`."""
@@ -80,12 +81,15 @@ class Supervised:
         """Whether a process of this name was ever started."""
         return name in self._ready
 
-    def wait_ready(self, name: str, timeout_s: float) -> dict[str, Any]:
-        """Wait until a process says that it is up; returns what it says. Raises `DemoError` with the end of its log."""
+    def wait_ready(self, name: str, timeout_s: float, *, is_restarted: bool = False) -> dict[str, Any]:
+        """Wait until a process says that it is up; returns what it says. Raises `DemoError` with the end of its log.
+
+        The end of a process that somebody starts again (`is_restarted`) ends the wait only when its time is up.
+        """
         path = self._ready[name]
 
         def is_up() -> bool:
-            return path.exists() or not self.is_running(name)
+            return path.exists() or not (is_restarted or self.is_running(name))
 
         if not wait_until(is_up, timeout_s) or not path.exists():
             why = "is not up" if self.is_running(name) else "ended"

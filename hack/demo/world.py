@@ -123,8 +123,9 @@ class World:
 
     def metrics(self) -> dict[str, str]:
         """URL of each process's metrics."""
-        names = ["operator", "metadata", *(self.runner.name(node) for node in NODES)]
-        return {name: f"http://{_address(self.processes.wait_ready(name, START_S))}/metrics" for name in names}
+        told = {name: self.processes.wait_ready(name, START_S) for name in ("operator", "metadata")}
+        told |= {self.runner.name(node): self.runner.wait_ready(node, START_S) for node in NODES}
+        return {name: f"http://{_address(ready)}/metrics" for name, ready in told.items()}
 
     def absences(self) -> list[str]:
         """Return what these nodes lack, in the words of their conditions, with what to do about it."""

@@ -1,0 +1,79 @@
+"""Processes of the demo: who waits for one is told of its start, its end and its next start, and of nothing else."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.errors import DemoError
+from demo.supervised import Supervised
+
+pytestmark = pytest.mark.system
+
+UP = "import pathlib, sys, time; pathlib.Path(sys.argv[-1]).write_text('{\"turn\": 1}'); time.sleep(60)"
+ENDS = "print('no good')"
+ENDS_ONCE = (
+    "import pathlib, sys, time; ready = pathlib.Path(sys.argv[-1]); been = ready.with_suffix('.been')\n"
+    "if been.exists(): ready.write_text('{\"turn\": 2}'); time.sleep(60)\n"
+    "been.touch()"
+)
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Supervised]:
+    with Supervised(tmp_path / "state") as its:
+        yield its
+
+
+def start(processes: Supervised, script: str) -> None:
+    processes.start("it", "python", ["-c", script])
+
+
+def test_who_waits_while_a_process_is_being_started_is_not_told_that_it_ended(
+    processes: Supervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = processes._calls.call
+
+    def late(op: str, **fields: Any) -> Any:
+        time.sleep(0.5 if op == "spawn" else 0.0)
+        return call(op, **fields)
+
+    monkeypatch.setattr(processes._calls, "call", late)
+    starting = threading.Thread(target=start, args=(processes, UP))
+    starting.start()
+    while not processes.was_started("it"):
+        time.sleep(0.01)
+    assert processes.wait_ready("it", WAIT_S) == {"turn": 1}
+    starting.join()
+
+
+def test_the_end_of_a_process_is_told_with_its_log(processes: Supervised) -> None:
+    start(processes, ENDS)
+    with pytest.raises(DemoError, match="it ended after at most 20 s; its log ends:\nno good"):
+        processes.wait_ready("it", WAIT_S)
+
+
+def test_a_process_that_somebody_starts_again_is_waited_for(processes: Supervised) -> None:
+    start(processes, ENDS_ONCE)
+
+    def again() -> None:
+        while processes.is_running("it"):
+            time.sleep(0.01)
+        processes.restart("it")
+
+    watching = threading.Thread(target=again)
+    watching.start()
+    assert processes.wait_ready("it", WAIT_S, is_restarted=True) == {"turn": 2}
+    watching.join()
+
+
+def test_a_killed_process_does_not_say_that_it_is_up(processes: Supervised) -> None:
+    start(processes, UP)
+    processes.wait_ready("it", WAIT_S)
+    processes.kill("it")
+    with pytest.raises(DemoError, match="it ended"):
+        processes.wait_ready("it", WAIT_S)
