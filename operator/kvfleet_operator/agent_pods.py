@@ -12,12 +12,13 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from kvfleet_api import names, units
+from kvfleet_api.directories import directories_of
 from kvfleet_api.errors import InvalidInputError
 from kvfleet_api.models.pool import KVPool
 from kvfleet_api.models.poolnode import NodeTier
 from kvfleet_api.tiers import TierType
 from kvfleet_operator.digest import digest
-from kvfleet_operator.directories import directories_of
+from kvfleet_operator.directories import normal
 from kvfleet_operator.objects import WORKLOAD_LABELS
 from kvfleet_operator.parse import takes_node_memory
 from kvfleet_operator.parse_workloads import room_of
@@ -105,7 +106,7 @@ def _agent(template: Json) -> Json:
 
 def _paths(tiers: Iterable[NodeTier]) -> list[PurePosixPath]:
     """Directories of the host that tiers name, without those that lie in another one; sorted."""
-    found = sorted({one.path for tier in tiers for one in directories_of(tier)})
+    found = sorted({normal(one.path) for tier in tiers for one in directories_of(tier)})
     return [path for path in found if not any(parent in found for parent in path.parents)]
 
 

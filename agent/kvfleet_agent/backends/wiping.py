@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from kvfleet_agent import folders
 from kvfleet_agent.backends.claim import NEW_SUFFIX, POOL_FILE
 from kvfleet_agent.backends.waiting import in_thread
+from kvfleet_api.directories import directories_of
 from kvfleet_api.errors import BackendFailedError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -31,16 +32,10 @@ async def wipe(tier: NodeTier, place: Place) -> None:
     Raises `BackendFailedError` with the place and the cause; what could be removed is gone then.
     """
     for directory in directories_of(tier):
-        await in_thread(None, partial(wipe_directory, Path(directory), place.pool, place.node))
+        if directory.is_claimed:
+            await in_thread(None, partial(wipe_directory, Path(directory.path), place.pool, place.node))
     if tier.object is not None:
         await _wipe_objects(tier.object.url, place)
-
-
-def directories_of(tier: NodeTier) -> tuple[str, ...]:
-    """Directories in which a tier keeps files across restarts of the node."""
-    if tier.nvme is not None:
-        return tier.nvme.directories
-    return (tier.remote_flash.path,) if tier.remote_flash is not None else ()
 
 
 def wipe_directory(root: Path, pool: str, node: str) -> None:
