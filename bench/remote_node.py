@@ -22,6 +22,7 @@ from bench.identity import POOL
 from bench.peer_tls import Holder
 from kvfleet_agent.codec.registry import CodecRegistry
 from kvfleet_agent.core import Core
+from kvfleet_agent.policy.recompute import LOCATE_S_MIN
 from kvfleet_agent.remote.listener import PeerListener
 from kvfleet_agent.remote.nixl import NixlReader
 from kvfleet_agent.remote.peers import RemotePeers
@@ -53,9 +54,11 @@ class OneOther:
     other: AgentRecord | None = None
     is_up: bool = True
 
-    async def locate(self, secret: ScopeSecret, digests: Sequence[bytes]) -> list[tuple[Location, ...]]:
+    async def locate(
+        self, secret: ScopeSecret, digests: Sequence[bytes], *, within_s: float = LOCATE_S_MIN
+    ) -> list[tuple[Location, ...]]:
         """Say that the other has all of them."""
-        del secret
+        del secret, within_s
         if self.other is None:
             return [()] * len(digests)
         return [(Location(self.other.agent, self.other.epoch, "HostDRAM", 1, 0),)] * len(digests)

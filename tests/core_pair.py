@@ -20,6 +20,7 @@ from agent_doubles import (
 from kvfleet_agent.announcer import Announcer
 from kvfleet_agent.core import Core
 from kvfleet_agent.place import Place
+from kvfleet_agent.policy.recompute import LOCATE_S_MIN
 from kvfleet_agent.ports import Stretch, Wanted
 from kvfleet_api.blocks import BlockKey, ScopeId, ScopeSecret
 from kvfleet_api.checksum import checksum
@@ -31,6 +32,8 @@ class FakeDirectory:
 
     def __init__(self, shared: dict[tuple[str, bytes], dict[str, Announcement]], me: str) -> None:
         self.is_up = True
+        self.answers_after_s = 0.0
+        """Who waits less long is told of nothing."""
         self.sessions: dict[tuple[str, str], SessionRecord | None] = {}
         self._shared = shared
         self._me = me
@@ -49,9 +52,12 @@ class FakeDirectory:
     async def find_session(self, secret: ScopeSecret, session: str) -> SessionRecord | None:
         return self.sessions.get((secret.tag(), session))
 
-    async def locate(self, secret: ScopeSecret, digests: Sequence[bytes]) -> list[tuple[Location, ...]]:
+    async def locate(
+        self, secret: ScopeSecret, digests: Sequence[bytes], *, within_s: float = LOCATE_S_MIN
+    ) -> list[tuple[Location, ...]]:
         await asyncio.sleep(0)
-        found = [self._shared.get((secret.tag(), d), {}) for d in digests]
+        is_late = within_s < self.answers_after_s
+        found = [{} if is_late else self._shared.get((secret.tag(), d), {}) for d in digests]
         return [
             tuple(Location(who, 7, a.tier, a.stamp, a.stored_bytes) for who, a in held.items() if who != self._me)
             for held in found

@@ -6,7 +6,8 @@ Off for a Redis Cluster (`tracked.py` says why): every lookup asks then.
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Final
 
 from kvfleet_agent.directory import AccessProvider, Holdings, RedisDirectory
@@ -21,6 +22,8 @@ from kvfleet_telemetry.metrics import Instruments
 
 RETRY_S: Final = 2.0
 _FOUND: Final = "kvfleet_directory_cache_total"
+
+Asking = Callable[[Sequence[bytes]], Awaitable[Sequence[Sequence[Copy]]]]
 
 
 class CachingDirectory(RedisDirectory):
@@ -51,10 +54,10 @@ class CachingDirectory(RedisDirectory):
         super().start()
         self._tasks.append(asyncio.create_task(repeat("directory-cache", RETRY_S, self._track_while_possible)))
 
-    async def _find(self, store: Store, tag: str, digests: Sequence[bytes]) -> list[Sequence[Copy]]:
-        tracked = self._tracked
+    async def _find(self, store: Store, tag: str, digests: Sequence[bytes], within_s: float) -> list[Sequence[Copy]]:
+        tracked, ask = self._tracked, partial(super()._find, store, tag, within_s=within_s)
         if tracked is None or not tracked.is_open:
-            return await super()._find(store, tag, digests)
+            return await ask(digests)
         buckets = [bucket_key(tag, digest) for digest in digests]
         found = [self._cache.get(bucket, digest) for bucket, digest in zip(buckets, digests, strict=True)]
         missing = [i for i, copies in enumerate(found) if copies is None]
@@ -63,14 +66,14 @@ class CachingDirectory(RedisDirectory):
         seen = {bucket: self._cache.is_hot(bucket) for bucket in {buckets[i] for i in missing}}
         hot = [i for i in missing if seen[buckets[i]]]
         cold = [i for i in missing if not seen[buckets[i]]]
-        answers = dict(zip(cold, await super()._find(store, tag, [digests[i] for i in cold]), strict=True))
-        answers |= dict(zip(hot, await self._find_hot(tracked, store, tag, [digests[i] for i in hot]), strict=True))
+        answers = dict(zip(cold, await ask([digests[i] for i in cold]), strict=True))
+        answers |= dict(zip(hot, await self._find_hot(tracked, tag, [digests[i] for i in hot], ask), strict=True))
         return [answers[i] if copies is None else copies for i, copies in enumerate(found)]
 
     async def _find_hot(
-        self, tracked: TrackedStore, store: Store, tag: str, digests: Sequence[bytes]
+        self, tracked: TrackedStore, tag: str, digests: Sequence[bytes], ask: Asking
     ) -> Sequence[Sequence[Copy]]:
-        """Read on the connection that is told of changes, and remember; elsewhere when it is lost meanwhile."""
+        """Read on the connection that is told of changes, and remember; elsewhere (`ask`) when it is lost meanwhile."""
         if not digests:
             return ()
         reading, kept = self._cache.begin(), {}
@@ -78,7 +81,7 @@ class CachingDirectory(RedisDirectory):
             found = await tracked.locate(tag, digests)
             kept = {(bucket_key(tag, d), d): copies for d, copies in zip(digests, found, strict=True)}
         except DirectoryAwayError:
-            return await super()._find(store, tag, digests)
+            return await ask(digests)
         finally:
             self._cache.end(reading, kept)
         return found

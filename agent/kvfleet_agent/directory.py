@@ -10,6 +10,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final
 
+from kvfleet_agent.policy.recompute import LOCATE_S_MIN
 from kvfleet_agent.ports import DirectoryState
 from kvfleet_agent.session_notes import SessionNotes
 from kvfleet_agent.sweep import repeat
@@ -33,9 +34,6 @@ from kvfleet_metadata.registry import SILENCE_S
 from kvfleet_metadata.sessions import read_session
 from kvfleet_metadata.store import Store
 from kvfleet_telemetry.metrics import Instruments
-
-LOCATE_TIMEOUT_S: Final = 0.2
-"""A lookup that waits longer for the directory costs more than most misses."""
 
 PAUSE_S: Final = 1.0
 """After a lookup that found no answer in time, the next ones do not ask for so long."""
@@ -165,20 +163,25 @@ class RedisDirectory:
         if store is None or not self.is_up:
             return None
         try:
-            async with asyncio.timeout(LOCATE_TIMEOUT_S):
+            async with asyncio.timeout(LOCATE_S_MIN):
                 return await read_session(store, secret, session)
         except (DirectoryAwayError, TimeoutError):
             return None
 
-    async def locate(self, secret: ScopeSecret, digests: Sequence[bytes]) -> list[tuple[Location, ...]]:
-        """Copies on other agents, for each digest; empty tuples when unknown or the directory is away."""
+    async def locate(
+        self, secret: ScopeSecret, digests: Sequence[bytes], *, within_s: float = LOCATE_S_MIN
+    ) -> list[tuple[Location, ...]]:
+        """Copies on other agents, for each digest; empty tuples when unknown, away, or not told of in time.
+
+        `within_s` bounds the wait for locations, and once more that for the records of agents which we do not know.
+        """
         store = self._store
         if not digests or store is None or not self.is_up or _now_s() < self._paused_until_s:
             return [_NOWHERE] * len(digests)
         try:
-            async with asyncio.timeout(2 * LOCATE_TIMEOUT_S):
-                found = await self._find(store, secret.tag(), digests)
-                await self._resolve(store, {c.incarnation for copies in found for c in copies})
+            async with asyncio.timeout(2 * within_s):
+                found = await self._find(store, secret.tag(), digests, within_s)
+                await self._resolve(store, {c.incarnation for copies in found for c in copies}, within_s)
         except (DirectoryAwayError, TimeoutError):
             self._paused_until_s = _now_s() + PAUSE_S
             self._announcer.doubt()
@@ -206,9 +209,9 @@ class RedisDirectory:
             return False
         return True
 
-    async def _find(self, store: Store, tag: str, digests: Sequence[bytes]) -> list[Sequence[Copy]]:
+    async def _find(self, store: Store, tag: str, digests: Sequence[bytes], within_s: float) -> list[Sequence[Copy]]:
         """Copies of blocks as the directory has them. Raises `DirectoryAwayError`."""
-        return list(await shards.locate(store, tag, digests, within_s=LOCATE_TIMEOUT_S)) if digests else []
+        return list(await shards.locate(store, tag, digests, within_s=within_s)) if digests else []
 
     def peer(self, agent: str, epoch: int) -> AgentRecord | None:
         """How to reach the agent of a location that `locate` returned; None when it is no longer known."""
@@ -225,14 +228,14 @@ class RedisDirectory:
                 locations.append(Location(at.agent, at.epoch, copy.tier, copy.stamp, copy.stored_bytes))
         return tuple(locations)
 
-    async def _resolve(self, store: Store, wanted: set[Incarnation]) -> None:
+    async def _resolve(self, store: Store, wanted: set[Incarnation], within_s: float) -> None:
         now_s = _now_s()
         old = [i for i in wanted if self._resolved.get(i, (-RESOLVED_S, None))[0] <= now_s - RESOLVED_S]
         if len(self._resolved) + len(old) > RESOLVED_MAX:
             self._resolved.clear()
             self._peers.clear()
         try:
-            read = await registry.resolve(store, old, within_s=LOCATE_TIMEOUT_S)
+            read = await registry.resolve(store, old, within_s=within_s)
         except DirectoryAwayError as e:
             if not e.is_partial:
                 raise

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 from kvfleet_agent.backends.base import Record, SlotRef
 from kvfleet_agent.growth import Growing
 from kvfleet_agent.policy.quota import Rules
+from kvfleet_agent.policy.recompute import LOCATE_S_MIN
 from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret
 from kvfleet_api.checksum import bind, checksum
 from kvfleet_api.models.pool import KVPool
@@ -137,8 +138,10 @@ class Directory(Protocol):
     async def find_session(self, secret: ScopeSecret, session: str) -> SessionRecord | None:
         """What any node has told of a session; None when nothing is known or the directory is away."""
 
-    async def locate(self, secret: ScopeSecret, digests: Sequence[bytes]) -> list[tuple[Location, ...]]:
-        """Copies on other agents, for each digest; empty tuples when unknown or the directory is away."""
+    async def locate(
+        self, secret: ScopeSecret, digests: Sequence[bytes], *, within_s: float = LOCATE_S_MIN
+    ) -> list[tuple[Location, ...]]:
+        """Copies on other agents, for each digest; empty tuples when unknown, away, or not told of in time."""
 
 
 @dataclass(slots=True, eq=False)

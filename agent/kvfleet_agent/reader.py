@@ -12,7 +12,7 @@ from kvfleet_agent.backends.base import matches
 from kvfleet_agent.backends.waiting import together
 from kvfleet_agent.fetcher import REMOTE
 from kvfleet_agent.findings import Findings, findings
-from kvfleet_agent.policy.recompute import CostChoice, CostInputs, Source, choose, congestion_s
+from kvfleet_agent.policy.recompute import CostChoice, CostInputs, Source, choose, congestion_s, locate_s
 from kvfleet_api.errors import BlockCorruptError
 from kvfleet_api.tiers import Lookup
 
@@ -73,13 +73,19 @@ class Reader:
         return findings(entries, remote, Lookup.RETRY if away else Lookup.MISS)
 
     async def locate(
-        self, place: Place, digests: Sequence[bytes], entries: Sequence[Entry | None]
+        self, place: Place, digests: Sequence[bytes], entries: Sequence[Entry | None], left_s: float = 0.0
     ) -> dict[int, Location]:
-        """Ask the directory for the keys that are absent here; returns one location for each that was found."""
+        """Ask the directory for the keys that are absent here; returns one location for each that was found.
+
+        Waits the longer for the answer the more there is to compute without it, within the reader's `left_s`.
+        """
         if self._directory is None or not self._directory.is_up:
             return {}
         missing = [i for i, e in enumerate(entries) if e is None][:LOCATE_KEYS_MAX]
-        copies = await self._directory.locate(place.secret, [digests[i] for i in missing])
+        spec = self._node.spec
+        tokens, speed = len(missing) * spec.compatibility.block_tokens, spec.policy.recompute.prefill_tokens_per_second
+        within_s = locate_s(tokens, speed, left_s)
+        copies = await self._directory.locate(place.secret, [digests[i] for i in missing], within_s=within_s)
         return {i: c[0] for i, c in zip(missing, copies, strict=True) if c}
 
     def acquire_now(self, place: Place, entries: Sequence[Entry | None], expires_s: float) -> list[Read]:
@@ -104,19 +110,19 @@ class Reader:
         their owner's end or expiry takes back.
         """
         ends_s = self._node.clock() + deadline_s
-        located = await self._located(place, digests)
+        located = await self._located(place, digests, deadline_s)
         reads, hoped = await self._brought(place, digests, located, lease_s, deadline_s, before)
         if hoped and not reads:  # Those behind the first one took the room that it needed, and nobody has them now.
             left_s = max(0.0, ends_s - self._node.clock())
-            again = await self._located(place, digests[:1])
+            again = await self._located(place, digests[:1], left_s)
             reads, _ = await self._brought(place, digests[:1], again, lease_s, left_s, before)
         at = len(reads)
         elsewhere = next((i for i in range(at, len(digests)) if i not in located), len(digests)) - at
         return Acquisition(reads, self._busy_s(place, digests[at:], elsewhere))
 
-    async def _located(self, place: Place, digests: Sequence[bytes]) -> dict[int, Location]:
+    async def _located(self, place: Place, digests: Sequence[bytes], left_s: float) -> dict[int, Location]:
         entries = self.lookup_now(place, digests)
-        return await self.locate(place, digests, entries) if self.needs_directory(entries) else {}
+        return await self.locate(place, digests, entries, left_s) if self.needs_directory(entries) else {}
 
     def _busy_s(self, place: Place, digests: Sequence[bytes], elsewhere: int) -> float:
         """How long the path keeps keys that were left out, the first `elsewhere` of which other agents have."""

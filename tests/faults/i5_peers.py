@@ -18,6 +18,7 @@ from faults.nursery import Channel, Nursery
 from faults.raw_engine import die
 from kvfleet_agent.core import Core
 from kvfleet_agent.place import Place
+from kvfleet_agent.policy.recompute import LOCATE_S_MIN
 from kvfleet_agent.ports import Directory
 from kvfleet_agent.remote import wire
 from kvfleet_agent.remote.listener import PeerListener
@@ -113,7 +114,10 @@ class _Elsewhere(Directory):
     async def find_session(self, secret: ScopeSecret, session: str) -> SessionRecord | None:  # noqa: ARG002
         return None
 
-    async def locate(self, secret: ScopeSecret, digests: Sequence[bytes]) -> list[tuple[Location, ...]]:  # noqa: ARG002
+    async def locate(
+        self, secret: ScopeSecret, digests: Sequence[bytes], *, within_s: float = LOCATE_S_MIN
+    ) -> list[tuple[Location, ...]]:
+        del secret, within_s
         return [(Location("pool.other", EPOCH, "HostDRAM", 1, BLOCK_BYTES),) for _ in digests]
 
 

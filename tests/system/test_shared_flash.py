@@ -16,6 +16,7 @@ from kvfleet_agent.backends.base import Record, SharedBackend, SlotRef
 from kvfleet_agent.backends.remote_flash import open_remote_flash
 from kvfleet_agent.core import Core
 from kvfleet_agent.place import Place
+from kvfleet_agent.policy.recompute import LOCATE_S_MIN
 from kvfleet_agent.ports import Lent
 from kvfleet_agent.remote.listener import PeerListener
 from kvfleet_agent.remote.peers import RemotePeers
@@ -58,7 +59,10 @@ class Board:
     async def find_session(self, secret: ScopeSecret, session: str) -> SessionRecord | None:  # noqa: ARG002
         return None
 
-    async def locate(self, secret: ScopeSecret, digests: Sequence[bytes]) -> list[tuple[Location, ...]]:  # noqa: ARG002
+    async def locate(
+        self, secret: ScopeSecret, digests: Sequence[bytes], *, within_s: float = LOCATE_S_MIN
+    ) -> list[tuple[Location, ...]]:
+        del secret, within_s
         found = [self.held.get(d, {}) for d in digests]
         return [
             tuple(Location(who, EPOCH, a.tier, a.stamp, a.stored_bytes) for who, a in held.items() if who != self._me)

@@ -7,6 +7,7 @@ from agent_doubles import BLOCK_BYTES, LAYOUT_ID, SCOPE, Clock, bytes_of, digest
 
 from kvfleet_agent.advice import Advice
 from kvfleet_agent.place import Place
+from kvfleet_agent.policy.recompute import LOCATE_S_MIN
 from kvfleet_agent.policy.surplus import Ruling
 from kvfleet_agent.scope_memory import LOST_AFTER_S, ScopeMemory
 from kvfleet_agent.sessions import SessionState
@@ -38,7 +39,10 @@ class Adviser:
         self.claims += [secret] if self.is_up else []
         return self.is_up
 
-    async def locate(self, secret: ScopeSecret, digests: Sequence[bytes]) -> list[tuple[Location, ...]]:  # noqa: ARG002
+    async def locate(
+        self, secret: ScopeSecret, digests: Sequence[bytes], *, within_s: float = LOCATE_S_MIN
+    ) -> list[tuple[Location, ...]]:
+        del secret, within_s
         return [tuple(Location(agent, 1, "HostDRAM", 1, 1) for agent in self.others) for _ in digests]
 
 

@@ -48,6 +48,20 @@ async def test_blocks_of_another_node_arrive_verified_and_stay(pair: Pair) -> No
     assert parents == [b"", *(digest(n) for n in range(1, 8))]
 
 
+@pytest.mark.parametrize(("prefill_tokens_per_s", "blocks"), [(12_000, 0), (30, 8)])
+async def test_a_slow_directory_is_waited_for_where_computing_would_take_longer(
+    pair: Pair, prefill_tokens_per_s: int, blocks: int
+) -> None:
+    await pair.store(range(1, 9))
+    pair.directories["b"].answers_after_s = 0.9
+    policy, recompute = pair.b.node.spec.policy, pair.b.node.spec.policy.recompute
+    recompute = recompute.model_copy(update={"prefill_tokens_per_second": prefill_tokens_per_s})
+    policy = policy.model_copy(update={"recompute": recompute})
+    pair.b.node.spec = pair.b.node.spec.model_copy(update={"policy": policy})
+
+    assert len(await load(pair.b, range(1, 9))) == blocks
+
+
 async def test_reads_from_peers_take_their_turn_on_a_path_of_their_own(pair: Pair) -> None:
     await pair.store([1, 2, 3])
     path = pair.b.mover.traffic.paths.between("remote", "dram")

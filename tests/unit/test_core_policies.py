@@ -8,7 +8,16 @@ from kvfleet_agent.limits import grant
 from kvfleet_agent.policy.admission import Admission, AdmissionInputs, admit
 from kvfleet_agent.policy.checking import CHECK_EVERY, must_check
 from kvfleet_agent.policy.placement import TierFacts, next_lower
-from kvfleet_agent.policy.recompute import REFUSED_S, CostInputs, Source, choose, congestion_s
+from kvfleet_agent.policy.recompute import (
+    LOCATE_S_MAX,
+    LOCATE_S_MIN,
+    REFUSED_S,
+    CostInputs,
+    Source,
+    choose,
+    congestion_s,
+    locate_s,
+)
 from kvfleet_agent.provision_plan import Close, Open, Resize, plan
 from kvfleet_api.models.pool import HostDramTier, NvmeTier
 from kvfleet_api.models.poolnode import NodeTier
@@ -97,6 +106,18 @@ def test_a_path_is_said_to_be_busy_only_where_its_queue_makes_the_difference(inp
         assert cost.fetch_s > cost.recompute_s
     assert congestion_s(dataclasses.replace(inputs, queued_bytes=0), is_full=False) == 0.0
     assert congestion_s(inputs, is_full=True) >= max(wait_s, REFUSED_S)
+
+
+@given(st.integers(0, 1 << 20), st.floats(1, 1e8), st.floats(0, 60))
+def test_the_directory_is_waited_for_as_long_as_what_it_may_save_is_worth(
+    tokens: int, speed: float, left_s: float
+) -> None:
+    wait_s = locate_s(tokens, speed, left_s)
+
+    assert LOCATE_S_MIN <= wait_s <= LOCATE_S_MAX
+    assert wait_s <= max(LOCATE_S_MIN, min(left_s, tokens / speed / 4))
+    assert wait_s <= locate_s(2 * tokens, speed, left_s)
+    assert locate_s(1_792, 500.0, 10.0) == pytest.approx(0.896)
 
 
 def dram(name: str, capacity_bytes: int) -> NodeTier:

@@ -127,7 +127,7 @@ def test_every_plane_is_within_the_limit_and_its_error_is_told(case: Case) -> No
             # Squares are of single precision: those of what is 2^75 below the largest number are none.
             unseen = norm * 2.0**-60 + 1e-300
             assert lost <= 1.001 * case.limit * norm + unseen
-            assert lost == pytest.approx(error * norm, rel=1e-6, abs=unseen)
+            assert lost == pytest.approx(error * norm, rel=1e-6, abs=float(unseen))
 
 
 @given(case=cases())

@@ -8,6 +8,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+LOCATE_S_MIN: Final = 0.2
+"""Wait for the directory that is worth any block."""
+LOCATE_S_MAX: Final = 2.0
+"""A directory that has not answered by then is away."""
+_LOCATE_SHARE: Final = 0.25
+"""Of the time to compute blocks, for the answer where else they are: if it never comes, so much was lost."""
+
 REFUSED_S: Final = 1.0
 """After a full queue refused a move: until it is worth trying again, at least."""
 
@@ -57,6 +64,12 @@ def choose(inputs: CostInputs) -> CostChoice:
         return CostChoice(Source.FETCH, fetch_s, recompute_s, "policy AlwaysFetch")
     source = Source.FETCH if fetch_s <= recompute_s else Source.RECOMPUTE
     return CostChoice(source, fetch_s, recompute_s, "cheaper")
+
+
+def locate_s(tokens: int, prefill_tokens_per_s: float, left_s: float) -> float:
+    """Seconds to wait for the directory before `tokens` are computed, of `left_s` that the reader has left."""
+    worth_s = _LOCATE_SHARE * tokens / max(prefill_tokens_per_s, 1e-9)
+    return min(max(LOCATE_S_MIN, min(worth_s, left_s)), LOCATE_S_MAX)
 
 
 def congestion_s(inputs: CostInputs, *, is_full: bool) -> float:
