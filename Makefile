@@ -4,11 +4,12 @@ BIN := .venv/bin
 CODE := crds dashboards metadata operator agent bench hack tests
 PYTEST := $(BIN)/python -m pytest
 SEEDS ?= 200
+TEST_TOOLS := etcd kube-apiserver kube-controller-manager kube-scheduler kubectl kwok helm helm-unittest versitygw
 # How many examples a law is tried on: `make check` answers within 90 s, `make test` tries all (tests/conftest.py).
 EXAMPLES ?= quick
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types contracts drift unit style test contract stateful system peers sim faults threats adversity mutants soak test-gpu test-guest test-node \
+.PHONY: help setup demo check lint types contracts drift unit style tools test contract stateful system peers sim faults threats adversity mutants soak test-gpu test-guest test-node \
   images image-pins test-images bench requirements generate sbom licences clean
 
 help: ## Show this list
@@ -41,8 +42,11 @@ style:
 unit:
 	@KVFLEET_HYPOTHESIS_PROFILE=$(EXAMPLES) $(PYTEST) -q -n 2 -m unit tests/unit
 
+tools: setup ## Build the control plane and the other Go programs that tests run, once: 5 to 15 minutes on two cores
+	@$(BIN)/python -m controlplane build $(TEST_TOOLS) >/dev/null
+
 test: EXAMPLES = kvfleet
-test: check ## Everything that runs on a machine without GPU or nodes; skipped tests say why at the end
+test: check tools ## Everything that runs on a machine without GPU or nodes; skipped tests say why at the end
 	@$(BIN)/python hack/run_tests.py tests/contract tests/stateful tests/sim tests/crash tests/faults tests/threats tests/adversity tests/system tests/peers
 	@$(PYTEST) -q tests/gpu # A process of its own: without a GPU it is Triton's interpreter that has to be chosen first.
 

@@ -3,6 +3,9 @@
 Two thousand tests with real servers share two cores for the better part of an hour, and a wait of one of them that
 is too short fails the whole run. A test that fails twice, and a third failure of any kind, fail it still. What passed
 only at the second try is printed with the whole text of its first failure: it is a defect, to be mended.
+
+Tests run in a process of pytest-xdist's: when one hangs beyond its timeout, that process ends with the stacks of its
+threads, the test counts as failed and the others go on (tests/watchdog.py).
 """
 
 import argparse
@@ -38,7 +41,7 @@ def main() -> int:
 
 
 def _pytest(cache: Path, option: str, tests: Sequence[str]) -> int:
-    command = [sys.executable, "-m", "pytest", "-q", "-o", f"cache_dir={cache}", option, *tests]
+    command = [sys.executable, "-m", "pytest", "-v", "-n", "1", "-o", f"cache_dir={cache}", option, *tests]
     return subprocess.run(command, check=False).returncode
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from controlplane.errors import BuildError
 from controlplane.pins import BUILD_FLAGS, MODULES, Tool, linker_flags, pinned_version
 
+BUILD_LIMIT_S = 1800.0
+"""Far more than any build takes on one slow core; a download that stands still would last for ever."""
 _TAIL_LINES = 15  # Enough for the first compile error and the reason of a failed download.
 
 
@@ -20,9 +22,22 @@ def go_build(tool: Tool, output: Path, modules: Path = MODULES) -> None:
         raise BuildError(f"{tool.name} is not cached and cannot be built: no `go` on PATH")
     flags = ("-ldflags", linker_flags(tool, pinned_version(tool, modules)))
     command = ("go", "build", *BUILD_FLAGS, *flags, "-o", str(output), tool.package)
-    done = subprocess.run(
-        command, cwd=modules / tool.module, env=_environment(), capture_output=True, text=True, check=False
-    )
+    where = modules / tool.module
+    try:
+        done = subprocess.run(
+            command,
+            cwd=where,
+            env=_environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=BUILD_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        output.unlink(missing_ok=True)
+        raise BuildError(
+            f"`{' '.join(command)}` in {where} had not ended after {BUILD_LIMIT_S:.0f} s: is the Go module proxy slow?"
+        ) from error
     if done.returncode != 0:
         output.unlink(missing_ok=True)
         tail = "\n".join(done.stderr.splitlines()[-_TAIL_LINES:])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from controlplane import assets
+from controlplane import assets, build
 from controlplane.assets import find_given, find_tools
 from controlplane.cache import BinaryCache, default_root
 from controlplane.errors import BuildError
@@ -167,6 +167,15 @@ def test_a_binary_on_path_that_cannot_run_does_not_count(tmp_path: Path) -> None
     broken.chmod(0o755)
 
     assert find_given(TOOLS["etcd"], {"PATH": str(tmp_path)}) is None
+
+
+def test_a_build_that_stands_still_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path / "bin", "go", "").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(build, "BUILD_LIMIT_S", 0.2)
+
+    with pytest.raises(BuildError, match="not ended after"):
+        build.go_build(TOOLS["etcd"], tmp_path / "etcd")
 
 
 def test_an_unknown_tool_is_refused(cache: BinaryCache) -> None:
