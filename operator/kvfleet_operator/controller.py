@@ -7,7 +7,8 @@ or deleted next depends on what was before.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Final
 
@@ -21,6 +22,7 @@ from kvfleet_operator.planner import plan_orders
 from kvfleet_operator.retries import Retries
 from kvfleet_operator.setting import Setting
 from kvfleet_operator.status_planner import plan_statuses
+from kvfleet_operator.turns import Turn
 from kvfleet_operator.world import View
 
 log = logging.getLogger(__name__)
@@ -35,7 +37,10 @@ STATUS_SHARE: Final = 10
 """Comparing statuses takes at most one part in so many of the time."""
 
 IDLE_S: Final = 30.0
-"""A round without any news, as a last resort; it finds nothing to do when all is well."""
+"""Each planner is asked at least this often, as a last resort; it finds nothing to do when all is well."""
+
+STANDBY_S: Final = 1.0
+"""Between looks at whether this replica may decide, where no news tell of it: a Lease that is renewed too late."""
 
 BATCH_ACTIONS: Final = 512
 """Actions between two looks at the world: about 3 s of work for the API server of two cores (6 ms each, design)."""
@@ -51,38 +56,42 @@ class Controller:
         executor: Executor,
         gauges: Gauges,
         stale: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Call `stale` when an action failed: the world may be older than the API server.
 
-        `view` gives the world, with the failures put in, or None while this replica must not decide.
+        `view` gives the world, with the failures put in, or None while this replica must not decide. `clock` is that
+        of the event loop.
         """
+        self._clock = clock
         self._stale = stale
         self._setting = setting
         self._view = view
         self._executor = executor
         self._gauges = gauges
         self._news = asyncio.Event()
-        self._wants_orders = True
-        self._wants_statuses = True
+        self._order_turn = Turn()
+        self._status_turn = Turn()
         self._order_retries = Retries()
         self._status_retries = Retries()
         self._failures: dict[str, str] = {}
         self._wake_s = 0.0
         self._statuses_s = 0.0
+        """Statuses are not compared before."""
         self._pacing = Pacing()
         self._is_held = False
-        """True when something was left out because its object was being written."""
-        self.round_s = time.monotonic()
+        """True when something was left out because its object was being written, until one such write has ended."""
+        self.round_s = clock()
         """When the loop last came around; a probe looks at it."""
 
     def plan_again(self) -> None:
         """Something changed that orders depend on."""
-        self._wants_orders = True
+        self._order_turn.is_wanted = True
         self.status_again()
 
     def status_again(self) -> None:
         """Something changed that only statuses depend on."""
-        self._wants_statuses = True
+        self._status_turn.is_wanted = True
         self._news.set()
 
     async def run(self) -> None:
@@ -93,47 +102,46 @@ class Controller:
                 await self._wait()
                 await flights.until_few()
                 self._news.clear()
-                self.round_s = time.monotonic()
+                self.round_s = self._clock()
                 view = self._view(self._failures)
-                if view is not None:
-                    self._gauges.pools(view.pools, self.round_s)
-                    self._gauges.operations(view.operations.values())
-                    await self._round(flights)
+                if view is None:
+                    self._wake_s = self.round_s + STANDBY_S
+                    continue
+                self._gauges.pools(view.pools, self.round_s)
+                self._gauges.operations(view.operations.values())
+                await self._round(flights)
 
     async def _wait(self) -> None:
         """Wait for news or for the next moment that matters, then a little for more news."""
-        left_s = max(0.0, min(self._wake_s - time.monotonic(), IDLE_S))
-        try:
-            async with asyncio.timeout(left_s):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, self._wake_s - self._clock())):
                 await self._news.wait()
-        except TimeoutError:
-            self._wants_orders = self._wants_statuses = True
         await asyncio.sleep(DEBOUNCE_S)
 
     async def _round(self, flights: Flights) -> None:
-        """Carry out one batch of orders, then write the statuses when they are due."""
-        retries_s = (self._order_retries.next_s(), self._status_retries.next_s())
-        self._wake_s = min([time.monotonic() + IDLE_S, *(s for s in retries_s if s is not None)])
-        self._is_held = False
-        if self._wants_orders:
-            self._wants_orders = False
+        """Carry out one batch of orders and write the statuses, each when it is due."""
+        if self._order_turn.is_due(self._clock()):
+            self._status_turn.is_wanted = True  # What time alone changes is also told of.
             await self._orders(flights)
-        if self._wants_statuses:
+        if self._status_turn.is_due(self._clock()):
             self._statuses(flights)
+        self._wake_s = min(self._order_turn.at_s, self._status_turn.at_s)
 
     async def _orders(self, flights: Flights) -> None:
         view = self._view(self._failures)
         if view is None:
             return
-        now = datetime.now(UTC)
+        began_s, now = self._clock(), datetime.now(UTC)
         with self._gauges.part("plan"):
             plan = plan_orders(view, self._setting, now)
+        due = self._order_retries.due({_key(action): action for action in plan.actions}, began_s)
+        self._order_turn.begin(began_s + IDLE_S)
+        self._order_turn.by(self._order_retries.next_s(began_s))
         if plan.wake_at is not None:
-            self._wake_by(time.monotonic() + (plan.wake_at - now).total_seconds())
-        due = self._due(self._order_retries, plan.actions)
+            self._order_turn.by(began_s + (plan.wake_at - now).total_seconds())
         self._gauges.queue(len(due))
         free = [action for action in due if flights.is_free(action)]
-        self._is_held = len(free) < len(due)
+        self._is_held |= len(free) < len(due)
         batch = free[:BATCH_ACTIONS]
         flights.launch((a for a in batch if isinstance(a, Create)), self._ordered)
         with self._gauges.part("apply"):
@@ -150,19 +158,13 @@ class Controller:
         pool = outcome.action.pool
         if isinstance(outcome.error, PermanentError) and pool:
             self._failures[pool] = str(outcome.error)
-        if self._is_held or (outcome.error is None and pool in self._failures):
+        if outcome.error is None and pool in self._failures:
             self.plan_again()
-
-    def _due(self, retries: Retries, actions: Iterable[Action]) -> list[Action]:
-        """Leave out what failed a moment ago, and forget failures of what nobody wants any more."""
-        wanted = {_key(action): action for action in actions}
-        retries.keep(wanted.keys())
-        now_s = time.monotonic()
-        return [action for key, action in wanted.items() if retries.is_due(key, now_s)]
+        self._release()
 
     def _note(self, retries: Retries, outcome: Outcome) -> None:
         """Count how an action went and set the time of its next try."""
-        retries.note(_key(outcome.action), outcome.error, time.monotonic())
+        retries.note(_key(outcome.action), outcome.error, self._clock())
         self._gauges.action(outcome)
         if outcome.error is not None:
             log.warning("action failed", extra={"on": str(outcome.action.ref), "error": str(outcome.error)})
@@ -170,33 +172,35 @@ class Controller:
             self.plan_again()
 
     def _statuses(self, flights: Flights) -> None:
-        began_s = time.monotonic()
+        began_s = self._clock()
         if began_s < self._statuses_s:
-            self._wake_by(self._statuses_s)
+            self._status_turn.put_off(self._statuses_s)
             return
         view = self._view(self._failures)
         if view is None:
             return
-        self._wants_statuses = False
         with self._gauges.part("status"):
             writes = plan_statuses(view, self._setting, datetime.now(UTC))
-        self._statuses_s = began_s + max(STATUS_EVERY_S, STATUS_SHARE * (time.monotonic() - began_s))
-        free = [write for write in writes if flights.is_free(write.action)]
-        self._is_held |= len(free) < len(writes)
-        due, held_until_s = self._pacing.sort(free, began_s)
-        if held_until_s is not None:
-            self._wants_statuses = True
-            self._wake_by(held_until_s)
-        flights.launch(self._due(self._status_retries, due), self._told)
+        self._statuses_s = began_s + max(STATUS_EVERY_S, STATUS_SHARE * (self._clock() - began_s))
+        due = self._status_retries.due({_key(write.action): write for write in writes}, began_s)
+        free = [write for write in due if flights.is_free(write.action)]
+        self._is_held |= len(free) < len(due)
+        paced, held_until_s = self._pacing.sort(free, began_s)
+        self._status_turn.begin(began_s + IDLE_S)
+        self._status_turn.by(self._status_retries.next_s(began_s))
+        self._status_turn.by(held_until_s)
+        flights.launch(paced, self._told)
 
     def _told(self, outcome: Outcome) -> None:
         """Remember how a status went."""
         self._note(self._status_retries, outcome)
-        if self._is_held:
-            self.plan_again()
+        self._release()
 
-    def _wake_by(self, moment_s: float) -> None:
-        self._wake_s = min(self._wake_s, moment_s)
+    def _release(self) -> None:
+        """Look again at what had to wait for a write."""
+        if self._is_held:
+            self._is_held = False
+            self.plan_again()
 
 
 def _key(action: Action) -> tuple[str, str, str]:

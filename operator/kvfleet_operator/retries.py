@@ -1,11 +1,12 @@
 """When an action that failed may be tried again. Pure: the caller gives a monotonic clock.
 
-Law: the pause grows with each failure and never exceeds `PAUSE_S_MAX`; one success forgets all failures.
+Laws: the pause grows with each failure and never exceeds `PAUSE_S_MAX`; one success forgets all failures; what is
+wanted keeps its failures, also while it is being tried or has to wait.
 """
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 from kvfleet_api.errors import KvFleetError, RetryableError
 
@@ -13,6 +14,8 @@ PAUSE_S_MAX: Final = 30.0
 """What was refused for good, a missing right for instance, is tried again this often: people repair such things."""
 
 PAUSE_S_FIRST: Final = 0.5
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -46,6 +49,14 @@ class Retries:
         for key in self._until_s.keys() - set(wanted):
             del self._until_s[key], self._count[key]
 
-    def next_s(self) -> float | None:
-        """Return when the first of the failed actions is due."""
-        return min(self._until_s.values(), default=None)
+    def due(self, wanted: Mapping[Hashable, T], now_s: float) -> list[T]:
+        """Leave out what failed a moment ago. `wanted` is all that is asked for, and all that is remembered."""
+        self.keep(wanted.keys())
+        return [what for key, what in wanted.items() if self.is_due(key, now_s)]
+
+    def next_s(self, now_s: float) -> float | None:
+        """Return when the first of the pauses that last ends.
+
+        What is due already tells of no moment: it is under way, or waits for something that wakes the caller.
+        """
+        return min((until_s for until_s in self._until_s.values() if until_s > now_s), default=None)

@@ -234,7 +234,7 @@ def test_pauses_grow_to_a_bound_and_one_success_forgets(goes_well: list[bool]) -
     retries, now_s, pause = Retries(), 0.0, 0.0
     for is_success in goes_well:
         retries.note("x", None if is_success else ForbiddenError("no"), now_s)
-        due_s = retries.next_s()
+        due_s = retries.next_s(now_s)
         if is_success:
             assert due_s is None
             assert retries.is_due("x", now_s)
@@ -254,7 +254,7 @@ def test_every_failure_doubles_the_pause_up_to_the_bound(failures: int) -> None:
     for _ in range(failures):
         retries.note("x", RetryableError("later", delay_s=0.5), 0.0)
 
-    assert retries.next_s() == min(0.5 * 2 ** (failures - 1), PAUSE_S_MAX)
+    assert retries.next_s(0.0) == min(0.5 * 2 ** (failures - 1), PAUSE_S_MAX)
 
 
 def test_failures_of_what_nobody_wants_are_forgotten() -> None:
@@ -262,8 +262,19 @@ def test_failures_of_what_nobody_wants_are_forgotten() -> None:
     retries.note("x", RetryableError("later"), 0.0)
     retries.keep(["y"])
 
-    assert retries.next_s() is None
+    assert retries.next_s(0.0) is None
     assert not retries.has_failed("x")
+
+
+def test_what_is_due_tells_of_no_moment_and_is_remembered_while_it_is_wanted() -> None:
+    retries = Retries()
+    for key in ("x", "y"):
+        retries.note(key, RetryableError("later", delay_s=1.0), now_s=0.0)
+    retries.note("y", RetryableError("later", delay_s=1.0), now_s=1.0)
+
+    assert retries.due({"x": 1, "y": 2, "z": 3}, now_s=1.0) == [1, 3]
+    assert retries.next_s(1.0) == 3.0
+    assert retries.has_failed("x")
 
 
 def test_an_object_that_cannot_be_read_keeps_its_name_and_says_which_field() -> None:
