@@ -1,8 +1,8 @@
 """Carries out what KVOperations want of this node, one of a type after the other, and tells how far it has come.
 
 Level-triggered: an order is worked on while it is declared and not answered. An order that is withdrawn ends between
-two batches. After a restart an answer that was stored counts, and what was under way begins anew: each kind of order
-may be carried out twice.
+two batches; one that this version cannot read is refused and disturbs no other. After a restart an answer that was
+stored counts, and what was under way begins anew: each kind of order may be carried out twice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from kvfleet_agent.cut import Cut, Fate
-from kvfleet_agent.progress import Count, Ended
+from kvfleet_agent.progress import MESSAGE_CHARS_MAX, UNKNOWN_ORDER, Count, Ended
 from kvfleet_agent.room import TRIM_BYTES_MAX
 from kvfleet_agent.turns import Priority
 from kvfleet_agent.warming import Warmer
@@ -33,8 +33,6 @@ IDLE_ROUNDS_MAX: Final = 3
 """Looks in a row that find nobody's block before a flush is done: what is only being copied is free soon."""
 LOOK_S: Final = 1.0
 """Between two of them, and between looks at a tier that is still recovering."""
-MESSAGE_CHARS_MAX: Final = 256
-"""`maxLength` of an answer's message."""
 
 _log = logging.getLogger(__name__)
 
@@ -57,17 +55,24 @@ class Orders:
         self._core = core
         self._warmer = Warmer(core)
         self._runs: dict[str, _Run] = {}
+        self._refused: dict[str, OrderAnswer] = {}
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """One of each type at a time: they want the same paths, and a warming takes long."""
 
-    def follow(self, wanted: Iterable[NodeOrder], stored: Iterable[OrderAnswer]) -> None:
-        """Begin what is new and end what is wanted no more. `stored` is what the API server holds. Does not wait."""
+    def follow(
+        self, wanted: Iterable[NodeOrder], stored: Iterable[OrderAnswer], refused: Iterable[OrderAnswer] = ()
+    ) -> None:
+        """Begin what is new and end what is wanted no more. Does not wait.
+
+        `stored` is what the API server holds, `refused` is told of orders that cannot be read.
+        """
         orders = {order.uid: order for order in wanted}
         for uid in self._runs.keys() - orders.keys():
             run = self._runs.pop(uid)
             if run.task is not None:
                 run.task.cancel()
-        final = {answer.uid: answer for answer in stored if answer.phase != "Running"}
+        self._refuse(refused)
+        final = {a.uid: a for a in stored if a.phase != "Running" and a.reason != UNKNOWN_ORDER}
         for uid in orders.keys() - self._runs.keys():
             if uid in final:
                 self._runs[uid] = _Run(orders[uid], final[uid])
@@ -76,7 +81,8 @@ class Orders:
 
     def answers(self) -> tuple[OrderAnswer, ...]:
         """What to tell of each order, exact, by uid."""
-        return tuple(self._told(self._runs[uid]) for uid in sorted(self._runs))
+        told = {uid: self._told(run) for uid, run in self._runs.items()} | self._refused
+        return tuple(told[uid] for uid in sorted(told))
 
     async def close(self) -> None:
         """Cancel what is under way. Idempotent."""
@@ -88,6 +94,12 @@ class Orders:
     @staticmethod
     def _told(run: _Run) -> OrderAnswer:
         return run.answer if run.task is None else run.answer.model_copy(update=asdict(run.count))
+
+    def _refuse(self, refused: Iterable[OrderAnswer]) -> None:
+        before, self._refused = self._refused, {answer.uid: answer for answer in refused}
+        for uid in self._refused.keys() - before.keys():
+            self._core.node.counters.add("kvfleet_orders_total", type="Unknown", result="failed")
+            _log.warning("order refused", extra={"order": uid, "cause": self._refused[uid].message})
 
     def _begin(self, order: NodeOrder) -> None:
         run = self._runs[order.uid] = _Run(order, OrderAnswer(uid=order.uid, phase="Running"))
@@ -107,8 +119,9 @@ class Orders:
         _log.info("order ended", extra={"order": run.order.uid, "type": run.order.type, "phase": run.answer.phase})
 
     async def _worked(self, run: _Run) -> Ended:
-        if run.order.warm is None:
-            return await self._flush(run, run.order.flush or FlushOrder())
+        if run.order.flush is not None:
+            return await self._flush(run, run.order.flush)
+        assert run.order.warm is not None, "of an order exactly the block of its type is set"
         await _recovered(self._core.node.tiers)
 
         def tell(count: Count) -> None:

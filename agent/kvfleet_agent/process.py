@@ -198,7 +198,7 @@ class AgentProcess:
         leave_s = drain.timeout_seconds if drain.mode == "Demote" else 0.0
         await provisioner.apply(wanted.tiers, leave_s, wipe=wipe if policy == "Destroy" else None)
         # Before the first report, which says of each order what was answered before.
-        core.orders.follow(wanted.orders, world.desired.answers)
+        core.orders.follow(wanted.orders, world.desired.answers, world.desired.refused)
         self._followed = pool_node
 
     @staticmethod

@@ -1,7 +1,12 @@
 """How far an order has come, and how its work has ended. Pure."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+UNKNOWN_ORDER: Final = "UnknownOrder"
+"""Reason of an order that this version cannot read. Not final: the node's next version may know it."""
+MESSAGE_CHARS_MAX: Final = 256
+"""`maxLength` of an answer's message."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from kvfleet_agent.progress import Count
 from kvfleet_agent.sessions import SessionState
 from kvfleet_agent.turns import Priority, TrafficClass, Turn
 from kvfleet_api.blocks import BlockKey, ScopeId
-from kvfleet_api.models.poolnode import NodeOrder, OrderAnswer, WarmOrder
+from kvfleet_api.models.poolnode import FlushOrder, NodeOrder, OrderAnswer, WarmOrder
 from kvfleet_metadata.records import Location
 
 pytestmark = pytest.mark.unit
@@ -262,7 +262,7 @@ async def test_a_right_that_ends_on_the_way_ends_the_warming(pair: Pair) -> None
 async def test_a_flush_does_not_wait_for_a_warming_that_waits_for_the_directory(pair: Pair) -> None:
     await store_chain(pair.b, place(), [1, 2])
     pair.directories["b"].is_up = False
-    wanted = [NodeOrder(uid="w", type="Warm", warm=order(9)), NodeOrder(uid="x", type="Flush")]
+    wanted = [NodeOrder(uid="w", type="Warm", warm=order(9)), NodeOrder(uid="x", type="Flush", flush=FlushOrder())]
     pair.b.orders.follow(wanted, [])
     await steps_until(lambda: pair.b.orders.answers()[1].phase == "Done")
 

@@ -1,16 +1,19 @@
 """The declared part of an object: what somebody wants, without what others report about it. Pure."""
 
 import base64
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pydantic import ValidationError
+
 from kvfleet_agent.prepare.declared import stored_report
-from kvfleet_api import names
+from kvfleet_agent.progress import MESSAGE_CHARS_MAX, UNKNOWN_ORDER
+from kvfleet_api import __version__, names
 from kvfleet_api.blocks import ScopeId
 from kvfleet_api.models.inventory import NodeReport
 from kvfleet_api.models.pool import KVPool
-from kvfleet_api.models.poolnode import KVPoolNode, OrderAnswer
+from kvfleet_api.models.poolnode import KVPoolNode, NodeOrder, OrderAnswer
 from kvfleet_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
 from kvfleet_api.trust import KEY_VERSION
 from kvfleet_api.wrapping import DATA_SUFFIX, data_entry
@@ -30,6 +33,8 @@ class SeenNode:
     """As stored; empty when never written."""
     report: NodeReport | None = None
     """What node preparation has told in it."""
+    refused: tuple[OrderAnswer, ...] = ()
+    """Answers to orders that this version cannot read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +75,38 @@ def pool(obj: Json) -> KVPool:
 
 def pool_node(obj: Json) -> SeenNode:
     """Parse a KVPoolNode; the status stays apart."""
-    status = obj.get("status") or {}
-    return SeenNode(KVPoolNode.model_validate(_kept(obj, _FULL)), status, stored_report(status))
+    status, kept = obj.get("status") or {}, _kept(obj, _FULL)
+    readable, refused = _orders(kept["spec"].get("orders") or ())
+    spec = {**kept["spec"], "orders": readable}
+    return SeenNode(KVPoolNode.model_validate({**kept, "spec": spec}), status, stored_report(status), refused)
+
+
+def _orders(wanted: Iterable[Any]) -> tuple[tuple[NodeOrder, ...], tuple[OrderAnswer, ...]]:
+    """Tell orders that can be read from those of a newer operator, which are refused one by one."""
+    readable, refused = [], []
+    for order in wanted:
+        try:
+            readable.append(_order(order))
+        except ValueError as e:
+            uid = order.get("uid") if isinstance(order, Mapping) else None
+            if uid and isinstance(uid, str):  # Nobody could tell whom another answer is for.
+                told = f"{e} (agent {__version__})"[:MESSAGE_CHARS_MAX]
+                refused.append(OrderAnswer(uid=uid[:64], phase="Failed", reason=UNKNOWN_ORDER, message=told))
+    return tuple(readable), tuple(refused)
+
+
+def _order(order: Json) -> NodeOrder:
+    """Parse one order. Raises `ValueError` that names the field, its value and what this version knows."""
+    try:
+        read = NodeOrder.model_validate(order)
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        value = "" if isinstance(first["input"], Mapping) else f", not {str(first['input'])[:64]!r}"
+        raise ValueError(f"order: {field}: {first['msg']}{value}") from e
+    if getattr(read, read.type.lower()) is None:
+        raise ValueError(f"order: {read.type.lower()} must be set when type is {read.type}")
+    return read
 
 
 def order_answers(status: Mapping[str, Any]) -> tuple[OrderAnswer, ...]:

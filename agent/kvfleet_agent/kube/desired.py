@@ -60,6 +60,12 @@ class KubeDesired:
         return order_answers(seen.status) if seen else ()
 
     @property
+    def refused(self) -> tuple[OrderAnswer, ...]:
+        """Answers to orders that this version cannot read, as last seen."""
+        seen = self._nodes.get(self._node_name)
+        return seen.refused if seen else ()
+
+    @property
     def is_withdrawn(self) -> bool:
         """True while the KVPoolNode or the KVPool does not exist: nobody wants this agent any more."""
         return bool(self._missing())
