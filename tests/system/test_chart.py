@@ -1,20 +1,30 @@
-"""The chart: what Helm makes of it, and what a real API server says to that."""
+"""The chart: what Helm makes of its values, without a server."""
 
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
-from chart_agents import daemon_set, redis_set, template_of
+from chart_agents import daemon_set, template_of
+from chart_values import (
+    CASES,
+    CHART,
+    EVERYTHING,
+    KEK_VOLUME,
+    NAMESPACE,
+    ROOT,
+    WORKLOADS,
+    Object,
+    helm,
+    of_kind,
+    render,
+    workloads,
+)
 from operator_fleet import tier
 
-from controlplane import ApiError, ControlPlane, KubectlError, start
 from controlplane.assets import find_tool
-from controlplane.waiting import wait_until
 from kvfleet_agent import config as agent_config
 from kvfleet_agent.prepare import config as prepare_config
 from kvfleet_api import names
@@ -23,95 +33,12 @@ from kvfleet_operator import app as operator_app
 
 pytestmark = pytest.mark.system
 
-ROOT = Path(__file__).resolve().parents[2]
-CHART = ROOT / "charts" / "kvfleet"
-NAMESPACE = "kvfleet-system"
-Object = dict[str, Any]
-
-KEK_VOLUME = {"csi": {"driver": "secrets-store.csi.k8s.io", "readOnly": True}}
-EVERYTHING = {
-    "namespace": {"create": True, "labels": {"pod-security.kubernetes.io/warn": "restricted"}},
-    "metadata": {"replicas": 2},
-    "redis": {"persistence": {"enabled": True, "storageClassName": "fast"}},
-    "agent": {
-        "image": {"repository": "kvfleet/agent", "digest": "sha256:" + "1" * 64},
-        "hostPaths": {"memory": "/run/kvfleet-memory"},
-    },
-    "commonLabels": {"team": "inference"},
-    "kek": {"file": "/run/kvfleet-kek/keks", "volume": KEK_VOLUME},
-    "tracing": {"otlpEndpoint": "http://collector.monitoring:4318/v1/traces"},
-    "networkPolicy": {"enabled": True, "metricsFrom": [{"namespaceSelector": {}}]},
-    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
-    "prometheusRule": {"enabled": True, "runbookBaseUrl": "https://example.org/kvfleet/"},
-    "grafanaDashboard": {"enabled": True, "annotations": {"grafana_folder": "LLM"}},
-    "image": {"registry": "registry.example.org", "pullSecrets": [{"name": "pull"}]},
-    "operator": {
-        "image": {"repository": "kvfleet/operator", "digest": "sha256:" + "0" * 64},
-        "tolerations": [{"key": "infra", "operator": "Exists"}],
-        "affinity": {"nodeAffinity": {}},
-        "extraArgs": ["--resync-s=30"],
-    },
-}
-CASES: dict[str, Object] = {
-    "defaults": {},
-    "everything": EVERYTHING,
-    "only rights": {"processes": {"enabled": False}, "namespace": {"create": True}},
-    "external redis": {"redis": {"mode": "External", "existingSecrets": {"agent": "a", "metadata": "m"}}},
-    "redis as a child": {
-        "redis": {"mode": "Process"},
-        "metadata": {"replicas": 3},
-        "networkPolicy": {"enabled": True},
-    },
-    "node preparation": {
-        "nodePreparation": {
-            "enabled": True,
-            "image": {"digest": "sha256:" + "2" * 64},
-            "keepFree": {"2Mi": 512},
-            "dax": {"devices": ["dax0.*"], "giveBack": True},
-            "seLinuxOptions": {"type": "spc_t"},
-        },
-        "networkPolicy": {"enabled": True},
-    },
-    "no crds": {"crds": {"install": False}, "userRoles": {"create": False}, "podDisruptionBudget": {"enabled": False}},
-}
 PROCESSES = {
     "DaemonSet", "Deployment", "StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy", "Secret", "ConfigMap",
 }  # fmt: skip
 
 SCHEMAS = "1.34"
 """Release of Kubernetes whose published schemas objects are held against: that of the control plane here."""
-WORKLOADS = ("Deployment", "StatefulSet")
-
-
-def helm(*args: str, values: Object | None = None) -> subprocess.CompletedProcess[str]:
-    command = [str(find_tool("helm")), *args, "--values", "-"]
-    return subprocess.run(command, input=json.dumps(values or {}), text=True, capture_output=True, check=False)
-
-
-def render(values: Object) -> list[Object]:
-    """Objects that the chart makes of these values."""
-    done = helm("template", "kvfleet", str(CHART), "--namespace", NAMESPACE, values=values)
-    assert done.returncode == 0, done.stderr
-    return [document for document in yaml.safe_load_all(done.stdout) if document]
-
-
-def of_kind(objects: list[Object], *kinds: str) -> list[Object]:
-    return [o for o in objects if o["kind"] in kinds]
-
-
-def workloads(objects: list[Object]) -> list[Object]:
-    """What runs with a pool `llama-70b`."""
-    return [*of_kind(objects, *WORKLOADS), *redis_set(objects), daemon_set(template_of(objects), "llama-70b")]
-
-
-@pytest.fixture(scope="module")
-def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    with start(tmp_path_factory.mktemp("plane"), kwok=False, controllers=False) as plane:
-        for namespace in (NAMESPACE, names.CA_NAMESPACE):
-            plane.kubectl("create", "namespace", namespace)
-        plane.kubectl("apply", "-f", str(Path(__file__).parent / "monitoring_crds"))
-        plane.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=90s")
-        yield plane
 
 
 @pytest.mark.parametrize("values", CASES.values(), ids=CASES.keys())
@@ -119,29 +46,6 @@ def test_lint_finds_nothing(values: Object) -> None:
     done = helm("lint", str(CHART), "--strict", values=values)
 
     assert done.returncode == 0, done.stdout
-
-
-@pytest.mark.parametrize("values", CASES.values(), ids=CASES.keys())
-def test_a_real_api_server_takes_every_object_as_it_is(plane: ControlPlane, values: Object) -> None:
-    objects = yaml.safe_dump_all(render(values))
-
-    said = plane.kubectl(
-        "apply", "--server-side", "--dry-run=server", "--validate=strict", "--force-conflicts", "-f", "-", stdin=objects
-    )
-
-    assert len(said.splitlines()) == len(render(values))
-    assert all(line.endswith("serverside-applied (server dry run)") for line in said.splitlines())
-
-
-def test_a_field_that_does_not_exist_would_be_refused(plane: ControlPlane) -> None:
-    """Positive control of the dry run."""
-    (service, *_) = of_kind(render({}), "Service")
-    service["spec"]["prots"] = []
-
-    with pytest.raises(KubectlError, match="prots"):
-        plane.kubectl(
-            "apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", "-", stdin=yaml.safe_dump(service)
-        )
 
 
 REFUSED: tuple[tuple[Object, str], ...] = (
@@ -226,114 +130,6 @@ def test_no_role_holds_a_wildcard_or_a_way_to_more_rights(values: Object) -> Non
             assert (role["kind"], rule["resourceNames"]) == ("Role", [role["metadata"]["name"]])
 
 
-FORBIDDEN = {
-    "kvfleet-agent": [
-        ("create", "kvpools.kvfleet.io"), ("patch", "kvpoolnodes.kvfleet.io"), ("patch", "kvtenants.kvfleet.io"),
-        ("list", "secrets"), ("create", "pods"), ("list", "nodes"), ("delete", "leases.coordination.k8s.io"),
-        ("create", "serviceaccounts/token"),
-    ],
-    "kvfleet-metadata": [
-        ("patch", "kvpools.kvfleet.io"), ("list", "secrets"), ("update", "leases.coordination.k8s.io"),
-        ("watch", "kvtenants.kvfleet.io"), ("create", "tokenreviews.authentication.k8s.io"), ("create", "pods"),
-    ],
-    "kvfleet-operator": [
-        ("list", "secrets"), ("create", "kvpools.kvfleet.io"), ("delete", "kvpools.kvfleet.io"),
-        ("create", "tokenreviews.authentication.k8s.io"), ("patch", "nodes"),
-        ("create", "pods"), ("delete", "pods"), ("create", "daemonsets.apps"),
-        ("create", "clusterroles.rbac.authorization.k8s.io"),
-    ],
-}  # fmt: skip
-ALLOWED = {
-    "kvfleet-agent": [
-        ("watch", "kvpools.kvfleet.io", ""), ("patch", "kvpoolnodes/status.kvfleet.io", ""),
-        ("list", "secrets", NAMESPACE), ("patch", "leases.coordination.k8s.io", NAMESPACE),
-        ("create", "tokenreviews.authentication.k8s.io", ""),
-    ],
-    "kvfleet-metadata": [
-        ("list", "leases.coordination.k8s.io", NAMESPACE), ("create", "secrets", NAMESPACE),
-        ("create", "leases.coordination.k8s.io", NAMESPACE), ("list", "kvtenants.kvfleet.io", ""),
-    ],
-    "kvfleet-operator": [
-        ("patch", "kvpools.kvfleet.io", ""), ("deletecollection", "kvpoolnodes.kvfleet.io", ""), ("watch", "nodes", ""),
-        ("create", "secrets", NAMESPACE), ("update", "leases.coordination.k8s.io", NAMESPACE), ("create", "events", ""),
-        ("patch", "daemonsets.apps", NAMESPACE), ("delete", "pods", NAMESPACE),
-    ],
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def ruled(plane: ControlPlane) -> ControlPlane:
-    """A plane with the chart's identities and rights in force; the API server hears of them by watches of its own."""
-    plane.kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump_all(render(CASES["only rights"])))
-    wait_until(lambda: not any(refusals(plane, account) for account in ALLOWED), 90.0)
-    return plane
-
-
-def refusals(plane: ControlPlane, account: str) -> list[str]:
-    """What an identity needs and may not do."""
-    return [f"{v} {r}" for v, r, namespace in ALLOWED[account] if not may(plane, account, v, r, namespace)]
-
-
-def may(plane: ControlPlane, account: str, verb: str, resource: str, namespace: str) -> bool:
-    name, _, group = resource.partition(".")
-    name, _, subresource = name.partition("/")
-    attributes = {"verb": verb, "resource": name, "subresource": subresource, "group": group, "namespace": namespace}
-    spec = {"user": f"system:serviceaccount:{NAMESPACE}:{account}", "resourceAttributes": attributes}
-    body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview", "spec": spec}
-    return bool(plane.api.post("/apis/authorization.k8s.io/v1/subjectaccessreviews", body)["status"]["allowed"])
-
-
-@pytest.mark.parametrize("account", FORBIDDEN)
-def test_an_identity_may_not_reach_beyond_its_part(ruled: ControlPlane, account: str) -> None:
-    """In `default`: nobody may read Secrets outside the system namespace."""
-    allowed = [f"{v} {r}" for v, r in FORBIDDEN[account] if may(ruled, account, v, r, "default")]
-
-    assert not allowed
-
-
-@pytest.mark.parametrize("account", ALLOWED)
-def test_an_identity_may_do_its_part(ruled: ControlPlane, account: str) -> None:
-    assert not refusals(ruled, account)
-
-
-@pytest.fixture(scope="module")
-def restricted(plane: ControlPlane) -> str:
-    """A namespace that admits only pods of the Pod Security Standard `restricted`."""
-    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-    metadata = {"name": "restricted", "labels": labels}
-    plane.api.post("/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
-    for account in ("default", "kvfleet-operator", "kvfleet-metadata", "kvfleet-redis"):
-        body = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": account}}
-        plane.api.post("/api/v1/namespaces/restricted/serviceaccounts", body)
-    return "restricted"
-
-
-def dry_run_pod(plane: ControlPlane, namespace: str, workload: Object) -> None:
-    claims = [claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", ())]
-    spec = workload["spec"]["template"]["spec"]
-    spec["volumes"] += [{"name": name, "persistentVolumeClaim": {"claimName": name}} for name in claims]
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": spec}
-    plane.api.post(f"/api/v1/namespaces/{namespace}/pods?dryRun=All", pod)
-
-
-@pytest.mark.parametrize("case", ["defaults", "everything"])
-def test_every_pod_meets_the_restricted_standard(plane: ControlPlane, restricted: str, case: str) -> None:
-    objects = render(CASES[case])
-    workloads = [*of_kind(objects, "Deployment"), *redis_set(objects)]
-
-    assert len(workloads) == 3
-    for workload in workloads:
-        dry_run_pod(plane, restricted, workload)
-
-
-def test_a_pod_that_may_be_root_would_be_refused(plane: ControlPlane, restricted: str) -> None:
-    """Positive control of the standard."""
-    (workload, *_) = of_kind(render({"podSecurityContext": {"runAsNonRoot": None}}), "Deployment")
-
-    with pytest.raises(ApiError, match="restricted"):
-        dry_run_pod(plane, restricted, workload)
-
-
 def test_every_selector_finds_the_pods_of_one_workload() -> None:
     objects = render(EVERYTHING)
     pods = [o["spec"]["template"]["metadata"]["labels"] for o in workloads(objects)]
@@ -406,21 +202,6 @@ def test_the_operator_is_told_whose_redis_it_is(case: str, mode: str, template: 
 
     assert (given.redis_mode, given.redis_template) == (mode, template)
     assert len(found) == (1 if template else 0)
-
-
-@pytest.mark.parametrize("case", ["defaults", "everything"])
-def test_a_real_api_server_takes_the_redis_that_the_operator_makes_of_the_template(
-    plane: ControlPlane, case: str
-) -> None:
-    (made,) = redis_set(render(CASES[case]))
-
-    said = plane.kubectl(
-        "apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", "-", stdin=yaml.safe_dump(made)
-    )
-    assert said.strip() == f"statefulset.apps/{names.REDIS} serverside-applied (server dry run)"
-    (redis,) = made["spec"]["template"]["spec"]["containers"]
-    assert redis["env"] == [{"name": names.REDIS_MEMORY_VARIABLE, "value": str(256 << 20)}]
-    assert (redis["resources"]["requests"]["memory"], redis["resources"]["limits"]["memory"]) == ("320Mi", "384Mi")
 
 
 def test_an_agent_takes_the_arguments_that_the_chart_gives(monkeypatch: pytest.MonkeyPatch) -> None:
