@@ -23,6 +23,7 @@ from agent_thread import make_verbs
 
 from kvfleet_agent.serve.attachment import Attachment
 from kvfleet_api import wire
+from kvfleet_api.blocks import ScopeId
 from kvfleet_api.checksum import checksum
 
 SLOTS = 16
@@ -68,6 +69,15 @@ class Engine:
         published = await self.ask(wire.Publish(3, tuple(s.reservation for s in reserved.slots), tuple(sums)))
         results: bytes = published.results
         return results
+
+    async def ask_to_store(self, number: int) -> Any:
+        """Reserve a slot for one block at the root."""
+        return await self.ask(wire.Reserve(2, SCOPE, b"", digest(number), ""))
+
+    @staticmethod
+    def key(number: int) -> tuple[ScopeId, bytes]:
+        """Scope and digest of a block."""
+        return SCOPE, digest(number)
 
     async def acquire(self, *numbers: int, **more: Any) -> Any:
         return await self.ask(wire.Acquire(4, SCOPE, b"".join(map(digest, numbers)), **more))

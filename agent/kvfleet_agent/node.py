@@ -74,6 +74,8 @@ class Node:
     """Layouts that engines have attached with, the least lately used first."""
     is_draining: bool = False
     """True while blocks leave for media that survive; no new ones are taken."""
+    drained_tiers: frozenset[str] = frozenset()
+    """Names of tiers that KVOperations want emptied."""
     condemned: dict[Entry, list[Residence]] = field(default_factory=dict)
     """Copies taken out of the index whose slots wait for the end of leases."""
 
@@ -114,7 +116,13 @@ class Node:
     @property
     def entry_tier(self) -> Tier | None:
         """The fastest tier that engines can map: new blocks start here and read blocks come up to it."""
-        return next((t for t in self.tiers if t.mappable is not None and not t.is_leaving), None)
+        return next((t for t in self.tiers if t.mappable is not None and not t.is_closed), None)
+
+    def drain_tiers(self, names: Iterable[str]) -> None:
+        """Empty these tiers, those of them that come up later too, and let all others take blocks."""
+        self.drained_tiers = frozenset(names)
+        for tier in self.tiers:
+            tier.drain(is_wanted=tier.name in self.drained_tiers)
 
     def take(self, want: Want) -> SlotRef:
         """Take a slot on its tenant's account. Raises `TierFullError`, `QuotaExceededError`, `BackendFailedError`."""

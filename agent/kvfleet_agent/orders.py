@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from kvfleet_agent.cut import Cut, Fate
+from kvfleet_agent.draining import watch_drain
 from kvfleet_agent.progress import MESSAGE_CHARS_MAX, UNKNOWN_ORDER, Count, Ended
 from kvfleet_agent.room import TRIM_BYTES_MAX
 from kvfleet_agent.turns import Priority
@@ -47,6 +48,12 @@ class _Run:
     task: asyncio.Task[None] | None = None
     """None when the answer is that of an earlier run of the agent."""
 
+    def tell(self, count: Count, kept: Ended | None = None) -> None:
+        """Note how far it has come, and what keeps it from going on."""
+        self.count = count
+        message, reason = kept if kept is not None else ("", "")
+        self.answer = OrderAnswer(uid=self.order.uid, phase="Running", reason=reason, message=message)
+
 
 class Orders:
     """The orders of one node. Answers wait for the order's withdrawal, however often the agent restarts."""
@@ -57,7 +64,7 @@ class Orders:
         self._runs: dict[str, _Run] = {}
         self._refused: dict[str, OrderAnswer] = {}
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """One of each type at a time: they want the same paths, and a warming takes long."""
+        """One of each type at a time: they want the same paths, and a warming takes long. Drains only watch."""
 
     def follow(
         self, wanted: Iterable[NodeOrder], stored: Iterable[OrderAnswer], refused: Iterable[OrderAnswer] = ()
@@ -107,7 +114,7 @@ class Orders:
 
     async def _carry_out(self, run: _Run) -> None:
         try:
-            async with self._turns[run.order.type]:
+            async with self._turns[_turn(run.order)]:
                 with span("kvfleet.order", order=run.order.type):
                     run.answer = _answer(run.order, await self._worked(run))
         except KvFleetError as e:
@@ -121,13 +128,11 @@ class Orders:
     async def _worked(self, run: _Run) -> Ended:
         if run.order.flush is not None:
             return await self._flush(run, run.order.flush)
-        assert run.order.warm is not None, "of an order exactly the block of its type is set"
         await _recovered(self._core.node.tiers)
-
-        def tell(count: Count) -> None:
-            run.count = count
-
-        return await self._warmer.warm(run.order.warm, tell)
+        if run.order.drain is not None:
+            return await watch_drain(self._core.node, run.order.drain, run.tell)
+        assert run.order.warm is not None, "of an order exactly the block of its type is set"
+        return await self._warmer.warm(run.order.warm, run.tell)
 
     async def _flush(self, run: _Run, order: FlushOrder) -> Ended:
         """Take away what was there at the start and nobody holds, from fast to slow tiers."""
@@ -163,6 +168,10 @@ class Orders:
                 await asyncio.sleep(LOOK_S)
             else:
                 return
+
+
+def _turn(order: NodeOrder) -> str:
+    return order.type if order.drain is None else order.uid
 
 
 async def _recovered(tiers: Sequence[Tier]) -> None:

@@ -22,6 +22,7 @@ from kvfleet_agent.codec.registry import CodecRegistry
 from kvfleet_agent.core import Core
 from kvfleet_agent.counters import Counters
 from kvfleet_agent.discovery import discover
+from kvfleet_agent.draining import drained_tiers
 from kvfleet_agent.index import Index
 from kvfleet_agent.kube.place import Place
 from kvfleet_agent.kube.world import KubeWorld
@@ -195,6 +196,7 @@ class AgentProcess:
             self._followed = pool_node
             return
         drain, policy = core.node.spec.update_strategy.drain, core.node.spec.deletion_policy
+        core.node.drain_tiers(drained_tiers(wanted.orders))  # Before a tier comes up and takes blocks.
         leave_s = drain.timeout_seconds if drain.mode == "Demote" else 0.0
         await provisioner.apply(wanted.tiers, leave_s, wipe=wipe if policy == "Destroy" else None)
         # Before the first report, which says of each order what was answered before.

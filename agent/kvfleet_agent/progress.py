@@ -1,5 +1,6 @@
 """How far an order has come, and how its work has ended. Pure."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -27,3 +28,7 @@ class Ended(NamedTuple):
     message: str
     reason: str = ""
     """CamelCase cause of a failure; empty when it is done."""
+
+
+Tell = Callable[[Count, Ended | None], None]
+"""Takes how far it has come, and what keeps it from going on."""

@@ -216,6 +216,7 @@ class Provisioner:
         """Enter what the medium holds, measure it, and let the node use it."""
         self._ordinals += 1
         tier = Tier(state.spec, self._levels[state.spec.name], backend, self._ordinals)
+        tier.drain(is_wanted=tier.name in self.node.drained_tiers)
         if tier.mappable is not None:
             tier.mappable.on_release(tier.extent_released)
         tier.is_recovering = True

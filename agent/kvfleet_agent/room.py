@@ -239,16 +239,17 @@ class Room:
         return sum(len(tier.extents.get(x, ())) for x in tier.closing)
 
     async def empty(self, tier: Tier) -> bool:
-        """Send one batch of a leaving tier's blocks to other tiers; False when nothing that is left can go.
+        """Send one batch of a closed tier's blocks to other tiers; False when nothing that is left can go.
 
         Down first. What no slower tier takes goes up as far as there is room: nothing there gives way for it.
         """
-        before = tier.blocks
+        before, reason = tier.blocks, "removed" if tier.is_leaving else "drain"
+        cut = Cut(TRIM_BYTES_MAX, reason, Priority.DEMOTE, fate=Fate.STAY)
         async with self._lock(tier):
-            await self._evict(tier, Cut(TRIM_BYTES_MAX, "removed", Priority.DEMOTE, fate=Fate.STAY))
+            await self._evict(tier, cut)
             if tier.blocks == before and self.is_lowest(tier):
                 await self._lifting.lift(tier)
-                await self._evict(tier, Cut(TRIM_BYTES_MAX, "removed", Priority.DEMOTE, fate=Fate.STAY))
+                await self._evict(tier, cut)
         return tier.blocks < before or self._node.is_leased(tier)
 
     async def _relocate(self, entry: Entry, tier: Tier) -> bool:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from kvfleet_agent.core import Core
     from kvfleet_agent.ports import Authenticator
+    from kvfleet_agent.tiers import Tier
 
 EXPIRE_S: Final = 0.25
 """Between looks at leases and reservations; their times are tens of seconds."""
@@ -27,6 +28,10 @@ ANNOUNCE_S: Final = 0.02
 """How long announcements are gathered; other nodes see a block this much later at most."""
 FOLD_S: Final = 0.05
 """Between two steps of folding: 40,000 blocks a second, more than clients can write."""
+STUCK_S: Final = 1.0
+"""Between two tries to empty a drained tier of which nothing could move; twice as long each time."""
+REST_S_MAX: Final = 30.0
+"""Between two such tries at most: what somebody held, or had no place, may go by then."""
 USED_S: Final = 10.0
 """A block that was used since is likely to be asked for again soon."""
 ERASE_GRACE_S: Final = 5.0
@@ -102,8 +107,8 @@ class Sweeper:
         """
         room = self._core.room
         for tier in [t for t in self._node.tiers if not t.is_recovering]:
-            if tier.is_leaving:
-                tier.is_stuck = not await room.empty(tier)
+            if tier.is_closed:
+                await self._empty(tier)
                 continue
             tier.closing |= tier.backend.compact()
             if tier.closing:
@@ -114,6 +119,14 @@ class Sweeper:
             await room.trim(tier)
             if self._node.is_draining and not tier.backend.capabilities.survives_restart and tier.blocks:
                 await room.drain(tier)
+
+    async def _empty(self, tier: Tier) -> None:
+        """Send one batch of a closed tier's blocks elsewhere; a drained one, which may stay so for days, has rests."""
+        if not tier.is_leaving and self._node.clock() < tier.rests_until_s:
+            return
+        tier.is_stuck = not await self._core.room.empty(tier)
+        tier.rest_s = min(max(STUCK_S, 2 * tier.rest_s), REST_S_MAX) if tier.is_stuck else 0.0
+        tier.rests_until_s = self._node.clock() + tier.rest_s
 
     def gauges(self) -> None:
         """Set what Prometheus reads."""

@@ -69,8 +69,14 @@ class Tier:
     """Those of them that the last resize closed."""
     leaves_by_s: float | None = None
     """Monotonic second until which its blocks move to other tiers, because it is declared no more; None: it stays."""
+    is_drained: bool = False
+    """True while a KVOperation wants its blocks in other tiers."""
     is_stuck: bool = False
-    """True when a tier that leaves has nothing that can still move."""
+    """True when a tier that is emptied has nothing that can move now."""
+    rests_until_s: float = 0.0
+    """Monotonic second until which a drained tier that was stuck is left alone."""
+    rest_s: float = 0.0
+    """How long it was left alone last; 0 after something moved."""
     extents: dict[int, Residents] = field(default_factory=dict)
     """Blocks by extent; extents without any are absent."""
     queues: dict[tuple[ScopeId, str], LeafQueue[Entry]] = field(default_factory=dict)
@@ -121,6 +127,22 @@ class Tier:
         return self.leaves_by_s is not None
 
     @property
+    def is_closed(self) -> bool:
+        """True while it takes nothing new and is emptied, whatever for."""
+        return self.is_drained or self.is_leaving
+
+    def drain(self, *, is_wanted: bool) -> None:
+        """Begin to be emptied, or take blocks again."""
+        if is_wanted and not self.is_drained:
+            self.is_stuck, self.rests_until_s, self.rest_s = False, 0.0, 0.0
+        self.is_drained = is_wanted
+
+    @property
+    def has_held(self) -> bool:
+        """True while somebody leases, pins, decodes from or moves a block that lies here."""
+        return any(entry.is_held for residents in self.extents.values() for entry in residents.in_use)
+
+    @property
     def shrinking_blocks(self) -> int:
         """Blocks that lie where the last resize left no room."""
         return sum(len(self.extents.get(extent, ())) for extent in self.shrinking & self.closing)
@@ -129,7 +151,7 @@ class Tier:
         """What the status says of the tier."""
         if self.is_recovering:
             return "Pending"
-        if self.is_leaving:
+        if self.is_closed:
             return "Draining"
         if self.failures >= FAILURES_MAX:
             return "Failed"
@@ -152,7 +174,7 @@ class Tier:
     def facts(self, now_s: float) -> TierFacts:
         """Return what a placement may know."""
         can = self.backend.capabilities
-        takes_writes = now_s >= self.paused_until_s and not self.is_recovering and not self.is_leaving
+        takes_writes = now_s >= self.paused_until_s and not self.is_recovering and not self.is_closed
         return TierFacts(self.name, self.level, takes_writes, can.survives_restart, can.is_memory)
 
     def extent_number(self, extent: int) -> int:
@@ -175,8 +197,9 @@ class Tier:
         """
         if self.is_recovering:
             raise TierFullError(f"tier {self.name}: the blocks of an earlier run are still being entered", delay_s=1.0)
-        if self.is_leaving:
-            raise TierFullError(f"tier {self.name}: it is declared no more and being emptied", delay_s=1.0)
+        if self.is_closed:
+            why = "it is declared no more" if self.is_leaving else "it is drained"
+            raise TierFullError(f"tier {self.name}: {why}, and takes no blocks", delay_s=1.0)
         used_bytes = self.tenant_bytes.get(tenant, 0)
         if hard_bytes is not None and over_hard_bytes(used_bytes, size_bytes, hard_bytes):
             raise self._exceeded(tenant, used_bytes, size_bytes, hard_bytes)
@@ -195,7 +218,7 @@ class Tier:
     ) -> list[SlotRef]:
         """Take up to `count` slots of equal size in memory that engines map; fewer where room or quota end."""
         assert self.mappable is not None
-        if not count or self.is_recovering or self.is_leaving:
+        if not count or self.is_recovering or self.is_closed:
             return []
         slots: list[SlotRef] = []
         if hard_bytes is not None:  # The size of a slot is known once there is one.

@@ -83,7 +83,7 @@ class Warmer:
         if entry_tier is None:
             return Ended("no tier that engines read from is up on this node", "TierAbsent")
         target = entry_tier if name is None else self._node.tier(name)
-        if target is None or target.is_leaving:
+        if target is None or target.is_closed:
             return Ended(f"tier {name} is not up on this node", "TierAbsent")
         if target.level < entry_tier.level:
             return Ended(f"tier {name} is faster than {entry_tier.name}, where blocks come in", "TierTooFast")

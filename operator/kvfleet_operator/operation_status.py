@@ -18,7 +18,7 @@ _ENDED: Final = {End.COMPLETE: "every node is done", End.CANCELLED: "cancelled o
 
 def operation_status(operation: Operation, course: Course, now: datetime) -> dict[str, Any]:
     """Status of an operation that is not over by its stored status."""
-    conditions = _conditions(Says(operation.meta.generation), course)
+    conditions = _conditions(Says(operation.meta.generation), course, _message(operation, course))
     start = operations.started_at(operation)
     return {
         **conditions_only(operation, conditions, format_time(now)),
@@ -26,7 +26,7 @@ def operation_status(operation: Operation, course: Course, now: datetime) -> dic
         "startedAt": format_time(start or now),
         "finishedAt": format_time(now) if course.end else "",
         "progress": _progress(course).to_json(),
-        "summary": _summary(course),
+        "summary": _summary(operation, course),
         "failures": [_failure(count, o).to_json() for count, o in operations.by_reason(course.open)],
     }
 
@@ -38,12 +38,12 @@ def operation_notes(operation: Operation, course: Course) -> tuple[Note, ...]:
         told.append(("Started", "the operation has been taken up", Severity.NORMAL))
     if course.end is not None:
         severity = Severity.WARNING if course.end is End.FAILED else Severity.NORMAL
-        told.append((str(course.end), _message(course), severity))
+        told.append((str(course.end), _message(operation, course), severity))
     return tuple(Note(operation.ref, operation.uid, *it) for it in told)
 
 
-def _conditions(says: Says, course: Course) -> tuple[Condition, ...]:
-    fault, message = course.fault, _message(course)
+def _conditions(says: Says, course: Course, message: str) -> tuple[Condition, ...]:
+    fault = course.fault
     accepted = (
         says.false("Accepted", fault.reason, fault.message) if fault else says.true("Accepted", "Accepted", "taken up")
     )
@@ -54,10 +54,10 @@ def _conditions(says: Says, course: Course) -> tuple[Condition, ...]:
     return (accepted, says.true("Progressing", "InProgress", "agents work on it"))
 
 
-def _message(course: Course) -> str:
+def _message(operation: Operation, course: Course) -> str:
     """What people read at the end."""
     if course.end is not End.FAILED:
-        return f"{_ENDED[course.end]}: {_summary(course)}" if course.end is not None else ""
+        return f"{_ENDED[course.end]}: {_summary(operation, course)}" if course.end is not None else ""
     if course.fault is not None:
         return course.fault.message
     told = "; ".join(
@@ -81,9 +81,13 @@ def _progress(course: Course) -> OperationProgress:
     )
 
 
-def _summary(course: Course) -> str:
-    missing = sum(a.blocks_missing for a in course.answers)
-    told = f", {units.coarse(missing)} blocks missing" if missing else ""
+def _summary(operation: Operation, course: Course) -> str:
+    missing, left = sum(a.blocks_missing for a in course.answers), 0
+    if operation.model is not None and operation.model.spec.drain is not None:
+        left = sum(a.blocks_total - a.blocks_done for a in course.answers)
+    told = (
+        f", {units.coarse(missing)} blocks missing" if missing else f", {units.coarse(left)} blocks left" * bool(left)
+    )
     return f"{course.done}/{course.nodes} nodes{told}"
 
 

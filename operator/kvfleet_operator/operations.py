@@ -17,7 +17,7 @@ from typing import Final
 from kvfleet_api.conditions import is_true
 from kvfleet_api.models.operation import KVOperation, OperationNodes
 from kvfleet_api.models.pool import KVPool
-from kvfleet_api.models.poolnode import ORDERS_MAX, FlushOrder, NodeOrder, WarmOrder
+from kvfleet_api.models.poolnode import ORDERS_MAX, FlushOrder, NodeOrder, TierDrainOrder, WarmOrder
 from kvfleet_operator.claims import Fault
 from kvfleet_operator.moments import format_time, parse_time
 from kvfleet_operator.reconcile import NO_DRAIN, DrainOrder, Wants, is_done
@@ -169,7 +169,7 @@ def _fault(model: KVOperation, around: Around) -> Fault | None:
         return Fault("PoolDeleting", f"pool {name} is being deleted")
     if pool.model.spec.paused:
         return Fault("PoolPaused", f"pool {name} is paused")
-    work = model.spec.flush or model.spec.warm
+    work = model.spec.drain or model.spec.flush or model.spec.warm
     tier = work.tier if work is not None else None
     if tier is not None and tier not in {t.name for t in pool.model.spec.tiers}:
         return Fault("TierNotFound", f"pool {name} has no tier {tier}")
@@ -201,16 +201,26 @@ def _verdict(operation: Operation, name: str, around: Around) -> Open | None:
     if node is None or node.is_deleting:
         return Open(name, "NoPoolNode", f"node {name} is none of the pool's")
     answer = node.answers.get(operation.uid)
-    if operation.model.spec.drain is not None:
-        if node.drain.requested and node.is_heard and is_done(node, _DRAIN):
-            return None
-    elif answer is not None and answer.phase == "Done":
-        return None
-    elif answer is not None and answer.phase == "Failed":
+    if answer is not None and answer.phase == "Failed":
         return Open(name, answer.reason or "Failed", answer.message, is_final=True)
+    if _has_done(operation.model, node, answer):
+        return None
     if node.key not in around.alive:
         return Open(name, "AgentAway", "the agent's Lease is not current")
+    if answer is not None and answer.reason:
+        return Open(name, answer.reason, answer.message)
     return Open(name, "InProgress", _said_of_drain(node) if operation.model.spec.drain else "")
+
+
+def _has_done(model: KVOperation, node: PoolNodeSeen, answer: AnswerSeen | None) -> bool:
+    if _is_whole_drain(model):
+        return node.drain.requested and node.is_heard and is_done(node, _DRAIN)
+    return answer is not None and answer.phase == "Done"
+
+
+def _is_whole_drain(model: KVOperation) -> bool:
+    """True for a drain of nodes with all their tiers, which is no order but a state of the KVPoolNode."""
+    return model.spec.drain is not None and model.spec.drain.tier is None
 
 
 def _said_of_drain(node: PoolNodeSeen) -> str:
@@ -253,14 +263,16 @@ def _ask(operation: Operation, around: Around, asked: _Asked) -> None:
     if (end is not None and not is_holding) or operation.error or _fault(model, around):
         return
     for node in _targets(model, around):
-        if model.spec.drain is not None:
+        if _is_whole_drain(model):
             asked.drains.setdefault(node, DrainSeen(requested=True, mode="Demote", deadline=format_time(last)))
         elif len(its := asked.orders.setdefault(node, [])) < ORDERS_MAX:
             its.append(_order(operation.uid, model))
 
 
 def _order(uid: str, model: KVOperation) -> NodeOrder:
-    flush, warm = model.spec.flush, model.spec.warm
+    drain, flush, warm = model.spec.drain, model.spec.flush, model.spec.warm
+    if drain is not None and drain.tier is not None:
+        return NodeOrder(uid=uid, type="Drain", drain=TierDrainOrder(tier=drain.tier))
     if warm is not None:
         what = {"tenant": warm.tenant, "prefixes": warm.prefixes, "archived_sessions": warm.archived_sessions}
         return NodeOrder(uid=uid, type="Warm", warm=WarmOrder(**what, max_bytes=warm.max_bytes or 0, tier=warm.tier))

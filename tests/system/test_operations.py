@@ -86,6 +86,30 @@ def test_a_drained_node_takes_no_blocks_until_its_operation_is_cancelled_or_dele
         assert put(client, 3) == 16
 
 
+def test_a_drained_tier_is_emptied_into_the_others_and_closed_until_its_operation_is_cancelled(fleet: Fleet) -> None:
+    first, _ = fleet.agents
+    with first.client() as client:
+        assert put(client, 1) == put(client, 2) == 16
+        with client.acquire(keys_of(client, 2)) as held:
+            name = fleet.operate("tier", "Drain", nodes={"names": [first.node]}, tier="dram")
+            until(lambda: [f["reason"] for f in fleet.status(name).get("failures", [])] == ["BlocksHeld"])
+            assert len(held) == 16
+            fleet.restart_operator()
+        status = fleet.wait(name, "Complete")
+        assert status["summary"] == "1/1 nodes"
+        assert status["progress"]["blocksDone"] == status["progress"]["blocksTotal"] >= 32
+        assert put(client, 3) == 0
+    first.stop(signal.SIGKILL)
+    first.start()
+    with first.client() as client:
+        assert put(client, 3) == 0, "closed from before it came up"
+        fleet.cancel(name)
+        until(lambda: fleet.orders(first) == [])
+        until(lambda: {t["name"]: t["phase"] for t in first.status()["tiers"]}["dram"] == "Ready")
+        assert put(client, 3) == 16
+        assert got(client, 1)[0] == got(client, 2)[0] == 16
+
+
 def test_people_see_what_goes_on_and_what_is_wrong(fleet: Fleet) -> None:
     name = fleet.operate("typo", "Flush", tier="nvm")
     until(lambda: fleet.status(name).get("state") == "Pending")

@@ -1,5 +1,6 @@
 """Laws of KVOperations over a simulated cluster: every one ends, cancelling ends, restarts change nothing."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,6 +44,10 @@ def operate(fleet: Fleet, name: str = "op", type_: str = "Flush", **block: Any) 
 
 def drain(fleet: Fleet, name: str = "op", **nodes: Any) -> Ref:
     return operate(fleet, name, "Drain", nodes=nodes or {"names": ["n0"]})
+
+
+def drain_tier(fleet: Fleet, name: str = "op", tier: str = "dram") -> Ref:
+    return operate(fleet, name, "Drain", nodes={"names": ["n0"]}, tier=tier)
 
 
 def cancel(fleet: Fleet, ref: Ref) -> None:
@@ -110,6 +115,29 @@ def test_a_flush_is_ordered_once_its_start_is_stored_and_complete_when_all_have_
     assert (state(fleet, flush), condition(fleet.objects[flush], "Complete")[0]) == ("Complete", "True")
     assert condition(fleet.objects[flush], "Progressing") == ("False", "Complete")
     assert not any(orders(fleet, node) for node in ("n0", "n1", "n2"))
+
+
+def test_the_drain_of_a_tier_is_an_order_that_stands_until_it_is_cancelled_and_tells_what_is_left() -> None:
+    fleet = running()
+    ref = drain_tier(fleet)
+    fleet.settle()
+    uid = fleet.objects[ref]["metadata"]["uid"]
+    wanted = fleet.objects[pool_node("p", "n0")]["spec"]["orders"]
+    assert wanted == [{"uid": uid, "type": "Drain", "drain": {"tier": "dram"}}]
+    assert not is_drained(fleet, "n0")
+
+    answer(fleet, "n0", uid, "Running", reason="BlocksHeld", message="leased", blocksDone=2, blocksTotal=10)
+    fleet.settle()
+    status = fleet.objects[ref]["status"]
+    assert (status["summary"], status["failures"][0]["reason"]) == ("0/1 nodes, 8 blocks left", "BlocksHeld")
+    answer(fleet, "n0", uid, blocksDone=9, blocksTotal=10)
+    fleet.settle()
+    assert (state(fleet, ref), fleet.objects[ref]["status"]["summary"]) == ("Complete", "1/1 nodes, 1 blocks left")
+    assert orders(fleet, "n0") == [uid]
+
+    cancel(fleet, ref)
+    fleet.settle()
+    assert (state(fleet, ref), orders(fleet, "n0")) == ("Complete", [])
 
 
 def test_a_warming_is_ordered_of_the_nodes_that_are_meant_and_counts_what_is_missing() -> None:
@@ -363,8 +391,23 @@ happenings = st.lists(
     st.sampled_from(["listen", "answer", "fail", "silent", "back", "cancel", "node gone", "time", "step", "settle"]),
     max_size=12,
 )
-types_of_three = st.lists(st.sampled_from(["Flush", "Drain", "Warm"]), min_size=1, max_size=3)
-MAKERS = {"Flush": operate, "Drain": drain, "Warm": warm}
+MAKERS: dict[str, Callable[[Fleet, str], Ref]] = {
+    "Flush": operate,
+    "Drain": drain,
+    "DrainTier": drain_tier,
+    "Warm": warm,
+}
+types_of_three = st.lists(st.sampled_from(sorted(MAKERS)), min_size=1, max_size=3)
+
+
+def holds(fleet: Fleet, ref: Ref) -> bool:
+    """True of a drain that goes on after its end."""
+    is_drain = "drain" in fleet.objects[ref]["spec"]
+    return is_drain and state(fleet, ref) == "Complete" and not is_cancelled(fleet, ref)
+
+
+def here_of(fleet: Fleet) -> set[str]:
+    return {n.partition(".")[2] for n in fleet.of(kinds.POOL_NODE)}
 
 
 @settings(deadline=None)
@@ -385,10 +428,12 @@ def test_every_operation_ends_and_its_end_is_final(types: list[str], events: lis
     fleet.settle(16)
 
     assert all(state(fleet, ref) in ENDS for ref in refs)
-    assert not any(orders(fleet, n.partition(".")[2]) for n in fleet.of(kinds.POOL_NODE))
-    drains = [ref for ref, type_ in zip(refs, types, strict=True) if type_ == "Drain"]
-    held = {"n0"} if any(state(fleet, r) == "Complete" and not is_cancelled(fleet, r) for r in drains) else set()
-    here = {n.partition(".")[2] for n in fleet.of(kinds.POOL_NODE)}
+    holding = {r: t for r, t in zip(refs, types, strict=True) if holds(fleet, r)}
+    tiers = {fleet.objects[r]["metadata"]["uid"] for r, t in holding.items() if t == "DrainTier"}
+    assert {u for n in fleet.of(kinds.POOL_NODE) for u in orders(fleet, n.partition(".")[2])} <= tiers
+    assert "n0" not in here_of(fleet) or set(orders(fleet, "n0")) == tiers
+    held = {"n0"} if "Drain" in holding.values() else set()
+    here = here_of(fleet)
     assert {n for n in here if is_drained(fleet, n)} == held & here
     assert all(sum(condition(fleet.objects[r], end)[0] == "True" for end in ENDS) == 1 for r in refs)
 

@@ -28,9 +28,12 @@ class OperationNodes(ApiModel):
 
 
 class DrainOperation(ApiModel):
-    """Let nodes take no new blocks and bring theirs to tiers that survive, for as long as the KVOperation exists."""
+    """Let nodes, or one tier of them, take no new blocks and bring theirs elsewhere while the KVOperation exists."""
 
     nodes: OperationNodes = Field(description="Nodes to drain.")
+    tier: Name | None = Field(
+        None, description="Tier of the pool that is emptied into the others; absent: all, into tiers that survive."
+    )
 
 
 class FlushOperation(ApiModel):

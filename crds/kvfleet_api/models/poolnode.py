@@ -59,6 +59,12 @@ class FlushOrder(ApiModel):
     mode: Literal["Drop", "Demote"] = Field("Drop", description="Drop, or bring to the next slower tier.")
 
 
+class TierDrainOrder(ApiModel):
+    """Bring the blocks of a tier to others, and take no new ones there while the order stands."""
+
+    tier: Name = Field(description="Tier.")
+
+
 class WarmOrder(ApiModel):
     """Bring prefixes of a tenant here."""
 
@@ -75,7 +81,8 @@ class NodeOrder(ApiModel):
     """One KVOperation's part on this node; carried out once, and answered in the status by its uid."""
 
     uid: Text = Field(description="Uid of the KVOperation.")
-    type: Literal["Flush", "Warm"] = Field(description="What to do; exactly the block of this name is set.")
+    type: Literal["Drain", "Flush", "Warm"] = Field(description="What to do; exactly the block of this name is set.")
+    drain: TierDrainOrder | None = Field(None, description="Set when type is Drain.")
     flush: FlushOrder | None = Field(None, description="Set when type is Flush.")
     warm: WarmOrder | None = Field(None, description="Set when type is Warm.")
 
