@@ -92,6 +92,8 @@ class Mover:
             return target.mappable is not None and move.slot is not None
         if source.mappable is None or source.backend.capabilities.is_emulated or target.group is None:
             return False  # Memory that stands in for slower one shows that in its `read`.
+        if target.backend.capabilities.is_memory:
+            return True
         policy = self._node.spec.policy.compression
         return self._codecs.for_policy(policy, is_worn=codec in LOSSY).name == RAW
 

@@ -413,3 +413,16 @@ class TestHbmDouble(BackendContract):
         backend = open_hbm("cpu", CAPACITY_BYTES)
         yield backend
         await backend.close()
+
+
+class TestHbmOnALateDevice(BackendContract):
+    @pytest.fixture
+    async def backend(self) -> AsyncIterator[TierBackend]:
+        pytest.importorskip("torch")
+        from late_device import LateQueue
+
+        from kvfleet_agent.backends.hbm import HbmTier
+
+        backend = HbmTier([LateQueue("late:0"), LateQueue("late:1")], CAPACITY_BYTES)
+        yield backend
+        await backend.close()

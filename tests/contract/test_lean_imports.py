@@ -13,6 +13,7 @@ OWN = {
     "kvfleet_agent.backends.objects": {"obstore"},
     "kvfleet_agent.backends.cipher": {"cryptography", "_cffi_backend"},
     "kvfleet_agent.codec.lossless": {"zstandard"},
+    "kvfleet_agent.backends.device_queue": TORCHS_OWN,
     "kvfleet_agent.backends.hbm": TORCHS_OWN,
     "kvfleet_agent.backends.torch_devices": TORCHS_OWN,
     "kvfleet_agent.codec.triton_packing": TORCHS_OWN,

@@ -155,7 +155,7 @@ def _modules() -> list[ModuleType]:
 def _import_all(package: str) -> None:
     parent = importlib.import_module(package)
     for found in pkgutil.iter_modules(parent.__path__):
-        if found.name not in ("connectors", "hbm", "torch_devices", "object", "objects", "cli"):
+        if found.name not in ("connectors", "device_queue", "hbm", "torch_devices", "object", "objects", "cli"):
             importlib.import_module(f"{package}.{found.name}")
 
 

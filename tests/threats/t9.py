@@ -137,11 +137,11 @@ async def _search_lasting(search: Search, slots: int) -> None:
 
 async def _search_hbm(search: Search, slots: int) -> None:
     """Device memory is read back whole: no engine maps it."""
-    from kvfleet_agent.backends.hbm import HbmMemory, open_hbm
+    from kvfleet_agent.backends.hbm import HbmTier
+    from threats.recycling import RecyclingQueue
 
-    backend = open_hbm("cpu", CAPACITY_BYTES)
+    backend = HbmTier([RecyclingQueue()], CAPACITY_BYTES)
     memory = backend.memory
-    assert isinstance(memory, HbmMemory)
     round_ = 0
     while search.slots < slots:
         taken = _fill(backend, _scope(round_))
@@ -276,16 +276,7 @@ async def _control() -> bool:
 async def _search_careless_device(search: Search) -> None:
     import torch
 
-    kept: list[Any] = []
-
-    def uncleared(size: int, **more: Any) -> Any:
-        fitting = [t for t in kept if len(t) == size]
-        made = fitting[0] if fitting else torch.empty(size, **more)
-        kept[:] = [t for t in kept if t is not made] + [made]
-        return made
-
-    careless = mock.patch("kvfleet_agent.backends.hbm.torch.zeros", uncleared)
-    with careless, mock.patch.object(torch.Tensor, "zero_", torch.Tensor.detach):
+    with mock.patch.object(torch.Tensor, "zero_", torch.Tensor.detach):
         await _search_hbm(search, 3000)
 
 

@@ -21,7 +21,7 @@ from agent_doubles import (
 from sim.volume import Fault, MemoryVolume
 from virtual_loop import run_virtually
 
-from kvfleet_agent.backends.base import Reading, Record, Sound, Writing
+from kvfleet_agent.backends.base import Reading, Record, Sound, TierBackend, Writing
 from kvfleet_agent.backends.nvme import RecordStore, open_store
 from kvfleet_agent.core import Core
 from kvfleet_agent.entry import Entry
@@ -42,8 +42,13 @@ COUNT = 8
 
 async def core_on(volume: MemoryVolume, capacity_bytes: int = 16 * MIB) -> Core:
     """A core with a memory tier above a record store, and a chain of blocks in memory."""
-    below = Tier(dict_tier("nvme", capacity_bytes, 1, 2).spec, 1, await open_store(volume, capacity_bytes), 2)
-    core = make_core([dram_tier(32 * BLOCK_BYTES), below], policy={"compression": {"mode": "None"}})
+    return await core_above(await open_store(volume, capacity_bytes), "None")
+
+
+async def core_above(backend: TierBackend, compression: str) -> Core:
+    """The same above another backend."""
+    below = Tier(dict_tier("below", backend.capacity_bytes, 1, 2).spec, 1, backend, 2)
+    core = make_core([dram_tier(32 * BLOCK_BYTES), below], policy={"compression": {"mode": compression}})
     assert await store_chain(core, PLACE, range(COUNT)) == COUNT
     return core
 
@@ -90,6 +95,23 @@ async def test_a_group_goes_down_in_one_write_and_comes_up_in_one_read() -> None
     core.node.evict(list(reversed(entries_of(core))), core.node.tiers[0], "room")
     assert await loaded(core) == list(range(COUNT))
     assert volume.calls["read"] == COUNT  # One block of this size for each of 16 transfers: nothing waits for another.
+    await core.close()
+
+
+async def test_groups_go_into_device_memory_as_they_are_whatever_the_pool_compresses() -> None:
+    pytest.importorskip("torch", reason="torch is not installed: make setup")
+    from late_device import LateQueue
+
+    from kvfleet_agent.backends.hbm import HbmTier
+    from kvfleet_agent.backends.staging import PIECES
+
+    queue = LateQueue()
+    core = await core_above(HbmTier([queue], 4 * MIB), "Lossless")
+
+    assert await push_down(core, entries_of(core)) == [True] * COUNT
+    assert queue.most_under_way >= PIECES
+    core.node.evict(list(reversed(entries_of(core))), core.node.tiers[0], "room")
+    assert await loaded(core) == list(range(COUNT))
     await core.close()
 
 

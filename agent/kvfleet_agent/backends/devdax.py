@@ -14,19 +14,21 @@ import mmap
 import os
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.backends import torn
-from kvfleet_agent.backends.base import Capabilities
+from kvfleet_agent.backends.base import Capabilities, matches
 from kvfleet_agent.backends.device import DeviceTier
-from kvfleet_api.errors import BackendFailedError, InvalidInputError, TierFullError, UnsupportedError
+from kvfleet_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, TierFullError, UnsupportedError
 from kvfleet_api.units import KIB, MIB
 from kvfleet_native import copy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvfleet_agent.backends.base import Record, SlotRef
     from kvfleet_agent.discovery import DaxDevice
 
 DRIVER: Final = "device_dax"
@@ -37,7 +39,7 @@ _PARTS: Final = 64
 _DEV: Final = Path("/dev")
 
 
-def open_devdax(capacity_bytes: int, devices: Sequence[DaxDevice], dev: Path = _DEV) -> DeviceTier:
+def open_devdax(capacity_bytes: int, devices: Sequence[DaxDevice], dev: Path = _DEV) -> DaxTier:
     """Tier on the first dax device that is large enough and in nobody's use.
 
     Raises `UnsupportedError` when there is none in mode devdax, and `InvalidInputError` when all are too small or
@@ -62,7 +64,7 @@ def open_devdax(capacity_bytes: int, devices: Sequence[DaxDevice], dev: Path = _
     raise InvalidInputError(f"CXL mode DevDax: {capacity_bytes} B asked for; {'; '.join(refused)}")
 
 
-def _opened(path: Path, size_bytes: int, capacity_bytes: int) -> DeviceTier:
+def _opened(path: Path, size_bytes: int, capacity_bytes: int) -> DaxTier:
     unit_bytes = max(_ALIGNMENT_BYTES, capacity_bytes // _PARTS // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES)
     memory = DaxMemory(path, size_bytes // _MAP_BYTES * _MAP_BYTES, unit_bytes)
     can = Capabilities(
@@ -72,7 +74,31 @@ def _opened(path: Path, size_bytes: int, capacity_bytes: int) -> DeviceTier:
         is_emulated=False,
         alignment_bytes=_ALIGNMENT_BYTES,
     )
-    return DeviceTier(can, memory, capacity_bytes, page_bytes=unit_bytes)
+    return DaxTier(can, memory, capacity_bytes, page_bytes=unit_bytes)
+
+
+class DaxTier(DeviceTier["DaxMemory"]):
+    """Blocks in a mapped device."""
+
+    async def write(self, slot: SlotRef, record: Record, stored: memoryview) -> None:
+        """Copy host bytes to the device; on return they are there. See `TierBackend`."""
+        self._check_there(slot)
+        await self._run(partial(self.memory.copy_in, slot.extent, slot.offset, stored[: record.stored_bytes]))
+
+    async def read(self, slot: SlotRef, record: Record, into: memoryview) -> None:
+        """Copy to host memory and verify the copy. See `TierBackend`."""
+        self._check_there(slot)
+        is_same = await self._run(partial(self._copy_out, slot, record, into[: record.stored_bytes]))
+        if not is_same or not self._table.is_live(slot):
+            raise BlockCorruptError(f"block {record.key} in extent {slot.extent} at {slot.offset}: checksum differs")
+
+    def _copy_out(self, slot: SlotRef, record: Record, target: memoryview) -> bool:
+        self.memory.copy_out(slot.extent, slot.offset, target)
+        return matches(target, record, slot.stamp)
+
+    def _check_there(self, slot: SlotRef) -> None:
+        if slot.extent not in self._table.extents:
+            raise BackendFailedError(f"extent {slot.extent} is gone: slot at {slot.offset} was dropped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +167,12 @@ class DaxMemory:
             self._is_free[first : first + units] = [True] * units
 
     def copy_in(self, extent: int, offset: int, source: memoryview) -> None:
-        """Copy to the device. See `DeviceMemory`."""
+        """Fill a part of an extent. Raises `BackendFailedError`."""
         copy(self._part(extent, offset, len(source)), source)
         self._check(extent)
 
     def copy_out(self, extent: int, offset: int, into: memoryview) -> None:
-        """Copy from the device. See `DeviceMemory`."""
+        """Read a part of an extent. Raises `BackendFailedError`."""
         copy(into, self._part(extent, offset, len(into)))
         self._check(extent)
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
-from kvfleet_agent.backends.base import matches
 from kvfleet_agent.backends.slots import Extent, SlotTable, target_extent_bytes
 from kvfleet_agent.backends.waiting import in_thread
-from kvfleet_api.errors import BackendFailedError, BlockCorruptError, KvFleetError
+from kvfleet_api.errors import BackendFailedError, KvFleetError
 from kvfleet_api.units import MIB
 
 if TYPE_CHECKING:
@@ -33,13 +31,7 @@ class DeviceMemory(Protocol):
         """Give an extent memory. Raises `TierFullError` when the device has none left."""
 
     def release(self, extent: int) -> None:
-        """Clear an extent's memory and take it back."""
-
-    def copy_in(self, extent: int, offset: int, source: memoryview) -> None:
-        """Fill a part of an extent. Raises `BackendFailedError`."""
-
-    def copy_out(self, extent: int, offset: int, into: memoryview) -> None:
-        """Read a part of an extent. Raises `BackendFailedError`."""
+        """Clear an extent's memory and take it back. Raises `BackendFailedError`; it is back all the same."""
 
     def broken(self) -> frozenset[int]:
         """Extents in which the device has failed: nothing more is to be put there."""
@@ -48,13 +40,16 @@ class DeviceMemory(Protocol):
         """Clear and release everything."""
 
 
-class DeviceTier:
-    """Blocks in a device's memory (`TierBackend`). Copies run in one thread."""
+Memory = TypeVar("Memory", bound=DeviceMemory)
+
+
+class DeviceTier(Generic[Memory]):
+    """Slots in a device's memory: what is the same for all tiers there (`TierBackend`). Copies run in one thread."""
 
     def __init__(
         self,
         capabilities: Capabilities,
-        memory: DeviceMemory,
+        memory: Memory,
         capacity_bytes: int,
         *,
         page_bytes: int,
@@ -109,27 +104,18 @@ class DeviceTier:
             raise
 
     def _release(self, extent: Extent) -> None:
-        self._thread.submit(self.memory.release, extent.id)
+        self._thread.submit(self._released, extent.id)
 
-    async def write(self, slot: SlotRef, record: Record, stored: memoryview) -> None:
-        """Copy host bytes to the device; on return they are there. See `TierBackend`."""
-        await self._run(slot, partial(self.memory.copy_in, slot.extent, slot.offset, stored[: record.stored_bytes]))
-
-    async def read(self, slot: SlotRef, record: Record, into: memoryview) -> None:
-        """Copy to host memory and verify the copy. See `TierBackend`."""
-        is_same = await self._run(slot, partial(self._copy_out, slot, record, into[: record.stored_bytes]))
-        if not is_same or not self._table.is_live(slot):
-            raise BlockCorruptError(f"block {record.key} in extent {slot.extent} at {slot.offset}: checksum differs")
-
-    def _copy_out(self, slot: SlotRef, record: Record, target: memoryview) -> bool:
-        self.memory.copy_out(slot.extent, slot.offset, target)
-        return matches(target, record, slot.stamp)
-
-    async def _run(self, slot: SlotRef, copy: Callable[[], T]) -> T:
-        if slot.extent not in self._table.extents:
-            raise BackendFailedError(f"extent {slot.extent} is gone: slot at {slot.offset} was dropped")
+    def _released(self, extent: int) -> None:
         try:
-            return await in_thread(self._thread, copy)
+            self.memory.release(extent)
+        except BackendFailedError as e:
+            self._last_error = str(e)
+
+    async def _run(self, copies: Callable[[], T]) -> T:
+        """Copy in the thread of this tier. What fails is the tier's last error."""
+        try:
+            return await in_thread(self._thread, copies)
         except BackendFailedError as e:
             self._last_error = str(e)
             raise

@@ -231,11 +231,12 @@ def sealed(writings: Sequence[Writing]) -> list[Record | KvFleetError]:
     pairs = rebound([
         (w.stored, w.record.key.digest, (w.record.epoch, w.slot.stamp), sound.use) for w, sound in unsure
     ])  # fmt: skip
-    made = {w.slot: _sealed(w, sound, *pair) for (w, sound), pair in zip(unsure, pairs, strict=True)}
+    made = {w.slot: proven(w, sound, *pair) for (w, sound), pair in zip(unsure, pairs, strict=True)}
     return [made.get(w.slot, w.record) for w in writings]
 
 
-def _sealed(writing: Writing, sound: Sound, ours: bytes, theirs: bytes) -> Record | KvFleetError:
+def proven(writing: Writing, sound: Sound, ours: bytes, theirs: bytes) -> Record | KvFleetError:
+    """Record with our checksum of bytes whose other checksum is the one that they are known by; else an error."""
     if theirs != sound.checksum:
         return BlockCorruptError(f"block {writing.record.key} in memory: checksum differs")
     return struct_replace(writing.record, checksum=ours)
