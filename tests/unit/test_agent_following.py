@@ -50,6 +50,7 @@ class Running:
             pool=pool,
             is_withdrawn=False,
             answers=(),
+            refused=(),
             report=None,
             pool_node=pool_node(1),
             pool_presence=Presence.PRESENT,
