@@ -12,6 +12,7 @@ level, _running = choose(os.environ.get("KVFLEET_NATIVE_LEVEL", ""))
 copy = _running.copy
 copy_digest = _running.copy_digest
 copy_digests = _running.copy_digests
+copy_sound = _running.copy_sound
 digest_pairs = _running.digest_pairs
 mix = _running.mix
 narrow = _running.narrow

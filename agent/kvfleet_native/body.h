@@ -10,7 +10,7 @@
 #include "kernels.h"
 
 #define LINE 64 /* Bytes of a cache line, on every processor that we know of. */
-#define AHEAD_BYTES 1024 /* What is fetched before the hash gets there. */
+#define AHEAD_BYTES 2048 /* What is fetched before the hash gets there. */
 
 TARGET static void stream(uint8_t *into, const uint8_t *source, size_t size)
 {
@@ -70,22 +70,26 @@ TARGET static void digest(const uint8_t *source, size_t size, uint64_t seed, uin
 #define STAGE_BYTES (4 * BLOCK_BYTES) /* Stays in the first cache. */
 
 /* As add_blocks, and each line goes from its registers past the caches to `into`, which begins with a quarter of one:
-   what an allocator hands out does. `number` is 1 or 2 seeds' sums; known where this is inlined, all stay in registers. */
+   what an allocator hands out does. Nowhere, where `is_kept` is not. `number` is 1 or 2 seeds' sums; known where this is
+   inlined, all stay in registers. */
 TARGET static inline __attribute__((always_inline)) void
 stream_blocks(uint64_t sums[][8], uint8_t *into, const uint8_t *source, size_t count, uint8_t secrets[][SECRET_BYTES],
-              int number)
+              int number, int is_kept)
 {
     int is_aligned = (uintptr_t)into % LINE == 0, last = number - 1;
     Lanes lanes = load_lanes(sums[0]), others = load_lanes(sums[last]);
     for (size_t block = 0; block < count; block++) {
-        for (int stripe = 0; stripe < BLOCK_STRIPES; stripe++, into += STRIPE_BYTES, source += STRIPE_BYTES) {
+        for (int stripe = 0; stripe < BLOCK_STRIPES; stripe++, source += STRIPE_BYTES) {
             __builtin_prefetch(source + AHEAD_BYTES);
             Line line = load_line(source);
             __asm__ volatile("" ::: "memory"); /* From here on the source has changed, for all that the compiler knows. */
-            if (is_aligned)
-                stream_line(into, line);
-            else
-                stream_quarters(into, line);
+            if (is_kept) {
+                if (is_aligned)
+                    stream_line(into, line);
+                else
+                    stream_quarters(into, line);
+                into += STRIPE_BYTES;
+            }
             lanes = accumulate(lanes, line, secrets[0] + 8 * stripe);
             if (last)
                 others = accumulate(others, line, secrets[last] + 8 * stripe);
@@ -109,11 +113,14 @@ TARGET static void copy_digests(uint8_t *into, const uint8_t *source, size_t siz
     for (int i = 0; i < count; i++)
         begin_digest(sums[i], secrets[i], seeds[i]);
     /* What is left has a line at least: the digest's last line never reaches back to what was streamed. */
-    size_t straight = is_streamed && (uintptr_t)into % (LINE / 4) == 0 ? (size - LINE) / BLOCK_BYTES : 0;
+    int is_straight = into == NULL || (is_streamed && (uintptr_t)into % (LINE / 4) == 0);
+    size_t straight = is_straight ? (size - LINE) / BLOCK_BYTES : 0;
     if (count == 1)
-        stream_blocks(sums, into, source, straight, secrets, 1);
+        stream_blocks(sums, into, source, straight, secrets, 1, into != NULL);
+    else if (into != NULL)
+        stream_blocks(sums, into, source, straight, secrets, 2, 1);
     else
-        stream_blocks(sums, into, source, straight, secrets, 2);
+        stream_blocks(sums, into, source, straight, secrets, 2, 0);
     for (size_t at = straight * BLOCK_BYTES, here; at < size; at += here) {
         int is_last = size - at <= STAGE_BYTES;
         here = is_last ? size - at : STAGE_BYTES;

@@ -48,6 +48,14 @@ class Kernels(Protocol):
     def copy_digests(self, into: Buffer, source: Buffer, seed: int, other: int, /) -> tuple[bytes, bytes]:
         """Do what `copy_digest` does, with the digests under two seeds of the same reading."""
 
+    def copy_sound(self, blocks: Sequence[tuple[Buffer, Buffer, int, int, bytes]], /) -> list[bytes]:
+        """Fill the first memory of each with the second one where XXH3-128 of that under the first seed is the bytes.
+
+        Returns the digests under the second seeds, empty where nothing was copied; lets go of the GIL once for all.
+        The sources must be out of others' reach: they are read twice. Raises `ValueError` before anything is copied
+        when two sizes differ or two memories overlap, and for a digest that is not of 16 B.
+        """
+
     def width_of(self, source: Buffer, element_bytes: int, /) -> int:
         """Return the bits of a code, 3 to 7, with which `narrow` makes such elements (1, 2 or 4 B) shortest.
 

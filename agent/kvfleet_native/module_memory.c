@@ -157,6 +157,100 @@ static PyObject *digest_pairs(PyObject *Py_UNUSED(module), PyObject *asked)
     return made;
 }
 
+typedef struct {
+    Pair pair;
+    Py_buffer into, wanted;
+} Arrival;
+
+/* Each is copied right after it was hashed: while it lies in a cache. */
+static void copy_if_sound(Arrival *one)
+{
+    const Py_buffer *source = &one->pair.source;
+    if (source->len < HASHED_FROM_BYTES)
+        return;
+    hash_pair(&one->pair);
+    if (memcmp(one->pair.digests, one->wanted.buf, DIGEST_BYTES) == 0)
+        copy_bytes(&one->into, source);
+}
+
+static PyObject *end_of(const Arrival *one)
+{
+    PyObject *told = told_of(&one->pair), *end = NULL;
+    char *theirs;
+    Py_ssize_t length;
+    if (told == NULL || PyBytes_AsStringAndSize(PyTuple_GetItem(told, 0), &theirs, &length) != 0) {
+        Py_XDECREF(told);
+        return NULL;
+    }
+    int is_sound = memcmp(theirs, one->wanted.buf, DIGEST_BYTES) == 0;
+    if (is_sound && one->pair.source.len < HASHED_FROM_BYTES)
+        memmove(one->into.buf, one->pair.source.buf, (size_t)one->into.len);
+    end = is_sound ? Py_NewRef(PyTuple_GetItem(told, 1)) : PyBytes_FromStringAndSize(NULL, 0);
+    Py_DECREF(told);
+    return end;
+}
+
+static PyObject *copy_arrivals(Arrival *arrivals, Py_ssize_t count)
+{
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < count; i++)
+        copy_if_sound(&arrivals[i]);
+    Py_END_ALLOW_THREADS
+    PyObject *made = PyList_New(count);
+    for (Py_ssize_t i = 0; made != NULL && i < count; i++) {
+        PyObject *end = end_of(&arrivals[i]);
+        if (end == NULL)
+            Py_CLEAR(made);
+        else
+            PyList_SetItem(made, i, end);
+    }
+    return made;
+}
+
+static int parse_arrival(PyObject *block, Arrival *one)
+{
+    if (!PyTuple_Check(block)) {
+        PyErr_SetString(PyExc_TypeError, "a block to copy is a tuple of two memories, two seeds and a digest");
+        return 0;
+    }
+    Pair *pair = &one->pair;
+    if (!PyArg_ParseTuple(block, "w*y*KKy*", &one->into, &pair->source, &pair->seeds[0], &pair->seeds[1],
+                          &one->wanted))
+        return 0;
+    if (overlap(&one->into, &pair->source))
+        PyErr_SetString(PyExc_ValueError, "copy within one memory");
+    else if (one->wanted.len != DIGEST_BYTES)
+        PyErr_Format(PyExc_ValueError, "digest of %zd B, not of 16 B", one->wanted.len);
+    else if (have_one_size(&one->into, &pair->source))
+        return 1;
+    PyBuffer_Release(&one->into);
+    PyBuffer_Release(&pair->source);
+    PyBuffer_Release(&one->wanted);
+    return 0;
+}
+
+static PyObject *copy_sound(PyObject *Py_UNUSED(module), PyObject *asked)
+{
+    PyObject *blocks = PySequence_List(asked);
+    Py_ssize_t count = blocks == NULL ? 0 : PyList_Size(blocks), parsed = 0;
+    Arrival *arrivals = blocks == NULL ? NULL : PyMem_Calloc((size_t)count + 1, sizeof *arrivals);
+    PyObject *made = NULL;
+    if (blocks != NULL && arrivals == NULL)
+        PyErr_NoMemory();
+    while (arrivals != NULL && parsed < count && parse_arrival(PyList_GetItem(blocks, parsed), &arrivals[parsed]))
+        parsed++;
+    if (arrivals != NULL && parsed == count)
+        made = copy_arrivals(arrivals, count);
+    while (parsed > 0) {
+        PyBuffer_Release(&arrivals[--parsed].pair.source);
+        PyBuffer_Release(&arrivals[parsed].into);
+        PyBuffer_Release(&arrivals[parsed].wanted);
+    }
+    PyMem_Free(arrivals);
+    Py_XDECREF(blocks);
+    return made;
+}
+
 static PyObject *joined(PyObject *made, PyObject *other)
 {
     PyObject *pair = made == NULL || other == NULL ? NULL : PyTuple_Pack(2, made, other);
@@ -230,6 +324,7 @@ PyMethodDef memory_functions[] = {
     {"copy", copy, METH_VARARGS, NULL},
     {"xxh3_128", xxh3_128, METH_VARARGS, NULL},
     {"digest_pairs", digest_pairs, METH_O, NULL},
+    {"copy_sound", copy_sound, METH_O, NULL},
     {"copy_digest", copy_digest, METH_VARARGS, NULL},
     {"copy_digests", copy_digests, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
     _Bytes: TypeAlias = npt.NDArray[np.uint8]
 
+_DIGEST_BYTES: Final = 16
 _STAGE_BYTES: Final = 256 << 10
 """Copied and hashed in turn, so that the hash reads from the processor's cache: at 2 MiB per block 16.1 GB/s against
 14.4 for a copy and then a hash, of 17.8 for the copy alone (AMD EPYC, 1 MiB of L2 per core)."""
 
 __all__ = (
-    "copy", "copy_digest", "copy_digests", "digest_pairs", "mix", "narrow", "pack", "unmix", "unpack", "widen",
-    "width_of", "xxh3_128",
+    "copy", "copy_digest", "copy_digests", "copy_sound", "digest_pairs", "mix", "narrow", "pack", "unmix", "unpack",
+    "widen", "width_of", "xxh3_128",
 )  # fmt: skip
 
 
@@ -49,6 +50,19 @@ def digest_pairs(blocks: Sequence[tuple[Buffer, int, int]], /) -> list[tuple[byt
     return [_pair(_digests(np.frombuffer(source, np.uint8), seeds)) for source, *seeds in blocks]
 
 
+def copy_sound(blocks: Sequence[tuple[Buffer, Buffer, int, int, bytes]], /) -> list[bytes]:
+    """Hash each source twice, and copy those that are sound."""
+    for into, source, _, _, wanted in blocks:
+        _checked_pair(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8), "copy")
+        if len(wanted) != _DIGEST_BYTES:
+            raise ValueError(f"digest of {len(wanted)} B, not of {_DIGEST_BYTES} B")
+    pairs = digest_pairs([(source, seed, other) for _, source, seed, other, _ in blocks])
+    for (into, source, _, _, wanted), (theirs, _) in zip(blocks, pairs, strict=True):
+        if theirs == wanted:
+            copy(into, source)
+    return [ours if theirs == block[-1] else b"" for block, (theirs, ours) in zip(blocks, pairs, strict=True)]
+
+
 def copy_digest(into: Buffer, source: Buffer, seed: int = 0, /) -> bytes:
     """Copy and hash by way of memory that nobody else can write to."""
     return _copy_digests(into, source, (seed,))[0]
@@ -66,11 +80,15 @@ def _pair(digests: list[bytes]) -> tuple[bytes, bytes]:
 
 def _copy_digests(into: Buffer, source: Buffer, seeds: Sequence[int]) -> list[bytes]:
     to_array, from_array = np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8)
-    if np.may_share_memory(to_array, from_array):
-        raise ValueError("copy and digest within one memory")
-    if to_array.size != from_array.size:
-        raise ValueError(f"copy of {from_array.size} B into {to_array.size} B")
+    _checked_pair(to_array, from_array, "copy and digest")
     return _digests(from_array, seeds, to_array)
+
+
+def _checked_pair(into: _Bytes, source: _Bytes, what: str) -> None:
+    if np.may_share_memory(into, source):
+        raise ValueError(f"{what} within one memory")
+    if into.size != source.size:
+        raise ValueError(f"copy of {source.size} B into {into.size} B")
 
 
 def _digests(source: _Bytes, seeds: Sequence[int], into: _Bytes | None = None) -> list[bytes]:

@@ -6,7 +6,7 @@ from typing import Final
 
 import xxhash
 
-from kvfleet_native import digest_pairs
+from kvfleet_native import copy_sound, digest_pairs
 
 CHECKSUM_BYTES: Final = 16
 
@@ -37,6 +37,18 @@ def rebound(blocks: Sequence[tuple[memoryview, bytes, Use, Use]]) -> list[tuple[
     In one go for all, so that many small blocks cost as little as few large ones.
     """
     return digest_pairs([(block, bind(digest, *one), bind(digest, *other)) for block, digest, one, other in blocks])
+
+
+def copied(blocks: Sequence[tuple[memoryview, memoryview, bytes, bytes, Use, Use]]) -> list[bytes]:
+    """Fill the first memory of each block with the second one, where that is what a checksum was made of.
+
+    A block is the two memories, the block's digest, the checksum, the use that this is bound to, and the one for which
+    a checksum is returned; empty where nothing was copied. The second memories must be out of others' reach.
+    """
+    return copy_sound([
+        (into, source, bind(digest, *theirs), bind(digest, *ours), wanted)
+        for into, source, digest, wanted, theirs, ours in blocks
+    ])  # fmt: skip
 
 
 def bind_part(bound: int, index: int) -> int:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,70 @@ def test_every_size_up_to_some_blocks_has_the_right_pair(level: str) -> None:
         pairs = kernels.digest_pairs(wanted)
 
     assert pairs == [tuple(xxhash.xxh3_128_digest(b.data, s) for s in two) for b, *two in wanted]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_pair_of_memory_that_changes_meanwhile_is_of_the_same_bytes(level: str) -> None:
+    memory = np.zeros(1 << 20, np.uint8)
+    stop = threading.Event()
+
+    def scribble() -> None:
+        value = 0
+        while not stop.is_set():
+            value += 1
+            memory[::61] = value % 251
+
+    writer = threading.Thread(target=scribble)
+    writer.start()
+    pairs: set[tuple[bytes, bytes]] = set()
+    try:
+        with kernels_of(level) as kernels:
+            while len(pairs) < 20:
+                pairs.update(kernels.digest_pairs([(memory, 5, 5)]))
+    finally:
+        stop.set()
+        writer.join()
+
+    assert all(first == second for first, second in pairs)
+
+
+@given(level=levels, sizes=st.lists(sizes, max_size=4), at=st.integers(0, 70), spoilt=st.sets(st.integers(0, 3)))
+@example(level=LEVELS[0], sizes=[0, 240, 241, 70_000], at=3, spoilt=set())
+@example(level=LEVELS[0], sizes=[0, 240, 241, 70_000], at=3, spoilt={0, 1, 2, 3})
+def test_what_is_not_sound_is_not_copied(level: str, sizes: list[int], at: int, spoilt: set[int]) -> None:
+    sources = [NOISE[at : at + size] for size in sizes]
+    targets = [np.full(size, 7, np.uint8) for size in sizes]
+    wanted = [xxhash.xxh3_128_digest(s.data, 2 if i in spoilt else 1) for i, s in enumerate(sources)]
+
+    with kernels_of(level) as kernels:
+        blocks = zip(targets, sources, wanted, strict=True)
+        made = kernels.copy_sound([(into, source, 1, 9, digest) for into, source, digest in blocks])
+
+    for i, (into, source, ours) in enumerate(zip(targets, sources, made, strict=True)):
+        assert ours == (b"" if i in spoilt else xxhash.xxh3_128_digest(source.data, 9))
+        assert np.array_equal(into, np.full_like(source, 7) if i in spoilt else source)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("second", "problem"),
+    [
+        ((bytearray(2), b"abc", bytes(16)), "copy of 3 B into 2 B"),
+        ((bytearray(3), b"abc", bytes(15)), "digest of 15 B, not of 16 B"),
+        ((bytearray(3), None, bytes(16)), "copy within one memory"),
+    ],
+)
+def test_nothing_is_copied_where_one_of_several_cannot_be(
+    level: str, second: tuple[bytearray, bytes | None, bytes], problem: str
+) -> None:
+    source, target = b"seven " * 100, bytearray(600)
+    into, other, digest = second
+
+    with kernels_of(level) as kernels, pytest.raises(ValueError, match=problem):
+        kernels.copy_sound(
+            [(target, source, 1, 2, xxhash.xxh3_128_digest(source, 1)), (into, other or into, 0, 0, digest)]
+        )
+    assert target == bytearray(600)
 
 
 @given(level=levels, size=sizes, at=st.integers(0, 70), to=places, seed=seeds)

@@ -22,7 +22,7 @@ from kvfleet_agent.backends.runs import Laid, made, runs_of
 from kvfleet_agent.backends.slots import round_up
 from kvfleet_agent.backends.volume import DIRECT_BYTES
 from kvfleet_agent.backends.waiting import Apart, together
-from kvfleet_api.checksum import rebound
+from kvfleet_api.checksum import Use, copied, rebound
 from kvfleet_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, KvFleetError
 from kvfleet_native import copy
 
@@ -183,14 +183,25 @@ class Transfers:
         return {a.reading.slot: self._end(a) for a in arrivals}
 
     def _arrive(self, arrivals: Sequence[_Arrival], callers: _Callers) -> None:
-        """Open and verify what was read, and hand it over."""
+        """Open what was read, and hand over what is sound."""
         opened = [(a, a.open(a.whole, self._payload(a))) for a in arrivals]
         sound = [(a, payload) for a, payload in opened if payload is not None]
-        checked = verified([(a.reading, payload) for a, payload in sound], is_sealed=self._form.is_sealed)
-        for (arrival, payload), bound in zip(sound, checked, strict=True):
-            if bound:
-                callers.use(partial(copy, arrival.target, payload), None)
-                arrival.bound = bound
+        bound = callers.use(partial(self._handed_over, sound), [b""] * len(sound))
+        for (arrival, _), digest in zip(sound, bound, strict=True):
+            arrival.bound = digest
+
+    def _handed_over(self, opened: Sequence[tuple[_Arrival, memoryview]]) -> list[bytes]:
+        """Verify and copy; checksums for the readers, empty where the bytes are not the record's."""
+        again = [(a, payload) for a, payload in opened if a.reading.rebind is not None]
+        ends = iter(copied([_rebinding(a, payload) for a, payload in again]))
+        return [next(ends) if a.reading.rebind is not None else self._seen(a, payload) for a, payload in opened]
+
+    def _seen(self, arrival: _Arrival, payload: memoryview) -> bytes:
+        reading = arrival.reading
+        if not self._form.is_sealed and not matches(payload, reading.record, reading.slot.stamp):
+            return b""
+        copy(arrival.target, payload)
+        return reading.record.checksum
 
     def _payload(self, arrival: _Arrival) -> memoryview:
         """Where a payload lies, which is also where it is opened to."""
@@ -242,19 +253,7 @@ def proven(writing: Writing, sound: Sound, ours: bytes, theirs: bytes) -> Record
     return struct_replace(writing.record, checksum=ours)
 
 
-def verified(read: Sequence[tuple[Reading, memoryview]], *, is_sealed: bool) -> list[bytes]:
-    """Checksums for the readers, in this thread; empty where the bytes are not the record's."""
-    bound = [(r, payload, r.rebind) for r, payload in read if r.rebind is not None]
-    pairs = rebound([
-        (payload, r.record.key.digest, use, (r.record.epoch, r.slot.stamp)) for r, payload, use in bound
-    ])  # fmt: skip
-    made = {
-        r.slot: ours if theirs == r.record.checksum else b""
-        for (r, _, _), (ours, theirs) in zip(bound, pairs, strict=True)
-    }
-    return [made[r.slot] if r.rebind is not None else _seen(r, p, is_sealed=is_sealed) for r, p in read]
-
-
-def _seen(reading: Reading, payload: memoryview, *, is_sealed: bool) -> bytes:
-    is_same = is_sealed or matches(payload, reading.record, reading.slot.stamp)
-    return reading.record.checksum if is_same else b""
+def _rebinding(arrival: _Arrival, payload: memoryview) -> tuple[memoryview, memoryview, bytes, bytes, Use, Use]:
+    record, slot, ours = arrival.reading.record, arrival.reading.slot, arrival.reading.rebind
+    assert ours is not None
+    return arrival.target, payload, record.key.digest, record.checksum, (record.epoch, slot.stamp), ours
