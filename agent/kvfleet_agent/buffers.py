@@ -1,9 +1,15 @@
 """Page-aligned scratch memory for moves, made once and used again. No I/O."""
 
-import mmap
-from collections.abc import Iterator
+from __future__ import annotations
+
 from contextlib import contextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+from kvfleet_agent.backends.scratch import scratch
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Iterator
 
 KEPT_PER_SIZE: Final = 32
 """Buffers of one size kept for the next move; the gate lets no more moves run at a time."""
@@ -23,7 +29,7 @@ class Buffers:
         """A buffer of `size_bytes`, page-aligned so that O_DIRECT takes it; back in the pool at the end."""
         rounded = -(-max(size_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
         kept = self._free.setdefault(rounded, [])
-        buffer = kept.pop() if kept else mmap.mmap(-1, rounded)
+        buffer = kept.pop() if kept else scratch(rounded)
         try:
             with memoryview(buffer) as whole, whole[:size_bytes] as view:
                 yield view

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvfleet_agent.backends.memory import address_of
+from kvfleet_agent.backends.scratch import scratch
 from kvfleet_agent.backends.slots import round_up
 from kvfleet_agent.backends.volume import DIRECT_BYTES
 
@@ -41,9 +42,9 @@ class Buffers:
         """Borrow a buffer of `size_bytes`, rounded up to the alignment; waits while all are in use."""
         size = round_up(size_bytes, DIRECT_BYTES)
         await self._turn.acquire()
-        buffer = self._free.pop() if self._free else mmap.mmap(-1, size)
+        buffer = self._free.pop() if self._free else scratch(size)
         if len(buffer) < size:
-            buffer = mmap.mmap(-1, size)
+            buffer = scratch(size)
         loan = Loan(memoryview(buffer)[:size])
         try:
             yield loan

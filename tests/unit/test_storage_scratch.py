@@ -1,0 +1,44 @@
+"""Memory that blocks pass through: aligned, long enough, in huge pages, and not a child's."""
+
+import ctypes
+import re
+from pathlib import Path
+
+import pytest
+
+from kvfleet_agent.backends.scratch import HUGE_BYTES, scratch
+from kvfleet_api.units import KIB
+
+pytestmark = pytest.mark.unit
+
+
+def advised(address: int) -> set[str]:
+    """What the kernel was told of the memory at an address (VmFlags, Documentation/filesystems/proc.rst)."""
+    for mapping in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        first, last = (int(end, 16) for end in mapping.split(" ", 1)[0].split("-"))
+        if first <= address < last:
+            return set(mapping.rsplit("VmFlags:", 1)[1].split())
+    raise AssertionError("nothing is mapped there")
+
+
+@pytest.mark.parametrize("size_bytes", [4 * KIB, 64 * KIB, HUGE_BYTES - 1, HUGE_BYTES, 2 * HUGE_BYTES + 8 * KIB])
+def test_scratch_memory_is_aligned_and_long_enough(size_bytes: int) -> None:
+    memory = scratch(size_bytes)
+
+    assert len(memory) >= size_bytes
+    assert ctypes.addressof(ctypes.c_char.from_buffer(memory)) % (4 * KIB) == 0
+
+
+def test_whole_huge_pages_are_asked_for_and_no_more() -> None:
+    memory = scratch(2 * HUGE_BYTES + 8 * KIB)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+    has_huge_pages = Path("/sys/kernel/mm/transparent_hugepage").is_dir()
+    assert ("hg" in advised(address + 2 * HUGE_BYTES - 1)) == has_huge_pages
+    assert "hg" not in advised(address + 2 * HUGE_BYTES)
+
+
+def test_a_child_does_not_have_scratch_memory() -> None:
+    memory = scratch(HUGE_BYTES)
+
+    assert "dc" in advised(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
