@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvfleet_agent.backends.base import Record
-from kvfleet_agent.backends.transfers import proven, verified
+from kvfleet_agent.backends.transfers import handed_over, proven
 from kvfleet_api.checksum import bind
 from kvfleet_api.errors import BackendFailedError, BlockCorruptError, KvFleetError
 from kvfleet_native import copy, copy_digests
@@ -152,9 +152,8 @@ def _arrived(reading: Reading, piece: _Piece | KvFleetError) -> bytes | KvFleetE
     except RuntimeError as e:
         return BackendFailedError(f"copy from HBM: {e}")
     payload = piece.view[: reading.record.stored_bytes]
-    (bound,) = verified([(reading, payload)], is_sealed=False)
+    (bound,) = handed_over([(reading, payload)], is_sealed=False)
     if not bound:
         where = f"extent {reading.slot.extent} at {reading.slot.offset}"
         return BlockCorruptError(f"block {reading.record.key} in {where}: checksum differs")
-    copy(reading.into[: len(payload)], payload)
     return bound

@@ -84,11 +84,6 @@ class _Arrival:
     bound: bytes = b""
     """The checksum for the reader; empty while it is not known to be this very record."""
 
-    @property
-    def target(self) -> memoryview:
-        """Memory of the caller."""
-        return self.reading.into[: self.reading.record.stored_bytes]
-
 
 class Transfers:
     """Writes and reads of one store."""
@@ -186,22 +181,9 @@ class Transfers:
         """Open what was read, and hand over what is sound."""
         opened = [(a, a.open(a.whole, self._payload(a))) for a in arrivals]
         sound = [(a, payload) for a, payload in opened if payload is not None]
-        bound = callers.use(partial(self._handed_over, sound), [b""] * len(sound))
-        for (arrival, _), digest in zip(sound, bound, strict=True):
+        over = partial(handed_over, [(a.reading, payload) for a, payload in sound], is_sealed=self._form.is_sealed)
+        for (arrival, _), digest in zip(sound, callers.use(over, [b""] * len(sound)), strict=True):
             arrival.bound = digest
-
-    def _handed_over(self, opened: Sequence[tuple[_Arrival, memoryview]]) -> list[bytes]:
-        """Verify and copy; checksums for the readers, empty where the bytes are not the record's."""
-        again = [(a, payload) for a, payload in opened if a.reading.rebind is not None]
-        ends = iter(copied([_rebinding(a, payload) for a, payload in again]))
-        return [next(ends) if a.reading.rebind is not None else self._seen(a, payload) for a, payload in opened]
-
-    def _seen(self, arrival: _Arrival, payload: memoryview) -> bytes:
-        reading = arrival.reading
-        if not self._form.is_sealed and not matches(payload, reading.record, reading.slot.stamp):
-            return b""
-        copy(arrival.target, payload)
-        return reading.record.checksum
 
     def _payload(self, arrival: _Arrival) -> memoryview:
         """Where a payload lies, which is also where it is opened to."""
@@ -253,7 +235,30 @@ def proven(writing: Writing, sound: Sound, ours: bytes, theirs: bytes) -> Record
     return struct_replace(writing.record, checksum=ours)
 
 
-def _rebinding(arrival: _Arrival, payload: memoryview) -> tuple[memoryview, memoryview, bytes, bytes, Use, Use]:
-    record, slot, ours = arrival.reading.record, arrival.reading.slot, arrival.reading.rebind
-    assert ours is not None
-    return arrival.target, payload, record.key.digest, record.checksum, (record.epoch, slot.stamp), ours
+def handed_over(opened: Sequence[tuple[Reading, memoryview]], *, is_sealed: bool) -> list[bytes]:
+    """Verify payloads, in this thread, and copy them to the callers' memory.
+
+    Returns checksums for the readers, empty where the bytes are not the record's: nothing was copied there.
+    """
+    again = [(r, payload, r.rebind) for r, payload in opened if r.rebind is not None]
+    ends = iter(copied([_rebinding(*one) for one in again]))
+    return [next(ends) if r.rebind is not None else _seen(r, payload, is_sealed=is_sealed) for r, payload in opened]
+
+
+def _rebinding(
+    reading: Reading, payload: memoryview, ours: Use
+) -> tuple[memoryview, memoryview, bytes, bytes, Use, Use]:
+    record = reading.record
+    theirs = (record.epoch, reading.slot.stamp)
+    return _target(reading), payload, record.key.digest, record.checksum, theirs, ours
+
+
+def _seen(reading: Reading, payload: memoryview, *, is_sealed: bool) -> bytes:
+    if not is_sealed and not matches(payload, reading.record, reading.slot.stamp):
+        return b""
+    copy(_target(reading), payload)
+    return reading.record.checksum
+
+
+def _target(reading: Reading) -> memoryview:
+    return reading.into[: reading.record.stored_bytes]
