@@ -3,9 +3,10 @@
 from collections.abc import AsyncIterator
 
 import pytest
-from backend_contract import CAPACITY_BYTES, BackendContract
+from backend_contract import ANNA, CAPACITY_BYTES, BackendContract, content, record
 
-from kvfleet_agent.backends.base import TierBackend
+from kvfleet_agent.backends.base import Reading, TierBackend, Writing
+from kvfleet_api.units import MIB
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make setup")
 
@@ -23,3 +24,22 @@ class TestHbmCuda(BackendContract):
         backend = open_hbm("cuda", CAPACITY_BYTES)
         yield backend
         await backend.close()
+
+
+async def test_groups_overlap_copies_and_what_was_freed_is_the_drivers_again() -> None:
+    from kvfleet_agent.backends.hbm import open_hbm
+
+    free_bytes, _ = torch.cuda.mem_get_info()
+    tier = open_hbm("cuda", 256 * MIB)
+    slots = [tier.reserve(ANNA, 2 * MIB) for _ in range(64)]
+    blocks = [content(n, 2 * MIB) for n in range(len(slots))]
+    writings = [Writing(s, b, record(n, b, s)) for n, (s, b) in enumerate(zip(slots, blocks, strict=True))]
+    assert list(await tier.write_group(writings)) == [w.record for w in writings]
+
+    rooms = [memoryview(bytearray(2 * MIB)) for _ in slots]
+    readings = [Reading(w.slot, w.record, room) for w, room in zip(writings, rooms, strict=True)]
+    assert list(await tier.read_group(readings)) == [w.record.checksum for w in writings]
+    assert rooms == blocks
+
+    await tier.close()
+    assert torch.cuda.mem_get_info()[0] >= free_bytes - 32 * MIB

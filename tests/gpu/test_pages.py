@@ -1,0 +1,45 @@
+"""KV in pages of a CUDA device makes the blocks that it makes in host memory, and comes back on the stream."""
+
+from functools import partial
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: make setup")
+
+from paged_kv import LAYOUT, filled, pages_of  # noqa: E402
+
+from kvfleet_client.connectors.paged import CudaWork  # noqa: E402
+from kvfleet_client.connectors.pages import ORDER, PagedKv  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+BLOCKS = 3
+
+
+@pytest.mark.parametrize("page_tokens", [16, 24])
+@pytest.mark.parametrize("order", [ORDER, "page,kv,head,token,dim"])
+def test_pages_of_the_device_and_of_the_host_make_the_same_blocks(order: str, page_tokens: int) -> None:
+    table, work = pages_of(BLOCKS, page_tokens), CudaWork()
+    here = PagedKv(filled(order, page_tokens), LAYOUT, order)
+    there = PagedKv(filled(order, page_tokens, device="cuda"), LAYOUT, order)
+    empty = [torch.zeros_like(t) for t in filled(order, page_tokens, device="cuda")]
+    back = PagedKv(empty, LAYOUT, order)
+    shape = (BLOCKS, LAYOUT.block_bytes // LAYOUT.layers)
+    for layer in range(LAYOUT.layers):
+        wanted = torch.zeros(shape, dtype=torch.uint8)
+        here.gather(layer, here.rows(table, range(BLOCKS)), wanted)
+        room = work.staging(wanted.numel()).view(shape)
+        on_device = torch.empty(shape, dtype=torch.uint8, device="cuda")
+
+        there.gather(layer, there.rows(table, range(BLOCKS)), on_device)
+        work.start(partial(room.copy_, on_device, non_blocking=True))()
+        assert torch.equal(room, wanted)
+
+        back.scatter(layer, back.rows(table, range(BLOCKS)), room.to("cuda", non_blocking=True))
+        found = torch.empty_like(on_device)
+        back.gather(layer, back.rows(table, range(BLOCKS)), found)
+        assert torch.equal(found.cpu(), wanted)
+        assert int((empty[layer] != 0).sum()) == int((wanted.view(torch.int32) != 0).sum())
