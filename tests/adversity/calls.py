@@ -101,6 +101,8 @@ def refusal(status: int) -> Json:
 class Sight:
     """What watches and lists are shown. Changed by the test while the operator runs."""
 
+    pause_s: float = 0.0
+    """Between two events of a watch, so that what lies between them is seen and told of as well."""
     is_frozen: bool = False
     """Watches tell nothing new, as behind a lagging API server."""
     shows_old_lists: bool = False

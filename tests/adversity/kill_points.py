@@ -3,6 +3,9 @@
 A point is known by its step, its call and which of the calls of that name it is, counted from the start of the step or
 from the last kill. Points are those of an undisturbed run, and those that come into being through a kill: writes that
 only an operator makes that finds its work half done.
+
+What comes at times only (an Event, a status in between, the second write after a conflict) is brought about in one of
+the `Way`s.
 """
 
 import sys
@@ -11,16 +14,33 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Final
 
 from adversity.calls import PASS, Deed, Seen
 from adversity.runs import Plan, Reference, Result, occurrences, run
 from adversity.stage import Keeper, Stage
+from controlplane.waiting import wait_until
 
 KILLS: Final = 4
 """Kills in each step of a run: every restart reads and does anew what is left, and so meets the next of them."""
 TRIES: Final = 3
-"""Runs for a point by itself: a call that the operator joins with another by chance comes in one of them."""
+"""Runs in each way for a point by itself: a call that the operator joins with another by chance comes in one."""
+PAUSE_S: Final = 1.3
+"""Between two events that are told slowly: more than between two writes of one status."""
+SLOW_S: Final = 20.0
+"""So long at most events of a step are told slowly."""
+
+
+class Way(StrEnum):
+    """How it is brought about that a call comes once more."""
+
+    AS_IT_COMES = "as it comes"
+    SLOWLY = "slowly"
+    """Events are told one by one, so that the operator sees what lies in between and writes that, too."""
+    REFUSED = "refused"
+    """Earlier calls of the name are refused, as after a conflict, so that the operator makes them again."""
+
 
 Aim = tuple["KillPoint", ...]
 """Points of one run."""
@@ -55,7 +75,15 @@ class Book:
     """Points that were first seen after a kill, and that kill."""
     most: Counter[tuple[int, str]] = field(default_factory=Counter)
     """How often a call came at most between two kills, by step and signature."""
+    ways: Counter[Way] = field(default_factory=Counter)
+    """How points were met that were not met before."""
     kills: int = 0
+
+    def meet(self, point: KillPoint, way: Way) -> None:
+        """Count a kill."""
+        self.ways[way] += point not in self.met
+        self.met.add(point)
+        self.kills += 1
 
     def unmet(self) -> list[KillPoint]:
         """Points of the undisturbed run that are left."""
@@ -74,10 +102,12 @@ class Book:
 class Killer:
     """Kills at one kill point after the other."""
 
-    def __init__(self, keeper: Keeper, book: Book, aim: Iterable[KillPoint]) -> None:
+    def __init__(self, stage: Stage, keeper: Keeper, book: Book, aim: Iterable[KillPoint], way: Way) -> None:
         """Kill once at each of `aim`, in whichever order they come; what is met and seen is noted in `book`."""
+        self._sight = stage.proxy.sight
         self._keeper = keeper
         self._book = book
+        self._way = way
         self._lock = threading.Lock()
         self._left = set(aim)
         self._seen: Counter[str] = Counter()
@@ -91,6 +121,16 @@ class Killer:
         with self._lock:
             self._step, self._last = step, None
             self._seen.clear()
+            self._sight.pause_s = PAUSE_S if self._way is Way.SLOWLY and not self._is_done() else 0.0
+
+    def calm(self) -> None:
+        """Tell events slowly until all points of the step are met, or for long enough."""
+        if self._sight.pause_s:
+            wait_until(self._is_done, SLOW_S)
+            self._sight.pause_s = 0.0
+
+    def _is_done(self) -> bool:
+        return not any(point.step == self._step for point in self._left.copy())
 
     def last_s(self) -> float:
         """Monotonic second of the last kill; 0 before the first."""
@@ -105,14 +145,20 @@ class Killer:
             call = (self._step, seen.signature, count)
             point = next((p for p in sorted(self._left) if p.call == call), None)
             if point is None:
-                return PASS
+                return self._refuse(seen, count) if self._way is Way.REFUSED else PASS
             self._left.remove(point)
             self._seen.clear()
             self._last, self._last_s = point, time.monotonic()
             self.hit.append(point)
-            self._book.met.add(point)
-            self._book.kills += 1
+            self._book.meet(point, self._way)
             return Deed(forwards=point.is_after, loses=True, then=self._keeper.kill)
+
+    def _refuse(self, seen: Seen, count: int) -> Deed:
+        """Refuse a call of which a later one is aimed at. What is to be made is told 503: 409 would mean it exists."""
+        aims = (p for p in self._left if (p.step, p.signature) == (self._step, seen.signature))
+        if not seen.is_write or not any(count < p.occurrence for p in aims):
+            return PASS
+        return Deed(forwards=False, status=409 if seen.method in ("PATCH", "PUT") else 503)
 
     def _note(self, seen: Seen, count: int) -> None:
         """Write down a call, and the points that it makes where nobody has seen it so before."""
@@ -138,16 +184,19 @@ def points_of(reference: Reference) -> set[KillPoint]:
     }
 
 
-def sweep(stage: Stage, keeper: Keeper, reference: Reference, book: Book, aims: Sequence[Aim]) -> Iterator[Result]:
+def sweep(
+    stage: Stage, keeper: Keeper, reference: Reference, book: Book, aims: Sequence[Aim], way: Way = Way.AS_IT_COMES
+) -> Iterator[Result]:
     """Run the scenario once for each of `aims`, as far as the last step that it is about."""
     for number, aim in enumerate(aims, 1):
-        killer = Killer(keeper, book, aim)
+        killer = Killer(stage, keeper, book, aim, way)
         stage.proxy.judge = killer.judge
         began_s = time.monotonic()
-        plan = Plan(killer.begin, disturbed_s=killer.last_s, steps=max(point.step for point in aim) + 1)
+        steps = max(point.step for point in aim) + 1
+        plan = Plan(killer.begin, killer.calm, disturbed_s=killer.last_s, steps=steps)
         result = run(stage, keeper, reference, plan)
         result.violations = [f"{'; '.join(map(str, killer.hit))}: {line}" for line in result.violations]
-        _tell(f"{number}/{len(aims)} runs, {len(killer.hit)} kills, {time.monotonic() - began_s:.1f} s", result)
+        _tell(f"{way}: {number}/{len(aims)} runs, {len(killer.hit)} kills, {time.monotonic() - began_s:.1f} s", result)
         yield result
 
 

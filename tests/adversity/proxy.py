@@ -166,6 +166,7 @@ class Proxy:
 
     async def _pass(self, request: web.Request, answer: web.StreamResponse, line: bytes) -> bool:
         """Pass one event on; false when the watch is over."""
+        await asyncio.sleep(self.sight.pause_s)
         was_frozen = self.sight.is_frozen
         while self.sight.is_frozen:  # noqa: ASYNC110  Another thread changes it.
             await asyncio.sleep(_LOOK_S)

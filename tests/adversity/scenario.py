@@ -13,6 +13,12 @@ from kvfleet_api.schema_kinds import BY_NAME, KINDS
 KVFLEET: Final = f"/apis/{names.API_VERSION}"
 NODES: Final = ("a", "b", "c")
 TEAM: Final = "team-1"
+_MADE_ONCE: Final = (
+    f"{names.CA_NAMESPACE}/secrets/{names.CA_SECRET}",
+    f"{names.SYSTEM_NAMESPACE}/configmaps/{names.TRUST_CONFIG_MAP}",
+    f"{names.SYSTEM_NAMESPACE}/secrets/{names.KEK_SECRET}",
+)
+"""What the operator makes for itself when it starts first."""
 _PREFIX: Final = {"digest": "0" * 64, "tokenCount": 16}
 _QUICK: Final[dict[str, Any]] = {"updateStrategy": {"drain": {"timeoutSeconds": 2}}}
 
@@ -77,6 +83,8 @@ class Admin:
         self._api.delete(f"{inside}/secrets?labelSelector={names.LABEL_SCOPE}")
         self._api.delete(f"{inside}/configmaps?labelSelector=app.kubernetes.io/component=connection")
         self._api.delete(f"/apis/coordination.k8s.io/v1/namespaces/{names.SYSTEM_NAMESPACE}/leases")
+        for place in _MADE_ONCE:
+            self._try(lambda place=place: self._api.delete(f"/api/v1/namespaces/{place}"))  # type: ignore[misc]
         assert wait_until(lambda: not any(self._left(kind.plural) for kind in KINDS), 30.0)
 
     def _clear(self, plural: str, *, is_namespaced: bool) -> None:
