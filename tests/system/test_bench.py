@@ -76,6 +76,19 @@ def test_bench_codec_ends_with_the_agreed_line() -> None:
     assert 0 < said["values"]["int8_relative_error"] < said["values"]["int4_relative_error"] < 0.3
 
 
+def test_bench_hbm_runs_on_doubles_and_says_so() -> None:
+    pytest.importorskip("torch", reason="torch is not installed: make setup")
+    command = (sys.executable, "-m", "bench.hbm", "--tiny", "--device", "cpu")
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["versions"]["device"] == "a double on the processor"
+    for what in ("tier_write", "tier_read", "pages_down"):
+        assert min(said["ratios"][f"{what}_vs_{other}"] for other in ("limit", "naive")) > 0
+
+
 def test_bench_remote_ends_with_the_agreed_line() -> None:
     command = (sys.executable, "-m", "bench.remote", "--tiny", "--peers", "none")
 

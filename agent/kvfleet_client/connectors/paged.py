@@ -90,34 +90,10 @@ class PagedConnector:
         self._kv.rows(table, range(min(first_block, stop), stop))
         helpings = [range(at, min(at + step, stop)) for at in range(first_block, stop, step)]
         stored = Stored()
-        for blocks, rows in self._coming(table, helpings):
+        for blocks, rows in coming_down(self._kv, self._work, table, helpings):
             made = self._cache.store(ids, rows, first_block=blocks.start, session=session)
             stored = _added(stored, made)
         return stored
-
-    def _coming(self, table: Sequence[int], helpings: Sequence[range]) -> Iterator[tuple[range, Bytes2D]]:
-        """Helpings of blocks in host memory, one after the other; the next one is under way meanwhile."""
-        block_bytes = self._kv.layout.block_bytes
-        most_bytes = max((len(blocks) for blocks in helpings), default=0) * block_bytes
-        rooms = [self._work.staging(most_bytes) for _ in helpings[:_PIECES]]
-        under_way: deque[tuple[range, Bytes2D, Wait]] = deque()
-        for number, blocks in enumerate(helpings):
-            room = rooms[number % _PIECES][: len(blocks) * block_bytes].view(len(blocks), block_bytes)
-            wait = self._work.start(partial(self._gather, table, blocks, room))
-            under_way.append((blocks, room.numpy(), wait))
-            if len(under_way) == _PIECES:
-                yield _come(*under_way.popleft())
-        for one in under_way:
-            yield _come(*one)
-
-    def _gather(self, table: Sequence[int], blocks: range, into: Any) -> None:
-        """Bring blocks into host memory: gathered on the device, they come in one copy."""
-        rows = self._kv.rows(table, blocks)
-        whole = torch.empty(into.shape, dtype=torch.uint8, device=self._kv.device)
-        layers = whole.view(len(blocks), self._kv.layout.layers, -1)
-        for layer in range(self._kv.layout.layers):
-            self._kv.gather(layer, rows, layers[:, layer])
-        into.copy_(whole, non_blocking=True)
 
     def load(
         self, tokens: Sequence[int], table: Sequence[int], *, session: str = "", blocks_max: int | None = None
@@ -211,6 +187,36 @@ class PagedLoad:
             self.finish()
         else:
             self.close()
+
+
+def coming_down(
+    kv: PagedKv, work: Work, table: Sequence[int], helpings: Sequence[range]
+) -> Iterator[tuple[range, Bytes2D]]:
+    """Helpings of blocks in host memory, one after the other; the next one is under way meanwhile.
+
+    What is given is good until the next one is asked for.
+    """
+    block_bytes = kv.layout.block_bytes
+    most_bytes = max((len(blocks) for blocks in helpings), default=0) * block_bytes
+    rooms = [work.staging(most_bytes) for _ in helpings[:_PIECES]]
+    under_way: deque[tuple[range, Bytes2D, Wait]] = deque()
+    for number, blocks in enumerate(helpings):
+        room = rooms[number % _PIECES][: len(blocks) * block_bytes].view(len(blocks), block_bytes)
+        under_way.append((blocks, room.numpy(), work.start(partial(_gather, kv, table, blocks, room))))
+        if len(under_way) == _PIECES:
+            yield _come(*under_way.popleft())
+    for one in under_way:
+        yield _come(*one)
+
+
+def _gather(kv: PagedKv, table: Sequence[int], blocks: range, into: Any) -> None:
+    """Bring blocks into host memory: gathered on the device, they come in one copy."""
+    rows = kv.rows(table, blocks)
+    whole = torch.empty(into.shape, dtype=torch.uint8, device=kv.device)
+    layers = whole.view(len(blocks), kv.layout.layers, -1)
+    for layer in range(kv.layout.layers):
+        kv.gather(layer, rows, layers[:, layer])
+    into.copy_(whole, non_blocking=True)
 
 
 def _come(blocks: range, rows: Bytes2D, wait: Wait) -> tuple[range, Bytes2D]:
