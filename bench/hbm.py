@@ -109,7 +109,7 @@ class Bench:
         """Gather all blocks of the table, as a save does before it stores them."""
         blocks = len(self.table)
         helpings = [range(at, min(at + HELPING_BLOCKS, blocks)) for at in range(0, blocks, HELPING_BLOCKS)]
-        for _ in coming_down(self._kv, self._work, self.table, helpings):
+        for _ in coming_down(self._kv, self._work, self._kv.rows(self.table, range(blocks)), helpings):
             pass
 
     def each_page_down(self) -> None:

@@ -107,7 +107,8 @@ class HbmMemory:
         raise TierFullError(f"{size_bytes} B of HBM: {'; '.join(refused)}")
 
     def _used_bytes(self, queue: DeviceQueue) -> int:
-        return sum(len(self.tensors[extent]) for extent, home in tuple(self._homes.items()) if home is queue)
+        there = tuple(self.tensors.items())  # The thread of the copies takes extents away meanwhile.
+        return sum(len(tensor) for extent, tensor in there if self._homes.get(extent) is queue)
 
     def release(self, extent: int) -> None:
         """Clear and free, so that nobody on the device finds there what was a prompt. See `DeviceMemory`."""

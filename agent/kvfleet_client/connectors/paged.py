@@ -16,7 +16,7 @@ from kvfleet_api.blocks import token_ids
 from kvfleet_api.errors import InvalidInputError
 from kvfleet_api.units import MIB
 from kvfleet_client.cache import PrefixCache
-from kvfleet_client.connectors.pages import PagedKv
+from kvfleet_client.connectors.pages import PagedKv, Rows
 from kvfleet_client.held import lost
 from kvfleet_client.results import Bytes2D, Stored
 from kvfleet_client.streaming import LayerStream
@@ -87,11 +87,11 @@ class PagedConnector:
         """
         layout, ids = self._kv.layout, token_ids(tokens)
         stop, step = len(ids) // layout.block_tokens, max(1, HELPING_BYTES // layout.block_bytes)
-        self._kv.rows(table, range(min(first_block, stop), stop))
+        rows = self._kv.rows(table, range(min(first_block, stop), stop))
         helpings = [range(at, min(at + step, stop)) for at in range(first_block, stop, step)]
         stored = Stored()
-        for blocks, rows in coming_down(self._kv, self._work, table, helpings):
-            made = self._cache.store(ids, rows, first_block=blocks.start, session=session)
+        for blocks, came in coming_down(self._kv, self._work, rows, helpings):
+            made = self._cache.store(ids, came, first_block=blocks.start, session=session)
             stored = _added(stored, made)
         return stored
 
@@ -189,9 +189,7 @@ class PagedLoad:
             self.close()
 
 
-def coming_down(
-    kv: PagedKv, work: Work, table: Sequence[int], helpings: Sequence[range]
-) -> Iterator[tuple[range, Bytes2D]]:
+def coming_down(kv: PagedKv, work: Work, rows: Rows, helpings: Sequence[range]) -> Iterator[tuple[range, Bytes2D]]:
     """Helpings of blocks in host memory, one after the other; the next one is under way meanwhile.
 
     What is given is good until the next one is asked for.
@@ -202,18 +200,17 @@ def coming_down(
     under_way: deque[tuple[range, Bytes2D, Wait]] = deque()
     for number, blocks in enumerate(helpings):
         room = rooms[number % _PIECES][: len(blocks) * block_bytes].view(len(blocks), block_bytes)
-        under_way.append((blocks, room.numpy(), work.start(partial(_gather, kv, table, blocks, room))))
+        under_way.append((blocks, room.numpy(), work.start(partial(_gather, kv, rows.part(blocks), room))))
         if len(under_way) == _PIECES:
             yield _come(*under_way.popleft())
     for one in under_way:
         yield _come(*one)
 
 
-def _gather(kv: PagedKv, table: Sequence[int], blocks: range, into: Any) -> None:
+def _gather(kv: PagedKv, rows: Rows, into: Any) -> None:
     """Bring blocks into host memory: gathered on the device, they come in one copy."""
-    rows = kv.rows(table, blocks)
     whole = torch.empty(into.shape, dtype=torch.uint8, device=kv.device)
-    layers = whole.view(len(blocks), kv.layout.layers, -1)
+    layers = whole.view(len(into), kv.layout.layers, -1)
     for layer in range(kv.layout.layers):
         kv.gather(layer, rows, layers[:, layer])
     into.copy_(whole, non_blocking=True)

@@ -21,11 +21,18 @@ _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where the tokens of whole blocks lie: for each of them a page and a row of it."""
+    """Where the tokens of whole blocks lie: for each of them a page and a row of it, on the device."""
 
     pages: Any
     rows: Any
-    blocks: int
+    blocks: range
+    """Which blocks of the prompt."""
+
+    def part(self, blocks: range) -> "Rows":
+        """The rows of some of these blocks."""
+        size = len(self.pages) // max(1, len(self.blocks))
+        tokens = slice((blocks.start - self.blocks.start) * size, (blocks.stop - self.blocks.start) * size)
+        return Rows(self.pages[tokens], self.rows[tokens], blocks)
 
 
 class PagedKv:
@@ -69,11 +76,11 @@ class PagedKv:
         if len(np.unique(used)) < len(used):
             raise InvalidInputError("a page stands in a table twice")
         where = torch.from_numpy(pages[tokens // self.page_tokens]), torch.from_numpy(tokens % self.page_tokens)
-        return Rows(where[0].to(self.device), where[1].to(self.device), len(blocks))
+        return Rows(where[0].to(self.device), where[1].to(self.device), blocks)
 
     def gather(self, layer: int, rows: Rows, into: Any) -> None:
         """Fill `into`, (blocks, bytes of a layer) uint8 on the same device, with a layer of blocks."""
-        found = self._layers[layer][rows.pages, rows.rows].unflatten(0, (rows.blocks, -1))
+        found = self._layers[layer][rows.pages, rows.rows].unflatten(0, (len(rows.blocks), -1))
         self._shaped(into, rows).copy_(found.permute(0, 2, 3, 1, 4))
 
     def scatter(self, layer: int, rows: Rows, source: Any) -> None:
@@ -84,7 +91,7 @@ class PagedKv:
     def _shaped(self, layer: Any, rows: Rows) -> Any:
         """View of a layer of blocks as (blocks, 2, heads, tokens, dim) bits."""
         layout = self.layout
-        shape = (rows.blocks, 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
+        shape = (len(rows.blocks), 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
         return layer.view(_BITS[layout.element_bytes]).view(shape)
 
 
