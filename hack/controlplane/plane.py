@@ -143,7 +143,7 @@ class ControlPlane:
 
     def stop_component(self, component: str, *, signum: int = signal.SIGTERM, grace_s: float = 5.0) -> None:
         """End a component and leave it ended; `restart` brings it back."""
-        self.supervision.call("resume", name=component)
+        self.resume(component)
         self.supervision.call("signal", name=component, signum=signum)
         if not wait_until(lambda: self._has_ended(component), grace_s):
             self.supervision.call("signal", name=component, signum=signal.SIGKILL)
@@ -154,11 +154,19 @@ class ControlPlane:
 
         Connections stay open and unanswered meanwhile, as behind a hung server or a network that drops packets.
         """
-        self.supervision.call("pause", name=APISERVER, duration_s=duration_s)
+        self.pause(APISERVER, duration_s)
 
     def resume_apiserver(self) -> None:
         """End a pause early; harmless without one."""
-        self.supervision.call("resume", name=APISERVER)
+        self.resume(APISERVER)
+
+    def pause(self, component: str, duration_s: float) -> None:
+        """Freeze a component and return at once; it goes on after `duration_s` or at `resume`."""
+        self.supervision.call("pause", name=component, duration_s=duration_s)
+
+    def resume(self, component: str) -> None:
+        """End a pause early; harmless without one."""
+        self.supervision.call("resume", name=component)
 
     def service_account_token(
         self, namespace: str, name: str, audience: str | None = None, *, expiration_s: int = TOKEN_LIFE_S

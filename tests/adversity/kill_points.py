@@ -29,7 +29,8 @@ TRIES: Final = 3
 PAUSE_S: Final = 1.3
 """Between two events that are told slowly: more than between two writes of one status."""
 SLOW_S: Final = 20.0
-"""So long at most events of a step are told slowly."""
+"""So long at most something is held back in a step."""
+_COLLECTOR: Final = "kube-controller-manager"
 
 
 class Way(StrEnum):
@@ -40,6 +41,8 @@ class Way(StrEnum):
     """Events are told one by one, so that the operator sees what lies in between and writes that, too."""
     REFUSED = "refused"
     """Earlier calls of the name are refused, as after a conflict, so that the operator makes them again."""
+    UNCOLLECTED = "uncollected"
+    """The garbage collector stands still, so that the operator finds what nobody owns any more before it does."""
 
 
 Aim = tuple["KillPoint", ...]
@@ -104,6 +107,7 @@ class Killer:
 
     def __init__(self, stage: Stage, keeper: Keeper, book: Book, aim: Iterable[KillPoint], way: Way) -> None:
         """Kill once at each of `aim`, in whichever order they come; what is met and seen is noted in `book`."""
+        self._plane = stage.plane
         self._sight = stage.proxy.sight
         self._keeper = keeper
         self._book = book
@@ -121,13 +125,19 @@ class Killer:
         with self._lock:
             self._step, self._last = step, None
             self._seen.clear()
-            self._sight.pause_s = PAUSE_S if self._way is Way.SLOWLY and not self._is_done() else 0.0
+        if self._is_done():
+            return
+        if self._way is Way.SLOWLY:
+            self._sight.pause_s = PAUSE_S
+        elif self._way is Way.UNCOLLECTED:
+            self._plane.pause(_COLLECTOR, SLOW_S)
 
     def calm(self) -> None:
-        """Tell events slowly until all points of the step are met, or for long enough."""
-        if self._sight.pause_s:
+        """Hold events or the collector back until all points of the step are met, or for long enough."""
+        if self._way in (Way.SLOWLY, Way.UNCOLLECTED):
             wait_until(self._is_done, SLOW_S)
             self._sight.pause_s = 0.0
+            self._plane.resume(_COLLECTOR)
 
     def _is_done(self) -> bool:
         return not any(point.step == self._step for point in self._left.copy())
@@ -196,7 +206,11 @@ def sweep(
         plan = Plan(killer.begin, killer.calm, disturbed_s=killer.last_s, steps=steps)
         result = run(stage, keeper, reference, plan)
         result.violations = [f"{'; '.join(map(str, killer.hit))}: {line}" for line in result.violations]
-        _tell(f"{way}: {number}/{len(aims)} runs, {len(killer.hit)} kills, {time.monotonic() - began_s:.1f} s", result)
+        missed = "".join(f", not met: {point}" for point in sorted(set(aim) - set(killer.hit))[:2])
+        _tell(
+            f"{way}: {number}/{len(aims)} runs, {len(killer.hit)} kills{missed}, {time.monotonic() - began_s:.1f} s",
+            result,
+        )
         yield result
 
 
