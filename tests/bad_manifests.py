@@ -305,6 +305,19 @@ RULE_BREAKERS: tuple[tuple[str, Path_, Any, str], ...] = (
         {"type": "Warm", "poolRef": "p", "warm": {"tenant": "a", "archivedSessions": True, "nodes": {}}},
         "spec.warm.nodes.names",
     ),
+    ("kvoperation", ("spec", "migrate"), {"to": "q"}, "spec.migrate"),
+    (
+        "kvoperation",
+        ("spec",),
+        {"type": "Migrate", "poolRef": "p", "migrate": {"to": "p"}},
+        "spec.migrate.to",
+    ),
+    (
+        "kvoperation",
+        ("spec",),
+        {"type": "Migrate", "poolRef": "p", "migrate": {"to": "q", "nodes": {}}},
+        "spec.migrate.nodes.names",
+    ),
     ("kvprefixshare", ("metadata", "name"), "with.dot", "metadata.name"),
     ("kvprefixshare", ("metadata", "name"), "a" * 64, "metadata.name"),
 )

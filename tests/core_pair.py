@@ -8,8 +8,10 @@ from agent_doubles import (
     LAYOUT_ID,
     SCOPE,
     Clock,
+    DeclaredTenants,
     TestCodecs,
     bytes_of,
+    caller,
     dict_tier,
     digest,
     dram_tier,
@@ -21,7 +23,7 @@ from kvfleet_agent.announcer import Announcer
 from kvfleet_agent.core import Core
 from kvfleet_agent.place import Place
 from kvfleet_agent.policy.recompute import LOCATE_S_MIN
-from kvfleet_agent.ports import Stretch, Wanted
+from kvfleet_agent.ports import Offer, Stretch, Taken, Wanted
 from kvfleet_api.blocks import BlockKey, ScopeId, ScopeSecret
 from kvfleet_api.checksum import checksum
 from kvfleet_metadata.records import Announcement, Location, SessionRecord
@@ -71,6 +73,9 @@ class FakePeers:
         self.owner: Core
         self.lost: set[bytes] = set()
         self.registered: set[int] = set()
+        self.taker: Core | None = None
+        """Who answers offers; nobody while None."""
+        self.offers: list[tuple[str, Offer]] = []
 
     def register_extent(self, extent: int, view: memoryview) -> None:  # noqa: ARG002  The port's signature.
         self.registered.add(extent)
@@ -81,6 +86,10 @@ class FakePeers:
     async def trace(self, key: BlockKey, at: Location, most: int) -> Stretch | None:
         assert at.agent == "pool.a"
         return self.owner.lender.trace(key, most)
+
+    async def offer(self, agent: str, offer: Offer) -> Taken | None:
+        self.offers.append((agent, offer))
+        return await self.taker.adopter.adopt(offer) if self.taker is not None else None
 
     async def fetch(
         self,
@@ -152,3 +161,16 @@ async def load(core: Core, numbers: Sequence[int], scope: ScopeId = SCOPE) -> li
         found.append((block, read.source))
     core.release(1, [r.lease.id for r in reads])
     return found
+
+
+def tenants(version: int = 1) -> DeclaredTenants:
+    """Tenants `a` and `b`, each with a scope of its own."""
+    declared = DeclaredTenants()
+    declared.version = version
+    declared.callers = {name: caller(name) for name in "ab"}
+    return declared
+
+
+def held(core: Core, tier: str, scope: ScopeId = SCOPE) -> list[int]:
+    found = core.node.index.blocks(scope).entries()
+    return sorted(int.from_bytes(e.digest, "big") for e in found if any(r.tier.name == tier for r in e.residences))

@@ -7,10 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kube_agent import GROUP, MIB, Agent, custom, dram, nvme, until
+from kube_agent import GROUP, MIB, SYSTEM, Agent, custom, dram, nvme, until
+from metadata_replicas import Redis
 from operator_process import Replica
 
 from controlplane import ControlPlane
+from kvfleet_api import names
+from kvfleet_metadata.access import format_access
+from kvfleet_metadata.acl import Role
 
 NODES = ("node-a", "node-b")
 Json = dict[str, Any]
@@ -55,6 +59,19 @@ class Fleet:
         return [event["reason"] for event in found["items"]]
 
 
+def join_redis(plane: ControlPlane, redis: Redis) -> None:
+    """Let agents find each other's blocks."""
+    access = {"metadata": {"name": names.REDIS_SECRET_AGENT}, "stringData": format_access(redis.access(Role.AGENT))}
+    plane.kubectl("delete", "secret", names.REDIS_SECRET_AGENT, "-n", SYSTEM, "--ignore-not-found")
+    plane.api.post(f"/api/v1/namespaces/{SYSTEM}/secrets", access)
+
+
+def make_node(agent: Agent) -> None:
+    """A Node that the agent's pool selects."""
+    meta = {"name": agent.node, "labels": {"for": agent.pool}}
+    agent.plane.api.post("/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": meta})
+
+
 def declare(plane: ControlPlane, agent: Agent, tiers: list[Json]) -> None:
     """A pool on nodes of its own, as an administrator makes it."""
     wanted = [
@@ -74,8 +91,7 @@ def serving(plane: ControlPlane, kubeconfig: Path, operator_config: Path, folder
         agent.pool, agent.home = agents[0].pool, folder / node
         agent.node = f"{agent.pool}-{node}"
         agent.home.mkdir()
-        meta = {"name": agent.node, "labels": {"for": agent.pool}}
-        plane.api.post("/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": meta})
+        make_node(agent)
     declare(plane, agents[0], [dram(16 * MIB), nvme(folder / "nvme", 64 * MIB)])
     made = Fleet(plane, agents, operator_config, folder)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from kvfleet_agent.adopting import Adopter
 from kvfleet_agent.archiver import Archiver
 from kvfleet_agent.chains import Chains
 from kvfleet_agent.demand import Demand
@@ -14,6 +15,7 @@ from kvfleet_agent.fetcher import Fetcher
 from kvfleet_agent.follower import Follower, followed
 from kvfleet_agent.growing import PeerGrower
 from kvfleet_agent.lending import PeerLender
+from kvfleet_agent.migrating import Migrator
 from kvfleet_agent.mover import Codecs, Mover
 from kvfleet_agent.orders import Orders
 from kvfleet_agent.parts import PartSums
@@ -64,6 +66,8 @@ class Core:
         self.follower = Follower(node, self.room, followed(peers))
         self.explainer = Explainer(node, self.reader, self.archiver)
         self.tenancy = Tenancy(self)
+        self.adopter = Adopter(self)
+        self.migrator = Migrator(node, peers)
         self.orders = Orders(self)
         self.life = SessionLife(self, SessionJournal() if journal is None else journal, wall)
 

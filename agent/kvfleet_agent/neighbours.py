@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvfleet_agent.caching_directory import CachingDirectory
+from kvfleet_agent.kube.addresses import find_agent
 from kvfleet_agent.kube.own_token import OwnToken
 from kvfleet_agent.kube.tasks import cancel, supervise
 from kvfleet_agent.remote.listener import PeerListener
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
     from kvfleet_agent.config import Config
     from kvfleet_agent.kube.world import KubeWorld
-    from kvfleet_agent.ports import Grower, Lender
+    from kvfleet_agent.ports import Adopter, Grower, Lender
     from kvfleet_api.blocks import ScopeSecret
     from kvfleet_metadata.records import Announcement
     from kvfleet_telemetry.metrics import Instruments
@@ -57,13 +59,14 @@ class Neighbours:
         self.peers = RemotePeers(
             self._record.agent, self.directory.peer, token.get, self._nixl, instruments, tls=self._tls
         )
+        self.peers.find = partial(find_agent, world.api)
 
     @property
     def address(self) -> str:
         """`host:port` where other agents reach this one."""
         return self._listener.address
 
-    async def start(self, stack: AsyncExitStack, lender: Lender, grower: Grower) -> None:
+    async def start(self, stack: AsyncExitStack, lender: Lender, grower: Grower, adopter: Adopter) -> None:
         """Answer peers and connect to the directory; `stack` ends both."""
         self._lender = lender
         tasks = [supervise("certificate", self._own.run)]
@@ -73,6 +76,7 @@ class Neighbours:
         stack.push_async_callback(self.peers.close)
         stack.push_async_callback(self._listener.close)
         verify = self._world.authenticator.verify_peer
+        self._listener.adopter = adopter
         await self._listener.serve(self._record, lender, verify, self._nixl, tls=self._tls, grower=grower)
         self.directory.start()
         stack.push_async_callback(self.directory.close)

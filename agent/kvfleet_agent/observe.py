@@ -28,6 +28,7 @@ def observe(
     *,
     directory: DirectoryState,
     machine: NodeReport | None = None,
+    peer_address: str = "",
 ) -> Observed:
     """Look at everything that the status says."""
     node = core.node
@@ -51,6 +52,7 @@ def observe(
         is_drain_late=left is not None and is_late(drain.deadline),
         departure=provisioner.departure,
         node=machine,
+        peer_address=peer_address,
         drift=core.mover.drift,
     )
 

@@ -131,6 +131,8 @@ class Orders:
         await _recovered(self._core.node.tiers)
         if run.order.drain is not None:
             return await watch_drain(self._core.node, run.order.drain, run.tell)
+        if run.order.migrate is not None:
+            return await self._core.migrator.migrate(run.order.migrate, run.tell)
         assert run.order.warm is not None, "of an order exactly the block of its type is set"
         return await self._warmer.warm(run.order.warm, run.tell)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from kvfleet_agent.sessions import Session
     from kvfleet_api.blocks import LayoutId, ScopeId, ScopeSecret
+
+NOBODY: Final = -1
+"""Owner of what is done for nobody's connection: it takes neither leases nor reservations."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -277,6 +277,49 @@ class TracedPeers(Protocol):
         """What a block's owner answers (`Lender.trace`); None also when it does not answer. Never raises."""
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Consecutive blocks of one chain that an agent of another pool is to take over. Holds no bytes."""
+
+    scope: ScopeId
+    tenant: str
+    """Account that they are on."""
+    layout_id: LayoutId
+    raw_bytes: int
+    """Of each block."""
+    digests: tuple[bytes, ...]
+    """The first one of the chain first."""
+    before: bytes
+    """What that continues; empty at the root."""
+    tier: str = ""
+    """Where they are to lie; empty for the fastest tier there that survives a restart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What became of an offer."""
+
+    count: int
+    """Leading blocks that are whole in their tier now: written, and found by whoever asks."""
+    reason: str = ""
+    """CamelCase cause when that is not all."""
+
+
+@runtime_checkable
+class OfferedPeers(Protocol):
+    """Agents of other pools (`kvfleet_agent.remote`)."""
+
+    async def offer(self, agent: str, offer: Offer) -> Taken | None:
+        """What the agent of this name answers (`Adopter.adopt`); None when it does not. Never raises."""
+
+
+class Adopter(Protocol):
+    """What the peer listener needs to take blocks of other pools over."""
+
+    async def adopt(self, offer: Offer) -> Taken:
+        """Fetch what is offered and bring it to its tier, within the rights and quotas of its tenant."""
+
+
 class Grower(Protocol):
     """What the peer listener needs of a node's growing blocks."""
 

@@ -133,7 +133,7 @@ class AgentProcess:
         await self._alive(self._follow(world, core, provisioner))
         await asyncio.to_thread(remove_abandoned, self._home(), frozenset(provisioner.states))
         neighbours.peers.shared = core.flash
-        await neighbours.start(stack, core.lender, core.grower)
+        await neighbours.start(stack, core.lender, core.grower, core.adopter)
         server = self._open_socket(stack, world, core)
         world.start_heartbeat(epoch)
         self._announce_readiness(stack, neighbours.address, epoch)
@@ -242,10 +242,12 @@ class AgentProcess:
             self._round_s = time.monotonic()
             server.refresh()
             self._counters.set("kvfleet_connections", server.connections)
-            desired, directory = world.desired, neighbours.directory.state
+            desired, directory, at = world.desired, neighbours.directory.state, neighbours.address
             followed, machine = self._followed, desired.report
             # An object that is new under its name has other generations: nothing is said before it was followed.
             if followed is not None and followed.metadata.uid == desired.pool_node.metadata.uid:
-                seen = observe.observe(core, provisioner, followed, directory=directory, machine=machine)
+                seen = observe.observe(
+                    core, provisioner, followed, directory=directory, machine=machine, peer_address=at
+                )
                 world.status.report(report.build_status(seen))
             await asyncio.sleep(REPORT_S)

@@ -97,6 +97,8 @@ class Observed:
     """How far the removal of all tiers has come; None when nobody asked for it."""
     node: NodeReport | None = None
     """What node preparation has told; None where it does not run."""
+    peer_address: str = ""
+    """`host:port` where other agents reach this one."""
     drift: Drift | None = None
     """How far blocks are from the pool's calibration; None where it has none."""
 
@@ -107,6 +109,7 @@ def build_status(seen: Observed) -> KVPoolNodeStatus:
     return KVPoolNodeStatus(
         observed_generation=generation,
         observed_revision=seen.pool_node.spec.revision,
+        peer_address=seen.peer_address,
         conditions=tuple(c.model_copy(update={"observed_generation": generation}) for c in _conditions(seen)),
         epoch=seen.epoch,
         agent_version=seen.version,

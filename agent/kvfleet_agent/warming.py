@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.fetcher import FETCH_BLOCKS
-from kvfleet_agent.place import Place
+from kvfleet_agent.place import NOBODY, Place
 from kvfleet_agent.policy.warming import Chain, Portion, WarmPlan, budget_bytes, plan_warming
 from kvfleet_agent.progress import Count, Ended
 from kvfleet_agent.turns import Priority
@@ -37,8 +37,6 @@ LOOK_S: Final = 1.0
 """Between two of them; a directory that was slow is asked again after as long."""
 SINKS_AT_ONCE: Final = 16
 """Copies to a slower tier under way, as many as an archive makes."""
-_NOBODY: Final = -1
-"""Owner in a `Place`: a warming takes neither leases nor reservations."""
 
 Link = tuple[bytes, bytes]
 """Digest of a block, and of the one before it."""
@@ -150,7 +148,7 @@ class Warmer:
         It ends with a batch that did not come as a whole: nobody would find what stands behind that.
         """
         chain, most_bytes = portion.chain, self._node.spec.policy.prefetch.max_inflight_bytes
-        place = Place(_NOBODY, order.tenant, chain.secret, chain.layout_id, chain.raw_bytes)
+        place = Place(NOBODY, order.tenant, chain.secret, chain.layout_id, chain.raw_bytes)
         step = max(1, min(FETCH_BLOCKS, most_bytes // chain.raw_bytes))
         for start in range(portion.start, portion.end, step):
             if chain.secret not in [secret for _, secret in await self._access(order.tenant)]:
@@ -163,12 +161,12 @@ class Warmer:
                 yield Ended(f"tier {target.name} has gone", "TierAbsent")
                 return
             links = [portion.link(at) for at in range(start, min(start + step, portion.end))]
-            cold = await self._bring(place, links, target)
+            cold = await self.bring(place, links, target)
             yield len(links) - cold
             if cold:
                 return
 
-    async def _bring(self, place: Place, links: Sequence[Link], target: Tier) -> int:
+    async def bring(self, place: Place, links: Sequence[Link], target: Tier) -> int:
         """Bring one batch, root first; returns how many have no room or do not come, after a few looks."""
         for look in range(TRIES_MAX):
             cold = self._cold(place.scope, links, target)
@@ -182,6 +180,11 @@ class Warmer:
             if target is not self._node.entry_tier:
                 await self._sink(place, cold, target)
         return len(self._cold(place.scope, links, target))
+
+    def leading(self, place: Place, links: Sequence[Link], target: Tier) -> int:
+        """How many of the leading blocks are in a tier now."""
+        cold = dict(self._cold(place.scope, links, target))
+        return next((i for i, (digest, _) in enumerate(links) if digest in cold), len(links))
 
     async def _fetch(self, place: Place, links: Sequence[Link], look: int) -> None:
         """Start to fetch what is not here from whoever has it, another agent at each look."""

@@ -8,16 +8,17 @@ restart at any point goes on with the same deadline.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Final
 
 from kvfleet_api.conditions import is_true
-from kvfleet_api.models.operation import KVOperation, OperationNodes
-from kvfleet_api.models.pool import KVPool
-from kvfleet_api.models.poolnode import ORDERS_MAX, FlushOrder, NodeOrder, TierDrainOrder, WarmOrder
+from kvfleet_api.models.operation import KVOperation, MigrateOperation, OperationNodes
+from kvfleet_api.models.pool import KVPool, KVPoolSpec
+from kvfleet_api.models.poolnode import ORDERS_MAX, FlushOrder, MigrateOrder, NodeOrder, TierDrainOrder, WarmOrder
+from kvfleet_operator import migration
 from kvfleet_operator.claims import Fault
 from kvfleet_operator.moments import format_time, parse_time
 from kvfleet_operator.reconcile import NO_DRAIN, DrainOrder, Wants, is_done
@@ -80,6 +81,16 @@ class Around:
     now: datetime
     tenants: Collection[str] = frozenset()
     """KVTenants that are there to stay."""
+    pools: Mapping[str, Declared[KVPool]] = field(default_factory=dict)
+    """All pools, for those that blocks migrate to."""
+    seen_of: Callable[[str], Mapping[str, PoolNodeSeen]] = field(default=lambda _: {})
+    """KVPoolNodes of any pool by node name."""
+
+    def ready_in(self, pool: str) -> list[str]:
+        """Nodes of a pool whose agent is connected and takes blocks; while there is none, all that stay."""
+        staying = [n for n in self.seen_of(pool).values() if not n.is_deleting]
+        ready = [n.node for n in staying if n.key in self.alive and not n.drain.requested]
+        return ready or [n.node for n in staying]
 
 
 def nowhere(now: datetime) -> Around:
@@ -169,19 +180,37 @@ def _fault(model: KVOperation, around: Around) -> Fault | None:
         return Fault("PoolDeleting", f"pool {name} is being deleted")
     if pool.model.spec.paused:
         return Fault("PoolPaused", f"pool {name} is paused")
+    return _work_fault(model, pool.model.spec, around)
+
+
+def _work_fault(model: KVOperation, pool: KVPoolSpec, around: Around) -> Fault | None:
+    """The same of what the operation names besides its pool."""
+    if model.spec.migrate is not None:
+        return _migrate_fault(pool, model.spec.migrate, around)
     work = model.spec.drain or model.spec.flush or model.spec.warm
     tier = work.tier if work is not None else None
-    if tier is not None and tier not in {t.name for t in pool.model.spec.tiers}:
-        return Fault("TierNotFound", f"pool {name} has no tier {tier}")
+    if tier is not None and tier not in {t.name for t in pool.tiers}:
+        return Fault("TierNotFound", f"pool {model.spec.pool_ref} has no tier {tier}")
     warm = model.spec.warm
     if warm is not None and warm.tenant not in around.tenants:
         return Fault("TenantNotFound", f"tenant {warm.tenant} does not exist, or is not accepted")
     return None
 
 
+def _migrate_fault(source: KVPoolSpec, migrate: MigrateOperation, around: Around) -> Fault | None:
+    found = migration.fault(source, migrate, around.pools.get(migrate.to))
+    if found is not None:
+        return found
+    if migrate.tenant is not None and migrate.tenant not in around.tenants:
+        return Fault("TenantNotFound", f"tenant {migrate.tenant} does not exist, or is not accepted")
+    if not around.ready_in(migrate.to):
+        return Fault("NoTargets", f"spec.migrate.to: pool {migrate.to} has no nodes")
+    return None
+
+
 def _targets(model: KVOperation, around: Around) -> tuple[str, ...]:
     """Names of the nodes that are meant: those of the pool that are chosen, and those that were named."""
-    work = model.spec.drain or model.spec.flush or model.spec.warm
+    work = model.spec.drain or model.spec.flush or model.spec.warm or model.spec.migrate
     chosen = work.nodes if work is not None else None
     here = [name for name, node in around.seen.items() if not node.is_deleting]
     if chosen is None:
@@ -262,11 +291,21 @@ def _ask(operation: Operation, around: Around, asked: _Asked) -> None:
     is_holding = end is End.COMPLETE and model.spec.drain is not None
     if (end is not None and not is_holding) or operation.error or _fault(model, around):
         return
-    for node in _targets(model, around):
+    meant = _targets(model, around)
+    for node in meant:
         if _is_whole_drain(model):
             asked.drains.setdefault(node, DrainSeen(requested=True, mode="Demote", deadline=format_time(last)))
         elif len(its := asked.orders.setdefault(node, [])) < ORDERS_MAX:
-            its.append(_order(operation.uid, model))
+            its.append(_migrate_order(operation, node, meant, around) or _order(operation.uid, model))
+
+
+def _migrate_order(operation: Operation, node: str, meant: Sequence[str], around: Around) -> NodeOrder | None:
+    migrate = operation.model.spec.migrate if operation.model is not None else None
+    if migrate is None:
+        return None
+    nodes = migration.targets(node, meant, around.ready_in(migrate.to))
+    what = {"tenant": migrate.tenant, "tier": migrate.tier, "keep_source": migrate.keep_source}
+    return NodeOrder(uid=operation.uid, type="Migrate", migrate=MigrateOrder(to=migrate.to, nodes=nodes, **what))
 
 
 def _order(uid: str, model: KVOperation) -> NodeOrder:

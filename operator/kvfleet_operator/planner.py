@@ -65,7 +65,14 @@ def operations_around(view: View, census: Census, now: datetime) -> dict[str, op
     tenants = {name for name, t in view.tenants.items() if t.model is not None and not t.is_deleting}
     return {
         pool: operations.Around(
-            view.pools.get(pool), census.pools.get(pool, Members()).seen, view.nodes, view.alive, now, tenants
+            view.pools.get(pool),
+            census.pools.get(pool, Members()).seen,
+            view.nodes,
+            view.alive,
+            now,
+            tenants,
+            view.pools,
+            lambda other: census.pools.get(other, Members()).seen,
         )
         for pool in named
     }

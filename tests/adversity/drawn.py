@@ -119,6 +119,9 @@ def _relinked_operation(spec: Json, named: Names, chance: random.Random) -> Json
     for block in (made[b] for b in BLOCK_OF_TYPE.values() if b in made):
         if block.get("nodes"):
             block["nodes"] = {"names": sorted(chance.sample(named.nodes, chance.randint(1, 2)))}
+    if "migrate" in made:
+        others = [pool for pool in named.of("KVPool") if pool != made["poolRef"]]
+        made["migrate"]["to"] = chance.choice(others or ["nowhere"])
     return {**made, "timeoutSeconds": chance.choice(OPERATION_S)}
 
 

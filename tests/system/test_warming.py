@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kube_agent import SYSTEM, Agent, got, keys_of, make_tenant, put
+from kube_agent import Agent, got, keys_of, make_tenant, put
 from metadata_replicas import Redis, until
-from operated_fleet import Fleet, Json, serving
+from operated_fleet import Fleet, Json, join_redis, serving
 
 from controlplane import ControlPlane
-from kvfleet_api import names
-from kvfleet_metadata.access import format_access
-from kvfleet_metadata.acl import Role
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
 
@@ -31,9 +28,7 @@ async def fleet(
     plane: ControlPlane, kubeconfig: Path, operator_config: Path, redis: Redis, tmp_path: Path
 ) -> AsyncIterator[Fleet]:
     """Two agents that find each other's blocks."""
-    access = {"metadata": {"name": names.REDIS_SECRET_AGENT}, "stringData": format_access(redis.access(Role.AGENT))}
-    plane.kubectl("delete", "secret", names.REDIS_SECRET_AGENT, "-n", SYSTEM, "--ignore-not-found")
-    plane.api.post(f"/api/v1/namespaces/{SYSTEM}/secrets", access)
+    join_redis(plane, redis)
     with serving(plane, kubeconfig, operator_config, tmp_path) as made:
         for agent in made.agents:
             await until(agent.says("MetadataAvailable", "True"), "an agent does not find Redis", agent.status)

@@ -146,6 +146,18 @@ def _operations() -> Iterator[Case]:
         warm,
         "who may `operate` the pool",
     )
+    block = {"to": "elsewhere"}
+    migrate = custom("KVOperation", "migrate", {"type": "Migrate", "poolRef": "llama-70b", "migrate": block})
+    yield Case("operation: migration by the administrator", ADMINISTRATOR, "POST", path, migrate)
+    yield Case("operation: on a pool that one may operate", OPERATIVE, "POST", path, flush)
+    yield Case(
+        "operation: migration to a pool that one may not operate",
+        OPERATIVE,
+        "POST",
+        path,
+        migrate,
+        "the pool that gets the blocks",
+    )
     yield Case("operation: without the right to make any", EDITOR, "POST", path, flush, FORBIDDEN)
     erase = custom("KVOperation", "erase", {"type": "Erase", "erase": {"tenant": TEAM}})
     yield Case("operation: erasure by the administrator", ADMINISTRATOR, "POST", path, erase)

@@ -22,7 +22,7 @@ SHARER: Final = "sharer"
 CREATOR: Final = "creator"
 """May write tenants and domains, and does not administer them."""
 OPERATIVE: Final = "operative"
-"""May make operations and operate every pool, and has no right on tenants."""
+"""May make operations and operate the pool llama-70b, and has no right on tenants."""
 PLAIN: Final = "plain"
 """A namespace of no tenant."""
 DIGEST: Final = "registry.example.org/kvfleet/agent@sha256:" + "1" * 64

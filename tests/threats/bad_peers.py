@@ -76,6 +76,7 @@ def questions() -> Iterator[wire.Question]:
     yield wire.Describe(2)
     yield wire.Lend(3, remote_owner.SCOPE, remote_owner.LAYOUT, remote_owner.digest_of(1), 5.0)
     yield wire.Trace(7, remote_owner.SCOPE, remote_owner.digest_of(1), 8, remote_owner.EPOCH)
+    yield wire.Offer(8, remote_owner.SCOPE, "team-a", remote_owner.LAYOUT, 1 << 20, remote_owner.digest_of(1), b"", "")
     yield wire.Pull(4, (1,))
     yield wire.End(5, (1,))
     yield wire.Hello(6, wire.PROTOCOL_VERSION, READER, "x")

@@ -92,7 +92,12 @@ def _roles() -> Iterator[Json]:
         ],
         "test-operative": [
             {"apiGroups": [names.GROUP], "resources": ["kvoperations"], "verbs": writes},
-            {"apiGroups": [names.GROUP], "resources": ["kvpools"], "verbs": ["operate"]},
+            {
+                "apiGroups": [names.GROUP],
+                "resources": ["kvpools"],
+                "resourceNames": ["llama-70b"],
+                "verbs": ["operate"],
+            },
         ],
         "test-sharer": [
             {"apiGroups": [names.GROUP], "resources": ["kvprefixshares"], "verbs": writes},

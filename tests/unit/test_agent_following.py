@@ -73,7 +73,7 @@ class Running:
         """What the next look makes of it."""
         self.told.clear()
         directory = SimpleNamespace(state=DirectoryState.ANSWERS)
-        neighbours = cast("Neighbours", SimpleNamespace(directory=directory))
+        neighbours = cast("Neighbours", SimpleNamespace(directory=directory, address="127.0.0.1:1"))
         server: Any = SimpleNamespace(refresh=lambda: None, connections=0)
         looking = asyncio.create_task(
             self.process._keep_reporting(self.world, self.core, self.provisioner, neighbours, cast("Server", server))

@@ -9,15 +9,13 @@ from agent_doubles import (
     LAYOUT_ID,
     OTHER_SCOPE,
     SCOPE,
-    DeclaredTenants,
     bytes_of,
-    caller,
     digest,
     secret,
     store_chain,
 )
 from agent_engine import steps_until
-from core_pair import Pair, load, place
+from core_pair import Pair, held, load, place, tenants
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,7 +28,7 @@ from kvfleet_agent.ports import Stretch
 from kvfleet_agent.progress import Count
 from kvfleet_agent.sessions import SessionState
 from kvfleet_agent.turns import Priority, TrafficClass, Turn
-from kvfleet_api.blocks import BlockKey, ScopeId
+from kvfleet_api.blocks import BlockKey
 from kvfleet_api.models.poolnode import FlushOrder, NodeOrder, OrderAnswer, WarmOrder
 from kvfleet_metadata.records import Location
 
@@ -49,14 +47,6 @@ async def pair() -> AsyncIterator[Pair]:
         core.tenancy.follow(tenants())
     yield made
     await made.close()
-
-
-def tenants(version: int = 1) -> DeclaredTenants:
-    """Tenants `a` and `b`, each with a scope of its own."""
-    declared = DeclaredTenants()
-    declared.version = version
-    declared.callers = {name: caller(name) for name in "ab"}
-    return declared
 
 
 def order(*numbers: int, tenant: str = "a", **more: object) -> WarmOrder:
@@ -78,11 +68,6 @@ def small_batches(core: Core, blocks: int) -> None:
     spec = core.node.spec
     prefetch = spec.policy.prefetch.model_copy(update={"max_inflight_bytes": blocks * BLOCK_BYTES})
     core.node.spec = spec.model_copy(update={"policy": spec.policy.model_copy(update={"prefetch": prefetch})})
-
-
-def held(core: Core, tier: str, scope: ScopeId = SCOPE) -> list[int]:
-    found = core.node.index.blocks(scope).entries()
-    return sorted(int.from_bytes(e.digest, "big") for e in found if any(r.tier.name == tier for r in e.residences))
 
 
 async def test_a_prefix_of_another_node_arrives_with_all_before_it_and_is_read_from_memory(pair: Pair) -> None:

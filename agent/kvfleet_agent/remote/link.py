@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from kvfleet_agent.ports import Follow
+from kvfleet_agent.ports import Follow, Offer
 from kvfleet_agent.remote import wire
 from kvfleet_agent.remote.security import PeerTls
 from kvfleet_agent.remote.streams import READ_AHEAD_BYTES, Stream, frame_within
@@ -19,6 +19,9 @@ LIFE_S: Final = 300.0
 
 FOLLOW_SLACK_S: Final = 10.0
 """What the bytes of the parts may take beyond the wait for them."""
+
+OFFER_TIMEOUT_S: Final = 60.0
+"""A batch is fetched and written meanwhile, with the lowest priority; an offer may be repeated."""
 
 TRACE_TIMEOUT_S: Final = 10.0
 """The owner answers from memory; it may be busy, or stopped."""
@@ -107,6 +110,16 @@ class Link:
                 return await self._ask(question, wire.Traced)
         except TimeoutError as e:
             raise AgentAwayError(f"owner of a chain said nothing for {TRACE_TIMEOUT_S} s") from e
+
+    async def offer(self, offer: Offer) -> wire.Taken:
+        """Ask for blocks to be taken over; the other agent fetches them meanwhile."""
+        digests, place = b"".join(offer.digests), (offer.scope, offer.tenant, offer.layout_id, offer.raw_bytes)
+        question = wire.Offer(next(self._ids), *place, digests, offer.before, offer.tier)
+        try:
+            async with asyncio.timeout(OFFER_TIMEOUT_S):
+                return await self._ask(question, wire.Taken)
+        except TimeoutError as e:
+            raise AgentAwayError(f"no answer to an offer for {OFFER_TIMEOUT_S} s") from e
 
     async def end(self, leases: tuple[int, ...]) -> None:
         """End leases."""

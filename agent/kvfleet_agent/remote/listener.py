@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from kvfleet_agent.ports import Grower, Lender, Lent
+from kvfleet_agent.ports import Adopter, Grower, Lender, Lent, Offer
 from kvfleet_agent.remote import wire
 from kvfleet_agent.remote.growing import send_growing
 from kvfleet_agent.remote.nixl import NixlReader, address_of, answer_of
@@ -60,6 +60,8 @@ class PeerListener:
         self._socket = socket.create_server((host, port), family=family)
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
+        self.adopter: Adopter | None = None
+        """What takes blocks of other pools over; set before `serve`, or none are."""
 
     @property
     def address(self) -> str:
@@ -78,7 +80,7 @@ class PeerListener:
         grower: Grower | None = None,
     ) -> None:
         """Begin to answer. `tls` is None in simulated networks alone; without `grower` nothing is handed over early."""
-        owner = _Owner(me, lender, verify, nixl, tls, grower)
+        owner = _Owner(me, lender, verify, nixl, tls, grower, self.adopter)
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
@@ -116,6 +118,7 @@ class _Owner:
     nixl: NixlReader | None
     tls: PeerTls | None
     grower: Grower | None
+    adopter: Adopter | None
 
 
 class _Conversation:
@@ -124,7 +127,7 @@ class _Conversation:
     def __init__(self, stream: Stream, owner: "_Owner") -> None:
         self._stream = stream
         self._me, self._lender, self._verify = owner.me, owner.lender, owner.verify
-        self._nixl, self._tls, self._grower = owner.nixl, owner.tls, owner.grower
+        self._nixl, self._tls, self._grower, self._adopter = owner.nixl, owner.tls, owner.grower, owner.adopter
         self._lent: dict[int, Lent] = {}
         self._gate = asyncio.Semaphore(QUESTIONS_MAX)
         self._followers = asyncio.Semaphore(FOLLOWERS_MAX)
@@ -194,6 +197,8 @@ class _Conversation:
                         await self._send_blocks(question)
                     case wire.Trace():
                         await self._trace(question)
+                    case wire.Offer() if self._adopter is not None:
+                        await self._adopt(self._adopter, question)
                     case wire.Follow() if self._grower is not None:
                         await send_growing(self._stream, self._grower, self._me.epoch, question)
                     case _:
@@ -213,6 +218,12 @@ class _Conversation:
             (found.layout_id, found.raw_bytes, b"".join(found.digests), found.before) if found else (b"", 0, b"", b"")
         )
         await self._stream.send(wire.Traced(question.id, *told))
+
+    async def _adopt(self, adopter: Adopter, asked: wire.Offer) -> None:
+        place = (ScopeId(asked.scope), asked.tenant, LayoutId(asked.layout_id), asked.raw_bytes)
+        offer = Offer(*place, tuple(unpack_digests(asked.digests)), asked.before, asked.tier)
+        taken = await adopter.adopt(offer)
+        await self._stream.send(wire.Taken(asked.id, taken.count, taken.reason))
 
     async def _lend(self, question: wire.Lend) -> None:
         keys = [BlockKey(ScopeId(question.scope), digest) for digest in unpack_digests(question.digests)]

@@ -10,7 +10,7 @@ from typing import Final
 from kvfleet_agent.backends.base import Record, SlotRef
 from kvfleet_agent.backends.segment_name import parse_name
 from kvfleet_agent.backends.waiting import settle
-from kvfleet_agent.ports import Follow, Followed, Placed, SharedReader, Stretch, Wanted
+from kvfleet_agent.ports import Follow, Followed, Offer, Placed, SharedReader, Stretch, Taken, Wanted
 from kvfleet_agent.remote import wire
 from kvfleet_agent.remote.link import Link, open_link
 from kvfleet_agent.remote.nixl import NixlReader
@@ -40,6 +40,9 @@ UNREGISTER_TIMEOUT_S: Final = 5.0
 Resolve = Callable[[str, int], AgentRecord | None]
 """Where the agent of a location is (`RedisDirectory.peer`)."""
 
+Find = Callable[[str], Awaitable[AgentRecord | None]]
+"""Where an agent is that nobody has located anything at, by its name; raises a `KvFleetError` when it cannot tell."""
+
 OwnToken = Callable[[], Awaitable[str]]
 """Token that proves us to other agents; raises a `KvFleetError` while there is none."""
 
@@ -63,6 +66,9 @@ class RemotePeers:
         self._me = me
         self._tls = tls
         self._resolve = resolve
+        self.find: Find | None = None
+        """Tells where agents of other pools are; without it nothing is offered to them."""
+        self._found: dict[str, AgentRecord] = {}
         self._own_token = own_token
         self._nixl = nixl
         self.shared: SharedReader | None = None
@@ -125,6 +131,20 @@ class RemotePeers:
             return None
         digests = tuple(unpack_digests(told.digests))
         return Stretch(LayoutId(told.layout_id), told.raw_bytes, digests, told.before) if digests else None
+
+    async def offer(self, agent: str, offer: Offer) -> Taken | None:
+        """See `ports.OfferedPeers`."""
+        try:
+            found = await self.find(agent) if self.find is not None else None
+            if found is None:
+                return None
+            self._found[agent] = found
+            link = await self._link(Location(agent, found.epoch, "", 0, 0))
+            told = await link.offer(offer)
+        except KvFleetError as e:
+            _log.info("offer not answered", extra={"peer": agent, "error": str(e)})
+            return None
+        return Taken(min(told.count, len(offer.digests)), told.reason)
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""
@@ -242,7 +262,8 @@ class RemotePeers:
             raise
 
     async def _open(self, at: Location) -> Link:
-        record = self._resolve(at.agent, at.epoch)
+        found = self._found.get(at.agent)  # Of another pool: nothing may have been located there yet.
+        record = self._resolve(at.agent, at.epoch) or (found if found and found.epoch == at.epoch else None)
         if record is None:
             raise AgentAwayError(f"agent {at.agent} of epoch {at.epoch} is not in the directory any more")
         try:
@@ -256,6 +277,7 @@ class RemotePeers:
     def _make_room(self) -> None:
         """Drop connections that ended; at the bound, all of them."""
         if len(self._links) >= LINKS_MAX:
+            self._found.clear()
             for owner, task in tuple(self._links.items()):
                 if task.done():
                     del self._links[owner]

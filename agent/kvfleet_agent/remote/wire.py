@@ -26,6 +26,9 @@ TIERS_MAX: Final = 8
 TIER_CHARS_MAX: Final = 63
 PLACE_CHARS_MAX: Final = 128
 """Of a file's name, and of a codec's."""
+REASON_CHARS_MAX: Final = 64
+BLOCK_BYTES_MAX: Final = 1 << 30
+"""No layout comes near it."""
 LENGTH_BYTES: Final = 4
 
 
@@ -181,6 +184,30 @@ class Traced(Message, frozen=True, array_like=True, tag=True):
     """What the last of them continues; empty at the root."""
 
 
+class Offer(Message, frozen=True, array_like=True, tag=True):
+    """Ask an agent of another pool to take blocks over: it fetches them by itself, as any blocks of other agents."""
+
+    scope: str
+    tenant: str
+    layout_id: bytes
+    raw_bytes: int
+    digests: bytes
+    """Joined, consecutive blocks of one chain, the first one first."""
+    before: bytes
+    """What the first of them continues; empty at the root."""
+    tier: str
+    """Empty for the fastest one that survives a restart."""
+
+
+class Taken(Message, frozen=True, array_like=True, tag=True):
+    """Answer to Offer."""
+
+    count: int
+    """Leading blocks that are whole in that tier now."""
+    reason: str
+    """Why not all; CamelCase, empty when all are."""
+
+
 class End(Message, frozen=True, array_like=True, tag=True):
     """End leases; there is no answer."""
 
@@ -197,8 +224,8 @@ class Refused(Message, frozen=True, array_like=True, tag=True):
     reason: str
 
 
-Question = Hello | Describe | Lend | Pull | Follow | Trace | End
-Answer = Welcome | Described | Lending | Chunk | Followed | Traced | Done | Refused
+Question = Hello | Describe | Lend | Pull | Follow | Trace | Offer | End
+Answer = Welcome | Described | Lending | Chunk | Followed | Traced | Taken | Done | Refused
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _questions: Final = msgspec.msgpack.Decoder(Question)
@@ -226,7 +253,7 @@ def decode_question(body: bytes) -> Question:
         question: Question = _questions.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:  # A tag that is no text gives the latter (msgspec 0.22).
         raise InvalidInputError(f"malformed question: {e}") from e
-    if isinstance(question, Lend | Follow):
+    if isinstance(question, Lend | Follow | Offer):
         _check_keys(question)
     if isinstance(question, Lend):
         _check_tiers(question)
@@ -234,6 +261,8 @@ def decode_question(body: bytes) -> Question:
         _check_progress(question)
     if isinstance(question, Trace):
         _check_trace(question)
+    if isinstance(question, Offer):
+        _check_offer(question)
     if isinstance(question, Hello) and len(question.token) > TOKEN_CHARS_MAX:
         raise InvalidInputError(f"token of {len(question.token)} characters, limit {TOKEN_CHARS_MAX}")
     if isinstance(question, Pull) and len(question.leases) > KEYS_MAX:
@@ -241,7 +270,7 @@ def decode_question(body: bytes) -> Question:
     return question
 
 
-def _check_keys(asked: Lend | Follow) -> None:
+def _check_keys(asked: Lend | Follow | Offer) -> None:
     if len(asked.digests) % KEY_BYTES or not 0 < len(asked.digests) <= KEYS_MAX * KEY_BYTES:
         raise InvalidInputError(f"digests of {len(asked.digests)} B: 1 to {KEYS_MAX} keys of {KEY_BYTES} B")
     if len(asked.layout_id) != LAYOUT_ID_BYTES or len(asked.scope) > SCOPE_CHARS_MAX:
@@ -266,6 +295,17 @@ def _check_trace(trace: Trace) -> None:
         raise InvalidInputError(f"{told}: {KEY_BYTES} B, {SCOPE_CHARS_MAX} characters and 1 to {KEYS_MAX} wanted")
 
 
+def _check_offer(offer: Offer) -> None:
+    if len(offer.before) not in (0, KEY_BYTES) or not 0 < offer.raw_bytes <= BLOCK_BYTES_MAX:
+        raise InvalidInputError(
+            f"offer behind {len(offer.before)} B, of blocks of {offer.raw_bytes} B: 0 or {KEY_BYTES} B wanted, and "
+            f"1 to {BLOCK_BYTES_MAX} B"
+        )
+    if max(len(offer.tenant), len(offer.tier)) > TIER_CHARS_MAX or not offer.tenant:
+        told = f"tenant of {len(offer.tenant)} characters, tier of {len(offer.tier)}"
+        raise InvalidInputError(f"{told}: 1 to {TIER_CHARS_MAX} wanted, and {TIER_CHARS_MAX} at most")
+
+
 def decode_answer(body: bytes) -> Answer:
     """Read an answer. Raises `InvalidInputError` that says what is wrong with it."""
     try:
@@ -278,6 +318,8 @@ def decode_answer(body: bytes) -> Answer:
         raise InvalidInputError("followed blocks with fields of different lengths")
     if isinstance(answer, Traced) and not _is_chain(answer):
         raise InvalidInputError("a traced chain with fields of wrong lengths")
+    if isinstance(answer, Taken) and (not 0 <= answer.count <= KEYS_MAX or len(answer.reason) > REASON_CHARS_MAX):
+        raise InvalidInputError(f"{answer.count} blocks taken, limit {KEYS_MAX}, or a reason that is too long")
     if isinstance(answer, Lending) and not all(_is_sound(loan) for loan in answer.loans):
         raise InvalidInputError("a loan with a checksum, parent or place of a wrong length")
     return answer

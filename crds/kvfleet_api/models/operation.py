@@ -75,10 +75,24 @@ class WarmOperation(ApiModel):
     )
 
 
+class MigrateOperation(ApiModel):
+    """Bring blocks of a pool to another one of the same model and layout; who may read them stays as it is."""
+
+    to: Name = Field(description="KVPool that the blocks go to: equal compatibility, another name.")
+    nodes: OperationNodes | None = Field(None, description="Nodes whose blocks go; absent: all of the pool.")
+    tenant: Name | None = Field(None, description="KVTenant whose blocks go; absent: those of all tenants.")
+    tier: Name | None = Field(
+        None, description="Tier of the other pool; absent: the fastest that survives a restart, or else of all."
+    )
+    keep_source: bool = Field(
+        False, description="Keep the blocks here as well; absent: each is dropped once the other pool has it."
+    )
+
+
 class KVOperationSpec(ApiModel):
     """What is to be done. Only `cancel` may change."""
 
-    type: Literal["Drain", "Flush", "Erase", "Warm"] = Field(
+    type: Literal["Drain", "Flush", "Erase", "Warm", "Migrate"] = Field(
         description="What to do; exactly the block of this name is set."
     )
     pool_ref: Name | None = Field(None, description="Pool; not with Erase, which is for all pools.")
@@ -86,6 +100,7 @@ class KVOperationSpec(ApiModel):
     flush: FlushOperation | None = Field(None, description="Set when type is Flush.")
     erase: EraseOperation | None = Field(None, description="Set when type is Erase.")
     warm: WarmOperation | None = Field(None, description="Set when type is Warm.")
+    migrate: MigrateOperation | None = Field(None, description="Set when type is Migrate.")
     timeout_seconds: int = Field(
         TIMEOUT_S, ge=1, le=604_800, description="From the start; what is not done by then has failed."
     )

@@ -77,14 +77,31 @@ class WarmOrder(ApiModel):
     tier: Name | None = Field(None, description="Tier; absent: the one that engines read from.")
 
 
+MIGRATE_TARGETS_MAX: Final = 8
+"""Nodes that an agent may bring its blocks to: one after the other, while the one before it is away or full."""
+
+
+class MigrateOrder(ApiModel):
+    """Bring blocks of this node to agents of another pool."""
+
+    to: Name = Field(description="KVPool.")
+    nodes: tuple[ObjectName, ...] = Field(max_length=MIGRATE_TARGETS_MAX, description="Its nodes, in this order.")
+    tenant: Name | None = Field(None, description="KVTenant; absent: all.")
+    tier: Name | None = Field(None, description="Tier there; absent: the fastest that survives a restart.")
+    keep_source: bool = Field(False, description="Keep the blocks here as well.")
+
+
 class NodeOrder(ApiModel):
     """One KVOperation's part on this node; carried out once, and answered in the status by its uid."""
 
     uid: Text = Field(description="Uid of the KVOperation.")
-    type: Literal["Drain", "Flush", "Warm"] = Field(description="What to do; exactly the block of this name is set.")
+    type: Literal["Drain", "Flush", "Warm", "Migrate"] = Field(
+        description="What to do; exactly the block of this name is set."
+    )
     drain: TierDrainOrder | None = Field(None, description="Set when type is Drain.")
     flush: FlushOrder | None = Field(None, description="Set when type is Flush.")
     warm: WarmOrder | None = Field(None, description="Set when type is Warm.")
+    migrate: MigrateOrder | None = Field(None, description="Set when type is Migrate.")
 
 
 class KVPoolNodeSpec(ApiModel):
@@ -220,6 +237,7 @@ class KVPoolNodeStatus(ApiModel):
     conditions: Conditions = Field((), description="Observations by type; operator and agent both write here.")
     epoch: Count = Field(0, description="Number of this incarnation of the agent.")
     agent_version: Text = Field("", description="Version of the agent.")
+    peer_address: str = Field("", max_length=256, description="host:port where other agents reach this one.")
     tiers: tuple[NodeTierStatus, ...] = Field((), max_length=8, description="Tiers as they are, fast to slow.")
     lookups: LookupCounts = Field(LookupCounts(), description="Lookups since the agent started.")
     shares: tuple[ShareHits, ...] = Field(

@@ -4,7 +4,7 @@ from typing import Final
 
 from kvfleet_api.rules.rule import AnyRule, Json, Rule, Transition, exactly_when
 
-BLOCK_OF_TYPE: Final = {"Drain": "drain", "Flush": "flush", "Erase": "erase", "Warm": "warm"}
+BLOCK_OF_TYPE: Final = {"Drain": "drain", "Flush": "flush", "Erase": "erase", "Warm": "warm", "Migrate": "migrate"}
 """The block that each type takes."""
 _FIXED: Final = ("type", "poolRef", *BLOCK_OF_TYPE.values(), "timeoutSeconds", "ttlSecondsAfterFinished")
 
@@ -42,6 +42,14 @@ OPERATION: Final[list[AnyRule]] = [
     _names_some("spec.drain.nodes"),
     _names_some("spec.flush.nodes"),
     _names_some("spec.warm.nodes"),
+    _names_some("spec.migrate.nodes"),
+    Rule(
+        "spec",
+        "!has(self.migrate) || !has(self.poolRef) || self.migrate.to != self.poolRef",
+        "migrate.to must not be poolRef: blocks go to another pool",
+        lambda spec: "migrate" not in spec or spec["migrate"].get("to") != spec.get("poolRef"),
+        "migrate.to",
+    ),
     Rule(
         "spec.warm",
         "(has(self.prefixes) && self.prefixes.size() > 0) || (has(self.archivedSessions) && self.archivedSessions)",
