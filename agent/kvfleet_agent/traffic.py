@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -57,14 +57,19 @@ class Traffic:
         """
         path = self.paths.between(source, target)
         turn = Turn(*min(self._rank(e, priority) for e in entries), size_bytes, within_s)
-        async with AsyncExitStack() as stack:
-            self._waiting.update((e, (path.gate, turn, priority)) for e in entries)
-            try:
-                await stack.enter_async_context(self._entered(path, turn))
-            finally:
-                for entry in entries:
-                    del self._waiting[entry]
-            yield
+        waiting = list(entries)
+        self._waiting.update((e, (path.gate, turn, priority)) for e in waiting)
+        try:
+            async with self._entered(path, turn):
+                self._end_waiting(waiting)
+                yield
+        finally:
+            self._end_waiting(waiting)
+
+    def _end_waiting(self, waiting: list[Entry]) -> None:
+        """Forget, once, that blocks wait for their turn."""
+        while waiting:
+            del self._waiting[waiting.pop()]
 
     @asynccontextmanager
     async def weights(
@@ -90,20 +95,21 @@ class Traffic:
     @asynccontextmanager
     async def _entered(self, path: Path, turn: Turn) -> AsyncIterator[None]:
         """Wait for a turn, and note how fast the path is meanwhile."""
-        async with AsyncExitStack() as stack:
-            try:
-                await stack.enter_async_context(path.gate.enter(turn))
-            except RetryableError:
+        moved_bytes, is_refused = 0, True
+        try:
+            async with path.gate.enter(turn):
+                is_refused = False
+                path.speed.begin(self._node.clock())
+                try:
+                    yield
+                    moved_bytes = turn.size_bytes
+                finally:
+                    path.speed.end(self._node.clock(), moved_bytes)
+        except RetryableError:
+            if is_refused:
                 names = {"source": path.source, "target": path.target}
                 self._node.counters.add("kvfleet_moves_refused_total", 1, **names, traffic=turn.traffic)
-                raise
-            path.speed.begin(self._node.clock())
-            moved_bytes = 0
-            try:
-                yield
-                moved_bytes = turn.size_bytes
-            finally:
-                path.speed.end(self._node.clock(), moved_bytes)
+            raise
 
     def wait_for(self, entry: Entry, tenant: str) -> None:
         """A reader waits for a block from now on: its move goes as a load of this tenant, whoever began it."""
