@@ -144,9 +144,13 @@ class Agent:
 
     async def _get(self) -> None:
         assert self._core is not None
-        raised = (self._core.fetcher.raise_up(entry, "bench") for entry in self._entries)
-        found = await asyncio.gather(*raised)
-        assert all(copy is not None and copy.tier is self._node.tiers[0] for copy in found), "all blocks are up"
+        fetcher = self._core.fetcher
+        fetcher.start_all(self._entries)
+        groups: dict[object, list[Entry]] = {}
+        for entry in self._entries:
+            groups.setdefault(entry.move, []).append(entry)
+        await asyncio.gather(*(fetcher.wait_together(group, "bench") for group in groups.values()))
+        assert all(fetcher.up_already(entry) for entry in self._entries), "all blocks are up"
 
     def show(self, _: int) -> None:
         """Copy what was loaded, and let memory go."""

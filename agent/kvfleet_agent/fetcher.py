@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.backends.base import Record, SlotRef
@@ -21,7 +20,7 @@ from kvfleet_api.errors import BackendFailedError, RetryableError, TierFullError
 from kvfleet_telemetry.tracing import span
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Sequence
+    from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 
     from kvfleet_agent.exports import Exports
     from kvfleet_agent.mover import Mover
@@ -53,12 +52,15 @@ class Fetcher:
         self._tasks: set[asyncio.Task[None]] = set()
         self._rising: dict[Priority, list[Entry]] = {}
         """Blocks that are to be brought up from the next step of the loop on."""
+        self._grouped: list[list[Entry]] = []
+        """Those of them whose groups are made, as prefetches."""
 
     async def close(self) -> None:
         """Cancel what is under way."""
-        for entry in chain.from_iterable(self._rising.values()):
-            self._end(entry, is_made=False)
+        for entries in (*self._rising.values(), *self._grouped):
+            self._end(entries, ())
         self._rising.clear()
+        self._grouped.clear()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -84,6 +86,19 @@ class Fetcher:
                 finally:
                     self._mover.traffic.leave(entry)
         return self.mapped(entry)
+
+    def start_all(self, entries: Sequence[Entry]) -> None:
+        """Start to bring up what is neither up nor on its way, in groups that share a move.
+
+        They go once this step's waiters have said whose they are.
+        """
+        if self._node.entry_tier is None:
+            return
+        away = [e for e in dict.fromkeys(entries) if e.move is None and e.residences and self.up_already(e) is None]
+        for group in grouped(away, _stored_bytes, lambda e: e.tenant):
+            self._begin(group)
+            self._ask_to_rise()
+            self._grouped.append(group)
 
     async def wait_together(self, entries: Sequence[Entry], tenant: str) -> None:
         """Wait for the move that all of these blocks share; its readers' wish is theirs while they wait."""
@@ -124,18 +139,24 @@ class Fetcher:
         tier = self._node.entry_tier
         if tier is None or not entry.residences:
             return False
-        self._begin(entry)
-        if not self._rising:
-            asyncio.get_running_loop().call_soon(self._rise)
+        self._begin([entry])
+        self._ask_to_rise()
         self._rising.setdefault(urgency, []).append(entry)
         return True
 
     def _rise(self) -> None:
         """Start what was asked for in one step of the loop, in groups: a prefix is asked for as a whole."""
         rising, self._rising = self._rising, {}
+        groups, self._grouped = self._grouped, []
+        for group in groups:
+            self._spawn(self._copy_up(group, Priority.PREFETCH))
         for urgency, entries in rising.items():
             for group in grouped(entries, _stored_bytes, lambda e: e.tenant):
                 self._spawn(self._copy_up(group, urgency))
+
+    def _ask_to_rise(self) -> None:
+        if not self._rising and not self._grouped:
+            asyncio.get_running_loop().call_soon(self._rise)
 
     async def _copy_up(self, entries: Sequence[Entry], urgency: Priority) -> None:
         """Bring blocks of one tenant up; those behind the first one that has to wait for room come after it."""
@@ -150,9 +171,9 @@ class Fetcher:
             count = len(entries)
             raise
         finally:
-            for entry in entries[:count]:
-                self._end(entry, is_made=entry in made)
+            self._end(entries[:count], made)
         if entries[count:]:
+            self._begin([e for e in entries[count:] if e.move is None or e.move.done()])
             self._spawn(self._copy_up(entries[count:], urgency))
 
     async def _place(self, entries: Sequence[Entry], tier: Tier, moves: list[Move]) -> int:
@@ -318,15 +339,21 @@ class Fetcher:
             self._node.counters.observe("kvfleet_move_duration_seconds", took_s, **path)
 
     @staticmethod
-    def _begin(entry: Entry) -> None:
-        assert entry.move is None
-        entry.move = asyncio.get_running_loop().create_future()
+    def _begin(entries: Sequence[Entry]) -> None:
+        """Give blocks a move that they share."""
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        for entry in entries:
+            assert entry.move is None or entry.move.done()
+            entry.move = done
 
     @staticmethod
-    def _end(entry: Entry, *, is_made: bool) -> None:
-        done, entry.move = entry.move, None
-        assert done is not None
-        done.set_result(is_made)
+    def _end(entries: Sequence[Entry], made: Collection[Entry]) -> None:
+        """End the moves of blocks, shared ones with the first block that ends."""
+        for entry in entries:
+            done, entry.move = entry.move, None
+            assert done is not None
+            if not done.done():
+                done.set_result(entry in made)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

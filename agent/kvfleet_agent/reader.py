@@ -272,6 +272,7 @@ class Reader:
                     slow.append(one(i, entry))
             await together(slow)
 
+        self._fetcher.start_all([e for e in run if e is not None])
         tasks = [asyncio.ensure_future(all_of(pairs)) for pairs in _by_move(run)]
         if tasks:
             try:

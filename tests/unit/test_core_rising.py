@@ -1,0 +1,72 @@
+"""Blocks that a reader wants are brought up in groups that share a move; none is left with a move that never ends."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from agent_doubles import BLOCK_BYTES, LAYOUT_ID, SCOPE, dict_tier, digest, dram_tier, make_core, secret, store_chain
+
+from kvfleet_agent.core import Core
+from kvfleet_agent.entry import Entry
+from kvfleet_agent.place import Place
+from kvfleet_agent.straight import Move
+from kvfleet_agent.tiers import Tier
+
+pytestmark = pytest.mark.unit
+
+PLACE = Place(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
+COUNT = 32
+
+
+async def core_with_blocks_below() -> tuple[Core, list[Entry]]:
+    size_bytes = 2 * COUNT * BLOCK_BYTES
+    core = make_core([dram_tier(size_bytes), dict_tier("nvme", size_bytes, 1, 2)])
+    assert await store_chain(core, PLACE, range(COUNT)) == COUNT
+    while await core.room.drain(core.node.tiers[0]):
+        pass
+    found = [core.node.index.find(SCOPE, digest(n)) for n in range(COUNT)]
+    return core, [e for e in found if e is not None]
+
+
+async def test_what_a_reader_wants_rises_in_groups_that_share_a_move() -> None:
+    core, entries = await core_with_blocks_below()
+    fetcher = core.fetcher
+
+    fetcher.start_all([*entries, entries[0]])
+    moves = {entry.move for entry in entries}
+    assert None not in moves
+    assert len(moves) == COUNT // 2
+    fetcher.start_all(entries)
+    assert {entry.move for entry in entries} == moves, "what is on its way is left alone"
+    await fetcher.wait_together(entries, "a")
+
+    assert all(fetcher.up_already(entry) and entry.move is None for entry in entries)
+    await core.close()
+
+
+async def test_blocks_whose_rise_has_not_begun_are_let_go_at_the_end() -> None:
+    core, entries = await core_with_blocks_below()
+
+    core.fetcher.start_all(entries)
+    moves = {entry.move for entry in entries}
+    await core.fetcher.close()
+
+    assert all(move is not None and move.done() and not move.result() for move in moves)
+    assert {entry.move for entry in entries} == {None}
+    await core.close()
+
+
+async def test_blocks_behind_one_that_waits_for_room_come_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, entries = await core_with_blocks_below()
+    place = core.fetcher._place
+
+    async def place_one(entries: Sequence[Entry], tier: Tier, moves: list[Move]) -> int:
+        return await place(entries[:1], tier, moves)
+
+    monkeypatch.setattr(core.fetcher, "_place", place_one)
+    async with asyncio.timeout(10.0):
+        acquired = await core.reader.acquire(PLACE, [digest(n) for n in range(COUNT)], 30.0, 5.0)
+
+    assert len(acquired.reads) == COUNT
+    assert {entry.move for entry in entries} == {None}
+    await core.close()
