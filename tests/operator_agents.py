@@ -13,9 +13,10 @@ import msgspec
 
 from kvfleet_api import names
 from kvfleet_api.errors import KvFleetError
+from kvfleet_api.models.poolnode import ERASING_MAX
 from kvfleet_kube import leases
 from kvfleet_kube.api import APPLY_PATCH, Call, KubeApi
-from kvfleet_operator.kinds import POOL, POOL_NODE, Ref
+from kvfleet_operator.kinds import POOL, POOL_NODE, TENANT, Ref
 from kvfleet_operator.objects import body_of
 
 GIB = 1 << 30
@@ -35,6 +36,10 @@ class Manners:
     """Node names whose agents are dead: no Lease, no status."""
     drains: bool = True
     """Whether agents that are asked to drain say that they are done."""
+    obeys: bool = False
+    """Whether agents carry out orders at once, confirm erasures, and tell which generation they speak of."""
+    demand: Mapping[str, int] | None = None
+    """What every tier says of the worth of its size."""
     lease_s: int = LEASE_S
     """Long where a test would break by an agent that a busy machine keeps from renewing in time."""
 
@@ -72,12 +77,25 @@ class FakeAgents:
         pools = (await api.call(Call("GET", POOL.path()), timeout_s=2.0)).content()["items"]
         stay = {pool["metadata"]["name"] for pool in pools if "deletionTimestamp" not in pool["metadata"]}
         here = [n for n in nodes if n["spec"]["nodeName"] not in self.manners.absent]
-        await asyncio.gather(*(self._live(api, node, is_last=node["spec"]["poolRef"] not in stay) for node in here))
+        erased = await self._erased(api) if self.manners.obeys else []
+        await asyncio.gather(*(self._live(api, n, erased, is_last=n["spec"]["poolRef"] not in stay) for n in here))
 
-    async def _live(self, api: KubeApi, node: Mapping[str, Any], *, is_last: bool) -> None:
+    async def _erased(self, api: KubeApi) -> list[Any]:
+        """Erasures under way, which are done on every node."""
+        tenants = (await api.call(Call("GET", TENANT.path()), timeout_s=2.0)).content()["items"]
+        asked = [(t["metadata"]["uid"], t["spec"].get("eraseRequested"), t.get("status", {})) for t in tenants]
+        due = [(uid, told) for uid, value, told in asked if value and told.get("eraseStarted") == value]
+        under_way = [(uid, told) for uid, told in due if told.get("lastErase") != told["eraseStarted"]]
+        return [{"uid": uid, "keyVersion": told["keyVersion"]} for uid, told in under_way[:ERASING_MAX]]
+
+    async def _live(self, api: KubeApi, node: Mapping[str, Any], erased: list[Any], *, is_last: bool) -> None:
         await self._renew(api, node["spec"]["poolRef"], node["spec"]["nodeName"])
         ref = Ref(POOL_NODE, node["metadata"]["name"])
         wanted = status_of(node["spec"], self.manners, is_last=is_last)
+        if self.manners.obeys:
+            answers = [{"uid": order["uid"], "phase": "Done"} for order in node["spec"].get("orders", ())]
+            generation = node["metadata"]["generation"]
+            wanted |= {"orders": answers, "erased": erased, "observedGeneration": generation}
         stored = node.get("status", {})
         if any(stored.get(k) != v for k, v in wanted.items() if k != "conditions") or _said(stored) != _said(wanted):
             await _apply(api, f"{ref.path}/status", body_of(ref, {}, status=wanted))
@@ -107,6 +125,7 @@ def status_of(spec: Mapping[str, Any], manners: Manners, *, is_last: bool = Fals
         said["Draining"] = ("True", "MovingBlocks")
     tiers = [
         {"name": t["name"], "type": t["type"], "phase": "Ready", "capacityBytes": t["capacityBytes"]}
+        | ({} if manners.demand is None else {"demand": dict(manners.demand)})
         for t in spec["tiers"]
     ]
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -5,7 +5,7 @@ objects name the few of a sequence. A new kind comes in by its example and the l
 """
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final
@@ -17,9 +17,12 @@ from manifest_strategies import STEMS, shaped, variants
 
 from adversity.calls import Json
 from kvfleet_api.rules.operation import BLOCK_OF_TYPE
+from kvfleet_api.rules.pool import SCALABLE_TYPES
 from kvfleet_api.schema import object_schema
 from kvfleet_api.schema_kinds import BY_NAME, KINDS
+from kvfleet_api.units import parse_quantity
 from kvfleet_api.validate import validate
+from kvfleet_operator.autoscaling import scales_of
 
 BANK: Final = 20
 """Variants of each example to choose from."""
@@ -31,8 +34,8 @@ OPERATIONS_SHARE: Final = 0.25
 _LEFT_OUT: Final = ("KVPoolNode", OPERATION)
 """What the operator alone writes, and what is done once and so drawn in a way of its own."""
 WRITTEN: Final = tuple(kind for kind in KINDS if kind.name not in _LEFT_OUT)
-OPERATION_S: Final = (1, 30, 600)
-"""Time that a drawn KVOperation has."""
+SCALES_SHARE: Final = 0.5
+"""Of tiers that can scale by themselves and do in a drawn pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ class Names:
     namespace: str = "team-1"
     nodes: tuple[str, ...] = ()
     """That KVOperations choose from; none are drawn without any."""
+    operation_s: tuple[int, ...] = (1, 30, 600)
+    """Time that a KVOperation has."""
 
     def of(self, kind: str) -> tuple[str, ...]:
         """The few names of a kind."""
@@ -78,7 +83,7 @@ def sequence(chance: random.Random, named: Names, length: int) -> Iterator[Chang
     running: dict[str, Json] = {}
     for _ in range(length):
         if named.nodes and chance.random() < OPERATIONS_SHARE:
-            yield _operation(chance, named, running)
+            yield _operation(chance, named, running, [key for key, made in specs.items() if made])
             continue
         kind = chance.choice(WRITTEN).name
         name = chance.choice(named.of(kind))
@@ -97,12 +102,17 @@ def sequence(chance: random.Random, named: Names, length: int) -> Iterator[Chang
                 yield Change("put", kind, name, spec)
 
 
-def _operation(chance: random.Random, named: Names, running: dict[str, Json]) -> Change:
-    """Begin a KVOperation, or cancel, delete or misuse one that was begun: all but `cancel` is fixed."""
+def _operation(
+    chance: random.Random, named: Names, running: dict[str, Json], made: Sequence[tuple[str, str]]
+) -> Change:
+    """Begin a KVOperation, or cancel, delete or misuse one that was begun: all but `cancel` is fixed.
+
+    `made` are kind and name of what it may be about; where there is nothing, it names what is not there.
+    """
     name = chance.choice(named.of(OPERATION))
     spec = running.get(name)
     if spec is None:
-        running[name] = spec = _relinked_operation(chance.choice(operations()), named, chance)
+        running[name] = spec = _relinked_operation(chance.choice(operations()), named, chance, made)
         return Change("put", OPERATION, name, spec)
     roll = chance.random()
     if roll < 0.4:
@@ -114,15 +124,21 @@ def _operation(chance: random.Random, named: Names, running: dict[str, Json]) ->
     return Change("bad", OPERATION, name, {**spec, "timeoutSeconds": spec["timeoutSeconds"] + 1}, "timeoutSeconds")
 
 
-def _relinked_operation(spec: Json, named: Names, chance: random.Random) -> Json:
-    made = relinked(spec, named, chance)
-    for block in (made[b] for b in BLOCK_OF_TYPE.values() if b in made):
+def _relinked_operation(spec: Json, named: Names, chance: random.Random, made: Sequence[tuple[str, str]]) -> Json:
+    def some(kind: str) -> str:
+        return chance.choice([name for k, name in made if k == kind] or named.of(kind))
+
+    relinked_spec = relinked(spec, named, chance) | ({"poolRef": some("KVPool")} if "poolRef" in spec else {})
+    for block in (relinked_spec[b] for b in BLOCK_OF_TYPE.values() if b in spec):
+        if "tenant" in block:
+            block["tenant"] = some("KVTenant")
         if block.get("nodes"):
-            block["nodes"] = {"names": sorted(chance.sample(named.nodes, chance.randint(1, 2)))}
-    if "migrate" in made:
-        others = [pool for pool in named.of("KVPool") if pool != made["poolRef"]]
-        made["migrate"]["to"] = chance.choice(others or ["nowhere"])
-    return {**made, "timeoutSeconds": chance.choice(OPERATION_S)}
+            count = chance.randint(1, min(2, len(named.nodes)))
+            block["nodes"] = {"names": sorted(chance.sample(named.nodes, count))}
+    if "migrate" in relinked_spec:
+        others = [pool for pool in named.of("KVPool") if pool != relinked_spec["poolRef"]]
+        relinked_spec["migrate"]["to"] = chance.choice(others or ["nowhere"])
+    return {**relinked_spec, "timeoutSeconds": chance.choice(named.operation_s)}
 
 
 @cache
@@ -207,11 +223,35 @@ def relinked(spec: Json, named: Names, chance: random.Random) -> Json:
     return _local(made, named, chance)
 
 
+def _scaling(tier: Json, chance: random.Random) -> Json:
+    """A tier that scales between bounds around its size, or one that does not."""
+    plain = {key: value for key, value in tier.items() if key != "autoscale"}
+    if tier["type"] not in SCALABLE_TYPES or "capacityPerNode" not in tier or chance.random() >= SCALES_SHARE:
+        return plain
+    size_bytes = parse_quantity(tier["capacityPerNode"])
+    bounds = {
+        "minPerNode": max(1, chance.choice([size_bytes, size_bytes // 2])),
+        "maxPerNode": chance.choice([size_bytes, size_bytes * 5 // 4, size_bytes * 2]),
+    }
+    return {**plain, "autoscale": {**bounds, "cooldownSeconds": 10}}
+
+
+def settled(spec: Json, status: Json) -> Json:
+    """A spec with the sizes written down that its tiers have been brought to: they depend on what was before."""
+    scales = scales_of(status)
+    tiers = [
+        {**t, "capacityPerNode": scales[t["name"]]} if "autoscale" in t and t["name"] in scales else t
+        for t in spec.get("tiers", ())
+    ]
+    return {**spec, "tiers": tiers} if tiers else spec
+
+
 def _local(spec: Json, named: Names, chance: random.Random) -> Json:
     """Nodes, identities and times of this sequence."""
     if "tiers" in spec:
         spec["nodeSelector"] = {named.mark: chance.choice(["yes", "yes", "no"])}
         spec["updateStrategy"] = {"drain": {"timeoutSeconds": chance.choice([0, 1, 2])}}
+        spec["tiers"] = [_scaling(tier, chance) for tier in spec["tiers"]]
     if "serviceAccounts" in spec or "namespaceSelector" in spec:
         accounts = [{"namespace": f"{named.mark}-{n}", "name": "engine"} for n in range(6)]
         spec["serviceAccounts"] = chance.sample(accounts, chance.choice([1, 1, 2]))

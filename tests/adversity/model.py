@@ -269,6 +269,9 @@ def act_as_agents(cluster: Cluster, chance: random.Random | None = None) -> None
         orders = [{"uid": order["uid"], "phase": "Done"} for order in body["spec"].get("orders", ())]
         status = cluster.objects[Ref(kinds.POOL_NODE, key)]["status"]
         status |= {"erased": erased, "orders": orders, "observedGeneration": body["metadata"]["generation"]}
+        if chance is not None and chance.random() < 0.5:
+            demand = {"gainPermille": chance.choice([0, 100]), "lossPermille": 0}
+            status["tiers"] = [t | {"usedBytes": t["capacityBytes"], "demand": demand} for t in status["tiers"]]
         cluster._touch(Ref(kinds.POOL_NODE, key))
     cluster.note()
 

@@ -1,4 +1,4 @@
-"""Claim `sequences`: drawn changes of many clusters' worth of objects at once, on the real API server.
+"""Claim `sequences`: drawn changes and KVOperations of many clusters' worth of objects at once, on the real API server.
 
 Each sequence has names, nodes and namespaces of its own, so a batch of them shares the control plane and the operator.
 """
@@ -6,29 +6,39 @@ Each sequence has names, nodes and namespaces of its own, so a batch of them sha
 import random
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from outcome import Outcome, Scale
 
 from adversity.calls import Json
-from adversity.drawn import Change, Names, sequence
+from adversity.drawn import OPERATION, Change, Names, sequence, settled
 from adversity.portrait import Portrait
 from adversity.runs import at_rest
 from adversity.scenario import Admin
 from adversity.shared import stage
-from adversity.simulated import forget_history
+from adversity.simulated import ENDS, forget_history
 from adversity.stage import Keeper, Stage
 from controlplane import ApiError
+from controlplane.waiting import wait_until
 from kvfleet_api.schema_kinds import BY_NAME
 from kvfleet_operator.kinds import ADMINISTRATOR_KINDS
 
 FULL: Final = (5, 100)
 """Batches, and sequences of each."""
 SHORT: Final = (1, 6)
+COUNTED: Final = ("changes", "refused", "operations", "complete", "stepped")
+"""Figures of a batch."""
 CHANGES: Final = 5
 WAVE_S: Final = 1.1
 """At least between two changes of a sequence: creation times, by which the older of two pools is told, have seconds."""
+OPERATION_S: Final = ((1, 30), (1, 5))
+"""Times that KVOperations have, at full counts and shortened: their ends are waited for."""
+OPERATIONS_END_S: Final = 180.0
+"""Bound of waiting for the ends of all KVOperations of a batch on a busy machine."""
+WORTHLESS: Final = {"gainPermille": 0, "lossPermille": 0, "heldBytes": 0}
+"""What agents say of every tier while changes are made: those that scale shrink."""
 _CREATED: Final = {BY_NAME[kind.name].name for kind in ADMINISTRATOR_KINDS}
 
 
@@ -44,6 +54,12 @@ class Batch:
     violations: list[str] = field(default_factory=list)
     changes: int = 0
     refused: int = 0
+    operations: int = 0
+    """KVOperations that have ended."""
+    complete: int = 0
+    """Of these, with all done that was asked for."""
+    stepped: int = 0
+    """Pools with a tier that has scaled."""
 
     def take(self, change: Change, named: Names) -> None:
         """Let the API server take or refuse one change."""
@@ -77,14 +93,44 @@ class Batch:
         if refusal.status == 404:
             self.made.pop(key, None)
 
+    def settle(self) -> None:
+        """Let KVOperations end and tiers rest; then write down what they leave behind in specs, as if it were declared.
+
+        Once a KVOperation is deleted, all is as if there had been none.
+        """
+        if not wait_until(lambda: all(_state(o) in ENDS for o in self.admin.get(OPERATION)), OPERATIONS_END_S):
+            left = [f"{o['metadata']['name']} {_state(o)}" for o in self.admin.get(OPERATION)]
+            self.violations.append(f"KVOperations have not ended: {left}")
+        self.complete += sum(_state(o) == "Complete" for o in self.admin.get(OPERATION))
+        self.stage.agents.manners.demand = None
+        for key in [key for key in self.made if key[0] == OPERATION]:
+            self.operations += 1
+            self.admin.delete(*key)
+            del self.made[key]
+        at_rest(self.stage)
+        for tenant in self.admin.get("KVTenant"):
+            key = ("KVTenant", tenant["metadata"]["name"], "")
+            if (asked := tenant["spec"].get("eraseRequested")) is not None:
+                self.made[key] = {**self.made[key], "eraseRequested": asked}
+        for pool in self.admin.get("KVPool"):
+            self._write_sizes_down(("KVPool", pool["metadata"]["name"], ""), pool.get("status", {}))
+
+    def _write_sizes_down(self, key: tuple[str, str, str], status: Json) -> None:
+        self.stepped += any(scale.get("steppedAt") for scale in status.get("autoscaling", ()))
+        spec = settled(self.made[key], status)
+        if spec != self.made[key]:
+            self.made[key] = spec
+            self.admin.replace(*key[:2], spec)
+
 
 def run(scale: Scale) -> Outcome:
     """Run batches: the changes, then the same objects from scratch."""
     batches, size = scale.of(FULL, SHORT)
     there, admin = stage(), Admin(stage().plane)
-    named = tuple(Names(f"m{n}", f"m{n}-0") for n in range(size))
+    operation_s = scale.of(*OPERATION_S)
+    named = tuple(Names(f"m{n}", f"m{n}-0", (f"m{n}-n",), operation_s) for n in range(size))
     admin.make_homes([one.mark for one in named])
-    violations, changes, refused, started_s = list[str](), 0, 0, time.monotonic()
+    violations, counts, started_s = list[str](), Counter[str](), time.monotonic()
     is_caught = False
     with there.operator() as keeper:
         for number in range(batches):
@@ -93,11 +139,12 @@ def run(scale: Scale) -> Outcome:
             broken = (*batch.violations, *found.differences(wanted))
             violations += [f"batch {scale.first_seed + number}: {line}" for line in broken]
             sys.stderr.writelines(f"    {line}\n" for line in broken)
-            changes, refused = changes + batch.changes, refused + batch.refused
+            counts.update({name: getattr(batch, name) for name in COUNTED})
             is_caught = is_caught or _is_seen(found, wanted)
-            told = f"{number + 1}/{batches} batches, {changes} changes, {refused} refused, {len(violations)} broken"
+            told = ", ".join(f"{count} {name}" for name, count in counts.items())
+            told = f"{number + 1}/{batches} batches, {told}, {len(violations)} broken"
             sys.stderr.write(f"    {told}, {time.monotonic() - started_s:.0f} s\n")
-    return Outcome(batches * size, "sequences", tuple(violations), is_caught, {"changes": changes, "refused": refused})
+    return Outcome(batches * size, "sequences", tuple(violations), is_caught, counts)
 
 
 def _run(batch: Batch, keeper: Keeper, seed: str) -> tuple[Portrait, Portrait]:
@@ -106,6 +153,7 @@ def _run(batch: Batch, keeper: Keeper, seed: str) -> tuple[Portrait, Portrait]:
     batch.admin.clear()
     keeper.run()
     starts = keeper.starts
+    batch.stage.agents.manners.demand = WORTHLESS
     drawn = [(n, sequence(random.Random(f"{seed} {n.mark}"), n, CHANGES)) for n in batch.named]
     for _ in range(CHANGES):
         began_s = time.monotonic()
@@ -113,6 +161,7 @@ def _run(batch: Batch, keeper: Keeper, seed: str) -> tuple[Portrait, Portrait]:
             for change in (c for c in [next(changes, None)] if c is not None):
                 batch.take(change, named)
         time.sleep(max(0.0, WAVE_S - (time.monotonic() - began_s)))
+    batch.settle()
     found = _forgetful(at_rest(batch.stage))
     if keeper.starts > starts + 1:
         batch.violations.append(f"the operator ended {keeper.starts - starts} times")
@@ -128,6 +177,10 @@ def _run(batch: Batch, keeper: Keeper, seed: str) -> tuple[Portrait, Portrait]:
                 batch.admin.make(mine[0], mine[1], left.pop(mine), mine[2])
         time.sleep(max(0.0, WAVE_S - (time.monotonic() - began_s)))
     return found, _forgetful(at_rest(batch.stage))
+
+
+def _state(body: Json) -> str:
+    return str((body.get("status") or {}).get("state"))
 
 
 def _forgetful(seen: Portrait) -> Portrait:

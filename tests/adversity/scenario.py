@@ -43,6 +43,10 @@ class Admin:
         path = _path(kind, name, namespace)
         self._api.put(path, {**self._api.get(path), "spec": spec})
 
+    def get(self, kind: str) -> list[Any]:
+        """Every object of a kind."""
+        return self._left(BY_NAME[kind].plural)
+
     def delete(self, kind: str, name: str, namespace: str = "") -> None:
         """Delete an object; its finalizers go on."""
         self._api.delete(_path(kind, name, namespace))
@@ -129,18 +133,18 @@ def declare(admin: Admin) -> None:
 
 
 def resize(admin: Admin) -> None:
-    """Change everything that can be changed while all is in use."""
+    """Change everything that can be changed while all is in use, and declare a second pool."""
     admin.change("KVPool", "p", {"tiers": [tier(size="2Gi")]})
     admin.label(NODES[2], "yes")
     admin.change("KVTenant", "two", {"trustDomain": None})
     admin.change("KVTenant", "one", {"quotas": [{"poolRef": "p", "tier": "dram", "hard": "1Gi"}]})
+    admin.make("KVPool", "q", pool_spec([tier(), tier("nvme", "NVMe")], **_QUICK))
 
 
 def withdraw(admin: Admin) -> None:
-    """Take a node away, erase a tenant and declare a second pool."""
+    """Take a node away and erase a tenant. What witnesses the erasure is there already, or its words would differ."""
     admin.label(NODES[1], None)
     admin.change("KVTenant", "two", {"eraseRequested": "now"})
-    admin.make("KVPool", "q", pool_spec([tier(), tier("nvme", "NVMe")], **_QUICK))
 
 
 def delete(admin: Admin) -> None:

@@ -13,7 +13,7 @@ from operator_fleet import condition
 
 from adversity import model
 from adversity.calls import Json
-from adversity.drawn import Change, Names, sequence
+from adversity.drawn import Change, Names, sequence, settled
 from adversity.model import Cluster, Operator, act_as_agents
 from adversity.portrait import Portrait, normal
 from kvfleet_api import names
@@ -26,7 +26,7 @@ CHANGES: Final = (4, 14)
 """Of one sequence."""
 _BY_NAME: Final = {kind.name: kind for kind in kinds.ADMINISTRATOR_KINDS}
 _NAMES: Final = Names(nodes=("n1", "n2", "n3"))
-_ENDS: Final = ("Complete", "Failed", "Cancelled")
+ENDS: Final = ("Complete", "Failed", "Cancelled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +152,10 @@ class _Sequence:
     def end(self) -> tuple[str, ...]:
         """Let all come to rest, and compare. KVOperations end, and once they are gone all is as if none had been."""
         rest(self.cluster, self.leader)
+        for name, body in self.cluster.of(kinds.POOL).items():
+            self.cluster.put(kinds.POOL, name, spec=settled(body["spec"], body.get("status", {})))
         for name, body in self.cluster.of(kinds.OPERATION).items():
-            if (state := body.get("status", {}).get("state")) not in _ENDS:
+            if (state := body.get("status", {}).get("state")) not in ENDS:
                 self.cluster.violations.append(f"KVOperation {name} has not ended: {state}")
             self.cluster.delete(Ref(kinds.OPERATION, name))
         rest(self.cluster, self.leader)
@@ -221,13 +223,15 @@ def _bare(cluster: Cluster, secret: Json) -> Json:
 
 
 def forget_history(body: Json) -> Json:
-    """Leave out what is meant to tell of the past: how often a key moved on and which erasure was done."""
+    """Leave out what is meant to tell of the past: how often a key moved on, which erasure was done, tiers' steps."""
     status = dict(body.get("status") or {})
     for name in ("keyVersion", "eraseStarted", "lastErase", "currentRevision", "erased"):
         status.pop(name, None)
     told: list[Json] = [c for c in status.get("conditions", ()) if c["type"] != "EraseCompleted"]
     for one in told:
         one["message"] = one.get("message", "").split("key version")[0]
+    if "autoscaling" in status:
+        status["autoscaling"] = [{k: s[k] for k in ("tier", "capacityPerNode")} for s in status["autoscaling"]]
     return {**body, "status": {**status, "conditions": told}}
 
 

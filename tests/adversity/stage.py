@@ -145,6 +145,7 @@ class Stage:
             self.proxy = stack.enter_context(Proxy(self.plane.server, self.plane.ca_file, self.folder))
             self._kubeconfig = self.proxy.kubeconfig(operator)
             self.agents = stack.enter_context(FakeAgents(agent, SYSTEM, LEASE_S))
+            self.agents.manners.obeys = True
             self._stack = stack.pop_all()
         return self
 
