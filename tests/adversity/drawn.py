@@ -29,8 +29,10 @@ BANK: Final = 20
 OPERATION: Final = "KVOperation"
 OPERATIONS_EACH: Final = 4
 """Specs of each type of KVOperation to choose from."""
-OPERATIONS_SHARE: Final = 0.25
-"""Of changes that are about KVOperations."""
+OPERATIONS_SHARE: Final = 0.35
+"""Of changes that are about KVOperations, once there was a pool."""
+VAIN_SHARE: Final = 0.2
+"""Of those before, which name a pool that is not there."""
 _LEFT_OUT: Final = ("KVPoolNode", OPERATION)
 """What the operator alone writes, and what is done once and so drawn in a way of its own."""
 WRITTEN: Final = tuple(kind for kind in KINDS if kind.name not in _LEFT_OUT)
@@ -82,8 +84,10 @@ def sequence(chance: random.Random, named: Names, length: int) -> Iterator[Chang
     specs: dict[tuple[str, str], list[Json]] = {}
     running: dict[str, Json] = {}
     for _ in range(length):
-        if named.nodes and chance.random() < OPERATIONS_SHARE:
-            yield _operation(chance, named, running, [key for key, made in specs.items() if made])
+        there = [key for key, made in specs.items() if made]
+        is_about_some = any(kind == "KVPool" for kind, _ in there) or chance.random() < VAIN_SHARE
+        if named.nodes and is_about_some and chance.random() < OPERATIONS_SHARE:
+            yield _operation(chance, named, running, there)
             continue
         kind = chance.choice(WRITTEN).name
         name = chance.choice(named.of(kind))
