@@ -67,6 +67,13 @@ def _ours(name: str, *more: str, requirements: tuple[str, ...] = (), mib_max: in
 
 _CUDA: Final = ("libcudart.so.12",)
 """What UCX's modules for CUDA want, which it loads where they can be."""
+_CUDA_PLUGINS: Final = (
+    "libfabric.so.1", "libibverbs.so.1", "libmlx5.so.1", "libmpi.so.40", "liboshmem.so.40", "libpmix.so.2",
+    "librdmacm.so.1", "libucp.so.0", "libucs.so.0",
+)  # fmt: skip
+"""What plugins of NVSHMEM and cuFile want for networks between GPUs; they are loaded when somebody asks for one."""
+_FORTRAN: Final = ("libquadmath.so.0",)
+"""For a libgfortran that torch brings along and none of its libraries asks for."""
 _AGENT: Final = ("/usr/local/bin/kvfleet-agent",)
 IMAGES: Final = {
     image.name: image
@@ -90,7 +97,7 @@ IMAGES: Final = {
             _AGENT,
             bytes_max=8 << 30,
             tag_suffix="-cuda",
-            absent_libraries=_CUDA,
+            absent_libraries=(*_CUDA, *_CUDA_PLUGINS, *_FORTRAN),
         ),
         Image(
             "redis", "kvfleet/redis", ("system", "redis", "shell"), (), ("/usr/bin/redis-server",), 80 << 20, "7.0.15"
