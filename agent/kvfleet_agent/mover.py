@@ -6,6 +6,7 @@ store access, and undone on the way up. Checksums are bound to the slot, so ever
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
@@ -62,13 +63,22 @@ class Mover:
         self._straight = StraightMoves(node)
         self.bytes_under_way = 0
         """Raw bytes of the moves that wait or run."""
-        self.moving: set[Entry] = set()
-        """Blocks whose bytes are on their way; those that were dropped meanwhile included."""
+        self.moving: dict[Entry, Tier] = {}
+        """Blocks whose bytes are on their way, and where to; those that were dropped meanwhile included."""
 
     @property
     def drift(self) -> Drift | None:
         """How far blocks are from the pool's calibration; None where it has none."""
         return self._codecs.drift(self._node.spec.policy.compression)
+
+    async def has_arrived(self, tier: Tier, within_s: float) -> bool:
+        """Wait for the first block that is on its way into a tier; False when there is none, or no time."""
+        coming = (e.move for e, target in self.moving.items() if target is tier)
+        moves = {move for move in coming if move is not None}
+        if not moves or within_s <= 0:
+            return False
+        await asyncio.wait(moves, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        return True
 
     async def copy(
         self,
@@ -113,14 +123,15 @@ class Mover:
         started_s = self._node.clock()
         made: Sequence[Residence | None] = [None] * len(moves)
         self.bytes_under_way += raw_bytes
-        self.moving.update(entries)
+        self.moving.update(dict.fromkeys(entries, target))
         try:
             async with self.traffic.turn(entries, source.name, target.name, urgency, raw_bytes, within_s):
                 with span("kvfleet.move", source=source.name, target=target.name, blocks=len(moves)):
                     made = await self._made(moves, target)
         finally:
             self.bytes_under_way -= raw_bytes
-            self.moving.difference_update(entries)
+            for entry in entries:
+                self.moving.pop(entry, None)
             for move, copy_made in zip(moves, made, strict=True):
                 if copy_made is None and move.slot is not None:
                     self._node.give_back(target, move.slot, move.entry.tenant)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Final, Protocol
 
+from kvfleet_agent.entry import account_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -53,6 +55,11 @@ class Residents:
     def __iter__(self) -> Iterator[Entry]:
         self._unfold()
         return iter(self.in_use)
+
+    def may_hold(self, tenant: str) -> bool:
+        """False when the scope tells that nothing here is the tenant's; blocks of shared scopes are anybody's."""
+        account = account_of(self.scope)
+        return account == tenant or "/" in account
 
     def fold(self, numbers: Sequence[int], folds: Folds) -> None:
         """Note rows of blocks that lie here and are no entries."""

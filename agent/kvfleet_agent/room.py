@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.candidates import TierCandidates
 from kvfleet_agent.cut import Cut, Fate
-from kvfleet_agent.entry import account_of
 from kvfleet_agent.grouping import grouped
 from kvfleet_agent.lifting import Lifting
 from kvfleet_agent.policy.eviction import excess_bytes, plan_eviction
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from kvfleet_agent.mover import Mover
     from kvfleet_agent.node import Node
     from kvfleet_agent.policy.quota import Standing
-    from kvfleet_agent.residents import Residents
     from kvfleet_agent.tiers import Tier
 
 ROUNDS_MAX: Final = 4
@@ -57,9 +55,19 @@ class Room:
     async def reserve(self, want: Want, deadline_s: float) -> SlotRef:
         """Take a slot, making room when there is none. `deadline_s` is a time of the node's clock.
 
-        Raises `TierFullError` when no room could be made in time, `QuotaExceededError` when the tenant's own quota
-        stands against it, and `BackendFailedError` when the medium failed.
+        What is on its way into the tier may be what others cannot leave before; where there is no room until then, it
+        is waited for. Raises `TierFullError` when no room could be made in time, `QuotaExceededError` when the
+        tenant's own quota stands against it, and `BackendFailedError` when the medium failed.
         """
+        while True:
+            try:
+                return await self._reserved(want, deadline_s)
+            except TierFullError as e:
+                left_s = deadline_s - self._node.clock()
+                if isinstance(e, QuotaExceededError) or not await self._mover.has_arrived(want.tier, left_s):
+                    raise
+
+    async def _reserved(self, want: Want, deadline_s: float) -> SlotRef:
         for attempt in range(ROUNDS_MAX):
             try:
                 return self._node.take(want)
@@ -150,7 +158,7 @@ class Room:
         ranked = sorted(
             (extent in busy, len(residents), extent)
             for extent, residents in tier.extents.items()
-            if _may_hold(residents, payer.tenant)
+            if residents.may_hold(payer.tenant)
         )
         spares = {s.tenant: s.spare_bytes for s in self._node.tenants.standings(tier)}
         if is_own:
@@ -386,9 +394,3 @@ class Room:
 def _bytes_in(tier: Tier, entry: Entry) -> int:
     source = entry.residence(tier)
     return 0 if source is None else source.record.raw_bytes
-
-
-def _may_hold(residents: Residents, tenant: str) -> bool:
-    """False when an extent's scope tells that nothing in it is the tenant's; blocks of shared scopes are anybody's."""
-    account = account_of(residents.scope)
-    return account == tenant or "/" in account

@@ -1,13 +1,14 @@
 """Laws of load and store, driven without sockets against a model of the agent in this process."""
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from client_model import DOMAIN, LAYOUT, OTHER, OWN, SLOT_BYTES, SLOTS, TARGET, Attached, Bench, job, kv
+from client_model import DOMAIN, EPOCH, LAYOUT, OTHER, OWN, SLOT_BYTES, SLOTS, TARGET, Attached, Bench, job, kv
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,6 +99,27 @@ def test_a_long_prompt_is_keyed_beyond_its_first_block_only_where_that_is_there(
 def common(a: list[int], b: list[int]) -> int:
     same = [x == y for x, y in zip(a, b, strict=False)]
     return same.index(False) if False in same else len(same)
+
+
+@pytest.mark.parametrize(("empty", "wanted"), [(1, 6), (1_000, 0)], ids=["at first", "always"])
+def test_a_first_batch_whose_room_the_others_had_is_asked_for_again_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, empty: int, wanted: int
+) -> None:
+    """Of several batches under way, those behind the first one may have come first, and hold what memory there is."""
+    monkeypatch.setattr(batches, "BATCH_BLOCKS_MAX", 2)
+    tokens, answers = list(range(12)), itertools.count()
+    bench.store(tokens, OWN)
+    acquire = bench.model.acquire
+
+    def crowded(asked: wire.Acquire) -> wire.Acquired:
+        is_first = bench.model.known(asked)[0] == first
+        return wire.Acquired(asked.id, 1, (), (), EPOCH) if is_first and next(answers) < empty else acquire(asked)
+
+    first = min(bench.model.index, key=lambda key: bench.model.index[key][0])[1]
+    monkeypatch.setattr(bench.model, "acquire", crowded)
+
+    assert bench.load(tokens, OWN).blocks == wanted
+    assert not bench.model.leased
 
 
 @given(prompts)
