@@ -125,7 +125,7 @@ def at_rest(stage: Stage) -> Portrait:
         now, writes = take(stage.plane), _writes(stage.proxy.log)
         looked_s = time.monotonic() - looked_s
         looks += 1
-        if now.objects != before.objects or now.behind or writes != mark:
+        if now.objects != before.objects or now.behind or before.behind or writes != mark:
             before, mark, since_s, looks = now, writes, time.monotonic(), 0
     return before
 
