@@ -128,11 +128,20 @@ class Builder:
 
 
 def build(names: Iterable[str], builder: Builder, out: Path, host: str = HOST) -> dict[str, Built]:
-    """Make the named images, then `digests.json` and the chart's `values.json` for them."""
+    """Make the named images, then `digests.json` and the chart's `values.json` for all that lie in `out`."""
     built = {name: builder.build(IMAGES[name], host) for name in names}
-    _write(out / "digests.json", {name: asdict(image) for name, image in built.items()})
-    _write(out / "values.json", chart_values(built))
+    there = _earlier(out) | built
+    _write(out / "digests.json", {name: asdict(there[name]) for name in sorted(there)})
+    _write(out / "values.json", chart_values(there))
     return built
+
+
+def _earlier(out: Path) -> dict[str, Built]:
+    """What earlier builds have left."""
+    listed = out / "digests.json"
+    said = json.loads(listed.read_text()) if listed.exists() else {}
+    found = {name: Built(**{**image, "layers": tuple(image["layers"])}) for name, image in said.items()}
+    return {name: image for name, image in found.items() if (out / image.archive).exists()}
 
 
 def chart_values(built: dict[str, Built]) -> oci.Json:

@@ -65,6 +65,17 @@ def test_a_process_starts_as_nobody_on_a_root_that_nobody_writes(container: Make
     }  # fmt: skip
 
 
+def test_the_agent_with_cuda_starts_and_has_a_torch_that_loads(container: Make, images: Path) -> None:
+    if not (images / "agent-cuda.tar").exists():
+        pytest.skip("`make images IMAGES=agent-cuda` makes 6 GB; KVFLEET_IMAGES=build/images then tries it as well")
+    made = container("agent-cuda")
+    told = made.run("--help")
+    facts = made.run("-c", "import torch, kvfleet_native; print(torch.version.cuda is not None)", entrypoint=PYTHON)
+
+    assert told.returncode == 0, told.stderr
+    assert facts.stdout.strip() == "True", facts.stderr
+
+
 _FACTS = """
 import errno, importlib.util, json, os, ssl, sys
 import kvfleet_native, kvfleet_telemetry

@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import cast
 
 import numpy.random.mtrand as compiled
 import pytest
 
 from images import catalog, debian, elf, paths
-from images.build import Built, chart_values
+from images.build import Builder, Built, build, chart_values
 from images.errors import ImageError
 
 pytestmark = pytest.mark.unit
@@ -75,6 +76,34 @@ def test_pins_that_are_not_those_of_the_catalogue_are_refused(tmp_path: Path) ->
 def test_an_elf_file_tells_what_it_needs_and_text_needs_nothing() -> None:
     assert "libc.so.6" in elf.needed(Path(compiled.__file__).read_bytes())
     assert elf.needed(b"#!/bin/sh\n") == ()
+
+
+class Making:
+    """Makes archives with nothing in them."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+
+    def build(self, image: catalog.Image, host: str) -> Built:
+        archive = self.out / f"{image.name}.tar"
+        archive.write_text(host)
+        return Built(f"{host}/i:1", image.repository, "1", f"sha256:{image.name}", archive.name, 1, 1, 1, ("l",), "b")
+
+
+def test_what_was_made_before_stays_listed_while_its_archive_is_there(tmp_path: Path) -> None:
+    making = cast("Builder", Making(tmp_path))
+    build(("operator", "redis"), making, tmp_path)
+    (tmp_path / "redis.tar").unlink()
+
+    made = build(("agent-cpu",), making, tmp_path)
+
+    assert set(made) == {"agent-cpu"}
+    listed = json.loads((tmp_path / "digests.json").read_text())
+    assert {name: image["digest"] for name, image in listed.items()} == {
+        "agent-cpu": "sha256:agent-cpu",
+        "operator": "sha256:operator",
+    }
+    assert set(json.loads((tmp_path / "values.json").read_text())) == {"agent", "operator"}
 
 
 def test_the_chart_is_told_of_every_image_by_digest() -> None:
