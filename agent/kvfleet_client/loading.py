@@ -171,7 +171,7 @@ def _load_route(job: Job, found: Found | None, into: Bytes2D | None) -> Operatio
 
     They come in helpings: while one is copied, the agent ends the leases of those before it and gives those of the ones
     behind it. Where memory is too small for that, the rest is walked along batch by batch: of several under way, those
-    behind may have had the room that the first one wanted.
+    behind may have had the room that the first one wanted. Where the path is congested, nothing is asked for again.
     """
     route = found.route if found else Route()
     hoped = min(route.blocks, job.wanted_blocks)
@@ -181,7 +181,7 @@ def _load_route(job: Job, found: Found | None, into: Bytes2D | None) -> Operatio
     while (start := len(done.sources)) < blocks:
         walk = _Walk(job, data, done, batches.of_route(route, range(start, blocks), step))
         yield from along(walk, count)
-        if walk.has_gap or (len(done.sources) == start and count == 1):
+        if walk.has_gap or (len(done.sources) == start and (count == 1 or done.busy_s)):
             break
         count = 1
     return data, done
