@@ -44,7 +44,7 @@ def test_the_pool_is_ready_on_huge_pages_of_the_nodes(fleet: Fleet) -> None:
         assert pod["spec"]["containers"][0]["resources"]["limits"]["hugepages-2Mi"] == f"{DRAM_BYTES >> 20}Mi"
         assert "@sha256:" in pod["spec"]["containers"][0]["image"]
         assert pod["spec"]["securityContext"]["runAsUser"] == 65532
-    assert fleet.condition("Degraded")["status"] == "False"
+    fleet.until("nothing is degraded", lambda: fleet.condition("Degraded")["status"] == "False", SHORT_S)
     fleet.capture("real-nodes-ready")
 
 
