@@ -6,6 +6,8 @@ import pytest
 from node.fleet import ROOT, Fleet
 from node.manifests import HUGE_PAGES
 
+from controlplane import KubectlError
+
 pytestmark = [pytest.mark.node, pytest.mark.timeout(600)]
 WEB = (ROOT / "tests/node/web.yaml").read_text()
 ASK = """
@@ -35,9 +37,12 @@ def test_pods_reach_each_other_by_service_and_the_api_server_by_token(bare: Flee
     pods = [pod["metadata"]["name"] for pod in bare.get("pods", "-n", "web")["items"]]
 
     def who_answers(pod: str) -> list[str]:
-        return bare.kubectl("exec", "-n", "web", pod, "--", "python3.11", "-c", ASK).split()
+        try:
+            return bare.kubectl("exec", "-n", "web", pod, "--", "python3.11", "-c", ASK).split()
+        except KubectlError:  # Until kube-proxy has heard of a Service there is no way to it.
+            return []
 
-    for pod in pods:  # kube-proxy may hear of a ready pod a moment after the DaemonSet.
+    for pod in pods:  # It may also hear of a ready pod a moment after the DaemonSet.
         bare.until(f"{pod} is answered from both nodes", partial(lambda p: who_answers(p) == ["node-1", "node-2"], pod))
         assert "GET /node" in bare.kubectl("logs", "-n", "web", pod)
     bare.kubectl("delete", "namespace", "web")
