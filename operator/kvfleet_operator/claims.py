@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvfleet_api import shares
-from kvfleet_api.models.pool import KVPool
+from kvfleet_api.models.pool import KVPool, KVPoolSpec
 from kvfleet_api.models.trust import KVPrefixShare, KVTenant, KVTenantSpec, KVTrustDomain
 from kvfleet_api.trust import Identity, claims
 from kvfleet_operator.records import Declared, NodeSeen
@@ -29,6 +29,17 @@ _WISHES_MAX = 8
 Tenants = Mapping[str, Declared[KVTenant]]
 Pools = Mapping[str, Declared[KVPool]]
 Domains = Mapping[str, Declared[KVTrustDomain]]
+
+
+def working(pool: Declared[KVPool] | None, told: str) -> KVPoolSpec | Fault:
+    """What a pool declares, or why nothing can be asked of its agents now; `told` names it in messages."""
+    if pool is None or pool.model is None:
+        return Fault("PoolNotFound", f"{told} does not exist, or is not accepted")
+    if pool.is_deleting:
+        return Fault("PoolDeleting", f"{told} is being deleted")
+    if pool.model.spec.paused:
+        return Fault("PoolPaused", f"{told} is paused")
+    return pool.model.spec
 
 
 def models_of(tenants: Tenants) -> dict[str, KVTenant]:

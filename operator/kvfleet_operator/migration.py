@@ -6,29 +6,18 @@ node first, and all targets get about as many.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Final
 
 from kvfleet_api.models.operation import MigrateOperation
 from kvfleet_api.models.pool import KVPool, KVPoolSpec, PoolTier
 from kvfleet_api.models.poolnode import MIGRATE_TARGETS_MAX
-from kvfleet_api.tiers import TierType
-from kvfleet_operator.claims import Fault
+from kvfleet_operator.claims import Fault, working
 from kvfleet_operator.records import Declared
-
-LASTING: Final = frozenset({TierType.NVME, TierType.REMOTE_FLASH, TierType.OBJECT})
-"""Media that survive a restart of the node."""
 
 
 def fault(source: KVPoolSpec, migrate: MigrateOperation, target: Declared[KVPool] | None) -> Fault | None:
     """Say why no block may go there now."""
-    name = migrate.to
-    if target is None or target.model is None:
-        return Fault("PoolNotFound", f"spec.migrate.to: pool {name} does not exist, or is not accepted")
-    if target.is_deleting:
-        return Fault("PoolDeleting", f"spec.migrate.to: pool {name} is being deleted")
-    if target.model.spec.paused:
-        return Fault("PoolPaused", f"spec.migrate.to: pool {name} is paused")
-    return _mismatch(source, migrate, target.model.spec)
+    ready = working(target, f"spec.migrate.to: pool {migrate.to}")
+    return ready if isinstance(ready, Fault) else _mismatch(source, migrate, ready)
 
 
 def _mismatch(source: KVPoolSpec, migrate: MigrateOperation, target: KVPoolSpec) -> Fault | None:
@@ -40,8 +29,8 @@ def _mismatch(source: KVPoolSpec, migrate: MigrateOperation, target: KVPoolSpec)
     tiers = [t for t in target.tiers if migrate.tier in (None, t.name)]
     if not tiers:
         return Fault("TierNotFound", f"spec.migrate.tier: pool {migrate.to} has no tier {migrate.tier}")
-    lasting = [t for t in tiers if t.type in LASTING]
-    if not migrate.keep_source and not lasting and any(t.type in LASTING for t in source.tiers):
+    lasting = [t for t in tiers if t.type.survives_restart]
+    if not migrate.keep_source and not lasting and any(t.type.survives_restart for t in source.tiers):
         return Fault("NotDurable", f"pool {migrate.to}: no tier of these survives a restart: {_listed(tiers)}")
     return _opened(source, migrate, target)
 
@@ -49,7 +38,7 @@ def _mismatch(source: KVPoolSpec, migrate: MigrateOperation, target: KVPoolSpec)
 def _opened(source: KVPoolSpec, migrate: MigrateOperation, target: KVPoolSpec) -> Fault | None:
     """Blocks sink to any of the target's media in time, so all of them count."""
     sealed = [t.name for t in source.tiers if t.encryption.type != "None"]
-    is_open = [t for t in target.tiers if t.type in LASTING and t.encryption.type == "None"]
+    is_open = [t for t in target.tiers if t.type.survives_restart and t.encryption.type == "None"]
     if not sealed or not is_open:
         return None
     told = f"tiers[{is_open[0].name}].encryption.type of pool {migrate.to} is None, that of {sealed[0]} here is not"

@@ -19,7 +19,7 @@ from kvfleet_api.models.operation import KVOperation, MigrateOperation, Operatio
 from kvfleet_api.models.pool import KVPool, KVPoolSpec
 from kvfleet_api.models.poolnode import ORDERS_MAX, FlushOrder, MigrateOrder, NodeOrder, TierDrainOrder, WarmOrder
 from kvfleet_operator import migration
-from kvfleet_operator.claims import Fault
+from kvfleet_operator.claims import Fault, working
 from kvfleet_operator.moments import format_time, parse_time
 from kvfleet_operator.reconcile import NO_DRAIN, DrainOrder, Wants, is_done
 from kvfleet_operator.records import AnswerSeen, Declared, DrainSeen, NodeSeen, PoolNodeSeen
@@ -173,14 +173,8 @@ def _end(operation: Operation, made: Course, now: datetime) -> tuple[End | None,
 
 def _fault(model: KVOperation, around: Around) -> Fault | None:
     """Say why nothing can be asked of anybody now."""
-    name, pool = model.spec.pool_ref, around.pool
-    if pool is None or pool.model is None:
-        return Fault("PoolNotFound", f"pool {name} does not exist, or is not accepted")
-    if pool.is_deleting:
-        return Fault("PoolDeleting", f"pool {name} is being deleted")
-    if pool.model.spec.paused:
-        return Fault("PoolPaused", f"pool {name} is paused")
-    return _work_fault(model, pool.model.spec, around)
+    ready = working(around.pool, f"pool {model.spec.pool_ref}")
+    return ready if isinstance(ready, Fault) else _work_fault(model, ready, around)
 
 
 def _work_fault(model: KVOperation, pool: KVPoolSpec, around: Around) -> Fault | None:
