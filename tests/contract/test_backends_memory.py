@@ -1,0 +1,182 @@
+"""Tiers in memory that engines map, and memory that outlives its agent, under their contracts."""
+
+import os
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import backend_contract
+import pytest
+from backend_contract import (
+    CAPACITY_BYTES,
+    PersistentContract,
+)
+from mappable_contract import MappableContract
+
+from kvfleet_agent.backends.base import LastingBackend, TierBackend
+from kvfleet_agent.backends.cxl import open_cxl
+from kvfleet_agent.backends.home import Home
+from kvfleet_agent.backends.host_dram import open_host_dram
+from kvfleet_agent.backends.mounts import read_mounts
+from kvfleet_agent.backends.pages import free_pages
+from kvfleet_agent.discovery import NumaNode
+from kvfleet_api.models.pool import CxlEmulation, CxlTier, HostDramTier
+from kvfleet_api.tiers import CxlMode
+from kvfleet_api.units import MIB
+
+pytestmark = pytest.mark.contract
+
+NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
+
+
+class TestCxlNumaNode(MappableContract):
+    """The machine's only node in place of a CPU-less one: the same binding calls, without the distance."""
+
+    @pytest.fixture
+    async def backend(self) -> AsyncIterator[TierBackend]:
+        backend = open_cxl(CxlTier(mode=CxlMode.NUMA_NODE), CAPACITY_BYTES, (NumaNode(0, (), 1 << 30),))
+        assert backend.capabilities.medium == "cxl-numa"
+        yield backend
+        await backend.close()
+
+
+class TestHostDramSmallPages(MappableContract):
+    @pytest.fixture
+    async def backend(self) -> AsyncIterator[TierBackend]:
+        backend = open_host_dram(HostDramTier(page_size="4Ki"), CAPACITY_BYTES, (0,))
+        assert backend.capabilities.medium == "memfd-4Ki"
+        yield backend
+        await backend.close()
+
+
+@pytest.fixture(scope="class")
+def huge_pages() -> Iterator[None]:
+    """64 huge pages while the tests of one class run; given back afterwards."""
+    if os.getuid() != 0:
+        pytest.skip("huge pages can be reserved by root only")
+    before = int(NR_HUGEPAGES.read_text())
+    NR_HUGEPAGES.write_text(f"{before + 64}\n")
+    try:
+        if (free_pages(2 * MIB) or 0) < 64:
+            pytest.skip("this machine has no 128 MiB in one piece for huge pages")
+        yield
+    finally:
+        NR_HUGEPAGES.write_text(f"{before}\n")
+
+
+@pytest.mark.usefixtures("huge_pages")
+class TestHostDramHugePages(MappableContract):
+    """32 pages for 2 MiB of the contract's blocks would be one page: every law holds at page granularity too."""
+
+    @pytest.fixture
+    async def backend(self, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TierBackend]:
+        for name, value in (("CAPACITY_BYTES", 64 * MIB), ("BLOCK_BYTES", MIB)):
+            monkeypatch.setattr("backend_contract." + name, value)
+        backend = open_host_dram(HostDramTier(page_size="2Mi"), 64 * MIB, (0,))
+        assert backend.capabilities.medium == "memfd-2Mi"
+        assert backend.capabilities.fallback == ""
+        yield backend
+        await backend.close()
+
+
+@pytest.fixture
+def memory_dir() -> Iterator[Path]:
+    """A directory of a tmpfs."""
+    with tempfile.TemporaryDirectory(prefix="kvfleet-test-", dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+class _LastingContract(PersistentContract, MappableContract):
+    """Memory that outlives the agent has to keep both contracts. `where` holds the ledgers, and mostly the bytes."""
+
+    medium: str
+
+    @pytest.fixture
+    def where(self, memory_dir: Path) -> Path:
+        return memory_dir
+
+    @pytest.fixture
+    async def backend(self, where: Path) -> AsyncIterator[TierBackend]:
+        backend = await self.reopen(where)
+        assert backend.capabilities.medium == self.medium, backend.capabilities.fallback
+        assert isinstance(backend, LastingBackend)
+        assert backend.capabilities.outlives_agent
+        assert not backend.capabilities.survives_restart
+        yield backend
+        await backend.close()
+
+    def home(self, where: object) -> Home:
+        return Home(Path(str(where)), "pool-a", "node-a", read_mounts(), "tier-a")
+
+
+class TestLastingSmallPages(_LastingContract):
+    medium = "tmpfs-4Ki"
+
+    async def reopen(self, where: object) -> TierBackend:
+        return open_host_dram(HostDramTier(page_size="4Ki"), backend_contract.CAPACITY_BYTES, (0,), self.home(where))
+
+
+class TestLastingCxlNumaNode(_LastingContract):
+    medium = "cxl-numa"
+
+    async def reopen(self, where: object) -> TierBackend:
+        tier, node = CxlTier(mode=CxlMode.NUMA_NODE), NumaNode(0, (), 1 << 30)
+        return open_cxl(tier, backend_contract.CAPACITY_BYTES, (node,), self.home(where))
+
+
+class TestLastingCxlEmulated(_LastingContract):
+    medium = "emulated-cxl"
+
+    async def reopen(self, where: object) -> TierBackend:
+        emulation = CxlEmulation(path=f"{where}/emulated", latency_ns=350)
+        tier = CxlTier(mode=CxlMode.EMULATED, emulated=emulation)
+        return open_cxl(tier, backend_contract.CAPACITY_BYTES, (), self.home(where))
+
+
+@pytest.fixture
+def huge_mount(tmp_path: Path) -> Iterator[Path]:
+    """A hugetlbfs of our own."""
+    mounted = ["mount", "-t", "hugetlbfs", "-o", "pagesize=2M", "none", str(tmp_path)]
+    if subprocess.run(mounted, check=False, capture_output=True).returncode:
+        pytest.skip("hugetlbfs cannot be mounted here")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+@pytest.mark.usefixtures("huge_pages")
+class TestLastingHugePages(_LastingContract):
+    medium = "hugetlbfs-2Mi"
+
+    @pytest.fixture(autouse=True)
+    def _sizes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in (("CAPACITY_BYTES", 64 * MIB), ("BLOCK_BYTES", MIB)):
+            monkeypatch.setattr("backend_contract." + name, value)
+
+    @pytest.fixture
+    def where(self, memory_dir: Path, huge_mount: Path) -> Path:
+        self.mount = huge_mount
+        return memory_dir
+
+    async def reopen(self, where: object) -> TierBackend:
+        home = self.home(where)
+        mounts = [m for m in home.mounts if m.kind != "hugetlbfs" or m.path == self.mount]
+        tier = HostDramTier(page_size="2Mi")
+        return open_host_dram(tier, backend_contract.CAPACITY_BYTES, (0,), replace(home, mounts=mounts))
+
+
+class TestCxlEmulated(MappableContract):
+    @pytest.fixture
+    async def backend(self, tmp_path: Path) -> AsyncIterator[TierBackend]:
+        tier = CxlTier(mode=CxlMode.EMULATED, emulated=CxlEmulation(path=str(tmp_path), latency_ns=350))
+        backend = open_cxl(tier, CAPACITY_BYTES, ())
+        assert backend.capabilities.is_emulated
+        assert backend.capabilities.medium == "emulated-cxl"
+        yield backend
+        await backend.close()
+        assert not _names(tmp_path)
+
+
+def _names(directory: Path) -> list[str]:
+    return [entry.name for entry in directory.iterdir()]
