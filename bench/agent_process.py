@@ -6,7 +6,6 @@ the process ends with stdin.
 
 import argparse
 import asyncio
-import gc
 import json
 import sys
 import time
@@ -17,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from bench.identity import BLOCK_TOKENS, DOMAIN_SECRET, MODEL, POOL, REVISION, SECRET, TOKEN
 from kvfleet_agent.announcer import Announcer
-from kvfleet_agent.app import GC_THRESHOLDS
+from kvfleet_agent.app import tame_collector
 from kvfleet_agent.backends.host_dram import open_host_dram
 from kvfleet_agent.codec.registry import CodecRegistry
 from kvfleet_agent.core import Core
@@ -157,8 +156,7 @@ def main() -> None:
         choices=("none", "tenant", "domain"),
         help="tenant: quotas; domain: quotas, and a trust domain's scope to look into before the tenant's own",
     )
-    gc.freeze()  # As the agent's own entry point does.
-    gc.set_threshold(*GC_THRESHOLDS)
+    tame_collector()
     asyncio.run(run(parser.parse_args()))
 
 

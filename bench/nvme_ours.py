@@ -17,6 +17,7 @@ from bench.encryption import BenchKeys
 from bench.identity import POOL, SECRET
 from bench.peers.disks import DiskBench
 from bench.peers.loop import Bytes2D, Work, serve
+from kvfleet_agent.app import tame_collector
 from kvfleet_agent.backends.base import Record
 from kvfleet_agent.backends.remote_flash import open_nvme
 from kvfleet_agent.codec.registry import CodecRegistry
@@ -202,6 +203,7 @@ def main() -> None:
     parser.add_argument("--mode", default="None", choices=("None", "Lossless"), help="compression of the pool")
     parser.add_argument("--sealed", action="store_true", help="encrypt the NVMe tier")
     chosen = parser.parse_args()
+    tame_collector()
     serve(lambda: Agent(chosen.directory, mode=chosen.mode, is_sealed=chosen.sealed), DiskBench)
 
 

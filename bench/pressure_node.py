@@ -7,7 +7,6 @@ process ends with stdin.
 import argparse
 import asyncio
 import ctypes
-import gc
 import json
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from bench.agent_process import OneIdentity, make_node
 from bench.common import own_bytes
 from bench.identity import POOL
-from kvfleet_agent.app import GC_THRESHOLDS
+from kvfleet_agent.app import tame_collector
 from kvfleet_agent.backends.base import TierBackend
 from kvfleet_agent.backends.registry import Place, make_backend
 from kvfleet_agent.codec.registry import CodecRegistry
@@ -145,8 +144,7 @@ def main() -> None:
     parser.add_argument("--dram-bytes", type=int, required=True, help="capacity of the memory tier")
     parser.add_argument("--nvme-bytes", type=int, required=True, help="capacity of the NVMe tier")
     chosen = parser.parse_args()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
+    tame_collector()
     asyncio.run(PressureNode(chosen.directory).run(chosen.dram_bytes, chosen.nvme_bytes))
 
 

@@ -7,7 +7,6 @@ a process that imports the same and stops.
 
 import argparse
 import asyncio
-import gc
 import json
 import resource
 import subprocess
@@ -22,7 +21,7 @@ from bench import common
 from bench.agent_process import make_node
 from bench.common import REPEATS_MIN, Result, Sample, publish, table, time_ratio
 from bench.identity import SECRET
-from kvfleet_agent.app import GC_THRESHOLDS
+from kvfleet_agent.app import tame_collector
 from kvfleet_agent.backends.arena import Arena
 from kvfleet_agent.backends.base import Record, TierBackend
 from kvfleet_agent.backends.home import Home
@@ -74,8 +73,7 @@ def write(directory: Path, blocks: int) -> None:
 
 async def start(directory: Path, blocks: int) -> dict[str, float]:
     """Enter what is there, read one block, and tell what it cost."""
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
+    tame_collector()
     node = make_node(4 * MIB, "4Ki")
     node.tiers.clear()
 

@@ -14,7 +14,7 @@ from kvfleet_agent.process import AgentProcess
 from kvfleet_api.errors import KvFleetError
 from kvfleet_telemetry import logs, tracing
 
-GC_THRESHOLDS: Final = (100_000, 50, 100)
+_GC_THRESHOLDS: Final = (100_000, 50, 100)
 """Blocks and leases form no cycles, and a full collection over 1e6 of them stops the agent for 250 ms; with these
 thresholds leasing a block costs 6 us instead of 11."""
 
@@ -48,10 +48,15 @@ def _left(status: int) -> int:
     return status
 
 
+def tame_collector() -> None:
+    """Let Python's garbage collector look at little, and seldom: what the imports have made stays for good."""
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+
+
 async def _until_told(given: Config) -> None:
     """Serve until a signal asks for the end."""
-    gc.freeze()  # What the imports have made stays for good.
-    gc.set_threshold(*GC_THRESHOLDS)
+    tame_collector()
     serving = asyncio.ensure_future(AgentProcess(given).run())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
