@@ -164,8 +164,7 @@ class Node:
     def restore_extent(self, restoring: Restoring) -> int:
         """The same for all copies of the next extent."""
         digests, unwanted = restoring.enter()
-        for digest in digests:
-            self.announcer.mark(restoring.scope, digest)
+        self.announcer.mark(restoring.scope, *digests)
         for copy in unwanted:
             copy.tier.backend.drop(copy.slot)
         return len(digests)

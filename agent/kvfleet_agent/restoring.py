@@ -6,6 +6,7 @@ are here already, or that something here continues, twins, and rings.
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -105,8 +106,12 @@ class Restoring:
 
     def _are_new(self, blocks: Blocks, digests: Sequence[bytes]) -> Mask:
         """Blocks that are not here, and that nothing here continues: others may close a ring, whoever named them."""
-        children, known = blocks.children, self._known(blocks)
-        return np.fromiter((d not in known and d not in children for d in digests), np.bool_, len(digests))
+        is_known, is_parent = (
+            np.fromiter(map(table.__contains__, digests), np.bool_, len(digests))
+            for table in (self._known(blocks), blocks.children)
+        )
+        is_new: Mask = ~(is_known | is_parent)
+        return is_new
 
     def _known(self, blocks: Blocks) -> Blocks | dict[bytes, Entry]:
         """What is here already. Rows that we have put are not looked at: no two of ours have the same key."""
@@ -119,7 +124,7 @@ class Restoring:
         at = np.flatnonzero(chosen)
         if not len(at):
             return
-        records = columns.records[at]
+        records = columns.records.take(at)
         rows = np.zeros(len(at), FIELDS)
         for name in ("digest", "parent", "checksum", "stamp", "stored_bytes"):
             rows[name] = records[name]
@@ -151,8 +156,8 @@ class Restoring:
         before = blocks.folds
         entered, unwanted = self._index.restore(copies, self._born_at_s)
         self._folds += blocks.folds - before  # None of these has the key of a plain one.
-        plain = [digests[at] for at in np.flatnonzero(is_plain).tolist()]
-        return Restored(plain + [key.digest for key in entered], unwanted)
+        plain = compress(digests, is_plain.tolist())
+        return Restored([*plain, *(key.digest for key in entered)], unwanted)
 
 
 def _fits(columns: Columns, counts: NDArray[np.intp]) -> Mask:
@@ -164,14 +169,15 @@ def _fits(columns: Columns, counts: NDArray[np.intp]) -> Mask:
 def _alike(records: NDArray[np.void]) -> tuple[list[int], NDArray[np.intp]]:
     """Position of a first record of each kind, and the kind of each record."""
     common = np.concatenate([_bytes_of(records, name) for name in _COMMON], axis=1)
+    common = common.view(f"V{common.shape[1]}")[:, 0]
     firsts: list[int] = []
     of = np.full(len(records), NONE, np.intp)
     while (of == NONE).any():
         if len(firsts) == _FEW:
-            _, found, of = np.unique(common, axis=0, return_index=True, return_inverse=True)
+            _, found, of = np.unique(common, return_index=True, return_inverse=True)
             return found.tolist(), of.reshape(-1)
         firsts.append(int((of == NONE).argmax()))
-        of[(common == common[firsts[-1]]).all(axis=1)] = len(firsts) - 1
+        of[common == common[firsts[-1]]] = len(firsts) - 1
     return firsts, of
 
 

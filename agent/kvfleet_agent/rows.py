@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -167,7 +168,9 @@ class RowTable:
 
     def put(self, row: Row) -> int:
         """Add a row whose block has none; returns its number. It must fit."""
-        number = self._free_number()
+        if not self._unused:
+            self._add_chunk()
+        number = self._unused.pop()
         chunk, start = self._at(number)
         kind = self._kinds.take(row.kind)
         _ROW.pack_into(
@@ -182,25 +185,41 @@ class RowTable:
         """Add `FIELDS` of blocks that have no rows, each of the kind that `of` says; returns their numbers."""
         uses = np.bincount(of, minlength=len(kinds)).tolist()
         rows["kind"] = np.array([self._kinds.take(kind, count) for kind, count in zip(kinds, uses, strict=True)])[of]
-        numbers = np.array([self._free_number() for _ in rows], np.uint32)
+        numbers = self._free_numbers(len(rows))
         chunks = numbers >> _CHUNK_BITS
         for chunk in np.unique(chunks).tolist():
             chosen = chunks == chunk
-            np.frombuffer(self._chunks[chunk], FIELDS)[numbers[chosen] & (_CHUNK_ROWS - 1)] = rows[chosen]
+            places = numbers[chosen] & (_CHUNK_ROWS - 1)
+            np.frombuffer(self._chunks[chunk], FIELDS).put(places, rows.compress(chosen))
         self._rows += len(rows)
-        for digest, number in zip(unpack_digests(rows["digest"].tobytes()), numbers.tolist(), strict=True):
-            self._enter(hash(digest), number)
+        self._enter_all(unpack_digests(rows["digest"].tobytes()), numbers)
         return numbers
 
-    def _free_number(self) -> int:
-        return self._unused.pop() if self._unused else self._new_number()
+    def _free_numbers(self, count: int) -> NDArray[np.uint32]:
+        while len(self._unused) < count:
+            self._add_chunk()
+        kept = len(self._unused) - count
+        numbers = np.array(self._unused[kept:], np.uint32)[::-1]
+        del self._unused[kept:]
+        return numbers
 
-    def _new_number(self) -> int:
-        """Numbers are handed out one after the other, a chunk at a time when there is none."""
+    def _add_chunk(self) -> None:
+        """Numbers are handed out one after the other, a chunk at a time when there are none."""
         first = len(self._chunks) << _CHUNK_BITS
         self._chunks.append(bytearray(_CHUNK_ROWS * ROW_BYTES))
-        self._unused.extend(range(first + _CHUNK_ROWS - 1, first, -1))
-        return first
+        self._unused.extend(range(first + _CHUNK_ROWS - 1, first - 1, -1))
+
+    def _enter_all(self, digests: Sequence[bytes], numbers: NDArray[np.uint32]) -> None:
+        """Enter rows a table at a time: one by one they take five times as long."""
+        hashes = np.fromiter(map(hash, digests), np.int64, len(digests))
+        shards = hashes & (_SHARDS - 1)
+        order = np.argsort(shards.astype(np.uint8), kind="stable")
+        hashes, held = hashes[order] >> 8, (numbers[order] + np.uint32(_FIRST)).tolist()
+        ends = np.bincount(shards, minlength=_SHARDS).cumsum().tolist()
+        for shard, (start, end) in enumerate(pairwise([0, *ends])):
+            if 3 * (self._filled[shard] + end - start) > 2 * len(self._tables[shard]):
+                self._rebuild(shard, end - start)
+            self._filled[shard] += _fill(self._tables[shard], hashes[start:end], held[start:end])
 
     def _enter(self, hashed: int, number: int) -> None:
         shard = hashed & (_SHARDS - 1)
@@ -349,6 +368,18 @@ class RowTable:
 
     def _at(self, number: int) -> tuple[bytearray, int]:
         return self._chunks[number >> _CHUNK_BITS], (number & (_CHUNK_ROWS - 1)) * ROW_BYTES
+
+
+def _fill(table: array[int], hashes: NDArray[np.int64], held: Sequence[int]) -> int:
+    """Put rows into a table that has room for them; returns how many empty places that took."""
+    mask, first, filled = len(table) - 1, _FIRST, 0
+    for start, row in zip((hashes & mask).tolist(), held, strict=True):
+        place = start
+        while (there := table[place]) >= first:
+            place = (place + 1) & mask
+        filled += there == _EMPTY
+        table[place] = row
+    return filled
 
 
 assert FIELDS.itemsize == ROW_BYTES, "both say the same of a row"

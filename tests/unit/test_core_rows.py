@@ -1,14 +1,17 @@
 """Laws of blocks that are rows: nothing is lost or invented on the way to a row and back, and nobody notices."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import pytest
 from agent_doubles import LAYOUT_ID, SCOPE, dict_tier, digest, make_node
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from numpy.typing import NDArray
 from tree_books import wrong_books
 
 from kvfleet_agent import ancestry
@@ -17,7 +20,7 @@ from kvfleet_agent.backends.base import Record
 from kvfleet_agent.candidates import TierCandidates
 from kvfleet_agent.entry import TIERS_MAX, Residence
 from kvfleet_agent.index import Index
-from kvfleet_agent.rows import COUNT_MAX, ROW_BYTES, Kind, Row, RowTable
+from kvfleet_agent.rows import COUNT_MAX, FIELDS, ROW_BYTES, Kind, Row, RowTable
 from kvfleet_agent.tiers import Tier
 from kvfleet_api.blocks import BlockKey, ScopeId
 
@@ -48,6 +51,14 @@ def normal(row: Row) -> Row:
     return row._replace(parent=b"") if row.kind.is_root else row
 
 
+def fields_of(rows: Sequence[Row]) -> NDArray[np.void]:
+    fields = np.zeros(len(rows), FIELDS)
+    for at, row in enumerate(rows):
+        _, digest, parent, checksum, *rest, counts = row
+        fields[at] = (*map(list, (digest, parent, checksum)), *rest, 0, counts)
+    return fields
+
+
 @dataclass
 class Model:
     by_key: dict[tuple[ScopeId, bytes], Row] = field(default_factory=dict)
@@ -67,6 +78,14 @@ class TableMachine(RuleBasedStateMachine):
         if key not in self.model.by_key:
             self.model.at[key] = self.table.put(row)
             self.model.by_key[key] = normal(row)
+
+    @rule(drawn=st.lists(rows, min_size=1, max_size=20, unique_by=lambda row: row.digest))
+    def put_all(self, drawn: list[Row]) -> None:
+        new = [row for row in drawn if (row.kind.scope, row.digest) not in self.model.by_key]
+        numbers = self.table.put_all([row.kind for row in new], np.arange(len(new)), fields_of(new)).tolist()
+        for row, number in zip(new, numbers, strict=True):
+            self.model.at[row.kind.scope, row.digest] = number
+            self.model.by_key[row.kind.scope, row.digest] = normal(row)
 
     @rule(drawn=st.data())
     def take(self, drawn: st.DataObject) -> None:
@@ -115,6 +134,27 @@ def test_a_table_grows_over_many_chunks_and_finds_all() -> None:
         table.take(at[i])
     assert [table.find(SCOPES[0], digest(i)) for i in range(20_000)] == [a if i % 3 else None for i, a in enumerate(at)]
     assert ROW_BYTES == 116
+
+
+def test_rows_that_come_together_are_found_where_others_have_left() -> None:
+    table = RowTable()
+    kind = Kind(SCOPES[0], LAYOUT_ID, "a", TIERS[0], "raw", 1, 4096, 4096, is_root=True)
+    row = Row(kind, b"", bytes(20), bytes(16), 0.0, 0.0, 1, 0, 0, 4096, (0,) * TIERS_MAX)
+    at: dict[int, int] = {}
+    for first in range(0, 20_000, 4000):
+        new = range(first, first + 4000)
+        made = [row._replace(digest=digest(i), offset=i) for i in new]
+        if first % 8000:
+            at.update(zip(new, map(table.put, made), strict=True))
+        else:
+            numbers = table.put_all([kind], np.zeros(len(made), np.intp), fields_of(made))
+            at.update(zip(new, numbers.tolist(), strict=True))
+        for i in range(0, first + 4000, 3):
+            if i in at:
+                assert table.take(at.pop(i)).offset == i
+
+    assert len(table) == len(set(at.values())) == len(at)
+    assert [table.find(SCOPES[0], digest(i)) for i in range(20_000)] == [at.get(i) for i in range(20_000)]
 
 
 def test_what_is_no_key_has_no_row() -> None:

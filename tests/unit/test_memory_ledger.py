@@ -14,8 +14,8 @@ from kvfleet_agent.backends.ledger import (
     RECORD,
     RECORD_BYTES,
     LedgerHeader,
+    are_whole,
     file_bytes,
-    is_whole,
     pack_header,
     pack_record,
     unpack_header,
@@ -52,6 +52,11 @@ headers = st.builds(
 )
 
 
+def is_whole(packed: bytes, extent: int, index: int) -> bool:
+    (found,) = are_whole(np.frombuffer(packed, RECORD), extent, np.array([index])).tolist()
+    return bool(found)
+
+
 @given(records, extents, slots, numbers)
 def test_a_record_comes_back_as_it_was(record: Record, extent: int, index: int, stamp: int) -> None:
     packed = pack_record(record, extent, index, stamp)
@@ -85,6 +90,16 @@ def test_a_record_counts_at_its_own_place_alone(
     found = is_whole(pack_record(record, extent, index, 5), other_extent, other_index)
 
     assert found == ((extent, index) == (other_extent, other_index))
+
+
+@given(st.lists(st.tuples(records, st.booleans()), max_size=8), extents)
+def test_each_record_is_looked_at_by_itself(written: list[tuple[Record, bool]], extent: int) -> None:
+    indices = np.arange(len(written))[::-1]
+    packed = [pack_record(r, extent, i + (not ok), 5) for i, (r, ok) in zip(indices.tolist(), written, strict=True)]
+
+    found = are_whole(np.frombuffer(b"".join(packed), RECORD), extent, indices)
+
+    assert found.tolist() == [ok for _, ok in written]
 
 
 def test_a_free_slot_is_no_record() -> None:

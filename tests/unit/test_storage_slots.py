@@ -4,6 +4,7 @@ import random
 from contextlib import suppress
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -236,7 +237,7 @@ def test_compaction_leaves_a_tier_with_room_alone() -> None:
 
 def test_adopted_slots_keep_their_stamps_and_newer_ones_lie_above() -> None:
     table = make_table()
-    table.adopt(7, (SCOPES[1], NOBODY, 2 * PAGE), 16 * PAGE, {0: 500, 3: 900})
+    table.adopt(7, (SCOPES[1], NOBODY, 2 * PAGE), 16 * PAGE, np.array([500, 0, 0, 900, 0, 0, 0, 0], np.uint64))
 
     assert table.is_live(SlotRef(7, 6 * PAGE, 2 * PAGE, 900))
     new = take(table, SCOPES[1], PAGE + 1)

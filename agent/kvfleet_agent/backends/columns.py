@@ -55,9 +55,11 @@ class Columns:
         raw_bytes, stored_bytes, epoch = (int(found[name]) for name in ("raw_bytes", "stored_bytes", "epoch"))
         return Record(key, parent, layout_id, codec, raw_bytes, stored_bytes, checksum, epoch)
 
-    def uses(self) -> dict[int, int]:
-        """Stamp of each slot."""
-        return dict(zip(self.indices.tolist(), self.records["stamp"].tolist(), strict=True))
+    def stamps(self, slots: int) -> NDArray[np.uint64]:
+        """Stamp of each slot of the extent, 0 of one that holds no block."""
+        stamps = np.zeros(slots, np.uint64)
+        stamps[self.indices] = self.records["stamp"]
+        return stamps
 
     def pairs(self) -> Iterator[tuple[SlotRef, Record]]:
         """Each block by itself."""

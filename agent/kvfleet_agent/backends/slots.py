@@ -7,10 +7,12 @@ what another one wrote, and freeing an extent needs no compaction.
 
 import heapq
 from array import array
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvfleet_agent.backends.base import SlotRef
 from kvfleet_api.blocks import ScopeId
@@ -217,16 +219,17 @@ class SlotTable:
         self._list(extent)
         return extent
 
-    def adopt(self, extent_id: int, serves: Class, size_bytes: int, uses: Mapping[int, int]) -> Extent:
-        """Take over an extent that an earlier run left behind; `uses` maps slot indices to their stamps."""
+    def adopt(self, extent_id: int, serves: Class, size_bytes: int, stamps: NDArray[np.uint64]) -> Extent:
+        """Take over an extent that an earlier run left behind, with the stamp of each slot."""
         extent = self._add(extent_id, serves, size_bytes)
-        for index, stamp in uses.items():
-            extent.stamps[index] = stamp
-        extent.live = len(uses)
-        extent.fresh = len(extent.stamps)
-        extent.freed = [i for i in range(len(extent.stamps) - 1, -1, -1) if extent.stamps[i] == FREE]
+        assert len(stamps) == len(extent.stamps), "one for each slot"
+        extent.stamps = array("Q", stamps.tobytes())
+        free = np.flatnonzero(stamps == FREE)
+        extent.live = len(stamps) - len(free)
+        extent.fresh = len(stamps)
+        extent.freed = free[::-1].tolist()
         self.used_bytes += extent.live * extent.stride_bytes
-        self._next_stamp = max([self._next_stamp, *(s + 1 for s in uses.values())])
+        self._next_stamp = max(self._next_stamp, int(stamps.max(initial=FREE)) + 1)
         return extent
 
     def forget(self, extent_id: int) -> Extent:
