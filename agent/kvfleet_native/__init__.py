@@ -1,6 +1,7 @@
 """Inner loops of the data path, compiled where the build had a C compiler. `choice.Kernels` says what each does.
 
-`level` names what runs: avx512, avx2, neon, scalar (compiled) or python (NumPy). `KVFLEET_NATIVE_LEVEL` asks for one.
+`level` names what runs: avx512_vbmi2, avx512, avx2, neon, scalar (compiled) or python (NumPy).
+`KVFLEET_NATIVE_LEVEL` asks for one.
 """
 
 import os

@@ -111,6 +111,19 @@ TARGET static inline Vector larger_halves(Vector a, Vector b) { return _mm256_ma
 
 TARGET static inline Vector smaller_halves(Vector a, Vector b) { return _mm256_min_epi16(a, b); }
 
+/* There is an instruction for the least one of eight, without signs. */
+TARGET static inline int16_t largest_of_eight(__m128i halves)
+{
+    int found = _mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(halves, _mm_set1_epi16(INT16_MAX))));
+    return (int16_t)(found ^ INT16_MAX);
+}
+
+/* The greatest one. */
+TARGET static inline int16_t largest_half(Vector halves)
+{
+    return largest_of_eight(_mm_max_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
+}
+
 /* The two halves of each word together. */
 TARGET static inline Vector sum_halves(Vector words) { return _mm256_madd_epi16(words, _mm256_set1_epi16(1)); }
 

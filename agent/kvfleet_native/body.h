@@ -3,7 +3,8 @@
    stream_line() to where a line begins, stream_quarters() to any quarter of one, and stream_end(), for the hash Lanes
    (eight sums of 64 bits) with load_lanes(), store_lanes(), accumulate() and scramble(), for top bytes sum_of() (256 of
    them) and far_below() (a bit for each of 64 that is not of the `range` values ending at `base`), FLOATS, how many of
-   them a vector has, and store_bytes() (of 16 words that are below 256). */
+   them a vector has, and what works on these, larger() to store_halves(). With HAS_BYTES there are split_words(),
+   store_marked_numbers() and store_marked() as well. */
 #include <string.h>
 
 #include "hash.h"
@@ -143,6 +144,8 @@ TARGET static void copy_digests(uint8_t *into, const uint8_t *source, size_t siz
 
 #include "body_packing.h"
 #include "body_tops.h"
+
+#include "body_coding.h"
 
 #include "body_measured.h"
 

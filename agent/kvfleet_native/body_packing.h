@@ -1,5 +1,6 @@
-/* bf16 to fewer bits and back; part of body.h. `packing.py` says what the codes mean, `python_packing.py` is the oracle:
-   both sides do the same IEEE operations in the same order, so results are equal to the bit.
+/* bf16 to fewer bits (bounds and scales of groups), and back; part of body.h. `packing.py` says what the codes mean,
+   `python_packing.py` is the oracle: both sides do the same IEEE operations in the same order, so results are equal to
+   the bit.
 
    Rounding to integers is done by adding a number whose last bit is worth one step: IEEE rounds to nearest even there,
    and the step count stands in the sum's low bits. It needs no instruction that some level lacks. */
@@ -57,14 +58,21 @@ typedef struct {
 
 typedef int16_t Halves __attribute__((vector_size(2 * CHUNK)));
 
+/* What bounds are found of: values in the order of integers for INT4, else magnitudes. */
+TARGET ALWAYS Halves halves_at(const uint16_t *x, int kind)
+{
+    Halves here;
+    memcpy(&here, x, sizeof here);
+    return kind == INT4 ? here ^ ((here >> 15) & 0x7FFF) : here & 0x7FFF; /* As `ordered` does it. */
+}
+
 /* Bounds of a chunk of columns, into the places from `left` on. */
 TARGET ALWAYS void bound_chunk(Strip *strip, size_t left, const uint16_t *x, size_t rows, size_t stride, int kind)
 {
-    Vector least = (Vector)((Halves){0} + INT16_MAX), greatest = (Vector)((Halves){0} + (int16_t)(kind == INT4 ? INT16_MIN : 0));
+    Vector least = (Vector)((Halves){0} + INT16_MAX);
+    Vector greatest = (Vector)((Halves){0} + (int16_t)(kind == INT4 ? INT16_MIN : 0));
     for (size_t row = 0; row < rows; row++) {
-        Halves here;
-        memcpy(&here, x + row * stride + left, sizeof here);
-        here = kind == INT4 ? here ^ ((here >> 15) & 0x7FFF) : here & 0x7FFF; /* As `ordered` does it. */
+        Halves here = halves_at(x + row * stride + left, kind);
         greatest = larger_halves(greatest, (Vector)here);
         if (kind == INT4)
             least = smaller_halves(least, (Vector)here);
@@ -94,21 +102,24 @@ TARGET ALWAYS void bound_columns(Strip *strip, const uint16_t *x, size_t rows, s
 /* Bounds of all elements of a row together. */
 TARGET ALWAYS void bound_row(Strip *strip, size_t row, const uint16_t *x, size_t count, int kind)
 {
-    uint16_t largest = 0;
-    int16_t least = INT16_MAX, greatest = INT16_MIN;
-    for (size_t i = 0; i < count; i++) {
-        uint16_t magnitude = x[i] & 0x7FFF;
-        int16_t order = ordered(x[i]);
-        largest = MOST(magnitude, largest);
-        least = LEAST(order, least);
-        greatest = MOST(order, greatest);
+    Halves lows = (Halves){0} + INT16_MAX, highs = (Halves){0} + (int16_t)(kind == INT4 ? INT16_MIN : 0);
+    size_t i = 0;
+    for (; i + CHUNK <= count; i += CHUNK) {
+        Halves here = halves_at(x + i, kind);
+        highs = (Halves)larger_halves((Vector)highs, (Vector)here);
+        if (kind == INT4)
+            lows = (Halves)smaller_halves((Vector)lows, (Vector)here);
     }
-    if (kind == INT4) {
-        strip->least[row] = least;
-        strip->greatest[row] = greatest;
-    } else {
-        strip->largest[row] = largest;
+    int16_t greatest = largest_half((Vector)highs), least = kind == INT4 ? (int16_t)~largest_half((Vector)~lows) : 0;
+    for (; i < count; i++) {
+        int16_t here = kind == INT4 ? ordered(x[i]) : (int16_t)(x[i] & 0x7FFF);
+        greatest = MOST(here, greatest);
+        least = LEAST(here, least);
     }
+    if (kind == INT4)
+        strip->least[row] = least, strip->greatest[row] = greatest;
+    else
+        strip->largest[row] = (uint16_t)greatest;
 }
 
 /* What a step of the codes is worth at least, into `by`; returns the bits of the largest magnitude. */
@@ -148,54 +159,6 @@ TARGET ALWAYS uint16_t scale(Strip *restrict strip, uint16_t *restrict scales, u
     return largest;
 }
 
-/* A number is added whose last bit is worth one step of e4m3 there: subnormals have the steps of the least normals. */
-TARGET ALWAYS uint8_t fp8_of(uint16_t x, float inverse)
-{
-    const uint32_t most = 0x43E00000, normal_from = 0x3C800000; /* Bits of 448 and of 2^-6. */
-    uint32_t bits = bits_of(widened(x & 0x7FFF) * inverse);
-    bits = LEAST(bits, most);
-    uint32_t power = bits & 0x7F800000;
-    power = MOST(power, normal_from);
-    uint32_t steps = bits_of(float_of(bits) + float_of(power + (20u << 23))) & 0x1F;
-    return (uint8_t)(((power - normal_from) >> 20) + steps) | (uint8_t)(x >> 8 & 0x80);
-}
-
-/* Codes of `count` elements; scales by element (step 1), or one for all (step 0). INT4 leaves one code in each byte. */
-TARGET ALWAYS void encode(const Strip *strip, uint8_t *restrict codes, const uint16_t *restrict x, size_t count,
-                          int kind, int step)
-{
-    for (size_t i = 0; i < count; i++) {
-        float inverse = strip->inverse[step * i];
-        if (kind == FP8)
-            codes[i] = fp8_of(x[i], inverse);
-        else if (kind == INT8)
-            codes[i] = (uint8_t)bits_of(widened(x[i]) * inverse + 0x1.8p23f);
-        else
-            codes[i] = (uint8_t)(bits_of((widened(x[i]) - strip->low[step * i]) * inverse + 0x1p23f) & 0xF);
-    }
-}
-
-/* Two codes of INT4 in a byte. */
-TARGET ALWAYS void pair_up(uint8_t *restrict codes, const uint8_t *restrict single, size_t count)
-{
-    for (size_t i = 0; i < count / 2; i++) {
-        uint16_t pair;
-        memcpy(&pair, single + 2 * i, sizeof pair);
-        codes[i] = (uint8_t)(pair | pair >> 4);
-    }
-}
-
-TARGET ALWAYS void encode_strip(const Strip *strip, uint8_t *codes, const uint16_t *x, size_t count, int kind, int step)
-{
-    uint8_t single[STRIP];
-    if (kind != INT4) {
-        encode(strip, codes, x, count, kind, step);
-        return;
-    }
-    encode(strip, single, x, count, kind, step);
-    pair_up(codes, single, count);
-}
-
 TARGET ALWAYS void decode(uint16_t *restrict x, const uint8_t *restrict codes, const float *scales, const float *lows,
                           size_t count, int kind, int step)
 {
@@ -232,21 +195,6 @@ TARGET ALWAYS void decode_strip(uint16_t *x, const uint8_t *codes, const float *
 #define CODES(at) ((at) / (kind == INT4 ? 2 : 1)) /* Bytes of codes before element `at`. */
 
 /* One scale for `group` elements that lie beside each other. */
-TARGET ALWAYS uint16_t pack_runs(const Grid *grid, uint8_t *codes, uint16_t *scales, const uint16_t *x, int kind)
-{
-    Strip strip;
-    size_t groups = grid->rows * grid->columns / grid->group;
-    uint16_t largest = 0;
-    for (size_t g = 0, at = 0; g < groups; g++, at += grid->group) {
-        bound_row(&strip, 0, x + at, grid->group, kind);
-        uint16_t here = scale(&strip, scales + g, scales + groups + g, 1, kind);
-        largest = MOST(here, largest);
-        for (size_t i = 0; i < grid->group; i += STRIP)
-            encode_strip(&strip, codes + CODES(at + i), x + at + i, LEAST(STRIP, grid->group - i), kind, 0);
-    }
-    return largest;
-}
-
 TARGET ALWAYS void unpack_runs(const Grid *grid, uint16_t *x, const uint8_t *codes, const uint16_t *scales, int kind)
 {
     size_t groups = grid->rows * grid->columns / grid->group;
@@ -258,25 +206,6 @@ TARGET ALWAYS void unpack_runs(const Grid *grid, uint16_t *x, const uint8_t *cod
 }
 
 /* One scale for up to `group` elements that lie below each other. */
-TARGET ALWAYS uint16_t pack_columns(const Grid *grid, uint8_t *codes, uint16_t *scales, const uint16_t *x, int kind)
-{
-    Strip strip;
-    size_t columns = grid->columns, count = (grid->rows + grid->group - 1) / grid->group * columns;
-    uint16_t largest = 0;
-    for (size_t top = 0; top < grid->rows; top += grid->group, scales += columns) {
-        size_t bottom = LEAST(top + grid->group, grid->rows);
-        for (size_t left = 0; left < columns; left += STRIP) {
-            size_t wide = LEAST(STRIP, columns - left);
-            bound_columns(&strip, x + top * columns + left, bottom - top, columns, wide, kind);
-            uint16_t here = scale(&strip, scales + left, scales + count + left, wide, kind);
-            largest = MOST(here, largest);
-            for (size_t at = top * columns + left; at < bottom * columns; at += columns)
-                encode_strip(&strip, codes + CODES(at), x + at, wide, kind, 1);
-        }
-    }
-    return largest;
-}
-
 TARGET ALWAYS void unpack_columns(const Grid *grid, uint16_t *x, const uint8_t *codes, const uint16_t *scales, int kind)
 {
     float by[STRIP], low[STRIP];
@@ -293,20 +222,6 @@ TARGET ALWAYS void unpack_columns(const Grid *grid, uint16_t *x, const uint8_t *
                 decode_strip(x + at, codes + CODES(at), by, low, wide, kind, 1);
         }
     }
-}
-
-TARGET static int pack(const Grid *grid, uint8_t *codes, uint16_t *scales, const uint16_t *x)
-{
-    uint16_t largest = 0;
-    switch (grid->kind * 2 + grid->is_by_column) {
-    case FP8 * 2: largest = pack_runs(grid, codes, scales, x, FP8); break;
-    case FP8 * 2 + 1: largest = pack_columns(grid, codes, scales, x, FP8); break;
-    case INT8 * 2: largest = pack_runs(grid, codes, scales, x, INT8); break;
-    case INT8 * 2 + 1: largest = pack_columns(grid, codes, scales, x, INT8); break;
-    case INT4 * 2: largest = pack_runs(grid, codes, scales, x, INT4); break;
-    case INT4 * 2 + 1: largest = pack_columns(grid, codes, scales, x, INT4); break;
-    }
-    return largest < TOO_LARGE;
 }
 
 TARGET static void unpack(const Grid *grid, uint16_t *x, const uint8_t *codes, const uint16_t *scales)

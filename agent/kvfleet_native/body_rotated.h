@@ -122,6 +122,16 @@ ALWAYS uint8_t bits_of_eight(const uint8_t *codes, int at)
     return (uint8_t)((eight >> at & 0x0101010101010101u) * 0x0102040810204080u >> 56);
 }
 
+/* Two codes of INT4 in a byte. */
+TARGET ALWAYS void pair_up(uint8_t *restrict codes, const uint8_t *restrict single, size_t count)
+{
+    for (size_t i = 0; i < count / 2; i++) {
+        uint16_t pair;
+        memcpy(&pair, single + 2 * i, sizeof pair);
+        codes[i] = (uint8_t)(pair | pair >> 4);
+    }
+}
+
 /* Codes of a row of one byte each, into their places: low halves in pairs, then a plane of bits for each further bit. */
 TARGET ALWAYS void store_codes(const Rotation *rotation, uint8_t *codes, size_t row, const uint8_t *single)
 {
@@ -194,7 +204,7 @@ TARGET ALWAYS void add_losses(Sums *sums, const uint16_t *x, const uint16_t *y, 
         for (int part = 0; part < PARTS; part++) {
             Words from = chunk_at(was + CHUNK * part), to = chunk_at(came + CHUNK * part);
             for (int odd = 0; odd < 2; odd++)
-                add_loss(sums->lost[part] + odd, sums->all[part] + odd, half_of(from, odd), half_of(to, odd), by, 1);
+                add_loss(sums->lost[part] + odd, sums->all[part] + odd, half_of(from, odd), half_of(to, odd), by, FAR);
         }
     }
 }

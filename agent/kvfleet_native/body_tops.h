@@ -13,6 +13,11 @@ TARGET ALWAYS void take_strip(uint8_t *restrict top, uint8_t *restrict rest, con
                               int element_bytes)
 {
     if (element_bytes == 2) {
+#ifdef HAS_BYTES
+        for (size_t i = 0; i < STRIP_BYTES; i += 64)
+            split_words(top + i, rest + i, source + 2 * i);
+        return;
+#endif
         for (size_t i = 0; i < STRIP_BYTES; i++) {
             uint16_t word;
             memcpy(&word, source + 2 * i, sizeof word);
@@ -75,13 +80,14 @@ TARGET ALWAYS Outside outside_of(const uint8_t *top, uint8_t base, int width)
     return found;
 }
 
-/* The better one of two bases: two or three eighths of the values lie above the mean of the strip. */
+/* The better one of two bases: two or three eighths of the values lie above the mean of the strip. Nobody could foretell
+   which it is, so there is no branch. */
 TARGET ALWAYS Outside best_base(const uint8_t *top, unsigned mean, int width)
 {
     unsigned step = 1u << width >> 3;
-    Outside low = outside_of(top, (uint8_t)(mean + 2 * step), width);
-    Outside high = outside_of(top, (uint8_t)(mean + 3 * step), width);
-    return low.count <= high.count ? low : high;
+    int low = outside_of(top, (uint8_t)(mean + 2 * step), width).count;
+    int high = outside_of(top, (uint8_t)(mean + 3 * step), width).count;
+    return outside_of(top, (uint8_t)(mean + (2 + (unsigned)(high < low)) * step), width);
 }
 
 TARGET ALWAYS unsigned mean_of(const uint8_t *top) { return (sum_of(top) + STRIP_BYTES / 2) / STRIP_BYTES; }
@@ -124,16 +130,23 @@ TARGET ALWAYS void unpress(uint8_t *top, const uint8_t *codes, uint8_t base, int
     }
 }
 
-/* The positions of what is outside, and behind them its values. */
+/* The positions of what is outside, and behind them its values. LINE bytes behind these may be filled as well. */
 TARGET ALWAYS void except(uint8_t *into, const uint8_t *top, const Outside *outside)
 {
     uint8_t *values = into + outside->count;
+#ifdef HAS_BYTES
+    for (int i = 0; i < WORDS; into += __builtin_popcountll(outside->words[i++]))
+        store_marked_numbers(into, outside->words[i], 64 * i);
+    for (int i = 0; i < WORDS; values += __builtin_popcountll(outside->words[i++]))
+        store_marked(values, outside->words[i], top + 64 * i);
+#else
     for (int i = 0; i < WORDS; i++)
         for (uint64_t left = outside->words[i]; left != 0; left &= left - 1) {
             uint8_t at = (uint8_t)(64 * i + __builtin_ctzll(left));
             *into++ = at;
             *values++ = top[at];
         }
+#endif
 }
 
 TARGET ALWAYS Outside best_form(const uint8_t *top, int *width)
@@ -150,7 +163,7 @@ TARGET ALWAYS Outside best_form(const uint8_t *top, int *width)
     return best;
 }
 
-/* Fills the two bytes of a strip's head, and its body, whose length is returned. */
+/* Fills the two bytes of a strip's head, and its body, whose length is returned; LINE bytes behind that may be filled. */
 TARGET ALWAYS size_t narrow_strip(uint8_t *head, uint8_t *body, const uint8_t *top, int base_width)
 {
     int width = base_width;
@@ -171,6 +184,15 @@ TARGET ALWAYS size_t narrow_strip(uint8_t *head, uint8_t *body, const uint8_t *t
     case 7: press(body, top, outside.base, 7); break;
     }
     except(body + ROW_BYTES * width, top, &outside);
+    return size;
+}
+
+/* A strip behind whose body there may be no room. */
+TARGET ALWAYS size_t narrow_last(uint8_t *head, uint8_t *body, const uint8_t *top, int base_width)
+{
+    uint8_t made[STRIP_BYTES + LINE];
+    size_t size = narrow_strip(head, made, top, base_width);
+    memcpy(body, made, size);
     return size;
 }
 
@@ -226,7 +248,10 @@ TARGET static size_t narrow(uint8_t *into, const uint8_t *source, size_t size, i
     uint8_t *head = into, *rest = head + 2 * strips, *body = rest + (step - STRIP_BYTES) * strips;
     for (size_t i = 0; i < strips; i++) {
         take_strip(top, rest, source, element_bytes);
-        body += narrow_strip(head, body, top, width);
+        if (i + 1 < strips) /* There is room for this strip and the next one as they are. */
+            body += narrow_strip(head, body, top, width);
+        else
+            body += narrow_last(head, body, top, width);
         source += step, rest += step - STRIP_BYTES, head += 2;
     }
     memcpy(body, source, tail);

@@ -75,7 +75,7 @@ typedef struct {
 
 extern const Kernels kernels_scalar;
 #ifdef __x86_64__
-extern const Kernels kernels_avx2, kernels_avx512;
+extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_vbmi2;
 #endif
 
 #endif

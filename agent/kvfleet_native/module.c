@@ -5,7 +5,7 @@
 
 static const Kernels *const all_kernels[] = {
 #ifdef __x86_64__
-    &kernels_avx512, &kernels_avx2,
+    &kernels_avx512_vbmi2, &kernels_avx512, &kernels_avx2,
 #endif
     &kernels_scalar,
 };

@@ -164,6 +164,16 @@ static inline uint64_t far_below(const uint8_t *bytes, uint8_t base, uint8_t ran
 }
 #endif
 
+/* The greatest one of signed halves. */
+static inline int16_t largest_half(Vector halves)
+{
+    int16_t each[8], found = INT16_MIN;
+    memcpy(each, &halves, sizeof each);
+    for (int i = 0; i < 8; i++)
+        found = each[i] > found ? each[i] : found;
+    return found;
+}
+
 typedef struct {
     uint64_t sums[8];
 } Lanes;

@@ -1,0 +1,152 @@
+/* Codes of vectors of elements, and what they come back as; part of body.h.
+
+   A chunk is a vector of pairs: its elements at even places are widened by a shift and those at odd places by a mask,
+   so nothing crosses lanes, neither on the way in nor where codes become bytes. */
+
+typedef float Floats __attribute__((vector_size(4 * FLOATS)));
+typedef uint32_t Words __attribute__((vector_size(4 * FLOATS)));
+
+/* Numbers for the elements of a vector. Where all have one scale, what codes come back as may be looked up. */
+typedef struct {
+    Floats by, inverse, low, table[2];
+} Shares;
+
+/* Scales of columns: of each chunk those at even places first. */
+typedef struct {
+    float by[STRIP + LANES], inverse[STRIP + LANES], low[STRIP + LANES];
+} Split;
+
+typedef struct {
+    Words code;  /* In the low bits; what stands above them means nothing. */
+    Floats back; /* Not rounded yet. */
+    Words place; /* In the low bits: where it stands in a table. */
+    Floats unit; /* Of what stands there. */
+} Coded;
+
+TARGET ALWAYS Floats floats_at(const float *values)
+{
+    Floats found;
+    memcpy(&found, values, sizeof found);
+    return found;
+}
+
+TARGET ALWAYS void store_at(float *values, Floats stored) { memcpy(values, &stored, sizeof stored); }
+
+/* A chunk: elements at even places in the low halves of words, those at odd places in the high ones. */
+TARGET ALWAYS Words chunk_at(const uint16_t *x)
+{
+    Words found;
+    memcpy(&found, x, sizeof found);
+    return found;
+}
+
+TARGET ALWAYS Floats half_of(Words chunk, int is_odd)
+{
+    return (Floats)(is_odd ? chunk & 0xFFFF0000 : chunk << 16);
+}
+
+/* A number is added whose last bit is worth one step of e4m3 there: subnormals have the steps of the least normals, and
+   scales are such that nothing is rounded to more than 448. What is added to the rounder beside its power makes the
+   sum's low bits and the power's give the code by one addition. */
+TARGET ALWAYS Coded coded_fp8(Floats magnitudes, Shares shares)
+{
+    const uint32_t normal_from = 0x3C800000, rounder_above = (20u << 23) + (256 * 5 - (normal_from >> 20) - 160);
+    Floats scaled = magnitudes * shares.inverse;
+    Words power = (Words)larger(scaled, (Floats){0} + float_of(normal_from)) & 0x7F800000;
+    Floats rounder = (Floats)(power + rounder_above), sum = scaled + rounder;
+    return (Coded){(Words)sum + ((Words)sum >> 20), (sum - rounder) * shares.by, (Words)sum, (Floats)power};
+}
+
+TARGET ALWAYS Coded coded_int8(Floats values, Shares shares)
+{
+    Floats sum = values * shares.inverse + 0x1.8p23f;
+    return (Coded){.code = (Words)sum, .back = (sum - 0x1.8p23f) * shares.by};
+}
+
+TARGET ALWAYS Coded coded_int4(Floats values, Shares shares)
+{
+    Floats sum = (values - shares.low) * shares.inverse + 0x1p23f;
+    return (Coded){(Words)sum, (sum - 0x1p23f) * shares.by + shares.low, (Words)sum, (Floats){0} + 1.0f};
+}
+
+TARGET ALWAYS Floats rounded_to_bf16(Floats values)
+{
+    Words bits = (Words)values, added = (Words)sum_halves((Vector)((bits & 0x10000) | 0x7FFF));
+    return (Floats)((bits + added) & 0xFFFF0000);
+}
+
+#if FLOATS == 4
+#define NUMBERS {0, 1, 2, 3}
+#elif FLOATS == 8
+#define NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
+#else
+#define NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#endif
+
+/* Shares of elements that have one scale. Of e4m3 the eighths of a power of two that a code is worth stand in the table,
+   0 to 16 of them, from `rounder_above` on; rounding them to bf16 there is rounding them at any power. */
+TARGET ALWAYS Shares with_table(Shares shares, int kind)
+{
+    for (int i = 0; i < 2; i++) {
+        Words place = (Words)NUMBERS + (uint32_t)(FLOATS * i);
+        Words steps = kind == FP8 ? (place + 8) & 31 : place;
+        Floats values = __builtin_convertvector(steps, Floats) * (kind == FP8 ? 0.125f : 1.0f);
+        shares.table[i] = rounded_to_bf16(kind == FP8 ? values * shares.by : values * shares.by + shares.low);
+    }
+    return shares;
+}
+
+/* What a code comes back as. */
+TARGET ALWAYS Floats came_back(Coded coded, Shares shares, int kind, int is_tabled)
+{
+#ifdef HAS_TABLES
+    if (is_tabled && kind == FP8)
+        return looked_up(shares.table[0], shares.table[1], (Vector)coded.place) * coded.unit;
+    if (is_tabled && kind == INT4)
+        return looked_up(shares.table[0], shares.table[1], (Vector)coded.place);
+#else
+    (void)shares, (void)kind, (void)is_tabled;
+#endif
+    return rounded_to_bf16(coded.back);
+}
+
+TARGET ALWAYS void store_chunk(uint8_t *codes, Words even, Words odd, Words chunk, int kind)
+{
+    Words both = (even & 0xFFFF) | odd << 16;
+    if (kind == INT4)
+        store_words(codes, (Vector)((even & 0xF) | (odd & 0xF) << 4));
+    else if (kind == INT8)
+        store_halves(codes, (Vector)both);
+    else
+        store_halves(codes, (Vector)((both & 0x7F007F) | (chunk >> 8 & 0x800080)));
+}
+
+TARGET ALWAYS Shares shares_at(const Split *split, size_t i, int kind)
+{
+    return (Shares){floats_at(split->by + i), floats_at(split->inverse + i),
+                    kind == INT4 ? floats_at(split->low + i) : (Floats){0}, {{0}, {0}}};
+}
+
+TARGET ALWAYS Shares shares_of_all(const Strip *strip, size_t i, int kind)
+{
+    return (Shares){(Floats){0} + strip->by[i], (Floats){0} + strip->inverse[i],
+                    (Floats){0} + (kind == INT4 ? strip->low[i] : 0.0f), {{0}, {0}}};
+}
+
+TARGET ALWAYS void split_numbers(float *restrict split, const float *restrict numbers, size_t count)
+{
+    for (size_t left = 0; left < count; left += CHUNK)
+        for (size_t i = 0; i < FLOATS; i++) {
+            split[left + i] = numbers[left + 2 * i];
+            split[left + FLOATS + i] = numbers[left + 2 * i + 1];
+        }
+}
+
+TARGET ALWAYS void split_shares(Split *split, const Strip *strip, size_t count, int kind)
+{
+    split_numbers(split->by, strip->by, count);
+    split_numbers(split->inverse, strip->inverse, count);
+    if (kind == INT4)
+        split_numbers(split->low, strip->low, count);
+}
+
