@@ -153,11 +153,14 @@ class TestCodecs:
 
     __test__ = False
 
+    def __init__(self, halving: HalvingCodec | None = None) -> None:
+        self.halving = halving or HalvingCodec()
+
     def named(self, name: str) -> RawCodec:
-        return HalvingCodec() if name == "halving" else RawCodec()
+        return self.halving if name == "halving" else RawCodec()
 
     def for_policy(self, policy: CompressionPolicy, *, is_worn: bool, is_archive: bool = False) -> RawCodec:
-        return RawCodec() if policy.mode == "None" or is_worn else HalvingCodec()
+        return RawCodec() if policy.mode == "None" or is_worn else self.halving
 
     def drift(self, policy: CompressionPolicy) -> None:
         return None
@@ -296,8 +299,9 @@ def make_core(
     *,
     kind: type[Node] = Node,
     policy: Mapping[str, object] | None = None,
+    codecs: TestCodecs | None = None,
 ) -> Core:
-    return Core(make_node(tiers, clock, kind=kind, policy=policy), TestCodecs())
+    return Core(make_node(tiers, clock, kind=kind, policy=policy), codecs or TestCodecs())
 
 
 def digest(number: int) -> bytes:

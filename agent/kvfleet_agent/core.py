@@ -16,7 +16,7 @@ from kvfleet_agent.follower import Follower, followed
 from kvfleet_agent.growing import PeerGrower
 from kvfleet_agent.lending import PeerLender
 from kvfleet_agent.migrating import Migrator
-from kvfleet_agent.mover import Codecs, Mover
+from kvfleet_agent.mover import Mover
 from kvfleet_agent.orders import Orders
 from kvfleet_agent.parts import PartSums
 from kvfleet_agent.reader import Reader
@@ -30,6 +30,7 @@ from kvfleet_agent.writer import Writer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from kvfleet_agent.coding import Codecs
     from kvfleet_agent.node import Node
     from kvfleet_agent.place import Place
     from kvfleet_agent.ports import Directory, Peers

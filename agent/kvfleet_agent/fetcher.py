@@ -11,8 +11,8 @@ from kvfleet_agent.codec.base import LOSSY
 from kvfleet_agent.entry import GONE, Entry, Residence
 from kvfleet_agent.gate import BYTES_AT_ONCE
 from kvfleet_agent.grouping import grouped
+from kvfleet_agent.moves import Move, Way
 from kvfleet_agent.ports import Wanted
-from kvfleet_agent.straight import Move
 from kvfleet_agent.turns import Priority, TrafficClass
 from kvfleet_agent.want import Want
 from kvfleet_api.blocks import BlockKey
@@ -193,11 +193,11 @@ class Fetcher:
         return len(entries)
 
     async def _copied(self, moves: Sequence[Move], tier: Tier, urgency: Priority) -> set[Entry]:
-        """Carry moves out, what goes straight from one tier together; returns the blocks that are up."""
+        """Carry moves out, what goes the same way from one tier together; returns the blocks that are up."""
         batches: dict[object, list[Move]] = {}
         for move in moves:
-            is_straight = self._mover.goes_straight(move, tier)
-            batches.setdefault(move.source.tier if is_straight else move.entry, []).append(move)
+            way = self._mover.way(move, tier)
+            batches.setdefault(move.entry if way is Way.ALONE else (way, move.source.tier), []).append(move)
         copies = [self._mover.copy_all(batch, tier, urgency, FETCH_S) for batch in batches.values()]
         ends = await asyncio.gather(*copies, return_exceptions=True) if len(copies) > 1 else [await c for c in copies]
         made: set[Entry] = set()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from kvfleet_agent.moves import Move
 from kvfleet_agent.policy.eviction import excess_bytes
-from kvfleet_agent.straight import Move
 from kvfleet_agent.turns import Priority
 from kvfleet_agent.want import Want
 from kvfleet_api.errors import RetryableError

@@ -9,14 +9,18 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.backends.base import BlamelessError, SlotRef
 from kvfleet_agent.backends.waiting import in_thread
 from kvfleet_agent.buffers import Buffers
-from kvfleet_agent.codec.base import IN_THE_OPEN, LOSSY, RAW, WORN, Shape, planes_of, room_bytes
+from kvfleet_agent.codec.base import IN_THE_OPEN, LOSSY, RAW, WORN, room_bytes
+from kvfleet_agent.coded import CodedMoves
+from kvfleet_agent.coding import Coding
 from kvfleet_agent.entry import GONE, Entry, Residence
-from kvfleet_agent.straight import Move, StraightMoves, record_of
+from kvfleet_agent.group_writes import GroupWriter, record_of
+from kvfleet_agent.moves import Move, Way
+from kvfleet_agent.straight import StraightMoves
 from kvfleet_agent.traffic import Traffic
 from kvfleet_agent.turns import TrafficClass
 from kvfleet_agent.want import Want
@@ -28,28 +32,14 @@ from kvfleet_telemetry.tracing import span
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from kvfleet_agent.codec.base import Codec, Decoder, Encoded
-    from kvfleet_agent.codec.drift import Drift
+    from kvfleet_agent.backends.base import Record
+    from kvfleet_agent.coding import Codecs
     from kvfleet_agent.node import Node
     from kvfleet_agent.tiers import Tier
     from kvfleet_agent.turns import Priority
-    from kvfleet_api.models.pool import CompressionPolicy
 
 INLINE_BYTES_MAX: Final = 256 << 10
 """Up to this a hash (10 GB/s) costs less than handing it to a thread and back (about 60 us)."""
-
-
-class Codecs(Protocol):
-    """The codecs that this build has."""
-
-    def named(self, name: str) -> Decoder:
-        """Return what reads the records of a codec. Raises `UnsupportedError` for one that this build lacks."""
-
-    def for_policy(self, policy: CompressionPolicy, *, is_worn: bool, is_archive: bool = False) -> Codec:
-        """Return the codec of `spec.policy.compression`, for blocks that may have lost something already or not."""
-
-    def drift(self, policy: CompressionPolicy) -> Drift | None:
-        """How far blocks are from the policy's calibration; None where it has none for its error."""
 
 
 class Mover:
@@ -57,19 +47,18 @@ class Mover:
 
     def __init__(self, node: Node, codecs: Codecs) -> None:
         self._node = node
-        self._codecs = codecs
+        self.coding = Coding(node, codecs)
         self._buffers = Buffers()
         self.traffic = Traffic(node)
-        self._straight = StraightMoves(node)
+        writer = GroupWriter(node)
+        self._groups: dict[Way, StraightMoves | CodedMoves] = {
+            Way.STRAIGHT: StraightMoves(node, writer),
+            Way.CODED: CodedMoves(node, self.coding, self._buffers, writer),
+        }
         self.bytes_under_way = 0
         """Raw bytes of the moves that wait or run."""
         self.moving: dict[Entry, Tier] = {}
         """Blocks whose bytes are on their way, and where to; those that were dropped meanwhile included."""
-
-    @property
-    def drift(self) -> Drift | None:
-        """How far blocks are from the pool's calibration; None where it has none."""
-        return self._codecs.drift(self._node.spec.policy.compression)
 
     async def has_arrived(self, tier: Tier, within_s: float) -> bool:
         """Wait for the first block that is on its way into a tier; False when there is none, or no time."""
@@ -93,30 +82,28 @@ class Mover:
         (is_made,) = await self.copy_all([Move(entry, source, slot)], target, urgency, within_s)
         return is_made
 
-    def goes_straight(self, move: Move, target: Tier) -> bool:
-        """True when a block goes between mapped memory and a medium that takes groups, as it is."""
+    def way(self, move: Move, target: Tier) -> Way:
+        """How a block gets there: with others where it goes between mapped memory and a medium that takes groups."""
         source, codec = move.source.tier, move.source.record.codec
-        if codec not in IN_THE_OPEN:
-            return False
         if source.group is not None:
-            return target.mappable is not None and move.slot is not None
+            is_up = target.mappable is not None and move.slot is not None
+            return Way.ALONE if not is_up else Way.STRAIGHT if codec in IN_THE_OPEN else Way.CODED
         if source.mappable is None or source.backend.capabilities.is_emulated or target.group is None:
-            return False  # Memory that stands in for slower one shows that in its `read`.
-        if target.backend.capabilities.is_memory:
-            return True
-        policy = self._node.spec.policy.compression
-        return self._codecs.for_policy(policy, is_worn=codec in LOSSY).name == RAW
+            return Way.ALONE  # Memory that stands in for slower one shows that in its `read`.
+        if codec not in IN_THE_OPEN:
+            return Way.ALONE
+        return Way.STRAIGHT if self.coding.codec_for(move.source.record, target) is None else Way.CODED
 
     async def copy_all(
         self, moves: Sequence[Move], target: Tier, urgency: Priority, within_s: float | None = None
     ) -> list[bool]:
         """Copy blocks of one tier into `target` as one transfer, and note them in the index; False for those that fail.
 
-        Several of them all go straight. Those with a slot go there, raw; for the others the target gives slots of the
-        stored size. A copy that turns out to be unreadable is dropped; a target that cannot write is paused. Slots are
-        given back on every failure and cancellation. Raises `TierFullError` when the target has no room for the first
-        of them (others without room are False), and `RetryableError` when too many wait for the path, or their turn
-        does not come `within_s`.
+        Several of them all go the same way, and not alone. Those with a slot go there, raw; for the others the target
+        gives slots of the stored size. A copy that turns out to be unreadable is dropped; a target that cannot write is
+        paused. Slots are given back on every failure and cancellation. Raises `TierFullError` when the target has no
+        room for the first of them (others without room are False), and `RetryableError` when too many wait for the
+        path, or their turn does not come `within_s`.
         """
         entries, source = [m.entry for m in moves], moves[0].source.tier
         raw_bytes = sum(m.source.record.raw_bytes for m in moves)
@@ -142,10 +129,9 @@ class Mover:
         return [c is not None and self._settle(m.entry, c) for m, c in zip(moves, made, strict=True)]
 
     async def _made(self, moves: Sequence[Move], target: Tier) -> Sequence[Residence | None]:
-        if self.goes_straight(moves[0], target):
-            if moves[0].source.tier.group is not None:
-                return await self._straight.up(moves, target)
-            return await self._straight.down(moves, target)
+        group = self._groups.get(self.way(moves[0], target))
+        if group is not None:
+            return await (group.down(moves, target) if moves[0].slot is None else group.up(moves, target))
         (move,) = moves
         return [await self._copied(move.entry, move.source, target, move.slot)]
 
@@ -230,7 +216,7 @@ class Mover:
             return
         with self._buffers.lend(record.raw_bytes) as raw:
             await self._read_raw(source, raw)
-            async with self._encoded(entry, raw, target, is_worn=record.codec in LOSSY) as made:
+            async with self._encoded(entry, record, raw, target) as made:
                 yield made
 
     async def _stored(self, entry: Entry, target: Tier, codec: str, raw_bytes: int, stored: memoryview) -> Residence:
@@ -257,7 +243,7 @@ class Mover:
             await source.tier.backend.read(source.slot, record, into)
             return
         async with self._stored_form(source) as stored:
-            codec = self._codecs.named(record.codec)
+            codec = self.coding.named(record.codec)
             await in_thread(None, partial(codec.decode, stored, into))
 
     @asynccontextmanager
@@ -273,32 +259,21 @@ class Mover:
 
     @asynccontextmanager
     async def _encoded(
-        self, entry: Entry, raw: memoryview, target: Tier, *, is_worn: bool
+        self, entry: Entry, record: Record, raw: memoryview, target: Tier
     ) -> AsyncIterator[tuple[str, memoryview]]:
         """Apply the pool's codec for media below memory; what does not become shorter is stored as it is."""
-        codec = self._codecs.for_policy(
-            self._node.spec.policy.compression, is_worn=is_worn, is_archive=target.backend.capabilities.is_archive
-        )
-        plain = WORN if is_worn else RAW
-        if target.backend.capabilities.is_memory or codec.name == RAW:
+        codec, plain = self.coding.codec_for(record, target), WORN if record.codec in LOSSY else RAW
+        if codec is None:
             yield plain, raw
             return
         with self._buffers.lend(room_bytes(len(raw))) as room:
-            made = await in_thread(None, partial(codec.encode, raw, self._shape(entry, len(raw)), room))
-            self._count_settled(made)
+            made = await in_thread(None, partial(codec.encode, raw, self.coding.shape(entry, len(raw)), room))
+            self.coding.count(made)
             if made.stored_bytes >= len(raw):
                 yield plain, raw
             else:
                 with room[: made.stored_bytes] as stored:
                     yield made.codec, stored
-
-    def _shape(self, entry: Entry, raw_bytes: int) -> Shape:
-        """Without planes at the root of a chain: every bit of the first tokens counts, which all others attend to.
-
-        The last tokens of a prompt are in no block until their block is full, so they never come here.
-        """
-        planes = planes_of(self._node.layouts.get(entry.layout_id), raw_bytes) if entry.parent else None
-        return Shape(self._node.element_bytes, planes, entry.layout_id)
 
     def _count(self, source: Tier, made: Sequence[Residence], took_s: float) -> None:
         counters, path = self._node.counters, {"source": source.name, "target": made[0].tier.name}
@@ -307,15 +282,6 @@ class Mover:
         counters.add("kvfleet_moved_bytes_total", moved_bytes, **path, traffic=TrafficClass.KV)
         for _ in made:
             counters.observe("kvfleet_move_duration_seconds", took_s, **path)
-
-    def _count_settled(self, made: Encoded) -> None:
-        counters = self._node.counters
-        if made.drifted:
-            counters.add("kvfleet_codec_drifted_planes_total", made.drifted)
-        for form, planes, missed, worst_error in made.settled:
-            counters.add("kvfleet_codec_planes_total", planes, form=form)
-            counters.add("kvfleet_codec_missed_guesses_total", missed, form=form)
-            counters.observe("kvfleet_codec_error_ratio", worst_error, form=form)
 
 
 class _TargetFailedError(BackendFailedError):

@@ -53,7 +53,7 @@ def observe(
         departure=provisioner.departure,
         node=machine,
         peer_address=peer_address,
-        drift=core.mover.drift,
+        drift=core.mover.coding.drift,
     )
 
 

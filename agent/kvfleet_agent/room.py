@@ -15,11 +15,11 @@ from kvfleet_agent.candidates import TierCandidates
 from kvfleet_agent.cut import Cut, Fate
 from kvfleet_agent.grouping import grouped
 from kvfleet_agent.lifting import Lifting
+from kvfleet_agent.moves import Move, Way
 from kvfleet_agent.policy.eviction import excess_bytes, plan_eviction
 from kvfleet_agent.policy.placement import next_lower
 from kvfleet_agent.policy.quota import OverQuota, over_hard_bytes, payers, payments
 from kvfleet_agent.policy.recompute import REFUSED_S
-from kvfleet_agent.straight import Move
 from kvfleet_agent.turns import Priority
 from kvfleet_agent.want import Want
 from kvfleet_api.errors import BackendFailedError, QuotaExceededError, RetryableError, TierFullError
@@ -330,17 +330,17 @@ class Room:
         return [e for e, is_sunk in zip(left, results, strict=True) if not is_sunk]
 
     async def _sunk_together(self, entries: Sequence[Entry], tier: Tier, urgency: Priority) -> Sequence[Entry]:
-        """Copy what goes straight into the next slower tier as one transfer; returns what is left to do."""
+        """Copy what can go to the next slower tier with others as one transfer each way; returns what is left to do."""
         target = self._next_lower(tier)
         if target is None:
             return entries
         sources = {e: source for e in entries if e.move is None and (source := e.residence(tier)) is not None}
         moves = [Move(e, source) for e, source in sources.items() if e.residence(target) is None]
-        moves = [m for m in moves if self._mover.goes_straight(m, target)]
-        if not moves:
-            return entries
-        with suppress(RetryableError):  # No room, or too many wait: each tries by itself what can be done.
-            await self._moved(moves, target, urgency)
+        for way in (Way.STRAIGHT, Way.CODED):
+            alike = [m for m in moves if m.entry.move is None and self._mover.way(m, target) is way]
+            if alike:
+                with suppress(RetryableError):  # No room, or too many wait: each tries by itself what can be done.
+                    await self._moved(alike, target, urgency)
         return [e for e in entries if e.residence(target) is None]
 
     def _next_lower(self, tier: Tier) -> Tier | None:

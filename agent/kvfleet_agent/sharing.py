@@ -13,7 +13,7 @@ from kvfleet_agent.codec.base import IN_THE_OPEN
 from kvfleet_api.errors import KvFleetError
 
 if TYPE_CHECKING:
-    from kvfleet_agent.mover import Codecs
+    from kvfleet_agent.coding import Codecs
     from kvfleet_agent.node import Node
     from kvfleet_agent.ports import Placed, Wanted
 

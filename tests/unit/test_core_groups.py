@@ -25,8 +25,8 @@ from kvfleet_agent.backends.base import Reading, Record, Sound, TierBackend, Wri
 from kvfleet_agent.backends.nvme import RecordStore, open_store
 from kvfleet_agent.core import Core
 from kvfleet_agent.entry import Entry
+from kvfleet_agent.moves import Move, Way
 from kvfleet_agent.place import Place
-from kvfleet_agent.straight import Move
 from kvfleet_agent.tiers import Tier
 from kvfleet_agent.turns import Priority
 from kvfleet_api.blocks import BlockKey
@@ -61,7 +61,7 @@ def entries_of(core: Core) -> list[Entry]:
 async def push_down(core: Core, entries: Sequence[Entry]) -> list[bool]:
     """Copy blocks down as one group."""
     moves = [Move(entry, entry.residences[0]) for entry in entries]
-    assert all(core.mover.goes_straight(m, core.node.tiers[1]) for m in moves)
+    assert all(core.mover.way(m, core.node.tiers[1]) is not Way.ALONE for m in moves)
     return await core.mover.copy_all(moves, core.node.tiers[1], Priority.DEMOTE)
 
 

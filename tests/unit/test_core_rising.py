@@ -8,8 +8,8 @@ from agent_doubles import BLOCK_BYTES, LAYOUT_ID, SCOPE, dict_tier, digest, dram
 
 from kvfleet_agent.core import Core
 from kvfleet_agent.entry import Entry
+from kvfleet_agent.moves import Move
 from kvfleet_agent.place import Place
-from kvfleet_agent.straight import Move
 from kvfleet_agent.tiers import Tier
 
 pytestmark = pytest.mark.unit
