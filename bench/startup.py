@@ -1,8 +1,8 @@
-"""An agent's start over warm memory: from the start of the process until all blocks of its last run are entered.
+"""An agent's start over what its last run left: from the start of the process until all blocks are entered.
 
 Blocks are small (4 KiB), because the start depends on their number, not on their bytes: none are read. Every start is a
 new process that enters them, reads and verifies one of them, tells its figures and is killed with SIGKILL. The limit is
-a process that imports the same and stops.
+a process that imports the same and stops. Lasting memory is left as by a kill, NVMe with an index of all records.
 """
 
 import argparse
@@ -19,19 +19,21 @@ from typing import Any, Final
 
 from bench import common
 from bench.agent_process import make_node
-from bench.common import REPEATS_MIN, Result, Sample, publish, table, time_ratio
-from bench.identity import SECRET
+from bench.common import REPEATS_MIN, Result, Sample, beyond, publish, table, time_ratio
+from bench.identity import POOL, SECRET
 from kvfleet_agent.app import tame_collector
-from kvfleet_agent.backends.arena import Arena
-from kvfleet_agent.backends.base import Record, TierBackend
+from kvfleet_agent.backends.base import Record, TierBackend, Writing
+from kvfleet_agent.backends.header import HEADER_BYTES
 from kvfleet_agent.backends.home import Home
 from kvfleet_agent.backends.host_dram import open_host_dram
 from kvfleet_agent.backends.mounts import read_mounts
+from kvfleet_agent.backends.nvme import RecordStore
+from kvfleet_agent.backends.remote_flash import open_nvme
 from kvfleet_agent.provision import Provisioner
 from kvfleet_api import __version__
 from kvfleet_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES, BlockKey, LayoutId
 from kvfleet_api.checksum import checksum
-from kvfleet_api.models.pool import HostDramTier
+from kvfleet_api.models.pool import HostDramTier, NvmeTier
 from kvfleet_api.models.poolnode import NodeTier
 from kvfleet_api.tiers import TierType
 from kvfleet_api.units import MIB
@@ -41,61 +43,85 @@ BLOCKS_QUICK: Final = 50_000
 BLOCK_BYTES: Final = 4096
 CHAIN_BLOCKS: Final = 512
 """Blocks of one prompt of 8,192 tokens."""
+WRITE_BLOCKS: Final = 256
+"""Written at a time."""
+DRAM_MEDIUM: Final = "dram"
+NVME: Final = "nvme"
+MEDIA: Final = (DRAM_MEDIUM, NVME)
 MEMORY: Final = Path("/dev/shm")  # noqa: S108  A directory of our own is made below it.
 DRAM: Final = HostDramTier.model_validate({"pageSize": "4Ki", "persistence": "AgentRestart"})
 
 
-def open_at(directory: Path, capacity_bytes: int) -> Arena:
+async def open_at(medium: str, directory: Path, capacity_bytes: int) -> TierBackend:
     """The tier in its directory."""
+    if medium == NVME:
+        return await open_nvme(NvmeTier(path=str(directory)), POOL, "bench", capacity_bytes)
     return open_host_dram(DRAM, capacity_bytes, (), Home(directory, "bench", "bench", read_mounts(), "dram"))
 
 
-def capacity_of(blocks: int) -> int:
+def capacity_of(medium: str, blocks: int) -> int:
     """Room for that many blocks, with some to spare."""
-    return blocks * BLOCK_BYTES * 5 // 4 + 64 * MIB
+    slot_bytes = BLOCK_BYTES + (HEADER_BYTES if medium == NVME else 0)
+    return blocks * slot_bytes * 5 // 4 + 64 * MIB
 
 
-def write(directory: Path, blocks: int) -> None:
+async def write(medium: str, directory: Path, blocks: int) -> None:
     """Leave blocks behind, as an agent does that is killed."""
-    arena = open_at(directory, capacity_of(blocks))
-    parent = b""
-    for i in range(blocks):
-        digest = (i + 1).to_bytes(KEY_BYTES, "big")
-        slot = arena.reserve(SECRET.scope, BLOCK_BYTES)
-        content = i.to_bytes(8, "little") * (BLOCK_BYTES // 8)
-        arena.view(slot)[:] = content
-        bound = checksum(content, digest, 1, slot.stamp)
-        key = BlockKey(SECRET.scope, digest)
-        layout = LayoutId(bytes(LAYOUT_ID_BYTES))
-        arena.commit(slot, Record(key, parent, layout, "raw", BLOCK_BYTES, BLOCK_BYTES, bound, 1))
-        parent = digest if (i + 1) % CHAIN_BLOCKS else b""
+    backend = await open_at(medium, directory, capacity_of(medium, blocks))
+    for start in range(0, blocks, WRITE_BLOCKS):
+        writings = [_writing(backend, number) for number in range(start, min(blocks, start + WRITE_BLOCKS))]
+        if isinstance(backend, RecordStore):
+            ends = await backend.write_group(writings)
+            assert all(isinstance(end, Record) for end in ends), ends
+        else:
+            for one in writings:
+                await backend.write(one.slot, one.record, one.stored)
+    if isinstance(backend, RecordStore):
+        await backend.write_index()
 
 
-async def start(directory: Path, blocks: int) -> dict[str, float]:
+def _writing(backend: TierBackend, number: int) -> Writing:
+    digest = (number + 1).to_bytes(KEY_BYTES, "big")
+    parent = number.to_bytes(KEY_BYTES, "big") if number % CHAIN_BLOCKS else b""
+    slot = backend.reserve(SECRET.scope, BLOCK_BYTES)
+    content = number.to_bytes(8, "little") * (BLOCK_BYTES // 8)
+    key, layout = BlockKey(SECRET.scope, digest), LayoutId(bytes(LAYOUT_ID_BYTES))
+    bound = checksum(content, digest, 1, slot.stamp)
+    return Writing(slot, memoryview(content), Record(key, parent, layout, "raw", BLOCK_BYTES, BLOCK_BYTES, bound, 1))
+
+
+async def start(directory: Path, blocks: int, medium: str = DRAM_MEDIUM) -> dict[str, float]:
     """Enter what is there, read one block, and tell what it cost."""
     tame_collector()
     node = make_node(4 * MIB, "4Ki")
     node.tiers.clear()
 
     async def make(tier: NodeTier) -> TierBackend:
-        return open_at(directory, tier.capacity_bytes)
+        return await open_at(medium, directory, tier.capacity_bytes)
 
-    spec = NodeTier(name="dram", type=TierType.HOST_DRAM, capacity_bytes=capacity_of(blocks), host_dram=DRAM)
     before = resource.getrusage(resource.RUSAGE_SELF)
-    await Provisioner(node, make, 1 << 50).apply([spec])
+    await Provisioner(node, make, 1 << 50).apply([_spec(medium, directory, capacity_of(medium, blocks))])
     after = resource.getrusage(resource.RUSAGE_SELF)
     entry = node.index.find(SECRET.scope, blocks.to_bytes(KEY_BYTES, "big"))
     assert entry is not None
-    assert len(node.index) == blocks
+    entered = len(node.index.blocks(SECRET.scope))  # A start that was killed may have left blocks of its probe.
+    assert entered == blocks, f"{entered} of {blocks} entered"
     copy = entry.residences[0]
     await copy.tier.backend.read(copy.slot, copy.record, memoryview(bytearray(BLOCK_BYTES)))
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"cpu_s": cpu_s, "anonymous_bytes": float(common.own_bytes())}
 
 
-def timed(what: str, directory: Path, blocks: int) -> tuple[float, dict[str, float]]:
+def _spec(medium: str, directory: Path, capacity_bytes: int) -> NodeTier:
+    if medium == NVME:
+        nvme = NvmeTier(path=str(directory))
+        return NodeTier(name=medium, type=TierType.NVME, capacity_bytes=capacity_bytes, nvme=nvme)
+    return NodeTier(name=medium, type=TierType.HOST_DRAM, capacity_bytes=capacity_bytes, host_dram=DRAM)
+
+
+def timed(what: str, medium: str, directory: Path, blocks: int) -> tuple[float, dict[str, float]]:
     """Run one process until it tells its figures, then kill it; returns the seconds and the figures."""
-    command = [sys.executable, "-m", "bench.startup", "--work", what, "--directory", str(directory)]
+    command = [sys.executable, "-m", "bench.startup", "--work", what, "--media", medium, "--directory", str(directory)]
     started_s = time.perf_counter()
     with subprocess.Popen([*command, "--blocks", str(blocks)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -109,19 +135,48 @@ def work(chosen: argparse.Namespace) -> None:
     """Be the process that is measured."""
     told: Any = {}
     if chosen.work == "write":
-        write(chosen.directory, chosen.blocks)
+        asyncio.run(_write_and_stay(chosen.media[0], chosen.directory, chosen.blocks))
     elif chosen.work == "start":
-        told = asyncio.run(start(chosen.directory, chosen.blocks))
+        told = asyncio.run(start(chosen.directory, chosen.blocks, chosen.media[0]))
+    _tell(told)
+
+
+async def _write_and_stay(medium: str, directory: Path, blocks: int) -> None:
+    await write(medium, directory, blocks)
+    _tell({})  # Within the loop, whose end would close the tier.
+
+
+def _tell(told: Any) -> None:
     print(json.dumps(told), flush=True)
     time.sleep(60)  # Killed long before.
+
+
+def measure(medium: str, directory: Path, blocks: int) -> tuple[Sample, Sample, dict[str, float]]:
+    """Seconds of processes that only import and of starts, which take turns, and the figures of a medium."""
+    timed("write", medium, directory, blocks)
+    bare, ours, cpu_s, told = [], [], [], dict[str, float]()
+    for _ in range(REPEATS_MIN):
+        bare.append(timed("nothing", medium, directory, blocks)[0])
+        took_s, told = timed("start", medium, directory, blocks)
+        ours.append(took_s)
+        cpu_s.append(told["cpu_s"])
+    imports, starts, million = Sample(tuple(bare)), Sample(tuple(ours)), BLOCKS / blocks
+    prefix = "" if medium == DRAM_MEDIUM else f"{medium}_"
+    values = {
+        f"{prefix}agent_restart_s_per_million": beyond(starts, imports) * million + imports.spread[1],
+        f"{prefix}restart_cpu_s_per_million": min(cpu_s) * million,
+        f"{prefix}agent_bytes_per_block": told["anonymous_bytes"] / blocks,
+    }
+    return imports, starts, values
 
 
 def choose(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = common.parser(__doc__)
     parser.add_argument("--blocks", type=int, help=f"default: {BLOCKS}, or {BLOCKS_QUICK} when quick")
+    parser.add_argument("--media", nargs="+", choices=MEDIA, default=MEDIA, help="what holds the blocks; default: all")
+    parser.add_argument("--directory", type=Path, help="of the NVMe tier; default: one for temporary files")
     parser.add_argument("--work", choices=("write", "start", "nothing"), help=argparse.SUPPRESS)
-    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
@@ -132,22 +187,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         work(chosen)
         return
     blocks = chosen.blocks or (BLOCKS_QUICK if chosen.quick else BLOCKS)
-    with tempfile.TemporaryDirectory(prefix="kvfleet-bench-", dir=MEMORY) as name:
-        directory = Path(name)
-        timed("write", directory, blocks)
-        empty = [timed("nothing", directory, blocks)[0] for _ in range(REPEATS_MIN)]
-        starts = [timed("start", directory, blocks) for _ in range(REPEATS_MIN)]
-    bare, ours = Sample(tuple(empty)), Sample(tuple(took_s for took_s, _ in starts))
-    rows = [(who, *(f"{v:.2f}" for v in s.spread)) for who, s in (("imports only", bare), (f"{blocks} blocks", ours))]
+    rows, ratios, values = [], dict[str, float | None](), {"blocks": float(blocks)}
+    for medium in chosen.media:
+        below = chosen.directory if medium == NVME else MEMORY
+        with tempfile.TemporaryDirectory(prefix="kvfleet-bench-", dir=below) as name:
+            imports, starts, found = measure(medium, Path(name), blocks)
+        values |= found
+        ratios["start_vs_imports" if medium == DRAM_MEDIUM else f"{medium}_start_vs_imports"] = time_ratio(
+            starts, imports
+        )
+        for who, sample in ((f"imports only, beside {medium}", imports), (f"{blocks} blocks in {medium}", starts)):
+            rows.append((who, *(f"{v:.2f}" for v in sample.spread)))
     print(table(("start, s", "min", "median", "max"), rows))
-    million = BLOCKS / blocks
-    values = {
-        "agent_restart_s_per_million": (ours.spread[1] - bare.spread[1]) * million + bare.spread[1],
-        "restart_cpu_s_per_million": min(told["cpu_s"] for _, told in starts) * million,
-        "agent_bytes_per_block": starts[0][1]["anonymous_bytes"] / blocks,
-        "blocks": float(blocks),
-    }
-    ratios = {"start_vs_imports": time_ratio(ours, bare)}
     publish(Result("startup", bool(chosen.quick), {"kvfleet": __version__}, ratios, values), chosen.json)
 
 

@@ -227,6 +227,7 @@ class Provisioner:
             with collector_paused():
                 if tier.columnar is not None:
                     tier.recovered_blocks = await enter_extents(self.node, tier, tier.columnar.recover_columns())
+                    _return_free_memory()  # Now that nothing refers to the columns any more.
                 else:
                     tier.recovered_blocks = await enter(self.node, tier, tier.backend.recover())
             tier.is_recovering = False
@@ -362,9 +363,8 @@ async def enter_extents(node: Node, tier: Tier, found: AsyncIterator[Columns]) -
         while not restoring.is_done:
             count += node.restore_extent(restoring)
             await asyncio.sleep(0)
-    if has_rows:  # Once for all scopes: both look at everything.
+    if has_rows:  # Once for all scopes: it looks at everything.
         node.index.unfold_leaves(tier)
-        _return_free_memory()
     return count
 
 

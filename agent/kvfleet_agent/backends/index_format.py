@@ -128,7 +128,7 @@ def unpack_entries(listed: Listed, kinds: Sequence[tuple[LayoutId, str]]) -> Col
     """Every slot that is in use."""
     entries = np.frombuffer(listed.entries, _FIELDS)
     indices = np.flatnonzero(entries["stamp"])
-    entries = entries[indices]
+    entries = entries.take(indices)
     records = np.zeros(len(entries), fields_of(_CODEC_BYTES_MAX))
     for name in ("stamp", "epoch", "raw_bytes", "stored_bytes", "checksum", "digest", "parent", "parent_length"):
         records[name] = entries[name]
@@ -138,7 +138,7 @@ def unpack_entries(listed: Listed, kinds: Sequence[tuple[LayoutId, str]]) -> Col
         kind["codec"][: len(codec.encode())] = np.frombuffer(codec.encode(), np.uint8)
         kind["codec_length"] = len(codec.encode())
     for name in ("layout_id", "codec", "codec_length"):
-        records[name] = known[name][entries["kind"]]
+        records[name] = known[name].take(entries["kind"], axis=0)
     return Columns(listed.scope, listed.name.id, listed.name.stride_bytes, indices, records)
 
 

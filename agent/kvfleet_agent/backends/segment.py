@@ -6,10 +6,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
 from kvfleet_agent.backends.base import Record, SlotRef
 from kvfleet_agent.backends.index_format import ENTRY_BYTES, Kinds, Listed, pack_entry
+from kvfleet_agent.backends.offset_set import OffsetSet
 from kvfleet_agent.backends.segment_name import SegmentName
-from kvfleet_agent.backends.slots import Extent
+from kvfleet_agent.backends.slots import FREE, Extent
 from kvfleet_agent.backends.volume import Volume, VolumeFile
 from kvfleet_api.blocks import ScopeId
 
@@ -25,15 +28,15 @@ class Segment:
     volume: Volume
     entries: bytearray
     """What the index will say of each slot (`ENTRY_BYTES` each): records that are durable and not dropped."""
+    written: OffsetSet
+    """Where a header may be on the medium."""
+    holes: OffsetSet
+    """Slots whose blocks may have been given back."""
     file: VolumeFile | None = None
     is_made: bool = False
     """True once the file is on the medium under its name."""
     is_listable: bool = True
     """False when the index has no words for one of its records, or the medium failed here."""
-    written: set[int] = field(default_factory=set)
-    """Offsets where a header may be on the medium."""
-    holes: set[int] = field(default_factory=set)
-    """Offsets of slots whose blocks may have been given back."""
     graves: dict[int, float] = field(default_factory=dict)
     """Offsets of dropped records that are still there, and when they were dropped."""
     burying: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -54,11 +57,12 @@ class Segment:
         """Segment for a new extent; with `entries` for one that was found on the medium."""
         name = SegmentName(extent.id, extent.stride_bytes, len(extent.stamps))
         is_made = entries is not None
-        segment = cls(name, extent.scope, volume, entries or bytearray(name.slots * ENTRY_BYTES), is_made=is_made)
-        if is_made:
-            used = {i * name.stride_bytes for i, stamp in enumerate(extent.stamps) if stamp}
-            segment.written = used
-            segment.holes = {i * name.stride_bytes for i in range(name.slots)} - used
+        is_used = np.frombuffer(extent.stamps, np.uint64) != FREE
+        written, holes = (
+            OffsetSet(name.stride_bytes, bytearray((flags & is_made).tobytes())) for flags in (is_used, ~is_used)
+        )
+        entries = entries or bytearray(name.slots * ENTRY_BYTES)
+        segment = cls(name, extent.scope, volume, entries, written, holes, is_made=is_made)
         segment.idle.set()
         return segment
 
