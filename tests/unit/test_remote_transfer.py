@@ -1,7 +1,9 @@
-"""Pieces from a peer: the wire has the next one while those that have landed are verified."""
+"""Blocks from a peer: what lands is judged, and landing buffers come back when NIXL has ended with them."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -11,7 +13,8 @@ import pytest
 from kvfleet_agent.ports import Wanted
 from kvfleet_agent.remote import transfer, wire
 from kvfleet_agent.remote.nixl import Landed, NixlReader, Read
-from kvfleet_agent.remote.transfer import LANES, MOVING, Leased, Result, Transfers
+from kvfleet_agent.remote.pipeline import LANES
+from kvfleet_agent.remote.transfer import Leased, Result, Transfers, Transport
 from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId
 from kvfleet_api.units import KIB
 from kvfleet_metadata.records import Location
@@ -41,16 +44,11 @@ class HeldNixl:
         self.flights.append(Future())
         return self.flights[-1]
 
-    @property
-    def moving(self) -> int:
-        """Reads that have not ended."""
-        return sum(not flight.done() for flight in self.flights)
-
 
 def leased(number: int) -> Leased:
     at = Location("p.n", 1, "dram", 1, BLOCK_BYTES)
     key = BlockKey(ScopeId("s"), number.to_bytes(20, "big"))
-    wanted = Wanted(key, LayoutId(bytes(16)), at, memoryview(bytearray(BLOCK_BYTES)), 7, 9)
+    wanted = Wanted(key, LayoutId(bytes(16)), at, memoryview(bytearray(b"\x01" * BLOCK_BYTES)), 7, 9)
     return Leased(wanted, wire.Loan(number, 0, BLOCK_BYTES, 1, 1, b"", bytes(16)))
 
 
@@ -63,64 +61,67 @@ def some(nixl: HeldNixl) -> tuple[Transfers, list[Leased]]:
     return transfers, [leased(number) for number in range(1, 3 * LANES)]
 
 
-async def test_pieces_that_have_landed_leave_the_wire_while_they_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    nixl, may_verify, most = HeldNixl(), asyncio.Event(), 0
+async def until(nixl: HeldNixl, bringing: "asyncio.Task[Any]") -> None:
+    """End every read until the batch is over."""
+    while not bringing.done():
+        await asyncio.sleep(0.001)
+        for flight in nixl.flights:
+            if not flight.done():
+                flight.set_result(None)
 
-    async def held(_executor: object, _size_bytes: int, call: Callable[[], Any]) -> Any:
-        await may_verify.wait()
-        return call()
 
-    monkeypatch.setattr(transfer, "here_or_in_thread", held)
+async def test_blocks_of_all_pieces_are_judged_and_no_buffer_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "PIECE_BYTES", BLOCK_BYTES)
+    nixl = HeldNixl()
     transfers, blocks = some(nixl)
     bringing = asyncio.create_task(transfers.bring(them(), blocks, 1, DEADLINE_S))
+    await until(nixl, bringing)
 
-    for _ in range(8 * len(blocks)):
-        await asyncio.sleep(0)
-        most = max(most, nixl.moving)
-        for flight in nixl.flights:
-            if not flight.done():
-                flight.set_result(None)
-    started = len(nixl.flights)
-    may_verify.set()
-    while not bringing.done():
-        await asyncio.sleep(0)
-        for flight in nixl.flights:
-            if not flight.done():
-                flight.set_result(None)
-
-    assert most == MOVING
-    assert started == LANES
-    assert [result for result, _ in (await bringing).values()] == [Result.CORRUPT] * len(blocks)
+    assert (await bringing) == dict.fromkeys(blocks, (Result.CORRUPT, Transport.NIXL))
+    assert len(nixl.flights) == len(blocks)
     assert transfers.landing_bytes == 0
 
 
 async def test_nobody_writes_into_targets_after_an_error_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    nixl, may_verify, verified = HeldNixl(), asyncio.Event(), 0
+    nixl, may_verify, begun, ended = HeldNixl(), threading.Event(), [0], [0]
 
-    async def first_fails(_executor: object, _size_bytes: int, call: Callable[[], Any]) -> Any:
-        nonlocal verified
-        verified += 1
-        if verified == 1:
+    def first_fails(_transfers: Transfers, piece: Sequence[Leased], _buffer: int) -> dict[Leased, Result]:
+        begun[0] += 1
+        if begun[0] == 1:
             raise ValueError("not foreseen")
-        await may_verify.wait()
-        return call()
+        assert may_verify.wait(10.0)
+        ended[0] += 1
+        return dict.fromkeys(piece, Result.CORRUPT)
 
-    monkeypatch.setattr(transfer, "here_or_in_thread", first_fails)
+    monkeypatch.setattr(Transfers, "_take_over", first_fails)
     monkeypatch.setattr(transfer, "PIECE_BYTES", BLOCK_BYTES)
     transfers, blocks = some(nixl)
     bringing = asyncio.create_task(transfers.bring(them(), blocks, 1, DEADLINE_S))
-
-    while not bringing.done():
-        await asyncio.sleep(0)
-        for flight in nixl.flights:
-            if not flight.done():
-                flight.set_result(None)
-        if verified == LANES and not may_verify.is_set():
-            assert not bringing.done(), "others still verify into their targets"
-            may_verify.set()
+    await asyncio.sleep(0)
+    for flight in tuple(nixl.flights):
+        flight.set_result(None)
+    await asyncio.sleep(0.02)
+    is_over = bringing.done()
+    may_verify.set()
 
     with pytest.raises(ValueError, match="not foreseen"):
         await bringing
-    assert may_verify.is_set()
+    assert is_over == (begun[0] == 1), "others still verified into their targets"
+    assert begun[0] - 1 == ended[0]
+    for flight in nixl.flights:
+        if not flight.done():
+            flight.set_result(None)
     assert transfers.landing_bytes == 0
+
+
+async def test_what_nixl_does_not_end_keeps_its_buffers_until_it_does() -> None:
+    nixl = HeldNixl()
+    transfers, blocks = some(nixl)
+    bringing = asyncio.create_task(transfers._by_nixl(them(), blocks, time.monotonic() + 0.05))
+
+    assert await bringing == {}
+    assert transfers.landing_bytes == len(blocks) * BLOCK_BYTES
+    for flight in nixl.flights:
+        flight.set_result(None)
+    assert transfers.landing_bytes == 0
+    assert bytes(blocks[0].wanted.into) == bytes(b"\x01" * BLOCK_BYTES)

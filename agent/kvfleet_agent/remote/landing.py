@@ -16,6 +16,11 @@ LANDING_BYTES: Final = 64 * MIB
 _ALIGN_BYTES: Final = 4 * KIB
 
 
+def padded_bytes(size_bytes: int) -> int:
+    """Room that so many bytes take: buffers and the blocks in them begin at multiples of `_ALIGN_BYTES`."""
+    return -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
 class Landing:
     """First-fit allocator of one region."""
 
@@ -31,7 +36,7 @@ class Landing:
 
     def take(self, size_bytes: int) -> int | None:
         """Offset of a buffer; None when there is no room for it now."""
-        need = -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        need = padded_bytes(size_bytes)
         for i, (offset, room) in enumerate(self._free):
             if room >= need:
                 self._free[i : i + 1] = [(offset + need, room - need)] if room > need else []

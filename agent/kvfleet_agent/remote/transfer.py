@@ -7,19 +7,21 @@ in a landing buffer, or in a slot that nobody else can see.
 import asyncio
 import mmap
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from threading import Lock
 from typing import Final
 
-from kvfleet_agent.backends.waiting import here_or_in_thread, in_thread, together
+from kvfleet_agent.backends.waiting import in_thread, settle
 from kvfleet_agent.ports import Wanted
 from kvfleet_agent.remote import wire
-from kvfleet_agent.remote.landing import LANDING_BYTES, Landing
+from kvfleet_agent.remote.landing import LANDING_BYTES, Landing, padded_bytes
 from kvfleet_agent.remote.link import Link
 from kvfleet_agent.remote.nixl import Landed, NixlReader, Read, address_of, answer_of
+from kvfleet_agent.remote.pipeline import LANES, Pipeline, Steps
 from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import BackendFailedError
 from kvfleet_api.units import MIB
@@ -28,13 +30,10 @@ LANDING_REGION: Final = -1
 """Number of the landing memory among the regions registered with NIXL; extents have numbers from 0."""
 
 PIECE_BYTES: Final = 4 * MIB
-"""Bytes of one transfer: each costs four wake-ups of threads, and is verified while others move."""
+"""Bytes of one transfer: each costs a wake-up of a thread, and is verified while others move."""
 
-MOVING: Final = 2
-"""Pieces of one batch that NIXL has at a time: one that moves, and one that is there when its last byte has come."""
-
-LANES: Final = 4
-"""Pieces of one batch at a time, those included that have landed and are verified: the wire does not wait for that."""
+VERIFIERS: Final = 4
+"""Threads that verify what has landed, of all batches together: each keeps up with 100 Gbit/s."""
 
 NIXL_PAUSE_S: Final = 30.0
 """After a transfer that failed or was late, the same owner is read over TCP for so long."""
@@ -80,6 +79,10 @@ class Transfers:
     def __init__(self, nixl: NixlReader | None, landing_bytes: int = LANDING_BYTES) -> None:
         self._nixl = nixl
         self._landing = Landing(landing_bytes if nixl else 0)
+        self._landing_lock = Lock()
+        self._verifiers = ThreadPoolExecutor(VERIFIERS, "kvfleet-verify")
+        self._asked_bytes = 0
+        """Of all batches that NIXL has now."""
         self._paused_until_s: dict[str, float] = {}
         if nixl:
             # Never unmapped: NIXL may write late, and the process's end is the only certain one.
@@ -125,62 +128,57 @@ class Transfers:
         return bool(link.nixl_name) and not self._is_paused(link.nixl_name)
 
     async def _by_nixl(self, link: Link, leased: list[Leased], deadline_s: float) -> dict[Leased, Result]:
-        """Read in pieces, one to a lane at a time: a lane verifies while the others' pieces move.
-
-        Leaves out what finds no room to land, and everything from the first failure or lateness on.
-        """
-        pieces = deque(_pieces(leased))
-        results: dict[Leased, Result] = {}
-        wire = asyncio.Semaphore(MOVING)
-
-        async def lane() -> None:
-            while await wire.acquire():
-                is_over = not pieces or self._is_paused(link.nixl_name)
-                places = None if is_over else self._place(pieces[0])
-                if places is None:
-                    wire.release()
-                    return  # Another lane goes on, or the rest travels over TCP.
-                pieces.popleft()
-                results.update(await self._read(link, places, deadline_s, wire))
-
-        await together([lane() for _ in range(min(LANES, len(pieces)))])
-        return results
-
-    def _place(self, piece: Sequence[Leased]) -> dict[Leased, int] | None:
-        """Landing buffers for all blocks of a piece; None when there is no room for all of them."""
-        places: dict[Leased, int] = {}
-        for one in piece:
-            at = self._landing.take(one.loan.size_bytes)
-            if at is None:
-                self._give_back(tuple(places.values()))
-                return None
-            places[one] = at
-        return places
-
-    async def _read(
-        self, link: Link, places: Mapping[Leased, int], deadline_s: float, wire: asyncio.Semaphore
-    ) -> dict[Leased, Result]:
-        """Read and verify one piece; nothing when the transfer fails or takes more than its share of the time.
-
-        `wire`, which the caller has acquired, is released when the piece has landed.
-        """
-        assert self._nixl is not None, "asked for"
-        reads = [Read(o.loan.address, self._address + at, o.loan.size_bytes) for o, at in places.items()]
-        patience_s = NIXL_WAIT_S + self.landing_bytes / NIXL_BYTES_PER_S_MIN  # All of these share the link.
-        flight = self._nixl.read(link.nixl_name, reads)
-        try:
-            try:
-                async with asyncio.timeout(min(patience_s, (deadline_s - time.monotonic()) * NIXL_SHARE)):
-                    await answer_of(flight)
-            finally:
-                wire.release()
-            size_bytes = sum(read.size_bytes for read in reads)
-            return await here_or_in_thread(None, size_bytes, partial(self._take_over, places))
-        except (BackendFailedError, TimeoutError):
-            self._pause(link.nixl_name)
+        """Read in pieces and verify them; what has not arrived in NIXL's part of the time is left out."""
+        pieces = tuple(_pieces(leased))
+        buffers = self._take_buffers(max(_landing_bytes(piece) for piece in pieces), min(LANES, len(pieces)))
+        if not buffers:
             return {}
+        steps = Steps(partial(self._read, link.nixl_name), self._take_over, self._give_back)
+        pipeline = Pipeline(steps, pieces, buffers, self._verifiers)
+        size_bytes = sum(one.loan.size_bytes for one in leased)
+        self._asked_bytes += size_bytes
+        patience_s = NIXL_WAIT_S + self._asked_bytes / NIXL_BYTES_PER_S_MIN  # All batches share the link.
+        pipeline.start()
+        try:
+            async with asyncio.timeout(min(patience_s, (deadline_s - time.monotonic()) * NIXL_SHARE)):
+                await answer_of(pipeline.quiet)
+        except TimeoutError:
+            self._pause(link.nixl_name)
         finally:
-            self._leave(places, flight)
+            self._asked_bytes -= size_bytes
+            pipeline.stop()
+            if not pipeline.quiet.done():
+                await settle(asyncio.wrap_future(pipeline.quiet))
+        if pipeline.is_broken:
+            self._pause(link.nixl_name)
+        if pipeline.error is not None:
+            raise pipeline.error
+        return {one: result for piece in pipeline.results for one, result in piece.items()}
+
+    def _take_buffers(self, size_bytes: int, most: int) -> list[int]:
+        """Take up to `most` landing buffers, as many as there is room for."""
+        with self._landing_lock:
+            taken = [self._landing.take(size_bytes) for _ in range(most)]
+        return [at for at in taken if at is not None]
+
+    def _give_back(self, buffer: int) -> None:
+        with self._landing_lock:
+            self._landing.give_back(buffer)
+
+    def _read(self, name: str, piece: Sequence[Leased], buffer: int) -> Landed:
+        """Start to read a piece into a landing buffer, its blocks one after the other."""
+        assert self._nixl is not None, "asked for"
+        reads = [Read(one.loan.address, self._address + at, one.loan.size_bytes) for one, at in _places(piece, buffer)]
+        return self._nixl.read(name, reads)
+
+    def _take_over(self, piece: Sequence[Leased], buffer: int) -> dict[Leased, Result]:
+        """Copy landed blocks into their slots, sealed and verified on the way."""
+        results = {}
+        for one, at in _places(piece, buffer):
+            loan = one.loan
+            seen = one.wanted.take_landed(self._memory[at : at + loan.size_bytes], loan.epoch, loan.stamp)
+            results[one] = judge(seen, loan)
+        return results
 
     def _is_paused(self, name: str) -> bool:
         return time.monotonic() < self._paused_until_s.get(name, 0.0)
@@ -189,31 +187,6 @@ class Transfers:
         now_s = time.monotonic()
         self._paused_until_s = {n: s for n, s in self._paused_until_s.items() if s > now_s}
         self._paused_until_s[name] = now_s + NIXL_PAUSE_S
-
-    def _leave(self, places: Mapping[Leased, int], flight: Landed) -> None:
-        """Give landing buffers back when NIXL has ended with them, which may be long after we did."""
-        loop = asyncio.get_running_loop()
-
-        def ended(_: object) -> None:
-            loop.call_soon_threadsafe(self._give_back, tuple(places.values()))
-
-        if flight.done():
-            self._give_back(tuple(places.values()))
-        else:
-            flight.add_done_callback(ended)
-
-    def _give_back(self, offsets: tuple[int, ...]) -> None:
-        for offset in offsets:
-            self._landing.give_back(offset)
-
-    def _take_over(self, places: Mapping[Leased, int]) -> dict[Leased, Result]:
-        """Copy landed blocks into their slots, sealed and verified on the way."""
-        results = {}
-        for one, at in places.items():
-            loan = one.loan
-            seen = one.wanted.take_landed(self._memory[at : at + loan.size_bytes], loan.epoch, loan.stamp)
-            results[one] = judge(seen, loan)
-        return results
 
 
 def _pieces(leased: Sequence[Leased]) -> Iterator[list[Leased]]:
@@ -226,6 +199,18 @@ def _pieces(leased: Sequence[Leased]) -> Iterator[list[Leased]]:
         piece.append(one)
     if piece:
         yield piece
+
+
+def _places(piece: Sequence[Leased], buffer: int) -> Iterator[tuple[Leased, int]]:
+    """Offsets at which the blocks of a piece land."""
+    at = buffer
+    for one in piece:
+        yield one, at
+        at += padded_bytes(one.loan.size_bytes)
+
+
+def _landing_bytes(piece: Sequence[Leased]) -> int:
+    return sum(padded_bytes(one.loan.size_bytes) for one in piece)
 
 
 def judge(seen: bytes, loan: wire.Loan) -> Result:
