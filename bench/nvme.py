@@ -1,10 +1,10 @@
-"""The NVMe tier against the disk: demotion and onboarding by a real agent's core, fio, NIXL alone, and LMCache's disk.
+"""The NVMe tier against the disk: demotion and onboarding by a real agent's core, fio, NIXL alone, and others' tiers.
 
 Everybody takes turns in every repeat on one file system, with the same blocks, from memory to the disk and back. The
 limit is fio with O_DIRECT and 16 transfers at a time, over a file that was laid out before. Ours is measured in the
 clear and sealed, with blocks as they are and through the pool's Lossless codec (rates are of raw bytes then); what
-comes back is compared with what went in. LMCache's files are not synced; with O_DIRECT they reach the disk, without
-they lie in the page cache, and so do its reads.
+comes back is compared with what went in. LMCache's and vLLM's files are not synced; with O_DIRECT they reach the disk,
+without they lie in the page cache, and so do its reads.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
@@ -35,15 +35,32 @@ FORMS: Final = {
     f"{OURS} lossless sealed": ("--mode", "Lossless", "--sealed"),
 }
 FIO, FIO_DURABLE, NIXL = "fio", "fio dsync", "nixl"
-LMCACHE: Final = {"lmcache": ("--direct",), "lmcache buffered": ()}
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A tier of somebody else's."""
+
+    environment: str
+    """Of `hack/peers.py`."""
+    module: str
+    arguments: tuple[str, ...] = ()
+
+
+PEERS: Final = {
+    "lmcache": Peer("lmcache", "bench.peers.lmcache_disk", ("--direct",)),
+    "lmcache buffered": Peer("lmcache", "bench.peers.lmcache_disk"),
+    "vllm": Peer("vllm", "bench.peers.vllm_files"),
+}
+ENVIRONMENTS: Final = tuple(dict.fromkeys(p.environment for p in PEERS.values()))
 ABSENT: Final = {
     "lmcache raw_block": "its wheel lacks the module lmcache_rust_raw_block_io",
     "mooncake ssd": "not driven here",
-    "vllm fs tier": "not driven here",
 }
 WAYS: Final = {"write": "put", "read": "get"}
 QUICK: Final = (OURS, f"{OURS} sealed", NIXL, "lmcache")
-"""Who takes part in a quick run: starting torch once more, and the codec's turns, take longer than all the rest."""
+"""Who takes part in a quick run: starting torch once more, and the codec's turns, take longer than all the rest.
+vLLM's tier imports for 15 s."""
 ROOM_FACTOR: Final = 16
 """Bytes on the file system by bytes of a set, at most: four forms of ours hold two and a half sets and more, the
 others one each, and twice that stays free."""
@@ -87,7 +104,8 @@ def run(case: Case, made: Field) -> Turns:
     """Let everybody store and load the set, once to warm up and then `case.repeats` times."""
     turns = Turns(case)
     for driver in made.drivers.values():
-        driver.send("open", **asdict(case.work))
+        with suppress(FailedError):  # Who has gone says so below.
+            driver.send("open", **asdict(case.work))
     for name in tuple(made.drivers):
         _try(made, name, "", {})
     for repeat in range(-1, case.repeats):
@@ -141,24 +159,17 @@ def _try(made: Field, name: str, verb: str, arguments: dict[str, int]) -> dict[s
 
 
 @contextmanager
-def start(directory: Path, who: Sequence[str], *, with_lmcache: bool) -> Iterator[Field]:
-    """Start `who` takes part; stop them at the end."""
+def start(directory: Path, who: Sequence[str], environments: Sequence[str]) -> Iterator[Field]:
+    """Start `who` takes part, peers as far as their environment is among `environments`; stop them at the end."""
     with ExitStack() as stack:
         versions = {"kvfleet": __version__, **{name: f"absent: {why}" for name, why in ABSENT.items()}}
         commands = [_command(name, directory, "bench.nvme_ours", more) for name, more in FORMS.items() if name in who]
         commands.append(_command(NIXL, directory, "bench.peers.nixl_posix", ()))
-        try:
-            python = peers.ensure("lmcache", say) if with_lmcache else None
-            why = "not asked for"
-        except peers.InstallError as e:
-            python, why = None, str(e)
-        for name, more in LMCACHE.items():
-            if name not in who:
-                versions[name] = "absent: not in a quick run"
-            elif python is None:
-                versions[name] = f"absent: {why}"
-            else:
-                commands.append(_command(name, directory, "bench.peers.lmcache_disk", more, python))
+        for name in PEERS:
+            try:
+                commands.append(_peer_command(name, directory, who, environments))
+            except AbsentError as e:
+                versions[name] = f"absent: {e}"
         made = Field(None, {}, versions)
         drivers = {c.name: stack.enter_context(Driver(c)) for c in commands}
         for name, driver in drivers.items():
@@ -173,6 +184,20 @@ def start(directory: Path, who: Sequence[str], *, with_lmcache: bool) -> Iterato
         except FioError as e:
             versions[FIO] = f"absent: {e}"
         yield made
+
+
+def _peer_command(name: str, directory: Path, who: Sequence[str], environments: Sequence[str]) -> Command:
+    """How to start a peer; makes its environment. Raises `AbsentError`."""
+    peer = PEERS[name]
+    if peer.environment not in environments:
+        raise AbsentError("not asked for")
+    if name not in who:
+        raise AbsentError("not in a quick run")
+    try:
+        python = peers.ensure(peer.environment, say)
+    except peers.InstallError as e:
+        raise AbsentError(str(e)) from e
+    return _command(name, directory, peer.module, peer.arguments, python)
 
 
 def _command(name: str, directory: Path, module: str, more: Sequence[str], python: Path = PYTHON) -> Command:
@@ -215,7 +240,7 @@ class Figures:
     def _ratios(self, turns: Turns, way: str, size: str) -> None:
         ours = turns.sample(OURS, way)
         assert ours is not None
-        for other in (FIO, FIO_DURABLE, NIXL, *LMCACHE):
+        for other in (FIO, FIO_DURABLE, NIXL, *PEERS):
             if way == "write" or other != FIO_DURABLE:
                 self.ratios[f"{way}_{size}_vs_{_key(other)}"] = rate_ratio(ours, turns.sample(other, way))
         for form in FORMS:
@@ -239,8 +264,13 @@ def choose(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--directory", type=Path, help="on the file system to measure; default: one for temporary files"
     )
-    parser.add_argument("--peers", default="lmcache", choices=("lmcache", "none"), help="besides fio and NIXL")
-    return parser.parse_args(arguments)
+    all_of_them = ",".join(ENVIRONMENTS)
+    parser.add_argument("--peers", default=all_of_them, help="besides fio and NIXL, comma-separated; or none")
+    chosen = parser.parse_args(arguments)
+    chosen.peers = [] if chosen.peers == "none" else chosen.peers.split(",")
+    if unknown := set(chosen.peers) - set(ENVIRONMENTS):
+        parser.error(f"--peers {','.join(sorted(unknown))}: there are {all_of_them}")
+    return chosen
 
 
 def _check_room(directory: Path, plan: Sequence[Case]) -> None:
@@ -256,8 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan, figures = cases(chosen), Figures()
     with tempfile.TemporaryDirectory(prefix="kvfleet-bench-", dir=chosen.directory) as name:
         _check_room(Path(name), plan)
-        chosen_ones = QUICK if chosen.quick else (*FORMS, NIXL, *LMCACHE)
-        with start(Path(name), chosen_ones, with_lmcache=chosen.peers == "lmcache") as made:
+        chosen_ones = QUICK if chosen.quick else (*FORMS, NIXL, *PEERS)
+        with start(Path(name), chosen_ones, chosen.peers) as made:
             for case in plan:
                 say(f"{case.blocks} blocks of {case.size}, {case.repeats} repeats, {len(made.drivers) + 1} take turns")
                 figures.note(run(case, made), tuple(made.drivers))

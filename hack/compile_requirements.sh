@@ -18,5 +18,5 @@ compile agent-cuda pyproject.toml --extra agent --extra cuda -c requirements/dev
 compile client pyproject.toml -c requirements/dev.txt
 compile nixl requirements/nixl.in --no-deps
 for peer in requirements/peers-*.in; do
-  compile "$(basename "$peer" .in)" "$peer"
+  compile "$(basename "$peer" .in)" "$peer" --config-file requirements/peers.toml
 done

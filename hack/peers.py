@@ -20,6 +20,7 @@ PEERS: Final = {
     "codec": "blosc2, lz4 and numcodecs, which compress bytes",
     "lmcache": "LMCache 0.5.6 with torch; hard links from uv's cache where it has the same wheels",
     "mooncake": "Mooncake's store without CUDA, over TCP",
+    "vllm": "vLLM 0.33 and what its file tier imports, with LMCache's torch",
 }
 """What there is, by name; each has its `requirements/peers-NAME.txt`."""
 
@@ -48,7 +49,9 @@ def ensure(name: str, say: Callable[[str], None]) -> Path:
     say(f"making .venv-{name} ({pins} pinned packages: {PEERS[name]})")
     directory = ROOT / f".venv-{name}"
     _uv("venv", "--quiet", "--clear", "--python", sys.executable, str(directory))
-    _uv("pip", "install", "--python", str(python_of(name)), "--require-hashes", "-r", str(_requirements(name)))
+    # The file names all there is to install: what a wheel asks for besides was left out on purpose.
+    at = ("--python", str(python_of(name)), "--no-deps", "--require-hashes", "-r", str(_requirements(name)))
+    _uv("pip", "install", *at)
     (directory / STAMP).write_text(_digest(name))
     say(f".venv-{name} is ready after {time.monotonic() - started_s:.0f} s")
     return python_of(name)

@@ -116,11 +116,11 @@ def test_bench_nvme_ends_with_the_agreed_line(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["bench"] == "nvme"
-    assert said["versions"]["lmcache"] == "absent: not asked for"
+    assert said["versions"]["lmcache"] == said["versions"]["vllm"] == "absent: not asked for"
     assert said["versions"]["fio"][0].isdigit()
     keyed = {"write_2MiB_vs_fio", "read_2MiB_vs_fio", "encrypted_write_vs_plain"}
     assert all(said["ratios"][key] > 0 for key in keyed)
-    assert said["ratios"]["write_256KiB_vs_lmcache"] is said["ratios"]["read_2MiB_vs_lmcache"] is None
+    assert said["ratios"]["write_256KiB_vs_lmcache"] is said["ratios"]["read_2MiB_vs_vllm"] is None
     assert list(tmp_path.iterdir()) == []
 
 
