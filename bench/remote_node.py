@@ -53,6 +53,7 @@ class OneOther:
 
     other: AgentRecord | None = None
     is_up: bool = True
+    owes_all: bool = False
 
     async def locate(
         self, secret: ScopeSecret, digests: Sequence[bytes], *, within_s: float = LOCATE_S_MIN

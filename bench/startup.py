@@ -17,10 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from prometheus_client import CollectorRegistry
+
 from bench import common
 from bench.agent_process import make_node
 from bench.common import REPEATS_MIN, Result, Sample, beyond, publish, table, time_ratio
 from bench.identity import POOL, SECRET
+from kvfleet_agent.announcer import Announcer
 from kvfleet_agent.app import tame_collector
 from kvfleet_agent.backends.base import Record, TierBackend, Writing
 from kvfleet_agent.backends.header import HEADER_BYTES
@@ -29,14 +32,21 @@ from kvfleet_agent.backends.host_dram import open_host_dram
 from kvfleet_agent.backends.mounts import read_mounts
 from kvfleet_agent.backends.nvme import RecordStore
 from kvfleet_agent.backends.remote_flash import open_nvme
+from kvfleet_agent.directory import RedisDirectory
+from kvfleet_agent.node import Node
 from kvfleet_agent.provision import Provisioner
 from kvfleet_api import __version__
 from kvfleet_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES, BlockKey, LayoutId
 from kvfleet_api.checksum import checksum
+from kvfleet_api.errors import DirectoryAwayError
 from kvfleet_api.models.pool import HostDramTier, NvmeTier
 from kvfleet_api.models.poolnode import NodeTier
 from kvfleet_api.tiers import TierType
 from kvfleet_api.units import MIB
+from kvfleet_metadata.access import RedisAccess
+from kvfleet_metadata.records import AgentRecord
+from kvfleet_telemetry.catalog_agent import AGENT
+from kvfleet_telemetry.metrics import Instruments
 
 BLOCKS: Final = 1_000_000
 BLOCKS_QUICK: Final = 50_000
@@ -95,12 +105,14 @@ async def start(directory: Path, blocks: int, medium: str = DRAM_MEDIUM) -> dict
     tame_collector()
     node = make_node(4 * MIB, "4Ki")
     node.tiers.clear()
+    node.announcer = Announcer(node.index, _directory(node), {SECRET.scope: SECRET}.get)
 
     async def make(tier: NodeTier) -> TierBackend:
         return await open_at(medium, directory, tier.capacity_bytes)
 
     before = resource.getrusage(resource.RUSAGE_SELF)
     await Provisioner(node, make, 1 << 50).apply([_spec(medium, directory, capacity_of(medium, blocks))])
+    node.announcer.flush()
     after = resource.getrusage(resource.RUSAGE_SELF)
     entry = node.index.find(SECRET.scope, blocks.to_bytes(KEY_BYTES, "big"))
     assert entry is not None
@@ -110,6 +122,16 @@ async def start(directory: Path, blocks: int, medium: str = DRAM_MEDIUM) -> dict
     await copy.tier.backend.read(copy.slot, copy.record, memoryview(bytearray(BLOCK_BYTES)))
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"cpu_s": cpu_s, "anonymous_bytes": float(common.own_bytes())}
+
+
+def _directory(node: Node) -> RedisDirectory:
+    """The directory of an agent that has not begun to talk to Redis, as at every start."""
+
+    async def away() -> RedisAccess:
+        raise DirectoryAwayError("it is not started")
+
+    record = AgentRecord(f"{node.pool}.{node.name}", node.epoch, "127.0.0.1:1")
+    return RedisDirectory(record, away, node.announcer.holdings, Instruments(AGENT, CollectorRegistry()))
 
 
 def _spec(medium: str, directory: Path, capacity_bytes: int) -> NodeTier:

@@ -33,7 +33,7 @@ class FakeDirectory:
     """Keeps announcements by scope; answers with what others announced."""
 
     def __init__(self, shared: dict[tuple[str, bytes], dict[str, Announcement]], me: str) -> None:
-        self.is_up = True
+        self.is_up, self.owes_all = True, False
         self.answers_after_s = 0.0
         """Who waits less long is told of nothing."""
         self.sessions: dict[tuple[str, str], SessionRecord | None] = {}

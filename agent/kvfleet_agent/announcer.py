@@ -47,13 +47,20 @@ class Announcer:
 
     def mark(self, scope: ScopeId, *digests: bytes) -> None:
         """Note that the fastest copies of blocks are other ones, or gone."""
-        if self._directory is None:
+        if self._directory is None or self._is_reported(self._directory, scope):
             return
         changed = self._changed.get(scope)
         if changed is None:
             changed = self._changed[scope] = {}
         changed.update(dict.fromkeys(digests))
         self._has_changed.set()
+
+    def _is_reported(self, directory: Directory, scope: ScopeId) -> bool:
+        """True while a report of everything is still to begin, which leaves out scopes without a known secret.
+
+        So a million blocks of an earlier run are announced as the report is sent, not gathered and told at once before.
+        """
+        return directory.owes_all and self._secret_of(scope) is not None
 
     async def changed(self) -> None:
         """Return when something waits to be announced."""

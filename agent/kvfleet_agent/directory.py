@@ -99,6 +99,11 @@ class RedisDirectory:
         return self._announcer.is_up
 
     @property
+    def owes_all(self) -> bool:
+        """True until a report of everything begins."""
+        return self._announcer.owes_all
+
+    @property
     def state(self) -> DirectoryState:
         """What the directory does for us, for the node's condition."""
         if not self.is_up:

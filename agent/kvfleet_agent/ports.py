@@ -129,6 +129,10 @@ class Directory(Protocol):
     def is_up(self) -> bool:
         """True while Redis answers."""
 
+    @property
+    def owes_all(self) -> bool:
+        """True until a report of everything that is here begins; changes before it need not be announced."""
+
     def announce(self, secret: ScopeSecret, changes: Sequence[Announcement]) -> None:
         """Queue changes, in order. Returns at once; the queue is bounded, and a drop causes a full re-report."""
 

@@ -107,6 +107,11 @@ class Announcer:
         return self.is_up and (self._is_registry_away or self._outbox.is_resting)
 
     @property
+    def owes_all(self) -> bool:
+        """True until a report of everything begins: what changes before is a part of it."""
+        return self._outbox.owes_all
+
+    @property
     def is_settled(self) -> bool:
         """True when the directory has been told everything."""
         return self.is_up and not self._outbox.has_work

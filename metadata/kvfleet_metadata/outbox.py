@@ -74,6 +74,11 @@ class Outbox:
         return self._is_all_due or bool(self._due)
 
     @property
+    def owes_all(self) -> bool:
+        """True until a report of everything begins, which reads what is held then: changes are ignored meanwhile."""
+        return self._is_all_due
+
+    @property
     def is_reporting(self) -> bool:
         """True between `begin_report` and `end_report`, unless a restart or an overflow ended it."""
         return self._reporting is not None

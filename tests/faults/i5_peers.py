@@ -105,6 +105,10 @@ class _Elsewhere(Directory):
     def is_up(self) -> bool:
         return True
 
+    @property
+    def owes_all(self) -> bool:
+        return False
+
     def announce(self, secret: ScopeSecret, changes: Sequence[Announcement]) -> None:
         """Nobody asks."""
 

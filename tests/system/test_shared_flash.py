@@ -43,6 +43,7 @@ class Board:
     """The directory of both."""
 
     is_up = True
+    owes_all = False
 
     def __init__(self, held: dict[bytes, dict[str, Announcement]], me: str) -> None:
         self.held = held

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -301,7 +302,8 @@ async def test_a_scope_that_was_empty_meanwhile_gets_its_grace_anew(at: Setup) -
 
 def test_changes_of_a_scope_that_is_gone_for_good_are_forgotten() -> None:
     index = Index()
-    announcer = Announcer(index, cast("Directory", object()), lambda _: None)  # It is told nothing.
+    directory = cast("Directory", SimpleNamespace(owes_all=True))  # It is told nothing.
+    announcer = Announcer(index, directory, lambda _: None)
     entry = index.begin(SCOPE, digest(1), b"", LAYOUT_ID, 0.0)
     announcer.mark(entry.scope, entry.digest)
     announcer.flush()
@@ -311,6 +313,19 @@ def test_changes_of_a_scope_that_is_gone_for_good_are_forgotten() -> None:
     announcer.flush()
 
     assert announcer.waiting == 0
+
+
+def test_what_a_report_tells_is_not_gathered_before_it_begins() -> None:
+    directory = SimpleNamespace(owes_all=True)
+    announcer = Announcer(Index(), cast("Directory", directory), {SCOPE: secret(SCOPE)}.get)
+
+    announcer.mark(SCOPE, digest(1), digest(2))
+    assert announcer.waiting == 0
+    announcer.mark(ScopeId("tenant/b/uid/v1"), digest(1))  # Its key is not known yet, so a report leaves it out.
+    assert announcer.waiting == 1
+    directory.owes_all = False
+    announcer.mark(SCOPE, digest(3))
+    assert announcer.waiting == 2
 
 
 async def test_a_drain_is_done_when_all_that_is_left_survives(at: Setup) -> None:

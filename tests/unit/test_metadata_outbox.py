@@ -62,6 +62,23 @@ def test_changes_of_a_shard_leave_in_order_and_once(order: list[int]) -> None:
     assert outbox.depth == 0
 
 
+@given(st.lists(numbers, min_size=1, max_size=20), st.integers(0, 10))
+def test_what_changes_while_all_is_owed_is_told_by_the_report_alone(order: list[int], limit: int) -> None:
+    outbox = ready(limit)
+    assert not outbox.owes_all
+    for n in order:
+        outbox.add(TAG, [change(n)])
+
+    assert outbox.owes_all == (len(order) > limit)
+    if outbox.owes_all:
+        assert outbox.depth == 0
+        outbox.restart(ME)
+        assert outbox.owes_all
+        report(outbox, change(1))
+        assert not outbox.owes_all
+        assert [c for batch in drain(outbox) for c in batch.changes] == [change(1)]
+
+
 @given(st.lists(numbers, min_size=1, max_size=100))
 def test_a_message_is_repeated_unchanged_until_it_is_settled(order: list[int]) -> None:
     outbox = ready()
