@@ -269,8 +269,9 @@ class Fetcher:
         """Take up to `count` slots; those that were taken are in `slots` also when this is cancelled or fails."""
         deadline_s = self._node.clock() + FETCH_S
         want = Want(tier, place.scope, place.tenant, place.raw_bytes)
+        slots += self._node.take_run(want, count)
         try:
-            while len(slots) < count:
+            while len(slots) < count:  # The rest has to be made room for.
                 slots.append(await self._room.reserve(want, deadline_s))
         except (TierFullError, BackendFailedError):
             return  # As many as there was room for.
@@ -289,8 +290,8 @@ class Fetcher:
         assert mappable is not None
         assert peers is not None
         started_s = self._node.clock()
-        for slot in slots:
-            self._exports.ensure(tier, slot.extent)
+        for extent in {slot.extent for slot in slots}:
+            self._exports.ensure(tier, extent)
         views = [mappable.view(slot)[: place.raw_bytes] for slot in slots]
         wanted = [
             Wanted(BlockKey(e.scope, e.digest), e.layout_id, location, view, self._node.epoch, slot.stamp)
@@ -298,23 +299,25 @@ class Fetcher:
         ]
         try:
             parents = await peers.fetch(wanted, FETCH_S)
-            for entry, parent, slot, want in zip(entries, parents, slots, wanted, strict=False):
-                if parent is None or entry.parent not in (b"", parent) or entry.level == GONE:
-                    continue
-                if self._arrived(entry, parent, Residence(tier, slot, self._record(entry, parent, want))):
-                    arrived.add(slot)
+            if self._node.has(tier):
+                came = [
+                    (entry, Residence(tier, slot, self._record(entry, parent, want)))
+                    for entry, parent, slot, want in zip(entries, parents, slots, wanted, strict=False)
+                    if parent is not None and entry.parent in (b"", parent) and entry.level != GONE
+                ]
+                self._enter(tier, came)
+                arrived.update(copy.slot for _, copy in came)
         finally:
             for view in views:
                 view.release()
         self._count(tier, entries, place.raw_bytes, self._node.clock() - started_s)
 
-    def _arrived(self, entry: Entry, parent: bytes, residence: Residence) -> bool:
-        """Publish a block that came from a peer, under the checksum that sealed it; False when its tier has gone."""
-        if not self._node.has(residence.tier):
-            return False
-        self._node.index.adopt(entry, parent)
-        self._node.add_copy(entry, residence)
-        return True
+    def _enter(self, tier: Tier, came: Sequence[tuple[Entry, Residence]]) -> None:
+        """Publish blocks that came from a peer, under the checksums that sealed them."""
+        for entry, copy in came:
+            if entry.parent != copy.record.parent:
+                self._node.index.adopt(entry, copy.record.parent)
+        self._node.publish(tier, came)
 
     def _record(self, entry: Entry, parent: bytes, want: Wanted) -> Record:
         raw_bytes = len(want.into)

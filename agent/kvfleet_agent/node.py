@@ -129,6 +129,11 @@ class Node:
         hard_bytes = self.tenants.hard_bytes(want.tier, want.tenant)
         return want.tier.take(want.scope, want.tenant, want.size_bytes, hard_bytes, want.writer)
 
+    def take_run(self, want: Want, count: int) -> list[SlotRef]:
+        """Take up to `count` slots in memory that engines map, on their tenant's account; fewer where that ends."""
+        hard_bytes = self.tenants.hard_bytes(want.tier, want.tenant)
+        return want.tier.take_run(want.scope, want.tenant, want.size_bytes, count, hard_bytes, want.writer)
+
     def give_back(self, tier: Tier, slot: SlotRef, tenant: str) -> None:
         """Give a slot back, once, that was on this account; overwritten where the tenant wants that."""
         if tier.mappable is not None and not tier.is_gone and self.tenants.of(tenant).retention.is_zeroized:

@@ -22,6 +22,7 @@ from core_pair import Pair, load, place
 
 from kvfleet_agent.backends.base import Record, SlotRef
 from kvfleet_agent.entry import Residence
+from kvfleet_agent.node import Node
 from kvfleet_agent.policy.recompute import REFUSED_S
 from kvfleet_agent.turns import Priority, TrafficClass, Turn
 from kvfleet_agent.want import Want
@@ -224,14 +225,15 @@ async def test_a_fetch_that_fails_while_it_takes_slots_leaves_none(pair: Pair, m
 
     async def reserve(want: Want, deadline_s: float) -> SlotRef:
         asked.append(want)
-        if len(asked) >= 3:
+        if len(asked) >= 2:
             raise ValueError("not an answer")
         return await room(want, deadline_s)
 
     monkeypatch.setattr(pair.b.room, "reserve", reserve)
+    monkeypatch.setattr(Node, "take_run", lambda node, want, count: [node.take(want)] if count > 1 else [])
 
     assert await load(pair.b, [1, 2, 3]) == []
-    assert len(asked) > 3, "the first one is tried once more"
+    assert len(asked) > 2, "the first one is tried once more"
     assert (tier.backend.used_bytes, tier.tenant_bytes, len(pair.b.node.index)) == (0, {}, 0)
 
 

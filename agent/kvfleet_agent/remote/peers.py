@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Final
 
@@ -206,12 +207,7 @@ class RemotePeers:
         finally:
             await self._end(link, pairs)
         unread = [i for i, one in enumerate(pairs) if one.loan.place is not None and one not in outcome]
-        for one, (result, transport) in outcome.items():
-            self._count(transport, result, 1, 0 if result is Result.FAILED else one.loan.size_bytes)
-            if result is Result.CORRUPT:
-                _log.warning(
-                    "corrupt block from peer", extra={"peer": first.location.agent, "block": str(one.wanted.key)}
-                )
+        self._count_all(outcome, first.location.agent)
         self._count("none", Result.ABSENT, len(pairs) - len(usable))
         parents = [p.loan.parent if outcome.get(p, (None,))[0] is Result.VERIFIED else None for p in pairs]
         return parents, unread
@@ -283,6 +279,15 @@ class RemotePeers:
                     del self._links[owner]
                     _retire(task)
         self._away_until_s = {o: s for o, s in self._away_until_s.items() if s > time.monotonic()}
+
+    def _count_all(self, outcome: Mapping[Leased, tuple[Result, Transport]], owner: str) -> None:
+        """Count what became of the blocks of a batch; those that were corrupt are told of one by one."""
+        for (result, transport), blocks in Counter(outcome.values()).items():
+            has_come = result is not Result.FAILED
+            ends = [one for one, end in outcome.items() if end == (result, transport)]
+            self._count(transport, result, blocks, sum(one.loan.size_bytes for one in ends) if has_come else 0)
+            for one in ends if result is Result.CORRUPT else ():
+                _log.warning("corrupt block from peer", extra={"peer": owner, "block": str(one.wanted.key)})
 
     def _count(self, transport: str, result: str, blocks: int, size_bytes: int = 0) -> None:
         counter = self._metrics.counter
