@@ -10,8 +10,8 @@ from typing import Final
 
 from kvfleet_api.units import KIB, MIB
 
-LANDING_BYTES: Final = 64 * MIB
-"""Bytes on their way from all peers at once; 20 ms of a 25 Gbit/s link."""
+LANDING_BYTES: Final = 128 * MIB
+"""Bytes on their way from all peers at once: four batches of eight pieces, 40 ms of a 25 Gbit/s link."""
 
 _ALIGN_BYTES: Final = 4 * KIB
 
