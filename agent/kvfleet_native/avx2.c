@@ -124,8 +124,14 @@ TARGET static inline int16_t largest_half(Vector halves)
     return largest_of_eight(_mm_max_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
 }
 
-/* The two halves of each word together. */
-TARGET static inline Vector sum_halves(Vector words) { return _mm256_madd_epi16(words, _mm256_set1_epi16(1)); }
+/* Words times 2^16 nearest to numbers, of two as near the even one. */
+TARGET static inline Vector rounded_words(Vector bits)
+{
+    __m256i last = _mm256_and_si256(bits, _mm256_set1_epi32(0x10000));
+    __m256i added = _mm256_or_si256(last, _mm256_set1_epi32(0x7FFF));
+    __m256i sum = _mm256_add_epi32(bits, _mm256_madd_epi16(added, _mm256_set1_epi16(1)));
+    return _mm256_and_si256(sum, _mm256_set1_epi32((int)0xFFFF0000));
+}
 
 TARGET static inline void store_words(uint8_t *into, Vector words)
 {

@@ -68,7 +68,10 @@ TARGET static inline __m512 smaller(__m512 a, __m512 b) { return _mm512_min_ps(a
 
 #define HAS_TABLES 1
 
-/* Numbers of a table of 32, by the low bits of words. */
+/* Numbers of a table of 16, by the low bits of words. */
+TARGET static inline __m512 looked_up_once(__m512 table, Vector words) { return _mm512_permutexvar_ps(words, table); }
+
+/* The same of 32. */
 TARGET static inline __m512 looked_up(__m512 first, __m512 second, Vector words)
 {
     return _mm512_permutex2var_ps(first, words, second);
@@ -93,8 +96,17 @@ TARGET static inline int16_t largest_half(Vector halves)
     return largest_of_eight(_mm_max_epi16(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1)));
 }
 
-/* The two halves of each word together. */
-TARGET static inline Vector sum_halves(Vector words) { return _mm512_madd_epi16(words, _mm512_set1_epi16(1)); }
+/* Words times 2^16 nearest to numbers, of two as near the even one. */
+TARGET static inline Vector rounded_words(Vector bits)
+{
+    __m512i added = _mm512_ternarylogic_epi32(bits, _mm512_set1_epi32(0x10000), _mm512_set1_epi32(0x7FFF), 0xEA);
+#ifdef HAS_BYTES
+    __m512i sum = _mm512_dpwssd_epi32(bits, added, _mm512_set1_epi16(1));
+#else
+    __m512i sum = _mm512_add_epi32(bits, _mm512_madd_epi16(added, _mm512_set1_epi16(1)));
+#endif
+    return _mm512_and_si512(sum, _mm512_set1_epi32((int)0xFFFF0000));
+}
 
 TARGET static inline void store_words(uint8_t *into, Vector words)
 {
@@ -124,6 +136,27 @@ TARGET static inline void split_words(uint8_t *top, uint8_t *rest, const uint8_t
     low = _mm512_shldi_epi16(low, low, 1), high = _mm512_shldi_epi16(high, high, 1);
     _mm512_storeu_si512(rest, _mm512_permutex2var_epi8(low, even, high));
     _mm512_storeu_si512(top, _mm512_permutex2var_epi8(low, _mm512_or_si512(even, _mm512_set1_epi8(1)), high));
+}
+
+/* The lowest bytes of words, of `even` and `odd` in turns. */
+TARGET static inline __m256i lowest_bytes(Vector even, Vector odd)
+{
+    const __m128i low = _mm_setr_epi8(0, 64, 4, 68, 8, 72, 12, 76, 16, 80, 20, 84, 24, 88, 28, 92);
+    const __m256i places = _mm256_set_m128i(_mm_add_epi8(low, _mm_set1_epi8(32)), low);
+    return _mm512_castsi512_si256(_mm512_permutex2var_epi8(even, _mm512_castsi256_si512(places), odd));
+}
+
+TARGET static inline void store_lowest_bytes(uint8_t *into, Vector even, Vector odd)
+{
+    _mm256_storeu_si256((__m256i *)into, lowest_bytes(even, odd));
+}
+
+/* The same, with the signs of halves as their top bits. */
+TARGET static inline void store_signed_bytes(uint8_t *into, Vector even, Vector odd, Vector halves)
+{
+    __m512i tops = _mm512_permutexvar_epi8(_mm512_add_epi8(numbers_from(0), numbers_from(1)), halves);
+    __m256i signs = _mm512_castsi512_si256(tops), codes = lowest_bytes(even, odd);
+    _mm256_storeu_si256((__m256i *)into, _mm256_ternarylogic_epi64(codes, signs, _mm256_set1_epi8((char)0x80), 0xD8));
 }
 
 /* The numbers that are marked of 64 ones from `first` on; what is filled behind them means nothing. */

@@ -3,18 +3,10 @@
    A chunk is a vector of pairs: its elements at even places are widened by a shift and those at odd places by a mask,
    so nothing crosses lanes, neither on the way in nor where codes become bytes. */
 
-typedef float Floats __attribute__((vector_size(4 * FLOATS)));
-typedef uint32_t Words __attribute__((vector_size(4 * FLOATS)));
-
 /* Numbers for the elements of a vector. Where all have one scale, what codes come back as may be looked up. */
 typedef struct {
     Floats by, inverse, low, table[2];
 } Shares;
-
-/* Scales of columns: of each chunk those at even places first. */
-typedef struct {
-    float by[STRIP + LANES], inverse[STRIP + LANES], low[STRIP + LANES];
-} Split;
 
 typedef struct {
     Words code;  /* In the low bits; what stands above them means nothing. */
@@ -22,28 +14,6 @@ typedef struct {
     Words place; /* In the low bits: where it stands in a table. */
     Floats unit; /* Of what stands there. */
 } Coded;
-
-TARGET ALWAYS Floats floats_at(const float *values)
-{
-    Floats found;
-    memcpy(&found, values, sizeof found);
-    return found;
-}
-
-TARGET ALWAYS void store_at(float *values, Floats stored) { memcpy(values, &stored, sizeof stored); }
-
-/* A chunk: elements at even places in the low halves of words, those at odd places in the high ones. */
-TARGET ALWAYS Words chunk_at(const uint16_t *x)
-{
-    Words found;
-    memcpy(&found, x, sizeof found);
-    return found;
-}
-
-TARGET ALWAYS Floats half_of(Words chunk, int is_odd)
-{
-    return (Floats)(is_odd ? chunk & 0xFFFF0000 : chunk << 16);
-}
 
 /* A number is added whose last bit is worth one step of e4m3 there: subnormals have the steps of the least normals, and
    scales are such that nothing is rounded to more than 448. What is added to the rounder beside its power makes the
@@ -69,11 +39,7 @@ TARGET ALWAYS Coded coded_int4(Floats values, Shares shares)
     return (Coded){(Words)sum, (sum - 0x1p23f) * shares.by + shares.low, (Words)sum, (Floats){0} + 1.0f};
 }
 
-TARGET ALWAYS Floats rounded_to_bf16(Floats values)
-{
-    Words bits = (Words)values, added = (Words)sum_halves((Vector)((bits & 0x10000) | 0x7FFF));
-    return (Floats)((bits + added) & 0xFFFF0000);
-}
+TARGET ALWAYS Floats rounded_to_bf16(Floats values) { return (Floats)rounded_words((Vector)values); }
 
 #if FLOATS == 4
 #define NUMBERS {0, 1, 2, 3}
@@ -103,22 +69,36 @@ TARGET ALWAYS Floats came_back(Coded coded, Shares shares, int kind, int is_tabl
     if (is_tabled && kind == FP8)
         return looked_up(shares.table[0], shares.table[1], (Vector)coded.place) * coded.unit;
     if (is_tabled && kind == INT4)
-        return looked_up(shares.table[0], shares.table[1], (Vector)coded.place);
+        return looked_up_once(shares.table[0], (Vector)coded.place);
 #else
     (void)shares, (void)kind, (void)is_tabled;
 #endif
     return rounded_to_bf16(coded.back);
 }
 
+#ifndef HAS_BYTES
+/* The lowest bytes of words, of `even` and `odd` in turns. */
+TARGET ALWAYS void store_lowest_bytes(uint8_t *into, Vector even, Vector odd)
+{
+    store_halves(into, (Vector)(((Words)even & 0xFFFF) | (Words)odd << 16));
+}
+
+/* The same, with the signs of halves as their top bits. */
+TARGET ALWAYS void store_signed_bytes(uint8_t *into, Vector even, Vector odd, Vector halves)
+{
+    Words both = ((Words)even & 0x7F) | ((Words)odd & 0x7F) << 16;
+    store_halves(into, (Vector)(both | ((Words)halves >> 8 & 0x800080)));
+}
+#endif
+
 TARGET ALWAYS void store_chunk(uint8_t *codes, Words even, Words odd, Words chunk, int kind)
 {
-    Words both = (even & 0xFFFF) | odd << 16;
     if (kind == INT4)
         store_words(codes, (Vector)((even & 0xF) | (odd & 0xF) << 4));
     else if (kind == INT8)
-        store_halves(codes, (Vector)both);
+        store_lowest_bytes(codes, (Vector)even, (Vector)odd);
     else
-        store_halves(codes, (Vector)((both & 0x7F007F) | (chunk >> 8 & 0x800080)));
+        store_signed_bytes(codes, (Vector)even, (Vector)odd, (Vector)chunk);
 }
 
 TARGET ALWAYS Shares shares_at(const Split *split, size_t i, int kind)
@@ -127,26 +107,10 @@ TARGET ALWAYS Shares shares_at(const Split *split, size_t i, int kind)
                     kind == INT4 ? floats_at(split->low + i) : (Floats){0}, {{0}, {0}}};
 }
 
-TARGET ALWAYS Shares shares_of_all(const Strip *strip, size_t i, int kind)
+/* Those of group `i`, for all elements. */
+TARGET ALWAYS Shares shares_of_all(const Split *split, size_t i, int kind)
 {
-    return (Shares){(Floats){0} + strip->by[i], (Floats){0} + strip->inverse[i],
-                    (Floats){0} + (kind == INT4 ? strip->low[i] : 0.0f), {{0}, {0}}};
+    size_t at = i / CHUNK * CHUNK + i % 2 * FLOATS + i % CHUNK / 2;
+    return (Shares){everywhere(split->by[at]), everywhere(split->inverse[at]),
+                    kind == INT4 ? everywhere(split->low[at]) : (Floats){0}, {{0}, {0}}};
 }
-
-TARGET ALWAYS void split_numbers(float *restrict split, const float *restrict numbers, size_t count)
-{
-    for (size_t left = 0; left < count; left += CHUNK)
-        for (size_t i = 0; i < FLOATS; i++) {
-            split[left + i] = numbers[left + 2 * i];
-            split[left + FLOATS + i] = numbers[left + 2 * i + 1];
-        }
-}
-
-TARGET ALWAYS void split_shares(Split *split, const Strip *strip, size_t count, int kind)
-{
-    split_numbers(split->by, strip->by, count);
-    split_numbers(split->inverse, strip->inverse, count);
-    if (kind == INT4)
-        split_numbers(split->low, strip->low, count);
-}
-

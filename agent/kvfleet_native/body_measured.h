@@ -123,13 +123,14 @@ TARGET ALWAYS int begin_strip(Loss *loss, uint16_t largest)
 }
 
 /* Rows of a strip, each with a scale of its own. */
-TARGET ALWAYS void encode_rows(const Grid *grid, uint8_t *codes, const uint16_t *x, const Strip *strip, size_t rows,
+TARGET ALWAYS void encode_rows(uint8_t *codes, const uint16_t *x, const Split *split, size_t rows, size_t columns,
                                Loss *loss, int kind, int how)
 {
     Sums sums = {0};
-    size_t columns = grid->group;
+    Shares next = with_table(shares_of_all(split, 0, kind), kind); /* Made while the row before is coded. */
     for (size_t row = 0; row < rows; row++) {
-        Shares all = with_table(shares_of_all(strip, row, kind), kind), fixed[2] = {all, all};
+        Shares fixed[2] = {next, next};
+        next = with_table(shares_of_all(split, LEAST(row + 1, rows - 1), kind), kind);
         for (size_t left = 0; left < columns; left += STRIP) {
             size_t at = row * columns + left, count = LEAST(STRIP, columns - left);
             encode(codes + CODES(at), x + at, count, rows * columns, &sums, NULL, fixed, loss->by, kind, how);
@@ -140,39 +141,47 @@ TARGET ALWAYS void encode_rows(const Grid *grid, uint8_t *codes, const uint16_t 
 }
 
 /* One scale for `group` elements that lie beside each other. Only whole strips are measured alike at every level. */
-TARGET ALWAYS int pack_rows(const Grid *grid, uint8_t *codes, uint16_t *scales, const uint16_t *x, Loss *loss, int kind,
-                            int is_measured)
+TARGET ALWAYS int pack_runs(const Grid *grid, uint8_t *codes, uint16_t *scales, const uint16_t *x, size_t columns,
+                            Loss *loss, int kind, int is_measured)
 {
     Strip strip;
-    size_t columns = grid->group, groups = grid->rows * grid->columns / columns;
+    Split split;
+    size_t groups = grid->rows * grid->columns / columns;
     size_t most = is_measured ? STRIP : LEAST(STRIP, BATCH / columns + 1);
     for (size_t top = 0; top < groups; top += most) {
         size_t rows = LEAST(most, groups - top), at = top * columns;
         for (size_t row = 0; row < rows; row++)
             bound_row(&strip, row, x + at + row * columns, columns, kind);
-        if (!begin_strip(loss, scale(&strip, scales + top, scales + groups + top, rows, kind)))
+        if (!begin_strip(loss, scale(&split, &strip, scales + top, scales + groups + top, rows, kind)))
             return 0;
         if (!is_measured)
-            encode_rows(grid, codes + CODES(at), x + at, &strip, rows, loss, kind, UNMEASURED);
+            encode_rows(codes + CODES(at), x + at, &split, rows, columns, loss, kind, UNMEASURED);
         else if (loss->by == 1.0f)
-            encode_rows(grid, codes + CODES(at), x + at, &strip, rows, loss, kind, NEAR);
+            encode_rows(codes + CODES(at), x + at, &split, rows, columns, loss, kind, NEAR);
         else
-            encode_rows(grid, codes + CODES(at), x + at, &strip, rows, loss, kind, FAR);
+            encode_rows(codes + CODES(at), x + at, &split, rows, columns, loss, kind, FAR);
     }
     return 1;
 }
 
+/* Most heads have 128 channels: loops over so many are made without any counting. */
+TARGET ALWAYS int pack_rows(const Grid *grid, uint8_t *codes, uint16_t *scales, const uint16_t *x, Loss *loss, int kind,
+                            int is_measured)
+{
+    if (grid->group == 128)
+        return pack_runs(grid, codes, scales, x, 128, loss, kind, is_measured);
+    return pack_runs(grid, codes, scales, x, grid->group, loss, kind, is_measured);
+}
+
 /* Columns of a strip, each with a scale of its own. */
-TARGET ALWAYS void encode_columns(const Grid *grid, uint8_t *codes, const uint16_t *x, const Strip *strip, size_t rows,
+TARGET ALWAYS void encode_columns(const Grid *grid, uint8_t *codes, const uint16_t *x, const Split *split, size_t rows,
                                   size_t wide, Loss *loss, int kind, int how)
 {
     Shares none[2] = {0};
     Sums sums = {0};
-    Split split;
-    split_shares(&split, strip, wide, kind);
     for (size_t row = 0; row < rows; row++) {
         size_t at = row * grid->columns;
-        encode(codes + CODES(at), x + at, wide, rows * grid->columns, &sums, &split, none, loss->by, kind, how);
+        encode(codes + CODES(at), x + at, wide, rows * grid->columns, &sums, split, none, loss->by, kind, how);
         if (how != UNMEASURED)
             gather(loss, &sums, row, rows);
     }
@@ -183,20 +192,21 @@ TARGET ALWAYS int pack_columns(const Grid *grid, uint8_t *codes, uint16_t *scale
                                int kind, int is_measured)
 {
     Strip strip;
+    Split split;
     size_t columns = grid->columns, count = (grid->rows + grid->group - 1) / grid->group * columns;
     for (size_t top = 0; top < grid->rows; top += grid->group, scales += columns) {
         size_t rows = LEAST(grid->group, grid->rows - top);
         for (size_t left = 0; left < columns; left += STRIP) {
             size_t wide = LEAST(STRIP, columns - left), at = top * columns + left;
             bound_columns(&strip, x + at, rows, columns, wide, kind);
-            if (!begin_strip(loss, scale(&strip, scales + left, scales + count + left, wide, kind)))
+            if (!begin_strip(loss, scale(&split, &strip, scales + left, scales + count + left, wide, kind)))
                 return 0;
             if (!is_measured)
-                encode_columns(grid, codes + CODES(at), x + at, &strip, rows, wide, loss, kind, UNMEASURED);
+                encode_columns(grid, codes + CODES(at), x + at, &split, rows, wide, loss, kind, UNMEASURED);
             else if (loss->by == 1.0f)
-                encode_columns(grid, codes + CODES(at), x + at, &strip, rows, wide, loss, kind, NEAR);
+                encode_columns(grid, codes + CODES(at), x + at, &split, rows, wide, loss, kind, NEAR);
             else
-                encode_columns(grid, codes + CODES(at), x + at, &strip, rows, wide, loss, kind, FAR);
+                encode_columns(grid, codes + CODES(at), x + at, &split, rows, wide, loss, kind, FAR);
         }
     }
     return 1;

@@ -47,23 +47,56 @@ TARGET ALWAYS uint32_t chosen_of(int is_first, uint32_t first, uint32_t second)
     return second ^ ((first ^ second) & -(uint32_t)is_first);
 }
 
+#define CHUNK (2 * FLOATS) /* Elements of a vector. */
+
+typedef int16_t Halves __attribute__((vector_size(2 * CHUNK)));
+typedef float Floats __attribute__((vector_size(4 * FLOATS)));
+typedef uint32_t Words __attribute__((vector_size(4 * FLOATS)));
+
+/* Bounds of groups. */
 typedef struct {
     uint16_t largest[STRIP]; /* Bits of the largest magnitude; not of INT4. */
     int16_t least[STRIP];    /* Smallest and greatest value, in order as integers; of INT4 alone. */
     int16_t greatest[STRIP];
-    float by[STRIP + LANES], inverse[STRIP + LANES], low[STRIP + LANES]; /* Whole vectors may be read. */
 } Strip;
 
-#define CHUNK (2 * FLOATS) /* Elements of a vector. */
+/* Scales of groups: of each chunk those at even places first. */
+typedef struct {
+    float by[STRIP], inverse[STRIP], low[STRIP];
+} Split;
 
-typedef int16_t Halves __attribute__((vector_size(2 * CHUNK)));
+TARGET ALWAYS Floats floats_at(const float *values)
+{
+    Floats found;
+    memcpy(&found, values, sizeof found);
+    return found;
+}
+
+TARGET ALWAYS Floats everywhere(float value) { return value - (Floats){0}; } /* Plus would not leave -0 as it is. */
+
+TARGET ALWAYS void store_at(float *values, Floats stored) { memcpy(values, &stored, sizeof stored); }
+
+/* A chunk: elements at even places in the low halves of words, those at odd places in the high ones. */
+TARGET ALWAYS Words chunk_at(const uint16_t *x)
+{
+    Words found;
+    memcpy(&found, x, sizeof found);
+    return found;
+}
+
+TARGET ALWAYS Floats half_of(Words chunk, int is_odd)
+{
+    return (Floats)(is_odd ? chunk & 0xFFFF0000 : chunk << 16);
+}
+
+TARGET ALWAYS Halves in_order(Halves bits) { return bits ^ ((bits >> 15) & 0x7FFF); } /* As `ordered` does it. */
 
 /* What bounds are found of: values in the order of integers for INT4, else magnitudes. */
 TARGET ALWAYS Halves halves_at(const uint16_t *x, int kind)
 {
     Halves here;
     memcpy(&here, x, sizeof here);
-    return kind == INT4 ? here ^ ((here >> 15) & 0x7FFF) : here & 0x7FFF; /* As `ordered` does it. */
+    return kind == INT4 ? in_order(here) : here & 0x7FFF;
 }
 
 /* Bounds of a chunk of columns, into the places from `left` on. */
@@ -122,41 +155,48 @@ TARGET ALWAYS void bound_row(Strip *strip, size_t row, const uint16_t *x, size_t
         strip->largest[row] = (uint16_t)greatest;
 }
 
-/* What a step of the codes is worth at least, into `by`; returns the bits of the largest magnitude. */
-TARGET ALWAYS uint16_t step_of(Strip *restrict strip, uint16_t *restrict lows, size_t count, int kind)
+/* Scales of half a chunk of groups, from what a step of the codes is worth at least; returns their bits. */
+TARGET ALWAYS Words scale_half(Split *split, size_t i, Floats amount)
 {
-    uint16_t largest = 0;
-    for (size_t i = 0; i < count; i++) {
-        if (kind == INT4) {
-            uint16_t low = (uint16_t)ordered((uint16_t)strip->least[i]);
-            uint16_t high = (uint16_t)ordered((uint16_t)strip->greatest[i]);
-            uint16_t magnitude = low & 0x7FFF, other = high & 0x7FFF;
-            strip->by[i] = (widened(high) - widened(low)) / 15.0f;
-            lows[i] = low;
-            strip->low[i] = widened(low);
-            largest = MOST(largest, magnitude);
-            largest = MOST(largest, other);
-        } else {
-            strip->by[i] = widened(strip->largest[i]) / (kind == INT8 ? 127.0f : 448.0f);
-            largest = MOST(largest, strip->largest[i]);
-        }
-    }
-    return largest;
+    Words is_some = (Words)(amount > 0.0f);
+    Words bits = (((Words)larger(amount, (Floats){0} + SCALE_MIN) & is_some) + 0xFFFF) & 0xFFFF0000;
+    store_at(split->by + i, (Floats)bits);
+    store_at(split->inverse + i, (Floats)((Words)(1.0f / (Floats)bits) & is_some));
+    return bits;
 }
 
-/* Scales from bounds; returns the bits of the largest magnitude. Without a branch. */
-TARGET ALWAYS uint16_t scale(Strip *restrict strip, uint16_t *restrict scales, uint16_t *restrict lows, size_t count,
-                             int kind)
+/* Scales from bounds; returns the bits of the largest magnitude. */
+TARGET ALWAYS uint16_t scale(Split *split, Strip *strip, uint16_t *scales, uint16_t *lows, size_t count, int kind)
 {
-    uint16_t largest = step_of(strip, lows, count, kind);
-    for (size_t i = 0; i < count; i++) {
-        uint32_t bits = bits_of(strip->by[i]), least = bits_of(SCALE_MIN), some = MOST(bits, least);
-        bits = (chosen_of(bits > 0, some, 0) + 0xFFFF) & 0xFFFF0000;
-        scales[i] = (uint16_t)(bits >> 16);
-        strip->by[i] = float_of(bits);
-        strip->inverse[i] = float_of(chosen_of(bits > 0, bits_of(1.0f / float_of(bits)), 0));
+    Vector most = {0};
+    for (size_t i = count; i % CHUNK != 0; i++)
+        strip->largest[i] = 0, strip->least[i] = 0, strip->greatest[i] = 0;
+    for (size_t i = 0; i < count; i += CHUNK) {
+        size_t filled = 2 * LEAST(CHUNK, count - i);
+        Words low, high, bits[2];
+        if (kind == INT4) {
+            memcpy(&low, strip->least + i, sizeof low);
+            memcpy(&high, strip->greatest + i, sizeof high);
+            low = (Words)in_order((Halves)low), high = (Words)in_order((Halves)high);
+            memcpy(lows + i, &low, filled);
+            most = larger_halves(most, larger_halves((Vector)(low & 0x7FFF7FFF), (Vector)(high & 0x7FFF7FFF)));
+        } else {
+            memcpy(&high, strip->largest + i, sizeof high);
+            most = larger_halves(most, (Vector)high);
+        }
+        for (int odd = 0; odd < 2; odd++) {
+            size_t at = i + (size_t)(FLOATS * odd);
+            if (kind == INT4) {
+                store_at(split->low + at, half_of(low, odd));
+                bits[odd] = scale_half(split, at, (half_of(high, odd) - half_of(low, odd)) / 15.0f);
+            } else {
+                bits[odd] = scale_half(split, at, half_of(high, odd) / (kind == INT8 ? 127.0f : 448.0f));
+            }
+        }
+        bits[0] = bits[0] >> 16 | bits[1];
+        memcpy(scales + i, bits, filled);
     }
-    return largest;
+    return (uint16_t)largest_half(most);
 }
 
 TARGET ALWAYS void decode(uint16_t *restrict x, const uint8_t *restrict codes, const float *scales, const float *lows,

@@ -52,8 +52,13 @@ static inline Vector larger_halves(Vector a, Vector b) { return _mm_max_epi16(a,
 
 static inline Vector smaller_halves(Vector a, Vector b) { return _mm_min_epi16(a, b); }
 
-/* The two halves of each word together. */
-static inline Vector sum_halves(Vector words) { return _mm_madd_epi16(words, _mm_set1_epi16(1)); }
+/* Words times 2^16 nearest to numbers, of two as near the even one. */
+static inline Vector rounded_words(Vector bits)
+{
+    __m128i last = _mm_and_si128(bits, _mm_set1_epi32(0x10000)), added = _mm_or_si128(last, _mm_set1_epi32(0x7FFF));
+    __m128i sum = _mm_add_epi32(bits, _mm_madd_epi16(added, _mm_set1_epi16(1)));
+    return _mm_and_si128(sum, _mm_set1_epi32((int)0xFFFF0000));
+}
 
 static inline void store_words(uint8_t *into, Vector words)
 {
@@ -124,8 +129,8 @@ static inline Vector smaller_halves(Vector a, Vector b)
     return (a & is_first) | (b & ~is_first);
 }
 
-/* The two halves of each word together. */
-static inline Vector sum_halves(Vector words) { return (words >> 16) + (words & 0xFFFF); }
+/* Words times 2^16 nearest to numbers, of two as near the even one. */
+static inline Vector rounded_words(Vector bits) { return (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000; }
 
 static inline void store_words(uint8_t *into, Vector words)
 {
