@@ -124,6 +124,12 @@ TARGET static inline int16_t largest_half(Vector halves)
     return largest_of_eight(_mm_max_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
 }
 
+/* The sum of one number and of another one times 1 or -1. */
+TARGET static inline __m256 add_signed(__m256 a, __m256 b, __m256 signs)
+{
+    return _mm256_add_ps(a, _mm256_xor_ps(b, _mm256_and_ps(signs, _mm256_set1_ps(-0.0f))));
+}
+
 /* Words times 2^16 nearest to numbers, of two as near the even one. */
 TARGET static inline Vector rounded_words(Vector bits)
 {

@@ -96,6 +96,9 @@ TARGET static inline int16_t largest_half(Vector halves)
     return largest_of_eight(_mm_max_epi16(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1)));
 }
 
+/* The sum of one number and of another one times 1 or -1: that product is exact, so it is rounded once, as ever. */
+TARGET static inline __m512 add_signed(__m512 a, __m512 b, __m512 signs) { return _mm512_fmadd_ps(b, signs, a); }
+
 /* Words times 2^16 nearest to numbers, of two as near the even one. */
 TARGET static inline Vector rounded_words(Vector bits)
 {

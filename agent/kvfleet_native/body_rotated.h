@@ -24,65 +24,74 @@ TARGET ALWAYS Floats turned(Floats values, int h)
 #define TURNED(values, h) __builtin_shuffle(values, (Words)NUMBERS ^ (h))
 #endif
 
-/* Their sums and differences. */
-#define BUTTERFLY(values, h) \
-    (TURNED(values, h) + (Floats)((Words)(values) ^ ((Words)(((Words)NUMBERS & (h)) != 0) & 0x80000000)))
+/* Where counts are known nothing is counted, and a row stays in registers. */
+#ifdef __clang__
+#define UNROLLED _Pragma("unroll")
+#else
+#define UNROLLED _Pragma("GCC unroll 16")
+#endif
 
-/* Multiply a run by the Hadamard matrix. `count` is a power of two, and a whole number of vectors. */
-TARGET ALWAYS void rotate_run(float *values, size_t count)
+#define SIGNS(h) ((Floats)(0x3F800000 | ((Words)(((Words)NUMBERS & (h)) != 0) & 0x80000000)))
+
+/* Their sums and differences. */
+#define BUTTERFLY(values, h) add_signed(TURNED(values, h), values, SIGNS(h))
+
+/* A row: of each chunk the elements at even places, then those at odd ones. */
+typedef struct {
+    Floats values[2 * RUN_MOST / CHUNK];
+} Turning;
+
+TARGET ALWAYS size_t chunks_of(size_t columns) { return (columns + CHUNK - 1) / CHUNK; }
+
+/* Multiply the runs of a row by the Hadamard matrix. Runs are powers of two from RUN_LEAST on. */
+TARGET ALWAYS void rotate(Floats *values, size_t chunks, size_t run)
 {
-    for (size_t i = 0; i < count; i += FLOATS) {
-        Floats part = floats_at(values + i);
-        part = BUTTERFLY(part, 1);
-        part = BUTTERFLY(part, 2);
+    UNROLLED
+    for (size_t i = 0; i < 2 * chunks; i += 2) {
+        Floats even = values[i] + values[i + 1], odd = values[i] - values[i + 1];
+        even = BUTTERFLY(even, 1), odd = BUTTERFLY(odd, 1);
+        even = BUTTERFLY(even, 2), odd = BUTTERFLY(odd, 2);
 #if FLOATS > 4
-        part = BUTTERFLY(part, 4);
+        even = BUTTERFLY(even, 4), odd = BUTTERFLY(odd, 4);
 #endif
 #if FLOATS > 8
-        part = BUTTERFLY(part, 8);
+        if (run > FLOATS)
+            even = BUTTERFLY(even, 8), odd = BUTTERFLY(odd, 8);
 #endif
-        store_at(values + i, part);
+        values[i] = even, values[i + 1] = odd;
     }
-    size_t h = FLOATS;
-    for (; 2 * h < count; h *= 4)
-        for (size_t top = 0; top < count; top += 4 * h)
-            for (size_t i = top; i < top + h; i += FLOATS) {
-                Floats a = floats_at(values + i), b = floats_at(values + i + h), c = floats_at(values + i + 2 * h),
-                       d = floats_at(values + i + 3 * h), e = a + b, f = a - b, g = c + d, k = c - d;
-                store_at(values + i, e + g);
-                store_at(values + i + h, f + k);
-                store_at(values + i + 2 * h, e - g);
-                store_at(values + i + 3 * h, f - k);
+    UNROLLED
+    for (size_t step = 2; step * FLOATS < run; step *= 2)
+        UNROLLED
+        for (size_t top = 0; top < 2 * chunks; top += 2 * step)
+            UNROLLED
+            for (size_t i = top; i < top + step; i++) {
+                Floats a = values[i], b = values[i + step];
+                values[i] = a + b;
+                values[i + step] = a - b;
             }
-    for (; h < count; h *= 2)
-        for (size_t i = 0; i < h; i += FLOATS) {
-            Floats a = floats_at(values + i), b = floats_at(values + i + h);
-            store_at(values + i, a + b);
-            store_at(values + i + h, a - b);
-        }
 }
 
-TARGET ALWAYS void rotate_row(float *values, const Rotation *rotation)
+/* What there is of a last chunk of half its length, and in place of the other half the same or nothing. */
+TARGET ALWAYS Floats whole(Floats values, size_t i, size_t columns, int is_doubled)
 {
-    for (size_t i = 0; i < rotation->columns; i += rotation->run) {
-        if (rotation->run == 128)
-            rotate_run(values + i, 128);
-        else
-            rotate_run(values + i, rotation->run);
+#if FLOATS > 8
+    if (columns % CHUNK != 0 && i + CHUNK > columns) {
+        Words is_there = (Words)((Words)NUMBERS < FLOATS / 2);
+        Words other = is_doubled ? (Words)TURNED(values, 8) : (Words){0};
+        return (Floats)(((Words)values & is_there) | (other & ~is_there));
     }
+#endif
+    (void)i, (void)columns, (void)is_doubled;
+    return values;
 }
 
-/* bf16 that is not above `value`; zero has one sign. */
-TARGET ALWAYS uint16_t rounded_down(float value)
+TARGET ALWAYS Words chunk_of_row(const uint16_t *x, size_t i, size_t columns)
 {
-    uint32_t bits = bits_of(value);
-    uint16_t found = (uint16_t)((bits + (bits >> 31 ? 0xFFFF : 0)) >> 16);
-    return found == 0x8000 ? 0 : found;
+    Words found = {0};
+    memcpy(&found, x + i, 2 * LEAST(CHUNK, columns - i));
+    return found;
 }
-
-typedef struct {
-    float by, low, inverse;
-} Share;
 
 TARGET ALWAYS float least_of(Floats values)
 {
@@ -97,21 +106,42 @@ TARGET ALWAYS float least_of(Floats values)
     return values[0];
 }
 
-/* Scale and least value of a row, into both arrays as well. */
-TARGET ALWAYS Share share_of(const float *values, size_t count, int bits, uint16_t *scale, uint16_t *low)
+/* Some rows: what they are turned to, and between what it lies. */
+typedef struct {
+    Turning rows[SINGLE_ROWS];
+    float lowest[SINGLE_ROWS], highest[SINGLE_ROWS];
+} Turned;
+
+TARGET ALWAYS void turn_row(Turned *turned, size_t row, const uint16_t *x, size_t columns, size_t run)
 {
-    Floats least = floats_at(values), most = least;
-    for (size_t i = FLOATS; i < count; i += FLOATS) {
-        Floats next = floats_at(values + i);
-        least = smaller(next, least);
-        most = larger(next, most);
+    Turning here;
+    size_t chunks = chunks_of(columns);
+    UNROLLED
+    for (size_t i = 0; i < chunks; i++) {
+        Words chunk = chunk_of_row(x, CHUNK * i, columns);
+        here.values[2 * i] = half_of(chunk, 0), here.values[2 * i + 1] = half_of(chunk, 1);
     }
-    float lowest = least_of(least), highest = -least_of(-most);
-    *low = rounded_down(lowest);
-    float amount = (highest - widened(*low)) / (float)((1 << bits) - 1);
-    amount = amount > 0.0f ? MOST(amount, SCALE_MIN) : 0.0f; /* Zero has one sign here, too. */
-    *scale = rounded_up(amount);
-    return (Share){widened(*scale), widened(*low), amount > 0.0f ? 1.0f / widened(*scale) : 0.0f};
+    rotate(here.values, chunks, run);
+    Floats least = whole(here.values[0], 0, columns, 1), most = least;
+    UNROLLED
+    for (size_t i = 0; i < 2 * chunks; i++) {
+        Floats next = whole(here.values[i], i / 2 * CHUNK, columns, 1);
+        least = smaller(next, least), most = larger(next, most);
+        turned->rows[row].values[i] = here.values[i];
+    }
+    turned->lowest[row] = least_of(least), turned->highest[row] = -least_of(-most);
+}
+
+/* Scales and least values of rows, these rounded down; zero has one sign. */
+TARGET ALWAYS void share_rows(Split *split, const Turned *turned, int bits)
+{
+    for (size_t row = 0; row < SINGLE_ROWS; row += FLOATS) {
+        Words low = (Words)floats_at(turned->lowest + row);
+        low = (low + (-(low >> 31) & 0xFFFF)) & 0xFFFF0000;
+        low &= (Words)(low != 0x80000000);
+        store_at(split->low + row, (Floats)low);
+        scale_half(split, row, (floats_at(turned->highest + row) - (Floats)low) / (float)((1 << bits) - 1));
+    }
 }
 
 /* A byte of the bits `at` of eight codes. */
@@ -132,22 +162,104 @@ TARGET ALWAYS void pair_up(uint8_t *restrict codes, const uint8_t *restrict sing
     }
 }
 
-/* Codes of a row of one byte each, into their places: low halves in pairs, then a plane of bits for each further bit. */
-TARGET ALWAYS void store_codes(const Rotation *rotation, uint8_t *codes, size_t row, const uint8_t *single)
+/* Codes of a chunk into their places: low halves in pairs, then a plane of bits for each further bit. */
+TARGET ALWAYS void store_coded(const Rotation *rotation, uint8_t *codes, size_t at, size_t count, Words even, Words odd)
 {
-    size_t columns = rotation->columns, plane = rotation->rows * columns / 8;
-    uint8_t halves[RUN_MOST];
-    if (rotation->bits == 8) {
-        memcpy(codes + row * columns, single, columns);
-        return;
+    size_t plane = rotation->rows * rotation->columns / 8;
+    uint8_t single[CHUNK], made[CHUNK];
+    int kind = rotation->bits == 8 ? INT8 : INT4;
+    if (count == CHUNK) {
+        store_chunk(codes + CODES(at), even, odd, even, kind);
+    } else {
+        store_chunk(made, even, odd, even, kind);
+        memcpy(codes + CODES(at), made, CODES(count));
     }
-    for (size_t i = 0; i < columns; i++)
-        halves[i] = single[i] & 0xF;
-    pair_up(codes + row * columns / 2, halves, columns);
-    uint8_t *further = codes + 4 * plane + row * columns / 8;
-    for (int at = 4; at < rotation->bits; at++, further += plane)
-        for (size_t i = 0; i < columns / 8; i++)
-            further[i] = bits_of_eight(single + 8 * i, at);
+    if (rotation->bits == 5 || rotation->bits == 6)
+        store_lowest_bytes(single, (Vector)even, (Vector)odd);
+    for (int bit = 4; bit < rotation->bits && kind == INT4; bit++)
+        for (size_t i = 0; i < count; i += 8)
+            codes[bit * plane + (at + i) / 8] = bits_of_eight(single + i, bit);
+}
+
+/* Codes of row `row`, and what they lose. */
+TARGET ALWAYS void code_row(const Rotation *rotation, uint8_t *codes, size_t row, const uint16_t *x, Turning *here,
+                            Shares shares, size_t columns, size_t run, Sums *sums, float by, int how)
+{
+    size_t chunks = chunks_of(columns);
+    Turning back;
+    UNROLLED
+    for (size_t i = 0; i < chunks; i++) {
+        Words code[2];
+        for (int odd = 0; odd < 2; odd++) {
+            Coded coded = coded_int4(here->values[2 * i + (size_t)odd], shares);
+            code[odd] = coded.code, back.values[2 * i + (size_t)odd] = coded.back;
+        }
+        store_coded(rotation, codes, row * columns + CHUNK * i, LEAST(CHUNK, columns - CHUNK * i), code[0], code[1]);
+    }
+    rotate(back.values, chunks, run);
+    UNROLLED
+    for (size_t i = 0; i < chunks; i++) {
+        Words chunk = chunk_of_row(x, CHUNK * i, columns);
+        for (int odd = 0; odd < 2; odd++) {
+            Floats came = rounded_to_bf16(back.values[2 * i + (size_t)odd] * (1.0f / (float)run));
+            came = whole(came, CHUNK * i, columns, 0);
+            add_loss(sums->lost[i % PARTS] + odd, sums->all[i % PARTS] + odd, half_of(chunk, odd), came, by, how);
+        }
+    }
+}
+
+/* Some rows in phases, so that no row waits for the divisions of its own scale. */
+TARGET ALWAYS void pack_turned(const Rotation *rotation, uint8_t *codes, uint16_t *scales, size_t top, const uint16_t *x,
+                               size_t columns, size_t run, Loss *loss, int how)
+{
+    Turned turned;
+    Split split;
+    Sums sums = {0};
+    memset(turned.lowest, 0, sizeof turned.lowest);
+    memset(turned.highest, 0, sizeof turned.highest);
+    size_t rows = LEAST(SINGLE_ROWS, rotation->rows - top);
+    for (size_t row = 0; row < rows; row++)
+        turn_row(&turned, row, x + row * columns, columns, run);
+    share_rows(&split, &turned, rotation->bits);
+    for (size_t row = 0; row < rows; row++) {
+        Shares shares = {everywhere(split.by[row]), everywhere(split.inverse[row]), everywhere(split.low[row]), {{0}, {0}}};
+        scales[top + row] = (uint16_t)(bits_of(split.by[row]) >> 16);
+        scales[rotation->rows + top + row] = (uint16_t)(bits_of(split.low[row]) >> 16);
+        for (size_t i = 0; i < columns; i += LINE / 2)
+            __builtin_prefetch(x + row * columns + rotation->rows * columns + i);
+        code_row(rotation, codes, top + row, x + row * columns, turned.rows + row, shares, columns, run, &sums, loss->by,
+                 how);
+        gather(loss, &sums, row, rows);
+    }
+}
+
+TARGET ALWAYS uint16_t largest_of(const uint16_t *x, size_t count)
+{
+    uint16_t largest = 0;
+    for (size_t i = 0; i < count; i++) {
+        uint16_t magnitude = x[i] & 0x7FFF;
+        largest = MOST(magnitude, largest);
+    }
+    return largest;
+}
+
+/* Fill scales, least values and codes; 0 where numbers are not finite, or too large to come back. */
+TARGET static int pack_rotated(const Rotation *rotation, uint8_t *codes, uint16_t *scales, const uint16_t *x,
+                               double *error)
+{
+    Loss loss = {.by = 1.0f};
+    size_t columns = rotation->columns;
+    uint16_t largest = largest_of(x, rotation->rows * columns);
+    if (!begin_strip(&loss, largest) || largest >= ROTATED_BELOW)
+        return 0;
+    for (size_t top = 0; top < rotation->rows; top += SINGLE_ROWS, x += SINGLE_ROWS * columns) {
+        if (columns == 128 && loss.by == 1.0f)
+            pack_turned(rotation, codes, scales, top, x, 128, 128, &loss, NEAR);
+        else
+            pack_turned(rotation, codes, scales, top, x, columns, rotation->run, &loss, FAR);
+    }
+    *error = error_of(&loss);
+    return 1;
 }
 
 TARGET ALWAYS void load_codes(const Rotation *rotation, uint8_t *single, size_t row, const uint8_t *codes)
@@ -174,94 +286,41 @@ TARGET ALWAYS void load_codes(const Rotation *rotation, uint8_t *single, size_t 
         }
 }
 
-/* Undo the rotation of decoded values, as far as rounding lets it. */
-TARGET ALWAYS void turn_back(uint16_t *x, float *values, const Rotation *rotation)
+TARGET ALWAYS void unpack_row(uint16_t *x, const uint8_t *single, float by, float low, size_t columns,
+                              size_t run)
 {
-    float by = 1.0f / (float)rotation->run;
-    rotate_row(values, rotation);
-    for (size_t i = 0; i < rotation->columns; i++)
-        x[i] = rounded(values[i] * by);
-}
-
-TARGET ALWAYS void code_row(const Rotation *rotation, uint8_t *single, float *values, Share share)
-{
-    for (size_t i = 0; i < rotation->columns; i += FLOATS) {
-        Floats sum = (floats_at(values + i) - share.low) * share.inverse + 0x1p23f;
-        store_words(single + i, (Vector)((Words)sum & 0xFF));
-        store_at(values + i, (sum - 0x1p23f) * share.by + share.low);
-    }
-}
-
-TARGET ALWAYS void add_losses(Sums *sums, const uint16_t *x, const uint16_t *y, size_t count, float by)
-{
-    uint16_t was_last[LANES] = {0}, came_last[LANES] = {0}; /* Zeros add nothing. */
-    for (size_t i = 0; i < count; i += LANES) {
-        const uint16_t *was = x + i, *came = y + i;
-        if (count - i < LANES) {
-            was = memcpy(was_last, was, 2 * (count - i));
-            came = memcpy(came_last, came, 2 * (count - i));
+    Turning here;
+    size_t chunks = chunks_of(columns);
+    UNROLLED
+    for (size_t i = 0; i < chunks; i++)
+        for (int odd = 0; odd < 2; odd++) {
+            Floats codes = {0};
+            for (size_t lane = 0; lane < FLOATS; lane++)
+                codes[lane] = (float)(int32_t)single[CHUNK * i + 2 * lane + (size_t)odd];
+            here.values[2 * i + (size_t)odd] = codes * by + low;
         }
-        for (int part = 0; part < PARTS; part++) {
-            Words from = chunk_at(was + CHUNK * part), to = chunk_at(came + CHUNK * part);
-            for (int odd = 0; odd < 2; odd++)
-                add_loss(sums->lost[part] + odd, sums->all[part] + odd, half_of(from, odd), half_of(to, odd), by, FAR);
-        }
+    rotate(here.values, chunks, run);
+    UNROLLED
+    for (size_t i = 0; i < chunks; i++) {
+        Words even = (Words)rounded_to_bf16(here.values[2 * i] * (1.0f / (float)run));
+        Words chunk = even >> 16 | (Words)rounded_to_bf16(here.values[2 * i + 1] * (1.0f / (float)run));
+        memcpy(x + CHUNK * i, &chunk, 2 * LEAST(CHUNK, columns - CHUNK * i));
     }
-}
-
-TARGET ALWAYS uint16_t largest_of(const uint16_t *x, size_t count)
-{
-    uint16_t largest = 0;
-    for (size_t i = 0; i < count; i++) {
-        uint16_t magnitude = x[i] & 0x7FFF;
-        largest = MOST(magnitude, largest);
-    }
-    return largest;
-}
-
-/* Fill scales, least values and codes; 0 where numbers are not finite, or too large to come back. */
-TARGET static int pack_rotated(const Rotation *rotation, uint8_t *codes, uint16_t *scales, const uint16_t *x,
-                               double *error)
-{
-    float values[RUN_MOST];
-    uint8_t single[RUN_MOST];
-    uint16_t back[RUN_MOST];
-    Loss loss = {.by = 1.0f};
-    Sums sums = {0};
-    size_t columns = rotation->columns;
-    uint16_t largest = largest_of(x, rotation->rows * columns);
-    if (!begin_strip(&loss, largest) || largest >= ROTATED_BELOW)
-        return 0;
-    for (size_t row = 0; row < rotation->rows; row++, x += columns) {
-        for (size_t i = 0; i < columns; i++)
-            values[i] = widened(x[i]);
-        for (size_t i = 0; i < columns; i += LINE / 2)
-            __builtin_prefetch(x + rotation->rows * columns + i);
-        rotate_row(values, rotation);
-        Share share = share_of(values, columns, rotation->bits, scales + row, scales + rotation->rows + row);
-        code_row(rotation, single, values, share);
-        store_codes(rotation, codes, row, single);
-        turn_back(back, values, rotation);
-        add_losses(&sums, x, back, columns, loss.by);
-        gather(&loss, &sums, row, rotation->rows);
-    }
-    *error = error_of(&loss);
-    return 1;
 }
 
 /* 0 where scales are none that `pack_rotated` makes. */
 TARGET static int unpack_rotated(const Rotation *rotation, uint16_t *x, const uint8_t *codes, const uint16_t *scales)
 {
-    float values[RUN_MOST];
-    uint8_t single[RUN_MOST];
+    uint8_t single[RUN_MOST] = {0};
     if (largest_of(scales, 2 * rotation->rows) >= SHARE_BELOW)
         return 0;
     for (size_t row = 0; row < rotation->rows; row++, x += rotation->columns) {
         float by = widened(scales[row]), low = widened(scales[rotation->rows + row]);
         load_codes(rotation, single, row, codes);
-        for (size_t i = 0; i < rotation->columns; i++)
-            values[i] = (float)(int32_t)single[i] * by + low;
-        turn_back(x, values, rotation);
+        if (rotation->columns == 128)
+            unpack_row(x, single, by, low, 128, 128);
+        else
+            unpack_row(x, single, by, low, rotation->columns, rotation->run);
     }
     return 1;
 }

@@ -52,6 +52,12 @@ static inline Vector larger_halves(Vector a, Vector b) { return _mm_max_epi16(a,
 
 static inline Vector smaller_halves(Vector a, Vector b) { return _mm_min_epi16(a, b); }
 
+/* The sum of one number and of another one times 1 or -1. */
+static inline __m128 add_signed(__m128 a, __m128 b, __m128 signs)
+{
+    return _mm_add_ps(a, _mm_xor_ps(b, _mm_and_ps(signs, _mm_set1_ps(-0.0f))));
+}
+
 /* Words times 2^16 nearest to numbers, of two as near the even one. */
 static inline Vector rounded_words(Vector bits)
 {
@@ -128,6 +134,9 @@ static inline Vector smaller_halves(Vector a, Vector b)
     Vector is_first = (Vector)((Signed)a < (Signed)b);
     return (a & is_first) | (b & ~is_first);
 }
+
+/* The sum of one number and of another one times 1 or -1. */
+static inline Values add_signed(Values a, Values b, Values signs) { return a + b * signs; }
 
 /* Words times 2^16 nearest to numbers, of two as near the even one. */
 static inline Vector rounded_words(Vector bits) { return (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000; }
