@@ -32,12 +32,17 @@ def free_port() -> int:
 class MooncakeStore:
     """One master, and one store for each set."""
 
-    def __init__(self) -> None:
-        """Start the master. Raises `RuntimeError` when it does not listen."""
+    def __init__(self, *flags: str) -> None:
+        """Start the master, with more `flags`. Raises `RuntimeError` when it does not listen."""
         self._port = free_port()
         master = Path(mooncake.store.__file__).parent / "mooncake_master"
-        ports = (f"--rpc_port={self._port}", f"--metrics_port={free_port()}", "--rpc_address=127.0.0.1")
-        self._master = subprocess.Popen((str(master), *ports), stdout=sys.stderr)
+        ports = (
+            f"--rpc_port={self._port}",
+            f"--metrics_port={free_port()}",
+            "--rpc_address=127.0.0.1",
+            "--metrics_host=127.0.0.1",
+        )
+        self._master = subprocess.Popen((str(master), *ports, *flags), stdout=sys.stderr)
         self._store: mooncake.store.MooncakeDistributedStore | None = None
         self._wait()
 
@@ -63,11 +68,12 @@ class MooncakeStore:
         segment_bytes = -(-2 * source.nbytes // ALIGN_BYTES) * ALIGN_BYTES + ALIGN_BYTES
         self._attach(work, source, sink, segment_bytes)
 
-    def _attach(self, work: Work, source: Bytes2D, sink: Bytes2D, segment_bytes: int) -> None:
+    def _attach(self, work: Work, source: Bytes2D, sink: Bytes2D, segment_bytes: int, disk: Path | None = None) -> None:
+        """Make a store and register the caller's buffers; it writes to files below `disk`, if any."""
         self._store = mooncake.store.MooncakeDistributedStore()
-        status = self._store.setup(
-            "127.0.0.1", "P2PHANDSHAKE", segment_bytes, ALIGN_BYTES, "tcp", "", f"127.0.0.1:{self._port}"
-        )
+        engine = None  # It makes its own.
+        place = ("127.0.0.1", "P2PHANDSHAKE", segment_bytes, ALIGN_BYTES, "tcp", "", f"127.0.0.1:{self._port}")
+        status = self._store.setup(*place, engine, disk is not None, str(disk or ""))
         for array in (source, sink):
             status = status or self._store.register_buffer(array.ctypes.data, array.nbytes)
         if status:
