@@ -116,6 +116,7 @@ TARGET ALWAYS void turn_row(Turned *turned, size_t row, const uint16_t *x, size_
 {
     Turning here;
     size_t chunks = chunks_of(columns);
+    here.values[0] = (Floats){0}; /* No row is empty, but compilers do not know that. */
     UNROLLED
     for (size_t i = 0; i < chunks; i++) {
         Words chunk = chunk_of_row(x, CHUNK * i, columns);
@@ -166,7 +167,7 @@ TARGET ALWAYS void pair_up(uint8_t *restrict codes, const uint8_t *restrict sing
 TARGET ALWAYS void store_coded(const Rotation *rotation, uint8_t *codes, size_t at, size_t count, Words even, Words odd)
 {
     size_t plane = rotation->rows * rotation->columns / 8;
-    uint8_t single[CHUNK], made[CHUNK];
+    uint8_t single[CHUNK] = {0}, made[CHUNK];
     int kind = rotation->bits == 8 ? INT8 : INT4;
     if (count == CHUNK) {
         store_chunk(codes + CODES(at), even, odd, even, kind);
@@ -222,7 +223,8 @@ TARGET ALWAYS void pack_turned(const Rotation *rotation, uint8_t *codes, uint16_
         turn_row(&turned, row, x + row * columns, columns, run);
     share_rows(&split, &turned, rotation->bits);
     for (size_t row = 0; row < rows; row++) {
-        Shares shares = {everywhere(split.by[row]), everywhere(split.inverse[row]), everywhere(split.low[row]), {{0}, {0}}};
+        Shares shares = {everywhere(split.by[row]), everywhere(split.inverse[row]), everywhere(split.low[row]),
+                         {{0}, {0}}};
         scales[top + row] = (uint16_t)(bits_of(split.by[row]) >> 16);
         scales[rotation->rows + top + row] = (uint16_t)(bits_of(split.low[row]) >> 16);
         for (size_t i = 0; i < columns; i += LINE / 2)

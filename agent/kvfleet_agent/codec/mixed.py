@@ -33,6 +33,7 @@ _RUNGS: Final = bytes(
 """The same without rotated planes: the next cheaper one stands for them."""
 _EXACT_PLACES: Final = bytes(range(_EXACT_PLACE, 256))
 _FORMS: Final = tuple(rung.name.lower() for rung in LADDER)
+_NONE_MISSED: Final = [0] * len(LADDER)
 _PLACES: Final = bytes(LADDER.index(Rung(rung)) if rung in LADDER else _EXACT_PLACE for rung in range(256))
 
 
@@ -125,16 +126,18 @@ def _are_exact(places: bytes) -> bool:
 
 
 def _settled(first: First, places: bytes, errors: npt.NDArray[np.float64]) -> tuple[Settled, ...]:
-    guessed, taken = np.frombuffer(first.places, np.uint8), np.frombuffer(places, np.uint8)
-    above = taken[guessed < taken] if first.is_guess and first.places != places else taken[:0]
-    found, missed = (np.bincount(each, minlength=len(LADDER)).tolist() for each in (taken, above))
-    worst = np.zeros(len(LADDER))
+    taken, worst, missed = np.frombuffer(places, np.uint8), np.zeros(len(LADDER)), _NONE_MISSED
     np.maximum.at(worst, taken, errors)
-    return tuple(
-        Settled(form, found[place], missed[place], float(worst[place]))
-        for place, form in enumerate(_FORMS)
-        if found[place]
-    )
+    if first.is_guess and first.places != places:
+        missed = _counted(taken[np.frombuffer(first.places, np.uint8) < taken])
+    rows = zip(_FORMS, _counted(taken), missed, worst.tolist(), strict=True)
+    return tuple([Settled._make(row) for row in rows if row[1]])
+
+
+def _counted(places: npt.NDArray[np.uint8]) -> list[int]:
+    """Planes on each place of the ladder."""
+    found: list[int] = np.bincount(places, minlength=len(LADDER)).tolist()
+    return found
 
 
 def _parse(stored: memoryview, raw_bytes: int) -> Mixing:
