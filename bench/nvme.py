@@ -50,14 +50,12 @@ class Peer:
 PEERS: Final = {
     "lmcache": Peer("lmcache", "bench.peers.lmcache_disk", ("--direct",)),
     "lmcache buffered": Peer("lmcache", "bench.peers.lmcache_disk"),
+    "lmcache raw_block": Peer("raw-block", "bench.peers.lmcache_raw"),
     "vllm": Peer("vllm", "bench.peers.vllm_files"),
     "mooncake": Peer("mooncake", "bench.peers.mooncake_disk", ("--direct",)),
     "mooncake buffered": Peer("mooncake", "bench.peers.mooncake_disk"),
 }
 ENVIRONMENTS: Final = tuple(dict.fromkeys(p.environment for p in PEERS.values()))
-ABSENT: Final = {
-    "lmcache raw_block": "its wheel lacks the module lmcache_rust_raw_block_io",
-}
 WAYS: Final = {"write": "put", "read": "get"}
 QUICK: Final = (OURS, f"{OURS} sealed", NIXL, "lmcache")
 """Who takes part in a quick run: starting torch once more, and the codec's turns, take longer than all the rest.
@@ -170,7 +168,7 @@ def _try(made: Field, name: str, verb: str, arguments: dict[str, int]) -> dict[s
 def start(directory: Path, who: Sequence[str], environments: Sequence[str]) -> Iterator[Field]:
     """Start `who` takes part, peers as far as their environment is among `environments`; stop them at the end."""
     with ExitStack() as stack:
-        versions = {"kvfleet": __version__, **{name: f"absent: {why}" for name, why in ABSENT.items()}}
+        versions = {"kvfleet": __version__}
         commands = [_command(name, directory, "bench.nvme_ours", more) for name, more in FORMS.items() if name in who]
         commands.append(_command(NIXL, directory, "bench.peers.nixl_posix", ()))
         for name in PEERS:

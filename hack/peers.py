@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+import raw_block
+
 ROOT: Final = Path(__file__).resolve().parents[1]
 STAMP: Final = "kvfleet-peers.sha256"
 
@@ -20,9 +22,13 @@ PEERS: Final = {
     "codec": "blosc2, lz4 and numcodecs, which compress bytes",
     "lmcache": "LMCache 0.5.6 with torch; hard links from uv's cache where it has the same wheels",
     "mooncake": "Mooncake's store without CUDA, over TCP",
+    "raw-block": "LMCache 0.5.6 once more, with the Rust module of its raw_block, which cargo builds",
     "vllm": "vLLM 0.33 and what its file tier imports, with LMCache's torch",
 }
 """What there is, by name; each has its `requirements/peers-NAME.txt`."""
+
+RAW_BLOCK: Final = "raw-block"
+CRATES: Final = ROOT / "requirements" / "peers-raw-block.crates"
 
 
 class InstallError(Exception):
@@ -52,9 +58,18 @@ def ensure(name: str, say: Callable[[str], None]) -> Path:
     # The file names all there is to install: what a wheel asks for besides was left out on purpose.
     at = ("--python", str(python_of(name)), "--no-deps", "--require-hashes", "-r", str(_requirements(name)))
     _uv("pip", "install", *at)
+    if name == RAW_BLOCK:
+        _build_raw_block(python_of(name))
     (directory / STAMP).write_text(_digest(name))
     say(f".venv-{name} is ready after {time.monotonic() - started_s:.0f} s")
     return python_of(name)
+
+
+def _build_raw_block(python: Path) -> None:
+    try:
+        raw_block.build(python, _requirements(RAW_BLOCK), CRATES)
+    except (OSError, subprocess.SubprocessError, raw_block.CrateError) as e:
+        raise InstallError(f"raw_block: {e}") from e
 
 
 def _requirements(name: str) -> Path:
@@ -62,7 +77,8 @@ def _requirements(name: str) -> Path:
 
 
 def _digest(name: str) -> str:
-    return hashlib.sha256(_requirements(name).read_bytes() + sys.version.encode()).hexdigest()
+    crates = CRATES.read_bytes() if name == RAW_BLOCK else b""
+    return hashlib.sha256(_requirements(name).read_bytes() + crates + sys.version.encode()).hexdigest()
 
 
 def _uv(*arguments: str) -> None:

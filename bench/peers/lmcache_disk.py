@@ -69,13 +69,16 @@ class LocalDisk:
         )
         geometry = (layers, 2, BLOCK_TOKENS, 1, HEAD_DIM)
         metadata = LMCacheMetadata("bench", 1, 1, 0, 0, torch.bfloat16, geometry, chunk_size=BLOCK_TOKENS)
-        self._memory = LocalCPUBackend(config, metadata, dst_device="cpu")
-        self._disk = LocalDiskBackend(config, self._loop, self._memory, "cpu", None, metadata)
-        self._shape = torch.Size([2, layers, BLOCK_TOKENS, HEAD_DIM])
         self._work = work
+        self._memory = LocalCPUBackend(config, metadata, dst_device="cpu")
+        self._disk = self._open_disk(config, metadata)
+        self._shape = torch.Size([2, layers, BLOCK_TOKENS, HEAD_DIM])
         self._source, self._sink = self._tensors(source), self._tensors(sink)
         self._keys: list[CacheEngineKey] = []
         self._held: list[Any] = []
+
+    def _open_disk(self, config: LMCacheEngineConfig, metadata: LMCacheMetadata) -> Any:
+        return LocalDiskBackend(config, self._loop, self._memory, "cpu", None, metadata)
 
     def _tensors(self, rows: Bytes2D) -> list[torch.Tensor]:
         return [torch.from_numpy(row).view(torch.bfloat16).view(self._shape) for row in rows]

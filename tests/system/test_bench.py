@@ -116,8 +116,8 @@ def test_bench_nvme_ends_with_the_agreed_line(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["bench"] == "nvme"
-    peers = ("lmcache", "mooncake", "vllm")
-    assert {said["versions"][peer] for peer in peers} == {"absent: not asked for"}
+    peers = ("lmcache", "lmcache_raw_block", "mooncake", "vllm")
+    assert {said["versions"][peer.replace("lmcache_", "lmcache ")] for peer in peers} == {"absent: not asked for"}
     assert said["versions"]["fio"][0].isdigit()
     keyed = {"write_2MiB_vs_fio", "read_2MiB_vs_fio", "encrypted_write_vs_plain"}
     assert all(said["ratios"][key] > 0 for key in keyed)
