@@ -5,7 +5,6 @@ in a landing buffer, or in a slot that nobody else can see.
 """
 
 import asyncio
-import mmap
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from functools import partial
 from threading import Lock
 from typing import Final
 
+from kvfleet_agent.backends.scratch import scratch
 from kvfleet_agent.backends.waiting import in_thread, settle
 from kvfleet_agent.ports import Wanted
 from kvfleet_agent.remote import wire
@@ -86,14 +86,15 @@ class Transfers:
         self._paused_until_s: dict[str, float] = {}
         if nixl:
             # Never unmapped: NIXL may write late, and the process's end is the only certain one.
-            self._memory = memoryview(mmap.mmap(-1, landing_bytes))
+            self._memory = memoryview(scratch(landing_bytes))
             self._address = address_of(self._memory)
             nixl.register(LANDING_REGION, self._memory)
 
     @property
     def landing_bytes(self) -> int:
         """Bytes of landing buffers in use, those of transfers that nobody waits for any more included."""
-        return self._landing.taken_bytes
+        with self._landing_lock:
+            return self._landing.taken_bytes
 
     async def bring(
         self, link: Link, leased: list[Leased], generation: int, deadline_s: float
