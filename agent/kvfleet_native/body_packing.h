@@ -165,6 +165,17 @@ TARGET ALWAYS Words scale_half(Split *split, size_t i, Floats amount)
     return bits;
 }
 
+/* The first ones of a vector of words; of a length that is known it is one store. */
+TARGET ALWAYS void store_first(uint16_t *into, Words words, size_t count)
+{
+    if (count >= CHUNK)
+        memcpy(into, &words, 2 * CHUNK);
+    else if (count == FLOATS)
+        memcpy(into, &words, 2 * FLOATS);
+    else
+        memcpy(into, &words, 2 * count);
+}
+
 /* Scales from bounds; returns the bits of the largest magnitude. */
 TARGET ALWAYS uint16_t scale(Split *split, Strip *strip, uint16_t *scales, uint16_t *lows, size_t count, int kind)
 {
@@ -172,13 +183,12 @@ TARGET ALWAYS uint16_t scale(Split *split, Strip *strip, uint16_t *scales, uint1
     for (size_t i = count; i % CHUNK != 0; i++)
         strip->largest[i] = 0, strip->least[i] = 0, strip->greatest[i] = 0;
     for (size_t i = 0; i < count; i += CHUNK) {
-        size_t filled = 2 * LEAST(CHUNK, count - i);
         Words low, high, bits[2];
         if (kind == INT4) {
             memcpy(&low, strip->least + i, sizeof low);
             memcpy(&high, strip->greatest + i, sizeof high);
             low = (Words)in_order((Halves)low), high = (Words)in_order((Halves)high);
-            memcpy(lows + i, &low, filled);
+            store_first(lows + i, low, count - i);
             most = larger_halves(most, larger_halves((Vector)(low & 0x7FFF7FFF), (Vector)(high & 0x7FFF7FFF)));
         } else {
             memcpy(&high, strip->largest + i, sizeof high);
@@ -193,8 +203,7 @@ TARGET ALWAYS uint16_t scale(Split *split, Strip *strip, uint16_t *scales, uint1
                 bits[odd] = scale_half(split, at, half_of(high, odd) / (kind == INT8 ? 127.0f : 448.0f));
             }
         }
-        bits[0] = bits[0] >> 16 | bits[1];
-        memcpy(scales + i, bits, filled);
+        store_first(scales + i, bits[0] >> 16 | bits[1], count - i);
     }
     return (uint16_t)largest_half(most);
 }
