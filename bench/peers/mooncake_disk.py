@@ -12,6 +12,7 @@ import argparse
 import ctypes
 import errno
 import os
+import shutil
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -31,11 +32,16 @@ BEAT_BYTES: Final = 4096
 SETS_KEPT: Final = 3
 """What is removed stays in its bucket until that is evicted."""
 POLL_S: Final = 200e-6
-WAIT_S: Final = 30.0
+WAIT_S: Final = 12.0
+ATTEMPTS: Final = 4
 AT_FDCWD, STATX_BTIME = -100, 0x800
 """Of linux/fcntl.h and linux/stat.h; man 2 statx gives the offsets read below."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class StalledError(RuntimeError):
+    """What it was to do has not happened in time."""
 
 
 class MooncakeDisk(MooncakeStore):
@@ -44,11 +50,14 @@ class MooncakeDisk(MooncakeStore):
     def __init__(self, directory: Path, *, is_direct: bool) -> None:
         """Use files below `directory`."""
         self._root, self._is_direct = directory, is_direct
+        self._stores = 0
         super().__init__("--enable_offload=true", f"--default_kv_lease_ttl={LEASE_MS}")
 
     def open(self, work: Work, source: Bytes2D, sink: Bytes2D) -> None:
         """Make a store whose segment holds twice the set."""
         self._close_store()
+        self._rows = source, sink
+        self._stores += 1
         self._directory = self._root / str(work.block_bytes)
         while self._directory.exists():
             self._directory = self._directory.with_suffix(f".{time.monotonic_ns()}")
@@ -66,7 +75,7 @@ class MooncakeDisk(MooncakeStore):
 
     def prepare(self, generation: int) -> None:
         """Lay the blocks into its memory."""
-        super().prepare(generation)
+        self._keys = [f"{self._stores}/{generation}/{i:016}" for i in range(self._work.blocks)]
         self._wait_for_heartbeat(generation)
         self._earlier = set(self._files(".bucket"))
         super().put(generation)
@@ -77,7 +86,7 @@ class MooncakeDisk(MooncakeStore):
         A bucket of small objects is written by it, and gone.
         """
         assert self._store is not None
-        keys = [f"heartbeat/{generation}/{i}" for i in range(self._bucket_keys)]
+        keys = [f"heartbeat/{self._stores}/{generation}/{i}" for i in range(self._bucket_keys)]
         self._earlier = set(self._files(".bucket"))
         for part in self._work.batches():
             named = keys[part]
@@ -87,8 +96,23 @@ class MooncakeDisk(MooncakeStore):
         _wait_until("had a heartbeat", lambda: any(self._written(".meta")))
         self._store.batch_remove(keys, force=True)
 
-    def put(self, _: int) -> dict[str, float]:
+    def put(self, generation: int) -> dict[str, float]:
         """Memory to files, until the master knows where each block lies; returns seconds since the first was made."""
+        for _attempt in range(ATTEMPTS - 1):
+            try:
+                return self._write()
+            except StalledError:
+                self._begin_again(generation)
+        return self._write()
+
+    def _begin_again(self, generation: int) -> None:
+        """A store that has left out a block holds back others of its bucket for good: a new one takes its place."""
+        directory = self._directory
+        self.open(self._work, *self._rows)
+        shutil.rmtree(directory)
+        self.prepare(generation)
+
+    def _write(self) -> dict[str, float]:
         buckets = self._work.blocks // self._bucket_keys
         _wait_until("wrote all buckets", lambda: len(list(self._written(".meta"))) == buckets)
         _wait_until("told the master", self._is_on_disk)
@@ -138,11 +162,11 @@ def _made_s(path: Path) -> float:
 
 
 def _wait_until(what: str, is_so: Callable[[], bool]) -> None:
-    """Poll; raises `RuntimeError` with `what` did not come."""
+    """Poll; raises `StalledError` with `what` did not come."""
     until_s = time.monotonic() + WAIT_S
     while not is_so():
         if time.monotonic() > until_s:
-            raise RuntimeError(f"mooncake: it never {what}")
+            raise StalledError(f"mooncake: it never {what}")
         time.sleep(POLL_S)
 
 
