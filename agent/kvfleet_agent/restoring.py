@@ -7,10 +7,11 @@ are here already, or that something here continues, twins, and rings.
 from __future__ import annotations
 
 from itertools import compress
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from kvfleet_agent.backends.columns import alike
 from kvfleet_agent.blocks import kind_of
 from kvfleet_agent.entry import Residence
 from kvfleet_agent.forest import NONE, forest_of
@@ -30,11 +31,6 @@ if TYPE_CHECKING:
     from kvfleet_agent.tiers import Tier
 
     Mask = NDArray[np.bool_]
-
-_COMMON: Final = ("epoch", "raw_bytes", "layout_id", "parent_length", "codec_length", "codec")
-"""Fields of a record that many share: its kind."""
-_FEW: Final = 16
-"""Up to so many kinds of an extent are told apart one by one, which takes a tenth of sorting."""
 
 
 class Restored(NamedTuple):
@@ -131,7 +127,7 @@ class Restoring:
         rows["offset"] = columns.indices[at] * columns.slot_bytes
         rows["extent"] = columns.extent
         rows["counts"][:, self._tier.level] = counts[at]
-        firsts, of = _alike(records)
+        firsts, of = alike(records)
         account = blocks.account_in(self._tier, columns.extent)
         kinds = [kind_of(self._copy(columns, int(at[first])), account) for first in firsts]
         rows["born_s"] = np.array([self._born_at_s(kind.epoch) for kind in kinds])[of]
@@ -164,22 +160,3 @@ def _fits(columns: Columns, counts: NDArray[np.intp]) -> Mask:
     """Blocks of which a row can tell everything."""
     fits: Mask = (columns.records["stored_bytes"] <= NUMBER_MAX) & (counts <= COUNT_MAX)
     return fits & np.bool_(columns.extent <= NUMBER_MAX)
-
-
-def _alike(records: NDArray[np.void]) -> tuple[list[int], NDArray[np.intp]]:
-    """Position of a first record of each kind, and the kind of each record."""
-    common = np.concatenate([_bytes_of(records, name) for name in _COMMON], axis=1)
-    common = common.view(f"V{common.shape[1]}")[:, 0]
-    firsts: list[int] = []
-    of = np.full(len(records), NONE, np.intp)
-    while (of == NONE).any():
-        if len(firsts) == _FEW:
-            _, found, of = np.unique(common, return_index=True, return_inverse=True)
-            return found.tolist(), of.reshape(-1)
-        firsts.append(int((of == NONE).argmax()))
-        of[common == common[firsts[-1]]] = len(firsts) - 1
-    return firsts, of
-
-
-def _bytes_of(records: NDArray[np.void], name: str) -> NDArray[np.uint8]:
-    return np.ascontiguousarray(records[name]).view(np.uint8).reshape(len(records), -1)

@@ -39,6 +39,8 @@ SCRIPTED: Final[dict[str, tuple[Step, ...]]] = {
         "put 1, index, put 2, late 6 3",
         "put 1, index, put 2, late 8 3",
         "put 1, index, put 2, late 10 3",
+        "put 1 7 2, late 1 3",
+        "put 1 7 2, late 2 3",
         "put 1, index, drop 1, bury, put 7",
         "put 1 7, index, drop 7, bury, index",
         "put 1 2 3, reopen, put 4, drop 1, bury",

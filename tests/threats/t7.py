@@ -23,12 +23,10 @@ from kvfleet_agent.backends.header import HEADER_BYTES
 from kvfleet_agent.backends.index_file import INDEX_FILE
 from kvfleet_agent.backends.index_format import (
     BODY_OFFSET,
-    ENTRY_BYTES,
     Body,
     Kinds,
     Listed,
     body_head,
-    pack_entry,
     pack_map,
     seal,
     sealed_bytes,
@@ -38,6 +36,7 @@ from kvfleet_agent.backends.object import open_object_tier
 from kvfleet_agent.backends.objects import ObjectClient
 from kvfleet_agent.backends.sealed_record import SealedForm
 from kvfleet_agent.backends.segment_name import SegmentName, parse_name
+from kvfleet_agent.backends.slot_notes import SlotNotes, Traits
 from kvfleet_agent.backends.slots import round_up
 from kvfleet_api.errors import BackendFailedError, BlockCorruptError
 from threats.sealed_disk import ATTACKS, BLOCK_BYTES, CAPACITY_BYTES, SCOPES, SealedDisk, make, read, text
@@ -146,17 +145,18 @@ async def _attack_index(disk: SealedDisk, rng: random.Random) -> None:
 def _forged_index(disk: SealedDisk, rng: random.Random) -> bytes:
     """An index in the clear with right tags that lists records of any scope with checksums of what lies there."""
     kinds, listed = Kinds(), []
+    traits = Traits(kinds)
     names = [n for n in map(parse_name, disk.volume.image.names) if isinstance(n, SegmentName)]
     for name in names:
-        entries = bytearray(name.slots * ENTRY_BYTES)
+        notes, stamps = SlotNotes(name.slots), [0] * name.slots
         for block in (b for b in disk.held if b.slot.extent == name.id):
             lying = memoryview(disk.peek(block.slot)[HEADER_BYTES:])
             number = int.from_bytes(block.record.key.digest, "big")
             made = record(number, lying, block.slot, block.record.key.scope)
-            at = block.slot.offset // name.stride_bytes * ENTRY_BYTES
-            entry = pack_entry(block.slot.stamp, made, kinds.number(made.layout_id, made.codec) or 0)
-            entries[at : at + ENTRY_BYTES] = entry
-        listed.append(Listed(name, rng.choice(SCOPES), memoryview(entries)))
+            at = block.slot.offset // name.stride_bytes
+            assert notes.set(at, made, traits)
+            stamps[at] = block.slot.stamp
+        listed.append(Listed(name, rng.choice(SCOPES), notes.entries(stamps, traits)))
     body = Body(1 << 33, max(n.id for n in names) + 1, tuple(kinds.known), tuple(listed))
     head = body_head(body)
     said = bytearray(head + b"".join(s.entries for s in listed) + bytes(16))

@@ -14,14 +14,12 @@ from virtual_loop import run_virtually
 from kvfleet_agent.backends.base import Record, SlotRef
 from kvfleet_agent.backends.index_file import INDEX_FILE
 from kvfleet_agent.backends.index_format import (
-    ENTRY_BYTES,
     KINDS_MAX,
     Body,
     Kinds,
     Listed,
     body_bytes_max,
     body_head,
-    pack_entry,
     pack_map,
     seal,
     sealed_bytes,
@@ -31,6 +29,7 @@ from kvfleet_agent.backends.index_format import (
 )
 from kvfleet_agent.backends.nvme import RecordStore, open_store
 from kvfleet_agent.backends.segment_name import SegmentName
+from kvfleet_agent.backends.slot_notes import SlotNotes, Traits
 from kvfleet_api.blocks import BlockKey, LayoutId
 from kvfleet_api.errors import TierFullError
 
@@ -46,7 +45,7 @@ in_one_scope = st.builds(
     layout_id=st.binary(min_size=16, max_size=16).map(LayoutId),
     codec=st.sampled_from(["raw", "lossless", "c" * 32]),
     raw_bytes=u64,
-    stored_bytes=u64,
+    stored_bytes=st.integers(0, (1 << 32) - 1),
     checksum=st.binary(min_size=16, max_size=16),
     epoch=u64,
 )
@@ -62,17 +61,12 @@ def packed(body: Body) -> memoryview:
 
 def body_of(found: list[Record | None]) -> Body:
     """Index of one segment with a slot for each record."""
-    kinds = Kinds()
-    entries = bytearray()
-    for stamp, record in enumerate(found, 1):
-        if record is None:
-            entries += bytes(ENTRY_BYTES)
-        else:
-            number = kinds.number(record.layout_id, record.codec)
-            assert number is not None
-            entries += pack_entry(stamp, record, number)
-    listed = Listed(SegmentName(5, 8192, len(found)), ANNA, memoryview(entries))
-    return Body(3, 6, tuple(kinds.known), (listed,))
+    kinds, notes = Kinds(), SlotNotes(len(found))
+    traits = Traits(kinds)
+    for at, record in enumerate(found):
+        assert record is None or notes.set(at, record, traits)
+    entries = notes.entries(range(1, len(found) + 1), traits)
+    return Body(3, 6, tuple(kinds.known), (Listed(SegmentName(5, 8192, len(found)), ANNA, entries),))
 
 
 @given(st.lists(st.none() | in_one_scope, max_size=6))

@@ -66,6 +66,31 @@ class Columns:
         return ((self.slot(at), self.record(at)) for at in range(len(self)))
 
 
+_COMMON: Final = ("epoch", "raw_bytes", "layout_id", "parent_length", "codec_length", "codec")
+"""Fields of a record that many share: its kind."""
+_FEW: Final = 16
+"""Up to so many kinds of an extent are told apart one by one, which takes a tenth of sorting."""
+
+
+def alike(records: NDArray[np.void]) -> tuple[list[int], NDArray[np.intp]]:
+    """Position of a first record of each kind, and the kind of each record."""
+    common = np.concatenate([_bytes_of(records, name) for name in _COMMON], axis=1)
+    common = common.view(f"V{common.shape[1]}")[:, 0]
+    firsts: list[int] = []
+    of = np.full(len(records), -1, np.intp)
+    while (of < 0).any():
+        if len(firsts) == _FEW:
+            _, found, of = np.unique(common, return_index=True, return_inverse=True)
+            return found.tolist(), of.reshape(-1)
+        firsts.append(int((of < 0).argmax()))
+        of[common == common[firsts[-1]]] = len(firsts) - 1
+    return firsts, of
+
+
+def _bytes_of(records: NDArray[np.void], name: str) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(records[name]).view(np.uint8).reshape(len(records), -1)
+
+
 _CODEC_BYTES_MAX: Final = 32
 _PACKED: Final = struct.Struct(f"<8xQQQQ16s16s20s20sBB{_CODEC_BYTES_MAX}s")
 

@@ -13,7 +13,6 @@ from typing import Final
 
 import numpy as np
 
-from kvfleet_agent.backends.base import Record
 from kvfleet_agent.backends.columns import Columns, fields_of
 from kvfleet_agent.backends.segment_name import SegmentName
 from kvfleet_agent.backends.slots import round_up
@@ -44,18 +43,16 @@ _SEGMENT: Final = struct.Struct("<QQQH")
 _KIND: Final = struct.Struct("<16sB")
 """layout id, length of the codec's name, which follows."""
 
-_ENTRY: Final = struct.Struct("<QQQQHBx4x16s20s20s")
-"""stamp (0: free slot), epoch, raw bytes, stored bytes, kind, length of the parent, checksum, digest, parent."""
-
-ENTRY_BYTES: Final = _ENTRY.size
-_FIELDS: Final = np.dtype(
+FIELDS: Final = np.dtype(
     [
         ("stamp", "<u8"), ("epoch", "<u8"), ("raw_bytes", "<u8"), ("stored_bytes", "<u8"), ("kind", "<u2"),
         ("parent_length", "u1"), ("zeros", "u1", 5), ("checksum", "u1", CHECKSUM_BYTES), ("digest", "u1", KEY_BYTES),
         ("parent", "u1", KEY_BYTES),
     ]
 )  # fmt: skip
-"""The same for NumPy."""
+"""An entry. A stamp of 0 means a free slot, and an epoch of records is that of the agent's run that wrote them."""
+
+ENTRY_BYTES: Final = FIELDS.itemsize
 LISTED_MAX: Final = (DIRECT_BYTES - _MAP.size - _TAG_BYTES) * 8
 """Segments that a map has bits for (32,576); four times as many as a store opens."""
 
@@ -116,17 +113,9 @@ def body_bytes_max(segments: int, slots: int) -> int:
     return round_up(fixed + segments * (_SEGMENT.size + _SCOPE_BYTES_MAX) + slots * ENTRY_BYTES, DIRECT_BYTES)
 
 
-def pack_entry(stamp: int, record: Record, kind: int) -> bytes:
-    """Entry of one record."""
-    return _ENTRY.pack(
-        stamp, record.epoch, record.raw_bytes, record.stored_bytes, kind, len(record.parent), record.checksum,
-        record.key.digest, record.parent,
-    )  # fmt: skip
-
-
 def unpack_entries(listed: Listed, kinds: Sequence[tuple[LayoutId, str]]) -> Columns:
     """Every slot that is in use."""
-    entries = np.frombuffer(listed.entries, _FIELDS)
+    entries = np.frombuffer(listed.entries, FIELDS)
     indices = np.flatnonzero(entries["stamp"])
     entries = entries.take(indices)
     records = np.zeros(len(entries), fields_of(_CODEC_BYTES_MAX))
@@ -150,7 +139,7 @@ def body_head(body: Body, tags: Sequence[bytes] = (), extra_bytes: int = 0) -> b
     scopes = tags or [s.scope.encode() for s in body.listed]
     names = b"".join(_packed_segment(s.name, scope) for s, scope in zip(body.listed, scopes, strict=True))
     kinds = b"".join(_KIND.pack(layout, len(codec.encode())) + codec.encode() for layout, codec in body.kinds)
-    entries_bytes = sum(len(s.entries) + extra_bytes for s in body.listed)
+    entries_bytes = sum(s.name.slots * ENTRY_BYTES + extra_bytes for s in body.listed)
     size_bytes = _BODY.size + len(names) + len(kinds) + entries_bytes + _TAG_BYTES
     version = SEALED_VERSION if extra_bytes else VERSION
     counts = (len(body.listed), len(body.kinds))
@@ -237,6 +226,3 @@ def unpack_map(page: memoryview, generation: int, copy: int, secret: bytes) -> t
 
 def _tag(content: bytes | memoryview, secret: bytes, person: bytes) -> bytes:
     return hashlib.blake2b(content, key=secret, digest_size=_TAG_BYTES, person=person).digest()
-
-
-assert _FIELDS.itemsize == ENTRY_BYTES, "both say the same of an entry"

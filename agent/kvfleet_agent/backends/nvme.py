@@ -24,6 +24,7 @@ from kvfleet_agent.backends.recovery import Recovery
 from kvfleet_agent.backends.runs import Laid
 from kvfleet_agent.backends.sealing import DataKeys
 from kvfleet_agent.backends.segment import Segment
+from kvfleet_agent.backends.slot_notes import Traits
 from kvfleet_agent.backends.slots import Extent, SlotTable
 from kvfleet_agent.backends.transfers import Transfers
 from kvfleet_agent.backends.volume import DIRECT_BYTES, Volume, VolumeFile
@@ -76,9 +77,9 @@ class RecordStore:
         self._table.keeps_empty = True
         self.skip_stamps = self._table.skip_stamps  # For several stores that are one tier.
         self._segments: dict[int, Segment] = {}
-        self._kinds = Kinds()
+        self._traits = Traits(Kinds())
         self._index = IndexFile(volume, claim.secret, claim.run, entry_sealing(self._form))
-        places = (self._table, self._segments, self._kinds, self._index)
+        places = (self._table, self._segments, self._traits, self._index)
         self._indexing = Later(_INDEX_DELAY_S, self.write_index)
         self._recovery = Recovery(volume, self._form, *places, self._fit, self._indexing.ask, self._fail)
         self._transfers = Transfers(self._form, self)
@@ -195,7 +196,7 @@ class RecordStore:
             await file.write(offsets[0], parts)
             for one in run:
                 if isinstance(one.end, Record):
-                    segment.enter(one.slot, one.end, self._kinds)
+                    segment.enter(one.slot, one.end, self._traits)
 
     async def _fill_holes(self, slots: Sequence[SlotRef], segment: Segment, file: VolumeFile) -> None:
         """Give neighbouring slots their blocks back; those that have theirs lose nothing."""
@@ -318,7 +319,7 @@ class RecordStore:
     async def write_index(self) -> None:
         """Write the index now; a failure leaves the start after this run more headers to read."""
         try:
-            await self._index.replace(self._segments.values(), self._kinds, self._table.next_extent)
+            await self._index.replace(self._segments.values(), self._traits, self._table.next_extent)
         except OSError as e:
             self._last_error = f"{self._volume.where}: index: {e.strerror or e}"
 

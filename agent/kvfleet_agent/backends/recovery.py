@@ -7,10 +7,10 @@ from typing import Protocol
 
 from kvfleet_agent.backends.columns import Columns
 from kvfleet_agent.backends.index_file import IndexFile
-from kvfleet_agent.backends.index_format import Kinds
 from kvfleet_agent.backends.record_bytes import Form
 from kvfleet_agent.backends.scan import Found, Scan, adopt, delete_all
 from kvfleet_agent.backends.segment import Segment
+from kvfleet_agent.backends.slot_notes import Traits
 from kvfleet_agent.backends.slots import SlotTable
 from kvfleet_agent.backends.volume import Volume
 from kvfleet_api.errors import BackendFailedError
@@ -30,7 +30,7 @@ class Recovery:
     form: Form
     table: SlotTable
     segments: dict[int, Segment]
-    kinds: Kinds
+    traits: Traits
     index: IndexFile
     fit: Fit
     differs: Callable[[], None]
@@ -72,7 +72,7 @@ class Recovery:
         """Adopt what can be read. What holds nothing goes, and the oldest of what the capacity has no room for."""
         names = await self.volume.names()
         body = await self.index.load()
-        self.kinds.extend(body.kinds if body else ())
+        self.traits.kinds.extend(body.kinds if body else ())
         self.table.skip_extents(body.next_segment if body else 0)
         unwanted: list[Found] = []
         async for found in Scan(self.volume, self.form, body).segments(names):
@@ -118,7 +118,7 @@ class Recovery:
             self._waiting.setdefault(found.unread, []).append(found)
             self.fit(0, 0)
             return False
-        segment = self.segments[found.name.id] = adopt(found, self.table, self.volume, self.kinds)
+        segment = self.segments[found.name.id] = adopt(found, self.table, self.volume, self.traits)
         if found.is_bad:
             segment.is_listable = False
             self.table.close_extent(found.name.id)

@@ -10,11 +10,12 @@ from typing import Final
 from kvfleet_agent.backends.base import Record
 from kvfleet_agent.backends.columns import Columns, columns_of
 from kvfleet_agent.backends.header import HEADER_BYTES
-from kvfleet_agent.backends.index_format import Body, Kinds, Listed, unpack_entries
+from kvfleet_agent.backends.index_format import Body, Listed, unpack_entries
 from kvfleet_agent.backends.record_bytes import Form
 from kvfleet_agent.backends.sealed_record import Unread
 from kvfleet_agent.backends.segment import Segment
 from kvfleet_agent.backends.segment_name import SegmentName, parse_name
+from kvfleet_agent.backends.slot_notes import Traits
 from kvfleet_agent.backends.slots import NOBODY, SlotTable
 from kvfleet_agent.backends.volume import Volume, VolumeFile
 
@@ -126,17 +127,15 @@ def _belongs(found: Found, uses: Sequence[tuple[int, int, Record]], record: Reco
     return is_of_scope and record.stored_bytes <= found.name.stride_bytes - HEADER_BYTES
 
 
-def adopt(found: Found, table: SlotTable, volume: Volume, kinds: Kinds) -> Segment:
+def adopt(found: Found, table: SlotTable, volume: Volume, traits: Traits) -> Segment:
     """Enter what was found into the table, and make its segment."""
     name, blocks = found.name, found.blocks
     assert blocks is not None, "a segment without records is not adopted"
     stamps = blocks.stamps(name.size_bytes // name.stride_bytes)
     extent = table.adopt(name.id, (blocks.scope, NOBODY, name.stride_bytes), name.size_bytes, stamps)
-    segment = Segment.of(extent, volume, bytearray(found.listed.entries) if found.listed else bytearray())
+    segment = Segment.of(extent, volume, is_made=True)
     segment.file = found.file
-    if found.listed is None:
-        for slot, record in blocks.pairs():
-            segment.enter(slot, record, kinds)
+    segment.enter_all(blocks, traits)
     return segment
 
 

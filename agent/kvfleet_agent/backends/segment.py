@@ -4,19 +4,21 @@ import asyncio
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvfleet_agent.backends.base import Record, SlotRef
-from kvfleet_agent.backends.index_format import ENTRY_BYTES, Kinds, Listed, pack_entry
+from kvfleet_agent.backends.columns import Columns
 from kvfleet_agent.backends.offset_set import OffsetSet
 from kvfleet_agent.backends.segment_name import SegmentName
+from kvfleet_agent.backends.slot_notes import SlotNotes, Traits
 from kvfleet_agent.backends.slots import FREE, Extent
 from kvfleet_agent.backends.volume import Volume, VolumeFile
 from kvfleet_api.blocks import ScopeId
 
-_NO_ENTRY: Final = bytes(ENTRY_BYTES)
+if TYPE_CHECKING:
+    from array import array
 
 
 @dataclass(slots=True, eq=False)
@@ -26,8 +28,9 @@ class Segment:
     name: SegmentName
     scope: ScopeId
     volume: Volume
-    entries: bytearray
-    """What the index will say of each slot (`ENTRY_BYTES` each): records that are durable and not dropped."""
+    stamps: "array[int]"
+    """Stamp of the present use of each slot: the store's table keeps it."""
+    notes: SlotNotes
     written: OffsetSet
     """Where a header may be on the medium."""
     holes: OffsetSet
@@ -53,43 +56,38 @@ class Segment:
     _opening: "asyncio.Task[VolumeFile] | None" = None
 
     @classmethod
-    def of(cls, extent: Extent, volume: Volume, entries: bytearray | None = None) -> "Segment":
-        """Segment for a new extent; with `entries` for one that was found on the medium."""
+    def of(cls, extent: Extent, volume: Volume, *, is_made: bool = False) -> "Segment":
+        """Segment for a new extent; `is_made` for one that was found on the medium."""
         name = SegmentName(extent.id, extent.stride_bytes, len(extent.stamps))
-        is_made = entries is not None
         is_used = np.frombuffer(extent.stamps, np.uint64) != FREE
         written, holes = (
             OffsetSet(name.stride_bytes, bytearray((flags & is_made).tobytes())) for flags in (is_used, ~is_used)
         )
-        entries = entries or bytearray(name.slots * ENTRY_BYTES)
-        segment = cls(name, extent.scope, volume, entries, written, holes, is_made=is_made)
+        notes = SlotNotes(name.slots)
+        segment = cls(name, extent.scope, volume, extent.stamps, notes, written, holes, is_made=is_made)
         segment.idle.set()
         return segment
 
-    def listed(self) -> Listed:
-        """State of the slots for the index; goes on changing."""
-        return Listed(self.name, self.scope, memoryview(self.entries))
+    def entries(self, traits: Traits) -> memoryview:
+        """What the index says of the slots now."""
+        return self.notes.entries(self.stamps, traits)
 
     @property
     def is_settled(self) -> bool:
         """True when the medium holds what the entries say, and nothing else that a start could find."""
         return not self.writers and not self.graves
 
-    def enter(self, slot: SlotRef, record: Record, kinds: Kinds) -> None:
+    def enter(self, slot: SlotRef, record: Record, traits: Traits) -> None:
         """Note a record that is durable."""
-        kind = kinds.number(record.layout_id, record.codec)
-        if kind is None:
-            self.is_listable = False
-            return
-        self._set_entry(slot.offset, pack_entry(slot.stamp, record, kind))
+        self.is_listable &= self.notes.set(slot.offset // self.name.stride_bytes, record, traits)
+
+    def enter_all(self, found: Columns, traits: Traits) -> None:
+        """Note the records that an earlier run has left."""
+        self.is_listable &= self.notes.set_all(found, traits)
 
     def leave(self, offset: int) -> None:
         """Note that a slot holds nothing any more."""
-        self._set_entry(offset, _NO_ENTRY)
-
-    def _set_entry(self, offset: int, entry: bytes) -> None:
-        at = offset // self.name.stride_bytes * ENTRY_BYTES
-        self.entries[at : at + ENTRY_BYTES] = entry
+        self.notes.clear(offset // self.name.stride_bytes)
 
     @contextmanager
     def using(self, *, is_writing: bool) -> Iterator[None]:
