@@ -106,6 +106,37 @@ TARGET static inline __m256 larger(__m256 a, __m256 b) { return _mm256_max_ps(a,
 
 TARGET static inline __m256 smaller(__m256 a, __m256 b) { return _mm256_min_ps(a, b); }
 
+#define HAS_NIBBLES 1
+
+/* The lower bytes of 16 halves, and the upper ones. */
+typedef struct {
+    __m128i low, high;
+} Nibbled;
+
+TARGET static inline Nibbled nibbled(const uint16_t *halves)
+{
+    const __m128i low = _mm_set1_epi16(0xFF);
+    __m128i first = _mm_loadu_si128((const __m128i *)halves), second = _mm_loadu_si128((const __m128i *)halves + 1);
+    return (Nibbled){_mm_packus_epi16(_mm_and_si128(first, low), _mm_and_si128(second, low)),
+                     _mm_packus_epi16(_mm_srli_epi16(first, 8), _mm_srli_epi16(second, 8))};
+}
+
+/* Halves of a table of 16 for the 32 nibbles of 16 bytes, the low one of each first. */
+TARGET static inline void store_of_nibbles(uint8_t *into, Nibbled table, const uint8_t *nibbles)
+{
+    const __m128i nibble = _mm_set1_epi8(0xF);
+    __m128i bytes = _mm_loadu_si128((const __m128i *)nibbles), halves[2][2];
+    for (int odd = 0; odd < 2; odd++) {
+        __m128i places = _mm_and_si128(odd ? _mm_srli_epi16(bytes, 4) : bytes, nibble);
+        __m128i low = _mm_shuffle_epi8(table.low, places), high = _mm_shuffle_epi8(table.high, places);
+        halves[odd][0] = _mm_unpacklo_epi8(low, high), halves[odd][1] = _mm_unpackhi_epi8(low, high);
+    }
+    for (int i = 0; i < 2; i++) {
+        _mm_storeu_si128((__m128i *)into + 2 * i, _mm_unpacklo_epi16(halves[0][i], halves[1][i]));
+        _mm_storeu_si128((__m128i *)into + 2 * i + 1, _mm_unpackhi_epi16(halves[0][i], halves[1][i]));
+    }
+}
+
 /* Of signed halves. */
 TARGET static inline Vector larger_halves(Vector a, Vector b) { return _mm256_max_epi16(a, b); }
 

@@ -77,6 +77,23 @@ TARGET static inline __m512 looked_up(__m512 first, __m512 second, Vector words)
     return _mm512_permutex2var_ps(first, words, second);
 }
 
+#define HAS_NIBBLES 1
+
+typedef __m512i Nibbled;
+
+TARGET static inline Nibbled nibbled(const uint16_t *halves)
+{
+    return _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)halves));
+}
+
+/* Halves of a table of 16 for the 32 nibbles of 16 bytes, the low one of each first. */
+TARGET static inline void store_of_nibbles(uint8_t *into, Nibbled table, const uint8_t *nibbles)
+{
+    __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)nibbles));
+    __m256i places = _mm256_and_si256(_mm256_or_si256(bytes, _mm256_slli_epi16(bytes, 4)), _mm256_set1_epi16(0x0F0F));
+    _mm512_storeu_si512(into, _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16(places), table));
+}
+
 /* Of signed halves. */
 TARGET static inline Vector larger_halves(Vector a, Vector b) { return _mm512_max_epi16(a, b); }
 

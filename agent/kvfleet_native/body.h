@@ -4,7 +4,7 @@
    (eight sums of 64 bits) with load_lanes(), store_lanes(), accumulate() and scramble(), for top bytes sum_of() (256 of
    them) and far_below() (a bit for each of 64 that is not of the `range` values ending at `base`), FLOATS, how many of
    them a vector has, and what works on these, larger() to store_halves(). With HAS_BYTES there are split_words(),
-   store_lowest_bytes() to store_marked() as well. */
+   store_lowest_bytes() to store_marked() as well, with HAS_NIBBLES Nibbled with nibbled() and store_of_nibbles(). */
 #include <string.h>
 
 #include "hash.h"

@@ -241,6 +241,21 @@ TARGET ALWAYS void decode_strip(uint16_t *x, const uint8_t *codes, const float *
     decode(x, single, scales, lows, count, kind, step);
 }
 
+#ifdef HAS_NIBBLES
+/* INT4 of one scale: there are 16 numbers that they come back as. Returns how many were decoded. */
+TARGET ALWAYS size_t decode_nibbles(uint16_t *x, const uint8_t *codes, float by, float low, size_t count)
+{
+    uint16_t table[16];
+    for (int code = 0; code < 16; code++)
+        table[code] = rounded((float)code * by + low);
+    Nibbled looked = nibbled(table);
+    size_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        store_of_nibbles((uint8_t *)(x + i), looked, codes + i / 2);
+    return i;
+}
+#endif
+
 #define CODES(at) ((at) / (kind == INT4 ? 2 : 1)) /* Bytes of codes before element `at`. */
 
 /* One scale for `group` elements that lie beside each other. */
@@ -249,7 +264,12 @@ TARGET ALWAYS void unpack_runs(const Grid *grid, uint16_t *x, const uint8_t *cod
     size_t groups = grid->rows * grid->columns / grid->group;
     for (size_t g = 0, at = 0; g < groups; g++, at += grid->group) {
         float by = widened(scales[g]), low = kind == INT4 ? widened(scales[groups + g]) : 0.0f;
-        for (size_t i = 0; i < grid->group; i += STRIP)
+        size_t i = 0;
+#ifdef HAS_NIBBLES
+        if (kind == INT4)
+            i = decode_nibbles(x + at, codes + CODES(at), by, low, grid->group);
+#endif
+        for (; i < grid->group; i += STRIP)
             decode_strip(x + at + i, codes + CODES(at + i), &by, &low, LEAST(STRIP, grid->group - i), kind, 0);
     }
 }
