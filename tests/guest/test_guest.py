@@ -50,7 +50,7 @@ def test_the_guest_ran_every_test_and_says_so(report: Report) -> None:
 
 @pytest.mark.parametrize(
     ("group", "laws"),
-    [("test_2_devdax", "TestDevDax"), ("test_3_numa", "TestNodeOfFirmware"), ("test_6_nvme", "TestNvme")],
+    [("test_2_devdax", "TestDevDax"), ("test_3_numa", "TestNodeOfFirmware"), ("test_7_nvme", "TestNvme")],
 )
 def test_the_shared_contract_ran_on_the_real_stack(report: Report, group: str, laws: str) -> None:
     ran = [name for name in steps_of(report, group) if name.startswith(f"{laws}::")]
@@ -88,7 +88,7 @@ def test_bytes_of_the_persistent_device_are_on_its_medium_and_blocks_of_a_closed
 
 
 def test_failures_of_the_device_name_file_and_cause(report: Report) -> None:
-    facts = {key: text for step in steps_of(report, "test_6_nvme").values() for key, text in step["facts"].items()}
+    facts = {key: text for step in steps_of(report, "test_7_nvme").values() for key, text in step["facts"].items()}
 
     assert "No data available" in facts["error"]
     assert all("/seg-" in text for text in (facts["error"], facts["write_error"], *facts["read_errors"]))

@@ -1,6 +1,7 @@
 """Node preparation brings a dax device into the mode that tiers declare, and leaves every other one as it is.
 
-Before: the volatile device is online as memory, the persistent one can be mapped (the tests before this one).
+Before: the volatile device is online as memory, the persistent one can be mapped (the tests before this one). No file
+system was mounted since: the kernel makes caches then with a part on each node, which from zone Normal never goes away.
 """
 
 import contextlib
