@@ -15,6 +15,8 @@ _LIBRARIES: Final = "usr/lib/x86_64-linux-gnu"
 _NOT_COMPILED: Final = "/dist-packages/kubernetes/"
 """2,000 modules, 100 MB of bytecode, for plugins of a person's kubeconfig; processes in a cluster never import them."""
 _TIMEOUT_S: Final = 900.0
+_UMASK: Final = 0o022
+"""Files of bytecode get it beside the modes of their sources; images would depend on whoever makes them."""
 
 
 def compile_bytecode(python: Sequence[Path], root: Path, folders: Sequence[str]) -> None:
@@ -41,4 +43,6 @@ def _run(layers: Sequence[Path], *arguments: str) -> "subprocess.CompletedProces
     libraries = ":".join(str(layer / _LIBRARIES) for layer in layers)
     command = [str(loader), "--library-path", libraries, str(home / "bin" / PYTHON), *arguments]
     environment = {"PYTHONHOME": str(home), "PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    return subprocess.run(
+        command, env=environment, umask=_UMASK, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+    )
