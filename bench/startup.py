@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
 
-from bench import common
+from bench import common, demo_start
 from bench.agent_process import make_node
 from bench.common import REPEATS_MIN, Result, Sample, publish, table, time_ratio
 from bench.identity import POOL, SECRET
@@ -220,8 +220,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         for who, sample in ((f"imports only, beside {medium}", imports), (f"{blocks} blocks in {medium}", starts)):
             rows.append((who, *(f"{v:.2f}" for v in sample.spread)))
+    versions = {"kvfleet": __version__, "demo": "absent: not in a quick run"}
+    if not chosen.quick:
+        found, versions["demo"] = demo_start.measure()
+        values |= found
+        rows += [(name.removesuffix("_s").replace("_", " "), "", f"{v:.2f}", "") for name, v in found.items()]
     print(table(("start, s", "min", "median", "max"), rows))
-    publish(Result("startup", bool(chosen.quick), {"kvfleet": __version__}, ratios, values), chosen.json)
+    publish(Result("startup", bool(chosen.quick), versions, ratios, values), chosen.json)
 
 
 if __name__ == "__main__":

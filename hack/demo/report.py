@@ -29,6 +29,7 @@ class Report:
         self._is_closed = False
         self._rows: list[Row] = []
         self._tiers: list[dict[str, Any]] = []
+        self._first_hit_s: float | None = None
 
     @property
     def wall_s(self) -> float:
@@ -54,6 +55,8 @@ class Report:
         """Show one served prompt, and the tiers as the agents' `stats` tell them now."""
         self._rows.append(row)
         self._tiers = list(agents)
+        if self._first_hit_s is None and row.result.hit_blocks:
+            self._first_hit_s = round(self.wall_s, 1)
         if self._live is not None:
             self._live.update(self._tables())
         else:
@@ -81,6 +84,7 @@ class Report:
             "restored_from": totals(rows),
             "layers_ms": arrived_ms(rows),
             "wrong_blocks": sum(r.result.wrong_blocks for r in rows),
+            "first_hit_s": self._first_hit_s,
             "wall_s": round(self.wall_s, 1),
         }
         print(json.dumps({"demo": told | ({"problem": problem} if problem else {})}), flush=True)
