@@ -175,3 +175,21 @@ def test_bench_operator_ends_with_the_agreed_line() -> None:
     assert said["values"]["naive_nodes_8"] == 4
     assert said["values"]["restart_s_8"] > 0
     assert said["values"]["writes_per_node_8"] >= 1
+    agreed = {"nodes", "converge_s", "change_p99_s", "restart_s", "failover_s", "rss_mib", "writes_per_s_idle"}
+    assert said["values"].keys() >= agreed
+    assert said["values"]["nodes"] == 8
+    assert said["ratios"]["converge_vs_naive"] == said["ratios"]["all_ready_8_vs_kopf"]
+
+
+def test_bench_startup_ends_with_the_agreed_line(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "bench.startup", "--quick", "--blocks", "2000", "--directory", str(tmp_path))
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["bench"] == "startup"
+    assert said["versions"]["demo"] == "absent: not in a quick run"
+    assert min(said["ratios"]["start_vs_imports"], said["ratios"]["nvme_start_vs_imports"]) > 0
+    assert min(said["values"]["agent_restart_s_per_million"], said["values"]["agent_bytes_per_block"]) > 0
+    assert list(tmp_path.iterdir()) == []
