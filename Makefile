@@ -74,8 +74,8 @@ threats: setup ## Every threat to isolation T1-T15, shortened (FULL=1: the count
 adversity: setup ## Lie to the operator and kill it at every API call, shortened (FULL=1: the counts of the claims)
 	@PYTHONPATH=tests $(BIN)/python -m adversity $(if $(ONLY),--only $(ONLY)) $(if $(FULL),--full)
 
-mutants: setup ## Seeded defects that the suite must catch
-	@$(BIN)/python hack/mutants.py $(if $(ONLY),--only $(ONLY))
+mutants: setup ## Seeded defects that the suite must catch (ONLY=I6 some, JOBS=2 two at a time, SHARD=1/4 a part)
+	@$(BIN)/python hack/mutants.py $(if $(ONLY),--only $(ONLY)) $(if $(JOBS),--jobs $(JOBS)) $(if $(SHARD),--shard $(SHARD))
 
 soak: setup ## Every invariant at the full counts of the table; hours; the log goes to docs/evidence/
 	@hack/soak.sh
