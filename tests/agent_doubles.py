@@ -259,10 +259,10 @@ def pool_spec(**policy: object) -> KVPoolSpec:
     )
 
 
-def dram_tier(capacity_bytes: int, level: int = 0, ordinal: int = 1) -> Tier:
+def dram_tier(capacity_bytes: int, level: int = 0, ordinal: int = 1, name: str = "dram") -> Tier:
     """A real memory tier of 4 KiB pages."""
     settings = HostDramTier(page_size="4Ki")
-    spec = NodeTier(name="dram", type=TierType.HOST_DRAM, capacity_bytes=capacity_bytes, host_dram=settings)
+    spec = NodeTier(name=name, type=TierType.HOST_DRAM, capacity_bytes=capacity_bytes, host_dram=settings)
     return Tier(spec, level, open_host_dram(settings, capacity_bytes, ()), ordinal)
 
 
@@ -319,7 +319,7 @@ LAYOUT_OTHER = LayoutId(b"other-layout-id.")
 async def store_chain(core: Core, at: Place, numbers: Sequence[int], parent: int | None = None) -> int:
     """Reserve, write and publish a chain of numbered blocks; returns how many found room."""
     before = digest(parent) if parent is not None else b""
-    made = await core.writer.reserve(at, before, [digest(n) for n in numbers])
+    made, *_ = await core.writer.reserve(at, before, [digest(n) for n in numbers])
     sums = []
     for reservation, number in zip(made, numbers, strict=False):
         assert reservation is not None

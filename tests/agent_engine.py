@@ -33,11 +33,14 @@ LOW_SLOTS = 256
 class Engine:
     """One attached connection of tenant `a`."""
 
-    def __init__(self, **policy: object) -> None:
+    def __init__(self, *, cxl_slots: int = 0, **policy: object) -> None:
+        """With a second memory tier between the two, where it has slots."""
         self.clock = Clock()
-        low = dict_tier("nvme", LOW_SLOTS * BLOCK_BYTES, 1, 2)
+        memory = [dram_tier(SLOTS * BLOCK_BYTES)]
+        memory += [dram_tier(cxl_slots * BLOCK_BYTES, 1, 3, "cxl")] if cxl_slots else []
+        low = dict_tier("nvme", LOW_SLOTS * BLOCK_BYTES, len(memory), 2)
         policy = {"admission": {"type": "Always"}} | policy
-        self.core = make_core([dram_tier(SLOTS * BLOCK_BYTES), low], self.clock, policy=policy)
+        self.core = make_core([*memory, low], self.clock, policy=policy)
         self.authenticator = FakeAuthenticator(a=caller("a"))
         self.verbs = make_verbs(self.core, self.authenticator)
         self.at = Attachment(1)
@@ -58,13 +61,11 @@ class Engine:
         packed = b"".join(map(digest, numbers))
         reserved = await self.ask(wire.Reserve(2, SCOPE, parent, packed, session))
         sums = []
-        tier = self.core.node.entry_tier
-        assert tier is not None
-        mappable = tier.mappable
-        assert mappable is not None
         held = {r.id: r for r in self.core.node.reservations.owned(1)}
         for slot, number in zip(reserved.slots, numbers, strict=False):
-            mappable.view(held[slot.reservation].slot)[:BLOCK_BYTES] = bytes_of(number)
+            reservation = held[slot.reservation]
+            assert reservation.tier.mappable is not None
+            reservation.tier.mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(number)
             sums.append(checksum(bytes_of(number), digest(number), reserved.epoch, slot.stamp))
         published = await self.ask(wire.Publish(3, tuple(s.reservation for s in reserved.slots), tuple(sums)))
         results: bytes = published.results
@@ -91,9 +92,10 @@ class Engine:
         """Bring everything to the lower tier, as a squeeze does."""
         for _ in range(3):
             self.core.room._node.is_draining = True
-            await self.core.room.drain(self.core.node.tiers[0])
+            for tier in self.core.node.tiers[:-1]:
+                await self.core.room.drain(tier)
             self.core.node.is_draining = False
-        assert self.core.node.tiers[0].blocks == 0
+        assert not any(tier.blocks for tier in self.core.node.tiers[:-1])
 
 
 async def steps_until(fact: Callable[[], bool]) -> None:

@@ -130,7 +130,7 @@ class Pair:
     async def store(self, numbers: Sequence[int]) -> None:
         for n in numbers:
             parent = digest(n - 1) if n > 1 else b""
-            made = await self.a.writer.reserve(place(), parent, [digest(n)])
+            made, *_ = await self.a.writer.reserve(place(), parent, [digest(n)])
             assert made[0] is not None
             mappable = made[0].tier.mappable
             assert mappable is not None

@@ -85,7 +85,7 @@ class Explainer:
             "slot_bytes": slot.size_bytes,
             "eviction": {
                 "inputs": {"children_here_or_faster": index.blockers(entry, tier.level), "is_held": entry.is_held},
-                "choice": "may leave" if index.may_leave(entry, tier) and not entry.is_held else "stays",
+                "choice": "may leave" if index.may_leave(entry) and not entry.is_held else "stays",
             },
             "placement": {
                 "alternatives": [f.name for f in facts if f.level > tier.level],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvfleet_agent.backends.base import Record, SlotRef
@@ -20,7 +21,7 @@ from kvfleet_api.errors import BackendFailedError, RetryableError, TierFullError
 from kvfleet_telemetry.tracing import span
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 
     from kvfleet_agent.exports import Exports
     from kvfleet_agent.mover import Mover
@@ -50,8 +51,8 @@ class Fetcher:
         self._mover = mover
         self._exports = exports
         self._tasks: set[asyncio.Task[None]] = set()
-        self._rising: dict[Priority, list[Entry]] = {}
-        """Blocks that are to be brought up from the next step of the loop on."""
+        self._rising: dict[tuple[Priority, bool], list[Entry]] = {}
+        """Blocks that are to be brought up from the next step of the loop on, by whether it is for a reader."""
         self._grouped: list[list[Entry]] = []
         """Those of them whose groups are made, as prefetches."""
 
@@ -77,7 +78,7 @@ class Fetcher:
                 return best
             if entry.level == GONE:
                 return None
-            if entry.move is None and not self._start_up(entry):
+            if entry.move is None and not self._start_up(entry, for_reader=True):
                 return best
             if entry.move is not None:
                 self._mover.traffic.wait_for(entry, tenant)
@@ -134,14 +135,14 @@ class Fetcher:
         """Return the fastest copy that engines can map, or None."""
         return next((r for r in entry.residences if r.tier.mappable is not None), None)
 
-    def _start_up(self, entry: Entry, urgency: Priority = Priority.PREFETCH) -> bool:
+    def _start_up(self, entry: Entry, urgency: Priority = Priority.PREFETCH, *, for_reader: bool = False) -> bool:
         """Start to copy a block up; False when there is nothing to copy from or to."""
         tier = self._node.entry_tier
         if tier is None or not entry.residences:
             return False
         self._begin([entry])
         self._ask_to_rise()
-        self._rising.setdefault(urgency, []).append(entry)
+        self._rising.setdefault((urgency, for_reader), []).append(entry)
         return True
 
     def _rise(self) -> None:
@@ -149,21 +150,25 @@ class Fetcher:
         rising, self._rising = self._rising, {}
         groups, self._grouped = self._grouped, []
         for group in groups:
-            self._spawn(self._copy_up(group, Priority.PREFETCH))
-        for urgency, entries in rising.items():
+            self._spawn(self._copy_up(group, Priority.PREFETCH, for_reader=True))
+        for (urgency, for_reader), entries in rising.items():
             for group in grouped(entries, _stored_bytes, lambda e: e.tenant):
-                self._spawn(self._copy_up(group, urgency))
+                self._spawn(self._copy_up(group, urgency, for_reader=for_reader))
 
     def _ask_to_rise(self) -> None:
         if not self._rising and not self._grouped:
             asyncio.get_running_loop().call_soon(self._rise)
 
-    async def _copy_up(self, entries: Sequence[Entry], urgency: Priority) -> None:
-        """Bring blocks of one tenant up; those behind the first one that has to wait for room come after it."""
+    async def _copy_up(self, entries: Sequence[Entry], urgency: Priority, *, for_reader: bool) -> None:
+        """Bring blocks of one tenant up; those behind the first one that has to wait for room come after it.
+
+        Where it was `for_reader`, no others leave for them once nobody waits for any of them.
+        """
         tier, moves, made, count = self._node.entry_tier, list[Move](), set[Entry](), 1
         try:
             if tier is not None:
-                count = await self._place(entries, tier, moves)
+                is_wanted = partial(self._is_wanted, entries) if for_reader else lambda: True
+                count = await self._place(entries, tier, moves, is_wanted)
                 made = await self._copied(moves, tier, urgency)
         except RetryableError:
             made = set()  # No room, or too much under way: the reader takes what it has.
@@ -174,9 +179,14 @@ class Fetcher:
             self._end(entries[:count], made)
         if entries[count:]:
             self._begin([e for e in entries[count:] if e.move is None or e.move.done()])
-            self._spawn(self._copy_up(entries[count:], urgency))
+            self._spawn(self._copy_up(entries[count:], urgency, for_reader=for_reader))
 
-    async def _place(self, entries: Sequence[Entry], tier: Tier, moves: list[Move]) -> int:
+    def _is_wanted(self, entries: Sequence[Entry]) -> bool:
+        return any(self._mover.traffic.is_waited_for(entry) for entry in entries)
+
+    async def _place(
+        self, entries: Sequence[Entry], tier: Tier, moves: list[Move], is_wanted: Callable[[], bool]
+    ) -> int:
         """Take slots, waiting for room for the first one alone; returns how many blocks that settles."""
         for count, entry in enumerate(entries):
             if not entry.residences:
@@ -188,7 +198,9 @@ class Fetcher:
             except RetryableError:
                 if moves:
                     return count
-                slot = await self._room.reserve(want, self._node.clock() + FETCH_S)
+                if not is_wanted():
+                    return len(entries)
+                slot = await self._room.reserve(want, self._node.clock() + FETCH_S, is_wanted=is_wanted)
             moves.append(Move(entry, source, slot))
         return len(entries)
 
@@ -331,6 +343,7 @@ class Fetcher:
                 self._node.index.forget(entry)
             entry.move = None
         done.set_result(any(e.residences for e in entries))
+        self._node.changed.fire()
 
     def _count(self, tier: Tier, entries: Sequence[Entry], raw_bytes: int, took_s: float) -> None:
         arrived = sum(1 for e in entries if e.residences)
@@ -349,14 +362,14 @@ class Fetcher:
             assert entry.move is None or entry.move.done()
             entry.move = done
 
-    @staticmethod
-    def _end(entries: Sequence[Entry], made: Collection[Entry]) -> None:
+    def _end(self, entries: Sequence[Entry], made: Collection[Entry]) -> None:
         """End the moves of blocks, shared ones with the first block that ends."""
         for entry in entries:
             done, entry.move = entry.move, None
             assert done is not None
             if not done.done():
                 done.set_result(entry in made)
+        self._node.changed.fire()
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

@@ -302,13 +302,13 @@ class Index:
         counts = self._scopes[entry.scope].children.get(entry.digest)
         return sum(counts[: level + 1]) if counts is not None else 0
 
-    def may_leave(self, entry: Entry, tier: Tier) -> bool:
-        """True when the copy in `tier` can go without a child being left in a faster place than its parent."""
-        if len(entry.residences) == 1:
-            return not self.is_continued(entry)
-        rest = [r.tier.level for r in entry.residences if r.tier is not tier]
-        level = min(rest, default=GONE)
-        return level <= entry.level or self.blockers(entry, level - 1) == 0
+    def may_leave(self, entry: Entry) -> bool:
+        """True when one copy can go: another one stays, or nothing continues the block.
+
+        Where children lie in faster tiers than the copy that stays is no reason to keep both: those children may be
+        what fills the tier that the parent would have to pass through.
+        """
+        return len(entry.residences) > 1 or not self.is_continued(entry)
 
     def relevel(self, tiers: Iterable[Tier]) -> None:
         """Count everything anew after some of these tiers, which are all, got other levels.

@@ -6,7 +6,6 @@ store access, and undone on the way up. Checksums are bound to the slot, so ever
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -59,15 +58,6 @@ class Mover:
         """Raw bytes of the moves that wait or run."""
         self.moving: dict[Entry, Tier] = {}
         """Blocks whose bytes are on their way, and where to; those that were dropped meanwhile included."""
-
-    async def has_arrived(self, tier: Tier, within_s: float) -> bool:
-        """Wait for the first block that is on its way into a tier; False when there is none, or no time."""
-        coming = (e.move for e, target in self.moving.items() if target is tier)
-        moves = {move for move in coming if move is not None}
-        if not moves or within_s <= 0:
-            return False
-        await asyncio.wait(moves, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
-        return True
 
     async def copy(
         self,

@@ -19,6 +19,7 @@ from kvfleet_agent.sessions import SessionTable
 from kvfleet_agent.state import started_unix_s
 from kvfleet_agent.tenant_book import TenantBook
 from kvfleet_agent.tiers import WRITE_PAUSE_S, Tier
+from kvfleet_kube.signal import Signal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -76,6 +77,8 @@ class Node:
     """True while blocks leave for media that survive; no new ones are taken."""
     drained_tiers: frozenset[str] = frozenset()
     """Names of tiers that KVOperations want emptied."""
+    changed: Signal = field(default_factory=Signal)
+    """Fires when a slot, a lease, a pin, a guard or a move ends, or blocks are published: there may be room now."""
     condemned: dict[Entry, list[Residence]] = field(default_factory=dict)
     """Copies taken out of the index whose slots wait for the end of leases."""
 
@@ -140,6 +143,7 @@ class Node:
             with tier.mappable.view(slot) as view:
                 view[:] = bytes(len(view))
         tier.give_back(slot, tenant)
+        self.changed.fire()
 
     def add_copy(self, entry: Entry, residence: Residence) -> None:
         """Note a finished copy; the first one publishes the block."""
@@ -156,6 +160,7 @@ class Node:
         self.index.publish(tier, copies)
         for scope in dict.fromkeys(entry.scope for entry, _ in copies):
             self.announcer.mark(scope, *[entry.digest for entry, _ in copies if entry.scope == scope])
+        self.changed.fire()
 
     def restore(self, copies: Iterable[Residence]) -> int:
         """Note copies that an earlier run has left, and that their media know of; returns how many blocks they are."""
@@ -246,6 +251,7 @@ class Node:
             if self.condemned and lease.entry in self.condemned:
                 for residence in self.condemned.pop(lease.entry):
                     self._free(lease.entry, residence)
+        self.changed.fire()
         return count
 
     def release(self, owner: int, ids: Iterable[int]) -> int:
@@ -289,6 +295,7 @@ class Node:
         reservations = self.abandon(self.reservations.take_owner(owner))
         self.pins.end_owner(owner)
         self.sessions.end_owner(owner)
+        self.changed.fire()
         if leases:
             self.counters.add("kvfleet_expired_total", leases, kind="lease")
         if reservations:

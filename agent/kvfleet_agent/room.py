@@ -25,7 +25,7 @@ from kvfleet_agent.want import Want
 from kvfleet_api.errors import BackendFailedError, QuotaExceededError, RetryableError, TierFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 
     from kvfleet_agent.backends.base import SlotRef
     from kvfleet_agent.entry import Entry
@@ -38,6 +38,8 @@ ROUNDS_MAX: Final = 4
 """Plans made for one slot before the tier counts as full: own blocks, whole extents, and each once more."""
 BATCH_PARTS: Final = 8
 """Room for a batch is no more than this part of the tier or of the quota, 1/8: no small one is emptied for a block."""
+REPLAN_S: Final = 0.005
+"""Least time between two plans for one slot, so that a busy node's many changes cost no more than that."""
 TRIM_BYTES_MAX: Final = 256 << 20
 """Bytes of one pass over the watermark, so that the sweep comes round to its other duties."""
 
@@ -49,38 +51,79 @@ class Room:
         self._node = node
         self._mover = mover
         self._locks: dict[Tier, asyncio.Lock] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[SlotRef]] = set()
         self._lifting = Lifting(node, self._moved)
 
-    async def reserve(self, want: Want, deadline_s: float) -> SlotRef:
+    async def reserve(
+        self,
+        want: Want,
+        deadline_s: float,
+        *,
+        awaits_holders: bool = False,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> SlotRef:
         """Take a slot, making room when there is none. `deadline_s` is a time of the node's clock.
 
-        What is on its way into the tier may be what others cannot leave before; where there is no room until then, it
-        is waited for. Raises `TierFullError` when no room could be made in time, `QuotaExceededError` when the
-        tenant's own quota stands against it, and `BackendFailedError` when the medium failed.
+        Whoever makes room takes its slot in the same step, and others come in the order in which they asked. What is
+        on its way into the tier may be what others cannot leave before; where there is no room until then, it is
+        waited for, and with `awaits_holders` also what readers, writers and sessions hold: as long as the slot
+        `is_wanted`. Raises `TierFullError` when no room could be made in time, `QuotaExceededError` when the tenant's
+        own quota stands against it, and `BackendFailedError` when the medium failed.
         """
+        loop, changed = asyncio.get_running_loop(), self._node.changed
+        ends_s = loop.time() + deadline_s - self._node.clock()
         while True:
+            seen = changed.count
             try:
-                return await self._reserved(want, deadline_s)
+                return await self._reserved(want, ends_s - loop.time())
             except TierFullError as e:
-                left_s = deadline_s - self._node.clock()
-                if isinstance(e, QuotaExceededError) or not await self._mover.has_arrived(want.tier, left_s):
+                left_s = ends_s - loop.time()
+                is_final = isinstance(e, QuotaExceededError) and self._action(want) is OverQuota.REJECT
+                if is_final or left_s <= 0 or not (is_wanted() and self._may_come(want.tier, awaits_holders)):
                     raise
+                if changed.count == seen:
+                    await changed.wait(left_s)
+                await asyncio.sleep(min(left_s, REPLAN_S))
 
-    async def _reserved(self, want: Want, deadline_s: float) -> SlotRef:
-        for attempt in range(ROUNDS_MAX):
-            try:
-                return self._node.take(want)
-            except TierFullError as e:
-                left_s = deadline_s - self._node.clock()
-                if left_s <= 0 or (isinstance(e, QuotaExceededError) and self._action(want) is OverQuota.REJECT):
-                    raise
-                if self.is_lowest(want.tier) and not self._lock(want.tier).locked():
-                    await self._make(want, attempt)  # Nothing is copied, so nothing is waited for.
-                else:
-                    # Not cancelled when the time is up: the room will be there for the next one.
-                    await asyncio.wait([self._start_making(want, attempt)], timeout=left_s)
-        return self._node.take(want)
+    def _may_come(self, tier: Tier, awaits_holders: bool) -> bool:  # noqa: FBT001  Of `reserve`.
+        """True while something is under way that may leave room in a tier when it ends."""
+        if any(target is tier for target in self._mover.moving.values()):
+            return True
+        return awaits_holders and (tier.has_held or any(r.tier is tier for r in self._node.reservations))
+
+    async def _reserved(self, want: Want, left_s: float) -> SlotRef:
+        """Take a slot; where there is none, what can leave now leaves."""
+        try:
+            return self._node.take(want)
+        except TierFullError as e:
+            if left_s <= 0 or (isinstance(e, QuotaExceededError) and self._action(want) is OverQuota.REJECT):
+                raise
+        if self.is_lowest(want.tier) and not self._lock(want.tier).locked():
+            return await self._made(want)  # Nothing is copied, so nothing is waited for.
+        making = self._start(self._made(want))
+        try:
+            await asyncio.wait([making], timeout=left_s)
+        finally:
+            if not making.done():  # Not cancelled: the room will be there for the next one.
+                making.add_done_callback(partial(self._give_back, want))
+        if making.done():
+            return making.result()
+        raise TierFullError(f"tier {want.tier.name}: blocks did not leave within {left_s:.1f} s", delay_s=1.0)
+
+    async def _made(self, want: Want) -> SlotRef:
+        """Make room and take a slot of it, before anybody else can."""
+        async with self._lock(want.tier):
+            for attempt in range(ROUNDS_MAX):
+                try:
+                    return self._node.take(want)
+                except TierFullError:
+                    await self._make(want, attempt)
+            return self._node.take(want)
+
+    def _give_back(self, want: Want, making: asyncio.Task[SlotRef]) -> None:
+        """Give a slot back that came too late for whoever wanted it."""
+        if not making.cancelled() and making.exception() is None:
+            self._node.give_back(want.tier, making.result(), want.tenant)
 
     def congestion_s(self, tier: Tier | None) -> float:
         """Seconds until the way down from a tier is expected to be free; 0.0 while nothing waits for it."""
@@ -95,8 +138,8 @@ class Room:
         """True when no slower tier takes blocks now."""
         return self._next_lower(tier) is None
 
-    def _start_making(self, want: Want, attempt: int) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._make(want, attempt))
+    def _start(self, making: Coroutine[None, None, SlotRef]) -> asyncio.Task[SlotRef]:
+        task = asyncio.create_task(making)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -113,21 +156,21 @@ class Room:
         return OverQuota.DEMOTE if action is OverQuota.REJECT and not want.is_new else action
 
     async def _make(self, want: Want, attempt: int) -> None:
+        """Let blocks leave by one plan, if any can; for whoever has the tier's lock."""
         tier, book = want.tier, self._node.tenants
-        async with self._lock(tier):
-            if not book.is_armed or tier.is_recovering:
-                return  # Somebody's guarantee may not be known yet, or what is there.
-            used_bytes = tier.tenant_bytes.get(want.tenant, 0)
-            over_bytes = over_hard_bytes(used_bytes, want.size_bytes, book.hard_bytes(tier, want.tenant))
-            if over_bytes:
-                await self._pay_own(want, over_bytes)
+        if not book.is_armed or tier.is_recovering:
+            return  # Somebody's guarantee may not be known yet, or what is there.
+        used_bytes = tier.tenant_bytes.get(want.tenant, 0)
+        over_bytes = over_hard_bytes(used_bytes, want.size_bytes, book.hard_bytes(tier, want.tenant))
+        if over_bytes:
+            await self._pay_own(want, over_bytes)
+            return
+        extents = tier.relief(want.scope, want.size_bytes, want.writer)
+        if not extents:
+            return  # Somebody else made room while this one waited.
+        for payer in payers(book.standings(tier), want.tenant, want.size_bytes):
+            if await self._collect(want, payer, len(extents), attempt):
                 return
-            extents = tier.relief(want.scope, want.size_bytes, want.writer)
-            if not extents:
-                return  # Somebody else made room while this one waited.
-            for payer in payers(book.standings(tier), want.tenant, want.size_bytes):
-                if await self._collect(want, payer, len(extents), attempt):
-                    return
 
     def _lock(self, tier: Tier) -> asyncio.Lock:
         return self._locks.setdefault(tier, asyncio.Lock())
@@ -276,7 +319,7 @@ class Room:
         candidates = TierCandidates(self._node.index, tier, cut.scope, cut.extents, cut.tenant)
         plan = plan_eviction(candidates, cut.need_bytes, cut.most_bytes)
         try:
-            lost = await self._spare([e for e in plan.victims if self._needs_copy(e, tier)], tier, cut)
+            lost = await self._spare([e for e in plan.victims if len(e.residences) == 1], tier, cut)
             return self._let_go(plan.victims, tier, cut.reason, lost)
         finally:
             for entry in plan.victims:
@@ -307,11 +350,7 @@ class Room:
     def _may_go(self, entry: Entry, tier: Tier, *, is_lost: bool) -> bool:
         if entry.residence(tier) is None or entry.is_held or not (is_lost or len(entry.residences) > 1):
             return False
-        return self._node.index.may_leave(entry, tier)
-
-    def _needs_copy(self, entry: Entry, tier: Tier) -> bool:
-        """True unless another copy can take over without leaving a child in a faster place."""
-        return len(entry.residences) == 1 or not self._node.index.may_leave(entry, tier)
+        return self._node.index.may_leave(entry)
 
     async def _sink(self, entries: Sequence[Entry], tier: Tier, urgency: Priority) -> set[Entry]:
         """Copy blocks to slower tiers; returns those for which no slower tier exists or takes any."""
@@ -370,7 +409,8 @@ class Room:
             try:
                 return all(await self._moved([Move(entry, source)], target, urgency))
             except TierFullError:
-                await self._make(Want(target, entry.scope, entry.tenant, source.record.raw_bytes), attempt)
+                async with self._lock(target):
+                    await self._make(Want(target, entry.scope, entry.tenant, source.record.raw_bytes), attempt)
             except RetryableError:
                 return False
         return False
@@ -388,6 +428,7 @@ class Room:
             for move in moves:
                 move.entry.move = None
             done.set_result(all(made))
+            self._node.changed.fire()
         return made
 
 

@@ -83,6 +83,7 @@ class Sweeper:
                 node.counters.add("kvfleet_expired_total", ended, kind=kind)
         self._core.life.sweep(now_s)
         self._erase(now_s)
+        node.changed.fire()
 
     def _erase(self, now_s: float) -> None:
         scopes = dict.fromkeys(self._node.index.scopes())

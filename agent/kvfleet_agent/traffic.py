@@ -118,6 +118,10 @@ class Traffic:
         wish.readers += 1
         self._rerank(entry)
 
+    def is_waited_for(self, entry: Entry) -> bool:
+        """True while a reader waits for a block."""
+        return entry in self._wishes
+
     def leave(self, entry: Entry) -> None:
         """A reader has its block or has given up; after the last one the move goes as it was begun, behind its like."""
         wish = self._wishes[entry]

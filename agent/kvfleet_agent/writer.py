@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvfleet_agent.backends.base import Record
 from kvfleet_agent.backends.waiting import in_thread, together
@@ -42,6 +42,17 @@ REFUSED, PUBLISHED, EXISTED = 0, 1, 2
 """Results of a publication, as `wire.Published` carries them."""
 
 _log = logging.getLogger(__name__)
+
+
+class Reserved(NamedTuple):
+    """What came of asking for slots."""
+
+    slots: list[Reservation | None]
+    """Of the leading keys; None stands for a block that exists already."""
+    refusal: str = ""
+    """Why there are fewer than keys, in words; empty when there are not."""
+    busy_s: float = 0.0
+    """Seconds until the path by which blocks leave memory is expected to be free, where that is why; else 0.0."""
 
 
 class Writer:
@@ -82,8 +93,8 @@ class Writer:
 
     async def reserve(
         self, place: Place, parent: bytes, digests: Sequence[bytes], *, has_some: bool = False
-    ) -> list[Reservation | None]:
-        """Like `reserve_now`, but makes room where there is none, within `RESERVE_WAIT_S`.
+    ) -> Reserved:
+        """Like `reserve_now`, but makes room where there is none, within `RESERVE_WAIT_S`, and says why it ends short.
 
         Raises `QuotaExceededError` when the tenant's quota refuses the very first of them; a writer that already
         `has_some` gets fewer, and the error when it asks for the rest. Cancelled, it leaves reservations that their
@@ -95,42 +106,64 @@ class Writer:
         try:
             while left := len(digests) - len(made):
                 at = len(made)
-                tier = await self._find_room(place, chain[at], left, deadline_s)
+                may_wait = not (made or has_some)  # Whoever has some can go on with those.
+                tier = await self._find_room(place, chain[at], left, deadline_s, may_wait=may_wait)
                 more = self.reserve_now(place, chain[at], digests[at:], tier) if tier is not None else ()
                 if not more:
                     break
                 made += more
         except QuotaExceededError as e:
-            self._refused(place, len(digests) - len(made), e)
+            self._note_quota(place, left, e)
             if not made and not has_some:
                 raise
-        return made
+            return Reserved(made, str(e))
+        return Reserved(made, *self._refusal(left)) if left else Reserved(made)
 
-    def busy_s(self) -> float:
-        """Seconds until the path by which blocks leave the entry tier is expected to be free; 0.0 if nothing waits."""
-        return self._room.congestion_s(self._node.entry_tier)
+    def _refusal(self, count: int) -> tuple[str, float]:
+        """Count blocks that found no room; returns why, and how long the path out of memory stays congested."""
+        node, tier = self._node, self._node.entry_tier
+        busy_s = self._room.congestion_s(tier)
+        if node.is_draining or tier is None:
+            reason, why = "draining", "the agent is drained or has no open memory tier, and takes no blocks"
+        elif tier.is_recovering:
+            reason, why = "recovering", f"tier {tier.name}: blocks of an earlier run are still being entered"
+        elif busy_s:
+            reason, why = "busy", f"tier {tier.name}: blocks wait to leave it, for about {busy_s:.1f} s"
+        elif tier.has_held or any(r.tier is tier for r in node.reservations):
+            reason, why = "held", f"tier {tier.name}: what could leave it is being read, written or decoded from"
+        else:
+            reason, why = "full", f"tier {tier.name} is full, and nothing in it may leave for this tenant"
+        node.counters.add("kvfleet_refused_blocks_total", count, reason=reason)
+        return f"{why}; {count} blocks were refused", busy_s
 
-    def _refused(self, place: Place, count: int, error: QuotaExceededError) -> None:
+    def _note_quota(self, place: Place, count: int, error: QuotaExceededError) -> None:
         tier = self._node.entry_tier
         assert tier is not None, "else nothing was asked of it"
         self._node.counters.add("kvfleet_quota_rejected_total", count, tenant=place.tenant, tier=tier.name)
+        self._node.counters.add("kvfleet_refused_blocks_total", count, reason="quota")
         _log.debug("blocks refused", extra={"blocks": count, "cause": str(error)})
 
-    async def _find_room(self, place: Place, parent: bytes, slots: int, deadline_s: float) -> Tier | None:
+    async def _find_room(
+        self, place: Place, parent: bytes, slots: int, deadline_s: float, *, may_wait: bool
+    ) -> Tier | None:
         """Make room for what continues `parent`: a block, or up to `slots` at once.
 
-        Returns where it is, None when there is none for anybody. Raises `QuotaExceededError` when the tenant's quota
-        leaves none for it.
+        In the fastest memory tier; where nothing can leave that now, in a slower one; where there is none either and
+        the writer `may_wait`, in the fastest one again, when those have ended who hold what is there. Returns where
+        it is, None when there is none for anybody. Raises `QuotaExceededError` when the tenant's quota leaves none.
         """
         refusal: QuotaExceededError | None = None
-        for tier in self._landings(place.tenant):
+        tiers = self._landings()
+        for i, tier in enumerate((*tiers, *tiers[: int(may_wait)])):
+            if refusal is not None and self._node.tenants.of(place.tenant).over_quota is not OverQuota.DEMOTE:
+                break  # A slower tier is no way around a quota, unless that is what is declared.
             want = Want(tier, place.scope, place.tenant, place.raw_bytes, place.tenant, slots)
             try:
-                slot = await self._slot_behind(parent, want, place.owner, deadline_s)
+                slot = await self._slot_behind(parent, want, place.owner, deadline_s, awaits_holders=i == len(tiers))
             except QuotaExceededError as e:
                 refusal = refusal or e
             except (TierFullError, BackendFailedError):
-                return None
+                continue
             else:
                 tier.give_back(slot, place.tenant)  # Taken again at once by the caller, in the same step of the loop.
                 return tier
@@ -138,7 +171,9 @@ class Writer:
             raise refusal
         return None
 
-    async def _slot_behind(self, parent: bytes, want: Want, owner: int, deadline_s: float) -> SlotRef:
+    async def _slot_behind(
+        self, parent: bytes, want: Want, owner: int, deadline_s: float, *, awaits_holders: bool
+    ) -> SlotRef:
         """Take a slot, in place of the block that is continued only where nothing else can leave.
 
         As a leaf it may be the first to leave, and without it nobody finds what follows. Where a slower tier takes
@@ -153,14 +188,13 @@ class Writer:
                 pass
             finally:
                 pins.end(owner, [pin.id])
-        return await self._room.reserve(want, deadline_s)
+        return await self._room.reserve(want, deadline_s, awaits_holders=awaits_holders)
 
-    def _landings(self, tenant: str) -> list[Tier]:
-        """Tiers that take new blocks of a tenant, the fastest first; slower ones only where its quota says so."""
-        mapped = [t for t in self._node.tiers if t.mappable is not None]
+    def _landings(self) -> list[Tier]:
+        """Tiers that may take new blocks, the fastest first: engines map them."""
         if self._node.is_draining:
             return []
-        return mapped if self._node.tenants.of(tenant).over_quota is OverQuota.DEMOTE else mapped[:1]
+        return [t for t in self._node.tiers if t.mappable is not None]
 
     def publish_now(self, owner: int, ids: Sequence[int], checksums: Sequence[bytes]) -> bytes:
         """Commit written slots of small blocks in one step, checking some of them; returns one result for each.

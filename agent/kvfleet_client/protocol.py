@@ -173,7 +173,8 @@ class Protocol:
         if isinstance(reply, wire.Failed):
             return Answer(call.absent, failures.error_of(reply))
         busy_s = reply.busy_s if isinstance(reply, wire.GRANTING) else 0.0
-        return Answer(call.read(reply, self._reading), busy_s=busy_s)
+        refusal = reply.refusal if isinstance(reply, wire.Reserved) else ""
+        return Answer(call.read(reply, self._reading), busy_s=busy_s, refusal=refusal)
 
     def _undo(self, call: Call[Any], reply: wire.AnyReply) -> list[Call[Any]]:
         undo = None if isinstance(reply, wire.Failed) else call.undo(reply)

@@ -31,6 +31,8 @@ class Answer(Generic[T_co]):
     busy_s: float = 0.0
     """Of verbs that lease and reserve: the value is less than was asked for because the agent's path to the rest is
     congested; estimated seconds until it is free. 0.0 for any other reason."""
+    refusal: str = ""
+    """Of a verb that reserves: why there are fewer slots than were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,8 @@ class Stored:
     refused: int = 0
     """Blocks that the agent had no room for or would not take."""
     error: KvFleetError | None = None
-    """Why it took no more, where it said so: `QuotaExceededError` with the tenant's tier, quota and use, say."""
+    """Why it took no more where `refused` is not 0: `QuotaExceededError` with the tenant's tier, quota and use,
+    `TierFullError` with what keeps the blocks of its memory there, or what was wrong with the connection."""
     busy_s: float = 0.0
     """Not 0.0 where the agent had no slots because blocks wait to leave its memory: estimated seconds until that path
     is free."""

@@ -38,7 +38,8 @@ def store(job: Job, blocks: Bytes2D, first: int) -> Operation[Stored]:
         yield from _store_in(job, found, goal, (blocks, first), outcome)
     tally = outcome.tally
     refused = outcome.wanted - tally.published - tally.existed
-    return Stored(tally.published, tally.existed, outcome.copied, refused, tally.error, tally.busy_s)
+    error = tally.error if refused else None
+    return Stored(tally.published, tally.existed, outcome.copied, refused, error, tally.busy_s)
 
 
 def _store_in(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvfleet_api.blocks import BlockKey
-from kvfleet_api.errors import KvFleetError
+from kvfleet_api.errors import KvFleetError, TierFullError
 from kvfleet_client import calls
 from kvfleet_client.batches import AHEAD, batch_blocks
 from kvfleet_client.calls import Ahead, Call, Calls, Collect, Operation, Work
@@ -47,7 +47,7 @@ class Tally:
     published: int = 0
     existed: int = 0
     error: KvFleetError | None = None
-    """What the agent said when it had no slots."""
+    """Why the last blocks that were refused were."""
     busy_s: float = 0.0
     """Estimated seconds until the path is free that the last answer waited for in vain."""
 
@@ -134,8 +134,8 @@ class _Walk:
     def take(self, start: int, answer: Answer[Sequence[Reservation]]) -> None:
         """Note slots that came for the blocks from `start` on."""
         slots, wanted = answer.value, min(self.run.step, len(self.run.keys) - start)
-        if not slots and start == self.done:  # With nothing of ours in the way.
-            self.tally.error = answer.error or self.tally.error
+        if len(slots) < wanted and start == self.done:  # With nothing of ours in the way.
+            self.tally.error = answer.error or (TierFullError(answer.refusal) if answer.refusal else self.tally.error)
         if not self.is_open or start != self.reach:
             self.unused += [s for s in slots if s.reservation]
             return
@@ -158,6 +158,9 @@ class _Walk:
         taken = _count(helping.slots, results, self.tally)
         self.done += taken
         if taken < len(helping.slots):
+            self.tally.error = TierFullError(
+                f"{len(helping.slots) - taken} slots were taken back before they were published"
+            )
             self.has_gap = True
             self.close()
 

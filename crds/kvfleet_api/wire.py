@@ -305,6 +305,8 @@ class Reserved(Reply, frozen=True, array_like=True, tag=True):
     """What the reader must name, where a hand-over was asked for and the agent knows how."""
     busy_s: float = 0.0
     """Where slots are left out because blocks wait to leave the tier: estimated seconds until that path is free."""
+    refusal: str = ""
+    """Why slots are left out, in words; empty when none is."""
 
 
 class Published(Reply, frozen=True, array_like=True, tag=True):

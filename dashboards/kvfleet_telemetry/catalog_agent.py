@@ -51,6 +51,12 @@ AGENT: Final = (
     ),
     Metric("kvfleet_published_blocks_total", Kind.COUNTER, "Blocks committed, by result.", ("pool", "node", "result")),
     Metric(
+        "kvfleet_refused_blocks_total", Kind.COUNTER,
+        "Blocks that got no slot in one request, by reason (busy, draining, full, held, quota, recovering); a client "
+        "that was refused the rest of a batch asks again and may get it.",
+        ("pool", "node", "reason"),
+    ),
+    Metric(
         "kvfleet_moved_blocks_total", Kind.COUNTER, "Blocks moved between tiers or nodes.",
         ("pool", "node", "source", "target"),
     ),

@@ -337,6 +337,7 @@ DETAILS: Final = Row("Details", (
         "Blocks published and moved", "New blocks by result, and blocks moved by path.", Form.LINES, Unit.PER_SECOND,
         (
             Query(rate("kvfleet_published_blocks_total", "result"), "published {{result}}"),
+            Query(rate("kvfleet_refused_blocks_total", "reason"), "no room: {{reason}}"),
             Query(rate("kvfleet_moved_blocks_total", "source, target"), "{{source}} to {{target}}"),
             Query(rate("kvfleet_directory_cache_total", "result"), "hot prefix {{result}}"),
         ), CALM, 8,

@@ -47,7 +47,7 @@ class Story:
         )
         for act in acts:
             for row in act():
-                _check_bits(row)
+                _check_turn(row)
                 self.rows.append(row)
                 yield row
 
@@ -192,8 +192,10 @@ def _is_member(client: Client) -> bool:
     return grants is not None and bool(grants.domains)
 
 
-def _check_bits(row: Row) -> None:
+def _check_turn(row: Row) -> None:
     result = row.result
+    if result.refusal:
+        raise CheckError(f"{row.act}: of turn {result.turn.number} {result.refusal}")
     if result.wrong_blocks:
         raise CheckError(f"{row.act}: {result.wrong_blocks} of {result.hit_blocks} restored blocks are wrong")
     if not result.is_equal:

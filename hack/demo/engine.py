@@ -17,7 +17,7 @@ from kvfleet_api.errors import KvFleetError
 from kvfleet_client import Client, PrefixCache
 from kvfleet_client.connectors.layerwise import Overlap
 from kvfleet_client.connectors.transformers import CacheConnector, pack
-from kvfleet_client.results import Bytes2D
+from kvfleet_client.results import Bytes2D, Stored
 
 NOTHING: Final = Overlap(0.0, 0.0, 0.0)
 
@@ -75,6 +75,7 @@ class Engine:
             first_token_s=first_token_s,
             overlap=computed.overlap,
             saved_blocks=stored.published,
+            refusal=_refusal(stored),
             moved_bytes=(restored_blocks + stored.published) * layout.block_bytes,
             wrong_blocks=truth.wrong_blocks(pack(computed.cache, layout, 0, restored_blocks)),
             is_equal=model.is_equal(computed.logits, truth.logits[turn.number - 1]),
@@ -92,6 +93,13 @@ class Engine:
             cache = model.new_cache()
             return _Computed(self._llama.run(turn, cache, 0), cache)
         return _Computed(logits, restoring.cache, restoring.sources, restoring.shared_blocks, overlap)
+
+
+def _refusal(stored: Stored) -> str:
+    """Why blocks of a prompt were not stored; empty when all were."""
+    if not stored.refused:
+        return ""
+    return f"{stored.refused} blocks were refused: {stored.error or 'the agent gave no reason'}"
 
 
 def run_uninterrupted(llama: Model, turns: Sequence[Turn], layout: Layout) -> Uninterrupted:

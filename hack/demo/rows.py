@@ -28,6 +28,8 @@ class TurnResult:
     """How the restored layers arrived while the model computed."""
     saved_blocks: int
     """Blocks that became available by this turn."""
+    refusal: str
+    """Why some did not; empty when all did."""
     moved_bytes: int
     """Bytes copied out of and into the agent's memory."""
     wrong_blocks: int

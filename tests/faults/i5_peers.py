@@ -132,7 +132,7 @@ def _core(directory: Directory | None, peers: RemotePeers | None) -> Core:
 
 async def _store(core: Core) -> None:
     place = Place(1, "a", secret_of(SCOPE), LAYOUT_ID, BLOCK_BYTES)
-    made = await core.writer.reserve(place, b"", [digest(n) for n in range(1, BLOCKS + 1)])
+    made, *_ = await core.writer.reserve(place, b"", [digest(n) for n in range(1, BLOCKS + 1)])
     sums = []
     for number, reservation in enumerate(made, start=1):
         assert reservation is not None

@@ -112,7 +112,7 @@ class LocalNode:
     async def fill(self) -> None:
         """Store the blocks and begin to tell of them."""
         numbers = range(LOCAL_BLOCKS)
-        made = await self.core.writer.reserve(self._place, b"", [digest(n) for n in numbers])
+        made, *_ = await self.core.writer.reserve(self._place, b"", [digest(n) for n in numbers])
         sums = []
         for n, reservation in zip(numbers, made, strict=True):
             assert reservation is not None

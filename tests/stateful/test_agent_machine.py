@@ -105,7 +105,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
     @rule(owner=owners, scope=scopes, chain=chains)
     def reserve(self, owner: int, scope: ScopeId, chain: tuple[int, int]) -> None:
         numbers = [chain[0] * 8 + i for i in range(chain[1])]
-        made = self.run(self.core.writer.reserve(self.place(owner, scope), b"", [digest(n) for n in numbers]))
+        made, *_ = self.run(self.core.writer.reserve(self.place(owner, scope), b"", [digest(n) for n in numbers]))
         for number, reservation in zip(numbers, made, strict=False):
             if reservation is not None:
                 mappable = reservation.tier.mappable
@@ -251,7 +251,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
         if what == "tend":
             await self.sweeper._tend()
         elif what == "reserve":
-            made = await self.core.writer.reserve(place, b"", digests)
+            made, *_ = await self.core.writer.reserve(place, b"", digests)
             self.core.abandon(owner, [r.id for r in made if r is not None])
         else:
             reads = (await self.core.reader.acquire(place, digests, LEASE_S, 1.0)).reads

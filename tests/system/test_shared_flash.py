@@ -97,7 +97,7 @@ class Agent:
         """Store blocks, bring them to the shared tier and keep no copy in memory."""
         dram, flash = self.core.node.tiers
         for n in numbers:
-            made = await self.core.writer.reserve(place(), digest(n - 1) if n > 1 else b"", [digest(n)])
+            made, *_ = await self.core.writer.reserve(place(), digest(n - 1) if n > 1 else b"", [digest(n)])
             assert made[0] is not None
             assert made[0].tier.mappable is not None
             made[0].tier.mappable.view(made[0].slot)[:BLOCK_BYTES] = bytes_of(n)

@@ -128,7 +128,7 @@ class Served(AgentThread):
             assert await self.core.room.sink_into(entry, memory, below, Priority.DEMOTE)
         while memory.blocks:
             for entry in list(memory.residents()):
-                if self.core.node.index.may_leave(entry, memory):
+                if self.core.node.index.may_leave(entry):
                     self.core.node.evict([entry], memory, "threat")
 
     async def erased(self) -> None:

@@ -201,7 +201,7 @@ class _AgentOfTenants:
         self.directory.start()
 
     async def _store(self, place: Place, digests: list[bytes]) -> None:
-        made = await self.core.writer.reserve(place, b"", digests)
+        made, *_ = await self.core.writer.reserve(place, b"", digests)
         sums = []
         for digest, reservation in zip(digests, made, strict=True):
             assert reservation is not None

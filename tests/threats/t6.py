@@ -119,7 +119,7 @@ class Trial:
     async def store(self, scope: ScopeId) -> None:
         """Store the chain in memory."""
         place = self.place(scope)
-        made = await self.core.writer.reserve(place, b"", [digest(n) for n in self.numbers])
+        made, *_ = await self.core.writer.reserve(place, b"", [digest(n) for n in self.numbers])
         sums = []
         for reservation, number in zip(made, self.numbers, strict=False):
             if reservation is None:

@@ -14,10 +14,10 @@ from kube_doubles import ScriptedApi, ok
 from kvfleet_agent.kube import heartbeat, tasks
 from kvfleet_agent.kube.heartbeat import Beat, Heartbeat
 from kvfleet_agent.kube.known import Known
-from kvfleet_agent.kube.signals import Signal
 from kvfleet_api import names
 from kvfleet_api.errors import ApiServerAwayError
 from kvfleet_kube import backoff
+from kvfleet_kube.signal import Signal
 from kvfleet_kube.watch import PAGE_TRIES, Source, Watch
 
 pytestmark = [pytest.mark.unit, pytest.mark.looptime]

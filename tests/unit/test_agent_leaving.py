@@ -11,8 +11,8 @@ from operator_fleet import pool_spec
 from kvfleet_agent.kube import declared
 from kvfleet_agent.kube.desired import KubeDesired
 from kvfleet_agent.kube.known import Known
-from kvfleet_agent.kube.signals import Signal
 from kvfleet_agent.leaving import Presence, Removal, at_end, while_running
+from kvfleet_kube.signal import Signal
 
 if TYPE_CHECKING:
     from kvfleet_api.models.pool import KVPool

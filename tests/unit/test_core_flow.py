@@ -44,7 +44,7 @@ def place(owner: int = 1, scope: ScopeId = SCOPE) -> Place:
 
 async def store(core: Core, numbers: Sequence[int], parent: bytes = b"", at: Place | None = None) -> bytes:
     """Reserve, write and publish blocks as a chain; returns the results."""
-    made = await core.writer.reserve(at or place(), parent, [digest(n) for n in numbers])
+    made, *_ = await core.writer.reserve(at or place(), parent, [digest(n) for n in numbers])
     fresh = [(r, n) for r, n in zip(made, numbers, strict=False) if r is not None]
     sums = []
     for reservation, number in fresh:
@@ -318,7 +318,7 @@ async def test_a_failing_lower_tier_costs_blocks_but_no_writer(core: Core) -> No
 
 
 async def test_a_message_that_comes_twice_or_late_is_carried_out_once(core: Core) -> None:
-    made = await core.writer.reserve(place(), b"", [digest(1), digest(2)])
+    made, *_ = await core.writer.reserve(place(), b"", [digest(1), digest(2)])
     ids, sums = [], []
     for number, reservation in enumerate(made, start=1):
         assert reservation is not None

@@ -57,7 +57,7 @@ def raw_of(number: int) -> bytes:
 
 async def written(core: Core) -> tuple[Entry, Entry]:
     """A block at the root, and the one behind it."""
-    made = await core.writer.reserve(PLACE, b"", [digest(1), digest(2)])
+    made, *_ = await core.writer.reserve(PLACE, b"", [digest(1), digest(2)])
     sums = []
     for reservation, number in zip(made, (1, 2), strict=True):
         assert reservation is not None

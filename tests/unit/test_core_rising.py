@@ -1,7 +1,7 @@
 """Blocks that a reader wants are brought up in groups that share a move; none is left with a move that never ends."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from agent_doubles import BLOCK_BYTES, LAYOUT_ID, SCOPE, dict_tier, digest, dram_tier, make_core, secret, store_chain
@@ -60,8 +60,8 @@ async def test_blocks_behind_one_that_waits_for_room_come_after_it(monkeypatch: 
     core, entries = await core_with_blocks_below()
     place = core.fetcher._place
 
-    async def place_one(entries: Sequence[Entry], tier: Tier, moves: list[Move]) -> int:
-        return await place(entries[:1], tier, moves)
+    async def place_one(entries: Sequence[Entry], tier: Tier, moves: list[Move], is_wanted: Callable[[], bool]) -> int:
+        return await place(entries[:1], tier, moves, is_wanted)
 
     monkeypatch.setattr(core.fetcher, "_place", place_one)
     async with asyncio.timeout(10.0):

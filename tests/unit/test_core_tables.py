@@ -284,11 +284,8 @@ def check_books(index: Index, node: Node) -> None:
         for level in (0, 1):
             children = [b for b in blocks if b.parent == block.digest and b.level <= level]
             assert index.blockers(block, level) == len(children)
-        for residence in block.residences:
-            others = [r.tier.level for r in block.residences if r is not residence]
-            after = min(others, default=8)
-            stranded = [b for b in blocks if b.parent == block.digest and b.level < after]
-            assert index.may_leave(block, residence.tier) == (after <= block.level or not stranded)
+        is_continued = any(b.parent == block.digest for b in blocks)
+        assert index.may_leave(block) == (len(block.residences) > 1 or not is_continued)
     for tier in node.tiers:
         assert tier.blocks == sum(1 for b in blocks if b.residence(tier) is not None)
         assert tier.backend.used_bytes == sum(tier.tenant_bytes.values()) == 4096 * tier.blocks

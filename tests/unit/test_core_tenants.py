@@ -29,6 +29,7 @@ from kvfleet_agent.policy.quota import Bound, OverQuota, Rules
 from kvfleet_agent.policy.retention import Retention
 from kvfleet_agent.sweep import Sweeper
 from kvfleet_agent.tenant_book import TenantBook
+from kvfleet_agent.writer import Reserved
 from kvfleet_api.blocks import ScopeId
 from kvfleet_api.checksum import checksum
 from kvfleet_api.errors import QuotaExceededError
@@ -151,7 +152,7 @@ async def test_reject_refuses_with_tenant_tier_quota_use_and_wish(core: Core) ->
 
 async def test_a_writer_gets_what_fits_and_is_refused_when_it_asks_for_the_rest(core: Core) -> None:
     declare(core, a=rules(6, over_quota=OverQuota.REJECT))
-    made = await core.writer.reserve(at("a"), b"", [digest(n) for n in range(8)])
+    made, *_ = await core.writer.reserve(at("a"), b"", [digest(n) for n in range(8)])
 
     assert len(made) == 6
     assert count(core, "kvfleet_quota_rejected_total") == 2
@@ -179,9 +180,9 @@ async def test_bytes_that_are_only_reserved_count(core: Core, over_quota: OverQu
     writers = [core.writer.reserve(at("a"), b"", [digest(n) for n in range(i, i + 4)]) for i in range(0, 40, 4)]
     made = await asyncio.gather(*writers, return_exceptions=True)
 
-    assert sum(len(m) for m in made if isinstance(m, list)) == 8
+    assert sum(len(m.slots) for m in made if isinstance(m, Reserved)) == 8
     assert of(core, "a") == 8
-    assert all(isinstance(m, list | QuotaExceededError) for m in made)
+    assert all(isinstance(m, Reserved | QuotaExceededError) for m in made)
 
 
 Step = tuple[str, str, int]
@@ -223,7 +224,7 @@ async def _hold(taken: Sequence[Step], over_quota: OverQuota, hard: int, guarant
 async def _do(core: Core, tenant: str, what: str, number: int) -> None:
     digests = [digest(number * 4 + i + 1) for i in range(4)]
     if what in ("store", "reserve"):
-        made = [r for r in await core.writer.reserve(at(tenant), b"", digests) if r is not None]
+        made = [r for r in (await core.writer.reserve(at(tenant), b"", digests)).slots if r is not None]
         sums = []
         for reservation in made:
             assert reservation.tier.mappable is not None
@@ -349,7 +350,7 @@ async def test_an_erasure_takes_everything_that_is_attributable_at_once(core: Co
     await core.room.drain(core.node.tiers[0])
     await store_chain(core, at("a"), [6])
     reads = (await core.reader.acquire(at("a"), [digest(6)], 30.0, 1.0)).reads
-    pending = await core.writer.reserve(at("a"), b"", [digest(7)])
+    pending, *_ = await core.writer.reserve(at("a"), b"", [digest(7)])
     tenants.move_on("a")
     core.tenancy.sweep()
 

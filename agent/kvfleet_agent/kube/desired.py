@@ -5,13 +5,13 @@ from typing import Any, Final
 
 from kvfleet_agent.kube.declared import SeenNode, order_answers
 from kvfleet_agent.kube.known import Known
-from kvfleet_agent.kube.signals import Signal
 from kvfleet_agent.leaving import Presence
 from kvfleet_api import names
 from kvfleet_api.models.base import ObjectMeta
 from kvfleet_api.models.inventory import NodeReport
 from kvfleet_api.models.pool import KVPool
 from kvfleet_api.models.poolnode import KVPoolNode, NodeTier, OrderAnswer
+from kvfleet_kube.signal import Signal
 
 REMINDER_S: Final = 30.0
 """Seconds between two lines that say what is still missing."""

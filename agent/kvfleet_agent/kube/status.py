@@ -9,13 +9,13 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from kvfleet_agent.kube import status_plan
-from kvfleet_agent.kube.signals import Signal
 from kvfleet_agent.kube.status_plan import Urgency
 from kvfleet_api import names
 from kvfleet_api.errors import KvFleetError
 from kvfleet_api.models.poolnode import KVPoolNodeStatus
 from kvfleet_kube import backoff
 from kvfleet_kube.api import APPLY_PATCH, Call, KubeApi
+from kvfleet_kube.signal import Signal
 
 FIRST_JITTER_S: Final = 0.05
 """Facts are written within this time: it spreads a fleet that reacts to one change, and nobody notices it."""

@@ -14,7 +14,6 @@ from kvfleet_agent.kube.heartbeat import Beat, Heartbeat
 from kvfleet_agent.kube.keyring import Keyring
 from kvfleet_agent.kube.known import Known
 from kvfleet_agent.kube.place import Place
-from kvfleet_agent.kube.signals import Signal
 from kvfleet_agent.kube.status import KubeStatusSink
 from kvfleet_agent.kube.tasks import Task, cancel, supervise
 from kvfleet_agent.kube.tenant_view import TenantView
@@ -25,6 +24,7 @@ from kvfleet_kube import secrets
 from kvfleet_kube.answers import Json
 from kvfleet_kube.api import KubeApi
 from kvfleet_kube.keks import KekSource
+from kvfleet_kube.signal import Signal
 from kvfleet_kube.watch import Source, Watch, list_objects
 
 LOOK_S: Final = 3.0

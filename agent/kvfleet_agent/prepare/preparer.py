@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from kvfleet_agent.discovery import NodeFacts, read_machine, read_pci_gpus
 from kvfleet_agent.kube.known import Known
-from kvfleet_agent.kube.signals import Signal
 from kvfleet_agent.kube.tasks import Task, cancel, supervise
 from kvfleet_agent.prepare import dax, declared, inventory, pages, writes
 from kvfleet_agent.prepare.book import Book, open_book
@@ -29,6 +28,7 @@ from kvfleet_api.errors import KvFleetError
 from kvfleet_api.models.inventory import NodeReport
 from kvfleet_api.models.poolnode import NodeTier
 from kvfleet_kube.api import APPLY_PATCH, Call, KubeApi
+from kvfleet_kube.signal import Signal
 from kvfleet_kube.watch import Source, Watch
 from kvfleet_telemetry import ready
 

@@ -326,11 +326,11 @@ class Verbs:
         with span("kvfleet.reserve", session_id=request.session, pool=self._node.pool, requested_blocks=len(digests)):
             parent = digests[len(made) - 1] if made else request.parent
             rest = digests[len(made) :]
-            made += await self._core.writer.reserve(place, parent, rest, has_some=bool(made))
-        busy_s = self._core.writer.busy_s() if len(made) < len(digests) else 0.0
+            more, refusal, busy_s = await self._core.writer.reserve(place, parent, rest, has_some=bool(made))
+            made += more
         # Whoever waited for the rest so long that a first one expired gets what stands before that one.
         answer = self._reserved(at, request, made, self._node.reservations.open_ones(made))
-        return self._told(answer, busy_s, "reserve")
+        return self._told(replace(answer, refusal=refusal), busy_s, "reserve")
 
     def _reserved(
         self,
