@@ -369,7 +369,8 @@ class Fetcher:
             assert done is not None
             if not done.done():
                 done.set_result(entry in made)
-        self._node.changed.fire()
+        if made:
+            self._node.changed.fire()
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

@@ -303,12 +303,13 @@ class Index:
         return sum(counts[: level + 1]) if counts is not None else 0
 
     def may_leave(self, entry: Entry) -> bool:
-        """True when one copy can go: another one stays, or nothing continues the block.
-
-        Where children lie in faster tiers than the copy that stays is no reason to keep both: those children may be
-        what fills the tier that the parent would have to pass through.
-        """
+        """True when one copy can go without a loss: another one stays, or nothing continues the block."""
         return len(entry.residences) > 1 or not self.is_continued(entry)
+
+    def leaves_in_order(self, entry: Entry, tier: Tier) -> bool:
+        """True when no child would be left in a faster place than its parent if the copy in `tier` went."""
+        level = min((r.tier.level for r in entry.residences if r.tier is not tier), default=GONE)
+        return level <= entry.level or not self.blockers(entry, level - 1)
 
     def relevel(self, tiers: Iterable[Tier]) -> None:
         """Count everything anew after some of these tiers, which are all, got other levels.

@@ -15,14 +15,14 @@ from kvfleet_agent.entry import GONE, Entry, Residence
 from kvfleet_agent.growth import GrowthTable
 from kvfleet_agent.leases import Lease, LeaseTable
 from kvfleet_agent.reservations import Reservation, ReservationTable
-from kvfleet_agent.sessions import SessionTable
+from kvfleet_agent.sessions import SessionState, SessionTable
 from kvfleet_agent.state import started_unix_s
 from kvfleet_agent.tenant_book import TenantBook
 from kvfleet_agent.tiers import WRITE_PAUSE_S, Tier
 from kvfleet_kube.signal import Signal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from kvfleet_agent.announcer import Announcer
     from kvfleet_agent.backends.base import SlotRef
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 PEER_OWNER: Final = 0
 """Owner of the leases that peers hold; connections count from 1."""
+
+DECODED_MAX: Final = 65_536
+"""Blocks of decoding sessions that are walked in one step of the loop, about 30 ms."""
 
 LAYOUTS_MAX: Final = 64
 """Layouts remembered: ranks of tensor-parallel engines, and adapters."""
@@ -307,6 +310,25 @@ class Node:
         for count, entry in enumerate(self.index.blocks(scope).entries(), 1):  # noqa: B007  How many they were.
             self.drop_block(entry, reason)
         return count
+
+    def holds(self, tier: Tier) -> bool:
+        """True while somebody keeps blocks in a tier by reading, pinning, writing, moving or decoding."""
+        if tier.has_held or any(r.tier is tier for r in self.reservations):
+            return True
+        return any(s.state is SessionState.DECODING for s in self.sessions)  # Its head may be in another tier.
+
+    def decoded(self, scopes: Collection[ScopeId]) -> set[Entry] | None:
+        """Blocks of these scopes that chains of decoding sessions run through; None when they are too many to walk."""
+        found = set[Entry]()
+        heads = [h for s in self.sessions if s.state is SessionState.DECODING for h in s.heads if h.scope in scopes]
+        for head in heads:
+            entry: Entry | None = head
+            while entry is not None and entry not in found:
+                found.add(entry)
+                if len(found) > DECODED_MAX:
+                    return None
+                entry = self.index.parent(entry) if entry.level != GONE else None
+        return found
 
     def _standing(self, entry: Entry) -> Entry | None:
         """The nearest block before this one that has a copy."""

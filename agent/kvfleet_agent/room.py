@@ -89,7 +89,7 @@ class Room:
         """True while something is under way that may leave room in a tier when it ends."""
         if any(target is tier for target in self._mover.moving.values()):
             return True
-        return awaits_holders and (tier.has_held or any(r.tier is tier for r in self._node.reservations))
+        return awaits_holders and self._node.holds(tier)
 
     async def _reserved(self, want: Want, left_s: float) -> SlotRef:
         """Take a slot; where there is none, what can leave now leaves."""
@@ -101,14 +101,16 @@ class Room:
         if self.is_lowest(want.tier) and not self._lock(want.tier).locked():
             return await self._made(want)  # Nothing is copied, so nothing is waited for.
         making = self._start(self._made(want))
+        is_late = True
         try:
             await asyncio.wait([making], timeout=left_s)
+            is_late = not making.done()
         finally:
-            if not making.done():  # Not cancelled: the room will be there for the next one.
+            if is_late:  # Not cancelled: the room will be there for the next one.
                 making.add_done_callback(partial(self._give_back, want))
-        if making.done():
-            return making.result()
-        raise TierFullError(f"tier {want.tier.name}: blocks did not leave within {left_s:.1f} s", delay_s=1.0)
+        if is_late:
+            raise TierFullError(f"tier {want.tier.name}: blocks did not leave within {left_s:.1f} s", delay_s=1.0)
+        return making.result()
 
     async def _made(self, want: Want) -> SlotRef:
         """Make room and take a slot of it, before anybody else can."""
@@ -218,7 +220,10 @@ class Room:
         return found
 
     async def _clear(self, tier: Tier, extent: int, payer: Standing, *, is_own: bool) -> int:
-        """Empty a whole extent: its own blocks where the tree allows, then older ones of the same account."""
+        """Empty a whole extent: its own blocks where the tree allows, then older ones of the same account.
+
+        Where neither frees anything, its own blocks go down whatever continues them here: they are not lost.
+        """
         residents = tier.extents.get(extent)
         if not residents:
             return 0
@@ -231,7 +236,16 @@ class Room:
             most_bytes = None if is_own else max(0, payer.spare_bytes - freed_bytes)
             cut = Cut(left_bytes, "room", tenant=payer.tenant, scope=scope, most_bytes=most_bytes)
             freed_bytes += await self._evict(tier, cut)
-        return freed_bytes
+        return freed_bytes or await self._send_down(tier, extent)
+
+    async def _send_down(self, tier: Tier, extent: int) -> int:
+        """Leave what lies in an extent to slower tiers, out of order; returns the bytes freed."""
+        decoded = self._node.decoded([residents.scope]) if (residents := tier.extents.get(extent)) else None
+        if residents is None or decoded is None:
+            return 0
+        free = [entry for entry in residents if not entry.is_held and entry not in decoded]
+        await self._sink([e for e in free if len(e.residences) == 1], tier, Priority.ROOM)
+        return self._let_go([e for e in free if len(e.residences) > 1], tier, "room", ())
 
     async def trim(self, tier: Tier) -> int:
         """Bring a tier that is over the high watermark down to the low one; returns the bytes freed."""
@@ -333,12 +347,19 @@ class Room:
         return lost if cut.fate is Fate.SINK else ()
 
     def _let_go(self, victims: Sequence[Entry], tier: Tier, reason: str, lost: Collection[Entry]) -> int:
-        """Drop the copies in `tier` that nothing speaks against any more; returns the bytes freed."""
-        gone = Counter[str]()
+        """Drop the copies in `tier` that nothing speaks against any more; returns the bytes freed.
+
+        A parent may go before a child that lies between its two copies: that child may be what fills the tier which
+        the parent would have to pass through. But a decoding session's blocks stay as fast as those behind them.
+        """
+        gone, index = Counter[str](), self._node.index
+        early = {e for e in victims if len(e.residences) > 1 and not index.leaves_in_order(e, tier)}
+        decoded = self._node.decoded({e.scope for e in early})
+        stays = early if decoded is None else early & decoded
 
         def leaving() -> Iterator[Entry]:
             for entry in victims:
-                if self._may_go(entry, tier, is_lost=entry in lost):
+                if entry not in stays and self._may_go(entry, tier, is_lost=entry in lost):
                     gone[entry.tenant] += 1
                     yield entry
 
@@ -428,7 +449,8 @@ class Room:
             for move in moves:
                 move.entry.move = None
             done.set_result(all(made))
-            self._node.changed.fire()
+            if any(made):
+                self._node.changed.fire()
         return made
 
 

@@ -129,7 +129,7 @@ class Writer:
             reason, why = "recovering", f"tier {tier.name}: blocks of an earlier run are still being entered"
         elif busy_s:
             reason, why = "busy", f"tier {tier.name}: blocks wait to leave it, for about {busy_s:.1f} s"
-        elif tier.has_held or any(r.tier is tier for r in node.reservations):
+        elif node.holds(tier):
             reason, why = "held", f"tier {tier.name}: what could leave it is being read, written or decoded from"
         else:
             reason, why = "full", f"tier {tier.name} is full, and nothing in it may leave for this tenant"

@@ -1,15 +1,21 @@
 """After the storm: nothing is held, and the directory says what the agents hold, neither more nor less."""
 
+import asyncio
 from collections.abc import Iterator
+from typing import Any, Final
 
 from kvfleet_metadata import schema
 from kvfleet_metadata.records import Copy, unpack_copies, unpack_registration
 from sim.agent import Host
 from sim.books import leftovers
+from sim.engine import NEW_BLOCKS, LastEngine
 from sim.prompts import KNOWN, content
 from sim.reading import place_of
-from sim.tenancy import secret_of
+from sim.tenancy import RECORD_BYTES, SLOT_BYTES, secret_of
 from sim.world import World
+
+TENANT: Final = "b"
+"""Without a hard quota (`tenancy._rules`)."""
 
 Where = tuple[bytes, bytes]
 """Prefix of a shard's keys, and a block's digest."""
@@ -28,6 +34,30 @@ def check_leaks(world: World) -> None:
         for scope in agent.node.index.scopes():
             if scope not in living:
                 world.violate("I5", f"{host.name}: blocks of shredded scope {scope} are left")
+
+
+async def check_room(world: World) -> None:
+    """Where a slower tier has room, no block of the only session is refused, right after a load that filled memory."""
+    last = [
+        LastEngine(world, host, TENANT, blocks)
+        for host in world.hosts
+        if host.agent is not None and not host.agent.process.is_dead and (blocks := _prompt_blocks(host))
+    ]
+    while not all(engine.is_done for engine in last):  # noqa: ASYNC110  Nothing rings in the world itself.
+        await asyncio.sleep(0.5)
+    world.tally.pressed_stores += len(last)
+
+
+def _prompt_blocks(host: Host) -> int:
+    """A prompt of all of memory, as far as the disk has room for it and its next turn; 0 where it may have none."""
+    assert host.agent is not None
+    tiers = {tier.name: tier for tier in host.agent.node.tiers}
+    dram, nvme = tiers.get("dram"), tiers.get("nvme")
+    if dram is None or nvme is None or nvme.phase(host.world.loop.now_s) != "Ready" or nvme.last_error:
+        return 0  # Segments that have failed take room and give none.
+    table: Any = nvme.backend._table  # type: ignore[attr-defined]  # What failed segments leave is known here alone.
+    disk_blocks = int(table.capacity_bytes - nvme.backend.used_bytes) // RECORD_BYTES - NEW_BLOCKS
+    return max(0, min(dram.backend.capacity_bytes // SLOT_BYTES, disk_blocks))
 
 
 def check_contents(world: World) -> None:

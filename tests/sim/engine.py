@@ -11,6 +11,7 @@ from kvfleet_api.blocks import BlockKey
 from kvfleet_api.errors import KvFleetError, LeaseLostError
 from kvfleet_client.aio import AsyncClient
 from kvfleet_client.cache import AsyncPrefixCache
+from kvfleet_client.results import Stored
 from kvfleet_client.target import Target
 from sim import prompts
 from sim.agent import POOL
@@ -18,6 +19,8 @@ from sim.process import Process
 from sim.reading import FALSE_SUM, Reading
 
 SESSIONS: Final = 4
+NEW_BLOCKS: Final = 6
+"""Blocks that a turn adds to a prompt that fills memory."""
 
 
 class Engine:
@@ -218,3 +221,44 @@ class Engine:
         keys = self._chain()
         if keys:
             await self._client.prefetch(keys)
+
+
+class LastEngine:
+    """The only engine of a node that everybody else has left: loads a prompt that fills memory, and stores at once."""
+
+    def __init__(self, world: Any, host: Any, tenant: str, blocks: int) -> None:
+        self._world = world
+        self._host = host
+        self._tenant = tenant
+        self._blocks = blocks
+        self.process = Process(world.loop, f"last-{host.name}")
+        self.is_done = False
+        self.process.root(self._live(), world)
+
+    async def _live(self) -> None:
+        client = AsyncClient(Target(Path(self._host.path), POOL, self._tenant, LAYOUT, client="last"))
+        client.start()
+        try:
+            while not await client.wait_attached(1.0):
+                pass
+            await self._turn(client, AsyncPrefixCache(client))
+        finally:
+            self.is_done = True
+            await client.close()
+
+    async def _turn(self, client: AsyncClient, cache: AsyncPrefixCache) -> None:
+        tokens, rows = prompts.last_prompt(self._host.name, self._blocks + NEW_BLOCKS)
+        before = tokens[: self._blocks * LAYOUT.block_tokens]
+        await client.open_session("last")
+        self._expect_all(await cache.store(before, rows[: self._blocks], session="last"), "a prompt")
+        loaded = await cache.load(before, session="last", deadline_s=10.0)
+        if loaded.blocks != self._blocks:
+            self._world.violate("room", f"{self._host.name}: {loaded.blocks} of {self._blocks} blocks came back")
+        await client.touch_session("last", "decoding", urgency=100)
+        await client.touch_session("last", "idle")
+        first = loaded.blocks
+        self._expect_all(await cache.store(tokens, rows[first:], first_block=first, session="last"), "its next turn")
+
+    def _expect_all(self, stored: Stored, what: str) -> None:
+        if stored.refused:
+            self._world.violate("room", f"{self._host.name}: {what}: {stored.refused} refused, {stored.error}")

@@ -59,3 +59,10 @@ def whole_rows(tenant: str, chain: int) -> "np.ndarray[tuple[int, int], np.dtype
     """Its blocks as one tenant computes them."""
     names = (f"{tenant}{chain}.{i}".encode().ljust(20, b".") for i in range(WHOLE_BLOCKS))
     return np.frombuffer(b"".join(map(content, names)), np.uint8).reshape(WHOLE_BLOCKS, BLOCK_BYTES)
+
+
+def last_prompt(name: str, blocks: int) -> "tuple[Tokens, np.ndarray[tuple[int, int], np.dtype[np.uint8]]]":
+    """Tokens and bytes of a prompt that nobody else asks for."""
+    digests = (f"{name}.last.{i}".encode().ljust(20, b".") for i in range(blocks))
+    rows = np.frombuffer(b"".join(map(content, digests)), np.uint8).reshape(blocks, BLOCK_BYTES)
+    return np.arange(blocks * LAYOUT.block_tokens, dtype=np.uint32) + 50_000_000, rows

@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass, field
 
 from sim import world as worlds
-from sim.aftermath import check_contents, check_directory, check_leaks, is_converged
+from sim.aftermath import check_contents, check_directory, check_leaks, check_room, is_converged
 from sim.strikes import Strikes, reboot
 from sim.tally import Tally
 from sim.world import World
@@ -112,6 +112,7 @@ async def _calm_down(world: World) -> None:
     world.check()
     check_leaks(world)
     check_contents(world)
+    await check_room(world)
     until_s = world.loop.now_s + CONVERGE_S
     while not is_converged(world) and world.loop.now_s < until_s:  # noqa: ASYNC110
         await asyncio.sleep(5.0)

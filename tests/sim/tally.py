@@ -53,6 +53,8 @@ class Tally:
     lent_blocks: int = 0
     recovered_blocks: int = 0
     fenced: int = 0
+    pressed_stores: int = 0
+    """Stores right after a load that filled memory, by the only engine of a node."""
     virtual_s: float = 0.0
 
     def add(self, other: "Tally") -> None:

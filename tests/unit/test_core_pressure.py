@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from agent_doubles import BLOCK_BYTES
 from agent_engine import SLOTS, Engine, close
 from hypothesis import settings
 from virtual_loop import run_virtually
@@ -121,3 +122,38 @@ def test_ten_drawn_timings_find_room_for_what_continues_the_prompt(seed: int) ->
             run_virtually(Pressed(drawn).play(), 60.0)
         except (AssertionError, TimeoutError) as e:
             pytest.fail(f"timing {drawn}: {e}")
+
+
+async def test_blocks_below_the_one_that_is_read_go_down_without_it() -> None:
+    engine = await Engine().attach()
+    for first in range(1, SLOTS + 1, BATCH):
+        await engine.store(*range(first, first + BATCH), session="s")
+    last = await engine.acquire(SLOTS)
+
+    reserved = await engine.ask_to_store(1000)
+
+    assert len(reserved.slots) == 1, reserved.refusal
+    assert all(engine.core.node.index.find(*engine.key(n)) for n in range(1, SLOTS + 1))
+    await engine.release(last)
+    await close(engine)
+
+
+async def test_a_writer_that_is_cancelled_in_any_step_leaves_no_slot_behind() -> None:
+    for steps in range(60):
+        engine = await Engine().attach()
+        for first in range(1, SLOTS + 1, BATCH):
+            await engine.store(*range(first, first + BATCH), session="s")
+        writing = asyncio.create_task(engine.store(SLOTS + 1, session="s"))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        writing.cancel()
+        await asyncio.wait([writing])
+        engine.core.node.end_owner(1)
+        room = engine.core.room
+        while room._tasks:  # noqa: ASYNC110  Nothing rings when they have ended.
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+        for tier in engine.core.node.tiers:
+            assert tier.backend.used_bytes == tier.blocks * BLOCK_BYTES, f"cancelled after {steps} steps"
+        await close(engine)

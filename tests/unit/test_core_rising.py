@@ -18,10 +18,10 @@ PLACE = Place(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
 COUNT = 32
 
 
-async def core_with_blocks_below() -> tuple[Core, list[Entry]]:
-    size_bytes = 2 * COUNT * BLOCK_BYTES
-    core = make_core([dram_tier(size_bytes), dict_tier("nvme", size_bytes, 1, 2)])
-    assert await store_chain(core, PLACE, range(COUNT)) == COUNT
+async def core_with_blocks_below(slots: int = 2 * COUNT) -> tuple[Core, list[Entry]]:
+    core = make_core([dram_tier(slots * BLOCK_BYTES), dict_tier("nvme", 2 * COUNT * BLOCK_BYTES, 1, 2)])
+    for first in range(0, COUNT, 8):
+        assert await store_chain(core, PLACE, range(first, first + 8), first - 1 if first else None) == 8
     while await core.room.drain(core.node.tiers[0]):
         pass
     found = [core.node.index.find(SCOPE, digest(n)) for n in range(COUNT)]
@@ -68,5 +68,18 @@ async def test_blocks_behind_one_that_waits_for_room_come_after_it(monkeypatch: 
         acquired = await core.reader.acquire(PLACE, [digest(n) for n in range(COUNT)], 30.0, 5.0)
 
     assert len(acquired.reads) == COUNT
+    assert {entry.move for entry in entries} == {None}
+    await core.close()
+
+
+async def test_blocks_whose_reader_has_left_take_no_room_from_others() -> None:
+    core, entries = await core_with_blocks_below(slots=8)
+    acquired = await core.reader.acquire(PLACE, [digest(n) for n in range(8)], 30.0, 5.0)
+    core.release(PLACE.owner, [read.lease.id for read in acquired.reads])
+
+    core.fetcher.start_all(entries[8:])
+    await asyncio.wait([entry.move for entry in entries[8:] if entry.move is not None])
+
+    assert [entry for entry in entries if core.fetcher.up_already(entry)] == entries[:8]
     assert {entry.move for entry in entries} == {None}
     await core.close()
