@@ -16,6 +16,7 @@ from pathlib import Path
 from controlplane.build import go_build
 from controlplane.cache import BinaryCache, default_root
 from controlplane.pins import TOOLS, Tool, parse_version, pinned_version
+from controlplane.supervision import snapshot
 
 Builder = Callable[[Tool, Path], None]
 """Builds a tool at a path or raises `BuildError`."""
@@ -67,6 +68,7 @@ def _is_pinned_minor(tool: Tool, binary: str) -> bool:
             capture_output=True,
             text=True,
             errors="replace",
+            env=snapshot(),
             timeout=_VERSION_TIMEOUT_S,
             check=False,
         )

@@ -21,7 +21,7 @@ from controlplane.errors import ApiError, ApiUnreachableError, KubectlError, Sta
 from controlplane.identities import request_token
 from controlplane.layout import Layout
 from controlplane.nodes import DEFAULT_CAPACITY, create_nodes, fake_node, ready_names
-from controlplane.supervision import ComponentStatus, Supervision
+from controlplane.supervision import ComponentStatus, Supervision, snapshot
 from controlplane.waiting import wait_until
 
 APISERVER = "kube-apiserver"
@@ -91,7 +91,13 @@ class ControlPlane:
         command = (str(self._kubectl), *fixed, *args)
         try:
             done = subprocess.run(
-                command, input=stdin or "", capture_output=True, text=True, timeout=_KUBECTL_TIMEOUT_S, check=False
+                command,
+                input=stdin or "",
+                capture_output=True,
+                text=True,
+                env=snapshot(),
+                timeout=_KUBECTL_TIMEOUT_S,
+                check=False,
             )
         except subprocess.TimeoutExpired as e:
             raise KubectlError(f"kubectl {' '.join(args)}: no end after {_KUBECTL_TIMEOUT_S} s") from e

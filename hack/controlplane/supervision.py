@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,12 @@ class Supervision:
         return {fields["name"]: ComponentStatus(**fields) for fields in self.call("status")}
 
 
-def start_supervisor(at: Layout, owner_pid: int) -> subprocess.Popen[bytes]:
+def start_supervisor(
+    at: Layout, owner_pid: int, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """Start the supervisor of `at`, which ends everything when the process `owner_pid` ends.
+
+    It and what it starts get `environment`, or this process's own.
 
     Its socket accepts requests when this returns. The pidfd is opened here and inherited, so an owner that ends
     at once is noticed too and a reused process id is never followed. Raises `ProcessLookupError` without owner.
@@ -85,10 +89,20 @@ def start_supervisor(at: Layout, owner_pid: int) -> subprocess.Popen[bytes]:
                 stdout=log,
                 stderr=log,
                 cwd="/",
+                env=snapshot() if environment is None else environment,
                 start_new_session=True,
             )
     finally:
         os.close(owner_fd)
+
+
+def snapshot() -> dict[str, str]:
+    """This process's environment, for a process that it starts while it has other threads.
+
+    A process that inherits the environment by itself reads C's array of it until it has started, and a library that
+    calls setenv(3) in another thread, as torch's do while they load, moves that array: "[Errno 14] Bad address".
+    """
+    return dict(os.environ)
 
 
 def _listening(path: Path) -> socket.socket:

@@ -2,13 +2,16 @@
 
 import argparse
 import sys
+import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from rich.markup import escape
+
 from demo.errors import CheckError, DemoError
-from demo.installing import EXAMPLES
+from demo.installing import EXAMPLES, ROOT
 from demo.report import Report
 from demo.transcripts import read_session
 from demo.world import NODES, World, remove_empty_parent, stop_world
@@ -32,6 +35,8 @@ class Prepared:
 SESSION: Final = "ae5bc34ffaf6e553cc320e6499db0d47"
 """Eight turns of a mini-swe-agent session: 2,437 tokens at first, 4,132 at the end."""
 TURNS: Final = 7
+FAILURE: Final = ROOT / "build/demo-failure.txt"
+"""Traceback of an error that nobody has foreseen."""
 
 
 def main() -> None:
@@ -73,10 +78,11 @@ def run(*, is_kept: bool, is_current_cluster: bool) -> int:
     try:
         _play(report, is_kept=is_kept, is_current_cluster=is_current_cluster)
     except (DemoError, CheckError, KvFleetError) as e:
-        report.close_table()
-        report.console.print(f"[red]demo failed:[/red] {e}", soft_wrap=True)
-        report.last_line(problem=str(e))
-        return 1
+        return _failed(report, str(e))
+    except Exception as e:  # noqa: BLE001  The root of the program: whoever runs it gets one sentence.
+        FAILURE.parent.mkdir(exist_ok=True)
+        FAILURE.write_text(traceback.format_exc())
+        return _failed(report, f"unexpected {type(e).__name__}: {e}; please report it with {FAILURE.relative_to(ROOT)}")
     except KeyboardInterrupt:
         report.close_table()
         report.console.print("interrupted; everything was stopped and removed")
@@ -85,6 +91,13 @@ def run(*, is_kept: bool, is_current_cluster: bool) -> int:
         remove_empty_parent()
     report.last_line()
     return 0
+
+
+def _failed(report: Report, problem: str) -> int:
+    report.close_table()
+    report.console.print(f"[red]demo failed:[/red] {escape(problem)}", soft_wrap=True)
+    report.last_line(problem=problem)
+    return 1
 
 
 def _play(report: Report, *, is_kept: bool, is_current_cluster: bool) -> None:

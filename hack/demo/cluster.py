@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 import controlplane
 from controlplane import ControlPlane, ControlPlaneError
 from controlplane.credentials import token_user, write_kubeconfig
+from controlplane.supervision import snapshot
 from demo.errors import DemoError
 from kvfleet_api.names import SYSTEM_NAMESPACE
 
@@ -115,6 +116,7 @@ class CurrentCluster:
                 input=stdin or "",
                 capture_output=True,
                 text=True,
+                env=snapshot(),
                 timeout=_KUBECTL_S,
                 check=False,
             )

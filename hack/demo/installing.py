@@ -6,6 +6,7 @@ from typing import Final
 
 from controlplane import ControlPlaneError
 from controlplane.assets import find_tool
+from controlplane.supervision import snapshot
 from demo.cluster import Cluster
 from demo.errors import DemoError
 from kvfleet_api.names import CA_NAMESPACE, SYSTEM_NAMESPACE, TRUST_CONFIG_MAP
@@ -38,7 +39,7 @@ def render_chart(host_dir: Path) -> str:
             SYSTEM_NAMESPACE,
             *settings,
         )
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_HELM_S, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, env=snapshot(), timeout=_HELM_S, check=True)
     except subprocess.CalledProcessError as e:
         raise DemoError(f"helm template: {e.stderr.strip()}") from e
     except (ControlPlaneError, subprocess.TimeoutExpired) as e:

@@ -4,15 +4,14 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
 from controlplane.errors import StateDirError
 from controlplane.layout import Layout
-from controlplane.supervision import Supervision, start_supervisor
+from controlplane.supervision import Supervision, snapshot, start_supervisor
 from controlplane.waiting import wait_until
 from demo.errors import DemoError
 
@@ -29,8 +28,9 @@ class Supervised:
         self._at = Layout(root)
         self._at.make_folders()
         self._at.marker.write_text(json.dumps({"server": "", "kubectl": ""}))
-        with _temporary_files_in(root / "tmp"):
-            self._supervisor = start_supervisor(self._at, os.getpid())
+        temporary = root / "tmp"  # Of killed processes, which remove nothing themselves.
+        temporary.mkdir()
+        self._supervisor = start_supervisor(self._at, os.getpid(), {**snapshot(), "TMPDIR": str(temporary)})
         self._calls = Supervision(self._at)
         self._ready: dict[str, Path] = {}
 
@@ -120,20 +120,6 @@ class Supervised:
         """Kill everything and remove the folder. Idempotent."""
         stop_at(self.root)
         self._supervisor.wait(_STOP_S)
-
-
-@contextmanager
-def _temporary_files_in(folder: Path) -> Iterator[None]:
-    """Let processes that are started meanwhile put temporary files there: killed ones remove none themselves."""
-    folder.mkdir()
-    before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = str(folder)
-    try:
-        yield
-    finally:
-        del os.environ["TMPDIR"]
-        if before is not None:
-            os.environ["TMPDIR"] = before
 
 
 def stop_at(root: Path) -> None:

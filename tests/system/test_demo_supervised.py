@@ -1,5 +1,6 @@
 """Processes of the demo: who waits for one is told of its start, its end and its next start, and of nothing else."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -77,3 +78,25 @@ def test_a_killed_process_does_not_say_that_it_is_up(processes: Supervised) -> N
     processes.kill("it")
     with pytest.raises(DemoError, match="it ended"):
         processes.wait_ready("it", WAIT_S)
+
+
+def test_processes_start_while_a_library_changes_the_environment(tmp_path: Path) -> None:
+    """As torch does while it loads in the demo's other thread: `os.putenv` is setenv(3) without Python's own books."""
+    is_over = threading.Event()
+
+    def change() -> None:
+        while not is_over.is_set():
+            for n in range(400):  # More than C's array holds at first, so that it moves.
+                os.putenv(f"KVFLEET_TEST_{n}", "x" * 50)
+            for n in range(400):
+                os.unsetenv(f"KVFLEET_TEST_{n}")
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    try:
+        for n in range(20):
+            with Supervised(tmp_path / f"state-{n}") as processes:
+                assert processes.names == ()
+    finally:
+        is_over.set()
+        changing.join()
