@@ -30,6 +30,7 @@ SILENT = {
     "kvfleet_pool_tier_target_bytes": "no tier scales by itself",
     "kvfleet_stray_releases_total": "every lease was released once",
     "kvfleet_nominations_total": "no block had more copies than are wanted",
+    "kvfleet_refused_blocks_total": "every store found room",
     "kvfleet_quota_rejected_total": "no tenant has a quota",
     "kvfleet_quota_evicted_total": "no tenant has a quota",
     "kvfleet_retention_dropped_total": "no tenant bounds how long its blocks are kept",

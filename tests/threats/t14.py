@@ -120,12 +120,11 @@ class OpenRoom(Room):
     """Makes room as if all blocks were one tenant's: the least recently used leaf goes, whosever it is."""
 
     async def _make(self, want: Want, attempt: int) -> None:
-        async with self._lock(want.tier):
-            extents = want.tier.relief(want.scope, want.size_bytes, want.writer)
-            for extent in extents:
-                cut = Cut(want.tier.backend.capacity_bytes, "room", extents=frozenset({extent}))
-                if attempt % 2 or not await self._evict(want.tier, cut):
-                    await self._evict(want.tier, Cut(want.tier.backend.capacity_bytes // 8, "room"))
+        extents = want.tier.relief(want.scope, want.size_bytes, want.writer)
+        for extent in extents:
+            cut = Cut(want.tier.backend.capacity_bytes, "room", extents=frozenset({extent}))
+            if attempt % 2 or not await self._evict(want.tier, cut):
+                await self._evict(want.tier, Cut(want.tier.backend.capacity_bytes // 8, "room"))
 
     async def _share_out(self, tier: Tier, need_bytes: int, reason: str) -> int:
         return await self._evict(tier, Cut(need_bytes, reason, Priority.DEMOTE))
