@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CODE := crds dashboards metadata operator agent bench hack tests
+LEVELS := $(addprefix tests/,contract stateful sim crash faults threats adversity system peers)
 PYTEST := $(BIN)/python -m pytest
 SEEDS ?= 200
 # How many examples a law is tried on: `make check` answers within 90 s, `make test` tries all (tests/conftest.py).
@@ -14,10 +15,11 @@ EXAMPLES ?= quick
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-setup: ## Make .venv and install what is missing
-	@PYTHON=$(PYTHON) hack/setup.sh
+setup: ## Make .venv and install what is missing, but for Go programs
+	@$(PYTHON) hack/setup.py
 
-demo: setup ## Run the whole path on real input (KEEP=1 leaves it running, CLUSTER=current uses your kubeconfig)
+demo: ## Run the whole path on real input (KEEP=1 leaves it running, CLUSTER=current uses your kubeconfig)
+	@$(PYTHON) hack/setup.py --tools demo
 	@$(BIN)/python -m demo $(if $(KEEP),--keep) $(if $(CLUSTER),--cluster $(CLUSTER))
 
 check: setup lint types contracts drift style unit ## Lint, types, import contracts, drift, style, unit tests
@@ -41,14 +43,13 @@ style:
 unit:
 	@KVFLEET_HYPOTHESIS_PROFILE=$(EXAMPLES) $(PYTEST) -q -n 2 -m unit tests/unit
 
-tools: setup ## Build the control plane and the other Go programs that tests run, once: 5 to 15 minutes on two cores
-	@$(BIN)/python -m controlplane build >/dev/null
-	@$(BIN)/python -m controlplane build helm-unittest versitygw >/dev/null
+tools: ## The same, and the control plane with the other Go programs that tests run
+	@$(PYTHON) hack/setup.py --tools tests
 
 test: EXAMPLES = kvfleet
-test: check tools ## Everything that runs on a machine without GPU or nodes; skipped tests say why at the end
-	@$(BIN)/python hack/run_tests.py tests/contract tests/stateful tests/sim tests/crash tests/faults tests/threats tests/adversity tests/system tests/peers
-	@$(PYTEST) -q tests/gpu # A process of its own: without a GPU it is Triton's interpreter that has to be chosen first.
+test: tools check ## Everything that runs on a machine without GPU or nodes; skipped tests say why at the end
+	@# Apart: without a GPU it is Triton's interpreter that has to be chosen first.
+	@$(BIN)/python hack/run_tests.py $(LEVELS) --apart tests/gpu
 
 contract:
 	@$(PYTEST) -q tests/contract

@@ -1,53 +1,108 @@
-"""Run tests with real processes; up to two that failed are run once more, by themselves, and named as unsteady.
+"""Run tests in several processes, once, and say where the time went.
 
-Two thousand tests with real servers share two cores for the better part of an hour, and a wait of one of them that
-is too short fails the whole run. A test that fails twice, and a third failure of any kind, fail it still. What passed
-only at the second try is printed with the whole text of its first failure: it is a defect, to be mended.
+Most tests with real servers wait for most of their time: for a Lease to run out, a process to start, a watch to break.
+So three of them at a time keep two cores busy. They are handed out in runs of neighbours, which share the servers of
+their file, and whoever has nothing left takes over half of what another one has still to do.
 
-Tests run in a process of pytest-xdist's: when one hangs beyond its timeout, that process ends with the stacks of its
-threads, the test counts as failed and the others go on (tests/watchdog.py).
+No test has a second try: what fails now and then is a defect of the product, or of the test. A test that hangs beyond
+its timeout is ended with the stacks of its threads, counts as failed, and the others go on (tests/watchdog.py). A file
+that leaves a process or a file behind, and a run that leaves a mount, shared memory or huge pages, fail
+(tests/leftovers.py).
 """
 
 import argparse
-import json
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-MOST_UNSTEADY: Final = 2
-"""More failures than these are not chance."""
-_TESTS_FAILED: Final = 1
-"""pytest's exit status for failures; every other one but 0 says that the run itself went wrong."""
-_FAILED: Final = "v/cache/lastfailed"
+WORKERS: Final = 3
+SLOWEST: Final = 10
+RESULTS: Final = Path("build/tests")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One test that has run."""
+
+    level: str
+    """Folder below tests/."""
+    name: str
+    took_s: float
+    """Set-up and tear-down included."""
+    skipped: str
+    """Why it was left out; empty when it ran."""
+    is_failed: bool
 
 
 def main() -> int:
-    """Run what is given, then perhaps what failed; 0 when every test passed in the end."""
+    """Run what is given; 0 when every test passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, default=Path("build/pytest"), help="where pytest keeps what failed")
+    parser.add_argument("--workers", type=int, default=WORKERS, metavar="N", help=f"test processes; default {WORKERS}")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for a JUnit file and pytest's cache")
+    parser.add_argument("--apart", nargs="*", default=[], help="files and folders for a pytest of their own, meanwhile")
     parser.add_argument("tests", nargs="+", help="files and folders, as for pytest")
     given = parser.parse_args()
-    status = _pytest(given.cache, "--cache-clear", given.tests)
-    failed = sorted(json.loads((given.cache / _FAILED).read_text())) if status == _TESTS_FAILED else []
-    if not 1 <= len(failed) <= MOST_UNSTEADY:
-        return status
-    _say(f"{len(failed)} failed; once more, by themselves", failed)
-    if again := _pytest(given.cache, "--last-failed", given.tests):
-        return again
-    _say("UNSTEADY, passed only at the second try (the first failure is above)", failed)
-    return 0
+    given.results.mkdir(parents=True, exist_ok=True)
+    runs = {"main": ["-n", str(given.workers), "--dist", "worksteal", *given.tests]}
+    if given.apart:
+        runs["apart"] = given.apart
+    files = {name: given.results / f"{name}.xml" for name in runs}
+    for file in files.values():
+        file.unlink(missing_ok=True)
+    log = given.results / "apart.log"
+    with log.open("w") as output:
+        apart = _start(given.results, "apart", runs["apart"], output) if given.apart else None
+        status = _start(given.results, "main", runs["main"], None).wait()
+        if apart is not None:
+            status = apart.wait() or status
+            sys.stdout.write(log.read_text())
+    cases = [case for file in files.values() if file.exists() for case in read(file)]
+    sys.stdout.write(summary(cases))
+    return status
 
 
-def _pytest(cache: Path, option: str, tests: Sequence[str]) -> int:
-    command = [sys.executable, "-m", "pytest", "-v", "-n", "1", "-o", f"cache_dir={cache}", option, *tests]
-    return subprocess.run(command, check=False).returncode
+def _start(results: Path, name: str, arguments: Sequence[str], output: object) -> subprocess.Popen[bytes]:
+    fixed = ("-q", f"--junitxml={results / name}.xml", "-o", f"cache_dir={results / name}-cache")
+    return subprocess.Popen([sys.executable, "-m", "pytest", *fixed, *arguments], stdout=output)  # type: ignore[call-overload,no-any-return]
 
 
-def _say(what: str, tests: Sequence[str]) -> None:
-    sys.stdout.write("\n".join([f"run_tests: {what}:", *(f"  {test}" for test in tests), ""]))
-    sys.stdout.flush()
+def read(file: Path) -> list[Case]:
+    """Cases of a JUnit file that pytest wrote itself."""
+    cases = []
+    for case in ET.parse(file).getroot().iter("testcase"):  # noqa: S314
+        place = (case.get("classname") or "").split(".")
+        skipped = case.find("skipped")
+        cases.append(
+            Case(
+                level=place[1] if place[0] == "tests" and len(place) > 1 else place[0],
+                name="::".join((".".join(place), case.get("name") or "")),
+                took_s=float(case.get("time") or 0.0),
+                skipped="" if skipped is None else (skipped.get("message") or "no reason"),
+                is_failed=case.find("failure") is not None or case.find("error") is not None,
+            )
+        )
+    return cases
+
+
+def summary(cases: Sequence[Case]) -> str:
+    """Time and counts of each level, the slowest tests, and what was skipped with its reasons."""
+    lines = ["", "level            tests  seconds (of all its tests one after the other)"]
+    for level in dict.fromkeys(case.level for case in cases):
+        of_it = [case for case in cases if case.level == level]
+        lines.append(f"{level:<15} {len(of_it):>6} {sum(case.took_s for case in of_it):>8.0f}")
+    lines += ["", f"slowest {SLOWEST}:"]
+    slowest = sorted(cases, key=lambda case: -case.took_s)[:SLOWEST]
+    lines += [f"{case.took_s:>8.1f} s  {case.name}" for case in slowest]
+    reasons = Counter(case.skipped for case in cases if case.skipped)
+    lines += ["", f"skipped: {sum(reasons.values())}", *(f"{count:>6}  {why}" for why, count in reasons.most_common())]
+    failed = [case.name for case in cases if case.is_failed]
+    lines += ["", f"failed: {len(failed)}", *(f"        {name}" for name in failed)]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
-from watchdog import pytest_configure, pytest_runtest_protocol
 
-__all__ = ["pytest_configure", "pytest_runtest_protocol"]
+pytest_plugins = ("leftovers", "watchdog")
 
 # A commit passes or fails alike wherever it runs: examples follow from the test's own text. `soak` draws new ones.
 settings.register_profile(

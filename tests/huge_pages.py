@@ -74,4 +74,7 @@ def pages_file(root: Path, node: int = 0, name: str = "nr_hugepages") -> Path:
 
 
 def pages_at(root: Path, node: int = 0) -> int:
-    return int(pages_file(root, node).read_text())
+    text = ""
+    while not text:  # A writer of a plain file empties it first; sysfs, which it stands for, never shows that.
+        text = pages_file(root, node).read_text()
+    return int(text)

@@ -1,8 +1,14 @@
-"""A real Kubernetes control plane on this machine: built from pinned Go modules, started in seconds.
+"""A real Kubernetes control plane on this machine: of released or self-built programs, started in seconds.
 
 with controlplane.start(state_dir) as plane:
     plane.kubectl("get", "namespaces")
+
+What runs a plane needs this tree's packages; what finds and builds programs has to work before anything is installed,
+so the former is imported when it is first asked for.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from controlplane.errors import (
     ApiError,
@@ -13,8 +19,10 @@ from controlplane.errors import (
     StartError,
     StateDirError,
 )
-from controlplane.plane import ControlPlane
-from controlplane.run import attach, start
+
+if TYPE_CHECKING:
+    from controlplane.plane import ControlPlane
+    from controlplane.run import attach, start
 
 __all__ = [
     "ApiError",
@@ -28,3 +36,11 @@ __all__ = [
     "attach",
     "start",
 ]
+
+_LATE = {"ControlPlane": "controlplane.plane", "attach": "controlplane.run", "start": "controlplane.run"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATE:
+        return getattr(import_module(_LATE[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

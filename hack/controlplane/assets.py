@@ -1,7 +1,8 @@
-"""Finds the binaries of the control plane, per tool: KUBEBUILDER_ASSETS, then PATH, then our own build.
+"""Finds the binaries of the control plane, per tool: KUBEBUILDER_ASSETS, PATH, a release, our own build.
 
 `KUBEBUILDER_ASSETS` is a deliberate choice and is taken as it is. A binary on PATH is there by chance and counts
-only when it is of the pinned minor. What remains is built once into the cache.
+only when it is of the pinned minor. What remains is downloaded where the network allows, or else built, once, into the
+cache. Standard library only: setup runs it before anything is installed.
 """
 
 import os
@@ -15,11 +16,16 @@ from pathlib import Path
 
 from controlplane.build import go_build
 from controlplane.cache import BinaryCache, default_root
+from controlplane.errors import BuildError
 from controlplane.pins import TOOLS, Tool, parse_version, pinned_version
+from controlplane.releases import download
 from controlplane.supervision import snapshot
 
 Builder = Callable[[Tool, Path], None]
 """Builds a tool at a path or raises `BuildError`."""
+
+Release = Callable[[Tool, Path], bool]
+"""Puts a released tool at a path; False when there is none, or none that can be had here."""
 
 _VERSION_TIMEOUT_S = 10.0  # A healthy binary answers in well under one second.
 
@@ -35,6 +41,7 @@ def find_tools(
     env: Mapping[str, str] | None = None,
     cache: BinaryCache | None = None,
     build: Builder = go_build,
+    release: Release = download,
 ) -> dict[str, Path]:
     """Return the path of each named tool, building what is nowhere to be found.
 
@@ -46,7 +53,17 @@ def find_tools(
     # Checking and hashing release the interpreter lock, so threads make the warm case short.
     with ThreadPoolExecutor() as pool:
         found = dict(zip(tools, pool.map(lambda t: find_given(t, env) or cache.verified(t), tools), strict=True))
-    return {t.name: path or _build_once(t, cache, build) for t, path in found.items()}
+    return {t.name: path or _make_once(t, cache, build, release) for t, path in found.items()}
+
+
+def missing_tools(names: Iterable[str], env: Mapping[str, str] | None = None) -> list[str]:
+    """Return those of the named tools that `find_tools` would have to download or build."""
+    env = os.environ if env is None else env
+    cache = BinaryCache(default_root(env) / "controlplane")
+    tools = [TOOLS[name] for name in names]
+    with ThreadPoolExecutor() as pool:
+        there = list(pool.map(lambda t: cache.path(t).exists() or find_given(t, env) is not None, tools))
+    return [tool.name for tool, is_there in zip(tools, there, strict=True) if not is_there]
 
 
 def find_given(tool: Tool, env: Mapping[str, str]) -> Path | None:
@@ -78,17 +95,20 @@ def _is_pinned_minor(tool: Tool, binary: str) -> bool:
     return version is not None and version.has_minor_of(pinned_version(tool))
 
 
-def _build_once(tool: Tool, cache: BinaryCache, build: Builder) -> Path:
-    """Build `tool` into the cache unless another process did so in the meantime."""
+def _make_once(tool: Tool, cache: BinaryCache, build: Builder, release: Release) -> Path:
+    """Put `tool` into the cache unless another process did so in the meantime."""
     with cache.locked(tool, lambda: _say(f"controlplane: another process builds {tool.name}, waiting\n")):
         if ready := cache.verified(tool):
             return ready
         why = "cached file damaged" if cache.path(tool).exists() else "once"
-        _say(f"controlplane: building {tool.name} {pinned_version(tool)} ({why}) ...")
         began_s = time.monotonic()
         staged = cache.staging(tool)
         try:
-            build(tool, staged)
+            if _is_downloaded(tool, staged, release):
+                _say(f"controlplane: downloaded {tool.name} ({why})")
+            else:
+                _say(f"controlplane: building {tool.name} {pinned_version(tool)} ({why}) ...")
+                build(tool, staged)
             binary = cache.adopt(tool, staged)
         except BaseException:
             _say(" failed\n")
@@ -96,6 +116,15 @@ def _build_once(tool: Tool, cache: BinaryCache, build: Builder) -> Path:
             raise
         _say(f" {time.monotonic() - began_s:.1f} s, {binary.stat().st_size / (1 << 20):.0f} MiB\n")
         return binary
+
+
+def _is_downloaded(tool: Tool, staged: Path, release: Release) -> bool:
+    """Download a tool; one that is not what was pinned is built instead, and that is said."""
+    try:
+        return release(tool, staged)
+    except BuildError as e:
+        _say(f"controlplane: {e}; {tool.name} is built instead\n")
+        return False
 
 
 def _say(text: str) -> None:

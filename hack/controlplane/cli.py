@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import controlplane
 from controlplane.assets import find_tools
 from controlplane.errors import ControlPlaneError
 from controlplane.pins import DEFAULT_TOOLS, TOOLS
-from controlplane.run import attach, start
 from controlplane.supervision import ComponentStatus
 
 
@@ -60,7 +60,7 @@ def _add_state(parser: argparse.ArgumentParser) -> None:
 def _up(given: argparse.Namespace) -> int:
     """Start a control plane that outlives this command."""
     began_s = time.monotonic()
-    plane = start(
+    plane = controlplane.start(
         given.state,
         kwok=not given.no_kwok,
         controllers=not given.no_controllers,
@@ -76,19 +76,19 @@ def _up(given: argparse.Namespace) -> int:
 
 def _down(given: argparse.Namespace) -> int:
     """Stop a control plane."""
-    attach(given.state).stop()
+    controlplane.attach(given.state).stop()
     return 0
 
 
 def _kubeconfig(given: argparse.Namespace) -> int:
     """Print where the administrator's kubeconfig is."""
-    print(attach(given.state).kubeconfig)
+    print(controlplane.attach(given.state).kubeconfig)
     return 0
 
 
 def _status(given: argparse.Namespace) -> int:
     """List the components; the exit status is 1 unless all run and the API server is ready."""
-    plane = attach(given.state)
+    plane = controlplane.attach(given.state)
     components = plane.status().values()
     for component in components:
         print(_row(component))

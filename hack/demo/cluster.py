@@ -51,7 +51,8 @@ class EmbeddedCluster:
     def __init__(self, state_dir: Path) -> None:
         """Start it. Raises `DemoError`."""
         try:
-            self._plane: ControlPlane = controlplane.start(state_dir)
+            # No controllers and no kwok: whatever a controller would do here, the operator or the demo does itself.
+            self._plane: ControlPlane = controlplane.start(state_dir, kwok=False, controllers=False)
         except ControlPlaneError as e:
             raise DemoError(f"the control plane does not start: {e}") from e
 
@@ -76,11 +77,9 @@ class EmbeddedCluster:
         return self._plane.service_account_kubeconfig(SYSTEM_NAMESPACE, account, path)
 
     def add_nodes(self, names: Sequence[str], labels: dict[str, str]) -> None:
-        """Add nodes that kwok plays."""
-        try:
-            self._plane.add_fake_nodes(names, labels)
-        except ControlPlaneError as e:
-            raise DemoError(str(e)) from e
+        """Add Node objects without a machine behind them, closed for pods."""
+        for name in names:
+            self.kubectl("apply", "-f", "-", stdin=json.dumps(_node(name, labels)))
 
     def detach(self) -> None:
         """Let the plane outlive this process."""
@@ -143,13 +142,7 @@ class CurrentCluster:
     def add_nodes(self, names: Sequence[str], labels: dict[str, str]) -> None:
         """Add Node objects without a machine behind them, closed for pods."""
         for name in names:
-            node = {
-                "apiVersion": "v1",
-                "kind": "Node",
-                "metadata": {"name": name, "labels": labels, "annotations": {"kwok.x-k8s.io/node": "fake"}},
-                "spec": {"unschedulable": True},
-            }
-            self.kubectl("apply", "-f", "-", stdin=json.dumps(node))
+            self.kubectl("apply", "-f", "-", stdin=json.dumps(_node(name, labels)))
             self._nodes.append(name)
 
     def detach(self) -> None:
@@ -161,6 +154,15 @@ class CurrentCluster:
         if self._nodes:
             self.kubectl("delete", "node", "--ignore-not-found", "--wait=false", *self._nodes)
         self._nodes.clear()
+
+
+def _node(name: str, labels: dict[str, str]) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": name, "labels": labels, "annotations": {"kwok.x-k8s.io/node": "fake"}},
+        "spec": {"unschedulable": True},
+    }
 
 
 def _authority(cluster: dict[str, Any]) -> bytes:

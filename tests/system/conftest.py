@@ -3,8 +3,10 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import leftovers
 import pytest
 from agent_kube_world import SYSTEM, WAIT_S, make_node, make_pool
 from chart_rights import install_kinds, render_rights
@@ -22,7 +24,10 @@ _numbers = itertools.count()
 @pytest.fixture(scope="session")
 def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """One control plane for the session. Do not restart it; use `scratch_namespace` for objects of your own."""
-    yield from session_plane(tmp_path_factory.mktemp("control-plane"))
+    leftovers.share()
+    with contextmanager(session_plane)(tmp_path_factory.mktemp("control-plane")) as plane:
+        leftovers.unshare()
+        yield plane
 
 
 @pytest.fixture(scope="session")

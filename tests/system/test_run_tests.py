@@ -1,4 +1,4 @@
-"""What is run once more, and what is not."""
+"""What `hack/run_tests.py` reports: failures at their first try, tests that hang, and whatever a test leaves behind."""
 
 import subprocess
 import sys
@@ -12,8 +12,8 @@ SCRIPT = Path(__file__).parents[2] / "hack/run_tests.py"
 UNSTEADY = """
 from pathlib import Path
 
-def test_{name}():
-    seen = Path("{name}.seen")
+def test_unsteady():
+    seen = Path("unsteady.seen")
     was_there = seen.exists()
     seen.touch()
     assert was_there
@@ -35,47 +35,40 @@ def test_hanging():
     asyncio.run(go())
 """
 """Its timeout is raised in a callback, where the event loop logs it and goes on."""
-WATCHED = """
+PLUGINS = """
+import leftovers
 import watchdog
-from watchdog import pytest_configure, pytest_runtest_protocol
 
-watchdog.GRACE_S = 1.0
+pytest_plugins = ("leftovers", "watchdog")
+leftovers.GRACE_S = watchdog.GRACE_S = 1.0
 """
 
 
 def run(folder: Path, *tests: str) -> subprocess.CompletedProcess[str]:
     (folder / "pytest.ini").write_text(f"[pytest]\ntimeout = 2\npythonpath = {Path(__file__).parents[1]}\n")
-    (folder / "conftest.py").write_text(WATCHED)
+    (folder / "conftest.py").write_text(PLUGINS)
     (folder / "test_them.py").write_text("\n".join(tests))
-    command = [sys.executable, str(SCRIPT), "--cache", str(folder / "cache"), "test_them.py"]
+    command = [sys.executable, str(SCRIPT), "--workers", "1", "--results", str(folder / "results"), "test_them.py"]
     return subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True)
 
 
-def test_what_passes_is_run_once(tmp_path: Path) -> None:
-    done = run(tmp_path, "def test_fine(): pass")
-    assert done.returncode == 0
-    assert "run_tests:" not in done.stdout
+def test_what_passes_passes_with_its_reasons_and_times(tmp_path: Path) -> None:
+    done = run(
+        tmp_path,
+        "import pytest",
+        "def test_fine(): pass",
+        "@pytest.mark.skip(reason='no such device')\ndef test_left_out(): pass",
+    )
+    assert done.returncode == 0, done.stdout
+    assert "skipped: 1\n     1  no such device" in done.stdout
+    assert "failed: 0" in done.stdout
+    assert "test_them::test_fine" in done.stdout.partition("slowest")[2]
 
 
-def test_what_fails_once_is_named_with_its_failure(tmp_path: Path) -> None:
-    done = run(tmp_path, "def test_fine(): pass", UNSTEADY.format(name="a"), UNSTEADY.format(name="b"))
-    assert done.returncode == 0
-    assert "assert was_there" in done.stdout
-    assert "UNSTEADY" in done.stdout
-    assert "test_them.py::test_a" in done.stdout.partition("UNSTEADY")[2]
-    assert "test_them.py::test_b" in done.stdout.partition("UNSTEADY")[2]
-
-
-def test_what_fails_twice_fails_the_run(tmp_path: Path) -> None:
-    done = run(tmp_path, "def test_broken(): assert False", UNSTEADY.format(name="a"))
+def test_what_fails_once_has_failed(tmp_path: Path) -> None:
+    done = run(tmp_path, "def test_fine(): pass", UNSTEADY)
     assert done.returncode == 1
-    assert "UNSTEADY" not in done.stdout
-
-
-def test_a_third_failure_is_not_chance(tmp_path: Path) -> None:
-    done = run(tmp_path, *(UNSTEADY.format(name=name) for name in "abc"))
-    assert done.returncode == 1
-    assert "once more" not in done.stdout
+    assert "failed: 1\n        test_them::test_unsteady" in done.stdout
 
 
 def test_a_test_that_hangs_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
@@ -88,3 +81,24 @@ def test_a_test_that_hangs_is_ended_and_the_others_go_on(tmp_path: Path) -> None
 
 def test_a_file_that_cannot_be_read_as_a_test_fails_the_run(tmp_path: Path) -> None:
     assert run(tmp_path, "def test_(: pass").returncode != 0
+
+
+LEAVES = {
+    "process": "import subprocess\ndef test_it(): subprocess.Popen(['sleep', '20'])",
+    "process that was let go": (
+        "import subprocess\ndef test_it(): subprocess.run(['sh', '-c', 'setsid sleep 20 >/dev/null 2>&1 &'])"
+    ),
+    "temporary file": "import tempfile\ndef test_it(): tempfile.mkdtemp()",
+    "shared memory": "from pathlib import Path\ndef test_it(): Path('/dev/shm/kvfleet-left').touch()",
+}
+
+
+@pytest.mark.parametrize("what", LEAVES)
+def test_what_is_left_behind_fails_the_run_and_is_named(what: str, tmp_path: Path) -> None:
+    try:
+        done = run(tmp_path, LEAVES[what])
+    finally:
+        Path("/dev/shm/kvfleet-left").unlink(missing_ok=True)
+    assert done.returncode == 1, done.stdout
+    assert what.partition(" that")[0] in done.stdout.partition("leaves behind:")[2]
+    subprocess.run(["pkill", "-f", "^sleep 20$"], check=False)

@@ -1,16 +1,21 @@
 """Where the control plane's binaries come from, with builds that write a line instead of compiling."""
 
+import hashlib
+import io
+import subprocess
+import sys
+import tarfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from controlplane import assets, build
+from controlplane import assets, build, releases
 from controlplane.assets import find_given, find_tools
 from controlplane.cache import BinaryCache, default_root
 from controlplane.errors import BuildError
-from controlplane.pins import TOOLS, Tool
+from controlplane.pins import TOOLS, Tool, parse_version, pinned_version
 
 pytestmark = pytest.mark.unit
 
@@ -28,6 +33,11 @@ class CountingBuild:
     def __call__(self, tool: Tool, output: Path) -> None:
         self.built.append(tool.name)
         output.write_text(f"binary of {tool.name}")
+
+
+@pytest.fixture(autouse=True)
+def _closed_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(releases.OFFLINE, "1")
 
 
 @pytest.fixture
@@ -193,3 +203,82 @@ def test_an_unknown_tool_is_refused(cache: BinaryCache) -> None:
 )
 def test_the_cache_is_where_the_environment_says(env: dict[str, str], root: Path) -> None:
     assert default_root(env) == root
+
+
+def released(monkeypatch: pytest.MonkeyPatch, *tools: str) -> bytes:
+    """An archive with these tools, which is what is pinned from here on."""
+    monkeypatch.delenv(releases.OFFLINE)
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        for tool in tools:
+            member = tarfile.TarInfo(f"controller-tools/envtest/{tool}")
+            member.size = len(tool)
+            tar.addfile(member, io.BytesIO(tool.encode()))
+    content = packed.getvalue()
+    monkeypatch.setattr(releases, "SHA512", {"linux-amd64": hashlib.sha512(content).hexdigest()})
+    return content
+
+
+def test_what_is_released_is_downloaded_and_the_rest_is_built(
+    cache: BinaryCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, build = released(monkeypatch, "etcd", "kube-apiserver"), CountingBuild()
+
+    def release(tool: Tool, output: Path) -> bool:
+        return releases.download(tool, output, lambda _: content, system="linux-amd64")
+
+    found = find_tools(("etcd", "kube-apiserver", "kwok"), env=NO_ENV, cache=cache, build=build, release=release)
+
+    assert {name: path.read_text() for name, path in found.items()} == {
+        "etcd": "etcd",
+        "kube-apiserver": "kube-apiserver",
+        "kwok": "binary of kwok",
+    }
+    assert build.built == ["kwok"]
+
+
+def test_what_is_not_the_pinned_archive_is_not_used(
+    cache: BinaryCache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content, build = released(monkeypatch, "etcd"), CountingBuild()
+
+    def release(tool: Tool, output: Path) -> bool:
+        return releases.download(tool, output, lambda _: content + b"!", system="linux-amd64")
+
+    find_tools(("etcd",), env=NO_ENV, cache=cache, build=build, release=release)
+
+    assert build.built == ["etcd"]
+    assert "is pinned; etcd is built instead" in capsys.readouterr().err
+
+
+def test_a_closed_network_means_that_there_is_no_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released(monkeypatch, "etcd")
+
+    def closed(_: str) -> bytes:
+        raise OSError("Name or service not known")
+
+    assert not releases.download(TOOLS["etcd"], tmp_path / "etcd", closed, system="linux-amd64")
+    assert not releases.download(TOOLS["etcd"], tmp_path / "etcd", closed, system="plan9-mips")
+    assert not (tmp_path / "etcd").exists()
+
+
+def test_the_release_is_of_the_pinned_minor() -> None:
+    version = parse_version(releases.NAME)
+    assert version is not None
+    assert version.has_minor_of(pinned_version(TOOLS["kube-apiserver"]))
+
+
+def test_what_is_missing_is_what_nobody_offers(cache: BinaryCache, tmp_path: Path) -> None:
+    env = {"KVFLEET_CACHE": str(tmp_path), "PATH": str(script(tmp_path / "bin", "kwok", "kwok v0.7.1").parent)}
+    own = BinaryCache(default_root(env) / "controlplane")
+    find_tools(("etcd",), env=NO_ENV, cache=own, build=CountingBuild())
+
+    assert assets.missing_tools(("etcd", "kwok", "helm"), env) == ["helm"]
+
+
+def test_programs_are_found_and_built_before_anything_is_installed() -> None:
+    """`python -S`: nothing but the standard library."""
+    command = (sys.executable, "-S", "-m", "controlplane", "build", "--help")
+    hack = str(Path(assets.__file__).parents[1])
+    done = subprocess.run(command, env={"PYTHONPATH": hack}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
