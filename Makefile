@@ -22,7 +22,7 @@ demo: ## Run the whole path on real input (KEEP=1 leaves it running, CLUSTER=cur
 	@$(PYTHON) hack/setup.py --tools demo
 	@$(BIN)/python -m demo $(if $(KEEP),--keep) $(if $(CLUSTER),--cluster $(CLUSTER))
 
-check: setup lint types contracts drift style unit ## Lint, types, import contracts, drift, style, unit tests
+check: setup lint types contracts drift unit ## Lint, types, import contracts, drift, unit tests
 
 lint:
 	@$(BIN)/ruff format --check --quiet $(CODE) && $(BIN)/ruff check --quiet $(CODE) && echo "lint: ok"
@@ -37,7 +37,7 @@ contracts:
 drift:
 	@$(BIN)/python hack/generate.py --check
 
-style:
+style: setup ## Print sizes and nesting beside what the style looks at; no gate
 	@$(BIN)/python hack/measure_style.py
 
 unit:

@@ -30,8 +30,8 @@ class NodeRunner:
         self._kubeconfig = kubeconfig
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="node-runner", daemon=True)
-        self.failure: DemoError | None = None
-        """Why the runner has given up, if it has."""
+        self._failure: DemoError | None = None
+        """Why the last look did not succeed, if it did not: an API server that starts answers 429 for a moment."""
 
     def start(self) -> None:
         """Begin to follow the pool's nodes."""
@@ -56,10 +56,9 @@ class NodeRunner:
         end_s = time.monotonic() + timeout_s
         for node in sorted(self._nodes):
             while not self._processes.was_started(self.name(node)):
-                if self.failure is not None:
-                    raise self.failure
                 if time.monotonic() > end_s:
-                    raise DemoError(f"no KVPoolNode {self._pool}.{node} after {timeout_s:.0f} s")
+                    why = f": {self._failure}" if self._failure is not None else ""
+                    raise DemoError(f"no KVPoolNode {self._pool}.{node} after {timeout_s:.0f} s{why}")
                 time.sleep(_LOOK_S / 3)
             self.wait_ready(node, max(1.0, end_s - time.monotonic()))
 
@@ -74,9 +73,9 @@ class NodeRunner:
                 if placed != self._nodes:
                     placed = self._placed() & self._nodes
                 self._look_after(placed)
+                self._failure = None
             except DemoError as e:
-                self.failure = e
-                return
+                self._failure = e
 
     def _look_after(self, nodes: frozenset[str]) -> None:
         for node in sorted(nodes):
