@@ -22,6 +22,7 @@ from typing import Final
 
 WORKERS: Final = 3
 SLOWEST: Final = 10
+MESSAGE_MAX: Final = 200
 RESULTS: Final = Path("build/tests")
 
 
@@ -36,7 +37,8 @@ class Case:
     """Set-up and tear-down included."""
     skipped: str
     """Why it was left out; empty when it ran."""
-    is_failed: bool
+    failures: tuple[str, ...]
+    """What failed in it, the first line of each; a test and what follows it can fail both."""
 
 
 def main() -> int:
@@ -83,7 +85,10 @@ def read(file: Path) -> list[Case]:
                 name="::".join((".".join(place), case.get("name") or "")),
                 took_s=float(case.get("time") or 0.0),
                 skipped="" if skipped is None else (skipped.get("message") or "no reason"),
-                is_failed=case.find("failure") is not None or case.find("error") is not None,
+                failures=tuple(
+                    (found.get("message") or "no message").strip().splitlines()[0][:MESSAGE_MAX]
+                    for found in (*case.iter("failure"), *case.iter("error"))
+                ),
             )
         )
     return cases
@@ -100,8 +105,13 @@ def summary(cases: Sequence[Case]) -> str:
     lines += [f"{case.took_s:>8.1f} s  {case.name}" for case in slowest]
     reasons = Counter(case.skipped for case in cases if case.skipped)
     lines += ["", f"skipped: {sum(reasons.values())}", *(f"{count:>6}  {why}" for why, count in reasons.most_common())]
-    failed = [case.name for case in cases if case.is_failed]
-    lines += ["", f"failed: {len(failed)}", *(f"        {name}" for name in failed)]
+    failed: dict[str, list[str]] = {}
+    for case in cases:
+        if case.failures:
+            failed.setdefault(case.name, []).extend(case.failures)
+    lines += ["", f"failed: {len(failed)}"]
+    for name, failures in failed.items():
+        lines += [f"        {name}", *(f"            {failure}" for failure in failures)]
     return "\n".join(lines) + "\n"
 
 

@@ -7,6 +7,7 @@ what several workers share (mounts, /dev/shm, huge pages) is looked at when all 
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator
@@ -23,28 +24,34 @@ GRACE_S: Final = 10.0
 """What was killed behind a test may take so long to be gone on a busy machine."""
 _CACHES: Final = ("pytest-of-", "torchinductor_", "pip-", "uv-")
 """Folders of temporary files that are kept on purpose, for a person or for the next process."""
+_TRACKER: Final = "multiprocessing.resource_tracker"
+"""Python starts it with a process's first pool, and it ends with that process."""
 
 _BEFORE = pytest.StashKey[dict[str, frozenset[str]]]()
 _TEMPORARY = pytest.StashKey[Path]()
+_TOLD = pytest.StashKey[set[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Mark this process, and give it a folder for temporary files; the first process of a run notes what is shared."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-    if not hasattr(config, "workerinput"):
+    if not hasattr(config, "workerinput") and MARK not in os.environ:  # A run within a test is looked at by its own.
         config.stash[_BEFORE] = _shared()
     os.environ[MARK] = f"{worker}-{os.getpid()}"
+    config.stash[_TOLD] = set()
     config.stash[_TEMPORARY] = Path(tempfile.mkdtemp(prefix="kvt-"))  # Short: paths of sockets end up below it.
     os.environ["TMPDIR"] = tempfile.tempdir = str(config.stash[_TEMPORARY])
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-    """Behind the last test of a file: fail when processes or temporary files are left."""
+    """Behind the last test of a file: fail when it leaves processes or temporary files, each of them once."""
     result = yield
     if nextitem is None or nextitem.path != item.path:
-        left = _settled(lambda: [*_processes(), *_files(item.config.stash[_TEMPORARY])])
+        folder, told = item.config.stash[_TEMPORARY], item.config.stash[_TOLD]
+        left = _settled(lambda: [found for found in (*_processes(), *_files(folder)) if found not in told])
         if left:
+            told.update(left)
             pytest.fail(f"{item.path.name} leaves behind:\n  " + "\n  ".join(left), pytrace=False)
     return result
 
@@ -96,13 +103,17 @@ def _processes() -> Iterator[str]:
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         except OSError:
             continue  # It has ended meanwhile.
+        if _TRACKER in command:
+            continue
         if mark in environment and f"{SHARED}=1".encode() not in environment and state != "Z":
             yield f"process {entry.name}: {command[:200]}"
 
 
 def _files(folder: Path) -> Iterator[str]:
+    library = sys.modules.get("kubernetes.aio.config.kube_config")  # It keeps certificates until its process ends.
+    kept = set(library._temp_files.values()) if library else ()
     for path in sorted(folder.iterdir()):
-        if not path.name.startswith(_CACHES):
+        if not path.name.startswith(_CACHES) and str(path) not in kept:
             yield f"temporary file {path}"
 
 

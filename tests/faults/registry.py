@@ -1,6 +1,5 @@
 """Which invariants there are, and how one is run."""
 
-import atexit
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import cache, partial
@@ -38,9 +37,14 @@ def runner(invariant: str) -> Callable[[Scale], Outcome]:
 @cache
 def _simulated() -> Executor:
     """One process for all of them, because one campaign of seeds proves several."""
-    executor = process()
-    atexit.register(executor.shutdown)
-    return executor
+    return process()
+
+
+def end_simulated() -> None:
+    """End the process of simulated worlds, where one has started."""
+    if _simulated.cache_info().currsize:
+        _simulated().shutdown()
+        _simulated.cache_clear()
 
 
 def _run_alone(invariant: str, scale: Scale) -> Outcome:

@@ -1,13 +1,20 @@
 """Every invariant, shortened: seconds each. `make soak` runs the counts of the table."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from outcome import Scale
 
-from faults.registry import INVARIANTS, runner
+from faults.registry import INVARIANTS, end_simulated, runner
 
 pytestmark = pytest.mark.system
+
+
+@pytest.fixture(scope="module", autouse=True)
+def simulated() -> Iterator[None]:
+    yield
+    end_simulated()
 
 
 @pytest.mark.parametrize("invariant", INVARIANTS)

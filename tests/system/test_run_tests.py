@@ -1,9 +1,13 @@
 """What `hack/run_tests.py` reports: failures at their first try, tests that hang, and whatever a test leaves behind."""
 
+import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import leftovers
 import pytest
 
 pytestmark = pytest.mark.system
@@ -44,12 +48,24 @@ leftovers.GRACE_S = watchdog.GRACE_S = 1.0
 """
 
 
-def run(folder: Path, *tests: str) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, *tests: str, is_within_a_test: bool = True, more: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     (folder / "pytest.ini").write_text(f"[pytest]\ntimeout = 2\npythonpath = {Path(__file__).parents[1]}\n")
     (folder / "conftest.py").write_text(PLUGINS)
     (folder / "test_them.py").write_text("\n".join(tests))
-    command = [sys.executable, str(SCRIPT), "--workers", "1", "--results", str(folder / "results"), "test_them.py"]
-    return subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--workers",
+        "1",
+        "--results",
+        str(folder / "results"),
+        "test_them.py",
+        *more,
+    ]
+    environment = {key: value for key, value in os.environ.items() if is_within_a_test or key != leftovers.MARK}
+    return subprocess.run(command, check=False, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 def test_what_passes_passes_with_its_reasons_and_times(tmp_path: Path) -> None:
@@ -93,12 +109,18 @@ LEAVES = {
 }
 
 
+def test_what_is_left_is_told_of_the_file_that_left_it(tmp_path: Path) -> None:
+    (tmp_path / "test_thereafter.py").write_text("def test_fine(): pass")
+    done = run(tmp_path, LEAVES["temporary file"], more=("test_thereafter.py",))
+    assert "failed: 1\n        test_them::test_it\n            failed on teardown" in done.stdout
+
+
 @pytest.mark.parametrize("what", LEAVES)
 def test_what_is_left_behind_fails_the_run_and_is_named(what: str, tmp_path: Path) -> None:
-    try:
-        done = run(tmp_path, LEAVES[what])
-    finally:
-        Path("/dev/shm/kvfleet-left").unlink(missing_ok=True)
+    done = run(tmp_path, LEAVES[what], is_within_a_test=what != "shared memory")
+    if what == "shared memory":
+        Path("/dev/shm/kvfleet-left").unlink()
+    for process in re.findall(r"process (\d+): sleep", done.stdout):
+        os.kill(int(process), signal.SIGKILL)
     assert done.returncode == 1, done.stdout
     assert what.partition(" that")[0] in done.stdout.partition("leaves behind:")[2]
-    subprocess.run(["pkill", "-f", "^sleep 20$"], check=False)
