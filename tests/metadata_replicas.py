@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
+from controlplane.ports import free_ports
 from kvfleet_agent.directory import RedisDirectory
 from kvfleet_api.blocks import ScopeId, ScopeSecret
 from kvfleet_metadata import embedded
@@ -46,9 +46,7 @@ class Redis:
     """A server that outlives its replicas, at one address with the same passwords however often it is started."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
+        (port,) = free_ports(1)
         self._config = EmbeddedConfig(
             folder / "redis", port=port, agent_password="agent" * 4, metadata_password="metadata" * 3,
             other_users=(ADMIN,),

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +10,7 @@ from typing import Any, Final
 import redis
 from directory_fleet import until
 
+from controlplane.ports import free_ports
 from kvfleet_metadata import embedded
 from kvfleet_metadata.access import RedisAccess
 from kvfleet_metadata.acl import Role
@@ -26,12 +26,6 @@ _SETTINGS: Final = (
 )  # fmt: skip
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @dataclass
 class RedisCluster:
     """`servers[i]` is primary i as it was begun; replicas follow in the same order."""
@@ -44,7 +38,7 @@ class RedisCluster:
     async def start(self, primaries: int = 3, *, has_replicas: bool = False) -> None:
         for i in range(primaries * (2 if has_replicas else 1)):
             inner_tls = ("tls-cluster yes", "tls-replication yes") if self.tls else ()
-            settings = (*_SETTINGS, f"cluster-port {free_port()}", *inner_tls)
+            settings = (*_SETTINGS, f"cluster-port {free_ports(1)[0]}", *inner_tls)
             config = EmbeddedConfig(
                 self.folder / f"server{i}", agent_password="agents", metadata_password="service", tls=self.tls,
                 other_users=(ADMIN,), other_settings=settings,

@@ -1,7 +1,6 @@
 """A real S3 server for tests: versitygw on a directory, built from its pinned Go module like the control plane."""
 
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from controlplane.assets import find_tool
+from controlplane.ports import free_ports
 
 ACCESS_KEY = "kvfleet-test"
 SECRET_KEY = "kvfleet-test-secret"
@@ -21,9 +21,7 @@ def s3_gateway(directory: Path, bucket: str) -> Iterator[dict[str, str]]:
     """Run the server on `directory`; yields the client's settings."""
     binary = str(find_tool("versitygw"))
     (directory / bucket).mkdir(parents=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     environment = os.environ | {"ROOT_ACCESS_KEY_ID": ACCESS_KEY, "ROOT_SECRET_ACCESS_KEY": SECRET_KEY}
     command = [binary, "--port", f"127.0.0.1:{port}", "--quiet", "posix"]
     # Part checksums of multipart uploads need a place: beside the objects, for not every file system has attributes.

@@ -23,7 +23,7 @@ def free_ports(count: int) -> tuple[int, ...]:
     below = int(_RANGE_FILE.read_text().split()[0])
     highest = below if below >= _LOWEST + _ROOM else _HIGHEST
     chosen: list[int] = []
-    for port in random.sample(range(_LOWEST, highest), _DRAWS):
+    for port in random.SystemRandom().sample(range(_LOWEST, highest), _DRAWS):
         if len(chosen) == count:
             break
         if _is_free(port):

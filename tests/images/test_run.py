@@ -17,10 +17,10 @@ import yaml
 from chart_agents import redis_set
 from image_container import Container
 from kube_agent import SYSTEM, Agent, got, put, until
-from redis_cluster import free_port
 
 from controlplane import ControlPlane, start
 from controlplane.assets import find_tool
+from controlplane.ports import free_ports
 from debian_archive import run
 from kvfleet_api import names
 
@@ -112,7 +112,7 @@ def test_the_chart_runs_from_these_images_and_a_tenant_s_blocks_come_back(
 ) -> None:
     with start(tmp_path / "plane") as plane:
         plane.add_fake_nodes([NODE], {"kvfleet": "yes"}, {"cpu": "8", "memory": "64Gi", "pods": "50"})
-        port = free_port()
+        (port,) = free_ports(1)
         install(plane, images, port)
         with (
             operator(plane, container, tmp_path),

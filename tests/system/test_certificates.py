@@ -20,10 +20,10 @@ import remote_owner
 import yaml
 from fleet_issuer import holder, issuing, make_pod, pod_kubeconfig
 from prometheus_client import CollectorRegistry
-from redis_cluster import free_port
 
 from controlplane import ControlPlane
 from controlplane.assets import find_tool
+from controlplane.ports import free_ports
 from kvfleet_agent.ports import Wanted
 from kvfleet_agent.remote.listener import PeerListener
 from kvfleet_agent.remote.peers import RemotePeers
@@ -289,7 +289,7 @@ async def test_the_chart_s_redis_gets_its_certificate_and_reads_the_next_one(
     fresh.kubectl("delete", "secret", names.REDIS_SECRET_TLS, "-n", SYSTEM, "--ignore-not-found")
     life = timedelta(seconds=45)  # A third of it is left to the server when the next one is there.
     rules = Issuance(SYSTEM, redis_hosts=("localhost",), leaf_life=life, settle=timedelta(seconds=1))
-    port = free_port()
+    (port,) = free_ports(1)
     with issuing(fresh, tmp_path, rules):
         async with holder(fresh, tmp_path, names.agent_uri(SYSTEM, "p.node-a")) as own:
             first = await project(fresh, tmp_path, "")
