@@ -1,6 +1,7 @@
 """The benchmarks run against the real agent and say what they must. Nothing is asserted about time."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -191,5 +192,6 @@ def test_bench_startup_ends_with_the_agreed_line(tmp_path: Path) -> None:
     assert said["bench"] == "startup"
     assert said["versions"]["demo"] == "absent: not in a quick run"
     assert min(said["ratios"]["start_vs_imports"], said["ratios"]["nvme_start_vs_imports"]) > 0
-    assert min(said["values"]["agent_restart_s_per_million"], said["values"]["agent_bytes_per_block"]) > 0
+    assert said["values"]["agent_bytes_per_block"] > 0
+    assert math.isfinite(said["values"]["agent_restart_s_per_million"]), "of 2,000 blocks it is all noise"
     assert list(tmp_path.iterdir()) == []
