@@ -139,7 +139,7 @@ def test_a_port_that_is_taken_is_not_free(monkeypatch: pytest.MonkeyPatch) -> No
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
         free = free_ports(1)[0]
-        monkeypatch.setattr("controlplane.ports.random.sample", lambda *_: [taken, free])
+        monkeypatch.setattr("controlplane.ports.random.SystemRandom.sample", lambda *_: [taken, free])
 
         assert free_ports(1) == (free,)
 
