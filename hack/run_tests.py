@@ -6,8 +6,7 @@ their file, and whoever has nothing left takes over half of what another one has
 
 No test has a second try: what fails now and then is a defect of the product, or of the test. A test that hangs beyond
 its timeout is ended with the stacks of its threads, counts as failed, and the others go on (tests/watchdog.py). A file
-that leaves a process or a file behind, and a run that leaves a mount, shared memory or huge pages, fail
-(tests/leftovers.py).
+that leaves a process or a file behind, and a run that leaves a mount or huge pages, fail (tests/leftovers.py).
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """Hooks of pytest that fail a test file which leaves something behind: a process, a mount, a file, memory.
 
-Every process of a run has a mark in its environment, which whatever it starts inherits, and a folder of its own for
-temporary files. Processes and those files are looked at behind the last test of each file, when its fixtures are gone;
-what several workers share (mounts, /dev/shm, huge pages) is looked at when all of them have ended.
+Every process of a run has a mark in its environment, which whatever it starts inherits, and two folders of its own: for
+temporary files, and for those that have to lie in memory (`memory`). Processes and these files are looked at behind the
+last test of each file, when its fixtures are gone; mounts below the folders and huge pages when all workers have ended.
+Other work on the machine makes no difference, be it another run.
 """
 
 import os
@@ -17,7 +18,9 @@ from typing import Any, Final
 import pytest
 
 MARK: Final = "KVFLEET_TEST_RUN"
-"""Environment variable: which test process something was started by."""
+"""Environment variable: which run, and which process of it, something was started by (`RUN/PROCESS`)."""
+MEMORY: Final = "KVFLEET_TEST_MEMORY"
+"""Environment variable: the folder of this process in memory."""
 SHARED: Final = "KVFLEET_TEST_SHARED"
 """Environment variable of what a fixture of the whole session starts: it outlives the file that wanted it first."""
 GRACE_S: Final = 10.0
@@ -27,20 +30,26 @@ _CACHES: Final = ("pytest-of-", "torchinductor_", "pip-", "uv-")
 _TRACKER: Final = "multiprocessing.resource_tracker"
 """Python starts it with a process's first pool, and it ends with that process."""
 
-_BEFORE = pytest.StashKey[dict[str, frozenset[str]]]()
-_TEMPORARY = pytest.StashKey[Path]()
+_SHARED_MEMORY: Final = Path("/dev/shm")
+
+_PAGES = pytest.StashKey[str]()
+_FOLDERS = pytest.StashKey[tuple[Path, ...]]()
 _TOLD = pytest.StashKey[set[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Mark this process, and give it a folder for temporary files; the first process of a run notes what is shared."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-    if not hasattr(config, "workerinput") and MARK not in os.environ:  # A run within a test is looked at by its own.
-        config.stash[_BEFORE] = _shared()
-    os.environ[MARK] = f"{worker}-{os.getpid()}"
+    """Mark this process, and give it its folders; the first process of a run notes how many huge pages there are."""
+    run, _, _ = os.environ.get(MARK, "").partition("/")
+    if not run:  # Neither a worker nor a run within a test, which is looked at by its own.
+        config.stash[_PAGES] = _huge_pages()
+        run = str(os.getpid())
+    os.environ[MARK] = f"{run}/{os.environ.get('PYTEST_XDIST_WORKER', 'main')}-{os.getpid()}"
     config.stash[_TOLD] = set()
-    config.stash[_TEMPORARY] = Path(tempfile.mkdtemp(prefix="kvt-"))  # Short: paths of sockets end up below it.
-    os.environ["TMPDIR"] = tempfile.tempdir = str(config.stash[_TEMPORARY])
+    # Short: paths of sockets end up below it.
+    temporary, in_memory = (Path(tempfile.mkdtemp(prefix="kvt-", dir=base)) for base in (None, memory()))
+    config.stash[_FOLDERS] = (temporary, in_memory)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+    os.environ[MEMORY] = str(in_memory)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -48,8 +57,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Behind the last test of a file: fail when it leaves processes or temporary files, each of them once."""
     result = yield
     if nextitem is None or nextitem.path != item.path:
-        folder, told = item.config.stash[_TEMPORARY], item.config.stash[_TOLD]
-        left = _settled(lambda: [found for found in (*_processes(), *_files(folder)) if found not in told])
+        folders, told = item.config.stash[_FOLDERS], item.config.stash[_TOLD]
+        left = _settled(lambda: [found for found in (*_processes(), *_files(folders)) if found not in told])
         if left:
             told.update(left)
             pytest.fail(f"{item.path.name} leaves behind:\n  " + "\n  ".join(left), pytrace=False)
@@ -57,22 +66,26 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """At the end of the whole run: fail it when mounts, shared memory or huge pages are left."""
-    before = session.config.stash.get(_BEFORE, None)
-    shutil.rmtree(session.config.stash[_TEMPORARY], ignore_errors=True)
-    if before is None:
-        return
+    """At the end of a process: fail its run when mounts below its folders, or huge pages, are left."""
+    folders, pages = session.config.stash[_FOLDERS], session.config.stash.get(_PAGES, None)
 
     def left() -> list[str]:
-        new = {kind: names - before[kind] for kind, names in _shared().items()}
-        if new["shared memory"]:
-            new["shared memory"] -= _mapped()  # By somebody else's processes: ours have ended.
-        return [f"{kind}: {name}" for kind, names in new.items() for name in sorted(names)]
+        found = [f"mount: {point}" for point in _mounts() if any(Path(point).is_relative_to(f) for f in folders)]
+        if pages is not None and _huge_pages() not in (pages, "0") and not _other_runs():
+            found.append(f"huge pages: {_huge_pages()} now, {pages} before")
+        return found
 
     if found := _settled(left):
-        reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
-        reporter.write_line("the run leaves behind:\n  " + "\n  ".join(found), red=True)
+        sys.stderr.write("the run leaves behind:\n  " + "\n  ".join(found) + "\n")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    else:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def memory() -> str:
+    """Where files that have to lie in memory may be made; also outside of pytest."""
+    return os.environ.get(MEMORY, str(_SHARED_MEMORY))
 
 
 def share() -> None:
@@ -109,34 +122,31 @@ def _processes() -> Iterator[str]:
             yield f"process {entry.name}: {command[:200]}"
 
 
-def _files(folder: Path) -> Iterator[str]:
+def _files(folders: tuple[Path, ...]) -> Iterator[str]:
     library = sys.modules.get("kubernetes.aio.config.kube_config")  # It keeps certificates until its process ends.
     kept = set(library._temp_files.values()) if library else ()
-    for path in sorted(folder.iterdir()):
+    for path in sorted(path for folder in folders for path in folder.iterdir()):
         if not path.name.startswith(_CACHES) and str(path) not in kept:
             yield f"temporary file {path}"
 
 
-def _mapped() -> frozenset[str]:
-    """Names in /dev/shm that a living process has in its memory."""
-    found = set[str]()
-    for entry in Path("/proc").glob("[0-9]*/maps"):
+def _mounts() -> list[str]:
+    return [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+
+
+def _huge_pages() -> str:
+    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return memory["HugePages_Total"].strip()
+
+
+def _other_runs() -> bool:
+    """Whether another run, which may reserve pages, has a process on this machine."""
+    ours = f"{MARK}={os.environ[MARK].partition('/')[0]}/".encode()
+    for entry in Path("/proc").glob("[0-9]*/environ"):
         try:
-            lines = entry.read_text().splitlines()
+            environment = entry.read_bytes().split(b"\0")
         except OSError:
             continue
-        found.update(line.rpartition("/dev/shm/")[2].split(" (deleted)")[0] for line in lines if "/dev/shm/" in line)
-    return frozenset(found)
-
-
-def _shared() -> dict[str, frozenset[str]]:
-    """What test processes share on this machine, by kind."""
-    mounts = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
-    ours = frozenset(point for point in mounts if any(part in point for part in ("pytest-of-", "kvfleet", "kvt-")))
-    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return {
-        "mount": ours,
-        # Not semaphores: every multiprocessing pool of any other run on this machine has some, by the same names.
-        "shared memory": frozenset(p.name for p in Path("/dev/shm").iterdir() if not p.name.startswith("sem.")),
-        "huge pages": frozenset({memory["HugePages_Total"].strip(), "0"}),
-    }
+        if any(v.startswith(f"{MARK}=".encode()) and not v.startswith(ours) for v in environment):
+            return True
+    return False

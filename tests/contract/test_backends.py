@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import backend_contract
+import leftovers
 import pytest
 from backend_contract import (
     ANNA,
@@ -147,7 +148,7 @@ class TestNvmeBuffered(_RecordStoreContract):
 
     @pytest.fixture
     def where(self) -> Iterator[Path]:
-        directory = Path(tempfile.mkdtemp(prefix="kvfleet-test-", dir="/dev/shm"))
+        directory = Path(tempfile.mkdtemp(prefix="kvfleet-test-", dir=leftovers.memory()))
         yield directory / "store"
         shutil.rmtree(directory)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import backend_contract
+import leftovers
 import pytest
 from backend_contract import (
     CAPACITY_BYTES,
@@ -84,7 +85,7 @@ class TestHostDramHugePages(MappableContract):
 @pytest.fixture
 def memory_dir() -> Iterator[Path]:
     """A directory of a tmpfs."""
-    with tempfile.TemporaryDirectory(prefix="kvfleet-test-", dir="/dev/shm") as directory:
+    with tempfile.TemporaryDirectory(prefix="kvfleet-test-", dir=leftovers.memory()) as directory:
         yield Path(directory)
 
 

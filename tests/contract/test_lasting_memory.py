@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import leftovers
 import pytest
 from agent_doubles import FakeAuthenticator, make_core
 from backend_contract import ANNA, BLOCK_BYTES, BOB, CAPACITY_BYTES, content, fill, get, put, record
@@ -37,7 +38,7 @@ Found = dict[int, tuple[SlotRef, Record]]
 
 @pytest.fixture
 def home() -> Iterator[Home]:
-    with tempfile.TemporaryDirectory(prefix="kvfleet-test-", dir="/dev/shm") as directory:
+    with tempfile.TemporaryDirectory(prefix="kvfleet-test-", dir=leftovers.memory()) as directory:
         yield Home(Path(directory), "pool-a", "node-a", read_mounts(), "dram")
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import leftovers
 from agent_doubles import BLOCK_BYTES, LAYOUT_ID
 from outcome import Outcome, Scale
 
@@ -296,7 +297,7 @@ def _is_caught(defect: str, seed: int) -> bool:
 def _lab(seed: int, defect: str = "") -> Iterator[Lab]:
     """Directories on a tmpfs, which memory files need; NVMe records take them as well."""
     with (
-        tempfile.TemporaryDirectory(prefix="kvfleet-i8-", dir="/dev/shm") as folder,
+        tempfile.TemporaryDirectory(prefix="kvfleet-i8-", dir=leftovers.memory()) as folder,
         Nursery(("faults.i8_agent",)) as nursery,
     ):
         yield Lab(Path(folder), nursery, seed, defect)

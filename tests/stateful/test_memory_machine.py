@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import leftovers
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -63,7 +64,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.root = Path(tempfile.mkdtemp(prefix="kvfleet-test-", dir="/dev/shm"))
+        self.root = Path(tempfile.mkdtemp(prefix="kvfleet-test-", dir=leftovers.memory()))
         self.loop = asyncio.new_event_loop()
         self.blocks: dict[int, Block] = {}
         """What must be there, by number."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hostile
+import leftovers
 import pytest
 from agent_doubles import BLOCK_BYTES, FakeAuthenticator, bytes_of, caller
 from agent_process import DOMAIN, member
@@ -50,7 +51,7 @@ def agent(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[AgentThrea
     callers = FakeAuthenticator(
         a=member("a", can_write=True), b=member("b", can_write=True), c=member("c", can_write=False), d=caller("d")
     )
-    with tempfile.TemporaryDirectory(prefix="kvfleet-test-", dir="/dev/shm") as directory:
+    with tempfile.TemporaryDirectory(prefix="kvfleet-test-", dir=leftovers.memory()) as directory:
         home = Home(Path(directory), "pool", "node", read_mounts(), "dram") if request.param == "tmpfs" else None
         with AgentThread(tmp_path / "agent.sock", lambda: [memory_tier(home)], callers) as served:
             yield served

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import leftovers
 import pytest
 from kube_agent import MIB, Agent, got, keys_of, put, until
 from operator_fleet import condition
@@ -134,7 +135,7 @@ def life(cluster: Cluster, kubeconfig: Path, tmp_path: Path) -> Iterator[Life]:
 
 @pytest.fixture
 def memory_dir() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kvfleet-test-", dir="/dev/shm") as directory:
+    with tempfile.TemporaryDirectory(prefix="kvfleet-test-", dir=leftovers.memory()) as directory:
         yield Path(directory)
 
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import leftovers
 import pytest
 
 pytestmark = pytest.mark.system
@@ -48,9 +47,7 @@ leftovers.GRACE_S = watchdog.GRACE_S = 1.0
 """
 
 
-def run(
-    folder: Path, *tests: str, is_within_a_test: bool = True, more: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *tests: str, more: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     (folder / "pytest.ini").write_text(f"[pytest]\ntimeout = 2\npythonpath = {Path(__file__).parents[1]}\n")
     (folder / "conftest.py").write_text(PLUGINS)
     (folder / "test_them.py").write_text("\n".join(tests))
@@ -64,8 +61,7 @@ def run(
         "test_them.py",
         *more,
     ]
-    environment = {key: value for key, value in os.environ.items() if is_within_a_test or key != leftovers.MARK}
-    return subprocess.run(command, check=False, cwd=folder, env=environment, capture_output=True, text=True)
+    return subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True)
 
 
 def test_what_passes_passes_with_its_reasons_and_times(tmp_path: Path) -> None:
@@ -105,7 +101,7 @@ LEAVES = {
         "import subprocess\ndef test_it(): subprocess.run(['sh', '-c', 'setsid sleep 20 >/dev/null 2>&1 &'])"
     ),
     "temporary file": "import tempfile\ndef test_it(): tempfile.mkdtemp()",
-    "shared memory": "from pathlib import Path\ndef test_it(): Path('/dev/shm/kvfleet-left').touch()",
+    "temporary file in memory": "import leftovers, tempfile\ndef test_it(): tempfile.mkdtemp(dir=leftovers.memory())",
 }
 
 
@@ -117,10 +113,8 @@ def test_what_is_left_is_told_of_the_file_that_left_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", LEAVES)
 def test_what_is_left_behind_fails_the_run_and_is_named(what: str, tmp_path: Path) -> None:
-    done = run(tmp_path, LEAVES[what], is_within_a_test=what != "shared memory")
-    if what == "shared memory":
-        Path("/dev/shm/kvfleet-left").unlink()
+    done = run(tmp_path, LEAVES[what])
     for process in re.findall(r"process (\d+): sleep", done.stdout):
         os.kill(int(process), signal.SIGKILL)
     assert done.returncode == 1, done.stdout
-    assert what.partition(" that")[0] in done.stdout.partition("leaves behind:")[2]
+    assert re.sub(" (that|in) .*", "", what) in done.stdout.partition("leaves behind:")[2]

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import leftovers
 import numpy as np
 import pytest
 from kube_agent import MIB, Agent, content, dram, got, keys_of, make_tenant, nvme, put, until
@@ -31,7 +32,7 @@ def tenant(plane: ControlPlane) -> None:
 
 @pytest.fixture
 def memory_dir() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kvfleet-test-", dir="/dev/shm") as directory:
+    with tempfile.TemporaryDirectory(prefix="kvfleet-test-", dir=leftovers.memory()) as directory:
         yield Path(directory)
 
 

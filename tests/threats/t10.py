@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+import leftovers
 from backend_contract import record
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from outcome import Outcome, Scale
@@ -140,7 +141,7 @@ async def _fill(backend: SealingBackend, scope: ScopeId, blocks: int) -> list[He
 async def _tried(name: str, blocks: int, loss: "Loss") -> Trial:
     trial, secrets = Trial(f"{name}, {loss.__name__}", blocks=2 * blocks), ScopeSecrets()
     secrets.make(SHREDDED, OTHER)
-    with tempfile.TemporaryDirectory(prefix="kvfleet-t10-", dir="/dev/shm") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvfleet-t10-", dir=leftovers.memory()) as folder:
         path = Path(folder)
         backend = await MEDIA[name](path, secrets.keyring)
         held = await _fill(backend, SHREDDED, blocks)
@@ -213,7 +214,7 @@ def _opened(whole: bytes, data_key: bytes) -> Iterator[bytes]:
 
 async def _canaries_in_the_clear(name: str) -> int:
     """Control: without encryption the same canaries are found."""
-    with tempfile.TemporaryDirectory(prefix="kvfleet-t10-", dir="/dev/shm") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvfleet-t10-", dir=leftovers.memory()) as folder:
         backend = await MEDIA[name](Path(folder), None)
         await _fill(backend, SHREDDED, 3)
         await backend.close()

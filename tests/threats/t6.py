@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import leftovers
 from agent_doubles import BLOCK_BYTES, LAYOUT_ID, OTHER_SCOPE, SCOPE, digest, dram_tier, make_core, secret
 from msgspec.structs import replace
 from outcome import Outcome, Scale
@@ -189,7 +190,7 @@ class Trial:
 async def _tried(name: str, blocks: int) -> Trial:
     open_tier, is_sealed = TIERS[name]
     keys = _one_key_for_all() if is_sealed else None
-    with tempfile.TemporaryDirectory(prefix="kvfleet-t6-", dir="/dev/shm") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvfleet-t6-", dir=leftovers.memory()) as folder:
         trial = await _begun(await open_tier(Path(folder), keys), blocks)
         await _lived_through(trial, is_sealed=is_sealed)
         if trial.below.backend.capabilities.survives_restart:

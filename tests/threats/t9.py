@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
+import leftovers
 from outcome import Outcome, Scale
 
 from kvfleet_agent.backends import record_bytes
@@ -120,7 +121,7 @@ _LASTING: Final = HostDramTier(page_size="4Ki", persistence="AgentRestart")
 
 async def _search_lasting(search: Search, slots: int) -> None:
     """Memory of a tmpfs, through restarts: what another process left behind is dropped or reused, never seen."""
-    with tempfile.TemporaryDirectory(prefix="kvfleet-t9-", dir="/dev/shm") as directory:
+    with tempfile.TemporaryDirectory(prefix="kvfleet-t9-", dir=leftovers.memory()) as directory:
         home = Home(Path(directory), "pool", "node", read_mounts(), "dram")
         round_ = 0
         while search.slots < slots:
@@ -223,7 +224,7 @@ async def _search_all(slots: int) -> list[Search]:
             async with _closing(open_host_dram(HostDramTier(page_size="2Mi"), capacity_bytes, (), NO_HOME)) as backend:
                 found.append(Search("dram_huge"))
                 await _search_memory(backend, found[-1], slots)
-    with tempfile.TemporaryDirectory(prefix="kvfleet-t9-", dir="/dev/shm") as directory:
+    with tempfile.TemporaryDirectory(prefix="kvfleet-t9-", dir=leftovers.memory()) as directory:
         tier = CxlTier(mode=CxlMode.EMULATED, emulated=CxlEmulation(path=directory, latency_ns=0))
         async with _closing(open_cxl(tier, CAPACITY_BYTES, ())) as backend:
             found.append(Search("cxl"))
