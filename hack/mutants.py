@@ -35,7 +35,7 @@ _PACKAGES: Final = ("crds", "dashboards", "metadata", "operator", "agent", "hack
 """Folders that modules are imported from; those of a copied tree come before installed packages."""
 _NOT_COPIED: Final = (".git", ".venv*", ".demo", ".quality", ".*_cache", ".hypothesis", "__pycache__", "build", "dist")
 """What is made in a checkout and takes long to copy: images in `build` have gigabytes."""
-_TIMEOUT_S: Final = 600.0
+_TIMEOUT_S: Final = 300.0
 """A run that hangs counts as caught: the defect made it hang, the run without it does not."""
 _TOLD_LINES: Final = 8
 """Last lines that are shown of a command that fails without any defect."""

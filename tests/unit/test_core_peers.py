@@ -206,17 +206,21 @@ async def test_extents_are_registered_before_use_and_let_go_of_before_they_vanis
 
 
 async def test_a_loan_that_nobody_waits_for_any_more_leaves_no_lease(pair: Pair) -> None:
-    await pair.store(range(1, 9))
-    keys = [BlockKey(SCOPE, digest(n)) for n in range(1, 9)]
-    for steps in range(6):
+    await pair.store(range(1, 25))
+    keys = [BlockKey(SCOPE, digest(n)) for n in range(1, 25)]
+    assert any(pair.a.fetcher.up_already(entry) is None for entry in pair.a.node.index), "some have to be brought up"
+    holding = 0
+    for steps in range(20):
         asked = asyncio.create_task(pair.a.lender.lend(keys, LAYOUT_ID, 60.0))
         for _ in range(steps):
             await asyncio.sleep(0)
+        holding += bool(len(pair.a.node.leases)) and not asked.done()
         asked.cancel()
         (got,) = await asyncio.gather(asked, return_exceptions=True)
         if isinstance(got, list):
             pair.a.lender.end([loan.lease for loan in got if loan is not None])
         assert len(pair.a.node.leases) == 0, f"cancelled after {steps} steps"
+    assert holding, "none was cancelled while it had leases"
 
 
 async def test_a_fetch_that_fails_while_it_takes_slots_leaves_none(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
