@@ -41,12 +41,12 @@ style: setup ## Print sizes and nesting beside what the style looks at; no gate
 	@$(BIN)/python hack/measure_style.py
 
 unit:
-	@KVFLEET_HYPOTHESIS_PROFILE=$(EXAMPLES) $(PYTEST) -q -n 2 -m unit tests/unit
+	@KVSTRATA_HYPOTHESIS_PROFILE=$(EXAMPLES) $(PYTEST) -q -n 2 -m unit tests/unit
 
 tools: ## The same, and the control plane with the other Go programs that tests run
 	@$(PYTHON) hack/setup.py --tools tests
 
-test: EXAMPLES = kvfleet
+test: EXAMPLES = kvstrata
 test: tools check ## Everything that runs on a machine without GPU or nodes; skipped tests say why at the end
 	@# Apart: without a GPU it is Triton's interpreter that has to be chosen first.
 	@$(BIN)/python hack/run_tests.py $(LEVELS) --apart tests/gpu

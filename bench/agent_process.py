@@ -15,30 +15,30 @@ from typing import Final
 from prometheus_client import CollectorRegistry
 
 from bench.identity import BLOCK_TOKENS, DOMAIN_SECRET, MODEL, POOL, REVISION, SECRET, TOKEN
-from kvfleet_agent.announcer import Announcer
-from kvfleet_agent.app import tame_collector
-from kvfleet_agent.backends.host_dram import open_host_dram
-from kvfleet_agent.codec.registry import CodecRegistry
-from kvfleet_agent.core import Core
-from kvfleet_agent.counters import Counters
-from kvfleet_agent.index import Index
-from kvfleet_agent.node import Node
-from kvfleet_agent.policy.quota import Bound, Rules
-from kvfleet_agent.ports import Caller
-from kvfleet_agent.serve.attaching import Attaching
-from kvfleet_agent.serve.server import Server
-from kvfleet_agent.serve.session_verbs import SessionVerbs
-from kvfleet_agent.serve.verbs import Verbs
-from kvfleet_agent.sweep import Sweeper
-from kvfleet_agent.tiers import Tier
-from kvfleet_api.blocks import ScopeId, ScopeSecret
-from kvfleet_api.errors import UnauthenticatedError
-from kvfleet_api.models.pool import Compatibility, HostDramTier, KVPoolSpec, PoolTier
-from kvfleet_api.models.poolnode import NodeTier
-from kvfleet_api.tiers import TierType
-from kvfleet_api.trust import Access, Grants, Identity, ScopeKind
-from kvfleet_telemetry.catalog_agent import AGENT
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_agent.announcer import Announcer
+from kvstrata_agent.app import tame_collector
+from kvstrata_agent.backends.host_dram import open_host_dram
+from kvstrata_agent.codec.registry import CodecRegistry
+from kvstrata_agent.core import Core
+from kvstrata_agent.counters import Counters
+from kvstrata_agent.index import Index
+from kvstrata_agent.node import Node
+from kvstrata_agent.policy.quota import Bound, Rules
+from kvstrata_agent.ports import Caller
+from kvstrata_agent.serve.attaching import Attaching
+from kvstrata_agent.serve.server import Server
+from kvstrata_agent.serve.session_verbs import SessionVerbs
+from kvstrata_agent.serve.verbs import Verbs
+from kvstrata_agent.sweep import Sweeper
+from kvstrata_agent.tiers import Tier
+from kvstrata_api.blocks import ScopeId, ScopeSecret
+from kvstrata_api.errors import UnauthenticatedError
+from kvstrata_api.models.pool import Compatibility, HostDramTier, KVPoolSpec, PoolTier
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.tiers import TierType
+from kvstrata_api.trust import Access, Grants, Identity, ScopeKind
+from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.metrics import Instruments
 
 EPOCH: Final = 1
 TENANTS: Final = 64
@@ -46,7 +46,7 @@ TENANTS: Final = 64
 
 
 class OneIdentity:
-    """Grants one token one tenant's scope (`kvfleet_agent.ports.Authenticator`)."""
+    """Grants one token one tenant's scope (`kvstrata_agent.ports.Authenticator`)."""
 
     grants_version = 1
 

@@ -15,17 +15,17 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-import kvfleet_native
+import kvstrata_native
 from bench import common
 from bench.codec_peers import ABSENT, BytePeer, Bytes2D, Room, TorchFp8, Zstd, measure_bytes
 from bench.common import Result, Sample, publish, rate_ratio, table
-from kvfleet_agent.codec.base import Encoded, Planes, Shape, room_bytes
-from kvfleet_agent.codec.mixed import MixedCodec
-from kvfleet_agent.codec.packed import PackedCodec
-from kvfleet_agent.codec.registry import CodecRegistry
-from kvfleet_api import __version__
-from kvfleet_api.units import MIB
-from kvfleet_native.packing import Kind, Packing
+from kvstrata_agent.codec.base import Encoded, Planes, Shape, room_bytes
+from kvstrata_agent.codec.mixed import MixedCodec
+from kvstrata_agent.codec.packed import PackedCodec
+from kvstrata_agent.codec.registry import CodecRegistry
+from kvstrata_api import __version__
+from kvstrata_api.units import MIB
+from kvstrata_native.packing import Kind, Packing
 
 BLOCK_BYTES: Final = 2 * MIB
 """16 tokens of an 8-billion-parameter model in bf16."""
@@ -82,7 +82,7 @@ class Lossless:
 
 
 class Packed:
-    """One of the packings of `kvfleet_native`."""
+    """One of the packings of `kvstrata_native`."""
 
     def __init__(self, room: Room, packing: Packing) -> None:
         rows = BLOCK_BYTES // 2 // packing.columns
@@ -93,11 +93,11 @@ class Packed:
     def encode(self, number: int) -> None:
         """All of a block in one call."""
         raw, packing = self._room.raw[number], self._packing
-        assert kvfleet_native.pack(self._codes[number], self._scales[number], raw, packing), "finite numbers"
+        assert kvstrata_native.pack(self._codes[number], self._scales[number], raw, packing), "finite numbers"
 
     def decode(self, number: int) -> None:
         """All of a block in one call."""
-        kvfleet_native.unpack(self._room.into[number], self._codes[number], self._scales[number], self._packing)
+        kvstrata_native.unpack(self._room.into[number], self._codes[number], self._scales[number], self._packing)
 
     def stored_bytes(self) -> int:
         """Codes and scales."""
@@ -149,9 +149,9 @@ def moves(room: Room) -> dict[str, Callable[[int], object]]:
     """Copies and digests, which have one direction."""
     raw, into = room.raw, room.into
     return {
-        "copy": lambda i: kvfleet_native.copy(into[i], raw[i]),
-        "copy_digest": lambda i: kvfleet_native.copy_digest(into[i], raw[i], 1),
-        "xxh3": lambda i: kvfleet_native.xxh3_128(raw[i], 1),
+        "copy": lambda i: kvstrata_native.copy(into[i], raw[i]),
+        "copy_digest": lambda i: kvstrata_native.copy_digest(into[i], raw[i], 1),
+        "xxh3": lambda i: kvstrata_native.xxh3_128(raw[i], 1),
     }
 
 
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         values[f"{name}_relative_error"] = relative_error(room, subject)
     values |= {f"{name}_ratio": peer.raw_bytes / peer.stored_bytes for name, peer in found.items()}
     tell(taken, list(works), found, values)
-    versions = {"kvfleet": __version__, "kernels": kvfleet_native.level, "torch": version("torch")}
+    versions = {"kvstrata": __version__, "kernels": kvstrata_native.level, "torch": version("torch")}
     versions |= {"zstandard": version("zstandard")} | packages
     publish(Result("codec", chosen.quick, versions, compared(taken, works, found, values), values), chosen.json)
 

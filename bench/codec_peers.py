@@ -99,7 +99,7 @@ def measure_bytes(raw: Bytes2D) -> tuple[dict[str, BytePeer], dict[str, str]]:
     """Every compressor by name, and the packages' versions; none, and why, where they cannot be had."""
     try:
         command = Command("byte codecs", peers.ensure("codec", _say), "bench.peers.byte_codecs")
-        with Driver(command) as driver, tempfile.TemporaryDirectory(prefix="kvfleet-bench-") as directory:
+        with Driver(command) as driver, tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as directory:
             versions = driver.versions()
             path = Path(directory, "blocks.npy")
             np.save(path, raw[:4])

@@ -26,15 +26,15 @@ from bench import common
 from bench.common import REPEATS_MIN, Result, Sample, publish, rate_ratio, table
 from bench.directory_limit import Bare, Work, redis_version
 from bench.directory_rebuild import rebuild
-from kvfleet_agent.session_notes import FLUSH_MAX
-from kvfleet_api.blocks import ScopeId, ScopeSecret
-from kvfleet_metadata import embedded, registry, sessions, shards
-from kvfleet_metadata.acl import Role
-from kvfleet_metadata.embedded import EmbeddedConfig, EmbeddedRedis
-from kvfleet_metadata.records import AgentRecord, Announcement, Incarnation, SessionRecord
-from kvfleet_metadata.schema import SHARDS, Shard
-from kvfleet_metadata.shards import CHUNK, Batch, Mode, Verdict
-from kvfleet_metadata.store import Store
+from kvstrata_agent.session_notes import FLUSH_MAX
+from kvstrata_api.blocks import ScopeId, ScopeSecret
+from kvstrata_metadata import embedded, registry, sessions, shards
+from kvstrata_metadata.acl import Role
+from kvstrata_metadata.embedded import EmbeddedConfig, EmbeddedRedis
+from kvstrata_metadata.records import AgentRecord, Announcement, Incarnation, SessionRecord
+from kvstrata_metadata.schema import SHARDS, Shard
+from kvstrata_metadata.shards import CHUNK, Batch, Mode, Verdict
+from kvstrata_metadata.store import Store
 
 LOCATIONS: Final = 1_000_000
 LOCATIONS_QUICK: Final = 100_000
@@ -140,7 +140,7 @@ async def measure(locations: int) -> tuple[dict[str, Turns], dict[str, float]]:
     """Run every repeat; rates by work, and other values."""
     works = {"publish": Turns(), "lookup": Turns(), "session": Turns(), "erase": Turns()}
     values: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(prefix="kvfleet-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as folder:
         server = await embedded.start(EmbeddedConfig(Path(folder), memory_bytes=8 << 30, other_users=(ADMIN,)))
         ours, bare = Directory(server), Bare(server)
         try:

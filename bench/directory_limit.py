@@ -6,7 +6,7 @@ from typing import Final
 
 import redis
 
-from kvfleet_metadata.embedded import EmbeddedRedis
+from kvstrata_metadata.embedded import EmbeddedRedis
 
 CONNECTIONS: Final = 8
 PIPELINE: Final = 16

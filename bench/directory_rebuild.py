@@ -9,14 +9,14 @@ from typing import Final
 import redis
 from prometheus_client import CollectorRegistry
 
-from kvfleet_agent.directory import RedisDirectory
-from kvfleet_api.blocks import ScopeId, ScopeSecret
-from kvfleet_metadata.access import RedisAccess
-from kvfleet_metadata.acl import Role
-from kvfleet_metadata.embedded import EmbeddedRedis
-from kvfleet_metadata.records import AgentRecord, Announcement
-from kvfleet_telemetry.catalog_agent import AGENT
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_agent.directory import RedisDirectory
+from kvstrata_api.blocks import ScopeId, ScopeSecret
+from kvstrata_metadata.access import RedisAccess
+from kvstrata_metadata.acl import Role
+from kvstrata_metadata.embedded import EmbeddedRedis
+from kvstrata_metadata.records import AgentRecord, Announcement
+from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.metrics import Instruments
 
 PART_BLOCKS: Final = 1_024
 """Blocks of one part of a report, as agents cut it."""

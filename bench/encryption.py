@@ -23,15 +23,15 @@ import numpy as np
 from bench import common
 from bench.common import Result, Sample, publish, rate_ratio, table
 from bench.identity import SECRET
-from kvfleet_agent.backends.base import Record, SlotRef
-from kvfleet_agent.backends.cipher import RecordKey
-from kvfleet_agent.backends.nvme import RecordStore
-from kvfleet_agent.backends.remote_flash import open_nvme
-from kvfleet_api import __version__
-from kvfleet_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES, BlockKey, LayoutId, ScopeId
-from kvfleet_api.checksum import checksum
-from kvfleet_api.models.pool import NvmeTier
-from kvfleet_api.units import GIB, KIB, MIB
+from kvstrata_agent.backends.base import Record, SlotRef
+from kvstrata_agent.backends.cipher import RecordKey
+from kvstrata_agent.backends.nvme import RecordStore
+from kvstrata_agent.backends.remote_flash import open_nvme
+from kvstrata_api import __version__
+from kvstrata_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES, BlockKey, LayoutId, ScopeId
+from kvstrata_api.checksum import checksum
+from kvstrata_api.models.pool import NvmeTier
+from kvstrata_api.units import GIB, KIB, MIB
 
 AT_ONCE: Final = 16
 """The depth at which disks are saturated; the store lends as many buffers."""
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     values: dict[str, float] = {}
     medium = ""
     for size_bytes, label in ((BLOCK_BYTES, "2Mi"), (SMALL_BYTES, "64Ki")):
-        with tempfile.TemporaryDirectory(prefix="kvfleet-bench-", dir=chosen.directory) as name:
+        with tempfile.TemporaryDirectory(prefix="kvstrata-bench-", dir=chosen.directory) as name:
             taken, medium = asyncio.run(
                 measure(Path(name), set_bytes // (1 if label == "2Mi" else 8), size_bytes, repeats)
             )
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for what in taken.rates:
             key = what.replace(" ", "_").replace("-", "_")
             values[f"{key}_{label}_bytes_per_second"] = taken.sample(what).spread[1]
-    versions = {"kvfleet": __version__, "cryptography": cryptography.__version__, "medium": medium}
+    versions = {"kvstrata": __version__, "cryptography": cryptography.__version__, "medium": medium}
     publish(Result("encryption", chosen.quick, versions, ratios, values), chosen.json)
 
 

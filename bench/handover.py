@@ -20,11 +20,11 @@ from bench.common import Result, Sample, publish, table, time_ratio
 from bench.identity import BLOCK_TOKENS, MODEL, POOL, REVISION, TOKEN
 from bench.remote import TRANSPORTS, Nodes
 from bench.remote_node import OWNER, READER
-from kvfleet_api import __version__
-from kvfleet_api.blocks import Layout
-from kvfleet_client import Client, PrefixCache, Target
-from kvfleet_client.chain import Tokens
-from kvfleet_client.results import Bytes2D
+from kvstrata_api import __version__
+from kvstrata_api.blocks import Layout
+from kvstrata_client import Client, PrefixCache, Target
+from kvstrata_client.chain import Tokens
+from kvstrata_client.results import Bytes2D
 
 LAYOUT: Final = Layout(MODEL, REVISION, "bf16", BLOCK_TOKENS, 32, 8, 128, 2)
 LAYERS: Final = LAYOUT.layers
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     values = {what.replace(", ", "_").replace(" ", "_") + "_s": s.spread[1] for what, s in seconds.items()}
     is_quick = bool(chosen.quick or chosen.tiny)
-    publish(Result("handover", is_quick, {"kvfleet": __version__}, ratios, values), chosen.json)
+    publish(Result("handover", is_quick, {"kvstrata": __version__}, ratios, values), chosen.json)
 
 
 if __name__ == "__main__":

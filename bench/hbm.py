@@ -16,18 +16,18 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-import kvfleet_native
+import kvstrata_native
 from bench import common
 from bench.codec import BLOCK_BYTES, CHANNELS, COLUMN_GROUP, HEAD_DIM, TOKENS, generated, gigabytes
 from bench.common import Result, Sample, publish, rate_ratio, table
-from kvfleet_agent.backends.base import Reading, Record, Writing
-from kvfleet_agent.backends.hbm import open_hbm
-from kvfleet_api import __version__
-from kvfleet_api.blocks import BlockKey, Layout, LayoutId, ScopeId
-from kvfleet_api.checksum import checksum
-from kvfleet_client.connectors.paged import CudaWork, HostWork, coming_down
-from kvfleet_client.connectors.pages import PagedKv
-from kvfleet_native.packing import Kind, Packing
+from kvstrata_agent.backends.base import Reading, Record, Writing
+from kvstrata_agent.backends.hbm import open_hbm
+from kvstrata_api import __version__
+from kvstrata_api.blocks import BlockKey, Layout, LayoutId, ScopeId
+from kvstrata_api.checksum import checksum
+from kvstrata_client.connectors.paged import CudaWork, HostWork, coming_down
+from kvstrata_client.connectors.pages import PagedKv
+from kvstrata_native.packing import Kind, Packing
 
 BLOCKS, BLOCKS_QUICK, BLOCKS_TINY = 256, 64, 4
 REPEATS, REPEATS_QUICK = 15, 5
@@ -155,7 +155,7 @@ class TierBench:
 
 def packings(bench: Bench) -> dict[str, Subject]:
     """Packing and unpacking on the device, all blocks in one call. Ends the run where bits differ from ours."""
-    from kvfleet_agent.codec import triton_packing
+    from kvstrata_agent.codec import triton_packing
 
     found: dict[str, Subject] = {}
     words = bench.there.view(torch.bfloat16)
@@ -175,7 +175,7 @@ def check_first_block(bench: Bench, packing: Packing, made: tuple[Any, Any]) -> 
     """Hold the device's codes and scales of the first rows against the processor's."""
     rows = BLOCK_BYTES // 2 // packing.columns
     codes, scales = bytearray(packing.codes_bytes(rows)), bytearray(packing.scales_bytes(rows))
-    assert kvfleet_native.pack(codes, scales, bench.rows[0], packing)
+    assert kvstrata_native.pack(codes, scales, bench.rows[0], packing)
     assert made[0][: len(codes)].cpu().numpy().tobytes() == codes, f"codes of {packing} differ"
     if packing.kind is not Kind.INT4:  # There the least values of all groups follow the scales of all.
         assert made[1][: len(scales)].cpu().numpy().tobytes() == scales, f"scales of {packing} differ"
@@ -241,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     values = {f"{name}_bytes_per_second": found["ours"].spread[1] for name, found in taken.items()}
     device = torch.cuda.get_device_name() if bench.device.type == "cuda" else "a double on the processor"
-    versions = {"kvfleet": __version__, "torch": version("torch"), "device": device}
+    versions = {"kvstrata": __version__, "torch": version("torch"), "device": device}
     publish(Result("hbm", chosen.quick, versions, ratios, values), chosen.json)
 
 

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from kvfleet_api.blocks import Layout, ScopeId, ScopeSecret
+from kvstrata_api.blocks import Layout, ScopeId, ScopeSecret
 
 POOL: Final = "bench"
 MODEL: Final = "bench"

@@ -17,7 +17,7 @@ from bench import common
 from bench.cases import Case
 from bench.common import Result, Sample, publish, table, time_ratio
 from bench.drivers import Command, Driver
-from kvfleet_api import __version__
+from kvstrata_api import __version__
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
@@ -59,7 +59,7 @@ class Side:
 def started(name: str) -> Iterator[Side]:
     """Start an agent and a client; stop them at the end."""
     python = Path(sys.executable)
-    with tempfile.TemporaryDirectory(prefix="kvfleet-bench-") as directory:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as directory:
         socket = ("--socket", str(Path(directory) / "agent.sock"))
         arguments = (*socket, "--capacity-bytes", str(CAPACITY_BYTES), "--isolation", name)
         with (
@@ -108,7 +108,7 @@ def main() -> int:
             against = (f"{ratios[f'{work}_{case.size}_{name}_vs_none']:.3f}" for name in SIDES[1:])
             rows.append((f"{work} {case.size}", *each_us, *against))
     print(table(("us/block", *SIDES, *(f"{name} vs none" for name in SIDES[1:])), rows))
-    publish(Result("isolation", given.quick, {"kvfleet": __version__}, ratios, values), given.json)
+    publish(Result("isolation", given.quick, {"kvstrata": __version__}, ratios, values), given.json)
     return 0
 
 

@@ -1,6 +1,6 @@
 """LMCache's benchmark of L2 adapters on ours and on two of its own: `lmcache bench l2`, unmodified, with verification.
 
-kvfleet: `kvfleet_client.connectors.lmcache` and a real agent in a process of its own. fs_native: LMCache's C++ adapter
+kvstrata: `kvstrata_client.connectors.lmcache` and a real agent in a process of its own. fs_native: LMCache's C++ adapter
 for files, on /dev/shm, which is memory as the agent's tier is (`--directory` for another file system). resp: LMCache's
 C++ adapter for Redis, with a real redis-server on loopback. All with the workers that they have by default, in turns,
 each run under new keys; memory of earlier runs is freed before. The limit is one thread's memcpy of as many bytes.
@@ -27,8 +27,8 @@ from bench.common import REPEATS_MIN, Result, Sample, publish, rate_ratio, table
 from bench.drivers import ROOT, AbsentError, Command, Driver, FailedError
 from bench.identity import BLOCK_TOKENS, HEAD_DIM, LAYER_BYTES, MODEL, POOL, REVISION, TOKEN
 from bench.participants import MEMCPY, OURS, PYTHON
-from kvfleet_api import __version__
-from kvfleet_api.units import GIB, KIB, MIB
+from kvstrata_api import __version__
+from kvstrata_api.units import GIB, KIB, MIB
 
 FS: Final = "fs_native"
 RESP: Final = "resp"
@@ -108,7 +108,7 @@ class Ours:
             "hash_seed": str(number),
             "lookup_timeout_s": 10,
         }
-        plugin = {"module_path": "kvfleet_client.connectors.lmcache", "class_name": "KvfleetL2Adapter"}
+        plugin = {"module_path": "kvstrata_client.connectors.lmcache", "class_name": "KvstrataL2Adapter"}
         return {"type": "plugin", **plugin, "adapter_params": {**at, **named, "layout": layout}}
 
     def clear(self) -> None:
@@ -170,8 +170,8 @@ def start(files: Path) -> Iterator[Field]:
     except peers.InstallError as e:
         raise AbsentError(str(e)) from e
     with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfleet-bench-")))
-        own_files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfleet-bench-", dir=files)))
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstrata-bench-")))
+        own_files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstrata-bench-", dir=files)))
         arguments = ("--socket", str(directory / "agent.sock"), "--capacity-bytes", str(CAPACITY_BYTES))
         path = (("PYTHONPATH", f"{ROOT / 'crds'}:{ROOT / 'agent'}"), ("LMCACHE_DISABLE_BANNER", "1"))
         tool = stack.enter_context(Driver(Command("lmcache", python, "bench.peers.lmcache_l2", environment=path)))

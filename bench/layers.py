@@ -18,12 +18,12 @@ from bench import common
 from bench.common import Result, Sample, publish, table, time_ratio
 from bench.drivers import Command, Driver
 from bench.identity import BLOCK_TOKENS, MODEL, POOL, REVISION, TOKEN
-from kvfleet_api import __version__
-from kvfleet_api.blocks import Layout
-from kvfleet_api.units import MIB
-from kvfleet_client import Client, PrefixCache, Target
-from kvfleet_client.chain import Tokens
-from kvfleet_client.results import Bytes2D
+from kvstrata_api import __version__
+from kvstrata_api.blocks import Layout
+from kvstrata_api.units import MIB
+from kvstrata_client import Client, PrefixCache, Target
+from kvstrata_client.chain import Tokens
+from kvstrata_client.results import Bytes2D
 
 LAYOUT: Final = Layout(MODEL, REVISION, "bf16", BLOCK_TOKENS, 32, 8, 128, 2)
 LAYERS: Final = LAYOUT.layers
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table and the last line."""
     chosen = common.parser(__doc__, has_tiny=True).parse_args(arguments)
     blocks, repeats = (4, 5) if chosen.tiny else (32, 5) if chosen.quick else (64, 15)
-    with tempfile.TemporaryDirectory(prefix="kvfleet-bench-") as name:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as name:
         socket = Path(name) / "agent.sock"
         at = ("--socket", str(socket), "--capacity-bytes", str(3 * blocks * LAYOUT.block_bytes + 256 * MIB))
         with Driver(Command("agent", Path(sys.executable), "bench.agent_process", at)) as agent:
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     keys = {what: what.replace(", ", "_").replace(" ", "_") for what in seconds}
     ratios = {f"{keys[what]}_vs_load": time_ratio(s, seconds["load"]) for what, s in seconds.items() if what != "load"}
     values = {f"{keys[what]}_s": sample.spread[1] for what, sample in seconds.items()}
-    publish(Result("layers", bool(chosen.quick or chosen.tiny), {"kvfleet": __version__}, ratios, values), chosen.json)
+    publish(Result("layers", bool(chosen.quick or chosen.tiny), {"kvstrata": __version__}, ratios, values), chosen.json)
 
 
 if __name__ == "__main__":

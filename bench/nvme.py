@@ -24,10 +24,10 @@ from bench.cases import Case
 from bench.common import REPEATS_MIN, Result, Sample, publish, rate_ratio, table
 from bench.drivers import AbsentError, Command, Driver, FailedError
 from bench.fio import Fio, FioError
-from kvfleet_api import __version__
-from kvfleet_api.units import KIB, MIB
+from kvstrata_api import __version__
+from kvstrata_api.units import KIB, MIB
 
-OURS: Final = "kvfleet"
+OURS: Final = "kvstrata"
 FORMS: Final = {
     OURS: (),
     f"{OURS} sealed": ("--sealed",),
@@ -168,7 +168,7 @@ def _try(made: Field, name: str, verb: str, arguments: dict[str, int]) -> dict[s
 def start(directory: Path, who: Sequence[str], environments: Sequence[str]) -> Iterator[Field]:
     """Start `who` takes part, peers as far as their environment is among `environments`; stop them at the end."""
     with ExitStack() as stack:
-        versions = {"kvfleet": __version__}
+        versions = {"kvstrata": __version__}
         commands = [_command(name, directory, "bench.nvme_ours", more) for name, more in FORMS.items() if name in who]
         commands.append(_command(NIXL, directory, "bench.peers.nixl_posix", ()))
         for name in PEERS:
@@ -290,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table and the last line."""
     chosen = choose(arguments)
     plan, figures = cases(chosen), Figures()
-    with tempfile.TemporaryDirectory(prefix="kvfleet-bench-", dir=chosen.directory) as name:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-bench-", dir=chosen.directory) as name:
         _check_room(Path(name), plan)
         chosen_ones = QUICK if chosen.quick else (*FORMS, NIXL, *PEERS)
         with start(Path(name), chosen_ones, chosen.peers) as made:

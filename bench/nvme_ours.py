@@ -17,21 +17,21 @@ from bench.encryption import BenchKeys
 from bench.identity import POOL, SECRET
 from bench.peers.disks import DiskBench
 from bench.peers.loop import Bytes2D, Work, serve
-from kvfleet_agent.app import tame_collector
-from kvfleet_agent.backends.base import Record
-from kvfleet_agent.backends.remote_flash import open_nvme
-from kvfleet_agent.codec.registry import CodecRegistry
-from kvfleet_agent.core import Core
-from kvfleet_agent.entry import Entry, Residence
-from kvfleet_agent.node import Node
-from kvfleet_agent.sweep import Sweeper
-from kvfleet_agent.tiers import Tier
-from kvfleet_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES, BlockKey, LayoutId
-from kvfleet_api.checksum import checksum
-from kvfleet_api.models.pool import Encryption, EvictionPolicy, NvmeTier, PoolPolicy
-from kvfleet_api.models.poolnode import NodeTier
-from kvfleet_api.tiers import TierType
-from kvfleet_api.units import MIB
+from kvstrata_agent.app import tame_collector
+from kvstrata_agent.backends.base import Record
+from kvstrata_agent.backends.remote_flash import open_nvme
+from kvstrata_agent.codec.registry import CodecRegistry
+from kvstrata_agent.core import Core
+from kvstrata_agent.entry import Entry, Residence
+from kvstrata_agent.node import Node
+from kvstrata_agent.sweep import Sweeper
+from kvstrata_agent.tiers import Tier
+from kvstrata_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES, BlockKey, LayoutId
+from kvstrata_api.checksum import checksum
+from kvstrata_api.models.pool import Encryption, EvictionPolicy, NvmeTier, PoolPolicy
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.tiers import TierType
+from kvstrata_api.units import MIB
 
 CHAIN_BLOCKS: Final = 16
 SETS: Final = 3.0
@@ -55,7 +55,7 @@ class Agent:
 
     def versions(self) -> dict[str, str]:
         """Name and version of what is measured."""
-        return {"kvfleet": importlib.metadata.version("kvfleet")}
+        return {"kvstrata": importlib.metadata.version("kvstrata")}
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         self._loop.run_until_complete(work)

@@ -18,8 +18,8 @@ from bench import common
 from bench.common import Result, publish, table
 from bench.operator_cost import planner_cost
 from bench.operator_run import Run, Sizes, measured
-from kvfleet_api import __version__
-from kvfleet_api.units import MIB
+from kvstrata_api import __version__
+from kvstrata_api.units import MIB
 
 TINY: Final = (Sizes(nodes=8, changes=8, naive=4, idle_s=1.0),)
 QUICK: Final = (Sizes(nodes=100, changes=100, naive=100, idle_s=3.0),)
@@ -49,7 +49,7 @@ ROWS: Final = (
     Row("the same writes alone, s", "raw_s"),
     Row("  CPU of the API server, s", "raw_server_cpu_s"),
     Row("naive kopf, nodes/s", "naive_nodes_per_s"),
-    Row("kvfleet, nodes/s", "nodes_per_s"),
+    Row("kvstrata, nodes/s", "nodes_per_s"),
     Row("change p50, ms", "change_p50_s", 1e3),
     Row("change p99, ms", "change_p99_s", 1e3),
     Row("  CPU of the operator, ms", "cpu_per_change_s", 1e3),
@@ -115,7 +115,7 @@ def result(runs: Sequence[Run], costs: dict[str, float], *, quick: bool) -> Resu
         ratios[f"all_ready_cpu_{run.nodes}_vs_raw"] = run.values["raw_server_cpu_s"] / spent_s
         naive = run.values.get("naive_nodes_per_s")
         ratios[f"all_ready_{run.nodes}_vs_kopf"] = run.values["nodes_per_s"] / naive if naive else None
-    versions = {"kvfleet": __version__, "kopf": version("kopf"), "sizes": ",".join(str(r.nodes) for r in runs)}
+    versions = {"kvstrata": __version__, "kopf": version("kopf"), "sizes": ",".join(str(r.nodes) for r in runs)}
     ratios["converge_vs_naive"] = ratios[f"all_ready_{runs[-1].nodes}_vs_kopf"]
     return Result("operator", quick, versions, ratios, {**_largest(runs[-1]), **values, **costs})
 
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     costs = planner_cost(COST_TINY if given.tiny else COST_NODES)
     runs = []
     for size in chosen_sizes(given):
-        with tempfile.TemporaryDirectory(prefix="kvfleet-bench-") as name:
+        with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as name:
             runs.append(asyncio.run(measured(size, Path(name))))
     print(show(runs))
     print("planner, CPU for one changed node or pod:")

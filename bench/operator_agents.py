@@ -19,15 +19,15 @@ from typing import Final
 import msgspec
 
 from bench.operator_writes import APPLY_QUERY, WRITES_AT_ONCE, bounded, status_body
-from kvfleet_api import names
-from kvfleet_api.errors import KvFleetError
-from kvfleet_kube import leases
-from kvfleet_kube.api import APPLY_PATCH, Call, KubeApi
-from kvfleet_kube.store import Store, version_of
-from kvfleet_kube.watch import Source, Watch
+from kvstrata_api import names
+from kvstrata_api.errors import KvStrataError
+from kvstrata_kube import leases
+from kvstrata_kube.api import APPLY_PATCH, Call, KubeApi
+from kvstrata_kube.store import Store, version_of
+from kvstrata_kube.watch import Source, Watch
 
 JITTER_S: Final = 0.05
-"""As of agents (`kvfleet_agent.kube.status`)."""
+"""As of agents (`kvstrata_agent.kube.status`)."""
 AGAIN_S: Final = 1.0
 """Pause before a status that was refused is tried again."""
 LEASE_S: Final = 86_400
@@ -86,7 +86,7 @@ class Agents:
                         return
                     answer.content()
                     self.orders.put(parse_order(answer.raw))
-                except KvFleetError:
+                except KvStrataError:
                     await asyncio.sleep(AGAIN_S)
 
 

@@ -20,9 +20,9 @@ sys.path.insert(0, str(ROOT / "hack"))
 import controlplane  # noqa: E402  It is a tool of this tree, not an installed package.
 from controlplane import ControlPlane  # noqa: E402
 from controlplane.assets import find_tool  # noqa: E402
-from kvfleet_api import names  # noqa: E402
-from kvfleet_kube.api import Call, KubeApi  # noqa: E402
-from kvfleet_telemetry import ready  # noqa: E402
+from kvstrata_api import names  # noqa: E402
+from kvstrata_kube.api import Call, KubeApi  # noqa: E402
+from kvstrata_telemetry import ready  # noqa: E402
 
 SYSTEM: Final = names.SYSTEM_NAMESPACE
 LEASE_S: Final = 5
@@ -40,7 +40,7 @@ _LABEL: Final = re.compile(r'(\w+)="([^"]*)"')
 @contextmanager
 def started(folder: Path) -> Iterator[ControlPlane]:
     """An API server of its own, without controllers: nothing but the operator and agents writes."""
-    render = [str(find_tool("helm")), "template", "kvfleet", str(ROOT / "charts/kvfleet"), "--namespace", SYSTEM]
+    render = [str(find_tool("helm")), "template", "kvstrata", str(ROOT / "charts/kvstrata"), "--namespace", SYSTEM]
     settings = ["--set", "processes.enabled=false,namespace.create=true,crds.install=false"]
     rights = subprocess.run([*render, *settings], text=True, capture_output=True, check=True).stdout
     with controlplane.start(folder / "plane", kwok=False, controllers=False) as plane:
@@ -102,7 +102,7 @@ class Replica(Child):
         self._ready_file.unlink(missing_ok=True)
         arguments = ["--kubeconfig", str(kubeconfig), "--metrics-port", "0", "--ready-file", str(self._ready_file)]
         more = ["--lease-duration-s", str(LEASE_S), "--identity", name, "--log-level", "warning"]
-        super().__init__("kvfleet_operator.app", [*arguments, *more], folder / f"{name}.log")
+        super().__init__("kvstrata_operator.app", [*arguments, *more], folder / f"{name}.log")
 
     async def metrics(self) -> "Metrics":
         """What it exposes."""
@@ -115,7 +115,7 @@ class Replica(Child):
 
     async def leads(self) -> bool:
         """True while it writes."""
-        return (await self.metrics()).sum("kvfleet_operator_leader") == 1.0
+        return (await self.metrics()).sum("kvstrata_operator_leader") == 1.0
 
     async def _is_synced(self) -> bool:
         return self._ready_file.exists() and await self._page("readyz") == "ok\n"
@@ -148,7 +148,7 @@ class Metrics:
         """Requests that the operator has sent, by verb."""
         counted: Counter[str] = Counter()
         for name, labels, value in self._samples:
-            if name == "kvfleet_operator_api_requests_total":
+            if name == "kvstrata_operator_api_requests_total":
                 counted[labels["verb"]] += int(value)
         return counted
 

@@ -9,17 +9,17 @@ from typing import Any, Final
 
 from bench.operator_agents import node_names
 from bench.operator_writes import LABEL, POOL, node_body, pool_body, status_body
-from kvfleet_api import names
-from kvfleet_operator import kinds, parse, parse_workloads
-from kvfleet_operator.actions import Action, Apply, Create
-from kvfleet_operator.planner import plan_orders
-from kvfleet_operator.records import KeksSeen
-from kvfleet_operator.setting import Setting
-from kvfleet_operator.status_planner import plan_statuses
-from kvfleet_operator.world import View, World
+from kvstrata_api import names
+from kvstrata_operator import kinds, parse, parse_workloads
+from kvstrata_operator.actions import Action, Apply, Create
+from kvstrata_operator.planner import plan_orders
+from kvstrata_operator.records import KeksSeen
+from kvstrata_operator.setting import Setting
+from kvstrata_operator.status_planner import plan_statuses
+from kvstrata_operator.world import View, World
 
-SETTING: Final = Setting(names.SYSTEM_NAMESPACE, "/run/kvfleet/{pool}/agent.sock")
-WITH_PODS: Final = Setting(names.SYSTEM_NAMESPACE, "/run/kvfleet/{pool}/agent.sock", names.AGENT_TEMPLATE)
+SETTING: Final = Setting(names.SYSTEM_NAMESPACE, "/run/kvstrata/{pool}/agent.sock")
+WITH_PODS: Final = Setting(names.SYSTEM_NAMESPACE, "/run/kvstrata/{pool}/agent.sock", names.AGENT_TEMPLATE)
 """Of an operator that runs the agents' DaemonSets."""
 CHANGES: Final = 15
 NOW: Final = datetime(2026, 1, 1, tzinfo=UTC)

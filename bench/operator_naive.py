@@ -14,7 +14,7 @@ from typing import Any, Final
 import kopf
 
 from bench.operator_writes import KVPOOLNODES, pool_node_body
-from kvfleet_kube.api import Call, KubeApi
+from kvstrata_kube.api import Call, KubeApi
 
 POOL: Final = "naive"
 LABEL: Final = "naive"
@@ -39,7 +39,7 @@ def registry(api: KubeApi, like: dict[str, Any]) -> kopf.OperatorRegistry:
         answer = await api.call(Call("POST", KVPOOLNODES, body=pool_node_body(POOL, name, like)), timeout_s=30.0)
         if not answer.is_conflict:
             answer.content()
-        patch.metadata.annotations["naive.kvfleet.io/state"] = "Created"
+        patch.metadata.annotations["naive.kvstrata.io/state"] = "Created"
 
     kopf.on.login(registry=made)(login)
     kopf.on.create("", "v1", "nodes", registry=made, labels={LABEL: "yes"})(create)
@@ -53,8 +53,8 @@ async def serve(kubeconfig: Path, like: dict[str, Any]) -> None:
     settings.posting.enabled = False
     settings.peering.standalone = True
     settings.scanning.disabled = True
-    settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix="naive.kvfleet.io")
-    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix="naive.kvfleet.io")
+    settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix="naive.kvstrata.io")
+    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix="naive.kvstrata.io")
     await kopf.operator(registry=registry(api, like), settings=settings, standalone=True, clusterwide=True)
 
 

@@ -17,12 +17,12 @@ from bench.operator_agents import node_names
 from bench.operator_cluster import SYSTEM, Child, Replica, cpu_seconds, server_metrics, started, until, writes_of
 from bench.operator_writes import KVPOOLNODES, KVPOOLS, LABEL, POOL, make_nodes, pool_body, raw_writes
 from controlplane import ControlPlane
-from kvfleet_api import names
-from kvfleet_kube.api import MERGE_PATCH, Call, KubeApi
-from kvfleet_kube.store import Store
-from kvfleet_kube.watch import Source, Watch
-from kvfleet_operator.parse import parse_pool_node
-from kvfleet_operator.records import PoolNodeSeen
+from kvstrata_api import names
+from kvstrata_kube.api import MERGE_PATCH, Call, KubeApi
+from kvstrata_kube.store import Store
+from kvstrata_kube.watch import Source, Watch
+from kvstrata_operator.parse import parse_pool_node
+from kvstrata_operator.records import PoolNodeSeen
 
 CHANGES_PER_S: Final = 50.0
 SETTLE_S: Final = 3.0

@@ -5,8 +5,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
 
-from kvfleet_api import names
-from kvfleet_kube.api import APPLY_PATCH, Call, KubeApi
+from kvstrata_api import names
+from kvstrata_kube.api import APPLY_PATCH, Call, KubeApi
 
 WRITES_AT_ONCE: Final = 16
 """More only adds latency on a two-core API server (design)."""
@@ -40,7 +40,7 @@ def pool_body() -> dict[str, Any]:
     """A KVPool with a tier in memory and one on disk."""
     tiers = [
         {"name": "dram", "type": "HostDRAM", "capacityPerNode": "64Gi", "hostDRAM": {}},
-        {"name": "nvme", "type": "NVMe", "capacityPerNode": "2Ti", "nvme": {"path": "/var/lib/kvfleet/nvme"}},
+        {"name": "nvme", "type": "NVMe", "capacityPerNode": "2Ti", "nvme": {"path": "/var/lib/kvstrata/nvme"}},
     ]
     spec = {
         "nodeSelector": {LABEL: POOL},

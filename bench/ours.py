@@ -11,12 +11,12 @@ import numpy as np
 
 from bench.identity import BLOCK_TOKENS, POOL, SECRET, TOKEN, layout_of
 from bench.peers.loop import Bytes2D, Store, Work, serve
-from kvfleet_api.blocks import BlockKey, chain_keys
-from kvfleet_client import Client, Lease, PrefixCache, Published, Reservation, Target, calls
-from kvfleet_client.batches import AHEAD
-from kvfleet_client.calls import Ahead, Answers, Call, Collect, Operation
-from kvfleet_client.chain import Tokens
-from kvfleet_client.copying import copy_verified, fill
+from kvstrata_api.blocks import BlockKey, chain_keys
+from kvstrata_client import Client, Lease, PrefixCache, Published, Reservation, Target, calls
+from kvstrata_client.batches import AHEAD
+from kvstrata_client.calls import Ahead, Answers, Call, Collect, Operation
+from kvstrata_client.chain import Tokens
+from kvstrata_client.copying import copy_verified, fill
 
 
 def tokens_of(work: Work, generation: int) -> Tokens:
@@ -39,7 +39,7 @@ class Verbs:
 
     def versions(self) -> dict[str, str]:
         """Name and version of what is measured."""
-        return {"kvfleet": importlib.metadata.version("kvfleet"), "xxhash": importlib.metadata.version("xxhash")}
+        return {"kvstrata": importlib.metadata.version("kvstrata"), "xxhash": importlib.metadata.version("xxhash")}
 
     def open(self, work: Work, source: Bytes2D, sink: Bytes2D) -> None:
         """Attach with the layout of these blocks. Raises `AgentAwayError` and its like."""

@@ -11,8 +11,8 @@ from typing import Final
 import peers
 from bench.drivers import AbsentError, Command, Driver
 
-OURS: Final = "kvfleet"
-TOKENS: Final = "kvfleet tokens"
+OURS: Final = "kvstrata"
+TOKENS: Final = "kvstrata tokens"
 MEMCPY: Final = "memcpy"
 NON_TEMPORAL: Final = "memcpy nt"
 LMCACHE: Final = "lmcache"
@@ -50,7 +50,7 @@ class Field:
 def start(capacity_bytes: int, wanted_peers: Sequence[str], say: Callable[[str], None]) -> Iterator[Field]:
     """Start the agent and one process for each participant, all at once; stop them at the end."""
     with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfleet-bench-")))
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstrata-bench-")))
         socket = directory / "agent.sock"
         commands, absent = _commands(socket, wanted_peers, say)
         drivers = {c.name: stack.enter_context(Driver(c)) for c in commands}
@@ -84,7 +84,7 @@ def more(made: Field, name: str, count: int) -> Iterator[tuple[Driver, ...]]:
 def with_full_tier(capacity_bytes: int) -> Iterator[Driver]:
     """Start another agent with a tier of this size, and one of our clients for it."""
     with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfleet-bench-full-")))
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstrata-bench-full-")))
         socket = directory / "agent.sock"
         arguments = ("--socket", str(socket), "--capacity-bytes", str(capacity_bytes))
         stack.enter_context(Driver(Command("full agent", PYTHON, "bench.agent_process", arguments))).read()

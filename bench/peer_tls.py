@@ -19,23 +19,23 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry
 
-from kvfleet_agent.backends.base import SlotRef
-from kvfleet_agent.ports import Lent, Stretch, Wanted
-from kvfleet_agent.remote.listener import PeerListener
-from kvfleet_agent.remote.peers import RemotePeers
-from kvfleet_agent.remote.security import PeerTls
-from kvfleet_api import names
-from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret
-from kvfleet_api.checksum import checksum
-from kvfleet_api.trust import Identity
-from kvfleet_api.units import MIB
-from kvfleet_kube import tls
-from kvfleet_kube.keypair import make_key_pair
-from kvfleet_kube.tls import Credential
-from kvfleet_metadata.records import AgentRecord, Announcement, Location
-from kvfleet_operator import certificates
-from kvfleet_telemetry.catalog_agent import AGENT
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_agent.backends.base import SlotRef
+from kvstrata_agent.ports import Lent, Stretch, Wanted
+from kvstrata_agent.remote.listener import PeerListener
+from kvstrata_agent.remote.peers import RemotePeers
+from kvstrata_agent.remote.security import PeerTls
+from kvstrata_api import names
+from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret
+from kvstrata_api.checksum import checksum
+from kvstrata_api.trust import Identity
+from kvstrata_api.units import MIB
+from kvstrata_kube import tls
+from kvstrata_kube.keypair import make_key_pair
+from kvstrata_kube.tls import Credential
+from kvstrata_metadata.records import AgentRecord, Announcement, Location
+from kvstrata_operator import certificates
+from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.metrics import Instruments
 
 BLOCKS: Final = 64
 BLOCK_BYTES: Final = MIB
@@ -55,7 +55,7 @@ class Holder:
     held: Credential
 
     def connecting(self) -> ssl.SSLContext:
-        """See `kvfleet_agent.remote.security.Certified`."""
+        """See `kvstrata_agent.remote.security.Certified`."""
         return tls.client_context(self.held, checks_host=False)
 
     def listening(self) -> ssl.SSLContext:

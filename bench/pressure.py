@@ -26,8 +26,8 @@ from bench.common import Result, publish, table
 from bench.drivers import ROOT, Command, Driver
 from bench.participants import PYTHON
 from bench.pressure_client import PROMPT_BLOCKS
-from kvfleet_api import __version__
-from kvfleet_api.units import MIB
+from kvstrata_api import __version__
+from kvstrata_api.units import MIB
 
 BLOCK_BYTES: Final = 64 << 10
 DRAM_BYTES: Final = 192 * MIB
@@ -100,7 +100,7 @@ def run(seconds: float) -> tuple[Course, Counter[str]]:
     """Put the agent under pressure; returns its course and what all engines have seen."""
     course, seen = Course(), Counter[str]()
     with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfleet-bench-")))
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstrata-bench-")))
         arguments = ("--directory", str(directory), "--dram-bytes", str(DRAM_BYTES), "--nvme-bytes", str(NVME_BYTES))
         agent = stack.enter_context(Driver(Command("agent", PYTHON, "bench.pressure_node", arguments)))
         agent.read()
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(table(("what", "value"), [(name, f"{value:,.6g}") for name, value in values.items()]))
     for name, error in course.facts["errors"].items():
         print(f"tier {name} said: {error}")
-    publish(Result("pressure", bool(chosen.quick), {"kvfleet": __version__}, {}, values), chosen.json)
+    publish(Result("pressure", bool(chosen.quick), {"kvstrata": __version__}, {}, values), chosen.json)
     if seen["wrong"]:
         raise SystemExit(f"{seen['wrong']} blocks were read with wrong bytes")
 

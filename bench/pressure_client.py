@@ -14,10 +14,10 @@ from typing import Final
 import numpy as np
 
 from bench.identity import BLOCK_TOKENS, POOL, TOKEN, layout_of
-from kvfleet_api.errors import BlockCorruptError
-from kvfleet_client import Client, PrefixCache, Target
-from kvfleet_client.chain import Tokens
-from kvfleet_client.results import Bytes2D
+from kvstrata_api.errors import BlockCorruptError
+from kvstrata_client import Client, PrefixCache, Target
+from kvstrata_client.chain import Tokens
+from kvstrata_client.results import Bytes2D
 
 PROMPT_BLOCKS: Final = 24
 SESSIONS: Final = 500

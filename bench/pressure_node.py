@@ -15,22 +15,22 @@ from typing import Any
 from bench.agent_process import OneIdentity, make_node
 from bench.common import own_bytes
 from bench.identity import POOL
-from kvfleet_agent.app import tame_collector
-from kvfleet_agent.backends.base import TierBackend
-from kvfleet_agent.backends.registry import Place, make_backend
-from kvfleet_agent.codec.registry import CodecRegistry
-from kvfleet_agent.core import Core
-from kvfleet_agent.discovery import discover
-from kvfleet_agent.provision import Provisioner
-from kvfleet_agent.serve.attaching import Attaching
-from kvfleet_agent.serve.server import Server
-from kvfleet_agent.serve.session_verbs import SessionVerbs
-from kvfleet_agent.serve.verbs import Verbs
-from kvfleet_agent.sweep import Sweeper
-from kvfleet_api.models.pool import HostDramTier, NvmeTier
-from kvfleet_api.models.poolnode import NodeTier
-from kvfleet_api.tiers import TierType
-from kvfleet_api.units import MIB
+from kvstrata_agent.app import tame_collector
+from kvstrata_agent.backends.base import TierBackend
+from kvstrata_agent.backends.registry import Place, make_backend
+from kvstrata_agent.codec.registry import CodecRegistry
+from kvstrata_agent.core import Core
+from kvstrata_agent.discovery import discover
+from kvstrata_agent.provision import Provisioner
+from kvstrata_agent.serve.attaching import Attaching
+from kvstrata_agent.serve.server import Server
+from kvstrata_agent.serve.session_verbs import SessionVerbs
+from kvstrata_agent.serve.verbs import Verbs
+from kvstrata_agent.sweep import Sweeper
+from kvstrata_api.models.pool import HostDramTier, NvmeTier
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.tiers import TierType
+from kvstrata_api.units import MIB
 
 NODE = "bench"
 

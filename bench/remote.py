@@ -29,12 +29,12 @@ from bench.identity import POOL
 from bench.peer_tls import certified
 from bench.remote_node import OWNER, READER
 from bench.rounds import WrongBytesError
-from kvfleet_agent.remote.nixl import UCX_SETTINGS
-from kvfleet_api import names
-from kvfleet_operator import certificates
+from kvstrata_agent.remote.nixl import UCX_SETTINGS
+from kvstrata_api import names
+from kvstrata_operator import certificates
 
-OURS: Final = "kvfleet"
-INTO_ENGINE: Final = "kvfleet into the engine"
+OURS: Final = "kvstrata"
+INTO_ENGINE: Final = "kvstrata into the engine"
 """The same load up to the engine's own memory: copied out of the agent's and verified once more."""
 NIXL: Final = "nixl"
 MOONCAKE: Final = "mooncake"
@@ -64,7 +64,7 @@ class Nodes:
         self, stack: contextlib.ExitStack, capacity_bytes: int, environment: tuple[tuple[str, str], ...]
     ) -> None:
         """Start them and make them known to each other."""
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfleet-bench-")))
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstrata-bench-")))
         authority = certificates.make_authority(datetime.now(UTC), timedelta(days=1))
         self.sockets = {name: directory / name for name in (OWNER, READER)}
         self._agents: dict[str, Driver] = {}

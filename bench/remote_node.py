@@ -20,31 +20,31 @@ from prometheus_client import CollectorRegistry
 from bench.agent_process import EPOCH, OneIdentity, clear, make_node
 from bench.identity import POOL
 from bench.peer_tls import Holder
-from kvfleet_agent.codec.registry import CodecRegistry
-from kvfleet_agent.core import Core
-from kvfleet_agent.policy.recompute import LOCATE_S_MIN
-from kvfleet_agent.remote.listener import PeerListener
-from kvfleet_agent.remote.nixl import NixlReader
-from kvfleet_agent.remote.peers import RemotePeers
-from kvfleet_agent.remote.security import PeerTls
-from kvfleet_agent.serve.attaching import Attaching
-from kvfleet_agent.serve.server import Server
-from kvfleet_agent.serve.session_verbs import SessionVerbs
-from kvfleet_agent.serve.verbs import Verbs
-from kvfleet_agent.sweep import Sweeper
-from kvfleet_api import names
-from kvfleet_api.blocks import ScopeSecret
-from kvfleet_api.errors import UnsupportedError
-from kvfleet_api.trust import Identity
-from kvfleet_kube.tls import Credential
-from kvfleet_metadata.records import AgentRecord, Announcement, Location, SessionRecord
-from kvfleet_telemetry.catalog_agent import AGENT
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_agent.codec.registry import CodecRegistry
+from kvstrata_agent.core import Core
+from kvstrata_agent.policy.recompute import LOCATE_S_MIN
+from kvstrata_agent.remote.listener import PeerListener
+from kvstrata_agent.remote.nixl import NixlReader
+from kvstrata_agent.remote.peers import RemotePeers
+from kvstrata_agent.remote.security import PeerTls
+from kvstrata_agent.serve.attaching import Attaching
+from kvstrata_agent.serve.server import Server
+from kvstrata_agent.serve.session_verbs import SessionVerbs
+from kvstrata_agent.serve.verbs import Verbs
+from kvstrata_agent.sweep import Sweeper
+from kvstrata_api import names
+from kvstrata_api.blocks import ScopeSecret
+from kvstrata_api.errors import UnsupportedError
+from kvstrata_api.trust import Identity
+from kvstrata_kube.tls import Credential
+from kvstrata_metadata.records import AgentRecord, Announcement, Location, SessionRecord
+from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.metrics import Instruments
 
 HOST: Final = "127.0.0.1"
 OWNER: Final = "owner"
 READER: Final = "reader"
-FETCHED: Final = "kvfleet_peer_fetched_blocks_total"
+FETCHED: Final = "kvstrata_peer_fetched_blocks_total"
 
 
 @dataclass(slots=True)

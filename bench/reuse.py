@@ -13,7 +13,7 @@ from typing import Final
 from bench import common
 from bench.common import Result, publish, table
 from bench.traces import TENANTS, TRACES, NoTraceError, Request, read
-from kvfleet_api import __version__
+from kvstrata_api import __version__
 
 PARTS: Final = (0.05, 0.25, 1.0)
 """Capacity by the unique blocks of full sharing; 1.0 holds whatever full sharing needs."""
@@ -88,7 +88,7 @@ def main() -> int:
                 values[f"{trace} {part:.0%} {way}"] = ratio
                 ratios[f"{trace} {part:.0%} {way} / global"] = ratio / max(by_way["global"], 1e-9)
     print(table(("trace", "capacity", "isolated", "prefix shares", "trust domains", "global"), rows))
-    publish(Result("reuse", given.quick, {"kvfleet": __version__}, ratios, values), given.json)
+    publish(Result("reuse", given.quick, {"kvstrata": __version__}, ratios, values), given.json)
     return 0
 
 

@@ -23,30 +23,30 @@ from bench import common, demo_start
 from bench.agent_process import make_node
 from bench.common import REPEATS_MIN, Result, Sample, publish, table, time_ratio
 from bench.identity import POOL, SECRET
-from kvfleet_agent.announcer import Announcer
-from kvfleet_agent.app import tame_collector
-from kvfleet_agent.backends.base import Record, TierBackend, Writing
-from kvfleet_agent.backends.header import HEADER_BYTES
-from kvfleet_agent.backends.home import Home
-from kvfleet_agent.backends.host_dram import open_host_dram
-from kvfleet_agent.backends.mounts import read_mounts
-from kvfleet_agent.backends.nvme import RecordStore
-from kvfleet_agent.backends.remote_flash import open_nvme
-from kvfleet_agent.directory import RedisDirectory
-from kvfleet_agent.node import Node
-from kvfleet_agent.provision import Provisioner
-from kvfleet_api import __version__
-from kvfleet_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES, BlockKey, LayoutId
-from kvfleet_api.checksum import checksum
-from kvfleet_api.errors import DirectoryAwayError
-from kvfleet_api.models.pool import HostDramTier, NvmeTier
-from kvfleet_api.models.poolnode import NodeTier
-from kvfleet_api.tiers import TierType
-from kvfleet_api.units import MIB
-from kvfleet_metadata.access import RedisAccess
-from kvfleet_metadata.records import AgentRecord
-from kvfleet_telemetry.catalog_agent import AGENT
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_agent.announcer import Announcer
+from kvstrata_agent.app import tame_collector
+from kvstrata_agent.backends.base import Record, TierBackend, Writing
+from kvstrata_agent.backends.header import HEADER_BYTES
+from kvstrata_agent.backends.home import Home
+from kvstrata_agent.backends.host_dram import open_host_dram
+from kvstrata_agent.backends.mounts import read_mounts
+from kvstrata_agent.backends.nvme import RecordStore
+from kvstrata_agent.backends.remote_flash import open_nvme
+from kvstrata_agent.directory import RedisDirectory
+from kvstrata_agent.node import Node
+from kvstrata_agent.provision import Provisioner
+from kvstrata_api import __version__
+from kvstrata_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES, BlockKey, LayoutId
+from kvstrata_api.checksum import checksum
+from kvstrata_api.errors import DirectoryAwayError
+from kvstrata_api.models.pool import HostDramTier, NvmeTier
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.tiers import TierType
+from kvstrata_api.units import MIB
+from kvstrata_metadata.access import RedisAccess
+from kvstrata_metadata.records import AgentRecord
+from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.metrics import Instruments
 
 BLOCKS: Final = 1_000_000
 BLOCKS_QUICK: Final = 50_000
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows, ratios, values = [], dict[str, float | None](), {"blocks": float(blocks)}
     for medium in chosen.media:
         below = chosen.directory if medium == NVME else MEMORY
-        with tempfile.TemporaryDirectory(prefix="kvfleet-bench-", dir=below) as name:
+        with tempfile.TemporaryDirectory(prefix="kvstrata-bench-", dir=below) as name:
             imports, starts, found = measure(medium, Path(name), blocks)
         values |= found
         ratios["start_vs_imports" if medium == DRAM_MEDIUM else f"{medium}_start_vs_imports"] = time_ratio(
@@ -220,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         for who, sample in ((f"imports only, beside {medium}", imports), (f"{blocks} blocks in {medium}", starts)):
             rows.append((who, *(f"{v:.2f}" for v in sample.spread)))
-    versions = {"kvfleet": __version__, "demo": "absent: not in a quick run"}
+    versions = {"kvstrata": __version__, "demo": "absent: not in a quick run"}
     if not chosen.quick:
         found, versions["demo"] = demo_start.measure()
         values |= found

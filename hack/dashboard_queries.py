@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-_METRIC: Final = re.compile(r"\b(kvfleet_[a-z0-9_]+)")
+_METRIC: Final = re.compile(r"\b(kvstrata_[a-z0-9_]+)")
 _LABEL_VALUES: Final = re.compile(r"label_values\((?P<series>.+), *(?P<label>[a-z_]+)\)$")
 _SUFFIX: Final = re.compile(r"_(bucket|count|sum)$")
 

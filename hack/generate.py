@@ -9,9 +9,9 @@ import sys
 from typing import Final
 
 GENERATORS: Final = (
-    ("CRDs", ("-m", "kvfleet_api.schema")),
-    ("dashboards", ("-m", "kvfleet_telemetry.dashboard")),
-    ("metric docs", ("-m", "kvfleet_telemetry.docs")),
+    ("CRDs", ("-m", "kvstrata_api.schema")),
+    ("dashboards", ("-m", "kvstrata_telemetry.dashboard")),
+    ("metric docs", ("-m", "kvstrata_telemetry.docs")),
     ("chart", ("hack/sync_chart.py",)),  # Last: it copies what the others make.
 )
 

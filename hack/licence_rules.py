@@ -1,4 +1,4 @@
-"""Which licences may be installed beside kvfleet, and why. Pure."""
+"""Which licences may be installed beside kvstrata, and why. Pure."""
 
 import re
 from collections.abc import Iterable

@@ -188,7 +188,7 @@ def shard(mutants: Sequence[Mutant], number: int, shards: int) -> list[Mutant]:
 def _run(mutants: Sequence[Mutant], jobs: int, *, is_clean_trusted: bool) -> list[str]:
     """Run every mutant; returns the names of those that were not caught."""
     commands = [] if is_clean_trusted else list(dict.fromkeys(mutant.command for mutant in mutants))
-    with tempfile.TemporaryDirectory(prefix="kvfleet-mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
         runner = _Runner(Path(folder))
         try:
             tell = _Progress(len(commands), "clean ")

@@ -1,7 +1,7 @@
 """Compiles the native kernels: into a wheel, and beside their sources for an editable install.
 
 As a script it compiles them beside their sources when these are newer. Where there is no C compiler ($CC, default
-cc), or no headers of Python, the kernels run in Python (`kvfleet_native.python`): that is said, and is no error.
+cc), or no headers of Python, the kernels run in Python (`kvstrata_native.python`): that is said, and is no error.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-PACKAGE: Final = Path("agent/kvfleet_native")
+PACKAGE: Final = Path("agent/kvstrata_native")
 LIBRARY: Final = "_kernels.abi3.so"
 PYTHON_ABI: Final = (3, 11)
 """First Python whose stable ABI has buffers; one library serves all from it on."""
@@ -40,7 +40,7 @@ class NativeKernels(BuildHookInterface[Any]):
         if version == "editable":
             self._tell(compile_kernels(sources, sources / LIBRARY))
             return
-        self._made = tempfile.TemporaryDirectory(prefix="kvfleet-native-")
+        self._made = tempfile.TemporaryDirectory(prefix="kvstrata-native-")
         library = Path(self._made.name, LIBRARY)
         failure = compile_kernels(sources, library)
         self._tell(failure)

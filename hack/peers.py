@@ -1,4 +1,4 @@
-"""Make the environments of the packages that kvfleet is compared with and tested against.
+"""Make the environments of the packages that kvstrata is compared with and tested against.
 
 Each peer gets a virtual environment of its own, `.venv-NAME`, because their pins exclude each other's and ours. The
 packages come from hash-pinned files; a stamp of the file's digest makes a second run cost nothing.
@@ -16,7 +16,7 @@ from typing import Final
 import raw_block
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-STAMP: Final = "kvfleet-peers.sha256"
+STAMP: Final = "kvstrata-peers.sha256"
 
 PEERS: Final = {
     "codec": "blosc2, lz4 and numcodecs, which compress bytes",

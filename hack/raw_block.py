@@ -49,7 +49,7 @@ def check(wanted: Crates, found: Crates) -> None:
 def build(python: Path, requirements: Path, crates: Path) -> None:
     """Put the module into the environment of `python`. Raises `OSError`, `subprocess.SubprocessError`, `CrateError`."""
     wanted = pinned(crates.read_text())
-    with tempfile.TemporaryDirectory(prefix="kvfleet-raw-block-") as name:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-raw-block-") as name:
         directory = Path(name)
         crate = _source(python, requirements, directory)
         _pin(crate, wanted)

@@ -17,7 +17,7 @@ import yaml
 from controlplane import ControlPlane, start
 from controlplane.assets import find_tool
 from controlplane.waiting import wait_until
-from kvfleet_api import names
+from kvstrata_api import names
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "rights.md"
@@ -28,11 +28,11 @@ _THREADS: Final = 3
 Json = dict[str, Any]
 
 IDENTITIES: Final[Mapping[str, str]] = {
-    "operator": f"system:serviceaccount:{SYSTEM}:kvfleet-operator",
-    "agent": f"system:serviceaccount:{SYSTEM}:kvfleet-agent",
-    "metadata": f"system:serviceaccount:{SYSTEM}:kvfleet-metadata",
-    "node": f"system:serviceaccount:{SYSTEM}:kvfleet-node",
-    "redis": f"system:serviceaccount:{SYSTEM}:kvfleet-redis",
+    "operator": f"system:serviceaccount:{SYSTEM}:kvstrata-operator",
+    "agent": f"system:serviceaccount:{SYSTEM}:kvstrata-agent",
+    "metadata": f"system:serviceaccount:{SYSTEM}:kvstrata-metadata",
+    "node": f"system:serviceaccount:{SYSTEM}:kvstrata-node",
+    "redis": f"system:serviceaccount:{SYSTEM}:kvstrata-redis",
     "administrator": "administrator",
     "tenant-editor": "tenant-editor",
     "view": "viewer",
@@ -42,7 +42,7 @@ IDENTITIES: Final[Mapping[str, str]] = {
     "anonymous": "system:anonymous",
 }
 """Processes, people by the role that they are bound to (in `team-a` alone where it is namespaced), and strangers."""
-_CLUSTER_ROLES: Final = {"administrator": "kvfleet-administrator", "tenant-editor": "kvfleet-tenant-editor"}
+_CLUSTER_ROLES: Final = {"administrator": "kvstrata-administrator", "tenant-editor": "kvstrata-tenant-editor"}
 _TEAM_ROLES: Final = {"viewer": "view", "editor": "edit", "owner": "admin"}
 NODE_PREPARATION: Final = {
     "nodePreparation.enabled": "true",
@@ -73,7 +73,7 @@ ASKED: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("events", ("list", "create", "patch")),
     ("serviceaccounts", (*_READ, "create", "impersonate")),
     ("serviceaccounts/token", ("create",)),
-    ("serviceaccounts/token:kvfleet-agent", ("create",)),
+    ("serviceaccounts/token:kvstrata-agent", ("create",)),
     ("leases.coordination.k8s.io", (*_READ, *_WRITE)),
     ("tokenreviews.authentication.k8s.io", ("create",)),
     ("subjectaccessreviews.authorization.k8s.io", ("create",)),
@@ -114,7 +114,7 @@ class Question:
 def render(**settings: str) -> str:
     """Render the chart without processes: custom resources, identities, rights and policies."""
     chosen = {"processes.enabled": "false", "namespace.create": "true", **settings}
-    command = [str(find_tool("helm")), "template", "kvfleet", str(ROOT / "charts/kvfleet"), "--namespace", SYSTEM]
+    command = [str(find_tool("helm")), "template", "kvstrata", str(ROOT / "charts/kvstrata"), "--namespace", SYSTEM]
     flags = ["--set", ",".join(f"{key}={value}" for key, value in chosen.items())]
     return subprocess.run([*command, *flags], text=True, capture_output=True, check=True).stdout
 
@@ -232,7 +232,7 @@ def page(plane: ControlPlane) -> str:
         "# Who may do what",
         "",
         "Made by `hack/rights.py --write` from the answers of a real API server with the chart's rights in force; a",
-        "test compares. The system's namespace is `kvfleet-system`, that of the certificate authority `kvfleet-ca`;",
+        "test compares. The system's namespace is `kvstrata-system`, that of the certificate authority `kvstrata-ca`;",
         "`team-a` is a tenant's, and `view`, `edit` and `admin` are people who are bound to those roles there. Members",
         "of `system:masters` may do everything.",
         "",
@@ -281,7 +281,7 @@ def _allowed(answers: Mapping[Question, bool], namespace: str, resource: str, ve
 def main() -> int:
     """Write the page, or compare it."""
     with (
-        tempfile.TemporaryDirectory(prefix="kvfleet-rights-") as folder,
+        tempfile.TemporaryDirectory(prefix="kvstrata-rights-") as folder,
         start(Path(folder) / "plane", kwok=False) as p,
     ):
         prepare(p, render(**NODE_PREPARATION))

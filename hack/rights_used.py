@@ -16,14 +16,14 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 KEPT: Final = ROOT / "tests" / "rights_used.txt"
 REASONS: Final[dict[tuple[str, str, str], str]] = {
-    ("operator", "kvpoolnodes.kvfleet.io", "delete"): "a node that its pool selects no more",
-    ("operator", "kvpoolnodes.kvfleet.io", "deletecollection"): "a pool that is deleted",
-    ("operator", "kvpoolnodes.kvfleet.io", "get"): "what an agent that went silent has told last",
-    ("operator", "kvpoolnodes/status.kvfleet.io", "patch"): "an agent that went silent",
-    ("operator", "kvprefixshares/status.kvfleet.io", "patch"): "shares; the demo has none",
-    ("operator", "kvtenants.kvfleet.io", "patch"): "operations that erase a tenant",
-    ("operator", "kvoperations/status.kvfleet.io", "patch"): "operations; the demo has none",
-    ("operator", "kvoperations.kvfleet.io", "delete"): "operations that have been over for long enough",
+    ("operator", "kvpoolnodes.kvstrata.io", "delete"): "a node that its pool selects no more",
+    ("operator", "kvpoolnodes.kvstrata.io", "deletecollection"): "a pool that is deleted",
+    ("operator", "kvpoolnodes.kvstrata.io", "get"): "what an agent that went silent has told last",
+    ("operator", "kvpoolnodes/status.kvstrata.io", "patch"): "an agent that went silent",
+    ("operator", "kvprefixshares/status.kvstrata.io", "patch"): "shares; the demo has none",
+    ("operator", "kvtenants.kvstrata.io", "patch"): "operations that erase a tenant",
+    ("operator", "kvoperations/status.kvstrata.io", "patch"): "operations; the demo has none",
+    ("operator", "kvoperations.kvstrata.io", "delete"): "operations that have been over for long enough",
     ("operator", "configmaps", "delete"): "the connection of a pool that is gone",
     ("operator", "configmaps", "patch"): "the connection of a pool that changed",
     ("operator", "daemonsets.apps", "create"): "agents; the demo starts its own processes",
@@ -41,17 +41,17 @@ REASONS: Final[dict[tuple[str, str, str], str]] = {
     ("operator", "signers.certificates.k8s.io", "sign"): "the API server asks this of whoever signs",
     **dict.fromkeys(
         (
-            ("node", "kvpoolnodes.kvfleet.io", "list"),
-            ("node", "kvpoolnodes.kvfleet.io", "watch"),
-            ("node", "kvpoolnodes/status.kvfleet.io", "patch"),
+            ("node", "kvpoolnodes.kvstrata.io", "list"),
+            ("node", "kvpoolnodes.kvstrata.io", "watch"),
+            ("node", "kvpoolnodes/status.kvstrata.io", "patch"),
             ("node", "nodes", "list"),
             ("node", "nodes", "watch"),
         ),
         "node preparation, which needs root: tests/system/test_node_preparation.py uses each under this identity",
     ),
-    ("metadata", "kvtenants.kvfleet.io", "list"): "whether the owner of a scope is gone, when an agent says so",
-    ("metadata", "kvtrustdomains.kvfleet.io", "list"): "the same",
-    ("metadata", "kvprefixshares.kvfleet.io", "list"): "the same",
+    ("metadata", "kvtenants.kvstrata.io", "list"): "whether the owner of a scope is gone, when an agent says so",
+    ("metadata", "kvtrustdomains.kvstrata.io", "list"): "the same",
+    ("metadata", "kvprefixshares.kvstrata.io", "list"): "the same",
 }
 """What the demo does not do, and what for it is granted: identity, resource, verb."""
 _POLICY: Final = """apiVersion: audit.k8s.io/v1
@@ -59,7 +59,7 @@ kind: Policy
 omitStages: [RequestReceived]
 rules:
   - level: Metadata
-    userGroups: ["system:serviceaccounts:kvfleet-system"]
+    userGroups: ["system:serviceaccounts:kvstrata-system"]
   - level: None
 """
 
@@ -77,7 +77,7 @@ def _right(event: dict[str, Any]) -> tuple[str, str, str] | None:
     at = event.get("objectRef")
     if not at or event["annotations"].get("authorization.k8s.io/decision") != "allow":
         return None
-    identity = event["user"]["username"].rpartition(":kvfleet-")[2]
+    identity = event["user"]["username"].rpartition(":kvstrata-")[2]
     resource = "/".join(filter(None, (at["resource"], at.get("subresource"))))
     return identity, f"{resource}.{at['apiGroup']}" if at.get("apiGroup") else resource, event["verb"]
 
@@ -100,9 +100,9 @@ def unjustified(granted: set[tuple[str, str, str]]) -> Iterator[str]:
 
 def main() -> int:
     """Run the demo with auditing on, and keep what was used. Returns its exit status."""
-    with tempfile.TemporaryDirectory(prefix="kvfleet-audit-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-audit-") as folder:
         (Path(folder) / "policy.yaml").write_text(_POLICY, encoding="utf-8")
-        environment = os.environ | {"KVFLEET_AUDIT_DIR": folder}
+        environment = os.environ | {"KVSTRATA_AUDIT_DIR": folder}
         done = subprocess.run([sys.executable, "-m", "demo"], cwd=ROOT, env=environment, check=False)
         lines = sorted({" ".join(right) for right in used(Path(folder))})
     if done.returncode == 0:

@@ -16,8 +16,8 @@ import numpy as np
 import prometheus_server
 from dashboard_queries import metrics_of
 from demo.world import NODES, POOL, Say, World
-from kvfleet_api.blocks import BlockKey, Layout, chain_keys
-from kvfleet_client import Client, PrefixCache, Target
+from kvstrata_api.blocks import BlockKey, Layout, chain_keys
+from kvstrata_client import Client, PrefixCache, Target
 from prometheus_server import Server
 
 SCRAPE_S: Final = 1.0
@@ -40,7 +40,7 @@ class Run:
 
     def names(self) -> set[str]:
         """Our metrics that had a sample at any time."""
-        selector = f'last_over_time({{__name__=~"kvfleet_.+"}}[{self.ended_s - self.started_s + 60:.0f}s])'
+        selector = f'last_over_time({{__name__=~"kvstrata_.+"}}[{self.ended_s - self.started_s + 60:.0f}s])'
         return {name for s in self.server.query(selector, self.ended_s) for name in metrics_of(s.labels["__name__"])}
 
 
@@ -50,7 +50,7 @@ def started(folder: Path, say: Say, sessions: int, rounds: int) -> Iterator[Run]
     with World(say, is_current_cluster=False) as world:
         world.bring_up()
         addresses = [url.removeprefix("http://").removesuffix("/metrics") for url in world.metrics().values()]
-        with prometheus_server.start(folder, {"kvfleet": addresses}, interval_s=SCRAPE_S) as server:
+        with prometheus_server.start(folder, {"kvstrata": addresses}, interval_s=SCRAPE_S) as server:
             if not server.wait(lambda: server.healthy_targets() == len(addresses), _SETTLE_MAX_S):
                 raise TimeoutError(f"only {server.healthy_targets()} of {len(addresses)} processes can be scraped")
             say("Prometheus scrapes all processes")

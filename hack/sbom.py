@@ -23,7 +23,7 @@ def write(out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     made = []
     for requirements in sorted((ROOT / "requirements").glob("*.txt")):
-        target = out / f"kvfleet-{requirements.stem}.cdx.json"
+        target = out / f"kvstrata-{requirements.stem}.cdx.json"
         subprocess.run(command(requirements, target), check=True, capture_output=True)
         made.append(target)
     return made

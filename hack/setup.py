@@ -21,7 +21,7 @@ from typing import IO, Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 VENV: Final = ROOT / ".venv"
-STAMP: Final = VENV / "kvfleet-setup.sha256"
+STAMP: Final = VENV / "kvstrata-setup.sha256"
 LOG: Final = ROOT / "build/setup.log"
 SOURCES: Final = ("requirements/dev.txt", "requirements/nixl.txt", "pyproject.toml", "hack/setup.py")
 PYTHONS: Final = ((3, 11), (3, 12))

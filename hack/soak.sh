@@ -36,7 +36,7 @@ for invariants in "$@"; do
   run "$python" -m faults --full --first-seed "$first_seed" --only $invariants
 done
 run "$python" -m threats --full
-run env KVFLEET_HYPOTHESIS_PROFILE=soak "$python" -m pytest -q -n 2 tests/unit tests/contract tests/stateful
+run env KVSTRATA_HYPOTHESIS_PROFILE=soak "$python" -m pytest -q -n 2 tests/unit tests/contract tests/stateful
 run "$python" hack/mutants.py
 echo "log: $log"
 exit "$status"

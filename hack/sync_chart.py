@@ -10,10 +10,10 @@ from pathlib import Path
 import yaml
 
 import chart_readme
-from kvfleet_metadata.acl import Grant, Role
-from kvfleet_telemetry import generated
+from kvstrata_metadata.acl import Grant, Role
+from kvstrata_telemetry import generated
 
-CHART = generated.ROOT / "charts" / "kvfleet"
+CHART = generated.ROOT / "charts" / "kvstrata"
 
 
 def files() -> generated.Files:
@@ -33,7 +33,7 @@ def files() -> generated.Files:
 def acl_rules() -> str:
     """What each role may do in Redis, without the password that the chart adds."""
     rules = {str(role): Grant(role, "").rule().split(" ", 4)[4] for role in Role}
-    return "# Made from kvfleet_metadata.acl.\n" + yaml.safe_dump(rules, width=1_000)
+    return "# Made from kvstrata_metadata.acl.\n" + yaml.safe_dump(rules, width=1_000)
 
 
 def strays(wanted: Iterable[Path]) -> tuple[Path, ...]:

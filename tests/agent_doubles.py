@@ -7,27 +7,27 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 
-from kvfleet_agent.announcer import Announcer
-from kvfleet_agent.backends.base import Capabilities, Record, SlotRef
-from kvfleet_agent.backends.host_dram import open_host_dram
-from kvfleet_agent.codec.base import Encoded, Shape
-from kvfleet_agent.core import Core
-from kvfleet_agent.counters import Counters
-from kvfleet_agent.index import Index
-from kvfleet_agent.node import Node
-from kvfleet_agent.place import Place
-from kvfleet_agent.policy.quota import Rules
-from kvfleet_agent.ports import Caller
-from kvfleet_agent.tiers import Tier
-from kvfleet_api.blocks import Layout, LayoutId, ScopeId, ScopeSecret
-from kvfleet_api.checksum import checksum
-from kvfleet_api.errors import BackendFailedError, BlockCorruptError, TierFullError, UnauthenticatedError
-from kvfleet_api.models.pool import Compatibility, CompressionPolicy, HostDramTier, KVPoolSpec, NvmeTier, PoolTier
-from kvfleet_api.models.poolnode import NodeTier
-from kvfleet_api.tiers import TierType
-from kvfleet_api.trust import Access, Grants, Identity, ScopeKind
-from kvfleet_telemetry.catalog_agent import AGENT
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_agent.announcer import Announcer
+from kvstrata_agent.backends.base import Capabilities, Record, SlotRef
+from kvstrata_agent.backends.host_dram import open_host_dram
+from kvstrata_agent.codec.base import Encoded, Shape
+from kvstrata_agent.core import Core
+from kvstrata_agent.counters import Counters
+from kvstrata_agent.index import Index
+from kvstrata_agent.node import Node
+from kvstrata_agent.place import Place
+from kvstrata_agent.policy.quota import Rules
+from kvstrata_agent.ports import Caller
+from kvstrata_agent.tiers import Tier
+from kvstrata_api.blocks import Layout, LayoutId, ScopeId, ScopeSecret
+from kvstrata_api.checksum import checksum
+from kvstrata_api.errors import BackendFailedError, BlockCorruptError, TierFullError, UnauthenticatedError
+from kvstrata_api.models.pool import Compatibility, CompressionPolicy, HostDramTier, KVPoolSpec, NvmeTier, PoolTier
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.tiers import TierType
+from kvstrata_api.trust import Access, Grants, Identity, ScopeKind
+from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.metrics import Instruments
 
 BLOCK_BYTES = 4096
 LAYOUT = Layout("tiny", "r1", "fp32", 16, 1, 1, 32, 4)

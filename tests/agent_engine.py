@@ -21,10 +21,10 @@ from agent_doubles import (
 )
 from agent_thread import make_verbs
 
-from kvfleet_agent.serve.attachment import Attachment
-from kvfleet_api import wire
-from kvfleet_api.blocks import ScopeId
-from kvfleet_api.checksum import checksum
+from kvstrata_agent.serve.attachment import Attachment
+from kvstrata_api import wire
+from kvstrata_api.blocks import ScopeId
+from kvstrata_api.checksum import checksum
 
 SLOTS = 16
 LOW_SLOTS = 256

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from controlplane import ControlPlane
-from kvfleet_agent.kube.place import Place
-from kvfleet_agent.kube.world import KubeWorld
-from kvfleet_api import names
-from kvfleet_api.conditions import Condition, Status
-from kvfleet_api.errors import (
+from kvstrata_agent.kube.place import Place
+from kvstrata_agent.kube.world import KubeWorld
+from kvstrata_api import names
+from kvstrata_api.conditions import Condition, Status
+from kvstrata_api.errors import (
     ApiServerAwayError,
     RetryableError,
     UnauthenticatedError,
 )
-from kvfleet_api.models.poolnode import KVPoolNodeStatus, LookupCounts, NodeTierStatus
-from kvfleet_api.tiers import TierType
-from kvfleet_api.trust import Identity
+from kvstrata_api.models.poolnode import KVPoolNodeStatus, LookupCounts, NodeTierStatus
+from kvstrata_api.tiers import TierType
+from kvstrata_api.trust import Identity
 
 SYSTEM = names.SYSTEM_NAMESPACE
 GROUP = f"/apis/{names.API_VERSION}"

@@ -14,9 +14,9 @@ from pathlib import Path
 from agent_doubles import FakeAuthenticator, caller, dram_tier
 from agent_thread import AgentThread
 
-from kvfleet_agent.ports import Caller
-from kvfleet_api.blocks import ScopeId
-from kvfleet_api.trust import Access, Grants, ScopeKind
+from kvstrata_agent.ports import Caller
+from kvstrata_api.blocks import ScopeId
+from kvstrata_api.trust import Access, Grants, ScopeKind
 
 DOMAIN = ScopeId("domain/d/uid-d/v1")
 

@@ -10,13 +10,13 @@ from typing import Any, Self, TypeVar
 
 from agent_doubles import FakeAuthenticator, make_core
 
-from kvfleet_agent.core import Core
-from kvfleet_agent.ports import Authenticator
-from kvfleet_agent.serve.attaching import Attaching
-from kvfleet_agent.serve.server import Server
-from kvfleet_agent.serve.session_verbs import SessionVerbs
-from kvfleet_agent.serve.verbs import Verbs
-from kvfleet_agent.tiers import Tier
+from kvstrata_agent.core import Core
+from kvstrata_agent.ports import Authenticator
+from kvstrata_agent.serve.attaching import Attaching
+from kvstrata_agent.serve.server import Server
+from kvstrata_agent.serve.session_verbs import SessionVerbs
+from kvstrata_agent.serve.verbs import Verbs
+from kvstrata_agent.tiers import Tier
 
 T = TypeVar("T")
 

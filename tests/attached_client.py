@@ -9,9 +9,9 @@ import numpy as np
 from agent_doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, bytes_of, caller, dram_tier
 from agent_thread import AgentThread
 
-from kvfleet_api.blocks import BlockKey, Layout, chain_keys
-from kvfleet_client import AsyncClient, Client, Target
-from kvfleet_client.results import Bytes2D
+from kvstrata_api.blocks import BlockKey, Layout, chain_keys
+from kvstrata_client import AsyncClient, Client, Target
+from kvstrata_client.results import Bytes2D
 
 BLOCKS = 8
 TOKENS = np.arange(BLOCKS * 16, dtype=np.uint32)

@@ -9,11 +9,11 @@ import mmap
 import pytest
 from msgspec.structs import replace
 
-from kvfleet_agent.backends.base import MappableBackend, Record, SlotRef, TierBackend
-from kvfleet_agent.probe import probe
-from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId
-from kvfleet_api.checksum import checksum
-from kvfleet_api.errors import BackendFailedError, BlockCorruptError, KvFleetError, TierFullError
+from kvstrata_agent.backends.base import MappableBackend, Record, SlotRef, TierBackend
+from kvstrata_agent.probe import probe
+from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
+from kvstrata_api.checksum import checksum
+from kvstrata_api.errors import BackendFailedError, BlockCorruptError, KvStrataError, TierFullError
 
 BLOCK_BYTES = 12 << 10
 CAPACITY_BYTES = 2 << 20
@@ -63,7 +63,7 @@ def fill(backend: TierBackend, scope: ScopeId) -> list[SlotRef]:
     raise AssertionError("the tier never filled")
 
 
-async def put_until_refused(backend: TierBackend) -> tuple[list[tuple[SlotRef, Record]], KvFleetError]:
+async def put_until_refused(backend: TierBackend) -> tuple[list[tuple[SlotRef, Record]], KvStrataError]:
     """Store blocks until one is refused."""
     stored: list[tuple[SlotRef, Record]] = []
     try:

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from kvfleet_api.schema import object_schema
-from kvfleet_api.schema_kinds import BY_NAME
+from kvstrata_api.schema import object_schema
+from kvstrata_api.schema_kinds import BY_NAME
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "crds" / "examples"
 Json = dict[str, Any]

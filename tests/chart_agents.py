@@ -7,13 +7,13 @@ from typing import Any
 
 from operator_fleet import pool_spec
 
-from kvfleet_api import names
-from kvfleet_operator import kinds, redis_workload
-from kvfleet_operator.parse import parse_config_map, parse_declared
-from kvfleet_operator.placement import place
-from kvfleet_operator.records import NodeSeen
-from kvfleet_operator.redis_size import Need
-from kvfleet_operator.workloads import refs, workload
+from kvstrata_api import names
+from kvstrata_operator import kinds, redis_workload
+from kvstrata_operator.parse import parse_config_map, parse_declared
+from kvstrata_operator.placement import place
+from kvstrata_operator.records import NodeSeen
+from kvstrata_operator.redis_size import Need
+from kvstrata_operator.workloads import refs, workload
 
 Json = dict[str, Any]
 

@@ -5,15 +5,15 @@ from pathlib import Path
 
 from controlplane import ControlPlane
 from controlplane.assets import find_tool
-from kvfleet_api import names
+from kvstrata_api import names
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def render_rights() -> str:
     """Manifests of everything that the processes' identities need, without the processes."""
-    chart = str(ROOT / "charts/kvfleet")
-    command = [str(find_tool("helm")), "template", "kvfleet", chart, "--namespace", names.SYSTEM_NAMESPACE]
+    chart = str(ROOT / "charts/kvstrata")
+    command = [str(find_tool("helm")), "template", "kvstrata", chart, "--namespace", names.SYSTEM_NAMESPACE]
     settings = ["--set", "processes.enabled=false,namespace.create=true,crds.install=false"]
     return subprocess.run([*command, *settings], text=True, capture_output=True, check=True).stdout
 

@@ -11,8 +11,8 @@ from chart_agents import daemon_set, redis_set, template_of
 from controlplane.assets import find_tool
 
 ROOT = Path(__file__).resolve().parents[1]
-CHART = ROOT / "charts" / "kvfleet"
-NAMESPACE = "kvfleet-system"
+CHART = ROOT / "charts" / "kvstrata"
+NAMESPACE = "kvstrata-system"
 
 Object = dict[str, Any]
 
@@ -22,19 +22,19 @@ EVERYTHING = {
     "metadata": {"replicas": 2},
     "redis": {"persistence": {"enabled": True, "storageClassName": "fast"}},
     "agent": {
-        "image": {"repository": "kvfleet/agent", "digest": "sha256:" + "1" * 64},
-        "hostPaths": {"memory": "/run/kvfleet-memory"},
+        "image": {"repository": "kvstrata/agent", "digest": "sha256:" + "1" * 64},
+        "hostPaths": {"memory": "/run/kvstrata-memory"},
     },
     "commonLabels": {"team": "inference"},
-    "kek": {"file": "/run/kvfleet-kek/keks", "volume": KEK_VOLUME},
+    "kek": {"file": "/run/kvstrata-kek/keks", "volume": KEK_VOLUME},
     "tracing": {"otlpEndpoint": "http://collector.monitoring:4318/v1/traces"},
     "networkPolicy": {"enabled": True, "metricsFrom": [{"namespaceSelector": {}}]},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
-    "prometheusRule": {"enabled": True, "runbookBaseUrl": "https://example.org/kvfleet/"},
+    "prometheusRule": {"enabled": True, "runbookBaseUrl": "https://example.org/kvstrata/"},
     "grafanaDashboard": {"enabled": True, "annotations": {"grafana_folder": "LLM"}},
     "image": {"registry": "registry.example.org", "pullSecrets": [{"name": "pull"}]},
     "operator": {
-        "image": {"repository": "kvfleet/operator", "digest": "sha256:" + "0" * 64},
+        "image": {"repository": "kvstrata/operator", "digest": "sha256:" + "0" * 64},
         "tolerations": [{"key": "infra", "operator": "Exists"}],
         "affinity": {"nodeAffinity": {}},
         "extraArgs": ["--resync-s=30"],
@@ -72,7 +72,7 @@ def helm(*args: str, values: Object | None = None) -> subprocess.CompletedProces
 
 def render(values: Object) -> list[Object]:
     """Objects that the chart makes of these values."""
-    done = helm("template", "kvfleet", str(CHART), "--namespace", NAMESPACE, values=values)
+    done = helm("template", "kvstrata", str(CHART), "--namespace", NAMESPACE, values=values)
     assert done.returncode == 0, done.stderr
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 

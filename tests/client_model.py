@@ -6,17 +6,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvfleet_api import wire
-from kvfleet_api.blocks import KEY_BYTES, Layout, ScopeId, ScopeSecret, unpack_digests
-from kvfleet_api.checksum import checksum
-from kvfleet_api.errors import QuotaExceededError
-from kvfleet_client.calls import Ahead, Call, Collect, Done, Operation, Post, Reading, Work, begin, interrupt, resume
-from kvfleet_client.extents import Extents
-from kvfleet_client.loading import load
-from kvfleet_client.results import Answer, Bytes2D, Grants, Scope
-from kvfleet_client.routes import Job, prompt_of
-from kvfleet_client.storing import store
-from kvfleet_client.target import Target
+from kvstrata_api import wire
+from kvstrata_api.blocks import KEY_BYTES, Layout, ScopeId, ScopeSecret, unpack_digests
+from kvstrata_api.checksum import checksum
+from kvstrata_api.errors import QuotaExceededError
+from kvstrata_client.calls import Ahead, Call, Collect, Done, Operation, Post, Reading, Work, begin, interrupt, resume
+from kvstrata_client.extents import Extents
+from kvstrata_client.loading import load
+from kvstrata_client.results import Answer, Bytes2D, Grants, Scope
+from kvstrata_client.routes import Job, prompt_of
+from kvstrata_client.storing import store
+from kvstrata_client.target import Target
 
 LAYOUT = Layout("m", "r", "bf16", 2, layers=1, kv_heads=1, head_dim=8, element_bytes=2)
 TARGET = Target(socket=None, pool="p", token="t", layout=LAYOUT)  # type: ignore[arg-type]

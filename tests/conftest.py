@@ -11,16 +11,16 @@ pytest_plugins = ("leftovers", "watchdog")
 
 # A commit passes or fails alike wherever it runs: examples follow from the test's own text. `soak` draws new ones.
 settings.register_profile(
-    "kvfleet",
+    "kvstrata",
     deadline=None,
     derandomize=True,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
     max_examples=100,
 )
-settings.register_profile("quick", parent=settings.get_profile("kvfleet"), max_examples=25)
-settings.register_profile("soak", parent=settings.get_profile("kvfleet"), derandomize=False, max_examples=5_000)
-settings.load_profile(os.environ.get("KVFLEET_HYPOTHESIS_PROFILE", "kvfleet"))
+settings.register_profile("quick", parent=settings.get_profile("kvstrata"), max_examples=25)
+settings.register_profile("soak", parent=settings.get_profile("kvstrata"), derandomize=False, max_examples=5_000)
+settings.load_profile(os.environ.get("KVSTRATA_HYPOTHESIS_PROFILE", "kvstrata"))
 
 # Python 3.11 makes a loop when pytest-asyncio first asks for the current one, and nobody closes it: say there is none.
 asyncio.set_event_loop(None)

@@ -19,14 +19,14 @@ from agent_doubles import (
     secret,
 )
 
-from kvfleet_agent.announcer import Announcer
-from kvfleet_agent.core import Core
-from kvfleet_agent.place import Place
-from kvfleet_agent.policy.recompute import LOCATE_S_MIN
-from kvfleet_agent.ports import Offer, Stretch, Taken, Wanted
-from kvfleet_api.blocks import BlockKey, ScopeId, ScopeSecret
-from kvfleet_api.checksum import checksum
-from kvfleet_metadata.records import Announcement, Location, SessionRecord
+from kvstrata_agent.announcer import Announcer
+from kvstrata_agent.core import Core
+from kvstrata_agent.place import Place
+from kvstrata_agent.policy.recompute import LOCATE_S_MIN
+from kvstrata_agent.ports import Offer, Stretch, Taken, Wanted
+from kvstrata_api.blocks import BlockKey, ScopeId, ScopeSecret
+from kvstrata_api.checksum import checksum
+from kvstrata_metadata.records import Announcement, Location, SessionRecord
 
 
 class FakeDirectory:

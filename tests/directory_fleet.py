@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 
-from kvfleet_agent.directory import AccessProvider, Holdings, RedisDirectory
-from kvfleet_api.blocks import ScopeId, ScopeSecret
-from kvfleet_metadata.access import RedisAccess
-from kvfleet_metadata.records import AgentRecord, Announcement, Location
-from kvfleet_telemetry.catalog_agent import AGENT
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_agent.directory import AccessProvider, Holdings, RedisDirectory
+from kvstrata_api.blocks import ScopeId, ScopeSecret
+from kvstrata_metadata.access import RedisAccess
+from kvstrata_metadata.records import AgentRecord, Announcement, Location
+from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.metrics import Instruments
 
 SECRET = ScopeSecret(ScopeId("tenant/a/uid/v1"), b"s" * 32)
 PART_BLOCKS = 1_024

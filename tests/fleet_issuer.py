@@ -10,11 +10,11 @@ from typing import Any
 
 from controlplane import ControlPlane
 from controlplane.credentials import token_user, write_kubeconfig
-from kvfleet_api import names
-from kvfleet_kube.api import KubeApi
-from kvfleet_kube.certified import OwnCertificate
-from kvfleet_operator.authority import CertificateAuthority
-from kvfleet_operator.issuing import Issuance
+from kvstrata_api import names
+from kvstrata_kube.api import KubeApi
+from kvstrata_kube.certified import OwnCertificate
+from kvstrata_operator.authority import CertificateAuthority
+from kvstrata_operator.issuing import Issuance
 
 SYSTEM = names.SYSTEM_NAMESPACE
 
@@ -37,7 +37,7 @@ def issuing(
     plane: ControlPlane, folder: Path, rules: Issuance | None = None, agents: Callable[[], Collection[str]] = EveryAgent
 ) -> Iterator[None]:
     """Issue certificates on a thread of its own for as long as the block lasts."""
-    kubeconfig = plane.service_account_kubeconfig(SYSTEM, "kvfleet-operator", folder / "issuer.kubeconfig")
+    kubeconfig = plane.service_account_kubeconfig(SYSTEM, "kvstrata-operator", folder / "issuer.kubeconfig")
     loop = asyncio.new_event_loop()
 
     async def run() -> None:

@@ -10,16 +10,16 @@ from agent_doubles import FakeAuthenticator, TestCodecs, caller, dram_tier, make
 from agent_thread import AgentThread, make_verbs
 from prometheus_client import CollectorRegistry
 
-from kvfleet_agent.core import Core
-from kvfleet_agent.ports import FollowedPeers, Peers
-from kvfleet_agent.remote.listener import PeerListener
-from kvfleet_agent.remote.peers import RemotePeers
-from kvfleet_agent.serve.server import Server
-from kvfleet_agent.tiers import Tier
-from kvfleet_api.trust import Identity
-from kvfleet_metadata.records import AgentRecord
-from kvfleet_telemetry.catalog_agent import AGENT
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_agent.core import Core
+from kvstrata_agent.ports import FollowedPeers, Peers
+from kvstrata_agent.remote.listener import PeerListener
+from kvstrata_agent.remote.peers import RemotePeers
+from kvstrata_agent.serve.server import Server
+from kvstrata_agent.tiers import Tier
+from kvstrata_api.trust import Identity
+from kvstrata_metadata.records import AgentRecord
+from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.metrics import Instruments
 
 EPOCH = 7
 WRITER = "pool.node"

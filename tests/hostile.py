@@ -13,8 +13,8 @@ from typing import Self, TypeVar
 
 from agent_doubles import BLOCK_BYTES, LAYOUT
 
-from kvfleet_api import wire
-from kvfleet_api.checksum import checksum
+from kvstrata_api import wire
+from kvstrata_api.checksum import checksum
 
 T = TypeVar("T")
 NOBODY_UID = 65534
@@ -164,7 +164,7 @@ def attempts(fd: int, size_bytes: int) -> dict[str, str]:
         "make longer": outcome(lambda: os.ftruncate(fd, more)),
         "write behind the end": outcome(lambda: os.pwrite(fd, b"x", more)),
         "seal": outcome(lambda: fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)),
-        "name": outcome(lambda: os.link(path, "/dev/shm/kvfleet-stolen", follow_symlinks=True)),
+        "name": outcome(lambda: os.link(path, "/dev/shm/kvstrata-stolen", follow_symlinks=True)),
     }
 
 

@@ -19,11 +19,11 @@ from typing import Any, Self
 import numpy as np
 
 from controlplane import ApiError, ControlPlane
-from kvfleet_api import names
-from kvfleet_api.blocks import BlockKey, Layout, chain_keys
-from kvfleet_api.checksum import checksum
-from kvfleet_client.client import Client
-from kvfleet_client.target import Target
+from kvstrata_api import names
+from kvstrata_api.blocks import BlockKey, Layout, chain_keys
+from kvstrata_api.checksum import checksum
+from kvstrata_client.client import Client
+from kvstrata_client.target import Target
 
 SYSTEM = names.SYSTEM_NAMESPACE
 GROUP = f"/apis/{names.API_VERSION}"
@@ -82,7 +82,7 @@ class Agent:
     pool: str = field(default_factory=lambda: f"pool-{next(_numbers)}")
     node: str = "node-a"
     memory_dir: Path | None = None
-    program: Sequence[str] = (sys.executable, "-m", "kvfleet_agent.app")
+    program: Sequence[str] = (sys.executable, "-m", "kvstrata_agent.app")
     environment: Mapping[str, str] | None = None
     """Of the process; None: that of this one."""
     process: "subprocess.Popen[bytes] | None" = None

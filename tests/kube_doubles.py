@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from kvfleet_api.errors import KvFleetError
-from kvfleet_kube.answers import Answer, Json
-from kvfleet_kube.api import Call
+from kvstrata_api.errors import KvStrataError
+from kvstrata_kube.answers import Answer, Json
+from kvstrata_kube.api import Call
 
-Reply = Answer | KvFleetError
+Reply = Answer | KvStrataError
 
 
 class ScriptedApi:
@@ -18,7 +18,7 @@ class ScriptedApi:
 
     def __init__(self, on_call: Callable[[Call], Reply]) -> None:
         self._on_call = on_call
-        self.streams: list[list[Json | KvFleetError]] = []
+        self.streams: list[list[Json | KvStrataError]] = []
         self.calls: list[tuple[float, Call]] = []
         self.watches: list[tuple[float, Call]] = []
         self.slowness_s = 0.0
@@ -27,7 +27,7 @@ class ScriptedApi:
         self.calls.append((asyncio.get_running_loop().time(), call))
         await asyncio.sleep(min(self.slowness_s, timeout_s or self.slowness_s))
         reply = self._on_call(call)
-        if isinstance(reply, KvFleetError):
+        if isinstance(reply, KvStrataError):
             raise reply
         return reply
 
@@ -36,7 +36,7 @@ class ScriptedApi:
         if not self.streams:
             await asyncio.Event().wait()
         for item in self.streams.pop(0):
-            if isinstance(item, KvFleetError):
+            if isinstance(item, KvStrataError):
                 raise item
             yield msgspec.json.encode(item)
 

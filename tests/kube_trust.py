@@ -5,11 +5,11 @@ import json
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from kvfleet_agent.kube import declared
-from kvfleet_agent.kube.known import Known
-from kvfleet_agent.kube.trust_view import TrustStores, TrustView
-from kvfleet_api import names
-from kvfleet_api.trust import Identity
+from kvstrata_agent.kube import declared
+from kvstrata_agent.kube.known import Known
+from kvstrata_agent.kube.trust_view import TrustStores, TrustView
+from kvstrata_api import names
+from kvstrata_api.trust import Identity
 
 Json = dict[str, Any]
 T = TypeVar("T")

@@ -17,11 +17,11 @@ from typing import Any, Final
 
 import pytest
 
-MARK: Final = "KVFLEET_TEST_RUN"
+MARK: Final = "KVSTRATA_TEST_RUN"
 """Environment variable: which run, and which process of it, something was started by (`RUN/PROCESS`)."""
-MEMORY: Final = "KVFLEET_TEST_MEMORY"
+MEMORY: Final = "KVSTRATA_TEST_MEMORY"
 """Environment variable: the folder of this process in memory."""
-SHARED: Final = "KVFLEET_TEST_SHARED"
+SHARED: Final = "KVSTRATA_TEST_SHARED"
 """Environment variable of what a fixture of the whole session starts: it outlives the file that wanted it first."""
 GRACE_S: Final = 10.0
 """What was killed behind a test may take so long to be gone on a busy machine."""

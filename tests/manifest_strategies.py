@@ -7,9 +7,9 @@ from typing import Any
 from bad_manifests import GONE, Json, Path_, examples, with_value
 from hypothesis import strategies as st
 
-from kvfleet_api.schema import node_at, object_schema
-from kvfleet_api.schema_kinds import BY_NAME
-from kvfleet_api.validate_structure import check
+from kvstrata_api.schema import node_at, object_schema
+from kvstrata_api.schema_kinds import BY_NAME
+from kvstrata_api.validate_structure import check
 
 ITEMS_MAX = 3
 """Lists and maps stay short: rules look at pairs, and three items have them all."""
@@ -34,7 +34,7 @@ def _integers(schema: Json) -> st.SearchStrategy[Any]:
 def _objects(schema: Json) -> st.SearchStrategy[Any]:
     if "additionalProperties" in schema:
         values = shaped(schema["additionalProperties"])
-        return st.dictionaries(st.sampled_from(["app", "kvfleet.io/pool", "zone"]), values, max_size=ITEMS_MAX)
+        return st.dictionaries(st.sampled_from(["app", "kvstrata.io/pool", "zone"]), values, max_size=ITEMS_MAX)
     fields = {name: shaped(child) for name, child in schema["properties"].items()}
     required = {name: fields[name] for name in schema.get("required", ())}
     return st.fixed_dictionaries(required, optional={n: f for n, f in fields.items() if n not in required})

@@ -8,7 +8,7 @@ import backend_contract as sizes
 import pytest
 from backend_contract import ANNA, BOB, BackendContract, content, fill, get, record
 
-from kvfleet_agent.backends.base import MappableBackend
+from kvstrata_agent.backends.base import MappableBackend
 
 
 class MappableContract(BackendContract):
@@ -61,7 +61,7 @@ class MappableContract(BackendContract):
     async def test_an_extent_that_stays_empty_is_given_back(
         self, backend: MappableBackend, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvfleet_agent.backends.arena._IDLE_S", 0.01)
+        monkeypatch.setattr("kvstrata_agent.backends.arena._IDLE_S", 0.01)
         gone: list[int] = []
         backend.on_release(gone.append)
         slot, kept = backend.reserve(ANNA, sizes.BLOCK_BYTES), backend.reserve(BOB, sizes.BLOCK_BYTES)

@@ -17,16 +17,16 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry
 
 from controlplane.ports import free_ports
-from kvfleet_agent.directory import RedisDirectory
-from kvfleet_api.blocks import ScopeId, ScopeSecret
-from kvfleet_metadata import embedded
-from kvfleet_metadata.access import RedisAccess
-from kvfleet_metadata.acl import Role
-from kvfleet_metadata.embedded import EmbeddedConfig, EmbeddedRedis
-from kvfleet_metadata.records import AgentRecord, Announcement
-from kvfleet_telemetry import ready
-from kvfleet_telemetry.catalog_agent import AGENT
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_agent.directory import RedisDirectory
+from kvstrata_api.blocks import ScopeId, ScopeSecret
+from kvstrata_metadata import embedded
+from kvstrata_metadata.access import RedisAccess
+from kvstrata_metadata.acl import Role
+from kvstrata_metadata.embedded import EmbeddedConfig, EmbeddedRedis
+from kvstrata_metadata.records import AgentRecord, Announcement
+from kvstrata_telemetry import ready
+from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.metrics import Instruments
 
 SECRET = ScopeSecret(ScopeId("tenant/a/uid/v1"), b"s" * 32)
 LEASE_S = 5
@@ -160,9 +160,9 @@ def launch(
     """Start a replica on a Redis that others run, and return at once; `url` leads there by another way."""
     access = redis.access(Role.METADATA)
     environment = {
-        "KVFLEET_REDIS_URL": url or access.url,
-        "KVFLEET_REDIS_USERNAME": access.username,
-        "KVFLEET_REDIS_PASSWORD": access.password,
+        "KVSTRATA_REDIS_URL": url or access.url,
+        "KVSTRATA_REDIS_USERNAME": access.username,
+        "KVSTRATA_REDIS_PASSWORD": access.password,
     }
     return _launch(name, kubeconfig, folder, ["--redis", "external"], environment, lease_s)
 
@@ -179,7 +179,7 @@ def _launch(
     options = [*own, "--kubeconfig", str(kubeconfig), "--metrics-port", "0", "--identity", name]
     rest = ["--ready-file", str(folder / f"{name}.json"), "--sweep-s", "0.5", "--lease-duration-s", str(lease_s)]
     with (folder / f"{name}.log").open("ab") as log:
-        command = [sys.executable, "-m", "kvfleet_metadata.app", *options, *rest]
+        command = [sys.executable, "-m", "kvstrata_metadata.app", *options, *rest]
         return Replica(name, folder, subprocess.Popen(command, stderr=log, env={**os.environ, **environment}))
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import kvfleet_native
-from kvfleet_native import python
-from kvfleet_native.choice import PYTHON, Kernels, compiled
+import kvstrata_native
+from kvstrata_native import python
+from kvstrata_native.choice import PYTHON, Kernels, compiled
 
 _COMPILED = compiled()
 LEVELS: tuple[str, ...] = (*(_COMPILED.levels() if _COMPILED is not None else ()), PYTHON)
@@ -21,4 +21,4 @@ def kernels_of(level: str) -> Iterator[Kernels]:
     try:
         yield _COMPILED
     finally:
-        _COMPILED.use(kvfleet_native.level if kvfleet_native.level != PYTHON else _COMPILED.levels()[0])
+        _COMPILED.use(kvstrata_native.level if kvstrata_native.level != PYTHON else _COMPILED.levels()[0])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from client_model import LAYOUT
 
-from kvfleet_client.connectors.lmcache_names import Fingerprint, Name
+from kvstrata_client.connectors.lmcache_names import Fingerprint, Name
 
 BLOCK = LAYOUT.block_bytes
 PRINT = Fingerprint(LAYOUT, "llama", chunk_tokens=2, hash_algorithm="blake3", hash_seed="")

@@ -12,9 +12,9 @@ from metadata_replicas import Redis
 from operator_process import Replica
 
 from controlplane import ControlPlane
-from kvfleet_api import names
-from kvfleet_metadata.access import format_access
-from kvfleet_metadata.acl import Role
+from kvstrata_api import names
+from kvstrata_metadata.access import format_access
+from kvstrata_metadata.acl import Role
 
 NODES = ("node-a", "node-b")
 Json = dict[str, Any]

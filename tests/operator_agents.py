@@ -11,13 +11,13 @@ from typing import Any, Self
 
 import msgspec
 
-from kvfleet_api import names
-from kvfleet_api.errors import KvFleetError
-from kvfleet_api.models.poolnode import ERASING_MAX
-from kvfleet_kube import leases
-from kvfleet_kube.api import APPLY_PATCH, Call, KubeApi
-from kvfleet_operator.kinds import POOL, POOL_NODE, TENANT, Ref
-from kvfleet_operator.objects import body_of
+from kvstrata_api import names
+from kvstrata_api.errors import KvStrataError
+from kvstrata_api.models.poolnode import ERASING_MAX
+from kvstrata_kube import leases
+from kvstrata_kube.api import APPLY_PATCH, Call, KubeApi
+from kvstrata_operator.kinds import POOL, POOL_NODE, TENANT, Ref
+from kvstrata_operator.objects import body_of
 
 GIB = 1 << 30
 LOOK_S = 0.2
@@ -66,7 +66,7 @@ class FakeAgents:
         api = await KubeApi.connect(names.FIELD_MANAGER_AGENT, self._kubeconfig)
         try:
             while not self._stop.is_set():
-                with contextlib.suppress(KvFleetError):  # The API server is away, or starts and refuses everybody.
+                with contextlib.suppress(KvStrataError):  # The API server is away, or starts and refuses everybody.
                     await self._look(api)
                 await asyncio.sleep(LOOK_S)
         finally:

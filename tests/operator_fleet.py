@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from kvfleet_api import names
-from kvfleet_operator import key_versions, kinds, parse, parse_workloads
-from kvfleet_operator.actions import (
+from kvstrata_api import names
+from kvstrata_operator import key_versions, kinds, parse, parse_workloads
+from kvstrata_operator.actions import (
     Action,
     Apply,
     Create,
@@ -29,15 +29,15 @@ from kvfleet_operator.actions import (
     SetFinalizers,
     Shred,
 )
-from kvfleet_operator.kinds import Kind, Ref
-from kvfleet_operator.objects import LABEL_COMPONENT
-from kvfleet_operator.planner import plan_orders
-from kvfleet_operator.records import KeksSeen
-from kvfleet_operator.setting import Setting
-from kvfleet_operator.status_planner import plan_statuses
-from kvfleet_operator.world import View
+from kvstrata_operator.kinds import Kind, Ref
+from kvstrata_operator.objects import LABEL_COMPONENT
+from kvstrata_operator.planner import plan_orders
+from kvstrata_operator.records import KeksSeen
+from kvstrata_operator.setting import Setting
+from kvstrata_operator.status_planner import plan_statuses
+from kvstrata_operator.world import View
 
-SETTING = Setting("kvfleet-system", "/run/kvfleet/{pool}/agent.sock")
+SETTING = Setting("kvstrata-system", "/run/kvstrata/{pool}/agent.sock")
 START = datetime(2026, 1, 1, tzinfo=UTC)
 GIB = 1 << 30
 
@@ -55,7 +55,7 @@ def tier(name: str = "dram", type_: str = "HostDRAM", size: str = "1Gi", **setti
     blocks: dict[str, Json] = {
         "HostDRAM": {"hostDRAM": {}},
         "CXL": {"cxl": {"mode": "NumaNode"}},
-        "NVMe": {"nvme": {"path": "/var/lib/kvfleet/nvme"}},
+        "NVMe": {"nvme": {"path": "/var/lib/kvstrata/nvme"}},
         "Object": {"object": {"url": "s3://kv"}},
         "RemoteFlash": {"remoteFlash": {"path": "/mnt/flash"}},
     }

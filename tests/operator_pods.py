@@ -6,22 +6,22 @@ from typing import Any
 
 from operator_fleet import START, Fleet, pool_node
 
-from kvfleet_api import names
-from kvfleet_operator import kinds, objects
-from kvfleet_operator.kinds import Ref
-from kvfleet_operator.setting import Setting
+from kvstrata_api import names
+from kvstrata_operator import kinds, objects
+from kvstrata_operator.kinds import Ref
+from kvstrata_operator.setting import Setting
 
-NAMESPACE = "kvfleet-system"
-SETTING = Setting(NAMESPACE, "/run/kvfleet/{pool}/agent.sock", names.AGENT_TEMPLATE)
+NAMESPACE = "kvstrata-system"
+SETTING = Setting(NAMESPACE, "/run/kvstrata/{pool}/agent.sock", names.AGENT_TEMPLATE)
 Json = dict[str, Any]
 
 
 def template(image: str = "agent@sha256:1", *, memory: bool = False) -> Json:
     """A pod template as the chart writes it, as far as the operator reads it."""
-    mounts = [{"name": "storage", "mountPath": "/var/lib/kvfleet/{pool}"}]
-    volumes = [{"name": "storage", "hostPath": {"path": "/var/lib/kvfleet/{pool}", "type": "Directory"}}]
+    mounts = [{"name": "storage", "mountPath": "/var/lib/kvstrata/{pool}"}]
+    volumes = [{"name": "storage", "hostPath": {"path": "/var/lib/kvstrata/{pool}", "type": "Directory"}}]
     if memory:
-        mounts.append({"name": "memory", "mountPath": "/run/kvfleet-memory"})
+        mounts.append({"name": "memory", "mountPath": "/run/kvstrata-memory"})
         volumes.append({"name": "memory", "hostPath": {"path": "/run/km/{pool}", "type": "Directory"}})
     resources = {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
     agent = {"name": "agent", "image": image, "args": ["--pool={pool}"], "resources": resources, "volumeMounts": mounts}
@@ -83,7 +83,7 @@ class Cluster:
 
     def _make_pods(self) -> None:
         for name, made in self.fleet.of(kinds.DAEMON_SET).items():
-            pool = name.removeprefix("kvfleet-agent-")
+            pool = name.removeprefix("kvstrata-agent-")
             spec, here = made["spec"]["template"], self.pods(pool)
             matching = {n for n, node in self.fleet.of(kinds.NODE).items() if _selects(spec["spec"], n, node)}
             for node in sorted(matching - here.keys()):

@@ -14,11 +14,11 @@ from operator_fleet import condition, pool_spec
 
 from controlplane import ApiError, ControlPlane
 from controlplane.waiting import wait_until
-from kvfleet_api import names
-from kvfleet_telemetry import ready
+from kvstrata_api import names
+from kvstrata_telemetry import ready
 
 SYSTEM = names.SYSTEM_NAMESPACE
-KVFLEET = f"/apis/{names.API_VERSION}"
+KVSTRATA = f"/apis/{names.API_VERSION}"
 LEADER_LEASE_S = 2
 CONVERGED_S = 90.0
 """Bound of every wait; what is waited for takes about a second on idle cores. Who waits for ever fails all the same."""
@@ -40,7 +40,7 @@ class Replica:
         self.log = folder / f"{self.identity}.log"
         arguments = ["--kubeconfig", str(kubeconfig), "--metrics-port", "0", "--ready-file", str(self._ready_file)]
         timing = ["--lease-duration-s", str(LEADER_LEASE_S), "--heartbeat-s", "1", "--identity", self.identity]
-        command = [sys.executable, "-m", "kvfleet_operator.app", *arguments, *timing, *more]
+        command = [sys.executable, "-m", "kvstrata_operator.app", *arguments, *timing, *more]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stderr=log)
         try:
@@ -100,8 +100,8 @@ class Cluster:
     def make(self, plural: str, kind: str, name: str, spec: Any, namespace: str = "") -> str:
         body = {"apiVersion": names.API_VERSION, "kind": kind, "metadata": {"name": name}, "spec": spec}
         inside = f"/namespaces/{namespace}" if namespace else ""
-        self.plane.api.post(f"{KVFLEET}{inside}/{plural}", body)
-        self._made.append(f"{KVFLEET}{inside}/{plural}/{name}")
+        self.plane.api.post(f"{KVSTRATA}{inside}/{plural}", body)
+        self._made.append(f"{KVSTRATA}{inside}/{plural}/{name}")
         return name
 
     def pool(self, name: str = "", **spec: Any) -> str:
@@ -125,10 +125,10 @@ class Cluster:
             raise
 
     def kv(self, plural: str, name: str) -> Any:
-        return self.get(f"{KVFLEET}/{plural}/{name}")
+        return self.get(f"{KVSTRATA}/{plural}/{name}")
 
     def pool_nodes(self, pool: str) -> dict[str, Any]:
-        found = self.get(f"{KVFLEET}/kvpoolnodes?labelSelector={names.LABEL_POOL}={pool}")["items"]
+        found = self.get(f"{KVSTRATA}/kvpoolnodes?labelSelector={names.LABEL_POOL}={pool}")["items"]
         return {item["spec"]["nodeName"]: item for item in found}
 
     def secret(self, kind: str, name: str) -> Any:
@@ -149,7 +149,7 @@ class Cluster:
 
     def sees(self, holds: Callable[[], Any]) -> None:
         """Wait until something holds."""
-        assert wait_until(lambda: bool(holds()), CONVERGED_S), self.plane.kubectl("get", "kvfleet", "-o", "yaml")
+        assert wait_until(lambda: bool(holds()), CONVERGED_S), self.plane.kubectl("get", "kvstrata", "-o", "yaml")
 
     def remove_all(self) -> None:
         for path in reversed(self._made):

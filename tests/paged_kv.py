@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from kvfleet_api.blocks import Layout
+from kvstrata_api.blocks import Layout
 
 LAYOUT = Layout("tiny", "r1", "fp32", 16, layers=5, kv_heads=3, head_dim=8, element_bytes=4)
 PAGES = 14

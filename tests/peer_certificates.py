@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from kvfleet_agent.remote.security import PeerTls
-from kvfleet_api import names
-from kvfleet_kube import tls
-from kvfleet_kube.keypair import make_key_pair
-from kvfleet_kube.tls import Credential
-from kvfleet_operator import certificates
-from kvfleet_operator.certificates import Authority
+from kvstrata_agent.remote.security import PeerTls
+from kvstrata_api import names
+from kvstrata_kube import tls
+from kvstrata_kube.keypair import make_key_pair
+from kvstrata_kube.tls import Credential
+from kvstrata_operator import certificates
+from kvstrata_operator.certificates import Authority
 
 LIFE = timedelta(hours=1)
 

@@ -4,15 +4,15 @@ from typing import TYPE_CHECKING
 
 from agent_doubles import Clock, make_core
 
-from kvfleet_agent import observe, report
-from kvfleet_agent.ports import DirectoryState
-from kvfleet_agent.provision import Provisioner
-from kvfleet_api.conditions import Condition, find
-from kvfleet_api.models.base import ObjectMeta
-from kvfleet_api.models.poolnode import KVPoolNode, KVPoolNodeSpec, KVPoolNodeStatus, NodeDrain
+from kvstrata_agent import observe, report
+from kvstrata_agent.ports import DirectoryState
+from kvstrata_agent.provision import Provisioner
+from kvstrata_api.conditions import Condition, find
+from kvstrata_api.models.base import ObjectMeta
+from kvstrata_api.models.poolnode import KVPoolNode, KVPoolNodeSpec, KVPoolNodeStatus, NodeDrain
 
 if TYPE_CHECKING:
-    from kvfleet_agent.provision import MakeBackend
+    from kvstrata_agent.provision import MakeBackend
 
 MEMORY_BYTES = 1 << 40
 """More than any tier of a test asks for."""

@@ -11,11 +11,11 @@ import redis
 from directory_fleet import until
 
 from controlplane.ports import free_ports
-from kvfleet_metadata import embedded
-from kvfleet_metadata.access import RedisAccess
-from kvfleet_metadata.acl import Role
-from kvfleet_metadata.embedded import EmbeddedConfig, EmbeddedRedis, TlsFiles
-from kvfleet_metadata.topology import SLOTS, slot_of
+from kvstrata_metadata import embedded
+from kvstrata_metadata.access import RedisAccess
+from kvstrata_metadata.acl import Role
+from kvstrata_metadata.embedded import EmbeddedConfig, EmbeddedRedis, TlsFiles
+from kvstrata_metadata.topology import SLOTS, slot_of
 
 ADMIN: Final = "user admin on >admin allkeys allchannels +@all"
 _SETTINGS: Final = (

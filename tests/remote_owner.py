@@ -10,15 +10,15 @@ from pathlib import Path
 
 from peer_certificates import load, peer_tls
 
-from kvfleet_agent.backends.base import SlotRef
-from kvfleet_agent.ports import Lent, Stretch
-from kvfleet_agent.remote.listener import PeerListener
-from kvfleet_agent.remote.nixl import NixlReader
-from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret
-from kvfleet_api.checksum import checksum
-from kvfleet_api.errors import UnauthenticatedError
-from kvfleet_api.trust import Identity
-from kvfleet_metadata.records import AgentRecord, Announcement
+from kvstrata_agent.backends.base import SlotRef
+from kvstrata_agent.ports import Lent, Stretch
+from kvstrata_agent.remote.listener import PeerListener
+from kvstrata_agent.remote.nixl import NixlReader
+from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret
+from kvstrata_api.checksum import checksum
+from kvstrata_api.errors import UnauthenticatedError
+from kvstrata_api.trust import Identity
+from kvstrata_metadata.records import AgentRecord, Announcement
 
 SCOPE = ScopeId("tenant/a/uid/v1")
 LAYOUT = LayoutId(b"L" * 16)
@@ -90,7 +90,7 @@ class MemoryLender:
 async def verify(token: str, agent: str) -> Identity:
     if token != TOKEN:
         raise UnauthenticatedError("another token")
-    return Identity("kvfleet-system", "kvfleet-agent")
+    return Identity("kvstrata-system", "kvstrata-agent")
 
 
 def say(fact: dict[str, object]) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from controlplane.assets import find_tool
 from controlplane.ports import free_ports
 
-ACCESS_KEY = "kvfleet-test"
-SECRET_KEY = "kvfleet-test-secret"
+ACCESS_KEY = "kvstrata-test"
+SECRET_KEY = "kvstrata-test-secret"
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import hashlib
 import os
 from dataclasses import dataclass, field
 
-from kvfleet_api.blocks import ScopeId
+from kvstrata_api.blocks import ScopeId
 
 
 @dataclass(slots=True)

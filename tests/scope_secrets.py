@@ -5,13 +5,13 @@ import json
 import os
 from dataclasses import dataclass, field
 
-from kvfleet_agent.kube import declared
-from kvfleet_agent.kube.keyring import Keyring
-from kvfleet_agent.kube.known import Known
-from kvfleet_agent.kube.trust_view import TrustStores, TrustView
-from kvfleet_api import names
-from kvfleet_api.blocks import ScopeId
-from kvfleet_api.wrapping import Keks, data_entry
+from kvstrata_agent.kube import declared
+from kvstrata_agent.kube.keyring import Keyring
+from kvstrata_agent.kube.known import Known
+from kvstrata_agent.kube.trust_view import TrustStores, TrustView
+from kvstrata_api import names
+from kvstrata_api.blocks import ScopeId
+from kvstrata_api.wrapping import Keks, data_entry
 
 SYSTEM = names.SYSTEM_NAMESPACE
 

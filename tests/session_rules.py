@@ -18,14 +18,14 @@ from agent_doubles import (
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from kvfleet_agent.core import Core
-from kvfleet_agent.entry import Entry, Residence
-from kvfleet_agent.node import Node
-from kvfleet_agent.session_journal import SessionJournal
-from kvfleet_agent.sessions import Session, SessionState
-from kvfleet_agent.sweep import Sweeper
-from kvfleet_agent.tiers import Tier
-from kvfleet_agent.writer import REFUSED
+from kvstrata_agent.core import Core
+from kvstrata_agent.entry import Entry, Residence
+from kvstrata_agent.node import Node
+from kvstrata_agent.session_journal import SessionJournal
+from kvstrata_agent.sessions import Session, SessionState
+from kvstrata_agent.sweep import Sweeper
+from kvstrata_agent.tiers import Tier
+from kvstrata_agent.writer import REFUSED
 
 T = TypeVar("T")
 SLOTS = 16

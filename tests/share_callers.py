@@ -3,10 +3,10 @@
 import numpy as np
 from agent_doubles import FakeAuthenticator, caller, secret
 
-from kvfleet_agent.ports import Caller
-from kvfleet_api.blocks import ScopeId
-from kvfleet_api.prefixes import NamedPrefix, prefix_digest
-from kvfleet_api.trust import Access, Grants, ScopeKind
+from kvstrata_agent.ports import Caller
+from kvstrata_api.blocks import ScopeId
+from kvstrata_api.prefixes import NamedPrefix, prefix_digest
+from kvstrata_api.trust import Access, Grants, ScopeKind
 
 SHARE = ScopeId("share/a.prompt/uid-s/v1")
 SYSTEM_PROMPT = np.arange(5 * 16 + 7, dtype=np.uint32)

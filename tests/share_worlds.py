@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kvfleet_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
-from kvfleet_api.shares import Declared
+from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
+from kvstrata_api.shares import Declared
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 TENANTS = ("a", "b", "c")

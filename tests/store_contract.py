@@ -14,18 +14,18 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from kvfleet_api.blocks import ScopeId, ScopeSecret
-from kvfleet_api.errors import DirectoryAwayError
-from kvfleet_metadata import mailbox, registry, sessions, shards
-from kvfleet_metadata.access import RedisAccess
-from kvfleet_metadata.acl import Role
-from kvfleet_metadata.cluster_store import open_store
-from kvfleet_metadata.embedded import TlsFiles
-from kvfleet_metadata.records import AgentRecord, Announcement, Incarnation, Nomination, SessionRecord
-from kvfleet_metadata.schema import REVERSE_BUCKETS, SHARDS, Shard
-from kvfleet_metadata.scripts import Script
-from kvfleet_metadata.shards import Batch, Mode, Verdict
-from kvfleet_metadata.store import Call, Store
+from kvstrata_api.blocks import ScopeId, ScopeSecret
+from kvstrata_api.errors import DirectoryAwayError
+from kvstrata_metadata import mailbox, registry, sessions, shards
+from kvstrata_metadata.access import RedisAccess
+from kvstrata_metadata.acl import Role
+from kvstrata_metadata.cluster_store import open_store
+from kvstrata_metadata.embedded import TlsFiles
+from kvstrata_metadata.records import AgentRecord, Announcement, Incarnation, Nomination, SessionRecord
+from kvstrata_metadata.schema import REVERSE_BUCKETS, SHARDS, Shard
+from kvstrata_metadata.scripts import Script
+from kvstrata_metadata.shards import Batch, Mode, Verdict
+from kvstrata_metadata.store import Call, Store
 
 
 class Servers(Protocol):
@@ -334,7 +334,7 @@ class StoreContract:
 def self_signed(folder: Path) -> TlsFiles:
     """A certificate for 127.0.0.1 that is its own authority."""
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvfleet-redis")])
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvstrata-redis")])
     now = dt.datetime.now(dt.UTC)
     certificate = (
         x509.CertificateBuilder()

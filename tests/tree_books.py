@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from kvfleet_agent.entry import TIERS_MAX
-from kvfleet_agent.index import Index
-from kvfleet_agent.node import Node
-from kvfleet_agent.rows import Row
-from kvfleet_api.blocks import ScopeId
+from kvstrata_agent.entry import TIERS_MAX
+from kvstrata_agent.index import Index
+from kvstrata_agent.node import Node
+from kvstrata_agent.rows import Row
+from kvstrata_api.blocks import ScopeId
 
 
 def wrong_counts(index: Index) -> Iterator[str]:

@@ -6,8 +6,8 @@ import sys
 from backend_contract import ANNA, CAPACITY_BYTES, put
 from scope_keys_double import NamedKeys
 
-from kvfleet_agent.backends.remote_flash import open_nvme
-from kvfleet_api.models.pool import NvmeTier
+from kvstrata_agent.backends.remote_flash import open_nvme
+from kvstrata_api.models.pool import NvmeTier
 
 
 async def main(path: str, io: str, form: str, spread: str = "") -> None:

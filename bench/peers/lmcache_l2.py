@@ -21,7 +21,7 @@ from lmcache.cli.main import main as lmcache_main
 
 def bench(adapter: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
     """Run the tool, verification included; returns its exit status and what it reported."""
-    with tempfile.TemporaryDirectory(prefix="kvfleet-l2-") as directory:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-l2-") as directory:
         output = Path(directory) / "result.json"
         command = ["bench", "l2", "--l2-adapter", json.dumps(adapter), "--no-skip-verify", *arguments]
         try:

@@ -1,7 +1,7 @@
 """Blocks as raw Redis values over a unix socket, pipelined; the server is started here and saves nothing.
 
 This is what a cache without a data path of its own does. The only other user of the redis package is the store of
-`kvfleet_metadata`; this process measures the package itself.
+`kvstrata_metadata`; this process measures the package itself.
 """
 
 import subprocess
@@ -22,7 +22,7 @@ class RedisValues:
 
     def __init__(self) -> None:
         """Start the server. Raises `OSError` when there is no redis-server."""
-        self._directory = tempfile.TemporaryDirectory(prefix="kvfleet-bench-")
+        self._directory = tempfile.TemporaryDirectory(prefix="kvstrata-bench-")
         path = Path(self._directory.name) / "redis.sock"
         command = ("redis-server", "--port", "0", "--unixsocket", str(path), "--save", "", "--appendonly", "no")
         self._server = subprocess.Popen((*command, "--dir", self._directory.name), stdout=sys.stderr)

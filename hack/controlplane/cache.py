@@ -15,11 +15,11 @@ from controlplane.pins import MODULES, Tool, cache_folder_name
 
 
 def default_root(env: Mapping[str, str]) -> Path:
-    """Return `$KVFLEET_CACHE`, else `$XDG_CACHE_HOME/kvfleet`, else `~/.cache/kvfleet`; not created."""
-    if named := env.get("KVFLEET_CACHE"):
+    """Return `$KVSTRATA_CACHE`, else `$XDG_CACHE_HOME/kvstrata`, else `~/.cache/kvstrata`; not created."""
+    if named := env.get("KVSTRATA_CACHE"):
         return Path(named)
     base = env.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "kvfleet"
+    return Path(base) / "kvstrata"
 
 
 def sha256_of(path: Path) -> str:

@@ -13,7 +13,7 @@ ISSUER = "https://kubernetes.default.svc"
 
 Tokens for other audiences need no entry in `--api-audiences`: TokenReview checks a token against the audiences
 that the review names (apiserver, registry/authentication/tokenreview), while requests to the API server itself
-are checked against this list. Adding `kvfleet` there would let an agent's token open the API server.
+are checked against this list. Adding `kvstrata` there would let an agent's token open the API server.
 """
 
 FAKE_NODE_ANNOTATION = {"kwok.x-k8s.io/node": "fake"}

@@ -27,7 +27,7 @@ _COMPONENT_USERS = {
 def write_all(setup: Setup) -> None:
     """Make everything that the components and the administrator need."""
     at = setup.layout
-    ca, etcd_ca = Authority.create("kvfleet-embedded"), Authority.create("kvfleet-embedded-etcd")
+    ca, etcd_ca = Authority.create("kvstrata-embedded"), Authority.create("kvstrata-embedded-etcd")
     addresses = {LOOPBACK, SERVICE_ADDRESS, setup.advertise_address or LOOPBACK}
     hosts = ("localhost", "kubernetes.default.svc", *sorted(addresses))
     pairs = {
@@ -79,10 +79,10 @@ def write_kubeconfig(
     config: dict[str, Any] = {
         "apiVersion": "v1",
         "kind": "Config",
-        "clusters": [{"name": "kvfleet", "cluster": cluster}],
-        "users": [{"name": "kvfleet", "user": user}],
-        "contexts": [{"name": "kvfleet", "context": {"cluster": "kvfleet", "user": "kvfleet", "namespace": namespace}}],
-        "current-context": "kvfleet",
+        "clusters": [{"name": "kvstrata", "cluster": cluster}],
+        "users": [{"name": "kvstrata", "user": user}],
+        "contexts": [{"name": "kvstrata", "context": {"cluster": "kvstrata", "user": "kvstrata", "namespace": namespace}}],
+        "current-context": "kvstrata",
     }
     write_private(path, json.dumps(config, indent=2).encode() + b"\n")
 

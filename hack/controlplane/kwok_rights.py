@@ -11,7 +11,7 @@ _RULES = (
     ("", ("events",), ("create", "patch", "update")),
     ("coordination.k8s.io", ("leases",), ("get", "list", "watch", "create", "patch", "update")),
 )
-_NAME = "kvfleet-embedded-kwok"
+_NAME = "kvstrata-embedded-kwok"
 _GROUP = "rbac.authorization.k8s.io"
 
 

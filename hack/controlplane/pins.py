@@ -91,7 +91,7 @@ _ALL = (
     _kubernetes("kubelet"),
     # Modules of their own: another tool would rename the folder of those above, and have all of them built again.
     replace(_kubernetes("kube-proxy"), module="kube-proxy"),
-    Tool("coredns", "coredns", "kvfleet.dev/hack/controlplane/coredns", "github.com/coredns/coredns", ("-version",)),
+    Tool("coredns", "coredns", "kvstrata.dev/hack/controlplane/coredns", "github.com/coredns/coredns", ("-version",)),
     Tool(
         "helm-unittest",
         "helm-unittest",

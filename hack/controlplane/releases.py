@@ -18,7 +18,7 @@ from typing import Final
 from controlplane.errors import BuildError
 from controlplane.pins import Tool, parse_version, pinned_version
 
-OFFLINE: Final = "KVFLEET_NO_DOWNLOADS"
+OFFLINE: Final = "KVSTRATA_NO_DOWNLOADS"
 """Environment variable: any value but an empty one has everything built."""
 _URL: Final = "https://github.com/kubernetes-sigs/controller-tools/releases/download/{name}/{name}-{system}.tar.gz"
 _CONNECT_S: Final = 5.0

@@ -66,7 +66,7 @@ def start(
 
 def _audit_dir() -> Path | None:
     """Folder that the environment names for audit logs of all planes; see `hack/rights_used.py`."""
-    named = os.environ.get("KVFLEET_AUDIT_DIR")
+    named = os.environ.get("KVSTRATA_AUDIT_DIR")
     return Path(named) if named else None
 
 

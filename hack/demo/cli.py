@@ -15,12 +15,12 @@ from demo.installing import EXAMPLES, ROOT
 from demo.report import Report
 from demo.transcripts import read_session
 from demo.world import NODES, World, remove_empty_parent, stop_world
-from kvfleet_api.errors import KvFleetError
+from kvstrata_api.errors import KvStrataError
 
 if TYPE_CHECKING:
     from demo.engine import Uninterrupted
     from demo.model import Model
-    from kvfleet_api.blocks import Layout
+    from kvstrata_api.blocks import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def main() -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser."""
-    top = argparse.ArgumentParser(prog="python -m demo", description="Runs the whole of kvfleet on real input.")
+    top = argparse.ArgumentParser(prog="python -m demo", description="Runs the whole of kvstrata on real input.")
     top.add_argument("--keep", action="store_true", help="leave everything running and say how to use and stop it")
     top.add_argument(
         "--cluster",
@@ -77,7 +77,7 @@ def run(*, is_kept: bool, is_current_cluster: bool) -> int:
     report = Report()
     try:
         _play(report, is_kept=is_kept, is_current_cluster=is_current_cluster)
-    except (DemoError, CheckError, KvFleetError) as e:
+    except (DemoError, CheckError, KvStrataError) as e:
         return _failed(report, str(e))
     except Exception as e:  # noqa: BLE001  The root of the program: whoever runs it gets one sentence.
         FAILURE.parent.mkdir(exist_ok=True)
@@ -108,7 +108,7 @@ def _play(report: Report, *, is_kept: bool, is_current_cluster: bool) -> None:
             try:
                 world.bring_up()
                 _tell(report, world, preparing)
-            except (DemoError, CheckError, KvFleetError):
+            except (DemoError, CheckError, KvStrataError):
                 report.lines(world.complaints())
                 raise
             report.lines(world.cluster.kubectl("get", "kvpools,kvpoolnodes,kvtenants,kvtrustdomains").splitlines())
@@ -121,10 +121,10 @@ def _play(report: Report, *, is_kept: bool, is_current_cluster: bool) -> None:
 
 
 def _prepare(report: Report) -> "Prepared":
-    """Import torch, make the model and run the session without kvfleet."""
+    """Import torch, make the model and run the session without kvstrata."""
     from demo import model
     from demo.engine import run_uninterrupted
-    from kvfleet_client.connectors.transformers import layout_of
+    from kvstrata_client.connectors.transformers import layout_of
 
     llama = model.Model()
     layout = layout_of(model.CONFIG, model.MODEL, model.REVISION, "bf16", model.BLOCK_TOKENS)
@@ -136,7 +136,7 @@ def _prepare(report: Report) -> "Prepared":
 def _tell(report: Report, world: World, preparing: "Future[Prepared]") -> None:
     """Play the story and show it."""
     prepared = preparing.result()
-    report.step(f"{TURNS} turns of a recorded agent session ran without kvfleet, to compare with")
+    report.step(f"{TURNS} turns of a recorded agent session ran without kvstrata, to compare with")
     from demo.acts import Story
 
     story = Story(world, prepared.llama, prepared.truth, prepared.layout, report.step)
@@ -155,7 +155,7 @@ def _keep(report: Report, world: World) -> None:
     kubectl, python = world.cluster.kubectl_command, sys.executable
     lines = (
         "left running:",
-        f"  {kubectl} get kvfleet",
+        f"  {kubectl} get kvstrata",
         *(f"  socket of the agent on {node}: {world.runner.socket(node)}" for node in NODES),
         f"  logs: {world.root}/log/",
         "  an agent that dies from here on stays dead: the stand-in for the kubelet ends with this process",

@@ -13,7 +13,7 @@ from controlplane import ControlPlane, ControlPlaneError
 from controlplane.credentials import token_user, write_kubeconfig
 from controlplane.supervision import snapshot
 from demo.errors import DemoError
-from kvfleet_api.names import SYSTEM_NAMESPACE
+from kvstrata_api.names import SYSTEM_NAMESPACE
 
 _KUBECTL_S: Final = 120.0
 _LIFE: Final = "2h"  # Of tokens; the demo takes less than a minute, KEEP=1 an afternoon.

@@ -1,4 +1,4 @@
-"""What an inference engine does with kvfleet, in small: restore, compute the rest, save; timed and checked."""
+"""What an inference engine does with kvstrata, in small: restore, compute the rest, save; timed and checked."""
 
 import time
 from collections import Counter
@@ -12,19 +12,19 @@ from demo import model
 from demo.model import Logits, Model
 from demo.rows import TurnResult
 from demo.transcripts import Turn
-from kvfleet_api.blocks import Layout
-from kvfleet_api.errors import KvFleetError
-from kvfleet_client import Client, PrefixCache
-from kvfleet_client.connectors.layerwise import Overlap
-from kvfleet_client.connectors.transformers import CacheConnector, pack
-from kvfleet_client.results import Bytes2D, Stored
+from kvstrata_api.blocks import Layout
+from kvstrata_api.errors import KvStrataError
+from kvstrata_client import Client, PrefixCache
+from kvstrata_client.connectors.layerwise import Overlap
+from kvstrata_client.connectors.transformers import CacheConnector, pack
+from kvstrata_client.results import Bytes2D, Stored
 
 NOTHING: Final = Overlap(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Uninterrupted:
-    """What the run without kvfleet gave for one session: the truth that everything is compared with."""
+    """What the run without kvstrata gave for one session: the truth that everything is compared with."""
 
     turns: Sequence[Turn]
     logits: Sequence[Logits]
@@ -89,7 +89,7 @@ class Engine:
             have = model.usable(turn, restoring.tokens)
             logits = self._llama.run(turn, model.crop(restoring.cache, have), have)
             overlap = restoring.arrivals.finish()
-        except KvFleetError:
+        except KvStrataError:
             cache = model.new_cache()
             return _Computed(self._llama.run(turn, cache, 0), cache)
         return _Computed(logits, restoring.cache, restoring.sources, restoring.shared_blocks, overlap)
@@ -103,7 +103,7 @@ def _refusal(stored: Stored) -> str:
 
 
 def run_uninterrupted(llama: Model, turns: Sequence[Turn], layout: Layout) -> Uninterrupted:
-    """Run a session with its KV in this process's own memory from turn to turn, without kvfleet.
+    """Run a session with its KV in this process's own memory from turn to turn, without kvstrata.
 
     Like every engine with a prefix cache it goes on from the last full block of the turn before.
     """

@@ -6,4 +6,4 @@ class DemoError(Exception):
 
 
 class CheckError(Exception):
-    """A step was carried out and its result is wrong: kvfleet broke a promise."""
+    """A step was carried out and its result is wrong: kvstrata broke a promise."""

@@ -9,11 +9,11 @@ from controlplane.assets import find_tool
 from controlplane.supervision import snapshot
 from demo.cluster import Cluster
 from demo.errors import DemoError
-from kvfleet_api.names import CA_NAMESPACE, SYSTEM_NAMESPACE, TRUST_CONFIG_MAP
+from kvstrata_api.names import CA_NAMESPACE, SYSTEM_NAMESPACE, TRUST_CONFIG_MAP
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 EXAMPLES: Final = ROOT / "examples"
-HOST_PATH: Final = "/var/lib/kvfleet"
+HOST_PATH: Final = "/var/lib/kvstrata"
 """Directory on the node in the examples' manifests."""
 
 CRDS: Final = ("kvpools", "kvpoolnodes", "kvtenants", "kvtrustdomains", "kvprefixshares", "kvoperations")
@@ -33,8 +33,8 @@ def render_chart(host_dir: Path) -> str:
         command = (
             str(helm),
             "template",
-            "kvfleet",
-            str(ROOT / "charts" / "kvfleet"),
+            "kvstrata",
+            str(ROOT / "charts" / "kvstrata"),
             "-n",
             SYSTEM_NAMESPACE,
             *settings,
@@ -50,7 +50,7 @@ def render_chart(host_dir: Path) -> str:
 def install(cluster: Cluster, chart: str) -> None:
     """Apply a rendered chart and wait until the API server serves our kinds."""
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=chart)
-    named = [f"crd/{kind}.kvfleet.io" for kind in CRDS]
+    named = [f"crd/{kind}.kvstrata.io" for kind in CRDS]
     cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", *named)
 
 
@@ -73,7 +73,7 @@ def uninstall(cluster: Cluster) -> None:
     """Take the chart away again; custom resource definitions stay, as after `helm uninstall`."""
     rights = "clusterrole,clusterrolebinding,role,rolebinding,serviceaccount"
     kinds = f"{rights},validatingadmissionpolicybinding,validatingadmissionpolicy"
-    selector = "app.kubernetes.io/part-of=kvfleet"
+    selector = "app.kubernetes.io/part-of=kvstrata"
     cluster.kubectl("delete", kinds, "-n", SYSTEM_NAMESPACE, "-l", selector, "--ignore-not-found", "--wait=false")
     cluster.kubectl("delete", "namespace", CA_NAMESPACE, "--ignore-not-found", "--wait=false")
     cluster.kubectl("delete", "configmap", TRUST_CONFIG_MAP, "-n", SYSTEM_NAMESPACE, "--ignore-not-found")

@@ -95,4 +95,4 @@ class NodeRunner:
         arguments = ["--pool", self._pool, "--node", node, "--socket", str(self.socket(node))]
         arguments += ["--state-dir", str(root / "state" / node), "--kubeconfig", str(self._kubeconfig)]
         arguments += ["--metrics-port", "0", "--peer-address", "127.0.0.1:0"]
-        self._processes.start(self.name(node), "kvfleet-agent", arguments)
+        self._processes.start(self.name(node), "kvstrata-agent", arguments)

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 
 from demo.rows import Row, arrived_ms, totals, without_reuse_s
-from kvfleet_api.units import format_rounded
+from kvstrata_api.units import format_rounded
 
 _REFRESH_PER_S: Final = 4.0
 WIDTH: Final = 140
@@ -94,7 +94,7 @@ class Report:
 
 
 def _prompts(rows: Sequence[Row]) -> Table:
-    table = Table(title="Prompts of a recorded agent session, served through kvfleet", title_justify="left")
+    table = Table(title="Prompts of a recorded agent session, served through kvstrata", title_justify="left")
     for heading in ("what happened before", "tenant", "node", "turn", "tokens", "restored from", "moved"):
         table.add_column(heading)
     for heading in ("first token", "without reuse", "logits"):

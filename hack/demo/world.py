@@ -15,13 +15,13 @@ from demo.errors import DemoError
 from demo.installing import ROOT, apply_example, install, remove_examples, render_chart, uninstall
 from demo.noderunner import NodeRunner
 from demo.supervised import Supervised, stop_at
-from kvfleet_api.blocks import Layout
-from kvfleet_api.names import AUDIENCE
-from kvfleet_client import Client, Target
+from kvstrata_api.blocks import Layout
+from kvstrata_api.names import AUDIENCE
+from kvstrata_client import Client, Target
 
 POOL: Final = "demo"
 NODES: Final = ("demo-node-1", "demo-node-2")
-NODE_LABELS: Final = {"kvfleet.io/pool": POOL}
+NODE_LABELS: Final = {"kvstrata.io/pool": POOL}
 
 START_S: Final = 120.0
 """Bound of every wait for a process or condition; each takes a few seconds on two idle cores, more on busy ones."""
@@ -79,8 +79,8 @@ class World:
         self._start_services()
         self.cluster.add_nodes(NODES, dict(NODE_LABELS))
         apply_example(self.cluster, "01-quickstart", self.root / "host")
-        self._say("kubectl apply -f examples/01-quickstart/ (with /var/lib/kvfleet in a temporary directory)")
-        agent = self.cluster.process_kubeconfig("kvfleet-agent", self.root / "agent.kubeconfig")
+        self._say("kubectl apply -f examples/01-quickstart/ (with /var/lib/kvstrata in a temporary directory)")
+        agent = self.cluster.process_kubeconfig("kvstrata-agent", self.root / "agent.kubeconfig")
         self._runner = NodeRunner(self.cluster, self.processes, POOL, NODES, agent)
         self._runner.start()
         self._runner.wait_agents(START_S)
@@ -167,10 +167,10 @@ class World:
         """Start operator and metadata service under their own identities and wait for both."""
         common = ["--metrics-port", "0"]
         for name, extra in {"operator": [], "metadata": ["--redis", "embedded", "--redis-port", "0"]}.items():
-            kubeconfig = self.cluster.process_kubeconfig(f"kvfleet-{name}", self.root / f"{name}.kubeconfig")
+            kubeconfig = self.cluster.process_kubeconfig(f"kvstrata-{name}", self.root / f"{name}.kubeconfig")
             state = ["--state-dir", str(self.root / "state" / name)] if extra else []
             arguments = ["--kubeconfig", str(kubeconfig), *common, *extra, *state]
-            self.processes.start(name, f"kvfleet-{name}", arguments)
+            self.processes.start(name, f"kvstrata-{name}", arguments)
         for name in ("operator", "metadata"):
             self.processes.wait_ready(name, START_S)
         self._say("operator and metadata service (with its Redis) run under their own ServiceAccounts")
@@ -179,12 +179,12 @@ class World:
 def _state_dir() -> Path:
     """Make an empty folder: below the tree, on a real disk, unless its sockets' paths would be too long."""
     inside = ROOT / ".demo"
-    longest = f"/kvfleet-xxxxxxxx/{NODES[0]}.sock"
+    longest = f"/kvstrata-xxxxxxxx/{NODES[0]}.sock"
     fits = len(os.fsencode(str(inside) + longest)) <= _SOCKET_PATH_BYTES_MAX
     if fits and os.access(ROOT, os.W_OK):
         inside.mkdir(exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix="kvfleet-", dir=inside))
-    return Path(tempfile.mkdtemp(prefix="kvfleet-"))
+        return Path(tempfile.mkdtemp(prefix="kvstrata-", dir=inside))
+    return Path(tempfile.mkdtemp(prefix="kvstrata-"))
 
 
 def _address(ready: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from guest.packages import Packages
 ROOT: Final = Path(__file__).resolve().parents[2]
 SITE: Final = "/guest/site"
 """Where the guest's Python finds packages."""
-_PRODUCT: Final = ("agent/kvfleet_agent", "agent/kvfleet_native", "crds/kvfleet_api")
+_PRODUCT: Final = ("agent/kvstrata_agent", "agent/kvstrata_native", "crds/kvstrata_api")
 _THIRD_PARTY: Final = (
     "numpy", "numpy.libs", "msgspec", "xxhash", "pydantic", "pydantic_core", "annotated_types", "typing_extensions.py",
     "typing_inspection", "pytest", "_pytest", "py.py", "pluggy", "iniconfig", "packaging", "pygments", "pytest_asyncio",

@@ -126,7 +126,7 @@ def _nvme(number: int, image: Path) -> list[str]:
     return [
         "-blockdev", f"driver=file,filename={image},node-name={name}-file,discard=unmap",
         "-device", f"pcie-root-port,id={name}-port,bus=pcie.0,chassis={10 + number},slot={10 + number}",
-        "-device", f"nvme,id={name},serial=KVFLEET{number},bus={name}-port",
+        "-device", f"nvme,id={name},serial=KVSTRATA{number},bus={name}-port",
         "-device", f"nvme-ns,id={name}-ns,drive={name}-file,bus={name},nsid=1,{sectors}",
     ]  # fmt: skip
 

@@ -74,7 +74,7 @@ class Builder:
 
     def _config(self, image: Image, tag: str) -> oci.Json:
         labels = {
-            "org.opencontainers.image.title": f"kvfleet {image.name}",
+            "org.opencontainers.image.title": f"kvstrata {image.name}",
             "org.opencontainers.image.version": tag,
             "org.opencontainers.image.licenses": "Apache-2.0" if image.requirements else "BSD-3-Clause",
         }
@@ -106,7 +106,7 @@ class Builder:
         name = "wheels of " + ", ".join(image.requirements)
         return [
             self._layer(name, lambda root: contents.wheels(root, found, python)),
-            self._layer("kvfleet", lambda root: contents.product(root, self._product, python)),
+            self._layer("kvstrata", lambda root: contents.product(root, self._product, python)),
         ]
 
     def _required(self, image: Image) -> list[Wheel]:

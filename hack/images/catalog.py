@@ -47,7 +47,7 @@ class Image:
     bytes_max: int
     """Bound on its unpacked size."""
     tag: str = ""
-    """Tag that is no version of kvfleet; empty: that of kvfleet."""
+    """Tag that is no version of kvstrata; empty: that of kvstrata."""
     tag_suffix: str = ""
     absent_libraries: tuple[str, ...] = ()
     """Libraries that parts of its wheels ask for which nothing here uses."""
@@ -57,10 +57,10 @@ def _ours(name: str, *more: str, requirements: tuple[str, ...] = (), mib_max: in
     """Return an image of one of our processes."""
     return Image(
         name,
-        f"kvfleet/{name}",
+        f"kvstrata/{name}",
         ("system", "python", *more),
         (name, *requirements),
-        (f"/usr/local/bin/kvfleet-{name}",),
+        (f"/usr/local/bin/kvstrata-{name}",),
         mib_max << 20,
     )
 
@@ -74,7 +74,7 @@ _CUDA_PLUGINS: Final = (
 """What plugins of NVSHMEM and cuFile want for networks between GPUs; they are loaded when somebody asks for one."""
 _FORTRAN: Final = ("libquadmath.so.0",)
 """For a libgfortran that torch brings along and none of its libraries asks for."""
-_AGENT: Final = ("/usr/local/bin/kvfleet-agent",)
+_AGENT: Final = ("/usr/local/bin/kvstrata-agent",)
 IMAGES: Final = {
     image.name: image
     for image in (
@@ -82,7 +82,7 @@ IMAGES: Final = {
         _ours("metadata", "redis"),  # It can run Redis as its child: `redis.mode: Process`.
         Image(
             "agent-cpu",
-            "kvfleet/agent",
+            "kvstrata/agent",
             ("system", "python"),
             ("agent", "nixl"),
             _AGENT,
@@ -91,7 +91,7 @@ IMAGES: Final = {
         ),
         Image(
             "agent-cuda",
-            "kvfleet/agent",
+            "kvstrata/agent",
             ("system", "python"),
             ("agent-cuda", "nixl"),
             _AGENT,
@@ -100,7 +100,7 @@ IMAGES: Final = {
             absent_libraries=(*_CUDA, *_CUDA_PLUGINS, *_FORTRAN),
         ),
         Image(
-            "redis", "kvfleet/redis", ("system", "redis", "shell"), (), ("/usr/bin/redis-server",), 80 << 20, "7.0.15"
+            "redis", "kvstrata/redis", ("system", "redis", "shell"), (), ("/usr/bin/redis-server",), 80 << 20, "7.0.15"
         ),
     )
 }
@@ -111,5 +111,5 @@ DEFAULT: Final = tuple(name for name in IMAGES if name != "agent-cuda")
 
 
 def tag_of(image: Image, version: str) -> str:
-    """Tag of an image for this version of kvfleet."""
+    """Tag of an image for this version of kvstrata."""
     return (image.tag or version) + image.tag_suffix

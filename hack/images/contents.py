@@ -11,12 +11,12 @@ from images.interpreter import compile_bytecode
 from images.paths import MERGED
 from images.wheels import Wheel
 
-_FOLDERS: Final = ("dev", "etc", "proc", "run", "sys", "tmp", "var/lib/kvfleet", "var/tmp")
+_FOLDERS: Final = ("dev", "etc", "proc", "run", "sys", "tmp", "var/lib/kvstrata", "var/tmp")
 _FILES: Final = {
     "etc/passwd": "root:x:0:0:root:/root:/usr/sbin/nologin\n"
-    f"kvfleet:x:{USER_ID}:{USER_ID}:kvfleet:/var/lib/kvfleet:/usr/sbin/nologin\n"
+    f"kvstrata:x:{USER_ID}:{USER_ID}:kvstrata:/var/lib/kvstrata:/usr/sbin/nologin\n"
     "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
-    "etc/group": f"root:x:0:\nkvfleet:x:{USER_ID}:\nnogroup:x:65534:\n",
+    "etc/group": f"root:x:0:\nkvstrata:x:{USER_ID}:\nnogroup:x:65534:\n",
     "etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
 }
 _AUTHORITIES: Final = "usr/share/ca-certificates"

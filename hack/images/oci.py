@@ -53,7 +53,7 @@ def _configuration(config: Json, layers: Sequence[Layer]) -> Json:
         "created": CREATED,
         "config": config,
         "rootfs": {"type": "layers", "diff_ids": [layer.diff_id for layer in layers]},
-        "history": [{"created": CREATED, "created_by": f"kvfleet images: {layer.name}"} for layer in layers],
+        "history": [{"created": CREATED, "created_by": f"kvstrata images: {layer.name}"} for layer in layers],
     }
 
 

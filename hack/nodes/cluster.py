@@ -77,7 +77,7 @@ class Cluster:
                 self.run(node.name, *client, "tag", "--force", name, f"{repository}@{digest}")
 
     def make_folder(self, path: str) -> None:
-        """Make a directory for kvfleet's pods on every node, now and after each boot."""
+        """Make a directory for kvstrata's pods on every node, now and after each boot."""
         owner = str(AGENT_USER)
         for node in self.nodes:
             add_folder(node, path)

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from nodes.layout import HOST_ADDRESS, POD_NETWORK, NodeLayout
 
-PAUSE_IMAGE: Final = "kvfleet.local/pause:1"
+PAUSE_IMAGE: Final = "kvstrata.local/pause:1"
 CONTAINERD_SOCKET: Final = "/run/containerd/containerd.sock"
 """Inside the node."""
 CLUSTER_DOMAIN: Final = "cluster.local"
@@ -107,7 +107,7 @@ def corefile(kubeconfig: Path) -> str:
     bind {HOST_ADDRESS}
     errors
     kubernetes {CLUSTER_DOMAIN} {{
-        kubeconfig {kubeconfig} kvfleet
+        kubeconfig {kubeconfig} kvstrata
         ttl 5
     }}
 }}

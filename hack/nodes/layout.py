@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-BRIDGE: Final = "kvfleet-nodes"
+BRIDGE: Final = "kvstrata-nodes"
 """Interface that stands for the network between nodes; at most 15 bytes (linux/if.h, IFNAMSIZ)."""
 HOST_ADDRESS: Final = "10.88.0.1"
 """This machine on that network: API server and names are served here."""
@@ -17,7 +17,7 @@ POD_NETWORK: Final = "10.244.0.0/16"
 NODES_MAX: Final = 9
 """Bounds addresses and what is looked for when a cluster is removed; two cores serve three nodes at most."""
 
-RECORD: Final = Path("/run/kvfleet-nodes.json")
+RECORD: Final = Path("/run/kvstrata-nodes.json")
 """Says which cluster this machine has, and how many huge pages it asked for."""
 
 STATE_PLACES: Final = ("/run", "/var/lib", "/var/log", "/mnt")
@@ -45,7 +45,7 @@ class NodeLayout:
     @property
     def namespace(self) -> str:
         """Network namespace, as `ip netns` knows it."""
-        return f"kvfleet-{self.name}"
+        return f"kvstrata-{self.name}"
 
     @property
     def interface(self) -> str:
@@ -65,7 +65,7 @@ class NodeLayout:
     @property
     def cgroup(self) -> str:
         """Root of the node's control groups."""
-        return f"/kvfleet-{self.name}"
+        return f"/kvstrata-{self.name}"
 
     @property
     def disk(self) -> Path:

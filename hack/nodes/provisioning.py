@@ -12,7 +12,7 @@ from nodes.packages import Packages
 from nodes.rights import PROXY_USER
 
 AGENT_USER: Final = 65532
-"""User of kvfleet's pods (`podSecurityContext` of the chart): owns the huge pages and what `add_folder` makes."""
+"""User of kvstrata's pods (`podSecurityContext` of the chart): owns the huge pages and what `add_folder` makes."""
 HUGE_PAGES: Final = "/mnt/huge"
 """A hugetlbfs of the node, for what outlives a pod."""
 
@@ -53,7 +53,7 @@ def write_plan(plane: ControlPlane, node: NodeLayout, binaries: dict[str, Path],
 
 
 def add_folder(node: NodeLayout, path: str) -> None:
-    """Have a directory for kvfleet's pods from the next boot on, as an administrator's configuration would."""
+    """Have a directory for kvstrata's pods from the next boot on, as an administrator's configuration would."""
     at = node.config("plan.json")
     plan = json.loads(at.read_text())
     plan["folders"].append({"path": path, "owner": AGENT_USER})

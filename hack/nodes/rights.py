@@ -30,7 +30,7 @@ def _binding(role: str, user: str) -> dict[str, Any]:
     return {
         "apiVersion": f"{_GROUP}/v1",
         "kind": "ClusterRoleBinding",
-        "metadata": {"name": f"kvfleet-nodes-{user}"},
+        "metadata": {"name": f"kvstrata-nodes-{user}"},
         "roleRef": {"apiGroup": _GROUP, "kind": "ClusterRole", "name": role},
         "subjects": [{"apiGroup": _GROUP, "kind": "User", "name": user}],
     }

@@ -1,4 +1,4 @@
-"""Ways to keep keys and values of one head, by the kernels of `kvfleet_native`: what comes back and how small."""
+"""Ways to keep keys and values of one head, by the kernels of `kvstrata_native`: what comes back and how small."""
 
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -6,11 +6,11 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvfleet_agent.codec.base import Shape, room_bytes
-from kvfleet_agent.codec.packed import PackedCodec
-from kvfleet_agent.codec.registry import CodecRegistry
-from kvfleet_native import pack, unpack
-from kvfleet_native.packing import Kind, Packing
+from kvstrata_agent.codec.base import Shape, room_bytes
+from kvstrata_agent.codec.packed import PackedCodec
+from kvstrata_agent.codec.registry import CodecRegistry
+from kvstrata_native import pack, unpack
+from kvstrata_native.packing import Kind, Packing
 
 Words = npt.NDArray[np.uint16]
 """(tokens, head dim) bf16, C-contiguous."""

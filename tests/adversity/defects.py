@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from kvfleet_kube.watch import Watch
-from kvfleet_operator import liveness
-from kvfleet_operator.apply import Executor, Outcome
-from kvfleet_operator.reconcile import Difference
+from kvstrata_kube.watch import Watch
+from kvstrata_operator import liveness
+from kvstrata_operator.apply import Executor, Outcome
+from kvstrata_operator.reconcile import Difference
 
 
 def inject(name: str) -> None:

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from manifest_strategies import STEMS, shaped, variants
 
 from adversity.calls import Json
-from kvfleet_api.rules.operation import BLOCK_OF_TYPE
-from kvfleet_api.rules.pool import SCALABLE_TYPES
-from kvfleet_api.schema import object_schema
-from kvfleet_api.schema_kinds import BY_NAME, KINDS
-from kvfleet_api.units import parse_quantity
-from kvfleet_api.validate import validate
-from kvfleet_operator.autoscaling import scales_of
+from kvstrata_api.rules.operation import BLOCK_OF_TYPE
+from kvstrata_api.rules.pool import SCALABLE_TYPES
+from kvstrata_api.schema import object_schema
+from kvstrata_api.schema_kinds import BY_NAME, KINDS
+from kvstrata_api.units import parse_quantity
+from kvstrata_api.validate import validate
+from kvstrata_operator.autoscaling import scales_of
 
 BANK: Final = 20
 """Variants of each example to choose from."""
@@ -72,7 +72,7 @@ class Change:
     def manifest(self) -> Json:
         """The whole object."""
         return {
-            "apiVersion": "kvfleet.io/v1alpha1",
+            "apiVersion": "kvstrata.io/v1alpha1",
             "kind": self.kind,
             "metadata": {"name": self.name},
             "spec": self.spec,

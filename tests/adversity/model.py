@@ -14,17 +14,17 @@ from typing import Any, Final
 from operator_fleet import SETTING, START, ConflictError, Fleet
 
 from adversity.calls import Json
-from kvfleet_api import names
-from kvfleet_api.shares import is_open
-from kvfleet_operator import kinds, parse
-from kvfleet_operator.actions import Action, Delete, DeleteMany
-from kvfleet_operator.kinds import Kind, Ref
-from kvfleet_operator.moments import parse_time
-from kvfleet_operator.planner import plan_orders
-from kvfleet_operator.process import PARSERS
-from kvfleet_operator.records import PoolNodeSeen
-from kvfleet_operator.status_planner import plan_statuses
-from kvfleet_operator.world import View, World
+from kvstrata_api import names
+from kvstrata_api.shares import is_open
+from kvstrata_operator import kinds, parse
+from kvstrata_operator.actions import Action, Delete, DeleteMany
+from kvstrata_operator.kinds import Kind, Ref
+from kvstrata_operator.moments import parse_time
+from kvstrata_operator.planner import plan_orders
+from kvstrata_operator.process import PARSERS
+from kvstrata_operator.records import PoolNodeSeen
+from kvstrata_operator.status_planner import plan_statuses
+from kvstrata_operator.world import View, World
 
 KINDS: Final = (*kinds.ADMINISTRATOR_KINDS, *PARSERS)
 OWNERS: Final = {"tenant": kinds.TENANT, "domain": kinds.DOMAIN, "share": kinds.SHARE}

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 from adversity.calls import Json
 from controlplane import ControlPlane
-from kvfleet_api import names
-from kvfleet_api.schema_kinds import KINDS
-from kvfleet_operator.kinds import ADMINISTRATOR_KINDS
-from kvfleet_operator.objects import CONNECTION_LABELS
+from kvstrata_api import names
+from kvstrata_api.schema_kinds import KINDS
+from kvstrata_operator.kinds import ADMINISTRATOR_KINDS
+from kvstrata_operator.objects import CONNECTION_LABELS
 
 _TIME: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+\d\d:\d\d)")
 _DROPPED: Final = {
@@ -53,7 +53,7 @@ class Portrait:
 
 
 def take(plane: ControlPlane) -> Portrait:
-    """Look at everything that kvfleet has in a cluster. New kinds come in by the list of CRDs."""
+    """Look at everything that kvstrata has in a cluster. New kinds come in by the list of CRDs."""
     inside = f"/api/v1/namespaces/{names.SYSTEM_NAMESPACE}"
     selector = ",".join(f"{k}={v}" for k, v in CONNECTION_LABELS.items())
     paths = [f"/apis/{names.API_VERSION}/{kind.plural}" for kind in KINDS]

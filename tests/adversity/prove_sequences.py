@@ -22,8 +22,8 @@ from adversity.simulated import ENDS, forget_history
 from adversity.stage import Keeper, Stage
 from controlplane import ApiError
 from controlplane.waiting import wait_until
-from kvfleet_api.schema_kinds import BY_NAME
-from kvfleet_operator.kinds import ADMINISTRATOR_KINDS
+from kvstrata_api.schema_kinds import BY_NAME
+from kvstrata_operator.kinds import ADMINISTRATOR_KINDS
 
 FULL: Final = (5, 100)
 """Batches, and sequences of each."""
@@ -186,7 +186,7 @@ def _state(body: Json) -> str:
 def _forgetful(seen: Portrait) -> Portrait:
     """Leave out what is meant to tell of the past, and the keys of shares that nobody grants now."""
     lapsed = {key for key, body in seen.objects.items() if key.startswith("KVPrefixShare") and not _is_accepted(body)}
-    hidden = {f"Secret kvfleet-scope.share.{key.split(' ')[1].replace('/', '.')}" for key in lapsed}
+    hidden = {f"Secret kvstrata-scope.share.{key.split(' ')[1].replace('/', '.')}" for key in lapsed}
     kept = {key: body for key, body in seen.objects.items() if key not in hidden}
     return Portrait({key: _without_past(key, body) for key, body in kept.items()}, seen.behind)
 

@@ -7,10 +7,10 @@ from operator_fleet import pool_spec, tier
 
 from controlplane import ApiError, ControlPlane
 from controlplane.waiting import wait_until
-from kvfleet_api import names
-from kvfleet_api.schema_kinds import BY_NAME, KINDS
+from kvstrata_api import names
+from kvstrata_api.schema_kinds import BY_NAME, KINDS
 
-KVFLEET: Final = f"/apis/{names.API_VERSION}"
+KVSTRATA: Final = f"/apis/{names.API_VERSION}"
 NODES: Final = ("a", "b", "c")
 TEAM: Final = "team-1"
 _MADE_ONCE: Final = (
@@ -94,13 +94,13 @@ class Admin:
     def _clear(self, plural: str, *, is_namespaced: bool) -> None:
         for body in self._left(plural):
             inside = f"/namespaces/{body['metadata']['namespace']}" if is_namespaced else ""
-            path = f"{KVFLEET}{inside}/{plural}/{body['metadata']['name']}"
+            path = f"{KVSTRATA}{inside}/{plural}/{body['metadata']['name']}"
             self._try(lambda path=path: self._api.delete(path))  # type: ignore[misc]
             if body["metadata"].get("finalizers"):
                 self._try(lambda path=path: self._api.patch(path, {"metadata": {"finalizers": None}}))  # type: ignore[misc]
 
     def _left(self, plural: str) -> list[Any]:
-        found: list[Any] = self._api.get(f"{KVFLEET}/{plural}")["items"]
+        found: list[Any] = self._api.get(f"{KVSTRATA}/{plural}")["items"]
         return found
 
     def _try(self, deed: Callable[[], Any]) -> None:
@@ -114,7 +114,7 @@ class Admin:
 
 def _path(kind: str, name: str, namespace: str) -> str:
     inside = f"/namespaces/{namespace}" if namespace else ""
-    return f"{KVFLEET}{inside}/{BY_NAME[kind].plural}" + (f"/{name}" if name else "")
+    return f"{KVSTRATA}{inside}/{BY_NAME[kind].plural}" + (f"/{name}" if name else "")
 
 
 def _tenant(number: int, **more: Any) -> dict[str, Any]:

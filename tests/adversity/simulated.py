@@ -16,11 +16,11 @@ from adversity.calls import Json
 from adversity.drawn import Change, Names, sequence, settled
 from adversity.model import Cluster, Operator, act_as_agents
 from adversity.portrait import Portrait, normal
-from kvfleet_api import names
-from kvfleet_api.schema_kinds import BY_NAME
-from kvfleet_api.validate import validate
-from kvfleet_operator import kinds
-from kvfleet_operator.kinds import Ref
+from kvstrata_api import names
+from kvstrata_api.schema_kinds import BY_NAME
+from kvstrata_api.validate import validate
+from kvstrata_operator import kinds
+from kvstrata_operator.kinds import Ref
 
 CHANGES: Final = (4, 14)
 """Of one sequence."""

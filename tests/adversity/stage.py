@@ -19,8 +19,8 @@ from adversity.proxy import Proxy
 from adversity.zygote import READY
 from controlplane import ApiError, ControlPlane, start
 from controlplane.waiting import wait_until
-from kvfleet_api import names
-from kvfleet_api.schema_kinds import KINDS
+from kvstrata_api import names
+from kvstrata_api.schema_kinds import KINDS
 
 SYSTEM: Final = names.SYSTEM_NAMESPACE
 TESTS: Final = Path(__file__).resolve().parents[1]
@@ -134,7 +134,7 @@ class Stage:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfleet-adversity-")))
+            self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstrata-adversity-")))
             self.plane = stack.enter_context(start(self.folder / "plane", kwok=False))
             install_kinds(self.plane, render_rights())
             assert wait_until(self._is_serving, 30.0)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet_metadata.acl import Role
-from kvfleet_metadata.embedded import EmbeddedConfig, start
-from kvfleet_metadata.store import Store
+from kvstrata_metadata.acl import Role
+from kvstrata_metadata.embedded import EmbeddedConfig, start
+from kvstrata_metadata.store import Store
 
 
 @pytest.fixture

@@ -24,13 +24,13 @@ from backend_contract import (
 from s3_gateway import s3_gateway
 from scope_keys_double import KeyRing, NamedKeys
 
-from kvfleet_agent.backends.base import SlotRef, TierBackend
-from kvfleet_agent.backends.object import open_object_tier
-from kvfleet_agent.backends.objects import ObjectClient
-from kvfleet_agent.backends.remote_flash import open_nvme, open_remote_flash
-from kvfleet_agent.backends.segment_name import parse_name
-from kvfleet_agent.backends.striped import DEVICE_BITS
-from kvfleet_api.models.pool import NvmeTier, RemoteFlashTier
+from kvstrata_agent.backends.base import SlotRef, TierBackend
+from kvstrata_agent.backends.object import open_object_tier
+from kvstrata_agent.backends.objects import ObjectClient
+from kvstrata_agent.backends.remote_flash import open_nvme, open_remote_flash
+from kvstrata_agent.backends.segment_name import parse_name
+from kvstrata_agent.backends.striped import DEVICE_BITS
+from kvstrata_api.models.pool import NvmeTier, RemoteFlashTier
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(1200)]  # The gateway is built once, for minutes.
 
@@ -148,7 +148,7 @@ class TestNvmeBuffered(_RecordStoreContract):
 
     @pytest.fixture
     def where(self) -> Iterator[Path]:
-        directory = Path(tempfile.mkdtemp(prefix="kvfleet-test-", dir=leftovers.memory()))
+        directory = Path(tempfile.mkdtemp(prefix="kvstrata-test-", dir=leftovers.memory()))
         yield directory / "store"
         shutil.rmtree(directory)
 
@@ -227,12 +227,12 @@ class TestObjectMemory(BackendContract):
 class TestObjectS3(_ObjectContract):
     @pytest.fixture(scope="class")
     def gateway(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-        with s3_gateway(tmp_path_factory.mktemp("s3"), "kvfleet") as settings:
+        with s3_gateway(tmp_path_factory.mktemp("s3"), "kvstrata") as settings:
             yield settings
 
     @pytest.fixture
     def where(self, gateway: dict[str, str], request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
-        return f"s3://kvfleet/{abs(hash(request.node.nodeid)):x}", gateway
+        return f"s3://kvstrata/{abs(hash(request.node.nodeid)):x}", gateway
 
     async def reopen(self, where: object) -> TierBackend:
         assert isinstance(where, tuple)
@@ -244,7 +244,7 @@ class TestHbmDouble(BackendContract):
     async def backend(self) -> AsyncIterator[TierBackend]:
         torch = pytest.importorskip("torch")
         assert torch
-        from kvfleet_agent.backends.hbm import open_hbm
+        from kvstrata_agent.backends.hbm import open_hbm
 
         backend = open_hbm("cpu", CAPACITY_BYTES)
         yield backend
@@ -257,7 +257,7 @@ class TestHbmOnALateDevice(BackendContract):
         pytest.importorskip("torch")
         from late_device import LateQueue
 
-        from kvfleet_agent.backends.hbm import HbmTier
+        from kvstrata_agent.backends.hbm import HbmTier
 
         backend = HbmTier([LateQueue("late:0"), LateQueue("late:1")], CAPACITY_BYTES)
         yield backend

@@ -16,16 +16,16 @@ from backend_contract import (
 )
 from mappable_contract import MappableContract
 
-from kvfleet_agent.backends.base import LastingBackend, TierBackend
-from kvfleet_agent.backends.cxl import open_cxl
-from kvfleet_agent.backends.home import Home
-from kvfleet_agent.backends.host_dram import open_host_dram
-from kvfleet_agent.backends.mounts import read_mounts
-from kvfleet_agent.backends.pages import free_pages
-from kvfleet_agent.discovery import NumaNode
-from kvfleet_api.models.pool import CxlEmulation, CxlTier, HostDramTier
-from kvfleet_api.tiers import CxlMode
-from kvfleet_api.units import MIB
+from kvstrata_agent.backends.base import LastingBackend, TierBackend
+from kvstrata_agent.backends.cxl import open_cxl
+from kvstrata_agent.backends.home import Home
+from kvstrata_agent.backends.host_dram import open_host_dram
+from kvstrata_agent.backends.mounts import read_mounts
+from kvstrata_agent.backends.pages import free_pages
+from kvstrata_agent.discovery import NumaNode
+from kvstrata_api.models.pool import CxlEmulation, CxlTier, HostDramTier
+from kvstrata_api.tiers import CxlMode
+from kvstrata_api.units import MIB
 
 pytestmark = pytest.mark.contract
 
@@ -85,7 +85,7 @@ class TestHostDramHugePages(MappableContract):
 @pytest.fixture
 def memory_dir() -> Iterator[Path]:
     """A directory of a tmpfs."""
-    with tempfile.TemporaryDirectory(prefix="kvfleet-test-", dir=leftovers.memory()) as directory:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-test-", dir=leftovers.memory()) as directory:
         yield Path(directory)
 
 

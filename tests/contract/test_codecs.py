@@ -12,13 +12,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from lossless_form import lossless_form
 
-from kvfleet_agent.codec.base import Codec, Decoder, Shape, room_bytes
-from kvfleet_agent.codec.lossless import LosslessCodec
-from kvfleet_agent.codec.packed import PackedCodec
-from kvfleet_agent.codec.raw import RawCodec
-from kvfleet_agent.codec.registry import CodecRegistry
-from kvfleet_api.errors import BlockCorruptError, UnsupportedError
-from kvfleet_api.models.pool import CompressionPolicy
+from kvstrata_agent.codec.base import Codec, Decoder, Shape, room_bytes
+from kvstrata_agent.codec.lossless import LosslessCodec
+from kvstrata_agent.codec.packed import PackedCodec
+from kvstrata_agent.codec.raw import RawCodec
+from kvstrata_agent.codec.registry import CodecRegistry
+from kvstrata_api.errors import BlockCorruptError, UnsupportedError
+from kvstrata_api.models.pool import CompressionPolicy
 
 pytestmark = pytest.mark.contract
 

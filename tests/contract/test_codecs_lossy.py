@@ -11,11 +11,11 @@ from generated_kv import kv_block
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.codec.base import Encoded, Planes, Shape, room_bytes
-from kvfleet_agent.codec.mixed import KeepingCodec, MixedCodec, MixedDecoder
-from kvfleet_agent.codec.packed import PackedCodec
-from kvfleet_agent.codec.registry import CodecRegistry
-from kvfleet_api.errors import BlockCorruptError
+from kvstrata_agent.codec.base import Encoded, Planes, Shape, room_bytes
+from kvstrata_agent.codec.mixed import KeepingCodec, MixedCodec, MixedDecoder
+from kvstrata_agent.codec.packed import PackedCodec
+from kvstrata_agent.codec.registry import CodecRegistry
+from kvstrata_api.errors import BlockCorruptError
 
 pytestmark = pytest.mark.contract
 

@@ -8,12 +8,12 @@ import backend_contract
 import pytest
 from backend_contract import ANNA, BLOCK_BYTES, CAPACITY_BYTES, BackendContract, get, put
 
-from kvfleet_agent.backends.base import Record, SlotRef, TierBackend
-from kvfleet_agent.backends.devdax import DRIVER, DaxMemory, open_devdax
-from kvfleet_agent.backends.device import DeviceTier
-from kvfleet_agent.discovery import DaxDevice
-from kvfleet_api.errors import BackendFailedError, InvalidInputError
-from kvfleet_api.units import MIB
+from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
+from kvstrata_agent.backends.devdax import DRIVER, DaxMemory, open_devdax
+from kvstrata_agent.backends.device import DeviceTier
+from kvstrata_agent.discovery import DaxDevice
+from kvstrata_api.errors import BackendFailedError, InvalidInputError
+from kvstrata_api.units import MIB
 
 pytestmark = pytest.mark.contract
 

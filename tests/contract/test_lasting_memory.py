@@ -14,21 +14,21 @@ from agent_doubles import FakeAuthenticator, make_core
 from backend_contract import ANNA, BLOCK_BYTES, BOB, CAPACITY_BYTES, content, fill, get, put, record
 from contract_damage import flip
 
-from kvfleet_agent.backends import home as homes
-from kvfleet_agent.backends import lasting, ledger
-from kvfleet_agent.backends.arena import Arena
-from kvfleet_agent.backends.base import Record, SlotRef, TierBackend
-from kvfleet_agent.backends.home import Home, remove_abandoned
-from kvfleet_agent.backends.host_dram import open_host_dram
-from kvfleet_agent.backends.memory import has_writers
-from kvfleet_agent.backends.mounts import read_mounts
-from kvfleet_agent.provision import Provisioner
-from kvfleet_agent.sweep import ERASE_GRACE_S, Sweeper
-from kvfleet_api.blocks import ScopeId
-from kvfleet_api.errors import BackendFailedError, InvalidInputError
-from kvfleet_api.models.pool import HostDramTier
-from kvfleet_api.models.poolnode import NodeTier
-from kvfleet_api.tiers import TierType
+from kvstrata_agent.backends import home as homes
+from kvstrata_agent.backends import lasting, ledger
+from kvstrata_agent.backends.arena import Arena
+from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
+from kvstrata_agent.backends.home import Home, remove_abandoned
+from kvstrata_agent.backends.host_dram import open_host_dram
+from kvstrata_agent.backends.memory import has_writers
+from kvstrata_agent.backends.mounts import read_mounts
+from kvstrata_agent.provision import Provisioner
+from kvstrata_agent.sweep import ERASE_GRACE_S, Sweeper
+from kvstrata_api.blocks import ScopeId
+from kvstrata_api.errors import BackendFailedError, InvalidInputError
+from kvstrata_api.models.pool import HostDramTier
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.tiers import TierType
 
 pytestmark = pytest.mark.contract
 
@@ -38,7 +38,7 @@ Found = dict[int, tuple[SlotRef, Record]]
 
 @pytest.fixture
 def home() -> Iterator[Home]:
-    with tempfile.TemporaryDirectory(prefix="kvfleet-test-", dir=leftovers.memory()) as directory:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-test-", dir=leftovers.memory()) as directory:
         yield Home(Path(directory), "pool-a", "node-a", read_mounts(), "dram")
 
 

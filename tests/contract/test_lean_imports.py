@@ -10,13 +10,13 @@ pytestmark = pytest.mark.contract
 LEAN = {"numpy", "msgspec", "xxhash", "torch"}
 TORCHS_OWN = {"*"}
 OWN = {
-    "kvfleet_agent.backends.objects": {"obstore"},
-    "kvfleet_agent.backends.cipher": {"cryptography", "_cffi_backend"},
-    "kvfleet_agent.codec.lossless": {"zstandard"},
-    "kvfleet_agent.backends.device_queue": TORCHS_OWN,
-    "kvfleet_agent.backends.hbm": TORCHS_OWN,
-    "kvfleet_agent.backends.torch_devices": TORCHS_OWN,
-    "kvfleet_agent.codec.triton_packing": TORCHS_OWN,
+    "kvstrata_agent.backends.objects": {"obstore"},
+    "kvstrata_agent.backends.cipher": {"cryptography", "_cffi_backend"},
+    "kvstrata_agent.codec.lossless": {"zstandard"},
+    "kvstrata_agent.backends.device_queue": TORCHS_OWN,
+    "kvstrata_agent.backends.hbm": TORCHS_OWN,
+    "kvstrata_agent.backends.torch_devices": TORCHS_OWN,
+    "kvstrata_agent.codec.triton_packing": TORCHS_OWN,
 }
 """Modules that are nothing but the use of one more library."""
 
@@ -26,13 +26,13 @@ import importlib, pkgutil, sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
-        if top in sys.stdlib_module_names or top.startswith("kvfleet") or top in allowed or "*" in allowed:
+        if top in sys.stdlib_module_names or top.startswith("kvstrata") or top in allowed or "*" in allowed:
             return None
         raise ImportError(f"{name} is not installed here")
 
 own, allowed, names = OWN, set(LEAN), []
 sys.meta_path.insert(0, Absent())
-for package in ("kvfleet_agent.backends", "kvfleet_agent.codec"):
+for package in ("kvstrata_agent.backends", "kvstrata_agent.codec"):
     path = importlib.import_module(package).__path__
     names += [module.name for module in pkgutil.iter_modules(path, package + ".")]
 for name in sorted(names, key=own.__contains__):

@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvfleet_metadata import registry
-from kvfleet_metadata.records import AgentRecord, Incarnation
-from kvfleet_metadata.registry import Mandate
-from kvfleet_metadata.shards import Verdict
-from kvfleet_metadata.store import Store
+from kvstrata_metadata import registry
+from kvstrata_metadata.records import AgentRecord, Incarnation
+from kvstrata_metadata.registry import Mandate
+from kvstrata_metadata.shards import Verdict
+from kvstrata_metadata.store import Store
 
 pytestmark = pytest.mark.contract
 

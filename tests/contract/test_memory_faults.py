@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 from backend_contract import CAPACITY_BYTES, content, get, put_until_refused
 
-from kvfleet_agent.backends.arena import Arena
-from kvfleet_agent.backends.base import Capabilities
-from kvfleet_agent.backends.cxl import open_cxl
-from kvfleet_agent.backends.devdax import open_devdax
-from kvfleet_agent.backends.extents import FleetingStore
-from kvfleet_agent.backends.host_dram import make_bound
-from kvfleet_agent.backends.memory import MappedExtent, Placement, make_memfd
-from kvfleet_agent.discovery import DaxDevice, NumaNode
-from kvfleet_api.errors import BackendFailedError, InvalidInputError, KvFleetError, TierFullError, UnsupportedError
-from kvfleet_api.models.pool import CxlEmulation, CxlTier
-from kvfleet_api.tiers import CxlMode
+from kvstrata_agent.backends.arena import Arena
+from kvstrata_agent.backends.base import Capabilities
+from kvstrata_agent.backends.cxl import open_cxl
+from kvstrata_agent.backends.devdax import open_devdax
+from kvstrata_agent.backends.extents import FleetingStore
+from kvstrata_agent.backends.host_dram import make_bound
+from kvstrata_agent.backends.memory import MappedExtent, Placement, make_memfd
+from kvstrata_agent.discovery import DaxDevice, NumaNode
+from kvstrata_api.errors import BackendFailedError, InvalidInputError, KvStrataError, TierFullError, UnsupportedError
+from kvstrata_api.models.pool import CxlEmulation, CxlTier
+from kvstrata_api.tiers import CxlMode
 
 pytestmark = pytest.mark.contract
 
@@ -75,7 +75,7 @@ def test_cxl_that_is_not_there_says_what_to_do() -> None:
 
 async def test_a_node_without_room_is_a_full_tier_that_says_which_and_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = open_cxl(CxlTier(), CAPACITY_BYTES, (NumaNode(0, (), 1 << 30),))
-    monkeypatch.setattr("kvfleet_agent.backends.numa.available_bytes", lambda *_: 4096)
+    monkeypatch.setattr("kvstrata_agent.backends.numa.available_bytes", lambda *_: 4096)
 
     stored, error = await put_until_refused(backend)
 
@@ -95,12 +95,12 @@ def test_bound_memory_has_all_its_pages_before_anybody_touches_them() -> None:
 
 
 def test_pages_that_lie_elsewhere_are_no_cxl_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvfleet_agent.backends.cxl.nodes_of", lambda *_: frozenset({0, 3}))
+    monkeypatch.setattr("kvstrata_agent.backends.cxl.nodes_of", lambda *_: frozenset({0, 3}))
 
     with pytest.raises(UnsupportedError, match=r"bound to nodes \(0,\) lie on \[3\]"):
         open_cxl(CxlTier(), CAPACITY_BYTES, (NumaNode(0, (), 1 << 30),))
 
 
 def test_huge_pages_that_run_out_are_a_full_tier() -> None:
-    with pytest.raises(KvFleetError, match=r"pages of 1073741824 B|pages of 2097152 B"):
+    with pytest.raises(KvStrataError, match=r"pages of 1073741824 B|pages of 2097152 B"):
         make_memfd(1 << 50, 2 << 20)

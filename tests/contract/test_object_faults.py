@@ -8,10 +8,10 @@ import pytest
 from backend_contract import CAPACITY_BYTES, content, get, put
 from contract_damage import flip
 
-from kvfleet_agent.backends.base import Record
-from kvfleet_agent.backends.object import open_object_tier
-from kvfleet_agent.backends.objects import ObjectClient
-from kvfleet_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError
+from kvstrata_agent.backends.base import Record
+from kvstrata_agent.backends.object import open_object_tier
+from kvstrata_agent.backends.objects import ObjectClient
+from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError
 
 pytestmark = pytest.mark.contract
 
@@ -43,7 +43,7 @@ async def test_an_object_store_that_is_away_is_an_error_in_bounded_time() -> Non
     client = ObjectClient("s3://bucket/x", settings | {"aws_endpoint": "http://127.0.0.1:9"})
 
     async with asyncio.timeout(60):
-        with pytest.raises(BackendFailedError, match=r"get s3://bucket/x/pool-a/node-a/kvfleet-store.json: "):
+        with pytest.raises(BackendFailedError, match=r"get s3://bucket/x/pool-a/node-a/kvstrata-store.json: "):
             await open_object_tier(client, "pool-a", "node-a", CAPACITY_BYTES)
 
 

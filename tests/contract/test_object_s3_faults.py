@@ -12,10 +12,10 @@ from backend_contract import CAPACITY_BYTES, content, get, put
 from s3_faults import FaultyS3, Request, faulty_s3
 from s3_gateway import s3_gateway
 
-from kvfleet_agent.backends.object import ObjectStoreTier, open_object_tier
-from kvfleet_agent.backends.object_pace import ATTEMPTS_MAX, REQUESTS_MAX, TOKENS_MAX
-from kvfleet_agent.backends.objects import PART_BYTES, WHOLE_BYTES_MAX, ObjectClient
-from kvfleet_api.errors import BackendFailedError
+from kvstrata_agent.backends.object import ObjectStoreTier, open_object_tier
+from kvstrata_agent.backends.object_pace import ATTEMPTS_MAX, REQUESTS_MAX, TOKENS_MAX
+from kvstrata_agent.backends.objects import PART_BYTES, WHOLE_BYTES_MAX, ObjectClient
+from kvstrata_api.errors import BackendFailedError
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(1200)]  # The gateway is built once, for minutes.
 
@@ -24,7 +24,7 @@ LARGE = os.urandom(1 << 20) * (WHOLE_BYTES_MAX // (1 << 20) + 9)
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    with s3_gateway(tmp_path_factory.mktemp("s3"), "kvfleet") as settings:
+    with s3_gateway(tmp_path_factory.mktemp("s3"), "kvstrata") as settings:
         yield settings
 
 
@@ -36,7 +36,7 @@ def s3(gateway: dict[str, str]) -> Iterator[FaultyS3]:
 
 @pytest.fixture
 def url(request: pytest.FixtureRequest) -> str:
-    return f"s3://kvfleet/{abs(hash(request.node.nodeid)):x}"
+    return f"s3://kvstrata/{abs(hash(request.node.nodeid)):x}"
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ async def test_an_upload_whose_caller_leaves_ends_by_itself(client: ObjectClient
 
 _KILLED = """
 import asyncio, sys
-from kvfleet_agent.backends.objects import ObjectClient
+from kvstrata_agent.backends.objects import ObjectClient
 settings = dict(zip(*[iter(sys.argv[2:])] * 2))
 asyncio.run(ObjectClient(sys.argv[1], settings).put("pool-a/node-a/large", [bytes(64 << 20)]))
 """

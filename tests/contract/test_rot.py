@@ -6,18 +6,18 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from store_contract import Agent, digest, held
 
-from kvfleet_api.blocks import ScopeId, ScopeSecret
-from kvfleet_metadata import claims, mailbox, registry, sessions, shards
-from kvfleet_metadata.acl import Role
-from kvfleet_metadata.embedded import EmbeddedRedis
-from kvfleet_metadata.records import AgentRecord, Incarnation, Nomination, SessionRecord
-from kvfleet_metadata.registry import Mandate
-from kvfleet_metadata.schema import REGISTRY_KEY, Shard, bucket_key, mailbox_key, session_digest, shard_index
-from kvfleet_metadata.shards import Mode, Verdict
-from kvfleet_metadata.store import Store
-from kvfleet_metadata.survey import Survey
-from kvfleet_metadata.sweeper import Sweeper
-from kvfleet_metadata.testing import running_redis
+from kvstrata_api.blocks import ScopeId, ScopeSecret
+from kvstrata_metadata import claims, mailbox, registry, sessions, shards
+from kvstrata_metadata.acl import Role
+from kvstrata_metadata.embedded import EmbeddedRedis
+from kvstrata_metadata.records import AgentRecord, Incarnation, Nomination, SessionRecord
+from kvstrata_metadata.registry import Mandate
+from kvstrata_metadata.schema import REGISTRY_KEY, Shard, bucket_key, mailbox_key, session_digest, shard_index
+from kvstrata_metadata.shards import Mode, Verdict
+from kvstrata_metadata.store import Store
+from kvstrata_metadata.survey import Survey
+from kvstrata_metadata.sweeper import Sweeper
+from kvstrata_metadata.testing import running_redis
 
 pytestmark = pytest.mark.contract
 

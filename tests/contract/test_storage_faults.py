@@ -16,22 +16,22 @@ from backend_contract import ANNA, BLOCK_BYTES, BOB, CAPACITY_BYTES, content, fi
 from contract_damage import flip
 from msgspec.structs import replace
 
-from kvfleet_agent.backends.base import MemoryAwayError, Record, SlotRef, TierBackend
-from kvfleet_agent.backends.index_file import INDEX_FILE
-from kvfleet_agent.backends.io_choice import open_volume
-from kvfleet_agent.backends.memory import make_memfd
-from kvfleet_agent.backends.nixl_io import NixlVolume
-from kvfleet_agent.backends.nvme import RecordStore, open_store
-from kvfleet_agent.backends.posix_io import PosixFile, PosixVolume
-from kvfleet_agent.backends.remote_flash import open_nvme
-from kvfleet_agent.backends.volume import DIRECT_BYTES, nothing
-from kvfleet_api.errors import (
+from kvstrata_agent.backends.base import MemoryAwayError, Record, SlotRef, TierBackend
+from kvstrata_agent.backends.index_file import INDEX_FILE
+from kvstrata_agent.backends.io_choice import open_volume
+from kvstrata_agent.backends.memory import make_memfd
+from kvstrata_agent.backends.nixl_io import NixlVolume
+from kvstrata_agent.backends.nvme import RecordStore, open_store
+from kvstrata_agent.backends.posix_io import PosixFile, PosixVolume
+from kvstrata_agent.backends.remote_flash import open_nvme
+from kvstrata_agent.backends.volume import DIRECT_BYTES, nothing
+from kvstrata_api.errors import (
     BackendFailedError,
     BlockCorruptError,
     InvalidInputError,
     TierFullError,
 )
-from kvfleet_api.models.pool import NvmeTier
+from kvstrata_api.models.pool import NvmeTier
 
 pytestmark = pytest.mark.contract
 
@@ -94,7 +94,7 @@ def io(tmp_path: Path) -> FaultyVolume:
 
 @pytest.fixture
 async def store(tmp_path: Path, io: FaultyVolume) -> AsyncIterator[RecordStore]:
-    (tmp_path / "store" / "kvfleet-pool.json").write_text('{"format": 1, "pool": "pool-a"}')
+    (tmp_path / "store" / "kvstrata-pool.json").write_text('{"format": 1, "pool": "pool-a"}')
     store = await open_store(io, CAPACITY_BYTES)
     yield store
     io.write_errno = io.read_errno = 0
@@ -206,8 +206,8 @@ def small_disk() -> Iterator[Path]:
     """A file system of 1 MiB; not below pytest's own directory, which other runs tidy up."""
     if os.getuid() != 0:
         pytest.skip("mounting a small tmpfs needs root")
-    mount = Path(tempfile.mkdtemp(prefix="kvfleet-small-disk-"))
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "kvfleet-test", str(mount)], check=True)
+    mount = Path(tempfile.mkdtemp(prefix="kvstrata-small-disk-"))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "kvstrata-test", str(mount)], check=True)
     try:
         yield mount
     finally:
@@ -240,7 +240,7 @@ def fill_one_more_segment(store: RecordStore) -> None:
         store.reserve(BOB, BLOCK_BYTES)
 
 
-@pytest.mark.parametrize("path", ["/proc/kvfleet", "/sys/kvfleet/blocks"])
+@pytest.mark.parametrize("path", ["/proc/kvstrata", "/sys/kvstrata/blocks"])
 async def test_an_unwritable_path_is_refused_by_name(path: str) -> None:
     with pytest.raises(InvalidInputError, match=rf"{path.split('/blocks', maxsplit=1)[0]}.*must be able to write"):
         await open_nvme(NvmeTier(path=path), "pool-a", "node-a", CAPACITY_BYTES)

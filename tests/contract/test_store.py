@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 from store_contract import StoreContract, self_signed
 
-from kvfleet_api.errors import DirectoryAwayError, InvalidInputError, UnsupportedError
-from kvfleet_kube.tls import Credential, client_context
-from kvfleet_metadata import embedded, registry
-from kvfleet_metadata.access import RedisAccess
-from kvfleet_metadata.acl import Role
-from kvfleet_metadata.embedded import EmbeddedConfig, EmbeddedRedis, TlsFiles
-from kvfleet_metadata.records import Incarnation
-from kvfleet_metadata.store import Store
-from kvfleet_metadata.testing import running_redis
+from kvstrata_api.errors import DirectoryAwayError, InvalidInputError, UnsupportedError
+from kvstrata_kube.tls import Credential, client_context
+from kvstrata_metadata import embedded, registry
+from kvstrata_metadata.access import RedisAccess
+from kvstrata_metadata.acl import Role
+from kvstrata_metadata.embedded import EmbeddedConfig, EmbeddedRedis, TlsFiles
+from kvstrata_metadata.records import Incarnation
+from kvstrata_metadata.store import Store
+from kvstrata_metadata.testing import running_redis
 
 pytestmark = pytest.mark.contract
 
@@ -131,7 +131,7 @@ class TestServer:
     async def test_the_server_dies_with_a_killed_parent(self, tmp_path: Path) -> None:
         text = (
             "import asyncio, sys, pathlib\n"
-            "from kvfleet_metadata import embedded\n"
+            "from kvstrata_metadata import embedded\n"
             "async def main():\n"
             "    s = await embedded.start(embedded.EmbeddedConfig(pathlib.Path(sys.argv[1])))\n"
             "    print(s.pid, flush=True)\n"

@@ -4,14 +4,14 @@ import os
 
 import pytest
 
-from kvfleet_api.blocks import ScopeId, ScopeSecret
-from kvfleet_metadata import registry, sessions, shards
-from kvfleet_metadata.records import AgentRecord, Announcement, Incarnation, SessionRecord
-from kvfleet_metadata.registry import Fleet
-from kvfleet_metadata.schema import SHARDS, Shard, shard_index
-from kvfleet_metadata.shards import Batch, Mode, Verdict
-from kvfleet_metadata.store import Store
-from kvfleet_metadata.survey import Amount, Crowded, Survey
+from kvstrata_api.blocks import ScopeId, ScopeSecret
+from kvstrata_metadata import registry, sessions, shards
+from kvstrata_metadata.records import AgentRecord, Announcement, Incarnation, SessionRecord
+from kvstrata_metadata.registry import Fleet
+from kvstrata_metadata.schema import SHARDS, Shard, shard_index
+from kvstrata_metadata.shards import Batch, Mode, Verdict
+from kvstrata_metadata.store import Store
+from kvstrata_metadata.survey import Amount, Crowded, Survey
 
 pytestmark = pytest.mark.contract
 

@@ -18,12 +18,12 @@ from sim.volume import MemoryVolume
 from sim.volume_image import Image
 from virtual_loop import run_virtually
 
-from kvfleet_agent.backends.burial import HOLD_S
-from kvfleet_agent.backends.nvme import RecordStore, open_store
-from kvfleet_api.errors import BackendFailedError, BlockCorruptError, TierFullError
+from kvstrata_agent.backends.burial import HOLD_S
+from kvstrata_agent.backends.nvme import RecordStore, open_store
+from kvstrata_api.errors import BackendFailedError, BlockCorruptError, TierFullError
 
 if TYPE_CHECKING:
-    from kvfleet_agent.backends.base import Record, SlotRef
+    from kvstrata_agent.backends.base import Record, SlotRef
 
 T = TypeVar("T")
 

@@ -10,11 +10,11 @@ from typing import Final
 from backend_contract import ANNA, BOB, content, record
 from sim.volume import MemoryVolume
 
-from kvfleet_agent.backends.base import Record, SlotRef
-from kvfleet_agent.backends.burial import HOLD_S
-from kvfleet_agent.backends.header import HEADER_BYTES
-from kvfleet_agent.backends.nvme import RecordStore, open_store
-from kvfleet_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, TierFullError
+from kvstrata_agent.backends.base import Record, SlotRef
+from kvstrata_agent.backends.burial import HOLD_S
+from kvstrata_agent.backends.header import HEADER_BYTES
+from kvstrata_agent.backends.nvme import RecordStore, open_store
+from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, TierFullError
 
 ERRNOS: Final = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENODEV, errno.ETIMEDOUT)
 RUNNING_SITES: Final = (

@@ -14,9 +14,9 @@ from outcome import Outcome, Scale
 from virtual_loop import run_virtually
 
 from faults.errnos import ERRNOS, RUNNING_SITES, STARTING_SITES, Case, running, starting
-from kvfleet_agent.backends.io_choice import open_volume
-from kvfleet_agent.backends.nvme import RecordStore, open_store
-from kvfleet_api.errors import BackendFailedError
+from kvstrata_agent.backends.io_choice import open_volume
+from kvstrata_agent.backends.nvme import RecordStore, open_store
+from kvstrata_api.errors import BackendFailedError
 
 
 def run(scale: Scale) -> Outcome:
@@ -71,8 +71,8 @@ async def _full_disk() -> list[str]:
 
 @contextmanager
 def _small_disk() -> Iterator[Path]:
-    mount = Path(tempfile.mkdtemp(prefix="kvfleet-small-disk-"))
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "kvfleet-test", str(mount)], check=True)
+    mount = Path(tempfile.mkdtemp(prefix="kvstrata-small-disk-"))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "kvstrata-test", str(mount)], check=True)
     try:
         yield mount
     finally:

@@ -28,14 +28,14 @@ from outcome import Outcome, Scale
 from virtual_loop import VirtualLoop
 
 from faults import i3_stopped
-from kvfleet_agent import sessions
-from kvfleet_agent.core import Core
-from kvfleet_agent.entry import Entry
-from kvfleet_agent.node import Node
-from kvfleet_agent.place import Place
-from kvfleet_agent.sessions import Session, SessionState
-from kvfleet_agent.sweep import Sweeper
-from kvfleet_agent.tiers import Tier
+from kvstrata_agent import sessions
+from kvstrata_agent.core import Core
+from kvstrata_agent.entry import Entry
+from kvstrata_agent.node import Node
+from kvstrata_agent.place import Place
+from kvstrata_agent.sessions import Session, SessionState
+from kvstrata_agent.sweep import Sweeper
+from kvstrata_agent.tiers import Tier
 
 SLOTS: Final = 32
 LOW_SLOTS: Final = 32

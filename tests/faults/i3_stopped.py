@@ -15,12 +15,12 @@ from attached_client import attached
 
 from faults.i3_readers import BLOCKS, LEASE_S, keys_of, rows_of, tokens_of
 from faults.nursery import Nursery
-from kvfleet_agent.node import Node
-from kvfleet_agent.sweep import Sweeper
-from kvfleet_agent.tiers import Tier
-from kvfleet_api.blocks import BlockKey
-from kvfleet_client.cache import PrefixCache
-from kvfleet_client.client import Client
+from kvstrata_agent.node import Node
+from kvstrata_agent.sweep import Sweeper
+from kvstrata_agent.tiers import Tier
+from kvstrata_api.blocks import BlockKey
+from kvstrata_client.cache import PrefixCache
+from kvstrata_client.client import Client
 
 SLOTS: Final = 16
 WAYS: Final = ("in place", "by copy")
@@ -55,7 +55,7 @@ def run(rounds: int) -> Stopped:
 @contextmanager
 def _lab() -> Iterator["_Lab"]:
     with (
-        tempfile.TemporaryDirectory(prefix="kvfleet-i3-") as folder,
+        tempfile.TemporaryDirectory(prefix="kvstrata-i3-") as folder,
         Nursery(["faults.i3_readers"]) as nursery,
         AgentThread(
             Path(folder) / "agent.sock", _tiers, FakeAuthenticator(a=caller("a", expires_s=1e9)), admission=ALWAYS

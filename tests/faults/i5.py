@@ -22,11 +22,11 @@ from outcome import Outcome, Scale
 from faults import i5_peers
 from faults.dying_client import POINTS
 from faults.nursery import Nursery
-from kvfleet_agent.node import Node
-from kvfleet_agent.sweep import Sweeper
-from kvfleet_agent.tiers import Tier
-from kvfleet_client.cache import PrefixCache
-from kvfleet_client.client import Client
+from kvstrata_agent.node import Node
+from kvstrata_agent.sweep import Sweeper
+from kvstrata_agent.tiers import Tier
+from kvstrata_client.cache import PrefixCache
+from kvstrata_client.client import Client
 
 SLOTS: Final = 64
 LOW_SLOTS: Final = 256
@@ -71,7 +71,7 @@ def run(scale: Scale) -> Outcome:
 @contextmanager
 def _lab() -> Iterator["Lab"]:
     with (
-        tempfile.TemporaryDirectory(prefix="kvfleet-i5-") as folder,
+        tempfile.TemporaryDirectory(prefix="kvstrata-i5-") as folder,
         Nursery(MODULES) as nursery,
         AgentThread(Path(folder) / "agent.sock", _tiers, FakeAuthenticator(a=caller("a", expires_s=1e9))) as agent,
         attached(agent.socket) as client,

@@ -16,19 +16,19 @@ from prometheus_client import CollectorRegistry
 
 from faults.nursery import Channel, Nursery
 from faults.raw_engine import die
-from kvfleet_agent.core import Core
-from kvfleet_agent.place import Place
-from kvfleet_agent.policy.recompute import LOCATE_S_MIN
-from kvfleet_agent.ports import Directory
-from kvfleet_agent.remote import wire
-from kvfleet_agent.remote.listener import PeerListener
-from kvfleet_agent.remote.peers import RemotePeers
-from kvfleet_api.blocks import ScopeSecret
-from kvfleet_api.checksum import checksum
-from kvfleet_api.trust import Identity
-from kvfleet_metadata.records import AgentRecord, Announcement, Location, SessionRecord
-from kvfleet_telemetry.catalog_agent import AGENT
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_agent.core import Core
+from kvstrata_agent.place import Place
+from kvstrata_agent.policy.recompute import LOCATE_S_MIN
+from kvstrata_agent.ports import Directory
+from kvstrata_agent.remote import wire
+from kvstrata_agent.remote.listener import PeerListener
+from kvstrata_agent.remote.peers import RemotePeers
+from kvstrata_api.blocks import ScopeSecret
+from kvstrata_api.checksum import checksum
+from kvstrata_api.trust import Identity
+from kvstrata_metadata.records import AgentRecord, Announcement, Location, SessionRecord
+from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.metrics import Instruments
 
 BLOCKS: Final = 4
 EPOCH: Final = 7
@@ -158,7 +158,7 @@ async def _becomes(fact: Any) -> bool:
 
 
 async def _anybody(token: str, agent: str) -> Identity:
-    return Identity("kvfleet-system", "kvfleet-agent")
+    return Identity("kvstrata-system", "kvstrata-agent")
 
 
 async def _token() -> str:

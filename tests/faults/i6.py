@@ -24,24 +24,24 @@ from directory_fleet import DirectoryFleet
 from outcome import Outcome, Scale
 from prometheus_client import CollectorRegistry
 
-from kvfleet_agent.announcer import Announcer
-from kvfleet_agent.core import Core
-from kvfleet_agent.directory import RedisDirectory
-from kvfleet_agent.place import Place
-from kvfleet_api.blocks import ScopeSecret
-from kvfleet_api.checksum import checksum
-from kvfleet_api.units import MIB
-from kvfleet_metadata import embedded
-from kvfleet_metadata.access import RedisAccess
-from kvfleet_metadata.acl import Role
-from kvfleet_metadata.announcer import REPORT_JITTER_S
-from kvfleet_metadata.embedded import EmbeddedConfig, EmbeddedRedis
-from kvfleet_metadata.outbox import Outbox
-from kvfleet_metadata.records import AgentRecord, Announcement, Incarnation
-from kvfleet_metadata.schema import Shard
-from kvfleet_metadata.testing import redis_cli
-from kvfleet_telemetry.catalog_agent import AGENT
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_agent.announcer import Announcer
+from kvstrata_agent.core import Core
+from kvstrata_agent.directory import RedisDirectory
+from kvstrata_agent.place import Place
+from kvstrata_api.blocks import ScopeSecret
+from kvstrata_api.checksum import checksum
+from kvstrata_api.units import MIB
+from kvstrata_metadata import embedded
+from kvstrata_metadata.access import RedisAccess
+from kvstrata_metadata.acl import Role
+from kvstrata_metadata.announcer import REPORT_JITTER_S
+from kvstrata_metadata.embedded import EmbeddedConfig, EmbeddedRedis
+from kvstrata_metadata.outbox import Outbox
+from kvstrata_metadata.records import AgentRecord, Announcement, Incarnation
+from kvstrata_metadata.schema import Shard
+from kvstrata_metadata.testing import redis_cli
+from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.metrics import Instruments
 
 AGENTS: Final = ("p.a", "p.b", "p.c", "p.d")
 LOCAL_BLOCKS: Final = 256
@@ -185,7 +185,7 @@ async def _try(blocks: int, limit_s: float, seed: int) -> Seen:
     """Lose everything in both ways; each rebuild is timed until every agent has told everything."""
     seen = Seen()
     random.seed(seed)
-    with tempfile.TemporaryDirectory(prefix="kvfleet-i6-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-i6-") as folder:
         server = await Server.start(Path(folder))
         fleet = DirectoryFleet(lambda: server.redis.access(Role.AGENT), jitter_s=REPORT_JITTER_S)
         local = LocalNode(server, seen)

@@ -26,15 +26,15 @@ from unittest import mock
 from directory_fleet import SECRET, DirectoryFleet
 from outcome import Outcome, Scale
 
-from kvfleet_agent import directory
-from kvfleet_metadata import embedded, registry, shards
-from kvfleet_metadata.acl import Role
-from kvfleet_metadata.embedded import EmbeddedConfig, EmbeddedRedis
-from kvfleet_metadata.outbox import Outbox
-from kvfleet_metadata.schema import SHARDS, Shard
-from kvfleet_metadata.shards import Batch, Verdict
-from kvfleet_metadata.store import Store
-from kvfleet_metadata.sweeper import Sweeper
+from kvstrata_agent import directory
+from kvstrata_metadata import embedded, registry, shards
+from kvstrata_metadata.acl import Role
+from kvstrata_metadata.embedded import EmbeddedConfig, EmbeddedRedis
+from kvstrata_metadata.outbox import Outbox
+from kvstrata_metadata.schema import SHARDS, Shard
+from kvstrata_metadata.shards import Batch, Verdict
+from kvstrata_metadata.store import Store
+from kvstrata_metadata.sweeper import Sweeper
 
 AGENTS: Final = ("p.a", "p.b", "p.c")
 BLOCKS_FIRST: Final = 200
@@ -70,7 +70,7 @@ async def _try(losses: tuple[int, ...], seed: int, settle_s: float) -> tuple[lis
     """One failover after the other; what broke, and the longest time until everything was right again."""
     broken: list[str] = []
     slowest_s, chance = 0.0, random.Random(seed)
-    with tempfile.TemporaryDirectory(prefix="kvfleet-i7-") as folder, _eager():
+    with tempfile.TemporaryDirectory(prefix="kvstrata-i7-") as folder, _eager():
         server = await LoggedRedis.start(Path(folder))
         fleet = DirectoryFleet(lambda: server.redis.access(Role.AGENT), jitter_s=0.0)
         try:

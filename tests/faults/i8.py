@@ -23,10 +23,10 @@ from outcome import Outcome, Scale
 
 from faults.nursery import Child, Nursery
 from faults.raw_engine import Held, RawEngine
-from kvfleet_agent.remote import wire as peer_wire
-from kvfleet_api import wire
-from kvfleet_api.blocks import pack_digests
-from kvfleet_api.checksum import checksum
+from kvstrata_agent.remote import wire as peer_wire
+from kvstrata_api import wire
+from kvstrata_api.blocks import pack_digests
+from kvstrata_api.checksum import checksum
 
 CHAIN: Final = 8
 """Blocks of one chain; a life writes several."""
@@ -297,7 +297,7 @@ def _is_caught(defect: str, seed: int) -> bool:
 def _lab(seed: int, defect: str = "") -> Iterator[Lab]:
     """Directories on a tmpfs, which memory files need; NVMe records take them as well."""
     with (
-        tempfile.TemporaryDirectory(prefix="kvfleet-i8-", dir=leftovers.memory()) as folder,
+        tempfile.TemporaryDirectory(prefix="kvstrata-i8-", dir=leftovers.memory()) as folder,
         Nursery(("faults.i8_agent",)) as nursery,
     ):
         yield Lab(Path(folder), nursery, seed, defect)

@@ -17,24 +17,24 @@ from agent_doubles import BLOCK_BYTES, FakeAuthenticator, TestCodecs, caller, ma
 from agent_thread import make_verbs
 
 from faults.nursery import Channel
-from kvfleet_agent.backends import lasting, ledger
-from kvfleet_agent.backends.base import TierBackend
-from kvfleet_agent.backends.home import Home
-from kvfleet_agent.backends.mounts import read_mounts
-from kvfleet_agent.backends.registry import Place, make_backend
-from kvfleet_agent.core import Core
-from kvfleet_agent.discovery import discover
-from kvfleet_agent.provision import Provisioner
-from kvfleet_agent.remote.listener import PeerListener
-from kvfleet_agent.serve.server import Server
-from kvfleet_agent.state import next_epoch
-from kvfleet_agent.sweep import Sweeper
-from kvfleet_agent.turns import Priority
-from kvfleet_api.models.pool import HostDramTier, NvmeTier
-from kvfleet_api.models.poolnode import NodeTier, TierProbe
-from kvfleet_api.tiers import TierType
-from kvfleet_api.trust import Identity
-from kvfleet_metadata.records import AgentRecord
+from kvstrata_agent.backends import lasting, ledger
+from kvstrata_agent.backends.base import TierBackend
+from kvstrata_agent.backends.home import Home
+from kvstrata_agent.backends.mounts import read_mounts
+from kvstrata_agent.backends.registry import Place, make_backend
+from kvstrata_agent.core import Core
+from kvstrata_agent.discovery import discover
+from kvstrata_agent.provision import Provisioner
+from kvstrata_agent.remote.listener import PeerListener
+from kvstrata_agent.serve.server import Server
+from kvstrata_agent.state import next_epoch
+from kvstrata_agent.sweep import Sweeper
+from kvstrata_agent.turns import Priority
+from kvstrata_api.models.pool import HostDramTier, NvmeTier
+from kvstrata_api.models.poolnode import NodeTier, TierProbe
+from kvstrata_api.tiers import TierType
+from kvstrata_api.trust import Identity
+from kvstrata_metadata.records import AgentRecord
 
 DRAM_BYTES: Final = 1024 * BLOCK_BYTES
 NVME_BYTES: Final = 4096 * BLOCK_BYTES
@@ -52,7 +52,7 @@ DEFECTS: Final[Mapping[str, Callable[[], Any]]] = {
 def live(channel: Channel, *, root: str, defect: str) -> None:
     """Serve until told to stop, or killed."""
     logging.disable(logging.WARNING)  # Void leases are asked for on purpose.
-    with DEFECTS[defect](), mock.patch("kvfleet_agent.provision.probe", _unmeasured):
+    with DEFECTS[defect](), mock.patch("kvstrata_agent.provision.probe", _unmeasured):
         asyncio.run(_serve(channel, Path(root)))
 
 
@@ -96,7 +96,7 @@ async def _serve(channel: Channel, root: Path) -> None:
 
 
 async def _anybody(token: str, agent: str) -> Identity:
-    return Identity("kvfleet-system", "kvfleet-agent")
+    return Identity("kvstrata-system", "kvstrata-agent")
 
 
 async def _obey(channel: Channel, core: Core) -> None:

@@ -32,7 +32,7 @@ _CONTROL_POINTS: Final = "write segment,punch,rename index"
 def run(scale: Scale) -> Outcome:
     """Kill 100 writers at each point, and replay the crash states of all sequences."""
     rounds = scale.of(102, _LANES)
-    with tempfile.TemporaryDirectory(prefix="kvfleet-i9-") as root, ThreadPoolExecutor(_LANES + 1) as lanes:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-i9-") as root, ThreadPoolExecutor(_LANES + 1) as lanes:
         control = lanes.submit(_kill, Path(root), 10_000, 1, "--has-defect", "--points", _CONTROL_POINTS)
         per_lane = rounds // _LANES
         shares = [_share(lane) if not scale.is_full else "" for lane in range(_LANES)]

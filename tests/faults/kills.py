@@ -19,13 +19,13 @@ from backend_contract import ANNA, BOB, content, record
 from crash.replay import Promise
 
 from faults.killing_volume import POINTS, Killer, KillingVolume
-from kvfleet_agent.backends import nvme
-from kvfleet_agent.backends.index_file import INDEX_FILE, IndexFile
-from kvfleet_agent.backends.nvme import RecordStore, open_store
-from kvfleet_api.errors import BackendFailedError, BlockCorruptError, TierFullError
+from kvstrata_agent.backends import nvme
+from kvstrata_agent.backends.index_file import INDEX_FILE, IndexFile
+from kvstrata_agent.backends.nvme import RecordStore, open_store
+from kvstrata_api.errors import BackendFailedError, BlockCorruptError, TierFullError
 
 if TYPE_CHECKING:
-    from kvfleet_agent.backends.base import Record, SlotRef
+    from kvstrata_agent.backends.base import Record, SlotRef
 
 CAPACITY_BYTES: Final = 1 << 20
 BLOCK_BYTES: Final = 12_000

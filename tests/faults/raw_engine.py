@@ -9,11 +9,11 @@ from typing import TypeVar
 import numpy as np
 from agent_doubles import BLOCK_BYTES, LAYOUT, bytes_of
 
-from kvfleet_api import wire
-from kvfleet_api.blocks import BlockKey, ScopeId, ScopeSecret, chain_keys, pack_digests
-from kvfleet_api.checksum import checksum
-from kvfleet_api.wire_base import Reply
-from kvfleet_client.extents import Extents
+from kvstrata_api import wire
+from kvstrata_api.blocks import BlockKey, ScopeId, ScopeSecret, chain_keys, pack_digests
+from kvstrata_api.checksum import checksum
+from kvstrata_api.wire_base import Reply
+from kvstrata_client.extents import Extents
 
 R = TypeVar("R", bound=Reply)
 WAIT_S = 60.0

@@ -10,12 +10,12 @@ from scope_keys_double import KeyRing
 from sim.volume import MemoryVolume
 from sim.volume_image import Image
 
-from kvfleet_agent.backends.base import Record, SlotRef
-from kvfleet_agent.backends.claim import STORE_FILE
-from kvfleet_agent.backends.index_file import INDEX_FILE
-from kvfleet_agent.backends.nvme import RecordStore, open_store
-from kvfleet_agent.backends.segment_name import SegmentName, parse_name
-from kvfleet_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError
+from kvstrata_agent.backends.base import Record, SlotRef
+from kvstrata_agent.backends.claim import STORE_FILE
+from kvstrata_agent.backends.index_file import INDEX_FILE
+from kvstrata_agent.backends.nvme import RecordStore, open_store
+from kvstrata_agent.backends.segment_name import SegmentName, parse_name
+from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError
 
 CAPACITY_BYTES: Final = 2 << 20
 BLOCK_BYTES: Final = 8192

@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable
 
 from backend_contract import content, put
 
-from kvfleet_agent.backends.base import Record, SlotRef, TierBackend
-from kvfleet_agent.backends.header import HEADER_BYTES
-from kvfleet_agent.backends.host_dram import open_host_dram
-from kvfleet_agent.backends.object import ObjectStoreTier, open_object_tier
-from kvfleet_agent.backends.objects import ObjectClient
-from kvfleet_api.errors import BackendFailedError, BlockCorruptError
-from kvfleet_api.models.pool import HostDramTier
+from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
+from kvstrata_agent.backends.header import HEADER_BYTES
+from kvstrata_agent.backends.host_dram import open_host_dram
+from kvstrata_agent.backends.object import ObjectStoreTier, open_object_tier
+from kvstrata_agent.backends.objects import ObjectClient
+from kvstrata_api.errors import BackendFailedError, BlockCorruptError
+from kvstrata_api.models.pool import HostDramTier
 
 BLOCK_BYTES = 8192
 _BLOCKS = 16

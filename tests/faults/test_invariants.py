@@ -19,7 +19,7 @@ def simulated() -> Iterator[None]:
 
 @pytest.mark.parametrize("invariant", INVARIANTS)
 def test_the_invariant_holds_and_its_control_is_caught(invariant: str) -> None:
-    outcome = runner(invariant)(Scale(is_full=False, first_seed=int(os.environ.get("KVFLEET_FIRST_SEED", "0"))))
+    outcome = runner(invariant)(Scale(is_full=False, first_seed=int(os.environ.get("KVSTRATA_FIRST_SEED", "0"))))
 
     assert outcome.n > 0
     assert not outcome.violations

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 from backend_contract import ANNA, CAPACITY_BYTES, BackendContract, content, record
 
-from kvfleet_agent.backends.base import Reading, TierBackend, Writing
-from kvfleet_api.units import MIB
+from kvstrata_agent.backends.base import Reading, TierBackend, Writing
+from kvstrata_api.units import MIB
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make setup")
 
@@ -19,7 +19,7 @@ pytestmark = [
 class TestHbmCuda(BackendContract):
     @pytest.fixture
     async def backend(self) -> AsyncIterator[TierBackend]:
-        from kvfleet_agent.backends.hbm import open_hbm
+        from kvstrata_agent.backends.hbm import open_hbm
 
         backend = open_hbm("cuda", CAPACITY_BYTES)
         yield backend
@@ -27,7 +27,7 @@ class TestHbmCuda(BackendContract):
 
 
 async def test_groups_overlap_copies_and_what_was_freed_is_the_drivers_again() -> None:
-    from kvfleet_agent.backends.hbm import open_hbm
+    from kvstrata_agent.backends.hbm import open_hbm
 
     free_bytes, _ = torch.cuda.mem_get_info()
     tier = open_hbm("cuda", 256 * MIB)

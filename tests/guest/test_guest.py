@@ -83,7 +83,7 @@ def test_a_full_node_killed_nobody(report: Report) -> None:
 def test_bytes_of_the_persistent_device_are_on_its_medium_and_blocks_of_a_closed_tier_are_not(report: Report) -> None:
     medium = report.files.persistent.read_bytes()
 
-    assert b"kvfleet: these bytes were flushed to the device\n" in medium
+    assert b"kvstrata: these bytes were flushed to the device\n" in medium
     assert (7).to_bytes(4, "big") * 16 not in medium
 
 

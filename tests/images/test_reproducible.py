@@ -53,7 +53,7 @@ def test_an_image_keeps_its_bound_and_tells_what_is_in_it(
     purls = {component["purl"] for component in bill["components"]}
     assert bill["metadata"]["component"]["version"] == said["digest"]
     assert any(purl.startswith("pkg:deb/debian/libc6@") for purl in purls)
-    assert bool(IMAGES[name].requirements) == any(purl.startswith("pkg:pypi/kvfleet@") for purl in purls)
+    assert bool(IMAGES[name].requirements) == any(purl.startswith("pkg:pypi/kvstrata@") for purl in purls)
     assert all(component["hashes"][0]["alg"] == "SHA-256" for component in bill["components"])
 
 

@@ -22,7 +22,7 @@ from controlplane import ControlPlane, start
 from controlplane.assets import find_tool
 from controlplane.ports import free_ports
 from debian_archive import run
-from kvfleet_api import names
+from kvstrata_api import names
 
 pytestmark = [
     pytest.mark.images,
@@ -67,10 +67,10 @@ def test_a_process_starts_as_nobody_on_a_root_that_nobody_writes(container: Make
 
 def test_the_agent_with_cuda_starts_and_has_a_torch_that_loads(container: Make, images: Path) -> None:
     if not (images / "agent-cuda.tar").exists():
-        pytest.skip("`make images IMAGES=agent-cuda` makes 6 GB; KVFLEET_IMAGES=build/images then tries it as well")
+        pytest.skip("`make images IMAGES=agent-cuda` makes 6 GB; KVSTRATA_IMAGES=build/images then tries it as well")
     made = container("agent-cuda")
     told = made.run("--help")
-    facts = made.run("-c", "import torch, kvfleet_native; print(torch.version.cuda is not None)", entrypoint=PYTHON)
+    facts = made.run("-c", "import torch, kvstrata_native; print(torch.version.cuda is not None)", entrypoint=PYTHON)
 
     assert told.returncode == 0, told.stderr
     assert facts.stdout.strip() == "True", facts.stderr
@@ -78,7 +78,7 @@ def test_the_agent_with_cuda_starts_and_has_a_torch_that_loads(container: Make, 
 
 _FACTS = """
 import errno, importlib.util, json, os, ssl, sys
-import kvfleet_native, kvfleet_telemetry
+import kvstrata_native, kvstrata_telemetry
 status = dict(line.split(':', 1) for line in open('/proc/self/status'))
 try:
     open('/usr/x', 'w')
@@ -86,10 +86,10 @@ except OSError as e:
     refused = e.errno
 print(json.dumps({
     'ids': [os.getuid(), os.getgid(), os.getgroups()], 'capabilities': int(status['CapEff'], 16),
-    'readonly': refused == errno.EROFS, 'kernels': kvfleet_native.level != 'python',
+    'readonly': refused == errno.EROFS, 'kernels': kvstrata_native.level != 'python',
     'torch': importlib.util.find_spec('torch') is not None,
     'authorities': len(ssl.create_default_context().get_ca_certs()) > 100,
-    'bytecode': all(os.path.exists(m.__cached__) for m in (json, ssl, kvfleet_telemetry)),
+    'bytecode': all(os.path.exists(m.__cached__) for m in (json, ssl, kvstrata_telemetry)),
     'python': list(sys.version_info[:2]),
 }))
 """
@@ -111,7 +111,7 @@ def test_the_chart_runs_from_these_images_and_a_tenant_s_blocks_come_back(
     images: Path, container: Make, tmp_path: Path
 ) -> None:
     with start(tmp_path / "plane") as plane:
-        plane.add_fake_nodes([NODE], {"kvfleet": "yes"}, {"cpu": "8", "memory": "64Gi", "pods": "50"})
+        plane.add_fake_nodes([NODE], {"kvstrata": "yes"}, {"cpu": "8", "memory": "64Gi", "pods": "50"})
         (port,) = free_ports(1)
         install(plane, images, port)
         with (
@@ -124,9 +124,9 @@ def test_the_chart_runs_from_these_images_and_a_tenant_s_blocks_come_back(
 
 def install(plane: ControlPlane, images: Path, port: int) -> None:
     """Apply the chart for these images; Redis is on this machine's loopback, where the chart has a Service."""
-    chart = [str(find_tool("helm")), "template", "kvfleet", str(ROOT / "charts/kvfleet"), "--namespace", SYSTEM]
+    chart = [str(find_tool("helm")), "template", "kvstrata", str(ROOT / "charts/kvstrata"), "--namespace", SYSTEM]
     text = run([*chart, "--values", str(images / "values.json"), "--set", "namespace.create=true"], {})
-    text = text.replace(f"rediss://kvfleet-redis.{SYSTEM}.svc:6379", f"rediss://localhost:{port}")
+    text = text.replace(f"rediss://kvstrata-redis.{SYSTEM}.svc:6379", f"rediss://localhost:{port}")
     objects = [one for one in yaml.safe_load_all(text) if one]
     digests = {image["digest"] for image in json.loads((images / "digests.json").read_text()).values()}
     pods = [o["spec"]["template"]["spec"] for o in objects if o["kind"] == "Deployment"]
@@ -151,7 +151,7 @@ def secret(plane: ControlPlane, name: str) -> dict[str, str]:
 
 
 def operator(plane: ControlPlane, container: Make, tmp_path: Path) -> Any:
-    at = home(plane, tmp_path / "operator", "kvfleet-operator")
+    at = home(plane, tmp_path / "operator", "kvstrata-operator")
     options: list[str | Path] = [
         "--kubeconfig",
         at / "kubeconfig",
@@ -166,12 +166,12 @@ def operator(plane: ControlPlane, container: Make, tmp_path: Path) -> Any:
 def redis(plane: ControlPlane, container: Make, tmp_path: Path, port: int) -> Any:
     """Redis by the chart's own script, once the operator has issued its certificate."""
     until(lambda: names.REDIS_SECRET_TLS in plane.kubectl("get", "secret", "-n", SYSTEM, "-o", "name"))
-    configuration = plane.api.get(f"/api/v1/namespaces/{SYSTEM}/configmaps/kvfleet-redis")["data"]
+    configuration = plane.api.get(f"/api/v1/namespaces/{SYSTEM}/configmaps/kvstrata-redis")["data"]
     configuration["redis.conf"] = configuration["redis.conf"].replace("tls-port 6379", f"tls-port {port}")
     parts = {
-        "/etc/kvfleet-redis": configuration | secret(plane, "kvfleet-redis-acl"),
-        "/etc/kvfleet-redis-tls": secret(plane, names.REDIS_SECRET_TLS),
-        "/run/kvfleet-redis": {},
+        "/etc/kvstrata-redis": configuration | secret(plane, "kvstrata-redis-acl"),
+        "/etc/kvstrata-redis-tls": secret(plane, names.REDIS_SECRET_TLS),
+        "/run/kvstrata-redis": {},
         "/data": {},
     }
     mounts = {}
@@ -180,15 +180,15 @@ def redis(plane: ControlPlane, container: Make, tmp_path: Path, port: int) -> An
         mounts[inside].mkdir()
         for name, text in files.items():
             (mounts[inside] / name).write_text(text)
-    start_script = ["sh", "/etc/kvfleet-redis/start.sh"]
-    environment = {"KVFLEET_PORT": str(port), names.REDIS_MEMORY_VARIABLE: str(64 << 20)}
+    start_script = ["sh", "/etc/kvstrata-redis/start.sh"]
+    environment = {"KVSTRATA_PORT": str(port), names.REDIS_MEMORY_VARIABLE: str(64 << 20)}
     return container("redis", mounts).running(tmp_path / "redis.log", entrypoint=start_script, environment=environment)
 
 
 def metadata(plane: ControlPlane, container: Make, tmp_path: Path) -> Any:
-    at = home(plane, tmp_path / "metadata", "kvfleet-metadata")
-    held = secret(plane, "kvfleet-redis-metadata")
-    environment = {f"KVFLEET_REDIS_{key.upper()}": held[key] for key in ("url", "username", "password", "certificates")}
+    at = home(plane, tmp_path / "metadata", "kvstrata-metadata")
+    held = secret(plane, "kvstrata-redis-metadata")
+    environment = {f"KVSTRATA_REDIS_{key.upper()}": held[key] for key in ("url", "username", "password", "certificates")}
     options: list[str | Path] = [
         "--redis=external",
         "--kubeconfig",
@@ -204,7 +204,7 @@ def declare(plane: ControlPlane) -> None:
     plane.kubectl("create", "namespace", "team-a")
     plane.kubectl("create", "serviceaccount", "engine", "-n", "team-a")
     spec = {
-        "nodeSelector": {"kvfleet": "yes"},
+        "nodeSelector": {"kvstrata": "yes"},
         "compatibility": {"model": "m", "revision": "r", "dtype": "bf16", "blockTokens": 16},
         "tiers": [
             {

@@ -32,11 +32,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nodes.Cluster]
 
 @pytest.fixture(scope="session")
 def bare(cluster: nodes.Cluster, tmp_path_factory: pytest.TempPathFactory) -> Fleet:
-    """Nodes without kvfleet, but with what an administrator prepares for it."""
+    """Nodes without kvstrata, but with what an administrator prepares for it."""
     TRANSCRIPT.parent.mkdir(exist_ok=True)
     TRANSCRIPT.write_text("")
     fleet = Fleet(cluster, TRANSCRIPT, tmp_path_factory.mktemp("fleet"))
-    fleet.kubectl("label", "node", "--all", f"kvfleet.io/pool={manifests.POOL}")
+    fleet.kubectl("label", "node", "--all", f"kvstrata.io/pool={manifests.POOL}")
     for path in manifests.HOST_PATHS.values():
         cluster.make_folder(f"{path}/{manifests.POOL}")
     return fleet
@@ -53,9 +53,9 @@ def fleet(bare: Fleet) -> Fleet:
             bare.kubectl("apply", "-f", str(path))
     bare.kubectl("wait", "--for=condition=Ready", f"kvpool/{manifests.POOL}", f"--timeout={LONG_S:.0f}s")
     bare.kubectl(
-        "wait", "--for=create", "-n", "kvfleet-system", "statefulset/kvfleet-redis", f"--timeout={LONG_S:.0f}s"
+        "wait", "--for=create", "-n", "kvstrata-system", "statefulset/kvstrata-redis", f"--timeout={LONG_S:.0f}s"
     )
-    bare.kubectl("rollout", "status", "-n", "kvfleet-system", "statefulset/kvfleet-redis", f"--timeout={LONG_S:.0f}s")
+    bare.kubectl("rollout", "status", "-n", "kvstrata-system", "statefulset/kvstrata-redis", f"--timeout={LONG_S:.0f}s")
     for node in bare.cluster.nodes:
         bare.engine(TEAMS[0], node.name, node.name)
     bare.show()

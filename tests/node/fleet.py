@@ -17,7 +17,7 @@ from nodes.images import image_names
 ROOT: Final = Path(__file__).resolve().parents[2]
 IMAGES: Final = ROOT / "build" / "images"
 ARCHIVES: Final = {"operator": "operator", "metadata": "metadata", "agent": "agent-cpu", "redis": "redis"}
-SYSTEM: Final = "kvfleet-system"
+SYSTEM: Final = "kvstrata-system"
 TEAMS: Final = ("team-alpha", "team-beta")
 SHORT_S: Final = 60.0
 LONG_S: Final = 240.0
@@ -72,11 +72,11 @@ class Fleet:
         """Install the chart with images of this tree, and what the quickstart says of tenants."""
         images = {part: self.image(part) for part in ARCHIVES}
         self._values.write_text(json.dumps(manifests.values(images, huge_pages)))
-        self.helm("install", "kvfleet", str(ROOT / "charts/kvfleet"), *self._chosen(), "--create-namespace")
+        self.helm("install", "kvstrata", str(ROOT / "charts/kvstrata"), *self._chosen(), "--create-namespace")
 
     def upgrade(self, *settings: str) -> None:
         """Upgrade the release with settings more."""
-        self.helm("upgrade", "kvfleet", str(ROOT / "charts/kvfleet"), *self._chosen(), *settings)
+        self.helm("upgrade", "kvstrata", str(ROOT / "charts/kvstrata"), *self._chosen(), *settings)
 
     def engine(self, namespace: str, name: str, node: str, *arguments: str) -> None:
         """Start an engine's pod and wait until it runs."""

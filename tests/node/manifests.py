@@ -9,7 +9,7 @@ PAGE_BYTES: Final = 2 << 20
 DRAM_BYTES: Final = 128 << 20
 HUGE_PAGES: Final = 200
 """Of the machine; both nodes show all of them, and both agents together take 128."""
-HOST_PATHS: Final = {"state": "/var/lib/kvfleet", "sockets": "/run/kvfleet", "memory": "/run/kvfleet-memory"}
+HOST_PATHS: Final = {"state": "/var/lib/kvstrata", "sockets": "/run/kvstrata", "memory": "/run/kvstrata-memory"}
 ENGINE_USER: Final = 1000
 AGENT_GROUP: Final = 65532
 
@@ -35,14 +35,14 @@ def pool() -> Json:
             "capacityPerNode": f"{DRAM_BYTES >> 20}Mi",
             "hostDRAM": {"pageSize": "2Mi", "persistence": "AgentRestart"},
         },
-        {"name": "nvme", "type": "NVMe", "capacityPerNode": "512Mi", "nvme": {"path": f"/var/lib/kvfleet/{POOL}/nvme"}},
+        {"name": "nvme", "type": "NVMe", "capacityPerNode": "512Mi", "nvme": {"path": f"/var/lib/kvstrata/{POOL}/nvme"}},
     ]
     return {
-        "apiVersion": "kvfleet.io/v1alpha1",
+        "apiVersion": "kvstrata.io/v1alpha1",
         "kind": "KVPool",
         "metadata": {"name": POOL},
         "spec": {
-            "nodeSelector": {"kvfleet.io/pool": POOL},
+            "nodeSelector": {"kvstrata.io/pool": POOL},
             "compatibility": {"model": "demo/llama", "revision": "seed-1", "dtype": "bf16", "blockTokens": 16},
             "tiers": tiers,
             # A slow disk is read all the same: the engine is said to compute 100 tokens, of 32 KiB each, a second.
@@ -66,10 +66,10 @@ def script(namespace: str) -> Json:
 
 
 def engine(namespace: str, name: str, node: str, image: str, *arguments: str) -> Json:
-    """An engine's pod: its own ServiceAccount, its own token for kvfleet, and the socket of its pool, read-only."""
+    """An engine's pod: its own ServiceAccount, its own token for kvstrata, and the socket of its pool, read-only."""
     sockets = {"path": f"{HOST_PATHS['sockets']}/{POOL}", "type": "Directory"}
-    token = {"serviceAccountToken": {"audience": "kvfleet", "expirationSeconds": 600, "path": "token"}}
-    mounts = {"sockets": "/run/kvfleet", "token": "/var/run/secrets/kvfleet", "program": "/engine"}
+    token = {"serviceAccountToken": {"audience": "kvstrata", "expirationSeconds": 600, "path": "token"}}
+    mounts = {"sockets": "/run/kvstrata", "token": "/var/run/secrets/kvstrata", "program": "/engine"}
     idle = ["-c", "import signal; signal.pause()"]
     container = {
         "name": "engine",
@@ -82,7 +82,7 @@ def engine(namespace: str, name: str, node: str, image: str, *arguments: str) ->
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": {"name": name, "namespace": namespace, "labels": {"kvfleet.io/pool": POOL}},
+        "metadata": {"name": name, "namespace": namespace, "labels": {"kvstrata.io/pool": POOL}},
         "spec": {
             "serviceAccountName": "engine",
             "automountServiceAccountToken": False,

@@ -25,7 +25,7 @@ SQUEEZED_BLOCKS = 32
 SQUEEZE = {"op": "replace", "path": "/spec/tiers/0/capacityPerNode", "value": "16Mi"}
 HELD = len(FIRST) * BLOCKS
 FLUSH: Json = {
-    "apiVersion": "kvfleet.io/v1alpha1",
+    "apiVersion": "kvstrata.io/v1alpha1",
     "kind": "KVOperation",
     "metadata": {"name": "flush-node-2"},
     "spec": {
@@ -144,13 +144,13 @@ def test_an_uninstalled_fleet_leaves_on_the_nodes_what_retain_promises_and_nothi
     for namespace in TEAMS:
         fleet.kubectl("delete", "pod", "-n", namespace, "--all", "--wait=false")
     fleet.kubectl("delete", "kvpool", POOL, "--timeout=180s")
-    fleet.helm("uninstall", "kvfleet", "-n", SYSTEM, "--wait")
+    fleet.helm("uninstall", "kvstrata", "-n", SYSTEM, "--wait")
     fleet.until("no pod is left", lambda: not fleet.get("pods", "-n", SYSTEM)["items"])
 
     for node in fleet.cluster.nodes:
-        left = files(fleet, node.name, "/run/kvfleet", "/run/kvfleet-memory", HUGE_PAGES_DIR)
-        kept = files(fleet, node.name, "/var/lib/kvfleet")
-        fleet.say(f"# {node.name} keeps {len(kept)} files below /var/lib/kvfleet, and elsewhere {sorted(left)}")
+        left = files(fleet, node.name, "/run/kvstrata", "/run/kvstrata-memory", HUGE_PAGES_DIR)
+        kept = files(fleet, node.name, "/var/lib/kvstrata")
+        fleet.say(f"# {node.name} keeps {len(kept)} files below /var/lib/kvstrata, and elsewhere {sorted(left)}")
         assert not left, "memory is given back, and sockets go with their agents"
         assert any("/nvme/" in path for path in kept)
     assert free_huge_pages() >= HUGE_PAGES

@@ -14,7 +14,7 @@ import pytest
 import peers
 from bench.drivers import ROOT, Command, Driver
 from bench.identity import BLOCK_TOKENS, HEAD_DIM, MODEL, POOL, REVISION, TOKEN
-from kvfleet_api.units import MIB
+from kvstrata_api.units import MIB
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
 
@@ -68,7 +68,7 @@ class Agent:
                   "layers": layers, "head_dim": HEAD_DIM, "element_bytes": 2, **params.pop("layout", {})}  # fmt: skip
         made = {"socket": str(self.socket), "pool": POOL, "token_file": str(self.token), "model_name": "bench-model",
                 "chunk_tokens": 4 * BLOCK_TOKENS, "layout": layout, "lookup_timeout_s": 5, **params}  # fmt: skip
-        plugin = {"module_path": "kvfleet_client.connectors.lmcache", "class_name": "KvfleetL2Adapter"}
+        plugin = {"module_path": "kvstrata_client.connectors.lmcache", "class_name": "KvstrataL2Adapter"}
         return {"type": "plugin", **plugin, "adapter_params": made}
 
 

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any, Final
 
-from kvfleet_metadata import schema
-from kvfleet_metadata.records import Copy, unpack_copies, unpack_registration
+from kvstrata_metadata import schema
+from kvstrata_metadata.records import Copy, unpack_copies, unpack_registration
 from sim.agent import Host
 from sim.books import leftovers
 from sim.engine import NEW_BLOCKS, LastEngine

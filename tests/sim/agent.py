@@ -9,34 +9,34 @@ from typing import Any, Final
 from agent_doubles import LAYOUT, TestCodecs, pool_spec
 from prometheus_client import CollectorRegistry
 
-from kvfleet_agent import provision
-from kvfleet_agent.advice import ADVICE_S, Advice
-from kvfleet_agent.announcer import Announcer
-from kvfleet_agent.backends.arena import ALIGNMENT_BYTES, Arena
-from kvfleet_agent.backends.base import Capabilities, TierBackend
-from kvfleet_agent.backends.extents import FleetingStore
-from kvfleet_agent.core import Core
-from kvfleet_agent.counters import Counters
-from kvfleet_agent.directory import RedisDirectory
-from kvfleet_agent.index import Index
-from kvfleet_agent.latecomers import LOOK_S, Latecomers
-from kvfleet_agent.provision import Provisioner
-from kvfleet_agent.remote.listener import PeerListener
-from kvfleet_agent.remote.peers import RemotePeers
-from kvfleet_agent.scope_memory import ScopeMemory
-from kvfleet_agent.serve.attaching import Attaching
-from kvfleet_agent.serve.session_verbs import SessionVerbs
-from kvfleet_agent.session_journal import SessionJournal
-from kvfleet_agent.sweep import Sweeper, repeat
-from kvfleet_api.models.pool import HostDramTier, KVPoolSpec, NvmeTier
-from kvfleet_api.models.poolnode import NodeTier
-from kvfleet_api.tiers import TierType
-from kvfleet_kube.leases import Lease
-from kvfleet_metadata.access import RedisAccess
-from kvfleet_metadata.records import AgentRecord
-from kvfleet_metadata.store import Store
-from kvfleet_telemetry.catalog_agent import AGENT
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_agent import provision
+from kvstrata_agent.advice import ADVICE_S, Advice
+from kvstrata_agent.announcer import Announcer
+from kvstrata_agent.backends.arena import ALIGNMENT_BYTES, Arena
+from kvstrata_agent.backends.base import Capabilities, TierBackend
+from kvstrata_agent.backends.extents import FleetingStore
+from kvstrata_agent.core import Core
+from kvstrata_agent.counters import Counters
+from kvstrata_agent.directory import RedisDirectory
+from kvstrata_agent.index import Index
+from kvstrata_agent.latecomers import LOOK_S, Latecomers
+from kvstrata_agent.provision import Provisioner
+from kvstrata_agent.remote.listener import PeerListener
+from kvstrata_agent.remote.peers import RemotePeers
+from kvstrata_agent.scope_memory import ScopeMemory
+from kvstrata_agent.serve.attaching import Attaching
+from kvstrata_agent.serve.session_verbs import SessionVerbs
+from kvstrata_agent.session_journal import SessionJournal
+from kvstrata_agent.sweep import Sweeper, repeat
+from kvstrata_api.models.pool import HostDramTier, KVPoolSpec, NvmeTier
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.tiers import TierType
+from kvstrata_kube.leases import Lease
+from kvstrata_metadata.access import RedisAccess
+from kvstrata_metadata.records import AgentRecord
+from kvstrata_metadata.store import Store
+from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.metrics import Instruments
 from sim.disk import Disk
 from sim.door import Door, WatchedLender, WatchedVerbs
 from sim.keys import SimKeys
@@ -118,7 +118,7 @@ class Host:
     def lease(self) -> Lease:
         """The agent's Kubernetes Lease as the API server shows it."""
         holder = "" if self.released else self.name
-        return Lease(f"kvfleet-agent.{POOL}.{self.name}", holder, str(self.renewed), LEASE_S)
+        return Lease(f"kvstrata-agent.{POOL}.{self.name}", holder, str(self.renewed), LEASE_S)
 
     def boot(self) -> None:
         """Start an agent under the node's name, with a new epoch."""

@@ -4,16 +4,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from kvfleet_agent.announcer import Announcer
-from kvfleet_agent.backends import slots
-from kvfleet_agent.entry import GONE, Entry
-from kvfleet_agent.leases import Lease, LeaseTable
-from kvfleet_agent.node import Node
-from kvfleet_agent.remote import transfer
-from kvfleet_agent.reservations import Reservation, ReservationTable
-from kvfleet_api.blocks import ScopeId
-from kvfleet_client import copying, loading
-from kvfleet_client.results import Lease as ClientLease
+from kvstrata_agent.announcer import Announcer
+from kvstrata_agent.backends import slots
+from kvstrata_agent.entry import GONE, Entry
+from kvstrata_agent.leases import Lease, LeaseTable
+from kvstrata_agent.node import Node
+from kvstrata_agent.remote import transfer
+from kvstrata_agent.reservations import Reservation, ReservationTable
+from kvstrata_api.blocks import ScopeId
+from kvstrata_client import copying, loading
+from kvstrata_client.results import Lease as ClientLease
 
 
 def _copy_unverified(lease: ClientLease, into: memoryview) -> bool:

@@ -17,17 +17,17 @@ from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final
 
-import kvfleet_agent.backends.nvme
-import kvfleet_agent.entry
-import kvfleet_agent.serve.connection
-import kvfleet_agent.sessions
-import kvfleet_metadata.schema
-from kvfleet_agent.backends.volume import DIRECT_BYTES
+import kvstrata_agent.backends.nvme
+import kvstrata_agent.entry
+import kvstrata_agent.serve.connection
+import kvstrata_agent.sessions
+import kvstrata_metadata.schema
+from kvstrata_agent.backends.volume import DIRECT_BYTES
 from sim.memory import SimExtents
 from sim.network import ListenSocket
 from sim.sockets import SimSocket
 
-_LATE: Final = ("kvfleet_agent", "kvfleet_metadata", "kvfleet_client", "kvfleet_api")
+_LATE: Final = ("kvstrata_agent", "kvstrata_metadata", "kvstrata_client", "kvstrata_api")
 
 
 class World:
@@ -142,12 +142,12 @@ def install() -> None:
     _install_sockets()
     _install_hashes()
     # Simulated memory lies wherever the allocator put it; a node's own begins at a page.
-    nvme: Any = kvfleet_agent.backends.nvme
+    nvme: Any = kvstrata_agent.backends.nvme
     nvme.is_direct = lambda view: view.nbytes % DIRECT_BYTES == 0
 
 
 def _modules() -> list[ModuleType]:
-    for package in ("kvfleet_agent.remote", "kvfleet_agent.serve", "kvfleet_agent.backends", "kvfleet_client"):
+    for package in ("kvstrata_agent.remote", "kvstrata_agent.serve", "kvstrata_agent.backends", "kvstrata_client"):
         _import_all(package)
     return [m for name, m in sorted(sys.modules.items()) if name.startswith(_LATE)]
 
@@ -161,22 +161,22 @@ def _import_all(package: str) -> None:
 
 def _install_sockets() -> None:
     for name, attribute, value in (
-        ("kvfleet_client.aio", "socket", _ENGINE_SOCKETS),
-        ("kvfleet_client.aio_link", "os", _CLOSES_NOTHING),
-        ("kvfleet_client.protocol", "Extents", SimExtents),
-        ("kvfleet_agent.remote.listener", "socket", _PEER_SOCKETS),
+        ("kvstrata_client.aio", "socket", _ENGINE_SOCKETS),
+        ("kvstrata_client.aio_link", "os", _CLOSES_NOTHING),
+        ("kvstrata_client.protocol", "Extents", SimExtents),
+        ("kvstrata_agent.remote.listener", "socket", _PEER_SOCKETS),
     ):
         setattr(importlib.import_module(name), attribute, value)
 
 
 def _install_hashes() -> None:
     """Give whatever lies in sets a hash that is the same in every process."""
-    entry: Any = kvfleet_agent.entry.Entry
+    entry: Any = kvstrata_agent.entry.Entry
     from_bytes = int.from_bytes
     entry.__hash__ = lambda self: from_bytes(self.digest[-7:])
-    session: Any = kvfleet_agent.sessions.Session
+    session: Any = kvstrata_agent.sessions.Session
     session.__hash__ = lambda self: zlib.crc32(self.name.encode())
-    connection: Any = kvfleet_agent.serve.connection.Connection
+    connection: Any = kvstrata_agent.serve.connection.Connection
     connection.__hash__ = lambda self: int(self.attachment.owner)
-    shard: Any = kvfleet_metadata.schema.Shard
+    shard: Any = kvstrata_metadata.schema.Shard
     shard.__hash__ = lambda self: zlib.crc32(self.key)

@@ -5,9 +5,9 @@ import random
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvfleet_agent.backends.nvme import RecordStore, open_store
-from kvfleet_agent.backends.sealing import DataKeys
-from kvfleet_api.errors import BackendFailedError
+from kvstrata_agent.backends.nvme import RecordStore, open_store
+from kvstrata_agent.backends.sealing import DataKeys
+from kvstrata_api.errors import BackendFailedError
 from sim.volume import Lie, MemoryVolume
 
 SEGMENT: Final = "seg"

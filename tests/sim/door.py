@@ -3,12 +3,12 @@
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from kvfleet_agent.ports import Lender, Lent, Stretch
-from kvfleet_agent.serve.attachment import Attachment
-from kvfleet_agent.serve.connection import Connection
-from kvfleet_agent.serve.verbs import Verbs
-from kvfleet_api import wire
-from kvfleet_api.blocks import BlockKey, LayoutId
+from kvstrata_agent.ports import Lender, Lent, Stretch
+from kvstrata_agent.serve.attachment import Attachment
+from kvstrata_agent.serve.connection import Connection
+from kvstrata_agent.serve.verbs import Verbs
+from kvstrata_api import wire
+from kvstrata_api.blocks import BlockKey, LayoutId
 from sim.process import Process
 from sim.shadow import PEER, Shadow
 from sim.sockets import SimSocket

@@ -7,12 +7,12 @@ from typing import Any, Final
 
 from agent_doubles import LAYOUT
 
-from kvfleet_api.blocks import BlockKey
-from kvfleet_api.errors import KvFleetError, LeaseLostError
-from kvfleet_client.aio import AsyncClient
-from kvfleet_client.cache import AsyncPrefixCache
-from kvfleet_client.results import Stored
-from kvfleet_client.target import Target
+from kvstrata_api.blocks import BlockKey
+from kvstrata_api.errors import KvStrataError, LeaseLostError
+from kvstrata_client.aio import AsyncClient
+from kvstrata_client.cache import AsyncPrefixCache
+from kvstrata_client.results import Stored
+from kvstrata_client.target import Target
 from sim import prompts
 from sim.agent import POOL
 from sim.process import Process
@@ -73,7 +73,7 @@ class Engine:
             await verb()
         except LeaseLostError:
             self._world.tally.lost_leases += 1
-        except KvFleetError as e:
+        except KvStrataError as e:
             self._world.violate("bug", f"{self.name}: {verb.__name__} raised {type(e).__name__}: {e}")
 
     def _think_s(self) -> float:

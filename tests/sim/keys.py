@@ -2,7 +2,7 @@
 
 import hashlib
 
-from kvfleet_api.blocks import ScopeId
+from kvstrata_api.blocks import ScopeId
 from sim.tenancy import Tenancy, secret_of
 
 SEALED_EVERY = 4

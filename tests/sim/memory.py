@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from kvfleet_api.errors import InvalidInputError
-from kvfleet_api.wire import ExtentGrant
-from kvfleet_client.extents import Extents
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.wire import ExtentGrant
+from kvstrata_client.extents import Extents
 
 _descriptors = itertools.count(1 << 25)
 _OPEN: Final[dict[int, "SimExtent"]] = {}

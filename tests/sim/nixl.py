@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from kvfleet_agent.remote.nixl import Read, address_of
-from kvfleet_api.errors import BackendFailedError
+from kvstrata_agent.remote.nixl import Read, address_of
+from kvstrata_api.errors import BackendFailedError
 from sim.loop import SimLoop
 from sim.process import Process
 

@@ -6,8 +6,8 @@ from typing import Final
 import numpy as np
 from agent_doubles import BLOCK_BYTES, LAYOUT
 
-from kvfleet_api.blocks import BlockKey, ScopeId
-from kvfleet_client.chain import Prompt, Tokens
+from kvstrata_api.blocks import BlockKey, ScopeId
+from kvstrata_client.chain import Prompt, Tokens
 from sim.tenancy import secret_of
 
 CHAINS = 6

@@ -8,9 +8,9 @@ import numpy as np
 from agent_doubles import BLOCK_BYTES
 from msgspec.structs import replace
 
-from kvfleet_api.blocks import BlockKey
-from kvfleet_client import copying
-from kvfleet_client.results import Lease, Reservation
+from kvstrata_api.blocks import BlockKey
+from kvstrata_client import copying
+from kvstrata_client.results import Lease, Reservation
 from sim.prompts import content
 
 FALSE_SUM: Final = bytes(16)

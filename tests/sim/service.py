@@ -3,11 +3,11 @@
 import asyncio
 from typing import Any, Final
 
-from kvfleet_api.errors import ApiServerAwayError, DirectoryAwayError
-from kvfleet_kube.leases import Lease
-from kvfleet_metadata.authority import Alone
-from kvfleet_metadata.duties import Duties
-from kvfleet_metadata.nominator import agent_facts
+from kvstrata_api.errors import ApiServerAwayError, DirectoryAwayError
+from kvstrata_kube.leases import Lease
+from kvstrata_metadata.authority import Alone
+from kvstrata_metadata.duties import Duties
+from kvstrata_metadata.nominator import agent_facts
 from sim.store import SimStore
 
 POOL: Final = "pool"

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from kvfleet_agent.backends.base import MappableBackend, SlotRef, TierBackend
-from kvfleet_agent.backends.columns import ColumnarBackend, Columns
-from kvfleet_agent.entry import Entry
-from kvfleet_agent.node import Node
-from kvfleet_agent.sessions import SessionState
-from kvfleet_agent.tiers import ORDINAL_SHIFT, Tier
-from kvfleet_api import wire
-from kvfleet_api.blocks import ScopeId
+from kvstrata_agent.backends.base import MappableBackend, SlotRef, TierBackend
+from kvstrata_agent.backends.columns import ColumnarBackend, Columns
+from kvstrata_agent.entry import Entry
+from kvstrata_agent.node import Node
+from kvstrata_agent.sessions import SessionState
+from kvstrata_agent.tiers import ORDINAL_SHIFT, Tier
+from kvstrata_api import wire
+from kvstrata_api.blocks import ScopeId
 
 EXTENT_MASK: Final = (1 << ORDINAL_SHIFT) - 1
 LEASE_S_MAX: Final = 300.0

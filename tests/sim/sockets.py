@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvfleet_api import wire
+from kvstrata_api import wire
 from sim.loop import SimLoop
 from sim.process import PROCESS, Process
 

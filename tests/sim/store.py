@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from kvfleet_api.errors import DirectoryAwayError
-from kvfleet_metadata.store import Call, Store
+from kvstrata_api.errors import DirectoryAwayError
+from kvstrata_metadata.store import Call, Store
 from sim.loop import SimLoop
 from sim.network import Network
 from sim.process import PROCESS

@@ -7,11 +7,11 @@ import hashlib
 import random
 from collections.abc import Iterator, Mapping
 
-from kvfleet_agent.policy.quota import Bound, OverQuota, Rules
-from kvfleet_agent.ports import Caller
-from kvfleet_api.blocks import ScopeId, ScopeSecret
-from kvfleet_api.errors import UnauthenticatedError
-from kvfleet_api.trust import Access, Grants, Identity, ScopeKind
+from kvstrata_agent.policy.quota import Bound, OverQuota, Rules
+from kvstrata_agent.ports import Caller
+from kvstrata_api.blocks import ScopeId, ScopeSecret
+from kvstrata_api.errors import UnauthenticatedError
+from kvstrata_api.trust import Access, Grants, Identity, ScopeKind
 
 TENANTS = ("a", "b")
 TOKEN_S = 1e6
@@ -149,4 +149,4 @@ class SimAuthenticator:
 
     async def verify_peer(self, token: str, agent: str) -> Identity:  # noqa: ARG002
         """Every agent is one of ours."""
-        return Identity("kvfleet-system", token)
+        return Identity("kvstrata-system", token)

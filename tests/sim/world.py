@@ -8,10 +8,10 @@ import zlib
 from functools import cache
 from typing import Any, Final
 
-import kvfleet_agent.backends.arena
-import kvfleet_agent.backends.nvme
-import kvfleet_agent.sweep
-import kvfleet_agent.writer
+import kvstrata_agent.backends.arena
+import kvstrata_agent.backends.nvme
+import kvstrata_agent.sweep
+import kvstrata_agent.writer
 from sim import agent as agents
 from sim import determinism
 from sim.agent import Host, Settings, Sizes
@@ -224,16 +224,16 @@ def install() -> None:
     """Prepare this process for simulated worlds. Idempotent."""
     determinism.install()
     agents.install()
-    changed: Any = kvfleet_agent.sweep
+    changed: Any = kvstrata_agent.sweep
     changed.EXPIRE_S, changed.TEND_S = 0.4, 0.3
     changed.Sweeper.gauges = lambda _: None  # A tenth of a run's time, for figures that nobody reads.
-    writer: Any = kvfleet_agent.writer
+    writer: Any = kvstrata_agent.writer
     writer.RESERVATION_S = RESERVATION_S
-    arena: Any = kvfleet_agent.backends.arena
+    arena: Any = kvstrata_agent.backends.arena
     arena._EXTENT_PARTS = 6
-    nvme: Any = kvfleet_agent.backends.nvme
+    nvme: Any = kvstrata_agent.backends.nvme
     nvme._SEGMENT_PARTS = 8
-    for name in ("kvfleet", "kvfleet_agent", "kvfleet_metadata", "kvfleet_client"):
+    for name in ("kvstrata", "kvstrata_agent", "kvstrata_metadata", "kvstrata_client"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.ERROR)
         logger.propagate = False

@@ -27,12 +27,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from session_rules import LOW_SLOTS, SLOTS, TENANT, SessionRules, owners, seldom
 from virtual_loop import VirtualLoop
 
-from kvfleet_agent.place import Place
-from kvfleet_agent.reader import Read
-from kvfleet_agent.reservations import RESERVATION_S, Reservation
-from kvfleet_agent.writer import EXISTED, PUBLISHED, REFUSED
-from kvfleet_api.blocks import ScopeId
-from kvfleet_api.checksum import checksum
+from kvstrata_agent.place import Place
+from kvstrata_agent.reader import Read
+from kvstrata_agent.reservations import RESERVATION_S, Reservation
+from kvstrata_agent.writer import EXISTED, PUBLISHED, REFUSED
+from kvstrata_api.blocks import ScopeId
+from kvstrata_api.checksum import checksum
 
 pytestmark = pytest.mark.stateful
 

@@ -24,16 +24,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvfleet_metadata import registry, shards
-from kvfleet_metadata.acl import Role
-from kvfleet_metadata.collect import plan
-from kvfleet_metadata.embedded import EmbeddedRedis
-from kvfleet_metadata.outbox import Outbox
-from kvfleet_metadata.records import AgentRecord, Announcement, Incarnation
-from kvfleet_metadata.schema import REGISTRY_KEY, Shard
-from kvfleet_metadata.shards import Batch, Mode, Verdict
-from kvfleet_metadata.store import Store
-from kvfleet_metadata.testing import redis_cli, running_redis
+from kvstrata_metadata import registry, shards
+from kvstrata_metadata.acl import Role
+from kvstrata_metadata.collect import plan
+from kvstrata_metadata.embedded import EmbeddedRedis
+from kvstrata_metadata.outbox import Outbox
+from kvstrata_metadata.records import AgentRecord, Announcement, Incarnation
+from kvstrata_metadata.schema import REGISTRY_KEY, Shard
+from kvstrata_metadata.shards import Batch, Mode, Verdict
+from kvstrata_metadata.store import Store
+from kvstrata_metadata.testing import redis_cli, running_redis
 
 pytestmark = pytest.mark.stateful
 

@@ -23,14 +23,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvfleet_agent.backends.arena import Arena
-from kvfleet_agent.backends.base import Capabilities, Record, SlotRef
-from kvfleet_agent.backends.hold import take_hold
-from kvfleet_agent.backends.lasting import LastingStore
-from kvfleet_agent.backends.memory import make_file
-from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId
-from kvfleet_api.checksum import checksum
-from kvfleet_api.errors import BlockCorruptError, TierFullError
+from kvstrata_agent.backends.arena import Arena
+from kvstrata_agent.backends.base import Capabilities, Record, SlotRef
+from kvstrata_agent.backends.hold import take_hold
+from kvstrata_agent.backends.lasting import LastingStore
+from kvstrata_agent.backends.memory import make_file
+from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
+from kvstrata_api.checksum import checksum
+from kvstrata_api.errors import BlockCorruptError, TierFullError
 
 pytestmark = pytest.mark.stateful
 
@@ -64,7 +64,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.root = Path(tempfile.mkdtemp(prefix="kvfleet-test-", dir=leftovers.memory()))
+        self.root = Path(tempfile.mkdtemp(prefix="kvstrata-test-", dir=leftovers.memory()))
         self.loop = asyncio.new_event_loop()
         self.blocks: dict[int, Block] = {}
         """What must be there, by number."""

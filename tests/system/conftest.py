@@ -14,9 +14,9 @@ from metadata_replicas import Redis, Replica, launch, until
 
 from controlplane import ControlPlane, start
 from controlplane.testing import session_plane
-from kvfleet_agent.kube.place import Place
-from kvfleet_agent.kube.world import KubeWorld
-from kvfleet_api import names
+from kvstrata_agent.kube.place import Place
+from kvstrata_agent.kube.world import KubeWorld
+from kvstrata_api import names
 
 _numbers = itertools.count()
 
@@ -82,8 +82,8 @@ async def redis(tmp_path: Path) -> AsyncIterator[Redis]:
 @pytest.fixture
 async def service(plane: ControlPlane, redis: Redis, tmp_path: Path) -> AsyncIterator[Replica]:
     """One metadata service that leads."""
-    path = plane.service_account_kubeconfig(SYSTEM, "kvfleet-metadata", tmp_path / "metadata.kubeconfig")
-    plane.kubectl("delete", "lease", "kvfleet-metadata", "-n", SYSTEM, "--ignore-not-found")
+    path = plane.service_account_kubeconfig(SYSTEM, "kvstrata-metadata", tmp_path / "metadata.kubeconfig")
+    plane.kubectl("delete", "lease", "kvstrata-metadata", "-n", SYSTEM, "--ignore-not-found")
     made = launch("a", path, redis, tmp_path)
     try:
         await until(lambda: made.is_up and made.leads, "the service does not lead")

@@ -16,7 +16,7 @@ from kube_agent import GROUP, MIB, SYSTEM, Agent, custom, dram, got, nvme, put, 
 from operator_process import Replica, running
 
 from controlplane import ApiError, ControlPlane
-from kvfleet_api import names
+from kvstrata_api import names
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
 
@@ -84,7 +84,7 @@ def at_rest(agent: Agent) -> bytes:
 def on_disk(agent: Agent) -> int:
     """Blocks in the NVMe tier, as the agent's metrics tell."""
     lines = agent.metrics().splitlines()
-    found = [line for line in lines if line.startswith("kvfleet_tier_blocks") and 'tier="nvme"' in line]
+    found = [line for line in lines if line.startswith("kvstrata_tier_blocks") and 'tier="nvme"' in line]
     return int(float(found[0].rsplit(" ", 1)[1])) if found else 0
 
 

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from threats.frames import ENGINE_VALID, KEYS, OWN
 
-from kvfleet_agent.serve.connection import IN_FLIGHT_MAX
-from kvfleet_agent.tiers import Tier
-from kvfleet_api import wire
+from kvstrata_agent.serve.connection import IN_FLIGHT_MAX
+from kvstrata_agent.tiers import Tier
+from kvstrata_api import wire
 
 pytestmark = pytest.mark.system
 

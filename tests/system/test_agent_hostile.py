@@ -19,16 +19,16 @@ from agent_process import DOMAIN, member
 from agent_thread import AgentThread
 from hostile import NOBODY_UID, Hostile, apart, attempts, digests_of
 
-from kvfleet_agent.backends import torn
-from kvfleet_agent.backends.arena import Arena
-from kvfleet_agent.backends.home import NO_HOME, Home
-from kvfleet_agent.backends.host_dram import open_host_dram
-from kvfleet_agent.backends.mounts import read_mounts
-from kvfleet_agent.tiers import Tier
-from kvfleet_api import wire
-from kvfleet_api.models.pool import HostDramTier
-from kvfleet_api.models.poolnode import NodeTier
-from kvfleet_api.tiers import TierType
+from kvstrata_agent.backends import torn
+from kvstrata_agent.backends.arena import Arena
+from kvstrata_agent.backends.home import NO_HOME, Home
+from kvstrata_agent.backends.host_dram import open_host_dram
+from kvstrata_agent.backends.mounts import read_mounts
+from kvstrata_agent.tiers import Tier
+from kvstrata_api import wire
+from kvstrata_api.models.pool import HostDramTier
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.tiers import TierType
 
 pytestmark = pytest.mark.system
 
@@ -51,7 +51,7 @@ def agent(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[AgentThrea
     callers = FakeAuthenticator(
         a=member("a", can_write=True), b=member("b", can_write=True), c=member("c", can_write=False), d=caller("d")
     )
-    with tempfile.TemporaryDirectory(prefix="kvfleet-test-", dir=leftovers.memory()) as directory:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-test-", dir=leftovers.memory()) as directory:
         home = Home(Path(directory), "pool", "node", read_mounts(), "dram") if request.param == "tmpfs" else None
         with AgentThread(tmp_path / "agent.sock", lambda: [memory_tier(home)], callers) as served:
             yield served
@@ -241,7 +241,7 @@ def test_memory_that_is_cut_short_is_a_miss_and_the_agent_lives(
     if not arena(agent).capabilities.outlives_agent:
         pytest.skip("sealed memory cannot be cut short by anybody")
     monkeypatch.setattr(
-        "kvfleet_agent.backends.memory.open_writable",
+        "kvstrata_agent.backends.memory.open_writable",
         lambda fd, **_: os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC),
     )
     with Hostile(agent.socket, "a") as vandal, Hostile(agent.socket, "b") as bystander:

@@ -19,11 +19,11 @@ from agent_kube_world import (
 )
 
 from controlplane import ControlPlane
-from kvfleet_agent.kube import heartbeat, status_plan
-from kvfleet_agent.kube.place import Place
-from kvfleet_agent.kube.world import KubeWorld
-from kvfleet_api import names
-from kvfleet_api.conditions import Status
+from kvstrata_agent.kube import heartbeat, status_plan
+from kvstrata_agent.kube.place import Place
+from kvstrata_agent.kube.world import KubeWorld
+from kvstrata_api import names
+from kvstrata_api.conditions import Status
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -141,7 +141,7 @@ async def test_what_somebody_else_wrote_over_our_status_is_put_right(
     body: Json = {"apiVersion": names.API_VERSION, "kind": "KVPoolNode"}
     body |= {"metadata": {"name": names.pool_node_name(place.pool, place.node)}}
     body |= {"status": {"conditions": [gone | stamp, theirs | stamp]}}
-    flags = ("--server-side", "--subresource=status", "--force-conflicts", "--field-manager=kvfleet-operator")
+    flags = ("--server-side", "--subresource=status", "--force-conflicts", "--field-manager=kvstrata-operator")
     plane.kubectl("apply", "-f", "-", *flags, stdin=str(body).replace("'", '"'))
 
     def conditions() -> dict[str, str]:

@@ -22,15 +22,15 @@ from agent_kube_world import (
 )
 
 from controlplane import ControlPlane
-from kvfleet_agent.kube.place import Place
-from kvfleet_agent.kube.world import KubeWorld
-from kvfleet_api.conditions import Status
-from kvfleet_api.errors import (
+from kvstrata_agent.kube.place import Place
+from kvstrata_agent.kube.world import KubeWorld
+from kvstrata_api.conditions import Status
+from kvstrata_api.errors import (
     ApiServerAwayError,
     ForbiddenError,
     UnauthenticatedError,
 )
-from kvfleet_api.trust import Identity
+from kvstrata_api.trust import Identity
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from kube_agent import MIB, Agent, dram, got, make_tenant, nvme, put, until
 
-import kvfleet_native
+import kvstrata_native
 from controlplane import ControlPlane
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
@@ -41,8 +41,8 @@ def test_an_engine_stores_and_loads_and_the_status_says_so(agent: Agent) -> None
     assert agent.tier("nvme")["probe"]["readBytesPerSecond"] > 0
     assert agent.condition("MetadataAvailable")["status"] == "False"
     assert agent.condition("CapacitySatisfied")["status"] == "True"
-    assert 'kvfleet_published_blocks_total{node="node-a",pool="' in agent.metrics()
-    assert f'kvfleet_agent_info{{kernels="{kvfleet_native.level}",node="node-a"' in agent.metrics()
+    assert 'kvstrata_published_blocks_total{node="node-a",pool="' in agent.metrics()
+    assert f'kvstrata_agent_info{{kernels="{kvstrata_native.level}",node="node-a"' in agent.metrics()
 
 
 def test_squeezed_memory_goes_to_disk_and_comes_back_the_same(agent: Agent) -> None:

@@ -12,8 +12,8 @@ from fleet_issuer import make_pod, pod_token
 from guarded_agent import TokenEngine, guarded
 
 from controlplane import ControlPlane
-from kvfleet_agent.kube.world import KubeWorld
-from kvfleet_api import names
+from kvstrata_agent.kube.world import KubeWorld
+from kvstrata_api import names
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 

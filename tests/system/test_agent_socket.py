@@ -16,14 +16,14 @@ import pytest
 from agent_doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, bytes_of, caller, dict_tier, dram_tier
 from agent_thread import AgentThread
 
-from kvfleet_agent.serve.channel import SEND_S
-from kvfleet_agent.tiers import Tier
-from kvfleet_api import wire
-from kvfleet_api.blocks import BlockKey, Layout, ScopeId, chain_keys, pack_digests
-from kvfleet_api.checksum import checksum
-from kvfleet_api.errors import ForbiddenError, InvalidInputError, UnauthenticatedError
-from kvfleet_client.client import Client
-from kvfleet_client.target import Target
+from kvstrata_agent.serve.channel import SEND_S
+from kvstrata_agent.tiers import Tier
+from kvstrata_api import wire
+from kvstrata_api.blocks import BlockKey, Layout, ScopeId, chain_keys, pack_digests
+from kvstrata_api.checksum import checksum
+from kvstrata_api.errors import ForbiddenError, InvalidInputError, UnauthenticatedError
+from kvstrata_client.client import Client
+from kvstrata_client.target import Target
 
 pytestmark = pytest.mark.system
 

@@ -27,16 +27,16 @@ from agent_kube_world import (
 )
 
 from controlplane import ControlPlane
-from kvfleet_agent.kube import reviews
-from kvfleet_agent.kube.world import KubeWorld
-from kvfleet_api import names
-from kvfleet_api.errors import (
+from kvstrata_agent.kube import reviews
+from kvstrata_agent.kube.world import KubeWorld
+from kvstrata_api import names
+from kvstrata_api.errors import (
     ApiServerAwayError,
     ForbiddenError,
     RetryableError,
     UnauthenticatedError,
 )
-from kvfleet_api.trust import Identity
+from kvstrata_api.trust import Identity
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -79,7 +79,7 @@ async def test_a_pod_bound_token_names_its_pod_and_dies_with_it(
     await refused(world, token)
 
 
-@pytest.mark.parametrize("audience", [None, "https://other.example", "kvfleet2"])
+@pytest.mark.parametrize("audience", [None, "https://other.example", "kvstrata2"])
 async def test_a_token_of_another_audience_is_refused(
     plane: ControlPlane, world: KubeWorld, audience: str | None
 ) -> None:
@@ -256,7 +256,7 @@ async def test_only_an_agent_of_this_fleet_is_a_peer(plane: ControlPlane, world:
 
     team = make_namespace(plane)
     plane.api.post(f"/api/v1/namespaces/{team}/serviceaccounts", {"metadata": {"name": names.AGENT_SERVICE_ACCOUNT}})
-    for namespace, name in ((team, "engine"), (team, names.AGENT_SERVICE_ACCOUNT), (SYSTEM, "kvfleet-operator")):
+    for namespace, name in ((team, "engine"), (team, names.AGENT_SERVICE_ACCOUNT), (SYSTEM, "kvstrata-operator")):
         with pytest.raises(ForbiddenError):
             await world.authenticator.verify_peer(token(namespace, name), "p.other")
     with pytest.raises(UnauthenticatedError):

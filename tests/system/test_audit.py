@@ -10,9 +10,9 @@ from kube_agent import LAYOUT, MIB, Agent, dram, keys_of, make_tenant, put, unti
 from threats.raw_caller import RawCaller
 
 from controlplane import ControlPlane
-from kvfleet_api import names, wire
-from kvfleet_api.blocks import pack_digests
-from kvfleet_api.tiers import Lookup
+from kvstrata_api import names, wire
+from kvstrata_api.blocks import pack_digests
+from kvstrata_api.tiers import Lookup
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -22,14 +22,14 @@ ASKED = 40
 def lines(agent: Agent) -> list[dict[str, Any]]:
     """The audit log so far."""
     written = (agent.home / "agent.log").read_text().splitlines()
-    return [line for line in map(json.loads, written) if line["logger"] == "kvfleet.audit"]
+    return [line for line in map(json.loads, written) if line["logger"] == "kvstrata.audit"]
 
 
 def counted(agent: Agent, reason: str) -> float:
     found = [
         line
         for line in agent.metrics().splitlines()
-        if line.startswith("kvfleet_audit_total{") and f'reason="{reason}"' in line
+        if line.startswith("kvstrata_audit_total{") and f'reason="{reason}"' in line
     ]
     return sum(float(line.rpartition(" ")[2]) for line in found)
 

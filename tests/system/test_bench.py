@@ -106,7 +106,7 @@ def test_bench_remote_ends_with_the_agreed_line() -> None:
     if "absent" not in said["versions"].get("nixl", "absent"):
         assert said["ratios"]["read_2MiB_vs_nixl"] > 0
         assert "nixl verified" in done.stdout
-    assert said["values"]["kvfleet_2MiB_bytes_per_s"] > 0
+    assert said["values"]["kvstrata_2MiB_bytes_per_s"] > 0
 
 
 def test_bench_nvme_ends_with_the_agreed_line(tmp_path: Path) -> None:

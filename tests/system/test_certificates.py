@@ -24,24 +24,24 @@ from prometheus_client import CollectorRegistry
 from controlplane import ControlPlane
 from controlplane.assets import find_tool
 from controlplane.ports import free_ports
-from kvfleet_agent.ports import Wanted
-from kvfleet_agent.remote.listener import PeerListener
-from kvfleet_agent.remote.peers import RemotePeers
-from kvfleet_agent.remote.security import PeerTls
-from kvfleet_api import names
-from kvfleet_api.blocks import BlockKey
-from kvfleet_api.errors import DirectoryAwayError
-from kvfleet_kube.certified import OwnCertificate
-from kvfleet_kube.tls import Credential, answering, client_context, peer_uri
-from kvfleet_metadata.access import RedisAccess
-from kvfleet_metadata.acl import Grant, Role, acl_file
-from kvfleet_metadata.cluster_store import open_store
-from kvfleet_metadata.records import AgentRecord, Location
-from kvfleet_metadata.store import Store
-from kvfleet_operator import certificates
-from kvfleet_operator.issuing import Issuance
-from kvfleet_telemetry.catalog_agent import AGENT
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_agent.ports import Wanted
+from kvstrata_agent.remote.listener import PeerListener
+from kvstrata_agent.remote.peers import RemotePeers
+from kvstrata_agent.remote.security import PeerTls
+from kvstrata_api import names
+from kvstrata_api.blocks import BlockKey
+from kvstrata_api.errors import DirectoryAwayError
+from kvstrata_kube.certified import OwnCertificate
+from kvstrata_kube.tls import Credential, answering, client_context, peer_uri
+from kvstrata_metadata.access import RedisAccess
+from kvstrata_metadata.acl import Grant, Role, acl_file
+from kvstrata_metadata.cluster_store import open_store
+from kvstrata_metadata.records import AgentRecord, Location
+from kvstrata_metadata.store import Store
+from kvstrata_operator import certificates
+from kvstrata_operator.issuing import Issuance
+from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.metrics import Instruments
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -102,7 +102,7 @@ async def test_an_agent_and_the_metadata_service_get_their_own_names_and_meet(
     agent, metadata = names.agent_uri(SYSTEM, "p.node-a"), names.service_uri(SYSTEM, "metadata")
     async with (
         holder(fresh, tmp_path, agent) as one,
-        holder(fresh, tmp_path, metadata, "kvfleet-metadata") as other,
+        holder(fresh, tmp_path, metadata, "kvstrata-metadata") as other,
     ):
         await asyncio.sleep(0.5)
         assert one.credential is None, "nobody signs yet"
@@ -126,11 +126,11 @@ def denials(plane: ControlPlane) -> list[str]:
 @pytest.mark.parametrize(
     ("account", "uri", "why"),
     [
-        ("kvfleet-agent", names.service_uri(SYSTEM, "metadata"), "IdentityForbidden"),
-        ("kvfleet-agent", names.agent_uri("elsewhere", "p.node-a"), "IdentityForbidden"),
-        ("kvfleet-agent", names.agent_uri(SYSTEM, "node-without-pool"), "IdentityForbidden"),
-        ("kvfleet-metadata", names.agent_uri(SYSTEM, "p.node-a"), "IdentityForbidden"),
-        ("kvfleet-metadata", names.service_uri(SYSTEM, "redis"), "IdentityForbidden"),
+        ("kvstrata-agent", names.service_uri(SYSTEM, "metadata"), "IdentityForbidden"),
+        ("kvstrata-agent", names.agent_uri("elsewhere", "p.node-a"), "IdentityForbidden"),
+        ("kvstrata-agent", names.agent_uri(SYSTEM, "node-without-pool"), "IdentityForbidden"),
+        ("kvstrata-metadata", names.agent_uri(SYSTEM, "p.node-a"), "IdentityForbidden"),
+        ("kvstrata-metadata", names.service_uri(SYSTEM, "redis"), "IdentityForbidden"),
     ],
 )
 async def test_nobody_gets_the_name_of_another(
@@ -145,7 +145,7 @@ async def test_nobody_gets_the_name_of_another(
 
 
 async def test_a_pod_may_be_the_agent_of_its_own_node_alone(fresh: ControlPlane, tmp_path: Path) -> None:
-    pod = make_pod(fresh, SYSTEM, "agent-b", "kvfleet-agent", "node-b")
+    pod = make_pod(fresh, SYSTEM, "agent-b", "kvstrata-agent", "node-b")
     path = pod_kubeconfig(fresh, pod, tmp_path / "b.kubeconfig")
     rules = Issuance(SYSTEM, needs_bound_tokens=True)
     with issuing(fresh, tmp_path, rules):
@@ -315,8 +315,8 @@ async def test_the_chart_s_redis_gets_its_certificate_and_reads_the_next_one(
 
 def rendered(*settings: str) -> list[dict[str, Any]]:
     """Objects of the chart."""
-    chart = Path(__file__).resolve().parents[2] / "charts" / "kvfleet"
-    command = [str(find_tool("helm")), "template", "kvfleet", str(chart), "--namespace", SYSTEM]
+    chart = Path(__file__).resolve().parents[2] / "charts" / "kvstrata"
+    command = [str(find_tool("helm")), "template", "kvstrata", str(chart), "--namespace", SYSTEM]
     done = subprocess.run([*command, *settings], text=True, capture_output=True, check=True)
     return [one for one in yaml.safe_load_all(done.stdout) if one]
 
@@ -326,7 +326,7 @@ def test_the_chart_leaves_the_authority_to_cert_manager_where_asked() -> None:
     objects = rendered("--set", "certificates.certManager=true")
     (certificate,) = (o for o in objects if o["kind"] == "Certificate")
     (rights,) = (o for o in objects if o["kind"] == "Role" and o["metadata"]["namespace"] == names.CA_NAMESPACE)
-    (operator,) = (o for o in objects if o["kind"] == "Deployment" and o["metadata"]["name"] == "kvfleet-operator")
+    (operator,) = (o for o in objects if o["kind"] == "Deployment" and o["metadata"]["name"] == "kvstrata-operator")
 
     wanted = certificate["spec"]
     assert (certificate["metadata"]["namespace"], wanted["secretName"]) == (names.CA_NAMESPACE, names.CA_SECRET)
@@ -339,11 +339,11 @@ def test_the_chart_leaves_the_authority_to_cert_manager_where_asked() -> None:
 
 def start_chart_redis(folder: Path, port: int) -> "subprocess.Popen[bytes]":
     """Run the chart's start script on its own configuration."""
-    chart = Path(__file__).resolve().parents[2] / "charts" / "kvfleet"
+    chart = Path(__file__).resolve().parents[2] / "charts" / "kvstrata"
     places = {
-        "/etc/kvfleet-redis-tls": "tls",
-        "/etc/kvfleet-redis": "etc",
-        "/run/kvfleet-redis": "run",
+        "/etc/kvstrata-redis-tls": "tls",
+        "/etc/kvstrata-redis": "etc",
+        "/run/kvstrata-redis": "run",
         "/data": "data",
     }
     template = (chart / "templates" / "redis.yaml").read_text()
@@ -355,7 +355,7 @@ def start_chart_redis(folder: Path, port: int) -> "subprocess.Popen[bytes]":
         settings, script = settings.replace(there, str(folder / here)), script.replace(there, str(folder / here))
     (folder / "etc" / "redis.conf").write_text(settings + "\nbind 127.0.0.1\n")
     (folder / "etc" / "users.acl").write_text(acl_file((Grant(Role.AGENT, "agent" * 4),)))
-    own = {"KVFLEET_RELOAD_S": "0.5", "KVFLEET_PORT": str(port), names.REDIS_MEMORY_VARIABLE: str(64 << 20)}
+    own = {"KVSTRATA_RELOAD_S": "0.5", "KVSTRATA_PORT": str(port), names.REDIS_MEMORY_VARIABLE: str(64 << 20)}
     environment = {**os.environ, **own}
     return subprocess.Popen(["sh", "-c", script], env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
 

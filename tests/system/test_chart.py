@@ -25,11 +25,11 @@ from chart_values import (
 from operator_fleet import tier
 
 from controlplane.assets import find_tool
-from kvfleet_agent import config as agent_config
-from kvfleet_agent.prepare import config as prepare_config
-from kvfleet_api import names
-from kvfleet_metadata import app as metadata_app
-from kvfleet_operator import app as operator_app
+from kvstrata_agent import config as agent_config
+from kvstrata_agent.prepare import config as prepare_config
+from kvstrata_api import names
+from kvstrata_metadata import app as metadata_app
+from kvstrata_operator import app as operator_app
 
 pytestmark = pytest.mark.system
 
@@ -83,7 +83,7 @@ REFUSED: tuple[tuple[Object, str], ...] = (
 
 @pytest.mark.parametrize(("values", "message"), REFUSED, ids=[m[:40] for _, m in REFUSED])
 def test_a_wrong_value_is_refused_with_its_path(values: Object, message: str) -> None:
-    done = helm("template", "kvfleet", str(CHART), values=values)
+    done = helm("template", "kvstrata", str(CHART), values=values)
 
     assert done.returncode != 0
     assert message in done.stderr
@@ -94,7 +94,7 @@ def test_without_processes_nothing_runs_and_all_identities_and_rights_are_there(
 
     assert not of_kind(objects, *PROCESSES)
     accounts = {o["metadata"]["name"] for o in of_kind(objects, "ServiceAccount")}
-    assert accounts >= {"kvfleet-operator", "kvfleet-agent", "kvfleet-metadata"}
+    assert accounts >= {"kvstrata-operator", "kvstrata-agent", "kvstrata-metadata"}
     assert {o["kind"] for o in objects} >= {"Namespace", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"}
 
 
@@ -109,7 +109,7 @@ def test_processes_do_not_change_the_rights_but_for_the_redis_secret() -> None:
         }
 
     local, cluster = named(CASES["only rights"]), named({})
-    differing = {"kvfleet-metadata"}  # It starts a Redis there.
+    differing = {"kvstrata-metadata"}  # It starts a Redis there.
 
     assert {key for key in local if local[key] != cluster.get(key)} == {("Role", NAMESPACE, name) for name in differing}
     assert local.keys() == cluster.keys()
@@ -147,12 +147,12 @@ def test_every_selector_finds_the_pods_of_one_workload() -> None:
 )
 def test_the_metadata_service_has_a_standby_unless_redis_is_its_child(case: str, replicas: int) -> None:
     objects = render(CASES[case])
-    (service,) = [o for o in of_kind(objects, "Deployment") if o["metadata"]["name"] == "kvfleet-metadata"]
+    (service,) = [o for o in of_kind(objects, "Deployment") if o["metadata"]["name"] == "kvstrata-metadata"]
     budgets = {o["metadata"]["name"] for o in of_kind(objects, "PodDisruptionBudget")}
 
     assert service["spec"]["replicas"] == replicas
     assert service["spec"]["strategy"]["type"] == ("RollingUpdate" if replicas > 1 else "Recreate")
-    assert ("kvfleet-metadata" in budgets) == (replicas > 1)
+    assert ("kvstrata-metadata" in budgets) == (replicas > 1)
 
 
 def test_an_image_follows_registry_tag_and_digest() -> None:
@@ -161,8 +161,8 @@ def test_an_image_follows_registry_tag_and_digest() -> None:
     version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
 
     assert images == {
-        "kvfleet-operator": "registry.example.org/kvfleet/operator@sha256:" + "0" * 64,
-        "kvfleet-metadata": f"registry.example.org/kvfleet/metadata:{version}",
+        "kvstrata-operator": "registry.example.org/kvstrata/operator@sha256:" + "0" * 64,
+        "kvstrata-metadata": f"registry.example.org/kvstrata/metadata:{version}",
     }
 
 
@@ -173,9 +173,9 @@ def container(values: Object, name: str) -> Object:
 
 @pytest.mark.parametrize("case", ["defaults", "everything", "external redis", "redis as a child"])
 def test_the_processes_take_the_arguments_that_the_chart_gives(case: str) -> None:
-    operator, metadata = (container(CASES[case], f"kvfleet-{part}") for part in ("operator", "metadata"))
+    operator, metadata = (container(CASES[case], f"kvstrata-{part}") for part in ("operator", "metadata"))
     environment = {variable["name"]: "rediss://r:6379" for variable in metadata["env"]}
-    environment["KVFLEET_REDIS_CERTIFICATES"] = "fleet"
+    environment["KVSTRATA_REDIS_CERTIFICATES"] = "fleet"
 
     given = operator_app._parser().parse_args(operator["args"])
     options = metadata_app.options_of(metadata_app._parser().parse_args(metadata["args"]), environment)
@@ -197,7 +197,7 @@ def test_the_processes_take_the_arguments_that_the_chart_gives(case: str) -> Non
     ],
 )
 def test_the_operator_is_told_whose_redis_it_is(case: str, mode: str, template: str) -> None:
-    given = operator_app._parser().parse_args(container(CASES[case], "kvfleet-operator")["args"])
+    given = operator_app._parser().parse_args(container(CASES[case], "kvstrata-operator")["args"])
     found = [o for o in of_kind(render(CASES[case]), "ConfigMap") if o["metadata"]["name"] == names.REDIS_TEMPLATE]
 
     assert (given.redis_mode, given.redis_template) == (mode, template)
@@ -235,7 +235,7 @@ def test_node_preparation_takes_the_arguments_that_the_chart_gives(monkeypatch: 
     assert not of_kind(render({}), "DaemonSet")
 
 
-@pytest.mark.parametrize(("case", "path"), [("defaults", None), ("everything", Path("/run/kvfleet-kek/keks"))])
+@pytest.mark.parametrize(("case", "path"), [("defaults", None), ("everything", Path("/run/kvstrata-kek/keks"))])
 def test_operator_and_agents_read_their_keks_from_the_file_that_the_values_name(
     case: str, path: Path | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,15 +244,15 @@ def test_operator_and_agents_read_their_keks_from_the_file_that_the_values_name(
     objects = render(values)
     pods = {o["metadata"]["name"]: o["spec"]["template"]["spec"] for o in workloads(objects)}
     arguments = {name: pod["containers"][0]["args"] for name, pod in pods.items() if "redis" not in name}
-    agent = [argument.replace("$(POD_IP)", "10.0.0.7") for argument in arguments["kvfleet-agent-llama-70b"]]
+    agent = [argument.replace("$(POD_IP)", "10.0.0.7") for argument in arguments["kvstrata-agent-llama-70b"]]
 
-    assert operator_app._parser().parse_args(arguments["kvfleet-operator"]).kek_file == path
+    assert operator_app._parser().parse_args(arguments["kvstrata-operator"]).kek_file == path
     assert agent_config.parse(agent).kek_file == path
     for name, pod in pods.items():
         mounts = [m for c in pod["containers"] for m in c["volumeMounts"] if m["name"] == "kek"]
         volumes = [v for v in pod.get("volumes", ()) if v["name"] == "kek"]
-        is_reader = path is not None and name in ("kvfleet-operator", "kvfleet-agent-llama-70b")
-        assert mounts == ([{"name": "kek", "mountPath": "/run/kvfleet-kek", "readOnly": True}] if is_reader else [])
+        is_reader = path is not None and name in ("kvstrata-operator", "kvstrata-agent-llama-70b")
+        assert mounts == ([{"name": "kek", "mountPath": "/run/kvstrata-kek", "readOnly": True}] if is_reader else [])
         assert volumes == ([{"name": "kek", **KEK_VOLUME}] if is_reader else [])
 
 
@@ -263,17 +263,17 @@ def test_crds_are_kept_when_the_release_goes_and_are_all_there() -> None:
     assert {c["metadata"]["name"] for c in crds} == {o["metadata"]["name"] for o in originals}
     assert all(c["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep" for c in crds)
     assert sorted(json.dumps(c["spec"]) for c in crds) == sorted(json.dumps(o["spec"]) for o in originals)
-    assert all(c["metadata"]["labels"]["app.kubernetes.io/part-of"] == "kvfleet" for c in crds)
+    assert all(c["metadata"]["labels"]["app.kubernetes.io/part-of"] == "kvstrata" for c in crds)
     assert not of_kind(render(CASES["no crds"]), "CustomResourceDefinition")
 
 
 def test_notes_name_the_images_and_the_next_commands() -> None:
     values = {"image": {"registry": "r.example"}}
-    done = helm("install", "kvfleet", str(CHART), "--dry-run=client", "-n", NAMESPACE, values=values)
+    done = helm("install", "kvstrata", str(CHART), "--dry-run=client", "-n", NAMESPACE, values=values)
 
     assert done.returncode == 0, done.stderr
-    assert "r.example/kvfleet/operator:" in done.stdout
-    assert "kubectl get kvfleet" in done.stdout
+    assert "r.example/kvstrata/operator:" in done.stdout
+    assert "kubectl get kvstrata" in done.stdout
 
 
 def test_the_catalogue_is_told_of_every_custom_resource_and_every_image() -> None:
@@ -307,7 +307,7 @@ def test_the_published_schemas_refuse_a_field_that_does_not_exist() -> None:
 
 @pytest.mark.timeout(1200)
 def test_the_chart_s_own_suites_pass() -> None:
-    """The suites of charts/kvfleet/tests, by helm-unittest, which is built once: five minutes on a busy machine."""
+    """The suites of charts/kvstrata/tests, by helm-unittest, which is built once: five minutes on a busy machine."""
     command = [str(find_tool("helm-unittest")), "--strict", str(CHART)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
 

@@ -10,7 +10,7 @@ from chart_values import CASES, NAMESPACE, Object, of_kind, render
 
 from controlplane import ApiError, ControlPlane, KubectlError, start
 from controlplane.waiting import wait_until
-from kvfleet_api import names
+from kvstrata_api import names
 
 pytestmark = pytest.mark.system
 
@@ -49,34 +49,34 @@ def test_a_field_that_does_not_exist_would_be_refused(plane: ControlPlane) -> No
 
 
 FORBIDDEN = {
-    "kvfleet-agent": [
-        ("create", "kvpools.kvfleet.io"), ("patch", "kvpoolnodes.kvfleet.io"), ("patch", "kvtenants.kvfleet.io"),
+    "kvstrata-agent": [
+        ("create", "kvpools.kvstrata.io"), ("patch", "kvpoolnodes.kvstrata.io"), ("patch", "kvtenants.kvstrata.io"),
         ("list", "secrets"), ("create", "pods"), ("list", "nodes"), ("delete", "leases.coordination.k8s.io"),
         ("create", "serviceaccounts/token"),
     ],
-    "kvfleet-metadata": [
-        ("patch", "kvpools.kvfleet.io"), ("list", "secrets"), ("update", "leases.coordination.k8s.io"),
-        ("watch", "kvtenants.kvfleet.io"), ("create", "tokenreviews.authentication.k8s.io"), ("create", "pods"),
+    "kvstrata-metadata": [
+        ("patch", "kvpools.kvstrata.io"), ("list", "secrets"), ("update", "leases.coordination.k8s.io"),
+        ("watch", "kvtenants.kvstrata.io"), ("create", "tokenreviews.authentication.k8s.io"), ("create", "pods"),
     ],
-    "kvfleet-operator": [
-        ("list", "secrets"), ("create", "kvpools.kvfleet.io"), ("delete", "kvpools.kvfleet.io"),
+    "kvstrata-operator": [
+        ("list", "secrets"), ("create", "kvpools.kvstrata.io"), ("delete", "kvpools.kvstrata.io"),
         ("create", "tokenreviews.authentication.k8s.io"), ("patch", "nodes"),
         ("create", "pods"), ("delete", "pods"), ("create", "daemonsets.apps"),
         ("create", "clusterroles.rbac.authorization.k8s.io"),
     ],
 }  # fmt: skip
 ALLOWED = {
-    "kvfleet-agent": [
-        ("watch", "kvpools.kvfleet.io", ""), ("patch", "kvpoolnodes/status.kvfleet.io", ""),
+    "kvstrata-agent": [
+        ("watch", "kvpools.kvstrata.io", ""), ("patch", "kvpoolnodes/status.kvstrata.io", ""),
         ("list", "secrets", NAMESPACE), ("patch", "leases.coordination.k8s.io", NAMESPACE),
         ("create", "tokenreviews.authentication.k8s.io", ""),
     ],
-    "kvfleet-metadata": [
+    "kvstrata-metadata": [
         ("list", "leases.coordination.k8s.io", NAMESPACE), ("create", "secrets", NAMESPACE),
-        ("create", "leases.coordination.k8s.io", NAMESPACE), ("list", "kvtenants.kvfleet.io", ""),
+        ("create", "leases.coordination.k8s.io", NAMESPACE), ("list", "kvtenants.kvstrata.io", ""),
     ],
-    "kvfleet-operator": [
-        ("patch", "kvpools.kvfleet.io", ""), ("deletecollection", "kvpoolnodes.kvfleet.io", ""), ("watch", "nodes", ""),
+    "kvstrata-operator": [
+        ("patch", "kvpools.kvstrata.io", ""), ("deletecollection", "kvpoolnodes.kvstrata.io", ""), ("watch", "nodes", ""),
         ("create", "secrets", NAMESPACE), ("update", "leases.coordination.k8s.io", NAMESPACE), ("create", "events", ""),
         ("patch", "daemonsets.apps", NAMESPACE), ("delete", "pods", NAMESPACE),
     ],
@@ -124,7 +124,7 @@ def restricted(plane: ControlPlane) -> str:
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     metadata = {"name": "restricted", "labels": labels}
     plane.api.post("/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
-    for account in ("default", "kvfleet-operator", "kvfleet-metadata", "kvfleet-redis"):
+    for account in ("default", "kvstrata-operator", "kvstrata-metadata", "kvstrata-redis"):
         body = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": account}}
         plane.api.post("/api/v1/namespaces/restricted/serviceaccounts", body)
     return "restricted"

@@ -15,13 +15,13 @@ import yaml
 from controlplane import ControlPlane, KubectlError, start
 from controlplane.assets import find_tool
 from controlplane.waiting import wait_until
-from kvfleet_api import names
+from kvstrata_api import names
 
 pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).resolve().parents[2]
-CHART = ROOT / "charts" / "kvfleet"
-NAMESPACE = "kvfleet-system"
+CHART = ROOT / "charts" / "kvstrata"
+NAMESPACE = "kvstrata-system"
 SERVED_S = 90.0
 """Until the API server serves what CRDs say now; about a second on idle cores."""
 TENANTS = f"/apis/{names.API_VERSION}/kvtenants"
@@ -40,7 +40,7 @@ def helm(plane: ControlPlane) -> Helm:
     """Runs Helm on the plane; returns what it prints."""
 
     def run(verb: str, *args: str | Path, values: Object | None = None) -> str:
-        command = [str(find_tool("helm")), verb, "kvfleet", *map(str, args), "--namespace", NAMESPACE]
+        command = [str(find_tool("helm")), verb, "kvstrata", *map(str, args), "--namespace", NAMESPACE]
         given = ["--values", "-"] if verb in {"install", "upgrade"} else []
         command += [*given, "--kubeconfig", str(plane.kubeconfig)]
         text = json.dumps(values or {}) if given else None
@@ -93,7 +93,7 @@ def weight(plane: ControlPlane) -> Any:
 
 
 def crds(plane: ControlPlane) -> set[str]:
-    return set(plane.kubectl("get", "crd", "-l", "app.kubernetes.io/part-of=kvfleet", "-o", "name").split())
+    return set(plane.kubectl("get", "crd", "-l", "app.kubernetes.io/part-of=kvstrata", "-o", "name").split())
 
 
 def established(plane: ControlPlane) -> None:
@@ -101,12 +101,12 @@ def established(plane: ControlPlane) -> None:
 
 
 def passwords(plane: ControlPlane) -> list[str]:
-    path = f"/api/v1/namespaces/{NAMESPACE}/secrets/kvfleet-redis-"
+    path = f"/api/v1/namespaces/{NAMESPACE}/secrets/kvstrata-redis-"
     return [str(plane.api.get(path + role)["data"]["password"]) for role in ("agent", "metadata")]
 
 
 def replicas(plane: ControlPlane) -> int:
-    return int(plane.api.get(f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/kvfleet-operator")["spec"]["replicas"])
+    return int(plane.api.get(f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/kvstrata-operator")["spec"]["replicas"])
 
 
 def test_an_upgrade_brings_new_fields_to_pools_and_tenants_that_stay(
@@ -149,7 +149,7 @@ def test_an_uninstall_keeps_crds_a_new_release_takes_them_over_and_the_notes_rem
     assert crds(plane) == made
     assert plane.api.get(f"{TENANTS}/team-a")["metadata"]["name"] == "team-a"
     left = plane.kubectl("get", "deployments,statefulsets,secrets,roles,clusterroles", "-A", "-o", "name")
-    assert "kvfleet" not in left
+    assert "kvstrata" not in left
 
     helm("install", CHART)
     helm("uninstall", "--cascade", "background")
@@ -166,11 +166,11 @@ def test_crds_that_somebody_else_applies_are_upgraded_by_the_command_of_the_read
     text = (CHART / "README.md").read_text()
     (command,) = re.findall(r"`(kubectl apply [^`]*files/crds[^`]*)`", text)
     for path in (previous / "files" / "crds", CHART / "files" / "crds"):
-        told = command.replace("charts/kvfleet/files/crds/", str(path)).split()[1:]
+        told = command.replace("charts/kvstrata/files/crds/", str(path)).split()[1:]
         plane.kubectl(*told)
         established(plane)
     helm("install", CHART, "--create-namespace", values={"crds": {"install": False}})
 
     assert wait_until(lambda: is_applied(plane, tenant(weight=300)), SERVED_S)
     helm("uninstall", "--cascade", "background")
-    assert "kvtenants.kvfleet.io" in plane.kubectl("get", "crd", "-o", "name")
+    assert "kvtenants.kvstrata.io" in plane.kubectl("get", "crd", "-o", "name")

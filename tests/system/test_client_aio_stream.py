@@ -12,13 +12,13 @@ from agent_thread import AgentThread
 from attached_client import PATIENT_S, target
 from handover_nodes import PeerThread, two_nodes
 
-from kvfleet_api.blocks import Layout
-from kvfleet_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError
-from kvfleet_api.wire_handover import Handover
-from kvfleet_client import AsyncClient, AsyncPrefixCache, Published
-from kvfleet_client.aio_growing import AsyncGrowingBlocks
-from kvfleet_client.aio_streaming import AsyncLayerStream
-from kvfleet_client.results import Bytes2D
+from kvstrata_api.blocks import Layout
+from kvstrata_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError
+from kvstrata_api.wire_handover import Handover
+from kvstrata_client import AsyncClient, AsyncPrefixCache, Published
+from kvstrata_client.aio_growing import AsyncGrowingBlocks
+from kvstrata_client.aio_streaming import AsyncLayerStream
+from kvstrata_client.results import Bytes2D
 
 pytestmark = pytest.mark.system
 

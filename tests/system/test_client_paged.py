@@ -14,12 +14,12 @@ torch = pytest.importorskip("torch", reason="the connector needs torch")
 from late_device import LateQueue  # noqa: E402
 from paged_kv import LAYOUT, filled, pages_of  # noqa: E402
 
-from kvfleet_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError  # noqa: E402
-from kvfleet_client.cache import PrefixCache  # noqa: E402
-from kvfleet_client.client import Client  # noqa: E402
-from kvfleet_client.connectors import paged  # noqa: E402
-from kvfleet_client.connectors.paged import PagedConnector  # noqa: E402
-from kvfleet_client.connectors.pages import ORDER, PagedKv  # noqa: E402
+from kvstrata_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError  # noqa: E402
+from kvstrata_client.cache import PrefixCache  # noqa: E402
+from kvstrata_client.client import Client  # noqa: E402
+from kvstrata_client.connectors import paged  # noqa: E402
+from kvstrata_client.connectors.paged import PagedConnector  # noqa: E402
+from kvstrata_client.connectors.pages import ORDER, PagedKv  # noqa: E402
 
 pytestmark = pytest.mark.system
 

@@ -10,11 +10,11 @@ from agent_process import DOMAIN, member
 from agent_thread import AgentThread
 from attached_client import TOKENS, attached, content
 
-from kvfleet_api.blocks import chain_keys
-from kvfleet_api.checksum import checksum
-from kvfleet_api.errors import ForbiddenError
-from kvfleet_client.cache import PrefixCache
-from kvfleet_client.results import Published
+from kvstrata_api.blocks import chain_keys
+from kvstrata_api.checksum import checksum
+from kvstrata_api.errors import ForbiddenError
+from kvstrata_client.cache import PrefixCache
+from kvstrata_client.results import Published
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 

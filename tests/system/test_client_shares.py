@@ -13,12 +13,12 @@ from agent_thread import AgentThread
 from attached_client import PATIENT_S, attached, target, until
 from share_callers import SHARE, SHARED_BLOCKS, SYSTEM_PROMPT, callers, named, prompt, sharing
 
-from kvfleet_api.blocks import ScopeId, chain_keys
-from kvfleet_api.errors import ForbiddenError
-from kvfleet_api.trust import Access, ScopeKind
-from kvfleet_client import AsyncClient
-from kvfleet_client.cache import AsyncPrefixCache, PrefixCache
-from kvfleet_client.results import Bytes2D, Loaded, Stored
+from kvstrata_api.blocks import ScopeId, chain_keys
+from kvstrata_api.errors import ForbiddenError
+from kvstrata_api.trust import Access, ScopeKind
+from kvstrata_client import AsyncClient
+from kvstrata_client.cache import AsyncPrefixCache, PrefixCache
+from kvstrata_client.results import Bytes2D, Loaded, Stored
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 

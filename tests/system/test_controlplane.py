@@ -24,7 +24,7 @@ from controlplane.waiting import wait_until
 
 pytestmark = pytest.mark.system
 
-AUDIENCE = "kvfleet"
+AUDIENCE = "kvstrata"
 START_S_MAX = 120.0  # A few seconds on idle cores; the bound only catches a start that hangs.
 
 
@@ -115,7 +115,7 @@ def test_a_call_without_valid_credentials_is_unauthorized(plane: ControlPlane, p
 
 
 def test_a_certificate_of_a_foreign_authority_is_unauthorized(plane: ControlPlane, tmp_path: Path) -> None:
-    pair = Authority.create("kvfleet-embedded").issue_client("admin", ("system:masters",))
+    pair = Authority.create("kvstrata-embedded").issue_client("admin", ("system:masters",))
     (tmp_path / "key").write_bytes(pair.key_pem)
     (tmp_path / "crt").write_bytes(pair.public_pem)
     context = trusting(Layout(plane.state_dir))
@@ -261,11 +261,11 @@ def test_a_certificate_is_issued_for_any_user(plane: ControlPlane, tmp_path: Pat
 
 def test_fake_nodes_become_ready_and_run_pods(plane: ControlPlane, namespace: str) -> None:
     names = [f"fake-{i}" for i in range(3)]
-    plane.add_fake_nodes(names, {"kvfleet.test/kind": "fake"}, {"cpu": "4", "memory": "8Gi", "pods": "10"})
+    plane.add_fake_nodes(names, {"kvstrata.test/kind": "fake"}, {"cpu": "4", "memory": "8Gi", "pods": "10"})
     pod = {
         "metadata": {"name": "sleeper"},
         "spec": {
-            "nodeSelector": {"kvfleet.test/kind": "fake"},
+            "nodeSelector": {"kvstrata.test/kind": "fake"},
             "containers": [{"name": "c", "image": "none", "resources": {"requests": {"cpu": "1"}}}],
         },
     }

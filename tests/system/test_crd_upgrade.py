@@ -12,12 +12,12 @@ from chart_rights import ROOT
 
 from controlplane import ApiError, ControlPlane, start
 from controlplane.waiting import wait_until
-from kvfleet_api import names
-from kvfleet_api.schema_kinds import BY_NAME, KINDS
+from kvstrata_api import names
+from kvstrata_api.schema_kinds import BY_NAME, KINDS
 
 pytestmark = pytest.mark.system
 
-CRDS: Final = ROOT / "charts" / "kvfleet" / "files" / "crds"
+CRDS: Final = ROOT / "charts" / "kvstrata" / "files" / "crds"
 RECORDED: Final = json.loads((ROOT / "tests" / "recorded_schemas.json").read_text())
 """Each kind's schema as it was first declared."""
 STORED: Final = ("kvpool-minimal", "kvpoolnode", "kvtenant", "kvtrustdomain", "kvprefixshare", "kvoperation")

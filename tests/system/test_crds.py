@@ -13,9 +13,9 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 
 from controlplane import ApiError, ControlPlane, KubectlError
-from kvfleet_api import names
-from kvfleet_api.schema_kinds import BY_NAME, KINDS
-from kvfleet_api.validate import validate
+from kvstrata_api import names
+from kvstrata_api.schema_kinds import BY_NAME, KINDS
+from kvstrata_api.validate import validate
 
 pytestmark = pytest.mark.system
 
@@ -234,8 +234,8 @@ def test_a_status_has_two_writers_and_neither_loses_the_others_conditions(plane:
         flags = ("--server-side", "--subresource=status", f"--field-manager={manager}", "--force-conflicts")
         plane.kubectl("apply", "-f", "-", *flags, stdin=json.dumps(body))
 
-    apply("kvfleet-agent", "TierReady")
-    apply("kvfleet-operator", "Fenced")
+    apply("kvstrata-agent", "TierReady")
+    apply("kvstrata-operator", "Fenced")
     stored = json.loads(plane.kubectl("get", "kvpn", "llama-70b.worker-1", "-o", "json"))
     assert {"TierReady", "Fenced"} <= {c["type"] for c in stored["status"]["conditions"]}
 

@@ -14,8 +14,8 @@ import pytest
 import prometheus_server
 from controlplane.waiting import wait_until
 from dashboard_queries import PanelQuery, filled, metrics_of, panel_queries, variable_queries
-from kvfleet_telemetry import ready
-from kvfleet_telemetry.catalog_all import BY_NAME
+from kvstrata_telemetry import ready
+from kvstrata_telemetry.catalog_all import BY_NAME
 from prometheus_server import QueryError, Server
 
 pytestmark = pytest.mark.system
@@ -49,7 +49,7 @@ class Scraped:
 
     def names(self) -> set[str]:
         """Names of our metrics that have a sample."""
-        series = self.server.query('{__name__=~"kvfleet_.+"}')
+        series = self.server.query('{__name__=~"kvstrata_.+"}')
         return {name for s in series for name in metrics_of(s.labels["__name__"])}
 
 
@@ -63,7 +63,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
         address = str((ready.read(folder / "ready") or {})["metrics"])
         started_s = time.time()
         with prometheus_server.start(folder, {"agent": [address]}, ALERTS) as server:
-            rate = "rate(kvfleet_lookup_blocks_total[4s] offset 2s)"  # So that every step of a range query has a rate.
+            rate = "rate(kvstrata_lookup_blocks_total[4s] offset 2s)"  # So that every step of a range query has a rate.
             assert server.wait(lambda: bool(server.query(rate)), WAIT_S), "no second scrape"
             yield Scraped(server, address, started_s)
     finally:
@@ -84,7 +84,7 @@ def test_every_query_returns_data_where_its_metrics_have_samples(scraped: Scrape
 
 def test_a_query_for_a_metric_that_does_not_exist_returns_nothing(scraped: Scraped) -> None:
     """Positive control: an empty answer is seen as empty."""
-    assert scraped.answers(PanelQuery("", "sum by (pool) (kvfleet_no_such_metric)", "", is_instant=True)) == 0
+    assert scraped.answers(PanelQuery("", "sum by (pool) (kvstrata_no_such_metric)", "", is_instant=True)) == 0
 
 
 def test_an_expression_that_does_not_parse_is_an_error(scraped: Scraped) -> None:

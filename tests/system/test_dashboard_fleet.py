@@ -8,7 +8,7 @@ import pytest
 
 import sample_run
 from dashboard_queries import PanelQuery, filled, metrics_of, panel_queries
-from kvfleet_telemetry.catalog_all import BY_NAME
+from kvstrata_telemetry.catalog_all import BY_NAME
 from sample_run import SCRAPE_S, Run
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -18,33 +18,33 @@ QUERIES = list(panel_queries(json.loads((ROOT / "dashboards" / "kv-fleet.json").
 RATE_INTERVAL_S = 4.0
 
 SILENT = {
-    "kvfleet_corrupt_blocks_total": "nothing was damaged",
-    "kvfleet_io_errors_total": "no medium failed",
-    "kvfleet_device_up": "no tier has several devices",
-    "kvfleet_device_used_bytes": "no tier has several devices",
-    "kvfleet_object_requests_max": "no tier is an object store",
-    "kvfleet_object_refused_total": "no object store refused a request",
-    "kvfleet_evicted_blocks_total": "the tiers together were never full",
-    "kvfleet_expired_total": "every lease and reservation was given back",
-    "kvfleet_operator_missed_events_total": "no watch broke",
-    "kvfleet_pool_tier_target_bytes": "no tier scales by itself",
-    "kvfleet_stray_releases_total": "every lease was released once",
-    "kvfleet_nominations_total": "no block had more copies than are wanted",
-    "kvfleet_refused_blocks_total": "every store found room",
-    "kvfleet_quota_rejected_total": "no tenant has a quota",
-    "kvfleet_quota_evicted_total": "no tenant has a quota",
-    "kvfleet_retention_dropped_total": "no tenant bounds how long its blocks are kept",
-    "kvfleet_operations": "nobody made a KVOperation",
-    "kvfleet_orders_total": "nobody made a KVOperation",
-    "kvfleet_moves_refused_total": "no path was full",
-    "kvfleet_busy_answers_total": "no path was congested for longer than computing takes",
-    "kvfleet_handover_layers_total": "no prompt was handed over while it was computed",
-    "kvfleet_handovers_broken_total": "no prompt was handed over while it was computed",
-    "kvfleet_codec_planes_total": "the pool permits no error",
-    "kvfleet_codec_missed_guesses_total": "the pool permits no error",
-    "kvfleet_codec_error_ratio": "the pool permits no error",
-    "kvfleet_codec_drifted_planes_total": "the pool has no calibration",
-    "kvfleet_audit_blocks_total": "nobody read what another tenant wrote",
+    "kvstrata_corrupt_blocks_total": "nothing was damaged",
+    "kvstrata_io_errors_total": "no medium failed",
+    "kvstrata_device_up": "no tier has several devices",
+    "kvstrata_device_used_bytes": "no tier has several devices",
+    "kvstrata_object_requests_max": "no tier is an object store",
+    "kvstrata_object_refused_total": "no object store refused a request",
+    "kvstrata_evicted_blocks_total": "the tiers together were never full",
+    "kvstrata_expired_total": "every lease and reservation was given back",
+    "kvstrata_operator_missed_events_total": "no watch broke",
+    "kvstrata_pool_tier_target_bytes": "no tier scales by itself",
+    "kvstrata_stray_releases_total": "every lease was released once",
+    "kvstrata_nominations_total": "no block had more copies than are wanted",
+    "kvstrata_refused_blocks_total": "every store found room",
+    "kvstrata_quota_rejected_total": "no tenant has a quota",
+    "kvstrata_quota_evicted_total": "no tenant has a quota",
+    "kvstrata_retention_dropped_total": "no tenant bounds how long its blocks are kept",
+    "kvstrata_operations": "nobody made a KVOperation",
+    "kvstrata_orders_total": "nobody made a KVOperation",
+    "kvstrata_moves_refused_total": "no path was full",
+    "kvstrata_busy_answers_total": "no path was congested for longer than computing takes",
+    "kvstrata_handover_layers_total": "no prompt was handed over while it was computed",
+    "kvstrata_handovers_broken_total": "no prompt was handed over while it was computed",
+    "kvstrata_codec_planes_total": "the pool permits no error",
+    "kvstrata_codec_missed_guesses_total": "the pool permits no error",
+    "kvstrata_codec_error_ratio": "the pool permits no error",
+    "kvstrata_codec_drifted_planes_total": "the pool has no calibration",
+    "kvstrata_audit_blocks_total": "nobody read what another tenant wrote",
 }
 """Metrics that a run without faults may leave without a sample, each with the reason."""
 

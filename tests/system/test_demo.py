@@ -37,7 +37,7 @@ def demo() -> Iterator[subprocess.Popen[str]]:
 
 
 def folders() -> set[Path]:
-    return set((ROOT / ".demo").glob("kvfleet-*"))
+    return set((ROOT / ".demo").glob("kvstrata-*"))
 
 
 def processes_of(folder: Path) -> list[str]:

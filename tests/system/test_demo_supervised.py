@@ -87,9 +87,9 @@ def test_processes_start_while_a_library_changes_the_environment(tmp_path: Path)
     def change() -> None:
         while not is_over.is_set():
             for n in range(400):  # More than C's array holds at first, so that it moves.
-                os.putenv(f"KVFLEET_TEST_{n}", "x" * 50)
+                os.putenv(f"KVSTRATA_TEST_{n}", "x" * 50)
             for n in range(400):
-                os.unsetenv(f"KVFLEET_TEST_{n}")
+                os.unsetenv(f"KVSTRATA_TEST_{n}")
 
     changing = threading.Thread(target=change)
     changing.start()

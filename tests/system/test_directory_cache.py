@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from directory_fleet import SECRET, DirectoryFleet, until
 
-from kvfleet_agent.caching_directory import CachingDirectory
-from kvfleet_agent.directory import AccessProvider, Holdings, RedisDirectory
-from kvfleet_metadata import shards
-from kvfleet_metadata.acl import Role
-from kvfleet_metadata.embedded import EmbeddedRedis
-from kvfleet_metadata.records import AgentRecord
-from kvfleet_metadata.store import Store
-from kvfleet_metadata.testing import redis_cli, running_redis
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_agent.caching_directory import CachingDirectory
+from kvstrata_agent.directory import AccessProvider, Holdings, RedisDirectory
+from kvstrata_metadata import shards
+from kvstrata_metadata.acl import Role
+from kvstrata_metadata.embedded import EmbeddedRedis
+from kvstrata_metadata.records import AgentRecord
+from kvstrata_metadata.store import Store
+from kvstrata_metadata.testing import redis_cli, running_redis
+from kvstrata_telemetry.metrics import Instruments
 
 pytestmark = pytest.mark.system
 

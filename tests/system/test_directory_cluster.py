@@ -9,12 +9,12 @@ import pytest
 from directory_fleet import SECRET, DirectoryFleet, until
 from redis_cluster import RedisCluster
 
-from kvfleet_agent.ports import DirectoryState
-from kvfleet_metadata.acl import Role
-from kvfleet_metadata.cluster_store import open_store
-from kvfleet_metadata.schema import REGISTRY_KEY, Shard, shard_index
-from kvfleet_metadata.sweeper import Sweeper
-from kvfleet_metadata.topology import slot_of
+from kvstrata_agent.ports import DirectoryState
+from kvstrata_metadata.acl import Role
+from kvstrata_metadata.cluster_store import open_store
+from kvstrata_metadata.schema import REGISTRY_KEY, Shard, shard_index
+from kvstrata_metadata.sweeper import Sweeper
+from kvstrata_metadata.topology import slot_of
 
 pytestmark = pytest.mark.system
 

@@ -10,16 +10,16 @@ import pytest
 from directory_fleet import SECRET, DirectoryFleet, until
 from redis_cluster import ADMIN, RedisCluster
 
-from kvfleet_metadata import embedded, shards
-from kvfleet_metadata.access import RedisAccess
-from kvfleet_metadata.acl import Role
-from kvfleet_metadata.cluster_store import open_store
-from kvfleet_metadata.embedded import EmbeddedConfig, EmbeddedRedis
-from kvfleet_metadata.records import Incarnation
-from kvfleet_metadata.registry import fleet
-from kvfleet_metadata.schema import REGISTRY_KEY, SHARDS, Shard
-from kvfleet_metadata.sweeper import Sweeper
-from kvfleet_metadata.testing import redis_cli
+from kvstrata_metadata import embedded, shards
+from kvstrata_metadata.access import RedisAccess
+from kvstrata_metadata.acl import Role
+from kvstrata_metadata.cluster_store import open_store
+from kvstrata_metadata.embedded import EmbeddedConfig, EmbeddedRedis
+from kvstrata_metadata.records import Incarnation
+from kvstrata_metadata.registry import fleet
+from kvstrata_metadata.schema import REGISTRY_KEY, SHARDS, Shard
+from kvstrata_metadata.sweeper import Sweeper
+from kvstrata_metadata.testing import redis_cli
 
 pytestmark = pytest.mark.system
 

@@ -12,21 +12,21 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvfleet_agent.directory import RedisDirectory
-from kvfleet_agent.policy.recompute import LOCATE_S_MIN
-from kvfleet_agent.ports import DirectoryState
-from kvfleet_api.blocks import ScopeId, ScopeSecret
-from kvfleet_metadata import embedded, shards
-from kvfleet_metadata.access import RedisAccess
-from kvfleet_metadata.acl import Role
-from kvfleet_metadata.embedded import EmbeddedConfig, EmbeddedRedis
-from kvfleet_metadata.records import AgentRecord, Announcement, Location, SessionRecord
-from kvfleet_metadata.sessions import read_session
-from kvfleet_metadata.store import Store
-from kvfleet_metadata.sweeper import Sweeper
-from kvfleet_metadata.testing import redis_cli, running_redis
-from kvfleet_telemetry.catalog_agent import AGENT
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_agent.directory import RedisDirectory
+from kvstrata_agent.policy.recompute import LOCATE_S_MIN
+from kvstrata_agent.ports import DirectoryState
+from kvstrata_api.blocks import ScopeId, ScopeSecret
+from kvstrata_metadata import embedded, shards
+from kvstrata_metadata.access import RedisAccess
+from kvstrata_metadata.acl import Role
+from kvstrata_metadata.embedded import EmbeddedConfig, EmbeddedRedis
+from kvstrata_metadata.records import AgentRecord, Announcement, Location, SessionRecord
+from kvstrata_metadata.sessions import read_session
+from kvstrata_metadata.store import Store
+from kvstrata_metadata.sweeper import Sweeper
+from kvstrata_metadata.testing import redis_cli, running_redis
+from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.metrics import Instruments
 
 pytestmark = pytest.mark.system
 
@@ -223,9 +223,9 @@ async def test_a_queue_that_overflows_is_counted_and_reported(redis: EmbeddedRed
 
         await f.becomes_known("p.b", "p.a")
         labels = {"pool": "p", "node": "a"}
-        assert f.registries["p.a"].get_sample_value("kvfleet_directory_dropped_total", labels)
+        assert f.registries["p.a"].get_sample_value("kvstrata_directory_dropped_total", labels)
         sample = f.registries["p.a"].get_sample_value
-        await until(lambda: sample("kvfleet_directory_up", labels) == 1, "the metric does not say it")
+        await until(lambda: sample("kvstrata_directory_up", labels) == 1, "the metric does not say it")
 
 
 async def test_an_agent_starts_while_redis_is_away_and_joins_later(redis: EmbeddedRedis, tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ async def test_a_full_redis_is_told_as_full_still_answers_and_recovers(redis: Em
         assert await a.locate(SECRET, [gone]) == [()], "what frees memory must not need any"
         del f.held["p.b"][gone]
         labels = {"pool": "p", "node": "a"}
-        assert f.registries["p.a"].get_sample_value("kvfleet_directory_full", labels) == 1
+        assert f.registries["p.a"].get_sample_value("kvstrata_directory_full", labels) == 1
         redis_cli(redis, "CONFIG", "SET", "maxmemory", "100mb")
 
         await f.becomes_known("p.b", "p.a")

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet_api.blocks import ScopeId, ScopeSecret
-from kvfleet_metadata import registry, shards
-from kvfleet_metadata.acl import Role
-from kvfleet_metadata.embedded import EmbeddedRedis
-from kvfleet_metadata.records import AgentRecord, Announcement
-from kvfleet_metadata.schema import Shard
-from kvfleet_metadata.shards import Batch, Mode, Verdict
-from kvfleet_metadata.store import Store
-from kvfleet_metadata.testing import redis_cli, running_redis
+from kvstrata_api.blocks import ScopeId, ScopeSecret
+from kvstrata_metadata import registry, shards
+from kvstrata_metadata.acl import Role
+from kvstrata_metadata.embedded import EmbeddedRedis
+from kvstrata_metadata.records import AgentRecord, Announcement
+from kvstrata_metadata.schema import Shard
+from kvstrata_metadata.shards import Batch, Mode, Verdict
+from kvstrata_metadata.store import Store
+from kvstrata_metadata.testing import redis_cli, running_redis
 
 pytestmark = pytest.mark.system
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet_metadata.acl import COMMANDS, Role
-from kvfleet_metadata.embedded import EmbeddedRedis
-from kvfleet_metadata.testing import redis_cli, running_redis
+from kvstrata_metadata.acl import COMMANDS, Role
+from kvstrata_metadata.embedded import EmbeddedRedis
+from kvstrata_metadata.testing import redis_cli, running_redis
 
 pytestmark = pytest.mark.system
 

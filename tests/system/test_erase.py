@@ -15,11 +15,11 @@ from kube_agent import GROUP, MIB, SYSTEM, Agent, custom, dram, got, keys_of, nv
 from metadata_replicas import Redis, Replica, until
 
 from controlplane import ControlPlane
-from kvfleet_api import names
-from kvfleet_api.blocks import BlockKey
-from kvfleet_client.client import Client
-from kvfleet_metadata.access import format_access
-from kvfleet_metadata.acl import Role
+from kvstrata_api import names
+from kvstrata_api.blocks import BlockKey
+from kvstrata_client.client import Client
+from kvstrata_metadata.access import format_access
+from kvstrata_metadata.acl import Role
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -33,7 +33,7 @@ def operator(plane: ControlPlane, tmp_path: Path) -> Iterator[None]:
     path = plane.service_account_kubeconfig(SYSTEM, names.FIELD_MANAGER_OPERATOR, tmp_path / "operator.kubeconfig")
     options = ["--kubeconfig", path, "--metrics-port", "0", "--lease-duration-s", "2", "--heartbeat-s", "1"]
     with (tmp_path / "operator.log").open("wb") as log:
-        command = [sys.executable, "-m", "kvfleet_operator.app", *map(str, options)]
+        command = [sys.executable, "-m", "kvstrata_operator.app", *map(str, options)]
         process = subprocess.Popen(command, stderr=log)
     try:
         yield
@@ -165,7 +165,7 @@ async def test_usage_and_quotas_are_told_and_a_refusal_names_them(plane: Control
         client.is_strict = False
         await until(lambda: refused(client), "more and more is taken")
         assert client.counters.errors["QuotaExceededError"] > 0
-    await until(lambda: "kvfleet_quota_rejected_total" in agent.metrics(), "the refusal was not counted")
+    await until(lambda: "kvstrata_quota_rejected_total" in agent.metrics(), "the refusal was not counted")
     await until(lambda: bool(tenant(plane, leaving)["status"].get("usage")), "no usage in the status")
     row = tenant(plane, leaving)["status"]["usage"][0]
     assert (row["poolRef"], row["tier"]) == (agent.pool, "dram")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from controlplane import ControlPlane
-from kvfleet_api.schema import CRD_DIR
+from kvstrata_api.schema import CRD_DIR
 
 pytestmark = pytest.mark.system
 
@@ -24,7 +24,7 @@ def plane(control_plane: ControlPlane) -> Iterator[ControlPlane]:
     namespaces = str(EXAMPLES / "01-quickstart" / "00-namespaces.yaml")
     control_plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRD_DIR))
     control_plane.kubectl(
-        "wait", "--for=condition=Established", *(f"crd/{k}.kvfleet.io" for k in KINDS), "--timeout=90s"
+        "wait", "--for=condition=Established", *(f"crd/{k}.kvstrata.io" for k in KINDS), "--timeout=90s"
     )
     control_plane.kubectl("apply", "-f", namespaces)
     yield control_plane

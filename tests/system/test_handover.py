@@ -9,17 +9,17 @@ import pytest
 from attached_client import attached
 from handover_nodes import PeerThread, two_nodes
 
-from kvfleet_agent.following import Fault
-from kvfleet_agent.sweep import Sweeper
-from kvfleet_api.blocks import Layout
-from kvfleet_api.errors import InvalidInputError, LeaseLostError
-from kvfleet_api.wire_handover import Handover
-from kvfleet_client import Client
-from kvfleet_client.cache import PrefixCache
-from kvfleet_client.growing import GrowingBlocks
-from kvfleet_client.results import Published
-from kvfleet_telemetry.catalog import Kind
-from kvfleet_telemetry.catalog_all import BY_NAME
+from kvstrata_agent.following import Fault
+from kvstrata_agent.sweep import Sweeper
+from kvstrata_api.blocks import Layout
+from kvstrata_api.errors import InvalidInputError, LeaseLostError
+from kvstrata_api.wire_handover import Handover
+from kvstrata_client import Client
+from kvstrata_client.cache import PrefixCache
+from kvstrata_client.growing import GrowingBlocks
+from kvstrata_client.results import Published
+from kvstrata_telemetry.catalog import Kind
+from kvstrata_telemetry.catalog_all import BY_NAME
 
 pytestmark = pytest.mark.system
 
@@ -52,7 +52,7 @@ def counted(agent: PeerThread, name: str, **label: str) -> float:
 
 
 def broken(reader: PeerThread) -> dict[Fault, float]:
-    return {fault: counted(reader, "kvfleet_handovers_broken_total", reason=fault) for fault in Fault}
+    return {fault: counted(reader, "kvstrata_handovers_broken_total", reason=fault) for fault in Fault}
 
 
 def written(growing: GrowingBlocks, layers: range) -> None:
@@ -67,8 +67,8 @@ def test_a_layer_is_read_elsewhere_before_the_next_one_is_written(nodes: Nodes) 
         assert (growing.blocks, growing.first_block) == (BLOCKS, 0)
         with PrefixCache(theirs).stream(TOKENS, handover=growing.handover) as stream:
             assert stream.blocks == BLOCKS
-            assert counted(writer, "kvfleet_handover_blocks", role="writer") == BLOCKS
-            assert counted(reader, "kvfleet_handover_blocks", role="reader") == BLOCKS
+            assert counted(writer, "kvstrata_handover_blocks", role="writer") == BLOCKS
+            assert counted(reader, "kvstrata_handover_blocks", role="reader") == BLOCKS
             for layer in range(LAYERS):
                 written(growing, range(layer, layer + 1))
                 assert np.array_equal(stream.read(range(layer, layer + 1)), STORED[:, layer])
@@ -85,9 +85,9 @@ def test_a_layer_is_read_elsewhere_before_the_next_one_is_written(nodes: Nodes) 
             assert np.array_equal(loaded.data, STORED.reshape(BLOCKS, -1))
         assert reader.call(lambda: len(reader.core.node.leases)) == 0
         for agent, role in ((writer, "writer"), (reader, "reader")):
-            assert counted(agent, "kvfleet_handover_blocks", role=role) == 0
+            assert counted(agent, "kvstrata_handover_blocks", role=role) == 0
         assert broken(reader) == dict.fromkeys(Fault, 0)
-        layers = [counted(reader, "kvfleet_handover_layers_total", wait=wait) for wait in ("none", "waited")]
+        layers = [counted(reader, "kvstrata_handover_layers_total", wait=wait) for wait in ("none", "waited")]
         assert sum(layers) == LAYERS
 
 
@@ -100,7 +100,7 @@ def test_a_reader_waits_for_a_layer_that_comes_later(nodes: Nodes) -> None:
             writing.start()
             assert np.array_equal(stream.read(range(LAYERS - 1, LAYERS)), STORED[:, LAYERS - 1])
             writing.join()
-        assert counted(reader, "kvfleet_handover_layers_total", wait="waited") > 0
+        assert counted(reader, "kvstrata_handover_layers_total", wait="waited") > 0
 
 
 def test_what_arrived_before_the_writer_gave_up_was_right_and_the_rest_is_lost(nodes: Nodes) -> None:

@@ -14,9 +14,9 @@ pytest.importorskip("transformers", reason="the transformers connector needs tra
 from tiny_llama import CONFIG, PROMPT, made, run  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
-from kvfleet_api.errors import KvFleetError, LeaseLostError  # noqa: E402
-from kvfleet_client.cache import PrefixCache  # noqa: E402
-from kvfleet_client.connectors.transformers import CacheConnector, layout_of  # noqa: E402
+from kvstrata_api.errors import KvStrataError, LeaseLostError  # noqa: E402
+from kvstrata_client.cache import PrefixCache  # noqa: E402
+from kvstrata_client.connectors.transformers import CacheConnector, layout_of  # noqa: E402
 
 pytestmark = pytest.mark.system
 
@@ -82,7 +82,7 @@ def test_a_prefill_that_is_given_up_is_a_miss_and_the_prompt_is_computed(
     hook = model.model.layers[1].register_forward_pre_hook(lambda *_: prefill.abandon())
     run(model, PROMPT[:WHOLE_TOKENS], prefill.cache)
     hook.remove()
-    with pytest.raises(KvFleetError):
+    with pytest.raises(KvStrataError):
         run(model, PROMPT[WHOLE_TOKENS:], restoring.cache)
 
     with pytest.raises(LeaseLostError):

@@ -10,10 +10,10 @@ from agent_kube_world import GROUP, SYSTEM, WAIT_S, custom, eventually, make_nod
 from operator_process import Replica
 
 from controlplane import ApiError, ControlPlane
-from kvfleet_agent.kube.place import Place
-from kvfleet_agent.kube.world import KubeWorld
-from kvfleet_api import names
-from kvfleet_api.blocks import ScopeId
+from kvstrata_agent.kube.place import Place
+from kvstrata_agent.kube.world import KubeWorld
+from kvstrata_api import names
+from kvstrata_api.blocks import ScopeId
 
 pytestmark = pytest.mark.system
 

@@ -16,12 +16,12 @@ import pytest
 
 from controlplane import ControlPlane
 from controlplane.testing import scratch_namespace
-from kvfleet_api.errors import InvalidInputError, UnauthenticatedError
-from kvfleet_kube import api as kube_api
-from kvfleet_kube.api import Call, KubeApi
-from kvfleet_kube.secrets import read_secret, write_secret
-from kvfleet_kube.store import Store, version_of
-from kvfleet_kube.watch import Source, Watch, list_objects
+from kvstrata_api.errors import InvalidInputError, UnauthenticatedError
+from kvstrata_kube import api as kube_api
+from kvstrata_kube.api import Call, KubeApi
+from kvstrata_kube.secrets import read_secret, write_secret
+from kvstrata_kube.store import Store, version_of
+from kvstrata_kube.watch import Source, Watch, list_objects
 
 pytestmark = pytest.mark.system
 
@@ -157,7 +157,7 @@ def parse(raw: bytes) -> Thing:
 async def test_a_watch_follows_a_real_server_page_by_page_and_ends_at_once(
     control_plane: ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch, *, is_metadata_only: bool
 ) -> None:
-    monkeypatch.setattr("kvfleet_kube.watch.PAGE_OBJECTS", 2)
+    monkeypatch.setattr("kvstrata_kube.watch.PAGE_OBJECTS", 2)
     path = f"/api/v1/namespaces/{namespace}/configmaps"
     for name in "abcde":
         control_plane.api.post(path, {"metadata": {"name": name}, "data": {"k": "v"}})
@@ -205,7 +205,7 @@ async def test_a_secret_comes_out_as_it_went_in_and_is_replaced_whole(
         await api.close()
 
 
-@pytest.mark.parametrize("program", ["kvfleet_agent.app", "kvfleet_metadata.app", "kvfleet_operator.app"])
+@pytest.mark.parametrize("program", ["kvstrata_agent.app", "kvstrata_metadata.app", "kvstrata_operator.app"])
 def test_no_process_starts_with_the_kubernetes_library(program: str) -> None:
     """It costs 2 s and 30 MB, which only credential plugins are worth."""
     code = f"import sys, {program}; sys.exit(sum(m.split('.')[0] == 'kubernetes' for m in sys.modules))"

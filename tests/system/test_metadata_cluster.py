@@ -12,9 +12,9 @@ from metadata_replicas import launch, until
 from redis_cluster import RedisCluster
 
 from controlplane import ControlPlane
-from kvfleet_api import names
-from kvfleet_metadata.access import RedisAccess, format_access, parse_access
-from kvfleet_metadata.acl import Role
+from kvstrata_api import names
+from kvstrata_metadata.access import RedisAccess, format_access, parse_access
+from kvstrata_metadata.acl import Role
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -44,8 +44,8 @@ def through_a_secret(plane: ControlPlane, access: RedisAccess) -> RedisAccess:
 async def test_a_secret_that_names_a_cluster_leads_service_and_agents_to_every_primary(
     plane: ControlPlane, cluster: RedisCluster, tmp_path: Path
 ) -> None:
-    plane.kubectl("delete", "lease", "kvfleet-metadata", "-n", SYSTEM, "--ignore-not-found")
-    account = plane.service_account_kubeconfig(SYSTEM, "kvfleet-metadata", tmp_path / "metadata")
+    plane.kubectl("delete", "lease", "kvstrata-metadata", "-n", SYSTEM, "--ignore-not-found")
+    account = plane.service_account_kubeconfig(SYSTEM, "kvstrata-metadata", tmp_path / "metadata")
     replica = launch("a", account, cluster, tmp_path)
     agents = DirectoryFleet(lambda: through_a_secret(plane, cluster.access(Role.AGENT)))
     try:

@@ -10,10 +10,10 @@ from kube_agent import MIB, SYSTEM, Agent, dram, make_tenant, nvme, put
 from metadata_replicas import SECRET, Redis, Replica, agent, blocks, until
 
 from controlplane import ControlPlane
-from kvfleet_api import names
-from kvfleet_api.blocks import ScopeSecret
-from kvfleet_metadata.access import format_access
-from kvfleet_metadata.acl import Role
+from kvstrata_api import names
+from kvstrata_api.blocks import ScopeSecret
+from kvstrata_metadata.access import format_access
+from kvstrata_metadata.acl import Role
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -70,7 +70,7 @@ async def test_a_deleted_tenant_leaves_no_key_in_redis_and_no_block_with_its_age
     assert time.monotonic() - began_s < BOUND_S
     await until(lambda: service.fleet()["erased_scopes_total"] == 1, "the erasure was not counted")
     assert set(redis.keys(tags["staying"])) >= {key for key in kept if "}s" not in key}
-    assert 'kvfleet_evicted_blocks_total{node="node-a",pool="' in agents.metrics()
+    assert 'kvstrata_evicted_blocks_total{node="node-a",pool="' in agents.metrics()
     await until(lambda: redis.cli("HLEN", "kf:{agents}e") == "0", "the claim is still there")
     await asyncio.sleep(3.0)
     assert redis.keys(tags["leaving"]) == []

@@ -13,9 +13,9 @@ import pytest
 from metadata_replicas import LEASE_S, SECRET, Redis, Replica, Way, agent, blocks, die, launch, until
 
 from controlplane import ControlPlane
-from kvfleet_api import names
-from kvfleet_client.cli import main
-from kvfleet_telemetry import ready
+from kvstrata_api import names
+from kvstrata_client.cli import main
+from kvstrata_telemetry import ready
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
 
@@ -30,7 +30,7 @@ UNHURRIED_LEASE_S = 24
 @pytest.fixture(scope="module")
 def kubeconfig(plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("identity") / "metadata"
-    return plane.service_account_kubeconfig(SYSTEM, "kvfleet-metadata", path)
+    return plane.service_account_kubeconfig(SYSTEM, "kvstrata-metadata", path)
 
 
 class Pair:
@@ -59,7 +59,7 @@ async def pair(
     plane: ControlPlane, kubeconfig: Path, redis: Redis, tmp_path: Path, request: pytest.FixtureRequest
 ) -> AsyncIterator[Pair]:
     lease_s = getattr(request, "param", LEASE_S)
-    plane.kubectl("delete", "lease", "kvfleet-metadata", "-n", SYSTEM, "--ignore-not-found")
+    plane.kubectl("delete", "lease", "kvstrata-metadata", "-n", SYSTEM, "--ignore-not-found")
     made = [launch(name, kubeconfig, redis, tmp_path, lease_s=lease_s) for name in ("a", "b")]
     try:
         await until(lambda: all(replica.is_up for replica in made), "not ready")
@@ -92,7 +92,7 @@ async def test_one_leads_both_show_the_fleet_and_a_killed_leader_is_replaced(pai
         await until(lambda: other.leads, "nobody took over", other.fleet)
         assert time.monotonic() - died_s < TAKEOVER_S
         await until(lambda: other.fleet()["failovers_total"] == 1, "the failover was not counted")
-        await until(lambda: "kvfleet_metadata_leader 1.0" in other.page("/metrics"), "the metric does not say it")
+        await until(lambda: "kvstrata_metadata_leader 1.0" in other.page("/metrics"), "the metric does not say it")
         assert other.states() == both_live, "a failover kills nobody"
 
 
@@ -151,7 +151,7 @@ async def test_a_lease_that_somebody_deletes_makes_no_two_leaders(
     leader = await pair.leader()
     await until(lambda: redis.cli("GET", "kf:{agents}t").endswith(leader.name), "the leader was not obeyed")
     term = int(redis.cli("GET", "kf:{agents}t").split()[0])
-    plane.kubectl("delete", "lease", "kvfleet-metadata", "-n", SYSTEM)
+    plane.kubectl("delete", "lease", "kvstrata-metadata", "-n", SYSTEM)
     for _ in range(20):
         assert len(pair.leaders()) <= 1
         await asyncio.sleep(0.1)
@@ -184,7 +184,7 @@ async def test_the_dead_are_gone_within_the_bound_and_their_successors_stay(
 async def test_a_leader_that_is_cut_off_from_redis_lets_the_other_lead(
     plane: ControlPlane, kubeconfig: Path, redis: Redis, tmp_path: Path
 ) -> None:
-    plane.kubectl("delete", "lease", "kvfleet-metadata", "-n", SYSTEM, "--ignore-not-found")
+    plane.kubectl("delete", "lease", "kvstrata-metadata", "-n", SYSTEM, "--ignore-not-found")
     way = Way()
     await way.open(redis)
     first = launch("a", kubeconfig, redis, tmp_path, url=way.url)
@@ -212,7 +212,7 @@ async def test_a_stopped_redis_kills_nobody_and_no_replica(pair: Pair, redis: Re
         try:
             for replica in pair.replicas:
                 await until(lambda r=replica: not r.fleet()["redis"]["is_up"], "nobody noticed")  # type: ignore[misc]
-                assert "kvfleet_metadata_redis_up 0.0" in replica.page("/metrics")
+                assert "kvstrata_metadata_redis_up 0.0" in replica.page("/metrics")
             await asyncio.sleep(16.0)
         finally:
             os.kill(redis.server.pid, signal.SIGCONT)

@@ -8,9 +8,9 @@ from kube_agent import GROUP, custom
 from metadata_replicas import SECRET, WAIT_S, Redis, Replica, agent, blocks, until
 
 from controlplane import ControlPlane
-from kvfleet_agent.directory import RedisDirectory
-from kvfleet_metadata.mailbox import MAILBOX_MAX
-from kvfleet_metadata.nominations import DUPLICATE, keeper
+from kvstrata_agent.directory import RedisDirectory
+from kvstrata_metadata.mailbox import MAILBOX_MAX
+from kvstrata_metadata.nominations import DUPLICATE, keeper
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -68,4 +68,4 @@ async def test_the_copy_that_is_one_too_many_is_nominated_to_one_owner_and_never
         passes = service.fleet()["passes_total"]
         await until(lambda: service.fleet()["passes_total"] > passes + 40, "nothing is looked at any more")
         assert not any((await advice(directories)).values()), "owners that kept a copy are asked again"
-        assert 'kvfleet_metadata_nominated_total{reason="duplicate"}' in service.page("/metrics")
+        assert 'kvstrata_metadata_nominated_total{reason="duplicate"}' in service.page("/metrics")

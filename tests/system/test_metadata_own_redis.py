@@ -17,16 +17,16 @@ from metadata_replicas import LEASE_S, SECRET, Replica, blocks, launch_with_redi
 from prometheus_client import CollectorRegistry
 
 from controlplane import ControlPlane
-from kvfleet_agent.directory import RedisDirectory
-from kvfleet_api import names
-from kvfleet_api.errors import DirectoryAwayError
-from kvfleet_kube.certified import OwnCertificate
-from kvfleet_metadata.access import RedisAccess, parse_access
-from kvfleet_metadata.cluster_store import open_store
-from kvfleet_metadata.records import AgentRecord
-from kvfleet_operator.issuing import Issuance
-from kvfleet_telemetry.catalog_agent import AGENT
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_agent.directory import RedisDirectory
+from kvstrata_api import names
+from kvstrata_api.errors import DirectoryAwayError
+from kvstrata_kube.certified import OwnCertificate
+from kvstrata_metadata.access import RedisAccess, parse_access
+from kvstrata_metadata.cluster_store import open_store
+from kvstrata_metadata.records import AgentRecord
+from kvstrata_operator.issuing import Issuance
+from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.metrics import Instruments
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
 
@@ -35,8 +35,8 @@ RENEWED = "redis has read its certificates anew"
 
 @pytest.fixture
 async def pair(plane: ControlPlane, tmp_path: Path) -> AsyncIterator[tuple[Replica, Replica]]:
-    path = plane.service_account_kubeconfig(SYSTEM, "kvfleet-metadata", tmp_path / "metadata.kubeconfig")
-    plane.kubectl("delete", "lease", "kvfleet-metadata", "-n", SYSTEM, "--ignore-not-found")
+    path = plane.service_account_kubeconfig(SYSTEM, "kvstrata-metadata", tmp_path / "metadata.kubeconfig")
+    plane.kubectl("delete", "lease", "kvstrata-metadata", "-n", SYSTEM, "--ignore-not-found")
     first = launch_with_redis("a", path, tmp_path)
     started = [first]
     try:
@@ -144,8 +144,8 @@ async def test_an_api_server_that_is_away_ends_no_redis(plane: ControlPlane, pai
 async def test_a_redis_of_our_own_shows_new_certificates_and_drops_no_request(
     plane: ControlPlane, tmp_path: Path
 ) -> None:
-    path = plane.service_account_kubeconfig(SYSTEM, "kvfleet-metadata", tmp_path / "metadata.kubeconfig")
-    plane.kubectl("delete", "lease", "kvfleet-metadata", "-n", SYSTEM, "--ignore-not-found")
+    path = plane.service_account_kubeconfig(SYSTEM, "kvstrata-metadata", tmp_path / "metadata.kubeconfig")
+    plane.kubectl("delete", "lease", "kvstrata-metadata", "-n", SYSTEM, "--ignore-not-found")
     plane.kubectl("delete", "secret", names.REDIS_SECRET_AGENT, "-n", SYSTEM, "--ignore-not-found")
     replica = launch_with_redis("c", path, tmp_path)
     rules = Issuance(SYSTEM, leaf_life=timedelta(seconds=15), settle=timedelta(seconds=1))

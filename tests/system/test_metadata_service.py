@@ -20,17 +20,17 @@ from fleet_issuer import holder, issuing
 from prometheus_client import CollectorRegistry
 
 from controlplane import ControlPlane
-from kvfleet_agent.directory import RedisDirectory
-from kvfleet_api import names
-from kvfleet_api.blocks import ScopeId, ScopeSecret
-from kvfleet_kube.api import KubeApi
-from kvfleet_kube.certified import OwnCertificate
-from kvfleet_metadata.access import RedisAccess, parse_access
-from kvfleet_metadata.cluster import Cluster
-from kvfleet_metadata.records import AgentRecord, Announcement
-from kvfleet_telemetry import ready
-from kvfleet_telemetry.catalog_agent import AGENT
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_agent.directory import RedisDirectory
+from kvstrata_api import names
+from kvstrata_api.blocks import ScopeId, ScopeSecret
+from kvstrata_kube.api import KubeApi
+from kvstrata_kube.certified import OwnCertificate
+from kvstrata_metadata.access import RedisAccess, parse_access
+from kvstrata_metadata.cluster import Cluster
+from kvstrata_metadata.records import AgentRecord, Announcement
+from kvstrata_telemetry import ready
+from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.metrics import Instruments
 
 pytestmark = pytest.mark.system
 
@@ -44,7 +44,7 @@ WAIT_S = 90.0
 @pytest.fixture(scope="module")
 def kubeconfig(plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return plane.service_account_kubeconfig(
-        SYSTEM, "kvfleet-metadata", tmp_path_factory.mktemp("identity") / "metadata"
+        SYSTEM, "kvstrata-metadata", tmp_path_factory.mktemp("identity") / "metadata"
     )
 
 
@@ -58,7 +58,7 @@ class Service:
         self.ready_file = folder / "ready.json"
         self.log = folder / "log"
         arguments = ["--kubeconfig", str(kubeconfig), "--state-dir", str(folder / "redis"), "--metrics-port", "0"]
-        command = [sys.executable, "-m", "kvfleet_metadata.app", *arguments, "--ready-file", str(self.ready_file)]
+        command = [sys.executable, "-m", "kvstrata_metadata.app", *arguments, "--ready-file", str(self.ready_file)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen([*command, "--sweep-s", "0.5"], stderr=log)
 
@@ -166,7 +166,7 @@ async def test_agents_find_redis_through_the_secret_and_the_fleet_shows_them(
         by_name = {a["agent"]: a for a in service.fleet()["agents"]}
         assert (by_name["p.n1"]["locations"], by_name["p.n2"]["locations"]) == (300, 20)
         await until(lambda: service.fleet()["leases_known"], "Leases are not known")
-        counted = 'kvfleet_metadata_locations{node="n1",pool="p"} 300.0'
+        counted = 'kvstrata_metadata_locations{node="n1",pool="p"} 300.0'
         await until(lambda: counted in service.page("metrics"), "the metric does not say it")
         assert read_access(plane).username == "agent"
 
@@ -225,7 +225,7 @@ async def test_a_killed_redis_comes_back_at_the_same_place_and_is_filled_again(
         await until(lambda: directory.reports_total > reports and directory.is_settled, "nothing was reported again")
 
         assert read_access(plane) == before
-        restarted = "kvfleet_metadata_redis_restarts_total 1.0"
+        restarted = "kvstrata_metadata_redis_restarts_total 1.0"
         await until(lambda: restarted in service.page("metrics"), "the restart was not counted")
         await until(lambda: service.fleet()["locations"] == 400, "the new Redis was not filled")
 
@@ -251,7 +251,7 @@ async def test_a_new_service_keeps_the_agents_password_and_leaves_no_server_behi
 
 
 async def test_the_role_may_touch_no_other_secret(kubeconfig: Path) -> None:
-    from kvfleet_api.errors import ForbiddenError
+    from kvstrata_api.errors import ForbiddenError
 
     api = await KubeApi.connect(names.FIELD_MANAGER_METADATA, kubeconfig)
     try:

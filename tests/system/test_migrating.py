@@ -44,7 +44,7 @@ async def fleet(
 
 def blocks_of(agent: Agent) -> int:
     """Blocks in all tiers, as the process counts them now."""
-    lines = (line for line in agent.metrics().splitlines() if line.startswith("kvfleet_tier_blocks{"))
+    lines = (line for line in agent.metrics().splitlines() if line.startswith("kvstrata_tier_blocks{"))
     return sum(int(float(line.rsplit(" ", 1)[1])) for line in lines)
 
 

@@ -22,10 +22,10 @@ SETTINGS = {
 }
 DNS = Pod("kube-system", {"k8s-app": "kube-dns"}, namespace_labels={"kubernetes.io/metadata.name": "kube-system"})
 PROMETHEUS = Pod("monitoring", {"app": "prometheus"}, namespace_labels={"name": "monitoring"})
-ENGINE = Pod("team-a", {"kvfleet.io/pool": "llama"}, namespace_labels={"kvfleet.io/tenant": "team-a"})
+ENGINE = Pod("team-a", {"kvstrata.io/pool": "llama"}, namespace_labels={"kvstrata.io/tenant": "team-a"})
 IMPOSTOR = Pod(
-    "team-a", {"app.kubernetes.io/part-of": "kvfleet", "app.kubernetes.io/component": "agent"},
-    namespace_labels={"kvfleet.io/tenant": "team-a"},
+    "team-a", {"app.kubernetes.io/part-of": "kvstrata", "app.kubernetes.io/component": "agent"},
+    namespace_labels={"kvstrata.io/tenant": "team-a"},
 )  # fmt: skip
 NEIGHBOUR = Pod(rights.SYSTEM, {"app": "something"}, namespace_labels=SYSTEM_LABELS)
 API_SERVER = Pod(address="172.16.0.1")
@@ -41,7 +41,7 @@ class Fleet:
         workloads = [o for o in objects if o["kind"] in ("DaemonSet", "Deployment", "StatefulSet")]
         workloads += redis_set(objects)
         workloads += [daemon_set(template_of(objects), pool) for pool in ("llama", "qwen")]
-        self.pods = {o["metadata"]["name"].removeprefix("kvfleet-"): _pod(o) for o in workloads}
+        self.pods = {o["metadata"]["name"].removeprefix("kvstrata-"): _pod(o) for o in workloads}
         outside = {"dns": DNS, "prometheus": PROMETHEUS, "engine": ENGINE, "impostor": IMPOSTOR}
         self.pods |= outside | {"neighbour": NEIGHBOUR, "api server": API_SERVER, "internet": INTERNET}
 

@@ -19,12 +19,12 @@ from kube_agent import GROUP, custom, until
 
 import rights
 from controlplane import ControlPlane, start
-from kvfleet_agent.discovery import read_hugepages, read_machine
-from kvfleet_agent.prepare.book import open_book
-from kvfleet_agent.prepare.machine import Machine
-from kvfleet_agent.prepare.pages import Place, Wish, plan
-from kvfleet_api import names
-from kvfleet_kube.api import MERGE_PATCH, Call, KubeApi
+from kvstrata_agent.discovery import read_hugepages, read_machine
+from kvstrata_agent.prepare.book import open_book
+from kvstrata_agent.prepare.machine import Machine
+from kvstrata_agent.prepare.pages import Place, Wish, plan
+from kvstrata_api import names
+from kvstrata_kube.api import MERGE_PATCH, Call, KubeApi
 
 pytestmark = pytest.mark.system
 
@@ -43,7 +43,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
 @pytest.fixture
 def kubeconfig(plane: ControlPlane, node: str, tmp_path: Path) -> Path:
     """Of a pod of the chart's DaemonSet: its rights, and policies that know its node."""
-    pod = make_pod(plane, rights.SYSTEM, f"kvfleet-{node}", "kvfleet-node", node)
+    pod = make_pod(plane, rights.SYSTEM, f"kvstrata-{node}", "kvstrata-node", node)
     return pod_kubeconfig(plane, pod, tmp_path / "node.kubeconfig")
 
 
@@ -89,7 +89,7 @@ def reason(plane: ControlPlane, name: str, condition: str = "HugepagesReserved")
 @contextmanager
 def preparation(home: Path, *options: str) -> Iterator["subprocess.Popen[bytes]"]:
     state = ["--state-dir", home / "state", "--root", home / "host", "--kubeconfig", home / "node.kubeconfig"]
-    command = [sys.executable, "-m", "kvfleet_agent.prepare.app", "--node", NODE, *map(str, state), *options]
+    command = [sys.executable, "-m", "kvstrata_agent.prepare.app", "--node", NODE, *map(str, state), *options]
     with (home / "node.log").open("ab") as log, subprocess.Popen(command, stderr=log) as process:
         try:
             yield process
@@ -157,7 +157,7 @@ def test_while_an_agent_is_there_its_condition_stands_and_the_inventory_is_told(
     applied = {**custom("KVPoolNode", name, {}), "status": {"conditions": conditions, "epoch": 7}}
     del applied["spec"]
     text = json.dumps(applied)
-    agent = ("apply", "--server-side", "--subresource=status", "--field-manager=kvfleet-agent", "--force-conflicts")
+    agent = ("apply", "--server-side", "--subresource=status", "--field-manager=kvstrata-agent", "--force-conflicts")
     plane.kubectl(*agent, "-f", "-", stdin=text)
 
     with preparation(tmp_path):

@@ -45,7 +45,7 @@ def test_a_flush_takes_what_nobody_holds_and_survives_kills_of_operator_and_agen
     until(lambda: fleet.orders(first) == fleet.orders(second) == [])
     until(lambda: not first.status().get("orders"))
     until(lambda: {"Started", "Complete"} <= set(fleet.events(name)))
-    assert 'kvfleet_orders_total{node="' in first.metrics()
+    assert 'kvstrata_orders_total{node="' in first.metrics()
 
 
 def test_an_answered_order_is_not_carried_out_again_after_a_restart(fleet: Fleet) -> None:
@@ -58,7 +58,7 @@ def test_an_answered_order_is_not_carried_out_again_after_a_restart(fleet: Fleet
     with first.client() as client:
         assert put(client, 3) == 16
     until(lambda: first.has_reported() and [a["phase"] for a in first.status()["orders"]] == ["Done"])
-    assert "kvfleet_orders_total{" not in first.metrics(), "the process that was started since carried out none"
+    assert "kvstrata_orders_total{" not in first.metrics(), "the process that was started since carried out none"
     with first.client() as client:
         assert got(client, 3)[0] == 16
     fleet.cancel(name)

@@ -14,8 +14,8 @@ from operator_process import CONVERGED_S, NEXT_CHANGE_S, RESIZE, SYSTEM, Cluster
 
 from controlplane import ControlPlane
 from controlplane.waiting import wait_until
-from kvfleet_api import names
-from kvfleet_operator.reconcile import RELEASE_S
+from kvstrata_api import names
+from kvstrata_operator.reconcile import RELEASE_S
 
 pytestmark = pytest.mark.system
 
@@ -86,7 +86,7 @@ class TestOneReplica:
         cluster.sees(lambda: cluster.get(f"/api/v1/namespaces/{SYSTEM}/configmaps/{connection}") is None)
         # An Event is posted after the deed that it tells of.
         cluster.sees(lambda: {"AllNodesReady", "DeletingNodes", "Released"} <= cluster.events(pool))
-        assert replica.metric("kvfleet_operator_convergence_seconds_count") >= 1
+        assert replica.metric("kvstrata_operator_convergence_seconds_count") >= 1
 
     def test_a_change_of_the_spec_rolls_to_every_node(self, cluster: Cluster) -> None:
         cluster.node("a")
@@ -112,7 +112,7 @@ class TestOneReplica:
 
     def test_two_pools_never_share_a_directory(self, cluster: Cluster) -> None:
         cluster.node("a")
-        tiers = [tier(), tier("nvme", "NVMe", nvme={"path": f"/var/lib/kvfleet/{cluster.mark}"})]
+        tiers = [tier(), tier("nvme", "NVMe", nvme={"path": f"/var/lib/kvstrata/{cluster.mark}"})]
         older = cluster.pool(tiers=tiers)
         cluster.says("kvpools", older, "Ready", "True")
         time.sleep(1.0)  # Creation times have whole seconds.
@@ -199,7 +199,7 @@ class TestOneReplica:
         def is_quiet() -> bool:
             nonlocal last, since_s
             version = cluster.kv("kvpools", pool)["metadata"]["resourceVersion"]
-            now = replica.metric("kvfleet_operator_actions_total"), version
+            now = replica.metric("kvstrata_operator_actions_total"), version
             if now != last:
                 last, since_s = now, time.monotonic()
             return time.monotonic() - since_s > QUIET_S
@@ -216,7 +216,7 @@ class TestOneReplica:
         cluster.plane.pause_apiserver(60.0)
         time.sleep(20.0)
         assert replica.page("healthz") == "ok\n"
-        assert replica.metric("kvfleet_operator_leader") == 0.0, "nobody leads who cannot renew"
+        assert replica.metric("kvstrata_operator_leader") == 0.0, "nobody leads who cannot renew"
         cluster.plane.resume_apiserver()
         cluster.plane.wait_ready()
 
@@ -270,13 +270,13 @@ def test_one_of_two_leads_and_the_other_takes_over(
 ) -> None:
     lease = ("--lease-duration-s", str(TAKEOVER_LEASE_S))
     with running(kubeconfigs, tmp_path, *lease) as one, running(kubeconfigs, tmp_path, *lease) as two:
-        leads = "kvfleet_operator_leader"
+        leads = "kvstrata_operator_leader"
         cluster.sees(lambda: {one.metric(leads), two.metric(leads)} == {0.0, 1.0})
         leader, other = (one, two) if one.metric(leads) else (two, one)
         cluster.node("a")
         pool = cluster.pool()
         cluster.says("kvpools", pool, "Ready", "True")
-        assert other.metric("kvfleet_operator_actions_total") == 0
+        assert other.metric("kvstrata_operator_actions_total") == 0
 
         leader.end(signal.SIGKILL)
         began_s = time.monotonic()
@@ -291,7 +291,7 @@ def test_a_leader_that_stops_hands_over_at_once(
     kubeconfigs: dict[str, Path], tmp_path: Path, plane: ControlPlane
 ) -> None:
     with running(kubeconfigs, tmp_path) as replica:
-        assert wait_until(lambda: replica.metric("kvfleet_operator_leader") == 1.0, CONVERGED_S)
+        assert wait_until(lambda: replica.metric("kvstrata_operator_leader") == 1.0, CONVERGED_S)
         assert replica.end(signal.SIGTERM) == 0
         assert not replica._ready_file.exists()
 

@@ -17,7 +17,7 @@ from operator_process import SYSTEM, Cluster, running
 import rights
 from controlplane import ControlPlane, KubectlError, start
 from controlplane.waiting import wait_until
-from kvfleet_api import names
+from kvstrata_api import names
 
 pytestmark = pytest.mark.system
 
@@ -71,7 +71,7 @@ def pool(cluster: Cluster) -> Iterator[str]:
 
 
 def nvme(size: str, folder: str = "p") -> Any:
-    return tier("nvme", "NVMe", size, nvme={"path": f"/var/lib/kvfleet/{folder}"})
+    return tier("nvme", "NVMe", size, nvme={"path": f"/var/lib/kvstrata/{folder}"})
 
 
 def says(cluster: Cluster, pool: str, status: str, reason: str) -> None:

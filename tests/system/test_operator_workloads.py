@@ -18,7 +18,7 @@ from operator_process import SYSTEM, Cluster, running
 import rights
 from controlplane import ControlPlane, KubectlError, start
 from controlplane.waiting import wait_until
-from kvfleet_api import names
+from kvstrata_api import names
 
 pytestmark = pytest.mark.system
 
@@ -69,7 +69,7 @@ def declare(cluster: Cluster, name: str, **spec: Any) -> str:
 
 
 def pods(cluster: Cluster, pool: str) -> list[Any]:
-    return list(cluster.get(f"{PODS}?labelSelector=kvfleet.io/pool%3D{pool}")["items"])
+    return list(cluster.get(f"{PODS}?labelSelector=kvstrata.io/pool%3D{pool}")["items"])
 
 
 def is_ready(pod: Any) -> bool:
@@ -114,7 +114,7 @@ def test_a_pool_alone_gets_agents_and_an_upgrade_rolls_over_them(cluster: Cluste
     assert {p["spec"]["nodeName"] for p in pods(cluster, pool)} == set(NODES)
     (agent,) = pods(cluster, pool)[0]["spec"]["containers"]
     assert agent["resources"]["limits"]["hugepages-2Mi"] == "1Gi"
-    budget = f"/apis/policy/v1/namespaces/{SYSTEM}/poddisruptionbudgets/kvfleet-agent-{pool}"
+    budget = f"/apis/policy/v1/namespaces/{SYSTEM}/poddisruptionbudgets/kvstrata-agent-{pool}"
     assert wait_until(lambda: allowed(cluster, budget) == 1, WAIT_S), cluster.get(budget)
 
     before = cluster.kv("kvpools", pool)["status"]["currentRevision"]
@@ -133,7 +133,7 @@ def test_a_pool_alone_gets_agents_and_an_upgrade_rolls_over_them(cluster: Cluste
     cluster.sees(lambda: "ReplacingAgent" in cluster.events(pool))
 
     cluster.plane.kubectl("delete", "kvpool", pool, "--timeout=90s")
-    gone = f"/apis/apps/v1/namespaces/{SYSTEM}/daemonsets/kvfleet-agent-{pool}"
+    gone = f"/apis/apps/v1/namespaces/{SYSTEM}/daemonsets/kvstrata-agent-{pool}"
     assert wait_until(lambda: cluster.get(gone) is None and not pods(cluster, pool), WAIT_S)
     cluster.sees(lambda: cluster.get(budget) is None)
 
@@ -170,7 +170,7 @@ def test_nobody_else_writes_what_the_operator_makes(cluster: Cluster) -> None:
     pool = declare(cluster, "guarded")
     assert wait_until(lambda: ready(cluster, pool), WAIT_S), status_of(cluster, pool)
 
-    change = ["patch", "daemonset", f"kvfleet-agent-{pool}", "-n", SYSTEM, "-p", '{"spec": {"minReadySeconds": 1}}']
+    change = ["patch", "daemonset", f"kvstrata-agent-{pool}", "-n", SYSTEM, "-p", '{"spec": {"minReadySeconds": 1}}']
     as_root = ["--as", "root-of-the-cluster"]
     cluster.plane.kubectl("create", "clusterrolebinding", "r", "--clusterrole=cluster-admin", "--user", as_root[1])
     assert wait_until(lambda: may(cluster.plane, "patch", "daemonsets", "-n", SYSTEM, *as_root), WAIT_S)

@@ -16,9 +16,9 @@ from operator_fleet import condition
 from operator_process import SYSTEM, Cluster, Replica, running
 
 from controlplane import ApiError, ControlPlane
-from kvfleet_agent.backends.claim import POOL_FILE
-from kvfleet_agent.policy.reuse_curve import SAME_USE_S
-from kvfleet_api import names
+from kvstrata_agent.backends.claim import POOL_FILE
+from kvstrata_agent.policy.reuse_curve import SAME_USE_S
+from kvstrata_api import names
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
 
@@ -135,7 +135,7 @@ def life(cluster: Cluster, kubeconfig: Path, tmp_path: Path) -> Iterator[Life]:
 
 @pytest.fixture
 def memory_dir() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kvfleet-test-", dir=leftovers.memory()) as directory:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-test-", dir=leftovers.memory()) as directory:
         yield Path(directory)
 
 

@@ -19,16 +19,16 @@ import remote_owner
 from peer_certificates import Fleet, peer_tls, save
 from prometheus_client import CollectorRegistry
 
-from kvfleet_agent.ports import Stretch, Wanted
-from kvfleet_agent.remote import wire
-from kvfleet_agent.remote.nixl import NixlReader
-from kvfleet_agent.remote.peers import RemotePeers
-from kvfleet_api.blocks import BlockKey, LayoutId
-from kvfleet_api.errors import UnauthenticatedError
-from kvfleet_kube.tls import Credential
-from kvfleet_metadata.records import AgentRecord, Location
-from kvfleet_telemetry.catalog_agent import AGENT
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_agent.ports import Stretch, Wanted
+from kvstrata_agent.remote import wire
+from kvstrata_agent.remote.nixl import NixlReader
+from kvstrata_agent.remote.peers import RemotePeers
+from kvstrata_api.blocks import BlockKey, LayoutId
+from kvstrata_api.errors import UnauthenticatedError
+from kvstrata_kube.tls import Credential
+from kvstrata_metadata.records import AgentRecord, Location
+from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.metrics import Instruments
 
 pytestmark = pytest.mark.system
 
@@ -99,7 +99,7 @@ class Reader:
 
     def fetched(self, transport: str, result: str) -> float:
         labels = {"pool": "p", "node": "reader", "transport": transport, "result": result}
-        return self.registry.get_sample_value("kvfleet_peer_fetched_blocks_total", labels) or 0.0
+        return self.registry.get_sample_value("kvstrata_peer_fetched_blocks_total", labels) or 0.0
 
 
 @asynccontextmanager

@@ -11,27 +11,27 @@ from agent_doubles import Clock as FakeClock
 from prometheus_client import CollectorRegistry
 from scope_keys_double import KeyRing
 
-from kvfleet_agent.announcer import Announcer
-from kvfleet_agent.backends.base import Record, SharedBackend, SlotRef
-from kvfleet_agent.backends.remote_flash import open_remote_flash
-from kvfleet_agent.core import Core
-from kvfleet_agent.place import Place
-from kvfleet_agent.policy.recompute import LOCATE_S_MIN
-from kvfleet_agent.ports import Lent
-from kvfleet_agent.remote.listener import PeerListener
-from kvfleet_agent.remote.peers import RemotePeers
-from kvfleet_agent.tiers import Tier
-from kvfleet_agent.turns import Priority
-from kvfleet_api.blocks import BlockKey, ScopeSecret
-from kvfleet_api.checksum import checksum
-from kvfleet_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError
-from kvfleet_api.models.pool import RemoteFlashTier
-from kvfleet_api.models.poolnode import NodeTier
-from kvfleet_api.tiers import TierType
-from kvfleet_api.trust import Identity
-from kvfleet_metadata.records import AgentRecord, Announcement, Location, SessionRecord
-from kvfleet_telemetry.catalog_agent import AGENT
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_agent.announcer import Announcer
+from kvstrata_agent.backends.base import Record, SharedBackend, SlotRef
+from kvstrata_agent.backends.remote_flash import open_remote_flash
+from kvstrata_agent.core import Core
+from kvstrata_agent.place import Place
+from kvstrata_agent.policy.recompute import LOCATE_S_MIN
+from kvstrata_agent.ports import Lent
+from kvstrata_agent.remote.listener import PeerListener
+from kvstrata_agent.remote.peers import RemotePeers
+from kvstrata_agent.tiers import Tier
+from kvstrata_agent.turns import Priority
+from kvstrata_api.blocks import BlockKey, ScopeSecret
+from kvstrata_api.checksum import checksum
+from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError
+from kvstrata_api.models.pool import RemoteFlashTier
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.tiers import TierType
+from kvstrata_api.trust import Identity
+from kvstrata_metadata.records import AgentRecord, Announcement, Location, SessionRecord
+from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.metrics import Instruments
 
 pytestmark = pytest.mark.system
 
@@ -91,7 +91,7 @@ class Agent:
 
     def fetched(self, transport: str, what: str = "blocks", **labels: str) -> float:
         own = {"pool": "pool", "node": self.name, "transport": transport, **labels}
-        return self.registry.get_sample_value(f"kvfleet_peer_fetched_{what}_total", own) or 0.0
+        return self.registry.get_sample_value(f"kvstrata_peer_fetched_{what}_total", own) or 0.0
 
     async def archive(self, numbers: Sequence[int]) -> None:
         """Store blocks, bring them to the shared tier and keep no copy in memory."""
@@ -322,8 +322,8 @@ async def test_what_its_owner_drops_meanwhile_is_a_miss(tmp_path: Path) -> None:
         ("..", "seg-00000000-4000-8.kv", 0),
         ("a/../a", "seg-00000000-4000-8.kv", 0),
         ("", "seg-00000000-4000-8.kv", 0),
-        ("a", "../a/kvfleet-store.json", 0),
-        ("a", "kvfleet-store.json", 0),
+        ("a", "../a/kvstrata-store.json", 0),
+        ("a", "kvstrata-store.json", 0),
         ("a", "seg-00000000-4000-8.kv", 512),
         ("a", "seg-00000000-4000-8.kv", 8 * 0x4000),
         ("a", "seg-00000000-1000-8.kv", 0),

@@ -14,14 +14,14 @@ from kube_agent import GROUP, LAYOUT, MIB, SYSTEM, Agent, custom, until
 from operator_process import Replica
 
 from controlplane import ApiError, ControlPlane
-from kvfleet_api import names
-from kvfleet_api.blocks import BlockKey, chain_keys
-from kvfleet_api.errors import ForbiddenError, RetryableError
-from kvfleet_api.prefixes import prefix_digest
-from kvfleet_client.cache import PrefixCache
-from kvfleet_client.cli import parser
-from kvfleet_client.client import Client
-from kvfleet_client.results import Bytes2D
+from kvstrata_api import names
+from kvstrata_api.blocks import BlockKey, chain_keys
+from kvstrata_api.errors import ForbiddenError, RetryableError
+from kvstrata_api.prefixes import prefix_digest
+from kvstrata_client.cache import PrefixCache
+from kvstrata_client.cli import parser
+from kvstrata_client.client import Client
+from kvstrata_client.results import Bytes2D
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -108,7 +108,7 @@ class Fleet:
         self.plane.kubectl("patch", "kvps", name, "-n", "team-a", "--type=merge", "-p", body)
 
     def leases(self) -> float:
-        lines = [line for line in self.agent.metrics().splitlines() if line.startswith("kvfleet_leases{")]
+        lines = [line for line in self.agent.metrics().splitlines() if line.startswith("kvstrata_leases{")]
         return float(lines[0].rsplit(" ", 1)[1])
 
 

@@ -9,8 +9,8 @@ from aiohttp import ClientSession, web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client import CollectorRegistry, Counter
 
-from kvfleet_telemetry import tracing
-from kvfleet_telemetry.http import Endpoint, serve
+from kvstrata_telemetry import tracing
+from kvstrata_telemetry.http import Endpoint, serve
 
 pytestmark = pytest.mark.system
 
@@ -50,11 +50,11 @@ async def test_port_zero_is_replaced_by_the_chosen_port(endpoint: Endpoint) -> N
 
 
 async def test_metrics_come_in_the_format_that_is_asked_for(endpoint: Endpoint, process: Process) -> None:
-    Counter("kvfleet_test_total", "Test.", registry=process.registry).inc(3)
+    Counter("kvstrata_test_total", "Test.", registry=process.registry).inc(3)
 
     status, content_type, text = await get(endpoint, "/metrics")
     assert (status, content_type.split(";")[0]) == (200, "text/plain")
-    assert "kvfleet_test_total 3.0" in text
+    assert "kvstrata_test_total 3.0" in text
 
     _, content_type, text = await get(endpoint, "/metrics", "application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
@@ -99,14 +99,14 @@ async def test_spans_reach_an_otlp_endpoint() -> None:
     port = runner.addresses[0][1]
 
     tracing.configure("agent", f"http://127.0.0.1:{port}/v1/traces")
-    with tracing.span("kvfleet.acquire", session_id="s1"), tracing.span("kvfleet.move", source="nvme"):
+    with tracing.span("kvstrata.acquire", session_id="s1"), tracing.span("kvstrata.move", source="nvme"):
         pass
     await asyncio.to_thread(tracing.shutdown)
     await runner.cleanup()
 
     (resource,) = received[0].resource_spans
-    assert {a.value.string_value for a in resource.resource.attributes} >= {"kvfleet-agent"}
-    assert {s.name for s in resource.scope_spans[0].spans} == {"kvfleet.acquire", "kvfleet.move"}
+    assert {a.value.string_value for a in resource.resource.attributes} >= {"kvstrata-agent"}
+    assert {s.name for s in resource.scope_spans[0].spans} == {"kvstrata.acquire", "kvstrata.move"}
 
 
 async def test_an_absent_otlp_endpoint_delays_neither_span_nor_stop() -> None:
@@ -115,7 +115,7 @@ async def test_an_absent_otlp_endpoint_delays_neither_span_nor_stop() -> None:
 
     started_s = loop.time()
     for _ in range(10_000):
-        with tracing.span("kvfleet.lookup"):
+        with tracing.span("kvstrata.lookup"):
             pass
     spans_s = loop.time() - started_s
     await asyncio.to_thread(tracing.shutdown)

@@ -15,8 +15,8 @@ import pytest
 from kube_agent import MIB, Agent, content, dram, got, keys_of, make_tenant, nvme, put, until
 
 from controlplane import ControlPlane
-from kvfleet_agent.backends.pages import free_pages
-from kvfleet_client import Client, PrefixCache
+from kvstrata_agent.backends.pages import free_pages
+from kvstrata_client import Client, PrefixCache
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -32,7 +32,7 @@ def tenant(plane: ControlPlane) -> None:
 
 @pytest.fixture
 def memory_dir() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kvfleet-test-", dir=leftovers.memory()) as directory:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-test-", dir=leftovers.memory()) as directory:
         yield Path(directory)
 
 
@@ -64,7 +64,7 @@ def test_every_block_in_memory_is_there_after_a_restart(agent: Agent, end: signa
             assert all_found(client) == (BLOCKS, {"dram"})
             assert put(client, 100 + restarts) == 16
             until(lambda: agent.tier("dram").get("recoveredBlocks", 0) >= BLOCKS)
-            assert 'kvfleet_tier_recovered_blocks{node="node-a",pool="' in agent.metrics()
+            assert 'kvstrata_tier_recovered_blocks{node="node-a",pool="' in agent.metrics()
 
 
 def test_a_client_sees_misses_while_the_agent_is_away_and_hits_when_it_is_back(agent: Agent) -> None:
@@ -141,7 +141,7 @@ def huge_pages() -> Iterator[None]:
         pytest.skip("huge pages can be reserved by root only")
     before = int(NR_HUGEPAGES.read_text())
     NR_HUGEPAGES.write_text(f"{before + 64}\n")
-    directory = tempfile.mkdtemp(prefix="kvfleet-test-")
+    directory = tempfile.mkdtemp(prefix="kvstrata-test-")
     mounted = subprocess.run(["mount", "-t", "hugetlbfs", "-o", "pagesize=2M", "none", directory], check=False)
     try:
         if mounted.returncode or (free_pages(2 * MIB) or 0) < 64:

@@ -52,7 +52,7 @@ def answers(agent: Agent) -> list[str]:
 
 def has_fetched(agent: Agent) -> bool:
     """True once a block has come from another agent."""
-    moved = (line for line in agent.metrics().splitlines() if line.startswith("kvfleet_moved_blocks_total{"))
+    moved = (line for line in agent.metrics().splitlines() if line.startswith("kvstrata_moved_blocks_total{"))
     return any('source="remote"' in line for line in moved)
 
 

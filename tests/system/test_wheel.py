@@ -54,20 +54,20 @@ def environment(wheel: Path, process: str, at: Path) -> Path:
 def test_the_client_installs_alone_and_names_what_a_process_needs(wheel: Path, tmp_path: Path) -> None:
     bin_ = environment(wheel, "client", tmp_path / "client")
 
-    assert succeed(bin_ / "kvfleet", "version").startswith("kvfleet ")
-    succeed(bin_ / "kvfleet", "validate", "-f", ROOT / "examples" / "01-quickstart" / "10-pool.yaml")
-    succeed(bin_ / "python", "-c", "import kvfleet_client")
+    assert succeed(bin_ / "kvstrata", "version").startswith("kvstrata ")
+    succeed(bin_ / "kvstrata", "validate", "-f", ROOT / "examples" / "01-quickstart" / "10-pool.yaml")
+    succeed(bin_ / "python", "-c", "import kvstrata_client")
     for process in ("agent", "metadata", "operator"):
-        refused = run(bin_ / f"kvfleet-{process}", "--help")
+        refused = run(bin_ / f"kvstrata-{process}", "--help")
         assert refused.returncode == 1
-        assert f"pip install 'kvfleet[{process}]'" in refused.stderr
+        assert f"pip install 'kvstrata[{process}]'" in refused.stderr
 
 
 @pytest.mark.parametrize("process", ["agent", "metadata", "operator"])
 def test_each_process_starts_from_its_own_requirements_without_torch(wheel: Path, tmp_path: Path, process: str) -> None:
     bin_ = environment(wheel, process, tmp_path / process)
 
-    assert "--metrics-port" in succeed(bin_ / f"kvfleet-{process}", "--help")
+    assert "--metrics-port" in succeed(bin_ / f"kvstrata-{process}", "--help")
     assert run(bin_ / "python", "-c", "import torch").returncode == 1
 
 
@@ -75,7 +75,7 @@ NO_COMPILER = "/nonexistent/cc"
 
 
 def native_files(wheel: Path) -> set[str]:
-    return {Path(name).name for name in ZipFile(wheel).namelist() if name.startswith("kvfleet_native/")}
+    return {Path(name).name for name in ZipFile(wheel).namelist() if name.startswith("kvstrata_native/")}
 
 
 def test_a_compiler_gives_a_wheel_for_this_platform_with_kernels_that_run(wheel: Path, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_compiler_gives_a_wheel_for_this_platform_with_kernels_that_run(wheel:
     assert wheel.stem.endswith("-cp311-abi3-linux_" + os.uname().machine)
     assert "_kernels.abi3.so" in native_files(wheel)
     assert not [name for name in native_files(wheel) if name.endswith((".c", ".h"))]
-    assert succeed(python, "-c", "import kvfleet_native; print(kvfleet_native.level)").strip() != "python"
+    assert succeed(python, "-c", "import kvstrata_native; print(kvstrata_native.level)").strip() != "python"
 
 
 def test_without_a_compiler_a_wheel_for_every_platform_runs_all_the_same(tmp_path: Path) -> None:
@@ -93,12 +93,12 @@ def test_without_a_compiler_a_wheel_for_every_platform_runs_all_the_same(tmp_pat
 
     assert pure.stem.endswith("-none-any")
     assert not [name for name in native_files(pure) if name.endswith(".so")]
-    copied = "import kvfleet_native as n; b = bytearray(3); n.copy(b, b'kv!'); print(n.level, b.decode())"
+    copied = "import kvstrata_native as n; b = bytearray(3); n.copy(b, b'kv!'); print(n.level, b.decode())"
     assert succeed(python, "-c", copied).split() == ["python", "kv!"]
 
 
 def test_setup_without_a_compiler_says_so_and_goes_on(tmp_path: Path) -> None:
-    sources = ROOT / "agent" / "kvfleet_native"
+    sources = ROOT / "agent" / "kvstrata_native"
     for path in (ROOT / "hack" / "native_build.py", *sources.iterdir()):
         if path.suffix in {".py", ".c", ".h"}:
             copy = tmp_path / path.relative_to(ROOT)

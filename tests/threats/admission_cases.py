@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import bad_manifests
 
-from kvfleet_api import names
+from kvstrata_api import names
 from rights import SYSTEM, TEAM
 from threats.admission_pods import images, node_preparation, system_pods, tenant_pods
 from threats.admission_request import (
@@ -190,7 +190,7 @@ def _scope_keys() -> Iterator[Case]:
         named = secret(names.scope_secret_name("tenant", "new"))
         yield Case(f"scope key by its name: {who}", who, "POST", secrets, named, words)
     yield Case("another Secret", ROOT, "POST", secrets, secret("other"))
-    generated = {"apiVersion": "v1", "kind": "Secret", "metadata": {"generateName": "kvfleet-scope.tenant.x"}}
+    generated = {"apiVersion": "v1", "kind": "Secret", "metadata": {"generateName": "kvstrata-scope.tenant.x"}}
     yield Case("scope key by a generated name", ROOT, "POST", secrets, generated, denied)
     kept = f"{secrets}/{names.scope_secret_name('tenant', TEAM)}"
     version = {"stringData": {"v2": "0" * 32}}
@@ -205,9 +205,9 @@ def _scope_keys() -> Iterator[Case]:
 
 
 ESCAPES: Final = (
-    "/etc/kubernetes", "/", "/var/lib/kvfleet", "/var/lib/kvfleet-evil/x", "/var/lib/kvfleet/../../../etc",
-    "/var/lib/kvfleet/a/..", "/var/lib/kvfleet/./a", "//var/lib/kvfleet/a", "/var/lib/kvfleet//a", "/proc/1/root/etc",
-    "/root/.ssh", "/var/lib/kubelet/pods", "/dev/mem", "/var/lib/kvfleet/%2e%2e/etc",
+    "/etc/kubernetes", "/", "/var/lib/kvstrata", "/var/lib/kvstrata-evil/x", "/var/lib/kvstrata/../../../etc",
+    "/var/lib/kvstrata/a/..", "/var/lib/kvstrata/./a", "//var/lib/kvstrata/a", "/var/lib/kvstrata//a", "/proc/1/root/etc",
+    "/root/.ssh", "/var/lib/kubelet/pods", "/dev/mem", "/var/lib/kvstrata/%2e%2e/etc",
 )  # fmt: skip
 """Directories in which no tier may lie."""
 
@@ -221,14 +221,14 @@ def _storage() -> Iterator[Case]:
 
     def tiers(path: str) -> Iterator[tuple[str, Json]]:
         yield "NVMe", {"name": "t", "type": "NVMe", "capacityPerNode": "1Gi", "nvme": {"path": path}}
-        many = {"paths": ["/var/lib/kvfleet/demo/other", path]}
+        many = {"paths": ["/var/lib/kvstrata/demo/other", path]}
         yield "NVMe devices", {"name": "t", "type": "NVMe", "capacityPerNode": "1Gi", "nvme": many}
         yield "flash", {"name": "t", "type": "RemoteFlash", "capacity": "1Gi", "remoteFlash": {"path": path}}
         emulated = {"mode": "Emulated", "emulated": {"path": path}}
         yield "CXL", {"name": "t", "type": "CXL", "capacityPerNode": "1Gi", "cxl": emulated}
         yield "object", {"name": "t", "type": "Object", "capacity": "1Gi", "object": {"url": f"file://{path}"}}
 
-    for kind, tier in tiers("/var/lib/kvfleet/demo/tier"):
+    for kind, tier in tiers("/var/lib/kvstrata/demo/tier"):
         yield Case(f"pool: {kind} where it may be", ADMINISTRATOR, "POST", f"{GROUP}/kvpools", pool(tier))
     for path in ESCAPES:
         for kind, tier in tiers(path):

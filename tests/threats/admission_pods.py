@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from kvfleet_api import names
+from kvstrata_api import names
 from rights import NODE_PREPARATION, SYSTEM, TEAM
 from threats.admission_request import DIGEST, EDITOR, FORBIDDEN, GROUP, NODE, OPERATOR, ROOT, Case, Json, patch
 
@@ -14,20 +14,20 @@ def engine(**changes: Any) -> Json:
     container = {
         "name": "engine",
         "image": "vllm",
-        "volumeMounts": [{"name": "kvfleet", "mountPath": "/run/kvfleet", "readOnly": True}],
+        "volumeMounts": [{"name": "kvstrata", "mountPath": "/run/kvstrata", "readOnly": True}],
     }
     spec = {
         "serviceAccountName": "engine",
         "securityContext": {"runAsNonRoot": True, "runAsUser": 1000},
         "containers": [container],
-        "volumes": [{"name": "kvfleet", "hostPath": {"path": "/run/kvfleet/llama-70b"}}],
+        "volumes": [{"name": "kvstrata", "hostPath": {"path": "/run/kvstrata/llama-70b"}}],
     }
-    metadata = {"name": "engine", "labels": {"kvfleet.io/pool": "llama-70b"}}
+    metadata = {"name": "engine", "labels": {"kvstrata.io/pool": "llama-70b"}}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec | changes}
 
 
 def _host(path: str) -> Json:
-    return {"volumes": [{"name": "kvfleet", "hostPath": {"path": path}}]}
+    return {"volumes": [{"name": "kvstrata", "hostPath": {"path": path}}]}
 
 
 def _contained(**security: Any) -> Json:
@@ -42,24 +42,24 @@ def tenant_pods() -> Iterator[Case]:
         return Case(f"engine: {name}", who, "POST", f"/api/v1/namespaces/{TEAM}/pods", pod, words)
 
     yield make("its pool's socket", "", engine())
-    yield make("without any", "", engine(volumes=[{"name": "kvfleet", "emptyDir": {}}]))
+    yield make("without any", "", engine(volumes=[{"name": "kvstrata", "emptyDir": {}}]))
     own = "an engine sees the socket of its own pool"
-    yield make("another pool's socket", own, engine(**_host("/run/kvfleet/other")))
+    yield make("another pool's socket", own, engine(**_host("/run/kvstrata/other")))
     unlabelled = engine()
     unlabelled["metadata"]["labels"] = {}
     yield make("a socket of no declared pool", own, unlabelled)
-    withheld = engine(**_host("/run/kvfleet/withheld"))
-    withheld["metadata"]["labels"]["kvfleet.io/pool"] = "withheld"
+    withheld = engine(**_host("/run/kvstrata/withheld"))
+    withheld["metadata"]["labels"]["kvstrata.io/pool"] = "withheld"
     yield make("a pool that its namespace may not use", own, withheld)
     shortest = "written in its shortest form"
-    yield make("the sockets of all pools", own, engine(**_host("/run/kvfleet/")))
-    for path in ("/run/kvfleet//llama-70b", "/run/./kvfleet/llama-70b", "/run/kvfleet/other/."):
+    yield make("the sockets of all pools", own, engine(**_host("/run/kvstrata/")))
+    for path in ("/run/kvstrata//llama-70b", "/run/./kvstrata/llama-70b", "/run/kvstrata/other/."):
         yield make(f"directory {path}", shortest, engine(**_host(path)))
     of_host = "of the host, a pod of a tenant sees"
     for path in (
-        "/", "/run", "/run/kvfleet", "/var", "/var/lib", "/var/lib/kvfleet", "/var/lib/kvfleet/llama-70b", "/mnt/flash",
-        "/var/run/kvfleet/other", "/proc", "/proc/1/root", "/var/lib/kubelet/pods", "/dev/shm", "/etc",
-        "/run/kvfleet-memory/llama-70b", "/models-of-others",
+        "/", "/run", "/run/kvstrata", "/var", "/var/lib", "/var/lib/kvstrata", "/var/lib/kvstrata/llama-70b", "/mnt/flash",
+        "/var/run/kvstrata/other", "/proc", "/proc/1/root", "/var/lib/kubelet/pods", "/dev/shm", "/etc",
+        "/run/kvstrata-memory/llama-70b", "/models-of-others",
     ):  # fmt: skip
         yield make(f"directory {path}", of_host, engine(**_host(path)))
     yield make("models", "", engine(**_host("/models/llama")))
@@ -86,10 +86,10 @@ def agent_pod(**changes: Any) -> Json:
         "capabilities": {"drop": ["ALL"]},
     }
     spec = {
-        "serviceAccountName": "kvfleet-agent",
+        "serviceAccountName": "kvstrata-agent",
         "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [{"name": "agent", "image": DIGEST, "securityContext": security}],
-        "volumes": [{"name": "state", "hostPath": {"path": "/var/lib/kvfleet/llama-70b"}}],
+        "volumes": [{"name": "state", "hostPath": {"path": "/var/lib/kvstrata/llama-70b"}}],
     }
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "agent"}, "spec": spec | changes}
 
@@ -111,18 +111,18 @@ def system_pods() -> Iterator[Case]:
 
     yield make("as the chart writes it", "", agent_pod())
     by_digest = "named by its digest"
-    for image in ("kvfleet/agent", "kvfleet/agent:1.0", "kvfleet/agent@sha256:abc", f"{DIGEST}0"):
+    for image in ("kvstrata/agent", "kvstrata/agent:1.0", "kvstrata/agent@sha256:abc", f"{DIGEST}0"):
         yield make(f"image {image[-30:]}", by_digest, agent_pod(**_agent_container(image=image)))
     sidecar = agent_pod()["spec"]["containers"][0] | {"name": "init", "image": "busybox"}
     yield make("an init container without digest", by_digest, agent_pod(initContainers=[sidecar]))
-    labelled = agent_pod(serviceAccountName="default", **_agent_container(image="kvfleet/agent:1"))
+    labelled = agent_pod(serviceAccountName="default", **_agent_container(image="kvstrata/agent:1"))
     labelled["metadata"]["labels"] = {"app.kubernetes.io/component": "agent"}
     yield make("under another account", by_digest, labelled)
     below = "directories of the host lie below"
-    for path in ("/", "/etc", "/var/lib", "/var/lib/kvfleet-evil", "/var/lib/kvfleet//x", "/proc", "/var/lib/kubelet"):
+    for path in ("/", "/etc", "/var/lib", "/var/lib/kvstrata-evil", "/var/lib/kvstrata//x", "/proc", "/var/lib/kubelet"):
         volumes = [{"name": "state", "hostPath": {"path": path}}]
         yield make(f"directory {path}", below, agent_pod(volumes=volumes))
-    for path in ("/run/kvfleet/llama-70b", "/mnt/flash"):
+    for path in ("/run/kvstrata/llama-70b", "/mnt/flash"):
         yield make(f"directory {path}", "", agent_pod(volumes=[{"name": "state", "hostPath": {"path": path}}]))
     for setting in ("hostNetwork", "hostPID", "hostIPC"):
         yield make(setting, "no namespaces of the host", agent_pod(**{setting: True}))
@@ -141,13 +141,13 @@ def system_pods() -> Iterator[Case]:
     loose = agent_pod(securityContext={"runAsNonRoot": True, "runAsUser": 65532})
     yield make("no seccomp profile", "seccomp profile", loose)
     yield make("seccomp off", "seccomp profile", agent_pod(**_agent_security(seccompProfile={"type": "Unconfined"})))
-    other = agent_pod(serviceAccountName="kvfleet-operator")
+    other = agent_pod(serviceAccountName="kvstrata-operator")
     yield make("a directory for the operator", "no directories of the host but for agents", other)
 
 
 def images() -> Iterator[Case]:
     """Workloads of images by digest and by tag."""
-    for image, words in ((DIGEST, ""), ("kvfleet/agent:1.0", "named by its digest")):
+    for image, words in ((DIGEST, ""), ("kvstrata/agent:1.0", "named by its digest")):
         yield _daemon_set(f"image {image[-30:]}", ROOT, image, {"a": "b"}, words)
     managed = {names.LABEL_MANAGED_BY: names.MANAGED_BY, "app.kubernetes.io/component": "agent"}
     for who, labels, words in (
@@ -181,7 +181,7 @@ def node_preparation() -> Iterator[Case]:
         return Case(f"node preparation: {name}", ROOT, "POST", f"/api/v1/namespaces/{SYSTEM}/pods", pod, words)
 
     yield make("as the chart writes it", "", _node_pod())
-    for directory in ("/", "/sys", "/var/lib/kvfleet", "/sys/devices/system/node/node0", "/sys/devices/system/memory"):
+    for directory in ("/", "/sys", "/var/lib/kvstrata", "/sys/devices/system/node/node0", "/sys/devices/system/memory"):
         volumes = [{"name": "pages", "hostPath": {"path": directory}}]
         yield make(f"directory {directory}", "node preparation sees of the host", _node_pod(volumes=volumes))
     image = "of the image that the chart names"
@@ -198,10 +198,10 @@ def node_preparation() -> Iterator[Case]:
 def _node_pod(container: Json | None = None, **spec: Any) -> Json:
     pod = copy.deepcopy(agent_pod())
     security = pod["spec"]["containers"][0]["securityContext"] | {"runAsUser": 0, "runAsNonRoot": False}
-    image = f"kvfleet/agent@{NODE_PREPARATION['nodePreparation.image.digest']}"
+    image = f"kvstrata/agent@{NODE_PREPARATION['nodePreparation.image.digest']}"
     own = pod["spec"]["containers"][0] | {"image": image, "securityContext": security}
     pod["metadata"]["labels"] = {"app.kubernetes.io/component": "node"}
     volumes = [{"name": "pages", "hostPath": {"path": "/sys/devices/system/node"}}]
-    pod["spec"] |= {"serviceAccountName": "kvfleet-node", "containers": [own | (container or {})], "volumes": volumes}
+    pod["spec"] |= {"serviceAccountName": "kvstrata-node", "containers": [own | (container or {})], "volumes": volumes}
     pod["spec"] |= spec
     return pod

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvfleet_api import names
+from kvstrata_api import names
 from rights import IDENTITIES, TEAM
 
 Json = dict[str, Any]
@@ -25,7 +25,7 @@ OPERATIVE: Final = "operative"
 """May make operations and operate the pool llama-70b, and has no right on tenants."""
 PLAIN: Final = "plain"
 """A namespace of no tenant."""
-DIGEST: Final = "registry.example.org/kvfleet/agent@sha256:" + "1" * 64
+DIGEST: Final = "registry.example.org/kvstrata/agent@sha256:" + "1" * 64
 FORBIDDEN: Final = "is forbidden: User"
 """What RBAC says, before any policy is asked."""
 DRY_DELETE: Final = {"apiVersion": "v1", "kind": "DeleteOptions", "dryRun": ["All"]}

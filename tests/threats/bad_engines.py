@@ -11,14 +11,14 @@ from typing import Any, Final, get_args
 from agent_doubles import LAYOUT
 from guarded_agent import TokenEngine, guarded
 
-from kvfleet_agent.kube import declared
-from kvfleet_agent.kube.authenticator import KubeAuthenticator
-from kvfleet_agent.kube.known import Known
-from kvfleet_agent.kube.place import Place
-from kvfleet_agent.kube.trust_view import TrustStores, TrustView
-from kvfleet_api import names, wire
-from kvfleet_api.wire_base import Reply
-from kvfleet_api.wire_handover import Advance, Arrive
+from kvstrata_agent.kube import declared
+from kvstrata_agent.kube.authenticator import KubeAuthenticator
+from kvstrata_agent.kube.known import Known
+from kvstrata_agent.kube.place import Place
+from kvstrata_agent.kube.trust_view import TrustStores, TrustView
+from kvstrata_api import names, wire
+from kvstrata_api.wire_base import Reply
+from kvstrata_api.wire_handover import Advance, Arrive
 from threats.credentials import GOOD, OTHER_TENANT, SYSTEM, Tokens
 
 VERBS: Final = tuple(kind for kind in get_args(wire.AnyRequest) if kind is not wire.Hello)

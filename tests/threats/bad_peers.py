@@ -11,15 +11,15 @@ from typing import Any, Final
 import remote_owner
 from peer_certificates import Fleet, peer_tls
 
-from kvfleet_agent.remote import wire
-from kvfleet_agent.remote.link import open_link
-from kvfleet_agent.remote.listener import PeerListener, VerifyPeer
-from kvfleet_agent.remote.security import HANDSHAKE_S
-from kvfleet_api import names
-from kvfleet_api.errors import KvFleetError
-from kvfleet_kube import tls
-from kvfleet_kube.tls import Credential
-from kvfleet_metadata.records import AgentRecord
+from kvstrata_agent.remote import wire
+from kvstrata_agent.remote.link import open_link
+from kvstrata_agent.remote.listener import PeerListener, VerifyPeer
+from kvstrata_agent.remote.security import HANDSHAKE_S
+from kvstrata_api import names
+from kvstrata_api.errors import KvStrataError
+from kvstrata_kube import tls
+from kvstrata_kube.tls import Credential
+from kvstrata_metadata.records import AgentRecord
 from threats.credentials import GOOD_AGENT, SYSTEM, Tokens
 
 OWNER: Final = "pool.node-a"
@@ -111,7 +111,7 @@ async def impostors(fleet: Fleet) -> tuple[int, list[str]]:
             hello = wire.Hello(0, wire.PROTOCOL_VERSION, READER, "our token")
             try:
                 link = await open_link(address, OWNER, hello, peer_tls(fleet.agent(READER)))
-            except KvFleetError:
+            except KvStrataError:
                 continue
             await link.close()
             accepted.append(f"an owner with {name}")
@@ -184,6 +184,6 @@ def _answers(received: bytes) -> Iterator[wire.Answer]:
         try:
             size = wire.decode_length(received[: wire.LENGTH_BYTES])
             yield wire.decode_answer(received[wire.LENGTH_BYTES : wire.LENGTH_BYTES + size])
-        except KvFleetError:
+        except KvStrataError:
             return  # Alerts of TLS, to somebody who speaks without.
         received = received[wire.LENGTH_BYTES + size :]

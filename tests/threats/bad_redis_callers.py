@@ -11,12 +11,12 @@ from typing import Any, Final
 import hiredis
 from peer_certificates import Fleet
 
-from kvfleet_api import names
-from kvfleet_kube import tls
-from kvfleet_kube.tls import Credential
-from kvfleet_metadata import embedded
-from kvfleet_metadata.acl import COMMANDS, Role
-from kvfleet_metadata.embedded import EmbeddedConfig, EmbeddedRedis, TlsFiles
+from kvstrata_api import names
+from kvstrata_kube import tls
+from kvstrata_kube.tls import Credential
+from kvstrata_metadata import embedded
+from kvstrata_metadata.acl import COMMANDS, Role
+from kvstrata_metadata.embedded import EmbeddedConfig, EmbeddedRedis, TlsFiles
 from threats.bad_peers import HOUR, Shown
 from threats.credentials import SYSTEM
 

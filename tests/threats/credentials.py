@@ -19,9 +19,9 @@ from fleet_issuer import make_pod, pod_token
 
 import controlplane
 from controlplane import ControlPlane
-from kvfleet_api import names
-from kvfleet_kube.answers import Answer, Json
-from kvfleet_kube.api import Call
+from kvstrata_api import names
+from kvstrata_kube.answers import Answer, Json
+from kvstrata_kube.api import Call
 
 RECORDED: Final = Path(__file__).with_name("token_reviews.json")
 SYSTEM: Final = names.SYSTEM_NAMESPACE

@@ -12,9 +12,9 @@ from typing import Any, Final
 import msgspec
 from agent_doubles import LAYOUT
 
-from kvfleet_agent.remote import wire as peer
-from kvfleet_api import wire
-from kvfleet_api.wire_handover import Advance, Arrive, Handover
+from kvstrata_agent.remote import wire as peer
+from kvstrata_api import wire
+from kvstrata_api.wire_handover import Advance, Arrive, Handover
 
 KEYS: Final = bytes(range(60))
 OWN: Final = "tenant/a/uid-a/v1"

@@ -14,11 +14,11 @@ from agent_doubles import FakeAuthenticator, caller, dict_tier, dram_tier
 from agent_thread import AgentThread
 from remote_owner import TOKEN, MemoryLender, verify
 
-from kvfleet_agent.remote import wire as peer
-from kvfleet_agent.remote.listener import PeerListener
-from kvfleet_api import wire
-from kvfleet_api.errors import InvalidInputError
-from kvfleet_metadata.records import AgentRecord
+from kvstrata_agent.remote import wire as peer
+from kvstrata_agent.remote.listener import PeerListener
+from kvstrata_api import wire
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_metadata.records import AgentRecord
 
 __all__ = ["TOKEN"]
 

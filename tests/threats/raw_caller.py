@@ -8,8 +8,8 @@ from typing import Any, Final, Self
 import msgspec
 from agent_doubles import LAYOUT
 
-from kvfleet_api import wire
-from kvfleet_api.blocks import Layout
+from kvstrata_api import wire
+from kvstrata_api.blocks import Layout
 
 WAIT_S: Final = 30.0
 

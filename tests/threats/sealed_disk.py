@@ -17,14 +17,14 @@ from scope_keys_double import KeyRing
 from sim.volume import MemoryVolume
 from sim.volume_image import Image
 
-from kvfleet_agent.backends.base import Record, SlotRef
-from kvfleet_agent.backends.claim import STORE_FILE
-from kvfleet_agent.backends.header import HEADER_BYTES, pack_header
-from kvfleet_agent.backends.nvme import RecordStore, open_store
-from kvfleet_agent.backends.segment_name import SegmentName, parse_name
-from kvfleet_api.blocks import ScopeId
-from kvfleet_api.checksum import checksum
-from kvfleet_api.errors import BackendFailedError, BlockCorruptError
+from kvstrata_agent.backends.base import Record, SlotRef
+from kvstrata_agent.backends.claim import STORE_FILE
+from kvstrata_agent.backends.header import HEADER_BYTES, pack_header
+from kvstrata_agent.backends.nvme import RecordStore, open_store
+from kvstrata_agent.backends.segment_name import SegmentName, parse_name
+from kvstrata_api.blocks import ScopeId
+from kvstrata_api.checksum import checksum
+from kvstrata_api.errors import BackendFailedError, BlockCorruptError
 
 CAROL: Final = ScopeId("domain/carol/77aa/v3")
 SCOPES: Final = (ANNA, BOB, CAROL)

@@ -21,7 +21,7 @@ from agent_doubles import BLOCK_BYTES, bytes_of
 from hostile import Hostile
 from outcome import Outcome, Scale
 
-from kvfleet_api import wire
+from kvstrata_api import wire
 from threats.samples import Sample, auc, ks_p
 from threats.served import CAPACITY_BYTES, PREFIX_TOKENS, SCOPE_A, SCOPE_B, TIERS, Remote, keys_of, serving
 
@@ -187,7 +187,7 @@ def run(scale: Scale) -> Outcome:
     pairs = scale.of(1_000, 250)
     bounds = scale.of(Bounds(0.01, 0.05, 1e-8), Bounds(1e-4, 0.08, 1e-5))
     report = Report([], {}, [])
-    with tempfile.TemporaryDirectory(prefix="kvfleet-t1-") as directory:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-t1-") as directory:
         for name in TIERS:
             _run_tier(name, Path(directory), pairs, bounds, scale.first_seed, report)
     return Outcome(pairs, "pairs of each tier", tuple(report.violations), all(report.controls), report.values)

@@ -21,18 +21,18 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from outcome import Outcome, Scale
 from scope_secrets import ScopeSecrets
 
-from kvfleet_agent.backends.base import Record, SealingBackend, SlotRef
-from kvfleet_agent.backends.header import HEADER_BYTES, MAGIC
-from kvfleet_agent.backends.index_file import INDEX_FILE
-from kvfleet_agent.backends.object import open_object_tier
-from kvfleet_agent.backends.objects import ObjectClient
-from kvfleet_agent.backends.remote_flash import open_nvme, open_remote_flash
-from kvfleet_agent.kube.keyring import Keyring
-from kvfleet_api.blocks import ScopeId
-from kvfleet_api.errors import BackendFailedError, BlockCorruptError
-from kvfleet_api.models.pool import NvmeTier, RemoteFlashTier
-from kvfleet_api.units import MIB
-from kvfleet_api.wrapping import Keks
+from kvstrata_agent.backends.base import Record, SealingBackend, SlotRef
+from kvstrata_agent.backends.header import HEADER_BYTES, MAGIC
+from kvstrata_agent.backends.index_file import INDEX_FILE
+from kvstrata_agent.backends.object import open_object_tier
+from kvstrata_agent.backends.objects import ObjectClient
+from kvstrata_agent.backends.remote_flash import open_nvme, open_remote_flash
+from kvstrata_agent.kube.keyring import Keyring
+from kvstrata_api.blocks import ScopeId
+from kvstrata_api.errors import BackendFailedError, BlockCorruptError
+from kvstrata_api.models.pool import NvmeTier, RemoteFlashTier
+from kvstrata_api.units import MIB
+from kvstrata_api.wrapping import Keks
 
 CAPACITY_BYTES: Final = 24 * MIB
 BLOCK_BYTES: Final = 8 << 10
@@ -141,7 +141,7 @@ async def _fill(backend: SealingBackend, scope: ScopeId, blocks: int) -> list[He
 async def _tried(name: str, blocks: int, loss: "Loss") -> Trial:
     trial, secrets = Trial(f"{name}, {loss.__name__}", blocks=2 * blocks), ScopeSecrets()
     secrets.make(SHREDDED, OTHER)
-    with tempfile.TemporaryDirectory(prefix="kvfleet-t10-", dir=leftovers.memory()) as folder:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-t10-", dir=leftovers.memory()) as folder:
         path = Path(folder)
         backend = await MEDIA[name](path, secrets.keyring)
         held = await _fill(backend, SHREDDED, blocks)
@@ -207,14 +207,14 @@ def _opened(whole: bytes, data_key: bytes) -> Iterator[bytes]:
     at = whole.find(MAGIC)
     while at >= 0:
         salt, sealed = whole[at + 48 : at + 80], whole[at + HEADER_BYTES : at + HEADER_BYTES + 128]
-        derived = hashlib.blake2b(salt, key=data_key[:64], digest_size=32, person=b"kvfleet.seal").digest()
+        derived = hashlib.blake2b(salt, key=data_key[:64], digest_size=32, person=b"kvstrata.seal").digest()
         yield Cipher(algorithms.AES256(derived), modes.GCM((2).to_bytes(12, "big"))).decryptor().update(sealed)
         at = whole.find(MAGIC, at + 1)
 
 
 async def _canaries_in_the_clear(name: str) -> int:
     """Control: without encryption the same canaries are found."""
-    with tempfile.TemporaryDirectory(prefix="kvfleet-t10-", dir=leftovers.memory()) as folder:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-t10-", dir=leftovers.memory()) as folder:
         backend = await MEDIA[name](Path(folder), None)
         await _fill(backend, SHREDDED, 3)
         await backend.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 from outcome import Outcome, Scale
 from peer_certificates import Fleet
 
-from kvfleet_kube.api import KubeApi
+from kvstrata_kube.api import KubeApi
 from threats import bad_engines, bad_peers, bad_redis_callers, credentials
 from threats.credentials import Tokens
 

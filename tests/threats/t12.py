@@ -13,17 +13,17 @@ from typing import Any, Final
 
 from outcome import Outcome, Scale
 
-from kvfleet_metadata.acl import ALWAYS, COMMANDS, Role
-from kvfleet_metadata.schema import KEY_PATTERN
-from kvfleet_metadata.scripts import Script, sources
-from kvfleet_metadata.testing import running_redis_with
+from kvstrata_metadata.acl import ALWAYS, COMMANDS, Role
+from kvstrata_metadata.schema import KEY_PATTERN
+from kvstrata_metadata.scripts import Script, sources
+from kvstrata_metadata.testing import running_redis_with
 from threats.redis_caller import RedisCaller, text
 
 INSIDE: Final = KEY_PATTERN.replace("*", "{1.0}")
 OUTSIDE: Final = "others:{1.0}"
 PROBE: Final = "user probe on nopass resetkeys resetchannels -@all +ping"
 """As the chart writes it, for the readiness probe of its Redis."""
-_STARTS: Final = Path(__file__).resolve().parents[2] / "charts" / "kvfleet" / "files" / "redis-start.sh"
+_STARTS: Final = Path(__file__).resolve().parents[2] / "charts" / "kvstrata" / "files" / "redis-start.sh"
 RELOADS: Final = frozenset({"auth", "hello", "ping", "config|set"})
 """What the user may do by whom a Redis of ours reads its certificates anew; nobody but its starter has the password."""
 CHARTS: Final = "reloader-of-the-chart"
@@ -78,7 +78,7 @@ class Caller:
 def run(scale: Scale) -> Outcome:
     """Try everything; the counts do not depend on the scale, for everything takes a second."""
     del scale
-    with tempfile.TemporaryDirectory(prefix="kvfleet-t12-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-t12-") as folder:
         for server in running_redis_with(Path(folder) / "redis", (PROBE, GREEDY, reloader())):
             with RedisCaller(server.port, "admin", "admin") as admin:
                 known = commands(admin)

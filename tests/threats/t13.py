@@ -21,9 +21,9 @@ from typing import Final
 from hostile import Hostile, digests_of
 from outcome import Outcome, Scale
 
-from kvfleet_agent.remote import wire as peer
-from kvfleet_api import wire
-from kvfleet_api.errors import InvalidInputError
+from kvstrata_agent.remote import wire as peer
+from kvstrata_api import wire
+from kvstrata_api.errors import InvalidInputError
 from threats.frames import ENGINE, ENGINE_VALID, HEADER, KEYS, OTHERS, PEER, Mutator, peer_valid
 from threats.fuzzed import TOKEN
 
@@ -62,7 +62,7 @@ class Target:
 @contextmanager
 def running(*how: str) -> Iterator[Target]:
     """A process that serves engines and peers."""
-    with tempfile.TemporaryDirectory(prefix="kvfleet-t13-") as directory:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-t13-") as directory:
         path = Path(directory) / "agent.sock"
         command = (sys.executable, "-m", "threats.fuzzed", os.fspath(path), *how)
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

@@ -29,20 +29,20 @@ from outcome import Outcome, Scale
 from sim.volume import MemoryVolume
 from virtual_loop import run_virtually
 
-from kvfleet_agent.backends.nvme import open_store
-from kvfleet_agent.core import Core
-from kvfleet_agent.cut import Cut
-from kvfleet_agent.place import Place
-from kvfleet_agent.policy.quota import Bound, Rules
-from kvfleet_agent.room import Room
-from kvfleet_agent.sweep import Sweeper
-from kvfleet_agent.tiers import Tier
-from kvfleet_agent.turns import Priority
-from kvfleet_agent.want import Want
-from kvfleet_api.blocks import ScopeId
-from kvfleet_api.models.pool import NvmeTier
-from kvfleet_api.models.poolnode import NodeTier
-from kvfleet_api.tiers import TierType
+from kvstrata_agent.backends.nvme import open_store
+from kvstrata_agent.core import Core
+from kvstrata_agent.cut import Cut
+from kvstrata_agent.place import Place
+from kvstrata_agent.policy.quota import Bound, Rules
+from kvstrata_agent.room import Room
+from kvstrata_agent.sweep import Sweeper
+from kvstrata_agent.tiers import Tier
+from kvstrata_agent.turns import Priority
+from kvstrata_agent.want import Want
+from kvstrata_api.blocks import ScopeId
+from kvstrata_api.models.pool import NvmeTier
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.tiers import TierType
 
 SLOTS: Final = 64
 """Of each memory tier."""

@@ -22,8 +22,8 @@ import rights
 import rights_used
 from controlplane import ControlPlane, start
 from controlplane.waiting import wait_until
-from kvfleet_api import names
-from kvfleet_api.schema_kinds import BY_NAME
+from kvstrata_api import names
+from kvstrata_api.schema_kinds import BY_NAME
 from threats import admission_cases
 from threats.admission_cases import secret
 from threats.admission_request import CREATOR, FORBIDDEN, GROUP, OPERATIVE, PLAIN, ROOT, SHARER, Case, custom, share
@@ -45,7 +45,7 @@ Json = dict[str, Any]
 def run(scale: Scale) -> Outcome:
     """Ask everything of one control plane."""
     with (
-        tempfile.TemporaryDirectory(prefix="kvfleet-t15-") as folder,
+        tempfile.TemporaryDirectory(prefix="kvstrata-t15-") as folder,
         start(Path(folder) / "plane", kwok=False) as plane,
     ):
         settings = {"admissionPolicies.tenantHostPaths": "{/models}", "podSecurity.enforce": "restricted"}
@@ -75,8 +75,8 @@ def _drift(plane: ControlPlane) -> Iterator[str]:
 
 def _populate(plane: ControlPlane) -> None:
     """Make what requests are about: labelled namespaces, people, and one object of each kind."""
-    labels = {"kvfleet.io/tenant": rights.TEAM, "kvfleet.io/trust-domain": "research"}
-    pools = {"kvfleet.io/pools": "llama-70b, other"}
+    labels = {"kvstrata.io/tenant": rights.TEAM, "kvstrata.io/trust-domain": "research"}
+    pools = {"kvstrata.io/pools": "llama-70b, other"}
     plane.api.patch(f"/api/v1/namespaces/{rights.TEAM}", {"metadata": {"labels": labels, "annotations": pools}})
     plane.api.post("/api/v1/namespaces", {"metadata": {"name": PLAIN}})
     made = [*_roles(), *_objects()]
@@ -199,10 +199,10 @@ def _pod_security(plane: ControlPlane) -> Iterator[str]:
     if labels.get(_ENFORCE) != "restricted":
         yield f"namespace without agents enforces {labels.get(_ENFORCE)}"
     for name, pod in _pods():
-        if name == "kvfleet-node":
+        if name == "kvstrata-node":
             yield from _node_preparation(plane, pod)
             continue
-        is_agent = pod["spec"]["serviceAccountName"] == "kvfleet-agent"
+        is_agent = pod["spec"]["serviceAccountName"] == "kvstrata-agent"
         said = _pod_refusal(plane, pod)
         if bool(said) != is_agent:
             yield f"{name} under `restricted`: {said[:200] or 'admitted, with directories of the host'}"
@@ -220,13 +220,13 @@ def _node_preparation(plane: ControlPlane, pod: Json) -> Iterator[str]:
     """Four exceptions, each of which the standard names, and nothing without them."""
     said = _pod_refusal(plane, pod)
     named = ("AppArmor", "restricted volume types", "runAsNonRoot", "runAsUser=0")
-    yield from (f"kvfleet-node: no exception for {words}: {said[:200]}" for words in named if words not in said)
+    yield from (f"kvstrata-node: no exception for {words}: {said[:200]}" for words in named if words not in said)
     (container,) = pod["spec"]["containers"]
     security = container["securityContext"] | {"runAsUser": 65532, "runAsNonRoot": True, "appArmorProfile": None}
     tamed = [container | {"securityContext": security}]
     rest = _pod_refusal(plane, pod | {"spec": pod["spec"] | {"containers": tamed, "volumes": []}})
     if "violates PodSecurity" in rest:
-        yield f"kvfleet-node: more exceptions than four: {rest[:300]}"
+        yield f"kvstrata-node: more exceptions than four: {rest[:300]}"
 
 
 def _pods() -> Iterator[tuple[str, Json]]:
@@ -235,7 +235,7 @@ def _pods() -> Iterator[tuple[str, Json]]:
         **{
             "processes.enabled": "true",
             "agent.image.digest": digest,
-            "agent.hostPaths.memory": "/run/kvfleet-memory",
+            "agent.hostPaths.memory": "/run/kvstrata-memory",
             **rights.NODE_PREPARATION,
         }
     )
@@ -255,7 +255,7 @@ def _pod_refusal(plane: ControlPlane, pod: Json) -> str:
 def _is_admitted_without_binding(plane: ControlPlane) -> bool:
     """The control: with its binding gone, what a policy refuses is admitted."""
     kind = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings"
-    plane.api.delete(f"{kind}/kvfleet-tenant-pods")
+    plane.api.delete(f"{kind}/kvstrata-tenant-pods")
     (case,) = [c for c in admission_cases.cases() if c.name == "engine: processes of the host"]
     until_s = time.monotonic() + _ENFORCED_S
     while time.monotonic() < until_s:

@@ -17,9 +17,9 @@ from agent_process import DOMAIN
 from hostile import Hostile
 from outcome import Outcome, Scale
 
-from kvfleet_api import wire
-from kvfleet_api.blocks import ScopeId
-from kvfleet_api.tiers import Lookup
+from kvstrata_api import wire
+from kvstrata_api.blocks import ScopeId
+from kvstrata_api.tiers import Lookup
 from threats.served import PREFIX_TOKENS, SCOPE_A, SCOPE_B, keys_of, serving
 
 WORDS: Final = 64
@@ -91,7 +91,7 @@ def run(scale: Scale) -> Outcome:
     blocks = scale.of(160, 12)
     prompt = _prompt(blocks, random.Random(scale.first_seed))
     leaked: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="kvfleet-t2-") as directory, serving(Path(directory), "dram") as agent:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-t2-") as directory, serving(Path(directory), "dram") as agent:
         with Hostile(agent.path, "a") as victim, Hostile(agent.path, "b") as attacker:
             assert len(victim.store(SCOPE_A, keys_of(SCOPE_A, prompt), bytes_of(1))) == blocks
             peek = Peek(prompt, attacker)

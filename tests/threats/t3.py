@@ -21,9 +21,9 @@ from outcome import Outcome, Scale
 from remote_owner import LAYOUT, TOKEN, digest_of
 from remote_owner import SCOPE as LENT_SCOPE
 
-from kvfleet_agent.remote import wire as peer
-from kvfleet_api import wire
-from kvfleet_api.blocks import ScopeId
+from kvstrata_agent.remote import wire as peer
+from kvstrata_api import wire
+from kvstrata_api.blocks import ScopeId
 from threats.served import NEW_DOMAIN, PREFIX_TOKENS, SCOPE_A, SCOPE_B, TIERS, Remote, keys_of, serving
 from threats.t13 import running
 
@@ -206,7 +206,7 @@ def run(scale: Scale) -> Outcome:
     """Ask for everything in every tier."""
     found, controls = Comparison(), list[bool]()
     seeds = range(1, 1 + scale.of(50, 1))
-    with tempfile.TemporaryDirectory(prefix="kvfleet-t3-") as directory:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-t3-") as directory:
         for tier in TIERS:
             with serving(Path(directory), tier) as agent:
                 Stage(agent, seeds, found, controls).run(tier)

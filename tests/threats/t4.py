@@ -23,22 +23,22 @@ from directory_fleet import until
 from outcome import Outcome, Scale
 from prometheus_client import CollectorRegistry
 
-from kvfleet_agent.announcer import Announcer
-from kvfleet_agent.core import Core
-from kvfleet_agent.directory import RedisDirectory
-from kvfleet_agent.place import Place
-from kvfleet_agent.sessions import SessionState
-from kvfleet_api.blocks import ScopeId, ScopeSecret, chain_keys
-from kvfleet_api.checksum import checksum
-from kvfleet_api.units import MIB
-from kvfleet_metadata import embedded
-from kvfleet_metadata.access import RedisAccess
-from kvfleet_metadata.acl import Role
-from kvfleet_metadata.embedded import EmbeddedConfig
-from kvfleet_metadata.records import AgentRecord, Announcement
-from kvfleet_metadata.schema import session_digest
-from kvfleet_telemetry.catalog_agent import AGENT
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_agent.announcer import Announcer
+from kvstrata_agent.core import Core
+from kvstrata_agent.directory import RedisDirectory
+from kvstrata_agent.place import Place
+from kvstrata_agent.sessions import SessionState
+from kvstrata_api.blocks import ScopeId, ScopeSecret, chain_keys
+from kvstrata_api.checksum import checksum
+from kvstrata_api.units import MIB
+from kvstrata_metadata import embedded
+from kvstrata_metadata.access import RedisAccess
+from kvstrata_metadata.acl import Role
+from kvstrata_metadata.embedded import EmbeddedConfig
+from kvstrata_metadata.records import AgentRecord, Announcement
+from kvstrata_metadata.schema import session_digest
+from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.metrics import Instruments
 from threats.redis_caller import RedisCaller
 
 TOKENS: Final = LAYOUT.block_tokens
@@ -136,7 +136,7 @@ def _keys(fleet: Fleet, tenant: str, prompt: Prompt) -> list[bytes]:
 
 async def _dump(fleet: Fleet) -> Dump:
     """Run a fleet until the directory was told everything, and take what the server holds."""
-    with tempfile.TemporaryDirectory(prefix="kvfleet-t4-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-t4-") as folder:
         config = EmbeddedConfig(
             Path(folder) / "redis", other_users=(_ADMIN,), other_settings=("rdbcompression no", "dbfilename dump.rdb")
         )
@@ -276,7 +276,7 @@ def _secrets(fleet: Fleet) -> Iterator[tuple[str, ScopeSecret]]:
     constants = {
         "zeros": bytes(32),
         "ones": b"\xff" * 32,
-        "the product's name": b"kvfleet",
+        "the product's name": b"kvstrata",
         "its own tag": own.tag().encode(),
     }
     for tenant in TENANTS[:-1]:
@@ -302,7 +302,7 @@ def _ours(secret: ScopeSecret, before: bytes, packed: bytes) -> bytes:
 
 
 def _unkeyed(before: bytes, packed: bytes) -> bytes:
-    mac = hashlib.blake2b(LAYOUT_ID, digest_size=20, person=b"kvfleet.block")
+    mac = hashlib.blake2b(LAYOUT_ID, digest_size=20, person=b"kvstrata.block")
     mac.update(len(before).to_bytes(1, "big") + before + len(packed).to_bytes(4, "big") + packed)
     return mac.digest()
 

@@ -22,11 +22,11 @@ from attached_client import attached
 from outcome import Outcome, Scale
 from share_callers import SHARE, SYSTEM_PROMPT, callers
 
-from kvfleet_api import wire
-from kvfleet_api.blocks import KEY_BYTES, BlockKey, Layout, ScopeId, ScopeSecret, chain_keys, pack_digests
-from kvfleet_client import AsyncClient, Client
-from kvfleet_client.cache import AsyncPrefixCache, PrefixCache
-from kvfleet_client.target import Target
+from kvstrata_api import wire
+from kvstrata_api.blocks import KEY_BYTES, BlockKey, Layout, ScopeId, ScopeSecret, chain_keys, pack_digests
+from kvstrata_client import AsyncClient, Client
+from kvstrata_client.cache import AsyncPrefixCache, PrefixCache
+from kvstrata_client.target import Target
 from threats import raw_caller
 from threats.raw_caller import RawCaller
 
@@ -196,7 +196,7 @@ def enter() -> tuple[list[str], int]:
     """Try every entry point; returns what chose something, and how many were tried."""
     broken = [f"{where} takes {name!r}" for where, name in _parameters() if name in CHOSEN]
     tried = len(list(_parameters()))
-    with tempfile.TemporaryDirectory(prefix="kvfleet-t5-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-t5-") as folder:
         path = Path(folder) / "agent.sock"
         with AgentThread(path, lambda: [dram_tier(1 << 22)], callers()) as agent:
             owned = _stored(path)
@@ -298,7 +298,7 @@ def _timeless(answer: bytes) -> object:
 
 def _is_control_read() -> bool:
     """The same requests by whoever may read the scope: they are answered otherwise than for an absent one."""
-    with tempfile.TemporaryDirectory(prefix="kvfleet-t5-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-t5-") as folder:
         path = Path(folder) / "agent.sock"
         with AgentThread(path, lambda: [dram_tier(1 << 22)], callers()):
             shared = _stored(path)[SHARE]

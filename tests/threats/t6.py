@@ -19,24 +19,24 @@ from msgspec.structs import replace
 from outcome import Outcome, Scale
 from scope_keys_double import KeyRing
 
-from kvfleet_agent.backends.base import TierBackend
-from kvfleet_agent.backends.cxl import open_cxl
-from kvfleet_agent.backends.object import open_object_tier
-from kvfleet_agent.backends.objects import ObjectClient
-from kvfleet_agent.backends.remote_flash import open_nvme, open_remote_flash
-from kvfleet_agent.core import Core
-from kvfleet_agent.index import Index
-from kvfleet_agent.place import Place
-from kvfleet_agent.provision import enter
-from kvfleet_agent.tiers import Tier
-from kvfleet_agent.turns import Priority
-from kvfleet_api.blocks import BlockKey, ScopeId
-from kvfleet_api.checksum import checksum
-from kvfleet_api.errors import BackendFailedError, BlockCorruptError
-from kvfleet_api.models.pool import CxlEmulation, CxlTier, NvmeTier, RemoteFlashTier
-from kvfleet_api.models.poolnode import NodeTier
-from kvfleet_api.tiers import CxlMode
-from kvfleet_api.units import MIB
+from kvstrata_agent.backends.base import TierBackend
+from kvstrata_agent.backends.cxl import open_cxl
+from kvstrata_agent.backends.object import open_object_tier
+from kvstrata_agent.backends.objects import ObjectClient
+from kvstrata_agent.backends.remote_flash import open_nvme, open_remote_flash
+from kvstrata_agent.core import Core
+from kvstrata_agent.index import Index
+from kvstrata_agent.place import Place
+from kvstrata_agent.provision import enter
+from kvstrata_agent.tiers import Tier
+from kvstrata_agent.turns import Priority
+from kvstrata_api.blocks import BlockKey, ScopeId
+from kvstrata_api.checksum import checksum
+from kvstrata_api.errors import BackendFailedError, BlockCorruptError
+from kvstrata_api.models.pool import CxlEmulation, CxlTier, NvmeTier, RemoteFlashTier
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.tiers import CxlMode
+from kvstrata_api.units import MIB
 
 CAPACITY_BYTES: Final = 32 * MIB
 LEASE_S: Final = 30.0
@@ -190,7 +190,7 @@ class Trial:
 async def _tried(name: str, blocks: int) -> Trial:
     open_tier, is_sealed = TIERS[name]
     keys = _one_key_for_all() if is_sealed else None
-    with tempfile.TemporaryDirectory(prefix="kvfleet-t6-", dir=leftovers.memory()) as folder:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-t6-", dir=leftovers.memory()) as folder:
         trial = await _begun(await open_tier(Path(folder), keys), blocks)
         await _lived_through(trial, is_sealed=is_sealed)
         if trial.below.backend.capabilities.survives_restart:

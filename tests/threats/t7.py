@@ -18,10 +18,10 @@ from scope_keys_double import KeyRing
 from sim.volume import MemoryVolume
 from virtual_loop import run_virtually
 
-from kvfleet_agent.backends.base import Record, SlotRef
-from kvfleet_agent.backends.header import HEADER_BYTES
-from kvfleet_agent.backends.index_file import INDEX_FILE
-from kvfleet_agent.backends.index_format import (
+from kvstrata_agent.backends.base import Record, SlotRef
+from kvstrata_agent.backends.header import HEADER_BYTES
+from kvstrata_agent.backends.index_file import INDEX_FILE
+from kvstrata_agent.backends.index_format import (
     BODY_OFFSET,
     Body,
     Kinds,
@@ -31,14 +31,14 @@ from kvfleet_agent.backends.index_format import (
     seal,
     sealed_bytes,
 )
-from kvfleet_agent.backends.nvme import open_store
-from kvfleet_agent.backends.object import open_object_tier
-from kvfleet_agent.backends.objects import ObjectClient
-from kvfleet_agent.backends.sealed_record import SealedForm
-from kvfleet_agent.backends.segment_name import SegmentName, parse_name
-from kvfleet_agent.backends.slot_notes import SlotNotes, Traits
-from kvfleet_agent.backends.slots import round_up
-from kvfleet_api.errors import BackendFailedError, BlockCorruptError
+from kvstrata_agent.backends.nvme import open_store
+from kvstrata_agent.backends.object import open_object_tier
+from kvstrata_agent.backends.objects import ObjectClient
+from kvstrata_agent.backends.sealed_record import SealedForm
+from kvstrata_agent.backends.segment_name import SegmentName, parse_name
+from kvstrata_agent.backends.slot_notes import SlotNotes, Traits
+from kvstrata_agent.backends.slots import round_up
+from kvstrata_api.errors import BackendFailedError, BlockCorruptError
 from threats.sealed_disk import ATTACKS, BLOCK_BYTES, CAPACITY_BYTES, SCOPES, SealedDisk, make, read, text
 
 _CASES_EACH: Final = 3_000

@@ -20,10 +20,10 @@ from agent_thread import AgentThread
 from attached_client import attached, until
 from outcome import Outcome, Scale
 
-from kvfleet_agent.turns import Priority
-from kvfleet_api import wire
-from kvfleet_api.blocks import BlockKey, Layout, ScopeId, ScopeSecret, chain_keys, pack_digests
-from kvfleet_client.cache import PrefixCache
+from kvstrata_agent.turns import Priority
+from kvstrata_api import wire
+from kvstrata_api.blocks import BlockKey, Layout, ScopeId, ScopeSecret, chain_keys, pack_digests
+from kvstrata_client.cache import PrefixCache
 from threats.raw_caller import RawCaller
 
 BLOCKS: Final = 6
@@ -37,7 +37,7 @@ def run(scale: Scale) -> Outcome:
     broken = [f"{a} and {b} name a block alike" for a, b in _equal_keys([("nothing", LAYOUT), *altered])]
     is_found = True
     for tier in ("dram", "nvme"):
-        with tempfile.TemporaryDirectory(prefix="kvfleet-t8-") as folder, _served(Path(folder) / "agent.sock") as agent:
+        with tempfile.TemporaryDirectory(prefix="kvstrata-t8-") as folder, _served(Path(folder) / "agent.sock") as agent:
             secret = _stored(agent.socket)
             if tier == "nvme":
                 _push_down(agent)

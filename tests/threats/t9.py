@@ -20,27 +20,27 @@ from unittest import mock
 import leftovers
 from outcome import Outcome, Scale
 
-from kvfleet_agent.backends import record_bytes
-from kvfleet_agent.backends.arena import Arena
-from kvfleet_agent.backends.base import MappableBackend, Record, SlotRef, TierBackend
-from kvfleet_agent.backends.cxl import open_cxl
-from kvfleet_agent.backends.extents import FleetingStore
-from kvfleet_agent.backends.home import NO_HOME, Home
-from kvfleet_agent.backends.host_dram import open_host_dram
-from kvfleet_agent.backends.memory import MappedExtent, Remains, make_memfd
-from kvfleet_agent.backends.mounts import read_mounts
-from kvfleet_agent.backends.pages import free_pages
-from kvfleet_agent.backends.remote_flash import open_nvme
-from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId
-from kvfleet_api.checksum import checksum
-from kvfleet_api.errors import TierFullError
-from kvfleet_api.models.pool import CxlEmulation, CxlTier, HostDramTier, NvmeTier
-from kvfleet_api.tiers import CxlMode
-from kvfleet_api.units import MIB
+from kvstrata_agent.backends import record_bytes
+from kvstrata_agent.backends.arena import Arena
+from kvstrata_agent.backends.base import MappableBackend, Record, SlotRef, TierBackend
+from kvstrata_agent.backends.cxl import open_cxl
+from kvstrata_agent.backends.extents import FleetingStore
+from kvstrata_agent.backends.home import NO_HOME, Home
+from kvstrata_agent.backends.host_dram import open_host_dram
+from kvstrata_agent.backends.memory import MappedExtent, Remains, make_memfd
+from kvstrata_agent.backends.mounts import read_mounts
+from kvstrata_agent.backends.pages import free_pages
+from kvstrata_agent.backends.remote_flash import open_nvme
+from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
+from kvstrata_api.checksum import checksum
+from kvstrata_api.errors import TierFullError
+from kvstrata_api.models.pool import CxlEmulation, CxlTier, HostDramTier, NvmeTier
+from kvstrata_api.tiers import CxlMode
+from kvstrata_api.units import MIB
 
 SLOT_BYTES: Final = 4096
 CAPACITY_BYTES: Final = 4 * MIB
-CANARY: Final = b"KVFLEET-CANARY-OF-THE-LAST-SCOPE"
+CANARY: Final = b"KVSTRATA-CANARY-OF-THE-LAST-SCOPE"
 FULL: Final = CANARY * (SLOT_BYTES // len(CANARY))
 KILL_EVERY: Final = 8
 """Rounds of lasting memory, of which one ends with kill -9 instead of drops."""
@@ -121,7 +121,7 @@ _LASTING: Final = HostDramTier(page_size="4Ki", persistence="AgentRestart")
 
 async def _search_lasting(search: Search, slots: int) -> None:
     """Memory of a tmpfs, through restarts: what another process left behind is dropped or reused, never seen."""
-    with tempfile.TemporaryDirectory(prefix="kvfleet-t9-", dir=leftovers.memory()) as directory:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-t9-", dir=leftovers.memory()) as directory:
         home = Home(Path(directory), "pool", "node", read_mounts(), "dram")
         round_ = 0
         while search.slots < slots:
@@ -138,7 +138,7 @@ async def _search_lasting(search: Search, slots: int) -> None:
 
 async def _search_hbm(search: Search, slots: int) -> None:
     """Device memory is read back whole: no engine maps it."""
-    from kvfleet_agent.backends.hbm import HbmTier
+    from kvstrata_agent.backends.hbm import HbmTier
     from threats.recycling import RecyclingQueue
 
     backend = HbmTier([RecyclingQueue()], CAPACITY_BYTES)
@@ -165,7 +165,7 @@ def _canary_tensor() -> Any:
 
 async def _search_nvme(search: Search, slots: int) -> None:
     """Files are read whole: a scope that stores little must not find much behind it, nor in what is left of others."""
-    with tempfile.TemporaryDirectory(prefix="kvfleet-t9-") as directory:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-t9-") as directory:
         settings = NvmeTier.model_validate({"path": directory, "io": "Posix"})
         backend = await open_nvme(settings, "pool", "node", CAPACITY_BYTES)
         round_ = 0
@@ -224,7 +224,7 @@ async def _search_all(slots: int) -> list[Search]:
             async with _closing(open_host_dram(HostDramTier(page_size="2Mi"), capacity_bytes, (), NO_HOME)) as backend:
                 found.append(Search("dram_huge"))
                 await _search_memory(backend, found[-1], slots)
-    with tempfile.TemporaryDirectory(prefix="kvfleet-t9-", dir=leftovers.memory()) as directory:
+    with tempfile.TemporaryDirectory(prefix="kvstrata-t9-", dir=leftovers.memory()) as directory:
         tier = CxlTier(mode=CxlMode.EMULATED, emulated=CxlEmulation(path=directory, latency_ns=0))
         async with _closing(open_cxl(tier, CAPACITY_BYTES, ())) as backend:
             found.append(Search("cxl"))

@@ -7,9 +7,9 @@ import pytest
 from agent_doubles import LAYOUT, FakeAuthenticator, caller, dram_tier, make_core
 from agent_thread import make_verbs
 
-from kvfleet_agent.serve import connection
-from kvfleet_agent.serve.server import Server
-from kvfleet_api import wire
+from kvstrata_agent.serve import connection
+from kvstrata_agent.serve.server import Server
+from kvstrata_api import wire
 
 pytestmark = pytest.mark.unit
 

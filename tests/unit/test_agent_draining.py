@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 import pytest
 from agent_engine import Engine, close
 
-from kvfleet_agent import draining
-from kvfleet_agent.draining import drained_tiers
-from kvfleet_agent.orders import Orders
-from kvfleet_agent.sweep import REST_S_MAX, Sweeper
-from kvfleet_api.models.poolnode import NodeOrder, OrderAnswer, TierDrainOrder
+from kvstrata_agent import draining
+from kvstrata_agent.draining import drained_tiers
+from kvstrata_agent.orders import Orders
+from kvstrata_agent.sweep import REST_S_MAX, Sweeper
+from kvstrata_api.models.poolnode import NodeOrder, OrderAnswer, TierDrainOrder
 
 pytestmark = pytest.mark.unit
 

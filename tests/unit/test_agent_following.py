@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from agent_doubles import DictBackend, dict_tier, make_core
 
-from kvfleet_agent import config
-from kvfleet_agent.backends.base import TierBackend
-from kvfleet_agent.discovery import discover
-from kvfleet_agent.leaving import Presence
-from kvfleet_agent.ports import DirectoryState
-from kvfleet_agent.process import AgentProcess
-from kvfleet_agent.provision import Provisioner
-from kvfleet_api.conditions import find
-from kvfleet_api.models.base import ObjectMeta
-from kvfleet_api.models.pool import KVPool
-from kvfleet_api.models.poolnode import KVPoolNode, KVPoolNodeSpec, KVPoolNodeStatus, NodeDrain, NodeTier
+from kvstrata_agent import config
+from kvstrata_agent.backends.base import TierBackend
+from kvstrata_agent.discovery import discover
+from kvstrata_agent.leaving import Presence
+from kvstrata_agent.ports import DirectoryState
+from kvstrata_agent.process import AgentProcess
+from kvstrata_agent.provision import Provisioner
+from kvstrata_api.conditions import find
+from kvstrata_api.models.base import ObjectMeta
+from kvstrata_api.models.pool import KVPool
+from kvstrata_api.models.poolnode import KVPoolNode, KVPoolNodeSpec, KVPoolNodeStatus, NodeDrain, NodeTier
 
 if TYPE_CHECKING:
-    from kvfleet_agent.kube.world import KubeWorld
-    from kvfleet_agent.neighbours import Neighbours
-    from kvfleet_agent.serve.server import Server
+    from kvstrata_agent.kube.world import KubeWorld
+    from kvstrata_agent.neighbours import Neighbours
+    from kvstrata_agent.serve.server import Server
 
 pytestmark = pytest.mark.unit
 

@@ -11,14 +11,14 @@ from scope_keys_double import KeyRing
 from scope_secrets import ScopeSecrets
 from sim.volume import MemoryVolume
 
-from kvfleet_agent.backends.nvme import open_store
-from kvfleet_agent.place import Place
-from kvfleet_agent.tiers import Tier
-from kvfleet_agent.turns import Priority
-from kvfleet_api.models.poolnode import NodeTier
-from kvfleet_api.units import MIB
-from kvfleet_api.wrapping import Keks
-from kvfleet_kube.keks import KekSource, parse_kek_secret
+from kvstrata_agent.backends.nvme import open_store
+from kvstrata_agent.place import Place
+from kvstrata_agent.tiers import Tier
+from kvstrata_agent.turns import Priority
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.units import MIB
+from kvstrata_api.wrapping import Keks
+from kvstrata_kube.keks import KekSource, parse_kek_secret
 
 pytestmark = pytest.mark.unit
 
@@ -98,7 +98,7 @@ def test_a_successor_of_the_same_name_has_not_its_predecessors_key(fleet: ScopeS
 
 def source(path: Path, changes: list[Keks]) -> KekSource:
     api = ScriptedApi(lambda _call: ok({}))
-    made = KekSource(api, "kvfleet-system", path, lambda: changes.append(made.keks))  # type: ignore[arg-type]
+    made = KekSource(api, "kvstrata-system", path, lambda: changes.append(made.keks))  # type: ignore[arg-type]
     return made
 
 
@@ -126,7 +126,7 @@ def test_a_kek_secret_with_a_foreign_entry_counts_as_empty() -> None:
 
 def _raw(**data: str) -> bytes:
     said = ",".join(f'"{k}":"{v}"' for k, v in data.items())
-    return f'{{"metadata":{{"name":"kvfleet-kek","uid":"u","resourceVersion":"5"}},"data":{{{said}}}}}'.encode()
+    return f'{{"metadata":{{"name":"kvstrata-kek","uid":"u","resourceVersion":"5"}},"data":{{{said}}}}}'.encode()
 
 
 async def test_a_missing_key_neither_drops_blocks_nor_pauses_their_tier() -> None:

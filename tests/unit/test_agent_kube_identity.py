@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from kube_doubles import ScriptedApi, ok
 from kube_trust import ENGINE, KEY, SYSTEM, Json, Trust, secret, tenant
 
-from kvfleet_agent.kube import reviews
-from kvfleet_agent.kube.authenticator import REVIEWS_AT_ONCE, KubeAuthenticator
-from kvfleet_agent.kube.place import Place
-from kvfleet_agent.kube.review_cache import ReviewCache
-from kvfleet_agent.kube.reviews import Review
-from kvfleet_api import names
-from kvfleet_api.errors import (
+from kvstrata_agent.kube import reviews
+from kvstrata_agent.kube.authenticator import REVIEWS_AT_ONCE, KubeAuthenticator
+from kvstrata_agent.kube.place import Place
+from kvstrata_agent.kube.review_cache import ReviewCache
+from kvstrata_agent.kube.reviews import Review
+from kvstrata_api import names
+from kvstrata_api.errors import (
     ApiServerAwayError,
     ForbiddenError,
     UnauthenticatedError,
@@ -38,7 +38,7 @@ def good_status(**changes: Any) -> Json:
 
 def test_a_good_review_names_account_and_pod() -> None:
     assert reviews.identity(good_status()) == ENGINE
-    assert reviews.question("t")["spec"] == {"token": "t", "audiences": ["kvfleet"]}
+    assert reviews.question("t")["spec"] == {"token": "t", "audiences": ["kvstrata"]}
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ async def test_a_flood_of_tokens_asks_a_bounded_number_of_questions_at_once() ->
 async def test_only_the_agents_of_the_system_namespace_are_peers() -> None:
     for username, is_peer in (
         (f"system:serviceaccount:{SYSTEM}:{names.AGENT_SERVICE_ACCOUNT}", True),
-        (f"system:serviceaccount:{SYSTEM}:kvfleet-operator", False),
+        (f"system:serviceaccount:{SYSTEM}:kvstrata-operator", False),
         (f"system:serviceaccount:team:{names.AGENT_SERVICE_ACCOUNT}", False),
         (f"system:serviceaccount:{SYSTEM}:{names.AGENT_SERVICE_ACCOUNT}x", False),
     ):

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kube_doubles import ScriptedApi, ok
 
-from kvfleet_agent.kube import heartbeat, tasks
-from kvfleet_agent.kube.heartbeat import Beat, Heartbeat
-from kvfleet_agent.kube.known import Known
-from kvfleet_api import names
-from kvfleet_api.errors import ApiServerAwayError
-from kvfleet_kube import backoff
-from kvfleet_kube.signal import Signal
-from kvfleet_kube.watch import PAGE_TRIES, Source, Watch
+from kvstrata_agent.kube import heartbeat, tasks
+from kvstrata_agent.kube.heartbeat import Beat, Heartbeat
+from kvstrata_agent.kube.known import Known
+from kvstrata_api import names
+from kvstrata_api.errors import ApiServerAwayError
+from kvstrata_kube import backoff
+from kvstrata_kube.signal import Signal
+from kvstrata_kube.watch import PAGE_TRIES, Source, Watch
 
 pytestmark = [pytest.mark.unit, pytest.mark.looptime]
 
@@ -159,7 +159,7 @@ def test_waits_grow_to_a_bound_and_never_vanish(failures: int, chance: float) ->
         assert wait_s >= backoff.LONGEST_S / 2
 
 
-BEAT = Beat("kvfleet-system", "pool", "node", "node_1", "uid")
+BEAT = Beat("kvstrata-system", "pool", "node", "node_1", "uid")
 
 
 def heart(api: ScriptedApi) -> Heartbeat:

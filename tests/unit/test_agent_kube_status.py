@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kube_doubles import ScriptedApi, ok
 
-from kvfleet_agent.kube import status_plan, tasks
-from kvfleet_agent.kube.status import KubeStatusSink
-from kvfleet_agent.kube.status_plan import Urgency
-from kvfleet_api.conditions import Condition, Status
-from kvfleet_api.errors import ApiServerAwayError
-from kvfleet_api.models.poolnode import KVPoolNodeStatus, LookupCounts, NodeTierStatus, TenantBytes, TenantErased
-from kvfleet_api.tiers import TierType
-from kvfleet_kube.signal import Signal
+from kvstrata_agent.kube import status_plan, tasks
+from kvstrata_agent.kube.status import KubeStatusSink
+from kvstrata_agent.kube.status_plan import Urgency
+from kvstrata_api.conditions import Condition, Status
+from kvstrata_api.errors import ApiServerAwayError
+from kvstrata_api.models.poolnode import KVPoolNodeStatus, LookupCounts, NodeTierStatus, TenantBytes, TenantErased
+from kvstrata_api.tiers import TierType
+from kvstrata_kube.signal import Signal
 
 pytestmark = pytest.mark.unit
 

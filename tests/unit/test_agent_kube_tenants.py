@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 from kube_doubles import ok
 
-from kvfleet_agent.kube import declared
-from kvfleet_agent.kube.known import Known
-from kvfleet_agent.kube.tenant_view import TenantView
-from kvfleet_agent.kube.trust_view import TrustStores, TrustView
-from kvfleet_agent.policy.quota import Bound, OverQuota, Rules
-from kvfleet_agent.policy.retention import Retention
-from kvfleet_api.blocks import ScopeId
+from kvstrata_agent.kube import declared
+from kvstrata_agent.kube.known import Known
+from kvstrata_agent.kube.tenant_view import TenantView
+from kvstrata_agent.kube.trust_view import TrustStores, TrustView
+from kvstrata_agent.policy.quota import Bound, OverQuota, Rules
+from kvstrata_agent.policy.retention import Retention
+from kvstrata_api.blocks import ScopeId
 
 pytestmark = pytest.mark.unit
 
@@ -41,7 +41,7 @@ class Watched:
             Known("Namespace", declared.namespace_labels, nothing),
             Known("Secret", declared.scope_keys, nothing),
         )
-        self.trust = TrustView(stores, "kvfleet-system", "p")
+        self.trust = TrustView(stores, "kvstrata-system", "p")
         self.view = TenantView(stores, self.trust, "p")
 
     def listed(self, *objects: Json) -> None:

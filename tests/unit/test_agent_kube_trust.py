@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kube_trust import ENGINE, KEY, KEY2, Json, Trust, secret, tenant
 
-from kvfleet_agent.kube import declared
-from kvfleet_agent.kube.trust_view import MEMO_MAX
-from kvfleet_api import trust
-from kvfleet_api.blocks import ScopeId
-from kvfleet_api.errors import (
+from kvstrata_agent.kube import declared
+from kvstrata_agent.kube.trust_view import MEMO_MAX
+from kvstrata_api import trust
+from kvstrata_api.blocks import ScopeId
+from kvstrata_api.errors import (
     ApiServerAwayError,
     ForbiddenError,
     RetryableError,
 )
-from kvfleet_api.trust import Identity
+from kvstrata_api.trust import Identity
 
 pytestmark = pytest.mark.unit
 
@@ -37,7 +37,7 @@ def test_grants_are_those_of_the_pure_function_with_a_secret_each() -> None:
 @pytest.mark.parametrize(
     ("secrets", "words"),
     [
-        ([], "Secret kvfleet-system/kvfleet-scope.tenant.a is missing"),
+        ([], "Secret kvstrata-system/kvstrata-scope.tenant.a is missing"),
         ([secret(uid="u0", v1=KEY)], "of an earlier tenant a"),
         ([secret(uid="", v1=KEY)], "of an earlier tenant a"),
         ([secret()], "has no key v1 of 32 bytes"),

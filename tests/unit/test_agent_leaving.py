@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operator_fleet import pool_spec
 
-from kvfleet_agent.kube import declared
-from kvfleet_agent.kube.desired import KubeDesired
-from kvfleet_agent.kube.known import Known
-from kvfleet_agent.leaving import Presence, Removal, at_end, while_running
-from kvfleet_kube.signal import Signal
+from kvstrata_agent.kube import declared
+from kvstrata_agent.kube.desired import KubeDesired
+from kvstrata_agent.kube.known import Known
+from kvstrata_agent.leaving import Presence, Removal, at_end, while_running
+from kvstrata_kube.signal import Signal
 
 if TYPE_CHECKING:
-    from kvfleet_api.models.pool import KVPool
+    from kvstrata_api.models.pool import KVPool
 
 pytestmark = pytest.mark.unit
 

@@ -5,9 +5,9 @@ from agent_engine import Engine, close, steps_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfleet_agent import orders as module
-from kvfleet_agent.orders import Orders
-from kvfleet_api.models.poolnode import FlushOrder, NodeOrder, OrderAnswer
+from kvstrata_agent import orders as module
+from kvstrata_agent.orders import Orders
+from kvstrata_api.models.poolnode import FlushOrder, NodeOrder, OrderAnswer
 
 pytestmark = pytest.mark.unit
 

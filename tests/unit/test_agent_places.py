@@ -12,13 +12,13 @@ from agent_thread import make_verbs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.serve.places import Places
-from kvfleet_agent.serve.server import Server
-from kvfleet_api import wire
-from kvfleet_api.errors import AgentAwayError
+from kvstrata_agent.serve.places import Places
+from kvstrata_agent.serve.server import Server
+from kvstrata_api import wire
+from kvstrata_api.errors import AgentAwayError
 
 if TYPE_CHECKING:
-    from kvfleet_agent.serve.connection import Connection
+    from kvstrata_agent.serve.connection import Connection
 
 pytestmark = pytest.mark.unit
 

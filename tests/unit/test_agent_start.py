@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet_agent import config
-from kvfleet_agent.process import STUCK_S, AgentProcess
-from kvfleet_api.errors import UnsupportedError
+from kvstrata_agent import config
+from kvstrata_agent.process import STUCK_S, AgentProcess
+from kvstrata_api.errors import UnsupportedError
 
 pytestmark = pytest.mark.unit
 
@@ -66,4 +66,4 @@ def test_memory_lies_in_the_state_directory_unless_it_is_told_where(tmp_path: Pa
     named = ["--pool", "p", "--node", "n", "--socket", str(tmp_path / "s"), "--state-dir", str(tmp_path)]
 
     assert config.parse(named).memory_dir == tmp_path / "memory"
-    assert config.parse([*named, "--memory-dir", "/dev/shm/kvfleet"]).memory_dir == Path("/dev/shm/kvfleet")
+    assert config.parse([*named, "--memory-dir", "/dev/shm/kvstrata"]).memory_dir == Path("/dev/shm/kvstrata")

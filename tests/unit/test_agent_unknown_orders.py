@@ -7,10 +7,10 @@ from agent_engine import Engine, close, steps_until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.kube import declared
-from kvfleet_agent.orders import Orders
-from kvfleet_agent.progress import UNKNOWN_ORDER
-from kvfleet_api.models.poolnode import ORDERS_MAX, FlushOrder, NodeOrder, OrderAnswer
+from kvstrata_agent.kube import declared
+from kvstrata_agent.orders import Orders
+from kvstrata_agent.progress import UNKNOWN_ORDER
+from kvstrata_api.models.poolnode import ORDERS_MAX, FlushOrder, NodeOrder, OrderAnswer
 
 pytestmark = pytest.mark.unit
 

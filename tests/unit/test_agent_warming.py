@@ -19,18 +19,18 @@ from core_pair import Pair, held, load, place, tenants
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent import warming
-from kvfleet_agent.core import Core
-from kvfleet_agent.place import Place
-from kvfleet_agent.policy.quota import Bound, Rules
-from kvfleet_agent.policy.warming import Chain, budget_bytes, plan_warming
-from kvfleet_agent.ports import Stretch
-from kvfleet_agent.progress import Count
-from kvfleet_agent.sessions import SessionState
-from kvfleet_agent.turns import Priority, TrafficClass, Turn
-from kvfleet_api.blocks import BlockKey
-from kvfleet_api.models.poolnode import FlushOrder, NodeOrder, OrderAnswer, WarmOrder
-from kvfleet_metadata.records import Location
+from kvstrata_agent import warming
+from kvstrata_agent.core import Core
+from kvstrata_agent.place import Place
+from kvstrata_agent.policy.quota import Bound, Rules
+from kvstrata_agent.policy.warming import Chain, budget_bytes, plan_warming
+from kvstrata_agent.ports import Stretch
+from kvstrata_agent.progress import Count
+from kvstrata_agent.sessions import SessionState
+from kvstrata_agent.turns import Priority, TrafficClass, Turn
+from kvstrata_api.blocks import BlockKey
+from kvstrata_api.models.poolnode import FlushOrder, NodeOrder, OrderAnswer, WarmOrder
+from kvstrata_metadata.records import Location
 
 pytestmark = pytest.mark.unit
 

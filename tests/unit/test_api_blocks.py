@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_api.blocks import KEY_BYTES, BlockKey, Layout, ScopeId, ScopeSecret, chain_keys
-from kvfleet_api.checksum import checksum
-from kvfleet_api.errors import InvalidInputError
+from kvstrata_api.blocks import KEY_BYTES, BlockKey, Layout, ScopeId, ScopeSecret, chain_keys
+from kvstrata_api.checksum import checksum
+from kvstrata_api.errors import InvalidInputError
 
 pytestmark = pytest.mark.unit
 

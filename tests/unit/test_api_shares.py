@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from share_worlds import NOW, TENANTS, Json, domain, named, share, tenant, worlds
 
-from kvfleet_api import shares, trust
-from kvfleet_api.prefixes import NamedPrefix, digests_at, matching, prefix_digest, shared_blocks
-from kvfleet_api.shares import Declared
+from kvstrata_api import shares, trust
+from kvstrata_api.prefixes import NamedPrefix, digests_at, matching, prefix_digest, shared_blocks
+from kvstrata_api.shares import Declared
 
 pytestmark = pytest.mark.unit
 

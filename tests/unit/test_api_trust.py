@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_api import trust
-from kvfleet_api.models.trust import KVTenant, KVTrustDomain, KVTrustDomainStatus
+from kvstrata_api import trust
+from kvstrata_api.models.trust import KVTenant, KVTrustDomain, KVTrustDomainStatus
 
 pytestmark = pytest.mark.unit
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_api import units
-from kvfleet_api.conditions import Condition, Status, is_true, merge
-from kvfleet_api.errors import InvalidInputError
+from kvstrata_api import units
+from kvstrata_api.conditions import Condition, Status, is_true, merge
+from kvstrata_api.errors import InvalidInputError
 
 pytestmark = pytest.mark.unit
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_api import failures, wire
-from kvfleet_api.blocks import KEY_BYTES
-from kvfleet_api.errors import AgentAwayError, InvalidInputError, TierFullError, UnsupportedError
+from kvstrata_api import failures, wire
+from kvstrata_api.blocks import KEY_BYTES
+from kvstrata_api.errors import AgentAwayError, InvalidInputError, TierFullError, UnsupportedError
 
 pytestmark = pytest.mark.unit
 

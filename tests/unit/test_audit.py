@@ -13,15 +13,15 @@ from agent_engine import Engine, close
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent import audit
-from kvfleet_agent.audit import IDENTITIES_MAX, KINDS_MAX, Decided, Window
-from kvfleet_agent.place import Place
-from kvfleet_agent.ports import Caller
-from kvfleet_api import wire
-from kvfleet_api.blocks import ScopeId
-from kvfleet_api.errors import ForbiddenError
-from kvfleet_api.trust import Access, Grants, Identity, ScopeKind
-from kvfleet_telemetry.logs import JsonFormatter
+from kvstrata_agent import audit
+from kvstrata_agent.audit import IDENTITIES_MAX, KINDS_MAX, Decided, Window
+from kvstrata_agent.place import Place
+from kvstrata_agent.ports import Caller
+from kvstrata_api import wire
+from kvstrata_api.blocks import ScopeId
+from kvstrata_api.errors import ForbiddenError
+from kvstrata_api.trust import Access, Grants, Identity, ScopeKind
+from kvstrata_telemetry.logs import JsonFormatter
 
 pytestmark = pytest.mark.unit
 
@@ -119,14 +119,14 @@ async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, object]]:
-    return [{f: getattr(r, f) for f in FIELDS} for r in caplog.records if r.name == "kvfleet.audit"]
+    return [{f: getattr(r, f) for f in FIELDS} for r in caplog.records if r.name == "kvstrata.audit"]
 
 
 def counted(engine: Engine, decision: str) -> tuple[float, float]:
     """Decisions and blocks in the metrics."""
     families = engine.core.node.counters._instruments.registry.collect()
     samples = [s for f in families for s in f.samples if s.labels.get("decision") == decision]
-    names = ("kvfleet_audit_total", "kvfleet_audit_blocks_total")
+    names = ("kvstrata_audit_total", "kvstrata_audit_blocks_total")
     requests, blocks = (sum(s.value for s in samples if s.name == name) for name in names)
     return requests, blocks
 
@@ -233,13 +233,13 @@ async def test_a_line_is_one_object_of_json_whatever_a_caller_writes(
     line = json.loads(written)
     assert "\n" not in written
     assert line.keys() == {"ts", "level", "component", "event", "logger", *FIELDS}
-    assert (line["decision"], line["logger"], line["level"]) == ("deny", "kvfleet.audit", "warning")
+    assert (line["decision"], line["logger"], line["level"]) == ("deny", "kvstrata.audit", "warning")
 
 
 def test_the_log_does_not_depend_on_the_level_of_everything_else() -> None:
     logging.getLogger().setLevel(logging.ERROR)
     try:
-        assert logging.getLogger("kvfleet.audit").isEnabledFor(logging.INFO)
+        assert logging.getLogger("kvstrata.audit").isEnabledFor(logging.INFO)
     finally:
         logging.getLogger().setLevel(logging.WARNING)
 

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_fleet import SETTING, Fleet, pool_node, pool_spec, tier
 
-from kvfleet_api.autoscale import grown, shrunk
-from kvfleet_api.models.pool import TierAutoscale
-from kvfleet_api.units import GIB, MIB
-from kvfleet_operator import kinds
-from kvfleet_operator.autoscaling import Signal, decide
-from kvfleet_operator.status_planner import plan_statuses
+from kvstrata_api.autoscale import grown, shrunk
+from kvstrata_api.models.pool import TierAutoscale
+from kvstrata_api.units import GIB, MIB
+from kvstrata_operator import kinds
+from kvstrata_operator.autoscaling import Signal, decide
+from kvstrata_operator.status_planner import plan_statuses
 
 pytestmark = pytest.mark.unit
 

@@ -39,5 +39,5 @@ def test_ratios_are_of_the_pairs_of_a_repeat() -> None:
     [report(1, success=7), report(1, timed_out=1), {**report(1), "status": 1}, {"status": 0, "report": None}],
 )
 def test_a_run_that_is_not_verified_whole_ends_the_benchmark(answer: dict[str, Any]) -> None:
-    with pytest.raises(FailedError, match="kvfleet"):
+    with pytest.raises(FailedError, match="kvstrata"):
         note(Figures(), OURS, answer)

@@ -53,27 +53,27 @@ def _run(**drivers: Scripted) -> tuple[nvme.Turns, nvme.Field]:
 def test_a_peer_that_ends_at_any_verb_is_left_out_and_the_others_go_on(verb: str) -> None:
     peer = Scripted(ends_at=verb)
 
-    turns, made = _run(kvfleet=Scripted(), vllm=peer)
+    turns, made = _run(kvstrata=Scripted(), vllm=peer)
 
     assert peer.is_closed
     assert made.versions == {"vllm": "absent: gone"}
     assert turns.sample("vllm", "read") is None
-    assert turns.sample("kvfleet", "read") is not None
+    assert turns.sample("kvstrata", "read") is not None
 
 
 @pytest.mark.parametrize("generation", range(1, REPEATS_MIN + 2))
 def test_a_peer_that_loads_other_bytes_has_no_figures(generation: int) -> None:
-    turns, made = _run(kvfleet=Scripted(), mooncake=Scripted(wrong_in=generation))
+    turns, made = _run(kvstrata=Scripted(), mooncake=Scripted(wrong_in=generation))
 
     assert made.versions == {"mooncake": "absent: what was loaded is not what was stored"}
     assert turns.sample("mooncake", "write") is turns.sample("mooncake", "read") is None
-    assert turns.sample("kvfleet", "write") is not None
+    assert turns.sample("kvstrata", "write") is not None
 
 
 @pytest.mark.parametrize("generation", range(1, REPEATS_MIN + 2))
 def test_a_run_ends_when_ours_loads_other_bytes(generation: int) -> None:
-    with pytest.raises(SystemExit, match="kvfleet: what was loaded"):
-        _run(kvfleet=Scripted(wrong_in=generation), vllm=Scripted())
+    with pytest.raises(SystemExit, match="kvstrata: what was loaded"):
+        _run(kvstrata=Scripted(wrong_in=generation), vllm=Scripted())
 
 
 @given(st.integers(1, 5000), st.integers(1, 4096))

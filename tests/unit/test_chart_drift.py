@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
-from kvfleet_api import names
-from kvfleet_metadata import embedded
-from kvfleet_telemetry import docs, generated
+from kvstrata_api import names
+from kvstrata_metadata import embedded
+from kvstrata_telemetry import docs, generated
 
 pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).resolve().parents[2]
-CHART = ROOT / "charts" / "kvfleet"
+CHART = ROOT / "charts" / "kvstrata"
 
 
 def listed(folder: Path, pattern: str) -> dict[str, str]:

@@ -11,16 +11,16 @@ import pytest
 import yaml
 from generated_kv import kv_block
 
-from kvfleet_agent.codec.base import Planes, Shape, room_bytes
-from kvfleet_agent.codec.mixed import MixedCodec
-from kvfleet_agent.codec.packed import PackedCodec
-from kvfleet_api.blocks import Layout
-from kvfleet_api.errors import InvalidInputError
-from kvfleet_api.models.pool import CompressionPolicy
-from kvfleet_client.calibrating import calibrate, load, save
-from kvfleet_client.captured import bf16, read
-from kvfleet_client.cli import main
-from kvfleet_native.mixing import Rung
+from kvstrata_agent.codec.base import Planes, Shape, room_bytes
+from kvstrata_agent.codec.mixed import MixedCodec
+from kvstrata_agent.codec.packed import PackedCodec
+from kvstrata_api.blocks import Layout
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.models.pool import CompressionPolicy
+from kvstrata_client.calibrating import calibrate, load, save
+from kvstrata_client.captured import bf16, read
+from kvstrata_client.cli import main
+from kvstrata_native.mixing import Rung
 
 pytestmark = pytest.mark.unit
 
@@ -90,7 +90,7 @@ def test_a_file_comes_back_and_a_changed_one_does_not(tmp_path: Path) -> None:
         load(path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "kvfleet-calibration", "version": 2}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "kvstrata-calibration", "version": 2}'])
 def test_what_is_no_calibration_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "c.json").write_text(text)
 

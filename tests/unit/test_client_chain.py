@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_api.blocks import LayoutId, ScopeId, ScopeSecret, chain_keys
-from kvfleet_client.chain import (
+from kvstrata_api.blocks import LayoutId, ScopeId, ScopeSecret, chain_keys
+from kvstrata_client.chain import (
     Chain,
     Prompt,
     Route,

@@ -1,10 +1,10 @@
-"""Laws of the `kvfleet` command that need no agent."""
+"""Laws of the `kvstrata` command that need no agent."""
 
 from pathlib import Path
 
 import pytest
 
-from kvfleet_client.cli import main, parser
+from kvstrata_client.cli import main, parser
 
 pytestmark = pytest.mark.unit
 
@@ -23,7 +23,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str
     code, out, _ = run(capsys, command, "--help")
 
     assert code == 0
-    assert f"kvfleet {command}" in out
+    assert f"kvstrata {command}" in out
     assert command in parser().format_help()
 
 

@@ -5,9 +5,9 @@ import threading
 import numpy as np
 import pytest
 
-from kvfleet_api.checksum import checksum
-from kvfleet_client.copying import fill
-from kvfleet_client.results import Reservation
+from kvstrata_api.checksum import checksum
+from kvstrata_client.copying import fill
+from kvstrata_client.results import Reservation
 
 pytestmark = pytest.mark.unit
 

@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opaque_objects import BLOCK, NAME, PRINT, named
 
-from kvfleet_api import wire
-from kvfleet_api.blocks import KEY_BYTES, Layout, chain_keys, unpack_digests
-from kvfleet_api.errors import InvalidInputError
-from kvfleet_api.tiers import Lookup
-from kvfleet_client.connectors import lmcache_transfers
-from kvfleet_client.connectors.lmcache_locks import LOCK_S
-from kvfleet_client.connectors.lmcache_names import BLOCKS_MAX, ORDER, Fingerprint, Name, Namer
-from kvfleet_client.connectors.lmcache_options import parse
-from kvfleet_client.connectors.lmcache_transfers import Job, Object, Stored
-from kvfleet_client.results import Grants, Scope
+from kvstrata_api import wire
+from kvstrata_api.blocks import KEY_BYTES, Layout, chain_keys, unpack_digests
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.tiers import Lookup
+from kvstrata_client.connectors import lmcache_transfers
+from kvstrata_client.connectors.lmcache_locks import LOCK_S
+from kvstrata_client.connectors.lmcache_names import BLOCKS_MAX, ORDER, Fingerprint, Name, Namer
+from kvstrata_client.connectors.lmcache_options import parse
+from kvstrata_client.connectors.lmcache_transfers import Job, Object, Stored
+from kvstrata_client.results import Grants, Scope
 
 pytestmark = pytest.mark.unit
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opaque_objects import BLOCK, PRINT, named
 
-from kvfleet_client.connectors import lmcache_board, lmcache_locks
-from kvfleet_client.connectors.lmcache_board import Board, Task, Workers
-from kvfleet_client.connectors.lmcache_locks import LOCK_S, Locks
-from kvfleet_client.connectors.lmcache_names import Namer
-from kvfleet_client.connectors.lmcache_transfers import Keys
+from kvstrata_client.connectors import lmcache_board, lmcache_locks
+from kvstrata_client.connectors.lmcache_board import Board, Task, Workers
+from kvstrata_client.connectors.lmcache_locks import LOCK_S, Locks
+from kvstrata_client.connectors.lmcache_names import Namer
+from kvstrata_client.connectors.lmcache_transfers import Keys
 
 pytestmark = pytest.mark.unit
 

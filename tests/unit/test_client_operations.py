@@ -12,14 +12,14 @@ from client_model import DOMAIN, EPOCH, LAYOUT, OTHER, OWN, SLOT_BYTES, SLOTS, T
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_api import wire
-from kvfleet_api.errors import InvalidInputError, QuotaExceededError
-from kvfleet_client import batches, loading, routes, writing
-from kvfleet_client.calls import Ahead, Done, Operation, Work, begin, resume
-from kvfleet_client.loading import load
-from kvfleet_client.results import Scope
-from kvfleet_client.routes import Job, look_up, prompt_of
-from kvfleet_client.storing import store
+from kvstrata_api import wire
+from kvstrata_api.errors import InvalidInputError, QuotaExceededError
+from kvstrata_client import batches, loading, routes, writing
+from kvstrata_client.calls import Ahead, Done, Operation, Work, begin, resume
+from kvstrata_client.loading import load
+from kvstrata_client.results import Scope
+from kvstrata_client.routes import Job, look_up, prompt_of
+from kvstrata_client.storing import store
 
 pytestmark = pytest.mark.unit
 

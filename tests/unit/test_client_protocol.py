@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_api import failures, wire
-from kvfleet_api.blocks import BlockKey, Layout, ScopeId
-from kvfleet_api.errors import AgentAwayError, ForbiddenError, InvalidInputError, RetryableError, UnauthenticatedError
-from kvfleet_client import calls
-from kvfleet_client.backoff import FIRST_S, LAST_S, backoff
-from kvfleet_client.framing import ReplyReader
-from kvfleet_client.lifecycle import RENEW_RETRY_S, Connect, Down, Idle, Pause, Up, Wake, lifecycle
-from kvfleet_client.protocol import PENDING_MAX, Protocol
-from kvfleet_client.results import Answer, Prefix, Published
-from kvfleet_client.target import Target
+from kvstrata_api import failures, wire
+from kvstrata_api.blocks import BlockKey, Layout, ScopeId
+from kvstrata_api.errors import AgentAwayError, ForbiddenError, InvalidInputError, RetryableError, UnauthenticatedError
+from kvstrata_client import calls
+from kvstrata_client.backoff import FIRST_S, LAST_S, backoff
+from kvstrata_client.framing import ReplyReader
+from kvstrata_client.lifecycle import RENEW_RETRY_S, Connect, Down, Idle, Pause, Up, Wake, lifecycle
+from kvstrata_client.protocol import PENDING_MAX, Protocol
+from kvstrata_client.results import Answer, Prefix, Published
+from kvstrata_client.target import Target
 
 pytestmark = pytest.mark.unit
 

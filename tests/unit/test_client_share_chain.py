@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from share_worlds import TENANTS, worlds
 
-from kvfleet_api import shares, trust, wire
-from kvfleet_api.blocks import LayoutId, ScopeId, ScopeSecret, chain_keys
-from kvfleet_api.prefixes import NamedPrefix, prefix_digest
-from kvfleet_api.shares import Declared
-from kvfleet_client.calls import read_grants
-from kvfleet_client.chain import (
+from kvstrata_api import shares, trust, wire
+from kvstrata_api.blocks import LayoutId, ScopeId, ScopeSecret, chain_keys
+from kvstrata_api.prefixes import NamedPrefix, prefix_digest
+from kvstrata_api.shares import Declared
+from kvstrata_client.calls import read_grants
+from kvstrata_client.chain import (
     Prompt,
     Segment,
     best_route,
@@ -27,7 +27,7 @@ from kvfleet_client.chain import (
     roots,
     share_chains,
 )
-from kvfleet_client.results import Scope
+from kvstrata_client.results import Scope
 
 pytestmark = pytest.mark.unit
 

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from share_worlds import NOW, TENANTS, worlds
 
-from kvfleet_api import readers, shares, trust
-from kvfleet_api.errors import KvFleetError
-from kvfleet_api.prefixes import prefix_digest
-from kvfleet_api.shares import Declared
-from kvfleet_api.validate import validate
-from kvfleet_client.cli import parser
+from kvstrata_api import readers, shares, trust
+from kvstrata_api.errors import KvStrataError
+from kvstrata_api.prefixes import prefix_digest
+from kvstrata_api.shares import Declared
+from kvstrata_api.validate import validate
+from kvstrata_client.cli import parser
 
 pytestmark = pytest.mark.unit
 
@@ -32,7 +32,7 @@ def run(*arguments: str) -> int:
 
 
 def fails(*arguments: str) -> str:
-    with pytest.raises(KvFleetError) as failure:
+    with pytest.raises(KvStrataError) as failure:
         run(*arguments)
     return f"{failure.type.__name__}: {failure.value}"
 
@@ -40,7 +40,7 @@ def fails(*arguments: str) -> str:
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
 def test_the_digest_of_ids_is_what_clients_compare(ids: list[int]) -> None:
     given_ = parser().parse_args(["digest", *map(str, ids)])
-    from kvfleet_client.commands.digest import _tokens
+    from kvstrata_client.commands.digest import _tokens
 
     assert prefix_digest(_tokens(given_)) == prefix_digest(ids)
 
@@ -128,7 +128,7 @@ def test_what_is_said_of_everything_is_what_agents_grant(world: Declared, early:
 
 def tenant(name: str, **spec: Any) -> Json:
     spec["serviceAccounts"] = [{"namespace": name, "name": "engine"}]
-    return {"apiVersion": "kvfleet.io/v1alpha1", "kind": "KVTenant", "metadata": {"name": name}, "spec": spec}
+    return {"apiVersion": "kvstrata.io/v1alpha1", "kind": "KVTenant", "metadata": {"name": name}, "spec": spec}
 
 
 def cluster() -> list[Json]:
@@ -141,9 +141,9 @@ def cluster() -> list[Json]:
         tenant("a", trustDomain="d"),
         tenant("b", trustDomain="d"),
         tenant("c", trustDomain="d"),
-        {"apiVersion": "kvfleet.io/v1alpha1", "kind": "KVTrustDomain", "metadata": {"name": "d"}, "spec": domain},
+        {"apiVersion": "kvstrata.io/v1alpha1", "kind": "KVTrustDomain", "metadata": {"name": "d"}, "spec": domain},
         {
-            "apiVersion": "kvfleet.io/v1alpha1",
+            "apiVersion": "kvstrata.io/v1alpha1",
             "kind": "KVPrefixShare",
             "metadata": {"name": "s", "namespace": "a"},
             "spec": share,

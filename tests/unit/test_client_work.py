@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet_api.blocks import Layout
-from kvfleet_client import AsyncClient, Target
-from kvfleet_client.calls import Operation, Work
+from kvstrata_api.blocks import Layout
+from kvstrata_client import AsyncClient, Target
+from kvstrata_client.calls import Operation, Work
 
 pytestmark = pytest.mark.unit
 

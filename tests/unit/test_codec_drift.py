@@ -5,10 +5,10 @@ from generated_kv import kv_block
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.codec.base import Encoded, Planes, Shape, room_bytes
-from kvfleet_agent.codec.drift import Drift, DriftWatch
-from kvfleet_agent.codec.registry import CodecRegistry
-from kvfleet_api.models.pool import CompressionPolicy
+from kvstrata_agent.codec.base import Encoded, Planes, Shape, room_bytes
+from kvstrata_agent.codec.drift import Drift, DriftWatch
+from kvstrata_agent.codec.registry import CodecRegistry
+from kvstrata_api.models.pool import CompressionPolicy
 
 pytestmark = pytest.mark.unit
 

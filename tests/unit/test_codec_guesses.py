@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.codec.base import Planes, planes_of, room_bytes
-from kvfleet_agent.codec.guesses import LAYOUTS_MAX, PROBE_EVERY, Guesses
-from kvfleet_api.blocks import Layout
-from kvfleet_native.mixing import Mixing
+from kvstrata_agent.codec.base import Planes, planes_of, room_bytes
+from kvstrata_agent.codec.guesses import LAYOUTS_MAX, PROBE_EVERY, Guesses
+from kvstrata_api.blocks import Layout
+from kvstrata_native.mixing import Mixing
 
 pytestmark = pytest.mark.unit
 

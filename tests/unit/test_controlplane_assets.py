@@ -196,9 +196,9 @@ def test_an_unknown_tool_is_refused(cache: BinaryCache) -> None:
 @pytest.mark.parametrize(
     ("env", "root"),
     [
-        ({"KVFLEET_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, Path("/a")),
-        ({"XDG_CACHE_HOME": "/b"}, Path("/b/kvfleet")),
-        ({}, Path.home() / ".cache/kvfleet"),
+        ({"KVSTRATA_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, Path("/a")),
+        ({"XDG_CACHE_HOME": "/b"}, Path("/b/kvstrata")),
+        ({}, Path.home() / ".cache/kvstrata"),
     ],
 )
 def test_the_cache_is_where_the_environment_says(env: dict[str, str], root: Path) -> None:
@@ -269,7 +269,7 @@ def test_the_release_is_of_the_pinned_minor() -> None:
 
 
 def test_what_is_missing_is_what_nobody_offers(cache: BinaryCache, tmp_path: Path) -> None:
-    env = {"KVFLEET_CACHE": str(tmp_path), "PATH": str(script(tmp_path / "bin", "kwok", "kwok v0.7.1").parent)}
+    env = {"KVSTRATA_CACHE": str(tmp_path), "PATH": str(script(tmp_path / "bin", "kwok", "kwok v0.7.1").parent)}
     own = BinaryCache(default_root(env) / "controlplane")
     find_tools(("etcd",), env=NO_ENV, cache=own, build=CountingBuild())
 

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from virtual_loop import run_virtually
 
-from kvfleet_agent.candidates import TierCandidates
-from kvfleet_agent.sweep import Sweeper
-from kvfleet_api import wire
-from kvfleet_api.errors import KvFleetError
+from kvstrata_agent.candidates import TierCandidates
+from kvstrata_agent.sweep import Sweeper
+from kvstrata_api import wire
+from kvstrata_api.errors import KvStrataError
 
 pytestmark = pytest.mark.unit
 
@@ -70,7 +70,7 @@ async def ask_all(every: list[Any]) -> None:
         body = wire.encode(request)[4:]
         try:
             await engine.ask(wire.decode_request(body))
-        except KvFleetError:
+        except KvStrataError:
             continue
     verbs.end(engine.at)
     engine.clock.now_s += 2e9

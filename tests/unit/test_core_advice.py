@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.policy.surplus import OwnCopy, Ruling, rule
-from kvfleet_agent.scope_memory import LOST_AFTER_S, ScopeMemory
-from kvfleet_api.blocks import ScopeId, ScopeSecret
-from kvfleet_metadata.nominations import SURVIVING, AgentFacts, keeper, plan_nominations
-from kvfleet_metadata.records import NOMINATED_MAX, Copy, Incarnation, Location, Nomination
-from kvfleet_metadata.survey import Crowded
+from kvstrata_agent.policy.surplus import OwnCopy, Ruling, rule
+from kvstrata_agent.scope_memory import LOST_AFTER_S, ScopeMemory
+from kvstrata_api.blocks import ScopeId, ScopeSecret
+from kvstrata_metadata.nominations import SURVIVING, AgentFacts, keeper, plan_nominations
+from kvstrata_metadata.records import NOMINATED_MAX, Copy, Incarnation, Location, Nomination
+from kvstrata_metadata.survey import Crowded
 
 pytestmark = pytest.mark.unit
 

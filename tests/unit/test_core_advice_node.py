@@ -5,16 +5,16 @@ from collections.abc import Sequence
 import pytest
 from agent_doubles import BLOCK_BYTES, LAYOUT_ID, SCOPE, Clock, bytes_of, digest, dram_tier, make_core, secret
 
-from kvfleet_agent.advice import Advice
-from kvfleet_agent.place import Place
-from kvfleet_agent.policy.recompute import LOCATE_S_MIN
-from kvfleet_agent.policy.surplus import Ruling
-from kvfleet_agent.scope_memory import LOST_AFTER_S, ScopeMemory
-from kvfleet_agent.sessions import SessionState
-from kvfleet_api.blocks import ScopeSecret
-from kvfleet_api.checksum import checksum
-from kvfleet_metadata.nominations import DUPLICATE, ERASED, keeper
-from kvfleet_metadata.records import Location, Nomination
+from kvstrata_agent.advice import Advice
+from kvstrata_agent.place import Place
+from kvstrata_agent.policy.recompute import LOCATE_S_MIN
+from kvstrata_agent.policy.surplus import Ruling
+from kvstrata_agent.scope_memory import LOST_AFTER_S, ScopeMemory
+from kvstrata_agent.sessions import SessionState
+from kvstrata_api.blocks import ScopeSecret
+from kvstrata_api.checksum import checksum
+from kvstrata_metadata.nominations import DUPLICATE, ERASED, keeper
+from kvstrata_metadata.records import Location, Nomination
 
 pytestmark = pytest.mark.unit
 

@@ -6,11 +6,11 @@ import pytest
 from agent_doubles import BLOCK_BYTES, SCOPE, digest
 from agent_engine import SLOTS, Engine, close, steps_until
 
-from kvfleet_agent import writer
-from kvfleet_agent.gate import Gate
-from kvfleet_agent.turns import Priority, Turn
-from kvfleet_api import wire
-from kvfleet_api.models.poolnode import TierProbe
+from kvstrata_agent import writer
+from kvstrata_agent.gate import Gate
+from kvstrata_agent.turns import Priority, Turn
+from kvstrata_api import wire
+from kvstrata_api.models.poolnode import TierProbe
 
 pytestmark = pytest.mark.unit
 
@@ -38,7 +38,7 @@ def path(engine: Engine, source: str, target: str) -> Gate:
 
 def told(engine: Engine, verb: str) -> float:
     labels = {"pool": "pool", "node": "node", "verb": verb}
-    count: float = engine.core.node.counters._instruments.counter("kvfleet_busy_answers_total", **labels)._value.get()
+    count: float = engine.core.node.counters._instruments.counter("kvstrata_busy_answers_total", **labels)._value.get()
     return count
 
 

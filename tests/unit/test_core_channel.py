@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvfleet_agent.serve.channel import TOGETHER_BYTES_MAX, Channel
+from kvstrata_agent.serve.channel import TOGETHER_BYTES_MAX, Channel
 
 pytestmark = pytest.mark.unit
 

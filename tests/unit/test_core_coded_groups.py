@@ -23,17 +23,17 @@ from hypothesis import strategies as st
 from sim.volume import MemoryVolume
 from virtual_loop import run_virtually
 
-from kvfleet_agent.backends.nvme import RecordStore, open_store
-from kvfleet_agent.codec.base import RAW, Encoded, Shape
-from kvfleet_agent.core import Core
-from kvfleet_agent.entry import Entry
-from kvfleet_agent.moves import Move, Way
-from kvfleet_agent.place import Place
-from kvfleet_agent.tiers import Tier
-from kvfleet_agent.turns import Priority
-from kvfleet_api.checksum import checksum
-from kvfleet_api.errors import BlockCorruptError, TierFullError
-from kvfleet_api.units import MIB
+from kvstrata_agent.backends.nvme import RecordStore, open_store
+from kvstrata_agent.codec.base import RAW, Encoded, Shape
+from kvstrata_agent.core import Core
+from kvstrata_agent.entry import Entry
+from kvstrata_agent.moves import Move, Way
+from kvstrata_agent.place import Place
+from kvstrata_agent.tiers import Tier
+from kvstrata_agent.turns import Priority
+from kvstrata_api.checksum import checksum
+from kvstrata_api.errors import BlockCorruptError, TierFullError
+from kvstrata_api.units import MIB
 
 pytestmark = pytest.mark.unit
 

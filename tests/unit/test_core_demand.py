@@ -8,8 +8,8 @@ from agent_doubles import Clock, dram_tier, make_core, pool_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfleet_agent.policy.reuse_curve import ASKED_BLOCKS_MIN, ReuseCurve
-from kvfleet_api.models.pool import KVPoolSpec
+from kvstrata_agent.policy.reuse_curve import ASKED_BLOCKS_MIN, ReuseCurve
+from kvstrata_api.models.pool import KVPoolSpec
 
 pytestmark = pytest.mark.unit
 

@@ -18,23 +18,23 @@ from agent_doubles import (
 from agent_engine import steps_until
 from provisioned import GENERATION, REVISION, Provisioned
 
-from kvfleet_agent.announcer import Announcer
-from kvfleet_agent.backends.base import Record, SlotRef, TierBackend
-from kvfleet_agent.backends.host_dram import open_host_dram
-from kvfleet_agent.index import Index
-from kvfleet_agent.place import Place
-from kvfleet_agent.provision import RETRY_S
-from kvfleet_agent.sweep import ERASE_GRACE_S, Sweeper
-from kvfleet_api.blocks import BlockKey, ScopeId, ScopeSecret
-from kvfleet_api.checksum import checksum
-from kvfleet_api.conditions import Condition, find
-from kvfleet_api.errors import BackendFailedError, InvalidInputError, TierFullError, UnsupportedError
-from kvfleet_api.models.pool import HostDramTier, NvmeTier
-from kvfleet_api.models.poolnode import NodeTier
-from kvfleet_api.tiers import TierType
+from kvstrata_agent.announcer import Announcer
+from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
+from kvstrata_agent.backends.host_dram import open_host_dram
+from kvstrata_agent.index import Index
+from kvstrata_agent.place import Place
+from kvstrata_agent.provision import RETRY_S
+from kvstrata_agent.sweep import ERASE_GRACE_S, Sweeper
+from kvstrata_api.blocks import BlockKey, ScopeId, ScopeSecret
+from kvstrata_api.checksum import checksum
+from kvstrata_api.conditions import Condition, find
+from kvstrata_api.errors import BackendFailedError, InvalidInputError, TierFullError, UnsupportedError
+from kvstrata_api.models.pool import HostDramTier, NvmeTier
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.tiers import TierType
 
 if TYPE_CHECKING:
-    from kvfleet_agent.ports import Directory
+    from kvstrata_agent.ports import Directory
 
 pytestmark = pytest.mark.unit
 

@@ -21,18 +21,18 @@ from agent_doubles import (
     store_chain,
 )
 
-from kvfleet_agent import writer
-from kvfleet_agent.backends.base import Record, SlotRef
-from kvfleet_agent.core import Core
-from kvfleet_agent.entry import Residence
-from kvfleet_agent.place import Place
-from kvfleet_agent.policy.quota import Rules
-from kvfleet_agent.ports import Wanted
-from kvfleet_agent.tiers import Tier
-from kvfleet_agent.writer import PUBLISHED, REFUSED
-from kvfleet_api.blocks import ScopeId
-from kvfleet_api.checksum import checksum
-from kvfleet_metadata.records import Location
+from kvstrata_agent import writer
+from kvstrata_agent.backends.base import Record, SlotRef
+from kvstrata_agent.core import Core
+from kvstrata_agent.entry import Residence
+from kvstrata_agent.place import Place
+from kvstrata_agent.policy.quota import Rules
+from kvstrata_agent.ports import Wanted
+from kvstrata_agent.tiers import Tier
+from kvstrata_agent.writer import PUBLISHED, REFUSED
+from kvstrata_api.blocks import ScopeId
+from kvstrata_api.checksum import checksum
+from kvstrata_metadata.records import Location
 
 pytestmark = pytest.mark.unit
 

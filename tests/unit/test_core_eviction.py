@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.leafqueue import LeafQueue
-from kvfleet_agent.policy.eviction import EvictionPlan, excess_bytes, plan_eviction
+from kvstrata_agent.leafqueue import LeafQueue
+from kvstrata_agent.policy.eviction import EvictionPlan, excess_bytes, plan_eviction
 
 pytestmark = pytest.mark.unit
 

@@ -5,12 +5,12 @@ from agent_doubles import LAYOUT_ID, SCOPE, dict_tier, digest, dram_tier
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.backends.base import Record
-from kvfleet_agent.entry import Entry, Residence
-from kvfleet_agent.findings import REMOTE_BIT, findings
-from kvfleet_agent.tiers import Tier
-from kvfleet_api.blocks import BlockKey
-from kvfleet_api.tiers import Lookup
+from kvstrata_agent.backends.base import Record
+from kvstrata_agent.entry import Entry, Residence
+from kvstrata_agent.findings import REMOTE_BIT, findings
+from kvstrata_agent.tiers import Tier
+from kvstrata_api.blocks import BlockKey
+from kvstrata_api.tiers import Lookup
 
 pytestmark = pytest.mark.unit
 

@@ -20,18 +20,18 @@ from agent_doubles import (
     secret,
 )
 
-from kvfleet_agent.core import Core
-from kvfleet_agent.leases import Stray
-from kvfleet_agent.place import Place
-from kvfleet_agent.policy.checking import CHECK_EVERY
-from kvfleet_agent.reader import Read
-from kvfleet_agent.sweep import Sweeper
-from kvfleet_agent.turns import Priority
-from kvfleet_agent.writer import PUBLISHED, REFUSED
-from kvfleet_api.blocks import ScopeId
-from kvfleet_api.checksum import checksum
-from kvfleet_client import Lease
-from kvfleet_client.copying import copy_verified, is_intact
+from kvstrata_agent.core import Core
+from kvstrata_agent.leases import Stray
+from kvstrata_agent.place import Place
+from kvstrata_agent.policy.checking import CHECK_EVERY
+from kvstrata_agent.reader import Read
+from kvstrata_agent.sweep import Sweeper
+from kvstrata_agent.turns import Priority
+from kvstrata_agent.writer import PUBLISHED, REFUSED
+from kvstrata_api.blocks import ScopeId
+from kvstrata_api.checksum import checksum
+from kvstrata_client import Lease
+from kvstrata_client.copying import copy_verified, is_intact
 
 pytestmark = pytest.mark.unit
 

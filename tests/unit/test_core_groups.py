@@ -21,18 +21,18 @@ from agent_doubles import (
 from sim.volume import Fault, MemoryVolume
 from virtual_loop import run_virtually
 
-from kvfleet_agent.backends.base import Reading, Record, Sound, TierBackend, Writing
-from kvfleet_agent.backends.nvme import RecordStore, open_store
-from kvfleet_agent.core import Core
-from kvfleet_agent.entry import Entry
-from kvfleet_agent.moves import Move, Way
-from kvfleet_agent.place import Place
-from kvfleet_agent.tiers import Tier
-from kvfleet_agent.turns import Priority
-from kvfleet_api.blocks import BlockKey
-from kvfleet_api.checksum import checksum
-from kvfleet_api.errors import BackendFailedError, BlockCorruptError, KvFleetError, TierFullError
-from kvfleet_api.units import MIB
+from kvstrata_agent.backends.base import Reading, Record, Sound, TierBackend, Writing
+from kvstrata_agent.backends.nvme import RecordStore, open_store
+from kvstrata_agent.core import Core
+from kvstrata_agent.entry import Entry
+from kvstrata_agent.moves import Move, Way
+from kvstrata_agent.place import Place
+from kvstrata_agent.tiers import Tier
+from kvstrata_agent.turns import Priority
+from kvstrata_api.blocks import BlockKey
+from kvstrata_api.checksum import checksum
+from kvstrata_api.errors import BackendFailedError, BlockCorruptError, KvStrataError, TierFullError
+from kvstrata_api.units import MIB
 
 pytestmark = pytest.mark.unit
 
@@ -102,8 +102,8 @@ async def test_groups_go_into_device_memory_as_they_are_whatever_the_pool_compre
     pytest.importorskip("torch", reason="torch is not installed: make setup")
     from late_device import LateQueue
 
-    from kvfleet_agent.backends.hbm import HbmTier
-    from kvfleet_agent.backends.staging import PIECES
+    from kvstrata_agent.backends.hbm import HbmTier
+    from kvstrata_agent.backends.staging import PIECES
 
     queue = LateQueue()
     core = await core_above(HbmTier([queue], 4 * MIB), "Lossless")
@@ -202,7 +202,7 @@ async def test_one_rotten_record_of_a_group_is_one_miss() -> None:
     await core.close()
 
 
-async def read_group(core: Core, entries: Sequence[Entry]) -> Sequence[bytes | KvFleetError]:
+async def read_group(core: Core, entries: Sequence[Entry]) -> Sequence[bytes | KvStrataError]:
     group = core.node.tiers[1].group
     assert group is not None
     readings = [

@@ -16,16 +16,16 @@ from agent_doubles import (
     secret,
 )
 
-from kvfleet_agent.backends.base import Record, SlotRef
-from kvfleet_agent.core import Core
-from kvfleet_agent.place import Place
-from kvfleet_agent.ports import Wanted
-from kvfleet_agent.tiers import Tier
-from kvfleet_api.blocks import BlockKey
-from kvfleet_api.checksum import checksum
-from kvfleet_client.copying import fill, refill
-from kvfleet_client.results import Lease, Reservation
-from kvfleet_metadata.records import Location
+from kvstrata_agent.backends.base import Record, SlotRef
+from kvstrata_agent.core import Core
+from kvstrata_agent.place import Place
+from kvstrata_agent.ports import Wanted
+from kvstrata_agent.tiers import Tier
+from kvstrata_api.blocks import BlockKey
+from kvstrata_api.checksum import checksum
+from kvstrata_client.copying import fill, refill
+from kvstrata_client.results import Lease, Reservation
+from kvstrata_metadata.records import Location
 
 pytestmark = pytest.mark.unit
 

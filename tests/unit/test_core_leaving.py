@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from provisioned import Provisioned
 
-from kvfleet_agent.backends.base import TierBackend
-from kvfleet_agent.backends.host_dram import open_host_dram
-from kvfleet_agent.place import Place
-from kvfleet_agent.provision_plan import levels
-from kvfleet_agent.sweep import Sweeper
-from kvfleet_api.models.pool import HostDramTier, NvmeTier
-from kvfleet_api.models.poolnode import NodeTier
-from kvfleet_api.tiers import TierType
+from kvstrata_agent.backends.base import TierBackend
+from kvstrata_agent.backends.host_dram import open_host_dram
+from kvstrata_agent.place import Place
+from kvstrata_agent.provision_plan import levels
+from kvstrata_agent.sweep import Sweeper
+from kvstrata_api.models.pool import HostDramTier, NvmeTier
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.tiers import TierType
 
 pytestmark = pytest.mark.unit
 

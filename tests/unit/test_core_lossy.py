@@ -9,16 +9,16 @@ import pytest
 from agent_doubles import SCOPE, Clock, DictBackend, dict_tier, digest, dram_tier, make_node, secret
 from generated_kv import kv_block
 
-from kvfleet_agent.codec.registry import CodecRegistry
-from kvfleet_agent.core import Core
-from kvfleet_agent.entry import Entry, Residence
-from kvfleet_agent.place import Place
-from kvfleet_agent.tiers import Tier
-from kvfleet_agent.turns import Priority
-from kvfleet_api.blocks import Layout
-from kvfleet_api.checksum import checksum
-from kvfleet_api.models.pool import Compatibility, CompressionPolicy
-from kvfleet_native.mixing import ROTATED, Rung
+from kvstrata_agent.codec.registry import CodecRegistry
+from kvstrata_agent.core import Core
+from kvstrata_agent.entry import Entry, Residence
+from kvstrata_agent.place import Place
+from kvstrata_agent.tiers import Tier
+from kvstrata_agent.turns import Priority
+from kvstrata_api.blocks import Layout
+from kvstrata_api.checksum import checksum
+from kvstrata_api.models.pool import Compatibility, CompressionPolicy
+from kvstrata_native.mixing import ROTATED, Rung
 
 pytestmark = pytest.mark.unit
 
@@ -208,7 +208,7 @@ async def test_what_became_of_planes_is_counted(core: Core) -> None:
     core.node.counters.add = lambda name, amount=1, **labels: told.append((name, amount, labels))  # type: ignore[method-assign]
     await moved(core, entry, "dram", "nvme")
 
-    assert sum(amount for name, amount, _ in told if name == "kvfleet_codec_planes_total") == 4
+    assert sum(amount for name, amount, _ in told if name == "kvstrata_codec_planes_total") == 4
 
 
 async def test_an_unknown_layout_loses_nothing(core: Core) -> None:

@@ -20,15 +20,15 @@ from agent_doubles import (
 from agent_engine import steps_until
 from core_pair import Pair, load, place
 
-from kvfleet_agent.backends.base import Record, SlotRef
-from kvfleet_agent.entry import Residence
-from kvfleet_agent.node import Node
-from kvfleet_agent.policy.recompute import REFUSED_S
-from kvfleet_agent.turns import Priority, TrafficClass, Turn
-from kvfleet_agent.want import Want
-from kvfleet_api.blocks import BlockKey
-from kvfleet_api.tiers import Lookup
-from kvfleet_metadata.records import SessionRecord
+from kvstrata_agent.backends.base import Record, SlotRef
+from kvstrata_agent.entry import Residence
+from kvstrata_agent.node import Node
+from kvstrata_agent.policy.recompute import REFUSED_S
+from kvstrata_agent.turns import Priority, TrafficClass, Turn
+from kvstrata_agent.want import Want
+from kvstrata_api.blocks import BlockKey
+from kvstrata_api.tiers import Lookup
+from kvstrata_metadata.records import SessionRecord
 
 pytestmark = pytest.mark.unit
 

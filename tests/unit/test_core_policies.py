@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.limits import grant
-from kvfleet_agent.policy.admission import Admission, AdmissionInputs, admit
-from kvfleet_agent.policy.checking import CHECK_EVERY, must_check
-from kvfleet_agent.policy.placement import TierFacts, next_lower
-from kvfleet_agent.policy.recompute import (
+from kvstrata_agent.limits import grant
+from kvstrata_agent.policy.admission import Admission, AdmissionInputs, admit
+from kvstrata_agent.policy.checking import CHECK_EVERY, must_check
+from kvstrata_agent.policy.placement import TierFacts, next_lower
+from kvstrata_agent.policy.recompute import (
     LOCATE_S_MAX,
     LOCATE_S_MIN,
     REFUSED_S,
@@ -18,10 +18,10 @@ from kvfleet_agent.policy.recompute import (
     congestion_s,
     locate_s,
 )
-from kvfleet_agent.provision_plan import Close, Open, Resize, plan
-from kvfleet_api.models.pool import HostDramTier, NvmeTier
-from kvfleet_api.models.poolnode import NodeTier
-from kvfleet_api.tiers import TierType
+from kvstrata_agent.provision_plan import Close, Open, Resize, plan
+from kvstrata_api.models.pool import HostDramTier, NvmeTier
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.tiers import TierType
 
 pytestmark = pytest.mark.unit
 

@@ -16,8 +16,8 @@ from agent_engine import SLOTS, Engine, close
 from hypothesis import settings
 from virtual_loop import run_virtually
 
-from kvfleet_agent.writer import RESERVE_WAIT_S
-from kvfleet_api import wire
+from kvstrata_agent.writer import RESERVE_WAIT_S
+from kvstrata_api import wire
 
 pytestmark = pytest.mark.unit
 

@@ -6,9 +6,9 @@ from typing import cast
 import pytest
 from agent_doubles import DictBackend
 
-from kvfleet_agent.backends.base import Record, SlotRef, TierBackend
-from kvfleet_agent.probe import probe
-from kvfleet_api.errors import BackendFailedError
+from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
+from kvstrata_agent.probe import probe
+from kvstrata_api.errors import BackendFailedError
 
 pytestmark = pytest.mark.unit
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.policy.quota import Standing, over_hard_bytes, payers, payments
-from kvfleet_agent.policy.retention import Due, Retention, due, horizon, plan_drops
+from kvstrata_agent.policy.quota import Standing, over_hard_bytes, payers, payments
+from kvstrata_agent.policy.retention import Due, Retention, due, horizon, plan_drops
 
 pytestmark = pytest.mark.unit
 

@@ -7,16 +7,16 @@ from agent_doubles import make_node
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.codec.drift import Drift
-from kvfleet_agent.ports import DirectoryState
-from kvfleet_agent.report import REFUSING_S, Observed, TierObserved, build_status
-from kvfleet_api.blocks import ScopeId
-from kvfleet_api.models.base import ObjectMeta
-from kvfleet_api.models.pool import HostDramTier
-from kvfleet_api.models.poolnode import SHARES_MAX, KVPoolNode, KVPoolNodeSpec, NodeTier
-from kvfleet_api.tiers import TierType
-from kvfleet_api.trust import Access, ScopeKind
-from kvfleet_api.units import coarse
+from kvstrata_agent.codec.drift import Drift
+from kvstrata_agent.ports import DirectoryState
+from kvstrata_agent.report import REFUSING_S, Observed, TierObserved, build_status
+from kvstrata_api.blocks import ScopeId
+from kvstrata_api.models.base import ObjectMeta
+from kvstrata_api.models.pool import HostDramTier
+from kvstrata_api.models.poolnode import SHARES_MAX, KVPoolNode, KVPoolNodeSpec, NodeTier
+from kvstrata_api.tiers import TierType
+from kvstrata_api.trust import Access, ScopeKind
+from kvstrata_api.units import coarse
 
 pytestmark = pytest.mark.unit
 

@@ -5,12 +5,12 @@ from agent_doubles import LAYOUT_ID, LAYOUT_OTHER, SCOPE, dict_tier, digest, mak
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.backends.base import Record
-from kvfleet_agent.candidates import TierCandidates
-from kvfleet_agent.entry import Residence
-from kvfleet_agent.node import Node
-from kvfleet_agent.tiers import Tier
-from kvfleet_api.blocks import BlockKey, LayoutId
+from kvstrata_agent.backends.base import Record
+from kvstrata_agent.candidates import TierCandidates
+from kvstrata_agent.entry import Residence
+from kvstrata_agent.node import Node
+from kvstrata_agent.tiers import Tier
+from kvstrata_api.blocks import BlockKey, LayoutId
 
 pytestmark = pytest.mark.unit
 

@@ -11,17 +11,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tree_books import wrong_books
 
-from kvfleet_agent.backends.base import Record, SlotRef
-from kvfleet_agent.backends.columns import Columns
-from kvfleet_agent.backends.ledger import RECORD, pack_record
-from kvfleet_agent.candidates import TierCandidates
-from kvfleet_agent.entry import Entry, Residence
-from kvfleet_agent.forest import NONE, forest_of
-from kvfleet_agent.index import Index
-from kvfleet_agent.node import Node
-from kvfleet_agent.restoring import Restoring
-from kvfleet_agent.tiers import Tier
-from kvfleet_api.blocks import BlockKey
+from kvstrata_agent.backends.base import Record, SlotRef
+from kvstrata_agent.backends.columns import Columns
+from kvstrata_agent.backends.ledger import RECORD, pack_record
+from kvstrata_agent.candidates import TierCandidates
+from kvstrata_agent.entry import Entry, Residence
+from kvstrata_agent.forest import NONE, forest_of
+from kvstrata_agent.index import Index
+from kvstrata_agent.node import Node
+from kvstrata_agent.restoring import Restoring
+from kvstrata_agent.tiers import Tier
+from kvstrata_api.blocks import BlockKey
 
 pytestmark = pytest.mark.unit
 

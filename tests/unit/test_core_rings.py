@@ -6,15 +6,15 @@ from agent_engine import SLOTS, Engine, close
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.backends.base import Record
-from kvfleet_agent.candidates import TierCandidates
-from kvfleet_agent.entry import Entry, Residence
-from kvfleet_agent.index import Index
-from kvfleet_agent.node import Node
-from kvfleet_agent.tiers import Tier
-from kvfleet_api import wire
-from kvfleet_api.blocks import BlockKey
-from kvfleet_api.checksum import checksum
+from kvstrata_agent.backends.base import Record
+from kvstrata_agent.candidates import TierCandidates
+from kvstrata_agent.entry import Entry, Residence
+from kvstrata_agent.index import Index
+from kvstrata_agent.node import Node
+from kvstrata_agent.tiers import Tier
+from kvstrata_api import wire
+from kvstrata_api.blocks import BlockKey
+from kvstrata_api.checksum import checksum
 
 pytestmark = pytest.mark.unit
 

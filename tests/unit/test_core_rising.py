@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 import pytest
 from agent_doubles import BLOCK_BYTES, LAYOUT_ID, SCOPE, dict_tier, digest, dram_tier, make_core, secret, store_chain
 
-from kvfleet_agent.core import Core
-from kvfleet_agent.entry import Entry
-from kvfleet_agent.moves import Move
-from kvfleet_agent.place import Place
-from kvfleet_agent.tiers import Tier
+from kvstrata_agent.core import Core
+from kvstrata_agent.entry import Entry
+from kvstrata_agent.moves import Move
+from kvstrata_agent.place import Place
+from kvstrata_agent.tiers import Tier
 
 pytestmark = pytest.mark.unit
 

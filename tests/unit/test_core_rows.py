@@ -14,15 +14,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from numpy.typing import NDArray
 from tree_books import wrong_books
 
-from kvfleet_agent import ancestry
-from kvfleet_agent import rows as rows_of_blocks
-from kvfleet_agent.backends.base import Record
-from kvfleet_agent.candidates import TierCandidates
-from kvfleet_agent.entry import TIERS_MAX, Residence
-from kvfleet_agent.index import Index
-from kvfleet_agent.rows import COUNT_MAX, FIELDS, ROW_BYTES, Kind, Row, RowTable
-from kvfleet_agent.tiers import Tier
-from kvfleet_api.blocks import BlockKey, ScopeId
+from kvstrata_agent import ancestry
+from kvstrata_agent import rows as rows_of_blocks
+from kvstrata_agent.backends.base import Record
+from kvstrata_agent.candidates import TierCandidates
+from kvstrata_agent.entry import TIERS_MAX, Residence
+from kvstrata_agent.index import Index
+from kvstrata_agent.rows import COUNT_MAX, FIELDS, ROW_BYTES, Kind, Row, RowTable
+from kvstrata_agent.tiers import Tier
+from kvstrata_api.blocks import BlockKey, ScopeId
 
 pytestmark = pytest.mark.unit
 

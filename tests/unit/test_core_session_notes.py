@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from agent_doubles import SCOPE, secret
 
-from kvfleet_agent.session_notes import FLUSH_MAX, SessionNotes
-from kvfleet_api.errors import DirectoryAwayError
-from kvfleet_metadata.records import SessionRecord
-from kvfleet_metadata.schema import session_digest, shard_index
-from kvfleet_metadata.store import Call, Store
+from kvstrata_agent.session_notes import FLUSH_MAX, SessionNotes
+from kvstrata_api.errors import DirectoryAwayError
+from kvstrata_metadata.records import SessionRecord
+from kvstrata_metadata.schema import session_digest, shard_index
+from kvstrata_metadata.store import Call, Store
 
 pytestmark = pytest.mark.unit
 

@@ -9,13 +9,13 @@ import pytest
 from agent_doubles import SCOPE, digest
 from agent_engine import SLOTS, Engine, close, steps_until
 
-from kvfleet_api import wire
-from kvfleet_api.blocks import ScopeId, ScopeSecret
-from kvfleet_api.errors import ForbiddenError
-from kvfleet_metadata.records import SessionRecord
+from kvstrata_api import wire
+from kvstrata_api.blocks import ScopeId, ScopeSecret
+from kvstrata_api.errors import ForbiddenError
+from kvstrata_metadata.records import SessionRecord
 
 if TYPE_CHECKING:
-    from kvfleet_agent.ports import Directory
+    from kvstrata_agent.ports import Directory
 
 pytestmark = pytest.mark.unit
 

@@ -23,20 +23,20 @@ from agent_doubles import (
 )
 from virtual_loop import run_virtually
 
-from kvfleet_agent import session_life
-from kvfleet_agent.archiver import RETRY_MAX_S, RETRY_S
-from kvfleet_agent.core import Core
-from kvfleet_agent.entry import Residence
-from kvfleet_agent.place import Place
-from kvfleet_agent.session_journal import SessionJournal
-from kvfleet_agent.sessions import Session, SessionState
-from kvfleet_agent.tiers import Tier
-from kvfleet_agent.turns import Priority
-from kvfleet_metadata.records import SessionRecord
-from kvfleet_metadata.schema import session_digest
+from kvstrata_agent import session_life
+from kvstrata_agent.archiver import RETRY_MAX_S, RETRY_S
+from kvstrata_agent.core import Core
+from kvstrata_agent.entry import Residence
+from kvstrata_agent.place import Place
+from kvstrata_agent.session_journal import SessionJournal
+from kvstrata_agent.sessions import Session, SessionState
+from kvstrata_agent.tiers import Tier
+from kvstrata_agent.turns import Priority
+from kvstrata_metadata.records import SessionRecord
+from kvstrata_metadata.schema import session_digest
 
 if TYPE_CHECKING:
-    from kvfleet_agent.ports import Directory
+    from kvstrata_agent.ports import Directory
 
 pytestmark = pytest.mark.unit
 

@@ -10,16 +10,16 @@ from agent_doubles import SCOPE, FakeAuthenticator
 from backend_contract import put
 from provisioned import Provisioned
 
-from kvfleet_agent.backends.base import TierBackend
-from kvfleet_agent.backends.remote_flash import open_nvme
-from kvfleet_agent.provision import RETRY_S
-from kvfleet_agent.sweep import Sweeper
-from kvfleet_agent.tiers import Tier
-from kvfleet_api.conditions import find
-from kvfleet_api.models.pool import NvmeTier
-from kvfleet_api.models.poolnode import NodeTier
-from kvfleet_api.tiers import TierType
-from kvfleet_telemetry.catalog_agent import AGENT
+from kvstrata_agent.backends.base import TierBackend
+from kvstrata_agent.backends.remote_flash import open_nvme
+from kvstrata_agent.provision import RETRY_S
+from kvstrata_agent.sweep import Sweeper
+from kvstrata_agent.tiers import Tier
+from kvstrata_api.conditions import find
+from kvstrata_api.models.pool import NvmeTier
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.tiers import TierType
+from kvstrata_telemetry.catalog_agent import AGENT
 
 pytestmark = pytest.mark.unit
 
@@ -121,4 +121,4 @@ async def test_devices_are_counted_one_by_one(at: Node) -> None:
     up = {labels[-1]: child._value.get() for labels, child in counters._children.items() if "device_up" in labels[0]}
 
     assert up == {str(at.paths[0]): 0.0, str(at.paths[1]): 1.0}
-    assert {m.name for m in AGENT} >= {"kvfleet_device_up", "kvfleet_device_used_bytes"}
+    assert {m.name for m in AGENT} >= {"kvstrata_device_up", "kvstrata_device_used_bytes"}

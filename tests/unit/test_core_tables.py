@@ -13,21 +13,21 @@ from agent_doubles import LAYOUT_ID, SCOPE, dict_tier, digest, make_node, secret
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent import session_notes
-from kvfleet_agent.backends.base import Record
-from kvfleet_agent.buffers import Buffers
-from kvfleet_agent.entry import Entry, Residence
-from kvfleet_agent.fair_order import FairOrder
-from kvfleet_agent.index import Index
-from kvfleet_agent.leases import LeaseTable
-from kvfleet_agent.node import Node
-from kvfleet_agent.session_notes import SessionNotes
-from kvfleet_agent.sessions import GUARD_S, HEADS_MAX, SessionState, SessionTable
-from kvfleet_agent.state import NONCE_BITS, next_epoch
-from kvfleet_api.blocks import BlockKey, ScopeId
-from kvfleet_api.errors import InvalidInputError, UnsupportedError
-from kvfleet_metadata.records import SessionRecord
-from kvfleet_metadata.store import Call, Store
+from kvstrata_agent import session_notes
+from kvstrata_agent.backends.base import Record
+from kvstrata_agent.buffers import Buffers
+from kvstrata_agent.entry import Entry, Residence
+from kvstrata_agent.fair_order import FairOrder
+from kvstrata_agent.index import Index
+from kvstrata_agent.leases import LeaseTable
+from kvstrata_agent.node import Node
+from kvstrata_agent.session_notes import SessionNotes
+from kvstrata_agent.sessions import GUARD_S, HEADS_MAX, SessionState, SessionTable
+from kvstrata_agent.state import NONCE_BITS, next_epoch
+from kvstrata_api.blocks import BlockKey, ScopeId
+from kvstrata_api.errors import InvalidInputError, UnsupportedError
+from kvstrata_metadata.records import SessionRecord
+from kvstrata_metadata.store import Call, Store
 
 pytestmark = pytest.mark.unit
 

@@ -9,17 +9,17 @@ from agent_doubles import SCOPE, secret
 from agent_engine import Engine, close, steps_until
 from prometheus_client import CollectorRegistry
 
-from kvfleet_agent import directory as directories
-from kvfleet_agent import sweep
-from kvfleet_agent.directory import RedisDirectory
-from kvfleet_agent.sweep import Sweeper
-from kvfleet_api import wire
-from kvfleet_metadata.access import RedisAccess
-from kvfleet_metadata.records import AgentRecord, SessionRecord
-from kvfleet_metadata.scripts import Script
-from kvfleet_metadata.store import Call, Store
-from kvfleet_telemetry.catalog_agent import AGENT
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_agent import directory as directories
+from kvstrata_agent import sweep
+from kvstrata_agent.directory import RedisDirectory
+from kvstrata_agent.sweep import Sweeper
+from kvstrata_api import wire
+from kvstrata_metadata.access import RedisAccess
+from kvstrata_metadata.records import AgentRecord, SessionRecord
+from kvstrata_metadata.scripts import Script
+from kvstrata_metadata.store import Call, Store
+from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.metrics import Instruments
 
 pytestmark = pytest.mark.unit
 

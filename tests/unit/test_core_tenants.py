@@ -23,16 +23,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_loop import run_virtually
 
-from kvfleet_agent.core import Core
-from kvfleet_agent.place import Place
-from kvfleet_agent.policy.quota import Bound, OverQuota, Rules
-from kvfleet_agent.policy.retention import Retention
-from kvfleet_agent.sweep import Sweeper
-from kvfleet_agent.tenant_book import TenantBook
-from kvfleet_agent.writer import Reserved
-from kvfleet_api.blocks import ScopeId
-from kvfleet_api.checksum import checksum
-from kvfleet_api.errors import QuotaExceededError
+from kvstrata_agent.core import Core
+from kvstrata_agent.place import Place
+from kvstrata_agent.policy.quota import Bound, OverQuota, Rules
+from kvstrata_agent.policy.retention import Retention
+from kvstrata_agent.sweep import Sweeper
+from kvstrata_agent.tenant_book import TenantBook
+from kvstrata_agent.writer import Reserved
+from kvstrata_api.blocks import ScopeId
+from kvstrata_api.checksum import checksum
+from kvstrata_api.errors import QuotaExceededError
 
 pytestmark = pytest.mark.unit
 
@@ -98,7 +98,7 @@ async def test_a_tenant_at_its_hard_quota_pays_with_its_own_oldest_blocks(core: 
     assert of(core, "b") == 8
     left = {int.from_bytes(d, "big") for d in core.node.index.blocks(scope_of("a"))}
     assert left == set(range(1016, 1024)), "the oldest go, and go for good"
-    assert count(core, "kvfleet_quota_evicted_total") == 16
+    assert count(core, "kvstrata_quota_evicted_total") == 16
 
 
 async def test_demote_keeps_every_block_and_sends_its_own_down(core: Core) -> None:
@@ -146,7 +146,7 @@ async def test_reject_refuses_with_tenant_tier_quota_use_and_wish(core: Core) ->
     for fact in ("a", "dram", str(8 * BLOCK_BYTES), f"want {BLOCK_BYTES}"):
         assert fact in str(refused.value)
     assert len(core.node.index.blocks(scope_of("a"))) == 8
-    assert count(core, "kvfleet_quota_rejected_total") == 2
+    assert count(core, "kvstrata_quota_rejected_total") == 2
     assert await flood(core, "b", 8, 500) == 8, "others do not notice"
 
 
@@ -155,7 +155,7 @@ async def test_a_writer_gets_what_fits_and_is_refused_when_it_asks_for_the_rest(
     made, *_ = await core.writer.reserve(at("a"), b"", [digest(n) for n in range(8)])
 
     assert len(made) == 6
-    assert count(core, "kvfleet_quota_rejected_total") == 2
+    assert count(core, "kvstrata_quota_rejected_total") == 2
     with pytest.raises(QuotaExceededError):
         await core.writer.reserve(at("a"), digest(5), [digest(6)])
 

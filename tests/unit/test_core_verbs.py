@@ -19,17 +19,17 @@ from agent_doubles import (
 )
 from agent_engine import Engine, close, steps_until
 
-from kvfleet_agent.backends.base import Record, SlotRef
-from kvfleet_agent.place import Place
-from kvfleet_agent.reservations import RESERVATION_S
-from kvfleet_agent.serve.verbs import LEASE_S_MAX
-from kvfleet_agent.sweep import Sweeper
-from kvfleet_agent.turns import Priority
-from kvfleet_api import wire
-from kvfleet_api.checksum import checksum
-from kvfleet_api.errors import ApiServerAwayError, InvalidInputError, UnauthenticatedError
-from kvfleet_api.models.poolnode import TierProbe
-from kvfleet_api.tiers import Lookup
+from kvstrata_agent.backends.base import Record, SlotRef
+from kvstrata_agent.place import Place
+from kvstrata_agent.reservations import RESERVATION_S
+from kvstrata_agent.serve.verbs import LEASE_S_MAX
+from kvstrata_agent.sweep import Sweeper
+from kvstrata_agent.turns import Priority
+from kvstrata_api import wire
+from kvstrata_api.checksum import checksum
+from kvstrata_api.errors import ApiServerAwayError, InvalidInputError, UnauthenticatedError
+from kvstrata_api.models.poolnode import TierProbe
+from kvstrata_api.tiers import Lookup
 
 pytestmark = pytest.mark.unit
 
@@ -299,7 +299,7 @@ async def test_a_connection_that_ends_no_lease_gets_no_more_of_them(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise one client could fill the agent's memory with leases."""
-    monkeypatch.setattr("kvfleet_agent.serve.verbs.LEASES_MAX", 5)
+    monkeypatch.setattr("kvstrata_agent.serve.verbs.LEASES_MAX", 5)
     await engine.store(1, 2, 3)
 
     held = await engine.acquire(1, 2, 3)

@@ -12,8 +12,8 @@ from typing import Any, Final
 import pytest
 from bad_manifests import with_value
 
-from kvfleet_api.schema import object_schema
-from kvfleet_api.schema_kinds import BY_NAME
+from kvstrata_api.schema import object_schema
+from kvstrata_api.schema_kinds import BY_NAME
 
 pytestmark = pytest.mark.unit
 

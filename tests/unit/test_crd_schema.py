@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kvfleet_api import names, schema, schema_structural, validate_structure
-from kvfleet_api.schema_kinds import KINDS, Kind
+from kvstrata_api import names, schema, schema_structural, validate_structure
+from kvstrata_api.schema_kinds import KINDS, Kind
 
 pytestmark = pytest.mark.unit
 
@@ -39,10 +39,10 @@ def test_a_file_that_differs_is_missing_or_belongs_to_no_kind_is_named(tmp_path:
     schema.write(tmp_path)
     assert schema.stale(tmp_path) == []
 
-    (tmp_path / "kvfleet.io_kvpools.yaml").write_text("old")
-    (tmp_path / "kvfleet.io_kvtenants.yaml").unlink()
-    (tmp_path / "kvfleet.io_gone.yaml").write_text("")
-    assert schema.stale(tmp_path) == ["kvfleet.io_gone.yaml", "kvfleet.io_kvpools.yaml", "kvfleet.io_kvtenants.yaml"]
+    (tmp_path / "kvstrata.io_kvpools.yaml").write_text("old")
+    (tmp_path / "kvstrata.io_kvtenants.yaml").unlink()
+    (tmp_path / "kvstrata.io_gone.yaml").write_text("")
+    assert schema.stale(tmp_path) == ["kvstrata.io_gone.yaml", "kvstrata.io_kvpools.yaml", "kvstrata.io_kvtenants.yaml"]
 
 
 @every_kind

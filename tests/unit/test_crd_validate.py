@@ -10,10 +10,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfleet_api import names, validate
-from kvfleet_api.errors import InvalidInputError
-from kvfleet_api.rules.rule import AnyRule, Transition
-from kvfleet_api.schema_kinds import BY_NAME, KINDS
+from kvstrata_api import names, validate
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.rules.rule import AnyRule, Transition
+from kvstrata_api.schema_kinds import BY_NAME, KINDS
 
 pytestmark = pytest.mark.unit
 
@@ -170,7 +170,7 @@ def test_no_spec_whatsoever_makes_the_validation_itself_fail(spec: Any) -> None:
 
 def test_another_kind_or_version_is_refused() -> None:
     assert validate.validate({"kind": "KVThing"})[0].field == "kind"
-    assert validate.validate({"kind": "KVPool", "apiVersion": "kvfleet.io/v1"})[0].field == "apiVersion"
+    assert validate.validate({"kind": "KVPool", "apiVersion": "kvstrata.io/v1"})[0].field == "apiVersion"
     assert validate.validate({**POOL, "metadata": {}})[0].field == "metadata.name"
 
 

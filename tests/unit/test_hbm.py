@@ -12,19 +12,19 @@ from backend_contract import ANNA, BLOCK_BYTES, content, record
 from late_device import LateQueue
 from msgspec.structs import replace
 
-from kvfleet_agent.backends.base import Reading, Record, SlotRef, Sound, Writing
-from kvfleet_agent.backends.device_queue import HostQueue, open_queues
-from kvfleet_agent.backends.hbm import HbmTier
-from kvfleet_agent.backends.staging import PIECES
-from kvfleet_api.checksum import checksum
-from kvfleet_api.errors import (
+from kvstrata_agent.backends.base import Reading, Record, SlotRef, Sound, Writing
+from kvstrata_agent.backends.device_queue import HostQueue, open_queues
+from kvstrata_agent.backends.hbm import HbmTier
+from kvstrata_agent.backends.staging import PIECES
+from kvstrata_api.checksum import checksum
+from kvstrata_api.errors import (
     BackendFailedError,
     BlockCorruptError,
     InvalidInputError,
     TierFullError,
     UnsupportedError,
 )
-from kvfleet_api.units import MIB
+from kvstrata_api.units import MIB
 
 pytestmark = pytest.mark.unit
 

@@ -109,7 +109,7 @@ def test_what_was_made_before_stays_listed_while_its_archive_is_there(tmp_path: 
 def test_the_chart_is_told_of_every_image_by_digest() -> None:
     digest = "sha256:" + "1" * 64
     built = {
-        name: Built("r:1", "kvfleet/r", "1", digest, "a", 1, 1, 1, (), "b")
+        name: Built("r:1", "kvstrata/r", "1", digest, "a", 1, 1, 1, (), "b")
         for name in ("operator", "metadata", "agent-cpu", "redis")
     }
 

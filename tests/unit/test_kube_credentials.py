@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from kvfleet_api.errors import UnsupportedError
-from kvfleet_kube import credentials
-from kvfleet_kube.credentials import load_credentials
+from kvstrata_api.errors import UnsupportedError
+from kvstrata_kube import credentials
+from kvstrata_kube.credentials import load_credentials
 
 pytestmark = pytest.mark.unit
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvfleet_agent.backends.base import Record, SlotRef
-from kvfleet_agent.backends.columns import Columns
-from kvfleet_agent.backends.ledger import (
+from kvstrata_agent.backends.base import Record, SlotRef
+from kvstrata_agent.backends.columns import Columns
+from kvstrata_agent.backends.ledger import (
     HEADER_BYTES,
     RECORD,
     RECORD_BYTES,
@@ -20,8 +20,8 @@ from kvfleet_agent.backends.ledger import (
     pack_record,
     unpack_header,
 )
-from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId
-from kvfleet_api.errors import InvalidInputError
+from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
+from kvstrata_api.errors import InvalidInputError
 
 pytestmark = pytest.mark.unit
 

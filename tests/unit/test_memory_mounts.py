@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet_agent.backends.home import Home, find_home, remove_abandoned
-from kvfleet_agent.backends.mounts import Mount, huge_mount, is_memory, parse_mounts
-from kvfleet_api.units import GIB, KIB, MIB
+from kvstrata_agent.backends.home import Home, find_home, remove_abandoned
+from kvstrata_agent.backends.mounts import Mount, huge_mount, is_memory, parse_mounts
+from kvstrata_api.units import GIB, KIB, MIB
 
 pytestmark = pytest.mark.unit
 
@@ -23,9 +23,9 @@ FOUND = parse_mounts(MOUNTS)
 
 
 def test_the_deepest_mount_decides_and_the_last_one_on_a_path() -> None:
-    assert is_memory(Path("/dev/shm/kvfleet"), FOUND)
-    assert not is_memory(Path("/dev/shm/disk/kvfleet"), FOUND)
-    assert not is_memory(Path("/var/lib/kvfleet"), FOUND)
+    assert is_memory(Path("/dev/shm/kvstrata"), FOUND)
+    assert not is_memory(Path("/dev/shm/disk/kvstrata"), FOUND)
+    assert not is_memory(Path("/var/lib/kvstrata"), FOUND)
     assert is_memory(Path("/dev/hidden/x"), FOUND)
     assert not is_memory(Path("/anywhere"), [])
 
@@ -36,23 +36,23 @@ def test_huge_pages_are_found_by_their_size() -> None:
     assert huge_mount(16 * KIB, FOUND) is None
 
 
-HOME = Home(Path("/dev/shm/kvfleet"), "pool", "node", FOUND, "dram")
+HOME = Home(Path("/dev/shm/kvstrata"), "pool", "node", FOUND, "dram")
 
 
 def test_a_tier_has_its_own_directory_and_its_bytes_lie_where_its_pages_are() -> None:
     small, huge = find_home(HOME, "Auto", 4 * KIB), find_home(HOME, "Auto", 2 * MIB)
     emulated = find_home(HOME, "Auto", 4 * KIB, Path("/mnt/cxl"))
 
-    assert small.ledger_dir == small.memory_dir == Path("/dev/shm/kvfleet/pool/dram/node")
-    assert (huge.ledger_dir, huge.memory_dir) == (small.ledger_dir, Path("/mnt/huge pages/kvfleet/pool/dram/node"))
-    assert emulated.memory_dir == Path("/mnt/cxl/kvfleet/pool/dram/node")
+    assert small.ledger_dir == small.memory_dir == Path("/dev/shm/kvstrata/pool/dram/node")
+    assert (huge.ledger_dir, huge.memory_dir) == (small.ledger_dir, Path("/mnt/huge pages/kvstrata/pool/dram/node"))
+    assert emulated.memory_dir == Path("/mnt/cxl/kvstrata/pool/dram/node")
 
 
 @pytest.mark.parametrize(
     ("home", "page_bytes", "reason"),
     [
         (Home(None, "pool", "node", FOUND, "dram"), 4 * KIB, "--memory-dir"),
-        (Home(Path("/var/lib/kvfleet"), "pool", "node", FOUND, "dram"), 4 * KIB, "not on a tmpfs"),
+        (Home(Path("/var/lib/kvstrata"), "pool", "node", FOUND, "dram"), 4 * KIB, "not on a tmpfs"),
         (HOME, 64 * KIB, "no hugetlbfs with pages of 65536 B"),
     ],
 )

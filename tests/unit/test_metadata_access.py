@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_api.errors import InvalidInputError
-from kvfleet_metadata.access import RedisAccess, format_access, parse_access
-from kvfleet_metadata.acl import COMMANDS, Grant, Role, acl_file
-from kvfleet_metadata.app import EXTERNAL_VARIABLES, _parser, options_of
-from kvfleet_metadata.scripts import Script, sources
-from kvfleet_metadata.topology import Address
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_metadata.access import RedisAccess, format_access, parse_access
+from kvstrata_metadata.acl import COMMANDS, Grant, Role, acl_file
+from kvstrata_metadata.app import EXTERNAL_VARIABLES, _parser, options_of
+from kvstrata_metadata.scripts import Script, sources
+from kvstrata_metadata.topology import Address
 
 pytestmark = pytest.mark.unit
 

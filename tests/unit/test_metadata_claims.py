@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_metadata.claims import BELIEVED_WITHIN_S, Claim, Sentence, judge
-from kvfleet_metadata.declared import parse_capacity, parse_owner, parse_pool
-from kvfleet_metadata.nominator import GONE_GRACE_S, Departures, agent_facts
-from kvfleet_metadata.records import AgentRecord, Incarnation, Registration
-from kvfleet_metadata.registry import SILENCE_S, Fleet, Member
-from kvfleet_metadata.survey import Amount
+from kvstrata_metadata.claims import BELIEVED_WITHIN_S, Claim, Sentence, judge
+from kvstrata_metadata.declared import parse_capacity, parse_owner, parse_pool
+from kvstrata_metadata.nominator import GONE_GRACE_S, Departures, agent_facts
+from kvstrata_metadata.records import AgentRecord, Incarnation, Registration
+from kvstrata_metadata.registry import SILENCE_S, Fleet, Member
+from kvstrata_metadata.survey import Amount
 
 pytestmark = pytest.mark.unit
 

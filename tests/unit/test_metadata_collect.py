@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_kube.leases import Lease
-from kvfleet_metadata.collect import DEAD_AFTER_S, ORPHAN_AFTER_S, LeaseState, orphans, plan
-from kvfleet_metadata.lease_watch import LeaseWatch
-from kvfleet_metadata.records import AgentRecord, Incarnation, Registration
-from kvfleet_metadata.registry import SILENCE_S, Member
-from kvfleet_metadata.schema import Shard
-from kvfleet_metadata.shards import Stream
+from kvstrata_kube.leases import Lease
+from kvstrata_metadata.collect import DEAD_AFTER_S, ORPHAN_AFTER_S, LeaseState, orphans, plan
+from kvstrata_metadata.lease_watch import LeaseWatch
+from kvstrata_metadata.records import AgentRecord, Incarnation, Registration
+from kvstrata_metadata.registry import SILENCE_S, Member
+from kvstrata_metadata.schema import Shard
+from kvstrata_metadata.shards import Stream
 
 pytestmark = pytest.mark.unit
 
@@ -117,7 +117,7 @@ def test_only_long_silent_streams_of_strangers_are_orphans(
 
 
 def lease(renewed: str, holder: str = "n_1") -> dict[str, Lease]:
-    return {"p.n": Lease("kvfleet-agent.p.n", holder, renewed, 15.0)}
+    return {"p.n": Lease("kvstrata-agent.p.n", holder, renewed, 15.0)}
 
 
 def test_a_lease_expires_when_it_has_not_moved_for_its_duration_on_our_clock() -> None:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvfleet_metadata.hot_cache import HotCache
-from kvfleet_metadata.records import Copy, Incarnation
+from kvstrata_metadata.hot_cache import HotCache
+from kvstrata_metadata.records import Copy, Incarnation
 
 pytestmark = pytest.mark.unit
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_metadata.outbox import ERASED_MAX, ROUND_BATCHES_MAX, SEQUENCE_STRIDE, Outbox
-from kvfleet_metadata.records import Announcement, Incarnation
-from kvfleet_metadata.schema import Shard, shard_index
-from kvfleet_metadata.shards import CHUNK, Batch, Mode, Verdict
+from kvstrata_metadata.outbox import ERASED_MAX, ROUND_BATCHES_MAX, SEQUENCE_STRIDE, Outbox
+from kvstrata_metadata.records import Announcement, Incarnation
+from kvstrata_metadata.schema import Shard, shard_index
+from kvstrata_metadata.shards import CHUNK, Batch, Mode, Verdict
 
 pytestmark = pytest.mark.unit
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvfleet_api.blocks import ScopeId, ScopeSecret
-from kvfleet_api.tiers import TierType
-from kvfleet_metadata.records import (
+from kvstrata_api.blocks import ScopeId, ScopeSecret
+from kvstrata_api.tiers import TierType
+from kvstrata_metadata.records import (
     CHANGE_BYTES,
     INCARNATION_BYTES,
     LOCATION_BYTES,
@@ -25,7 +25,7 @@ from kvfleet_metadata.records import (
     unpack_registration,
     unpack_session,
 )
-from kvfleet_metadata.schema import SHARDS, Shard, by_shard, parse_shard, session_digest, shard_index
+from kvstrata_metadata.schema import SHARDS, Shard, by_shard, parse_shard, session_digest, shard_index
 
 pytestmark = pytest.mark.unit
 

@@ -8,16 +8,16 @@ import pytest
 from agent_engine import steps_until
 from prometheus_client import CollectorRegistry
 
-from kvfleet_api.errors import DirectoryAwayError
-from kvfleet_metadata.authority import Alone
-from kvfleet_metadata.eraser import Eraser
-from kvfleet_metadata.nominator import Nominator
-from kvfleet_metadata.records import Incarnation
-from kvfleet_metadata.registry import Fleet, Mandate, Member
-from kvfleet_metadata.rounds import Rounds
-from kvfleet_metadata.schema import SHARDS, Shard, mailbox_key
-from kvfleet_metadata.scripts import Script
-from kvfleet_metadata.store import Call, Store
+from kvstrata_api.errors import DirectoryAwayError
+from kvstrata_metadata.authority import Alone
+from kvstrata_metadata.eraser import Eraser
+from kvstrata_metadata.nominator import Nominator
+from kvstrata_metadata.records import Incarnation
+from kvstrata_metadata.registry import Fleet, Mandate, Member
+from kvstrata_metadata.rounds import Rounds
+from kvstrata_metadata.schema import SHARDS, Shard, mailbox_key
+from kvstrata_metadata.scripts import Script
+from kvstrata_metadata.store import Call, Store
 
 pytestmark = pytest.mark.unit
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from native_levels import LEVELS, kernels_of
 
-from kvfleet_native.choice import PYTHON, choose, compiled
+from kvstrata_native.choice import PYTHON, choose, compiled
 
 pytestmark = pytest.mark.unit
 
@@ -61,8 +61,8 @@ def test_a_copy_from_memory_that_is_cut_short_meanwhile_ends_with_zeros(level: s
     story = textwrap.dedent("""
         import os, sys, threading
         from native_levels import kernels_of
-        from kvfleet_agent.backends import torn
-        from kvfleet_agent.backends.memory import MappedExtent
+        from kvstrata_agent.backends import torn
+        from kvstrata_agent.backends.memory import MappedExtent
 
         SIZE = 8 << 20
         into = bytearray(SIZE)
@@ -104,8 +104,8 @@ def test_a_level_that_cannot_be_had_is_told_and_replaced() -> None:
 
 
 def test_a_build_without_kernels_runs_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvfleet_native._kernels", None)
-    monkeypatch.delattr("kvfleet_native._kernels", raising=False)
+    monkeypatch.setitem(sys.modules, "kvstrata_native._kernels", None)
+    monkeypatch.delattr("kvstrata_native._kernels", raising=False)
 
     assert compiled() is None
     assert choose("")[0] == PYTHON

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from native_levels import LEVELS, kernels_of
 
-from kvfleet_native import python
-from kvfleet_native.choice import Kernels
-from kvfleet_native.mixing import HEAD_BYTES, LADDER, ROTATED, Mixing, Rung
+from kvstrata_native import python
+from kvstrata_native.choice import Kernels
+from kvstrata_native.mixing import HEAD_BYTES, LADDER, ROTATED, Mixing, Rung
 
 pytestmark = pytest.mark.unit
 

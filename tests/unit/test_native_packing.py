@@ -10,9 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from native_levels import LEVELS, kernels_of
 
-from kvfleet_native import python
-from kvfleet_native.choice import Kernels
-from kvfleet_native.packing import Kind, Packing
+from kvstrata_native import python
+from kvstrata_native.choice import Kernels
+from kvstrata_native.packing import Kind, Packing
 
 pytestmark = pytest.mark.unit
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from native_levels import LEVELS, kernels_of
 
-from kvfleet_native import python
-from kvfleet_native.choice import Kernels
-from kvfleet_native.tops import STRIP, UNCODED, WIDER, WIDTH_LEAST, WIDTH_MOST, narrowed_bytes_max
+from kvstrata_native import python
+from kvstrata_native.choice import Kernels
+from kvstrata_native.tops import STRIP, UNCODED, WIDER, WIDTH_LEAST, WIDTH_MOST, narrowed_bytes_max
 
 pytestmark = pytest.mark.unit
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_folder_is_no_package() -> None:
-    assert (ROOT / "operator" / "kvfleet_operator" / "__init__.py").exists()
+    assert (ROOT / "operator" / "kvstrata_operator" / "__init__.py").exists()
     assert not (ROOT / "operator" / "__init__.py").exists()
 
 

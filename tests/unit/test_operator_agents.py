@@ -10,10 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from operator_fleet import GIB, condition, pool_node, pool_spec, tier
 from operator_pods import NAMESPACE, Cluster, running, template
 
-from kvfleet_api import names
-from kvfleet_operator import kinds
-from kvfleet_operator.actions import Delete, Merge
-from kvfleet_operator.kinds import Ref
+from kvstrata_api import names
+from kvstrata_operator import kinds
+from kvstrata_operator.actions import Delete, Merge
+from kvstrata_operator.kinds import Ref
 
 pytestmark = pytest.mark.unit
 
@@ -25,7 +25,7 @@ def rolling(**strategy: Any) -> Any:
 
 
 def made(cluster: Cluster) -> Any:
-    return cluster.fleet.of(kinds.DAEMON_SET)["kvfleet-agent-p"]
+    return cluster.fleet.of(kinds.DAEMON_SET)["kvstrata-agent-p"]
 
 
 def pod_of(cluster: Cluster) -> Any:
@@ -52,7 +52,7 @@ def test_a_pool_alone_gets_agents_a_budget_and_becomes_ready() -> None:
     assert made(cluster)["spec"]["updateStrategy"] == {"type": "OnDelete"}
     assert made(cluster)["metadata"]["ownerReferences"][0]["uid"] == cluster.fleet.objects[POOL]["metadata"]["uid"]
     assert pod_of(cluster)["containers"][0]["args"] == ["--pool=p"]
-    budget = cluster.fleet.of(kinds.BUDGET)["kvfleet-agent-p"]["spec"]
+    budget = cluster.fleet.of(kinds.BUDGET)["kvstrata-agent-p"]["spec"]
     assert (budget["minAvailable"], budget["selector"]) == (1, made(cluster)["spec"]["selector"])
     assert cluster.fleet.orders() == ()
 
@@ -64,7 +64,7 @@ def test_a_pod_gets_what_its_tiers_take() -> None:
         tier("plain", size="1Gi", hostDRAM={"pageSize": "4Ki"}),
         tier("cxl", "CXL", "8Gi"),
         tier("nvme", "NVMe", nvme={"paths": ["/mnt/a/x", "/mnt/b"]}),
-        tier("own", "NVMe", nvme={"path": "/var/lib/kvfleet/p/nvme"}),
+        tier("own", "NVMe", nvme={"path": "/var/lib/kvstrata/p/nvme"}),
     ]
     tolerations = [{"key": "gpu", "operator": "Exists"}]
     timeout = {"drain": {"timeoutSeconds": 900}}
@@ -80,7 +80,7 @@ def test_a_pod_gets_what_its_tiers_take() -> None:
         "hugepages-1Gi": "2Gi",
     }
     mounts = {m["mountPath"]: m["name"] for m in agent["volumeMounts"]}
-    assert mounts == {"/var/lib/kvfleet/p": "storage", "/mnt/a/x": "tier-0", "/mnt/b": "tier-1"}
+    assert mounts == {"/var/lib/kvstrata/p": "storage", "/mnt/a/x": "tier-0", "/mnt/b": "tier-1"}
     assert {v["hostPath"]["path"] for v in spec["volumes"]} == mounts.keys()
     assert spec["tolerations"] == tolerations
     assert spec["terminationGracePeriodSeconds"] == 930
@@ -93,7 +93,7 @@ def test_nodes_left_out_get_no_pod_and_their_coming_and_going_replaces_none() ->
     cluster.fleet.pass_time(10)
     cluster.fleet.pool("q", pool_spec([tier("nvme", "NVMe")]))
     cluster.turn(3)
-    other = cluster.fleet.of(kinds.DAEMON_SET)["kvfleet-agent-q"]["spec"]["template"]["spec"]["affinity"]
+    other = cluster.fleet.of(kinds.DAEMON_SET)["kvstrata-agent-q"]["spec"]["template"]["spec"]["affinity"]
 
     (term,) = other["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert [e["values"] for e in term["matchFields"]] == [["n0"], ["n1"]]
@@ -304,7 +304,7 @@ def test_a_pool_that_goes_takes_its_agents_along_after_they_drained() -> None:
 
 def test_without_a_template_by_name_others_run_agents() -> None:
     cluster = Cluster()
-    cluster.fleet.setting = type(cluster.fleet.setting)("kvfleet-system", "/x/{pool}")
+    cluster.fleet.setting = type(cluster.fleet.setting)("kvstrata-system", "/x/{pool}")
     cluster.install(template())
     cluster.fleet.pool()
     cluster.fleet.node("n0")

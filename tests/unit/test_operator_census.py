@@ -10,14 +10,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from operator_fleet import SETTING, Fleet, pool_node, pool_spec, tier
 from operator_kept import KeptFleet
 
-from kvfleet_api import names
-from kvfleet_operator import census, kinds, pool_facts
-from kvfleet_operator.kinds import Ref
-from kvfleet_operator.parse import parse_pool_node
-from kvfleet_operator.planner import plan_orders
-from kvfleet_operator.status_planner import plan_statuses
-from kvfleet_operator.sums import FleetSums
-from kvfleet_operator.world import View, census_of
+from kvstrata_api import names
+from kvstrata_operator import census, kinds, pool_facts
+from kvstrata_operator.kinds import Ref
+from kvstrata_operator.parse import parse_pool_node
+from kvstrata_operator.planner import plan_orders
+from kvstrata_operator.status_planner import plan_statuses
+from kvstrata_operator.sums import FleetSums
+from kvstrata_operator.world import View, census_of
 
 pytestmark = pytest.mark.unit
 
@@ -175,7 +175,7 @@ def test_one_node_costs_the_same_in_a_fleet_of_any_size(size: int, monkeypatch: 
         judged.append(f"{placement.pool}.{node}")
         return pool_facts.judge(placement, node, *args, **more)
 
-    monkeypatch.setattr("kvfleet_operator.census.judge", counted)
+    monkeypatch.setattr("kvstrata_operator.census.judge", counted)
     fleet.node("new")
     fleet.view()
     assert sorted(judged) == ["a.new", "b.new"]
@@ -198,7 +198,7 @@ def test_a_status_of_a_pool_has_nobody_looked_at_again(monkeypatch: pytest.Monke
     fleet.node("n0")
     fleet.settle()
     fleet.view()
-    monkeypatch.setattr("kvfleet_operator.census.judge", None)
+    monkeypatch.setattr("kvstrata_operator.census.judge", None)
     body = fleet.objects[Ref(kinds.POOL, "a")]
     body["status"]["nodesReady"] = "0/9"
     body["metadata"]["resourceVersion"] = str(int(body["metadata"]["resourceVersion"]) + 1000)

@@ -12,17 +12,17 @@ from operator_fleet import SETTING
 from prometheus_client import CollectorRegistry
 from virtual_loop import run_virtually
 
-from kvfleet_api.errors import RetryableError
-from kvfleet_operator import controller, kinds
-from kvfleet_operator.actions import Action, Create, Merge, SetFinalizers
-from kvfleet_operator.apply import Outcome
-from kvfleet_operator.controller import DEBOUNCE_S, STANDBY_S, Controller
-from kvfleet_operator.gauges import Gauges
-from kvfleet_operator.kinds import Ref
-from kvfleet_operator.planner import Plan
-from kvfleet_operator.retries import PAUSE_S_MAX
-from kvfleet_operator.status_planner import StatusWrite
-from kvfleet_operator.world import View
+from kvstrata_api.errors import RetryableError
+from kvstrata_operator import controller, kinds
+from kvstrata_operator.actions import Action, Create, Merge, SetFinalizers
+from kvstrata_operator.apply import Outcome
+from kvstrata_operator.controller import DEBOUNCE_S, STANDBY_S, Controller
+from kvstrata_operator.gauges import Gauges
+from kvstrata_operator.kinds import Ref
+from kvstrata_operator.planner import Plan
+from kvstrata_operator.retries import PAUSE_S_MAX
+from kvstrata_operator.status_planner import StatusWrite
+from kvstrata_operator.world import View
 
 pytestmark = pytest.mark.unit
 

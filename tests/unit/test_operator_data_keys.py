@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operator_fleet import SETTING, Fleet
 
-from kvfleet_api import names
-from kvfleet_operator import kinds
-from kvfleet_operator.actions import Delete, MintKek, MintKey, Rewrap
-from kvfleet_operator.kinds import Ref
-from kvfleet_operator.records import KeksSeen
+from kvstrata_api import names
+from kvstrata_operator import kinds
+from kvstrata_operator.actions import Delete, MintKek, MintKey, Rewrap
+from kvstrata_operator.kinds import Ref
+from kvstrata_operator.records import KeksSeen
 
 pytestmark = pytest.mark.unit
 

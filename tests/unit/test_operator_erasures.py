@@ -9,8 +9,8 @@ from operations_fleet import (
 )
 from operator_fleet import Fleet, condition
 
-from kvfleet_operator import kinds
-from kvfleet_operator.kinds import Ref
+from kvstrata_operator import kinds
+from kvstrata_operator.kinds import Ref
 
 pytestmark = pytest.mark.unit
 

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from kvfleet_operator import kinds
-from kvfleet_operator.actions import Action, Create, Delete, SetFinalizers
-from kvfleet_operator.apply import Outcome
-from kvfleet_operator.flights import FEW, Flights
-from kvfleet_operator.kinds import Ref
+from kvstrata_operator import kinds
+from kvstrata_operator.actions import Action, Create, Delete, SetFinalizers
+from kvstrata_operator.apply import Outcome
+from kvstrata_operator.flights import FEW, Flights
+from kvstrata_operator.kinds import Ref
 
 pytestmark = pytest.mark.unit
 

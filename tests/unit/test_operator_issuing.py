@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_api import names
-from kvfleet_api.errors import InvalidInputError
-from kvfleet_operator import certificates, issuing
-from kvfleet_operator.certificates import Authority, Certificate, Request
-from kvfleet_operator.issuing import USAGES, Answer, Denial, Issuance, RequestSeen, judge, plan_trust, signer
+from kvstrata_api import names
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_operator import certificates, issuing
+from kvstrata_operator.certificates import Authority, Certificate, Request
+from kvstrata_operator.issuing import USAGES, Answer, Denial, Issuance, RequestSeen, judge, plan_trust, signer
 
 pytestmark = pytest.mark.unit
 
@@ -57,7 +57,7 @@ def test_nobody_is_signed_for_the_name_of_another(username: str, node: str) -> N
         names.agent_uri("team", "p.a"),
         names.service_uri(SYSTEM, "metadata"),
         names.service_uri(SYSTEM, "redis"),
-        "spiffe://kvfleet/x",
+        "spiffe://kvstrata/x",
         "",
     ):
         verdict = judge(seen(username, node=node), asked(uri), RULES, AGENTS)
@@ -73,8 +73,8 @@ def test_nobody_is_signed_for_the_name_of_another(username: str, node: str) -> N
         (seen(usages=frozenset({"cert sign"})), agent("p.a"), "UsageForbidden"),
         (seen(), asked(), "IdentityMissing"),
         (seen(), asked(names.agent_uri(SYSTEM, "p.a"), names.agent_uri(SYSTEM, "p.b")), "IdentityMissing"),
-        (seen(), asked(names.agent_uri(SYSTEM, "p.a"), hosts=("kvfleet-redis",)), "IdentityForbidden"),
-        (seen("system:serviceaccount:team:kvfleet-agent"), agent("p.a"), "CallerUnknown"),
+        (seen(), asked(names.agent_uri(SYSTEM, "p.a"), hosts=("kvstrata-redis",)), "IdentityForbidden"),
+        (seen("system:serviceaccount:team:kvstrata-agent"), agent("p.a"), "CallerUnknown"),
     ],
 )
 def test_a_denial_says_why(request_: RequestSeen, wanted: Request, reason: str) -> None:
@@ -157,7 +157,7 @@ def test_an_authority_outlives_what_it_signs_by_far() -> None:
 def test_only_an_authority_that_signs_itself_is_read() -> None:
     made = certificates.make_authority(NOW, timedelta(days=1))
     other = certificates.make_authority(NOW, timedelta(days=1))
-    leaf, key = certificates.issue_pair(made, "spiffe://kvfleet/x", (), NOW, timedelta(hours=1))
+    leaf, key = certificates.issue_pair(made, "spiffe://kvstrata/x", (), NOW, timedelta(hours=1))
 
     assert certificates.read_authority(made.certificate.pem, made.key_pem) == made
     for certificate, private in (

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from operations_fleet import answer, operate, running, state
 from operator_fleet import Fleet, condition, pool_node, pool_spec
 
-from kvfleet_api.models.poolnode import MIGRATE_TARGETS_MAX
-from kvfleet_operator import kinds
-from kvfleet_operator.kinds import Ref
-from kvfleet_operator.migration import targets
+from kvstrata_api.models.poolnode import MIGRATE_TARGETS_MAX
+from kvstrata_operator import kinds
+from kvstrata_operator.kinds import Ref
+from kvstrata_operator.migration import targets
 
 pytestmark = pytest.mark.unit
 

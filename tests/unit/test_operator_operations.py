@@ -23,13 +23,13 @@ from operations_fleet import (
 )
 from operator_fleet import Fleet, Json, condition, pool_node, pool_spec
 
-from kvfleet_operator import kinds
-from kvfleet_operator.actions import Merge
-from kvfleet_operator.kinds import Ref
-from kvfleet_operator.operation_status import operation_notes
-from kvfleet_operator.operations import course, in_order
-from kvfleet_operator.planner import operations_around
-from kvfleet_operator.world import census_of
+from kvstrata_operator import kinds
+from kvstrata_operator.actions import Merge
+from kvstrata_operator.kinds import Ref
+from kvstrata_operator.operation_status import operation_notes
+from kvstrata_operator.operations import course, in_order
+from kvstrata_operator.planner import operations_around
+from kvstrata_operator.world import census_of
 
 pytestmark = pytest.mark.unit
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operator_fleet import pool_spec, tier
 
-from kvfleet_api import names
-from kvfleet_api.models.pool import KVPoolSpec
-from kvfleet_operator import kinds, placement
-from kvfleet_operator.parse import parse_declared
-from kvfleet_operator.records import Declared, NodeSeen
+from kvstrata_api import names
+from kvstrata_api.models.pool import KVPoolSpec
+from kvstrata_operator import kinds, placement
+from kvstrata_operator.parse import parse_declared
+from kvstrata_operator.records import Declared, NodeSeen
 
 pytestmark = pytest.mark.unit
 

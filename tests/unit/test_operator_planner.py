@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from operator_fleet import SETTING, Fleet, condition, merge_patch, pool_node, pool_spec, tier
 
-from kvfleet_api import names
-from kvfleet_operator import kinds
-from kvfleet_operator.actions import Create, Delete, Merge, SetFinalizers
-from kvfleet_operator.kinds import Ref
-from kvfleet_operator.reconcile import RELEASE_S
+from kvstrata_api import names
+from kvstrata_operator import kinds
+from kvstrata_operator.actions import Create, Delete, Merge, SetFinalizers
+from kvstrata_operator.kinds import Ref
+from kvstrata_operator.reconcile import RELEASE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +71,7 @@ def test_engine_pods_are_told_how_to_attach() -> None:
     fleet = running()
     told = fleet.of(kinds.CONFIG_MAP)["p-connection"]["data"]
 
-    assert (told["socket"], told["audience"]) == ("/run/kvfleet/p/agent.sock", names.AUDIENCE)
+    assert (told["socket"], told["audience"]) == ("/run/kvstrata/p/agent.sock", names.AUDIENCE)
     ref = fleet.of(kinds.POOL)["p"]["status"]["connection"]["configMapRef"]
     assert ref == {"namespace": SETTING.namespace, "name": "p-connection"}
 

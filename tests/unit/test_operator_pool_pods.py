@@ -14,16 +14,16 @@ from operator_fleet import Fleet, pool_spec, tier
 from operator_kept import KeptFleet
 from operator_pods import SETTING, Cluster, template
 
-from kvfleet_api import names
-from kvfleet_api.models.pool import UpdateStrategy
-from kvfleet_operator import kinds, rollout
-from kvfleet_operator.kinds import Ref
-from kvfleet_operator.parse import parse_pool_node
-from kvfleet_operator.planner import plan_orders
-from kvfleet_operator.pool_pods import PoolPods
-from kvfleet_operator.records import AgentPodSeen, PoolNodeSeen, Room
-from kvfleet_operator.rollout import Standing, Wish, roll
-from kvfleet_operator.status_planner import plan_statuses
+from kvstrata_api import names
+from kvstrata_api.models.pool import UpdateStrategy
+from kvstrata_operator import kinds, rollout
+from kvstrata_operator.kinds import Ref
+from kvstrata_operator.parse import parse_pool_node
+from kvstrata_operator.planner import plan_orders
+from kvstrata_operator.pool_pods import PoolPods
+from kvstrata_operator.records import AgentPodSeen, PoolNodeSeen, Room
+from kvstrata_operator.rollout import Standing, Wish, roll
+from kvstrata_operator.status_planner import plan_statuses
 
 pytestmark = pytest.mark.unit
 
@@ -200,7 +200,7 @@ def test_one_pod_costs_the_same_in_a_pool_of_any_size(size: int, monkeypatch: py
         looked_at.append(set(standings))
         return roll(wish, standings, now)
 
-    monkeypatch.setattr("kvfleet_operator.agents.rollout.roll", counted)
+    monkeypatch.setattr("kvstrata_operator.agents.rollout.roll", counted)
 
     def nodes_of_a_round() -> set[str]:
         looked_at.clear()

@@ -8,20 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operator_fleet import Fleet, condition, pool_spec, tier
 
-from kvfleet_api import names
-from kvfleet_api.errors import InvalidInputError
-from kvfleet_api.units import GIB, MIB
-from kvfleet_operator import kinds, objects, redis_size, redis_workload
-from kvfleet_operator.actions import Apply, Delete
-from kvfleet_operator.drift import holds
-from kvfleet_operator.kinds import Ref
-from kvfleet_operator.redis_size import Bounds, Need, PoolLoad
-from kvfleet_operator.setting import Setting
+from kvstrata_api import names
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.units import GIB, MIB
+from kvstrata_operator import kinds, objects, redis_size, redis_workload
+from kvstrata_operator.actions import Apply, Delete
+from kvstrata_operator.drift import holds
+from kvstrata_operator.kinds import Ref
+from kvstrata_operator.redis_size import Bounds, Need, PoolLoad
+from kvstrata_operator.setting import Setting
 
 pytestmark = pytest.mark.unit
 
-NAMESPACE = "kvfleet-system"
-SETTING = Setting(NAMESPACE, "/run/kvfleet/{pool}/agent.sock", "", names.REDIS_TEMPLATE, "Embedded")
+NAMESPACE = "kvstrata-system"
+SETTING = Setting(NAMESPACE, "/run/kvstrata/{pool}/agent.sock", "", names.REDIS_TEMPLATE, "Embedded")
 REDIS = Ref(kinds.STATEFUL_SET, names.REDIS, NAMESPACE)
 BOUNDS = Bounds(256 * MIB, 64 * GIB, 1 * MIB)
 EVERY_POOL = Ref(kinds.POOL, "p")
@@ -31,7 +31,7 @@ counts = st.integers(0, 1 << 34)
 def template(image: str = "redis@sha256:1", **memory: str) -> Any:
     container = {"name": "redis", "image": image, "resources": {"requests": {"cpu": "250m"}}}
     pod = {"metadata": {"labels": {"app": "redis"}}, "spec": {"containers": [container]}}
-    spec = {"replicas": 1, "serviceName": "kvfleet-redis", "selector": {"matchLabels": {"app": "redis"}}}
+    spec = {"replicas": 1, "serviceName": "kvstrata-redis", "selector": {"matchLabels": {"app": "redis"}}}
     return {"memory": {"min": "256Mi", "max": "64Gi", "block": "1Mi"} | memory, "spec": {**spec, "template": pod}}
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from operator_fleet import pool_spec
 
-from kvfleet_kube.store import Store
-from kvfleet_operator import kinds, resync
-from kvfleet_operator.kinds import Kind
-from kvfleet_operator.parse import parse_declared
-from kvfleet_operator.records import Declared
+from kvstrata_kube.store import Store
+from kvstrata_operator import kinds, resync
+from kvstrata_operator.kinds import Kind
+from kvstrata_operator.parse import parse_declared
+from kvstrata_operator.records import Declared
 
 pytestmark = pytest.mark.unit
 

@@ -7,15 +7,15 @@ import pytest
 from kube_doubles import ScriptedApi, ok
 from operator_fleet import SETTING, ConflictError, Fleet, Json, pool_spec
 
-from kvfleet_api import names
-from kvfleet_api.errors import RetryableError
-from kvfleet_kube.api import Call
-from kvfleet_operator import kinds
-from kvfleet_operator.actions import Shred
-from kvfleet_operator.apply import Executor, Outcome
-from kvfleet_operator.kinds import Ref
-from kvfleet_operator.planner import plan_orders
-from kvfleet_operator.world import View
+from kvstrata_api import names
+from kvstrata_api.errors import RetryableError
+from kvstrata_kube.api import Call
+from kvstrata_operator import kinds
+from kvstrata_operator.actions import Shred
+from kvstrata_operator.apply import Executor, Outcome
+from kvstrata_operator.kinds import Ref
+from kvstrata_operator.planner import plan_orders
+from kvstrata_operator.world import View
 
 pytestmark = pytest.mark.unit
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operator_fleet import Fleet, condition
 
-from kvfleet_api import names
-from kvfleet_operator import kinds
-from kvfleet_operator.kinds import Ref
+from kvstrata_api import names
+from kvstrata_operator import kinds
+from kvstrata_operator.kinds import Ref
 
 pytestmark = pytest.mark.unit
 

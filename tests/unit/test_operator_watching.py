@@ -13,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operator_fleet import Fleet
 
-from kvfleet_api.errors import ForbiddenError, RetryableError
-from kvfleet_kube.credentials import Credentials
-from kvfleet_kube.election import Verdict, judge, leads_until_s, next_term, pause_s
-from kvfleet_kube.leases import Lease
-from kvfleet_kube.sightings import Sighting, sight
-from kvfleet_kube.store import Store
-from kvfleet_operator import kinds, parse
-from kvfleet_operator.handlers import events, feed, lean_kopf
-from kvfleet_operator.liveness import ABSENT_S, call_roll, observe
-from kvfleet_operator.records import PoolNodeSeen
-from kvfleet_operator.retries import PAUSE_S_MAX, Retries
+from kvstrata_api.errors import ForbiddenError, RetryableError
+from kvstrata_kube.credentials import Credentials
+from kvstrata_kube.election import Verdict, judge, leads_until_s, next_term, pause_s
+from kvstrata_kube.leases import Lease
+from kvstrata_kube.sightings import Sighting, sight
+from kvstrata_kube.store import Store
+from kvstrata_operator import kinds, parse
+from kvstrata_operator.handlers import events, feed, lean_kopf
+from kvstrata_operator.liveness import ABSENT_S, call_roll, observe
+from kvstrata_operator.records import PoolNodeSeen
+from kvstrata_operator.retries import PAUSE_S_MAX, Retries
 
 pytestmark = pytest.mark.unit
 
@@ -155,7 +155,7 @@ def silent_after(beats: list[tuple[float, str]], duration_s: float) -> tuple[lis
     book: dict[str, Sighting] = {}
     said = []
     for now_s, renewed in beats:
-        leases = [Lease("kvfleet-agent.p.n", "p.n", renewed, duration_s)] if renewed else []
+        leases = [Lease("kvstrata-agent.p.n", "p.n", renewed, duration_s)] if renewed else []
         book = observe(book, leases, [node], now_s)
         roll = call_roll(book, [node], now_s)
         said.append("silent" if roll.silent else "alive" if roll.alive else "unknown")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.policy.migrating import first_missing, leaves, may_leave
+from kvstrata_agent.policy.migrating import first_missing, leaves, may_leave
 
 pytestmark = pytest.mark.unit
 

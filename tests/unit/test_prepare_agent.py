@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 from huge_pages import tier
 
-from kvfleet_agent.ports import DirectoryState
-from kvfleet_agent.report import Observed, TierObserved, build_status
-from kvfleet_api.conditions import find
-from kvfleet_api.models.base import ObjectMeta
-from kvfleet_api.models.inventory import NodeCxl, NodeHugePages, NodeReport
-from kvfleet_api.models.poolnode import KVPoolNode, KVPoolNodeSpec, NodeTier
-from kvfleet_operator.parse import parse_pool_node
+from kvstrata_agent.ports import DirectoryState
+from kvstrata_agent.report import Observed, TierObserved, build_status
+from kvstrata_api.conditions import find
+from kvstrata_api.models.base import ObjectMeta
+from kvstrata_api.models.inventory import NodeCxl, NodeHugePages, NodeReport
+from kvstrata_api.models.poolnode import KVPoolNode, KVPoolNodeSpec, NodeTier
+from kvstrata_operator.parse import parse_pool_node
 
 pytestmark = pytest.mark.unit
 

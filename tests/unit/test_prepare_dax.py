@@ -10,7 +10,7 @@ from huge_pages import BOOT, put
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.prepare.dax import (
+from kvstrata_agent.prepare.dax import (
     DEVDAX,
     KMEM,
     NO_DRIVER,
@@ -25,12 +25,12 @@ from kvfleet_agent.prepare.dax import (
     plan,
     wanted,
 )
-from kvfleet_agent.prepare.dax_book import read_dax_book
-from kvfleet_agent.prepare.dax_keeper import AGAIN_S, DaxKeeper
-from kvfleet_agent.prepare.dax_machine import DaxMachine
-from kvfleet_agent.prepare.dax_verdict import Reason
-from kvfleet_api.models.poolnode import NodeTier
-from kvfleet_api.tiers import CxlMode
+from kvstrata_agent.prepare.dax_book import read_dax_book
+from kvstrata_agent.prepare.dax_keeper import AGAIN_S, DaxKeeper
+from kvstrata_agent.prepare.dax_machine import DaxMachine
+from kvstrata_agent.prepare.dax_verdict import Reason
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.tiers import CxlMode
 
 pytestmark = pytest.mark.unit
 

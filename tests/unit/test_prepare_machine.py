@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from huge_pages import BOOT, PAGE, make_machine, pages_at, pages_file
 
-from kvfleet_agent.discovery import PciGpu, read_pci_gpus
-from kvfleet_agent.prepare.book import Book, open_book
-from kvfleet_agent.prepare.machine import Machine
-from kvfleet_agent.prepare.pages import Place, SetPages
+from kvstrata_agent.discovery import PciGpu, read_pci_gpus
+from kvstrata_agent.prepare.book import Book, open_book
+from kvstrata_agent.prepare.machine import Machine
+from kvstrata_agent.prepare.pages import Place, SetPages
 
 pytestmark = pytest.mark.unit
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet_api.models.poolnode import KVPoolNodeStatus
+from kvstrata_api.models.poolnode import KVPoolNodeStatus
 
 pytestmark = pytest.mark.unit
 
-TEMPLATE = Path(__file__).resolve().parents[2] / "charts/kvfleet/templates/admission-objects.yaml"
+TEMPLATE = Path(__file__).resolve().parents[2] / "charts/kvstrata/templates/admission-objects.yaml"
 
 
 def test_every_field_of_the_status_that_is_an_agents_is_compared() -> None:

@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 from huge_pages import GIB, PAGE, Kernel, tier
 
-from kvfleet_agent.discovery import HugePages, PciGpu
-from kvfleet_agent.prepare import declared, writes
-from kvfleet_agent.prepare.declared import Asked
-from kvfleet_agent.prepare.inventory import Looked, report
-from kvfleet_agent.prepare.pages import Place, Wish, wanted
-from kvfleet_agent.prepare.verdict import Reason, of_size, of_tiers
-from kvfleet_agent.prepare.writes import Urgency
-from kvfleet_api.conditions import Condition, Status
-from kvfleet_api.models.inventory import NodeCxl, NodeReport
-from kvfleet_api.models.poolnode import NodeTier
-from kvfleet_api.units import PAGE_BYTES
+from kvstrata_agent.discovery import HugePages, PciGpu
+from kvstrata_agent.prepare import declared, writes
+from kvstrata_agent.prepare.declared import Asked
+from kvstrata_agent.prepare.inventory import Looked, report
+from kvstrata_agent.prepare.pages import Place, Wish, wanted
+from kvstrata_agent.prepare.verdict import Reason, of_size, of_tiers
+from kvstrata_agent.prepare.writes import Urgency
+from kvstrata_api.conditions import Condition, Status
+from kvstrata_api.models.inventory import NodeCxl, NodeReport
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.units import PAGE_BYTES
 
 pytestmark = pytest.mark.unit
 

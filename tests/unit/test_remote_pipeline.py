@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.remote.nixl import Landed
-from kvfleet_agent.remote.pipeline import LANES, MOVING, Pipeline, Steps
-from kvfleet_api.errors import BackendFailedError
+from kvstrata_agent.remote.nixl import Landed
+from kvstrata_agent.remote.pipeline import LANES, MOVING, Pipeline, Steps
+from kvstrata_api.errors import BackendFailedError
 
 pytestmark = pytest.mark.unit
 

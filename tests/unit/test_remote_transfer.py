@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from kvfleet_agent.ports import Wanted
-from kvfleet_agent.remote import transfer, wire
-from kvfleet_agent.remote.nixl import Landed, NixlReader, Read
-from kvfleet_agent.remote.pipeline import LANES
-from kvfleet_agent.remote.transfer import Leased, Result, Transfers, Transport
-from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId
-from kvfleet_api.units import KIB
-from kvfleet_metadata.records import Location
+from kvstrata_agent.ports import Wanted
+from kvstrata_agent.remote import transfer, wire
+from kvstrata_agent.remote.nixl import Landed, NixlReader, Read
+from kvstrata_agent.remote.pipeline import LANES
+from kvstrata_agent.remote.transfer import Leased, Result, Transfers, Transport
+from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
+from kvstrata_api.units import KIB
+from kvstrata_metadata.records import Location
 
 if TYPE_CHECKING:
-    from kvfleet_agent.remote.link import Link
+    from kvstrata_agent.remote.link import Link
 
 pytestmark = pytest.mark.unit
 

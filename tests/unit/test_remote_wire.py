@@ -5,8 +5,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvfleet_agent.remote import wire
-from kvfleet_api.errors import InvalidInputError
+from kvstrata_agent.remote import wire
+from kvstrata_api.errors import InvalidInputError
 
 pytestmark = pytest.mark.unit
 

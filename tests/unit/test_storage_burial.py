@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from sim.volume import MemoryVolume
 from virtual_loop import run_virtually
 
-from kvfleet_agent.backends.base import SlotRef
-from kvfleet_agent.backends.burial import HOLD_S, due
-from kvfleet_agent.backends.nvme import RecordStore, open_store
-from kvfleet_agent.backends.slots import Extent
-from kvfleet_api.blocks import ScopeId
+from kvstrata_agent.backends.base import SlotRef
+from kvstrata_agent.backends.burial import HOLD_S, due
+from kvstrata_agent.backends.nvme import RecordStore, open_store
+from kvstrata_agent.backends.slots import Extent
+from kvstrata_api.blocks import ScopeId
 
 pytestmark = pytest.mark.unit
 

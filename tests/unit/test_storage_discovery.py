@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.backends.host_dram import placement_of
-from kvfleet_agent.backends.memory import Placement
-from kvfleet_agent.backends.pages import choose_pages, free_pages
-from kvfleet_agent.discovery import DaxDevice, HugePages, NvmeDevice, discover, parse_cpulist, parse_meminfo
+from kvstrata_agent.backends.host_dram import placement_of
+from kvstrata_agent.backends.memory import Placement
+from kvstrata_agent.backends.pages import choose_pages, free_pages
+from kvstrata_agent.discovery import DaxDevice, HugePages, NvmeDevice, discover, parse_cpulist, parse_meminfo
 
 pytestmark = pytest.mark.unit
 

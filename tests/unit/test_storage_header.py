@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from store_volumes import claimed
 
-from kvfleet_agent.backends.base import Record, SlotRef
-from kvfleet_agent.backends.claim import FORMAT, SEALED_FORMAT, STORE_FILE, Claim, start_run
-from kvfleet_agent.backends.header import HEADER_BYTES, pack_header, unpack_header
-from kvfleet_agent.backends.io_choice import open_volume
-from kvfleet_agent.backends.segment_name import SegmentName, parse_name
-from kvfleet_api.blocks import BlockKey, LayoutId, ScopeId
-from kvfleet_api.errors import InvalidInputError
+from kvstrata_agent.backends.base import Record, SlotRef
+from kvstrata_agent.backends.claim import FORMAT, SEALED_FORMAT, STORE_FILE, Claim, start_run
+from kvstrata_agent.backends.header import HEADER_BYTES, pack_header, unpack_header
+from kvstrata_agent.backends.io_choice import open_volume
+from kvstrata_agent.backends.segment_name import SegmentName, parse_name
+from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
+from kvstrata_api.errors import InvalidInputError
 
 pytestmark = pytest.mark.unit
 
@@ -187,7 +187,7 @@ async def test_a_path_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 async def test_the_marker_is_plain_json(tmp_path: Path) -> None:
     await _claim_once(tmp_path, "pool-a", "node-1")
 
-    assert json.loads((tmp_path / "kvfleet-pool.json").read_text()) == {"format": 1, "pool": "pool-a"}
+    assert json.loads((tmp_path / "kvstrata-pool.json").read_text()) == {"format": 1, "pool": "pool-a"}
 
 
 async def test_a_store_of_format_1_is_taken_over(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from sim.volume import MemoryVolume
 from virtual_loop import run_virtually
 
-from kvfleet_agent.backends.base import Record, SlotRef
-from kvfleet_agent.backends.index_file import INDEX_FILE
-from kvfleet_agent.backends.index_format import (
+from kvstrata_agent.backends.base import Record, SlotRef
+from kvstrata_agent.backends.index_file import INDEX_FILE
+from kvstrata_agent.backends.index_format import (
     KINDS_MAX,
     Body,
     Kinds,
@@ -27,11 +27,11 @@ from kvfleet_agent.backends.index_format import (
     unpack_entries,
     unpack_map,
 )
-from kvfleet_agent.backends.nvme import RecordStore, open_store
-from kvfleet_agent.backends.segment_name import SegmentName
-from kvfleet_agent.backends.slot_notes import SlotNotes, Traits
-from kvfleet_api.blocks import BlockKey, LayoutId
-from kvfleet_api.errors import TierFullError
+from kvstrata_agent.backends.nvme import RecordStore, open_store
+from kvstrata_agent.backends.segment_name import SegmentName
+from kvstrata_agent.backends.slot_notes import SlotNotes, Traits
+from kvstrata_api.blocks import BlockKey, LayoutId
+from kvstrata_api.errors import TierFullError
 
 pytestmark = pytest.mark.unit
 

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvfleet_agent.backends.base import Record
-from kvfleet_agent.backends.columns import columns_of
-from kvfleet_agent.backends.index_format import ENTRY_BYTES, KINDS_MAX, Kinds, Listed, unpack_entries
-from kvfleet_agent.backends.segment_name import SegmentName
-from kvfleet_agent.backends.slot_notes import NOTE_BYTES, TRAITS_MAX, SlotNotes, Traits
-from kvfleet_api.blocks import BlockKey, LayoutId
+from kvstrata_agent.backends.base import Record
+from kvstrata_agent.backends.columns import columns_of
+from kvstrata_agent.backends.index_format import ENTRY_BYTES, KINDS_MAX, Kinds, Listed, unpack_entries
+from kvstrata_agent.backends.segment_name import SegmentName
+from kvstrata_agent.backends.slot_notes import NOTE_BYTES, TRAITS_MAX, SlotNotes, Traits
+from kvstrata_api.blocks import BlockKey, LayoutId
 
 pytestmark = pytest.mark.unit
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.backends.numa import available_bytes, check_room, nodes_of, parse_available, parse_watermarks
-from kvfleet_api.errors import TierFullError
+from kvstrata_agent.backends.numa import available_bytes, check_room, nodes_of, parse_available, parse_watermarks
+from kvstrata_api.errors import TierFullError
 
 pytestmark = pytest.mark.unit
 

@@ -6,10 +6,10 @@ import pytest
 from backend_contract import ANNA, BLOCK_BYTES, put
 from scope_keys_double import KeyRing
 
-from kvfleet_agent.backends.registry import Place, make_backend
-from kvfleet_agent.discovery import discover
-from kvfleet_api.errors import InvalidInputError, UnsupportedError
-from kvfleet_api.models.poolnode import NodeTier
+from kvstrata_agent.backends.registry import Place, make_backend
+from kvstrata_agent.discovery import discover
+from kvstrata_api.errors import InvalidInputError, UnsupportedError
+from kvstrata_api.models.poolnode import NodeTier
 
 pytestmark = pytest.mark.unit
 
@@ -22,7 +22,7 @@ def sealed(**settings: object) -> NodeTier:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"type": "NVMe", "nvme": {"path": "/nowhere/kvfleet"}}, {"type": "Object", "object": {"url": "file:///nowhere"}}],
+    [{"type": "NVMe", "nvme": {"path": "/nowhere/kvstrata"}}, {"type": "Object", "object": {"url": "file:///nowhere"}}],
 )
 async def test_a_tier_that_was_declared_encrypted_never_stores_in_the_clear(settings: dict[str, object]) -> None:
     with pytest.raises(UnsupportedError, match=r"tier cold: encryption AESGCM: this process has no data keys"):

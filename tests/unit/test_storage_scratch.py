@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet_agent.backends.scratch import HUGE_BYTES, scratch
-from kvfleet_api.units import KIB
+from kvstrata_agent.backends.scratch import HUGE_BYTES, scratch
+from kvstrata_api.units import KIB
 
 pytestmark = pytest.mark.unit
 

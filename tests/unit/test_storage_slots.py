@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.backends.base import SlotRef
-from kvfleet_agent.backends.shelves import Shelves
-from kvfleet_agent.backends.slots import NOBODY, SlotTable, stride_of, target_extent_bytes
-from kvfleet_api.blocks import ScopeId
-from kvfleet_api.errors import TierFullError
+from kvstrata_agent.backends.base import SlotRef
+from kvstrata_agent.backends.shelves import Shelves
+from kvstrata_agent.backends.slots import NOBODY, SlotTable, stride_of, target_extent_bytes
+from kvstrata_api.blocks import ScopeId
+from kvstrata_api.errors import TierFullError
 
 pytestmark = pytest.mark.unit
 

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.backends import disk_room
-from kvfleet_agent.backends.disk_room import Room
-from kvfleet_agent.backends.remote_flash import check_directories
-from kvfleet_agent.backends.striping import PAUSE_S, PAUSE_S_MAX, READ_FAILURES_MAX, Health, Load, divide, order
-from kvfleet_api.errors import InvalidInputError
+from kvstrata_agent.backends import disk_room
+from kvstrata_agent.backends.disk_room import Room
+from kvstrata_agent.backends.remote_flash import check_directories
+from kvstrata_agent.backends.striping import PAUSE_S, PAUSE_S_MAX, READ_FAILURES_MAX, Health, Load, divide, order
+from kvstrata_api.errors import InvalidInputError
 
 pytestmark = pytest.mark.unit
 

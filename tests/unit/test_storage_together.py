@@ -9,9 +9,9 @@ from backend_contract import ANNA, BLOCK_BYTES, BOB, CAPACITY_BYTES, content, pu
 from sim.volume import MemoryVolume
 from virtual_loop import run_virtually
 
-from kvfleet_agent.backends.base import Reading, Writing
-from kvfleet_agent.backends.nvme import RecordStore, open_store
-from kvfleet_agent.backends.waiting import together
+from kvstrata_agent.backends.base import Reading, Writing
+from kvstrata_agent.backends.nvme import RecordStore, open_store
+from kvstrata_agent.backends.waiting import together
 
 pytestmark = pytest.mark.unit
 

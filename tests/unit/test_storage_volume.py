@@ -13,14 +13,14 @@ from backend_contract import ANNA, BLOCK_BYTES, CAPACITY_BYTES, content, fill, g
 from sim.volume import MemoryVolume
 from virtual_loop import run_virtually
 
-from kvfleet_agent.backends.buffers import is_direct
-from kvfleet_agent.backends.claim import replace
-from kvfleet_agent.backends.io_choice import open_volume
-from kvfleet_agent.backends.nixl_io import NixlFile
-from kvfleet_agent.backends.nvme import open_store
-from kvfleet_agent.backends.posix_io import PosixVolume
-from kvfleet_agent.backends.volume import DIRECT_BYTES
-from kvfleet_api.errors import BackendFailedError, BlockCorruptError
+from kvstrata_agent.backends.buffers import is_direct
+from kvstrata_agent.backends.claim import replace
+from kvstrata_agent.backends.io_choice import open_volume
+from kvstrata_agent.backends.nixl_io import NixlFile
+from kvstrata_agent.backends.nvme import open_store
+from kvstrata_agent.backends.posix_io import PosixVolume
+from kvstrata_agent.backends.volume import DIRECT_BYTES
+from kvstrata_api.errors import BackendFailedError, BlockCorruptError
 
 pytestmark = pytest.mark.unit
 

@@ -8,16 +8,16 @@ from backend_contract import ANNA, BOB, CAPACITY_BYTES, content, fill, get, put
 from scope_keys_double import KeyRing
 from sim.volume import MemoryVolume
 
-from kvfleet_agent.backends.base import KeyAwayError, Record, SealingBackend, SlotRef
-from kvfleet_agent.backends.index_file import INDEX_FILE
-from kvfleet_agent.backends.nvme import open_store
-from kvfleet_agent.backends.object import open_object_tier
-from kvfleet_agent.backends.objects import ObjectClient
-from kvfleet_agent.latecomers import Latecomers
-from kvfleet_agent.scope_memory import LOST_AFTER_S
-from kvfleet_agent.tiers import Tier
-from kvfleet_api.errors import BlockCorruptError
-from kvfleet_api.models.poolnode import NodeTier
+from kvstrata_agent.backends.base import KeyAwayError, Record, SealingBackend, SlotRef
+from kvstrata_agent.backends.index_file import INDEX_FILE
+from kvstrata_agent.backends.nvme import open_store
+from kvstrata_agent.backends.object import open_object_tier
+from kvstrata_agent.backends.objects import ObjectClient
+from kvstrata_agent.latecomers import Latecomers
+from kvstrata_agent.scope_memory import LOST_AFTER_S
+from kvstrata_agent.tiers import Tier
+from kvstrata_api.errors import BlockCorruptError
+from kvstrata_api.models.poolnode import NodeTier
 
 pytestmark = pytest.mark.unit
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet_agent.backends.claim import POOL_FILE
-from kvfleet_agent.backends.wiping import wipe_directory
-from kvfleet_api.errors import BackendFailedError
+from kvstrata_agent.backends.claim import POOL_FILE
+from kvstrata_agent.backends.wiping import wipe_directory
+from kvstrata_api.errors import BackendFailedError
 
 pytestmark = pytest.mark.unit
 
@@ -17,7 +17,7 @@ def store(root: Path, pool: str, *nodes: str) -> None:
     (root / POOL_FILE).write_text(json.dumps({"format": 1, "pool": pool}))
     for node in nodes:
         (root / node).mkdir()
-        for name in ("kvfleet-store.json", "index", "1-2-3.seg"):
+        for name in ("kvstrata-store.json", "index", "1-2-3.seg"):
             (root / node / name).write_bytes(b"bytes")
 
 

@@ -8,13 +8,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dashboard_queries import filled, first_rows, legend_of, metrics_of, panel_queries, variable_queries
-from kvfleet_telemetry import dashboard, generated
-from kvfleet_telemetry.catalog import Kind, Metric, index
-from kvfleet_telemetry.catalog_all import BY_NAME, BY_PROCESS
-from kvfleet_telemetry.metrics import Instruments
-from kvfleet_telemetry.panel_types import Panel, Query
-from kvfleet_telemetry.panels import ROWS
-from kvfleet_telemetry.spans import SPANS
+from kvstrata_telemetry import dashboard, generated
+from kvstrata_telemetry.catalog import Kind, Metric, index
+from kvstrata_telemetry.catalog_all import BY_NAME, BY_PROCESS
+from kvstrata_telemetry.metrics import Instruments
+from kvstrata_telemetry.panel_types import Panel, Query
+from kvstrata_telemetry.panels import ROWS
+from kvstrata_telemetry.spans import SPANS
 
 pytestmark = pytest.mark.unit
 
@@ -28,7 +28,7 @@ metrics = pytest.mark.parametrize("metric", BY_NAME.values(), ids=list(BY_NAME))
 
 @metrics
 def test_a_metric_is_named_after_base_unit_and_kind(metric: Metric) -> None:
-    assert re.fullmatch(r"kvfleet_[a-z0-9]+(_[a-z0-9]+)*", metric.name)
+    assert re.fullmatch(r"kvstrata_[a-z0-9]+(_[a-z0-9]+)*", metric.name)
     assert (metric.kind is Kind.COUNTER) == metric.name.endswith("_total")
     assert not re.search(r"_(ms|millis|kb|mb|gb|percent|count|sum|bucket)(_total)?$", metric.name)
     if metric.kind is Kind.HISTOGRAM:
@@ -49,9 +49,9 @@ def test_only_histograms_have_buckets_and_theirs_rise(metric: Metric) -> None:
 
 
 def test_a_name_may_not_be_written_twice() -> None:
-    twice = Metric("kvfleet_x", Kind.GAUGE, "X.")
+    twice = Metric("kvstrata_x", Kind.GAUGE, "X.")
 
-    with pytest.raises(AssertionError, match="kvfleet_x is written twice"):
+    with pytest.raises(AssertionError, match="kvstrata_x is written twice"):
         index([twice, twice])
 
 
@@ -72,7 +72,7 @@ def test_span_names_are_unique_and_ours() -> None:
     names = [span.name for span in SPANS]
 
     assert len(names) == len(set(names))
-    assert all(name.startswith("kvfleet.") for name in names)
+    assert all(name.startswith("kvstrata.") for name in names)
 
 
 def by_labels(expr: str) -> set[str]:
@@ -137,7 +137,7 @@ def test_the_dashboard_in_the_tree_is_the_one_that_is_built() -> None:
 def test_the_json_has_what_grafana_needs() -> None:
     made = json.loads(dashboard.text())
 
-    assert (made["schemaVersion"], made["uid"]) == (41, "kvfleet-overview")
+    assert (made["schemaVersion"], made["uid"]) == (41, "kvstrata-overview")
     assert list(variable_queries(made)) == ["pool", "node", "tier", "tenant"]
     ids = [panel["id"] for panel in made["panels"]]
     assert len(ids) == len(set(ids))

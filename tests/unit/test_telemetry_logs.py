@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_telemetry import logs
+from kvstrata_telemetry import logs
 
 pytestmark = pytest.mark.unit
 
@@ -27,7 +27,7 @@ def _own_root_logger() -> Iterator[None]:
 def logged(level: str = "INFO") -> tuple[logging.Logger, io.StringIO]:
     stream = io.StringIO()
     logs.configure(level, "agent", stream)
-    return logging.getLogger("kvfleet.test"), stream
+    return logging.getLogger("kvstrata.test"), stream
 
 
 def lines(stream: io.StringIO) -> list[dict[str, object]]:
@@ -45,7 +45,7 @@ def test_a_record_is_one_line_with_time_level_component_event_and_extras() -> No
         "level": "info",
         "component": "agent",
         "event": "listening",
-        "logger": "kvfleet.test",
+        "logger": "kvstrata.test",
         "what": "metrics",
         "address": "127.0.0.1:1234",
     }

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfleet_telemetry import ready
+from kvstrata_telemetry import ready
 
 pytestmark = pytest.mark.unit
 

@@ -11,9 +11,9 @@ import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvfleet_telemetry import tracing
-from kvfleet_telemetry.logs import JsonFormatter
-from kvfleet_telemetry.spans import SPANS
+from kvstrata_telemetry import tracing
+from kvstrata_telemetry.logs import JsonFormatter
+from kvstrata_telemetry.spans import SPANS
 
 pytestmark = pytest.mark.unit
 
@@ -32,7 +32,7 @@ def exporter() -> Iterator[InMemorySpanExporter]:
 def test_tracing_is_off_until_an_endpoint_is_given() -> None:
     tracing.configure("agent")
 
-    with tracing.span("kvfleet.lookup", session_id="s") as active:
+    with tracing.span("kvstrata.lookup", session_id="s") as active:
         active.set(hit_blocks=3)
 
     assert tracing.traceparent() == ""
@@ -40,15 +40,15 @@ def test_tracing_is_off_until_an_endpoint_is_given() -> None:
 
 
 def test_a_span_that_is_off_makes_no_object() -> None:
-    assert tracing.span("kvfleet.lookup", session_id="a") is tracing.span("kvfleet.move", tier="dram")
+    assert tracing.span("kvstrata.lookup", session_id="a") is tracing.span("kvstrata.move", tier="dram")
 
 
 def test_attributes_are_ours_but_session_and_model_have_shared_names(exporter: InMemorySpanExporter) -> None:
-    with tracing.span("kvfleet.lookup", session_id="s1", model="llama", requested_blocks=9) as active:
+    with tracing.span("kvstrata.lookup", session_id="s1", model="llama", requested_blocks=9) as active:
         active.set(hit_blocks=7)
 
     (span,) = exporter.get_finished_spans()
-    assert span.name == "kvfleet.lookup"
+    assert span.name == "kvstrata.lookup"
     assert dict(span.attributes or {}) == {
         "session.id": "s1",
         "gen_ai.request.model": "llama",
@@ -58,7 +58,7 @@ def test_attributes_are_ours_but_session_and_model_have_shared_names(exporter: I
 
 
 def test_a_span_inside_another_is_its_child(exporter: InMemorySpanExporter) -> None:
-    with tracing.span("kvfleet.acquire"), tracing.span("kvfleet.move"):
+    with tracing.span("kvstrata.acquire"), tracing.span("kvstrata.move"):
         pass
 
     move, acquire = exporter.get_finished_spans()
@@ -67,9 +67,9 @@ def test_a_span_inside_another_is_its_child(exporter: InMemorySpanExporter) -> N
 
 
 def test_a_parent_in_another_process_continues_its_trace(exporter: InMemorySpanExporter) -> None:
-    with tracing.span("kvfleet.acquire"):
+    with tracing.span("kvstrata.acquire"):
         header = tracing.traceparent()
-    with tracing.span("kvfleet.fetch", parent=header):
+    with tracing.span("kvstrata.fetch", parent=header):
         pass
 
     acquire, fetch = exporter.get_finished_spans()
@@ -77,14 +77,14 @@ def test_a_parent_in_another_process_continues_its_trace(exporter: InMemorySpanE
 
 
 def test_a_malformed_parent_starts_a_new_trace(exporter: InMemorySpanExporter) -> None:
-    with tracing.span("kvfleet.fetch", parent="00-not-a-trace"):
+    with tracing.span("kvstrata.fetch", parent="00-not-a-trace"):
         pass
 
     assert exporter.get_finished_spans()[0].parent is None
 
 
 def test_an_error_is_recorded_and_goes_on(exporter: InMemorySpanExporter) -> None:
-    with pytest.raises(OSError, match="gone"), tracing.span("kvfleet.move"):
+    with pytest.raises(OSError, match="gone"), tracing.span("kvstrata.move"):
         raise OSError("gone")
 
     assert exporter.get_finished_spans()[0].status.description == "OSError: gone"
@@ -94,11 +94,11 @@ def test_log_lines_inside_a_span_name_it(exporter: InMemorySpanExporter) -> None
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter("agent"))
-    log = logging.getLogger("kvfleet.test")
+    log = logging.getLogger("kvstrata.test")
     log.setLevel("INFO")
     log.addHandler(handler)
 
-    with tracing.span("kvfleet.move"):
+    with tracing.span("kvstrata.move"):
         log.info("moving")
     log.removeHandler(handler)
 

@@ -9,12 +9,12 @@ from agent_engine import Engine, close, steps_until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfleet_agent.backends.base import Record, SlotRef
-from kvfleet_agent.gate import BYTES_AT_ONCE, Gate
-from kvfleet_agent.paths import HALF_LIFE_S, Paths, Speed
-from kvfleet_agent.traffic import PIECE_BYTES_MAX
-from kvfleet_agent.turns import Priority, TrafficClass, Turn
-from kvfleet_api.errors import InvalidInputError, RetryableError
+from kvstrata_agent.backends.base import Record, SlotRef
+from kvstrata_agent.gate import BYTES_AT_ONCE, Gate
+from kvstrata_agent.paths import HALF_LIFE_S, Paths, Speed
+from kvstrata_agent.traffic import PIECE_BYTES_MAX
+from kvstrata_agent.turns import Priority, TrafficClass, Turn
+from kvstrata_api.errors import InvalidInputError, RetryableError
 
 pytestmark = pytest.mark.unit
 
@@ -345,7 +345,7 @@ async def test_weights_of_a_model_and_loads_of_blocks_share_the_path_that_both_n
 
     w = b"weights"
     assert moves.order == [digest(1), w, digest(2), digest(3), w, digest(4), digest(5), w, w]
-    moved = engine.core.node.counters._instruments.counter("kvfleet_moved_bytes_total", **WEIGHTS_PATH)
+    moved = engine.core.node.counters._instruments.counter("kvstrata_moved_bytes_total", **WEIGHTS_PATH)
     assert moved._value.get() == 4 * BLOCK_BYTES
     await close(engine)
 

@@ -3,10 +3,10 @@
 import pytest
 from recorded import Record
 
-from kvfleet_agent.backends.devdax import open_devdax
-from kvfleet_agent.discovery import discover
-from kvfleet_api.errors import UnsupportedError
-from kvfleet_api.units import MIB
+from kvstrata_agent.backends.devdax import open_devdax
+from kvstrata_agent.discovery import discover
+from kvstrata_api.errors import UnsupportedError
+from kvstrata_api.units import MIB
 
 
 def test_memory_that_firmware_describes_is_a_node_without_processors(record_property: Record) -> None:

@@ -9,11 +9,11 @@ import regions
 from backend_contract import CAPACITY_BYTES, BackendContract, content, put
 from recorded import Record
 
-from kvfleet_agent.backends.base import TierBackend
-from kvfleet_agent.backends.devdax import DRIVER, open_devdax
-from kvfleet_agent.discovery import DaxDevice, discover
-from kvfleet_api.errors import InvalidInputError, UnsupportedError
-from kvfleet_api.units import MIB
+from kvstrata_agent.backends.base import TierBackend
+from kvstrata_agent.backends.devdax import DRIVER, open_devdax
+from kvstrata_agent.discovery import DaxDevice, discover
+from kvstrata_api.errors import InvalidInputError, UnsupportedError
+from kvstrata_api.units import MIB
 
 DEVICE = "dax0.0"
 

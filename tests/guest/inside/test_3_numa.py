@@ -10,12 +10,12 @@ from backend_contract import CAPACITY_BYTES, content, get, put
 from mappable_contract import MappableContract
 from recorded import Record
 
-from kvfleet_agent.backends.base import TierBackend
-from kvfleet_agent.backends.cxl import open_cxl
-from kvfleet_agent.discovery import NumaNode, discover
-from kvfleet_api.models.pool import CxlTier
-from kvfleet_api.tiers import CxlMode
-from kvfleet_api.units import MIB
+from kvstrata_agent.backends.base import TierBackend
+from kvstrata_agent.backends.cxl import open_cxl
+from kvstrata_agent.discovery import NumaNode, discover
+from kvstrata_api.models.pool import CxlTier
+from kvstrata_api.tiers import CxlMode
+from kvstrata_api.units import MIB
 
 NUMA = CxlTier(mode=CxlMode.NUMA_NODE)
 

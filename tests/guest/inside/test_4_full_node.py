@@ -5,13 +5,13 @@ import pytest
 from backend_contract import ANNA, put_until_refused
 from recorded import Record
 
-from kvfleet_agent.backends.cxl import open_cxl
-from kvfleet_agent.backends.host_dram import make_bound
-from kvfleet_agent.backends.memory import Placement
-from kvfleet_agent.discovery import discover
-from kvfleet_api.errors import TierFullError
-from kvfleet_api.models.pool import CxlTier
-from kvfleet_api.units import MIB
+from kvstrata_agent.backends.cxl import open_cxl
+from kvstrata_agent.backends.host_dram import make_bound
+from kvstrata_agent.backends.memory import Placement
+from kvstrata_agent.discovery import discover
+from kvstrata_api.errors import TierFullError
+from kvstrata_api.models.pool import CxlTier
+from kvstrata_api.units import MIB
 
 
 async def test_a_node_that_others_filled_is_a_full_tier_and_no_death(

@@ -7,11 +7,11 @@ import regions
 from backend_contract import CAPACITY_BYTES, content, get, put
 from recorded import Record
 
-from kvfleet_agent.backends.devdax import DRIVER, open_devdax
-from kvfleet_agent.discovery import DaxDevice, discover
-from kvfleet_api.units import MIB
+from kvstrata_agent.backends.devdax import DRIVER, open_devdax
+from kvstrata_agent.discovery import DaxDevice, discover
+from kvstrata_api.units import MIB
 
-MARK = b"kvfleet: these bytes were flushed to the device\n"
+MARK = b"kvstrata: these bytes were flushed to the device\n"
 
 
 def mappable() -> list[DaxDevice]:

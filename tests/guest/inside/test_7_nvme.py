@@ -10,20 +10,20 @@ import regions
 from backend_contract import CAPACITY_BYTES, PersistentContract, content, get, put
 from recorded import Record
 
-from kvfleet_agent.backends.base import TierBackend
-from kvfleet_agent.backends.header import HEADER_BYTES
-from kvfleet_agent.backends.nvme import RecordStore
-from kvfleet_agent.backends.remote_flash import open_nvme
-from kvfleet_agent.backends.segment_name import parse_name
-from kvfleet_agent.discovery import discover
-from kvfleet_api.errors import BackendFailedError, KvFleetError
-from kvfleet_api.models.pool import NvmeTier
+from kvstrata_agent.backends.base import TierBackend
+from kvstrata_agent.backends.header import HEADER_BYTES
+from kvstrata_agent.backends.nvme import RecordStore
+from kvstrata_agent.backends.remote_flash import open_nvme
+from kvstrata_agent.backends.segment_name import parse_name
+from kvstrata_agent.discovery import discover
+from kvstrata_api.errors import BackendFailedError, KvStrataError
+from kvstrata_api.models.pool import NvmeTier
 
 
 def mounted(number: int) -> Path:
     """The file system of the device with a serial; nvmeN are numbered as they are found."""
     serials = {c.name: regions.read(c / "serial") for c in Path("/sys/class/nvme").iterdir()}
-    name = next(name for name, serial in serials.items() if serial == f"KVFLEET{number}")
+    name = next(name for name, serial in serials.items() if serial == f"KVSTRATA{number}")
     at = Path("/mnt") / name
     if not at.is_mount():
         at.mkdir(exist_ok=True)
@@ -95,7 +95,7 @@ async def test_a_device_that_is_pulled_out_gives_failures_and_no_wrong_bytes(rec
             await get(store, *one)
         errors.add(str(failed.value))
     record_property("read_errors", sorted(errors))
-    with pytest.raises(KvFleetError) as refused:
+    with pytest.raises(KvStrataError) as refused:
         await put(store, 99)
     record_property("write_error", str(refused.value))
     assert store.last_error

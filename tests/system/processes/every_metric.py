@@ -13,11 +13,11 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from kvfleet_telemetry import ready
-from kvfleet_telemetry.catalog import Kind, Metric
-from kvfleet_telemetry.catalog_all import BY_NAME
-from kvfleet_telemetry.http import serve
-from kvfleet_telemetry.metrics import Instruments
+from kvstrata_telemetry import ready
+from kvstrata_telemetry.catalog import Kind, Metric
+from kvstrata_telemetry.catalog_all import BY_NAME
+from kvstrata_telemetry.http import serve
+from kvstrata_telemetry.metrics import Instruments
 
 VALUES = {
     "pool": ["llama"],

@@ -1,4 +1,4 @@
-module kvfleet.dev/hack/controlplane/coredns
+module kvstrata.dev/hack/controlplane/coredns
 
 go 1.24.0
 

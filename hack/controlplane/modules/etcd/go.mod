@@ -1,4 +1,4 @@
-module kvfleet.dev/hack/controlplane/etcd
+module kvstrata.dev/hack/controlplane/etcd
 
 go 1.24.0
 

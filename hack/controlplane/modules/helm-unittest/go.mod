@@ -1,4 +1,4 @@
-module kvfleet.dev/hack/controlplane/helm-unittest
+module kvstrata.dev/hack/controlplane/helm-unittest
 
 go 1.26.0
 

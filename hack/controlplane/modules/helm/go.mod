@@ -1,4 +1,4 @@
-module kvfleet.dev/hack/controlplane/helm
+module kvstrata.dev/hack/controlplane/helm
 
 go 1.26.0
 

@@ -1,4 +1,4 @@
-module kvfleet.dev/hack/controlplane/kube-proxy
+module kvstrata.dev/hack/controlplane/kube-proxy
 
 go 1.24.0
 

@@ -1,4 +1,4 @@
-module kvfleet.dev/hack/controlplane/kubernetes
+module kvstrata.dev/hack/controlplane/kubernetes
 
 go 1.24.0
 

@@ -1,4 +1,4 @@
-module kvfleet.dev/hack/controlplane/kwok
+module kvstrata.dev/hack/controlplane/kwok
 
 go 1.24.0
 

@@ -1,4 +1,4 @@
-module kvfleet.dev/hack/controlplane/versitygw
+module kvstrata.dev/hack/controlplane/versitygw
 
 go 1.25.0
 

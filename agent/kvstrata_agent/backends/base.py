@@ -1,0 +1,333 @@
+"""The contract of all tier backends: values and protocols. Pure."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, runtime_checkable
+
+import msgspec
+
+from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
+from kvstrata_api.checksum import Use, checksum
+from kvstrata_api.errors import BackendFailedError, KvStrataError
+
+PROBE_SCOPE: Final = ScopeId("probe/start-up/0/v0")
+"""Scope of the start-up probe's blocks. Belongs to no tenant: no grant names it, so no engine can ask for them."""
+
+
+class BlamelessError(BackendFailedError):
+    """A transfer failed and its medium is fine: nothing is to be held against it."""
+
+
+class MemoryAwayError(BlamelessError):
+    """The caller's memory was taken away under a transfer, as a client can do to memory that it was given."""
+
+
+class KeyAwayError(BlamelessError):
+    """A scope's data key is not there now: its blocks can be neither written nor read, and are not lost by that."""
+
+
+class SlotRef(msgspec.Struct, frozen=True, gc=False):
+    """Place for one block in one tier. `stamp` moves on with every use of the slot.
+
+    A struct, like all values that each block has: made in 0.1 us, and nothing that the collector has to look at.
+    """
+
+    extent: int
+    offset: int
+    size_bytes: int
+    """Bytes that the slot takes from the tier's capacity."""
+    stamp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a medium can do; constant over the life of a backend."""
+
+    medium: str
+    """What really holds the bytes: memfd-2Mi, file-uring, file-posix, emulated-cxl, torch-cuda, s3 ..."""
+    is_memory: bool
+    survives_restart: bool
+    """The bytes survive a restart of the machine."""
+    is_emulated: bool
+    alignment_bytes: int
+    """Sizes given to `reserve` are rounded up to this."""
+    fallback: str = ""
+    """Why the medium is not the one asked for, and what to do; empty when it is."""
+    outlives_agent: bool = False
+    """The bytes of a memory tier survive the agent's process, though not the machine (`LastingBackend`)."""
+    is_encrypted: bool = False
+    """Every byte of a block lies on the medium under the data key of its scope, and nowhere in the clear."""
+    is_archive: bool = False
+    """The way there is slow and what lies there is seldom read: codecs may take their time to save room."""
+
+
+class Record(msgspec.Struct, frozen=True, gc=False):
+    """What is known about the stored bytes of one block; persistent tiers keep it beside them."""
+
+    key: BlockKey
+    parent: bytes
+    """Digest of the block before this one in its chain; empty at the root."""
+    layout_id: LayoutId
+    codec: str
+    raw_bytes: int
+    stored_bytes: int
+    checksum: bytes
+    """XXH3-128 of the stored bytes, bound to key, epoch and stamp (`kvstrata_api.checksum`)."""
+    epoch: int
+    """Epoch of the agent that wrote it; with the slot's stamp the fencing token."""
+
+
+def matches(stored: memoryview, record: Record, stamp: int) -> bool:
+    """Whether these are the bytes that were written under the record's key, epoch and stamp."""
+    return checksum(stored, record.key.digest, record.epoch, stamp) == record.checksum
+
+
+class TierBackend(Protocol):
+    """Bytes of whole blocks on one medium of one node.
+
+    `reserve` and `drop` are bookkeeping and do not wait for the medium. Every coroutine may be cancelled: a
+    cancelled `write` leaves no readable block and the caller drops the slot.
+    """
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """State what the medium can do."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that may be reserved in all."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes reserved now, rounding included."""
+
+    @property
+    def last_error(self) -> str:
+        """The last failure of the medium, for the tier's status; empty when there was none."""
+
+    def reserve(self, scope: ScopeId, size_bytes: int) -> SlotRef:
+        """Take a slot for a block of `scope`; no two scopes share an extent at a time.
+
+        Raises `TierFullError` with need and room; nothing was changed then.
+        """
+
+    async def write(self, slot: SlotRef, record: Record, stored: memoryview) -> None:
+        """Store `record.stored_bytes` bytes in the slot. On return they survive what the medium promises.
+
+        Raises `BackendFailedError` on an I/O error; the slot holds nothing readable then. `BlamelessError` says that
+        the medium is fine: one which encrypts has no key for this scope, or `stored` was taken away.
+        """
+
+    async def read(self, slot: SlotRef, record: Record, into: memoryview) -> None:
+        """Fill the first `record.stored_bytes` of `into` and verify the checksum.
+
+        Raises `BlockCorruptError` when the bytes are not the ones written under this key, epoch and stamp, and
+        `BackendFailedError` on an I/O error; `KeyAwayError` when they may be right and cannot be read now.
+        """
+
+    def drop(self, slot: SlotRef) -> None:
+        """Give the slot back. Dropping twice is harmless: a slot whose stamp has moved on is ignored."""
+
+    async def resize(self, capacity_bytes: int) -> frozenset[int]:
+        """Change the capacity. Growing is immediate.
+
+        Shrinking closes extents: the ones returned get no new slots and are released when their last slot is
+        dropped; the caller moves their blocks away.
+        """
+
+    def relief(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:
+        """Extents that, once emptied, leave room for such a slot, empty set when there is room already.
+
+        For a caller that got `TierFullError` and holds no idle block of the same scope and size: dropping others
+        helps only when a whole extent becomes free.
+        """
+
+    def compact(self) -> frozenset[int]:
+        """Close extents that hold little and whose blocks fit elsewhere, while room is short.
+
+        Returns all extents that are closing now, for whatever reason: the caller moves their blocks away, as
+        after a shrink. Cheap when nothing was dropped since the last call; meant to be called now and then.
+        """
+
+    def recover(self) -> AsyncIterator[tuple[SlotRef, Record]]:
+        """Blocks that an earlier run left behind, verified as far as their headers go. Called once, first."""
+
+    async def close(self) -> None:
+        """Release the medium, keeping what survives a restart. Idempotent; no other call may follow."""
+
+
+@runtime_checkable
+class MappableBackend(TierBackend, Protocol):
+    """A memory tier whose extents can be mapped by engines and registered for transfers.
+
+    An extent belongs to one scope and one writer at a time: a client that may map it writable finds nothing there
+    that anybody else wrote.
+    """
+
+    def reserve(self, scope: ScopeId, size_bytes: int, writer: str = "") -> SlotRef:
+        """As for every backend. `writer` is the tenant whose client is to fill the slot, empty when we do.
+
+        In the scope of a tenant it does not matter: whoever may read that one may write it.
+        """
+
+    def reserve_run(self, scope: ScopeId, size_bytes: int, count: int, writer: str = "") -> list[SlotRef]:
+        """Take up to `count` slots like `reserve`; fewer, or none, where there is no more room or the medium fails."""
+
+    def relief(self, scope: ScopeId, size_bytes: int, writer: str = "") -> frozenset[int]:
+        """As for every backend, for a slot of that writer."""
+
+    def extent_scope(self, extent: int) -> ScopeId:
+        """Scope whose blocks an extent holds. Raises `KeyError` once it has gone."""
+
+    def extent_writer(self, extent: int) -> str:
+        """Tenant whose clients may map an extent writable; empty for none. Raises `KeyError` once it has gone."""
+
+    def close_extent(self, extent: int) -> None:
+        """Give no more slots of an extent, for good; `compact` names it until it is empty. Idempotent."""
+
+    def view(self, slot: SlotRef) -> memoryview:
+        """Writable view of a slot in this process; valid until the slot is dropped."""
+
+    def extent_fd(self, extent: int, *, is_writable: bool) -> int:
+        """Descriptor of an extent to hand to a client; owned by the backend, do not close.
+
+        A read-only descriptor refuses a writable mapping.
+        """
+
+    def extent_bytes(self, extent: int) -> int:
+        """Size of one extent. Raises `KeyError` once it has gone."""
+
+    def extent_view(self, extent: int) -> memoryview:
+        """Whole extent in this process, for registration with a transport."""
+
+    def on_release(self, listener: Callable[[int], None]) -> None:
+        """Call `listener(extent)` just before an extent goes away. Ids of extents are never used again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sound:
+    """A checksum that bytes have to match, and the use that it is bound to."""
+
+    checksum: bytes
+    use: Use
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """One record of a group that is written."""
+
+    slot: SlotRef
+    stored: memoryview
+    """The record's bytes, no more."""
+    record: Record
+    sound: Sound | None = None
+    """What the bytes are known by, where somebody else may write to `stored` meanwhile: they are verified and their
+    checksum is put into the record. A medium that does not write them as they lie copies them first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One record of a group that is read."""
+
+    slot: SlotRef
+    record: Record
+    into: memoryview
+    """At least `record.stored_bytes`."""
+    rebind: Use | None = None
+    """Epoch and stamp for which a checksum is made of the very bytes that are verified."""
+
+
+@runtime_checkable
+class GroupBackend(TierBackend, Protocol):
+    """A medium that takes several records at a time for less than one after the other."""
+
+    async def write_group(self, writings: Sequence[Writing]) -> Sequence[Record | KvStrataError]:
+        """Like `write` for each: the record that is durable now, or why there is none. Cancelled, it leaves none."""
+
+    async def read_group(self, readings: Sequence[Reading]) -> Sequence[bytes | KvStrataError]:
+        """Like `read` for each: the checksum for `rebind` (the record's own without one), or why there is none.
+
+        Nothing is put into `into` but a record that was verified where nobody else could reach it.
+        """
+
+
+@runtime_checkable
+class LastingBackend(MappableBackend, Protocol):
+    """Mapped memory whose blocks outlive the agent: it has to be told of what engines and transfers wrote there."""
+
+    def commit(self, slot: SlotRef, record: Record) -> None:
+        """Note that the verified bytes in a slot are this block's. From here on a restart finds it."""
+
+    async def discard(self) -> None:
+        """Close and keep nothing: the tier was taken away. Idempotent; no other call may follow."""
+
+
+class Device(msgspec.Struct, frozen=True, gc=False):
+    """One of several devices of a tier, as it is."""
+
+    name: str
+    """Its directory."""
+    capacity_bytes: int
+    used_bytes: int
+    error: str
+    """Why it takes no blocks; empty when it does."""
+
+
+@runtime_checkable
+class StripedBackend(TierBackend, Protocol):
+    """A tier over several devices: one that is lost costs the blocks that lie there, and the tier goes on."""
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """All devices, in the declared order."""
+
+    def recover_late(self) -> AsyncIterator[tuple[SlotRef, Record]]:
+        """Try devices again that could not be opened; see `recover` for what is found there."""
+
+
+@runtime_checkable
+class PacedBackend(TierBackend, Protocol):
+    """A medium that may refuse requests, and gets fewer at once then."""
+
+    @property
+    def requests_max(self) -> int:
+        """Requests that it gets at once now."""
+
+    @property
+    def refused_requests(self) -> int:
+        """Requests that it has refused since it was opened."""
+
+    @property
+    def refusing_s(self) -> float:
+        """For how many seconds it has been refusing requests; 0.0 while it keeps up."""
+
+
+@runtime_checkable
+class SharedBackend(TierBackend, Protocol):
+    """A medium that other nodes mount as well: one copy serves all of them."""
+
+    def file_of(self, slot: SlotRef) -> str:
+        """Name of the file that holds a slot, below this node's directory. Raises `KeyError` once it has gone."""
+
+    async def read_other(self, node: str, file: str, slot: SlotRef, record: Record, into: memoryview) -> None:
+        """Fill the first `record.stored_bytes` of `into` with a record of another node's store.
+
+        Changes nothing there. Raises `BlockCorruptError` when the slot holds anything else by now,
+        `BackendFailedError` when the file cannot be read, `KeyAwayError` without the key of the record's scope, and
+        `InvalidInputError` for a place that cannot be.
+        """
+
+
+@runtime_checkable
+class SealingBackend(TierBackend, Protocol):
+    """A medium that encrypts: it may hold blocks of earlier runs whose key is not there (yet)."""
+
+    @property
+    def waiting(self) -> frozenset[bytes]:
+        """Tags of scopes whose blocks were found and could not be read; they take room and are kept."""
+
+    def recover_waiting(self, tag: bytes) -> AsyncIterator[tuple[SlotRef, Record]]:
+        """Try again what waits for the key of `tag`. See `recover`."""
+
+    async def forget_waiting(self, tag: bytes) -> None:
+        """Remove what waits for the key of `tag`, which is gone for good."""

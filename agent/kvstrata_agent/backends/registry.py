@@ -1,0 +1,142 @@
+"""From a tier of a KVPoolNode to the backend that holds its bytes. A new backend is one more line in `_MAKERS`."""
+
+from __future__ import annotations
+
+import importlib.util
+import resource
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from kvstrata_agent.backends.cxl import open_cxl
+from kvstrata_agent.backends.devdax import open_devdax
+from kvstrata_agent.backends.home import NO_HOME, Home
+from kvstrata_agent.backends.host_dram import open_host_dram
+from kvstrata_agent.backends.remote_flash import open_nvme, open_remote_flash
+from kvstrata_agent.backends.waiting import in_thread
+from kvstrata_api.errors import InvalidInputError, UnsupportedError
+from kvstrata_api.tiers import CxlMode, TierType
+
+if TYPE_CHECKING:
+    from kvstrata_agent.backends.base import TierBackend
+    from kvstrata_agent.backends.sealing import DataKeys
+    from kvstrata_agent.discovery import NodeFacts
+    from kvstrata_api.models.poolnode import NodeTier
+
+Settings = TypeVar("Settings")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """For whom and where a backend is made."""
+
+    pool: str
+    node: str
+    facts: NodeFacts
+    """What discovery found on this machine."""
+    object_credentials: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Settings of the object store client, such as aws_access_key_id; empty for ambient identity."""
+    home: Home = NO_HOME
+    """Where memory tiers can outlive the agent."""
+    keys: DataKeys | None = field(default=None, repr=False)
+    """Data keys of scopes, for tiers that are declared encrypted."""
+    hbm_device: str = "cuda"
+    """torch device of HBM tiers; `cpu` is a double for tests."""
+
+
+async def make_backend(tier: NodeTier, place: Place) -> TierBackend:
+    """Open the backend of a tier.
+
+    Raises `InvalidInputError` (path or settings; names the owner of a foreign directory), `UnsupportedError`
+    (names what to install or change) or `BackendFailedError`.
+    """
+    if tier.encryption.type != "None":
+        _check_encryption(tier, place)
+    raise_descriptor_limit()
+    return await _MAKERS[tier.type](tier, place)
+
+
+def _check_encryption(tier: NodeTier, place: Place) -> None:
+    """Refuse what cannot be kept: in the clear, what was declared encrypted would be worse than not stored."""
+    if tier.type not in _AT_REST:
+        at_rest = ", ".join(sorted(_AT_REST))
+        raise InvalidInputError(
+            f"tier {tier.name}: encryption {tier.encryption.type} is for bytes at rest ({at_rest}), "
+            f"not for {tier.type}: engines map memory as it is; set encryption.type None"
+        )
+    if place.keys is None:
+        raise UnsupportedError(f"tier {tier.name}: encryption {tier.encryption.type}: this process has no data keys")
+
+
+def _keys(tier: NodeTier, place: Place) -> DataKeys | None:
+    return None if tier.encryption.type == "None" else place.keys
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process open as many files as it may: every extent takes one or two descriptors.
+
+    The usual soft limit of 1,024 is there for programs that call select().
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _settings(tier: NodeTier, value: Settings | None) -> Settings:
+    if value is None:
+        raise InvalidInputError(f"tier {tier.name}: the settings block of type {tier.type} is missing")
+    return value
+
+
+async def _host_dram(tier: NodeTier, place: Place) -> TierBackend:
+    settings = _settings(tier, tier.host_dram)
+    return open_host_dram(settings, tier.capacity_bytes, place.facts.cpu_nodes, replace(place.home, tier=tier.name))
+
+
+async def _cxl(tier: NodeTier, place: Place) -> TierBackend:
+    settings = _settings(tier, tier.cxl)
+    if settings.mode is CxlMode.DEV_DAX:
+        return await in_thread(None, partial(open_devdax, tier.capacity_bytes, place.facts.dax))
+    return open_cxl(settings, tier.capacity_bytes, place.facts.cpuless, replace(place.home, tier=tier.name))
+
+
+async def _nvme(tier: NodeTier, place: Place) -> TierBackend:
+    settings = _settings(tier, tier.nvme)
+    return await open_nvme(settings, place.pool, place.node, tier.capacity_bytes, keys=_keys(tier, place))
+
+
+async def _remote_flash(tier: NodeTier, place: Place) -> TierBackend:
+    settings = _settings(tier, tier.remote_flash)
+    return await open_remote_flash(settings, place.pool, place.node, tier.capacity_bytes, keys=_keys(tier, place))
+
+
+async def _object(tier: NodeTier, place: Place) -> TierBackend:
+    try:
+        from kvstrata_agent.backends.object import open_object_tier
+        from kvstrata_agent.backends.objects import ObjectClient
+    except ImportError as e:
+        raise UnsupportedError(f"tier {tier.name}: {e}; install the `agent` extra, which has obstore") from e
+    client = ObjectClient(_settings(tier, tier.object).url, place.object_credentials)
+    return await open_object_tier(client, place.pool, place.node, tier.capacity_bytes, keys=_keys(tier, place))
+
+
+async def _hbm(tier: NodeTier, place: Place) -> TierBackend:
+    if importlib.util.find_spec("torch") is None:
+        raise UnsupportedError(f"tier {tier.name}: HBM needs torch; install the `cuda` extra")
+    from kvstrata_agent.backends.hbm import open_hbm
+
+    return await in_thread(None, partial(open_hbm, place.hbm_device, tier.capacity_bytes))
+
+
+_AT_REST: Final = frozenset({TierType.NVME, TierType.REMOTE_FLASH, TierType.OBJECT})
+
+_Maker = Callable[["NodeTier", Place], Awaitable["TierBackend"]]
+
+_MAKERS: Final[dict[TierType, _Maker]] = {
+    TierType.HBM: _hbm,
+    TierType.HOST_DRAM: _host_dram,
+    TierType.CXL: _cxl,
+    TierType.NVME: _nvme,
+    TierType.REMOTE_FLASH: _remote_flash,
+    TierType.OBJECT: _object,
+}

@@ -1,0 +1,132 @@
+"""The agent's command line as one value. Pure."""
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstrata_api import __version__, names
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What one agent process was started with."""
+
+    pool: str
+    node: str
+    socket: Path
+    state_dir: Path
+    memory_dir: Path
+    namespace: str
+    kubeconfig: Path | None
+    metrics_host: str
+    metrics_port: int
+    peer_host: str
+    peer_port: int
+    peer_token: Path | None
+    peer_encryption: str
+    """`control`: leases, addresses and whatever NIXL cannot move go by TLS; `required`: all bytes do."""
+    requires_bound_tokens: bool
+    kek_file: Path | None
+    ready_file: Path | None
+    otlp_endpoint: str | None
+    log_level: str
+
+
+def parse(argv: list[str] | None = None) -> Config:
+    """Read the command line; leaves the process with a message and status 2 when it is wrong."""
+    given = _parser().parse_args(argv)
+    host, port = given.peer_address
+    return Config(
+        pool=given.pool,
+        node=given.node,
+        socket=given.socket,
+        state_dir=given.state_dir,
+        memory_dir=given.memory_dir or given.state_dir / "memory",
+        namespace=given.namespace,
+        kubeconfig=given.kubeconfig,
+        metrics_host=given.metrics_host,
+        metrics_port=given.metrics_port,
+        peer_host=host,
+        peer_port=port,
+        peer_token=given.peer_token_file,
+        peer_encryption=given.peer_encryption,
+        requires_bound_tokens=given.require_bound_tokens,
+        kek_file=given.kek_file,
+        ready_file=given.ready_file,
+        otlp_endpoint=given.otlp_endpoint,
+        log_level=given.log_level,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvstrata-agent", description="Holds the KV blocks of one pool on one node and serves them to engines."
+    )
+    add = parser.add_argument
+    add("--version", action="version", version=__version__)
+    add("--pool", required=True, help="name of the KVPool")
+    add("--node", default=os.environ.get("NODE_NAME"), help="name of the Node; default: $NODE_NAME")
+    add("--socket", type=Path, required=True, help="unix socket for engines; its directory is made with mode 0770")
+    add("--state-dir", type=Path, required=True, help="keeps the agent's epoch across restarts")
+    add(
+        "--memory-dir",
+        type=Path,
+        help="directory on a tmpfs of the host, where memory tiers outlive the agent; default: memory in the state "
+        "directory, which serves where that is on a tmpfs",
+    )
+    add(
+        "--namespace",
+        default=os.environ.get("POD_NAMESPACE", names.SYSTEM_NAMESPACE),
+        help="of Leases and Secrets; default: $POD_NAMESPACE or %(default)s",
+    )
+    add("--kubeconfig", type=Path, help="default: $KUBECONFIG, the pod's own, ~/.kube/config")
+    add("--metrics-host", default="127.0.0.1", help="default: %(default)s")
+    add("--metrics-port", type=_port, default=9100, help="0: any free one; default: %(default)s")
+    add(
+        "--peer-address",
+        type=_address,
+        default=("127.0.0.1", 0),
+        help="HOST:PORT where other agents reach this one, port 0 for any free one; default: 127.0.0.1:0",
+    )
+    add(
+        "--peer-token-file",
+        type=Path,
+        help="projected token of audience kvstrata, shown to other agents; default: asked of the API server",
+    )
+    add(
+        "--peer-encryption",
+        choices=("control", "required"),
+        default="control",
+        help="required: all bytes from and to other agents by TLS; control: block bytes by NIXL where that is there, "
+        "which does not encrypt; default: %(default)s",
+    )
+    add(
+        "--require-bound-tokens",
+        action="store_true",
+        help="serve engines alone that present the token of a pod on this node",
+    )
+    add(
+        "--kek-file",
+        type=Path,
+        help="key-encryption keys, one line k<n>:<base64 of 32 bytes> each; default: those of Secret "
+        f"{names.KEK_SECRET}",
+    )
+    add("--ready-file", type=Path, help="written, as JSON, once engines are served")
+    add("--otlp-endpoint", help="send traces to http://HOST:4318/v1/traces; default: none")
+    add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    return parser
+
+
+def _port(text: str) -> int:
+    port = int(text) if text.isascii() and text.isdigit() else -1
+    if not 0 <= port < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r}: a port is 0 to 65535")
+    return port
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host:
+        raise argparse.ArgumentTypeError(f"{text!r}: HOST:PORT wanted")
+    return host.strip("[]"), _port(port)

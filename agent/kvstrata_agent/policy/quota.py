@@ -1,0 +1,118 @@
+"""Who makes room for whom in a tier that several tenants use, and how much of it is whose. Pure.
+
+Laws: nobody but its owner is pushed below a guarantee; beyond guarantees room is shared by weight, so of two tenants
+the one that holds more for its weight pays first, and with its own blocks; a tenant that is at or over its share never
+takes room from one that is below its own.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import ceil
+from typing import Final
+
+from kvstrata_agent.policy.retention import KEEP, Retention
+
+WEIGHT: Final = 100
+"""Of whoever declares none."""
+
+
+class OverQuota(StrEnum):
+    """What happens at the hard quota; values of `KVTenant.spec.overQuota`."""
+
+    EVICT = "Evict"
+    """The tenant's least recently used blocks leave the tier, and are gone where no slower tier has them."""
+    REJECT = "Reject"
+    """New blocks are refused with an error."""
+    DEMOTE = "Demote"
+    """Its least recently used blocks go to a slower tier; what none of them takes stays, and new blocks go below."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Quota of one tenant in one tier of this node."""
+
+    hard_bytes: int | None = None
+    guaranteed_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What is declared of one tenant, as far as this node's pool goes."""
+
+    weight: int = WEIGHT
+    over_quota: OverQuota = OverQuota.EVICT
+    bounds: Mapping[str, Bound] = field(default_factory=dict)
+    """By name of the tier."""
+    retention: Retention = KEEP
+
+
+NO_RULES: Final = Rules()
+NO_BOUND: Final = Bound()
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One account in one tier: a tenant, or a shared scope whose writers nobody remembers."""
+
+    tenant: str
+    used_bytes: int
+    """Of all its slots, reserved and moving ones included."""
+    guaranteed_bytes: int = 0
+    weight: int = WEIGHT
+
+    @property
+    def spare_bytes(self) -> int:
+        """What others may make it pay."""
+        return max(0, self.used_bytes - self.guaranteed_bytes)
+
+
+def over_hard_bytes(used_bytes: int, want_bytes: int, hard_bytes: int | None) -> int:
+    """Bytes that a tenant has to give up before it may have `want_bytes` more; 0 when they fit."""
+    return 0 if hard_bytes is None else max(0, used_bytes + want_bytes - hard_bytes)
+
+
+def payers(standings: Iterable[Standing], writer: str, want_bytes: int) -> tuple[Standing, ...]:
+    """Who is asked to make room for `want_bytes` of `writer`, one after the other, the first the most over its share.
+
+    What counts is what an account holds beyond its guarantee for its weight, and for the writer, what it would hold.
+    Nobody comes after the writer: who holds less for its weight owes it nothing, even when the writer's own blocks
+    cannot leave now.
+    """
+    known = {s.tenant: s for s in standings}
+    own = known.get(writer, Standing(writer, 0))
+    own_ratio = max(0, own.used_bytes + want_bytes - own.guaranteed_bytes) / own.weight
+    others = sorted(
+        (s for s in known.values() if s.tenant != writer and s.spare_bytes and s.spare_bytes / s.weight >= own_ratio),
+        key=lambda s: (-s.spare_bytes / s.weight, s.tenant),
+    )
+    if not own.used_bytes:
+        return tuple(others)
+    return (*(s for s in others if s.spare_bytes / s.weight > own_ratio), own)
+
+
+def payments(standings: Sequence[Standing], need_bytes: int) -> dict[str, int]:
+    """Bytes that each account gives so that a tier has `need_bytes` more.
+
+    Those furthest over their share give, down to one level for all, and nobody below its guarantee; so it falls short
+    when guarantees take the rest.
+    """
+    if need_bytes <= 0:
+        return {}
+    level = _level([s for s in standings if s.spare_bytes], need_bytes)
+    due = {s.tenant: min(s.spare_bytes, ceil(s.spare_bytes - level * s.weight)) for s in standings}
+    return {tenant: size_bytes for tenant, size_bytes in due.items() if size_bytes > 0}
+
+
+def _level(standings: Sequence[Standing], need_bytes: int) -> float:
+    """Bytes for each unit of weight that everybody keeps beyond its guarantee."""
+    spare_bytes = weight = 0
+    ranked = sorted(standings, key=lambda s: -s.spare_bytes / s.weight)
+    for i, standing in enumerate(ranked):
+        spare_bytes += standing.spare_bytes
+        weight += standing.weight
+        level = (spare_bytes - need_bytes) / weight
+        following = ranked[i + 1].spare_bytes / ranked[i + 1].weight if i + 1 < len(ranked) else 0.0
+        if level >= following:
+            return level
+    return 0.0

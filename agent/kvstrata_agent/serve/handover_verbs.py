@@ -1,0 +1,79 @@
+"""The verbs of hand-overs: a writer tells how its blocks grow, a reader on another node waits for their parts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvstrata_agent.parts import blocks_max
+from kvstrata_agent.ports import Follow
+from kvstrata_agent.reservations import RESERVATION_S
+from kvstrata_api import wire
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.wire_handover import Advance, Arrive, Arrived, Handover
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from kvstrata_agent.core import Core
+    from kvstrata_agent.place import Place
+    from kvstrata_agent.reader import Read
+    from kvstrata_agent.reservations import Reservation
+    from kvstrata_agent.serve.attaching import Attaching
+    from kvstrata_agent.serve.attachment import Attachment
+
+
+class HandoverVerbs:
+    """Grows and follows."""
+
+    def __init__(self, core: Core, attaching: Attaching) -> None:
+        self._core = core
+        self._node = core.node
+        self._attaching = attaching
+        self.handlers: dict[type, Callable[[Attachment, Any], wire.AnyReply | Coroutine[Any, Any, wire.AnyReply]]] = {
+            Advance: self._advance,
+            Arrive: self._arrive,
+        }
+
+    def check(self, request: wire.Reserve, block_bytes: int) -> None:
+        """Raise `InvalidInputError` for parts that fit no block."""
+        if request.handover:
+            _check_parts(request.part_bytes)
+        blocks_max(request.part_bytes, block_bytes)
+
+    def begin(self, request: wire.Reserve, made: Sequence[Reservation | None]) -> Handover | None:
+        """Let readers who name the hand-over see what was reserved for it, as it grows."""
+        spots = [r for r in made if r is not None]
+        if not request.handover or not spots:
+            return None
+        self._node.growth.begin(spots, request.handover, request.part_bytes, self._node.clock())
+        return Handover(self._node.agent, self._node.epoch, request.handover)
+
+    async def follow(self, place: Place, request: wire.Acquire, digests: Sequence[bytes], lease_s: float) -> list[Read]:
+        """Lease growing blocks of the hand-over that the reader names."""
+        assert request.handover is not None, "asked for"
+        _check_parts(request.part_bytes)
+        wanted = Follow(request.handover, place.scope, place.layout_id, tuple(digests), request.part_bytes)
+        return await self._core.follower.follow(place, wanted, lease_s)
+
+    def _advance(self, at: Attachment, request: Advance) -> wire.Done:
+        if len(request.reservations) != len(request.sums):
+            raise InvalidInputError(
+                f"{len(request.sums)} sums for {len(request.reservations)} reservations: one for each wanted"
+            )
+        expires_s = self._node.clock() + RESERVATION_S
+        growing = 0
+        for number, sums in zip(request.reservations, request.sums, strict=True):
+            if self._node.reservations.renew(at.owner, number, expires_s):
+                growing += self._node.growth.advance(at.owner, number, request.first, sums)
+        return wire.Done(request.id, self._attaching.grants_version, growing)
+
+    async def _arrive(self, at: Attachment, request: Arrive) -> Arrived:
+        if request.have < 0:
+            raise InvalidInputError(f"have {request.have}: must not be negative")
+        parts, sums = await self._core.follower.arrived(at.owner, request.leases, request.have, request.wait_s)
+        return Arrived(request.id, self._attaching.grants_version, parts, sums)
+
+
+def _check_parts(part_bytes: int) -> None:
+    if part_bytes <= 0:
+        raise InvalidInputError(f"part_bytes {part_bytes}: must be positive in a hand-over")

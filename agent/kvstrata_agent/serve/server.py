@@ -1,0 +1,148 @@
+"""The listening socket of an agent: accepts engines, each as one connection, as long as there are places for them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import socket
+import stat
+from typing import TYPE_CHECKING, Final
+
+from kvstrata_agent.serve.connection import Connection
+from kvstrata_agent.serve.places import Places
+from kvstrata_api.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvstrata_agent.serve.verbs import Verbs
+
+MODE: Final = 0o770
+"""Of the socket and its directory: the agent's user and the engines' group."""
+_BACKLOG: Final = 128
+_ACCEPT_PAUSE_S: Final = 1.0
+_OUT_OF_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+_log = logging.getLogger(__name__)
+
+
+class Server:
+    """Listens on one path."""
+
+    def __init__(self, path: Path, verbs: Verbs, places: Places[Connection] | None = None) -> None:
+        """`places` bounds the connections; by default as many as a node has use for."""
+        self._path = path
+        self._verbs = verbs
+        self._listener: socket.socket | None = None
+        self._connections: set[Connection] = set()
+        self._places = Places() if places is None else places
+        self._last_owner = 0
+
+    @property
+    def connections(self) -> int:
+        """Engine processes that are connected."""
+        return len(self._connections)
+
+    def start(self) -> None:
+        """Listen. A socket that a dead agent left behind is replaced.
+
+        Raises `UnsupportedError` when the path cannot be used, or belongs to an agent that lives.
+        """
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=MODE)
+            _remove_dead(self._path)
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+            before = os.umask(0o777 & ~MODE)
+            try:
+                listener.bind(os.fspath(self._path))
+            finally:
+                os.umask(before)
+            listener.listen(_BACKLOG)
+        except OSError as e:
+            raise UnsupportedError(f"socket {self._path}: {e.strerror or e}") from e
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener, self._acceptable)
+
+    async def close(self) -> None:
+        """Stop listening and end all connections. Idempotent."""
+        if self._listener is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._listener)
+        self._listener.close()
+        self._listener = None
+        self._path.unlink(missing_ok=True)
+        for connection in tuple(self._connections):
+            connection.close()
+
+    def refresh(self) -> None:
+        """Take back what connections hold in scopes that they may read no more; call it now and then.
+
+        A connection that asks for something is looked at then; one that only holds leases is looked at here.
+        """
+        for connection in tuple(self._connections):
+            self._verbs.refresh(connection.attachment)
+
+    def _acceptable(self) -> None:
+        assert self._listener is not None
+        try:
+            accepted, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as e:
+            if e.errno not in _OUT_OF_RESOURCES:
+                raise
+            self._pause(str(e))
+            return
+        accepted.setblocking(False)  # noqa: FBT003  The standard library takes no keyword.
+        self._last_owner += 1
+        connection = Connection(self._last_owner, accepted, self._verbs, self._attached, self._closed)
+        self._connections.add(connection)
+        connection.start()
+        self._end(self._places.come(connection))
+
+    def _attached(self, connection: Connection, tenant: str) -> bool:
+        """Note who a connection is; false when there is no place for it."""
+        leaving = self._places.attach(connection, tenant)
+        if leaving is connection:
+            return False
+        self._end(leaving)
+        return True
+
+    def _end(self, leaving: Connection | None) -> None:
+        if leaving is not None:
+            _log.warning("connection ended: all places are taken", extra={"connections": len(self._connections)})
+            leaving.close()
+
+    def _closed(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._places.leave(connection)
+
+    def _pause(self, cause: str) -> None:
+        """Accept nothing for a moment: the listener would be ready again at once, for nothing."""
+        _log.warning("no descriptor for a connection", extra={"cause": cause})
+        loop, listener = asyncio.get_running_loop(), self._listener
+        assert listener is not None
+        loop.remove_reader(listener)
+
+        def resume() -> None:
+            if self._listener is listener:
+                loop.add_reader(listener, self._acceptable)
+
+        loop.call_later(_ACCEPT_PAUSE_S, resume)
+
+
+def _remove_dead(path: Path) -> None:
+    """Unlink a socket that nobody listens on. `OSError` when somebody does, or when it is no socket."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise OSError(errno.EEXIST, "exists and is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(ConnectionRefusedError):
+        probe.connect(os.fspath(path))
+        raise OSError(errno.EADDRINUSE, "another agent listens there")
+    path.unlink(missing_ok=True)

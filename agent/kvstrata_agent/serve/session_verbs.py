@@ -1,0 +1,120 @@
+"""The verbs that speak of sessions, and those that report: stats and explain."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from kvstrata_agent.place import Place
+from kvstrata_agent.sessions import Session, SessionState
+from kvstrata_api import wire
+from kvstrata_api.blocks import KEY_BYTES
+from kvstrata_api.errors import ForbiddenError, InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from kvstrata_agent.core import Core
+    from kvstrata_agent.serve.attaching import Attaching
+    from kvstrata_agent.serve.attachment import Attachment
+
+_STATES = {"decoding": SessionState.DECODING, "idle": SessionState.IDLE, "tool": SessionState.IDLE}
+"""States that a client may name. A tool call is an idle session whose return is expected soon."""
+URGENCY_MAX = 100
+CLOSE_S_MAX = 60.0
+"""How long a client may wait for an archive."""
+
+
+class SessionVerbs:
+    """Opens, touches, closes and explains. A session is its tenant's; other tenants' names do not matter."""
+
+    def __init__(self, core: Core, attaching: Attaching) -> None:
+        self._core = core
+        self._node = core.node
+        self._attaching = attaching
+        self.handlers: dict[type, Callable[[Attachment, Any], wire.AnyReply | Coroutine[Any, Any, wire.AnyReply]]] = {
+            wire.OpenSession: self._open,
+            wire.TouchSession: self._touch,
+            wire.CloseSession: self._close,
+            wire.Stats: self._stats,
+            wire.Explain: self._explain,
+        }
+
+    def _done(self, request: wire.AnyRequest, count: int) -> wire.Done:
+        return wire.Done(request.id, self._attaching.grants_version, count)
+
+    def _open(self, at: Attachment, request: wire.OpenSession) -> wire.Done:
+        for name, value in (("session", request.session), ("parent", request.parent), ("priority", request.priority)):
+            if len(value) > wire.SESSION_CHARS_MAX:
+                raise InvalidInputError(f"{name} of {len(value)} characters, limit {wire.SESSION_CHARS_MAX}")
+        if not request.session:
+            raise InvalidInputError("session: empty, 1 to 128 characters wanted")
+        allowed = at.caller.grants.priorities if at.caller is not None else ()
+        if request.priority and allowed and request.priority not in allowed:
+            raise ForbiddenError(f"priority: {request.priority!r}, this tenant may use {', '.join(allowed)}")
+        life, secret = self._core.life, at.own_secret
+        is_known = life.find(at.tenant, secret, request.session) is not None
+        opened = life.open(
+            at.owner, at.tenant, secret, request.session, parent=request.parent, priority=request.priority
+        )
+        if is_known:
+            life.tell(opened)
+        else:
+            life.revive_from_directory(opened, places_of(at))
+        return self._done(request, 1)
+
+    def _touch(self, at: Attachment, request: wire.TouchSession) -> wire.Done:
+        state = _STATES.get(request.state)
+        if state is None:
+            raise InvalidInputError(f"state: {request.state!r}, one of {', '.join(_STATES)} wanted")
+        if not 0 <= request.urgency <= URGENCY_MAX:
+            raise InvalidInputError(f"urgency: {request.urgency}, 0 to {URGENCY_MAX} wanted")
+        session = self._core.life.find(at.tenant, at.own_secret, request.session)
+        if session is None:
+            return self._done(request, 0)
+        return_s = max(0.0, request.expected_return_s)
+        if request.state == "tool" and not return_s:
+            return_s = float(self._node.spec.policy.retention.tool_gap_seconds)
+        self._core.life.touch(session, state, request.urgency, return_s, at.owner)
+        return self._done(request, 1)
+
+    def _close(self, at: Attachment, request: wire.CloseSession) -> wire.Done | Coroutine[Any, Any, wire.Done]:
+        session = self._core.life.find(at.tenant, at.own_secret, request.session)
+        if session is None:
+            return self._done(request, 0)
+        archive = request.archive and self._node.spec.policy.retention.archive
+        self._core.life.finish(session, archive=archive)
+        if archive and session.state is SessionState.ARCHIVING and request.deadline_s > 0:
+            return self._close_slow(request, session)
+        return self._done(request, 2 if session.state is SessionState.ARCHIVED else 1)
+
+    async def _close_slow(self, request: wire.CloseSession, session: Session) -> wire.Done:
+        is_archived = await self._core.archiver.archived(session, min(request.deadline_s, CLOSE_S_MAX))
+        return self._done(request, 2 if is_archived else 1)
+
+    def _stats(self, _at: Attachment, request: wire.Stats) -> wire.Text:
+        return wire.Text(request.id, self._attaching.grants_version, json.dumps(self._core.explainer.stats()))
+
+    def _explain(self, at: Attachment, request: wire.Explain) -> wire.Text:
+        if bool(request.session) == bool(request.digest):
+            raise InvalidInputError("explain: exactly one of digest and session wanted")
+        if request.session:
+            told = self._core.explainer.session(self._core.life.find(at.tenant, at.own_secret, request.session))
+        elif len(request.digest) != KEY_BYTES:
+            raise InvalidInputError(f"digest of {len(request.digest)} B, {KEY_BYTES} wanted")
+        else:
+            right = at.readable(request.scope)
+            if right is None:
+                self._attaching.audit.refused_scope(at, request.scope, "explain", 1)
+            else:
+                known = self._node.index.find(right.access.scope, request.digest)
+                self._attaching.audit.read(at, request.scope, "explain", [known] if known else [])
+            told = self._core.explainer.block(right.access.scope if right else None, request.digest)
+        return wire.Text(request.id, self._attaching.grants_version, json.dumps(told))
+
+
+def places_of(at: Attachment) -> list[Place]:
+    """Where the caller's blocks may be: one place for each scope that it may read, its own first."""
+    assert at.layout_id is not None, "attached connections have a layout"
+    rights = reversed(at.rights.values())
+    return [Place(at.owner, at.tenant, r.secret, at.layout_id, at.block_bytes) for r in rights]

@@ -1,0 +1,398 @@
+"""The verbs of the local protocol: checks the caller, calls the core, makes the reply.
+
+A handler returns its reply at once where nothing has to be waited for, else a coroutine. A scope that the caller may
+not read is treated as one that is empty: absent and forbidden look the same.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Final, get_args
+
+from msgspec.structs import replace
+
+from kvstrata_agent.mover import INLINE_BYTES_MAX
+from kvstrata_agent.parts import blocks_max
+from kvstrata_agent.place import Place
+from kvstrata_agent.reservations import RESERVATION_S
+from kvstrata_agent.serve.answers import NO_SLOT, leased_of, slot_of
+from kvstrata_agent.serve.grants import ExtentGrants
+from kvstrata_agent.serve.handover_verbs import HandoverVerbs
+from kvstrata_api import wire
+from kvstrata_api.blocks import KEY_BYTES, unpack_digests
+from kvstrata_api.checksum import CHECKSUM_BYTES
+from kvstrata_api.errors import ForbiddenError, InvalidInputError, KvStrataError
+from kvstrata_api.tiers import Lookup
+from kvstrata_telemetry.tracing import span
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from kvstrata_agent.core import Core
+    from kvstrata_agent.entry import Entry
+    from kvstrata_agent.findings import Findings
+    from kvstrata_agent.reader import Read
+    from kvstrata_agent.reservations import Reservation
+    from kvstrata_agent.serve.attaching import Attaching
+    from kvstrata_agent.serve.attachment import Attachment, ScopeRight
+    from kvstrata_agent.serve.session_verbs import SessionVerbs
+
+    Outcome = wire.AnyReply | Coroutine[Any, Any, wire.AnyReply]
+    Handler = Callable[[Attachment, Any], Outcome]
+    _Keyed = wire.Lookup | wire.Acquire | wire.Reserve | wire.Prefetch | wire.Pin | wire.Unpin
+
+LEASE_S_MAX: Final = 300.0
+"""Longest lease: a reader that copies for minutes has stopped."""
+LEASES_MAX: Final = wire.LEASES_MAX
+"""Leases of one connection at once; one that asks for more without ending any gets none."""
+DEADLINE_S_MAX: Final = 60.0
+PIN_S_MAX: Final = 3600.0
+SUSPECTS_MAX: Final = 2
+"""Blocks that one release may have looked at: a client must not make the agent hash for nothing."""
+_VERBS: Final = {t: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", t.__name__).lower() for t in get_args(wire.AnyRequest)}
+"""Names of requests in metrics, such as `open_session`."""
+_ASKING: Final = frozenset({wire.Lookup, wire.Acquire})
+
+
+class Verbs:
+    """All verbs of one agent, for all of its connections."""
+
+    def __init__(self, core: Core, attaching: Attaching, sessions: SessionVerbs) -> None:
+        self._core = core
+        self._node = core.node
+        self._attaching = attaching
+        self._grants = ExtentGrants(core.node)
+        self._checked_version = attaching.grants_version
+        """Grants under which extents were last looked through; -1 when some could not be told."""
+        self._audit = attaching.audit
+        self._handovers = HandoverVerbs(core, attaching)
+        self._open: dict[type, Handler] = {wire.Hello: self._hello, wire.Attach: attaching.attach}
+        """Verbs that need no caller yet."""
+        self._handlers: dict[type, Handler] = {
+            wire.Scopes: attaching.scopes,
+            wire.Lookup: self._lookup,
+            wire.CountLoad: self._count_load,
+            wire.Acquire: self._acquire,
+            wire.Release: self._release,
+            wire.Reserve: self._reserve,
+            wire.Publish: self._publish,
+            wire.Abandon: self._abandon,
+            wire.Prefetch: self._prefetch,
+            wire.Pin: self._pin,
+            wire.Unpin: self._unpin,
+            **sessions.handlers,
+            **self._handovers.handlers,
+        }
+
+    @property
+    def grants_version(self) -> int:
+        """Version of all grants, for replies."""
+        return self._attaching.grants_version
+
+    def start(self, at: Attachment, request: wire.AnyRequest) -> Outcome:
+        """Begin to carry out a request. Raises the error that its reply is to carry."""
+        if self._checked_version not in (-1, self.grants_version):
+            self._recheck()  # Before anybody gets a slot where somebody looks on who has lost the scope.
+        handler = self._open.get(type(request))
+        if handler is not None:
+            return handler(at, request)
+        self._attaching.refresh(at)
+        return self._handlers[type(request)](at, request)
+
+    def refresh(self, at: Attachment) -> None:
+        """Bring a quiet connection's rights up to date. What fails is told when the connection asks next."""
+        if self._checked_version != self.grants_version:
+            self._recheck()
+        if at.caller is not None and at.grants_version != self.grants_version:
+            with suppress(KvStrataError):
+                self._attaching.refresh(at)
+
+    def _recheck(self) -> None:
+        version = self.grants_version
+        self._checked_version = version if self._grants.recheck(self._attaching.readable) else -1
+
+    def left_s(self, at: Attachment) -> float:
+        """Seconds until a connection has no caller any more, unless that presents its token again; 0 without one."""
+        return max(0.0, at.expires_at_s - self._node.clock()) if at.caller else 0.0
+
+    def end(self, at: Attachment) -> None:
+        """Release everything that a connection held."""
+        self._node.end_owner(at.owner)
+
+    def took(self, request: wire.AnyRequest, duration_s: float) -> None:
+        """Note how long a request took, its reply included. Requests that fail are not among them."""
+        verb = _VERBS[type(request)]
+        self._node.counters.observe("kvstrata_request_duration_seconds", duration_s, verb=verb)
+
+    def descriptors(self, extents: Sequence[wire.ExtentGrant]) -> list[int]:
+        """Descriptors to send with granted extents; the backends own them."""
+        return self._grants.descriptors(extents)
+
+    def _hello(self, at: Attachment, request: wire.Hello) -> wire.Welcome:
+        if request.version != wire.PROTOCOL_VERSION:
+            raise InvalidInputError(f"protocol version {request.version}, this agent speaks {wire.PROTOCOL_VERSION}")
+        at.client = request.client
+        node = self._node
+        version = self.grants_version
+        return wire.Welcome(request.id, version, wire.PROTOCOL_VERSION, node.agent, node.name, node.epoch)
+
+    def _place(self, at: Attachment, request: _Keyed, session: str) -> Place | None:
+        """Put a request's context together; None when the caller may not read the scope."""
+        right = at.readable(request.scope)
+        if right is None:
+            self._audit.refused_scope(at, request.scope, _VERBS[type(request)], len(request.digests) // KEY_BYTES)
+            return None
+        assert at.layout_id is not None
+        if self._core.demand.is_followed:
+            self._core.demand.note(unpack_digests(request.digests), is_asked=type(request) in _ASKING)
+        known = self._core.life.find(at.tenant, at.own_secret, session) if session else None
+        return Place(at.owner, at.tenant, right.secret, at.layout_id, at.block_bytes, known)
+
+    def _lookup(self, at: Attachment, request: wire.Lookup) -> Outcome:
+        digests = unpack_digests(request.digests)
+        place = self._place(at, request, request.session)
+        reader = self._core.reader
+        with span("kvstrata.lookup", session_id=request.session, pool=self._node.pool, requested_blocks=len(digests)):
+            entries = reader.lookup_now(place, digests) if place else [None] * len(digests)
+            if place is not None and reader.needs_directory(entries):
+                return self._lookup_wide(at, request, place, digests, entries)
+            return self._found(at, request, entries, reader.answer(entries, {}))
+
+    async def _lookup_wide(
+        self,
+        at: Attachment,
+        request: wire.Lookup,
+        place: Place,
+        digests: Sequence[bytes],
+        entries: Sequence[Entry | None],
+    ) -> wire.Found:
+        with span("kvstrata.lookup", session_id=request.session, pool=self._node.pool, remote=True):
+            located = await self._core.reader.locate(place, digests, entries)
+            return self._found(at, request, entries, self._core.reader.answer(entries, located))
+
+    def _found(
+        self, at: Attachment, request: wire.Lookup, entries: Sequence[Entry | None], answer: Findings
+    ) -> wire.Found:
+        states, places = answer.states, answer.places
+        if not request.is_probe:
+            self._node.counters.looked_up(at.tenant, len(states), states.count(Lookup.HIT))
+        hits = (entry for entry, state in zip(entries, states, strict=True) if state == Lookup.HIT)
+        self._audit.read(at, request.scope, "lookup", hits)
+        return wire.Found(request.id, self.grants_version, states, len(places), places, answer.tier_names)
+
+    def _count_load(self, at: Attachment, request: wire.CountLoad) -> wire.Done:
+        wanted, loaded = request.wanted_blocks, request.loaded_blocks
+        if not 0 <= loaded <= wanted <= wire.KEYS_MAX:
+            raise InvalidInputError(
+                f"loaded_blocks {loaded} of wanted_blocks {wanted}: 0 <= loaded <= wanted <= {wire.KEYS_MAX}"
+            )
+        self._node.counters.looked_up(at.tenant, wanted, loaded)
+        return wire.Done(request.id, self.grants_version, loaded)
+
+    def _acquire(self, at: Attachment, request: wire.Acquire) -> Outcome:
+        digests = unpack_digests(request.digests)
+        place = self._place(at, request, request.session)
+        if place is None:
+            return wire.Acquired(request.id, self.grants_version, (), (), self._node.epoch)
+        digests = digests[: max(0, LEASES_MAX - self._node.leases.count(at.owner))]
+        digests = digests[: blocks_max(request.part_bytes, at.block_bytes)]
+        lease_s = min(max(request.lease_s, 0.0), LEASE_S_MAX)
+        if request.handover is not None:
+            return self._acquire_growing(at, request, place, digests)
+        reader = self._core.reader
+        count, name = len(digests), request.session
+        with span("kvstrata.acquire", session_id=name, pool=self._node.pool, requested_blocks=count) as active:
+            entries = reader.lookup_now(place, digests)
+            reads = reader.acquire_now(place, entries, self._node.clock() + lease_s)
+            active.set(hit_blocks=len(reads))
+        if len(reads) == len(digests) or not self._can_be_had(entries[len(reads)], reader.needs_directory(entries)):
+            if request.part_bytes:
+                return self._acquired_in_parts(at, request, place, reads)
+            return self._acquired(at, request, place, reads)
+        return self._acquire_slow(at, request, place, digests, reads)
+
+    async def _acquire_growing(
+        self, at: Attachment, request: wire.Acquire, place: Place, digests: Sequence[bytes]
+    ) -> wire.Acquired:
+        lease_s = min(max(request.lease_s, 0.0), LEASE_S_MAX)
+        with span("kvstrata.follow", session_id=request.session, pool=self._node.pool, requested_blocks=len(digests)):
+            reads = await self._handovers.follow(place, request, digests, lease_s)
+        return self._acquired(at, request, place, reads)
+
+    @staticmethod
+    def _can_be_had(entry: Entry | None, may_be_elsewhere: bool) -> bool:  # noqa: FBT001  A positional fact.
+        """True when the first block that is not in memory may come from somewhere."""
+        if entry is None:
+            return may_be_elsewhere
+        return bool(entry.residences) or entry.move is not None
+
+    async def _acquire_slow(
+        self, at: Attachment, request: wire.Acquire, place: Place, digests: Sequence[bytes], reads: list[Read]
+    ) -> wire.AnyReply:
+        lease_s = min(max(request.lease_s, 0.0), LEASE_S_MAX)
+        deadline_s = min(max(request.deadline_s, 0.0), DEADLINE_S_MAX)
+        count, name = len(digests), request.session
+        with span("kvstrata.acquire", session_id=name, pool=self._node.pool, requested_blocks=count) as active:
+            rest = digests[len(reads) :]
+            before = digests[len(reads) - 1] if reads else b""
+            more, busy_s = await self._core.reader.acquire(place, rest, lease_s, deadline_s, before=before)
+            reads += more
+            active.set(hit_blocks=len(reads))
+        if request.part_bytes:
+            answer = await self._acquired_in_parts(at, request, place, reads)
+        else:
+            answer = self._acquired(at, request, place, self._core.reader.live(place, reads, lease_s))
+        return self._told(answer, busy_s, "acquire")
+
+    def _told(self, answer: wire.Acquired | wire.Reserved, busy_s: float, verb: str) -> wire.AnyReply:
+        """Say in an answer, and count, that its path is congested for so long; 0.0 leaves it as it is."""
+        if busy_s <= 0:
+            return answer
+        self._node.counters.add("kvstrata_busy_answers_total", verb=verb)
+        return replace(answer, busy_s=busy_s)
+
+    async def _acquired_in_parts(
+        self, at: Attachment, request: wire.Acquire, place: Place, reads: list[Read]
+    ) -> wire.Acquired:
+        """Answer with checksums of parts, of the leading blocks that are sound and still leased by then."""
+        sums = await self._core.parts.of([r.lease for r in reads], request.part_bytes)
+        sound = next((i for i, joined in enumerate(sums) if not joined), len(reads))
+        self._core.unlease(at.owner, [r.lease.id for r in reads[sound:]])
+        live = self._core.reader.live(place, reads[:sound], min(max(request.lease_s, 0.0), LEASE_S_MAX))
+        return self._acquired(at, request, place, live, sums)
+
+    def _acquired(
+        self, at: Attachment, request: wire.Acquire, place: Place, reads: list[Read], sums: Sequence[bytes] = ()
+    ) -> wire.Acquired:
+        right = at.readable(request.scope)
+        if right is None:
+            self._core.unlease(at.owner, [r.lease.id for r in reads])  # The right was lost on the way.
+            self._audit.refused_scope(at, request.scope, "acquire", len(reads))
+            return wire.Acquired(request.id, self.grants_version, (), (), self._node.epoch)
+        places = [(r.lease.residence.tier, r.lease.residence.slot) for r in reads]
+        kept, extents = self._grants.fit(at, right, places)
+        if kept < len(reads):
+            self._core.unlease(at.owner, [r.lease.id for r in reads[kept:]])
+        reads = reads[:kept]
+        blocks = tuple([leased_of(read, joined) for read, joined in zip(reads, sums or repeat(b""), strict=False)])
+        if place.session is not None:
+            place.session.follow([r.lease.entry for r in reads])
+            self._node.sessions.refresh(place.session, self._node.clock())
+        sources = [read.source for read in reads]
+        for source in set(sources):
+            self._node.counters.add(
+                "kvstrata_acquired_blocks_total", sources.count(source), tenant=at.tenant, source=source
+            )
+        self._audit.read(at, request.scope, "acquire", (read.lease.entry for read in reads))
+        self._node.counters.leased(right.access, kept)
+        return wire.Acquired(
+            request.id, self.grants_version, blocks, extents, self._node.epoch, self._grants.gone(at, extents)
+        )
+
+    def _release(self, at: Attachment, request: wire.Release) -> wire.Done:
+        self._core.reader.inspect(at.owner, request.suspects[:SUSPECTS_MAX])
+        return wire.Done(request.id, self.grants_version, self._core.release(at.owner, request.leases))
+
+    def _reserve(self, at: Attachment, request: wire.Reserve) -> Outcome:
+        if len(request.parent) not in (0, KEY_BYTES):
+            raise InvalidInputError(f"parent of {len(request.parent)} B, 0 or {KEY_BYTES} wanted")
+        self._handovers.check(request, at.block_bytes)
+        self._writable(at, request)
+        place = self._place(at, request, request.session)
+        assert place is not None
+        digests = unpack_digests(request.digests)
+        made = self._core.writer.reserve_now(place, request.parent, digests)
+        if len(made) == len(digests):
+            return self._reserved(at, request, made, made)
+        return self._reserve_slow(at, request, place, digests, made)
+
+    def _writable(self, at: Attachment, request: wire.Reserve) -> ScopeRight:
+        try:
+            return at.writable(request.scope)
+        except ForbiddenError:
+            self._audit.refused_write(at, request.scope, "reserve", len(request.digests) // KEY_BYTES)
+            raise
+
+    async def _reserve_slow(
+        self,
+        at: Attachment,
+        request: wire.Reserve,
+        place: Place,
+        digests: Sequence[bytes],
+        made: list[Reservation | None],
+    ) -> wire.AnyReply:
+        with span("kvstrata.reserve", session_id=request.session, pool=self._node.pool, requested_blocks=len(digests)):
+            parent = digests[len(made) - 1] if made else request.parent
+            rest = digests[len(made) :]
+            more, refusal, busy_s = await self._core.writer.reserve(place, parent, rest, has_some=bool(made))
+            made += more
+        # Whoever waited for the rest so long that a first one expired gets what stands before that one.
+        answer = self._reserved(at, request, made, self._node.reservations.open_ones(made))
+        return self._told(replace(answer, refusal=refusal), busy_s, "reserve")
+
+    def _reserved(
+        self,
+        at: Attachment,
+        request: wire.Reserve,
+        made: list[Reservation | None],
+        standing: Sequence[Reservation | None],
+    ) -> wire.Reserved:
+        """Answer with those of what was `made` that are `standing` and fit into one frame."""
+        spots = [r for r in made if r is not None]
+        try:
+            right = self._writable(at, request)
+        except ForbiddenError:  # The right was lost on the way.
+            self._core.abandon(at.owner, [r.id for r in spots])
+            raise
+        kept, extents = self._grants.fit(at, right, [(r.tier, r.slot) for r in standing if r is not None])
+        if kept < len(spots):
+            made = self._cut(at, made, kept)
+        gone = self._grants.gone(at, extents)
+        slots = tuple([NO_SLOT if r is None else slot_of(r.id, r.tier, r.slot) for r in made])
+        named, version, epoch = self._handovers.begin(request, made), self.grants_version, self._node.epoch
+        return wire.Reserved(request.id, version, slots, extents, epoch, RESERVATION_S, gone, named)
+
+    def _cut(self, at: Attachment, made: list[Reservation | None], kept: int) -> list[Reservation | None]:
+        """Keep the leading answers with `kept` reservations and give the rest back."""
+        given = [i for i, r in enumerate(made) if r is not None]
+        self._core.abandon(at.owner, [r.id for r in made[given[kept] :] if r is not None])
+        return made[: given[kept]]
+
+    def _publish(self, at: Attachment, request: wire.Publish) -> Outcome:
+        if len(request.reservations) != len(request.checksums):
+            raise InvalidInputError(
+                f"{len(request.checksums)} checksums for {len(request.reservations)} reservations: one for each wanted"
+            )
+        sizes = set(map(len, request.checksums))
+        if sizes - {CHECKSUM_BYTES}:
+            raise InvalidInputError(f"checksums of {sorted(sizes)} B: {CHECKSUM_BYTES} B wanted")
+        if at.block_bytes <= INLINE_BYTES_MAX:
+            results = self._core.writer.publish_now(at.owner, request.reservations, request.checksums)
+            return wire.Published(request.id, self.grants_version, results)
+        return self._publish_slow(at, request)
+
+    async def _publish_slow(self, at: Attachment, request: wire.Publish) -> wire.Published:
+        with span("kvstrata.publish", pool=self._node.pool, blocks=len(request.reservations)):
+            results = await self._core.writer.publish(at.owner, request.reservations, request.checksums)
+        return wire.Published(request.id, self.grants_version, results)
+
+    def _abandon(self, at: Attachment, request: wire.Abandon) -> wire.Done:
+        return wire.Done(request.id, self.grants_version, self._core.abandon(at.owner, request.reservations))
+
+    def _prefetch(self, at: Attachment, request: wire.Prefetch) -> wire.Done:
+        place = self._place(at, request, request.session)
+        count = self._core.reader.prefetch(place, unpack_digests(request.digests)) if place else 0
+        return wire.Done(request.id, self.grants_version, count)
+
+    def _pin(self, at: Attachment, request: wire.Pin) -> wire.Done:
+        place = self._place(at, request, "")
+        seconds = min(max(request.expires_s, 0.0), PIN_S_MAX)
+        count = self._core.pin(place, unpack_digests(request.digests), seconds) if place else 0
+        return wire.Done(request.id, self.grants_version, count)
+
+    def _unpin(self, at: Attachment, request: wire.Unpin) -> wire.Done:
+        place = self._place(at, request, "")
+        count = self._core.unpin(place, unpack_digests(request.digests)) if place else 0
+        return wire.Done(request.id, self.grants_version, count)

@@ -1,0 +1,341 @@
+"""The asyncio client: the same verbs, calls and life cycle as the blocking one, on an event loop."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import socket
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from kvstrata_api.blocks import BlockKey
+from kvstrata_api.errors import AgentAwayError, KvStrataError
+from kvstrata_client import calls, handover_calls
+from kvstrata_client.aio_growing import AsyncGrowingBlocks
+from kvstrata_client.aio_link import AsyncLink
+from kvstrata_client.aio_streaming import AsyncLayerStream
+from kvstrata_client.calls import (
+    Ahead,
+    Call,
+    Calls,
+    Collect,
+    Done,
+    Operation,
+    Post,
+    Step,
+    Work,
+    begin,
+    interrupt,
+    resume,
+)
+from kvstrata_client.client import ATTACH_WAIT_S
+from kvstrata_client.counters import Counters
+from kvstrata_client.growing import Slots
+from kvstrata_client.held import AsyncLeases
+from kvstrata_client.lifecycle import Connect, Down, Idle, Pause, Up, lifecycle
+from kvstrata_client.lifecycle import Step as Turn
+from kvstrata_client.link import Sent, unsent
+from kvstrata_client.ranges import Cut
+from kvstrata_client.results import Answer, Grants, Lease, Prefix, Published, Reservation
+from kvstrata_client.streaming import Leased
+from kvstrata_client.target import Target
+
+T = TypeVar("T")
+
+_Flying = dict[Ahead, tuple[AsyncLink | None, Sent]]
+"""What an operation has sent ahead and not collected yet."""
+
+
+class AsyncClient:
+    """One attachment to an agent, shared by the tasks of an event loop. See `Client` for what it promises."""
+
+    def __init__(self, target: Target, *, strict: bool = False) -> None:
+        """Prepare; `start` or `async with` begins to attach."""
+        self.target = target
+        self.counters = Counters()
+        self.is_strict = strict
+        self._link: AsyncLink | None = None
+        self._candidate: AsyncLink | None = None
+        self._serials = itertools.count(1)
+        self._reason: KvStrataError = AgentAwayError("not attached yet")
+        self._attached = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def attach(cls, target: Target, *, strict: bool = False, wait_s: float = ATTACH_WAIT_S) -> Self:
+        """Make a client and wait up to `wait_s` until it is attached; `is_attached` says whether it is."""
+        client = cls(target, strict=strict)
+        client.start()
+        await client.wait_attached(wait_s)
+        return client
+
+    async def __aenter__(self) -> Self:
+        self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def start(self) -> None:
+        """Begin to attach in the background. Idempotent."""
+        if self._keeper is None:
+            self._keeper = asyncio.create_task(self._keep(), name="kvstrata-client")
+
+    @property
+    def is_attached(self) -> bool:
+        """True while verbs reach the agent."""
+        return self._link is not None
+
+    @property
+    def reason(self) -> KvStrataError:
+        """Why the client is (or last was) not attached."""
+        return self._reason
+
+    @property
+    def grants(self) -> Grants | None:
+        """Newest grants; None while not attached."""
+        return self._link.protocol.grants if self._link is not None else None
+
+    @property
+    def is_stale(self) -> bool:
+        """True when the agent has said that the grants may have changed."""
+        return self._link is not None and self._link.protocol.is_stale
+
+    @property
+    def is_crowded(self) -> bool:
+        """True while so many requests are under way that no operation should send several ahead."""
+        return self._link is not None and self._link.protocol.is_crowded
+
+    async def wait_attached(self, wait_s: float) -> bool:
+        """Wait until attached, `wait_s` at most; returns whether it is."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._attached.wait(), wait_s)
+        return self.is_attached
+
+    async def close(self) -> None:
+        """Let go of everything held and end the connection. Idempotent; verbs answer absence from then on."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.wait((keeper,))
+        self._drop(AgentAwayError("the client is closed"))
+
+    # Verbs. Each is one round trip at most; see `Client`.
+
+    async def refresh_grants(self) -> Grants | None:
+        """Ask for the grants anew."""
+        return await self._one(calls.scopes(self.target))
+
+    async def open_session(self, session: str, *, parent: str = "", priority: str = "") -> None:
+        """Start or revive a session."""
+        await self._one(calls.open_session(self.target, session, parent, priority))
+
+    async def fork_session(self, session: str, parent: str, *, priority: str = "") -> None:
+        """Start a session that shares everything its parent has so far."""
+        await self._one(calls.open_session(self.target, session, parent, priority))
+
+    async def touch_session(
+        self, session: str, state: str, *, urgency: int = 0, expected_return_s: float = 0.0
+    ) -> None:
+        """Say what a session is about to do: `decoding`, `idle` or `tool`, and when its next turn is expected."""
+        await self._one(calls.touch_session(self.target, session, state, urgency, expected_return_s))
+
+    async def close_session(self, session: str, *, archive: bool = True, wait_s: float = 0.0) -> bool:
+        """End a session; with `archive` its prefix goes to slow tiers instead of away.
+
+        True when it is archived within `wait_s`: every block of its prefix has a copy that survives a restart. The
+        archive goes on after that; `explain` tells the session's state.
+        """
+        return await self._one(calls.close_session(self.target, session, archive=archive, wait_s=wait_s))
+
+    async def lookup(self, keys: Sequence[BlockKey], *, session: str = "") -> Prefix:
+        """Ask how long a prefix of these chained keys (one scope) can be had."""
+        return await self._one(calls.lookup(self.target, keys, session))
+
+    async def acquire(
+        self, keys: Sequence[BlockKey], *, session: str = "", lease_s: float = 30.0, deadline_s: float = 10.0
+    ) -> AsyncLeases:
+        """Lease the longest usable prefix, brought into memory within `deadline_s`; use it in an `async with` block.
+
+        Read the views inside the block. Its exit raises `LeaseLostError` when what was read there is void.
+        """
+        (answer,) = await self._ask((calls.acquire(self.target, keys, session, lease_s, deadline_s),))
+        return AsyncLeases(answer.value, self._end, answer.busy_s)
+
+    async def _end(self, leases: Sequence[Lease], suspects: Sequence[Lease] = ()) -> bool:
+        """End leases; true when the agent says that all of them lived until now."""
+        try:
+            ended = (await self._ask((calls.release(self.target, leases, suspects),)))[0]
+        except KvStrataError:  # Strict: whatever the reason is, nobody vouches for what was read.
+            return self.counters.judge(len(leases), 0)
+        return self.counters.judge(len(leases), ended.value)
+
+    def stream(self, leased: Leased, cut: Cut) -> AsyncLayerStream:
+        """Read blocks that were leased for a cut layer by layer; the stream ends the leases."""
+        return AsyncLayerStream(leased, cut, self._end, self._arrive, _work)
+
+    async def _arrive(self, leases: Sequence[Lease], have: int, wait_s: float) -> tuple[bytes, ...]:
+        """Checksums of parts of growing blocks; none when they are lost, or the agent is."""
+        return await self._one(handover_calls.arrive(self.target, leases, have, wait_s))
+
+    def grow(self, slots: Slots) -> AsyncGrowingBlocks:
+        """Write blocks that were reserved for a hand-over."""
+        return AsyncGrowingBlocks(self.target, self._one, self._post, _work, slots)
+
+    async def reserve(
+        self, keys: Sequence[BlockKey], *, parent: bytes = b"", session: str = ""
+    ) -> tuple[Reservation, ...]:
+        """Ask for slots to fill, in chain order; fewer than asked for when the tier is full."""
+        return await self._one(calls.reserve(self.target, parent, keys, session))
+
+    async def publish(self, reservations: Sequence[Reservation], checksums: Sequence[bytes]) -> tuple[Published, ...]:
+        """Commit filled slots with their checksums (`copying.fill`)."""
+        return await self._one(calls.publish(self.target, reservations, checksums))
+
+    def abandon(self, reservations: Sequence[Reservation]) -> None:
+        """Give reservations back unfilled, without waiting for the agent."""
+        self._post((calls.abandon(self.target, reservations),))
+
+    async def prefetch(self, keys: Sequence[BlockKey], *, session: str = "") -> None:
+        """Bring a prefix into memory in the background."""
+        await self._one(calls.prefetch(self.target, keys, session))
+
+    async def pin(self, keys: Sequence[BlockKey], expires_s: float) -> int:
+        """Keep blocks in memory until `expires_s` from now; returns how many are."""
+        return await self._one(calls.pin(self.target, keys, expires_s))
+
+    async def unpin(self, keys: Sequence[BlockKey]) -> int:
+        """Take pins of this connection back; returns how many."""
+        return await self._one(calls.unpin(self.target, keys))
+
+    async def stats(self) -> str:
+        """Tiers and counters as JSON text; `{}` when the agent is away."""
+        return await self._one(calls.stats(self.target))
+
+    async def explain(self, *, key: BlockKey | None = None, session: str = "") -> str:
+        """Why a block or a session is where it is, as JSON text."""
+        return await self._one(calls.explain(self.target, key, session))
+
+    async def run(self, operation: Operation[T]) -> T:
+        """Drive an operation that was made for this client; work on memory goes to a worker thread."""
+        flying: _Flying = {}
+        try:
+            step = begin(operation)
+            while not isinstance(step, Done):
+                try:
+                    outcome = await self._perform(step, flying)
+                except BaseException as e:  # noqa: BLE001  Given to the operation, which lets go of what it holds and re-raises.
+                    step = interrupt(operation, e)
+                else:
+                    step = resume(operation, outcome)
+        finally:
+            for link, sent in flying.values():
+                if link is not None:
+                    link.forget(sent)
+        return step.value
+
+    async def _perform(self, step: Step, flying: _Flying) -> Sequence[Answer[Any]]:
+        match step:
+            case Work():
+                await _work(step)
+            case Post():
+                self._post(step.calls)
+            case Ahead():
+                flying[step] = self._link, self._send(step.calls)
+            case Collect():
+                return await self._collect(*flying.pop(step.ahead))
+            case _:
+                return await self._ask(step)
+        return ()
+
+    async def _one(self, call: Call[T]) -> T:
+        return (await self._ask((call,)))[0].value  # type: ignore[no-any-return]
+
+    async def _ask(self, asked: Calls) -> list[Answer[Any]]:
+        """Execute calls; absent answers when the agent is away, or its error when strict."""
+        return await self._collect(self._link, self._send(asked))
+
+    def _send(self, asked: Calls) -> Sent:
+        return Sent(asked, (), self._reason) if self._link is None else self._link.send(asked)
+
+    async def _collect(self, link: AsyncLink | None, sent: Sent) -> list[Answer[Any]]:
+        answers = unsent(sent) if link is None else await link.collect(sent)
+        try:
+            self.counters.settle(answers, link, is_strict=self.is_strict)
+        except KvStrataError:  # What the other answers brought has no taker.
+            if (unused := calls.given_back(sent.calls, answers)) and link is not None:
+                link.post(unused)
+            raise
+        return answers
+
+    def _post(self, posted: Calls) -> None:
+        if self._link is not None:
+            self._link.post(posted)
+
+    # The keeper: a task that carries out the steps of `lifecycle`.
+
+    async def _keep(self) -> None:
+        steps = lifecycle(self.target, random.Random())
+        outcome: Any = None
+        while True:
+            outcome = await self._do(steps.send(outcome))
+
+    async def _do(self, step: Turn) -> Any:
+        match step:
+            case Connect():
+                return await self._connect()
+            case Up():
+                self._link, self._candidate = self._candidate, None
+                self._attached.set()
+            case Idle(timeout_s, is_patient):
+                assert self._link is not None, "only an attached client idles"
+                return await self._link.idle(timeout_s, is_patient=is_patient)
+            case Down(reason):
+                self._drop(reason)
+            case Pause(wait_s):
+                await asyncio.sleep(wait_s)
+            case _:
+                link = self._link or self._candidate
+                assert link is not None, "only a connected client asks"
+                return await link.exchange(step)
+        return None
+
+    async def _connect(self) -> KvStrataError | None:
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connected.setblocking(False)  # noqa: FBT003  The standard library's signature.
+        try:
+            async with asyncio.timeout(self.target.move_timeout_s):
+                await asyncio.get_running_loop().sock_connect(connected, os.fspath(self.target.socket))
+        except (OSError, TimeoutError) as e:
+            connected.close()
+            return AgentAwayError(f"{self.target.socket}: {e}")
+        self._candidate = AsyncLink(self.target, connected, next(self._serials))
+        return None
+
+    def _drop(self, reason: KvStrataError) -> None:
+        links = (self._link, self._candidate)
+        self._reason = reason
+        self._attached.clear()
+        self._link = self._candidate = None
+        for link in links:
+            if link is not None:
+                link.fail(reason)
+
+
+async def _work(step: Work) -> None:
+    """Do what touches memory in a thread, to its end, however often the caller is cancelled meanwhile.
+
+    The memory must not be given back under the thread. It is no task: the end of a loop would cancel that.
+    """
+    work = asyncio.get_running_loop().run_in_executor(None, step.run)
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError:
+        while not work.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait((work,))
+        raise

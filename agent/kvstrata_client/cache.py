@@ -1,0 +1,219 @@
+"""A prefix cache over a client: tokens in, verified blocks out; the scopes and keys stay inside."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from kvstrata_api.blocks import token_ids
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.wire_handover import Handover
+from kvstrata_client.aio import AsyncClient
+from kvstrata_client.aio_growing import AsyncGrowingBlocks
+from kvstrata_client.aio_streaming import AsyncLayerStream
+from kvstrata_client.chain import Tokens
+from kvstrata_client.client import Client
+from kvstrata_client.growing import GrowingBlocks, begin
+from kvstrata_client.held import lost
+from kvstrata_client.loading import load
+from kvstrata_client.ranges import Cut
+from kvstrata_client.results import Bytes2D, Loaded, Located, Stored
+from kvstrata_client.routes import Attachment, Job, look_up, prompt_of
+from kvstrata_client.storing import store
+from kvstrata_client.streaming import LEASE_S, LayerStream, lease_route
+from kvstrata_client.target import Target
+
+DEADLINE_S: Final = 10.0
+TOKENS_MAX: Final = 1 << 24
+"""Sixteen million tokens: above every context window there is, below what would be a mistake in the unit."""
+
+
+class PrefixCache:
+    """Loads and stores prompts' blocks; blocking."""
+
+    def __init__(self, client: Client) -> None:
+        """Use `client`, which stays the caller's to close."""
+        self._client = client
+
+    def lookup(self, tokens: Sequence[int] | Tokens, *, session: str = "") -> Located:
+        """Tell how many leading blocks of `tokens` can be had now, here or from another node; leases nothing."""
+        return self._client.run(look_up(_job(self._client.target, self._client, tokens, session, DEADLINE_S)))
+
+    def load(
+        self,
+        tokens: Sequence[int] | Tokens,
+        into: Bytes2D | None = None,
+        *,
+        session: str = "",
+        deadline_s: float = DEADLINE_S,
+        blocks_max: int | None = None,
+    ) -> Loaded:
+        """Copy the longest cached prefix of `tokens`, block by block, into `into` or a new buffer.
+
+        `blocks_max` bounds how many blocks are loaded; pass it rather than fewer tokens, because a shared prefix is
+        recognised by all of its tokens, which may end within a block.
+        Rows of `into` beyond the blocks loaded hold nothing of use. Every row has been verified after the copy.
+        Raises `InvalidInputError` for a buffer of another shape, and nothing else unless the client is strict.
+        """
+        job = _job(self._client.target, self._client, tokens, session, deadline_s, blocks_max)
+        check_buffer(job.target, into)
+        loaded = self._client.run(load(job, into))
+        self._client.counters.note_load(job.wanted_blocks, loaded)
+        return _vouched(loaded, is_strict=self._client.is_strict)
+
+    def stream(
+        self,
+        tokens: Sequence[int] | Tokens,
+        *,
+        heads: range | None = None,
+        session: str = "",
+        deadline_s: float = DEADLINE_S,
+        blocks_max: int | None = None,
+        handover: Handover | None = None,
+    ) -> LayerStream:
+        """Lease the longest cached prefix of `tokens`, to be read layer by layer, of some KV `heads` or of all.
+
+        Every layer is verified after its copy, against checksums that the agent made of the parts of proven blocks.
+        With `handover` the stream goes on with blocks whose writer, on another node, is still computing them: reading
+        a layer waits for it. Raises `InvalidInputError` for heads that the layout has not, or of a hand-over, and
+        nothing else unless the client is strict.
+        """
+        cut = _cut(self._client.target, heads, handover)
+        job = _job(self._client.target, self._client, tokens, session, deadline_s, blocks_max)
+        leased = self._client.run(lease_route(replace(job, lease_s=LEASE_S), cut, handover))
+        return self._client.stream(leased, cut)
+
+    def grow(
+        self, tokens: Sequence[int] | Tokens, *, session: str = "", deadline_s: float = DEADLINE_S
+    ) -> GrowingBlocks:
+        """Reserve blocks of `tokens` that a reader on another node may have layer by layer while they are computed."""
+        job = _job(self._client.target, self._client, tokens, session, deadline_s)
+        return self._client.grow(self._client.run(begin(job)))
+
+    def store(
+        self,
+        tokens: Sequence[int] | Tokens,
+        blocks: Bytes2D,
+        *,
+        first_block: int = 0,
+        session: str = "",
+        deadline_s: float = DEADLINE_S,
+    ) -> Stored:
+        """Make the blocks of `tokens` available in the scope that this tenant writes to.
+
+        `blocks` are the bytes of blocks `first_block` and up, as many as are at hand. Blocks that are there already
+        are not written again. Errors as for `load`.
+        """
+        job = _job(self._client.target, self._client, tokens, session, deadline_s)
+        check_buffer(job.target, blocks)
+        stored = self._client.run(store(job, blocks, first_block))
+        self._client.counters.note_store(stored)
+        return stored
+
+
+class AsyncPrefixCache:
+    """Loads and stores prompts' blocks under asyncio; memory is copied in a worker thread."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        """Use `client`, which stays the caller's to close."""
+        self._client = client
+
+    async def lookup(self, tokens: Sequence[int] | Tokens, *, session: str = "") -> Located:
+        """Like `PrefixCache.lookup`."""
+        return await self._client.run(look_up(_job(self._client.target, self._client, tokens, session, DEADLINE_S)))
+
+    async def load(
+        self,
+        tokens: Sequence[int] | Tokens,
+        into: Bytes2D | None = None,
+        *,
+        session: str = "",
+        deadline_s: float = DEADLINE_S,
+        blocks_max: int | None = None,
+    ) -> Loaded:
+        """Like `PrefixCache.load`. A cancelled load gives its leases back."""
+        job = _job(self._client.target, self._client, tokens, session, deadline_s, blocks_max)
+        check_buffer(job.target, into)
+        loaded = await self._client.run(load(job, into))
+        self._client.counters.note_load(job.wanted_blocks, loaded)
+        return _vouched(loaded, is_strict=self._client.is_strict)
+
+    async def stream(
+        self,
+        tokens: Sequence[int] | Tokens,
+        *,
+        heads: range | None = None,
+        session: str = "",
+        deadline_s: float = DEADLINE_S,
+        blocks_max: int | None = None,
+        handover: Handover | None = None,
+    ) -> AsyncLayerStream:
+        """Like `PrefixCache.stream`: `async with await cache.stream(tokens) as layers: async for layer in layers: ...`.
+
+        Cancelled, it gives its leases back; so does leaving the `async with` block, in whatever way.
+        """
+        cut = _cut(self._client.target, heads, handover)
+        job = _job(self._client.target, self._client, tokens, session, deadline_s, blocks_max)
+        leased = await self._client.run(lease_route(replace(job, lease_s=LEASE_S), cut, handover))
+        return self._client.stream(leased, cut)
+
+    async def grow(
+        self, tokens: Sequence[int] | Tokens, *, session: str = "", deadline_s: float = DEADLINE_S
+    ) -> AsyncGrowingBlocks:
+        """Like `PrefixCache.grow`."""
+        job = _job(self._client.target, self._client, tokens, session, deadline_s)
+        return self._client.grow(await self._client.run(begin(job)))
+
+    async def store(
+        self,
+        tokens: Sequence[int] | Tokens,
+        blocks: Bytes2D,
+        *,
+        first_block: int = 0,
+        session: str = "",
+        deadline_s: float = DEADLINE_S,
+    ) -> Stored:
+        """Like `PrefixCache.store`. A cancelled store gives its reservations back."""
+        job = _job(self._client.target, self._client, tokens, session, deadline_s)
+        check_buffer(job.target, blocks)
+        stored = await self._client.run(store(job, blocks, first_block))
+        self._client.counters.note_store(stored)
+        return stored
+
+
+def check_buffer(target: Target, buffer: Bytes2D | None) -> None:
+    """Raise `InvalidInputError` unless `buffer` is (blocks, block bytes) uint8 in C order."""
+    if buffer is None:
+        return
+    wanted = target.layout.block_bytes
+    if buffer.dtype != np.uint8 or buffer.ndim != 2 or buffer.shape[1] != wanted or not buffer.flags.c_contiguous:
+        raise InvalidInputError(f"buffer of {buffer.dtype} {buffer.shape}: contiguous uint8 (blocks, {wanted}) wanted")
+
+
+def _vouched(loaded: Loaded, *, is_strict: bool) -> Loaded:
+    """Return a load; for a strict client, raise `LeaseLostError` when leases were over before the copies were."""
+    if loaded.lost_blocks and is_strict:
+        raise lost(loaded.lost_blocks)
+    return loaded
+
+
+def _job(
+    target: Target,
+    at: Attachment,
+    tokens: Sequence[int] | Tokens,
+    session: str,
+    deadline_s: float,
+    blocks_max: int | None = None,
+) -> Job:
+    packed = token_ids(tokens)
+    if packed.ndim != 1 or len(packed) > TOKENS_MAX:
+        raise InvalidInputError(f"tokens of shape {packed.shape}: one row of at most {TOKENS_MAX} wanted")
+    return Job(target, at, prompt_of(target, packed), session, deadline_s=deadline_s, blocks_max=blocks_max)
+
+
+def _cut(target: Target, heads: range | None, handover: Handover | None) -> Cut:
+    """What a stream reads of blocks. Raises `InvalidInputError` for heads that there are not, or of a hand-over."""
+    if handover is not None and heads is not None:
+        raise InvalidInputError(f"heads {heads.start} to {heads.stop}: a hand-over goes by whole layers")
+    return Cut(target.layout, heads)

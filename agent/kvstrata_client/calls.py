@@ -1,0 +1,387 @@
+"""Verbs as values: the request, how to read its reply, and what to answer when there is none. Pure.
+
+Every client, blocking or not, executes the same calls, so a verb's meaning is written once.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+from kvstrata_api import wire
+from kvstrata_api.blocks import KEY_BYTES, BlockKey, ScopeId, ScopeSecret, pack_digests
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_client.extents import Extents
+from kvstrata_client.results import Answer, Grants, Lease, Prefix, Published, Reservation, Scope
+from kvstrata_client.target import Target
+
+T = TypeVar("T")
+S = TypeVar("S", bound=wire.AnyReply)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What is needed to make sense of a reply: the mapped extents and the size of a block in them."""
+
+    extents: Extents
+    block_bytes: int
+    connection: int
+    """Serial number of the connection, to keep its leases and reservations apart from another's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One verb to be executed."""
+
+    request: Callable[[int], wire.AnyRequest]
+    """Makes the request of a given id."""
+    read: Callable[[wire.AnyReply, Reading], T]
+    """Turns the reply into the verb's result. Raises `InvalidInputError` for a reply that makes no sense."""
+    absent: T
+    """The result while the agent is away."""
+    timeout_s: float
+    undo: Callable[[wire.AnyReply], "Call[int] | None"] = lambda _: None
+    """What to send when the reply comes after the caller has gone, so that nothing stays held."""
+    connection: int = 0
+    """The only connection on which this call means anything; 0 for any."""
+    give_back: Callable[[T], "Call[int] | None"] = lambda _: None
+    """What to send when nobody takes the result, so that nothing stays held."""
+
+
+_RESULTS: Final = tuple(Published)
+"""By code."""
+
+ARCHIVED: Final = 2
+"""Count in the answer to CloseSession that says: archived."""
+
+Calls = tuple[Call[Any], ...]
+Answers = Sequence[Answer[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Calls to be sent without waiting for their answers."""
+
+    calls: Calls
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Copying and checksumming, to be done where it blocks nobody else."""
+
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ahead:
+    """Calls to be sent now, whose answers are collected later: the agent works on them while something else is done."""
+
+    calls: Calls
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """The answers to calls that were sent ahead, once; their time to answer counts from here."""
+
+    ahead: Ahead
+
+
+Step = Calls | Post | Work | Ahead | Collect
+
+Operation = Generator[Step, Answers, T]
+"""Several steps that make up one verb of the high-level interface.
+
+Yields calls to be executed together or collected (their answers are sent back), posts, work or calls to be sent ahead
+(answered by an empty sequence); returns the result. It holds no socket, so each client drives it. A driver that must
+give up throws its exception in and carries out what is yielded in answer: that is how leases and reservations are given
+back. What was sent ahead and not collected by the end the driver undoes, as it does for any caller that has gone.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Generic[T]):
+    """The end of an operation."""
+
+    value: T
+
+
+def begin(operation: Operation[T]) -> Step | Done[T]:
+    """Take an operation to its first step."""
+    try:
+        return next(operation)
+    except StopIteration as end:
+        return Done(end.value)
+
+
+def resume(operation: Operation[T], outcome: Answers) -> Step | Done[T]:
+    """Take an operation to its next step."""
+    try:
+        return operation.send(outcome)
+    except StopIteration as end:
+        return Done(end.value)
+
+
+def interrupt(operation: Operation[T], error: BaseException) -> Step | Done[T]:
+    """Let an operation clean up after `error`; it raises `error` when it has."""
+    try:
+        return operation.throw(error)
+    except StopIteration as end:
+        return Done(end.value)
+
+
+def given_back(asked: Calls, answers: Answers) -> Calls:
+    """What to send when nobody takes the results of some calls."""
+    made = (call.give_back(a.value) for call, a in zip(asked, answers, strict=True) if a.error is None and a.value)
+    return tuple([call for call in made if call is not None])
+
+
+def _expect(reply: wire.AnyReply, kind: type[S]) -> S:
+    if not isinstance(reply, kind):
+        raise InvalidInputError(f"reply {reply.id} is {type(reply).__name__}, {kind.__name__} wanted")
+    return reply
+
+
+def hello(target: Target) -> Call[wire.Welcome | None]:
+    """First call of a connection."""
+    return Call(
+        lambda i: wire.Hello(i, wire.PROTOCOL_VERSION, target.client),
+        lambda reply, _: _expect(reply, wire.Welcome),
+        None,
+        target.move_timeout_s,
+    )
+
+
+def attach(target: Target, token: str) -> Call[Grants | None]:
+    """Authenticate; a TokenReview may lie behind it."""
+    return Call(
+        lambda i: wire.Attach(i, token, target.pool, target.layout),
+        lambda reply, _: read_grants(_expect(reply, wire.Granted)),
+        None,
+        target.move_timeout_s,
+    )
+
+
+def scopes(target: Target) -> Call[Grants | None]:
+    """Ask for the grants again."""
+    return Call(wire.Scopes, lambda reply, _: read_grants(_expect(reply, wire.Granted)), None, target.timeout_s)
+
+
+def read_grants(reply: wire.Granted) -> Grants:
+    """Parse grants. Raises `InvalidInputError` for secrets of a wrong size."""
+    for s in reply.scopes:
+        if len(s.secret) != 32:
+            raise InvalidInputError(f"secret of scope {s.scope} has {len(s.secret)} bytes, 32 wanted")
+    parsed = tuple(
+        Scope(ScopeSecret(ScopeId(s.scope), s.secret), s.kind, s.name, s.can_write, s.prefixes) for s in reply.scopes
+    )
+    return Grants(
+        reply.grants_version, reply.tenant, parsed, ScopeId(reply.write_scope), reply.block_bytes, reply.token_expires_s
+    )
+
+
+def lookup(target: Target, keys: Sequence[BlockKey], session: str, *, is_probe: bool = False) -> Call[Prefix]:
+    """Ask how long a prefix can be had; a probe does not count in the hit ratio."""
+    scope, digests = pack(keys)
+    return Call(lambda i: wire.Lookup(i, scope, digests, session, is_probe), _read_prefix, Prefix(), target.timeout_s)
+
+
+def count_load(target: Target, wanted_blocks: int, loaded_blocks: int) -> Call[int]:
+    """Tell the agent how a load ended, for the hit ratio."""
+    return counted(lambda i: wire.CountLoad(i, wanted_blocks, loaded_blocks), target)
+
+
+def _read_prefix(reply: wire.AnyReply, _: Reading) -> Prefix:
+    found = _expect(reply, wire.Found)
+    return Prefix(found.prefix_blocks, found.states, found.places, found.tier_names)
+
+
+def acquire(
+    target: Target, keys: Sequence[BlockKey], session: str, lease_s: float, deadline_s: float, part_bytes: int = 0
+) -> Call[tuple[Lease, ...]]:
+    """Lease leading blocks, with checksums of their parts where `part_bytes` are given.
+
+    Waits for `deadline_s` at most, plus the usual time of a verb.
+    """
+    scope, digests = pack(keys)
+
+    def read(reply: wire.AnyReply, reading: Reading) -> tuple[Lease, ...]:
+        acquired = _expect(reply, wire.Acquired)
+        return tuple([_lease(b, k, acquired.epoch, reading) for b, k in zip(acquired.blocks, keys, strict=False)])
+
+    return Call(
+        lambda i: wire.Acquire(i, scope, digests, session, lease_s, deadline_s, part_bytes),
+        read,
+        (),
+        deadline_s + target.timeout_s,
+        lambda reply: _release(target, tuple(b.lease for b in _expect(reply, wire.Acquired).blocks)),
+        give_back=lambda leases: release(target, leases),
+    )
+
+
+def _lease(block: wire.Leased, key: BlockKey, epoch: int, reading: Reading) -> Lease:
+    view = reading.extents.view(block.extent, block.offset, reading.block_bytes, is_writable=False)
+    bound = block.epoch or epoch
+    return Lease(
+        block.lease,
+        key.digest,
+        bound,
+        block.stamp,
+        block.checksum,
+        block.source,
+        reading.connection,
+        view,
+        block.parts,
+        block.is_growing,
+    )
+
+
+def release(target: Target, leases: Sequence[Lease], suspects: Sequence[Lease] = ()) -> Call[int]:
+    """End leases of one connection; the result counts those that lived until now.
+
+    `suspects` are those whose copy did not match its checksum.
+    """
+    ids = tuple(lease.lease for lease in leases)
+    return _release(target, ids, _connection(leases), tuple(lease.lease for lease in suspects))
+
+
+def _release(target: Target, leases: tuple[int, ...], connection: int = 0, suspects: tuple[int, ...] = ()) -> Call[int]:
+    return counted(lambda i: wire.Release(i, leases, suspects), target, connection)
+
+
+def reserve(target: Target, parent: bytes, keys: Sequence[BlockKey], session: str) -> Call[tuple[Reservation, ...]]:
+    """Ask for slots; `parent` is the digest that the first key continues."""
+    scope, digests = pack(keys)
+
+    def read(reply: wire.AnyReply, reading: Reading) -> tuple[Reservation, ...]:
+        reserved = _expect(reply, wire.Reserved)
+        return tuple([_reservation(s, k, reserved.epoch, reading) for s, k in zip(reserved.slots, keys, strict=False)])
+
+    def undo(reply: wire.AnyReply) -> Call[int]:
+        return _abandon(target, tuple(s.reservation for s in _expect(reply, wire.Reserved).slots if s.reservation))
+
+    return Call(
+        lambda i: wire.Reserve(i, scope, parent, digests, session),
+        read,
+        (),
+        target.move_timeout_s,
+        undo,
+        give_back=lambda made: abandon(target, made),
+    )
+
+
+def _reservation(slot: wire.Slot, key: BlockKey, epoch: int, reading: Reading) -> Reservation:
+    view = None
+    if slot.reservation:
+        view = reading.extents.view(slot.extent, slot.offset, reading.block_bytes, is_writable=True)
+    return Reservation(slot.reservation, key.digest, epoch, slot.stamp, reading.connection, view)
+
+
+def publish(
+    target: Target, reservations: Sequence[Reservation], checksums: Sequence[bytes]
+) -> Call[tuple[Published, ...]]:
+    """Commit filled slots."""
+
+    def read(reply: wire.AnyReply, _: Reading) -> tuple[Published, ...]:
+        return _published(_expect(reply, wire.Published).results)
+
+    return Call(
+        lambda i: wire.Publish(i, tuple(r.reservation for r in reservations), tuple(checksums)),
+        read,
+        (Published.REFUSED,) * len(reservations),
+        target.move_timeout_s,
+        connection=_connection(reservations),
+    )
+
+
+def _published(results: bytes) -> tuple[Published, ...]:
+    try:
+        return tuple([_RESULTS[code] for code in results])
+    except IndexError:
+        raise InvalidInputError(f"result of a publish is {max(results)}, 0 to 2 wanted") from None
+
+
+def abandon(target: Target, reservations: Sequence[Reservation]) -> Call[int]:
+    """Give reservations of one connection back."""
+    taken = tuple(r.reservation for r in reservations if r.reservation)
+    return _abandon(target, taken, _connection(reservations))
+
+
+def _abandon(target: Target, reservations: tuple[int, ...], connection: int = 0) -> Call[int]:
+    return counted(lambda i: wire.Abandon(i, reservations), target, connection)
+
+
+def prefetch(target: Target, keys: Sequence[BlockKey], session: str) -> Call[int]:
+    """Bring a prefix up in the background."""
+    scope, digests = pack(keys)
+    return counted(lambda i: wire.Prefetch(i, scope, digests, session), target)
+
+
+def pin(target: Target, keys: Sequence[BlockKey], expires_s: float) -> Call[int]:
+    """Keep blocks in memory for a time."""
+    scope, digests = pack(keys)
+    return counted(lambda i: wire.Pin(i, scope, digests, expires_s), target)
+
+
+def unpin(target: Target, keys: Sequence[BlockKey]) -> Call[int]:
+    """Take pins back."""
+    scope, digests = pack(keys)
+    return counted(lambda i: wire.Unpin(i, scope, digests), target)
+
+
+def open_session(target: Target, session: str, parent: str, priority: str) -> Call[int]:
+    """Start, revive or fork a session."""
+    return counted(lambda i: wire.OpenSession(i, session, parent, priority), target)
+
+
+def touch_session(target: Target, session: str, state: str, urgency: int, expected_return_s: float) -> Call[int]:
+    """Say what a session is about to do."""
+    return counted(lambda i: wire.TouchSession(i, session, state, urgency, expected_return_s), target)
+
+
+def close_session(target: Target, session: str, *, archive: bool, wait_s: float = 0.0) -> Call[bool]:
+    """End a session; true when it is archived by then."""
+    return Call(
+        lambda i: wire.CloseSession(i, session, archive, wait_s),
+        lambda reply, _: _expect(reply, wire.Done).count == ARCHIVED,
+        absent=False,
+        timeout_s=target.timeout_s + wait_s,
+    )
+
+
+def stats(target: Target) -> Call[str]:
+    """Tiers and counters as JSON."""
+    return _text(wire.Stats, target)
+
+
+def explain(target: Target, key: BlockKey | None, session: str) -> Call[str]:
+    """Why a block or session is where it is, as JSON."""
+    scope, digest = (key.scope, key.digest) if key else ("", b"")
+    return _text(lambda i: wire.Explain(i, scope, digest, session), target)
+
+
+def pack(keys: Sequence[BlockKey]) -> tuple[str, bytes]:
+    """Scope and joined digests of keys. Raises `InvalidInputError` for none, too many, or keys of several scopes."""
+    if not 0 < len(keys) <= wire.KEYS_MAX:
+        raise InvalidInputError(f"{len(keys)} keys, 1 to {wire.KEYS_MAX} wanted")
+    scope = keys[0].scope
+    if {k.scope for k in keys} != {scope}:
+        raise InvalidInputError(f"keys of {len({k.scope for k in keys})} scopes in one call of {len(keys)} keys")
+    digests = pack_digests(keys)
+    assert len(digests) == KEY_BYTES * len(keys)
+    return scope, digests
+
+
+def _connection(held: Sequence[Lease | Reservation]) -> int:
+    """Return the connection that holds all of these. Raises `InvalidInputError` when there are several."""
+    connections = {h.connection for h in held}
+    if len(connections) > 1:
+        raise InvalidInputError(f"{len(held)} leases or reservations of {len(connections)} connections in one call")
+    return connections.pop() if connections else 0
+
+
+def counted(request: Callable[[int], wire.AnyRequest], target: Target, connection: int = 0) -> Call[int]:
+    """Ask for something whose answer is a number."""
+    return Call(request, lambda reply, _: _expect(reply, wire.Done).count, 0, target.timeout_s, connection=connection)
+
+
+def _text(request: Callable[[int], wire.AnyRequest], target: Target) -> Call[str]:
+    return Call(request, lambda reply, _: _expect(reply, wire.Text).json, "{}", target.timeout_s)

@@ -1,0 +1,55 @@
+"""The `kvstrata` command: looks at one agent or at the fleet, checks manifests, names prefixes, tells who may read.
+
+It also calibrates codecs on captured KV.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvstrata_api.errors import KvStrataError
+from kvstrata_client.commands import agent, calibrate, digest, fleet, manifests, who
+from kvstrata_client.target import VERSION
+
+EXIT_OK: Final = 0
+EXIT_FAILED: Final = 1
+"""The command was understood and the answer is no, or the agent could not give one."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 for success, 1 for a failure, 2 for wrong usage."""
+    given = parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = given.run
+    try:
+        sys.exit(run(given))
+    except KvStrataError as e:
+        sys.stderr.write(f"kvstrata: {type(e).__name__}: {e}\n")
+        sys.exit(EXIT_FAILED)
+    except BrokenPipeError:
+        sys.exit(EXIT_FAILED)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser with every command."""
+    top = argparse.ArgumentParser(prog="kvstrata", description=__doc__)
+    commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    agent.add(commands)
+    fleet.add(commands)
+    manifests.add(commands)
+    digest.add(commands)
+    calibrate.add(commands)
+    who.add(commands)
+    version = commands.add_parser("version", help="print the version")
+    version.set_defaults(run=print_version)
+    return top
+
+
+def print_version(_: argparse.Namespace) -> int:
+    """Print the version."""
+    sys.stdout.write(f"kvstrata {VERSION}\n")
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    main()

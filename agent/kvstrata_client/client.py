@@ -1,0 +1,357 @@
+"""The blocking client: every verb answers within its deadline, as if nothing were cached when the agent is away."""
+
+import itertools
+import os
+import random
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+from kvstrata_api.blocks import BlockKey
+from kvstrata_api.errors import AgentAwayError, KvStrataError
+from kvstrata_client import calls, handover_calls
+from kvstrata_client.calls import (
+    Ahead,
+    Call,
+    Calls,
+    Collect,
+    Done,
+    Operation,
+    Post,
+    Step,
+    Work,
+    begin,
+    interrupt,
+    resume,
+)
+from kvstrata_client.counters import Counters
+from kvstrata_client.growing import GrowingBlocks, Slots
+from kvstrata_client.held import Leases
+from kvstrata_client.lifecycle import Connect, Down, Idle, Pause, Up, lifecycle
+from kvstrata_client.lifecycle import Step as Turn
+from kvstrata_client.link import Link, Sent, unsent
+from kvstrata_client.ranges import Cut
+from kvstrata_client.results import Answer, Grants, Lease, Prefix, Published, Reservation
+from kvstrata_client.streaming import LayerStream, Leased
+from kvstrata_client.target import Target
+
+T = TypeVar("T")
+
+_Flying = dict[Ahead, tuple[Link | None, Sent]]
+"""What an operation has sent ahead and not collected yet."""
+
+ATTACH_WAIT_S: Final = 5.0
+"""How long `attach` waits for the first connection before it goes on in the background."""
+
+
+class Client:
+    """One attachment to an agent, shared by the threads of a process.
+
+    While the agent is away (absent, restarting, hung, refusing) every verb answers at once that nothing is cached;
+    the client reconnects in the background. With `strict` verbs raise the `KvStrataError` instead, for tools.
+    Arguments that can never be right raise `InvalidInputError` in any case.
+    """
+
+    def __init__(self, target: Target, *, strict: bool = False) -> None:
+        """Start to attach in the background; returns at once."""
+        self.target = target
+        self.counters = Counters()
+        self.is_strict = strict
+        self._pid = os.getpid()
+        self._link: Link | None = None
+        self._candidate: Link | None = None
+        self._serials = itertools.count(1)
+        self._reason: KvStrataError = AgentAwayError("not attached yet")
+        self._settled = threading.Event()  # The first attempt has ended, well or not.
+        self._attached = threading.Event()
+        self._closing = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="kvstrata-client", daemon=True)
+        self._keeper.start()
+
+    @classmethod
+    def attach(cls, target: Target, *, strict: bool = False, wait_s: float = ATTACH_WAIT_S) -> Self:
+        """Make a client and wait up to `wait_s` until it is attached; `is_attached` says whether it is."""
+        client = cls(target, strict=strict)
+        client.wait_attached(wait_s)
+        return client
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def is_attached(self) -> bool:
+        """True while verbs reach the agent."""
+        return self._link is not None
+
+    @property
+    def reason(self) -> KvStrataError:
+        """Why the client is (or last was) not attached."""
+        return self._reason
+
+    @property
+    def grants(self) -> Grants | None:
+        """Newest grants; None while not attached."""
+        link = self._link
+        return link.protocol.grants if link is not None else None
+
+    def wait_attached(self, wait_s: float) -> bool:
+        """Wait until attached, `wait_s` at most; returns whether it is."""
+        return self._attached.wait(wait_s)
+
+    def wait_settled(self, wait_s: float) -> bool:
+        """Wait until the first attempt has ended, `wait_s` at most; returns whether the client is attached."""
+        self._settled.wait(wait_s)
+        return self.is_attached
+
+    def close(self) -> None:
+        """Let go of everything held and end the connection. Idempotent; verbs answer absence from then on."""
+        if self._pid != os.getpid():  # The connection is the parent's.
+            return
+        self._closing.set()
+        for link in (self._link, self._candidate):
+            if link is not None:
+                link.fail(AgentAwayError("the client is closed"))
+        self._keeper.join(self.target.move_timeout_s)
+
+    # Verbs. Each is one round trip at most.
+
+    def refresh_grants(self) -> Grants | None:
+        """Ask for the grants anew."""
+        return self._one(calls.scopes(self.target))
+
+    def open_session(self, session: str, *, parent: str = "", priority: str = "") -> None:
+        """Start or revive a session."""
+        self._one(calls.open_session(self.target, session, parent, priority))
+
+    def fork_session(self, session: str, parent: str, *, priority: str = "") -> None:
+        """Start a session that shares everything its parent has so far."""
+        self._one(calls.open_session(self.target, session, parent, priority))
+
+    def touch_session(self, session: str, state: str, *, urgency: int = 0, expected_return_s: float = 0.0) -> None:
+        """Say what a session is about to do: `decoding`, `idle` or `tool`, and when its next turn is expected."""
+        self._one(calls.touch_session(self.target, session, state, urgency, expected_return_s))
+
+    def close_session(self, session: str, *, archive: bool = True, wait_s: float = 0.0) -> bool:
+        """End a session; with `archive` its prefix goes to slow tiers instead of away.
+
+        True when it is archived within `wait_s`: every block of its prefix has a copy that survives a restart. The
+        archive goes on after that; `explain` tells the session's state.
+        """
+        return self._one(calls.close_session(self.target, session, archive=archive, wait_s=wait_s))
+
+    def lookup(self, keys: Sequence[BlockKey], *, session: str = "") -> Prefix:
+        """Ask how long a prefix of these chained keys (one scope) can be had."""
+        return self._one(calls.lookup(self.target, keys, session))
+
+    def acquire(
+        self, keys: Sequence[BlockKey], *, session: str = "", lease_s: float = 30.0, deadline_s: float = 10.0
+    ) -> Leases:
+        """Lease the longest usable prefix, brought into memory within `deadline_s`; use it in a `with` block.
+
+        Read the views inside the block: `copying.copy_verified` copies and verifies, `copying.is_intact` verifies what
+        is to be used in place. Its exit raises `LeaseLostError` when what was read there is void.
+        """
+        (answer,) = self._ask((calls.acquire(self.target, keys, session, lease_s, deadline_s),))
+        return Leases(answer.value, self._end, answer.busy_s)
+
+    def _end(self, leases: Sequence[Lease], suspects: Sequence[Lease] = ()) -> bool:
+        """End leases; true when the agent says that all of them lived until now."""
+        try:
+            ended = self._ask((calls.release(self.target, leases, suspects),))[0]
+        except KvStrataError:  # Strict: whatever the reason is, nobody vouches for what was read.
+            return self.counters.judge(len(leases), 0)
+        return self.counters.judge(len(leases), ended.value)
+
+    def stream(self, leased: Leased, cut: Cut) -> LayerStream:
+        """Read blocks that were leased for a cut layer by layer; the stream ends the leases."""
+        return LayerStream(leased, cut, self._end, self._arrive)
+
+    def _arrive(self, leases: Sequence[Lease], have: int, wait_s: float) -> tuple[bytes, ...]:
+        """Checksums of parts of growing blocks; none when they are lost, or the agent is."""
+        return self._one(handover_calls.arrive(self.target, leases, have, wait_s))
+
+    def grow(self, slots: Slots) -> GrowingBlocks:
+        """Write blocks that were reserved for a hand-over."""
+        return GrowingBlocks(self.target, self._one, slots)
+
+    def reserve(self, keys: Sequence[BlockKey], *, parent: bytes = b"", session: str = "") -> tuple[Reservation, ...]:
+        """Ask for slots to fill, in chain order; fewer than asked for when the tier is full."""
+        return self._one(calls.reserve(self.target, parent, keys, session))
+
+    def publish(self, reservations: Sequence[Reservation], checksums: Sequence[bytes]) -> tuple[Published, ...]:
+        """Commit filled slots with their checksums (`copying.fill`)."""
+        return self._one(calls.publish(self.target, reservations, checksums))
+
+    def abandon(self, reservations: Sequence[Reservation]) -> None:
+        """Give reservations back unfilled, without waiting for the agent."""
+        self._post((calls.abandon(self.target, reservations),))
+
+    def prefetch(self, keys: Sequence[BlockKey], *, session: str = "") -> None:
+        """Bring a prefix into memory in the background."""
+        self._one(calls.prefetch(self.target, keys, session))
+
+    def pin(self, keys: Sequence[BlockKey], expires_s: float) -> int:
+        """Keep blocks in memory until `expires_s` from now; returns how many are."""
+        return self._one(calls.pin(self.target, keys, expires_s))
+
+    def unpin(self, keys: Sequence[BlockKey]) -> int:
+        """Take pins of this connection back; returns how many."""
+        return self._one(calls.unpin(self.target, keys))
+
+    def stats(self) -> str:
+        """Tiers and counters as JSON text; `{}` when the agent is away."""
+        return self._one(calls.stats(self.target))
+
+    def explain(self, *, key: BlockKey | None = None, session: str = "") -> str:
+        """Why a block or a session is where it is, as JSON text."""
+        return self._one(calls.explain(self.target, key, session))
+
+    def run(self, operation: Operation[T]) -> T:
+        """Drive an operation that was made for this client."""
+        flying: _Flying = {}
+        try:
+            step = begin(operation)
+            while not isinstance(step, Done):
+                try:
+                    outcome = self._perform(step, flying)
+                except BaseException as e:  # noqa: BLE001  Given to the operation, which lets go of what it holds and re-raises.
+                    step = interrupt(operation, e)
+                else:
+                    step = resume(operation, outcome)
+        finally:
+            for link, sent in flying.values():
+                if link is not None:
+                    link.forget(sent)
+        return step.value
+
+    @property
+    def is_stale(self) -> bool:
+        """True when the agent has said that the grants may have changed."""
+        link = self._link
+        return link is not None and link.protocol.is_stale
+
+    @property
+    def is_crowded(self) -> bool:
+        """True while so many requests are under way that no operation should send several ahead."""
+        link = self._link
+        return link is not None and link.protocol.is_crowded
+
+    def _perform(self, step: Step, flying: _Flying) -> Sequence[Answer[Any]]:
+        match step:
+            case Work():
+                step.run()
+            case Post():
+                self._post(step.calls)
+            case Ahead():
+                link = self._own_link
+                flying[step] = link, self._send(link, step.calls)
+            case Collect():
+                return self._collect(*flying.pop(step.ahead))
+            case _:
+                return self._ask(step)
+        return ()
+
+    def _one(self, call: Call[T]) -> T:
+        return self._ask((call,))[0].value  # type: ignore[no-any-return]
+
+    def _ask(self, asked: Calls) -> list[Answer[Any]]:
+        """Execute calls; absent answers when the agent is away, or its error when strict."""
+        link = self._own_link
+        answers = unsent(Sent(asked, (), self._reason)) if link is None else link.exchange(asked)
+        return self._counted(link, asked, answers)
+
+    def _send(self, link: Link | None, asked: Calls) -> Sent:
+        return Sent(asked, (), self._reason) if link is None else link.send(asked)
+
+    def _collect(self, link: Link | None, sent: Sent) -> list[Answer[Any]]:
+        answers = unsent(sent) if link is None else link.collect(sent)
+        return self._counted(link, sent.calls, answers)
+
+    def _counted(self, link: Link | None, asked: Calls, answers: list[Answer[Any]]) -> list[Answer[Any]]:
+        """Count answers. What the others brought is given back when one of them raises."""
+        try:
+            self.counters.settle(answers, link, is_strict=self.is_strict)
+        except KvStrataError:
+            if (unused := calls.given_back(asked, answers)) and link is not None:
+                link.post(unused)
+            raise
+        return answers
+
+    def _post(self, posted: Calls) -> None:
+        link = self._own_link
+        if link is not None:
+            link.post(posted)
+
+    @property
+    def _own_link(self) -> Link | None:
+        """The connection; none to a forked child, which must not read its parent's answers."""
+        return self._link if self._pid == os.getpid() else None
+
+    # The keeper: a thread that carries out the steps of `lifecycle`.
+
+    def _keep(self) -> None:
+        steps = lifecycle(self.target, random.Random())
+        outcome: Any = None
+        while not self._closing.is_set():
+            outcome = self._do(steps.send(outcome))
+        self._drop(AgentAwayError("the client is closed"))
+
+    def _do(self, step: Turn) -> Any:
+        match step:
+            case Connect():
+                return self._connect()
+            case Up():
+                self._link, self._candidate = self._candidate, None
+                self._attached.set()
+                self._settled.set()
+            case Idle(timeout_s, is_patient):
+                assert self._link is not None, "only an attached client idles"
+                return self._link.idle(timeout_s, is_patient=is_patient)
+            case Down(reason):
+                self._drop(reason)
+                self._settled.set()
+            case Pause(wait_s):
+                self._closing.wait(wait_s)
+            case _:
+                link = self._link or self._candidate
+                assert link is not None, "only a connected client asks"
+                return link.exchange(step)
+        return None
+
+    def _connect(self) -> KvStrataError | None:
+        try:
+            connected = connect(self.target.socket, self.target.move_timeout_s)
+        except AgentAwayError as e:
+            return e
+        self._candidate = Link(self.target, connected, next(self._serials))
+        return None
+
+    def _drop(self, reason: KvStrataError) -> None:
+        links = (self._link, self._candidate)
+        self._reason = reason
+        self._attached.clear()
+        self._link = self._candidate = None
+        for link in links:
+            if link is not None:
+                link.close()
+
+
+def connect(path: Path, timeout_s: float) -> socket.socket:
+    """Connect to a unix socket; non-blocking from then on. Raises `AgentAwayError`."""
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connected.settimeout(timeout_s)
+        connected.connect(str(path))
+        connected.setblocking(False)  # noqa: FBT003  The standard library's signature.
+    except OSError as e:
+        connected.close()
+        raise AgentAwayError(f"{path}: {e}") from e
+    return connected

@@ -1,0 +1,142 @@
+"""Commands that ask an agent: stats, explain, lookup."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvstrata_api.blocks import BlockKey, Layout, chain_keys
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.prefixes import matching
+from kvstrata_client.client import Client
+from kvstrata_client.results import Scope
+from kvstrata_client.target import Target
+
+TOKEN_FILE = "/var/run/secrets/kvstrata.io/token"  # noqa: S105  Where the docs mount the projected token.
+SOCKET = "/var/run/kvstrata/agent.sock"
+WAIT_S = 5.0
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the commands."""
+    common = _common()
+    stats = commands.add_parser("stats", parents=[common], help="tiers and counters of an agent, as JSON")
+    stats.set_defaults(run=_stats)
+    explain = commands.add_parser("explain", parents=[common], help="why a block or a session is where it is")
+    what = explain.add_mutually_exclusive_group(required=True)
+    what.add_argument("--session", default="", help="a session of the token's tenant")
+    what.add_argument("--digest", default="", help="a block's digest in hex; needs --scope")
+    explain.add_argument("--scope", default="", help="scope of the digest; default: the one new blocks go to")
+    explain.set_defaults(run=_explain)
+    lookup = commands.add_parser("lookup", parents=[common], help="how much of a prompt is cached, in every scope")
+    lookup.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
+    lookup.set_defaults(run=_lookup)
+
+
+def _common() -> argparse.ArgumentParser:
+    """Options that say which agent, pool, identity and layout."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--socket", type=Path, default=Path(os.environ.get("KVSTRATA_SOCKET", SOCKET)))
+    common.add_argument("--token-file", type=Path, default=Path(os.environ.get("KVSTRATA_TOKEN_FILE", TOKEN_FILE)))
+    common.add_argument("--pool", default=os.environ.get("KVSTRATA_POOL"), help="pool that the agent serves")
+    common.add_argument("--layout", type=Path, help="JSON file with the fields of kvstrata_api.blocks.Layout")
+    common.add_argument("--model", help="instead of --layout, for commands that name no block: as in the pool")
+    common.add_argument("--revision")
+    common.add_argument("--dtype", default="bf16")
+    common.add_argument("--block-tokens", type=int, default=16)
+    return common
+
+
+def _attach(given: argparse.Namespace) -> Client:
+    """Attach or say why not. Raises the `KvStrataError` that keeps the client away."""
+    if not given.pool:
+        raise InvalidInputError("--pool (or KVSTRATA_POOL) is missing")
+    client = Client(Target(given.socket, given.pool, given.token_file, _layout(given)), strict=True)
+    if not client.wait_settled(WAIT_S):
+        reason = client.reason
+        client.close()
+        raise reason
+    return client
+
+
+def _layout(given: argparse.Namespace) -> Layout:
+    """Layout from a file, or one that only fits the pool's `compatibility`: enough to be let in."""
+    if given.layout is not None:
+        return _read_layout(given.layout)
+    if not (given.model and given.revision):
+        raise InvalidInputError("--layout FILE, or --model and --revision as in the pool, are missing")
+    sizes = {"fp32": 4, "bf16": 2, "fp16": 2}
+    element_bytes = sizes.get(given.dtype, 1)
+    return Layout(given.model, given.revision, given.dtype, given.block_tokens, 1, 1, 1, element_bytes)
+
+
+def _read_layout(path: Path) -> Layout:
+    try:
+        return Layout(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as e:
+        raise InvalidInputError(f"--layout {path}: {e}") from e
+
+
+def _stats(given: argparse.Namespace) -> int:
+    with _attach(given) as client:
+        _print(json.loads(client.stats()))
+    return 0
+
+
+def _explain(given: argparse.Namespace) -> int:
+    with _attach(given) as client:
+        key = _key(client, given) if given.digest else None
+        _print(json.loads(client.explain(key=key, session=given.session)))
+    return 0
+
+
+def _key(client: Client, given: argparse.Namespace) -> BlockKey:
+    grants = client.grants
+    assert grants is not None, "an attached client has grants"
+    scopes: dict[str, Scope] = {str(s.id): s for s in grants.scopes}
+    scope = scopes.get(given.scope or str(grants.write_scope))
+    if scope is None:
+        raise InvalidInputError(f"--scope {given.scope}: granted are {', '.join(sorted(scopes))}")
+    try:
+        return BlockKey(scope.id, bytes.fromhex(given.digest))
+    except (ValueError, AssertionError) as e:
+        raise InvalidInputError(f"--digest {given.digest!r}: {e}") from e
+
+
+def _lookup(given: argparse.Namespace) -> int:
+    tokens = _read_tokens(given.tokens)
+    with _attach(given) as client:
+        grants = client.grants
+        assert grants is not None, "an attached client has grants"
+        _print([_found(client, scope, tokens) for scope in grants.scopes])
+    return 0
+
+
+def _found(client: Client, scope: Scope, tokens: "np.typing.NDArray[np.uint32]") -> dict[str, Any]:
+    """How much of a prompt one scope has, and where; of a share only the prefix that it lists."""
+    layout = client.target.layout
+    if scope.kind == "share":
+        tokens = tokens[: max((p.token_count for p in matching(tokens, scope.prefixes)), default=0)]
+    keys = chain_keys(scope.secret, layout.layout_id(), tokens, layout.block_tokens)
+    if not keys:
+        return {"scope": scope.id, "blocks": 0, "hit_blocks": 0, "places": []}
+    prefix = client.lookup(keys)
+    places = [prefix.place(i) for i in range(prefix.blocks)]
+    named = [f"remote {tier}" if is_remote else tier for tier, is_remote in places]
+    return {"scope": scope.id, "blocks": len(keys), "hit_blocks": prefix.blocks, "places": named}
+
+
+def _read_tokens(source: str) -> "np.typing.NDArray[np.uint32]":
+    try:
+        text = Path("/dev/stdin" if source == "-" else source).read_text()
+        return np.asarray(json.loads(text), dtype=np.uint32)
+    except (OSError, ValueError, OverflowError, TypeError) as e:
+        raise InvalidInputError(f"tokens {source}: a JSON list of token ids wanted: {e}") from e
+
+
+def _print(told: Any) -> None:
+    sys.stdout.write(json.dumps(told, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,113 @@
+"""Command that asks the metadata service: fleet."""
+
+import argparse
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+from urllib.parse import urlencode
+
+from kvstrata_api.errors import DirectoryAwayError, InvalidInputError
+from kvstrata_api.units import format_rounded
+from kvstrata_client.commands.tables import table
+
+Json = dict[str, Any]
+
+ADDRESS: Final = "127.0.0.1:9102"
+"""Where `kubectl -n kvstrata-system port-forward deployment/kvstrata-metadata 9102` listens."""
+TIMEOUT_S: Final = 10.0
+PAGE_AGENTS: Final = 500
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command."""
+    fleet = commands.add_parser("fleet", help="pools, agents, Redis and leader, as the metadata service sees them")
+    fleet.add_argument(
+        "--address",
+        default=os.environ.get("KVSTRATA_METADATA", ADDRESS),
+        help="HOST:PORT of a metadata service; default: $KVSTRATA_METADATA or %(default)s",
+    )
+    fleet.add_argument("--pool", help="only agents of this pool")
+    fleet.add_argument("--state", choices=("live", "silent", "fenced"), help="only agents in this state")
+    fleet.add_argument("--json", action="store_true", help="all of it as JSON instead of tables")
+    fleet.set_defaults(run=_fleet)
+
+
+def _fleet(given: argparse.Namespace) -> int:
+    """Print the summary and every agent that was asked for."""
+    summary = _get(given.address, "/v1/fleet", {})
+    agents = list(_agents(given.address, given.pool, given.state))
+    if given.json:
+        sys.stdout.write(json.dumps({**summary, "agents": agents}, indent=2, sort_keys=True) + "\n")
+        return 0
+    sys.stdout.write("\n".join([*_summary_lines(summary), "", *_agent_lines(agents)]) + "\n")
+    return 0
+
+
+def _agents(address: str, pool: str | None, state: str | None) -> Iterator[Json]:
+    """Every agent, page by page."""
+    query = {"limit": str(PAGE_AGENTS)} | ({"pool": pool} if pool else {}) | ({"state": state} if state else {})
+    while True:
+        page = _get(address, "/v1/agents", query)
+        yield from page["agents"]
+        if not page["next"]:
+            return
+        query["after"] = page["next"]
+
+
+def _get(address: str, path: str, query: dict[str, str]) -> Json:
+    """Read one page. Raises `DirectoryAwayError` when nobody answers, `InvalidInputError` when it is refused."""
+    url = f"http://{address}{path}" + (f"?{urlencode(query)}" if query else "")
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+            found: Json = json.load(answer)
+    except urllib.error.HTTPError as e:
+        raise InvalidInputError(f"{url}: {e.code} {e.read()[:200].decode(errors='replace')}") from e
+    except (OSError, ValueError) as e:
+        raise DirectoryAwayError(f"{url}: {e}: is it a metadata service?") from e
+    return found
+
+
+def _summary_lines(at: Json) -> Iterator[str]:
+    redis, states = at["redis"], at["agents_by_state"]
+    up = "full" if redis["is_full"] else "up" if redis["is_up"] else "away"
+    yield f"leader     {at['leader'] or 'nobody'}{' (this replica)' if at['is_leader'] else ''}"
+    servers = ", ".join(f"{s['role']} {s['version']}" for s in redis["servers"]) or "unknown"
+    yield f"redis      {up}, {redis['fill_ratio']:.0%} of its memory, {servers}"
+    yield f"agents     {states['live']} live, {states['silent']} silent, {states['fenced']} fenced"
+    leases = "" if at["leases_known"] else "; the API server does not tell who holds a Lease"
+    yield f"locations  {at['locations']:,}, {at['location_bytes']} B of Redis each{leases}"
+    sessions = ", ".join(f"{count} {state}" for state, count in sorted(at["sessions"].items()) if count)
+    yield f"sessions   {sessions or 'none'}"
+    if at["erase_claims_waiting"] or at["backlog"]:
+        yield f"waiting    {at['erase_claims_waiting']} scopes to erase, {at['backlog']} dead agents to remove"
+    yield ""
+    rows = [
+        (pool["pool"], str(pool["agents"]), f"{t['locations']:,}", t["tier"], format_rounded(t["stored_bytes"]))
+        for pool in at["pools"]
+        for t in pool["tiers"] or [{"tier": "-", "locations": 0, "stored_bytes": 0}]
+    ]
+    yield from table(("POOL", "AGENTS", "LOCATIONS", "MEDIUM", "BYTES"), rows)
+
+
+def _agent_lines(agents: Sequence[Json]) -> Iterator[str]:
+    rows = [
+        (
+            agent["agent"] or agent["incarnation"],
+            agent["state"],
+            _seconds(agent["silence_s"]),
+            _seconds(agent["lease_age_s"]),
+            f"{agent['locations']:,}",
+            format_rounded(agent["stored_bytes"]),
+            agent["epoch"],
+        )
+        for agent in agents
+    ]
+    yield from table(("AGENT", "STATE", "SILENT", "LEASE", "LOCATIONS", "BYTES", "EPOCH"), rows)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}s"

@@ -1,0 +1,239 @@
+"""Look up, lock, load and store opaque objects: operations over the client's calls. Sans-I/O: copies, yields calls.
+
+Objects do not form prompts that we could read, so each is found by itself. The blocks of a store are kept as one chain,
+because LMCache submits the chunks of a prompt in order: eviction then takes the last ones first.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Final
+
+from kvstrata_api.blocks import BlockKey
+from kvstrata_api.tiers import Lookup
+from kvstrata_api.wire import KEYS_MAX
+from kvstrata_client import calls
+from kvstrata_client.batches import large_batch_blocks
+from kvstrata_client.calls import Operation, Post
+from kvstrata_client.connectors.lmcache_names import Name, Namer
+from kvstrata_client.copying import copy_verified, fill
+from kvstrata_client.loading import copy_leased
+from kvstrata_client.results import Lease, Prefix, Scope
+from kvstrata_client.routes import Attachment
+from kvstrata_client.target import Target
+from kvstrata_client.writing import Run, Tally, write
+
+LEASE_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every operation must know."""
+
+    target: Target
+    at: Attachment
+    namer: Namer
+    clock: Callable[[], float]
+    """Monotonic seconds."""
+    deadline_s: float
+    """How long a load may take to be brought into memory, all of its batches together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    """One object and, where bytes are to be moved, the engine's memory for it."""
+
+    name: Name
+    size_bytes: int
+    memory: memoryview | None = None
+    """`size_bytes` of unsigned bytes; written to by a load."""
+
+
+Keys = tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One block of an object of a task."""
+
+    owner: int
+    """Index of the object."""
+    key: BlockKey
+    memory: memoryview
+
+
+def look_up(job: Job, objects: Sequence[Object], lock_s: float = 0.0) -> Operation[list[Keys]]:
+    """Return for each object its keys in the first scope that has all of it; none where it is a miss.
+
+    What is in memory then stays there for `lock_s` seconds. That is asked for in the same trip: of keys that are not
+    there nothing is pinned, and what is pinned for an object that is a miss after all ends by itself.
+    """
+    scopes = yield from _readable(job)
+    keyed = [[job.namer.keys(s.secret, o.name, o.size_bytes) for o in objects] for s in scopes]
+    asked = [_cut(list(chain.from_iterable(keys)), KEYS_MAX) for keys in keyed]
+    parts = list(chain.from_iterable(asked))
+    if not parts:
+        return [()] * len(objects)
+    pins = tuple(calls.pin(job.target, part, lock_s) for part in parts) if lock_s else ()
+    answers = yield (*(calls.lookup(job.target, part, "", is_probe=True) for part in parts), *pins)
+    replies = iter(answers)
+    found: list[Keys] = [()] * len(objects)
+    for keys, of_scope in zip(keyed, asked, strict=True):
+        states = b"".join(_states(next(replies).value, len(part)) for part in of_scope)
+        for i, owned in enumerate(_whole(keys, states)):
+            found[i] = found[i] or owned
+    return found
+
+
+def follow_up(job: Job, objects: Sequence[Object], found: Sequence[Keys]) -> Operation[None]:
+    """Have what was found brought into memory, and tell the agent of the lookup, for its hit ratio."""
+    for keys in _by_scope(found):
+        yield Post(tuple(calls.prefetch(job.target, part, "") for part in _cut(keys, KEYS_MAX)))
+    wanted = sum(job.namer.fingerprint.blocks_of(o.size_bytes) for o in objects)
+    if 0 < wanted <= KEYS_MAX:
+        yield Post((calls.count_load(job.target, wanted, sum(map(len, found))),))
+
+
+def unlock(job: Job, found: Sequence[Keys]) -> Operation[None]:
+    """Take locks back."""
+    for keys in _by_scope(found):
+        yield tuple(calls.unpin(job.target, part) for part in _cut(keys, KEYS_MAX))
+
+
+def load(job: Job, objects: Sequence[Object]) -> Operation[list[bool]]:
+    """Copy objects into their memory; False where one is a miss, and its memory holds nothing of use."""
+    ends_s = job.clock() + job.deadline_s
+    scopes = yield from _readable(job)
+    if len(scopes) == 1:
+        found = [job.namer.keys(scopes[0].secret, o.name, o.size_bytes) for o in objects]
+    else:
+        found = yield from look_up(job, objects)
+    missed = {i for i, keys in enumerate(found) if not keys}
+    for blocks in _stretches(objects, found):
+        yield from _load_all(job, blocks, missed, ends_s)
+    return [i not in missed for i in range(len(objects))]
+
+
+def _load_all(job: Job, blocks: Sequence[Block], missed: set[int], ends_s: float) -> Operation[None]:
+    """Load blocks of one scope; whose object cannot be had whole is not gone on with."""
+    todo, is_sure = list(blocks), True
+    while todo and job.clock() < ends_s:
+        batch = todo[: large_batch_blocks(job.target.layout.block_bytes)]
+        taken = yield from _load_batch(job, batch, missed, ends_s - job.clock())
+        todo = todo[taken:]
+        if taken:  # Perhaps not all of it: memory may be too small to hold a batch at a time.
+            continue
+        missed.add(todo[0].owner)
+        todo = [b for b in todo if b.owner not in missed]
+        if is_sure and todo:  # Once: finding many misses one by one would be a trip for each.
+            todo, is_sure = (yield from _still_there(job, todo, missed)), False
+    missed.update(b.owner for b in todo)
+
+
+def _load_batch(job: Job, batch: Sequence[Block], missed: set[int], deadline_s: float) -> Operation[int]:
+    """Lease, copy, give back; returns how many leading blocks are done with, well or not."""
+    answers = yield (calls.acquire(job.target, [b.key for b in batch], "", LEASE_S, deadline_s),)
+    leases: tuple[Lease, ...] = answers[0].value
+    if not leases:
+        return 0
+    suspects: list[Lease] = []
+
+    def copy() -> None:
+        for lease, block in zip(leases, batch, strict=False):
+            if block.owner not in missed and not copy_verified(lease, block.memory):
+                suspects.append(lease)
+                missed.add(block.owner)
+
+    have_lived = yield from copy_leased(job.target, leases, copy, suspects)
+    if not have_lived:  # Nobody vouches for what was copied.
+        missed.update(b.owner for b in batch[: len(leases)])
+    return len(leases)
+
+
+def _still_there(job: Job, blocks: Sequence[Block], missed: set[int]) -> Operation[list[Block]]:
+    """Blocks of objects that are there whole; the others are missed."""
+    parts = _cut([b.key for b in blocks], KEYS_MAX)
+    answers = yield tuple(calls.lookup(job.target, part, "", is_probe=True) for part in parts)
+    states = b"".join(_states(a.value, len(part)) for a, part in zip(answers, parts, strict=True))
+    missed.update(b.owner for b, state in zip(blocks, states, strict=True) if state != Lookup.HIT)
+    return [b for b in blocks if b.owner not in missed]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What became of a store."""
+
+    is_whole: bool = False
+    """True when every block of every object is there now."""
+    published: int = 0
+    """Blocks that this store made available."""
+
+
+def store(job: Job, objects: Sequence[Object]) -> Operation[Stored]:
+    """Make objects available in the scope that the agent names."""
+    yield from _refreshed(job)
+    grants = job.at.grants
+    scope = grants.scope(grants.write_scope) if grants is not None else None
+    if scope is None or not scope.can_write:
+        return Stored()
+    keys = [job.namer.keys(scope.secret, o.name, o.size_bytes) for o in objects]
+    blocks = list(_blocks(objects, keys))
+    tally = Tally()
+    run = Run(job.target, job.at, [b.key for b in blocks], b"")
+    done = yield from write(run, lambda i, slot: fill(slot, blocks[i].memory), tally)
+    return Stored(done == len(blocks), tally.published)
+
+
+def _readable(job: Job) -> Operation[list[Scope]]:
+    """Scopes that may hold such objects, the shared ones first; none while not attached."""
+    yield from _refreshed(job)
+    grants = job.at.grants
+    if grants is None:
+        return []
+    return [*grants.domains, *([grants.own] if grants.own else ())]
+
+
+def _refreshed(job: Job) -> Operation[None]:
+    if job.at.is_stale:
+        yield (calls.scopes(job.target),)
+
+
+def _states(answer: Prefix, keys: int) -> bytes:
+    """One state for each key; all are misses while the agent is away."""
+    return answer.states if len(answer.states) == keys else bytes(keys)
+
+
+def _whole(keyed: Iterable[Keys], states: bytes) -> Iterator[Keys]:
+    """Keys of each object of which every block is there, none for the others."""
+    at = 0
+    for keys in keyed:
+        here, at = states[at : at + len(keys)], at + len(keys)
+        yield keys if here.count(Lookup.HIT) == len(keys) else ()
+
+
+def _by_scope(found: Iterable[Keys]) -> list[list[BlockKey]]:
+    """All keys of what was found, by scope."""
+    scopes: dict[str, list[BlockKey]] = {}
+    for keys in filter(None, found):
+        scopes.setdefault(keys[0].scope, []).extend(keys)
+    return list(scopes.values())
+
+
+def _stretches(objects: Sequence[Object], found: Sequence[Keys]) -> Iterator[list[Block]]:
+    """Blocks of all objects that have keys, by scope."""
+    scopes: dict[str, list[Block]] = {}
+    for block in _blocks(objects, found):
+        scopes.setdefault(block.key.scope, []).append(block)
+    yield from scopes.values()
+
+
+def _blocks(objects: Sequence[Object], found: Sequence[Keys]) -> Iterator[Block]:
+    for owner, (one, keys) in enumerate(zip(objects, found, strict=True)):
+        assert one.memory is not None, "whoever moves bytes gives the memory"
+        step = one.size_bytes // len(keys) if keys else 0
+        for i, key in enumerate(keys):
+            yield Block(owner, key, one.memory[i * step : (i + 1) * step])
+
+
+def _cut(keys: Sequence[BlockKey], step: int) -> list[Sequence[BlockKey]]:
+    return [keys[start : start + step] for start in range(0, len(keys), step)]

@@ -1,0 +1,232 @@
+"""Engines that keep KV in pages on a device: a prompt's blocks are saved from their pages and loaded into pages.
+
+Everything goes to the device on the stream that is current, so it is in order with what the engine computes there; an
+engine that wants both side by side makes another stream current. Only what was verified in host memory goes up.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, Final, Protocol, Self
+
+import torch
+
+from kvstrata_api.blocks import token_ids
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.units import MIB
+from kvstrata_client.cache import PrefixCache
+from kvstrata_client.connectors.pages import PagedKv, Rows
+from kvstrata_client.held import lost
+from kvstrata_client.results import Bytes2D, Stored
+from kvstrata_client.streaming import LayerStream
+
+HELPING_BYTES: Final = 64 * MIB
+"""Of blocks that come down together: a few milliseconds of a link, and twice that is pinned."""
+_PIECES: Final = 2
+
+Wait = Callable[[], None]
+
+
+class Work(Protocol):
+    """What a device is given to do, in order."""
+
+    def staging(self, size_bytes: int) -> torch.Tensor:
+        """Memory of the host that the device reaches by itself."""
+
+    def start(self, work: Callable[[], object]) -> Wait:
+        """Let the device do `work`; what is returned waits for it. Raises `RuntimeError` as torch does."""
+
+
+class CudaWork:
+    """On the stream that is current."""
+
+    def staging(self, size_bytes: int) -> torch.Tensor:
+        """See `Work`: pinned."""
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def start(self, work: Callable[[], object]) -> Wait:
+        """See `Work`."""
+        work()
+        done = torch.cuda.Event()
+        done.record()
+        wait: Wait = done.synchronize
+        return wait
+
+
+class HostWork:
+    """Of engines whose KV is in host memory: done at once."""
+
+    def staging(self, size_bytes: int) -> torch.Tensor:
+        """See `Work`."""
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def start(self, work: Callable[[], object]) -> Wait:
+        """See `Work`."""
+        work()
+        return _done
+
+
+def _done() -> None:
+    pass
+
+
+class PagedConnector:
+    """Saves and loads prompts of one engine. Blocking; one thread at a time."""
+
+    def __init__(self, cache: PrefixCache, kv: PagedKv, work: Work | None = None) -> None:
+        """Bind a prefix cache to an engine's pages; `work` is the device's, which is found out when it is None."""
+        self._cache = cache
+        self._kv = kv
+        self._work = work or (CudaWork() if kv.device.type == "cuda" else HostWork())
+
+    def save(self, tokens: Sequence[int], table: Sequence[int], *, first_block: int = 0, session: str = "") -> Stored:
+        """Store the full blocks of `tokens` from `first_block` on; `table` has the page of each stretch of tokens.
+
+        Comes back when the pages may be written again. Raises `InvalidInputError` for a table that does not fit.
+        """
+        layout, ids = self._kv.layout, token_ids(tokens)
+        stop, step = len(ids) // layout.block_tokens, max(1, HELPING_BYTES // layout.block_bytes)
+        rows = self._kv.rows(table, range(min(first_block, stop), stop))
+        helpings = [range(at, min(at + step, stop)) for at in range(first_block, stop, step)]
+        stored = Stored()
+        for blocks, came in coming_down(self._kv, self._work, rows, helpings):
+            made = self._cache.store(ids, came, first_block=blocks.start, session=session)
+            stored = _added(stored, made)
+        return stored
+
+    def load(
+        self, tokens: Sequence[int], table: Sequence[int], *, session: str = "", blocks_max: int | None = None
+    ) -> "PagedLoad":
+        """Lease the longest prefix that can be had at a time, to be brought into the pages of `table` layer by layer.
+
+        `blocks_max` bounds it: the last token of a prompt has to be computed for its logits. Raises
+        `InvalidInputError` for a table that does not fit.
+        """
+        ids = token_ids(tokens)
+        most = len(ids) // self._kv.layout.block_tokens
+        most = most if blocks_max is None else min(most, blocks_max)
+        self._kv.rows(table, range(most))
+        stream = self._cache.stream(ids, session=session, blocks_max=most)
+        try:
+            return PagedLoad(stream, self._kv, table, self._work)
+        except BaseException:
+            stream.close()
+            raise
+
+
+class PagedLoad:
+    """A prefix on its way into pages. Use it in a `with` block, or `finish` it: only then what was loaded counts.
+
+    Where that raises, or `layer` does, the pages of the prefix hold nothing of use and the prompt is to be computed.
+    """
+
+    def __init__(self, stream: LayerStream, kv: PagedKv, table: Sequence[int], work: Work) -> None:
+        self._stream = stream
+        self._kv = kv
+        self._work = work
+        self._rows = kv.rows(table, range(stream.blocks))
+        self._next = 0
+        layer_bytes = kv.layout.block_bytes // kv.layout.layers
+        self._rooms = [
+            work.staging(stream.blocks * layer_bytes).view(stream.blocks, layer_bytes) for _ in range(_PIECES)
+        ]
+        self._waits: list[Wait] = [_done] * _PIECES
+        self.tokens = stream.blocks * kv.layout.block_tokens
+        """Leading tokens that are loaded; 0 when nothing was found."""
+
+    def layer(self, number: int) -> None:
+        """Verify layers up to `number` and put them on their way: what the device does after this finds them there.
+
+        Raises `InvalidInputError` for a layer that the layout has not, and the `KvStrataError` that kept one away.
+        """
+        if not 0 <= number < self._kv.layout.layers:
+            raise InvalidInputError(f"layer {number}: 0 to {self._kv.layout.layers - 1} are there")
+        while self.tokens and self._next <= number:
+            self._bring(self._next)
+            self._next += 1
+
+    def _bring(self, layer: int) -> None:
+        piece = layer % _PIECES
+        room = self._rooms[piece]
+        self._waits[piece]()
+        self._stream.read(range(layer, layer + 1), room.numpy())
+        self._waits[piece] = self._work.start(partial(self._scatter, layer, room))
+
+    def _scatter(self, layer: int, room: Any) -> None:
+        self._kv.scatter(layer, self._rows, room.to(self._kv.device, non_blocking=True))
+
+    def finish(self) -> None:
+        """Bring what is left, wait for the device, and end the leases.
+
+        Raises `LeaseLostError` when they did not live until now, and the `KvStrataError` that kept a layer away.
+        """
+        try:
+            self.layer(self._kv.layout.layers - 1)
+        finally:
+            is_valid = self.close()
+        if not is_valid:
+            raise lost(self._stream.blocks)
+
+    def close(self) -> bool:
+        """Wait for the device and end the leases; true when all of them lived until now. Idempotent."""
+        try:
+            for wait in self._waits:
+                wait()
+        finally:
+            is_valid = self._stream.close()
+        return is_valid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self.close()
+
+
+def coming_down(kv: PagedKv, work: Work, rows: Rows, helpings: Sequence[range]) -> Iterator[tuple[range, Bytes2D]]:
+    """Helpings of blocks in host memory, one after the other; the next one is under way meanwhile.
+
+    What is given is good until the next one is asked for.
+    """
+    block_bytes = kv.layout.block_bytes
+    most_bytes = max((len(blocks) for blocks in helpings), default=0) * block_bytes
+    rooms = [work.staging(most_bytes) for _ in helpings[:_PIECES]]
+    under_way: deque[tuple[range, Bytes2D, Wait]] = deque()
+    for number, blocks in enumerate(helpings):
+        room = rooms[number % _PIECES][: len(blocks) * block_bytes].view(len(blocks), block_bytes)
+        under_way.append((blocks, room.numpy(), work.start(partial(_gather, kv, rows.part(blocks), room))))
+        if len(under_way) == _PIECES:
+            yield _come(*under_way.popleft())
+    for one in under_way:
+        yield _come(*one)
+
+
+def _gather(kv: PagedKv, rows: Rows, into: Any) -> None:
+    """Bring blocks into host memory: gathered on the device, they come in one copy."""
+    whole = torch.empty(into.shape, dtype=torch.uint8, device=kv.device)
+    layers = whole.view(len(into), kv.layout.layers, -1)
+    for layer in range(kv.layout.layers):
+        kv.gather(layer, rows, layers[:, layer])
+    into.copy_(whole, non_blocking=True)
+
+
+def _come(blocks: range, rows: Bytes2D, wait: Wait) -> tuple[range, Bytes2D]:
+    wait()
+    return blocks, rows
+
+
+def _added(one: Stored, other: Stored) -> Stored:
+    return Stored(
+        one.published + other.published,
+        one.existed + other.existed,
+        one.copied + other.copied,
+        one.refused + other.refused,
+        one.error or other.error,
+        max(one.busy_s, other.busy_s),
+    )

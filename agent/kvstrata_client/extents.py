@@ -1,0 +1,104 @@
+"""Maps extents that the agent grants and cuts views of slots out of them."""
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.wire import ExtentGrant
+
+EXTENTS_MAX = 4096
+"""Bounds address space and descriptors of one client: 256 GiB at the smallest extent of 64 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    memory: mmap.mmap
+    readable: memoryview
+    """All of it; slots are cut out of this."""
+    writable: memoryview | None
+    """The same for writing, where that was granted."""
+    file: tuple[int, int]
+    """Device and inode: an extent number may come back with another file behind it."""
+
+    def close(self) -> None:
+        """Unmap; views of slots that are still in use keep the memory until they are gone."""
+        self.readable.release()
+        if self.writable is not None:
+            self.writable.release()
+        with contextlib.suppress(BufferError):
+            self.memory.close()
+
+
+class Extents:
+    """Extents of one connection, by number. Dropped as a whole when the connection or the agent's epoch ends."""
+
+    def __init__(self) -> None:
+        self._maps: dict[int, _Mapping] = {}
+
+    def __len__(self) -> int:
+        return len(self._maps)
+
+    def install(self, grants: Iterable[ExtentGrant], fds: Sequence[int]) -> None:
+        """Map each granted extent and close its descriptor. The newest grant of a number counts.
+
+        Raises `InvalidInputError` when one cannot be mapped as granted; no descriptor stays open then either.
+        """
+        try:
+            for grant, fd in zip(grants, fds, strict=True):
+                self._install(grant, fd)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def view(self, extent: int, offset: int, size_bytes: int, *, is_writable: bool) -> memoryview:
+        """View of one slot. Raises `InvalidInputError` when it was not granted so."""
+        mapping = self._maps.get(extent)
+        whole = None if mapping is None else mapping.writable if is_writable else mapping.readable
+        if whole is None:
+            raise InvalidInputError(f"extent {extent} is not granted for {'writing' if is_writable else 'reading'}")
+        if not 0 <= offset <= len(whole) - size_bytes:
+            raise InvalidInputError(f"slot of {size_bytes} B at {offset} in extent {extent} of {len(whole)} B")
+        return whole[offset : offset + size_bytes]
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Unmap extents that the agent has given up. Views that are still in use keep theirs until they are gone."""
+        for number in numbers:
+            mapping = self._maps.pop(number, None)
+            if mapping is not None:
+                mapping.close()
+
+    def clear(self) -> None:
+        """Forget all extents. Views that are still in use keep their mapping alive until they are gone."""
+        for mapping in self._maps.values():
+            mapping.close()
+        self._maps.clear()
+
+    def _install(self, grant: ExtentGrant, fd: int) -> None:
+        if len(self._maps) >= EXTENTS_MAX and grant.extent not in self._maps:
+            raise InvalidInputError(f"more than {EXTENTS_MAX} extents granted")
+        old = self._maps.get(grant.extent)
+        file = _identity(fd)
+        if old is not None and old.file == file and (old.writable is not None or not grant.is_writable):
+            return
+        memory = _map(grant, fd)
+        whole = memoryview(memory)
+        self._maps[grant.extent] = _Mapping(memory, whole.toreadonly(), whole if grant.is_writable else None, file)
+        if old is not None:
+            old.close()
+
+
+def _map(grant: ExtentGrant, fd: int) -> mmap.mmap:
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if grant.is_writable else 0)
+    try:
+        # Populated at once: page faults would cost as much as the first copy through a 4 KiB mapping.
+        return mmap.mmap(fd, grant.size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=access)
+    except (OSError, ValueError) as e:
+        raise InvalidInputError(f"extent {grant.extent} of {grant.size_bytes} B cannot be mapped: {e}") from e
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino

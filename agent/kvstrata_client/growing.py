@@ -1,0 +1,154 @@
+"""Hand a prompt's blocks over while they are computed: written layer by layer, read elsewhere from the first one on.
+
+The writer makes a `GrowingBlocks`, tells the reader its `handover`, writes every layer once, in order, and finishes:
+then they are ordinary blocks. The reader names the hand-over in `PrefixCache.stream`.
+"""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import xxhash
+
+from kvstrata_api.blocks import Layout
+from kvstrata_api.checksum import bind, bind_part
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.wire_handover import Handover
+from kvstrata_client import calls, handover_calls
+from kvstrata_client.calls import Call, Operation, Post
+from kvstrata_client.chain import plan_store
+from kvstrata_client.ranges import Cut
+from kvstrata_client.results import Bytes2D, Published, Reservation
+from kvstrata_client.routes import Job, goal_of, locate
+from kvstrata_client.target import Target
+from kvstrata_native import copy_digest
+
+_NAME_BYTES: Final = 16
+
+Ask = Callable[[Call[Any]], Any]
+"""Executes one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Where blocks of a prompt grow."""
+
+    first_block: int = 0
+    reservations: tuple[Reservation, ...] = ()
+    handover: Handover | None = None
+
+
+def begin(job: Job) -> Operation[Slots]:
+    """Reserve what the write scope lacks of a prompt, as far as there is room; nothing where nobody could follow."""
+    found = yield from locate(job)
+    goal = goal_of(job, found) if found is not None else None
+    if found is None or goal is None:
+        return Slots()
+    plan = plan_store(job.prompt, 0, job.prompt.blocks, found.route, goal)
+    if plan.target is None or plan.copy or not plan.write:
+        return Slots()
+    keys = plan.target.part(plan.write.start, plan.write.stop)
+    parent, part_bytes = plan.target.parent_of(plan.write.start), Cut(job.target.layout).part_bytes
+    name = secrets.token_hex(_NAME_BYTES)
+    call = handover_calls.begin(job.target, parent, keys, job.session, name, part_bytes)
+    begun = (yield (call,))[0].value
+    taken = next((i for i, r in enumerate(begun.reservations) if not r.reservation), len(begun.reservations))
+    kept = begun.reservations[:taken]
+    rest = [r for r in begun.reservations[taken:] if r.reservation]
+    if begun.handover is None:
+        kept, rest = (), [r for r in begun.reservations if r.reservation]
+    if rest:
+        yield Post((calls.abandon(job.target, rest),))
+    return Slots(plan.write.start, kept, begun.handover if kept else None)
+
+
+class Growth:
+    """Slots that are filled layer by layer: what the writers of both clients share. Asks nobody."""
+
+    def __init__(self, target: Target, slots: Slots) -> None:
+        """Write to `slots`."""
+        self._target = target
+        self._slots = slots.reservations
+        self._layers = 0
+        self._whole = [xxhash.xxh3_128(seed=bind(slot.digest, slot.epoch, slot.stamp)) for slot in slots.reservations]
+        self.first_block = slots.first_block
+        """Block of the prompt that the first row of each layer is of: those before it are there already."""
+        self.blocks = len(slots.reservations)
+        """How many grow; 0 where there is nothing to hand over, and the prompt is stored as usual."""
+        self.handover = slots.handover
+        """What the reader must name; None when nothing grows."""
+
+    @property
+    def layout(self) -> Layout:
+        """Of the blocks."""
+        return self._target.layout
+
+    def _begin_layer(self, rows: Bytes2D) -> int:
+        """Number of the layer that rows are of. Raises `InvalidInputError` for another shape, and beyond the last."""
+        size = Cut(self.layout).part_bytes
+        if rows.shape != (self.blocks, size) or self._layers == self.layout.layers:
+            raise InvalidInputError(
+                f"layer {self._layers} of {rows.shape}: {self.layout.layers} layers of {(self.blocks, size)} wanted"
+            )
+        self._layers += 1
+        return self._layers - 1
+
+    def _filled(self, layer: int, rows: Bytes2D) -> Call[int]:
+        """Copy a layer into the slots; what tells of it."""
+        sums = [self._fill(i, layer, memoryview(row)) for i, row in enumerate(rows)]
+        return handover_calls.advance(self._target, self._slots, layer, sums)
+
+    def _fill(self, i: int, layer: int, row: memoryview) -> bytes:
+        slot, size = self._slots[i], len(row)
+        assert slot.view is not None, "only what is not there yet grows"
+        bound = bind_part(bind(slot.digest, slot.epoch, slot.stamp), layer)
+        self._whole[i].update(row)
+        return copy_digest(slot.view[layer * size : (layer + 1) * size], row, bound)
+
+    def _publishing(self) -> Call[tuple[Published, ...]] | None:
+        """What publishes the blocks, once; None when there is nothing to publish, or not every layer was written."""
+        if not self._slots or self._layers < self.layout.layers:
+            return None
+        slots, self._slots = self._slots, ()
+        return calls.publish(self._target, slots, [whole.digest() for whole in self._whole])
+
+    def _giving_up(self) -> Call[int] | None:
+        """What gives the slots back, once; None when there are none."""
+        slots, self._slots = self._slots, ()
+        return calls.abandon(self._target, slots) if slots else None
+
+
+class GrowingBlocks(Growth):
+    """Blocks that are written layer by layer. Blocking; for one writer."""
+
+    def __init__(self, target: Target, ask: Ask, slots: Slots) -> None:
+        """Write to `slots`."""
+        super().__init__(target, slots)
+        self._ask = ask
+
+    def write(self, rows: Bytes2D) -> None:
+        """Add the next layer: (blocks, bytes of a layer) uint8, C-contiguous. Readers may have it from now on.
+
+        Does nothing once the blocks were given up or the agent has lost them.
+
+        Raises `InvalidInputError` for rows of another shape, and when all layers were written.
+        """
+        layer = self._begin_layer(rows)
+        if not self._slots:
+            return  # Given up, or lost: whoever computes goes on, and stores as usual.
+        if self._ask(self._filled(layer, rows)) < len(self._slots):
+            self.abandon()  # Reservations ended, or the agent is away: what is left must not be written to.
+
+    def finish(self) -> tuple[Published, ...]:
+        """Publish the blocks when every layer was written; gives them up otherwise. One result for each block."""
+        count, publishing = len(self._slots), self._publishing()
+        if publishing is None:
+            self.abandon()
+            return (Published.REFUSED,) * count
+        return tuple(self._ask(publishing))
+
+    def abandon(self) -> None:
+        """Give up: readers have a miss for what they have not read. Idempotent, and nothing after `finish`."""
+        if (giving_up := self._giving_up()) is not None:
+            self._ask(giving_up)

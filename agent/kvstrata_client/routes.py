@@ -1,0 +1,173 @@
+"""Asks the agent how far each chain of a prompt goes and settles on a route. Sans-I/O: yields calls."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+from kvstrata_api.blocks import ScopeSecret
+from kvstrata_api.wire import KEYS_MAX
+from kvstrata_client import calls
+from kvstrata_client.calls import Operation
+from kvstrata_client.chain import (
+    Chain,
+    Prompt,
+    Route,
+    Segment,
+    Tokens,
+    best_route,
+    continuations,
+    listed_continuation,
+    own_target,
+    roots,
+    share_chains,
+)
+from kvstrata_client.results import Grants, Located
+from kvstrata_client.target import Target
+
+HEADS_FIRST_BLOCKS: Final = 16
+"""Prompts of so many blocks are keyed in full where the tenant writes, and in other scopes for their first block: the
+rest only where that is there, which takes one more round trip. Shorter ones are keyed in full sooner than that."""
+
+
+class Attachment(Protocol):
+    """What an operation must know of the connection that it runs on."""
+
+    @property
+    def grants(self) -> Grants | None:
+        """Newest grants; None when not attached."""
+
+    @property
+    def is_stale(self) -> bool:
+        """True when the agent has said that the grants may have changed."""
+
+    @property
+    def is_crowded(self) -> bool:
+        """True while nobody should have several batches under way on the connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every step of one load or store needs."""
+
+    target: Target
+    at: Attachment
+    prompt: Prompt
+    session: str = ""
+    lease_s: float = 30.0
+    deadline_s: float = 10.0
+    """How long one batch may take to be brought up; what is not there in time is a miss."""
+    blocks_max: int | None = None
+    """Of a load: leading blocks that are wanted at most."""
+
+    @property
+    def wanted_blocks(self) -> int:
+        """Leading blocks that a load is to bring."""
+        return self.prompt.blocks if self.blocks_max is None else min(self.prompt.blocks, self.blocks_max)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where a prompt's blocks can be had."""
+
+    grants: Grants
+    roots: tuple[Segment, ...]
+    """Of domains and the own scope; where nothing was found, a chain may be keyed for its first block alone."""
+    continued: tuple[Segment, ...] = ()
+    shares: tuple[Segment, ...] = ()
+    """Of shares that the prompt begins with a prefix of; the first is the one to read by."""
+
+    @property
+    def route(self) -> Route:
+        """The longest way; of equally long ones by the share first, then by domains."""
+        return best_route((*self.shares[:1], *self.roots), self.continued)
+
+    def with_share(self, share: Segment) -> "Found":
+        """What is found once a share's chain goes as far as in `share`."""
+        return replace(self, shares=tuple(share if s.chain == share.chain else s for s in self.shares))
+
+
+def prompt_of(target: Target, tokens: Tokens) -> Prompt:
+    """Prompt in the target's layout, cut to the blocks that one lookup can ask for."""
+    block_tokens = target.layout.block_tokens
+    return Prompt(target.layout.layout_id(), tokens[: KEYS_MAX * block_tokens], block_tokens)
+
+
+def locate(job: Job) -> Operation[Found | None]:
+    """Find what there is; once more when the agent says meanwhile that the grants have changed."""
+    found = yield from _locate(job)
+    if found is not None and job.at.is_stale:
+        yield (calls.scopes(job.target),)
+        found = yield from _locate(job)
+    return found
+
+
+def look_up(job: Job) -> Operation[Located]:
+    """How much of the prompt can be had, by the longest way."""
+    found = yield from locate(job)
+    route = found.route if found else Route()
+    return Located(min(route.blocks, job.wanted_blocks), min(route.shared_blocks, job.wanted_blocks))
+
+
+def locate_for_load(job: Job) -> Operation[Found | None]:
+    """Like `locate`, but without asking when there is one scope only: leasing tells as much in the same trip."""
+    grants = job.at.grants
+    if grants is None or grants.own is None or grants.domains or job.at.is_stale or not job.prompt.blocks:
+        return (yield from locate(job))
+    if share_chains(job.prompt, grants.shares):
+        return (yield from locate(job))
+    return Found(grants, (Segment(job.prompt.chain(grants.own.secret), job.prompt.blocks),))
+
+
+def goal_of(job: Job, found: Found) -> Segment | None:
+    """Where new blocks go: the write scope's chain, which continues the route when it is the tenant's own."""
+    write = found.grants.scope(found.grants.write_scope)
+    if write is None or not write.can_write:
+        return None
+    root = next((_whole(job.prompt, s, write.secret) for s in found.roots if s.chain.scope == write.id), None)
+    return own_target(job.prompt, found.route, write.secret, root) if write.kind == "tenant" else root
+
+
+def _whole(prompt: Prompt, root: Segment, secret: ScopeSecret) -> Segment:
+    """The same segment of a chain that is keyed to its end."""
+    if root.chain.end == prompt.blocks:
+        return root
+    return Segment(prompt.chain(secret, is_shared=root.chain.is_shared), root.stop)
+
+
+def granted_shares(found: Found) -> list[Segment]:
+    """Chains of the shares that this tenant grants itself: their prefixes go there whatever else becomes of them."""
+    ours = {s.id for s in found.grants.shares if s.can_write}
+    return [s for s in found.shares if s.chain.scope in ours]
+
+
+def _locate(job: Job) -> Operation[Found | None]:
+    grants = job.at.grants
+    if grants is None or not job.prompt.blocks:
+        return None
+    own = grants.own.secret if grants.own else None
+    listed = share_chains(job.prompt, grants.shares)
+    whole = grants.write_scope if job.prompt.blocks >= HEADS_FIRST_BLOCKS else None
+    rooted = roots(job.prompt, [s.secret for s in grants.domains], own, whole)
+    behind = listed_continuation(job.prompt, listed[0], own) if listed else ()
+    asked = yield from _ask(job, (*rooted, *listed, *behind))
+    found, shares = asked[: len(rooted)], asked[len(rooted) : len(rooted) + len(listed)]
+    found = yield from _follow(job, grants, found)
+    continued = yield from _ask(job, continuations(job.prompt, found, own))
+    return Found(grants, found, (*asked[len(rooted) + len(listed) :], *continued), shares)
+
+
+def _follow(job: Job, grants: Grants, found: Sequence[Segment]) -> Operation[tuple[Segment, ...]]:
+    """Ask how far the chains go that were keyed for their first block alone, and have it."""
+    secrets = {s.id: s.secret for s in grants.scopes}
+    begun = [s for s in found if s.stop and s.chain.end < job.prompt.blocks]
+    asked = yield from _ask(job, [_whole(job.prompt, s, secrets[s.chain.scope]).chain for s in begun])
+    longer = {s.chain.scope: s for s in asked}
+    return tuple(longer.get(s.chain.scope, s) for s in found)
+
+
+def _ask(job: Job, chains: Sequence[Chain]) -> Operation[tuple[Segment, ...]]:
+    """Ask in one round trip how far each chain goes."""
+    if not chains:
+        return ()
+    answers = yield tuple(calls.lookup(job.target, c.keys, job.session, is_probe=True) for c in chains)
+    return tuple(Segment(c, c.first + a.value.blocks) for c, a in zip(chains, answers, strict=True))

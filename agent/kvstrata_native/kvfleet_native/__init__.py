@@ -1,0 +1,25 @@
+"""Inner loops of the data path, compiled where the build had a C compiler. `choice.Kernels` says what each does.
+
+`level` names what runs: avx512_vbmi2, avx512, avx2, neon, scalar (compiled) or python (NumPy).
+`KVSTRATA_NATIVE_LEVEL` asks for one.
+"""
+
+import os
+
+from kvstrata_native.choice import choose
+
+level, _running = choose(os.environ.get("KVSTRATA_NATIVE_LEVEL", ""))
+
+copy = _running.copy
+copy_digest = _running.copy_digest
+copy_digests = _running.copy_digests
+copy_sound = _running.copy_sound
+digest_pairs = _running.digest_pairs
+mix = _running.mix
+narrow = _running.narrow
+pack = _running.pack
+unmix = _running.unmix
+unpack = _running.unpack
+widen = _running.widen
+width_of = _running.width_of
+xxh3_128 = _running.xxh3_128

@@ -1,6 +1,0 @@
-"""The vocabulary of kvfleet: names, units, keys, scopes, wire format and Kubernetes kinds.
-
-Depends on no other kvfleet package; every other package depends on it.
-"""
-
-__version__ = "0.1.0"

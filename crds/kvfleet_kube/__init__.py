@@ -1,4 +1,0 @@
-"""The only Kubernetes client of kvfleet: credentials, requests, lists and watches, Leases and Secrets as plain JSON.
-
-Start with `api.KubeApi`. Metrics and decisions belong to the callers, who pass functions in.
-"""

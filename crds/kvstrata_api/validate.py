@@ -1,0 +1,102 @@
+"""Our own validation of manifests: the same checks as the API server's, in the same words, without one. Pure."""
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, Final, TypeVar
+
+from pydantic import ValidationError
+
+from kvstrata_api import names
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.models.base import ApiModel
+from kvstrata_api.rules.rule import Rule, Transition, places
+from kvstrata_api.schema import object_schema
+from kvstrata_api.schema_kinds import BY_NAME, Kind
+from kvstrata_api.schema_structural import Schema
+from kvstrata_api.validate_structure import Problem, check, problem
+
+PROBLEMS_MAX: Final = 8
+"""Problems that an error message lists; the rest is counted."""
+
+M = TypeVar("M", bound=ApiModel)
+
+
+def validate(obj: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
+    """Return everything that is wrong with a manifest, sorted by field; an empty list when it is good.
+
+    `old` is the object before an update; with it the rules about changes are checked as well. Like the API
+    server, rules are looked at only when every field has the right shape.
+    """
+    kind = BY_NAME.get(str(obj.get("kind")))
+    if kind is None:
+        return [problem("kind", f"supported values: {', '.join(sorted(BY_NAME))}", obj.get("kind"))]
+    if obj.get("apiVersion") != names.API_VERSION:
+        return [problem("apiVersion", f"supported values: {names.API_VERSION}", obj.get("apiVersion"))]
+    found = sorted({*_structure(kind, obj)})
+    return found or sorted({*_broken_rules(kind, obj, old)})
+
+
+def parse(kind: str, obj: Mapping[str, Any]) -> ApiModel:
+    """Return the typed value of a manifest of a known kind.
+
+    Raises `InvalidInputError` naming each field, its value and its limit.
+    """
+    found = validate(dict(obj) | {"kind": kind, "apiVersion": obj.get("apiVersion", names.API_VERSION)})
+    if found:
+        more = f"; and {len(found) - PROBLEMS_MAX} more" if len(found) > PROBLEMS_MAX else ""
+        raise InvalidInputError(f"{kind}: " + "; ".join(str(p) for p in found[:PROBLEMS_MAX]) + more)
+    return parse_as(BY_NAME[kind].model, obj)
+
+
+def parse_as(model: type[M], obj: Mapping[str, Any]) -> M:
+    """Parse without the rules, as for objects that the API server has accepted.
+
+    Raises `InvalidInputError` naming the first field that does not fit.
+    """
+    try:
+        return model.model_validate(obj)
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InvalidInputError(f"{model.__name__}: {where}: {first['input']!r:.80}: {first['msg']}") from e
+
+
+def _structure(kind: Kind, obj: Mapping[str, Any]) -> Iterator[Problem]:
+    """Problems of shape. Metadata other than the name is the API server's business."""
+    metadata = obj.get("metadata")
+    if not isinstance(metadata, Mapping) or "name" not in metadata:
+        yield Problem("metadata.name", "Required value")
+        metadata = {}
+    named = {key: metadata[key] for key in ("name",) if key in metadata}
+    yield from check(_schema(kind.name), dict(obj) | {"metadata": named}, "")
+
+
+@cache
+def _schema(kind: str) -> Schema:
+    """Schema of a kind, made once: that takes ten times as long as checking an object."""
+    return object_schema(BY_NAME[kind])
+
+
+def _broken_rules(kind: Kind, obj: Mapping[str, Any], old: Mapping[str, Any] | None) -> Iterator[Problem]:
+    """Rules that do not hold."""
+    for rule in kind.rules:
+        before = dict(places(old, rule.path)) if old is not None else {}
+        for where, value in places(obj, rule.path):
+            holds = rule.holds(value) if isinstance(rule, Rule) else _holds_since(rule, value, before.get(where))
+            if not holds:
+                yield problem(_blamed(where, rule.field), rule.message, _value_at(value, rule.field))
+
+
+def _holds_since(rule: Transition, new: Any, old: Any) -> bool:
+    """Whether a change is allowed; what is new breaks nothing."""
+    return old is None or rule.holds(new, old)
+
+
+def _blamed(where: str, field: str) -> str:
+    """Path of the field that a rule blames."""
+    return ".".join(part for part in (where, field) if part)
+
+
+def _value_at(value: Any, field: str) -> Any:
+    """Value of the blamed field, None when it is absent; the object itself when no field is blamed."""
+    return value.get(field) if field else value

@@ -1,0 +1,398 @@
+"""The local protocol between a client and its agent: msgpack frames over a unix socket. Pure.
+
+A frame is a 4-byte big-endian length and one msgpack array, tagged with the verb. File descriptors of extents
+travel beside a reply as SCM_RIGHTS, in the order of `extents`. Requests carry an id that the reply repeats, so a
+connection may have several requests under way. Verbs are batched: one frame speaks of up to `KEYS_MAX` blocks,
+whose digests are joined into one byte string.
+"""
+
+from typing import Final, get_args
+
+import msgspec
+
+from kvstrata_api.blocks import KEY_BYTES, Layout
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.prefixes import NamedPrefix
+from kvstrata_api.wire_base import Message, Reply, Request, Seconds
+from kvstrata_api.wire_handover import HANDOVER_CHARS_MAX, Advance, Arrive, Arrived, Handover
+
+PROTOCOL_VERSION: Final = 1
+FRAME_BYTES_MAX: Final = 4 << 20
+"""Largest frame: 65,536 keys and their answers fit with room to spare."""
+KEYS_MAX: Final = 65_536
+PARTS_MAX: Final = 8_192
+"""Parts of one block: 128 KiB of checksums."""
+PART_SUMS_BYTES_MAX: Final = 2 << 20
+"""Checksums of parts in one frame; leases that would be over it are not given."""
+SESSION_CHARS_MAX: Final = 128
+CLIENT_CHARS_MAX: Final = 256
+LEASES_MAX: Final = 2 * KEYS_MAX
+"""Leases that one frame may end: all that a connection can have."""
+FDS_PER_FRAME_MAX: Final = 64
+"""SCM_MAX_FD is 253 on Linux; smaller batches keep one slow frame from holding many descriptors."""
+
+
+class Hello(Request, frozen=True, array_like=True, tag=True):
+    """First frame of a connection."""
+
+    version: int
+    client: str
+    """Name and version of the client, for logs."""
+
+
+class Attach(Request, frozen=True, array_like=True, tag=True):
+    """Authenticate and name the layout. A second attach renews the token; the layout must stay."""
+
+    token: str
+    pool: str
+    layout: Layout
+
+
+class Scopes(Request, frozen=True, array_like=True, tag=True):
+    """Ask for the scopes again, after a reply with a newer `grants_version`."""
+
+
+class OpenSession(Request, frozen=True, array_like=True, tag=True):
+    """Start or revive a session."""
+
+    session: str
+    parent: str = ""
+    """Session that this one forks from; its blocks are shared, not copied."""
+    priority: str = ""
+
+
+class TouchSession(Request, frozen=True, array_like=True, tag=True):
+    """Say what the session is about to do; by far the most valuable hint to the policy."""
+
+    session: str
+    state: str
+    """`decoding`, `idle` or `tool`."""
+    urgency: int = 0
+    """0 none to 100 now."""
+    expected_return_s: Seconds = 0.0
+    """Seconds until the next turn; 0 when unknown."""
+
+
+class CloseSession(Request, frozen=True, array_like=True, tag=True):
+    """End a session; with `archive` its prefix goes to slow tiers instead of away.
+
+    The answer counts 0 for an unknown session, 1 for one that is closed, 2 for one that is archived: every block of its
+    prefix has a copy that survives a restart.
+    """
+
+    session: str
+    archive: bool = True
+    deadline_s: Seconds = 0.0
+    """How long to wait for the archive before answering; it goes on after that."""
+
+
+class Lookup(Request, frozen=True, array_like=True, tag=True):
+    """How long a prefix of these chained keys can be had? Renews nothing, moves nothing."""
+
+    scope: str
+    digests: bytes
+    session: str = ""
+    is_probe: bool = False
+    """True leaves the hit ratio alone: the caller counts its load as a whole, or only wants to write."""
+
+
+class CountLoad(Request, frozen=True, array_like=True, tag=True):
+    """Tell how a load that leased without a counted lookup ended; feeds the hit ratio and nothing else."""
+
+    wanted_blocks: int
+    loaded_blocks: int
+
+
+class Acquire(Request, frozen=True, array_like=True, tag=True):
+    """Lease the longest usable prefix of these keys, brought into memory first where it lies lower or elsewhere."""
+
+    scope: str
+    digests: bytes
+    session: str = ""
+    lease_s: Seconds = 30.0
+    deadline_s: Seconds = 10.0
+    """Blocks that cannot be brought up in time are left out of the answer."""
+    part_bytes: int = 0
+    """Ask for checksums of the parts of each block, of so many bytes each, so that parts can be read alone. It divides
+    the block into `PARTS_MAX` at most. 0: none."""
+    handover: Handover | None = None
+    """Lease growing blocks of this hand-over and nothing else; their parts are asked for with `Arrive`."""
+
+
+class Release(Request, frozen=True, array_like=True, tag=True):
+    """End leases. The answer counts those that lived until now; what was read under the others is void.
+
+    Releasing twice is harmless and counts nothing the second time.
+    """
+
+    leases: tuple[int, ...]
+    suspects: tuple[int, ...] = ()
+    """Leases among them whose copy did not match its checksum; the agent looks at the block itself."""
+
+
+class Reserve(Request, frozen=True, array_like=True, tag=True):
+    """Ask for slots to fill, one for each key; keys are in chain order."""
+
+    scope: str
+    parent: bytes
+    """Digest that the first key continues; empty for a root."""
+    digests: bytes
+    session: str = ""
+    handover: str = ""
+    """Name under which readers may have the blocks while they grow; empty: nobody sees them before `Publish`."""
+    part_bytes: int = 0
+    """With `handover`: bytes of the parts that they grow by; as in `Acquire`."""
+
+
+class Publish(Request, frozen=True, array_like=True, tag=True):
+    """Commit filled slots. The agent checks some of the checksums; every reader verifies what it gets against them."""
+
+    reservations: tuple[int, ...]
+    checksums: tuple[bytes, ...]
+
+
+class Abandon(Request, frozen=True, array_like=True, tag=True):
+    """Give reservations back unfilled."""
+
+    reservations: tuple[int, ...]
+
+
+class Prefetch(Request, frozen=True, array_like=True, tag=True):
+    """Bring a prefix into memory in the background; answers at once."""
+
+    scope: str
+    digests: bytes
+    session: str = ""
+
+
+class Pin(Request, frozen=True, array_like=True, tag=True):
+    """Keep blocks in memory until `expires_s` from now; pins always expire."""
+
+    scope: str
+    digests: bytes
+    expires_s: Seconds
+
+
+class Unpin(Request, frozen=True, array_like=True, tag=True):
+    """Take pins of this connection back."""
+
+    scope: str
+    digests: bytes
+
+
+class Stats(Request, frozen=True, array_like=True, tag=True):
+    """Ask for tiers and counters."""
+
+
+class Explain(Request, frozen=True, array_like=True, tag=True):
+    """Ask why a block or session is where it is. Exactly one of digest (with scope) and session is set."""
+
+    scope: str = ""
+    digest: bytes = b""
+    session: str = ""
+
+
+class Welcome(Reply, frozen=True, array_like=True, tag=True):
+    """Answer to Hello."""
+
+    version: int
+    agent: str
+    node: str
+    epoch: int
+
+
+class ScopeGrant(msgspec.Struct, frozen=True, array_like=True):
+    """One scope that the caller may read."""
+
+    scope: str
+    kind: str
+    name: str
+    secret: bytes
+    can_write: bool
+    prefixes: tuple[NamedPrefix, ...] = ()
+    """Of a share: the only prompts that its scope is for. Empty for scopes of other kinds, which take any."""
+
+
+class Granted(Reply, frozen=True, array_like=True, tag=True):
+    """Answer to Attach and Scopes: shared scopes first, the order of lookups."""
+
+    tenant: str
+    scopes: tuple[ScopeGrant, ...]
+    write_scope: str
+    block_bytes: int
+    slot_bytes: int
+    """Distance between slots: block_bytes rounded up to 4 KiB."""
+    token_expires_s: float
+    """Seconds until the token must be renewed by another Attach."""
+
+
+class Done(Reply, frozen=True, array_like=True, tag=True):
+    """Answer of verbs that only succeed; `count` says on how many items."""
+
+    count: int = 0
+
+
+class Found(Reply, frozen=True, array_like=True, tag=True):
+    """Answer to Lookup."""
+
+    states: bytes
+    """One `tiers.Lookup` code for each key asked for."""
+    prefix_blocks: int
+    """Leading blocks that are HIT."""
+    places: bytes
+    """For each leading block: index of its tier in `tier_names`, plus 128 when it is on another node."""
+    tier_names: tuple[str, ...]
+
+
+class ExtentGrant(msgspec.Struct, frozen=True, array_like=True):
+    """An extent new to this connection; its descriptor rides on the same frame."""
+
+    extent: int
+    size_bytes: int
+    is_writable: bool
+
+
+class Leased(msgspec.Struct, frozen=True, array_like=True):
+    """One block that may be read until the lease ends."""
+
+    lease: int
+    extent: int
+    offset: int
+    stamp: int
+    checksum: bytes
+    source: str
+    """Where the block was when asked for: a tier name, or `remote`."""
+    epoch: int = 0
+    """Epoch that the checksum is bound to; 0: that of the reply. Memory that outlived a restart keeps its old one."""
+    parts: bytes = b""
+    """Joined checksums of its parts (`checksum.bind_part`), where they were asked for and the agent knows how."""
+    is_growing: bool = False
+    """Of a hand-over: there is no checksum, and only the parts that `Arrived` named may be read."""
+
+
+class Acquired(Reply, frozen=True, array_like=True, tag=True):
+    """Answer to Acquire: leases of the leading blocks that could be had."""
+
+    blocks: tuple[Leased, ...]
+    extents: tuple[ExtentGrant, ...]
+    epoch: int
+    gone: tuple[int, ...] = ()
+    """Extents granted before that have gone for good: to be unmapped."""
+    busy_s: float = 0.0
+    """Where blocks are left out because the path to them is congested, longer than computing them takes: estimated
+    seconds until it is free. 0: there is another reason, or none is left out."""
+
+
+class Slot(msgspec.Struct, frozen=True, array_like=True):
+    """Where to write one block; `reservation` 0 means that the block exists already and must not be written."""
+
+    reservation: int
+    extent: int
+    offset: int
+    stamp: int
+
+
+class Reserved(Reply, frozen=True, array_like=True, tag=True):
+    """Answer to Reserve: slots of the leading keys; fewer than asked for when the tier is full."""
+
+    slots: tuple[Slot, ...]
+    extents: tuple[ExtentGrant, ...]
+    epoch: int
+    expires_s: float
+    gone: tuple[int, ...] = ()
+    """Extents granted before that have gone for good: to be unmapped."""
+    handover: Handover | None = None
+    """What the reader must name, where a hand-over was asked for and the agent knows how."""
+    busy_s: float = 0.0
+    """Where slots are left out because blocks wait to leave the tier: estimated seconds until that path is free."""
+    refusal: str = ""
+    """Why slots are left out, in words; empty when none is."""
+
+
+class Published(Reply, frozen=True, array_like=True, tag=True):
+    """Answer to Publish: for each reservation 1 published, 2 existed already, 0 refused (expired or corrupt)."""
+
+    results: bytes
+
+
+class Text(Reply, frozen=True, array_like=True, tag=True):
+    """Answer to Stats and Explain: JSON text."""
+
+    json: str
+
+
+class Failed(Reply, frozen=True, array_like=True, tag=True):
+    """Any verb's failure."""
+
+    code: str
+    """Name of a leaf of `kvstrata_api.errors`."""
+    message: str
+    delay_s: float = 5.0
+
+
+AnyRequest = (
+    Hello | Attach | Scopes | OpenSession | TouchSession | CloseSession | Lookup | CountLoad | Acquire | Release
+    | Reserve | Publish | Abandon | Prefetch | Pin | Unpin | Stats | Explain | Advance | Arrive
+)  # fmt: skip
+AnyReply = Welcome | Granted | Done | Found | Acquired | Reserved | Published | Text | Failed | Arrived
+GRANTING: Final = (Acquired, Reserved)
+"""Replies that may bring extents, with descriptors beside them."""
+
+_LENGTHS_MAX: Final = {
+    "client": CLIENT_CHARS_MAX, "session": SESSION_CHARS_MAX, "leases": LEASES_MAX, "suspects": LEASES_MAX,
+    "reservations": KEYS_MAX, "checksums": KEYS_MAX, "handover": HANDOVER_CHARS_MAX, "sums": KEYS_MAX,
+}  # fmt: skip
+_LIMITED: Final = {
+    kind: tuple((f, _LENGTHS_MAX[f]) for f in kind.__struct_fields__ if f in _LENGTHS_MAX)
+    for kind in get_args(AnyRequest)
+}
+"""Fields of each request whose lengths have limits, with these."""
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_requests: Final[msgspec.msgpack.Decoder[AnyRequest]] = msgspec.msgpack.Decoder(AnyRequest)
+_replies: Final[msgspec.msgpack.Decoder[AnyReply]] = msgspec.msgpack.Decoder(AnyReply)
+
+
+def encode(message: Message) -> bytes:
+    """Frame a message. Raises `InvalidInputError` when it is over `FRAME_BYTES_MAX`."""
+    body = _encoder.encode(message)
+    if len(body) > FRAME_BYTES_MAX:
+        raise InvalidInputError(f"frame of {len(body)} B, limit {FRAME_BYTES_MAX} B")
+    return len(body).to_bytes(4, "big") + body
+
+
+def frame_bytes(header: bytes | bytearray) -> int:
+    """Length of the body that a 4-byte header announces. Raises `InvalidInputError` over the limit."""
+    size = int.from_bytes(header, "big")
+    if not 0 < size <= FRAME_BYTES_MAX:
+        raise InvalidInputError(f"frame of {size} B, limit 1 to {FRAME_BYTES_MAX} B")
+    return size
+
+
+def decode_request(body: bytes) -> AnyRequest:
+    """Parse a request. Raises `InvalidInputError` that says what is wrong with it."""
+    try:
+        request = _requests.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:  # Bad UTF-8 is no DecodeError of msgspec.
+        raise InvalidInputError(f"malformed request: {e}") from e
+    _check(request)
+    return request
+
+
+def decode_reply(body: bytes) -> AnyReply:
+    """Parse a reply. Raises `InvalidInputError` that says what is wrong with it."""
+    try:
+        return _replies.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:  # Bad UTF-8 is no DecodeError of msgspec.
+        raise InvalidInputError(f"malformed reply: {e}") from e
+
+
+def _check(request: AnyRequest) -> None:
+    digests = getattr(request, "digests", b"")
+    if len(digests) % KEY_BYTES or len(digests) > KEYS_MAX * KEY_BYTES:
+        raise InvalidInputError(f"digests of {len(digests)} B: a multiple of {KEY_BYTES} B, {KEYS_MAX} keys at most")
+    for name, limit in _LIMITED[type(request)]:
+        value = getattr(request, name)
+        length = len(value.name if isinstance(value, Handover) else value or ())
+        if length > limit:
+            raise InvalidInputError(f"{name} of length {length}, limit {limit}")

@@ -1,0 +1,175 @@
+"""Builds dashboards/kv-fleet.json: `python -m kvstrata_telemetry.dashboard --write | --check`.
+
+Needs the extra `dashboards`. Grafana's SDK ends here; what is shown stands in `panels`.
+"""
+
+import sys
+from collections.abc import Callable
+from itertools import count
+from typing import Any, Final
+
+from grafana_foundation_sdk.builders import bargauge, common, prometheus, stat, table, timeseries
+from grafana_foundation_sdk.builders import dashboard as build
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import common as common_models
+from grafana_foundation_sdk.models import dashboard as models
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+
+from kvstrata_telemetry import generated
+from kvstrata_telemetry.panel_types import Form, Limit, Panel, Query, Unit
+from kvstrata_telemetry.panels import ROWS
+
+UID: Final = "kvstrata-overview"
+TITLE: Final = "KV Fleet"
+TAG: Final = "kvstrata"
+
+_SOURCE: Final = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
+_VARIABLES: Final = {
+    "pool": "label_values(kvstrata_agent_info, pool)",
+    "node": 'label_values(kvstrata_agent_info{pool=~"$pool"}, node)',
+    "tier": 'label_values(kvstrata_tier_capacity_bytes{pool=~"$pool"}, tier)',
+    "tenant": 'label_values(kvstrata_lookup_blocks_total{pool=~"$pool"}, tenant)',
+}  # fmt: skip
+_TABLE_UNITS: Final = {"Used": Unit.BYTES, "Capacity": Unit.BYTES, "Hit ratio": Unit.RATIO}
+
+
+def text() -> str:
+    """The dashboard as Grafana imports it."""
+    encoded: str = JSONEncoder(indent=2, sort_keys=True).encode(dashboard().build())
+    return encoded + "\n"
+
+
+def dashboard() -> build.Dashboard:
+    """Variables, links, and the rows of `panels` from top to bottom."""
+    made = (
+        build.Dashboard(TITLE)
+        .uid(UID)
+        .description("KV cache pools over the fleet: healthy, worth it, full, slow, safe, details.")
+        .tags([TAG, "llm"])
+        .time("now-1h", "now")
+        .refresh("30s")
+        .timezone("browser")
+        .tooltip(models.DashboardCursorSync.CROSSHAIR)
+        .link(_other_dashboards())
+        .with_variable(build.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+    )
+    for name, query in _VARIABLES.items():
+        made.with_variable(_variable(name, query))
+    numbers = count(1)
+    for row in ROWS:
+        made.with_row(build.Row(row.question).id(next(numbers)))
+        for panel in row.panels:
+            made.with_panel(_BUILDERS[panel.form](panel).id(next(numbers)))
+    return made
+
+
+def _other_dashboards() -> build.DashboardLink:
+    link = build.DashboardLink("kvstrata").type(models.DashboardLinkType.DASHBOARDS).tags([TAG])
+    return link.as_dropdown(as_dropdown=True).include_vars(include_vars=True).keep_time(keep_time=True)
+
+
+def _variable(name: str, query: str) -> build.QueryVariable:
+    """A choice of many; `All` matches everything, also series that come later."""
+    return (
+        build.QueryVariable(name)
+        .label(name.capitalize())
+        .datasource(_SOURCE)
+        .query({"query": query, "refId": name})
+        .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(models.VariableSort.ALPHABETICAL_ASC)
+        .multi(multi=True)
+        .include_all(include_all=True)
+        .all_value(".*")
+        .current(models.VariableOption(selected=True, text=["All"], value=["$__all"]))
+    )
+
+
+def _stat(panel: Panel) -> Any:
+    return _common(stat.Panel(), panel).graph_mode(common_models.BigValueGraphMode.NONE)
+
+
+def _bars(panel: Panel) -> Any:
+    builder = _common(bargauge.Panel(), panel).orientation(common_models.VizOrientation.HORIZONTAL)
+    return builder.max(1) if panel.unit is Unit.RATIO else builder
+
+
+def _lines(panel: Panel) -> Any:
+    legend = (
+        common.VizLegendOptions()
+        .display_mode(common_models.LegendDisplayMode.TABLE)
+        .placement(common_models.LegendPlacement.BOTTOM)
+        .show_legend(show_legend=True)
+        .calcs(["lastNotNull", "max"])
+    )
+    builder = _common(timeseries.Panel(), panel).legend(legend).fill_opacity(10)
+    if len(panel.limits) > 1:
+        builder = builder.thresholds_style(
+            common.GraphThresholdsStyleConfig().mode(common_models.GraphThresholdsStyleMode.DASHED)
+        )
+    return builder.color_scheme(build.FieldColor().mode(models.FieldColorModeId.PALETTE_CLASSIC_BY_NAME))
+
+
+def _stack(panel: Panel) -> Any:
+    stacking = common.StackingConfig().mode(common_models.StackingMode.NORMAL).group("A")
+    return _lines(panel).stacking(stacking).fill_opacity(40)
+
+
+def _table(panel: Panel) -> Any:
+    """Join the queries by their labels; the column of a query carries its legend."""
+    names = {f"Value #{_letter(i)}": query.legend for i, query in enumerate(panel.queries)}
+    builder = _common(table.Panel(), panel)
+    builder.with_transformation(models.DataTransformerConfig(id_val="merge", options={}))
+    builder.with_transformation(
+        models.DataTransformerConfig(
+            id_val="organize", options={"excludeByName": {"Time": True}, "renameByName": names, "indexByName": {}}
+        )
+    )
+    for column, unit in _TABLE_UNITS.items():
+        builder.override_by_name(column, [models.DynamicConfigValue(id_val="unit", value=str(unit))])
+    return builder
+
+
+_BUILDERS: Final[dict[Form, Callable[[Panel], Any]]] = {
+    Form.STAT: _stat,
+    Form.BARS: _bars,
+    Form.LINES: _lines,
+    Form.STACK: _stack,
+    Form.TABLE: _table,
+}
+
+
+def _common(builder: Any, panel: Panel) -> Any:
+    """What every panel has, whatever its form."""
+    builder.title(panel.title).description(panel.description).datasource(_SOURCE).unit(str(panel.unit))
+    builder.height(panel.height).span(panel.width).min(0).thresholds(_thresholds(panel.limits))
+    for number, query in enumerate(panel.queries):
+        builder.with_target(_target(query, number, panel.form))
+    return builder
+
+
+def _thresholds(limits: tuple[Limit, ...]) -> build.ThresholdsConfig:
+    steps = [models.Threshold(value=limit.value, color=limit.color) for limit in limits]
+    return build.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps)
+
+
+def _target(query: Query, number: int, form: Form) -> prometheus.Dataquery:
+    target = prometheus.Dataquery().expr(query.expr).ref_id(_letter(number)).datasource(_SOURCE)
+    if form in (Form.LINES, Form.STACK):
+        return target.range().legend_format(query.legend)
+    if form is Form.TABLE:
+        return target.instant().format(PromQueryFormat.TABLE)
+    return target.instant().legend_format(query.legend)
+
+
+def _letter(number: int) -> str:
+    """Grafana's name of the query `number` of a panel: A, B, C ..."""
+    return chr(ord("A") + number)
+
+
+def files() -> generated.Files:
+    """The dashboard by its path."""
+    return {generated.ROOT / "dashboards" / "kv-fleet.json": text()}
+
+
+if __name__ == "__main__":
+    sys.exit(generated.run(files, __doc__))

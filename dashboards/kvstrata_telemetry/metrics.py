@@ -1,0 +1,51 @@
+"""Prometheus instruments made from the catalogue, one set for each process."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+
+from kvstrata_telemetry.catalog import Kind, Metric, index
+
+# `_created` would add a series to each of a counter or histogram, and no query of ours asks for one.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+class Instruments:
+    """All metrics of one process. Asking for one that the catalogue lacks is a programmer error."""
+
+    def __init__(self, metrics: Iterable[Metric], registry: CollectorRegistry) -> None:
+        self._metrics = index(metrics)
+        self.registry = registry
+        self._made: dict[str, Any] = {name: _make(m, registry) for name, m in self._metrics.items()}
+
+    def counter(self, name: str, **labels: str) -> Counter:
+        """Return the counter `name` under `labels`."""
+        return self._get(name, Kind.COUNTER, labels)  # type: ignore[no-any-return]
+
+    def gauge(self, name: str, **labels: str) -> Gauge:
+        """Return the gauge `name` under `labels`."""
+        return self._get(name, Kind.GAUGE, labels)  # type: ignore[no-any-return]
+
+    def histogram(self, name: str, **labels: str) -> Histogram:
+        """Return the histogram `name` under `labels`."""
+        return self._get(name, Kind.HISTOGRAM, labels)  # type: ignore[no-any-return]
+
+    def forget(self, name: str, **labels: str) -> None:
+        """Remove one series of a labelled metric, for what it speaks of is gone. Harmless when there is none."""
+        assert self._metrics[name].labels, f"{name} has no labels"
+        self._made[name].remove_by_labels(labels)
+
+    def _get(self, name: str, kind: Kind, labels: dict[str, str]) -> Any:
+        metric = self._metrics[name]
+        assert metric.kind is kind, f"{name} is a {metric.kind}"
+        made = self._made[name]
+        return made.labels(**labels) if metric.labels else made
+
+
+def _make(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
+    if metric.kind is Kind.COUNTER:
+        return Counter(metric.name, metric.help, metric.labels, registry=registry)
+    if metric.kind is Kind.GAUGE:
+        return Gauge(metric.name, metric.help, metric.labels, registry=registry)
+    return Histogram(metric.name, metric.help, metric.labels, buckets=metric.buckets, registry=registry)
