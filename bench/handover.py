@@ -20,9 +20,9 @@ from bench.common import Result, Sample, publish, table, time_ratio
 from bench.identity import BLOCK_TOKENS, MODEL, POOL, REVISION, TOKEN
 from bench.remote import TRANSPORTS, Nodes
 from bench.remote_node import OWNER, READER
+from kvstrata import Client, PrefixCache, Target
 from kvstrata_api import __version__
 from kvstrata_api.blocks import Layout
-from kvstrata_client import Client, PrefixCache, Target
 from kvstrata_client.chain import Tokens
 from kvstrata_client.results import Bytes2D
 

@@ -1,6 +1,6 @@
 """LMCache's benchmark of L2 adapters on ours and on two of its own: `lmcache bench l2`, unmodified, with verification.
 
-kvstrata: `kvstrata_client.connectors.lmcache` and a real agent in a process of its own. fs_native: LMCache's C++ adapter
+kvstrata: `kvstrata_client.connectors.lmcache` and a real agent as a process. fs_native: LMCache's C++ adapter
 for files, on /dev/shm, which is memory as the agent's tier is (`--directory` for another file system). resp: LMCache's
 C++ adapter for Redis, with a real redis-server on loopback. All with the workers that they have by default, in turns,
 each run under new keys; memory of earlier runs is freed before. The limit is one thread's memcpy of as many bytes.

@@ -18,10 +18,10 @@ from bench import common
 from bench.common import Result, Sample, publish, table, time_ratio
 from bench.drivers import Command, Driver
 from bench.identity import BLOCK_TOKENS, MODEL, POOL, REVISION, TOKEN
+from kvstrata import Client, PrefixCache, Target
 from kvstrata_api import __version__
 from kvstrata_api.blocks import Layout
 from kvstrata_api.units import MIB
-from kvstrata_client import Client, PrefixCache, Target
 from kvstrata_client.chain import Tokens
 from kvstrata_client.results import Bytes2D
 

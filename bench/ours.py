@@ -11,8 +11,9 @@ import numpy as np
 
 from bench.identity import BLOCK_TOKENS, POOL, SECRET, TOKEN, layout_of
 from bench.peers.loop import Bytes2D, Store, Work, serve
+from kvstrata import Client, Lease, PrefixCache, Published, Reservation, Target
 from kvstrata_api.blocks import BlockKey, chain_keys
-from kvstrata_client import Client, Lease, PrefixCache, Published, Reservation, Target, calls
+from kvstrata_client import calls
 from kvstrata_client.batches import AHEAD
 from kvstrata_client.calls import Ahead, Answers, Call, Collect, Operation
 from kvstrata_client.chain import Tokens

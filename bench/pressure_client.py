@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 
 from bench.identity import BLOCK_TOKENS, POOL, TOKEN, layout_of
+from kvstrata import Client, PrefixCache, Target
 from kvstrata_api.errors import BlockCorruptError
-from kvstrata_client import Client, PrefixCache, Target
 from kvstrata_client.chain import Tokens
 from kvstrata_client.results import Bytes2D
 

@@ -16,8 +16,8 @@ import numpy as np
 import prometheus_server
 from dashboard_queries import metrics_of
 from demo.world import NODES, POOL, Say, World
+from kvstrata import Client, PrefixCache, Target
 from kvstrata_api.blocks import BlockKey, Layout, chain_keys
-from kvstrata_client import Client, PrefixCache, Target
 from prometheus_server import Server
 
 SCRAPE_S: Final = 1.0

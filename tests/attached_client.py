@@ -9,8 +9,8 @@ import numpy as np
 from agent_doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, bytes_of, caller, dram_tier
 from agent_thread import AgentThread
 
+from kvstrata import AsyncClient, Client, Target
 from kvstrata_api.blocks import BlockKey, Layout, chain_keys
-from kvstrata_client import AsyncClient, Client, Target
 from kvstrata_client.results import Bytes2D
 
 BLOCKS = 8

@@ -11,6 +11,9 @@ CATEGORY: Final = "kvstrata"
 AUDIENCE: Final = "kvstrata"
 """Audience of the projected ServiceAccount tokens that engine pods and peer agents present to an agent."""
 
+TOKEN_FILE: Final = "/var/run/secrets/kvstrata.io/token"  # noqa: S105  A path.
+"""Where pods of engines and agents have that token mounted, unless they say otherwise."""
+
 SYSTEM_NAMESPACE: Final = "kvstrata-system"
 """Default namespace of operator, metadata service, agents, scope Secrets and Leases."""
 
@@ -101,6 +104,11 @@ def pool_node_name(pool: str, node: str) -> str:
 def agent_lease_name(pool: str, node: str) -> str:
     """Name the coordination Lease by which the agent of `pool` on `node` shows that it lives."""
     return f"kvstrata-agent.{pool}.{node}"
+
+
+def socket_path(pool: str) -> str:
+    """Return where engines of a node find the pool's agent, unless the chart's `agent.hostPaths.sockets` differs."""
+    return f"/run/kvstrata/{pool}/agent.sock"
 
 
 def agents_name(pool: str) -> str:

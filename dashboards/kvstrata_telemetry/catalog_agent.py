@@ -185,9 +185,9 @@ AGENT: Final = (
         "kvstrata_directory_partly_away", Kind.GAUGE, "1 while some primary of a Redis Cluster does not answer.",
         ("pool", "node"),
     ),
-    Metric("kvstrata_directory_queue_depth", Kind.GAUGE, "Announcements that wait for the directory.", ("pool", "node")),
+    Metric("kvstrata_directory_queue_depth", Kind.GAUGE, "Announcements waiting for the directory.", ("pool", "node")),
     Metric(
-        "kvstrata_directory_dropped_total", Kind.COUNTER, "Announcements dropped at the queue's bound.", ("pool", "node")
+        "kvstrata_directory_dropped_total", Kind.COUNTER, "Announcements dropped at the queue limit.", ("pool", "node")
     ),
     Metric(
         "kvstrata_nominations_total", Kind.COUNTER,

@@ -81,7 +81,9 @@ def write_kubeconfig(
         "kind": "Config",
         "clusters": [{"name": "kvstrata", "cluster": cluster}],
         "users": [{"name": "kvstrata", "user": user}],
-        "contexts": [{"name": "kvstrata", "context": {"cluster": "kvstrata", "user": "kvstrata", "namespace": namespace}}],
+        "contexts": [
+            {"name": "kvstrata", "context": {"cluster": "kvstrata", "user": "kvstrata", "namespace": namespace}}
+        ],
         "current-context": "kvstrata",
     }
     write_private(path, json.dumps(config, indent=2).encode() + b"\n")

@@ -12,9 +12,9 @@ from demo.errors import CheckError
 from demo.model import Model
 from demo.rows import AFTER_KILL, Row
 from demo.world import NODES, World
+from kvstrata import Client
 from kvstrata_api.blocks import BlockKey, Layout, chain_keys
 from kvstrata_api.units import parse_quantity
-from kvstrata_client import Client
 
 SQUEEZED: Final = {"dram": "8Mi", "cxl": "2Mi"}
 ROOMY: Final = {"dram": "256Mi", "cxl": "64Mi"}

@@ -12,9 +12,9 @@ from demo import model
 from demo.model import Logits, Model
 from demo.rows import TurnResult
 from demo.transcripts import Turn
+from kvstrata import Client, PrefixCache
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import KvStrataError
-from kvstrata_client import Client, PrefixCache
 from kvstrata_client.connectors.layerwise import Overlap
 from kvstrata_client.connectors.transformers import CacheConnector, pack
 from kvstrata_client.results import Bytes2D, Stored

@@ -15,9 +15,9 @@ from demo.errors import DemoError
 from demo.installing import ROOT, apply_example, install, remove_examples, render_chart, uninstall
 from demo.noderunner import NodeRunner
 from demo.supervised import Supervised, stop_at
+from kvstrata import Client, Target
 from kvstrata_api.blocks import Layout
 from kvstrata_api.names import AUDIENCE
-from kvstrata_client import Client, Target
 
 POOL: Final = "demo"
 NODES: Final = ("demo-node-1", "demo-node-2")

@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--socket-template",
-        default="/run/kvstrata/{pool}/agent.sock",
+        default=names.socket_path("{pool}"),
         help="where engine pods find an agent's socket on their node; default: %(default)s",
     )
     parser.add_argument(

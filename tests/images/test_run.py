@@ -188,7 +188,9 @@ def redis(plane: ControlPlane, container: Make, tmp_path: Path, port: int) -> An
 def metadata(plane: ControlPlane, container: Make, tmp_path: Path) -> Any:
     at = home(plane, tmp_path / "metadata", "kvstrata-metadata")
     held = secret(plane, "kvstrata-redis-metadata")
-    environment = {f"KVSTRATA_REDIS_{key.upper()}": held[key] for key in ("url", "username", "password", "certificates")}
+    environment = {
+        f"KVSTRATA_REDIS_{key.upper()}": held[key] for key in ("url", "username", "password", "certificates")
+    }
     options: list[str | Path] = [
         "--redis=external",
         "--kubeconfig",

@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvstrata import Client, PrefixCache, Target
 from kvstrata_api.blocks import Layout
-from kvstrata_client import Client, PrefixCache, Target
 
 LAYOUT = Layout("demo/llama", "seed-1", "bf16", 16, layers=8, kv_heads=8, head_dim=128, element_bytes=2)
 """Blocks of 512 KiB."""
 BLOCKS = 8
 """Of each prompt."""
 WAIT_S = 20.0
-TARGET = Target(Path("/run/kvstrata/agent.sock"), "demo", Path("/var/run/secrets/kvstrata/token"), LAYOUT)
+TARGET = Target(Path("/run/kvstrata/demo/agent.sock"), "demo", Path("/var/run/secrets/kvstrata.io/token"), LAYOUT)
 
 Rows = npt.NDArray[np.uint8]
 

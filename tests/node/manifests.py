@@ -35,7 +35,12 @@ def pool() -> Json:
             "capacityPerNode": f"{DRAM_BYTES >> 20}Mi",
             "hostDRAM": {"pageSize": "2Mi", "persistence": "AgentRestart"},
         },
-        {"name": "nvme", "type": "NVMe", "capacityPerNode": "512Mi", "nvme": {"path": f"/var/lib/kvstrata/{POOL}/nvme"}},
+        {
+            "name": "nvme",
+            "type": "NVMe",
+            "capacityPerNode": "512Mi",
+            "nvme": {"path": f"/var/lib/kvstrata/{POOL}/nvme"},
+        },
     ]
     return {
         "apiVersion": "kvstrata.io/v1alpha1",
@@ -69,7 +74,7 @@ def engine(namespace: str, name: str, node: str, image: str, *arguments: str) ->
     """An engine's pod: its own ServiceAccount, its own token for kvstrata, and the socket of its pool, read-only."""
     sockets = {"path": f"{HOST_PATHS['sockets']}/{POOL}", "type": "Directory"}
     token = {"serviceAccountToken": {"audience": "kvstrata", "expirationSeconds": 600, "path": "token"}}
-    mounts = {"sockets": "/run/kvstrata", "token": "/var/run/secrets/kvstrata", "program": "/engine"}
+    mounts = {"sockets": "/run/kvstrata/demo", "token": "/var/run/secrets/kvstrata.io", "program": "/engine"}
     idle = ["-c", "import signal; signal.pause()"]
     container = {
         "name": "engine",

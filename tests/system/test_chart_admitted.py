@@ -76,8 +76,9 @@ ALLOWED = {
         ("create", "leases.coordination.k8s.io", NAMESPACE), ("list", "kvtenants.kvstrata.io", ""),
     ],
     "kvstrata-operator": [
-        ("patch", "kvpools.kvstrata.io", ""), ("deletecollection", "kvpoolnodes.kvstrata.io", ""), ("watch", "nodes", ""),
-        ("create", "secrets", NAMESPACE), ("update", "leases.coordination.k8s.io", NAMESPACE), ("create", "events", ""),
+        ("patch", "kvpools.kvstrata.io", ""), ("deletecollection", "kvpoolnodes.kvstrata.io", ""),
+        ("watch", "nodes", ""), ("create", "secrets", NAMESPACE), ("update", "leases.coordination.k8s.io", NAMESPACE),
+        ("create", "events", ""),
         ("patch", "daemonsets.apps", NAMESPACE), ("delete", "pods", NAMESPACE),
     ],
 }  # fmt: skip

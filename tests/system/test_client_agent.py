@@ -18,13 +18,14 @@ from agent_process import member
 from agent_thread import AgentThread
 from attached_client import BLOCKS, PATIENT_S, TOKENS, attached, content, keys_of, serving_two_tenants, target, until
 
+from kvstrata import AsyncClient, AsyncPrefixCache, PrefixCache, Published, Target
 from kvstrata_agent.reader import Acquisition
 from kvstrata_agent.serve.connection import IN_FLIGHT_MAX
 from kvstrata_api import wire
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import ForbiddenError
 from kvstrata_api.tiers import Lookup
-from kvstrata_client import AsyncClient, AsyncPrefixCache, PrefixCache, Published, Target, calls
+from kvstrata_client import calls
 from kvstrata_client.calls import Ahead, Operation
 from kvstrata_client.cli import main
 from kvstrata_client.copying import fill

@@ -12,10 +12,10 @@ from agent_thread import AgentThread
 from attached_client import PATIENT_S, target
 from handover_nodes import PeerThread, two_nodes
 
+from kvstrata import AsyncClient, AsyncPrefixCache, Published
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError
 from kvstrata_api.wire_handover import Handover
-from kvstrata_client import AsyncClient, AsyncPrefixCache, Published
 from kvstrata_client.aio_growing import AsyncGrowingBlocks
 from kvstrata_client.aio_streaming import AsyncLayerStream
 from kvstrata_client.results import Bytes2D

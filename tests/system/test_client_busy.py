@@ -11,11 +11,11 @@ from agent_doubles import BLOCK_BYTES, FakeAuthenticator, caller, dict_tier, dra
 from agent_thread import AgentThread
 from attached_client import BLOCKS, PATIENT_S, TOKENS, attached, content, keys_of, target
 
+from kvstrata import AsyncClient, AsyncPrefixCache, PrefixCache
 from kvstrata_agent.policy.recompute import REFUSED_S
 from kvstrata_agent.tiers import Tier
 from kvstrata_agent.turns import Priority, Turn
 from kvstrata_api.models.poolnode import TierProbe
-from kvstrata_client import AsyncClient, AsyncPrefixCache, PrefixCache
 
 pytestmark = pytest.mark.system
 

@@ -17,8 +17,8 @@ from agent_thread import AgentThread
 from attached_client import BLOCKS, PATIENT_S, SLACK_S, TOKENS, attached, content, keys_of, serving_two_tenants, until
 from attached_client import target as target_of
 
+from kvstrata import Client, PrefixCache, Target
 from kvstrata_api.errors import AgentAwayError, UnauthenticatedError
-from kvstrata_client import Client, PrefixCache, Target
 
 pytestmark = pytest.mark.system
 
@@ -165,7 +165,7 @@ def test_a_client_killed_in_the_middle_of_a_publish_leaves_nothing_behind(agent:
         sys.path[:0] = {[str(Path(__file__).parents[1])]!r}
         from agent_doubles import LAYOUT
         from kvstrata_api.blocks import chain_keys
-        from kvstrata_client import Client, Target
+        from kvstrata import Client, Target
         client = Client.attach(Target({str(agent.socket)!r}, "pool", "a", LAYOUT), wait_s={PATIENT_S})
         scope = client.grants.own
         keys = chain_keys(scope.secret, LAYOUT.layout_id(), range({BLOCKS * 16}), 16)

@@ -13,11 +13,12 @@ from attached_client import serving_two_tenants
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvstrata import Client, PrefixCache
 from kvstrata_agent.core import Core
 from kvstrata_agent.parts import ENTRY_BYTES
 from kvstrata_api.blocks import BlockKey, chain_keys
 from kvstrata_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError
-from kvstrata_client import Client, PrefixCache, calls
+from kvstrata_client import calls
 from kvstrata_client.ranges import Cut
 from kvstrata_client.results import Bytes2D
 

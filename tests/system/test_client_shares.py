@@ -13,10 +13,10 @@ from agent_thread import AgentThread
 from attached_client import PATIENT_S, attached, target, until
 from share_callers import SHARE, SHARED_BLOCKS, SYSTEM_PROMPT, callers, named, prompt, sharing
 
+from kvstrata import AsyncClient
 from kvstrata_api.blocks import ScopeId, chain_keys
 from kvstrata_api.errors import ForbiddenError
 from kvstrata_api.trust import Access, ScopeKind
-from kvstrata_client import AsyncClient
 from kvstrata_client.cache import AsyncPrefixCache, PrefixCache
 from kvstrata_client.results import Bytes2D, Loaded, Stored
 

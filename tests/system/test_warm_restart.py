@@ -15,8 +15,8 @@ import pytest
 from kube_agent import MIB, Agent, content, dram, got, keys_of, make_tenant, nvme, put, until
 
 from controlplane import ControlPlane
+from kvstrata import Client, PrefixCache
 from kvstrata_agent.backends.pages import free_pages
-from kvstrata_client import Client, PrefixCache
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 

@@ -206,8 +206,8 @@ def _scope_keys() -> Iterator[Case]:
 
 ESCAPES: Final = (
     "/etc/kubernetes", "/", "/var/lib/kvstrata", "/var/lib/kvstrata-evil/x", "/var/lib/kvstrata/../../../etc",
-    "/var/lib/kvstrata/a/..", "/var/lib/kvstrata/./a", "//var/lib/kvstrata/a", "/var/lib/kvstrata//a", "/proc/1/root/etc",
-    "/root/.ssh", "/var/lib/kubelet/pods", "/dev/mem", "/var/lib/kvstrata/%2e%2e/etc",
+    "/var/lib/kvstrata/a/..", "/var/lib/kvstrata/./a", "//var/lib/kvstrata/a", "/var/lib/kvstrata//a",
+    "/proc/1/root/etc", "/root/.ssh", "/var/lib/kubelet/pods", "/dev/mem", "/var/lib/kvstrata/%2e%2e/etc",
 )  # fmt: skip
 """Directories in which no tier may lie."""
 

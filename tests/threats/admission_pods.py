@@ -57,8 +57,8 @@ def tenant_pods() -> Iterator[Case]:
         yield make(f"directory {path}", shortest, engine(**_host(path)))
     of_host = "of the host, a pod of a tenant sees"
     for path in (
-        "/", "/run", "/run/kvstrata", "/var", "/var/lib", "/var/lib/kvstrata", "/var/lib/kvstrata/llama-70b", "/mnt/flash",
-        "/var/run/kvstrata/other", "/proc", "/proc/1/root", "/var/lib/kubelet/pods", "/dev/shm", "/etc",
+        "/", "/run", "/run/kvstrata", "/var", "/var/lib", "/var/lib/kvstrata", "/var/lib/kvstrata/llama-70b",
+        "/mnt/flash", "/var/run/kvstrata/other", "/proc", "/proc/1/root", "/var/lib/kubelet/pods", "/dev/shm", "/etc",
         "/run/kvstrata-memory/llama-70b", "/models-of-others",
     ):  # fmt: skip
         yield make(f"directory {path}", of_host, engine(**_host(path)))
@@ -119,7 +119,15 @@ def system_pods() -> Iterator[Case]:
     labelled["metadata"]["labels"] = {"app.kubernetes.io/component": "agent"}
     yield make("under another account", by_digest, labelled)
     below = "directories of the host lie below"
-    for path in ("/", "/etc", "/var/lib", "/var/lib/kvstrata-evil", "/var/lib/kvstrata//x", "/proc", "/var/lib/kubelet"):
+    for path in (
+        "/",
+        "/etc",
+        "/var/lib",
+        "/var/lib/kvstrata-evil",
+        "/var/lib/kvstrata//x",
+        "/proc",
+        "/var/lib/kubelet",
+    ):
         volumes = [{"name": "state", "hostPath": {"path": path}}]
         yield make(f"directory {path}", below, agent_pod(volumes=volumes))
     for path in ("/run/kvstrata/llama-70b", "/mnt/flash"):

@@ -22,9 +22,9 @@ from attached_client import attached
 from outcome import Outcome, Scale
 from share_callers import SHARE, SYSTEM_PROMPT, callers
 
+from kvstrata import AsyncClient, Client
 from kvstrata_api import wire
 from kvstrata_api.blocks import KEY_BYTES, BlockKey, Layout, ScopeId, ScopeSecret, chain_keys, pack_digests
-from kvstrata_client import AsyncClient, Client
 from kvstrata_client.cache import AsyncPrefixCache, PrefixCache
 from kvstrata_client.target import Target
 from threats import raw_caller

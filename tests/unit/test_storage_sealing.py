@@ -201,9 +201,9 @@ def test_the_format_is_as_documented_bit_for_bit(monkeypatch: pytest.MonkeyPatch
     whole = bytes(sealed(SealedForm(Sealer(keys), b"store's secret".ljust(32))))
 
     assert whole[:48].hex() == (
-        "4b56464c5452454302000000000000000300000000000000004000000000000"  # magic, version, zero, segment, offset
+        "4b5653545252454302000000000000000300000000000000004000000000000"  # magic, version, zero, segment, offset
         "04d0000000000000073636f7065746167"  # stamp, tag of the scope
     )
     assert whole[48:80] == b"s" * 32
     assert whole[242:HEADER_BYTES] == bytes(HEADER_BYTES - 242)
-    assert hashlib.sha256(whole).hexdigest() == "5aeab5b2fd9783827778d9a1958f9ac37edfff2e0d74bcb22e0528d7485e9c38"
+    assert hashlib.sha256(whole).hexdigest() == "4f7b17788a5f7bca3d8ae5177570a5f0244b0671e2ebad3343105c00fc007680"

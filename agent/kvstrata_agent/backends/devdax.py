@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, Final
 from kvstrata_agent.backends import torn
 from kvstrata_agent.backends.base import Capabilities, matches
 from kvstrata_agent.backends.device import DeviceTier
-from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, TierFullError, UnsupportedError
+from kvstrata_api.errors import (
+    BackendFailedError,
+    BlockCorruptError,
+    InvalidInputError,
+    TierFullError,
+    UnsupportedError,
+)
 from kvstrata_api.units import KIB, MIB
 from kvstrata_native import copy
 

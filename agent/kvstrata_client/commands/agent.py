@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstrata_api import names
 from kvstrata_api.blocks import BlockKey, Layout, chain_keys
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.prefixes import matching
@@ -16,8 +17,6 @@ from kvstrata_client.client import Client
 from kvstrata_client.results import Scope
 from kvstrata_client.target import Target
 
-TOKEN_FILE = "/var/run/secrets/kvstrata.io/token"  # noqa: S105  Where the docs mount the projected token.
-SOCKET = "/var/run/kvstrata/agent.sock"
 WAIT_S = 5.0
 
 
@@ -40,8 +39,11 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 def _common() -> argparse.ArgumentParser:
     """Options that say which agent, pool, identity and layout."""
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--socket", type=Path, default=Path(os.environ.get("KVSTRATA_SOCKET", SOCKET)))
-    common.add_argument("--token-file", type=Path, default=Path(os.environ.get("KVSTRATA_TOKEN_FILE", TOKEN_FILE)))
+    common.add_argument(
+        "--socket", default=os.environ.get("KVSTRATA_SOCKET"), help=f"default: {names.socket_path('POOL')}"
+    )
+    token_file = Path(os.environ.get("KVSTRATA_TOKEN_FILE", names.TOKEN_FILE))
+    common.add_argument("--token-file", type=Path, default=token_file, help=f"default: {names.TOKEN_FILE}")
     common.add_argument("--pool", default=os.environ.get("KVSTRATA_POOL"), help="pool that the agent serves")
     common.add_argument("--layout", type=Path, help="JSON file with the fields of kvstrata_api.blocks.Layout")
     common.add_argument("--model", help="instead of --layout, for commands that name no block: as in the pool")
@@ -55,7 +57,8 @@ def _attach(given: argparse.Namespace) -> Client:
     """Attach or say why not. Raises the `KvStrataError` that keeps the client away."""
     if not given.pool:
         raise InvalidInputError("--pool (or KVSTRATA_POOL) is missing")
-    client = Client(Target(given.socket, given.pool, given.token_file, _layout(given)), strict=True)
+    socket = Path(given.socket or names.socket_path(given.pool))
+    client = Client(Target(socket, given.pool, given.token_file, _layout(given)), strict=True)
     if not client.wait_settled(WAIT_S):
         reason = client.reason
         client.close()

@@ -1,0 +1,43 @@
+"""The public names of the client: attach to the local agent, load and store KV of prompts.
+
+No call blocks beyond its deadline, and none crashes the engine: doubt is a miss.
+"""
+
+from kvstrata_api.blocks import Layout
+from kvstrata_api.errors import KvStrataError
+from kvstrata_client.aio import AsyncClient
+from kvstrata_client.cache import AsyncPrefixCache, PrefixCache
+from kvstrata_client.client import Client
+from kvstrata_client.results import (
+    Answer,
+    Grants,
+    Lease,
+    Loaded,
+    Located,
+    Prefix,
+    Published,
+    Reservation,
+    Scope,
+    Stored,
+)
+from kvstrata_client.target import Target
+
+__all__ = [
+    "Answer",
+    "AsyncClient",
+    "AsyncPrefixCache",
+    "Client",
+    "Grants",
+    "KvStrataError",
+    "Layout",
+    "Lease",
+    "Loaded",
+    "Located",
+    "Prefix",
+    "PrefixCache",
+    "Published",
+    "Reservation",
+    "Scope",
+    "Stored",
+    "Target",
+]
