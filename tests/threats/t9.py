@@ -40,7 +40,7 @@ from kvstrata_api.units import MIB
 
 SLOT_BYTES: Final = 4096
 CAPACITY_BYTES: Final = 4 * MIB
-CANARY: Final = b"KVSTRATA-CANARY-OF-THE-LAST-SCOPE"
+CANARY: Final = b"KVSTRATA-CANARY-OF-THE-OLD-SCOPE"
 FULL: Final = CANARY * (SLOT_BYTES // len(CANARY))
 KILL_EVERY: Final = 8
 """Rounds of lasting memory, of which one ends with kill -9 instead of drops."""
