@@ -85,10 +85,15 @@ def running(kubeconfigs: dict[str, Path], folder: Path, *more: str) -> Iterator[
 class Cluster:
     """What the administrator does and sees. Pools and nodes of a test have names of their own."""
 
-    def __init__(self, plane: ControlPlane) -> None:
+    def __init__(self, plane: ControlPlane, log: Path | None = None) -> None:
         self.plane = plane
+        self._log = log
         self.mark = f"t{next(_numbers)}"
         self._made: list[str] = []
+
+    def told(self) -> str:
+        """Last words of the operator, for a failure's message."""
+        return self._log.read_text()[-4000:] if self._log else ""
 
     def node(self, name: str) -> str:
         made = f"{self.mark}-{name}"

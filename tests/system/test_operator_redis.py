@@ -57,7 +57,7 @@ def cluster(workers: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> 
     kubeconfigs = {n: workers.service_account_kubeconfig(SYSTEM, n, folder / n) for n in accounts}
     more = ("--redis-template", names.REDIS_TEMPLATE, "--redis-mode", "Embedded")
     with FakeAgents(kubeconfigs[names.FIELD_MANAGER_AGENT], SYSTEM), running(kubeconfigs, folder, *more) as replica:
-        yield Cluster(workers)
+        yield Cluster(workers, replica.log)
         assert replica.process.poll() is None, replica.log.read_text()
 
 
@@ -80,7 +80,9 @@ def says(cluster: Cluster, pool: str, status: str, reason: str) -> None:
     def holds() -> bool:
         return condition(cluster.kv("kvpools", pool), "MetadataAvailable") == (status, reason)
 
-    assert wait_until(holds, WAIT_S), (cluster.kv("kvpools", pool), cluster.get(REDIS), cluster.get(POD))
+    if not wait_until(holds, WAIT_S):
+        conditions = cluster.kv("kvpools", pool).get("status", {}).get("conditions")
+        pytest.fail(f"{conditions}\n{cluster.get(REDIS)}\n{cluster.get(POD)}\n{events(cluster)}\n{cluster.told()}")
 
 
 def redis(cluster: Cluster, kind: str = POD) -> Any:
