@@ -10,6 +10,7 @@ from directory_fleet import SECRET, DirectoryFleet, until
 from redis_cluster import RedisCluster
 
 from kvstrata_agent.ports import DirectoryState
+from kvstrata_metadata import registry
 from kvstrata_metadata.acl import Role
 from kvstrata_metadata.cluster_store import open_store
 from kvstrata_metadata.schema import REGISTRY_KEY, Shard, shard_index
@@ -167,6 +168,23 @@ async def test_slots_may_move_under_announcements_and_lookups(cluster: RedisClus
     await agents.settled()
     await agents.becomes_known("p.b", "p.a")
     assert a.reports_total == reports, "a slot that moves loses nothing"
+
+
+async def test_a_slot_that_moved_while_nobody_asked_for_it_is_told_of(cluster: RedisCluster) -> None:
+    store = open_store(cluster.access(Role.METADATA))
+    try:
+        await registry.fleet(store)
+        breaks = store.breaks
+        source = other_than_registrys(cluster)
+        slot = next(slot_of(key) for key in SHARD_KEYS if cluster.owner(key) == source)
+        await cluster.move_slot(slot, source, (source + 1) % 3)
+        ends_s = time.monotonic() + NOTICED_S
+        while store.breaks == breaks:
+            assert time.monotonic() < ends_s, "the slot's new server was not told of"
+            await registry.fleet(store)
+            await asyncio.sleep(0.1)
+    finally:
+        await store.close()
 
 
 async def test_transitions_are_loaded_into_every_primary_again(cluster: RedisCluster, agents: DirectoryFleet) -> None:
