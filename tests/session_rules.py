@@ -51,10 +51,10 @@ class WatchedNode(Node):
         assert not entry.guards
         level = min((r.tier.level for r in entry.residences if r.tier is not tier), default=9)
         children = [e for e in self.index if e.scope == entry.scope and e.parent == entry.digest]
-        if level > tier.level:
+        is_last, is_decoded = len(entry.residences) == 1, entry in decoded_from(self)
+        assert not (is_last and is_decoded), "a decoding session runs through it"
+        if level > tier.level and (is_last or is_decoded):  # Any other copy may go while a slower one stays.
             assert all(min((r.tier.level for r in c.residences), default=0) >= level for c in children)
-        if len(entry.residences) == 1:
-            assert entry not in decoded_from(self), "a decoding session runs through it"
         return True
 
 
