@@ -15,28 +15,28 @@ from typing import Final
 from prometheus_client import CollectorRegistry
 
 from bench.identity import BLOCK_TOKENS, DOMAIN_SECRET, MODEL, POOL, REVISION, SECRET, TOKEN
-from kvstrata_agent.announcer import Announcer
-from kvstrata_agent.app import tame_collector
-from kvstrata_agent.backends.host_dram import open_host_dram
+from kvstrata_agent.app.main import tame_collector
+from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.backends.memory.host_dram import open_host_dram
+from kvstrata_agent.blocks.index import Index
+from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.ports import Caller
 from kvstrata_agent.codec.registry import CodecRegistry
-from kvstrata_agent.core import Core
-from kvstrata_agent.counters import Counters
-from kvstrata_agent.index import Index
-from kvstrata_agent.node import Node
+from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.policy.quota import Bound, Rules
-from kvstrata_agent.ports import Caller
-from kvstrata_agent.serve.attaching import Attaching
+from kvstrata_agent.serve.authorization import Attaching
 from kvstrata_agent.serve.server import Server
 from kvstrata_agent.serve.session_verbs import SessionVerbs
 from kvstrata_agent.serve.verbs import Verbs
-from kvstrata_agent.sweep import Sweeper
-from kvstrata_agent.tiers import Tier
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_api.errors import UnauthenticatedError
 from kvstrata_api.models.pool import Compatibility, HostDramTier, KVPoolSpec, PoolTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
 from kvstrata_api.trust import Access, Grants, Identity, ScopeKind
+from kvstrata_telemetry.agent_metrics import Counters
 from kvstrata_telemetry.catalog_agent import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
@@ -46,7 +46,7 @@ TENANTS: Final = 64
 
 
 class OneIdentity:
-    """Grants one token one tenant's scope (`kvstrata_agent.ports.Authenticator`)."""
+    """Grants one token one tenant's scope (`kvstrata_agent.cache.ports.Authenticator`)."""
 
     grants_version = 1
 

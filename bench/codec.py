@@ -20,8 +20,8 @@ from bench import common
 from bench.codec_peers import ABSENT, BytePeer, Bytes2D, Room, TorchFp8, Zstd, measure_bytes
 from bench.common import Result, Sample, publish, rate_ratio, table
 from kvstrata_agent.codec.base import Encoded, Planes, Shape, room_bytes
-from kvstrata_agent.codec.mixed import MixedCodec
-from kvstrata_agent.codec.packed import PackedCodec
+from kvstrata_agent.codec.exact import PackedCodec
+from kvstrata_agent.codec.lossy import MixedCodec
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_api import __version__
 from kvstrata_api.units import MIB

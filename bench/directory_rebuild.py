@@ -9,7 +9,7 @@ from typing import Final
 import redis
 from prometheus_client import CollectorRegistry
 
-from kvstrata_agent.directory import RedisDirectory
+from kvstrata_agent.fleet.directory.client import RedisDirectory
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_metadata.access import RedisAccess
 from kvstrata_metadata.acl import Role

@@ -21,7 +21,7 @@ from bench import common
 from bench.codec import BLOCK_BYTES, CHANNELS, COLUMN_GROUP, HEAD_DIM, TOKENS, generated, gigabytes
 from bench.common import Result, Sample, publish, rate_ratio, table
 from kvstrata_agent.backends.base import Reading, Record, Writing
-from kvstrata_agent.backends.hbm import open_hbm
+from kvstrata_agent.backends.device.hbm import open_hbm
 from kvstrata_api import __version__
 from kvstrata_api.blocks import BlockKey, Layout, LayoutId, ScopeId
 from kvstrata_api.checksum import checksum
@@ -155,7 +155,7 @@ class TierBench:
 
 def packings(bench: Bench) -> dict[str, Subject]:
     """Packing and unpacking on the device, all blocks in one call. Ends the run where bits differ from ours."""
-    from kvstrata_agent.codec import triton_packing
+    from kvstrata_agent.codec import triton_kernels as triton_packing
 
     found: dict[str, Subject] = {}
     words = bench.there.view(torch.bfloat16)

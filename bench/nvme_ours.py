@@ -17,15 +17,15 @@ from bench.encryption import BenchKeys
 from bench.identity import POOL, SECRET
 from bench.peers.disks import DiskBench
 from bench.peers.loop import Bytes2D, Work, serve
-from kvstrata_agent.app import tame_collector
+from kvstrata_agent.app.main import tame_collector
+from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.backends.base import Record
-from kvstrata_agent.backends.remote_flash import open_nvme
+from kvstrata_agent.backends.file.open_store import open_nvme
+from kvstrata_agent.blocks.block import Entry, Residence
+from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.codec.registry import CodecRegistry
-from kvstrata_agent.core import Core
-from kvstrata_agent.entry import Entry, Residence
-from kvstrata_agent.node import Node
-from kvstrata_agent.sweep import Sweeper
-from kvstrata_agent.tiers import Tier
 from kvstrata_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES, BlockKey, LayoutId
 from kvstrata_api.checksum import checksum
 from kvstrata_api.models.pool import Encryption, EvictionPolicy, NvmeTier, PoolPolicy

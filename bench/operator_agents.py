@@ -27,7 +27,7 @@ from kvstrata_kube.store import Store, version_of
 from kvstrata_kube.watch import Source, Watch
 
 JITTER_S: Final = 0.05
-"""As of agents (`kvstrata_agent.kube.status`)."""
+"""As of agents (`kvstrata_agent.kube.status_writer`)."""
 AGAIN_S: Final = 1.0
 """Pause before a status that was refused is tried again."""
 LEASE_S: Final = 86_400

@@ -20,10 +20,10 @@ from typing import Final
 from prometheus_client import CollectorRegistry
 
 from kvstrata_agent.backends.base import SlotRef
-from kvstrata_agent.ports import Lent, Stretch, Wanted
-from kvstrata_agent.remote.listener import PeerListener
-from kvstrata_agent.remote.peers import RemotePeers
-from kvstrata_agent.remote.security import PeerTls
+from kvstrata_agent.cache.ports import Lent, Stretch, Wanted
+from kvstrata_agent.fleet.peers.peers import RemotePeers
+from kvstrata_agent.fleet.peers.server import PeerListener
+from kvstrata_agent.fleet.peers.tls import PeerTls
 from kvstrata_api import names
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret
 from kvstrata_api.checksum import checksum
@@ -55,7 +55,7 @@ class Holder:
     held: Credential
 
     def connecting(self) -> ssl.SSLContext:
-        """See `kvstrata_agent.remote.security.Certified`."""
+        """See `kvstrata_agent.fleet.peers.tls.Certified`."""
         return tls.client_context(self.held, checks_host=False)
 
     def listening(self) -> ssl.SSLContext:

@@ -15,22 +15,22 @@ from typing import Any
 from bench.agent_process import OneIdentity, make_node
 from bench.common import own_bytes
 from bench.identity import POOL
-from kvstrata_agent.app import tame_collector
+from kvstrata_agent.app.main import tame_collector
+from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.backends.base import TierBackend
 from kvstrata_agent.backends.registry import Place, make_backend
+from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.codec.registry import CodecRegistry
-from kvstrata_agent.core import Core
-from kvstrata_agent.discovery import discover
-from kvstrata_agent.provision import Provisioner
-from kvstrata_agent.serve.attaching import Attaching
+from kvstrata_agent.provision.provisioner import Provisioner
+from kvstrata_agent.serve.authorization import Attaching
 from kvstrata_agent.serve.server import Server
 from kvstrata_agent.serve.session_verbs import SessionVerbs
 from kvstrata_agent.serve.verbs import Verbs
-from kvstrata_agent.sweep import Sweeper
 from kvstrata_api.models.pool import HostDramTier, NvmeTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
 from kvstrata_api.units import MIB
+from kvstrata_node.discovery import discover
 
 NODE = "bench"
 

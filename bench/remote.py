@@ -29,7 +29,7 @@ from bench.identity import POOL
 from bench.peer_tls import certified
 from bench.remote_node import OWNER, READER
 from bench.rounds import WrongBytesError
-from kvstrata_agent.remote.nixl import UCX_SETTINGS
+from kvstrata_agent.fleet.peers.nixl import UCX_SETTINGS
 from kvstrata_api import names
 from kvstrata_operator import certificates
 

@@ -20,18 +20,18 @@ from prometheus_client import CollectorRegistry
 from bench.agent_process import EPOCH, OneIdentity, clear, make_node
 from bench.identity import POOL
 from bench.peer_tls import Holder
+from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.codec.registry import CodecRegistry
-from kvstrata_agent.core import Core
+from kvstrata_agent.fleet.peers.nixl import NixlReader
+from kvstrata_agent.fleet.peers.peers import RemotePeers
+from kvstrata_agent.fleet.peers.server import PeerListener
+from kvstrata_agent.fleet.peers.tls import PeerTls
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
-from kvstrata_agent.remote.listener import PeerListener
-from kvstrata_agent.remote.nixl import NixlReader
-from kvstrata_agent.remote.peers import RemotePeers
-from kvstrata_agent.remote.security import PeerTls
-from kvstrata_agent.serve.attaching import Attaching
+from kvstrata_agent.serve.authorization import Attaching
 from kvstrata_agent.serve.server import Server
 from kvstrata_agent.serve.session_verbs import SessionVerbs
 from kvstrata_agent.serve.verbs import Verbs
-from kvstrata_agent.sweep import Sweeper
 from kvstrata_api import names
 from kvstrata_api.blocks import ScopeSecret
 from kvstrata_api.errors import UnsupportedError

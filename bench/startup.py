@@ -23,18 +23,18 @@ from bench import common, demo_start
 from bench.agent_process import make_node
 from bench.common import REPEATS_MIN, Result, Sample, publish, table, time_ratio
 from bench.identity import POOL, SECRET
-from kvstrata_agent.announcer import Announcer
-from kvstrata_agent.app import tame_collector
+from kvstrata_agent.app.main import tame_collector
 from kvstrata_agent.backends.base import Record, TierBackend, Writing
-from kvstrata_agent.backends.header import HEADER_BYTES
-from kvstrata_agent.backends.home import Home
-from kvstrata_agent.backends.host_dram import open_host_dram
-from kvstrata_agent.backends.mounts import read_mounts
-from kvstrata_agent.backends.nvme import RecordStore
-from kvstrata_agent.backends.remote_flash import open_nvme
-from kvstrata_agent.directory import RedisDirectory
-from kvstrata_agent.node import Node
-from kvstrata_agent.provision import Provisioner
+from kvstrata_agent.backends.file.open_store import open_nvme
+from kvstrata_agent.backends.file.record_store import RecordStore
+from kvstrata_agent.backends.memory.host_dram import open_host_dram
+from kvstrata_agent.backends.memory.mounts import read_mounts
+from kvstrata_agent.backends.memory.persistence import Home
+from kvstrata_agent.backends.record.header import HEADER_BYTES
+from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.fleet.directory.announcer import Announcer
+from kvstrata_agent.fleet.directory.client import RedisDirectory
+from kvstrata_agent.provision.provisioner import Provisioner
 from kvstrata_api import __version__
 from kvstrata_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES, BlockKey, LayoutId
 from kvstrata_api.checksum import checksum

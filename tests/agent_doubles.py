@@ -7,18 +7,17 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 
-from kvstrata_agent.announcer import Announcer
 from kvstrata_agent.backends.base import Capabilities, Record, SlotRef
-from kvstrata_agent.backends.host_dram import open_host_dram
+from kvstrata_agent.backends.memory.host_dram import open_host_dram
+from kvstrata_agent.blocks.index import Index
+from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.ports import Caller
+from kvstrata_agent.cache.request import Place
 from kvstrata_agent.codec.base import Encoded, Shape
-from kvstrata_agent.core import Core
-from kvstrata_agent.counters import Counters
-from kvstrata_agent.index import Index
-from kvstrata_agent.node import Node
-from kvstrata_agent.place import Place
+from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.policy.quota import Rules
-from kvstrata_agent.ports import Caller
-from kvstrata_agent.tiers import Tier
 from kvstrata_api.blocks import Layout, LayoutId, ScopeId, ScopeSecret
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, TierFullError, UnauthenticatedError
@@ -26,6 +25,7 @@ from kvstrata_api.models.pool import Compatibility, CompressionPolicy, HostDramT
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
 from kvstrata_api.trust import Access, Grants, Identity, ScopeKind
+from kvstrata_telemetry.agent_metrics import Counters
 from kvstrata_telemetry.catalog_agent import AGENT
 from kvstrata_telemetry.metrics import Instruments
 

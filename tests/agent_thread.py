@@ -10,13 +10,13 @@ from typing import Any, Self, TypeVar
 
 from agent_doubles import FakeAuthenticator, make_core
 
-from kvstrata_agent.core import Core
-from kvstrata_agent.ports import Authenticator
-from kvstrata_agent.serve.attaching import Attaching
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.ports import Authenticator
+from kvstrata_agent.serve.authorization import Attaching
 from kvstrata_agent.serve.server import Server
 from kvstrata_agent.serve.session_verbs import SessionVerbs
 from kvstrata_agent.serve.verbs import Verbs
-from kvstrata_agent.tiers import Tier
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvstrata_agent.backends.base import MappableBackend, Record, SlotRef, TierBackend
-from kvstrata_agent.probe import probe
+from kvstrata_agent.provision.probe import probe
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, KvStrataError, TierFullError

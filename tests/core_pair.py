@@ -19,11 +19,11 @@ from agent_doubles import (
     secret,
 )
 
-from kvstrata_agent.announcer import Announcer
-from kvstrata_agent.core import Core
-from kvstrata_agent.place import Place
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.ports import Offer, Stretch, Taken, Wanted
+from kvstrata_agent.cache.request import Place
+from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
-from kvstrata_agent.ports import Offer, Stretch, Taken, Wanted
 from kvstrata_api.blocks import BlockKey, ScopeId, ScopeSecret
 from kvstrata_api.checksum import checksum
 from kvstrata_metadata.records import Announcement, Location, SessionRecord

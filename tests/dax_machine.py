@@ -6,7 +6,7 @@ from pathlib import Path
 
 from huge_pages import make_machine, put
 
-from kvstrata_agent.prepare.dax_machine import Sysfs
+from kvstrata_node.dax_sysfs import Sysfs
 
 BLOCK = 128 << 20
 _DAX = "sys/bus/dax"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 
-from kvstrata_agent.directory import AccessProvider, Holdings, RedisDirectory
+from kvstrata_agent.fleet.directory.client import AccessProvider, Holdings, RedisDirectory
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_metadata.access import RedisAccess
 from kvstrata_metadata.records import AgentRecord, Announcement, Location

@@ -10,10 +10,10 @@ from agent_doubles import LAYOUT, TestCodecs, dram_tier, make_node
 from agent_thread import make_verbs
 from faults.raw_engine import RawEngine
 
-from kvstrata_agent.core import Core
-from kvstrata_agent.ports import Authenticator
+from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.ports import Authenticator
 from kvstrata_agent.serve.server import Server
-from kvstrata_agent.sweep import Sweeper
 from kvstrata_api import wire
 
 MEMORY_BYTES = 1 << 20

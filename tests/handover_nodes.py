@@ -10,12 +10,12 @@ from agent_doubles import FakeAuthenticator, TestCodecs, caller, dram_tier, make
 from agent_thread import AgentThread, make_verbs
 from prometheus_client import CollectorRegistry
 
-from kvstrata_agent.core import Core
-from kvstrata_agent.ports import FollowedPeers, Peers
-from kvstrata_agent.remote.listener import PeerListener
-from kvstrata_agent.remote.peers import RemotePeers
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.ports import FollowedPeers, Peers
+from kvstrata_agent.fleet.peers.peers import RemotePeers
+from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_agent.serve.server import Server
-from kvstrata_agent.tiers import Tier
 from kvstrata_api.trust import Identity
 from kvstrata_metadata.records import AgentRecord
 from kvstrata_telemetry.catalog_agent import AGENT

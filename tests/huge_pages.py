@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvstrata_agent.discovery import HugePages, NodeFacts, NumaNode
-from kvstrata_agent.prepare.pages import Place
 from kvstrata_api.models.pool import HostDramTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
+from kvstrata_node.discovery import HugePages, NodeFacts, NumaNode
+from kvstrata_node.pages_plan import Place
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -82,7 +82,7 @@ class Agent:
     pool: str = field(default_factory=lambda: f"pool-{next(_numbers)}")
     node: str = "node-a"
     memory_dir: Path | None = None
-    program: Sequence[str] = (sys.executable, "-m", "kvstrata_agent.app")
+    program: Sequence[str] = (sys.executable, "-m", "kvstrata_agent.app.main")
     environment: Mapping[str, str] | None = None
     """Of the process; None: that of this one."""
     process: "subprocess.Popen[bytes] | None" = None

@@ -6,10 +6,10 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from kvstrata_agent.kube import declared
-from kvstrata_agent.kube.known import Known
-from kvstrata_agent.kube.trust_view import TrustStores, TrustView
+from kvstrata_agent.kube.trust import TrustStores, TrustView
 from kvstrata_api import names
 from kvstrata_api.trust import Identity
+from kvstrata_kube.typed_store import Known
 
 Json = dict[str, Any]
 T = TypeVar("T")

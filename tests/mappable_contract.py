@@ -61,7 +61,7 @@ class MappableContract(BackendContract):
     async def test_an_extent_that_stays_empty_is_given_back(
         self, backend: MappableBackend, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvstrata_agent.backends.arena._IDLE_S", 0.01)
+        monkeypatch.setattr("kvstrata_agent.backends.memory.arena._IDLE_S", 0.01)
         gone: list[int] = []
         backend.on_release(gone.append)
         slot, kept = backend.reserve(ANNA, sizes.BLOCK_BYTES), backend.reserve(BOB, sizes.BLOCK_BYTES)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry
 
 from controlplane.ports import free_ports
-from kvstrata_agent.directory import RedisDirectory
+from kvstrata_agent.fleet.directory.client import RedisDirectory
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_metadata import embedded
 from kvstrata_metadata.access import RedisAccess

@@ -4,15 +4,16 @@ from typing import TYPE_CHECKING
 
 from agent_doubles import Clock, make_core
 
-from kvstrata_agent import observe, report
-from kvstrata_agent.ports import DirectoryState
-from kvstrata_agent.provision import Provisioner
+from kvstrata_agent.app import observe
+from kvstrata_agent.cache.ports import DirectoryState
+from kvstrata_agent.kube import report
+from kvstrata_agent.provision.provisioner import Provisioner
 from kvstrata_api.conditions import Condition, find
 from kvstrata_api.models.base import ObjectMeta
 from kvstrata_api.models.poolnode import KVPoolNode, KVPoolNodeSpec, KVPoolNodeStatus, NodeDrain
 
 if TYPE_CHECKING:
-    from kvstrata_agent.provision import MakeBackend
+    from kvstrata_agent.provision.provisioner import MakeBackend
 
 MEMORY_BYTES = 1 << 40
 """More than any tier of a test asks for."""

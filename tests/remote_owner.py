@@ -11,9 +11,9 @@ from pathlib import Path
 from peer_certificates import load, peer_tls
 
 from kvstrata_agent.backends.base import SlotRef
-from kvstrata_agent.ports import Lent, Stretch
-from kvstrata_agent.remote.listener import PeerListener
-from kvstrata_agent.remote.nixl import NixlReader
+from kvstrata_agent.cache.ports import Lent, Stretch
+from kvstrata_agent.fleet.peers.nixl import NixlReader
+from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import UnauthenticatedError

@@ -6,12 +6,12 @@ import os
 from dataclasses import dataclass, field
 
 from kvstrata_agent.kube import declared
-from kvstrata_agent.kube.keyring import Keyring
-from kvstrata_agent.kube.known import Known
-from kvstrata_agent.kube.trust_view import TrustStores, TrustView
+from kvstrata_agent.kube.data_keys import Keyring
+from kvstrata_agent.kube.trust import TrustStores, TrustView
 from kvstrata_api import names
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.wrapping import Keks, data_entry
+from kvstrata_kube.typed_store import Known
 
 SYSTEM = names.SYSTEM_NAMESPACE
 

@@ -18,14 +18,14 @@ from agent_doubles import (
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from kvstrata_agent.core import Core
-from kvstrata_agent.entry import Entry, Residence
-from kvstrata_agent.node import Node
-from kvstrata_agent.session_journal import SessionJournal
-from kvstrata_agent.sessions import Session, SessionState
-from kvstrata_agent.sweep import Sweeper
-from kvstrata_agent.tiers import Tier
-from kvstrata_agent.writer import REFUSED
+from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.blocks.block import Entry, Residence
+from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.sessions import Session, SessionState
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.session_journal import SessionJournal
+from kvstrata_agent.cache.store import REFUSED
 
 T = TypeVar("T")
 SLOTS = 16

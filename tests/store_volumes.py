@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from kvstrata_agent.backends.claim import Claim, claim_pool, start_run
-from kvstrata_agent.backends.io_choice import open_volume
-from kvstrata_agent.backends.nvme import RecordStore, open_store
-from kvstrata_agent.backends.volume import Volume
+from kvstrata_agent.backends.file.claim import Claim, claim_pool, start_run
+from kvstrata_agent.backends.file.engine import open_volume
+from kvstrata_agent.backends.file.record_store import RecordStore, open_store
+from kvstrata_agent.backends.file.volume import Volume
 
 
 async def claimed(root: Path, pool: str, node: str) -> tuple[Claim, Volume]:

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from kvstrata_agent.entry import TIERS_MAX
-from kvstrata_agent.index import Index
-from kvstrata_agent.node import Node
-from kvstrata_agent.rows import Row
+from kvstrata_agent.blocks.block import TIERS_MAX
+from kvstrata_agent.blocks.index import Index
+from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.packed_blocks import Row
 from kvstrata_api.blocks import ScopeId
 
 

@@ -6,7 +6,7 @@ import sys
 from backend_contract import ANNA, CAPACITY_BYTES, put
 from scope_keys_double import NamedKeys
 
-from kvstrata_agent.backends.remote_flash import open_nvme
+from kvstrata_agent.backends.file.open_store import open_nvme
 from kvstrata_api.models.pool import NvmeTier
 
 

@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from kvstrata_agent.backends.base import Reading
-from kvstrata_agent.backends.waiting import here_or_in_thread
+from kvstrata_agent.backends.threads import here_or_in_thread
 from kvstrata_agent.codec.base import LOSSY, RAW, WORN, room_bytes
-from kvstrata_agent.group_writes import Outgoing
+from kvstrata_agent.movement.group_write import Outgoing
 from kvstrata_agent.risen import risen
 from kvstrata_api.checksum import bind
 from kvstrata_api.errors import BlockCorruptError, KvStrataError, UnsupportedError
@@ -21,14 +21,14 @@ from kvstrata_native import copy_digest
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvstrata_agent.blocks.block import Residence
+    from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.buffers import Buffers
     from kvstrata_agent.codec.base import Encoded
-    from kvstrata_agent.coding import Coding
-    from kvstrata_agent.entry import Residence
-    from kvstrata_agent.group_writes import GroupWriter
-    from kvstrata_agent.moves import Move
-    from kvstrata_agent.node import Node
-    from kvstrata_agent.tiers import Tier
+    from kvstrata_agent.movement.encoding import Coding
+    from kvstrata_agent.movement.group_write import GroupWriter
+    from kvstrata_agent.movement.move import Move
 
 
 class CodedMoves:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from kvstrata_agent.turns import Priority
+from kvstrata_agent.movement.fair_queue import Priority
 
 if TYPE_CHECKING:
     from kvstrata_api.blocks import ScopeId

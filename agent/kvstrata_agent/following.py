@@ -15,8 +15,8 @@ from kvstrata_native import copy_digests
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstrata_agent.entry import Entry, Residence
-    from kvstrata_agent.ports import Follow, Followed
+    from kvstrata_agent.blocks.block import Entry, Residence
+    from kvstrata_agent.cache.ports import Follow, Followed
 
 STAGING_BYTES: Final = 8 * MIB
 """Of one run, for what is on its way: with 32 blocks of 2 MiB four layers at a time."""

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from kvstrata_agent.turns import KV_WEIGHT, Priority, TrafficClass, Turn, TurnQueue
+from kvstrata_agent.movement.fair_queue import KV_WEIGHT, Priority, TrafficClass, Turn, TurnQueue
 from kvstrata_api.errors import RetryableError
 
 MOVES_AT_ONCE: Final = 32

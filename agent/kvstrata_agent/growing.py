@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstrata_agent.growth import Stage
+from kvstrata_agent.blocks.handovers import Stage
 
 if TYPE_CHECKING:
-    from kvstrata_agent.growth import Growing
-    from kvstrata_agent.node import Node
-    from kvstrata_agent.ports import Follow
+    from kvstrata_agent.blocks.handovers import Growing
+    from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.cache.ports import Follow
 
 
 class PeerGrower:

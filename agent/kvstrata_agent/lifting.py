@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.moves import Move
+from kvstrata_agent.blocks.slot_request import Want
+from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.move import Move
 from kvstrata_agent.policy.eviction import excess_bytes
-from kvstrata_agent.turns import Priority
-from kvstrata_agent.want import Want
 from kvstrata_api.errors import RetryableError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from kvstrata_agent.entry import Entry
-    from kvstrata_agent.node import Node
-    from kvstrata_agent.tiers import Tier
+    from kvstrata_agent.blocks.block import Entry
+    from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.blocks.tier import Tier
 
     Moved = Callable[[Sequence[Move], Tier, Priority], Awaitable[Sequence[bool]]]
 

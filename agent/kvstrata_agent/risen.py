@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvstrata_agent.backends.base import BlamelessError
+from kvstrata_agent.blocks.block import Residence
 from kvstrata_agent.codec.base import LOSSY, RAW, WORN
-from kvstrata_agent.entry import Residence
-from kvstrata_agent.group_writes import record_of
+from kvstrata_agent.movement.group_write import record_of
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, KvStrataError, UnsupportedError
 
 if TYPE_CHECKING:
-    from kvstrata_agent.moves import Move
-    from kvstrata_agent.node import Node
-    from kvstrata_agent.tiers import Tier
+    from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.blocks.tier import Tier
+    from kvstrata_agent.movement.move import Move
 
 
 def risen(node: Node, move: Move, target: Tier, end: bytes | KvStrataError) -> Residence | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstrata_agent.backends import disk_room
+from kvstrata_agent.backends.file import disk_space as disk_room
 from kvstrata_api.directories import directories_of
 from kvstrata_api.tiers import TierType
 

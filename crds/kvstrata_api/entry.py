@@ -16,12 +16,12 @@ def _run(module: str, extra: str, command: str = "") -> None:
 
 def agent() -> None:
     """Run the agent, or exit with what to install."""
-    _run("kvstrata_agent.app", "agent")
+    _run("kvstrata_agent.app.main", "agent")
 
 
 def node() -> None:
     """Run node preparation, or exit with what to install."""
-    _run("kvstrata_agent.prepare.app", "agent", "kvstrata-node")
+    _run("kvstrata_node.main", "agent", "kvstrata-node")
 
 
 def metadata() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata_agent.codec.base import Shape, room_bytes
-from kvstrata_agent.codec.packed import PackedCodec
+from kvstrata_agent.codec.exact import PackedCodec
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_native import pack, unpack
 from kvstrata_native.packing import Kind, Packing

@@ -25,11 +25,11 @@ from s3_gateway import s3_gateway
 from scope_keys_double import KeyRing, NamedKeys
 
 from kvstrata_agent.backends.base import SlotRef, TierBackend
-from kvstrata_agent.backends.object import open_object_tier
-from kvstrata_agent.backends.objects import ObjectClient
-from kvstrata_agent.backends.remote_flash import open_nvme, open_remote_flash
-from kvstrata_agent.backends.segment_name import parse_name
-from kvstrata_agent.backends.striped import DEVICE_BITS
+from kvstrata_agent.backends.file.open_store import open_nvme, open_remote_flash
+from kvstrata_agent.backends.file.segment_name import parse_name
+from kvstrata_agent.backends.file.striped import DEVICE_BITS
+from kvstrata_agent.backends.object.client import ObjectClient
+from kvstrata_agent.backends.object.object_tier import open_object_tier
 from kvstrata_api.models.pool import NvmeTier, RemoteFlashTier
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(1200)]  # The gateway is built once, for minutes.
@@ -244,7 +244,7 @@ class TestHbmDouble(BackendContract):
     async def backend(self) -> AsyncIterator[TierBackend]:
         torch = pytest.importorskip("torch")
         assert torch
-        from kvstrata_agent.backends.hbm import open_hbm
+        from kvstrata_agent.backends.device.hbm import open_hbm
 
         backend = open_hbm("cpu", CAPACITY_BYTES)
         yield backend
@@ -257,7 +257,7 @@ class TestHbmOnALateDevice(BackendContract):
         pytest.importorskip("torch")
         from late_device import LateQueue
 
-        from kvstrata_agent.backends.hbm import HbmTier
+        from kvstrata_agent.backends.device.hbm import HbmTier
 
         backend = HbmTier([LateQueue("late:0"), LateQueue("late:1")], CAPACITY_BYTES)
         yield backend

@@ -17,15 +17,15 @@ from backend_contract import (
 from mappable_contract import MappableContract
 
 from kvstrata_agent.backends.base import LastingBackend, TierBackend
-from kvstrata_agent.backends.cxl import open_cxl
-from kvstrata_agent.backends.home import Home
-from kvstrata_agent.backends.host_dram import open_host_dram
-from kvstrata_agent.backends.mounts import read_mounts
+from kvstrata_agent.backends.memory.cxl import open_cxl
+from kvstrata_agent.backends.memory.host_dram import open_host_dram
+from kvstrata_agent.backends.memory.mounts import read_mounts
+from kvstrata_agent.backends.memory.persistence import Home
 from kvstrata_agent.backends.pages import free_pages
-from kvstrata_agent.discovery import NumaNode
 from kvstrata_api.models.pool import CxlEmulation, CxlTier, HostDramTier
 from kvstrata_api.tiers import CxlMode
 from kvstrata_api.units import MIB
+from kvstrata_node.discovery import NumaNode
 
 pytestmark = pytest.mark.contract
 

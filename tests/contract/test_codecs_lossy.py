@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_agent.codec.base import Encoded, Planes, Shape, room_bytes
-from kvstrata_agent.codec.mixed import KeepingCodec, MixedCodec, MixedDecoder
-from kvstrata_agent.codec.packed import PackedCodec
+from kvstrata_agent.codec.exact import PackedCodec
+from kvstrata_agent.codec.lossy import KeepingCodec, MixedCodec, MixedDecoder
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_api.errors import BlockCorruptError
 

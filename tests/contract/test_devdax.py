@@ -9,11 +9,11 @@ import pytest
 from backend_contract import ANNA, BLOCK_BYTES, CAPACITY_BYTES, BackendContract, get, put
 
 from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
-from kvstrata_agent.backends.devdax import DRIVER, DaxMemory, open_devdax
-from kvstrata_agent.backends.device import DeviceTier
-from kvstrata_agent.discovery import DaxDevice
+from kvstrata_agent.backends.device.devdax import DRIVER, DaxMemory, open_devdax
+from kvstrata_agent.backends.device.device_tier import DeviceTier
 from kvstrata_api.errors import BackendFailedError, InvalidInputError
 from kvstrata_api.units import MIB
+from kvstrata_node.discovery import DaxDevice
 
 pytestmark = pytest.mark.contract
 

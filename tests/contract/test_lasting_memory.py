@@ -14,16 +14,17 @@ from agent_doubles import FakeAuthenticator, make_core
 from backend_contract import ANNA, BLOCK_BYTES, BOB, CAPACITY_BYTES, content, fill, get, put, record
 from contract_damage import flip
 
-from kvstrata_agent.backends import home as homes
-from kvstrata_agent.backends import lasting, ledger
-from kvstrata_agent.backends.arena import Arena
+from kvstrata_agent.app.periodic import ERASE_GRACE_S, Sweeper
 from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
-from kvstrata_agent.backends.home import Home, remove_abandoned
-from kvstrata_agent.backends.host_dram import open_host_dram
-from kvstrata_agent.backends.memory import has_writers
-from kvstrata_agent.backends.mounts import read_mounts
-from kvstrata_agent.provision import Provisioner
-from kvstrata_agent.sweep import ERASE_GRACE_S, Sweeper
+from kvstrata_agent.backends.memory import ledger
+from kvstrata_agent.backends.memory import persistence as homes
+from kvstrata_agent.backends.memory import persistent_extents as lasting
+from kvstrata_agent.backends.memory.arena import Arena
+from kvstrata_agent.backends.memory.host_dram import open_host_dram
+from kvstrata_agent.backends.memory.mapping import has_writers
+from kvstrata_agent.backends.memory.mounts import read_mounts
+from kvstrata_agent.backends.memory.persistence import Home, remove_abandoned
+from kvstrata_agent.provision.provisioner import Provisioner
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.errors import BackendFailedError, InvalidInputError
 from kvstrata_api.models.pool import HostDramTier

@@ -10,13 +10,13 @@ pytestmark = pytest.mark.contract
 LEAN = {"numpy", "msgspec", "xxhash", "torch"}
 TORCHS_OWN = {"*"}
 OWN = {
-    "kvstrata_agent.backends.objects": {"obstore"},
+    "kvstrata_agent.backends.object.client": {"obstore"},
     "kvstrata_agent.backends.cipher": {"cryptography", "_cffi_backend"},
-    "kvstrata_agent.codec.lossless": {"zstandard"},
-    "kvstrata_agent.backends.device_queue": TORCHS_OWN,
-    "kvstrata_agent.backends.hbm": TORCHS_OWN,
+    "kvstrata_agent.codec.legacy_lossless": {"zstandard"},
+    "kvstrata_agent.backends.device.queue": TORCHS_OWN,
+    "kvstrata_agent.backends.device.hbm": TORCHS_OWN,
     "kvstrata_agent.backends.torch_devices": TORCHS_OWN,
-    "kvstrata_agent.codec.triton_packing": TORCHS_OWN,
+    "kvstrata_agent.codec.triton_kernels": TORCHS_OWN,
 }
 """Modules that are nothing but the use of one more library."""
 

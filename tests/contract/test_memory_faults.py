@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 from backend_contract import CAPACITY_BYTES, content, get, put_until_refused
 
-from kvstrata_agent.backends.arena import Arena
 from kvstrata_agent.backends.base import Capabilities
-from kvstrata_agent.backends.cxl import open_cxl
-from kvstrata_agent.backends.devdax import open_devdax
-from kvstrata_agent.backends.extents import FleetingStore
-from kvstrata_agent.backends.host_dram import make_bound
-from kvstrata_agent.backends.memory import MappedExtent, Placement, make_memfd
-from kvstrata_agent.discovery import DaxDevice, NumaNode
+from kvstrata_agent.backends.device.devdax import open_devdax
+from kvstrata_agent.backends.memory.arena import Arena
+from kvstrata_agent.backends.memory.cxl import open_cxl
+from kvstrata_agent.backends.memory.extent_store import FleetingStore
+from kvstrata_agent.backends.memory.host_dram import make_bound
+from kvstrata_agent.backends.memory.mapping import MappedExtent, Placement, make_memfd
 from kvstrata_api.errors import BackendFailedError, InvalidInputError, KvStrataError, TierFullError, UnsupportedError
 from kvstrata_api.models.pool import CxlEmulation, CxlTier
 from kvstrata_api.tiers import CxlMode
+from kvstrata_node.discovery import DaxDevice, NumaNode
 
 pytestmark = pytest.mark.contract
 
@@ -75,7 +75,7 @@ def test_cxl_that_is_not_there_says_what_to_do() -> None:
 
 async def test_a_node_without_room_is_a_full_tier_that_says_which_and_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = open_cxl(CxlTier(), CAPACITY_BYTES, (NumaNode(0, (), 1 << 30),))
-    monkeypatch.setattr("kvstrata_agent.backends.numa.available_bytes", lambda *_: 4096)
+    monkeypatch.setattr("kvstrata_agent.backends.memory.numa.available_bytes", lambda *_: 4096)
 
     stored, error = await put_until_refused(backend)
 
@@ -95,7 +95,7 @@ def test_bound_memory_has_all_its_pages_before_anybody_touches_them() -> None:
 
 
 def test_pages_that_lie_elsewhere_are_no_cxl_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstrata_agent.backends.cxl.nodes_of", lambda *_: frozenset({0, 3}))
+    monkeypatch.setattr("kvstrata_agent.backends.memory.cxl.nodes_of", lambda *_: frozenset({0, 3}))
 
     with pytest.raises(UnsupportedError, match=r"bound to nodes \(0,\) lie on \[3\]"):
         open_cxl(CxlTier(), CAPACITY_BYTES, (NumaNode(0, (), 1 << 30),))

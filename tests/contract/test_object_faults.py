@@ -9,8 +9,8 @@ from backend_contract import CAPACITY_BYTES, content, get, put
 from contract_damage import flip
 
 from kvstrata_agent.backends.base import Record
-from kvstrata_agent.backends.object import open_object_tier
-from kvstrata_agent.backends.objects import ObjectClient
+from kvstrata_agent.backends.object.client import ObjectClient
+from kvstrata_agent.backends.object.object_tier import open_object_tier
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError
 
 pytestmark = pytest.mark.contract

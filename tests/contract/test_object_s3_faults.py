@@ -12,9 +12,9 @@ from backend_contract import CAPACITY_BYTES, content, get, put
 from s3_faults import FaultyS3, Request, faulty_s3
 from s3_gateway import s3_gateway
 
-from kvstrata_agent.backends.object import ObjectStoreTier, open_object_tier
-from kvstrata_agent.backends.object_pace import ATTEMPTS_MAX, REQUESTS_MAX, TOKENS_MAX
-from kvstrata_agent.backends.objects import PART_BYTES, WHOLE_BYTES_MAX, ObjectClient
+from kvstrata_agent.backends.object.client import PART_BYTES, WHOLE_BYTES_MAX, ObjectClient
+from kvstrata_agent.backends.object.object_tier import ObjectStoreTier, open_object_tier
+from kvstrata_agent.backends.object.pacing import ATTEMPTS_MAX, REQUESTS_MAX, TOKENS_MAX
 from kvstrata_api.errors import BackendFailedError
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(1200)]  # The gateway is built once, for minutes.
@@ -189,7 +189,7 @@ async def test_an_upload_whose_caller_leaves_ends_by_itself(client: ObjectClient
 
 _KILLED = """
 import asyncio, sys
-from kvstrata_agent.backends.objects import ObjectClient
+from kvstrata_agent.backends.object.client import ObjectClient
 settings = dict(zip(*[iter(sys.argv[2:])] * 2))
 asyncio.run(ObjectClient(sys.argv[1], settings).put("pool-a/node-a/large", [bytes(64 << 20)]))
 """

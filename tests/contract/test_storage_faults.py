@@ -17,14 +17,14 @@ from contract_damage import flip
 from msgspec.structs import replace
 
 from kvstrata_agent.backends.base import MemoryAwayError, Record, SlotRef, TierBackend
-from kvstrata_agent.backends.index_file import INDEX_FILE
-from kvstrata_agent.backends.io_choice import open_volume
-from kvstrata_agent.backends.memory import make_memfd
-from kvstrata_agent.backends.nixl_io import NixlVolume
-from kvstrata_agent.backends.nvme import RecordStore, open_store
-from kvstrata_agent.backends.posix_io import PosixFile, PosixVolume
-from kvstrata_agent.backends.remote_flash import open_nvme
-from kvstrata_agent.backends.volume import DIRECT_BYTES, nothing
+from kvstrata_agent.backends.file.engine import open_volume
+from kvstrata_agent.backends.file.index_file import INDEX_FILE
+from kvstrata_agent.backends.file.nixl import NixlVolume
+from kvstrata_agent.backends.file.open_store import open_nvme
+from kvstrata_agent.backends.file.posix import PosixFile, PosixVolume
+from kvstrata_agent.backends.file.record_store import RecordStore, open_store
+from kvstrata_agent.backends.file.volume import DIRECT_BYTES, nothing
+from kvstrata_agent.backends.memory.mapping import make_memfd
 from kvstrata_api.errors import (
     BackendFailedError,
     BlockCorruptError,

@@ -13,12 +13,12 @@ import pytest
 from backend_contract import ANNA, BLOCK_BYTES, content, fill, get, put, record
 
 from kvstrata_agent.backends.base import Reading, Record, SlotRef, Writing
-from kvstrata_agent.backends.nvme import RecordStore, open_store
-from kvstrata_agent.backends.posix_io import PosixFile, PosixVolume
-from kvstrata_agent.backends.remote_flash import open_nvme
-from kvstrata_agent.backends.striped import DEVICE_BITS, StripedStore, open_striped
-from kvstrata_agent.backends.striping import PAUSE_S
-from kvstrata_agent.backends.volume import nothing
+from kvstrata_agent.backends.file.open_store import open_nvme
+from kvstrata_agent.backends.file.posix import PosixFile, PosixVolume
+from kvstrata_agent.backends.file.record_store import RecordStore, open_store
+from kvstrata_agent.backends.file.stripe_policy import PAUSE_S
+from kvstrata_agent.backends.file.striped import DEVICE_BITS, StripedStore, open_striped
+from kvstrata_agent.backends.file.volume import nothing
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, TierFullError
 from kvstrata_api.models.pool import NvmeTier
 
@@ -180,7 +180,7 @@ async def test_a_device_that_works_again_is_used_again(
     rack: Rack, tier: StripedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = time.monotonic()
-    monkeypatch.setattr("kvstrata_agent.backends.striped._now_s", lambda: now_s)
+    monkeypatch.setattr("kvstrata_agent.backends.file.striped._now_s", lambda: now_s)
     rack.disks["b"].write_errno = errno.EIO
     await fail_once(tier)
     rack.heal()

@@ -6,8 +6,8 @@ from crash.sequences import SCRIPTED, generated
 from hypothesis import given, settings
 from sim.volume import MemoryVolume
 
-from kvstrata_agent.backends.index_file import IndexFile
-from kvstrata_agent.backends.segment import Segment
+from kvstrata_agent.backends.file.index_file import IndexFile
+from kvstrata_agent.backends.file.segment import Segment
 
 pytestmark = pytest.mark.contract
 

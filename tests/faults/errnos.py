@@ -11,9 +11,9 @@ from backend_contract import ANNA, BOB, content, record
 from sim.volume import MemoryVolume
 
 from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.backends.burial import HOLD_S
-from kvstrata_agent.backends.header import HEADER_BYTES
-from kvstrata_agent.backends.nvme import RecordStore, open_store
+from kvstrata_agent.backends.file.reclaim import HOLD_S
+from kvstrata_agent.backends.file.record_store import RecordStore, open_store
+from kvstrata_agent.backends.record.header import HEADER_BYTES
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, TierFullError
 
 ERRNOS: Final = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENODEV, errno.ETIMEDOUT)

@@ -12,7 +12,9 @@ from virtual_loop import run_virtually
 
 from faults.rot import damaged_claim, damaged_round, made
 from faults.rot_elsewhere import rot_elsewhere
-from kvstrata_agent.backends import header, record_bytes, transfers
+from kvstrata_agent.backends.file import transfers
+from kvstrata_agent.backends.record import header
+from kvstrata_agent.backends.record import layout as record_bytes
 
 _CLAIMS_EACH: Final = 4
 """Markers that are damaged for each round of slots."""

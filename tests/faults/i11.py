@@ -14,8 +14,8 @@ from outcome import Outcome, Scale
 from virtual_loop import run_virtually
 
 from faults.errnos import ERRNOS, RUNNING_SITES, STARTING_SITES, Case, running, starting
-from kvstrata_agent.backends.io_choice import open_volume
-from kvstrata_agent.backends.nvme import RecordStore, open_store
+from kvstrata_agent.backends.file.engine import open_volume
+from kvstrata_agent.backends.file.record_store import RecordStore, open_store
 from kvstrata_api.errors import BackendFailedError
 
 

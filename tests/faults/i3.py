@@ -28,14 +28,14 @@ from outcome import Outcome, Scale
 from virtual_loop import VirtualLoop
 
 from faults import i3_stopped
-from kvstrata_agent import sessions
-from kvstrata_agent.core import Core
-from kvstrata_agent.entry import Entry
-from kvstrata_agent.node import Node
-from kvstrata_agent.place import Place
-from kvstrata_agent.sessions import Session, SessionState
-from kvstrata_agent.sweep import Sweeper
-from kvstrata_agent.tiers import Tier
+from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.blocks import sessions
+from kvstrata_agent.blocks.block import Entry
+from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.sessions import Session, SessionState
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.request import Place
 
 SLOTS: Final = 32
 LOW_SLOTS: Final = 32

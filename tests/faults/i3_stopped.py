@@ -15,9 +15,9 @@ from attached_client import attached
 
 from faults.i3_readers import BLOCKS, LEASE_S, keys_of, rows_of, tokens_of
 from faults.nursery import Nursery
-from kvstrata_agent.node import Node
-from kvstrata_agent.sweep import Sweeper
-from kvstrata_agent.tiers import Tier
+from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.tier import Tier
 from kvstrata_api.blocks import BlockKey
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.client import Client

@@ -22,9 +22,9 @@ from outcome import Outcome, Scale
 from faults import i5_peers
 from faults.dying_client import POINTS
 from faults.nursery import Nursery
-from kvstrata_agent.node import Node
-from kvstrata_agent.sweep import Sweeper
-from kvstrata_agent.tiers import Tier
+from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.tier import Tier
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.client import Client
 

@@ -16,13 +16,13 @@ from prometheus_client import CollectorRegistry
 
 from faults.nursery import Channel, Nursery
 from faults.raw_engine import die
-from kvstrata_agent.core import Core
-from kvstrata_agent.place import Place
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.ports import Directory
+from kvstrata_agent.cache.request import Place
+from kvstrata_agent.fleet.peers import wire
+from kvstrata_agent.fleet.peers.peers import RemotePeers
+from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
-from kvstrata_agent.ports import Directory
-from kvstrata_agent.remote import wire
-from kvstrata_agent.remote.listener import PeerListener
-from kvstrata_agent.remote.peers import RemotePeers
 from kvstrata_api.blocks import ScopeSecret
 from kvstrata_api.checksum import checksum
 from kvstrata_api.trust import Identity

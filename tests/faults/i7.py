@@ -26,7 +26,7 @@ from unittest import mock
 from directory_fleet import SECRET, DirectoryFleet
 from outcome import Outcome, Scale
 
-from kvstrata_agent import directory
+from kvstrata_agent.fleet.directory import client as directory
 from kvstrata_metadata import embedded, registry, shards
 from kvstrata_metadata.acl import Role
 from kvstrata_metadata.embedded import EmbeddedConfig, EmbeddedRedis

@@ -23,7 +23,7 @@ from outcome import Outcome, Scale
 
 from faults.nursery import Child, Nursery
 from faults.raw_engine import Held, RawEngine
-from kvstrata_agent.remote import wire as peer_wire
+from kvstrata_agent.fleet.peers import wire as peer_wire
 from kvstrata_api import wire
 from kvstrata_api.blocks import pack_digests
 from kvstrata_api.checksum import checksum

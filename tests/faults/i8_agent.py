@@ -17,24 +17,25 @@ from agent_doubles import BLOCK_BYTES, FakeAuthenticator, TestCodecs, caller, ma
 from agent_thread import make_verbs
 
 from faults.nursery import Channel
-from kvstrata_agent.backends import lasting, ledger
+from kvstrata_agent.app.epoch import next_epoch
+from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.backends.base import TierBackend
-from kvstrata_agent.backends.home import Home
-from kvstrata_agent.backends.mounts import read_mounts
+from kvstrata_agent.backends.memory import ledger
+from kvstrata_agent.backends.memory import persistent_extents as lasting
+from kvstrata_agent.backends.memory.mounts import read_mounts
+from kvstrata_agent.backends.memory.persistence import Home
 from kvstrata_agent.backends.registry import Place, make_backend
-from kvstrata_agent.core import Core
-from kvstrata_agent.discovery import discover
-from kvstrata_agent.provision import Provisioner
-from kvstrata_agent.remote.listener import PeerListener
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.fleet.peers.server import PeerListener
+from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.provision.provisioner import Provisioner
 from kvstrata_agent.serve.server import Server
-from kvstrata_agent.state import next_epoch
-from kvstrata_agent.sweep import Sweeper
-from kvstrata_agent.turns import Priority
 from kvstrata_api.models.pool import HostDramTier, NvmeTier
 from kvstrata_api.models.poolnode import NodeTier, TierProbe
 from kvstrata_api.tiers import TierType
 from kvstrata_api.trust import Identity
 from kvstrata_metadata.records import AgentRecord
+from kvstrata_node.discovery import discover
 
 DRAM_BYTES: Final = 1024 * BLOCK_BYTES
 NVME_BYTES: Final = 4096 * BLOCK_BYTES
@@ -52,7 +53,7 @@ DEFECTS: Final[Mapping[str, Callable[[], Any]]] = {
 def live(channel: Channel, *, root: str, defect: str) -> None:
     """Serve until told to stop, or killed."""
     logging.disable(logging.WARNING)  # Void leases are asked for on purpose.
-    with DEFECTS[defect](), mock.patch("kvstrata_agent.provision.probe", _unmeasured):
+    with DEFECTS[defect](), mock.patch("kvstrata_agent.provision.provisioner.probe", _unmeasured):
         asyncio.run(_serve(channel, Path(root)))
 
 

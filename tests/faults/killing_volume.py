@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from kvstrata_agent.backends.claim import NEW_SUFFIX, STORE_FILE
-from kvstrata_agent.backends.index_file import INDEX_FILE
-from kvstrata_agent.backends.posix_io import PosixFile, PosixVolume
-from kvstrata_agent.backends.volume import DIRECT_BYTES, nothing
+from kvstrata_agent.backends.file.claim import NEW_SUFFIX, STORE_FILE
+from kvstrata_agent.backends.file.index_file import INDEX_FILE
+from kvstrata_agent.backends.file.posix import PosixFile, PosixVolume
+from kvstrata_agent.backends.file.volume import DIRECT_BYTES, nothing
 
 
 def _points(told: str) -> tuple[str, ...]:

@@ -19,9 +19,9 @@ from backend_contract import ANNA, BOB, content, record
 from crash.replay import Promise
 
 from faults.killing_volume import POINTS, Killer, KillingVolume
-from kvstrata_agent.backends import nvme
-from kvstrata_agent.backends.index_file import INDEX_FILE, IndexFile
-from kvstrata_agent.backends.nvme import RecordStore, open_store
+from kvstrata_agent.backends.file import record_store as nvme
+from kvstrata_agent.backends.file.index_file import INDEX_FILE, IndexFile
+from kvstrata_agent.backends.file.record_store import RecordStore, open_store
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, TierFullError
 
 if TYPE_CHECKING:

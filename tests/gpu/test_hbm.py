@@ -19,7 +19,7 @@ pytestmark = [
 class TestHbmCuda(BackendContract):
     @pytest.fixture
     async def backend(self) -> AsyncIterator[TierBackend]:
-        from kvstrata_agent.backends.hbm import open_hbm
+        from kvstrata_agent.backends.device.hbm import open_hbm
 
         backend = open_hbm("cuda", CAPACITY_BYTES)
         yield backend
@@ -27,7 +27,7 @@ class TestHbmCuda(BackendContract):
 
 
 async def test_groups_overlap_copies_and_what_was_freed_is_the_drivers_again() -> None:
-    from kvstrata_agent.backends.hbm import open_hbm
+    from kvstrata_agent.backends.device.hbm import open_hbm
 
     free_bytes, _ = torch.cuda.mem_get_info()
     tier = open_hbm("cuda", 256 * MIB)

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Read when triton is imported: its own functions are kernels, too.
 pytest.importorskip("triton", reason="triton is not installed: it comes with torch for CUDA")
 
-from kvstrata_agent.codec import triton_packing  # noqa: E402
+from kvstrata_agent.codec import triton_kernels as triton_packing  # noqa: E402
 from kvstrata_native import python  # noqa: E402
 from kvstrata_native.packing import Kind, Packing  # noqa: E402
 

@@ -9,25 +9,24 @@ from typing import Any, Final
 from agent_doubles import LAYOUT, TestCodecs, pool_spec
 from prometheus_client import CollectorRegistry
 
-from kvstrata_agent import provision
-from kvstrata_agent.advice import ADVICE_S, Advice
-from kvstrata_agent.announcer import Announcer
-from kvstrata_agent.backends.arena import ALIGNMENT_BYTES, Arena
+from kvstrata_agent.app.periodic import Sweeper, repeat
 from kvstrata_agent.backends.base import Capabilities, TierBackend
-from kvstrata_agent.backends.extents import FleetingStore
-from kvstrata_agent.core import Core
-from kvstrata_agent.counters import Counters
-from kvstrata_agent.directory import RedisDirectory
-from kvstrata_agent.index import Index
-from kvstrata_agent.latecomers import LOOK_S, Latecomers
-from kvstrata_agent.provision import Provisioner
-from kvstrata_agent.remote.listener import PeerListener
-from kvstrata_agent.remote.peers import RemotePeers
-from kvstrata_agent.scope_memory import ScopeMemory
-from kvstrata_agent.serve.attaching import Attaching
+from kvstrata_agent.backends.memory.arena import ALIGNMENT_BYTES, Arena
+from kvstrata_agent.backends.memory.extent_store import FleetingStore
+from kvstrata_agent.blocks.index import Index
+from kvstrata_agent.blocks.scope_secrets import ScopeMemory
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.session_journal import SessionJournal
+from kvstrata_agent.fleet.directory.announcer import Announcer
+from kvstrata_agent.fleet.directory.client import RedisDirectory
+from kvstrata_agent.fleet.directory.nominations import ADVICE_S, Advice
+from kvstrata_agent.fleet.peers.peers import RemotePeers
+from kvstrata_agent.fleet.peers.server import PeerListener
+from kvstrata_agent.provision import provisioner as provision
+from kvstrata_agent.provision.late_keys import LOOK_S, Latecomers
+from kvstrata_agent.provision.provisioner import Provisioner
+from kvstrata_agent.serve.authorization import Attaching
 from kvstrata_agent.serve.session_verbs import SessionVerbs
-from kvstrata_agent.session_journal import SessionJournal
-from kvstrata_agent.sweep import Sweeper, repeat
 from kvstrata_api.models.pool import HostDramTier, KVPoolSpec, NvmeTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
@@ -35,6 +34,7 @@ from kvstrata_kube.leases import Lease
 from kvstrata_metadata.access import RedisAccess
 from kvstrata_metadata.records import AgentRecord
 from kvstrata_metadata.store import Store
+from kvstrata_telemetry.agent_metrics import Counters
 from kvstrata_telemetry.catalog_agent import AGENT
 from kvstrata_telemetry.metrics import Instruments
 from sim.disk import Disk

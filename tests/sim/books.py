@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from kvstrata_agent.entry import GONE, TIERS_MAX, Entry
-from kvstrata_agent.leases import LeaseTable
-from kvstrata_agent.node import Node
-from kvstrata_agent.sessions import SessionState
+from kvstrata_agent.blocks.block import GONE, TIERS_MAX, Entry
+from kvstrata_agent.blocks.leases import LeaseTable
+from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.sessions import SessionState
 from sim.shadow import Shadow
 
 

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from kvstrata_agent.announcer import Announcer
-from kvstrata_agent.backends import slots
-from kvstrata_agent.entry import GONE, Entry
-from kvstrata_agent.leases import Lease, LeaseTable
-from kvstrata_agent.node import Node
-from kvstrata_agent.remote import transfer
-from kvstrata_agent.reservations import Reservation, ReservationTable
+from kvstrata_agent.backends import slot_table as slots
+from kvstrata_agent.blocks.block import GONE, Entry
+from kvstrata_agent.blocks.leases import Lease, LeaseTable
+from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.reservations import Reservation, ReservationTable
+from kvstrata_agent.fleet.directory.announcer import Announcer
+from kvstrata_agent.fleet.peers import transfer
 from kvstrata_api.blocks import ScopeId
 from kvstrata_client import copying, loading
 from kvstrata_client.results import Lease as ClientLease

@@ -17,12 +17,12 @@ from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final
 
-import kvstrata_agent.backends.nvme
-import kvstrata_agent.entry
+import kvstrata_agent.backends.file.record_store
+import kvstrata_agent.blocks.block
+import kvstrata_agent.blocks.sessions
 import kvstrata_agent.serve.connection
-import kvstrata_agent.sessions
 import kvstrata_metadata.schema
-from kvstrata_agent.backends.volume import DIRECT_BYTES
+from kvstrata_agent.backends.file.volume import DIRECT_BYTES
 from sim.memory import SimExtents
 from sim.network import ListenSocket
 from sim.sockets import SimSocket
@@ -142,7 +142,7 @@ def install() -> None:
     _install_sockets()
     _install_hashes()
     # Simulated memory lies wherever the allocator put it; a node's own begins at a page.
-    nvme: Any = kvstrata_agent.backends.nvme
+    nvme: Any = kvstrata_agent.backends.file.record_store
     nvme.is_direct = lambda view: view.nbytes % DIRECT_BYTES == 0
 
 
@@ -164,17 +164,17 @@ def _install_sockets() -> None:
         ("kvstrata_client.aio", "socket", _ENGINE_SOCKETS),
         ("kvstrata_client.aio_link", "os", _CLOSES_NOTHING),
         ("kvstrata_client.protocol", "Extents", SimExtents),
-        ("kvstrata_agent.remote.listener", "socket", _PEER_SOCKETS),
+        ("kvstrata_agent.fleet.peers.server", "socket", _PEER_SOCKETS),
     ):
         setattr(importlib.import_module(name), attribute, value)
 
 
 def _install_hashes() -> None:
     """Give whatever lies in sets a hash that is the same in every process."""
-    entry: Any = kvstrata_agent.entry.Entry
+    entry: Any = kvstrata_agent.blocks.block.Entry
     from_bytes = int.from_bytes
     entry.__hash__ = lambda self: from_bytes(self.digest[-7:])
-    session: Any = kvstrata_agent.sessions.Session
+    session: Any = kvstrata_agent.blocks.sessions.Session
     session.__hash__ = lambda self: zlib.crc32(self.name.encode())
     connection: Any = kvstrata_agent.serve.connection.Connection
     connection.__hash__ = lambda self: int(self.attachment.owner)

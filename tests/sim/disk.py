@@ -5,8 +5,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvstrata_agent.backends.nvme import RecordStore, open_store
-from kvstrata_agent.backends.sealing import DataKeys
+from kvstrata_agent.backends.file.record_store import RecordStore, open_store
+from kvstrata_agent.backends.record.encryption import DataKeys
 from kvstrata_api.errors import BackendFailedError
 from sim.volume import Lie, MemoryVolume
 

@@ -3,7 +3,7 @@
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from kvstrata_agent.ports import Lender, Lent, Stretch
+from kvstrata_agent.cache.ports import Lender, Lent, Stretch
 from kvstrata_agent.serve.attachment import Attachment
 from kvstrata_agent.serve.connection import Connection
 from kvstrata_agent.serve.verbs import Verbs

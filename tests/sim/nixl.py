@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from kvstrata_agent.remote.nixl import Read, address_of
+from kvstrata_agent.fleet.peers.nixl import Read, address_of
 from kvstrata_api.errors import BackendFailedError
 from sim.loop import SimLoop
 from sim.process import Process

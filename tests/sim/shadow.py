@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any, Final
 
 from kvstrata_agent.backends.base import MappableBackend, SlotRef, TierBackend
-from kvstrata_agent.backends.columns import ColumnarBackend, Columns
-from kvstrata_agent.entry import Entry
-from kvstrata_agent.node import Node
-from kvstrata_agent.sessions import SessionState
-from kvstrata_agent.tiers import ORDINAL_SHIFT, Tier
+from kvstrata_agent.backends.recovered import ColumnarBackend, Columns
+from kvstrata_agent.blocks.block import Entry
+from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.sessions import SessionState
+from kvstrata_agent.blocks.tier import ORDINAL_SHIFT, Tier
 from kvstrata_api import wire
 from kvstrata_api.blocks import ScopeId
 

@@ -7,8 +7,8 @@ import hashlib
 import random
 from collections.abc import Iterator, Mapping
 
+from kvstrata_agent.cache.ports import Caller
 from kvstrata_agent.policy.quota import Bound, OverQuota, Rules
-from kvstrata_agent.ports import Caller
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_api.errors import UnauthenticatedError
 from kvstrata_api.trust import Access, Grants, Identity, ScopeKind

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Final, ParamSpec, TypeVar
 
-from kvstrata_agent.backends.volume import nothing
-from kvstrata_agent.backends.waiting import settle
+from kvstrata_agent.backends.file.volume import nothing
+from kvstrata_agent.backends.threads import settle
 from sim.volume_image import PAGE_BYTES, Change, File, Image, crash_images
 
 SITES: Final = (

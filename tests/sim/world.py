@@ -8,10 +8,10 @@ import zlib
 from functools import cache
 from typing import Any, Final
 
-import kvstrata_agent.backends.arena
-import kvstrata_agent.backends.nvme
-import kvstrata_agent.sweep
-import kvstrata_agent.writer
+import kvstrata_agent.app.periodic
+import kvstrata_agent.backends.file.record_store
+import kvstrata_agent.backends.memory.arena
+import kvstrata_agent.cache.store
 from sim import agent as agents
 from sim import determinism
 from sim.agent import Host, Settings, Sizes
@@ -224,14 +224,14 @@ def install() -> None:
     """Prepare this process for simulated worlds. Idempotent."""
     determinism.install()
     agents.install()
-    changed: Any = kvstrata_agent.sweep
+    changed: Any = kvstrata_agent.app.periodic
     changed.EXPIRE_S, changed.TEND_S = 0.4, 0.3
     changed.Sweeper.gauges = lambda _: None  # A tenth of a run's time, for figures that nobody reads.
-    writer: Any = kvstrata_agent.writer
+    writer: Any = kvstrata_agent.cache.store
     writer.RESERVATION_S = RESERVATION_S
-    arena: Any = kvstrata_agent.backends.arena
+    arena: Any = kvstrata_agent.backends.memory.arena
     arena._EXTENT_PARTS = 6
-    nvme: Any = kvstrata_agent.backends.nvme
+    nvme: Any = kvstrata_agent.backends.file.record_store
     nvme._SEGMENT_PARTS = 8
     for name in ("kvstrata", "kvstrata_agent", "kvstrata_metadata", "kvstrata_client"):
         logger = logging.getLogger(name)

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from threats.frames import ENGINE_VALID, KEYS, OWN
 
+from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.serve.connection import IN_FLIGHT_MAX
-from kvstrata_agent.tiers import Tier
 from kvstrata_api import wire
 
 pytestmark = pytest.mark.system

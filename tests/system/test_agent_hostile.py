@@ -19,12 +19,12 @@ from agent_process import DOMAIN, member
 from agent_thread import AgentThread
 from hostile import NOBODY_UID, Hostile, apart, attempts, digests_of
 
-from kvstrata_agent.backends import torn
-from kvstrata_agent.backends.arena import Arena
-from kvstrata_agent.backends.home import NO_HOME, Home
-from kvstrata_agent.backends.host_dram import open_host_dram
-from kvstrata_agent.backends.mounts import read_mounts
-from kvstrata_agent.tiers import Tier
+from kvstrata_agent.backends.memory import sigbus as torn
+from kvstrata_agent.backends.memory.arena import Arena
+from kvstrata_agent.backends.memory.host_dram import open_host_dram
+from kvstrata_agent.backends.memory.mounts import read_mounts
+from kvstrata_agent.backends.memory.persistence import NO_HOME, Home
+from kvstrata_agent.blocks.tier import Tier
 from kvstrata_api import wire
 from kvstrata_api.models.pool import HostDramTier
 from kvstrata_api.models.poolnode import NodeTier
@@ -241,7 +241,7 @@ def test_memory_that_is_cut_short_is_a_miss_and_the_agent_lives(
     if not arena(agent).capabilities.outlives_agent:
         pytest.skip("sealed memory cannot be cut short by anybody")
     monkeypatch.setattr(
-        "kvstrata_agent.backends.memory.open_writable",
+        "kvstrata_agent.backends.memory.mapping.open_writable",
         lambda fd, **_: os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC),
     )
     with Hostile(agent.socket, "a") as vandal, Hostile(agent.socket, "b") as bystander:

@@ -12,7 +12,7 @@ from fleet_issuer import make_pod, pod_token
 from guarded_agent import TokenEngine, guarded
 
 from controlplane import ControlPlane
-from kvstrata_agent.kube.world import KubeWorld
+from kvstrata_agent.kube.kubernetes import KubeWorld
 from kvstrata_api import names
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]

@@ -16,8 +16,8 @@ import pytest
 from agent_doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, bytes_of, caller, dict_tier, dram_tier
 from agent_thread import AgentThread
 
+from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.serve.channel import SEND_S
-from kvstrata_agent.tiers import Tier
 from kvstrata_api import wire
 from kvstrata_api.blocks import BlockKey, Layout, ScopeId, chain_keys, pack_digests
 from kvstrata_api.checksum import checksum

@@ -28,7 +28,7 @@ from agent_kube_world import (
 
 from controlplane import ControlPlane
 from kvstrata_agent.kube import reviews
-from kvstrata_agent.kube.world import KubeWorld
+from kvstrata_agent.kube.kubernetes import KubeWorld
 from kvstrata_api import names
 from kvstrata_api.errors import (
     ApiServerAwayError,

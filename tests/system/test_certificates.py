@@ -24,10 +24,10 @@ from prometheus_client import CollectorRegistry
 from controlplane import ControlPlane
 from controlplane.assets import find_tool
 from controlplane.ports import free_ports
-from kvstrata_agent.ports import Wanted
-from kvstrata_agent.remote.listener import PeerListener
-from kvstrata_agent.remote.peers import RemotePeers
-from kvstrata_agent.remote.security import PeerTls
+from kvstrata_agent.cache.ports import Wanted
+from kvstrata_agent.fleet.peers.peers import RemotePeers
+from kvstrata_agent.fleet.peers.server import PeerListener
+from kvstrata_agent.fleet.peers.tls import PeerTls
 from kvstrata_api import names
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import DirectoryAwayError

@@ -25,10 +25,10 @@ from chart_values import (
 from operator_fleet import tier
 
 from controlplane.assets import find_tool
-from kvstrata_agent import config as agent_config
-from kvstrata_agent.prepare import config as prepare_config
+from kvstrata_agent.app import config as agent_config
 from kvstrata_api import names
 from kvstrata_metadata import app as metadata_app
+from kvstrata_node import config as prepare_config
 from kvstrata_operator import app as operator_app
 
 pytestmark = pytest.mark.system

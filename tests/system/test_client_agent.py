@@ -19,7 +19,7 @@ from agent_thread import AgentThread
 from attached_client import BLOCKS, PATIENT_S, TOKENS, attached, content, keys_of, serving_two_tenants, target, until
 
 from kvstrata import AsyncClient, AsyncPrefixCache, PrefixCache, Published, Target
-from kvstrata_agent.reader import Acquisition
+from kvstrata_agent.cache.load import Acquisition
 from kvstrata_agent.serve.connection import IN_FLIGHT_MAX
 from kvstrata_api import wire
 from kvstrata_api.blocks import BlockKey

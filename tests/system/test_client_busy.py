@@ -12,9 +12,9 @@ from agent_thread import AgentThread
 from attached_client import BLOCKS, PATIENT_S, TOKENS, attached, content, keys_of, target
 
 from kvstrata import AsyncClient, AsyncPrefixCache, PrefixCache
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.movement.fair_queue import Priority, Turn
 from kvstrata_agent.policy.recompute import REFUSED_S
-from kvstrata_agent.tiers import Tier
-from kvstrata_agent.turns import Priority, Turn
 from kvstrata_api.models.poolnode import TierProbe
 
 pytestmark = pytest.mark.system
@@ -94,7 +94,7 @@ def test_the_asyncio_client_says_it_too(agent: AgentThread) -> None:
 
 
 def test_a_store_says_that_blocks_wait_to_leave(agent: AgentThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstrata_agent.writer.RESERVE_WAIT_S", 0.05)
+    monkeypatch.setattr("kvstrata_agent.cache.store.RESERVE_WAIT_S", 0.05)
     with attached(agent.socket) as client:
         cache = PrefixCache(client)
         for first in (1000, 2000):

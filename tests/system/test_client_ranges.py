@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstrata import Client, PrefixCache
-from kvstrata_agent.core import Core
-from kvstrata_agent.parts import ENTRY_BYTES
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.part_checksums import ENTRY_BYTES
 from kvstrata_api.blocks import BlockKey, chain_keys
 from kvstrata_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError
 from kvstrata_client import calls

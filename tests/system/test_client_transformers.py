@@ -19,7 +19,7 @@ pytest.importorskip("transformers", reason="the transformers connector needs tra
 from tiny_llama import CONFIG, PROMPT, made, run  # noqa: E402
 from transformers import DynamicCache, LlamaConfig  # noqa: E402
 
-from kvstrata_agent.tiers import Tier  # noqa: E402
+from kvstrata_agent.blocks.tier import Tier  # noqa: E402
 from kvstrata_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError, UnsupportedError  # noqa: E402
 from kvstrata_client.cache import PrefixCache  # noqa: E402
 from kvstrata_client.connectors.transformers import CacheConnector, check_layout, layout_of, pack, unpack  # noqa: E402

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from directory_fleet import SECRET, DirectoryFleet, until
 
-from kvstrata_agent.caching_directory import CachingDirectory
-from kvstrata_agent.directory import AccessProvider, Holdings, RedisDirectory
+from kvstrata_agent.fleet.directory.cached_client import CachingDirectory
+from kvstrata_agent.fleet.directory.client import AccessProvider, Holdings, RedisDirectory
 from kvstrata_metadata import shards
 from kvstrata_metadata.acl import Role
 from kvstrata_metadata.embedded import EmbeddedRedis

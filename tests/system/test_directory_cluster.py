@@ -9,7 +9,7 @@ import pytest
 from directory_fleet import SECRET, DirectoryFleet, until
 from redis_cluster import RedisCluster
 
-from kvstrata_agent.ports import DirectoryState
+from kvstrata_agent.cache.ports import DirectoryState
 from kvstrata_metadata import registry
 from kvstrata_metadata.acl import Role
 from kvstrata_metadata.cluster_store import open_store

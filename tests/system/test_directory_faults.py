@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvstrata_agent.directory import RedisDirectory
+from kvstrata_agent.cache.ports import DirectoryState
+from kvstrata_agent.fleet.directory.client import RedisDirectory
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
-from kvstrata_agent.ports import DirectoryState
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_metadata import embedded, shards
 from kvstrata_metadata.access import RedisAccess

@@ -8,7 +8,7 @@ from kube_agent import GROUP, custom
 from metadata_replicas import SECRET, WAIT_S, Redis, Replica, agent, blocks, until
 
 from controlplane import ControlPlane
-from kvstrata_agent.directory import RedisDirectory
+from kvstrata_agent.fleet.directory.client import RedisDirectory
 from kvstrata_metadata.mailbox import MAILBOX_MAX
 from kvstrata_metadata.nominations import DUPLICATE, keeper
 

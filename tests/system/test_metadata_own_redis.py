@@ -17,7 +17,7 @@ from metadata_replicas import LEASE_S, SECRET, Replica, blocks, launch_with_redi
 from prometheus_client import CollectorRegistry
 
 from controlplane import ControlPlane
-from kvstrata_agent.directory import RedisDirectory
+from kvstrata_agent.fleet.directory.client import RedisDirectory
 from kvstrata_api import names
 from kvstrata_api.errors import DirectoryAwayError
 from kvstrata_kube.certified import OwnCertificate

@@ -20,7 +20,7 @@ from fleet_issuer import holder, issuing
 from prometheus_client import CollectorRegistry
 
 from controlplane import ControlPlane
-from kvstrata_agent.directory import RedisDirectory
+from kvstrata_agent.fleet.directory.client import RedisDirectory
 from kvstrata_api import names
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_kube.api import KubeApi

@@ -19,12 +19,12 @@ from kube_agent import GROUP, custom, until
 
 import rights
 from controlplane import ControlPlane, start
-from kvstrata_agent.discovery import read_hugepages, read_machine
-from kvstrata_agent.prepare.book import open_book
-from kvstrata_agent.prepare.machine import Machine
-from kvstrata_agent.prepare.pages import Place, Wish, plan
 from kvstrata_api import names
 from kvstrata_kube.api import MERGE_PATCH, Call, KubeApi
+from kvstrata_node.discovery import read_hugepages, read_machine
+from kvstrata_node.page_book import open_book
+from kvstrata_node.pages_plan import Place, Wish, plan
+from kvstrata_node.pages_sysfs import Machine
 
 pytestmark = pytest.mark.system
 
@@ -89,7 +89,7 @@ def reason(plane: ControlPlane, name: str, condition: str = "HugepagesReserved")
 @contextmanager
 def preparation(home: Path, *options: str) -> Iterator["subprocess.Popen[bytes]"]:
     state = ["--state-dir", home / "state", "--root", home / "host", "--kubeconfig", home / "node.kubeconfig"]
-    command = [sys.executable, "-m", "kvstrata_agent.prepare.app", "--node", NODE, *map(str, state), *options]
+    command = [sys.executable, "-m", "kvstrata_node.main", "--node", NODE, *map(str, state), *options]
     with (home / "node.log").open("ab") as log, subprocess.Popen(command, stderr=log) as process:
         try:
             yield process

@@ -16,7 +16,7 @@ from operator_fleet import condition
 from operator_process import SYSTEM, Cluster, Replica, running
 
 from controlplane import ApiError, ControlPlane
-from kvstrata_agent.backends.claim import POOL_FILE
+from kvstrata_agent.backends.file.claim import POOL_FILE
 from kvstrata_agent.policy.reuse_curve import SAME_USE_S
 from kvstrata_api import names
 

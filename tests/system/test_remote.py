@@ -19,10 +19,10 @@ import remote_owner
 from peer_certificates import Fleet, peer_tls, save
 from prometheus_client import CollectorRegistry
 
-from kvstrata_agent.ports import Stretch, Wanted
-from kvstrata_agent.remote import wire
-from kvstrata_agent.remote.nixl import NixlReader
-from kvstrata_agent.remote.peers import RemotePeers
+from kvstrata_agent.cache.ports import Stretch, Wanted
+from kvstrata_agent.fleet.peers import wire
+from kvstrata_agent.fleet.peers.nixl import NixlReader
+from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_api.blocks import BlockKey, LayoutId
 from kvstrata_api.errors import UnauthenticatedError
 from kvstrata_kube.tls import Credential

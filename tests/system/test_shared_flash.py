@@ -11,17 +11,17 @@ from agent_doubles import Clock as FakeClock
 from prometheus_client import CollectorRegistry
 from scope_keys_double import KeyRing
 
-from kvstrata_agent.announcer import Announcer
 from kvstrata_agent.backends.base import Record, SharedBackend, SlotRef
-from kvstrata_agent.backends.remote_flash import open_remote_flash
-from kvstrata_agent.core import Core
-from kvstrata_agent.place import Place
+from kvstrata_agent.backends.file.open_store import open_remote_flash
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.ports import Lent
+from kvstrata_agent.cache.request import Place
+from kvstrata_agent.fleet.directory.announcer import Announcer
+from kvstrata_agent.fleet.peers.peers import RemotePeers
+from kvstrata_agent.fleet.peers.server import PeerListener
+from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
-from kvstrata_agent.ports import Lent
-from kvstrata_agent.remote.listener import PeerListener
-from kvstrata_agent.remote.peers import RemotePeers
-from kvstrata_agent.tiers import Tier
-from kvstrata_agent.turns import Priority
 from kvstrata_api.blocks import BlockKey, ScopeSecret
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError

@@ -13,12 +13,12 @@ from guarded_agent import TokenEngine, guarded
 
 from kvstrata_agent.kube import declared
 from kvstrata_agent.kube.authenticator import KubeAuthenticator
-from kvstrata_agent.kube.known import Known
 from kvstrata_agent.kube.place import Place
-from kvstrata_agent.kube.trust_view import TrustStores, TrustView
+from kvstrata_agent.kube.trust import TrustStores, TrustView
 from kvstrata_api import names, wire
 from kvstrata_api.wire_base import Reply
 from kvstrata_api.wire_handover import Advance, Arrive
+from kvstrata_kube.typed_store import Known
 from threats.credentials import GOOD, OTHER_TENANT, SYSTEM, Tokens
 
 VERBS: Final = tuple(kind for kind in get_args(wire.AnyRequest) if kind is not wire.Hello)

@@ -11,10 +11,10 @@ from typing import Any, Final
 import remote_owner
 from peer_certificates import Fleet, peer_tls
 
-from kvstrata_agent.remote import wire
-from kvstrata_agent.remote.link import open_link
-from kvstrata_agent.remote.listener import PeerListener, VerifyPeer
-from kvstrata_agent.remote.security import HANDSHAKE_S
+from kvstrata_agent.fleet.peers import wire
+from kvstrata_agent.fleet.peers.client import open_link
+from kvstrata_agent.fleet.peers.server import PeerListener, VerifyPeer
+from kvstrata_agent.fleet.peers.tls import HANDSHAKE_S
 from kvstrata_api import names
 from kvstrata_api.errors import KvStrataError
 from kvstrata_kube import tls

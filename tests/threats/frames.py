@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 from agent_doubles import LAYOUT
 
-from kvstrata_agent.remote import wire as peer
+from kvstrata_agent.fleet.peers import wire as peer
 from kvstrata_api import wire
 from kvstrata_api.wire_handover import Advance, Arrive, Handover
 

@@ -14,8 +14,8 @@ from agent_doubles import FakeAuthenticator, caller, dict_tier, dram_tier
 from agent_thread import AgentThread
 from remote_owner import TOKEN, MemoryLender, verify
 
-from kvstrata_agent.remote import wire as peer
-from kvstrata_agent.remote.listener import PeerListener
+from kvstrata_agent.fleet.peers import wire as peer
+from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_api import wire
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_metadata.records import AgentRecord

@@ -19,18 +19,18 @@ from agent_doubles import LAYOUT_ID, FakeAuthenticator, caller, dram_tier, secre
 from agent_process import DOMAIN, member
 from agent_thread import AgentThread
 
-from kvstrata_agent import sweep
+from kvstrata_agent.app import periodic as sweep
 from kvstrata_agent.backends.registry import Place, make_backend
-from kvstrata_agent.discovery import NodeFacts
-from kvstrata_agent.ports import Caller
-from kvstrata_agent.tiers import Tier
-from kvstrata_agent.turns import Priority
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.ports import Caller
+from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_api.blocks import ScopeId, ScopeSecret, chain_keys
 from kvstrata_api.errors import ForbiddenError, UnauthenticatedError
 from kvstrata_api.models.pool import CxlEmulation, CxlTier, NvmeTier, RemoteFlashTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import CxlMode, TierType
 from kvstrata_api.trust import Access, Grants, Identity, ScopeKind
+from kvstrata_node.discovery import NodeFacts
 
 SCOPE_A: Final = ScopeId("tenant/a/uid-a/v1")
 SCOPE_B: Final = ScopeId("tenant/b/uid-b/v1")

@@ -21,7 +21,7 @@ from typing import Final
 from hostile import Hostile, digests_of
 from outcome import Outcome, Scale
 
-from kvstrata_agent.remote import wire as peer
+from kvstrata_agent.fleet.peers import wire as peer
 from kvstrata_api import wire
 from kvstrata_api.errors import InvalidInputError
 from threats.frames import ENGINE, ENGINE_VALID, HEADER, KEYS, OTHERS, PEER, Mutator, peer_valid

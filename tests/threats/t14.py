@@ -29,16 +29,16 @@ from outcome import Outcome, Scale
 from sim.volume import MemoryVolume
 from virtual_loop import run_virtually
 
-from kvstrata_agent.backends.nvme import open_store
-from kvstrata_agent.core import Core
+from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.backends.file.record_store import open_store
+from kvstrata_agent.blocks.slot_request import Want
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.eviction import Room
+from kvstrata_agent.cache.request import Place
 from kvstrata_agent.cut import Cut
-from kvstrata_agent.place import Place
+from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_agent.policy.quota import Bound, Rules
-from kvstrata_agent.room import Room
-from kvstrata_agent.sweep import Sweeper
-from kvstrata_agent.tiers import Tier
-from kvstrata_agent.turns import Priority
-from kvstrata_agent.want import Want
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.models.pool import NvmeTier
 from kvstrata_api.models.poolnode import NodeTier

@@ -21,7 +21,7 @@ from outcome import Outcome, Scale
 from remote_owner import LAYOUT, TOKEN, digest_of
 from remote_owner import SCOPE as LENT_SCOPE
 
-from kvstrata_agent.remote import wire as peer
+from kvstrata_agent.fleet.peers import wire as peer
 from kvstrata_api import wire
 from kvstrata_api.blocks import ScopeId
 from threats.served import NEW_DOMAIN, PREFIX_TOKENS, SCOPE_A, SCOPE_B, TIERS, Remote, keys_of, serving

@@ -23,11 +23,11 @@ from directory_fleet import until
 from outcome import Outcome, Scale
 from prometheus_client import CollectorRegistry
 
-from kvstrata_agent.announcer import Announcer
-from kvstrata_agent.core import Core
-from kvstrata_agent.directory import RedisDirectory
-from kvstrata_agent.place import Place
-from kvstrata_agent.sessions import SessionState
+from kvstrata_agent.blocks.sessions import SessionState
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.request import Place
+from kvstrata_agent.fleet.directory.announcer import Announcer
+from kvstrata_agent.fleet.directory.client import RedisDirectory
 from kvstrata_api.blocks import ScopeId, ScopeSecret, chain_keys
 from kvstrata_api.checksum import checksum
 from kvstrata_api.units import MIB

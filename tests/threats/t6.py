@@ -20,16 +20,16 @@ from outcome import Outcome, Scale
 from scope_keys_double import KeyRing
 
 from kvstrata_agent.backends.base import TierBackend
-from kvstrata_agent.backends.cxl import open_cxl
-from kvstrata_agent.backends.object import open_object_tier
-from kvstrata_agent.backends.objects import ObjectClient
-from kvstrata_agent.backends.remote_flash import open_nvme, open_remote_flash
-from kvstrata_agent.core import Core
-from kvstrata_agent.index import Index
-from kvstrata_agent.place import Place
-from kvstrata_agent.provision import enter
-from kvstrata_agent.tiers import Tier
-from kvstrata_agent.turns import Priority
+from kvstrata_agent.backends.file.open_store import open_nvme, open_remote_flash
+from kvstrata_agent.backends.memory.cxl import open_cxl
+from kvstrata_agent.backends.object.client import ObjectClient
+from kvstrata_agent.backends.object.object_tier import open_object_tier
+from kvstrata_agent.blocks.index import Index
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.request import Place
+from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.provision.provisioner import enter
 from kvstrata_api.blocks import BlockKey, ScopeId
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError

@@ -19,9 +19,8 @@ from sim.volume import MemoryVolume
 from virtual_loop import run_virtually
 
 from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.backends.header import HEADER_BYTES
-from kvstrata_agent.backends.index_file import INDEX_FILE
-from kvstrata_agent.backends.index_format import (
+from kvstrata_agent.backends.file.index_file import INDEX_FILE
+from kvstrata_agent.backends.file.index_format import (
     BODY_OFFSET,
     Body,
     Kinds,
@@ -31,13 +30,14 @@ from kvstrata_agent.backends.index_format import (
     seal,
     sealed_bytes,
 )
-from kvstrata_agent.backends.nvme import open_store
-from kvstrata_agent.backends.object import open_object_tier
-from kvstrata_agent.backends.objects import ObjectClient
-from kvstrata_agent.backends.sealed_record import SealedForm
-from kvstrata_agent.backends.segment_name import SegmentName, parse_name
-from kvstrata_agent.backends.slot_notes import SlotNotes, Traits
-from kvstrata_agent.backends.slots import round_up
+from kvstrata_agent.backends.file.record_store import open_store
+from kvstrata_agent.backends.file.segment_name import SegmentName, parse_name
+from kvstrata_agent.backends.file.slot_index import SlotNotes, Traits
+from kvstrata_agent.backends.object.client import ObjectClient
+from kvstrata_agent.backends.object.object_tier import open_object_tier
+from kvstrata_agent.backends.record.header import HEADER_BYTES
+from kvstrata_agent.backends.record.sealed import SealedForm
+from kvstrata_agent.backends.slot_table import round_up
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError
 from threats.sealed_disk import ATTACKS, BLOCK_BYTES, CAPACITY_BYTES, SCOPES, SealedDisk, make, read, text
 

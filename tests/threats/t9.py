@@ -20,17 +20,17 @@ from unittest import mock
 import leftovers
 from outcome import Outcome, Scale
 
-from kvstrata_agent.backends import record_bytes
-from kvstrata_agent.backends.arena import Arena
 from kvstrata_agent.backends.base import MappableBackend, Record, SlotRef, TierBackend
-from kvstrata_agent.backends.cxl import open_cxl
-from kvstrata_agent.backends.extents import FleetingStore
-from kvstrata_agent.backends.home import NO_HOME, Home
-from kvstrata_agent.backends.host_dram import open_host_dram
-from kvstrata_agent.backends.memory import MappedExtent, Remains, make_memfd
-from kvstrata_agent.backends.mounts import read_mounts
+from kvstrata_agent.backends.file.open_store import open_nvme
+from kvstrata_agent.backends.memory.arena import Arena
+from kvstrata_agent.backends.memory.cxl import open_cxl
+from kvstrata_agent.backends.memory.extent_store import FleetingStore
+from kvstrata_agent.backends.memory.host_dram import open_host_dram
+from kvstrata_agent.backends.memory.mapping import MappedExtent, Remains, make_memfd
+from kvstrata_agent.backends.memory.mounts import read_mounts
+from kvstrata_agent.backends.memory.persistence import NO_HOME, Home
 from kvstrata_agent.backends.pages import free_pages
-from kvstrata_agent.backends.remote_flash import open_nvme
+from kvstrata_agent.backends.record import layout as record_bytes
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import TierFullError
@@ -138,7 +138,7 @@ async def _search_lasting(search: Search, slots: int) -> None:
 
 async def _search_hbm(search: Search, slots: int) -> None:
     """Device memory is read back whole: no engine maps it."""
-    from kvstrata_agent.backends.hbm import HbmTier
+    from kvstrata_agent.backends.device.hbm import HbmTier
     from threats.recycling import RecyclingQueue
 
     backend = HbmTier([RecyclingQueue()], CAPACITY_BYTES)

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 import pytest
 from agent_engine import Engine, close
 
-from kvstrata_agent import draining
-from kvstrata_agent.draining import drained_tiers
-from kvstrata_agent.orders import Orders
-from kvstrata_agent.sweep import REST_S_MAX, Sweeper
+from kvstrata_agent.app.periodic import REST_S_MAX, Sweeper
+from kvstrata_agent.operations import drain as draining
+from kvstrata_agent.operations.drain import drained_tiers
+from kvstrata_agent.operations.runner import Orders
 from kvstrata_api.models.poolnode import NodeOrder, OrderAnswer, TierDrainOrder
 
 pytestmark = pytest.mark.unit

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from agent_doubles import DictBackend, dict_tier, make_core
 
-from kvstrata_agent import config
+from kvstrata_agent.app import config
+from kvstrata_agent.app.process import AgentProcess
 from kvstrata_agent.backends.base import TierBackend
-from kvstrata_agent.discovery import discover
-from kvstrata_agent.leaving import Presence
-from kvstrata_agent.ports import DirectoryState
-from kvstrata_agent.process import AgentProcess
-from kvstrata_agent.provision import Provisioner
+from kvstrata_agent.cache.ports import DirectoryState
+from kvstrata_agent.policy.removal import Presence
+from kvstrata_agent.provision.provisioner import Provisioner
 from kvstrata_api.conditions import find
 from kvstrata_api.models.base import ObjectMeta
 from kvstrata_api.models.pool import KVPool
 from kvstrata_api.models.poolnode import KVPoolNode, KVPoolNodeSpec, KVPoolNodeStatus, NodeDrain, NodeTier
+from kvstrata_node.discovery import discover
 
 if TYPE_CHECKING:
-    from kvstrata_agent.kube.world import KubeWorld
-    from kvstrata_agent.neighbours import Neighbours
+    from kvstrata_agent.app.peering import Neighbours
+    from kvstrata_agent.kube.kubernetes import KubeWorld
     from kvstrata_agent.serve.server import Server
 
 pytestmark = pytest.mark.unit

@@ -11,10 +11,10 @@ from scope_keys_double import KeyRing
 from scope_secrets import ScopeSecrets
 from sim.volume import MemoryVolume
 
-from kvstrata_agent.backends.nvme import open_store
-from kvstrata_agent.place import Place
-from kvstrata_agent.tiers import Tier
-from kvstrata_agent.turns import Priority
+from kvstrata_agent.backends.file.record_store import open_store
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.request import Place
+from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.units import MIB
 from kvstrata_api.wrapping import Keks

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kube_doubles import ScriptedApi, ok
 
-from kvstrata_agent.kube import heartbeat, tasks
+from kvstrata_agent.kube import heartbeat
 from kvstrata_agent.kube.heartbeat import Beat, Heartbeat
-from kvstrata_agent.kube.known import Known
 from kvstrata_api import names
 from kvstrata_api.errors import ApiServerAwayError
-from kvstrata_kube import backoff
+from kvstrata_kube import backoff, tasks
 from kvstrata_kube.signal import Signal
+from kvstrata_kube.typed_store import Known
 from kvstrata_kube.watch import PAGE_TRIES, Source, Watch
 
 pytestmark = [pytest.mark.unit, pytest.mark.looptime]

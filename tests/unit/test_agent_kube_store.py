@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.kube.known import Known, Seen
+from kvstrata_kube.typed_store import Known, Seen
 
 pytestmark = pytest.mark.unit
 

@@ -6,12 +6,12 @@ import pytest
 from kube_doubles import ok
 
 from kvstrata_agent.kube import declared
-from kvstrata_agent.kube.known import Known
-from kvstrata_agent.kube.tenant_view import TenantView
-from kvstrata_agent.kube.trust_view import TrustStores, TrustView
+from kvstrata_agent.kube.tenants import TenantView
+from kvstrata_agent.kube.trust import TrustStores, TrustView
 from kvstrata_agent.policy.quota import Bound, OverQuota, Rules
 from kvstrata_agent.policy.retention import Retention
 from kvstrata_api.blocks import ScopeId
+from kvstrata_kube.typed_store import Known
 
 pytestmark = pytest.mark.unit
 

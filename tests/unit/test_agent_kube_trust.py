@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kube_trust import ENGINE, KEY, KEY2, Json, Trust, secret, tenant
 
 from kvstrata_agent.kube import declared
-from kvstrata_agent.kube.trust_view import MEMO_MAX
+from kvstrata_agent.kube.trust import MEMO_MAX
 from kvstrata_api import trust
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.errors import (

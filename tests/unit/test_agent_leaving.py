@@ -10,9 +10,9 @@ from operator_fleet import pool_spec
 
 from kvstrata_agent.kube import declared
 from kvstrata_agent.kube.desired import KubeDesired
-from kvstrata_agent.kube.known import Known
-from kvstrata_agent.leaving import Presence, Removal, at_end, while_running
+from kvstrata_agent.policy.removal import Presence, Removal, at_end, while_running
 from kvstrata_kube.signal import Signal
+from kvstrata_kube.typed_store import Known
 
 if TYPE_CHECKING:
     from kvstrata_api.models.pool import KVPool

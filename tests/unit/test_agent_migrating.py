@@ -8,10 +8,11 @@ from agent_doubles import BLOCK_BYTES, LAYOUT_ID, OTHER_SCOPE, SCOPE, bytes_of, 
 from agent_engine import steps_until
 from core_pair import Pair, held, load, tenants
 
-from kvstrata_agent import migrating, warming
-from kvstrata_agent.place import Place
+from kvstrata_agent.cache.ports import Offer, Taken
+from kvstrata_agent.cache.request import Place
+from kvstrata_agent.operations import migrate as migrating
+from kvstrata_agent.operations import warm as warming
 from kvstrata_agent.policy.quota import Bound, Rules
-from kvstrata_agent.ports import Offer, Taken
 from kvstrata_api.models.poolnode import MigrateOrder, NodeOrder, OrderAnswer
 
 pytestmark = pytest.mark.unit

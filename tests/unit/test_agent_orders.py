@@ -5,8 +5,8 @@ from agent_engine import Engine, close, steps_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata_agent import orders as module
-from kvstrata_agent.orders import Orders
+from kvstrata_agent.operations import runner as module
+from kvstrata_agent.operations.runner import Orders
 from kvstrata_api.models.poolnode import FlushOrder, NodeOrder, OrderAnswer
 
 pytestmark = pytest.mark.unit

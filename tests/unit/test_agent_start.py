@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata_agent import config
-from kvstrata_agent.process import STUCK_S, AgentProcess
+from kvstrata_agent.app import config
+from kvstrata_agent.app.process import STUCK_S, AgentProcess
 from kvstrata_api.errors import UnsupportedError
 
 pytestmark = pytest.mark.unit

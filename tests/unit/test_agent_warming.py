@@ -19,15 +19,15 @@ from core_pair import Pair, held, load, place, tenants
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent import warming
-from kvstrata_agent.core import Core
-from kvstrata_agent.place import Place
+from kvstrata_agent.blocks.sessions import SessionState
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.ports import Stretch
+from kvstrata_agent.cache.request import Place
+from kvstrata_agent.movement.fair_queue import Priority, TrafficClass, Turn
+from kvstrata_agent.operations import warm as warming
+from kvstrata_agent.policy.progress import Count
 from kvstrata_agent.policy.quota import Bound, Rules
-from kvstrata_agent.policy.warming import Chain, budget_bytes, plan_warming
-from kvstrata_agent.ports import Stretch
-from kvstrata_agent.progress import Count
-from kvstrata_agent.sessions import SessionState
-from kvstrata_agent.turns import Priority, TrafficClass, Turn
+from kvstrata_agent.policy.warm import Chain, budget_bytes, plan_warming
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.models.poolnode import FlushOrder, NodeOrder, OrderAnswer, WarmOrder
 from kvstrata_metadata.records import Location

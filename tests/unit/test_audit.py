@@ -13,10 +13,10 @@ from agent_engine import Engine, close
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent import audit
-from kvstrata_agent.audit import IDENTITIES_MAX, KINDS_MAX, Decided, Window
-from kvstrata_agent.place import Place
-from kvstrata_agent.ports import Caller
+from kvstrata_agent.cache.ports import Caller
+from kvstrata_agent.cache.request import Place
+from kvstrata_agent.serve import audit
+from kvstrata_agent.serve.audit import IDENTITIES_MAX, KINDS_MAX, Decided, Window
 from kvstrata_api import wire
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.errors import ForbiddenError

@@ -12,8 +12,8 @@ import yaml
 from generated_kv import kv_block
 
 from kvstrata_agent.codec.base import Planes, Shape, room_bytes
-from kvstrata_agent.codec.mixed import MixedCodec
-from kvstrata_agent.codec.packed import PackedCodec
+from kvstrata_agent.codec.exact import PackedCodec
+from kvstrata_agent.codec.lossy import MixedCodec
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.pool import CompressionPolicy

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from virtual_loop import run_virtually
 
-from kvstrata_agent.candidates import TierCandidates
-from kvstrata_agent.sweep import Sweeper
+from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.cache.eviction_candidates import TierCandidates
 from kvstrata_api import wire
 from kvstrata_api.errors import KvStrataError
 

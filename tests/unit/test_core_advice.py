@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.policy.surplus import OwnCopy, Ruling, rule
-from kvstrata_agent.scope_memory import LOST_AFTER_S, ScopeMemory
+from kvstrata_agent.blocks.scope_secrets import LOST_AFTER_S, ScopeMemory
+from kvstrata_agent.policy.duplicates import OwnCopy, Ruling, rule
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_metadata.nominations import SURVIVING, AgentFacts, keeper, plan_nominations
 from kvstrata_metadata.records import NOMINATED_MAX, Copy, Incarnation, Location, Nomination

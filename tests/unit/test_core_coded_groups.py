@@ -23,14 +23,14 @@ from hypothesis import strategies as st
 from sim.volume import MemoryVolume
 from virtual_loop import run_virtually
 
-from kvstrata_agent.backends.nvme import RecordStore, open_store
+from kvstrata_agent.backends.file.record_store import RecordStore, open_store
+from kvstrata_agent.blocks.block import Entry
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.request import Place
 from kvstrata_agent.codec.base import RAW, Encoded, Shape
-from kvstrata_agent.core import Core
-from kvstrata_agent.entry import Entry
-from kvstrata_agent.moves import Move, Way
-from kvstrata_agent.place import Place
-from kvstrata_agent.tiers import Tier
-from kvstrata_agent.turns import Priority
+from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.move import Move, Way
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import BlockCorruptError, TierFullError
 from kvstrata_api.units import MIB

@@ -18,13 +18,13 @@ from agent_doubles import (
 from agent_engine import steps_until
 from provisioned import GENERATION, REVISION, Provisioned
 
-from kvstrata_agent.announcer import Announcer
+from kvstrata_agent.app.periodic import ERASE_GRACE_S, Sweeper
 from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
-from kvstrata_agent.backends.host_dram import open_host_dram
-from kvstrata_agent.index import Index
-from kvstrata_agent.place import Place
-from kvstrata_agent.provision import RETRY_S
-from kvstrata_agent.sweep import ERASE_GRACE_S, Sweeper
+from kvstrata_agent.backends.memory.host_dram import open_host_dram
+from kvstrata_agent.blocks.index import Index
+from kvstrata_agent.cache.request import Place
+from kvstrata_agent.fleet.directory.announcer import Announcer
+from kvstrata_agent.provision.provisioner import RETRY_S
 from kvstrata_api.blocks import BlockKey, ScopeId, ScopeSecret
 from kvstrata_api.checksum import checksum
 from kvstrata_api.conditions import Condition, find
@@ -34,7 +34,7 @@ from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
 
 if TYPE_CHECKING:
-    from kvstrata_agent.ports import Directory
+    from kvstrata_agent.cache.ports import Directory
 
 pytestmark = pytest.mark.unit
 

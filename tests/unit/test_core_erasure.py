@@ -21,15 +21,15 @@ from agent_doubles import (
     store_chain,
 )
 
-from kvstrata_agent import writer
 from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.core import Core
-from kvstrata_agent.entry import Residence
-from kvstrata_agent.place import Place
+from kvstrata_agent.blocks.block import Residence
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache import store as writer
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.ports import Wanted
+from kvstrata_agent.cache.request import Place
+from kvstrata_agent.cache.store import PUBLISHED, REFUSED
 from kvstrata_agent.policy.quota import Rules
-from kvstrata_agent.ports import Wanted
-from kvstrata_agent.tiers import Tier
-from kvstrata_agent.writer import PUBLISHED, REFUSED
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.checksum import checksum
 from kvstrata_metadata.records import Location

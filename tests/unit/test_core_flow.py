@@ -21,14 +21,14 @@ from agent_doubles import (
 )
 
 from kvstrata import Lease
-from kvstrata_agent.core import Core
-from kvstrata_agent.leases import Stray
-from kvstrata_agent.place import Place
+from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.blocks.leases import Stray
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.load import Read
+from kvstrata_agent.cache.request import Place
+from kvstrata_agent.cache.store import PUBLISHED, REFUSED
+from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_agent.policy.checking import CHECK_EVERY
-from kvstrata_agent.reader import Read
-from kvstrata_agent.sweep import Sweeper
-from kvstrata_agent.turns import Priority
-from kvstrata_agent.writer import PUBLISHED, REFUSED
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.checksum import checksum
 from kvstrata_client.copying import copy_verified, is_intact

@@ -22,13 +22,13 @@ from sim.volume import Fault, MemoryVolume
 from virtual_loop import run_virtually
 
 from kvstrata_agent.backends.base import Reading, Record, Sound, TierBackend, Writing
-from kvstrata_agent.backends.nvme import RecordStore, open_store
-from kvstrata_agent.core import Core
-from kvstrata_agent.entry import Entry
-from kvstrata_agent.moves import Move, Way
-from kvstrata_agent.place import Place
-from kvstrata_agent.tiers import Tier
-from kvstrata_agent.turns import Priority
+from kvstrata_agent.backends.file.record_store import RecordStore, open_store
+from kvstrata_agent.blocks.block import Entry
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.request import Place
+from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.move import Move, Way
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, KvStrataError, TierFullError
@@ -102,8 +102,8 @@ async def test_groups_go_into_device_memory_as_they_are_whatever_the_pool_compre
     pytest.importorskip("torch", reason="torch is not installed: make setup")
     from late_device import LateQueue
 
-    from kvstrata_agent.backends.hbm import HbmTier
-    from kvstrata_agent.backends.staging import PIECES
+    from kvstrata_agent.backends.device.hbm import HbmTier
+    from kvstrata_agent.backends.device.staging import PIECES
 
     queue = LateQueue()
     core = await core_above(HbmTier([queue], 4 * MIB), "Lossless")

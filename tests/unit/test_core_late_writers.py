@@ -17,10 +17,10 @@ from agent_doubles import (
 )
 
 from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.core import Core
-from kvstrata_agent.place import Place
-from kvstrata_agent.ports import Wanted
-from kvstrata_agent.tiers import Tier
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.ports import Wanted
+from kvstrata_agent.cache.request import Place
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.checksum import checksum
 from kvstrata_client.copying import fill, refill

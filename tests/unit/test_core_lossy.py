@@ -9,12 +9,12 @@ import pytest
 from agent_doubles import SCOPE, Clock, DictBackend, dict_tier, digest, dram_tier, make_node, secret
 from generated_kv import kv_block
 
+from kvstrata_agent.blocks.block import Entry, Residence
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.request import Place
 from kvstrata_agent.codec.registry import CodecRegistry
-from kvstrata_agent.core import Core
-from kvstrata_agent.entry import Entry, Residence
-from kvstrata_agent.place import Place
-from kvstrata_agent.tiers import Tier
-from kvstrata_agent.turns import Priority
+from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_api.blocks import Layout
 from kvstrata_api.checksum import checksum
 from kvstrata_api.models.pool import Compatibility, CompressionPolicy

@@ -21,11 +21,11 @@ from agent_engine import steps_until
 from core_pair import Pair, load, place
 
 from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.entry import Residence
-from kvstrata_agent.node import Node
+from kvstrata_agent.blocks.block import Residence
+from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.slot_request import Want
+from kvstrata_agent.movement.fair_queue import Priority, TrafficClass, Turn
 from kvstrata_agent.policy.recompute import REFUSED_S
-from kvstrata_agent.turns import Priority, TrafficClass, Turn
-from kvstrata_agent.want import Want
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.tiers import Lookup
 from kvstrata_metadata.records import SessionRecord

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.limits import grant
 from kvstrata_agent.policy.admission import Admission, AdmissionInputs, admit
 from kvstrata_agent.policy.checking import CHECK_EVERY, must_check
 from kvstrata_agent.policy.placement import TierFacts, next_lower
@@ -18,7 +17,8 @@ from kvstrata_agent.policy.recompute import (
     congestion_s,
     locate_s,
 )
-from kvstrata_agent.provision_plan import Close, Open, Resize, plan
+from kvstrata_agent.provision.capacity import grant
+from kvstrata_agent.provision.plan import Close, Open, Resize, plan
 from kvstrata_api.models.pool import HostDramTier, NvmeTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType

@@ -16,7 +16,7 @@ from agent_engine import SLOTS, Engine, close
 from hypothesis import settings
 from virtual_loop import run_virtually
 
-from kvstrata_agent.writer import RESERVE_WAIT_S
+from kvstrata_agent.cache.store import RESERVE_WAIT_S
 from kvstrata_api import wire
 
 pytestmark = pytest.mark.unit

@@ -7,7 +7,7 @@ import pytest
 from agent_doubles import DictBackend
 
 from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
-from kvstrata_agent.probe import probe
+from kvstrata_agent.provision.probe import probe
 from kvstrata_api.errors import BackendFailedError
 
 pytestmark = pytest.mark.unit

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_agent.backends.base import Record
-from kvstrata_agent.candidates import TierCandidates
-from kvstrata_agent.entry import Residence
-from kvstrata_agent.node import Node
-from kvstrata_agent.tiers import Tier
+from kvstrata_agent.blocks.block import Residence
+from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.eviction_candidates import TierCandidates
 from kvstrata_api.blocks import BlockKey, LayoutId
 
 pytestmark = pytest.mark.unit

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from tree_books import wrong_books
 
 from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.backends.columns import Columns
-from kvstrata_agent.backends.ledger import RECORD, pack_record
-from kvstrata_agent.candidates import TierCandidates
-from kvstrata_agent.entry import Entry, Residence
+from kvstrata_agent.backends.memory.ledger import RECORD, pack_record
+from kvstrata_agent.backends.recovered import Columns
+from kvstrata_agent.blocks.block import Entry, Residence
+from kvstrata_agent.blocks.index import Index
+from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.restore import Restoring
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.eviction_candidates import TierCandidates
 from kvstrata_agent.forest import NONE, forest_of
-from kvstrata_agent.index import Index
-from kvstrata_agent.node import Node
-from kvstrata_agent.restoring import Restoring
-from kvstrata_agent.tiers import Tier
 from kvstrata_api.blocks import BlockKey
 
 pytestmark = pytest.mark.unit

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 import pytest
 from agent_doubles import BLOCK_BYTES, LAYOUT_ID, SCOPE, dict_tier, digest, dram_tier, make_core, secret, store_chain
 
-from kvstrata_agent.core import Core
-from kvstrata_agent.entry import Entry
-from kvstrata_agent.moves import Move
-from kvstrata_agent.place import Place
-from kvstrata_agent.tiers import Tier
+from kvstrata_agent.blocks.block import Entry
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.request import Place
+from kvstrata_agent.movement.move import Move
 
 pytestmark = pytest.mark.unit
 

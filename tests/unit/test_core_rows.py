@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from tree_books import wrong_books
 
 from kvstrata_agent import ancestry
-from kvstrata_agent import rows as rows_of_blocks
 from kvstrata_agent.backends.base import Record
-from kvstrata_agent.candidates import TierCandidates
-from kvstrata_agent.entry import TIERS_MAX, Residence
-from kvstrata_agent.index import Index
-from kvstrata_agent.rows import COUNT_MAX, FIELDS, ROW_BYTES, Kind, Row, RowTable
-from kvstrata_agent.tiers import Tier
+from kvstrata_agent.blocks import packed_blocks as rows_of_blocks
+from kvstrata_agent.blocks.block import TIERS_MAX, Residence
+from kvstrata_agent.blocks.index import Index
+from kvstrata_agent.blocks.packed_blocks import COUNT_MAX, FIELDS, ROW_BYTES, Kind, Row, RowTable
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.eviction_candidates import TierCandidates
 from kvstrata_api.blocks import BlockKey, ScopeId
 
 pytestmark = pytest.mark.unit

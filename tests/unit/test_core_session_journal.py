@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent import session_journal
-from kvstrata_agent.session_journal import Remembered, SessionJournal
+from kvstrata_agent.cache import session_journal
+from kvstrata_agent.cache.session_journal import Remembered, SessionJournal
 
 pytestmark = pytest.mark.unit
 

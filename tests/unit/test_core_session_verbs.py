@@ -15,7 +15,7 @@ from kvstrata_api.errors import ForbiddenError
 from kvstrata_metadata.records import SessionRecord
 
 if TYPE_CHECKING:
-    from kvstrata_agent.ports import Directory
+    from kvstrata_agent.cache.ports import Directory
 
 pytestmark = pytest.mark.unit
 

@@ -23,20 +23,20 @@ from agent_doubles import (
 )
 from virtual_loop import run_virtually
 
-from kvstrata_agent import session_life
-from kvstrata_agent.archiver import RETRY_MAX_S, RETRY_S
-from kvstrata_agent.core import Core
-from kvstrata_agent.entry import Residence
-from kvstrata_agent.place import Place
-from kvstrata_agent.session_journal import SessionJournal
-from kvstrata_agent.sessions import Session, SessionState
-from kvstrata_agent.tiers import Tier
-from kvstrata_agent.turns import Priority
+from kvstrata_agent.blocks.block import Residence
+from kvstrata_agent.blocks.sessions import Session, SessionState
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache import session_lifecycle as session_life
+from kvstrata_agent.cache.archive import RETRY_MAX_S, RETRY_S
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.request import Place
+from kvstrata_agent.cache.session_journal import SessionJournal
+from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_metadata.records import SessionRecord
 from kvstrata_metadata.schema import session_digest
 
 if TYPE_CHECKING:
-    from kvstrata_agent.ports import Directory
+    from kvstrata_agent.cache.ports import Directory
 
 pytestmark = pytest.mark.unit
 

@@ -10,11 +10,11 @@ from agent_doubles import SCOPE, FakeAuthenticator
 from backend_contract import put
 from provisioned import Provisioned
 
+from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.backends.base import TierBackend
-from kvstrata_agent.backends.remote_flash import open_nvme
-from kvstrata_agent.provision import RETRY_S
-from kvstrata_agent.sweep import Sweeper
-from kvstrata_agent.tiers import Tier
+from kvstrata_agent.backends.file.open_store import open_nvme
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.provision.provisioner import RETRY_S
 from kvstrata_api.conditions import find
 from kvstrata_api.models.pool import NvmeTier
 from kvstrata_api.models.poolnode import NodeTier

@@ -13,17 +13,17 @@ from agent_doubles import LAYOUT_ID, SCOPE, dict_tier, digest, make_node, secret
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent import session_notes
+from kvstrata_agent.app.epoch import NONCE_BITS, next_epoch
 from kvstrata_agent.backends.base import Record
+from kvstrata_agent.blocks.block import Entry, Residence
+from kvstrata_agent.blocks.index import Index
+from kvstrata_agent.blocks.leases import LeaseTable
+from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.sessions import GUARD_S, HEADS_MAX, SessionState, SessionTable
 from kvstrata_agent.buffers import Buffers
-from kvstrata_agent.entry import Entry, Residence
-from kvstrata_agent.fair_order import FairOrder
-from kvstrata_agent.index import Index
-from kvstrata_agent.leases import LeaseTable
-from kvstrata_agent.node import Node
-from kvstrata_agent.session_notes import SessionNotes
-from kvstrata_agent.sessions import GUARD_S, HEADS_MAX, SessionState, SessionTable
-from kvstrata_agent.state import NONCE_BITS, next_epoch
+from kvstrata_agent.fleet.directory import session_outbox as session_notes
+from kvstrata_agent.fleet.directory.session_outbox import SessionNotes
+from kvstrata_agent.policy.fair_share import FairOrder
 from kvstrata_api.blocks import BlockKey, ScopeId
 from kvstrata_api.errors import InvalidInputError, UnsupportedError
 from kvstrata_metadata.records import SessionRecord

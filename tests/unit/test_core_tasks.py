@@ -9,10 +9,10 @@ from agent_doubles import SCOPE, secret
 from agent_engine import Engine, close, steps_until
 from prometheus_client import CollectorRegistry
 
-from kvstrata_agent import directory as directories
-from kvstrata_agent import sweep
-from kvstrata_agent.directory import RedisDirectory
-from kvstrata_agent.sweep import Sweeper
+from kvstrata_agent.app import periodic as sweep
+from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.fleet.directory import client as directories
+from kvstrata_agent.fleet.directory.client import RedisDirectory
 from kvstrata_api import wire
 from kvstrata_metadata.access import RedisAccess
 from kvstrata_metadata.records import AgentRecord, SessionRecord

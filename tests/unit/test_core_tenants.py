@@ -23,13 +23,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_loop import run_virtually
 
-from kvstrata_agent.core import Core
-from kvstrata_agent.place import Place
+from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.blocks.tenants import TenantBook
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.request import Place
+from kvstrata_agent.cache.store import Reserved
 from kvstrata_agent.policy.quota import Bound, OverQuota, Rules
 from kvstrata_agent.policy.retention import Retention
-from kvstrata_agent.sweep import Sweeper
-from kvstrata_agent.tenant_book import TenantBook
-from kvstrata_agent.writer import Reserved
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import QuotaExceededError

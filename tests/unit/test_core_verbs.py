@@ -19,12 +19,12 @@ from agent_doubles import (
 )
 from agent_engine import Engine, close, steps_until
 
+from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.place import Place
-from kvstrata_agent.reservations import RESERVATION_S
+from kvstrata_agent.blocks.reservations import RESERVATION_S
+from kvstrata_agent.cache.request import Place
+from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_agent.serve.verbs import LEASE_S_MAX
-from kvstrata_agent.sweep import Sweeper
-from kvstrata_agent.turns import Priority
 from kvstrata_api import wire
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import ApiServerAwayError, InvalidInputError, UnauthenticatedError

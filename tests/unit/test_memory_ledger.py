@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.backends.columns import Columns
-from kvstrata_agent.backends.ledger import (
+from kvstrata_agent.backends.memory.ledger import (
     HEADER_BYTES,
     RECORD,
     RECORD_BYTES,
@@ -20,6 +19,7 @@ from kvstrata_agent.backends.ledger import (
     pack_record,
     unpack_header,
 )
+from kvstrata_agent.backends.recovered import Columns
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
 from kvstrata_api.errors import InvalidInputError
 

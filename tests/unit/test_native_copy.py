@@ -61,8 +61,8 @@ def test_a_copy_from_memory_that_is_cut_short_meanwhile_ends_with_zeros(level: s
     story = textwrap.dedent("""
         import os, sys, threading
         from native_levels import kernels_of
-        from kvstrata_agent.backends import torn
-        from kvstrata_agent.backends.memory import MappedExtent
+        from kvstrata_agent.backends.memory import sigbus as torn
+        from kvstrata_agent.backends.memory.mapping import MappedExtent
 
         SIZE = 8 << 20
         into = bytearray(SIZE)

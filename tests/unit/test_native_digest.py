@@ -187,8 +187,8 @@ def test_a_copy_of_memory_that_changes_meanwhile_has_the_digest_of_what_arrived(
         import os, sys, threading
         import numpy as np, xxhash
         from native_levels import kernels_of
-        from kvstrata_agent.backends import torn
-        from kvstrata_agent.backends.memory import MappedExtent
+        from kvstrata_agent.backends.memory import sigbus as torn
+        from kvstrata_agent.backends.memory.mapping import MappedExtent
 
         SIZE = 4 << 20
         into = bytearray(SIZE)

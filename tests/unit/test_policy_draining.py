@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.policy.draining import IDLE_LOOKS, Look, Standing, Watch
+from kvstrata_agent.policy.drain import IDLE_LOOKS, Look, Standing, Watch
 
 pytestmark = pytest.mark.unit
 

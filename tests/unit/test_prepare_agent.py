@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from huge_pages import tier
 
-from kvstrata_agent.ports import DirectoryState
-from kvstrata_agent.report import Observed, TierObserved, build_status
+from kvstrata_agent.cache.ports import DirectoryState
+from kvstrata_agent.kube.report import Observed, TierObserved, build_status
 from kvstrata_api.conditions import find
 from kvstrata_api.models.base import ObjectMeta
 from kvstrata_api.models.inventory import NodeCxl, NodeHugePages, NodeReport

@@ -10,7 +10,11 @@ from huge_pages import BOOT, put
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.prepare.dax import (
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.tiers import CxlMode
+from kvstrata_node.dax import AGAIN_S, DaxKeeper
+from kvstrata_node.dax_book import read_dax_book
+from kvstrata_node.dax_plan import (
     DEVDAX,
     KMEM,
     NO_DRIVER,
@@ -25,12 +29,8 @@ from kvstrata_agent.prepare.dax import (
     plan,
     wanted,
 )
-from kvstrata_agent.prepare.dax_book import read_dax_book
-from kvstrata_agent.prepare.dax_keeper import AGAIN_S, DaxKeeper
-from kvstrata_agent.prepare.dax_machine import DaxMachine
-from kvstrata_agent.prepare.dax_verdict import Reason
-from kvstrata_api.models.poolnode import NodeTier
-from kvstrata_api.tiers import CxlMode
+from kvstrata_node.dax_sysfs import DaxMachine
+from kvstrata_node.dax_verdict import Reason
 
 pytestmark = pytest.mark.unit
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from huge_pages import BOOT, PAGE, make_machine, pages_at, pages_file
 
-from kvstrata_agent.discovery import PciGpu, read_pci_gpus
-from kvstrata_agent.prepare.book import Book, open_book
-from kvstrata_agent.prepare.machine import Machine
-from kvstrata_agent.prepare.pages import Place, SetPages
+from kvstrata_node.discovery import PciGpu, read_pci_gpus
+from kvstrata_node.page_book import Book, open_book
+from kvstrata_node.pages_plan import Place, SetPages
+from kvstrata_node.pages_sysfs import Machine
 
 pytestmark = pytest.mark.unit
 

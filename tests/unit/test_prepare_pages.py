@@ -8,10 +8,10 @@ from huge_pages import BOOT, GIB, PAGE, Kernel, tier
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.discovery import HugePages, NodeFacts, NumaNode
-from kvstrata_agent.prepare.book import open_book
-from kvstrata_agent.prepare.pages import MEMORY_PERCENT_MAX, Place, SetPages, Wish, foreign, plan, wanted
 from kvstrata_api.errors import InvalidInputError
+from kvstrata_node.discovery import HugePages, NodeFacts, NumaNode
+from kvstrata_node.page_book import open_book
+from kvstrata_node.pages_plan import MEMORY_PERCENT_MAX, Place, SetPages, Wish, foreign, plan, wanted
 
 pytestmark = pytest.mark.unit
 

@@ -5,17 +5,18 @@ from dataclasses import replace
 import pytest
 from huge_pages import GIB, PAGE, Kernel, tier
 
-from kvstrata_agent.discovery import HugePages, PciGpu
-from kvstrata_agent.prepare import declared, writes
-from kvstrata_agent.prepare.declared import Asked
-from kvstrata_agent.prepare.inventory import Looked, report
-from kvstrata_agent.prepare.pages import Place, Wish, wanted
-from kvstrata_agent.prepare.verdict import Reason, of_size, of_tiers
-from kvstrata_agent.prepare.writes import Urgency
 from kvstrata_api.conditions import Condition, Status
 from kvstrata_api.models.inventory import NodeCxl, NodeReport
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.units import PAGE_BYTES
+from kvstrata_node import declared
+from kvstrata_node import status_writes as writes
+from kvstrata_node.declared import Asked
+from kvstrata_node.discovery import HugePages, PciGpu
+from kvstrata_node.inventory import Looked, report
+from kvstrata_node.pages_plan import Place, Wish, wanted
+from kvstrata_node.pages_verdict import Reason, of_size, of_tiers
+from kvstrata_node.status_writes import Urgency
 
 pytestmark = pytest.mark.unit
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.remote.nixl import Landed
-from kvstrata_agent.remote.pipeline import LANES, MOVING, Pipeline, Steps
+from kvstrata_agent.fleet.peers.nixl import Landed
+from kvstrata_agent.fleet.peers.pipeline import LANES, MOVING, Pipeline, Steps
 from kvstrata_api.errors import BackendFailedError
 
 pytestmark = pytest.mark.unit

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.remote.nixl import pause_of
+from kvstrata_agent.fleet.peers.nixl import pause_of
 
 pytestmark = pytest.mark.unit
 

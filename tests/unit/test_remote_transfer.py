@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from kvstrata_agent.ports import Wanted
-from kvstrata_agent.remote import transfer, wire
-from kvstrata_agent.remote.nixl import Landed, NixlReader, Read
-from kvstrata_agent.remote.pipeline import LANES
-from kvstrata_agent.remote.transfer import Leased, Result, Transfers, Transport
+from kvstrata_agent.cache.ports import Wanted
+from kvstrata_agent.fleet.peers import transfer, wire
+from kvstrata_agent.fleet.peers.nixl import Landed, NixlReader, Read
+from kvstrata_agent.fleet.peers.pipeline import LANES
+from kvstrata_agent.fleet.peers.transfer import Leased, Result, Transfers, Transport
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
 from kvstrata_api.units import KIB
 from kvstrata_metadata.records import Location
 
 if TYPE_CHECKING:
-    from kvstrata_agent.remote.link import Link
+    from kvstrata_agent.fleet.peers.client import Link
 
 pytestmark = pytest.mark.unit
 

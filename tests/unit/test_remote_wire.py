@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvstrata_agent.remote import wire
+from kvstrata_agent.fleet.peers import wire
 from kvstrata_api.errors import InvalidInputError
 
 pytestmark = pytest.mark.unit

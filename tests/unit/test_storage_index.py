@@ -12,8 +12,8 @@ from sim.volume import MemoryVolume
 from virtual_loop import run_virtually
 
 from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.backends.index_file import INDEX_FILE
-from kvstrata_agent.backends.index_format import (
+from kvstrata_agent.backends.file.index_file import INDEX_FILE
+from kvstrata_agent.backends.file.index_format import (
     KINDS_MAX,
     Body,
     Kinds,
@@ -27,9 +27,9 @@ from kvstrata_agent.backends.index_format import (
     unpack_entries,
     unpack_map,
 )
-from kvstrata_agent.backends.nvme import RecordStore, open_store
-from kvstrata_agent.backends.segment_name import SegmentName
-from kvstrata_agent.backends.slot_notes import SlotNotes, Traits
+from kvstrata_agent.backends.file.record_store import RecordStore, open_store
+from kvstrata_agent.backends.file.segment_name import SegmentName
+from kvstrata_agent.backends.file.slot_index import SlotNotes, Traits
 from kvstrata_api.blocks import BlockKey, LayoutId
 from kvstrata_api.errors import TierFullError
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.backends.numa import available_bytes, check_room, nodes_of, parse_available, parse_watermarks
+from kvstrata_agent.backends.memory.numa import available_bytes, check_room, nodes_of, parse_available, parse_watermarks
 from kvstrata_api.errors import TierFullError
 
 pytestmark = pytest.mark.unit

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.backends.object_pace import (
+from kvstrata_agent.backends.object.pacing import (
     BACKOFF_MAX_S,
     CALM_S,
     CUT_EVERY_S,
@@ -15,7 +15,7 @@ from kvstrata_agent.backends.object_pace import (
     backoff_s,
     judge,
 )
-from kvstrata_agent.backends.s3_uploads import uploads_of
+from kvstrata_agent.backends.object.s3_uploads import uploads_of
 
 pytestmark = pytest.mark.unit
 

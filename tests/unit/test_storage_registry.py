@@ -7,9 +7,9 @@ from backend_contract import ANNA, BLOCK_BYTES, put
 from scope_keys_double import KeyRing
 
 from kvstrata_agent.backends.registry import Place, make_backend
-from kvstrata_agent.discovery import discover
 from kvstrata_api.errors import InvalidInputError, UnsupportedError
 from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_node.discovery import discover
 
 pytestmark = pytest.mark.unit
 

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from scope_keys_double import KeyRing
 
 from kvstrata_agent.backends.base import KeyAwayError, SlotRef
-from kvstrata_agent.backends.header import HEADER_BYTES
-from kvstrata_agent.backends.record_bytes import open_into
-from kvstrata_agent.backends.sealed_record import SealedForm, Unread
-from kvstrata_agent.backends.sealing import Sealer
+from kvstrata_agent.backends.record.encryption import Sealer
+from kvstrata_agent.backends.record.header import HEADER_BYTES
+from kvstrata_agent.backends.record.layout import open_into
+from kvstrata_agent.backends.record.sealed import SealedForm, Unread
 from kvstrata_api.blocks import BlockKey, LayoutId
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.wrapping import Keks, keks_of_entries, keks_of_text, wrapped_by
@@ -197,7 +197,7 @@ def test_the_format_is_as_documented_bit_for_bit(monkeypatch: pytest.MonkeyPatch
     """Records of version 2 that lie on disks: whoever changes this page makes a version 3."""
     keys = KeyRing(ANNA)
     keys.known[ANNA].tag, keys.known[ANNA].data_key = b"scopetag", bytes(range(32))
-    monkeypatch.setattr("kvstrata_agent.backends.sealing.os.urandom", lambda size: b"s" * size)
+    monkeypatch.setattr("kvstrata_agent.backends.record.encryption.os.urandom", lambda size: b"s" * size)
     whole = bytes(sealed(SealedForm(Sealer(keys), b"store's secret".ljust(32))))
 
     assert whole[:48].hex() == (

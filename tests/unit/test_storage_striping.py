@@ -4,10 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.backends import disk_room
-from kvstrata_agent.backends.disk_room import Room
-from kvstrata_agent.backends.remote_flash import check_directories
-from kvstrata_agent.backends.striping import PAUSE_S, PAUSE_S_MAX, READ_FAILURES_MAX, Health, Load, divide, order
+from kvstrata_agent.backends.file import disk_space as disk_room
+from kvstrata_agent.backends.file.disk_space import Room
+from kvstrata_agent.backends.file.open_store import check_directories
+from kvstrata_agent.backends.file.stripe_policy import (
+    PAUSE_S,
+    PAUSE_S_MAX,
+    READ_FAILURES_MAX,
+    Health,
+    Load,
+    divide,
+    order,
+)
 from kvstrata_api.errors import InvalidInputError
 
 pytestmark = pytest.mark.unit

@@ -10,8 +10,8 @@ from sim.volume import MemoryVolume
 from virtual_loop import run_virtually
 
 from kvstrata_agent.backends.base import Reading, Writing
-from kvstrata_agent.backends.nvme import RecordStore, open_store
-from kvstrata_agent.backends.waiting import together
+from kvstrata_agent.backends.file.record_store import RecordStore, open_store
+from kvstrata_agent.backends.threads import together
 
 pytestmark = pytest.mark.unit
 

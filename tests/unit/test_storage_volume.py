@@ -13,13 +13,13 @@ from backend_contract import ANNA, BLOCK_BYTES, CAPACITY_BYTES, content, fill, g
 from sim.volume import MemoryVolume
 from virtual_loop import run_virtually
 
-from kvstrata_agent.backends.buffers import is_direct
-from kvstrata_agent.backends.claim import replace
-from kvstrata_agent.backends.io_choice import open_volume
-from kvstrata_agent.backends.nixl_io import NixlFile
-from kvstrata_agent.backends.nvme import open_store
-from kvstrata_agent.backends.posix_io import PosixVolume
-from kvstrata_agent.backends.volume import DIRECT_BYTES
+from kvstrata_agent.backends.file.buffers import is_direct
+from kvstrata_agent.backends.file.claim import replace
+from kvstrata_agent.backends.file.engine import open_volume
+from kvstrata_agent.backends.file.nixl import NixlFile
+from kvstrata_agent.backends.file.posix import PosixVolume
+from kvstrata_agent.backends.file.record_store import open_store
+from kvstrata_agent.backends.file.volume import DIRECT_BYTES
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError
 
 pytestmark = pytest.mark.unit

@@ -9,11 +9,11 @@ import pytest
 from backend_contract import ANNA, BLOCK_BYTES, BOB, CAPACITY_BYTES, content, fill, put, record
 from store_volumes import buffered_store
 
-from kvstrata_agent.backends.buffers import Buffers, is_direct
-from kvstrata_agent.backends.memory import make_memfd
-from kvstrata_agent.backends.posix_io import PosixVolume
-from kvstrata_agent.backends.volume import DIRECT_BYTES
-from kvstrata_agent.backends.waiting import in_thread
+from kvstrata_agent.backends.file.buffers import Buffers, is_direct
+from kvstrata_agent.backends.file.posix import PosixVolume
+from kvstrata_agent.backends.file.volume import DIRECT_BYTES
+from kvstrata_agent.backends.memory.mapping import make_memfd
+from kvstrata_agent.backends.threads import in_thread
 
 pytestmark = pytest.mark.unit
 

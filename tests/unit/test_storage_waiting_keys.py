@@ -9,13 +9,13 @@ from scope_keys_double import KeyRing
 from sim.volume import MemoryVolume
 
 from kvstrata_agent.backends.base import KeyAwayError, Record, SealingBackend, SlotRef
-from kvstrata_agent.backends.index_file import INDEX_FILE
-from kvstrata_agent.backends.nvme import open_store
-from kvstrata_agent.backends.object import open_object_tier
-from kvstrata_agent.backends.objects import ObjectClient
-from kvstrata_agent.latecomers import Latecomers
-from kvstrata_agent.scope_memory import LOST_AFTER_S
-from kvstrata_agent.tiers import Tier
+from kvstrata_agent.backends.file.index_file import INDEX_FILE
+from kvstrata_agent.backends.file.record_store import open_store
+from kvstrata_agent.backends.object.client import ObjectClient
+from kvstrata_agent.backends.object.object_tier import open_object_tier
+from kvstrata_agent.blocks.scope_secrets import LOST_AFTER_S
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.provision.late_keys import Latecomers
 from kvstrata_api.errors import BlockCorruptError
 from kvstrata_api.models.poolnode import NodeTier
 

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.unit
 
 _BEFORE = """
     import os
-    from kvstrata_agent.backends import torn
-    from kvstrata_agent.backends.memory import MappedExtent
+    from kvstrata_agent.backends.memory import sigbus as torn
+    from kvstrata_agent.backends.memory.mapping import MappedExtent
 
     def extent(size_bytes):
         fd = os.memfd_create("extent")

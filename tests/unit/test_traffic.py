@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.gate import BYTES_AT_ONCE, Gate
-from kvstrata_agent.paths import HALF_LIFE_S, Paths, Speed
-from kvstrata_agent.traffic import PIECE_BYTES_MAX
-from kvstrata_agent.turns import Priority, TrafficClass, Turn
+from kvstrata_agent.movement.fair_queue import Priority, TrafficClass, Turn
+from kvstrata_agent.movement.path import HALF_LIFE_S, Paths, Speed
+from kvstrata_agent.movement.scheduler import PIECE_BYTES_MAX
 from kvstrata_api.errors import InvalidInputError, RetryableError
 
 pytestmark = pytest.mark.unit

@@ -2,9 +2,9 @@
 
 from typing import Final
 
-from kvstrata_agent.backends.index_format import BODY_OFFSET, body_bytes_max
-from kvstrata_agent.backends.slots import target_extent_bytes
-from kvstrata_agent.backends.volume import DIRECT_BYTES
+from kvstrata_agent.backends.file.index_format import BODY_OFFSET, body_bytes_max
+from kvstrata_agent.backends.file.volume import DIRECT_BYTES
+from kvstrata_agent.backends.slot_table import target_extent_bytes
 from kvstrata_api.units import MIB
 
 _SEGMENT_PARTS: Final = 32

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from kvstrata_agent.backends.nixl_io import NixlFile, NixlMover
-from kvstrata_agent.backends.posix_io import PosixFile
-from kvstrata_agent.backends.volume import DIRECT_BYTES, VolumeFile
+from kvstrata_agent.backends.file.nixl import NixlFile, NixlMover
+from kvstrata_agent.backends.file.posix import PosixFile
+from kvstrata_agent.backends.file.volume import DIRECT_BYTES, VolumeFile
 from kvstrata_api.units import KIB, MIB
 
 _GROUPS: Final = 16

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from kvstrata_agent.backends.object_pace import ATTEMPTS_MAX, Pace, Verdict, backoff_s, judge
+from kvstrata_agent.backends.object.pacing import ATTEMPTS_MAX, Pace, Verdict, backoff_s, judge
 
 T = TypeVar("T")
 

@@ -9,20 +9,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from kvstrata_agent.backends.cxl import open_cxl
-from kvstrata_agent.backends.devdax import open_devdax
-from kvstrata_agent.backends.home import NO_HOME, Home
-from kvstrata_agent.backends.host_dram import open_host_dram
-from kvstrata_agent.backends.remote_flash import open_nvme, open_remote_flash
-from kvstrata_agent.backends.waiting import in_thread
+from kvstrata_agent.backends.device.devdax import open_devdax
+from kvstrata_agent.backends.file.open_store import open_nvme, open_remote_flash
+from kvstrata_agent.backends.memory.cxl import open_cxl
+from kvstrata_agent.backends.memory.host_dram import open_host_dram
+from kvstrata_agent.backends.memory.persistence import NO_HOME, Home
+from kvstrata_agent.backends.threads import in_thread
 from kvstrata_api.errors import InvalidInputError, UnsupportedError
 from kvstrata_api.tiers import CxlMode, TierType
 
 if TYPE_CHECKING:
     from kvstrata_agent.backends.base import TierBackend
-    from kvstrata_agent.backends.sealing import DataKeys
-    from kvstrata_agent.discovery import NodeFacts
+    from kvstrata_agent.backends.record.encryption import DataKeys
     from kvstrata_api.models.poolnode import NodeTier
+    from kvstrata_node.discovery import NodeFacts
 
 Settings = TypeVar("Settings")
 
@@ -112,8 +112,8 @@ async def _remote_flash(tier: NodeTier, place: Place) -> TierBackend:
 
 async def _object(tier: NodeTier, place: Place) -> TierBackend:
     try:
-        from kvstrata_agent.backends.object import open_object_tier
-        from kvstrata_agent.backends.objects import ObjectClient
+        from kvstrata_agent.backends.object.client import ObjectClient
+        from kvstrata_agent.backends.object.object_tier import open_object_tier
     except ImportError as e:
         raise UnsupportedError(f"tier {tier.name}: {e}; install the `agent` extra, which has obstore") from e
     client = ObjectClient(_settings(tier, tier.object).url, place.object_credentials)
@@ -123,7 +123,7 @@ async def _object(tier: NodeTier, place: Place) -> TierBackend:
 async def _hbm(tier: NodeTier, place: Place) -> TierBackend:
     if importlib.util.find_spec("torch") is None:
         raise UnsupportedError(f"tier {tier.name}: HBM needs torch; install the `cuda` extra")
-    from kvstrata_agent.backends.hbm import open_hbm
+    from kvstrata_agent.backends.device.hbm import open_hbm
 
     return await in_thread(None, partial(open_hbm, place.hbm_device, tier.capacity_bytes))
 

@@ -4,7 +4,7 @@ import mmap
 from contextlib import suppress
 from typing import Final
 
-from kvstrata_agent.backends.slots import round_up
+from kvstrata_agent.backends.slot_table import round_up
 from kvstrata_api.units import MIB
 
 HUGE_BYTES: Final = 2 * MIB

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstrata_agent.codec.drift import Drift
-from kvstrata_agent.codec.mixed import KeepingCodec, MixedCodec, MixedDecoder
-from kvstrata_agent.codec.packed import PackedCodec
+from kvstrata_agent.codec.exact import PackedCodec
+from kvstrata_agent.codec.lossy import KeepingCodec, MixedCodec, MixedDecoder
 from kvstrata_agent.codec.raw import RawCodec
 from kvstrata_api.errors import UnsupportedError
 
@@ -92,7 +92,7 @@ def _permit(policy: CompressionPolicy) -> _Permit:
 
 def _old() -> Decoder:
     try:
-        from kvstrata_agent.codec.lossless import LosslessCodec
+        from kvstrata_agent.codec.legacy_lossless import LosslessCodec
     except ImportError as e:
         raise UnsupportedError(f"codec {_OLD!r}: {e}; install the `agent` extra") from e
     return LosslessCodec()

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from kvstrata_agent.cache.ports import Caller
 from kvstrata_agent.kube import reviews
 from kvstrata_agent.kube.place import Place
 from kvstrata_agent.kube.review_cache import ReviewCache
 from kvstrata_agent.kube.reviews import Review
-from kvstrata_agent.kube.trust_view import TrustView
-from kvstrata_agent.ports import Caller
+from kvstrata_agent.kube.trust import TrustView
 from kvstrata_api import names
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_api.errors import ApiServerAwayError, ForbiddenError, UnauthenticatedError

@@ -7,8 +7,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from kvstrata_agent.prepare.declared import stored_report
-from kvstrata_agent.progress import MESSAGE_CHARS_MAX, UNKNOWN_ORDER
+from kvstrata_agent.policy.progress import MESSAGE_CHARS_MAX, UNKNOWN_ORDER
 from kvstrata_api import __version__, names
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.models.inventory import NodeReport
@@ -18,6 +17,7 @@ from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
 from kvstrata_api.trust import KEY_VERSION
 from kvstrata_api.wrapping import DATA_SUFFIX, data_entry
 from kvstrata_kube.answers import Json
+from kvstrata_node.declared import stored_report
 
 _IDENTITY: Final = ("name", "namespace", "uid", "deletionTimestamp")
 _FULL: Final = (*_IDENTITY, "generation", "labels", "annotations", "finalizers")

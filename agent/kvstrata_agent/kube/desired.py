@@ -4,14 +4,14 @@ import logging
 from typing import Any, Final
 
 from kvstrata_agent.kube.declared import SeenNode, order_answers
-from kvstrata_agent.kube.known import Known
-from kvstrata_agent.leaving import Presence
+from kvstrata_agent.policy.removal import Presence
 from kvstrata_api import names
 from kvstrata_api.models.base import ObjectMeta
 from kvstrata_api.models.inventory import NodeReport
 from kvstrata_api.models.pool import KVPool
 from kvstrata_api.models.poolnode import KVPoolNode, NodeTier, OrderAnswer
 from kvstrata_kube.signal import Signal
+from kvstrata_kube.typed_store import Known
 
 REMINDER_S: Final = 30.0
 """Seconds between two lines that say what is still missing."""

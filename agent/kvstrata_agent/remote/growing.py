@@ -7,10 +7,10 @@ before each chunk here, and not of a read by NIXL.
 from collections.abc import Sequence
 from typing import Final
 
-from kvstrata_agent.growth import Growing, Stage
-from kvstrata_agent.ports import Follow, Grower
-from kvstrata_agent.remote import wire
-from kvstrata_agent.remote.streams import Stream
+from kvstrata_agent.blocks.handovers import Growing, Stage
+from kvstrata_agent.cache.ports import Follow, Grower
+from kvstrata_agent.fleet.peers import wire
+from kvstrata_agent.fleet.peers.framing import Stream
 from kvstrata_api.blocks import LayoutId, ScopeId, unpack_digests
 from kvstrata_api.checksum import CHECKSUM_BYTES
 from kvstrata_api.wire_handover import Handover

@@ -8,8 +8,8 @@ from kvstrata_api import wire
 
 if TYPE_CHECKING:
     from kvstrata_agent.backends.base import SlotRef
-    from kvstrata_agent.reader import Read
-    from kvstrata_agent.tiers import Tier
+    from kvstrata_agent.blocks.tier import Tier
+    from kvstrata_agent.cache.load import Read
 
 NO_SLOT: Final = wire.Slot(0, 0, 0, 0)
 """Stands for a block that is there already, or on its way."""

@@ -11,7 +11,7 @@ from kvstrata_api.trust import ScopeKind
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvstrata_agent.ports import Caller
+    from kvstrata_agent.cache.ports import Caller
     from kvstrata_api.blocks import Layout, LayoutId, ScopeSecret
     from kvstrata_api.trust import Access
     from kvstrata_api.wire import ExtentGrant

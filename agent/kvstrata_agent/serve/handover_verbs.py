@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvstrata_agent.parts import blocks_max
-from kvstrata_agent.ports import Follow
-from kvstrata_agent.reservations import RESERVATION_S
+from kvstrata_agent.blocks.reservations import RESERVATION_S
+from kvstrata_agent.cache.part_checksums import blocks_max
+from kvstrata_agent.cache.ports import Follow
 from kvstrata_api import wire
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.wire_handover import Advance, Arrive, Arrived, Handover
@@ -14,12 +14,12 @@ from kvstrata_api.wire_handover import Advance, Arrive, Arrived, Handover
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from kvstrata_agent.core import Core
-    from kvstrata_agent.place import Place
-    from kvstrata_agent.reader import Read
-    from kvstrata_agent.reservations import Reservation
-    from kvstrata_agent.serve.attaching import Attaching
+    from kvstrata_agent.blocks.reservations import Reservation
+    from kvstrata_agent.cache.cache import Core
+    from kvstrata_agent.cache.load import Read
+    from kvstrata_agent.cache.request import Place
     from kvstrata_agent.serve.attachment import Attachment
+    from kvstrata_agent.serve.authorization import Attaching
 
 
 class HandoverVerbs:

@@ -2,7 +2,7 @@
 
 from typing import Final, Generic
 
-from kvstrata_agent.fair_order import FairOrder, K
+from kvstrata_agent.policy.fair_share import FairOrder, K
 
 CALLERS_MAX: Final = 1024
 """Engine processes of one pool on one node; a node has some tens of GPUs."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from kvstrata_agent.place import Place
-from kvstrata_agent.sessions import Session, SessionState
+from kvstrata_agent.blocks.sessions import Session, SessionState
+from kvstrata_agent.cache.request import Place
 from kvstrata_api import wire
 from kvstrata_api.blocks import KEY_BYTES
 from kvstrata_api.errors import ForbiddenError, InvalidInputError
@@ -14,9 +14,9 @@ from kvstrata_api.errors import ForbiddenError, InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from kvstrata_agent.core import Core
-    from kvstrata_agent.serve.attaching import Attaching
+    from kvstrata_agent.cache.cache import Core
     from kvstrata_agent.serve.attachment import Attachment
+    from kvstrata_agent.serve.authorization import Attaching
 
 _STATES = {"decoding": SessionState.DECODING, "idle": SessionState.IDLE, "tool": SessionState.IDLE}
 """States that a client may name. A tool call is an idle session whose return is expected soon."""

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from msgspec.structs import replace
 
-from kvstrata_agent.mover import INLINE_BYTES_MAX
-from kvstrata_agent.parts import blocks_max
-from kvstrata_agent.place import Place
-from kvstrata_agent.reservations import RESERVATION_S
+from kvstrata_agent.blocks.reservations import RESERVATION_S
+from kvstrata_agent.cache.part_checksums import blocks_max
+from kvstrata_agent.cache.request import Place
+from kvstrata_agent.movement.mover import INLINE_BYTES_MAX
 from kvstrata_agent.serve.answers import NO_SLOT, leased_of, slot_of
-from kvstrata_agent.serve.grants import ExtentGrants
+from kvstrata_agent.serve.extent_grants import ExtentGrants
 from kvstrata_agent.serve.handover_verbs import HandoverVerbs
 from kvstrata_api import wire
 from kvstrata_api.blocks import KEY_BYTES, unpack_digests
@@ -30,13 +30,13 @@ from kvstrata_telemetry.tracing import span
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from kvstrata_agent.core import Core
-    from kvstrata_agent.entry import Entry
-    from kvstrata_agent.findings import Findings
-    from kvstrata_agent.reader import Read
-    from kvstrata_agent.reservations import Reservation
-    from kvstrata_agent.serve.attaching import Attaching
+    from kvstrata_agent.blocks.block import Entry
+    from kvstrata_agent.blocks.reservations import Reservation
+    from kvstrata_agent.cache.cache import Core
+    from kvstrata_agent.cache.load import Read
+    from kvstrata_agent.cache.lookup import Findings
     from kvstrata_agent.serve.attachment import Attachment, ScopeRight
+    from kvstrata_agent.serve.authorization import Attaching
     from kvstrata_agent.serve.session_verbs import SessionVerbs
 
     Outcome = wire.AnyReply | Coroutine[Any, Any, wire.AnyReply]

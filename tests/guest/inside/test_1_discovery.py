@@ -3,10 +3,10 @@
 import pytest
 from recorded import Record
 
-from kvstrata_agent.backends.devdax import open_devdax
-from kvstrata_agent.discovery import discover
+from kvstrata_agent.backends.device.devdax import open_devdax
 from kvstrata_api.errors import UnsupportedError
 from kvstrata_api.units import MIB
+from kvstrata_node.discovery import discover
 
 
 def test_memory_that_firmware_describes_is_a_node_without_processors(record_property: Record) -> None:

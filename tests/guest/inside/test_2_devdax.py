@@ -10,10 +10,10 @@ from backend_contract import CAPACITY_BYTES, BackendContract, content, put
 from recorded import Record
 
 from kvstrata_agent.backends.base import TierBackend
-from kvstrata_agent.backends.devdax import DRIVER, open_devdax
-from kvstrata_agent.discovery import DaxDevice, discover
+from kvstrata_agent.backends.device.devdax import DRIVER, open_devdax
 from kvstrata_api.errors import InvalidInputError, UnsupportedError
 from kvstrata_api.units import MIB
+from kvstrata_node.discovery import DaxDevice, discover
 
 DEVICE = "dax0.0"
 

@@ -11,11 +11,11 @@ from mappable_contract import MappableContract
 from recorded import Record
 
 from kvstrata_agent.backends.base import TierBackend
-from kvstrata_agent.backends.cxl import open_cxl
-from kvstrata_agent.discovery import NumaNode, discover
+from kvstrata_agent.backends.memory.cxl import open_cxl
 from kvstrata_api.models.pool import CxlTier
 from kvstrata_api.tiers import CxlMode
 from kvstrata_api.units import MIB
+from kvstrata_node.discovery import NumaNode, discover
 
 NUMA = CxlTier(mode=CxlMode.NUMA_NODE)
 

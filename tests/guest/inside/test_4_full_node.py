@@ -5,13 +5,13 @@ import pytest
 from backend_contract import ANNA, put_until_refused
 from recorded import Record
 
-from kvstrata_agent.backends.cxl import open_cxl
-from kvstrata_agent.backends.host_dram import make_bound
-from kvstrata_agent.backends.memory import Placement
-from kvstrata_agent.discovery import discover
+from kvstrata_agent.backends.memory.cxl import open_cxl
+from kvstrata_agent.backends.memory.host_dram import make_bound
+from kvstrata_agent.backends.memory.mapping import Placement
 from kvstrata_api.errors import TierFullError
 from kvstrata_api.models.pool import CxlTier
 from kvstrata_api.units import MIB
+from kvstrata_node.discovery import discover
 
 
 async def test_a_node_that_others_filled_is_a_full_tier_and_no_death(

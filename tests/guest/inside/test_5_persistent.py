@@ -7,9 +7,9 @@ import regions
 from backend_contract import CAPACITY_BYTES, content, get, put
 from recorded import Record
 
-from kvstrata_agent.backends.devdax import DRIVER, open_devdax
-from kvstrata_agent.discovery import DaxDevice, discover
+from kvstrata_agent.backends.device.devdax import DRIVER, open_devdax
 from kvstrata_api.units import MIB
+from kvstrata_node.discovery import DaxDevice, discover
 
 MARK = b"kvstrata: these bytes were flushed to the device\n"
 

@@ -19,19 +19,19 @@ import regions
 from backend_contract import CAPACITY_BYTES, content, get, put
 from recorded import Record
 
-from kvstrata_agent.backends.cxl import open_cxl
-from kvstrata_agent.backends.devdax import open_devdax
-from kvstrata_agent.backends.host_dram import make_bound
-from kvstrata_agent.backends.memory import Placement
-from kvstrata_agent.discovery import read_dax, read_machine
-from kvstrata_agent.prepare.dax import DEVDAX, KMEM, Rules, Wish
-from kvstrata_agent.prepare.dax_book import read_dax_book
-from kvstrata_agent.prepare.dax_keeper import DaxKeeper
-from kvstrata_agent.prepare.dax_machine import DaxMachine, Sysfs
-from kvstrata_agent.prepare.dax_verdict import Reason
+from kvstrata_agent.backends.device.devdax import open_devdax
+from kvstrata_agent.backends.memory.cxl import open_cxl
+from kvstrata_agent.backends.memory.host_dram import make_bound
+from kvstrata_agent.backends.memory.mapping import Placement
 from kvstrata_api.models.pool import CxlTier
 from kvstrata_api.tiers import CxlMode
 from kvstrata_api.units import MIB
+from kvstrata_node.dax import DaxKeeper
+from kvstrata_node.dax_book import read_dax_book
+from kvstrata_node.dax_plan import DEVDAX, KMEM, Rules, Wish
+from kvstrata_node.dax_sysfs import DaxMachine, Sysfs
+from kvstrata_node.dax_verdict import Reason
+from kvstrata_node.discovery import read_dax, read_machine
 
 DEVICE = "dax0.0"
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -160,7 +160,7 @@ def held(node: int) -> Iterator[None]:
 def test_memory_that_cannot_be_moved_stays_online_whole(
     record_property: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstrata_agent.prepare.dax_machine.OFFLINE_S", 5.0)
+    monkeypatch.setattr("kvstrata_node.dax_sysfs.OFFLINE_S", 5.0)
     (device,) = [d for d in read_dax(Path("/")) if d.name == DEVICE]
     before = far_bytes(device.node)
 

@@ -1,0 +1,1 @@
+"""Start and stop of the agent: command line, configuration, wiring, periodic duties."""

@@ -1,0 +1,133 @@
+"""Reads the agent's own state into the values that `report` and the gauges are made of. Changes nothing."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from heapq import nsmallest
+from typing import TYPE_CHECKING
+
+from kvstrata_agent.kube.report import Observed, TierObserved
+from kvstrata_api import __version__
+from kvstrata_api.models.poolnode import ERASING_MAX, TENANTS_MAX, TenantBytes, TenantErased
+
+if TYPE_CHECKING:
+    from kvstrata_agent.blocks.block import Entry
+    from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.blocks.tier import Tier
+    from kvstrata_agent.cache.cache import Core
+    from kvstrata_agent.cache.ports import DirectoryState
+    from kvstrata_agent.provision.provisioner import Provisioner, TierState
+    from kvstrata_api.models.inventory import NodeReport
+    from kvstrata_api.models.poolnode import KVPoolNode, NodeDrain
+
+
+def observe(
+    core: Core,
+    provisioner: Provisioner,
+    pool_node: KVPoolNode,
+    *,
+    directory: DirectoryState,
+    machine: NodeReport | None = None,
+    peer_address: str = "",
+) -> Observed:
+    """Look at everything that the status says."""
+    node = core.node
+    drain = pool_node.spec.drain
+    left = (0 if drain.mode == "Drop" else drain_left(node)) if drain.requested else None
+    return Observed(
+        pool_node=pool_node,
+        epoch=node.epoch,
+        version=__version__,
+        tiers=tuple(_tier(s, node.clock()) for s in provisioner.states.values()),
+        demand=core.demand.of_tiers(),
+        directory=directory,
+        queried=node.counters.blocks_queried,
+        hit=node.counters.blocks_hit,
+        share_hits=dict(node.counters.share_hits),
+        tenants=_tenants(node),
+        erased=tuple(TenantErased(uid=uid, key_version=v) for uid, v in core.tenancy.erased()[:ERASING_MAX]),
+        orders=core.orders.answers(),
+        memory_bytes=provisioner.memory_bytes,
+        drain_left_blocks=left,
+        is_drain_late=left is not None and is_late(drain.deadline),
+        departure=provisioner.departure,
+        node=machine,
+        peer_address=peer_address,
+        drift=core.mover.coding.drift,
+    )
+
+
+def _tenants(node: Node) -> tuple[TenantBytes, ...]:
+    held = [(used, tenant, tier) for tier in node.tiers for tenant, used in tier.tenant_bytes.items()]
+    most = nsmallest(TENANTS_MAX, held, key=lambda h: (-h[0], h[1], h[2].level))
+    return tuple(_tenant(tenant, used, node.tenants.hard_bytes(tier, tenant), tier) for used, tenant, tier in most)
+
+
+def _tenant(tenant: str, used_bytes: int, hard_bytes: int | None, tier: Tier) -> TenantBytes:
+    over_hard = hard_bytes is not None and used_bytes > hard_bytes
+    return TenantBytes(tenant=tenant, tier=tier.name, used_bytes=used_bytes, over_hard=over_hard)
+
+
+def is_drained(node: Node, drain: NodeDrain) -> bool:
+    """True when nothing is left to bring to safety, or no time for it."""
+    return drain.mode == "Drop" or is_late(drain.deadline) or not drain_left(node)
+
+
+def drain_left(node: Node) -> int:
+    """Blocks of memory tiers that have no copy in a tier that survives, as far as there is such a tier."""
+    if not any(t.backend.capabilities.survives_restart for t in node.tiers):
+        return 0
+    memory = [t for t in node.tiers if not t.backend.capabilities.survives_restart]
+    return sum(
+        residents.folded + sum(1 for entry in residents.in_use if not _is_surviving(entry))
+        for tier in memory
+        for residents in tier.extents.values()
+    )  # What is folded has no other copy.
+
+
+def _is_surviving(entry: Entry) -> bool:
+    return any(r.tier.backend.capabilities.survives_restart for r in entry.residences)
+
+
+def is_late(deadline: str) -> bool:
+    """True when an RFC 3339 time is past; an empty or unreadable one never is."""
+    try:
+        return bool(deadline) and datetime.fromisoformat(deadline) <= datetime.now(UTC)
+    except (ValueError, TypeError):
+        return False
+
+
+def _tier(state: TierState, now_s: float) -> TierObserved:
+    tier = state.tier
+    if tier is None:
+        return TierObserved(
+            state.spec,
+            "Failed",
+            is_up=False,
+            is_absent=state.is_absent,
+            error=state.error,
+            shortage=state.limit.message,
+        )
+    backend = tier.backend
+    can = backend.capabilities
+    return TierObserved(
+        spec=state.spec,
+        phase=tier.phase(now_s),
+        is_up=True,
+        medium=can.medium,
+        is_emulated=can.is_emulated,
+        is_encrypted=can.is_encrypted,
+        is_mappable=tier.mappable is not None,
+        fallback=can.fallback,
+        capacity_bytes=backend.capacity_bytes,
+        used_bytes=backend.used_bytes,
+        blocks=tier.blocks,
+        recovered_blocks=tier.recovered_blocks,
+        probe=tier.probe,
+        devices=tier.devices,
+        refusing_s=tier.paced.refusing_s if tier.paced is not None else 0.0,
+        error=state.error or (tier.last_error or backend.last_error if tier.phase(now_s) != "Ready" else ""),
+        leaving_blocks=tier.blocks if tier.is_leaving else 0,
+        shrinking_blocks=tier.shrinking_blocks,
+        shortage=state.limit.message,
+    )

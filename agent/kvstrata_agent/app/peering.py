@@ -1,0 +1,108 @@
+"""The other agents of the pool: the directory that knows what they hold, and the transport that fetches it.
+
+Both are optional at any time: without Redis, without a certificate or without a token for peers this node serves what
+it holds itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvstrata_agent.fleet.directory.cached_client import CachingDirectory
+from kvstrata_agent.fleet.peers.nixl import NixlReader
+from kvstrata_agent.fleet.peers.peers import RemotePeers
+from kvstrata_agent.fleet.peers.server import PeerListener
+from kvstrata_agent.fleet.peers.tls import PeerTls
+from kvstrata_agent.kube.addresses import find_agent
+from kvstrata_agent.kube.peer_identity import OwnToken
+from kvstrata_api import names
+from kvstrata_api.errors import DirectoryAwayError, UnsupportedError
+from kvstrata_kube.certified import OwnCertificate
+from kvstrata_kube.tasks import cancel, supervise
+from kvstrata_metadata.access import RedisAccess, parse_access
+from kvstrata_metadata.records import AgentRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from contextlib import AsyncExitStack
+
+    from kvstrata_agent.app.config import Config
+    from kvstrata_agent.cache.ports import Adopter, Grower, Lender
+    from kvstrata_agent.kube.kubernetes import KubeWorld
+    from kvstrata_api.blocks import ScopeSecret
+    from kvstrata_metadata.records import Announcement
+    from kvstrata_telemetry.metrics import Instruments
+
+_log = logging.getLogger(__name__)
+
+
+class Neighbours:
+    """Binds the peer address at once, so that it can be announced; talks to nobody before `start`."""
+
+    def __init__(self, config: Config, world: KubeWorld, epoch: int, instruments: Instruments) -> None:
+        """Raises `OSError` when the peer address cannot be had."""
+        self._world = world
+        self._listener = PeerListener(config.peer_host, config.peer_port)
+        self._record = AgentRecord(names.pool_node_name(config.pool, config.node), epoch, self._listener.address)
+        self._own = OwnCertificate(world.api, config.namespace, names.agent_uri(config.namespace, self._record.agent))
+        self._tls = PeerTls(config.namespace, self._own)
+        expiry = instruments.gauge("kvstrata_certificate_expiry_timestamp_seconds", pool=config.pool, node=config.node)
+        expiry.set_function(lambda: self._own.expires_at_s)
+        is_encrypted = config.peer_encryption == "required"
+        self._nixl = None if is_encrypted else _start_nixl(self._record.agent, config.peer_host)
+        self._lender: Lender | None = None
+        self.directory = CachingDirectory(self._record, self._access, self._holdings, instruments)
+        token = OwnToken(world.api, config.namespace, config.peer_token)
+        self.peers = RemotePeers(
+            self._record.agent, self.directory.peer, token.get, self._nixl, instruments, tls=self._tls
+        )
+        self.peers.find = partial(find_agent, world.api)
+
+    @property
+    def address(self) -> str:
+        """`host:port` where other agents reach this one."""
+        return self._listener.address
+
+    async def start(self, stack: AsyncExitStack, lender: Lender, grower: Grower, adopter: Adopter) -> None:
+        """Answer peers and connect to the directory; `stack` ends both."""
+        self._lender = lender
+        tasks = [supervise("certificate", self._own.run)]
+        stack.push_async_callback(cancel, tasks)
+        if self._nixl is not None:
+            stack.callback(self._nixl.close)
+        stack.push_async_callback(self.peers.close)
+        stack.push_async_callback(self._listener.close)
+        verify = self._world.authenticator.verify_peer
+        self._listener.adopter = adopter
+        await self._listener.serve(self._record, lender, verify, self._nixl, tls=self._tls, grower=grower)
+        self.directory.start()
+        stack.push_async_callback(self.directory.close)
+        _log.info("listening", extra={"what": "peers", "address": self.address, "nixl": self._nixl is not None})
+
+    async def _access(self) -> RedisAccess:
+        """Read the connection of the pool's Redis anew. Raises `DirectoryAwayError` while its Secret is missing."""
+        redis = self._world.desired.pool.spec.metadata.redis
+        name = names.REDIS_SECRET_AGENT if redis.external is None else redis.external.secret_ref.name
+        values = await self._world.read_secret(name)
+        if values is None:
+            raise DirectoryAwayError(f"Secret {name} does not exist yet", delay_s=1.0)
+        access = parse_access(values)
+        if not access.is_fleet:
+            return access
+        if self._own.credential is None:
+            raise DirectoryAwayError("no certificate of our own yet, and Redis wants one", delay_s=1.0)
+        return replace(access, contexts=self._own.connecting_to_host)
+
+    def _holdings(self) -> Iterable[tuple[ScopeSecret, list[Announcement]]]:
+        return self._lender.holdings() if self._lender is not None else []
+
+
+def _start_nixl(name: str, host: str) -> NixlReader | None:
+    try:
+        return NixlReader(name, host)
+    except UnsupportedError as e:
+        _log.info("no NIXL; blocks travel over TCP", extra={"cause": str(e)})
+        return None

@@ -1,0 +1,200 @@
+"""The agent's periodic duties. Expiry never waits for a move: quick duties and slow ones have a loop each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+from kvstrata_agent.cache.archive import RETRY_S
+from kvstrata_agent.cache.tenant_lifecycle import RETENTION_S
+from kvstrata_agent.movement.fair_queue import TrafficClass
+from kvstrata_api.errors import KvStrataError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from kvstrata_agent.blocks.tier import Tier
+    from kvstrata_agent.cache.cache import Core
+    from kvstrata_agent.cache.ports import Authenticator
+
+EXPIRE_S: Final = 0.25
+"""Between looks at leases and reservations; their times are tens of seconds."""
+TEND_S: Final = 0.2
+"""Between looks at watermarks: at 1 GB/s of new blocks a tier gains 200 MB meanwhile."""
+SESSIONS_S: Final = 0.25
+"""Between looks at sessions that are expected back; what changed is written as often."""
+ANNOUNCE_S: Final = 0.02
+"""How long announcements are gathered; other nodes see a block this much later at most."""
+FOLD_S: Final = 0.05
+"""Between two steps of folding: 40,000 blocks a second, more than clients can write."""
+STUCK_S: Final = 1.0
+"""Between two tries to empty a drained tier of which nothing could move; twice as long each time."""
+REST_S_MAX: Final = 30.0
+"""Between two such tries at most: what somebody held, or had no place, may go by then."""
+USED_S: Final = 10.0
+"""A block that was used since is likely to be asked for again soon."""
+ERASE_GRACE_S: Final = 5.0
+"""A scope without a secret for so long is erased; a Secret that is replaced is absent for a moment."""
+
+_log = logging.getLogger(__name__)
+
+
+class Sweeper:
+    """Expires, tends the tiers and sets the gauges."""
+
+    def __init__(self, core: Core, authenticator: Authenticator) -> None:
+        self._core = core
+        self._node = core.node
+        self._authenticator = authenticator
+        self._unknown_since_s: dict[str, float] = {}
+        self._shown: dict[tuple[str, str], int] = {}
+        """Tier and tenant of the bytes that Prometheus read last; those that are gone come to 0."""
+
+    async def run(self) -> None:
+        """Do all duties until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(repeat("expire", EXPIRE_S, self._expire))
+            group.create_task(repeat("tend", TEND_S, self._tend))
+            group.create_task(repeat("announce", 0.0, self._announce))
+            group.create_task(repeat("sessions", SESSIONS_S, self._core.life.tend))
+            group.create_task(repeat("retention", RETENTION_S, self._core.tenancy.retire))
+            group.create_task(repeat("archive", RETRY_S, self._core.archiver.run))
+            group.create_task(repeat("fold", FOLD_S, self._fold))
+
+    async def _fold(self) -> None:
+        """Let blocks that nobody uses take less memory, a bounded step at a time."""
+        self._node.index.fold(self._node.clock() - USED_S)
+
+    async def _expire(self) -> None:
+        self.expire()
+        self.gauges()
+
+    def expire(self) -> None:
+        """End what has run out and drop blocks of scopes that were erased. One step, no waiting."""
+        node, now_s = self._node, self._node.clock()
+        self._core.tenancy.sweep()
+        for kind, ended in (
+            ("lease", node.end_leases(node.leases.sweep(now_s))),
+            ("pin", len(node.pins.sweep(now_s))),
+            ("reservation", node.abandon(node.reservations.sweep(now_s))),
+        ):
+            if ended:
+                node.counters.add("kvstrata_expired_total", ended, kind=kind)
+        self._core.life.sweep(now_s)
+        self._erase(now_s)
+        node.changed.fire()
+
+    def _erase(self, now_s: float) -> None:
+        scopes = dict.fromkeys(self._node.index.scopes())
+        self._unknown_since_s = {s: since_s for s, since_s in self._unknown_since_s.items() if s in scopes}
+        for scope in scopes:
+            if self._authenticator.secret(scope) is not None:
+                self._unknown_since_s.pop(scope, None)
+            elif now_s - self._unknown_since_s.setdefault(scope, now_s) >= ERASE_GRACE_S:
+                dropped = self._node.drop_scope(scope, "erased")
+                del self._unknown_since_s[scope]
+                _log.info("scope erased", extra={"scope_kind": scope.split("/")[0], "blocks": dropped})
+
+    async def _announce(self) -> None:
+        await self._node.announcer.changed()
+        await asyncio.sleep(ANNOUNCE_S)
+        self._node.announcer.flush()
+
+    async def _tend(self) -> None:
+        """Keep tiers below their watermarks, empty closing extents and leaving tiers, and drain when asked to.
+
+        Not while what was there is entered: a block whose children are still to come looks like the end of its chain.
+        """
+        room = self._core.room
+        for tier in [t for t in self._node.tiers if not t.is_recovering]:
+            if tier.is_closed:
+                await self._empty(tier)
+                continue
+            tier.closing |= tier.backend.compact()
+            if tier.closing:
+                await room.evacuate(tier)
+                if tier.mappable is None:
+                    tier.closing &= tier.extents.keys()  # Mappable ones say so themselves, written or not.
+            await room.enforce(tier)
+            await room.trim(tier)
+            if self._node.is_draining and not tier.backend.capabilities.survives_restart and tier.blocks:
+                await room.drain(tier)
+
+    async def _empty(self, tier: Tier) -> None:
+        """Send one batch of a closed tier's blocks elsewhere; a drained one, which may stay so for days, has rests."""
+        if not tier.is_leaving and self._node.clock() < tier.rests_until_s:
+            return
+        tier.is_stuck = not await self._core.room.empty(tier)
+        tier.rest_s = min(max(STUCK_S, 2 * tier.rest_s), REST_S_MAX) if tier.is_stuck else 0.0
+        tier.rests_until_s = self._node.clock() + tier.rest_s
+
+    def gauges(self) -> None:
+        """Set what Prometheus reads."""
+        node, counters = self._node, self._node.counters
+        for tier in node.tiers:
+            counters.set("kvstrata_tier_capacity_bytes", tier.backend.capacity_bytes, tier=tier.name)
+            counters.set("kvstrata_tier_used_bytes", tier.backend.used_bytes, tier=tier.name)
+            counters.set("kvstrata_tier_blocks", tier.blocks, tier=tier.name)
+            counters.set("kvstrata_tier_recovered_blocks", tier.recovered_blocks, tier=tier.name)
+            counters.set("kvstrata_tier_emulated", float(tier.backend.capabilities.is_emulated), tier=tier.name)
+            counters.set("kvstrata_tier_encrypted", float(tier.backend.capabilities.is_encrypted), tier=tier.name)
+            for device in tier.devices:
+                names = {"tier": tier.name, "device": device.name}
+                counters.set("kvstrata_device_up", float(not device.error), **names)
+                counters.set("kvstrata_device_used_bytes", device.used_bytes, **names)
+            if tier.paced is not None:
+                counters.set("kvstrata_object_requests_max", tier.paced.requests_max, tier=tier.name)
+                refused = tier.paced.refused_requests
+                counters.add("kvstrata_object_refused_total", refused - tier.refused_told, tier=tier.name)
+                tier.refused_told = refused
+            if tier.stored_bytes_written:
+                ratio = tier.raw_bytes_written / tier.stored_bytes_written
+                counters.set("kvstrata_stored_ratio", ratio, tier=tier.name)
+            if tier.probe is not None:
+                for direction, speed in (
+                    ("read", tier.probe.read_bytes_per_second),
+                    ("write", tier.probe.write_bytes_per_second),
+                ):
+                    counters.set("kvstrata_tier_probe_bytes_per_second", speed, tier=tier.name, direction=direction)
+        self._show_tenants()
+        counters.set("kvstrata_leases", len(node.leases))
+        counters.set("kvstrata_reservations", len(node.reservations))
+        self._show_handovers()
+        self._show_paths()
+        for state, count in node.sessions.counts().items():
+            counters.set("kvstrata_sessions", count, state=state)
+
+    def _show_handovers(self) -> None:
+        for role, growing in (("writer", self._node.growth.growing), ("reader", self._core.follower.growing)):
+            self._node.counters.set("kvstrata_handover_blocks", growing, role=role)
+
+    def _show_paths(self) -> None:
+        counters = self._node.counters
+        for path in self._core.mover.traffic.paths:
+            names = {"source": path.source, "target": path.target}
+            counters.set("kvstrata_move_bytes_per_second", path.speed.bytes_per_s, **names)
+            for traffic in TrafficClass:
+                queue = path.gate.queue(traffic)
+                counters.set("kvstrata_move_queue_depth", queue.waiting, **names, traffic=traffic)
+                counters.set("kvstrata_move_queue_bytes", queue.waiting_bytes, **names, traffic=traffic)
+                counters.set("kvstrata_moving_bytes", queue.running_bytes, **names, traffic=traffic)
+
+    def _show_tenants(self) -> None:
+        shown = {(t.name, tenant): used for t in self._node.tiers for tenant, used in t.tenant_bytes.items()}
+        for tier, tenant in self._shown.keys() | shown.keys():
+            used_bytes = shown.get((tier, tenant), 0)
+            self._node.counters.set("kvstrata_tenant_used_bytes", used_bytes, tenant=tenant, tier=tier)
+        self._shown = shown
+
+
+async def repeat(what: str, every_s: float, duty: Callable[[], Awaitable[None]]) -> None:
+    """Do a duty until cancelled, whatever becomes of single rounds."""
+    while True:
+        try:
+            await duty()
+        except KvStrataError as e:
+            _log.warning("duty failed", extra={"duty": what, "cause": str(e)})
+        except Exception:  # noqa: BLE001  A task root: one bad round must not end expiry for good.
+            _log.exception("duty failed", extra={"duty": what})
+        await asyncio.sleep(every_s)

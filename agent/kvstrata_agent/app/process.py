@@ -1,0 +1,256 @@
+"""One agent process: its parts, wired together, from start to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import CollectorRegistry
+
+import kvstrata_native
+from kvstrata_agent.app import observe
+from kvstrata_agent.app.epoch import next_epoch
+from kvstrata_agent.app.peering import Neighbours
+from kvstrata_agent.app.periodic import Sweeper, repeat
+from kvstrata_agent.backends import registry
+from kvstrata_agent.backends import wipe as wiping
+from kvstrata_agent.backends.memory.mounts import read_mounts
+from kvstrata_agent.backends.memory.persistence import Home, remove_abandoned
+from kvstrata_agent.blocks.index import Index
+from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.scope_secrets import ScopeMemory
+from kvstrata_agent.blocks.tenants import TenantBook
+from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.cache.session_journal import SessionJournal
+from kvstrata_agent.codec.registry import CodecRegistry
+from kvstrata_agent.fleet.directory.announcer import Announcer
+from kvstrata_agent.fleet.directory.nominations import ADVICE_S, Advice
+from kvstrata_agent.kube import report
+from kvstrata_agent.kube.kubernetes import KubeWorld
+from kvstrata_agent.kube.place import Place
+from kvstrata_agent.operations.drain import drained_tiers
+from kvstrata_agent.policy import removal as leaving
+from kvstrata_agent.policy.removal import Presence, Removal
+from kvstrata_agent.provision.late_keys import LOOK_S, Latecomers
+from kvstrata_agent.provision.provisioner import Provisioner, wipe_all
+from kvstrata_agent.serve.authorization import Attaching
+from kvstrata_agent.serve.server import Server
+from kvstrata_agent.serve.session_verbs import SessionVerbs
+from kvstrata_agent.serve.verbs import Verbs
+from kvstrata_api import __version__
+from kvstrata_node.discovery import discover
+from kvstrata_telemetry import http, ready
+from kvstrata_telemetry.agent_metrics import Counters
+from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.metrics import Instruments
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from kvstrata_agent.app.config import Config
+    from kvstrata_api.models.poolnode import KVPoolNode
+
+REPORT_S: Final = 1.0
+"""Between looks at what the status says; the sink writes only what changed."""
+FOLLOW_S: Final = 5.0
+"""Between looks at the declared state without a change: failed tiers are tried again."""
+LEAVING_FOLLOW_S: Final = 0.5
+"""The same while the pool goes: whoever deletes it waits for the drain's end."""
+STUCK_S: Final = 10.0
+"""An event loop that has not come around for so long is stuck, and the process is not healthy."""
+
+_log = logging.getLogger(__name__)
+
+
+class AgentProcess:
+    """All parts of one agent."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._registry = CollectorRegistry()
+        self._instruments = Instruments(AGENT, self._registry)
+        self._counters = Counters(self._instruments, config.pool, config.node)
+        self._round_s = time.monotonic()
+        self._is_serving = False
+        self._followed: KVPoolNode | None = None
+        """What was carried out last; only of that the status may say that it was observed."""
+
+    async def run(self) -> None:
+        """Serve until cancelled, then stop in order: engines first, then transfers, tiers and the cluster.
+
+        Memory of tiers stays for the next agent, unless nobody wants one any more.
+        Raises `UnsupportedError` for a state directory, a socket or credentials that cannot be used.
+        """
+        config = self._config
+        epoch = next_epoch(config.state_dir, time.time())
+        async with AsyncExitStack() as stack:
+            await self._listen_for_scrapes(stack)
+            place = Place(config.pool, config.node, config.namespace, config.requires_bound_tokens)
+            self._facts = await asyncio.to_thread(discover)
+            world = await stack.enter_async_context(await KubeWorld.connect(place, config.kubeconfig, config.kek_file))
+            stack.push_async_callback(self._give_back, world)
+            await self._alive(world.ready())
+            self._counters.set("kvstrata_agent_info", 1, version=__version__, kernels=kvstrata_native.level)
+            _log.info("kernels", extra={"level": kvstrata_native.level})
+            await self._serve(stack, world, epoch)
+
+    async def _alive(self, work: Coroutine[None, None, None]) -> None:
+        """Do what the start has to wait for, such as millions of blocks of an earlier run; healthy meanwhile."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                self._round_s = time.monotonic()
+                await asyncio.wait([task], timeout=1.0)
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+        task.result()
+
+    async def _listen_for_scrapes(self, stack: AsyncExitStack) -> None:
+        config = self._config
+        self._endpoint = await http.serve(
+            config.metrics_host, config.metrics_port, self._registry, self._is_healthy, lambda: self._is_serving
+        )
+        stack.push_async_callback(self._endpoint.close)
+        _log.info("listening", extra={"what": "metrics", "address": self._endpoint.address})
+
+    def _is_healthy(self) -> bool:
+        return time.monotonic() - self._round_s < STUCK_S
+
+    async def _serve(self, stack: AsyncExitStack, world: KubeWorld, epoch: int) -> None:
+        neighbours = Neighbours(self._config, world, epoch, self._instruments)
+        scopes = ScopeMemory(world.authenticator.secret)
+        node = self._make_node(world, neighbours, scopes, epoch)
+        journal = SessionJournal(self._config.state_dir / "sessions.journal")
+        await asyncio.to_thread(journal.load)
+        core = Core(node, CodecRegistry(), neighbours.directory, neighbours.peers, journal)
+        core.tenancy.follow(world.tenants)  # Before anything can ask for an eviction.
+        make = partial(registry.make_backend, place=self._place(world))
+        provisioner = Provisioner(node, make, self._facts.memory_bytes)
+        stack.push_async_callback(provisioner.close)
+        stack.push_async_callback(core.close)
+        await self._alive(self._follow(world, core, provisioner))
+        await asyncio.to_thread(remove_abandoned, self._home(), frozenset(provisioner.states))
+        neighbours.peers.shared = core.flash
+        await neighbours.start(stack, core.lender, core.grower, core.adopter)
+        server = self._open_socket(stack, world, core)
+        world.start_heartbeat(epoch)
+        self._announce_readiness(stack, neighbours.address, epoch)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(Sweeper(core, world.authenticator).run())
+            group.create_task(repeat("latecomers", LOOK_S, Latecomers(node, world.keyring).look))
+            group.create_task(repeat("advice", ADVICE_S, Advice(node, neighbours.directory, scopes).listen))
+            group.create_task(self._keep_following(world, core, provisioner))
+            group.create_task(self._keep_reporting(world, core, provisioner, neighbours, server))
+
+    def _place(self, world: KubeWorld) -> registry.Place:
+        home, keys = self._home(), world.keyring
+        return registry.Place(self._config.pool, self._config.node, self._facts, home=home, keys=keys)
+
+    def _home(self) -> Home:
+        return Home(self._config.memory_dir, self._config.pool, self._config.node, read_mounts())
+
+    def _make_node(self, world: KubeWorld, neighbours: Neighbours, scopes: ScopeMemory, epoch: int) -> Node:
+        index = Index()
+        return Node(
+            pool=self._config.pool,
+            name=self._config.node,
+            epoch=epoch,
+            spec=world.desired.pool.spec,
+            clock=time.monotonic,
+            index=index,
+            counters=self._counters,
+            announcer=Announcer(index, neighbours.directory, scopes.secret),
+            tenants=TenantBook(is_armed=False),
+        )
+
+    def _open_socket(self, stack: AsyncExitStack, world: KubeWorld, core: Core) -> Server:
+        attaching = Attaching(core.node, world.authenticator)
+        stack.callback(attaching.audit.close)
+        server = Server(self._config.socket, Verbs(core, attaching, SessionVerbs(core, attaching)))
+        server.start()
+        stack.push_async_callback(server.close)
+        _log.info("listening", extra={"what": "engines", "address": str(self._config.socket)})
+        return server
+
+    def _announce_readiness(self, stack: AsyncExitStack, peer_address: str, epoch: int) -> None:
+        self._is_serving = True
+        path = self._config.ready_file
+        if path is not None:
+            addresses = {"metrics": self._endpoint.address, "peer": peer_address, "socket": str(self._config.socket)}
+            ready.write(path, addresses | {"epoch": epoch})
+            stack.callback(ready.remove, path)
+
+    async def _follow(self, world: KubeWorld, core: Core, provisioner: Provisioner) -> None:
+        """Make the node what is declared now; one that nobody declares any more keeps its tiers and drains."""
+        pool_node = world.desired.pool_node
+        wanted = pool_node.spec
+        core.node.spec = world.desired.pool.spec
+        is_asked = wanted.drain.requested and wanted.drain.mode == "Demote"
+        removal = self._removal(world, core.node)
+        core.node.is_draining = is_asked or world.desired.is_withdrawn or removal is not Removal.NONE
+        wipe = partial(wiping.wipe, place=self._place(world))
+        if removal is not Removal.NONE:
+            await provisioner.remove(removal, wanted.tiers, wipe, partial(remove_abandoned, self._home(), frozenset()))
+            self._followed = pool_node
+            return
+        drain, policy = core.node.spec.update_strategy.drain, core.node.spec.deletion_policy
+        core.node.drain_tiers(drained_tiers(wanted.orders))  # Before a tier comes up and takes blocks.
+        leave_s = drain.timeout_seconds if drain.mode == "Demote" else 0.0
+        await provisioner.apply(wanted.tiers, leave_s, wipe=wipe if policy == "Destroy" else None)
+        # Before the first report, which says of each order what was answered before.
+        core.orders.follow(wanted.orders, world.desired.answers, world.desired.refused)
+        self._followed = pool_node
+
+    @staticmethod
+    def _removal(world: KubeWorld, node: Node) -> Removal:
+        """Look at how far the pool's end has come; only who is asked to drain, or was left alone, has drained."""
+        desired, drain = world.desired, world.desired.pool_node.spec.drain
+        is_drained = (drain.requested or desired.is_withdrawn) and observe.is_drained(node, drain)
+        return leaving.while_running(desired.pool_presence, desired.deletion_policy, is_drained=is_drained)
+
+    async def _give_back(self, world: KubeWorld) -> None:
+        """At the end, when tiers are closed: leave nothing behind that nobody wants. Best effort, within seconds."""
+        await world.look()
+        desired = world.desired
+        removal = leaving.at_end(desired.pool_presence, desired.node_presence, desired.deletion_policy)
+        if removal is Removal.NONE:
+            return
+        if removal is Removal.DESTROY:
+            await wipe_all(desired.tiers, partial(wiping.wipe, place=self._place(world)))
+        try:
+            gone = await asyncio.to_thread(remove_abandoned, self._home(), frozenset())
+        except OSError as e:
+            _log.warning("memory stays", extra={"path": e.filename, "cause": e.strerror})
+            return
+        _log.info("nobody wants this agent any more", extra={"removal": removal.value, "memory_of": gone})
+
+    async def _keep_following(self, world: KubeWorld, core: Core, provisioner: Provisioner) -> None:
+        while True:
+            await self._follow(world, core, provisioner)
+            await provisioner.reprobe()
+            with suppress(TimeoutError):
+                is_leaving = world.desired.pool_presence in (Presence.LEAVING, Presence.ABSENT)
+                async with asyncio.timeout(LEAVING_FOLLOW_S if is_leaving else FOLLOW_S):
+                    await world.desired.changed()
+
+    async def _keep_reporting(
+        self, world: KubeWorld, core: Core, provisioner: Provisioner, neighbours: Neighbours, server: Server
+    ) -> None:
+        while True:
+            self._round_s = time.monotonic()
+            server.refresh()
+            self._counters.set("kvstrata_connections", server.connections)
+            desired, directory, at = world.desired, neighbours.directory.state, neighbours.address
+            followed, machine = self._followed, desired.report
+            # An object that is new under its name has other generations: nothing is said before it was followed.
+            if followed is not None and followed.metadata.uid == desired.pool_node.metadata.uid:
+                seen = observe.observe(
+                    core, provisioner, followed, directory=directory, machine=machine, peer_address=at
+                )
+                world.status.report(report.build_status(seen))
+            await asyncio.sleep(REPORT_S)

@@ -1,0 +1,1 @@
+"""Media behind a device queue: HBM and devdax."""

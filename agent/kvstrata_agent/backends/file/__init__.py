@@ -1,0 +1,1 @@
+"""Media that are files: NVMe and shared flash."""

@@ -1,0 +1,1 @@
+"""Media that processes map: host DRAM and CXL."""

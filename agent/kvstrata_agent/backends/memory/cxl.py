@@ -1,0 +1,104 @@
+"""CXL memory as a tier that engines map: CPU-less NUMA nodes, or an emulation that says so everywhere."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstrata_agent.backends.base import Capabilities
+from kvstrata_agent.backends.memory.arena import ALIGNMENT_BYTES, Arena
+from kvstrata_agent.backends.memory.host_dram import bound_files, make_bound
+from kvstrata_agent.backends.memory.mapping import Placement, make_file
+from kvstrata_agent.backends.memory.numa import nodes_of
+from kvstrata_agent.backends.memory.persistence import NO_HOME, Home, Lasting, choose_store, find_home
+from kvstrata_api.errors import InvalidInputError, KvStrataError, UnsupportedError
+from kvstrata_api.tiers import CxlMode
+from kvstrata_api.units import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstrata_agent.backends.memory.mapping import MappedExtent
+    from kvstrata_api.models.pool import CxlTier
+    from kvstrata_node.discovery import NumaNode
+
+_PAGE_BYTES = PAGE_BYTES["4Ki"]
+
+
+def open_cxl(tier: CxlTier, capacity_bytes: int, cpuless: Sequence[NumaNode], home: Home = NO_HOME) -> Arena:
+    """Arena in CXL memory; `cpuless` are the NUMA nodes with memory and no processors.
+
+    `home` is where its blocks can outlive this process.
+
+    Mode DevDax is another kind of tier (`devdax`). Raises `UnsupportedError` when this node has no such memory, and
+    `InvalidInputError` when there is less than asked for or the emulation's directory cannot be used.
+    """
+    if tier.mode is CxlMode.EMULATED:
+        return _emulated(tier, capacity_bytes, home)
+    return _numa(tier, capacity_bytes, cpuless, home)
+
+
+def _numa(tier: CxlTier, capacity_bytes: int, cpuless: Sequence[NumaNode], home: Home) -> Arena:
+    if not cpuless:
+        raise UnsupportedError(
+            "CXL mode NumaNode: this node has no CPU-less NUMA node; online the CXL region as system-ram, "
+            "or use mode Emulated for a trial"
+        )
+    nodes = tuple(n.id for n in cpuless)
+    there_bytes = sum(n.memory_bytes for n in cpuless)
+    if capacity_bytes > there_bytes:  # Bound pages have nowhere else to go: the kernel would kill processes.
+        raise InvalidInputError(f"CXL mode NumaNode: {capacity_bytes} B asked for, nodes {nodes} have {there_bytes} B")
+    placement = Placement(nodes, is_interleaved=len(nodes) > 1)
+    fleeting = partial(make_bound, page_bytes=_PAGE_BYTES, placement=placement)
+    _check_placement(fleeting(_PAGE_BYTES * len(nodes)), nodes)
+    files = partial(bound_files, page_bytes=_PAGE_BYTES, placement=placement)
+    wanted = find_home(home, tier.persistence, _PAGE_BYTES)
+    store, lasting = choose_store(home, wanted, capacity_bytes, files, fleeting)
+    can = _capabilities("cxl-numa", lasting, is_emulated=False)
+    return Arena(can, capacity_bytes, store, page_bytes=_PAGE_BYTES)
+
+
+def _check_placement(memory: MappedExtent, nodes: tuple[int, ...]) -> None:
+    """A kernel that refuses the binding has said so; one that puts pages elsewhere says so here, not by its speed."""
+    memory.populate()
+    try:
+        strays = nodes_of(memory.address, memory.size_bytes) - set(nodes)
+    finally:
+        memory.release()
+    if strays:
+        raise UnsupportedError(f"CXL mode NumaNode: pages bound to nodes {nodes} lie on {sorted(strays)}")
+
+
+def _emulated(tier: CxlTier, capacity_bytes: int, home: Home) -> Arena:
+    emulation = tier.emulated
+    if emulation is None:
+        raise InvalidInputError("cxl.emulated: must be set when cxl.mode is Emulated")
+    directory = Path(emulation.path)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        make_file(directory, _PAGE_BYTES).release()
+    except (OSError, KvStrataError) as e:
+        raise InvalidInputError(f"cxl.emulated.path {directory}: {e}") from e
+    wanted = find_home(home, tier.persistence, _PAGE_BYTES, directory)
+    files, fleeting = partial(partial, make_file), partial(make_file, directory)
+    store, lasting = choose_store(home, wanted, capacity_bytes, files, fleeting)
+    return Arena(
+        _capabilities("emulated-cxl", lasting, is_emulated=True),
+        capacity_bytes,
+        store,
+        page_bytes=_PAGE_BYTES,
+        extra_latency_s=emulation.latency_ns * 1e-9,
+    )
+
+
+def _capabilities(medium: str, lasting: Lasting, *, is_emulated: bool) -> Capabilities:
+    return Capabilities(
+        medium=medium,
+        is_memory=True,
+        survives_restart=False,
+        is_emulated=is_emulated,
+        alignment_bytes=ALIGNMENT_BYTES,
+        fallback=lasting.reason,
+        outlives_agent=lasting.memory_dir is not None,
+    )

@@ -1,0 +1,99 @@
+"""Host memory as a tier: extents of 4Ki, 2Mi or 1Gi pages, bound to NUMA nodes where there are several.
+
+They are files of a tmpfs or hugetlbfs where blocks are to outlive the agent, and memfds where they are not.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvstrata_agent.backends.base import Capabilities
+from kvstrata_agent.backends.memory.arena import ALIGNMENT_BYTES, Arena
+from kvstrata_agent.backends.memory.mapping import MappedExtent, Placement, make_file, make_huge_file, make_memfd
+from kvstrata_agent.backends.memory.numa import check_room
+from kvstrata_agent.backends.memory.persistence import NO_HOME, Home, choose_store, find_home
+from kvstrata_agent.backends.pages import PageChoice, choose_pages, free_pages
+from kvstrata_api.units import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from kvstrata_agent.backends.memory.extent_store import Maker
+    from kvstrata_api.models.pool import HostDramTier
+
+
+def make_bound(size_bytes: int, page_bytes: int, placement: Placement) -> MappedExtent:
+    """Memory whose pages come from the nodes of `placement`: small ones now, huge ones once they are touched.
+
+    Raises `TierFullError` where a node has no room.
+    """
+    is_small = page_bytes == PAGE_BYTES["4Ki"]
+    if is_small:
+        check_room(size_bytes, placement.nodes)
+    memory = make_memfd(size_bytes, page_bytes)
+    memory.bind(placement)
+    if is_small and placement.nodes:
+        memory.allocate()
+    return memory
+
+
+def bound_files(directory: Path, page_bytes: int, placement: Placement) -> Maker:
+    """Return what makes unnamed files of a memory file system, bound like `make_bound`."""
+
+    def make(size_bytes: int) -> MappedExtent:
+        if page_bytes > PAGE_BYTES["4Ki"]:
+            memory = make_huge_file(directory, size_bytes)
+            memory.bind(placement)
+            return memory
+        check_room(size_bytes, placement.nodes)
+        return make_file(directory, size_bytes, placement)
+
+    return make
+
+
+def placement_of(numa: str, nodes: Sequence[int]) -> Placement:
+    """`Local` binds to the first node, `Spread` interleaves over all; one node needs no policy."""
+    if len(nodes) < 2:
+        return Placement()
+    return Placement((nodes[0],)) if numa == "Local" else Placement(tuple(nodes), is_interleaved=True)
+
+
+def open_host_dram(tier: HostDramTier, capacity_bytes: int, numa_nodes: Sequence[int], home: Home = NO_HOME) -> Arena:
+    """Arena in host memory; `home` is where its blocks can outlive this process.
+
+    Falls back to 4Ki pages, or to memory that ends with the process, with a reason in `capabilities.fallback`.
+    Raises `InvalidInputError` when another process holds the tier's memory.
+    """
+    pages = _pages(tier, capacity_bytes, home)
+    placement = placement_of(tier.numa, numa_nodes)
+    wanted = find_home(home, tier.persistence, pages.page_bytes)
+    store, lasting = choose_store(
+        home, wanted, capacity_bytes,
+        partial(bound_files, page_bytes=pages.page_bytes, placement=placement),
+        partial(make_bound, page_bytes=pages.page_bytes, placement=placement),
+    )  # fmt: skip
+    outlives_agent = lasting.memory_dir is not None
+    file_system = "tmpfs" if pages.page_bytes == PAGE_BYTES["4Ki"] else "hugetlbfs"
+    capabilities = Capabilities(
+        medium=f"{file_system if outlives_agent else 'memfd'}-{pages.name}",
+        is_memory=True,
+        survives_restart=False,
+        is_emulated=False,
+        alignment_bytes=ALIGNMENT_BYTES,
+        fallback="; ".join(filter(None, (pages.fallback, lasting.reason))),
+        outlives_agent=outlives_agent,
+    )
+    return Arena(capabilities, capacity_bytes, store, page_bytes=pages.page_bytes)
+
+
+def _pages(tier: HostDramTier, capacity_bytes: int, home: Home) -> PageChoice:
+    """Pages that extents of an earlier run take are as good as free."""
+    asked = tier.page_size
+    if asked == "4Ki":
+        return PageChoice(asked)
+    page_bytes = PAGE_BYTES[asked]
+    free = free_pages(page_bytes)
+    own = find_home(home, tier.persistence, page_bytes).own_bytes // page_bytes
+    return choose_pages(asked, capacity_bytes, None if free is None else free + own)

@@ -1,0 +1,234 @@
+"""The object store client: a few verbs with timeouts, a pace and a retry budget. The only obstore import.
+
+Requests are tried again here and not by obstore, which tells nobody of a store that refuses them, and gives up at 429
+and at answers that break off. Parts of a multipart upload are its own: else all of it would have to begin anew.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import obstore
+from obstore.exceptions import BaseError, NotFoundError
+from obstore.store import MemoryStore, from_url
+
+from kvstrata_agent.backends.object.pacing import Pace
+from kvstrata_agent.backends.object.s3_uploads import uploads_of
+from kvstrata_agent.backends.object_turns import Turns
+from kvstrata_agent.backends.threads import in_thread
+from kvstrata_api.errors import BackendFailedError, InvalidInputError
+
+_TIMEOUT_S: Final = 30
+"""Bound of one request; 16 MiB at 1 MB/s take half of it."""
+
+_RETRY_BUDGET_S: Final = 20
+_PART_RETRIES_MAX: Final = 4
+PART_BYTES: Final = 16 << 20
+"""Of multipart uploads and of reads: at 1 MB/s half of the time of one request."""
+_PARTS_AT_A_TIME: Final = 4
+_CLEAR_S: Final = 1.0
+"""What a part that is on its way gets before its upload is aborted again."""
+WHOLE_BYTES_MAX: Final = 2 * PART_BYTES
+"""Up to here one request is cheaper than the three and more of a multipart upload, for us and on the bill."""
+_CALL_S: Final = _TIMEOUT_S + _RETRY_BUDGET_S
+"""No verb lasts longer, whatever the store does."""
+
+_ABSENT: Final = (NotFoundError, FileNotFoundError)
+_REMOTE: Final = frozenset({"s3", "gs", "az"})
+
+_DELETE_BATCH: Final = 1000
+"""S3 deletes at most 1,000 objects in one request."""
+
+
+class ObjectClient:
+    """Objects under one URL. Every verb raises `BackendFailedError` with verb and path on failure."""
+
+    def __init__(self, url: str, credentials: Mapping[str, str] | None = None) -> None:
+        """Open `url` (s3, gs, az, file, or `memory://` for tests). Raises `InvalidInputError` when it is malformed."""
+        self.url = url
+        settings = dict(credentials or {})
+        self._store = _open(url, settings, retries_max=0)
+        self._patient = _open(url, settings, retries_max=_PART_RETRIES_MAX) if self.scheme in _REMOTE else self._store
+        self._uploads = uploads_of(url, settings)
+        self._turns = Turns((BaseError, OSError), _ABSENT)
+        self._finishing: set[asyncio.Future[Any]] = set()
+        """Multipart uploads, which end by themselves: what is let go of would leave its parts behind."""
+
+    @property
+    def pace(self) -> Pace:
+        """How the store keeps up with us."""
+        return self._turns.pace
+
+    @property
+    def scheme(self) -> str:
+        """Name of the medium: s3, gs, az, file or memory."""
+        return urlsplit(self.url).scheme
+
+    async def put(self, path: str, parts: Sequence[bytes | memoryview]) -> None:
+        """Store an object whole: readers see all of it or nothing. Large ones go up in parts, several at a time."""
+        whole = parts[0] if len(parts) == 1 else b"".join(parts)
+        if len(whole) > WHOLE_BYTES_MAX:
+            await self._put_large(path, whole)
+            return
+        async with self._guard("put", path):
+            await self._turns.attempts(lambda: obstore.put_async(self._store, path, whole, use_multipart=False))
+
+    async def _put_large(self, path: str, whole: bytes | memoryview) -> None:
+        try:
+            async with self._guard("put", path):
+                await self._turns.attempts(lambda: self._put_in_parts(path, whole))
+        except BackendFailedError:
+            self._finish(self._clear(path))
+            raise
+
+    async def _put_in_parts(self, path: str, whole: bytes | memoryview) -> None:
+        """Upload in parts. Cancelled, it ends by itself: an upload that is let go of would leave its parts behind."""
+        upload = self._finish(
+            obstore.put_async(
+                self._patient, path, whole, use_multipart=True, chunk_size=PART_BYTES, max_concurrency=_PARTS_AT_A_TIME
+            )
+        )
+        try:
+            await asyncio.shield(upload)
+        except asyncio.CancelledError:
+            upload.add_done_callback(partial(self._left, path))
+            raise
+
+    def _left(self, path: str, upload: "asyncio.Future[Any]") -> None:
+        if not upload.cancelled() and upload.exception() is not None:
+            self._finish(self._clear(path))
+
+    async def _clear(self, path: str) -> None:
+        """Abort a failed upload once more: parts that were on their way when obstore did may have come after it."""
+        await asyncio.sleep(_CLEAR_S)
+        with suppress(BackendFailedError):  # The next start does it.
+            await self.abort_uploads(path)
+
+    def _finish(self, work: Awaitable[Any]) -> "asyncio.Future[Any]":
+        """Let work go on whatever becomes of the caller; `close` waits for it."""
+        task = asyncio.ensure_future(work)
+        self._finishing.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: "asyncio.Future[Any]") -> None:
+        self._finishing.discard(task)
+        if not task.cancelled():
+            task.exception()  # Seen, also when the caller has left.
+
+    async def get(self, path: str, start: int, end: int) -> memoryview:
+        """Bytes [start, end) of an object, in ranges side by side when they are many. A missing object is a failure."""
+        cuts = [*range(start, end, PART_BYTES), end] if end - start > WHOLE_BYTES_MAX else [start, end]
+        async with self._guard("get", path):
+            if len(cuts) == 2:
+                return await self._range(path, start, end)
+            async with asyncio.TaskGroup() as group:
+                reads = [group.create_task(self._range(path, a, b)) for a, b in itertools.pairwise(cuts)]
+        whole = memoryview(bytearray(end - start))
+        for cut, read in zip(cuts, reads, strict=False):
+            part = read.result()
+            whole[cut - start : cut - start + len(part)] = part
+        return whole
+
+    async def _range(self, path: str, start: int, end: int) -> memoryview:
+        async def read() -> memoryview:
+            return memoryview(await obstore.get_range_async(self._store, path, start=start, end=end))
+
+        return await self._turns.attempts(read)
+
+    async def abort_uploads(self, below: str) -> int:
+        """Abort multipart uploads that an earlier process left below a path; 0 where we cannot."""
+        if self._uploads is None:
+            return 0
+        async with self._guard("abort uploads below", below):
+            return await in_thread(None, partial(self._uploads.abort_all, below))
+
+    async def close(self) -> None:
+        """Wait for uploads whose callers have left. Idempotent."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CALL_S):
+                while self._finishing:
+                    await asyncio.wait(self._finishing)
+
+    async def get_small(self, path: str) -> bytes | None:
+        """All of a small object; None when there is none."""
+        async with self._guard("get", path):
+            try:
+                return await self._turns.attempts(partial(self._whole, path))
+            except _ABSENT:
+                return None
+
+    async def _whole(self, path: str) -> bytes:
+        found = await obstore.get_async(self._store, path)
+        return bytes(await found.bytes_async())
+
+    async def delete(self, paths: Sequence[str]) -> None:
+        """Remove objects; missing ones are fine."""
+        for start in range(0, len(paths), _DELETE_BATCH):
+            batch = list(paths[start : start + _DELETE_BATCH])
+            async with self._guard("delete", batch[0]):
+                try:
+                    await self._turns.attempts(partial(obstore.delete_async, self._store, batch))
+                except _ABSENT:
+                    await self._delete_singly(batch)
+
+    async def _delete_singly(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            try:
+                await self._turns.attempts(partial(obstore.delete_async, self._store, path))
+            except _ABSENT:
+                continue
+
+    async def list(self, prefix: str) -> AsyncIterator[tuple[str, int]]:
+        """Path and size of every object below `prefix`, in the store's order."""
+        stream = obstore.list(self._store, prefix, chunk_size=_DELETE_BATCH)
+        while True:
+            async with self._guard("list", prefix):
+                try:
+                    chunk = await anext(stream)
+                except StopAsyncIteration:
+                    return
+            for meta in chunk:
+                yield meta["path"], meta["size"]
+
+    @asynccontextmanager
+    async def _guard(self, verb: str, path: str) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(_CALL_S):
+                yield
+        except TimeoutError as e:
+            raise BackendFailedError(f"{verb} {self.url}/{path}: no answer in {_CALL_S} s") from e
+        except (BaseError, OSError) as e:
+            raise BackendFailedError(f"{verb} {self.url}/{path}: {_first_line(e)}") from e
+        except BaseExceptionGroup as e:
+            failed = e.subgroup((BaseError, OSError))
+            if failed is None:
+                raise
+            raise BackendFailedError(f"{verb} {self.url}/{path}: {_first_line(failed.exceptions[0])}") from e
+
+
+def _open(url: str, credentials: dict[str, Any], *, retries_max: int) -> Any:
+    scheme = urlsplit(url).scheme
+    try:
+        if scheme == "memory":
+            return MemoryStore()
+        if scheme == "file":
+            return from_url(url, mkdir=True)
+        return from_url(
+            url,
+            config=credentials,
+            client_options={"timeout": timedelta(seconds=_TIMEOUT_S), "allow_http": True},
+            retry_config={"max_retries": retries_max, "retry_timeout": timedelta(seconds=_RETRY_BUDGET_S)},
+        )
+    except (BaseError, OSError, ValueError) as e:
+        raise InvalidInputError(f"object.url {url}: {_first_line(e)}") from e
+
+
+def _first_line(error: Exception) -> str:
+    """Without the debug dump that obstore appends."""
+    return str(error).strip().split("\n", 1)[0][:300]

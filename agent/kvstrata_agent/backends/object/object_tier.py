@@ -1,0 +1,319 @@
+"""Object store as a tier: one object for each record, with the same header as on NVMe.
+
+Objects lie under `<pool>/<node>/<scope hash>/<digest>.<stamp>`, sealed ones under `<pool>/<node>/<scope tag>/<stamp>`.
+The stamp in the name keeps a late delete of an old copy from hitting a new one. Every agent owns its own prefix; nobody
+else writes or deletes there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import secrets
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from msgspec.structs import replace
+
+from kvstrata_agent.backends.base import Capabilities, Record, SlotRef
+from kvstrata_agent.backends.file.claim import STAMPS_PER_RUN, STORE_FILE
+from kvstrata_agent.backends.object.slots import Shelves
+from kvstrata_agent.backends.record.header import HEADER_BYTES, VERSION
+from kvstrata_agent.backends.record.layout import form_of, open_into
+from kvstrata_agent.backends.record.sealed import SEALED_VERSION, SealedForm, Unread
+from kvstrata_agent.backends.threads import here_or_in_thread
+from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from kvstrata_agent.backends.object.client import ObjectClient
+    from kvstrata_agent.backends.record.encryption import DataKeys
+    from kvstrata_api.blocks import BlockKey, ScopeId
+
+_log = logging.getLogger(__name__)
+
+_HEADERS_AT_A_TIME: Final = 32
+"""Header reads under way while recovering; object stores answer in tens of milliseconds."""
+
+_PLACE: Final = 0
+"""Extent and offset in headers: an object has no place that a header could be bound to, only its name."""
+
+_READABLE: Final = frozenset({VERSION, SEALED_VERSION})
+_FORGET_DELAY_S: Final = 0.5
+_RETRY_DELAY_S: Final = 10.0
+_GRAVES_MAX: Final = 100_000
+"""Deletions that wait for a store that is away; beyond it objects stay until the next start finds them."""
+
+
+class ObjectStoreTier:
+    """A tier of objects (`TierBackend`)."""
+
+    def __init__(
+        self,
+        client: ObjectClient,
+        prefix: str,
+        capacity_bytes: int,
+        secret: bytes,
+        run: int,
+        keys: DataKeys | None = None,
+    ) -> None:
+        """Use `open_object_tier`, which reads the store's secret and run number first."""
+        self._client = client
+        self._prefix = prefix
+        self._form = form_of(secret, keys)
+        self._waiting: dict[bytes, list[tuple[str, int]]] = {}
+        """Path and size of objects whose headers could not be opened, by the tag of their scope."""
+        self._shelves = Shelves(capacity_bytes, first_stamp=run * STAMPS_PER_RUN)
+        self._paths: dict[int, str] = {}
+        """Path of the object of each stamp that was written."""
+        self._graves: list[str] = []
+        self._burial: asyncio.Task[None] | None = None
+        self._last_error = ""
+        self._is_closed = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """State what the medium can do."""
+        return Capabilities(
+            medium=f"object-{self._client.scheme}",
+            is_memory=False,
+            survives_restart=True,
+            is_emulated=False,
+            alignment_bytes=1,
+            is_encrypted=isinstance(self._form, SealedForm),
+            is_archive=True,
+        )
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that may be reserved in all."""
+        return self._shelves.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes reserved now, headers included."""
+        return self._shelves.used_bytes
+
+    @property
+    def last_error(self) -> str:
+        """The last failure of the store; empty when there was none."""
+        return self._last_error
+
+    @property
+    def requests_max(self) -> int:
+        """Requests that the store gets at once now. See `PacedBackend`."""
+        return int(self._client.pace.limit)
+
+    @property
+    def refused_requests(self) -> int:
+        """Requests that the store has refused. See `PacedBackend`."""
+        return self._client.pace.refused
+
+    @property
+    def refusing_s(self) -> float:
+        """Since when the store refuses requests. See `PacedBackend`."""
+        return self._client.pace.refusing_s(time.monotonic())
+
+    def reserve(self, scope: ScopeId, size_bytes: int) -> SlotRef:
+        """Take room for an object. See `TierBackend`."""
+        return self._shelves.take(scope, HEADER_BYTES + size_bytes)
+
+    async def write(self, slot: SlotRef, record: Record, stored: memoryview) -> None:
+        """Put one object; it is there whole or not at all. See `TierBackend`."""
+        whole = memoryview(bytearray(HEADER_BYTES + record.stored_bytes))
+        payload = stored[: record.stored_bytes]
+        lay_out = self._form.lay_out(whole, record, _placeless(slot), payload)
+        await here_or_in_thread(None, len(payload), partial(lay_out, record))
+        path = self._paths[slot.stamp] = self._path(record.key, slot.stamp)
+        try:
+            await self._client.put(path, [whole])
+        except BackendFailedError as e:
+            self._last_error = str(e)
+            raise
+
+    def _path(self, key: BlockKey, stamp: int) -> str:
+        """Path of an object; a sealed one's name tells nothing of its block. Raises `KeyAwayError`."""
+        if isinstance(self._form, SealedForm):
+            return f"{self._prefix}/{self._form.sealer.tag(key.scope).hex()}/{stamp:x}"
+        return f"{self._prefix}/{scope_hash(key.scope)}/{key.digest.hex()}.{stamp:x}"
+
+    async def read(self, slot: SlotRef, record: Record, into: memoryview) -> None:
+        """Get one object's payload and verify it. See `TierBackend`."""
+        path = self._paths.get(slot.stamp)
+        if path is None or not self._shelves.is_live(slot):
+            raise BackendFailedError(f"block {record.key}: no object of stamp {slot.stamp}")
+        first = HEADER_BYTES - self._form.head_bytes
+        try:
+            whole = await self._client.get(path, first, HEADER_BYTES + record.stored_bytes)
+        except BackendFailedError as e:
+            self._last_error = str(e)
+            raise
+        if len(whole) != HEADER_BYTES - first + record.stored_bytes:
+            raise BlockCorruptError(f"block {record.key}: {len(whole)} B of {record.stored_bytes} B in {path}")
+        target = into[: record.stored_bytes]
+        opened = open_into(self._form, target, whole, record, _placeless(slot))
+        if not await here_or_in_thread(None, len(target), opened):
+            raise BlockCorruptError(f"block {record.key}: checksum differs in {path}")
+
+    def drop(self, slot: SlotRef) -> None:
+        """Give the room back; the object is deleted within a second. See `TierBackend`."""
+        if not self._shelves.give_back(slot):
+            return
+        path = self._paths.pop(slot.stamp, None)
+        if path is not None and len(self._graves) < _GRAVES_MAX:
+            self._bury_soon(path)
+
+    def _bury_soon(self, path: str) -> None:
+        self._graves.append(path)
+        if self._burial is None:
+            self._burial = asyncio.ensure_future(self._bury_later())
+
+    async def _bury_later(self) -> None:
+        delay_s = _FORGET_DELAY_S
+        while self._graves:
+            await asyncio.sleep(delay_s)
+            delay_s = _FORGET_DELAY_S if await self._bury() else _RETRY_DELAY_S
+        self._burial = None
+
+    async def _bury(self) -> bool:
+        graves, self._graves = self._graves, []
+        try:
+            await self._client.delete(graves)
+        except BackendFailedError as e:
+            self._last_error = str(e)
+            self._graves += graves
+            return False
+        return True
+
+    async def resize(self, capacity_bytes: int) -> frozenset[int]:
+        """Change the capacity; nothing closes, because objects share nothing: what is over has to be dropped."""
+        self._shelves.capacity_bytes = capacity_bytes
+        return frozenset()
+
+    def relief(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:  # noqa: ARG002 - room is for any scope.
+        """Shelves whose emptying makes room. See `TierBackend`."""
+        return self._shelves.relief(HEADER_BYTES + size_bytes)
+
+    def compact(self) -> frozenset[int]:
+        """Nothing: every object takes its own bytes only."""
+        return frozenset()
+
+    async def recover(self) -> AsyncIterator[tuple[SlotRef, Record]]:
+        """Blocks of earlier runs, as far as the capacity goes; objects that are no records are deleted."""
+        batch: list[tuple[str, int]] = []
+        async for path, size_bytes in self._client.list(f"{self._prefix}/"):
+            if not path.endswith(STORE_FILE):
+                batch.append((path, size_bytes))
+            if len(batch) < _HEADERS_AT_A_TIME:
+                continue
+            for found in await self._adopt_all(batch):
+                yield found
+            batch = []
+        for found in await self._adopt_all(batch):
+            yield found
+
+    @property
+    def waiting(self) -> frozenset[bytes]:
+        """Tags of scopes whose key is missing. See `SealingBackend`."""
+        return frozenset(self._waiting)
+
+    async def recover_waiting(self, tag: bytes) -> AsyncIterator[tuple[SlotRef, Record]]:
+        """Blocks that waited for a key. See `SealingBackend`."""
+        left = self._release(tag)
+        for first in range(0, len(left), _HEADERS_AT_A_TIME):
+            for found in await self._adopt_all(left[first : first + _HEADERS_AT_A_TIME]):
+                yield found
+
+    async def forget_waiting(self, tag: bytes) -> None:
+        """Delete what waits for a key. See `SealingBackend`."""
+        for path, _ in self._release(tag):
+            self._bury_soon(path)
+
+    def _release(self, tag: bytes) -> list[tuple[str, int]]:
+        waiting = self._waiting.pop(tag, [])
+        self._shelves.used_bytes -= sum(size_bytes for _, size_bytes in waiting)
+        return waiting
+
+    async def _adopt_all(self, batch: list[tuple[str, int]]) -> list[tuple[SlotRef, Record]]:
+        found = await asyncio.gather(*(self._adopt(path, size_bytes) for path, size_bytes in batch))
+        return [f for f in found if f is not None]
+
+    async def _adopt(self, path: str, size_bytes: int) -> tuple[SlotRef, Record] | None:
+        try:
+            page = await self._client.get(path, 0, HEADER_BYTES) if size_bytes >= HEADER_BYTES else b""
+        except BackendFailedError as e:
+            self._last_error = str(e)
+            return None
+        header = self._form.header(page, _PLACE, _PLACE)
+        if isinstance(header, Unread):
+            self._waiting.setdefault(header.scope_tag, []).append((path, size_bytes))
+            self._shelves.used_bytes += size_bytes
+            return None
+        if header is None or not self._is_kept(path, size_bytes, *header):
+            self._bury_soon(path)
+            return None
+        stamp, record = header
+        self._paths[stamp] = path
+        return self._shelves.adopt(record.key.scope, size_bytes, stamp), record
+
+    def _is_kept(self, path: str, size_bytes: int, stamp: int, record: Record) -> bool:
+        """False for a truncated or renamed object, and for one that no longer fits the capacity."""
+        is_whole = size_bytes == HEADER_BYTES + record.stored_bytes
+        return is_whole and path == self._path(record.key, stamp) and size_bytes <= self._shelves.room_bytes
+
+    async def close(self) -> None:
+        """Delete what was dropped and let go. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._burial is not None:
+            self._burial.cancel()
+        if self._graves:
+            await self._bury()
+        await self._client.close()
+
+
+def _placeless(slot: SlotRef) -> SlotRef:
+    return replace(slot, extent=_PLACE, offset=_PLACE)
+
+
+def scope_hash(scope: ScopeId) -> str:
+    """16 hex digits for a path; scope names would tell the bucket's readers who the tenants are."""
+    return hashlib.blake2b(scope.encode(), digest_size=8, person=b"kvstrata.object").hexdigest()
+
+
+def _fresh_marker() -> dict[str, Any]:
+    return {"format": VERSION, "secret": secrets.token_hex(32), "run": 0}
+
+
+async def open_object_tier(
+    client: ObjectClient, pool: str, node: str, capacity_bytes: int, *, keys: DataKeys | None = None
+) -> ObjectStoreTier:
+    """Open the objects of `node` in `pool`, and count this run. With `keys` every object is sealed.
+
+    Raises `BackendFailedError` when the store does not answer, `InvalidInputError` when its marker is not ours.
+    """
+    prefix = f"{pool}/{node}"
+    path = f"{prefix}/{STORE_FILE}"
+    before = await client.get_small(path)
+    try:
+        content: dict[str, Any] = json.loads(before) if before else _fresh_marker()
+        secret, run = bytes.fromhex(content["secret"]), int(content["run"]) + 1
+    except (KeyError, TypeError, ValueError) as e:
+        raise InvalidInputError(f"{client.url}/{path}: not a claim of kvstrata: {e}") from e
+    if content.get("format") not in _READABLE:
+        raise InvalidInputError(
+            f"{client.url}/{path}: format {content.get('format')!r}, this build reads {sorted(_READABLE)}"
+        )
+    marker = {"format": VERSION if keys is None else SEALED_VERSION, "secret": secret.hex(), "run": run}
+    await client.put(path, [json.dumps(marker).encode()])
+    try:
+        if count := await client.abort_uploads(f"{prefix}/"):
+            _log.info("uploads of an earlier run aborted", extra={"prefix": prefix, "uploads": count})
+    except BackendFailedError as e:  # They cost money and harm nobody: the next start tries again.
+        _log.warning("uploads of an earlier run cannot be aborted", extra={"prefix": prefix, "cause": str(e)})
+    return ObjectStoreTier(client, prefix, capacity_bytes, secret, run, keys)

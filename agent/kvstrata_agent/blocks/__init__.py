@@ -1,0 +1,1 @@
+"""The tables of this node: blocks, copies, leases, reservations, sessions. No I/O."""

@@ -1,0 +1,355 @@
+"""The state of one node's agent, and the few transitions that touch several of its tables at once. No I/O waits.
+
+Everything here runs in the event loop and finishes without waiting, so each method is one atomic step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from kvstrata_agent.app.epoch import started_unix_s
+from kvstrata_agent.blocks.block import GONE, Entry, Residence
+from kvstrata_agent.blocks.handovers import GrowthTable
+from kvstrata_agent.blocks.leases import Lease, LeaseTable
+from kvstrata_agent.blocks.reservations import Reservation, ReservationTable
+from kvstrata_agent.blocks.sessions import SessionState, SessionTable
+from kvstrata_agent.blocks.tenants import TenantBook
+from kvstrata_agent.blocks.tier import WRITE_PAUSE_S, Tier
+from kvstrata_agent.codec.base import RAW, WORN
+from kvstrata_kube.signal import Signal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Sequence
+
+    from kvstrata_agent.backends.base import SlotRef
+    from kvstrata_agent.blocks.index import Index
+    from kvstrata_agent.blocks.restore import Restoring
+    from kvstrata_agent.blocks.slot_request import Want
+    from kvstrata_agent.fleet.directory.announcer import Announcer
+    from kvstrata_api.blocks import Layout, LayoutId, ScopeId
+    from kvstrata_api.models.pool import KVPoolSpec
+    from kvstrata_telemetry.agent_metrics import Counters
+
+PEER_OWNER: Final = 0
+"""Owner of the leases that peers hold; connections count from 1."""
+
+DECODED_MAX: Final = 65_536
+"""Blocks of decoding sessions that are walked in one step of the loop, about 30 ms."""
+
+LAYOUTS_MAX: Final = 64
+"""Layouts remembered: ranks of tensor-parallel engines, and adapters."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """All tables of one agent."""
+
+    pool: str
+    name: str
+    """Name of the Kubernetes node."""
+    epoch: int
+    spec: KVPoolSpec
+    """Last seen spec of the pool; policies are read from it at each decision."""
+    clock: Callable[[], float]
+    """Monotonic seconds."""
+    index: Index
+    counters: Counters
+    announcer: Announcer
+    tiers: list[Tier] = field(default_factory=list)
+    """Provisioned tiers, fastest first."""
+    leases: LeaseTable = field(default_factory=LeaseTable)
+    pins: LeaseTable = field(default_factory=lambda: LeaseTable("pins"))
+    reservations: ReservationTable = field(default_factory=ReservationTable)
+    growth: GrowthTable = field(default_factory=GrowthTable)
+    sessions: SessionTable = field(default_factory=SessionTable)
+    tenants: TenantBook = field(default_factory=TenantBook)
+    wall: Callable[[], float] = time.time
+    """Unix seconds, the only time that outlives a process."""
+    started_s: float = field(init=False)
+    """Monotonic second of the start: nobody knows when blocks of an earlier run were used before it."""
+    block_bytes: int = 0
+    """Raw size of the blocks of the first layout that an engine attached with; 0 before."""
+    layouts: dict[LayoutId, Layout] = field(default_factory=dict)
+    """Layouts that engines have attached with, the least lately used first."""
+    is_draining: bool = False
+    """True while blocks leave for media that survive; no new ones are taken."""
+    drained_tiers: frozenset[str] = frozenset()
+    """Names of tiers that KVOperations want emptied."""
+    changed: Signal = field(default_factory=Signal)
+    """Fires when a slot, a lease, a pin, a guard or a move ends, or blocks are published: there may be room now."""
+    condemned: dict[Entry, list[Residence]] = field(default_factory=dict)
+    """Copies taken out of the index whose slots wait for the end of leases."""
+
+    def __post_init__(self) -> None:
+        self.started_s = self.clock()
+
+    @property
+    def agent(self) -> str:
+        """Name of this agent in the directory."""
+        return f"{self.pool}.{self.name}"
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of the pool's KV cache."""
+        return {"bf16": 2, "fp16": 2, "fp32": 4}.get(self.spec.compatibility.dtype, 1)
+
+    @property
+    def arriving_form(self) -> str:
+        """Form of blocks that come from peers, which do not say whether they have lost something already."""
+        is_lossy = self.spec.policy.compression.max_relative_error_permille > 0
+        return WORN if is_lossy and self.spec.compatibility.dtype == "bf16" else RAW
+
+    def remember_layout(self, layout_id: LayoutId, layout: Layout) -> None:
+        """Note what blocks of a layout look like."""
+        self.layouts.pop(layout_id, None)
+        self.layouts[layout_id] = layout
+        if len(self.layouts) > LAYOUTS_MAX:
+            del self.layouts[next(iter(self.layouts))]
+
+    def has(self, tier: Tier) -> bool:
+        """True until a tier is taken out; work that was under way must not enter copies in it afterwards."""
+        return any(t is tier for t in self.tiers)
+
+    def tier(self, name: str) -> Tier | None:
+        """Return a provisioned tier by name, or None."""
+        return next((t for t in self.tiers if t.name == name), None)
+
+    @property
+    def entry_tier(self) -> Tier | None:
+        """The fastest tier that engines can map: new blocks start here and read blocks come up to it."""
+        return next((t for t in self.tiers if t.mappable is not None and not t.is_closed), None)
+
+    def drain_tiers(self, names: Iterable[str]) -> None:
+        """Empty these tiers, those of them that come up later too, and let all others take blocks."""
+        self.drained_tiers = frozenset(names)
+        for tier in self.tiers:
+            tier.drain(is_wanted=tier.name in self.drained_tiers)
+
+    def take(self, want: Want) -> SlotRef:
+        """Take a slot on its tenant's account. Raises `TierFullError`, `QuotaExceededError`, `BackendFailedError`."""
+        hard_bytes = self.tenants.hard_bytes(want.tier, want.tenant)
+        return want.tier.take(want.scope, want.tenant, want.size_bytes, hard_bytes, want.writer)
+
+    def take_run(self, want: Want, count: int) -> list[SlotRef]:
+        """Take up to `count` slots in memory that engines map, on their tenant's account; fewer where that ends."""
+        hard_bytes = self.tenants.hard_bytes(want.tier, want.tenant)
+        return want.tier.take_run(want.scope, want.tenant, want.size_bytes, count, hard_bytes, want.writer)
+
+    def give_back(self, tier: Tier, slot: SlotRef, tenant: str) -> None:
+        """Give a slot back, once, that was on this account; overwritten where the tenant wants that."""
+        if tier.mappable is not None and not tier.is_gone and self.tenants.of(tenant).retention.is_zeroized:
+            with tier.mappable.view(slot) as view:
+                view[:] = bytes(len(view))
+        tier.give_back(slot, tenant)
+        self.changed.fire()
+
+    def add_copy(self, entry: Entry, residence: Residence) -> None:
+        """Note a finished copy; the first one publishes the block."""
+        self._keep(residence)
+        self.index.add(entry, residence)
+        if entry.residences[0] is residence:
+            self.announcer.mark(entry.scope, entry.digest)
+
+    def publish(self, tier: Tier, copies: Sequence[tuple[Entry, Residence]]) -> None:
+        """Note the first copies, in one tier, of blocks that a writer has finished."""
+        if tier.lasting is not None:
+            for _, copy in copies:
+                self._keep(copy)
+        self.index.publish(tier, copies)
+        for scope in dict.fromkeys(entry.scope for entry, _ in copies):
+            self.announcer.mark(scope, *[entry.digest for entry, _ in copies if entry.scope == scope])
+        self.changed.fire()
+
+    def restore(self, copies: Iterable[Residence]) -> int:
+        """Note copies that an earlier run has left, and that their media know of; returns how many blocks they are."""
+        entered, unwanted = self.index.restore(copies, self.born_at_s)
+        for key in entered:
+            self.announcer.mark(key.scope, key.digest)
+        for copy in unwanted:
+            copy.tier.backend.drop(copy.slot)
+        return len(entered)
+
+    def restore_extent(self, restoring: Restoring) -> int:
+        """The same for all copies of the next extent."""
+        digests, unwanted = restoring.enter()
+        self.announcer.mark(restoring.scope, *digests)
+        for copy in unwanted:
+            copy.tier.backend.drop(copy.slot)
+        return len(digests)
+
+    def born_at_s(self, epoch: int) -> float:
+        """Monotonic second at which the agent started that wrote a record: all that it tells of the block's age."""
+        return self.clock() - max(0.0, self.wall() - started_unix_s(epoch))
+
+    def swap_copy(self, entry: Entry, old: Residence, new: Residence) -> None:
+        """Put a copy in place of the old one in the same tier and free the old slot."""
+        self._keep(new)
+        self.index.swap(entry, old, new)
+        self.announcer.mark(entry.scope, entry.digest)
+        self._free(entry, old)
+
+    def drop_copy(self, entry: Entry, tier: Tier, *, keep_bytes: bool = False) -> Residence:
+        """Take one copy away; the last one ends the block. A slot that is being read is freed when that ends.
+
+        With `keep_bytes` the medium keeps the copy for a later run; only this node's books forget it.
+        """
+        was_best = entry.residences[0].tier is tier
+        parent = self._standing(entry) if entry.followers else None
+        gone = self.index.remove(entry, tier)
+        if entry.level == GONE and entry.followers:
+            self.sessions.lost(entry, parent)
+        if was_best:
+            self.announcer.mark(entry.scope, entry.digest)
+        if not keep_bytes:
+            self._free(entry, gone)
+        return gone
+
+    def drop_block(self, entry: Entry, reason: str) -> None:
+        """Take all copies away, whatever depends on them: for erased scopes."""
+        for residence in entry.residences:
+            self.counters.add("kvstrata_evicted_blocks_total", tier=residence.tier.name, reason=reason)
+            self.drop_copy(entry, residence.tier)
+
+    def evict(self, entries: Iterable[Entry], tier: Tier, reason: str) -> int:
+        """Take copies away by policy, each as it comes; returns their bytes. Counts those that were a block's last."""
+        freed_bytes = last = 0
+        for entry in entries:
+            last += len(entry.residences) == 1
+            freed_bytes += self.drop_copy(entry, tier).slot.size_bytes
+        if last:
+            self.counters.add("kvstrata_evicted_blocks_total", last, tier=tier.name, reason=reason)
+        return freed_bytes
+
+    def copy_failed(self, entry: Entry, copy: Residence, *, is_corrupt: bool) -> None:
+        """A copy turned out to be unreadable: it goes, and with the last copy the block becomes a miss."""
+        tier = copy.tier
+        if entry.residence(tier) is not copy:
+            return  # It went while it was read, which is why it could not be.
+        if is_corrupt:
+            self.counters.add("kvstrata_corrupt_blocks_total", tier=tier.name)
+        else:
+            self.counters.add("kvstrata_io_errors_total", tier=tier.name, operation="read")
+            tier.failed()
+        parent = self._standing(entry)
+        self.drop_copy(entry, tier)
+        if entry.level == GONE and parent is not None:
+            self.sessions.broke(entry, parent, self.index)
+
+    def write_failed(self, tier: Tier, message: str) -> None:
+        """A tier could not store a block: it gets no new ones for a while and says why."""
+        self.counters.add("kvstrata_io_errors_total", tier=tier.name, operation="write")
+        tier.last_error = message
+        tier.failed(self.clock() + WRITE_PAUSE_S)
+
+    def end_leases(self, ended: Iterable[Lease]) -> int:
+        """Free the slots that waited for these leases; returns how many leases there were."""
+        count = 0
+        for lease in ended:
+            count += 1
+            if self.condemned and lease.entry in self.condemned:
+                for residence in self.condemned.pop(lease.entry):
+                    self._free(lease.entry, residence)
+        self.changed.fire()
+        return count
+
+    def release(self, owner: int, ids: Iterable[int]) -> int:
+        """End leases whose reader is done; returns how many of them lived until now.
+
+        What was read under the others is void: their slots may hold something else by now.
+        """
+        done = self.leases.release(owner, ids, self.clock())
+        self.end_leases((*done.valid, *done.late))
+        for cause, count in done.strays.items():
+            self.counters.add("kvstrata_stray_releases_total", count, cause=cause)
+        if done.strays:
+            _log.warning(
+                "leases were not live when they were released", extra={"owner": owner, "strays": dict(done.strays)}
+            )
+        return len(done.valid)
+
+    def is_leased(self, tier: Tier) -> bool:
+        """True while somebody reads from a tier."""
+        return any(lease.residence.tier is tier for lease in self.leases)
+
+    def revoke(self, tier: Tier) -> int:
+        """Take back all leases and pins in a tier that is about to go; returns how many readers lose their lease."""
+        self.pins.end_tier(tier)
+        return self.end_leases(self.leases.end_tier(tier))
+
+    def abandon(self, reservations: Iterable[Reservation]) -> int:
+        """Take slots back that were given out for writing; returns how many."""
+        count = 0
+        for reservation in reservations:
+            count += 1
+            self.growth.lost(reservation.id, self.clock())
+            self.give_back(reservation.tier, reservation.slot, reservation.entry.tenant)
+            if not reservation.entry.residences and reservation.entry.level != GONE:
+                self.index.forget(reservation.entry)
+        return count
+
+    def end_owner(self, owner: int) -> None:
+        """Release everything that a connection held."""
+        leases = self.end_leases(self.leases.end_owner(owner))
+        reservations = self.abandon(self.reservations.take_owner(owner))
+        self.pins.end_owner(owner)
+        self.sessions.end_owner(owner)
+        self.changed.fire()
+        if leases:
+            self.counters.add("kvstrata_expired_total", leases, kind="lease")
+        if reservations:
+            self.counters.add("kvstrata_expired_total", reservations, kind="reservation")
+
+    def drop_scope(self, scope: ScopeId, reason: str) -> int:
+        """Drop every block of a scope; returns how many."""
+        count = 0
+        for count, entry in enumerate(self.index.blocks(scope).entries(), 1):  # noqa: B007  How many they were.
+            self.drop_block(entry, reason)
+        return count
+
+    def holds(self, tier: Tier) -> bool:
+        """True while somebody keeps blocks in a tier by reading, pinning, writing, moving or decoding."""
+        if tier.has_held or any(r.tier is tier for r in self.reservations):
+            return True
+        return any(s.state is SessionState.DECODING for s in self.sessions)  # Its head may be in another tier.
+
+    def decoded(self, scopes: Collection[ScopeId]) -> set[Entry] | None:
+        """Blocks of these scopes that chains of decoding sessions run through; None when they are too many to walk."""
+        found = set[Entry]()
+        heads = [h for s in self.sessions if s.state is SessionState.DECODING for h in s.heads if h.scope in scopes]
+        for head in heads:
+            entry: Entry | None = head
+            while entry is not None and entry not in found:
+                found.add(entry)
+                if len(found) > DECODED_MAX:
+                    return None
+                entry = self.index.parent(entry) if entry.level != GONE else None
+        return found
+
+    def _standing(self, entry: Entry) -> Entry | None:
+        """The nearest block before this one that has a copy."""
+        parent = self.index.parent(entry)
+        while parent is not None and not parent.residences:
+            parent = self.index.parent(parent)
+        return parent
+
+    @staticmethod
+    def _keep(copy: Residence) -> None:
+        """Let a copy outlive the agent, before anybody is told of it."""
+        if copy.tier.lasting is not None:
+            copy.tier.lasting.commit(copy.slot, copy.record)
+
+    def discard(self, entry: Entry, unfinished: Residence) -> None:
+        """Free the slot of a copy that will never be whole, when its last reader has ended its lease."""
+        self._free(entry, unfinished)
+
+    def _free(self, entry: Entry, gone: Residence) -> None:
+        """Give a slot back, at once or when the last reader of just this copy has ended its lease."""
+        if entry.leases and any(lease.residence is gone for lease in self.leases.of(entry)):
+            self.condemned.setdefault(entry, []).append(gone)
+        else:
+            self.give_back(gone.tier, gone.slot, entry.tenant)

@@ -1,0 +1,389 @@
+"""Blocks that nobody uses just now, as rows of 116 bytes: objects for the same take ten times that. No clock, no I/O.
+
+What many blocks have in common (scope, layout, account, tier, codec, epoch, sizes) is kept once, as a kind. Rows lie in
+chunks that never move; a row is found by its digest in one of 256 small open-addressing tables, so that none of them is
+large enough for its growth to be felt.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from kvstrata_agent.blocks.block import TIERS_MAX
+from kvstrata_api.blocks import KEY_BYTES, unpack_digests
+from kvstrata_api.checksum import CHECKSUM_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from kvstrata_agent.blocks.tier import Tier
+    from kvstrata_api.blocks import LayoutId, ScopeId
+
+_ROW: Final = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}s{CHECKSUM_BYTES}sddQQIII{TIERS_MAX}H")
+"""digest, parent, checksum, born, last use, stamp, offset, extent, stored bytes, kind, children at each level."""
+ROW_BYTES: Final = _ROW.size
+FIELDS: Final = np.dtype(
+    [
+        ("digest", "u1", KEY_BYTES), ("parent", "u1", KEY_BYTES), ("checksum", "u1", CHECKSUM_BYTES),
+        ("born_s", "<f8"), ("used_at_s", "<f8"), ("stamp", "<u8"), ("offset", "<u8"),
+        ("extent", "<u4"), ("stored_bytes", "<u4"), ("kind", "<u4"), ("counts", "<u2", TIERS_MAX),
+    ]
+)  # fmt: skip
+_KIND_AT: Final = ROW_BYTES - 2 * TIERS_MAX - 4
+_EXTENT_AT: Final = _KIND_AT - 8
+_COUNTS: Final = struct.Struct(f"<{TIERS_MAX}H")
+_COUNTS_AT: Final = ROW_BYTES - _COUNTS.size
+_U32: Final = struct.Struct("<I")
+NUMBER_MAX: Final = 2**32 - 1
+COUNT_MAX: Final = 2**16 - 1
+
+_CHUNK_BITS: Final = 12
+_CHUNK_ROWS: Final = 1 << _CHUNK_BITS
+_SHARDS: Final = 256
+_SLOTS_MIN: Final = 16
+_EMPTY: Final = 0
+_DELETED: Final = 1
+_FIRST: Final = 2
+"""A table holds a row's number and this; what is below says that there is none."""
+_FREE: Final = 0
+"""Kind of a row that holds no block."""
+
+
+class Kind(NamedTuple):
+    """What a row has in common with many others."""
+
+    scope: ScopeId
+    layout_id: LayoutId
+    tenant: str
+    tier: Tier
+    codec: str
+    epoch: int
+    raw_bytes: int
+    slot_bytes: int
+    is_root: bool
+    """The block continues none."""
+
+
+class Row(NamedTuple):
+    """A block with one copy."""
+
+    kind: Kind
+    digest: bytes
+    parent: bytes
+    checksum: bytes
+    born_s: float
+    used_at_s: float
+    stamp: int
+    offset: int
+    extent: int
+    stored_bytes: int
+    counts: tuple[int, ...]
+    """Children at each level."""
+
+    @property
+    def fits(self) -> bool:
+        """True when no field is too large for a row."""
+        return max(self.stored_bytes, self.extent) <= NUMBER_MAX and max(self.counts) <= COUNT_MAX
+
+
+class _Kinds:
+    """Kinds by number, as long as a row is of them."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Kind, int] = {}
+        self.values: list[Kind | None] = [None]
+        self._uses = [0]
+        self._unused: list[int] = []
+
+    def take(self, kind: Kind, count: int = 1) -> int:
+        number = self._numbers.get(kind)
+        if number is None:
+            if self._unused:
+                number = self._unused.pop()
+                self.values[number] = kind
+            else:
+                number = len(self.values)
+                self.values.append(kind)
+                self._uses.append(0)
+            self._numbers[kind] = number
+        self._uses[number] += count
+        return number
+
+    def give_back(self, number: int) -> None:
+        self._uses[number] -= 1
+        if not self._uses[number]:
+            kind = self.values[number]
+            assert kind is not None, "a row was of it"
+            del self._numbers[kind]
+            self.values[number] = None
+            self._unused.append(number)
+
+    def where(self, is_meant: Callable[[Kind], bool]) -> list[int]:
+        return [number for kind, number in self._numbers.items() if is_meant(kind)]
+
+
+class RowTable:
+    """All rows of a node. A row's number is good until the row is taken out."""
+
+    def __init__(self) -> None:
+        self._chunks: list[bytearray] = []
+        self._kinds = _Kinds()
+        self._tables = [array("I", bytes(4 * _SLOTS_MIN)) for _ in range(_SHARDS)]
+        self._filled = [0] * _SHARDS
+        """Places of each table that are not empty, deleted ones included."""
+        self._unused = array("I")
+        self._rows = 0
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def find(self, scope: ScopeId, digest: bytes) -> int | None:
+        """Number of a block's row; None when it has none, or when that is no key: a root's parent is asked for, too."""
+        at = self._place(scope, digest) if len(digest) == KEY_BYTES else None
+        if at is None:
+            return None
+        table, place = at
+        return table[place] - _FIRST
+
+    def _place(self, scope: ScopeId, digest: bytes) -> tuple[array[int], int] | None:
+        hashed = hash(digest)  # Of a secret that is drawn at the start, so nobody can choose keys that collide.
+        table = self._tables[hashed & (_SHARDS - 1)]
+        mask = len(table) - 1
+        place = (hashed >> 8) & mask
+        chunks = self._chunks
+        while (held := table[place]) != _EMPTY:
+            number = held - _FIRST
+            chunk, start = chunks[number >> _CHUNK_BITS], (number & (_CHUNK_ROWS - 1)) * ROW_BYTES
+            if held != _DELETED and chunk.startswith(digest, start) and self.kind(number).scope == scope:
+                return table, place
+            place = (place + 1) & mask
+        return None
+
+    def put(self, row: Row) -> int:
+        """Add a row whose block has none; returns its number. It must fit."""
+        if not self._unused:
+            self._add_chunk()
+        number = self._unused.pop()
+        chunk, start = self._at(number)
+        kind = self._kinds.take(row.kind)
+        _ROW.pack_into(
+            chunk, start, row.digest, row.parent, row.checksum, row.born_s, row.used_at_s, row.stamp, row.offset,
+            row.extent, row.stored_bytes, kind, *row.counts,
+        )  # fmt: skip
+        self._rows += 1
+        self._enter(hash(row.digest), number)
+        return number
+
+    def put_all(self, kinds: Sequence[Kind], of: NDArray[np.intp], rows: NDArray[np.void]) -> NDArray[np.uint32]:
+        """Add `FIELDS` of blocks that have no rows, each of the kind that `of` says; returns their numbers."""
+        uses = np.bincount(of, minlength=len(kinds)).tolist()
+        rows["kind"] = np.array([self._kinds.take(kind, count) for kind, count in zip(kinds, uses, strict=True)])[of]
+        numbers = self._free_numbers(len(rows))
+        chunks = numbers >> _CHUNK_BITS
+        for chunk in np.unique(chunks).tolist():
+            chosen = chunks == chunk
+            places = numbers[chosen] & (_CHUNK_ROWS - 1)
+            np.frombuffer(self._chunks[chunk], FIELDS).put(places, rows.compress(chosen))
+        self._rows += len(rows)
+        self._enter_all(unpack_digests(rows["digest"].tobytes()), numbers)
+        return numbers
+
+    def _free_numbers(self, count: int) -> NDArray[np.uint32]:
+        while len(self._unused) < count:
+            self._add_chunk()
+        kept = len(self._unused) - count
+        numbers = np.array(self._unused[kept:], np.uint32)[::-1]
+        del self._unused[kept:]
+        return numbers
+
+    def _add_chunk(self) -> None:
+        """Numbers are handed out one after the other, a chunk at a time when there are none."""
+        first = len(self._chunks) << _CHUNK_BITS
+        self._chunks.append(bytearray(_CHUNK_ROWS * ROW_BYTES))
+        self._unused.extend(range(first + _CHUNK_ROWS - 1, first - 1, -1))
+
+    def _enter_all(self, digests: Sequence[bytes], numbers: NDArray[np.uint32]) -> None:
+        """Enter rows a table at a time: one by one they take five times as long."""
+        hashes = np.fromiter(map(hash, digests), np.int64, len(digests))
+        shards = hashes & (_SHARDS - 1)
+        order = np.argsort(shards.astype(np.uint8), kind="stable")
+        hashes, held = hashes[order] >> 8, (numbers[order] + np.uint32(_FIRST)).tolist()
+        ends = np.bincount(shards, minlength=_SHARDS).cumsum().tolist()
+        for shard, (start, end) in enumerate(pairwise([0, *ends])):
+            if 3 * (self._filled[shard] + end - start) > 2 * len(self._tables[shard]):
+                self._rebuild(shard, end - start)
+            self._filled[shard] += _fill(self._tables[shard], hashes[start:end], held[start:end])
+
+    def _enter(self, hashed: int, number: int) -> None:
+        shard = hashed & (_SHARDS - 1)
+        if 3 * (self._filled[shard] + 1) > 2 * len(self._tables[shard]):
+            self._rebuild(shard)
+        table = self._tables[shard]
+        mask = len(table) - 1
+        place = (hashed >> 8) & mask
+        while table[place] >= _FIRST:
+            place = (place + 1) & mask
+        self._filled[shard] += table[place] == _EMPTY
+        table[place] = number + _FIRST
+
+    def expect(self, rows: int) -> None:
+        """Make room in the tables for so many rows more, where there is less."""
+        more = rows // _SHARDS + 1
+        for shard, table in enumerate(self._tables):
+            if 3 * (self._filled[shard] + more) > 2 * len(table):
+                self._rebuild(shard, more)
+
+    def _rebuild(self, shard: int, more: int = 1) -> None:
+        """Make a table anew, at most half full with so many more, and without what was deleted."""
+        held = [h for h in self._tables[shard] if h >= _FIRST]
+        slots = max(_SLOTS_MIN, 1 << (2 * (len(held) + more) - 1).bit_length())
+        table = self._tables[shard] = array("I", bytes(4 * slots))
+        self._filled[shard] = len(held)
+        for h in held:
+            chunk, start = self._at(h - _FIRST)
+            place = (hash(bytes(chunk[start : start + KEY_BYTES])) >> 8) & (slots - 1)
+            while table[place]:
+                place = (place + 1) & (slots - 1)
+            table[place] = h
+
+    def take(self, number: int) -> Row:
+        """Take a row out and return it."""
+        row = self.read(number)
+        at = self._place(row.kind.scope, row.digest)
+        assert at is not None, "every row is in its table"
+        table, place = at
+        table[place] = _DELETED
+        chunk, start = self._at(number)
+        self._kinds.give_back(_U32.unpack_from(chunk, start + _KIND_AT)[0])
+        _U32.pack_into(chunk, start + _KIND_AT, _FREE)
+        self._rows -= 1
+        self._unused.append(number)
+        return row
+
+    def read(self, number: int) -> Row:
+        """Return a row."""
+        row = self.peek(number)
+        assert row is not None, f"row {number} holds no block"
+        return row
+
+    def peek(self, number: int) -> Row | None:
+        """Return a row; None when it holds no block any more."""
+        digest, parent, checksum, born_s, used_at_s, stamp, offset, extent, stored, of, *counts = _ROW.unpack_from(
+            *self._at(number)
+        )
+        kind = self._kinds.values[of]
+        if kind is None:
+            return None
+        before = b"" if kind.is_root else parent
+        return Row(kind, digest, before, checksum, born_s, used_at_s, stamp, offset, extent, stored, tuple(counts))
+
+    def lies_in(self, number: int, tier: Tier, extent: int) -> bool:
+        """True when a row holds a block of this extent."""
+        chunk, start = self._at(number)
+        kind = self._kinds.values[_U32.unpack_from(chunk, start + _KIND_AT)[0]]
+        return kind is not None and kind.tier is tier and _U32.unpack_from(chunk, start + _EXTENT_AT)[0] == extent
+
+    def parent(self, number: int) -> bytes:
+        """Digest of the block before a row's, empty for a root."""
+        chunk, start = self._at(number)
+        return b"" if self.kind(number).is_root else bytes(chunk[start + KEY_BYTES : start + 2 * KEY_BYTES])
+
+    def kind(self, number: int) -> Kind:
+        """Kind of a row."""
+        chunk, start = self._at(number)
+        kind: Kind | None = self._kinds.values[_U32.unpack_from(chunk, start + _KIND_AT)[0]]
+        assert kind is not None, f"row {number} holds no block"
+        return kind
+
+    def count(self, number: int, level: int, step: int) -> bool:
+        """Count children of a block at a level; False when there are more than a row can tell."""
+        chunk, start = self._at(number)
+        counts = list(_COUNTS.unpack_from(chunk, start + _COUNTS_AT))
+        if counts[level] + step > COUNT_MAX:
+            return False
+        counts[level] += step
+        _COUNTS.pack_into(chunk, start + _COUNTS_AT, *counts)
+        return True
+
+    def clear_counts(self) -> None:
+        """Forget the children of all rows."""
+        for fields in self._fields():
+            fields["counts"] = 0
+
+    def where(self, is_meant: Callable[[Kind], bool]) -> list[NDArray[np.uint32]]:
+        """Numbers of the rows whose kind is meant, in arrays of one chunk each, none of them empty."""
+        kinds = self._kinds.where(is_meant)
+        if not kinds:
+            return []
+        chosen = np.zeros(len(self._kinds.values), np.bool_)
+        chosen[kinds] = True
+        found = (np.flatnonzero(chosen[fields["kind"]]) for fields in self._fields())
+        return [(at + (i << _CHUNK_BITS)).astype(np.uint32) for i, at in enumerate(found) if len(at)]
+
+    def crowded(self) -> list[int]:
+        """Numbers of rows with more children in all than a row can tell of one level."""
+        parts = (
+            (part, self._column("counts", part).sum(axis=1, dtype=np.int64)) for part in self.where(lambda _: True)
+        )
+        return [number for part, children in parts for number in part[children > COUNT_MAX].tolist()]
+
+    def childless(self, tier: Tier) -> list[int]:
+        """Numbers of rows in a tier without a child there or faster."""
+        parts = self.where(lambda kind: kind.tier is tier)
+        found = (part[~self._column("counts", part)[:, : tier.level + 1].any(axis=1)] for part in parts)
+        return [number for part in found for number in part.tolist()]
+
+    def _column(self, name: str, numbers: NDArray[np.uint32]) -> NDArray[Any]:
+        """One field of rows of one chunk, of which there is one at least."""
+        fields = np.frombuffer(self._chunks[int(numbers[0]) >> _CHUNK_BITS], FIELDS)
+        column: NDArray[Any] = fields[name][numbers & (_CHUNK_ROWS - 1)]
+        return column
+
+    def older(self, numbers: NDArray[np.uint32], used_by_s: float, born_by_s: float) -> NDArray[np.uint32]:
+        """Those rows of one chunk that were used, or born, by then; birth counts as a use."""
+        born_s, used_at_s = self._column("born_s", numbers), self._column("used_at_s", numbers)
+        is_old: NDArray[np.bool_] = (np.maximum(born_s, used_at_s) <= used_by_s) | (born_s <= born_by_s)
+        return numbers[is_old]
+
+    def digests(self, numbers: NDArray[np.uint32]) -> bytes:
+        """Joined digests of rows of one chunk."""
+        return self._joined("digest", numbers)
+
+    def parents(self, numbers: NDArray[np.uint32]) -> bytes:
+        """Joined parents of rows of one chunk; zeros stand for none."""
+        return self._joined("parent", numbers)
+
+    def _joined(self, name: str, numbers: NDArray[np.uint32]) -> bytes:
+        return self._column(name, numbers).tobytes() if len(numbers) else b""
+
+    def _fields(self) -> Iterator[NDArray[np.void]]:
+        return (np.frombuffer(chunk, FIELDS) for chunk in self._chunks)
+
+    def _at(self, number: int) -> tuple[bytearray, int]:
+        return self._chunks[number >> _CHUNK_BITS], (number & (_CHUNK_ROWS - 1)) * ROW_BYTES
+
+
+def _fill(table: array[int], hashes: NDArray[np.int64], held: Sequence[int]) -> int:
+    """Put rows into a table that has room for them; returns how many empty places that took."""
+    mask, first, filled = len(table) - 1, _FIRST, 0
+    for start, row in zip((hashes & mask).tolist(), held, strict=True):
+        place = start
+        while (there := table[place]) >= first:
+            place = (place + 1) & mask
+        filled += there == _EMPTY
+        table[place] = row
+    return filled
+
+
+assert FIELDS.itemsize == ROW_BYTES, "both say the same of a row"
+assert FIELDS.fields is not None
+assert FIELDS.fields["kind"][1] == _KIND_AT
+assert FIELDS.fields["extent"][1] == _EXTENT_AT
+assert FIELDS.fields["counts"][1] == _COUNTS_AT

@@ -1,0 +1,328 @@
+"""Sessions: conversations and agent runs, with their life and the heads of their chains. No clock, no I/O.
+
+A session is known by its tenant and its name, so that no tenant can touch another's. The head of a chain is its last
+block; while the session decodes, its heads are guarded, and with them everything that they continue, because a
+parent never leaves before its children. A fork starts with the heads of its parent and holds them by itself, so it
+does not matter to it what becomes of the parent.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+from kvstrata_agent.policy.fair_share import FairOrder
+from kvstrata_api.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from kvstrata_agent.blocks.block import Entry
+    from kvstrata_agent.blocks.index import Index
+    from kvstrata_api.blocks import ScopeSecret
+
+SESSIONS_MAX: Final = 65_536
+"""Sessions that a node remembers. Over it the tenant that has most forgets a quiet one, the least recently touched,
+and for another tenant an open one. A session that decodes is never forgotten: the new one is refused instead."""
+HEADS_MAX: Final = 64
+"""Chains of one session: parallel samples of one prompt; older heads lose their guard."""
+GUARD_S: Final = 600.0
+"""A decoding session that nobody touches for so long becomes idle."""
+URGENCY_S: Final = 60.0
+"""How long an urgency holds after the touch, or after the return that was expected: urgency always expires."""
+
+
+class SessionState(StrEnum):
+    """Life of a session."""
+
+    OPEN = "open"
+    DECODING = "decoding"
+    IDLE = "idle"
+    ARCHIVING = "archiving"
+    """Finished; its chain is being copied to a tier that survives."""
+    ARCHIVED = "archived"
+    """Every block of its chain has a copy that survives a restart."""
+
+
+QUIET: Final = frozenset({SessionState.IDLE, SessionState.ARCHIVING, SessionState.ARCHIVED})
+"""States in which nobody works on the session."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """What is known about one session."""
+
+    tenant: str
+    name: str
+    owners: set[int] = field(default_factory=set)
+    """Connections that opened or touched it; when the last of them has died the session becomes idle."""
+    parent: str = ""
+    priority: str = ""
+    state: SessionState = SessionState.OPEN
+    turns: int = 0
+    """Times that it came back after it was idle, or was opened again."""
+    urgency: int = 0
+    urgent_until_s: float = 0.0
+    """Monotonic second at which the urgency is over."""
+    returns_at_s: float = 0.0
+    """Monotonic second of the expected return; 0 when unknown."""
+    touched_at_s: float = 0.0
+    heads: OrderedDict[Entry, None] = field(default_factory=OrderedDict)
+    secret: ScopeSecret | None = None
+    """Of the tenant's own scope: names the session in the directory and in the journal."""
+    parent_digest: bytes = b""
+    """Of the parent session, where its name is not known: the session was revived."""
+    absent: tuple[tuple[str, bytes], ...] = ()
+    """Scope and digest of heads of an earlier run whose blocks are not here (yet)."""
+    is_changed: bool = False
+    """True until the directory and the journal were told."""
+    is_forgotten: bool = False
+    """True once nobody will let go of its heads any more, so that it takes no new ones: a slow request may hold it."""
+
+    @property
+    def guard(self) -> str:
+        """Name under which the session guards its heads."""
+        return f"{self.tenant}/{self.name}"
+
+    def follow(self, chain: Sequence[Entry]) -> None:
+        """Note that the session's chain runs through these blocks, in chain order; the last one is a head now."""
+        if not chain:
+            return
+        if self.heads:
+            passed = {(e.scope, e.digest) for e in chain} | {(chain[0].scope, chain[0].parent)}
+            for head in tuple(self.heads):
+                if (head.scope, head.digest) in passed:
+                    self.drop_head(head)
+        self.add_head(chain[-1])
+
+    def add_head(self, head: Entry) -> None:
+        """Make a block a head, and guard it while the session decodes."""
+        if self.is_forgotten:
+            return
+        self.heads[head] = None
+        self.is_changed = True
+        if head.followers is None:
+            head.followers = {self}
+        else:
+            head.followers.add(self)
+        if self.state is SessionState.DECODING:
+            _add_guard(head, self.guard)
+        while len(self.heads) > HEADS_MAX:
+            self.drop_head(next(iter(self.heads)))
+
+    def drop_head(self, entry: Entry) -> None:
+        """Let go of a head and its guard."""
+        if entry in self.heads:
+            del self.heads[entry]
+            _drop_guard(entry, self.guard)
+            if entry.followers is not None:
+                entry.followers.discard(self)
+                entry.followers = entry.followers or None
+
+    def enter(self, state: SessionState) -> None:
+        """Change the state; guards follow it."""
+        self.is_changed = self.is_changed or state is not self.state
+        self.state = state
+        for head in self.heads:
+            if state is SessionState.DECODING:
+                _add_guard(head, self.guard)
+            else:
+                _drop_guard(head, self.guard)
+
+    def urgency_at(self, now_s: float) -> int:
+        """Urgency that still holds."""
+        return self.urgency if now_s < self.urgent_until_s else 0
+
+
+class SessionTable:
+    """All sessions of this node."""
+
+    def __init__(self, sessions_max: int = SESSIONS_MAX) -> None:
+        self._sessions: dict[tuple[str, str], Session] = {}
+        self._order: FairOrder[tuple[str, str]] = FairOrder()
+        self._owned: dict[int, set[Session]] = {}
+        self._max = sessions_max
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions.values())
+
+    def find(self, tenant: str, name: str) -> Session | None:
+        """Return a session of this tenant, or None."""
+        return self._sessions.get((tenant, name))
+
+    def open(self, tenant: str, name: str, owner: int, now_s: float, parent: str = "", priority: str = "") -> Session:
+        """Start a session, or revive the one of that name; a fork starts with the heads of its parent.
+
+        Raises `InvalidInputError` when there are too many and none may be forgotten.
+        """
+        session = self.find(tenant, name)
+        if session is None:
+            session = Session(tenant, name, parent=parent, priority=priority, is_changed=True)
+            origin = self.find(tenant, parent) if parent else None
+            for head in origin.heads if origin is not None else ():
+                session.add_head(head)
+            if not self._add(session):
+                told = f"{self._order.count(tenant)} of this tenant are open, and none of them may be forgotten"
+                raise InvalidInputError(f"session {name!r}: {told}; a node remembers {self._max}")
+        else:
+            session.turns += 1
+            session.priority = priority or session.priority
+            if session.state is not SessionState.DECODING or not session.owners - {owner}:
+                session.enter(SessionState.OPEN)  # Another rank of the same engine may decode already.
+        self._own(session, owner)
+        self.refresh(session, now_s)
+        return session
+
+    def revive(self, tenant: str, name: str, now_s: float, priority: str) -> Session:
+        """Take up a session of an earlier run, idle and owned by nobody; there must be none of that name.
+
+        One for which there is no place is forgotten at once.
+        """
+        assert self.find(tenant, name) is None, "a session is revived once"
+        session = Session(tenant, name, priority=priority, state=SessionState.IDLE)
+        self._add(session)
+        self.refresh(session, now_s)
+        return session
+
+    def touch(
+        self,
+        session: Session,
+        state: SessionState,
+        urgency: int,
+        return_s: float,
+        now_s: float,
+        owner: int | None = None,
+    ) -> None:
+        """Take a hint: what the session does now and when it is expected back."""
+        if owner is not None:
+            self._own(session, owner)
+        if session.state in QUIET and state is SessionState.DECODING:
+            session.turns += 1
+        session.urgency = urgency
+        session.returns_at_s = now_s + return_s if return_s > 0 else 0.0
+        session.urgent_until_s = max(now_s, session.returns_at_s) + URGENCY_S
+        session.is_changed = True
+        session.enter(state)
+        self.refresh(session, now_s)
+
+    def refresh(self, session: Session, now_s: float) -> None:
+        """Note that the session was heard of: what it reads and writes shows as well as a touch that it lives."""
+        session.touched_at_s = now_s
+        if self.find(session.tenant, session.name) is session:
+            self._order.use(session.tenant, (session.tenant, session.name))
+
+    def forget(self, session: Session) -> None:
+        """Let go of a session and of all that it holds. Idempotent."""
+        session.is_forgotten = True
+        for head in tuple(session.heads):
+            session.drop_head(head)
+        if self.find(session.tenant, session.name) is session:
+            del self._sessions[session.tenant, session.name]
+            self._order.drop((session.tenant, session.name))
+        for owner in session.owners:
+            self._owned[owner].discard(session)
+            if not self._owned[owner]:
+                del self._owned[owner]
+        session.owners = set()
+
+    def close(self, session: Session, *, archive: bool) -> list[Entry]:
+        """End a session and return its heads; one to be archived is remembered, another one is forgotten."""
+        heads = list(session.heads)
+        session.enter(SessionState.ARCHIVING)
+        if not archive:
+            self.forget(session)
+        return heads
+
+    def end_owner(self, owner: int) -> None:
+        """Turn sessions idle whose last connection has died."""
+        for session in self._owned.pop(owner, set()):
+            session.owners.discard(owner)
+            if not session.owners and session.state not in QUIET:
+                session.enter(SessionState.IDLE)
+
+    def sweep(self, now_s: float, idle_s: float = float("inf")) -> list[Session]:
+        """Turn decoding sessions idle that nobody touched for `GUARD_S`; returns idle ones that are finished.
+
+        Finished is a session that is idle for `idle_s` after its last touch and after its expected return.
+        """
+        finished: list[Session] = []
+        for session in self._sessions.values():
+            quiet_s = now_s - max(session.touched_at_s, session.returns_at_s)
+            if session.state is SessionState.DECODING and now_s - session.touched_at_s >= GUARD_S:
+                session.enter(SessionState.IDLE)
+            elif session.state is SessionState.IDLE and quiet_s >= idle_s:
+                finished.append(session)
+        return finished
+
+    def lost(self, entry: Entry, parent: Entry | None) -> None:
+        """A head has no copy any more: its sessions fall back to the block before it."""
+        for session in tuple(entry.followers or ()):
+            session.drop_head(entry)
+            if parent is not None:
+                session.add_head(parent)
+
+    def broke(self, entry: Entry, parent: Entry, index: Index) -> None:
+        """A block amid a chain has failed: decoding sessions that ran through it hold on to what stands before it."""
+        for session in self._sessions.values():
+            if session.state is SessionState.DECODING and _runs_through(session.heads, entry, index):
+                session.add_head(parent)
+
+    def counts(self) -> dict[SessionState, int]:
+        """Sessions by state."""
+        counts = dict.fromkeys(SessionState, 0)
+        for session in self._sessions.values():
+            counts[session.state] += 1
+        return counts
+
+    def _own(self, session: Session, owner: int) -> None:
+        session.owners.add(owner)
+        self._owned.setdefault(owner, set()).add(session)
+
+    def _add(self, session: Session) -> bool:
+        """Remember a new session; false when it is too many."""
+        key = (session.tenant, session.name)
+        self._sessions[key] = session
+        self._order.use(session.tenant, key)
+        if len(self._sessions) > self._max:
+            self.forget(self._superfluous(session))
+        return key in self._sessions
+
+    def _superfluous(self, newest: Session) -> Session:
+        """Which session makes way for the newest; itself when nobody has to."""
+        payer = self._order.payer()
+        may_go = [QUIET] if newest.tenant == payer else [QUIET, frozenset({SessionState.OPEN})]
+        found = (s for states in may_go for s in self._of(payer) if s.state in states)
+        return next(found, newest)
+
+    def _of(self, tenant: str) -> Iterator[Session]:
+        return (self._sessions[key] for key in self._order.of(tenant))
+
+
+def _runs_through(heads: Iterable[Entry], gone: Entry, index: Index) -> bool:
+    """True when a chain that ends at one of the heads continues a block that is not here any more."""
+    for head in heads:
+        entry: Entry | None = head if head.residences else None
+        while entry is not None:
+            if entry.scope == gone.scope and entry.parent == gone.digest:
+                return True
+            entry = index.parent(entry)
+    return False
+
+
+def _add_guard(entry: Entry, guard: str) -> None:
+    if entry.guards is None:
+        entry.guards = {guard}
+    else:
+        entry.guards.add(guard)
+
+
+def _drop_guard(entry: Entry, guard: str) -> None:
+    if entry.guards is not None:
+        entry.guards.discard(guard)
+        if not entry.guards:
+            entry.guards = None

@@ -1,0 +1,330 @@
+"""One tier of this node as the core sees it: its backend, its state and which blocks lie in it. No I/O of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
+
+from kvstrata_agent.backends.base import (
+    Device,
+    GroupBackend,
+    LastingBackend,
+    MappableBackend,
+    PacedBackend,
+    SlotRef,
+    StripedBackend,
+    TierBackend,
+)
+from kvstrata_agent.backends.recovered import ColumnarBackend
+from kvstrata_agent.blocks.eviction_queue import LeafQueue
+from kvstrata_agent.blocks.tier_contents import Residents
+from kvstrata_agent.policy.placement import TierFacts
+from kvstrata_agent.policy.quota import over_hard_bytes
+from kvstrata_api.errors import BackendFailedError, QuotaExceededError, TierFullError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvstrata_agent.blocks.block import Entry
+    from kvstrata_agent.blocks.tier_contents import Folds
+    from kvstrata_api.blocks import ScopeId
+    from kvstrata_api.models.poolnode import NodeTier, TierProbe
+
+Phase = Literal["Pending", "Ready", "Degraded", "Failed", "Draining"]
+
+WRITE_PAUSE_S: Final = 10.0
+"""A tier that failed a write gets no new blocks for so long: long enough not to burn time on a full disk."""
+
+FAILURES_MAX: Final = 3
+"""Failures in a row after which a tier counts as failed: one may be a bad sector, three are a bad disk."""
+
+ORDINAL_SHIFT: Final = 32
+"""Extent numbers of a backend stay below 2^32; above them stands which backend it was."""
+
+
+@dataclass(slots=True, eq=False)
+class Tier:
+    """State of one provisioned tier. Compared by identity: a tier that was set up again is another one."""
+
+    spec: NodeTier
+    level: int
+    """0 is the fastest tier of the pool."""
+    backend: TierBackend
+    ordinal: int
+    """Unique in the life of the process, so that extents of two backends are never confused."""
+    probe: TierProbe | None = None
+    last_error: str = ""
+    paused_until_s: float = 0.0
+    """Monotonic second until which no block is written here."""
+    failures: int = 0
+    """Failed reads and writes since the last one that succeeded."""
+    is_recovering: bool = False
+    """True while what an earlier run left behind is entered: until then nobody knows which slots are free."""
+    is_gone: bool = False
+    """True once its backend is about to be closed, after which nothing may be asked of it."""
+    blocks: int = 0
+    closing: frozenset[int] = frozenset()
+    """Extents that are to be empty: a shrink wants it, or they hold too little."""
+    shrinking: frozenset[int] = frozenset()
+    """Those of them that the last resize closed."""
+    leaves_by_s: float | None = None
+    """Monotonic second until which its blocks move to other tiers, because it is declared no more; None: it stays."""
+    is_drained: bool = False
+    """True while a KVOperation wants its blocks in other tiers."""
+    is_stuck: bool = False
+    """True when a tier that is emptied has nothing that can move now."""
+    rests_until_s: float = 0.0
+    """Monotonic second until which a drained tier that was stuck is left alone."""
+    rest_s: float = 0.0
+    """How long it was left alone last; 0 after something moved."""
+    extents: dict[int, Residents] = field(default_factory=dict)
+    """Blocks by extent; extents without any are absent."""
+    queues: dict[tuple[ScopeId, str], LeafQueue[Entry]] = field(default_factory=dict)
+    """Possible victims by scope and account."""
+    tenant_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes of all slots that each account has, written or not; accounts without any are absent."""
+    raw_bytes_written: int = 0
+    stored_bytes_written: int = 0
+    recovered_blocks: int = 0
+    """Blocks of an earlier run that were found when the tier came up."""
+    refused_told: int = 0
+    """Refused requests of its store that the metrics know of."""
+    mappable: MappableBackend | None = field(init=False)
+    """The backend, when engines can map its extents. Found out once: asking a protocol takes 15 us."""
+    striped: StripedBackend | None = field(init=False)
+    """The backend, when it is one of several devices."""
+    paced: PacedBackend | None = field(init=False)
+    """The backend, when its medium may refuse requests."""
+    lasting: LastingBackend | None = field(init=False)
+    """The backend, when it has to be told of the blocks that are to outlive the agent."""
+    columnar: ColumnarBackend | None = field(init=False)
+    """The backend, when it can tell of blocks of earlier runs an extent at a time."""
+    group: GroupBackend | None = field(init=False)
+    """The backend, when it takes several blocks at a time."""
+
+    def __post_init__(self) -> None:
+        self.mappable = self.backend if isinstance(self.backend, MappableBackend) else None
+        self.striped = self.backend if isinstance(self.backend, StripedBackend) else None
+        self.paced = self.backend if isinstance(self.backend, PacedBackend) else None
+        outlives_agent = self.backend.capabilities.outlives_agent
+        self.lasting = self.backend if outlives_agent and isinstance(self.backend, LastingBackend) else None
+        self.group = self.backend if isinstance(self.backend, GroupBackend) else None
+        self.columnar = self.backend if isinstance(self.backend, ColumnarBackend) else None
+
+    @property
+    def name(self) -> str:
+        """Name of the tier in the pool."""
+        return self.spec.name
+
+    @property
+    def fill_ratio(self) -> float:
+        """Used over capacity."""
+        return self.backend.used_bytes / max(1, self.backend.capacity_bytes)
+
+    @property
+    def is_leaving(self) -> bool:
+        """True while it is emptied because nobody declares it any more."""
+        return self.leaves_by_s is not None
+
+    @property
+    def is_closed(self) -> bool:
+        """True while it takes nothing new and is emptied, whatever for."""
+        return self.is_drained or self.is_leaving
+
+    def drain(self, *, is_wanted: bool) -> None:
+        """Begin to be emptied, or take blocks again."""
+        if is_wanted and not self.is_drained:
+            self.is_stuck, self.rests_until_s, self.rest_s = False, 0.0, 0.0
+        self.is_drained = is_wanted
+
+    @property
+    def has_held(self) -> bool:
+        """True while somebody leases, pins, decodes from or moves a block that lies here."""
+        return any(entry.is_held for residents in self.extents.values() for entry in residents.in_use)
+
+    @property
+    def shrinking_blocks(self) -> int:
+        """Blocks that lie where the last resize left no room."""
+        return sum(len(self.extents.get(extent, ())) for extent in self.shrinking & self.closing)
+
+    def phase(self, now_s: float) -> Phase:
+        """What the status says of the tier."""
+        if self.is_recovering:
+            return "Pending"
+        if self.is_closed:
+            return "Draining"
+        if self.failures >= FAILURES_MAX:
+            return "Failed"
+        is_short = now_s < self.paused_until_s or any(d.error for d in self.devices)
+        return "Degraded" if self.failures or is_short else "Ready"
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Its devices, where they are several."""
+        return self.striped.devices if self.striped is not None else ()
+
+    def failed(self, until_s: float | None = None) -> None:
+        """Count a failure and give the tier no blocks until then; one of several devices leaves that to the others."""
+        if any(not d.error for d in self.devices):
+            return
+        self.failures += 1
+        if until_s is not None:
+            self.paused_until_s = until_s
+
+    def facts(self, now_s: float) -> TierFacts:
+        """Return what a placement may know."""
+        can = self.backend.capabilities
+        takes_writes = now_s >= self.paused_until_s and not self.is_recovering and not self.is_closed
+        return TierFacts(self.name, self.level, takes_writes, can.survives_restart, can.is_memory)
+
+    def extent_number(self, extent: int) -> int:
+        """Number of an extent outside of its backend: on the wire and towards peers."""
+        return self.ordinal << ORDINAL_SHIFT | extent
+
+    def relief(self, scope: ScopeId, size_bytes: int, writer: str) -> frozenset[int]:
+        """Extents that, once emptied, leave room for such a slot."""
+        if self.mappable is not None:
+            return self.mappable.relief(scope, size_bytes, writer)
+        return self.backend.relief(scope, size_bytes)
+
+    def take(
+        self, scope: ScopeId, tenant: str, size_bytes: int, hard_bytes: int | None = None, writer: str = ""
+    ) -> SlotRef:
+        """Take a slot on a tenant's account, in one step with the check of its quota.
+
+        `writer` is the tenant whose client is to fill the slot, empty when we do; only memory that engines map asks.
+        Raises `TierFullError` when there is no room, and `QuotaExceededError` when there is none for this tenant.
+        """
+        if self.is_recovering:
+            raise TierFullError(f"tier {self.name}: the blocks of an earlier run are still being entered", delay_s=1.0)
+        if self.is_closed:
+            why = "it is declared no more" if self.is_leaving else "it is drained"
+            raise TierFullError(f"tier {self.name}: {why}, and takes no blocks", delay_s=1.0)
+        used_bytes = self.tenant_bytes.get(tenant, 0)
+        if hard_bytes is not None and over_hard_bytes(used_bytes, size_bytes, hard_bytes):
+            raise self._exceeded(tenant, used_bytes, size_bytes, hard_bytes)
+        if self.mappable is not None:
+            slot = self.mappable.reserve(scope, size_bytes, writer)
+        else:
+            slot = self.backend.reserve(scope, size_bytes)
+        if hard_bytes is not None and over_hard_bytes(used_bytes, slot.size_bytes, hard_bytes):
+            self.backend.drop(slot)
+            raise self._exceeded(tenant, used_bytes, slot.size_bytes, hard_bytes)
+        self.tenant_bytes[tenant] = used_bytes + slot.size_bytes
+        return slot
+
+    def take_run(
+        self, scope: ScopeId, tenant: str, size_bytes: int, count: int, hard_bytes: int | None, writer: str
+    ) -> list[SlotRef]:
+        """Take up to `count` slots of equal size in memory that engines map; fewer where room or quota end."""
+        assert self.mappable is not None
+        if not count or self.is_recovering or self.is_closed:
+            return []
+        slots: list[SlotRef] = []
+        if hard_bytes is not None:  # The size of a slot is known once there is one.
+            try:
+                slots.append(self.take(scope, tenant, size_bytes, hard_bytes, writer))
+            except (TierFullError, BackendFailedError):
+                return []
+            count = min(count, 1 + (hard_bytes - self.tenant_bytes[tenant]) // slots[0].size_bytes)
+        more = self.mappable.reserve_run(scope, size_bytes, count - len(slots), writer)
+        if more:
+            self.tenant_bytes[tenant] = self.tenant_bytes.get(tenant, 0) + len(more) * more[0].size_bytes
+        return slots + more
+
+    def _exceeded(self, tenant: str, used_bytes: int, want_bytes: int, hard_bytes: int | None) -> QuotaExceededError:
+        told = f"quota {hard_bytes} B, used {used_bytes} B, want {want_bytes} B"
+        return QuotaExceededError(f"tenant {tenant}, tier {self.name}: {told}", delay_s=1.0)
+
+    def charge(self, tenant: str, size_bytes: int) -> None:
+        """Put slots on a tenant's account that nobody took here: an earlier run did."""
+        if size_bytes:
+            self.tenant_bytes[tenant] = self.tenant_bytes.get(tenant, 0) + size_bytes
+
+    def give_back(self, slot: SlotRef, tenant: str) -> None:
+        """Let the backend have a slot again, once; with the tier, all of its slots are gone."""
+        left_bytes = self.tenant_bytes[tenant] - slot.size_bytes
+        if left_bytes:
+            self.tenant_bytes[tenant] = left_bytes
+        else:
+            del self.tenant_bytes[tenant]
+        if not self.is_gone:
+            self.backend.drop(slot)
+
+    def extent_released(self, extent: int) -> None:
+        """Note that an extent is gone, so a shrink need not wait for it."""
+        self.closing -= {extent}
+
+    def add(self, entry: Entry, slot: SlotRef) -> None:
+        """Note that a block lies here, and may be a victim."""
+        self.note(entry, slot)
+        self.offer(entry)
+
+    def note(self, entry: Entry, slot: SlotRef) -> None:
+        """Note that a block lies here."""
+        self.note_all(((entry, slot),))
+
+    def note_all(self, placed: Sequence[tuple[Entry, SlotRef]]) -> None:
+        """Note that blocks lie here."""
+        for entry, slot in placed:
+            self._residents(slot.extent, entry.scope).in_use.add(entry)
+        self.blocks += len(placed)
+
+    def _residents(self, extent: int, scope: ScopeId) -> Residents:
+        residents = self.extents.get(extent)
+        if residents is None:
+            residents = self.extents[extent] = Residents(self, extent, scope)
+        return residents
+
+    def folded(self, numbers: Sequence[int], extent: int, scope: ScopeId, folds: Folds) -> None:
+        """Note that blocks lie here that are rows."""
+        self._residents(extent, scope).fold(numbers, folds)
+        self.blocks += len(numbers)
+
+    def forget_entry(self, entry: Entry, extent: int) -> None:
+        """Forget the entry of a block that lies here, because it becomes a row."""
+        self.extents[extent].in_use.remove(entry)
+        self.blocks -= 1
+
+    def unfolded(self, entry: Entry, extent: int) -> None:
+        """Note the entry of a block that was a row."""
+        residents = self.extents[extent]
+        residents.folded -= 1
+        residents.in_use.add(entry)
+
+    def remove(self, entry: Entry, slot: SlotRef) -> None:
+        """Note that a block has left the slot."""
+        residents = self.extents[slot.extent]
+        residents.in_use.remove(entry)
+        if not residents:
+            del self.extents[slot.extent]
+        self.blocks -= 1
+        self.withdraw(entry)
+
+    def withdraw(self, entry: Entry) -> None:
+        """Take a block out of the possible victims, if it is one of them."""
+        key = (entry.scope, entry.tenant)
+        queue = self.queues.get(key)
+        if queue is not None:
+            queue.discard(entry)
+            if not queue:
+                del self.queues[key]
+
+    def offer(self, entry: Entry) -> None:
+        """Put a block among the possible victims; whether it is one is looked at when it comes up."""
+        key = (entry.scope, entry.tenant)
+        queue = self.queues.get(key)
+        if queue is None:
+            queue = self.queues[key] = LeafQueue()
+        queue.push(entry)
+
+    def age(self, entry: Entry) -> None:
+        """Bring a block, whose last use was set back, to the front of the possible victims, if it is one of them."""
+        queue = self.queues.get((entry.scope, entry.tenant))
+        if queue is not None and queue.discard(entry):
+            queue.push(entry)
+
+    def residents(self) -> Iterator[Entry]:
+        """All blocks that are here now, in no order, an extent at a time; they may be taken out meanwhile."""
+        for extent in tuple(self.extents):
+            yield from tuple(self.extents.get(extent, ()))

@@ -1,0 +1,1 @@
+"""What engines, periodic duties and peers ask of the blocks of this node."""

@@ -1,0 +1,218 @@
+"""Sends blocks down before the watermark asks for it: archived sessions, and blocks not admitted to memory.
+
+A session counts as archived once every block of its chains has a copy on a medium below memory that survives a
+restart. Until then it is tried again, however often tiers are full or fail, but ever seldomer while nothing gets
+through: each attempt reads and encodes blocks, which is bandwidth that engines want.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvstrata_agent.blocks.block import TIERS_MAX
+from kvstrata_agent.blocks.sessions import SessionState
+from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.policy.placement import next_lower
+from kvstrata_api.trust import ScopeKind
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from kvstrata_agent.blocks.block import Entry
+    from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.blocks.sessions import Session
+    from kvstrata_agent.blocks.tier import Tier
+    from kvstrata_agent.cache.eviction import Room
+
+WAITING_MAX: Final = 65_536
+"""Blocks that may wait; more are left to the watermark."""
+AT_ONCE: Final = 16
+"""Copies under way, half of the mover's width, so that a big archive never fills it."""
+RETRY_S: Final = 5.0
+"""Until the next attempt for a session that is not all copied: half of what a failed tier is left alone."""
+RETRY_MAX_S: Final = 60.0
+"""The same, once several attempts in a row got no block through. Twice as long each time until then."""
+
+
+@dataclass(slots=True)
+class _Try:
+    """When a session is tried next."""
+
+    due_s: float = 0.0
+    """A time of the running loop; what is new is due at once."""
+    pause_s: float = RETRY_S
+    """How long it is left alone when that gets no block through."""
+
+
+class Archiver:
+    """A bounded queue of blocks that want a copy further down, and the sessions to archive; worked off by `run`."""
+
+    def __init__(self, node: Node, room: Room) -> None:
+        self._node = node
+        self._room = room
+        self._waiting: deque[tuple[Entry, Priority]] = deque()
+        self._sessions: dict[Session, _Try] = {}
+        self._wake = asyncio.Event()
+        self._round = asyncio.Event()
+        """Set, and made anew, after each round over the sessions."""
+
+    @property
+    def waiting(self) -> int:
+        """Blocks that wait for their copy."""
+        return len(self._waiting)
+
+    def send_down(self, entries: Iterable[Entry], priority: Priority) -> None:
+        """Copy blocks to a slower tier soon, and let them leave memory first. Returns at once."""
+        entries = list(entries)
+        self.age(entries)
+        for entry in entries:
+            if len(self._waiting) < WAITING_MAX:
+                self._waiting.append((entry, priority))
+        self._wake.set()
+
+    def archive(self, session: Session) -> None:
+        """Copy the chains of a session in state `archiving` to a tier that survives; returns at once.
+
+        The state becomes `archived` when all of it is there. A session that comes back meanwhile is let go.
+        """
+        self._sessions[session] = _Try()
+        self._settle(session)
+        self._wake.set()
+
+    async def archived(self, session: Session, within_s: float) -> bool:
+        """Wait until a session is archived, `within_s` at most; returns whether it is."""
+        try:
+            async with asyncio.timeout(within_s):
+                while session.state is SessionState.ARCHIVING:
+                    await self._round.wait()
+        except TimeoutError:
+            return False
+        return session.state is SessionState.ARCHIVED
+
+    def left(self, session: Session) -> list[Entry]:
+        """Blocks of a session's chains that a restart would lose, root first."""
+        return [entry for chain in self.chains(session) for entry in chain if not is_safe(entry)]
+
+    def age(self, entries: Iterable[Entry]) -> None:
+        """Make blocks the first to leave their tiers, as if nobody had ever used them."""
+        for entry in entries:
+            entry.used_at_s = 0.0
+            for residence in entry.residences:
+                residence.tier.age(entry)
+
+    def chains(self, session: Session) -> list[list[Entry]]:
+        """The heads of a session with everything before them, each block once.
+
+        Root first: the root is what most others continue. What two chains share stands in the first of them.
+        """
+        seen: set[Entry] = set()
+        chains = []
+        for head in session.heads:
+            chains.append(self.chain(head, seen))
+            seen.update(chains[-1])
+        return chains
+
+    def chain(self, head: Entry, seen: Collection[Entry] = ()) -> list[Entry]:
+        """Return a head and everything before it up to what was `seen`, root first."""
+        chain: list[Entry] = []
+        entry: Entry | None = head
+        while entry is not None and entry.residences and entry not in seen:
+            chain.append(entry)
+            entry = self._node.index.parent(entry)
+        chain.reverse()
+        return chain
+
+    def exclusive(self, head: Entry, session: Session) -> list[Entry]:
+        """A head and what stands before it, up to the first block that another chain or session continues.
+
+        Nothing of a prefix share: what its readers need next is not for one of them to say.
+        """
+        own: list[Entry] = []
+        entry: Entry | None = None if head.scope.startswith(f"{ScopeKind.SHARE}/") else head
+        while entry is not None and entry.residences:
+            others = (entry.followers or set()) - {session}
+            if others or self._node.index.blockers(entry, TIERS_MAX - 1) > bool(own):
+                break
+            own.append(entry)
+            entry = self._node.index.parent(entry)
+        return own
+
+    async def run(self) -> None:
+        """Work the queues off until cancelled."""
+        while True:
+            await self._wait()
+            self._wake.clear()
+            while self._waiting:
+                batch = [self._waiting.popleft() for _ in range(min(AT_ONCE, len(self._waiting)))]
+                await asyncio.gather(*(self._lower(entry, priority) for entry, priority in batch))
+            now_s = asyncio.get_running_loop().time()
+            for session, attempt in tuple(self._sessions.items()):
+                if attempt.due_s <= now_s:
+                    await self._bring_down(session, attempt)
+                    await asyncio.sleep(0)  # Thousands may be due that can get nothing through.
+
+    async def _wait(self) -> None:
+        """Wait until a block is sent down, a session is to be archived, or one is due again."""
+        due_s = min((attempt.due_s for attempt in self._sessions.values()), default=None)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(due_s):
+                await self._wake.wait()
+
+    async def _bring_down(self, session: Session, attempt: _Try) -> None:
+        """Make the copies that a session still lacks."""
+        left = self.left(session) if session.state is SessionState.ARCHIVING else []
+        for i in range(0, len(left), AT_ONCE):
+            await asyncio.gather(*(self._secure(entry) for entry in left[i : i + AT_ONCE]))
+        self._settle(session)
+        if any(is_safe(entry) for entry in left):
+            attempt.pause_s = RETRY_S
+        attempt.due_s = asyncio.get_running_loop().time() + attempt.pause_s
+        attempt.pause_s = min(2 * attempt.pause_s, RETRY_MAX_S)
+
+    def _settle(self, session: Session) -> None:
+        """Look whether a session is archived now, or has come back."""
+        if session.state is SessionState.ARCHIVING and not self.left(session):
+            session.enter(SessionState.ARCHIVED)
+            self._retire(entry for head in session.heads for entry in self.exclusive(head, session))
+        if session.state is not SessionState.ARCHIVING:
+            self._sessions.pop(session, None)
+        self._round.set()
+        self._round = asyncio.Event()
+
+    def _retire(self, entries: Iterable[Entry]) -> None:
+        """Make blocks as old as those of a session that just counts as finished: not the first to leave slow tiers."""
+        old_s = self._node.clock() - self._node.spec.policy.retention.idle_seconds
+        for entry in entries:
+            if entry.used_at_s > old_s:
+                entry.used_at_s = max(0.0, old_s)
+                for residence in entry.residences:
+                    residence.tier.age(entry)
+
+    async def _secure(self, entry: Entry) -> None:
+        if entry.move is not None:
+            await asyncio.wait([entry.move])
+        if not is_safe(entry):
+            await self._lower(entry, Priority.ARCHIVE)
+
+    async def _lower(self, entry: Entry, priority: Priority) -> None:
+        """Make one copy below; an archived block goes to a tier that a restart finds again."""
+        if not entry.residences or entry.move is not None:
+            return
+        source = entry.residences[0].tier
+        facts = [t.facts(self._node.clock()) for t in self._node.tiers]
+        target = self._target(next_lower(facts, source.level, must_survive=priority is Priority.ARCHIVE).target)
+        if target is not None and entry.residence(target) is None:
+            await self._room.sink_into(entry, source, target, priority)
+
+    def _target(self, name: str | None) -> Tier | None:
+        return self._node.tier(name) if name is not None else None
+
+
+def is_safe(entry: Entry) -> bool:
+    """True when a copy lies on a medium below memory that survives a restart."""
+    media = (r.tier.backend.capabilities for r in entry.residences)
+    return any(can.survives_restart and not can.is_memory for can in media)

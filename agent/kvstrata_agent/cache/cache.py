@@ -1,0 +1,110 @@
+"""The parts of one agent's core, put together once, and the few verbs that are too small for a part of their own."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from kvstrata_agent.cache.archive import Archiver
+from kvstrata_agent.cache.eviction import Room
+from kvstrata_agent.cache.explain import Explainer
+from kvstrata_agent.cache.handover import Follower, followed
+from kvstrata_agent.cache.load import Reader
+from kvstrata_agent.cache.part_checksums import PartSums
+from kvstrata_agent.cache.promotion import Fetcher
+from kvstrata_agent.cache.registered_extents import Exports
+from kvstrata_agent.cache.reuse import Demand
+from kvstrata_agent.cache.session_journal import SessionJournal
+from kvstrata_agent.cache.session_lifecycle import SessionLife
+from kvstrata_agent.cache.store import Writer
+from kvstrata_agent.cache.tenant_lifecycle import Tenancy
+from kvstrata_agent.fleet.peers.chain_lookup import Chains
+from kvstrata_agent.fleet.peers.lender import PeerLender
+from kvstrata_agent.fleet.peers.shared_flash import FlashReader
+from kvstrata_agent.growing import PeerGrower
+from kvstrata_agent.movement.mover import Mover
+from kvstrata_agent.operations.adopt import Adopter
+from kvstrata_agent.operations.migrate import Migrator
+from kvstrata_agent.operations.runner import Orders
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.cache.ports import Directory, Peers
+    from kvstrata_agent.cache.request import Place
+    from kvstrata_agent.movement.encoding import Codecs
+
+
+class Core:
+    """Everything that serves verbs, sweeps and peers; made in the event loop."""
+
+    def __init__(
+        self,
+        node: Node,
+        codecs: Codecs,
+        directory: Directory | None = None,
+        peers: Peers | None = None,
+        journal: SessionJournal | None = None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """Put the parts together; sessions are remembered in `journal`, and `wall` tells Unix seconds."""
+        self.node = node
+        self.directory = directory
+        self.mover = Mover(node, codecs)
+        self.room = Room(node, self.mover)
+        self.archiver = Archiver(node, self.room)
+        self.exports = Exports(peers)
+        self.fetcher = Fetcher(node, self.room, self.mover, self.exports)
+        self.reader = Reader(node, self.fetcher, self.mover, directory)
+        self.parts = PartSums(node)
+        self.demand = Demand(node)
+        self.writer = Writer(node, self.room, self.archiver)
+        self.flash = FlashReader(node, codecs)
+        self.lender = PeerLender(node, self.fetcher, self.exports)
+        self.grower = PeerGrower(node)
+        self.chains = Chains(node, directory, peers)
+        self.follower = Follower(node, self.room, followed(peers))
+        self.explainer = Explainer(node, self.reader, self.archiver)
+        self.tenancy = Tenancy(self)
+        self.adopter = Adopter(self)
+        self.migrator = Migrator(node, peers)
+        self.orders = Orders(self)
+        self.life = SessionLife(self, SessionJournal() if journal is None else journal, wall)
+
+    async def close(self) -> None:
+        """Cancel background work. Tiers are closed by whoever opened them."""
+        await self.orders.close()
+        await self.life.close()
+        await self.follower.close()
+        await self.fetcher.close()
+        await self.room.close()
+
+    def release(self, owner: int, leases: Iterable[int]) -> int:
+        """End leases; returns how many lived until now."""
+        return self.node.release(owner, leases)
+
+    def unlease(self, owner: int, leases: Iterable[int]) -> int:
+        """Take back leases that were not handed out after all; returns how many there were."""
+        return self.node.end_leases(self.node.leases.end(owner, leases))
+
+    def abandon(self, owner: int, reservations: Iterable[int]) -> int:
+        """Give reservations back unfilled; returns how many there were."""
+        return self.node.abandon(r for r in self.node.reservations.take(owner, reservations) if r is not None)
+
+    def pin(self, place: Place, digests: Sequence[bytes], expires_s: float) -> int:
+        """Keep blocks that are in memory there for `expires_s` seconds; a second pin renews the first."""
+        self.unpin(place, digests)
+        tier, count = self.node.entry_tier, 0
+        for entry in self.reader.lookup_now(place, digests):
+            if entry is not None and entry.residences and entry.residences[0].tier is tier:
+                self.node.pins.grant(place.owner, entry, entry.residences[0], self.node.clock() + expires_s)
+                count += 1
+        return count
+
+    def unpin(self, place: Place, digests: Sequence[bytes]) -> int:
+        """Take pins of this connection back; returns how many there were."""
+        wanted = {(place.scope, digest) for digest in digests}
+        held = self.node.pins.owned(place.owner)
+        ids = [pin.id for pin in held if (pin.entry.scope, pin.entry.digest) in wanted]
+        return len(self.node.pins.end(place.owner, ids))

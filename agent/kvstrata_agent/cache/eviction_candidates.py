@@ -1,0 +1,99 @@
+"""The view of one tier's blocks that the eviction planner works on. No I/O."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvstrata_agent.blocks.block import Entry
+    from kvstrata_agent.blocks.eviction_queue import LeafQueue
+    from kvstrata_agent.blocks.index import Index
+    from kvstrata_agent.blocks.tier import Tier
+    from kvstrata_api.blocks import ScopeId
+
+
+class TierCandidates:
+    """Implements `policy.eviction.Candidates` over a tier: all of it, or one tenant, one scope, some extents of it.
+
+    Victims are ordered by last use alone. A policy that knows better (classes of sessions, say) belongs into the order
+    of `LeafQueue`, and nowhere else.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        tier: Tier,
+        scope: ScopeId | None = None,
+        extents: frozenset[int] | None = None,
+        tenant: str | None = None,
+    ) -> None:
+        self._index = index
+        self._tier = tier
+        self._extents = extents
+        self._tenant = tenant
+        self._keys = dict.fromkeys(key for key in tier.queues if scope in (None, key[0]) and tenant in (None, key[1]))
+        self._pushed: set[Entry] = set()
+        """Blocks that the planner put in: their children are victims of the same plan."""
+
+    def pop(self) -> Entry | None:
+        """Take the least recently used leaf; entries that are no leaf (any more) are left out on the way."""
+        while (queue := self._oldest()) is not None:
+            entry = queue.pop()
+            if entry is not None and (entry in self._pushed or self.children(entry) == 0):
+                return entry
+        return None
+
+    def push(self, block: Entry) -> None:
+        """Put a block in, if it is still here."""
+        if block.residence(self._tier) is not None:
+            self._pushed.add(block)
+            self._tier.offer(block)
+            self._keys[block.scope, block.tenant] = None
+
+    def is_free(self, block: Entry) -> bool:
+        """True when nobody holds the block and it lies where room is wanted."""
+        if block.is_held or self._extents is None:
+            return not block.is_held
+        residence = block.residence(self._tier)
+        return residence is not None and residence.slot.extent in self._extents
+
+    def size_bytes(self, block: Entry) -> int:
+        """Bytes that the tier gets back."""
+        residence = block.residence(self._tier)
+        return residence.slot.size_bytes if residence else 0
+
+    def parent(self, block: Entry) -> Entry | None:
+        """The parent, when this tier holds the fastest copy of both: otherwise neither waits for the other.
+
+        That of another tenant is no candidate where one tenant's blocks are asked for.
+        """
+        if block.level != self._tier.level:
+            return None
+        parent = self._index.parent(block)
+        if parent is None or parent.level != self._tier.level or self._tenant not in (None, parent.tenant):
+            return None
+        return parent
+
+    def children(self, block: Entry) -> int:
+        """Children here or faster; a block with a faster copy is free to go whatever its children do."""
+        if block.level < self._tier.level:
+            return 0
+        return self._index.blockers(block, self._tier.level)
+
+    def oldest_s(self) -> float | None:
+        """Last use of the least recently used possible leaf, or None."""
+        queue = self._oldest()
+        entry = queue.oldest() if queue is not None else None
+        return entry.used_at_s if entry is not None else None
+
+    def _oldest(self) -> LeafQueue[Entry] | None:
+        """The queue with the least recently used block; None when there is no block."""
+        queues = [queue for key in self._keys if (queue := self._tier.queues.get(key))]
+        if len(queues) < 2:
+            return queues[0] if queues else None
+        first, oldest_s = None, float("inf")
+        for queue in queues:
+            entry = queue.oldest()
+            if entry is not None and (first is None or entry.used_at_s < oldest_s):
+                first, oldest_s = queue, entry.used_at_s
+        return first

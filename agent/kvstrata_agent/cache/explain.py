@@ -1,0 +1,127 @@
+"""Why is a block or a session where it is? Inputs, alternatives and choice of each decision, as plain JSON values."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from kvstrata_agent.codec.base import LOSSY
+from kvstrata_agent.policy.placement import next_lower
+
+if TYPE_CHECKING:
+    from kvstrata_agent.blocks.block import Entry, Residence
+    from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.blocks.sessions import Session
+    from kvstrata_agent.blocks.tier import Tier
+    from kvstrata_agent.cache.archive import Archiver
+    from kvstrata_agent.cache.load import Reader
+    from kvstrata_api.blocks import ScopeId
+
+ABSENT: dict[str, Any] = {"state": "absent"}
+"""Said of unknown blocks, of forbidden ones and of other tenants' sessions alike."""
+
+
+class Explainer:
+    """Answers `stats` and `explain`. Changes nothing."""
+
+    def __init__(self, node: Node, reader: Reader, archiver: Archiver) -> None:
+        self._node = node
+        self._reader = reader
+        self._archiver = archiver
+
+    def stats(self) -> dict[str, Any]:
+        """Tiers and totals. Fills are rounded to 1 %, so that a tenant cannot count the blocks of another."""
+        node = self._node
+        return {
+            "agent": node.agent,
+            "epoch": node.epoch,
+            "tiers": [self._tier(t) for t in node.tiers],
+            "leases": len(node.leases),
+            "reservations": len(node.reservations),
+        }
+
+    def session(self, session: Session | None) -> dict[str, Any]:
+        """State of a session; an unknown one is absent."""
+        if session is None:
+            return ABSENT
+        returns_s = session.returns_at_s - self._node.clock() if session.returns_at_s else None
+        return {
+            "session": session.name,
+            "state": session.state,
+            "parent": session.parent,
+            "priority": session.priority,
+            "turns": session.turns,
+            "urgency": session.urgency_at(self._node.clock()),
+            "expected_return_s": returns_s,
+            "blocks_not_archived": len(self._archiver.left(session)),
+            "heads_not_here": len(session.absent),
+            "heads": [{"digest": h.digest.hex(), "tiers": [r.tier.name for r in h.residences]} for h in session.heads],
+        }
+
+    def block(self, scope: ScopeId | None, digest: bytes) -> dict[str, Any]:
+        """State of a block, why it may or may not leave, where it would go, and what getting it costs."""
+        entry = self._node.index.find(scope, digest) if scope is not None else None
+        if entry is None:
+            return ABSENT
+        state = "published" if entry.residences else "pending"
+        return {
+            "state": state,
+            "idle_s": self._node.clock() - entry.used_at_s,
+            "copies": [self._copy(entry, r) for r in entry.residences],
+            "held_by": self._holders(entry),
+            "read": self._read(entry),
+        }
+
+    def _copy(self, entry: Entry, residence: Residence) -> dict[str, Any]:
+        tier, slot, record = residence
+        index = self._node.index
+        facts = [t.facts(self._node.clock()) for t in self._node.tiers]
+        return {
+            "tier": tier.name,
+            "codec": record.codec,
+            "is_exact": record.codec not in LOSSY,
+            "raw_bytes": record.raw_bytes,
+            "stored_bytes": record.stored_bytes,
+            "slot_bytes": slot.size_bytes,
+            "eviction": {
+                "inputs": {"children_here_or_faster": index.blockers(entry, tier.level), "is_held": entry.is_held},
+                "choice": "may leave" if index.may_leave(entry) and not entry.is_held else "stays",
+            },
+            "placement": {
+                "alternatives": [f.name for f in facts if f.level > tier.level],
+                **asdict(next_lower(facts, tier.level)),
+            },
+        }
+
+    def _read(self, entry: Entry) -> dict[str, Any]:
+        if not entry.residences:
+            return {"choice": "nothing to read"}
+        cost = self._reader.cost([entry])
+        if cost is None:
+            return {"choice": "fetch", "reason": "in memory", "alternatives": []}
+        return {
+            "choice": cost.source,
+            "reason": cost.reason,
+            "alternatives": {"fetch_s": cost.fetch_s, "recompute_s": cost.recompute_s},
+        }
+
+    @staticmethod
+    def _holders(entry: Entry) -> dict[str, int]:
+        """Numbers only: names would tell of other connections."""
+        holders = {"leases": entry.leases, "pins": entry.pins, "decoding_sessions": entry.guards}
+        return {name: len(held) for name, held in holders.items() if held} | ({"moves": 1} if entry.move else {})
+
+    @staticmethod
+    def _tier(tier: Tier) -> dict[str, Any]:
+        capacity_bytes = tier.backend.capacity_bytes
+        percent = round(tier.fill_ratio * 100)
+        return {
+            "name": tier.name,
+            "type": tier.spec.type,
+            "medium": tier.backend.capabilities.medium,
+            "emulated": tier.backend.capabilities.is_emulated,
+            "capacity_bytes": capacity_bytes,
+            "used_percent": percent,
+            "used_bytes": capacity_bytes * percent // 100,
+            "last_error": tier.last_error or tier.backend.last_error,
+        }

@@ -1,0 +1,222 @@
+"""The reader's side of a hand-over: takes slots for blocks that grow on another node, and fills them as they grow."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from kvstrata_agent.backends.base import Record
+from kvstrata_agent.backends.threads import in_thread
+from kvstrata_agent.blocks.block import GONE, Residence
+from kvstrata_agent.blocks.slot_request import Want
+from kvstrata_agent.cache.load import Read
+from kvstrata_agent.cache.ports import FollowedPeers
+from kvstrata_agent.cache.promotion import REMOTE
+from kvstrata_agent.following import Fault, Following
+from kvstrata_api.blocks import BlockKey
+from kvstrata_api.checksum import CHECKSUM_BYTES
+from kvstrata_api.errors import AgentAwayError, BackendFailedError, BlockCorruptError, LeaseLostError, TierFullError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstrata_agent.blocks.block import Entry
+    from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.cache.eviction import Room
+    from kvstrata_agent.cache.ports import Follow, Followed
+    from kvstrata_agent.cache.request import Place
+
+_log = logging.getLogger(__name__)
+
+ROOM_S: Final = 1.0
+"""What one reader's blocks may wait for room; an engine that decodes computes the prompt itself sooner."""
+WAIT_S: Final = 5.0
+"""Of one question to the writer's agent, which answers sooner when there is more."""
+STALLED_S: Final = 60.0
+"""After so long without a part the writer is taken for gone, and the slots are given back."""
+WAIT_S_MAX: Final = 10.0
+"""Longest wait of one `Arrive`."""
+
+
+def followed(peers: object) -> FollowedPeers | None:
+    """The peers, where they can follow growing blocks."""
+    return peers if isinstance(peers, FollowedPeers) else None
+
+
+class Follower:
+    """Follows hand-overs. A run goes on when its reader leaves: it becomes ordinary blocks."""
+
+    def __init__(self, node: Node, room: Room, peers: FollowedPeers | None) -> None:
+        self._node = node
+        self._room = room
+        self._peers = peers
+        self._by_entry: dict[Entry, Following] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def growing(self) -> int:
+        """Blocks that grow here now."""
+        return sum(not run.is_over for run in self._by_entry.values())
+
+    async def close(self) -> None:
+        """Cancel what is under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def follow(self, place: Place, wanted: Follow, lease_s: float) -> list[Read]:
+        """Lease leading blocks that grow elsewhere, and begin to bring their parts; none when they cannot be had."""
+        self._by_entry = {e: f for e, f in self._by_entry.items() if not f.is_over or e.leases}
+        run = await self._begin(place, wanted) if self._peers is not None else None
+        if run is None:
+            return []
+        try:
+            told = await self._ask(run, 0.0, [])
+            count = len(told.sums) if told is not None else 0
+            self._drop(*run.cut(count))
+            if told is None or not count:
+                self._lose(run)
+                return []
+        except BaseException:
+            self._lose(run)
+            raise
+        expires_s = self._node.clock() + lease_s
+        leases = self._node.leases.grant_all(place.owner, list(zip(run.entries, run.copies, strict=True)), expires_s)
+        self._by_entry.update((entry, run) for entry in run.entries)
+        task = asyncio.create_task(self._grow(run))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return [Read(lease, REMOTE) for lease in leases]
+
+    async def arrived(
+        self, owner: int, leases: Sequence[int], have: int, wait_s: float
+    ) -> tuple[int, tuple[bytes, ...]]:
+        """Wait for parts behind the first `have`; how many there are, and for each lease the checksums of the new ones.
+
+        Raises `LeaseLostError` when the writer has gone, a part was damaged, or a lease is over.
+        """
+        ends_s, wait = self._node.clock() + min(max(wait_s, 0.0), WAIT_S_MAX), "none"
+        while True:
+            places = [self._place(owner, lease) for lease in leases]
+            parts = min((run.parts for run, _ in places), default=have)
+            left_s = ends_s - self._node.clock()
+            if parts > have or left_s <= 0 or not places:
+                break
+            wait = "waited"
+            waits = [asyncio.ensure_future(r.changed.wait()) for r in {id(r): r for r, _ in places}.values()]
+            await asyncio.wait(waits, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            for one in waits:
+                one.cancel()
+        parts = max(parts, have)
+        if parts > have:
+            self._node.counters.add("kvstrata_handover_layers_total", parts - have, wait=wait)
+        return parts, tuple(bytes(run.sums[i][have * CHECKSUM_BYTES : parts * CHECKSUM_BYTES]) for run, i in places)
+
+    def _place(self, owner: int, lease_id: int) -> tuple[Following, int]:
+        """The run of a leased block and its position there."""
+        lease = self._node.leases.find(owner, lease_id)
+        run = self._by_entry.get(lease.entry) if lease is not None else None
+        if lease is None or run is None or run.is_lost:
+            raise LeaseLostError(f"lease {lease_id} is of no block that grows here any more")
+        return run, run.entries.index(lease.entry)
+
+    async def _begin(self, place: Place, wanted: Follow) -> Following | None:
+        """Take slots for leading blocks that are absent here; None when there is none, or no room."""
+        tier, blocks = self._node.entry_tier, self._node.index.blocks(place.scope)
+        absent = next((i for i, digest in enumerate(wanted.digests) if digest in blocks), len(wanted.digests))
+        if tier is None or tier.mappable is None or not absent or self._node.is_draining:
+            return None
+        begun = self._node.index.begin_chain(
+            place.scope, wanted.digests[:absent], b"", place.layout_id, self._node.clock(), place.tenant
+        )
+        entries = [entry for entry in begun if entry is not None]
+        run = Following(wanted, self._node.epoch, entries, [], [])
+        try:
+            want = Want(tier, place.scope, place.tenant, place.raw_bytes)
+            deadline_s = self._node.clock() + ROOM_S
+            while len(run.copies) < len(entries):
+                entry, slot = entries[len(run.copies)], await self._room.reserve(want, deadline_s)
+                key, size = BlockKey(entry.scope, entry.digest), place.raw_bytes
+                form = self._node.arriving_form
+                run.copies.append(
+                    Residence(tier, slot, Record(key, b"", entry.layout_id, form, size, size, b"", self._node.epoch))
+                )
+                run.views.append(tier.mappable.view(slot)[:size])
+        except (TierFullError, BackendFailedError, BlockCorruptError):
+            pass  # As many as there is room for.
+        except BaseException:
+            self._lose(run)
+            raise
+        self._drop(*run.cut(len(run.copies)))
+        return run if run.entries else None
+
+    async def _ask(self, run: Following, wait_s: float, into: Sequence[memoryview]) -> Followed | None:
+        """Have what is new brought; None when the writer's agent has nothing of it any more."""
+        assert self._peers is not None, "else nothing is followed"
+        try:
+            told = await self._peers.follow(run.wanted, run.parts, wait_s, into)
+        except AgentAwayError as e:
+            _log.info("hand-over ended", extra={"peer": run.wanted.handover.agent, "error": str(e)})
+            run.fault = Fault.AWAY
+            return None
+        if told.parts < run.parts:
+            run.fault = Fault.GIVEN_UP
+            return None
+        return told
+
+    async def _grow(self, run: Following) -> None:
+        """Bring parts until the blocks are whole; a damaged part or a writer that has gone ends all of them."""
+        try:
+            since_s = self._node.clock()
+            while self._node.clock() - since_s < STALLED_S:
+                staged, before = run.staging(), run.parts
+                told = await self._ask(run, WAIT_S, staged)
+                if told is None:
+                    return
+                if not await in_thread(None, partial(run.prove, told, staged)):
+                    run.fault = Fault.DAMAGED
+                    return
+                if run.parts > before:
+                    since_s = self._node.clock()
+                    run.changed.set()
+                    run.changed = asyncio.Event()
+                if run.parts == run.parts_whole and told.checksums and all(told.checksums):
+                    records = await in_thread(None, partial(run.whole, told))
+                    self._enter(run, records)
+                    return
+            run.fault = Fault.STALLED
+        finally:
+            if not run.is_over:
+                if run.fault is not None:
+                    self._node.counters.add("kvstrata_handovers_broken_total", reason=run.fault)
+                self._lose(run)
+
+    def _enter(self, run: Following, records: Sequence[Record] | None) -> None:
+        """Make ordinary blocks of what is whole and right."""
+        if records is None:
+            run.fault = Fault.DAMAGED
+            return
+        for entry, grown, record in zip(run.entries, run.copies, records, strict=True):
+            if entry.level == GONE or not self._node.has(grown.tier):
+                self._node.discard(entry, grown)
+                continue
+            self._node.index.adopt(entry, record.parent)
+            whole = Residence(grown.tier, grown.slot, record)
+            self._node.leases.settle(entry, grown, whole)
+            self._node.add_copy(entry, whole)
+        run.release()
+
+    def _lose(self, run: Following) -> None:
+        """Nothing more comes: readers are told, and slots are free when they have ended their leases."""
+        run.is_lost = True
+        run.release()
+        self._drop(run.entries, run.copies)
+
+    def _drop(self, entries: Sequence[Entry], copies: Sequence[Residence]) -> None:
+        for entry in entries:
+            if entry.level != GONE and not entry.residences:
+                self._node.index.forget(entry)
+        for entry, copy in zip(entries, copies, strict=False):
+            self._node.discard(entry, copy)

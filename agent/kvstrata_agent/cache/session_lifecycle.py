@@ -1,0 +1,292 @@
+"""The life of sessions with its consequences: revival, forks, prefetch, archive, and telling the others.
+
+A session that is not in memory is looked for in the node's own journal and then in the directory; what is found there
+makes it the same session again: priority, parent, turns, and the heads whose chains are brought up before the engine
+asks for them. The index is the truth about blocks: a head that has no block here is only a name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from kvstrata_agent.blocks.sessions import QUIET, Session, SessionState
+from kvstrata_agent.cache.session_journal import Remembered, SessionJournal
+from kvstrata_api.blocks import ScopeId
+from kvstrata_metadata.records import SessionRecord
+from kvstrata_metadata.schema import session_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
+
+    from kvstrata_agent.cache.cache import Core
+    from kvstrata_agent.cache.request import Place
+    from kvstrata_api.blocks import ScopeSecret
+
+LEAD_S: Final = 2.0
+"""So long before its expected return a session's blocks are brought up: about what 1 GiB takes from NVMe."""
+REVIVALS_MAX: Final = 8
+"""Sessions that are revived from the directory at a time; others wait, and their engines fetch by key meanwhile."""
+LOOK_BLOCKS: Final = 65_536
+"""Blocks of due sessions looked at in one go, and then the rest of one session: about 10 ms of the loop."""
+CHAIN_MAX: Final = 4096
+"""Blocks of one chain that are fetched from other nodes ahead of the engine: 65,536 tokens of 16 to a block."""
+
+
+class SessionLife:
+    """Carries out what happens to sessions. One for each agent; verbs and the sweep call it."""
+
+    def __init__(self, core: Core, journal: SessionJournal, wall: Callable[[], float]) -> None:
+        """Remember sessions in `journal`; `wall` tells Unix seconds, the only time that outlives a process."""
+        self._core = core
+        self._node = core.node
+        self._journal = journal
+        self._wall = wall
+        self._expected: dict[Session, None] = {}
+        """Sessions whose blocks are to be brought up when it is time."""
+        self._reviving: set[Session] = set()
+        """Sessions whose record is being read: it must not be overwritten before."""
+        self._gate = asyncio.Semaphore(REVIVALS_MAX)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """End revivals and write what is to be remembered."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tell_changed()
+        await self._journal.flush()
+
+    def find(self, tenant: str, secret: ScopeSecret | None, name: str) -> Session | None:
+        """Return a session of this tenant, from memory or from the journal; None when neither knows it."""
+        session = self._node.sessions.find(tenant, name)
+        if session is not None and _is_of_another(session, secret):
+            self._node.sessions.forget(session)
+            session = None
+        if session is None and secret is not None:
+            past = self._journal.find(session_digest(secret, name))
+            session = self._remember(tenant, secret, name, past) if past is not None else None
+        if session is not None and session.absent:
+            self._resolve(session)
+        return session
+
+    def open(
+        self, owner: int, tenant: str, secret: ScopeSecret | None, name: str, *, parent: str, priority: str
+    ) -> Session:
+        """Start, revive or fork a session. Raises `InvalidInputError` when too many are open."""
+        known = self.find(tenant, secret, name)
+        if parent:
+            self.find(tenant, secret, parent)  # A fork shares the chain of a parent that is only remembered as well.
+        session = self._node.sessions.open(tenant, name, owner, self._node.clock(), parent, priority)
+        session.secret = secret or session.secret
+        if known is not None:
+            self.expect(session)
+        return session
+
+    def revive_from_directory(self, session: Session, places: Sequence[Place]) -> None:
+        """Ask the directory about a session that is new here; `places` are the caller's scopes. Returns at once."""
+        directory = self._core.directory
+        if directory is None or not directory.is_up or session.secret is None:
+            self.tell(session)
+            return
+        self._reviving.add(session)
+        self._spawn(self._revive(session, places))
+
+    def touch(
+        self, session: Session, state: SessionState, urgency: int, return_s: float, owner: int | None = None
+    ) -> None:
+        """Take a hint, and make ready for the return that it announces."""
+        self._node.sessions.touch(session, state, urgency, return_s, self._node.clock(), owner)
+        self._node.changed.fire()
+        if urgency or return_s > 0:
+            self.expect(session)
+        self.tell(session)
+
+    def finish(self, session: Session, *, archive: bool) -> None:
+        """End a session: its chain goes to a tier that survives, or what nobody else continues is the first to go."""
+        self._expected.pop(session, None)
+        self._node.changed.fire()
+        archiver = self._core.archiver
+        if archive:
+            session.enter(SessionState.ARCHIVING)
+            archiver.archive(session)
+            self.tell(session)
+            return
+        pruned = [entry for head in session.heads for entry in archiver.exclusive(head, session)]
+        self._node.sessions.close(session, archive=False)
+        archiver.age(pruned)
+        self._tell(session, None)
+
+    def forget(self, session: Session) -> None:
+        """Let go of a session whose scope is erased, and of what journal and directory know of it."""
+        self._expected.pop(session, None)
+        self._node.sessions.forget(session)
+        self._tell(session, None)
+
+    def archived_heads(self) -> Iterator[tuple[str, bytes]]:
+        """Scope and digest of each chain's end of the sessions that are archived, the last archived first."""
+        for remembered in self._journal.latest():
+            if remembered.state in (SessionState.ARCHIVING, SessionState.ARCHIVED):
+                yield from reversed(remembered.heads)
+
+    def expect(self, session: Session) -> None:
+        """Bring a session's blocks up when it is time."""
+        self._expected[session] = None
+
+    def sweep(self, now_s: float) -> None:
+        """Finish sessions that were idle for longer than the pool's retention."""
+        retention = self._node.spec.policy.retention
+        for session in self._node.sessions.sweep(now_s, retention.idle_seconds):
+            self.finish(session, archive=retention.archive)
+
+    async def tend(self) -> None:
+        """Bring up what is expected, tell what changed, and write the journal."""
+        self.bring_up(self._node.clock())
+        self._tell_changed()
+        await self._journal.flush()
+
+    def bring_up(self, now_s: float) -> None:
+        """Start to bring up the chains of sessions that are due, the most urgent first, within the pool's bound."""
+        self._expected = {s: None for s in self._expected if not s.is_forgotten}
+        due = [s for s in self._expected if _is_due(s, now_s)]
+        due.sort(key=lambda s: (-s.urgency_at(now_s), s.returns_at_s, s.guard))
+        looked_at = 0
+        for session in due:
+            chains = self._core.archiver.chains(session)
+            if not self._core.reader.prefetch_chains(chains):
+                return  # The bound is reached; the rest comes next time.
+            del self._expected[session]
+            looked_at += sum(map(len, chains))
+            if looked_at >= LOOK_BLOCKS:
+                return  # As above.
+
+    def tell(self, session: Session) -> None:
+        """Let the directory and the journal know where a session stands."""
+        if session not in self._reviving:
+            self._tell(session, session.state)
+
+    def _tell_changed(self) -> None:
+        for session in self._node.sessions:
+            if session.is_changed:
+                self.tell(session)
+
+    def _tell(self, session: Session, state: SessionState | None) -> None:
+        secret, directory = session.secret, self._core.directory
+        session.is_changed = False
+        if secret is None:
+            return
+        remembered = self._remembered(session) if state else None
+        self._journal.note(session_digest(secret, session.name), remembered, session.tenant)
+        if directory is not None:
+            return_s = max(0.0, session.returns_at_s - self._node.clock()) if session.returns_at_s else 0.0
+            directory.note_session(secret, session.name, _record(session, state, return_s) if state else None)
+
+    def _remembered(self, session: Session) -> Remembered:
+        returns_s = session.returns_at_s - self._node.clock() + self._wall() if session.returns_at_s else 0.0
+        heads = (*session.absent, *((str(h.scope), h.digest) for h in session.heads))
+        parent = _parent(session)
+        return Remembered(
+            session.state, session.priority, parent, session.turns, session.urgency, returns_s, tuple(heads)
+        )
+
+    def _remember(self, tenant: str, secret: ScopeSecret, name: str, past: Remembered) -> Session:
+        """Make a session of an earlier run one of this run."""
+        now_s = self._node.clock()
+        session = self._node.sessions.revive(tenant, name, now_s, past.priority)
+        session.secret, session.parent_digest = secret, past.parent
+        session.turns, session.absent = past.turns, past.heads
+        if past.returns_at_s:
+            session.returns_at_s = now_s + past.returns_at_s - self._wall()
+        self._resolve(session)
+        if past.state in (SessionState.ARCHIVING, SessionState.ARCHIVED):
+            session.enter(SessionState.ARCHIVING)
+            self._core.archiver.archive(session)  # Looks whether everything is there, and brings down what is not.
+        return session
+
+    def _resolve(self, session: Session) -> None:
+        """Turn heads that were names only into heads, as far as their blocks are here now."""
+        names, session.absent = session.absent, ()
+        for scope, digest in names:
+            entry = self._node.index.find(ScopeId(scope), digest)
+            if entry is not None and entry.residences:
+                session.add_head(entry)
+            else:
+                session.absent += ((scope, digest),)
+
+    async def _revive(self, session: Session, places: Sequence[Place]) -> None:
+        try:
+            async with self._gate:
+                await self._read_record(session, places)
+        finally:
+            self._reviving.discard(session)
+            session.is_changed = True
+
+    async def _read_record(self, session: Session, places: Sequence[Place]) -> None:
+        directory, secret = self._core.directory, session.secret
+        assert directory is not None
+        assert secret is not None
+        record = await directory.find_session(secret, session.name)
+        if record is not None:
+            session.turns += 1
+            session.priority = session.priority or record.priority
+            session.parent_digest = session.parent_digest or record.parent
+        elif session.parent and not session.heads:
+            record = await directory.find_session(secret, session.parent)  # A fork of a session on another node.
+        if record is None or not record.head or self._node.spec.policy.prefetch.type == "None":
+            return
+        for place in places:
+            if await self._fetch_chain(session, place, record.head):
+                return
+
+    async def _fetch_chain(self, session: Session, place: Place, head: bytes) -> bool:
+        """Fetch a chain from wherever it is, from its head to its root; false when the head cannot be had."""
+        directory, blocks, digest = self._core.directory, self._node.index, head
+        assert directory is not None
+        for count in range(min(CHAIN_MAX, self._node.spec.policy.prefetch.max_inflight_bytes // place.raw_bytes)):
+            entry = blocks.find(place.scope, digest)
+            if entry is None:
+                copies = (await directory.locate(place.secret, [digest]))[0]
+                if copies and blocks.find(place.scope, digest) is None:
+                    self._core.fetcher.start_fetch(place, [(digest, b"")], copies[:1])
+                entry = blocks.find(place.scope, digest)
+            if entry is not None and entry.move is not None:
+                await asyncio.wait([entry.move])
+            if entry is None or not entry.residences:
+                return count > 0
+            if count == 0 and not session.heads:
+                session.add_head(entry)
+            if not entry.parent:
+                return True
+            digest = entry.parent
+        return True
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _is_due(session: Session, now_s: float) -> bool:
+    if session.state not in QUIET or session.urgency_at(now_s) > 0:
+        return True
+    return 0.0 < session.returns_at_s <= now_s + LEAD_S
+
+
+def _parent(session: Session) -> bytes:
+    if session.parent and session.secret is not None:
+        return session_digest(session.secret, session.parent)
+    return session.parent_digest
+
+
+def _is_of_another(session: Session, secret: ScopeSecret | None) -> bool:
+    """True for the session of an earlier tenant of this name, or of blocks that were erased with an earlier key."""
+    return secret is not None and session.secret is not None and session.secret.scope != secret.scope
+
+
+def _record(session: Session, state: SessionState, return_s: float) -> SessionRecord:
+    """What the directory keeps of a session; which agent it is, the directory fills in."""
+    head = next(reversed(session.heads)).digest if session.heads else b""
+    if not head and session.absent:
+        head = session.absent[-1][1]
+    # No tenant: the key of the record belongs to its scope, and names have no place in Redis.
+    return SessionRecord("", session.priority, state, _parent(session), head, "", session.urgency, return_s)

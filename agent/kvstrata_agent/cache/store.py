@@ -1,0 +1,347 @@
+"""The store side: reserve slots, publish what was written into them, or give them back."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvstrata_agent.backends.base import Record
+from kvstrata_agent.backends.threads import in_thread, together
+from kvstrata_agent.blocks.block import GONE, Residence
+from kvstrata_agent.blocks.reservations import RESERVATION_S
+from kvstrata_agent.blocks.sessions import SessionState
+from kvstrata_agent.blocks.slot_request import Want
+from kvstrata_agent.codec.base import RAW
+from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.policy.admission import Admission, AdmissionInputs, admit
+from kvstrata_agent.policy.quota import OverQuota
+from kvstrata_api.blocks import BlockKey
+from kvstrata_api.checksum import checksum
+from kvstrata_api.errors import BackendFailedError, BlockCorruptError, QuotaExceededError, TierFullError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvstrata_agent.backends.base import SlotRef
+    from kvstrata_agent.blocks.block import Entry
+    from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.blocks.reservations import Reservation
+    from kvstrata_agent.blocks.tier import Tier
+    from kvstrata_agent.cache.archive import Archiver
+    from kvstrata_agent.cache.eviction import Room
+    from kvstrata_agent.cache.request import Place
+
+RESERVE_WAIT_S: Final = 1.0
+"""What a writer may wait for room. An engine that stores is not in a hurry, but it holds its own memory meanwhile."""
+
+HASHERS: Final = 2
+"""Threads that check one publication. Handing over every block by itself cost as much as hashing 2 MiB (65 us)."""
+
+REFUSED, PUBLISHED, EXISTED = 0, 1, 2
+"""Results of a publication, as `wire.Published` carries them."""
+
+_log = logging.getLogger(__name__)
+
+
+class Reserved(NamedTuple):
+    """What came of asking for slots."""
+
+    slots: list[Reservation | None]
+    """Of the leading keys; None stands for a block that exists already."""
+    refusal: str = ""
+    """Why there are fewer than keys, in words; empty when there are not."""
+    busy_s: float = 0.0
+    """Seconds until the path by which blocks leave memory is expected to be free, where that is why; else 0.0."""
+
+
+class Writer:
+    """Carries out the verbs of writers."""
+
+    def __init__(self, node: Node, room: Room, archiver: Archiver) -> None:
+        self._node = node
+        self._room = room
+        self._archiver = archiver
+        self.publishing: set[Entry] = set()
+        """Written blocks some of which are being checked: nobody's reservation any more, and not there yet."""
+
+    def reserve_now(
+        self, place: Place, parent: bytes, digests: Sequence[bytes], tier: Tier | None = None
+    ) -> list[Reservation | None]:
+        """Reserve slots for the leading keys while there is room; None stands for a block that exists already.
+
+        A key that another writer is at counts as existing: two copies of the same bytes help nobody.
+        Shorter than `digests` when the tier, the fastest one unless another is given, is full or has no room for
+        this tenant.
+        """
+        node, tier = self._node, tier or self._node.entry_tier
+        if tier is None or node.is_draining:
+            return []
+        blocks, scope, tenant = node.index.blocks(place.scope), place.scope, place.tenant
+        absent = blocks.absent(digests)
+        hard_bytes = node.tenants.hard_bytes(tier, tenant)
+        slots = tier.take_run(scope, tenant, place.raw_bytes, len(absent), hard_bytes, tenant)
+        if len(slots) < len(absent):
+            digests = digests[: digests.index(absent[len(slots)])]
+        if not slots:
+            return [None] * len(digests)
+        now_s = node.clock()
+        entries = node.index.begin_chain(scope, digests, parent, place.layout_id, now_s, tenant)
+        fresh = [e for e in entries if e is not None]
+        made = iter(node.reservations.grant_all(place, fresh, tier, slots, now_s + RESERVATION_S))
+        return [None if e is None else next(made) for e in entries]
+
+    async def reserve(
+        self, place: Place, parent: bytes, digests: Sequence[bytes], *, has_some: bool = False
+    ) -> Reserved:
+        """Like `reserve_now`, but makes room where there is none, within `RESERVE_WAIT_S`, and says why it ends short.
+
+        Raises `QuotaExceededError` when the tenant's quota refuses the very first of them; a writer that already
+        `has_some` gets fewer, and the error when it asks for the rest. Cancelled, it leaves reservations that their
+        owner's end or expiry takes back.
+        """
+        deadline_s = self._node.clock() + RESERVE_WAIT_S
+        chain = (parent, *digests)
+        made = self.reserve_now(place, parent, digests)
+        try:
+            while left := len(digests) - len(made):
+                at = len(made)
+                may_wait = not (made or has_some)  # Whoever has some can go on with those.
+                tier = await self._find_room(place, chain[at], left, deadline_s, may_wait=may_wait)
+                more = self.reserve_now(place, chain[at], digests[at:], tier) if tier is not None else ()
+                if not more:
+                    break
+                made += more
+        except QuotaExceededError as e:
+            self._note_quota(place, left, e)
+            if not made and not has_some:
+                raise
+            return Reserved(made, str(e))
+        return Reserved(made, *self._refusal(left)) if left else Reserved(made)
+
+    def _refusal(self, count: int) -> tuple[str, float]:
+        """Count blocks that found no room; returns why, and how long the path out of memory stays congested."""
+        node, tier = self._node, self._node.entry_tier
+        busy_s = self._room.congestion_s(tier)
+        if node.is_draining or tier is None:
+            reason, why = "draining", "the agent is drained or has no open memory tier, and takes no blocks"
+        elif tier.is_recovering:
+            reason, why = "recovering", f"tier {tier.name}: blocks of an earlier run are still being entered"
+        elif busy_s:
+            reason, why = "busy", f"tier {tier.name}: blocks wait to leave it, for about {busy_s:.1f} s"
+        elif node.holds(tier):
+            reason, why = "held", f"tier {tier.name}: what could leave it is being read, written or decoded from"
+        else:
+            reason, why = "full", f"tier {tier.name} is full, and nothing in it may leave for this tenant"
+        node.counters.add("kvstrata_refused_blocks_total", count, reason=reason)
+        return f"{why}; {count} blocks were refused", busy_s
+
+    def _note_quota(self, place: Place, count: int, error: QuotaExceededError) -> None:
+        tier = self._node.entry_tier
+        assert tier is not None, "else nothing was asked of it"
+        self._node.counters.add("kvstrata_quota_rejected_total", count, tenant=place.tenant, tier=tier.name)
+        self._node.counters.add("kvstrata_refused_blocks_total", count, reason="quota")
+        _log.debug("blocks refused", extra={"blocks": count, "cause": str(error)})
+
+    async def _find_room(
+        self, place: Place, parent: bytes, slots: int, deadline_s: float, *, may_wait: bool
+    ) -> Tier | None:
+        """Make room for what continues `parent`: a block, or up to `slots` at once.
+
+        In the fastest memory tier; where nothing can leave that now, in a slower one; where there is none either and
+        the writer `may_wait`, in the fastest one again, when those have ended who hold what is there. Returns where
+        it is, None when there is none for anybody. Raises `QuotaExceededError` when the tenant's quota leaves none.
+        """
+        refusal: QuotaExceededError | None = None
+        tiers = self._landings()
+        for i, tier in enumerate((*tiers, *tiers[: int(may_wait)])):
+            if refusal is not None and self._node.tenants.of(place.tenant).over_quota is not OverQuota.DEMOTE:
+                break  # A slower tier is no way around a quota, unless that is what is declared.
+            want = Want(tier, place.scope, place.tenant, place.raw_bytes, place.tenant, slots)
+            try:
+                slot = await self._slot_behind(parent, want, place.owner, deadline_s, awaits_holders=i == len(tiers))
+            except QuotaExceededError as e:
+                refusal = refusal or e
+            except (TierFullError, BackendFailedError):
+                continue
+            else:
+                tier.give_back(slot, place.tenant)  # Taken again at once by the caller, in the same step of the loop.
+                return tier
+        if refusal is not None:
+            raise refusal
+        return None
+
+    async def _slot_behind(
+        self, parent: bytes, want: Want, owner: int, deadline_s: float, *, awaits_holders: bool
+    ) -> SlotRef:
+        """Take a slot, in place of the block that is continued only where nothing else can leave.
+
+        As a leaf it may be the first to leave, and without it nobody finds what follows. Where a slower tier takes
+        blocks it is not lost by that.
+        """
+        pins, entry = self._node.pins, self._node.index.find(want.scope, parent)
+        if entry is not None and entry.residences and self._room.is_lowest(want.tier):
+            pin = pins.grant(owner, entry, entry.residences[0], deadline_s)
+            try:
+                return await self._room.reserve(want, deadline_s)
+            except TierFullError:
+                pass
+            finally:
+                pins.end(owner, [pin.id])
+        return await self._room.reserve(want, deadline_s, awaits_holders=awaits_holders)
+
+    def _landings(self) -> list[Tier]:
+        """Tiers that may take new blocks, the fastest first: engines map them."""
+        if self._node.is_draining:
+            return []
+        return [t for t in self._node.tiers if t.mappable is not None]
+
+    def publish_now(self, owner: int, ids: Sequence[int], checksums: Sequence[bytes]) -> bytes:
+        """Commit written slots of small blocks in one step, checking some of them; returns one result for each.
+
+        Which ones are checked is the decision of `policy.checking`: whoever reads the others verifies them.
+        """
+        taken, chosen = self._node.reservations.take_written(owner, ids)
+        sums = {r.id: self._hashed(r) for r in chosen}
+        if sums:
+            sums |= {r.id: self._hashed(r) for r in _doubtful(taken, sums, dict(zip(ids, checksums, strict=True)))}
+        return self._commit_all(owner, ids, taken, checksums, sums)
+
+    async def publish(self, owner: int, ids: Sequence[int], checksums: Sequence[bytes]) -> bytes:
+        """Like `publish_now`, hashing in threads, for blocks that would hold the loop up.
+
+        From the first step on the slots belong to this call: neither expiry nor the end of the connection takes
+        them away while they are being hashed. Cancelled, it gives all of them back.
+        """
+        taken, chosen = self._node.reservations.take_written(owner, ids)
+        sums = await self._sums(taken, chosen) if chosen else {}
+        doubtful = _doubtful(taken, sums, dict(zip(ids, checksums, strict=True)))
+        sums |= await self._sums(taken, doubtful) if doubtful else {}
+        return self._commit_all(owner, ids, taken, checksums, sums)
+
+    async def _sums(self, taken: Sequence[Reservation | None], chosen: Sequence[Reservation]) -> dict[int, bytes]:
+        """Checksums of the chosen ones by reservation."""
+        written = {r.entry for r in taken if r is not None}
+        self.publishing |= written
+        try:
+            return await self._hashed_apart(chosen)
+        except BaseException:
+            self._node.abandon(r for r in taken if r is not None)
+            raise
+        finally:
+            self.publishing -= written
+
+    async def _hashed_apart(self, written: Sequence[Reservation]) -> dict[int, bytes]:
+        """Checksums by reservation, from `HASHERS` threads that take an equal share each."""
+
+        def hash_share(share: Sequence[Reservation]) -> dict[int, bytes]:
+            return {r.id: self._hashed(r) for r in share}
+
+        shares = [written[i::HASHERS] for i in range(min(HASHERS, len(written)))]
+        parts = await together([in_thread(None, partial(hash_share, share)) for share in shares])
+        return {number: found for part in parts for number, found in part.items()}
+
+    def _hashed(self, reservation: Reservation) -> bytes:
+        """Checksum of what the slot holds; nothing when its tier was taken away."""
+        mappable = reservation.tier.mappable
+        assert mappable is not None
+        slot = reservation.slot
+        try:
+            with mappable.view(slot) as whole, whole[: reservation.raw_bytes] as view:
+                return checksum(view, reservation.entry.digest, self._node.epoch, slot.stamp)
+        except BlockCorruptError:
+            return b""
+
+    def _commit_all(
+        self,
+        owner: int,
+        ids: Sequence[int],
+        taken: Sequence[Reservation | None],
+        checksums: Sequence[bytes],
+        sums: Mapping[int, bytes],
+    ) -> bytes:
+        """Commit what was taken; what was published before is answered as then. `sums`: of those that were checked."""
+        table, results = self._node.reservations, dict[int, int]()
+        written: list[tuple[Reservation, bytes]] = []
+        unused: list[Reservation] = []
+        for number, reservation, claimed in zip(ids, taken, checksums, strict=True):
+            if reservation is None:
+                continue
+            is_right = sums.get(number, claimed) == claimed
+            if not is_right:
+                table.note_error(owner)
+            result = results[number] = self._judged(reservation, is_right=is_right)
+            if result == PUBLISHED:
+                written.append((reservation, claimed))
+            else:
+                unused.append(reservation)
+        self._node.abandon(unused)
+        self._publish_all(written)
+        table.settle(owner, results)
+        answer = bytes([results[i] if i in results else table.result(owner, i) or REFUSED for i in ids])
+        self._count(answer)
+        self._published([r for r in taken if r is not None and results[r.id] != REFUSED])
+        return answer
+
+    def _judged(self, reservation: Reservation, *, is_right: bool) -> int:
+        """What becomes of a written slot."""
+        entry = reservation.entry
+        if not is_right or entry.level == GONE:
+            return REFUSED
+        if entry.residences:
+            return EXISTED
+        return PUBLISHED if reservation.tier in self._node.tiers else REFUSED
+
+    def _publish_all(self, written: Sequence[tuple[Reservation, bytes]]) -> None:
+        """Enter slots with their checksums as the first copies of their blocks."""
+        node, epoch = self._node, self._node.epoch
+        copies: dict[Tier, list[tuple[Entry, Residence]]] = {}
+        for reservation, claimed in written:
+            entry, tier, raw_bytes = reservation.entry, reservation.tier, reservation.raw_bytes
+            key = BlockKey(entry.scope, entry.digest)
+            record = Record(key, entry.parent, entry.layout_id, RAW, raw_bytes, raw_bytes, claimed, epoch)
+            copies.setdefault(tier, []).append((entry, Residence(tier, reservation.slot, record)))
+        for tier, made in copies.items():
+            node.publish(tier, made)
+        if node.growth:
+            for reservation, claimed in written:
+                node.growth.whole(reservation.id, claimed, node.clock())
+
+    def _count(self, results: bytes) -> None:
+        for result, name in ((REFUSED, "refused"), (PUBLISHED, "published"), (EXISTED, "existed")):
+            count = results.count(result)
+            if count:
+                self._node.counters.add("kvstrata_published_blocks_total", count, result=name)
+
+    def _published(self, reservations: Sequence[Reservation]) -> None:
+        """Let sessions follow their new blocks, and send down what is not admitted to memory."""
+        if not reservations:
+            return
+        now_s = self._node.clock()
+        for reservation in reservations:
+            reservation.entry.used_at_s = now_s
+        session = reservations[0].session
+        if session is not None and not session.is_forgotten:
+            session.follow([r.entry for r in reservations])
+            self._node.sessions.refresh(session, now_s)
+            if session.state is SessionState.ARCHIVED:  # There is more of it now than was archived.
+                session.enter(SessionState.ARCHIVING)
+                self._archiver.archive(session)
+        self._admit([r.entry for r in reservations], reservations[0].tier, session.turns if session else 0)
+
+    def _admit(self, entries: Sequence[Entry], tier: Tier, turns: int) -> None:
+        policy = self._node.spec.policy
+        high_ratio = policy.eviction.high_watermark_percent / 100
+        has_lower = not self._room.is_lowest(tier)
+        choice = admit(AdmissionInputs(policy.admission.type, tier.fill_ratio, high_ratio, turns, has_lower))
+        if choice.admission is Admission.DEMOTE:
+            self._archiver.send_down(entries, Priority.DEMOTE)
+
+
+def _doubtful(
+    taken: Sequence[Reservation | None], sums: Mapping[int, bytes], claimed: Mapping[int, bytes]
+) -> list[Reservation]:
+    """What is to be checked besides: the rest of a publication in which a checksum was wrong."""
+    if all(found == claimed[number] for number, found in sums.items()):
+        return []
+    return [r for r in taken if r is not None and r.id not in sums]

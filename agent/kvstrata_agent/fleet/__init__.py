@@ -1,0 +1,1 @@
+"""What is not on this node: the directory and other agents."""

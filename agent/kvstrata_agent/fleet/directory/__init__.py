@@ -1,0 +1,1 @@
+"""The Redis directory as this agent uses it."""

@@ -1,0 +1,99 @@
+"""Which blocks stand before one in its chain: here, or with the agents that hold them. No bytes move.
+
+What other agents tell is believed as far as it fits together. Whether it is true shows when the blocks come: each
+brings the parent that its owner lends it with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from kvstrata_agent.cache.ports import Stretch, TracedPeers
+from kvstrata_agent.policy.warm import Chain
+from kvstrata_api.blocks import BlockKey
+
+if TYPE_CHECKING:
+    from kvstrata_agent.blocks.block import Entry
+    from kvstrata_agent.blocks.index import Index
+    from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.cache.ports import Directory, Peers
+    from kvstrata_api.blocks import LayoutId, ScopeSecret
+
+CHAIN_MAX: Final = 65_536
+"""Blocks of one chain: a million tokens of 16 to a block. A longer one, or a ring, counts as one without a root."""
+STRETCH_MAX: Final = 1024
+"""Blocks told in one step: each may have to be made an entry of, 15 us."""
+OWNERS_MAX: Final = 3
+"""Agents that are asked for the same stretch: a location may be stale."""
+
+
+def stretch_of(index: Index, key: BlockKey, most: int) -> Stretch | None:
+    """A block that can be read here and up to `most` in all with those before it; None when it is not here."""
+    head = index.find(key.scope, key.digest)
+    if head is None or not head.residences:
+        return None
+    digests: list[bytes] = []
+    before = key.digest
+    entry: Entry | None = head
+    while entry is not None and entry.residences and entry.layout_id == head.layout_id:
+        if len(digests) == min(most, STRETCH_MAX):
+            break
+        digests.append(entry.digest)
+        before, entry = entry.parent, index.parent(entry)
+    return Stretch(head.layout_id, head.residences[0].record.raw_bytes, tuple(digests), before)
+
+
+class Chains:
+    """Follows chains from their end to their root, across nodes."""
+
+    def __init__(self, node: Node, directory: Directory | None, peers: Peers | None) -> None:
+        self._node = node
+        self._directory = directory
+        self._peers = _traced(peers)
+
+    async def here(self, secret: ScopeSecret, digest: bytes) -> Chain | None:
+        """A block with all those before it, where every one is on this node; None when one is not."""
+        return await self._followed(secret, digest, is_local=True)
+
+    async def anywhere(self, secret: ScopeSecret, digest: bytes) -> Chain | None:
+        """A block with all those before it, wherever they are; None when one is nowhere, as far as can be told now."""
+        return await self._followed(secret, digest, is_local=False)
+
+    async def _followed(self, secret: ScopeSecret, digest: bytes, *, is_local: bool) -> Chain | None:
+        found: dict[bytes, None] = {}
+        kinds: set[tuple[LayoutId, int]] = set()
+        at = digest
+        while at:
+            stretch = stretch_of(self._node.index, BlockKey(secret.scope, at), STRETCH_MAX)
+            if stretch is None and not is_local:
+                stretch = await self._elsewhere(secret, at)
+            if stretch is None or not found.keys().isdisjoint(stretch.digests):
+                return None
+            found |= dict.fromkeys(stretch.digests)
+            kinds.add((stretch.layout_id, stretch.raw_bytes))
+            if len(kinds) > 1 or len(found) > CHAIN_MAX:
+                return None
+            at = stretch.before
+            await asyncio.sleep(0)
+        ((layout_id, raw_bytes),) = kinds
+        return Chain(secret, layout_id, raw_bytes, tuple(reversed(found)))
+
+    async def _elsewhere(self, secret: ScopeSecret, digest: bytes) -> Stretch | None:
+        if self._directory is None or self._peers is None or not self._directory.is_up:
+            return None
+        (copies,) = await self._directory.locate(secret, [digest])
+        for location in copies[:OWNERS_MAX]:
+            stretch = await self._peers.trace(BlockKey(secret.scope, digest), location, STRETCH_MAX)
+            if (
+                stretch is not None
+                and stretch.digests[0] == digest
+                and len(set(stretch.digests)) == len(stretch.digests)
+            ):
+                return stretch
+        return None
+
+
+def _traced(peers: object) -> TracedPeers | None:
+    """The peers, where they can be asked for chains."""
+    return peers if isinstance(peers, TracedPeers) else None

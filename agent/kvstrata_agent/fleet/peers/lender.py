@@ -1,0 +1,114 @@
+"""Leases of our blocks for other agents: implements `ports.Lender`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from kvstrata_agent.backends.base import SharedBackend
+from kvstrata_agent.blocks.node import PEER_OWNER
+from kvstrata_agent.cache.ports import Lent, Placed
+from kvstrata_agent.fleet.peers.chain_lookup import stretch_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvstrata_agent.blocks.block import Entry, Residence
+    from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.cache.ports import Stretch
+    from kvstrata_agent.cache.promotion import Fetcher
+    from kvstrata_agent.cache.registered_extents import Exports
+    from kvstrata_api.blocks import BlockKey, LayoutId, ScopeSecret
+    from kvstrata_metadata.records import Announcement
+
+LEND_S: Final = 10.0
+"""What bringing blocks up for a peer may take; it computes them itself when we are slower."""
+LEASE_S_MAX: Final = 60.0
+"""Longest lease of a peer: a transfer of a batch takes well under a second."""
+
+
+class PeerLender:
+    """Lends blocks to peers that the listener has authenticated."""
+
+    def __init__(self, node: Node, fetcher: Fetcher, exports: Exports) -> None:
+        self._node = node
+        self._fetcher = fetcher
+        self._exports = exports
+
+    async def lend(
+        self, keys: Sequence[BlockKey], layout_id: LayoutId, lease_s: float, tiers: Sequence[str] = ()
+    ) -> list[Lent | None]:
+        """Lease blocks in memory, bringing them up first; None for absent ones and for another layout.
+
+        What lies on one of the shared `tiers`, and not in memory, is leased where it is.
+
+        Cancelled, it leaves no lease: whoever asked has gone and would never end it.
+        """
+        found = [self._node.index.find(k.scope, k.digest) for k in keys]
+        usable = [e if e is not None and e.residences and e.layout_id == layout_id else None for e in found]
+        lent: list[Lent | None] = [None] * len(keys)
+
+        async def one(i: int, entry: Entry) -> None:
+            lent[i] = self._placed(entry, tiers, min(lease_s, LEASE_S_MAX))
+            if lent[i] is not None:
+                return
+            residence = await self._fetcher.raise_up(entry, entry.tenant)
+            if residence is not None:
+                lent[i] = self._lent(entry, residence, min(lease_s, LEASE_S_MAX))
+
+        for i, entry in enumerate(usable):
+            up = self._fetcher.up_already(entry) if entry is not None else None
+            if entry is not None and up is not None:
+                lent[i] = self._lent(entry, up, min(lease_s, LEASE_S_MAX))
+        slow = [(i, e) for i, e in enumerate(usable) if e is not None and lent[i] is None]
+        tasks = [asyncio.ensure_future(one(i, e)) for i, e in slow]
+        try:
+            if tasks:
+                await asyncio.wait(tasks, timeout=LEND_S)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        except asyncio.CancelledError:
+            for task in tasks:
+                task.cancel()  # From here on it leases nothing more: a lease is its last step.
+            self.end([loan.lease for loan in lent if loan is not None])
+            raise
+        return lent
+
+    def _placed(self, entry: Entry, tiers: Sequence[str], lease_s: float) -> Lent | None:
+        """Lease a copy on a tier that the other agent can read; None when there is none, or one in memory."""
+        if not tiers or self._fetcher.mapped(entry) is not None:
+            return None
+        for residence in entry.residences:
+            tier, slot, record = residence
+            if tier.name in tiers and isinstance(tier.backend, SharedBackend):
+                entry.used_at_s = self._node.clock()
+                lease = self._node.leases.grant(PEER_OWNER, entry, residence, self._node.clock() + lease_s)
+                placed = Placed(tier.name, tier.backend.file_of(slot), slot, record)
+                return Lent(lease.id, slot, memoryview(b""), record.parent, record.checksum, record.epoch, placed)
+        return None
+
+    def _lent(self, entry: Entry, residence: Residence, lease_s: float) -> Lent:
+        tier, slot, record = residence
+        mappable = tier.mappable
+        assert mappable is not None
+        self._exports.ensure(tier, slot.extent)
+        entry.used_at_s = self._node.clock()
+        lease = self._node.leases.grant(PEER_OWNER, entry, residence, self._node.clock() + lease_s)
+        outside = replace(slot, extent=tier.extent_number(slot.extent))
+        view = mappable.view(slot)[: record.raw_bytes]
+        return Lent(lease.id, outside, view, entry.parent, record.checksum, record.epoch)
+
+    def trace(self, key: BlockKey, most: int) -> Stretch | None:
+        """A block that can be read here and up to `most` in all with those before it; None when it is not here."""
+        return stretch_of(self._node.index, key, most)
+
+    def end(self, leases: Sequence[int]) -> None:
+        """End leases; unknown ones are ignored."""
+        self._node.end_leases(self._node.leases.end(PEER_OWNER, leases))
+
+    def holdings(self) -> Iterator[tuple[ScopeSecret, list[Announcement]]]:
+        """Everything that this agent holds, in parts, for a full report to a new or emptied directory."""
+        return self._node.announcer.holdings()

@@ -1,0 +1,276 @@
+"""The owner's side: lends blocks to authenticated agents, sends bytes to those that cannot read them by NIXL.
+
+Whoever connects has shown a certificate before its first frame is read, and must be the agent that it says it is.
+Every lease belongs to the connection that asked for it and ends with it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from kvstrata_agent.cache.ports import Adopter, Grower, Lender, Lent, Offer
+from kvstrata_agent.fleet.peers import wire
+from kvstrata_agent.fleet.peers.framing import READ_AHEAD_BYTES, Stream, frame_within
+from kvstrata_agent.fleet.peers.nixl import NixlReader, address_of, answer_of
+from kvstrata_agent.fleet.peers.tls import HANDSHAKE_S, PeerTls
+from kvstrata_agent.remote.growing import send_growing
+from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, unpack_digests
+from kvstrata_api.errors import InvalidInputError, KvStrataError
+from kvstrata_api.trust import Identity
+from kvstrata_metadata.records import AgentRecord
+
+CONNECTIONS_MAX: Final = 256
+QUESTIONS_MAX: Final = 8
+"""Questions of one connection under way at once; the next one is read when one is answered."""
+
+FOLLOWERS_MAX: Final = 64
+"""Hand-overs that one connection waits for at once."""
+
+LEASES_MAX: Final = 8_192
+"""Leases of one connection at once."""
+
+LEASE_S_MAX: Final = 60.0
+HELLO_TIMEOUT_S: Final = 5.0
+ATTEND_S: Final = 5.0
+"""How long NIXL looks out for the read after a loan; a longer one goes on while it is slower, or over TCP."""
+
+IDLE_S: Final = 600.0
+"""Silence after which a connection is closed; twice the age at which an asking agent replaces its own."""
+
+LIFE_S: Final = 600.0
+"""Age at which a connection is closed, busy or not: what was shown at its start is not believed for ever."""
+
+VerifyPeer = Callable[[str, str], Awaitable[Identity]]
+"""Accepts a token as that of another agent of this fleet, by its name; raises `KvStrataError` for every other one."""
+
+_log = logging.getLogger(__name__)
+
+
+class PeerListener:
+    """Listens from construction on, so that the address can be announced; answers from `serve` on."""
+
+    def __init__(self, host: str, port: int = 0) -> None:
+        """Bind. Raises `OSError` when the address is taken or not ours; port 0 chooses one."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family)
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.Task[None]] = set()
+        self.adopter: Adopter | None = None
+        """What takes blocks of other pools over; set before `serve`, or none are."""
+
+    @property
+    def address(self) -> str:
+        """`host:port` as bound."""
+        host, port = self._socket.getsockname()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    async def serve(
+        self,
+        me: AgentRecord,
+        lender: Lender,
+        verify: VerifyPeer,
+        nixl: NixlReader | None,
+        *,
+        tls: PeerTls | None,
+        grower: Grower | None = None,
+    ) -> None:
+        """Begin to answer. `tls` is None in simulated networks alone; without `grower` nothing is handed over early."""
+        owner = _Owner(me, lender, verify, nixl, tls, grower, self.adopter)
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task is not None, "asyncio runs callbacks of streams in tasks"
+            if len(self._open) >= CONNECTIONS_MAX:
+                writer.transport.abort()
+                return
+            self._open.add(task)
+            try:
+                await _Conversation(Stream(reader, writer), owner).run()
+            finally:
+                self._open.discard(task)
+
+        secured: Any = {"ssl": tls.listening(), "ssl_handshake_timeout": HANDSHAKE_S} if tls else {}
+        self._server = await asyncio.start_server(accept, sock=self._socket, limit=READ_AHEAD_BYTES, **secured)
+
+    async def close(self) -> None:
+        """Stop listening and end all conversations with their leases. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        self._socket.close()
+        conversations = tuple(self._open)
+        for conversation in conversations:
+            conversation.cancel()
+        await asyncio.gather(*conversations, return_exceptions=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """What every conversation needs of us."""
+
+    me: AgentRecord
+    lender: Lender
+    verify: VerifyPeer
+    nixl: NixlReader | None
+    tls: PeerTls | None
+    grower: Grower | None
+    adopter: Adopter | None
+
+
+class _Conversation:
+    """One connection of one agent."""
+
+    def __init__(self, stream: Stream, owner: "_Owner") -> None:
+        self._stream = stream
+        self._me, self._lender, self._verify = owner.me, owner.lender, owner.verify
+        self._nixl, self._tls, self._grower, self._adopter = owner.nixl, owner.tls, owner.grower, owner.adopter
+        self._lent: dict[int, Lent] = {}
+        self._gate = asyncio.Semaphore(QUESTIONS_MAX)
+        self._followers = asyncio.Semaphore(FOLLOWERS_MAX)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Answer until the connection ends. Raises nothing but cancellation."""
+        try:
+            if await self._welcome():
+                await self._converse()
+        except KvStrataError as e:
+            _log.debug("peer conversation ended", extra={"error": str(e)})
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            self._stream.close()
+            self._end(tuple(self._lent))
+
+    async def _welcome(self) -> bool:
+        hello = wire.decode_question(await frame_within(self._stream, HELLO_TIMEOUT_S))
+        if not isinstance(hello, wire.Hello) or hello.version != wire.PROTOCOL_VERSION:
+            await self._stream.send(wire.Refused(hello.id, f"this agent speaks version {wire.PROTOCOL_VERSION}"))
+            return False
+        try:
+            if self._tls:
+                self._tls.check(self._stream.transport, hello.agent)
+            await self._verify(hello.token, hello.agent)
+        except KvStrataError as e:
+            _log.warning("peer refused", extra={"peer": hello.agent, "error": str(e)})
+            await self._stream.send(wire.Refused(hello.id, type(e).__name__))
+            return False
+        await self._stream.send(wire.Welcome(hello.id, wire.PROTOCOL_VERSION, self._me.agent, self._me.epoch))
+        return True
+
+    async def _converse(self) -> None:
+        loop = asyncio.get_running_loop()
+        ends_at_s = loop.time() + LIFE_S
+        while (left_s := ends_at_s - loop.time()) > 0:
+            question = wire.decode_question(await frame_within(self._stream, min(IDLE_S, left_s)))
+            if isinstance(question, wire.End):
+                self._end(question.leases)
+                continue
+            # Those who wait for blocks to grow must not keep others from asking.
+            gate = self._followers if isinstance(question, wire.Follow) else self._gate
+            await gate.acquire()
+            task = asyncio.create_task(self._answer(question))
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._answered, gate))
+
+    def _answered(self, gate: asyncio.Semaphore, task: "asyncio.Task[None]") -> None:
+        gate.release()
+        self._tasks.discard(task)
+        if not task.cancelled() and (bug := task.exception()):
+            _log.error("peer question failed", exc_info=bug)
+            self._stream.close()
+
+    async def _answer(self, question: wire.Question) -> None:
+        """Answer one question; what fails is refused, and a broken connection ends with its reader."""
+        with contextlib.suppress(KvStrataError):
+            try:
+                match question:
+                    case wire.Describe():
+                        await self._describe(question)
+                    case wire.Lend():
+                        await self._lend(question)
+                    case wire.Pull():
+                        await self._send_blocks(question)
+                    case wire.Trace():
+                        await self._trace(question)
+                    case wire.Offer() if self._adopter is not None:
+                        await self._adopt(self._adopter, question)
+                    case wire.Follow() if self._grower is not None:
+                        await send_growing(self._stream, self._grower, self._me.epoch, question)
+                    case _:
+                        raise InvalidInputError(f"{type(question).__name__} has no place here")
+            except KvStrataError as e:
+                await self._stream.send(wire.Refused(question.id, str(e)))
+
+    async def _describe(self, question: wire.Describe) -> None:
+        generation = self._nixl.generation if self._nixl else 0
+        described = await answer_of(self._nixl.describe()) if self._nixl else b""
+        await self._stream.send(wire.Described(question.id, generation, described))
+
+    async def _trace(self, question: wire.Trace) -> None:
+        key = BlockKey(ScopeId(question.scope), question.digest)
+        found = self._lender.trace(key, question.most) if question.epoch == self._me.epoch else None
+        told = (
+            (found.layout_id, found.raw_bytes, b"".join(found.digests), found.before) if found else (b"", 0, b"", b"")
+        )
+        await self._stream.send(wire.Traced(question.id, *told))
+
+    async def _adopt(self, adopter: Adopter, asked: wire.Offer) -> None:
+        place = (ScopeId(asked.scope), asked.tenant, LayoutId(asked.layout_id), asked.raw_bytes)
+        offer = Offer(*place, tuple(unpack_digests(asked.digests)), asked.before, asked.tier)
+        taken = await adopter.adopt(offer)
+        await self._stream.send(wire.Taken(asked.id, taken.count, taken.reason))
+
+    async def _lend(self, question: wire.Lend) -> None:
+        keys = [BlockKey(ScopeId(question.scope), digest) for digest in unpack_digests(question.digests)]
+        if len(self._lent) + len(keys) > LEASES_MAX:
+            raise InvalidInputError(f"{len(self._lent)} leases held, limit {LEASES_MAX}")
+        lease_s = min(max(question.lease_s, 0.0), LEASE_S_MAX)
+        # Whoever was told of an earlier incarnation asks for what was lost with it, as far as anybody can know.
+        is_ours = question.epoch in {0, self._me.epoch}
+        lent: list[Lent | None] = [None] * len(keys)
+        if is_ours:
+            lent = await self._lender.lend(keys, LayoutId(question.layout_id), lease_s, question.tiers)
+        leases = tuple(one.lease for one in lent if one)
+        self._lent |= {one.lease: one for one in lent if one}
+        if not self._stream.is_open:
+            self._end(leases)
+            return
+        # Past its time the lender ends a lease by itself: we must not hold its memory any longer then.
+        asyncio.get_running_loop().call_later(lease_s, self._end, leases)
+        if self._nixl:
+            self._nixl.attend(min(lease_s, ATTEND_S))
+        generation = self._nixl.generation if self._nixl else 0
+        loans = tuple(_loan(one) if one else wire.Loan() for one in lent)
+        await self._stream.send(wire.Lending(question.id, generation, loans))
+
+    async def _send_blocks(self, question: wire.Pull) -> None:
+        for lease in question.leases:
+            offset = 0
+            # Looked up for each chunk: the lease may end meanwhile, and then its memory is somebody else's.
+            while (lent := self._lent.get(lease)) and offset < len(lent.view):
+                with lent.view[offset : offset + wire.CHUNK_BYTES_MAX] as part:
+                    await self._stream.send(wire.Chunk(question.id, lease, offset, len(part)), part)
+                    offset += len(part)
+        await self._stream.send(wire.Done(question.id))
+
+    def _end(self, leases: tuple[int, ...]) -> None:
+        ours = [lease for lease in leases if self._lent.pop(lease, None)]
+        if ours:
+            self._lender.end(ours)
+
+
+def _loan(lent: Lent) -> wire.Loan:
+    if (at := lent.placed) is not None:
+        record, slot = at.record, at.slot
+        place = wire.Place(at.tier, at.file, slot.offset, slot.size_bytes, record.codec, record.stored_bytes)
+        told = (lent.lease, 0, record.raw_bytes, slot.stamp, record.epoch)
+        return wire.Loan(*told, record.parent, record.checksum, place)
+    size_bytes = len(lent.view)
+    return wire.Loan(
+        lent.lease, address_of(lent.view), size_bytes, lent.slot.stamp, lent.epoch, lent.parent, lent.checksum
+    )

@@ -1,0 +1,231 @@
+"""Moves leased blocks into slots: by NIXL through a landing buffer, by TCP where that is not possible or fails.
+
+A block counts when its bytes match the checksum that the owner bound to key, epoch and stamp. Until then they are
+in a landing buffer, or in a slot that nobody else can see.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from threading import Lock
+from typing import Final
+
+from kvstrata_agent.backends.scratch import scratch
+from kvstrata_agent.backends.threads import in_thread, settle
+from kvstrata_agent.cache.ports import Wanted
+from kvstrata_agent.fleet.peers import wire
+from kvstrata_agent.fleet.peers.client import Link
+from kvstrata_agent.fleet.peers.nixl import Landed, NixlReader, Read, address_of, answer_of
+from kvstrata_agent.fleet.peers.pipeline import LANES, Pipeline, Steps
+from kvstrata_agent.remote.landing import LANDING_BYTES, Landing, padded_bytes
+from kvstrata_api.checksum import checksum
+from kvstrata_api.errors import BackendFailedError
+from kvstrata_api.units import MIB
+
+LANDING_REGION: Final = -1
+"""Number of the landing memory among the regions registered with NIXL; extents have numbers from 0."""
+
+PIECE_BYTES: Final = 4 * MIB
+"""Bytes of one transfer: each costs a wake-up of a thread, and is verified while others move."""
+
+VERIFIERS: Final = 4
+"""Threads that verify what has landed, of all batches together: each keeps up with 100 Gbit/s."""
+
+NIXL_PAUSE_S: Final = 30.0
+"""After a transfer that failed or was late, the same owner is read over TCP for so long."""
+
+NIXL_SHARE: Final = 0.5
+"""Part of the time left that NIXL may take, so that TCP can still do it."""
+
+NIXL_WAIT_S: Final = 2.0
+NIXL_BYTES_PER_S_MIN: Final = 20_000_000
+"""NIXL gets so long, and more for more bytes; whoever is slower than this is better read over TCP."""
+
+
+class Transport(StrEnum):
+    """How bytes came."""
+
+    NIXL = "nixl"
+    TCP = "tcp"
+    SHARED = "shared"
+    """Read from its owner's file on flash that both mount; the owner sent nothing."""
+
+
+class Result(StrEnum):
+    """What became of a wanted block."""
+
+    VERIFIED = "verified"
+    ABSENT = "absent"
+    CORRUPT = "corrupt"
+    FAILED = "failed"
+    """By an error that nobody foresaw; its log has the traceback."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leased:
+    """A wanted block and the lease by which its owner holds it for us. Compared by identity: targets have no hash."""
+
+    wanted: Wanted
+    loan: wire.Loan
+
+
+class Transfers:
+    """Brings the bytes of leased blocks. One for each agent; landing buffers are shared by all peers."""
+
+    def __init__(self, nixl: NixlReader | None, landing_bytes: int = LANDING_BYTES) -> None:
+        self._nixl = nixl
+        self._landing = Landing(landing_bytes if nixl else 0)
+        self._landing_lock = Lock()
+        self._verifiers = ThreadPoolExecutor(VERIFIERS, "kvstrata-verify")
+        self._asked_bytes = 0
+        """Of all batches that NIXL has now."""
+        self._paused_until_s: dict[str, float] = {}
+        if nixl:
+            # Never unmapped: NIXL may write late, and the process's end is the only certain one.
+            self._memory = memoryview(scratch(landing_bytes))
+            self._address = address_of(self._memory)
+            nixl.register(LANDING_REGION, self._memory)
+
+    @property
+    def landing_bytes(self) -> int:
+        """Bytes of landing buffers in use, those of transfers that nobody waits for any more included."""
+        with self._landing_lock:
+            return self._landing.taken_bytes
+
+    async def bring(
+        self, link: Link, leased: list[Leased], generation: int, deadline_s: float
+    ) -> dict[Leased, tuple[Result, Transport]]:
+        """Fill the targets of blocks leased over one link; what became of each. Late ones are left out.
+
+        `deadline_s` is on the clock of `time.monotonic`. Raises `AgentAwayError` when the owner goes away; targets
+        may hold anything then, but nothing is written to them any more.
+        """
+        outcome: dict[Leased, tuple[Result, Transport]] = {}
+        if self._nixl and await self._know(link, generation):
+            landed = await self._by_nixl(link, leased, deadline_s)
+            outcome |= {one: (result, Transport.NIXL) for one, result in landed.items()}
+        rest = [one for one in leased if one not in outcome]
+        if rest:
+            await link.pull({one.loan.lease: one.wanted.into for one in rest})
+            results = await in_thread(None, partial(_verify_all, rest))
+            outcome |= {one: (result, Transport.TCP) for one, result in results.items()}
+        return outcome
+
+    async def _know(self, link: Link, generation: int) -> bool:
+        """Make NIXL know the owner as it is now; false when the owner has no NIXL or it is paused."""
+        assert self._nixl is not None, "asked for"
+        async with link.describing:
+            if link.nixl_generation < generation:
+                described = await link.describe()
+                try:
+                    link.nixl_name = await answer_of(self._nixl.meet(described.nixl)) if described.nixl else ""
+                except BackendFailedError:
+                    link.nixl_name = ""
+                link.nixl_generation = described.generation
+        return bool(link.nixl_name) and not self._is_paused(link.nixl_name)
+
+    async def _by_nixl(self, link: Link, leased: list[Leased], deadline_s: float) -> dict[Leased, Result]:
+        """Read in pieces and verify them; what has not arrived in NIXL's part of the time is left out."""
+        pieces = tuple(_pieces(leased))
+        buffers = self._take_buffers(max(_landing_bytes(piece) for piece in pieces), min(LANES, len(pieces)))
+        if not buffers:
+            return {}
+        steps = Steps(partial(self._read, link.nixl_name), self._take_over, self._give_back)
+        pipeline = Pipeline(steps, pieces, buffers, self._verifiers)
+        size_bytes = sum(one.loan.size_bytes for one in leased)
+        self._asked_bytes += size_bytes
+        patience_s = NIXL_WAIT_S + self._asked_bytes / NIXL_BYTES_PER_S_MIN  # All batches share the link.
+        pipeline.start()
+        try:
+            async with asyncio.timeout(min(patience_s, (deadline_s - time.monotonic()) * NIXL_SHARE)):
+                await answer_of(pipeline.quiet)
+        except TimeoutError:
+            self._pause(link.nixl_name)
+        finally:
+            self._asked_bytes -= size_bytes
+            pipeline.stop()
+            if not pipeline.quiet.done():
+                await settle(asyncio.wrap_future(pipeline.quiet))
+        if pipeline.is_broken:
+            self._pause(link.nixl_name)
+        if pipeline.error is not None:
+            raise pipeline.error
+        return {one: result for piece in pipeline.results for one, result in piece.items()}
+
+    def _take_buffers(self, size_bytes: int, most: int) -> list[int]:
+        """Take up to `most` landing buffers, as many as there is room for."""
+        with self._landing_lock:
+            taken = [self._landing.take(size_bytes) for _ in range(most)]
+        return [at for at in taken if at is not None]
+
+    def _give_back(self, buffer: int) -> None:
+        with self._landing_lock:
+            self._landing.give_back(buffer)
+
+    def _read(self, name: str, piece: Sequence[Leased], buffer: int) -> Landed:
+        """Start to read a piece into a landing buffer, its blocks one after the other."""
+        assert self._nixl is not None, "asked for"
+        reads = [Read(one.loan.address, self._address + at, one.loan.size_bytes) for one, at in _places(piece, buffer)]
+        return self._nixl.read(name, reads)
+
+    def _take_over(self, piece: Sequence[Leased], buffer: int) -> dict[Leased, Result]:
+        """Copy landed blocks into their slots, sealed and verified on the way."""
+        results = {}
+        for one, at in _places(piece, buffer):
+            loan = one.loan
+            seen = one.wanted.take_landed(self._memory[at : at + loan.size_bytes], loan.epoch, loan.stamp)
+            results[one] = judge(seen, loan)
+        return results
+
+    def _is_paused(self, name: str) -> bool:
+        return time.monotonic() < self._paused_until_s.get(name, 0.0)
+
+    def _pause(self, name: str) -> None:
+        now_s = time.monotonic()
+        self._paused_until_s = {n: s for n, s in self._paused_until_s.items() if s > now_s}
+        self._paused_until_s[name] = now_s + NIXL_PAUSE_S
+
+
+def _pieces(leased: Sequence[Leased]) -> Iterator[list[Leased]]:
+    """Cut into parts of `PIECE_BYTES`, or of one block that is larger."""
+    piece: list[Leased] = []
+    for one in leased:
+        if piece and sum(o.loan.size_bytes for o in piece) + one.loan.size_bytes > PIECE_BYTES:
+            yield piece
+            piece = []
+        piece.append(one)
+    if piece:
+        yield piece
+
+
+def _places(piece: Sequence[Leased], buffer: int) -> Iterator[tuple[Leased, int]]:
+    """Offsets at which the blocks of a piece land."""
+    at = buffer
+    for one in piece:
+        yield one, at
+        at += padded_bytes(one.loan.size_bytes)
+
+
+def _landing_bytes(piece: Sequence[Leased]) -> int:
+    return sum(padded_bytes(one.loan.size_bytes) for one in piece)
+
+
+def judge(seen: bytes, loan: wire.Loan) -> Result:
+    """Compare the checksum of what came with the one that its owner bound to key, epoch and stamp."""
+    return Result.VERIFIED if seen == loan.checksum else Result.CORRUPT
+
+
+def _verify_all(leased: list[Leased]) -> dict[Leased, Result]:
+    """Seal what came straight into the slots, and verify it after that."""
+    for one in leased:
+        one.wanted.seal()
+    return {one: judge(_seen(one.wanted, one.loan), one.loan) for one in leased}
+
+
+def _seen(wanted: Wanted, loan: wire.Loan) -> bytes:
+    """Checksum of a slot, as its owner would have bound it."""
+    return checksum(wanted.into, wanted.key.digest, loan.epoch, loan.stamp)

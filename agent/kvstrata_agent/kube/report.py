@@ -1,0 +1,310 @@
+"""From what the agent observes to `KVPoolNode.status`. Pure; transition times are kept by whoever writes it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvstrata_agent.backends.base import Device
+from kvstrata_agent.cache.ports import DirectoryState
+from kvstrata_agent.codec.drift import Drift
+from kvstrata_agent.policy.removal import Removal
+from kvstrata_agent.provision.provisioner import Departure
+from kvstrata_api import units
+from kvstrata_api.conditions import Condition, Status
+from kvstrata_api.models.inventory import NodeReport
+from kvstrata_api.models.poolnode import (
+    KVPoolNode,
+    KVPoolNodeStatus,
+    LookupCounts,
+    NodeTier,
+    NodeTierStatus,
+    OrderAnswer,
+    ShareHits,
+    TenantBytes,
+    TenantErased,
+    TierDemand,
+    TierDevice,
+    TierProbe,
+)
+from kvstrata_api.tiers import TierType
+from kvstrata_node import dax_verdict
+from kvstrata_node import pages_verdict as verdict
+from kvstrata_node.pages_verdict import Reason
+
+REFUSING_S: Final = 30.0
+"""From here on refusals are a condition: while a store scales with its load, some are to be expected."""
+
+ERROR_CHARS_MAX = 1024
+"""`maxLength` of lastError."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierObserved:
+    """One declared tier as it is."""
+
+    spec: NodeTier
+    phase: str
+    is_up: bool
+    is_absent: bool = False
+    """The machine or build lacks what the tier needs."""
+    medium: str = ""
+    is_emulated: bool = False
+    is_encrypted: bool = False
+    is_mappable: bool = False
+    fallback: str = ""
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    blocks: int = 0
+    recovered_blocks: int = 0
+    probe: TierProbe | None = None
+    devices: tuple[Device, ...] = ()
+    """Where they are several."""
+    refusing_s: float = 0.0
+    """For so long its store has been refusing requests."""
+    error: str = ""
+    leaving_blocks: int = 0
+    """Blocks that are still to move to other tiers, because this one is declared no more."""
+    shrinking_blocks: int = 0
+    """Blocks that lie where a resize left no room."""
+    shortage: str = ""
+    """Why less is granted than declared, with numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Everything that the status says."""
+
+    pool_node: KVPoolNode
+    epoch: int
+    version: str
+    tiers: tuple[TierObserved, ...]
+    directory: DirectoryState
+    queried: int
+    hit: int
+    memory_bytes: int
+    demand: Mapping[str, TierDemand] = field(default_factory=dict)
+    """What reuse says about the size of tiers that scale, by tier name."""
+    share_hits: Mapping[str, int] = field(default_factory=dict)
+    """Blocks that readers of prefix shares were given, by the share's uid."""
+    tenants: tuple[TenantBytes, ...] = ()
+    """Exact bytes, at most `TENANTS_MAX` of them."""
+    erased: tuple[TenantErased, ...] = ()
+    orders: tuple[OrderAnswer, ...] = ()
+    """Exact counts."""
+    drain_left_blocks: int | None = None
+    """Blocks that still have to leave; None when no drain was asked for."""
+    is_drain_late: bool = False
+    departure: Departure | None = None
+    """How far the removal of all tiers has come; None when nobody asked for it."""
+    node: NodeReport | None = None
+    """What node preparation has told; None where it does not run."""
+    peer_address: str = ""
+    """`host:port` where other agents reach this one."""
+    drift: Drift | None = None
+    """How far blocks are from the pool's calibration; None where it has none."""
+
+
+def build_status(seen: Observed) -> KVPoolNodeStatus:
+    """Write the status down."""
+    generation = seen.pool_node.metadata.generation
+    return KVPoolNodeStatus(
+        observed_generation=generation,
+        observed_revision=seen.pool_node.spec.revision,
+        peer_address=seen.peer_address,
+        conditions=tuple(c.model_copy(update={"observed_generation": generation}) for c in _conditions(seen)),
+        epoch=seen.epoch,
+        agent_version=seen.version,
+        tiers=tuple(_tier(t, seen.demand.get(t.spec.name)) for t in seen.tiers),
+        lookups=LookupCounts(queried=seen.queried, hit=seen.hit),
+        shares=tuple(ShareHits(uid=uid, hits=units.coarse(hits)) for uid, hits in sorted(seen.share_hits.items())),
+        tenants=tuple(t.model_copy(update={"used_bytes": units.coarse(t.used_bytes)}) for t in seen.tenants),
+        erased=seen.erased,
+        orders=tuple(_rounded(answer) for answer in seen.orders),
+        memory_bytes=seen.memory_bytes,
+    )
+
+
+def _rounded(answer: OrderAnswer) -> OrderAnswer:
+    counts = ("blocks_done", "blocks_total", "bytes_done", "bytes_total", "blocks_missing")
+    return answer.model_copy(update={name: units.coarse(getattr(answer, name)) for name in counts})
+
+
+def _tier(seen: TierObserved, demand: TierDemand | None) -> NodeTierStatus:
+    return NodeTierStatus.model_validate(
+        {
+            "name": seen.spec.name,
+            "type": seen.spec.type,
+            "phase": seen.phase,
+            "medium": seen.medium,
+            "emulated": seen.is_emulated,
+            "encrypted": seen.is_encrypted,
+            "capacity_bytes": seen.capacity_bytes,
+            "used_bytes": seen.used_bytes,
+            "blocks": seen.blocks,
+            "recovered_blocks": seen.recovered_blocks,
+            "probe": seen.probe,
+            "demand": demand,
+            "devices": tuple(_device(d) for d in seen.devices),
+            "last_error": (seen.error or seen.shortage or seen.fallback)[:ERROR_CHARS_MAX],
+        }
+    )
+
+
+def _device(seen: Device) -> TierDevice:
+    return TierDevice(
+        name=seen.name,
+        capacity_bytes=seen.capacity_bytes,
+        used_bytes=units.coarse(seen.used_bytes),
+        error=seen.error[:ERROR_CHARS_MAX],
+    )
+
+
+def _conditions(seen: Observed) -> tuple[Condition, ...]:
+    return (
+        _true("AgentConnected", "Serving"),
+        _tiers_ready(seen.tiers),
+        _huge_pages(seen.tiers, seen.node),
+        _devices(seen.tiers, seen.node),
+        _metadata_available(seen.directory),
+        _stores_keep_up(seen.tiers),
+        _capacity(seen.tiers),
+        _tiers_settled(seen.tiers),
+        _calibration(seen.drift),
+        _draining(seen),
+        _ready(seen),
+    )
+
+
+_DIRECTORY_FAULTS: Final = {
+    DirectoryState.AWAY: "the directory does not answer; this node serves its own",
+    DirectoryState.PARTLY_AWAY: "a part of the directory does not answer; its blocks on other nodes are misses",
+    DirectoryState.FULL: "Redis has no memory left; other nodes do not learn what this one stores",
+}
+
+
+def _metadata_available(state: DirectoryState) -> Condition:
+    fault = _DIRECTORY_FAULTS.get(state)
+    return _false("MetadataAvailable", state, fault) if fault else _true("MetadataAvailable", state)
+
+
+def _tiers_ready(tiers: Sequence[TierObserved]) -> Condition:
+    broken = [t for t in tiers if not t.is_up or t.phase == "Failed"]
+    if not broken:
+        other = _join(f"tier {t.spec.name}: {t.fallback}" for t in tiers if t.fallback)
+        return _true("TierReady", "AllTiersReady", other)
+    return _false("TierReady", "TierFailed", _join(f"tier {t.spec.name}: {t.error or t.shortage}" for t in broken))
+
+
+def _huge_pages(tiers: Sequence[TierObserved], node: NodeReport | None) -> Condition:
+    """What the tiers got counts; node preparation, where it runs, knows what is in the way of the rest."""
+    wanted = ((t, t.spec.host_dram.page_size) for t in tiers if t.is_up and t.spec.host_dram is not None)
+    asked = [(t, page_size) for t, page_size in wanted if page_size != "4Ki"]
+    if not asked:
+        return verdict.condition((Reason.NOT_REQUESTED, ""))
+    without = [t for t, page_size in asked if not t.medium.endswith(f"-{page_size}")]
+    if not without:
+        return verdict.condition((Reason.RESERVED, ""))
+    reason, why = verdict.of_tiers((t.spec for t in without), node.huge_pages if node is not None else ())
+    told = [f"tier {t.spec.name}: {t.fallback}" for t in without]
+    return verdict.condition((Reason.NOT_RESERVED if reason.is_good else reason, _join(told + [why] * bool(why))))
+
+
+def _devices(tiers: Sequence[TierObserved], node: NodeReport | None) -> Condition:
+    """What the tiers got counts; node preparation, where it runs, knows why a dax device is in another mode."""
+    known = node.cxl if node is not None else ()
+    absent = [t for t in tiers if t.is_absent or not (t.is_up or dax_verdict.of_tiers([t.spec], known)[0].is_good)]
+    if absent:
+        reason, why = dax_verdict.of_tiers((t.spec for t in absent), known)
+        missing = [f"tier {t.spec.name}: {t.error}" for t in absent] + [why] * bool(why)
+        return _false("DevicePresent", "DeviceMissing" if reason.is_good else reason, _join(missing))
+    failed = [(t, d) for t in tiers for d in t.devices if d.error]
+    if failed:
+        told = _join(f"tier {t.spec.name}: {d.name}: {d.error}" for t, d in failed)
+        return _false("DevicePresent", "DeviceFailed", told)
+    return _true("DevicePresent", "Present")
+
+
+def _stores_keep_up(tiers: Sequence[TierObserved]) -> Condition:
+    """Refusals come and go; ones that last are somebody's to look at."""
+    slow = [t for t in tiers if t.refusing_s >= REFUSING_S]
+    if not slow:
+        return _true("StoresKeepUp", "KeepUp")
+    told = _join(f"tier {t.spec.name}: the store refuses requests (429, 503) and gets fewer at once" for t in slow)
+    return _false("StoresKeepUp", "Throttled", told)
+
+
+def _capacity(tiers: Sequence[TierObserved]) -> Condition:
+    short = [t.shortage for t in tiers if t.shortage]
+    if not short:
+        return _true("CapacitySatisfied", "Satisfied")
+    return _false("CapacitySatisfied", "InsufficientCapacity", _join(short))
+
+
+def _tiers_settled(tiers: Sequence[TierObserved]) -> Condition:
+    """Rounded, because a condition is written whenever it changes."""
+    leaving = [t for t in tiers if t.leaving_blocks]
+    if leaving:
+        told = _join(f"tier {t.spec.name} goes: {units.coarse(t.leaving_blocks)} blocks are to move" for t in leaving)
+        return _false("TiersSettled", "RemovingTier", told)
+    shrinking = [t for t in tiers if t.shrinking_blocks]
+    if shrinking:
+        told = _join(
+            f"tier {t.spec.name} shrinks: {units.coarse(t.shrinking_blocks)} blocks to move" for t in shrinking
+        )
+        return _false("TiersSettled", "ShrinkingTier", told)
+    return _true("TiersSettled", "Settled")
+
+
+def _calibration(drift: Drift | None) -> Condition:
+    """Without numbers that move: a condition is written whenever it changes."""
+    if drift is None:
+        return _true("CalibrationCurrent", "NotCalibrated")
+    if not drift.is_over:
+        return _true("CalibrationCurrent", "Holds" if drift.blocks else "NothingStored")
+    message = "many planes need a safer form than the calibration says: run `kvstrata calibrate` on newer KV"
+    return _false("CalibrationCurrent", "Drifted", message)
+
+
+_LEFT: Final = {
+    Removal.RELEASE: "the memory of all tiers is given back; what they keep across restarts stays",
+    Removal.DESTROY: "nothing of the pool is left on this node",
+}
+
+
+def _draining(seen: Observed) -> Condition:
+    left, departure = seen.drain_left_blocks, seen.departure
+    if departure is not None and departure.is_done:
+        return _false("Draining", departure.removal.value, _LEFT[departure.removal])
+    if departure is not None:
+        return _true("Draining", "RemovingTiers", departure.cause)
+    if left is None:
+        return _false("Draining", "NotRequested")
+    if left == 0:
+        return _false("Draining", "Drained", "every block that can survive has a copy that does")
+    reason = "DeadlinePassed" if seen.is_drain_late else "MovingBlocks"
+    return _true("Draining", reason, f"{left} blocks are in memory only")
+
+
+def _ready(seen: Observed) -> Condition:
+    if seen.departure is not None:
+        return _false("Ready", seen.departure.removal.value, "the pool is deleted")
+    if seen.drain_left_blocks is not None:
+        return _false("Ready", "Draining", "the agent takes no new blocks")
+    if any(t.is_mappable and t.phase != "Failed" for t in seen.tiers):
+        return _true("Ready", "Serving")
+    wanted = [t.spec.name for t in seen.tiers if t.spec.type in (TierType.HOST_DRAM, TierType.CXL)]
+    if not wanted:
+        return _false("Ready", "NoMemoryTier", "engines need a HostDRAM or CXL tier to exchange blocks through")
+    return _false("Ready", "NoMemoryTier", _join(f"tier {t.spec.name}: {t.error or t.phase}" for t in seen.tiers))
+
+
+def _join(parts: Iterable[str]) -> str:
+    return "; ".join(parts)
+
+
+def _true(type_: str, reason: str, message: str = "") -> Condition:
+    return Condition(type=type_, status=Status.TRUE, reason=reason, message=message)
+
+
+def _false(type_: str, reason: str, message: str = "") -> Condition:
+    return Condition(type=type_, status=Status.FALSE, reason=reason, message=message)

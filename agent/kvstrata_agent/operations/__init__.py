@@ -1,0 +1,1 @@
+"""KVOperations on this node: drain, warm, migrate, adopt."""

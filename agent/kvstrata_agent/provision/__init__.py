@@ -1,0 +1,1 @@
+"""Tiers of this node, made as the KVPoolNode declares them."""

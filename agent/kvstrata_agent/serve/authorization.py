@@ -1,0 +1,160 @@
+"""Attach and scopes: from a token to rights, and from changed grants to revoked leases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvstrata_agent.serve.audit import Audit
+from kvstrata_api import wire
+from kvstrata_api.errors import ForbiddenError, InvalidInputError, KvStrataError, PermanentError, RetryableError
+from kvstrata_api.units import GIB, KIB
+
+if TYPE_CHECKING:
+    from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.cache.ports import Authenticator
+    from kvstrata_agent.serve.attachment import Attachment
+    from kvstrata_api.blocks import Layout
+    from kvstrata_api.models.pool import Compatibility
+    from kvstrata_api.trust import Identity
+
+BLOCK_BYTES_MAX: Final = GIB
+"""Largest block: 64 times what 16 tokens of a 400-billion-parameter model take."""
+SLOT_STEP_BYTES: Final = 4 * KIB
+"""Slots lie on pages, so that they can be the source and target of O_DIRECT transfers."""
+
+
+class Attaching:
+    """Knows callers; carries out `attach` and `scopes`, and keeps rights current for all other verbs."""
+
+    def __init__(self, node: Node, authenticator: Authenticator) -> None:
+        self._node = node
+        self._authenticator = authenticator
+        self.audit = Audit(node.counters, node.clock)
+        """Log of decisions; for all verbs."""
+
+    @property
+    def grants_version(self) -> int:
+        """Version of all grants, for replies."""
+        return self._authenticator.grants_version
+
+    async def attach(self, at: Attachment, request: wire.Attach) -> wire.Granted:
+        """Authenticate and fix the layout; again on the same connection, renew the token.
+
+        Raises `InvalidInputError` for another pool or layout, and what `Authenticator.authenticate` raises; a
+        refused token takes the connection's rights away.
+        """
+        if request.pool != self._node.pool:
+            raise InvalidInputError(f"pool {request.pool!r}: this agent serves {self._node.pool!r}")
+        check_layout(request.layout, self._node.spec.compatibility, self._node.element_bytes)
+        _check_same(at, request.layout)
+        try:
+            caller = await self._authenticator.authenticate(request.token)
+        except KvStrataError as e:
+            self._node.counters.add("kvstrata_attach_total", result="refused")
+            self.audit.refused_caller(e, "attach")
+            if isinstance(e, PermanentError):  # Otherwise it cannot be told now, and the old rights run out by time.
+                self._refuse(at)
+            raise
+        if at.caller is not None and at.caller.identity != caller.identity:
+            self.audit.other_identity(caller.identity)
+            self._refuse(at)
+            raise ForbiddenError("another identity on the same connection; open another connection")
+        _check_same(at, request.layout)  # Another attach may have been quicker.
+        self._node.counters.add("kvstrata_attach_total", result="ok")
+        at.layout, at.layout_id = request.layout, request.layout.layout_id()
+        at.block_bytes = request.layout.block_bytes
+        self._node.block_bytes = self._node.block_bytes or at.block_bytes
+        self._node.remember_layout(at.layout_id, at.layout)
+        at.expires_at_s = self._node.clock() + caller.expires_s
+        self._revoke(at, at.admit(caller, self.grants_version))
+        self.audit.attached(at)
+        return self._granted(at, request.id)
+
+    def scopes(self, at: Attachment, request: wire.Scopes) -> wire.Granted:
+        """Tell the current scopes."""
+        self.refresh(at)
+        return self._granted(at, request.id)
+
+    def refresh(self, at: Attachment) -> None:
+        """Check the token's time, and derive rights anew when grants may have changed.
+
+        Raises `UnauthenticatedError`, and what `Authenticator.authorize` raises.
+        """
+        caller = at.check(self._node.clock())
+        version = self._authenticator.grants_version
+        if version == at.grants_version:
+            return
+        try:
+            caller = self._authenticator.authorize(caller.identity)
+        except ForbiddenError as e:
+            self.audit.refused_caller(e, "refresh", caller.identity)
+            self._refuse(at)
+            raise
+        self._revoke(at, at.admit(caller, version))
+
+    def readable(self, identity: Identity) -> frozenset[str] | None:
+        """Scopes that an identity may read now; None when that cannot be told."""
+        try:
+            return frozenset(a.scope for a in self._authenticator.authorize(identity).grants.access)
+        except RetryableError:
+            return None
+        except PermanentError:
+            return frozenset()
+
+    def _refuse(self, at: Attachment) -> None:
+        self._revoke(at, at.expel())
+
+    def _revoke(self, at: Attachment, lost: set[str]) -> None:
+        """Take back what the connection holds in scopes that it may no longer read, and slots that it may not fill."""
+        node, owner = self._node, at.owner
+        for table in (node.leases, node.pins) if lost else ():
+            ids = [lease.id for lease in table.owned(owner) if lease.entry.scope in lost]
+            node.end_leases(table.end(owner, ids))
+        writable = {scope for scope, right in at.rights.items() if right.access.can_write}
+        ids = [r.id for r in node.reservations.owned(owner) if r.entry.scope not in writable]
+        node.abandon(r for r in node.reservations.take(owner, ids) if r is not None)
+
+    def _granted(self, at: Attachment, request_id: int) -> wire.Granted:
+        assert at.caller is not None
+        scopes = tuple(
+            wire.ScopeGrant(a.scope, a.kind, a.name, right.secret.secret, a.can_write, a.prefixes)
+            for right in at.rights.values()
+            for a in (right.access,)
+        )
+        return wire.Granted(
+            id=request_id,
+            grants_version=self.grants_version,
+            tenant=at.tenant,
+            scopes=scopes,
+            write_scope=at.caller.grants.write_scope,
+            block_bytes=at.block_bytes,
+            slot_bytes=-(-at.block_bytes // SLOT_STEP_BYTES) * SLOT_STEP_BYTES,
+            token_expires_s=max(0.0, at.expires_at_s - self._node.clock()),
+        )
+
+
+def _check_same(at: Attachment, layout: Layout) -> None:
+    """Raise `InvalidInputError` when the connection has another layout already: it stays."""
+    if at.layout is not None and at.layout != layout:
+        raise InvalidInputError("layout: differs from the one of this connection; open another connection")
+
+
+def check_layout(layout: Layout, wanted: Compatibility, element_bytes: int) -> None:
+    """Compare a client's layout with the pool. Raises `InvalidInputError` with field, value and what is wanted."""
+    pairs: dict[str, tuple[object, object]] = {
+        "model": (layout.model, wanted.model),
+        "revision": (layout.revision, wanted.revision),
+        "dtype": (layout.dtype, wanted.dtype),
+        "block_tokens": (layout.block_tokens, wanted.block_tokens),
+        "element_bytes": (layout.element_bytes, element_bytes),
+    }
+    for name, (value, want) in pairs.items():
+        if value != want:
+            raise InvalidInputError(f"layout.{name}: {value!r}, the pool wants {want!r}")
+    for name in ("layers", "kv_heads", "head_dim", "tp_size"):
+        if getattr(layout, name) < 1:
+            raise InvalidInputError(f"layout.{name}: {getattr(layout, name)}, at least 1 wanted")
+    if not 0 <= layout.tp_rank < layout.tp_size:
+        raise InvalidInputError(f"layout.tp_rank: {layout.tp_rank}, 0 to {layout.tp_size - 1} wanted")
+    if layout.block_bytes > BLOCK_BYTES_MAX:
+        raise InvalidInputError(f"layout: blocks of {layout.block_bytes} B, limit {BLOCK_BYTES_MAX} B")

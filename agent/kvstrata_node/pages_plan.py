@@ -1,0 +1,143 @@
+"""How many huge pages each NUMA node should have, for the tiers of all pools together. Pure.
+
+Law: a plan never takes back a page that node preparation has not added itself, nor one that is in use.
+Law: planned again after it was carried out, it is empty.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.units import PAGE_BYTES
+from kvstrata_node.discovery import HugePages, NodeFacts
+
+SIZES: Final = ("1Gi", "2Mi")
+"""Larger pages first: they are harder to find room for."""
+MEMORY_PERCENT_MAX: Final = 90
+"""Part of a NUMA node's memory that may be huge pages, whoever asked for them: the kernel and everybody else need
+the rest."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """Where pages of one size lie."""
+
+    node: int
+    page_bytes: int
+
+
+Pages = Mapping[Place, int]
+"""Numbers of pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What pools want of this machine."""
+
+    pages: Pages = field(default_factory=dict)
+    """Of tiers, by place."""
+    others: Mapping[int, int] = field(default_factory=dict)
+    """Pages on each NUMA node that pods of others use, by page size in bytes; they are kept free for them."""
+    is_complete: bool = True
+    """False while some pool's wish cannot be read: nothing is taken back then."""
+
+    def at(self, place: Place) -> int:
+        """Pages that should be there at least; where no tier wants any, what others have is theirs to reserve."""
+        own = self.pages.get(place, 0)
+        return own + self.others.get(place.page_bytes, 0) if own else 0
+
+    def sizes(self) -> frozenset[int]:
+        """Page sizes that are wanted, in bytes."""
+        return frozenset(place.page_bytes for place, pages in self.pages.items() if pages)
+
+
+@dataclass(frozen=True, slots=True)
+class SetPages:
+    """Tell the kernel how many pages to have in one place."""
+
+    place: Place
+    before: int
+    target: int
+
+    @property
+    def is_growth(self) -> bool:
+        """True when pages are added."""
+        return self.target > self.before
+
+
+def wanted(tiers: Iterable[NodeTier], cpu_nodes: Sequence[int]) -> dict[Place, int]:
+    """Sum the pages of all HostDRAM tiers with huge pages, as `host_dram.placement_of` lays them out.
+
+    `Local` is the first NUMA node, `Spread` a part on each, rounded up.
+    """
+    pages: Counter[Place] = Counter()
+    for tier in tiers:
+        if tier.host_dram is None or tier.host_dram.page_size == "4Ki":
+            continue
+        page_bytes = PAGE_BYTES[tier.host_dram.page_size]
+        nodes = tuple(cpu_nodes[:1] if tier.host_dram.numa == "Local" else cpu_nodes) or (0,)
+        count = -(-tier.capacity_bytes // page_bytes)
+        pages.update({Place(node, page_bytes): -(-count // len(nodes)) for node in nodes})
+    return dict(pages)
+
+
+def plan(wish: Wish, facts: NodeFacts, added: Pages, promised: Mapping[int, int]) -> tuple[SetPages, ...]:
+    """Steps towards the wish: what is not needed any more goes first.
+
+    `added` says what earlier steps have added, `promised` how many free pages of each size are promised to mappings
+    already: the kernel counts those for the whole machine, so each NUMA node keeps as many.
+    """
+    room_bytes = _room(facts)
+    shrinks, grows = [], []
+    for pool in sorted(facts.hugepages, key=lambda p: (-p.page_bytes, p.node)):
+        place = Place(pool.node, pool.page_bytes)
+        goal = max(foreign(pool, added), wish.at(place))
+        if goal > pool.total:
+            grows.append(SetPages(place, pool.total, goal))
+            continue
+        if not wish.is_complete:
+            continue
+        in_use = min(pool.total, pool.total - pool.free + promised.get(pool.page_bytes, 0))
+        step = SetPages(place, pool.total, max(goal, in_use))
+        room_bytes[pool.node] -= _more_bytes(step)
+        shrinks.append(step)
+    steps = shrinks + [_limited(step, room_bytes) for step in grows]
+    return tuple(step for step in steps if step.target != step.before)
+
+
+def _limited(step: SetPages, room_bytes: dict[int, int]) -> SetPages:
+    """Grow by what there is room for, and take that away from the room."""
+    place = step.place
+    most = step.before + max(0, room_bytes[place.node]) // place.page_bytes
+    limited = replace(step, target=min(step.target, most))
+    room_bytes[place.node] -= _more_bytes(limited)
+    return limited
+
+
+def _more_bytes(step: SetPages) -> int:
+    return (step.target - step.before) * step.place.page_bytes
+
+
+def foreign(pool: HugePages, added: Pages) -> int:
+    """Pages that somebody else has reserved, such as the boot command line."""
+    return pool.total - min(pool.total, added.get(Place(pool.node, pool.page_bytes), 0))
+
+
+def is_limited(wish: Wish, facts: NodeFacts, page_bytes: int) -> bool:
+    """True when a NUMA node has no memory left to give, whatever the kernel would find."""
+    room_bytes = _room(facts)
+    return any(
+        pool.total < wish.at(Place(pool.node, page_bytes)) and room_bytes[pool.node] < page_bytes
+        for pool in facts.hugepages
+        if pool.page_bytes == page_bytes
+    )
+
+
+def _room(facts: NodeFacts) -> dict[int, int]:
+    """Bytes that may become huge pages on each NUMA node; negative where there are more already."""
+    left = {node.id: node.memory_bytes * MEMORY_PERCENT_MAX // 100 for node in facts.numa}
+    for pool in facts.hugepages:
+        left[pool.node] = left.get(pool.node, 0) - pool.total * pool.page_bytes
+    return left
