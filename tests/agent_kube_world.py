@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from controlplane import ControlPlane
+from kvstrata_agent.kube.authenticator import Place
 from kvstrata_agent.kube.kubernetes import KubeWorld
-from kvstrata_agent.kube.place import Place
 from kvstrata_api import names
 from kvstrata_api.conditions import Condition, Status
 from kvstrata_api.errors import (

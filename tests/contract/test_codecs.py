@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from lossless_form import lossless_form
 
 from kvstrata_agent.codec.base import Codec, Decoder, Shape, room_bytes
-from kvstrata_agent.codec.exact import PackedCodec
+from kvstrata_agent.codec.exact import PackedCodec, RawCodec
 from kvstrata_agent.codec.legacy_lossless import LosslessCodec
-from kvstrata_agent.codec.raw import RawCodec
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_api.errors import BlockCorruptError, UnsupportedError
 from kvstrata_api.models.pool import CompressionPolicy

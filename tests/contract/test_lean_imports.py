@@ -11,11 +11,11 @@ LEAN = {"numpy", "msgspec", "xxhash", "torch"}
 TORCHS_OWN = {"*"}
 OWN = {
     "kvstrata_agent.backends.object.client": {"obstore"},
-    "kvstrata_agent.backends.cipher": {"cryptography", "_cffi_backend"},
+    "kvstrata_agent.backends.record.encryption": {"cryptography", "_cffi_backend"},
     "kvstrata_agent.codec.legacy_lossless": {"zstandard"},
     "kvstrata_agent.backends.device.queue": TORCHS_OWN,
     "kvstrata_agent.backends.device.hbm": TORCHS_OWN,
-    "kvstrata_agent.backends.torch_devices": TORCHS_OWN,
+    "kvstrata_node.discovery": TORCHS_OWN,
     "kvstrata_agent.codec.triton_kernels": TORCHS_OWN,
 }
 """Modules that are nothing but the use of one more library."""

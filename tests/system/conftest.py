@@ -14,8 +14,8 @@ from metadata_replicas import Redis, Replica, launch, until
 
 from controlplane import ControlPlane, start
 from controlplane.testing import session_plane
+from kvstrata_agent.kube.authenticator import Place
 from kvstrata_agent.kube.kubernetes import KubeWorld
-from kvstrata_agent.kube.place import Place
 from kvstrata_api import names
 
 _numbers = itertools.count()

@@ -20,8 +20,8 @@ from agent_kube_world import (
 
 from controlplane import ControlPlane
 from kvstrata_agent.kube import heartbeat, status_plan
+from kvstrata_agent.kube.authenticator import Place
 from kvstrata_agent.kube.kubernetes import KubeWorld
-from kvstrata_agent.kube.place import Place
 from kvstrata_api import names
 from kvstrata_api.conditions import Status
 

@@ -22,8 +22,8 @@ from agent_kube_world import (
 )
 
 from controlplane import ControlPlane
+from kvstrata_agent.kube.authenticator import Place
 from kvstrata_agent.kube.kubernetes import KubeWorld
-from kvstrata_agent.kube.place import Place
 from kvstrata_api.conditions import Status
 from kvstrata_api.errors import (
     ApiServerAwayError,

@@ -11,7 +11,7 @@ from handover_nodes import PeerThread, two_nodes
 
 from kvstrata import Client
 from kvstrata_agent.app.periodic import Sweeper
-from kvstrata_agent.following import Fault
+from kvstrata_agent.cache.handover import Fault
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError, LeaseLostError
 from kvstrata_api.wire_handover import Handover

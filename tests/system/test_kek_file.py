@@ -10,8 +10,8 @@ from agent_kube_world import GROUP, SYSTEM, WAIT_S, custom, eventually, make_nod
 from operator_process import Replica
 
 from controlplane import ApiError, ControlPlane
+from kvstrata_agent.kube.authenticator import Place
 from kvstrata_agent.kube.kubernetes import KubeWorld
-from kvstrata_agent.kube.place import Place
 from kvstrata_api import names
 from kvstrata_api.blocks import ScopeId
 

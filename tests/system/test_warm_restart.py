@@ -16,7 +16,7 @@ from kube_agent import MIB, Agent, content, dram, got, keys_of, make_tenant, nvm
 
 from controlplane import ControlPlane
 from kvstrata import Client, PrefixCache
-from kvstrata_agent.backends.pages import free_pages
+from kvstrata_agent.backends.memory.host_dram import free_pages
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 

@@ -12,8 +12,7 @@ from agent_doubles import LAYOUT
 from guarded_agent import TokenEngine, guarded
 
 from kvstrata_agent.kube import declared
-from kvstrata_agent.kube.authenticator import KubeAuthenticator
-from kvstrata_agent.kube.place import Place
+from kvstrata_agent.kube.authenticator import KubeAuthenticator, Place
 from kvstrata_agent.kube.trust import TrustStores, TrustView
 from kvstrata_api import names, wire
 from kvstrata_api.wire_base import Reply

@@ -35,8 +35,8 @@ from kvstrata_agent.blocks.slot_request import Want
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.cache.eviction import Room
+from kvstrata_agent.cache.eviction_candidates import Cut
 from kvstrata_agent.cache.request import Place
-from kvstrata_agent.cut import Cut
 from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_agent.policy.quota import Bound, Rules
 from kvstrata_api.blocks import ScopeId

@@ -12,10 +12,8 @@ from kube_doubles import ScriptedApi, ok
 from kube_trust import ENGINE, KEY, SYSTEM, Json, Trust, secret, tenant
 
 from kvstrata_agent.kube import reviews
-from kvstrata_agent.kube.authenticator import REVIEWS_AT_ONCE, KubeAuthenticator
-from kvstrata_agent.kube.place import Place
-from kvstrata_agent.kube.review_cache import ReviewCache
-from kvstrata_agent.kube.reviews import Review
+from kvstrata_agent.kube.authenticator import REVIEWS_AT_ONCE, KubeAuthenticator, Place
+from kvstrata_agent.kube.reviews import Review, ReviewCache
 from kvstrata_api import names
 from kvstrata_api.errors import (
     ApiServerAwayError,

@@ -12,8 +12,7 @@ from agent_thread import make_verbs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.serve.places import Places
-from kvstrata_agent.serve.server import Server
+from kvstrata_agent.serve.server import Places, Server
 from kvstrata_api import wire
 from kvstrata_api.errors import AgentAwayError
 

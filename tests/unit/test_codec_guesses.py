@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_agent.codec.base import Planes, planes_of, room_bytes
-from kvstrata_agent.codec.guesses import LAYOUTS_MAX, PROBE_EVERY, Guesses
+from kvstrata_agent.codec.lossy import LAYOUTS_MAX, PROBE_EVERY, Guesses
 from kvstrata_api.blocks import Layout
 from kvstrata_native.mixing import Mixing
 

@@ -7,8 +7,8 @@ from agent_doubles import BLOCK_BYTES, SCOPE, digest
 from agent_engine import SLOTS, Engine, close, steps_until
 
 from kvstrata_agent.cache import store as writer
-from kvstrata_agent.gate import Gate
 from kvstrata_agent.movement.fair_queue import Priority, Turn
+from kvstrata_agent.movement.path import Gate
 from kvstrata_api import wire
 from kvstrata_api.models.poolnode import TierProbe
 

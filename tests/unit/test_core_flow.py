@@ -28,7 +28,7 @@ from kvstrata_agent.cache.load import Read
 from kvstrata_agent.cache.request import Place
 from kvstrata_agent.cache.store import PUBLISHED, REFUSED
 from kvstrata_agent.movement.fair_queue import Priority
-from kvstrata_agent.policy.checking import CHECK_EVERY
+from kvstrata_agent.policy.admission import CHECK_EVERY
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.checksum import checksum
 from kvstrata_client.copying import copy_verified, is_intact

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.policy.admission import Admission, AdmissionInputs, admit
-from kvstrata_agent.policy.checking import CHECK_EVERY, must_check
+from kvstrata_agent.policy.admission import CHECK_EVERY, Admission, AdmissionInputs, admit, must_check
 from kvstrata_agent.policy.placement import TierFacts, next_lower
 from kvstrata_agent.policy.recompute import (
     LOCATE_S_MAX,

@@ -17,10 +17,9 @@ from kvstrata_agent.backends.recovered import Columns
 from kvstrata_agent.blocks.block import Entry, Residence
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.node import Node
-from kvstrata_agent.blocks.restore import Restoring
+from kvstrata_agent.blocks.restore import NONE, Restoring, forest_of
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache.eviction_candidates import TierCandidates
-from kvstrata_agent.forest import NONE, forest_of
 from kvstrata_api.blocks import BlockKey
 
 pytestmark = pytest.mark.unit

@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from numpy.typing import NDArray
 from tree_books import wrong_books
 
-from kvstrata_agent import ancestry
 from kvstrata_agent.backends.base import Record
 from kvstrata_agent.blocks import packed_blocks as rows_of_blocks
+from kvstrata_agent.blocks import scope_table as ancestry
 from kvstrata_agent.blocks.block import TIERS_MAX, Residence
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.packed_blocks import COUNT_MAX, FIELDS, ROW_BYTES, Kind, Row, RowTable

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.remote.landing import Landing
+from kvstrata_agent.fleet.peers.transfer import Landing
 
 pytestmark = pytest.mark.unit
 

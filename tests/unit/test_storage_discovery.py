@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.backends.memory.host_dram import placement_of
+from kvstrata_agent.backends.memory.host_dram import choose_pages, free_pages, placement_of
 from kvstrata_agent.backends.memory.mapping import Placement
-from kvstrata_agent.backends.pages import choose_pages, free_pages
 from kvstrata_node.discovery import DaxDevice, HugePages, NvmeDevice, discover, parse_cpulist, parse_meminfo
 
 pytestmark = pytest.mark.unit

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.backends.offset_set import OffsetSet
+from kvstrata_agent.backends.file.segment import OffsetSet
 
 pytestmark = pytest.mark.unit
 

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.gate import BYTES_AT_ONCE, Gate
 from kvstrata_agent.movement.fair_queue import Priority, TrafficClass, Turn
-from kvstrata_agent.movement.path import HALF_LIFE_S, Paths, Speed
+from kvstrata_agent.movement.path import BYTES_AT_ONCE, HALF_LIFE_S, Gate, Paths, Speed
 from kvstrata_agent.movement.scheduler import PIECE_BYTES_MAX
 from kvstrata_api.errors import InvalidInputError, RetryableError
 

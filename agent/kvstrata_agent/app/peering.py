@@ -16,8 +16,7 @@ from kvstrata_agent.fleet.peers.nixl import NixlReader
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_agent.fleet.peers.tls import PeerTls
-from kvstrata_agent.kube.addresses import find_agent
-from kvstrata_agent.kube.peer_identity import OwnToken
+from kvstrata_agent.kube.peer_identity import OwnToken, find_agent
 from kvstrata_api import names
 from kvstrata_api.errors import DirectoryAwayError, UnsupportedError
 from kvstrata_kube.certified import OwnCertificate

@@ -30,8 +30,8 @@ from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.fleet.directory.nominations import ADVICE_S, Advice
 from kvstrata_agent.kube import report
+from kvstrata_agent.kube.authenticator import Place
 from kvstrata_agent.kube.kubernetes import KubeWorld
-from kvstrata_agent.kube.place import Place
 from kvstrata_agent.operations.drain import drained_tiers
 from kvstrata_agent.policy import removal as leaving
 from kvstrata_agent.policy.removal import Presence, Removal

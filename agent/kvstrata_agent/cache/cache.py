@@ -19,9 +19,8 @@ from kvstrata_agent.cache.session_lifecycle import SessionLife
 from kvstrata_agent.cache.store import Writer
 from kvstrata_agent.cache.tenant_lifecycle import Tenancy
 from kvstrata_agent.fleet.peers.chain_lookup import Chains
-from kvstrata_agent.fleet.peers.lender import PeerLender
+from kvstrata_agent.fleet.peers.lender import PeerGrower, PeerLender
 from kvstrata_agent.fleet.peers.shared_flash import FlashReader
-from kvstrata_agent.growing import PeerGrower
 from kvstrata_agent.movement.mover import Mover
 from kvstrata_agent.operations.adopt import Adopter
 from kvstrata_agent.operations.migrate import Migrator

@@ -12,12 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.slot_request import Want
-from kvstrata_agent.cache.eviction_candidates import TierCandidates
-from kvstrata_agent.cut import Cut, Fate
-from kvstrata_agent.grouping import grouped
-from kvstrata_agent.lifting import Lifting
+from kvstrata_agent.cache.eviction_candidates import Cut, Fate, TierCandidates
+from kvstrata_agent.cache.demotion import Lifting
 from kvstrata_agent.movement.fair_queue import Priority
-from kvstrata_agent.movement.move import Move, Way
+from kvstrata_agent.movement.move import Move, Way, grouped
 from kvstrata_agent.policy.eviction import excess_bytes, plan_eviction
 from kvstrata_agent.policy.placement import next_lower
 from kvstrata_agent.policy.quota import OverQuota, over_hard_bytes, payers, payments

@@ -12,10 +12,9 @@ from kvstrata_agent.blocks.block import GONE, Entry, Residence
 from kvstrata_agent.blocks.slot_request import Want
 from kvstrata_agent.cache.ports import Wanted
 from kvstrata_agent.codec.base import LOSSY
-from kvstrata_agent.gate import BYTES_AT_ONCE
-from kvstrata_agent.grouping import grouped
 from kvstrata_agent.movement.fair_queue import Priority, TrafficClass
-from kvstrata_agent.movement.move import Move, Way
+from kvstrata_agent.movement.move import Move, Way, grouped
+from kvstrata_agent.movement.path import BYTES_AT_ONCE
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import BackendFailedError, RetryableError, TierFullError
 from kvstrata_telemetry.tracing import span

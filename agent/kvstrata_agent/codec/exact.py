@@ -2,14 +2,16 @@
 
 Stored form, little-endian: `version u8 | element bytes u8 | bits of a code u8 | zero (5 B) | raw bytes u64`, then what
 `kvstrata_native.narrow` makes (docs/format.md).
+
+The codec that does nothing: stored bytes are the block's bytes.
 """
 
 import struct
 from typing import Final
 
-from kvstrata_agent.codec.base import Encoded, Shape
+from kvstrata_agent.codec.base import RAW, Encoded, Shape
 from kvstrata_api.errors import BlockCorruptError
-from kvstrata_native import narrow, widen, width_of
+from kvstrata_native import copy, narrow, widen, width_of
 from kvstrata_native.tops import ELEMENT_BYTES, WIDTH_LEAST, WIDTH_MOST
 
 NAME: Final = "packed"
@@ -52,3 +54,21 @@ def _parse(stored: memoryview, raw_bytes: int) -> tuple[int, int]:
             f"{size_bytes} B raw, {raw_bytes} B wanted"
         )
     return element_bytes, width
+
+
+class RawCodec:
+    """Identity. A `Codec` and its `Decoder`."""
+
+    name = RAW
+
+    def encode(self, raw: memoryview, shape: Shape, into: memoryview) -> Encoded:  # noqa: ARG002 - the contract's.
+        """Copy `raw`."""
+        with into[: len(raw)] as filled:
+            copy(filled, raw)
+        return Encoded(RAW, len(raw))
+
+    def decode(self, stored: memoryview, into: memoryview) -> None:
+        """Copy back. Raises `BlockCorruptError` when the sizes differ."""
+        if len(stored) != len(into):
+            raise BlockCorruptError(f"raw block of {len(stored)} B, {len(into)} B wanted")
+        copy(into, stored)

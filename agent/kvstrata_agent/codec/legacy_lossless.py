@@ -3,17 +3,40 @@
 `packed` took its place (docs/decisions.md, 2026-11-22). Stored form, all little-endian: `version u8 |
 element bytes u8 | zero u16 | coded bytes u32 | raw bytes u64`, then the coded top plane (a zstd frame), then the rest
 plane. Element bytes 0 with coded bytes 0: the raw bytes follow.
+
+Floating-point numbers from a plane of top bytes and a plane of all others, as the form `lossless` stores them.
+
+An element was rotated left by one bit, which brings the exponent to the top byte and the sign to the bottom:
+bf16 `seeeeeee emmmmmmm` becomes `eeeeeeee mmmmmmms`.
 """
 
 import struct
 import threading
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import zstandard
 
-from kvstrata_agent.codec.planes import Bytes, can_split, join
 from kvstrata_api.errors import BlockCorruptError
+
+Bytes = npt.NDArray[np.uint8]
+
+_WORDS: Final[dict[int, np.dtype[Any]]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+
+
+def can_split(element_bytes: int) -> bool:
+    """True for element sizes that have planes."""
+    return element_bytes in _WORDS
+
+
+def join(top: Bytes, rest: Bytes, into: Bytes) -> None:
+    """Fill a buffer of the raw size from its planes."""
+    element_bytes = into.size // max(1, top.size)
+    places = np.concatenate((rest.reshape(top.size, -1), top[:, None]), axis=1)
+    words = places.view(_WORDS[element_bytes]).reshape(-1)
+    np.copyto(into, (words >> 1 | words << (8 * element_bytes - 1)).view(np.uint8))
+
 
 NAME: Final = "lossless"
 

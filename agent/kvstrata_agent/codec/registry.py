@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstrata_agent.codec.drift import Drift
-from kvstrata_agent.codec.exact import PackedCodec
+from kvstrata_agent.codec.exact import PackedCodec, RawCodec
 from kvstrata_agent.codec.lossy import KeepingCodec, MixedCodec, MixedDecoder
-from kvstrata_agent.codec.raw import RawCodec
 from kvstrata_api.errors import UnsupportedError
 
 if TYPE_CHECKING:

@@ -1,22 +1,37 @@
-"""Callers from tokens: TokenReview with a short memory, then tenant, scopes and secrets."""
+"""Callers from tokens: TokenReview with a short memory, then tenant, scopes and secrets.
+
+Which agent this is, and whom it serves. Pure.
+"""
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from kvstrata_agent.cache.ports import Caller
 from kvstrata_agent.kube import reviews
-from kvstrata_agent.kube.place import Place
-from kvstrata_agent.kube.review_cache import ReviewCache
-from kvstrata_agent.kube.reviews import Review
+from kvstrata_agent.kube.reviews import Review, ReviewCache
 from kvstrata_agent.kube.trust import TrustView
 from kvstrata_api import names
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_api.errors import ApiServerAwayError, ForbiddenError, UnauthenticatedError
 from kvstrata_api.trust import Identity
 from kvstrata_kube.api import Call, KubeApi
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which agent this is."""
+
+    pool: str
+    node: str
+    namespace: str = names.SYSTEM_NAMESPACE
+    """Namespace of the agents, their Leases and the scope Secrets."""
+    needs_bound_tokens: bool = False
+    """Whether a token must be bound to a pod on a node; without, one of no pod is good enough."""
+
 
 REVIEW_TIMEOUT_S: Final = 5.0
 REVIEWS_AT_ONCE: Final = 8

@@ -8,11 +8,10 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from kvstrata_agent.kube import declared
-from kvstrata_agent.kube.authenticator import KubeAuthenticator
+from kvstrata_agent.kube.authenticator import KubeAuthenticator, Place
 from kvstrata_agent.kube.data_keys import Keyring
 from kvstrata_agent.kube.desired import KubeDesired
 from kvstrata_agent.kube.heartbeat import Beat, Heartbeat
-from kvstrata_agent.kube.place import Place
 from kvstrata_agent.kube.status_writer import KubeStatusSink
 from kvstrata_agent.kube.tenants import TenantView
 from kvstrata_agent.kube.trust import TrustStores, TrustView

@@ -3,6 +3,8 @@
 A good review is believed for `FRESH_S`, so that tokens of deleted pods and ServiceAccounts are refused within a
 minute. While the API server cannot be asked, it is believed for `STALE_S` at most, never past the token's own
 expiry: revocation cannot be learned then, and an engine should not lose its cache to a restart of the API server.
+
+Good and refused reviews by token digest, in bounded memory. Pure: the caller brings the time.
 """
 
 import base64
@@ -10,6 +12,7 @@ import binascii
 import hashlib
 import json
 import math
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -127,3 +130,45 @@ def expiry_s(token: str) -> float:
     except (IndexError, KeyError, TypeError, ValueError, binascii.Error):
         return 0.0
     return max(0.0, ends_s) if math.isfinite(ends_s) else 0.0  # A text such as "NAN" is no time either.
+
+
+ENTRIES_MAX: Final = 4096
+"""Tokens remembered at once: a node has at most some hundred pods, each with one token at a time."""
+
+
+class ReviewCache:
+    """Least recently stored goes first when full."""
+
+    def __init__(self, entries_max: int = ENTRIES_MAX) -> None:
+        assert entries_max > 0
+        self._entries_max = entries_max
+        self._good: OrderedDict[bytes, Review] = OrderedDict()
+        self._refused: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._good) + len(self._refused)
+
+    def accept(self, digest: bytes, review: Review) -> None:
+        """Remember a good review."""
+        self._refused.pop(digest, None)
+        self._good.pop(digest, None)
+        self._good[digest] = review
+        if len(self._good) > self._entries_max:
+            self._good.popitem(last=False)
+
+    def refuse(self, digest: bytes, why: str, now_s: float) -> None:
+        """Remember a refusal; an earlier good review is void."""
+        self._good.pop(digest, None)
+        self._refused.pop(digest, None)
+        self._refused[digest] = (now_s + REFUSED_S, why)
+        if len(self._refused) > self._entries_max:
+            self._refused.popitem(last=False)
+
+    def review(self, digest: bytes) -> Review | None:
+        """Return the last good review, however old."""
+        return self._good.get(digest)
+
+    def refusal(self, digest: bytes, now_s: float) -> str | None:
+        """Why the token was refused a moment ago; None when it may be reviewed."""
+        until_s, why = self._refused.get(digest, (0.0, ""))
+        return why if now_s < until_s else None

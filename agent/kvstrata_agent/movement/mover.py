@@ -11,15 +11,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.backends.base import BlamelessError, SlotRef
+from kvstrata_agent.backends.scratch import Buffers
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_agent.blocks.block import GONE, Entry, Residence
 from kvstrata_agent.blocks.slot_request import Want
-from kvstrata_agent.buffers import Buffers
 from kvstrata_agent.codec.base import IN_THE_OPEN, LOSSY, RAW, WORN, room_bytes
-from kvstrata_agent.coded import CodedMoves
 from kvstrata_agent.movement.encoding import Coding
 from kvstrata_agent.movement.fair_queue import TrafficClass
-from kvstrata_agent.movement.group_copy import StraightMoves
+from kvstrata_agent.movement.group_copy import CodedMoves, StraightMoves
 from kvstrata_agent.movement.group_write import GroupWriter, record_of
 from kvstrata_agent.movement.move import Move, Way
 from kvstrata_agent.movement.scheduler import Traffic

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
-    from kvstrata_agent.gate import Gate
+    from kvstrata_agent.movement.path import Gate
 
 PIECE_BYTES_MAX: Final = 16 << 20
 """Of a model's weights in one turn: a block's time at most is what an engine's load waits longer for it."""

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from kvstrata_agent.cache.eviction import TRIM_BYTES_MAX
-from kvstrata_agent.cut import Cut, Fate
+from kvstrata_agent.cache.eviction_candidates import Cut, Fate
 from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_agent.operations.drain import watch_drain
 from kvstrata_agent.operations.warm import Warmer

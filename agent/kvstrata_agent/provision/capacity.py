@@ -1,12 +1,24 @@
-"""How much of a tier's wish this machine can grant. Pure."""
+"""How much of a tier's wish this machine can grant. Pure.
 
-from collections.abc import Iterable, Mapping
+How much room the tiers of a node share: memory by their declaration, disks by asking the file systems.
+"""
+
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
-from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_agent.backends.file import disk_space as disk_room
+from kvstrata_api.directories import directories_of
 from kvstrata_api.tiers import TierType
 from kvstrata_api.units import MIB, format_rounded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from kvstrata_api.models.poolnode import NodeTier
+
 
 MEMORY_PERCENT_MAX: Final = 90
 """Part of the physical memory that memory tiers may take together; engine, kernel and agent need the rest."""
@@ -58,3 +70,19 @@ def _message(tier: NodeTier, granted_bytes: int) -> str:
     medium = "memory" if tier.type is TierType.HOST_DRAM else "the file system"
     wanted, has = format_rounded(tier.capacity_bytes), format_rounded(granted_bytes)
     return f"tier {tier.name} wants {wanted}; {medium} of this node has room for {has}"
+
+
+def memory_of(spec: NodeTier) -> int:
+    """Bytes of a tier that share the budget of host memory with others."""
+    return spec.capacity_bytes if spec.type is TierType.HOST_DRAM else 0
+
+
+def disk_bytes(tiers: Sequence[NodeTier]) -> dict[str, int]:
+    """Room for each tier with a path: free bytes of the file system plus what the tier's own files take."""
+    rooms: dict[str, int] = {}
+    for tier in tiers:
+        filled = [Path(directory.path) for directory in directories_of(tier) if directory.is_filled]
+        room_bytes = disk_room.all_bytes([disk_room.look(path) for path in filled])
+        if room_bytes is not None:
+            rooms[tier.name] = room_bytes
+    return rooms

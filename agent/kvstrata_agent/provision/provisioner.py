@@ -21,9 +21,8 @@ from kvstrata_agent.blocks.restore import Restoring
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.policy.removal import Removal
 from kvstrata_agent.provision import plan as provision_plan
-from kvstrata_agent.provision.capacity import Limit, grant
+from kvstrata_agent.provision.capacity import Limit, disk_bytes, grant, memory_of
 from kvstrata_agent.provision.probe import probe
-from kvstrata_agent.tier_room import disk_bytes, memory_of
 from kvstrata_api.errors import KvStrataError, UnsupportedError
 from kvstrata_api.units import KIB, MIB
 

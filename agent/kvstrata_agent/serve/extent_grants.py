@@ -2,6 +2,8 @@
 
 A mapping cannot be taken back. So an extent that was sent to somebody who has lost its scope since gets no block any
 more: what is in it moves away, and with the last of it the mapping shows zeros.
+
+Slots and leases as clients are told of them. Pure.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ if TYPE_CHECKING:
     from kvstrata_agent.backends.base import MappableBackend, SlotRef
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
+    from kvstrata_agent.cache.load import Read
     from kvstrata_agent.serve.attachment import Attachment, ScopeRight
     from kvstrata_api.trust import Identity
+
 
 _EXTENT_MASK: Final = (1 << ORDINAL_SHIFT) - 1
 
@@ -112,3 +116,22 @@ class ExtentGrants:
                 raise LeaseLostError(f"extent {grant.extent} has gone with its tier")
             found.append(tier.mappable.extent_fd(grant.extent & _EXTENT_MASK, is_writable=grant.is_writable))
         return found
+
+
+NO_SLOT: Final = wire.Slot(0, 0, 0, 0)
+"""Stands for a block that is there already, or on its way."""
+
+
+def slot_of(reservation: int, tier: Tier, slot: SlotRef) -> wire.Slot:
+    """A slot to be written under a reservation."""
+    return wire.Slot(reservation, tier.extent_number(slot.extent), slot.offset, slot.stamp)
+
+
+def leased_of(read: Read, parts: bytes) -> wire.Leased:
+    """A leased block, with the joined checksums of its parts where they were asked for."""
+    lease = read.lease
+    tier, slot, record = lease.residence
+    extent, checksum = tier.extent_number(slot.extent), record.checksum
+    return wire.Leased(
+        lease.id, extent, slot.offset, slot.stamp, checksum, read.source, record.epoch, parts, not checksum
+    )

@@ -17,8 +17,7 @@ from kvstrata_agent.blocks.reservations import RESERVATION_S
 from kvstrata_agent.cache.part_checksums import blocks_max
 from kvstrata_agent.cache.request import Place
 from kvstrata_agent.movement.mover import INLINE_BYTES_MAX
-from kvstrata_agent.serve.answers import NO_SLOT, leased_of, slot_of
-from kvstrata_agent.serve.extent_grants import ExtentGrants
+from kvstrata_agent.serve.extent_grants import NO_SLOT, ExtentGrants, leased_of, slot_of
 from kvstrata_agent.serve.handover_verbs import HandoverVerbs
 from kvstrata_api import wire
 from kvstrata_api.blocks import KEY_BYTES, unpack_digests

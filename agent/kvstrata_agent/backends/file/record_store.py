@@ -11,12 +11,11 @@ from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 from kvstrata_agent.backends.base import Capabilities, MemoryAwayError, Reading, Record, SlotRef, Writing
-from kvstrata_agent.backends.budget import segments_bytes_max, target_bytes
 from kvstrata_agent.backends.file.claim import Claim, start_run
 from kvstrata_agent.backends.file.index_encryption import entry_sealing
 from kvstrata_agent.backends.file.index_file import IndexFile
 from kvstrata_agent.backends.file.index_format import Kinds
-from kvstrata_agent.backends.file.reclaim import HOLD_S, due
+from kvstrata_agent.backends.file.reclaim import HOLD_S, due, segments_bytes_max, target_bytes
 from kvstrata_agent.backends.file.recovery import Recovery
 from kvstrata_agent.backends.file.segment import Segment
 from kvstrata_agent.backends.file.slot_index import Traits

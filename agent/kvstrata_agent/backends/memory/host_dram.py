@@ -1,27 +1,75 @@
 """Host memory as a tier: extents of 4Ki, 2Mi or 1Gi pages, bound to NUMA nodes where there are several.
 
 They are files of a tmpfs or hugetlbfs where blocks are to outlive the agent, and memfds where they are not.
+
+Choice of page size for a memory tier: what was asked for, or the honest reason why not.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.backends.base import Capabilities
 from kvstrata_agent.backends.memory.arena import ALIGNMENT_BYTES, Arena
 from kvstrata_agent.backends.memory.mapping import MappedExtent, Placement, make_file, make_huge_file, make_memfd
 from kvstrata_agent.backends.memory.numa import check_room
 from kvstrata_agent.backends.memory.persistence import NO_HOME, Home, choose_store, find_home
-from kvstrata_agent.backends.pages import PageChoice, choose_pages, free_pages
 from kvstrata_api.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from kvstrata_agent.backends.memory.extent_store import Maker
     from kvstrata_api.models.pool import HostDramTier
+
+
+SYSFS: Final = Path("/sys")
+
+
+@dataclass(frozen=True, slots=True)
+class PageChoice:
+    """Page size to use; `fallback` says why it is not the one asked for and what to do."""
+
+    name: str
+    fallback: str = ""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return PAGE_BYTES[self.name]
+
+
+def free_pages(page_bytes: int, sysfs: Path = SYSFS) -> int | None:
+    """Huge pages that are neither in use nor promised; None when the kernel has no such size."""
+    directory = sysfs / "kernel/mm/hugepages" / f"hugepages-{page_bytes >> 10}kB"
+    try:
+        counts = [int((directory / name).read_text()) for name in ("free_hugepages", "resv_hugepages")]
+    except (OSError, ValueError):
+        return None
+    return counts[0] - counts[1]
+
+
+def choose_pages(asked: str, capacity_bytes: int, free: int | None) -> PageChoice:
+    """Take the page size asked for when all of the capacity fits into free pages of it, else 4Ki. Pure."""
+    page_bytes = PAGE_BYTES[asked]
+    need = capacity_bytes // page_bytes
+    if asked == "4Ki" or (free is not None and 0 < need <= free):
+        return PageChoice(asked)
+    return PageChoice("4Ki", _reason(asked, need, free))
+
+
+def _reason(asked: str, need: int, free: int | None) -> str:
+    if need == 0:
+        return f"{asked} pages asked for, but the capacity is less than one page; raise it or ask for 4Ki"
+    if free is None:
+        return f"{asked} pages asked for, but this kernel has none; boot with hugepagesz={asked[:-1]} or ask for 4Ki"
+    kib = PAGE_BYTES[asked] >> 10
+    path = f"/sys/kernel/mm/hugepages/hugepages-{kib}kB/nr_hugepages"
+    how = f"sysctl vm.nr_hugepages={need}" if asked == "2Mi" else f"echo {need} > {path}"
+    return f"{need} pages of {asked} asked for, {free} free; reserve them with `{how}`, or ask for 4Ki"
 
 
 def make_bound(size_bytes: int, page_bytes: int, placement: Placement) -> MappedExtent:

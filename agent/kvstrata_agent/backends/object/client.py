@@ -17,9 +17,8 @@ import obstore
 from obstore.exceptions import BaseError, NotFoundError
 from obstore.store import MemoryStore, from_url
 
-from kvstrata_agent.backends.object.pacing import Pace
+from kvstrata_agent.backends.object.pacing import Pace, Turns
 from kvstrata_agent.backends.object.s3_uploads import uploads_of
-from kvstrata_agent.backends.object_turns import Turns
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_api.errors import BackendFailedError, InvalidInputError
 

@@ -1,4 +1,7 @@
-"""Leases of our blocks for other agents: implements `ports.Lender`."""
+"""Leases of our blocks for other agents: implements `ports.Lender`.
+
+The writer's side of a hand-over: answers agents that follow growing blocks. Implements `ports.Grower`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from kvstrata_agent.backends.base import SharedBackend
+from kvstrata_agent.blocks.handovers import Stage
 from kvstrata_agent.blocks.node import PEER_OWNER
 from kvstrata_agent.cache.ports import Lent, Placed
 from kvstrata_agent.fleet.peers.chain_lookup import stretch_of
@@ -16,12 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvstrata_agent.blocks.block import Entry, Residence
+    from kvstrata_agent.blocks.handovers import Growing
     from kvstrata_agent.blocks.node import Node
-    from kvstrata_agent.cache.ports import Stretch
+    from kvstrata_agent.cache.ports import Follow, Stretch
     from kvstrata_agent.cache.promotion import Fetcher
     from kvstrata_agent.cache.registered_extents import Exports
     from kvstrata_api.blocks import BlockKey, LayoutId, ScopeSecret
     from kvstrata_metadata.records import Announcement
+
 
 LEND_S: Final = 10.0
 """What bringing blocks up for a peer may take; it computes them itself when we are slower."""
@@ -112,3 +118,27 @@ class PeerLender:
     def holdings(self) -> Iterator[tuple[ScopeSecret, list[Announcement]]]:
         """Everything that this agent holds, in parts, for a full report to a new or emptied directory."""
         return self._node.announcer.holdings()
+
+
+class PeerGrower:
+    """Tells how far blocks have grown, and waits for more."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    async def grown(self, wanted: Follow, have: int, wait_s: float) -> list[Growing]:
+        """Leading blocks of a hand-over, when all have more than `have` parts or are whole, or the time is up.
+
+        None where one of them was published without its parts: there is nothing to prove them by.
+        """
+        ends_s = self._node.clock() + wait_s
+        while True:
+            blocks = self._node.growth.find(
+                wanted.handover.name, wanted.scope, wanted.layout_id, wanted.digests, wanted.part_bytes
+            )
+            if any(b.stage is Stage.WHOLE and b.parts * b.part_bytes < b.reservation.raw_bytes for b in blocks):
+                return []
+            left_s = ends_s - self._node.clock()
+            if left_s <= 0 or not blocks or all(b.parts > have or b.stage is Stage.WHOLE for b in blocks):
+                return blocks
+            await self._node.growth.changed(left_s)

@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.backends.base import SharedBackend
+from kvstrata_agent.backends.scratch import Buffers
 from kvstrata_agent.backends.threads import in_thread
-from kvstrata_agent.buffers import Buffers
 from kvstrata_agent.codec.base import IN_THE_OPEN
 from kvstrata_api.errors import KvStrataError
 
