@@ -19,7 +19,7 @@ from bench.traces import TRACES, Request, read
 from kvstrata_agent.policy.reuse_curve import ASKED_BLOCKS_MIN, ReuseCurve
 from kvstrata_api.autoscale import grown, shrunk
 from kvstrata_api.models.pool import LOW_WATERMARK_PERCENT, TierAutoscale
-from kvstrata_operator.autoscaling import Signal, decide
+from kvstrata_operator.decide.pools.autoscaling import Signal, decide
 
 PARTS: Final = (0.02, 0.1, 0.5)
 """Sizes to begin with, by the unique blocks of the recording."""

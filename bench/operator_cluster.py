@@ -102,7 +102,7 @@ class Replica(Child):
         self._ready_file.unlink(missing_ok=True)
         arguments = ["--kubeconfig", str(kubeconfig), "--metrics-port", "0", "--ready-file", str(self._ready_file)]
         more = ["--lease-duration-s", str(LEASE_S), "--identity", name, "--log-level", "warning"]
-        super().__init__("kvstrata_operator.app", [*arguments, *more], folder / f"{name}.log")
+        super().__init__("kvstrata_operator.app.main", [*arguments, *more], folder / f"{name}.log")
 
     async def metrics(self) -> "Metrics":
         """What it exposes."""

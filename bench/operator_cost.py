@@ -10,13 +10,13 @@ from typing import Any, Final
 from bench.operator_agents import node_names
 from bench.operator_writes import LABEL, POOL, node_body, pool_body, status_body
 from kvstrata_api import names
-from kvstrata_operator import kinds, parse, parse_workloads
-from kvstrata_operator.actions import Action, Apply, Create
-from kvstrata_operator.planner import plan_orders
-from kvstrata_operator.records import KeksSeen
-from kvstrata_operator.setting import Setting
-from kvstrata_operator.status_planner import plan_statuses
-from kvstrata_operator.world import View, World
+from kvstrata_operator.decide.plan.actions import Action, Apply, Create
+from kvstrata_operator.decide.planner import plan_orders
+from kvstrata_operator.decide.status_planner import plan_statuses
+from kvstrata_operator.observe import kinds, parse, parse_workloads
+from kvstrata_operator.observe.records import KeksSeen
+from kvstrata_operator.observe.setting import Setting
+from kvstrata_operator.observe.world import View, World
 
 SETTING: Final = Setting(names.SYSTEM_NAMESPACE, "/run/kvstrata/{pool}/agent.sock")
 WITH_PODS: Final = Setting(names.SYSTEM_NAMESPACE, "/run/kvstrata/{pool}/agent.sock", names.AGENT_TEMPLATE)

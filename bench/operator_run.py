@@ -21,8 +21,8 @@ from kvstrata_api import names
 from kvstrata_kube.api import MERGE_PATCH, Call, KubeApi
 from kvstrata_kube.store import Store
 from kvstrata_kube.watch import Source, Watch
-from kvstrata_operator.parse import parse_pool_node
-from kvstrata_operator.records import PoolNodeSeen
+from kvstrata_operator.observe.parse import parse_pool_node
+from kvstrata_operator.observe.records import PoolNodeSeen
 
 CHANGES_PER_S: Final = 50.0
 SETTLE_S: Final = 3.0

@@ -33,7 +33,7 @@ from kvstrata_kube import tls
 from kvstrata_kube.keypair import make_key_pair
 from kvstrata_kube.tls import Credential
 from kvstrata_metadata.records import AgentRecord, Announcement, Location
-from kvstrata_operator import certificates
+from kvstrata_operator.certificates import authority as certificates
 from kvstrata_telemetry.catalog_agent import AGENT
 from kvstrata_telemetry.metrics import Instruments
 

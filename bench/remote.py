@@ -31,7 +31,7 @@ from bench.remote_node import OWNER, READER
 from bench.rounds import WrongBytesError
 from kvstrata_agent.fleet.peers.nixl import UCX_SETTINGS
 from kvstrata_api import names
-from kvstrata_operator import certificates
+from kvstrata_operator.certificates import authority as certificates
 
 OURS: Final = "kvstrata"
 INTO_ENGINE: Final = "kvstrata into the engine"

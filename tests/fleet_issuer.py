@@ -13,8 +13,8 @@ from controlplane.credentials import token_user, write_kubeconfig
 from kvstrata_api import names
 from kvstrata_kube.api import KubeApi
 from kvstrata_kube.certified import OwnCertificate
-from kvstrata_operator.authority import CertificateAuthority
-from kvstrata_operator.issuing import Issuance
+from kvstrata_operator.certificates.policy import Issuance
+from kvstrata_operator.certificates.service import CertificateAuthority
 
 SYSTEM = names.SYSTEM_NAMESPACE
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from operator_fleet import Fleet, Json, pool_node
 
-from kvstrata_operator import kinds
-from kvstrata_operator.kinds import Ref
+from kvstrata_operator.observe import kinds
+from kvstrata_operator.observe.kinds import Ref
 
 TIMEOUT_S = 600
 ENDS = ("Complete", "Failed", "Cancelled")

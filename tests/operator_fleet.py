@@ -13,8 +13,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from kvstrata_api import names
-from kvstrata_operator import key_versions, kinds, parse, parse_workloads
-from kvstrata_operator.actions import (
+from kvstrata_operator.decide.plan.actions import (
     Action,
     Apply,
     Create,
@@ -29,13 +28,15 @@ from kvstrata_operator.actions import (
     SetFinalizers,
     Shred,
 )
-from kvstrata_operator.kinds import Kind, Ref
-from kvstrata_operator.objects import LABEL_COMPONENT
-from kvstrata_operator.planner import plan_orders
-from kvstrata_operator.records import KeksSeen
-from kvstrata_operator.setting import Setting
-from kvstrata_operator.status_planner import plan_statuses
-from kvstrata_operator.world import View
+from kvstrata_operator.decide.plan.objects import LABEL_COMPONENT
+from kvstrata_operator.decide.planner import plan_orders
+from kvstrata_operator.decide.status_planner import plan_statuses
+from kvstrata_operator.decide.trust import key_versions
+from kvstrata_operator.observe import kinds, parse, parse_workloads
+from kvstrata_operator.observe.kinds import Kind, Ref
+from kvstrata_operator.observe.records import KeksSeen
+from kvstrata_operator.observe.setting import Setting
+from kvstrata_operator.observe.world import View
 
 SETTING = Setting("kvstrata-system", "/run/kvstrata/{pool}/agent.sock")
 START = datetime(2026, 1, 1, tzinfo=UTC)

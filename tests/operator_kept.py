@@ -2,8 +2,8 @@
 
 from operator_fleet import Fleet
 
-from kvstrata_operator import kinds
-from kvstrata_operator.world import View, World
+from kvstrata_operator.observe import kinds
+from kvstrata_operator.observe.world import View, World
 
 
 class KeptFleet(Fleet):

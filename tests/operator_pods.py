@@ -7,9 +7,10 @@ from typing import Any
 from operator_fleet import START, Fleet, pool_node
 
 from kvstrata_api import names
-from kvstrata_operator import kinds, objects
-from kvstrata_operator.kinds import Ref
-from kvstrata_operator.setting import Setting
+from kvstrata_operator.decide.plan import objects
+from kvstrata_operator.observe import kinds
+from kvstrata_operator.observe.kinds import Ref
+from kvstrata_operator.observe.setting import Setting
 
 NAMESPACE = "kvstrata-system"
 SETTING = Setting(NAMESPACE, "/run/kvstrata/{pool}/agent.sock", names.AGENT_TEMPLATE)

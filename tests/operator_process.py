@@ -40,7 +40,7 @@ class Replica:
         self.log = folder / f"{self.identity}.log"
         arguments = ["--kubeconfig", str(kubeconfig), "--metrics-port", "0", "--ready-file", str(self._ready_file)]
         timing = ["--lease-duration-s", str(LEADER_LEASE_S), "--heartbeat-s", "1", "--identity", self.identity]
-        command = [sys.executable, "-m", "kvstrata_operator.app", *arguments, *timing, *more]
+        command = [sys.executable, "-m", "kvstrata_operator.app.main", *arguments, *timing, *more]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stderr=log)
         try:

@@ -11,8 +11,8 @@ from kvstrata_api import names
 from kvstrata_kube import tls
 from kvstrata_kube.keypair import make_key_pair
 from kvstrata_kube.tls import Credential
-from kvstrata_operator import certificates
-from kvstrata_operator.certificates import Authority
+from kvstrata_operator.certificates import authority as certificates
+from kvstrata_operator.certificates.authority import Authority
 
 LIFE = timedelta(hours=1)
 

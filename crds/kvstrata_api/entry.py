@@ -31,4 +31,4 @@ def metadata() -> None:
 
 def operator() -> None:
     """Run the operator, or exit with what to install."""
-    _run("kvstrata_operator.app", "operator")
+    _run("kvstrata_operator.app.main", "operator")

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from kvstrata_operator.certificates import key_usage
+from kvstrata_operator.certificates.authority import key_usage
 
 _LIFETIME = dt.timedelta(days=365)
 _CLOCK_SLACK = dt.timedelta(minutes=5)  # A component may read a clock slightly behind ours.

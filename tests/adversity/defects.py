@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstrata_kube.watch import Watch
-from kvstrata_operator import liveness
-from kvstrata_operator.apply import Executor, Outcome
-from kvstrata_operator.reconcile import Difference
+from kvstrata_operator.apply.executor import Executor, Outcome
+from kvstrata_operator.decide.pools import liveness
+from kvstrata_operator.decide.pools.reconcile import Difference
 
 
 def inject(name: str) -> None:

@@ -16,15 +16,15 @@ from operator_fleet import SETTING, START, ConflictError, Fleet
 from adversity.calls import Json
 from kvstrata_api import names
 from kvstrata_api.shares import is_open
-from kvstrata_operator import kinds, parse
-from kvstrata_operator.actions import Action, Delete, DeleteMany
-from kvstrata_operator.kinds import Kind, Ref
-from kvstrata_operator.moments import parse_time
-from kvstrata_operator.planner import plan_orders
-from kvstrata_operator.process import PARSERS
-from kvstrata_operator.records import PoolNodeSeen
-from kvstrata_operator.status_planner import plan_statuses
-from kvstrata_operator.world import View, World
+from kvstrata_operator.app.process import PARSERS
+from kvstrata_operator.decide.plan.actions import Action, Delete, DeleteMany
+from kvstrata_operator.decide.planner import plan_orders
+from kvstrata_operator.decide.status_planner import plan_statuses
+from kvstrata_operator.observe import kinds, parse
+from kvstrata_operator.observe.kinds import Kind, Ref
+from kvstrata_operator.observe.moments import parse_time
+from kvstrata_operator.observe.records import PoolNodeSeen
+from kvstrata_operator.observe.world import View, World
 
 KINDS: Final = (*kinds.ADMINISTRATOR_KINDS, *PARSERS)
 OWNERS: Final = {"tenant": kinds.TENANT, "domain": kinds.DOMAIN, "share": kinds.SHARE}

@@ -23,7 +23,7 @@ from adversity.stage import Keeper, Stage
 from controlplane import ApiError
 from controlplane.waiting import wait_until
 from kvstrata_api.schema_kinds import BY_NAME
-from kvstrata_operator.kinds import ADMINISTRATOR_KINDS
+from kvstrata_operator.observe.kinds import ADMINISTRATOR_KINDS
 
 FULL: Final = (5, 100)
 """Batches, and sequences of each."""

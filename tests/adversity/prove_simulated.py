@@ -7,7 +7,7 @@ from unittest import mock
 from outcome import Outcome, Scale
 
 from adversity import defects, simulated
-from kvstrata_operator import liveness
+from kvstrata_operator.decide.pools import liveness
 
 FULL_SEEDS = 3_000
 SHORT_SEEDS = 20

@@ -19,8 +19,8 @@ from adversity.portrait import Portrait, normal
 from kvstrata_api import names
 from kvstrata_api.schema_kinds import BY_NAME
 from kvstrata_api.validate import validate
-from kvstrata_operator import kinds
-from kvstrata_operator.kinds import Ref
+from kvstrata_operator.observe import kinds
+from kvstrata_operator.observe.kinds import Ref
 
 CHANGES: Final = (4, 14)
 """Of one sequence."""

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from adversity import defects
-from kvstrata_operator import app
+from kvstrata_operator.app import main as app
 
 READY = "ready\n"
 

@@ -38,8 +38,8 @@ from kvstrata_metadata.acl import Grant, Role, acl_file
 from kvstrata_metadata.cluster_store import open_store
 from kvstrata_metadata.records import AgentRecord, Location
 from kvstrata_metadata.store import Store
-from kvstrata_operator import certificates
-from kvstrata_operator.issuing import Issuance
+from kvstrata_operator.certificates import authority as certificates
+from kvstrata_operator.certificates.policy import Issuance
 from kvstrata_telemetry.catalog_agent import AGENT
 from kvstrata_telemetry.metrics import Instruments
 

@@ -29,7 +29,7 @@ from kvstrata_agent.app import config as agent_config
 from kvstrata_api import names
 from kvstrata_metadata import app as metadata_app
 from kvstrata_node import config as prepare_config
-from kvstrata_operator import app as operator_app
+from kvstrata_operator.app import main as operator_app
 
 pytestmark = pytest.mark.system
 

@@ -33,7 +33,7 @@ def operator(plane: ControlPlane, tmp_path: Path) -> Iterator[None]:
     path = plane.service_account_kubeconfig(SYSTEM, names.FIELD_MANAGER_OPERATOR, tmp_path / "operator.kubeconfig")
     options = ["--kubeconfig", path, "--metrics-port", "0", "--lease-duration-s", "2", "--heartbeat-s", "1"]
     with (tmp_path / "operator.log").open("wb") as log:
-        command = [sys.executable, "-m", "kvstrata_operator.app", *map(str, options)]
+        command = [sys.executable, "-m", "kvstrata_operator.app.main", *map(str, options)]
         process = subprocess.Popen(command, stderr=log)
     try:
         yield

@@ -24,7 +24,7 @@ from kvstrata_kube.certified import OwnCertificate
 from kvstrata_metadata.access import RedisAccess, parse_access
 from kvstrata_metadata.cluster_store import open_store
 from kvstrata_metadata.records import AgentRecord
-from kvstrata_operator.issuing import Issuance
+from kvstrata_operator.certificates.policy import Issuance
 from kvstrata_telemetry.catalog_agent import AGENT
 from kvstrata_telemetry.metrics import Instruments
 

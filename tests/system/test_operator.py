@@ -15,7 +15,7 @@ from operator_process import CONVERGED_S, NEXT_CHANGE_S, RESIZE, SYSTEM, Cluster
 from controlplane import ControlPlane
 from controlplane.waiting import wait_until
 from kvstrata_api import names
-from kvstrata_operator.reconcile import RELEASE_S
+from kvstrata_operator.decide.pools.reconcile import RELEASE_S
 
 pytestmark = pytest.mark.system
 

@@ -10,9 +10,9 @@ from operator_fleet import SETTING, Fleet, pool_node, pool_spec, tier
 from kvstrata_api.autoscale import grown, shrunk
 from kvstrata_api.models.pool import TierAutoscale
 from kvstrata_api.units import GIB, MIB
-from kvstrata_operator import kinds
-from kvstrata_operator.autoscaling import Signal, decide
-from kvstrata_operator.status_planner import plan_statuses
+from kvstrata_operator.decide.pools.autoscaling import Signal, decide
+from kvstrata_operator.decide.status_planner import plan_statuses
+from kvstrata_operator.observe import kinds
 
 pytestmark = pytest.mark.unit
 

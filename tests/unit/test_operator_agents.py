@@ -11,9 +11,9 @@ from operator_fleet import GIB, condition, pool_node, pool_spec, tier
 from operator_pods import NAMESPACE, Cluster, running, template
 
 from kvstrata_api import names
-from kvstrata_operator import kinds
-from kvstrata_operator.actions import Delete, Merge
-from kvstrata_operator.kinds import Ref
+from kvstrata_operator.decide.plan.actions import Delete, Merge
+from kvstrata_operator.observe import kinds
+from kvstrata_operator.observe.kinds import Ref
 
 pytestmark = pytest.mark.unit
 

@@ -11,13 +11,15 @@ from operator_fleet import SETTING, Fleet, pool_node, pool_spec, tier
 from operator_kept import KeptFleet
 
 from kvstrata_api import names
-from kvstrata_operator import census, kinds, pool_facts
-from kvstrata_operator.kinds import Ref
-from kvstrata_operator.parse import parse_pool_node
-from kvstrata_operator.planner import plan_orders
-from kvstrata_operator.status_planner import plan_statuses
-from kvstrata_operator.sums import FleetSums
-from kvstrata_operator.world import View, census_of
+from kvstrata_operator.decide import incremental as census
+from kvstrata_operator.decide.planner import plan_orders
+from kvstrata_operator.decide.pools import pool_facts
+from kvstrata_operator.decide.pools.sums import FleetSums
+from kvstrata_operator.decide.status_planner import plan_statuses
+from kvstrata_operator.observe import kinds
+from kvstrata_operator.observe.kinds import Ref
+from kvstrata_operator.observe.parse import parse_pool_node
+from kvstrata_operator.observe.world import View, census_of
 
 pytestmark = pytest.mark.unit
 
@@ -175,7 +177,7 @@ def test_one_node_costs_the_same_in_a_fleet_of_any_size(size: int, monkeypatch: 
         judged.append(f"{placement.pool}.{node}")
         return pool_facts.judge(placement, node, *args, **more)
 
-    monkeypatch.setattr("kvstrata_operator.census.judge", counted)
+    monkeypatch.setattr("kvstrata_operator.decide.incremental.judge", counted)
     fleet.node("new")
     fleet.view()
     assert sorted(judged) == ["a.new", "b.new"]
@@ -198,7 +200,7 @@ def test_a_status_of_a_pool_has_nobody_looked_at_again(monkeypatch: pytest.Monke
     fleet.node("n0")
     fleet.settle()
     fleet.view()
-    monkeypatch.setattr("kvstrata_operator.census.judge", None)
+    monkeypatch.setattr("kvstrata_operator.decide.incremental.judge", None)
     body = fleet.objects[Ref(kinds.POOL, "a")]
     body["status"]["nodesReady"] = "0/9"
     body["metadata"]["resourceVersion"] = str(int(body["metadata"]["resourceVersion"]) + 1000)

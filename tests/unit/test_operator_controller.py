@@ -13,16 +13,17 @@ from prometheus_client import CollectorRegistry
 from virtual_loop import run_virtually
 
 from kvstrata_api.errors import RetryableError
-from kvstrata_operator import controller, kinds
-from kvstrata_operator.actions import Action, Create, Merge, SetFinalizers
-from kvstrata_operator.apply import Outcome
-from kvstrata_operator.controller import DEBOUNCE_S, STANDBY_S, Controller
-from kvstrata_operator.gauges import Gauges
-from kvstrata_operator.kinds import Ref
-from kvstrata_operator.planner import Plan
-from kvstrata_operator.retries import PAUSE_S_MAX
-from kvstrata_operator.status_planner import StatusWrite
-from kvstrata_operator.world import View
+from kvstrata_operator.app import controller
+from kvstrata_operator.app.controller import DEBOUNCE_S, STANDBY_S, Controller
+from kvstrata_operator.app.gauges import Gauges
+from kvstrata_operator.apply.executor import Outcome
+from kvstrata_operator.apply.retries import PAUSE_S_MAX
+from kvstrata_operator.decide.plan.actions import Action, Create, Merge, SetFinalizers
+from kvstrata_operator.decide.planner import Plan
+from kvstrata_operator.decide.status_planner import StatusWrite
+from kvstrata_operator.observe import kinds
+from kvstrata_operator.observe.kinds import Ref
+from kvstrata_operator.observe.world import View
 
 pytestmark = pytest.mark.unit
 

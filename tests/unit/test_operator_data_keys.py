@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from operator_fleet import SETTING, Fleet
 
 from kvstrata_api import names
-from kvstrata_operator import kinds
-from kvstrata_operator.actions import Delete, MintKek, MintKey, Rewrap
-from kvstrata_operator.kinds import Ref
-from kvstrata_operator.records import KeksSeen
+from kvstrata_operator.decide.plan.actions import Delete, MintKek, MintKey, Rewrap
+from kvstrata_operator.observe import kinds
+from kvstrata_operator.observe.kinds import Ref
+from kvstrata_operator.observe.records import KeksSeen
 
 pytestmark = pytest.mark.unit
 

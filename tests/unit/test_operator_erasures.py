@@ -9,8 +9,8 @@ from operations_fleet import (
 )
 from operator_fleet import Fleet, condition
 
-from kvstrata_operator import kinds
-from kvstrata_operator.kinds import Ref
+from kvstrata_operator.observe import kinds
+from kvstrata_operator.observe.kinds import Ref
 
 pytestmark = pytest.mark.unit
 

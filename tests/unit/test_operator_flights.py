@@ -5,11 +5,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from kvstrata_operator import kinds
-from kvstrata_operator.actions import Action, Create, Delete, SetFinalizers
-from kvstrata_operator.apply import Outcome
-from kvstrata_operator.flights import FEW, Flights
-from kvstrata_operator.kinds import Ref
+from kvstrata_operator.apply.executor import Outcome
+from kvstrata_operator.apply.in_flight import FEW, Flights
+from kvstrata_operator.decide.plan.actions import Action, Create, Delete, SetFinalizers
+from kvstrata_operator.observe import kinds
+from kvstrata_operator.observe.kinds import Ref
 
 pytestmark = pytest.mark.unit
 

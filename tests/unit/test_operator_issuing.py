@@ -9,9 +9,19 @@ from hypothesis import strategies as st
 
 from kvstrata_api import names
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_operator import certificates, issuing
-from kvstrata_operator.certificates import Authority, Certificate, Request
-from kvstrata_operator.issuing import USAGES, Answer, Denial, Issuance, RequestSeen, judge, plan_trust, signer
+from kvstrata_operator.certificates import authority as certificates
+from kvstrata_operator.certificates import policy as issuing
+from kvstrata_operator.certificates.authority import Authority, Certificate, Request
+from kvstrata_operator.certificates.policy import (
+    USAGES,
+    Answer,
+    Denial,
+    Issuance,
+    RequestSeen,
+    judge,
+    plan_trust,
+    signer,
+)
 
 pytestmark = pytest.mark.unit
 

@@ -9,9 +9,9 @@ from operations_fleet import answer, operate, running, state
 from operator_fleet import Fleet, condition, pool_node, pool_spec
 
 from kvstrata_api.models.poolnode import MIGRATE_TARGETS_MAX
-from kvstrata_operator import kinds
-from kvstrata_operator.kinds import Ref
-from kvstrata_operator.migration import targets
+from kvstrata_operator.decide.operations.migration import targets
+from kvstrata_operator.observe import kinds
+from kvstrata_operator.observe.kinds import Ref
 
 pytestmark = pytest.mark.unit
 

@@ -23,13 +23,13 @@ from operations_fleet import (
 )
 from operator_fleet import Fleet, Json, condition, pool_node, pool_spec
 
-from kvstrata_operator import kinds
-from kvstrata_operator.actions import Merge
-from kvstrata_operator.kinds import Ref
-from kvstrata_operator.operation_status import operation_notes
-from kvstrata_operator.operations import course, in_order
-from kvstrata_operator.planner import operations_around
-from kvstrata_operator.world import census_of
+from kvstrata_operator.decide.operations.operation_status import operation_notes
+from kvstrata_operator.decide.operations.operations import course, in_order
+from kvstrata_operator.decide.plan.actions import Merge
+from kvstrata_operator.decide.planner import operations_around
+from kvstrata_operator.observe import kinds
+from kvstrata_operator.observe.kinds import Ref
+from kvstrata_operator.observe.world import census_of
 
 pytestmark = pytest.mark.unit
 

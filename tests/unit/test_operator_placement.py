@@ -10,9 +10,10 @@ from operator_fleet import pool_spec, tier
 
 from kvstrata_api import names
 from kvstrata_api.models.pool import KVPoolSpec
-from kvstrata_operator import kinds, placement
-from kvstrata_operator.parse import parse_declared
-from kvstrata_operator.records import Declared, NodeSeen
+from kvstrata_operator.decide.pools import placement
+from kvstrata_operator.observe import kinds
+from kvstrata_operator.observe.parse import parse_declared
+from kvstrata_operator.observe.records import Declared, NodeSeen
 
 pytestmark = pytest.mark.unit
 

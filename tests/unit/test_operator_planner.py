@@ -10,10 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from operator_fleet import SETTING, Fleet, condition, merge_patch, pool_node, pool_spec, tier
 
 from kvstrata_api import names
-from kvstrata_operator import kinds
-from kvstrata_operator.actions import Create, Delete, Merge, SetFinalizers
-from kvstrata_operator.kinds import Ref
-from kvstrata_operator.reconcile import RELEASE_S
+from kvstrata_operator.decide.plan.actions import Create, Delete, Merge, SetFinalizers
+from kvstrata_operator.decide.pools.reconcile import RELEASE_S
+from kvstrata_operator.observe import kinds
+from kvstrata_operator.observe.kinds import Ref
 
 if TYPE_CHECKING:
     from collections.abc import Callable

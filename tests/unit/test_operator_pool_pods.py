@@ -16,14 +16,15 @@ from operator_pods import SETTING, Cluster, template
 
 from kvstrata_api import names
 from kvstrata_api.models.pool import UpdateStrategy
-from kvstrata_operator import kinds, rollout
-from kvstrata_operator.kinds import Ref
-from kvstrata_operator.parse import parse_pool_node
-from kvstrata_operator.planner import plan_orders
-from kvstrata_operator.pool_pods import PoolPods
-from kvstrata_operator.records import AgentPodSeen, PoolNodeSeen, Room
-from kvstrata_operator.rollout import Standing, Wish, roll
-from kvstrata_operator.status_planner import plan_statuses
+from kvstrata_operator.decide.agents import rollout
+from kvstrata_operator.decide.agents.rollout import Standing, Wish, roll
+from kvstrata_operator.decide.planner import plan_orders
+from kvstrata_operator.decide.pools.pool_pods import PoolPods
+from kvstrata_operator.decide.status_planner import plan_statuses
+from kvstrata_operator.observe import kinds
+from kvstrata_operator.observe.kinds import Ref
+from kvstrata_operator.observe.parse import parse_pool_node
+from kvstrata_operator.observe.records import AgentPodSeen, PoolNodeSeen, Room
 
 pytestmark = pytest.mark.unit
 
@@ -200,7 +201,7 @@ def test_one_pod_costs_the_same_in_a_pool_of_any_size(size: int, monkeypatch: py
         looked_at.append(set(standings))
         return roll(wish, standings, now)
 
-    monkeypatch.setattr("kvstrata_operator.agents.rollout.roll", counted)
+    monkeypatch.setattr("kvstrata_operator.decide.agents.agents.rollout.roll", counted)
 
     def nodes_of_a_round() -> set[str]:
         looked_at.clear()

@@ -8,10 +8,10 @@ import pytest
 from operator_fleet import pool_spec
 
 from kvstrata_kube.store import Store
-from kvstrata_operator import kinds, resync
-from kvstrata_operator.kinds import Kind
-from kvstrata_operator.parse import parse_declared
-from kvstrata_operator.records import Declared
+from kvstrata_operator.observe import kinds, resync
+from kvstrata_operator.observe.kinds import Kind
+from kvstrata_operator.observe.parse import parse_declared
+from kvstrata_operator.observe.records import Declared
 
 pytestmark = pytest.mark.unit
 

@@ -10,12 +10,12 @@ from operator_fleet import SETTING, ConflictError, Fleet, Json, pool_spec
 from kvstrata_api import names
 from kvstrata_api.errors import RetryableError
 from kvstrata_kube.api import Call
-from kvstrata_operator import kinds
-from kvstrata_operator.actions import Shred
-from kvstrata_operator.apply import Executor, Outcome
-from kvstrata_operator.kinds import Ref
-from kvstrata_operator.planner import plan_orders
-from kvstrata_operator.world import View
+from kvstrata_operator.apply.executor import Executor, Outcome
+from kvstrata_operator.decide.plan.actions import Shred
+from kvstrata_operator.decide.planner import plan_orders
+from kvstrata_operator.observe import kinds
+from kvstrata_operator.observe.kinds import Ref
+from kvstrata_operator.observe.world import View
 
 pytestmark = pytest.mark.unit
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from operator_fleet import Fleet, condition
 
 from kvstrata_api import names
-from kvstrata_operator import kinds
-from kvstrata_operator.kinds import Ref
+from kvstrata_operator.observe import kinds
+from kvstrata_operator.observe.kinds import Ref
 
 pytestmark = pytest.mark.unit
 

@@ -19,11 +19,11 @@ from kvstrata_kube.election import Verdict, judge, leads_until_s, next_term, pau
 from kvstrata_kube.leases import Lease
 from kvstrata_kube.sightings import Sighting, sight
 from kvstrata_kube.store import Store
-from kvstrata_operator import kinds, parse
+from kvstrata_operator.apply.retries import PAUSE_S_MAX, Retries
+from kvstrata_operator.decide.pools.liveness import ABSENT_S, call_roll, observe
 from kvstrata_operator.handlers import events, feed, lean_kopf
-from kvstrata_operator.liveness import ABSENT_S, call_roll, observe
-from kvstrata_operator.records import PoolNodeSeen
-from kvstrata_operator.retries import PAUSE_S_MAX, Retries
+from kvstrata_operator.observe import kinds, parse
+from kvstrata_operator.observe.records import PoolNodeSeen
 
 pytestmark = pytest.mark.unit
 

@@ -11,7 +11,7 @@ from kvstrata_api.conditions import find
 from kvstrata_api.models.base import ObjectMeta
 from kvstrata_api.models.inventory import NodeCxl, NodeHugePages, NodeReport
 from kvstrata_api.models.poolnode import KVPoolNode, KVPoolNodeSpec, NodeTier
-from kvstrata_operator.parse import parse_pool_node
+from kvstrata_operator.observe.parse import parse_pool_node
 
 pytestmark = pytest.mark.unit
 

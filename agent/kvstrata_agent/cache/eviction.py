@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.slot_request import Want
-from kvstrata_agent.cache.eviction_candidates import Cut, Fate, TierCandidates
 from kvstrata_agent.cache.demotion import Lifting
+from kvstrata_agent.cache.eviction_candidates import Cut, Fate, TierCandidates
 from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_agent.movement.move import Move, Way, grouped
 from kvstrata_agent.policy.eviction import excess_bytes, plan_eviction

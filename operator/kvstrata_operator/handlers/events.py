@@ -3,8 +3,8 @@
 from typing import Any, Final
 
 from kvstrata_api import names
-from kvstrata_operator import kinds
 from kvstrata_operator.handlers.lean_kopf import kopf
+from kvstrata_operator.observe import kinds
 
 REGISTRY: Final = kopf.OperatorRegistry()
 

@@ -13,7 +13,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstrata_kube.credentials import Credentials
-from kvstrata_operator.kinds import Kind
+from kvstrata_operator.observe.kinds import Kind
 
 if TYPE_CHECKING:
     from kvstrata_operator.handlers.lean_kopf import kopf

@@ -1,0 +1,208 @@
+"""The one loop that turns what was seen into what is done: debounced, level-triggered, a bounded batch at a time.
+
+New objects and statuses are written while the next plan is made. All else is awaited first: what is drained, replaced
+or deleted next depends on what was before.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Final
+
+from kvstrata_api.errors import PermanentError
+from kvstrata_operator.app.gauges import Gauges
+from kvstrata_operator.apply.executor import Executor, Outcome
+from kvstrata_operator.apply.in_flight import Flights
+from kvstrata_operator.apply.pacing import Pacing
+from kvstrata_operator.apply.retries import Retries
+from kvstrata_operator.apply.schedule import Turn
+from kvstrata_operator.decide.plan.actions import Action, Create
+from kvstrata_operator.decide.planner import plan_orders
+from kvstrata_operator.decide.status_planner import plan_statuses
+from kvstrata_operator.observe.setting import Setting
+from kvstrata_operator.observe.world import View
+
+log = logging.getLogger(__name__)
+
+DEBOUNCE_S: Final = 0.05
+"""News within this time become one plan."""
+
+STATUS_EVERY_S: Final = 0.2
+"""Statuses are compared at most this often, and seldomer where comparing takes long, see `STATUS_SHARE`."""
+
+STATUS_SHARE: Final = 10
+"""Comparing statuses takes at most one part in so many of the time."""
+
+IDLE_S: Final = 30.0
+"""Each planner is asked at least this often, as a last resort; it finds nothing to do when all is well."""
+
+STANDBY_S: Final = 1.0
+"""Between looks at whether this replica may decide, where no news tell of it: a Lease that is renewed too late."""
+
+BATCH_ACTIONS: Final = 512
+"""Actions between two looks at the world: about 3 s of work for the API server of two cores (6 ms each, design)."""
+
+
+class Controller:
+    """Observes through `view`, decides through the planners, applies through the executor."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        view: Callable[[dict[str, str]], View | None],
+        executor: Executor,
+        gauges: Gauges,
+        stale: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Call `stale` when an action failed: the world may be older than the API server.
+
+        `view` gives the world, with the failures put in, or None while this replica must not decide. `clock` is that
+        of the event loop.
+        """
+        self._clock = clock
+        self._stale = stale
+        self._setting = setting
+        self._view = view
+        self._executor = executor
+        self._gauges = gauges
+        self._news = asyncio.Event()
+        self._order_turn = Turn()
+        self._status_turn = Turn()
+        self._order_retries = Retries()
+        self._status_retries = Retries()
+        self._failures: dict[str, str] = {}
+        self._wake_s = 0.0
+        self._statuses_s = 0.0
+        """Statuses are not compared before."""
+        self._pacing = Pacing()
+        self._is_held = False
+        """True when something was left out because its object was being written, until one such write has ended."""
+        self.round_s = clock()
+        """When the loop last came around; a probe looks at it."""
+
+    def plan_again(self) -> None:
+        """Something changed that orders depend on."""
+        self._order_turn.is_wanted = True
+        self.status_again()
+
+    def status_again(self) -> None:
+        """Something changed that only statuses depend on."""
+        self._status_turn.is_wanted = True
+        self._news.set()
+
+    async def run(self) -> None:
+        """Go on for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            flights = Flights(tasks, self._executor.apply)
+            while True:
+                await self._wait()
+                await flights.until_few()
+                self._news.clear()
+                self.round_s = self._clock()
+                view = self._view(self._failures)
+                if view is None:
+                    self._wake_s = self.round_s + STANDBY_S
+                    continue
+                self._gauges.pools(view.pools, self.round_s)
+                self._gauges.operations(view.operations.values())
+                await self._round(flights)
+
+    async def _wait(self) -> None:
+        """Wait for news or for the next moment that matters, then a little for more news."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, self._wake_s - self._clock())):
+                await self._news.wait()
+        await asyncio.sleep(DEBOUNCE_S)
+
+    async def _round(self, flights: Flights) -> None:
+        """Carry out one batch of orders and write the statuses, each when it is due."""
+        if self._order_turn.is_due(self._clock()):
+            self._status_turn.is_wanted = True  # What time alone changes is also told of.
+            await self._orders(flights)
+        if self._status_turn.is_due(self._clock()):
+            self._statuses(flights)
+        self._wake_s = min(self._order_turn.at_s, self._status_turn.at_s)
+
+    async def _orders(self, flights: Flights) -> None:
+        view = self._view(self._failures)
+        if view is None:
+            return
+        began_s, now = self._clock(), datetime.now(UTC)
+        with self._gauges.part("plan"):
+            plan = plan_orders(view, self._setting, now)
+        due = self._order_retries.due({_key(action): action for action in plan.actions}, began_s)
+        self._order_turn.begin(began_s + IDLE_S)
+        self._order_turn.by(self._order_retries.next_s(began_s))
+        if plan.wake_at is not None:
+            self._order_turn.by(began_s + (plan.wake_at - now).total_seconds())
+        self._gauges.queue(len(due))
+        free = [action for action in due if flights.is_free(action)]
+        self._is_held |= len(free) < len(due)
+        batch = free[:BATCH_ACTIONS]
+        flights.launch((a for a in batch if isinstance(a, Create)), self._ordered)
+        with self._gauges.part("apply"):
+            for outcome in await self._executor.apply(a for a in batch if not isinstance(a, Create)):
+                self._ordered(outcome)
+        pools = {action.pool for action in plan.actions if self._order_retries.has_failed(_key(action))}
+        self._failures = {pool: why for pool, why in self._failures.items() if pool in pools}
+        if len(free) > BATCH_ACTIONS:
+            self.plan_again()
+
+    def _ordered(self, outcome: Outcome) -> None:
+        """Remember how an order went, and look again when that matters."""
+        self._note(self._order_retries, outcome)
+        pool = outcome.action.pool
+        if isinstance(outcome.error, PermanentError) and pool:
+            self._failures[pool] = str(outcome.error)
+        if outcome.error is None and pool in self._failures:
+            self.plan_again()
+        self._release()
+
+    def _note(self, retries: Retries, outcome: Outcome) -> None:
+        """Count how an action went and set the time of its next try."""
+        retries.note(_key(outcome.action), outcome.error, self._clock())
+        self._gauges.action(outcome)
+        if outcome.error is not None:
+            log.warning("action failed", extra={"on": str(outcome.action.ref), "error": str(outcome.error)})
+            self._stale()
+            self.plan_again()
+
+    def _statuses(self, flights: Flights) -> None:
+        began_s = self._clock()
+        if began_s < self._statuses_s:
+            self._status_turn.put_off(self._statuses_s)
+            return
+        view = self._view(self._failures)
+        if view is None:
+            return
+        with self._gauges.part("status"):
+            writes = plan_statuses(view, self._setting, datetime.now(UTC))
+        self._statuses_s = began_s + max(STATUS_EVERY_S, STATUS_SHARE * (self._clock() - began_s))
+        due = self._status_retries.due({_key(write.action): write for write in writes}, began_s)
+        free = [write for write in due if flights.is_free(write.action)]
+        self._is_held |= len(free) < len(due)
+        paced, held_until_s = self._pacing.sort(free, began_s)
+        self._status_turn.begin(began_s + IDLE_S)
+        self._status_turn.by(self._status_retries.next_s(began_s))
+        self._status_turn.by(held_until_s)
+        flights.launch(paced, self._told)
+
+    def _told(self, outcome: Outcome) -> None:
+        """Remember how a status went."""
+        self._note(self._status_retries, outcome)
+        self._release()
+
+    def _release(self) -> None:
+        """Look again at what had to wait for a write."""
+        if self._is_held:
+            self._is_held = False
+            self.plan_again()
+
+
+def _key(action: Action) -> tuple[str, str, str]:
+    """Name an action over plans: its verb and its object."""
+    return (type(action).__name__, action.ref.path, getattr(action, "subresource", ""))

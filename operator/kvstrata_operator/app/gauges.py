@@ -1,0 +1,125 @@
+"""The operator's own metrics, by meaning instead of by name."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from kvstrata_api import __version__
+from kvstrata_api.conditions import is_true
+from kvstrata_api.errors import RetryableError
+from kvstrata_api.models.operation import KVOperation
+from kvstrata_api.models.pool import KVPool
+from kvstrata_operator.apply.executor import Outcome
+from kvstrata_operator.certificates.authority import Certificate
+from kvstrata_operator.decide.pools.convergence import Convergence
+from kvstrata_operator.observe.kinds import Kind
+from kvstrata_operator.observe.records import Declared
+from kvstrata_telemetry.catalog_operator import OPERATOR
+from kvstrata_telemetry.metrics import Instruments
+
+_UNWRITTEN = "Pending"
+"""State of an operation whose status was not written yet."""
+_STATES = ("matched", "ready", "updated", "draining", "degraded")
+
+
+class Gauges:
+    """All instruments of one operator."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._made = Instruments(OPERATOR, registry)
+        self._convergence = Convergence()
+        self._pools: set[str] = set()
+        self._operations: set[tuple[str, str]] = set()
+        self._scaled: set[tuple[str, str]] = set()
+        self._made.gauge("kvstrata_operator_info", version=__version__).set(1)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time one part of a round."""
+        with self._made.histogram("kvstrata_operator_reconcile_duration_seconds", part=name).time():
+            yield
+
+    def queue(self, depth: int) -> None:
+        """Set how many actions wait."""
+        self._made.gauge("kvstrata_operator_queue_depth").set(depth)
+
+    def action(self, outcome: Outcome) -> None:
+        """Count one action."""
+        result = "ok"
+        if outcome.error is not None:
+            result = "retry" if isinstance(outcome.error, RetryableError) else "failed"
+        verb = type(outcome.action).__name__
+        self._made.counter("kvstrata_operator_actions_total", verb=verb, result=result).inc()
+        self._made.gauge("kvstrata_operator_queue_depth").dec()
+
+    def request(self, verb: str, result: str, duration_s: float) -> None:
+        """Count one request to the API server."""
+        self._made.counter("kvstrata_operator_api_requests_total", verb=verb, result=result).inc()
+        self._made.histogram("kvstrata_operator_api_request_duration_seconds", verb=verb).observe(duration_s)
+
+    def leads(self, is_leading: bool) -> None:  # noqa: FBT001  The one fact that this is about.
+        """Set whether this replica writes."""
+        self._made.gauge("kvstrata_operator_leader").set(is_leading)
+
+    def authority(self, certificate: Certificate) -> None:
+        """Set when the certificate authority ends."""
+        self._made.gauge("kvstrata_authority_expiry_timestamp_seconds").set(certificate.ends.timestamp())
+
+    def known(self, kind: Kind, count: int) -> None:
+        """Set how many objects of a kind are known."""
+        self._made.gauge("kvstrata_operator_objects", kind=kind.name).set(count)
+
+    def synced(self, is_synced: bool) -> None:  # noqa: FBT001  The one fact that this is about.
+        """Set whether every kind has been listed."""
+        self._made.gauge("kvstrata_operator_synced").set(is_synced)
+
+    def listed(self, kind: Kind) -> None:
+        """Count a complete list."""
+        self._made.counter("kvstrata_operator_lists_total", kind=kind.name).inc()
+
+    def deaf(self, kind: Kind) -> None:
+        """Count a change that no event told of."""
+        self._made.counter("kvstrata_operator_missed_events_total", kind=kind.name).inc()
+
+    def feed_ended(self) -> None:
+        """Count an end of the event feed, which is started anew each time."""
+        self._made.counter("kvstrata_operator_feed_restarts_total").inc()
+
+    def pools(self, pools: Mapping[str, Declared[KVPool]], now_s: float) -> None:
+        """Show the pools as their statuses say; pools that are gone disappear."""
+        for seconds in self._convergence.observe(pools, now_s):
+            self._made.histogram("kvstrata_operator_convergence_seconds").observe(seconds)
+        for name, pool in pools.items():
+            counts: Any = pool.status.get("nodes") or {}
+            for state in _STATES:
+                self._made.gauge("kvstrata_pool_nodes", pool=name, state=state).set(counts.get(state, 0))
+            self._made.gauge("kvstrata_pool_ready", pool=name).set(is_true(pool.conditions, "Ready"))
+            for scale in _scales(pool):
+                labels = {"pool": name, "tier": scale["tier"]}
+                self._made.gauge("kvstrata_pool_tier_target_bytes", **labels).set(scale["capacityPerNode"])
+        scaled = {(name, scale["tier"]) for name, pool in pools.items() for scale in _scales(pool)}
+        for name, tier in self._scaled - scaled:
+            self._made.forget("kvstrata_pool_tier_target_bytes", pool=name, tier=tier)
+        self._scaled = scaled
+        for name in self._pools - pools.keys():
+            for state in _STATES:
+                self._made.forget("kvstrata_pool_nodes", pool=name, state=state)
+            self._made.forget("kvstrata_pool_ready", pool=name)
+        self._pools = set(pools)
+
+    def operations(self, seen: Iterable[Declared[KVOperation]]) -> None:
+        """Show how many operations are in which state; what there is none of any more is 0."""
+        counts: Counter[tuple[str, str]] = Counter(
+            (o.model.spec.type, str(o.status.get("state") or _UNWRITTEN)) for o in seen if o.model is not None
+        )
+        self._operations |= counts.keys()
+        for type_, state in self._operations:
+            self._made.gauge("kvstrata_operations", type=type_, state=state).set(counts[type_, state])
+
+
+def _scales(pool: Declared[KVPool]) -> list[Any]:
+    found: Any = pool.status.get("autoscaling") or []
+    return list(found)

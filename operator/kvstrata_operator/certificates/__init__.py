@@ -1,0 +1,1 @@
+"""The authority of the fleet's certificates."""

@@ -1,0 +1,1 @@
+"""Pods of agents, and how they are rolled."""

@@ -1,0 +1,1 @@
+"""The directory's Redis: its size and its workload."""

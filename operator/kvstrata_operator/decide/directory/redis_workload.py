@@ -1,0 +1,150 @@
+"""The StatefulSet of the directory's Redis: from the chart's template and a size to what should run. Pure.
+
+Its controller replaces the pod. The directory is lost with it and reported again by the agents, so one replica is all
+there is, and nobody is replaced without a reason.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvstrata_api import names, units
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.models.base import ObjectMeta
+from kvstrata_operator.decide.directory.redis_size import Bounds, Need, fresh_bytes, kept_bytes
+from kvstrata_operator.decide.plan.objects import REDIS_LABELS, owner_reference, sealed
+from kvstrata_operator.observe.drift import holds
+from kvstrata_operator.observe.kinds import CONFIG_MAP, STATEFUL_SET, Ref
+from kvstrata_operator.observe.records import ConfigMapSeen, StatefulSetSeen
+
+Json = dict[str, Any]
+
+REQUEST_PERCENT: Final = 125
+"""Memory that a pod asks for, of `maxmemory`: fragmentation was 1.09 to 1.55 of what is used (metadata/README.md)."""
+
+LIMIT_PERCENT: Final = 150
+"""Memory at which it is ended."""
+
+_FIXED: Final = ("selector", "serviceName", "podManagementPolicy", "volumeClaimTemplates")
+"""Parts of a StatefulSet that the API server never changes."""
+
+_AMOUNTS: Final = ("min", "max", "block")
+"""Entries of the template's `memory`, all of them quantities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What the chart says."""
+
+    bounds: Bounds
+    spec: Mapping[str, Any]
+    """StatefulSetSpec without the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class RedisSet:
+    """What should run."""
+
+    body: Mapping[str, Any]
+    memory_bytes: int
+    is_new: bool
+    """True when there is none, or one that cannot be changed into this one."""
+    is_changed: bool
+    """True when the one that is there says something else."""
+
+
+def ref(namespace: str) -> Ref:
+    """Address of the StatefulSet."""
+    return Ref(STATEFUL_SET, names.REDIS, namespace)
+
+
+def parse_template(text: str) -> Template:
+    """Read the entry of the ConfigMap. `InvalidInputError` says what is wrong with it."""
+    entry = names.REDIS_TEMPLATE_ENTRY
+    try:
+        said = json.loads(text)
+    except ValueError as e:
+        raise InvalidInputError(f"{entry} is no JSON: {e}") from e
+    memory, spec = (said.get(key) if isinstance(said, dict) else None for key in ("memory", "spec"))
+    if not isinstance(memory, dict) or any(key not in memory for key in _AMOUNTS):
+        raise InvalidInputError(f"{entry}: memory needs {', '.join(_AMOUNTS)}")
+    if not isinstance(spec, dict) or not isinstance(_pod(spec).get("containers"), list):
+        raise InvalidInputError(f"{entry}: spec is no StatefulSetSpec: template.spec.containers is missing")
+    bounds = Bounds(*(units.parse_quantity(memory[key]) for key in _AMOUNTS))
+    if bounds.min_bytes > bounds.max_bytes:
+        raise InvalidInputError(f"{entry}: memory.min {memory['min']} is above memory.max {memory['max']}")
+    _redis(spec)
+    return Template(bounds, spec)
+
+
+def redis_set(
+    owner: ConfigMapSeen, template: Template, wanted: Need, seen: StatefulSetSeen | None, namespace: str
+) -> RedisSet:
+    """Say what should run, given what does. Memory is lowered only when the pod is replaced for another reason."""
+    if seen is None or not seen.memory_bytes or _replaces(_body(owner, template, seen.memory_bytes, namespace), seen):
+        size_bytes = fresh_bytes(wanted, template.bounds)
+    else:
+        size_bytes = kept_bytes(seen.memory_bytes, wanted, template.bounds)
+    body = _body(owner, template, size_bytes, namespace)
+    if seen is None:
+        return RedisSet(body, size_bytes, is_new=True, is_changed=False)
+    metadata = {k: body["metadata"][k] for k in ("labels", "annotations", "ownerReferences")}
+    return RedisSet(
+        body,
+        size_bytes,
+        is_new=not all(holds(body["spec"].get(part), _spec(seen).get(part)) for part in _FIXED),
+        is_changed=not holds({"metadata": metadata, "spec": body["spec"]}, seen.body),
+    )
+
+
+def image_of(spec: Mapping[str, Any]) -> str:
+    """Image of the container that is Redis; empty where there is none."""
+    containers = _pod(spec).get("containers") or ()
+    return next((str(c.get("image", "")) for c in containers if c.get("name") == names.REDIS_CONTAINER), "")
+
+
+def _body(owner: ConfigMapSeen, template: Template, memory_bytes: int, namespace: str) -> Json:
+    spec: Json = json.loads(json.dumps(template.spec))
+    redis = _redis(spec)
+    given = redis.get("resources") or {}
+    redis["resources"] = {
+        **given,
+        "requests": {**given.get("requests", {}), "memory": _more(given, "requests", memory_bytes * REQUEST_PERCENT)},
+        "limits": {**given.get("limits", {}), "memory": _more(given, "limits", memory_bytes * LIMIT_PERCENT)},
+    }
+    others = [v for v in redis.get("env", ()) if v.get("name") != names.REDIS_MEMORY_VARIABLE]
+    redis["env"] = [*others, {"name": names.REDIS_MEMORY_VARIABLE, "value": str(memory_bytes)}]
+    meta = spec["template"].setdefault("metadata", {})
+    meta["labels"] = {**meta.get("labels", {}), **REDIS_LABELS}
+    owners = [owner_reference(CONFIG_MAP, ObjectMeta(name=owner.key, uid=owner.uid))]
+    return sealed(ref(namespace), {"labels": dict(REDIS_LABELS), "ownerReferences": owners}, spec=spec)
+
+
+def _more(given: Mapping[str, Any], part: str, hundredths_bytes: int) -> str:
+    own = given.get(part, {}).get("memory")
+    size_bytes = hundredths_bytes // 100 + (units.parse_quantity(own) if own else 0)
+    return units.format_quantity(-(-size_bytes // units.MIB) * units.MIB)
+
+
+def _replaces(body: Mapping[str, Any], seen: StatefulSetSeen) -> bool:
+    return not holds(body["spec"]["template"], _spec(seen).get("template"))
+
+
+def _spec(seen: StatefulSetSeen) -> Mapping[str, Any]:
+    spec = seen.body["spec"]
+    assert isinstance(spec, Mapping)
+    return spec
+
+
+def _pod(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    template = spec.get("template")
+    pod = template.get("spec") if isinstance(template, Mapping) else None
+    return pod if isinstance(pod, Mapping) else {}
+
+
+def _redis(spec: Mapping[str, Any]) -> Json:
+    for container in _pod(spec)["containers"]:
+        if isinstance(container, dict) and container.get("name") == names.REDIS_CONTAINER:
+            return container
+    raise InvalidInputError(f"{names.REDIS_TEMPLATE_ENTRY} has no container named {names.REDIS_CONTAINER}")

@@ -1,0 +1,1 @@
+"""KVOperations: what each one orders and how far it is."""

@@ -1,0 +1,334 @@
+"""Where a KVOperation stands: what it wants of which nodes now, and whether it is over. Pure, level-triggered.
+
+What is remembered is in the objects: `status.startedAt` and the one final condition of the KVOperation, the orders in
+the specs of KVPoolNodes, and their agents' answers. Laws: every operation ends, `timeoutSeconds` after its start at the
+latest; an end is final; one that is cancelled wants nothing of anybody from then on; a node is asked only between start
+and end, but a drain holds until its KVOperation is gone; nothing is asked for before the start is stored, so that a
+restart at any point goes on with the same deadline.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Final
+
+from kvstrata_api.conditions import is_true
+from kvstrata_api.models.operation import KVOperation, MigrateOperation, OperationNodes
+from kvstrata_api.models.pool import KVPool, KVPoolSpec
+from kvstrata_api.models.poolnode import ORDERS_MAX, FlushOrder, MigrateOrder, NodeOrder, TierDrainOrder, WarmOrder
+from kvstrata_operator.decide.operations import migration
+from kvstrata_operator.decide.pools.reconcile import NO_DRAIN, DrainOrder, Wants, is_done
+from kvstrata_operator.decide.trust.identity_conflicts import Fault, working
+from kvstrata_operator.observe.moments import format_time, parse_time
+from kvstrata_operator.observe.records import AnswerSeen, Declared, DrainSeen, NodeSeen, PoolNodeSeen
+
+Operation = Declared[KVOperation]
+
+_DRAIN: Final = DrainOrder("Demote", 0.0)
+"""What an operation asks of nodes; its own time bounds it."""
+
+
+class End(StrEnum):
+    """How an operation is over: the type of its final condition, and its state."""
+
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+    CANCELLED = "Cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Why a node is not done, or never will be."""
+
+    node: str
+    reason: str
+    message: str
+    is_final: bool = False
+    """True when waiting does not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """Where an operation stands."""
+
+    fault: Fault | None = None
+    """Why nothing can be asked for now; it may pass."""
+    end: End | None = None
+    """Set once it is over."""
+    reason: str = ""
+    """Of the end."""
+    nodes: int = 0
+    """Nodes that are meant."""
+    done: int = 0
+    open: tuple[Open, ...] = ()
+    answers: tuple[AnswerSeen, ...] = ()
+    """Of agents that work on it, or did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What the course of one operation depends on besides itself."""
+
+    pool: Declared[KVPool] | None
+    seen: Mapping[str, PoolNodeSeen]
+    """The pool's KVPoolNodes by node name."""
+    nodes: Mapping[str, NodeSeen]
+    """Every Node, for its labels."""
+    alive: Collection[str]
+    """KVPoolNodes with a connected agent."""
+    now: datetime
+    tenants: Collection[str] = frozenset()
+    """KVTenants that are there to stay."""
+    pools: Mapping[str, Declared[KVPool]] = field(default_factory=dict)
+    """All pools, for those that blocks migrate to."""
+    seen_of: Callable[[str], Mapping[str, PoolNodeSeen]] = field(default=lambda _: {})
+    """KVPoolNodes of any pool by node name."""
+
+    def ready_in(self, pool: str) -> list[str]:
+        """Nodes of a pool whose agent is connected and takes blocks; while there is none, all that stay."""
+        staying = [n for n in self.seen_of(pool).values() if not n.is_deleting]
+        ready = [n.node for n in staying if n.key in self.alive and not n.drain.requested]
+        return ready or [n.node for n in staying]
+
+
+def nowhere(now: datetime) -> Around:
+    """What an operation that names no pool depends on."""
+    return Around(None, {}, {}, frozenset(), now)
+
+
+def stored_end(operation: Operation) -> End | None:
+    """How it was over when its status was last written; None while it is not."""
+    return next((end for end in End if is_true(operation.conditions, end)), None)
+
+
+def started_at(operation: Operation) -> datetime | None:
+    """When its time began to run; None before that was stored."""
+    return _moment(operation, "startedAt")
+
+
+def finished_at(operation: Operation) -> datetime | None:
+    """When it was over; None before that was stored."""
+    return _moment(operation, "finishedAt")
+
+
+def deadline(operation: Operation) -> datetime | None:
+    """When it has failed at the latest; None before its start was stored."""
+    start = started_at(operation)
+    if start is None or operation.model is None:
+        return None
+    return start + timedelta(seconds=operation.model.spec.timeout_seconds)
+
+
+def expires_at(operation: Operation) -> datetime | None:
+    """When the object itself is to go; None for never, or not yet known."""
+    finish = finished_at(operation)
+    if finish is None or operation.model is None or operation.model.spec.ttl_seconds_after_finished is None:
+        return None
+    return finish + timedelta(seconds=operation.model.spec.ttl_seconds_after_finished)
+
+
+def course(operation: Operation, around: Around) -> Course:
+    """Look where an operation stands that is not over by its stored status."""
+    model = operation.model
+    if model is None or operation.error:
+        return Course(Fault("Invalid", operation.error), End.FAILED, "Invalid")
+    fault = _fault(model, around)
+    targets = () if fault else _targets(model, around)
+    fault = fault or (None if targets else Fault("NoNodes", "none of the pool's nodes is meant"))
+    verdicts = [_verdict(operation, node, around) for node in targets]
+    still = tuple(v for v in verdicts if isinstance(v, Open))
+    seen = (around.seen[n] for n in targets if n in around.seen)
+    made = Course(
+        fault,
+        nodes=len(targets),
+        done=len(verdicts) - len(still),
+        open=still,
+        answers=tuple(node.answers[operation.uid] for node in seen if operation.uid in node.answers),
+    )
+    return ended(operation, made, around.now)
+
+
+def ended(operation: Operation, made: Course, now: datetime) -> Course:
+    """Add whether, and how, an operation is over that has come so far."""
+    end, reason = _end(operation, made, now)
+    return replace(made, end=end, reason=reason)
+
+
+def _end(operation: Operation, made: Course, now: datetime) -> tuple[End | None, str]:
+    last = deadline(operation)
+    if operation.model is not None and operation.model.spec.cancel:
+        return End.CANCELLED, "Cancelled"
+    if last is None:
+        return None, ""  # Its start is not stored yet: nothing was asked for, so nothing is done.
+    if made.fault is None and made.done == made.nodes:
+        return End.COMPLETE, "Done"
+    if made.fault is None and all(o.is_final for o in made.open):
+        return End.FAILED, "NodesFailed"
+    if now >= last:
+        return End.FAILED, "DeadlineExceeded"
+    return None, ""
+
+
+def _fault(model: KVOperation, around: Around) -> Fault | None:
+    """Say why nothing can be asked of anybody now."""
+    ready = working(around.pool, f"pool {model.spec.pool_ref}")
+    return ready if isinstance(ready, Fault) else _work_fault(model, ready, around)
+
+
+def _work_fault(model: KVOperation, pool: KVPoolSpec, around: Around) -> Fault | None:
+    """The same of what the operation names besides its pool."""
+    if model.spec.migrate is not None:
+        return _migrate_fault(pool, model.spec.migrate, around)
+    work = model.spec.drain or model.spec.flush or model.spec.warm
+    tier = work.tier if work is not None else None
+    if tier is not None and tier not in {t.name for t in pool.tiers}:
+        return Fault("TierNotFound", f"pool {model.spec.pool_ref} has no tier {tier}")
+    warm = model.spec.warm
+    if warm is not None and warm.tenant not in around.tenants:
+        return Fault("TenantNotFound", f"tenant {warm.tenant} does not exist, or is not accepted")
+    return None
+
+
+def _migrate_fault(source: KVPoolSpec, migrate: MigrateOperation, around: Around) -> Fault | None:
+    found = migration.fault(source, migrate, around.pools.get(migrate.to))
+    if found is not None:
+        return found
+    if migrate.tenant is not None and migrate.tenant not in around.tenants:
+        return Fault("TenantNotFound", f"tenant {migrate.tenant} does not exist, or is not accepted")
+    if not around.ready_in(migrate.to):
+        return Fault("NoTargets", f"spec.migrate.to: pool {migrate.to} has no nodes")
+    return None
+
+
+def _targets(model: KVOperation, around: Around) -> tuple[str, ...]:
+    """Names of the nodes that are meant: those of the pool that are chosen, and those that were named."""
+    work = model.spec.drain or model.spec.flush or model.spec.warm or model.spec.migrate
+    chosen = work.nodes if work is not None else None
+    here = [name for name, node in around.seen.items() if not node.is_deleting]
+    if chosen is None:
+        return tuple(sorted(here))
+    picked = {name for name in here if _is_picked(chosen, around.nodes.get(name))}
+    return tuple(sorted(picked | set(chosen.names)))
+
+
+def _is_picked(chosen: OperationNodes, node: NodeSeen | None) -> bool:
+    return node is not None and bool(chosen.match_labels) and chosen.match_labels.items() <= node.labels.items()
+
+
+def _verdict(operation: Operation, name: str, around: Around) -> Open | None:
+    """None when a node is done."""
+    assert operation.model is not None, "only what can be read has nodes"
+    node = around.seen.get(name)
+    if node is None or node.is_deleting:
+        return Open(name, "NoPoolNode", f"node {name} is none of the pool's")
+    answer = node.answers.get(operation.uid)
+    if answer is not None and answer.phase == "Failed":
+        return Open(name, answer.reason or "Failed", answer.message, is_final=True)
+    if _has_done(operation.model, node, answer):
+        return None
+    if node.key not in around.alive:
+        return Open(name, "AgentAway", "the agent's Lease is not current")
+    if answer is not None and answer.reason:
+        return Open(name, answer.reason, answer.message)
+    return Open(name, "InProgress", _said_of_drain(node) if operation.model.spec.drain else "")
+
+
+def _has_done(model: KVOperation, node: PoolNodeSeen, answer: AnswerSeen | None) -> bool:
+    if _is_whole_drain(model):
+        return node.drain.requested and node.is_heard and is_done(node, _DRAIN)
+    return answer is not None and answer.phase == "Done"
+
+
+def _is_whole_drain(model: KVOperation) -> bool:
+    """True for a drain of nodes with all their tiers, which is no order but a state of the KVPoolNode."""
+    return model.spec.drain is not None and model.spec.drain.tier is None
+
+
+def _said_of_drain(node: PoolNodeSeen) -> str:
+    said = node.conditions.get("Draining")
+    return said.message if said is not None and said.status == "True" else ""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What is wanted of one pool's nodes, while it is put together."""
+
+    drains: dict[str, DrainSeen] = field(default_factory=dict)
+    orders: dict[str, list[NodeOrder]] = field(default_factory=dict)
+
+
+def wants(operations: Iterable[Operation], arounds: Mapping[str, Around]) -> dict[str, dict[str, Wants]]:
+    """What all operations together want of nodes now, by pool and node name; the oldest come first.
+
+    `arounds` has an entry for each pool that is named by an operation.
+    """
+    asked: dict[str, _Asked] = {}
+    for operation in in_order(operations):
+        pool = operation.model.spec.pool_ref if operation.model is not None else None
+        if pool is not None and not operation.is_deleting:
+            _ask(operation, arounds[pool], asked.setdefault(pool, _Asked()))
+    return {pool: _joined(its) for pool, its in asked.items()}
+
+
+def in_order(operations: Iterable[Operation]) -> Sequence[Operation]:
+    """The oldest first: it goes first where two want the same."""
+    return sorted(operations, key=lambda o: (o.meta.creation_timestamp, o.meta.name))
+
+
+def _ask(operation: Operation, around: Around, asked: _Asked) -> None:
+    model, last = operation.model, deadline(operation)
+    if model is None or last is None or model.spec.cancel:
+        return
+    end = stored_end(operation)
+    is_holding = end is End.COMPLETE and model.spec.drain is not None
+    if (end is not None and not is_holding) or operation.error or _fault(model, around):
+        return
+    meant = _targets(model, around)
+    for node in meant:
+        if _is_whole_drain(model):
+            asked.drains.setdefault(node, DrainSeen(requested=True, mode="Demote", deadline=format_time(last)))
+        elif len(its := asked.orders.setdefault(node, [])) < ORDERS_MAX:
+            its.append(_migrate_order(operation, node, meant, around) or _order(operation.uid, model))
+
+
+def _migrate_order(operation: Operation, node: str, meant: Sequence[str], around: Around) -> NodeOrder | None:
+    migrate = operation.model.spec.migrate if operation.model is not None else None
+    if migrate is None:
+        return None
+    nodes = migration.targets(node, meant, around.ready_in(migrate.to))
+    what = {"tenant": migrate.tenant, "tier": migrate.tier, "keep_source": migrate.keep_source}
+    return NodeOrder(uid=operation.uid, type="Migrate", migrate=MigrateOrder(to=migrate.to, nodes=nodes, **what))
+
+
+def _order(uid: str, model: KVOperation) -> NodeOrder:
+    drain, flush, warm = model.spec.drain, model.spec.flush, model.spec.warm
+    if drain is not None and drain.tier is not None:
+        return NodeOrder(uid=uid, type="Drain", drain=TierDrainOrder(tier=drain.tier))
+    if warm is not None:
+        what = {"tenant": warm.tenant, "prefixes": warm.prefixes, "archived_sessions": warm.archived_sessions}
+        return NodeOrder(uid=uid, type="Warm", warm=WarmOrder(**what, max_bytes=warm.max_bytes or 0, tier=warm.tier))
+    assert flush is not None, "of a KVOperation exactly the block of its type is set"
+    return NodeOrder(uid=uid, type="Flush", flush=FlushOrder(tier=flush.tier, mode=flush.mode))
+
+
+def _joined(asked: _Asked) -> dict[str, Wants]:
+    nodes = asked.drains.keys() | asked.orders.keys()
+    return {n: Wants(asked.drains.get(n, NO_DRAIN), tuple(asked.orders.get(n, ()))) for n in nodes}
+
+
+REASONS_MAX: Final = 16
+"""Reasons that are told of, those of most nodes first."""
+
+
+def by_reason(still: Iterable[Open]) -> list[tuple[int, Open]]:
+    """Count open nodes by reason; the first node by name speaks for each. What is merely under way is left out."""
+    told = [o for o in still if o.reason != "InProgress"]
+    counts, first = Counter(o.reason for o in told), {o.reason: o for o in reversed(told)}
+    return [(count, first[reason]) for reason, count in counts.most_common(REASONS_MAX)]
+
+
+def _moment(operation: Operation, name: str) -> datetime | None:
+    value = operation.status.get(name)
+    return parse_time(value) if isinstance(value, str) else None

@@ -1,0 +1,1 @@
+"""What a decision is made of: actions, objects that they write, conditions."""

@@ -1,0 +1,89 @@
+"""Building blocks of statuses: conditions of one generation, their Events, and whether a write is worth it. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvstrata_api.conditions import Condition, Status, find, merge
+from kvstrata_operator.decide.plan.actions import Note, Severity
+from kvstrata_operator.observe.records import Declared
+
+_BAD_WHEN_TRUE: Final = frozenset({"Degraded", "Expired", "OverQuota"})
+"""Types whose True is bad news; of all others it is False."""
+
+_UNTOLD: Final = frozenset({"Progressing", "Provisioned"})
+"""Types whose flips people see in Ready already."""
+
+_TOLD: Final = frozenset({"ProgressDeadlineExceeded"})
+"""Reasons of those types that nothing else tells of."""
+
+_PASSING: Final = frozenset(
+    {"NodesNotReady", "NodesNotUpdated", "Deleting", "Expired", "RedisStarting", "RedisRolling"}
+)
+"""Reasons of bad news that healthy objects pass through."""
+
+
+@dataclass(frozen=True, slots=True)
+class Says:
+    """Makes conditions of one object's generation."""
+
+    generation: int
+
+    def true(self, type_: str, reason: str, message: str = "") -> Condition:
+        """Say that it holds."""
+        return self._make(type_, Status.TRUE, reason, message)
+
+    def false(self, type_: str, reason: str, message: str) -> Condition:
+        """Say that it does not hold."""
+        return self._make(type_, Status.FALSE, reason, message)
+
+    def unknown(self, type_: str, reason: str, message: str) -> Condition:
+        """Say that it cannot be told yet."""
+        return self._make(type_, Status.UNKNOWN, reason, message)
+
+    def _make(self, type_: str, status: Status, reason: str, message: str) -> Condition:
+        return Condition(type=type_, status=status, reason=reason, message=message, observed_generation=self.generation)
+
+
+def settle(declared: Declared[Any], new: Iterable[Condition], now: str) -> tuple[Condition, ...]:
+    """Put new conditions over the stored ones; times move only where a status flips."""
+    return merge(declared.conditions, new, now)
+
+
+def conditions_only(declared: Declared[Any], new: Iterable[Condition], now: str) -> dict[str, Any]:
+    """Return the status fields that every kind has; all others stay as they are stored."""
+    settled = settle(declared, new, now)
+    return {"observedGeneration": declared.meta.generation, "conditions": [c.to_json() for c in settled]}
+
+
+def notes_of(declared: Declared[Any], new: Iterable[Condition]) -> tuple[Note, ...]:
+    """Tell one Event for each condition that flips; of first appearances only bad news and what is ready at once.
+
+    What became ready is told whether or not a status in between said that it was not yet: that is a matter of pace.
+    """
+    return tuple(_note(declared, c) for c in new if _is_told(find(declared.conditions, c.type), c))
+
+
+def differs(stored: Mapping[str, Any], wanted: Mapping[str, Any], ignored: Iterable[str] = ()) -> bool:
+    """True when a wanted field is not stored as it should be; fields of other writers do not count."""
+    return any(stored.get(k) != wanted[k] for k in wanted.keys() - set(ignored))
+
+
+def _is_told(before: Condition | None, after: Condition) -> bool:
+    is_untold = after.type in _UNTOLD and after.reason not in _TOLD
+    if is_untold or after.status is Status.UNKNOWN:
+        return False
+    if before is None:
+        return after.reason not in _PASSING if _is_bad(after) else after.type == "Ready"
+    return before.status is not after.status
+
+
+def _is_bad(condition: Condition) -> bool:
+    return condition.status is (Status.TRUE if condition.type in _BAD_WHEN_TRUE else Status.FALSE)
+
+
+def _note(declared: Declared[Any], condition: Condition) -> Note:
+    is_warning = _is_bad(condition) and condition.reason not in _PASSING
+    severity = Severity.WARNING if is_warning else Severity.NORMAL
+    message = f"{condition.type} is {condition.status}: {condition.message}"
+    return Note(declared.ref, declared.uid, condition.reason, message, severity)

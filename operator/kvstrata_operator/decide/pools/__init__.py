@@ -1,0 +1,1 @@
+"""Where a pool's tiers go, and what becomes of its nodes."""

@@ -1,0 +1,1 @@
+"""Tenants, trust domains and shares: identities, keys, erasure, usage."""

@@ -1,0 +1,100 @@
+"""The erasure of a tenant's blocks: which key version it takes, and when it is over. Pure.
+
+A new value of `spec.eraseRequested` moves the key version on by one, and `status.eraseStarted` remembers for which
+value that was done. First the new key is minted, then one write tells version and value, then
+`key_versions.plan_retirement` removes the old keys, which is what makes the bytes unreadable. Laws: a version never
+goes down; it moves once for each value; `status.lastErase` names a value only after the old keys are gone and every
+agent that is connected has told that it holds nothing from before.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from kvstrata_api.conditions import Condition, Status, find
+from kvstrata_api.models.trust import KVTenant
+from kvstrata_api.trust import KEY_VERSION, ScopeKind
+from kvstrata_operator.decide.plan.conditions import Says
+from kvstrata_operator.decide.trust.key_versions import highest_version, plan_retirement, told_version
+from kvstrata_operator.decide.trust.scope_keys import has_key
+from kvstrata_operator.decide.trust.tenant_usage import named
+from kvstrata_operator.observe.records import Declared, PoolNodeSeen, ScopeSecretSeen
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """Where a tenant's erasure stands."""
+
+    key_version: int
+    """Version that the status is to tell of; 0 before there was any key."""
+    has_key: bool
+    """True when the key of that version is there."""
+    started: str
+    """Value of `spec.eraseRequested` that this version serves."""
+    last: str
+    """Value whose erasure is over."""
+    missing: tuple[str, ...] = ()
+    """KVPoolNodes whose agents have not confirmed."""
+    away: tuple[str, ...] = ()
+    """KVPoolNodes without an agent to ask."""
+
+
+def key_version(tenant: Declared[KVTenant], secret: ScopeSecretSeen | None) -> int:
+    """Key version that a tenant should have."""
+    told = told_version(tenant)
+    if not told:
+        return max(KEY_VERSION, highest_version(tenant, secret))
+    return told + is_due(tenant)
+
+
+def is_due(tenant: Declared[KVTenant]) -> bool:
+    """True while the key has not been moved on for what is asked for."""
+    wanted = _requested(tenant)
+    return bool(wanted) and wanted != _text(tenant, "eraseStarted")
+
+
+def course(
+    tenant: Declared[KVTenant], secret: ScopeSecretSeen | None, nodes: Iterable[PoolNodeSeen], alive: Collection[str]
+) -> Course:
+    """Look where the erasure stands."""
+    wanted, told = key_version(tenant, secret), told_version(tenant)
+    started, last, requested = _text(tenant, "eraseStarted"), _text(tenant, "lastErase"), _requested(tenant)
+    if not has_key(tenant, wanted, secret):
+        return Course(told, told > 0 and has_key(tenant, told, secret), started, last)
+    if requested and requested != started:
+        return Course(wanted, has_key=True, started=requested, last=last)
+    if not requested or requested == last:
+        return Course(wanted, has_key=True, started=started, last=last)
+    open_nodes = [n for n in nodes if not n.is_deleting and n.erased.get(tenant.uid, 0) < wanted]
+    missing = tuple(sorted(n.key for n in open_nodes if n.key in alive))
+    away = tuple(sorted(n.key for n in open_nodes if n.key not in alive))
+    is_shredded = not plan_retirement(tenant, ScopeKind.TENANT, secret, "")
+    last = requested if is_shredded and not missing else last
+    return Course(wanted, has_key=True, started=started, last=last, missing=missing, away=away)
+
+
+def erase_condition(says: Says, tenant: Declared[KVTenant], course: Course, now: str) -> tuple[Condition, ...]:
+    """Say how far an erasure has come; nothing for a tenant that never asked for one."""
+    requested = _requested(tenant)
+    if not requested:
+        return ()
+    before = find(tenant.conditions, "EraseCompleted")
+    if course.last != requested:
+        told = f"{requested!r}: agents that have not confirmed: {named(course.missing) or 'not asked yet'}"
+        return (says.false("EraseCompleted", "InProgress", told),)
+    is_told = before is not None and before.status is Status.TRUE and _text(tenant, "lastErase") == requested
+    if before is not None and is_told:
+        return (says.true("EraseCompleted", before.reason, before.message),)
+    told = f"{requested!r} erased at {now}, key version {course.key_version}"
+    if course.away:
+        left = "what lies at rest there cannot be read, and is dropped when they come back"
+        return (says.true("EraseCompleted", "NodesAway", f"{told}; without an agent: {named(course.away)}: {left}"),)
+    return (says.true("EraseCompleted", "Erased", told),)
+
+
+def _requested(tenant: Declared[KVTenant]) -> str:
+    return (tenant.model.spec.erase_requested or "") if tenant.model is not None else ""
+
+
+def _text(tenant: Declared[KVTenant], name: str) -> str:
+    value = tenant.status.get(name, "")
+    return value if isinstance(value, str) else ""

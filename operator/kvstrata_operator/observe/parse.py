@@ -1,0 +1,340 @@
+"""API server's JSON to records. Pure. The only place that knows the wire names of what the operator watches.
+
+Unknown fields are skipped while decoding, so managedFields and the like never become Python objects.
+"""
+
+import base64
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from sys import intern
+from types import MappingProxyType
+from typing import Any, Final
+
+import msgspec
+from pydantic import ValidationError
+
+from kvstrata_api import names, units
+from kvstrata_api.conditions import Condition
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.models.base import ApiModel, ObjectMeta
+from kvstrata_api.models.operation import KVOperation
+from kvstrata_api.models.pool import KVPool
+from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
+from kvstrata_api.tiers import CxlMode, TierType
+from kvstrata_api.validate import parse_as, validate
+from kvstrata_api.validate_structure import Problem
+from kvstrata_api.wrapping import DATA_SUFFIX
+from kvstrata_kube.store import version_of
+from kvstrata_operator.decide.plan import objects
+from kvstrata_operator.observe import kinds
+from kvstrata_operator.observe.digest import digest
+from kvstrata_operator.observe.kinds import Kind
+from kvstrata_operator.observe.records import (
+    AnswerSeen,
+    ConfigMapSeen,
+    Declared,
+    DemandSeen,
+    DrainSeen,
+    NodeSeen,
+    PoolNodeSeen,
+    ScopeSecretSeen,
+    TenantSeen,
+    TierSeen,
+    Verdict,
+)
+
+MODELS: Final[Mapping[Kind, type[ApiModel]]] = {
+    kinds.POOL: KVPool,
+    kinds.TENANT: KVTenant,
+    kinds.DOMAIN: KVTrustDomain,
+    kinds.SHARE: KVPrefixShare,
+    kinds.OPERATION: KVOperation,
+}
+
+_ERRORS_MAX: Final = 4
+"""Errors of one object that are written into its condition; the first few are what people fix first."""
+
+
+class _Meta(msgspec.Struct, rename="camel"):
+    name: str
+    uid: str = ""
+    resource_version: str = ""
+    labels: dict[str, str] = {}
+    owner_references: list[msgspec.Raw] = []
+    annotations: dict[str, str] = {}
+    deletion_timestamp: str | None = None
+    generation: int = 0
+
+
+class _Labelled(msgspec.Struct):
+    metadata: _Meta
+
+
+class _Drain(msgspec.Struct):
+    requested: bool = False
+    mode: str = "Demote"
+    deadline: str = ""
+
+
+class _SpecTier(msgspec.Struct, rename="camel"):
+    type: str
+    capacity_bytes: int = 0
+    cxl: dict[str, Any] = {}
+
+
+class _Order(msgspec.Struct):
+    uid: str
+
+
+class _PoolNodeSpec(msgspec.Struct, rename="camel"):
+    pool_ref: str
+    node_name: str
+    tiers: msgspec.Raw = msgspec.Raw(b"[]")
+    revision: str = ""
+    drain: _Drain = msgspec.field(default_factory=_Drain)
+    orders: list[_Order] = []
+
+
+class _Condition(msgspec.Struct):
+    type: str
+    status: str
+    reason: str = ""
+    message: str = ""
+
+
+class _Demand(msgspec.Struct, rename="camel"):
+    gain_permille: int = 0
+    loss_permille: int = 0
+    held_bytes: int = 0
+
+
+class _StatusTier(msgspec.Struct, rename="camel"):
+    name: str
+    type: str = ""
+    phase: str = "Pending"
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    blocks: int = 0
+    last_error: str = ""
+    demand: _Demand | None = None
+
+
+class _Lookups(msgspec.Struct):
+    queried: int = 0
+    hit: int = 0
+
+
+class _ShareHits(msgspec.Struct):
+    uid: str
+    hits: int = 0
+
+
+class _TenantBytes(msgspec.Struct, rename="camel"):
+    tenant: str
+    tier: str = ""
+    used_bytes: int = 0
+    over_hard: bool = False
+
+
+class _TenantErased(msgspec.Struct, rename="camel"):
+    uid: str
+    key_version: int = 0
+
+
+class _Answer(msgspec.Struct, rename="camel"):
+    uid: str
+    phase: str = ""
+    reason: str = ""
+    message: str = ""
+    blocks_done: int = 0
+    blocks_total: int = 0
+    bytes_done: int = 0
+    bytes_total: int = 0
+    blocks_missing: int = 0
+
+
+class _PoolNodeStatus(msgspec.Struct, rename="camel"):
+    observed_generation: int = 0
+    observed_revision: str = ""
+    conditions: list[_Condition] = []
+    tiers: list[_StatusTier] = []
+    lookups: _Lookups = msgspec.field(default_factory=_Lookups)
+    memory_bytes: int = 0
+    shares: list[_ShareHits] = []
+    tenants: list[_TenantBytes] = []
+    erased: list[_TenantErased] = []
+    orders: list[_Answer] = []
+
+
+class _PoolNode(msgspec.Struct):
+    metadata: _Meta
+    spec: _PoolNodeSpec
+    status: _PoolNodeStatus = msgspec.field(default_factory=_PoolNodeStatus)
+
+
+class _Keyed(msgspec.Struct):
+    metadata: _Meta
+    data: dict[str, str] = {}
+
+
+def parse_labelled(raw: bytes) -> NodeSeen:
+    """Read the metadata of a Node or a Namespace."""
+    meta = msgspec.json.decode(raw, type=_Labelled).metadata
+    labels = {intern(k): intern(v) for k, v in meta.labels.items()}
+    return NodeSeen(meta.name, meta.uid, version_of(meta.resource_version), labels)
+
+
+def parse_pool_node(raw: bytes) -> PoolNodeSeen:
+    """Read a KVPoolNode."""
+    seen = msgspec.json.decode(raw, type=_PoolNode)
+    meta, spec, status = seen.metadata, seen.spec, seen.status
+    tiers_digest, memory_tier_bytes = _spec_tiers(bytes(spec.tiers))
+    return PoolNodeSeen(
+        key=meta.name,
+        uid=meta.uid,
+        version=version_of(meta.resource_version),
+        pool=intern(spec.pool_ref),
+        node=spec.node_name,
+        is_marked=bool(meta.owner_references)
+        and objects.pool_node_labels(spec.pool_ref, spec.node_name).items() <= meta.labels.items(),
+        revision=intern(spec.revision),
+        tiers_digest=tiers_digest,
+        memory_tier_bytes=memory_tier_bytes,
+        drain=DrainSeen(spec.drain.requested, intern(spec.drain.mode), spec.drain.deadline),
+        is_deleting=meta.deletion_timestamp is not None,
+        observed_revision=intern(status.observed_revision),
+        conditions=_conditions(tuple((c.type, c.status, c.reason, c.message) for c in status.conditions)),
+        tiers=tuple(_tier(t) for t in status.tiers),
+        queried_blocks=status.lookups.queried,
+        hit_blocks=status.lookups.hit,
+        memory_bytes=status.memory_bytes,
+        share_hits=tuple((intern(s.uid), s.hits) for s in status.shares),
+        tenants=tuple(TenantSeen(intern(t.tenant), intern(t.tier), t.used_bytes, t.over_hard) for t in status.tenants),
+        orders=tuple(intern(o.uid) for o in spec.orders),
+        answers={intern(a.uid): _answer(a) for a in status.orders},
+        is_heard=status.observed_generation >= meta.generation,
+        erased={intern(e.uid): e.key_version for e in status.erased} or _NONE,
+    )
+
+
+def _answer(told: _Answer) -> AnswerSeen:
+    counts = (told.blocks_done, told.blocks_total, told.bytes_done, told.bytes_total, told.blocks_missing)
+    return AnswerSeen(intern(told.phase), intern(told.reason), told.message, *counts)
+
+
+def parse_scope_secret(raw: bytes) -> ScopeSecretSeen:
+    """Read which keys a scope Secret has; the bytes of those that are not wrapped are dropped here."""
+    seen = msgspec.json.decode(raw, type=_Keyed)
+    meta = seen.metadata
+    owner = meta.annotations.get(names.ANNOTATION_OWNER_UID, "")
+    version = version_of(meta.resource_version)
+    wrapped = {entry: _decoded(text) for entry, text in seen.data.items() if entry.endswith(DATA_SUFFIX)}
+    return ScopeSecretSeen(meta.name, meta.uid, version, meta.resource_version, owner, frozenset(seen.data), wrapped)
+
+
+def _decoded(text: str) -> str:
+    """Text of a Secret's entry; empty when it is none."""
+    try:
+        return base64.b64decode(text, validate=True).decode()
+    except ValueError:
+        return ""
+
+
+def parse_config_map(raw: bytes) -> ConfigMapSeen:
+    """Read what a ConfigMap holds: its digest, its entries, and the template of agents or of Redis."""
+    seen = msgspec.json.decode(raw, type=_Keyed)
+    meta, data = seen.metadata, seen.data
+    template = data.get(names.AGENT_TEMPLATE_ENTRY) or data.get(names.REDIS_TEMPLATE_ENTRY, "")
+    return ConfigMapSeen(
+        meta.name, meta.uid, version_of(meta.resource_version), digest(data), frozenset(data), template
+    )
+
+
+def parse_declared(kind: Kind, body: Mapping[str, Any]) -> Declared[Any]:
+    """Read an administrator's object; one that is not valid is kept with the reason, so that it can be told.
+
+    The API server has checked it by the rules of the day on which it was written; today's may be stricter.
+    """
+    meta = ObjectMeta.model_validate(body["metadata"])
+    status = body.get("status") or {}
+    manifest = {
+        "kind": kind.name,
+        "apiVersion": kind.api_version,
+        "metadata": body["metadata"],
+        "spec": body.get("spec") or {},
+    }
+    error = _explain(validate(manifest))
+    try:
+        model = parse_as(MODELS[kind], manifest)
+    except InvalidInputError as e:
+        return Declared(kind, meta, None, status, stored_conditions(status), error or str(e))
+    return Declared(kind, meta, model, status, stored_conditions(status), error)
+
+
+def parse_declared_raw(kind: Kind, raw: bytes) -> Declared[Any]:
+    """Read an administrator's object from the bytes of an answer."""
+    return parse_declared(kind, msgspec.json.decode(raw))
+
+
+def stored_conditions(status: Mapping[str, Any]) -> tuple[Condition, ...]:
+    """Conditions as stored; unreadable ones are left out and so written anew."""
+    found = []
+    for raw in status.get("conditions") or ():
+        try:
+            found.append(Condition.model_validate(raw))
+        except ValidationError:
+            continue
+    return tuple(found)
+
+
+def _explain(problems: Sequence[Problem]) -> str:
+    """Fields and reasons in one line; empty when there are none."""
+    told = [str(problem) for problem in problems[:_ERRORS_MAX]]
+    more = [f"and {len(problems) - _ERRORS_MAX} more"] if len(problems) > _ERRORS_MAX else []
+    return "; ".join(told + more)
+
+
+_NONE: Final[Mapping[str, int]] = MappingProxyType({})
+
+
+@lru_cache(maxsize=1024)  # Most agents say the same.
+def _conditions(said: tuple[tuple[str, str, str, str], ...]) -> Mapping[str, Verdict]:
+    """Type, status, reason and message of each, as one value for all agents that say so."""
+    return MappingProxyType(
+        {intern(type_): Verdict(intern(status), intern(reason), text) for type_, status, reason, text in said}
+    )
+
+
+def _tier(tier: _StatusTier) -> TierSeen:
+    told = tier.demand
+    return _shared(
+        TierSeen(
+            name=intern(tier.name),
+            type=intern(tier.type),
+            phase=intern(tier.phase),
+            capacity_bytes=tier.capacity_bytes,
+            used_bytes=tier.used_bytes,
+            last_error=tier.last_error,
+            demand=None if told is None else DemandSeen(told.gain_permille, told.loss_permille, told.held_bytes),
+            blocks=units.coarse(tier.blocks),
+        )
+    )
+
+
+@lru_cache(maxsize=4096)  # Empty tiers are alike, and figures are rounded.
+def _shared(tier: TierSeen) -> TierSeen:
+    """Keep equal tiers once."""
+    return tier
+
+
+@lru_cache(maxsize=256)  # All nodes of a pool have the same tiers.
+def _spec_tiers(raw: bytes) -> tuple[str, int]:
+    """Digest of a KVPoolNode's tiers, and the sum of those that take the node's memory."""
+    tiers = msgspec.json.decode(raw, type=list[_SpecTier])
+    memory_bytes = sum(t.capacity_bytes for t in tiers if takes_node_memory(t.type, str(t.cxl.get("mode", ""))))
+    return digest(msgspec.json.decode(raw)), memory_bytes
+
+
+def takes_node_memory(type_: str, cxl_mode: str) -> bool:
+    """True for tiers that are part of what the kernel counts as the node's memory."""
+    return type_ == TierType.HOST_DRAM or (type_ == TierType.CXL and cxl_mode == CxlMode.NUMA_NODE)
