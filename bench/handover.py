@@ -23,8 +23,8 @@ from bench.remote_node import OWNER, READER
 from kvstrata import Client, PrefixCache, Target
 from kvstrata_api import __version__
 from kvstrata_api.blocks import Layout
-from kvstrata_client.chain import Tokens
-from kvstrata_client.results import Bytes2D
+from kvstrata_client.prompt.chain import Tokens
+from kvstrata_client.verbs.results import Bytes2D
 
 LAYOUT: Final = Layout(MODEL, REVISION, "bf16", BLOCK_TOKENS, 32, 8, 128, 2)
 LAYERS: Final = LAYOUT.layers

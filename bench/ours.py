@@ -13,11 +13,11 @@ from bench.identity import BLOCK_TOKENS, POOL, SECRET, TOKEN, layout_of
 from bench.peers.loop import Bytes2D, Store, Work, serve
 from kvstrata import Client, Lease, PrefixCache, Published, Reservation, Target
 from kvstrata_api.blocks import BlockKey, chain_keys
-from kvstrata_client import calls
-from kvstrata_client.batches import AHEAD
-from kvstrata_client.calls import Ahead, Answers, Call, Collect, Operation
-from kvstrata_client.chain import Tokens
-from kvstrata_client.copying import copy_verified, fill
+from kvstrata_client.prompt.batches import AHEAD
+from kvstrata_client.prompt.chain import Tokens
+from kvstrata_client.verbs import calls
+from kvstrata_client.verbs.calls import Ahead, Answers, Call, Collect, Operation
+from kvstrata_client.verbs.copying import copy_verified, fill
 
 
 def tokens_of(work: Work, generation: int) -> Tokens:

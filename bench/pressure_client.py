@@ -16,8 +16,8 @@ import numpy as np
 from bench.identity import BLOCK_TOKENS, POOL, TOKEN, layout_of
 from kvstrata import Client, PrefixCache, Target
 from kvstrata_api.errors import BlockCorruptError
-from kvstrata_client.chain import Tokens
-from kvstrata_client.results import Bytes2D
+from kvstrata_client.prompt.chain import Tokens
+from kvstrata_client.verbs.results import Bytes2D
 
 PROMPT_BLOCKS: Final = 24
 SESSIONS: Final = 500

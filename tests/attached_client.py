@@ -11,7 +11,7 @@ from agent_thread import AgentThread
 
 from kvstrata import AsyncClient, Client, Target
 from kvstrata_api.blocks import BlockKey, Layout, chain_keys
-from kvstrata_client.results import Bytes2D
+from kvstrata_client.verbs.results import Bytes2D
 
 BLOCKS = 8
 TOKENS = np.arange(BLOCKS * 16, dtype=np.uint32)

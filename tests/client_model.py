@@ -10,13 +10,25 @@ from kvstrata_api import wire
 from kvstrata_api.blocks import KEY_BYTES, Layout, ScopeId, ScopeSecret, unpack_digests
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import QuotaExceededError
-from kvstrata_client.calls import Ahead, Call, Collect, Done, Operation, Post, Reading, Work, begin, interrupt, resume
-from kvstrata_client.extents import Extents
-from kvstrata_client.loading import load
-from kvstrata_client.results import Answer, Bytes2D, Grants, Scope
-from kvstrata_client.routes import Job, prompt_of
-from kvstrata_client.storing import store
+from kvstrata_client.connection.extents import Extents
+from kvstrata_client.prompt.load import load
+from kvstrata_client.prompt.routes import Job, prompt_of
+from kvstrata_client.prompt.store import store
 from kvstrata_client.target import Target
+from kvstrata_client.verbs.calls import (
+    Ahead,
+    Call,
+    Collect,
+    Done,
+    Operation,
+    Post,
+    Reading,
+    Work,
+    begin,
+    interrupt,
+    resume,
+)
+from kvstrata_client.verbs.results import Answer, Bytes2D, Grants, Scope
 
 LAYOUT = Layout("m", "r", "bf16", 2, layers=1, kv_heads=1, head_dim=8, element_bytes=2)
 TARGET = Target(socket=None, pool="p", token="t", layout=LAYOUT)  # type: ignore[arg-type]

@@ -5,10 +5,11 @@ No call blocks beyond its deadline, and none crashes the engine: doubt is a miss
 
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import KvStrataError
-from kvstrata_client.aio import AsyncClient
+from kvstrata_client.async_client import AsyncClient
 from kvstrata_client.cache import AsyncPrefixCache, PrefixCache
 from kvstrata_client.client import Client
-from kvstrata_client.results import (
+from kvstrata_client.target import Target
+from kvstrata_client.verbs.results import (
     Answer,
     Grants,
     Lease,
@@ -20,7 +21,6 @@ from kvstrata_client.results import (
     Scope,
     Stored,
 )
-from kvstrata_client.target import Target
 
 __all__ = [
     "Answer",

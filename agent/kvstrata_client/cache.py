@@ -9,20 +9,20 @@ import numpy as np
 from kvstrata_api.blocks import token_ids
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.wire_handover import Handover
-from kvstrata_client.aio import AsyncClient
-from kvstrata_client.aio_growing import AsyncGrowingBlocks
-from kvstrata_client.aio_streaming import AsyncLayerStream
-from kvstrata_client.chain import Tokens
+from kvstrata_client.async_client import AsyncClient
 from kvstrata_client.client import Client
-from kvstrata_client.growing import GrowingBlocks, begin
-from kvstrata_client.held import lost
-from kvstrata_client.loading import load
-from kvstrata_client.ranges import Cut
-from kvstrata_client.results import Bytes2D, Loaded, Located, Stored
-from kvstrata_client.routes import Attachment, Job, look_up, prompt_of
-from kvstrata_client.storing import store
-from kvstrata_client.streaming import LEASE_S, LayerStream, lease_route
+from kvstrata_client.prompt.async_handover import AsyncGrowingBlocks
+from kvstrata_client.prompt.async_streaming import AsyncLayerStream
+from kvstrata_client.prompt.chain import Tokens
+from kvstrata_client.prompt.handover import GrowingBlocks, begin
+from kvstrata_client.prompt.load import load
+from kvstrata_client.prompt.ranges import Cut
+from kvstrata_client.prompt.routes import Attachment, Job, look_up, prompt_of
+from kvstrata_client.prompt.store import store
+from kvstrata_client.prompt.streaming import LEASE_S, LayerStream, lease_route
 from kvstrata_client.target import Target
+from kvstrata_client.verbs.leases import lost
+from kvstrata_client.verbs.results import Bytes2D, Loaded, Located, Stored
 
 DEADLINE_S: Final = 10.0
 TOKENS_MAX: Final = 1 << 24

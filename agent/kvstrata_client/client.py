@@ -12,8 +12,15 @@ from typing import Any, Final, Self, TypeVar
 
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import AgentAwayError, KvStrataError
-from kvstrata_client import calls, handover_calls
-from kvstrata_client.calls import (
+from kvstrata_client.connection.lifecycle import Connect, Down, Idle, Pause, Up, lifecycle
+from kvstrata_client.connection.lifecycle import Step as Turn
+from kvstrata_client.connection.link import Link, Sent, unsent
+from kvstrata_client.prompt.handover import GrowingBlocks, Slots
+from kvstrata_client.prompt.ranges import Cut
+from kvstrata_client.prompt.streaming import LayerStream, Leased
+from kvstrata_client.target import Target
+from kvstrata_client.verbs import calls, handover_calls
+from kvstrata_client.verbs.calls import (
     Ahead,
     Call,
     Calls,
@@ -27,16 +34,9 @@ from kvstrata_client.calls import (
     interrupt,
     resume,
 )
-from kvstrata_client.counters import Counters
-from kvstrata_client.growing import GrowingBlocks, Slots
-from kvstrata_client.held import Leases
-from kvstrata_client.lifecycle import Connect, Down, Idle, Pause, Up, lifecycle
-from kvstrata_client.lifecycle import Step as Turn
-from kvstrata_client.link import Link, Sent, unsent
-from kvstrata_client.ranges import Cut
-from kvstrata_client.results import Answer, Grants, Lease, Prefix, Published, Reservation
-from kvstrata_client.streaming import LayerStream, Leased
-from kvstrata_client.target import Target
+from kvstrata_client.verbs.counters import Counters
+from kvstrata_client.verbs.leases import Leases
+from kvstrata_client.verbs.results import Answer, Grants, Lease, Prefix, Published, Reservation
 
 T = TypeVar("T")
 

@@ -13,10 +13,10 @@ from faults.nursery import Channel
 from kvstrata_api.blocks import BlockKey, chain_keys
 from kvstrata_api.errors import LeaseLostError
 from kvstrata_client.cache import PrefixCache
-from kvstrata_client.chain import Tokens
 from kvstrata_client.client import Client
-from kvstrata_client.results import Bytes2D
+from kvstrata_client.prompt.chain import Tokens
 from kvstrata_client.target import Target
+from kvstrata_client.verbs.results import Bytes2D
 
 BLOCKS: Final = 4
 LEASE_S: Final = 30.0
@@ -62,7 +62,7 @@ def _in_place(channel: Channel, client: Client, seed: int) -> dict[str, Any]:
 
 
 def _by_copy(channel: Channel, client: Client, seed: int) -> dict[str, Any]:
-    loading: Any = importlib.import_module("kvstrata_client.loading")
+    loading: Any = importlib.import_module("kvstrata_client.prompt.load")
     copy, calls = loading.copy_verified, iter(range(BLOCKS + 1))
 
     def stopping(*given: Any) -> bool:

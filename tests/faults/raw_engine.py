@@ -13,7 +13,7 @@ from kvstrata_api import wire
 from kvstrata_api.blocks import BlockKey, ScopeId, ScopeSecret, chain_keys, pack_digests
 from kvstrata_api.checksum import checksum
 from kvstrata_api.wire_base import Reply
-from kvstrata_client.extents import Extents
+from kvstrata_client.connection.extents import Extents
 
 R = TypeVar("R", bound=Reply)
 WAIT_S = 60.0

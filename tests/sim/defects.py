@@ -12,8 +12,9 @@ from kvstrata_agent.blocks.reservations import Reservation, ReservationTable
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.fleet.peers import transfer
 from kvstrata_api.blocks import ScopeId
-from kvstrata_client import copying, loading
-from kvstrata_client.results import Lease as ClientLease
+from kvstrata_client.prompt import load as loading
+from kvstrata_client.verbs import copying
+from kvstrata_client.verbs.results import Lease as ClientLease
 
 
 def _copy_unverified(lease: ClientLease, into: memoryview) -> bool:

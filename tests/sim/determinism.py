@@ -161,9 +161,9 @@ def _import_all(package: str) -> None:
 
 def _install_sockets() -> None:
     for name, attribute, value in (
-        ("kvstrata_client.aio", "socket", _ENGINE_SOCKETS),
-        ("kvstrata_client.aio_link", "os", _CLOSES_NOTHING),
-        ("kvstrata_client.protocol", "Extents", SimExtents),
+        ("kvstrata_client.async_client", "socket", _ENGINE_SOCKETS),
+        ("kvstrata_client.connection.async_link", "os", _CLOSES_NOTHING),
+        ("kvstrata_client.connection.protocol", "Extents", SimExtents),
         ("kvstrata_agent.fleet.peers.server", "socket", _PEER_SOCKETS),
     ):
         setattr(importlib.import_module(name), attribute, value)

@@ -9,10 +9,10 @@ from agent_doubles import LAYOUT
 
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import KvStrataError, LeaseLostError
-from kvstrata_client.aio import AsyncClient
+from kvstrata_client.async_client import AsyncClient
 from kvstrata_client.cache import AsyncPrefixCache
-from kvstrata_client.results import Stored
 from kvstrata_client.target import Target
+from kvstrata_client.verbs.results import Stored
 from sim import prompts
 from sim.agent import POOL
 from sim.process import Process

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.wire import ExtentGrant
-from kvstrata_client.extents import Extents
+from kvstrata_client.connection.extents import Extents
 
 _descriptors = itertools.count(1 << 25)
 _OPEN: Final[dict[int, "SimExtent"]] = {}

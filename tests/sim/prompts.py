@@ -7,7 +7,7 @@ import numpy as np
 from agent_doubles import BLOCK_BYTES, LAYOUT
 
 from kvstrata_api.blocks import BlockKey, ScopeId
-from kvstrata_client.chain import Prompt, Tokens
+from kvstrata_client.prompt.chain import Prompt, Tokens
 from sim.tenancy import secret_of
 
 CHAINS = 6

@@ -9,8 +9,8 @@ from agent_doubles import BLOCK_BYTES
 from msgspec.structs import replace
 
 from kvstrata_api.blocks import BlockKey
-from kvstrata_client import copying
-from kvstrata_client.results import Lease, Reservation
+from kvstrata_client.verbs import copying
+from kvstrata_client.verbs.results import Lease, Reservation
 from sim.prompts import content
 
 FALSE_SUM: Final = bytes(16)

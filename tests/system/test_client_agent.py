@@ -25,10 +25,10 @@ from kvstrata_api import wire
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import ForbiddenError
 from kvstrata_api.tiers import Lookup
-from kvstrata_client import calls
-from kvstrata_client.calls import Ahead, Operation
 from kvstrata_client.cli import main
-from kvstrata_client.copying import fill
+from kvstrata_client.verbs import calls
+from kvstrata_client.verbs.calls import Ahead, Operation
+from kvstrata_client.verbs.copying import fill
 
 pytestmark = pytest.mark.system
 

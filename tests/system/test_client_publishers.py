@@ -14,7 +14,7 @@ from kvstrata_api.blocks import chain_keys
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import ForbiddenError
 from kvstrata_client.cache import PrefixCache
-from kvstrata_client.results import Published
+from kvstrata_client.verbs.results import Published
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 

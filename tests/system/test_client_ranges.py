@@ -18,9 +18,9 @@ from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.cache.part_checksums import ENTRY_BYTES
 from kvstrata_api.blocks import BlockKey, chain_keys
 from kvstrata_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError
-from kvstrata_client import calls
-from kvstrata_client.ranges import Cut
-from kvstrata_client.results import Bytes2D
+from kvstrata_client.prompt.ranges import Cut
+from kvstrata_client.verbs import calls
+from kvstrata_client.verbs.results import Bytes2D
 
 pytestmark = pytest.mark.system
 

@@ -18,7 +18,7 @@ from kvstrata_api.blocks import ScopeId, chain_keys
 from kvstrata_api.errors import ForbiddenError
 from kvstrata_api.trust import Access, ScopeKind
 from kvstrata_client.cache import AsyncPrefixCache, PrefixCache
-from kvstrata_client.results import Bytes2D, Loaded, Stored
+from kvstrata_client.verbs.results import Bytes2D, Loaded, Stored
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 

@@ -16,8 +16,8 @@ from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError, LeaseLostError
 from kvstrata_api.wire_handover import Handover
 from kvstrata_client.cache import PrefixCache
-from kvstrata_client.growing import GrowingBlocks
-from kvstrata_client.results import Published
+from kvstrata_client.prompt.handover import GrowingBlocks
+from kvstrata_client.verbs.results import Published
 from kvstrata_telemetry.catalog import Kind
 from kvstrata_telemetry.catalog_all import BY_NAME
 

@@ -21,7 +21,7 @@ from kvstrata_api.prefixes import prefix_digest
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.cli import parser
 from kvstrata_client.client import Client
-from kvstrata_client.results import Bytes2D
+from kvstrata_client.verbs.results import Bytes2D
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 

@@ -17,8 +17,8 @@ from kvstrata_agent.codec.lossy import MixedCodec
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.pool import CompressionPolicy
-from kvstrata_client.calibrating import calibrate, load, save
-from kvstrata_client.captured import bf16, read
+from kvstrata_client.calibration.captured import bf16, read
+from kvstrata_client.calibration.forms import calibrate, load, save
 from kvstrata_client.cli import main
 from kvstrata_native.mixing import Rung
 

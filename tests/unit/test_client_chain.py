@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_api.blocks import LayoutId, ScopeId, ScopeSecret, chain_keys
-from kvstrata_client.chain import (
+from kvstrata_client.prompt.chain import (
     Chain,
     Prompt,
     Route,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvstrata_api.checksum import checksum
-from kvstrata_client.copying import fill
-from kvstrata_client.results import Reservation
+from kvstrata_client.verbs.copying import fill
+from kvstrata_client.verbs.results import Reservation
 
 pytestmark = pytest.mark.unit
 

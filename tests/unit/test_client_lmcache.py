@@ -22,7 +22,7 @@ from kvstrata_client.connectors.lmcache_locks import LOCK_S
 from kvstrata_client.connectors.lmcache_names import BLOCKS_MAX, ORDER, Fingerprint, Name, Namer
 from kvstrata_client.connectors.lmcache_options import parse
 from kvstrata_client.connectors.lmcache_transfers import Job, Object, Stored
-from kvstrata_client.results import Grants, Scope
+from kvstrata_client.verbs.results import Grants, Scope
 
 pytestmark = pytest.mark.unit
 

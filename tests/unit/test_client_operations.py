@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from kvstrata_api import wire
 from kvstrata_api.errors import InvalidInputError, QuotaExceededError
-from kvstrata_client import batches, loading, routes, writing
-from kvstrata_client.calls import Ahead, Done, Operation, Work, begin, resume
-from kvstrata_client.loading import load
-from kvstrata_client.results import Scope
-from kvstrata_client.routes import Job, look_up, prompt_of
-from kvstrata_client.storing import store
+from kvstrata_client.prompt import batches, routes
+from kvstrata_client.prompt import load as loading
+from kvstrata_client.prompt import publish as writing
+from kvstrata_client.prompt.load import load
+from kvstrata_client.prompt.routes import Job, look_up, prompt_of
+from kvstrata_client.prompt.store import store
+from kvstrata_client.verbs.calls import Ahead, Done, Operation, Work, begin, resume
+from kvstrata_client.verbs.results import Scope
 
 pytestmark = pytest.mark.unit
 

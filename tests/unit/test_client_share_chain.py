@@ -16,8 +16,7 @@ from kvstrata_api import shares, trust, wire
 from kvstrata_api.blocks import LayoutId, ScopeId, ScopeSecret, chain_keys
 from kvstrata_api.prefixes import NamedPrefix, prefix_digest
 from kvstrata_api.shares import Declared
-from kvstrata_client.calls import read_grants
-from kvstrata_client.chain import (
+from kvstrata_client.prompt.chain import (
     Prompt,
     Segment,
     best_route,
@@ -27,7 +26,8 @@ from kvstrata_client.chain import (
     roots,
     share_chains,
 )
-from kvstrata_client.results import Scope
+from kvstrata_client.verbs.calls import read_grants
+from kvstrata_client.verbs.results import Scope
 
 pytestmark = pytest.mark.unit
 

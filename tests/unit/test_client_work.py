@@ -8,7 +8,7 @@ import pytest
 
 from kvstrata import AsyncClient, Target
 from kvstrata_api.blocks import Layout
-from kvstrata_client.calls import Operation, Work
+from kvstrata_client.verbs.calls import Operation, Work
 
 pytestmark = pytest.mark.unit
 

@@ -31,7 +31,7 @@ from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_agent.policy.admission import CHECK_EVERY
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.checksum import checksum
-from kvstrata_client.copying import copy_verified, is_intact
+from kvstrata_client.verbs.copying import copy_verified, is_intact
 
 pytestmark = pytest.mark.unit
 

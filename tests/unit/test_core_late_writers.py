@@ -23,8 +23,8 @@ from kvstrata_agent.cache.ports import Wanted
 from kvstrata_agent.cache.request import Place
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.checksum import checksum
-from kvstrata_client.copying import fill, refill
-from kvstrata_client.results import Lease, Reservation
+from kvstrata_client.verbs.copying import fill, refill
+from kvstrata_client.verbs.results import Lease, Reservation
 from kvstrata_metadata.records import Location
 
 pytestmark = pytest.mark.unit

@@ -14,8 +14,8 @@ from kvstrata_api.blocks import BlockKey, Layout, chain_keys
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.prefixes import matching
 from kvstrata_client.client import Client
-from kvstrata_client.results import Scope
 from kvstrata_client.target import Target
+from kvstrata_client.verbs.results import Scope
 
 WAIT_S = 5.0
 

@@ -8,8 +8,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvstrata_api.wire_handover import Handover
-from kvstrata_client.growing import GrowingBlocks
-from kvstrata_client.results import Bytes2D, Stored
+from kvstrata_client.prompt.handover import GrowingBlocks
+from kvstrata_client.verbs.results import Bytes2D, Stored
 
 Rows = Callable[[Any, Any, int, int], Bytes2D]
 """Makes the bytes of a layer of blocks from keys and values, the first block and how many."""

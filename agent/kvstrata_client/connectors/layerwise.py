@@ -15,9 +15,9 @@ from typing import Any, Final
 from transformers.cache_utils import DynamicLayer
 
 from kvstrata_api.errors import KvStrataError, LeaseLostError
-from kvstrata_client.held import lost
-from kvstrata_client.results import Bytes2D
-from kvstrata_client.streaming import LayerStream
+from kvstrata_client.prompt.streaming import LayerStream
+from kvstrata_client.verbs.leases import lost
+from kvstrata_client.verbs.results import Bytes2D
 
 ARRIVE_S: Final = 30.0
 """A layer that is not copied by then never will be: copying takes milliseconds, and the blocks are in memory."""

@@ -12,16 +12,16 @@ from typing import Final
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.tiers import Lookup
 from kvstrata_api.wire import KEYS_MAX
-from kvstrata_client import calls
-from kvstrata_client.batches import large_batch_blocks
-from kvstrata_client.calls import Operation, Post
 from kvstrata_client.connectors.lmcache_names import Name, Namer
-from kvstrata_client.copying import copy_verified, fill
-from kvstrata_client.loading import copy_leased
-from kvstrata_client.results import Lease, Prefix, Scope
-from kvstrata_client.routes import Attachment
+from kvstrata_client.prompt.batches import large_batch_blocks
+from kvstrata_client.prompt.load import copy_leased
+from kvstrata_client.prompt.publish import Run, Tally, write
+from kvstrata_client.prompt.routes import Attachment
 from kvstrata_client.target import Target
-from kvstrata_client.writing import Run, Tally, write
+from kvstrata_client.verbs import calls
+from kvstrata_client.verbs.calls import Operation, Post
+from kvstrata_client.verbs.copying import copy_verified, fill
+from kvstrata_client.verbs.results import Lease, Prefix, Scope
 
 LEASE_S: Final = 30.0
 

@@ -17,9 +17,9 @@ from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.units import MIB
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.connectors.pages import PagedKv, Rows
-from kvstrata_client.held import lost
-from kvstrata_client.results import Bytes2D, Stored
-from kvstrata_client.streaming import LayerStream
+from kvstrata_client.prompt.streaming import LayerStream
+from kvstrata_client.verbs.leases import lost
+from kvstrata_client.verbs.results import Bytes2D, Stored
 
 HELPING_BYTES: Final = 64 * MIB
 """Of blocks that come down together: a few milliseconds of a link, and twice that is pinned."""

@@ -20,7 +20,7 @@ from kvstrata_api.wire_handover import Handover
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.connectors.growing import GrowingLayer, Prefill
 from kvstrata_client.connectors.layerwise import Arrivals, ArrivingLayer, arrived
-from kvstrata_client.results import Bytes2D, Loaded, Stored
+from kvstrata_client.verbs.results import Bytes2D, Loaded, Stored
 
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """KV element types of `spec.compatibility.dtype` that transformers computes with."""

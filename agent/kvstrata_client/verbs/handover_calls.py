@@ -7,11 +7,11 @@ from kvstrata_api import wire
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.wire_handover import Advance, Arrive, Arrived, Handover
-from kvstrata_client import calls
-from kvstrata_client.calls import Call, Reading
-from kvstrata_client.results import Lease, Reservation
-from kvstrata_client.routes import Job
+from kvstrata_client.prompt.routes import Job
 from kvstrata_client.target import Target
+from kvstrata_client.verbs import calls
+from kvstrata_client.verbs.calls import Call, Reading
+from kvstrata_client.verbs.results import Lease, Reservation
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass, field
 
-from kvstrata_client import batches, calls
-from kvstrata_client.batches import Batch
-from kvstrata_client.calls import Operation, Post
-from kvstrata_client.chain import Chain, Route, Segment, StorePlan, plan_store
-from kvstrata_client.copying import fill, refill
-from kvstrata_client.results import Bytes2D, Lease, Stored
-from kvstrata_client.routes import Found, Job, goal_of, granted_shares, locate
-from kvstrata_client.writing import Filler, Run, Tally, write
+from kvstrata_client.prompt import batches
+from kvstrata_client.prompt.batches import Batch
+from kvstrata_client.prompt.chain import Chain, Route, Segment, StorePlan, plan_store
+from kvstrata_client.prompt.publish import Filler, Run, Tally, write
+from kvstrata_client.prompt.routes import Found, Job, goal_of, granted_shares, locate
+from kvstrata_client.verbs import calls
+from kvstrata_client.verbs.calls import Operation, Post
+from kvstrata_client.verbs.copying import fill, refill
+from kvstrata_client.verbs.results import Bytes2D, Lease, Stored
 
 
 @dataclass(slots=True)

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import KvStrataError, TierFullError
-from kvstrata_client import calls
-from kvstrata_client.batches import AHEAD, batch_blocks
-from kvstrata_client.calls import Ahead, Call, Calls, Collect, Operation, Work
-from kvstrata_client.results import Answer, Published, Reservation
-from kvstrata_client.routes import Attachment
+from kvstrata_client.prompt.batches import AHEAD, batch_blocks
+from kvstrata_client.prompt.pipeline import along
+from kvstrata_client.prompt.routes import Attachment
 from kvstrata_client.target import Target
-from kvstrata_client.walking import along
+from kvstrata_client.verbs import calls
+from kvstrata_client.verbs.calls import Ahead, Call, Calls, Collect, Operation, Work
+from kvstrata_client.verbs.results import Answer, Published, Reservation
 
 Filler = Callable[[int, Reservation], bytes | None]
 """Fills the slot of a run's i-th block; returns its checksum, or None when there is nothing good to write."""

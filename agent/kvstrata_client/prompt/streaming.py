@@ -17,14 +17,15 @@ from kvstrata_api.checksum import CHECKSUM_BYTES
 from kvstrata_api.errors import BlockCorruptError, LeaseLostError
 from kvstrata_api.wire import PART_SUMS_BYTES_MAX
 from kvstrata_api.wire_handover import Handover
-from kvstrata_client import batches, calls, handover_calls
-from kvstrata_client.batches import Batch
-from kvstrata_client.calls import Operation, Post
-from kvstrata_client.chain import Route
-from kvstrata_client.held import lost, void
-from kvstrata_client.ranges import Cut, check_range, copy_layers, rows_for
-from kvstrata_client.results import Bytes2D, Lease
-from kvstrata_client.routes import Found, Job, goal_of, locate, locate_for_load
+from kvstrata_client.prompt import batches
+from kvstrata_client.prompt.batches import Batch
+from kvstrata_client.prompt.chain import Route
+from kvstrata_client.prompt.ranges import Cut, check_range, copy_layers, rows_for
+from kvstrata_client.prompt.routes import Found, Job, goal_of, locate, locate_for_load
+from kvstrata_client.verbs import calls, handover_calls
+from kvstrata_client.verbs.calls import Operation, Post
+from kvstrata_client.verbs.leases import lost, void
+from kvstrata_client.verbs.results import Bytes2D, Lease
 
 LEASE_S: Final = 120.0
 """A prefill takes seconds; an engine that is stopped for longer than this has lost its stream."""

@@ -10,9 +10,9 @@ from typing import Any, Final, Generic, TypeVar
 from kvstrata_api import wire
 from kvstrata_api.blocks import KEY_BYTES, BlockKey, ScopeId, ScopeSecret, pack_digests
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_client.extents import Extents
-from kvstrata_client.results import Answer, Grants, Lease, Prefix, Published, Reservation, Scope
+from kvstrata_client.connection.extents import Extents
 from kvstrata_client.target import Target
+from kvstrata_client.verbs.results import Answer, Grants, Lease, Prefix, Published, Reservation, Scope
 
 T = TypeVar("T")
 S = TypeVar("S", bound=wire.AnyReply)

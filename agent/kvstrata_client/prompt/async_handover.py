@@ -3,11 +3,11 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from kvstrata_client.aio_streaming import Perform
-from kvstrata_client.calls import Call, Calls, Work
-from kvstrata_client.growing import Growth, Slots
-from kvstrata_client.results import Bytes2D, Published
+from kvstrata_client.prompt.async_streaming import Perform
+from kvstrata_client.prompt.handover import Growth, Slots
 from kvstrata_client.target import Target
+from kvstrata_client.verbs.calls import Call, Calls, Work
+from kvstrata_client.verbs.results import Bytes2D, Published
 
 Ask = Callable[[Call[Any]], Awaitable[Any]]
 """Executes one call."""

@@ -12,11 +12,19 @@ from typing import Any, Self, TypeVar
 
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import AgentAwayError, KvStrataError
-from kvstrata_client import calls, handover_calls
-from kvstrata_client.aio_growing import AsyncGrowingBlocks
-from kvstrata_client.aio_link import AsyncLink
-from kvstrata_client.aio_streaming import AsyncLayerStream
-from kvstrata_client.calls import (
+from kvstrata_client.client import ATTACH_WAIT_S
+from kvstrata_client.connection.async_link import AsyncLink
+from kvstrata_client.connection.lifecycle import Connect, Down, Idle, Pause, Up, lifecycle
+from kvstrata_client.connection.lifecycle import Step as Turn
+from kvstrata_client.connection.link import Sent, unsent
+from kvstrata_client.prompt.async_handover import AsyncGrowingBlocks
+from kvstrata_client.prompt.async_streaming import AsyncLayerStream
+from kvstrata_client.prompt.handover import Slots
+from kvstrata_client.prompt.ranges import Cut
+from kvstrata_client.prompt.streaming import Leased
+from kvstrata_client.target import Target
+from kvstrata_client.verbs import calls, handover_calls
+from kvstrata_client.verbs.calls import (
     Ahead,
     Call,
     Calls,
@@ -30,17 +38,9 @@ from kvstrata_client.calls import (
     interrupt,
     resume,
 )
-from kvstrata_client.client import ATTACH_WAIT_S
-from kvstrata_client.counters import Counters
-from kvstrata_client.growing import Slots
-from kvstrata_client.held import AsyncLeases
-from kvstrata_client.lifecycle import Connect, Down, Idle, Pause, Up, lifecycle
-from kvstrata_client.lifecycle import Step as Turn
-from kvstrata_client.link import Sent, unsent
-from kvstrata_client.ranges import Cut
-from kvstrata_client.results import Answer, Grants, Lease, Prefix, Published, Reservation
-from kvstrata_client.streaming import Leased
-from kvstrata_client.target import Target
+from kvstrata_client.verbs.counters import Counters
+from kvstrata_client.verbs.leases import AsyncLeases
+from kvstrata_client.verbs.results import Answer, Grants, Lease, Prefix, Published, Reservation
 
 T = TypeVar("T")
 

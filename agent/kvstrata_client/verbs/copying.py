@@ -1,7 +1,7 @@
 """Moves blocks between the agent's memory and the caller's, and proves that they are what they claim to be."""
 
 from kvstrata_api.checksum import bind, checksum
-from kvstrata_client.results import Lease, Reservation
+from kvstrata_client.verbs.results import Lease, Reservation
 from kvstrata_native import copy_digest
 
 

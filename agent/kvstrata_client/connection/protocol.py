@@ -7,10 +7,10 @@ from typing import Any, Final
 
 from kvstrata_api import failures, wire
 from kvstrata_api.errors import AgentAwayError, KvStrataError
-from kvstrata_client.calls import Call, Calls, Reading, read_grants
-from kvstrata_client.extents import Extents
-from kvstrata_client.framing import Arrival, ReplyReader
-from kvstrata_client.results import Answer, Grants
+from kvstrata_client.connection.extents import Extents
+from kvstrata_client.connection.framing import Arrival, ReplyReader
+from kvstrata_client.verbs.calls import Call, Calls, Reading, read_grants
+from kvstrata_client.verbs.results import Answer, Grants
 
 PENDING_MAX: Final = 1024
 """Requests under way on one connection; more are answered as if the agent were away."""

@@ -13,7 +13,7 @@ import numpy as np
 from kvstrata_api.blocks import Layout
 from kvstrata_api.checksum import CHECKSUM_BYTES, bind, bind_part
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_client.results import Bytes2D, Lease
+from kvstrata_client.verbs.results import Bytes2D, Lease
 from kvstrata_native import copy_digest
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvstrata_api.errors import UnauthenticatedError
-from kvstrata_client.held import warn
-from kvstrata_client.results import Answer, Loaded, Stored
+from kvstrata_client.verbs.leases import warn
+from kvstrata_client.verbs.results import Answer, Loaded, Stored
 
 
 class Renewable(Protocol):

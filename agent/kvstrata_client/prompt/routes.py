@@ -6,9 +6,7 @@ from typing import Final, Protocol
 
 from kvstrata_api.blocks import ScopeSecret
 from kvstrata_api.wire import KEYS_MAX
-from kvstrata_client import calls
-from kvstrata_client.calls import Operation
-from kvstrata_client.chain import (
+from kvstrata_client.prompt.chain import (
     Chain,
     Prompt,
     Route,
@@ -21,8 +19,10 @@ from kvstrata_client.chain import (
     roots,
     share_chains,
 )
-from kvstrata_client.results import Grants, Located
 from kvstrata_client.target import Target
+from kvstrata_client.verbs import calls
+from kvstrata_client.verbs.calls import Operation
+from kvstrata_client.verbs.results import Grants, Located
 
 HEADS_FIRST_BLOCKS: Final = 16
 """Prompts of so many blocks are keyed in full where the tenant writes, and in other scopes for their first block: the

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from kvstrata_client.calls import Work
-from kvstrata_client.held import lost, void
-from kvstrata_client.ranges import Cut
-from kvstrata_client.results import Bytes2D, Lease
-from kvstrata_client.streaming import ARRIVE_S, WAIT_S, Layers, Leased, parts_of
+from kvstrata_client.prompt.ranges import Cut
+from kvstrata_client.prompt.streaming import ARRIVE_S, WAIT_S, Layers, Leased, parts_of
+from kvstrata_client.verbs.calls import Work
+from kvstrata_client.verbs.leases import lost, void
+from kvstrata_client.verbs.results import Bytes2D, Lease
 
 Arrive = Callable[[Sequence[Lease], int, float], Awaitable[tuple[bytes, ...]]]
 """See `streaming.Arrive`."""

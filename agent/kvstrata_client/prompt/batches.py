@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstrata_api.blocks import BlockKey
-from kvstrata_client.chain import Chain, Route
+from kvstrata_client.prompt.chain import Chain, Route
 
 BATCH_BLOCKS_MAX: Final = 32
 BATCH_BYTES_MAX: Final = 32 << 20

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret, chain_keys
 from kvstrata_api.prefixes import matching, shared_blocks
-from kvstrata_client.results import Scope
+from kvstrata_client.verbs.results import Scope
 
 Tokens = npt.NDArray[np.uint32]
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstrata_api.errors import AgentAwayError, InvalidInputError, KvStrataError
-from kvstrata_client.calls import Calls
-from kvstrata_client.lifecycle import Wake
-from kvstrata_client.link import Sent, receive, unsent
-from kvstrata_client.protocol import Protocol
-from kvstrata_client.results import Answer
+from kvstrata_client.connection.lifecycle import Wake
+from kvstrata_client.connection.link import Sent, receive, unsent
+from kvstrata_client.connection.protocol import Protocol
 from kvstrata_client.target import Target
+from kvstrata_client.verbs.calls import Calls
+from kvstrata_client.verbs.results import Answer
 
 OUTBOX_BYTES_MAX = 8 << 20
 """Two of the largest frames: what may wait for an agent that does not read."""

@@ -3,7 +3,7 @@
 from collections.abc import Sized
 from typing import Protocol
 
-from kvstrata_client.calls import Calls, Operation, Post
+from kvstrata_client.verbs.calls import Calls, Operation, Post
 
 
 class Walk(Protocol):

@@ -15,13 +15,13 @@ from kvstrata_api.blocks import Layout
 from kvstrata_api.checksum import bind, bind_part
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.wire_handover import Handover
-from kvstrata_client import calls, handover_calls
-from kvstrata_client.calls import Call, Operation, Post
-from kvstrata_client.chain import plan_store
-from kvstrata_client.ranges import Cut
-from kvstrata_client.results import Bytes2D, Published, Reservation
-from kvstrata_client.routes import Job, goal_of, locate
+from kvstrata_client.prompt.chain import plan_store
+from kvstrata_client.prompt.ranges import Cut
+from kvstrata_client.prompt.routes import Job, goal_of, locate
 from kvstrata_client.target import Target
+from kvstrata_client.verbs import calls, handover_calls
+from kvstrata_client.verbs.calls import Call, Operation, Post
+from kvstrata_client.verbs.results import Bytes2D, Published, Reservation
 from kvstrata_native import copy_digest
 
 _NAME_BYTES: Final = 16

@@ -17,12 +17,12 @@ from typing import Any, Final
 
 from kvstrata_api.errors import AgentAwayError, InvalidInputError, KvStrataError
 from kvstrata_api.wire import FDS_PER_FRAME_MAX
-from kvstrata_client.bell import Bell
-from kvstrata_client.calls import Calls
-from kvstrata_client.lifecycle import Wake
-from kvstrata_client.protocol import Protocol
-from kvstrata_client.results import Answer
+from kvstrata_client.connection.lifecycle import Wake
+from kvstrata_client.connection.protocol import Protocol
+from kvstrata_client.connection.wakeup import Bell
 from kvstrata_client.target import Target
+from kvstrata_client.verbs.calls import Calls
+from kvstrata_client.verbs.results import Answer
 
 CHUNK_BYTES: Final = 64 << 10
 

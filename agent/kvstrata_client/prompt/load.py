@@ -6,15 +6,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstrata_client import batches, calls
-from kvstrata_client.batches import AHEAD, Batch
-from kvstrata_client.calls import Ahead, Calls, Collect, Operation, Post, Work
-from kvstrata_client.chain import Route
-from kvstrata_client.copying import copy_verified
-from kvstrata_client.results import Answer, Bytes2D, Lease, Loaded
-from kvstrata_client.routes import Found, Job, locate, locate_for_load
+from kvstrata_client.prompt import batches
+from kvstrata_client.prompt.batches import AHEAD, Batch
+from kvstrata_client.prompt.chain import Route
+from kvstrata_client.prompt.pipeline import along
+from kvstrata_client.prompt.routes import Found, Job, locate, locate_for_load
 from kvstrata_client.target import Target
-from kvstrata_client.walking import along
+from kvstrata_client.verbs import calls
+from kvstrata_client.verbs.calls import Ahead, Calls, Collect, Operation, Post, Work
+from kvstrata_client.verbs.copying import copy_verified
+from kvstrata_client.verbs.results import Answer, Bytes2D, Lease, Loaded
 
 
 @dataclass(slots=True)

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from kvstrata_api.errors import InvalidInputError, KvStrataError, RetryableError, UnsupportedError
 from kvstrata_api.wire import PROTOCOL_VERSION
-from kvstrata_client import calls
-from kvstrata_client.backoff import backoff
-from kvstrata_client.results import Grants
+from kvstrata_client.connection.backoff import backoff
 from kvstrata_client.target import Target
+from kvstrata_client.verbs import calls
+from kvstrata_client.verbs.results import Grants
 
 RENEW_AT: Final = 0.8
 """Share of a token's life after which the client attaches anew; kubelets rotate projected tokens at the same share."""

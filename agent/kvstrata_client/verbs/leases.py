@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvstrata_api.errors import LeaseLostError
-from kvstrata_client.results import Lease
+from kvstrata_client.verbs.results import Lease
 
 _log: Final = logging.getLogger(__name__)
 

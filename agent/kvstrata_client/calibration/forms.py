@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.pool import CALIBRATED_PLANES_MAX, CalibratedLayout
-from kvstrata_client.captured import Words, bf16
+from kvstrata_client.calibration.captured import Words, bf16
 from kvstrata_native import mix, width_of
 from kvstrata_native.mixing import LADDER, PLANE_BYTES_MAX, ROTATED, Mixing, Rung
 

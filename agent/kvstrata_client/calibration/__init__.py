@@ -1,0 +1,1 @@
+"""What captured KV tells of the forms that an error permits."""

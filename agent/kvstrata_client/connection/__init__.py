@@ -1,0 +1,1 @@
+"""The socket to the agent: bytes, descriptors, mapped memory, life cycle."""

@@ -1,0 +1,1 @@
+"""The agent's verbs as values: calls, answers, leases."""
