@@ -17,11 +17,11 @@ from prometheus_client import CollectorRegistry
 from bench.identity import BLOCK_TOKENS, DOMAIN_SECRET, MODEL, POOL, REVISION, SECRET, TOKEN
 from kvstrata_agent.app.main import tame_collector
 from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.cache.ports import Caller
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_agent.fleet.directory.announcer import Announcer
@@ -123,16 +123,16 @@ def facts(node: Node) -> dict[str, object]:
 async def run(arguments: argparse.Namespace) -> None:
     """Serve until stdin ends."""
     node = make_node(arguments.capacity_bytes, arguments.page_size)
-    core = Core(node, CodecRegistry())
+    core = AgentParts(node, CodecRegistry())
     authenticator = OneIdentity(has_domain=arguments.isolation == "domain")
     if arguments.isolation != "none":
         declare_tenants(node)
     attaching = Attaching(node, authenticator)
-    server = Server(arguments.socket, Verbs(core, attaching, SessionVerbs(core, attaching)))
+    server = Server(arguments.socket, Verbs(core.cache, attaching, SessionVerbs(core.cache, attaching)))
     server.start()
     print(json.dumps({"versions": {}, **facts(node)}), flush=True)
     loop = asyncio.get_running_loop()
-    sweeping = asyncio.create_task(Sweeper(core, authenticator).run())
+    sweeping = asyncio.create_task(Sweeper(core.cache, authenticator).run())
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         asked = json.loads(line)
         answer = {"cleared": clear(node, keep=asked["keep"])} if asked["verb"] == "clear" else facts(node)

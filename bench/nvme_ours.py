@@ -19,12 +19,12 @@ from bench.peers.disks import DiskBench
 from bench.peers.loop import Bytes2D, Work, serve
 from kvstrata_agent.app.main import tame_collector
 from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import Record
 from kvstrata_agent.backends.file.open_store import open_nvme
 from kvstrata_agent.blocks.block import Entry, Residence
 from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES, BlockKey, LayoutId
 from kvstrata_api.checksum import checksum
@@ -50,7 +50,7 @@ class Agent:
         """Use `directory` for the NVMe tier; `mode` is the pool's compression mode."""
         self._directory, self._mode, self._is_sealed = directory, mode, is_sealed
         self._loop = asyncio.new_event_loop()
-        self._core: Core | None = None
+        self._core: AgentParts | None = None
         self._entries: list[Entry] = []
 
     def versions(self) -> dict[str, str]:
@@ -79,8 +79,8 @@ class Agent:
         )
         node.tiers.append(Tier(spec, 1, backend, 2))
         self._settle_memory(node.tiers[0])
-        self._core = Core(node, CodecRegistry())
-        self._sweeping = asyncio.ensure_future(Sweeper(self._core, OneIdentity()).run())
+        self._core = AgentParts(node, CodecRegistry())
+        self._sweeping = asyncio.ensure_future(Sweeper(self._core.cache, OneIdentity()).run())
 
     def _settle_memory(self, dram: Tier) -> None:
         """Leave one slot of each extent taken, so that memory stays mapped, as it does in a tier that serves."""
@@ -103,7 +103,7 @@ class Agent:
     async def _make_room(self) -> None:
         """What the sweeper does ahead of writers; the clock stands while the loop does."""
         assert self._core is not None
-        while await self._core.room.trim(self._node.tiers[1]):
+        while await self._core.cache.room.trim(self._node.tiers[1]):
             pass
 
     async def _prepare(self, generation: int) -> None:
@@ -133,7 +133,7 @@ class Agent:
         dram, nvme = self._node.tiers
         assert self._core is not None
         for _ in range(DRAIN_ROUNDS_MAX):
-            if not await self._core.room.drain(dram):
+            if not await self._core.cache.room.drain(dram):
                 break
         lost = sum(entry.residence(nvme) is None for entry in self._entries)
         assert not lost, f"{lost} of {len(self._entries)} blocks did not reach the disk: {nvme.backend.last_error}"
@@ -145,7 +145,7 @@ class Agent:
 
     async def _get(self) -> None:
         assert self._core is not None
-        fetcher = self._core.fetcher
+        fetcher = self._core.cache.fetcher
         fetcher.start_all(self._entries)
         groups: dict[object, list[Entry]] = {}
         for entry in self._entries:

@@ -17,9 +17,9 @@ from bench.common import own_bytes
 from bench.identity import POOL
 from kvstrata_agent.app.main import tame_collector
 from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import TierBackend
 from kvstrata_agent.backends.registry import Place, make_backend
-from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_agent.provision.provisioner import Provisioner
 from kvstrata_agent.serve.authorization import Attaching
@@ -89,17 +89,17 @@ class PressureNode:
             return await make_backend(tier, place)
 
         self._provisioner = Provisioner(self.node, make, 1 << 50)
-        self._core = Core(self.node, CodecRegistry())
+        self._core = AgentParts(self.node, CodecRegistry())
         self._authenticator = OneIdentity()
         attaching = Attaching(self.node, self._authenticator)
-        verbs = Verbs(self._core, attaching, SessionVerbs(self._core, attaching))
+        verbs = Verbs(self._core.cache, attaching, SessionVerbs(self._core.cache, attaching))
         self._server = Server(directory / "agent.sock", verbs)
 
     async def run(self, dram_bytes: int, nvme_bytes: int) -> None:
         """Serve until stdin ends."""
         await self._resize(dram_bytes, nvme_bytes)
         self._server.start()
-        sweeping = asyncio.create_task(Sweeper(self._core, self._authenticator).run())
+        sweeping = asyncio.create_task(Sweeper(self._core.cache, self._authenticator).run())
         print(json.dumps({"versions": {}, **self.facts()}), flush=True)
         loop = asyncio.get_running_loop()
         while line := await loop.run_in_executor(None, sys.stdin.readline):

@@ -21,7 +21,7 @@ from bench.agent_process import EPOCH, OneIdentity, clear, make_node
 from bench.identity import POOL
 from bench.peer_tls import Holder
 from kvstrata_agent.app.periodic import Sweeper
-from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_agent.fleet.peers.nixl import NixlReader
 from kvstrata_agent.fleet.peers.peers import RemotePeers
@@ -96,16 +96,18 @@ class BenchNode:
         self.listener = PeerListener(HOST)
         self.me = AgentRecord(agent, EPOCH, self.listener.address)
         self.node = make_node(arguments.capacity_bytes, "2Mi", arguments.name)
-        self.core = Core(self.node, CodecRegistry(), self.directory, self.peers)
+        self.core = AgentParts(self.node, CodecRegistry(), self.directory, self.peers)
         self.authenticator = OneIdentity()
         attaching = Attaching(self.node, self.authenticator)
-        self.server = Server(arguments.socket, Verbs(self.core, attaching, SessionVerbs(self.core, attaching)))
+        self.server = Server(
+            arguments.socket, Verbs(self.core.cache, attaching, SessionVerbs(self.core.cache, attaching))
+        )
 
     async def run(self) -> None:
         """Serve until stdin ends."""
         self.server.start()
         await self.listener.serve(self.me, self.core.lender, _verify, self.nixl, tls=self._tls, grower=self.core.grower)
-        sweeping = asyncio.create_task(Sweeper(self.core, self.authenticator).run())
+        sweeping = asyncio.create_task(Sweeper(self.core.cache, self.authenticator).run())
         _say({"versions": {}, "address": self.me.address, "nixl": self.why_not or "on"})
         loop = asyncio.get_running_loop()
         while line := await loop.run_in_executor(None, sys.stdin.readline):

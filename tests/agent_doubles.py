@@ -7,16 +7,17 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import Capabilities, Record, SlotRef
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.cache import Core
-from kvstrata_agent.cache.ports import Caller
+from kvstrata_agent.cache.ports import Caller, Directory
 from kvstrata_agent.cache.request import Place
 from kvstrata_agent.codec.base import Encoded, Shape
 from kvstrata_agent.fleet.directory.announcer import Announcer
+from kvstrata_agent.operations.runner import Orders
 from kvstrata_agent.policy.quota import Rules
 from kvstrata_api.blocks import Layout, LayoutId, ScopeId, ScopeSecret
 from kvstrata_api.checksum import checksum
@@ -300,8 +301,9 @@ def make_core(
     kind: type[Node] = Node,
     policy: Mapping[str, object] | None = None,
     codecs: TestCodecs | None = None,
-) -> Core:
-    return Core(make_node(tiers, clock, kind=kind, policy=policy), codecs or TestCodecs())
+    directory: Directory | None = None,
+) -> AgentParts:
+    return AgentParts(make_node(tiers, clock, kind=kind, policy=policy), codecs or TestCodecs(), directory)
 
 
 def digest(number: int) -> bytes:
@@ -316,15 +318,20 @@ def bytes_of(number: int, size_bytes: int = BLOCK_BYTES) -> bytes:
 LAYOUT_OTHER = LayoutId(b"other-layout-id.")
 
 
-async def store_chain(core: Core, at: Place, numbers: Sequence[int], parent: int | None = None) -> int:
+def orders_of(core: AgentParts) -> Orders:
+    """A runner of its own, as after a restart."""
+    return Orders(core.node, core.cache.room, core.warmer, core.migrator)
+
+
+async def store_chain(core: AgentParts, at: Place, numbers: Sequence[int], parent: int | None = None) -> int:
     """Reserve, write and publish a chain of numbered blocks; returns how many found room."""
     before = digest(parent) if parent is not None else b""
-    made, *_ = await core.writer.reserve(at, before, [digest(n) for n in numbers])
+    made, *_ = await core.cache.writer.reserve(at, before, [digest(n) for n in numbers])
     sums = []
     for reservation, number in zip(made, numbers, strict=False):
         assert reservation is not None
         assert reservation.tier.mappable is not None
         reservation.tier.mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(number)
         sums.append(checksum(bytes_of(number), digest(number), core.node.epoch, reservation.slot.stamp))
-    core.writer.publish_now(at.owner, [r.id for r in made if r is not None], sums)
+    core.cache.writer.publish_now(at.owner, [r.id for r in made if r is not None], sums)
     return len(made)

@@ -21,6 +21,7 @@ from agent_doubles import (
 )
 from agent_thread import make_verbs
 
+from kvstrata_agent.cache.ports import Directory
 from kvstrata_agent.serve.attachment import Attachment
 from kvstrata_api import wire
 from kvstrata_api.blocks import ScopeId
@@ -33,14 +34,14 @@ LOW_SLOTS = 256
 class Engine:
     """One attached connection of tenant `a`."""
 
-    def __init__(self, *, cxl_slots: int = 0, **policy: object) -> None:
+    def __init__(self, directory: Directory | None = None, *, cxl_slots: int = 0, **policy: object) -> None:
         """With a second memory tier between the two, where it has slots."""
         self.clock = Clock()
         memory = [dram_tier(SLOTS * BLOCK_BYTES)]
         memory += [dram_tier(cxl_slots * BLOCK_BYTES, 1, 3, "cxl")] if cxl_slots else []
         low = dict_tier("nvme", LOW_SLOTS * BLOCK_BYTES, len(memory), 2)
         policy = {"admission": {"type": "Always"}} | policy
-        self.core = make_core([*memory, low], self.clock, policy=policy)
+        self.core = make_core([*memory, low], self.clock, policy=policy, directory=directory)
         self.authenticator = FakeAuthenticator(a=caller("a"))
         self.verbs = make_verbs(self.core, self.authenticator)
         self.at = Attachment(1)
@@ -91,9 +92,9 @@ class Engine:
     async def push_down(self) -> None:
         """Bring everything to the lower tier, as a squeeze does."""
         for _ in range(3):
-            self.core.room._node.is_draining = True
+            self.core.cache.room._node.is_draining = True
             for tier in self.core.node.tiers[:-1]:
-                await self.core.room.drain(tier)
+                await self.core.cache.room.drain(tier)
             self.core.node.is_draining = False
         assert not any(tier.blocks for tier in self.core.node.tiers[:-1])
 

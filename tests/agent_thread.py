@@ -10,8 +10,8 @@ from typing import Any, Self, TypeVar
 
 from agent_doubles import FakeAuthenticator, make_core
 
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.cache.ports import Authenticator
 from kvstrata_agent.serve.authorization import Attaching
 from kvstrata_agent.serve.server import Server
@@ -21,9 +21,9 @@ from kvstrata_agent.serve.verbs import Verbs
 T = TypeVar("T")
 
 
-def make_verbs(core: Core, authenticator: Authenticator) -> Verbs:
+def make_verbs(core: AgentParts, authenticator: Authenticator) -> Verbs:
     attaching = Attaching(core.node, authenticator)
-    return Verbs(core, attaching, SessionVerbs(core, attaching))
+    return Verbs(core.cache, attaching, SessionVerbs(core.cache, attaching))
 
 
 class AgentThread:
@@ -38,7 +38,7 @@ class AgentThread:
         self._tiers = tiers
         self._policy = policy
         self._thread = threading.Thread(target=self.loop.run_forever, name="agent")
-        self.core: Core
+        self.core: AgentParts
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -65,7 +65,7 @@ class AgentThread:
     async def _start(self) -> None:
         self.core = make_core(self._tiers(), policy=self._policy)
         self.core.node.clock = time.monotonic
-        self._archiver = asyncio.create_task(self.core.archiver.run())
+        self._archiver = asyncio.create_task(self.core.cache.archiver.run())
         self.server = Server(self.socket, make_verbs(self.core, self.authenticator))
         self.server.start()
 

@@ -19,7 +19,7 @@ from agent_doubles import (
     secret,
 )
 
-from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.cache.ports import Offer, Stretch, Taken, Wanted
 from kvstrata_agent.cache.request import Place
 from kvstrata_agent.fleet.directory.announcer import Announcer
@@ -70,10 +70,10 @@ class FakePeers:
     """Copies out of the other core's memory, under its lease; may lose or damage blocks on the way."""
 
     def __init__(self) -> None:
-        self.owner: Core
+        self.owner: AgentParts
         self.lost: set[bytes] = set()
         self.registered: set[int] = set()
-        self.taker: Core | None = None
+        self.taker: AgentParts | None = None
         """Who answers offers; nobody while None."""
         self.offers: list[tuple[str, Offer]] = []
 
@@ -120,22 +120,22 @@ class Pair:
         self.a, self.b = self._core("a"), self._core("b")
         self.peers.owner = self.a
 
-    def _core(self, name: str) -> Core:
+    def _core(self, name: str) -> AgentParts:
         tiers = [dram_tier(16 * BLOCK_BYTES), dict_tier("nvme", 64 * BLOCK_BYTES, 1, 2)]
         node = make_node(tiers, Clock())
         node.name = name
         node.announcer = Announcer(node.index, self.directories[name], secret)
-        return Core(node, TestCodecs(), self.directories[name], self.peers)
+        return AgentParts(node, TestCodecs(), self.directories[name], self.peers)
 
     async def store(self, numbers: Sequence[int]) -> None:
         for n in numbers:
             parent = digest(n - 1) if n > 1 else b""
-            made, *_ = await self.a.writer.reserve(place(), parent, [digest(n)])
+            made, *_ = await self.a.cache.writer.reserve(place(), parent, [digest(n)])
             assert made[0] is not None
             mappable = made[0].tier.mappable
             assert mappable is not None
             mappable.view(made[0].slot)[:BLOCK_BYTES] = bytes_of(n)
-            self.a.writer.publish_now(1, [made[0].id], [checksum(bytes_of(n), digest(n), 7, made[0].slot.stamp)])
+            self.a.cache.writer.publish_now(1, [made[0].id], [checksum(bytes_of(n), digest(n), 7, made[0].slot.stamp)])
         self.a.node.announcer.flush()
 
     async def close(self) -> None:
@@ -149,8 +149,8 @@ def place(scope: ScopeId = SCOPE) -> Place:
     return Place(1, "a", secret(scope), LAYOUT_ID, BLOCK_BYTES)
 
 
-async def load(core: Core, numbers: Sequence[int], scope: ScopeId = SCOPE) -> list[tuple[bytes, str]]:
-    reads = (await core.reader.acquire(place(scope), [digest(n) for n in numbers], 30.0, 2.0)).reads
+async def load(core: AgentParts, numbers: Sequence[int], scope: ScopeId = SCOPE) -> list[tuple[bytes, str]]:
+    reads = (await core.cache.reader.acquire(place(scope), [digest(n) for n in numbers], 30.0, 2.0)).reads
     found = []
     for read in reads:
         tier, slot, record = read.lease.residence
@@ -159,7 +159,7 @@ async def load(core: Core, numbers: Sequence[int], scope: ScopeId = SCOPE) -> li
         block = bytes(mappable.view(slot)[: record.raw_bytes])
         assert checksum(block, read.lease.entry.digest, core.node.epoch, slot.stamp) == record.checksum
         found.append((block, read.source))
-    core.release(1, [r.lease.id for r in reads])
+    core.cache.release(1, [r.lease.id for r in reads])
     return found
 
 
@@ -171,6 +171,6 @@ def tenants(version: int = 1) -> DeclaredTenants:
     return declared
 
 
-def held(core: Core, tier: str, scope: ScopeId = SCOPE) -> list[int]:
+def held(core: AgentParts, tier: str, scope: ScopeId = SCOPE) -> list[int]:
     found = core.node.index.blocks(scope).entries()
     return sorted(int.from_bytes(e.digest, "big") for e in found if any(r.tier.name == tier for r in e.residences))

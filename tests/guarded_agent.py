@@ -11,7 +11,7 @@ from agent_thread import make_verbs
 from faults.raw_engine import RawEngine
 
 from kvstrata_agent.app.periodic import Sweeper
-from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.cache.ports import Authenticator
 from kvstrata_agent.serve.server import Server
 from kvstrata_api import wire
@@ -20,14 +20,14 @@ MEMORY_BYTES = 1 << 20
 
 
 @asynccontextmanager
-async def guarded(authenticator: Authenticator, path: Path) -> AsyncIterator[Core]:
+async def guarded(authenticator: Authenticator, path: Path) -> AsyncIterator[AgentParts]:
     """Serve the real verbs on a real socket."""
     node = make_node([dram_tier(MEMORY_BYTES)], policy={"admission": {"type": "Always"}})
     node.clock = time.monotonic
-    core = Core(node, TestCodecs())
+    core = AgentParts(node, TestCodecs())
     server = Server(path, make_verbs(core, authenticator))
     server.start()
-    sweeping = asyncio.create_task(Sweeper(core, authenticator).run())
+    sweeping = asyncio.create_task(Sweeper(core.cache, authenticator).run())
     try:
         yield core
     finally:

@@ -10,8 +10,8 @@ from agent_doubles import FakeAuthenticator, TestCodecs, caller, dram_tier, make
 from agent_thread import AgentThread, make_verbs
 from prometheus_client import CollectorRegistry
 
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.cache.ports import FollowedPeers, Peers
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
@@ -55,9 +55,9 @@ class PeerThread(AgentThread):
                 tls=None,
             )
             assert isinstance(self.peers, FollowedPeers)
-        self.core = Core(make_node(self._tiers()), TestCodecs(), None, self.peers)
+        self.core = AgentParts(make_node(self._tiers()), TestCodecs(), None, self.peers)
         self.core.node.clock = time.monotonic
-        self._archiver = asyncio.create_task(self.core.archiver.run())
+        self._archiver = asyncio.create_task(self.core.cache.archiver.run())
         self.listener = PeerListener("127.0.0.1")
         me = AgentRecord(WRITER, EPOCH, self.listener.address)
         await self.listener.serve(me, self.core.lender, _anybody, None, tls=None, grower=self.core.grower)

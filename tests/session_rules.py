@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.block import Entry, Residence
 from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.blocks.sessions import Session, SessionState
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.cache.session_journal import SessionJournal
 from kvstrata_agent.cache.store import REFUSED
 
@@ -74,7 +74,7 @@ class SessionRules:
     """What the machine does with sessions; mixed into it."""
 
     core: Any
-    """`Core`; rules look into parts of it that are nobody's business otherwise."""
+    """`AgentParts`; rules look into parts of it that are nobody's business otherwise."""
     clock: Clock
     sweeper: Sweeper
     swept_s: float
@@ -83,7 +83,7 @@ class SessionRules:
 
     def __init__(self) -> None:
         super().__init__()
-        self.journal = SessionJournal()
+        self.journal = SessionJournal(wall=lambda: self.clock())  # noqa: PLW0108  Set by each run.
         self.mode = "None"
         self.sent: list[tuple[str, int, list[int], list[bytes], bytes]] = []
         """Messages that were carried out: verb, owner, numbers, checksums, result."""
@@ -94,7 +94,7 @@ class SessionRules:
         tiers = [dram_tier(SLOTS * BLOCK_BYTES), low]
         node = make_node(tiers, self.clock, kind=WatchedNode, policy=policy)
         node.epoch = epoch
-        self.core = Core(node, TestCodecs(), journal=self.journal, wall=self.clock)
+        self.core = AgentParts(node, TestCodecs(), journal=self.journal)
         self.sweeper = Sweeper(self.core, FakeAuthenticator())
 
     def note(self, verb: str, owner: int, ids: list[int], sums: list[bytes], result: bytes) -> None:

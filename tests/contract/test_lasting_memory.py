@@ -343,7 +343,7 @@ async def test_an_erased_scope_does_not_come_back(home: Home) -> None:
         spec = NodeTier(name="dram", type=TierType.HOST_DRAM, capacity_bytes=CAPACITY_BYTES, host_dram=SETTINGS)
         await provisioner.apply([spec])
         assert core.node.tiers[0].recovered_blocks == 1
-        sweeper = Sweeper(core, Keyless())
+        sweeper = Sweeper(core.cache, Keyless())
         sweeper.expire()
         core.node.clock.now_s += ERASE_GRACE_S  # type: ignore[attr-defined]
         sweeper.expire()

@@ -29,13 +29,14 @@ from virtual_loop import VirtualLoop
 
 from faults import i3_stopped
 from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks import sessions
 from kvstrata_agent.blocks.block import Entry
 from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.blocks.sessions import Session, SessionState
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.cache.request import Place
+from kvstrata_agent.cache.session_journal import SessionJournal
 
 SLOTS: Final = 32
 LOW_SLOTS: Final = 32
@@ -128,8 +129,8 @@ class _Town:
         node.clock = loop.time
         assert isinstance(node, _Watched)
         node.watch = self._leaves
-        self._core = Core(node, TestCodecs(), wall=loop.time)
-        self._sweeper = Sweeper(self._core, FakeAuthenticator())
+        self._core = AgentParts(node, TestCodecs(), journal=SessionJournal(wall=loop.time))
+        self._sweeper = Sweeper(self._core.cache, FakeAuthenticator())
 
     async def live(self, rounds: int) -> Tally:
         """Let so many rounds pass; returns what happened."""
@@ -152,7 +153,7 @@ class _Town:
             return
         name = f"s{self._round}"
         origin = self._rng.choice(["", *self._chains])
-        self._core.life.open(1, "a", secret_of(SCOPE), name, parent=origin, priority="")
+        self._core.cache.life.open(1, "a", secret_of(SCOPE), name, parent=origin, priority="")
         self._chains[name] = [n for n in self._chains.get(origin, []) if self._entry(n)]
         self._wants[name] = self._rng.randint(GROWTH_MAX, WANT_MAX)
         self._enter(name, SessionState.DECODING)
@@ -178,9 +179,9 @@ class _Town:
         session = self._session(name)
         self._decoding.discard(name)
         if self._rng.random() < 0.5:
-            self._core.life.touch(session, SessionState.IDLE, 0, 0.0)
+            self._core.cache.life.touch(session, SessionState.IDLE, 0, 0.0)
         else:
-            self._core.life.finish(session, archive=self._rng.random() < 0.3)
+            self._core.cache.life.finish(session, archive=self._rng.random() < 0.3)
             del self._chains[name]
 
     def _wanted(self) -> int:
@@ -197,11 +198,11 @@ class _Town:
         self._chains[name] = chain[:left]
         self._enter(name, SessionState.DECODING)
         place = self._place(name)
-        reads = (await self._core.reader.acquire(place, [digest(n) for n in chain[:left]], 30.0, 5.0)).reads
+        reads = (await self._core.cache.reader.acquire(place, [digest(n) for n in chain[:left]], 30.0, 5.0)).reads
         for read, number in zip(reads, chain, strict=False):
             self._compare(read.lease.residence.slot.stamp, read.lease.entry, number)
         self._session(name).follow([r.lease.entry for r in reads])
-        self._core.release(1, [r.lease.id for r in reads])
+        self._core.cache.release(1, [r.lease.id for r in reads])
         self.tally.operations += len(reads)
 
     async def _passers_by(self) -> None:
@@ -247,11 +248,11 @@ class _Town:
         self.tally.violations.append(f"seed {self._seed}, round {self._round}: {what}")
 
     def _enter(self, name: str, state: SessionState) -> None:
-        self._core.life.touch(self._session(name), state, 0, 0.0)
+        self._core.cache.life.touch(self._session(name), state, 0, 0.0)
         self._decoding.add(name)
 
     def _session(self, name: str) -> Session:
-        session = self._core.life.find("a", secret_of(SCOPE), name)
+        session = self._core.cache.life.find("a", secret_of(SCOPE), name)
         assert session is not None
         return session
 

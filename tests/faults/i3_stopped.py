@@ -81,7 +81,7 @@ class _Lab:
         self._client = client
         self._offset_s = 0.0
         self._others = 10_000_000 // 1000
-        self._sweeper = Sweeper(agent.core, agent.authenticator)
+        self._sweeper = Sweeper(agent.core.cache, agent.authenticator)
         agent.core.node.clock = lambda: time.monotonic() + self._offset_s
 
     def is_in_time(self, seed: int, way: str) -> list[str]:

@@ -93,7 +93,7 @@ class Lab:
         self._client = client
         self.patience_s = NOTICE_S
         self._offset_s = 0.0
-        self._sweeper = Sweeper(agent.core, agent.authenticator)
+        self._sweeper = Sweeper(agent.core.cache, agent.authenticator)
         agent.core.node.clock = lambda: time.monotonic() + self._offset_s
 
     @property

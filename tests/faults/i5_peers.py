@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from faults.nursery import Channel, Nursery
 from faults.raw_engine import die
-from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.cache.ports import Directory
 from kvstrata_agent.cache.request import Place
 from kvstrata_agent.fleet.peers import wire
@@ -81,15 +81,15 @@ async def _borrow_from_the_dying(nursery: Nursery, point: str, number: int) -> l
     peers = RemotePeers("pool.node", lambda _agent, _epoch: record, _token, None, instruments, tls=None)
     core = _core(_Elsewhere(), peers)
     place = Place(1, "a", secret_of(SCOPE), LAYOUT_ID, BLOCK_BYTES)
-    reads = (await core.reader.acquire(place, [digest(n) for n in range(1, BLOCKS + 1)], 30.0, NOTICE_S)).reads
+    reads = (await core.cache.reader.acquire(place, [digest(n) for n in range(1, BLOCKS + 1)], 30.0, NOTICE_S)).reads
     child.end()
-    core.release(1, [r.lease.id for r in reads])
-    await _becomes(lambda: not core.fetcher._tasks)
+    core.cache.release(1, [r.lease.id for r in reads])
+    await _becomes(lambda: not core.cache.fetcher._tasks)
     bytes_of_blocks = sum(r.slot.size_bytes for e in core.node.index for r in e.residences)
     facts = {
         "pending blocks": sum(1 for e in core.node.index if not e.residences),
         "moving blocks": sum(1 for e in core.node.index if e.move),
-        "transfers": len(core.fetcher._tasks),
+        "transfers": len(core.cache.fetcher._tasks),
         "bytes of nobody": core.node.tiers[0].backend.used_bytes - bytes_of_blocks,
         "blocks that were never sent whole": len(reads) if point != "before done" else 0,
     }
@@ -125,24 +125,24 @@ class _Elsewhere(Directory):
         return [(Location("pool.other", EPOCH, "HostDRAM", 1, BLOCK_BYTES),) for _ in digests]
 
 
-def _core(directory: Directory | None, peers: RemotePeers | None) -> Core:
+def _core(directory: Directory | None, peers: RemotePeers | None) -> AgentParts:
     tiers = [dram_tier(16 * BLOCK_BYTES), dict_tier("nvme", 16 * BLOCK_BYTES, 1, 2)]
-    return Core(make_node(tiers), TestCodecs(), directory, peers)
+    return AgentParts(make_node(tiers), TestCodecs(), directory, peers)
 
 
-async def _store(core: Core) -> None:
+async def _store(core: AgentParts) -> None:
     place = Place(1, "a", secret_of(SCOPE), LAYOUT_ID, BLOCK_BYTES)
-    made, *_ = await core.writer.reserve(place, b"", [digest(n) for n in range(1, BLOCKS + 1)])
+    made, *_ = await core.cache.writer.reserve(place, b"", [digest(n) for n in range(1, BLOCKS + 1)])
     sums = []
     for number, reservation in enumerate(made, start=1):
         assert reservation is not None
         assert reservation.tier.mappable is not None
         reservation.tier.mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(number)
         sums.append(checksum(bytes_of(number), digest(number), EPOCH, reservation.slot.stamp))
-    core.writer.publish_now(1, [r.id for r in made if r is not None], sums)
+    core.cache.writer.publish_now(1, [r.id for r in made if r is not None], sums)
 
 
-async def _close(core: Core) -> None:
+async def _close(core: AgentParts) -> None:
     await core.close()
     for tier in core.node.tiers:
         await tier.backend.close()

@@ -24,7 +24,7 @@ from directory_fleet import DirectoryFleet
 from outcome import Outcome, Scale
 from prometheus_client import CollectorRegistry
 
-from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.cache.request import Place
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.fleet.directory.client import RedisDirectory
@@ -103,7 +103,7 @@ class LocalNode:
         instruments = Instruments(AGENT, CollectorRegistry())
         self.directory = RedisDirectory(record, access.access, self._holdings, instruments)
         node.announcer = Announcer(node.index, self.directory, secret_of)
-        self.core = Core(node, TestCodecs(), self.directory)
+        self.core = AgentParts(node, TestCodecs(), self.directory)
         self._place = Place(1, "a", secret_of(SCOPE), LAYOUT_ID, BLOCK_BYTES)
 
     def _holdings(self) -> Iterable[tuple[ScopeSecret, list[Announcement]]]:
@@ -112,7 +112,7 @@ class LocalNode:
     async def fill(self) -> None:
         """Store the blocks and begin to tell of them."""
         numbers = range(LOCAL_BLOCKS)
-        made, *_ = await self.core.writer.reserve(self._place, b"", [digest(n) for n in numbers])
+        made, *_ = await self.core.cache.writer.reserve(self._place, b"", [digest(n) for n in numbers])
         sums = []
         for n, reservation in zip(numbers, made, strict=True):
             assert reservation is not None
@@ -120,7 +120,7 @@ class LocalNode:
             assert mappable is not None
             mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(n)
             sums.append(checksum(bytes_of(n), digest(n), self.core.node.epoch, reservation.slot.stamp))
-        self.core.writer.publish_now(1, [r.id for r in made if r is not None], sums)
+        self.core.cache.writer.publish_now(1, [r.id for r in made if r is not None], sums)
         self.core.node.announcer.flush()
         self.directory.start()
 
@@ -133,7 +133,7 @@ class LocalNode:
         """Read sixteen blocks at a time until cancelled; any miss or wrong byte is a violation."""
         while True:
             numbers = random.sample(range(LOCAL_BLOCKS), 16)
-            reads = (await self.core.reader.acquire(self._place, [digest(n) for n in numbers], 30.0, 1.0)).reads
+            reads = (await self.core.cache.reader.acquire(self._place, [digest(n) for n in numbers], 30.0, 1.0)).reads
             if len(reads) != len(numbers):
                 self._seen.broken.append(f"{len(numbers) - len(reads)} local blocks were not read while Redis was lost")
             for n, read in zip(numbers, reads, strict=False):

@@ -19,13 +19,13 @@ from agent_thread import make_verbs
 from faults.nursery import Channel
 from kvstrata_agent.app.epoch import next_epoch
 from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import TierBackend
 from kvstrata_agent.backends.memory import ledger
 from kvstrata_agent.backends.memory import persistent_extents as lasting
 from kvstrata_agent.backends.memory.mounts import read_mounts
 from kvstrata_agent.backends.memory.persistence import Home
 from kvstrata_agent.backends.registry import Place, make_backend
-from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_agent.provision.provisioner import Provisioner
@@ -75,7 +75,7 @@ async def _serve(channel: Channel, root: Path) -> None:
     epoch = next_epoch(root / "state", time.time())
     node = make_node([], policy={"admission": {"type": "Always"}})
     node.epoch, node.clock = epoch, time.monotonic
-    core = Core(node, TestCodecs())
+    core = AgentParts(node, TestCodecs())
     place = Place("pool", "node", FACTS, home=Home(root / "memory", "pool", "node", read_mounts()))
     provisioner = Provisioner(node, partial(make_backend, place=place), 1 << 40)
     await provisioner.apply(_tiers(root))
@@ -84,7 +84,7 @@ async def _serve(channel: Channel, root: Path) -> None:
     server.start()
     listener = PeerListener("127.0.0.1")
     await listener.serve(AgentRecord("pool.node", epoch, listener.address), core.lender, _anybody, None, tls=None)
-    sweeping = asyncio.create_task(Sweeper(core, callers).run())
+    sweeping = asyncio.create_task(Sweeper(core.cache, callers).run())
     recovered = {tier.name: tier.recovered_blocks for tier in node.tiers}
     channel.say({"epoch": epoch, "recovered": recovered, "address": listener.address})
     await _obey(channel, core)
@@ -100,7 +100,7 @@ async def _anybody(token: str, agent: str) -> Identity:
     return Identity("kvstrata-system", "kvstrata-agent")
 
 
-async def _obey(channel: Channel, core: Core) -> None:
+async def _obey(channel: Channel, core: AgentParts) -> None:
     """Do what is asked until the end is."""
     while True:
         verb, digests = await asyncio.to_thread(channel.hear, 600.0)
@@ -113,13 +113,13 @@ async def _obey(channel: Channel, core: Core) -> None:
         channel.say("done")
 
 
-async def _do(verb: str, core: Core, entry: Any) -> None:
+async def _do(verb: str, core: AgentParts, entry: Any) -> None:
     dram, nvme = core.node.tier("dram"), core.node.tier("nvme")
     assert dram is not None
     assert nvme is not None
     if verb == "sink":
         if entry.residence(nvme) is None:
-            await core.room.sink_into(entry, dram, nvme, Priority.DEMOTE)
+            await core.cache.room.sink_into(entry, dram, nvme, Priority.DEMOTE)
         if entry.residence(nvme) is not None and entry.residence(dram) is not None:
             core.node.evict([entry], dram, "test")
     elif verb == "drop":

@@ -10,12 +10,12 @@ from agent_doubles import LAYOUT, TestCodecs, pool_spec
 from prometheus_client import CollectorRegistry
 
 from kvstrata_agent.app.periodic import Sweeper, repeat
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import Capabilities, TierBackend
 from kvstrata_agent.backends.memory.arena import ALIGNMENT_BYTES, Arena
 from kvstrata_agent.backends.memory.extent_store import FleetingStore
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.scope_secrets import ScopeMemory
-from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.cache.session_journal import SessionJournal
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.fleet.directory.client import RedisDirectory
@@ -168,14 +168,15 @@ class SimAgent:
         self.advice = Advice(self.node, self.directory, self.scopes)
         self.node.shadow = self.shadow
         self.shadow.node = self.node
-        self.core = Core(self.node, TestCodecs(), self.directory, self.peers, self.host.journal, wall=world.loop.time)
-        self.core.tenancy.follow(SimTenants(world.tenancy))
+        self.host.journal.wall = world.loop.time
+        self.core = AgentParts(self.node, TestCodecs(), self.directory, self.peers, self.host.journal)
+        self.core.cache.tenancy.follow(SimTenants(world.tenancy))
         self.provisioner = Provisioner(self.node, self._make_tier, MEMORY_BYTES)
         attaching = Attaching(self.node, self.authenticator)
-        self.verbs = WatchedVerbs(self.core, attaching, SessionVerbs(self.core, attaching))
+        self.verbs = WatchedVerbs(self.core.cache, attaching, SessionVerbs(self.core.cache, attaching))
         self.verbs.shadow, self.verbs.world = self.shadow, world
         self.lender = WatchedLender(self.core.lender, self.shadow, world)
-        self.sweeper = Sweeper(self.core, self.authenticator)
+        self.sweeper = Sweeper(self.core.cache, self.authenticator)
         self.door = Door(world, self.host.path, self.process, self.verbs)
 
     def _holdings(self) -> Iterable[Any]:

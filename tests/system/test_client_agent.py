@@ -214,7 +214,7 @@ async def test_many_loads_that_wait_leave_room_for_verbs_that_need_not(tmp_path:
         async with await AsyncClient.attach(target(agent.socket), wait_s=PATIENT_S) as client:
             cache = AsyncPrefixCache(client)
             assert (await cache.store(tokens, content(0, 256))).published == 256
-            agent.core.reader.acquire = waits  # type: ignore[method-assign]
+            agent.core.cache.reader.acquire = waits  # type: ignore[method-assign]
             loads = [asyncio.create_task(cache.load(tokens)) for _ in range(IN_FLIGHT_MAX // 2)]
             await asyncio.to_thread(until, lambda: len(waiting) >= len(loads))
             assert await client.stats() != "{}"

@@ -47,14 +47,14 @@ async def push_down(running: AgentThread) -> None:
     core = running.core
     while core.node.tiers[0].blocks:
         core.node.is_draining = True
-        await core.room.drain(core.node.tiers[0])
+        await core.cache.room.drain(core.node.tiers[0])
         core.node.is_draining = False
 
 
 @contextmanager
 def flooded(running: AgentThread, source: str, target: str) -> Iterator[None]:
     """Take a path for four seconds of its speed, and leave it at the end."""
-    gate = running.core.mover.traffic.paths.between(source, target).gate
+    gate = running.core.cache.mover.traffic.paths.between(source, target).gate
     gate._width = 1
     turn = gate.enter(Turn(Priority.ARCHIVE, "z", 100, 4 * RATE))
     running.wait(turn.__aenter__())

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstrata import Client, PrefixCache
-from kvstrata_agent.cache.cache import Core
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.cache.part_checksums import ENTRY_BYTES
 from kvstrata_api.blocks import BlockKey, chain_keys
 from kvstrata_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError
@@ -134,7 +134,7 @@ class TestDamage:
             del part_bytes
             return [b"?"] * len(leases)
 
-        monkeypatch.setattr(damaged.core.parts, "of", none)
+        monkeypatch.setattr(damaged.core.cache.parts, "of", none)
         with attached(damaged.socket) as client, PrefixCache(client).stream(TOKENS) as stream:
             assert stream.blocks == 0
         damaged.call(lambda: None)
@@ -144,8 +144,8 @@ class TestDamage:
         with attached(damaged.socket) as client:
             for _ in range(3):
                 PrefixCache(client).stream(TOKENS).close()
-            assert len(damaged.core.parts._kept) == BLOCKS
-            assert damaged.core.parts._kept_bytes == BLOCKS * (ENTRY_BYTES + LAYERS * 16)
+            assert len(damaged.core.cache.parts._kept) == BLOCKS
+            assert damaged.core.cache.parts._kept_bytes == BLOCKS * (ENTRY_BYTES + LAYERS * 16)
 
 
 def keys_of(client: Client) -> list[BlockKey]:
@@ -154,7 +154,7 @@ def keys_of(client: Client) -> list[BlockKey]:
     return chain_keys(client.grants.own.secret, WIDE.layout_id(), TOKENS, WIDE.block_tokens)
 
 
-def flip(core: Core, digest: bytes, layer: int) -> None:
+def flip(core: AgentParts, digest: bytes, layer: int) -> None:
     """Change one byte of a layer of a block where it lies."""
     (entry,) = (e for e in core.node.index if e.digest == digest)
     tier, slot, _ = entry.residences[0]

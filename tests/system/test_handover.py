@@ -44,7 +44,7 @@ def client_of(agent: PeerThread, tenant: str = "a") -> Client:
 
 def counted(agent: PeerThread, name: str, **label: str) -> float:
     """A metric of an agent, as its sweep shows it."""
-    agent.call(Sweeper(agent.core, agent.authenticator).gauges)
+    agent.call(Sweeper(agent.core.cache, agent.authenticator).gauges)
     made = agent.core.node.counters._instruments
     kind = made.gauge if BY_NAME[name].kind is Kind.GAUGE else made.counter
     value: float = kind(name, pool="pool", node="node", **label)._value.get()

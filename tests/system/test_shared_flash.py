@@ -11,10 +11,10 @@ from agent_doubles import Clock as FakeClock
 from prometheus_client import CollectorRegistry
 from scope_keys_double import KeyRing
 
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import Record, SharedBackend, SlotRef
 from kvstrata_agent.backends.file.open_store import open_remote_flash
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.cache.ports import Lent
 from kvstrata_agent.cache.request import Place
 from kvstrata_agent.fleet.directory.announcer import Announcer
@@ -75,7 +75,7 @@ class Board:
 class Agent:
     """One agent's core over real tiers, with real connections to the other one."""
 
-    core: Core
+    core: AgentParts
     peers: RemotePeers
     registry: CollectorRegistry
     name: str
@@ -97,28 +97,28 @@ class Agent:
         """Store blocks, bring them to the shared tier and keep no copy in memory."""
         dram, flash = self.core.node.tiers
         for n in numbers:
-            made, *_ = await self.core.writer.reserve(place(), digest(n - 1) if n > 1 else b"", [digest(n)])
+            made, *_ = await self.core.cache.writer.reserve(place(), digest(n - 1) if n > 1 else b"", [digest(n)])
             assert made[0] is not None
             assert made[0].tier.mappable is not None
             made[0].tier.mappable.view(made[0].slot)[:BLOCK_BYTES] = bytes_of(n)
             sealed = checksum(bytes_of(n), digest(n), EPOCH, made[0].slot.stamp)
-            self.core.writer.publish_now(1, [made[0].id], [sealed])
+            self.core.cache.writer.publish_now(1, [made[0].id], [sealed])
             entry = self.core.node.index.find(SCOPE, digest(n))
             assert entry is not None
-            await self.core.room.sink_into(entry, dram, flash, Priority.DEMOTE)
+            await self.core.cache.room.sink_into(entry, dram, flash, Priority.DEMOTE)
             assert entry.residence(flash) is not None, flash.last_error
             if entry.residence(dram) is not None:
                 self.core.node.drop_copy(entry, dram)
         self.core.node.announcer.flush()
 
     async def load(self, numbers: Sequence[int]) -> list[bytes]:
-        reads = (await self.core.reader.acquire(place(), [digest(n) for n in numbers], 30.0, 5.0)).reads
+        reads = (await self.core.cache.reader.acquire(place(), [digest(n) for n in numbers], 30.0, 5.0)).reads
         found = []
         for read in reads:
             tier, slot, record = read.lease.residence
             assert tier.mappable is not None
             found.append(bytes(tier.mappable.view(slot)[: record.raw_bytes]))
-        self.core.release(1, [r.lease.id for r in reads])
+        self.core.cache.release(1, [r.lease.id for r in reads])
         return found
 
     async def lend(self, n: int) -> Lent:
@@ -167,7 +167,7 @@ class Fleet:
         board, registry = Board(self.held, f"pool.{name}"), CollectorRegistry()
         node.announcer = Announcer(node.index, board, secret)
         peers = RemotePeers(f"pool.{name}", self._resolve, _token, None, Instruments(AGENT, registry), tls=None)
-        core = Core(node, TestCodecs(), board, peers)
+        core = AgentParts(node, TestCodecs(), board, peers)
         peers.shared = core.flash
         listener = self.listeners[f"pool.{name}"] = PeerListener("127.0.0.1")
         me = AgentRecord(f"pool.{name}", EPOCH, listener.address)
@@ -305,7 +305,7 @@ async def test_a_leased_slot_is_not_used_again_and_an_ended_one_never_gives_othe
 async def test_what_its_owner_drops_meanwhile_is_a_miss(tmp_path: Path) -> None:
     async with pair(tmp_path, tmp_path) as (a, b):
         await a.archive(NUMBERS)
-        board = b.core.directory
+        board = b.core.cache.directory
         assert isinstance(board, Board)
         announced = {d: dict(held) for d, held in board.held.items()}
         a.core.node.drop_scope(SCOPE, "erased")

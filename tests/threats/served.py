@@ -114,7 +114,7 @@ class Served(AgentThread):
             made.append(Tier(spec, 1, await make_backend(spec, Place("pool", "node", NodeFacts(0, ()))), 2))
         self._tiers = lambda: made
         await super()._start()
-        sweeper = sweep.Sweeper(self.core, self.authorities)
+        sweeper = sweep.Sweeper(self.core.cache, self.authorities)
         self._sweeping = asyncio.create_task(sweep.repeat("expire", 0.05, sweeper._expire))
 
     async def _stop(self) -> None:
@@ -125,7 +125,7 @@ class Served(AgentThread):
         """Bring every block to the tier below."""
         memory, below = self.core.node.tiers
         for entry in list(memory.residents()):
-            assert await self.core.room.sink_into(entry, memory, below, Priority.DEMOTE)
+            assert await self.core.cache.room.sink_into(entry, memory, below, Priority.DEMOTE)
         while memory.blocks:
             for entry in list(memory.residents()):
                 if self.core.node.index.may_leave(entry):

@@ -30,10 +30,10 @@ from sim.volume import MemoryVolume
 from virtual_loop import run_virtually
 
 from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.file.record_store import open_store
 from kvstrata_agent.blocks.slot_request import Want
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.cache.eviction import Room
 from kvstrata_agent.cache.eviction_candidates import Cut
 from kvstrata_agent.cache.request import Place
@@ -135,7 +135,7 @@ class Node:
     """One node under attack."""
 
     case: Case
-    core: Core
+    core: AgentParts
     rng: random.Random
     sweeper: Sweeper
     next_block: int = 100_000
@@ -148,12 +148,12 @@ class Node:
         at, fastest = place("victim"), self.core.node.tiers[0]
         for chain in chains:
             digests = [digest(n) for n in chain]
-            entries = self.core.reader.lookup_now(at, digests)
+            entries = self.core.cache.reader.lookup_now(at, digests)
             hits.asked += len(chain)
             hits.fast += sum(e is not None and e.residence(fastest) is not None for e in entries)
-            reads = (await self.core.reader.acquire(at, digests, 30.0, 5.0)).reads
+            reads = (await self.core.cache.reader.acquire(at, digests, 30.0, 5.0)).reads
             hits.found += len(reads)
-            self.core.release(at.owner, [r.lease.id for r in reads])
+            self.core.cache.release(at.owner, [r.lease.id for r in reads])
             if len(reads) < len(chain):
                 await store_fresh(self.core, at, chain)
             await self.rest()
@@ -176,15 +176,17 @@ class Node:
         self.next_block += CHAIN
         await store_fresh(self.core, at, chain)
         if self.case.flood == "hold" and len(self.held) < HELD_MAX:
-            reads = (await self.core.reader.acquire(at, [digest(n) for n in chain], 3600.0, 0.0)).reads
+            reads = (await self.core.cache.reader.acquire(at, [digest(n) for n in chain], 3600.0, 0.0)).reads
             self.held += [r.lease.id for r in reads]
 
     async def _read_up(self, at: Place, first: int, at_block: int) -> None:
         """Read what the flood has stored before, the most recent first; what is below comes up."""
         back = at_block % max(CHAIN, self.next_block - first)
         start = self.next_block - CHAIN - back // CHAIN * CHAIN
-        reads = (await self.core.reader.acquire(at, [digest(n) for n in range(start, start + CHAIN)], 30.0, 0.5)).reads
-        self.core.release(at.owner, [r.lease.id for r in reads])
+        reads = (
+            await self.core.cache.reader.acquire(at, [digest(n) for n in range(start, start + CHAIN)], 30.0, 0.5)
+        ).reads
+        self.core.cache.release(at.owner, [r.lease.id for r in reads])
 
     async def rest(self) -> None:
         """Let the sweep come round."""
@@ -197,7 +199,7 @@ def place(tenant: str, scope: ScopeId | None = None) -> Place:
     return Place(1 if tenant == "victim" else 2, tenant, secret(scope or own), LAYOUT_ID, BLOCK_BYTES)
 
 
-async def store_fresh(core: Core, at: Place, chain: Sequence[int]) -> None:
+async def store_fresh(core: AgentParts, at: Place, chain: Sequence[int]) -> None:
     """Store those blocks of a chain that are not there."""
     blocks = core.node.index.blocks(at.scope)
     missing = [n for n in chain if digest(n) not in blocks]
@@ -209,14 +211,14 @@ async def make(case: Case, *, is_open: bool) -> Node:
     """A node with the tiers of a case, and what the victim is promised; `is_open`: isolation is off."""
     core = make_core([await _tier(name, i) for i, name in enumerate(case.tiers)], Ticking())
     if is_open:
-        core.room = OpenRoom(core.node, core.mover)
-        for part in (core.archiver, core.fetcher, core.writer):
-            part._room = core.room
+        core.cache.room = OpenRoom(core.node, core.cache.mover)
+        for part in (core.cache.archiver, core.cache.fetcher, core.cache.writer):
+            part._room = core.cache.room
     wanted = case.working_set
     bounds = {t: Bound(None, (RECORD_BYTES if t == "nvme" else BLOCK_BYTES) * wanted) for t in case.tiers}
     guarded = Rules(bounds=bounds) if case.protection == "guarantee" else Rules()
-    core.tenancy.follow(DeclaredTenants(victim=guarded, flood=Rules()))
-    return Node(case, core, random.Random(str(case)), Sweeper(core, FakeAuthenticator()))
+    core.cache.tenancy.follow(DeclaredTenants(victim=guarded, flood=Rules()))
+    return Node(case, core, random.Random(str(case)), Sweeper(core.cache, FakeAuthenticator()))
 
 
 class Ticking(Clock):

@@ -23,8 +23,8 @@ from directory_fleet import until
 from outcome import Outcome, Scale
 from prometheus_client import CollectorRegistry
 
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.sessions import SessionState
-from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.cache.request import Place
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.fleet.directory.client import RedisDirectory
@@ -178,7 +178,7 @@ class _AgentOfTenants:
         instruments = Instruments(AGENT, CollectorRegistry())
         self.directory = RedisDirectory(record, reach, self._holdings, instruments, jitter_s=0.1)
         node.announcer = Announcer(node.index, self.directory, by_scope.get)
-        self.core = Core(node, TestCodecs(), self.directory)
+        self.core = AgentParts(node, TestCodecs(), self.directory)
 
     def _holdings(self) -> Iterable[tuple[ScopeSecret, list[Announcement]]]:
         return self.core.lender.holdings()
@@ -193,15 +193,15 @@ class _AgentOfTenants:
         for tenant in tenants:
             secret = self._fleet.secrets[tenant]
             for name, prompt in zip(self._fleet.sessions, self._fleet.prompts[tenant], strict=True):
-                session = self.core.life.open(1, tenant, secret, name, parent="", priority="")
+                session = self.core.cache.life.open(1, tenant, secret, name, parent="", priority="")
                 place = Place(1, tenant, secret, LAYOUT_ID, BLOCK_BYTES, session)
                 await self._store(place, _keys(self._fleet, tenant, prompt))
-                self.core.life.touch(session, SessionState.IDLE, 0, 0.0, 1)
+                self.core.cache.life.touch(session, SessionState.IDLE, 0, 0.0, 1)
         self.core.node.announcer.flush()
         self.directory.start()
 
     async def _store(self, place: Place, digests: list[bytes]) -> None:
-        made, *_ = await self.core.writer.reserve(place, b"", digests)
+        made, *_ = await self.core.cache.writer.reserve(place, b"", digests)
         sums = []
         for digest, reservation in zip(digests, made, strict=True):
             assert reservation is not None
@@ -209,7 +209,7 @@ class _AgentOfTenants:
             assert mappable is not None
             view = mappable.view(reservation.slot)[:BLOCK_BYTES]
             sums.append(checksum(view, digest, self.core.node.epoch, reservation.slot.stamp))
-        self.core.writer.publish_now(1, [r.id for r in made if r is not None], sums)
+        self.core.cache.writer.publish_now(1, [r.id for r in made if r is not None], sums)
 
     async def close(self) -> None:
         await self.directory.close()

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from outcome import Outcome, Scale
 from scope_keys_double import KeyRing
 
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import TierBackend
 from kvstrata_agent.backends.file.open_store import open_nvme, open_remote_flash
 from kvstrata_agent.backends.memory.cxl import open_cxl
@@ -26,7 +27,6 @@ from kvstrata_agent.backends.object.client import ObjectClient
 from kvstrata_agent.backends.object.object_tier import open_object_tier
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.cache.request import Place
 from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_agent.provision.provisioner import enter
@@ -95,7 +95,7 @@ def content(scope: ScopeId, number: int) -> bytes:
 class Trial:
     """One agent with memory and one tier below it."""
 
-    core: Core
+    core: AgentParts
     numbers: Sequence[int]
     looks: int = 0
     own: int = 0
@@ -120,7 +120,7 @@ class Trial:
     async def store(self, scope: ScopeId) -> None:
         """Store the chain in memory."""
         place = self.place(scope)
-        made, *_ = await self.core.writer.reserve(place, b"", [digest(n) for n in self.numbers])
+        made, *_ = await self.core.cache.writer.reserve(place, b"", [digest(n) for n in self.numbers])
         sums = []
         for reservation, number in zip(made, self.numbers, strict=False):
             if reservation is None:
@@ -129,20 +129,20 @@ class Trial:
             said = content(scope, number)
             reservation.tier.mappable.view(reservation.slot)[:BLOCK_BYTES] = said
             sums.append(checksum(said, digest(number), self.core.node.epoch, reservation.slot.stamp))
-        self.core.writer.publish_now(1, [r.id for r in made if r is not None], sums)
+        self.core.cache.writer.publish_now(1, [r.id for r in made if r is not None], sums)
 
     async def look(self, path: str, scope: ScopeId, other: ScopeId | None = None) -> None:
         """Look for the blocks as a caller of `scope`, who owns all of them, or none when `other` does."""
         place, digests = self.place(scope), [digest(n) for n in self.numbers]
-        found = self.core.reader.lookup_now(place, digests)
-        reads = (await self.core.reader.acquire(place, digests, LEASE_S, 10.0)).reads
+        found = self.core.cache.reader.lookup_now(place, digests)
+        reads = (await self.core.cache.reader.acquire(place, digests, LEASE_S, 10.0)).reads
         seen = [self._bytes(r.lease.residence.tier, r.lease.residence.slot) for r in reads]
-        self.core.release(1, [r.lease.id for r in reads])
+        self.core.cache.release(1, [r.lease.id for r in reads])
         lent = await self.core.lender.lend([BlockKey(scope, d) for d in digests], LAYOUT_ID, LEASE_S)
         away = [bytes(loan.view) for loan in lent if loan is not None]
         self.core.lender.end([loan.lease for loan in lent if loan is not None])
-        pinned = self.core.pin(place, digests, LEASE_S)
-        self.core.unpin(place, digests)
+        pinned = self.core.cache.pin(place, digests, LEASE_S)
+        self.core.cache.unpin(place, digests)
         if other is not None:
             self.looks += 4 * len(digests)
             count = sum(e is not None for e in found) + len(seen) + len(away) + pinned
@@ -169,7 +169,7 @@ class Trial:
             entry = self.core.node.index.find(scope, digest(number))
             assert entry is not None
             if entry.residence(self.below) is None:
-                await self.core.room.sink_into(entry, self.memory, self.below, Priority.DEMOTE)
+                await self.core.cache.room.sink_into(entry, self.memory, self.below, Priority.DEMOTE)
             if entry.residence(self.memory) is not None and entry.residence(self.below) is not None:
                 self.core.node.drop_copy(entry, self.memory)
 

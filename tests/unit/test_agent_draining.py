@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from agent_doubles import orders_of
 from agent_engine import Engine, close
 
 from kvstrata_agent.app.periodic import REST_S_MAX, Sweeper
 from kvstrata_agent.operations import drain as draining
 from kvstrata_agent.operations.drain import drained_tiers
-from kvstrata_agent.operations.runner import Orders
 from kvstrata_api.models.poolnode import NodeOrder, OrderAnswer, TierDrainOrder
 
 pytestmark = pytest.mark.unit
@@ -29,8 +29,8 @@ class Drained:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.node = engine, engine.core.node
-        self.orders = Orders(engine.core)
-        self.sweeper = Sweeper(engine.core, engine.authenticator)
+        self.orders = orders_of(engine.core)
+        self.sweeper = Sweeper(engine.core.cache, engine.authenticator)
 
     def follow(self, *wanted: NodeOrder, stored: tuple[OrderAnswer, ...] = ()) -> None:
         """As the process does."""

@@ -30,7 +30,7 @@ async def pair() -> AsyncIterator[Pair]:
     made = Pair()
     made.peers.taker = made.b
     for core in (made.a, made.b):
-        core.tenancy.follow(tenants())
+        core.cache.tenancy.follow(tenants())
     yield made
     await made.close()
 
@@ -106,7 +106,7 @@ async def test_what_does_not_arrive_stays(pair: Pair) -> None:
 async def test_nothing_lands_where_its_tenant_has_no_right(pair: Pair) -> None:
     declared = tenants(version=2)
     del declared.callers["b"]
-    pair.b.tenancy.follow(declared)
+    pair.b.cache.tenancy.follow(declared)
     await store_chain(pair.a, Place(1, "b", secret(OTHER_SCOPE), LAYOUT_ID, BLOCK_BYTES), range(1, 5))
     await pair.store(range(1, 3))
     answer = await migrated(pair)
@@ -120,7 +120,7 @@ async def test_nothing_lands_where_its_tenant_has_no_right(pair: Pair) -> None:
 async def test_who_may_only_read_a_scope_brings_nothing_into_it(pair: Pair, taken: Taken, *, can_write: bool) -> None:
     declared = tenants(version=2)
     declared.callers["a"] = caller("a", (OTHER_SCOPE, can_write))
-    pair.b.tenancy.follow(declared)
+    pair.b.cache.tenancy.follow(declared)
     await store_chain(pair.a, Place(1, "b", secret(OTHER_SCOPE), LAYOUT_ID, BLOCK_BYTES), range(1, 5))
     pair.a.node.announcer.flush()
     chain = tuple(digest(n) for n in range(1, 5))
@@ -203,7 +203,7 @@ async def test_what_came_before_does_not_give_way_to_what_comes_next(pair: Pair)
         await store_chain(pair.b, mine, range(first, first + 14), parent=first - 1)
         for _ in range(4):
             pair.b.node.is_draining = True
-            await pair.b.room.drain(pair.b.node.tiers[0])
+            await pair.b.cache.room.drain(pair.b.node.tiers[0])
             pair.b.node.is_draining = False
     there = held(pair.b, "nvme", OTHER_SCOPE)
     await pair.store(range(1, 7))

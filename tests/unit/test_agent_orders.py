@@ -1,12 +1,12 @@
 """Laws of an agent's orders: each is answered once, a flush takes nothing that somebody holds, withdrawal ends it."""
 
 import pytest
+from agent_doubles import orders_of
 from agent_engine import Engine, close, steps_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata_agent.operations import runner as module
-from kvstrata_agent.operations.runner import Orders
 from kvstrata_api.models.poolnode import FlushOrder, NodeOrder, OrderAnswer
 
 pytestmark = pytest.mark.unit
@@ -22,7 +22,7 @@ def flush(uid: str = "u", **more: str) -> NodeOrder:
 
 
 async def carried_out(engine: Engine, order: NodeOrder) -> OrderAnswer:
-    orders = Orders(engine.core)
+    orders = orders_of(engine.core)
     orders.follow([order], [])
     await steps_until(lambda: orders.answers()[0].phase != "Running")
     await orders.close()
@@ -54,7 +54,7 @@ async def test_a_flush_takes_what_nobody_holds_and_nothing_else(held: int, mode:
 async def test_an_order_is_answered_once_and_forgotten_when_it_is_withdrawn() -> None:
     engine = await Engine().attach()
     await engine.store(1, 2)
-    orders = Orders(engine.core)
+    orders = orders_of(engine.core)
     orders.follow([flush()], [])
     await steps_until(lambda: orders.answers()[0].phase == "Done")
     await engine.store(1, 2)
@@ -71,12 +71,12 @@ async def test_an_answer_that_was_stored_counts_after_a_restart_and_one_of_work_
     engine = await Engine().attach()
     await engine.store(1, 2)
     stored = OrderAnswer(uid="u", phase="Done", blocks_done=7)
-    again = Orders(engine.core)
+    again = orders_of(engine.core)
     again.follow([flush()], [stored])
     assert again.answers() == (stored,)
     assert len((await engine.acquire(1)).blocks) == 1
 
-    anew = Orders(engine.core)
+    anew = orders_of(engine.core)
     anew.follow([flush("v", tier="nvme")], [OrderAnswer(uid="v", phase="Running", blocks_done=7)])
     await steps_until(lambda: anew.answers()[0].phase == "Done")
     assert anew.answers()[0].blocks_done == 0

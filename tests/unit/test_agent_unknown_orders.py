@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
+from agent_doubles import orders_of
 from agent_engine import Engine, close, steps_until
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_agent.kube import declared
-from kvstrata_agent.operations.runner import Orders
 from kvstrata_agent.policy.progress import UNKNOWN_ORDER
 from kvstrata_api.models.poolnode import ORDERS_MAX, FlushOrder, NodeOrder, OrderAnswer
 
@@ -61,7 +61,7 @@ def test_what_has_no_uid_is_left_out_and_stops_nothing(order: Any) -> None:
 async def test_a_refused_order_is_answered_beside_one_that_is_carried_out() -> None:
     engine = await Engine().attach()
     await engine.store(1, 2)
-    orders = Orders(engine.core)
+    orders = orders_of(engine.core)
     flush = NodeOrder(uid="known", type="Flush", flush=FlushOrder())
     refused = pool_node([{"uid": "unknown", "type": "Defragment"}]).refused
     for _ in range(2):
@@ -80,7 +80,7 @@ async def test_a_refused_order_is_answered_beside_one_that_is_carried_out() -> N
 async def test_the_next_version_of_an_agent_carries_out_what_this_one_refused() -> None:
     engine = await Engine().attach()
     await engine.store(1, 2)
-    orders = Orders(engine.core)
+    orders = orders_of(engine.core)
     stored = OrderAnswer(uid="u", phase="Failed", reason=UNKNOWN_ORDER)
     orders.follow([NodeOrder(uid="u", type="Flush", flush=FlushOrder())], [stored])
     await steps_until(lambda: orders.answers()[0].phase == "Done")

@@ -19,8 +19,8 @@ from core_pair import Pair, held, load, place, tenants
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.sessions import SessionState
-from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.cache.ports import Stretch
 from kvstrata_agent.cache.request import Place
 from kvstrata_agent.movement.fair_queue import Priority, TrafficClass, Turn
@@ -44,7 +44,7 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 async def pair() -> AsyncIterator[Pair]:
     made = Pair()
     for core in (made.a, made.b):
-        core.tenancy.follow(tenants())
+        core.cache.tenancy.follow(tenants())
     yield made
     await made.close()
 
@@ -53,7 +53,7 @@ def order(*numbers: int, tenant: str = "a", **more: object) -> WarmOrder:
     return WarmOrder.model_validate({"tenant": tenant, "prefixes": [digest(n).hex() for n in numbers], **more})
 
 
-async def warmed(core: Core, wanted: WarmOrder) -> OrderAnswer:
+async def warmed(core: AgentParts, wanted: WarmOrder) -> OrderAnswer:
     """What the agent says of the order in the end."""
     uid = f"u{id(wanted)}"
     core.orders.follow([NodeOrder(uid=uid, type="Warm", warm=wanted)], [])
@@ -63,7 +63,7 @@ async def warmed(core: Core, wanted: WarmOrder) -> OrderAnswer:
     return answer
 
 
-def small_batches(core: Core, blocks: int) -> None:
+def small_batches(core: AgentParts, blocks: int) -> None:
     """Let the pool's policy allow so many blocks in flight."""
     spec = core.node.spec
     prefetch = spec.policy.prefetch.model_copy(update={"max_inflight_bytes": blocks * BLOCK_BYTES})
@@ -94,7 +94,7 @@ async def test_what_lies_in_a_slower_tier_here_comes_up_in_the_same_way(pair: Pa
     await pair.store(range(1, 5))
     for _ in range(4):
         pair.a.node.is_draining = True
-        await pair.a.room.drain(pair.a.node.tiers[0])
+        await pair.a.cache.room.drain(pair.a.node.tiers[0])
     pair.a.node.is_draining = False
     assert held(pair.a, "dram") == []
     answer = await warmed(pair.a, order(4))
@@ -198,7 +198,7 @@ async def test_a_tenants_quota_bounds_what_is_brought_for_it(pair: Pair) -> None
 async def test_what_somebody_reads_does_not_give_way(pair: Pair) -> None:
     mine = Place(1, "b", secret(OTHER_SCOPE), LAYOUT_ID, BLOCK_BYTES)
     await store_chain(pair.b, mine, range(1, 15))
-    leased = (await pair.b.reader.acquire(mine, [digest(n) for n in range(1, 15)], 30.0, 2.0)).reads
+    leased = (await pair.b.cache.reader.acquire(mine, [digest(n) for n in range(1, 15)], 30.0, 2.0)).reads
     await pair.store(range(1, 9))
     answer = await warmed(pair.b, order(8))
 
@@ -209,7 +209,7 @@ async def test_what_somebody_reads_does_not_give_way(pair: Pair) -> None:
 
 async def test_moves_of_a_warming_wait_behind_an_engines(pair: Pair) -> None:
     await pair.store(range(1, 4))
-    path = pair.b.mover.traffic.paths.between("remote", "dram")
+    path = pair.b.cache.mover.traffic.paths.between("remote", "dram")
     path.gate._width = 1
     async with path.gate.enter(Turn(Priority.DEMOTE, "z", 100, 1)):
         warm = asyncio.create_task(warmed(pair.b, order(3)))
@@ -228,7 +228,7 @@ async def test_moves_of_a_warming_wait_behind_an_engines(pair: Pair) -> None:
 async def test_a_right_that_ends_on_the_way_ends_the_warming(pair: Pair) -> None:
     await pair.store(range(1, 9))
     declared = tenants(version=2)
-    pair.b.tenancy.follow(declared)
+    pair.b.cache.tenancy.follow(declared)
     small_batches(pair.b, 1)
     told: list[Count] = []
 
@@ -300,15 +300,15 @@ async def test_archived_sessions_come_up_whole_the_last_one_first(pair: Pair) ->
     core = pair.a
     for name, first in (("old", 1), ("new", 6)):
         numbers = range(first, first + 5)
-        session = core.life.open(1, "a", secret(SCOPE), name, parent="", priority="")
+        session = core.cache.life.open(1, "a", secret(SCOPE), name, parent="", priority="")
         await store_chain(core, Place(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES, session), numbers)
         entries = [core.node.index.find(SCOPE, digest(n)) for n in numbers]
         session.follow([e for e in entries if e is not None])
         session.enter(SessionState.ARCHIVED)
-        core.life.tell(session)
+        core.cache.life.tell(session)
     core.node.is_draining = True
     for _ in range(6):
-        await core.room.drain(core.node.tiers[0])
+        await core.cache.room.drain(core.node.tiers[0])
     core.node.is_draining = False
     assert held(core, "dram") == []
 

@@ -74,7 +74,7 @@ async def ask_all(every: list[Any]) -> None:
             continue
     verbs.end(engine.at)
     engine.clock.now_s += 2e9
-    Sweeper(engine.core, engine.authenticator).expire()
+    Sweeper(engine.core.cache, engine.authenticator).expire()
 
     assert (len(node.leases), len(node.pins), len(node.reservations)) == (0, 0, 0)
     assert not any(s.owners for s in node.sessions)

@@ -55,14 +55,14 @@ class Setup:
         self.scopes = ScopeMemory(self.keys.get)
         self.advice = Advice(self.core.node, self.adviser, self.scopes)
         place = Place(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
-        for made in self.core.writer.reserve_now(place, b"", CHAIN):
+        for made in self.core.cache.writer.reserve_now(place, b"", CHAIN):
             assert made is not None
             mappable = made.tier.mappable
             assert mappable is not None
             content = bytes_of(made.entry.digest[-1])
             mappable.view(made.slot)[:BLOCK_BYTES] = content
             summed = checksum(content, made.entry.digest, self.core.node.epoch, made.slot.stamp)
-            self.core.writer.publish_now(1, [made.id], [summed])
+            self.core.cache.writer.publish_now(1, [made.id], [summed])
         self.scopes.secret(SCOPE)
         self.rest_s = float(self.core.node.spec.policy.retention.idle_seconds) + 1.0
 

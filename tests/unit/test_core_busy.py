@@ -31,7 +31,7 @@ async def engine() -> AsyncIterator[Engine]:
 
 
 def path(engine: Engine, source: str, target: str) -> Gate:
-    gate = engine.core.mover.traffic.paths.between(source, target).gate
+    gate = engine.core.cache.mover.traffic.paths.between(source, target).gate
     gate._width = 1
     return gate
 

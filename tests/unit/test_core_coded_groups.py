@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from sim.volume import MemoryVolume
 from virtual_loop import run_virtually
 
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.file.record_store import RecordStore, open_store
 from kvstrata_agent.blocks.block import Entry
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.cache.request import Place
 from kvstrata_agent.codec.base import RAW, Encoded, Shape
 from kvstrata_agent.movement.fair_queue import Priority
@@ -42,7 +42,9 @@ COUNT = 8
 HALF = BLOCK_BYTES // 2
 
 
-async def core_on(volume: MemoryVolume, codec: HalvingCodec | None = None, capacity_bytes: int = 16 * MIB) -> Core:
+async def core_on(
+    volume: MemoryVolume, codec: HalvingCodec | None = None, capacity_bytes: int = 16 * MIB
+) -> AgentParts:
     """A core with a memory tier above a record store, whose pool compresses, and a chain of blocks in memory."""
     backend = await open_store(volume, capacity_bytes)
     below = Tier(dict_tier("below", capacity_bytes, 1, 2).spec, 1, backend, 2)
@@ -52,7 +54,7 @@ async def core_on(volume: MemoryVolume, codec: HalvingCodec | None = None, capac
     return core
 
 
-def entries_of(core: Core) -> list[Entry]:
+def entries_of(core: AgentParts) -> list[Entry]:
     found = [core.node.index.find(SCOPE, digest(n)) for n in range(COUNT)]
     return [e for e in found if e is not None]
 
@@ -63,26 +65,26 @@ def memory_of(entry: Entry) -> memoryview:
     return copy.tier.mappable.view(copy.slot)[:BLOCK_BYTES]
 
 
-async def push_down(core: Core, entries: Sequence[Entry]) -> list[bool]:
+async def push_down(core: AgentParts, entries: Sequence[Entry]) -> list[bool]:
     """Copy blocks down as one group."""
     moves = [Move(entry, entry.residences[0]) for entry in entries]
-    assert {core.mover.way(m, core.node.tiers[1]) for m in moves} == {Way.CODED}
-    return await core.mover.copy_all(moves, core.node.tiers[1], Priority.DEMOTE)
+    assert {core.cache.mover.way(m, core.node.tiers[1]) for m in moves} == {Way.CODED}
+    return await core.cache.mover.copy_all(moves, core.node.tiers[1], Priority.DEMOTE)
 
 
-async def pull_up(core: Core, entries: Sequence[Entry]) -> list[bool]:
+async def pull_up(core: AgentParts, entries: Sequence[Entry]) -> list[bool]:
     """Copy blocks up as one group."""
     dram = core.node.tiers[0]
     moves = [Move(e, e.residences[0], dram.take(SCOPE, "a", BLOCK_BYTES)) for e in entries]
-    assert {core.mover.way(m, dram) for m in moves} == {Way.CODED}
-    return await core.mover.copy_all(moves, dram, Priority.ONBOARD)
+    assert {core.cache.mover.way(m, dram) for m in moves} == {Way.CODED}
+    return await core.cache.mover.copy_all(moves, dram, Priority.ONBOARD)
 
 
-def leave_memory(core: Core, entries: Sequence[Entry]) -> None:
+def leave_memory(core: AgentParts, entries: Sequence[Entry]) -> None:
     core.node.evict(list(reversed(entries)), core.node.tiers[0], "room")
 
 
-def flip(core: Core, volume: MemoryVolume, entry: Entry) -> None:
+def flip(core: AgentParts, volume: MemoryVolume, entry: Entry) -> None:
     """Spoil a byte of the record below."""
     copy, store = entry.residences[-1], core.node.tiers[1].backend
     assert isinstance(store, RecordStore)
@@ -137,10 +139,10 @@ def test_each_comes_back_as_it_was_or_not_at_all(fates: list[str]) -> None:
     asyncio.run(scenario())
 
 
-async def pull_up_alone(core: Core, entry: Entry) -> bool:
+async def pull_up_alone(core: AgentParts, entry: Entry) -> bool:
     dram = core.node.tiers[0]
     move = Move(entry, entry.residences[0], dram.take(SCOPE, "a", BLOCK_BYTES))
-    return all(await core.mover.copy_all([move], dram, Priority.ONBOARD))
+    return all(await core.cache.mover.copy_all([move], dram, Priority.ONBOARD))
 
 
 class Uneven(HalvingCodec):
@@ -263,7 +265,7 @@ def test_a_coded_group_that_is_cancelled_gives_all_back(way: str) -> None:
 class Leaving(HalvingCodec):
     """A block is dropped while it works."""
 
-    core: Core | None = None
+    core: AgentParts | None = None
     entry: Entry | None = None
 
     def encode(self, raw: memoryview, shape: Shape, into: memoryview) -> Encoded:

@@ -67,19 +67,19 @@ def test_a_node_tells_of_tiers_that_scale_alone_and_says_the_same_while_nobody_a
     clock = Clock()
     core = make_core([dram_tier(256 * 4096)], clock)
     keys = [key(n) for n in range(300)]
-    assert core.demand.of_tiers() == {}
-    core.demand.note(keys, is_asked=True)
-    assert not core.demand.is_followed
+    assert core.cache.demand.of_tiers() == {}
+    core.cache.demand.note(keys, is_asked=True)
+    assert not core.cache.demand.is_followed
 
     spec = pool_spec().to_json()
     spec["tiers"][0]["autoscale"] = {"minPerNode": "4Ki", "maxPerNode": "64Mi"}
     core.node.spec, core.node.block_bytes = KVPoolSpec.model_validate(spec), 4096
-    assert core.demand.of_tiers() == {}
+    assert core.cache.demand.of_tiers() == {}
     for _ in range(ASKED_BLOCKS_MIN // 300 + 2):
         clock.now_s += 10
-        core.demand.note(keys, is_asked=True)
-    told = core.demand.of_tiers()
+        core.cache.demand.note(keys, is_asked=True)
+    told = core.cache.demand.of_tiers()
     assert told["dram"].gain_permille > 800, "all 300 blocks come again, and 256 have room"
     assert told["dram"].loss_permille == 0
     clock.now_s += 86_400
-    assert core.demand.of_tiers() == told
+    assert core.cache.demand.of_tiers() == told

@@ -274,7 +274,7 @@ async def test_a_tier_in_front_of_others_gets_its_level_and_the_books_follow(at:
 async def test_a_scope_without_a_secret_is_erased_after_the_grace_and_not_before(at: Setup) -> None:
     at.machine.records = [1, 2]
     await at.provisioner.apply([dram(), nvme()])
-    sweeper = Sweeper(at.core, Forgetful())
+    sweeper = Sweeper(at.core.cache, Forgetful())
     sweeper.expire()
     at.clock.now_s += ERASE_GRACE_S - 0.1
     sweeper.expire()
@@ -287,7 +287,7 @@ async def test_a_scope_without_a_secret_is_erased_after_the_grace_and_not_before
 async def test_a_scope_that_was_empty_meanwhile_gets_its_grace_anew(at: Setup) -> None:
     await at.provisioner.apply([dram()])
     place = Place(1, "a", secret(SCOPE), LAYOUT_ID, 4096)
-    node, sweeper = at.core.node, Sweeper(at.core, Forgetful())
+    node, sweeper = at.core.node, Sweeper(at.core.cache, Forgetful())
     await store_chain(at.core, place, [7])
     sweeper.expire()
     node.drop_scope(SCOPE, "room")
@@ -333,23 +333,23 @@ async def test_a_drain_is_done_when_all_that_is_left_survives(at: Setup) -> None
     assert reason(at.conditions(), "Draining") == ("False", "NotRequested")
     core, node = at.core, at.core.node
     place = Place(1, "a", secret(SCOPE), LAYOUT_ID, 4096)
-    made = core.writer.reserve_now(place, b"", [digest(1), digest(2)])
+    made = core.cache.writer.reserve_now(place, b"", [digest(1), digest(2)])
     for r in made:
         assert r is not None
         mappable = r.tier.mappable
         assert mappable is not None
         block = mappable.view(r.slot)
-        core.writer.publish_now(1, [r.id], [checksum(block[:4096], r.entry.digest, node.epoch, r.slot.stamp)])
+        core.cache.writer.publish_now(1, [r.id], [checksum(block[:4096], r.entry.digest, node.epoch, r.slot.stamp)])
     node.is_draining = True
     assert reason(at.conditions(requested=True), "Draining") == ("True", "MovingBlocks")
     assert reason(at.conditions(requested=True, mode="Drop"), "Draining") == ("False", "Drained")
     late = at.conditions(requested=True, deadline="2020-01-01T00:00:00Z")
     assert reason(late, "Draining") == ("True", "DeadlinePassed")
 
-    await Sweeper(core, FakeAuthenticator())._tend()
+    await Sweeper(core.cache, FakeAuthenticator())._tend()
 
     assert reason(at.conditions(requested=True), "Draining") == ("False", "Drained")
-    assert core.writer.reserve_now(place, b"", [digest(9)]) == []
+    assert core.cache.writer.reserve_now(place, b"", [digest(9)]) == []
 
 
 async def test_every_condition_speaks_of_the_generation_that_was_observed(at: Setup) -> None:

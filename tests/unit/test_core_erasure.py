@@ -21,11 +21,11 @@ from agent_doubles import (
     store_chain,
 )
 
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.blocks.block import Residence
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache import store as writer
-from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.cache.ports import Wanted
 from kvstrata_agent.cache.request import Place
 from kvstrata_agent.cache.store import PUBLISHED, REFUSED
@@ -81,13 +81,15 @@ class Scene:
         self.below, self.peers = HeldBackend(), HeldPeers()
         low = dict_tier("nvme", SLOTS * BLOCK_BYTES, 1, 2)
         self.low = Tier(low.spec, 1, self.below, 2)
-        self.core = Core(make_node([dram_tier(SLOTS * BLOCK_BYTES), self.low], Clock()), TestCodecs(), peers=self.peers)
+        self.core = AgentParts(
+            make_node([dram_tier(SLOTS * BLOCK_BYTES), self.low], Clock()), TestCodecs(), peers=self.peers
+        )
         self.tenants = DeclaredTenants(a=Rules(), b=Rules())
-        self.core.tenancy.follow(self.tenants)
+        self.core.cache.tenancy.follow(self.tenants)
 
     def erase(self, tenant: str) -> None:
         self.tenants.move_on(tenant)
-        self.core.tenancy.sweep()
+        self.core.cache.tenancy.sweep()
 
     def left(self, scope: ScopeId = DOMAIN) -> set[int]:
         blocks = self.core.node.index.blocks(scope)
@@ -109,15 +111,15 @@ def at(tenant: str, scope: ScopeId = DOMAIN) -> Place:
 async def test_an_erasure_is_not_over_while_a_block_is_on_its_way_to_another_tier(scope: ScopeId) -> None:
     scene = Scene()
     await store_chain(scene.core, at("a", scope), [1])
-    moving = asyncio.create_task(scene.core.room.drain(scene.core.node.tiers[0]))
+    moving = asyncio.create_task(scene.core.cache.room.drain(scene.core.node.tiers[0]))
     await scene.below.begun.wait()
     scene.erase("a")
 
     assert scene.left(scope) == set()
-    assert scene.core.tenancy.erased() == []
+    assert scene.core.cache.tenancy.erased() == []
     scene.below.go_on.set()
     await moving
-    assert scene.core.tenancy.erased() == [("uid-a", 2)]
+    assert scene.core.cache.tenancy.erased() == [("uid-a", 2)]
     assert (scene.left(scope), scene.low.blocks, scene.low.tenant_bytes) == (set(), 0, {})
     assert scene.below.live == {}
     await scene.close()
@@ -126,7 +128,9 @@ async def test_an_erasure_is_not_over_while_a_block_is_on_its_way_to_another_tie
 async def test_what_an_erased_tenant_fetches_from_another_node_does_not_arrive() -> None:
     scene = Scene()
     for tenant, number in (("a", 1), ("b", 2)):
-        scene.core.fetcher.start_fetch(at(tenant), [(digest(number), b"")], [Location("pool.n2", 7, "dram", 1, 1)])
+        scene.core.cache.fetcher.start_fetch(
+            at(tenant), [(digest(number), b"")], [Location("pool.n2", 7, "dram", 1, 1)]
+        )
     await scene.peers.begun.wait()
     moves = [e.move for e in scene.core.node.index if e.move is not None]
     scene.erase("a")
@@ -135,7 +139,7 @@ async def test_what_an_erased_tenant_fetches_from_another_node_does_not_arrive()
 
     assert scene.left() == {2}
     assert set(scene.core.node.tiers[0].tenant_bytes) == {"b"}
-    assert scene.core.tenancy.erased() == [("uid-a", 2)]
+    assert scene.core.cache.tenancy.erased() == [("uid-a", 2)]
     await scene.close()
 
 
@@ -150,12 +154,12 @@ async def test_what_an_erased_tenant_has_written_is_not_published_any_more(monke
     monkeypatch.setattr(writer, "in_thread", held)
     publishing = []
     for tenant, number in (("a", 1), ("b", 2)):
-        (made,) = scene.core.writer.reserve_now(at(tenant), b"", [digest(number)])
+        (made,) = scene.core.cache.writer.reserve_now(at(tenant), b"", [digest(number)])
         assert made is not None
         assert made.tier.mappable is not None
         made.tier.mappable.view(made.slot)[:BLOCK_BYTES] = bytes_of(number)
         claimed = checksum(bytes_of(number), digest(number), scene.core.node.epoch, made.slot.stamp)
-        publishing.append(asyncio.create_task(scene.core.writer.publish(made.owner, [made.id], [claimed])))
+        publishing.append(asyncio.create_task(scene.core.cache.writer.publish(made.owner, [made.id], [claimed])))
     await begun.wait()
     scene.erase("a")
     go_on.set()
@@ -170,7 +174,7 @@ async def test_blocks_of_earlier_runs_go_with_every_tenant_that_may_have_written
     scene.below.go_on.set()
     scene.tenants.writers = frozenset("a")
     await store_chain(scene.core, at("b"), [1, 2])
-    await scene.core.room.drain(scene.core.node.tiers[0])
+    await scene.core.cache.room.drain(scene.core.node.tiers[0])
     left = [r for e in scene.core.node.index if (r := e.residence(scene.low)) is not None]
     for entry in tuple(scene.core.node.index):
         for residence in entry.residences:
@@ -178,18 +182,18 @@ async def test_blocks_of_earlier_runs_go_with_every_tenant_that_may_have_written
             residence.tier.tenant_bytes.clear()
     scene.low.is_recovering = True
     scene.tenants.move_on("a")
-    scene.core.tenancy.sweep()
-    assert scene.core.tenancy.erased() == [], "nobody knows yet what there is"
+    scene.core.cache.tenancy.sweep()
+    assert scene.core.cache.tenancy.erased() == [], "nobody knows yet what there is"
 
     scene.core.node.restore([Residence(scene.low, r.slot, r.record) for r in left])
     scene.low.is_recovering = False
     assert scene.left() == {1, 2}
     await store_chain(scene.core, at("a"), [3])
     scene.tenants.move_on("c")
-    scene.core.tenancy.sweep()
+    scene.core.cache.tenancy.sweep()
 
     assert scene.left() == {3}, "what is written after the erasure began stays"
-    assert set(scene.core.tenancy.erased()) == {("uid-a", 2), ("uid-c", 2)}
+    assert set(scene.core.cache.tenancy.erased()) == {("uid-a", 2), ("uid-c", 2)}
     await scene.close()
 
 

@@ -21,11 +21,11 @@ from agent_doubles import (
 from sim.volume import Fault, MemoryVolume
 from virtual_loop import run_virtually
 
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import Reading, Record, Sound, TierBackend, Writing
 from kvstrata_agent.backends.file.record_store import RecordStore, open_store
 from kvstrata_agent.blocks.block import Entry
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.cache.request import Place
 from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_agent.movement.move import Move, Way
@@ -40,12 +40,12 @@ PLACE = Place(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
 COUNT = 8
 
 
-async def core_on(volume: MemoryVolume, capacity_bytes: int = 16 * MIB) -> Core:
+async def core_on(volume: MemoryVolume, capacity_bytes: int = 16 * MIB) -> AgentParts:
     """A core with a memory tier above a record store, and a chain of blocks in memory."""
     return await core_above(await open_store(volume, capacity_bytes), "None")
 
 
-async def core_above(backend: TierBackend, compression: str) -> Core:
+async def core_above(backend: TierBackend, compression: str) -> AgentParts:
     """The same above another backend."""
     below = Tier(dict_tier("below", backend.capacity_bytes, 1, 2).spec, 1, backend, 2)
     core = make_core([dram_tier(32 * BLOCK_BYTES), below], policy={"compression": {"mode": compression}})
@@ -53,19 +53,19 @@ async def core_above(backend: TierBackend, compression: str) -> Core:
     return core
 
 
-def entries_of(core: Core) -> list[Entry]:
+def entries_of(core: AgentParts) -> list[Entry]:
     found = [core.node.index.find(SCOPE, digest(n)) for n in range(COUNT)]
     return [e for e in found if e is not None]
 
 
-async def push_down(core: Core, entries: Sequence[Entry]) -> list[bool]:
+async def push_down(core: AgentParts, entries: Sequence[Entry]) -> list[bool]:
     """Copy blocks down as one group."""
     moves = [Move(entry, entry.residences[0]) for entry in entries]
-    assert all(core.mover.way(m, core.node.tiers[1]) is not Way.ALONE for m in moves)
-    return await core.mover.copy_all(moves, core.node.tiers[1], Priority.DEMOTE)
+    assert all(core.cache.mover.way(m, core.node.tiers[1]) is not Way.ALONE for m in moves)
+    return await core.cache.mover.copy_all(moves, core.node.tiers[1], Priority.DEMOTE)
 
 
-async def with_blocks_below(volume: MemoryVolume) -> tuple[Core, list[Entry]]:
+async def with_blocks_below(volume: MemoryVolume) -> tuple[AgentParts, list[Entry]]:
     core = await core_on(volume)
     entries = entries_of(core)
     assert await push_down(core, entries) == [True] * COUNT
@@ -73,10 +73,10 @@ async def with_blocks_below(volume: MemoryVolume) -> tuple[Core, list[Entry]]:
     return core, entries
 
 
-async def loaded(core: Core) -> list[int]:
+async def loaded(core: AgentParts) -> list[int]:
     """Numbers of the leading blocks that come up, each with its own bytes."""
     numbers = []
-    acquired = await core.reader.acquire(PLACE, [digest(n) for n in range(COUNT)], 30.0, 5.0)
+    acquired = await core.cache.reader.acquire(PLACE, [digest(n) for n in range(COUNT)], 30.0, 5.0)
     for number, read in enumerate(acquired.reads):
         residence = read.lease.residence
         assert residence.tier.mappable is not None
@@ -202,7 +202,7 @@ async def test_one_rotten_record_of_a_group_is_one_miss() -> None:
     await core.close()
 
 
-async def read_group(core: Core, entries: Sequence[Entry]) -> Sequence[bytes | KvStrataError]:
+async def read_group(core: AgentParts, entries: Sequence[Entry]) -> Sequence[bytes | KvStrataError]:
     group = core.node.tiers[1].group
     assert group is not None
     readings = [
@@ -277,7 +277,7 @@ def test_reads_that_a_hung_device_never_answers_are_misses_and_its_tier_says_so(
 
         ends = await read_group(core, entries)
         assert all(isinstance(end, BackendFailedError) for end in ends)
-        assert await core.fetcher.raise_up(entries[0], "a") is None
+        assert await core.cache.fetcher.raise_up(entries[0], "a") is None
         assert "no answer" in core.node.tiers[1].last_error
         assert entries[0].residences == ()
         hung.set()
@@ -319,7 +319,7 @@ async def test_records_of_a_group_carry_checksums_for_their_new_slots() -> None:
     await core.close()
 
 
-async def read_group_below(core: Core, entries: Sequence[Entry]) -> list[bool]:
+async def read_group_below(core: AgentParts, entries: Sequence[Entry]) -> list[bool]:
     """Whether a plain read of each verifies."""
     done = []
     for entry in entries:

@@ -16,9 +16,9 @@ from agent_doubles import (
     secret,
 )
 
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.cache.ports import Wanted
 from kvstrata_agent.cache.request import Place
 from kvstrata_api.blocks import BlockKey
@@ -44,19 +44,19 @@ class SpoiltBackend(DictBackend):
             into[:4] = b"late"
 
 
-async def core_with_a_block_below() -> tuple[Core, SpoiltBackend]:
+async def core_with_a_block_below() -> tuple[AgentParts, SpoiltBackend]:
     low = dict_tier("nvme", 32 * BLOCK_BYTES, 1, 2)
     backend = SpoiltBackend(32 * BLOCK_BYTES)
     tiers = [dram_tier(16 * BLOCK_BYTES), Tier(low.spec, 1, backend, 2)]
     core = make_core(tiers, policy={"compression": {"mode": "None"}})
-    (made,) = core.writer.reserve_now(PLACE, b"", [digest(1)])
+    (made,) = core.cache.writer.reserve_now(PLACE, b"", [digest(1)])
     assert made is not None
     assert made.tier.mappable is not None
     made.tier.mappable.view(made.slot)[:BLOCK_BYTES] = bytes_of(1)
-    core.writer.publish_now(1, [made.id], [checksum(bytes_of(1), digest(1), core.node.epoch, made.slot.stamp)])
+    core.cache.writer.publish_now(1, [made.id], [checksum(bytes_of(1), digest(1), core.node.epoch, made.slot.stamp)])
     entry = core.node.index.find(SCOPE, digest(1))
     assert entry is not None
-    await core.mover.copy(entry, entry.residences[0], core.node.tiers[1], None, 0)  # type: ignore[arg-type]
+    await core.cache.mover.copy(entry, entry.residences[0], core.node.tiers[1], None, 0)  # type: ignore[arg-type]
     core.node.drop_copy(entry, core.node.tiers[0])
     return core, backend
 
@@ -65,12 +65,12 @@ async def test_a_slot_that_is_spoilt_while_it_is_filled_is_not_published() -> No
     core, backend = await core_with_a_block_below()
     backend.is_writer_late = True
 
-    reads = (await core.reader.acquire(PLACE, [digest(1)], 30.0, 1.0)).reads
+    reads = (await core.cache.reader.acquire(PLACE, [digest(1)], 30.0, 1.0)).reads
 
     assert reads == []
     assert core.node.tiers[0].backend.used_bytes == 0
     backend.is_writer_late = False
-    (read,) = (await core.reader.acquire(PLACE, [digest(1)], 30.0, 1.0)).reads
+    (read,) = (await core.cache.reader.acquire(PLACE, [digest(1)], 30.0, 1.0)).reads
     residence = read.lease.residence
     assert residence.tier.mappable is not None
     assert residence.tier.mappable.view(residence.slot) == bytes_of(1)

@@ -51,7 +51,7 @@ class Setup(Provisioned):
     def __init__(self) -> None:
         super().__init__(make)
         self.place = Place(1, "a", secret(SCOPE), LAYOUT_ID, 4096)
-        self.sweeper = Sweeper(self.core, FakeAuthenticator())
+        self.sweeper = Sweeper(self.core.cache, FakeAuthenticator())
 
     async def apply(self, *wanted: NodeTier) -> None:
         await self.provisioner.apply(wanted, WITHIN_S)
@@ -66,7 +66,7 @@ class Setup(Provisioned):
         for spec in away:
             tier = self.core.node.tier(spec.name)
             assert tier is not None
-            await self.core.room.drain(tier)
+            await self.core.cache.room.drain(tier)
 
     def lies(self, number: int) -> list[str]:
         entry = self.core.node.index.find(SCOPE, digest(number))

@@ -9,9 +9,9 @@ import pytest
 from agent_doubles import SCOPE, Clock, DictBackend, dict_tier, digest, dram_tier, make_node, secret
 from generated_kv import kv_block
 
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.block import Entry, Residence
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.cache.request import Place
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_agent.movement.fair_queue import Priority
@@ -28,19 +28,19 @@ PERMITTED = 0.03
 PLACE = Place(1, "a", secret(SCOPE), LAYOUT.layout_id(), BLOCK_BYTES)
 
 
-def permit(core: Core, mode: str, permille: int) -> None:
+def permit(core: AgentParts, mode: str, permille: int) -> None:
     compression = CompressionPolicy.model_validate({"mode": mode, "maxRelativeErrorPermille": permille})
     policy = core.node.spec.policy.model_copy(update={"compression": compression})
     core.node.spec = core.node.spec.model_copy(update={"policy": policy})
 
 
 @pytest.fixture
-async def core() -> AsyncIterator[Core]:
+async def core() -> AsyncIterator[AgentParts]:
     tiers = [
         dram_tier(64 * BLOCK_BYTES),
         *(dict_tier(n, 64 * BLOCK_BYTES, i, i + 1) for i, n in ((1, "nvme"), (2, "s3"))),
     ]
-    made = Core(make_node(tiers, Clock()), CodecRegistry())
+    made = AgentParts(make_node(tiers, Clock()), CodecRegistry())
     bf16 = Compatibility(model="tiny", revision="r1", dtype="bf16", block_tokens=16)
     made.node.spec = made.node.spec.model_copy(update={"compatibility": bf16})
     made.node.remember_layout(PLACE.layout_id, LAYOUT)
@@ -55,42 +55,42 @@ def raw_of(number: int) -> bytes:
     return kv_block(number, heads=2, dim=64, layers=1)
 
 
-async def written(core: Core) -> tuple[Entry, Entry]:
+async def written(core: AgentParts) -> tuple[Entry, Entry]:
     """A block at the root, and the one behind it."""
-    made, *_ = await core.writer.reserve(PLACE, b"", [digest(1), digest(2)])
+    made, *_ = await core.cache.writer.reserve(PLACE, b"", [digest(1), digest(2)])
     sums = []
     for reservation, number in zip(made, (1, 2), strict=True):
         assert reservation is not None
         assert reservation.tier.mappable is not None
         reservation.tier.mappable.view(reservation.slot)[:BLOCK_BYTES] = raw_of(number)
         sums.append(checksum(raw_of(number), digest(number), core.node.epoch, reservation.slot.stamp))
-    core.writer.publish_now(1, [r.id for r in made if r is not None], sums)
+    core.cache.writer.publish_now(1, [r.id for r in made if r is not None], sums)
     first, second = (core.node.index.find(SCOPE, digest(n)) for n in (1, 2))
     assert first is not None
     assert second is not None
     return first, second
 
 
-def tier(core: Core, name: str) -> Tier:
+def tier(core: AgentParts, name: str) -> Tier:
     found = core.node.tier(name)
     assert found is not None
     return found
 
 
-async def moved(core: Core, entry: Entry, source: str, target: str) -> Residence:
+async def moved(core: AgentParts, entry: Entry, source: str, target: str) -> Residence:
     """Copy between tiers and drop the source; the copy that was made."""
     residence = entry.residence(tier(core, source))
     assert residence is not None
-    assert await core.mover.copy(entry, residence, tier(core, target), None, Priority.DEMOTE)
+    assert await core.cache.mover.copy(entry, residence, tier(core, target), None, Priority.DEMOTE)
     core.node.drop_copy(entry, tier(core, source))
     made = entry.residence(tier(core, target))
     assert made is not None
     return made
 
 
-async def loaded(core: Core, entry: Entry) -> tuple[str, bytes]:
+async def loaded(core: AgentParts, entry: Entry) -> tuple[str, bytes]:
     """Form and verified bytes of the copy that comes up to memory."""
-    assert await core.fetcher.raise_up(entry, "a") is not None
+    assert await core.cache.fetcher.raise_up(entry, "a") is not None
     residence = entry.residence(tier(core, "dram"))
     assert residence is not None
     assert residence.tier.mappable is not None
@@ -108,7 +108,7 @@ def floats(raw: bytes) -> npt.NDArray[np.float64]:
     return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64).reshape(4, -1)
 
 
-async def test_a_block_below_memory_is_within_the_permitted_error_and_says_that_it_is_worn(core: Core) -> None:
+async def test_a_block_below_memory_is_within_the_permitted_error_and_says_that_it_is_worn(core: AgentParts) -> None:
     _, entry = await written(core)
 
     below = await moved(core, entry, "dram", "nvme")
@@ -122,7 +122,7 @@ async def test_a_block_below_memory_is_within_the_permitted_error_and_says_that_
         assert np.linalg.norm(was - came) <= PERMITTED * np.linalg.norm(was)
 
 
-async def test_the_first_block_of_a_prompt_loses_nothing(core: Core) -> None:
+async def test_the_first_block_of_a_prompt_loses_nothing(core: AgentParts) -> None:
     entry, _ = await written(core)
 
     below = await moved(core, entry, "dram", "nvme")
@@ -131,7 +131,7 @@ async def test_the_first_block_of_a_prompt_loses_nothing(core: Core) -> None:
     assert await loaded(core, entry) == ("raw", raw_of(1))
 
 
-async def test_a_worn_block_goes_down_again_without_loss(core: Core) -> None:
+async def test_a_worn_block_goes_down_again_without_loss(core: AgentParts) -> None:
     _, entry = await written(core)
     await moved(core, entry, "dram", "nvme")
     _, content = await loaded(core, entry)
@@ -145,7 +145,7 @@ async def test_a_worn_block_goes_down_again_without_loss(core: Core) -> None:
         core.node.drop_copy(entry, tier(core, "nvme"))
 
 
-async def test_a_lossy_form_goes_from_medium_to_medium_as_it_is(core: Core) -> None:
+async def test_a_lossy_form_goes_from_medium_to_medium_as_it_is(core: AgentParts) -> None:
     _, entry = await written(core)
     above = await moved(core, entry, "dram", "nvme")
     was = stored(above)
@@ -158,7 +158,9 @@ async def test_a_lossy_form_goes_from_medium_to_medium_as_it_is(core: Core) -> N
 
 
 @pytest.mark.parametrize("is_archive", [True, False])
-async def test_archives_alone_get_forms_that_take_long_within_the_same_error(core: Core, *, is_archive: bool) -> None:
+async def test_archives_alone_get_forms_that_take_long_within_the_same_error(
+    core: AgentParts, *, is_archive: bool
+) -> None:
     _, entry = await written(core)
     backend = tier(core, "s3").backend
     assert isinstance(backend, DictBackend)
@@ -174,35 +176,35 @@ async def test_archives_alone_get_forms_that_take_long_within_the_same_error(cor
         assert np.linalg.norm(was - came) <= PERMITTED * np.linalg.norm(was)
 
 
-async def test_an_exact_copy_is_read_before_a_lossy_one(core: Core) -> None:
+async def test_an_exact_copy_is_read_before_a_lossy_one(core: AgentParts) -> None:
     _, entry = await written(core)
     permit(core, "Lossless", 0)
     source = entry.residence(tier(core, "dram"))
     assert source is not None
-    assert await core.mover.copy(entry, source, tier(core, "s3"), None, Priority.ARCHIVE)
+    assert await core.cache.mover.copy(entry, source, tier(core, "s3"), None, Priority.ARCHIVE)
     permit(core, "Auto", 30)
     assert (await moved(core, entry, "dram", "nvme")).record.codec == "mixed"
 
     assert await loaded(core, entry) == ("raw", raw_of(2))
 
 
-async def test_a_rotten_lossy_copy_is_a_miss(core: Core) -> None:
+async def test_a_rotten_lossy_copy_is_a_miss(core: AgentParts) -> None:
     _, entry = await written(core)
     below = await moved(core, entry, "dram", "nvme")
     assert isinstance(below.tier.backend, DictBackend)
     below.tier.backend.stored[below.slot.stamp] = stored(below)[:-1] + b"\xff"
 
-    assert await core.fetcher.raise_up(entry, "a") is None
+    assert await core.cache.fetcher.raise_up(entry, "a") is None
     assert core.node.index.find(SCOPE, entry.digest) is None
 
 
-async def test_blocks_from_peers_may_be_worn_where_errors_are_permitted(core: Core) -> None:
+async def test_blocks_from_peers_may_be_worn_where_errors_are_permitted(core: AgentParts) -> None:
     assert core.node.arriving_form == "worn"
     permit(core, "Auto", 0)
     assert core.node.arriving_form == "raw"
 
 
-async def test_what_became_of_planes_is_counted(core: Core) -> None:
+async def test_what_became_of_planes_is_counted(core: AgentParts) -> None:
     _, entry = await written(core)
     told = []
     core.node.counters.add = lambda name, amount=1, **labels: told.append((name, amount, labels))  # type: ignore[method-assign]
@@ -211,7 +213,7 @@ async def test_what_became_of_planes_is_counted(core: Core) -> None:
     assert sum(amount for name, amount, _ in told if name == "kvstrata_codec_planes_total") == 4
 
 
-async def test_an_unknown_layout_loses_nothing(core: Core) -> None:
+async def test_an_unknown_layout_loses_nothing(core: AgentParts) -> None:
     core.node.layouts.clear()
     _, entry = await written(core)
 

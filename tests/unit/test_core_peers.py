@@ -65,7 +65,7 @@ async def test_a_slow_directory_is_waited_for_where_computing_would_take_longer(
 
 async def test_reads_from_peers_take_their_turn_on_a_path_of_their_own(pair: Pair) -> None:
     await pair.store([1, 2, 3])
-    path = pair.b.mover.traffic.paths.between("remote", "dram")
+    path = pair.b.cache.mover.traffic.paths.between("remote", "dram")
     path.gate._width = 1
 
     async with path.gate.enter(Turn(Priority.DEMOTE, "z", 100, 1)):
@@ -79,7 +79,7 @@ async def test_reads_from_peers_take_their_turn_on_a_path_of_their_own(pair: Pai
 
 async def test_reads_from_peers_that_find_too_many_waiting_are_misses_and_leave_nothing(pair: Pair) -> None:
     await pair.store([1, 2, 3])
-    gate = pair.b.mover.traffic.paths.between("remote", "dram").gate
+    gate = pair.b.cache.mover.traffic.paths.between("remote", "dram").gate
     gate._width, gate._waiting_max = 1, 0
 
     async with gate.enter(Turn(Priority.DEMOTE, "z", 100, 1)):
@@ -92,12 +92,12 @@ async def test_reads_from_peers_that_find_too_many_waiting_are_misses_and_leave_
 
 async def test_a_full_path_from_peers_is_told_of_and_nobodys_blocks_are_plain_misses(pair: Pair) -> None:
     await pair.store([1, 2, 3])
-    gate = pair.b.mover.traffic.paths.between("remote", "dram").gate
+    gate = pair.b.cache.mover.traffic.paths.between("remote", "dram").gate
     gate._width, gate._waiting_max = 1, 0
 
     async with gate.enter(Turn(Priority.DEMOTE, "z", 100, 1)):
-        there = await pair.b.reader.acquire(place(), [digest(n) for n in (1, 2, 3)], 30.0, 2.0)
-        nowhere = await pair.b.reader.acquire(place(), [digest(7)], 30.0, 2.0)
+        there = await pair.b.cache.reader.acquire(place(), [digest(n) for n in (1, 2, 3)], 30.0, 2.0)
+        nowhere = await pair.b.cache.reader.acquire(place(), [digest(7)], 30.0, 2.0)
 
     assert (there.reads, there.busy_s) == ([], REFUSED_S)
     assert (nowhere.reads, nowhere.busy_s) == ([], 0.0)
@@ -106,11 +106,11 @@ async def test_a_full_path_from_peers_is_told_of_and_nobodys_blocks_are_plain_mi
 async def test_a_lookup_counts_what_others_hold(pair: Pair) -> None:
     await pair.store([1, 2])
     digests = [digest(n) for n in (1, 2, 3)]
-    entries = pair.b.reader.lookup_now(place(), digests)
+    entries = pair.b.cache.reader.lookup_now(place(), digests)
 
-    located = await pair.b.reader.locate(place(), digests, entries)
+    located = await pair.b.cache.reader.locate(place(), digests, entries)
 
-    found = pair.b.reader.answer(entries, located)
+    found = pair.b.cache.reader.answer(entries, located)
     assert found.states == bytes([Lookup.HIT, Lookup.HIT, Lookup.MISS])
     assert found.places == bytes([128, 128])
 
@@ -144,9 +144,9 @@ async def test_what_lies_below_memory_is_lent_as_well(pair: Pair) -> None:
 async def test_without_the_directory_the_answer_is_that_it_cannot_be_told(pair: Pair) -> None:
     await pair.store([1])
     pair.directories["b"].is_up = False
-    entries = pair.b.reader.lookup_now(place(), [digest(1)])
+    entries = pair.b.cache.reader.lookup_now(place(), [digest(1)])
 
-    assert pair.b.reader.answer(entries, {}).states == bytes([Lookup.RETRY])
+    assert pair.b.cache.reader.answer(entries, {}).states == bytes([Lookup.RETRY])
     assert await load(pair.b, [1]) == []
 
 
@@ -208,7 +208,9 @@ async def test_extents_are_registered_before_use_and_let_go_of_before_they_vanis
 async def test_a_loan_that_nobody_waits_for_any_more_leaves_no_lease(pair: Pair) -> None:
     await pair.store(range(1, 25))
     keys = [BlockKey(SCOPE, digest(n)) for n in range(1, 25)]
-    assert any(pair.a.fetcher.up_already(entry) is None for entry in pair.a.node.index), "some have to be brought up"
+    assert any(pair.a.cache.fetcher.up_already(entry) is None for entry in pair.a.node.index), (
+        "some have to be brought up"
+    )
     holding = 0
     for steps in range(20):
         asked = asyncio.create_task(pair.a.lender.lend(keys, LAYOUT_ID, 60.0))
@@ -225,7 +227,7 @@ async def test_a_loan_that_nobody_waits_for_any_more_leaves_no_lease(pair: Pair)
 
 async def test_a_fetch_that_fails_while_it_takes_slots_leaves_none(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     await pair.store([1, 2, 3])
-    room, tier, asked = pair.b.room.reserve, pair.b.node.tiers[0], []
+    room, tier, asked = pair.b.cache.room.reserve, pair.b.node.tiers[0], []
 
     async def reserve(want: Want, deadline_s: float) -> SlotRef:
         asked.append(want)
@@ -233,7 +235,7 @@ async def test_a_fetch_that_fails_while_it_takes_slots_leaves_none(pair: Pair, m
             raise ValueError("not an answer")
         return await room(want, deadline_s)
 
-    monkeypatch.setattr(pair.b.room, "reserve", reserve)
+    monkeypatch.setattr(pair.b.cache.room, "reserve", reserve)
     monkeypatch.setattr(Node, "take_run", lambda node, want, count: [node.take(want)] if count > 1 else [])
 
     assert await load(pair.b, [1, 2, 3]) == []
@@ -245,9 +247,9 @@ async def test_a_session_is_taken_over_with_its_chain(pair: Pair) -> None:
     await pair.store(range(1, 9))
     told = SessionRecord("a", "batch", "archived", head=digest(8), agent="pool.a", urgency=5)
     pair.directories["b"].sessions[secret(SCOPE).tag(), "s"] = told
-    session = pair.b.life.open(1, "a", secret(SCOPE), "s", parent="", priority="")
-    pair.b.life.revive_from_directory(session, [place(OTHER_SCOPE), place()])
-    await asyncio.wait(pair.b.life._tasks)
+    session = pair.b.cache.life.open(1, "a", secret(SCOPE), "s", parent="", priority="")
+    pair.b.cache.life.revive_from_directory(session, [place(OTHER_SCOPE), place()])
+    await asyncio.wait(pair.b.cache.life._tasks)
 
     assert [h.digest for h in session.heads] == [digest(8)]
     assert (session.priority, session.turns) == ("batch", 1)
@@ -258,9 +260,9 @@ async def test_a_session_is_taken_over_with_its_chain(pair: Pair) -> None:
 async def test_a_session_whose_blocks_are_nowhere_is_opened_all_the_same(pair: Pair) -> None:
     told = SessionRecord("a", "", "idle", head=digest(8), agent="pool.gone")
     pair.directories["b"].sessions[secret(SCOPE).tag(), "s"] = told
-    session = pair.b.life.open(1, "a", secret(SCOPE), "s", parent="", priority="")
-    pair.b.life.revive_from_directory(session, [place()])
-    await asyncio.wait(pair.b.life._tasks)
+    session = pair.b.cache.life.open(1, "a", secret(SCOPE), "s", parent="", priority="")
+    pair.b.cache.life.revive_from_directory(session, [place()])
+    await asyncio.wait(pair.b.cache.life._tasks)
 
     assert not session.heads
     assert not any(e.move for e in pair.b.node.index)

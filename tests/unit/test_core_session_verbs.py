@@ -39,9 +39,9 @@ class Told:
         self.sessions.append((session, record.state if record else "forgotten"))
 
 
-async def test_the_directory_is_told_of_every_step_of_a_session(engine: Engine) -> None:
+async def test_the_directory_is_told_of_every_step_of_a_session() -> None:
     told = Told()
-    engine.core.directory = cast("Directory", told)
+    engine = await Engine(cast("Directory", told)).attach()
 
     for archive in (True, False):
         await engine.ask(wire.OpenSession(1, "chat"))
@@ -68,7 +68,7 @@ async def test_a_decoding_sessions_blocks_stay_and_an_idle_ones_go(engine: Engin
 
 
 async def test_an_archived_session_gets_a_copy_that_survives_before_memory_is_short(engine: Engine) -> None:
-    work = asyncio.create_task(engine.core.archiver.run())
+    work = asyncio.create_task(engine.core.cache.archiver.run())
     await engine.ask(wire.OpenSession(1, "s"))
     await engine.store(1, 2, 3, session="s")
     await engine.ask(wire.CloseSession(1, "s", archive=True))
@@ -103,7 +103,7 @@ async def test_a_session_that_is_gone_guards_nothing_that_a_slow_request_brings_
     entry = engine.core.node.index.find(SCOPE, digest(1))
     assert session is not None
     assert entry is not None
-    engine.core.life.forget(session)
+    engine.core.cache.life.forget(session)
     session.follow([entry])
 
     assert (entry.guards, entry.followers, tuple(session.heads)) == (None, None, ())
@@ -130,7 +130,7 @@ async def test_a_session_has_a_priority_that_its_tenant_may_use(engine: Engine) 
 
 
 async def test_a_close_that_waits_says_whether_the_session_is_archived(engine: Engine) -> None:
-    work = asyncio.create_task(engine.core.archiver.run())
+    work = asyncio.create_task(engine.core.cache.archiver.run())
     await engine.ask(wire.OpenSession(1, "s"))
     await engine.store(1, 2, 3, session="s")
     assert (await engine.ask(wire.CloseSession(1, "s", archive=True, deadline_s=5.0))).count == 2
@@ -147,5 +147,5 @@ async def test_a_tenant_of_the_same_name_does_not_find_the_sessions_of_the_one_b
     await engine.store(1, 2, session="chat")
     again = ScopeSecret(ScopeId("tenant/a/another-uid/v1"), bytes(32))
 
-    assert engine.core.life.find("a", engine.at.own_secret, "chat") is not None
-    assert engine.core.life.find("a", again, "chat") is None
+    assert engine.core.cache.life.find("a", engine.at.own_secret, "chat") is not None
+    assert engine.core.cache.life.find("a", again, "chat") is None

@@ -23,12 +23,12 @@ from agent_doubles import (
 )
 from virtual_loop import run_virtually
 
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.block import Residence
 from kvstrata_agent.blocks.sessions import Session, SessionState
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache import session_lifecycle as session_life
 from kvstrata_agent.cache.archive import RETRY_MAX_S, RETRY_S
-from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.cache.request import Place
 from kvstrata_agent.cache.session_journal import SessionJournal
 from kvstrata_agent.movement.fair_queue import Priority
@@ -68,13 +68,13 @@ class Run:
         self.clock = Clock()
         self.low = low
         node = make_node([dram_tier(SLOTS * BLOCK_BYTES), low], self.clock, policy={"admission": {"type": "Always"}})
-        kept = SessionJournal(journal)
+        kept = SessionJournal(journal, self.clock)
         kept.load()
-        self.core = Core(node, TestCodecs(), cast("Directory", directory), None, kept, self.clock)
-        self.work = asyncio.create_task(self.core.archiver.run())
+        self.core = AgentParts(node, TestCodecs(), cast("Directory", directory), None, kept)
+        self.work = asyncio.create_task(self.core.cache.archiver.run())
 
     def open(self, name: str, *, parent: str = "", owner: int = 1) -> Session:
-        return self.core.life.open(owner, "a", SECRET, name, parent=parent, priority="")
+        return self.core.cache.life.open(owner, "a", SECRET, name, parent=parent, priority="")
 
     def place(self, session: Session | None = None) -> Place:
         return Place(1, "a", SECRET, LAYOUT_ID, BLOCK_BYTES, session)
@@ -92,8 +92,8 @@ class Run:
         if not is_killed:
             await self.core.close()
         self.work.cancel()
-        await self.core.fetcher.close()
-        await self.core.room.close()
+        await self.core.cache.fetcher.close()
+        await self.core.cache.room.close()
         await self.core.node.tiers[0].backend.close()
 
 
@@ -136,8 +136,8 @@ async def test_a_fork_that_decodes_keeps_the_chain_of_a_parent_that_is_gone(run:
     parent = run.open("parent")
     await run.store([1, 2, 3], parent)
     fork = run.open("fork", parent="parent")
-    run.core.life.touch(fork, SessionState.DECODING, 0, 0.0)
-    run.core.life.finish(parent, archive=False)
+    run.core.cache.life.touch(fork, SessionState.DECODING, 0, 0.0)
+    run.core.cache.life.finish(parent, archive=False)
     for n in range(100, 160):
         await run.store([n])
 
@@ -146,7 +146,7 @@ async def test_a_fork_that_decodes_keeps_the_chain_of_a_parent_that_is_gone(run:
 
 async def test_writers_get_less_when_everything_is_decoded_from(run: Run) -> None:
     session = run.open("s")
-    run.core.life.touch(session, SessionState.DECODING, 0, 0.0)
+    run.core.cache.life.touch(session, SessionState.DECODING, 0, 0.0)
     assert await run.store(list(range(1, SLOTS + 1)), session) == SLOTS
     assert await run.store([100, 101]) == 0
     assert [run.tiers_of(n) for n in range(1, SLOTS + 1)] == [["dram"]] * SLOTS
@@ -160,7 +160,7 @@ async def test_a_pruned_branch_goes_first_and_leaves_the_trunk_alone(run: Run) -
     branch = run.open("branch", parent="trunk")
     run.clock.now_s += 1
     await run.store([3, 4], branch, parent=2)
-    run.core.life.finish(branch, archive=False)
+    run.core.cache.life.finish(branch, archive=False)
 
     index = run.core.node.index
     used_s = {n: e.used_at_s for n in (1, 2, 3, 4, 50) if (e := index.find(SCOPE, digest(n))) is not None}
@@ -170,7 +170,7 @@ async def test_a_pruned_branch_goes_first_and_leaves_the_trunk_alone(run: Run) -
 
 async def test_a_failed_block_amid_a_chain_leaves_no_gap_in_the_guard(run: Run) -> None:
     session = run.open("s")
-    run.core.life.touch(session, SessionState.DECODING, 0, 0.0)
+    run.core.cache.life.touch(session, SessionState.DECODING, 0, 0.0)
     await run.store([1, 2, 3, 4], session)
     middle = run.core.node.index.find(SCOPE, digest(3))
     assert middle is not None
@@ -183,13 +183,13 @@ async def test_a_failed_block_amid_a_chain_leaves_no_gap_in_the_guard(run: Run) 
 
 def test_a_session_is_archived_when_all_of_it_survives_and_not_before() -> None:
     async def story() -> None:
-        run, told = Run(low_tier()), Told()
-        run.core.directory = cast("Directory", told)
+        told = Told()
+        run = Run(low_tier(), directory=told)
         session = run.open("s")
         await run.store([1, 2, 3], session)
         assert isinstance(run.low.backend, DictBackend)
         run.low.backend.failing_writes = 1
-        run.core.life.finish(session, archive=True)
+        run.core.cache.life.finish(session, archive=True)
         await asyncio.sleep(1.0)
         assert state_of(session) is SessionState.ARCHIVING
         assert told.sessions["s"] is not None
@@ -199,7 +199,7 @@ def test_a_session_is_archived_when_all_of_it_survives_and_not_before() -> None:
         await asyncio.sleep(RETRY_S)
         assert state_of(session) is SessionState.ARCHIVED
         assert all("nvme" in run.tiers_of(n) for n in (1, 2, 3))
-        await run.core.life.tend()
+        await run.core.cache.life.tend()
         assert told.sessions["s"].state == "archived"
         await run.die()
 
@@ -214,12 +214,12 @@ def test_a_session_that_nothing_gets_through_for_is_tried_ever_seldomer_and_at_l
         backend = run.low.backend
         assert isinstance(backend, DictBackend)
         backend.fails_writes = True
-        run.core.life.finish(session, archive=True)
+        run.core.cache.life.finish(session, archive=True)
         tried_s, seen = [], 0
         for second in range(300):
             await asyncio.sleep(1.0)
             run.low.paused_until_s = 0.0
-            run.core.archiver.send_down((), Priority.ARCHIVE)  # Other work does not hurry it.
+            run.core.cache.archiver.send_down((), Priority.ARCHIVE)  # Other work does not hurry it.
             if backend.writes > seen:
                 tried_s.append(second)
             seen = backend.writes
@@ -237,7 +237,7 @@ def test_a_session_that_nothing_gets_through_for_is_tried_ever_seldomer_and_at_l
 async def test_a_session_that_comes_back_is_not_archived_under_its_hands(run: Run) -> None:
     session = run.open("s")
     await run.store([1, 2, 3], session)
-    run.core.life.finish(session, archive=True)
+    run.core.cache.life.finish(session, archive=True)
     run.open("s")
     for _ in range(50):
         await asyncio.sleep(0)
@@ -248,13 +248,13 @@ async def test_a_session_that_comes_back_is_not_archived_under_its_hands(run: Ru
 async def test_an_idle_session_is_finished_after_the_pools_retention(run: Run) -> None:
     session = run.open("s")
     await run.store([1, 2], session)
-    run.core.life.touch(session, SessionState.IDLE, 0, 100.0)
+    run.core.cache.life.touch(session, SessionState.IDLE, 0, 100.0)
     idle_s = run.core.node.spec.policy.retention.idle_seconds
     run.clock.now_s += idle_s + 99
-    run.core.life.sweep(run.clock())
+    run.core.cache.life.sweep(run.clock())
     assert session.state is SessionState.IDLE, "it is expected back later than that"
     run.clock.now_s += 2
-    run.core.life.sweep(run.clock())
+    run.core.cache.life.sweep(run.clock())
     await steps_until(lambda: session.state is SessionState.ARCHIVED)
 
 
@@ -264,7 +264,7 @@ async def test_chains_of_a_session_hold_each_block_once_and_parents_first(run: R
     for fork in (4, 5, 6):
         await run.store([fork], session, parent=2)
 
-    chains = run.core.archiver.chains(session)
+    chains = run.core.cache.archiver.chains(session)
 
     assert [[e.digest for e in chain] for chain in chains] == [
         [digest(1), digest(2), digest(3)],
@@ -276,7 +276,7 @@ async def test_chains_of_a_session_hold_each_block_once_and_parents_first(run: R
 
 async def test_sessions_that_return_are_looked_at_in_bounded_parts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_life, "LOOK_BLOCKS", 2)
-    life, origin = run.core.life, run.open("origin")
+    life, origin = run.core.cache.life, run.open("origin")
     await run.store([1, 2], origin)
     for number in range(3):
         run.open(f"s{number}", parent="origin")
@@ -289,29 +289,29 @@ async def test_sessions_that_return_are_looked_at_in_bounded_parts(run: Run, mon
 
 async def test_sessions_that_were_forgotten_are_not_expected_back(run: Run) -> None:
     session = run.open("s")
-    run.core.life.touch(session, SessionState.IDLE, 0, 1e9)
+    run.core.cache.life.touch(session, SessionState.IDLE, 0, 1e9)
     run.core.node.sessions.forget(session)  # As one that makes room for others is.
 
-    run.core.life.bring_up(run.clock())
+    run.core.cache.life.bring_up(run.clock())
 
-    assert not run.core.life._expected
+    assert not run.core.cache.life._expected
 
 
 async def test_an_archived_session_is_the_same_one_after_a_kill(tmp_path: Path) -> None:
     low = low_tier()
     first = Run(low, tmp_path / "journal")
     origin = first.open("origin")
-    session = first.core.life.open(1, "a", SECRET, "s", parent="origin", priority="batch")
+    session = first.core.cache.life.open(1, "a", SECRET, "s", parent="origin", priority="batch")
     await first.store([1, 2, 3], session)
-    first.core.life.finish(session, archive=True)
+    first.core.cache.life.finish(session, archive=True)
     await steps_until(lambda: session.state is SessionState.ARCHIVED)
-    await first.core.life.tend()
+    await first.core.cache.life.tend()
     assert origin.state is SessionState.OPEN
     await first.die()
 
     second = Run(again(low), tmp_path / "journal")
     recover(second, first)
-    found = second.core.life.find("a", SECRET, "s")
+    found = second.core.cache.life.find("a", SECRET, "s")
     assert found is not None
     assert (found.state, found.priority) == (SessionState.ARCHIVED, "batch")
     assert found.parent_digest == session_digest(SECRET, "origin")
@@ -320,7 +320,7 @@ async def test_an_archived_session_is_the_same_one_after_a_kill(tmp_path: Path) 
     opened = second.open("s")
     assert opened is found
     assert opened.turns == 1
-    second.core.life.bring_up(second.clock())
+    second.core.cache.life.bring_up(second.clock())
     await steps_until(lambda: all(second.tiers_of(n) == ["dram", "nvme"] for n in (1, 2, 3)))
     await second.die()
 
@@ -330,20 +330,20 @@ async def test_a_touch_or_a_fork_after_a_restart_finds_the_session_too(tmp_path:
     first = Run(low, tmp_path / "journal")
     session = first.open("s")
     await first.store([1, 2], session)
-    first.core.life.touch(session, SessionState.DECODING, 0, 0.0)
-    first.core.archiver.send_down(first.core.archiver.chain(next(iter(session.heads))), cast("Any", 4))
+    first.core.cache.life.touch(session, SessionState.DECODING, 0, 0.0)
+    first.core.cache.archiver.send_down(first.core.cache.archiver.chain(next(iter(session.heads))), cast("Any", 4))
     await steps_until(lambda: first.low.blocks == 2)
-    await first.core.life.tend()
+    await first.core.cache.life.tend()
     await first.die()
 
     second = Run(again(low), tmp_path / "journal")
     recover(second, first)
     fork = second.open("f", parent="s")
     assert [h.digest for h in fork.heads] == [digest(2)]
-    found = second.core.life.find("a", SECRET, "s")
+    found = second.core.cache.life.find("a", SECRET, "s")
     assert found is not None
     assert found.state is SessionState.IDLE, "whoever decoded from it has died with the agent"
-    assert second.core.life.find("a", SECRET, "never") is None
+    assert second.core.cache.life.find("a", SECRET, "never") is None
     await second.die()
 
 
@@ -352,17 +352,17 @@ async def test_a_head_that_comes_back_later_is_found_then(tmp_path: Path) -> Non
     first = Run(low, tmp_path / "journal")
     session = first.open("s")
     await first.store([1, 2], session)
-    first.core.life.finish(session, archive=True)
+    first.core.cache.life.finish(session, archive=True)
     await steps_until(lambda: session.state is SessionState.ARCHIVED)
-    await first.core.life.tend()
+    await first.core.cache.life.tend()
     await first.die()
 
     second = Run(again(low), tmp_path / "journal")
     early = second.open("s")
     assert not early.heads
-    await second.core.life.tend()
+    await second.core.cache.life.tend()
     recover(second, first)
-    late = second.core.life.find("a", SECRET, "s")
+    late = second.core.cache.life.find("a", SECRET, "s")
     assert late is early
     assert [h.digest for h in late.heads] == [digest(2)]
     await second.die()
@@ -374,16 +374,16 @@ async def test_another_node_takes_a_session_over_from_its_record() -> None:
     here = Run(low_tier(), None, told)
     await here.store([1, 2])
     session = here.open("s")
-    here.core.life.revive_from_directory(session, [here.place()])
-    here.core.life.tell(session)
+    here.core.cache.life.revive_from_directory(session, [here.place()])
+    here.core.cache.life.tell(session)
     record = told.sessions["s"]
     assert record is not None
     assert record.head == digest(2), "the record is read before it is written"
-    await steps_until(lambda: not here.core.life._reviving)
+    await steps_until(lambda: not here.core.cache.life._reviving)
 
     assert (session.priority, session.parent_digest, session.turns) == ("batch", b"p" * 16, 1)
     assert [h.digest for h in session.heads] == [digest(2)]
-    await here.core.life.tend()
+    await here.core.cache.life.tend()
     record = told.sessions["s"]
     assert record is not None
     assert (record.state, record.head) == ("open", digest(2))
@@ -393,7 +393,7 @@ async def test_another_node_takes_a_session_over_from_its_record() -> None:
 async def test_a_session_decodes_until_the_last_of_its_ranks_is_gone(run: Run) -> None:
     session = run.open("s", owner=1)
     await run.store([1], session)
-    run.core.life.touch(session, SessionState.DECODING, 0, 0.0, 1)
+    run.core.cache.life.touch(session, SessionState.DECODING, 0, 0.0, 1)
     states = []
     run.open("s", owner=2)
     states.append(session.state)
@@ -406,7 +406,7 @@ async def test_a_session_decodes_until_the_last_of_its_ranks_is_gone(run: Run) -
 async def test_what_is_stored_after_the_archive_is_archived_as_well(run: Run) -> None:
     session = run.open("s")
     await run.store([1], session)
-    run.core.life.finish(session, archive=True)
+    run.core.cache.life.finish(session, archive=True)
     await steps_until(lambda: session.state is SessionState.ARCHIVED)
     await run.store([2], session, parent=1)
     assert session.state is SessionState.ARCHIVING

@@ -115,7 +115,7 @@ async def test_devices_are_counted_one_by_one(at: Node) -> None:
     tier = await at.tier()
     part, _ = tier.backend._parts  # type: ignore[attr-defined]
     part.health.write_failed("Input/output error", asyncio.get_running_loop().time())
-    Sweeper(at.core, FakeAuthenticator()).gauges()
+    Sweeper(at.core.cache, FakeAuthenticator()).gauges()
 
     counters = at.core.node.counters
     up = {labels[-1]: child._value.get() for labels, child in counters._children.items() if "device_up" in labels[0]}

@@ -73,22 +73,22 @@ async def test_an_archive_goes_on_after_a_failure_that_nobody_has_thought_of(mon
     monkeypatch.setattr(sweep, "RETRY_S", 0.0)
     engine = await Engine().attach()
     core = engine.core
-    sweeping = asyncio.create_task(Sweeper(core, engine.authenticator).run())
+    sweeping = asyncio.create_task(Sweeper(core.cache, engine.authenticator).run())
     await engine.ask(wire.OpenSession(1, "s"))
     await engine.store(1, 2, session="s")
-    sound, failures = core.room.sink_into, []
+    sound, failures = core.cache.room.sink_into, []
 
     async def broken(*_: object) -> bool:
         failures.append(1)
-        monkeypatch.setattr(core.room, "sink_into", sound)
+        monkeypatch.setattr(core.cache.room, "sink_into", sound)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(core.room, "sink_into", broken)
+    monkeypatch.setattr(core.cache.room, "sink_into", broken)
     await engine.ask(wire.CloseSession(2, "s", archive=True))
 
     session = core.node.sessions.find("a", "s")
     assert session is not None
-    assert await core.archiver.archived(session, 30.0)
+    assert await core.cache.archiver.archived(session, 30.0)
 
     assert failures
     assert not sweeping.done()

@@ -88,7 +88,7 @@ async def test_a_lease_is_never_longer_than_its_bound(engine: Engine) -> None:
     await engine.store(1)
     await engine.acquire(1, lease_s=1e9)
     engine.clock.now_s += LEASE_S_MAX
-    Sweeper(engine.core, engine.authenticator).expire()
+    Sweeper(engine.core.cache, engine.authenticator).expire()
 
     assert len(engine.core.node.leases) == 0
 
@@ -128,7 +128,7 @@ async def test_a_prefetch_brings_blocks_up_before_they_are_asked_for(engine: Eng
 
     assert (await engine.ask(wire.Prefetch(1, SCOPE, b"".join(map(digest, (1, 2, 3)))))).count == 3
     await asyncio.sleep(0)  # Transfers begin together, in the next step of the loop.
-    await asyncio.gather(*engine.core.fetcher._tasks)
+    await asyncio.gather(*engine.core.cache.fetcher._tasks)
 
     assert {b.source for b in (await engine.acquire(1, 2, 3)).blocks} == {"dram"}
 
@@ -137,7 +137,7 @@ async def test_a_prefetch_stays_within_the_pools_bytes_in_flight() -> None:
     engine = await Engine(prefetch={"maxInflightBytes": 2 * BLOCK_BYTES}).attach()
     await engine.store(1, 2, 3, 4, 5)
     await engine.push_down()
-    engine.core.mover.bytes_under_way = 2 * BLOCK_BYTES
+    engine.core.cache.mover.bytes_under_way = 2 * BLOCK_BYTES
 
     assert (await engine.ask(wire.Prefetch(1, SCOPE, b"".join(map(digest, range(1, 6)))))).count == 0
     await close(engine)
@@ -152,7 +152,7 @@ async def test_pinned_blocks_stay_until_the_pin_runs_out(engine: Engine) -> None
     engine.core.node.end_leases(engine.core.node.leases.end_owner(1))
 
     engine.clock.now_s += 60.0
-    Sweeper(engine.core, engine.authenticator).expire()
+    Sweeper(engine.core.cache, engine.authenticator).expire()
     for n in range(200, 240):
         await engine.store(n)
     assert {b.source for b in (await engine.acquire(1, 2)).blocks} == {"nvme"}
@@ -182,7 +182,7 @@ async def test_a_stretch_that_is_cheaper_to_compute_is_not_fetched() -> None:
 
 async def test_blocks_that_are_not_admitted_go_down_at_once() -> None:
     engine = await Engine(admission={"type": "Never"}).attach()
-    work = asyncio.create_task(engine.core.archiver.run())
+    work = asyncio.create_task(engine.core.cache.archiver.run())
     await engine.store(1, 2)
     await steps_until(lambda: engine.core.node.tiers[1].blocks == 2)
     work.cancel()
@@ -253,7 +253,7 @@ async def test_a_relocated_block_has_its_own_checksum(engine: Engine) -> None:
     before = entry.residences[0]
     tier = engine.core.node.tiers[0]
 
-    assert await engine.core.room._relocate(entry, tier)
+    assert await engine.core.cache.room._relocate(entry, tier)
 
     after = entry.residences[0]
     assert after.slot != before.slot
@@ -265,7 +265,7 @@ async def test_a_relocated_block_has_its_own_checksum(engine: Engine) -> None:
 
 async def test_a_lease_that_was_waited_for_too_long_is_not_handed_out(engine: Engine) -> None:
     await engine.store(1, 2)
-    place, reader = Place(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES), engine.core.reader
+    place, reader = Place(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES), engine.core.cache.reader
     reads = reader.acquire_now(place, reader.lookup_now(place, [digest(1), digest(2)]), engine.clock() + 5.0)
     assert [r.lease.id for r in reader.live(place, reads, 9.0)] == [r.lease.id for r in reads]
     engine.clock.now_s += 6.0
@@ -278,12 +278,12 @@ async def test_a_lease_that_was_waited_for_too_long_is_not_handed_out(engine: En
 async def test_reservations_that_expired_while_the_rest_was_waited_for_are_not_handed_out(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, node = engine.core.writer, engine.core.node
+    writer, node = engine.core.cache.writer, engine.core.node
     now, later = writer.reserve_now, writer.reserve
 
     async def stopped(*given: Any, **more: Any) -> Any:
         engine.clock.now_s += RESERVATION_S
-        Sweeper(engine.core, engine.authenticator).expire()
+        Sweeper(engine.core.cache, engine.authenticator).expire()
         node.tiers[0].backend.compact()
         return await later(*given, **more)
 

@@ -286,7 +286,7 @@ class OneAtATime:
         self.goes = asyncio.Event()
         self._read = engine.low.read
         engine.low.read = self.read  # type: ignore[method-assign]
-        self.gate = engine.core.mover.traffic.paths.between("nvme", "dram").gate
+        self.gate = engine.core.cache.mover.traffic.paths.between("nvme", "dram").gate
         self.gate._width = 1
         found = (engine.core.node.index.find(SCOPE, digest(n)) for n in range(1, 6))
         self.entries = [e for e in found if e is not None]
@@ -306,7 +306,7 @@ async def test_what_a_reader_waits_for_overtakes_prefetches_until_the_reader_goe
     await engine.push_down()
     assert isinstance(engine.low, DictBackend)
     moves = OneAtATime(engine)
-    fetcher = engine.core.fetcher
+    fetcher = engine.core.cache.fetcher
     assert all(fetcher.start_prefetch(e) for e in moves.entries)
     await asyncio.sleep(0.01)
     reader = asyncio.create_task(fetcher.raise_up(moves.entries[3], "a"))
@@ -318,8 +318,8 @@ async def test_what_a_reader_waits_for_overtakes_prefetches_until_the_reader_goe
     await asyncio.gather(*fetcher._tasks, reader, return_exceptions=True)
 
     assert moves.order == [digest(n) for n in order]
-    assert not engine.core.mover.traffic._waiting
-    assert not engine.core.mover.traffic._wishes
+    assert not engine.core.cache.mover.traffic._waiting
+    assert not engine.core.cache.mover.traffic._wishes
     await close(engine)
 
 
@@ -328,19 +328,19 @@ async def test_weights_of_a_model_and_loads_of_blocks_share_the_path_that_both_n
     await engine.store(1, 2, 3, 4, 5)
     await engine.push_down()
     moves = OneAtATime(engine)
-    traffic = engine.core.mover.traffic
+    traffic = engine.core.cache.mover.traffic
 
     async def piece() -> None:
         async with traffic.weights("nvme", "dram", "model", 50, BLOCK_BYTES):
             moves.order.append(b"weights")
             await asyncio.sleep(0)
 
-    assert all(engine.core.fetcher.start_prefetch(e) for e in moves.entries)
+    assert all(engine.core.cache.fetcher.start_prefetch(e) for e in moves.entries)
     await asyncio.sleep(0.01)
     pieces = [asyncio.create_task(piece()) for _ in range(4)]
     await asyncio.sleep(0.01)
     moves.goes.set()
-    await asyncio.gather(*engine.core.fetcher._tasks, *pieces)
+    await asyncio.gather(*engine.core.cache.fetcher._tasks, *pieces)
 
     w = b"weights"
     assert moves.order == [digest(1), w, digest(2), digest(3), w, digest(4), digest(5), w, w]
@@ -353,5 +353,5 @@ async def test_weights_of_a_model_and_loads_of_blocks_share_the_path_that_both_n
 async def test_pieces_and_weights_out_of_bounds_are_refused(size_bytes: int, weight: int) -> None:
     engine = Engine()
     with pytest.raises(InvalidInputError, match=r"wanted$"):
-        await engine.core.mover.traffic.weights("nvme", "dram", "model", weight, size_bytes).__aenter__()
+        await engine.core.cache.mover.traffic.weights("nvme", "dram", "model", weight, size_bytes).__aenter__()
     await close(engine)

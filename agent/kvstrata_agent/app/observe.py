@@ -11,10 +11,10 @@ from kvstrata_api import __version__
 from kvstrata_api.models.poolnode import ERASING_MAX, TENANTS_MAX, TenantBytes, TenantErased
 
 if TYPE_CHECKING:
+    from kvstrata_agent.app.wiring import AgentParts
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
-    from kvstrata_agent.cache.cache import Core
     from kvstrata_agent.cache.ports import DirectoryState
     from kvstrata_agent.provision.provisioner import Provisioner, TierState
     from kvstrata_api.models.inventory import NodeReport
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def observe(
-    core: Core,
+    parts: AgentParts,
     provisioner: Provisioner,
     pool_node: KVPoolNode,
     *,
@@ -31,7 +31,7 @@ def observe(
     peer_address: str = "",
 ) -> Observed:
     """Look at everything that the status says."""
-    node = core.node
+    node, cache = parts.node, parts.cache
     drain = pool_node.spec.drain
     left = (0 if drain.mode == "Drop" else drain_left(node)) if drain.requested else None
     return Observed(
@@ -39,21 +39,21 @@ def observe(
         epoch=node.epoch,
         version=__version__,
         tiers=tuple(_tier(s, node.clock()) for s in provisioner.states.values()),
-        demand=core.demand.of_tiers(),
+        demand=cache.demand.of_tiers(),
         directory=directory,
         queried=node.counters.blocks_queried,
         hit=node.counters.blocks_hit,
         share_hits=dict(node.counters.share_hits),
         tenants=_tenants(node),
-        erased=tuple(TenantErased(uid=uid, key_version=v) for uid, v in core.tenancy.erased()[:ERASING_MAX]),
-        orders=core.orders.answers(),
+        erased=tuple(TenantErased(uid=uid, key_version=v) for uid, v in cache.tenancy.erased()[:ERASING_MAX]),
+        orders=parts.orders.answers(),
         memory_bytes=provisioner.memory_bytes,
         drain_left_blocks=left,
         is_drain_late=left is not None and is_late(drain.deadline),
         departure=provisioner.departure,
         node=machine,
         peer_address=peer_address,
-        drift=core.mover.coding.drift,
+        drift=cache.mover.coding.drift,
     )
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from kvstrata_agent.blocks.tier import Tier
-    from kvstrata_agent.cache.cache import Core
+    from kvstrata_agent.cache.cache import Cache
     from kvstrata_agent.cache.ports import Authenticator
 
 EXPIRE_S: Final = 0.25
@@ -43,9 +43,9 @@ _log = logging.getLogger(__name__)
 class Sweeper:
     """Expires, tends the tiers and sets the gauges."""
 
-    def __init__(self, core: Core, authenticator: Authenticator) -> None:
-        self._core = core
-        self._node = core.node
+    def __init__(self, cache: Cache, authenticator: Authenticator) -> None:
+        self._cache = cache
+        self._node = cache.node
         self._authenticator = authenticator
         self._unknown_since_s: dict[str, float] = {}
         self._shown: dict[tuple[str, str], int] = {}
@@ -57,9 +57,9 @@ class Sweeper:
             group.create_task(repeat("expire", EXPIRE_S, self._expire))
             group.create_task(repeat("tend", TEND_S, self._tend))
             group.create_task(repeat("announce", 0.0, self._announce))
-            group.create_task(repeat("sessions", SESSIONS_S, self._core.life.tend))
-            group.create_task(repeat("retention", RETENTION_S, self._core.tenancy.retire))
-            group.create_task(repeat("archive", RETRY_S, self._core.archiver.run))
+            group.create_task(repeat("sessions", SESSIONS_S, self._cache.life.tend))
+            group.create_task(repeat("retention", RETENTION_S, self._cache.tenancy.retire))
+            group.create_task(repeat("archive", RETRY_S, self._cache.archiver.run))
             group.create_task(repeat("fold", FOLD_S, self._fold))
 
     async def _fold(self) -> None:
@@ -73,7 +73,7 @@ class Sweeper:
     def expire(self) -> None:
         """End what has run out and drop blocks of scopes that were erased. One step, no waiting."""
         node, now_s = self._node, self._node.clock()
-        self._core.tenancy.sweep()
+        self._cache.tenancy.sweep()
         for kind, ended in (
             ("lease", node.end_leases(node.leases.sweep(now_s))),
             ("pin", len(node.pins.sweep(now_s))),
@@ -81,7 +81,7 @@ class Sweeper:
         ):
             if ended:
                 node.counters.add("kvstrata_expired_total", ended, kind=kind)
-        self._core.life.sweep(now_s)
+        self._cache.life.sweep(now_s)
         self._erase(now_s)
         node.changed.fire()
 
@@ -106,7 +106,7 @@ class Sweeper:
 
         Not while what was there is entered: a block whose children are still to come looks like the end of its chain.
         """
-        room = self._core.room
+        room = self._cache.room
         for tier in [t for t in self._node.tiers if not t.is_recovering]:
             if tier.is_closed:
                 await self._empty(tier)
@@ -125,7 +125,7 @@ class Sweeper:
         """Send one batch of a closed tier's blocks elsewhere; a drained one, which may stay so for days, has rests."""
         if not tier.is_leaving and self._node.clock() < tier.rests_until_s:
             return
-        tier.is_stuck = not await self._core.room.empty(tier)
+        tier.is_stuck = not await self._cache.room.empty(tier)
         tier.rest_s = min(max(STUCK_S, 2 * tier.rest_s), REST_S_MAX) if tier.is_stuck else 0.0
         tier.rests_until_s = self._node.clock() + tier.rest_s
 
@@ -166,12 +166,12 @@ class Sweeper:
             counters.set("kvstrata_sessions", count, state=state)
 
     def _show_handovers(self) -> None:
-        for role, growing in (("writer", self._node.growth.growing), ("reader", self._core.follower.growing)):
+        for role, growing in (("writer", self._node.growth.growing), ("reader", self._cache.follower.growing)):
             self._node.counters.set("kvstrata_handover_blocks", growing, role=role)
 
     def _show_paths(self) -> None:
         counters = self._node.counters
-        for path in self._core.mover.traffic.paths:
+        for path in self._cache.mover.traffic.paths:
             names = {"source": path.source, "target": path.target}
             counters.set("kvstrata_move_bytes_per_second", path.speed.bytes_per_s, **names)
             for traffic in TrafficClass:

@@ -16,6 +16,7 @@ from kvstrata_agent.app import observe
 from kvstrata_agent.app.epoch import next_epoch
 from kvstrata_agent.app.peering import Neighbours
 from kvstrata_agent.app.periodic import Sweeper, repeat
+from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends import registry
 from kvstrata_agent.backends import wipe as wiping
 from kvstrata_agent.backends.memory.mounts import read_mounts
@@ -24,7 +25,6 @@ from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.blocks.scope_secrets import ScopeMemory
 from kvstrata_agent.blocks.tenants import TenantBook
-from kvstrata_agent.cache.cache import Core
 from kvstrata_agent.cache.session_journal import SessionJournal
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_agent.fleet.directory.announcer import Announcer
@@ -127,8 +127,8 @@ class AgentProcess:
         node = self._make_node(world, neighbours, scopes, epoch)
         journal = SessionJournal(self._config.state_dir / "sessions.journal")
         await asyncio.to_thread(journal.load)
-        core = Core(node, CodecRegistry(), neighbours.directory, neighbours.peers, journal)
-        core.tenancy.follow(world.tenants)  # Before anything can ask for an eviction.
+        core = AgentParts(node, CodecRegistry(), neighbours.directory, neighbours.peers, journal)
+        core.cache.tenancy.follow(world.tenants)  # Before anything can ask for an eviction.
         make = partial(registry.make_backend, place=self._place(world))
         provisioner = Provisioner(node, make, self._facts.memory_bytes)
         stack.push_async_callback(provisioner.close)
@@ -141,7 +141,7 @@ class AgentProcess:
         world.start_heartbeat(epoch)
         self._announce_readiness(stack, neighbours.address, epoch)
         async with asyncio.TaskGroup() as group:
-            group.create_task(Sweeper(core, world.authenticator).run())
+            group.create_task(Sweeper(core.cache, world.authenticator).run())
             group.create_task(repeat("latecomers", LOOK_S, Latecomers(node, world.keyring).look))
             group.create_task(repeat("advice", ADVICE_S, Advice(node, neighbours.directory, scopes).listen))
             group.create_task(self._keep_following(world, core, provisioner))
@@ -168,10 +168,10 @@ class AgentProcess:
             tenants=TenantBook(is_armed=False),
         )
 
-    def _open_socket(self, stack: AsyncExitStack, world: KubeWorld, core: Core) -> Server:
+    def _open_socket(self, stack: AsyncExitStack, world: KubeWorld, core: AgentParts) -> Server:
         attaching = Attaching(core.node, world.authenticator)
         stack.callback(attaching.audit.close)
-        server = Server(self._config.socket, Verbs(core, attaching, SessionVerbs(core, attaching)))
+        server = Server(self._config.socket, Verbs(core.cache, attaching, SessionVerbs(core.cache, attaching)))
         server.start()
         stack.push_async_callback(server.close)
         _log.info("listening", extra={"what": "engines", "address": str(self._config.socket)})
@@ -185,7 +185,7 @@ class AgentProcess:
             ready.write(path, addresses | {"epoch": epoch})
             stack.callback(ready.remove, path)
 
-    async def _follow(self, world: KubeWorld, core: Core, provisioner: Provisioner) -> None:
+    async def _follow(self, world: KubeWorld, core: AgentParts, provisioner: Provisioner) -> None:
         """Make the node what is declared now; one that nobody declares any more keeps its tiers and drains."""
         pool_node = world.desired.pool_node
         wanted = pool_node.spec
@@ -229,7 +229,7 @@ class AgentProcess:
             return
         _log.info("nobody wants this agent any more", extra={"removal": removal.value, "memory_of": gone})
 
-    async def _keep_following(self, world: KubeWorld, core: Core, provisioner: Provisioner) -> None:
+    async def _keep_following(self, world: KubeWorld, core: AgentParts, provisioner: Provisioner) -> None:
         while True:
             await self._follow(world, core, provisioner)
             await provisioner.reprobe()
@@ -239,7 +239,7 @@ class AgentProcess:
                     await world.desired.changed()
 
     async def _keep_reporting(
-        self, world: KubeWorld, core: Core, provisioner: Provisioner, neighbours: Neighbours, server: Server
+        self, world: KubeWorld, core: AgentParts, provisioner: Provisioner, neighbours: Neighbours, server: Server
     ) -> None:
         while True:
             self._round_s = time.monotonic()

@@ -1,8 +1,7 @@
-"""The parts of one agent's core, put together once, and the few verbs that are too small for a part of their own."""
+"""The parts that answer for the blocks of one node, put together once, and verbs too small for a part of their own."""
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from kvstrata_agent.cache.archive import Archiver
@@ -18,16 +17,10 @@ from kvstrata_agent.cache.session_journal import SessionJournal
 from kvstrata_agent.cache.session_lifecycle import SessionLife
 from kvstrata_agent.cache.store import Writer
 from kvstrata_agent.cache.tenant_lifecycle import Tenancy
-from kvstrata_agent.fleet.peers.chain_lookup import Chains
-from kvstrata_agent.fleet.peers.lender import PeerGrower, PeerLender
-from kvstrata_agent.fleet.peers.shared_flash import FlashReader
 from kvstrata_agent.movement.mover import Mover
-from kvstrata_agent.operations.adopt import Adopter
-from kvstrata_agent.operations.migrate import Migrator
-from kvstrata_agent.operations.runner import Orders
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.cache.ports import Directory, Peers
@@ -35,8 +28,8 @@ if TYPE_CHECKING:
     from kvstrata_agent.movement.encoding import Codecs
 
 
-class Core:
-    """Everything that serves verbs, sweeps and peers; made in the event loop."""
+class Cache:
+    """Everything that serves verbs, periodic duties and peers; made in the event loop. No part of it knows it."""
 
     def __init__(
         self,
@@ -45,9 +38,8 @@ class Core:
         directory: Directory | None = None,
         peers: Peers | None = None,
         journal: SessionJournal | None = None,
-        wall: Callable[[], float] = time.time,
     ) -> None:
-        """Put the parts together; sessions are remembered in `journal`, and `wall` tells Unix seconds."""
+        """Put the parts together; sessions are remembered in `journal`."""
         self.node = node
         self.directory = directory
         self.mover = Mover(node, codecs)
@@ -59,21 +51,14 @@ class Core:
         self.parts = PartSums(node)
         self.demand = Demand(node)
         self.writer = Writer(node, self.room, self.archiver)
-        self.flash = FlashReader(node, codecs)
-        self.lender = PeerLender(node, self.fetcher, self.exports)
-        self.grower = PeerGrower(node)
-        self.chains = Chains(node, directory, peers)
         self.follower = Follower(node, self.room, followed(peers))
         self.explainer = Explainer(node, self.reader, self.archiver)
-        self.tenancy = Tenancy(self)
-        self.adopter = Adopter(self)
-        self.migrator = Migrator(node, peers)
-        self.orders = Orders(self)
-        self.life = SessionLife(self, SessionJournal() if journal is None else journal, wall)
+        journal = SessionJournal() if journal is None else journal
+        self.life = SessionLife(node, self.archiver, self.reader, self.fetcher, directory, journal)
+        self.tenancy = Tenancy(node, self.mover, self.writer, self.life)
 
     async def close(self) -> None:
         """Cancel background work. Tiers are closed by whoever opened them."""
-        await self.orders.close()
         await self.life.close()
         await self.follower.close()
         await self.fetcher.close()

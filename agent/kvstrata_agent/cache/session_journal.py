@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import binascii
 import logging
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -20,7 +21,7 @@ from kvstrata_agent.policy.fair_share import FairOrder
 from kvstrata_api.blocks import ScopeId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 ENTRIES_MAX: Final = 65_536
@@ -56,7 +57,9 @@ _decoder: Final = msgspec.msgpack.Decoder(tuple[bytes, Remembered | None])
 class SessionJournal:
     """Remembers sessions by digest. Without a path it lasts as long as the process."""
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, wall: Callable[[], float] = time.time) -> None:
+        """`wall` tells Unix seconds, the only time that outlives a process."""
+        self.wall = wall
         self._path = path
         self._known: dict[bytes, bytes] = {}
         """Frames by digest."""

@@ -17,9 +17,13 @@ from kvstrata_metadata.records import SessionRecord
 from kvstrata_metadata.schema import session_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from collections.abc import Coroutine, Iterator, Sequence
 
-    from kvstrata_agent.cache.cache import Core
+    from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.cache.archive import Archiver
+    from kvstrata_agent.cache.load import Reader
+    from kvstrata_agent.cache.ports import Directory
+    from kvstrata_agent.cache.promotion import Fetcher
     from kvstrata_agent.cache.request import Place
     from kvstrata_api.blocks import ScopeSecret
 
@@ -36,12 +40,22 @@ CHAIN_MAX: Final = 4096
 class SessionLife:
     """Carries out what happens to sessions. One for each agent; verbs and the sweep call it."""
 
-    def __init__(self, core: Core, journal: SessionJournal, wall: Callable[[], float]) -> None:
-        """Remember sessions in `journal`; `wall` tells Unix seconds, the only time that outlives a process."""
-        self._core = core
-        self._node = core.node
+    def __init__(
+        self,
+        node: Node,
+        archiver: Archiver,
+        reader: Reader,
+        fetcher: Fetcher,
+        directory: Directory | None,
+        journal: SessionJournal,
+    ) -> None:
+        """Remember sessions in `journal`."""
+        self._node = node
+        self._archiver = archiver
+        self._reader = reader
+        self._fetcher = fetcher
+        self._directory = directory
         self._journal = journal
-        self._wall = wall
         self._expected: dict[Session, None] = {}
         """Sessions whose blocks are to be brought up when it is time."""
         self._reviving: set[Session] = set()
@@ -85,7 +99,7 @@ class SessionLife:
 
     def revive_from_directory(self, session: Session, places: Sequence[Place]) -> None:
         """Ask the directory about a session that is new here; `places` are the caller's scopes. Returns at once."""
-        directory = self._core.directory
+        directory = self._directory
         if directory is None or not directory.is_up or session.secret is None:
             self.tell(session)
             return
@@ -106,7 +120,7 @@ class SessionLife:
         """End a session: its chain goes to a tier that survives, or what nobody else continues is the first to go."""
         self._expected.pop(session, None)
         self._node.changed.fire()
-        archiver = self._core.archiver
+        archiver = self._archiver
         if archive:
             session.enter(SessionState.ARCHIVING)
             archiver.archive(session)
@@ -152,8 +166,8 @@ class SessionLife:
         due.sort(key=lambda s: (-s.urgency_at(now_s), s.returns_at_s, s.guard))
         looked_at = 0
         for session in due:
-            chains = self._core.archiver.chains(session)
-            if not self._core.reader.prefetch_chains(chains):
+            chains = self._archiver.chains(session)
+            if not self._reader.prefetch_chains(chains):
                 return  # The bound is reached; the rest comes next time.
             del self._expected[session]
             looked_at += sum(map(len, chains))
@@ -171,7 +185,7 @@ class SessionLife:
                 self.tell(session)
 
     def _tell(self, session: Session, state: SessionState | None) -> None:
-        secret, directory = session.secret, self._core.directory
+        secret, directory = session.secret, self._directory
         session.is_changed = False
         if secret is None:
             return
@@ -182,7 +196,7 @@ class SessionLife:
             directory.note_session(secret, session.name, _record(session, state, return_s) if state else None)
 
     def _remembered(self, session: Session) -> Remembered:
-        returns_s = session.returns_at_s - self._node.clock() + self._wall() if session.returns_at_s else 0.0
+        returns_s = session.returns_at_s - self._node.clock() + self._journal.wall() if session.returns_at_s else 0.0
         heads = (*session.absent, *((str(h.scope), h.digest) for h in session.heads))
         parent = _parent(session)
         return Remembered(
@@ -196,11 +210,11 @@ class SessionLife:
         session.secret, session.parent_digest = secret, past.parent
         session.turns, session.absent = past.turns, past.heads
         if past.returns_at_s:
-            session.returns_at_s = now_s + past.returns_at_s - self._wall()
+            session.returns_at_s = now_s + past.returns_at_s - self._journal.wall()
         self._resolve(session)
         if past.state in (SessionState.ARCHIVING, SessionState.ARCHIVED):
             session.enter(SessionState.ARCHIVING)
-            self._core.archiver.archive(session)  # Looks whether everything is there, and brings down what is not.
+            self._archiver.archive(session)  # Looks whether everything is there, and brings down what is not.
         return session
 
     def _resolve(self, session: Session) -> None:
@@ -222,7 +236,7 @@ class SessionLife:
             session.is_changed = True
 
     async def _read_record(self, session: Session, places: Sequence[Place]) -> None:
-        directory, secret = self._core.directory, session.secret
+        directory, secret = self._directory, session.secret
         assert directory is not None
         assert secret is not None
         record = await directory.find_session(secret, session.name)
@@ -240,14 +254,14 @@ class SessionLife:
 
     async def _fetch_chain(self, session: Session, place: Place, head: bytes) -> bool:
         """Fetch a chain from wherever it is, from its head to its root; false when the head cannot be had."""
-        directory, blocks, digest = self._core.directory, self._node.index, head
+        directory, blocks, digest = self._directory, self._node.index, head
         assert directory is not None
         for count in range(min(CHAIN_MAX, self._node.spec.policy.prefetch.max_inflight_bytes // place.raw_bytes)):
             entry = blocks.find(place.scope, digest)
             if entry is None:
                 copies = (await directory.locate(place.secret, [digest]))[0]
                 if copies and blocks.find(place.scope, digest) is None:
-                    self._core.fetcher.start_fetch(place, [(digest, b"")], copies[:1])
+                    self._fetcher.start_fetch(place, [(digest, b"")], copies[:1])
                 entry = blocks.find(place.scope, digest)
             if entry is not None and entry.move is not None:
                 await asyncio.wait([entry.move])

@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from kvstrata_agent.blocks.block import Entry
-    from kvstrata_agent.cache.cache import Core
+    from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.cache.ports import Tenants
+    from kvstrata_agent.cache.session_lifecycle import SessionLife
+    from kvstrata_agent.cache.store import Writer
+    from kvstrata_agent.movement.mover import Mover
     from kvstrata_agent.policy.retention import Retention
     from kvstrata_api.blocks import ScopeId, ScopeSecret
     from kvstrata_api.trust import Access
@@ -32,10 +35,12 @@ _log = logging.getLogger(__name__)
 class Tenancy:
     """Keeps the node's `TenantBook` current and drops what tenants no longer want kept."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, node: Node, mover: Mover, writer: Writer, life: SessionLife) -> None:
         """Begin without anybody to follow: no rules and no erasures, as where nothing is declared."""
-        self._core = core
-        self._node = core.node
+        self._node = node
+        self._mover = mover
+        self._writer = writer
+        self._life = life
         self._tenants: Tenants | None = None
         self._version = -1
         self._key_versions: Mapping[str, int] = {}
@@ -81,7 +86,7 @@ class Tenancy:
         if self._tenants is None or any(t.is_recovering for t in node.tiers):
             return []  # Nobody knows yet what an earlier run has left.
         stale = {s.split("/")[1] for s in node.index.scopes() if self._tenants.is_superseded(s)}
-        leaving = [*node.condemned, *(e for e in self._core.mover.moving if e.level == GONE)]
+        leaving = [*node.condemned, *(e for e in self._mover.moving if e.level == GONE)]
         return [
             (uid, version)
             for tenant, uid, version in self._tenants.erasing()
@@ -100,7 +105,7 @@ class Tenancy:
         node.abandon(node.reservations.take_where(lambda r: r.entry.scope == scope))
         for session in tuple(node.sessions):
             if session.secret is not None and session.secret.scope == scope:
-                self._core.life.forget(session)
+                self._life.forget(session)
         dropped = 0
         for entry in node.index.blocks(scope).entries():
             dropped += entry.is_published  # What is still coming in goes when it is here.
@@ -117,7 +122,7 @@ class Tenancy:
         node = self._node
         node.abandon(node.reservations.take_where(lambda r: r.entry.tenant == tenant and _is_shared(r.entry.scope)))
         shared = [s for s in node.index.scopes() if _is_shared(s)]
-        coming = [e for e in self._core.writer.publishing if e.tenant == tenant and _is_shared(e.scope)]
+        coming = [e for e in self._writer.publishing if e.tenant == tenant and _is_shared(e.scope)]
         known = (e for s in shared for e in node.index.blocks(s).entries(tenant))
         self._drop(tenant, chain(known, coming, self._left_by_earlier_runs(tenant)))
 

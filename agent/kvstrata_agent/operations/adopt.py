@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Final
 from kvstrata_agent.cache.ports import Taken
 from kvstrata_agent.cache.promotion import FETCH_BLOCKS
 from kvstrata_agent.cache.request import NOBODY, Place
-from kvstrata_agent.operations.warm import Warmer
 from kvstrata_agent.policy.eviction import excess_bytes
 from kvstrata_api.errors import RetryableError
 
 if TYPE_CHECKING:
+    from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
-    from kvstrata_agent.cache.cache import Core
     from kvstrata_agent.cache.ports import Offer
+    from kvstrata_agent.cache.tenant_lifecycle import Tenancy
+    from kvstrata_agent.operations.warm import Warmer
     from kvstrata_api.blocks import ScopeSecret
 
 ADOPTIONS_MAX: Final = 4
@@ -25,10 +26,10 @@ ADOPTIONS_MAX: Final = 4
 class Adopter:
     """Believes nothing of an offer but that it may be looked at: rights, quotas and checksums are those of a read."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self._node = core.node
-        self._warmer = Warmer(core)
+    def __init__(self, node: Node, warmer: Warmer, tenancy: Tenancy) -> None:
+        self._node = node
+        self._warmer = warmer
+        self._tenancy = tenancy
         self._gate = asyncio.Semaphore(ADOPTIONS_MAX)
 
     async def adopt(self, offer: Offer) -> Taken:
@@ -61,7 +62,7 @@ class Adopter:
     def _secret(self, offer: Offer) -> ScopeSecret | None:
         """Key of the scope, where the tenant may write there; None where not, or while that cannot be told."""
         try:
-            access = self._core.tenancy.access(offer.tenant)
+            access = self._tenancy.access(offer.tenant)
         except RetryableError:
             return None
         return next((s for a, s in access if a.can_write and s.scope == offer.scope), None)

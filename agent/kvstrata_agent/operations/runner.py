@@ -26,8 +26,11 @@ from kvstrata_telemetry.tracing import span
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
-    from kvstrata_agent.cache.cache import Core
+    from kvstrata_agent.cache.eviction import Room
+    from kvstrata_agent.operations.migrate import Migrator
+    from kvstrata_agent.operations.warm import Warmer
     from kvstrata_api.models.poolnode import NodeOrder
 
 IDLE_ROUNDS_MAX: Final = 3
@@ -58,9 +61,11 @@ class _Run:
 class Orders:
     """The orders of one node. Answers wait for the order's withdrawal, however often the agent restarts."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self._warmer = Warmer(core)
+    def __init__(self, node: Node, room: Room, warmer: Warmer, migrator: Migrator) -> None:
+        self._node = node
+        self._room = room
+        self._warmer = warmer
+        self._migrator = migrator
         self._runs: dict[str, _Run] = {}
         self._refused: dict[str, OrderAnswer] = {}
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -105,7 +110,7 @@ class Orders:
     def _refuse(self, refused: Iterable[OrderAnswer]) -> None:
         before, self._refused = self._refused, {answer.uid: answer for answer in refused}
         for uid in self._refused.keys() - before.keys():
-            self._core.node.counters.add("kvstrata_orders_total", type="Unknown", result="failed")
+            self._node.counters.add("kvstrata_orders_total", type="Unknown", result="failed")
             _log.warning("order refused", extra={"order": uid, "cause": self._refused[uid].message})
 
     def _begin(self, order: NodeOrder) -> None:
@@ -122,23 +127,23 @@ class Orders:
         except Exception as e:  # noqa: BLE001  A task root: whatever it was, the operation is told.
             _log.exception("order failed", extra={"order": run.order.uid})
             run.answer = _answer(run.order, Ended(repr(e), "Internal"))
-        self._core.node.counters.add("kvstrata_orders_total", type=run.order.type, result=run.answer.phase.lower())
+        self._node.counters.add("kvstrata_orders_total", type=run.order.type, result=run.answer.phase.lower())
         _log.info("order ended", extra={"order": run.order.uid, "type": run.order.type, "phase": run.answer.phase})
 
     async def _worked(self, run: _Run) -> Ended:
         if run.order.flush is not None:
             return await self._flush(run, run.order.flush)
-        await _recovered(self._core.node.tiers)
+        await _recovered(self._node.tiers)
         if run.order.drain is not None:
-            return await watch_drain(self._core.node, run.order.drain, run.tell)
+            return await watch_drain(self._node, run.order.drain, run.tell)
         if run.order.migrate is not None:
-            return await self._core.migrator.migrate(run.order.migrate, run.tell)
+            return await self._migrator.migrate(run.order.migrate, run.tell)
         assert run.order.warm is not None, "of an order exactly the block of its type is set"
         return await self._warmer.warm(run.order.warm, run.tell)
 
     async def _flush(self, run: _Run, order: FlushOrder) -> Ended:
         """Take away what was there at the start and nobody holds, from fast to slow tiers."""
-        node, fate = self._core.node, Fate.DROP if order.mode == "Drop" else Fate.STAY
+        node, fate = self._node, Fate.DROP if order.mode == "Drop" else Fate.STAY
         tiers = [tier for tier in node.tiers if order.tier in (None, tier.name)]
         if not tiers:
             return Ended(f"tier {order.tier} is not up on this node", "TierAbsent")
@@ -156,10 +161,10 @@ class Orders:
     async def _flush_tier(self, run: _Run, tier: Tier, size_bytes: int, fate: Fate) -> None:
         """No more bytes than there were: who goes on writing does not keep it busy for ever."""
         freed_bytes, idle = 0, 0
-        while freed_bytes < size_bytes and idle < IDLE_ROUNDS_MAX and self._core.node.has(tier):
+        while freed_bytes < size_bytes and idle < IDLE_ROUNDS_MAX and self._node.has(tier):
             before = tier.blocks
             batch_bytes = min(size_bytes - freed_bytes, TRIM_BYTES_MAX)
-            step_bytes = await self._core.room.cut(tier, Cut(batch_bytes, "flush", Priority.DEMOTE, fate=fate))
+            step_bytes = await self._room.cut(tier, Cut(batch_bytes, "flush", Priority.DEMOTE, fate=fate))
             freed_bytes += step_bytes
             run.count = _added(run.count, max(0, before - tier.blocks), step_bytes)
             if step_bytes:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.tier import Tier
-    from kvstrata_agent.cache.cache import Core
+    from kvstrata_agent.cache.cache import Cache
+    from kvstrata_agent.fleet.peers.chain_lookup import Chains
     from kvstrata_api.models.poolnode import WarmOrder
     from kvstrata_api.trust import Access
 
@@ -45,9 +46,10 @@ Link = tuple[bytes, bytes]
 class Warmer:
     """Carries out one order at a time."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self._node = core.node
+    def __init__(self, cache: Cache, chains: Chains) -> None:
+        self._cache = cache
+        self._chains = chains
+        self._node = cache.node
 
     async def warm(self, order: WarmOrder, tell: Callable[[Count], None]) -> Ended:
         """Find the prefixes, bring them, and count. May be repeated: what is here is not brought again."""
@@ -91,7 +93,7 @@ class Warmer:
         """What the tenant's engines may use, once that can be told."""
         while True:
             try:
-                return self._core.tenancy.access(tenant)
+                return self._cache.tenancy.access(tenant)
             except RetryableError:
                 await asyncio.sleep(LOOK_S)
 
@@ -113,13 +115,13 @@ class Warmer:
 
     async def _directory_is_up(self) -> None:
         """Wait for the directory: while it is away, what is absent here cannot be told from what is nowhere."""
-        directory = self._core.directory
+        directory = self._cache.directory
         while directory is not None and not directory.is_up:  # noqa: ASYNC110  It has no event for that.
             await asyncio.sleep(LOOK_S)
 
     async def _found(self, secrets: Sequence[ScopeSecret], digest: bytes) -> Chain | None:
         for secret in secrets:
-            chain = await self._core.chains.anywhere(secret, digest)
+            chain = await self._chains.anywhere(secret, digest)
             if chain is not None:
                 return chain
         return None
@@ -132,9 +134,9 @@ class Warmer:
             return []
         own = {secret.scope: secret for a, secret in access if a.can_write and a.kind is not ScopeKind.SHARE}
         chains: list[Chain] = []
-        for scope, digest in self._core.life.archived_heads():
+        for scope, digest in self._cache.life.archived_heads():
             secret = own.get(ScopeId(scope))
-            chain = await self._core.chains.here(secret, digest) if secret is not None else None
+            chain = await self._chains.here(secret, digest) if secret is not None else None
             if chain is not None:
                 chains.append(chain)
                 if plan_warming(chains, budget).left_out:
@@ -188,7 +190,7 @@ class Warmer:
 
     async def _fetch(self, place: Place, links: Sequence[Link], look: int) -> None:
         """Start to fetch what is not here from whoever has it, another agent at each look."""
-        directory, index = self._core.directory, self._node.index
+        directory, index = self._cache.directory, self._node.index
         absent = set(index.blocks(place.scope).absent([digest for digest, _ in links]))
         wanted = [link for link in links if link[0] in absent]
         if not wanted or directory is None:
@@ -199,13 +201,13 @@ class Warmer:
             (link, at[look % len(at)]) for link, at in zip(wanted, copies, strict=True) if at and link[0] not in here
         ]
         if ready:
-            self._core.fetcher.start_fetch(place, [it[0] for it in ready], [it[1] for it in ready], Priority.ARCHIVE)
+            self._cache.fetcher.start_fetch(place, [it[0] for it in ready], [it[1] for it in ready], Priority.ARCHIVE)
 
     def _raise(self, place: Place, links: Sequence[Link]) -> None:
         """Start to copy up what is here in a slower place."""
         for entry in self._entries(place, links):
             if entry.residences:
-                self._core.fetcher.start_warming(entry)
+                self._cache.fetcher.start_warming(entry)
 
     async def _moves(self, place: Place, links: Sequence[Link]) -> None:
         """Wait for what is on its way, whoever started it."""
@@ -218,14 +220,14 @@ class Warmer:
         entries = [e for e in self._entries(place, links) if e.residences and e.residence(target) is None]
         for i in range(0, len(entries), SINKS_AT_ONCE):
             copies = (
-                self._core.room.sink_into(entry, entry.residences[0].tier, target, Priority.ARCHIVE)
+                self._cache.room.sink_into(entry, entry.residences[0].tier, target, Priority.ARCHIVE)
                 for entry in entries[i : i + SINKS_AT_ONCE]
                 if entry.residences
             )
             await asyncio.gather(*copies)
 
     def _entries(self, place: Place, links: Sequence[Link]) -> list[Entry]:
-        return [e for e in self._core.reader.lookup_now(place, [d for d, _ in links]) if e is not None]
+        return [e for e in self._cache.reader.lookup_now(place, [d for d, _ in links]) if e is not None]
 
     def _cold(self, scope: ScopeId, links: Sequence[Link], target: Tier) -> list[Link]:
         """Blocks that are not where they should be; the others count as used, as if an engine had prefetched them."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from kvstrata_agent.blocks.reservations import Reservation
-    from kvstrata_agent.cache.cache import Core
+    from kvstrata_agent.cache.cache import Cache
     from kvstrata_agent.cache.load import Read
     from kvstrata_agent.cache.request import Place
     from kvstrata_agent.serve.attachment import Attachment
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class HandoverVerbs:
     """Grows and follows."""
 
-    def __init__(self, core: Core, attaching: Attaching) -> None:
-        self._core = core
-        self._node = core.node
+    def __init__(self, cache: Cache, attaching: Attaching) -> None:
+        self._cache = cache
+        self._node = cache.node
         self._attaching = attaching
         self.handlers: dict[type, Callable[[Attachment, Any], wire.AnyReply | Coroutine[Any, Any, wire.AnyReply]]] = {
             Advance: self._advance,
@@ -53,7 +53,7 @@ class HandoverVerbs:
         assert request.handover is not None, "asked for"
         _check_parts(request.part_bytes)
         wanted = Follow(request.handover, place.scope, place.layout_id, tuple(digests), request.part_bytes)
-        return await self._core.follower.follow(place, wanted, lease_s)
+        return await self._cache.follower.follow(place, wanted, lease_s)
 
     def _advance(self, at: Attachment, request: Advance) -> wire.Done:
         if len(request.reservations) != len(request.sums):
@@ -70,7 +70,7 @@ class HandoverVerbs:
     async def _arrive(self, at: Attachment, request: Arrive) -> Arrived:
         if request.have < 0:
             raise InvalidInputError(f"have {request.have}: must not be negative")
-        parts, sums = await self._core.follower.arrived(at.owner, request.leases, request.have, request.wait_s)
+        parts, sums = await self._cache.follower.arrived(at.owner, request.leases, request.have, request.wait_s)
         return Arrived(request.id, self._attaching.grants_version, parts, sums)
 
 

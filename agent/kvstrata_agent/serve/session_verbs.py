@@ -14,7 +14,7 @@ from kvstrata_api.errors import ForbiddenError, InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from kvstrata_agent.cache.cache import Core
+    from kvstrata_agent.cache.cache import Cache
     from kvstrata_agent.serve.attachment import Attachment
     from kvstrata_agent.serve.authorization import Attaching
 
@@ -28,9 +28,9 @@ CLOSE_S_MAX = 60.0
 class SessionVerbs:
     """Opens, touches, closes and explains. A session is its tenant's; other tenants' names do not matter."""
 
-    def __init__(self, core: Core, attaching: Attaching) -> None:
-        self._core = core
-        self._node = core.node
+    def __init__(self, cache: Cache, attaching: Attaching) -> None:
+        self._cache = cache
+        self._node = cache.node
         self._attaching = attaching
         self.handlers: dict[type, Callable[[Attachment, Any], wire.AnyReply | Coroutine[Any, Any, wire.AnyReply]]] = {
             wire.OpenSession: self._open,
@@ -52,7 +52,7 @@ class SessionVerbs:
         allowed = at.caller.grants.priorities if at.caller is not None else ()
         if request.priority and allowed and request.priority not in allowed:
             raise ForbiddenError(f"priority: {request.priority!r}, this tenant may use {', '.join(allowed)}")
-        life, secret = self._core.life, at.own_secret
+        life, secret = self._cache.life, at.own_secret
         is_known = life.find(at.tenant, secret, request.session) is not None
         opened = life.open(
             at.owner, at.tenant, secret, request.session, parent=request.parent, priority=request.priority
@@ -69,37 +69,37 @@ class SessionVerbs:
             raise InvalidInputError(f"state: {request.state!r}, one of {', '.join(_STATES)} wanted")
         if not 0 <= request.urgency <= URGENCY_MAX:
             raise InvalidInputError(f"urgency: {request.urgency}, 0 to {URGENCY_MAX} wanted")
-        session = self._core.life.find(at.tenant, at.own_secret, request.session)
+        session = self._cache.life.find(at.tenant, at.own_secret, request.session)
         if session is None:
             return self._done(request, 0)
         return_s = max(0.0, request.expected_return_s)
         if request.state == "tool" and not return_s:
             return_s = float(self._node.spec.policy.retention.tool_gap_seconds)
-        self._core.life.touch(session, state, request.urgency, return_s, at.owner)
+        self._cache.life.touch(session, state, request.urgency, return_s, at.owner)
         return self._done(request, 1)
 
     def _close(self, at: Attachment, request: wire.CloseSession) -> wire.Done | Coroutine[Any, Any, wire.Done]:
-        session = self._core.life.find(at.tenant, at.own_secret, request.session)
+        session = self._cache.life.find(at.tenant, at.own_secret, request.session)
         if session is None:
             return self._done(request, 0)
         archive = request.archive and self._node.spec.policy.retention.archive
-        self._core.life.finish(session, archive=archive)
+        self._cache.life.finish(session, archive=archive)
         if archive and session.state is SessionState.ARCHIVING and request.deadline_s > 0:
             return self._close_slow(request, session)
         return self._done(request, 2 if session.state is SessionState.ARCHIVED else 1)
 
     async def _close_slow(self, request: wire.CloseSession, session: Session) -> wire.Done:
-        is_archived = await self._core.archiver.archived(session, min(request.deadline_s, CLOSE_S_MAX))
+        is_archived = await self._cache.archiver.archived(session, min(request.deadline_s, CLOSE_S_MAX))
         return self._done(request, 2 if is_archived else 1)
 
     def _stats(self, _at: Attachment, request: wire.Stats) -> wire.Text:
-        return wire.Text(request.id, self._attaching.grants_version, json.dumps(self._core.explainer.stats()))
+        return wire.Text(request.id, self._attaching.grants_version, json.dumps(self._cache.explainer.stats()))
 
     def _explain(self, at: Attachment, request: wire.Explain) -> wire.Text:
         if bool(request.session) == bool(request.digest):
             raise InvalidInputError("explain: exactly one of digest and session wanted")
         if request.session:
-            told = self._core.explainer.session(self._core.life.find(at.tenant, at.own_secret, request.session))
+            told = self._cache.explainer.session(self._cache.life.find(at.tenant, at.own_secret, request.session))
         elif len(request.digest) != KEY_BYTES:
             raise InvalidInputError(f"digest of {len(request.digest)} B, {KEY_BYTES} wanted")
         else:
@@ -109,7 +109,7 @@ class SessionVerbs:
             else:
                 known = self._node.index.find(right.access.scope, request.digest)
                 self._attaching.audit.read(at, request.scope, "explain", [known] if known else [])
-            told = self._core.explainer.block(right.access.scope if right else None, request.digest)
+            told = self._cache.explainer.block(right.access.scope if right else None, request.digest)
         return wire.Text(request.id, self._attaching.grants_version, json.dumps(told))
 
 

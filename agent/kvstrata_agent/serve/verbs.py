@@ -1,4 +1,4 @@
-"""The verbs of the local protocol: checks the caller, calls the core, makes the reply.
+"""The verbs of the local protocol: checks the caller, calls the cache, makes the reply.
 
 A handler returns its reply at once where nothing has to be waited for, else a coroutine. A scope that the caller may
 not read is treated as one that is empty: absent and forbidden look the same.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.reservations import Reservation
-    from kvstrata_agent.cache.cache import Core
+    from kvstrata_agent.cache.cache import Cache
     from kvstrata_agent.cache.load import Read
     from kvstrata_agent.cache.lookup import Findings
     from kvstrata_agent.serve.attachment import Attachment, ScopeRight
@@ -58,15 +58,15 @@ _ASKING: Final = frozenset({wire.Lookup, wire.Acquire})
 class Verbs:
     """All verbs of one agent, for all of its connections."""
 
-    def __init__(self, core: Core, attaching: Attaching, sessions: SessionVerbs) -> None:
-        self._core = core
-        self._node = core.node
+    def __init__(self, cache: Cache, attaching: Attaching, sessions: SessionVerbs) -> None:
+        self._cache = cache
+        self._node = cache.node
         self._attaching = attaching
-        self._grants = ExtentGrants(core.node)
+        self._grants = ExtentGrants(cache.node)
         self._checked_version = attaching.grants_version
         """Grants under which extents were last looked through; -1 when some could not be told."""
         self._audit = attaching.audit
-        self._handovers = HandoverVerbs(core, attaching)
+        self._handovers = HandoverVerbs(cache, attaching)
         self._open: dict[type, Handler] = {wire.Hello: self._hello, wire.Attach: attaching.attach}
         """Verbs that need no caller yet."""
         self._handlers: dict[type, Handler] = {
@@ -144,15 +144,15 @@ class Verbs:
             self._audit.refused_scope(at, request.scope, _VERBS[type(request)], len(request.digests) // KEY_BYTES)
             return None
         assert at.layout_id is not None
-        if self._core.demand.is_followed:
-            self._core.demand.note(unpack_digests(request.digests), is_asked=type(request) in _ASKING)
-        known = self._core.life.find(at.tenant, at.own_secret, session) if session else None
+        if self._cache.demand.is_followed:
+            self._cache.demand.note(unpack_digests(request.digests), is_asked=type(request) in _ASKING)
+        known = self._cache.life.find(at.tenant, at.own_secret, session) if session else None
         return Place(at.owner, at.tenant, right.secret, at.layout_id, at.block_bytes, known)
 
     def _lookup(self, at: Attachment, request: wire.Lookup) -> Outcome:
         digests = unpack_digests(request.digests)
         place = self._place(at, request, request.session)
-        reader = self._core.reader
+        reader = self._cache.reader
         with span("kvstrata.lookup", session_id=request.session, pool=self._node.pool, requested_blocks=len(digests)):
             entries = reader.lookup_now(place, digests) if place else [None] * len(digests)
             if place is not None and reader.needs_directory(entries):
@@ -168,8 +168,8 @@ class Verbs:
         entries: Sequence[Entry | None],
     ) -> wire.Found:
         with span("kvstrata.lookup", session_id=request.session, pool=self._node.pool, remote=True):
-            located = await self._core.reader.locate(place, digests, entries)
-            return self._found(at, request, entries, self._core.reader.answer(entries, located))
+            located = await self._cache.reader.locate(place, digests, entries)
+            return self._found(at, request, entries, self._cache.reader.answer(entries, located))
 
     def _found(
         self, at: Attachment, request: wire.Lookup, entries: Sequence[Entry | None], answer: Findings
@@ -200,7 +200,7 @@ class Verbs:
         lease_s = min(max(request.lease_s, 0.0), LEASE_S_MAX)
         if request.handover is not None:
             return self._acquire_growing(at, request, place, digests)
-        reader = self._core.reader
+        reader = self._cache.reader
         count, name = len(digests), request.session
         with span("kvstrata.acquire", session_id=name, pool=self._node.pool, requested_blocks=count) as active:
             entries = reader.lookup_now(place, digests)
@@ -236,13 +236,13 @@ class Verbs:
         with span("kvstrata.acquire", session_id=name, pool=self._node.pool, requested_blocks=count) as active:
             rest = digests[len(reads) :]
             before = digests[len(reads) - 1] if reads else b""
-            more, busy_s = await self._core.reader.acquire(place, rest, lease_s, deadline_s, before=before)
+            more, busy_s = await self._cache.reader.acquire(place, rest, lease_s, deadline_s, before=before)
             reads += more
             active.set(hit_blocks=len(reads))
         if request.part_bytes:
             answer = await self._acquired_in_parts(at, request, place, reads)
         else:
-            answer = self._acquired(at, request, place, self._core.reader.live(place, reads, lease_s))
+            answer = self._acquired(at, request, place, self._cache.reader.live(place, reads, lease_s))
         return self._told(answer, busy_s, "acquire")
 
     def _told(self, answer: wire.Acquired | wire.Reserved, busy_s: float, verb: str) -> wire.AnyReply:
@@ -256,10 +256,10 @@ class Verbs:
         self, at: Attachment, request: wire.Acquire, place: Place, reads: list[Read]
     ) -> wire.Acquired:
         """Answer with checksums of parts, of the leading blocks that are sound and still leased by then."""
-        sums = await self._core.parts.of([r.lease for r in reads], request.part_bytes)
+        sums = await self._cache.parts.of([r.lease for r in reads], request.part_bytes)
         sound = next((i for i, joined in enumerate(sums) if not joined), len(reads))
-        self._core.unlease(at.owner, [r.lease.id for r in reads[sound:]])
-        live = self._core.reader.live(place, reads[:sound], min(max(request.lease_s, 0.0), LEASE_S_MAX))
+        self._cache.unlease(at.owner, [r.lease.id for r in reads[sound:]])
+        live = self._cache.reader.live(place, reads[:sound], min(max(request.lease_s, 0.0), LEASE_S_MAX))
         return self._acquired(at, request, place, live, sums)
 
     def _acquired(
@@ -267,13 +267,13 @@ class Verbs:
     ) -> wire.Acquired:
         right = at.readable(request.scope)
         if right is None:
-            self._core.unlease(at.owner, [r.lease.id for r in reads])  # The right was lost on the way.
+            self._cache.unlease(at.owner, [r.lease.id for r in reads])  # The right was lost on the way.
             self._audit.refused_scope(at, request.scope, "acquire", len(reads))
             return wire.Acquired(request.id, self.grants_version, (), (), self._node.epoch)
         places = [(r.lease.residence.tier, r.lease.residence.slot) for r in reads]
         kept, extents = self._grants.fit(at, right, places)
         if kept < len(reads):
-            self._core.unlease(at.owner, [r.lease.id for r in reads[kept:]])
+            self._cache.unlease(at.owner, [r.lease.id for r in reads[kept:]])
         reads = reads[:kept]
         blocks = tuple([leased_of(read, joined) for read, joined in zip(reads, sums or repeat(b""), strict=False)])
         if place.session is not None:
@@ -291,8 +291,8 @@ class Verbs:
         )
 
     def _release(self, at: Attachment, request: wire.Release) -> wire.Done:
-        self._core.reader.inspect(at.owner, request.suspects[:SUSPECTS_MAX])
-        return wire.Done(request.id, self.grants_version, self._core.release(at.owner, request.leases))
+        self._cache.reader.inspect(at.owner, request.suspects[:SUSPECTS_MAX])
+        return wire.Done(request.id, self.grants_version, self._cache.release(at.owner, request.leases))
 
     def _reserve(self, at: Attachment, request: wire.Reserve) -> Outcome:
         if len(request.parent) not in (0, KEY_BYTES):
@@ -302,7 +302,7 @@ class Verbs:
         place = self._place(at, request, request.session)
         assert place is not None
         digests = unpack_digests(request.digests)
-        made = self._core.writer.reserve_now(place, request.parent, digests)
+        made = self._cache.writer.reserve_now(place, request.parent, digests)
         if len(made) == len(digests):
             return self._reserved(at, request, made, made)
         return self._reserve_slow(at, request, place, digests, made)
@@ -325,7 +325,7 @@ class Verbs:
         with span("kvstrata.reserve", session_id=request.session, pool=self._node.pool, requested_blocks=len(digests)):
             parent = digests[len(made) - 1] if made else request.parent
             rest = digests[len(made) :]
-            more, refusal, busy_s = await self._core.writer.reserve(place, parent, rest, has_some=bool(made))
+            more, refusal, busy_s = await self._cache.writer.reserve(place, parent, rest, has_some=bool(made))
             made += more
         # Whoever waited for the rest so long that a first one expired gets what stands before that one.
         answer = self._reserved(at, request, made, self._node.reservations.open_ones(made))
@@ -343,7 +343,7 @@ class Verbs:
         try:
             right = self._writable(at, request)
         except ForbiddenError:  # The right was lost on the way.
-            self._core.abandon(at.owner, [r.id for r in spots])
+            self._cache.abandon(at.owner, [r.id for r in spots])
             raise
         kept, extents = self._grants.fit(at, right, [(r.tier, r.slot) for r in standing if r is not None])
         if kept < len(spots):
@@ -356,7 +356,7 @@ class Verbs:
     def _cut(self, at: Attachment, made: list[Reservation | None], kept: int) -> list[Reservation | None]:
         """Keep the leading answers with `kept` reservations and give the rest back."""
         given = [i for i, r in enumerate(made) if r is not None]
-        self._core.abandon(at.owner, [r.id for r in made[given[kept] :] if r is not None])
+        self._cache.abandon(at.owner, [r.id for r in made[given[kept] :] if r is not None])
         return made[: given[kept]]
 
     def _publish(self, at: Attachment, request: wire.Publish) -> Outcome:
@@ -368,30 +368,30 @@ class Verbs:
         if sizes - {CHECKSUM_BYTES}:
             raise InvalidInputError(f"checksums of {sorted(sizes)} B: {CHECKSUM_BYTES} B wanted")
         if at.block_bytes <= INLINE_BYTES_MAX:
-            results = self._core.writer.publish_now(at.owner, request.reservations, request.checksums)
+            results = self._cache.writer.publish_now(at.owner, request.reservations, request.checksums)
             return wire.Published(request.id, self.grants_version, results)
         return self._publish_slow(at, request)
 
     async def _publish_slow(self, at: Attachment, request: wire.Publish) -> wire.Published:
         with span("kvstrata.publish", pool=self._node.pool, blocks=len(request.reservations)):
-            results = await self._core.writer.publish(at.owner, request.reservations, request.checksums)
+            results = await self._cache.writer.publish(at.owner, request.reservations, request.checksums)
         return wire.Published(request.id, self.grants_version, results)
 
     def _abandon(self, at: Attachment, request: wire.Abandon) -> wire.Done:
-        return wire.Done(request.id, self.grants_version, self._core.abandon(at.owner, request.reservations))
+        return wire.Done(request.id, self.grants_version, self._cache.abandon(at.owner, request.reservations))
 
     def _prefetch(self, at: Attachment, request: wire.Prefetch) -> wire.Done:
         place = self._place(at, request, request.session)
-        count = self._core.reader.prefetch(place, unpack_digests(request.digests)) if place else 0
+        count = self._cache.reader.prefetch(place, unpack_digests(request.digests)) if place else 0
         return wire.Done(request.id, self.grants_version, count)
 
     def _pin(self, at: Attachment, request: wire.Pin) -> wire.Done:
         place = self._place(at, request, "")
         seconds = min(max(request.expires_s, 0.0), PIN_S_MAX)
-        count = self._core.pin(place, unpack_digests(request.digests), seconds) if place else 0
+        count = self._cache.pin(place, unpack_digests(request.digests), seconds) if place else 0
         return wire.Done(request.id, self.grants_version, count)
 
     def _unpin(self, at: Attachment, request: wire.Unpin) -> wire.Done:
         place = self._place(at, request, "")
-        count = self._core.unpin(place, unpack_digests(request.digests)) if place else 0
+        count = self._cache.unpin(place, unpack_digests(request.digests)) if place else 0
         return wire.Done(request.id, self.grants_version, count)
