@@ -106,7 +106,7 @@ def make_node(capacity_bytes: int, page_size: str, name: str = "bench") -> Node:
 def clear(node: Node, *, keep: bool) -> int:
     """Drop all blocks; with `keep` all but one of each extent, so that memory stays mapped as in a full tier."""
     (tier,) = node.tiers
-    kept = {min(entries, key=lambda e: e.digest) for entries in tier.extents.values()} if keep else set()
+    kept = {min(entries, key=lambda e: e.digest) for entries in node.contents(tier).extents.values()} if keep else set()
     gone = [e for e in node.index if e.residences and e not in kept]
     for entry in gone:
         node.drop_block(entry, "bench")
@@ -117,7 +117,7 @@ def facts(node: Node) -> dict[str, object]:
     """What the tier really is."""
     (tier,) = node.tiers
     can = tier.backend.capabilities
-    return {"medium": can.medium, "fallback": can.fallback, "blocks": tier.blocks}
+    return {"medium": can.medium, "fallback": can.fallback, "blocks": node.contents(tier).blocks}
 
 
 async def run(arguments: argparse.Namespace) -> None:

@@ -96,7 +96,7 @@ class Engine:
             for tier in self.core.node.tiers[:-1]:
                 await self.core.cache.room.drain(tier)
             self.core.node.is_draining = False
-        assert not any(tier.blocks for tier in self.core.node.tiers[:-1])
+        assert not any(self.core.node.contents(tier).blocks for tier in self.core.node.tiers[:-1])
 
 
 async def steps_until(fact: Callable[[], bool]) -> None:

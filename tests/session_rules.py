@@ -188,7 +188,7 @@ class SessionRules:
                 heads.setdefault(head, set()).add(session)
         for entry in (*self.core.node.index, *heads):
             followers = heads.get(entry, set())
-            assert (entry.followers or set()) == followers
+            assert (entry.followers or set()) == {s.key for s in followers}
             assert (entry.guards or set()) == {s.guard for s in followers if s.state is SessionState.DECODING}
         assert all(h.residences for h in heads), "a head that is gone gives way to the block before it"
 

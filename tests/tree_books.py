@@ -38,5 +38,7 @@ def wrong_books(node: Node) -> Iterator[str]:
     """The same, and what tiers say of their blocks."""
     yield from wrong_counts(node.index)
     for tier in node.tiers:
-        if tier.blocks != sum(map(len, tier.extents.values())):
-            yield f"{tier.name}: {tier.blocks} blocks, {sum(map(len, tier.extents.values()))} in extents"
+        contents = node.contents(tier)
+        in_extents = sum(map(len, contents.extents.values()))
+        if contents.blocks != in_extents:
+            yield f"{tier.name}: {contents.blocks} blocks, {in_extents} in extents"

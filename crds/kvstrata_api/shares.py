@@ -15,8 +15,8 @@ from itertools import islice
 from typing import Final
 
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
-from kvstrata_api.scopes import NamedPrefix, ScopeId
-from kvstrata_api.trust import KEY_VERSION, Access, ScopeKind, is_member, publishes, scope_id
+from kvstrata_api.scopes import KEY_VERSION, NamedPrefix, ScopeId
+from kvstrata_api.trust import Access, ScopeKind, is_member, publishes, scope_id
 
 SHARES_MAX: Final = 64
 """Shares that one tenant's clients are told of, its own first, then by name: their prefixes have to fit one frame."""

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from kvstrata_api.scopes import ScopeId
+from kvstrata_api.scopes import KEY_VERSION, ScopeId
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from kvstrata_api.models.trust import KVTenant, KVTrustDomain
     from kvstrata_api.scopes import NamedPrefix
-
-KEY_VERSION: Final = 1
-"""First version of a scope's key."""
 
 
 class ScopeKind(StrEnum):

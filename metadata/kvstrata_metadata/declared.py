@@ -5,7 +5,7 @@ from datetime import datetime
 
 import msgspec
 
-from kvstrata_api.trust import KEY_VERSION
+from kvstrata_api.scopes import KEY_VERSION
 
 DEFAULT_COPIES = 2
 """Copies wanted by a pool that was stored before the field existed; the default of `policy.retention.copies`."""

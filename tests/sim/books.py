@@ -99,15 +99,17 @@ def _tiers(node: Node, entries: list[Entry]) -> Iterator[str]:
     for entry in entries:
         for residence in entry.residences:
             blocks[id(residence.tier)] += 1
-            if entry not in residence.tier.extents.get(residence.slot.extent, ()):
+            if entry not in node.contents(residence.tier).extents.get(residence.slot.extent, ()):
                 yield f"tier {residence.tier.name}: extent lacks block {entry.digest.hex()[:8]}"
         if entry.residences and entry.level != entry.residences[0].tier.level:
             yield f"block {entry.digest.hex()[:8]}: level {entry.level}"
         if entry.level == GONE:
             yield f"block {entry.digest.hex()[:8]} is gone and in the index"
     for tier in node.tiers:
-        if tier.blocks != blocks[id(tier)] or tier.blocks != sum(map(len, tier.extents.values())):
-            yield f"tier {tier.name}: {tier.blocks} blocks in the books, {blocks[id(tier)]} in the index"
+        if node.contents(tier).blocks != blocks[id(tier)] or node.contents(tier).blocks != sum(
+            map(len, node.contents(tier).extents.values())
+        ):
+            yield f"tier {tier.name}: {node.contents(tier).blocks} blocks in the books, {blocks[id(tier)]} in the index"
 
 
 def _accounts(shadow: Shadow, entries: list[Entry]) -> Iterator[str]:
@@ -174,6 +176,6 @@ def leftovers(shadow: Shadow) -> Iterator[str]:
         tier = next((t for t in node.tiers if t.backend is slots.backend), None)
         if tier is None:
             continue  # Closed again, because what an earlier run had left could not be read.
-        used = sum(r.slot.size_bytes for e in tier.residents() if (r := e.residence(tier)))
+        used = sum(r.slot.size_bytes for e in node.contents(tier).residents() if (r := e.residence(tier)))
         if not slots.bytes == used == slots.backend.used_bytes:
             yield f"tier {tier.name}: {slots.bytes} B in slots, {slots.backend.used_bytes} B used, {used} B in blocks"

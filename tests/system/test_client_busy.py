@@ -45,7 +45,7 @@ def agent(tmp_path: Path) -> Iterator[AgentThread]:
 
 async def push_down(running: AgentThread) -> None:
     core = running.core
-    while core.node.tiers[0].blocks:
+    while core.node.contents(core.node.tiers[0]).blocks:
         core.node.is_draining = True
         await core.cache.room.drain(core.node.tiers[0])
         core.node.is_draining = False

@@ -116,7 +116,7 @@ def spoil_second_layer(agent: AgentThread) -> None:
     """Change a bit in the second layer of every block, where it lies."""
     tier = agent.core.node.tiers[0]
     assert tier.mappable is not None
-    for entry in tuple(tier.residents()):
+    for entry in tuple(agent.core.node.contents(tier).residents()):
         there = entry.residence(tier)
         assert there is not None
         tier.mappable.view(there.slot)[2 * LAYOUT.block_bytes // LAYOUT.layers - 1] ^= 1

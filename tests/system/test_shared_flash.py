@@ -218,8 +218,8 @@ async def test_one_copy_serves_both_and_its_owner_moves_no_byte(tmp_path: Path, 
         assert b.fetched("shared", result="verified") == len(NUMBERS)
         assert b.fetched("shared", "bytes") == len(NUMBERS) * BLOCK_BYTES
         assert b.fetched("tcp", "bytes") == 0
-        assert a.core.node.tiers[0].blocks == 0, "the owner brought nothing up"
-        assert b.flash.blocks == 0, "there is no second copy"
+        assert a.core.node.contents(a.core.node.tiers[0]).blocks == 0, "the owner brought nothing up"
+        assert b.core.node.contents(b.flash).blocks == 0, "there is no second copy"
         assert len(a.core.node.leases) == 0
         parents = [e.parent for e in sorted(b.core.node.index, key=lambda e: e.digest)]
         assert parents == [b"", *(digest(n) for n in range(1, 8))]

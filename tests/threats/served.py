@@ -124,10 +124,10 @@ class Served(AgentThread):
     async def down(self) -> None:
         """Bring every block to the tier below."""
         memory, below = self.core.node.tiers
-        for entry in list(memory.residents()):
+        for entry in list(self.core.node.contents(memory).residents()):
             assert await self.core.cache.room.sink_into(entry, memory, below, Priority.DEMOTE)
-        while memory.blocks:
-            for entry in list(memory.residents()):
+        while self.core.node.contents(memory).blocks:
+            for entry in list(self.core.node.contents(memory).residents()):
                 if self.core.node.index.may_leave(entry):
                     self.core.node.evict([entry], memory, "threat")
 

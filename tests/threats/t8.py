@@ -65,10 +65,10 @@ def _push_down(agent: AgentThread) -> None:
     node = agent.core.node
     fast, slow = node.tiers
     agent.call(lambda: agent.core.cache.archiver.send_down(list(node.index), Priority.DEMOTE))
-    until(lambda: slow.blocks == BLOCKS)
+    until(lambda: node.contents(slow).blocks == BLOCKS)
     for entry in agent.call(lambda: list(node.index)):
         agent.call(partial(node.evict, [entry], fast, "evicted"))
-    assert (fast.blocks, slow.blocks) == (0, BLOCKS)
+    assert (node.contents(fast).blocks, node.contents(slow).blocks) == (0, BLOCKS)
 
 
 def _altered(rng: random.Random, ways: int) -> Iterator[tuple[str, Layout]]:

@@ -47,7 +47,7 @@ class Drained:
         return self.orders.answers()[0]
 
     def blocks(self) -> list[int]:
-        return [tier.blocks for tier in self.node.tiers]
+        return [self.node.contents(tier).blocks for tier in self.node.tiers]
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ async def ask_all(every: list[Any]) -> None:
     while (entry := TierCandidates(node.index, tier).pop()) is not None:
         if not entry.is_held:
             node.drop_copy(entry, tier)
-    assert tier.blocks == sum(e.is_held for e in node.index if e.residence(tier))
+    assert node.contents(tier).blocks == sum(e.is_held for e in node.index if e.residence(tier))
     assert tier.backend.used_bytes <= SLOTS * BLOCK_BYTES
     await close(engine)
 

@@ -133,7 +133,7 @@ def test_each_comes_back_as_it_was_or_not_at_all(fates: list[str]) -> None:
 
         assert all(is_made == (fates[entries.index(e)] != "rotten") for e, is_made in made.items())
         assert all(memory_of(e) == bytes_of(entries.index(e)) for e, is_made in made.items() if is_made)
-        assert below.blocks == sum(fate in {"whole", "odd"} for fate in fates)
+        assert core.node.contents(below).blocks == sum(fate in {"whole", "odd"} for fate in fates)
         await core.close()
 
     asyncio.run(scenario())
@@ -282,7 +282,7 @@ async def test_a_block_that_leaves_memory_while_it_is_coded_is_not_entered_below
     leaving.core, leaving.entry = core, entries[-1]
 
     assert await push_down(core, entries) == [True] * (COUNT - 1) + [False]
-    assert core.node.tiers[1].blocks == COUNT - 1
+    assert core.node.contents(core.node.tiers[1]).blocks == COUNT - 1
     assert core.node.tiers[1].backend.used_bytes == (COUNT - 1) * entries[0].residences[1].slot.size_bytes
     await core.close()
 

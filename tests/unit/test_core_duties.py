@@ -189,7 +189,7 @@ async def test_a_tier_takes_nothing_new_until_its_last_run_is_entered(at: Setup)
     tier.backend.gate.set()
     await opening
     tier.take(SCOPE, "a", 4096)
-    assert (tier.blocks, tier.phase(0.0)) == (2, "Ready")
+    assert (at.core.node.contents(tier).blocks, tier.phase(0.0)) == (2, "Ready")
 
 
 def reason(conditions: tuple[Condition, ...], type_: str) -> tuple[str, str]:
@@ -237,7 +237,7 @@ async def test_blocks_of_an_earlier_run_are_there_again_and_doubles_are_not(at: 
 
     tier = at.core.node.tier("nvme")
     assert tier is not None
-    assert tier.blocks == 3
+    assert at.core.node.contents(tier).blocks == 3
     assert tier.backend.used_bytes == 3 * 4096
     assert at.core.node.index.blockers(next(e for e in at.core.node.index if e.digest == digest(1)), 7) == 1
 

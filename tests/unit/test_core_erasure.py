@@ -120,7 +120,7 @@ async def test_an_erasure_is_not_over_while_a_block_is_on_its_way_to_another_tie
     scene.below.go_on.set()
     await moving
     assert scene.core.cache.tenancy.erased() == [("uid-a", 2)]
-    assert (scene.left(scope), scene.low.blocks, scene.low.tenant_bytes) == (set(), 0, {})
+    assert (scene.left(scope), scene.core.node.contents(scene.low).blocks, scene.low.tenant_bytes) == (set(), 0, {})
     assert scene.below.live == {}
     await scene.close()
 

@@ -275,7 +275,7 @@ async def test_one_pass_over_the_watermark_takes_a_whole_chain_from_its_end(core
 
     policy = core.node.spec.policy.eviction
     assert dram.fill_ratio * 100 <= policy.low_watermark_percent
-    stayed = sorted(int.from_bytes(e.digest, "big") for e in dram.residents())
+    stayed = sorted(int.from_bytes(e.digest, "big") for e in core.node.contents(dram).residents())
     assert stayed == list(range(1, len(stayed) + 1))
 
 
@@ -284,11 +284,11 @@ async def test_nothing_is_evicted_for_a_watermark_while_earlier_blocks_are_enter
     dram, sweeper = core.node.tiers[0], Sweeper(core.cache, FakeAuthenticator())
     dram.is_recovering = True
     await sweeper._tend()
-    assert dram.blocks == SLOTS
+    assert core.node.contents(dram).blocks == SLOTS
 
     dram.is_recovering = False
     await sweeper._tend()
-    assert dram.blocks < SLOTS
+    assert core.node.contents(dram).blocks < SLOTS
 
 
 async def test_a_corrupt_copy_below_is_a_miss_and_goes_away(core: AgentParts) -> None:

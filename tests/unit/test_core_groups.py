@@ -139,7 +139,7 @@ async def test_a_block_that_was_spoilt_in_memory_goes_and_the_others_go_down() -
 
     assert await push_down(core, entries) == [n != 3 for n in range(COUNT)]
     assert entries[3].residences == ()
-    assert core.node.tiers[1].blocks == COUNT - 1
+    assert core.node.contents(core.node.tiers[1]).blocks == COUNT - 1
     await core.close()
 
 

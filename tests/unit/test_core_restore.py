@@ -57,7 +57,7 @@ def test_what_is_restored_is_what_adding_one_by_one_gives(found: list[tuple[int,
 
     assert count == sum(len(e.residences) for e in restored.index)
     for one, other in zip(restored.tiers, added.tiers, strict=True):
-        assert one.blocks == other.blocks
+        assert restored.contents(one).blocks == added.contents(other).blocks
         assert one.tenant_bytes == other.tenant_bytes
         assert one.backend.used_bytes == other.backend.used_bytes
     for entry in added.index:

@@ -236,7 +236,7 @@ def test_all_of_a_chain_but_its_head_becomes_rows_and_entries_again(length: int)
 
     assert index.fold(math.inf) == length - 1
     assert index.in_use == 1
-    assert len(index) == length == tier.blocks
+    assert len(index) == length == index.contents(tier).blocks
     assert [index.fold(math.inf) for _ in range(3)] == [0, 0, 0]
     for number in range(length):
         was, now = before.find(SCOPE, digest(number)), index.find(SCOPE, digest(number))
@@ -324,8 +324,8 @@ def test_an_extent_gives_all_of_its_blocks_when_it_is_emptied() -> None:
     index, tier = chain(9)
     index.fold(math.inf)
 
-    assert tier.extents[0].bytes_by_tenant() == {"a": 9 * 4096}
-    assert sorted(int.from_bytes(e.digest, "big") for e in tier.residents()) == list(range(9))
+    assert index.contents(tier).extents[0].bytes_by_tenant() == {"a": 9 * 4096}
+    assert sorted(int.from_bytes(e.digest, "big") for e in index.contents(tier).residents()) == list(range(9))
     assert index.in_use == 9
 
 

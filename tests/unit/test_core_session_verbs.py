@@ -72,10 +72,10 @@ async def test_an_archived_session_gets_a_copy_that_survives_before_memory_is_sh
     await engine.ask(wire.OpenSession(1, "s"))
     await engine.store(1, 2, 3, session="s")
     await engine.ask(wire.CloseSession(1, "s", archive=True))
-    await steps_until(lambda: engine.core.node.tiers[1].blocks == 3)
+    await steps_until(lambda: engine.core.node.contents(engine.core.node.tiers[1]).blocks == 3)
     work.cancel()
 
-    assert engine.core.node.tiers[0].blocks == 3
+    assert engine.core.node.contents(engine.core.node.tiers[0]).blocks == 3
 
 
 async def test_a_session_that_is_closed_for_good_leaves_its_blocks_to_be_the_first_to_go(engine: Engine) -> None:

@@ -332,7 +332,7 @@ async def test_a_touch_or_a_fork_after_a_restart_finds_the_session_too(tmp_path:
     await first.store([1, 2], session)
     first.core.cache.life.touch(session, SessionState.DECODING, 0, 0.0)
     first.core.cache.archiver.send_down(first.core.cache.archiver.chain(next(iter(session.heads))), cast("Any", 4))
-    await steps_until(lambda: first.low.blocks == 2)
+    await steps_until(lambda: first.core.node.contents(first.low).blocks == 2)
     await first.core.cache.life.tend()
     await first.die()
 

@@ -89,7 +89,7 @@ async def test_a_device_that_cannot_be_opened_is_named_and_comes_back_by_itself(
     at.clock.now_s += RETRY_S
     await at.provisioner.apply([at.spec])
 
-    assert tier.recovered_blocks == tier.blocks == 8
+    assert tier.recovered_blocks == at.core.node.contents(tier).blocks == 8
     assert at.status().tiers[0].phase == "Ready"
     assert find(at.status().conditions, "DevicePresent").status == "True"  # type: ignore[union-attr]
 

@@ -287,5 +287,5 @@ def check_books(index: Index, node: Node) -> None:
         is_continued = any(b.parent == block.digest for b in blocks)
         assert index.may_leave(block) == (len(block.residences) > 1 or not is_continued)
     for tier in node.tiers:
-        assert tier.blocks == sum(1 for b in blocks if b.residence(tier) is not None)
-        assert tier.backend.used_bytes == sum(tier.tenant_bytes.values()) == 4096 * tier.blocks
+        assert index.contents(tier).blocks == sum(1 for b in blocks if b.residence(tier) is not None)
+        assert tier.backend.used_bytes == sum(tier.tenant_bytes.values()) == 4096 * index.contents(tier).blocks

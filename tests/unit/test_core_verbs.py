@@ -184,7 +184,7 @@ async def test_blocks_that_are_not_admitted_go_down_at_once() -> None:
     engine = await Engine(admission={"type": "Never"}).attach()
     work = asyncio.create_task(engine.core.cache.archiver.run())
     await engine.store(1, 2)
-    await steps_until(lambda: engine.core.node.tiers[1].blocks == 2)
+    await steps_until(lambda: engine.core.node.contents(engine.core.node.tiers[1]).blocks == 2)
     work.cancel()
     await close(engine)
 

@@ -38,7 +38,7 @@ def observe(
         pool_node=pool_node,
         epoch=node.epoch,
         version=__version__,
-        tiers=tuple(_tier(s, node.clock()) for s in provisioner.states.values()),
+        tiers=tuple(_tier(s, node) for s in provisioner.states.values()),
         demand=cache.demand.of_tiers(),
         directory=directory,
         queried=node.counters.blocks_queried,
@@ -81,7 +81,7 @@ def drain_left(node: Node) -> int:
     return sum(
         residents.folded + sum(1 for entry in residents.in_use if not _is_surviving(entry))
         for tier in memory
-        for residents in tier.extents.values()
+        for residents in node.contents(tier).extents.values()
     )  # What is folded has no other copy.
 
 
@@ -97,8 +97,8 @@ def is_late(deadline: str) -> bool:
         return False
 
 
-def _tier(state: TierState, now_s: float) -> TierObserved:
-    tier = state.tier
+def _tier(state: TierState, node: Node) -> TierObserved:
+    tier, now_s = state.tier, node.clock()
     if tier is None:
         return TierObserved(
             state.spec,
@@ -121,13 +121,13 @@ def _tier(state: TierState, now_s: float) -> TierObserved:
         fallback=can.fallback,
         capacity_bytes=backend.capacity_bytes,
         used_bytes=backend.used_bytes,
-        blocks=tier.blocks,
+        blocks=node.contents(tier).blocks,
         recovered_blocks=tier.recovered_blocks,
         probe=tier.probe,
         devices=tier.devices,
         refusing_s=tier.paced.refusing_s if tier.paced is not None else 0.0,
         error=state.error or (tier.last_error or backend.last_error if tier.phase(now_s) != "Ready" else ""),
-        leaving_blocks=tier.blocks if tier.is_leaving else 0,
-        shrinking_blocks=tier.shrinking_blocks,
+        leaving_blocks=node.contents(tier).blocks if tier.is_leaving else 0,
+        shrinking_blocks=node.contents(tier).count(tier.shrinking & tier.closing),
         shortage=state.limit.message,
     )

@@ -115,10 +115,16 @@ class Sweeper:
             if tier.closing:
                 await room.evacuate(tier)
                 if tier.mappable is None:
-                    tier.closing &= tier.extents.keys()  # Mappable ones say so themselves, written or not.
+                    tier.closing &= self._node.contents(
+                        tier
+                    ).extents.keys()  # Mappable ones say so themselves, written or not.
             await room.enforce(tier)
             await room.trim(tier)
-            if self._node.is_draining and not tier.backend.capabilities.survives_restart and tier.blocks:
+            if (
+                self._node.is_draining
+                and not tier.backend.capabilities.survives_restart
+                and self._node.contents(tier).blocks
+            ):
                 await room.drain(tier)
 
     async def _empty(self, tier: Tier) -> None:
@@ -135,7 +141,7 @@ class Sweeper:
         for tier in node.tiers:
             counters.set("kvstrata_tier_capacity_bytes", tier.backend.capacity_bytes, tier=tier.name)
             counters.set("kvstrata_tier_used_bytes", tier.backend.used_bytes, tier=tier.name)
-            counters.set("kvstrata_tier_blocks", tier.blocks, tier=tier.name)
+            counters.set("kvstrata_tier_blocks", self._node.contents(tier).blocks, tier=tier.name)
             counters.set("kvstrata_tier_recovered_blocks", tier.recovered_blocks, tier=tier.name)
             counters.set("kvstrata_tier_emulated", float(tier.backend.capabilities.is_emulated), tier=tier.name)
             counters.set("kvstrata_tier_encrypted", float(tier.backend.capabilities.is_encrypted), tier=tier.name)

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     import asyncio
 
     from kvstrata_agent.backends.base import Record, SlotRef
-    from kvstrata_agent.blocks.sessions import Session
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_api.blocks import LayoutId, ScopeId
 
@@ -48,8 +47,8 @@ class Entry(msgspec.Struct, eq=False):
     pins: set[int] | None = None
     guards: set[str] | None = None
     """Decoding sessions whose head this is."""
-    followers: set[Session] | None = None
-    """All sessions whose head this is."""
+    followers: set[tuple[str, str]] | None = None
+    """Keys of all sessions whose head this is."""
     move: asyncio.Future[bool] | None = None
     """Set while a copy of the block is being made; done with True when it was."""
 

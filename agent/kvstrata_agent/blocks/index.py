@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from kvstrata_agent.blocks.block import GONE, TIERS_MAX, Entry, Residence
 from kvstrata_agent.blocks.packed_blocks import RowTable
 from kvstrata_agent.blocks.scope_table import Blocks, row_of
+from kvstrata_agent.blocks.tier_contents import TierContents
 from kvstrata_api.blocks import ScopeId
 
 if TYPE_CHECKING:
@@ -27,13 +28,14 @@ FOLD_LOOK: Final = 2048
 
 
 class Index:
-    """All blocks. Methods change the index and the tiers' own books together."""
+    """All blocks, and which of them lie in each tier: both change together."""
 
     def __init__(self, in_use_max: int = IN_USE_MAX) -> None:
         """Fold what nobody uses while there are more entries than `in_use_max`."""
         self.rows = RowTable()
         self._in_use_max = in_use_max
         self._scopes: dict[ScopeId, Blocks] = {}
+        self._contents: dict[Tier, TierContents] = {}
         self._nothing = Blocks(ScopeId("none/none"), self)
         self._round: Iterator[tuple[ScopeId, bytes]] = iter(())
         """What is still to be looked at in this round of folding."""
@@ -44,6 +46,17 @@ class Index:
 
     def __len__(self) -> int:
         return sum(map(len, self._scopes.values()))
+
+    def contents(self, tier: Tier) -> TierContents:
+        """What lies in a tier. Do not change it."""
+        contents = self._contents.get(tier)
+        if contents is None:
+            contents = self._contents[tier] = TierContents(tier)
+        return contents
+
+    def forget_tier(self, tier: Tier) -> None:
+        """Forget a tier whose blocks have all been taken out."""
+        self._contents.pop(tier, None)
 
     @property
     def in_use(self) -> int:
@@ -171,11 +184,11 @@ class Index:
             entry.residences = (residence,)
         if entry.residences[0].tier.level != entry.level:
             self._relevel(entry)
-        tier.note(entry, residence.slot)
+        self.contents(tier).note(entry, residence.slot)
         if entry.level < tier.level or not self.blockers(entry, tier.level):
-            tier.offer(entry)
+            self.contents(tier).offer(entry)
         for slower in entry.residences[1:]:
-            slower.tier.offer(entry)  # A copy that a faster one doubles is free to go.
+            self.contents(slower.tier).offer(entry)  # A copy that a faster one doubles is free to go.
 
     def publish(self, tier: Tier, copies: Sequence[tuple[Entry, Residence]]) -> None:
         """Note the first copies, in one tier, of pending blocks. Does what `add` does, for many at a time."""
@@ -184,11 +197,11 @@ class Index:
             entry.residences = (residence,)
             if entry.level != tier.level:
                 self._relevel(entry)
-        tier.note_all([(entry, residence.slot) for entry, residence in copies])
+        self.contents(tier).note_all([(entry, residence.slot) for entry, residence in copies])
         for entry, _ in copies:
             counts = self._scopes[entry.scope].children.get(entry.digest)
             if counts is None or not any(counts[: tier.level + 1]):
-                tier.offer(entry)
+                self.contents(tier).offer(entry)
 
     def restore(
         self, copies: Iterable[Residence], born_at_s: Callable[[int], float]
@@ -248,15 +261,17 @@ class Index:
             blocks.children[key.digest][copy.tier.level] = children
         self._enter(blocks, copy, copy.record.parent, born_s, tenant, is_leaf=not children)
 
-    @staticmethod
-    def _enter(blocks: Blocks, copy: Residence, parent: bytes, born_s: float, tenant: str, *, is_leaf: bool) -> None:
+    def _enter(
+        self, blocks: Blocks, copy: Residence, parent: bytes, born_s: float, tenant: str, *, is_leaf: bool
+    ) -> None:
         tier, slot, record = copy
         key = record.key
         entry = Entry(key.scope, key.digest, parent, record.layout_id, born_s, 0.0, tenant, (copy,), tier.level)
         blocks.in_use[key.digest] = entry
-        tier.note(entry, slot)
+        contents = self.contents(tier)
+        contents.note(entry, slot)
         if is_leaf:
-            tier.offer(entry)
+            contents.offer(entry)
 
     def unfold_leaves(self, tier: Tier) -> None:
         """Make entries, and so possible victims, of rows in a tier that nothing continues there or faster."""
@@ -268,7 +283,7 @@ class Index:
         gone = entry.residence(tier)
         assert gone is not None, "no copy there"
         entry.residences = tuple([r for r in entry.residences if r is not gone])
-        tier.remove(entry, gone.slot)
+        self.contents(tier).remove(entry, gone.slot)
         if entry.residences:
             self._relevel(entry)
         else:
@@ -278,8 +293,8 @@ class Index:
     def swap(self, entry: Entry, old: Residence, new: Residence) -> None:
         """Put a copy in another slot of the same tier in place of the old one."""
         entry.residences = tuple(new if r is old else r for r in entry.residences)
-        old.tier.remove(entry, old.slot)
-        new.tier.add(entry, new.slot)
+        self.contents(old.tier).remove(entry, old.slot)
+        self.contents(new.tier).add(entry, new.slot)
 
     def forget(self, entry: Entry) -> None:
         """Take a block without copies out of the index."""
@@ -340,7 +355,7 @@ class Index:
         for blocks in self._scopes.values():
             for entry in blocks.in_use.values():
                 for residence in entry.residences:
-                    residence.tier.offer(entry)
+                    self.contents(residence.tier).offer(entry)
 
     def _relevel(self, entry: Entry) -> None:
         level = entry.residences[0].tier.level
@@ -363,9 +378,8 @@ class Index:
         if step < 0 and not any(counts):
             del blocks.children[entry.parent]
 
-    @staticmethod
-    def _offer_parent(blocks: Blocks, entry: Entry) -> None:
+    def _offer_parent(self, blocks: Blocks, entry: Entry) -> None:
         parent = blocks.get(entry.parent)
         if parent is not None:
             for residence in parent.residences:
-                residence.tier.offer(parent)
+                self.contents(residence.tier).offer(parent)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.index import Index
     from kvstrata_agent.blocks.restore import Restoring
     from kvstrata_agent.blocks.slot_request import Want
+    from kvstrata_agent.blocks.tier_contents import TierContents
     from kvstrata_agent.fleet.directory.announcer import Announcer
     from kvstrata_api.blocks import Layout, LayoutId, ScopeId
     from kvstrata_api.models.pool import KVPoolSpec
@@ -311,9 +312,13 @@ class Node:
             self.drop_block(entry, reason)
         return count
 
+    def contents(self, tier: Tier) -> TierContents:
+        """Which blocks lie in a tier."""
+        return self.index.contents(tier)
+
     def holds(self, tier: Tier) -> bool:
         """True while somebody keeps blocks in a tier by reading, pinning, writing, moving or decoding."""
-        if tier.has_held or any(r.tier is tier for r in self.reservations):
+        if self.contents(tier).has_held or any(r.tier is tier for r in self.reservations):
             return True
         return any(s.state is SessionState.DECODING for s in self.sessions)  # Its head may be in another tier.
 

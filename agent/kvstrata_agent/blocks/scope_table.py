@@ -246,9 +246,9 @@ class Blocks:
         if any(row.counts):
             self.children[row.digest] = list(row.counts)
         self.folded -= 1
-        kind.tier.unfolded(entry, row.extent)
+        self._folds.contents(kind.tier).unfolded(entry, row.extent)
         if not any(row.counts[: entry.level + 1]):
-            kind.tier.offer(entry)
+            self._folds.contents(kind.tier).offer(entry)
         return entry
 
     def fold(self, entry: Entry) -> bool:
@@ -259,12 +259,12 @@ class Blocks:
         counts = self.children.get(entry.digest)
         if counts is None or not any(counts[: entry.level + 1]):
             return False
-        copy.tier.withdraw(entry)
+        self._folds.contents(copy.tier).withdraw(entry)
         row = row_of(copy, entry.tenant, entry.parent, entry.born_s, entry.used_at_s, tuple(counts))
         if row is None or not row.fits or sys.getrefcount(entry) > _REFERENCES:
             return False
         del self.in_use[entry.digest], self.children[entry.digest]
-        copy.tier.forget_entry(entry, copy.slot.extent)
+        self._folds.contents(copy.tier).forget_entry(entry, copy.slot.extent)
         self.put(row)
         return True
 
@@ -272,13 +272,13 @@ class Blocks:
         """Add a row, for a block of this scope that is not here."""
         self.folded += 1
         self.folds += 1
-        row.kind.tier.folded((self._rows.put(row),), row.extent, self.scope, self._folds)
+        self._folds.contents(row.kind.tier).folded((self._rows.put(row),), row.extent, self.scope, self._folds)
 
     def put_all(self, kinds: Sequence[Kind], of: NDArray[np.intp], rows: NDArray[np.void]) -> None:
         """Add rows of blocks of one extent that are not here; see `RowTable.put_all`."""
         self.folded += len(rows)
         numbers = self._rows.put_all(kinds, of, rows).tolist()
-        kinds[0].tier.folded(numbers, int(rows["extent"][0]), self.scope, self._folds)
+        self._folds.contents(kinds[0].tier).folded(numbers, int(rows["extent"][0]), self.scope, self._folds)
 
 
 def _each(in_use: Iterable[bytes], folded: Iterable[bytes]) -> Iterator[bytes]:

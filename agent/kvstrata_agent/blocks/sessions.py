@@ -82,6 +82,11 @@ class Session:
     """True once nobody will let go of its heads any more, so that it takes no new ones: a slow request may hold it."""
 
     @property
+    def key(self) -> tuple[str, str]:
+        """Key in the table of sessions."""
+        return self.tenant, self.name
+
+    @property
     def guard(self) -> str:
         """Name under which the session guards its heads."""
         return f"{self.tenant}/{self.name}"
@@ -104,9 +109,9 @@ class Session:
         self.heads[head] = None
         self.is_changed = True
         if head.followers is None:
-            head.followers = {self}
+            head.followers = {self.key}
         else:
-            head.followers.add(self)
+            head.followers.add(self.key)
         if self.state is SessionState.DECODING:
             _add_guard(head, self.guard)
         while len(self.heads) > HEADS_MAX:
@@ -118,7 +123,7 @@ class Session:
             del self.heads[entry]
             _drop_guard(entry, self.guard)
             if entry.followers is not None:
-                entry.followers.discard(self)
+                entry.followers.discard(self.key)
                 entry.followers = entry.followers or None
 
     def enter(self, state: SessionState) -> None:
@@ -261,7 +266,7 @@ class SessionTable:
 
     def lost(self, entry: Entry, parent: Entry | None) -> None:
         """A head has no copy any more: its sessions fall back to the block before it."""
-        for session in tuple(entry.followers or ()):
+        for session in [self._sessions[key] for key in entry.followers or ()]:
             session.drop_head(entry)
             if parent is not None:
                 session.add_head(parent)

@@ -1,4 +1,4 @@
-"""One tier of this node as the core sees it: its backend, its state and which blocks lie in it. No I/O of its own."""
+"""One tier of this node: its backend, its state and whose slots it has. What lies in it, `TierContents` has."""
 
 from __future__ import annotations
 
@@ -16,17 +16,11 @@ from kvstrata_agent.backends.base import (
     TierBackend,
 )
 from kvstrata_agent.backends.recovered import ColumnarBackend
-from kvstrata_agent.blocks.eviction_queue import LeafQueue
-from kvstrata_agent.blocks.tier_contents import Residents
 from kvstrata_agent.policy.placement import TierFacts
 from kvstrata_agent.policy.quota import over_hard_bytes
 from kvstrata_api.errors import BackendFailedError, QuotaExceededError, TierFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from kvstrata_agent.blocks.block import Entry
-    from kvstrata_agent.blocks.tier_contents import Folds
     from kvstrata_api.blocks import ScopeId
     from kvstrata_api.models.poolnode import NodeTier, TierProbe
 
@@ -62,7 +56,6 @@ class Tier:
     """True while what an earlier run left behind is entered: until then nobody knows which slots are free."""
     is_gone: bool = False
     """True once its backend is about to be closed, after which nothing may be asked of it."""
-    blocks: int = 0
     closing: frozenset[int] = frozenset()
     """Extents that are to be empty: a shrink wants it, or they hold too little."""
     shrinking: frozenset[int] = frozenset()
@@ -77,10 +70,6 @@ class Tier:
     """Monotonic second until which a drained tier that was stuck is left alone."""
     rest_s: float = 0.0
     """How long it was left alone last; 0 after something moved."""
-    extents: dict[int, Residents] = field(default_factory=dict)
-    """Blocks by extent; extents without any are absent."""
-    queues: dict[tuple[ScopeId, str], LeafQueue[Entry]] = field(default_factory=dict)
-    """Possible victims by scope and account."""
     tenant_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes of all slots that each account has, written or not; accounts without any are absent."""
     raw_bytes_written: int = 0
@@ -136,16 +125,6 @@ class Tier:
         if is_wanted and not self.is_drained:
             self.is_stuck, self.rests_until_s, self.rest_s = False, 0.0, 0.0
         self.is_drained = is_wanted
-
-    @property
-    def has_held(self) -> bool:
-        """True while somebody leases, pins, decodes from or moves a block that lies here."""
-        return any(entry.is_held for residents in self.extents.values() for entry in residents.in_use)
-
-    @property
-    def shrinking_blocks(self) -> int:
-        """Blocks that lie where the last resize left no room."""
-        return sum(len(self.extents.get(extent, ())) for extent in self.shrinking & self.closing)
 
     def phase(self, now_s: float) -> Phase:
         """What the status says of the tier."""
@@ -254,77 +233,3 @@ class Tier:
     def extent_released(self, extent: int) -> None:
         """Note that an extent is gone, so a shrink need not wait for it."""
         self.closing -= {extent}
-
-    def add(self, entry: Entry, slot: SlotRef) -> None:
-        """Note that a block lies here, and may be a victim."""
-        self.note(entry, slot)
-        self.offer(entry)
-
-    def note(self, entry: Entry, slot: SlotRef) -> None:
-        """Note that a block lies here."""
-        self.note_all(((entry, slot),))
-
-    def note_all(self, placed: Sequence[tuple[Entry, SlotRef]]) -> None:
-        """Note that blocks lie here."""
-        for entry, slot in placed:
-            self._residents(slot.extent, entry.scope).in_use.add(entry)
-        self.blocks += len(placed)
-
-    def _residents(self, extent: int, scope: ScopeId) -> Residents:
-        residents = self.extents.get(extent)
-        if residents is None:
-            residents = self.extents[extent] = Residents(self, extent, scope)
-        return residents
-
-    def folded(self, numbers: Sequence[int], extent: int, scope: ScopeId, folds: Folds) -> None:
-        """Note that blocks lie here that are rows."""
-        self._residents(extent, scope).fold(numbers, folds)
-        self.blocks += len(numbers)
-
-    def forget_entry(self, entry: Entry, extent: int) -> None:
-        """Forget the entry of a block that lies here, because it becomes a row."""
-        self.extents[extent].in_use.remove(entry)
-        self.blocks -= 1
-
-    def unfolded(self, entry: Entry, extent: int) -> None:
-        """Note the entry of a block that was a row."""
-        residents = self.extents[extent]
-        residents.folded -= 1
-        residents.in_use.add(entry)
-
-    def remove(self, entry: Entry, slot: SlotRef) -> None:
-        """Note that a block has left the slot."""
-        residents = self.extents[slot.extent]
-        residents.in_use.remove(entry)
-        if not residents:
-            del self.extents[slot.extent]
-        self.blocks -= 1
-        self.withdraw(entry)
-
-    def withdraw(self, entry: Entry) -> None:
-        """Take a block out of the possible victims, if it is one of them."""
-        key = (entry.scope, entry.tenant)
-        queue = self.queues.get(key)
-        if queue is not None:
-            queue.discard(entry)
-            if not queue:
-                del self.queues[key]
-
-    def offer(self, entry: Entry) -> None:
-        """Put a block among the possible victims; whether it is one is looked at when it comes up."""
-        key = (entry.scope, entry.tenant)
-        queue = self.queues.get(key)
-        if queue is None:
-            queue = self.queues[key] = LeafQueue()
-        queue.push(entry)
-
-    def age(self, entry: Entry) -> None:
-        """Bring a block, whose last use was set back, to the front of the possible victims, if it is one of them."""
-        queue = self.queues.get((entry.scope, entry.tenant))
-        if queue is not None and queue.discard(entry):
-            queue.push(entry)
-
-    def residents(self) -> Iterator[Entry]:
-        """All blocks that are here now, in no order, an extent at a time; they may be taken out meanwhile."""
-        for extent in tuple(self.extents):
-            yield from tuple(self.extents.get(extent, ()))

@@ -1,4 +1,7 @@
-"""The blocks that lie in one extent of a tier: entries of those in use, numbers of the rows of the others. No I/O."""
+"""The blocks that lie in a tier, by extent and as possible victims. No I/O.
+
+Of each extent it has the entries of blocks in use, and the numbers of the rows of the others.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ from array import array
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstrata_agent.blocks.block import account_of
+from kvstrata_agent.blocks.eviction_queue import LeafQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
+    from kvstrata_agent.backends.base import SlotRef
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.packed_blocks import RowTable
     from kvstrata_agent.blocks.tier import Tier
@@ -28,6 +33,9 @@ class Folds(Protocol):
 
     def unfold(self, number: int) -> Entry:
         """Make the entry of a row again."""
+
+    def contents(self, tier: Tier) -> TierContents:
+        """Return what lies in a tier."""
 
 
 class Residents:
@@ -94,3 +102,100 @@ class Residents:
             kind = self._folds.rows.kind(number)
             found[kind.tenant] = found.get(kind.tenant, 0) + kind.slot_bytes
         return found
+
+
+class TierContents:
+    """Which blocks lie in one tier. The index alone changes it; others read it."""
+
+    __slots__ = ("_tier", "blocks", "extents", "queues")
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self.blocks = 0
+        self.extents: dict[int, Residents] = {}
+        """Blocks by extent; extents without any are absent."""
+        self.queues: dict[tuple[ScopeId, str], LeafQueue[Entry]] = {}
+        """Possible victims by scope and account."""
+
+    @property
+    def has_held(self) -> bool:
+        """True while somebody leases, pins, decodes from or moves a block that lies here."""
+        return any(entry.is_held for residents in self.extents.values() for entry in residents.in_use)
+
+    def count(self, extents: Iterable[int]) -> int:
+        """Blocks that lie in these extents."""
+        return sum(len(self.extents.get(extent, ())) for extent in extents)
+
+    def add(self, entry: Entry, slot: SlotRef) -> None:
+        """Note that a block lies here, and may be a victim."""
+        self.note(entry, slot)
+        self.offer(entry)
+
+    def note(self, entry: Entry, slot: SlotRef) -> None:
+        """Note that a block lies here."""
+        self.note_all(((entry, slot),))
+
+    def note_all(self, placed: Sequence[tuple[Entry, SlotRef]]) -> None:
+        """Note that blocks lie here."""
+        for entry, slot in placed:
+            self._residents(slot.extent, entry.scope).in_use.add(entry)
+        self.blocks += len(placed)
+
+    def _residents(self, extent: int, scope: ScopeId) -> Residents:
+        residents = self.extents.get(extent)
+        if residents is None:
+            residents = self.extents[extent] = Residents(self._tier, extent, scope)
+        return residents
+
+    def folded(self, numbers: Sequence[int], extent: int, scope: ScopeId, folds: Folds) -> None:
+        """Note that blocks lie here that are rows."""
+        self._residents(extent, scope).fold(numbers, folds)
+        self.blocks += len(numbers)
+
+    def forget_entry(self, entry: Entry, extent: int) -> None:
+        """Forget the entry of a block that lies here, because it becomes a row."""
+        self.extents[extent].in_use.remove(entry)
+        self.blocks -= 1
+
+    def unfolded(self, entry: Entry, extent: int) -> None:
+        """Note the entry of a block that was a row."""
+        residents = self.extents[extent]
+        residents.folded -= 1
+        residents.in_use.add(entry)
+
+    def remove(self, entry: Entry, slot: SlotRef) -> None:
+        """Note that a block has left the slot."""
+        residents = self.extents[slot.extent]
+        residents.in_use.remove(entry)
+        if not residents:
+            del self.extents[slot.extent]
+        self.blocks -= 1
+        self.withdraw(entry)
+
+    def withdraw(self, entry: Entry) -> None:
+        """Take a block out of the possible victims, if it is one of them."""
+        key = (entry.scope, entry.tenant)
+        queue = self.queues.get(key)
+        if queue is not None:
+            queue.discard(entry)
+            if not queue:
+                del self.queues[key]
+
+    def offer(self, entry: Entry) -> None:
+        """Put a block among the possible victims; whether it is one is looked at when it comes up."""
+        key = (entry.scope, entry.tenant)
+        queue = self.queues.get(key)
+        if queue is None:
+            queue = self.queues[key] = LeafQueue()
+        queue.push(entry)
+
+    def age(self, entry: Entry) -> None:
+        """Bring a block, whose last use was set back, to the front of the possible victims, if it is one of them."""
+        queue = self.queues.get((entry.scope, entry.tenant))
+        if queue is not None and queue.discard(entry):
+            queue.push(entry)
+
+    def residents(self) -> Iterator[Entry]:
+        """All blocks that are here now, in no order, an extent at a time; they may be taken out meanwhile."""
+        for extent in tuple(self.extents):
+            yield from tuple(self.extents.get(extent, ()))

@@ -102,7 +102,7 @@ class Archiver:
         for entry in entries:
             entry.used_at_s = 0.0
             for residence in entry.residences:
-                residence.tier.age(entry)
+                self._node.contents(residence.tier).age(entry)
 
     def chains(self, session: Session) -> list[list[Entry]]:
         """The heads of a session with everything before them, each block once.
@@ -134,7 +134,7 @@ class Archiver:
         own: list[Entry] = []
         entry: Entry | None = None if head.scope.startswith(f"{ScopeKind.SHARE}/") else head
         while entry is not None and entry.residences:
-            others = (entry.followers or set()) - {session}
+            others = (entry.followers or set()) - {session.key}
             if others or self._node.index.blockers(entry, TIERS_MAX - 1) > bool(own):
                 break
             own.append(entry)
@@ -190,7 +190,7 @@ class Archiver:
             if entry.used_at_s > old_s:
                 entry.used_at_s = max(0.0, old_s)
                 for residence in entry.residences:
-                    residence.tier.age(entry)
+                    self._node.contents(residence.tier).age(entry)
 
     async def _secure(self, entry: Entry) -> None:
         if entry.move is not None:

@@ -37,7 +37,9 @@ class Lifting:
         faster = [t for t in self._node.tiers if t.level < tier.level and t.facts(now_s).takes_writes]
         if not any(self._has_room(t, 1) for t in faster):
             return  # Before entries are made of all that lies here.
-        here = [e for residents in tuple(tier.extents.values()) for e in residents if self._may_rise(e)]
+        here = [
+            e for residents in tuple(self._node.contents(tier).extents.values()) for e in residents if self._may_rise(e)
+        ]
         for entry in sorted(here, key=lambda e: -e.used_at_s)[:BATCH_BLOCKS]:
             for link in self._chain(entry, tier):
                 await self._lift_one(link, tier, faster[::-1])

@@ -186,7 +186,7 @@ class Room:
     async def _collect(self, want: Want, payer: Standing, extents: int, attempt: int) -> bool:
         """Make one account pay for a slot: from the writer's own blocks in the same scope, or by whole extents."""
         tier, is_own = want.tier, payer.tenant == want.tenant
-        if is_own and (want.scope, want.tenant) in tier.queues and attempt % 2 == 0:
+        if is_own and (want.scope, want.tenant) in self._node.contents(tier).queues and attempt % 2 == 0:
             need_bytes = min(want.batch_bytes, tier.backend.capacity_bytes // BATCH_PARTS)
             cut = Cut(max(want.size_bytes, need_bytes), "room", tenant=want.tenant, scope=want.scope)
             return await self._evict(tier, cut) > 0
@@ -200,7 +200,7 @@ class Room:
         busy = {r.slot.extent for r in self._node.reservations if r.tier is tier}
         ranked = sorted(
             (extent in busy, len(residents), extent)
-            for extent, residents in tier.extents.items()
+            for extent, residents in self._node.contents(tier).extents.items()
             if residents.may_hold(payer.tenant)
         )
         spares = {s.tenant: s.spare_bytes for s in self._node.tenants.standings(tier)}
@@ -210,7 +210,7 @@ class Room:
         for _, _, extent in ranked:
             if len(found) == count:
                 break
-            held = tier.extents[extent].bytes_by_tenant()
+            held = self._node.contents(tier).extents[extent].bytes_by_tenant()
             if payer.tenant in held and all(size_bytes <= spares.get(t, 0) for t, size_bytes in held.items()):
                 found.append(extent)
                 for tenant, size_bytes in held.items():
@@ -222,13 +222,13 @@ class Room:
 
         Where neither frees anything, its own blocks go down whatever continues them here: they are not lost.
         """
-        residents = tier.extents.get(extent)
+        residents = self._node.contents(tier).extents.get(extent)
         if not residents:
             return 0
         scope = residents.scope
         cut = Cut(tier.backend.capacity_bytes, "room", scope=scope, extents=frozenset({extent}))
         freed_bytes = await self._evict(tier, cut)
-        left = tier.extents.get(extent)
+        left = self._node.contents(tier).extents.get(extent)
         if left:
             left_bytes = sum(left.bytes_by_tenant().values())
             most_bytes = None if is_own else max(0, payer.spare_bytes - freed_bytes)
@@ -238,7 +238,11 @@ class Room:
 
     async def _send_down(self, tier: Tier, extent: int) -> int:
         """Leave what lies in an extent to slower tiers, out of order; returns the bytes freed."""
-        decoded = self._node.decoded([residents.scope]) if (residents := tier.extents.get(extent)) else None
+        decoded = (
+            self._node.decoded([residents.scope])
+            if (residents := self._node.contents(tier).extents.get(extent))
+            else None
+        )
         if residents is None or decoded is None:
             return 0
         free = [entry for entry in residents if not entry.is_held and entry not in decoded]
@@ -282,7 +286,7 @@ class Room:
     async def drain(self, tier: Tier) -> int:
         """Send one batch of a memory tier's blocks to media that survive; returns how many blocks are left."""
         await self.cut(tier, Cut(TRIM_BYTES_MAX, "drain", Priority.DEMOTE))
-        return tier.blocks
+        return self._node.contents(tier).blocks
 
     async def cut(self, tier: Tier, cut: Cut) -> int:
         """Take blocks that nobody holds out of a tier; returns the bytes freed."""
@@ -291,7 +295,7 @@ class Room:
 
     async def evacuate(self, tier: Tier, batch: int = 256) -> int:
         """Move blocks off closing extents, within the tier where it has room; returns how many stay behind."""
-        leaving = [e for x in tier.closing for e in tier.extents.get(x, ())]
+        leaving = [e for x in tier.closing for e in self._node.contents(tier).extents.get(x, ())]
         free = [e for e in leaving if not e.leases and e.move is None][:batch]
         moved = await asyncio.gather(*(self._relocate(e, tier) for e in free))
         if not all(moved):
@@ -299,21 +303,21 @@ class Room:
                 need_bytes = sum(r.slot.size_bytes for e in free if (r := e.residence(tier)) is not None)
                 await self._evict(tier, Cut(need_bytes, "shrink", Priority.DEMOTE, extents=tier.closing))
                 await self._share_out(tier, need_bytes, "shrink")
-        return sum(len(tier.extents.get(x, ())) for x in tier.closing)
+        return sum(len(self._node.contents(tier).extents.get(x, ())) for x in tier.closing)
 
     async def empty(self, tier: Tier) -> bool:
         """Send one batch of a closed tier's blocks to other tiers; False when nothing that is left can go.
 
         Down first. What no slower tier takes goes up as far as there is room: nothing there gives way for it.
         """
-        before, reason = tier.blocks, "removed" if tier.is_leaving else "drain"
+        before, reason = self._node.contents(tier).blocks, "removed" if tier.is_leaving else "drain"
         cut = Cut(TRIM_BYTES_MAX, reason, Priority.DEMOTE, fate=Fate.STAY)
         async with self._lock(tier):
             await self._evict(tier, cut)
-            if tier.blocks == before and self.is_lowest(tier):
+            if self._node.contents(tier).blocks == before and self.is_lowest(tier):
                 await self._lifting.lift(tier)
                 await self._evict(tier, cut)
-        return tier.blocks < before or self._node.is_leased(tier)
+        return self._node.contents(tier).blocks < before or self._node.is_leased(tier)
 
     async def _relocate(self, entry: Entry, tier: Tier) -> bool:
         source = entry.residence(tier)

@@ -36,9 +36,12 @@ class TierCandidates:
     ) -> None:
         self._index = index
         self._tier = tier
+        self._contents = index.contents(tier)
         self._extents = extents
         self._tenant = tenant
-        self._keys = dict.fromkeys(key for key in tier.queues if scope in (None, key[0]) and tenant in (None, key[1]))
+        self._keys = dict.fromkeys(
+            key for key in self._contents.queues if scope in (None, key[0]) and tenant in (None, key[1])
+        )
         self._pushed: set[Entry] = set()
         """Blocks that the planner put in: their children are victims of the same plan."""
 
@@ -54,7 +57,7 @@ class TierCandidates:
         """Put a block in, if it is still here."""
         if block.residence(self._tier) is not None:
             self._pushed.add(block)
-            self._tier.offer(block)
+            self._contents.offer(block)
             self._keys[block.scope, block.tenant] = None
 
     def is_free(self, block: Entry) -> bool:
@@ -95,7 +98,7 @@ class TierCandidates:
 
     def _oldest(self) -> LeafQueue[Entry] | None:
         """The queue with the least recently used block; None when there is no block."""
-        queues = [queue for key in self._keys if (queue := self._tier.queues.get(key))]
+        queues = [queue for key in self._keys if (queue := self._contents.queues.get(key))]
         if len(queues) < 2:
             return queues[0] if queues else None
         first, oldest_s = None, float("inf")

@@ -7,7 +7,8 @@ from kvstrata_agent.policy.quota import Bound, OverQuota, Rules
 from kvstrata_agent.policy.retention import Retention
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_api.models.trust import KVTenant
-from kvstrata_api.trust import KEY_VERSION, Access, ScopeKind, domain_key_version
+from kvstrata_api.scopes import KEY_VERSION
+from kvstrata_api.trust import Access, ScopeKind, domain_key_version
 
 
 class TenantView:

@@ -38,13 +38,13 @@ async def watch_drain(node: Node, order: TierDrainOrder, tell: Tell) -> Ended:
         if tier is None:
             return Ended(f"tier {order.tier} is not up on this node", "TierAbsent")
         size_bytes = sum(tier.tenant_bytes.values())
-        blocks_total, bytes_total = max(blocks_total, tier.blocks), max(bytes_total, size_bytes)
+        blocks_total, bytes_total = max(blocks_total, node.contents(tier).blocks), max(bytes_total, size_bytes)
         watch = watch.after(_look(node, tier))
         kept = _KEPT.get(watch.standing)
-        count = Count(blocks_total - tier.blocks, blocks_total, bytes_total - size_bytes, bytes_total)
+        count = Count(blocks_total - node.contents(tier).blocks, blocks_total, bytes_total - size_bytes, bytes_total)
         tell(count, Ended(kept, watch.standing.value) if kept else None)
         if watch.standing.is_over:
-            left = f"{tier.blocks} blocks of {size_bytes} B stay: no other tier takes them"
+            left = f"{node.contents(tier).blocks} blocks of {size_bytes} B stay: no other tier takes them"
             return Ended("nothing is left" if watch.standing is Standing.EMPTY else left)
         await asyncio.sleep(LOOK_S)
 
@@ -54,8 +54,8 @@ def _look(node: Node, tier: Tier) -> Look:
     is_written = any(reservation.tier is tier for reservation in node.reservations)
     others = (t for t in node.tiers if t is not tier and not t.is_closed)
     return Look(
-        blocks=tier.blocks,
+        blocks=node.contents(tier).blocks,
         is_stuck=tier.is_stuck,
-        is_held=is_written or tier.has_held,
+        is_held=is_written or node.contents(tier).has_held,
         are_others_away=any(not t.facts(now_s).takes_writes for t in others),
     )

@@ -149,12 +149,12 @@ class Orders:
             return Ended(f"tier {order.tier} is not up on this node", "TierAbsent")
         await _recovered(tiers)
         sizes = [sum(tier.tenant_bytes.values()) for tier in tiers]
-        run.count = Count(blocks_total=sum(tier.blocks for tier in tiers), bytes_total=sum(sizes))
+        run.count = Count(blocks_total=sum(self._node.contents(tier).blocks for tier in tiers), bytes_total=sum(sizes))
         left = []
         for tier, size_bytes in zip(tiers, sizes, strict=True):
             await self._flush_tier(run, tier, size_bytes, fate)
-            if tier.blocks:
-                left.append(f"{tier.blocks} in {tier.name}")
+            if self._node.contents(tier).blocks:
+                left.append(f"{self._node.contents(tier).blocks} in {tier.name}")
         message = f"left: {', '.join(left)} (held, continued by such, or newer)" if left else "nothing is left"
         return Ended(message)
 
@@ -162,15 +162,15 @@ class Orders:
         """No more bytes than there were: who goes on writing does not keep it busy for ever."""
         freed_bytes, idle = 0, 0
         while freed_bytes < size_bytes and idle < IDLE_ROUNDS_MAX and self._node.has(tier):
-            before = tier.blocks
+            before = self._node.contents(tier).blocks
             batch_bytes = min(size_bytes - freed_bytes, TRIM_BYTES_MAX)
             step_bytes = await self._room.cut(tier, Cut(batch_bytes, "flush", Priority.DEMOTE, fate=fate))
             freed_bytes += step_bytes
-            run.count = _added(run.count, max(0, before - tier.blocks), step_bytes)
+            run.count = _added(run.count, max(0, before - self._node.contents(tier).blocks), step_bytes)
             if step_bytes:
                 idle = 0
                 await asyncio.sleep(0)
-            elif tier.blocks:
+            elif self._node.contents(tier).blocks:
                 idle += 1
                 await asyncio.sleep(LOOK_S)
             else:

@@ -141,7 +141,12 @@ class Provisioner:
 
     def _may_leave_later(self, tier: Tier) -> bool:
         by_s = tier.leaves_by_s
-        return by_s is not None and bool(tier.blocks) and not tier.is_stuck and self.node.clock() < by_s
+        return (
+            by_s is not None
+            and bool(self.node.contents(tier).blocks)
+            and not tier.is_stuck
+            and self.node.clock() < by_s
+        )
 
     def _short(self, limits: dict[str, Limit], steps: Sequence[provision_plan.Step]) -> tuple[provision_plan.Step, ...]:
         """Tiers that can have more now than they were granted, because another one has gone."""
@@ -276,10 +281,11 @@ class Provisioner:
         assert tier is not None
         self.node.tiers.remove(tier)
         self.node.abandon(self.node.reservations.take_tier(tier))
-        for entry in tier.residents():
+        for entry in self.node.contents(tier).residents():
             self.node.drop_copy(entry, tier, keep_bytes=is_kept or tier.backend.capabilities.survives_restart)
         await self._outlive_readers(tier)
         tier.is_gone = True
+        self.node.index.forget_tier(tier)
         await _ended(name, tier.backend.close() if tier.lasting is None or is_kept else tier.lasting.discard())
 
     async def _outlive_readers(self, tier: Tier) -> None:

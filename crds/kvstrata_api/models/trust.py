@@ -18,7 +18,7 @@ from kvstrata_api.models.base import (
     Timestamp,
     unique_by,
 )
-from kvstrata_api.trust import KEY_VERSION
+from kvstrata_api.scopes import KEY_VERSION
 
 
 class LabelSelector(ApiModel):

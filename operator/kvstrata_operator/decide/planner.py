@@ -10,8 +10,9 @@ from datetime import datetime
 from typing import Any
 
 from kvstrata_api.models.pool import KVPool
+from kvstrata_api.scopes import KEY_VERSION
 from kvstrata_api.shares import is_open, share_end
-from kvstrata_api.trust import KEY_VERSION, ScopeKind
+from kvstrata_api.trust import ScopeKind
 from kvstrata_operator.decide.agents.agents import agents_of, forget_agents, plan_agents
 from kvstrata_operator.decide.directory import redis
 from kvstrata_operator.decide.incremental import Census, Members

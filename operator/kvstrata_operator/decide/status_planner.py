@@ -9,7 +9,8 @@ from kvstrata_api import units
 from kvstrata_api.conditions import Condition
 from kvstrata_api.models.pool import KVPool
 from kvstrata_api.models.trust import KVTenant
-from kvstrata_api.trust import KEY_VERSION, ScopeKind
+from kvstrata_api.scopes import KEY_VERSION
+from kvstrata_api.trust import ScopeKind
 from kvstrata_operator.decide.agents.agents import agents_of
 from kvstrata_operator.decide.directory import redis
 from kvstrata_operator.decide.incremental import Census, Members

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from kvstrata_api.conditions import Condition, Status, find
 from kvstrata_api.models.trust import KVTenant
-from kvstrata_api.trust import KEY_VERSION, ScopeKind
+from kvstrata_api.scopes import KEY_VERSION
+from kvstrata_api.trust import ScopeKind
 from kvstrata_operator.decide.plan.conditions import Says
 from kvstrata_operator.decide.trust.key_versions import highest_version, plan_retirement, told_version
 from kvstrata_operator.decide.trust.scope_keys import has_key
