@@ -26,7 +26,7 @@ from bench import common
 from bench.common import REPEATS_MIN, Result, Sample, publish, rate_ratio, table
 from bench.directory_limit import Bare, Work, redis_version
 from bench.directory_rebuild import rebuild
-from kvstrata_agent.fleet.directory.session_outbox import FLUSH_MAX
+from kvstrata_agent.fleet.directory.client import FLUSH_MAX
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_metadata import embedded, registry, sessions, shards
 from kvstrata_metadata.acl import Role

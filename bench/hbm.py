@@ -25,8 +25,7 @@ from kvstrata_agent.backends.device.hbm import open_hbm
 from kvstrata_api import __version__
 from kvstrata_api.blocks import BlockKey, Layout, LayoutId, ScopeId
 from kvstrata_api.checksum import checksum
-from kvstrata_client.connectors.paged import CudaWork, HostWork, coming_down
-from kvstrata_client.connectors.pages import PagedKv
+from kvstrata_client.connectors.paged import CudaWork, HostWork, PagedKv, coming_down
 from kvstrata_native.packing import Kind, Packing
 
 BLOCKS, BLOCKS_QUICK, BLOCKS_TINY = 256, 64, 4

@@ -30,7 +30,7 @@ from kvstrata_api.checksum import checksum
 from kvstrata_api.trust import Identity
 from kvstrata_api.units import MIB
 from kvstrata_kube import tls
-from kvstrata_kube.keypair import make_key_pair
+from kvstrata_kube.certified import make_key_pair
 from kvstrata_kube.tls import Credential
 from kvstrata_metadata.records import AgentRecord, Announcement, Location
 from kvstrata_operator.certificates import authority as certificates

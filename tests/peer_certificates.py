@@ -9,7 +9,7 @@ from pathlib import Path
 from kvstrata_agent.fleet.peers.tls import PeerTls
 from kvstrata_api import names
 from kvstrata_kube import tls
-from kvstrata_kube.keypair import make_key_pair
+from kvstrata_kube.certified import make_key_pair
 from kvstrata_kube.tls import Credential
 from kvstrata_operator.certificates import authority as certificates
 from kvstrata_operator.certificates.authority import Authority

@@ -17,11 +17,9 @@ from kvstrata_client.connection.async_link import AsyncLink
 from kvstrata_client.connection.lifecycle import Connect, Down, Idle, Pause, Up, lifecycle
 from kvstrata_client.connection.lifecycle import Step as Turn
 from kvstrata_client.connection.link import Sent, unsent
-from kvstrata_client.prompt.async_handover import AsyncGrowingBlocks
-from kvstrata_client.prompt.async_streaming import AsyncLayerStream
-from kvstrata_client.prompt.handover import Slots
+from kvstrata_client.prompt.handover import AsyncGrowingBlocks, Slots
 from kvstrata_client.prompt.ranges import Cut
-from kvstrata_client.prompt.streaming import Leased
+from kvstrata_client.prompt.streaming import AsyncLayerStream, Leased
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls, handover_calls
 from kvstrata_client.verbs.calls import (

@@ -11,15 +11,13 @@ from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.wire_handover import Handover
 from kvstrata_client.async_client import AsyncClient
 from kvstrata_client.client import Client
-from kvstrata_client.prompt.async_handover import AsyncGrowingBlocks
-from kvstrata_client.prompt.async_streaming import AsyncLayerStream
 from kvstrata_client.prompt.chain import Tokens
-from kvstrata_client.prompt.handover import GrowingBlocks, begin
+from kvstrata_client.prompt.handover import AsyncGrowingBlocks, GrowingBlocks, begin
 from kvstrata_client.prompt.load import load
 from kvstrata_client.prompt.ranges import Cut
 from kvstrata_client.prompt.routes import Attachment, Job, look_up, prompt_of
 from kvstrata_client.prompt.store import store
-from kvstrata_client.prompt.streaming import LEASE_S, LayerStream, lease_route
+from kvstrata_client.prompt.streaming import LEASE_S, AsyncLayerStream, LayerStream, lease_route
 from kvstrata_client.target import Target
 from kvstrata_client.verbs.leases import lost
 from kvstrata_client.verbs.results import Bytes2D, Loaded, Located, Stored

@@ -1,14 +1,73 @@
-"""Writes docs/metrics.md from the catalogues: `python -m kvstrata_telemetry.docs --write | --check`."""
+"""Writes docs/metrics.md from the catalogues: `python -m kvstrata_telemetry.docs --write | --check`.
+
+The catalogue of every metric of every process. Pure.
+
+A process adds its metrics in `catalog_<process>.py` as the constant `<PROCESS>`; nothing needs to be written here.
+
+The catalogue of spans: every name that `tracing.span` may be given, and its attributes. Pure.
+"""
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Final
 
+import kvstrata_telemetry
 from kvstrata_telemetry import generated
-from kvstrata_telemetry.catalog import Metric
-from kvstrata_telemetry.catalog_all import BY_PROCESS
-from kvstrata_telemetry.spans import SPANS
+from kvstrata_telemetry.catalog import Metric, index
 from kvstrata_telemetry.tracing import SHARED_ATTRIBUTES
+
+
+@dataclass(frozen=True, slots=True)
+class SpanType:
+    """One kind of span."""
+
+    name: str
+    help: str
+    attributes: tuple[str, ...] = ()
+    """Keywords that its callers set."""
+
+
+SPANS: Final = (
+    SpanType(
+        "kvstrata.lookup", "One lookup in an agent.", ("session_id", "pool", "requested_blocks", "hit_blocks", "remote")
+    ),
+    SpanType(
+        "kvstrata.acquire", "Leasing a prefix; the moves that it waits for are its children.",
+        ("session_id", "pool", "requested_blocks", "hit_blocks", "decision"),
+    ),
+    SpanType("kvstrata.move", "One batch between two tiers or nodes.", ("source", "target", "blocks", "bytes")),
+    SpanType("kvstrata.reserve", "Giving out slots.", ("session_id", "pool", "requested_blocks")),
+    SpanType("kvstrata.publish", "Committing filled slots.", ("session_id", "pool", "blocks")),
+    SpanType("kvstrata.directory", "One round trip to the directory.", ("operation", "blocks")),
+    SpanType("kvstrata.fetch", "Reading blocks from another node.", ("source", "blocks", "bytes", "decision")),
+    SpanType(
+        "kvstrata.follow", "Waiting for parts of blocks that another node still writes.",
+        ("session_id", "pool", "requested_blocks"),
+    ),
+    SpanType("kvstrata.order", "An agent's part of one KVOperation.", ("order",)),
+    SpanType("kvstrata.reconcile", "One pass of the operator's planner.", ("pools", "actions")),
+    SpanType("kvstrata.sweep", "One pass of the metadata service's sweeper.", ("scanned", "collected")),
+)  # fmt: skip
+
+
+_PREFIX: Final = "catalog_"
+
+
+def _load() -> dict[str, tuple[Metric, ...]]:
+    modules = sorted(m.name for m in iter_modules(kvstrata_telemetry.__path__) if m.name.startswith(_PREFIX))
+    processes = [name.removeprefix(_PREFIX) for name in modules if name != "catalog_all"]
+    return {p: getattr(import_module(f"kvstrata_telemetry.{_PREFIX}{p}"), p.upper()) for p in processes}
+
+
+BY_PROCESS: Final = _load()
+"""Metrics by the process that exports them."""
+
+BY_NAME: Final = index(metric for metrics in BY_PROCESS.values() for metric in metrics)
+"""Every metric by its name; no two processes share one."""
+
 
 _HEAD: Final = """\
 # Metrics and spans

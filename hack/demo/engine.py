@@ -15,8 +15,7 @@ from demo.transcripts import Turn
 from kvstrata import Client, PrefixCache
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import KvStrataError
-from kvstrata_client.connectors.layerwise import Overlap
-from kvstrata_client.connectors.transformers import CacheConnector, pack
+from kvstrata_client.connectors.transformers import CacheConnector, Overlap, pack
 from kvstrata_client.verbs.results import Bytes2D, Stored
 
 NOTHING: Final = Overlap(0.0, 0.0, 0.0)

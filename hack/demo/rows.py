@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from demo.transcripts import Turn
 
 if TYPE_CHECKING:
-    from kvstrata_client.connectors.layerwise import Overlap
+    from kvstrata_client.connectors.transformers import Overlap
 
 AFTER_KILL: Final = "after kill -9"
 

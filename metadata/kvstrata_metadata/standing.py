@@ -1,17 +1,33 @@
-"""What one replica knows: of itself, of Redis, and through its duties of the fleet. Read by metrics and fleet view."""
+"""What one replica knows: of itself, of Redis, and through its duties of the fleet. Read by metrics and fleet view.
+
+The parts of the service that work on one store, put together once.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvstrata_metadata.authority import Authority
-from kvstrata_metadata.duties import Duties
-from kvstrata_metadata.eraser import Erased
-from kvstrata_metadata.nominator import Nominated
+from kvstrata_metadata.cluster import Cluster
+from kvstrata_metadata.eraser import Erased, Eraser
+from kvstrata_metadata.nominator import Departures, Nominated, Nominator
 from kvstrata_metadata.records import Incarnation
 from kvstrata_metadata.registry import SILENCE_S, Fleet, Member
 from kvstrata_metadata.server_facts import RedisFacts
+from kvstrata_metadata.store import Store
 from kvstrata_metadata.survey import Amount, Survey
-from kvstrata_metadata.sweeper import Swept
+from kvstrata_metadata.sweeper import Sweeper, Swept
+
+
+class Duties:
+    """What one replica does, or stands ready to do."""
+
+    def __init__(self, store: Store, cluster: Cluster | None, authority: Authority) -> None:
+        self.sweeper = Sweeper(store, cluster.agent_leases if cluster else None, authority)
+        self.eraser = Eraser(store, cluster.scope_owners if cluster else None, authority)
+        self.nominator = Nominator(store, authority)
+        self.survey = Survey(store)
+        self.departures = Departures()
+
 
 STATES = ("live", "silent", "fenced")
 

@@ -2,6 +2,8 @@
 
 Any number may observe at once; who has no mandate stops there. What is removed was fenced before, so that a removal is
 right whoever does it and however late; only the decision to fence needs the mandate, and Redis checks it.
+
+What the Leases of agents say, over successive lists. Pure. How one is judged stands in `kvstrata_kube.sightings`.
 """
 
 import asyncio
@@ -12,15 +14,36 @@ from typing import Final
 
 from kvstrata_api.errors import DirectoryAwayError
 from kvstrata_kube.leases import Lease
+from kvstrata_kube.sightings import Sighting, sight
 from kvstrata_metadata import registry, shards
 from kvstrata_metadata.asking import ask, partly
 from kvstrata_metadata.authority import Alone, Authority
 from kvstrata_metadata.collect import TOMBSTONE_S, Fence, LeaseState, Plan, Removal, orphans, plan
-from kvstrata_metadata.lease_watch import LeaseWatch
 from kvstrata_metadata.registry import Fleet, Mandate
 from kvstrata_metadata.schema import Shard, incarnation_text
 from kvstrata_metadata.shards import Verdict
 from kvstrata_metadata.store import Store
+
+
+class LeaseWatch:
+    """Remembers when each Lease last moved."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, Sighting] = {}
+
+    def judge(self, seen: Mapping[str, Lease], now_s: float) -> dict[str, LeaseState]:
+        """State of each agent's Lease, `now_s` on a monotonic clock; those that `seen` lacks are forgotten."""
+        self._seen = {agent: sight(self._seen.get(agent), lease, now_s) for agent, lease in seen.items()}
+        return {a: LeaseState.HELD if s.is_held(now_s) else LeaseState.EXPIRED for a, s in self._seen.items()}
+
+    def ages(self, now_s: float) -> dict[str, float]:
+        """Seconds for which each agent's Lease has stood still."""
+        return {agent: now_s - sighting.since_s for agent, sighting in self._seen.items()}
+
+    def forget(self) -> None:
+        """Begin anew: while nobody can be asked nobody can renew either, so the time meanwhile counts for nobody."""
+        self._seen.clear()
+
 
 SWEEP_S: Final = 5.0
 """Seconds between sweeps; an agent is removed within this and the silence that means death."""

@@ -16,9 +16,9 @@ from contract_damage import flip
 
 from kvstrata_agent.app.periodic import ERASE_GRACE_S, Sweeper
 from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
-from kvstrata_agent.backends.memory import ledger
 from kvstrata_agent.backends.memory import persistence as homes
 from kvstrata_agent.backends.memory import persistent_extents as lasting
+from kvstrata_agent.backends.memory import persistent_extents as ledger
 from kvstrata_agent.backends.memory.arena import Arena
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
 from kvstrata_agent.backends.memory.mapping import has_writers

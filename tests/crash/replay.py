@@ -18,8 +18,7 @@ from sim.volume import MemoryVolume
 from sim.volume_image import Image
 from virtual_loop import run_virtually
 
-from kvstrata_agent.backends.file.reclaim import HOLD_S
-from kvstrata_agent.backends.file.record_store import RecordStore, open_store
+from kvstrata_agent.backends.file.record_store import HOLD_S, RecordStore, open_store
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, TierFullError
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from backend_contract import ANNA, BOB, content, record
 from sim.volume import MemoryVolume
 
 from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.backends.file.reclaim import HOLD_S
-from kvstrata_agent.backends.file.record_store import RecordStore, open_store
+from kvstrata_agent.backends.file.record_store import HOLD_S, RecordStore, open_store
 from kvstrata_agent.backends.record.header import HEADER_BYTES
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, TierFullError
 

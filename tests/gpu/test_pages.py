@@ -8,8 +8,11 @@ torch = pytest.importorskip("torch", reason="torch is not installed: make setup"
 
 from paged_kv import LAYOUT, filled, pages_of  # noqa: E402
 
-from kvstrata_client.connectors.paged import CudaWork  # noqa: E402
-from kvstrata_client.connectors.pages import ORDER, PagedKv  # noqa: E402
+from kvstrata_client.connectors.paged import (  # noqa: E402
+    ORDER,
+    CudaWork,
+    PagedKv,
+)
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,8 +16,8 @@ from kvstrata import AsyncClient, AsyncPrefixCache, Published
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError
 from kvstrata_api.wire_handover import Handover
-from kvstrata_client.prompt.async_handover import AsyncGrowingBlocks
-from kvstrata_client.prompt.async_streaming import AsyncLayerStream
+from kvstrata_client.prompt.handover import AsyncGrowingBlocks
+from kvstrata_client.prompt.streaming import AsyncLayerStream
 from kvstrata_client.verbs.results import Bytes2D
 
 pytestmark = pytest.mark.system

@@ -18,8 +18,11 @@ from kvstrata_api.errors import BlockCorruptError, InvalidInputError, LeaseLostE
 from kvstrata_client.cache import PrefixCache  # noqa: E402
 from kvstrata_client.client import Client  # noqa: E402
 from kvstrata_client.connectors import paged  # noqa: E402
-from kvstrata_client.connectors.paged import PagedConnector  # noqa: E402
-from kvstrata_client.connectors.pages import ORDER, PagedKv  # noqa: E402
+from kvstrata_client.connectors.paged import (  # noqa: E402
+    ORDER,
+    PagedConnector,
+    PagedKv,
+)
 
 pytestmark = pytest.mark.system
 

@@ -19,7 +19,7 @@ from kvstrata_client.cache import PrefixCache
 from kvstrata_client.prompt.handover import GrowingBlocks
 from kvstrata_client.verbs.results import Published
 from kvstrata_telemetry.catalog import Kind
-from kvstrata_telemetry.catalog_all import BY_NAME
+from kvstrata_telemetry.docs import BY_NAME
 
 pytestmark = pytest.mark.system
 

@@ -18,7 +18,7 @@ from kvstrata_api.blocks import KEY_BYTES, Layout, chain_keys, unpack_digests
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.tiers import Lookup
 from kvstrata_client.connectors import lmcache_transfers
-from kvstrata_client.connectors.lmcache_locks import LOCK_S
+from kvstrata_client.connectors.lmcache_board import LOCK_S
 from kvstrata_client.connectors.lmcache_names import BLOCKS_MAX, ORDER, Fingerprint, Name, Namer
 from kvstrata_client.connectors.lmcache_options import parse
 from kvstrata_client.connectors.lmcache_transfers import Job, Object, Stored

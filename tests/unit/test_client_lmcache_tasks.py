@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opaque_objects import BLOCK, PRINT, named
 
-from kvstrata_client.connectors import lmcache_board, lmcache_locks
-from kvstrata_client.connectors.lmcache_board import Board, Task, Workers
-from kvstrata_client.connectors.lmcache_locks import LOCK_S, Locks
+from kvstrata_client.connectors import lmcache_board
+from kvstrata_client.connectors import lmcache_board as lmcache_locks
+from kvstrata_client.connectors.lmcache_board import LOCK_S, Board, Locks, Task, Workers
 from kvstrata_client.connectors.lmcache_names import Namer
 from kvstrata_client.connectors.lmcache_transfers import Keys
 

@@ -12,10 +12,20 @@ from hypothesis import strategies as st
 from kvstrata_api import failures, wire
 from kvstrata_api.blocks import BlockKey, Layout, ScopeId
 from kvstrata_api.errors import AgentAwayError, ForbiddenError, InvalidInputError, RetryableError, UnauthenticatedError
-from kvstrata_client.connection.backoff import FIRST_S, LAST_S, backoff
-from kvstrata_client.connection.framing import ReplyReader
-from kvstrata_client.connection.lifecycle import RENEW_RETRY_S, Connect, Down, Idle, Pause, Up, Wake, lifecycle
-from kvstrata_client.connection.protocol import PENDING_MAX, Protocol
+from kvstrata_client.connection.lifecycle import (
+    FIRST_S,
+    LAST_S,
+    RENEW_RETRY_S,
+    Connect,
+    Down,
+    Idle,
+    Pause,
+    Up,
+    Wake,
+    backoff,
+    lifecycle,
+)
+from kvstrata_client.connection.protocol import PENDING_MAX, Protocol, ReplyReader
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.results import Answer, Prefix, Published

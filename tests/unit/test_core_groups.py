@@ -102,8 +102,7 @@ async def test_groups_go_into_device_memory_as_they_are_whatever_the_pool_compre
     pytest.importorskip("torch", reason="torch is not installed: make setup")
     from late_device import LateQueue
 
-    from kvstrata_agent.backends.device.hbm import HbmTier
-    from kvstrata_agent.backends.device.staging import PIECES
+    from kvstrata_agent.backends.device.hbm import PIECES, HbmTier
 
     queue = LateQueue()
     core = await core_above(HbmTier([queue], 4 * MIB), "Lossless")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from agent_doubles import SCOPE, secret
 
-from kvstrata_agent.fleet.directory.session_outbox import FLUSH_MAX, SessionNotes
+from kvstrata_agent.fleet.directory.client import FLUSH_MAX, SessionNotes
 from kvstrata_api.errors import DirectoryAwayError
 from kvstrata_metadata.records import SessionRecord
 from kvstrata_metadata.schema import session_digest, shard_index

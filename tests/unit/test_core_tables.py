@@ -21,8 +21,8 @@ from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.leases import LeaseTable
 from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.blocks.sessions import GUARD_S, HEADS_MAX, SessionState, SessionTable
-from kvstrata_agent.fleet.directory import session_outbox as session_notes
-from kvstrata_agent.fleet.directory.session_outbox import SessionNotes
+from kvstrata_agent.fleet.directory import client as session_notes
+from kvstrata_agent.fleet.directory.client import SessionNotes
 from kvstrata_agent.policy.fair_share import FairOrder
 from kvstrata_api.blocks import BlockKey, ScopeId
 from kvstrata_api.errors import InvalidInputError, UnsupportedError

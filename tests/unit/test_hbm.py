@@ -13,9 +13,8 @@ from late_device import LateQueue
 from msgspec.structs import replace
 
 from kvstrata_agent.backends.base import Reading, Record, SlotRef, Sound, Writing
-from kvstrata_agent.backends.device.hbm import HbmTier
+from kvstrata_agent.backends.device.hbm import PIECES, HbmTier
 from kvstrata_agent.backends.device.queue import HostQueue, open_queues
-from kvstrata_agent.backends.device.staging import PIECES
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import (
     BackendFailedError,

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from kvstrata_kube.leases import Lease
 from kvstrata_metadata.collect import DEAD_AFTER_S, ORPHAN_AFTER_S, LeaseState, orphans, plan
-from kvstrata_metadata.lease_watch import LeaseWatch
 from kvstrata_metadata.records import AgentRecord, Incarnation, Registration
 from kvstrata_metadata.registry import SILENCE_S, Member
 from kvstrata_metadata.schema import Shard
 from kvstrata_metadata.shards import Stream
+from kvstrata_metadata.sweeper import LeaseWatch
 
 pytestmark = pytest.mark.unit
 

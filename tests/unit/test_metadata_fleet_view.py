@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_metadata.authority import Alone
-from kvstrata_metadata.duties import Duties
 from kvstrata_metadata.fleet_view import PAGE_AGENTS_MAX, agents, pages, summary
 from kvstrata_metadata.records import AgentRecord, Incarnation, Registration
 from kvstrata_metadata.registry import Fleet, Member
 from kvstrata_metadata.schema import Shard
 from kvstrata_metadata.server_facts import parse_servers
-from kvstrata_metadata.standing import Standing
+from kvstrata_metadata.standing import Duties, Standing
 from kvstrata_metadata.survey import Amount
 
 pytestmark = pytest.mark.unit

@@ -17,7 +17,7 @@ from kvstrata_operator.app import controller
 from kvstrata_operator.app.controller import DEBOUNCE_S, STANDBY_S, Controller
 from kvstrata_operator.app.gauges import Gauges
 from kvstrata_operator.apply.executor import Outcome
-from kvstrata_operator.apply.retries import PAUSE_S_MAX
+from kvstrata_operator.apply.schedule import PAUSE_S_MAX
 from kvstrata_operator.decide.plan.actions import Action, Create, Merge, SetFinalizers
 from kvstrata_operator.decide.planner import Plan
 from kvstrata_operator.decide.status_planner import StatusWrite

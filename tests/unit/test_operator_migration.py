@@ -9,7 +9,7 @@ from operations_fleet import answer, operate, running, state
 from operator_fleet import Fleet, condition, pool_node, pool_spec
 
 from kvstrata_api.models.poolnode import MIGRATE_TARGETS_MAX
-from kvstrata_operator.decide.operations.migration import targets
+from kvstrata_operator.decide.operations.operations import targets
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.kinds import Ref
 

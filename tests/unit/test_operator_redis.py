@@ -13,10 +13,10 @@ from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.units import GIB, MIB
 from kvstrata_operator.decide.directory import redis_size, redis_workload
 from kvstrata_operator.decide.directory.redis_size import Bounds, Need, PoolLoad
+from kvstrata_operator.decide.directory.redis_workload import holds
 from kvstrata_operator.decide.plan import objects
 from kvstrata_operator.decide.plan.actions import Apply, Delete
 from kvstrata_operator.observe import kinds
-from kvstrata_operator.observe.drift import holds
 from kvstrata_operator.observe.kinds import Ref
 from kvstrata_operator.observe.setting import Setting
 

@@ -15,13 +15,14 @@ from operator_fleet import Fleet
 
 from kvstrata_api.errors import ForbiddenError, RetryableError
 from kvstrata_kube.credentials import Credentials
-from kvstrata_kube.election import Verdict, judge, leads_until_s, next_term, pause_s
+from kvstrata_kube.leader import Verdict, judge, leads_until_s, next_term, pause_s
 from kvstrata_kube.leases import Lease
 from kvstrata_kube.sightings import Sighting, sight
 from kvstrata_kube.store import Store
-from kvstrata_operator.apply.retries import PAUSE_S_MAX, Retries
+from kvstrata_operator.apply.schedule import PAUSE_S_MAX, Retries
 from kvstrata_operator.decide.pools.liveness import ABSENT_S, call_roll, observe
-from kvstrata_operator.handlers import events, feed, lean_kopf
+from kvstrata_operator.handlers import feed, lean_kopf
+from kvstrata_operator.handlers import feed as events
 from kvstrata_operator.observe import kinds, parse
 from kvstrata_operator.observe.records import PoolNodeSeen
 

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: make setup"
 from paged_kv import LAYOUT, filled, pages_of  # noqa: E402
 
 from kvstrata_api.errors import InvalidInputError  # noqa: E402
-from kvstrata_client.connectors.pages import ORDER, PagedKv  # noqa: E402
+from kvstrata_client.connectors.paged import ORDER, PagedKv  # noqa: E402
 
 pytestmark = pytest.mark.unit
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_agent.fleet.peers.nixl import Landed
-from kvstrata_agent.fleet.peers.pipeline import LANES, MOVING, Pipeline, Steps
+from kvstrata_agent.fleet.peers.transfer import LANES, MOVING, Pipeline, Steps
 from kvstrata_api.errors import BackendFailedError
 
 pytestmark = pytest.mark.unit

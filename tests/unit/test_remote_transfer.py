@@ -13,8 +13,7 @@ import pytest
 from kvstrata_agent.cache.ports import Wanted
 from kvstrata_agent.fleet.peers import transfer, wire
 from kvstrata_agent.fleet.peers.nixl import Landed, NixlReader, Read
-from kvstrata_agent.fleet.peers.pipeline import LANES
-from kvstrata_agent.fleet.peers.transfer import Leased, Result, Transfers, Transport
+from kvstrata_agent.fleet.peers.transfer import LANES, Leased, Result, Transfers, Transport
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
 from kvstrata_api.units import KIB
 from kvstrata_metadata.records import Location

@@ -12,8 +12,7 @@ from sim.volume import MemoryVolume
 from virtual_loop import run_virtually
 
 from kvstrata_agent.backends.base import SlotRef
-from kvstrata_agent.backends.file.reclaim import HOLD_S, due
-from kvstrata_agent.backends.file.record_store import RecordStore, open_store
+from kvstrata_agent.backends.file.record_store import HOLD_S, RecordStore, due, open_store
 from kvstrata_agent.backends.slot_table import Extent
 from kvstrata_api.blocks import ScopeId
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstrata_agent.backends.object.client import uploads_of
 from kvstrata_agent.backends.object.pacing import (
     BACKOFF_MAX_S,
     CALM_S,
@@ -15,7 +16,6 @@ from kvstrata_agent.backends.object.pacing import (
     backoff_s,
     judge,
 )
-from kvstrata_agent.backends.object.s3_uploads import uploads_of
 
 pytestmark = pytest.mark.unit
 

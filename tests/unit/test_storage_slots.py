@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_agent.backends.base import SlotRef
-from kvstrata_agent.backends.object.slots import Shelves
+from kvstrata_agent.backends.object.object_tier import Shelves
 from kvstrata_agent.backends.slot_table import NOBODY, SlotTable, stride_of, target_extent_bytes
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.errors import TierFullError

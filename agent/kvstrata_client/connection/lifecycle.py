@@ -1,20 +1,37 @@
 """How a client comes to an agent, stays attached and comes back: one generator for every kind of client. Sans-I/O.
 
 It yields steps and is sent their outcomes; a thread or a task carries them out (`client`, `aio`).
+
+Waiting times between attempts to reach the agent. Pure.
 """
 
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Final
 
 from kvstrata_api.errors import InvalidInputError, KvStrataError, RetryableError, UnsupportedError
 from kvstrata_api.wire import PROTOCOL_VERSION
-from kvstrata_client.connection.backoff import backoff
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.results import Grants
+
+FIRST_S = 0.05
+LAST_S = 5.0
+"""Bound of the wait, and so of the time a returned agent stays unused."""
+
+
+def backoff(rng: random.Random) -> Iterator[float]:
+    """Yield waits in seconds: doubling from 50 ms to 5 s, each shortened by up to half.
+
+    The jitter keeps the engines of a node from returning to a restarted agent all at once.
+    """
+    wait_s = FIRST_S
+    while True:
+        yield wait_s * rng.uniform(0.5, 1.0)
+        wait_s = min(wait_s * 2, LAST_S)
+
 
 RENEW_AT: Final = 0.8
 """Share of a token's life after which the client attaches anew; kubelets rotate projected tokens at the same share."""

@@ -2,6 +2,8 @@
 
 Whichever thread waits for an answer reads the socket for all: no thread of our own lies between a caller and its
 answer, which saves two switches on every verb, and several verbs can be under way at a time.
+
+Wakes a thread that sleeps in poll.
 """
 
 import contextlib
@@ -19,10 +21,42 @@ from kvstrata_api.errors import AgentAwayError, InvalidInputError, KvStrataError
 from kvstrata_api.wire import FDS_PER_FRAME_MAX
 from kvstrata_client.connection.lifecycle import Wake
 from kvstrata_client.connection.protocol import Protocol
-from kvstrata_client.connection.wakeup import Bell
 from kvstrata_client.target import Target
 from kvstrata_client.verbs.calls import Calls
 from kvstrata_client.verbs.results import Answer
+
+
+class Bell:
+    """An eventfd that may be rung by any thread at any time, also after its end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fd: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    @property
+    def fd(self) -> int:
+        """Descriptor that is readable while the bell rings. Only before `close`."""
+        assert self._fd is not None, "the bell is closed"
+        return self._fd
+
+    def ring(self) -> None:
+        """Make the descriptor readable; harmless after `close`."""
+        with self._lock:  # Else a descriptor number that somebody else got in the meantime could be written to.
+            if self._fd is not None:
+                os.eventfd_write(self._fd, 1)
+
+    def quiet(self) -> None:
+        """Make the descriptor unreadable until the next ring."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+
+    def close(self) -> None:
+        """Release the descriptor. Idempotent."""
+        with self._lock:
+            if self._fd is not None:
+                os.close(self._fd)
+            self._fd = None
+
 
 CHUNK_BYTES: Final = 64 << 10
 

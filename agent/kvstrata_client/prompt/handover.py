@@ -2,10 +2,12 @@
 
 The writer makes a `GrowingBlocks`, tells the reader its `handover`, writes every layer once, in order, and finishes:
 then they are ordinary blocks. The reader names the hand-over in `PrefixCache.stream`.
+
+Hand a prompt's blocks over while they are computed, under asyncio: `growing.GrowingBlocks` for an event loop.
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,9 +20,10 @@ from kvstrata_api.wire_handover import Handover
 from kvstrata_client.prompt.chain import plan_store
 from kvstrata_client.prompt.ranges import Cut
 from kvstrata_client.prompt.routes import Job, goal_of, locate
+from kvstrata_client.prompt.streaming import Perform
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls, handover_calls
-from kvstrata_client.verbs.calls import Call, Operation, Post
+from kvstrata_client.verbs.calls import Call, Calls, Operation, Post, Work
 from kvstrata_client.verbs.results import Bytes2D, Published, Reservation
 from kvstrata_native import copy_digest
 
@@ -152,3 +155,53 @@ class GrowingBlocks(Growth):
         """Give up: readers have a miss for what they have not read. Idempotent, and nothing after `finish`."""
         if (giving_up := self._giving_up()) is not None:
             self._ask(giving_up)
+
+
+AsyncAsk = Callable[[Call[Any]], Awaitable[Any]]
+"""Executes one call."""
+
+Send = Callable[[Calls], None]
+"""Sends calls whose answers nobody needs."""
+
+
+class AsyncGrowingBlocks(Growth):
+    """Blocks that are written layer by layer, for one writer. Any verb that is cancelled gives the blocks up."""
+
+    def __init__(self, target: Target, ask: AsyncAsk, send: Send, perform: Perform, slots: Slots) -> None:
+        """Write to `slots`."""
+        super().__init__(target, slots)
+        self._ask = ask
+        self._send = send
+        self._perform = perform
+
+    async def write(self, rows: Bytes2D) -> None:
+        """Like `GrowingBlocks.write`, copying in a thread.
+
+        Cancelled, it returns when nothing is read from `rows` or written to a slot any more: a layer that was not told
+        of would leave a gap that no later one can close.
+        """
+        layer = self._begin_layer(rows)
+        if not self._slots:
+            return
+        told: list[Call[int]] = []
+        try:
+            await self._perform(Work(lambda: told.append(self._filled(layer, rows))))
+            growing = await self._ask(told[0])
+        except BaseException:
+            self.abandon()
+            raise
+        if growing < len(self._slots):
+            self.abandon()
+
+    async def finish(self) -> tuple[Published, ...]:
+        """Like `GrowingBlocks.finish`. Cancelled, it leaves what becomes of the blocks to the agent."""
+        count, publishing = len(self._slots), self._publishing()
+        if publishing is None:
+            self.abandon()
+            return (Published.REFUSED,) * count
+        return tuple(await self._ask(publishing))
+
+    def abandon(self) -> None:
+        """Like `GrowingBlocks.abandon`, without waiting for the agent."""
+        if (giving_up := self._giving_up()) is not None:
+            self._send((giving_up,))

@@ -16,9 +16,7 @@ from kvstrata_api.errors import PermanentError
 from kvstrata_operator.app.gauges import Gauges
 from kvstrata_operator.apply.executor import Executor, Outcome
 from kvstrata_operator.apply.in_flight import Flights
-from kvstrata_operator.apply.pacing import Pacing
-from kvstrata_operator.apply.retries import Retries
-from kvstrata_operator.apply.schedule import Turn
+from kvstrata_operator.apply.schedule import Pacing, Retries, Turn
 from kvstrata_operator.decide.plan.actions import Action, Create
 from kvstrata_operator.decide.planner import plan_orders
 from kvstrata_operator.decide.status_planner import plan_statuses

@@ -23,7 +23,7 @@ from kvstrata_operator.apply.executor import Executor
 from kvstrata_operator.certificates.policy import Issuance
 from kvstrata_operator.certificates.service import CertificateAuthority
 from kvstrata_operator.decide.plan import objects
-from kvstrata_operator.decide.trust.kek_use import KekUse
+from kvstrata_operator.decide.trust.scope_keys import KekUse
 from kvstrata_operator.handlers.feed import Feed
 from kvstrata_operator.observe import kinds, parse, parse_workloads
 from kvstrata_operator.observe.heartbeats import Heartbeats

@@ -1,39 +1,155 @@
-"""Which statuses should be written. Pure. `planner` decides everything else."""
+"""Which statuses should be written. Pure. `planner` decides everything else.
+
+The status of a KVPool, gathered from its KVPoolNodes. Pure.
+
+Laws: a node counts as ready only while its agent is not silent; no count exceeds `matched`; the same view gives the
+same status, so a steady fleet causes no writes.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 from kvstrata_api import units
 from kvstrata_api.conditions import Condition
-from kvstrata_api.models.pool import KVPool
+from kvstrata_api.models.pool import (
+    ConfigMapRef,
+    KVPool,
+    KVPoolStatus,
+    PoolConnection,
+    PoolNodeCounts,
+    PoolTierStatus,
+    TierScale,
+)
 from kvstrata_api.models.trust import KVTenant
 from kvstrata_api.scopes import KEY_VERSION
 from kvstrata_api.trust import ScopeKind
-from kvstrata_operator.decide.agents.agents import agents_of
+from kvstrata_operator.decide.agents.agents import Agents, agents_of
 from kvstrata_operator.decide.directory import redis
+from kvstrata_operator.decide.directory.redis import RedisState
 from kvstrata_operator.decide.incremental import Census, Members
 from kvstrata_operator.decide.operations import erase_operation, operations
 from kvstrata_operator.decide.operations.operation_status import operation_notes, operation_status
-from kvstrata_operator.decide.operations.operations import Course, Operation
+from kvstrata_operator.decide.operations.operations import Operation
 from kvstrata_operator.decide.plan import objects
 from kvstrata_operator.decide.plan.actions import Merge
-from kvstrata_operator.decide.plan.conditions import Says, conditions_only, differs, notes_of
+from kvstrata_operator.decide.plan.conditions import Says, conditions_only, differs, notes_of, settle
 from kvstrata_operator.decide.planner import operations_around
-from kvstrata_operator.decide.pool_conditions import leaving, refused
-from kvstrata_operator.decide.pool_status import USAGE_FIELDS, Around, pool_status
+from kvstrata_operator.decide.pool_conditions import Course, leaving, pool_conditions, refused
 from kvstrata_operator.decide.pools import autoscaling, liveness
+from kvstrata_operator.decide.pools.placement import Placement
+from kvstrata_operator.decide.pools.pool_facts import Facts
+from kvstrata_operator.decide.pools.sums import PoolSums
 from kvstrata_operator.decide.trust import erasure, key_versions, scope_keys
 from kvstrata_operator.decide.trust import identity_conflicts as claims
 from kvstrata_operator.decide.trust.identity_conflicts import Fault
-from kvstrata_operator.decide.trust.share_status import ShareSeen, share_status
 from kvstrata_operator.decide.trust.tenant_usage import Held, overcommitted
-from kvstrata_operator.decide.trust.trust_status import TenantFacts, domain_status, tenant_status
+from kvstrata_operator.decide.trust.trust_status import (
+    ShareSeen,
+    TenantFacts,
+    domain_status,
+    share_status,
+    tenant_status,
+)
+from kvstrata_operator.observe.digest import digest
+from kvstrata_operator.observe.kinds import Ref
 from kvstrata_operator.observe.moments import format_time
 from kvstrata_operator.observe.records import Declared, ScopeSecretSeen
 from kvstrata_operator.observe.setting import Setting
 from kvstrata_operator.observe.world import View, census_of
+
+USAGE_FIELDS: Final = frozenset({"tiers", "usedOfCapacity", "hitPercent", "hits", "usage"})
+"""Fields that move with the load; a change in nothing else may wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What a pool's status needs besides its own KVPoolNodes."""
+
+    agents: Agents
+    tenants: int
+    connection: Ref
+    failure: str
+    redis: RedisState
+    scales: tuple[TierScale, ...]
+    """Where autoscaling brings the pool's tiers."""
+    now: str
+    """RFC 3339."""
+
+
+def pool_status(
+    pool: Declared[KVPool], placement: Placement, facts: Facts, sums: PoolSums, around: Around
+) -> KVPoolStatus:
+    """Put the status of an accepted pool together from what its nodes add up to."""
+    assert pool.model is not None
+    spec = pool.model.spec
+    rolls_by_itself = spec.update_strategy.type == "RollingUpdate"
+    course = Course(spec.paused, around.failure, around.agents, rolls_by_itself, around.redis)
+    revision = revision_of(placement, around.agents)
+    conditions = pool_conditions(Says(pool.meta.generation), facts, course, revision)
+    tiers = _tiers(placement, sums)
+    return KVPoolStatus(
+        observed_generation=pool.meta.generation,
+        conditions=settle(pool, conditions, around.now),
+        nodes=_counts(facts),
+        tiers=tiers,
+        autoscaling=around.scales,
+        nodes_ready=f"{facts.ready}/{facts.matched}",
+        used_of_capacity=_used_of_capacity(placement, sums),
+        hit_percent=_hit_percent(sums),
+        tenants=around.tenants,
+        current_revision=_current_revision(pool, revision, facts),
+        update_revision=revision,
+        connection=PoolConnection(
+            config_map_ref=ConfigMapRef(namespace=around.connection.namespace, name=around.connection.name)
+        ),
+    )
+
+
+def _counts(facts: Facts) -> PoolNodeCounts:
+    return PoolNodeCounts(
+        matched=facts.matched,
+        ready=facts.ready,
+        updated=facts.updated,
+        draining=facts.draining,
+        degraded=facts.degraded.nodes,
+    )
+
+
+def _tiers(placement: Placement, sums: PoolSums) -> tuple[PoolTierStatus, ...]:
+    """Tell each declared tier over all nodes; what agents report of other tiers is history."""
+    return tuple(
+        PoolTierStatus(
+            name=tier.name,
+            capacity=tier.capacity_bytes * len(placement.nodes) or None,
+            allocatable=units.format_rounded(sums.allocatable_bytes(tier.name)),
+            used=units.format_rounded(sums.used_bytes[tier.name]),
+        )
+        for tier in placement.tiers
+    )
+
+
+def _used_of_capacity(placement: Placement, sums: PoolSums) -> str:
+    capacity_bytes = sum(t.capacity_bytes for t in placement.tiers) * len(placement.nodes)
+    return f"{units.format_rounded(sums.used_bytes.total())}/{units.format_rounded(capacity_bytes)}"
+
+
+def _hit_percent(sums: PoolSums) -> int | None:
+    """Hits per hundred blocks asked for; None before anybody has asked."""
+    return min(100, 100 * sums.hit_blocks // sums.queried_blocks) if sums.queried_blocks else None
+
+
+def revision_of(placement: Placement, agents: Agents) -> str:
+    """Name what all nodes should run: the spec, and the pod where we run agents."""
+    return digest([placement.revision, agents.revision]) if agents.revision else placement.revision
+
+
+def _current_revision(pool: Declared[KVPool], revision: str, facts: Facts) -> str:
+    """Return the revision that all nodes run; the former one while a rollout is under way."""
+    if facts.matched and facts.updated == facts.matched:
+        return revision
+    return str(pool.status.get("currentRevision", ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +296,9 @@ def _operations(view: View, census: Census, now: datetime) -> Iterator[StatusWri
         yield replace(write, action=replace(write.action, notes=notes)) if write is not None else None
 
 
-def _course(operation: Operation, view: View, arounds: Mapping[str, operations.Around], now: datetime) -> Course:
+def _course(
+    operation: Operation, view: View, arounds: Mapping[str, operations.Around], now: datetime
+) -> operations.Course:
     spec = operation.model.spec if operation.model is not None else None
     if spec is not None and spec.erase is not None and not operation.error:
         return erase_operation.course(operation, view.tenants.get(spec.erase.tenant), view.pool_nodes.values(), now)

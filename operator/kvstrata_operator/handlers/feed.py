@@ -3,6 +3,8 @@
 A thread, because kopf cancels every task of its event loop when it stops (kopf 1.45, `run_tasks`), and because a
 stall of its loop must not delay the Lease. Peering, kopf's Events, annotations and finalizers are off: it only watches.
 Loading kopf is a fifth of what the operator loads, and nothing waits for it: our own lists come first.
+
+kopf's handlers: pass on what happened, decide nothing.
 """
 
 import asyncio
@@ -10,13 +12,13 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from kvstrata_api import names
 from kvstrata_kube.credentials import Credentials
+from kvstrata_operator.handlers.lean_kopf import kopf
+from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.kinds import Kind
-
-if TYPE_CHECKING:
-    from kvstrata_operator.handlers.lean_kopf import kopf
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ class Feed:
         return ended
 
     async def _kopf(self, loop: asyncio.AbstractEventLoop, stop: threading.Event) -> None:
-        from kvstrata_operator.handlers.events import REGISTRY
+        from kvstrata_operator.handlers.feed import REGISTRY
         from kvstrata_operator.handlers.lean_kopf import kopf
 
         def told(kind: Kind, is_deleted: bool, body: Mapping[str, Any]) -> None:  # noqa: FBT001  As kopf calls it.
@@ -117,3 +119,29 @@ def _settings(settings: "kopf.OperatorSettings") -> "kopf.OperatorSettings":
 def _settle(ended: asyncio.Future[object], why: object) -> None:
     if not ended.done():
         ended.set_result(why)
+
+
+REGISTRY: Final = kopf.OperatorRegistry()
+
+
+async def login(memo: kopf.Memo, **_: Any) -> kopf.ConnectionInfo:
+    """Act under the same identity as the rest of the operator."""
+    given = memo.credentials()
+    return kopf.ConnectionInfo(
+        server=given.server,
+        ca_path=given.ca_file,
+        insecure=not given.verifies,
+        token=given.token,
+        certificate_path=given.certificate_file,
+        private_key_path=given.key_file,
+    )
+
+
+async def happened(event: kopf.RawEvent, param: kinds.Kind, memo: kopf.Memo, **_: Any) -> None:
+    """Pass on one event; its type is None for what a list showed."""
+    memo.told(param, event["type"] == "DELETED", event["object"])
+
+
+kopf.on.login(registry=REGISTRY)(login)
+for _kind in kinds.ADMINISTRATOR_KINDS:
+    kopf.on.event(names.GROUP, names.VERSION, _kind.plural, registry=REGISTRY, param=_kind)(happened)

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from kvstrata_telemetry import ready
 from kvstrata_telemetry.catalog import Kind, Metric
-from kvstrata_telemetry.catalog_all import BY_NAME
+from kvstrata_telemetry.docs import BY_NAME
 from kvstrata_telemetry.http import serve
 from kvstrata_telemetry.metrics import Instruments
 

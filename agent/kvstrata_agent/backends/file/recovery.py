@@ -1,19 +1,158 @@
-"""Taking over what earlier runs left in a volume. Sealed records whose key is not there wait, and are kept."""
+"""Taking over what earlier runs left in a volume. Sealed records whose key is not there wait, and are kept.
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+Finding the records of earlier runs: from the index where it can be believed, else from the headers of every slot.
+"""
+
+import asyncio
+import errno
+import mmap
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
+from kvstrata_agent.backends.base import Record
 from kvstrata_agent.backends.file.index_file import IndexFile
-from kvstrata_agent.backends.file.scan import Found, Scan, adopt, delete_all
+from kvstrata_agent.backends.file.index_format import Body, Listed, unpack_entries
 from kvstrata_agent.backends.file.segment import Segment
+from kvstrata_agent.backends.file.segment_name import SegmentName, parse_name
 from kvstrata_agent.backends.file.slot_index import Traits
-from kvstrata_agent.backends.file.volume import Volume
+from kvstrata_agent.backends.file.volume import Volume, VolumeFile
+from kvstrata_agent.backends.record.header import HEADER_BYTES
 from kvstrata_agent.backends.record.layout import Form
-from kvstrata_agent.backends.recovered import Columns
-from kvstrata_agent.backends.slot_table import SlotTable
+from kvstrata_agent.backends.record.sealed import Unread
+from kvstrata_agent.backends.recovered import Columns, columns_of
+from kvstrata_agent.backends.slot_table import NOBODY, SlotTable
 from kvstrata_api.errors import BackendFailedError
+
+_AT_A_TIME: Final = 8
+"""Segments read at once; header reads are 4 KiB each and wait for the device."""
+
+_PAGES: Final = 256
+"""Headers read with one thread switch."""
+
+
+_MEDIA_ERRORS: Final = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EILSEQ, errno.EUCLEAN})
+"""The bytes are gone. Anything else (a device away, no descriptors left) may be better at the next start."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What one segment of an earlier run holds."""
+
+    name: SegmentName
+    file: VolumeFile | None = None
+    blocks: Columns | None = None
+    """Its records; None when there are none."""
+    listed: Listed | None = None
+    """What the index says of it, when it was believed."""
+    is_bad: bool = False
+    """The medium failed here."""
+    unread: bytes = b""
+    """Tag of the scope of headers that could not be opened; empty when there was none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """One look for what earlier runs left in `volume`."""
+
+    volume: Volume
+    form: Form
+    body: Body | None
+    """The index, without the segments that were touched since."""
+
+    async def segments(self, names: Mapping[str, int]) -> AsyncIterator[Found]:
+        """What each segment file holds, newest segment first. `names` are the volume's."""
+        listed = {s.name: s for s in self.body.listed} if self.body else {}
+        files = sorted((n for n in map(parse_name, names) if n is not None), key=lambda n: -n.id)
+        for start in range(0, len(files), _AT_A_TIME):
+            batch = files[start : start + _AT_A_TIME]
+            looks = (self.look(name, names[str(name)], listed.get(name)) for name in batch)
+            for found in await asyncio.gather(*looks):
+                yield found
+
+    async def look(self, name: SegmentName, size_bytes: int, listed: Listed | None = None) -> Found:
+        """What one segment file holds, by the index when that lists it."""
+        found = Found(name)
+        if listed is not None and self.body is not None and size_bytes == name.size_bytes:
+            found.listed = listed
+            blocks = unpack_entries(listed, self.body.kinds)
+            found.blocks = blocks if len(blocks) else None
+            return found
+        slots = min(name.slots, size_bytes // name.stride_bytes)
+        try:
+            found.file = await self.volume.open(str(name))
+            await self._read_headers(found, slots)
+        except OSError as e:
+            found.is_bad = True
+            if e.errno not in _MEDIA_ERRORS:
+                raise
+        return found
+
+    async def _read_headers(self, found: Found, slots: int) -> None:
+        """Read the header page of every slot; slots without a valid one count as free.
+
+        Only headers of one scope count: a segment belongs to one scope for all its life.
+        """
+        assert found.file is not None
+        stride, uses = found.name.stride_bytes, list[tuple[int, int, Record]]()
+        buffer = memoryview(mmap.mmap(-1, _PAGES * HEADER_BYTES))
+        for first in range(0, slots, _PAGES):
+            offsets = [index * stride for index in range(first, min(slots, first + _PAGES))]
+            pages = buffer[: len(offsets) * HEADER_BYTES]
+            await self._read_pages(found, offsets, pages)
+            for at, offset in enumerate(offsets):
+                page = pages[at * HEADER_BYTES : (at + 1) * HEADER_BYTES]
+                header = self.form.header(page, found.name.id, offset)
+                if isinstance(header, Unread):
+                    found.unread = header.scope_tag
+                elif header is not None and _belongs(found, uses, header[1]):
+                    uses.append((first + at, *header))
+        found.blocks = columns_of(found.name.id, stride, uses) if uses else None
+
+    async def _read_pages(self, found: Found, offsets: list[int], into: memoryview) -> None:
+        """Read pages at once, or one by one where one of them cannot be read, which then holds nothing."""
+        assert found.file is not None
+        try:
+            await found.file.read_pages(offsets, into)
+        except OSError as e:
+            found.is_bad = True
+            if e.errno not in _MEDIA_ERRORS:
+                raise
+            for at, offset in enumerate(offsets):
+                page = into[at * HEADER_BYTES : (at + 1) * HEADER_BYTES]
+                try:
+                    await found.file.read_pages([offset], page)
+                except OSError:
+                    page[:] = bytes(HEADER_BYTES)
+
+
+def _belongs(found: Found, uses: Sequence[tuple[int, int, Record]], record: Record) -> bool:
+    """Whether a record fits its slot and is of the same scope as those before it."""
+    is_of_scope = not uses or record.key.scope == uses[0][2].key.scope
+    return is_of_scope and record.stored_bytes <= found.name.stride_bytes - HEADER_BYTES
+
+
+def adopt(found: Found, table: SlotTable, volume: Volume, traits: Traits) -> Segment:
+    """Enter what was found into the table, and make its segment."""
+    name, blocks = found.name, found.blocks
+    assert blocks is not None, "a segment without records is not adopted"
+    stamps = blocks.stamps(name.size_bytes // name.stride_bytes)
+    extent = table.adopt(name.id, (blocks.scope, NOBODY, name.stride_bytes), name.size_bytes, stamps)
+    segment = Segment.of(extent, volume, is_made=True)
+    segment.file = found.file
+    segment.enter_all(blocks, traits)
+    return segment
+
+
+async def delete_all(volume: Volume, unwanted: list[Found]) -> None:
+    """Remove segment files, durable on return."""
+    for found in unwanted:
+        if found.file is not None:
+            await found.file.close()
+        await volume.unlink(str(found.name))
+    if unwanted:
+        await volume.sync()
 
 
 class Fit(Protocol):

@@ -2,11 +2,15 @@
 
 Its controller replaces the pod. The directory is lost with it and reported again by the agents, so one replica is all
 there is, and nobody is replaced without a reason.
+
+Whether an object still says what was applied to it, whoever changed it since. Pure.
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Final
 
 from kvstrata_api import names, units
@@ -14,9 +18,42 @@ from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.base import ObjectMeta
 from kvstrata_operator.decide.directory.redis_size import Bounds, Need, fresh_bytes, kept_bytes
 from kvstrata_operator.decide.plan.objects import REDIS_LABELS, owner_reference, sealed
-from kvstrata_operator.observe.drift import holds
 from kvstrata_operator.observe.kinds import CONFIG_MAP, STATEFUL_SET, Ref
 from kvstrata_operator.observe.records import ConfigMapSeen, StatefulSetSeen
+
+_QUANTITY: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?")
+_FACTORS: Final = {"": Decimal(1), "m": Decimal("0.001")} | {
+    suffix: Decimal(base) ** (power + 1)
+    for base, suffixes in ((1000, ("k", "M", "G", "T", "P", "E")), (1024, ("Ki", "Mi", "Gi", "Ti", "Pi", "Ei")))
+    for power, suffix in enumerate(suffixes)
+}
+
+
+def holds(wanted: Any, seen: Any) -> bool:
+    """True when `seen` says all that `wanted` does.
+
+    What the API server fills in beside it does not count, nor that it leaves empty values out and writes quantities in
+    its own way (1024Mi is 1Gi). Lists are compared from end to end.
+    """
+    if isinstance(wanted, Mapping):
+        inside = seen if isinstance(seen, Mapping) else {}
+        return all(holds(value, inside.get(key)) for key, value in wanted.items())
+    if isinstance(wanted, Sequence) and not isinstance(wanted, str):
+        inner = seen if isinstance(seen, Sequence) and not isinstance(seen, str) else ()
+        return len(wanted) == len(inner) and all(map(holds, wanted, inner))
+    if wanted == seen or (not wanted and seen is None):
+        return True
+    amount = _amount(wanted)
+    return amount is not None and amount == _amount(seen)
+
+
+def _amount(value: Any) -> Decimal | None:
+    """Read a quantity; None for what is none."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    found = _QUANTITY.fullmatch(str(value))
+    return Decimal(found[1]) * _FACTORS[found[2] or ""] if found else None
+
 
 Json = dict[str, Any]
 

@@ -5,6 +5,12 @@ the specs of KVPoolNodes, and their agents' answers. Laws: every operation ends,
 latest; an end is final; one that is cancelled wants nothing of anybody from then on; a node is asked only between start
 and end, but a drain holds until its KVOperation is gone; nothing is asked for before the start is stored, so that a
 restart at any point goes on with the same deadline.
+
+Between which pools blocks may migrate, and to which nodes each node brings its own. Pure.
+
+Laws: blocks never come under another layout, never from a medium that survives a restart to pools without one unless
+they stay, and never from a sealed medium to an open one; every source node has a target while there is one, its own
+node first, and all targets get about as many.
 """
 
 from collections import Counter
@@ -16,9 +22,16 @@ from typing import Final
 
 from kvstrata_api.conditions import is_true
 from kvstrata_api.models.operation import KVOperation, MigrateOperation, OperationNodes
-from kvstrata_api.models.pool import KVPool, KVPoolSpec
-from kvstrata_api.models.poolnode import ORDERS_MAX, FlushOrder, MigrateOrder, NodeOrder, TierDrainOrder, WarmOrder
-from kvstrata_operator.decide.operations import migration
+from kvstrata_api.models.pool import KVPool, KVPoolSpec, PoolTier
+from kvstrata_api.models.poolnode import (
+    MIGRATE_TARGETS_MAX,
+    ORDERS_MAX,
+    FlushOrder,
+    MigrateOrder,
+    NodeOrder,
+    TierDrainOrder,
+    WarmOrder,
+)
 from kvstrata_operator.decide.pools.reconcile import NO_DRAIN, DrainOrder, Wants, is_done
 from kvstrata_operator.decide.trust.identity_conflicts import Fault, working
 from kvstrata_operator.observe.moments import format_time, parse_time
@@ -192,7 +205,7 @@ def _work_fault(model: KVOperation, pool: KVPoolSpec, around: Around) -> Fault |
 
 
 def _migrate_fault(source: KVPoolSpec, migrate: MigrateOperation, around: Around) -> Fault | None:
-    found = migration.fault(source, migrate, around.pools.get(migrate.to))
+    found = fault(source, migrate, around.pools.get(migrate.to))
     if found is not None:
         return found
     if migrate.tenant is not None and migrate.tenant not in around.tenants:
@@ -297,7 +310,7 @@ def _migrate_order(operation: Operation, node: str, meant: Sequence[str], around
     migrate = operation.model.spec.migrate if operation.model is not None else None
     if migrate is None:
         return None
-    nodes = migration.targets(node, meant, around.ready_in(migrate.to))
+    nodes = targets(node, meant, around.ready_in(migrate.to))
     what = {"tenant": migrate.tenant, "tier": migrate.tier, "keep_source": migrate.keep_source}
     return NodeOrder(uid=operation.uid, type="Migrate", migrate=MigrateOrder(to=migrate.to, nodes=nodes, **what))
 
@@ -332,3 +345,51 @@ def by_reason(still: Iterable[Open]) -> list[tuple[int, Open]]:
 def _moment(operation: Operation, name: str) -> datetime | None:
     value = operation.status.get(name)
     return parse_time(value) if isinstance(value, str) else None
+
+
+def fault(source: KVPoolSpec, migrate: MigrateOperation, target: Declared[KVPool] | None) -> Fault | None:
+    """Say why no block may go there now."""
+    ready = working(target, f"spec.migrate.to: pool {migrate.to}")
+    return ready if isinstance(ready, Fault) else _mismatch(source, migrate, ready)
+
+
+def _mismatch(source: KVPoolSpec, migrate: MigrateOperation, target: KVPoolSpec) -> Fault | None:
+    ours, theirs = source.compatibility.model_dump(by_alias=True), target.compatibility.model_dump(by_alias=True)
+    for name, value in ours.items():
+        if theirs[name] != value:
+            told = f"pool {migrate.to} has {theirs[name]!r}, blocks that go there have {value!r}"
+            return Fault("LayoutMismatch", f"spec.compatibility.{name}: {told}")
+    tiers = [t for t in target.tiers if migrate.tier in (None, t.name)]
+    if not tiers:
+        return Fault("TierNotFound", f"spec.migrate.tier: pool {migrate.to} has no tier {migrate.tier}")
+    lasting = [t for t in tiers if t.type.survives_restart]
+    if not migrate.keep_source and not lasting and any(t.type.survives_restart for t in source.tiers):
+        return Fault("NotDurable", f"pool {migrate.to}: no tier of these survives a restart: {_listed(tiers)}")
+    return _opened(source, migrate, target)
+
+
+def _opened(source: KVPoolSpec, migrate: MigrateOperation, target: KVPoolSpec) -> Fault | None:
+    """Blocks sink to any of the target's media in time, so all of them count."""
+    sealed = [t.name for t in source.tiers if t.encryption.type != "None"]
+    is_open = [t for t in target.tiers if t.type.survives_restart and t.encryption.type == "None"]
+    if not sealed or not is_open:
+        return None
+    told = f"tiers[{is_open[0].name}].encryption.type of pool {migrate.to} is None, that of {sealed[0]} here is not"
+    return Fault("NotEncrypted", told)
+
+
+def _listed(tiers: Iterable[PoolTier]) -> str:
+    return ", ".join(f"{t.name} ({t.type})" for t in tiers)
+
+
+def targets(node: str, sources: Sequence[str], ready: Collection[str]) -> tuple[str, ...]:
+    """Nodes of the other pool that a node's blocks go to, the first one first.
+
+    `sources` are all nodes that blocks leave, `ready` those of the other pool with a connected agent.
+    """
+    ordered = sorted(ready)
+    if not ordered:
+        return ()
+    at = sorted(sources).index(node) % len(ordered)
+    turned = [n for n in ordered[at:] + ordered[:at] if n != node]
+    return ((node,) * (node in ready) + tuple(turned))[:MIGRATE_TARGETS_MAX]

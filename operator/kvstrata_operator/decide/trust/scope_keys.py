@@ -2,8 +2,11 @@
 
 Laws: an entry that exists is never written again, except a data key that is wrapped anew; keys that were made for an
 earlier object of the same name are never handed to its successor; a Secret that is not ours is never touched.
+
+Which KEK wraps how many data keys: said in the log whenever it changes, so that an old KEK can go.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 from kvstrata_api import names
 from kvstrata_api.trust import ScopeKind
 from kvstrata_api.wrapping import data_entry, wrapped_by
+from kvstrata_kube.keks import KekSource
 from kvstrata_operator.decide.plan import objects
 from kvstrata_operator.decide.plan.actions import Action, MintDataKey, MintKek, MintKey, Note, Rewrap, Shred
 from kvstrata_operator.observe.kinds import SECRET, Ref
@@ -94,3 +98,33 @@ def is_foreign(secret: ScopeSecretSeen) -> bool:
 def has_key(owner: Declared[Any], key_version: int, secret: ScopeSecretSeen | None) -> bool:
     """True when the key of this version exists and was made for this very object."""
     return secret is not None and secret.owner_uid == owner.uid and entry_of(key_version) in secret.versions
+
+
+log = logging.getLogger(__name__)
+
+
+class KekUse:
+    """Looks at the KEKs and at what they wrap."""
+
+    def __init__(self, source: KekSource) -> None:
+        self._source = source
+        self._told: tuple[KeksSeen, Counter[int]] = (KeksSeen(), Counter())
+
+    def seen(self) -> KeksSeen:
+        """Give the KEKs to a decision; none while they were not looked at."""
+        return KeksSeen(frozenset(self._source.keks.keys), self._source.is_absent)
+
+    def tell(self, secrets: Iterable[ScopeSecretSeen]) -> None:
+        """Say which KEKs nothing needs any more, and which are missed, when that has changed."""
+        seen, used = self.seen(), data_keys_by_kek(secrets)
+        if (seen, used) == self._told:
+            return
+        self._told = (seen, used)
+        for number in sorted(seen.numbers | used.keys()):
+            facts = {"kek": f"k{number}", "data_keys": used[number]}
+            if number not in seen.numbers:
+                log.warning("data keys are wrapped by a KEK that is not there", extra=facts)
+            elif not used[number] and number != seen.newest:
+                log.info("no data key needs this KEK any more", extra=facts)
+            else:
+                log.info("data keys of a KEK", extra=facts)
