@@ -26,7 +26,7 @@ from bench.identity import SECRET
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.backends.file.open_store import open_nvme
 from kvstrata_agent.backends.file.record_store import RecordStore
-from kvstrata_agent.backends.record.encryption import RecordKey
+from kvstrata_agent.backends.record.cipher import RecordKey
 from kvstrata_api import __version__
 from kvstrata_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES, BlockKey, LayoutId, ScopeId
 from kvstrata_api.checksum import checksum

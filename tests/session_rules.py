@@ -95,7 +95,7 @@ class SessionRules:
         node = make_node(tiers, self.clock, kind=WatchedNode, policy=policy)
         node.epoch = epoch
         self.core = AgentParts(node, TestCodecs(), journal=self.journal)
-        self.sweeper = Sweeper(self.core, FakeAuthenticator())
+        self.sweeper = Sweeper(self.core.cache, FakeAuthenticator())
 
     def note(self, verb: str, owner: int, ids: list[int], sums: list[bytes], result: bytes) -> None:
         """Keep a message, to be sent once more."""
@@ -103,14 +103,14 @@ class SessionRules:
 
     def session(self, name: str) -> Session | None:
         """Find a session as verbs do."""
-        found: Session | None = self.core.life.find(TENANT, SECRET, name)
+        found: Session | None = self.core.cache.life.find(TENANT, SECRET, name)
         return found
 
     @rule(owner=owners, name=names, parent=st.sampled_from(["", "", "s1", "s2", "f1"]))
     def open(self, owner: int, name: str, parent: str) -> None:
         before = list(origin.heads) if parent and (origin := self.session(parent)) else []
         is_new = self.session(name) is None
-        opened = self.do(lambda: self.core.life.open(owner, TENANT, SECRET, name, parent=parent, priority=""))
+        opened = self.do(lambda: self.core.cache.life.open(owner, TENANT, SECRET, name, parent=parent, priority=""))
         if is_new and parent != name:
             assert set(before) <= set(opened.heads), "a fork starts where its parent is"
 
@@ -118,22 +118,22 @@ class SessionRules:
     def touch(self, name: str, state: SessionState) -> None:
         session = self.session(name)
         if session is not None:
-            self.do(lambda: self.core.life.touch(session, state, 0, 0.0))
+            self.do(lambda: self.core.cache.life.touch(session, state, 0, 0.0))
 
     @rule(name=names, archive=st.booleans())
     def close(self, name: str, *, archive: bool) -> None:
         session = self.session(name)
         if session is not None:
-            self.do(lambda: self.core.life.finish(session, archive=archive))
+            self.do(lambda: self.core.cache.life.finish(session, archive=archive))
             assert archive or self.session(name) is None
 
     @rule()
     def bring_down(self) -> None:
         """One round over the sessions to archive."""
-        for session, attempt in tuple(self.core.archiver._sessions.items()):
-            self.run(self.core.archiver._bring_down(session, attempt))
+        for session, attempt in tuple(self.core.cache.archiver._sessions.items()):
+            self.run(self.core.cache.archiver._bring_down(session, attempt))
             if session.state is SessionState.ARCHIVED:
-                assert not self.core.archiver.left(session)
+                assert not self.core.cache.archiver.left(session)
 
     @rule(which=st.integers(0, SENT_MAX), by=owners)
     def send_again(self, which: int, by: int) -> None:
@@ -142,12 +142,12 @@ class SessionRules:
             return
         verb, owner, ids, sums, result = self.sent[which % len(self.sent)]
         if verb == "publish":
-            again = self.run(self.core.writer.publish(by, ids, sums))
+            again = self.run(self.core.cache.writer.publish(by, ids, sums))
             assert again == (result if by == owner else bytes([REFUSED]) * len(ids))
         elif verb == "release":
-            assert self.do(lambda: self.core.release(by, ids)) == 0
+            assert self.do(lambda: self.core.cache.release(by, ids)) == 0
         else:
-            assert self.do(lambda: self.core.abandon(by, ids)) == 0
+            assert self.do(lambda: self.core.cache.abandon(by, ids)) == 0
 
     @rule(happens=seldom)
     def restart(self, *, happens: bool) -> None:
@@ -157,7 +157,7 @@ class SessionRules:
 
     async def _restart(self) -> None:
         old = self.core
-        await old.life.tend()
+        await old.cache.life.tend()
         archived = {s.name: {h.digest for h in s.heads} for s in old.node.sessions if self._is_safe(s)}
         low = old.node.tiers[1]
         await old.close()
@@ -176,7 +176,7 @@ class SessionRules:
         self.sent = []
 
     def _is_safe(self, session: Session) -> bool:
-        return session.state is SessionState.ARCHIVED and not self.core.archiver.left(session)
+        return session.state is SessionState.ARCHIVED and not self.core.cache.archiver.left(session)
 
     @invariant()
     def sessions_hold_their_heads_and_only_decoding_ones_guard_them(self) -> None:

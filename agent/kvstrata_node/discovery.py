@@ -1,8 +1,6 @@
 """What this machine has for tiers: memory, huge pages, NUMA nodes, dax and NVMe devices, GPUs.
 
 Parsing is pure; reading is a thin walk over sysfs and procfs below a root that tests can replace.
-
-What torch sees. Imports torch, so import this module only where torch is known to be installed.
 """
 
 import importlib.util
@@ -10,8 +8,6 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
-
-import torch
 
 ROOT: Final = Path("/")
 _GPU_VENDORS: Final = frozenset({"0x10de", "0x1002"})
@@ -198,8 +194,6 @@ def read_gpus(root: Path) -> tuple[Gpu, ...]:
     """CUDA devices as torch sees them; none without torch. Nodes without the driver are spared torch's import."""
     if not (root / "dev/nvidiactl").exists() or importlib.util.find_spec("torch") is None:
         return ()
-    from kvstrata_node.discovery import cuda_devices
-
     return tuple(Gpu(*device) for device in cuda_devices())
 
 
@@ -237,7 +231,9 @@ def _number(path: Path, *, missing: int = 0) -> int:
 
 
 def cuda_devices() -> list[tuple[int, str, int]]:
-    """Index, name and bytes of memory of each CUDA device."""
+    """Index, name and bytes of memory of each CUDA device. Imports torch, which has to be installed."""
+    import torch
+
     if not torch.cuda.is_available():
         return []
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]

@@ -11,11 +11,10 @@ LEAN = {"numpy", "msgspec", "xxhash", "torch"}
 TORCHS_OWN = {"*"}
 OWN = {
     "kvstrata_agent.backends.object.client": {"obstore"},
-    "kvstrata_agent.backends.record.encryption": {"cryptography", "_cffi_backend"},
+    "kvstrata_agent.backends.record.cipher": {"cryptography", "_cffi_backend"},
     "kvstrata_agent.codec.legacy_lossless": {"zstandard"},
     "kvstrata_agent.backends.device.queue": TORCHS_OWN,
     "kvstrata_agent.backends.device.hbm": TORCHS_OWN,
-    "kvstrata_node.discovery": TORCHS_OWN,
     "kvstrata_agent.codec.triton_kernels": TORCHS_OWN,
 }
 """Modules that are nothing but the use of one more library."""
@@ -34,7 +33,7 @@ own, allowed, names = OWN, set(LEAN), []
 sys.meta_path.insert(0, Absent())
 for package in ("kvstrata_agent.backends", "kvstrata_agent.codec"):
     path = importlib.import_module(package).__path__
-    names += [module.name for module in pkgutil.iter_modules(path, package + ".")]
+    names += [module.name for module in pkgutil.walk_packages(path, package + ".")]
 for name in sorted(names, key=own.__contains__):
     allowed = set(LEAN) | own.get(name, set())
     importlib.import_module(name)

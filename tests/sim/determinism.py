@@ -147,7 +147,7 @@ def install() -> None:
 
 
 def _modules() -> list[ModuleType]:
-    for package in ("kvstrata_agent.remote", "kvstrata_agent.serve", "kvstrata_agent.backends", "kvstrata_client"):
+    for package in ("kvstrata_agent.fleet.peers", "kvstrata_agent.serve", "kvstrata_agent.backends", "kvstrata_client"):
         _import_all(package)
     return [m for name, m in sorted(sys.modules.items()) if name.startswith(_LATE)]
 
@@ -155,8 +155,13 @@ def _modules() -> list[ModuleType]:
 def _import_all(package: str) -> None:
     parent = importlib.import_module(package)
     for found in pkgutil.iter_modules(parent.__path__):
-        if found.name not in ("connectors", "device_queue", "hbm", "torch_devices", "object", "objects", "cli"):
-            importlib.import_module(f"{package}.{found.name}")
+        if found.name in ("commands", "connectors", "device", "object", "cli"):
+            continue
+        name = f"{package}.{found.name}"
+        if found.ispkg:
+            _import_all(name)
+        else:
+            importlib.import_module(name)
 
 
 def _install_sockets() -> None:

@@ -105,7 +105,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
     @rule(owner=owners, scope=scopes, chain=chains)
     def reserve(self, owner: int, scope: ScopeId, chain: tuple[int, int]) -> None:
         numbers = [chain[0] * 8 + i for i in range(chain[1])]
-        made, *_ = self.run(self.core.writer.reserve(self.place(owner, scope), b"", [digest(n) for n in numbers]))
+        made, *_ = self.run(self.core.cache.writer.reserve(self.place(owner, scope), b"", [digest(n) for n in numbers]))
         for number, reservation in zip(numbers, made, strict=False):
             if reservation is not None:
                 mappable = reservation.tier.mappable
@@ -121,7 +121,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
             block = content(scope, number) if is_honest else b"lies"
             sums.append(checksum(block, digest(number), self.core.node.epoch, reservation.slot.stamp))
         ids = [r.id for r, _, _ in batch]
-        results = self.run(self.core.writer.publish(owner, ids, sums))
+        results = self.run(self.core.cache.writer.publish(owner, ids, sums))
         self.note("publish", owner, ids, sums, results)
         for result, (reservation, scope, number) in zip(results, batch, strict=True):
             is_late = reservation.expires_s <= self.clock()
@@ -134,24 +134,24 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
 
     def _find_out(self, owner: int, scope: ScopeId, number: int) -> None:
         """The agent has believed a lie: its first reader finds out, and the block goes."""
-        entries = self.core.reader.lookup_now(self.place(owner, scope), [digest(number)])
-        (read,) = self.core.reader.acquire_now(self.place(owner, scope), entries, self.clock() + LEASE_S)
-        assert self.do(lambda: self.core.reader.inspect(owner, [read.lease.id])) == 1
-        assert self.do(lambda: self.core.release(owner, [read.lease.id])) == 1
+        entries = self.core.cache.reader.lookup_now(self.place(owner, scope), [digest(number)])
+        (read,) = self.core.cache.reader.acquire_now(self.place(owner, scope), entries, self.clock() + LEASE_S)
+        assert self.do(lambda: self.core.cache.reader.inspect(owner, [read.lease.id])) == 1
+        assert self.do(lambda: self.core.cache.release(owner, [read.lease.id])) == 1
         assert self.core.node.index.find(scope, digest(number)) is None
 
     @rule(owner=owners, count=st.integers(1, 8))
     def abandon(self, owner: int, count: int) -> None:
         batch, self.reserved[owner] = self.reserved[owner][:count], self.reserved[owner][count:]
         ids = [r.id for r, _, _ in batch]
-        self.do(lambda: self.core.abandon(owner, ids))
+        self.do(lambda: self.core.cache.abandon(owner, ids))
         self.note("abandon", owner, ids, [], b"")
 
     @rule(owner=owners, scope=scopes, chain=chains)
     def acquire(self, owner: int, scope: ScopeId, chain: tuple[int, int]) -> None:
         numbers = [chain[0] * 8 + i for i in range(chain[1])]
         place = self.place(owner, scope)
-        reads = self.run(self.core.reader.acquire(place, [digest(n) for n in numbers], LEASE_S, 1.0)).reads
+        reads = self.run(self.core.cache.reader.acquire(place, [digest(n) for n in numbers], LEASE_S, 1.0)).reads
         if place.session is not None:
             place.session.follow([r.lease.entry for r in reads])
         for read, number in zip(reads, numbers, strict=False):
@@ -171,7 +171,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
     def release(self, owner: int, count: int) -> None:
         batch, self.reads[owner] = self.reads[owner][:count], self.reads[owner][count:]
         ids = [r.lease.id for r, _, _, _ in batch]
-        valid = self.do(lambda: self.core.release(owner, ids))
+        valid = self.do(lambda: self.core.cache.release(owner, ids))
         assert valid == sum(1 for _, _, _, expires_s in batch if expires_s > self.clock())
         self.note("release", owner, ids, [], b"")
 
@@ -199,7 +199,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
 
     @rule(owner=owners, scope=scopes, chain=chains)
     def pin(self, owner: int, scope: ScopeId, chain: tuple[int, int]) -> None:
-        self.core.pin(self.place(owner, scope), [digest(chain[0] * 8 + i) for i in range(chain[1])], 10.0)
+        self.core.cache.pin(self.place(owner, scope), [digest(chain[0] * 8 + i) for i in range(chain[1])], 10.0)
 
     @rule(slots=st.sampled_from([SLOTS, SLOTS, SLOTS, 8, 4]))
     def resize(self, slots: int) -> None:
@@ -242,7 +242,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
         results = await asyncio.gather(*(t for _, t in tasks), return_exceptions=True)
         self.core.node.end_owner(victim)
         assert not [r for r in results if isinstance(r, Exception)]
-        while going := self.core.fetcher._tasks | self.core.room._tasks:
+        while going := self.core.cache.fetcher._tasks | self.core.cache.room._tasks:
             await asyncio.wait(going)
 
     async def _one(self, what: str, owner: int, scope: ScopeId, chain: tuple[int, int]) -> None:
@@ -251,13 +251,13 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
         if what == "tend":
             await self.sweeper._tend()
         elif what == "reserve":
-            made, *_ = await self.core.writer.reserve(place, b"", digests)
-            self.core.abandon(owner, [r.id for r in made if r is not None])
+            made, *_ = await self.core.cache.writer.reserve(place, b"", digests)
+            self.core.cache.abandon(owner, [r.id for r in made if r is not None])
         else:
-            reads = (await self.core.reader.acquire(place, digests, LEASE_S, 1.0)).reads
+            reads = (await self.core.cache.reader.acquire(place, digests, LEASE_S, 1.0)).reads
             for read, number in zip(reads, numbers, strict=False):
                 assert self.bytes_of(read) == content(scope, number)
-            self.core.release(owner, [r.lease.id for r in reads])
+            self.core.cache.release(owner, [r.lease.id for r in reads])
 
     @rule(scope=scopes, happens=seldom)
     def erase(self, scope: ScopeId, *, happens: bool) -> None:

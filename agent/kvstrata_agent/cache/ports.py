@@ -186,7 +186,7 @@ class Wanted:
 
 
 class Peers(Protocol):
-    """Block transfer from other agents (`kvstrata_agent.remote`)."""
+    """Block transfer from other agents (`kvstrata_agent.fleet.peers`)."""
 
     def register_extent(self, extent: int, view: memoryview) -> None:
         """Make an extent of our memory tier a source and target of transfers. Idempotent."""
@@ -251,7 +251,7 @@ class Followed:
 
 @runtime_checkable
 class FollowedPeers(Protocol):
-    """Growing blocks of other agents (`kvstrata_agent.remote`)."""
+    """Growing blocks of other agents (`kvstrata_agent.fleet.peers`)."""
 
     async def follow(self, wanted: Follow, have: int, wait_s: float, into: Sequence[memoryview]) -> Followed:
         """Wait for parts behind the first `have` and put them into place; nothing is verified.
@@ -275,7 +275,7 @@ class Stretch:
 
 @runtime_checkable
 class TracedPeers(Protocol):
-    """Chains of other agents (`kvstrata_agent.remote`)."""
+    """Chains of other agents (`kvstrata_agent.fleet.peers`)."""
 
     async def trace(self, key: BlockKey, at: Location, most: int) -> Stretch | None:
         """What a block's owner answers (`Lender.trace`); None also when it does not answer. Never raises."""
@@ -311,7 +311,7 @@ class Taken:
 
 @runtime_checkable
 class OfferedPeers(Protocol):
-    """Agents of other pools (`kvstrata_agent.remote`)."""
+    """Agents of other pools (`kvstrata_agent.fleet.peers`)."""
 
     async def offer(self, agent: str, offer: Offer) -> Taken | None:
         """What the agent of this name answers (`Adopter.adopt`); None when it does not. Never raises."""

@@ -2,30 +2,22 @@
 
 Every record gets 32 random bytes and by them a key of its own (docs/format.md, "Sealed records"), so no nonce is ever
 used twice under one key, whatever becomes of the disk, its counters and its clock.
-
-The agent's only use of a cipher: AES-256-GCM under the key of one record.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
 from kvstrata_agent.backends.base import PROBE_SCOPE, KeyAwayError
-from kvstrata_api.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvstrata_agent.backends.record.cipher import RecordKey
     from kvstrata_api.blocks import ScopeId
-
 
 SALT_BYTES: Final = 32
 """256 random bits for each record: after 2^80 records under one data key two are equal with a chance of 2^-97."""
@@ -70,7 +62,7 @@ class Sealer:
 
         For the time of one transfer: it holds the data key itself and no copy, so that wiping that one ends it.
         """
-        from kvstrata_agent.backends.record.encryption import RecordKey  # Tiers in the clear need no cipher.
+        from kvstrata_agent.backends.record.cipher import RecordKey  # Tiers in the clear need no cipher.
 
         data_key = self._probe_key if scope == PROBE_SCOPE else self.keys.data_key(scope)
         if data_key is None:
@@ -85,55 +77,3 @@ class Sealer:
         """Salt and key for something new. Raises `KeyAwayError`."""
         salt = os.urandom(SALT_BYTES)
         return salt, self.key(scope, salt)
-
-
-_PIECE_BYTES: Final = MIB
-"""Sealed at a time: the library holds the interpreter meanwhile, 0.1 ms at 10 GB/s."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecordKey:
-    """Key of one record: it seals each of its few parts once, under a nonce that is the part's number."""
-
-    _key: bytes = field(repr=False)
-
-    def seal_small(self, part: int, plain: bytes, bound: bytes) -> bytes:
-        """Ciphertext and tag of some bytes; `bound` is authenticated with them."""
-        return AESGCM(self._key).encrypt(_nonce(part), plain, bound)
-
-    def open_small(self, part: int, sealed: bytes, bound: bytes) -> bytes | None:
-        """What was sealed; None when it, or what it was bound to, is anything else."""
-        try:
-            return AESGCM(self._key).decrypt(_nonce(part), sealed, bound)
-        except InvalidTag:
-            return None
-
-    def seal(self, part: int, plain: memoryview, into: memoryview, bound: bytes) -> bytes:
-        """Fill `into`, as long as `plain`, with ciphertext; returns the tag. For threads: it lets others run."""
-        sealing = Cipher(algorithms.AES256(self._key), modes.GCM(_nonce(part))).encryptor()
-        sealing.authenticate_additional_data(bound)
-        for at in range(0, len(plain), _PIECE_BYTES):
-            if at:
-                time.sleep(0)
-            sealing.update_into(plain[at : at + _PIECE_BYTES], into[at : at + _PIECE_BYTES])
-        sealing.finalize()
-        return sealing.tag
-
-    def open(self, part: int, sealed: memoryview, into: memoryview, bound: bytes, tag: bytes) -> bool:
-        """Fill `into` with what was sealed; False, and zeros, when it, or what it was bound to, is anything else."""
-        opening = Cipher(algorithms.AES256(self._key), modes.GCM(_nonce(part))).decryptor()
-        opening.authenticate_additional_data(bound)
-        for at in range(0, len(sealed), _PIECE_BYTES):
-            if at:
-                time.sleep(0)
-            opening.update_into(sealed[at : at + _PIECE_BYTES], into[at : at + _PIECE_BYTES])
-        try:
-            opening.finalize_with_tag(tag)
-        except InvalidTag:
-            into[:] = bytes(len(into))  # Another record of the scope may have been there, in the clear by now.
-            return False
-        return True
-
-
-def _nonce(part: int) -> bytes:
-    return part.to_bytes(12, "big")
