@@ -184,9 +184,10 @@ class Index:
             entry.residences = (residence,)
         if entry.residences[0].tier.level != entry.level:
             self._relevel(entry)
-        self.contents(tier).note(entry, residence.slot)
+        contents = self.contents(tier)
+        contents.note(entry, residence.slot)
         if entry.level < tier.level or not self.blockers(entry, tier.level):
-            self.contents(tier).offer(entry)
+            contents.offer(entry)
         for slower in entry.residences[1:]:
             self.contents(slower.tier).offer(entry)  # A copy that a faster one doubles is free to go.
 
@@ -197,11 +198,12 @@ class Index:
             entry.residences = (residence,)
             if entry.level != tier.level:
                 self._relevel(entry)
-        self.contents(tier).note_all([(entry, residence.slot) for entry, residence in copies])
+        contents = self.contents(tier)
+        contents.note_all([(entry, residence.slot) for entry, residence in copies])
         for entry, _ in copies:
             counts = self._scopes[entry.scope].children.get(entry.digest)
             if counts is None or not any(counts[: tier.level + 1]):
-                self.contents(tier).offer(entry)
+                contents.offer(entry)
 
     def restore(
         self, copies: Iterable[Residence], born_at_s: Callable[[int], float]

@@ -198,9 +198,10 @@ class Room:
     def _extents_of(self, tier: Tier, payer: Standing, *, is_own: bool, count: int) -> list[int]:
         """Up to `count` extents that an account can give up, those with the fewest blocks first."""
         busy = {r.slot.extent for r in self._node.reservations if r.tier is tier}
+        extents = self._node.contents(tier).extents
         ranked = sorted(
             (extent in busy, len(residents), extent)
-            for extent, residents in self._node.contents(tier).extents.items()
+            for extent, residents in extents.items()
             if residents.may_hold(payer.tenant)
         )
         spares = {s.tenant: s.spare_bytes for s in self._node.tenants.standings(tier)}
@@ -210,7 +211,7 @@ class Room:
         for _, _, extent in ranked:
             if len(found) == count:
                 break
-            held = self._node.contents(tier).extents[extent].bytes_by_tenant()
+            held = extents[extent].bytes_by_tenant()
             if payer.tenant in held and all(size_bytes <= spares.get(t, 0) for t, size_bytes in held.items()):
                 found.append(extent)
                 for tenant, size_bytes in held.items():
@@ -295,7 +296,8 @@ class Room:
 
     async def evacuate(self, tier: Tier, batch: int = 256) -> int:
         """Move blocks off closing extents, within the tier where it has room; returns how many stay behind."""
-        leaving = [e for x in tier.closing for e in self._node.contents(tier).extents.get(x, ())]
+        contents = self._node.contents(tier)
+        leaving = [e for x in tier.closing for e in contents.extents.get(x, ())]
         free = [e for e in leaving if not e.leases and e.move is None][:batch]
         moved = await asyncio.gather(*(self._relocate(e, tier) for e in free))
         if not all(moved):
@@ -303,7 +305,7 @@ class Room:
                 need_bytes = sum(r.slot.size_bytes for e in free if (r := e.residence(tier)) is not None)
                 await self._evict(tier, Cut(need_bytes, "shrink", Priority.DEMOTE, extents=tier.closing))
                 await self._share_out(tier, need_bytes, "shrink")
-        return sum(len(self._node.contents(tier).extents.get(x, ())) for x in tier.closing)
+        return contents.count(tier.closing)
 
     async def empty(self, tier: Tier) -> bool:
         """Send one batch of a closed tier's blocks to other tiers; False when nothing that is left can go.
