@@ -20,8 +20,8 @@ from agent_doubles import (
 )
 
 from kvstrata_agent.app.wiring import AgentParts
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.cache.ports import Offer, Stretch, Taken, Wanted
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import BlockKey, ScopeId, ScopeSecret

@@ -6,6 +6,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Final
 
+from kvstrata_api.errors import KvStrataError
 from kvstrata_kube import backoff
 
 Task = asyncio.Task[None]
@@ -37,3 +38,15 @@ async def cancel(tasks: list[Task]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def repeat(what: str, every_s: float, duty: Callable[[], Awaitable[None]]) -> None:
+    """Do a duty until cancelled, whatever becomes of single rounds."""
+    while True:
+        try:
+            await duty()
+        except KvStrataError as e:
+            _log.warning("duty failed", extra={"duty": what, "cause": str(e)})
+        except Exception:  # noqa: BLE001  A task root: one bad round must not end expiry for good.
+            _log.exception("duty failed", extra={"duty": what})
+        await asyncio.sleep(every_s)

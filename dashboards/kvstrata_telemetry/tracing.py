@@ -112,7 +112,7 @@ def span(name: str, parent: str = "", **attributes: Attribute) -> AbstractContex
     """Open the span `name` around a block of code; an error that leaves the block is recorded on it.
 
     `parent` is a W3C `traceparent` that came from another process; without it the current span is the parent.
-    Names are those of `spans.SPANS`; attributes are keywords such as `session_id`, `hit_tokens`, `tier`, `decision`.
+    Names are those of `docs.SPANS`; attributes are keywords such as `session_id`, `hit_tokens`, `tier`, `decision`.
     """
     tracer = _state.tracer
     return _OFF if tracer is None else _recorded(tracer, name, parent, attributes)

@@ -33,9 +33,9 @@ from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks import sessions
 from kvstrata_agent.blocks.block import Entry
 from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.sessions import Session, SessionState
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.cache.session_journal import SessionJournal
 
 SLOTS: Final = 32

@@ -17,8 +17,8 @@ from prometheus_client import CollectorRegistry
 from faults.nursery import Channel, Nursery
 from faults.raw_engine import die
 from kvstrata_agent.app.wiring import AgentParts
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.cache.ports import Directory
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.fleet.peers import wire
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener

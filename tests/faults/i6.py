@@ -25,7 +25,7 @@ from outcome import Outcome, Scale
 from prometheus_client import CollectorRegistry
 
 from kvstrata_agent.app.wiring import AgentParts
-from kvstrata_agent.cache.request import Place
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.fleet.directory.client import RedisDirectory
 from kvstrata_api.blocks import ScopeSecret

@@ -9,7 +9,7 @@ from typing import Any, Final
 from agent_doubles import LAYOUT, TestCodecs, pool_spec
 from prometheus_client import CollectorRegistry
 
-from kvstrata_agent.app.periodic import Sweeper, repeat
+from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import Capabilities, TierBackend
 from kvstrata_agent.backends.memory.arena import ALIGNMENT_BYTES, Arena
@@ -31,6 +31,7 @@ from kvstrata_api.models.pool import HostDramTier, KVPoolSpec, NvmeTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
 from kvstrata_kube.leases import Lease
+from kvstrata_kube.tasks import repeat
 from kvstrata_metadata.access import RedisAccess
 from kvstrata_metadata.records import AgentRecord
 from kvstrata_metadata.store import Store

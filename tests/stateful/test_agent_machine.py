@@ -27,9 +27,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from session_rules import LOW_SLOTS, SLOTS, TENANT, SessionRules, owners, seldom
 from virtual_loop import VirtualLoop
 
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.reservations import RESERVATION_S, Reservation
 from kvstrata_agent.cache.load import Read
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.cache.store import EXISTED, PUBLISHED, REFUSED
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.checksum import checksum

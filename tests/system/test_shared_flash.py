@@ -14,9 +14,9 @@ from scope_keys_double import KeyRing
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import Record, SharedBackend, SlotRef
 from kvstrata_agent.backends.file.open_store import open_remote_flash
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache.ports import Lent
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener

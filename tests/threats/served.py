@@ -19,7 +19,7 @@ from agent_doubles import LAYOUT_ID, FakeAuthenticator, caller, dram_tier, secre
 from agent_process import DOMAIN, member
 from agent_thread import AgentThread
 
-from kvstrata_agent.app import periodic as sweep
+from kvstrata_agent.app import periodic
 from kvstrata_agent.backends.registry import Place, make_backend
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache.ports import Caller
@@ -30,6 +30,7 @@ from kvstrata_api.models.pool import CxlEmulation, CxlTier, NvmeTier, RemoteFlas
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import CxlMode, TierType
 from kvstrata_api.trust import Access, Grants, Identity, ScopeKind
+from kvstrata_kube.tasks import repeat
 from kvstrata_node.discovery import NodeFacts
 
 SCOPE_A: Final = ScopeId("tenant/a/uid-a/v1")
@@ -114,8 +115,8 @@ class Served(AgentThread):
             made.append(Tier(spec, 1, await make_backend(spec, Place("pool", "node", NodeFacts(0, ()))), 2))
         self._tiers = lambda: made
         await super()._start()
-        sweeper = sweep.Sweeper(self.core.cache, self.authorities)
-        self._sweeping = asyncio.create_task(sweep.repeat("expire", 0.05, sweeper._expire))
+        sweeper = periodic.Sweeper(self.core.cache, self.authorities)
+        self._sweeping = asyncio.create_task(repeat("expire", 0.05, sweeper._expire))
 
     async def _stop(self) -> None:
         self._sweeping.cancel()
@@ -191,7 +192,7 @@ def serving(directory: Path, below: str) -> Iterator[Remote]:
 
 def main(socket: str, directory: str, below: str) -> None:
     """Serve and obey."""
-    sweep.ERASE_GRACE_S = 0.1  # type: ignore[misc]
+    periodic.ERASE_GRACE_S = 0.1  # type: ignore[misc]
     with Served(Path(socket), Path(directory), below) as agent:
         agent.core.node.clock = time.monotonic
         print("done", flush=True)  # noqa: T201  Read by whoever started this.

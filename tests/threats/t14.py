@@ -32,11 +32,11 @@ from virtual_loop import run_virtually
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.file.record_store import open_store
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.slot_request import Want
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache.eviction import Room
 from kvstrata_agent.cache.eviction_candidates import Cut
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_agent.policy.quota import Bound, Rules
 from kvstrata_api.blocks import ScopeId

@@ -26,8 +26,8 @@ from kvstrata_agent.backends.memory.cxl import open_cxl
 from kvstrata_agent.backends.object.client import ObjectClient
 from kvstrata_agent.backends.object.object_tier import open_object_tier
 from kvstrata_agent.blocks.index import Index
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_agent.provision.provisioner import enter
 from kvstrata_api.blocks import BlockKey, ScopeId

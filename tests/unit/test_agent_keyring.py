@@ -12,8 +12,8 @@ from scope_secrets import ScopeSecrets
 from sim.volume import MemoryVolume
 
 from kvstrata_agent.backends.file.record_store import open_store
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.units import MIB

@@ -8,8 +8,8 @@ from agent_doubles import BLOCK_BYTES, LAYOUT_ID, OTHER_SCOPE, SCOPE, bytes_of, 
 from agent_engine import steps_until
 from core_pair import Pair, held, load, tenants
 
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.cache.ports import Offer, Taken
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.operations import migrate as migrating
 from kvstrata_agent.operations import warm as warming
 from kvstrata_agent.policy.quota import Bound, Rules

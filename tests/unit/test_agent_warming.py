@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_agent.app.wiring import AgentParts
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.sessions import SessionState
 from kvstrata_agent.cache.ports import Stretch
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.movement.fair_queue import Priority, TrafficClass, Turn
 from kvstrata_agent.operations import warm as warming
 from kvstrata_agent.policy.progress import Count

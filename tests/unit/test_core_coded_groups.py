@@ -26,8 +26,8 @@ from virtual_loop import run_virtually
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.file.record_store import RecordStore, open_store
 from kvstrata_agent.blocks.block import Entry
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.codec.base import RAW, Encoded, Shape
 from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_agent.movement.move import Move, Way

@@ -22,7 +22,7 @@ from kvstrata_agent.app.periodic import ERASE_GRACE_S, Sweeper
 from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
 from kvstrata_agent.blocks.index import Index
-from kvstrata_agent.cache.request import Place
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.provision.provisioner import RETRY_S
 from kvstrata_api.blocks import BlockKey, ScopeId, ScopeSecret

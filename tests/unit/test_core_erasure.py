@@ -24,10 +24,10 @@ from agent_doubles import (
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.blocks.block import Residence
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache import store as writer
 from kvstrata_agent.cache.ports import Wanted
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.cache.store import PUBLISHED, REFUSED
 from kvstrata_agent.policy.quota import Rules
 from kvstrata_api.blocks import ScopeId

@@ -24,8 +24,8 @@ from kvstrata import Lease
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.leases import Stray
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.cache.load import Read
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.cache.store import PUBLISHED, REFUSED
 from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_agent.policy.admission import CHECK_EVERY

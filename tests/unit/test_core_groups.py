@@ -25,8 +25,8 @@ from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import Reading, Record, Sound, TierBackend, Writing
 from kvstrata_agent.backends.file.record_store import RecordStore, open_store
 from kvstrata_agent.blocks.block import Entry
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_agent.movement.move import Move, Way
 from kvstrata_api.blocks import BlockKey

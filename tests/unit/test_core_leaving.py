@@ -19,7 +19,7 @@ from provisioned import Provisioned
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.backends.base import TierBackend
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
-from kvstrata_agent.cache.request import Place
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.provision.plan import levels
 from kvstrata_api.models.pool import HostDramTier, NvmeTier
 from kvstrata_api.models.poolnode import NodeTier

@@ -11,8 +11,8 @@ from generated_kv import kv_block
 
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.block import Entry, Residence
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_api.blocks import Layout

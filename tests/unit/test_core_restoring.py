@@ -20,6 +20,7 @@ from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.blocks.restore import NONE, Restoring, forest_of
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache.eviction_candidates import TierCandidates
+from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_api.blocks import BlockKey
 
 pytestmark = pytest.mark.unit
@@ -75,7 +76,8 @@ def do(node: Node, what: str, number: int, parent: int) -> None:
 
 def test_a_block_that_became_a_row_meanwhile_is_not_entered_twice() -> None:
     node = make_node([dict_tier("a", 1 << 20, 0, 1), dict_tier("b", 1 << 20, 1, 2)])
-    node.index = node.announcer._index = Index(in_use_max=0)
+    node.index = Index(in_use_max=0)
+    node.announcer = Announcer(node.index, None, lambda _: None)
     late, tier = node.tiers
     found = deque(columns_of(tier, blocks) for blocks in ([(7, 7)], [(0, 0), (1, 0)]))
     restoring = Restoring(node.index, tier, found, float)
@@ -119,7 +121,8 @@ def test_blocks_of_an_earlier_run_enter_whatever_clients_do(
     found: list[list[Named]], done: list[tuple[str, int, int]], before: int, level: int
 ) -> None:
     node = make_node([dict_tier("a", 1 << 20, 0, 1), dict_tier("b", 1 << 20, 1, 2)])
-    node.index = node.announcer._index = Index(in_use_max=before)
+    node.index = Index(in_use_max=before)
+    node.announcer = Announcer(node.index, None, lambda _: None)
     tier = node.tiers[level]
     for action in done[:3]:
         do(node, *action)
@@ -152,7 +155,8 @@ def test_blocks_of_an_earlier_run_enter_whatever_clients_do(
 @given(extents)
 def test_extents_are_entered_as_blocks_are_one_by_one(found: list[list[Named]]) -> None:
     by_extent, one_by_one = (make_node([dict_tier("a", 1 << 20, 0, 1)]) for _ in range(2))
-    by_extent.index = by_extent.announcer._index = Index(in_use_max=0)
+    by_extent.index = Index(in_use_max=0)
+    by_extent.announcer = Announcer(by_extent.index, None, lambda _: None)
     columns = [columns_of(by_extent.tiers[0], blocks) for blocks in found]
     pairs: list[tuple[SlotRef, Record]] = [
         pair for blocks in found for pair in columns_of(one_by_one.tiers[0], blocks).pairs()

@@ -8,8 +8,8 @@ from agent_doubles import BLOCK_BYTES, LAYOUT_ID, SCOPE, dict_tier, digest, dram
 
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.block import Entry
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.movement.move import Move
 
 pytestmark = pytest.mark.unit

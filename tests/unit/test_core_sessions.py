@@ -25,11 +25,11 @@ from virtual_loop import run_virtually
 
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.block import Residence
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.sessions import Session, SessionState
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache import session_lifecycle as session_life
 from kvstrata_agent.cache.archive import RETRY_MAX_S, RETRY_S
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.cache.session_journal import SessionJournal
 from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_metadata.records import SessionRecord

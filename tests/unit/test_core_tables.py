@@ -13,13 +13,13 @@ from agent_doubles import LAYOUT_ID, SCOPE, dict_tier, digest, make_node, secret
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.app.epoch import NONCE_BITS, next_epoch
+from kvstrata_agent.app.epoch import next_epoch
 from kvstrata_agent.backends.base import Record
 from kvstrata_agent.backends.scratch import Buffers
 from kvstrata_agent.blocks.block import Entry, Residence
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.leases import LeaseTable
-from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.node import NONCE_BITS, Node
 from kvstrata_agent.blocks.sessions import GUARD_S, HEADS_MAX, SessionState, SessionTable
 from kvstrata_agent.fleet.directory import client as session_notes
 from kvstrata_agent.fleet.directory.client import SessionNotes

@@ -25,8 +25,8 @@ from virtual_loop import run_virtually
 
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.tenants import TenantBook
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.cache.store import Reserved
 from kvstrata_agent.policy.quota import Bound, OverQuota, Rules
 from kvstrata_agent.policy.retention import Retention

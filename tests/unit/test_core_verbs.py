@@ -21,8 +21,8 @@ from agent_engine import Engine, close, steps_until
 
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.backends.base import Record, SlotRef
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.reservations import RESERVATION_S
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_agent.serve.verbs import LEASE_S_MAX
 from kvstrata_api import wire

@@ -6,13 +6,9 @@ import secrets
 from pathlib import Path
 from typing import Final
 
+from kvstrata_agent.blocks.node import NONCE_BITS, TICKS_PER_S
 from kvstrata_api.errors import UnsupportedError
 from kvstrata_node import directories as folders
-
-NONCE_BITS: Final = 14
-TICKS_PER_S: Final = 100
-"""Hundredths of a second need 39 bits until the year 2144; with the nonce the epoch stays below 2^53, which readers of
-Lua and JSON keep exactly. No process starts twice within one tick."""
 
 _FILE: Final = "epoch.json"
 
@@ -33,11 +29,6 @@ def next_epoch(state_dir: Path, now_s: float) -> int:
     except OSError as e:
         raise UnsupportedError(f"state directory {state_dir}: {e.strerror}; make it writable for the agent") from e
     return counter << NONCE_BITS | secrets.randbits(NONCE_BITS)
-
-
-def started_unix_s(epoch: int) -> float:
-    """Unix time at which an incarnation started, as its clock was; at most a moment later than that."""
-    return (epoch >> NONCE_BITS) / TICKS_PER_S
 
 
 def _last_counter(path: Path) -> int:

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Final
 from kvstrata_agent.cache.archive import RETRY_S
 from kvstrata_agent.cache.tenant_lifecycle import RETENTION_S
 from kvstrata_agent.movement.fair_queue import TrafficClass
-from kvstrata_api.errors import KvStrataError
+from kvstrata_kube.tasks import repeat
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.cache.cache import Cache
     from kvstrata_agent.cache.ports import Authenticator
@@ -192,15 +190,3 @@ class Sweeper:
             used_bytes = shown.get((tier, tenant), 0)
             self._node.counters.set("kvstrata_tenant_used_bytes", used_bytes, tenant=tenant, tier=tier)
         self._shown = shown
-
-
-async def repeat(what: str, every_s: float, duty: Callable[[], Awaitable[None]]) -> None:
-    """Do a duty until cancelled, whatever becomes of single rounds."""
-    while True:
-        try:
-            await duty()
-        except KvStrataError as e:
-            _log.warning("duty failed", extra={"duty": what, "cause": str(e)})
-        except Exception:  # noqa: BLE001  A task root: one bad round must not end expiry for good.
-            _log.exception("duty failed", extra={"duty": what})
-        await asyncio.sleep(every_s)

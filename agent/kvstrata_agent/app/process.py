@@ -15,7 +15,7 @@ import kvstrata_native
 from kvstrata_agent.app import observe
 from kvstrata_agent.app.epoch import next_epoch
 from kvstrata_agent.app.peering import Neighbours
-from kvstrata_agent.app.periodic import Sweeper, repeat
+from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends import registry
 from kvstrata_agent.backends import wipe as wiping
@@ -42,6 +42,7 @@ from kvstrata_agent.serve.server import Server
 from kvstrata_agent.serve.session_verbs import SessionVerbs
 from kvstrata_agent.serve.verbs import Verbs
 from kvstrata_api import __version__
+from kvstrata_kube.tasks import repeat
 from kvstrata_node.discovery import discover
 from kvstrata_telemetry import http, ready
 from kvstrata_telemetry.agent_metrics import Counters

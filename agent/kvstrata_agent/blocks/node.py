@@ -8,9 +8,8 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
-from kvstrata_agent.app.epoch import started_unix_s
 from kvstrata_agent.blocks.block import GONE, Entry, Residence
 from kvstrata_agent.blocks.handovers import GrowthTable
 from kvstrata_agent.blocks.leases import Lease, LeaseTable
@@ -22,17 +21,23 @@ from kvstrata_agent.codec.base import RAW, WORN
 from kvstrata_kube.signal import Signal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from kvstrata_agent.backends.base import SlotRef
     from kvstrata_agent.blocks.index import Index
     from kvstrata_agent.blocks.restore import Restoring
     from kvstrata_agent.blocks.slot_request import Want
     from kvstrata_agent.blocks.tier_contents import TierContents
-    from kvstrata_agent.fleet.directory.announcer import Announcer
-    from kvstrata_api.blocks import Layout, LayoutId, ScopeId
+    from kvstrata_api.blocks import Layout, LayoutId, ScopeId, ScopeSecret
     from kvstrata_api.models.pool import KVPoolSpec
+    from kvstrata_metadata.records import Announcement
     from kvstrata_telemetry.agent_metrics import Counters
+
+NONCE_BITS: Final = 14
+"""Low bits of an epoch, which are random."""
+TICKS_PER_S: Final = 100
+"""Hundredths of a second need 39 bits until the year 2144; with the nonce the epoch stays below 2^53, which readers of
+Lua and JSON keep exactly. No process starts twice within one tick."""
 
 PEER_OWNER: Final = 0
 """Owner of the leases that peers hold; connections count from 1."""
@@ -44,6 +49,31 @@ LAYOUTS_MAX: Final = 64
 """Layouts remembered: ranks of tensor-parallel engines, and adapters."""
 
 _log = logging.getLogger(__name__)
+
+
+class Announces(Protocol):
+    """Tells the directory of blocks whose fastest copies changed."""
+
+    @property
+    def waiting(self) -> int:
+        """Blocks that wait to be announced."""
+
+    def mark(self, scope: ScopeId, *digests: bytes) -> None:
+        """Note that the fastest copies of blocks are other ones, or gone."""
+
+    async def changed(self) -> None:
+        """Return when something waits to be announced."""
+
+    def flush(self) -> None:
+        """Hand what changed to the directory."""
+
+    def holdings(self) -> Iterator[tuple[ScopeSecret, list[Announcement]]]:
+        """Everything that this node holds, in parts of one scope."""
+
+
+def started_unix_s(epoch: int) -> float:
+    """Unix time at which an incarnation started, as its clock was; at most a moment later than that."""
+    return (epoch >> NONCE_BITS) / TICKS_PER_S
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +90,7 @@ class Node:
     """Monotonic seconds."""
     index: Index
     counters: Counters
-    announcer: Announcer
+    announcer: Announces
     tiers: list[Tier] = field(default_factory=list)
     """Provisioned tiers, fastest first."""
     leases: LeaseTable = field(default_factory=LeaseTable)

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from kvstrata_agent.backends.base import SlotRef
     from kvstrata_agent.blocks.block import Entry
+    from kvstrata_agent.blocks.request import Place
     from kvstrata_agent.blocks.sessions import Session
     from kvstrata_agent.blocks.tier import Tier
-    from kvstrata_agent.cache.request import Place
 
 RESERVATION_S: Final = 30.0
 """Time to publish (design: metadata.md); a copy of one block takes milliseconds, a swapped-out writer seconds."""

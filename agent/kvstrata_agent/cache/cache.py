@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.blocks.request import Place
     from kvstrata_agent.cache.ports import Directory, Peers
-    from kvstrata_agent.cache.request import Place
     from kvstrata_agent.movement.encoding import Codecs
 
 

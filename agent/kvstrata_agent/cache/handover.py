@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.blocks.request import Place
     from kvstrata_agent.cache.eviction import Room
     from kvstrata_agent.cache.ports import Follow, Followed
-    from kvstrata_agent.cache.request import Place
 
 
 STAGING_BYTES: Final = 8 * MIB

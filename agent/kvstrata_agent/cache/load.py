@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.block import Entry, Residence
     from kvstrata_agent.blocks.leases import Lease
     from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.blocks.request import Place
     from kvstrata_agent.cache.ports import Directory
     from kvstrata_agent.cache.promotion import Fetcher
-    from kvstrata_agent.cache.request import Place
     from kvstrata_agent.movement.mover import Mover
     from kvstrata_metadata.records import Location
 

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 
     from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.blocks.request import Place
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.cache.eviction import Room
     from kvstrata_agent.cache.registered_extents import Exports
-    from kvstrata_agent.cache.request import Place
     from kvstrata_agent.movement.mover import Mover
     from kvstrata_metadata.records import Location
 

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Sequence
 
     from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.blocks.request import Place
     from kvstrata_agent.cache.archive import Archiver
     from kvstrata_agent.cache.load import Reader
     from kvstrata_agent.cache.ports import Directory
     from kvstrata_agent.cache.promotion import Fetcher
-    from kvstrata_agent.cache.request import Place
     from kvstrata_api.blocks import ScopeSecret
 
 LEAD_S: Final = 2.0

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from kvstrata_agent.backends.base import SlotRef
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.blocks.request import Place
     from kvstrata_agent.blocks.reservations import Reservation
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.cache.archive import Archiver
     from kvstrata_agent.cache.eviction import Room
-    from kvstrata_agent.cache.request import Place
 
 RESERVE_WAIT_S: Final = 1.0
 """What a writer may wait for room. An engine that stores is not in a hurry, but it holds its own memory meanwhile."""

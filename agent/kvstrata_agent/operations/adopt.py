@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
+from kvstrata_agent.blocks.request import NOBODY, Place
 from kvstrata_agent.cache.ports import Taken
 from kvstrata_agent.cache.promotion import FETCH_BLOCKS
-from kvstrata_agent.cache.request import NOBODY, Place
 from kvstrata_agent.policy.eviction import excess_bytes
 from kvstrata_api.errors import RetryableError
 

@@ -11,8 +11,8 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from kvstrata_agent.blocks.request import NOBODY, Place
 from kvstrata_agent.cache.promotion import FETCH_BLOCKS
-from kvstrata_agent.cache.request import NOBODY, Place
 from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_agent.policy.progress import Count, Ended
 from kvstrata_agent.policy.warm import Chain, Portion, WarmPlan, budget_bytes, plan_warming

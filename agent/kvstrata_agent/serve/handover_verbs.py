@@ -14,10 +14,10 @@ from kvstrata_api.wire_handover import Advance, Arrive, Arrived, Handover
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
+    from kvstrata_agent.blocks.request import Place
     from kvstrata_agent.blocks.reservations import Reservation
     from kvstrata_agent.cache.cache import Cache
     from kvstrata_agent.cache.load import Read
-    from kvstrata_agent.cache.request import Place
     from kvstrata_agent.serve.attachment import Attachment
     from kvstrata_agent.serve.authorization import Attaching
 

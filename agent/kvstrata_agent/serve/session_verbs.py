@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.sessions import Session, SessionState
-from kvstrata_agent.cache.request import Place
 from kvstrata_api import wire
 from kvstrata_api.blocks import KEY_BYTES
 from kvstrata_api.errors import ForbiddenError, InvalidInputError

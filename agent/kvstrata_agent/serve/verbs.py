@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from msgspec.structs import replace
 
+from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.reservations import RESERVATION_S
 from kvstrata_agent.cache.part_checksums import blocks_max
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.movement.mover import INLINE_BYTES_MAX
 from kvstrata_agent.serve.extent_grants import NO_SLOT, ExtentGrants, leased_of, slot_of
 from kvstrata_agent.serve.handover_verbs import HandoverVerbs

@@ -3,7 +3,7 @@
 The writer makes a `GrowingBlocks`, tells the reader its `handover`, writes every layer once, in order, and finishes:
 then they are ordinary blocks. The reader names the hand-over in `PrefixCache.stream`.
 
-Hand a prompt's blocks over while they are computed, under asyncio: `growing.GrowingBlocks` for an event loop.
+Hand a prompt's blocks over while they are computed, under asyncio: `GrowingBlocks` for an event loop.
 """
 
 import secrets

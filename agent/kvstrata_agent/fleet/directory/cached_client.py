@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Final
 
-from kvstrata_agent.app.periodic import repeat
 from kvstrata_agent.fleet.directory.client import AccessProvider, Holdings, RedisDirectory
 from kvstrata_api.errors import DirectoryAwayError, KvStrataError
+from kvstrata_kube.tasks import repeat
 from kvstrata_metadata.hot_cache import HotCache
 from kvstrata_metadata.records import AgentRecord, Copy
 from kvstrata_metadata.schema import bucket_key

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
 
-from kvstrata_agent.app.periodic import repeat
 from kvstrata_agent.cache.ports import DirectoryState
 from kvstrata_agent.policy.fair_share import FairOrder
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import ScopeSecret
 from kvstrata_api.errors import DirectoryAwayError, KvStrataError, RetryableError
+from kvstrata_kube.tasks import repeat
 from kvstrata_metadata import claims, mailbox, registry, shards
 from kvstrata_metadata.access import RedisAccess
 from kvstrata_metadata.announcer import QUEUE_CHANGES_MAX, REPORT_JITTER_S, Announcer
