@@ -108,7 +108,7 @@ MEASURED = [
     (1, 1, 10_000, 2.7), (1, 1, 100_000, 13.6), (1, 1, 1_000_000, 78.8), (1, 100, 1_000_000, 120.0),
     (1, 100, 100_000, 25.0), (100, 1, 1_000_000, 226.5), (100, 10, 100_000, 31.7), (20, 20, 400_000, 108.1),
 ]  # fmt: skip
-"""Scopes, agents of each, locations and MB used: docs/decisions.md, 2026-11-23, Redis is made by the operator."""
+"""Scopes, agents of each, locations and MB used: docs/decisions/100."""
 
 
 @pytest.mark.parametrize(("scopes", "agents", "locations", "used_mb"), MEASURED)
