@@ -9,7 +9,7 @@ SEEDS ?= 200
 EXAMPLES ?= quick
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types contracts drift unit style tools test contract stateful system peers sim faults threats adversity mutants soak test-gpu test-guest test-node \
+.PHONY: help setup demo check lint types contracts drift unit style tools test contract stateful system test-peers sim faults threats adversity mutants soak test-gpu test-guest test-node \
   images image-pins test-images bench requirements generate sbom licences clean
 
 help: ## Show this list
@@ -60,7 +60,7 @@ stateful:
 system:
 	@$(PYTEST) -q tests/system
 
-peers:
+test-peers: tools ## Engines' packages in environments of their own (made on demand from pinned files)
 	@$(PYTEST) -q tests/peers
 
 sim: setup ## Simulated fleets on a virtual clock, SEEDS of them; prints the seed of any violation (SEED=n replays one)
