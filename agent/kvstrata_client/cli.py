@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from kvstrata_api import __version__
 from kvstrata_api.errors import KvStrataError
 from kvstrata_client.commands import agent, calibrate, digest, fleet, manifests, who
-from kvstrata_client.target import VERSION
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 def print_version(_: argparse.Namespace) -> int:
     """Print the version."""
-    sys.stdout.write(f"kvstrata {VERSION}\n")
+    sys.stdout.write(f"kvstrata {__version__}\n")
     return EXIT_OK
 
 

@@ -33,8 +33,6 @@ class NumaNode:
     id: int
     cpus: tuple[int, ...]
     memory_bytes: int
-    distances: tuple[int, ...] = ()
-    """SLIT distances to all nodes, 10 is local."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +132,12 @@ def read_machine(root: Path = ROOT) -> NodeFacts:
 
 
 def read_numa(root: Path) -> tuple[NumaNode, ...]:
-    """NUMA nodes with processors, memory and distances."""
+    """NUMA nodes with processors and memory."""
     return tuple(
         NumaNode(
             id=int(directory.name[4:]),
             cpus=parse_cpulist(_text(directory / "cpulist")),
             memory_bytes=parse_meminfo(_text(directory / "meminfo")),
-            distances=tuple(int(d) for d in _text(directory / "distance").split()),
         )
         for directory in _numbered(root / "sys/devices/system/node", "node")
     )

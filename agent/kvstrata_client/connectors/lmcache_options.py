@@ -7,10 +7,11 @@ from typing import Any, Final
 
 import msgspec
 
+from kvstrata_api import __version__
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.connectors.lmcache_names import ORDER, Fingerprint
-from kvstrata_client.target import VERSION, Target
+from kvstrata_client.target import Target
 
 CHUNK_TOKENS: Final = 256
 """LMCache's own default."""
@@ -58,7 +59,7 @@ def parse(params: Mapping[str, Any]) -> Options:
     _check(known)
     model_name = known.model_name or known.layout.model
     fingerprint = Fingerprint(known.layout, model_name, known.chunk_tokens, known.hash_algorithm, known.hash_seed)
-    client = f"kvstrata-lmcache/{VERSION}"
+    client = f"kvstrata-lmcache/{__version__}"
     at = (Path(known.socket), known.pool, Path(known.token_file))
     target = Target(*at, known.layout, client, timeout_s=known.lookup_timeout_s)
     return Options(target, fingerprint, known.workers, known.load_deadline_s)
