@@ -19,8 +19,7 @@ from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.tiers import Lookup
 from kvstrata_client.connectors import lmcache_transfers
 from kvstrata_client.connectors.lmcache_board import LOCK_S
-from kvstrata_client.connectors.lmcache_names import BLOCKS_MAX, ORDER, Fingerprint, Name, Namer
-from kvstrata_client.connectors.lmcache_options import parse
+from kvstrata_client.connectors.lmcache_names import BLOCKS_MAX, ORDER, Fingerprint, Name, Namer, parse
 from kvstrata_client.connectors.lmcache_transfers import Job, Object, Stored
 from kvstrata_client.verbs.results import Grants, Scope
 

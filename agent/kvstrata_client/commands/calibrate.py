@@ -10,9 +10,8 @@ import yaml
 
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_client.calibration.captured import Words, read
-from kvstrata_client.calibration.forms import Calibration, calibrate, load, save
-from kvstrata_client.commands.tables import table
+from kvstrata_client.calibration import Calibration, Words, calibrate, load, read, save
+from kvstrata_client.commands import table
 from kvstrata_native.mixing import Rung
 
 _PERMILLE_MAX: Final = 500

@@ -1,8 +1,6 @@
 """How a client comes to an agent, stays attached and comes back: one generator for every kind of client. Sans-I/O.
 
-It yields steps and is sent their outcomes; a thread or a task carries them out (`client`, `aio`).
-
-Waiting times between attempts to reach the agent. Pure.
+It yields steps and is sent their outcomes; a thread or a task carries them out (`client`, `async_client`).
 """
 
 import random
@@ -17,9 +15,11 @@ from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.results import Grants
 
-FIRST_S = 0.05
-LAST_S = 5.0
+FIRST_S: Final = 0.05
+LAST_S: Final = 5.0
 """Bound of the wait, and so of the time a returned agent stays unused."""
+ATTACH_WAIT_S: Final = 5.0
+"""How long `attach` waits for the first connection before it goes on in the background."""
 
 
 def backoff(rng: random.Random) -> Iterator[float]:

@@ -1,6 +1,6 @@
 """One connection's state without its socket: ids, answers, grants, mapped extents. Sans-I/O.
 
-Splits the agent's byte stream into replies and gives each its descriptors. Pure.
+Splits the agent's byte stream into replies and gives each its descriptors.
 """
 
 from collections import deque
@@ -73,7 +73,6 @@ class ReplyReader:
 PENDING_MAX: Final = 1024
 """Requests under way on one connection; more are answered as if the agent were away."""
 
-
 CROWD: Final = 32
 """Requests under way from which on nobody sends a further batch ahead: half of what an agent takes of one connection
 before it has answered some. Beyond that it reads nothing, what gives memory back and what asks for little included."""
@@ -103,13 +102,29 @@ class _Answered:
     answer: Answer[Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Calls that were sent, or could not be."""
+
+    calls: Calls
+    ids: Sequence[int]
+    error: KvStrataError | None = None
+    """Why they were not sent."""
+
+
+def unsent(sent: Sent) -> list[Answer[Any]]:
+    """Answers to calls that were not sent."""
+    return [Answer(c.absent, sent.error) for c in sent.calls]
+
+
 class Protocol:
     """Turns calls into bytes to send and received bytes into answers. Not thread-safe: its owner locks."""
 
     def __init__(self, block_bytes: int, connection: int) -> None:
         """Start at an unauthenticated connection; `block_bytes` is the layout's, `connection` a number of its own."""
         self._reader = ReplyReader()
-        self._reading = Reading(Extents(), block_bytes, connection)
+        self._extents = Extents()
+        self._reading = Reading(self._extents, block_bytes, connection)
         self._pending: dict[int, _Pending] = {}
         self._answers: dict[int, _Answered] = {}
         self._next_id = 1
@@ -192,7 +207,7 @@ class Protocol:
         """End the connection: nothing is pending or mapped any more. Returns descriptors to close."""
         self.lost = self.lost or reason
         self._pending.clear()
-        self._reading.extents.clear()
+        self._extents.clear()
         return self._reader.unclaimed_fds()
 
     def _raise_for(self, calls: Sequence[Call[Any]]) -> None:
@@ -215,8 +230,8 @@ class Protocol:
         reply = arrival.reply
         self._seen_version = max(self._seen_version, reply.grants_version)
         if isinstance(reply, wire.GRANTING):
-            self._reading.extents.install(reply.extents, arrival.fds)
-            self._reading.extents.forget(reply.gone)
+            self._extents.install(reply.extents, arrival.fds)
+            self._extents.forget(reply.gone)
         if isinstance(reply, wire.Granted):
             self.grants = read_grants(reply)
         pending = self._pending.pop(reply.id, None)

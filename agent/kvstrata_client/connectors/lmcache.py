@@ -27,8 +27,7 @@ from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.client import Client
 from kvstrata_client.connectors import lmcache_transfers as transfers
 from kvstrata_client.connectors.lmcache_board import LOCK_S, Board, Locks, Task, Workers
-from kvstrata_client.connectors.lmcache_names import Name, Namer
-from kvstrata_client.connectors.lmcache_options import Options, Params, parse
+from kvstrata_client.connectors.lmcache_names import Name, Namer, Options, Params, parse
 from kvstrata_client.connectors.lmcache_transfers import Object
 
 T = TypeVar("T")

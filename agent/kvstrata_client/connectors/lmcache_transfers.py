@@ -13,10 +13,10 @@ from kvstrata_api.blocks import BlockKey
 from kvstrata_api.tiers import Lookup
 from kvstrata_api.wire import KEYS_MAX
 from kvstrata_client.connectors.lmcache_names import Name, Namer
-from kvstrata_client.prompt.batches import large_batch_blocks
 from kvstrata_client.prompt.load import copy_leased
-from kvstrata_client.prompt.publish import Run, Tally, write
+from kvstrata_client.prompt.pipeline import large_batch_blocks
 from kvstrata_client.prompt.routes import Attachment
+from kvstrata_client.prompt.store import Run, Tally, write
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.calls import Operation, Post

@@ -3,9 +3,8 @@
 Everything goes to the device on the stream that is current, so it is in order with what the engine computes there; an
 engine that wants both side by side makes another stream current. Only what was verified in host memory goes up.
 
-KV in pages, as engines with a block table keep it: gathered into blocks of a layout, and scattered to pages.
-
-Bits are moved and nothing else. No page is written but those that a caller names, and of them no row behind its tokens.
+Pages are gathered into blocks of a layout, and blocks scattered to pages: bits are moved and nothing else. No page is
+written but those that a caller names, and of them no row behind its tokens.
 """
 
 from collections import deque
@@ -122,8 +121,8 @@ def _checked(tensor: Any, layout: Layout, names: Sequence[str], number: int) -> 
     return ours.view(_BITS[layout.element_bytes])
 
 
-HELPING_BYTES: Final = 64 * MIB
-"""Of blocks that come down together: a few milliseconds of a link, and twice that is pinned."""
+BATCH_BYTES: Final = 64 * MIB
+"""Of blocks that are offloaded together: a few milliseconds of a link, and twice that is pinned."""
 _PIECES: Final = 2
 
 Wait = Callable[[], None]
@@ -187,12 +186,12 @@ class PagedConnector:
         Comes back when the pages may be written again. Raises `InvalidInputError` for a table that does not fit.
         """
         layout, ids = self._kv.layout, token_ids(tokens)
-        stop, step = len(ids) // layout.block_tokens, max(1, HELPING_BYTES // layout.block_bytes)
+        stop, step = len(ids) // layout.block_tokens, max(1, BATCH_BYTES // layout.block_bytes)
         rows = self._kv.rows(table, range(min(first_block, stop), stop))
-        helpings = [range(at, min(at + step, stop)) for at in range(first_block, stop, step)]
+        batches = [range(at, min(at + step, stop)) for at in range(first_block, stop, step)]
         stored = Stored()
-        for blocks, came in coming_down(self._kv, self._work, rows, helpings):
-            made = self._cache.store(ids, came, first_block=blocks.start, session=session)
+        for blocks, copied in offloaded(self._kv, self._work, rows, batches):
+            made = self._cache.store(ids, copied, first_block=blocks.start, session=session)
             stored = _added(stored, made)
         return stored
 
@@ -290,22 +289,22 @@ class PagedLoad:
             self.close()
 
 
-def coming_down(kv: PagedKv, work: Work, rows: Rows, helpings: Sequence[range]) -> Iterator[tuple[range, Bytes2D]]:
-    """Helpings of blocks in host memory, one after the other; the next one is under way meanwhile.
+def offloaded(kv: PagedKv, work: Work, rows: Rows, batches: Sequence[range]) -> Iterator[tuple[range, Bytes2D]]:
+    """Batches of blocks in host memory, one after the other; the next one is in flight meanwhile.
 
-    What is given is good until the next one is asked for.
+    What is yielded is good until the next one is asked for.
     """
     block_bytes = kv.layout.block_bytes
-    most_bytes = max((len(blocks) for blocks in helpings), default=0) * block_bytes
-    rooms = [work.staging(most_bytes) for _ in helpings[:_PIECES]]
-    under_way: deque[tuple[range, Bytes2D, Wait]] = deque()
-    for number, blocks in enumerate(helpings):
+    most_bytes = max((len(blocks) for blocks in batches), default=0) * block_bytes
+    rooms = [work.staging(most_bytes) for _ in batches[:_PIECES]]
+    in_flight: deque[tuple[range, Bytes2D, Wait]] = deque()
+    for number, blocks in enumerate(batches):
         room = rooms[number % _PIECES][: len(blocks) * block_bytes].view(len(blocks), block_bytes)
-        under_way.append((blocks, room.numpy(), work.start(partial(_gather, kv, rows.part(blocks), room))))
-        if len(under_way) == _PIECES:
-            yield _come(*under_way.popleft())
-    for one in under_way:
-        yield _come(*one)
+        in_flight.append((blocks, room.numpy(), work.start(partial(_gather, kv, rows.part(blocks), room))))
+        if len(in_flight) == _PIECES:
+            yield _when_done(*in_flight.popleft())
+    for one in in_flight:
+        yield _when_done(*one)
 
 
 def _gather(kv: PagedKv, rows: Rows, into: Any) -> None:
@@ -317,7 +316,7 @@ def _gather(kv: PagedKv, rows: Rows, into: Any) -> None:
     into.copy_(whole, non_blocking=True)
 
 
-def _come(blocks: range, rows: Bytes2D, wait: Wait) -> tuple[range, Bytes2D]:
+def _when_done(blocks: range, rows: Bytes2D, wait: Wait) -> tuple[range, Bytes2D]:
     wait()
     return blocks, rows
 

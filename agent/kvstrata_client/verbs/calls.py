@@ -3,14 +3,16 @@
 Every client, blocking or not, executes the same calls, so a verb's meaning is written once.
 """
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+import msgspec
 
 from kvstrata_api import wire
 from kvstrata_api.blocks import KEY_BYTES, BlockKey, ScopeId, ScopeSecret, pack_digests
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_client.connection.extents import Extents
+from kvstrata_api.wire_handover import Advance, Arrive, Arrived, Handover
 from kvstrata_client.target import Target
 from kvstrata_client.verbs.results import Answer, Grants, Lease, Prefix, Published, Reservation, Scope
 
@@ -18,11 +20,18 @@ T = TypeVar("T")
 S = TypeVar("S", bound=wire.AnyReply)
 
 
+class SlotViews(Protocol):
+    """The agent's memory as far as it is mapped here."""
+
+    def view(self, extent: int, offset: int, size_bytes: int, *, is_writable: bool) -> memoryview:
+        """View of one slot. Raises `InvalidInputError` when it was not granted so."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """What is needed to make sense of a reply: the mapped extents and the size of a block in them."""
 
-    extents: Extents
+    extents: SlotViews
     block_bytes: int
     connection: int
     """Serial number of the connection, to keep its leases and reservations apart from another's."""
@@ -69,6 +78,10 @@ class Work:
     """Copying and checksumming, to be done where it blocks nobody else."""
 
     run: Callable[[], None]
+
+
+Perform = Callable[[Work], Awaitable[Any]]
+"""Does work on memory in a thread; returns, also when cancelled, only when it is done."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,13 +193,13 @@ def read_grants(reply: wire.Granted) -> Grants:
 
 def lookup(target: Target, keys: Sequence[BlockKey], session: str, *, is_probe: bool = False) -> Call[Prefix]:
     """Ask how long a prefix can be had; a probe does not count in the hit ratio."""
-    scope, digests = pack(keys)
+    scope, digests = _pack(keys)
     return Call(lambda i: wire.Lookup(i, scope, digests, session, is_probe), _read_prefix, Prefix(), target.timeout_s)
 
 
 def count_load(target: Target, wanted_blocks: int, loaded_blocks: int) -> Call[int]:
-    """Tell the agent how a load ended, for the hit ratio."""
-    return counted(lambda i: wire.CountLoad(i, wanted_blocks, loaded_blocks), target)
+    """Report how a load ended, for the hit ratio."""
+    return _counted(lambda i: wire.CountLoad(i, wanted_blocks, loaded_blocks), target)
 
 
 def _read_prefix(reply: wire.AnyReply, _: Reading) -> Prefix:
@@ -201,7 +214,7 @@ def acquire(
 
     Waits for `deadline_s` at most, plus the usual time of a verb.
     """
-    scope, digests = pack(keys)
+    scope, digests = _pack(keys)
 
     def read(reply: wire.AnyReply, reading: Reading) -> tuple[Lease, ...]:
         acquired = _expect(reply, wire.Acquired)
@@ -244,12 +257,12 @@ def release(target: Target, leases: Sequence[Lease], suspects: Sequence[Lease] =
 
 
 def _release(target: Target, leases: tuple[int, ...], connection: int = 0, suspects: tuple[int, ...] = ()) -> Call[int]:
-    return counted(lambda i: wire.Release(i, leases, suspects), target, connection)
+    return _counted(lambda i: wire.Release(i, leases, suspects), target, connection)
 
 
 def reserve(target: Target, parent: bytes, keys: Sequence[BlockKey], session: str) -> Call[tuple[Reservation, ...]]:
     """Ask for slots; `parent` is the digest that the first key continues."""
-    scope, digests = pack(keys)
+    scope, digests = _pack(keys)
 
     def read(reply: wire.AnyReply, reading: Reading) -> tuple[Reservation, ...]:
         reserved = _expect(reply, wire.Reserved)
@@ -306,35 +319,90 @@ def abandon(target: Target, reservations: Sequence[Reservation]) -> Call[int]:
 
 
 def _abandon(target: Target, reservations: tuple[int, ...], connection: int = 0) -> Call[int]:
-    return counted(lambda i: wire.Abandon(i, reservations), target, connection)
+    return _counted(lambda i: wire.Abandon(i, reservations), target, connection)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Slots of a hand-over, to be filled part by part."""
+
+    reservations: tuple[Reservation, ...] = ()
+    handover: Handover | None = None
+    """None from an agent that knows no hand-overs, and where there was no slot."""
+
+
+def begin_handover(plain: Call[tuple[Reservation, ...]], name: str, part_bytes: int) -> Call[Begun]:
+    """Make of a call that reserves one whose slots readers who know `name` may have while they are filled."""
+
+    def read(reply: wire.AnyReply, reading: Reading) -> Begun:
+        made = plain.read(reply, reading)
+        return Begun(made, reply.handover if isinstance(reply, wire.Reserved) else None)
+
+    return Call(
+        lambda i: msgspec.structs.replace(plain.request(i), handover=name, part_bytes=part_bytes),
+        read,
+        Begun(),
+        plain.timeout_s,
+        plain.undo,
+        give_back=lambda begun: plain.give_back(begun.reservations),
+    )
+
+
+def advance(target: Target, reservations: Sequence[Reservation], first: int, sums: Sequence[bytes]) -> Call[int]:
+    """Report filled parts; the result counts the blocks that are still partial."""
+    ids = tuple(r.reservation for r in reservations)
+    return _counted(lambda i: Advance(i, ids, first, tuple(sums)), target, reservations[0].connection)
+
+
+def follow(plain: Call[tuple[Lease, ...]], handover: Handover) -> Call[tuple[Lease, ...]]:
+    """Make of a call that acquires one that leases blocks of a hand-over; their parts are reported by `arrive`."""
+    return replace(plain, request=lambda i: msgspec.structs.replace(plain.request(i), handover=handover))
+
+
+def arrive(target: Target, leases: Sequence[Lease], have: int, wait_s: float) -> Call[tuple[bytes, ...]]:
+    """Wait for parts of partial blocks; the result has for each the joined checksums of those behind the first `have`.
+
+    It is empty when the blocks are lost.
+    """
+
+    def read(reply: wire.AnyReply, _: Reading) -> tuple[bytes, ...]:
+        sums = _expect(reply, Arrived).sums
+        if len(sums) != len(leases):
+            raise InvalidInputError(f"reply {reply.id} is about {len(sums)} partial blocks, {len(leases)} wanted")
+        return sums
+
+    ids = tuple(lease.lease for lease in leases)
+    return Call(
+        lambda i: Arrive(i, ids, have, wait_s), read, (), wait_s + target.timeout_s, connection=leases[0].connection
+    )
 
 
 def prefetch(target: Target, keys: Sequence[BlockKey], session: str) -> Call[int]:
     """Bring a prefix up in the background."""
-    scope, digests = pack(keys)
-    return counted(lambda i: wire.Prefetch(i, scope, digests, session), target)
+    scope, digests = _pack(keys)
+    return _counted(lambda i: wire.Prefetch(i, scope, digests, session), target)
 
 
 def pin(target: Target, keys: Sequence[BlockKey], expires_s: float) -> Call[int]:
     """Keep blocks in memory for a time."""
-    scope, digests = pack(keys)
-    return counted(lambda i: wire.Pin(i, scope, digests, expires_s), target)
+    scope, digests = _pack(keys)
+    return _counted(lambda i: wire.Pin(i, scope, digests, expires_s), target)
 
 
 def unpin(target: Target, keys: Sequence[BlockKey]) -> Call[int]:
     """Take pins back."""
-    scope, digests = pack(keys)
-    return counted(lambda i: wire.Unpin(i, scope, digests), target)
+    scope, digests = _pack(keys)
+    return _counted(lambda i: wire.Unpin(i, scope, digests), target)
 
 
 def open_session(target: Target, session: str, parent: str, priority: str) -> Call[int]:
     """Start, revive or fork a session."""
-    return counted(lambda i: wire.OpenSession(i, session, parent, priority), target)
+    return _counted(lambda i: wire.OpenSession(i, session, parent, priority), target)
 
 
 def touch_session(target: Target, session: str, state: str, urgency: int, expected_return_s: float) -> Call[int]:
-    """Say what a session is about to do."""
-    return counted(lambda i: wire.TouchSession(i, session, state, urgency, expected_return_s), target)
+    """Report what a session is about to do."""
+    return _counted(lambda i: wire.TouchSession(i, session, state, urgency, expected_return_s), target)
 
 
 def close_session(target: Target, session: str, *, archive: bool, wait_s: float = 0.0) -> Call[bool]:
@@ -358,7 +426,7 @@ def explain(target: Target, key: BlockKey | None, session: str) -> Call[str]:
     return _text(lambda i: wire.Explain(i, scope, digest, session), target)
 
 
-def pack(keys: Sequence[BlockKey]) -> tuple[str, bytes]:
+def _pack(keys: Sequence[BlockKey]) -> tuple[str, bytes]:
     """Scope and joined digests of keys. Raises `InvalidInputError` for none, too many, or keys of several scopes."""
     if not 0 < len(keys) <= wire.KEYS_MAX:
         raise InvalidInputError(f"{len(keys)} keys, 1 to {wire.KEYS_MAX} wanted")
@@ -378,7 +446,7 @@ def _connection(held: Sequence[Lease | Reservation]) -> int:
     return connections.pop() if connections else 0
 
 
-def counted(request: Callable[[int], wire.AnyRequest], target: Target, connection: int = 0) -> Call[int]:
+def _counted(request: Callable[[int], wire.AnyRequest], target: Target, connection: int = 0) -> Call[int]:
     """Ask for something whose answer is a number."""
     return Call(request, lambda reply, _: _expect(reply, wire.Done).count, 0, target.timeout_s, connection=connection)
 
