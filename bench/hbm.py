@@ -26,7 +26,7 @@ from kvstrata_api import __version__
 from kvstrata_api.blocks import BlockKey, Layout, LayoutId, ScopeId
 from kvstrata_api.checksum import checksum
 from kvstrata_client.connectors.paged import CudaWork, HostWork, PagedKv, offloaded
-from kvstrata_native.packing import Kind, Packing
+from kvstrata_native.forms import Kind, Packing
 
 BLOCKS, BLOCKS_QUICK, BLOCKS_TINY = 256, 64, 4
 REPEATS, REPEATS_QUICK = 15, 5

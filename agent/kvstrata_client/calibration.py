@@ -23,7 +23,7 @@ from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.pool import CALIBRATED_PLANES_MAX, CalibratedLayout
 from kvstrata_native import mix, width_of
-from kvstrata_native.mixing import LADDER, PLANE_BYTES_MAX, ROTATED, Mixing, Rung
+from kvstrata_native.forms import LADDER, PLANE_BYTES_MAX, ROTATED, Mixing, Rung
 
 Words = npt.NDArray[np.uint16]
 

@@ -19,7 +19,7 @@ from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.pool import CompressionPolicy
 from kvstrata_client.calibration import bf16, calibrate, load, read, save
 from kvstrata_client.cli import main
-from kvstrata_native.mixing import Rung
+from kvstrata_native.forms import Rung
 
 pytestmark = pytest.mark.unit
 

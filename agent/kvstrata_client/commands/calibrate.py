@@ -12,7 +12,7 @@ from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.calibration import Calibration, Words, calibrate, load, read, save
 from kvstrata_client.commands import table
-from kvstrata_native.mixing import Rung
+from kvstrata_native.forms import Rung
 
 _PERMILLE_MAX: Final = 500
 _SIDES: Final = ("K", "V")
