@@ -73,8 +73,8 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """One look at the machine."""
+class DaxState:
+    """What the machine has for CXL tiers at one time."""
 
     devices: tuple[Device, ...]
     far_bytes: int
@@ -149,7 +149,7 @@ def wanted(tiers: Iterable[NodeTier], *, is_complete: bool = True) -> Wish:
     )
 
 
-def needs(wish: Wish, seen: Seen, rules: Rules) -> dict[str, str]:
+def needs(wish: Wish, seen: DaxState, rules: Rules) -> dict[str, str]:
     """Return the driver that each device should have which tiers need; others are not in it.
 
     What is in the right mode already counts first, whoever has put it there.
@@ -168,7 +168,7 @@ def needs(wish: Wish, seen: Seen, rules: Rules) -> dict[str, str]:
     return chosen
 
 
-def _mappable(size_bytes: int, seen: Seen, rules: Rules, taken: frozenset[str], spare_bytes: int) -> Device | None:
+def _mappable(size_bytes: int, seen: DaxState, rules: Rules, taken: frozenset[str], spare_bytes: int) -> Device | None:
     """The device for one tier in mode DevDax: one that can be mapped, else one without a driver, else spare memory."""
     fit = [d for d in seen.devices if d.name not in taken and d.size_bytes >= size_bytes]
     free = [
@@ -181,7 +181,7 @@ def _mappable(size_bytes: int, seen: Seen, rules: Rules, taken: frozenset[str], 
     return min(free, key=lambda d: (order.index(d.driver), d.size_bytes, d.name), default=None)
 
 
-def _memory(short_bytes: int, seen: Seen, rules: Rules, taken: frozenset[str]) -> list[Device]:
+def _memory(short_bytes: int, seen: DaxState, rules: Rules, taken: frozenset[str]) -> list[Device]:
     """Devices to put online until nothing is short: those that wait for it, those without a driver, mappable ones."""
     found: list[Device] = []
     order = (KMEM, NO_DRIVER, DEVDAX)
@@ -240,7 +240,7 @@ def _put_online(device: Device, rules: Rules) -> tuple[Step, ...]:
     return tuple(found)
 
 
-def plan(wish: Wish, seen: Seen, rules: Rules) -> tuple[Goal, ...]:
+def plan(wish: Wish, seen: DaxState, rules: Rules) -> tuple[Goal, ...]:
     """What there is to do, by device; nothing for what is as it should be or may not be changed now."""
     needed = needs(wish, seen, rules)
     back = {} if not wish.is_complete else {d.name: _former(d, rules) for d in seen.devices if d.name not in needed}

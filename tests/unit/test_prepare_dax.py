@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import CxlMode
+from kvstrata_node.books import read_dax_book
 from kvstrata_node.dax import AGAIN_S, DaxKeeper
-from kvstrata_node.dax_book import read_dax_book
 from kvstrata_node.dax_plan import (
     DEVDAX,
     KMEM,
     NO_DRIVER,
     Block,
     Changed,
+    DaxState,
     Device,
     Rules,
-    Seen,
     Verb,
     Wish,
     needs,
@@ -46,9 +46,9 @@ def devices(draw: st.DrawFn, number: int) -> Device:
 
 
 @st.composite
-def machines(draw: st.DrawFn) -> Seen:
+def machines(draw: st.DrawFn) -> DaxState:
     found = tuple(draw(devices(number)) for number in range(draw(st.integers(0, 4))))
-    return Seen(found, sum(d.online_bytes for d in found) + draw(st.integers(0, 2)) * BLOCK)
+    return DaxState(found, sum(d.online_bytes for d in found) + draw(st.integers(0, 2)) * BLOCK)
 
 
 @st.composite
@@ -69,7 +69,7 @@ WISHES = st.builds(
 
 
 @given(WISHES, machines(), rules())
-def test_what_is_not_declared_or_open_or_unknown_has_no_steps(wish: Wish, seen: Seen, allowed: Rules) -> None:
+def test_what_is_not_declared_or_open_or_unknown_has_no_steps(wish: Wish, seen: DaxState, allowed: Rules) -> None:
     for goal in plan(wish, seen, allowed):
         assert allowed.permits(goal.device.name)
         assert goal.device.driver != "something_else"
@@ -77,7 +77,7 @@ def test_what_is_not_declared_or_open_or_unknown_has_no_steps(wish: Wish, seen: 
 
 
 @given(WISHES, machines(), rules())
-def test_a_driver_goes_only_after_every_block_of_its_memory(wish: Wish, seen: Seen, allowed: Rules) -> None:
+def test_a_driver_goes_only_after_every_block_of_its_memory(wish: Wish, seen: DaxState, allowed: Rules) -> None:
     for goal in plan(wish, seen, allowed):
         online = {b.number for b in goal.device.blocks if b.is_online}
         for step in goal.steps:
@@ -90,7 +90,7 @@ def test_a_driver_goes_only_after_every_block_of_its_memory(wish: Wish, seen: Se
 
 
 @given(WISHES, machines(), rules())
-def test_no_tier_loses_what_it_needs_in_the_mode_it_has(wish: Wish, seen: Seen, allowed: Rules) -> None:
+def test_no_tier_loses_what_it_needs_in_the_mode_it_has(wish: Wish, seen: DaxState, allowed: Rules) -> None:
     goals = {goal.device.name: goal for goal in plan(wish, seen, allowed)}
     leaving = [goals[d.name] for d in seen.devices if d.name in goals and goals[d.name].target != d.driver]
 
@@ -115,14 +115,14 @@ def served(wanted_bytes: Sequence[int], there: Sequence[int]) -> int:
 
 
 @given(WISHES, machines(), rules())
-def test_nothing_is_taken_away_while_somebody_s_wish_cannot_be_read(wish: Wish, seen: Seen, allowed: Rules) -> None:
+def test_nothing_is_taken_away_while_somebody_s_wish_cannot_be_read(wish: Wish, seen: DaxState, allowed: Rules) -> None:
     for goal in plan(Wish(wish.numa_bytes, wish.devices_bytes, is_complete=False), seen, allowed):
         assert all(step.verb is not Verb.UNBIND for step in goal.steps)
         assert not goal.is_return
 
 
 @given(WISHES, machines())
-def test_what_nobody_needs_stays_as_it_is_unless_it_is_to_be_given_back(wish: Wish, seen: Seen) -> None:
+def test_what_nobody_needs_stays_as_it_is_unless_it_is_to_be_given_back(wish: Wish, seen: DaxState) -> None:
     allowed = Rules(("dax*",), changed={f"dax{n}.0": Changed(KMEM, DEVDAX) for n in range(4)})
 
     touched = {goal.device.name for goal in plan(wish, seen, allowed)}

@@ -26,8 +26,8 @@ from kvstrata_agent.backends.memory.mapping import Placement
 from kvstrata_api.models.pool import CxlTier
 from kvstrata_api.tiers import CxlMode
 from kvstrata_api.units import MIB
+from kvstrata_node.books import read_dax_book
 from kvstrata_node.dax import DaxKeeper
-from kvstrata_node.dax_book import read_dax_book
 from kvstrata_node.dax_plan import DEVDAX, KMEM, Rules, Wish
 from kvstrata_node.dax_sysfs import DaxMachine, Sysfs
 from kvstrata_node.dax_verdict import Reason
