@@ -62,7 +62,7 @@ class AsyncClient:
 
     @classmethod
     async def attach(cls, target: Target, *, strict: bool = False, wait_s: float = ATTACH_WAIT_S) -> Self:
-        """Make a client and wait up to `wait_s` until it is attached; `is_attached` says whether it is."""
+        """Make a client and wait up to `wait_s` until it is attached; see `is_attached`."""
         client = cls(target, strict=strict)
         client.start()
         await client.wait_attached(wait_s)
@@ -99,7 +99,7 @@ class AsyncClient:
 
     @property
     def is_stale(self) -> bool:
-        """True when the agent has said that the grants may have changed."""
+        """True when the agent has reported that the grants may have changed."""
         return self._link is not None and self._link.protocol.is_stale
 
     @property
@@ -164,7 +164,7 @@ class AsyncClient:
         return AsyncLeases(answer.value, self._end, answer.busy_s)
 
     async def _end(self, leases: Sequence[Lease], suspects: Sequence[Lease] = ()) -> bool:
-        """End leases; true when the agent says that all of them lived until now."""
+        """End leases; true when the agent confirms that all of them lived until now."""
         try:
             ended = (await self._ask((calls.release(self.target, leases, suspects),)))[0]
         except KvStrataError:  # Strict: whatever the reason is, nobody vouches for what was read.

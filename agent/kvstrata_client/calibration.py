@@ -65,7 +65,7 @@ def bf16(block: npt.NDArray[Any]) -> Words:
 
 
 def _safetensors(path: Path, tensor: str) -> npt.NDArray[Any]:
-    """Map one tensor. Raises `InvalidInputError` for a file that does not say what it holds."""
+    """Map one tensor. Raises `InvalidInputError` for a file that does not describe what it holds."""
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         if not 2 <= header_bytes <= min(_HEADER_BYTES_MAX, path.stat().st_size - 8):

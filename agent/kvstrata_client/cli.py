@@ -1,4 +1,4 @@
-"""The `kvstrata` command: looks at one agent or at the fleet, checks manifests, names prefixes, shows who may read.
+"""The `kvstrata` command: shows one agent or the fleet, checks manifests, names prefixes, shows who may read.
 
 It also calibrates codecs on captured KV.
 """

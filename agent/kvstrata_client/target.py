@@ -28,7 +28,7 @@ class Target:
     move_timeout_s: float = 5.0
     """The same for verbs that make room or check bytes (reserve, publish)."""
     silence_s: float = 2.0
-    """An agent that owes an answer and says nothing for this long is given up and reconnected."""
+    """An agent that owes an answer and sends nothing for this long is given up and reconnected."""
 
     def read_token(self) -> str:
         """Return the token. Raises `AgentAwayError` for a file that cannot be read now, else `UnauthenticatedError`."""

@@ -164,7 +164,7 @@ def _manifests(given: argparse.Namespace) -> Iterator[Json]:
 def _cluster(given: argparse.Namespace) -> list[Json]:
     """Ask the API server through kubectl, under the user's own rights.
 
-    Raises `UnsupportedError` without kubectl, `ApiServerAwayError` when it cannot tell.
+    Raises `UnsupportedError` without kubectl, `ApiServerAwayError` when it has no answer.
     """
     kubectl = shutil.which("kubectl")
     if kubectl is None:
@@ -172,8 +172,8 @@ def _cluster(given: argparse.Namespace) -> list[Json]:
     places = [f"--{o}={v}" for o, v in (("kubeconfig", given.kubeconfig), ("context", given.context)) if v]
     command = [kubectl, *places, "get", _RESOURCES, "--all-namespaces", "--output=json"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=KUBECTL_TIMEOUT_S, check=True)
-        found: Json = json.loads(told.stdout)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=KUBECTL_TIMEOUT_S, check=True)
+        found: Json = json.loads(done.stdout)
     except subprocess.CalledProcessError as e:
         raise ApiServerAwayError(f"kubectl: {e.stderr.strip()[:500]}") from e
     except (OSError, ValueError, subprocess.TimeoutExpired) as e:
@@ -210,6 +210,6 @@ def _may(reader: Reader) -> str:
 
 
 def _short(scope: str) -> str:
-    """Kind, name and key version: uids tell people nothing."""
+    """Kind, name and key version: uids mean nothing to people."""
     kind, name, _, version = scope.split("/")
     return f"{kind} {name} {version}"

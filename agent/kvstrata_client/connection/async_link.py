@@ -156,4 +156,4 @@ class AsyncLink:
                 while self.protocol.is_suspect and self.protocol.lost is None:
                     await self._news.wait()
         if self.protocol.is_suspect:
-            self.fail(AgentAwayError(f"the agent said nothing for {self._silence_s} s"))
+            self.fail(AgentAwayError(f"the agent sent nothing for {self._silence_s} s"))

@@ -128,7 +128,7 @@ def _stay(target: Target, grants: Grants) -> Generator[Step, Any, KvStrataError]
 
 
 def renewal_s(grants: Grants) -> float:
-    """Seconds until the next attach; never less than one, whatever the agent says."""
+    """Seconds until the next attach; never less than one, whatever the agent answers."""
     return min(max(grants.token_expires_s * RENEW_AT, 1.0), RENEW_S_MAX)
 
 

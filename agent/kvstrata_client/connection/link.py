@@ -105,7 +105,7 @@ class Link:
     def idle(self, timeout_s: float, *, is_patient: bool) -> Wake:
         """Wait without a busy moment until `timeout_s` is over or the connection needs care.
 
-        One thread at a time may be here. A patient wait overlooks wishes for renewal.
+        One thread at a time may be here. A patient wait ignores requests for renewal.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -288,7 +288,7 @@ class Link:
                     self._read(left_s)
             is_silent = self.protocol.is_suspect
         if is_silent:
-            self.fail(AgentAwayError(f"the agent said nothing for {self._silence_s} s"))
+            self.fail(AgentAwayError(f"the agent sent nothing for {self._silence_s} s"))
 
 
 def _deadline_s(calls: Calls) -> float:

@@ -136,7 +136,7 @@ class Protocol:
 
     @property
     def is_stale(self) -> bool:
-        """True when the agent has said that the grants may have changed."""
+        """True when the agent has reported that the grants may have changed."""
         return self.grants is not None and self._seen_version > self.grants.version
 
     @property

@@ -64,7 +64,7 @@ class KvstrataL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     """
 
     def __init__(self, config: KvstrataL2AdapterConfig, **_: object) -> None:
-        """Attach in the background. What else LMCache tells (its memory) is not needed: this process copies."""
+        """Attach in the background. What else LMCache gives (its memory) is not needed: this process copies."""
         super().__init__()
         options = config.options
         self._namer = Namer(options.fingerprint)
@@ -125,7 +125,7 @@ class KvstrataL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: Sequence[Any]) -> None:
-        """Take locks back. What cannot be told to the agent ends there by itself."""
+        """Take locks back. What cannot be sent to the agent ends there by itself."""
         freed = self._locks.give([_name(k) for k in keys])
         if freed:
             self._finders.submit(Task(lambda: self._client.run(transfers.unlock(self._find, freed)), _nothing))
@@ -143,13 +143,13 @@ class KvstrataL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._loads.take(task_id)
 
     def delete(self, keys: Sequence[Any]) -> None:
-        """Remove nothing: the pool evicts by its own policy, and erases a tenant when its KVTenant says so."""
+        """Remove nothing: the pool evicts by its own policy, and erases a tenant when its KVTenant has it so."""
         self._warn(
             f"{len(keys)} objects are not deleted: the pool evicts by itself; leave `eviction` out of the adapter"
         )
 
     def report_status(self) -> dict[str, Any]:
-        """Tell whether the agent is attached, why not, and what the client has counted."""
+        """Report whether the agent is attached, why not, and what the client has counted."""
         is_healthy = self._client.is_attached and self._finders.is_alive and self._movers.is_alive
         counters = self._client.counters
         return {
@@ -213,7 +213,7 @@ class KvstrataL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return _bits(len(keys), loaded)
 
     def _fits(self, one: Object) -> bool:
-        """True when an object can be in the pool; says why not where it cannot."""
+        """True when an object can be in the pool; logs why not where it cannot."""
         try:
             self._namer.check(one.name)
             self._namer.fingerprint.blocks_of(one.size_bytes)
@@ -244,7 +244,7 @@ def _object(key: Any, held: Any) -> Object:
 
 
 def _described_bytes(layout: Any) -> int:
-    """Bytes of an object of this layout; 0 for a description that says nothing."""
+    """Bytes of an object of this layout; 0 for an empty description."""
     return sum(shape.numel() * dtype.itemsize for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True))
 
 

@@ -1,6 +1,6 @@
 """Names of LMCache's objects as block keys: opaque hashes, wrapped with the scope and all that must agree. Pure.
 
-An engine's hash says nothing about the weights, scales and layout that its bytes depend on, nor about who may see them.
+An engine's hash does not cover the weights, scales and layout that its bytes depend on, nor who may see them.
 So a key is a MAC of all of these: whoever disagrees in one of them finds nothing. An object is cut into blocks of the
 pool; its size enters every key, so that an object is found whole, with the size that it was stored with, or not at all.
 

@@ -70,7 +70,7 @@ def look_up(job: Job, objects: Sequence[Object], lock_s: float = 0.0) -> Operati
     """
     scopes = yield from _readable(job)
     keyed = [[job.namer.keys(s.secret, o.name, o.size_bytes) for o in objects] for s in scopes]
-    asked = [_cut(list(chain.from_iterable(keys)), KEYS_MAX) for keys in keyed]
+    asked = [_parts(list(chain.from_iterable(keys)), KEYS_MAX) for keys in keyed]
     parts = list(chain.from_iterable(asked))
     if not parts:
         return [()] * len(objects)
@@ -86,9 +86,9 @@ def look_up(job: Job, objects: Sequence[Object], lock_s: float = 0.0) -> Operati
 
 
 def follow_up(job: Job, objects: Sequence[Object], found: Sequence[Keys]) -> Operation[None]:
-    """Have what was found brought into memory, and tell the agent of the lookup, for its hit ratio."""
+    """Have what was found brought into memory, and report the lookup to the agent, for its hit ratio."""
     for keys in _by_scope(found):
-        yield Post(tuple(calls.prefetch(job.target, part, "") for part in _cut(keys, KEYS_MAX)))
+        yield Post(tuple(calls.prefetch(job.target, part, "") for part in _parts(keys, KEYS_MAX)))
     wanted = sum(job.namer.fingerprint.blocks_of(o.size_bytes) for o in objects)
     if 0 < wanted <= KEYS_MAX:
         yield Post((calls.count_load(job.target, wanted, sum(map(len, found))),))
@@ -97,7 +97,7 @@ def follow_up(job: Job, objects: Sequence[Object], found: Sequence[Keys]) -> Ope
 def unlock(job: Job, found: Sequence[Keys]) -> Operation[None]:
     """Take locks back."""
     for keys in _by_scope(found):
-        yield tuple(calls.unpin(job.target, part) for part in _cut(keys, KEYS_MAX))
+        yield tuple(calls.unpin(job.target, part) for part in _parts(keys, KEYS_MAX))
 
 
 def load(job: Job, objects: Sequence[Object]) -> Operation[list[bool]]:
@@ -109,7 +109,7 @@ def load(job: Job, objects: Sequence[Object]) -> Operation[list[bool]]:
     else:
         found = yield from look_up(job, objects)
     missed = {i for i, keys in enumerate(found) if not keys}
-    for blocks in _stretches(objects, found):
+    for blocks in _blocks_by_scope(objects, found):
         yield from _load_all(job, blocks, missed, ends_s)
     return [i not in missed for i in range(len(objects))]
 
@@ -152,7 +152,7 @@ def _load_batch(job: Job, batch: Sequence[Block], missed: set[int], deadline_s: 
 
 def _still_there(job: Job, blocks: Sequence[Block], missed: set[int]) -> Operation[list[Block]]:
     """Blocks of objects that are there whole; the others are missed."""
-    parts = _cut([b.key for b in blocks], KEYS_MAX)
+    parts = _parts([b.key for b in blocks], KEYS_MAX)
     answers = yield tuple(calls.lookup(job.target, part, "", is_probe=True) for part in parts)
     states = b"".join(_states(a.value, len(part)) for a, part in zip(answers, parts, strict=True))
     missed.update(b.owner for b, state in zip(blocks, states, strict=True) if state != Lookup.HIT)
@@ -219,7 +219,7 @@ def _by_scope(found: Iterable[Keys]) -> list[list[BlockKey]]:
     return list(scopes.values())
 
 
-def _stretches(objects: Sequence[Object], found: Sequence[Keys]) -> Iterator[list[Block]]:
+def _blocks_by_scope(objects: Sequence[Object], found: Sequence[Keys]) -> Iterator[list[Block]]:
     """Blocks of all objects that have keys, by scope."""
     scopes: dict[str, list[Block]] = {}
     for block in _blocks(objects, found):
@@ -235,5 +235,5 @@ def _blocks(objects: Sequence[Object], found: Sequence[Keys]) -> Iterator[Block]
             yield Block(owner, key, one.memory[i * step : (i + 1) * step])
 
 
-def _cut(keys: Sequence[BlockKey], step: int) -> list[Sequence[BlockKey]]:
+def _parts(keys: Sequence[BlockKey], step: int) -> list[Sequence[BlockKey]]:
     return [keys[start : start + step] for start in range(0, len(keys), step)]

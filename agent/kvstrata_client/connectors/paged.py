@@ -181,7 +181,7 @@ class PagedConnector:
         self._work = work or (CudaWork() if kv.device.type == "cuda" else HostWork())
 
     def save(self, tokens: Sequence[int], table: Sequence[int], *, first_block: int = 0, session: str = "") -> Stored:
-        """Store the full blocks of `tokens` from `first_block` on; `table` has the page of each stretch of tokens.
+        """Store the full blocks of `tokens` from `first_block` on; `table` has the page of each run of tokens.
 
         Comes back when the pages may be written again. Raises `InvalidInputError` for a table that does not fit.
         """

@@ -84,7 +84,7 @@ class ArrivingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not 
         return self._tokens if self._arrival is not None else int(super().get_seq_length())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """See `DynamicLayer.crop`; waits for what is to be cut."""
+        """See `DynamicLayer.crop`; waits for what is to be cropped."""
         self.settle()
         super().crop(tokens_to_remove)
 
@@ -338,8 +338,8 @@ def pack(cache: DynamicCache, layout: Layout, first_block: int, stop_block: int)
     for index, layer in enumerate(cache.layers):
         _check_layer(layer, tokens.stop)
         for kv, states in enumerate((layer.keys, layer.values)):
-            cut = states[0, :, tokens].unflatten(1, (count, layout.block_tokens))  # (heads, blocks, tokens, dim)
-            shaped[:, index, kv].copy_(cut.transpose(0, 1))
+            part = states[0, :, tokens].unflatten(1, (count, layout.block_tokens))  # (heads, blocks, tokens, dim)
+            shaped[:, index, kv].copy_(part.transpose(0, 1))
     return blocks
 
 
@@ -362,8 +362,8 @@ def _rows(keys: Any, values: Any, first_block: int, blocks: int, layout: Layout)
     shaped = torch.from_numpy(rows).view(_DTYPES[layout.dtype]).view(shape)
     tokens = slice(first_block * layout.block_tokens, (first_block + blocks) * layout.block_tokens)
     for kv, states in enumerate((keys, values)):
-        cut = states[0, :, tokens].unflatten(1, (blocks, layout.block_tokens))  # (heads, blocks, tokens, dim)
-        shaped[:, kv].copy_(cut.transpose(0, 1))
+        part = states[0, :, tokens].unflatten(1, (blocks, layout.block_tokens))  # (heads, blocks, tokens, dim)
+        shaped[:, kv].copy_(part.transpose(0, 1))
     return rows
 
 

@@ -38,7 +38,7 @@ class Attachment(Protocol):
 
     @property
     def is_stale(self) -> bool:
-        """True when the agent has said that the grants may have changed."""
+        """True when the agent has reported that the grants may have changed."""
 
     @property
     def is_crowded(self) -> bool:
@@ -93,7 +93,7 @@ def prompt_of(target: Target, tokens: Tokens) -> Prompt:
 
 
 def locate(job: Job) -> Operation[Found | None]:
-    """Find what there is; once more when the agent says meanwhile that the grants have changed."""
+    """Find what there is; once more when the agent reports meanwhile that the grants have changed."""
     found = yield from _locate(job)
     if found is not None and job.at.is_stale:
         yield (calls.scopes(job.target),)
@@ -109,7 +109,7 @@ def look_up(job: Job) -> Operation[Located]:
 
 
 def locate_for_load(job: Job) -> Operation[Found | None]:
-    """Like `locate`, but without asking when there is one scope only: leasing tells as much in the same trip."""
+    """Like `locate`, but without asking when there is one scope only: leasing answers as much in the same trip."""
     grants = job.at.grants
     if grants is None or grants.own is None or grants.domains or job.at.is_stale or not job.prompt.blocks:
         return (yield from locate(job))

@@ -60,7 +60,7 @@ _RESULTS: Final = tuple(Published)
 """By code."""
 
 ARCHIVED: Final = 2
-"""Count in the answer to CloseSession that says: archived."""
+"""Count in the answer to CloseSession that means: archived."""
 
 Calls = tuple[Call[Any], ...]
 Answers = Sequence[Answer[Any]]
