@@ -332,7 +332,7 @@ class Begun:
 
 
 def begin_handover(plain: Call[tuple[Reservation, ...]], name: str, part_bytes: int) -> Call[Begun]:
-    """Make of a call that reserves one whose slots readers who know `name` may have while they are filled."""
+    """Turn a `reserve` into one whose slots may be read, by readers who know `name`, while they are filled."""
 
     def read(reply: wire.AnyReply, reading: Reading) -> Begun:
         made = plain.read(reply, reading)
@@ -355,7 +355,7 @@ def advance(target: Target, reservations: Sequence[Reservation], first: int, sum
 
 
 def follow(plain: Call[tuple[Lease, ...]], handover: Handover) -> Call[tuple[Lease, ...]]:
-    """Make of a call that acquires one that leases blocks of a hand-over; their parts are reported by `arrive`."""
+    """Turn an `acquire` into one that leases blocks of a hand-over; `arrive` brings their parts."""
     return replace(plain, request=lambda i: msgspec.structs.replace(plain.request(i), handover=handover))
 
 
