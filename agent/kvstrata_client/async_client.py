@@ -13,8 +13,7 @@ from typing import Any, Self, TypeVar
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import AgentAwayError, KvStrataError
 from kvstrata_client.connection.async_link import AsyncLink
-from kvstrata_client.connection.lifecycle import ATTACH_WAIT_S, Connect, Down, Idle, Pause, Up, lifecycle
-from kvstrata_client.connection.lifecycle import Step as LifecycleStep
+from kvstrata_client.connection.lifecycle import ATTACH_WAIT_S, Connect, Down, Idle, LifecycleStep, Pause, Up, lifecycle
 from kvstrata_client.connection.protocol import Sent, unsent
 from kvstrata_client.prompt.handover import AsyncHandoverWriter, HandoverSlots
 from kvstrata_client.prompt.streaming import AsyncLayerStream, Leased

@@ -12,8 +12,7 @@ from typing import Any, Self, TypeVar
 
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import AgentAwayError, KvStrataError
-from kvstrata_client.connection.lifecycle import ATTACH_WAIT_S, Connect, Down, Idle, Pause, Up, lifecycle
-from kvstrata_client.connection.lifecycle import Step as LifecycleStep
+from kvstrata_client.connection.lifecycle import ATTACH_WAIT_S, Connect, Down, Idle, LifecycleStep, Pause, Up, lifecycle
 from kvstrata_client.connection.link import Link
 from kvstrata_client.connection.protocol import Sent, unsent
 from kvstrata_client.prompt.handover import HandoverSlots, HandoverWriter

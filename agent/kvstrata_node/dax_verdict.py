@@ -10,7 +10,7 @@ from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import CxlMode
 from kvstrata_api.units import format_rounded
 from kvstrata_node import dax_plan as dax
-from kvstrata_node.dax_plan import DEVDAX, DaxState, Device, Rules, Wish
+from kvstrata_node.dax_plan import DEVDAX, CxlDemand, DaxState, Device, Rules
 
 CONDITION: Final = "DevicePresent"
 
@@ -35,24 +35,24 @@ Verdict = tuple[Reason, str]
 """Reason, and the same for people."""
 
 
-def of_modes(wish: Wish, seen: DaxState, rules: Rules, refused: Mapping[str, Verdict]) -> dict[CxlMode, Verdict]:
+def of_modes(demand: CxlDemand, seen: DaxState, rules: Rules, refused: Mapping[str, Verdict]) -> dict[CxlMode, Verdict]:
     """Judge each mode that tiers ask for; `refused` has by device what the kernel did not do."""
-    needed = dax.needs(wish, seen, rules)
+    needed = dax.needs(demand, seen, rules)
     found = {}
-    if wish.numa_bytes:
-        found[CxlMode.NUMA_NODE] = _memory(wish, seen, rules, refused, needed)
-    if wish.devices_bytes:
-        found[CxlMode.DEV_DAX] = _mappable(wish, seen, rules, refused, needed)
+    if demand.numa_bytes:
+        found[CxlMode.NUMA_NODE] = _memory(demand, seen, rules, refused, needed)
+    if demand.devices_bytes:
+        found[CxlMode.DEV_DAX] = _mappable(demand, seen, rules, refused, needed)
     return found
 
 
 def _memory(
-    wish: Wish, seen: DaxState, rules: Rules, refused: Mapping[str, Verdict], needed: Mapping[str, str]
+    demand: CxlDemand, seen: DaxState, rules: Rules, refused: Mapping[str, Verdict], needed: Mapping[str, str]
 ) -> Verdict:
-    if seen.far_bytes >= wish.numa_bytes:
+    if seen.far_bytes >= demand.numa_bytes:
         return Reason.PRESENT, ""
     message = (
-        f"tiers in mode NumaNode want {format_rounded(wish.numa_bytes)}, NUMA nodes without processors have "
+        f"tiers in mode NumaNode want {format_rounded(demand.numa_bytes)}, NUMA nodes without processors have "
         f"{format_rounded(seen.far_bytes)}"
     )
     candidates = [d for d in seen.devices if d.mode is not CxlMode.NUMA_NODE and needed.get(d.name) != DEVDAX]
@@ -60,14 +60,14 @@ def _memory(
 
 
 def _mappable(
-    wish: Wish, seen: DaxState, rules: Rules, refused: Mapping[str, Verdict], needed: Mapping[str, str]
+    demand: CxlDemand, seen: DaxState, rules: Rules, refused: Mapping[str, Verdict], needed: Mapping[str, str]
 ) -> Verdict:
     ready = [d for d in seen.devices if needed.get(d.name) == DEVDAX == d.driver]
-    if len(ready) == len(wish.devices_bytes):
+    if len(ready) == len(demand.devices_bytes):
         return Reason.PRESENT, ""
-    sizes = ", ".join(format_rounded(size_bytes) for size_bytes in wish.devices_bytes)
+    sizes = ", ".join(format_rounded(size_bytes) for size_bytes in demand.devices_bytes)
     message = f"tiers in mode DevDax want devices of {sizes}; {len(ready)} can be mapped"
-    others = [d for d in seen.devices if d.driver != DEVDAX and d.size_bytes >= min(wish.devices_bytes)]
+    others = [d for d in seen.devices if d.driver != DEVDAX and d.size_bytes >= min(demand.devices_bytes)]
     kept = [f"{d.name} is memory that tiers in mode NumaNode want" for d in others if _is_kept(d, rules, needed)]
     found = [_obstacle(d, rules, refused) for d in others if not _is_kept(d, rules, needed)]
     return _worst("; ".join([message, *kept]), found)

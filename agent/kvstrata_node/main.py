@@ -28,7 +28,7 @@ from kvstrata_node.dax import DaxKeeper
 from kvstrata_node.dax_plan import Rules
 from kvstrata_node.dax_sysfs import DaxMachine
 from kvstrata_node.discovery import NodeFacts, read_machine, read_pci_gpus
-from kvstrata_node.pages_plan import PagePool, Wish
+from kvstrata_node.pages_plan import PageDemand, PagePool
 from kvstrata_node.pages_sysfs import Machine
 from kvstrata_node.pool_node import Observation, PoolNode, Urgency
 from kvstrata_telemetry import logs, ready
@@ -118,16 +118,16 @@ class Preparer:
         """Bring the machine as near to what is wanted as it can be now, and report on it. Blocking."""
         modes = {} if self._dax is None else self._dax.round(dax.wanted(tiers, is_complete=is_complete))
         facts = read_machine(self._config.root)
-        wish = Wish(pages.wanted(tiers, facts.cpu_nodes), self._config.others, is_complete)
-        if self._config.reserves and self._reserve(wish, facts, book):
+        demand = PageDemand(pages.wanted(tiers, facts.cpu_nodes), self._config.others, is_complete)
+        if self._config.reserves and self._reserve(demand, facts, book):
             facts = read_machine(self._config.root)
         gpus = read_pci_gpus(self._config.root)
-        return pool_node.report(Observation(facts, gpus, wish, book.added, advertised, self._config.reserves, modes))
+        return pool_node.report(Observation(facts, gpus, demand, book.added, advertised, self._config.reserves, modes))
 
-    def _reserve(self, wish: Wish, facts: NodeFacts, book: Book) -> bool:
+    def _reserve(self, demand: PageDemand, facts: NodeFacts, book: Book) -> bool:
         """Set pages where that is due; True when the kernel was asked for anything."""
         promised = {pool.page_bytes: self._machine.promised(pool.page_bytes) for pool in facts.hugepages}
-        steps = {(s.pool, s.target): s for s in pages.plan(wish, facts, book.added, promised)}
+        steps = {(s.pool, s.target): s for s in pages.plan(demand, facts, book.added, promised)}
         now_s = time.monotonic()
         self._not_before_s = {goal: at_s for goal, at_s in self._not_before_s.items() if goal in steps}
         for goal, step in steps.items():

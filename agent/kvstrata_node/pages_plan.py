@@ -33,7 +33,7 @@ Pages = Mapping[PagePool, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PageDemand:
     """What pools want of this machine."""
 
     pages: Pages = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Wish:
     others: Mapping[int, int] = field(default_factory=dict)
     """Pages on each NUMA node that pods of others use, by page size in bytes; they are kept free for them."""
     is_complete: bool = True
-    """False while some pool's wish cannot be read: nothing is taken back then."""
+    """False while some pool's demand cannot be read: nothing is taken back then."""
 
     def at(self, pool: PagePool) -> int:
         """Pages that should be there at least; where no tier wants any, what others have is theirs to reserve."""
@@ -83,8 +83,8 @@ def wanted(tiers: Iterable[NodeTier], cpu_nodes: Sequence[int]) -> dict[PagePool
     return dict(pages)
 
 
-def plan(wish: Wish, facts: NodeFacts, added: Pages, promised: Mapping[int, int]) -> tuple[SetPages, ...]:
-    """Steps towards the wish: what is not needed any more goes first.
+def plan(demand: PageDemand, facts: NodeFacts, added: Pages, promised: Mapping[int, int]) -> tuple[SetPages, ...]:
+    """Steps towards the demand: what is not needed any more goes first.
 
     `added` is what earlier steps have added, `promised` how many free pages of each size are promised to mappings
     already: the kernel counts those for the whole machine, so each NUMA node keeps as many.
@@ -93,11 +93,11 @@ def plan(wish: Wish, facts: NodeFacts, added: Pages, promised: Mapping[int, int]
     shrinks, grows = [], []
     for found in sorted(facts.hugepages, key=lambda p: (-p.page_bytes, p.node)):
         pool = PagePool(found.node, found.page_bytes)
-        goal = max(foreign(found, added), wish.at(pool))
+        goal = max(foreign(found, added), demand.at(pool))
         if goal > found.total:
             grows.append(SetPages(pool, found.total, goal))
             continue
-        if not wish.is_complete:
+        if not demand.is_complete:
             continue
         in_use = min(found.total, found.total - found.free + promised.get(found.page_bytes, 0))
         step = SetPages(pool, found.total, max(goal, in_use))
@@ -125,11 +125,11 @@ def foreign(pool: HugePages, added: Pages) -> int:
     return pool.total - min(pool.total, added.get(PagePool(pool.node, pool.page_bytes), 0))
 
 
-def is_limited(wish: Wish, facts: NodeFacts, page_bytes: int) -> bool:
+def is_limited(demand: PageDemand, facts: NodeFacts, page_bytes: int) -> bool:
     """True when a NUMA node has no memory left to give, whatever the kernel would find."""
     room_bytes = _room(facts)
     return any(
-        pool.total < wish.at(PagePool(pool.node, page_bytes)) and room_bytes[pool.node] < page_bytes
+        pool.total < demand.at(PagePool(pool.node, page_bytes)) and room_bytes[pool.node] < page_bytes
         for pool in facts.hugepages
         if pool.page_bytes == page_bytes
     )

@@ -18,7 +18,7 @@ from kvstrata_node import dax_verdict
 from kvstrata_node import pages_verdict as verdict
 from kvstrata_node.dax_verdict import Verdict
 from kvstrata_node.discovery import NodeFacts, PciGpu
-from kvstrata_node.pages_plan import SIZES, PagePool, Pages, Wish
+from kvstrata_node.pages_plan import SIZES, PageDemand, PagePool, Pages
 
 CONDITIONS: Final = frozenset({verdict.CONDITION, dax_verdict.CONDITION})
 """Types of the conditions that node preparation writes of a pool on its node while no agent does."""
@@ -89,7 +89,7 @@ class Observation:
 
     facts: NodeFacts
     gpus: tuple[PciGpu, ...]
-    wish: Wish
+    demand: PageDemand
     added: Pages
     advertised: Mapping[int, int] | None
     """Bytes of huge pages that the kubelet advertises, by page size; None while that is not known."""
@@ -132,13 +132,15 @@ def report(seen: Observation) -> NodeReport:
 
 def _is_of_interest(size: str, seen: Observation) -> bool:
     page_bytes = PAGE_BYTES[size]
-    return page_bytes in seen.wish.sizes() or any(p.page_bytes == page_bytes and p.total for p in seen.facts.hugepages)
+    return page_bytes in seen.demand.sizes() or any(
+        p.page_bytes == page_bytes and p.total for p in seen.facts.hugepages
+    )
 
 
 def _size(size: str, seen: Observation) -> models.NodeHugePages:
     page_bytes = PAGE_BYTES[size]
     advertised = None if seen.advertised is None else seen.advertised.get(page_bytes, 0)
-    reason, message = verdict.of_size(size, seen.wish, seen.facts, advertised, tried=seen.may_reserve)
+    reason, message = verdict.of_size(size, seen.demand, seen.facts, advertised, tried=seen.may_reserve)
     there = [p for p in seen.facts.hugepages if p.page_bytes == page_bytes]
     return models.NodeHugePages.model_validate(
         {
@@ -150,7 +152,7 @@ def _size(size: str, seen: Observation) -> models.NodeHugePages:
                     numa_node=p.node,
                     total=p.total,
                     free=units.coarse(p.free),
-                    wanted=seen.wish.pages.get(PagePool(p.node, page_bytes), 0),
+                    wanted=seen.demand.pages.get(PagePool(p.node, page_bytes), 0),
                     added=min(p.total, seen.added.get(PagePool(p.node, page_bytes), 0)),
                 )
                 for p in there[: models.NUMA_NODES_MAX]

@@ -23,7 +23,7 @@ from kvstrata_api import names
 from kvstrata_kube.api import MERGE_PATCH, Call, KubeApi
 from kvstrata_node.books import open_book
 from kvstrata_node.discovery import read_hugepages, read_machine
-from kvstrata_node.pages_plan import PagePool, Wish, plan
+from kvstrata_node.pages_plan import PageDemand, PagePool, plan
 from kvstrata_node.pages_sysfs import Machine
 
 pytestmark = pytest.mark.system
@@ -261,11 +261,11 @@ def test_the_real_kernel_adds_pages_and_takes_them_back(tmp_path: Path) -> None:
         pytest.skip("this kernel has no pages of 2 MiB")
     book = open_book(tmp_path, machine.boot_id())
     try:
-        wish = Wish({place: before + REAL_PAGES})
-        assert machine.carry_out(plan(wish, read_machine(), book.added, {}), book) == []
+        demand = PageDemand({place: before + REAL_PAGES})
+        assert machine.carry_out(plan(demand, read_machine(), book.added, {}), book) == []
         assert book.added == {place: REAL_PAGES}
         assert pages() == before + REAL_PAGES
     finally:
-        machine.carry_out(plan(Wish(), read_machine(), book.added, {PAGE: machine.promised(PAGE)}), book)
+        machine.carry_out(plan(PageDemand(), read_machine(), book.added, {PAGE: machine.promised(PAGE)}), book)
         book.close()
     assert pages() == before

@@ -11,19 +11,19 @@ from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.units import PAGE_BYTES
 from kvstrata_node import pool_node
 from kvstrata_node.discovery import HugePages, PciGpu
-from kvstrata_node.pages_plan import PagePool, Wish, wanted
+from kvstrata_node.pages_plan import PageDemand, PagePool, wanted
 from kvstrata_node.pages_verdict import Reason, of_size, of_tiers
 from kvstrata_node.pool_node import Observation, PoolNode, Urgency, report
 
 pytestmark = pytest.mark.unit
 
-WISH = Wish({PagePool(0, PAGE): 10})
+DEMAND = PageDemand({PagePool(0, PAGE): 10})
 
 
 def judged(
-    have: int, advertised: int | None, *, tried: bool = True, memory_bytes: int = 64 * GIB, wish: Wish = WISH
+    have: int, advertised: int | None, *, tried: bool = True, memory_bytes: int = 64 * GIB, demand: PageDemand = DEMAND
 ) -> tuple[Reason, str]:
-    return of_size("2Mi", wish, Kernel({0: have}, memory_bytes=memory_bytes).facts(), advertised, tried=tried)
+    return of_size("2Mi", demand, Kernel({0: have}, memory_bytes=memory_bytes).facts(), advertised, tried=tried)
 
 
 def test_each_obstacle_has_its_reason_and_says_what_to_do() -> None:
@@ -40,23 +40,23 @@ def test_each_obstacle_has_its_reason_and_says_what_to_do() -> None:
     reason, why = judged(7, 0, memory_bytes=16 << 20)
     assert reason is Reason.INSUFFICIENT_MEMORY
     assert "90 %" in why
-    assert judged(0, 0, wish=Wish()) == (Reason.NOT_REQUESTED, "")
+    assert judged(0, 0, demand=PageDemand()) == (Reason.NOT_REQUESTED, "")
 
 
 def test_pods_of_others_count_where_a_tier_wants_pages() -> None:
-    assert judged(12, 12 * PAGE, wish=replace(WISH, others={PAGE: 2}))[0] is Reason.RESERVED
-    assert judged(11, 11 * PAGE, wish=replace(WISH, others={PAGE: 2}))[0] is Reason.FRAGMENTED
+    assert judged(12, 12 * PAGE, demand=replace(DEMAND, others={PAGE: 2}))[0] is Reason.RESERVED
+    assert judged(11, 11 * PAGE, demand=replace(DEMAND, others={PAGE: 2}))[0] is Reason.FRAGMENTED
 
 
 def test_large_pages_that_cannot_be_had_now_need_the_boot_command_line() -> None:
-    wish = Wish({PagePool(0, GIB): 4})
+    demand = PageDemand({PagePool(0, GIB): 4})
     facts = Kernel({0: 0}).facts()
 
-    reason, why = of_size("1Gi", wish, facts, 0, tried=True)
+    reason, why = of_size("1Gi", demand, facts, 0, tried=True)
     assert reason is Reason.NEEDS_REBOOT
     assert "hugepagesz=1G" in why
     some = replace(facts, hugepages=(HugePages(0, GIB, 1, 1),))
-    reason, why = of_size("1Gi", wish, some, 0, tried=True)
+    reason, why = of_size("1Gi", demand, some, 0, tried=True)
     assert reason is Reason.NEEDS_REBOOT
     assert "hugepagesz=1G hugepages=0:4" in why
 
@@ -64,9 +64,9 @@ def test_large_pages_that_cannot_be_had_now_need_the_boot_command_line() -> None
 def told(have: int, size: str = "2Mi", free: int | None = None) -> NodeReport:
     kernel = Kernel({0: have}, {0: have - (have if free is None else free)})
     gpus = (PciGpu("0000:01:00.0", "H200", 0),)
-    wish = Wish(wanted([tier(10, size)], (0,)))
+    demand = PageDemand(wanted([tier(10, size)], (0,)))
     advertised = {PAGE_BYTES[size]: have * PAGE_BYTES[size]}
-    return report(Observation(kernel.facts(), gpus, wish, {PagePool(0, PAGE): 3}, advertised, may_reserve=True))
+    return report(Observation(kernel.facts(), gpus, demand, {PagePool(0, PAGE): 3}, advertised, may_reserve=True))
 
 
 def asked(**changed: object) -> PoolNode:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from kvstrata_api import failures, wire
 from kvstrata_api.errors import AgentAwayError, InvalidInputError, KvStrataError
 from kvstrata_client.connection.extents import Extents
-from kvstrata_client.verbs.calls import Call, Calls, Reading, read_grants
+from kvstrata_client.verbs.calls import Call, Calls, ReplyContext, read_grants
 from kvstrata_client.verbs.results import Answer, Grants
 
 _HEADER_BYTES = 4
@@ -124,7 +124,7 @@ class Protocol:
         """Start at an unauthenticated connection; `block_bytes` is the layout's, `connection` a number of its own."""
         self._reader = ReplyReader()
         self._extents = Extents()
-        self._reading = Reading(self._extents, block_bytes, connection)
+        self._context = ReplyContext(self._extents, block_bytes, connection)
         self._pending: dict[int, _Pending] = {}
         self._answers: dict[int, _Answered] = {}
         self._next_id = 1
@@ -213,7 +213,7 @@ class Protocol:
     def _raise_for(self, calls: Sequence[Call[Any]]) -> None:
         if self.lost is not None:
             raise self.lost
-        if {c.connection for c in calls} - {0, self._reading.connection}:
+        if {c.connection for c in calls} - {0, self._context.connection}:
             raise AgentAwayError("what the call speaks of ended with its connection")
         if len(self._pending) + len(calls) > PENDING_MAX:
             raise AgentAwayError(f"{len(self._pending)} requests under way, limit {PENDING_MAX}")
@@ -247,7 +247,7 @@ class Protocol:
             return Answer(call.absent, failures.error_of(reply))
         busy_s = reply.busy_s if isinstance(reply, wire.GRANTING) else 0.0
         refusal = reply.refusal if isinstance(reply, wire.Reserved) else ""
-        return Answer(call.read(reply, self._reading), busy_s=busy_s, refusal=refusal)
+        return Answer(call.read(reply, self._context), busy_s=busy_s, refusal=refusal)
 
     def _undo(self, call: Call[Any], reply: wire.AnyReply) -> list[Call[Any]]:
         undo = None if isinstance(reply, wire.Failed) else call.undo(reply)

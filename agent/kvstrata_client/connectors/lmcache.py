@@ -70,7 +70,7 @@ class KvstrataL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._namer = Namer(options.fingerprint)
         self._client = Client(options.target)
         self._client.wait_settled(ATTACH_WAIT_S)
-        find = transfers.Job(options.target, self._client, self._namer, time.monotonic, options.load_deadline_s)
+        find = transfers.TransferJob(options.target, self._client, self._namer, time.monotonic, options.load_deadline_s)
         # Nobody's request waits for a store, and a load has its deadline: they need not be given up as soon.
         patient = replace(options.target, timeout_s=options.target.move_timeout_s)
         self._find, self._move = find, replace(find, target=patient)

@@ -32,7 +32,7 @@ _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TokenRows:
     """Where the tokens of whole blocks lie: for each of them a page and a row of it, on the device."""
 
     pages: Any
@@ -40,11 +40,11 @@ class Rows:
     blocks: range
     """Which blocks of the prompt."""
 
-    def part(self, blocks: range) -> "Rows":
+    def part(self, blocks: range) -> "TokenRows":
         """The rows of some of these blocks."""
         size = len(self.pages) // max(1, len(self.blocks))
         tokens = slice((blocks.start - self.blocks.start) * size, (blocks.stop - self.blocks.start) * size)
-        return Rows(self.pages[tokens], self.rows[tokens], blocks)
+        return TokenRows(self.pages[tokens], self.rows[tokens], blocks)
 
 
 class PagedKv:
@@ -67,7 +67,7 @@ class PagedKv:
         if any(t.shape != self._layers[0].shape or t.device != self.device for t in self._layers):
             raise InvalidInputError("tensors of layers differ in pages, tokens of a page, or device")
 
-    def rows(self, table: Sequence[int], blocks: range) -> Rows:
+    def rows(self, table: Sequence[int], blocks: range) -> TokenRows:
         """Where blocks of a prompt lie whose page `n` has number `table[n]`.
 
         Raises `InvalidInputError` for pages that there are not, that come twice, and for a table that is too short.
@@ -88,19 +88,19 @@ class PagedKv:
         if len(np.unique(used)) < len(used):
             raise InvalidInputError("a page stands in a table twice")
         where = torch.from_numpy(pages[tokens // self.page_tokens]), torch.from_numpy(tokens % self.page_tokens)
-        return Rows(where[0].to(self.device), where[1].to(self.device), blocks)
+        return TokenRows(where[0].to(self.device), where[1].to(self.device), blocks)
 
-    def gather(self, layer: int, rows: Rows, into: Any) -> None:
+    def gather(self, layer: int, rows: TokenRows, into: Any) -> None:
         """Fill `into`, (blocks, bytes of a layer) uint8 on the same device, with a layer of blocks."""
         found = self._layers[layer][rows.pages, rows.rows].unflatten(0, (len(rows.blocks), -1))
         self._shaped(into, rows).copy_(found.permute(0, 2, 3, 1, 4))
 
-    def scatter(self, layer: int, rows: Rows, source: Any) -> None:
+    def scatter(self, layer: int, rows: TokenRows, source: Any) -> None:
         """Put a layer of blocks, as `gather` gives it, where their tokens lie."""
         tokens = self._shaped(source, rows).permute(0, 3, 1, 2, 4).flatten(0, 1)
         self._layers[layer][rows.pages, rows.rows] = tokens
 
-    def _shaped(self, layer: Any, rows: Rows) -> Any:
+    def _shaped(self, layer: Any, rows: TokenRows) -> Any:
         """View of a layer of blocks as (blocks, 2, heads, tokens, dim) bits."""
         layout = self.layout
         shape = (len(rows.blocks), 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
@@ -128,7 +128,7 @@ _PIECES: Final = 2
 Wait = Callable[[], None]
 
 
-class Work(Protocol):
+class DeviceWork(Protocol):
     """What a device is given to do, in order."""
 
     def staging(self, size_bytes: int) -> torch.Tensor:
@@ -142,11 +142,11 @@ class CudaWork:
     """On the stream that is current."""
 
     def staging(self, size_bytes: int) -> torch.Tensor:
-        """See `Work`: pinned."""
+        """See `DeviceWork`: pinned."""
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
     def start(self, work: Callable[[], object]) -> Wait:
-        """See `Work`."""
+        """See `DeviceWork`."""
         work()
         done = torch.cuda.Event()
         done.record()
@@ -158,11 +158,11 @@ class HostWork:
     """Of engines whose KV is in host memory: done at once."""
 
     def staging(self, size_bytes: int) -> torch.Tensor:
-        """See `Work`."""
+        """See `DeviceWork`."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def start(self, work: Callable[[], object]) -> Wait:
-        """See `Work`."""
+        """See `DeviceWork`."""
         work()
         return _done
 
@@ -174,7 +174,7 @@ def _done() -> None:
 class PagedConnector:
     """Saves and loads prompts of one engine. Blocking; one thread at a time."""
 
-    def __init__(self, cache: PrefixCache, kv: PagedKv, work: Work | None = None) -> None:
+    def __init__(self, cache: PrefixCache, kv: PagedKv, work: DeviceWork | None = None) -> None:
         """Bind a prefix cache to an engine's pages; `work` is the device's, which is found out when it is None."""
         self._cache = cache
         self._kv = kv
@@ -221,7 +221,7 @@ class PagedLoad:
     Where that raises, or `layer` does, the pages of the prefix hold nothing of use and the prompt is to be computed.
     """
 
-    def __init__(self, stream: LayerStream, kv: PagedKv, table: Sequence[int], work: Work) -> None:
+    def __init__(self, stream: LayerStream, kv: PagedKv, table: Sequence[int], work: DeviceWork) -> None:
         self._stream = stream
         self._kv = kv
         self._work = work
@@ -289,7 +289,9 @@ class PagedLoad:
             self.close()
 
 
-def offloaded(kv: PagedKv, work: Work, rows: Rows, batches: Sequence[range]) -> Iterator[tuple[range, Bytes2D]]:
+def offloaded(
+    kv: PagedKv, work: DeviceWork, rows: TokenRows, batches: Sequence[range]
+) -> Iterator[tuple[range, Bytes2D]]:
     """Batches of blocks in host memory, one after the other; the next one is in flight meanwhile.
 
     What is yielded is good until the next one is asked for.
@@ -307,7 +309,7 @@ def offloaded(kv: PagedKv, work: Work, rows: Rows, batches: Sequence[range]) -> 
         yield _when_done(*one)
 
 
-def _gather(kv: PagedKv, rows: Rows, into: Any) -> None:
+def _gather(kv: PagedKv, rows: TokenRows, into: Any) -> None:
     """Bring blocks into host memory: gathered on the device, they come in one copy."""
     whole = torch.empty(into.shape, dtype=torch.uint8, device=kv.device)
     layers = whole.view(len(into), kv.layout.layers, -1)

@@ -151,14 +151,14 @@ def arrived(stream: LayerStream) -> Arrivals:
     return Arrivals(stream, 0, lambda _: (None, None))
 
 
-Rows = Callable[[Any, Any, int, int], Bytes2D]
+PackLayer = Callable[[Any, Any, int, int], Bytes2D]
 """Makes the bytes of a layer of blocks from keys and values, the first block and how many."""
 
 
 class HandoverLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed here.
     """A layer that is handed over once it holds every block of the hand-over; layers are computed in order."""
 
-    def __init__(self, writer: HandoverWriter, rows: Rows) -> None:
+    def __init__(self, writer: HandoverWriter, rows: PackLayer) -> None:
         super().__init__()
         self._writer = writer
         self._rows = rows

@@ -9,7 +9,7 @@ import numpy as np
 from kvstrata_client.prompt import pipeline
 from kvstrata_client.prompt.chain import Route
 from kvstrata_client.prompt.pipeline import BATCHES_IN_FLIGHT, Batch, run_pipeline
-from kvstrata_client.prompt.routes import Found, Job, locate, locate_for_load
+from kvstrata_client.prompt.routes import Job, PromptLocations, locate, locate_for_load
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.calls import Ahead, Calls, Collect, Operation, Post, Work
@@ -166,7 +166,7 @@ def load(job: Job, into: Bytes2D | None) -> Operation[Loaded]:
     return Loaded(blocks, data[:blocks], tuple(done.sources), shared, *faults, done.busy_s)
 
 
-def _load_route(job: Job, found: Found | None, into: Bytes2D | None) -> Operation[tuple[Bytes2D, _Progress]]:
+def _load_route(job: Job, found: PromptLocations | None, into: Bytes2D | None) -> Operation[tuple[Bytes2D, _Progress]]:
     """Copy blocks in order until one cannot be had.
 
     They come in batches: while one is copied, the agent ends the leases of those before it and gives those of the ones

@@ -13,7 +13,7 @@ from kvstrata_api.errors import KvStrataError, TierFullError
 from kvstrata_client.prompt import pipeline
 from kvstrata_client.prompt.chain import Chain, Route, Segment, StorePlan, plan_store
 from kvstrata_client.prompt.pipeline import BATCHES_IN_FLIGHT, Batch, run_pipeline
-from kvstrata_client.prompt.routes import Attachment, Found, Job, goal_of, granted_shares, locate
+from kvstrata_client.prompt.routes import Attachment, Job, PromptLocations, goal_of, granted_shares, locate
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.calls import Ahead, Call, Calls, Collect, Operation, Post, Work
@@ -265,7 +265,7 @@ def store(job: Job, blocks: Bytes2D, first: int) -> Operation[Stored]:
 
 
 def _store_in(
-    job: Job, found: Found, goal: Segment, held: tuple[Bytes2D, int], outcome: _Outcome
+    job: Job, found: PromptLocations, goal: Segment, held: tuple[Bytes2D, int], outcome: _Outcome
 ) -> Operation[Segment]:
     """Store in one chain what it lacks; returns how far it goes then. `held`: bytes, and which block is the first."""
     blocks, first = held

@@ -21,7 +21,7 @@ from kvstrata_api.wire_handover import Handover
 from kvstrata_client.prompt import pipeline
 from kvstrata_client.prompt.chain import Route, Segment
 from kvstrata_client.prompt.pipeline import Batch
-from kvstrata_client.prompt.routes import Found, Job, goal_of, locate, locate_for_load
+from kvstrata_client.prompt.routes import Job, PromptLocations, goal_of, locate, locate_for_load
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.calls import Operation, Perform, Post, Work
 from kvstrata_client.verbs.copying import HeadRange, check_range, copy_layers, rows_for
@@ -177,7 +177,9 @@ def lease_route(job: Job, heads: HeadRange, handover: Handover | None = None) ->
     return Leased(held, min(found.route.shared_blocks, len(held)) if found else 0, is_whole, busy_s)
 
 
-def _lease(job: Job, heads: HeadRange, found: Found | None) -> Operation[tuple[tuple[Lease, ...], bool, float]]:
+def _lease(
+    job: Job, heads: HeadRange, found: PromptLocations | None
+) -> Operation[tuple[tuple[Lease, ...], bool, float]]:
     """Leases of leading blocks, whether there are no more of them, and how long the path to the next is congested."""
     route = found.route if found else Route()
     held: list[Lease] = []

@@ -28,7 +28,7 @@ class SlotViews(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReplyContext:
     """What is needed to make sense of a reply: the mapped extents and the size of a block in them."""
 
     extents: SlotViews
@@ -43,7 +43,7 @@ class Call(Generic[T]):
 
     request: Callable[[int], wire.AnyRequest]
     """Makes the request of a given id."""
-    read: Callable[[wire.AnyReply, Reading], T]
+    read: Callable[[wire.AnyReply, ReplyContext], T]
     """Turns the reply into the verb's result. Raises `InvalidInputError` for a reply that makes no sense."""
     absent: T
     """The result while the agent is away."""
@@ -202,7 +202,7 @@ def count_load(target: Target, wanted_blocks: int, loaded_blocks: int) -> Call[i
     return _counted(lambda i: wire.CountLoad(i, wanted_blocks, loaded_blocks), target)
 
 
-def _read_prefix(reply: wire.AnyReply, _: Reading) -> Prefix:
+def _read_prefix(reply: wire.AnyReply, _: ReplyContext) -> Prefix:
     found = _expect(reply, wire.Found)
     return Prefix(found.prefix_blocks, found.states, found.places, found.tier_names)
 
@@ -216,9 +216,9 @@ def acquire(
     """
     scope, digests = _pack(keys)
 
-    def read(reply: wire.AnyReply, reading: Reading) -> tuple[Lease, ...]:
+    def read(reply: wire.AnyReply, context: ReplyContext) -> tuple[Lease, ...]:
         acquired = _expect(reply, wire.Acquired)
-        return tuple([_lease(b, k, acquired.epoch, reading) for b, k in zip(acquired.blocks, keys, strict=False)])
+        return tuple([_lease(b, k, acquired.epoch, context) for b, k in zip(acquired.blocks, keys, strict=False)])
 
     return Call(
         lambda i: wire.Acquire(i, scope, digests, session, lease_s, deadline_s, part_bytes),
@@ -230,8 +230,8 @@ def acquire(
     )
 
 
-def _lease(block: wire.Leased, key: BlockKey, epoch: int, reading: Reading) -> Lease:
-    view = reading.extents.view(block.extent, block.offset, reading.block_bytes, is_writable=False)
+def _lease(block: wire.Leased, key: BlockKey, epoch: int, context: ReplyContext) -> Lease:
+    view = context.extents.view(block.extent, block.offset, context.block_bytes, is_writable=False)
     bound = block.epoch or epoch
     return Lease(
         block.lease,
@@ -240,7 +240,7 @@ def _lease(block: wire.Leased, key: BlockKey, epoch: int, reading: Reading) -> L
         block.stamp,
         block.checksum,
         block.source,
-        reading.connection,
+        context.connection,
         view,
         block.parts,
         block.is_growing,
@@ -264,9 +264,9 @@ def reserve(target: Target, parent: bytes, keys: Sequence[BlockKey], session: st
     """Ask for slots; `parent` is the digest that the first key continues."""
     scope, digests = _pack(keys)
 
-    def read(reply: wire.AnyReply, reading: Reading) -> tuple[Reservation, ...]:
+    def read(reply: wire.AnyReply, context: ReplyContext) -> tuple[Reservation, ...]:
         reserved = _expect(reply, wire.Reserved)
-        return tuple([_reservation(s, k, reserved.epoch, reading) for s, k in zip(reserved.slots, keys, strict=False)])
+        return tuple([_reservation(s, k, reserved.epoch, context) for s, k in zip(reserved.slots, keys, strict=False)])
 
     def undo(reply: wire.AnyReply) -> Call[int]:
         return _abandon(target, tuple(s.reservation for s in _expect(reply, wire.Reserved).slots if s.reservation))
@@ -281,11 +281,11 @@ def reserve(target: Target, parent: bytes, keys: Sequence[BlockKey], session: st
     )
 
 
-def _reservation(slot: wire.Slot, key: BlockKey, epoch: int, reading: Reading) -> Reservation:
+def _reservation(slot: wire.Slot, key: BlockKey, epoch: int, context: ReplyContext) -> Reservation:
     view = None
     if slot.reservation:
-        view = reading.extents.view(slot.extent, slot.offset, reading.block_bytes, is_writable=True)
-    return Reservation(slot.reservation, key.digest, epoch, slot.stamp, reading.connection, view)
+        view = context.extents.view(slot.extent, slot.offset, context.block_bytes, is_writable=True)
+    return Reservation(slot.reservation, key.digest, epoch, slot.stamp, context.connection, view)
 
 
 def publish(
@@ -293,7 +293,7 @@ def publish(
 ) -> Call[tuple[Published, ...]]:
     """Commit filled slots."""
 
-    def read(reply: wire.AnyReply, _: Reading) -> tuple[Published, ...]:
+    def read(reply: wire.AnyReply, _: ReplyContext) -> tuple[Published, ...]:
         return _published(_expect(reply, wire.Published).results)
 
     return Call(
@@ -334,8 +334,8 @@ class Begun:
 def begin_handover(plain: Call[tuple[Reservation, ...]], name: str, part_bytes: int) -> Call[Begun]:
     """Turn a `reserve` into one whose slots may be read, by readers who know `name`, while they are filled."""
 
-    def read(reply: wire.AnyReply, reading: Reading) -> Begun:
-        made = plain.read(reply, reading)
+    def read(reply: wire.AnyReply, context: ReplyContext) -> Begun:
+        made = plain.read(reply, context)
         return Begun(made, reply.handover if isinstance(reply, wire.Reserved) else None)
 
     return Call(
@@ -365,7 +365,7 @@ def arrive(target: Target, leases: Sequence[Lease], have: int, wait_s: float) ->
     It is empty when the blocks are lost.
     """
 
-    def read(reply: wire.AnyReply, _: Reading) -> tuple[bytes, ...]:
+    def read(reply: wire.AnyReply, _: ReplyContext) -> tuple[bytes, ...]:
         sums = _expect(reply, Arrived).sums
         if len(sums) != len(leases):
             raise InvalidInputError(f"reply {reply.id} is about {len(sums)} partial blocks, {len(leases)} wanted")
