@@ -25,7 +25,7 @@ from kvstrata_agent.codec.lossy import MixedCodec
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_api import __version__
 from kvstrata_api.units import MIB
-from kvstrata_native.packing import Kind, Packing
+from kvstrata_native.forms import Kind, Packing
 
 BLOCK_BYTES: Final = 2 * MIB
 """16 tokens of an 8-billion-parameter model in bf16."""

@@ -40,7 +40,7 @@ class WrongBytesError(Exception):
 def handed_over(writer: PrefixCache, reader: PrefixCache, tokens: Tokens, stored: Bytes2D) -> tuple[float, float]:
     """Seconds from the start of the prefill until the reader has the first layer, and all of them."""
     begin_s = time.perf_counter()
-    growing = writer.grow(tokens)
+    growing = writer.hand_over(tokens)
     if growing.blocks != len(stored):
         raise WrongBytesError("the agent did not take all blocks")
 

@@ -13,8 +13,8 @@ from bench.identity import BLOCK_TOKENS, POOL, SECRET, TOKEN, layout_of
 from bench.peers.loop import Bytes2D, Store, Work, serve
 from kvstrata import Client, Lease, PrefixCache, Published, Reservation, Target
 from kvstrata_api.blocks import BlockKey, chain_keys
-from kvstrata_client.prompt.batches import AHEAD
 from kvstrata_client.prompt.chain import Tokens
+from kvstrata_client.prompt.pipeline import BATCHES_IN_FLIGHT
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.calls import Ahead, Answers, Call, Collect, Operation
 from kvstrata_client.verbs.copying import copy_verified, fill
@@ -31,7 +31,7 @@ LEASE_S = 30.0
 
 
 class Verbs:
-    """Reserve, fill, publish; lookup, acquire, copy, release; `AHEAD` batches under way at a time."""
+    """Reserve, fill, publish; lookup, acquire, copy, release; `BATCHES_IN_FLIGHT` batches in flight at a time."""
 
     def __init__(self, socket: Path) -> None:
         """Use the agent that listens on `socket`."""
@@ -64,20 +64,21 @@ class Verbs:
     def _storing(self) -> Operation[dict[str, float]]:
         """While a batch is filled, the agent publishes those before it and reserves those behind it."""
         parts, begun_s, fill_s = list(self._work.batches()), time.perf_counter(), 0.0
-        flying = deque[Ahead]()
-        for part in parts[:AHEAD]:
-            flying.append(Ahead((self._reserve(part),)))
-            yield flying[-1]
+        in_flight = deque[Ahead]()
+        later = parts[BATCHES_IN_FLIGHT:]
+        for part in parts[:BATCHES_IN_FLIGHT]:
+            in_flight.append(Ahead((self._reserve(part),)))
+            yield in_flight[-1]
         for i, part in enumerate(parts):
-            *published, reserved = yield Collect(flying.popleft())
+            *published, reserved = yield Collect(in_flight.popleft())
             _check_published(published)
             filling_s = time.perf_counter()
             sums = self._fill(reserved.value, self._source[part])
             fill_s += time.perf_counter() - filling_s
             publishing = calls.publish(self._attached.target, reserved.value, sums)
-            flying.append(Ahead((publishing, *map(self._reserve, parts[i + AHEAD : i + AHEAD + 1]))))
-            yield flying[-1]
-        for ahead in flying:
+            in_flight.append(Ahead((publishing, *map(self._reserve, later[i : i + 1]))))
+            yield in_flight[-1]
+        for ahead in in_flight:
             _check_published((yield Collect(ahead)))
         return {"fill": fill_s, "reserve and publish": time.perf_counter() - begun_s - fill_s}
 
@@ -98,21 +99,22 @@ class Verbs:
         parts, begun_s, copy_s = list(self._work.batches()), time.perf_counter(), 0.0
         assert (yield (calls.lookup(target, keys, ""),))[0].value.blocks == len(keys), "the set is there"
         lookup_s = time.perf_counter() - begun_s
-        flying, held = deque[Ahead](), deque[int]()
-        for part in parts[:AHEAD]:
-            flying.append(Ahead((self._acquire(part),)))
-            yield flying[-1]
+        in_flight, held = deque[Ahead](), deque[int]()
+        later = parts[BATCHES_IN_FLIGHT:]
+        for part in parts[:BATCHES_IN_FLIGHT]:
+            in_flight.append(Ahead((self._acquire(part),)))
+            yield in_flight[-1]
         for i, part in enumerate(parts):
-            *released, acquired = yield Collect(flying.popleft())
+            *released, acquired = yield Collect(in_flight.popleft())
             _check_released(released, held)
             copying_s = time.perf_counter()
             self._copy(acquired.value, self._sink[part])
             copy_s += time.perf_counter() - copying_s
             held.append(len(acquired.value))
             releasing = calls.release(target, acquired.value)
-            flying.append(Ahead((releasing, *map(self._acquire, parts[i + AHEAD : i + AHEAD + 1]))))
-            yield flying[-1]
-        for ahead in flying:
+            in_flight.append(Ahead((releasing, *map(self._acquire, later[i : i + 1]))))
+            yield in_flight[-1]
+        for ahead in in_flight:
             _check_released((yield Collect(ahead)), held)
         waited_s = time.perf_counter() - begun_s - lookup_s - copy_s
         return {"lookup": lookup_s, "copy": copy_s, "acquire and release": waited_s}

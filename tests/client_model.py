@@ -22,7 +22,7 @@ from kvstrata_client.verbs.calls import (
     Done,
     Operation,
     Post,
-    Reading,
+    ReplyContext,
     Work,
     begin,
     interrupt,
@@ -194,7 +194,7 @@ class Bench:
             reply = self.model.answer(call.request(1))
         except QuotaExceededError as e:
             return Executed(call, None, Answer(call.absent, e))
-        return Executed(call, reply, Answer(call.read(reply, Reading(self.extents, LAYOUT.block_bytes, 1))))
+        return Executed(call, reply, Answer(call.read(reply, ReplyContext(self.extents, LAYOUT.block_bytes, 1))))
 
     def load(self, tokens: list[int], *scopes: Scope, fail_at: int = -1) -> Any:
         return self.drive(load(job(tokens, *scopes), None), fail_at)

@@ -8,7 +8,7 @@ from kvstrata_api.models.pool import HostDramTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
 from kvstrata_node.discovery import HugePages, NodeFacts, NumaNode
-from kvstrata_node.pages_plan import Place
+from kvstrata_node.pages_plan import PagePool
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -40,7 +40,7 @@ class Kernel:
             hugepages=tuple(HugePages(n, PAGE, t, t - self.used.get(n, 0)) for n, t in self.total.items()),
         )
 
-    def set(self, place: Place, target: int) -> None:
+    def set(self, place: PagePool, target: int) -> None:
         have = self.total[place.node]
         if target > have and place.node in self.found:
             target = min(target, have + self.found[place.node])

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Final, Protocol
 
 from opentelemetry import trace
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -108,29 +107,20 @@ def shutdown() -> None:
     timer.join()
 
 
-def span(name: str, parent: str = "", **attributes: Attribute) -> AbstractContextManager[Active]:
+def span(name: str, **attributes: Attribute) -> AbstractContextManager[Active]:
     """Open the span `name` around a block of code; an error that leaves the block is recorded on it.
 
-    `parent` is a W3C `traceparent` that came from another process; without it the current span is the parent.
-    Names are those of `docs.SPANS`; attributes are keywords such as `session_id`, `hit_tokens`, `tier`, `decision`.
+    The current span is its parent. Names are those of `docs.SPANS`; attributes are keywords such as `session_id`,
+    `hit_tokens`, `tier`, `decision`.
     """
     tracer = _state.tracer
-    return _OFF if tracer is None else _recorded(tracer, name, parent, attributes)
+    return _OFF if tracer is None else _recorded(tracer, name, attributes)
 
 
 @contextmanager
-def _recorded(tracer: Tracer, name: str, parent: str, attributes: Mapping[str, Attribute]) -> Iterator[Active]:
-    context = TraceContextTextMapPropagator().extract({"traceparent": parent}) if parent else None
-    with tracer.start_as_current_span(name, context, attributes=_named(attributes)) as opened:
+def _recorded(tracer: Tracer, name: str, attributes: Mapping[str, Attribute]) -> Iterator[Active]:
+    with tracer.start_as_current_span(name, attributes=_named(attributes)) as opened:
         yield _On(opened)
-
-
-def traceparent() -> str:
-    """W3C header value of the current span, to hand to another process; empty while tracing is off."""
-    carrier: dict[str, str] = {}
-    if _state.tracer is not None:
-        TraceContextTextMapPropagator().inject(carrier)
-    return carrier.get("traceparent", "")
 
 
 def current_ids() -> dict[str, str]:

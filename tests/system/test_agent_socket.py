@@ -313,9 +313,9 @@ def test_a_long_life_maps_no_more_extents_than_there_are(agent: AgentThread) -> 
             put(client, keys_of(client, scope, 24, seed), seed=seed)  # As many as a busy machine makes room for.
         link = client._link
         assert link is not None
-        mapped = len(link.protocol._reading.extents)
+        mapped = len(link.protocol._extents)
         (served,) = agent.server._connections
-        newest = max(link.protocol._reading.extents._maps) & 0xFFFFFFFF
+        newest = max(link.protocol._extents._maps) & 0xFFFFFFFF
 
     assert newest > 2 * SLOTS, "many more extents came and went"
     assert mapped <= SLOTS

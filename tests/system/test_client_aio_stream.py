@@ -16,7 +16,7 @@ from kvstrata import AsyncClient, AsyncPrefixCache, Published
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError
 from kvstrata_api.wire_handover import Handover
-from kvstrata_client.prompt.handover import AsyncGrowingBlocks
+from kvstrata_client.prompt.handover import AsyncHandoverWriter
 from kvstrata_client.prompt.streaming import AsyncLayerStream
 from kvstrata_client.verbs.results import Bytes2D
 
@@ -192,14 +192,14 @@ def test_nothing_is_written_once_a_cancelled_read_has_returned(nodes: Nodes) -> 
     with_stored(nodes, test)
 
 
-async def write(growing: AsyncGrowingBlocks, layer: int) -> None:
+async def write(growing: AsyncHandoverWriter, layer: int) -> None:
     await growing.write(np.ascontiguousarray(STORED[:, layer]))
 
 
 @asynccontextmanager
-async def handing_over(nodes: Nodes) -> AsyncIterator[tuple[AsyncGrowingBlocks, AsyncLayerStream]]:
+async def handing_over(nodes: Nodes) -> AsyncIterator[tuple[AsyncHandoverWriter, AsyncLayerStream]]:
     async with cache_at(nodes[0], strict=False) as ours, cache_at(nodes[1], strict=False) as theirs:
-        growing = await ours.grow(TOKENS)
+        growing = await ours.hand_over(TOKENS)
         assert (growing.blocks, growing.first_block) == (BLOCKS, 0)
         stream = await theirs.stream(TOKENS, handover=growing.handover)
         try:

@@ -18,8 +18,8 @@ from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.cache.part_checksums import ENTRY_BYTES
 from kvstrata_api.blocks import BlockKey, chain_keys
 from kvstrata_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError
-from kvstrata_client.prompt.ranges import Cut
 from kvstrata_client.verbs import calls
+from kvstrata_client.verbs.copying import HeadRange
 from kvstrata_client.verbs.results import Bytes2D
 
 pytestmark = pytest.mark.system
@@ -160,12 +160,15 @@ def flip(core: AgentParts, digest: bytes, layer: int) -> None:
     tier, slot, _ = entry.residences[0]
     assert tier.mappable is not None
     with tier.mappable.view(slot) as view:
-        view[layer * Cut(WIDE).part_bytes + 9] ^= 1
+        view[layer * HeadRange(WIDE).part_bytes + 9] ^= 1
 
 
-def test_parts_of_a_cut_are_where_the_layout_has_them() -> None:
-    cut = Cut(WIDE, range(1, 2))
+def test_parts_of_a_head_range_are_where_the_layout_has_them() -> None:
+    heads = HeadRange(WIDE, range(1, 2))
 
-    assert tuple(cut.parts(range(2))) == (1, 3, 5, 7)
-    assert (Cut(WIDE).part_bytes, cut.part_bytes) == (WIDE.block_bytes // LAYERS, WIDE.block_bytes // LAYERS // 4)
-    assert cut.layer_bytes == 2 * cut.part_bytes
+    assert tuple(heads.parts(range(2))) == (1, 3, 5, 7)
+    assert (HeadRange(WIDE).part_bytes, heads.part_bytes) == (
+        WIDE.block_bytes // LAYERS,
+        WIDE.block_bytes // LAYERS // 4,
+    )
+    assert heads.layer_bytes == 2 * heads.part_bytes

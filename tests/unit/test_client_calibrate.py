@@ -17,10 +17,9 @@ from kvstrata_agent.codec.lossy import MixedCodec
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.pool import CompressionPolicy
-from kvstrata_client.calibration.captured import bf16, read
-from kvstrata_client.calibration.forms import calibrate, load, save
+from kvstrata_client.calibration import bf16, calibrate, load, read, save
 from kvstrata_client.cli import main
-from kvstrata_native.mixing import Rung
+from kvstrata_native.forms import Rung
 
 pytestmark = pytest.mark.unit
 

@@ -19,9 +19,8 @@ from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.tiers import Lookup
 from kvstrata_client.connectors import lmcache_transfers
 from kvstrata_client.connectors.lmcache_board import LOCK_S
-from kvstrata_client.connectors.lmcache_names import BLOCKS_MAX, ORDER, Fingerprint, Name, Namer
-from kvstrata_client.connectors.lmcache_options import parse
-from kvstrata_client.connectors.lmcache_transfers import Job, Object, Stored
+from kvstrata_client.connectors.lmcache_names import BLOCKS_MAX, ORDER, Fingerprint, Name, Namer, parse
+from kvstrata_client.connectors.lmcache_transfers import Object, StoredObjects, TransferJob
 from kvstrata_client.verbs.results import Grants, Scope
 
 pytestmark = pytest.mark.unit
@@ -74,9 +73,9 @@ def bench() -> Iterator[OpaqueBench]:
     made.close()
 
 
-def job(*scopes: Scope, clock: Any = lambda: 0.0) -> Job:
+def job(*scopes: Scope, clock: Any = lambda: 0.0) -> TransferJob:
     grants = Grants(1, "a", scopes, scopes[0].id, BLOCK, 600.0) if scopes else None
-    return Job(TARGET, Attached(grants), Namer(PRINT), clock, deadline_s=5.0)
+    return TransferJob(TARGET, Attached(grants), Namer(PRINT), clock, deadline_s=5.0)
 
 
 def filled(number: int, blocks: int = 1) -> Object:
@@ -209,7 +208,7 @@ def test_what_is_loaded_is_what_was_stored_under_that_name_and_size(
     loaded = bench.drive(lmcache_transfers.load(job(OWN), objects))
     bench.close()
 
-    assert outcome == Stored(is_whole=True, published=sum(blocks for _, blocks in stored))
+    assert outcome == StoredObjects(is_whole=True, published=sum(blocks for _, blocks in stored))
     assert loaded == [a in stored for a in asked] == [bool(keys) for keys in found]
     for one, is_there, a in zip(objects, loaded, asked, strict=True):
         assert not is_there or one.memory == filled(*a).memory
@@ -272,7 +271,7 @@ def test_the_agent_away_is_misses_and_a_failed_store(bench: OpaqueBench) -> None
 
     assert bench.drive(lmcache_transfers.look_up(away, [empty(0)], 1.0)) == [()]
     assert bench.drive(lmcache_transfers.load(away, [empty(0)])) == [False]
-    assert bench.drive(lmcache_transfers.store(away, [filled(0)])) == Stored()
+    assert bench.drive(lmcache_transfers.store(away, [filled(0)])) == StoredObjects()
     assert bench.model.trips == 0
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from kvstrata_api import wire
 from kvstrata_api.errors import InvalidInputError, QuotaExceededError
-from kvstrata_client.prompt import batches, routes
 from kvstrata_client.prompt import load as loading
-from kvstrata_client.prompt import publish as writing
+from kvstrata_client.prompt import pipeline, routes
+from kvstrata_client.prompt import store as storing
 from kvstrata_client.prompt.load import load
 from kvstrata_client.prompt.routes import Job, look_up, prompt_of
 from kvstrata_client.prompt.store import store
@@ -108,7 +108,7 @@ def test_a_first_batch_whose_room_the_others_had_is_asked_for_again_alone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, empty: int, wanted: int
 ) -> None:
     """Of several batches under way, those behind the first one may have come first, and hold what memory there is."""
-    monkeypatch.setattr(batches, "BATCH_BLOCKS_MAX", 2)
+    monkeypatch.setattr(pipeline, "BATCH_BLOCKS_MAX", 2)
     tokens, answers = list(range(12)), itertools.count()
     bench.store(tokens, OWN)
     acquire = bench.model.acquire
@@ -224,9 +224,9 @@ def steps(bench: Bench, operation: Operation[Any]) -> list[str]:
 
 
 def test_the_agent_works_on_the_next_batch_while_one_is_copied(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "BATCH_BLOCKS_MAX", 2)
-    monkeypatch.setattr(loading, "AHEAD", 2)
-    monkeypatch.setattr(writing, "AHEAD", 2)
+    monkeypatch.setattr(pipeline, "BATCH_BLOCKS_MAX", 2)
+    monkeypatch.setattr(loading, "BATCHES_IN_FLIGHT", 2)
+    monkeypatch.setattr(storing, "BATCHES_IN_FLIGHT", 2)
     tokens = list(range(16))
 
     stored = steps(bench, store(job(tokens, OWN), kv(tokens), 0))
@@ -244,7 +244,7 @@ def test_the_agent_works_on_the_next_batch_while_one_is_copied(bench: Bench, mon
 def test_on_a_crowded_connection_one_batch_at_a_time_is_asked_for(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "BATCH_BLOCKS_MAX", 2)
+    monkeypatch.setattr(pipeline, "BATCH_BLOCKS_MAX", 2)
     tokens = list(range(16))
     crowded = job(tokens, OWN)
     at = crowded.at
@@ -263,7 +263,7 @@ def test_on_a_crowded_connection_one_batch_at_a_time_is_asked_for(
 
 
 def test_slots_behind_a_block_that_was_refused_are_given_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "BATCH_BLOCKS_MAX", 2)
+    monkeypatch.setattr(pipeline, "BATCH_BLOCKS_MAX", 2)
     tokens = list(range(12))
     operation = store(job(tokens, OWN), kv(tokens), 0)
     step = begin(operation)
@@ -303,7 +303,7 @@ def test_a_store_that_a_quota_ends_says_so() -> None:
 def test_an_interrupted_operation_gives_everything_back(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, fail_at: int, batch_blocks: int
 ) -> None:
-    monkeypatch.setattr(batches, "BATCH_BLOCKS_MAX", batch_blocks)
+    monkeypatch.setattr(pipeline, "BATCH_BLOCKS_MAX", batch_blocks)
     tokens = list(range(12))
     bench.store(tokens[:8], OWN)
     for operation in (bench.store, bench.load):
@@ -315,7 +315,7 @@ def test_an_interrupted_operation_gives_everything_back(
 
 @pytest.mark.parametrize("slots", range(7))
 def test_room_for_part_of_what_is_asked_for_ahead_is_used(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
-    monkeypatch.setattr(batches, "BATCH_BLOCKS_MAX", 2)
+    monkeypatch.setattr(pipeline, "BATCH_BLOCKS_MAX", 2)
     bench = Bench(slots=slots)
     tokens = list(range(12))
     stored = bench.store(tokens, OWN)
@@ -332,7 +332,7 @@ def test_room_for_part_of_what_is_asked_for_ahead_is_used(monkeypatch: pytest.Mo
 def test_leases_that_ended_while_the_next_were_asked_for_void_their_copies(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, batch_blocks: int
 ) -> None:
-    monkeypatch.setattr(batches, "BATCH_BLOCKS_MAX", batch_blocks)
+    monkeypatch.setattr(pipeline, "BATCH_BLOCKS_MAX", batch_blocks)
     tokens = list(range(12))
     bench.store(tokens, OWN)
     operation, copied = load(job(tokens, OWN), None), 0

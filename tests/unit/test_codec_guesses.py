@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvstrata_agent.codec.base import Planes, planes_of, room_bytes
 from kvstrata_agent.codec.lossy import LAYOUTS_MAX, PROBE_EVERY, Guesses
 from kvstrata_api.blocks import Layout
-from kvstrata_native.mixing import Mixing
+from kvstrata_native.forms import Mixing
 
 pytestmark = pytest.mark.unit
 

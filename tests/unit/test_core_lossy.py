@@ -18,7 +18,7 @@ from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_api.blocks import Layout
 from kvstrata_api.checksum import checksum
 from kvstrata_api.models.pool import Compatibility, CompressionPolicy
-from kvstrata_native.mixing import ROTATED, Rung
+from kvstrata_native.forms import ROTATED, Rung
 
 pytestmark = pytest.mark.unit
 

@@ -11,7 +11,7 @@ from native_levels import LEVELS, kernels_of
 
 from kvstrata_native import python
 from kvstrata_native.choice import Kernels
-from kvstrata_native.mixing import HEAD_BYTES, LADDER, ROTATED, Mixing, Rung
+from kvstrata_native.forms import HEAD_BYTES, LADDER, ROTATED, Mixing, Rung
 
 pytestmark = pytest.mark.unit
 

@@ -12,7 +12,7 @@ from native_levels import LEVELS, kernels_of
 
 from kvstrata_native import python
 from kvstrata_native.choice import Kernels
-from kvstrata_native.packing import Kind, Packing
+from kvstrata_native.forms import Kind, Packing
 
 pytestmark = pytest.mark.unit
 

@@ -12,7 +12,7 @@ from native_levels import LEVELS, kernels_of
 
 from kvstrata_native import python
 from kvstrata_native.choice import Kernels
-from kvstrata_native.tops import STRIP, UNCODED, WIDER, WIDTH_LEAST, WIDTH_MOST, narrowed_bytes_max
+from kvstrata_native.forms import STRIP, UNCODED, WIDER, WIDTH_LEAST, WIDTH_MOST, narrowed_bytes_max
 
 pytestmark = pytest.mark.unit
 

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import CxlMode
+from kvstrata_node.books import read_dax_book
 from kvstrata_node.dax import AGAIN_S, DaxKeeper
-from kvstrata_node.dax_book import read_dax_book
 from kvstrata_node.dax_plan import (
     DEVDAX,
     KMEM,
     NO_DRIVER,
     Block,
     Changed,
+    CxlDemand,
+    DaxState,
     Device,
     Rules,
-    Seen,
     Verb,
-    Wish,
     needs,
     plan,
     wanted,
@@ -46,9 +46,9 @@ def devices(draw: st.DrawFn, number: int) -> Device:
 
 
 @st.composite
-def machines(draw: st.DrawFn) -> Seen:
+def machines(draw: st.DrawFn) -> DaxState:
     found = tuple(draw(devices(number)) for number in range(draw(st.integers(0, 4))))
-    return Seen(found, sum(d.online_bytes for d in found) + draw(st.integers(0, 2)) * BLOCK)
+    return DaxState(found, sum(d.online_bytes for d in found) + draw(st.integers(0, 2)) * BLOCK)
 
 
 @st.composite
@@ -61,7 +61,7 @@ def rules(draw: st.DrawFn) -> Rules:
 
 
 WISHES = st.builds(
-    Wish,
+    CxlDemand,
     st.integers(0, 8).map(lambda n: n * BLOCK),
     st.lists(st.integers(1, 4).map(lambda n: n * BLOCK), max_size=3).map(lambda s: tuple(sorted(s, reverse=True))),
     st.booleans(),
@@ -69,16 +69,18 @@ WISHES = st.builds(
 
 
 @given(WISHES, machines(), rules())
-def test_what_is_not_declared_or_open_or_unknown_has_no_steps(wish: Wish, seen: Seen, allowed: Rules) -> None:
-    for goal in plan(wish, seen, allowed):
+def test_what_is_not_declared_or_open_or_unknown_has_no_steps(
+    demand: CxlDemand, seen: DaxState, allowed: Rules
+) -> None:
+    for goal in plan(demand, seen, allowed):
         assert allowed.permits(goal.device.name)
         assert goal.device.driver != "something_else"
         assert not (goal.device.users and any(step.verb is Verb.UNBIND for step in goal.steps))
 
 
 @given(WISHES, machines(), rules())
-def test_a_driver_goes_only_after_every_block_of_its_memory(wish: Wish, seen: Seen, allowed: Rules) -> None:
-    for goal in plan(wish, seen, allowed):
+def test_a_driver_goes_only_after_every_block_of_its_memory(demand: CxlDemand, seen: DaxState, allowed: Rules) -> None:
+    for goal in plan(demand, seen, allowed):
         online = {b.number for b in goal.device.blocks if b.is_online}
         for step in goal.steps:
             if step.verb is Verb.OFFLINE:
@@ -90,17 +92,17 @@ def test_a_driver_goes_only_after_every_block_of_its_memory(wish: Wish, seen: Se
 
 
 @given(WISHES, machines(), rules())
-def test_no_tier_loses_what_it_needs_in_the_mode_it_has(wish: Wish, seen: Seen, allowed: Rules) -> None:
-    goals = {goal.device.name: goal for goal in plan(wish, seen, allowed)}
+def test_no_tier_loses_what_it_needs_in_the_mode_it_has(demand: CxlDemand, seen: DaxState, allowed: Rules) -> None:
+    goals = {goal.device.name: goal for goal in plan(demand, seen, allowed)}
     leaving = [goals[d.name] for d in seen.devices if d.name in goals and goals[d.name].target != d.driver]
 
     lost_bytes = sum(goal.device.online_bytes for goal in leaving if goal.device.driver == KMEM)
-    assert not lost_bytes or seen.far_bytes - lost_bytes >= wish.numa_bytes
+    assert not lost_bytes or seen.far_bytes - lost_bytes >= demand.numa_bytes
     mappable = sorted(
         (d.size_bytes for d in seen.devices if d.driver == DEVDAX and (d.name not in goals or d.users)), reverse=True
     )
     before = sorted((d.size_bytes for d in seen.devices if d.driver == DEVDAX), reverse=True)
-    assert served(wish.devices_bytes, mappable) == served(wish.devices_bytes, before)
+    assert served(demand.devices_bytes, mappable) == served(demand.devices_bytes, before)
 
 
 def served(wanted_bytes: Sequence[int], there: Sequence[int]) -> int:
@@ -115,19 +117,21 @@ def served(wanted_bytes: Sequence[int], there: Sequence[int]) -> int:
 
 
 @given(WISHES, machines(), rules())
-def test_nothing_is_taken_away_while_somebody_s_wish_cannot_be_read(wish: Wish, seen: Seen, allowed: Rules) -> None:
-    for goal in plan(Wish(wish.numa_bytes, wish.devices_bytes, is_complete=False), seen, allowed):
+def test_nothing_is_taken_away_while_somebody_s_wish_cannot_be_read(
+    demand: CxlDemand, seen: DaxState, allowed: Rules
+) -> None:
+    for goal in plan(CxlDemand(demand.numa_bytes, demand.devices_bytes, is_complete=False), seen, allowed):
         assert all(step.verb is not Verb.UNBIND for step in goal.steps)
         assert not goal.is_return
 
 
 @given(WISHES, machines())
-def test_what_nobody_needs_stays_as_it_is_unless_it_is_to_be_given_back(wish: Wish, seen: Seen) -> None:
+def test_what_nobody_needs_stays_as_it_is_unless_it_is_to_be_given_back(demand: CxlDemand, seen: DaxState) -> None:
     allowed = Rules(("dax*",), changed={f"dax{n}.0": Changed(KMEM, DEVDAX) for n in range(4)})
 
-    touched = {goal.device.name for goal in plan(wish, seen, allowed)}
+    touched = {goal.device.name for goal in plan(demand, seen, allowed)}
 
-    assert touched <= set(needs(wish, seen, allowed))
+    assert touched <= set(needs(demand, seen, allowed))
 
 
 class Life:
@@ -150,8 +154,8 @@ def life(tmp_path: Path) -> Life:
     return Life(tmp_path)
 
 
-MEMORY = Wish(numa_bytes=3 * BLOCK)
-DEVICE = Wish(devices_bytes=(3 * BLOCK,))
+MEMORY = CxlDemand(numa_bytes=3 * BLOCK)
+DEVICE = CxlDemand(devices_bytes=(3 * BLOCK,))
 PRESENT = (Reason.PRESENT, "")
 
 
@@ -175,11 +179,11 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize(
-    ("driver", "wish"), [(KMEM, DEVICE), (DEVDAX, MEMORY), (NO_DRIVER, MEMORY), (NO_DRIVER, DEVICE)]
+    ("driver", "demand"), [(KMEM, DEVICE), (DEVDAX, MEMORY), (NO_DRIVER, MEMORY), (NO_DRIVER, DEVICE)]
 )
 @pytest.mark.parametrize("moment", range(12))
 def test_whatever_step_was_the_last_of_a_life_the_next_one_ends_it(
-    life: Life, driver: str, wish: Wish, moment: int, monkeypatch: pytest.MonkeyPatch
+    life: Life, driver: str, demand: CxlDemand, moment: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = life.kernel.add(0, 4, driver)
     writes = iter(range(100))
@@ -202,17 +206,17 @@ def test_whatever_step_was_the_last_of_a_life_the_next_one_ends_it(
         patched.setattr(DaxKernel, "write", dies)
         patched.setattr(DaxKernel, "offline", dies_between_blocks)
         try:
-            life.keeper().round(wish)
+            life.keeper().round(demand)
         except Killed:
             assert name in read_dax_book(life.state, BOOT).changed
 
-    assert list(life.keeper().round(wish).values()) == [PRESENT]
-    life.keeper(gives_back=True).round(Wish())
+    assert list(life.keeper().round(demand).values()) == [PRESENT]
+    life.keeper(gives_back=True).round(CxlDemand())
     life.now_s += 60
     again = life.keeper(gives_back=True)
-    again.round(Wish())
+    again.round(CxlDemand())
     life.now_s += 60
-    again.round(Wish())
+    again.round(CxlDemand())
     assert life.kernel.driver(name) == driver
     assert life.kernel.states(name) == (["online"] * 4 if driver == KMEM else [])
     assert read_dax_book(life.state, BOOT).changed == {}
@@ -276,7 +280,7 @@ def test_a_device_without_a_driver_that_is_not_declared_is_not_taken_along(life:
     life.kernel.by_type = DEVDAX
     life.kernel._names[KMEM].add("dax0.0")
 
-    told = life.keeper("dax0.*").round(Wish(devices_bytes=(BLOCK,)))
+    told = life.keeper("dax0.*").round(CxlDemand(devices_bytes=(BLOCK,)))
     assert told == {CxlMode.DEV_DAX: PRESENT}
     reason, why = life.keeper("dax0.*").round(MEMORY)[CxlMode.NUMA_NODE]
 
@@ -291,13 +295,13 @@ def test_each_obstacle_has_its_reason(life: Life) -> None:
     reason, why = life.keeper("dax7.*").round(MEMORY)[CxlMode.NUMA_NODE]
     assert reason is Reason.WRONG_MODE
     assert "dax0.0 has driver device_dax and is not declared to be changed" in why
-    assert life.keeper().round(Wish(8 * BLOCK, (BLOCK,)))[CxlMode.NUMA_NODE][0] is Reason.ABSENT
-    assert life.keeper().round(Wish()) == {}
+    assert life.keeper().round(CxlDemand(8 * BLOCK, (BLOCK,)))[CxlMode.NUMA_NODE][0] is Reason.ABSENT
+    assert life.keeper().round(CxlDemand()) == {}
 
 
 def test_two_modes_share_devices_and_neither_takes_the_others(life: Life) -> None:
     first, second = life.kernel.add(0, 4, KMEM), life.kernel.add(1, 2, KMEM)
-    both = Wish(numa_bytes=4 * BLOCK, devices_bytes=(BLOCK, BLOCK))
+    both = CxlDemand(numa_bytes=4 * BLOCK, devices_bytes=(BLOCK, BLOCK))
 
     told = life.keeper().round(both)
 
@@ -316,7 +320,7 @@ def test_tiers_of_all_pools_add_up_and_an_emulation_wants_nothing() -> None:
 
     asked = [tier("NumaNode", 2), tier("DevDax", 1), tier("NumaNode", 3), tier("DevDax", 4), tier("Emulated", 9)]
 
-    assert wanted(asked) == Wish(5 * BLOCK, (4 * BLOCK, BLOCK))
+    assert wanted(asked) == CxlDemand(5 * BLOCK, (4 * BLOCK, BLOCK))
 
 
 @pytest.mark.parametrize(

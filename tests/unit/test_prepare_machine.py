@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from huge_pages import BOOT, PAGE, make_machine, pages_at, pages_file
 
+from kvstrata_node.books import Book, open_book
 from kvstrata_node.discovery import PciGpu, read_pci_gpus
-from kvstrata_node.page_book import Book, open_book
-from kvstrata_node.pages_plan import Place, SetPages
+from kvstrata_node.pages_plan import PagePool, SetPages
 from kvstrata_node.pages_sysfs import Machine
 
 pytestmark = pytest.mark.unit
 
-HERE = Place(0, PAGE)
+HERE = PagePool(0, PAGE)
 
 
 @pytest.fixture

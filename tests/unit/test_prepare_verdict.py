@@ -9,24 +9,21 @@ from kvstrata_api.conditions import Condition, Status
 from kvstrata_api.models.inventory import NodeCxl, NodeReport
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.units import PAGE_BYTES
-from kvstrata_node import declared
-from kvstrata_node import status_writes as writes
-from kvstrata_node.declared import Asked
+from kvstrata_node import pool_node
 from kvstrata_node.discovery import HugePages, PciGpu
-from kvstrata_node.inventory import Looked, report
-from kvstrata_node.pages_plan import Place, Wish, wanted
+from kvstrata_node.pages_plan import PageDemand, PagePool, wanted
 from kvstrata_node.pages_verdict import Reason, of_size, of_tiers
-from kvstrata_node.status_writes import Urgency
+from kvstrata_node.pool_node import Observation, PoolNode, Urgency, report
 
 pytestmark = pytest.mark.unit
 
-WISH = Wish({Place(0, PAGE): 10})
+DEMAND = PageDemand({PagePool(0, PAGE): 10})
 
 
 def judged(
-    have: int, advertised: int | None, *, tried: bool = True, memory_bytes: int = 64 * GIB, wish: Wish = WISH
+    have: int, advertised: int | None, *, tried: bool = True, memory_bytes: int = 64 * GIB, demand: PageDemand = DEMAND
 ) -> tuple[Reason, str]:
-    return of_size("2Mi", wish, Kernel({0: have}, memory_bytes=memory_bytes).facts(), advertised, tried=tried)
+    return of_size("2Mi", demand, Kernel({0: have}, memory_bytes=memory_bytes).facts(), advertised, tried=tried)
 
 
 def test_each_obstacle_has_its_reason_and_says_what_to_do() -> None:
@@ -43,23 +40,23 @@ def test_each_obstacle_has_its_reason_and_says_what_to_do() -> None:
     reason, why = judged(7, 0, memory_bytes=16 << 20)
     assert reason is Reason.INSUFFICIENT_MEMORY
     assert "90 %" in why
-    assert judged(0, 0, wish=Wish()) == (Reason.NOT_REQUESTED, "")
+    assert judged(0, 0, demand=PageDemand()) == (Reason.NOT_REQUESTED, "")
 
 
 def test_pods_of_others_count_where_a_tier_wants_pages() -> None:
-    assert judged(12, 12 * PAGE, wish=replace(WISH, others={PAGE: 2}))[0] is Reason.RESERVED
-    assert judged(11, 11 * PAGE, wish=replace(WISH, others={PAGE: 2}))[0] is Reason.FRAGMENTED
+    assert judged(12, 12 * PAGE, demand=replace(DEMAND, others={PAGE: 2}))[0] is Reason.RESERVED
+    assert judged(11, 11 * PAGE, demand=replace(DEMAND, others={PAGE: 2}))[0] is Reason.FRAGMENTED
 
 
 def test_large_pages_that_cannot_be_had_now_need_the_boot_command_line() -> None:
-    wish = Wish({Place(0, GIB): 4})
+    demand = PageDemand({PagePool(0, GIB): 4})
     facts = Kernel({0: 0}).facts()
 
-    reason, why = of_size("1Gi", wish, facts, 0, tried=True)
+    reason, why = of_size("1Gi", demand, facts, 0, tried=True)
     assert reason is Reason.NEEDS_REBOOT
     assert "hugepagesz=1G" in why
     some = replace(facts, hugepages=(HugePages(0, GIB, 1, 1),))
-    reason, why = of_size("1Gi", wish, some, 0, tried=True)
+    reason, why = of_size("1Gi", demand, some, 0, tried=True)
     assert reason is Reason.NEEDS_REBOOT
     assert "hugepagesz=1G hugepages=0:4" in why
 
@@ -67,47 +64,47 @@ def test_large_pages_that_cannot_be_had_now_need_the_boot_command_line() -> None
 def told(have: int, size: str = "2Mi", free: int | None = None) -> NodeReport:
     kernel = Kernel({0: have}, {0: have - (have if free is None else free)})
     gpus = (PciGpu("0000:01:00.0", "H200", 0),)
-    wish = Wish(wanted([tier(10, size)], (0,)))
+    demand = PageDemand(wanted([tier(10, size)], (0,)))
     advertised = {PAGE_BYTES[size]: have * PAGE_BYTES[size]}
-    return report(Looked(kernel.facts(), gpus, wish, {Place(0, PAGE): 3}, advertised, may_reserve=True))
+    return report(Observation(kernel.facts(), gpus, demand, {PagePool(0, PAGE): 3}, advertised, may_reserve=True))
 
 
-def asked(**changed: object) -> Asked:
-    node = Asked("p.n", "n", 2, (tier(10),), has_agent=False, said=(), report=None)
+def asked(**changed: object) -> PoolNode:
+    node = PoolNode("p.n", "n", 2, (tier(10),), has_agent=False, conditions=(), report=None)
     return replace(node, **changed)  # type: ignore[arg-type]
 
 
-def stored(document: dict[str, object]) -> Asked:
+def stored(document: dict[str, object]) -> PoolNode:
     """The object as the API server has it after a write."""
     spec = {"nodeName": "n", "tiers": [tier(10).to_json()]}
-    return declared.pool_node({"metadata": {"name": "p.n", "generation": 2}, "spec": spec, **document})
+    return pool_node.parse({"metadata": {"name": "p.n", "generation": 2}, "spec": spec, **document})
 
 
 def test_a_report_comes_back_as_it_was_written_and_is_not_written_again() -> None:
     seen = told(7)
-    document = writes.document(asked(), seen, "2026-11-23T00:00:00Z")
+    document = pool_node.document(asked(), seen, "2026-11-23T00:00:00Z")
 
-    assert writes.urgency(asked(), seen) is Urgency.FACTS
+    assert pool_node.urgency(asked(), seen) is Urgency.FACTS
     again = stored(document)
     assert again.report == seen
-    assert again.said[0].reason == "Fragmented"
-    assert writes.urgency(again, seen) is Urgency.NONE
-    assert writes.urgency(again, told(10)) is Urgency.FACTS
-    assert writes.urgency(again, told(7, free=2)) is Urgency.FREE
+    assert again.conditions[0].reason == "Fragmented"
+    assert pool_node.urgency(again, seen) is Urgency.NONE
+    assert pool_node.urgency(again, told(10)) is Urgency.FACTS
+    assert pool_node.urgency(again, told(7, free=2)) is Urgency.FREE
 
 
 def test_a_condition_keeps_its_time_while_its_status_stays() -> None:
-    before = stored(writes.document(asked(), told(7), "2026-11-23T00:00:00Z"))
+    before = stored(pool_node.document(asked(), told(7), "2026-11-23T00:00:00Z"))
 
-    worse = writes.document(before, told(5), "2026-11-23T01:00:00Z")["status"]["conditions"]
-    well = writes.document(before, told(10), "2026-11-23T01:00:00Z")["status"]["conditions"]
+    worse = pool_node.document(before, told(5), "2026-11-23T01:00:00Z")["status"]["conditions"]
+    well = pool_node.document(before, told(10), "2026-11-23T01:00:00Z")["status"]["conditions"]
 
     assert worse[0]["lastTransitionTime"] == "2026-11-23T00:00:00Z"
     assert (well[0]["status"], well[0]["lastTransitionTime"]) == ("True", "2026-11-23T01:00:00Z")
 
 
 def test_while_an_agent_is_there_the_condition_is_its_own() -> None:
-    document = writes.document(asked(has_agent=True), told(7), "2026-11-23T00:00:00Z")
+    document = pool_node.document(asked(has_agent=True), told(7), "2026-11-23T00:00:00Z")
 
     assert "conditions" not in document["status"]
     assert document["status"]["node"]["hugePages"][0]["reason"] == "Fragmented"
@@ -120,23 +117,23 @@ def test_a_dax_device_that_is_missing_is_told_of_and_taken_back_where_a_tier_wan
     busy = told(10).model_copy(update={"cxl": (NodeCxl(mode="DevDax", reason="Busy", message="open"),)})
     wants = asked(tiers=(CXL,))
 
-    assert [c.type for c in writes.conditions_of(asked(), busy)] == ["HugepagesReserved"]
-    document = writes.document(wants, busy, "2026-11-23T00:00:00Z")
+    assert [c.type for c in pool_node.conditions_of(asked(), busy)] == ["HugepagesReserved"]
+    document = pool_node.document(wants, busy, "2026-11-23T00:00:00Z")
     assert [(c["type"], c["status"], c["reason"]) for c in document["status"]["conditions"]] == [
         ("HugepagesReserved", "True", "NotRequested"),
         ("DevicePresent", "False", "Busy"),
     ]
     before = stored(document)
     assert before.report == busy
-    assert writes.urgency(replace(before, tiers=(CXL,)), busy) is Urgency.NONE
-    assert {c.type: c.reason for c in writes.conditions_of(before, busy)}["DevicePresent"] == "NotRequested"
-    assert writes.urgency(before, busy) is Urgency.FACTS
+    assert pool_node.urgency(replace(before, tiers=(CXL,)), busy) is Urgency.NONE
+    assert {c.type: c.reason for c in pool_node.conditions_of(before, busy)}["DevicePresent"] == "NotRequested"
+    assert pool_node.urgency(before, busy) is Urgency.FACTS
 
 
 def test_what_an_agent_that_is_gone_said_of_other_devices_stays() -> None:
     left = Condition(type="DevicePresent", status=Status.FALSE, reason="DeviceFailed")
 
-    assert [c.type for c in writes.conditions_of(asked(said=(left,)), told(10))] == ["HugepagesReserved"]
+    assert [c.type for c in pool_node.conditions_of(asked(conditions=(left,)), told(10))] == ["HugepagesReserved"]
 
 
 def test_the_worst_size_of_a_pool_counts_and_sizes_of_other_pools_do_not() -> None:
@@ -152,5 +149,5 @@ def test_the_worst_size_of_a_pool_counts_and_sizes_of_other_pools_do_not() -> No
 def test_what_a_kubelet_advertises_is_read_from_its_node() -> None:
     node = {"status": {"capacity": {"hugepages-2Mi": "20Mi", "hugepages-1Gi": "0", "cpu": "8"}}}
 
-    assert declared.advertised(node) == {PAGE: 10 * PAGE, GIB: 0}
-    assert declared.advertised({}) == {PAGE: 0, GIB: 0}
+    assert pool_node.advertised(node) == {PAGE: 10 * PAGE, GIB: 0}
+    assert pool_node.advertised({}) == {PAGE: 0, GIB: 0}

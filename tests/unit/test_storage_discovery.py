@@ -29,7 +29,6 @@ def machine(tmp_path: Path) -> Path:
         base = f"sys/devices/system/node/node{node}"
         put(tmp_path, f"{base}/cpulist", f"{cpus}\n")
         put(tmp_path, f"{base}/meminfo", f"Node {node} MemTotal:      {kib} kB\n")
-        put(tmp_path, f"{base}/distance", "10 20 30\n")
         put(tmp_path, f"{base}/hugepages/hugepages-2048kB/nr_hugepages", "8\n")
         put(tmp_path, f"{base}/hugepages/hugepages-2048kB/free_hugepages", f"{node}\n")
     put(tmp_path, "sys/block/nvme0n1/size", "2048\n")
@@ -51,7 +50,6 @@ def test_a_machine_is_read_as_it_is(machine: Path) -> None:
     assert facts.cpu_nodes == (0, 1)
     assert [n.id for n in facts.cpuless] == [10]
     assert facts.numa[0].cpus == (0, 1, 4)
-    assert facts.numa[0].distances == (10, 20, 30)
     assert facts.hugepages[-1] == HugePages(10, 2 * MIB, 8, 10)
     assert facts.nvme == (NvmeDevice("nvme0n1", "Fast 9000", MIB, 1),)
     assert facts.dax == (DaxDevice("dax0.0", 4096, 10, "kmem"), DaxDevice("dax1.0", 8192, -1, ""))

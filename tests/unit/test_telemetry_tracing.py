@@ -35,7 +35,6 @@ def test_tracing_is_off_until_an_endpoint_is_given() -> None:
     with tracing.span("kvstrata.lookup", session_id="s") as active:
         active.set(hit_blocks=3)
 
-    assert tracing.traceparent() == ""
     assert tracing.current_ids() == {}
 
 
@@ -64,23 +63,6 @@ def test_a_span_inside_another_is_its_child(exporter: InMemorySpanExporter) -> N
     move, acquire = exporter.get_finished_spans()
     assert move.parent is not None
     assert move.parent.span_id == acquire.context.span_id
-
-
-def test_a_parent_in_another_process_continues_its_trace(exporter: InMemorySpanExporter) -> None:
-    with tracing.span("kvstrata.acquire"):
-        header = tracing.traceparent()
-    with tracing.span("kvstrata.fetch", parent=header):
-        pass
-
-    acquire, fetch = exporter.get_finished_spans()
-    assert fetch.context.trace_id == acquire.context.trace_id
-
-
-def test_a_malformed_parent_starts_a_new_trace(exporter: InMemorySpanExporter) -> None:
-    with tracing.span("kvstrata.fetch", parent="00-not-a-trace"):
-        pass
-
-    assert exporter.get_finished_spans()[0].parent is None
 
 
 def test_an_error_is_recorded_and_goes_on(exporter: InMemorySpanExporter) -> None:

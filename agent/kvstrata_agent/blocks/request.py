@@ -30,8 +30,3 @@ class Place:
     def scope(self) -> ScopeId:
         """The scope of all keys of the request."""
         return self.secret.scope
-
-    @property
-    def session_name(self) -> str:
-        """Name of the session, empty when there is none."""
-        return self.session.name if self.session else ""

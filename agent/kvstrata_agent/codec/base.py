@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from kvstrata_api.blocks import Layout
-from kvstrata_native.mixing import PLANE_BYTES_MAX
+from kvstrata_native.forms import PLANE_BYTES_MAX
 
 RAW: Final = "raw"
 """Form of a block that is stored as it came from its writer."""

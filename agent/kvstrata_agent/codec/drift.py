@@ -11,7 +11,7 @@ _BLOCKS: Final = 256
 _BLOCKS_LEAST: Final = 64
 """Fewer say nothing."""
 _FROM_RATIO: Final = 0.05
-"""A calibration is made such that 1 % of planes miss (`kvstrata_client.calibration.forms`); five times that is
+"""A calibration is made such that 1 % of planes miss (`kvstrata_client.calibration`); five times that is
 another cache."""
 _UNTIL_RATIO: Final = 0.025
 """Half of it ends what began, so that nothing flaps."""

@@ -12,7 +12,7 @@ from typing import Final
 from kvstrata_agent.codec.base import RAW, Encoded, Shape
 from kvstrata_api.errors import BlockCorruptError
 from kvstrata_native import copy, narrow, widen, width_of
-from kvstrata_native.tops import ELEMENT_BYTES, WIDTH_LEAST, WIDTH_MOST
+from kvstrata_native.forms import ELEMENT_BYTES, WIDTH_LEAST, WIDTH_MOST
 
 NAME: Final = "packed"
 

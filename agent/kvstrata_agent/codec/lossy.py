@@ -5,7 +5,7 @@ raw bytes u64`, then what `kvstrata_native.mix` makes (docs/format.md).
 
 Which rung each plane is tried on first: the one that the last block of its layout settled on. No clock, no I/O.
 
-Rungs are told by their places on the ladder (`kvstrata_native.mixing.LADDER`), a byte for each plane. Layouts of which
+Rungs are told by their places on the ladder (`kvstrata_native.forms.LADDER`), a byte for each plane. Layouts of which
 nothing is known start where the calibration says, and else at the cheapest.
 """
 
@@ -21,8 +21,7 @@ from kvstrata_agent.codec.base import Codec, Encoded, Planes, Settled, Shape
 from kvstrata_agent.codec.drift import Drift, DriftWatch
 from kvstrata_api.errors import BlockCorruptError
 from kvstrata_native import mix, unmix, width_of
-from kvstrata_native.mixing import LADDER, PLANE_BYTES_MAX, ROTATED, Mixing, Rung
-from kvstrata_native.tops import WIDTH_LEAST, WIDTH_MOST
+from kvstrata_native.forms import LADDER, PLANE_BYTES_MAX, ROTATED, WIDTH_LEAST, WIDTH_MOST, Mixing, Rung
 
 LAYOUTS_MAX: Final = 16
 """Layouts remembered, a byte for each plane; a pool has one for each rank of a tensor-parallel engine."""

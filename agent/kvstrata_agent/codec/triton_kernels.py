@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvstrata_native.packing import Kind, Packing
+from kvstrata_native.forms import Kind, Packing
 
 _TOO_LARGE: Final = 0x7B80
 """bf16 of 2^120, as in the native kernels: such a block is kept as it is."""

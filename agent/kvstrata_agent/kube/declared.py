@@ -17,7 +17,7 @@ from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
 from kvstrata_api.scopes import KEY_VERSION
 from kvstrata_api.wrapping import DATA_SUFFIX, data_entry
 from kvstrata_kube.answers import Json
-from kvstrata_node.declared import stored_report
+from kvstrata_node.pool_node import stored_report
 
 _IDENTITY: Final = ("name", "namespace", "uid", "deletionTimestamp")
 _FULL: Final = (*_IDENTITY, "generation", "labels", "annotations", "finalizers")

@@ -37,7 +37,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def _common() -> argparse.ArgumentParser:
-    """Options that say which agent, pool, identity and layout."""
+    """Options that choose agent, pool, identity and layout."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--socket", default=os.environ.get("KVSTRATA_SOCKET"), help=f"default: {names.socket_path('POOL')}"
@@ -54,7 +54,7 @@ def _common() -> argparse.ArgumentParser:
 
 
 def _attach(given: argparse.Namespace) -> Client:
-    """Attach or say why not. Raises the `KvStrataError` that keeps the client away."""
+    """Attach. Raises the `KvStrataError` that keeps the client away."""
     if not given.pool:
         raise InvalidInputError("--pool (or KVSTRATA_POOL) is missing")
     socket = Path(given.socket or names.socket_path(given.pool))
@@ -141,5 +141,5 @@ def _read_tokens(source: str) -> "np.typing.NDArray[np.uint32]":
         raise InvalidInputError(f"tokens {source}: a JSON list of token ids wanted: {e}") from e
 
 
-def _print(told: Any) -> None:
-    sys.stdout.write(json.dumps(told, indent=2, sort_keys=True) + "\n")
+def _print(answer: Any) -> None:
+    sys.stdout.write(json.dumps(answer, indent=2, sort_keys=True) + "\n")

@@ -51,13 +51,13 @@ def _digest(given: argparse.Namespace) -> int:
     prefix: dict[str, Any] = {"digest": prefix_digest(tokens).hex(), "tokenCount": len(tokens)}
     if given.description:
         prefix["description"] = given.description
-    told = _share(given, prefix) if given.share else {"prefixes": [prefix]}
+    printed = _share(given, prefix) if given.share else {"prefixes": [prefix]}
     if given.json:
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        sys.stdout.write(json.dumps(printed, indent=2) + "\n")
         return 0
     blocks = shared_blocks(len(tokens), given.block_tokens)
     sys.stdout.write(f"# {blocks} whole blocks of {given.block_tokens} tokens are shared, the rest stays private.\n")
-    sys.stdout.write(yaml.safe_dump(told, sort_keys=False))
+    sys.stdout.write(yaml.safe_dump(printed, sort_keys=False))
     return 0
 
 

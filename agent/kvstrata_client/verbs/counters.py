@@ -26,7 +26,7 @@ class Counters:
     errors: Counter[str] = field(default_factory=Counter)
     """Calls that answered absence, by the name of the error."""
     busy: int = 0
-    """Answers that said: less than asked for, because the agent's path to the rest is congested."""
+    """Answers with less than was asked for because the agent's path to the rest is congested."""
     loaded_blocks: Counter[str] = field(default_factory=Counter)
     """Verified blocks by where they were: a tier name, or `remote`."""
     wanted_blocks: int = 0

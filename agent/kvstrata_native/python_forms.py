@@ -1,4 +1,4 @@
-"""Top bytes in fewer bits, in NumPy: equal to the compiled kernels to the bit."""
+"""Narrowing and packing in NumPy: independent of how the compiled kernels do it, and equal to them to the bit."""
 
 from __future__ import annotations
 
@@ -7,17 +7,44 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata_native.tops import ROW, ROWS, STRIP, UNCODED, WIDER, WIDTH_LEAST, WIDTH_MOST, check, narrowed_bytes_max
+from kvstrata_native.forms import (
+    ROW,
+    ROWS,
+    STRIP,
+    UNCODED,
+    WIDER,
+    WIDTH_LEAST,
+    WIDTH_MOST,
+    Kind,
+    Packing,
+    check_narrowing,
+    narrowed_bytes_max,
+)
 
 if TYPE_CHECKING:
-    from kvstrata_native.buffers import Buffer
+    from kvstrata_native.forms import Buffer
 
 _Bytes = npt.NDArray[np.uint8]
 _Ints = npt.NDArray[np.int64]
 _Flags = npt.NDArray[np.bool_]
+_Words = npt.NDArray[np.uint16]
+_Floats = npt.NDArray[np.float32]
 
 _SAMPLED_STRIPS: Final = 8
 _WORDS: Final[dict[int, np.dtype[Any]]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
+
+
+_STEPS: Final = {Kind.FP8: np.float32(448), Kind.INT8: np.float32(127), Kind.INT4: np.float32(15)}
+_SCALE_MIN: Final = np.float32(2.0**-100)
+"""Of a group that is not all zeros: its inverse and its products stay normal numbers."""
+_TOO_LARGE: Final = 0x7B80
+"""bf16 of 2^120: from there on a decoded value could overflow."""
+
+_MAGNITUDES: Final = np.array(
+    [(c & 7) * 2.0**-9 if c < 8 else (8 + (c & 7)) * 2.0 ** ((c >> 3) - 10) for c in range(128)], np.float32
+)
+"""Of the e4m3 codes in their order; the last one, which is not packed to, goes on like the others."""
+_MIDDLES: Final = ((_MAGNITUDES[:126] + _MAGNITUDES[1:127]) / 2).astype(np.float32)
 
 
 class _Form(NamedTuple):
@@ -31,7 +58,7 @@ class _Form(NamedTuple):
 
 def width_of(source: Buffer, element_bytes: int, /) -> int:
     """Return the width that makes a sample of the strips shortest. Raises `ValueError` for other elements."""
-    check(element_bytes, WIDTH_LEAST)
+    check_narrowing(element_bytes, WIDTH_LEAST)
     raw = np.frombuffer(source, np.uint8)
     count = raw.size // (STRIP * element_bytes)
     sampled = min(count, _SAMPLED_STRIPS)
@@ -45,7 +72,7 @@ def width_of(source: Buffer, element_bytes: int, /) -> int:
 
 def narrow(into: Buffer, source: Buffer, element_bytes: int, width: int, /) -> int:
     """Fill `into` from its start; return the length. Raises `ValueError` for too little room, or another form."""
-    check(element_bytes, width)
+    check_narrowing(element_bytes, width)
     raw, filled = np.frombuffer(source, np.uint8), np.frombuffer(into, np.uint8)
     if filled.size < narrowed_bytes_max(raw.size, element_bytes):
         need_bytes = narrowed_bytes_max(raw.size, element_bytes)
@@ -61,7 +88,7 @@ def narrow(into: Buffer, source: Buffer, element_bytes: int, width: int, /) -> i
 
 def widen(into: Buffer, stored: Buffer, element_bytes: int, width: int, /) -> bool:
     """Fill all of `into`; false for stored bytes that are none of `narrow`. Raises `ValueError` for another form."""
-    check(element_bytes, width)
+    check_narrowing(element_bytes, width)
     raw, held = np.frombuffer(into, np.uint8), np.frombuffer(stored, np.uint8)
     count = raw.size // (STRIP * element_bytes)
     whole, tail = count * STRIP * element_bytes, raw.size % (STRIP * element_bytes)
@@ -168,3 +195,110 @@ def _uncoded(heads: _Bytes, bodies: _Bytes, width: int) -> tuple[bool, _Bytes]:
                 top[position] = value
         at += size
     return at == bodies.size, tops
+
+
+def pack(codes: Buffer, scales: Buffer, source: Buffer, packing: Packing, /) -> bool:
+    """Fill codes and scales; false where a value is not finite or too large. Raises `ValueError` for other sizes."""
+    x, to_codes, to_scales = _arrays(source, codes, scales, packing)
+    if x.size and int((x & 0x7FFF).max()) >= _TOO_LARGE:
+        return False
+    singles, at, count = np.empty(x.size, np.uint8), 0, to_scales.size // packing.per_byte
+    for start, stop in _bands(x.size, packing):
+        coded, by, low = _quantized(x[start:stop].reshape(_shape(packing)), packing)
+        singles[start:stop] = coded.reshape(-1)
+        to_scales[at : at + by.size] = by
+        to_scales[count + at : count + at + by.size] = low[: to_scales.size - count]
+        at += by.size
+    to_codes[:] = singles[0::2] | singles[1::2] << 4 if packing.kind == Kind.INT4 else singles
+    return True
+
+
+def unpack(into: Buffer, codes: Buffer, scales: Buffer, packing: Packing, /) -> None:
+    """Undo `pack`, as far as it can be undone. Raises `ValueError` for other sizes."""
+    x, singles, from_scales = _arrays(into, codes, scales, packing)
+    if packing.kind == Kind.INT4:
+        singles = np.stack((singles & 0xF, singles >> 4), axis=1).reshape(-1)
+    numbers, at = _widened(from_scales).reshape(packing.per_byte, -1), 0
+    for start, stop in _bands(x.size, packing):
+        shaped = singles[start:stop].reshape(_shape(packing))
+        width = shaped.shape[1 if packing.is_by_column else 0]
+        by = numbers[:, at : at + width].reshape(-1, *((1, width) if packing.is_by_column else (width, 1)))
+        with np.errstate(over="ignore", invalid="ignore"):  # Of scales that nobody packed.
+            x[start:stop] = _dequantized(shaped, by, packing.kind).reshape(-1)
+        at += width
+
+
+def _shape(packing: Packing) -> tuple[int, int]:
+    return (-1, packing.columns) if packing.is_by_column else (-1, packing.group)
+
+
+def _quantized(x: _Words, packing: Packing) -> tuple[_Bytes, _Words, _Words]:
+    """Codes of groups, with their scales and least values."""
+    kind, axis = packing.kind, 0 if packing.is_by_column else 1
+    values = _widened(x)
+    low_words = np.take_along_axis(x, np.expand_dims(_ordered(x).argmin(axis), axis), axis)
+    low = _widened(low_words)
+    span = values.max(axis, keepdims=True) - low if kind == Kind.INT4 else np.abs(values).max(axis, keepdims=True)
+    amount = (span / _STEPS[kind]).astype(np.float32)
+    amount = np.where((amount > 0) & (amount < _SCALE_MIN), _SCALE_MIN, amount)
+    scale = ((amount.view(np.uint32) + 0xFFFF) >> 16).astype(np.uint16)
+    divisor = np.where(amount > 0, _widened(scale), np.float32(1))
+    inverse = np.where(amount > 0, np.float32(1) / divisor, np.float32(0)).astype(np.float32)
+    if kind == Kind.FP8:
+        coded = _fp8(np.abs(values) * inverse) | (x >> 8 & 0x80).astype(np.uint8)
+    elif kind == Kind.INT8:
+        coded = np.rint(values * inverse).astype(np.int8).view(np.uint8)
+    else:
+        coded = np.rint((values - low) * inverse).astype(np.uint8)
+    return coded, scale.reshape(-1), low_words.reshape(-1)
+
+
+def _fp8(values: _Floats) -> _Bytes:
+    """Nearest codes of magnitudes; of two as near, the even one."""
+    below, up_to = np.searchsorted(_MIDDLES, values, "left"), np.searchsorted(_MIDDLES, values, "right")
+    return np.where(below == up_to, below, below + (below & 1)).astype(np.uint8)
+
+
+def _dequantized(codes: _Bytes, numbers: _Floats, kind: Kind) -> _Words:
+    """Values of codes; the groups' scales come first in `numbers`, then their least values."""
+    if kind == Kind.FP8:
+        signs = (codes & np.uint8(0x80)).astype(np.uint16) << np.uint16(8)
+        return _rounded(_MAGNITUDES[codes & 0x7F] * numbers[0]) | signs
+    if kind == Kind.INT8:
+        return _rounded(codes.view(np.int8).astype(np.float32) * numbers[0])
+    return _rounded(codes.astype(np.float32) * numbers[0] + numbers[1])
+
+
+def _widened(words: _Words) -> _Floats:
+    return (words.astype(np.uint32) << 16).view(np.float32)
+
+
+def _rounded(values: _Floats) -> _Words:
+    """To bf16, to nearest, ties to even."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def _ordered(words: _Words) -> npt.NDArray[np.int16]:
+    """Integers in the order of the values, -0 before 0."""
+    flipped: _Words = words ^ np.where(words & 0x8000, 0x7FFF, 0).astype(np.uint16)
+    return flipped.view(np.int16)
+
+
+def _bands(size: int, packing: Packing) -> list[tuple[int, int]]:
+    """Where the elements begin and end that are handled in one go: a group of rows, or everything."""
+    step = packing.columns * packing.group if packing.is_by_column else max(1, size)
+    return [(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def _arrays(elements: Buffer, codes: Buffer, scales: Buffer, packing: Packing) -> tuple[_Words, _Bytes, _Words]:
+    x, coded, numbers = np.frombuffer(elements, "<u2"), np.frombuffer(codes, np.uint8), np.frombuffer(scales, "<u2")
+    kind, columns, group, is_by_column = packing
+    checked = Packing(Kind(kind), columns, group, is_by_column) if kind in list(Kind) else None
+    if checked is None or not checked.is_sound or x.size % columns:
+        raise ValueError(f"grid of {x.size} elements, kind {int(kind)}, {columns} columns, groups of {group}")
+    rows = x.size // columns
+    expected = (checked.codes_bytes(rows), checked.scales_bytes(rows))
+    if (coded.size, numbers.nbytes) != expected:
+        raise ValueError(f"{coded.size} B of codes and {numbers.nbytes} B of scales: must be {expected}")
+    return x, coded, numbers
