@@ -81,7 +81,8 @@ async def moved(core: AgentParts, entry: Entry, source: str, target: str) -> Res
     """Copy between tiers and drop the source; the copy that was made."""
     residence = entry.residence(tier(core, source))
     assert residence is not None
-    assert await core.cache.mover.copy(entry, residence, tier(core, target), None, Priority.DEMOTE)
+    move = core.cache.mover.plan(entry, residence, tier(core, target))
+    assert await core.cache.mover.copy_all([move], tier(core, target), Priority.DEMOTE) == [True]
     core.node.drop_copy(entry, tier(core, source))
     made = entry.residence(tier(core, target))
     assert made is not None
@@ -181,7 +182,8 @@ async def test_an_exact_copy_is_read_before_a_lossy_one(core: AgentParts) -> Non
     permit(core, "Lossless", 0)
     source = entry.residence(tier(core, "dram"))
     assert source is not None
-    assert await core.cache.mover.copy(entry, source, tier(core, "s3"), None, Priority.ARCHIVE)
+    move = core.cache.mover.plan(entry, source, tier(core, "s3"))
+    assert await core.cache.mover.copy_all([move], tier(core, "s3"), Priority.ARCHIVE) == [True]
     permit(core, "Auto", 30)
     assert (await moved(core, entry, "dram", "nvme")).record.codec == "mixed"
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.cache.ports import Directory, Peers
     from kvstrata_agent.cache.session_journal import SessionJournal
-    from kvstrata_agent.movement.encoding import Codecs
+    from kvstrata_agent.movement.move import Codecs
 
 
 class AgentParts:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.request import Place
     from kvstrata_agent.cache.ports import Directory, Peers
-    from kvstrata_agent.movement.encoding import Codecs
+    from kvstrata_agent.movement.move import Codecs
 
 
 class Cache:

@@ -6,18 +6,16 @@ from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.slot_request import Want
 from kvstrata_agent.movement.fair_queue import Priority
-from kvstrata_agent.movement.move import Move
 from kvstrata_agent.policy.eviction import excess_bytes
 from kvstrata_api.errors import RetryableError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
-
-    Moved = Callable[[Sequence[Move], Tier, Priority], Awaitable[Sequence[bool]]]
+    from kvstrata_agent.movement.mover import Mover
 
 BATCH_BLOCKS: Final = 256
 """Blocks that one pass begins with; what stands before them in their chains comes along."""
@@ -26,10 +24,9 @@ BATCH_BLOCKS: Final = 256
 class Lifting:
     """Makes the copies; whoever called drops those below."""
 
-    def __init__(self, node: Node, moved: Moved) -> None:
-        """`moved` makes copies while their blocks are marked as moving."""
+    def __init__(self, node: Node, mover: Mover) -> None:
         self._node = node
-        self._moved = moved
+        self._mover = mover
 
     async def lift(self, tier: Tier) -> None:
         """Copy one batch up, the last used first and none before its parent."""
@@ -68,7 +65,7 @@ class Lifting:
             try:
                 want = Want(target, entry.scope, entry.tenant, raw_bytes)
                 slot = self._node.take(want) if target.mappable is not None else None
-                await self._moved([Move(entry, source, slot)], target, Priority.DEMOTE)
+                await self._mover.move([self._mover.plan(entry, source, target, slot)], target, Priority.DEMOTE)
             except RetryableError:
                 continue
 

@@ -15,9 +15,8 @@ from kvstrata_agent.blocks.slot_request import Want
 from kvstrata_agent.cache.demotion import Lifting
 from kvstrata_agent.cache.eviction_candidates import Cut, Fate, TierCandidates
 from kvstrata_agent.movement.fair_queue import Priority
-from kvstrata_agent.movement.move import Move, Way, grouped
 from kvstrata_agent.policy.eviction import excess_bytes, plan_eviction
-from kvstrata_agent.policy.placement import next_lower
+from kvstrata_agent.policy.placement import CopyPath, grouped, next_lower
 from kvstrata_agent.policy.quota import OverQuota, over_hard_bytes, payers, payments
 from kvstrata_agent.policy.recompute import REFUSED_S
 from kvstrata_api.errors import BackendFailedError, QuotaExceededError, RetryableError, TierFullError
@@ -50,7 +49,7 @@ class Room:
         self._mover = mover
         self._locks: dict[Tier, asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[SlotRef]] = set()
-        self._lifting = Lifting(node, self._moved)
+        self._lifting = Lifting(node, mover)
 
     async def reserve(
         self,
@@ -85,7 +84,7 @@ class Room:
 
     def _may_come(self, tier: Tier, awaits_holders: bool) -> bool:  # noqa: FBT001  Of `reserve`.
         """True while something is under way that may leave room in a tier when it ends."""
-        if any(target is tier for target in self._mover.moving.values()):
+        if any(target is tier for target in self._mover.under_way.values()):
             return True
         return awaits_holders and self._node.holds(tier)
 
@@ -328,7 +327,7 @@ class Room:
         try:
             want = Want(tier, entry.scope, entry.tenant, source.record.stored_bytes)
             slot = self._node.take(want) if tier.mappable else None
-            return all(await self._moved([Move(entry, source, slot)], tier, Priority.DEMOTE))
+            return all(await self._mover.move([self._mover.plan(entry, source, tier, slot)], tier, Priority.DEMOTE))
         except (TierFullError, BackendFailedError):
             return False
 
@@ -399,12 +398,12 @@ class Room:
         if target is None:
             return entries
         sources = {e: source for e in entries if e.move is None and (source := e.residence(tier)) is not None}
-        moves = [Move(e, source) for e, source in sources.items() if e.residence(target) is None]
-        for way in (Way.STRAIGHT, Way.CODED):
-            alike = [m for m in moves if m.entry.move is None and self._mover.way(m, target) is way]
+        moves = [self._mover.plan(e, source, target) for e, source in sources.items() if e.residence(target) is None]
+        for path in (CopyPath.RAW_GROUP, CopyPath.CODED_GROUP):
+            alike = [m for m in moves if m.entry.move is None and m.path is path]
             if alike:
                 with suppress(RetryableError):  # No room, or too many wait: each tries by itself what can be done.
-                    await self._moved(alike, target, urgency)
+                    await self._mover.move(alike, target, urgency)
         return [e for e in entries if e.residence(target) is None]
 
     def _next_lower(self, tier: Tier) -> Tier | None:
@@ -432,30 +431,13 @@ class Room:
             if source is None or entry.move is not None:
                 return False
             try:
-                return all(await self._moved([Move(entry, source)], target, urgency))
+                return all(await self._mover.move([self._mover.plan(entry, source, target)], target, urgency))
             except TierFullError:
                 async with self._lock(target):
                     await self._make(Want(target, entry.scope, entry.tenant, source.record.raw_bytes), attempt)
             except RetryableError:
                 return False
         return False
-
-    async def _moved(self, moves: Sequence[Move], target: Tier, urgency: Priority) -> list[bool]:
-        """Make copies while their blocks are marked as moving."""
-        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        for move in moves:
-            assert move.entry.move is None
-            move.entry.move = done
-        made = [False]
-        try:
-            made = await self._mover.copy_all(moves, target, urgency)
-        finally:
-            for move in moves:
-                move.entry.move = None
-            done.set_result(all(made))
-            if any(made):
-                self._node.changed.fire()
-        return made
 
 
 def _bytes_in(tier: Tier, entry: Entry) -> int:

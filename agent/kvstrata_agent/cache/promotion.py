@@ -12,15 +12,16 @@ from kvstrata_agent.blocks.block import GONE, Entry, Residence
 from kvstrata_agent.blocks.slot_request import Want
 from kvstrata_agent.cache.ports import Wanted
 from kvstrata_agent.codec.base import LOSSY
-from kvstrata_agent.movement.fair_queue import Priority, TrafficClass
-from kvstrata_agent.movement.move import Move, Way, grouped
+from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.move import Move
 from kvstrata_agent.movement.path import BYTES_AT_ONCE
+from kvstrata_agent.policy.placement import CopyPath, grouped
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import BackendFailedError, RetryableError, TierFullError
 from kvstrata_telemetry.tracing import span
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.request import Place
@@ -58,7 +59,7 @@ class Fetcher:
     async def close(self) -> None:
         """Cancel what is under way."""
         for entries in (*self._rising.values(), *self._grouped):
-            self._end(entries, ())
+            self._mover.end(entries, ())
         self._rising.clear()
         self._grouped.clear()
         for task in self._tasks:
@@ -96,7 +97,7 @@ class Fetcher:
             return
         away = [e for e in dict.fromkeys(entries) if e.move is None and e.residences and self.up_already(e) is None]
         for group in grouped(away, _stored_bytes, lambda e: e.tenant):
-            self._begin(group)
+            self._mover.begin(group)
             self._ask_to_rise()
             self._grouped.append(group)
 
@@ -139,7 +140,7 @@ class Fetcher:
         tier = self._node.entry_tier
         if tier is None or not entry.residences:
             return False
-        self._begin([entry])
+        self._mover.begin([entry])
         self._ask_to_rise()
         self._rising.setdefault((urgency, for_reader), []).append(entry)
         return True
@@ -175,9 +176,9 @@ class Fetcher:
             count = len(entries)
             raise
         finally:
-            self._end(entries[:count], made)
+            self._mover.end(entries[:count], made)
         if entries[count:]:
-            self._begin([e for e in entries[count:] if e.move is None or e.move.done()])
+            self._mover.begin([e for e in entries[count:] if e.move is None or e.move.done()])
             self._spawn(self._copy_up(entries[count:], urgency, for_reader=for_reader))
 
     def _is_wanted(self, entries: Sequence[Entry]) -> bool:
@@ -200,15 +201,15 @@ class Fetcher:
                 if not is_wanted():
                     return len(entries)
                 slot = await self._room.reserve(want, self._node.clock() + FETCH_S, is_wanted=is_wanted)
-            moves.append(Move(entry, source, slot))
+            moves.append(self._mover.plan(entry, source, tier, slot))
         return len(entries)
 
     async def _copied(self, moves: Sequence[Move], tier: Tier, urgency: Priority) -> set[Entry]:
-        """Carry moves out, what goes the same way from one tier together; returns the blocks that are up."""
+        """Carry moves out, what takes the same path from one tier together; returns the blocks that are up."""
         batches: dict[object, list[Move]] = {}
         for move in moves:
-            way = self._mover.way(move, tier)
-            batches.setdefault(move.entry if way is Way.ALONE else (way, move.source.tier), []).append(move)
+            is_single = move.path is CopyPath.SINGLE
+            batches.setdefault(move.entry if is_single else (move.path, move.source.tier), []).append(move)
         copies = [self._mover.copy_all(batch, tier, urgency, FETCH_S) for batch in batches.values()]
         ends = await asyncio.gather(*copies, return_exceptions=True) if len(copies) > 1 else [await c for c in copies]
         made: set[Entry] = set()
@@ -230,23 +231,18 @@ class Fetcher:
         """Start to fetch blocks from peers; `links` gives (digest, parent or empty when unknown) for each location."""
         step = min(FETCH_BLOCKS, max(1, BYTES_AT_ONCE // place.raw_bytes))
         for i in range(0, len(links), step):
-            entries = []
-            done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            for digest, parent in links[i : i + step]:
-                assert digest not in self._node.index.blocks(place.scope)
-                entry = self._node.index.begin(
-                    place.scope, digest, parent, place.layout_id, self._node.clock(), place.tenant
-                )
-                entry.move = done
-                entries.append(entry)
-            self._spawn(self._fetch(place, entries, locations[i : i + step], done, urgency))
+            entries = [
+                self._node.index.begin(place.scope, digest, parent, place.layout_id, self._node.clock(), place.tenant)
+                for digest, parent in links[i : i + step]
+            ]
+            self._mover.begin(entries)
+            self._spawn(self._fetch(place, entries, locations[i : i + step], urgency))
 
     async def _fetch(
         self,
         place: Place,
         entries: Sequence[Entry],
         locations: Sequence[Location],
-        done: asyncio.Future[bool],
         urgency: Priority,
     ) -> None:
         slots: list[SlotRef] = []
@@ -264,7 +260,7 @@ class Fetcher:
             for slot in slots:
                 if tier is not None and slot not in arrived:
                     self._node.give_back(tier, slot, place.tenant)
-            self._close_fetch(entries, done)
+            self._close_fetch(entries)
 
     @asynccontextmanager
     async def _turn(
@@ -335,41 +331,18 @@ class Fetcher:
         form, epoch = self._node.arriving_form, self._node.epoch
         return Record(want.key, parent, entry.layout_id, form, raw_bytes, raw_bytes, want.checksum, epoch)
 
-    def _close_fetch(self, entries: Sequence[Entry], done: asyncio.Future[bool]) -> None:
+    def _close_fetch(self, entries: Sequence[Entry]) -> None:
         """Forget the blocks that did not arrive, and wake those who wait."""
         for entry in entries:
             if not entry.residences and entry.level != GONE:
                 self._node.index.forget(entry)
-            entry.move = None
-        done.set_result(any(e.residences for e in entries))
+        self._mover.end(entries, {e for e in entries if e.residences})
         self._node.changed.fire()
 
     def _count(self, tier: Tier, entries: Sequence[Entry], raw_bytes: int, took_s: float) -> None:
         arrived = sum(1 for e in entries if e.residences)
-        path = {"source": REMOTE, "target": tier.name}
         if arrived:
-            self._node.counters.add("kvstrata_moved_blocks_total", arrived, **path)
-            moved_bytes = arrived * raw_bytes
-            self._node.counters.add("kvstrata_moved_bytes_total", moved_bytes, **path, traffic=TrafficClass.KV)
-            self._node.counters.observe("kvstrata_move_duration_seconds", took_s, **path)
-
-    @staticmethod
-    def _begin(entries: Sequence[Entry]) -> None:
-        """Give blocks a move that they share."""
-        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        for entry in entries:
-            assert entry.move is None or entry.move.done()
-            entry.move = done
-
-    def _end(self, entries: Sequence[Entry], made: Collection[Entry]) -> None:
-        """End the moves of blocks, shared ones with the first block that ends."""
-        for entry in entries:
-            done, entry.move = entry.move, None
-            assert done is not None
-            if not done.done():
-                done.set_result(entry in made)
-        if made:
-            self._node.changed.fire()
+            self._mover.traffic.count_moved(REMOTE, tier.name, arrived, arrived * raw_bytes, [took_s])
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.codec.base import Encoded
-    from kvstrata_agent.movement.encoding import Coding
     from kvstrata_agent.movement.group_write import GroupWriter
-    from kvstrata_agent.movement.move import Move
+    from kvstrata_agent.movement.move import Coding, Move
 
 
 def risen(node: Node, move: Move, target: Tier, end: bytes | KvStrataError) -> Residence | None:
@@ -122,22 +121,24 @@ class CodedMoves:
                 if i not in group:
                     self._node.copy_failed(move.entry, move.source, is_corrupt=True)
             for _, encoded in group.values():
-                self._coding.count(encoded)
+                if encoded is not None:
+                    self._coding.count(encoded)
             if group:
                 ends = await self._writer.write([one for one, _ in group.values()], target)
                 for i, end in zip(group, ends, strict=True):
                     made[i] = end
         return made
 
-    def _encoding(self, move: Move, target: Tier, loans: ExitStack) -> Callable[[], tuple[Outgoing, Encoded] | None]:
+    def _encoding(
+        self, move: Move, target: Tier, loans: ExitStack
+    ) -> Callable[[], tuple[Outgoing, Encoded | None] | None]:
         """What makes the stored form of one block; None from it where memory holds other bytes than the block's.
 
-        What does not become shorter is stored as it is.
+        What does not become shorter is stored as it is, and so are blocks that waited until the pool wants no codec.
         """
         source, record = move.source, move.source.record
         codec = self._coding.codec_for(record, target)
         assert source.tier.mappable is not None
-        assert codec is not None
         whole = loans.enter_context(source.tier.mappable.view(source.slot))
         view = loans.enter_context(whole[: record.raw_bytes])
         raw = loans.enter_context(self._buffers.lend(record.raw_bytes))
@@ -145,11 +146,11 @@ class CodedMoves:
         shape = self._coding.shape(move.entry, record.raw_bytes)
         bound = bind(record.key.digest, record.epoch, source.slot.stamp)
 
-        def work() -> tuple[Outgoing, Encoded] | None:
+        def work() -> tuple[Outgoing, Encoded | None] | None:
             if copy_digest(raw, view, bound) != record.checksum:
                 return None
-            made = codec.encode(raw, shape, room)
-            if made.stored_bytes >= len(raw):
+            made = codec.encode(raw, shape, room) if codec is not None else None
+            if made is None or made.stored_bytes >= len(raw):
                 return Outgoing(move, WORN if record.codec in LOSSY else RAW, raw), made
             return Outgoing(move, made.codec, room[: made.stored_bytes]), made
 
