@@ -103,7 +103,7 @@ class Agent:
     async def _make_room(self) -> None:
         """What the sweeper does ahead of writers; the clock stands while the loop does."""
         assert self._core is not None
-        while await self._core.cache.room.trim(self._node.tiers[1]):
+        while await self._core.cache.evictor.trim(self._node.tiers[1]):
             pass
 
     async def _prepare(self, generation: int) -> None:
@@ -133,7 +133,7 @@ class Agent:
         dram, nvme = self._node.tiers
         assert self._core is not None
         for _ in range(DRAIN_ROUNDS_MAX):
-            if not await self._core.cache.room.drain(dram):
+            if not await self._core.cache.evictor.drain(dram):
                 break
         lost = sum(entry.residence(nvme) is None for entry in self._entries)
         assert not lost, f"{lost} of {len(self._entries)} blocks did not reach the disk: {nvme.backend.last_error}"
@@ -145,13 +145,13 @@ class Agent:
 
     async def _get(self) -> None:
         assert self._core is not None
-        fetcher = self._core.cache.fetcher
-        fetcher.start_all(self._entries)
+        promoter = self._core.cache.promoter
+        promoter.start_promotions(self._entries)
         groups: dict[object, list[Entry]] = {}
         for entry in self._entries:
             groups.setdefault(entry.move, []).append(entry)
-        await asyncio.gather(*(fetcher.wait_together(group, "bench") for group in groups.values()))
-        assert all(fetcher.up_already(entry) for entry in self._entries), "all blocks are up"
+        await asyncio.gather(*(promoter.wait_together(group, "bench") for group in groups.values()))
+        assert all(promoter.promoted(entry) for entry in self._entries), "all blocks are up"
 
     def show(self, _: int) -> None:
         """Copy what was loaded, and let memory go."""

@@ -119,7 +119,7 @@ async def _do(verb: str, core: AgentParts, entry: Any) -> None:
     assert nvme is not None
     if verb == "sink":
         if entry.residence(nvme) is None:
-            await core.cache.room.sink_into(entry, dram, nvme, Priority.DEMOTE)
+            await core.cache.demoter.demote_to(entry, dram, nvme, Priority.DEMOTE)
         if entry.residence(nvme) is not None and entry.residence(dram) is not None:
             core.node.evict([entry], dram, "test")
     elif verb == "drop":

@@ -47,7 +47,7 @@ async def push_down(running: AgentThread) -> None:
     core = running.core
     while core.node.contents(core.node.tiers[0]).blocks:
         core.node.is_draining = True
-        await core.cache.room.drain(core.node.tiers[0])
+        await core.cache.evictor.drain(core.node.tiers[0])
         core.node.is_draining = False
 
 

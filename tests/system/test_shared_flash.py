@@ -105,7 +105,7 @@ class Agent:
             self.core.cache.writer.publish_now(1, [made[0].id], [sealed])
             entry = self.core.node.index.find(SCOPE, digest(n))
             assert entry is not None
-            await self.core.cache.room.sink_into(entry, dram, flash, Priority.DEMOTE)
+            await self.core.cache.demoter.demote_to(entry, dram, flash, Priority.DEMOTE)
             assert entry.residence(flash) is not None, flash.last_error
             if entry.residence(dram) is not None:
                 self.core.node.drop_copy(entry, dram)

@@ -126,7 +126,7 @@ class Served(AgentThread):
         """Bring every block to the tier below."""
         memory, below = self.core.node.tiers
         for entry in list(self.core.node.contents(memory).residents()):
-            assert await self.core.cache.room.sink_into(entry, memory, below, Priority.DEMOTE)
+            assert await self.core.cache.demoter.demote_to(entry, memory, below, Priority.DEMOTE)
         while self.core.node.contents(memory).blocks:
             for entry in list(self.core.node.contents(memory).residents()):
                 if self.core.node.index.may_leave(entry):

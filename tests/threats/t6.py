@@ -169,7 +169,7 @@ class Trial:
             entry = self.core.node.index.find(scope, digest(number))
             assert entry is not None
             if entry.residence(self.below) is None:
-                await self.core.cache.room.sink_into(entry, self.memory, self.below, Priority.DEMOTE)
+                await self.core.cache.demoter.demote_to(entry, self.memory, self.below, Priority.DEMOTE)
             if entry.residence(self.memory) is not None and entry.residence(self.below) is not None:
                 self.core.node.drop_copy(entry, self.memory)
 

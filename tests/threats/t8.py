@@ -64,7 +64,7 @@ def _push_down(agent: AgentThread) -> None:
     """Leave the blocks in the slower tier alone."""
     node = agent.core.node
     fast, slow = node.tiers
-    agent.call(lambda: agent.core.cache.archiver.send_down(list(node.index), Priority.DEMOTE))
+    agent.call(lambda: agent.core.cache.archiver.demote_soon(list(node.index), Priority.DEMOTE))
     until(lambda: node.contents(slow).blocks == BLOCKS)
     for entry in agent.call(lambda: list(node.index)):
         agent.call(partial(node.evict, [entry], fast, "evicted"))

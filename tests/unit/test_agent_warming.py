@@ -94,7 +94,7 @@ async def test_what_lies_in_a_slower_tier_here_comes_up_in_the_same_way(pair: Pa
     await pair.store(range(1, 5))
     for _ in range(4):
         pair.a.node.is_draining = True
-        await pair.a.cache.room.drain(pair.a.node.tiers[0])
+        await pair.a.cache.evictor.drain(pair.a.node.tiers[0])
     pair.a.node.is_draining = False
     assert held(pair.a, "dram") == []
     answer = await warmed(pair.a, order(4))
@@ -188,7 +188,7 @@ async def test_no_more_is_brought_than_asked_and_never_what_has_to_give_way_agai
 
 async def test_a_tenants_quota_bounds_what_is_brought_for_it(pair: Pair) -> None:
     await pair.store(range(1, 9))
-    pair.b.node.tenants.arm({"a": Rules(bounds={"dram": Bound(3 * BLOCK_BYTES)})})
+    pair.b.node.tenants.set_rules({"a": Rules(bounds={"dram": Bound(3 * BLOCK_BYTES)})})
     answer = await warmed(pair.b, order(8))
 
     assert answer.blocks_done == 3
@@ -308,7 +308,7 @@ async def test_archived_sessions_come_up_whole_the_last_one_first(pair: Pair) ->
         core.cache.life.tell(session)
     core.node.is_draining = True
     for _ in range(6):
-        await core.cache.room.drain(core.node.tiers[0])
+        await core.cache.evictor.drain(core.node.tiers[0])
     core.node.is_draining = False
     assert held(core, "dram") == []
 

@@ -276,7 +276,7 @@ def test_reads_that_a_hung_device_never_answers_are_misses_and_its_tier_says_so(
 
         ends = await read_group(core, entries)
         assert all(isinstance(end, BackendFailedError) for end in ends)
-        assert await core.cache.fetcher.raise_up(entries[0], "a") is None
+        assert await core.cache.promoter.promote(entries[0], "a") is None
         assert "no answer" in core.node.tiers[1].last_error
         assert entries[0].residences == ()
         hung.set()

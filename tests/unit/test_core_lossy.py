@@ -91,7 +91,7 @@ async def moved(core: AgentParts, entry: Entry, source: str, target: str) -> Res
 
 async def loaded(core: AgentParts, entry: Entry) -> tuple[str, bytes]:
     """Form and verified bytes of the copy that comes up to memory."""
-    assert await core.cache.fetcher.raise_up(entry, "a") is not None
+    assert await core.cache.promoter.promote(entry, "a") is not None
     residence = entry.residence(tier(core, "dram"))
     assert residence is not None
     assert residence.tier.mappable is not None
@@ -196,7 +196,7 @@ async def test_a_rotten_lossy_copy_is_a_miss(core: AgentParts) -> None:
     assert isinstance(below.tier.backend, DictBackend)
     below.tier.backend.stored[below.slot.stamp] = stored(below)[:-1] + b"\xff"
 
-    assert await core.cache.fetcher.raise_up(entry, "a") is None
+    assert await core.cache.promoter.promote(entry, "a") is None
     assert core.node.index.find(SCOPE, entry.digest) is None
 
 

@@ -23,7 +23,7 @@ from core_pair import Pair, load, place
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.blocks.block import Residence
 from kvstrata_agent.blocks.node import Node
-from kvstrata_agent.blocks.slot_request import Want
+from kvstrata_agent.blocks.slot_request import SlotRequest
 from kvstrata_agent.movement.fair_queue import Priority, TrafficClass, Turn
 from kvstrata_agent.policy.recompute import REFUSED_S
 from kvstrata_api.blocks import BlockKey
@@ -208,7 +208,7 @@ async def test_extents_are_registered_before_use_and_let_go_of_before_they_vanis
 async def test_a_loan_that_nobody_waits_for_any_more_leaves_no_lease(pair: Pair) -> None:
     await pair.store(range(1, 25))
     keys = [BlockKey(SCOPE, digest(n)) for n in range(1, 25)]
-    assert any(pair.a.cache.fetcher.up_already(entry) is None for entry in pair.a.node.index), (
+    assert any(pair.a.cache.promoter.promoted(entry) is None for entry in pair.a.node.index), (
         "some have to be brought up"
     )
     holding = 0
@@ -227,15 +227,15 @@ async def test_a_loan_that_nobody_waits_for_any_more_leaves_no_lease(pair: Pair)
 
 async def test_a_fetch_that_fails_while_it_takes_slots_leaves_none(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     await pair.store([1, 2, 3])
-    room, tier, asked = pair.b.cache.room.reserve, pair.b.node.tiers[0], []
+    room, tier, asked = pair.b.cache.evictor.reserve, pair.b.node.tiers[0], []
 
-    async def reserve(want: Want, deadline_s: float) -> SlotRef:
+    async def reserve(want: SlotRequest, deadline_s: float) -> SlotRef:
         asked.append(want)
         if len(asked) >= 2:
             raise ValueError("not an answer")
         return await room(want, deadline_s)
 
-    monkeypatch.setattr(pair.b.cache.room, "reserve", reserve)
+    monkeypatch.setattr(pair.b.cache.evictor, "reserve", reserve)
     monkeypatch.setattr(Node, "take_run", lambda node, want, count: [node.take(want)] if count > 1 else [])
 
     assert await load(pair.b, [1, 2, 3]) == []

@@ -9,7 +9,7 @@ from kvstrata_agent.backends.base import Record
 from kvstrata_agent.blocks.block import Residence
 from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.eviction_candidates import TierCandidates
+from kvstrata_agent.cache.eviction_candidates import EvictionRequest, TierCandidates
 from kvstrata_api.blocks import BlockKey, LayoutId
 
 pytestmark = pytest.mark.unit
@@ -35,7 +35,7 @@ def copy_in(tier: Tier, number: int, layout_id: LayoutId, *, is_taken: bool = Fa
 def emptied(node: Node, tier: Tier) -> int:
     """Evict by the planner's own view until it knows no victim; returns how many went."""
     count = 0
-    while (entry := TierCandidates(node.index, tier).pop()) is not None:
+    while (entry := TierCandidates(node.index, tier, EvictionRequest(1, "room")).pop()) is not None:
         node.drop_copy(entry, tier)
         count += 1
     return count

@@ -19,7 +19,7 @@ from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.blocks.restore import NONE, Restoring, forest_of
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.eviction_candidates import TierCandidates
+from kvstrata_agent.cache.eviction_candidates import EvictionRequest, TierCandidates
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_api.blocks import BlockKey
 
@@ -145,7 +145,7 @@ def test_blocks_of_an_earlier_run_enter_whatever_clients_do(
     for entry in [e for e in node.index if not e.residences]:
         node.index.forget(entry)
     for place in node.tiers:
-        while (victim := TierCandidates(node.index, place).pop()) is not None:
+        while (victim := TierCandidates(node.index, place, EvictionRequest(1, "room")).pop()) is not None:
             node.drop_copy(victim, place)
     assert len(node.index) == len(node.index.rows) == 0
     assert [t.tenant_bytes for t in node.tiers] == [{}, {}]

@@ -21,7 +21,7 @@ from kvstrata_agent.blocks.block import TIERS_MAX, Residence
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.packed_blocks import COUNT_MAX, FIELDS, ROW_BYTES, Kind, Row, RowTable
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.eviction_candidates import TierCandidates
+from kvstrata_agent.cache.eviction_candidates import EvictionRequest, TierCandidates
 from kvstrata_api.blocks import BlockKey, ScopeId
 
 pytestmark = pytest.mark.unit
@@ -308,7 +308,7 @@ def test_the_last_blocks_to_leave_are_the_first_of_a_chain() -> None:
     order = []
     while True:
         node.index.fold(math.inf)
-        entry = TierCandidates(node.index, tier).pop()
+        entry = TierCandidates(node.index, tier, EvictionRequest(1, "room")).pop()
         if entry is None:
             break
         order.append(int.from_bytes(entry.digest, "big"))
@@ -352,14 +352,14 @@ def test_a_block_may_leave_when_its_children_are_slower_now_and_its_tier_is_not(
         record = Record(BlockKey(SCOPE, digest(number)), parent, LAYOUT_ID, "raw", 4096, 4096, bytes(16), 3)
         node.index.add(entry, Residence(tier, tier.take(SCOPE, "a", 4096), record))
     del entry
-    assert TierCandidates(node.index, middle).pop() is None
+    assert TierCandidates(node.index, middle, EvictionRequest(1, "room")).pop() is None
     assert node.index.fold(math.inf) == is_folded
     fast.level, slow.level = 2, 0
 
     node.index.relevel(node.tiers)
 
     assert not list(wrong_books(node))
-    victim = TierCandidates(node.index, middle).pop()
+    victim = TierCandidates(node.index, middle, EvictionRequest(1, "room")).pop()
     assert victim is not None
     assert victim.digest == digest(0)
 

@@ -92,8 +92,9 @@ class Run:
         if not is_killed:
             await self.core.close()
         self.work.cancel()
-        await self.core.cache.fetcher.close()
-        await self.core.cache.room.close()
+        await self.core.cache.remote.close()
+        await self.core.cache.promoter.close()
+        await self.core.cache.evictor.close()
         await self.core.node.tiers[0].backend.close()
 
 
@@ -219,7 +220,7 @@ def test_a_session_that_nothing_gets_through_for_is_tried_ever_seldomer_and_at_l
         for second in range(300):
             await asyncio.sleep(1.0)
             run.low.paused_until_s = 0.0
-            run.core.cache.archiver.send_down((), Priority.ARCHIVE)  # Other work does not hurry it.
+            run.core.cache.archiver.demote_soon((), Priority.ARCHIVE)  # Other work does not hurry it.
             if backend.writes > seen:
                 tried_s.append(second)
             seen = backend.writes
@@ -331,7 +332,7 @@ async def test_a_touch_or_a_fork_after_a_restart_finds_the_session_too(tmp_path:
     session = first.open("s")
     await first.store([1, 2], session)
     first.core.cache.life.touch(session, SessionState.DECODING, 0, 0.0)
-    first.core.cache.archiver.send_down(first.core.cache.archiver.chain(next(iter(session.heads))), cast("Any", 4))
+    first.core.cache.archiver.demote_soon(first.core.cache.archiver.chain(next(iter(session.heads))), cast("Any", 4))
     await steps_until(lambda: first.core.node.contents(first.low).blocks == 2)
     await first.core.cache.life.tend()
     await first.die()

@@ -128,7 +128,7 @@ async def test_a_prefetch_brings_blocks_up_before_they_are_asked_for(engine: Eng
 
     assert (await engine.ask(wire.Prefetch(1, SCOPE, b"".join(map(digest, (1, 2, 3)))))).count == 3
     await asyncio.sleep(0)  # Transfers begin together, in the next step of the loop.
-    await asyncio.gather(*engine.core.cache.fetcher._tasks)
+    await asyncio.gather(*engine.core.cache.promoter._tasks)
 
     assert {b.source for b in (await engine.acquire(1, 2, 3)).blocks} == {"dram"}
 
@@ -253,7 +253,7 @@ async def test_a_relocated_block_has_its_own_checksum(engine: Engine) -> None:
     before = entry.residences[0]
     tier = engine.core.node.tiers[0]
 
-    assert await engine.core.cache.room._relocate(entry, tier)
+    assert await engine.core.cache.demoter.relocate(entry, tier)
 
     after = entry.residences[0]
     assert after.slot != before.slot

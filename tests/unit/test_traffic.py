@@ -306,16 +306,16 @@ async def test_what_a_reader_waits_for_overtakes_prefetches_until_the_reader_goe
     await engine.push_down()
     assert isinstance(engine.low, DictBackend)
     moves = OneAtATime(engine)
-    fetcher = engine.core.cache.fetcher
-    assert all(fetcher.start_prefetch(e) for e in moves.entries)
+    promoter = engine.core.cache.promoter
+    assert all(promoter.start_prefetch(e) for e in moves.entries)
     await asyncio.sleep(0.01)
-    reader = asyncio.create_task(fetcher.raise_up(moves.entries[3], "a"))
+    reader = asyncio.create_task(promoter.promote(moves.entries[3], "a"))
     await asyncio.sleep(0.01)
     if reads_on == "no":
         reader.cancel()
         await asyncio.sleep(0.01)
     moves.goes.set()
-    await asyncio.gather(*fetcher._tasks, reader, return_exceptions=True)
+    await asyncio.gather(*promoter._tasks, reader, return_exceptions=True)
 
     assert moves.order == [digest(n) for n in order]
     assert not engine.core.cache.mover.traffic._waiting
@@ -335,12 +335,12 @@ async def test_weights_of_a_model_and_loads_of_blocks_share_the_path_that_both_n
             moves.order.append(b"weights")
             await asyncio.sleep(0)
 
-    assert all(engine.core.cache.fetcher.start_prefetch(e) for e in moves.entries)
+    assert all(engine.core.cache.promoter.start_prefetch(e) for e in moves.entries)
     await asyncio.sleep(0.01)
     pieces = [asyncio.create_task(piece()) for _ in range(4)]
     await asyncio.sleep(0.01)
     moves.goes.set()
-    await asyncio.gather(*engine.core.cache.fetcher._tasks, *pieces)
+    await asyncio.gather(*engine.core.cache.promoter._tasks, *pieces)
 
     w = b"weights"
     assert moves.order == [digest(1), w, digest(2), digest(3), w, digest(4), digest(5), w, w]

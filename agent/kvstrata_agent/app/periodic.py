@@ -104,32 +104,32 @@ class Sweeper:
 
         Not while what was there is entered: a block whose children are still to come looks like the end of its chain.
         """
-        room = self._cache.room
+        evictor = self._cache.evictor
         for tier in [t for t in self._node.tiers if not t.is_recovering]:
             if tier.is_closed:
                 await self._empty(tier)
                 continue
             tier.closing |= tier.backend.compact()
             if tier.closing:
-                await room.evacuate(tier)
+                await evictor.evacuate(tier)
                 if tier.mappable is None:
                     tier.closing &= self._node.contents(
                         tier
                     ).extents.keys()  # Mappable ones say so themselves, written or not.
-            await room.enforce(tier)
-            await room.trim(tier)
+            await evictor.enforce(tier)
+            await evictor.trim(tier)
             if (
                 self._node.is_draining
                 and not tier.backend.capabilities.survives_restart
                 and self._node.contents(tier).blocks
             ):
-                await room.drain(tier)
+                await evictor.drain(tier)
 
     async def _empty(self, tier: Tier) -> None:
         """Send one batch of a closed tier's blocks elsewhere; a drained one, which may stay so for days, has rests."""
         if not tier.is_leaving and self._node.clock() < tier.rests_until_s:
             return
-        tier.is_stuck = not await self._cache.room.empty(tier)
+        tier.is_stuck = not await self._cache.evictor.empty(tier, self._cache.promoter.fill_free_space)
         tier.rest_s = min(max(STUCK_S, 2 * tier.rest_s), REST_S_MAX) if tier.is_stuck else 0.0
         tier.rests_until_s = self._node.clock() + tier.rest_s
 

@@ -166,7 +166,7 @@ class AgentProcess:
             index=index,
             counters=self._counters,
             announcer=Announcer(index, neighbours.directory, scopes.secret),
-            tenants=TenantBook(is_armed=False),
+            tenants=TenantBook(are_rules_known=False),
         )
 
     def _open_socket(self, stack: AsyncExitStack, world: KubeWorld, core: AgentParts) -> Server:

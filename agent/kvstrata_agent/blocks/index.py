@@ -91,6 +91,13 @@ class Index:
         """Return the block before `entry` in its chain, or None when it is a root or not here."""
         return self._scopes[entry.scope].get(entry.parent)
 
+    def ancestors(self, entry: Entry) -> Iterator[Entry]:
+        """Blocks before `entry` in its chain that are here without a gap, the nearest first."""
+        parent = self.parent(entry) if entry.level != GONE else None
+        while parent is not None:
+            yield parent
+            parent = self.parent(parent)
+
     def unfold(self, number: int) -> Entry:
         """Make the entry of a row again."""
         return self._scopes[self.rows.kind(number).scope].unfold(number)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstrata_agent.blocks.block import GONE, Entry, Residence
@@ -18,6 +19,8 @@ from kvstrata_agent.blocks.sessions import SessionState, SessionTable
 from kvstrata_agent.blocks.tenants import TenantBook
 from kvstrata_agent.blocks.tier import WRITE_PAUSE_S, Tier
 from kvstrata_agent.codec.base import RAW, WORN
+from kvstrata_agent.policy.eviction import excess_bytes
+from kvstrata_agent.policy.placement import next_lower
 from kvstrata_kube.signal import Signal
 
 if TYPE_CHECKING:
@@ -26,8 +29,9 @@ if TYPE_CHECKING:
     from kvstrata_agent.backends.base import SlotRef
     from kvstrata_agent.blocks.index import Index
     from kvstrata_agent.blocks.restore import Restoring
-    from kvstrata_agent.blocks.slot_request import Want
+    from kvstrata_agent.blocks.slot_request import SlotRequest
     from kvstrata_agent.blocks.tier_contents import TierContents
+    from kvstrata_agent.policy.placement import Placement
     from kvstrata_api.blocks import Layout, LayoutId, ScopeId, ScopeSecret
     from kvstrata_api.models.pool import KVPoolSpec
     from kvstrata_metadata.records import Announcement
@@ -110,7 +114,7 @@ class Node:
     is_draining: bool = False
     """True while blocks leave for media that survive; no new ones are taken."""
     drained_tiers: frozenset[str] = frozenset()
-    """Names of tiers that KVOperations want emptied."""
+    """Names of tiers that KVOperations request emptied."""
     changed: Signal = field(default_factory=Signal)
     """Fires when a slot, a lease, a pin, a guard or a move ends, or blocks are published: there may be room now."""
     condemned: dict[Entry, list[Residence]] = field(default_factory=dict)
@@ -161,15 +165,36 @@ class Node:
         for tier in self.tiers:
             tier.drain(is_wanted=tier.name in self.drained_tiers)
 
-    def take(self, want: Want) -> SlotRef:
-        """Take a slot on its tenant's account. Raises `TierFullError`, `QuotaExceededError`, `BackendFailedError`."""
-        hard_bytes = self.tenants.hard_bytes(want.tier, want.tenant)
-        return want.tier.take(want.scope, want.tenant, want.size_bytes, hard_bytes, want.writer)
+    def placement_below(self, level: int, *, must_survive: bool) -> Placement:
+        """Where a block goes that leaves a tier of that level; see `policy.placement.next_lower`."""
+        return next_lower([t.facts(self.clock()) for t in self.tiers], level, must_survive=must_survive)
 
-    def take_run(self, want: Want, count: int) -> list[SlotRef]:
+    def tier_below(self, level: int, *, must_survive: bool) -> Tier | None:
+        """The next slower tier that takes blocks now, or None."""
+        name = self.placement_below(level, must_survive=must_survive).target
+        return None if name is None else self.tier(name)
+
+    def is_lowest(self, tier: Tier) -> bool:
+        """True when no slower tier takes blocks now."""
+        return self.tier_below(tier.level, must_survive=self.is_draining) is None
+
+    def excess_bytes(self, tier: Tier, more_bytes: int = 0) -> int:
+        """Bytes to free so that a tier with so much more falls to its low watermark; 0 where it may have it."""
+        policy, backend = self.spec.policy.eviction, tier.backend
+        low, high = policy.low_watermark_percent, policy.high_watermark_percent
+        return excess_bytes(backend.used_bytes + more_bytes, backend.capacity_bytes, high, low)
+
+    def take(self, request: SlotRequest) -> SlotRef:
+        """Take a slot on its tenant's account. Raises `TierFullError`, `QuotaExceededError`, `BackendFailedError`."""
+        hard_bytes = self.tenants.hard_bytes(request.tier, request.tenant)
+        return request.tier.take(request.scope, request.tenant, request.size_bytes, hard_bytes, request.writer)
+
+    def take_run(self, request: SlotRequest, count: int) -> list[SlotRef]:
         """Take up to `count` slots in memory that engines map, on their tenant's account; fewer where that ends."""
-        hard_bytes = self.tenants.hard_bytes(want.tier, want.tenant)
-        return want.tier.take_run(want.scope, want.tenant, want.size_bytes, count, hard_bytes, want.writer)
+        hard_bytes = self.tenants.hard_bytes(request.tier, request.tenant)
+        return request.tier.take_run(
+            request.scope, request.tenant, request.size_bytes, count, hard_bytes, request.writer
+        )
 
     def give_back(self, tier: Tier, slot: SlotRef, tenant: str) -> None:
         """Give a slot back, once, that was on this account; overwritten where the tenant wants that."""
@@ -230,7 +255,7 @@ class Node:
         With `keep_bytes` the medium keeps the copy for a later run; only this node's books forget it.
         """
         was_best = entry.residences[0].tier is tier
-        parent = self._standing(entry) if entry.followers else None
+        parent = self._nearest_resident_ancestor(entry) if entry.followers else None
         gone = self.index.remove(entry, tier)
         if entry.level == GONE and entry.followers:
             self.sessions.lost(entry, parent)
@@ -266,7 +291,7 @@ class Node:
         else:
             self.counters.add("kvstrata_io_errors_total", tier=tier.name, operation="read")
             tier.failed()
-        parent = self._standing(entry)
+        parent = self._nearest_resident_ancestor(entry)
         self.drop_copy(entry, tier)
         if entry.level == GONE and parent is not None:
             self.sessions.broke(entry, parent, self.index)
@@ -357,20 +382,16 @@ class Node:
         found = set[Entry]()
         heads = [h for s in self.sessions if s.state is SessionState.DECODING for h in s.heads if h.scope in scopes]
         for head in heads:
-            entry: Entry | None = head
-            while entry is not None and entry not in found:
+            for entry in chain((head,), self.index.ancestors(head)):
+                if entry in found:
+                    break
                 found.add(entry)
                 if len(found) > DECODED_MAX:
                     return None
-                entry = self.index.parent(entry) if entry.level != GONE else None
         return found
 
-    def _standing(self, entry: Entry) -> Entry | None:
-        """The nearest block before this one that has a copy."""
-        parent = self.index.parent(entry)
-        while parent is not None and not parent.residences:
-            parent = self.index.parent(parent)
-        return parent
+    def _nearest_resident_ancestor(self, entry: Entry) -> Entry | None:
+        return next((e for e in self.index.ancestors(entry) if e.residences), None)
 
     @staticmethod
     def _keep(copy: Residence) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.policy.fair_share import FairOrder
@@ -310,13 +311,12 @@ class SessionTable:
 
 def _runs_through(heads: Iterable[Entry], gone: Entry, index: Index) -> bool:
     """True when a chain that ends at one of the heads continues a block that is not here any more."""
-    for head in heads:
-        entry: Entry | None = head if head.residences else None
-        while entry is not None:
-            if entry.scope == gone.scope and entry.parent == gone.digest:
-                return True
-            entry = index.parent(entry)
-    return False
+    return any(
+        entry.scope == gone.scope and entry.parent == gone.digest
+        for head in heads
+        if head.residences
+        for entry in chain((head,), index.ancestors(head))
+    )
 
 
 def _add_guard(entry: Entry, guard: str) -> None:

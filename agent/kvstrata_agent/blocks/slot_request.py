@@ -1,4 +1,4 @@
-"""A slot that is wanted: where, for whom and how big. Pure."""
+"""Request for one slot: tier, scope, account, size. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BATCH_SLOTS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class SlotRequest:
     """One slot that somebody needs in a tier."""
 
     tier: Tier

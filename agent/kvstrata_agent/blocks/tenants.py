@@ -1,14 +1,14 @@
-"""What is declared of the tenants of this node's pool, and how they stand in its tiers. No clock, no I/O.
+"""What is declared of the tenants of this node's pool, and what they hold of its tiers. No clock, no I/O.
 
-Nothing may be evicted before the book is armed, which takes a complete view of all KVTenants: whoever is missing would
-look like one without a guarantee.
+Nothing may be evicted before the rules are known, which takes a complete view of all KVTenants: whoever is missing
+would look like one without a guarantee.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstrata_agent.policy.quota import NO_BOUND, NO_RULES, Standing
+from kvstrata_agent.policy.quota import NO_BOUND, NO_RULES, AccountUsage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class TenantBook:
-    """Rules by tenant. Armed and without rules unless told otherwise, as where nobody declares any."""
+    """Rules by tenant. Known to be none unless told otherwise, as where nobody declares any."""
 
-    def __init__(self, *, is_armed: bool = True) -> None:
-        self.is_armed = is_armed
+    def __init__(self, *, are_rules_known: bool = True) -> None:
+        self.are_rules_known = are_rules_known
         self._rules: Mapping[str, Rules] = {}
         self._hard_bytes: dict[tuple[str, str], int] = {}
         """By tier and tenant."""
 
-    def arm(self, rules: Mapping[str, Rules]) -> None:
+    def set_rules(self, rules: Mapping[str, Rules]) -> None:
         """Take in what a complete view declares."""
         self._rules = dict(rules)
         self._hard_bytes = {
@@ -35,7 +35,7 @@ class TenantBook:
             for tier, bound in known.bounds.items()
             if bound.hard_bytes is not None
         }
-        self.is_armed = True
+        self.are_rules_known = True
 
     @property
     def rules(self) -> Mapping[str, Rules]:
@@ -59,11 +59,11 @@ class TenantBook:
         }
         return {tenant: size_bytes for tenant, size_bytes in over.items() if size_bytes > 0}
 
-    def standings(self, tier: Tier) -> list[Standing]:
-        """How everybody stands who holds something of a tier."""
-        return [self._standing(tier, tenant, used) for tenant, used in tier.tenant_bytes.items()]
+    def usages(self, tier: Tier) -> list[AccountUsage]:
+        """What everybody holds who holds something of a tier."""
+        return [self._usage(tier, tenant, used) for tenant, used in tier.tenant_bytes.items()]
 
-    def _standing(self, tier: Tier, tenant: str, used_bytes: int) -> Standing:
+    def _usage(self, tier: Tier, tenant: str, used_bytes: int) -> AccountUsage:
         rules = self.of(tenant)
         bound = rules.bounds.get(tier.name, NO_BOUND)
-        return Standing(tenant, used_bytes, bound.guaranteed_bytes, rules.weight)
+        return AccountUsage(tenant, used_bytes, bound.guaranteed_bytes, rules.weight)

@@ -160,7 +160,7 @@ class Tier:
         """Number of an extent outside of its backend: on the wire and towards peers."""
         return self.ordinal << ORDINAL_SHIFT | extent
 
-    def relief(self, scope: ScopeId, size_bytes: int, writer: str) -> frozenset[int]:
+    def extents_to_free(self, scope: ScopeId, size_bytes: int, writer: str) -> frozenset[int]:
         """Extents that, once emptied, leave room for such a slot."""
         if self.mappable is not None:
             return self.mappable.relief(scope, size_bytes, writer)

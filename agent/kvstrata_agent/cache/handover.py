@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Final
 from kvstrata_agent.backends.base import Record
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_agent.blocks.block import GONE, Residence
-from kvstrata_agent.blocks.slot_request import Want
+from kvstrata_agent.blocks.slot_request import SlotRequest
 from kvstrata_agent.cache.load import Read
 from kvstrata_agent.cache.ports import FollowedPeers
-from kvstrata_agent.cache.promotion import REMOTE
+from kvstrata_agent.cache.remote_fetch import REMOTE
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.checksum import CHECKSUM_BYTES, bind, bind_part, checksum
 from kvstrata_api.errors import AgentAwayError, BackendFailedError, BlockCorruptError, LeaseLostError, TierFullError
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.request import Place
-    from kvstrata_agent.cache.eviction import Room
+    from kvstrata_agent.cache.eviction import Evictor
     from kvstrata_agent.cache.ports import Follow, Followed
 
 
@@ -163,9 +163,9 @@ def followed(peers: object) -> FollowedPeers | None:
 class Follower:
     """Follows hand-overs. A run goes on when its reader leaves: it becomes ordinary blocks."""
 
-    def __init__(self, node: Node, room: Room, peers: FollowedPeers | None) -> None:
+    def __init__(self, node: Node, evictor: Evictor, peers: FollowedPeers | None) -> None:
         self._node = node
-        self._room = room
+        self._evictor = evictor
         self._peers = peers
         self._by_entry: dict[Entry, Following] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -249,10 +249,10 @@ class Follower:
         entries = [entry for entry in begun if entry is not None]
         run = Following(wanted, self._node.epoch, entries, [], [])
         try:
-            want = Want(tier, place.scope, place.tenant, place.raw_bytes)
+            want = SlotRequest(tier, place.scope, place.tenant, place.raw_bytes)
             deadline_s = self._node.clock() + ROOM_S
             while len(run.copies) < len(entries):
-                entry, slot = entries[len(run.copies)], await self._room.reserve(want, deadline_s)
+                entry, slot = entries[len(run.copies)], await self._evictor.reserve(want, deadline_s)
                 key, size = BlockKey(entry.scope, entry.digest), place.raw_bytes
                 form = self._node.arriving_form
                 run.copies.append(

@@ -11,7 +11,7 @@ import msgspec
 from kvstrata_agent.backends.base import matches
 from kvstrata_agent.backends.threads import together
 from kvstrata_agent.cache.lookup import Findings, findings
-from kvstrata_agent.cache.promotion import REMOTE
+from kvstrata_agent.cache.remote_fetch import REMOTE
 from kvstrata_agent.policy.recompute import CostChoice, CostInputs, Source, choose, congestion_s, locate_s
 from kvstrata_api.errors import BlockCorruptError
 from kvstrata_api.tiers import Lookup
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.request import Place
     from kvstrata_agent.cache.ports import Directory
-    from kvstrata_agent.cache.promotion import Fetcher
+    from kvstrata_agent.cache.promotion import Promoter
+    from kvstrata_agent.cache.remote_fetch import RemoteFetcher
     from kvstrata_agent.movement.mover import Mover
     from kvstrata_metadata.records import Location
 
@@ -51,9 +52,12 @@ class Acquisition(NamedTuple):
 class Reader:
     """Carries out the verbs of readers."""
 
-    def __init__(self, node: Node, fetcher: Fetcher, mover: Mover, directory: Directory | None) -> None:
+    def __init__(
+        self, node: Node, promoter: Promoter, remote: RemoteFetcher, mover: Mover, directory: Directory | None
+    ) -> None:
         self._node = node
-        self._fetcher = fetcher
+        self._promoter = promoter
+        self._remote = remote
         self._mover = mover
         self._directory = directory
 
@@ -241,7 +245,7 @@ class Reader:
         first = {chain[i + 1]: i for i in reversed(range(len(run))) if run[i] is None and chain[i + 1] not in blocks}
         wanted = sorted(first.values())
         pairs = [(chain[i + 1], chain[i]) for i in wanted]
-        self._fetcher.start_fetch(place, pairs, [located[i] for i in wanted])
+        self._remote.start(place, pairs, [located[i] for i in wanted])
         blocks = self._node.index.blocks(place.scope)
         for i, entry in enumerate(run):
             found = entry or blocks.get(chain[i + 1])
@@ -258,21 +262,21 @@ class Reader:
             reads[i] = Read(self._node.leases.grant(place.owner, entry, residence, now_s + lease_s), sources[i])
 
         async def one(i: int, entry: Entry) -> None:
-            residence = await self._fetcher.raise_up(entry, place.tenant)
+            residence = await self._promoter.promote(entry, place.tenant)
             if residence is not None:
                 lease(i, entry, residence)
 
         async def all_of(pairs: Sequence[tuple[int, Entry]]) -> None:
-            await self._fetcher.wait_together([e for _, e in pairs], place.tenant)
+            await self._promoter.wait_together([e for _, e in pairs], place.tenant)
             slow = []
             for i, entry in pairs:
-                if (up := self._fetcher.up_already(entry)) is not None:
+                if (up := self._promoter.promoted(entry)) is not None:
                     lease(i, entry, up)
                 else:
                     slow.append(one(i, entry))
             await together(slow)
 
-        self._fetcher.start_all([e for e in run if e is not None])
+        self._promoter.start_promotions([e for e in run if e is not None])
         tasks = [asyncio.ensure_future(all_of(pairs)) for pairs in _by_move(run)]
         if tasks:
             try:
@@ -310,7 +314,7 @@ class Reader:
                 break
             if self._mover.bytes_under_way >= policy.max_inflight_bytes:
                 return False
-            self._fetcher.start_prefetch(entry)
+            self._promoter.start_prefetch(entry)
         return True
 
     def prefetch(self, place: Place, digests: Sequence[bytes]) -> int:
@@ -322,7 +326,7 @@ class Reader:
         for entry in self.lookup_now(place, digests):
             if entry is None or not entry.residences or self._mover.bytes_under_way >= policy.max_inflight_bytes:
                 break
-            started += self._fetcher.start_prefetch(entry)
+            started += self._promoter.start_prefetch(entry)
         return started
 
 

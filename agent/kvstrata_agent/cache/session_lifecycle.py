@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.cache.archive import Archiver
     from kvstrata_agent.cache.load import Reader
     from kvstrata_agent.cache.ports import Directory
-    from kvstrata_agent.cache.promotion import Fetcher
+    from kvstrata_agent.cache.remote_fetch import RemoteFetcher
     from kvstrata_api.blocks import ScopeSecret
 
 LEAD_S: Final = 2.0
@@ -45,7 +45,7 @@ class SessionLife:
         node: Node,
         archiver: Archiver,
         reader: Reader,
-        fetcher: Fetcher,
+        remote: RemoteFetcher,
         directory: Directory | None,
         journal: SessionJournal,
     ) -> None:
@@ -53,7 +53,7 @@ class SessionLife:
         self._node = node
         self._archiver = archiver
         self._reader = reader
-        self._fetcher = fetcher
+        self._remote = remote
         self._directory = directory
         self._journal = journal
         self._expected: dict[Session, None] = {}
@@ -261,7 +261,7 @@ class SessionLife:
             if entry is None:
                 copies = (await directory.locate(place.secret, [digest]))[0]
                 if copies and blocks.find(place.scope, digest) is None:
-                    self._fetcher.start_fetch(place, [(digest, b"")], copies[:1])
+                    self._remote.start(place, [(digest, b"")], copies[:1])
                 entry = blocks.find(place.scope, digest)
             if entry is not None and entry.move is not None:
                 await asyncio.wait([entry.move])

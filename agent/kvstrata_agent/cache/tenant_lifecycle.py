@@ -59,7 +59,7 @@ class Tenancy:
         if rules is None:
             return  # A part of the rules is worse than yesterday's.
         self._version = tenants.version
-        self._node.tenants.arm(rules)
+        self._node.tenants.set_rules(rules)
         before, self._key_versions = self._key_versions, tenants.key_versions()
         for tenant, version in self._key_versions.items():
             if version > before.get(tenant, version):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvstrata_agent.backends.base import BlamelessError, Record, Sound, Writing
 from kvstrata_agent.backends.threads import here_or_in_thread
 from kvstrata_agent.blocks.block import Residence
-from kvstrata_agent.blocks.slot_request import Want
+from kvstrata_agent.blocks.slot_request import SlotRequest
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, KvStrataError, TierFullError
@@ -67,7 +67,7 @@ class GroupWriter:
         try:
             for one in group:
                 entry = one.move.entry
-                slots.append(self._node.take(Want(target, entry.scope, entry.tenant, len(one.stored))))
+                slots.append(self._node.take(SlotRequest(target, entry.scope, entry.tenant, len(one.stored))))
         except TierFullError:
             if not slots:
                 raise

@@ -18,7 +18,7 @@ from kvstrata_agent.backends.base import BlamelessError, SlotRef
 from kvstrata_agent.backends.scratch import Buffers
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_agent.blocks.block import GONE, Entry, Residence
-from kvstrata_agent.blocks.slot_request import Want
+from kvstrata_agent.blocks.slot_request import SlotRequest
 from kvstrata_agent.codec.base import IN_THE_OPEN, LOSSY, RAW, WORN, room_bytes
 from kvstrata_agent.movement.group_copy import CodedMoves, StraightMoves
 from kvstrata_agent.movement.group_write import GroupWriter, record_of
@@ -238,7 +238,7 @@ class Mover:
 
     async def _stored(self, entry: Entry, target: Tier, codec: str, raw_bytes: int, stored: memoryview) -> Residence:
         """Write into a new slot, which is given back when that fails or is cancelled."""
-        slot = self._node.take(Want(target, entry.scope, entry.tenant, len(stored)))
+        slot = self._node.take(SlotRequest(target, entry.scope, entry.tenant, len(stored)))
         try:
             digest = await bound_checksum(stored, entry.digest, self._node.epoch, slot.stamp)
             record = record_of(self._node, entry, codec, raw_bytes, len(stored), digest)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.block import account_of
 from kvstrata_agent.cache.ports import Offer, OfferedPeers, Taken
-from kvstrata_agent.cache.promotion import FETCH_BLOCKS
+from kvstrata_agent.cache.remote_fetch import FETCH_BLOCKS
 from kvstrata_agent.fleet.peers.chain_lookup import CHAIN_MAX, STRETCH_MAX, stretch_of
 from kvstrata_agent.policy.drain import Standing
 from kvstrata_agent.policy.migration import first_missing, leaves, may_leave
