@@ -27,7 +27,7 @@ from kvstrata_agent.backends.memory.mounts import read_mounts
 from kvstrata_agent.backends.memory.persistence import Home
 from kvstrata_agent.backends.registry import Place, make_backend
 from kvstrata_agent.fleet.peers.server import PeerListener
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.provision.provisioner import Provisioner
 from kvstrata_agent.serve.server import Server
 from kvstrata_api.models.pool import HostDramTier, NvmeTier

@@ -20,7 +20,7 @@ from kvstrata_agent.cache.ports import Lent
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import BlockKey, ScopeSecret
 from kvstrata_api.checksum import checksum

@@ -23,7 +23,7 @@ from kvstrata_agent.app import periodic
 from kvstrata_agent.backends.registry import Place, make_backend
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache.ports import Caller
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_api.blocks import ScopeId, ScopeSecret, chain_keys
 from kvstrata_api.errors import ForbiddenError, UnauthenticatedError
 from kvstrata_api.models.pool import CxlEmulation, CxlTier, NvmeTier, RemoteFlashTier

@@ -33,11 +33,10 @@ from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.file.record_store import open_store
 from kvstrata_agent.blocks.request import Place
-from kvstrata_agent.blocks.slot_request import SlotRequest
-from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.blocks.tier import SlotRequest, Tier
 from kvstrata_agent.cache.eviction import Evictor
 from kvstrata_agent.cache.eviction_candidates import EvictionRequest
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.quota import Bound, Rules
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.models.pool import NvmeTier

@@ -20,7 +20,7 @@ from agent_thread import AgentThread
 from attached_client import attached, until
 from outcome import Outcome, Scale
 
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_api import wire
 from kvstrata_api.blocks import BlockKey, Layout, ScopeId, ScopeSecret, chain_keys, pack_digests
 from kvstrata_client.cache import PrefixCache

@@ -14,7 +14,7 @@ from sim.volume import MemoryVolume
 from kvstrata_agent.backends.file.record_store import open_store
 from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.units import MIB
 from kvstrata_api.wrapping import Keks

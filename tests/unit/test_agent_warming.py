@@ -23,11 +23,10 @@ from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.sessions import SessionState
 from kvstrata_agent.cache.ports import Stretch
-from kvstrata_agent.movement.fair_queue import Priority, TrafficClass, Turn
+from kvstrata_agent.movement.path import Priority, QueuedMove, TrafficClass
 from kvstrata_agent.operations import warm as warming
-from kvstrata_agent.policy.progress import Count
+from kvstrata_agent.policy.operations import Chain, Count, budget_bytes, plan_warming
 from kvstrata_agent.policy.quota import Bound, Rules
-from kvstrata_agent.policy.warm import Chain, budget_bytes, plan_warming
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.models.poolnode import FlushOrder, NodeOrder, OrderAnswer, WarmOrder
 from kvstrata_metadata.records import Location
@@ -209,11 +208,11 @@ async def test_what_somebody_reads_does_not_give_way(pair: Pair) -> None:
 
 async def test_moves_of_a_warming_wait_behind_an_engines(pair: Pair) -> None:
     await pair.store(range(1, 4))
-    path = pair.b.cache.mover.traffic.paths.between("remote", "dram")
-    path.gate._width = 1
-    async with path.gate.enter(Turn(Priority.DEMOTE, "z", 100, 1)):
+    path = pair.b.cache.mover.scheduler.paths.between("remote", "dram")
+    path.limiter._width = 1
+    async with path.limiter.enter(QueuedMove(Priority.DEMOTE, "z", 100, 1)):
         warm = asyncio.create_task(warmed(pair.b, order(3)))
-        queue = path.gate.queue(TrafficClass.KV)
+        queue = path.limiter.queue(TrafficClass.KV)
         await steps_until(lambda: queue.head() is not None)
         head = queue.head()
         assert head is not None

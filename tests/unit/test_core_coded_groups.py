@@ -29,7 +29,7 @@ from kvstrata_agent.blocks.block import Entry
 from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.codec.base import RAW, Encoded, Shape
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.placement import CopyPath
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import BlockCorruptError, TierFullError

@@ -27,7 +27,7 @@ from kvstrata_agent.blocks.leases import Stray
 from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.cache.load import Read
 from kvstrata_agent.cache.store import PUBLISHED, REFUSED
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.admission import CHECK_EVERY
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.checksum import checksum

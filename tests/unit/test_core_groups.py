@@ -27,7 +27,7 @@ from kvstrata_agent.backends.file.record_store import RecordStore, open_store
 from kvstrata_agent.blocks.block import Entry
 from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.placement import CopyPath
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.checksum import checksum

@@ -21,7 +21,7 @@ from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache.ports import Wanted
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.checksum import checksum
 from kvstrata_client.verbs.copying import fill, refill

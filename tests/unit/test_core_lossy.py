@@ -14,7 +14,7 @@ from kvstrata_agent.blocks.block import Entry, Residence
 from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.codec.registry import CodecRegistry
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_api.blocks import Layout
 from kvstrata_api.checksum import checksum
 from kvstrata_api.models.pool import Compatibility, CompressionPolicy

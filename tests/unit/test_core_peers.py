@@ -23,8 +23,8 @@ from core_pair import Pair, load, place
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.blocks.block import Residence
 from kvstrata_agent.blocks.node import Node
-from kvstrata_agent.blocks.slot_request import SlotRequest
-from kvstrata_agent.movement.fair_queue import Priority, TrafficClass, Turn
+from kvstrata_agent.blocks.tier import SlotRequest
+from kvstrata_agent.movement.path import Priority, QueuedMove, TrafficClass
 from kvstrata_agent.policy.recompute import REFUSED_S
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.tiers import Lookup
@@ -65,24 +65,26 @@ async def test_a_slow_directory_is_waited_for_where_computing_would_take_longer(
 
 async def test_reads_from_peers_take_their_turn_on_a_path_of_their_own(pair: Pair) -> None:
     await pair.store([1, 2, 3])
-    path = pair.b.cache.mover.traffic.paths.between("remote", "dram")
-    path.gate._width = 1
+    path = pair.b.cache.mover.scheduler.paths.between("remote", "dram")
+    path.limiter._width = 1
 
-    async with path.gate.enter(Turn(Priority.DEMOTE, "z", 100, 1)):
+    async with path.limiter.enter(QueuedMove(Priority.DEMOTE, "z", 100, 1)):
         loading = asyncio.create_task(load(pair.b, [1, 2, 3]))
-        await steps_until(lambda: any(item[0] is Priority.ONBOARD for item in path.gate.queue(TrafficClass.KV)._heap))
-        assert path.gate.waiting_bytes == 3 * BLOCK_BYTES
+        await steps_until(
+            lambda: any(item[0] is Priority.ONBOARD for item in path.limiter.queue(TrafficClass.KV)._heap)
+        )
+        assert path.limiter.waiting_bytes == 3 * BLOCK_BYTES
 
     assert [source for _, source in await loading] == ["remote"] * 3
-    assert (path.gate.waiting, path.gate.running_bytes) == (0, 0)
+    assert (path.limiter.waiting, path.limiter.running_bytes) == (0, 0)
 
 
 async def test_reads_from_peers_that_find_too_many_waiting_are_misses_and_leave_nothing(pair: Pair) -> None:
     await pair.store([1, 2, 3])
-    gate = pair.b.cache.mover.traffic.paths.between("remote", "dram").gate
+    gate = pair.b.cache.mover.scheduler.paths.between("remote", "dram").limiter
     gate._width, gate._waiting_max = 1, 0
 
-    async with gate.enter(Turn(Priority.DEMOTE, "z", 100, 1)):
+    async with gate.enter(QueuedMove(Priority.DEMOTE, "z", 100, 1)):
         assert await load(pair.b, [1, 2, 3]) == []
 
     assert len(pair.b.node.index) == 0
@@ -92,10 +94,10 @@ async def test_reads_from_peers_that_find_too_many_waiting_are_misses_and_leave_
 
 async def test_a_full_path_from_peers_is_told_of_and_nobodys_blocks_are_plain_misses(pair: Pair) -> None:
     await pair.store([1, 2, 3])
-    gate = pair.b.cache.mover.traffic.paths.between("remote", "dram").gate
+    gate = pair.b.cache.mover.scheduler.paths.between("remote", "dram").limiter
     gate._width, gate._waiting_max = 1, 0
 
-    async with gate.enter(Turn(Priority.DEMOTE, "z", 100, 1)):
+    async with gate.enter(QueuedMove(Priority.DEMOTE, "z", 100, 1)):
         there = await pair.b.cache.reader.acquire(place(), [digest(n) for n in (1, 2, 3)], 30.0, 2.0)
         nowhere = await pair.b.cache.reader.acquire(place(), [digest(7)], 30.0, 2.0)
 

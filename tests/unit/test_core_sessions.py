@@ -31,7 +31,7 @@ from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache import session_lifecycle as session_life
 from kvstrata_agent.cache.archive import RETRY_MAX_S, RETRY_S
 from kvstrata_agent.cache.session_journal import SessionJournal
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_metadata.records import SessionRecord
 from kvstrata_metadata.schema import session_digest
 

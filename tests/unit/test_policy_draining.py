@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.policy.drain import IDLE_LOOKS, Look, Standing, Watch
+from kvstrata_agent.policy.operations import IDLE_LOOKS, DrainProgress, Look, Watch
 
 pytestmark = pytest.mark.unit
 
@@ -22,8 +22,8 @@ def watched(seen: list[Look]) -> Watch:
 def test_it_is_over_when_the_tier_is_empty_or_what_is_left_has_no_place(seen: list[Look]) -> None:
     last, watch = seen[-1], watched(seen)
 
-    assert (watch.standing is Standing.EMPTY) == (last.blocks == 0 and not last.is_held)
-    if watch.standing is Standing.NO_PLACE:
+    assert (watch.progress is DrainProgress.EMPTY) == (last.blocks == 0 and not last.is_held)
+    if watch.progress is DrainProgress.NO_PLACE:
         assert not any(look.is_held or look.are_others_away or not look.is_stuck for look in seen[-IDLE_LOOKS:])
 
 
@@ -32,13 +32,13 @@ def test_nothing_is_given_up_while_somebody_holds_a_block_or_a_tier_is_away(seen
     held = watched([*seen, *[Look(1, is_stuck=True, is_held=True, are_others_away=False)] * 2])
     away = watched([*seen, *[Look(1, is_stuck=True, is_held=False, are_others_away=True)] * 2])
 
-    assert (held.standing, away.standing) == (Standing.HELD, Standing.WAITING)
-    assert not held.standing.is_over
-    assert not away.standing.is_over
+    assert (held.progress, away.progress) == (DrainProgress.HELD, DrainProgress.WAITING)
+    assert not held.progress.is_over
+    assert not away.progress.is_over
 
 
 @given(st.lists(looks))
 def test_what_is_stuck_for_long_enough_is_over(seen: list[Look]) -> None:
     stuck = Look(1, is_stuck=True, is_held=False, are_others_away=False)
 
-    assert watched([*seen, *[stuck] * (IDLE_LOOKS + 1)]).standing.is_over
+    assert watched([*seen, *[stuck] * (IDLE_LOOKS + 1)]).progress.is_over

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.cache.archive import RETRY_S
 from kvstrata_agent.cache.tenant_lifecycle import RETENTION_S
-from kvstrata_agent.movement.fair_queue import TrafficClass
+from kvstrata_agent.movement.path import TrafficClass
 from kvstrata_kube.tasks import repeat
 
 if TYPE_CHECKING:
@@ -175,11 +175,11 @@ class Sweeper:
 
     def _show_paths(self) -> None:
         counters = self._node.counters
-        for path in self._cache.mover.traffic.paths:
+        for path in self._cache.mover.scheduler.paths:
             names = {"source": path.source, "target": path.target}
             counters.set("kvstrata_move_bytes_per_second", path.speed.bytes_per_s, **names)
             for traffic in TrafficClass:
-                queue = path.gate.queue(traffic)
+                queue = path.limiter.queue(traffic)
                 counters.set("kvstrata_move_queue_depth", queue.waiting, **names, traffic=traffic)
                 counters.set("kvstrata_move_queue_bytes", queue.waiting_bytes, **names, traffic=traffic)
                 counters.set("kvstrata_moving_bytes", queue.running_bytes, **names, traffic=traffic)

@@ -23,8 +23,7 @@ from kvstrata_agent.backends.memory.mounts import read_mounts
 from kvstrata_agent.backends.memory.persistence import Home, remove_abandoned
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.node import Node
-from kvstrata_agent.blocks.scope_secrets import ScopeMemory
-from kvstrata_agent.blocks.tenants import TenantBook
+from kvstrata_agent.blocks.tenants import ScopeMemory, TenantBook
 from kvstrata_agent.cache.session_journal import SessionJournal
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_agent.fleet.directory.announcer import Announcer

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.backends.base import SlotRef
     from kvstrata_agent.blocks.index import Index
     from kvstrata_agent.blocks.restore import Restoring
-    from kvstrata_agent.blocks.slot_request import SlotRequest
+    from kvstrata_agent.blocks.tier import SlotRequest
     from kvstrata_agent.blocks.tier_contents import TierContents
     from kvstrata_agent.policy.placement import Placement
     from kvstrata_api.blocks import Layout, LayoutId, ScopeId, ScopeSecret

@@ -14,7 +14,7 @@ from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.policy.fair_share import FairOrder
+from kvstrata_agent.policy.quota import FairOrder
 from kvstrata_api.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -300,9 +300,9 @@ class SessionTable:
 
     def _superfluous(self, newest: Session) -> Session:
         """Which session makes way for the newest; itself when nobody has to."""
-        payer = self._order.payer()
-        may_go = [QUIET] if newest.tenant == payer else [QUIET, frozenset({SessionState.OPEN})]
-        found = (s for states in may_go for s in self._of(payer) if s.state in states)
+        largest = self._order.largest_account()
+        may_go = [QUIET] if newest.tenant == largest else [QUIET, frozenset({SessionState.OPEN})]
+        found = (s for states in may_go for s in self._of(largest) if s.state in states)
         return next(found, newest)
 
     def _of(self, tenant: str) -> Iterator[Session]:

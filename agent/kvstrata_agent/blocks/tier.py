@@ -1,4 +1,7 @@
-"""One tier of this node: its backend, its state and whose slots it has. What lies in it, `TierContents` has."""
+"""One tier of this node: its backend, its state, whose slots it has, and how one asks for a slot.
+
+What lies in it, `TierContents` has.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from kvstrata_api.errors import BackendFailedError, QuotaExceededError, TierFull
 if TYPE_CHECKING:
     from kvstrata_api.blocks import ScopeId
     from kvstrata_api.models.poolnode import NodeTier, TierProbe
+
 
 Phase = Literal["Pending", "Ready", "Degraded", "Failed", "Draining"]
 
@@ -233,3 +237,32 @@ class Tier:
     def extent_released(self, extent: int) -> None:
         """Note that an extent is gone, so a shrink need not wait for it."""
         self.closing -= {extent}
+
+
+BATCH_SLOTS: Final = 16
+"""Slots freed at a time, because the writer that needs one will need more."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRequest:
+    """One slot that somebody needs in a tier."""
+
+    tier: Tier
+    scope: ScopeId
+    tenant: str
+    """Account that it is on."""
+    size_bytes: int
+    writer: str = ""
+    """Tenant whose client is to fill it; empty when we do."""
+    slots: int = 1
+    """How many like it will be taken one after the other, this one included: room is made for them at once."""
+
+    @property
+    def is_new(self) -> bool:
+        """True for bytes that an engine brings; all else is here or in the fleet already."""
+        return bool(self.writer)
+
+    @property
+    def batch_bytes(self) -> int:
+        """What is freed at a time for a writer that is known, or likely, to need more slots like this one."""
+        return self.size_bytes * max(BATCH_SLOTS, self.slots)

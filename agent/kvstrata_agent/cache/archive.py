@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.block import TIERS_MAX
 from kvstrata_agent.blocks.sessions import SessionState
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_api.trust import ScopeKind
 
 if TYPE_CHECKING:

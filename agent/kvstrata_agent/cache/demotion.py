@@ -11,8 +11,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.blocks.slot_request import SlotRequest
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.blocks.tier import SlotRequest
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.placement import CopyPath, grouped
 from kvstrata_agent.policy.recompute import REFUSED_S
 from kvstrata_api.errors import BackendFailedError, RetryableError, TierFullError
@@ -112,7 +112,7 @@ class Demoter:
         if tier is None:
             return 0.0
         target = self._node.tier_below(tier.level, must_survive=self._node.is_draining)
-        paths = self._mover.traffic.paths
+        paths = self._mover.scheduler.paths
         if target is None or not paths.is_waited_for(tier.name, target.name):
             return 0.0
         probed = float(target.probe.write_bytes_per_second) if target.probe is not None else 0.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.cache.demotion import ROUNDS_MAX, Demoter
 from kvstrata_agent.cache.eviction_candidates import EvictionRequest, Fate, TierCandidates
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.eviction import plan_eviction
 from kvstrata_agent.policy.quota import OverQuota, accounts_over_share, over_hard_bytes, surplus_to_evict
 from kvstrata_api.errors import QuotaExceededError, TierFullError
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.backends.base import SlotRef
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
-    from kvstrata_agent.blocks.slot_request import SlotRequest
-    from kvstrata_agent.blocks.tier import Tier
+    from kvstrata_agent.blocks.tier import SlotRequest, Tier
     from kvstrata_agent.movement.mover import Mover
     from kvstrata_agent.policy.quota import AccountUsage
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 
 if TYPE_CHECKING:
     from kvstrata_agent.blocks.block import Entry
-    from kvstrata_agent.blocks.eviction_queue import LeafQueue
     from kvstrata_agent.blocks.index import Index
     from kvstrata_agent.blocks.tier import Tier
+    from kvstrata_agent.blocks.tier_contents import LeafQueue
     from kvstrata_api.blocks import ScopeId
 
 

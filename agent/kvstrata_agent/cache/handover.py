@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from kvstrata_agent.backends.base import Record
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_agent.blocks.block import GONE, Residence
-from kvstrata_agent.blocks.slot_request import SlotRequest
+from kvstrata_agent.blocks.tier import SlotRequest
 from kvstrata_agent.cache.load import Read
 from kvstrata_agent.cache.ports import FollowedPeers
 from kvstrata_agent.cache.remote_fetch import REMOTE

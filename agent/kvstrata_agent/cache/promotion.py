@@ -8,10 +8,10 @@ from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.block import GONE, Entry
-from kvstrata_agent.blocks.slot_request import SlotRequest
+from kvstrata_agent.blocks.tier import SlotRequest
 from kvstrata_agent.codec.base import LOSSY
-from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_agent.movement.move import Move
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.placement import CopyPath, grouped
 from kvstrata_api.errors import RetryableError
 
@@ -70,11 +70,11 @@ class Promoter:
             if entry.move is None and not self._start(entry, for_reader=True):
                 return best
             if entry.move is not None:
-                self._mover.traffic.wait_for(entry, tenant)
+                self._mover.scheduler.wait_for(entry, tenant)
                 try:
                     await asyncio.wait([entry.move])
                 finally:
-                    self._mover.traffic.leave(entry)
+                    self._mover.scheduler.end_wait(entry)
         return self.mapped(entry)
 
     def start_promotions(self, entries: Sequence[Entry]) -> None:
@@ -94,13 +94,13 @@ class Promoter:
         """Wait for the move that all of these blocks share; its readers' priority is theirs while they wait."""
         moves = {e.move for e in entries if e.move is not None}
         for entry in entries:
-            self._mover.traffic.wait_for(entry, tenant)
+            self._mover.scheduler.wait_for(entry, tenant)
         try:
             if moves:
                 await asyncio.wait(moves)
         finally:
             for entry in entries:
-                self._mover.traffic.leave(entry)
+                self._mover.scheduler.end_wait(entry)
 
     def promoted(self, entry: Entry) -> Residence | None:
         """Return the copy in the entry tier, or None."""
@@ -171,7 +171,7 @@ class Promoter:
             self._spawn(self._promote_group(entries[count:], urgency, for_reader=for_reader))
 
     def _is_wanted(self, entries: Sequence[Entry]) -> bool:
-        return any(self._mover.traffic.is_waited_for(entry) for entry in entries)
+        return any(self._mover.scheduler.is_waited_for(entry) for entry in entries)
 
     async def _take_slots(
         self, entries: Sequence[Entry], tier: Tier, moves: list[Move], is_wanted: Callable[[], bool]

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.blocks.block import GONE, Entry, Residence
-from kvstrata_agent.blocks.slot_request import SlotRequest
+from kvstrata_agent.blocks.tier import SlotRequest
 from kvstrata_agent.cache.ports import Wanted
-from kvstrata_agent.movement.fair_queue import Priority
-from kvstrata_agent.movement.path import BYTES_AT_ONCE
+from kvstrata_agent.movement.path import BYTES_AT_ONCE, Priority
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import BackendFailedError, RetryableError, TierFullError
 from kvstrata_telemetry.tracing import span
@@ -123,8 +122,7 @@ class RemoteFetcher:
         self, tier: Tier, entries: Sequence[Entry], blocks: int, size_bytes: int, urgency: Priority
     ) -> AsyncIterator[None]:
         """Wait until the path from peers lets this batch through, as a load once somebody waits for it."""
-        turn = self._mover.traffic.turn(entries, REMOTE, tier.name, urgency, size_bytes, FETCH_S)
-        async with turn:
+        async with self._mover.scheduler.enter(entries, REMOTE, tier.name, urgency, size_bytes, FETCH_S):
             with span("kvstrata.fetch", source=REMOTE, blocks=blocks, bytes=size_bytes):
                 yield
 
@@ -198,7 +196,7 @@ class RemoteFetcher:
     def _count(self, tier: Tier, entries: Sequence[Entry], raw_bytes: int, took_s: float) -> None:
         arrived = sum(1 for e in entries if e.residences)
         if arrived:
-            self._mover.traffic.count_moved(REMOTE, tier.name, arrived, arrived * raw_bytes, [took_s])
+            self._mover.scheduler.count_moved(REMOTE, tier.name, arrived, arrived * raw_bytes, [took_s])
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

@@ -17,7 +17,7 @@ import msgspec
 
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_agent.blocks.block import account_of
-from kvstrata_agent.policy.fair_share import FairOrder
+from kvstrata_agent.policy.quota import FairOrder
 from kvstrata_api.blocks import ScopeId
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class SessionJournal:
             self._known_bytes += len(frame)
             self._order.use(account, digest)
         if len(self._known) > ENTRIES_MAX:
-            self._forget(self._order.surplus())
+            self._forget(self._order.next_to_evict())
 
     def _forget(self, digest: bytes) -> None:
         self._known_bytes -= len(self._known.pop(digest, b""))

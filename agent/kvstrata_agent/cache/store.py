@@ -11,9 +11,9 @@ from kvstrata_agent.backends.threads import in_thread, together
 from kvstrata_agent.blocks.block import GONE, Residence
 from kvstrata_agent.blocks.reservations import RESERVATION_S
 from kvstrata_agent.blocks.sessions import SessionState
-from kvstrata_agent.blocks.slot_request import SlotRequest
+from kvstrata_agent.blocks.tier import SlotRequest
 from kvstrata_agent.codec.base import RAW
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.admission import Admission, AdmissionInputs, admit
 from kvstrata_agent.policy.quota import OverQuota
 from kvstrata_api.blocks import BlockKey

@@ -18,12 +18,11 @@ from kvstrata_agent.backends.base import BlamelessError, SlotRef
 from kvstrata_agent.backends.scratch import Buffers
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_agent.blocks.block import GONE, Entry, Residence
-from kvstrata_agent.blocks.slot_request import SlotRequest
+from kvstrata_agent.blocks.tier import SlotRequest
 from kvstrata_agent.codec.base import IN_THE_OPEN, LOSSY, RAW, WORN, room_bytes
-from kvstrata_agent.movement.group_copy import CodedMoves, StraightMoves
-from kvstrata_agent.movement.group_write import GroupWriter, record_of
+from kvstrata_agent.movement.group_copy import CodedGroups, GroupWriter, RawGroups, record_of
 from kvstrata_agent.movement.move import Coding, Move
-from kvstrata_agent.movement.scheduler import Traffic
+from kvstrata_agent.movement.scheduler import MoveScheduler
 from kvstrata_agent.policy.placement import CopyFacts, CopyPath, copy_path
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, UnsupportedError
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
     from kvstrata_agent.backends.base import Record
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
-    from kvstrata_agent.movement.fair_queue import Priority
     from kvstrata_agent.movement.move import Codecs
+    from kvstrata_agent.movement.path import Priority
 
 INLINE_BYTES_MAX: Final = 256 << 10
 """Up to this a hash (10 GB/s) costs less than handing it to a thread and back (about 60 us)."""
@@ -50,11 +49,11 @@ class Mover:
         self._node = node
         self.coding = Coding(node, codecs)
         self._buffers = Buffers()
-        self.traffic = Traffic(node)
+        self.scheduler = MoveScheduler(node)
         writer = GroupWriter(node)
-        self._groups: dict[CopyPath, StraightMoves | CodedMoves] = {
-            CopyPath.RAW_GROUP: StraightMoves(node, writer),
-            CopyPath.CODED_GROUP: CodedMoves(node, self.coding, self._buffers, writer),
+        self._groups: dict[CopyPath, RawGroups | CodedGroups] = {
+            CopyPath.RAW_GROUP: RawGroups(node, writer),
+            CopyPath.CODED_GROUP: CodedGroups(node, self.coding, self._buffers, writer),
         }
         self.bytes_under_way = 0
         """Raw bytes of the moves that wait or run."""
@@ -118,7 +117,7 @@ class Mover:
         others the target gives slots of the stored size. A copy that turns out to be unreadable is dropped; a target
         that cannot write is paused. Slots are given back on every failure and cancellation. Raises `TierFullError` when
         the target has no room for the first of them (others without room are False), and `RetryableError` when too many
-        wait for the path, or their turn does not come `within_s`.
+        wait for the path, or may not run `within_s`.
         """
         entries, source = [m.entry for m in moves], moves[0].source.tier
         raw_bytes = sum(m.source.record.raw_bytes for m in moves)
@@ -127,7 +126,7 @@ class Mover:
         self.bytes_under_way += raw_bytes
         self.under_way.update(dict.fromkeys(entries, target))
         try:
-            async with self.traffic.turn(entries, source.name, target.name, urgency, raw_bytes, within_s):
+            async with self.scheduler.enter(entries, source.name, target.name, urgency, raw_bytes, within_s):
                 with span("kvstrata.move", source=source.name, target=target.name, blocks=len(moves)):
                     made = await self._made(moves, target)
         finally:
@@ -140,8 +139,8 @@ class Mover:
         copies = [copy_made for copy_made in made if copy_made is not None]
         if copies:
             took_s = self._node.clock() - started_s
-            raw_bytes = sum(copy_made.record.raw_bytes for copy_made in copies)
-            self.traffic.count_moved(source.name, target.name, len(copies), raw_bytes, [took_s] * len(copies))
+            moved_bytes = sum(copy_made.record.raw_bytes for copy_made in copies)
+            self.scheduler.count_moved(source.name, target.name, len(copies), moved_bytes, [took_s] * len(copies))
             source.failures = target.failures = 0
         return [c is not None and self._settle(m.entry, c) for m, c in zip(moves, made, strict=True)]
 

@@ -5,23 +5,22 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.policy.drain import Look, Standing, Watch
-from kvstrata_agent.policy.progress import Count, Ended
+from kvstrata_agent.policy.operations import Count, DrainProgress, Ended, Look, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
-    from kvstrata_agent.policy.progress import Tell
+    from kvstrata_agent.policy.operations import Tell
     from kvstrata_api.models.poolnode import NodeOrder, TierDrainOrder
 
 LOOK_S: Final = 1.0
 """Between two looks."""
 
 _KEPT: Final = {
-    Standing.HELD: "blocks are leased, pinned, decoded from or written",
-    Standing.WAITING: "another tier takes no blocks for the moment",
+    DrainProgress.HELD: "blocks are leased, pinned, decoded from or written",
+    DrainProgress.WAITING: "another tier takes no blocks for the moment",
 }
 
 
@@ -40,12 +39,12 @@ async def watch_drain(node: Node, order: TierDrainOrder, tell: Tell) -> Ended:
         size_bytes = sum(tier.tenant_bytes.values())
         blocks_total, bytes_total = max(blocks_total, node.contents(tier).blocks), max(bytes_total, size_bytes)
         watch = watch.after(_look(node, tier))
-        kept = _KEPT.get(watch.standing)
+        kept = _KEPT.get(watch.progress)
         count = Count(blocks_total - node.contents(tier).blocks, blocks_total, bytes_total - size_bytes, bytes_total)
-        tell(count, Ended(kept, watch.standing.value) if kept else None)
-        if watch.standing.is_over:
+        tell(count, Ended(kept, watch.progress.value) if kept else None)
+        if watch.progress.is_over:
             left = f"{node.contents(tier).blocks} blocks of {size_bytes} B stay: no other tier takes them"
-            return Ended("nothing is left" if watch.standing is Standing.EMPTY else left)
+            return Ended("nothing is left" if watch.progress is DrainProgress.EMPTY else left)
         await asyncio.sleep(LOOK_S)
 
 

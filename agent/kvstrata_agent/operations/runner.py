@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from kvstrata_agent.cache.eviction import TRIM_BYTES_MAX
 from kvstrata_agent.cache.eviction_candidates import EvictionRequest, Fate
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.operations.drain import watch_drain
 from kvstrata_agent.operations.warm import Warmer
-from kvstrata_agent.policy.progress import MESSAGE_CHARS_MAX, UNKNOWN_ORDER, Count, Ended
+from kvstrata_agent.policy.operations import MESSAGE_CHARS_MAX, UNKNOWN_ORDER, Count, Ended
 from kvstrata_api.errors import KvStrataError
 from kvstrata_api.models.poolnode import FlushOrder, OrderAnswer
 from kvstrata_telemetry.tracing import span

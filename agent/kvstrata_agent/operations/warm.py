@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.request import NOBODY, Place
 from kvstrata_agent.cache.remote_fetch import FETCH_BLOCKS
-from kvstrata_agent.movement.fair_queue import Priority
-from kvstrata_agent.policy.progress import Count, Ended
-from kvstrata_agent.policy.warm import Chain, Portion, WarmPlan, budget_bytes, plan_warming
+from kvstrata_agent.movement.path import Priority
+from kvstrata_agent.policy.operations import Chain, Count, Ended, Portion, WarmPlan, budget_bytes, plan_warming
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_api.errors import RetryableError
 from kvstrata_api.trust import ScopeKind

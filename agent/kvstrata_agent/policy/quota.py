@@ -1,15 +1,16 @@
-"""Who makes room for whom in a tier that several tenants use, and how much of it is whose. Pure.
+"""Who makes room for whom in a tier that several tenants use, or in a bounded table, and how much is whose. Pure.
 
 Laws: nobody but its owner is pushed below a guarantee; beyond guarantees room is shared by weight, so of two tenants
 the one that holds more for its weight loses blocks first, its own ones; a tenant that is at or over its share never
-takes room from one that is below its own.
+takes room from one that is below its own; over a table's bound, the account that has most loses entries.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from kvstrata_agent.policy.retention import KEEP, Retention
 
@@ -120,3 +121,48 @@ def _level(usages: Sequence[AccountUsage], need_bytes: int) -> float:
         if level >= following:
             return level
     return 0.0
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+class FairOrder(Generic[K]):
+    """Keys by account, in order of last use. Law: no account loses a key while another one has more."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, OrderedDict[K, None]] = {}
+        self._account_of: dict[K, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._account_of)
+
+    def use(self, account: str, key: K) -> None:
+        """Note that a key was used just now, on this account."""
+        self.drop(key)
+        self._account_of[key] = account
+        self._accounts.setdefault(account, OrderedDict())[key] = None
+
+    def drop(self, key: K) -> None:
+        """Forget a key. Idempotent."""
+        account = self._account_of.pop(key, None)
+        if account is not None:
+            keys = self._accounts[account]
+            del keys[key]
+            if not keys:
+                del self._accounts[account]
+
+    def count(self, account: str) -> int:
+        """How many keys an account has."""
+        return len(self._accounts.get(account, ()))
+
+    def largest_account(self) -> str:
+        """Account that has most keys; there must be one."""
+        return max(self._accounts, key=self.count)
+
+    def of(self, account: str) -> Iterator[K]:
+        """Keys of an account, least recently used first; not to be changed meanwhile."""
+        return iter(self._accounts.get(account, ()))
+
+    def next_to_evict(self) -> K:
+        """Least recently used key of the account that has most; there must be one."""
+        return next(self.of(self.largest_account()))

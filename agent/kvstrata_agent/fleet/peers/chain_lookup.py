@@ -11,7 +11,7 @@ import itertools
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.cache.ports import Stretch, TracedPeers
-from kvstrata_agent.policy.warm import Chain
+from kvstrata_agent.policy.operations import Chain
 from kvstrata_api.blocks import BlockKey
 
 if TYPE_CHECKING:
