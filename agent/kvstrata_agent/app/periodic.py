@@ -25,7 +25,7 @@ SESSIONS_S: Final = 0.25
 ANNOUNCE_S: Final = 0.02
 """How long announcements are gathered; other nodes see a block this much later at most."""
 FOLD_S: Final = 0.05
-"""Between two steps of folding: 40,000 blocks a second, more than clients can write."""
+"""Between two steps of packing: 40,000 blocks a second, more than clients can write."""
 STUCK_S: Final = 1.0
 """Between two tries to empty a drained tier of which nothing could move; twice as long each time."""
 REST_S_MAX: Final = 30.0
@@ -58,11 +58,11 @@ class Sweeper:
             group.create_task(repeat("sessions", SESSIONS_S, self._cache.life.tend))
             group.create_task(repeat("retention", RETENTION_S, self._cache.tenancy.retire))
             group.create_task(repeat("archive", RETRY_S, self._cache.archiver.run))
-            group.create_task(repeat("fold", FOLD_S, self._fold))
+            group.create_task(repeat("pack", FOLD_S, self._fold))
 
     async def _fold(self) -> None:
         """Let blocks that nobody uses take less memory, a bounded step at a time."""
-        self._node.index.fold(self._node.clock() - USED_S)
+        self._node.index.pack(self._node.clock() - USED_S)
 
     async def _expire(self) -> None:
         self.expire()

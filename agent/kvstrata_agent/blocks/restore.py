@@ -132,7 +132,7 @@ class Restoring:
         self._start = 0
         """Blocks of the extents that are done."""
         self._blocks: Blocks | None = None
-        self._folds = NONE
+        self._packings_seen = NONE
         """Rows that were made one by one: where that is still so, those of the scope can be none but ours."""
 
     @property
@@ -149,7 +149,7 @@ class Restoring:
 
     def prepare(self) -> None:
         """Make room for so many rows. One step."""
-        self._index.rows.expect(len(self._forest.parents))
+        self._index.packed.expect(len(self._forest.parents))
 
     def enter(self) -> Restored:
         """Enter the blocks of the next extent. One step."""
@@ -175,7 +175,7 @@ class Restoring:
         """The scope, which may have been emptied and opened again since the last step."""
         blocks = self._index.opened(self.scope)
         if blocks is not self._blocks:
-            self._blocks, self._folds = blocks, NONE if blocks.folded else blocks.folds
+            self._blocks, self._packings_seen = blocks, NONE if blocks.packed else blocks.packings
         return blocks
 
     def _are_new(self, blocks: Blocks, digests: Sequence[bytes]) -> Mask:
@@ -189,7 +189,7 @@ class Restoring:
 
     def _known(self, blocks: Blocks) -> Blocks | dict[bytes, Entry]:
         """What is here already. Rows that we have put are not looked at: no two of ours have the same key."""
-        return blocks if blocks.folds != self._folds else blocks.in_use
+        return blocks if blocks.packings != self._packings_seen else blocks.in_use
 
     def _copy(self, columns: Columns, at: int) -> Residence:
         return Residence(self._tier, columns.slot(at), columns.record(at))
@@ -227,9 +227,9 @@ class Restoring:
         """Enter what is not plain, and tell what became of all."""
         others = np.flatnonzero(~is_plain).tolist()
         copies = [self._copy(columns, at) for at in others]
-        before = blocks.folds
+        before = blocks.packings
         entered, unwanted = self._index.restore(copies, self._born_at_s)
-        self._folds += blocks.folds - before  # None of these has the key of a plain one.
+        self._packings_seen += blocks.packings - before  # None of these has the key of a plain one.
         plain = compress(digests, is_plain.tolist())
         return Restored([*plain, *(key.digest for key in entered)], unwanted)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvstrata_agent.backends.base import SlotRef
     from kvstrata_agent.blocks.block import Entry
-    from kvstrata_agent.blocks.packed_blocks import RowTable
+    from kvstrata_agent.blocks.packed_blocks import PackedTable
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_api.blocks import ScopeId
 
@@ -102,14 +102,14 @@ _STALE_MAX: Final = 64
 """Numbers of rows that have left which are put up with, beside as many as there are rows."""
 
 
-class Folds(Protocol):
-    """Where folded blocks are kept."""
+class Packing(Protocol):
+    """Where packed blocks are kept."""
 
     @property
-    def rows(self) -> RowTable:
+    def packed(self) -> PackedTable:
         """The rows."""
 
-    def unfold(self, number: int) -> Entry:
+    def unpack(self, number: int) -> Entry:
         """Make the entry of a row again."""
 
     def contents(self, tier: Tier) -> TierContents:
@@ -119,27 +119,27 @@ class Folds(Protocol):
 class Residents:
     """Blocks of one extent, all of one scope. Iteration makes entries of all of them: for extents that are emptied."""
 
-    __slots__ = ("_extent", "_folds", "_numbers", "_tier", "folded", "in_use", "scope")
+    __slots__ = ("_extent", "_numbers", "_packing", "_tier", "in_use", "packed", "scope")
 
     def __init__(self, tier: Tier, extent: int, scope: ScopeId) -> None:
         self._tier = tier
         self._extent = extent
         self.scope = scope
         self.in_use: set[Entry] = set()
-        self.folded = 0
+        self.packed = 0
         """Blocks that are rows."""
         self._numbers: array[int] | None = None
         """Rows that lie here, or did."""
-        self._folds: Folds | None = None
+        self._packing: Packing | None = None
 
     def __len__(self) -> int:
-        return len(self.in_use) + self.folded
+        return len(self.in_use) + self.packed
 
     def __contains__(self, entry: Entry) -> bool:
         return entry in self.in_use
 
     def __iter__(self) -> Iterator[Entry]:
-        self._unfold()
+        self._unpack()
         return iter(self.in_use)
 
     def may_hold(self, tenant: str) -> bool:
@@ -147,26 +147,26 @@ class Residents:
         account = account_of(self.scope)
         return account == tenant or "/" in account
 
-    def fold(self, numbers: Sequence[int], folds: Folds) -> None:
+    def pack(self, numbers: Sequence[int], packing: Packing) -> None:
         """Note rows of blocks that lie here and are no entries."""
         if self._numbers is None:
-            self._numbers, self._folds = array("I"), folds
-        elif len(self._numbers) > 2 * self.folded + _STALE_MAX:
+            self._numbers, self._packing = array("I"), packing
+        elif len(self._numbers) > 2 * self.packed + _STALE_MAX:
             self._numbers = array("I", self._present())
         self._numbers.extend(numbers)
-        self.folded += len(numbers)
+        self.packed += len(numbers)
 
     def _present(self) -> list[int]:
         """Rows that lie here now."""
-        if self._folds is None or self._numbers is None or not self.folded:
+        if self._packing is None or self._numbers is None or not self.packed:
             return []
-        rows = self._folds.rows
+        rows = self._packing.packed
         return [n for n in dict.fromkeys(self._numbers) if rows.lies_in(n, self._tier, self._extent)]
 
-    def _unfold(self) -> None:
+    def _unpack(self) -> None:
         for number in self._present():
-            assert self._folds is not None, "who folded them is known"
-            self._folds.unfold(number)
+            assert self._packing is not None, "who packed them is known"
+            self._packing.unpack(number)
 
     def bytes_by_tenant(self) -> dict[str, int]:
         """Bytes of slots here by account."""
@@ -176,8 +176,8 @@ class Residents:
             if residence is not None:
                 found[entry.tenant] = found.get(entry.tenant, 0) + residence.slot.size_bytes
         for number in self._present():
-            assert self._folds is not None, "who folded them is known"
-            kind = self._folds.rows.kind(number)
+            assert self._packing is not None, "who packed them is known"
+            kind = self._packing.packed.kind(number)
             found[kind.tenant] = found.get(kind.tenant, 0) + kind.slot_bytes
         return found
 
@@ -225,9 +225,9 @@ class TierContents:
             residents = self.extents[extent] = Residents(self._tier, extent, scope)
         return residents
 
-    def folded(self, numbers: Sequence[int], extent: int, scope: ScopeId, folds: Folds) -> None:
+    def note_packed(self, numbers: Sequence[int], extent: int, scope: ScopeId, packing: Packing) -> None:
         """Note that blocks lie here that are rows."""
-        self._residents(extent, scope).fold(numbers, folds)
+        self._residents(extent, scope).pack(numbers, packing)
         self.blocks += len(numbers)
 
     def forget_entry(self, entry: Entry, extent: int) -> None:
@@ -235,10 +235,10 @@ class TierContents:
         self.extents[extent].in_use.remove(entry)
         self.blocks -= 1
 
-    def unfolded(self, entry: Entry, extent: int) -> None:
+    def unpacked(self, entry: Entry, extent: int) -> None:
         """Note the entry of a block that was a row."""
         residents = self.extents[extent]
-        residents.folded -= 1
+        residents.packed -= 1
         residents.in_use.add(entry)
 
     def remove(self, entry: Entry, slot: SlotRef) -> None:
