@@ -84,11 +84,11 @@ class Agent:
 
     def _settle_memory(self, dram: Tier) -> None:
         """Leave one slot of each extent taken, so that memory stays mapped, as it does in a tier that serves."""
-        slots = [dram.take(SECRET.scope, "bench", self._work.block_bytes) for _ in range(2 * self._work.blocks)]
+        slots = [dram.allocate(SECRET.scope, "bench", self._work.block_bytes) for _ in range(2 * self._work.blocks)]
         kept = {slot.extent: slot for slot in slots}
         for slot in slots:
             if kept[slot.extent] is not slot:
-                dram.give_back(slot, "bench")
+                dram.free(slot, "bench")
 
     @property
     def _node(self) -> Node:
@@ -112,7 +112,7 @@ class Agent:
         self._entries = []
         for number, block in enumerate(self._source):
             digest = (generation << GENERATION_SHIFT | number).to_bytes(KEY_BYTES, "big")
-            slot = dram.take(SECRET.scope, "bench", size_bytes)
+            slot = dram.allocate(SECRET.scope, "bench", size_bytes)
             assert dram.mappable is not None
             with dram.mappable.view(slot) as view:
                 view[:size_bytes] = block.data

@@ -284,7 +284,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
         for tier in node.tiers:
             blocks = sum(r.slot.size_bytes for e in node.index for r in e.residences if r.tier is tier)
             waiting = sum(r.slot.size_bytes for r in node.reservations if r.tier is tier)
-            condemned = sum(r.slot.size_bytes for c in node.condemned.values() for r in c if r.tier is tier)
+            condemned = sum(r.slot.size_bytes for c in node.deferred_frees.values() for r in c if r.tier is tier)
             assert tier.backend.used_bytes == blocks + waiting + condemned
         assert all(e.move is None for e in node.index)
 
@@ -305,7 +305,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
             self.do(self.sweeper.expire)
             node = self.core.node
             assert len(node.leases) == len(node.reservations) == len(node.pins) == 0
-            assert not node.condemned
+            assert not node.deferred_frees
             assert not any(e.is_held for e in node.index)
             for scope in (SCOPE, OTHER_SCOPE):
                 self.do(partial(node.drop_scope, scope, "erased"))

@@ -75,7 +75,7 @@ async def push_down(core: AgentParts, entries: Sequence[Entry]) -> list[bool]:
 async def pull_up(core: AgentParts, entries: Sequence[Entry]) -> list[bool]:
     """Copy blocks up as one group."""
     dram = core.node.tiers[0]
-    moves = [core.cache.mover.plan(e, e.residences[0], dram, dram.take(SCOPE, "a", BLOCK_BYTES)) for e in entries]
+    moves = [core.cache.mover.plan(e, e.residences[0], dram, dram.allocate(SCOPE, "a", BLOCK_BYTES)) for e in entries]
     assert {m.path for m in moves} == {CopyPath.CODED_GROUP}
     return await core.cache.mover.copy_all(moves, dram, Priority.ONBOARD)
 
@@ -141,7 +141,7 @@ def test_each_comes_back_as_it_was_or_not_at_all(fates: list[str]) -> None:
 
 async def pull_up_alone(core: AgentParts, entry: Entry) -> bool:
     dram = core.node.tiers[0]
-    move = core.cache.mover.plan(entry, entry.residences[0], dram, dram.take(SCOPE, "a", BLOCK_BYTES))
+    move = core.cache.mover.plan(entry, entry.residences[0], dram, dram.allocate(SCOPE, "a", BLOCK_BYTES))
     return all(await core.cache.mover.copy_all([move], dram, Priority.ONBOARD))
 
 

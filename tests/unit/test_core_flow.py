@@ -383,7 +383,7 @@ async def test_a_slot_waits_for_the_readers_of_its_own_copy_alone(core: AgentPar
     assert core.node.tiers[0].backend.used_bytes == BLOCK_BYTES
     core.cache.release(1, [read.lease.id])
     assert core.node.tiers[0].backend.used_bytes == 0
-    assert not core.node.condemned
+    assert not core.node.deferred_frees
 
 
 async def test_a_block_that_is_erased_before_its_transfer_begins_is_a_miss(core: AgentParts) -> None:

@@ -238,7 +238,7 @@ async def test_a_fetch_that_fails_while_it_takes_slots_leaves_none(pair: Pair, m
         return await room(want, deadline_s)
 
     monkeypatch.setattr(pair.b.cache.evictor, "reserve", reserve)
-    monkeypatch.setattr(Node, "take_run", lambda node, want, count: [node.take(want)] if count > 1 else [])
+    monkeypatch.setattr(Node, "allocate_run", lambda node, want, count: [node.allocate(want)] if count > 1 else [])
 
     assert await load(pair.b, [1, 2, 3]) == []
     assert len(asked) > 2, "the first one is tried once more"

@@ -26,7 +26,7 @@ def made_node() -> Node:
 
 def copy_in(tier: Tier, number: int, layout_id: LayoutId, *, is_taken: bool = False) -> Residence:
     """A copy of the n-th block of a chain whose every third block starts anew; its medium has it, or it is new."""
-    slot = tier.take(SCOPE, "a", 4096) if is_taken else tier.backend.reserve(SCOPE, 4096)
+    slot = tier.allocate(SCOPE, "a", 4096) if is_taken else tier.backend.reserve(SCOPE, 4096)
     parent = digest(number - 1) if number % 3 else b""
     record = Record(BlockKey(SCOPE, digest(number)), parent, layout_id, "raw", 4096, 4096, bytes(16), 3)
     return Residence(tier, slot, record)
@@ -51,7 +51,7 @@ def test_what_is_restored_is_what_adding_one_by_one_gives(found: list[tuple[int,
         if entry is None:
             entry = added.index.begin(SCOPE, digest(n), copy.record.parent, layout, 0.0)
         elif entry.residence(copy.tier) is not None or entry.layout_id != layout:
-            copy.tier.give_back(copy.slot, "a")
+            copy.tier.free(copy.slot, "a")
             continue
         added.add_copy(entry, copy)
 

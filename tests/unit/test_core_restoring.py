@@ -63,14 +63,14 @@ def do(node: Node, what: str, number: int, parent: int) -> None:
         del known
         node.index.pack(math.inf)
     elif what == "raise" and known is not None and known.residences and known.residence(tier) is None:
-        slot = tier.take(SCOPE, known.tenant, 4096)
+        slot = tier.allocate(SCOPE, known.tenant, 4096)
         node.add_copy(known, Residence(tier, slot, known.residences[0].record))
     elif what == "lower" and known is not None and len(known.residences) > 1:
         node.drop_copy(known, tier)
     elif what in ("begin", "write") and known is None:
         entry = node.index.begin(SCOPE, digest(number), record_of(number, parent).parent, LAYOUT_ID, 0.0, "a")
         if what == "write":
-            slot = tier.take(SCOPE, "a", 4096)
+            slot = tier.allocate(SCOPE, "a", 4096)
             node.add_copy(entry, Residence(tier, slot, record_of(number, parent)))
 
 

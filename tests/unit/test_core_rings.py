@@ -25,7 +25,7 @@ named = st.lists(
 
 
 def copy_in(tier: Tier, number: int, parent: int, *, is_taken: bool) -> Residence:
-    slot = tier.take(SCOPE, "a", 4096) if is_taken else tier.backend.reserve(SCOPE, 4096)
+    slot = tier.allocate(SCOPE, "a", 4096) if is_taken else tier.backend.reserve(SCOPE, 4096)
     key = BlockKey(SCOPE, digest(number))
     return Residence(tier, slot, Record(key, digest(parent), LAYOUT_ID, "raw", 4096, 4096, bytes(16), 3))
 

@@ -225,7 +225,7 @@ def chain(length: int, index: Index | None = None, first: int = 0) -> tuple[Inde
         entry = index.begin(SCOPE, digest(number), parent, LAYOUT_ID, float(number), "a")
         key = BlockKey(SCOPE, digest(number))
         record = Record(key, parent, LAYOUT_ID, "raw", 4096, 4096, number.to_bytes(16, "big"), 3)
-        index.add(entry, Residence(tier, tier.take(SCOPE, "a", 4096), record))
+        index.add(entry, Residence(tier, tier.allocate(SCOPE, "a", 4096), record))
     return index, tier
 
 
@@ -350,7 +350,7 @@ def test_a_block_may_leave_when_its_children_are_slower_now_and_its_tier_is_not(
     for number, parent, tier in ((1, digest(0), fast), (0, b"", middle)):
         entry = node.index.begin(SCOPE, digest(number), parent, LAYOUT_ID, 0.0, "a")
         record = Record(BlockKey(SCOPE, digest(number)), parent, LAYOUT_ID, "raw", 4096, 4096, bytes(16), 3)
-        node.index.add(entry, Residence(tier, tier.take(SCOPE, "a", 4096), record))
+        node.index.add(entry, Residence(tier, tier.allocate(SCOPE, "a", 4096), record))
     del entry
     assert TierCandidates(node.index, middle, EvictionRequest(1, "room")).pop() is None
     assert node.index.pack(math.inf) == is_packed
@@ -375,7 +375,7 @@ def test_a_block_with_too_many_children_for_a_row_is_counted_after_levels_change
         parent = b"" if before is None else digest(before)
         entry = node.index.begin(SCOPE, digest(number), parent, LAYOUT_ID, 0.0, "a")
         record = Record(BlockKey(SCOPE, digest(number)), parent, LAYOUT_ID, "raw", 4096, 4096, bytes(16), 3)
-        node.index.add(entry, Residence(slow, slow.take(SCOPE, "a", 4096), record))
+        node.index.add(entry, Residence(slow, slow.allocate(SCOPE, "a", 4096), record))
     entry = node.index.begin(SCOPE, digest(4), digest(1), LAYOUT_ID, 0.0, "a")
     assert node.index.pack(math.inf) == 2
     fast.level, slow.level = 1, 0

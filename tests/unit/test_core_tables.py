@@ -39,7 +39,7 @@ def entry(number: int = 1, parent: bytes = b"") -> Entry:
 def residence_of(node: Node, made: Entry, name: str) -> Residence:
     tier = node.tier(name)
     assert tier is not None
-    slot = tier.take(SCOPE, "a", 4096)
+    slot = tier.allocate(SCOPE, "a", 4096)
     record = Record(BlockKey(SCOPE, made.digest), made.parent, LAYOUT_ID, "raw", 4096, 4096, b"0" * 16, 7)
     return Residence(tier, slot, record)
 

@@ -117,7 +117,7 @@ class Node:
     """Names of tiers that KVOperations request emptied."""
     changed: Signal = field(default_factory=Signal)
     """Fires when a slot, a lease, a pin, a guard or a move ends, or blocks are published: there may be room now."""
-    condemned: dict[Entry, list[Residence]] = field(default_factory=dict)
+    deferred_frees: dict[Entry, list[Residence]] = field(default_factory=dict)
     """Copies taken out of the index whose slots wait for the end of leases."""
 
     def __post_init__(self) -> None:
@@ -184,24 +184,27 @@ class Node:
         low, high = policy.low_watermark_percent, policy.high_watermark_percent
         return excess_bytes(backend.used_bytes + more_bytes, backend.capacity_bytes, high, low)
 
-    def take(self, request: SlotRequest) -> SlotRef:
-        """Take a slot on its tenant's account. Raises `TierFullError`, `QuotaExceededError`, `BackendFailedError`."""
-        hard_bytes = self.tenants.hard_bytes(request.tier, request.tenant)
-        return request.tier.take(request.scope, request.tenant, request.size_bytes, hard_bytes, request.writer)
+    def allocate(self, request: SlotRequest) -> SlotRef:
+        """Allocate a slot on its tenant's account.
 
-    def take_run(self, request: SlotRequest, count: int) -> list[SlotRef]:
-        """Take up to `count` slots in memory that engines map, on their tenant's account; fewer where that ends."""
+        Raises `TierFullError`, `QuotaExceededError`, `BackendFailedError`.
+        """
         hard_bytes = self.tenants.hard_bytes(request.tier, request.tenant)
-        return request.tier.take_run(
+        return request.tier.allocate(request.scope, request.tenant, request.size_bytes, hard_bytes, request.writer)
+
+    def allocate_run(self, request: SlotRequest, count: int) -> list[SlotRef]:
+        """Allocate up to `count` slots in memory that engines map, on their tenant's account; fewer where that ends."""
+        hard_bytes = self.tenants.hard_bytes(request.tier, request.tenant)
+        return request.tier.allocate_run(
             request.scope, request.tenant, request.size_bytes, count, hard_bytes, request.writer
         )
 
-    def give_back(self, tier: Tier, slot: SlotRef, tenant: str) -> None:
-        """Give a slot back, once, that was on this account; overwritten where the tenant wants that."""
+    def free(self, tier: Tier, slot: SlotRef, tenant: str) -> None:
+        """Free a slot, once, that was on this account; overwritten where the tenant wants that."""
         if tier.mappable is not None and not tier.is_gone and self.tenants.of(tenant).retention.is_zeroized:
             with tier.mappable.view(slot) as view:
                 view[:] = bytes(len(view))
-        tier.give_back(slot, tenant)
+        tier.free(slot, tenant)
         self.changed.fire()
 
     def add_copy(self, entry: Entry, residence: Residence) -> None:
@@ -247,7 +250,7 @@ class Node:
         self._keep(new)
         self.index.swap(entry, old, new)
         self.announcer.mark(entry.scope, entry.digest)
-        self._free(entry, old)
+        self.free_copy(entry, old)
 
     def drop_copy(self, entry: Entry, tier: Tier, *, keep_bytes: bool = False) -> Residence:
         """Take one copy away; the last one ends the block. A slot that is being read is freed when that ends.
@@ -262,7 +265,7 @@ class Node:
         if was_best:
             self.announcer.mark(entry.scope, entry.digest)
         if not keep_bytes:
-            self._free(entry, gone)
+            self.free_copy(entry, gone)
         return gone
 
     def drop_block(self, entry: Entry, reason: str) -> None:
@@ -307,9 +310,9 @@ class Node:
         count = 0
         for lease in ended:
             count += 1
-            if self.condemned and lease.entry in self.condemned:
-                for residence in self.condemned.pop(lease.entry):
-                    self._free(lease.entry, residence)
+            if self.deferred_frees and lease.entry in self.deferred_frees:
+                for residence in self.deferred_frees.pop(lease.entry):
+                    self.free_copy(lease.entry, residence)
         self.changed.fire()
         return count
 
@@ -343,7 +346,7 @@ class Node:
         for reservation in reservations:
             count += 1
             self.growth.lost(reservation.id, self.clock())
-            self.give_back(reservation.tier, reservation.slot, reservation.entry.tenant)
+            self.free(reservation.tier, reservation.slot, reservation.entry.tenant)
             if not reservation.entry.residences and reservation.entry.level != GONE:
                 self.index.forget(reservation.entry)
         return count
@@ -399,13 +402,9 @@ class Node:
         if copy.tier.lasting is not None:
             copy.tier.lasting.commit(copy.slot, copy.record)
 
-    def discard(self, entry: Entry, unfinished: Residence) -> None:
-        """Free the slot of a copy that will never be whole, when its last reader has ended its lease."""
-        self._free(entry, unfinished)
-
-    def _free(self, entry: Entry, gone: Residence) -> None:
-        """Give a slot back, at once or when the last reader of just this copy has ended its lease."""
+    def free_copy(self, entry: Entry, gone: Residence) -> None:
+        """Free the slot of a copy, at once or when the last reader of just this copy has ended its lease."""
         if entry.leases and any(lease.residence is gone for lease in self.leases.of(entry)):
-            self.condemned.setdefault(entry, []).append(gone)
+            self.deferred_frees.setdefault(entry, []).append(gone)
         else:
-            self.give_back(gone.tier, gone.slot, entry.tenant)
+            self.free(gone.tier, gone.slot, entry.tenant)

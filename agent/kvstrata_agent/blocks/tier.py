@@ -65,7 +65,7 @@ class Tier:
     shrinking: frozenset[int] = frozenset()
     """Those of them that the last resize closed."""
     leaves_by_s: float | None = None
-    """Monotonic second until which its blocks move to other tiers, because it is declared no more; None: it stays."""
+    """Monotonic second until which its blocks move to other tiers: it was removed from the spec. None: it stays."""
     is_drained: bool = False
     """True while a KVOperation wants its blocks in other tiers."""
     is_stuck: bool = False
@@ -170,10 +170,10 @@ class Tier:
             return self.mappable.relief(scope, size_bytes, writer)
         return self.backend.relief(scope, size_bytes)
 
-    def take(
+    def allocate(
         self, scope: ScopeId, tenant: str, size_bytes: int, hard_bytes: int | None = None, writer: str = ""
     ) -> SlotRef:
-        """Take a slot on a tenant's account, in one step with the check of its quota.
+        """Allocate a slot on a tenant's account, in one step with the check of its quota.
 
         `writer` is the tenant whose client is to fill the slot, empty when we do; only memory that engines map asks.
         Raises `TierFullError` when there is no room, and `QuotaExceededError` when there is none for this tenant.
@@ -181,7 +181,7 @@ class Tier:
         if self.is_recovering:
             raise TierFullError(f"tier {self.name}: the blocks of an earlier run are still being entered", delay_s=1.0)
         if self.is_closed:
-            why = "it is declared no more" if self.is_leaving else "it is drained"
+            why = "it is removed from the spec" if self.is_leaving else "it is drained"
             raise TierFullError(f"tier {self.name}: {why}, and takes no blocks", delay_s=1.0)
         used_bytes = self.tenant_bytes.get(tenant, 0)
         if hard_bytes is not None and over_hard_bytes(used_bytes, size_bytes, hard_bytes):
@@ -196,17 +196,17 @@ class Tier:
         self.tenant_bytes[tenant] = used_bytes + slot.size_bytes
         return slot
 
-    def take_run(
+    def allocate_run(
         self, scope: ScopeId, tenant: str, size_bytes: int, count: int, hard_bytes: int | None, writer: str
     ) -> list[SlotRef]:
-        """Take up to `count` slots of equal size in memory that engines map; fewer where room or quota end."""
+        """Allocate up to `count` slots of equal size in memory that engines map; fewer where room or quota end."""
         assert self.mappable is not None
         if not count or self.is_recovering or self.is_closed:
             return []
         slots: list[SlotRef] = []
         if hard_bytes is not None:  # The size of a slot is known once there is one.
             try:
-                slots.append(self.take(scope, tenant, size_bytes, hard_bytes, writer))
+                slots.append(self.allocate(scope, tenant, size_bytes, hard_bytes, writer))
             except (TierFullError, BackendFailedError):
                 return []
             count = min(count, 1 + (hard_bytes - self.tenant_bytes[tenant]) // slots[0].size_bytes)
@@ -224,8 +224,8 @@ class Tier:
         if size_bytes:
             self.tenant_bytes[tenant] = self.tenant_bytes.get(tenant, 0) + size_bytes
 
-    def give_back(self, slot: SlotRef, tenant: str) -> None:
-        """Let the backend have a slot again, once; with the tier, all of its slots are gone."""
+    def free(self, slot: SlotRef, tenant: str) -> None:
+        """Free a slot, once; with the tier, all of its slots are gone."""
         left_bytes = self.tenant_bytes[tenant] - slot.size_bytes
         if left_bytes:
             self.tenant_bytes[tenant] = left_bytes

@@ -85,7 +85,7 @@ class Evictor:
     async def _reserved(self, request: SlotRequest, left_s: float) -> SlotRef:
         """Take a slot; where there is none, what can leave now leaves."""
         try:
-            return self._node.take(request)
+            return self._node.allocate(request)
         except TierFullError as e:
             if left_s <= 0 or (isinstance(e, QuotaExceededError) and self._action(request) is OverQuota.REJECT):
                 raise
@@ -108,15 +108,15 @@ class Evictor:
         async with self._lock(request.tier):
             for attempt in range(ROUNDS_MAX):
                 try:
-                    return self._node.take(request)
+                    return self._node.allocate(request)
                 except TierFullError:
                     await self._make_room(request, attempt)
-            return self._node.take(request)
+            return self._node.allocate(request)
 
     def _free_late(self, request: SlotRequest, making: asyncio.Task[SlotRef]) -> None:
         """Give a slot back that came too late for whoever wanted it."""
         if not making.cancelled() and making.exception() is None:
-            self._node.give_back(request.tier, making.result(), request.tenant)
+            self._node.free(request.tier, making.result(), request.tenant)
 
     def _start(self, making: Coroutine[None, None, SlotRef]) -> asyncio.Task[SlotRef]:
         task = asyncio.create_task(making)

@@ -315,7 +315,7 @@ class Follower:
             return
         for entry, grown, record in zip(run.entries, run.copies, records, strict=True):
             if entry.level == GONE or not self._node.has(grown.tier):
-                self._node.discard(entry, grown)
+                self._node.free_copy(entry, grown)
                 continue
             self._node.index.adopt(entry, record.parent)
             whole = Residence(grown.tier, grown.slot, record)
@@ -334,4 +334,4 @@ class Follower:
             if entry.level != GONE and not entry.residences:
                 self._node.index.forget(entry)
         for entry, copy in zip(entries, copies, strict=False):
-            self._node.discard(entry, copy)
+            self._node.free_copy(entry, copy)

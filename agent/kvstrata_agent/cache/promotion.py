@@ -183,7 +183,7 @@ class Promoter:
             source = next((r for r in entry.residences if r.record.codec not in LOSSY), entry.residences[0])
             request = SlotRequest(tier, entry.scope, entry.tenant, source.record.raw_bytes)
             try:
-                slot = self._node.take(request)
+                slot = self._node.allocate(request)
             except RetryableError:
                 if moves:
                     return count
@@ -237,7 +237,7 @@ class Promoter:
                 continue
             try:
                 request = SlotRequest(target, entry.scope, entry.tenant, raw_bytes)
-                slot = self._node.take(request) if target.mappable is not None else None
+                slot = self._node.allocate(request) if target.mappable is not None else None
                 await self._mover.move([self._mover.plan(entry, source, target, slot)], target, Priority.DEMOTE)
             except RetryableError:
                 continue

@@ -114,7 +114,7 @@ class RemoteFetcher:
         finally:
             for slot in slots:
                 if tier is not None and slot not in arrived:
-                    self._node.give_back(tier, slot, place.tenant)
+                    self._node.free(tier, slot, place.tenant)
             self._close_fetch(entries)
 
     @asynccontextmanager
@@ -130,7 +130,7 @@ class RemoteFetcher:
         """Take up to `count` slots; those that were taken are in `slots` also when this is cancelled or fails."""
         deadline_s = self._node.clock() + FETCH_S
         request = SlotRequest(tier, place.scope, place.tenant, place.raw_bytes)
-        slots += self._node.take_run(request, count)
+        slots += self._node.allocate_run(request, count)
         try:
             while len(slots) < count:  # The rest has to be made room for.
                 slots.append(await self._evictor.reserve(request, deadline_s))

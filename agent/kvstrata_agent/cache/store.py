@@ -80,7 +80,7 @@ class Writer:
         blocks, scope, tenant = node.index.blocks(place.scope), place.scope, place.tenant
         absent = blocks.absent(digests)
         hard_bytes = node.tenants.hard_bytes(tier, tenant)
-        slots = tier.take_run(scope, tenant, place.raw_bytes, len(absent), hard_bytes, tenant)
+        slots = tier.allocate_run(scope, tenant, place.raw_bytes, len(absent), hard_bytes, tenant)
         if len(slots) < len(absent):
             digests = digests[: digests.index(absent[len(slots)])]
         if not slots:
@@ -165,7 +165,7 @@ class Writer:
             except (TierFullError, BackendFailedError):
                 continue
             else:
-                tier.give_back(slot, place.tenant)  # Taken again at once by the caller, in the same step of the loop.
+                tier.free(slot, place.tenant)  # Taken again at once by the caller, in the same step of the loop.
                 return tier
         if refusal is not None:
             raise refusal

@@ -86,7 +86,7 @@ class Tenancy:
         if self._tenants is None or any(t.is_recovering for t in node.tiers):
             return []  # Nobody knows yet what an earlier run has left.
         stale = {s.split("/")[1] for s in node.index.scopes() if self._tenants.is_superseded(s)}
-        leaving = [*node.condemned, *(e for e in self._mover.under_way if e.level == GONE)]
+        leaving = [*node.deferred_frees, *(e for e in self._mover.under_way if e.level == GONE)]
         return [
             (uid, version)
             for tenant, uid, version in self._tenants.erasing()

@@ -66,7 +66,7 @@ class GroupWriter:
         finally:
             for one, slot, copy in zip(group, slots, made, strict=False):
                 if copy is None:
-                    self._node.give_back(target, slot, one.move.entry.tenant)
+                    self._node.free(target, slot, one.move.entry.tenant)
         for copy in filter(None, made):
             target.raw_bytes_written += copy.record.raw_bytes
             target.stored_bytes_written += copy.record.stored_bytes
@@ -78,13 +78,13 @@ class GroupWriter:
         try:
             for one in group:
                 entry = one.move.entry
-                slots.append(self._node.take(SlotRequest(target, entry.scope, entry.tenant, len(one.stored))))
+                slots.append(self._node.allocate(SlotRequest(target, entry.scope, entry.tenant, len(one.stored))))
         except TierFullError:
             if not slots:
                 raise
         except BaseException:
             for one, slot in zip(group, slots, strict=False):
-                self._node.give_back(target, slot, one.move.entry.tenant)
+                self._node.free(target, slot, one.move.entry.tenant)
             raise
         return slots
 

@@ -135,7 +135,7 @@ class Mover:
                 self.under_way.pop(entry, None)
             for move, copy_made in zip(moves, made, strict=True):
                 if copy_made is None and move.slot is not None:
-                    self._node.give_back(target, move.slot, move.entry.tenant)
+                    self._node.free(target, move.slot, move.entry.tenant)
         copies = [copy_made for copy_made in made if copy_made is not None]
         if copies:
             took_s = self._node.clock() - started_s
@@ -155,7 +155,7 @@ class Mover:
         """Enter a finished copy, unless the block or the tier has gone, or the block is being read, meanwhile."""
         old = entry.residence(made.tier)
         if entry.level == GONE or not self._node.has(made.tier) or (old is not None and entry.leases):
-            self._node.give_back(made.tier, made.slot, entry.tenant)
+            self._node.free(made.tier, made.slot, entry.tenant)
             return False
         if old is not None:
             self._node.swap_copy(entry, old, made)
@@ -237,18 +237,18 @@ class Mover:
 
     async def _stored(self, entry: Entry, target: Tier, codec: str, raw_bytes: int, stored: memoryview) -> Residence:
         """Write into a new slot, which is given back when that fails or is cancelled."""
-        slot = self._node.take(SlotRequest(target, entry.scope, entry.tenant, len(stored)))
+        slot = self._node.allocate(SlotRequest(target, entry.scope, entry.tenant, len(stored)))
         try:
             digest = await bound_checksum(stored, entry.digest, self._node.epoch, slot.stamp)
             record = record_of(self._node, entry, codec, raw_bytes, len(stored), digest)
             await target.backend.write(slot, record, stored)
         except BackendFailedError as e:
-            self._node.give_back(target, slot, entry.tenant)
+            self._node.free(target, slot, entry.tenant)
             if isinstance(e, BlamelessError):
                 raise
             raise _TargetFailedError(str(e)) from e
         except BaseException:
-            self._node.give_back(target, slot, entry.tenant)
+            self._node.free(target, slot, entry.tenant)
             raise
         return Residence(target, slot, record)
 
