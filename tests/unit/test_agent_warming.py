@@ -304,7 +304,7 @@ async def test_archived_sessions_come_up_whole_the_last_one_first(pair: Pair) ->
         entries = [core.node.index.find(SCOPE, digest(n)) for n in numbers]
         session.follow([e for e in entries if e is not None])
         session.enter(SessionState.ARCHIVED)
-        core.cache.life.tell(session)
+        core.cache.life.publish(session)
     core.node.is_draining = True
     for _ in range(6):
         await core.cache.evictor.drain(core.node.tiers[0])

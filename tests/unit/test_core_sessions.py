@@ -276,7 +276,7 @@ async def test_chains_of_a_session_hold_each_block_once_and_parents_first(run: R
 
 
 async def test_sessions_that_return_are_looked_at_in_bounded_parts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_life, "LOOK_BLOCKS", 2)
+    monkeypatch.setattr(session_life, "SCAN_BLOCKS", 2)
     life, origin = run.core.cache.life, run.open("origin")
     await run.store([1, 2], origin)
     for number in range(3):
@@ -376,7 +376,7 @@ async def test_another_node_takes_a_session_over_from_its_record() -> None:
     await here.store([1, 2])
     session = here.open("s")
     here.core.cache.life.revive_from_directory(session, [here.place()])
-    here.core.cache.life.tell(session)
+    here.core.cache.life.publish(session)
     record = told.sessions["s"]
     assert record is not None
     assert record.head == digest(2), "the record is read before it is written"

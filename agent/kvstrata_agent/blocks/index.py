@@ -1,7 +1,7 @@
 """Every block of this node, by scope and digest, and the tree that the chains form. No clock, no I/O.
 
 Lookups are O(1). A block's level is that of its fastest copy; a parent's level never becomes slower than that of a
-child by eviction, which `blockers` tells without a walk: for each parent the number of children at each level is kept.
+child by eviction, which `blockers` answers without a walk: for each parent, children are counted by level.
 An entry takes more than a kilobyte, so blocks that nobody uses are packed into rows while there are many of them.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 IN_USE_MAX: Final = 16_384
 """Entries that are kept whether somebody uses them or not: 20 MB."""
 PACK_SCAN: Final = 2048
-"""Entries looked at in one step: at most 10 ms."""
+"""Entries examined in one step: at most 10 ms."""
 
 
 class Index:
@@ -38,7 +38,7 @@ class Index:
         self._contents: dict[Tier, TierContents] = {}
         self._nothing = Blocks(ScopeId("none/none"), self)
         self._round: Iterator[tuple[ScopeId, bytes]] = iter(())
-        """What is still to be looked at in this round of packing."""
+        """What is still to be examined in this round of packing."""
 
     def __iter__(self) -> Iterator[Entry]:
         for blocks in tuple(self._scopes.values()):
@@ -102,21 +102,21 @@ class Index:
         """Make the entry of a row again."""
         return self._scopes[self.packed.kind(number).scope].unpack(number)
 
-    def pack(self, used_before_s: float, look: int = PACK_SCAN) -> int:
+    def pack(self, used_before_s: float, scan: int = PACK_SCAN) -> int:
         """Make rows of blocks that nobody uses while there are too many entries; returns how many.
 
-        Blocks used since `used_before_s` stay entries, unless there are twice too many. It looks at `look` at most and
+        Blocks used since `used_before_s` stay entries, unless there are twice too many. It examines `scan` at most and
         goes on where it ended: those that became entries first come first.
         """
         excess = -self.room
         if excess <= 0:
             return 0
         is_pressing, packed, is_new = excess > self._in_use_max, 0, False
-        for _ in range(look):
+        for _ in range(scan):
             due = next(self._round, None)
             if due is None:
                 if is_new:
-                    break  # All of them were looked at.
+                    break  # All of them were examined.
                 is_new, self._round = True, self._keys()
                 continue
             blocks = self._scopes.get(due[0], self._nothing)
@@ -169,7 +169,7 @@ class Index:
         return b"" if may_ring and blocks.ancestry.is_ring(digest, parent) else parent
 
     def adopt(self, entry: Entry, parent: bytes) -> None:
-        """Tell a pending entry its parent, which its reader did not know; one that continues it is left out."""
+        """Set the parent of a pending entry, which its reader did not know; one that continues it is left out."""
         blocks = self._scopes[entry.scope]
         parent = self._before(blocks, entry.digest, parent) if parent != entry.parent else parent
         self._count(blocks, entry, -1)
@@ -219,7 +219,7 @@ class Index:
 
         Those are second ones in one tier and ones of another layout. Does what `begin` and `add` do, for many at a
         time: an agent starts with millions. Blocks whose children came before them are no victims until those go;
-        beyond `in_use_max` they are rows at once. `born_at_s` tells the monotonic second from a record's epoch.
+        beyond `in_use_max` they are rows at once. `born_at_s` derives the monotonic second from a record's epoch.
         """
         entered: list[BlockKey] = []
         unwanted: list[Residence] = []
@@ -338,7 +338,7 @@ class Index:
         return level <= entry.level or not self.blockers(entry, level - 1)
 
     def relevel(self, tiers: Iterable[Tier]) -> None:
-        """Count everything anew after some of these tiers, which are all, got other levels.
+        """Recount everything after some of these tiers, which are all, got other levels.
 
         Whether children are in a block's way has changed with their levels, so all blocks are offered as victims.
         """

@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 
 class Announces(Protocol):
-    """Tells the directory of blocks whose fastest copies changed."""
+    """Announces to the directory blocks whose fastest copies changed."""
 
     @property
     def waiting(self) -> int:
@@ -135,7 +135,7 @@ class Node:
 
     @property
     def arriving_form(self) -> str:
-        """Form of blocks that come from peers, which do not say whether they have lost something already."""
+        """Form of blocks that come from peers, which do not state whether they have lost something already."""
         is_lossy = self.spec.policy.compression.max_relative_error_permille > 0
         return WORN if is_lossy and self.spec.compatibility.dtype == "bf16" else RAW
 
@@ -242,7 +242,7 @@ class Node:
         return len(digests)
 
     def born_at_s(self, epoch: int) -> float:
-        """Monotonic second at which the agent started that wrote a record: all that it tells of the block's age."""
+        """Monotonic second at which the agent started that wrote a record: all that it reveals of the block's age."""
         return self.clock() - max(0.0, self.wall() - started_unix_s(epoch))
 
     def swap_copy(self, entry: Entry, old: Residence, new: Residence) -> None:
@@ -300,7 +300,7 @@ class Node:
             self.sessions.broke(entry, parent, self.index)
 
     def write_failed(self, tier: Tier, message: str) -> None:
-        """A tier could not store a block: it gets no new ones for a while and says why."""
+        """A tier could not store a block: it gets no new ones for a while and states why."""
         self.counters.add("kvstrata_io_errors_total", tier=tier.name, operation="write")
         tier.last_error = message
         tier.failed(self.clock() + WRITE_PAUSE_S)
@@ -398,7 +398,7 @@ class Node:
 
     @staticmethod
     def _keep(copy: Residence) -> None:
-        """Let a copy outlive the agent, before anybody is told of it."""
+        """Let a copy outlive the agent, before anybody learns of it."""
         if copy.tier.lasting is not None:
             copy.tier.lasting.commit(copy.slot, copy.record)
 

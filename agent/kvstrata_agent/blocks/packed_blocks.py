@@ -51,7 +51,7 @@ _SLOTS_MIN: Final = 16
 _EMPTY: Final = 0
 _DELETED: Final = 1
 _FIRST: Final = 2
-"""A table holds a row's number and this; what is below says that there is none."""
+"""A table holds a row's number and this; what is below means that there is none."""
 _FREE: Final = 0
 """Kind of a row that holds no block."""
 
@@ -182,7 +182,7 @@ class PackedTable:
         return number
 
     def put_all(self, kinds: Sequence[PackedKind], of: NDArray[np.intp], rows: NDArray[np.void]) -> NDArray[np.uint32]:
-        """Add `FIELDS` of blocks that have no rows, each of the kind that `of` says; returns their numbers."""
+        """Add `FIELDS` of blocks that have no rows, each of the kind that `of` gives; returns their numbers."""
         uses = np.bincount(of, minlength=len(kinds)).tolist()
         rows["kind"] = np.array([self._kinds.take(kind, count) for kind, count in zip(kinds, uses, strict=True)])[of]
         numbers = self._free_numbers(len(rows))
@@ -241,7 +241,7 @@ class PackedTable:
                 self._rebuild(shard, more)
 
     def _rebuild(self, shard: int, more: int = 1) -> None:
-        """Make a table anew, at most half full with so many more, and without what was deleted."""
+        """Rebuild a table, at most half full with so many more, and without what was deleted."""
         held = [h for h in self._tables[shard] if h >= _FIRST]
         slots = max(_SLOTS_MIN, 1 << (2 * (len(held) + more) - 1).bit_length())
         table = self._tables[shard] = array("I", bytes(4 * slots))
@@ -305,7 +305,7 @@ class PackedTable:
         return kind
 
     def count(self, number: int, level: int, step: int) -> bool:
-        """Count children of a block at a level; False when there are more than a row can tell."""
+        """Count children of a block at a level; False when there are more than a row can count."""
         chunk, start = self._at(number)
         counts = list(_COUNTS.unpack_from(chunk, start + _COUNTS_AT))
         if counts[level] + step > COUNT_MAX:
@@ -330,7 +330,7 @@ class PackedTable:
         return [(at + (i << _CHUNK_BITS)).astype(np.uint32) for i, at in enumerate(found) if len(at)]
 
     def crowded(self) -> list[int]:
-        """Numbers of rows with more children in all than a row can tell of one level."""
+        """Numbers of rows with more children in all than a row can count at one level."""
         parts = (
             (part, self._column("counts", part).sum(axis=1, dtype=np.int64)) for part in self.where(lambda _: True)
         )
@@ -384,7 +384,7 @@ def _fill(table: array[int], hashes: NDArray[np.int64], held: Sequence[int]) -> 
     return filled
 
 
-assert FIELDS.itemsize == PACKED_BYTES, "both say the same of a row"
+assert FIELDS.itemsize == PACKED_BYTES, "both describe the same row"
 assert FIELDS.fields is not None
 assert FIELDS.fields["kind"][1] == _KIND_AT
 assert FIELDS.fields["extent"][1] == _EXTENT_AT

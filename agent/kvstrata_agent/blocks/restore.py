@@ -49,7 +49,7 @@ class Forest:
     children: NDArray[np.intp]
     """How many blocks that are not odd continue each one."""
     is_odd: NDArray[np.bool_]
-    """Blocks that want a look of their own: twins, and those that stand in a ring or behind one."""
+    """Blocks that are handled one by one: twins, and those that stand in a ring or behind one."""
 
 
 def forest_of(digests: NDArray[np.uint8], parents: NDArray[np.uint8], has_parent: NDArray[np.bool_]) -> Forest:
@@ -123,7 +123,7 @@ class Restoring:
     """The blocks of one scope in one tier, which are entered an extent at a time."""
 
     def __init__(self, index: Index, tier: Tier, extents: deque[Columns], born_at_s: Callable[[int], float]) -> None:
-        """Takes over `extents`, all of one scope. `born_at_s` tells the monotonic second from a record's epoch."""
+        """Takes over `extents`, all of one scope. `born_at_s` derives the monotonic second from a record's epoch."""
         self._index = index
         self._tier = tier
         self.scope = extents[0].scope
@@ -188,7 +188,7 @@ class Restoring:
         return is_new
 
     def _known(self, blocks: Blocks) -> Blocks | dict[bytes, Entry]:
-        """What is here already. Rows that we have put are not looked at: no two of ours have the same key."""
+        """What is here already. Rows that we have put are not searched: no two of ours have the same key."""
         return blocks if blocks.packings != self._packings_seen else blocks.in_use
 
     def _copy(self, columns: Columns, at: int) -> Residence:
@@ -212,7 +212,7 @@ class Restoring:
         blocks.put_all(kinds, of, rows)
 
     def _put_entry(self, blocks: Blocks, columns: Columns, at: int, children: int) -> None:
-        """Enter a block that is a possible victim, or that no row can tell of."""
+        """Enter a block that is a possible victim, or that no row can describe."""
         copy, account = self._copy(columns, at), blocks.account_in(self._tier, columns.extent)
         self._index.enter(copy, account, self._born_at_s(copy.record.epoch), children)
 
@@ -224,7 +224,7 @@ class Restoring:
             blocks.count_apart(parent, level)
 
     def _with_others(self, blocks: Blocks, columns: Columns, digests: Sequence[bytes], is_plain: Mask) -> Restored:
-        """Enter what is not plain, and tell what became of all."""
+        """Enter what is not plain, and return what became of all."""
         others = np.flatnonzero(~is_plain).tolist()
         copies = [self._copy(columns, at) for at in others]
         before = blocks.packings
@@ -235,6 +235,6 @@ class Restoring:
 
 
 def _fits(columns: Columns, counts: NDArray[np.intp]) -> Mask:
-    """Blocks of which a row can tell everything."""
+    """Blocks which a row describes in full."""
     fits: Mask = (columns.records["stored_bytes"] <= NUMBER_MAX) & (counts <= COUNT_MAX)
     return fits & np.bool_(columns.extent <= NUMBER_MAX)

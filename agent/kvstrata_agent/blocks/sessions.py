@@ -78,7 +78,7 @@ class Session:
     absent: tuple[tuple[str, bytes], ...] = ()
     """Scope and digest of heads of an earlier run whose blocks are not here (yet)."""
     is_changed: bool = False
-    """True until the directory and the journal were told."""
+    """True until the directory and the journal were notified."""
     is_forgotten: bool = False
     """True once nobody will let go of its heads any more, so that it takes no new ones: a slow request may hold it."""
 
@@ -173,8 +173,8 @@ class SessionTable:
             for head in origin.heads if origin is not None else ():
                 session.add_head(head)
             if not self._add(session):
-                told = f"{self._order.count(tenant)} of this tenant are open, and none of them may be forgotten"
-                raise InvalidInputError(f"session {name!r}: {told}; a node remembers {self._max}")
+                why = f"{self._order.count(tenant)} of this tenant are open, and none of them may be forgotten"
+                raise InvalidInputError(f"session {name!r}: {why}; a node remembers {self._max}")
         else:
             session.turns += 1
             session.priority = priority or session.priority

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TenantBook:
-    """Rules by tenant. Known to be none unless told otherwise, as where nobody declares any."""
+    """Rules by tenant. Known to be none unless set otherwise, as where nobody declares any."""
 
     def __init__(self, *, are_rules_known: bool = True) -> None:
         self.are_rules_known = are_rules_known

@@ -89,9 +89,9 @@ class Tier:
     paced: PacedBackend | None = field(init=False)
     """The backend, when its medium may refuse requests."""
     lasting: LastingBackend | None = field(init=False)
-    """The backend, when it has to be told of the blocks that are to outlive the agent."""
+    """The backend, when it has to be notified of the blocks that are to outlive the agent."""
     columnar: ColumnarBackend | None = field(init=False)
-    """The backend, when it can tell of blocks of earlier runs an extent at a time."""
+    """The backend, when it can list blocks of earlier runs an extent at a time."""
     group: GroupBackend | None = field(init=False)
     """The backend, when it takes several blocks at a time."""
 
@@ -131,7 +131,7 @@ class Tier:
         self.is_drained = is_wanted
 
     def phase(self, now_s: float) -> Phase:
-        """What the status says of the tier."""
+        """Phase of the tier in the status."""
         if self.is_recovering:
             return "Pending"
         if self.is_closed:
@@ -216,8 +216,8 @@ class Tier:
         return slots + more
 
     def _exceeded(self, tenant: str, used_bytes: int, want_bytes: int, hard_bytes: int | None) -> QuotaExceededError:
-        told = f"quota {hard_bytes} B, used {used_bytes} B, want {want_bytes} B"
-        return QuotaExceededError(f"tenant {tenant}, tier {self.name}: {told}", delay_s=1.0)
+        why = f"quota {hard_bytes} B, used {used_bytes} B, want {want_bytes} B"
+        return QuotaExceededError(f"tenant {tenant}, tier {self.name}: {why}", delay_s=1.0)
 
     def charge(self, tenant: str, size_bytes: int) -> None:
         """Put slots on a tenant's account that nobody took here: an earlier run did."""

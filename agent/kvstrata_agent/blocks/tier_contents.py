@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _SLACK: Final = 1024
-"""Dead heap items that are put up with before the heap is made anew."""
+"""Dead heap items that are put up with before the heap is rebuilt."""
 
 
 class Aged(Protocol):
@@ -143,7 +143,7 @@ class Residents:
         return iter(self.in_use)
 
     def may_hold(self, tenant: str) -> bool:
-        """False when the scope tells that nothing here is the tenant's; blocks of shared scopes are anybody's."""
+        """False when the scope rules out that something here is the tenant's; blocks of shared scopes are anybody's."""
         account = account_of(self.scope)
         return account == tenant or "/" in account
 
@@ -260,7 +260,7 @@ class TierContents:
                 del self.queues[key]
 
     def offer(self, entry: Entry) -> None:
-        """Put a block among the possible victims; whether it is one is looked at when it comes up."""
+        """Put a block among the possible victims; whether it is one is checked when it comes up."""
         key = (entry.scope, entry.tenant)
         queue = self.queues.get(key)
         if queue is None:

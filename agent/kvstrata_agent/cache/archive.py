@@ -57,7 +57,7 @@ class Archiver:
         self._sessions: dict[Session, _Try] = {}
         self._wake = asyncio.Event()
         self._round = asyncio.Event()
-        """Set, and made anew, after each round over the sessions."""
+        """Set, and replaced, after each round over the sessions."""
 
     @property
     def waiting(self) -> int:
@@ -123,7 +123,7 @@ class Archiver:
     def exclusive(self, head: Entry, session: Session) -> list[Entry]:
         """A head and what stands before it, up to the first block that another chain or session continues.
 
-        Nothing of a prefix share: what its readers need next is not for one of them to say.
+        Nothing of a prefix share: what its readers need next is not for one of them to decide.
         """
         own: list[Entry] = []
         if head.scope.startswith(f"{ScopeKind.SHARE}/"):
@@ -168,7 +168,7 @@ class Archiver:
         attempt.pause_s = min(2 * attempt.pause_s, RETRY_MAX_S)
 
     def _settle(self, session: Session) -> None:
-        """Look whether a session is archived now, or has come back."""
+        """Note whether a session is archived now, or has come back."""
         if session.state is SessionState.ARCHIVING and not self.left(session):
             session.enter(SessionState.ARCHIVED)
             self._retire(entry for head in session.heads for entry in self.exclusive(head, session))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvstrata_api.blocks import ScopeId
 
 ABSENT: dict[str, Any] = {"state": "absent"}
-"""Said of unknown blocks, of forbidden ones and of other tenants' sessions alike."""
+"""Answer for unknown blocks, of forbidden ones and of other tenants' sessions alike."""
 
 
 class Explainer:
@@ -105,7 +105,7 @@ class Explainer:
 
     @staticmethod
     def _holders(entry: Entry) -> dict[str, int]:
-        """Numbers only: names would tell of other connections."""
+        """Numbers only: names would reveal other connections."""
         holders = {"leases": entry.leases, "pins": entry.pins, "decoding_sessions": entry.guards}
         return {name: len(held) for name, held in holders.items() if held} | ({"moves": 1} if entry.move else {})
 

@@ -78,7 +78,7 @@ class Mover:
 
     @staticmethod
     def begin(entries: Iterable[Entry]) -> None:
-        """Mark blocks as moving, with one future that they share. One whose mark has ended may be marked anew."""
+        """Mark blocks as moving, with one future that they share. One whose mark has ended may be marked again."""
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         for entry in entries:
             assert entry.move is None or entry.move.done()

@@ -213,7 +213,7 @@ class PathLimiter:
             self._end(move, queue)
 
     def queue(self, traffic: TrafficClass) -> FairQueue:
-        """What of one class waits and runs; to be looked at."""
+        """What of one class waits and runs; to be read only."""
         return self._queues[traffic]
 
     def is_full(self, traffic: TrafficClass = TrafficClass.KV) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.policy.operations import Count, DrainProgress, Ended, Look, Watch
+from kvstrata_agent.policy.operations import Count, DrainProgress, Ended, TierReading, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
-    from kvstrata_agent.policy.operations import Tell
+    from kvstrata_agent.policy.operations import ReportProgress
     from kvstrata_api.models.poolnode import NodeOrder, TierDrainOrder
 
 LOOK_S: Final = 1.0
@@ -29,7 +29,7 @@ def drained_tiers(orders: Iterable[NodeOrder]) -> frozenset[str]:
     return frozenset(order.drain.tier for order in orders if order.drain is not None)
 
 
-async def watch_drain(node: Node, order: TierDrainOrder, tell: Tell) -> Ended:
+async def watch_drain(node: Node, order: TierDrainOrder, tell: ReportProgress) -> Ended:
     """Return when the tier is empty, or when nothing that is left has a place to go. Changes nothing."""
     watch, blocks_total, bytes_total = Watch(), 0, 0
     while True:
@@ -48,11 +48,11 @@ async def watch_drain(node: Node, order: TierDrainOrder, tell: Tell) -> Ended:
         await asyncio.sleep(LOOK_S)
 
 
-def _look(node: Node, tier: Tier) -> Look:
+def _look(node: Node, tier: Tier) -> TierReading:
     now_s = node.clock()
     is_written = any(reservation.tier is tier for reservation in node.reservations)
     others = (t for t in node.tiers if t is not tier and not t.is_closed)
-    return Look(
+    return TierReading(
         blocks=node.contents(tier).blocks,
         is_stuck=tier.is_stuck,
         is_held=is_written or node.contents(tier).has_held,

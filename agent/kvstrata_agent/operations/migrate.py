@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.cache.ports import Peers
-    from kvstrata_agent.policy.operations import Tell
+    from kvstrata_agent.policy.operations import ReportProgress
     from kvstrata_api.blocks import LayoutId, ScopeId
     from kvstrata_api.models.poolnode import MigrateOrder
 
@@ -59,7 +59,7 @@ class _Run:
     """One order under way."""
 
     order: MigrateOrder
-    tell: Tell
+    tell: ReportProgress
     blocks_total: int
     at: int = 0
     """Which of the order's nodes is asked."""
@@ -87,7 +87,7 @@ class Migrator:
         self._node = node
         self._peers = _offered(peers)
 
-    async def migrate(self, order: MigrateOrder, tell: Tell) -> Ended:
+    async def migrate(self, order: MigrateOrder, tell: ReportProgress) -> Ended:
         """Offer what is here now, drop what was taken, and wait for what is held. May be repeated."""
         if self._peers is None:
             return Ended("this agent has no way to others", "NoPeers")

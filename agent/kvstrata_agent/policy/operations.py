@@ -1,7 +1,7 @@
 """What a node does for KVOperations: how far one has come, drains of a tier, warmings and migrations. Pure.
 
 Laws of a drain: an empty tier is done at once; nothing is given up while somebody holds a block, or while a tier that
-could take blocks is only away for a moment; what has no place is reported after `IDLE_LOOKS` looks in a row, and stays.
+could take blocks is only away for a moment; what has no place is reported after `IDLE_POLLS` polls in a row, and stays.
 
 Laws of a warming: what is brought is closed under ancestors, for a block without those before it is found by nobody;
 each block counts once, however many prefixes run through it; it all fits below the budget, so that a warming never
@@ -45,12 +45,12 @@ class Ended(NamedTuple):
     """CamelCase cause of a failure; empty when it is done."""
 
 
-Tell = Callable[[Count, Ended | None], None]
+ReportProgress = Callable[[Count, Ended | None], None]
 """Takes how far it has come, and what keeps it from going on."""
 
 
-IDLE_LOOKS: Final = 3
-"""Looks in a row that find nothing to move: what is only being copied is free soon."""
+IDLE_POLLS: Final = 3
+"""Polls in a row that find nothing to move: what is only being copied is free soon."""
 
 
 class DrainProgress(Enum):
@@ -69,7 +69,7 @@ class DrainProgress(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class TierReading:
     """What is seen of a tier that takes no blocks."""
 
     blocks: int
@@ -83,28 +83,28 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What the looks so far have come to."""
+    """What the polls so far have come to."""
 
     progress: DrainProgress = DrainProgress.MOVING
-    idle_looks: int = 0
+    idle_polls: int = 0
     blocks: int | None = None
-    """At the last look; None before the first one."""
+    """At the last poll; None before the first one."""
 
-    def after(self, look: Look) -> "Watch":
-        """Add one more look."""
-        if look.blocks == 0 and not look.is_held:
+    def after(self, seen: TierReading) -> "Watch":
+        """Add one more poll."""
+        if seen.blocks == 0 and not seen.is_held:
             return Watch(DrainProgress.EMPTY, 0, 0)
-        if self.blocks is None or look.blocks < self.blocks:
-            return Watch(DrainProgress.MOVING, 0, look.blocks)
-        if look.is_held:
-            return Watch(DrainProgress.HELD, 0, look.blocks)
-        if not look.is_stuck:
-            return Watch(DrainProgress.MOVING, 0, look.blocks)
-        if look.are_others_away:
-            return Watch(DrainProgress.WAITING, 0, look.blocks)
-        idle_looks = self.idle_looks + 1
+        if self.blocks is None or seen.blocks < self.blocks:
+            return Watch(DrainProgress.MOVING, 0, seen.blocks)
+        if seen.is_held:
+            return Watch(DrainProgress.HELD, 0, seen.blocks)
+        if not seen.is_stuck:
+            return Watch(DrainProgress.MOVING, 0, seen.blocks)
+        if seen.are_others_away:
+            return Watch(DrainProgress.WAITING, 0, seen.blocks)
+        idle_polls = self.idle_polls + 1
         return Watch(
-            DrainProgress.NO_PLACE if idle_looks >= IDLE_LOOKS else DrainProgress.MOVING, idle_looks, look.blocks
+            DrainProgress.NO_PLACE if idle_polls >= IDLE_POLLS else DrainProgress.MOVING, idle_polls, seen.blocks
         )
 
 
