@@ -116,7 +116,7 @@ class Packing(Protocol):
         """Return what lies in a tier."""
 
 
-class Residents:
+class ExtentBlocks:
     """Blocks of one extent, all of one scope. Iteration makes entries of all of them: for extents that are emptied."""
 
     __slots__ = ("_extent", "_numbers", "_packing", "_tier", "in_use", "packed", "scope")
@@ -190,7 +190,7 @@ class TierContents:
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self.blocks = 0
-        self.extents: dict[int, Residents] = {}
+        self.extents: dict[int, ExtentBlocks] = {}
         """Blocks by extent; extents without any are absent."""
         self.queues: dict[tuple[ScopeId, str], LeafQueue[Entry]] = {}
         """Possible victims by scope and account."""
@@ -219,10 +219,10 @@ class TierContents:
             self._residents(slot.extent, entry.scope).in_use.add(entry)
         self.blocks += len(placed)
 
-    def _residents(self, extent: int, scope: ScopeId) -> Residents:
+    def _residents(self, extent: int, scope: ScopeId) -> ExtentBlocks:
         residents = self.extents.get(extent)
         if residents is None:
-            residents = self.extents[extent] = Residents(self._tier, extent, scope)
+            residents = self.extents[extent] = ExtentBlocks(self._tier, extent, scope)
         return residents
 
     def note_packed(self, numbers: Sequence[int], extent: int, scope: ScopeId, packing: Packing) -> None:
