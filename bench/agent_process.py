@@ -80,7 +80,7 @@ def declare_tenants(node: Node) -> None:
     """Give the one tenant and `TENANTS` others quotas, as a fleet would that isolates them."""
     bound = Bound(hard_bytes=node.tiers[0].backend.capacity_bytes, guaranteed_bytes=0)
     rules = Rules(bounds={"dram": bound})
-    node.tenants.arm({"bench": rules, **{f"other-{i}": rules for i in range(TENANTS)}})
+    node.tenants.set_rules({"bench": rules, **{f"other-{i}": rules for i in range(TENANTS)}})
 
 
 def make_node(capacity_bytes: int, page_size: str, name: str = "bench") -> Node:

@@ -84,11 +84,11 @@ class Agent:
 
     def _settle_memory(self, dram: Tier) -> None:
         """Leave one slot of each extent taken, so that memory stays mapped, as it does in a tier that serves."""
-        slots = [dram.take(SECRET.scope, "bench", self._work.block_bytes) for _ in range(2 * self._work.blocks)]
+        slots = [dram.allocate(SECRET.scope, "bench", self._work.block_bytes) for _ in range(2 * self._work.blocks)]
         kept = {slot.extent: slot for slot in slots}
         for slot in slots:
             if kept[slot.extent] is not slot:
-                dram.give_back(slot, "bench")
+                dram.free(slot, "bench")
 
     @property
     def _node(self) -> Node:
@@ -103,7 +103,7 @@ class Agent:
     async def _make_room(self) -> None:
         """What the sweeper does ahead of writers; the clock stands while the loop does."""
         assert self._core is not None
-        while await self._core.cache.room.trim(self._node.tiers[1]):
+        while await self._core.cache.evictor.trim(self._node.tiers[1]):
             pass
 
     async def _prepare(self, generation: int) -> None:
@@ -112,7 +112,7 @@ class Agent:
         self._entries = []
         for number, block in enumerate(self._source):
             digest = (generation << GENERATION_SHIFT | number).to_bytes(KEY_BYTES, "big")
-            slot = dram.take(SECRET.scope, "bench", size_bytes)
+            slot = dram.allocate(SECRET.scope, "bench", size_bytes)
             assert dram.mappable is not None
             with dram.mappable.view(slot) as view:
                 view[:size_bytes] = block.data
@@ -133,7 +133,7 @@ class Agent:
         dram, nvme = self._node.tiers
         assert self._core is not None
         for _ in range(DRAIN_ROUNDS_MAX):
-            if not await self._core.cache.room.drain(dram):
+            if not await self._core.cache.evictor.drain(dram):
                 break
         lost = sum(entry.residence(nvme) is None for entry in self._entries)
         assert not lost, f"{lost} of {len(self._entries)} blocks did not reach the disk: {nvme.backend.last_error}"
@@ -145,13 +145,13 @@ class Agent:
 
     async def _get(self) -> None:
         assert self._core is not None
-        fetcher = self._core.cache.fetcher
-        fetcher.start_all(self._entries)
+        promoter = self._core.cache.promoter
+        promoter.start_promotions(self._entries)
         groups: dict[object, list[Entry]] = {}
         for entry in self._entries:
             groups.setdefault(entry.move, []).append(entry)
-        await asyncio.gather(*(fetcher.wait_together(group, "bench") for group in groups.values()))
-        assert all(fetcher.up_already(entry) for entry in self._entries), "all blocks are up"
+        await asyncio.gather(*(promoter.wait_together(group, "bench") for group in groups.values()))
+        assert all(promoter.promoted(entry) for entry in self._entries), "all blocks are up"
 
     def show(self, _: int) -> None:
         """Copy what was loaded, and let memory go."""

@@ -320,7 +320,7 @@ LAYOUT_OTHER = LayoutId(b"other-layout-id.")
 
 def orders_of(core: AgentParts) -> Orders:
     """A runner of its own, as after a restart."""
-    return Orders(core.node, core.cache.room, core.warmer, core.migrator)
+    return Orders(core.node, core.cache.evictor, core.warmer, core.migrator)
 
 
 async def store_chain(core: AgentParts, at: Place, numbers: Sequence[int], parent: int | None = None) -> int:

@@ -92,9 +92,9 @@ class Engine:
     async def push_down(self) -> None:
         """Bring everything to the lower tier, as a squeeze does."""
         for _ in range(3):
-            self.core.cache.room._node.is_draining = True
+            self.core.cache.evictor._node.is_draining = True
             for tier in self.core.node.tiers[:-1]:
-                await self.core.cache.room.drain(tier)
+                await self.core.cache.evictor.drain(tier)
             self.core.node.is_draining = False
         assert not any(self.core.node.contents(tier).blocks for tier in self.core.node.tiers[:-1])
 

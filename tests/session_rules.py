@@ -131,7 +131,7 @@ class SessionRules:
     def bring_down(self) -> None:
         """One round over the sessions to archive."""
         for session, attempt in tuple(self.core.cache.archiver._sessions.items()):
-            self.run(self.core.cache.archiver._bring_down(session, attempt))
+            self.run(self.core.cache.archiver._demote_chains(session, attempt))
             if session.state is SessionState.ARCHIVED:
                 assert not self.core.cache.archiver.left(session)
 

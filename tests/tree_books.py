@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from kvstrata_agent.blocks.block import TIERS_MAX
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.node import Node
-from kvstrata_agent.blocks.packed_blocks import Row
+from kvstrata_agent.blocks.packed_blocks import PackedBlock
 from kvstrata_api.blocks import ScopeId
 
 
@@ -28,10 +28,10 @@ def wrong_counts(index: Index) -> Iterator[str]:
             yield f"{scope}: {counted} counted, {wanted} there"
 
 
-def rows_of(index: Index, scope: ScopeId) -> list[Row]:
+def rows_of(index: Index, scope: ScopeId) -> list[PackedBlock]:
     """Rows of a scope."""
-    found = index.rows.where(lambda kind: kind.scope == scope)
-    return [index.rows.read(int(number)) for numbers in found for number in numbers]
+    found = index.packed.where(lambda kind: kind.scope == scope)
+    return [index.packed.read(int(number)) for numbers in found for number in numbers]
 
 
 def wrong_books(node: Node) -> Iterator[str]:

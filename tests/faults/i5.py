@@ -196,7 +196,7 @@ def _left(node: Node) -> list[str]:
         "leases": len(node.leases),
         "reservations": len(node.reservations),
         "pins": len(node.pins),
-        "condemned copies": len(node.condemned),
+        "condemned copies": len(node.deferred_frees),
         "leased blocks": sum(1 for e in entries if e.leases),
         "pinned blocks": sum(1 for e in entries if e.pins),
         "guarded blocks": sum(1 for e in entries if e.guards),

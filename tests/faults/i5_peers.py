@@ -84,12 +84,12 @@ async def _borrow_from_the_dying(nursery: Nursery, point: str, number: int) -> l
     reads = (await core.cache.reader.acquire(place, [digest(n) for n in range(1, BLOCKS + 1)], 30.0, NOTICE_S)).reads
     child.end()
     core.cache.release(1, [r.lease.id for r in reads])
-    await _becomes(lambda: not core.cache.fetcher._tasks)
+    await _becomes(lambda: not core.cache.remote._tasks and not core.cache.promoter._tasks)
     bytes_of_blocks = sum(r.slot.size_bytes for e in core.node.index for r in e.residences)
     facts = {
         "pending blocks": sum(1 for e in core.node.index if not e.residences),
         "moving blocks": sum(1 for e in core.node.index if e.move),
-        "transfers": len(core.cache.fetcher._tasks),
+        "transfers": len(core.cache.remote._tasks | core.cache.promoter._tasks),
         "bytes of nobody": core.node.tiers[0].backend.used_bytes - bytes_of_blocks,
         "blocks that were never sent whole": len(reads) if point != "before done" else 0,
     }

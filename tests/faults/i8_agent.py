@@ -27,7 +27,7 @@ from kvstrata_agent.backends.memory.mounts import read_mounts
 from kvstrata_agent.backends.memory.persistence import Home
 from kvstrata_agent.backends.registry import Place, make_backend
 from kvstrata_agent.fleet.peers.server import PeerListener
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.provision.provisioner import Provisioner
 from kvstrata_agent.serve.server import Server
 from kvstrata_api.models.pool import HostDramTier, NvmeTier
@@ -119,7 +119,7 @@ async def _do(verb: str, core: AgentParts, entry: Any) -> None:
     assert nvme is not None
     if verb == "sink":
         if entry.residence(nvme) is None:
-            await core.cache.room.sink_into(entry, dram, nvme, Priority.DEMOTE)
+            await core.cache.demoter.demote_to(entry, dram, nvme, Priority.DEMOTE)
         if entry.residence(nvme) is not None and entry.residence(dram) is not None:
             core.node.evict([entry], dram, "test")
     elif verb == "drop":

@@ -15,7 +15,7 @@ from kvstrata_agent.backends.base import Capabilities, TierBackend
 from kvstrata_agent.backends.memory.arena import ALIGNMENT_BYTES, Arena
 from kvstrata_agent.backends.memory.extent_store import FleetingStore
 from kvstrata_agent.blocks.index import Index
-from kvstrata_agent.blocks.scope_secrets import ScopeMemory
+from kvstrata_agent.blocks.tenants import ScopeMemory
 from kvstrata_agent.cache.session_journal import SessionJournal
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.fleet.directory.client import RedisDirectory

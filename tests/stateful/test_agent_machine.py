@@ -242,7 +242,8 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
         results = await asyncio.gather(*(t for _, t in tasks), return_exceptions=True)
         self.core.node.end_owner(victim)
         assert not [r for r in results if isinstance(r, Exception)]
-        while going := self.core.cache.fetcher._tasks | self.core.cache.room._tasks:
+        cache = self.core.cache
+        while going := cache.promoter._tasks | cache.remote._tasks | cache.evictor._tasks:
             await asyncio.wait(going)
 
     async def _one(self, what: str, owner: int, scope: ScopeId, chain: tuple[int, int]) -> None:
@@ -283,7 +284,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
         for tier in node.tiers:
             blocks = sum(r.slot.size_bytes for e in node.index for r in e.residences if r.tier is tier)
             waiting = sum(r.slot.size_bytes for r in node.reservations if r.tier is tier)
-            condemned = sum(r.slot.size_bytes for c in node.condemned.values() for r in c if r.tier is tier)
+            condemned = sum(r.slot.size_bytes for c in node.deferred_frees.values() for r in c if r.tier is tier)
             assert tier.backend.used_bytes == blocks + waiting + condemned
         assert all(e.move is None for e in node.index)
 
@@ -304,7 +305,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
             self.do(self.sweeper.expire)
             node = self.core.node
             assert len(node.leases) == len(node.reservations) == len(node.pins) == 0
-            assert not node.condemned
+            assert not node.deferred_frees
             assert not any(e.is_held for e in node.index)
             for scope in (SCOPE, OTHER_SCOPE):
                 self.do(partial(node.drop_scope, scope, "erased"))

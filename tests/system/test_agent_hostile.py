@@ -70,7 +70,7 @@ def tend(agent: AgentThread) -> None:
         tier = agent.core.node.tiers[0]
         tier.closing |= tier.backend.compact()
         if tier.closing:
-            await agent.core.cache.room.evacuate(tier)
+            await agent.core.cache.evictor.evacuate(tier)
 
     agent.wait(once())
 

@@ -13,7 +13,7 @@ from attached_client import BLOCKS, PATIENT_S, TOKENS, attached, content, keys_o
 
 from kvstrata import AsyncClient, AsyncPrefixCache, PrefixCache
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.movement.fair_queue import Priority, Turn
+from kvstrata_agent.movement.path import Priority, QueuedMove
 from kvstrata_agent.policy.recompute import REFUSED_S
 from kvstrata_api.models.poolnode import TierProbe
 
@@ -47,16 +47,16 @@ async def push_down(running: AgentThread) -> None:
     core = running.core
     while core.node.contents(core.node.tiers[0]).blocks:
         core.node.is_draining = True
-        await core.cache.room.drain(core.node.tiers[0])
+        await core.cache.evictor.drain(core.node.tiers[0])
         core.node.is_draining = False
 
 
 @contextmanager
 def flooded(running: AgentThread, source: str, target: str) -> Iterator[None]:
     """Take a path for four seconds of its speed, and leave it at the end."""
-    gate = running.core.cache.mover.traffic.paths.between(source, target).gate
+    gate = running.core.cache.mover.scheduler.paths.between(source, target).limiter
     gate._width = 1
-    turn = gate.enter(Turn(Priority.ARCHIVE, "z", 100, 4 * RATE))
+    turn = gate.enter(QueuedMove(Priority.ARCHIVE, "z", 100, 4 * RATE))
     running.wait(turn.__aenter__())
     try:
         yield

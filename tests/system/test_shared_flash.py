@@ -20,7 +20,7 @@ from kvstrata_agent.cache.ports import Lent
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import BlockKey, ScopeSecret
 from kvstrata_api.checksum import checksum
@@ -105,7 +105,7 @@ class Agent:
             self.core.cache.writer.publish_now(1, [made[0].id], [sealed])
             entry = self.core.node.index.find(SCOPE, digest(n))
             assert entry is not None
-            await self.core.cache.room.sink_into(entry, dram, flash, Priority.DEMOTE)
+            await self.core.cache.demoter.demote_to(entry, dram, flash, Priority.DEMOTE)
             assert entry.residence(flash) is not None, flash.last_error
             if entry.residence(dram) is not None:
                 self.core.node.drop_copy(entry, dram)

@@ -23,7 +23,7 @@ from kvstrata_agent.app import periodic
 from kvstrata_agent.backends.registry import Place, make_backend
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache.ports import Caller
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_api.blocks import ScopeId, ScopeSecret, chain_keys
 from kvstrata_api.errors import ForbiddenError, UnauthenticatedError
 from kvstrata_api.models.pool import CxlEmulation, CxlTier, NvmeTier, RemoteFlashTier
@@ -126,7 +126,7 @@ class Served(AgentThread):
         """Bring every block to the tier below."""
         memory, below = self.core.node.tiers
         for entry in list(self.core.node.contents(memory).residents()):
-            assert await self.core.cache.room.sink_into(entry, memory, below, Priority.DEMOTE)
+            assert await self.core.cache.demoter.demote_to(entry, memory, below, Priority.DEMOTE)
         while self.core.node.contents(memory).blocks:
             for entry in list(self.core.node.contents(memory).residents()):
                 if self.core.node.index.may_leave(entry):

@@ -33,11 +33,10 @@ from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.file.record_store import open_store
 from kvstrata_agent.blocks.request import Place
-from kvstrata_agent.blocks.slot_request import Want
-from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.eviction import Room
-from kvstrata_agent.cache.eviction_candidates import Cut
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.blocks.tier import SlotRequest, Tier
+from kvstrata_agent.cache.eviction import Evictor
+from kvstrata_agent.cache.eviction_candidates import EvictionRequest
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.quota import Bound, Rules
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.models.pool import NvmeTier
@@ -116,18 +115,18 @@ class Hits:
         return self.fast / self.asked
 
 
-class OpenRoom(Room):
+class OpenEvictor(Evictor):
     """Makes room as if all blocks were one tenant's: the least recently used leaf goes, whosever it is."""
 
-    async def _make(self, want: Want, attempt: int) -> None:
-        extents = want.tier.relief(want.scope, want.size_bytes, want.writer)
+    async def _make_room(self, request: SlotRequest, attempt: int) -> None:
+        extents = request.tier.extents_to_free(request.scope, request.size_bytes, request.writer)
         for extent in extents:
-            cut = Cut(want.tier.backend.capacity_bytes, "room", extents=frozenset({extent}))
-            if attempt % 2 or not await self._evict(want.tier, cut):
-                await self._evict(want.tier, Cut(want.tier.backend.capacity_bytes // 8, "room"))
+            eviction = EvictionRequest(request.tier.backend.capacity_bytes, "room", extents=frozenset({extent}))
+            if attempt % 2 or not await self._evict(request.tier, eviction):
+                await self._evict(request.tier, EvictionRequest(request.tier.backend.capacity_bytes // 8, "room"))
 
-    async def _share_out(self, tier: Tier, need_bytes: int, reason: str) -> int:
-        return await self._evict(tier, Cut(need_bytes, reason, Priority.DEMOTE))
+    async def _evict_by_share(self, tier: Tier, need_bytes: int, reason: str) -> int:
+        return await self._evict(tier, EvictionRequest(need_bytes, reason, Priority.DEMOTE))
 
 
 @dataclass(slots=True)
@@ -211,9 +210,9 @@ async def make(case: Case, *, is_open: bool) -> Node:
     """A node with the tiers of a case, and what the victim is promised; `is_open`: isolation is off."""
     core = make_core([await _tier(name, i) for i, name in enumerate(case.tiers)], Ticking())
     if is_open:
-        core.cache.room = OpenRoom(core.node, core.cache.mover)
-        for part in (core.cache.archiver, core.cache.fetcher, core.cache.writer):
-            part._room = core.cache.room
+        core.cache.evictor = OpenEvictor(core.node, core.cache.mover)
+        core.cache.archiver._demoter = core.cache.demoter = core.cache.evictor.demoter
+        core.cache.promoter._evictor = core.cache.writer._room = core.cache.evictor
     wanted = case.working_set
     bounds = {t: Bound(None, (RECORD_BYTES if t == "nvme" else BLOCK_BYTES) * wanted) for t in case.tiers}
     guarded = Rules(bounds=bounds) if case.protection == "guarantee" else Rules()

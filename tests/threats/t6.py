@@ -28,7 +28,7 @@ from kvstrata_agent.backends.object.object_tier import open_object_tier
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.provision.provisioner import enter
 from kvstrata_api.blocks import BlockKey, ScopeId
 from kvstrata_api.checksum import checksum
@@ -169,7 +169,7 @@ class Trial:
             entry = self.core.node.index.find(scope, digest(number))
             assert entry is not None
             if entry.residence(self.below) is None:
-                await self.core.cache.room.sink_into(entry, self.memory, self.below, Priority.DEMOTE)
+                await self.core.cache.demoter.demote_to(entry, self.memory, self.below, Priority.DEMOTE)
             if entry.residence(self.memory) is not None and entry.residence(self.below) is not None:
                 self.core.node.drop_copy(entry, self.memory)
 

@@ -14,7 +14,7 @@ from sim.volume import MemoryVolume
 from kvstrata_agent.backends.file.record_store import open_store
 from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.units import MIB
 from kvstrata_api.wrapping import Keks
@@ -140,13 +140,13 @@ async def test_a_missing_key_neither_drops_blocks_nor_pauses_their_tier() -> Non
     assert first is not None
     assert second is not None
     memory = core.node.tiers[0]
-    assert await core.cache.room.sink_into(first, memory, below, Priority.DEMOTE)
+    assert await core.cache.demoter.demote_to(first, memory, below, Priority.DEMOTE)
     core.node.drop_copy(first, memory)
     kept = keys.lose(SCOPE)
     kept = type(kept)(kept.tag, None)
     keys.known[SCOPE] = kept
 
-    assert not await core.cache.room.sink_into(second, memory, below, Priority.DEMOTE)
+    assert not await core.cache.demoter.demote_to(second, memory, below, Priority.DEMOTE)
     assert (await core.cache.reader.acquire(at, [digest(1)], 30.0, 5.0)).reads == []
     assert first.residence(below) is not None, "what cannot be read now is not lost"
     assert below.phase(core.node.clock()) == "Ready"

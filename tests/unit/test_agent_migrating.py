@@ -140,7 +140,7 @@ async def test_one_tenants_blocks_may_be_meant_alone(pair: Pair) -> None:
 
 async def test_a_quota_there_bounds_what_comes_and_the_rest_stays(pair: Pair) -> None:
     await pair.store(range(1, 7))
-    pair.b.node.tenants.arm({"a": Rules(bounds={"nvme": Bound(3 * BLOCK_BYTES)})})
+    pair.b.node.tenants.set_rules({"a": Rules(bounds={"nvme": Bound(3 * BLOCK_BYTES)})})
     answer = await migrated(pair)
 
     assert (answer.reason, "NoRoom" in answer.message) == ("NotMigrated", True)
@@ -203,7 +203,7 @@ async def test_what_came_before_does_not_give_way_to_what_comes_next(pair: Pair)
         await store_chain(pair.b, mine, range(first, first + 14), parent=first - 1)
         for _ in range(4):
             pair.b.node.is_draining = True
-            await pair.b.cache.room.drain(pair.b.node.tiers[0])
+            await pair.b.cache.evictor.drain(pair.b.node.tiers[0])
             pair.b.node.is_draining = False
     there = held(pair.b, "nvme", OTHER_SCOPE)
     await pair.store(range(1, 7))

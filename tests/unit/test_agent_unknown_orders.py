@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_agent.kube import declared
-from kvstrata_agent.policy.progress import UNKNOWN_ORDER
+from kvstrata_agent.policy.operations import UNKNOWN_ORDER
 from kvstrata_api.models.poolnode import ORDERS_MAX, FlushOrder, NodeOrder, OrderAnswer
 
 pytestmark = pytest.mark.unit

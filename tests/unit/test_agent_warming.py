@@ -23,11 +23,10 @@ from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.sessions import SessionState
 from kvstrata_agent.cache.ports import Stretch
-from kvstrata_agent.movement.fair_queue import Priority, TrafficClass, Turn
+from kvstrata_agent.movement.path import Priority, QueuedMove, TrafficClass
 from kvstrata_agent.operations import warm as warming
-from kvstrata_agent.policy.progress import Count
+from kvstrata_agent.policy.operations import Chain, Count, budget_bytes, plan_warming
 from kvstrata_agent.policy.quota import Bound, Rules
-from kvstrata_agent.policy.warm import Chain, budget_bytes, plan_warming
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.models.poolnode import FlushOrder, NodeOrder, OrderAnswer, WarmOrder
 from kvstrata_metadata.records import Location
@@ -94,7 +93,7 @@ async def test_what_lies_in_a_slower_tier_here_comes_up_in_the_same_way(pair: Pa
     await pair.store(range(1, 5))
     for _ in range(4):
         pair.a.node.is_draining = True
-        await pair.a.cache.room.drain(pair.a.node.tiers[0])
+        await pair.a.cache.evictor.drain(pair.a.node.tiers[0])
     pair.a.node.is_draining = False
     assert held(pair.a, "dram") == []
     answer = await warmed(pair.a, order(4))
@@ -188,7 +187,7 @@ async def test_no_more_is_brought_than_asked_and_never_what_has_to_give_way_agai
 
 async def test_a_tenants_quota_bounds_what_is_brought_for_it(pair: Pair) -> None:
     await pair.store(range(1, 9))
-    pair.b.node.tenants.arm({"a": Rules(bounds={"dram": Bound(3 * BLOCK_BYTES)})})
+    pair.b.node.tenants.set_rules({"a": Rules(bounds={"dram": Bound(3 * BLOCK_BYTES)})})
     answer = await warmed(pair.b, order(8))
 
     assert answer.blocks_done == 3
@@ -209,11 +208,11 @@ async def test_what_somebody_reads_does_not_give_way(pair: Pair) -> None:
 
 async def test_moves_of_a_warming_wait_behind_an_engines(pair: Pair) -> None:
     await pair.store(range(1, 4))
-    path = pair.b.cache.mover.traffic.paths.between("remote", "dram")
-    path.gate._width = 1
-    async with path.gate.enter(Turn(Priority.DEMOTE, "z", 100, 1)):
+    path = pair.b.cache.mover.scheduler.paths.between("remote", "dram")
+    path.limiter._width = 1
+    async with path.limiter.enter(QueuedMove(Priority.DEMOTE, "z", 100, 1)):
         warm = asyncio.create_task(warmed(pair.b, order(3)))
-        queue = path.gate.queue(TrafficClass.KV)
+        queue = path.limiter.queue(TrafficClass.KV)
         await steps_until(lambda: queue.head() is not None)
         head = queue.head()
         assert head is not None
@@ -305,10 +304,10 @@ async def test_archived_sessions_come_up_whole_the_last_one_first(pair: Pair) ->
         entries = [core.node.index.find(SCOPE, digest(n)) for n in numbers]
         session.follow([e for e in entries if e is not None])
         session.enter(SessionState.ARCHIVED)
-        core.cache.life.tell(session)
+        core.cache.life.publish(session)
     core.node.is_draining = True
     for _ in range(6):
-        await core.cache.room.drain(core.node.tiers[0])
+        await core.cache.evictor.drain(core.node.tiers[0])
     core.node.is_draining = False
     assert held(core, "dram") == []
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.blocks.scope_secrets import LOST_AFTER_S, ScopeMemory
+from kvstrata_agent.blocks.tenants import LOST_AFTER_S, ScopeMemory
 from kvstrata_agent.policy.duplicates import OwnCopy, Ruling, rule
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_metadata.nominations import SURVIVING, AgentFacts, keeper, plan_nominations

@@ -6,8 +6,8 @@ import pytest
 from agent_doubles import BLOCK_BYTES, LAYOUT_ID, SCOPE, Clock, bytes_of, digest, dram_tier, make_core, secret
 
 from kvstrata_agent.blocks.request import Place
-from kvstrata_agent.blocks.scope_secrets import LOST_AFTER_S, ScopeMemory
 from kvstrata_agent.blocks.sessions import SessionState
+from kvstrata_agent.blocks.tenants import LOST_AFTER_S, ScopeMemory
 from kvstrata_agent.fleet.directory.nominations import Advice
 from kvstrata_agent.policy.duplicates import Ruling
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN

@@ -7,15 +7,14 @@ from agent_doubles import BLOCK_BYTES, SCOPE, digest
 from agent_engine import SLOTS, Engine, close, steps_until
 
 from kvstrata_agent.cache import store as writer
-from kvstrata_agent.movement.fair_queue import Priority, Turn
-from kvstrata_agent.movement.path import Gate
+from kvstrata_agent.movement.path import PathLimiter, Priority, QueuedMove
 from kvstrata_api import wire
 from kvstrata_api.models.poolnode import TierProbe
 
 pytestmark = pytest.mark.unit
 
 RATE = 1 << 30
-FLOOD = Turn(Priority.ARCHIVE, "z", 100, 8 * RATE)
+FLOOD = QueuedMove(Priority.ARCHIVE, "z", 100, 8 * RATE)
 """Eight seconds of the path."""
 
 
@@ -30,8 +29,8 @@ async def engine() -> AsyncIterator[Engine]:
     await close(made)
 
 
-def path(engine: Engine, source: str, target: str) -> Gate:
-    gate = engine.core.cache.mover.traffic.paths.between(source, target).gate
+def path(engine: Engine, source: str, target: str) -> PathLimiter:
+    gate = engine.core.cache.mover.scheduler.paths.between(source, target).limiter
     gate._width = 1
     return gate
 

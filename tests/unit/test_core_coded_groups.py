@@ -29,8 +29,8 @@ from kvstrata_agent.blocks.block import Entry
 from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.codec.base import RAW, Encoded, Shape
-from kvstrata_agent.movement.fair_queue import Priority
-from kvstrata_agent.movement.move import Move, Way
+from kvstrata_agent.movement.path import Priority
+from kvstrata_agent.policy.placement import CopyPath
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import BlockCorruptError, TierFullError
 from kvstrata_api.units import MIB
@@ -67,16 +67,16 @@ def memory_of(entry: Entry) -> memoryview:
 
 async def push_down(core: AgentParts, entries: Sequence[Entry]) -> list[bool]:
     """Copy blocks down as one group."""
-    moves = [Move(entry, entry.residences[0]) for entry in entries]
-    assert {core.cache.mover.way(m, core.node.tiers[1]) for m in moves} == {Way.CODED}
+    moves = [core.cache.mover.plan(entry, entry.residences[0], core.node.tiers[1]) for entry in entries]
+    assert {m.path for m in moves} == {CopyPath.CODED_GROUP}
     return await core.cache.mover.copy_all(moves, core.node.tiers[1], Priority.DEMOTE)
 
 
 async def pull_up(core: AgentParts, entries: Sequence[Entry]) -> list[bool]:
     """Copy blocks up as one group."""
     dram = core.node.tiers[0]
-    moves = [Move(e, e.residences[0], dram.take(SCOPE, "a", BLOCK_BYTES)) for e in entries]
-    assert {core.cache.mover.way(m, dram) for m in moves} == {Way.CODED}
+    moves = [core.cache.mover.plan(e, e.residences[0], dram, dram.allocate(SCOPE, "a", BLOCK_BYTES)) for e in entries]
+    assert {m.path for m in moves} == {CopyPath.CODED_GROUP}
     return await core.cache.mover.copy_all(moves, dram, Priority.ONBOARD)
 
 
@@ -141,7 +141,7 @@ def test_each_comes_back_as_it_was_or_not_at_all(fates: list[str]) -> None:
 
 async def pull_up_alone(core: AgentParts, entry: Entry) -> bool:
     dram = core.node.tiers[0]
-    move = Move(entry, entry.residences[0], dram.take(SCOPE, "a", BLOCK_BYTES))
+    move = core.cache.mover.plan(entry, entry.residences[0], dram, dram.allocate(SCOPE, "a", BLOCK_BYTES))
     return all(await core.cache.mover.copy_all([move], dram, Priority.ONBOARD))
 
 

@@ -184,11 +184,11 @@ async def test_a_tier_takes_nothing_new_until_its_last_run_is_entered(at: Setup)
     assert tier.phase(0.0) == "Pending"
     assert not tier.facts(0.0).takes_writes
     with pytest.raises(TierFullError, match="nvme: the blocks of an earlier run"):
-        tier.take(SCOPE, "a", 4096)
+        tier.allocate(SCOPE, "a", 4096)
     assert isinstance(tier.backend, Recovering)
     tier.backend.gate.set()
     await opening
-    tier.take(SCOPE, "a", 4096)
+    tier.allocate(SCOPE, "a", 4096)
     assert (at.core.node.contents(tier).blocks, tier.phase(0.0)) == (2, "Ready")
 
 

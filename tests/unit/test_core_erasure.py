@@ -111,7 +111,7 @@ def at(tenant: str, scope: ScopeId = DOMAIN) -> Place:
 async def test_an_erasure_is_not_over_while_a_block_is_on_its_way_to_another_tier(scope: ScopeId) -> None:
     scene = Scene()
     await store_chain(scene.core, at("a", scope), [1])
-    moving = asyncio.create_task(scene.core.cache.room.drain(scene.core.node.tiers[0]))
+    moving = asyncio.create_task(scene.core.cache.evictor.drain(scene.core.node.tiers[0]))
     await scene.below.begun.wait()
     scene.erase("a")
 
@@ -128,9 +128,7 @@ async def test_an_erasure_is_not_over_while_a_block_is_on_its_way_to_another_tie
 async def test_what_an_erased_tenant_fetches_from_another_node_does_not_arrive() -> None:
     scene = Scene()
     for tenant, number in (("a", 1), ("b", 2)):
-        scene.core.cache.fetcher.start_fetch(
-            at(tenant), [(digest(number), b"")], [Location("pool.n2", 7, "dram", 1, 1)]
-        )
+        scene.core.cache.remote.start(at(tenant), [(digest(number), b"")], [Location("pool.n2", 7, "dram", 1, 1)])
     await scene.peers.begun.wait()
     moves = [e.move for e in scene.core.node.index if e.move is not None]
     scene.erase("a")
@@ -174,7 +172,7 @@ async def test_blocks_of_earlier_runs_go_with_every_tenant_that_may_have_written
     scene.below.go_on.set()
     scene.tenants.writers = frozenset("a")
     await store_chain(scene.core, at("b"), [1, 2])
-    await scene.core.cache.room.drain(scene.core.node.tiers[0])
+    await scene.core.cache.evictor.drain(scene.core.node.tiers[0])
     left = [r for e in scene.core.node.index if (r := e.residence(scene.low)) is not None]
     for entry in tuple(scene.core.node.index):
         for residence in entry.residences:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.blocks.eviction_queue import LeafQueue
+from kvstrata_agent.blocks.tier_contents import LeafQueue
 from kvstrata_agent.policy.eviction import EvictionPlan, excess_bytes, plan_eviction
 
 pytestmark = pytest.mark.unit

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvstrata_agent.backends.base import Record
 from kvstrata_agent.blocks.block import Entry, Residence
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.lookup import REMOTE_BIT, findings
+from kvstrata_agent.cache.load import REMOTE_BIT, findings
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.tiers import Lookup
 

@@ -27,7 +27,7 @@ from kvstrata_agent.blocks.leases import Stray
 from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.cache.load import Read
 from kvstrata_agent.cache.store import PUBLISHED, REFUSED
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.admission import CHECK_EVERY
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.checksum import checksum
@@ -153,7 +153,7 @@ async def test_a_full_tier_makes_room_for_a_chain_without_the_chain_itself() -> 
 
         assert len(await load(core, numbers)) == len(numbers)
         core.node.end_owner(1)
-    assert core.cache.room._tasks == set(), "nothing was waited for"
+    assert core.cache.evictor._tasks == set(), "nothing was waited for"
     await core.close()
     await core.node.tiers[0].backend.close()
 
@@ -165,7 +165,7 @@ async def test_what_comes_while_a_lone_tier_is_full_does_not_leave_before_what_i
         await store(core, [number])
         clock.now_s += 1.0
 
-    await core.cache.room.trim(core.node.tiers[0])
+    await core.cache.evictor.trim(core.node.tiers[0])
     left = sorted(number for number in range(1, SLOTS + 1) if core.node.index.find(SCOPE, digest(number)))
     assert 0 < len(left) < SLOTS
     assert left == list(range(SLOTS + 1 - len(left), SLOTS + 1))
@@ -185,11 +185,11 @@ async def test_a_slot_is_given_back_whatever_its_write_failed_of(
     with monkeypatch.context() as patched:
         patched.setattr(slow.backend, "write", puzzle)
         with pytest.raises(ValueError, match="not an errno"):
-            await core.cache.room.sink_into(entry, fast, slow, Priority.DEMOTE)
+            await core.cache.demoter.demote_to(entry, fast, slow, Priority.DEMOTE)
 
     assert used(core, "nvme") == 0
     assert slow.tenant_bytes == {}
-    assert await core.cache.room.sink_into(entry, fast, slow, Priority.DEMOTE)
+    assert await core.cache.demoter.demote_to(entry, fast, slow, Priority.DEMOTE)
 
 
 async def test_a_block_that_exists_is_not_reserved_again(core: AgentParts) -> None:
@@ -271,7 +271,7 @@ async def test_one_pass_over_the_watermark_takes_a_whole_chain_from_its_end(core
     await store(core, list(range(1, SLOTS + 1)))
     dram = core.node.tiers[0]
 
-    await core.cache.room.trim(dram)
+    await core.cache.evictor.trim(dram)
 
     policy = core.node.spec.policy.eviction
     assert dram.fill_ratio * 100 <= policy.low_watermark_percent
@@ -374,7 +374,7 @@ async def test_a_slot_waits_for_the_readers_of_its_own_copy_alone(core: AgentPar
     (read,) = await load(core, [1])
     entry = read.lease.entry
     low = core.node.tiers[1]
-    await core.cache.room.sink_into(entry, core.node.tiers[0], low, Priority.DEMOTE)
+    await core.cache.demoter.demote_to(entry, core.node.tiers[0], low, Priority.DEMOTE)
     copy = entry.residence(low)
     assert copy is not None
     core.node.copy_failed(entry, copy, is_corrupt=True)
@@ -383,7 +383,7 @@ async def test_a_slot_waits_for_the_readers_of_its_own_copy_alone(core: AgentPar
     assert core.node.tiers[0].backend.used_bytes == BLOCK_BYTES
     core.cache.release(1, [read.lease.id])
     assert core.node.tiers[0].backend.used_bytes == 0
-    assert not core.node.condemned
+    assert not core.node.deferred_frees
 
 
 async def test_a_block_that_is_erased_before_its_transfer_begins_is_a_miss(core: AgentParts) -> None:
@@ -392,14 +392,14 @@ async def test_a_block_that_is_erased_before_its_transfer_begins_is_a_miss(core:
     assert entry is not None
     memory = core.node.tier("dram")
     assert memory is not None
-    assert await core.cache.room.sink_into(entry, memory, core.node.tiers[1], Priority.DEMOTE)
+    assert await core.cache.demoter.demote_to(entry, memory, core.node.tiers[1], Priority.DEMOTE)
     core.node.evict([entry], memory, "room")
 
-    assert core.cache.fetcher.start_prefetch(entry)
+    assert core.cache.promoter.start_prefetch(entry)
     core.node.drop_scope(SCOPE, "erased")
 
     assert await load(core, [1]) == []
     await asyncio.sleep(0)  # Transfers begin together, in the next step of the loop.
-    await asyncio.gather(*core.cache.fetcher._tasks)
+    await asyncio.gather(*core.cache.promoter._tasks)
     assert entry.move is None
     assert used(core, "dram") == used(core, "nvme") == 0

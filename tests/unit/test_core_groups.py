@@ -27,8 +27,8 @@ from kvstrata_agent.backends.file.record_store import RecordStore, open_store
 from kvstrata_agent.blocks.block import Entry
 from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.movement.fair_queue import Priority
-from kvstrata_agent.movement.move import Move, Way
+from kvstrata_agent.movement.path import Priority
+from kvstrata_agent.policy.placement import CopyPath
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, KvStrataError, TierFullError
@@ -60,8 +60,8 @@ def entries_of(core: AgentParts) -> list[Entry]:
 
 async def push_down(core: AgentParts, entries: Sequence[Entry]) -> list[bool]:
     """Copy blocks down as one group."""
-    moves = [Move(entry, entry.residences[0]) for entry in entries]
-    assert all(core.cache.mover.way(m, core.node.tiers[1]) is not Way.ALONE for m in moves)
+    moves = [core.cache.mover.plan(entry, entry.residences[0], core.node.tiers[1]) for entry in entries]
+    assert all(m.path is not CopyPath.SINGLE for m in moves)
     return await core.cache.mover.copy_all(moves, core.node.tiers[1], Priority.DEMOTE)
 
 
@@ -276,7 +276,7 @@ def test_reads_that_a_hung_device_never_answers_are_misses_and_its_tier_says_so(
 
         ends = await read_group(core, entries)
         assert all(isinstance(end, BackendFailedError) for end in ends)
-        assert await core.cache.fetcher.raise_up(entries[0], "a") is None
+        assert await core.cache.promoter.promote(entries[0], "a") is None
         assert "no answer" in core.node.tiers[1].last_error
         assert entries[0].residences == ()
         hung.set()

@@ -21,6 +21,7 @@ from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache.ports import Wanted
+from kvstrata_agent.movement.path import Priority
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.checksum import checksum
 from kvstrata_client.verbs.copying import fill, refill
@@ -56,7 +57,8 @@ async def core_with_a_block_below() -> tuple[AgentParts, SpoiltBackend]:
     core.cache.writer.publish_now(1, [made.id], [checksum(bytes_of(1), digest(1), core.node.epoch, made.slot.stamp)])
     entry = core.node.index.find(SCOPE, digest(1))
     assert entry is not None
-    await core.cache.mover.copy(entry, entry.residences[0], core.node.tiers[1], None, 0)  # type: ignore[arg-type]
+    move = core.cache.mover.plan(entry, entry.residences[0], core.node.tiers[1])
+    await core.cache.mover.copy_all([move], core.node.tiers[1], Priority.ONBOARD)
     core.node.drop_copy(entry, core.node.tiers[0])
     return core, backend
 

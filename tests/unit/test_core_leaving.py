@@ -66,7 +66,7 @@ class Setup(Provisioned):
         for spec in away:
             tier = self.core.node.tier(spec.name)
             assert tier is not None
-            await self.core.cache.room.drain(tier)
+            await self.core.cache.evictor.drain(tier)
 
     def lies(self, number: int) -> list[str]:
         entry = self.core.node.index.find(SCOPE, digest(number))

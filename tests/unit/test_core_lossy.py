@@ -14,7 +14,7 @@ from kvstrata_agent.blocks.block import Entry, Residence
 from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.codec.registry import CodecRegistry
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_api.blocks import Layout
 from kvstrata_api.checksum import checksum
 from kvstrata_api.models.pool import Compatibility, CompressionPolicy
@@ -81,7 +81,8 @@ async def moved(core: AgentParts, entry: Entry, source: str, target: str) -> Res
     """Copy between tiers and drop the source; the copy that was made."""
     residence = entry.residence(tier(core, source))
     assert residence is not None
-    assert await core.cache.mover.copy(entry, residence, tier(core, target), None, Priority.DEMOTE)
+    move = core.cache.mover.plan(entry, residence, tier(core, target))
+    assert await core.cache.mover.copy_all([move], tier(core, target), Priority.DEMOTE) == [True]
     core.node.drop_copy(entry, tier(core, source))
     made = entry.residence(tier(core, target))
     assert made is not None
@@ -90,7 +91,7 @@ async def moved(core: AgentParts, entry: Entry, source: str, target: str) -> Res
 
 async def loaded(core: AgentParts, entry: Entry) -> tuple[str, bytes]:
     """Form and verified bytes of the copy that comes up to memory."""
-    assert await core.cache.fetcher.raise_up(entry, "a") is not None
+    assert await core.cache.promoter.promote(entry, "a") is not None
     residence = entry.residence(tier(core, "dram"))
     assert residence is not None
     assert residence.tier.mappable is not None
@@ -181,7 +182,8 @@ async def test_an_exact_copy_is_read_before_a_lossy_one(core: AgentParts) -> Non
     permit(core, "Lossless", 0)
     source = entry.residence(tier(core, "dram"))
     assert source is not None
-    assert await core.cache.mover.copy(entry, source, tier(core, "s3"), None, Priority.ARCHIVE)
+    move = core.cache.mover.plan(entry, source, tier(core, "s3"))
+    assert await core.cache.mover.copy_all([move], tier(core, "s3"), Priority.ARCHIVE) == [True]
     permit(core, "Auto", 30)
     assert (await moved(core, entry, "dram", "nvme")).record.codec == "mixed"
 
@@ -194,7 +196,7 @@ async def test_a_rotten_lossy_copy_is_a_miss(core: AgentParts) -> None:
     assert isinstance(below.tier.backend, DictBackend)
     below.tier.backend.stored[below.slot.stamp] = stored(below)[:-1] + b"\xff"
 
-    assert await core.cache.fetcher.raise_up(entry, "a") is None
+    assert await core.cache.promoter.promote(entry, "a") is None
     assert core.node.index.find(SCOPE, entry.digest) is None
 
 

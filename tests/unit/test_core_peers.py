@@ -23,8 +23,8 @@ from core_pair import Pair, load, place
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.blocks.block import Residence
 from kvstrata_agent.blocks.node import Node
-from kvstrata_agent.blocks.slot_request import Want
-from kvstrata_agent.movement.fair_queue import Priority, TrafficClass, Turn
+from kvstrata_agent.blocks.tier import SlotRequest
+from kvstrata_agent.movement.path import Priority, QueuedMove, TrafficClass
 from kvstrata_agent.policy.recompute import REFUSED_S
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.tiers import Lookup
@@ -65,24 +65,26 @@ async def test_a_slow_directory_is_waited_for_where_computing_would_take_longer(
 
 async def test_reads_from_peers_take_their_turn_on_a_path_of_their_own(pair: Pair) -> None:
     await pair.store([1, 2, 3])
-    path = pair.b.cache.mover.traffic.paths.between("remote", "dram")
-    path.gate._width = 1
+    path = pair.b.cache.mover.scheduler.paths.between("remote", "dram")
+    path.limiter._width = 1
 
-    async with path.gate.enter(Turn(Priority.DEMOTE, "z", 100, 1)):
+    async with path.limiter.enter(QueuedMove(Priority.DEMOTE, "z", 100, 1)):
         loading = asyncio.create_task(load(pair.b, [1, 2, 3]))
-        await steps_until(lambda: any(item[0] is Priority.ONBOARD for item in path.gate.queue(TrafficClass.KV)._heap))
-        assert path.gate.waiting_bytes == 3 * BLOCK_BYTES
+        await steps_until(
+            lambda: any(item[0] is Priority.ONBOARD for item in path.limiter.queue(TrafficClass.KV)._heap)
+        )
+        assert path.limiter.waiting_bytes == 3 * BLOCK_BYTES
 
     assert [source for _, source in await loading] == ["remote"] * 3
-    assert (path.gate.waiting, path.gate.running_bytes) == (0, 0)
+    assert (path.limiter.waiting, path.limiter.running_bytes) == (0, 0)
 
 
 async def test_reads_from_peers_that_find_too_many_waiting_are_misses_and_leave_nothing(pair: Pair) -> None:
     await pair.store([1, 2, 3])
-    gate = pair.b.cache.mover.traffic.paths.between("remote", "dram").gate
+    gate = pair.b.cache.mover.scheduler.paths.between("remote", "dram").limiter
     gate._width, gate._waiting_max = 1, 0
 
-    async with gate.enter(Turn(Priority.DEMOTE, "z", 100, 1)):
+    async with gate.enter(QueuedMove(Priority.DEMOTE, "z", 100, 1)):
         assert await load(pair.b, [1, 2, 3]) == []
 
     assert len(pair.b.node.index) == 0
@@ -92,10 +94,10 @@ async def test_reads_from_peers_that_find_too_many_waiting_are_misses_and_leave_
 
 async def test_a_full_path_from_peers_is_told_of_and_nobodys_blocks_are_plain_misses(pair: Pair) -> None:
     await pair.store([1, 2, 3])
-    gate = pair.b.cache.mover.traffic.paths.between("remote", "dram").gate
+    gate = pair.b.cache.mover.scheduler.paths.between("remote", "dram").limiter
     gate._width, gate._waiting_max = 1, 0
 
-    async with gate.enter(Turn(Priority.DEMOTE, "z", 100, 1)):
+    async with gate.enter(QueuedMove(Priority.DEMOTE, "z", 100, 1)):
         there = await pair.b.cache.reader.acquire(place(), [digest(n) for n in (1, 2, 3)], 30.0, 2.0)
         nowhere = await pair.b.cache.reader.acquire(place(), [digest(7)], 30.0, 2.0)
 
@@ -208,7 +210,7 @@ async def test_extents_are_registered_before_use_and_let_go_of_before_they_vanis
 async def test_a_loan_that_nobody_waits_for_any_more_leaves_no_lease(pair: Pair) -> None:
     await pair.store(range(1, 25))
     keys = [BlockKey(SCOPE, digest(n)) for n in range(1, 25)]
-    assert any(pair.a.cache.fetcher.up_already(entry) is None for entry in pair.a.node.index), (
+    assert any(pair.a.cache.promoter.promoted(entry) is None for entry in pair.a.node.index), (
         "some have to be brought up"
     )
     holding = 0
@@ -227,16 +229,16 @@ async def test_a_loan_that_nobody_waits_for_any_more_leaves_no_lease(pair: Pair)
 
 async def test_a_fetch_that_fails_while_it_takes_slots_leaves_none(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     await pair.store([1, 2, 3])
-    room, tier, asked = pair.b.cache.room.reserve, pair.b.node.tiers[0], []
+    room, tier, asked = pair.b.cache.evictor.reserve, pair.b.node.tiers[0], []
 
-    async def reserve(want: Want, deadline_s: float) -> SlotRef:
+    async def reserve(want: SlotRequest, deadline_s: float) -> SlotRef:
         asked.append(want)
         if len(asked) >= 2:
             raise ValueError("not an answer")
         return await room(want, deadline_s)
 
-    monkeypatch.setattr(pair.b.cache.room, "reserve", reserve)
-    monkeypatch.setattr(Node, "take_run", lambda node, want, count: [node.take(want)] if count > 1 else [])
+    monkeypatch.setattr(pair.b.cache.evictor, "reserve", reserve)
+    monkeypatch.setattr(Node, "allocate_run", lambda node, want, count: [node.allocate(want)] if count > 1 else [])
 
     assert await load(pair.b, [1, 2, 3]) == []
     assert len(asked) > 2, "the first one is tried once more"

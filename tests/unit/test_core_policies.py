@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_agent.policy.admission import CHECK_EVERY, Admission, AdmissionInputs, admit, must_check
-from kvstrata_agent.policy.placement import TierFacts, next_lower
+from kvstrata_agent.policy.placement import CopyFacts, CopyPath, TierFacts, copy_path, next_lower
 from kvstrata_agent.policy.recompute import (
     LOCATE_S_MAX,
     LOCATE_S_MIN,
@@ -41,6 +41,17 @@ def test_a_block_goes_to_the_fastest_slower_tier_that_may_take_it(
         if t.level > level and t.takes_writes and (not must_survive or (t.survives_restart and not t.is_memory))
     ]
     assert next_lower(tiers, level, must_survive=must_survive).target == (fit[0].name if fit else None)
+
+
+@given(st.builds(CopyFacts, **{name: st.booleans() for name in CopyFacts.__dataclass_fields__}))
+def test_a_block_moves_with_others_only_between_mapped_memory_and_a_medium_that_takes_groups(facts: CopyFacts) -> None:
+    may_go_up = facts.is_source_grouped and facts.fills_mapped_slot
+    may_go_down = facts.is_source_mapped and facts.is_target_grouped and not facts.is_source_grouped
+    path = copy_path(facts)
+
+    assert path is CopyPath.SINGLE or may_go_up or may_go_down
+    if path is CopyPath.RAW_GROUP:
+        assert not facts.is_encoded, "what went through a codec is decoded before anybody maps it"
 
 
 @given(fill=st.floats(0, 2), high=st.floats(0.1, 1), turns=st.integers(0, 5), has_lower=st.booleans())

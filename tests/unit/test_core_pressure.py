@@ -149,7 +149,7 @@ async def test_a_writer_that_is_cancelled_in_any_step_leaves_no_slot_behind() ->
         writing.cancel()
         await asyncio.wait([writing])
         engine.core.node.end_owner(1)
-        room = engine.core.cache.room
+        room = engine.core.cache.evictor
         while room._tasks:  # noqa: ASYNC110  Nothing rings when they have ended.
             await asyncio.sleep(0)
         await asyncio.sleep(0)

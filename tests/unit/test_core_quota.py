@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.policy.quota import Standing, over_hard_bytes, payers, payments
+from kvstrata_agent.policy.quota import AccountUsage, accounts_over_share, over_hard_bytes, surplus_to_evict
 from kvstrata_agent.policy.retention import Due, Retention, due, horizon, plan_drops
 
 pytestmark = pytest.mark.unit
 
 sizes = st.integers(0, 1000)
-standings = st.lists(
-    st.builds(Standing, st.sampled_from("abcdef"), st.integers(1, 1000), sizes, st.integers(1, 50)),
+usages = st.lists(
+    st.builds(AccountUsage, st.sampled_from("abcdef"), st.integers(1, 1000), sizes, st.integers(1, 50)),
     unique_by=lambda s: s.tenant,
     max_size=6,
 )
@@ -27,57 +27,59 @@ def test_what_is_over_the_hard_quota_is_exactly_what_does_not_fit(used: int, wan
     assert hard is None or used + want - over <= max(hard, 0) or over == 0
 
 
-@given(standings, st.sampled_from("abcdefg"), st.integers(1, 100))
-def test_nobody_else_pays_from_within_its_guarantee(all_: list[Standing], writer: str, want: int) -> None:
-    assert all(s.tenant == writer or s.used_bytes > s.guaranteed_bytes for s in payers(all_, writer, want))
+@given(usages, st.sampled_from("abcdefg"), st.integers(1, 100))
+def test_nobody_else_pays_from_within_its_guarantee(all_: list[AccountUsage], writer: str, want: int) -> None:
+    assert all(s.tenant == writer or s.used_bytes > s.guaranteed_bytes for s in accounts_over_share(all_, writer, want))
 
 
-@given(standings, st.sampled_from("abcdefg"), st.integers(1, 100))
+@given(usages, st.sampled_from("abcdefg"), st.integers(1, 100))
 def test_the_writer_takes_from_nobody_who_holds_less_for_its_weight(
-    all_: list[Standing], writer: str, want: int
+    all_: list[AccountUsage], writer: str, want: int
 ) -> None:
-    own = next((s for s in all_ if s.tenant == writer), Standing(writer, 0))
+    own = next((s for s in all_ if s.tenant == writer), AccountUsage(writer, 0))
     ratio = max(0, own.used_bytes + want - own.guaranteed_bytes) / own.weight
 
-    assert all(s.spare_bytes / s.weight >= ratio for s in payers(all_, writer, want) if s.tenant != writer)
+    assert all(
+        s.surplus_bytes / s.weight >= ratio for s in accounts_over_share(all_, writer, want) if s.tenant != writer
+    )
 
 
-@given(standings, st.sampled_from("abcdefg"), st.integers(1, 100))
+@given(usages, st.sampled_from("abcdefg"), st.integers(1, 100))
 def test_who_is_furthest_over_its_share_pays_first_and_the_writer_is_the_last_resort(
-    all_: list[Standing], writer: str, want: int
+    all_: list[AccountUsage], writer: str, want: int
 ) -> None:
-    asked = payers(all_, writer, want)
-    ratios = [s.spare_bytes / s.weight for s in asked if s.tenant != writer]
+    asked = accounts_over_share(all_, writer, want)
+    ratios = [s.surplus_bytes / s.weight for s in asked if s.tenant != writer]
 
     assert ratios == sorted(ratios, reverse=True)
     assert all(s.tenant != writer for s in asked[:-1])
 
 
-@given(standings, st.sampled_from("abcdef"), st.integers(1, 100))
-def test_a_writer_within_its_guarantee_finds_every_spare_byte(all_: list[Standing], writer: str, want: int) -> None:
-    own = next((s for s in all_ if s.tenant == writer), Standing(writer, 0))
-    asked = {s.tenant for s in payers(all_, writer, want)}
+@given(usages, st.sampled_from("abcdef"), st.integers(1, 100))
+def test_a_writer_within_its_guarantee_finds_every_spare_byte(all_: list[AccountUsage], writer: str, want: int) -> None:
+    own = next((s for s in all_ if s.tenant == writer), AccountUsage(writer, 0))
+    asked = {s.tenant for s in accounts_over_share(all_, writer, want)}
 
     if own.used_bytes + want <= own.guaranteed_bytes:
-        assert asked >= {s.tenant for s in all_ if s.spare_bytes and s.tenant != writer}
+        assert asked >= {s.tenant for s in all_ if s.surplus_bytes and s.tenant != writer}
 
 
-@given(standings, st.integers(0, 5000))
-def test_payments_make_the_room_that_guarantees_leave(all_: list[Standing], need: int) -> None:
-    paid = payments(all_, need)
-    spare = {s.tenant: s.spare_bytes for s in all_}
+@given(usages, st.integers(0, 5000))
+def test_payments_make_the_room_that_guarantees_leave(all_: list[AccountUsage], need: int) -> None:
+    paid = surplus_to_evict(all_, need)
+    spare = {s.tenant: s.surplus_bytes for s in all_}
 
     assert sum(paid.values()) >= min(need, sum(spare.values()))
     assert sum(paid.values()) <= need + len(all_)
     assert all(0 < size <= spare[tenant] for tenant, size in paid.items())
 
 
-@given(standings, st.integers(0, 5000))
+@given(usages, st.integers(0, 5000))
 def test_payments_leave_those_who_paid_with_no_less_for_their_weight_than_anybody(
-    all_: list[Standing], need: int
+    all_: list[AccountUsage], need: int
 ) -> None:
-    paid = payments(all_, need)
-    left = {s.tenant: (s.spare_bytes - paid.get(s.tenant, 0)) / s.weight for s in all_}
+    paid = surplus_to_evict(all_, need)
+    left = {s.tenant: (s.surplus_bytes - paid.get(s.tenant, 0)) / s.weight for s in all_}
     slack = {s.tenant: 1 / s.weight for s in all_}
 
     for payer in paid:

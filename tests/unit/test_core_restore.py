@@ -9,7 +9,7 @@ from kvstrata_agent.backends.base import Record
 from kvstrata_agent.blocks.block import Residence
 from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.eviction_candidates import TierCandidates
+from kvstrata_agent.cache.eviction_candidates import EvictionRequest, TierCandidates
 from kvstrata_api.blocks import BlockKey, LayoutId
 
 pytestmark = pytest.mark.unit
@@ -26,7 +26,7 @@ def made_node() -> Node:
 
 def copy_in(tier: Tier, number: int, layout_id: LayoutId, *, is_taken: bool = False) -> Residence:
     """A copy of the n-th block of a chain whose every third block starts anew; its medium has it, or it is new."""
-    slot = tier.take(SCOPE, "a", 4096) if is_taken else tier.backend.reserve(SCOPE, 4096)
+    slot = tier.allocate(SCOPE, "a", 4096) if is_taken else tier.backend.reserve(SCOPE, 4096)
     parent = digest(number - 1) if number % 3 else b""
     record = Record(BlockKey(SCOPE, digest(number)), parent, layout_id, "raw", 4096, 4096, bytes(16), 3)
     return Residence(tier, slot, record)
@@ -35,7 +35,7 @@ def copy_in(tier: Tier, number: int, layout_id: LayoutId, *, is_taken: bool = Fa
 def emptied(node: Node, tier: Tier) -> int:
     """Evict by the planner's own view until it knows no victim; returns how many went."""
     count = 0
-    while (entry := TierCandidates(node.index, tier).pop()) is not None:
+    while (entry := TierCandidates(node.index, tier, EvictionRequest(1, "room")).pop()) is not None:
         node.drop_copy(entry, tier)
         count += 1
     return count
@@ -51,7 +51,7 @@ def test_what_is_restored_is_what_adding_one_by_one_gives(found: list[tuple[int,
         if entry is None:
             entry = added.index.begin(SCOPE, digest(n), copy.record.parent, layout, 0.0)
         elif entry.residence(copy.tier) is not None or entry.layout_id != layout:
-            copy.tier.give_back(copy.slot, "a")
+            copy.tier.free(copy.slot, "a")
             continue
         added.add_copy(entry, copy)
 

@@ -19,7 +19,7 @@ from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.blocks.restore import NONE, Restoring, forest_of
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.eviction_candidates import TierCandidates
+from kvstrata_agent.cache.eviction_candidates import EvictionRequest, TierCandidates
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_api.blocks import BlockKey
 
@@ -32,7 +32,7 @@ named = st.tuples(st.integers(0, 9), st.integers(0, 9))
 extents = st.lists(st.lists(named, min_size=1, max_size=8), min_size=1, max_size=4)
 meanwhile = st.lists(
     st.tuples(
-        st.sampled_from(["begin", "write", "drop", "fold", "read", "raise", "lower"]),
+        st.sampled_from(["begin", "write", "drop", "pack", "read", "raise", "lower"]),
         st.integers(0, 9),
         st.integers(0, 9),
     ),
@@ -59,18 +59,18 @@ def do(node: Node, what: str, number: int, parent: int) -> None:
     tier, known = node.tiers[0], node.index.find(SCOPE, digest(number))
     if what == "drop" and known is not None:
         node.drop_block(known, "corrupt")
-    elif what == "fold":
+    elif what == "pack":
         del known
-        node.index.fold(math.inf)
+        node.index.pack(math.inf)
     elif what == "raise" and known is not None and known.residences and known.residence(tier) is None:
-        slot = tier.take(SCOPE, known.tenant, 4096)
+        slot = tier.allocate(SCOPE, known.tenant, 4096)
         node.add_copy(known, Residence(tier, slot, known.residences[0].record))
     elif what == "lower" and known is not None and len(known.residences) > 1:
         node.drop_copy(known, tier)
     elif what in ("begin", "write") and known is None:
         entry = node.index.begin(SCOPE, digest(number), record_of(number, parent).parent, LAYOUT_ID, 0.0, "a")
         if what == "write":
-            slot = tier.take(SCOPE, "a", 4096)
+            slot = tier.allocate(SCOPE, "a", 4096)
             node.add_copy(entry, Residence(tier, slot, record_of(number, parent)))
 
 
@@ -85,7 +85,7 @@ def test_a_block_that_became_a_row_meanwhile_is_not_entered_twice() -> None:
     restoring.prepare()
     node.restore_extent(restoring)
     node.restore([Residence(late, *pair) for pair in columns_of(late, [(1, 0), (0, 0)]).pairs()])  # A key has come.
-    assert len(node.index.rows) == 1
+    assert len(node.index.packed) == 1
     while not restoring.is_done:
         node.restore_extent(restoring)
 
@@ -135,7 +135,7 @@ def test_blocks_of_an_earlier_run_enter_whatever_clients_do(
         for action in left[:3]:
             do(node, *action)
         left = left[3:]
-    node.index.unfold_leaves(tier)
+    node.index.unpack_leaves(tier)
 
     assert not list(wrong_books(node))
     here = {int.from_bytes(d, "big") for d in node.index.blocks(SCOPE)}
@@ -145,9 +145,9 @@ def test_blocks_of_an_earlier_run_enter_whatever_clients_do(
     for entry in [e for e in node.index if not e.residences]:
         node.index.forget(entry)
     for place in node.tiers:
-        while (victim := TierCandidates(node.index, place).pop()) is not None:
+        while (victim := TierCandidates(node.index, place, EvictionRequest(1, "room")).pop()) is not None:
             node.drop_copy(victim, place)
-    assert len(node.index) == len(node.index.rows) == 0
+    assert len(node.index) == len(node.index.packed) == 0
     assert [t.tenant_bytes for t in node.tiers] == [{}, {}]
     assert [t.backend.used_bytes for t in node.tiers] == [0, 0]
 
@@ -166,7 +166,7 @@ def test_extents_are_entered_as_blocks_are_one_by_one(found: list[list[Named]]) 
     restoring.prepare()
     while not restoring.is_done:
         by_extent.restore_extent(restoring)
-    by_extent.index.unfold_leaves(by_extent.tiers[0])
+    by_extent.index.unpack_leaves(by_extent.tiers[0])
     one_by_one.restore([Residence(one_by_one.tiers[0], *pair) for pair in pairs])
 
     assert {e.digest for e in by_extent.index} == {e.digest for e in one_by_one.index}

@@ -11,7 +11,7 @@ from kvstrata_agent.blocks.block import Entry, Residence
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.eviction_candidates import TierCandidates
+from kvstrata_agent.cache.eviction_candidates import EvictionRequest, TierCandidates
 from kvstrata_api import wire
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.checksum import checksum
@@ -25,7 +25,7 @@ named = st.lists(
 
 
 def copy_in(tier: Tier, number: int, parent: int, *, is_taken: bool) -> Residence:
-    slot = tier.take(SCOPE, "a", 4096) if is_taken else tier.backend.reserve(SCOPE, 4096)
+    slot = tier.allocate(SCOPE, "a", 4096) if is_taken else tier.backend.reserve(SCOPE, 4096)
     key = BlockKey(SCOPE, digest(number))
     return Residence(tier, slot, Record(key, digest(parent), LAYOUT_ID, "raw", 4096, 4096, bytes(16), 3))
 
@@ -59,7 +59,7 @@ def test_every_chain_ends_and_all_of_it_can_be_evicted(drawn: list[tuple[int, in
         come(node, number, parent, how)
 
     assert all(reaches_an_end(node.index, entry) for entry in node.index)
-    while (entry := TierCandidates(node.index, node.tiers[0]).pop()) is not None:
+    while (entry := TierCandidates(node.index, node.tiers[0], EvictionRequest(1, "room")).pop()) is not None:
         node.drop_copy(entry, node.tiers[0])
     assert len(node.index) == 0
 

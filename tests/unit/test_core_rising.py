@@ -22,7 +22,7 @@ async def core_with_blocks_below(slots: int = 2 * COUNT) -> tuple[AgentParts, li
     core = make_core([dram_tier(slots * BLOCK_BYTES), dict_tier("nvme", 2 * COUNT * BLOCK_BYTES, 1, 2)])
     for first in range(0, COUNT, 8):
         assert await store_chain(core, PLACE, range(first, first + 8), first - 1 if first else None) == 8
-    while await core.cache.room.drain(core.node.tiers[0]):
+    while await core.cache.evictor.drain(core.node.tiers[0]):
         pass
     found = [core.node.index.find(SCOPE, digest(n)) for n in range(COUNT)]
     return core, [e for e in found if e is not None]
@@ -30,26 +30,26 @@ async def core_with_blocks_below(slots: int = 2 * COUNT) -> tuple[AgentParts, li
 
 async def test_what_a_reader_wants_rises_in_groups_that_share_a_move() -> None:
     core, entries = await core_with_blocks_below()
-    fetcher = core.cache.fetcher
+    promoter = core.cache.promoter
 
-    fetcher.start_all([*entries, entries[0]])
+    promoter.start_promotions([*entries, entries[0]])
     moves = {entry.move for entry in entries}
     assert None not in moves
     assert len(moves) == COUNT // 2
-    fetcher.start_all(entries)
+    promoter.start_promotions(entries)
     assert {entry.move for entry in entries} == moves, "what is on its way is left alone"
-    await fetcher.wait_together(entries, "a")
+    await promoter.wait_together(entries, "a")
 
-    assert all(fetcher.up_already(entry) and entry.move is None for entry in entries)
+    assert all(promoter.promoted(entry) and entry.move is None for entry in entries)
     await core.close()
 
 
 async def test_blocks_whose_rise_has_not_begun_are_let_go_at_the_end() -> None:
     core, entries = await core_with_blocks_below()
 
-    core.cache.fetcher.start_all(entries)
+    core.cache.promoter.start_promotions(entries)
     moves = {entry.move for entry in entries}
-    await core.cache.fetcher.close()
+    await core.cache.promoter.close()
 
     assert all(move is not None and move.done() and not move.result() for move in moves)
     assert {entry.move for entry in entries} == {None}
@@ -58,12 +58,12 @@ async def test_blocks_whose_rise_has_not_begun_are_let_go_at_the_end() -> None:
 
 async def test_blocks_behind_one_that_waits_for_room_come_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     core, entries = await core_with_blocks_below()
-    place = core.cache.fetcher._place
+    place = core.cache.promoter._take_slots
 
     async def place_one(entries: Sequence[Entry], tier: Tier, moves: list[Move], is_wanted: Callable[[], bool]) -> int:
         return await place(entries[:1], tier, moves, is_wanted)
 
-    monkeypatch.setattr(core.cache.fetcher, "_place", place_one)
+    monkeypatch.setattr(core.cache.promoter, "_take_slots", place_one)
     async with asyncio.timeout(10.0):
         acquired = await core.cache.reader.acquire(PLACE, [digest(n) for n in range(COUNT)], 30.0, 5.0)
 
@@ -77,9 +77,9 @@ async def test_blocks_whose_reader_has_left_take_no_room_from_others() -> None:
     acquired = await core.cache.reader.acquire(PLACE, [digest(n) for n in range(8)], 30.0, 5.0)
     core.cache.release(PLACE.owner, [read.lease.id for read in acquired.reads])
 
-    core.cache.fetcher.start_all(entries[8:])
+    core.cache.promoter.start_promotions(entries[8:])
     await asyncio.wait([entry.move for entry in entries[8:] if entry.move is not None])
 
-    assert [entry for entry in entries if core.cache.fetcher.up_already(entry)] == entries[:8]
+    assert [entry for entry in entries if core.cache.promoter.promoted(entry)] == entries[:8]
     assert {entry.move for entry in entries} == {None}
     await core.close()

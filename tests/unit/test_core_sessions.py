@@ -31,7 +31,7 @@ from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache import session_lifecycle as session_life
 from kvstrata_agent.cache.archive import RETRY_MAX_S, RETRY_S
 from kvstrata_agent.cache.session_journal import SessionJournal
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_metadata.records import SessionRecord
 from kvstrata_metadata.schema import session_digest
 
@@ -92,8 +92,9 @@ class Run:
         if not is_killed:
             await self.core.close()
         self.work.cancel()
-        await self.core.cache.fetcher.close()
-        await self.core.cache.room.close()
+        await self.core.cache.remote.close()
+        await self.core.cache.promoter.close()
+        await self.core.cache.evictor.close()
         await self.core.node.tiers[0].backend.close()
 
 
@@ -219,7 +220,7 @@ def test_a_session_that_nothing_gets_through_for_is_tried_ever_seldomer_and_at_l
         for second in range(300):
             await asyncio.sleep(1.0)
             run.low.paused_until_s = 0.0
-            run.core.cache.archiver.send_down((), Priority.ARCHIVE)  # Other work does not hurry it.
+            run.core.cache.archiver.demote_soon((), Priority.ARCHIVE)  # Other work does not hurry it.
             if backend.writes > seen:
                 tried_s.append(second)
             seen = backend.writes
@@ -275,7 +276,7 @@ async def test_chains_of_a_session_hold_each_block_once_and_parents_first(run: R
 
 
 async def test_sessions_that_return_are_looked_at_in_bounded_parts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_life, "LOOK_BLOCKS", 2)
+    monkeypatch.setattr(session_life, "SCAN_BLOCKS", 2)
     life, origin = run.core.cache.life, run.open("origin")
     await run.store([1, 2], origin)
     for number in range(3):
@@ -331,7 +332,7 @@ async def test_a_touch_or_a_fork_after_a_restart_finds_the_session_too(tmp_path:
     session = first.open("s")
     await first.store([1, 2], session)
     first.core.cache.life.touch(session, SessionState.DECODING, 0, 0.0)
-    first.core.cache.archiver.send_down(first.core.cache.archiver.chain(next(iter(session.heads))), cast("Any", 4))
+    first.core.cache.archiver.demote_soon(first.core.cache.archiver.chain(next(iter(session.heads))), cast("Any", 4))
     await steps_until(lambda: first.core.node.contents(first.low).blocks == 2)
     await first.core.cache.life.tend()
     await first.die()
@@ -375,7 +376,7 @@ async def test_another_node_takes_a_session_over_from_its_record() -> None:
     await here.store([1, 2])
     session = here.open("s")
     here.core.cache.life.revive_from_directory(session, [here.place()])
-    here.core.cache.life.tell(session)
+    here.core.cache.life.publish(session)
     record = told.sessions["s"]
     assert record is not None
     assert record.head == digest(2), "the record is read before it is written"

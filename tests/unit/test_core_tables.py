@@ -23,7 +23,7 @@ from kvstrata_agent.blocks.node import NONCE_BITS, Node
 from kvstrata_agent.blocks.sessions import GUARD_S, HEADS_MAX, SessionState, SessionTable
 from kvstrata_agent.fleet.directory import client as session_notes
 from kvstrata_agent.fleet.directory.client import SessionNotes
-from kvstrata_agent.policy.fair_share import FairOrder
+from kvstrata_agent.policy.quota import FairOrder
 from kvstrata_api.blocks import BlockKey, ScopeId
 from kvstrata_api.errors import InvalidInputError, UnsupportedError
 from kvstrata_metadata.records import SessionRecord
@@ -39,7 +39,7 @@ def entry(number: int = 1, parent: bytes = b"") -> Entry:
 def residence_of(node: Node, made: Entry, name: str) -> Residence:
     tier = node.tier(name)
     assert tier is not None
-    slot = tier.take(SCOPE, "a", 4096)
+    slot = tier.allocate(SCOPE, "a", 4096)
     record = Record(BlockKey(SCOPE, made.digest), made.parent, LAYOUT_ID, "raw", 4096, 4096, b"0" * 16, 7)
     return Residence(tier, slot, record)
 
@@ -162,7 +162,7 @@ def test_an_account_gives_only_while_it_has_most(uses: list[tuple[str, int]], bo
         kept.pop(key, None)
         kept[key] = account
         if len(kept) > bound:
-            gone = order.surplus()
+            gone = order.next_to_evict()
             counts = Counter(kept.values())
             assert counts[kept[gone]] == max(counts.values())
             assert gone == next(k for k, owner in kept.items() if owner == kept[gone]), "the least recently used"

@@ -76,14 +76,14 @@ async def test_an_archive_goes_on_after_a_failure_that_nobody_has_thought_of(mon
     sweeping = asyncio.create_task(Sweeper(core.cache, engine.authenticator).run())
     await engine.ask(wire.OpenSession(1, "s"))
     await engine.store(1, 2, session="s")
-    sound, failures = core.cache.room.sink_into, []
+    sound, failures = core.cache.demoter.demote_to, []
 
     async def broken(*_: object) -> bool:
         failures.append(1)
-        monkeypatch.setattr(core.cache.room, "sink_into", sound)
+        monkeypatch.setattr(core.cache.demoter, "demote_to", sound)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(core.cache.room, "sink_into", broken)
+    monkeypatch.setattr(core.cache.demoter, "demote_to", broken)
     await engine.ask(wire.CloseSession(2, "s", archive=True))
 
     session = core.node.sessions.find("a", "s")

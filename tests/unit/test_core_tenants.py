@@ -163,7 +163,7 @@ async def test_a_writer_gets_what_fits_and_is_refused_when_it_asks_for_the_rest(
 async def test_a_rejected_tenant_reads_its_blocks_from_below_all_the_same(core: AgentParts) -> None:
     tenants = declare(core)
     await flood(core, "a", 16)
-    await core.cache.room.drain(core.node.tiers[0])
+    await core.cache.evictor.drain(core.node.tiers[0])
     tenants.say(a=rules(4, over_quota=OverQuota.REJECT))
     core.cache.tenancy.sweep()
 
@@ -282,13 +282,13 @@ async def test_an_account_is_the_writers_in_a_scope_that_it_shares(core: AgentPa
 
 async def test_nothing_is_evicted_before_every_tenant_was_read() -> None:
     core = make_core([dram_tier(SLOTS * BLOCK_BYTES)], Clock())
-    core.node.tenants = TenantBook(is_armed=False)
+    core.node.tenants = TenantBook(are_rules_known=False)
     tenants = DeclaredTenants()
     tenants.declared = None
     core.cache.tenancy.follow(tenants)
     assert await flood(core, "a", SLOTS) == SLOTS
     assert await store_chain(core, at("b"), [1]) == 0
-    assert await core.cache.room.trim(core.node.tiers[0]) == 0
+    assert await core.cache.evictor.trim(core.node.tiers[0]) == 0
     assert of(core, "a") == SLOTS
     tenants.say(a=rules(8))
     core.cache.tenancy.sweep()
@@ -349,7 +349,7 @@ async def test_an_erasure_takes_everything_that_is_attributable_at_once(core: Ag
     await store_chain(core, at("a"), [1, 2])
     await store_chain(core, at("a", DOMAIN), [3, 4])
     await store_chain(core, at("b", DOMAIN), [5])
-    await core.cache.room.drain(core.node.tiers[0])
+    await core.cache.evictor.drain(core.node.tiers[0])
     await store_chain(core, at("a"), [6])
     reads = (await core.cache.reader.acquire(at("a"), [digest(6)], 30.0, 1.0)).reads
     pending, *_ = await core.cache.writer.reserve(at("a"), b"", [digest(7)])

@@ -23,7 +23,7 @@ from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.reservations import RESERVATION_S
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.serve.verbs import LEASE_S_MAX
 from kvstrata_api import wire
 from kvstrata_api.checksum import checksum
@@ -99,7 +99,7 @@ async def test_blocks_that_come_too_late_are_left_out_and_there_for_the_next_one
     slow = SlowReads(engine.low)
 
     assert (await engine.acquire(1, 2, 3, deadline_s=0.05)).blocks == ()
-    slow.gate.set()
+    slow.limiter.set()
     acquired = await engine.acquire(1, 2, 3, deadline_s=5.0)
 
     assert len(acquired.blocks) == 3
@@ -111,14 +111,14 @@ class SlowReads:
     """Makes a dict tier wait before each read."""
 
     def __init__(self, backend: DictBackend) -> None:
-        self.gate = asyncio.Event()
+        self.limiter = asyncio.Event()
         self.reads = 0
         self._read = backend.read
         backend.read = self.read  # type: ignore[method-assign]
 
     async def read(self, slot: SlotRef, record: Record, into: memoryview) -> None:
         self.reads += 1
-        await self.gate.wait()
+        await self.limiter.wait()
         await self._read(slot, record, into)
 
 
@@ -128,7 +128,7 @@ async def test_a_prefetch_brings_blocks_up_before_they_are_asked_for(engine: Eng
 
     assert (await engine.ask(wire.Prefetch(1, SCOPE, b"".join(map(digest, (1, 2, 3)))))).count == 3
     await asyncio.sleep(0)  # Transfers begin together, in the next step of the loop.
-    await asyncio.gather(*engine.core.cache.fetcher._tasks)
+    await asyncio.gather(*engine.core.cache.promoter._tasks)
 
     assert {b.source for b in (await engine.acquire(1, 2, 3)).blocks} == {"dram"}
 
@@ -253,7 +253,7 @@ async def test_a_relocated_block_has_its_own_checksum(engine: Engine) -> None:
     before = entry.residences[0]
     tier = engine.core.node.tiers[0]
 
-    assert await engine.core.cache.room._relocate(entry, tier)
+    assert await engine.core.cache.demoter.relocate(entry, tier)
 
     after = entry.residences[0]
     assert after.slot != before.slot

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.policy.migration import first_missing, leaves, may_leave
+from kvstrata_agent.policy.operations import first_missing, leaves, may_leave
 
 pytestmark = pytest.mark.unit
 

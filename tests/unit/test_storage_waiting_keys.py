@@ -13,7 +13,7 @@ from kvstrata_agent.backends.file.index_file import INDEX_FILE
 from kvstrata_agent.backends.file.record_store import open_store
 from kvstrata_agent.backends.object.client import ObjectClient
 from kvstrata_agent.backends.object.object_tier import open_object_tier
-from kvstrata_agent.blocks.scope_secrets import LOST_AFTER_S
+from kvstrata_agent.blocks.tenants import LOST_AFTER_S
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.provision.late_keys import Latecomers
 from kvstrata_api.errors import BlockCorruptError

@@ -1,4 +1,4 @@
-"""Laws of the queues of paths: who goes next, what is bounded, what a cancelled or hastened wait leaves."""
+"""Laws of the queues of paths: who goes next, what is bounded, what a cancelled or boosted wait leaves."""
 
 import asyncio
 from random import Random
@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.movement.fair_queue import Priority, TrafficClass, Turn
-from kvstrata_agent.movement.path import BYTES_AT_ONCE, HALF_LIFE_S, Gate, Paths, Speed
+from kvstrata_agent.movement.path import (
+    BYTES_AT_ONCE,
+    HALF_LIFE_S,
+    PathLimiter,
+    Paths,
+    Priority,
+    QueuedMove,
+    Speed,
+    TrafficClass,
+)
 from kvstrata_agent.movement.scheduler import PIECE_BYTES_MAX
 from kvstrata_api.errors import InvalidInputError, RetryableError
 
@@ -21,14 +29,16 @@ MIB = 1 << 20
 WEIGHTS_PATH = {"pool": "pool", "node": "node", "source": "nvme", "target": "dram", "traffic": "weights"}
 
 
-def turn(priority: Priority = Priority.DEMOTE, account: str = "a", weight: int = 100, size_bytes: int = MIB) -> Turn:
-    return Turn(priority, account, weight, size_bytes)
+def turn(
+    priority: Priority = Priority.DEMOTE, account: str = "a", weight: int = 100, size_bytes: int = MIB
+) -> QueuedMove:
+    return QueuedMove(priority, account, weight, size_bytes)
 
 
-async def queued(gate: Gate, turns: list[Turn], served: list[Turn]) -> list[asyncio.Task[None]]:
+async def queued(gate: PathLimiter, turns: list[QueuedMove], served: list[QueuedMove]) -> list[asyncio.Task[None]]:
     """Let turns wait at a gate; each notes itself when it comes, and goes at once."""
 
-    async def one(mine: Turn) -> None:
+    async def one(mine: QueuedMove) -> None:
         async with gate.enter(mine):
             served.append(mine)
             await asyncio.sleep(0)
@@ -39,9 +49,9 @@ async def queued(gate: Gate, turns: list[Turn], served: list[Turn]) -> list[asyn
 
 
 async def test_the_most_urgent_move_goes_first_and_never_more_than_the_width() -> None:
-    gate, served, inside = Gate(2), [], 0
+    gate, served, inside = PathLimiter(2), [], 0
 
-    async def move(mine: Turn) -> None:
+    async def move(mine: QueuedMove) -> None:
         nonlocal inside
         async with gate.enter(mine):
             inside += 1
@@ -66,8 +76,8 @@ def test_two_tenants_that_always_wait_are_served_by_their_weights(
     weights = {"a": weight_a, "b": weight_b}
     turns = [turn(account=who, weight=weights[who], size_bytes=size * MIB) for who, size in asked]
 
-    async def run() -> list[Turn]:
-        gate, served = Gate(1), list[Turn]()
+    async def run() -> list[QueuedMove]:
+        gate, served = PathLimiter(1), list[QueuedMove]()
         async with gate.enter(turn(Priority.ONBOARD, "c")):
             tasks = await queued(gate, turns, served)
         await asyncio.gather(*tasks)
@@ -85,8 +95,8 @@ def test_two_tenants_that_always_wait_are_served_by_their_weights(
         assert abs(at["a"] - at["b"]) <= 2 * most
 
 
-def weights(weight: int, size_bytes: int = MIB) -> Turn:
-    return Turn(Priority.ARCHIVE, "model", weight, size_bytes, traffic=TrafficClass.WEIGHTS)
+def weights(weight: int, size_bytes: int = MIB) -> QueuedMove:
+    return QueuedMove(Priority.ARCHIVE, "model", weight, size_bytes, traffic=TrafficClass.WEIGHTS)
 
 
 @given(
@@ -98,8 +108,8 @@ def test_weights_and_kv_that_always_wait_share_a_path_by_their_weights_whatever_
 ) -> None:
     turns = [weights(weight, s * MIB) if is_load else turn(p, size_bytes=s * MIB) for is_load, p, s in asked]
 
-    async def run() -> list[Turn]:
-        gate, served = Gate(1), list[Turn]()
+    async def run() -> list[QueuedMove]:
+        gate, served = PathLimiter(1), list[QueuedMove]()
         async with gate.enter(weights(weight, 1)):
             tasks = await queued(gate, turns, served)
         await asyncio.gather(*tasks)
@@ -118,7 +128,7 @@ def test_weights_and_kv_that_always_wait_share_a_path_by_their_weights_whatever_
 
 
 async def test_a_class_that_was_idle_takes_its_share_from_then_on_and_no_more() -> None:
-    gate, served = Gate(1), list[Turn]()
+    gate, served = PathLimiter(1), list[QueuedMove]()
     async with gate.enter(turn()):
         tasks = await queued(gate, [turn(Priority.ONBOARD) for _ in range(12)], served)
     await steps_until(lambda: len(served) >= 4)
@@ -128,7 +138,7 @@ async def test_a_class_that_was_idle_takes_its_share_from_then_on_and_no_more() 
 
 
 async def test_a_flood_of_one_class_leaves_the_queue_of_the_other_open() -> None:
-    gate = Gate(1, waiting_max=1)
+    gate = PathLimiter(1, waiting_max=1)
     async with gate.enter(turn()):
         tasks = await queued(gate, [weights(100)], [])
         with pytest.raises(RetryableError, match="1 moves wait"):
@@ -141,7 +151,7 @@ async def test_a_flood_of_one_class_leaves_the_queue_of_the_other_open() -> None
 
 
 async def test_what_moves_before_a_load_counts_the_share_of_the_weights_and_not_all_of_them() -> None:
-    gate = Gate(1)
+    gate = PathLimiter(1)
     async with gate.enter(turn()):
         tasks = await queued(gate, [weights(50) for _ in range(40)], [])
         tasks += await queued(gate, [turn() for _ in range(7)], [])
@@ -150,7 +160,7 @@ async def test_what_moves_before_a_load_counts_the_share_of_the_weights_and_not_
 
 
 async def test_an_account_that_was_idle_has_not_saved_up_anything() -> None:
-    gate, served = Gate(1), list[Turn]()
+    gate, served = PathLimiter(1), list[QueuedMove]()
     async with gate.enter(turn(account="a", size_bytes=MIB)):
         tasks = await queued(gate, [turn(account="a") for _ in range(8)], served)
     await steps_until(lambda: len(served) >= 4)
@@ -160,7 +170,7 @@ async def test_an_account_that_was_idle_has_not_saved_up_anything() -> None:
 
 
 async def test_a_cancelled_wait_lets_the_next_one_through_and_a_full_queue_refuses() -> None:
-    gate = Gate(1, waiting_max=1)
+    gate = PathLimiter(1, waiting_max=1)
     async with gate.enter(turn()):
         waiting = asyncio.create_task(gate.enter(turn()).__aenter__())
         await asyncio.sleep(0)
@@ -174,20 +184,20 @@ async def test_a_cancelled_wait_lets_the_next_one_through_and_a_full_queue_refus
 
 
 async def test_a_move_whose_turn_does_not_come_in_time_is_refused() -> None:
-    gate, late = Gate(1), turn()
+    gate, late = PathLimiter(1), turn()
     late.within_s = 0.01
     async with gate.enter(turn()):
-        with pytest.raises(RetryableError, match="in vain"):
+        with pytest.raises(RetryableError, match="without success"):
             await gate.enter(late).__aenter__()
     assert (gate.waiting, gate.waiting_bytes, gate.running_bytes) == (0, 0, 0)
 
 
 async def test_bytes_under_way_are_bounded_and_two_moves_always_go() -> None:
-    gate, running = Gate(), []
+    gate, running = PathLimiter(), []
     for size_bytes in (BYTES_AT_ONCE, BYTES_AT_ONCE):
         running.append(gate.enter(turn(size_bytes=size_bytes)))
         await running[-1].__aenter__()
-    served: list[Turn] = []
+    served: list[QueuedMove] = []
     tasks = await queued(gate, [turn(size_bytes=1)], served)
     assert not served
     await running[0].__aexit__(None, None, None)
@@ -198,12 +208,12 @@ async def test_bytes_under_way_are_bounded_and_two_moves_always_go() -> None:
 
 
 class Crowd:
-    """Moves that come, are hastened, give up and go at random."""
+    """Moves that come, are boosted, give up and go at random."""
 
     def __init__(self, dice: Random) -> None:
-        self.gate = Gate(2)
+        self.limiter = PathLimiter(2)
         self.dice = dice
-        self.moves: list[tuple[Turn, asyncio.Task[None]]] = []
+        self.moves: list[tuple[QueuedMove, asyncio.Task[None]]] = []
         self.inside: list[asyncio.Event] = []
 
     def wait(self) -> None:
@@ -214,9 +224,9 @@ class Crowd:
     def cancel(self) -> None:
         self.dice.choice(self.moves)[1].cancel()
 
-    def hasten(self) -> None:
+    def boost(self) -> None:
         mine = self.dice.choice(self.moves)[0]
-        self.gate.hasten(mine, self.dice.choice(list(Priority)), self.dice.choice("abc"), 5)
+        self.limiter.boost(mine, self.dice.choice(list(Priority)), self.dice.choice("abc"), 5)
 
     def leave(self) -> None:
         while self.inside:
@@ -227,13 +237,13 @@ class Crowd:
             self.leave()
             await asyncio.sleep(0)
 
-    async def _pass(self, mine: Turn, leaves: asyncio.Event) -> None:
-        async with self.gate.enter(mine):
+    async def _pass(self, mine: QueuedMove, leaves: asyncio.Event) -> None:
+        async with self.limiter.enter(mine):
             self.inside.append(leaves)
             await leaves.wait()
 
 
-@given(st.lists(st.sampled_from(["wait", "cancel", "hasten", "leave"]), max_size=60), st.randoms())
+@given(st.lists(st.sampled_from(["wait", "cancel", "boost", "leave"]), max_size=60), st.randoms())
 def test_whatever_happens_the_books_balance_and_nobody_waits_for_ever(steps: list[str], dice: Random) -> None:
     async def run() -> None:
         crowd = Crowd(dice)
@@ -243,8 +253,8 @@ def test_whatever_happens_the_books_balance_and_nobody_waits_for_ever(steps: lis
             for _ in range(dice.randint(0, 2)):
                 await asyncio.sleep(0)
         await crowd.end()
-        assert (crowd.gate.waiting, crowd.gate.waiting_bytes, crowd.gate.running_bytes) == (0, 0, 0)
-        assert not any(crowd.gate.queue(traffic)._heap for traffic in TrafficClass)
+        assert (crowd.limiter.waiting, crowd.limiter.waiting_bytes, crowd.limiter.running_bytes) == (0, 0, 0)
+        assert not any(crowd.limiter.queue(traffic)._heap for traffic in TrafficClass)
 
     asyncio.run(run())
 
@@ -265,11 +275,11 @@ def test_a_path_is_as_fast_as_it_was_while_it_moved_and_the_past_fades() -> None
 
 async def test_paths_do_not_wait_for_each_other() -> None:
     paths = Paths()
-    stuck = paths.between("dram", "cold").gate
+    stuck = paths.between("dram", "cold").limiter
     moves = [stuck.enter(turn()) for _ in range(40)]
     tasks = [asyncio.create_task(move.__aenter__()) for move in moves]
     await asyncio.sleep(0)
-    async with asyncio.timeout(1), paths.between("nvme", "dram").gate.enter(turn()):
+    async with asyncio.timeout(1), paths.between("nvme", "dram").limiter.enter(turn()):
         pass
     assert paths.ahead_bytes("dram", "cold", MIB) == 40 * MIB
     assert paths.ahead_bytes("dram", "nvme", MIB) == 0
@@ -286,8 +296,8 @@ class OneAtATime:
         self.goes = asyncio.Event()
         self._read = engine.low.read
         engine.low.read = self.read  # type: ignore[method-assign]
-        self.gate = engine.core.cache.mover.traffic.paths.between("nvme", "dram").gate
-        self.gate._width = 1
+        self.limiter = engine.core.cache.mover.scheduler.paths.between("nvme", "dram").limiter
+        self.limiter._width = 1
         found = (engine.core.node.index.find(SCOPE, digest(n)) for n in range(1, 6))
         self.entries = [e for e in found if e is not None]
 
@@ -306,20 +316,20 @@ async def test_what_a_reader_waits_for_overtakes_prefetches_until_the_reader_goe
     await engine.push_down()
     assert isinstance(engine.low, DictBackend)
     moves = OneAtATime(engine)
-    fetcher = engine.core.cache.fetcher
-    assert all(fetcher.start_prefetch(e) for e in moves.entries)
+    promoter = engine.core.cache.promoter
+    assert all(promoter.start_prefetch(e) for e in moves.entries)
     await asyncio.sleep(0.01)
-    reader = asyncio.create_task(fetcher.raise_up(moves.entries[3], "a"))
+    reader = asyncio.create_task(promoter.promote(moves.entries[3], "a"))
     await asyncio.sleep(0.01)
     if reads_on == "no":
         reader.cancel()
         await asyncio.sleep(0.01)
     moves.goes.set()
-    await asyncio.gather(*fetcher._tasks, reader, return_exceptions=True)
+    await asyncio.gather(*promoter._tasks, reader, return_exceptions=True)
 
     assert moves.order == [digest(n) for n in order]
-    assert not engine.core.cache.mover.traffic._waiting
-    assert not engine.core.cache.mover.traffic._wishes
+    assert not engine.core.cache.mover.scheduler._waiting
+    assert not engine.core.cache.mover.scheduler._readers
     await close(engine)
 
 
@@ -328,19 +338,19 @@ async def test_weights_of_a_model_and_loads_of_blocks_share_the_path_that_both_n
     await engine.store(1, 2, 3, 4, 5)
     await engine.push_down()
     moves = OneAtATime(engine)
-    traffic = engine.core.cache.mover.traffic
+    traffic = engine.core.cache.mover.scheduler
 
     async def piece() -> None:
         async with traffic.weights("nvme", "dram", "model", 50, BLOCK_BYTES):
             moves.order.append(b"weights")
             await asyncio.sleep(0)
 
-    assert all(engine.core.cache.fetcher.start_prefetch(e) for e in moves.entries)
+    assert all(engine.core.cache.promoter.start_prefetch(e) for e in moves.entries)
     await asyncio.sleep(0.01)
     pieces = [asyncio.create_task(piece()) for _ in range(4)]
     await asyncio.sleep(0.01)
     moves.goes.set()
-    await asyncio.gather(*engine.core.cache.fetcher._tasks, *pieces)
+    await asyncio.gather(*engine.core.cache.promoter._tasks, *pieces)
 
     w = b"weights"
     assert moves.order == [digest(1), w, digest(2), digest(3), w, digest(4), digest(5), w, w]
@@ -353,5 +363,5 @@ async def test_weights_of_a_model_and_loads_of_blocks_share_the_path_that_both_n
 async def test_pieces_and_weights_out_of_bounds_are_refused(size_bytes: int, weight: int) -> None:
     engine = Engine()
     with pytest.raises(InvalidInputError, match=r"wanted$"):
-        await engine.core.cache.mover.traffic.weights("nvme", "dram", "model", weight, size_bytes).__aenter__()
+        await engine.core.cache.mover.scheduler.weights("nvme", "dram", "model", weight, size_bytes).__aenter__()
     await close(engine)

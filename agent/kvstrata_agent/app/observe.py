@@ -79,10 +79,10 @@ def drain_left(node: Node) -> int:
         return 0
     memory = [t for t in node.tiers if not t.backend.capabilities.survives_restart]
     return sum(
-        residents.folded + sum(1 for entry in residents.in_use if not _is_surviving(entry))
+        residents.packed + sum(1 for entry in residents.in_use if not _is_surviving(entry))
         for tier in memory
         for residents in node.contents(tier).extents.values()
-    )  # What is folded has no other copy.
+    )  # What is packed has no other copy.
 
 
 def _is_surviving(entry: Entry) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.cache.archive import RETRY_S
 from kvstrata_agent.cache.tenant_lifecycle import RETENTION_S
-from kvstrata_agent.movement.fair_queue import TrafficClass
+from kvstrata_agent.movement.path import TrafficClass
 from kvstrata_kube.tasks import repeat
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ SESSIONS_S: Final = 0.25
 ANNOUNCE_S: Final = 0.02
 """How long announcements are gathered; other nodes see a block this much later at most."""
 FOLD_S: Final = 0.05
-"""Between two steps of folding: 40,000 blocks a second, more than clients can write."""
+"""Between two steps of packing: 40,000 blocks a second, more than clients can write."""
 STUCK_S: Final = 1.0
 """Between two tries to empty a drained tier of which nothing could move; twice as long each time."""
 REST_S_MAX: Final = 30.0
@@ -58,11 +58,11 @@ class Sweeper:
             group.create_task(repeat("sessions", SESSIONS_S, self._cache.life.tend))
             group.create_task(repeat("retention", RETENTION_S, self._cache.tenancy.retire))
             group.create_task(repeat("archive", RETRY_S, self._cache.archiver.run))
-            group.create_task(repeat("fold", FOLD_S, self._fold))
+            group.create_task(repeat("pack", FOLD_S, self._fold))
 
     async def _fold(self) -> None:
         """Let blocks that nobody uses take less memory, a bounded step at a time."""
-        self._node.index.fold(self._node.clock() - USED_S)
+        self._node.index.pack(self._node.clock() - USED_S)
 
     async def _expire(self) -> None:
         self.expire()
@@ -104,32 +104,32 @@ class Sweeper:
 
         Not while what was there is entered: a block whose children are still to come looks like the end of its chain.
         """
-        room = self._cache.room
+        evictor = self._cache.evictor
         for tier in [t for t in self._node.tiers if not t.is_recovering]:
             if tier.is_closed:
                 await self._empty(tier)
                 continue
             tier.closing |= tier.backend.compact()
             if tier.closing:
-                await room.evacuate(tier)
+                await evictor.evacuate(tier)
                 if tier.mappable is None:
                     tier.closing &= self._node.contents(
                         tier
                     ).extents.keys()  # Mappable ones say so themselves, written or not.
-            await room.enforce(tier)
-            await room.trim(tier)
+            await evictor.enforce(tier)
+            await evictor.trim(tier)
             if (
                 self._node.is_draining
                 and not tier.backend.capabilities.survives_restart
                 and self._node.contents(tier).blocks
             ):
-                await room.drain(tier)
+                await evictor.drain(tier)
 
     async def _empty(self, tier: Tier) -> None:
         """Send one batch of a closed tier's blocks elsewhere; a drained one, which may stay so for days, has rests."""
         if not tier.is_leaving and self._node.clock() < tier.rests_until_s:
             return
-        tier.is_stuck = not await self._cache.room.empty(tier)
+        tier.is_stuck = not await self._cache.evictor.empty(tier, self._cache.promoter.fill_free_space)
         tier.rest_s = min(max(STUCK_S, 2 * tier.rest_s), REST_S_MAX) if tier.is_stuck else 0.0
         tier.rests_until_s = self._node.clock() + tier.rest_s
 
@@ -175,11 +175,11 @@ class Sweeper:
 
     def _show_paths(self) -> None:
         counters = self._node.counters
-        for path in self._cache.mover.traffic.paths:
+        for path in self._cache.mover.scheduler.paths:
             names = {"source": path.source, "target": path.target}
             counters.set("kvstrata_move_bytes_per_second", path.speed.bytes_per_s, **names)
             for traffic in TrafficClass:
-                queue = path.gate.queue(traffic)
+                queue = path.limiter.queue(traffic)
                 counters.set("kvstrata_move_queue_depth", queue.waiting, **names, traffic=traffic)
                 counters.set("kvstrata_move_queue_bytes", queue.waiting_bytes, **names, traffic=traffic)
                 counters.set("kvstrata_moving_bytes", queue.running_bytes, **names, traffic=traffic)

@@ -23,8 +23,7 @@ from kvstrata_agent.backends.memory.mounts import read_mounts
 from kvstrata_agent.backends.memory.persistence import Home, remove_abandoned
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.node import Node
-from kvstrata_agent.blocks.scope_secrets import ScopeMemory
-from kvstrata_agent.blocks.tenants import TenantBook
+from kvstrata_agent.blocks.tenants import ScopeMemory, TenantBook
 from kvstrata_agent.cache.session_journal import SessionJournal
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_agent.fleet.directory.announcer import Announcer
@@ -166,7 +165,7 @@ class AgentProcess:
             index=index,
             counters=self._counters,
             announcer=Announcer(index, neighbours.directory, scopes.secret),
-            tenants=TenantBook(is_armed=False),
+            tenants=TenantBook(are_rules_known=False),
         )
 
     def _open_socket(self, stack: AsyncExitStack, world: KubeWorld, core: AgentParts) -> Server:

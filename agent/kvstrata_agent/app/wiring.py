@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.cache.ports import Directory, Peers
     from kvstrata_agent.cache.session_journal import SessionJournal
-    from kvstrata_agent.movement.encoding import Codecs
+    from kvstrata_agent.movement.move import Codecs
 
 
 class AgentParts:
@@ -35,13 +35,13 @@ class AgentParts:
         self.node = node
         self.cache = Cache(node, codecs, directory, peers, journal)
         self.flash = FlashReader(node, codecs)
-        self.lender = PeerLender(node, self.cache.fetcher, self.cache.exports)
+        self.lender = PeerLender(node, self.cache.promoter, self.cache.extents)
         self.grower = PeerGrower(node)
         self.chains = Chains(node, directory, peers)
         self.migrator = Migrator(node, peers)
         self.warmer = Warmer(self.cache, self.chains)
         self.adopter = Adopter(node, self.warmer, self.cache.tenancy)
-        self.orders = Orders(node, self.cache.room, self.warmer, self.migrator)
+        self.orders = Orders(node, self.cache.evictor, self.warmer, self.migrator)
 
     async def close(self) -> None:
         """Cancel background work. Tiers are closed by whoever opened them."""

@@ -1,6 +1,6 @@
 """Blocks that are handed over while they are written: how far each has grown, and who waits for more. No clock.
 
-A growing block is a reservation whose writer tells of the parts it has filled, with a checksum for each. It is seen by
+A growing block is a reservation whose writer reports the parts it has filled, with a checksum for each. It is seen by
 those who name its hand-over and by nobody else, until its publication makes an ordinary block of it.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -10,23 +11,64 @@ import msgspec
 
 from kvstrata_agent.backends.base import matches
 from kvstrata_agent.backends.threads import together
-from kvstrata_agent.cache.lookup import Findings, findings
-from kvstrata_agent.cache.promotion import REMOTE
+from kvstrata_agent.cache.remote_fetch import REMOTE
 from kvstrata_agent.policy.recompute import CostChoice, CostInputs, Source, choose, congestion_s, locate_s
 from kvstrata_api.errors import BlockCorruptError
 from kvstrata_api.tiers import Lookup
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvstrata_agent.blocks.block import Entry, Residence
     from kvstrata_agent.blocks.leases import Lease
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.request import Place
+    from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.cache.ports import Directory
-    from kvstrata_agent.cache.promotion import Fetcher
+    from kvstrata_agent.cache.promotion import Promoter
+    from kvstrata_agent.cache.remote_fetch import RemoteFetcher
     from kvstrata_agent.movement.mover import Mover
     from kvstrata_metadata.records import Location
+
+
+REMOTE_BIT: Final = 128
+"""Bit of a place that says: on another node (`wire.Found.places`)."""
+
+_HIT: Final = int(Lookup.HIT)
+_PENDING: Final = int(Lookup.PENDING)
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Answer to one lookup, as in `wire.Found`."""
+
+    states: bytes
+    """One `tiers.Lookup` code for each key."""
+    places: bytes
+    """For each leading block that is a hit the index of its tier's name, plus `REMOTE_BIT` on another node."""
+    tier_names: tuple[str, ...]
+
+
+def findings(entries: Sequence[Entry | None], remote: Mapping[int, str], absent: Lookup) -> Findings:
+    """Put local and remote findings together.
+
+    `entries` holds None for keys that are not here; `remote` names the tier of those among them that another agent
+    has, by position; `absent` is the state of all others.
+    """
+    code = int(absent)
+    held = [None if e is None else e.residences for e in entries]
+    states = bytearray([code if r is None else _HIT if r else _PENDING for r in held])
+    for position in remote:
+        states[position] = _HIT
+    hits = len(states) - len(states.lstrip(bytes((_HIT,))))
+    tiers: list[Tier | str] = [remote[i] if r is None else r[0].tier for i, r in enumerate(held[:hits])]
+    if tiers and tiers.count(tiers[0]) == hits and not isinstance(tiers[0], str):  # As nearly always.
+        return Findings(bytes(states), bytes(hits), (tiers[0].name,))
+    kinds = {t: t if isinstance(t, str) else t.name for t in dict.fromkeys(tiers)}
+    names = tuple(dict.fromkeys(kinds.values()))
+    codes = {t: names.index(name) | (REMOTE_BIT if isinstance(t, str) else 0) for t, name in kinds.items()}
+    return Findings(bytes(states), bytes(map(codes.__getitem__, tiers)), names)
+
 
 LOCATE_KEYS_MAX: Final = 4096
 """Keys asked of the directory in one round trip; what lies behind them is found by the next lookup."""
@@ -51,9 +93,12 @@ class Acquisition(NamedTuple):
 class Reader:
     """Carries out the verbs of readers."""
 
-    def __init__(self, node: Node, fetcher: Fetcher, mover: Mover, directory: Directory | None) -> None:
+    def __init__(
+        self, node: Node, promoter: Promoter, remote: RemoteFetcher, mover: Mover, directory: Directory | None
+    ) -> None:
         self._node = node
-        self._fetcher = fetcher
+        self._promoter = promoter
+        self._remote = remote
         self._mover = mover
         self._directory = directory
 
@@ -129,7 +174,7 @@ class Reader:
         target, run = self._node.entry_tier, self.lookup_now(place, digests)
         if not run or target is None:
             return 0.0
-        first, paths = run[0], self._mover.traffic.paths
+        first, paths = run[0], self._mover.scheduler.paths
         if first is not None and first.residences:
             stretch = [e for e in takewhile(lambda e: _tier(e) is _tier(first), run) if e is not None]
             source, inputs = first.residences[0].tier.name, self._inputs(stretch, is_last=len(stretch) == len(run))
@@ -209,7 +254,7 @@ class Reader:
             blocks=len(stretch),
             block_tokens=spec.compatibility.block_tokens,
             stored_bytes=stored_bytes,
-            queued_bytes=self._mover.traffic.paths.ahead_bytes(tier.name, target, stored_bytes),
+            queued_bytes=self._mover.scheduler.paths.ahead_bytes(tier.name, target, stored_bytes),
             read_latency_s=0.0 if goes_on or tier.probe is None else tier.probe.read_latency_microseconds / 1e6,
             read_bytes_per_s=float(tier.probe.read_bytes_per_second) if tier.probe else 0.0,
             prefill_tokens_per_s=float(spec.policy.recompute.prefill_tokens_per_second),
@@ -217,7 +262,7 @@ class Reader:
 
     def _remote_inputs(self, place: Place, blocks: int) -> CostInputs:
         """Of blocks that other agents have: nobody measured them, so the path's own speed of late counts."""
-        entry_tier, spec, paths = self._node.entry_tier, self._node.spec, self._mover.traffic.paths
+        entry_tier, spec, paths = self._node.entry_tier, self._node.spec, self._mover.scheduler.paths
         target, size_bytes = entry_tier.name if entry_tier is not None else "", blocks * place.raw_bytes
         return CostInputs(
             policy=spec.policy.recompute.type,
@@ -241,7 +286,7 @@ class Reader:
         first = {chain[i + 1]: i for i in reversed(range(len(run))) if run[i] is None and chain[i + 1] not in blocks}
         wanted = sorted(first.values())
         pairs = [(chain[i + 1], chain[i]) for i in wanted]
-        self._fetcher.start_fetch(place, pairs, [located[i] for i in wanted])
+        self._remote.start(place, pairs, [located[i] for i in wanted])
         blocks = self._node.index.blocks(place.scope)
         for i, entry in enumerate(run):
             found = entry or blocks.get(chain[i + 1])
@@ -258,21 +303,21 @@ class Reader:
             reads[i] = Read(self._node.leases.grant(place.owner, entry, residence, now_s + lease_s), sources[i])
 
         async def one(i: int, entry: Entry) -> None:
-            residence = await self._fetcher.raise_up(entry, place.tenant)
+            residence = await self._promoter.promote(entry, place.tenant)
             if residence is not None:
                 lease(i, entry, residence)
 
         async def all_of(pairs: Sequence[tuple[int, Entry]]) -> None:
-            await self._fetcher.wait_together([e for _, e in pairs], place.tenant)
+            await self._promoter.wait_together([e for _, e in pairs], place.tenant)
             slow = []
             for i, entry in pairs:
-                if (up := self._fetcher.up_already(entry)) is not None:
+                if (up := self._promoter.promoted(entry)) is not None:
                     lease(i, entry, up)
                 else:
                     slow.append(one(i, entry))
             await together(slow)
 
-        self._fetcher.start_all([e for e in run if e is not None])
+        self._promoter.start_promotions([e for e in run if e is not None])
         tasks = [asyncio.ensure_future(all_of(pairs)) for pairs in _by_move(run)]
         if tasks:
             try:
@@ -310,7 +355,7 @@ class Reader:
                 break
             if self._mover.bytes_under_way >= policy.max_inflight_bytes:
                 return False
-            self._fetcher.start_prefetch(entry)
+            self._promoter.start_prefetch(entry)
         return True
 
     def prefetch(self, place: Place, digests: Sequence[bytes]) -> int:
@@ -322,7 +367,7 @@ class Reader:
         for entry in self.lookup_now(place, digests):
             if entry is None or not entry.residences or self._mover.bytes_under_way >= policy.max_inflight_bytes:
                 break
-            started += self._fetcher.start_prefetch(entry)
+            started += self._promoter.start_prefetch(entry)
         return started
 
 

@@ -1,4 +1,4 @@
-"""What reuse says about the size of each tier, for tiers that scale by themselves. Changes nothing.
+"""What reuse implies for the size of each tier, for tiers that scale by themselves. Changes nothing.
 
 Blocks lie in one tier after the other, as placement cascades, so a tier has the uses between what the faster ones hold
 and what they hold together with it. A tier that compresses holds as many more.
@@ -29,7 +29,7 @@ class Demand:
 
     @property
     def is_followed(self) -> bool:
-        """True while any tier scales by itself, so that uses have to be told."""
+        """True while any tier scales by itself, so that uses have to be recorded."""
         return self._curve is not None
 
     def note(self, digests: Sequence[bytes], *, is_asked: bool) -> None:

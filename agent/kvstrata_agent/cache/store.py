@@ -11,9 +11,9 @@ from kvstrata_agent.backends.threads import in_thread, together
 from kvstrata_agent.blocks.block import GONE, Residence
 from kvstrata_agent.blocks.reservations import RESERVATION_S
 from kvstrata_agent.blocks.sessions import SessionState
-from kvstrata_agent.blocks.slot_request import Want
+from kvstrata_agent.blocks.tier import SlotRequest
 from kvstrata_agent.codec.base import RAW
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.admission import Admission, AdmissionInputs, admit
 from kvstrata_agent.policy.quota import OverQuota
 from kvstrata_api.blocks import BlockKey
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.reservations import Reservation
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.cache.archive import Archiver
-    from kvstrata_agent.cache.eviction import Room
+    from kvstrata_agent.cache.eviction import Evictor
 
 RESERVE_WAIT_S: Final = 1.0
 """What a writer may wait for room. An engine that stores is not in a hurry, but it holds its own memory meanwhile."""
@@ -58,7 +58,7 @@ class Reserved(NamedTuple):
 class Writer:
     """Carries out the verbs of writers."""
 
-    def __init__(self, node: Node, room: Room, archiver: Archiver) -> None:
+    def __init__(self, node: Node, room: Evictor, archiver: Archiver) -> None:
         self._node = node
         self._room = room
         self._archiver = archiver
@@ -80,7 +80,7 @@ class Writer:
         blocks, scope, tenant = node.index.blocks(place.scope), place.scope, place.tenant
         absent = blocks.absent(digests)
         hard_bytes = node.tenants.hard_bytes(tier, tenant)
-        slots = tier.take_run(scope, tenant, place.raw_bytes, len(absent), hard_bytes, tenant)
+        slots = tier.allocate_run(scope, tenant, place.raw_bytes, len(absent), hard_bytes, tenant)
         if len(slots) < len(absent):
             digests = digests[: digests.index(absent[len(slots)])]
         if not slots:
@@ -122,7 +122,7 @@ class Writer:
     def _refusal(self, count: int) -> tuple[str, float]:
         """Count blocks that found no room; returns why, and how long the path out of memory stays congested."""
         node, tier = self._node, self._node.entry_tier
-        busy_s = self._room.congestion_s(tier)
+        busy_s = self._room.demoter.congestion_s(tier)
         if node.is_draining or tier is None:
             reason, why = "draining", "the agent is drained or has no open memory tier, and takes no blocks"
         elif tier.is_recovering:
@@ -157,7 +157,7 @@ class Writer:
         for i, tier in enumerate((*tiers, *tiers[: int(may_wait)])):
             if refusal is not None and self._node.tenants.of(place.tenant).over_quota is not OverQuota.DEMOTE:
                 break  # A slower tier is no way around a quota, unless that is what is declared.
-            want = Want(tier, place.scope, place.tenant, place.raw_bytes, place.tenant, slots)
+            want = SlotRequest(tier, place.scope, place.tenant, place.raw_bytes, place.tenant, slots)
             try:
                 slot = await self._slot_behind(parent, want, place.owner, deadline_s, awaits_holders=i == len(tiers))
             except QuotaExceededError as e:
@@ -165,14 +165,14 @@ class Writer:
             except (TierFullError, BackendFailedError):
                 continue
             else:
-                tier.give_back(slot, place.tenant)  # Taken again at once by the caller, in the same step of the loop.
+                tier.free(slot, place.tenant)  # Taken again at once by the caller, in the same step of the loop.
                 return tier
         if refusal is not None:
             raise refusal
         return None
 
     async def _slot_behind(
-        self, parent: bytes, want: Want, owner: int, deadline_s: float, *, awaits_holders: bool
+        self, parent: bytes, want: SlotRequest, owner: int, deadline_s: float, *, awaits_holders: bool
     ) -> SlotRef:
         """Take a slot, in place of the block that is continued only where nothing else can leave.
 
@@ -180,7 +180,7 @@ class Writer:
         blocks it is not lost by that.
         """
         pins, entry = self._node.pins, self._node.index.find(want.scope, parent)
-        if entry is not None and entry.residences and self._room.is_lowest(want.tier):
+        if entry is not None and entry.residences and self._node.is_lowest(want.tier):
             pin = pins.grant(owner, entry, entry.residences[0], deadline_s)
             try:
                 return await self._room.reserve(want, deadline_s)
@@ -332,10 +332,10 @@ class Writer:
     def _admit(self, entries: Sequence[Entry], tier: Tier, turns: int) -> None:
         policy = self._node.spec.policy
         high_ratio = policy.eviction.high_watermark_percent / 100
-        has_lower = not self._room.is_lowest(tier)
+        has_lower = not self._node.is_lowest(tier)
         choice = admit(AdmissionInputs(policy.admission.type, tier.fill_ratio, high_ratio, turns, has_lower))
         if choice.admission is Admission.DEMOTE:
-            self._archiver.send_down(entries, Priority.DEMOTE)
+            self._archiver.demote_soon(entries, Priority.DEMOTE)
 
 
 def _doubtful(

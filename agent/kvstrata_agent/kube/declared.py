@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from kvstrata_agent.policy.progress import MESSAGE_CHARS_MAX, UNKNOWN_ORDER
+from kvstrata_agent.policy.operations import MESSAGE_CHARS_MAX, UNKNOWN_ORDER
 from kvstrata_api import __version__, names
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.models.inventory import NodeReport

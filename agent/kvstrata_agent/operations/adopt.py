@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.request import NOBODY, Place
 from kvstrata_agent.cache.ports import Taken
-from kvstrata_agent.cache.promotion import FETCH_BLOCKS
-from kvstrata_agent.policy.eviction import excess_bytes
+from kvstrata_agent.cache.remote_fetch import FETCH_BLOCKS
 from kvstrata_api.errors import RetryableError
 
 if TYPE_CHECKING:
@@ -81,13 +80,9 @@ class Adopter:
 
         Whoever offers drops its own copies, so what came before must not give way to what comes next.
         """
-        policy, now_s = self._node.spec.policy.eviction, self._node.clock()
+        now_s = self._node.clock()
         hard_bytes = self._node.tenants.hard_bytes(tier, offer.tenant)
         if hard_bytes is not None and tier.tenant_bytes.get(offer.tenant, 0) + more_bytes > hard_bytes:
             return False
-        low, high = policy.low_watermark_percent, policy.high_watermark_percent
         open_tiers = (t for t in self._node.tiers if t.level >= tier.level and t.facts(now_s).takes_writes)
-        return any(
-            excess_bytes(t.backend.used_bytes + more_bytes, t.backend.capacity_bytes, high, low) <= 0
-            for t in open_tiers
-        )
+        return any(self._node.excess_bytes(t, more_bytes) <= 0 for t in open_tiers)

@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.block import account_of
 from kvstrata_agent.cache.ports import Offer, OfferedPeers, Taken
-from kvstrata_agent.cache.promotion import FETCH_BLOCKS
+from kvstrata_agent.cache.remote_fetch import FETCH_BLOCKS
 from kvstrata_agent.fleet.peers.chain_lookup import CHAIN_MAX, STRETCH_MAX, stretch_of
-from kvstrata_agent.policy.drain import Standing
-from kvstrata_agent.policy.migration import first_missing, leaves, may_leave
-from kvstrata_agent.policy.progress import Count, Ended
+from kvstrata_agent.policy.operations import Count, DrainProgress, Ended, first_missing, leaves, may_leave
 from kvstrata_api import names
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.trust import ScopeKind
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.cache.ports import Peers
-    from kvstrata_agent.policy.progress import Tell
+    from kvstrata_agent.policy.operations import ReportProgress
     from kvstrata_api.blocks import LayoutId, ScopeId
     from kvstrata_api.models.poolnode import MigrateOrder
 
@@ -40,7 +38,7 @@ STEP_BLOCKS: Final = 1024
 """Blocks looked at, or dropped, between two turns of the loop."""
 
 _AWAY: Final = Ended("no agent of the other pool answers", "TargetsAway")
-_HELD: Final = Ended("blocks are leased, pinned, decoded from or written", Standing.HELD.value)
+_HELD: Final = Ended("blocks are leased, pinned, decoded from or written", DrainProgress.HELD.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ class _Run:
     """One order under way."""
 
     order: MigrateOrder
-    tell: Tell
+    tell: ReportProgress
     blocks_total: int
     at: int = 0
     """Which of the order's nodes is asked."""
@@ -89,7 +87,7 @@ class Migrator:
         self._node = node
         self._peers = _offered(peers)
 
-    async def migrate(self, order: MigrateOrder, tell: Tell) -> Ended:
+    async def migrate(self, order: MigrateOrder, tell: ReportProgress) -> Ended:
         """Offer what is here now, drop what was taken, and wait for what is held. May be repeated."""
         if self._peers is None:
             return Ended("this agent has no way to others", "NoPeers")

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from kvstrata_agent.cache.eviction import TRIM_BYTES_MAX
-from kvstrata_agent.cache.eviction_candidates import Cut, Fate
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.cache.eviction_candidates import EvictionRequest, Fate
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.operations.drain import watch_drain
 from kvstrata_agent.operations.warm import Warmer
-from kvstrata_agent.policy.progress import MESSAGE_CHARS_MAX, UNKNOWN_ORDER, Count, Ended
+from kvstrata_agent.policy.operations import MESSAGE_CHARS_MAX, UNKNOWN_ORDER, Count, Ended
 from kvstrata_api.errors import KvStrataError
 from kvstrata_api.models.poolnode import FlushOrder, OrderAnswer
 from kvstrata_telemetry.tracing import span
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
-    from kvstrata_agent.cache.eviction import Room
+    from kvstrata_agent.cache.eviction import Evictor
     from kvstrata_agent.operations.migrate import Migrator
     from kvstrata_agent.operations.warm import Warmer
     from kvstrata_api.models.poolnode import NodeOrder
@@ -61,9 +61,9 @@ class _Run:
 class Orders:
     """The orders of one node. Answers wait for the order's withdrawal, however often the agent restarts."""
 
-    def __init__(self, node: Node, room: Room, warmer: Warmer, migrator: Migrator) -> None:
+    def __init__(self, node: Node, evictor: Evictor, warmer: Warmer, migrator: Migrator) -> None:
         self._node = node
-        self._room = room
+        self._evictor = evictor
         self._warmer = warmer
         self._migrator = migrator
         self._runs: dict[str, _Run] = {}
@@ -143,7 +143,7 @@ class Orders:
 
     async def _flush(self, run: _Run, order: FlushOrder) -> Ended:
         """Take away what was there at the start and nobody holds, from fast to slow tiers."""
-        node, fate = self._node, Fate.DROP if order.mode == "Drop" else Fate.STAY
+        node, fate = self._node, Fate.DROP if order.mode == "Drop" else Fate.DEMOTE_OR_KEEP
         tiers = [tier for tier in node.tiers if order.tier in (None, tier.name)]
         if not tiers:
             return Ended(f"tier {order.tier} is not up on this node", "TierAbsent")
@@ -164,7 +164,9 @@ class Orders:
         while freed_bytes < size_bytes and idle < IDLE_ROUNDS_MAX and self._node.has(tier):
             before = self._node.contents(tier).blocks
             batch_bytes = min(size_bytes - freed_bytes, TRIM_BYTES_MAX)
-            step_bytes = await self._room.cut(tier, Cut(batch_bytes, "flush", Priority.DEMOTE, fate=fate))
+            step_bytes = await self._evictor.evict(
+                tier, EvictionRequest(batch_bytes, "flush", Priority.DEMOTE, fate=fate)
+            )
             freed_bytes += step_bytes
             run.count = _added(run.count, max(0, before - self._node.contents(tier).blocks), step_bytes)
             if step_bytes:

@@ -12,10 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.request import NOBODY, Place
-from kvstrata_agent.cache.promotion import FETCH_BLOCKS
-from kvstrata_agent.movement.fair_queue import Priority
-from kvstrata_agent.policy.progress import Count, Ended
-from kvstrata_agent.policy.warm import Chain, Portion, WarmPlan, budget_bytes, plan_warming
+from kvstrata_agent.cache.remote_fetch import FETCH_BLOCKS
+from kvstrata_agent.movement.path import Priority
+from kvstrata_agent.policy.operations import Chain, Count, Ended, Portion, WarmPlan, budget_bytes, plan_warming
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_api.errors import RetryableError
 from kvstrata_api.trust import ScopeKind
@@ -201,13 +200,13 @@ class Warmer:
             (link, at[look % len(at)]) for link, at in zip(wanted, copies, strict=True) if at and link[0] not in here
         ]
         if ready:
-            self._cache.fetcher.start_fetch(place, [it[0] for it in ready], [it[1] for it in ready], Priority.ARCHIVE)
+            self._cache.remote.start(place, [it[0] for it in ready], [it[1] for it in ready], Priority.ARCHIVE)
 
     def _raise(self, place: Place, links: Sequence[Link]) -> None:
         """Start to copy up what is here in a slower place."""
         for entry in self._entries(place, links):
             if entry.residences:
-                self._cache.fetcher.start_warming(entry)
+                self._cache.promoter.start_warming(entry)
 
     async def _moves(self, place: Place, links: Sequence[Link]) -> None:
         """Wait for what is on its way, whoever started it."""
@@ -220,7 +219,7 @@ class Warmer:
         entries = [e for e in self._entries(place, links) if e.residences and e.residence(target) is None]
         for i in range(0, len(entries), SINKS_AT_ONCE):
             copies = (
-                self._cache.room.sink_into(entry, entry.residences[0].tier, target, Priority.ARCHIVE)
+                self._cache.demoter.demote_to(entry, entry.residences[0].tier, target, Priority.ARCHIVE)
                 for entry in entries[i : i + SINKS_AT_ONCE]
                 if entry.residences
             )

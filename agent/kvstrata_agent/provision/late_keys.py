@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.backends.base import SealingBackend
-from kvstrata_agent.blocks.scope_secrets import LOST_AFTER_S
+from kvstrata_agent.blocks.tenants import LOST_AFTER_S
 from kvstrata_agent.provision.provisioner import enter
 
 if TYPE_CHECKING:

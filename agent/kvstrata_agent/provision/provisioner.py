@@ -369,7 +369,7 @@ async def enter_extents(node: Node, tier: Tier, found: AsyncIterator[Columns]) -
             count += node.restore_extent(restoring)
             await asyncio.sleep(0)
     if has_rows:  # Once for all scopes: it looks at everything.
-        node.index.unfold_leaves(tier)
+        node.index.unpack_leaves(tier)
     return count
 
 

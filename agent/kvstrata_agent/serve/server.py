@@ -14,7 +14,7 @@ import socket
 import stat
 from typing import TYPE_CHECKING, Final, Generic
 
-from kvstrata_agent.policy.fair_share import FairOrder, K
+from kvstrata_agent.policy.quota import FairOrder, K
 from kvstrata_agent.serve.connection import Connection
 from kvstrata_api.errors import UnsupportedError
 
@@ -59,10 +59,10 @@ class Places(Generic[K]):
         self._callers.use(tenant, connection)
         if len(self._callers) <= self._callers_max:
             return None
-        payer = self._callers.payer()
-        if self._callers.count(tenant) == self._callers.count(payer):
+        largest = self._callers.largest_account()
+        if self._callers.count(tenant) == self._callers.count(largest):
             return connection
-        *_, newest = self._callers.of(payer)
+        *_, newest = self._callers.of(largest)
         return newest
 
     def leave(self, connection: K) -> None:

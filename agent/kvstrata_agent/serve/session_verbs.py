@@ -58,7 +58,7 @@ class SessionVerbs:
             at.owner, at.tenant, secret, request.session, parent=request.parent, priority=request.priority
         )
         if is_known:
-            life.tell(opened)
+            life.publish(opened)
         else:
             life.revive_from_directory(opened, places_of(at))
         return self._done(request, 1)

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.reservations import Reservation
     from kvstrata_agent.cache.cache import Cache
-    from kvstrata_agent.cache.load import Read
-    from kvstrata_agent.cache.lookup import Findings
+    from kvstrata_agent.cache.load import Findings, Read
     from kvstrata_agent.serve.attachment import Attachment, ScopeRight
     from kvstrata_agent.serve.authorization import Attaching
     from kvstrata_agent.serve.session_verbs import SessionVerbs

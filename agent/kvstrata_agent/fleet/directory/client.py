@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Final
 
 from kvstrata_agent.cache.ports import DirectoryState
-from kvstrata_agent.policy.fair_share import FairOrder
+from kvstrata_agent.policy.quota import FairOrder
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import ScopeSecret
 from kvstrata_api.errors import DirectoryAwayError, KvStrataError, RetryableError
@@ -74,7 +74,7 @@ class SessionNotes:
         self._notes[key] = _Note(secret, session, ours)
         self._order.use(secret.tag(), key)
         if len(self._notes) > NOTES_MAX:
-            self._forget(self._order.surplus())
+            self._forget(self._order.next_to_evict())
 
     def _forget(self, key: tuple[str, str]) -> None:
         del self._notes[key]

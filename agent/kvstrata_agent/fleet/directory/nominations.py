@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
-    from kvstrata_agent.blocks.scope_secrets import ScopeMemory
+    from kvstrata_agent.blocks.tenants import ScopeMemory
     from kvstrata_api.blocks import ScopeId, ScopeSecret
     from kvstrata_metadata.records import Location, Nomination
 

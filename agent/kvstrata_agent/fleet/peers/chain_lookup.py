@@ -7,14 +7,14 @@ brings the parent that its owner lends it with.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.cache.ports import Stretch, TracedPeers
-from kvstrata_agent.policy.warm import Chain
+from kvstrata_agent.policy.operations import Chain
 from kvstrata_api.blocks import BlockKey
 
 if TYPE_CHECKING:
-    from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.index import Index
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.cache.ports import Directory, Peers
@@ -33,15 +33,11 @@ def stretch_of(index: Index, key: BlockKey, most: int) -> Stretch | None:
     head = index.find(key.scope, key.digest)
     if head is None or not head.residences:
         return None
-    digests: list[bytes] = []
-    before = key.digest
-    entry: Entry | None = head
-    while entry is not None and entry.residences and entry.layout_id == head.layout_id:
-        if len(digests) == min(most, STRETCH_MAX):
-            break
-        digests.append(entry.digest)
-        before, entry = entry.parent, index.parent(entry)
-    return Stretch(head.layout_id, head.residences[0].record.raw_bytes, tuple(digests), before)
+    lineage = itertools.chain((head,), index.ancestors(head))
+    alike = itertools.takewhile(lambda e: e.residences and e.layout_id == head.layout_id, lineage)
+    stretch = list(itertools.islice(alike, min(most, STRETCH_MAX)))
+    before = stretch[-1].parent if stretch else key.digest
+    return Stretch(head.layout_id, head.residences[0].record.raw_bytes, tuple(e.digest for e in stretch), before)
 
 
 class Chains:

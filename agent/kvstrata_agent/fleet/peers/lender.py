@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.handovers import Growing
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.cache.ports import Follow, Stretch
-    from kvstrata_agent.cache.promotion import Fetcher
-    from kvstrata_agent.cache.registered_extents import Exports
+    from kvstrata_agent.cache.promotion import Promoter
+    from kvstrata_agent.cache.remote_fetch import RegisteredExtents
     from kvstrata_api.blocks import BlockKey, LayoutId, ScopeSecret
     from kvstrata_metadata.records import Announcement
 
@@ -38,10 +38,10 @@ LEASE_S_MAX: Final = 60.0
 class PeerLender:
     """Lends blocks to peers that the listener has authenticated."""
 
-    def __init__(self, node: Node, fetcher: Fetcher, exports: Exports) -> None:
+    def __init__(self, node: Node, promoter: Promoter, extents: RegisteredExtents) -> None:
         self._node = node
-        self._fetcher = fetcher
-        self._exports = exports
+        self._promoter = promoter
+        self._extents = extents
 
     async def lend(
         self, keys: Sequence[BlockKey], layout_id: LayoutId, lease_s: float, tiers: Sequence[str] = ()
@@ -60,12 +60,12 @@ class PeerLender:
             lent[i] = self._placed(entry, tiers, min(lease_s, LEASE_S_MAX))
             if lent[i] is not None:
                 return
-            residence = await self._fetcher.raise_up(entry, entry.tenant)
+            residence = await self._promoter.promote(entry, entry.tenant)
             if residence is not None:
                 lent[i] = self._lent(entry, residence, min(lease_s, LEASE_S_MAX))
 
         for i, entry in enumerate(usable):
-            up = self._fetcher.up_already(entry) if entry is not None else None
+            up = self._promoter.promoted(entry) if entry is not None else None
             if entry is not None and up is not None:
                 lent[i] = self._lent(entry, up, min(lease_s, LEASE_S_MAX))
         slow = [(i, e) for i, e in enumerate(usable) if e is not None and lent[i] is None]
@@ -85,7 +85,7 @@ class PeerLender:
 
     def _placed(self, entry: Entry, tiers: Sequence[str], lease_s: float) -> Lent | None:
         """Lease a copy on a tier that the other agent can read; None when there is none, or one in memory."""
-        if not tiers or self._fetcher.mapped(entry) is not None:
+        if not tiers or self._promoter.mapped(entry) is not None:
             return None
         for residence in entry.residences:
             tier, slot, record = residence
@@ -100,7 +100,7 @@ class PeerLender:
         tier, slot, record = residence
         mappable = tier.mappable
         assert mappable is not None
-        self._exports.ensure(tier, slot.extent)
+        self._extents.ensure(tier, slot.extent)
         entry.used_at_s = self._node.clock()
         lease = self._node.leases.grant(PEER_OWNER, entry, residence, self._node.clock() + lease_s)
         outside = replace(slot, extent=tier.extent_number(slot.extent))

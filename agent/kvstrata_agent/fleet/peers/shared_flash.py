@@ -15,7 +15,7 @@ from kvstrata_api.errors import KvStrataError
 if TYPE_CHECKING:
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.cache.ports import Placed, Wanted
-    from kvstrata_agent.movement.encoding import Codecs
+    from kvstrata_agent.movement.move import Codecs
 
 READS_MAX: Final = 16
 """Records that are read at once: twice the threads of a tier, so that one is decoded while the next is read."""
