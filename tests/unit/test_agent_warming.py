@@ -20,8 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_agent.app.wiring import AgentParts
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.sessions import SessionState
+from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.cache.ports import Stretch
 from kvstrata_agent.movement.fair_queue import Priority, TrafficClass, Turn
 from kvstrata_agent.operations import warm as warming
@@ -112,7 +113,7 @@ async def test_a_slower_tier_may_be_the_target(pair: Pair) -> None:
 
 
 async def test_nobody_elses_prefix_is_found_and_the_answer_is_that_of_an_absent_one(pair: Pair) -> None:
-    others = Place(1, "b", secret(OTHER_SCOPE), LAYOUT_ID, BLOCK_BYTES)
+    others = RequestContext(1, "b", secret(OTHER_SCOPE), LAYOUT_ID, BLOCK_BYTES)
     await store_chain(pair.a, others, range(1, 5))
     pair.a.node.announcer.flush()
     forbidden, absent = await warmed(pair.b, order(4)), await warmed(pair.b, order(99))
@@ -196,9 +197,9 @@ async def test_a_tenants_quota_bounds_what_is_brought_for_it(pair: Pair) -> None
 
 
 async def test_what_somebody_reads_does_not_give_way(pair: Pair) -> None:
-    mine = Place(1, "b", secret(OTHER_SCOPE), LAYOUT_ID, BLOCK_BYTES)
+    mine = RequestContext(1, "b", secret(OTHER_SCOPE), LAYOUT_ID, BLOCK_BYTES)
     await store_chain(pair.b, mine, range(1, 15))
-    leased = (await pair.b.cache.reader.acquire(mine, [digest(n) for n in range(1, 15)], 30.0, 2.0)).reads
+    leased = (await pair.b.cache.reader.acquire(AcquireCall(mine, [digest(n) for n in range(1, 15)], 30.0, 2.0))).reads
     await pair.store(range(1, 9))
     answer = await warmed(pair.b, order(8))
 
@@ -301,7 +302,7 @@ async def test_archived_sessions_come_up_whole_the_last_one_first(pair: Pair) ->
     for name, first in (("old", 1), ("new", 6)):
         numbers = range(first, first + 5)
         session = core.cache.life.open(1, "a", secret(SCOPE), name, parent="", priority="")
-        await store_chain(core, Place(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES, session), numbers)
+        await store_chain(core, RequestContext(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES, session), numbers)
         entries = [core.node.index.find(SCOPE, digest(n)) for n in numbers]
         session.follow([e for e in entries if e is not None])
         session.enter(SessionState.ARCHIVED)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 from agent_doubles import BLOCK_BYTES, LAYOUT_ID, SCOPE, Clock, bytes_of, digest, dram_tier, make_core, secret
 
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.scope_secrets import LOST_AFTER_S, ScopeMemory
 from kvstrata_agent.blocks.sessions import SessionState
 from kvstrata_agent.fleet.directory.nominations import Advice
@@ -54,7 +54,7 @@ class Setup:
         self.adviser = Adviser(others)
         self.scopes = ScopeMemory(self.keys.get)
         self.advice = Advice(self.core.node, self.adviser, self.scopes)
-        place = Place(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
+        place = RequestContext(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
         for made in self.core.cache.writer.reserve_now(place, b"", CHAIN):
             assert made is not None
             mappable = made.tier.mappable

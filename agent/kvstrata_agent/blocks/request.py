@@ -1,4 +1,4 @@
-"""What a verb on blocks needs to know about its caller, put together once for each request. Pure."""
+"""What a verb on blocks needs to know about its caller, made once for each connection and scope. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOBODY: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RequestContext:
     """Whose blocks, in which scope and layout. The caller's right to the scope was checked before."""
 
     owner: int
@@ -25,11 +25,18 @@ class Place:
     raw_bytes: int
     """Bytes of one block of this layout."""
     session: Session | None = None
+    """The one that the request names."""
 
     @property
     def scope(self) -> ScopeId:
         """The scope of all keys of the request."""
         return self.secret.scope
+
+    def within(self, session: Session | None) -> RequestContext:
+        """Return the same context for a request of a session."""
+        if session is None:
+            return self
+        return RequestContext(self.owner, self.tenant, self.secret, self.layout_id, self.raw_bytes, session)
 
     @property
     def session_name(self) -> str:

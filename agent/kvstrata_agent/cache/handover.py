@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
-    from kvstrata_agent.blocks.request import Place
+    from kvstrata_agent.blocks.request import RequestContext
     from kvstrata_agent.cache.eviction import Room
     from kvstrata_agent.cache.ports import Follow, Followed
 
@@ -181,7 +181,7 @@ class Follower:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def follow(self, place: Place, wanted: Follow, lease_s: float) -> list[Read]:
+    async def follow(self, place: RequestContext, wanted: Follow, lease_s: float) -> list[Read]:
         """Lease leading blocks that grow elsewhere, and begin to bring their parts; none when they cannot be had."""
         self._by_entry = {e: f for e, f in self._by_entry.items() if not f.is_over or e.leases}
         run = await self._begin(place, wanted) if self._peers is not None else None
@@ -237,7 +237,7 @@ class Follower:
             raise LeaseLostError(f"lease {lease_id} is of no block that grows here any more")
         return run, run.entries.index(lease.entry)
 
-    async def _begin(self, place: Place, wanted: Follow) -> Following | None:
+    async def _begin(self, place: RequestContext, wanted: Follow) -> Following | None:
         """Take slots for leading blocks that are absent here; None when there is none, or no room."""
         tier, blocks = self._node.entry_tier, self._node.index.blocks(place.scope)
         absent = next((i for i, digest in enumerate(wanted.digests) if digest in blocks), len(wanted.digests))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 
     from kvstrata_agent.blocks.node import Node
-    from kvstrata_agent.blocks.request import Place
+    from kvstrata_agent.blocks.request import RequestContext
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.cache.eviction import Room
     from kvstrata_agent.cache.registered_extents import Exports
@@ -222,7 +222,7 @@ class Fetcher:
 
     def start_fetch(
         self,
-        place: Place,
+        place: RequestContext,
         links: Sequence[tuple[bytes, bytes]],
         locations: Sequence[Location],
         urgency: Priority = Priority.PREFETCH,
@@ -243,7 +243,7 @@ class Fetcher:
 
     async def _fetch(
         self,
-        place: Place,
+        place: RequestContext,
         entries: Sequence[Entry],
         locations: Sequence[Location],
         done: asyncio.Future[bool],
@@ -276,7 +276,7 @@ class Fetcher:
             with span("kvstrata.fetch", source=REMOTE, blocks=blocks, bytes=size_bytes):
                 yield
 
-    async def _take(self, tier: Tier, place: Place, count: int, slots: list[SlotRef]) -> None:
+    async def _take(self, tier: Tier, place: RequestContext, count: int, slots: list[SlotRef]) -> None:
         """Take up to `count` slots; those that were taken are in `slots` also when this is cancelled or fails."""
         deadline_s = self._node.clock() + FETCH_S
         want = Want(tier, place.scope, place.tenant, place.raw_bytes)
@@ -290,7 +290,7 @@ class Fetcher:
     async def _transfer(
         self,
         tier: Tier,
-        place: Place,
+        place: RequestContext,
         entries: Sequence[Entry],
         locations: Sequence[Location],
         slots: Sequence[SlotRef],

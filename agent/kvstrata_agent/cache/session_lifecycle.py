@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Sequence
 
     from kvstrata_agent.blocks.node import Node
-    from kvstrata_agent.blocks.request import Place
+    from kvstrata_agent.blocks.request import RequestContext
     from kvstrata_agent.cache.archive import Archiver
     from kvstrata_agent.cache.load import Reader
     from kvstrata_agent.cache.ports import Directory
@@ -97,7 +97,7 @@ class SessionLife:
             self.expect(session)
         return session
 
-    def revive_from_directory(self, session: Session, places: Sequence[Place]) -> None:
+    def revive_from_directory(self, session: Session, places: Sequence[RequestContext]) -> None:
         """Ask the directory about a session that is new here; `places` are the caller's scopes. Returns at once."""
         directory = self._directory
         if directory is None or not directory.is_up or session.secret is None:
@@ -227,7 +227,7 @@ class SessionLife:
             else:
                 session.absent += ((scope, digest),)
 
-    async def _revive(self, session: Session, places: Sequence[Place]) -> None:
+    async def _revive(self, session: Session, places: Sequence[RequestContext]) -> None:
         try:
             async with self._gate:
                 await self._read_record(session, places)
@@ -235,7 +235,7 @@ class SessionLife:
             self._reviving.discard(session)
             session.is_changed = True
 
-    async def _read_record(self, session: Session, places: Sequence[Place]) -> None:
+    async def _read_record(self, session: Session, places: Sequence[RequestContext]) -> None:
         directory, secret = self._directory, session.secret
         assert directory is not None
         assert secret is not None
@@ -252,7 +252,7 @@ class SessionLife:
             if await self._fetch_chain(session, place, record.head):
                 return
 
-    async def _fetch_chain(self, session: Session, place: Place, head: bytes) -> bool:
+    async def _fetch_chain(self, session: Session, place: RequestContext, head: bytes) -> bool:
         """Fetch a chain from wherever it is, from its head to its root; false when the head cannot be had."""
         directory, blocks, digest = self._directory, self._node.index, head
         assert directory is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.blocks.request import NOBODY, Place
+from kvstrata_agent.blocks.request import NOBODY, RequestContext
 from kvstrata_agent.cache.ports import Taken
 from kvstrata_agent.cache.promotion import FETCH_BLOCKS
 from kvstrata_agent.policy.eviction import excess_bytes
@@ -52,9 +52,9 @@ class Adopter:
             batch = links[start : start + step]
             if not self._has_room(offer, tier, len(batch) * offer.raw_bytes):
                 return Taken(start, "NoRoom")
-            place = Place(NOBODY, offer.tenant, secret, offer.layout_id, offer.raw_bytes)
-            await self._warmer.bring(place, batch, tier)
-            whole = self._warmer.leading(place, batch, tier)
+            context = RequestContext(NOBODY, offer.tenant, secret, offer.layout_id, offer.raw_bytes)
+            await self._warmer.bring(context, batch, tier)
+            whole = self._warmer.leading(context, batch, tier)
             if whole < len(batch):
                 return Taken(start + whole, "NotFetched")
         return Taken(len(links))

@@ -11,7 +11,7 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.blocks.request import NOBODY, Place
+from kvstrata_agent.blocks.request import NOBODY, RequestContext
 from kvstrata_agent.cache.promotion import FETCH_BLOCKS
 from kvstrata_agent.movement.fair_queue import Priority
 from kvstrata_agent.policy.progress import Count, Ended
@@ -150,7 +150,7 @@ class Warmer:
         It ends with a batch that did not come as a whole: nobody would find what stands behind that.
         """
         chain, most_bytes = portion.chain, self._node.spec.policy.prefetch.max_inflight_bytes
-        place = Place(NOBODY, order.tenant, chain.secret, chain.layout_id, chain.raw_bytes)
+        context = RequestContext(NOBODY, order.tenant, chain.secret, chain.layout_id, chain.raw_bytes)
         step = max(1, min(FETCH_BLOCKS, most_bytes // chain.raw_bytes))
         for start in range(portion.start, portion.end, step):
             if chain.secret not in [secret for _, secret in await self._access(order.tenant)]:
@@ -163,61 +163,61 @@ class Warmer:
                 yield Ended(f"tier {target.name} has gone", "TierAbsent")
                 return
             links = [portion.link(at) for at in range(start, min(start + step, portion.end))]
-            cold = await self.bring(place, links, target)
+            cold = await self.bring(context, links, target)
             yield len(links) - cold
             if cold:
                 return
 
-    async def bring(self, place: Place, links: Sequence[Link], target: Tier) -> int:
+    async def bring(self, context: RequestContext, links: Sequence[Link], target: Tier) -> int:
         """Bring one batch, root first; returns how many have no room or do not come, after a few looks."""
         for look in range(TRIES_MAX):
-            cold = self._cold(place.scope, links, target)
+            cold = self._cold(context.scope, links, target)
             if not cold:
                 return 0
             await asyncio.sleep(LOOK_S if look else 0)
-            await self._fetch(place, cold, look)
+            await self._fetch(context, cold, look)
             if target is self._node.entry_tier:
-                self._raise(place, cold)
-            await self._moves(place, cold)
+                self._raise(context, cold)
+            await self._moves(context, cold)
             if target is not self._node.entry_tier:
-                await self._sink(place, cold, target)
-        return len(self._cold(place.scope, links, target))
+                await self._sink(context, cold, target)
+        return len(self._cold(context.scope, links, target))
 
-    def leading(self, place: Place, links: Sequence[Link], target: Tier) -> int:
+    def leading(self, context: RequestContext, links: Sequence[Link], target: Tier) -> int:
         """How many of the leading blocks are in a tier now."""
-        cold = dict(self._cold(place.scope, links, target))
+        cold = dict(self._cold(context.scope, links, target))
         return next((i for i, (digest, _) in enumerate(links) if digest in cold), len(links))
 
-    async def _fetch(self, place: Place, links: Sequence[Link], look: int) -> None:
+    async def _fetch(self, context: RequestContext, links: Sequence[Link], look: int) -> None:
         """Start to fetch what is not here from whoever has it, another agent at each look."""
         directory, index = self._cache.directory, self._node.index
-        absent = set(index.blocks(place.scope).absent([digest for digest, _ in links]))
+        absent = set(index.blocks(context.scope).absent([digest for digest, _ in links]))
         wanted = [link for link in links if link[0] in absent]
         if not wanted or directory is None:
             return
-        copies = await directory.locate(place.secret, [digest for digest, _ in wanted])
-        here = index.blocks(place.scope)
+        copies = await directory.locate(context.secret, [digest for digest, _ in wanted])
+        here = index.blocks(context.scope)
         ready = [
             (link, at[look % len(at)]) for link, at in zip(wanted, copies, strict=True) if at and link[0] not in here
         ]
         if ready:
-            self._cache.fetcher.start_fetch(place, [it[0] for it in ready], [it[1] for it in ready], Priority.ARCHIVE)
+            self._cache.fetcher.start_fetch(context, [it[0] for it in ready], [it[1] for it in ready], Priority.ARCHIVE)
 
-    def _raise(self, place: Place, links: Sequence[Link]) -> None:
-        """Start to copy up what is here in a slower place."""
-        for entry in self._entries(place, links):
+    def _raise(self, context: RequestContext, links: Sequence[Link]) -> None:
+        """Start to copy up what is here in a slower context."""
+        for entry in self._entries(context, links):
             if entry.residences:
                 self._cache.fetcher.start_warming(entry)
 
-    async def _moves(self, place: Place, links: Sequence[Link]) -> None:
+    async def _moves(self, context: RequestContext, links: Sequence[Link]) -> None:
         """Wait for what is on its way, whoever started it."""
-        moves = {entry.move for entry in self._entries(place, links) if entry.move is not None}
+        moves = {entry.move for entry in self._entries(context, links) if entry.move is not None}
         if moves:
             await asyncio.wait(moves)
 
-    async def _sink(self, place: Place, links: Sequence[Link], target: Tier) -> None:
+    async def _sink(self, context: RequestContext, links: Sequence[Link], target: Tier) -> None:
         """Copy what is here to a tier that engines do not read from, root first."""
-        entries = [e for e in self._entries(place, links) if e.residences and e.residence(target) is None]
+        entries = [e for e in self._entries(context, links) if e.residences and e.residence(target) is None]
         for i in range(0, len(entries), SINKS_AT_ONCE):
             copies = (
                 self._cache.room.sink_into(entry, entry.residences[0].tier, target, Priority.ARCHIVE)
@@ -226,8 +226,8 @@ class Warmer:
             )
             await asyncio.gather(*copies)
 
-    def _entries(self, place: Place, links: Sequence[Link]) -> list[Entry]:
-        return [e for e in self._cache.reader.lookup_now(place, [d for d, _ in links]) if e is not None]
+    def _entries(self, context: RequestContext, links: Sequence[Link]) -> list[Entry]:
+        return [e for e in self._cache.reader.lookup_now(context, [d for d, _ in links]) if e is not None]
 
     def _cold(self, scope: ScopeId, links: Sequence[Link], target: Tier) -> list[Link]:
         """Blocks that are not where they should be; the others count as used, as if an engine had prefetched them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_api.errors import ForbiddenError, UnauthenticatedError
 from kvstrata_api.trust import ScopeKind
 
@@ -22,7 +23,8 @@ class ScopeRight:
     """One scope that the caller may read, and perhaps write."""
 
     access: Access
-    secret: ScopeSecret
+    context: RequestContext
+    """Of each request on keys of this scope that names no session; made with the right, and gone with it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,16 +55,23 @@ class Attachment:
     @property
     def own_secret(self) -> ScopeSecret | None:
         """Key material of the tenant's own scope; None once its grants were taken away."""
-        own = (r.secret for r in self.rights.values() if r.access.kind is ScopeKind.TENANT)
+        own = (r.context.secret for r in self.rights.values() if r.access.kind is ScopeKind.TENANT)
         return next(own, None)
 
     def admit(self, caller: Caller, grants_version: int) -> set[str]:
-        """Take new grants; returns the scopes that are lost."""
-        before = set(self.rights)
+        """Take new grants; returns the scopes that are lost. The layout is fixed before.
+
+        The context of every scope is made anew with them, so that no request goes on with a key of before.
+        """
+        before, layout_id = set(self.rights), self.layout_id
+        assert layout_id is not None, "an attach brings its layout along"
         self.caller = caller
         self.grants_version = grants_version
-        access = caller.grants.access
-        self.rights = {a.scope: ScopeRight(a, s) for a, s in zip(access, caller.secrets, strict=True)}
+        access, tenant = caller.grants.access, caller.grants.tenant
+        self.rights = {
+            a.scope: ScopeRight(a, RequestContext(self.owner, tenant, secret, layout_id, self.block_bytes))
+            for a, secret in zip(access, caller.secrets, strict=True)
+        }
         return before - set(self.rights)
 
     def expel(self) -> set[str]:

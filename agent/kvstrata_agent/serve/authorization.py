@@ -117,7 +117,7 @@ class Attaching:
     def _granted(self, at: Attachment, request_id: int) -> wire.Granted:
         assert at.caller is not None
         scopes = tuple(
-            wire.ScopeGrant(a.scope, a.kind, a.name, right.secret.secret, a.can_write, a.prefixes)
+            wire.ScopeGrant(a.scope, a.kind, a.name, right.context.secret.secret, a.can_write, a.prefixes)
             for right in at.rights.values()
             for a in (right.access,)
         )

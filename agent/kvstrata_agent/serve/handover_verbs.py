@@ -14,10 +14,9 @@ from kvstrata_api.wire_handover import Advance, Arrive, Arrived, Handover
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from kvstrata_agent.blocks.request import Place
     from kvstrata_agent.blocks.reservations import Reservation
     from kvstrata_agent.cache.cache import Cache
-    from kvstrata_agent.cache.load import Read
+    from kvstrata_agent.cache.load import AcquireCall, Read
     from kvstrata_agent.serve.attachment import Attachment
     from kvstrata_agent.serve.authorization import Attaching
 
@@ -48,12 +47,13 @@ class HandoverVerbs:
         self._node.growth.begin(spots, request.handover, request.part_bytes, self._node.clock())
         return Handover(self._node.agent, self._node.epoch, request.handover)
 
-    async def follow(self, place: Place, request: wire.Acquire, digests: Sequence[bytes], lease_s: float) -> list[Read]:
-        """Lease growing blocks of the hand-over that the reader names."""
-        assert request.handover is not None, "asked for"
-        _check_parts(request.part_bytes)
-        wanted = Follow(request.handover, place.scope, place.layout_id, tuple(digests), request.part_bytes)
-        return await self._cache.follower.follow(place, wanted, lease_s)
+    async def follow(self, call: AcquireCall) -> list[Read]:
+        """Lease partial blocks of the hand-over that the reader names."""
+        assert call.handover is not None, "asked for"
+        _check_parts(call.part_bytes)
+        context = call.context
+        wanted = Follow(call.handover, context.scope, context.layout_id, tuple(call.digests), call.part_bytes)
+        return await self._cache.follower.follow(context, wanted, call.lease_s)
 
     def _advance(self, at: Attachment, request: Advance) -> wire.Done:
         if len(request.reservations) != len(request.sums):

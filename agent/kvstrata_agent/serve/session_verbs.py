@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.sessions import Session, SessionState
 from kvstrata_api import wire
 from kvstrata_api.blocks import KEY_BYTES
@@ -14,6 +13,7 @@ from kvstrata_api.errors import ForbiddenError, InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
+    from kvstrata_agent.blocks.request import RequestContext
     from kvstrata_agent.cache.cache import Cache
     from kvstrata_agent.serve.attachment import Attachment
     from kvstrata_agent.serve.authorization import Attaching
@@ -60,7 +60,7 @@ class SessionVerbs:
         if is_known:
             life.tell(opened)
         else:
-            life.revive_from_directory(opened, places_of(at))
+            life.revive_from_directory(opened, contexts_of(at))
         return self._done(request, 1)
 
     def _touch(self, at: Attachment, request: wire.TouchSession) -> wire.Done:
@@ -113,8 +113,6 @@ class SessionVerbs:
         return wire.Text(request.id, self._attaching.grants_version, json.dumps(told))
 
 
-def places_of(at: Attachment) -> list[Place]:
-    """Where the caller's blocks may be: one place for each scope that it may read, its own first."""
-    assert at.layout_id is not None, "attached connections have a layout"
-    rights = reversed(at.rights.values())
-    return [Place(at.owner, at.tenant, r.secret, at.layout_id, at.block_bytes) for r in rights]
+def contexts_of(at: Attachment) -> list[RequestContext]:
+    """Return the context of each scope that the caller may read, its own first."""
+    return [right.context for right in reversed(at.rights.values())]
