@@ -12,9 +12,9 @@ from kvstrata_agent.backends.base import Capabilities, Record, SlotRef
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.node import Node
-from kvstrata_agent.blocks.request import RequestContext
+from kvstrata_agent.blocks.request import Caller, RequestContext
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.ports import Caller, Directory
+from kvstrata_agent.cache.ports import Directory
 from kvstrata_agent.codec.base import Encoded, Shape
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.operations.runner import Orders

@@ -22,8 +22,10 @@ from agent_doubles import (
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.cache.load import AcquireCall
-from kvstrata_agent.cache.ports import Offer, Stretch, Taken, Wanted
+from kvstrata_agent.cache.ports import Wanted
 from kvstrata_agent.fleet.directory.announcer import Announcer
+from kvstrata_agent.fleet.peers.chain_lookup import Stretch
+from kvstrata_agent.fleet.peers.client import Offer, Taken
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import BlockKey, ScopeId, ScopeSecret
 from kvstrata_api.checksum import checksum

@@ -11,7 +11,8 @@ from pathlib import Path
 from peer_certificates import load, peer_tls
 
 from kvstrata_agent.backends.base import SlotRef
-from kvstrata_agent.cache.ports import Lent, Stretch
+from kvstrata_agent.fleet.peers.chain_lookup import Stretch
+from kvstrata_agent.fleet.peers.lender import Lent
 from kvstrata_agent.fleet.peers.nixl import NixlReader
 from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret

@@ -3,7 +3,9 @@
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from kvstrata_agent.cache.ports import Lender, Lent, Stretch
+from kvstrata_agent.fleet.peers.chain_lookup import Stretch
+from kvstrata_agent.fleet.peers.lender import Lent
+from kvstrata_agent.fleet.peers.server import Lender
 from kvstrata_agent.serve.attachment import Attachment
 from kvstrata_agent.serve.connection import Connection
 from kvstrata_agent.serve.verbs import Verbs

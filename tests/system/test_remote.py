@@ -19,8 +19,9 @@ import remote_owner
 from peer_certificates import Fleet, peer_tls, save
 from prometheus_client import CollectorRegistry
 
-from kvstrata_agent.cache.ports import Stretch, Wanted
+from kvstrata_agent.cache.ports import Wanted
 from kvstrata_agent.fleet.peers import wire
+from kvstrata_agent.fleet.peers.chain_lookup import Stretch
 from kvstrata_agent.fleet.peers.nixl import NixlReader
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_api.blocks import BlockKey, LayoutId

@@ -17,8 +17,8 @@ from kvstrata_agent.backends.file.open_store import open_remote_flash
 from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache.load import AcquireCall
-from kvstrata_agent.cache.ports import Lent
 from kvstrata_agent.fleet.directory.announcer import Announcer
+from kvstrata_agent.fleet.peers.lender import Lent
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_agent.movement.fair_queue import Priority

@@ -9,7 +9,7 @@ from agent_engine import steps_until
 from core_pair import Pair, held, load, tenants
 
 from kvstrata_agent.blocks.request import RequestContext
-from kvstrata_agent.cache.ports import Offer, Taken
+from kvstrata_agent.fleet.peers.client import Offer, Taken
 from kvstrata_agent.operations import migrate as migrating
 from kvstrata_agent.operations import warm as warming
 from kvstrata_agent.policy.quota import Bound, Rules

@@ -23,7 +23,7 @@ from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.sessions import SessionState
 from kvstrata_agent.cache.load import AcquireCall
-from kvstrata_agent.cache.ports import Stretch
+from kvstrata_agent.fleet.peers.chain_lookup import Stretch
 from kvstrata_agent.movement.fair_queue import Priority, TrafficClass, Turn
 from kvstrata_agent.operations import warm as warming
 from kvstrata_agent.policy.progress import Count

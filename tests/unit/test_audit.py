@@ -13,8 +13,7 @@ from agent_engine import Engine, close
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.blocks.request import RequestContext
-from kvstrata_agent.cache.ports import Caller
+from kvstrata_agent.blocks.request import Caller, RequestContext
 from kvstrata_agent.serve import audit
 from kvstrata_agent.serve.audit import IDENTITIES_MAX, KINDS_MAX, Decided, Window
 from kvstrata_api import wire

@@ -14,7 +14,7 @@ from kvstrata_kube.tasks import repeat
 if TYPE_CHECKING:
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.cache.cache import Cache
-    from kvstrata_agent.cache.ports import Authenticator
+    from kvstrata_agent.serve.authorization import Authenticator
 
 EXPIRE_S: Final = 0.25
 """Between looks at leases and reservations; their times are tens of seconds."""

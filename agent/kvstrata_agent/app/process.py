@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 import kvstrata_native
 from kvstrata_agent.app import observe
 from kvstrata_agent.app.epoch import next_epoch
-from kvstrata_agent.app.peering import Neighbours
+from kvstrata_agent.app.peering import PeerNetwork
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends import registry
@@ -123,12 +123,12 @@ class AgentProcess:
         return time.monotonic() - self._round_s < STUCK_S
 
     async def _serve(self, stack: AsyncExitStack, world: KubeWorld, epoch: int) -> None:
-        neighbours = Neighbours(self._config, world, epoch, self._instruments)
+        network = PeerNetwork(self._config, world, epoch, self._instruments)
         scopes = ScopeMemory(world.authenticator.secret)
-        node = self._make_node(world, neighbours, scopes, epoch)
+        node = self._make_node(world, network, scopes, epoch)
         journal = SessionJournal(self._config.state_dir / "sessions.journal")
         await asyncio.to_thread(journal.load)
-        core = AgentParts(node, CodecRegistry(), neighbours.directory, neighbours.peers, journal)
+        core = AgentParts(node, CodecRegistry(), network.directory, network.peers, journal)
         core.cache.tenancy.follow(world.tenants)  # Before anything can ask for an eviction.
         make = partial(registry.make_backend, place=self._place(world))
         provisioner = Provisioner(node, make, self._facts.memory_bytes)
@@ -136,17 +136,17 @@ class AgentProcess:
         stack.push_async_callback(core.close)
         await self._alive(self._follow(world, core, provisioner))
         await asyncio.to_thread(remove_abandoned, self._home(), frozenset(provisioner.states))
-        neighbours.peers.shared = core.flash
-        await neighbours.start(stack, core.lender, core.grower, core.adopter)
+        network.peers.shared = core.flash
+        await network.start(stack, core.lender, core.handovers, core.adopter)
         server = self._open_socket(stack, world, core)
         world.start_heartbeat(epoch)
-        self._announce_readiness(stack, neighbours.address, epoch)
+        self._announce_readiness(stack, network.address, epoch)
         async with asyncio.TaskGroup() as group:
             group.create_task(Sweeper(core.cache, world.authenticator).run())
             group.create_task(repeat("latecomers", LOOK_S, Latecomers(node, world.keyring).look))
-            group.create_task(repeat("advice", ADVICE_S, Advice(node, neighbours.directory, scopes).listen))
+            group.create_task(repeat("advice", ADVICE_S, Advice(node, network.directory, scopes).listen))
             group.create_task(self._keep_following(world, core, provisioner))
-            group.create_task(self._keep_reporting(world, core, provisioner, neighbours, server))
+            group.create_task(self._keep_reporting(world, core, provisioner, network, server))
 
     def _place(self, world: KubeWorld) -> registry.Place:
         home, keys = self._home(), world.keyring
@@ -155,7 +155,7 @@ class AgentProcess:
     def _home(self) -> Home:
         return Home(self._config.memory_dir, self._config.pool, self._config.node, read_mounts())
 
-    def _make_node(self, world: KubeWorld, neighbours: Neighbours, scopes: ScopeMemory, epoch: int) -> Node:
+    def _make_node(self, world: KubeWorld, network: PeerNetwork, scopes: ScopeMemory, epoch: int) -> Node:
         index = Index()
         return Node(
             pool=self._config.pool,
@@ -165,7 +165,7 @@ class AgentProcess:
             clock=time.monotonic,
             index=index,
             counters=self._counters,
-            announcer=Announcer(index, neighbours.directory, scopes.secret),
+            announcer=Announcer(index, network.directory, scopes.secret),
             tenants=TenantBook(is_armed=False),
         )
 
@@ -240,13 +240,13 @@ class AgentProcess:
                     await world.desired.changed()
 
     async def _keep_reporting(
-        self, world: KubeWorld, core: AgentParts, provisioner: Provisioner, neighbours: Neighbours, server: Server
+        self, world: KubeWorld, core: AgentParts, provisioner: Provisioner, network: PeerNetwork, server: Server
     ) -> None:
         while True:
             self._round_s = time.monotonic()
             server.refresh()
             self._counters.set("kvstrata_connections", server.connections)
-            desired, directory, at = world.desired, neighbours.directory.state, neighbours.address
+            desired, directory, at = world.desired, network.directory.state, network.address
             followed, machine = self._followed, desired.report
             # An object that is new under its name has other generations: nothing is said before it was followed.
             if followed is not None and followed.metadata.uid == desired.pool_node.metadata.uid:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from kvstrata_agent.cache.cache import Cache
 from kvstrata_agent.fleet.peers.chain_lookup import Chains
-from kvstrata_agent.fleet.peers.lender import PeerGrower, PeerLender
-from kvstrata_agent.fleet.peers.shared_flash import FlashReader
+from kvstrata_agent.fleet.peers.lender import HandoverSource, PeerLender
+from kvstrata_agent.fleet.peers.peers import FlashReader
 from kvstrata_agent.operations.adopt import Adopter
 from kvstrata_agent.operations.migrate import Migrator
 from kvstrata_agent.operations.runner import Orders
@@ -36,7 +36,7 @@ class AgentParts:
         self.cache = Cache(node, codecs, directory, peers, journal)
         self.flash = FlashReader(node, codecs)
         self.lender = PeerLender(node, self.cache.fetcher, self.cache.exports)
-        self.grower = PeerGrower(node)
+        self.handovers = HandoverSource(node)
         self.chains = Chains(node, directory, peers)
         self.migrator = Migrator(node, peers)
         self.warmer = Warmer(self.cache, self.chains)

@@ -1,4 +1,4 @@
-"""What a verb on blocks needs to know about its caller, made once for each connection and scope. Pure."""
+"""Who asks for blocks, and what a verb needs to know of that, made once for each connection and scope. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,22 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from kvstrata_agent.blocks.sessions import Session
     from kvstrata_api.blocks import LayoutId, ScopeId, ScopeSecret
+    from kvstrata_api.trust import Grants, Identity
 
 NOBODY: Final = -1
 """Owner of what is done for nobody's connection: it takes neither leases nor reservations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """An authenticated engine process: identity, tenant, scopes and their secrets."""
+
+    identity: Identity
+    grants: Grants
+    secrets: tuple[ScopeSecret, ...]
+    """One for each of `grants.access`, in the same order."""
+    expires_s: float
+    """Seconds from now until the token must be presented again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kvstrata_agent.cache.ports import Caller
+from kvstrata_agent.blocks.request import Caller
 from kvstrata_agent.kube import reviews
 from kvstrata_agent.kube.reviews import Review, ReviewCache
 from kvstrata_agent.kube.trust import TrustView
@@ -43,7 +43,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 class KubeAuthenticator:
-    """Implements `ports.Authenticator`."""
+    """Implements `serve.authorization.Authenticator`."""
 
     def __init__(
         self,

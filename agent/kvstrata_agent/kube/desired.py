@@ -20,7 +20,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 class KubeDesired:
-    """Implements `ports.Desired` over two stores. Keeps the last seen objects when they vanish."""
+    """The declared state that this agent follows, over two stores. Keeps the last seen objects when they vanish."""
 
     def __init__(self, pool: str, node: str, pools: Known[KVPool], nodes: Known[SeenNode], signal: Signal) -> None:
         self._pool_name = pool

@@ -30,7 +30,7 @@ Stored = Callable[[], Mapping[str, Any] | None]
 
 
 class KubeStatusSink:
-    """Implements `ports.StatusSink`. Run `run` as a supervised task."""
+    """Where the agent's own observations go; compares before it writes. Run `run` as a supervised task."""
 
     def __init__(
         self, api: KubeApi, name: str, stored: Stored, signal: Signal, clock: Callable[[], float] = time.monotonic

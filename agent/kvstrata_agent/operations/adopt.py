@@ -1,4 +1,4 @@
-"""Takes blocks of another pool's agent over: implements `ports.Adopter`. They come as any blocks of other agents."""
+"""Takes blocks of another pool's agent over: implements `server.Adopter`. They come as any blocks of other agents."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.request import NOBODY, RequestContext
-from kvstrata_agent.cache.ports import Taken
 from kvstrata_agent.cache.promotion import FETCH_BLOCKS
+from kvstrata_agent.fleet.peers.client import Taken
 from kvstrata_agent.policy.eviction import excess_bytes
 from kvstrata_api.errors import RetryableError
 
 if TYPE_CHECKING:
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
-    from kvstrata_agent.cache.ports import Offer
     from kvstrata_agent.cache.tenant_lifecycle import Tenancy
+    from kvstrata_agent.fleet.peers.client import Offer
     from kvstrata_agent.operations.warm import Warmer
     from kvstrata_api.blocks import ScopeSecret
 

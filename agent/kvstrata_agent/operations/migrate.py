@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from kvstrata_agent.blocks.block import account_of
-from kvstrata_agent.cache.ports import Offer, OfferedPeers, Taken
 from kvstrata_agent.cache.promotion import FETCH_BLOCKS
 from kvstrata_agent.fleet.peers.chain_lookup import CHAIN_MAX, STRETCH_MAX, stretch_of
+from kvstrata_agent.fleet.peers.client import Offer, Taken
 from kvstrata_agent.policy.drain import Standing
 from kvstrata_agent.policy.migration import first_missing, leaves, may_leave
 from kvstrata_agent.policy.progress import Count, Ended
@@ -80,6 +80,14 @@ class _Run:
         self.taken.setdefault(chain.scope, set()).update(digests)
         blocks, size_bytes = self.count.blocks_done + ours, self.count.bytes_done + ours * chain.raw_bytes
         self.count = Count(blocks, self.blocks_total, size_bytes, self.blocks_total * chain.raw_bytes)
+
+
+@runtime_checkable
+class OfferedPeers(Protocol):
+    """Agents of other pools (`kvstrata_agent.fleet.peers`)."""
+
+    async def offer(self, agent: str, offer: Offer) -> Taken | None:
+        """What the agent of this name answers (`Adopter.adopt`); None when it does not. Never raises."""
 
 
 class Migrator:

@@ -12,7 +12,7 @@ from kvstrata_api.trust import ScopeKind
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvstrata_agent.cache.ports import Caller
+    from kvstrata_agent.blocks.request import Caller
     from kvstrata_api.blocks import Layout, LayoutId, ScopeSecret
     from kvstrata_api.trust import Access
     from kvstrata_api.wire import ExtentGrant

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstrata_agent.serve.audit import Audit
 from kvstrata_api import wire
@@ -11,9 +11,9 @@ from kvstrata_api.units import GIB, KIB
 
 if TYPE_CHECKING:
     from kvstrata_agent.blocks.node import Node
-    from kvstrata_agent.cache.ports import Authenticator
+    from kvstrata_agent.blocks.request import Caller
     from kvstrata_agent.serve.attachment import Attachment
-    from kvstrata_api.blocks import Layout
+    from kvstrata_api.blocks import Layout, ScopeId, ScopeSecret
     from kvstrata_api.models.pool import Compatibility
     from kvstrata_api.trust import Identity
 
@@ -21,6 +21,35 @@ BLOCK_BYTES_MAX: Final = GIB
 """Largest block: 64 times what 16 tokens of a 400-billion-parameter model take."""
 SLOT_STEP_BYTES: Final = 4 * KIB
 """Slots lie on pages, so that they can be the source and target of O_DIRECT transfers."""
+
+
+class Authenticator(Protocol):
+    """Turns tokens into callers (the Kubernetes side: `kvstrata_agent.kube`)."""
+
+    @property
+    def grants_version(self) -> int:
+        """Moves on whenever tenants, domains, namespaces or scope Secrets changed."""
+
+    async def authenticate(self, token: str) -> Caller:
+        """Check a token by TokenReview and map it to a tenant.
+
+        Raises `UnauthenticatedError` when the token is refused, `ForbiddenError` when no tenant claims the
+        identity, `ApiServerAwayError` when it cannot be told now, and `RetryableError` while the Secret of one of
+        its scopes is missing. Present the token again before `Caller.expires_s` have passed.
+        """
+
+    def authorize(self, identity: Identity) -> Caller:
+        """Return the current grants of an identity that was authenticated before, without a new TokenReview.
+
+        Raises `ForbiddenError` when no tenant claims it any more, `RetryableError` while the Secret of one of its
+        scopes is missing, as it is for a moment after a key version moved on.
+        """
+
+    def secret(self, scope: ScopeId) -> ScopeSecret | None:
+        """Return the key material of a scope; None when the scope does not exist (any more) or cannot be told yet.
+
+        The core needs it to announce blocks that it found again before their tenant attached.
+        """
 
 
 class Attaching:

@@ -7,9 +7,9 @@ brings the parent that its owner lends it with.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
-from kvstrata_agent.cache.ports import Stretch, TracedPeers
 from kvstrata_agent.policy.warm import Chain
 from kvstrata_api.blocks import BlockKey
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.cache.ports import Directory, Peers
     from kvstrata_api.blocks import LayoutId, ScopeSecret
+    from kvstrata_metadata.records import Location
 
 CHAIN_MAX: Final = 65_536
 """Blocks of one chain: a million tokens of 16 to a block. A longer one, or a ring, counts as one without a root."""
@@ -26,6 +27,26 @@ STRETCH_MAX: Final = 1024
 """Blocks told in one step: each may have to be made an entry of, 15 us."""
 OWNERS_MAX: Final = 3
 """Agents that are asked for the same stretch: a location may be stale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Consecutive blocks of one chain, from its end towards its root. Holds no bytes."""
+
+    layout_id: LayoutId
+    raw_bytes: int
+    """Of each block."""
+    digests: tuple[bytes, ...]
+    before: bytes
+    """What the last of them continues; empty at the root."""
+
+
+@runtime_checkable
+class TracedPeers(Protocol):
+    """Chains of other agents (`kvstrata_agent.fleet.peers`)."""
+
+    async def trace(self, key: BlockKey, at: Location, most: int) -> Stretch | None:
+        """What a block's owner answers (`Lender.trace`); None also when it does not answer. Never raises."""
 
 
 def stretch_of(index: Index, key: BlockKey, most: int) -> Stretch | None:

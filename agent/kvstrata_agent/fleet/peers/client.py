@@ -5,12 +5,13 @@ import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from kvstrata_agent.cache.ports import Follow, Offer
+from kvstrata_agent.cache.ports import Follow
 from kvstrata_agent.fleet.peers import wire
-from kvstrata_agent.fleet.peers.framing import READ_AHEAD_BYTES, Stream, frame_within
-from kvstrata_agent.fleet.peers.tls import PeerTls
+from kvstrata_agent.fleet.peers.connection import READ_AHEAD_BYTES, PeerTls, Stream, frame_within
+from kvstrata_api.blocks import LayoutId, ScopeId
 from kvstrata_api.errors import AgentAwayError, InvalidInputError, KvStrataError, PermanentError, RetryableError
 
 CONNECT_TIMEOUT_S: Final = 2.0
@@ -28,6 +29,34 @@ TRACE_TIMEOUT_S: Final = 10.0
 
 A = TypeVar("A", bound=wire.Answer)
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Consecutive blocks of one chain that an agent of another pool is to take over. Holds no bytes."""
+
+    scope: ScopeId
+    tenant: str
+    """Account that they are on."""
+    layout_id: LayoutId
+    raw_bytes: int
+    """Of each block."""
+    digests: tuple[bytes, ...]
+    """The first one of the chain first."""
+    before: bytes
+    """What that continues; empty at the root."""
+    tier: str = ""
+    """Where they are to lie; empty for the fastest tier there that survives a restart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What became of an offer."""
+
+    count: int
+    """Leading blocks that are whole in their tier now: written, and found by whoever asks."""
+    reason: str = ""
+    """CamelCase cause when that is not all."""
 
 
 class Link:
