@@ -6,7 +6,7 @@ from typing import Any
 from kvstrata_agent.fleet.peers.chain_lookup import Stretch
 from kvstrata_agent.fleet.peers.lender import Lent
 from kvstrata_agent.fleet.peers.server import Lender
-from kvstrata_agent.serve.attachment import Attachment
+from kvstrata_agent.serve.authorization import Attachment
 from kvstrata_agent.serve.connection import Connection
 from kvstrata_agent.serve.verbs import Verbs
 from kvstrata_api import wire

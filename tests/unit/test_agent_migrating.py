@@ -20,8 +20,8 @@ pytestmark = pytest.mark.unit
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warming, "LOOK_S", 0.0)
-    monkeypatch.setattr(migrating, "LOOK_S", 0.0)
+    monkeypatch.setattr(warming, "POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(migrating, "POLL_INTERVAL_S", 0.0)
 
 
 @pytest.fixture

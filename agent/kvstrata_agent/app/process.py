@@ -1,9 +1,12 @@
-"""One agent process: its parts, wired together, from start to stop."""
+"""One agent process: its parts, wired together, from start to stop; its epoch outlives it in a small file."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
+import secrets
 import time
 from contextlib import AsyncExitStack, suppress
 from functools import partial
@@ -13,7 +16,6 @@ from prometheus_client import CollectorRegistry
 
 import kvstrata_native
 from kvstrata_agent.app import observe
-from kvstrata_agent.app.epoch import next_epoch
 from kvstrata_agent.app.peering import PeerNetwork
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
@@ -22,7 +24,7 @@ from kvstrata_agent.backends import wipe as wiping
 from kvstrata_agent.backends.memory.mounts import read_mounts
 from kvstrata_agent.backends.memory.persistence import Home, remove_abandoned
 from kvstrata_agent.blocks.index import Index
-from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.node import NONCE_BITS, TICKS_PER_S, Node
 from kvstrata_agent.blocks.scope_secrets import ScopeMemory
 from kvstrata_agent.blocks.tenants import TenantBook
 from kvstrata_agent.cache.session_journal import SessionJournal
@@ -30,9 +32,9 @@ from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.fleet.directory.nominations import ADVICE_S, Advice
 from kvstrata_agent.kube import report
-from kvstrata_agent.kube.authenticator import Place
+from kvstrata_agent.kube.authenticator import AgentIdentity
 from kvstrata_agent.kube.kubernetes import KubeWorld
-from kvstrata_agent.operations.drain import drained_tiers
+from kvstrata_agent.operations.runner import drained_tiers
 from kvstrata_agent.policy import removal as leaving
 from kvstrata_agent.policy.removal import Presence, Removal
 from kvstrata_agent.provision.late_keys import LOOK_S, Latecomers
@@ -42,7 +44,9 @@ from kvstrata_agent.serve.server import Server
 from kvstrata_agent.serve.session_verbs import SessionVerbs
 from kvstrata_agent.serve.verbs import Verbs
 from kvstrata_api import __version__
+from kvstrata_api.errors import UnsupportedError
 from kvstrata_kube.tasks import repeat
+from kvstrata_node import directories
 from kvstrata_node.discovery import discover
 from kvstrata_telemetry import http, ready
 from kvstrata_telemetry.agent_metrics import Counters
@@ -51,9 +55,11 @@ from kvstrata_telemetry.metrics import Instruments
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
+    from pathlib import Path
 
     from kvstrata_agent.app.config import Config
     from kvstrata_api.models.poolnode import KVPoolNode
+
 
 REPORT_S: Final = 1.0
 """Between looks at what the status says; the sink writes only what changed."""
@@ -63,6 +69,9 @@ LEAVING_FOLLOW_S: Final = 0.5
 """The same while the pool goes: whoever deletes it waits for the drain's end."""
 STUCK_S: Final = 10.0
 """An event loop that has not come around for so long is stuck, and the process is not healthy."""
+
+_EPOCH_FILE: Final = "epoch.json"
+"""In the state directory; all that an agent keeps across restarts outside of its tiers and its sessions' journal."""
 
 _log = logging.getLogger(__name__)
 
@@ -90,9 +99,9 @@ class AgentProcess:
         epoch = next_epoch(config.state_dir, time.time())
         async with AsyncExitStack() as stack:
             await self._listen_for_scrapes(stack)
-            place = Place(config.pool, config.node, config.namespace, config.requires_bound_tokens)
+            agent = AgentIdentity(config.pool, config.node, config.namespace, config.requires_bound_tokens)
             self._facts = await asyncio.to_thread(discover)
-            world = await stack.enter_async_context(await KubeWorld.connect(place, config.kubeconfig, config.kek_file))
+            world = await stack.enter_async_context(await KubeWorld.connect(agent, config.kubeconfig, config.kek_file))
             stack.push_async_callback(self._give_back, world)
             await self._alive(world.ready())
             self._counters.set("kvstrata_agent_info", 1, version=__version__, kernels=kvstrata_native.level)
@@ -255,3 +264,41 @@ class AgentProcess:
                 )
                 world.status.report(report.build_status(seen))
             await asyncio.sleep(REPORT_S)
+
+
+def next_epoch(state_dir: Path, now_s: float) -> int:
+    """Return the epoch of a new incarnation and persist its counter; never one that was used before.
+
+    The counter is the greater of the last one plus one and the Unix time `now_s` in ticks. So a lost or corrupt file
+    cannot bring an old epoch back, and neither can a clock that was set back. The random low bits tell two
+    incarnations apart that got the same counter from a copied directory.
+    Raises `UnsupportedError` when the directory cannot be written.
+    """
+    path = state_dir / _EPOCH_FILE
+    counter = max(_last_counter(path) + 1, int(now_s * TICKS_PER_S))
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        _write_durably(path, json.dumps({"counter": counter}).encode())
+    except OSError as e:
+        raise UnsupportedError(f"state directory {state_dir}: {e.strerror}; make it writable for the agent") from e
+    return counter << NONCE_BITS | secrets.randbits(NONCE_BITS)
+
+
+def _last_counter(path: Path) -> int:
+    try:
+        counter = json.loads(path.read_bytes())["counter"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+    return counter if isinstance(counter, int) and 0 <= counter < 1 << 39 else 0
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    temporary = path.with_suffix(".new")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, content)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    temporary.replace(path)
+    directories.sync(path.parent)

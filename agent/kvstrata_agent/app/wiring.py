@@ -8,8 +8,7 @@ from kvstrata_agent.cache.cache import Cache
 from kvstrata_agent.fleet.peers.chain_lookup import Chains
 from kvstrata_agent.fleet.peers.lender import HandoverSource, PeerLender
 from kvstrata_agent.fleet.peers.peers import FlashReader
-from kvstrata_agent.operations.adopt import Adopter
-from kvstrata_agent.operations.migrate import Migrator
+from kvstrata_agent.operations.migrate import Adopter, Migrator
 from kvstrata_agent.operations.runner import Orders
 from kvstrata_agent.operations.warm import Warmer
 

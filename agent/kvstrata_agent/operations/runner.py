@@ -1,8 +1,9 @@
-"""Carries out what KVOperations want of this node, one of a type after the other, and tells how far it has come.
+"""Carries out what KVOperations want of this node, one of a type after the other, and reports how far it has come.
 
 Level-triggered: an order is worked on while it is declared and not answered. An order that is withdrawn ends between
 two batches; one that this version cannot read is refused and disturbs no other. After a restart an answer that was
-stored counts, and what was under way begins anew: each kind of order may be carried out twice.
+stored counts, and what was under way begins again: each kind of order may be carried out twice. A drain of one tier is
+only watched: the sweep empties it, as a tier that was removed from the spec.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from kvstrata_agent.cache.eviction import TRIM_BYTES_MAX
 from kvstrata_agent.cache.eviction_candidates import Cut, Fate
 from kvstrata_agent.movement.fair_queue import Priority
-from kvstrata_agent.operations.drain import watch_drain
-from kvstrata_agent.operations.warm import Warmer
+from kvstrata_agent.policy.drain import Look, Standing, Watch
 from kvstrata_agent.policy.progress import MESSAGE_CHARS_MAX, UNKNOWN_ORDER, Count, Ended
 from kvstrata_api.errors import KvStrataError
 from kvstrata_api.models.poolnode import FlushOrder, OrderAnswer
@@ -31,12 +31,19 @@ if TYPE_CHECKING:
     from kvstrata_agent.cache.eviction import Room
     from kvstrata_agent.operations.migrate import Migrator
     from kvstrata_agent.operations.warm import Warmer
-    from kvstrata_api.models.poolnode import NodeOrder
+    from kvstrata_agent.policy.progress import Tell
+    from kvstrata_api.models.poolnode import NodeOrder, TierDrainOrder
+
 
 IDLE_ROUNDS_MAX: Final = 3
-"""Looks in a row that find nobody's block before a flush is done: what is only being copied is free soon."""
-LOOK_S: Final = 1.0
-"""Between two of them, and between looks at a tier that is still recovering."""
+"""Rounds in a row that find nobody's block before a flush is done: what is only being copied is free soon."""
+POLL_INTERVAL_S: Final = 1.0
+"""Between two of them, and of a tier that is being drained or is still recovering."""
+
+_KEPT: Final = {
+    Standing.HELD: "blocks are leased, pinned, decoded from or written",
+    Standing.WAITING: "another tier takes no blocks for the moment",
+}
 
 _log = logging.getLogger(__name__)
 
@@ -172,7 +179,7 @@ class Orders:
                 await asyncio.sleep(0)
             elif self._node.contents(tier).blocks:
                 idle += 1
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
             else:
                 return
 
@@ -186,7 +193,7 @@ async def _recovered(tiers: Sequence[Tier]) -> None:
     while True:
         if not any(tier.is_recovering for tier in tiers):
             return
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_INTERVAL_S)
 
 
 def _added(count: Count, blocks: int, size_bytes: int) -> Count:
@@ -197,3 +204,39 @@ def _answer(order: NodeOrder, ended: Ended) -> OrderAnswer:
     phase: Literal["Done", "Failed"] = "Failed" if ended.reason else "Done"
     message = ended.message[:MESSAGE_CHARS_MAX]
     return OrderAnswer(uid=order.uid, phase=phase, reason=ended.reason[:64], message=message)
+
+
+def drained_tiers(orders: Iterable[NodeOrder]) -> frozenset[str]:
+    """Names of the tiers that are to be empty: as long as an order stands, also after it was answered."""
+    return frozenset(order.drain.tier for order in orders if order.drain is not None)
+
+
+async def watch_drain(node: Node, order: TierDrainOrder, tell: Tell) -> Ended:
+    """Return when the tier is empty, or when nothing that is left has a place to go. Changes nothing."""
+    watch, blocks_total, bytes_total = Watch(), 0, 0
+    while True:
+        tier = node.tier(order.tier)
+        if tier is None:
+            return Ended(f"tier {order.tier} is not up on this node", "TierAbsent")
+        size_bytes = sum(tier.tenant_bytes.values())
+        blocks_total, bytes_total = max(blocks_total, node.contents(tier).blocks), max(bytes_total, size_bytes)
+        watch = watch.after(_drain_state(node, tier))
+        kept = _KEPT.get(watch.standing)
+        count = Count(blocks_total - node.contents(tier).blocks, blocks_total, bytes_total - size_bytes, bytes_total)
+        tell(count, Ended(kept, watch.standing.value) if kept else None)
+        if watch.standing.is_over:
+            left = f"{node.contents(tier).blocks} blocks of {size_bytes} B stay: no other tier takes them"
+            return Ended("nothing is left" if watch.standing is Standing.EMPTY else left)
+        await asyncio.sleep(POLL_INTERVAL_S)
+
+
+def _drain_state(node: Node, tier: Tier) -> Look:
+    now_s = node.clock()
+    is_written = any(reservation.tier is tier for reservation in node.reservations)
+    others = (t for t in node.tiers if t is not tier and not t.is_closed)
+    return Look(
+        blocks=node.contents(tier).blocks,
+        is_stuck=tier.is_stuck,
+        is_held=is_written or node.contents(tier).has_held,
+        are_others_away=any(not t.facts(now_s).takes_writes for t in others),
+    )

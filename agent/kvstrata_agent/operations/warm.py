@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from kvstrata_api.models.poolnode import WarmOrder
     from kvstrata_api.trust import Access
 
-LOOKS_MAX: Final = 15
+POLLS_MAX: Final = 15
 """Looks for a prefix before it counts as missing: as many seconds as the Lease of an agent that is being restarted."""
 TRIES_MAX: Final = 3
 """Looks for a batch's blocks before those that lack room, or do not come, are left."""
-LOOK_S: Final = 1.0
+POLL_INTERVAL_S: Final = 1.0
 """Between two of them; a directory that was slow is asked again after as long."""
 SINKS_AT_ONCE: Final = 16
 """Copies to a slower tier under way, as many as an archive makes."""
@@ -95,14 +95,14 @@ class Warmer:
             try:
                 return self._cache.tenancy.access(tenant)
             except RetryableError:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _named(self, order: WarmOrder, secrets: Sequence[ScopeSecret]) -> tuple[list[Chain], int]:
         """Chains of the prefixes that are named, in their order, and how many of these nobody has as a whole."""
         left = {digest: bytes.fromhex(digest) for digest in order.prefixes}
         found: dict[str, Chain] = {}
-        for look in range(LOOKS_MAX if left else 0):
-            await asyncio.sleep(LOOK_S if look else 0)
+        for look in range(POLLS_MAX if left else 0):
+            await asyncio.sleep(POLL_INTERVAL_S if look else 0)
             for name, digest in tuple(left.items()):
                 chain = await self._found(secrets, digest)
                 if chain is not None:
@@ -117,7 +117,7 @@ class Warmer:
         """Wait for the directory: while it is away, what is absent here cannot be told from what is nowhere."""
         directory = self._cache.directory
         while directory is not None and not directory.is_up:  # noqa: ASYNC110  It has no event for that.
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _found(self, secrets: Sequence[ScopeSecret], digest: bytes) -> Chain | None:
         for secret in secrets:
@@ -174,7 +174,7 @@ class Warmer:
             cold = self._cold(context.scope, links, target)
             if not cold:
                 return 0
-            await asyncio.sleep(LOOK_S if look else 0)
+            await asyncio.sleep(POLL_INTERVAL_S if look else 0)
             await self._fetch(context, cold, look)
             if target is self._node.entry_tier:
                 self._raise(context, cold)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kvstrata_agent.blocks.block import Entry
-    from kvstrata_agent.serve.attachment import Attachment
-    from kvstrata_api.trust import Identity
+    from kvstrata_agent.blocks.request import Caller
+    from kvstrata_api.trust import Access, Identity
     from kvstrata_telemetry.agent_metrics import Counters
 
 WINDOW_S: Final = 10.0
@@ -130,32 +130,31 @@ class Audit:
         self._began_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def read(self, at: Attachment, scope: str, verb: str, entries: Iterable[Entry | None]) -> None:
-        """Note the blocks that a connection was told of, or given; None for one that another node holds.
+    def read(self, caller: Caller | None, access: Access, verb: str, entries: Iterable[Entry | None]) -> None:
+        """Note the blocks that a caller found, or was given, by this right; None for one that another node holds.
 
         What the caller's tenant has written itself crosses nothing, and neither does anything of its own scope.
         """
-        right = at.rights.get(scope)
-        if right is None or right.access.kind is ScopeKind.TENANT:
+        if access.kind is ScopeKind.TENANT or caller is None:
             return
-        blocks = sum(entry is None or entry.tenant != at.tenant for entry in entries)
+        tenant = caller.grants.tenant
+        blocks = sum(entry is None or entry.tenant != tenant for entry in entries)
         if not blocks:
             return
-        access = right.access
         reason = _GRANTED_BY[access.kind]
-        self._note(self._of(at, _ALLOW, reason, verb, (access.scope, access.kind, access.name)), blocks)
+        self._note(_of(caller, _ALLOW, reason, verb, (access.scope, access.kind, access.name)), blocks)
 
-    def refused_scope(self, at: Attachment, scope: str, verb: str, blocks: int) -> None:
-        """Note that a connection asked for a scope that it may not read."""
-        self._note(self._of(at, _DENY, Reason.SCOPE_NOT_GRANTED, verb, _named(scope)), blocks)
+    def refused_scope(self, caller: Caller | None, scope: str, verb: str, blocks: int) -> None:
+        """Note that a caller asked for a scope that it may not read."""
+        self._note(_of(caller, _DENY, Reason.SCOPE_NOT_GRANTED, verb, _named(scope)), blocks)
 
-    def refused_write(self, at: Attachment, scope: str, verb: str, blocks: int) -> None:
-        """Note that a connection asked for slots of a scope that it may not write."""
-        self._note(self._of(at, _DENY, Reason.WRITE_NOT_GRANTED, verb, _named(scope)), blocks)
+    def refused_write(self, caller: Caller | None, scope: str, verb: str, blocks: int) -> None:
+        """Note that a caller asked for slots of a scope that it may not write."""
+        self._note(_of(caller, _DENY, Reason.WRITE_NOT_GRANTED, verb, _named(scope)), blocks)
 
-    def attached(self, at: Attachment) -> None:
+    def attached(self, caller: Caller | None) -> None:
         """Note that a caller got its grants."""
-        self._note(self._of(at, _ALLOW, Reason.ATTACHED, "attach", ("", "", "")), 0)
+        self._note(_of(caller, _ALLOW, Reason.ATTACHED, "attach", ("", "", "")), 0)
 
     def refused_caller(self, why: KvStrataError, verb: str, identity: Identity | None = None) -> None:
         """Note that a caller got no grants, or lost them. Nobody vouches for an identity whose token was refused."""
@@ -172,12 +171,6 @@ class Audit:
         if self._timer is not None:
             self._timer.cancel()
         self._tell_rest()
-
-    def _of(self, at: Attachment, decision: str, reason: str, verb: str, scope: tuple[str, str, str]) -> Decided:
-        if at.caller is None:  # It lost its grants while the request was under way.
-            return Decided(decision, reason, verb, "", "", "", "", *scope)
-        who = at.caller.identity
-        return Decided(decision, reason, verb, at.tenant, who.namespace, who.service_account, who.pod_uid, *scope)
 
     def _note(self, decided: Decided, blocks: int) -> None:
         labels = {"decision": decided.decision, "reason": str(decided.reason), "verb": decided.verb}
@@ -202,6 +195,13 @@ def _tell(decided: Decided, total: Sum, window_s: float) -> None:
     level = logging.INFO if decided.decision == _ALLOW else logging.WARNING
     fields = {**decided._asdict(), **total._asdict(), "window_s": round(window_s, 3)}
     _log.log(level, "audit", extra=fields)
+
+
+def _of(caller: Caller | None, decision: str, reason: str, verb: str, scope: tuple[str, str, str]) -> Decided:
+    if caller is None:  # It lost its grants while the request was under way.
+        return Decided(decision, reason, verb, "", "", "", "", *scope)
+    who, tenant = caller.identity, caller.grants.tenant
+    return Decided(decision, reason, verb, tenant, who.namespace, who.service_account, who.pod_uid, *scope)
 
 
 def _named(scope: str) -> tuple[str, str, str]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
-from kvstrata_agent.serve.attachment import Attachment
+from kvstrata_agent.serve.authorization import Attachment
 from kvstrata_agent.serve.channel import Channel
 from kvstrata_api import failures, wire
 from kvstrata_api.errors import AgentAwayError, BackendFailedError, InvalidInputError, KvStrataError, RetryableError

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.cache.load import Read
-    from kvstrata_agent.serve.attachment import Attachment, ScopeRight
+    from kvstrata_agent.serve.authorization import Attachment, ScopeRight
     from kvstrata_api.trust import Identity
 
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.reservations import Reservation
     from kvstrata_agent.cache.cache import Cache
     from kvstrata_agent.cache.load import AcquireCall, Read
-    from kvstrata_agent.serve.attachment import Attachment
-    from kvstrata_agent.serve.authorization import Attaching
+    from kvstrata_agent.serve.authorization import Attaching, Attachment
 
 
 class HandoverVerbs:

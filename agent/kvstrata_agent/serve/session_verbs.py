@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
     from kvstrata_agent.blocks.request import RequestContext
     from kvstrata_agent.cache.cache import Cache
-    from kvstrata_agent.serve.attachment import Attachment
-    from kvstrata_agent.serve.authorization import Attaching
+    from kvstrata_agent.serve.authorization import Attaching, Attachment
 
 _STATES = {"decoding": SessionState.DECODING, "idle": SessionState.IDLE, "tool": SessionState.IDLE}
 """States that a client may name. A tool call is an idle session whose return is expected soon."""
@@ -105,10 +104,10 @@ class SessionVerbs:
         else:
             right = at.readable(request.scope)
             if right is None:
-                self._attaching.audit.refused_scope(at, request.scope, "explain", 1)
+                self._attaching.audit.refused_scope(at.caller, request.scope, "explain", 1)
             else:
                 known = self._node.index.find(right.access.scope, request.digest)
-                self._attaching.audit.read(at, request.scope, "explain", [known] if known else [])
+                self._attaching.audit.read(at.caller, right.access, "explain", [known] if known else [])
             told = self._cache.explainer.block(right.access.scope if right else None, request.digest)
         return wire.Text(request.id, self._attaching.grants_version, json.dumps(told))
 

@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from kvstrata_agent.cache.cache import Cache
     from kvstrata_agent.cache.load import Read
     from kvstrata_agent.cache.lookup import Findings
-    from kvstrata_agent.serve.attachment import Attachment, ScopeRight
     from kvstrata_agent.serve.audit import Audit
-    from kvstrata_agent.serve.authorization import Attaching
+    from kvstrata_agent.serve.authorization import Attaching, Attachment, ScopeRight
     from kvstrata_agent.serve.session_verbs import SessionVerbs
 
     Outcome = wire.AnyReply | Coroutine[Any, Any, wire.AnyReply]
@@ -277,7 +276,7 @@ class Verbs:
         if context.session is not None:
             context.session.follow([r.lease.entry for r in reads])
             self._node.sessions.refresh(context.session, self._node.clock())
-        self._observer.on_acquired(at, request, right, reads)
+        self._observer.on_acquired(at, right, reads)
         return wire.Acquired(
             request.id, self.grants_version, blocks, extents, self._node.epoch, self._grants.gone(at, extents)
         )
@@ -303,7 +302,7 @@ class Verbs:
         try:
             return at.writable(request.scope)
         except ForbiddenError:
-            self._audit.refused_write(at, request.scope, "reserve", len(request.digests) // KEY_BYTES)
+            self._audit.refused_write(at.caller, request.scope, "reserve", len(request.digests) // KEY_BYTES)
             raise
 
     async def _reserve_slow(
@@ -404,7 +403,7 @@ class ReadObserver:
 
     def on_refused(self, at: Attachment, request: _Keyed, blocks: int) -> None:
         """Note a request for blocks of a scope that the caller may not read, or not any more."""
-        self._audit.refused_scope(at, request.scope, _VERBS[type(request)], blocks)
+        self._audit.refused_scope(at.caller, request.scope, _VERBS[type(request)], blocks)
 
     def on_lookup(
         self, at: Attachment, request: wire.Lookup, entries: Sequence[Entry | None], states: Sequence[int]
@@ -412,13 +411,15 @@ class ReadObserver:
         """Note what a caller was told of; of a probe only what crossed tenants."""
         if not request.is_probe:
             self._counters.looked_up(at.tenant, len(states), states.count(Lookup.HIT))
-        hits = (entry for entry, state in zip(entries, states, strict=True) if state == Lookup.HIT)
-        self._audit.read(at, request.scope, "lookup", hits)
+        right = at.readable(request.scope)
+        if right is not None:
+            hits = (entry for entry, state in zip(entries, states, strict=True) if state == Lookup.HIT)
+            self._audit.read(at.caller, right.access, "lookup", hits)
 
-    def on_acquired(self, at: Attachment, request: wire.Acquire, right: ScopeRight, reads: Sequence[Read]) -> None:
+    def on_acquired(self, at: Attachment, right: ScopeRight, reads: Sequence[Read]) -> None:
         """Note blocks that a caller was given."""
         sources = [read.source for read in reads]
         for source in set(sources):
             self._counters.add("kvstrata_acquired_blocks_total", sources.count(source), tenant=at.tenant, source=source)
-        self._audit.read(at, request.scope, "acquire", (read.lease.entry for read in reads))
+        self._audit.read(at.caller, right.access, "acquire", (read.lease.entry for read in reads))
         self._counters.leased(right.access, len(reads))

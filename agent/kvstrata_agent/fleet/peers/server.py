@@ -308,7 +308,7 @@ class _Conversation:
 def _loan(lent: Lent) -> wire.Loan:
     if (at := lent.placed) is not None:
         record, slot = at.record, at.slot
-        place = wire.Place(at.tier, at.file, slot.offset, slot.size_bytes, record.codec, record.stored_bytes)
+        place = wire.ReadAddress(at.tier, at.file, slot.offset, slot.size_bytes, record.codec, record.stored_bytes)
         told = (lent.lease, 0, record.raw_bytes, slot.stamp, record.epoch)
         return wire.Loan(*told, record.parent, record.checksum, place)
     size_bytes = len(lent.view)

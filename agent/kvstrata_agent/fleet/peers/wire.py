@@ -81,7 +81,7 @@ class Lend(Message, frozen=True, array_like=True, tag=True):
     """Shared tiers that the asking agent can read by itself."""
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class ReadAddress(msgspec.Struct, frozen=True, array_like=True):
     """Where a leased block lies on a shared tier: a record file below the owner's directory."""
 
     tier: str
@@ -104,7 +104,7 @@ class Loan(msgspec.Struct, frozen=True, array_like=True):
     parent: bytes = b""
     checksum: bytes = b""
     """Of the block's bytes; of the stored ones where `place` is given."""
-    place: Place | None = None
+    place: ReadAddress | None = None
     """The asking agent is to read it there; nothing is sent for it."""
 
 
