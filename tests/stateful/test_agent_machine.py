@@ -244,7 +244,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
         results = await asyncio.gather(*(t for _, t in tasks), return_exceptions=True)
         self.core.node.end_owner(victim)
         assert not [r for r in results if isinstance(r, Exception)]
-        while going := self.core.cache.fetcher._tasks | self.core.cache.room._tasks:
+        while going := [*self.core.cache.fetcher._tasks, *self.core.cache.room._tasks]:
             await asyncio.wait(going)
 
     async def _one(self, what: str, owner: int, scope: ScopeId, chain: tuple[int, int]) -> None:

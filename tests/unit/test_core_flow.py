@@ -155,7 +155,7 @@ async def test_a_full_tier_makes_room_for_a_chain_without_the_chain_itself() -> 
 
         assert len(await load(core, numbers)) == len(numbers)
         core.node.end_owner(1)
-    assert core.cache.room._tasks == set(), "nothing was waited for"
+    assert len(core.cache.room._tasks) == 0, "nothing was waited for"
     await core.close()
     await core.node.tiers[0].backend.close()
 

@@ -21,9 +21,10 @@ from kvstrata_agent.policy.placement import next_lower
 from kvstrata_agent.policy.quota import OverQuota, over_hard_bytes, payers, payments
 from kvstrata_agent.policy.recompute import REFUSED_S
 from kvstrata_api.errors import BackendFailedError, QuotaExceededError, RetryableError, TierFullError
+from kvstrata_kube.tasks import TaskSet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from kvstrata_agent.backends.base import SlotRef
     from kvstrata_agent.blocks.block import Entry
@@ -49,7 +50,7 @@ class Room:
         self._node = node
         self._mover = mover
         self._locks: dict[Tier, asyncio.Lock] = {}
-        self._tasks: set[asyncio.Task[SlotRef]] = set()
+        self._tasks: TaskSet[SlotRef] = TaskSet()
         self._lifting = Lifting(node, self._moved)
 
     async def reserve(
@@ -98,7 +99,7 @@ class Room:
                 raise
         if self.is_lowest(want.tier) and not self._lock(want.tier).locked():
             return await self._made(want)  # Nothing is copied, so nothing is waited for.
-        making = self._start(self._made(want))
+        making = self._tasks.spawn(self._made(want))
         is_late = True
         try:
             await asyncio.wait([making], timeout=left_s)
@@ -138,17 +139,9 @@ class Room:
         """True when no slower tier takes blocks now."""
         return self._next_lower(tier) is None
 
-    def _start(self, making: Coroutine[None, None, SlotRef]) -> asyncio.Task[SlotRef]:
-        task = asyncio.create_task(making)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     async def close(self) -> None:
         """Cancel what is under way."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def _action(self, want: Want) -> OverQuota:
         """What the tenant's quota asks for; only new blocks are refused, others make room by demotion."""

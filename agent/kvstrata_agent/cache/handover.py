@@ -23,6 +23,7 @@ from kvstrata_api.blocks import BlockKey
 from kvstrata_api.checksum import CHECKSUM_BYTES, bind, bind_part, checksum
 from kvstrata_api.errors import AgentAwayError, BackendFailedError, BlockCorruptError, LeaseLostError, TierFullError
 from kvstrata_api.units import MIB
+from kvstrata_kube.tasks import TaskSet
 from kvstrata_native import copy_digests
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ class Follower:
         self._room = room
         self._peers = peers
         self._by_entry: dict[Entry, Following] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: TaskSet[None] = TaskSet()
 
     @property
     def growing(self) -> int:
@@ -177,9 +178,7 @@ class Follower:
 
     async def close(self) -> None:
         """Cancel what is under way."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def follow(self, place: RequestContext, wanted: Follow, lease_s: float) -> list[Read]:
         """Lease leading blocks that grow elsewhere, and begin to bring their parts; none when they cannot be had."""
@@ -200,9 +199,7 @@ class Follower:
         expires_s = self._node.clock() + lease_s
         leases = self._node.leases.grant_all(place.owner, list(zip(run.entries, run.copies, strict=True)), expires_s)
         self._by_entry.update((entry, run) for entry in run.entries)
-        task = asyncio.create_task(self._grow(run))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.spawn(self._grow(run))
         return [Read(lease, REMOTE) for lease in leases]
 
     async def arrived(

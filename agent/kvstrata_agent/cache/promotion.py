@@ -17,10 +17,11 @@ from kvstrata_agent.movement.move import Move, Way, grouped
 from kvstrata_agent.movement.path import BYTES_AT_ONCE
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import BackendFailedError, RetryableError, TierFullError
+from kvstrata_kube.tasks import TaskSet
 from kvstrata_telemetry.tracing import span
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.request import RequestContext
@@ -49,7 +50,7 @@ class Fetcher:
         self._room = room
         self._mover = mover
         self._exports = exports
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: TaskSet[None] = TaskSet()
         self._rising: dict[tuple[Priority, bool], list[Entry]] = {}
         """Blocks that are to be brought up from the next step of the loop on, by whether it is for a reader."""
         self._grouped: list[list[Entry]] = []
@@ -61,9 +62,7 @@ class Fetcher:
             self._end(entries, ())
         self._rising.clear()
         self._grouped.clear()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def raise_up(self, entry: Entry, tenant: str) -> Residence | None:
         """Return a copy in mappable memory, bringing one up when there is none; None when it cannot be had.
@@ -149,10 +148,10 @@ class Fetcher:
         rising, self._rising = self._rising, {}
         groups, self._grouped = self._grouped, []
         for group in groups:
-            self._spawn(self._copy_up(group, Priority.PREFETCH, for_reader=True))
+            self._tasks.spawn(self._copy_up(group, Priority.PREFETCH, for_reader=True))
         for (urgency, for_reader), entries in rising.items():
             for group in grouped(entries, _stored_bytes, lambda e: e.tenant):
-                self._spawn(self._copy_up(group, urgency, for_reader=for_reader))
+                self._tasks.spawn(self._copy_up(group, urgency, for_reader=for_reader))
 
     def _ask_to_rise(self) -> None:
         if not self._rising and not self._grouped:
@@ -178,7 +177,7 @@ class Fetcher:
             self._end(entries[:count], made)
         if entries[count:]:
             self._begin([e for e in entries[count:] if e.move is None or e.move.done()])
-            self._spawn(self._copy_up(entries[count:], urgency, for_reader=for_reader))
+            self._tasks.spawn(self._copy_up(entries[count:], urgency, for_reader=for_reader))
 
     def _is_wanted(self, entries: Sequence[Entry]) -> bool:
         return any(self._mover.traffic.is_waited_for(entry) for entry in entries)
@@ -239,7 +238,7 @@ class Fetcher:
                 )
                 entry.move = done
                 entries.append(entry)
-            self._spawn(self._fetch(place, entries, locations[i : i + step], done, urgency))
+            self._tasks.spawn(self._fetch(place, entries, locations[i : i + step], done, urgency))
 
     async def _fetch(
         self,
@@ -370,11 +369,6 @@ class Fetcher:
                 done.set_result(entry in made)
         if made:
             self._node.changed.fire()
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _stored_bytes(entry: Entry) -> int:

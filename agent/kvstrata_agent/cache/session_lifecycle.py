@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Final
 from kvstrata_agent.blocks.sessions import QUIET, Session, SessionState
 from kvstrata_agent.cache.session_journal import Remembered, SessionJournal
 from kvstrata_api.blocks import ScopeId
+from kvstrata_kube.tasks import TaskSet
 from kvstrata_metadata.records import SessionRecord
 from kvstrata_metadata.schema import session_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.request import RequestContext
@@ -61,13 +62,11 @@ class SessionLife:
         self._reviving: set[Session] = set()
         """Sessions whose record is being read: it must not be overwritten before."""
         self._gate = asyncio.Semaphore(REVIVALS_MAX)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: TaskSet[None] = TaskSet()
 
     async def close(self) -> None:
         """End revivals and write what is to be remembered."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         self._tell_changed()
         await self._journal.flush()
 
@@ -104,7 +103,7 @@ class SessionLife:
             self.tell(session)
             return
         self._reviving.add(session)
-        self._spawn(self._revive(session, places))
+        self._tasks.spawn(self._revive(session, places))
 
     def touch(
         self, session: Session, state: SessionState, urgency: int, return_s: float, owner: int | None = None
@@ -273,11 +272,6 @@ class SessionLife:
                 return True
             digest = entry.parent
         return True
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _is_due(session: Session, now_s: float) -> bool:

@@ -12,6 +12,7 @@ from kvstrata_agent.serve.authorization import Attachment
 from kvstrata_agent.serve.channel import Channel
 from kvstrata_api import failures, wire
 from kvstrata_api.errors import AgentAwayError, BackendFailedError, InvalidInputError, KvStrataError, RetryableError
+from kvstrata_kube.tasks import TaskSet
 
 if TYPE_CHECKING:
     import socket
@@ -47,7 +48,7 @@ class Connection:
         self._on_attach = on_attach
         self._on_close = on_close
         self._channel = Channel(connected, self._frame, self._closed)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: TaskSet[None] = TaskSet()
 
     def start(self) -> None:
         """Begin to read."""
@@ -68,8 +69,7 @@ class Connection:
 
     def _closed(self) -> None:
         self._stranger.cancel()
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         self._verbs.end(self.attachment)
         self._on_close(self)
 
@@ -98,17 +98,15 @@ class Connection:
             self._verbs.took(request, time.monotonic() - began_s)
 
     def _spawn(self, request: wire.AnyRequest, work: Coroutine[Any, Any, wire.AnyReply], began_s: float) -> None:
-        task = asyncio.create_task(self._finish(request, work, began_s))
-        self._tasks.add(task)
+        task = self._tasks.spawn(self._finish(request, work, began_s))
         if len(self._tasks) == IN_FLIGHT_MAX:
             self._channel.hold()
         task.add_done_callback(self._done)
         task.add_done_callback(lambda _: work.close())  # A task that is cancelled at once never gets to it.
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        if len(self._tasks) == IN_FLIGHT_MAX:
+    def _done(self, _: asyncio.Task[None]) -> None:
+        if len(self._tasks) == IN_FLIGHT_MAX - 1:  # It was the first one to end of those at the bound.
             self._channel.unhold()
-        self._tasks.discard(task)
         if self._channel.is_closed:
             self._verbs.end(self.attachment)  # Whatever the request got between the close and its end.
 

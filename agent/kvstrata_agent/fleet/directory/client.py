@@ -19,7 +19,7 @@ from kvstrata_agent.policy.fair_share import FairOrder
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import ScopeSecret
 from kvstrata_api.errors import DirectoryAwayError, KvStrataError, RetryableError
-from kvstrata_kube.tasks import repeat
+from kvstrata_kube.tasks import cancel, repeat
 from kvstrata_metadata import claims, mailbox, registry, shards
 from kvstrata_metadata.access import RedisAccess
 from kvstrata_metadata.announcer import QUEUE_CHANGES_MAX, REPORT_JITTER_S, Announcer
@@ -212,9 +212,7 @@ class RedisDirectory:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 if self._store and self.is_up:
                     await self._announcer.leave(self._store)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(self._tasks)
         self._tasks = []
 
     def announce(self, secret: ScopeSecret, changes: Sequence[Announcement]) -> None:

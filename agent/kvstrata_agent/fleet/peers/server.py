@@ -29,6 +29,7 @@ from kvstrata_api.checksum import CHECKSUM_BYTES
 from kvstrata_api.errors import InvalidInputError, KvStrataError
 from kvstrata_api.trust import Identity
 from kvstrata_api.wire_handover import Handover
+from kvstrata_kube.tasks import TaskSet
 from kvstrata_metadata.records import AgentRecord, Announcement
 
 WAIT_S_MAX: Final = 10.0
@@ -172,7 +173,7 @@ class _Conversation:
         self._lent: dict[int, Lent] = {}
         self._gate = asyncio.Semaphore(QUESTIONS_MAX)
         self._followers = asyncio.Semaphore(FOLLOWERS_MAX)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: TaskSet[None] = TaskSet()
 
     async def run(self) -> None:
         """Answer until the connection ends. Raises nothing but cancellation."""
@@ -182,8 +183,7 @@ class _Conversation:
         except KvStrataError as e:
             _log.debug("peer conversation ended", extra={"error": str(e)})
         finally:
-            for task in self._tasks:
-                task.cancel()
+            self._tasks.cancel()
             self._stream.close()
             self._end(tuple(self._lent))
 
@@ -214,13 +214,10 @@ class _Conversation:
             # Those who wait for blocks to grow must not keep others from asking.
             gate = self._followers if isinstance(question, wire.Follow) else self._gate
             await gate.acquire()
-            task = asyncio.create_task(self._answer(question))
-            self._tasks.add(task)
-            task.add_done_callback(partial(self._answered, gate))
+            self._tasks.spawn(self._answer(question)).add_done_callback(partial(self._answered, gate))
 
     def _answered(self, gate: asyncio.Semaphore, task: "asyncio.Task[None]") -> None:
         gate.release()
-        self._tasks.discard(task)
         if not task.cancelled() and (bug := task.exception()):
             _log.error("peer question failed", exc_info=bug)
             self._stream.close()
