@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from kvstrata_agent.backends.base import SlotRef
 from kvstrata_agent.cache.ports import Wanted
-from kvstrata_agent.fleet.peers.chain_lookup import Stretch
+from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
 from kvstrata_agent.fleet.peers.connection import PeerTls
 from kvstrata_agent.fleet.peers.lender import Lent
 from kvstrata_agent.fleet.peers.peers import RemotePeers
@@ -89,7 +89,7 @@ class Lending:
             Lent(i + 1, slot, self._view(i), b"", self._sums[i], EPOCH) for i, slot in zip(found, slots, strict=True)
         ]
 
-    def trace(self, key: BlockKey, most: int) -> Stretch | None:  # noqa: ARG002
+    def trace(self, key: BlockKey, most: int) -> ChainSegment | None:  # noqa: ARG002
         """No chain is told."""
         return None
 

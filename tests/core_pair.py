@@ -24,7 +24,7 @@ from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.cache.ports import Wanted
 from kvstrata_agent.fleet.directory.announcer import Announcer
-from kvstrata_agent.fleet.peers.chain_lookup import Stretch
+from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
 from kvstrata_agent.fleet.peers.client import Offer, Taken
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import BlockKey, ScopeId, ScopeSecret
@@ -86,7 +86,7 @@ class FakePeers:
     def unregister_extent(self, extent: int) -> None:
         self.registered.discard(extent)
 
-    async def trace(self, key: BlockKey, at: Location, most: int) -> Stretch | None:
+    async def trace(self, key: BlockKey, at: Location, most: int) -> ChainSegment | None:
         assert at.agent == "pool.a"
         return self.owner.lender.trace(key, most)
 

@@ -3,7 +3,7 @@
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from kvstrata_agent.fleet.peers.chain_lookup import Stretch
+from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
 from kvstrata_agent.fleet.peers.lender import Lent
 from kvstrata_agent.fleet.peers.server import Lender
 from kvstrata_agent.serve.authorization import Attachment
@@ -66,7 +66,7 @@ class WatchedLender:
                 self._shadow.lent(one.lease, one.slot, until_s, key.scope)
         return lent
 
-    def trace(self, key: BlockKey, most: int) -> Stretch | None:
+    def trace(self, key: BlockKey, most: int) -> ChainSegment | None:
         """See `Lender.trace`."""
         return self._lender.trace(key, most)
 

@@ -23,7 +23,7 @@ from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.sessions import SessionState
 from kvstrata_agent.cache.load import AcquireCall
-from kvstrata_agent.fleet.peers.chain_lookup import Stretch
+from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
 from kvstrata_agent.movement.fair_queue import Priority, TrafficClass, Turn
 from kvstrata_agent.operations import warm as warming
 from kvstrata_agent.policy.progress import Count
@@ -154,8 +154,8 @@ async def test_what_a_peer_loses_on_the_way_is_told_and_its_place_given_back(pai
 async def test_a_peers_tale_of_another_order_of_blocks_brings_none_under_a_wrong_parent(pair: Pair) -> None:
     await pair.store(range(1, 5))
 
-    async def liar(key: BlockKey, at: Location, most: int) -> Stretch | None:
-        return Stretch(LAYOUT_ID, BLOCK_BYTES, (digest(4), digest(2), digest(3), digest(1)), b"")
+    async def liar(key: BlockKey, at: Location, most: int) -> ChainSegment | None:
+        return ChainSegment(LAYOUT_ID, BLOCK_BYTES, (digest(4), digest(2), digest(3), digest(1)), b"")
 
     pair.peers.trace = liar  # type: ignore[method-assign]
     await warmed(pair.b, order(4))
@@ -170,8 +170,8 @@ async def test_a_peers_tale_of_another_order_of_blocks_brings_none_under_a_wrong
 async def test_a_peers_tale_that_does_not_fit_together_is_no_chain(pair: Pair, told: tuple[bytes, ...]) -> None:
     await pair.store(range(1, 5))
 
-    async def liar(key: BlockKey, at: Location, most: int) -> Stretch | None:
-        return Stretch(LAYOUT_ID, BLOCK_BYTES, told, b"")
+    async def liar(key: BlockKey, at: Location, most: int) -> ChainSegment | None:
+        return ChainSegment(LAYOUT_ID, BLOCK_BYTES, told, b"")
 
     pair.peers.trace = liar  # type: ignore[method-assign]
     assert (await warmed(pair.b, order(4))).reason == "NotFound"

@@ -83,7 +83,7 @@ class PeerNetwork:
         _log.info("listening", extra={"what": "peers", "address": self.address, "nixl": self._nixl is not None})
 
     async def _access(self) -> RedisAccess:
-        """Read the connection of the pool's Redis anew. Raises `DirectoryAwayError` while its Secret is missing."""
+        """Read the connection of the pool's Redis again. Raises `DirectoryAwayError` while its Secret is missing."""
         redis = self._world.desired.pool.spec.metadata.redis
         name = names.REDIS_SECRET_AGENT if redis.external is None else redis.external.secret_ref.name
         values = await self._world.read_secret(name)

@@ -30,7 +30,7 @@ from kvstrata_agent.blocks.tenants import TenantBook
 from kvstrata_agent.cache.session_journal import SessionJournal
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_agent.fleet.directory.announcer import Announcer
-from kvstrata_agent.fleet.directory.nominations import ADVICE_S, Advice
+from kvstrata_agent.fleet.directory.nominations import HINTS_POLL_INTERVAL_S, EvictionHints
 from kvstrata_agent.kube import report
 from kvstrata_agent.kube.authenticator import AgentIdentity
 from kvstrata_agent.kube.kubernetes import KubeWorld
@@ -62,9 +62,9 @@ if TYPE_CHECKING:
 
 
 REPORT_S: Final = 1.0
-"""Between looks at what the status says; the sink writes only what changed."""
+"""Polling interval of what the status reports; the sink writes only what changed."""
 FOLLOW_S: Final = 5.0
-"""Between looks at the declared state without a change: failed tiers are tried again."""
+"""Polling interval of the declared state without a change: failed tiers are tried again."""
 LEAVING_FOLLOW_S: Final = 0.5
 """The same while the pool goes: whoever deletes it waits for the drain's end."""
 STUCK_S: Final = 10.0
@@ -87,7 +87,7 @@ class AgentProcess:
         self._round_s = time.monotonic()
         self._is_serving = False
         self._followed: KVPoolNode | None = None
-        """What was carried out last; only of that the status may say that it was observed."""
+        """What was carried out last; only that may be reported as observed."""
 
     async def run(self) -> None:
         """Serve until cancelled, then stop in order: engines first, then transfers, tiers and the cluster.
@@ -153,7 +153,8 @@ class AgentProcess:
         async with asyncio.TaskGroup() as group:
             group.create_task(Sweeper(core.cache, world.authenticator).run())
             group.create_task(repeat("latecomers", LOOK_S, Latecomers(node, world.keyring).look))
-            group.create_task(repeat("advice", ADVICE_S, Advice(node, network.directory, scopes).listen))
+            hints = EvictionHints(node, network.directory, scopes)
+            group.create_task(repeat("advice", HINTS_POLL_INTERVAL_S, hints.poll))
             group.create_task(self._keep_following(world, core, provisioner))
             group.create_task(self._keep_reporting(world, core, provisioner, network, server))
 
@@ -212,7 +213,7 @@ class AgentProcess:
         core.node.drain_tiers(drained_tiers(wanted.orders))  # Before a tier comes up and takes blocks.
         leave_s = drain.timeout_seconds if drain.mode == "Demote" else 0.0
         await provisioner.apply(wanted.tiers, leave_s, wipe=wipe if policy == "Destroy" else None)
-        # Before the first report, which says of each order what was answered before.
+        # Before the first report, which repeats for each order what was answered before.
         core.orders.follow(wanted.orders, world.desired.answers, world.desired.refused)
         self._followed = pool_node
 
@@ -225,7 +226,7 @@ class AgentProcess:
 
     async def _give_back(self, world: KubeWorld) -> None:
         """At the end, when tiers are closed: leave nothing behind that nobody wants. Best effort, within seconds."""
-        await world.look()
+        await world.reread()
         desired = world.desired
         removal = leaving.at_end(desired.pool_presence, desired.node_presence, desired.deletion_policy)
         if removal is Removal.NONE:
@@ -257,7 +258,7 @@ class AgentProcess:
             self._counters.set("kvstrata_connections", server.connections)
             desired, directory, at = world.desired, network.directory.state, network.address
             followed, machine = self._followed, desired.report
-            # An object that is new under its name has other generations: nothing is said before it was followed.
+            # An object that is new under its name has other generations: nothing is reported before it was followed.
             if followed is not None and followed.metadata.uid == desired.pool_node.metadata.uid:
                 seen = observe.observe(
                     core, provisioner, followed, directory=directory, machine=machine, peer_address=at
@@ -270,7 +271,7 @@ def next_epoch(state_dir: Path, now_s: float) -> int:
     """Return the epoch of a new incarnation and persist its counter; never one that was used before.
 
     The counter is the greater of the last one plus one and the Unix time `now_s` in ticks. So a lost or corrupt file
-    cannot bring an old epoch back, and neither can a clock that was set back. The random low bits tell two
+    cannot bring an old epoch back, and neither can a clock that was set back. The random low bits keep two
     incarnations apart that got the same counter from a copied directory.
     Raises `UnsupportedError` when the directory cannot be written.
     """

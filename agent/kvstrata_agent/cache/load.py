@@ -158,8 +158,8 @@ class Reader:
             return 0.0
         first, paths = run[0], self._mover.traffic.paths
         if first is not None and first.residences:
-            stretch = [e for e in takewhile(lambda e: _tier(e) is _tier(first), run) if e is not None]
-            source, inputs = first.residences[0].tier.name, self._inputs(stretch, is_last=len(stretch) == len(run))
+            segment = [e for e in takewhile(lambda e: _tier(e) is _tier(first), run) if e is not None]
+            source, inputs = first.residences[0].tier.name, self._inputs(segment, is_last=len(segment) == len(run))
         else:
             count = elsewhere if first is None else 1
             source, inputs = REMOTE, self._remote_inputs(context, count) if count else None
@@ -200,7 +200,7 @@ class Reader:
         return run[: self.worth_fetching(run)]
 
     def worth_fetching(self, run: Sequence[Entry | None]) -> int:
-        """Blocks of the run up to the first slow stretch that the engine computes faster than we bring it up."""
+        """Blocks of the run up to the first slow segment that the engine computes faster than we bring it up."""
         start = 0
         while start < len(run):
             end = start + 1
@@ -213,26 +213,26 @@ class Reader:
             start = end
         return len(run)
 
-    def cost(self, stretch: Sequence[Entry], *, is_last: bool = False) -> CostChoice | None:
-        """Compare fetching a stretch of blocks of one slower tier with computing it; None when there is no choice.
+    def cost(self, segment: Sequence[Entry], *, is_last: bool = False) -> CostChoice | None:
+        """Compare fetching a segment of blocks of one slower tier with computing it; None when there is no choice.
 
-        Where the chain goes on behind the last stretch of a request, the next one will ask for that: the latency of the
+        Where the chain goes on behind the last segment of a request, the next one will ask for that: the latency of the
         tier, which is paid once, is not held against the few blocks that happened to end this one.
         """
-        inputs = self._inputs(stretch, is_last=is_last)
+        inputs = self._inputs(segment, is_last=is_last)
         return choose(inputs) if inputs is not None else None
 
-    def _inputs(self, stretch: Sequence[Entry], *, is_last: bool) -> CostInputs | None:
-        if not stretch or not stretch[0].residences or stretch[0].residences[0].tier.mappable is not None:
+    def _inputs(self, segment: Sequence[Entry], *, is_last: bool) -> CostInputs | None:
+        if not segment or not segment[0].residences or segment[0].residences[0].tier.mappable is not None:
             return None
-        tier, spec = stretch[0].residences[0].tier, self._node.spec
+        tier, spec = segment[0].residences[0].tier, self._node.spec
         entry_tier = self._node.entry_tier
         target = entry_tier.name if entry_tier is not None else ""
-        stored_bytes = sum(e.residences[0].record.stored_bytes for e in stretch if e.residences)
-        goes_on = is_last and self._node.index.is_continued(stretch[-1])
+        stored_bytes = sum(e.residences[0].record.stored_bytes for e in segment if e.residences)
+        goes_on = is_last and self._node.index.is_continued(segment[-1])
         return CostInputs(
             policy=spec.policy.recompute.type,
-            blocks=len(stretch),
+            blocks=len(segment),
             block_tokens=spec.compatibility.block_tokens,
             stored_bytes=stored_bytes,
             queued_bytes=self._mover.traffic.paths.ahead_bytes(tier.name, target, stored_bytes),

@@ -32,12 +32,12 @@ class Tenants(Protocol):
         """True when the scope's owner is there and its key has moved on, which is for good."""
 
     def may_write(self, tenant: str, scope: ScopeId) -> bool:
-        """True when a shared scope may have blocks of a tenant, and where it cannot be told."""
+        """True when a shared scope may have blocks of a tenant, and where that is unknown."""
 
     def access(self, tenant: str) -> tuple[tuple[Access, ScopeSecret], ...]:
         """Scopes that a tenant's engines may use, in the order of a lookup, with their keys; none without a tenant.
 
-        Raises `RetryableError` while it cannot be told.
+        Raises `RetryableError` while that is unknown.
         """
 
     def erasing(self) -> Iterator[tuple[str, str, int]]:
@@ -73,12 +73,12 @@ class Directory(Protocol):
         """Queue a session's newest record for other nodes; None forgets it. Returns at once."""
 
     async def find_session(self, secret: ScopeSecret, session: str) -> SessionRecord | None:
-        """What any node has told of a session; None when nothing is known or the directory is away."""
+        """What any node has reported of a session; None when nothing is known or the directory is away."""
 
     async def locate(
         self, secret: ScopeSecret, digests: Sequence[bytes], *, within_s: float = LOCATE_S_MIN
     ) -> list[tuple[Location, ...]]:
-        """Copies on other agents, for each digest; empty tuples when unknown, away, or not told of in time."""
+        """Copies on other agents, for each digest; empty tuples when unknown, away, or not returned in time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +137,7 @@ class Peers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Blocks of a hand-over that grow with another agent."""
+    """Blocks of a hand-over that are being written at another agent."""
 
     handover: Handover
     scope: ScopeId
@@ -148,7 +148,7 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """How far they have grown with their owner."""
+    """How many of their parts are written at their owner."""
 
     parts: int
     """Leading parts of every block whose bytes have come; -1 when the owner has lost the hand-over."""
@@ -162,7 +162,7 @@ class Followed:
 
 @runtime_checkable
 class FollowedPeers(Protocol):
-    """Growing blocks of other agents (`kvstrata_agent.fleet.peers`)."""
+    """Partial blocks of other agents (`kvstrata_agent.fleet.peers`)."""
 
     async def follow(self, wanted: Follow, have: int, wait_s: float, into: Sequence[memoryview]) -> Followed:
         """Wait for parts behind the first `have` and put them into place; nothing is verified.

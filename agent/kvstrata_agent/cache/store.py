@@ -94,7 +94,7 @@ class Writer:
     async def reserve(
         self, context: RequestContext, parent: bytes, digests: Sequence[bytes], *, has_some: bool = False
     ) -> Reserved:
-        """Like `reserve_now`, but makes room where there is none, within `RESERVE_WAIT_S`, and says why it ends short.
+        """Like `reserve_now`, but makes room where there is none, within `RESERVE_WAIT_S`; returns why it ends short.
 
         Raises `QuotaExceededError` when the tenant's quota refuses the very first of them; a writer that already
         `has_some` gets fewer, and the error when it asks for the rest. Cancelled, it leaves reservations that their

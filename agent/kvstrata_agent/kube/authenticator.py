@@ -70,7 +70,7 @@ class Review:
     expires_at_s: float
     """Monotonic second at which the token itself ends."""
     node: str = ""
-    """Node of the pod that the token is bound to; empty when the API server does not say."""
+    """Node of the pod that the token is bound to; empty when the API server does not state it."""
 
     def is_current(self, now_s: float) -> bool:
         """True while no new review is needed."""
@@ -119,7 +119,7 @@ def identity_of(status: Json) -> Identity:
 
 
 def bound_node(status: Json) -> str:
-    """Node of the pod that the token of a good TokenReview is bound to; empty when it does not say."""
+    """Node of the pod that the token of a good TokenReview is bound to; empty when it does not state it."""
     nodes = ((status.get("user") or {}).get("extra") or {}).get(_NODE) or [""]
     return str(nodes[0])
 
@@ -136,7 +136,7 @@ def check_node(review: Review, node: str, *, must_be_bound: bool) -> None:
 
 
 def token_expiry_s(token: str) -> float:
-    """Wall-clock second at which a token that was found good ends; 0 when it does not say.
+    """Wall-clock second at which a token that was found good ends; 0 when it does not state it.
 
     Read without checking the signature: the API server has just done that.
     """
@@ -227,7 +227,7 @@ class KubeAuthenticator:
         """Check a token and return its caller; `expires_s` is 60 s at most. Idempotent, may be cancelled.
 
         Raises `UnauthenticatedError` when the token is refused, `ForbiddenError` when not exactly one tenant
-        claims the identity, `ApiServerAwayError` when it cannot be told now, and `RetryableError` while the
+        claims the identity, `ApiServerAwayError` when that is unknown now, and `RetryableError` while the
         Secret of a granted scope is missing.
         """
         review = await self._reviewed(token)
@@ -242,14 +242,14 @@ class KubeAuthenticator:
         return self._caller(identity, 0.0)
 
     def secret(self, scope: ScopeId) -> ScopeSecret | None:
-        """Return the key material of a scope; None when it does not exist (any more) or cannot be told yet."""
+        """Return the key material of a scope; None when it does not exist (any more) or is not known yet."""
         return self._view.secret(scope)
 
     async def verify_peer(self, token: str, agent: str) -> Identity:
         """Accept the token of `agent`, another agent of this fleet, and nobody else's.
 
         Raises `UnauthenticatedError` when the token is refused, `ForbiddenError` for every other identity, and
-        `ApiServerAwayError` when it cannot be told now.
+        `ApiServerAwayError` when that is unknown now.
         """
         review = await self._reviewed(token)
         identity = review.identity
@@ -302,7 +302,7 @@ class KubeAuthenticator:
             call = Call("POST", _TOKEN_REVIEWS, body=review_question(token))
             answer = await self._api.call(call, timeout_s=REVIEW_TIMEOUT_S)
         if not answer.is_success:
-            # Our own right to ask was refused, which says nothing about the caller's token.
+            # Our own right to ask was refused, which does not judge the caller's token.
             raise ApiServerAwayError(answer.message)
         try:
             status = answer.content().get("status") or {}

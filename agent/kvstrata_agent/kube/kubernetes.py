@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 from kvstrata_agent.kube import declared
 from kvstrata_agent.kube.authenticator import AgentIdentity, KubeAuthenticator
 from kvstrata_agent.kube.data_keys import Keyring
-from kvstrata_agent.kube.desired import KubeDesired
+from kvstrata_agent.kube.declared import KubeDesired
 from kvstrata_agent.kube.heartbeat import Beat, Heartbeat
 from kvstrata_agent.kube.status_writer import KubeStatusSink
 from kvstrata_agent.kube.trust import TenantView, TrustStores, TrustView
@@ -25,8 +25,8 @@ from kvstrata_kube.tasks import Task, cancel, supervise
 from kvstrata_kube.typed_store import Known
 from kvstrata_kube.watch import Source, Watch, list_objects
 
-LOOK_S: Final = 3.0
-"""For a last look at what is declared; the kubelet gives a pod 30 s to end."""
+REREAD_TIMEOUT_S: Final = 3.0
+"""For reading what is declared a last time; the kubelet gives a pod 30 s to end."""
 
 _GROUP = f"/apis/{names.API_VERSION}"
 _log: Final = logging.getLogger(__name__)
@@ -83,14 +83,15 @@ class KubeWorld:
         while self._trust.unsynced or not self._keks.is_known:
             await self._signal.wait()
 
-    async def look(self) -> None:
-        """Read pool and pool node again, now: what the watches tell may be behind. Without an answer they count."""
+    async def reread(self) -> None:
+        """Read pool and pool node again, now: what the watches returned may be behind. Without an answer they count."""
         try:
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(REREAD_TIMEOUT_S):
                 for source, known in self._declared:
                     known.take(*await list_objects(self.api, source))
         except (KvStrataError, TimeoutError) as e:
-            _log.warning("declared state not read again", extra={"cause": str(e) or f"no answer in {LOOK_S} s"})
+            cause = str(e) or f"no answer in {REREAD_TIMEOUT_S} s"
+            _log.warning("declared state not read again", extra={"cause": cause})
 
     def start_heartbeat(self, epoch: int) -> None:
         """Begin to renew the Lease of this incarnation; call it once, after `ready`."""
@@ -170,7 +171,7 @@ class KubeWorld:
         self.keyring.changed()
 
     def _keks_changed(self) -> None:
-        """Forget all data keys, which says nothing of grants."""
+        """Forget all data keys, which changes no grants."""
         self.keyring.changed()
         self._signal.fire()
 

@@ -45,7 +45,7 @@ ERROR_CHARS_MAX = 1024
 
 COUNTERS_S: Final = 10.0
 FACTS_S: Final = 1.0
-"""Shortest time between two writes, whatever they say: two writers that disagree must not race."""
+"""Shortest time between two writes, whatever they report: two writers that disagree must not race."""
 
 _NO_FACTS: Final = {"lookups", "conditions", "tiers", "shares", "tenants", "erased", "orders", "node"}
 """Counters, what is compared by itself, and what node preparation writes."""
@@ -76,7 +76,7 @@ class TierObserved:
     """For so long its store has been refusing requests."""
     error: str = ""
     leaving_blocks: int = 0
-    """Blocks that are still to move to other tiers, because this one is declared no more."""
+    """Blocks that are still to move to other tiers, because this one was removed from the spec."""
     shrinking_blocks: int = 0
     """Blocks that lie where a resize left no room."""
     shortage: str = ""
@@ -85,7 +85,7 @@ class TierObserved:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Everything that the status says."""
+    """Everything that the status reports."""
 
     pool_node: KVPoolNode
     epoch: int
@@ -96,7 +96,7 @@ class Observed:
     hit: int
     memory_bytes: int
     demand: Mapping[str, TierDemand] = field(default_factory=dict)
-    """What reuse says about the size of tiers that scale, by tier name."""
+    """What reuse implies for the size of tiers that scale, by tier name."""
     share_hits: Mapping[str, int] = field(default_factory=dict)
     """Blocks that readers of prefix shares were given, by the share's uid."""
     tenants: tuple[TenantBytes, ...] = ()
@@ -110,7 +110,7 @@ class Observed:
     departure: Departure | None = None
     """How far the removal of all tiers has come; None when nobody asked for it."""
     node: NodeReport | None = None
-    """What node preparation has told; None where it does not run."""
+    """What node preparation has reported; None where it does not run."""
     peer_address: str = ""
     """`host:port` where other agents reach this one."""
     drift: Drift | None = None
@@ -218,8 +218,8 @@ def _huge_pages(tiers: Sequence[TierObserved], node: NodeReport | None) -> Condi
     if not without:
         return verdict.condition((Reason.RESERVED, ""))
     reason, why = verdict.of_tiers((t.spec for t in without), node.huge_pages if node is not None else ())
-    told = [f"tier {t.spec.name}: {t.fallback}" for t in without]
-    return verdict.condition((Reason.NOT_RESERVED if reason.is_good else reason, _join(told + [why] * bool(why))))
+    message = [f"tier {t.spec.name}: {t.fallback}" for t in without]
+    return verdict.condition((Reason.NOT_RESERVED if reason.is_good else reason, _join(message + [why] * bool(why))))
 
 
 def _devices(tiers: Sequence[TierObserved], node: NodeReport | None) -> Condition:
@@ -232,18 +232,18 @@ def _devices(tiers: Sequence[TierObserved], node: NodeReport | None) -> Conditio
         return _false("DevicePresent", "DeviceMissing" if reason.is_good else reason, _join(missing))
     failed = [(t, d) for t in tiers for d in t.devices if d.error]
     if failed:
-        told = _join(f"tier {t.spec.name}: {d.name}: {d.error}" for t, d in failed)
-        return _false("DevicePresent", "DeviceFailed", told)
+        message = _join(f"tier {t.spec.name}: {d.name}: {d.error}" for t, d in failed)
+        return _false("DevicePresent", "DeviceFailed", message)
     return _true("DevicePresent", "Present")
 
 
 def _stores_keep_up(tiers: Sequence[TierObserved]) -> Condition:
-    """Refusals come and go; ones that last are somebody's to look at."""
+    """Refusals come and go; those that last need somebody's attention."""
     slow = [t for t in tiers if t.refusing_s >= REFUSING_S]
     if not slow:
         return _true("StoresKeepUp", "KeepUp")
-    told = _join(f"tier {t.spec.name}: the store refuses requests (429, 503) and gets fewer at once" for t in slow)
-    return _false("StoresKeepUp", "Throttled", told)
+    message = _join(f"tier {t.spec.name}: the store refuses requests (429, 503) and gets fewer at once" for t in slow)
+    return _false("StoresKeepUp", "Throttled", message)
 
 
 def _capacity(tiers: Sequence[TierObserved]) -> Condition:
@@ -257,14 +257,16 @@ def _tiers_settled(tiers: Sequence[TierObserved]) -> Condition:
     """Rounded, because a condition is written whenever it changes."""
     leaving = [t for t in tiers if t.leaving_blocks]
     if leaving:
-        told = _join(f"tier {t.spec.name} goes: {units.coarse(t.leaving_blocks)} blocks are to move" for t in leaving)
-        return _false("TiersSettled", "RemovingTier", told)
+        message = _join(
+            f"tier {t.spec.name} goes: {units.coarse(t.leaving_blocks)} blocks are to move" for t in leaving
+        )
+        return _false("TiersSettled", "RemovingTier", message)
     shrinking = [t for t in tiers if t.shrinking_blocks]
     if shrinking:
-        told = _join(
+        message = _join(
             f"tier {t.spec.name} shrinks: {units.coarse(t.shrinking_blocks)} blocks to move" for t in shrinking
         )
-        return _false("TiersSettled", "ShrinkingTier", told)
+        return _false("TiersSettled", "ShrinkingTier", message)
     return _true("TiersSettled", "Settled")
 
 
@@ -347,7 +349,7 @@ def due_s(need: Urgency, written_at_s: float | None, chance: float) -> float:
 
 
 def document(name: str, wanted: KVPoolNodeStatus, stored: Mapping[str, Any], now: str) -> Json:
-    """Build the server-side apply document that makes the stored status say what is wanted.
+    """Build the server-side apply document that makes the stored status what is wanted.
 
     Transition times are kept wherever the stored condition has the same status, also across agent restarts.
     """
@@ -366,7 +368,7 @@ def document(name: str, wanted: KVPoolNodeStatus, stored: Mapping[str, Any], now
 
 
 def round_used(tier: NodeTierStatus) -> int:
-    """Round used bytes to whole hundredths of the capacity; a tier that holds something never says 0.
+    """Round used bytes to whole hundredths of the capacity; a tier that holds something never shows 0.
 
     To the nearest byte, so that what was rounded stays as it is when it is rounded again.
     """
@@ -383,7 +385,7 @@ def hit_percent(status: KVPoolNodeStatus) -> int:
 
 
 def _parsed(stored: Mapping[str, Any]) -> KVPoolNodeStatus | None:
-    """Parse a stored status; None when it was never written or cannot be read, so that it is written anew."""
+    """Parse a stored status; None when it was never written or cannot be read, so that it is written again."""
     if not stored:
         return None
     try:

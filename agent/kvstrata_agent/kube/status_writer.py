@@ -43,7 +43,7 @@ class KubeStatusSink:
         self._signal = signal
         self._wanted: KVPoolNodeStatus | None = None
         self._answered: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
-        """What the watch said before our last write, and what the API server answered to it."""
+        """What the watch returned before our last write, and what the API server answered to it."""
         self._written_at_s: float | None = None
         self.writes = 0
         """Writes that the API server took."""
@@ -75,7 +75,7 @@ class KubeStatusSink:
         return True
 
     def _known(self) -> Mapping[str, Any] | None:
-        """Newest knowledge of the stored status: our own write, until the watch says something else."""
+        """Newest knowledge of the stored status: our own write, until the watch returns something else."""
         seen = self._stored()
         if seen is not None and self._answered is not None and seen == self._answered[0]:
             return self._answered[1]

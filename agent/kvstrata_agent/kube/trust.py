@@ -65,7 +65,7 @@ class TrustView:
     def __init__(
         self, stores: TrustStores, namespace: str, pool: str, wall: Callable[[], datetime] = lambda: datetime.now(UTC)
     ) -> None:
-        """Answer for the shares of one pool. `wall` tells the time of the day, by which shares expire."""
+        """Answer for the shares of one pool. `wall` returns the time of the day, by which shares expire."""
         self._stores = stores
         self._namespace = namespace
         self._pool = pool
@@ -121,7 +121,7 @@ class TrustView:
             return None
 
     def may_write(self, tenant: str, scope: ScopeId) -> bool:
-        """True when a shared scope may have blocks of a tenant, and where it cannot be told."""
+        """True when a shared scope may have blocks of a tenant, and where that is unknown."""
         kind, name, _, _ = scope.split("/")
         if kind == ScopeKind.DOMAIN:
             domain = self._stores.domains.get(name)
@@ -263,7 +263,7 @@ class TenantView:
         return now[0] == uid and int(version.removeprefix("v")) < now[1]
 
     def may_write(self, tenant: str, scope: ScopeId) -> bool:
-        """True when a shared scope may have blocks of a tenant, and where it cannot be told."""
+        """True when a shared scope may have blocks of a tenant, and where that is unknown."""
         return self._trust.may_write(tenant, scope)
 
     def access(self, tenant: str) -> tuple[tuple[Access, ScopeSecret], ...]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 from kvstrata_agent.blocks.block import account_of
 from kvstrata_agent.blocks.request import NOBODY, RequestContext
 from kvstrata_agent.cache.promotion import FETCH_BLOCKS
-from kvstrata_agent.fleet.peers.chain_lookup import CHAIN_MAX, STRETCH_MAX, stretch_of
+from kvstrata_agent.fleet.peers.chain_lookup import CHAIN_MAX, SEGMENT_BLOCKS_MAX, segment_of
 from kvstrata_agent.fleet.peers.client import Offer, Taken
 from kvstrata_agent.policy.drain import Standing
 from kvstrata_agent.policy.eviction import excess_bytes
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 
 POLL_INTERVAL_S: Final = 1.0
-"""Between two rounds of agents that do not answer, and between looks at blocks that are held."""
+"""Between two rounds of agents that do not answer, and polling interval of blocks that are held."""
 POLLS_MAX: Final = 3
-"""Rounds in which every agent refuses the first batch that is refused: one may be restarting, or told too late."""
+"""Rounds in which every agent refuses the first batch that is refused: one may be restarting, or lag behind."""
 STEP_BLOCKS: Final = 1024
 """Blocks looked at, or dropped, between two turns of the loop."""
 
@@ -71,7 +71,7 @@ class _Run:
     """One order under way."""
 
     order: MigrateOrder
-    tell: Tell
+    report: Tell
     blocks_total: int
     at: int = 0
     """Which of the order's nodes is asked."""
@@ -81,9 +81,9 @@ class _Run:
     """Ends of chains of which something stays because it is held: scope, account, block."""
     refusals: Counter[str] = field(default_factory=Counter)
 
-    def told(self, kept: Ended | None = None) -> None:
-        """Tell how far it is."""
-        self.tell(self.count, kept)
+    def report_progress(self, kept: Ended | None = None) -> None:
+        """Report how far it is."""
+        self.report(self.count, kept)
 
     def add(self, chain: _Chain, digests: Sequence[bytes], ours: int) -> None:
         """Note what the other pool has now; `ours` of them are blocks of the account."""
@@ -107,18 +107,18 @@ class Migrator:
         self._node = node
         self._peers = _offered(peers)
 
-    async def migrate(self, order: MigrateOrder, tell: Tell) -> Ended:
+    async def migrate(self, order: MigrateOrder, report: Tell) -> Ended:
         """Offer what is here now, drop what was taken, and wait for what is held. May be repeated."""
         if self._peers is None:
             return Ended("this agent has no way to others", "NoPeers")
         accounts = list(self._accounts(order.tenant))
-        run = _Run(order, tell, sum([await self._size(*a) for a in accounts]))
+        run = _Run(order, report, sum([await self._size(*a) for a in accounts]))
         run.count = Count(blocks_total=run.blocks_total)
-        run.told()
+        run.report_progress()
         for scope, account in accounts:
             await self._migrate(self._peers, run, scope, account)
         while run.waiting and not order.keep_source:
-            run.told(_HELD)
+            run.report_progress(_HELD)
             await asyncio.sleep(POLL_INTERVAL_S)
             waiting, run.waiting = run.waiting, []
             for scope, account, leaf in waiting:
@@ -150,20 +150,20 @@ class Migrator:
             if chain is not None:
                 await self._offer(peers, run, chain, digests)
                 await self._drop(run, chain, leaf)
-                run.told()
+                run.report_progress()
             await asyncio.sleep(0)
 
     async def _chain(self, scope: ScopeId, account: str, leaf: bytes) -> _Chain | None:
         """A block with those before it; None when it is not here any more."""
         index, found, at = self._node.index, list[bytes](), leaf
-        first = stretch = stretch_of(index, BlockKey(scope, leaf), STRETCH_MAX)
-        while stretch is not None and first is not None and stretch.layout_id == first.layout_id:
-            found += stretch.digests
-            at = stretch.before
-            if not at or at in stretch.digests or len(found) > CHAIN_MAX:
+        first = segment = segment_of(index, BlockKey(scope, leaf), SEGMENT_BLOCKS_MAX)
+        while segment is not None and first is not None and segment.layout_id == first.layout_id:
+            found += segment.digests
+            at = segment.before
+            if not at or at in segment.digests or len(found) > CHAIN_MAX:
                 break
             await asyncio.sleep(0)
-            stretch = stretch_of(index, BlockKey(scope, at), STRETCH_MAX)
+            segment = segment_of(index, BlockKey(scope, at), SEGMENT_BLOCKS_MAX)
         if first is None:
             return None
         return _Chain(scope, account, first.layout_id, first.raw_bytes, tuple(reversed(found)), at)
@@ -184,12 +184,12 @@ class Migrator:
                 return
             new = batch[: taken.count]
             run.add(chain, new, sum(d in ours for d in new))
-            run.told()
+            run.report_progress()
             at += taken.count
 
     async def _taken(self, peers: OfferedPeers, run: _Run, offer: Offer) -> Taken:
         """What becomes of a batch: the next agent is asked where one does not answer or takes nothing."""
-        nodes, looks, looks_max = run.order.nodes, 0, 1 if run.refusals else POLLS_MAX
+        nodes, polls, polls_max = run.order.nodes, 0, 1 if run.refusals else POLLS_MAX
         while True:
             refused: Taken | None = None
             for _ in nodes:
@@ -199,10 +199,10 @@ class Migrator:
                     return taken
                 refused = taken or refused
                 run.at = (run.at + 1) % len(nodes)
-            looks += refused is not None
-            if refused is not None and looks >= looks_max:
+            polls += refused is not None
+            if refused is not None and polls >= polls_max:
                 return refused
-            run.told(None if refused else _AWAY)
+            run.report_progress(None if refused else _AWAY)
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _drop(self, run: _Run, chain: _Chain | None, leaf: bytes) -> None:
@@ -220,15 +220,15 @@ class Migrator:
                     run.waiting.append((chain.scope, chain.account, leaf))
                 return
             self._node.drop_block(entry, "migrated")
-            taken.discard(digest)  # Who stores it anew has not been taken.
+            taken.discard(digest)  # Who stores it again has not been taken.
 
     def _ended(self, run: _Run) -> Ended:
         done, total = run.count.blocks_done, run.blocks_total
-        told = f"{done} of {total} blocks are in pool {run.order.to}"
+        message = f"{done} of {total} blocks are in pool {run.order.to}"
         if run.refusals:
             reasons = ", ".join(f"{reason} ({n} chains)" for reason, n in run.refusals.most_common())
-            return Ended(f"{told}; not taken: {reasons}", "NotMigrated")
-        return Ended(told)
+            return Ended(f"{message}; not taken: {reasons}", "NotMigrated")
+        return Ended(message)
 
 
 async def _gently(digests: Iterable[bytes]) -> AsyncIterator[bytes]:
@@ -284,7 +284,7 @@ class Adopter:
         return Taken(len(links))
 
     def _secret(self, offer: Offer) -> ScopeSecret | None:
-        """Key of the scope, where the tenant may write there; None where not, or while that cannot be told."""
+        """Key of the scope, where the tenant may write there; None where not, or while that is unknown."""
         try:
             access = self._tenancy.access(offer.tenant)
         except RetryableError:

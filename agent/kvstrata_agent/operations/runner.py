@@ -58,7 +58,7 @@ class _Run:
     task: asyncio.Task[None] | None = None
     """None when the answer is that of an earlier run of the agent."""
 
-    def tell(self, count: Count, kept: Ended | None = None) -> None:
+    def report(self, count: Count, kept: Ended | None = None) -> None:
         """Note how far it has come, and what keeps it from going on."""
         self.count = count
         message, reason = kept if kept is not None else ("", "")
@@ -83,7 +83,7 @@ class Orders:
     ) -> None:
         """Begin what is new and end what is wanted no more. Does not wait.
 
-        `stored` is what the API server holds, `refused` is told of orders that cannot be read.
+        `stored` is what the API server holds, `refused` are answers to orders that cannot be read.
         """
         orders = {order.uid: order for order in wanted}
         for uid in self._runs.keys() - orders.keys():
@@ -99,9 +99,9 @@ class Orders:
                 self._begin(orders[uid])
 
     def answers(self) -> tuple[OrderAnswer, ...]:
-        """What to tell of each order, exact, by uid."""
-        told = {uid: self._told(run) for uid, run in self._runs.items()} | self._refused
-        return tuple(told[uid] for uid in sorted(told))
+        """Answer to each order, exact, by uid."""
+        answers = {uid: self._answer_of(run) for uid, run in self._runs.items()} | self._refused
+        return tuple(answers[uid] for uid in sorted(answers))
 
     async def close(self) -> None:
         """Cancel what is under way. Idempotent."""
@@ -111,7 +111,7 @@ class Orders:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     @staticmethod
-    def _told(run: _Run) -> OrderAnswer:
+    def _answer_of(run: _Run) -> OrderAnswer:
         return run.answer if run.task is None else run.answer.model_copy(update=asdict(run.count))
 
     def _refuse(self, refused: Iterable[OrderAnswer]) -> None:
@@ -131,7 +131,7 @@ class Orders:
                     run.answer = _answer(run.order, await self._worked(run))
         except KvStrataError as e:
             run.answer = _answer(run.order, Ended(str(e), type(e).__name__.removesuffix("Error")))
-        except Exception as e:  # noqa: BLE001  A task root: whatever it was, the operation is told.
+        except Exception as e:  # noqa: BLE001  A task root: whatever it was, it is reported to the operation.
             _log.exception("order failed", extra={"order": run.order.uid})
             run.answer = _answer(run.order, Ended(repr(e), "Internal"))
         self._node.counters.add("kvstrata_orders_total", type=run.order.type, result=run.answer.phase.lower())
@@ -142,11 +142,11 @@ class Orders:
             return await self._flush(run, run.order.flush)
         await _recovered(self._node.tiers)
         if run.order.drain is not None:
-            return await watch_drain(self._node, run.order.drain, run.tell)
+            return await watch_drain(self._node, run.order.drain, run.report)
         if run.order.migrate is not None:
-            return await self._migrator.migrate(run.order.migrate, run.tell)
+            return await self._migrator.migrate(run.order.migrate, run.report)
         assert run.order.warm is not None, "of an order exactly the block of its type is set"
-        return await self._warmer.warm(run.order.warm, run.tell)
+        return await self._warmer.warm(run.order.warm, run.report)
 
     async def _flush(self, run: _Run, order: FlushOrder) -> Ended:
         """Take away what was there at the start and nobody holds, from fast to slow tiers."""
@@ -211,7 +211,7 @@ def drained_tiers(orders: Iterable[NodeOrder]) -> frozenset[str]:
     return frozenset(order.drain.tier for order in orders if order.drain is not None)
 
 
-async def watch_drain(node: Node, order: TierDrainOrder, tell: Tell) -> Ended:
+async def watch_drain(node: Node, order: TierDrainOrder, report: Tell) -> Ended:
     """Return when the tier is empty, or when nothing that is left has a place to go. Changes nothing."""
     watch, blocks_total, bytes_total = Watch(), 0, 0
     while True:
@@ -223,7 +223,7 @@ async def watch_drain(node: Node, order: TierDrainOrder, tell: Tell) -> Ended:
         watch = watch.after(_drain_state(node, tier))
         kept = _KEPT.get(watch.standing)
         count = Count(blocks_total - node.contents(tier).blocks, blocks_total, bytes_total - size_bytes, bytes_total)
-        tell(count, Ended(kept, watch.standing.value) if kept else None)
+        report(count, Ended(kept, watch.standing.value) if kept else None)
         if watch.standing.is_over:
             left = f"{node.contents(tier).blocks} blocks of {size_bytes} B stay: no other tier takes them"
             return Ended("nothing is left" if watch.standing is Standing.EMPTY else left)

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from kvstrata_api.trust import Access
 
 POLLS_MAX: Final = 15
-"""Looks for a prefix before it counts as missing: as many seconds as the Lease of an agent that is being restarted."""
+"""Attempts to find a prefix before it counts as missing: as many seconds as the Lease of an agent that restarts."""
 TRIES_MAX: Final = 3
-"""Looks for a batch's blocks before those that lack room, or do not come, are left."""
+"""Attempts at a batch's blocks before those that lack room, or do not come, are left."""
 POLL_INTERVAL_S: Final = 1.0
 """Between two of them; a directory that was slow is asked again after as long."""
 SINKS_AT_ONCE: Final = 16
@@ -51,7 +51,7 @@ class Warmer:
         self._chains = chains
         self._node = cache.node
 
-    async def warm(self, order: WarmOrder, tell: Callable[[Count], None]) -> Ended:
+    async def warm(self, order: WarmOrder, report: Callable[[Count], None]) -> Ended:
         """Find the prefixes, bring them, and count. May be repeated: what is here is not brought again."""
         target = self._target(order.tier)
         if isinstance(target, Ended):
@@ -65,17 +65,17 @@ class Warmer:
         named, missing = await self._named(order, [secret for _, secret in access])
         plan = plan_warming([*named, *await self._archived(order, access, budget)], budget)
         count = Count(0, plan.blocks + missing, 0, plan.size_bytes, missing)
-        tell(count)
+        report(count)
         for portion in plan.portions:
             async for warm in self._bring_portion(order, portion, target):
                 if isinstance(warm, Ended):
                     return warm
                 size_bytes = warm * portion.chain.raw_bytes
                 count = replace(count, blocks_done=count.blocks_done + warm, bytes_done=count.bytes_done + size_bytes)
-                tell(count)
+                report(count)
         blocks, size_bytes = self._warm_now(plan, target)
         count = replace(count, blocks_done=blocks, bytes_done=size_bytes)
-        tell(count)
+        report(count)
         return _ended(count, plan, target.name)
 
     def _target(self, name: str | None) -> Tier | Ended:
@@ -90,7 +90,7 @@ class Warmer:
         return target
 
     async def _access(self, tenant: str) -> Sequence[tuple[Access, ScopeSecret]]:
-        """What the tenant's engines may use, once that can be told."""
+        """What the tenant's engines may use, once that is known."""
         while True:
             try:
                 return self._cache.tenancy.access(tenant)
@@ -101,8 +101,8 @@ class Warmer:
         """Chains of the prefixes that are named, in their order, and how many of these nobody has as a whole."""
         left = {digest: bytes.fromhex(digest) for digest in order.prefixes}
         found: dict[str, Chain] = {}
-        for look in range(POLLS_MAX if left else 0):
-            await asyncio.sleep(POLL_INTERVAL_S if look else 0)
+        for attempt in range(POLLS_MAX if left else 0):
+            await asyncio.sleep(POLL_INTERVAL_S if attempt else 0)
             for name, digest in tuple(left.items()):
                 chain = await self._found(secrets, digest)
                 if chain is not None:
@@ -114,7 +114,7 @@ class Warmer:
         return [found[name] for name in order.prefixes if name in found], len(left)
 
     async def _directory_is_up(self) -> None:
-        """Wait for the directory: while it is away, what is absent here cannot be told from what is nowhere."""
+        """Wait for the directory: while it is away, what is absent here may be elsewhere or nowhere."""
         directory = self._cache.directory
         while directory is not None and not directory.is_up:  # noqa: ASYNC110  It has no event for that.
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -145,7 +145,7 @@ class Warmer:
         return chains
 
     async def _bring_portion(self, order: WarmOrder, portion: Portion, target: Tier) -> AsyncIterator[int | Ended]:
-        """Bring one portion in batches, and tell after each how many of its blocks are warm, or why it may not go on.
+        """Bring one portion in batches, and yield after each how many of its blocks are warm, or why it may not go on.
 
         It ends with a batch that did not come as a whole: nobody would find what stands behind that.
         """
@@ -169,13 +169,13 @@ class Warmer:
                 return
 
     async def bring(self, context: RequestContext, links: Sequence[Link], target: Tier) -> int:
-        """Bring one batch, root first; returns how many have no room or do not come, after a few looks."""
-        for look in range(TRIES_MAX):
+        """Bring one batch, root first; returns how many have no room or do not come, after a few attempts."""
+        for attempt in range(TRIES_MAX):
             cold = self._cold(context.scope, links, target)
             if not cold:
                 return 0
-            await asyncio.sleep(POLL_INTERVAL_S if look else 0)
-            await self._fetch(context, cold, look)
+            await asyncio.sleep(POLL_INTERVAL_S if attempt else 0)
+            await self._fetch(context, cold, attempt)
             if target is self._node.entry_tier:
                 self._raise(context, cold)
             await self._moves(context, cold)
@@ -188,8 +188,8 @@ class Warmer:
         cold = dict(self._cold(context.scope, links, target))
         return next((i for i, (digest, _) in enumerate(links) if digest in cold), len(links))
 
-    async def _fetch(self, context: RequestContext, links: Sequence[Link], look: int) -> None:
-        """Start to fetch what is not here from whoever has it, another agent at each look."""
+    async def _fetch(self, context: RequestContext, links: Sequence[Link], attempt: int) -> None:
+        """Start to fetch what is not here from whoever has it, another agent at each attempt."""
         directory, index = self._cache.directory, self._node.index
         absent = set(index.blocks(context.scope).absent([digest for digest, _ in links]))
         wanted = [link for link in links if link[0] in absent]
@@ -198,7 +198,7 @@ class Warmer:
         copies = await directory.locate(context.secret, [digest for digest, _ in wanted])
         here = index.blocks(context.scope)
         ready = [
-            (link, at[look % len(at)]) for link, at in zip(wanted, copies, strict=True) if at and link[0] not in here
+            (link, at[attempt % len(at)]) for link, at in zip(wanted, copies, strict=True) if at and link[0] not in here
         ]
         if ready:
             self._cache.fetcher.start_fetch(context, [it[0] for it in ready], [it[1] for it in ready], Priority.ARCHIVE)
@@ -253,13 +253,13 @@ class Warmer:
 
 
 def _ended(count: Count, plan: WarmPlan, tier: str) -> Ended:
-    """What people read, and programs where it was in vain."""
+    """What people read, and programs where it had no success."""
     left = count.blocks_total - count.blocks_done - count.blocks_missing
-    told = f"{count.blocks_done} of {count.blocks_total} blocks are in {tier}"
+    message = f"{count.blocks_done} of {count.blocks_total} blocks are in {tier}"
     if count.blocks_missing:
-        told += f"; {count.blocks_missing} prefixes are nowhere as a whole"
+        message += f"; {count.blocks_missing} prefixes are nowhere as a whole"
     if plan.left_out:
-        told += f"; {plan.left_out} blocks more are beyond the bound in bytes"
+        message += f"; {plan.left_out} blocks more are beyond the bound in bytes"
     if left:
-        return Ended(f"{told}; {left} found no room or did not arrive", "NotWarmed")
-    return Ended(told, "NotFound" if count.blocks_missing and not count.blocks_done else "")
+        return Ended(f"{message}; {left} found no room or did not arrive", "NotWarmed")
+    return Ended(message, "NotFound" if count.blocks_missing and not count.blocks_done else "")

@@ -1,6 +1,6 @@
 """The audit log: every decision on a read across tenants, as a line and in counters.
 
-The first decision of its kind in a window is told at once, those after it in one line at the window's end: a hot path
+The first decision of its kind in a window is logged at once, those after it in one line at the window's end: a hot path
 does not log each block, a flood of refusals cannot fill a disk, and the sum over all lines is what was decided.
 docs/audit.md describes the fields.
 """
@@ -27,13 +27,13 @@ WINDOW_S: Final = 10.0
 KINDS_MAX: Final = 32
 """Decisions of one identity that differ within a window; a caller that invents scopes gets one line for the rest."""
 IDENTITIES_MAX: Final = 256
-"""Identities told apart within a window: pods of one node. Those beyond them share lines."""
+"""Identities kept apart within a window: pods of one node. Those beyond them share lines."""
 SCOPE_CHARS_MAX: Final = 160
 """Of a scope that a caller names; ours are shorter."""
 OTHERS: Final = "(others)"
 
 _log: Final = logging.getLogger("kvstrata.audit")
-_log.setLevel(logging.INFO)  # Whatever --log-level says of everything else.
+_log.setLevel(logging.INFO)  # Whatever --log-level says for everything else.
 
 
 class Reason(StrEnum):
@@ -93,7 +93,7 @@ class Window:
         self._kinds: dict[tuple[str, str, str], int] = {}
 
     def add(self, decided: Decided, blocks: int) -> Decided | None:
-        """Note a decision; return its kind when it is the first of the window, to be told at once."""
+        """Note a decision; return its kind when it is the first of the window, to be logged at once."""
         kind = decided if decided in self._sums else self._bounded(decided)
         known = self._sums.get(kind)
         if known is None:
@@ -104,7 +104,7 @@ class Window:
         return None
 
     def drain(self) -> list[tuple[Decided, Sum]]:
-        """Return what was not told yet and begin anew."""
+        """Return what was not logged yet and begin again."""
         rest = [(kind, total) for kind, total in self._sums.items() if total.requests]
         self._sums.clear()
         self._kinds.clear()
@@ -167,10 +167,10 @@ class Audit:
         self._note(Decided(_DENY, Reason.OTHER_IDENTITY, "attach", "", *known), 0)
 
     def close(self) -> None:
-        """Tell what was not told yet. Idempotent."""
+        """Log what was not logged yet. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
-        self._tell_rest()
+        self._log_rest()
 
     def _note(self, decided: Decided, blocks: int) -> None:
         labels = {"decision": decided.decision, "reason": str(decided.reason), "verb": decided.verb}
@@ -180,18 +180,18 @@ class Audit:
         first = self._window.add(decided, blocks)
         if self._timer is None:
             self._began_s = self._clock()
-            self._timer = asyncio.get_running_loop().call_later(WINDOW_S, self._tell_rest)
+            self._timer = asyncio.get_running_loop().call_later(WINDOW_S, self._log_rest)
         if first is not None:
-            _tell(first, Sum(1, blocks), 0.0)
+            _log_decision(first, Sum(1, blocks), 0.0)
 
-    def _tell_rest(self) -> None:
+    def _log_rest(self) -> None:
         self._timer = None
         covered_s = self._clock() - self._began_s
         for decided, total in self._window.drain():
-            _tell(decided, total, covered_s)
+            _log_decision(decided, total, covered_s)
 
 
-def _tell(decided: Decided, total: Sum, window_s: float) -> None:
+def _log_decision(decided: Decided, total: Sum, window_s: float) -> None:
     level = logging.INFO if decided.decision == _ALLOW else logging.WARNING
     fields = {**decided._asdict(), **total._asdict(), "window_s": round(window_s, 3)}
     _log.log(level, "audit", extra=fields)
@@ -205,7 +205,7 @@ def _of(caller: Caller | None, decision: str, reason: str, verb: str, scope: tup
 
 
 def _named(scope: str) -> tuple[str, str, str]:
-    """Scope, kind and grant as a caller named them; nothing says that they exist."""
+    """Scope, kind and grant as a caller named them; they need not exist."""
     kind, _, rest = scope.partition("/")
     is_known = kind in {"tenant", *_GRANTED_BY}
     return (

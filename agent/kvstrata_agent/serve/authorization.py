@@ -50,7 +50,7 @@ class Authenticator(Protocol):
         """Check a token by TokenReview and map it to a tenant.
 
         Raises `UnauthenticatedError` when the token is refused, `ForbiddenError` when no tenant claims the
-        identity, `ApiServerAwayError` when it cannot be told now, and `RetryableError` while the Secret of one of
+        identity, `ApiServerAwayError` when that is unknown now, and `RetryableError` while the Secret of one of
         its scopes is missing. Present the token again before `Caller.expires_s` have passed.
         """
 
@@ -62,7 +62,7 @@ class Authenticator(Protocol):
         """
 
     def secret(self, scope: ScopeId) -> ScopeSecret | None:
-        """Return the key material of a scope; None when the scope does not exist (any more) or cannot be told yet.
+        """Return the key material of a scope; None when the scope does not exist (any more) or is not known yet.
 
         The core needs it to announce blocks that it found again before their tenant attached.
         """
@@ -111,7 +111,7 @@ class Attachment:
     def admit(self, caller: Caller, grants_version: int) -> set[str]:
         """Take new grants; returns the scopes that are lost. The layout is fixed before.
 
-        The context of every scope is made anew with them, so that no request goes on with a key of before.
+        The context of every scope is made again with them, so that no request goes on with a key of before.
         """
         before, layout_id = set(self.rights), self.layout_id
         assert layout_id is not None, "an attach brings its layout along"
@@ -192,7 +192,7 @@ class Attaching:
         except KvStrataError as e:
             self._node.counters.add("kvstrata_attach_total", result="refused")
             self.audit.refused_caller(e, "attach")
-            if isinstance(e, PermanentError):  # Otherwise it cannot be told now, and the old rights run out by time.
+            if isinstance(e, PermanentError):  # Otherwise it is unknown now, and the old rights run out by time.
                 self._refuse(at)
             raise
         if at.caller is not None and at.caller.identity != caller.identity:
@@ -211,12 +211,12 @@ class Attaching:
         return self._granted(at, request.id)
 
     def scopes(self, at: Attachment, request: wire.Scopes) -> wire.Granted:
-        """Tell the current scopes."""
+        """Return the current scopes."""
         self.refresh(at)
         return self._granted(at, request.id)
 
     def refresh(self, at: Attachment) -> None:
-        """Check the token's time, and derive rights anew when grants may have changed.
+        """Check the token's time, and derive rights again when grants may have changed.
 
         Raises `UnauthenticatedError`, and what `Authenticator.authorize` raises.
         """
@@ -233,7 +233,7 @@ class Attaching:
         self._revoke(at, at.admit(caller, version))
 
     def readable(self, identity: Identity) -> frozenset[str] | None:
-        """Scopes that an identity may read now; None when that cannot be told."""
+        """Scopes that an identity may read now; None while that is unknown."""
         try:
             return frozenset(a.scope for a in self._authenticator.authorize(identity).grants.access)
         except RetryableError:

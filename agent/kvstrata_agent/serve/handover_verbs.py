@@ -1,4 +1,4 @@
-"""The verbs of hand-overs: a writer tells how its blocks grow, a reader on another node waits for their parts."""
+"""The verbs of hand-overs: a writer reports the parts that it has written, a reader on another node waits for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class HandoverVerbs:
-    """Grows and follows."""
+    """Reports and follows parts of blocks that are being written."""
 
     def __init__(self, cache: Cache, attaching: Attaching) -> None:
         self._cache = cache
@@ -39,9 +39,9 @@ class HandoverVerbs:
         blocks_max(request.part_bytes, block_bytes)
 
     def begin(self, request: wire.Reserve, made: Sequence[Reservation | None]) -> Handover | None:
-        """Let readers who name the hand-over see what was reserved for it, as it grows."""
+        """Let readers who name the hand-over see what was reserved for it, part by part as it is written."""
         spots = [r for r in made if r is not None]
-        if not request.handover or not spots:
+        if not spots:
             return None
         self._node.growth.begin(spots, request.handover, request.part_bytes, self._node.clock())
         return Handover(self._node.agent, self._node.epoch, request.handover)
@@ -60,11 +60,11 @@ class HandoverVerbs:
                 f"{len(request.sums)} sums for {len(request.reservations)} reservations: one for each wanted"
             )
         expires_s = self._node.clock() + RESERVATION_S
-        growing = 0
+        advanced = 0
         for number, sums in zip(request.reservations, request.sums, strict=True):
             if self._node.reservations.renew(at.owner, number, expires_s):
-                growing += self._node.growth.advance(at.owner, number, request.first, sums)
-        return wire.Done(request.id, self._attaching.grants_version, growing)
+                advanced += self._node.growth.advance(at.owner, number, request.first, sums)
+        return wire.Done(request.id, self._attaching.grants_version, advanced)
 
     async def _arrive(self, at: Attachment, request: Arrive) -> Arrived:
         if request.have < 0:

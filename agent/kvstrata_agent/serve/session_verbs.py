@@ -98,7 +98,7 @@ class SessionVerbs:
         if bool(request.session) == bool(request.digest):
             raise InvalidInputError("explain: exactly one of digest and session wanted")
         if request.session:
-            told = self._cache.explainer.session(self._cache.life.find(at.tenant, at.own_secret, request.session))
+            explained = self._cache.explainer.session(self._cache.life.find(at.tenant, at.own_secret, request.session))
         elif len(request.digest) != KEY_BYTES:
             raise InvalidInputError(f"digest of {len(request.digest)} B, {KEY_BYTES} wanted")
         else:
@@ -108,8 +108,8 @@ class SessionVerbs:
             else:
                 known = self._node.index.find(right.access.scope, request.digest)
                 self._attaching.audit.read(at.caller, right.access, "explain", [known] if known else [])
-            told = self._cache.explainer.block(right.access.scope if right else None, request.digest)
-        return wire.Text(request.id, self._attaching.grants_version, json.dumps(told))
+            explained = self._cache.explainer.block(right.access.scope if right else None, request.digest)
+        return wire.Text(request.id, self._attaching.grants_version, json.dumps(explained))
 
 
 def contexts_of(at: Attachment) -> list[RequestContext]:

@@ -50,7 +50,7 @@ LEASES_MAX: Final = wire.LEASES_MAX
 DEADLINE_S_MAX: Final = 60.0
 PIN_S_MAX: Final = 3600.0
 SUSPECTS_MAX: Final = 2
-"""Blocks that one release may have looked at: a client must not make the agent hash for nothing."""
+"""Blocks that one release may have inspected: a client must not make the agent hash for nothing."""
 _VERBS: Final = {t: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", t.__name__).lower() for t in get_args(wire.AnyRequest)}
 """Names of requests in metrics, such as `open_session`."""
 _ASKING: Final = frozenset({wire.Lookup, wire.Acquire})
@@ -65,7 +65,7 @@ class Verbs:
         self._attaching = attaching
         self._grants = ExtentGrants(cache.node)
         self._checked_version = attaching.grants_version
-        """Grants under which extents were last looked through; -1 when some could not be told."""
+        """Grants under which extents were last checked; -1 when some were unknown."""
         self._audit = attaching.audit
         self._observer = ReadObserver(cache, attaching.audit)
         self._handovers = HandoverVerbs(cache, attaching)
@@ -95,7 +95,7 @@ class Verbs:
     def start(self, at: Attachment, request: wire.AnyRequest) -> Outcome:
         """Begin to carry out a request. Raises the error that its reply is to carry."""
         if self._checked_version not in (-1, self.grants_version):
-            self._recheck()  # Before anybody gets a slot where somebody looks on who has lost the scope.
+            self._recheck()  # Before anybody gets a slot that somebody has mapped who has lost the scope.
         handler = self._open.get(type(request))
         if handler is not None:
             return handler(at, request)
@@ -103,7 +103,7 @@ class Verbs:
         return self._handlers[type(request)](at, request)
 
     def refresh(self, at: Attachment) -> None:
-        """Bring a quiet connection's rights up to date. What fails is told when the connection asks next."""
+        """Bring a quiet connection's rights up to date. What fails is reported when the connection asks next."""
         if self._checked_version != self.grants_version:
             self._recheck()
         if at.caller is not None and at.grants_version != self.grants_version:
@@ -288,7 +288,8 @@ class Verbs:
     def _reserve(self, at: Attachment, request: wire.Reserve) -> Outcome:
         if len(request.parent) not in (0, KEY_BYTES):
             raise InvalidInputError(f"parent of {len(request.parent)} B, 0 or {KEY_BYTES} wanted")
-        self._handovers.check(request, at.block_bytes)
+        if request.handover or request.part_bytes:
+            self._handovers.check(request, at.block_bytes)
         self._writable(at, request)
         context = self._begin(at, request, request.session)
         assert context is not None, "whoever may write a scope may read it"
@@ -341,7 +342,8 @@ class Verbs:
             made = self._cut(at, made, kept)
         gone = self._grants.gone(at, extents)
         slots = tuple([NO_SLOT if r is None else slot_of(r.id, r.tier, r.slot) for r in made])
-        named, version, epoch = self._handovers.begin(request, made), self.grants_version, self._node.epoch
+        named = self._handovers.begin(request, made) if request.handover else None
+        version, epoch = self.grants_version, self._node.epoch
         return wire.Reserved(request.id, version, slots, extents, epoch, RESERVATION_S, gone, named)
 
     def _cut(self, at: Attachment, made: list[Reservation | None], kept: int) -> list[Reservation | None]:
@@ -408,7 +410,7 @@ class ReadObserver:
     def on_lookup(
         self, at: Attachment, request: wire.Lookup, entries: Sequence[Entry | None], states: Sequence[int]
     ) -> None:
-        """Note what a caller was told of; of a probe only what crossed tenants."""
+        """Note what a caller found; of a probe only what crossed tenants."""
         if not request.is_probe:
             self._counters.looked_up(at.tenant, len(states), states.count(Lookup.HIT))
         right = at.readable(request.scope)

@@ -115,7 +115,7 @@ class Link:
             del self._targets[question.id]
 
     async def follow(self, wanted: Follow, have: int, wait_s: float, into: Sequence[memoryview]) -> wire.Followed:
-        """Wait for parts of growing blocks and put them into place. Nothing is verified.
+        """Wait for parts of partial blocks and put them into place. Nothing is verified.
 
         Nothing more is written when this has returned, failed or been cancelled.
         """
@@ -127,7 +127,7 @@ class Link:
             async with asyncio.timeout(wait_s + FOLLOW_SLACK_S):
                 return await self._ask(question, wire.Followed)
         except TimeoutError as e:
-            raise AgentAwayError(f"owner of a growing block said nothing for {wait_s + FOLLOW_SLACK_S} s") from e
+            raise AgentAwayError(f"owner of a partial block did not answer for {wait_s + FOLLOW_SLACK_S} s") from e
         finally:
             del self._targets[question.id]
 
@@ -138,7 +138,7 @@ class Link:
             async with asyncio.timeout(TRACE_TIMEOUT_S):
                 return await self._ask(question, wire.Traced)
         except TimeoutError as e:
-            raise AgentAwayError(f"owner of a chain said nothing for {TRACE_TIMEOUT_S} s") from e
+            raise AgentAwayError(f"owner of a chain did not answer for {TRACE_TIMEOUT_S} s") from e
 
     async def offer(self, offer: Offer) -> wire.Taken:
         """Ask for blocks to be taken over; the other agent fetches them meanwhile."""
@@ -184,7 +184,7 @@ class Link:
         return answer
 
     async def _read(self) -> None:
-        """Hand answers to those who wait, until the connection ends; then tell them all."""
+        """Hand answers to those who wait, until the connection ends; then fail them all."""
         try:
             while True:
                 answer = wire.decode_answer(await self._stream.next_frame())
@@ -214,7 +214,7 @@ class Link:
 async def open_link(address: str, agent: str, hello: wire.Hello, tls: PeerTls | None) -> Link:
     """Connect to the agent named `agent` and authenticate; `tls` is None in simulated networks alone.
 
-    Raises `AgentAwayError` that says why not. Our token is not sent before the other end has proved its name.
+    Raises `AgentAwayError` with the cause. Our token is not sent before the other end has proved its name.
     """
     host, _, port = address.rpartition(":")
     try:

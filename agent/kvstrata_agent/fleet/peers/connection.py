@@ -77,7 +77,7 @@ async def frame_within(stream: Stream, timeout_s: float) -> bytes:
         async with asyncio.timeout(timeout_s):
             return await stream.next_frame()
     except TimeoutError as e:
-        raise AgentAwayError(f"peer said nothing for {timeout_s} s") from e
+        raise AgentAwayError(f"peer did not answer for {timeout_s} s") from e
     except InvalidInputError as e:
         raise AgentAwayError(f"peer speaks another protocol: {e}") from e
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from kvstrata_agent.backends.base import SharedBackend
 from kvstrata_agent.blocks.handovers import Stage
 from kvstrata_agent.blocks.node import PEER_OWNER
-from kvstrata_agent.fleet.peers.chain_lookup import stretch_of
+from kvstrata_agent.fleet.peers.chain_lookup import segment_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.cache.ports import Follow
     from kvstrata_agent.cache.promotion import Fetcher
     from kvstrata_agent.cache.registered_extents import Exports
-    from kvstrata_agent.fleet.peers.chain_lookup import Stretch
+    from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
     from kvstrata_api.blocks import BlockKey, LayoutId, ScopeSecret
     from kvstrata_metadata.records import Announcement
 
@@ -135,9 +135,9 @@ class PeerLender:
         view = mappable.view(slot)[: record.raw_bytes]
         return Lent(lease.id, outside, view, entry.parent, record.checksum, record.epoch)
 
-    def trace(self, key: BlockKey, most: int) -> Stretch | None:
+    def trace(self, key: BlockKey, most: int) -> ChainSegment | None:
         """A block that can be read here and up to `most` in all with those before it; None when it is not here."""
-        return stretch_of(self._node.index, key, most)
+        return segment_of(self._node.index, key, most)
 
     def end(self, leases: Sequence[int]) -> None:
         """End leases; unknown ones are ignored."""

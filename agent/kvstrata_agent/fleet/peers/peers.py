@@ -22,7 +22,7 @@ from kvstrata_agent.backends.threads import in_thread, settle
 from kvstrata_agent.cache.ports import Follow, Followed, Wanted
 from kvstrata_agent.codec.base import IN_THE_OPEN
 from kvstrata_agent.fleet.peers import wire
-from kvstrata_agent.fleet.peers.chain_lookup import Stretch
+from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
 from kvstrata_agent.fleet.peers.client import Link, Offer, Taken, open_link
 from kvstrata_agent.fleet.peers.lender import Placed
 from kvstrata_agent.fleet.peers.transfer import Leased, Result, Transfers, Transport
@@ -59,7 +59,7 @@ Resolve = Callable[[str, int], AgentRecord | None]
 """Where the agent of a location is (`RedisDirectory.peer`)."""
 
 Find = Callable[[str], Awaitable[AgentRecord | None]]
-"""Where an agent is that nobody has located anything at, by its name; raises a `KvStrataError` when it cannot tell."""
+"""Where an agent is that nobody has located anything at, by its name; raises a `KvStrataError` while unknown."""
 
 OwnToken = Callable[[], Awaitable[str]]
 """Token that proves us to other agents; raises a `KvStrataError` while there is none."""
@@ -136,19 +136,19 @@ class RemotePeers:
         """See `ports.FollowedPeers`."""
         owner = Location(wanted.handover.agent, wanted.handover.epoch, "", 0, 0)
         link = await self._link(owner)
-        told = await link.follow(wanted, have, wait_s, into)
-        return Followed(told.parts, told.sums, told.parents, told.stamps, told.checksums)
+        answer = await link.follow(wanted, have, wait_s, into)
+        return Followed(answer.parts, answer.sums, answer.parents, answer.stamps, answer.checksums)
 
-    async def trace(self, key: BlockKey, at: Location, most: int) -> Stretch | None:
+    async def trace(self, key: BlockKey, at: Location, most: int) -> ChainSegment | None:
         """See `chain_lookup.TracedPeers`."""
         try:
             link = await self._link(at)
-            told = await link.trace(key.scope, key.digest, min(most, wire.KEYS_MAX), at.epoch)
+            answer = await link.trace(key.scope, key.digest, min(most, wire.KEYS_MAX), at.epoch)
         except AgentAwayError as e:
             _log.info("chain not traced", extra={"peer": at.agent, "error": str(e)})
             return None
-        digests = tuple(unpack_digests(told.digests))
-        return Stretch(LayoutId(told.layout_id), told.raw_bytes, digests, told.before) if digests else None
+        digests = tuple(unpack_digests(answer.digests))
+        return ChainSegment(LayoutId(answer.layout_id), answer.raw_bytes, digests, answer.before) if digests else None
 
     async def offer(self, agent: str, offer: Offer) -> Taken | None:
         """Ask the agent of this name to take blocks over; None when it does not answer. Never raises."""
@@ -158,11 +158,11 @@ class RemotePeers:
                 return None
             self._found[agent] = found
             link = await self._link(Location(agent, found.epoch, "", 0, 0))
-            told = await link.offer(offer)
+            answer = await link.offer(offer)
         except KvStrataError as e:
             _log.info("offer not answered", extra={"peer": agent, "error": str(e)})
             return None
-        return Taken(min(told.count, len(offer.digests)), told.reason)
+        return Taken(min(answer.count, len(offer.digests)), answer.reason)
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""
@@ -298,7 +298,7 @@ class RemotePeers:
         self._away_until_s = {o: s for o, s in self._away_until_s.items() if s > time.monotonic()}
 
     def _count_all(self, outcome: Mapping[Leased, tuple[Result, Transport]], owner: str) -> None:
-        """Count what became of the blocks of a batch; those that were corrupt are told of one by one."""
+        """Count what became of the blocks of a batch; those that were corrupt are logged one by one."""
         for (result, transport), blocks in Counter(outcome.values()).items():
             has_come = result is not Result.FAILED
             ends = [one for one, end in outcome.items() if end == (result, transport)]
@@ -314,13 +314,13 @@ class RemotePeers:
 
 
 def _placed(leased: Leased) -> Placed:
-    """What an owner tells of a block's place, with what we know of the block ourselves."""
+    """What an owner reports of a block's place, with what we know of the block ourselves."""
     wanted, loan, at = leased.wanted, leased.loan, leased.loan.place
     assert at is not None, "asked for"
     name = parse_name(at.file)
     slot = SlotRef(name.id if name is not None else -1, at.offset, at.slot_bytes, loan.stamp)
-    told = (at.codec, loan.size_bytes, at.stored_bytes, loan.checksum, loan.epoch)
-    return Placed(at.tier, at.file, slot, Record(wanted.key, loan.parent, wanted.layout_id, *told))
+    facts = (at.codec, loan.size_bytes, at.stored_bytes, loan.checksum, loan.epoch)
+    return Placed(at.tier, at.file, slot, Record(wanted.key, loan.parent, wanted.layout_id, *facts))
 
 
 async def _read_placed(reader: FlashReader, one: Leased) -> bool:
@@ -328,7 +328,7 @@ async def _read_placed(reader: FlashReader, one: Leased) -> bool:
 
 
 def _result(one: Leased, end: bool | BaseException) -> Result:  # noqa: FBT001  What a read came to.
-    """What became of a block whose read has ended, other than in vain."""
+    """What became of a block whose read has ended, other than without success."""
     if not isinstance(end, BaseException):
         return Result.VERIFIED
     _log.error("read of a shared tier failed", extra={"block": str(one.wanted.key)}, exc_info=end)
@@ -382,7 +382,7 @@ READS_MAX: Final = 16
 
 
 class FlashReader:
-    """Reads for `RemotePeers` what an owner has told the place of."""
+    """Reads for `RemotePeers` records whose place an owner has reported."""
 
     def __init__(self, node: Node, codecs: Codecs) -> None:
         self._node = node

@@ -1,6 +1,6 @@
 """The owner's side: lends blocks to authenticated agents, sends bytes to those that cannot read them by NIXL.
 
-Whoever connects has shown a certificate before its first frame is read, and must be the agent that it says it is.
+Whoever connects has shown a certificate before its first frame is read, and must be the agent that it claims to be.
 Every lease belongs to the connection that asked for it and ends with it.
 
 Parts of blocks that are still being written go over the connection, chunk by chunk: a slot whose reservation ends in
@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 from kvstrata_agent.blocks.handovers import Growing, Stage
 from kvstrata_agent.cache.ports import Follow
 from kvstrata_agent.fleet.peers import wire
-from kvstrata_agent.fleet.peers.chain_lookup import Stretch
+from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
 from kvstrata_agent.fleet.peers.client import Offer, Taken
 from kvstrata_agent.fleet.peers.connection import HANDSHAKE_S, READ_AHEAD_BYTES, PeerTls, Stream, frame_within
 from kvstrata_agent.fleet.peers.lender import HandoverSource, Lent
@@ -76,7 +76,7 @@ class Lender(Protocol):
         Blocks that lie on one of the shared `tiers` alone are leased there, for the asking agent to read.
         """
 
-    def trace(self, key: BlockKey, most: int) -> Stretch | None:
+    def trace(self, key: BlockKey, most: int) -> ChainSegment | None:
         """A block that can be read here and up to `most` in all with those before it; None when it is not here."""
 
     def end(self, leases: Sequence[int]) -> None:
@@ -211,7 +211,7 @@ class _Conversation:
             if isinstance(question, wire.End):
                 self._end(question.leases)
                 continue
-            # Those who wait for blocks to grow must not keep others from asking.
+            # Those who wait for parts must not keep others from asking.
             gate = self._followers if isinstance(question, wire.Follow) else self._gate
             await gate.acquire()
             self._tasks.spawn(self._answer(question)).add_done_callback(partial(self._answered, gate))
@@ -252,10 +252,10 @@ class _Conversation:
     async def _trace(self, question: wire.Trace) -> None:
         key = BlockKey(ScopeId(question.scope), question.digest)
         found = self._lender.trace(key, question.most) if question.epoch == self._me.epoch else None
-        told = (
+        fields = (
             (found.layout_id, found.raw_bytes, b"".join(found.digests), found.before) if found else (b"", 0, b"", b"")
         )
-        await self._stream.send(wire.Traced(question.id, *told))
+        await self._stream.send(wire.Traced(question.id, *fields))
 
     async def _adopt(self, adopter: Adopter, asked: wire.Offer) -> None:
         place = (ScopeId(asked.scope), asked.tenant, LayoutId(asked.layout_id), asked.raw_bytes)
@@ -268,7 +268,7 @@ class _Conversation:
         if len(self._lent) + len(keys) > LEASES_MAX:
             raise InvalidInputError(f"{len(self._lent)} leases held, limit {LEASES_MAX}")
         lease_s = min(max(question.lease_s, 0.0), LEASE_S_MAX)
-        # Whoever was told of an earlier incarnation asks for what was lost with it, as far as anybody can know.
+        # Whoever knows of an earlier incarnation asks for what was lost with it, as far as anybody can know.
         is_ours = question.epoch in {0, self._me.epoch}
         lent: list[Lent | None] = [None] * len(keys)
         if is_ours:
@@ -306,8 +306,8 @@ def _loan(lent: Lent) -> wire.Loan:
     if (at := lent.placed) is not None:
         record, slot = at.record, at.slot
         place = wire.ReadAddress(at.tier, at.file, slot.offset, slot.size_bytes, record.codec, record.stored_bytes)
-        told = (lent.lease, 0, record.raw_bytes, slot.stamp, record.epoch)
-        return wire.Loan(*told, record.parent, record.checksum, place)
+        fields = (lent.lease, 0, record.raw_bytes, slot.stamp, record.epoch)
+        return wire.Loan(*fields, record.parent, record.checksum, place)
     size_bytes = len(lent.view)
     return wire.Loan(
         lent.lease, address_of(lent.view), size_bytes, lent.slot.stamp, lent.epoch, lent.parent, lent.checksum
@@ -315,7 +315,7 @@ def _loan(lent: Lent) -> wire.Loan:
 
 
 async def _send_parts(stream: Stream, handovers: HandoverSource, epoch: int, question: wire.Follow) -> None:
-    """Answer one question: chunks of what is new, and how far the blocks have grown by that."""
+    """Answer one question: chunks of the new parts, and how many there are by then."""
     handover = Handover("", question.epoch, question.name)
     digests = tuple(unpack_digests(question.digests))
     wanted = Follow(handover, ScopeId(question.scope), LayoutId(question.layout_id), digests, question.part_bytes)
