@@ -21,8 +21,8 @@ from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.request import Caller
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.ports import Caller
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.policy.quota import Bound, Rules
@@ -46,7 +46,7 @@ TENANTS: Final = 64
 
 
 class OneIdentity:
-    """Grants one token one tenant's scope (`kvstrata_agent.cache.ports.Authenticator`)."""
+    """Grants one token one tenant's scope (`kvstrata_agent.serve.authorization.Authenticator`)."""
 
     grants_version = 1
 

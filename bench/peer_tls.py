@@ -20,10 +20,12 @@ from typing import Final
 from prometheus_client import CollectorRegistry
 
 from kvstrata_agent.backends.base import SlotRef
-from kvstrata_agent.cache.ports import Lent, Stretch, Wanted
+from kvstrata_agent.cache.ports import Wanted
+from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
+from kvstrata_agent.fleet.peers.connection import PeerTls
+from kvstrata_agent.fleet.peers.lender import Lent
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
-from kvstrata_agent.fleet.peers.tls import PeerTls
 from kvstrata_api import names
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret
 from kvstrata_api.checksum import checksum
@@ -55,7 +57,7 @@ class Holder:
     held: Credential
 
     def connecting(self) -> ssl.SSLContext:
-        """See `kvstrata_agent.fleet.peers.tls.Certified`."""
+        """See `kvstrata_agent.fleet.peers.connection.Certified`."""
         return tls.client_context(self.held, checks_host=False)
 
     def listening(self) -> ssl.SSLContext:
@@ -87,7 +89,7 @@ class Lending:
             Lent(i + 1, slot, self._view(i), b"", self._sums[i], EPOCH) for i, slot in zip(found, slots, strict=True)
         ]
 
-    def trace(self, key: BlockKey, most: int) -> Stretch | None:  # noqa: ARG002
+    def trace(self, key: BlockKey, most: int) -> ChainSegment | None:  # noqa: ARG002
         """No chain is told."""
         return None
 

@@ -23,10 +23,10 @@ from bench.peer_tls import Holder
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.codec.registry import CodecRegistry
+from kvstrata_agent.fleet.peers.connection import PeerTls
 from kvstrata_agent.fleet.peers.nixl import NixlReader
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
-from kvstrata_agent.fleet.peers.tls import PeerTls
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_agent.serve.authorization import Attaching
 from kvstrata_agent.serve.server import Server
@@ -106,7 +106,9 @@ class BenchNode:
     async def run(self) -> None:
         """Serve until stdin ends."""
         self.server.start()
-        await self.listener.serve(self.me, self.core.lender, _verify, self.nixl, tls=self._tls, grower=self.core.grower)
+        await self.listener.serve(
+            self.me, self.core.lender, _verify, self.nixl, tls=self._tls, handovers=self.core.handovers
+        )
         sweeping = asyncio.create_task(Sweeper(self.core.cache, self.authenticator).run())
         _say({"versions": {}, "address": self.me.address, "nixl": self.why_not or "on"})
         loop = asyncio.get_running_loop()

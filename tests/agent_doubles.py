@@ -12,9 +12,9 @@ from kvstrata_agent.backends.base import Capabilities, Record, SlotRef
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.node import Node
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import Caller, RequestContext
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.ports import Caller, Directory
+from kvstrata_agent.cache.ports import Directory
 from kvstrata_agent.codec.base import Encoded, Shape
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.operations.runner import Orders
@@ -323,7 +323,7 @@ def orders_of(core: AgentParts) -> Orders:
     return Orders(core.node, core.cache.evictor, core.warmer, core.migrator)
 
 
-async def store_chain(core: AgentParts, at: Place, numbers: Sequence[int], parent: int | None = None) -> int:
+async def store_chain(core: AgentParts, at: RequestContext, numbers: Sequence[int], parent: int | None = None) -> int:
     """Reserve, write and publish a chain of numbered blocks; returns how many found room."""
     before = digest(parent) if parent is not None else b""
     made, *_ = await core.cache.writer.reserve(at, before, [digest(n) for n in numbers])

@@ -22,7 +22,7 @@ from agent_doubles import (
 from agent_thread import make_verbs
 
 from kvstrata_agent.cache.ports import Directory
-from kvstrata_agent.serve.attachment import Attachment
+from kvstrata_agent.serve.authorization import Attachment
 from kvstrata_api import wire
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.checksum import checksum

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from controlplane import ControlPlane
-from kvstrata_agent.kube.authenticator import Place
+from kvstrata_agent.kube.authenticator import AgentIdentity
 from kvstrata_agent.kube.kubernetes import KubeWorld
 from kvstrata_api import names
 from kvstrata_api.conditions import Condition, Status
@@ -55,7 +55,7 @@ def custom(kind: str, name: str, spec: Json) -> Json:
     return {"apiVersion": names.API_VERSION, "kind": kind, "metadata": {"name": name}, "spec": spec}
 
 
-def make_pool(plane: ControlPlane, place: Place) -> Json:
+def make_pool(plane: ControlPlane, place: AgentIdentity) -> Json:
     tiers = [{"name": "dram", "type": "HostDRAM", "capacityPerNode": "64Mi", "hostDRAM": {}}]
     compatibility = {"model": "m", "revision": "r", "dtype": "bf16"}
     pool = custom("KVPool", place.pool, {"compatibility": compatibility, "tiers": tiers})
@@ -63,7 +63,7 @@ def make_pool(plane: ControlPlane, place: Place) -> Json:
     return made
 
 
-def make_node(plane: ControlPlane, place: Place) -> Json:
+def make_node(plane: ControlPlane, place: AgentIdentity) -> Json:
     tiers = [{"name": "dram", "type": "HostDRAM", "capacityBytes": 64 << 20, "hostDRAM": {}}]
     spec = {"poolRef": place.pool, "nodeName": place.node, "tiers": tiers, "revision": "r1"}
     node = custom("KVPoolNode", names.pool_node_name(place.pool, place.node), spec)
@@ -71,7 +71,7 @@ def make_node(plane: ControlPlane, place: Place) -> Json:
     return made
 
 
-def stored_node(plane: ControlPlane, place: Place) -> Json:
+def stored_node(plane: ControlPlane, place: AgentIdentity) -> Json:
     node: Json = plane.api.get(f"{GROUP}/kvpoolnodes/{names.pool_node_name(place.pool, place.node)}")
     return node
 
@@ -167,6 +167,6 @@ def report(used_bytes: int, hit: int = 0, **conditions: Status) -> KVPoolNodeSta
     )
 
 
-def version_of(plane: ControlPlane, place: Place) -> str:
+def version_of(plane: ControlPlane, place: AgentIdentity) -> str:
     version: str = stored_node(plane, place)["metadata"]["resourceVersion"]
     return version

@@ -14,7 +14,7 @@ from pathlib import Path
 from agent_doubles import FakeAuthenticator, caller, dram_tier
 from agent_thread import AgentThread
 
-from kvstrata_agent.cache.ports import Caller
+from kvstrata_agent.blocks.request import Caller
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.trust import Access, Grants, ScopeKind
 

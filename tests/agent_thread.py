@@ -12,8 +12,7 @@ from agent_doubles import FakeAuthenticator, make_core
 
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.ports import Authenticator
-from kvstrata_agent.serve.authorization import Attaching
+from kvstrata_agent.serve.authorization import Attaching, Authenticator
 from kvstrata_agent.serve.server import Server
 from kvstrata_agent.serve.session_verbs import SessionVerbs
 from kvstrata_agent.serve.verbs import Verbs

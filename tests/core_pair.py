@@ -20,9 +20,12 @@ from agent_doubles import (
 )
 
 from kvstrata_agent.app.wiring import AgentParts
-from kvstrata_agent.blocks.request import Place
-from kvstrata_agent.cache.ports import Offer, Stretch, Taken, Wanted
+from kvstrata_agent.blocks.request import RequestContext
+from kvstrata_agent.cache.load import AcquireCall
+from kvstrata_agent.cache.ports import Wanted
 from kvstrata_agent.fleet.directory.announcer import Announcer
+from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
+from kvstrata_agent.fleet.peers.client import Offer, Taken
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import BlockKey, ScopeId, ScopeSecret
 from kvstrata_api.checksum import checksum
@@ -83,7 +86,7 @@ class FakePeers:
     def unregister_extent(self, extent: int) -> None:
         self.registered.discard(extent)
 
-    async def trace(self, key: BlockKey, at: Location, most: int) -> Stretch | None:
+    async def trace(self, key: BlockKey, at: Location, most: int) -> ChainSegment | None:
         assert at.agent == "pool.a"
         return self.owner.lender.trace(key, most)
 
@@ -145,12 +148,12 @@ class Pair:
                 await tier.backend.close()
 
 
-def place(scope: ScopeId = SCOPE) -> Place:
-    return Place(1, "a", secret(scope), LAYOUT_ID, BLOCK_BYTES)
+def place(scope: ScopeId = SCOPE) -> RequestContext:
+    return RequestContext(1, "a", secret(scope), LAYOUT_ID, BLOCK_BYTES)
 
 
 async def load(core: AgentParts, numbers: Sequence[int], scope: ScopeId = SCOPE) -> list[tuple[bytes, str]]:
-    reads = (await core.cache.reader.acquire(place(scope), [digest(n) for n in numbers], 30.0, 2.0)).reads
+    reads = (await core.cache.reader.acquire(AcquireCall(place(scope), [digest(n) for n in numbers], 30.0, 2.0))).reads
     found = []
     for read in reads:
         tier, slot, record = read.lease.residence

@@ -12,7 +12,7 @@ from faults.raw_engine import RawEngine
 
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
-from kvstrata_agent.cache.ports import Authenticator
+from kvstrata_agent.serve.authorization import Authenticator
 from kvstrata_agent.serve.server import Server
 from kvstrata_api import wire
 

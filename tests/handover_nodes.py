@@ -60,7 +60,7 @@ class PeerThread(AgentThread):
         self._archiver = asyncio.create_task(self.core.cache.archiver.run())
         self.listener = PeerListener("127.0.0.1")
         me = AgentRecord(WRITER, EPOCH, self.listener.address)
-        await self.listener.serve(me, self.core.lender, _anybody, None, tls=None, grower=self.core.grower)
+        await self.listener.serve(me, self.core.lender, _anybody, None, tls=None, handovers=self.core.handovers)
         self.server = Server(self.socket, make_verbs(self.core, self.authenticator))
         self.server.start()
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from kvstrata_agent.fleet.peers.tls import PeerTls
+from kvstrata_agent.fleet.peers.connection import PeerTls
 from kvstrata_api import names
 from kvstrata_kube import tls
 from kvstrata_kube.certified import make_key_pair

@@ -11,7 +11,8 @@ from pathlib import Path
 from peer_certificates import load, peer_tls
 
 from kvstrata_agent.backends.base import SlotRef
-from kvstrata_agent.cache.ports import Lent, Stretch
+from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
+from kvstrata_agent.fleet.peers.lender import Lent
 from kvstrata_agent.fleet.peers.nixl import NixlReader
 from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret
@@ -71,13 +72,13 @@ class MemoryLender:
         slot = SlotRef(0, i * self._block_bytes, self._block_bytes, i + 1)
         return Lent(lease, slot, self._view(i), digest_of(i - 1) if i else b"", self._sums[i], EPOCH)
 
-    def trace(self, key: BlockKey, most: int) -> Stretch | None:
+    def trace(self, key: BlockKey, most: int) -> ChainSegment | None:
         last = int.from_bytes(key.digest, "big")
         if last >= self._blocks:
             return None
         first = max(0, last + 1 - most)
         digests = tuple(digest_of(i) for i in range(last, first - 1, -1))
-        return Stretch(LAYOUT, self._block_bytes, digests, digest_of(first - 1) if first else b"")
+        return ChainSegment(LAYOUT, self._block_bytes, digests, digest_of(first - 1) if first else b"")
 
     def end(self, leases: Sequence[int]) -> None:
         for lease in leases:

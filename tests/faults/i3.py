@@ -33,9 +33,10 @@ from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks import sessions
 from kvstrata_agent.blocks.block import Entry
 from kvstrata_agent.blocks.node import Node
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.sessions import Session, SessionState
 from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.cache.session_journal import SessionJournal
 
 SLOTS: Final = 32
@@ -198,7 +199,9 @@ class _Town:
         self._chains[name] = chain[:left]
         self._enter(name, SessionState.DECODING)
         place = self._place(name)
-        reads = (await self._core.cache.reader.acquire(place, [digest(n) for n in chain[:left]], 30.0, 5.0)).reads
+        reads = (
+            await self._core.cache.reader.acquire(AcquireCall(place, [digest(n) for n in chain[:left]], 30.0, 5.0))
+        ).reads
         for read, number in zip(reads, chain, strict=False):
             self._compare(read.lease.residence.slot.stamp, read.lease.entry, number)
         self._session(name).follow([r.lease.entry for r in reads])
@@ -256,8 +259,8 @@ class _Town:
         assert session is not None
         return session
 
-    def _place(self, name: str) -> Place:
-        return Place(1, "a", secret_of(SCOPE), LAYOUT_ID, BLOCK_BYTES, self._session(name) if name else None)
+    def _place(self, name: str) -> RequestContext:
+        return RequestContext(1, "a", secret_of(SCOPE), LAYOUT_ID, BLOCK_BYTES, self._session(name) if name else None)
 
     def _entry(self, number: int) -> bool:
         entry = self._core.node.index.find(SCOPE, digest(number))

@@ -17,7 +17,8 @@ from prometheus_client import CollectorRegistry
 from faults.nursery import Channel, Nursery
 from faults.raw_engine import die
 from kvstrata_agent.app.wiring import AgentParts
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
+from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.cache.ports import Directory
 from kvstrata_agent.fleet.peers import wire
 from kvstrata_agent.fleet.peers.peers import RemotePeers
@@ -80,8 +81,10 @@ async def _borrow_from_the_dying(nursery: Nursery, point: str, number: int) -> l
     record = AgentRecord("pool.other", EPOCH, address)
     peers = RemotePeers("pool.node", lambda _agent, _epoch: record, _token, None, instruments, tls=None)
     core = _core(_Elsewhere(), peers)
-    place = Place(1, "a", secret_of(SCOPE), LAYOUT_ID, BLOCK_BYTES)
-    reads = (await core.cache.reader.acquire(place, [digest(n) for n in range(1, BLOCKS + 1)], 30.0, NOTICE_S)).reads
+    place = RequestContext(1, "a", secret_of(SCOPE), LAYOUT_ID, BLOCK_BYTES)
+    reads = (
+        await core.cache.reader.acquire(AcquireCall(place, [digest(n) for n in range(1, BLOCKS + 1)], 30.0, NOTICE_S))
+    ).reads
     child.end()
     core.cache.release(1, [r.lease.id for r in reads])
     await _becomes(lambda: not core.cache.remote._tasks and not core.cache.promoter._tasks)
@@ -89,7 +92,7 @@ async def _borrow_from_the_dying(nursery: Nursery, point: str, number: int) -> l
     facts = {
         "pending blocks": sum(1 for e in core.node.index if not e.residences),
         "moving blocks": sum(1 for e in core.node.index if e.move),
-        "transfers": len(core.cache.remote._tasks | core.cache.promoter._tasks),
+        "transfers": len(core.cache.remote._tasks) + len(core.cache.promoter._tasks),
         "bytes of nobody": core.node.tiers[0].backend.used_bytes - bytes_of_blocks,
         "blocks that were never sent whole": len(reads) if point != "before done" else 0,
     }
@@ -131,7 +134,7 @@ def _core(directory: Directory | None, peers: RemotePeers | None) -> AgentParts:
 
 
 async def _store(core: AgentParts) -> None:
-    place = Place(1, "a", secret_of(SCOPE), LAYOUT_ID, BLOCK_BYTES)
+    place = RequestContext(1, "a", secret_of(SCOPE), LAYOUT_ID, BLOCK_BYTES)
     made, *_ = await core.cache.writer.reserve(place, b"", [digest(n) for n in range(1, BLOCKS + 1)])
     sums = []
     for number, reservation in enumerate(made, start=1):

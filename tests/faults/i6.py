@@ -25,7 +25,8 @@ from outcome import Outcome, Scale
 from prometheus_client import CollectorRegistry
 
 from kvstrata_agent.app.wiring import AgentParts
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
+from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.fleet.directory.client import RedisDirectory
 from kvstrata_api.blocks import ScopeSecret
@@ -104,7 +105,7 @@ class LocalNode:
         self.directory = RedisDirectory(record, access.access, self._holdings, instruments)
         node.announcer = Announcer(node.index, self.directory, secret_of)
         self.core = AgentParts(node, TestCodecs(), self.directory)
-        self._place = Place(1, "a", secret_of(SCOPE), LAYOUT_ID, BLOCK_BYTES)
+        self._place = RequestContext(1, "a", secret_of(SCOPE), LAYOUT_ID, BLOCK_BYTES)
 
     def _holdings(self) -> Iterable[tuple[ScopeSecret, list[Announcement]]]:
         return self.core.lender.holdings()
@@ -133,7 +134,9 @@ class LocalNode:
         """Read sixteen blocks at a time until cancelled; any miss or wrong byte is a violation."""
         while True:
             numbers = random.sample(range(LOCAL_BLOCKS), 16)
-            reads = (await self.core.cache.reader.acquire(self._place, [digest(n) for n in numbers], 30.0, 1.0)).reads
+            reads = (
+                await self.core.cache.reader.acquire(AcquireCall(self._place, [digest(n) for n in numbers], 30.0, 1.0))
+            ).reads
             if len(reads) != len(numbers):
                 self._seen.broken.append(f"{len(numbers) - len(reads)} local blocks were not read while Redis was lost")
             for n, read in zip(numbers, reads, strict=False):

@@ -17,8 +17,8 @@ from agent_doubles import BLOCK_BYTES, FakeAuthenticator, TestCodecs, caller, ma
 from agent_thread import make_verbs
 
 from faults.nursery import Channel
-from kvstrata_agent.app.epoch import next_epoch
 from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.app.process import next_epoch
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import TierBackend
 from kvstrata_agent.backends.memory import persistent_extents as lasting

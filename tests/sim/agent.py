@@ -19,7 +19,7 @@ from kvstrata_agent.blocks.tenants import ScopeMemory
 from kvstrata_agent.cache.session_journal import SessionJournal
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.fleet.directory.client import RedisDirectory
-from kvstrata_agent.fleet.directory.nominations import ADVICE_S, Advice
+from kvstrata_agent.fleet.directory.nominations import HINTS_POLL_INTERVAL_S, EvictionHints
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_agent.provision import provisioner as provision
@@ -166,7 +166,7 @@ class SimAgent:
             counters=Counters(instruments(), POOL, name),
             announcer=Announcer(index, self.directory, self.scopes.secret),
         )
-        self.advice = Advice(self.node, self.directory, self.scopes)
+        self.advice = EvictionHints(self.node, self.directory, self.scopes)
         self.node.shadow = self.shadow
         self.shadow.node = self.node
         self.host.journal.wall = world.loop.time
@@ -208,7 +208,7 @@ class SimAgent:
         self.is_serving = True
         async with asyncio.TaskGroup() as group:
             group.create_task(self.sweeper.run())
-            group.create_task(repeat("advice", ADVICE_S, self.advice.listen))
+            group.create_task(repeat("advice", HINTS_POLL_INTERVAL_S, self.advice.poll))
             group.create_task(self._renew())
             group.create_task(self._follow())
             if self.keys is not None:

@@ -27,9 +27,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from session_rules import LOW_SLOTS, SLOTS, TENANT, SessionRules, owners, seldom
 from virtual_loop import VirtualLoop
 
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.reservations import RESERVATION_S, Reservation
-from kvstrata_agent.cache.load import Read
+from kvstrata_agent.cache.load import AcquireCall, Read
 from kvstrata_agent.cache.store import EXISTED, PUBLISHED, REFUSED
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.checksum import checksum
@@ -84,9 +84,9 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
 
         return self.run(one())
 
-    def place(self, owner: int, scope: ScopeId) -> Place:
+    def place(self, owner: int, scope: ScopeId) -> RequestContext:
         session = self.session(f"s{owner}")
-        return Place(owner, TENANT, secret(scope), LAYOUT_ID, BLOCK_BYTES, session)
+        return RequestContext(owner, TENANT, secret(scope), LAYOUT_ID, BLOCK_BYTES, session)
 
     @rule(owner=owners, scope=scopes, chain=chains, keeps=st.booleans())
     def turn(self, owner: int, scope: ScopeId, chain: tuple[int, int], *, keeps: bool) -> None:
@@ -151,7 +151,9 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
     def acquire(self, owner: int, scope: ScopeId, chain: tuple[int, int]) -> None:
         numbers = [chain[0] * 8 + i for i in range(chain[1])]
         place = self.place(owner, scope)
-        reads = self.run(self.core.cache.reader.acquire(place, [digest(n) for n in numbers], LEASE_S, 1.0)).reads
+        reads = self.run(
+            self.core.cache.reader.acquire(AcquireCall(place, [digest(n) for n in numbers], LEASE_S, 1.0))
+        ).reads
         if place.session is not None:
             place.session.follow([r.lease.entry for r in reads])
         for read, number in zip(reads, numbers, strict=False):
@@ -243,7 +245,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
         self.core.node.end_owner(victim)
         assert not [r for r in results if isinstance(r, Exception)]
         cache = self.core.cache
-        while going := cache.promoter._tasks | cache.remote._tasks | cache.evictor._tasks:
+        while going := [*cache.promoter._tasks, *cache.remote._tasks, *cache.evictor._tasks]:
             await asyncio.wait(going)
 
     async def _one(self, what: str, owner: int, scope: ScopeId, chain: tuple[int, int]) -> None:
@@ -255,7 +257,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
             made, *_ = await self.core.cache.writer.reserve(place, b"", digests)
             self.core.cache.abandon(owner, [r.id for r in made if r is not None])
         else:
-            reads = (await self.core.cache.reader.acquire(place, digests, LEASE_S, 1.0)).reads
+            reads = (await self.core.cache.reader.acquire(AcquireCall(place, digests, LEASE_S, 1.0))).reads
             for read, number in zip(reads, numbers, strict=False):
                 assert self.bytes_of(read) == content(scope, number)
             self.core.cache.release(owner, [r.lease.id for r in reads])

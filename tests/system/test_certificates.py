@@ -25,9 +25,9 @@ from controlplane import ControlPlane
 from controlplane.assets import find_tool
 from controlplane.ports import free_ports
 from kvstrata_agent.cache.ports import Wanted
+from kvstrata_agent.fleet.peers.connection import PeerTls
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
-from kvstrata_agent.fleet.peers.tls import PeerTls
 from kvstrata_api import names
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import DirectoryAwayError

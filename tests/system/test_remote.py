@@ -19,8 +19,9 @@ import remote_owner
 from peer_certificates import Fleet, peer_tls, save
 from prometheus_client import CollectorRegistry
 
-from kvstrata_agent.cache.ports import Stretch, Wanted
+from kvstrata_agent.cache.ports import Wanted
 from kvstrata_agent.fleet.peers import wire
+from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
 from kvstrata_agent.fleet.peers.nixl import NixlReader
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_api.blocks import BlockKey, LayoutId
@@ -164,7 +165,7 @@ class TestFetch:
             told = await r.peers.trace(key, held.location, 3)
 
             digests = tuple(remote_owner.digest_of(i) for i in (6, 5, 4))
-            assert told == Stretch(remote_owner.LAYOUT, MIB, digests, remote_owner.digest_of(3))
+            assert told == ChainSegment(remote_owner.LAYOUT, MIB, digests, remote_owner.digest_of(3))
             absent = BlockKey(remote_owner.SCOPE, remote_owner.digest_of(99))
             assert await r.peers.trace(absent, held.location, 3) is None
             assert await at.leases() == 0

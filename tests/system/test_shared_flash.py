@@ -14,10 +14,11 @@ from scope_keys_double import KeyRing
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import Record, SharedBackend, SlotRef
 from kvstrata_agent.backends.file.open_store import open_remote_flash
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.ports import Lent
+from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.fleet.directory.announcer import Announcer
+from kvstrata_agent.fleet.peers.lender import Lent
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_agent.movement.path import Priority
@@ -112,7 +113,9 @@ class Agent:
         self.core.node.announcer.flush()
 
     async def load(self, numbers: Sequence[int]) -> list[bytes]:
-        reads = (await self.core.cache.reader.acquire(place(), [digest(n) for n in numbers], 30.0, 5.0)).reads
+        reads = (
+            await self.core.cache.reader.acquire(AcquireCall(place(), [digest(n) for n in numbers], 30.0, 5.0))
+        ).reads
         found = []
         for read in reads:
             tier, slot, record = read.lease.residence
@@ -142,8 +145,8 @@ class Agent:
             await tier.backend.close()
 
 
-def place() -> Place:
-    return Place(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
+def place() -> RequestContext:
+    return RequestContext(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
 
 
 async def accept(token: str, agent: str) -> Identity:

@@ -12,7 +12,7 @@ from agent_doubles import LAYOUT
 from guarded_agent import TokenEngine, guarded
 
 from kvstrata_agent.kube import declared
-from kvstrata_agent.kube.authenticator import KubeAuthenticator, Place
+from kvstrata_agent.kube.authenticator import AgentIdentity, KubeAuthenticator
 from kvstrata_agent.kube.trust import TrustStores, TrustView
 from kvstrata_api import names, wire
 from kvstrata_api.wire_base import Reply
@@ -50,7 +50,7 @@ def authenticator(tokens: Tokens) -> KubeAuthenticator:
     _fill(stores.secrets, [_secret(name) for name in "abcd"])
     for empty in (stores.domains, stores.shares, stores.namespaces):
         _fill(empty, [])
-    return KubeAuthenticator(tokens.api, view, Place("pool", "node-a", SYSTEM, needs_bound_tokens=True))
+    return KubeAuthenticator(tokens.api, view, AgentIdentity("pool", "node-a", SYSTEM, needs_bound_tokens=True))
 
 
 async def attempts(tokens: Tokens, folder: Path, classes: Mapping[str, str]) -> tuple[int, list[str]]:

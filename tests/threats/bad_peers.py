@@ -13,8 +13,8 @@ from peer_certificates import Fleet, peer_tls
 
 from kvstrata_agent.fleet.peers import wire
 from kvstrata_agent.fleet.peers.client import open_link
+from kvstrata_agent.fleet.peers.connection import HANDSHAKE_S
 from kvstrata_agent.fleet.peers.server import PeerListener, VerifyPeer
-from kvstrata_agent.fleet.peers.tls import HANDSHAKE_S
 from kvstrata_api import names
 from kvstrata_api.errors import KvStrataError
 from kvstrata_kube import tls

@@ -21,8 +21,8 @@ from agent_thread import AgentThread
 
 from kvstrata_agent.app import periodic
 from kvstrata_agent.backends.registry import Place, make_backend
+from kvstrata_agent.blocks.request import Caller
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.ports import Caller
 from kvstrata_agent.movement.path import Priority
 from kvstrata_api.blocks import ScopeId, ScopeSecret, chain_keys
 from kvstrata_api.errors import ForbiddenError, UnauthenticatedError
@@ -59,7 +59,7 @@ class Callers(FakeAuthenticator):
         return None if scope in self.gone else secret(scope)
 
     def authorize(self, identity: Identity) -> Caller:
-        """See `ports.Authenticator`: nobody claims an identity whose tenant is gone."""
+        """See `Authenticator`: nobody claims an identity whose tenant is gone."""
         try:
             return super().authorize(identity)
         except UnauthenticatedError as e:

@@ -32,10 +32,11 @@ from virtual_loop import run_virtually
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.file.record_store import open_store
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.tier import SlotRequest, Tier
 from kvstrata_agent.cache.eviction import Evictor
 from kvstrata_agent.cache.eviction_candidates import EvictionRequest
+from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.quota import Bound, Rules
 from kvstrata_api.blocks import ScopeId
@@ -150,7 +151,7 @@ class Node:
             entries = self.core.cache.reader.lookup_now(at, digests)
             hits.asked += len(chain)
             hits.fast += sum(e is not None and e.residence(fastest) is not None for e in entries)
-            reads = (await self.core.cache.reader.acquire(at, digests, 30.0, 5.0)).reads
+            reads = (await self.core.cache.reader.acquire(AcquireCall(at, digests, 30.0, 5.0))).reads
             hits.found += len(reads)
             self.core.cache.release(at.owner, [r.lease.id for r in reads])
             if len(reads) < len(chain):
@@ -170,20 +171,24 @@ class Node:
             if i % (8 * CHAIN) == 0:
                 await self.rest()
 
-    async def _store(self, at: Place) -> None:
+    async def _store(self, at: RequestContext) -> None:
         chain = list(range(self.next_block, self.next_block + CHAIN))
         self.next_block += CHAIN
         await store_fresh(self.core, at, chain)
         if self.case.flood == "hold" and len(self.held) < HELD_MAX:
-            reads = (await self.core.cache.reader.acquire(at, [digest(n) for n in chain], 3600.0, 0.0)).reads
+            reads = (
+                await self.core.cache.reader.acquire(AcquireCall(at, [digest(n) for n in chain], 3600.0, 0.0))
+            ).reads
             self.held += [r.lease.id for r in reads]
 
-    async def _read_up(self, at: Place, first: int, at_block: int) -> None:
+    async def _read_up(self, at: RequestContext, first: int, at_block: int) -> None:
         """Read what the flood has stored before, the most recent first; what is below comes up."""
         back = at_block % max(CHAIN, self.next_block - first)
         start = self.next_block - CHAIN - back // CHAIN * CHAIN
         reads = (
-            await self.core.cache.reader.acquire(at, [digest(n) for n in range(start, start + CHAIN)], 30.0, 0.5)
+            await self.core.cache.reader.acquire(
+                AcquireCall(at, [digest(n) for n in range(start, start + CHAIN)], 30.0, 0.5)
+            )
         ).reads
         self.core.cache.release(at.owner, [r.lease.id for r in reads])
 
@@ -192,13 +197,13 @@ class Node:
         await self.sweeper._tend()
 
 
-def place(tenant: str, scope: ScopeId | None = None) -> Place:
+def place(tenant: str, scope: ScopeId | None = None) -> RequestContext:
     """A caller of its own connection, in its own scope unless another is given."""
     own = ScopeId(f"tenant/{tenant}/uid-{tenant}/v1")
-    return Place(1 if tenant == "victim" else 2, tenant, secret(scope or own), LAYOUT_ID, BLOCK_BYTES)
+    return RequestContext(1 if tenant == "victim" else 2, tenant, secret(scope or own), LAYOUT_ID, BLOCK_BYTES)
 
 
-async def store_fresh(core: AgentParts, at: Place, chain: Sequence[int]) -> None:
+async def store_fresh(core: AgentParts, at: RequestContext, chain: Sequence[int]) -> None:
     """Store those blocks of a chain that are not there."""
     blocks = core.node.index.blocks(at.scope)
     missing = [n for n in chain if digest(n) not in blocks]

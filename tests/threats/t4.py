@@ -24,7 +24,7 @@ from outcome import Outcome, Scale
 from prometheus_client import CollectorRegistry
 
 from kvstrata_agent.app.wiring import AgentParts
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.sessions import SessionState
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.fleet.directory.client import RedisDirectory
@@ -194,13 +194,13 @@ class _AgentOfTenants:
             secret = self._fleet.secrets[tenant]
             for name, prompt in zip(self._fleet.sessions, self._fleet.prompts[tenant], strict=True):
                 session = self.core.cache.life.open(1, tenant, secret, name, parent="", priority="")
-                place = Place(1, tenant, secret, LAYOUT_ID, BLOCK_BYTES, session)
+                place = RequestContext(1, tenant, secret, LAYOUT_ID, BLOCK_BYTES, session)
                 await self._store(place, _keys(self._fleet, tenant, prompt))
                 self.core.cache.life.touch(session, SessionState.IDLE, 0, 0.0, 1)
         self.core.node.announcer.flush()
         self.directory.start()
 
-    async def _store(self, place: Place, digests: list[bytes]) -> None:
+    async def _store(self, place: RequestContext, digests: list[bytes]) -> None:
         made, *_ = await self.core.cache.writer.reserve(place, b"", digests)
         sums = []
         for digest, reservation in zip(digests, made, strict=True):

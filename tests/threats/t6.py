@@ -26,8 +26,9 @@ from kvstrata_agent.backends.memory.cxl import open_cxl
 from kvstrata_agent.backends.object.client import ObjectClient
 from kvstrata_agent.backends.object.object_tier import open_object_tier
 from kvstrata_agent.blocks.index import Index
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.provision.provisioner import enter
 from kvstrata_api.blocks import BlockKey, ScopeId
@@ -113,9 +114,9 @@ class Trial:
         """The tier that is tried."""
         return self.core.node.tiers[1]
 
-    def place(self, scope: ScopeId) -> Place:
+    def place(self, scope: ScopeId) -> RequestContext:
         """A caller of a scope."""
-        return Place(1, scope.split("/")[1], secret(scope), LAYOUT_ID, BLOCK_BYTES)
+        return RequestContext(1, scope.split("/")[1], secret(scope), LAYOUT_ID, BLOCK_BYTES)
 
     async def store(self, scope: ScopeId) -> None:
         """Store the chain in memory."""
@@ -135,7 +136,7 @@ class Trial:
         """Look for the blocks as a caller of `scope`, who owns all of them, or none when `other` does."""
         place, digests = self.place(scope), [digest(n) for n in self.numbers]
         found = self.core.cache.reader.lookup_now(place, digests)
-        reads = (await self.core.cache.reader.acquire(place, digests, LEASE_S, 10.0)).reads
+        reads = (await self.core.cache.reader.acquire(AcquireCall(place, digests, LEASE_S, 10.0))).reads
         seen = [self._bytes(r.lease.residence.tier, r.lease.residence.slot) for r in reads]
         self.core.cache.release(1, [r.lease.id for r in reads])
         lent = await self.core.lender.lend([BlockKey(scope, d) for d in digests], LAYOUT_ID, LEASE_S)

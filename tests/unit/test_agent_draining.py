@@ -8,8 +8,8 @@ from agent_doubles import orders_of
 from agent_engine import Engine, close
 
 from kvstrata_agent.app.periodic import REST_S_MAX, Sweeper
-from kvstrata_agent.operations import drain as draining
-from kvstrata_agent.operations.drain import drained_tiers
+from kvstrata_agent.operations import runner as draining
+from kvstrata_agent.operations.runner import drained_tiers
 from kvstrata_api.models.poolnode import NodeOrder, OrderAnswer, TierDrainOrder
 
 pytestmark = pytest.mark.unit
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.unit
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draining, "LOOK_S", 0.0)
+    monkeypatch.setattr(draining, "POLL_INTERVAL_S", 0.0)
 
 
 def order(tier: str, uid: str = "u") -> NodeOrder:

@@ -21,7 +21,7 @@ from kvstrata_api.models.poolnode import KVPoolNode, KVPoolNodeSpec, KVPoolNodeS
 from kvstrata_node.discovery import discover
 
 if TYPE_CHECKING:
-    from kvstrata_agent.app.peering import Neighbours
+    from kvstrata_agent.app.peering import PeerNetwork
     from kvstrata_agent.kube.kubernetes import KubeWorld
     from kvstrata_agent.serve.server import Server
 
@@ -73,10 +73,10 @@ class Running:
         """What the next look makes of it."""
         self.told.clear()
         directory = SimpleNamespace(state=DirectoryState.ANSWERS)
-        neighbours = cast("Neighbours", SimpleNamespace(directory=directory, address="127.0.0.1:1"))
+        network = cast("PeerNetwork", SimpleNamespace(directory=directory, address="127.0.0.1:1"))
         server: Any = SimpleNamespace(refresh=lambda: None, connections=0)
         looking = asyncio.create_task(
-            self.process._keep_reporting(self.world, self.core, self.provisioner, neighbours, cast("Server", server))
+            self.process._keep_reporting(self.world, self.core, self.provisioner, network, cast("Server", server))
         )
         await asyncio.sleep(0)
         looking.cancel()

@@ -12,8 +12,9 @@ from scope_secrets import ScopeSecrets
 from sim.volume import MemoryVolume
 
 from kvstrata_agent.backends.file.record_store import open_store
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.movement.path import Priority
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.units import MIB
@@ -134,7 +135,7 @@ async def test_a_missing_key_neither_drops_blocks_nor_pauses_their_tier() -> Non
     spec = NodeTier.model_validate({"name": "below", "type": "NVMe", "capacityBytes": MIB})
     below = Tier(spec, 1, await open_store(MemoryVolume(), MIB, keys=keys), 2)
     core = make_core([dram_tier(MIB), below])
-    at = Place(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
+    at = RequestContext(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
     await store_chain(core, at, [1, 2])
     first, second = (core.node.index.find(SCOPE, digest(n)) for n in (1, 2))
     assert first is not None
@@ -147,7 +148,7 @@ async def test_a_missing_key_neither_drops_blocks_nor_pauses_their_tier() -> Non
     keys.known[SCOPE] = kept
 
     assert not await core.cache.demoter.demote_to(second, memory, below, Priority.DEMOTE)
-    assert (await core.cache.reader.acquire(at, [digest(1)], 30.0, 5.0)).reads == []
+    assert (await core.cache.reader.acquire(AcquireCall(at, [digest(1)], 30.0, 5.0))).reads == []
     assert first.residence(below) is not None, "what cannot be read now is not lost"
     assert below.phase(core.node.clock()) == "Ready"
     assert below.backend.used_bytes == first.residences[0].slot.size_bytes

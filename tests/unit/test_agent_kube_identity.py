@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from kube_doubles import ScriptedApi, ok
 from kube_trust import ENGINE, KEY, SYSTEM, Json, Trust, secret, tenant
 
-from kvstrata_agent.kube import reviews
-from kvstrata_agent.kube.authenticator import REVIEWS_AT_ONCE, KubeAuthenticator, Place
-from kvstrata_agent.kube.reviews import Review, ReviewCache
+from kvstrata_agent.kube import authenticator
+from kvstrata_agent.kube.authenticator import REVIEWS_AT_ONCE, AgentIdentity, KubeAuthenticator, Review, ReviewCache
 from kvstrata_api import names
 from kvstrata_api.errors import (
     ApiServerAwayError,
@@ -35,8 +34,8 @@ def good_status(**changes: Any) -> Json:
 
 
 def test_a_good_review_names_account_and_pod() -> None:
-    assert reviews.identity(good_status()) == ENGINE
-    assert reviews.question("t")["spec"] == {"token": "t", "audiences": ["kvstrata"]}
+    assert authenticator.identity_of(good_status()) == ENGINE
+    assert authenticator.review_question("t")["spec"] == {"token": "t", "audiences": ["kvstrata"]}
 
 
 @pytest.mark.parametrize(
@@ -59,13 +58,13 @@ def test_a_good_review_names_account_and_pod() -> None:
 )
 def test_whatever_is_not_plainly_good_is_refused(changes: Json) -> None:
     with pytest.raises(UnauthenticatedError):
-        reviews.identity(good_status(**changes))
+        authenticator.identity_of(good_status(**changes))
 
 
 @given(st.recursive(st.none() | st.booleans() | st.text(), lambda c: st.lists(c) | st.dictionaries(st.text(), c)))
 def test_no_answer_without_the_exact_facts_makes_an_identity(noise: Any) -> None:
     with pytest.raises(UnauthenticatedError):
-        reviews.identity({"authenticated": noise} if noise is not True else {"authenticated": True})
+        authenticator.identity_of({"authenticated": noise} if noise is not True else {"authenticated": True})
 
 
 def token_until(expiry: Any) -> str:
@@ -77,7 +76,7 @@ def token_until(expiry: Any) -> str:
 
 @given(st.integers(0, 1 << 40))
 def test_a_token_says_when_it_ends(expiry: int) -> None:
-    assert reviews.expiry_s(token_until(expiry)) == expiry
+    assert authenticator.token_expiry_s(token_until(expiry)) == expiry
 
 
 @given(st.text(max_size=60) | st.builds(token_until, st.none() | st.text() | st.lists(st.none())))
@@ -85,7 +84,7 @@ def test_a_token_that_does_not_say_when_it_ends_has_ended(token: str) -> None:
     try:
         float(token.split(".")[1])
     except (IndexError, ValueError):
-        assert reviews.expiry_s(token) >= 0.0
+        assert authenticator.token_expiry_s(token) >= 0.0
 
 
 @given(st.floats(0, 2000), st.floats(-100, 5000))
@@ -93,22 +92,22 @@ def test_no_review_is_believed_longer_than_stated(age_s: float, life_s: float) -
     review = Review(ENGINE, NOW_S, NOW_S + life_s)
     now_s = NOW_S + age_s
 
-    assert 0 <= review.left_s(now_s) <= reviews.FRESH_S
+    assert 0 <= review.left_s(now_s) <= authenticator.FRESH_S
     assert now_s + review.left_s(now_s) <= max(now_s, review.expires_at_s) + 1e-6
     if age_s >= life_s:
         assert not review.is_current(now_s)
         assert not review.is_usable_blind(now_s)
-    if age_s >= reviews.REVIEW_AGAIN_S:
+    if age_s >= authenticator.REVIEW_AGAIN_S:
         assert not review.is_current(now_s)
-    if age_s >= reviews.STALE_S:
+    if age_s >= authenticator.STALE_S:
         assert not review.is_usable_blind(now_s)
 
 
 def test_an_account_that_is_deleted_is_cut_off_within_a_minute() -> None:
     api_server_memory_s = 10.0  # TokenSuccessCacheTTL
 
-    assert reviews.FRESH_S + api_server_memory_s < 60
-    assert reviews.REVIEW_AGAIN_S < reviews.FRESH_S
+    assert authenticator.FRESH_S + api_server_memory_s < 60
+    assert authenticator.REVIEW_AGAIN_S < authenticator.FRESH_S
 
 
 @given(st.lists(st.tuples(st.sampled_from("ar"), st.integers(0, 9)), max_size=60))
@@ -127,7 +126,7 @@ def test_the_memory_of_tokens_is_bounded_and_knows_the_last_verdict(steps: list[
         assert (cache.refusal(key, NOW_S) is not None) == (verb == "r")
     for key, verb in last.items():
         assert verb == "a" or cache.review(key) is None, "a refusal voids an earlier good review"
-        assert cache.refusal(key, NOW_S + reviews.REFUSED_S) is None, "refusals are forgotten soon"
+        assert cache.refusal(key, NOW_S + authenticator.REFUSED_S) is None, "refusals are forgotten soon"
 
 
 class Clock:
@@ -146,7 +145,7 @@ class Door:
         self.api = ScriptedApi(lambda _: self.reply)
         self.clock = Clock()
         view = Trust([tenant()], secrets=[secret(v1=KEY)]).view
-        self.authenticator = KubeAuthenticator(self.api, view, Place("p", "node-a", SYSTEM), self.clock)  # type: ignore[arg-type]
+        self.authenticator = KubeAuthenticator(self.api, view, AgentIdentity("p", "node-a", SYSTEM), self.clock)  # type: ignore[arg-type]
 
     @property
     def asked(self) -> int:
@@ -158,15 +157,15 @@ FOR_EVER = token_until(1 << 40)
 
 async def test_a_token_is_reviewed_again_when_its_review_is_older_than_stated() -> None:
     door = Door()
-    assert (await door.authenticator.authenticate(FOR_EVER)).expires_s == reviews.FRESH_S
-    door.clock.now_s += reviews.REVIEW_AGAIN_S - 1
-    assert (await door.authenticator.authenticate(FOR_EVER)).expires_s < reviews.FRESH_S
+    assert (await door.authenticator.authenticate(FOR_EVER)).expires_s == authenticator.FRESH_S
+    door.clock.now_s += authenticator.REVIEW_AGAIN_S - 1
+    assert (await door.authenticator.authenticate(FOR_EVER)).expires_s < authenticator.FRESH_S
     assert door.asked == 1
     door.clock.now_s += 1
-    assert (await door.authenticator.authenticate(FOR_EVER)).expires_s == reviews.FRESH_S
+    assert (await door.authenticator.authenticate(FOR_EVER)).expires_s == authenticator.FRESH_S
     assert door.asked == 2
 
-    door.clock.now_s += reviews.REVIEW_AGAIN_S
+    door.clock.now_s += authenticator.REVIEW_AGAIN_S
     door.reply = ok({"status": {"authenticated": False, "error": "pod deleted"}}, 201)
     with pytest.raises(UnauthenticatedError, match="pod deleted"):
         await door.authenticator.authenticate(FOR_EVER)
@@ -179,7 +178,7 @@ async def test_a_refused_token_is_refused_from_memory_for_a_moment() -> None:
         with pytest.raises(UnauthenticatedError):
             await door.authenticator.authenticate(FOR_EVER)
     assert door.asked == 1
-    door.clock.now_s += reviews.REFUSED_S
+    door.clock.now_s += authenticator.REFUSED_S
     door.reply = ok({"status": good_status()}, 201)
 
     assert (await door.authenticator.authenticate(FOR_EVER)).identity == ENGINE
@@ -189,8 +188,8 @@ async def test_a_known_token_survives_an_absent_api_server_for_a_bounded_time() 
     door = Door()
     await door.authenticator.authenticate(FOR_EVER)
     door.reply = ApiServerAwayError("away")
-    door.clock.now_s += reviews.STALE_S - 1
-    assert 0 < (await door.authenticator.authenticate(FOR_EVER)).expires_s <= reviews.REVIEW_AGAIN_S
+    door.clock.now_s += authenticator.STALE_S - 1
+    assert 0 < (await door.authenticator.authenticate(FOR_EVER)).expires_s <= authenticator.REVIEW_AGAIN_S
     door.clock.now_s += 1
     with pytest.raises(ApiServerAwayError):
         await door.authenticator.authenticate(FOR_EVER)

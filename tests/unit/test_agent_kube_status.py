@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kube_doubles import ScriptedApi, ok
 
-from kvstrata_agent.kube import status_plan
-from kvstrata_agent.kube.status_plan import Urgency
+from kvstrata_agent.kube import report
+from kvstrata_agent.kube.report import Urgency
 from kvstrata_agent.kube.status_writer import KubeStatusSink
 from kvstrata_api.conditions import Condition, Status
 from kvstrata_api.errors import ApiServerAwayError
@@ -70,7 +70,7 @@ stored: st.SearchStrategy[Json] = st.just({}) | statuses.map(KVPoolNodeStatus.to
 
 
 def written(wanted: KVPoolNodeStatus, before: Json, now: str = NOW) -> Json:
-    status: Json = status_plan.document("p.n", wanted, before, now)["status"]
+    status: Json = report.document("p.n", wanted, before, now)["status"]
     return status
 
 
@@ -78,7 +78,7 @@ def written(wanted: KVPoolNodeStatus, before: Json, now: str = NOW) -> Json:
 def test_what_was_written_needs_no_second_write(wanted: KVPoolNodeStatus, before: Json) -> None:
     after = written(wanted, before)
 
-    assert status_plan.urgency(wanted, after) is Urgency.NONE
+    assert report.urgency(wanted, after) is Urgency.NONE
     assert written(wanted, after, LATER) == after, "a steady status is the same document"
 
 
@@ -90,7 +90,7 @@ def test_confirmations_are_urgent_while_somebody_waits_for_them_and_usage_never_
     new = old.model_copy(update={"tenants": now_used, "erased": confirmed})
     is_news = bool(set(confirmed) - set(old.erased))
 
-    assert (status_plan.urgency(new, before) is Urgency.FACTS) == is_news
+    assert (report.urgency(new, before) is Urgency.FACTS) == is_news
 
 
 @given(statuses, lookups, st.integers(0, 64 << 30))
@@ -100,14 +100,14 @@ def test_facts_are_urgent_and_counters_are_not(old: KVPoolNodeStatus, seen: Look
     counted = old.model_copy(update={"lookups": seen, "tiers": filled})
     restarted = old.model_copy(update={"epoch": old.epoch + 1})
 
-    assert status_plan.urgency(counted, before) is not Urgency.FACTS
-    assert status_plan.urgency(restarted, before) is Urgency.FACTS
+    assert report.urgency(counted, before) is not Urgency.FACTS
+    assert report.urgency(restarted, before) is Urgency.FACTS
 
 
 @given(statuses, st.dictionaries(st.sampled_from(["conditions", "tiers", "epoch"]), st.just("garbage")))
 def test_a_stored_status_that_cannot_be_read_is_written_anew(wanted: KVPoolNodeStatus, garbage: Json) -> None:
     if garbage:
-        assert status_plan.urgency(wanted, garbage) is Urgency.FACTS
+        assert report.urgency(wanted, garbage) is Urgency.FACTS
         assert written(wanted, garbage)
 
 
@@ -126,7 +126,7 @@ def test_transition_times_move_only_with_the_status(old: KVPoolNodeStatus, new: 
 @given(st.integers(1, 1 << 50), st.integers(0, 1 << 51))
 def test_a_rounded_fill_is_within_half_a_percent_and_never_hides_the_last_block(capacity: int, used: int) -> None:
     tier = NodeTierStatus(name="a", type=TierType.NVME, capacity_bytes=capacity, used_bytes=min(used, 1 << 61))
-    rounded = status_plan.round_used(tier)
+    rounded = report.round_used(tier)
 
     assert 0 <= rounded <= capacity
     assert (rounded == 0) == (used == 0) or capacity < 100
@@ -141,14 +141,14 @@ def test_conditions_of_other_writers_are_left_out_of_comparison_and_document() -
     before = written(wanted, {}) | {}
     before["conditions"] = [*before["conditions"], theirs.to_json()]
 
-    assert status_plan.urgency(wanted, before) is Urgency.NONE
+    assert report.urgency(wanted, before) is Urgency.NONE
     assert [c["type"] for c in written(wanted, before)["conditions"]] == ["Ready"]
 
 
 def test_facts_wait_a_second_at_most_and_counters_ten_to_fifteen() -> None:
-    assert status_plan.due_s(Urgency.FACTS, None, 0.5) == 0
-    assert status_plan.due_s(Urgency.FACTS, 100.0, 0.5) == 100 + status_plan.FACTS_S
-    assert 110 <= status_plan.due_s(Urgency.COUNTERS, 100.0, 0.999) <= 115
+    assert report.due_s(Urgency.FACTS, None, 0.5) == 0
+    assert report.due_s(Urgency.FACTS, 100.0, 0.5) == 100 + report.FACTS_S
+    assert 110 <= report.due_s(Urgency.COUNTERS, 100.0, 0.999) <= 115
 
 
 class Server:

@@ -6,8 +6,7 @@ import pytest
 from kube_doubles import ok
 
 from kvstrata_agent.kube import declared
-from kvstrata_agent.kube.tenants import TenantView
-from kvstrata_agent.kube.trust import TrustStores, TrustView
+from kvstrata_agent.kube.trust import TenantView, TrustStores, TrustView
 from kvstrata_agent.policy.quota import Bound, OverQuota, Rules
 from kvstrata_agent.policy.retention import Retention
 from kvstrata_api.blocks import ScopeId

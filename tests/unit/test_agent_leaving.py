@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from operator_fleet import pool_spec
 
 from kvstrata_agent.kube import declared
-from kvstrata_agent.kube.desired import KubeDesired
+from kvstrata_agent.kube.declared import KubeDesired
 from kvstrata_agent.policy.removal import Presence, Removal, at_end, while_running
 from kvstrata_kube.signal import Signal
 from kvstrata_kube.typed_store import Known

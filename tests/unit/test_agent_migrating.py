@@ -8,8 +8,8 @@ from agent_doubles import BLOCK_BYTES, LAYOUT_ID, OTHER_SCOPE, SCOPE, bytes_of, 
 from agent_engine import steps_until
 from core_pair import Pair, held, load, tenants
 
-from kvstrata_agent.blocks.request import Place
-from kvstrata_agent.cache.ports import Offer, Taken
+from kvstrata_agent.blocks.request import RequestContext
+from kvstrata_agent.fleet.peers.client import Offer, Taken
 from kvstrata_agent.operations import migrate as migrating
 from kvstrata_agent.operations import warm as warming
 from kvstrata_agent.policy.quota import Bound, Rules
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.unit
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warming, "LOOK_S", 0.0)
-    monkeypatch.setattr(migrating, "LOOK_S", 0.0)
+    monkeypatch.setattr(warming, "POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(migrating, "POLL_INTERVAL_S", 0.0)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ async def migrated(pair: Pair, **more: object) -> OrderAnswer:
 async def branch(pair: Pair) -> None:
     """Two chains with a common beginning: 1 2 3 4 5 6 and 1 2 3 14."""
     await pair.store(range(1, 7))
-    await store_chain(pair.a, Place(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES), [14], parent=3)
+    await store_chain(pair.a, RequestContext(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES), [14], parent=3)
     pair.a.node.announcer.flush()
 
 
@@ -107,7 +107,7 @@ async def test_nothing_lands_where_its_tenant_has_no_right(pair: Pair) -> None:
     declared = tenants(version=2)
     del declared.callers["b"]
     pair.b.cache.tenancy.follow(declared)
-    await store_chain(pair.a, Place(1, "b", secret(OTHER_SCOPE), LAYOUT_ID, BLOCK_BYTES), range(1, 5))
+    await store_chain(pair.a, RequestContext(1, "b", secret(OTHER_SCOPE), LAYOUT_ID, BLOCK_BYTES), range(1, 5))
     await pair.store(range(1, 3))
     answer = await migrated(pair)
 
@@ -121,7 +121,7 @@ async def test_who_may_only_read_a_scope_brings_nothing_into_it(pair: Pair, take
     declared = tenants(version=2)
     declared.callers["a"] = caller("a", (OTHER_SCOPE, can_write))
     pair.b.cache.tenancy.follow(declared)
-    await store_chain(pair.a, Place(1, "b", secret(OTHER_SCOPE), LAYOUT_ID, BLOCK_BYTES), range(1, 5))
+    await store_chain(pair.a, RequestContext(1, "b", secret(OTHER_SCOPE), LAYOUT_ID, BLOCK_BYTES), range(1, 5))
     pair.a.node.announcer.flush()
     chain = tuple(digest(n) for n in range(1, 5))
 
@@ -130,7 +130,7 @@ async def test_who_may_only_read_a_scope_brings_nothing_into_it(pair: Pair, take
 
 
 async def test_one_tenants_blocks_may_be_meant_alone(pair: Pair) -> None:
-    await store_chain(pair.a, Place(1, "b", secret(OTHER_SCOPE), LAYOUT_ID, BLOCK_BYTES), range(1, 5))
+    await store_chain(pair.a, RequestContext(1, "b", secret(OTHER_SCOPE), LAYOUT_ID, BLOCK_BYTES), range(1, 5))
     await pair.store(range(1, 3))
     answer = await migrated(pair, tenant="a")
 
@@ -198,7 +198,7 @@ async def test_one_that_begins_anew_offers_what_is_left_and_what_is_there_is_not
 
 async def test_what_came_before_does_not_give_way_to_what_comes_next(pair: Pair) -> None:
     nvme = pair.b.node.tiers[1]
-    mine = Place(1, "b", secret(OTHER_SCOPE), LAYOUT_ID, BLOCK_BYTES)
+    mine = RequestContext(1, "b", secret(OTHER_SCOPE), LAYOUT_ID, BLOCK_BYTES)
     for first in range(1, 57, 14):
         await store_chain(pair.b, mine, range(first, first + 14), parent=first - 1)
         for _ in range(4):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unit
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_S", 0.0)
+    monkeypatch.setattr(module, "POLL_INTERVAL_S", 0.0)
 
 
 def flush(uid: str = "u", **more: str) -> NodeOrder:
@@ -32,7 +32,7 @@ async def carried_out(engine: Engine, order: NodeOrder) -> OrderAnswer:
 @settings(max_examples=25)
 @given(st.integers(0, 8), st.sampled_from(["Drop", "Demote"]), st.sampled_from([None, "dram", "nvme"]))
 async def test_a_flush_takes_what_nobody_holds_and_nothing_else(held: int, mode: str, tier: str | None) -> None:
-    module.LOOK_S = 0.0  # type: ignore[misc]  # Examples outlive a function's fixtures.
+    module.POLL_INTERVAL_S = 0.0  # type: ignore[misc]  # Examples outlive a function's fixtures.
     engine = await Engine().attach()
     for number in range(1, 9):
         await engine.store(number)

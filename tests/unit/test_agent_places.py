@@ -1,4 +1,4 @@
-"""Laws of places for connections: nobody uses them up, neither strangers nor one tenant."""
+"""Laws of limits for connections: nobody uses them up, neither strangers nor one tenant."""
 
 import asyncio
 from collections import Counter
@@ -12,7 +12,7 @@ from agent_thread import make_verbs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.serve.server import Places, Server
+from kvstrata_agent.serve.server import ConnectionLimits, Server
 from kvstrata_api import wire
 from kvstrata_api.errors import AgentAwayError
 
@@ -27,27 +27,27 @@ CALLERS, STRANGERS = 6, 2
 
 @given(st.lists(st.sampled_from("abc-"), max_size=60))
 def test_only_who_has_most_loses_a_caller_and_strangers_cost_nobody_but_strangers(comers: list[str]) -> None:
-    places: Places[int] = Places(CALLERS, STRANGERS)
+    limits: ConnectionLimits[int] = ConnectionLimits(CALLERS, STRANGERS)
     callers: dict[int, str] = {}
     waiting: list[int] = []
     for number, tenant in enumerate(comers):
         waiting.append(number)
-        gone = places.come(number)
+        gone = limits.accept(number)
         if gone is not None:
             assert gone == waiting.pop(0)
-            places.leave(gone)
+            limits.remove(gone)
         if tenant != "-":
             waiting.remove(number)
             callers[number] = tenant
-            out = places.attach(number, tenant)
+            out = limits.attach(number, tenant)
             if out is not None:
                 counts = Counter(callers.values())
                 assert counts[callers[out]] == max(counts.values())
                 assert out == max(n for n, t in callers.items() if t == callers[out]), "the newest"
-                places.leave(out)
+                limits.remove(out)
                 del callers[out]
         assert len(callers) <= CALLERS
-        assert len(places) == len(callers) + len(waiting)
+        assert len(limits) == len(callers) + len(waiting)
 
 
 class Peer:
@@ -75,9 +75,9 @@ class Peer:
 async def test_a_tenant_with_all_places_makes_way_for_another_and_is_told_so(tmp_path: Path) -> None:
     core = make_core([dram_tier(1 << 20)])
     core.node.clock = asyncio.get_running_loop().time
-    places: Places[Connection] = Places(CALLERS, STRANGERS)
+    limits: ConnectionLimits[Connection] = ConnectionLimits(CALLERS, STRANGERS)
     path = tmp_path / "a.sock"
-    server = Server(path, make_verbs(core, FakeAuthenticator(a=caller("a"), b=caller("b"))), places)
+    server = Server(path, make_verbs(core, FakeAuthenticator(a=caller("a"), b=caller("b"))), limits)
     server.start()
     flood: list[Peer] = []
     for _ in range(CALLERS):

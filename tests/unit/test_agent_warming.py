@@ -20,9 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_agent.app.wiring import AgentParts
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.sessions import SessionState
-from kvstrata_agent.cache.ports import Stretch
+from kvstrata_agent.cache.load import AcquireCall
+from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
 from kvstrata_agent.movement.path import Priority, QueuedMove, TrafficClass
 from kvstrata_agent.operations import warm as warming
 from kvstrata_agent.policy.operations import Chain, Count, budget_bytes, plan_warming
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.unit
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warming, "LOOK_S", 0.0)
+    monkeypatch.setattr(warming, "POLL_INTERVAL_S", 0.0)
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ async def test_a_slower_tier_may_be_the_target(pair: Pair) -> None:
 
 
 async def test_nobody_elses_prefix_is_found_and_the_answer_is_that_of_an_absent_one(pair: Pair) -> None:
-    others = Place(1, "b", secret(OTHER_SCOPE), LAYOUT_ID, BLOCK_BYTES)
+    others = RequestContext(1, "b", secret(OTHER_SCOPE), LAYOUT_ID, BLOCK_BYTES)
     await store_chain(pair.a, others, range(1, 5))
     pair.a.node.announcer.flush()
     forbidden, absent = await warmed(pair.b, order(4)), await warmed(pair.b, order(99))
@@ -152,8 +153,8 @@ async def test_what_a_peer_loses_on_the_way_is_told_and_its_place_given_back(pai
 async def test_a_peers_tale_of_another_order_of_blocks_brings_none_under_a_wrong_parent(pair: Pair) -> None:
     await pair.store(range(1, 5))
 
-    async def liar(key: BlockKey, at: Location, most: int) -> Stretch | None:
-        return Stretch(LAYOUT_ID, BLOCK_BYTES, (digest(4), digest(2), digest(3), digest(1)), b"")
+    async def liar(key: BlockKey, at: Location, most: int) -> ChainSegment | None:
+        return ChainSegment(LAYOUT_ID, BLOCK_BYTES, (digest(4), digest(2), digest(3), digest(1)), b"")
 
     pair.peers.trace = liar  # type: ignore[method-assign]
     await warmed(pair.b, order(4))
@@ -168,8 +169,8 @@ async def test_a_peers_tale_of_another_order_of_blocks_brings_none_under_a_wrong
 async def test_a_peers_tale_that_does_not_fit_together_is_no_chain(pair: Pair, told: tuple[bytes, ...]) -> None:
     await pair.store(range(1, 5))
 
-    async def liar(key: BlockKey, at: Location, most: int) -> Stretch | None:
-        return Stretch(LAYOUT_ID, BLOCK_BYTES, told, b"")
+    async def liar(key: BlockKey, at: Location, most: int) -> ChainSegment | None:
+        return ChainSegment(LAYOUT_ID, BLOCK_BYTES, told, b"")
 
     pair.peers.trace = liar  # type: ignore[method-assign]
     assert (await warmed(pair.b, order(4))).reason == "NotFound"
@@ -195,9 +196,9 @@ async def test_a_tenants_quota_bounds_what_is_brought_for_it(pair: Pair) -> None
 
 
 async def test_what_somebody_reads_does_not_give_way(pair: Pair) -> None:
-    mine = Place(1, "b", secret(OTHER_SCOPE), LAYOUT_ID, BLOCK_BYTES)
+    mine = RequestContext(1, "b", secret(OTHER_SCOPE), LAYOUT_ID, BLOCK_BYTES)
     await store_chain(pair.b, mine, range(1, 15))
-    leased = (await pair.b.cache.reader.acquire(mine, [digest(n) for n in range(1, 15)], 30.0, 2.0)).reads
+    leased = (await pair.b.cache.reader.acquire(AcquireCall(mine, [digest(n) for n in range(1, 15)], 30.0, 2.0))).reads
     await pair.store(range(1, 9))
     answer = await warmed(pair.b, order(8))
 
@@ -300,7 +301,7 @@ async def test_archived_sessions_come_up_whole_the_last_one_first(pair: Pair) ->
     for name, first in (("old", 1), ("new", 6)):
         numbers = range(first, first + 5)
         session = core.cache.life.open(1, "a", secret(SCOPE), name, parent="", priority="")
-        await store_chain(core, Place(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES, session), numbers)
+        await store_chain(core, RequestContext(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES, session), numbers)
         entries = [core.node.index.find(SCOPE, digest(n)) for n in numbers]
         session.follow([e for e in entries if e is not None])
         session.enter(SessionState.ARCHIVED)

@@ -13,8 +13,7 @@ from agent_engine import Engine, close
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.blocks.request import Place
-from kvstrata_agent.cache.ports import Caller
+from kvstrata_agent.blocks.request import Caller, RequestContext
 from kvstrata_agent.serve import audit
 from kvstrata_agent.serve.audit import IDENTITIES_MAX, KINDS_MAX, Decided, Window
 from kvstrata_api import wire
@@ -172,7 +171,7 @@ async def test_a_right_that_is_lost_while_a_request_waits_is_told(
 async def test_a_read_through_a_domain_is_told_once_and_the_rest_at_the_end(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await store_chain(engine.core, Place(7, "b", secret(DOMAIN), LAYOUT_ID, BLOCK_BYTES), [1])
+    await store_chain(engine.core, RequestContext(7, "b", secret(DOMAIN), LAYOUT_ID, BLOCK_BYTES), [1])
 
     for _ in range(5):
         await engine.ask(wire.Lookup(2, DOMAIN, digest(1)))
@@ -195,8 +194,8 @@ async def test_reads_of_the_own_scope_and_of_nothing_are_no_news(
 
 
 async def test_what_the_reader_wrote_itself_crosses_nothing(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    await store_chain(engine.core, Place(7, "b", secret(DOMAIN), LAYOUT_ID, BLOCK_BYTES), [1])
-    await store_chain(engine.core, Place(7, "a", secret(DOMAIN), LAYOUT_ID, BLOCK_BYTES), [2, 3], parent=1)
+    await store_chain(engine.core, RequestContext(7, "b", secret(DOMAIN), LAYOUT_ID, BLOCK_BYTES), [1])
+    await store_chain(engine.core, RequestContext(7, "a", secret(DOMAIN), LAYOUT_ID, BLOCK_BYTES), [2, 3], parent=1)
 
     await engine.ask(wire.Lookup(2, DOMAIN, digest(1) + digest(2) + digest(3)))
     await engine.ask(wire.Acquire(3, DOMAIN, digest(2)))

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import pytest
 from agent_doubles import BLOCK_BYTES, LAYOUT_ID, SCOPE, Clock, bytes_of, digest, dram_tier, make_core, secret
 
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.sessions import SessionState
 from kvstrata_agent.blocks.tenants import LOST_AFTER_S, ScopeMemory
-from kvstrata_agent.fleet.directory.nominations import Advice
+from kvstrata_agent.fleet.directory.nominations import EvictionHints
 from kvstrata_agent.policy.duplicates import Ruling
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import ScopeSecret
@@ -53,8 +53,8 @@ class Setup:
         self.keys = {SCOPE: secret(SCOPE)}
         self.adviser = Adviser(others)
         self.scopes = ScopeMemory(self.keys.get)
-        self.advice = Advice(self.core.node, self.adviser, self.scopes)
-        place = Place(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
+        self.advice = EvictionHints(self.core.node, self.adviser, self.scopes)
+        place = RequestContext(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
         for made in self.core.cache.writer.reserve_now(place, b"", CHAIN):
             assert made is not None
             mappable = made.tier.mappable
@@ -132,16 +132,16 @@ async def test_a_scope_that_has_its_key_is_not_dropped_because_somebody_says_so(
 async def test_a_lost_scope_is_told_once_its_blocks_are_gone_and_again_until_it_is_heard() -> None:
     at = Setup(others=0)
     at.keys.clear()
-    await at.advice.listen()
+    await at.advice.poll()
     at.clock.now_s += LOST_AFTER_S
-    await at.advice.listen()
+    await at.advice.poll()
     assert at.adviser.claims == []
     at.core.node.drop_scope(SCOPE, "erased")
     at.adviser.is_up = False
-    await at.advice.listen()
+    await at.advice.poll()
     at.adviser.is_up = True
-    await at.advice.listen()
-    await at.advice.listen()
+    await at.advice.poll()
+    await at.advice.poll()
 
     assert at.adviser.claims == [secret(SCOPE)]
 

@@ -26,7 +26,7 @@ from virtual_loop import run_virtually
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.file.record_store import RecordStore, open_store
 from kvstrata_agent.blocks.block import Entry
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.codec.base import RAW, Encoded, Shape
 from kvstrata_agent.movement.path import Priority
@@ -37,7 +37,7 @@ from kvstrata_api.units import MIB
 
 pytestmark = pytest.mark.unit
 
-PLACE = Place(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
+PLACE = RequestContext(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
 COUNT = 8
 HALF = BLOCK_BYTES // 2
 

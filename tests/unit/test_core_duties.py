@@ -22,7 +22,7 @@ from kvstrata_agent.app.periodic import ERASE_GRACE_S, Sweeper
 from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
 from kvstrata_agent.blocks.index import Index
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.provision.provisioner import RETRY_S
 from kvstrata_api.blocks import BlockKey, ScopeId, ScopeSecret
@@ -286,7 +286,7 @@ async def test_a_scope_without_a_secret_is_erased_after_the_grace_and_not_before
 
 async def test_a_scope_that_was_empty_meanwhile_gets_its_grace_anew(at: Setup) -> None:
     await at.provisioner.apply([dram()])
-    place = Place(1, "a", secret(SCOPE), LAYOUT_ID, 4096)
+    place = RequestContext(1, "a", secret(SCOPE), LAYOUT_ID, 4096)
     node, sweeper = at.core.node, Sweeper(at.core.cache, Forgetful())
     await store_chain(at.core, place, [7])
     sweeper.expire()
@@ -332,7 +332,7 @@ async def test_a_drain_is_done_when_all_that_is_left_survives(at: Setup) -> None
     await at.provisioner.apply([dram(), nvme()])
     assert reason(at.conditions(), "Draining") == ("False", "NotRequested")
     core, node = at.core, at.core.node
-    place = Place(1, "a", secret(SCOPE), LAYOUT_ID, 4096)
+    place = RequestContext(1, "a", secret(SCOPE), LAYOUT_ID, 4096)
     made = core.cache.writer.reserve_now(place, b"", [digest(1), digest(2)])
     for r in made:
         assert r is not None

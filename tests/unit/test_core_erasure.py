@@ -24,7 +24,7 @@ from agent_doubles import (
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.blocks.block import Residence
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache import store as writer
 from kvstrata_agent.cache.ports import Wanted
@@ -103,8 +103,8 @@ class Scene:
             await tier.backend.close()
 
 
-def at(tenant: str, scope: ScopeId = DOMAIN) -> Place:
-    return Place(sum(tenant.encode()), tenant, secret(scope), LAYOUT_ID, BLOCK_BYTES)
+def at(tenant: str, scope: ScopeId = DOMAIN) -> RequestContext:
+    return RequestContext(sum(tenant.encode()), tenant, secret(scope), LAYOUT_ID, BLOCK_BYTES)
 
 
 @pytest.mark.parametrize("scope", [DOMAIN, ScopeId("tenant/a/uid-a/v1")])

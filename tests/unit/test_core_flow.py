@@ -24,8 +24,8 @@ from kvstrata import Lease
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.leases import Stray
-from kvstrata_agent.blocks.request import Place
-from kvstrata_agent.cache.load import Read
+from kvstrata_agent.blocks.request import RequestContext
+from kvstrata_agent.cache.load import AcquireCall, Read
 from kvstrata_agent.cache.store import PUBLISHED, REFUSED
 from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.admission import CHECK_EVERY
@@ -38,11 +38,13 @@ pytestmark = pytest.mark.unit
 SLOTS = 16
 
 
-def place(owner: int = 1, scope: ScopeId = SCOPE) -> Place:
-    return Place(owner, "a", secret(scope), LAYOUT_ID, BLOCK_BYTES)
+def place(owner: int = 1, scope: ScopeId = SCOPE) -> RequestContext:
+    return RequestContext(owner, "a", secret(scope), LAYOUT_ID, BLOCK_BYTES)
 
 
-async def store(core: AgentParts, numbers: Sequence[int], parent: bytes = b"", at: Place | None = None) -> bytes:
+async def store(
+    core: AgentParts, numbers: Sequence[int], parent: bytes = b"", at: RequestContext | None = None
+) -> bytes:
     """Reserve, write and publish blocks as a chain; returns the results."""
     made, *_ = await core.cache.writer.reserve(at or place(), parent, [digest(n) for n in numbers])
     fresh = [(r, n) for r, n in zip(made, numbers, strict=False) if r is not None]
@@ -72,8 +74,8 @@ def bytes_read(core: AgentParts, read: Read) -> bytes:
     return content
 
 
-async def load(core: AgentParts, numbers: Sequence[int], at: Place | None = None) -> list[Read]:
-    return (await core.cache.reader.acquire(at or place(), [digest(n) for n in numbers], 30.0, 1.0)).reads
+async def load(core: AgentParts, numbers: Sequence[int], at: RequestContext | None = None) -> list[Read]:
+    return (await core.cache.reader.acquire(AcquireCall(at or place(), [digest(n) for n in numbers], 30.0, 1.0))).reads
 
 
 @pytest.fixture
@@ -153,7 +155,7 @@ async def test_a_full_tier_makes_room_for_a_chain_without_the_chain_itself() -> 
 
         assert len(await load(core, numbers)) == len(numbers)
         core.node.end_owner(1)
-    assert core.cache.evictor._tasks == set(), "nothing was waited for"
+    assert len(core.cache.evictor._tasks) == 0, "nothing was waited for"
     await core.close()
     await core.node.tiers[0].backend.close()
 
@@ -300,7 +302,7 @@ async def test_a_corrupt_copy_below_is_a_miss_and_goes_away(core: AgentParts) ->
     low = next(e for e in core.node.index if e.residences[0].tier is nvme)
     nvme.backend.stored[low.residences[0].slot.stamp] = b"x" * BLOCK_BYTES
 
-    reads = (await core.cache.reader.acquire(place(), [low.digest], 30.0, 1.0)).reads
+    reads = (await core.cache.reader.acquire(AcquireCall(place(), [low.digest], 30.0, 1.0))).reads
 
     assert reads == []
     assert core.node.index.find(SCOPE, low.digest) is None

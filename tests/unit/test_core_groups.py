@@ -25,8 +25,9 @@ from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import Reading, Record, Sound, TierBackend, Writing
 from kvstrata_agent.backends.file.record_store import RecordStore, open_store
 from kvstrata_agent.blocks.block import Entry
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.placement import CopyPath
 from kvstrata_api.blocks import BlockKey
@@ -36,7 +37,7 @@ from kvstrata_api.units import MIB
 
 pytestmark = pytest.mark.unit
 
-PLACE = Place(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
+PLACE = RequestContext(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
 COUNT = 8
 
 
@@ -76,7 +77,7 @@ async def with_blocks_below(volume: MemoryVolume) -> tuple[AgentParts, list[Entr
 async def loaded(core: AgentParts) -> list[int]:
     """Numbers of the leading blocks that come up, each with its own bytes."""
     numbers = []
-    acquired = await core.cache.reader.acquire(PLACE, [digest(n) for n in range(COUNT)], 30.0, 5.0)
+    acquired = await core.cache.reader.acquire(AcquireCall(PLACE, [digest(n) for n in range(COUNT)], 30.0, 5.0))
     for number, read in enumerate(acquired.reads):
         residence = read.lease.residence
         assert residence.tier.mappable is not None

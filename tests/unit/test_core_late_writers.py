@@ -18,8 +18,9 @@ from agent_doubles import (
 
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.cache.ports import Wanted
 from kvstrata_agent.movement.path import Priority
 from kvstrata_api.blocks import BlockKey
@@ -31,7 +32,7 @@ from kvstrata_metadata.records import Location
 pytestmark = pytest.mark.unit
 
 JUNK = b"late" * (BLOCK_BYTES // 4)
-PLACE = Place(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
+PLACE = RequestContext(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
 
 
 class SpoiltBackend(DictBackend):
@@ -67,12 +68,12 @@ async def test_a_slot_that_is_spoilt_while_it_is_filled_is_not_published() -> No
     core, backend = await core_with_a_block_below()
     backend.is_writer_late = True
 
-    reads = (await core.cache.reader.acquire(PLACE, [digest(1)], 30.0, 1.0)).reads
+    reads = (await core.cache.reader.acquire(AcquireCall(PLACE, [digest(1)], 30.0, 1.0))).reads
 
     assert reads == []
     assert core.node.tiers[0].backend.used_bytes == 0
     backend.is_writer_late = False
-    (read,) = (await core.cache.reader.acquire(PLACE, [digest(1)], 30.0, 1.0)).reads
+    (read,) = (await core.cache.reader.acquire(AcquireCall(PLACE, [digest(1)], 30.0, 1.0))).reads
     residence = read.lease.residence
     assert residence.tier.mappable is not None
     assert residence.tier.mappable.view(residence.slot) == bytes_of(1)

@@ -19,7 +19,7 @@ from provisioned import Provisioned
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.backends.base import TierBackend
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.provision.plan import levels
 from kvstrata_api.models.pool import HostDramTier, NvmeTier
 from kvstrata_api.models.poolnode import NodeTier
@@ -50,7 +50,7 @@ async def make(spec: NodeTier) -> TierBackend:
 class Setup(Provisioned):
     def __init__(self) -> None:
         super().__init__(make)
-        self.place = Place(1, "a", secret(SCOPE), LAYOUT_ID, 4096)
+        self.place = RequestContext(1, "a", secret(SCOPE), LAYOUT_ID, 4096)
         self.sweeper = Sweeper(self.core.cache, FakeAuthenticator())
 
     async def apply(self, *wanted: NodeTier) -> None:

@@ -11,7 +11,7 @@ from generated_kv import kv_block
 
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.block import Entry, Residence
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_agent.movement.path import Priority
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.unit
 LAYOUT = Layout("tiny", "r1", "bf16", 16, layers=1, kv_heads=2, head_dim=64, element_bytes=2)
 BLOCK_BYTES = LAYOUT.block_bytes
 PERMITTED = 0.03
-PLACE = Place(1, "a", secret(SCOPE), LAYOUT.layout_id(), BLOCK_BYTES)
+PLACE = RequestContext(1, "a", secret(SCOPE), LAYOUT.layout_id(), BLOCK_BYTES)
 
 
 def permit(core: AgentParts, mode: str, permille: int) -> None:

@@ -24,6 +24,7 @@ from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.blocks.block import Residence
 from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.blocks.tier import SlotRequest
+from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.movement.path import Priority, QueuedMove, TrafficClass
 from kvstrata_agent.policy.recompute import REFUSED_S
 from kvstrata_api.blocks import BlockKey
@@ -98,8 +99,8 @@ async def test_a_full_path_from_peers_is_told_of_and_nobodys_blocks_are_plain_mi
     gate._width, gate._waiting_max = 1, 0
 
     async with gate.enter(QueuedMove(Priority.DEMOTE, "z", 100, 1)):
-        there = await pair.b.cache.reader.acquire(place(), [digest(n) for n in (1, 2, 3)], 30.0, 2.0)
-        nowhere = await pair.b.cache.reader.acquire(place(), [digest(7)], 30.0, 2.0)
+        there = await pair.b.cache.reader.acquire(AcquireCall(place(), [digest(n) for n in (1, 2, 3)], 30.0, 2.0))
+        nowhere = await pair.b.cache.reader.acquire(AcquireCall(place(), [digest(7)], 30.0, 2.0))
 
     assert (there.reads, there.busy_s) == ([], REFUSED_S)
     assert (nowhere.reads, nowhere.busy_s) == ([], 0.0)

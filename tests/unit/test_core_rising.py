@@ -8,13 +8,14 @@ from agent_doubles import BLOCK_BYTES, LAYOUT_ID, SCOPE, dict_tier, digest, dram
 
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.block import Entry
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.movement.move import Move
 
 pytestmark = pytest.mark.unit
 
-PLACE = Place(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
+PLACE = RequestContext(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
 COUNT = 32
 
 
@@ -65,7 +66,7 @@ async def test_blocks_behind_one_that_waits_for_room_come_after_it(monkeypatch: 
 
     monkeypatch.setattr(core.cache.promoter, "_take_slots", place_one)
     async with asyncio.timeout(10.0):
-        acquired = await core.cache.reader.acquire(PLACE, [digest(n) for n in range(COUNT)], 30.0, 5.0)
+        acquired = await core.cache.reader.acquire(AcquireCall(PLACE, [digest(n) for n in range(COUNT)], 30.0, 5.0))
 
     assert len(acquired.reads) == COUNT
     assert {entry.move for entry in entries} == {None}
@@ -74,7 +75,7 @@ async def test_blocks_behind_one_that_waits_for_room_come_after_it(monkeypatch: 
 
 async def test_blocks_whose_reader_has_left_take_no_room_from_others() -> None:
     core, entries = await core_with_blocks_below(slots=8)
-    acquired = await core.cache.reader.acquire(PLACE, [digest(n) for n in range(8)], 30.0, 5.0)
+    acquired = await core.cache.reader.acquire(AcquireCall(PLACE, [digest(n) for n in range(8)], 30.0, 5.0))
     core.cache.release(PLACE.owner, [read.lease.id for read in acquired.reads])
 
     core.cache.promoter.start_promotions(entries[8:])

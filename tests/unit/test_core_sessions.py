@@ -25,7 +25,7 @@ from virtual_loop import run_virtually
 
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.block import Residence
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.sessions import Session, SessionState
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache import session_lifecycle as session_life
@@ -76,8 +76,8 @@ class Run:
     def open(self, name: str, *, parent: str = "", owner: int = 1) -> Session:
         return self.core.cache.life.open(owner, "a", SECRET, name, parent=parent, priority="")
 
-    def place(self, session: Session | None = None) -> Place:
-        return Place(1, "a", SECRET, LAYOUT_ID, BLOCK_BYTES, session)
+    def place(self, session: Session | None = None) -> RequestContext:
+        return RequestContext(1, "a", SECRET, LAYOUT_ID, BLOCK_BYTES, session)
 
     async def store(self, numbers: Sequence[int], session: Session | None = None, parent: int | None = None) -> int:
         """Reserve, write and publish a chain; returns how many blocks found room."""

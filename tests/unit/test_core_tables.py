@@ -13,7 +13,7 @@ from agent_doubles import LAYOUT_ID, SCOPE, dict_tier, digest, make_node, secret
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.app.epoch import next_epoch
+from kvstrata_agent.app.process import next_epoch
 from kvstrata_agent.backends.base import Record
 from kvstrata_agent.backends.scratch import Buffers
 from kvstrata_agent.blocks.block import Entry, Residence

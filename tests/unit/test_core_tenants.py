@@ -25,8 +25,9 @@ from virtual_loop import run_virtually
 
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.tenants import TenantBook
+from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.cache.store import Reserved
 from kvstrata_agent.policy.quota import Bound, OverQuota, Rules
 from kvstrata_agent.policy.retention import Retention
@@ -45,8 +46,8 @@ def scope_of(tenant: str, version: int = 1) -> ScopeId:
     return ScopeId(f"tenant/{tenant}/uid-{tenant}/v{version}")
 
 
-def at(tenant: str, scope: ScopeId | None = None) -> Place:
-    return Place(sum(tenant.encode()), tenant, secret(scope or scope_of(tenant)), LAYOUT_ID, BLOCK_BYTES)
+def at(tenant: str, scope: ScopeId | None = None) -> RequestContext:
+    return RequestContext(sum(tenant.encode()), tenant, secret(scope or scope_of(tenant)), LAYOUT_ID, BLOCK_BYTES)
 
 
 def rules(hard: int | None = None, guaranteed: int = 0, **more: object) -> Rules:
@@ -127,8 +128,12 @@ async def test_demote_places_new_blocks_in_the_next_mapped_tier_when_its_own_can
     core = make_core([dram_tier(SLOTS * BLOCK_BYTES), slow], Clock())
     declare(core, a=rules(8, over_quota=OverQuota.DEMOTE))
     await flood(core, "a", 8)
-    held = (await core.cache.reader.acquire(at("a"), [digest(n) for n in (1000, 1001, 1002, 1003)], 30.0, 1.0)).reads
-    held += (await core.cache.reader.acquire(at("a"), [digest(n) for n in (1004, 1005, 1006, 1007)], 30.0, 1.0)).reads
+    held = (
+        await core.cache.reader.acquire(AcquireCall(at("a"), [digest(n) for n in (1000, 1001, 1002, 1003)], 30.0, 1.0))
+    ).reads
+    held += (
+        await core.cache.reader.acquire(AcquireCall(at("a"), [digest(n) for n in (1004, 1005, 1006, 1007)], 30.0, 1.0))
+    ).reads
     assert len(held) == 8
 
     assert await store_chain(core, at("a"), [1, 2]) == 2
@@ -169,7 +174,9 @@ async def test_a_rejected_tenant_reads_its_blocks_from_below_all_the_same(core: 
 
     for first in range(1000, 1016, 4):
         reads = (
-            await core.cache.reader.acquire(at("a"), [digest(n) for n in range(first, first + 4)], 30.0, 1.0)
+            await core.cache.reader.acquire(
+                AcquireCall(at("a"), [digest(n) for n in range(first, first + 4)], 30.0, 1.0)
+            )
         ).reads
         assert len(reads) == 4
         core.cache.release(at("a").owner, [r.lease.id for r in reads])
@@ -236,7 +243,7 @@ async def _do(core: AgentParts, tenant: str, what: str, number: int) -> None:
         if what == "store":
             core.cache.writer.publish_now(at(tenant).owner, [r.id for r in made], sums)
     elif what == "read":
-        reads = (await core.cache.reader.acquire(at(tenant), digests, 30.0, 0.5)).reads
+        reads = (await core.cache.reader.acquire(AcquireCall(at(tenant), digests, 30.0, 0.5))).reads
         core.cache.release(at(tenant).owner, [r.lease.id for r in reads])
 
 
@@ -329,7 +336,7 @@ async def test_blocks_go_when_their_tenants_time_for_them_is_over(core: AgentPar
     for tenant, first in (("idle", 100), ("old", 200), ("free", 300)):
         await store_chain(core, at(tenant), list(range(first, first + 4)))
     clock.now_s += 50
-    reads = (await core.cache.reader.acquire(at("idle"), [digest(100), digest(101)], 30.0, 1.0)).reads
+    reads = (await core.cache.reader.acquire(AcquireCall(at("idle"), [digest(100), digest(101)], 30.0, 1.0))).reads
     clock.now_s += 20
     await core.cache.tenancy.retire()
     assert set(core.node.index.blocks(scope_of("idle"))) == {digest(100), digest(101)}
@@ -351,7 +358,7 @@ async def test_an_erasure_takes_everything_that_is_attributable_at_once(core: Ag
     await store_chain(core, at("b", DOMAIN), [5])
     await core.cache.evictor.drain(core.node.tiers[0])
     await store_chain(core, at("a"), [6])
-    reads = (await core.cache.reader.acquire(at("a"), [digest(6)], 30.0, 1.0)).reads
+    reads = (await core.cache.reader.acquire(AcquireCall(at("a"), [digest(6)], 30.0, 1.0))).reads
     pending, *_ = await core.cache.writer.reserve(at("a"), b"", [digest(7)])
     tenants.move_on("a")
     core.cache.tenancy.sweep()

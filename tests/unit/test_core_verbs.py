@@ -21,8 +21,9 @@ from agent_engine import Engine, close, steps_until
 
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.blocks.request import Place
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.reservations import RESERVATION_S
+from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.serve.verbs import LEASE_S_MAX
 from kvstrata_api import wire
@@ -265,13 +266,14 @@ async def test_a_relocated_block_has_its_own_checksum(engine: Engine) -> None:
 
 async def test_a_lease_that_was_waited_for_too_long_is_not_handed_out(engine: Engine) -> None:
     await engine.store(1, 2)
-    place, reader = Place(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES), engine.core.cache.reader
-    reads = reader.acquire_now(place, reader.lookup_now(place, [digest(1), digest(2)]), engine.clock() + 5.0)
-    assert [r.lease.id for r in reader.live(place, reads, 9.0)] == [r.lease.id for r in reads]
+    context, reader = RequestContext(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES), engine.core.cache.reader
+    short, long = (AcquireCall(context, [digest(1), digest(2)], lease_s, 1.0) for lease_s in (5.0, 9.0))
+    reads = reader.acquire_now(short).reads
+    assert [r.lease.id for r in reader.live(long, reads)] == [r.lease.id for r in reads]
     engine.clock.now_s += 6.0
-    assert len(reader.live(place, reads, 5.0)) == 2, "they were renewed"
+    assert len(reader.live(short, reads)) == 2, "they were renewed"
     engine.clock.now_s += 5.0
-    assert reader.live(place, reads, 5.0) == []
+    assert reader.live(short, reads) == []
     assert len(engine.core.node.leases) == 0
 
 

@@ -163,8 +163,10 @@ def test_questions_over_a_limit_are_refused(message: wire.Question) -> None:
         wire.Traced(1, b"L" * 16, 4096, b"k" * 20 * (wire.KEYS_MAX + 1), b""),
         wire.Lending(1, 0, (wire.Loan(1, 2, 3, 4, 5, b"", b"short"),)),
         wire.Lending(1, 0, (wire.Loan(1, 2, 3, 4, 5, b"parent", b"c" * 16),)),
-        wire.Lending(1, 0, (wire.Loan(1, 2, 3, 4, 5, b"", b"c" * 16, wire.Place("t", "f" * 129, 0, 1, "raw", 1)),)),
-        wire.Lending(1, 0, (wire.Loan(1, 2, 3, 4, 5, b"", b"c" * 16, wire.Place("t", "f", 0, 1, "c" * 129, 1)),)),
+        wire.Lending(
+            1, 0, (wire.Loan(1, 2, 3, 4, 5, b"", b"c" * 16, wire.ReadAddress("t", "f" * 129, 0, 1, "raw", 1)),)
+        ),
+        wire.Lending(1, 0, (wire.Loan(1, 2, 3, 4, 5, b"", b"c" * 16, wire.ReadAddress("t", "f", 0, 1, "c" * 129, 1)),)),
     ],
 )
 def test_answers_over_a_limit_are_refused(message: wire.Answer) -> None:

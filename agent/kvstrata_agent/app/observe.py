@@ -30,7 +30,7 @@ def observe(
     machine: NodeReport | None = None,
     peer_address: str = "",
 ) -> Observed:
-    """Look at everything that the status says."""
+    """Read everything that the status reports."""
     node, cache = parts.node, parts.cache
     drain = pool_node.spec.drain
     left = (0 if drain.mode == "Drop" else drain_left(node)) if drain.requested else None

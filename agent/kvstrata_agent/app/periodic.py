@@ -14,14 +14,14 @@ from kvstrata_kube.tasks import repeat
 if TYPE_CHECKING:
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.cache.cache import Cache
-    from kvstrata_agent.cache.ports import Authenticator
+    from kvstrata_agent.serve.authorization import Authenticator
 
 EXPIRE_S: Final = 0.25
-"""Between looks at leases and reservations; their times are tens of seconds."""
+"""Polling interval of leases and reservations; their times are tens of seconds."""
 TEND_S: Final = 0.2
-"""Between looks at watermarks: at 1 GB/s of new blocks a tier gains 200 MB meanwhile."""
+"""Polling interval of watermarks: at 1 GB/s of new blocks a tier gains 200 MB meanwhile."""
 SESSIONS_S: Final = 0.25
-"""Between looks at sessions that are expected back; what changed is written as often."""
+"""Polling interval of sessions that are expected back; what changed is written as often."""
 ANNOUNCE_S: Final = 0.02
 """How long announcements are gathered; other nodes see a block this much later at most."""
 FOLD_S: Final = 0.05
@@ -115,7 +115,7 @@ class Sweeper:
                 if tier.mappable is None:
                     tier.closing &= self._node.contents(
                         tier
-                    ).extents.keys()  # Mappable ones say so themselves, written or not.
+                    ).extents.keys()  # Mappable ones report it themselves, written or not.
             await evictor.enforce(tier)
             await evictor.trim(tier)
             if (
@@ -170,8 +170,8 @@ class Sweeper:
             counters.set("kvstrata_sessions", count, state=state)
 
     def _show_handovers(self) -> None:
-        for role, growing in (("writer", self._node.growth.growing), ("reader", self._cache.follower.growing)):
-            self._node.counters.set("kvstrata_handover_blocks", growing, role=role)
+        for role, blocks in (("writer", self._node.growth.growing), ("reader", self._cache.follower.growing)):
+            self._node.counters.set("kvstrata_handover_blocks", blocks, role=role)
 
     def _show_paths(self) -> None:
         counters = self._node.counters

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 from kvstrata_agent.cache.cache import Cache
 from kvstrata_agent.fleet.peers.chain_lookup import Chains
-from kvstrata_agent.fleet.peers.lender import PeerGrower, PeerLender
-from kvstrata_agent.fleet.peers.shared_flash import FlashReader
-from kvstrata_agent.operations.adopt import Adopter
-from kvstrata_agent.operations.migrate import Migrator
+from kvstrata_agent.fleet.peers.lender import HandoverSource, PeerLender
+from kvstrata_agent.fleet.peers.peers import FlashReader
+from kvstrata_agent.operations.migrate import Adopter, Migrator
 from kvstrata_agent.operations.runner import Orders
 from kvstrata_agent.operations.warm import Warmer
 
@@ -36,7 +35,7 @@ class AgentParts:
         self.cache = Cache(node, codecs, directory, peers, journal)
         self.flash = FlashReader(node, codecs)
         self.lender = PeerLender(node, self.cache.promoter, self.cache.extents)
-        self.grower = PeerGrower(node)
+        self.handovers = HandoverSource(node)
         self.chains = Chains(node, directory, peers)
         self.migrator = Migrator(node, peers)
         self.warmer = Warmer(self.cache, self.chains)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvstrata_agent.blocks.node import Node
-    from kvstrata_agent.blocks.request import Place
+    from kvstrata_agent.blocks.request import RequestContext
     from kvstrata_agent.cache.ports import Directory, Peers
     from kvstrata_agent.movement.move import Codecs
 
@@ -79,7 +79,7 @@ class Cache:
         """Give reservations back unfilled; returns how many there were."""
         return self.node.abandon(r for r in self.node.reservations.take(owner, reservations) if r is not None)
 
-    def pin(self, place: Place, digests: Sequence[bytes], expires_s: float) -> int:
+    def pin(self, place: RequestContext, digests: Sequence[bytes], expires_s: float) -> int:
         """Keep blocks that are in memory there for `expires_s` seconds; a second pin renews the first."""
         self.unpin(place, digests)
         tier, count = self.node.entry_tier, 0
@@ -89,7 +89,7 @@ class Cache:
                 count += 1
         return count
 
-    def unpin(self, place: Place, digests: Sequence[bytes]) -> int:
+    def unpin(self, place: RequestContext, digests: Sequence[bytes]) -> int:
         """Take pins of this connection back; returns how many there were."""
         wanted = {(place.scope, digest) for digest in digests}
         held = self.node.pins.owned(place.owner)

@@ -16,9 +16,10 @@ from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.eviction import plan_eviction
 from kvstrata_agent.policy.quota import OverQuota, accounts_over_share, over_hard_bytes, surplus_to_evict
 from kvstrata_api.errors import QuotaExceededError, TierFullError
+from kvstrata_kube.tasks import TaskSet
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 
     from kvstrata_agent.backends.base import SlotRef
     from kvstrata_agent.blocks.block import Entry
@@ -42,7 +43,7 @@ class Evictor:
         self._node = node
         self._mover = mover
         self._locks: dict[Tier, asyncio.Lock] = {}
-        self._tasks: set[asyncio.Task[SlotRef]] = set()
+        self._tasks: TaskSet[SlotRef] = TaskSet()
         self.demoter = Demoter(node, mover, self.make_room)
 
     async def reserve(
@@ -91,7 +92,7 @@ class Evictor:
                 raise
         if self._node.is_lowest(request.tier) and not self._lock(request.tier).locked():
             return await self._make_and_take(request)  # Nothing is copied, so nothing is waited for.
-        making = self._start(self._make_and_take(request))
+        making = self._tasks.spawn(self._make_and_take(request))
         is_late = True
         try:
             await asyncio.wait([making], timeout=left_s)
@@ -118,17 +119,9 @@ class Evictor:
         if not making.cancelled() and making.exception() is None:
             self._node.free(request.tier, making.result(), request.tenant)
 
-    def _start(self, making: Coroutine[None, None, SlotRef]) -> asyncio.Task[SlotRef]:
-        task = asyncio.create_task(making)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     async def close(self) -> None:
         """Cancel what is under way."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def _action(self, request: SlotRequest) -> OverQuota:
         """What the tenant's quota asks for; only new blocks are refused, others make room by demotion."""

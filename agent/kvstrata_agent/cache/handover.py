@@ -23,6 +23,7 @@ from kvstrata_api.blocks import BlockKey
 from kvstrata_api.checksum import CHECKSUM_BYTES, bind, bind_part, checksum
 from kvstrata_api.errors import AgentAwayError, BackendFailedError, BlockCorruptError, LeaseLostError, TierFullError
 from kvstrata_api.units import MIB
+from kvstrata_kube.tasks import TaskSet
 from kvstrata_native import copy_digests
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
-    from kvstrata_agent.blocks.request import Place
+    from kvstrata_agent.blocks.request import RequestContext
     from kvstrata_agent.cache.eviction import Evictor
     from kvstrata_agent.cache.ports import Follow, Followed
 
@@ -171,7 +172,7 @@ class Follower:
         self._evictor = evictor
         self._peers = peers
         self._by_entry: dict[Entry, Following] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: TaskSet[None] = TaskSet()
 
     @property
     def growing(self) -> int:
@@ -180,11 +181,9 @@ class Follower:
 
     async def close(self) -> None:
         """Cancel what is under way."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
-    async def follow(self, place: Place, wanted: Follow, lease_s: float) -> list[Read]:
+    async def follow(self, place: RequestContext, wanted: Follow, lease_s: float) -> list[Read]:
         """Lease leading blocks that grow elsewhere, and begin to bring their parts; none when they cannot be had."""
         self._by_entry = {e: f for e, f in self._by_entry.items() if not f.is_over or e.leases}
         run = await self._begin(place, wanted) if self._peers is not None else None
@@ -203,9 +202,7 @@ class Follower:
         expires_s = self._node.clock() + lease_s
         leases = self._node.leases.grant_all(place.owner, list(zip(run.entries, run.copies, strict=True)), expires_s)
         self._by_entry.update((entry, run) for entry in run.entries)
-        task = asyncio.create_task(self._grow(run))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.spawn(self._grow(run))
         return [Read(lease, REMOTE) for lease in leases]
 
     async def arrived(
@@ -240,7 +237,7 @@ class Follower:
             raise LeaseLostError(f"lease {lease_id} is of no block that grows here any more")
         return run, run.entries.index(lease.entry)
 
-    async def _begin(self, place: Place, wanted: Follow) -> Following | None:
+    async def _begin(self, place: RequestContext, wanted: Follow) -> Following | None:
         """Take slots for leading blocks that are absent here; None when there is none, or no room."""
         tier, blocks = self._node.entry_tier, self._node.index.blocks(place.scope)
         absent = next((i for i, digest in enumerate(wanted.digests) if digest in blocks), len(wanted.digests))

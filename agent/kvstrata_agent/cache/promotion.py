@@ -14,9 +14,10 @@ from kvstrata_agent.movement.move import Move
 from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.placement import CopyPath, grouped
 from kvstrata_api.errors import RetryableError
+from kvstrata_kube.tasks import TaskSet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvstrata_agent.blocks.block import Residence
     from kvstrata_agent.blocks.node import Node
@@ -39,7 +40,7 @@ class Promoter:
         self._node = node
         self._evictor = evictor
         self._mover = mover
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: TaskSet[None] = TaskSet()
         self._asked: dict[tuple[Priority, bool], list[Entry]] = {}
         """Blocks whose copies start with the next step of the loop, by urgency and by whether it is for a reader."""
         self._grouped: list[list[Entry]] = []
@@ -51,9 +52,7 @@ class Promoter:
             self._mover.end(entries, ())
         self._asked.clear()
         self._grouped.clear()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def promote(self, entry: Entry, tenant: str) -> Residence | None:
         """Return a copy in mappable memory, promoting the block when there is none; None when it cannot be had.
@@ -139,10 +138,10 @@ class Promoter:
         asked, self._asked = self._asked, {}
         groups, self._grouped = self._grouped, []
         for group in groups:
-            self._spawn(self._promote_group(group, Priority.PREFETCH, for_reader=True))
+            self._tasks.spawn(self._promote_group(group, Priority.PREFETCH, for_reader=True))
         for (urgency, for_reader), entries in asked.items():
             for group in grouped(entries, _stored_bytes, lambda e: e.tenant):
-                self._spawn(self._promote_group(group, urgency, for_reader=for_reader))
+                self._tasks.spawn(self._promote_group(group, urgency, for_reader=for_reader))
 
     def _schedule(self) -> None:
         if not self._asked and not self._grouped:
@@ -168,7 +167,7 @@ class Promoter:
             self._mover.end(entries[:count], made)
         if entries[count:]:
             self._mover.begin([e for e in entries[count:] if e.move is None or e.move.done()])
-            self._spawn(self._promote_group(entries[count:], urgency, for_reader=for_reader))
+            self._tasks.spawn(self._promote_group(entries[count:], urgency, for_reader=for_reader))
 
     def _is_wanted(self, entries: Sequence[Entry]) -> bool:
         return any(self._mover.scheduler.is_waited_for(entry) for entry in entries)
@@ -241,11 +240,6 @@ class Promoter:
                 await self._mover.move([self._mover.plan(entry, source, target, slot)], target, Priority.DEMOTE)
             except RetryableError:
                 continue
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _stored_bytes(entry: Entry) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -13,13 +12,14 @@ from kvstrata_agent.cache.ports import Wanted
 from kvstrata_agent.movement.path import BYTES_AT_ONCE, Priority
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import BackendFailedError, RetryableError, TierFullError
+from kvstrata_kube.tasks import TaskSet
 from kvstrata_telemetry.tracing import span
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from kvstrata_agent.blocks.node import Node
-    from kvstrata_agent.blocks.request import Place
+    from kvstrata_agent.blocks.request import RequestContext
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.cache.eviction import Evictor
     from kvstrata_agent.cache.ports import Peers
@@ -68,34 +68,34 @@ class RemoteFetcher:
         self._evictor = evictor
         self._mover = mover
         self._extents = extents
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: TaskSet[None] = TaskSet()
 
     async def close(self) -> None:
         """Cancel what is under way."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def start(
         self,
-        place: Place,
+        context: RequestContext,
         links: Sequence[tuple[bytes, bytes]],
         locations: Sequence[Location],
         urgency: Priority = Priority.PREFETCH,
     ) -> None:
         """Start to fetch blocks from peers; `links` gives (digest, parent or empty when unknown) for each location."""
-        step = min(FETCH_BLOCKS, max(1, BYTES_AT_ONCE // place.raw_bytes))
+        step = min(FETCH_BLOCKS, max(1, BYTES_AT_ONCE // context.raw_bytes))
         for i in range(0, len(links), step):
             entries = [
-                self._node.index.begin(place.scope, digest, parent, place.layout_id, self._node.clock(), place.tenant)
+                self._node.index.begin(
+                    context.scope, digest, parent, context.layout_id, self._node.clock(), context.tenant
+                )
                 for digest, parent in links[i : i + step]
             ]
             self._mover.begin(entries)
-            self._spawn(self._fetch(place, entries, locations[i : i + step], urgency))
+            self._tasks.spawn(self._fetch(context, entries, locations[i : i + step], urgency))
 
     async def _fetch(
         self,
-        place: Place,
+        context: RequestContext,
         entries: Sequence[Entry],
         locations: Sequence[Location],
         urgency: Priority,
@@ -105,16 +105,16 @@ class RemoteFetcher:
         tier = self._node.entry_tier
         try:
             if tier is not None and self._extents.peers is not None:
-                await self._take_slots(tier, place, len(entries), slots)
+                await self._take_slots(tier, context, len(entries), slots)
             if tier is not None and slots:
-                async with self._path(tier, entries, len(slots), len(slots) * place.raw_bytes, urgency):
-                    await self._transfer(tier, place, entries, locations, slots, arrived)
+                async with self._path(tier, entries, len(slots), len(slots) * context.raw_bytes, urgency):
+                    await self._transfer(tier, context, entries, locations, slots, arrived)
         except RetryableError:
             return  # Too much under way from peers: the reader takes what it has.
         finally:
             for slot in slots:
                 if tier is not None and slot not in arrived:
-                    self._node.free(tier, slot, place.tenant)
+                    self._node.free(tier, slot, context.tenant)
             self._close_fetch(entries)
 
     @asynccontextmanager
@@ -126,10 +126,10 @@ class RemoteFetcher:
             with span("kvstrata.fetch", source=REMOTE, blocks=blocks, bytes=size_bytes):
                 yield
 
-    async def _take_slots(self, tier: Tier, place: Place, count: int, slots: list[SlotRef]) -> None:
+    async def _take_slots(self, tier: Tier, context: RequestContext, count: int, slots: list[SlotRef]) -> None:
         """Take up to `count` slots; those that were taken are in `slots` also when this is cancelled or fails."""
         deadline_s = self._node.clock() + FETCH_S
-        request = SlotRequest(tier, place.scope, place.tenant, place.raw_bytes)
+        request = SlotRequest(tier, context.scope, context.tenant, context.raw_bytes)
         slots += self._node.allocate_run(request, count)
         try:
             while len(slots) < count:  # The rest has to be made room for.
@@ -140,7 +140,7 @@ class RemoteFetcher:
     async def _transfer(
         self,
         tier: Tier,
-        place: Place,
+        context: RequestContext,
         entries: Sequence[Entry],
         locations: Sequence[Location],
         slots: Sequence[SlotRef],
@@ -153,7 +153,7 @@ class RemoteFetcher:
         started_s = self._node.clock()
         for extent in {slot.extent for slot in slots}:
             self._extents.ensure(tier, extent)
-        views = [mappable.view(slot)[: place.raw_bytes] for slot in slots]
+        views = [mappable.view(slot)[: context.raw_bytes] for slot in slots]
         wanted = [
             Wanted(BlockKey(e.scope, e.digest), e.layout_id, location, view, self._node.epoch, slot.stamp)
             for e, location, view, slot in zip(entries, locations, views, slots, strict=False)
@@ -171,7 +171,7 @@ class RemoteFetcher:
         finally:
             for view in views:
                 view.release()
-        self._count(tier, entries, place.raw_bytes, self._node.clock() - started_s)
+        self._count(tier, entries, context.raw_bytes, self._node.clock() - started_s)
 
     def _enter(self, tier: Tier, came: Sequence[tuple[Entry, Residence]]) -> None:
         """Publish blocks that came from a peer, under the checksums that sealed them."""
@@ -197,8 +197,3 @@ class RemoteFetcher:
         arrived = sum(1 for e in entries if e.residences)
         if arrived:
             self._mover.scheduler.count_moved(REMOTE, tier.name, arrived, arrived * raw_bytes, [took_s])
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Final
 from kvstrata_agent.blocks.sessions import QUIET, Session, SessionState
 from kvstrata_agent.cache.session_journal import Remembered, SessionJournal
 from kvstrata_api.blocks import ScopeId
+from kvstrata_kube.tasks import TaskSet
 from kvstrata_metadata.records import SessionRecord
 from kvstrata_metadata.schema import session_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvstrata_agent.blocks.node import Node
-    from kvstrata_agent.blocks.request import Place
+    from kvstrata_agent.blocks.request import RequestContext
     from kvstrata_agent.cache.archive import Archiver
     from kvstrata_agent.cache.load import Reader
     from kvstrata_agent.cache.ports import Directory
@@ -61,13 +62,11 @@ class SessionLife:
         self._reviving: set[Session] = set()
         """Sessions whose record is being read: it must not be overwritten before."""
         self._gate = asyncio.Semaphore(REVIVALS_MAX)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: TaskSet[None] = TaskSet()
 
     async def close(self) -> None:
         """End revivals and write what is to be remembered."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         self._tell_changed()
         await self._journal.flush()
 
@@ -97,14 +96,14 @@ class SessionLife:
             self.expect(session)
         return session
 
-    def revive_from_directory(self, session: Session, places: Sequence[Place]) -> None:
+    def revive_from_directory(self, session: Session, places: Sequence[RequestContext]) -> None:
         """Ask the directory about a session that is new here; `places` are the caller's scopes. Returns at once."""
         directory = self._directory
         if directory is None or not directory.is_up or session.secret is None:
             self.publish(session)
             return
         self._reviving.add(session)
-        self._spawn(self._revive(session, places))
+        self._tasks.spawn(self._revive(session, places))
 
     def touch(
         self, session: Session, state: SessionState, urgency: int, return_s: float, owner: int | None = None
@@ -227,7 +226,7 @@ class SessionLife:
             else:
                 session.absent += ((scope, digest),)
 
-    async def _revive(self, session: Session, places: Sequence[Place]) -> None:
+    async def _revive(self, session: Session, places: Sequence[RequestContext]) -> None:
         try:
             async with self._gate:
                 await self._read_record(session, places)
@@ -235,7 +234,7 @@ class SessionLife:
             self._reviving.discard(session)
             session.is_changed = True
 
-    async def _read_record(self, session: Session, places: Sequence[Place]) -> None:
+    async def _read_record(self, session: Session, places: Sequence[RequestContext]) -> None:
         directory, secret = self._directory, session.secret
         assert directory is not None
         assert secret is not None
@@ -252,7 +251,7 @@ class SessionLife:
             if await self._fetch_chain(session, place, record.head):
                 return
 
-    async def _fetch_chain(self, session: Session, place: Place, head: bytes) -> bool:
+    async def _fetch_chain(self, session: Session, place: RequestContext, head: bytes) -> bool:
         """Fetch a chain from wherever it is, from its head to its root; false when the head cannot be had."""
         directory, blocks, digest = self._directory, self._node.index, head
         assert directory is not None
@@ -273,11 +272,6 @@ class SessionLife:
                 return True
             digest = entry.parent
         return True
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _is_due(session: Session, now_s: float) -> bool:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.backends.base import SlotRef
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
-    from kvstrata_agent.blocks.request import Place
+    from kvstrata_agent.blocks.request import RequestContext
     from kvstrata_agent.blocks.reservations import Reservation
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.cache.archive import Archiver
@@ -66,7 +66,7 @@ class Writer:
         """Written blocks some of which are being checked: nobody's reservation any more, and not there yet."""
 
     def reserve_now(
-        self, place: Place, parent: bytes, digests: Sequence[bytes], tier: Tier | None = None
+        self, context: RequestContext, parent: bytes, digests: Sequence[bytes], tier: Tier | None = None
     ) -> list[Reservation | None]:
         """Reserve slots for the leading keys while there is room; None stands for a block that exists already.
 
@@ -77,24 +77,24 @@ class Writer:
         node, tier = self._node, tier or self._node.entry_tier
         if tier is None or node.is_draining:
             return []
-        blocks, scope, tenant = node.index.blocks(place.scope), place.scope, place.tenant
+        blocks, scope, tenant = node.index.blocks(context.scope), context.scope, context.tenant
         absent = blocks.absent(digests)
         hard_bytes = node.tenants.hard_bytes(tier, tenant)
-        slots = tier.allocate_run(scope, tenant, place.raw_bytes, len(absent), hard_bytes, tenant)
+        slots = tier.allocate_run(scope, tenant, context.raw_bytes, len(absent), hard_bytes, tenant)
         if len(slots) < len(absent):
             digests = digests[: digests.index(absent[len(slots)])]
         if not slots:
             return [None] * len(digests)
         now_s = node.clock()
-        entries = node.index.begin_chain(scope, digests, parent, place.layout_id, now_s, tenant)
+        entries = node.index.begin_chain(scope, digests, parent, context.layout_id, now_s, tenant)
         fresh = [e for e in entries if e is not None]
-        made = iter(node.reservations.grant_all(place, fresh, tier, slots, now_s + RESERVATION_S))
+        made = iter(node.reservations.grant_all(context, fresh, tier, slots, now_s + RESERVATION_S))
         return [None if e is None else next(made) for e in entries]
 
     async def reserve(
-        self, place: Place, parent: bytes, digests: Sequence[bytes], *, has_some: bool = False
+        self, context: RequestContext, parent: bytes, digests: Sequence[bytes], *, has_some: bool = False
     ) -> Reserved:
-        """Like `reserve_now`, but makes room where there is none, within `RESERVE_WAIT_S`, and says why it ends short.
+        """Like `reserve_now`, but makes room where there is none, within `RESERVE_WAIT_S`; returns why it ends short.
 
         Raises `QuotaExceededError` when the tenant's quota refuses the very first of them; a writer that already
         `has_some` gets fewer, and the error when it asks for the rest. Cancelled, it leaves reservations that their
@@ -102,18 +102,18 @@ class Writer:
         """
         deadline_s = self._node.clock() + RESERVE_WAIT_S
         chain = (parent, *digests)
-        made = self.reserve_now(place, parent, digests)
+        made = self.reserve_now(context, parent, digests)
         try:
             while left := len(digests) - len(made):
                 at = len(made)
                 may_wait = not (made or has_some)  # Whoever has some can go on with those.
-                tier = await self._find_room(place, chain[at], left, deadline_s, may_wait=may_wait)
-                more = self.reserve_now(place, chain[at], digests[at:], tier) if tier is not None else ()
+                tier = await self._find_room(context, chain[at], left, deadline_s, may_wait=may_wait)
+                more = self.reserve_now(context, chain[at], digests[at:], tier) if tier is not None else ()
                 if not more:
                     break
                 made += more
         except QuotaExceededError as e:
-            self._note_quota(place, left, e)
+            self._note_quota(context, left, e)
             if not made and not has_some:
                 raise
             return Reserved(made, str(e))
@@ -136,15 +136,15 @@ class Writer:
         node.counters.add("kvstrata_refused_blocks_total", count, reason=reason)
         return f"{why}; {count} blocks were refused", busy_s
 
-    def _note_quota(self, place: Place, count: int, error: QuotaExceededError) -> None:
+    def _note_quota(self, context: RequestContext, count: int, error: QuotaExceededError) -> None:
         tier = self._node.entry_tier
         assert tier is not None, "else nothing was asked of it"
-        self._node.counters.add("kvstrata_quota_rejected_total", count, tenant=place.tenant, tier=tier.name)
+        self._node.counters.add("kvstrata_quota_rejected_total", count, tenant=context.tenant, tier=tier.name)
         self._node.counters.add("kvstrata_refused_blocks_total", count, reason="quota")
         _log.debug("blocks refused", extra={"blocks": count, "cause": str(error)})
 
     async def _find_room(
-        self, place: Place, parent: bytes, slots: int, deadline_s: float, *, may_wait: bool
+        self, context: RequestContext, parent: bytes, slots: int, deadline_s: float, *, may_wait: bool
     ) -> Tier | None:
         """Make room for what continues `parent`: a block, or up to `slots` at once.
 
@@ -155,17 +155,17 @@ class Writer:
         refusal: QuotaExceededError | None = None
         tiers = self._landings()
         for i, tier in enumerate((*tiers, *tiers[: int(may_wait)])):
-            if refusal is not None and self._node.tenants.of(place.tenant).over_quota is not OverQuota.DEMOTE:
+            if refusal is not None and self._node.tenants.of(context.tenant).over_quota is not OverQuota.DEMOTE:
                 break  # A slower tier is no way around a quota, unless that is what is declared.
-            want = SlotRequest(tier, place.scope, place.tenant, place.raw_bytes, place.tenant, slots)
+            want = SlotRequest(tier, context.scope, context.tenant, context.raw_bytes, context.tenant, slots)
             try:
-                slot = await self._slot_behind(parent, want, place.owner, deadline_s, awaits_holders=i == len(tiers))
+                slot = await self._slot_behind(parent, want, context.owner, deadline_s, awaits_holders=i == len(tiers))
             except QuotaExceededError as e:
                 refusal = refusal or e
             except (TierFullError, BackendFailedError):
                 continue
             else:
-                tier.free(slot, place.tenant)  # Taken again at once by the caller, in the same step of the loop.
+                tier.free(slot, context.tenant)  # Taken again at once by the caller, in the same step of the loop.
                 return tier
         if refusal is not None:
             raise refusal

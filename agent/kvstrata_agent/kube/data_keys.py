@@ -41,7 +41,7 @@ class Keyring:
         self._held: dict[ScopeId, _Held] = {}
         self._tags: dict[bytes, ScopeId] | None = None
         self._missed: set[ScopeId] = set()
-        """Scopes whose missing data key was told of."""
+        """Scopes whose missing data key was logged."""
 
     def changed(self) -> None:
         """Forget at once what is not there any more."""

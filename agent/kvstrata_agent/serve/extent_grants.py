@@ -3,7 +3,7 @@
 A mapping cannot be taken back. So an extent that was sent to somebody who has lost its scope since gets no block any
 more: what is in it moves away, and with the last of it the mapping shows zeros.
 
-Slots and leases as clients are told of them. Pure.
+Also slots and leases in the form that clients get. Pure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.cache.load import Read
-    from kvstrata_agent.serve.attachment import Attachment, ScopeRight
+    from kvstrata_agent.serve.authorization import Attachment, ScopeRight
     from kvstrata_api.trust import Identity
 
 
@@ -79,7 +79,7 @@ class ExtentGrants:
     def recheck(self, scopes_of: Callable[[Identity], frozenset[str] | None]) -> bool:
         """Close extents that somebody holds who may not read their scope any more; call it when grants have changed.
 
-        `scopes_of` tells what an identity may read now, None when that cannot be told; False when one could not.
+        `scopes_of` returns what an identity may read now, None while that is unknown; False when one was unknown.
         """
         known: dict[Identity, frozenset[str] | None] = {}
         for number, holders in tuple(self._holders.items()):

@@ -58,7 +58,7 @@ class Announcer:
     def _is_reported(self, directory: Directory, scope: ScopeId) -> bool:
         """True while a report of everything is still to begin, which leaves out scopes without a known secret.
 
-        So a million blocks of an earlier run are announced as the report is sent, not gathered and told at once before.
+        So a million blocks of an earlier run are announced as the report is sent, not gathered and sent at once before.
         """
         return directory.owes_all and self._secret_of(scope) is not None
 

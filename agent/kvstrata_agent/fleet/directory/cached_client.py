@@ -1,4 +1,4 @@
-"""The directory with a memory of hot prefixes: what is looked up again is not asked again until Redis says it changed.
+"""The directory with a memory of hot prefixes: what is looked up again is not asked again until Redis reports a change.
 
 Staleness is bounded by a broken connection being noticed (2 s); like any location, a stale one is refused by its owner.
 Off for a Redis Cluster (`tracked.py` says why): every lookup asks then.
@@ -41,7 +41,7 @@ class CachingDirectory(RedisDirectory):
 
     @property
     def is_caching(self) -> bool:
-        """True while Redis tells us what changes."""
+        """True while Redis reports changes."""
         return self._tracked is not None and self._tracked.is_open
 
     @property
@@ -73,7 +73,7 @@ class CachingDirectory(RedisDirectory):
     async def _find_hot(
         self, tracked: TrackedStore, tag: str, digests: Sequence[bytes], ask: Asking
     ) -> Sequence[Sequence[Copy]]:
-        """Read on the connection that is told of changes, and remember; elsewhere (`ask`) when it is lost meanwhile."""
+        """Read on the connection that reports changes, and remember; elsewhere (`ask`) when it is lost meanwhile."""
         if not digests:
             return ()
         reading, kept = self._cache.begin(), {}
@@ -102,7 +102,7 @@ class CachingDirectory(RedisDirectory):
         try:
             await tracked.open()
             self._tracked = tracked
-            while tracked.is_open:  # noqa: ASYNC110 - Its end is told to the cache at once; this only begins anew.
+            while tracked.is_open:  # noqa: ASYNC110 - Its end reaches the cache at once; this only begins again.
                 await asyncio.sleep(RETRY_S / 4)
         finally:
             self._tracked = None

@@ -1,11 +1,12 @@
-"""Leases of our blocks for other agents: implements `ports.Lender`.
+"""Leases of our blocks for other agents: implements `server.Lender`.
 
-The writer's side of a hand-over: answers agents that follow growing blocks. Implements `ports.Grower`.
+Also the writer's side of a hand-over: answers agents that follow blocks while they are being written.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
@@ -13,18 +14,19 @@ from msgspec.structs import replace
 from kvstrata_agent.backends.base import SharedBackend
 from kvstrata_agent.blocks.handovers import Stage
 from kvstrata_agent.blocks.node import PEER_OWNER
-from kvstrata_agent.cache.ports import Lent, Placed
-from kvstrata_agent.fleet.peers.chain_lookup import stretch_of
+from kvstrata_agent.fleet.peers.chain_lookup import segment_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from kvstrata_agent.backends.base import Record, SlotRef
     from kvstrata_agent.blocks.block import Entry, Residence
     from kvstrata_agent.blocks.handovers import Growing
     from kvstrata_agent.blocks.node import Node
-    from kvstrata_agent.cache.ports import Follow, Stretch
+    from kvstrata_agent.cache.ports import Follow
     from kvstrata_agent.cache.promotion import Promoter
     from kvstrata_agent.cache.remote_fetch import RegisteredExtents
+    from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
     from kvstrata_api.blocks import BlockKey, LayoutId, ScopeSecret
     from kvstrata_metadata.records import Announcement
 
@@ -33,6 +35,32 @@ LEND_S: Final = 10.0
 """What bringing blocks up for a peer may take; it computes them itself when we are slower."""
 LEASE_S_MAX: Final = 60.0
 """Longest lease of a peer: a transfer of a batch takes well under a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a record lies on a shared tier, below its owner's directory."""
+
+    tier: str
+    """Name of the tier in the pool."""
+    file: str
+    slot: SlotRef
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """One of our blocks leased to another agent."""
+
+    lease: int
+    slot: SlotRef
+    view: memoryview
+    """Empty where the other agent reads the bytes at their place."""
+    parent: bytes
+    checksum: bytes
+    epoch: int
+    placed: Placed | None = None
+    """Where the other agent finds them on a shared tier."""
 
 
 class PeerLender:
@@ -107,9 +135,9 @@ class PeerLender:
         view = mappable.view(slot)[: record.raw_bytes]
         return Lent(lease.id, outside, view, entry.parent, record.checksum, record.epoch)
 
-    def trace(self, key: BlockKey, most: int) -> Stretch | None:
+    def trace(self, key: BlockKey, most: int) -> ChainSegment | None:
         """A block that can be read here and up to `most` in all with those before it; None when it is not here."""
-        return stretch_of(self._node.index, key, most)
+        return segment_of(self._node.index, key, most)
 
     def end(self, leases: Sequence[int]) -> None:
         """End leases; unknown ones are ignored."""
@@ -120,13 +148,13 @@ class PeerLender:
         return self._node.announcer.holdings()
 
 
-class PeerGrower:
-    """Tells how far blocks have grown, and waits for more."""
+class HandoverSource:
+    """Hands blocks over while they are being written: waits for parts that another agent does not have yet."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
 
-    async def grown(self, wanted: Follow, have: int, wait_s: float) -> list[Growing]:
+    async def wait_for_parts(self, wanted: Follow, have: int, wait_s: float) -> list[Growing]:
         """Leading blocks of a hand-over, when all have more than `have` parts or are whole, or the time is up.
 
         None where one of them was published without its parts: there is nothing to prove them by.

@@ -1,10 +1,18 @@
-"""Frames on asyncio streams: one place where lengths are checked and silence ends a connection."""
+"""A connection between two agents: frames with checked lengths, bounded silence, and mutual TLS.
+
+Both ends show a certificate, and each is who the other takes it for: the directory names an agent, its certificate
+proves the name. A token of the agents' ServiceAccount stays as second factor on the answering side: once pod or account
+are gone it is refused in a minute, long before a certificate ends.
+"""
 
 import asyncio
-from typing import Any, Final
+import ssl
+from typing import Any, Final, Protocol
 
 from kvstrata_agent.fleet.peers import wire
-from kvstrata_api.errors import AgentAwayError, InvalidInputError
+from kvstrata_api import names
+from kvstrata_api.errors import AgentAwayError, ForbiddenError, InvalidInputError
+from kvstrata_kube.tls import answering, peer_uri
 
 SEND_TIMEOUT_S: Final = 10.0
 """A peer that takes no byte for so long is gone."""
@@ -69,6 +77,45 @@ async def frame_within(stream: Stream, timeout_s: float) -> bytes:
         async with asyncio.timeout(timeout_s):
             return await stream.next_frame()
     except TimeoutError as e:
-        raise AgentAwayError(f"peer said nothing for {timeout_s} s") from e
+        raise AgentAwayError(f"peer did not answer for {timeout_s} s") from e
     except InvalidInputError as e:
         raise AgentAwayError(f"peer speaks another protocol: {e}") from e
+
+
+HANDSHAKE_S: Final = 5.0
+"""A caller that has not shown its certificate by then is gone."""
+
+
+class Certified(Protocol):
+    """Contexts for new connections (`kvstrata_kube.certified.OwnCertificate`)."""
+
+    def connecting(self) -> ssl.SSLContext:
+        """For a connection that we open. Raises `RetryableError` while there is no certificate."""
+
+    def listening(self) -> ssl.SSLContext:
+        """For a connection that another agent has opened. Raises like `connecting`."""
+
+
+class PeerTls:
+    """Mutual TLS between the agents of one namespace."""
+
+    def __init__(self, namespace: str, own: Certified) -> None:
+        self._namespace = namespace
+        self._own = own
+
+    def listening(self) -> ssl.SSLContext:
+        """Context for a listener's whole life: each connection is answered by what is held then."""
+        return answering(self._own.listening)
+
+    def connecting(self) -> ssl.SSLContext:
+        """Context for one connection. Raises `RetryableError` while there is no certificate."""
+        return self._own.connecting()
+
+    def check(self, connection: Any, agent: str) -> None:
+        """Accept the other end of a connection as `agent`.
+
+        Raises `UnauthenticatedError` when its certificate names nobody, `ForbiddenError` when it names somebody else.
+        """
+        shown = peer_uri(connection)
+        if shown != names.agent_uri(self._namespace, agent):
+            raise ForbiddenError(f"the other end is {shown}, not agent {agent}")
