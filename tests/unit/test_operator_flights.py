@@ -5,8 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from kvstrata_operator.apply.executor import Outcome
-from kvstrata_operator.apply.in_flight import FEW, Flights
+from kvstrata_operator.apply.executor import FEW, Flights, Outcome
 from kvstrata_operator.decide.plan.actions import Action, Create, Delete, SetFinalizers
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.kinds import Ref

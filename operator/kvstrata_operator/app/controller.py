@@ -14,14 +14,13 @@ from typing import Final
 
 from kvstrata_api.errors import PermanentError
 from kvstrata_operator.app.gauges import Gauges
-from kvstrata_operator.apply.executor import Executor, Outcome
-from kvstrata_operator.apply.in_flight import Flights
+from kvstrata_operator.apply.executor import Executor, Flights, Outcome
 from kvstrata_operator.apply.schedule import Pacing, Retries, Turn
+from kvstrata_operator.decide.incremental import Seen
 from kvstrata_operator.decide.plan.actions import Action, Create
 from kvstrata_operator.decide.planner import plan_orders
 from kvstrata_operator.decide.status_planner import plan_statuses
-from kvstrata_operator.observe.setting import Setting
-from kvstrata_operator.observe.world import View
+from kvstrata_operator.observe.world import Change, ChangeBus, Setting
 
 log = logging.getLogger(__name__)
 
@@ -45,26 +44,28 @@ BATCH_ACTIONS: Final = 512
 
 
 class Controller:
-    """Observes through `view`, decides through the planners, applies through the executor."""
+    """Observes through `observe`, decides through the planners, applies through the executor."""
 
     def __init__(
         self,
         setting: Setting,
-        view: Callable[[dict[str, str]], View | None],
+        observe: Callable[[dict[str, str]], Seen | None],
         executor: Executor,
         gauges: Gauges,
-        stale: Callable[[], None],
+        changes: ChangeBus,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Call `stale` when an action failed: the world may be older than the API server.
+        """Plan when `changes` reports that it is needed, and report `stale` there when an action failed.
 
-        `view` gives the world, with the failures put in, or None while this replica must not decide. `clock` is that
-        of the event loop.
+        `observe` gives what a plan is made from, with the failures put in, or None while this replica must not decide.
+        `clock` is that of the event loop.
         """
         self._clock = clock
-        self._stale = stale
+        self._changes = changes
+        changes.listen(Change.ORDERS, self.plan_again)
+        changes.listen(Change.STATUSES, self.status_again)
         self._setting = setting
-        self._view = view
+        self._observe = observe
         self._executor = executor
         self._gauges = gauges
         self._news = asyncio.Event()
@@ -101,12 +102,13 @@ class Controller:
                 await flights.until_few()
                 self._news.clear()
                 self.round_s = self._clock()
-                view = self._view(self._failures)
-                if view is None:
+                seen = self._observe(self._failures)
+                if seen is None:
                     self._wake_s = self.round_s + STANDBY_S
                     continue
-                self._gauges.pools(view.pools, self.round_s)
-                self._gauges.operations(view.operations.values())
+                view, _ = seen
+                self._gauges.pools(view.pools.declared, self.round_s)
+                self._gauges.operations(view.pools.operations.values())
                 await self._round(flights)
 
     async def _wait(self) -> None:
@@ -126,12 +128,12 @@ class Controller:
         self._wake_s = min(self._order_turn.at_s, self._status_turn.at_s)
 
     async def _orders(self, flights: Flights) -> None:
-        view = self._view(self._failures)
-        if view is None:
+        seen = self._observe(self._failures)
+        if seen is None:
             return
         began_s, now = self._clock(), datetime.now(UTC)
         with self._gauges.part("plan"):
-            plan = plan_orders(view, self._setting, now)
+            plan = plan_orders(*seen, self._setting, now)
         due = self._order_retries.due({_key(action): action for action in plan.actions}, began_s)
         self._order_turn.begin(began_s + IDLE_S)
         self._order_turn.by(self._order_retries.next_s(began_s))
@@ -166,7 +168,7 @@ class Controller:
         self._gauges.action(outcome)
         if outcome.error is not None:
             log.warning("action failed", extra={"on": str(outcome.action.ref), "error": str(outcome.error)})
-            self._stale()
+            self._changes.stale()
             self.plan_again()
 
     def _statuses(self, flights: Flights) -> None:
@@ -174,11 +176,11 @@ class Controller:
         if began_s < self._statuses_s:
             self._status_turn.put_off(self._statuses_s)
             return
-        view = self._view(self._failures)
-        if view is None:
+        seen = self._observe(self._failures)
+        if seen is None:
             return
         with self._gauges.part("status"):
-            writes = plan_statuses(view, self._setting, datetime.now(UTC))
+            writes = plan_statuses(*seen, self._setting, datetime.now(UTC))
         self._statuses_s = began_s + max(STATUS_EVERY_S, STATUS_SHARE * (self._clock() - began_s))
         due = self._status_retries.due({_key(write.action): write for write in writes}, began_s)
         free = [write for write in due if flights.is_free(write.action)]

@@ -116,12 +116,12 @@ class Gauges:
         """Count a complete list."""
         self._made.counter("kvstrata_operator_lists_total", kind=kind.name).inc()
 
-    def deaf(self, kind: Kind) -> None:
-        """Count a change that no event told of."""
+    def missed_events(self, kind: Kind) -> None:
+        """Count a change that no event brought."""
         self._made.counter("kvstrata_operator_missed_events_total", kind=kind.name).inc()
 
     def feed_ended(self) -> None:
-        """Count an end of the event feed, which is started anew each time."""
+        """Count an end of the event feed, which is started again each time."""
         self._made.counter("kvstrata_operator_feed_restarts_total").inc()
 
     def pools(self, pools: Mapping[str, Declared[KVPool]], now_s: float) -> None:

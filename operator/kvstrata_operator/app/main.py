@@ -16,7 +16,7 @@ from kvstrata_api import __version__, names
 from kvstrata_api.errors import KvStrataError
 from kvstrata_operator.app.process import Options, serve
 from kvstrata_operator.certificates.policy import Issuance
-from kvstrata_operator.observe.setting import Setting
+from kvstrata_operator.observe.world import Setting
 from kvstrata_telemetry import logs, tracing
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,12 @@
 """Carries out plans: a bounded number of requests at once, each idempotent, failures reported and never retried here.
 
 The planner is level-triggered: whatever fails is still wanted when it plans next, so the caller only has to wait.
+
+Writes that are under way while the next plan is made: a change need not wait for what was planned before it.
+
+Laws: of one object there is never more than one write under way; a pool's finalizer waits for all that is made for the
+pool, or something would be made for a pool that is gone; whatever ends badly for no reason that a retry could
+mend ends the task group, and so the process.
 """
 
 import asyncio
@@ -20,6 +26,7 @@ from kvstrata_kube.answers import Answer, Json
 from kvstrata_kube.api import APPLY_PATCH, MERGE_PATCH, Call, KubeApi
 from kvstrata_operator.decide.plan import objects
 from kvstrata_operator.decide.plan.actions import (
+    SILENT_REASON,
     Action,
     Apply,
     Create,
@@ -36,10 +43,8 @@ from kvstrata_operator.decide.plan.actions import (
     Shred,
 )
 from kvstrata_operator.decide.plan.conditions import Says
-from kvstrata_operator.decide.pools.liveness import REASON
-from kvstrata_operator.decide.trust import key_versions
-from kvstrata_operator.observe.kinds import EVENT, Kind, Ref
-from kvstrata_operator.observe.moments import format_time
+from kvstrata_operator.decide.trust import scope_keys
+from kvstrata_operator.observe.kinds import EVENT, Kind, Ref, format_time
 from kvstrata_operator.observe.parse import parse_declared, stored_conditions
 
 log = logging.getLogger(__name__)
@@ -159,7 +164,7 @@ class Executor:
         only = {"fieldSelector": f"metadata.name={owner.name}"}
         found = (await self._api.call(Call("GET", owner.kind.path(owner.namespace), only))).content()["items"]
         live = parse_declared(owner.kind, found[0]) if found else None
-        if key_versions.is_in_use(live, action.owner_uid, datetime.now(UTC)):
+        if scope_keys.is_in_use(live, action.owner_uid, datetime.now(UTC)):
             raise RetryableError(f"{action.ref}: {owner} needs its keys; what is known of it here is older")
         return await self._delete(action)
 
@@ -266,5 +271,54 @@ def _silenced(seen: Any, message: str, now: str) -> list[dict[str, Any]]:
     """Put the two conditions of a silent agent over those that it wrote."""
     generation = seen["metadata"].get("generation", 0)
     says = Says(generation)
-    gone = (says.false("AgentConnected", REASON, message), says.false("Ready", REASON, message))
+    gone = (says.false("AgentConnected", SILENT_REASON, message), says.false("Ready", SILENT_REASON, message))
     return [c.to_json() for c in merge(stored_conditions(seen.get("status") or {}), gone, now)]
+
+
+Landed = Callable[[Outcome], None]
+"""Told how an action went, once its object may be written again."""
+
+FEW: Final = CONCURRENCY
+"""With fewer than this under way some requests are free, and the next plan has something to do."""
+
+
+class Flights:
+    """Runs each action in a task of its own."""
+
+    def __init__(self, tasks: asyncio.TaskGroup, apply: Callable[[Iterable[Action]], Awaitable[list[Outcome]]]) -> None:
+        """`tasks` must be entered; `apply` bounds how many requests there are at once."""
+        self._tasks = tasks
+        self._apply = apply
+        self._paths: dict[str, str] = {}
+        """Objects that are being written, and the pool of each."""
+        self._few = asyncio.Event()
+        self._few.set()
+
+    def is_free(self, action: Action) -> bool:
+        """True when nothing is being written that the action has to wait for."""
+        waits = isinstance(action, SetFinalizers) and action.pool in self._paths.values()
+        return action.ref.path not in self._paths and not waits
+
+    def launch(self, actions: Iterable[Action], landed: Landed) -> None:
+        """Carry out actions whose objects are free, of which there is one each."""
+        for action in actions:
+            assert self.is_free(action), action.ref
+            self._paths[action.ref.path] = action.pool
+            self._tasks.create_task(self._fly(action, landed))
+        self._count()
+
+    async def until_few(self) -> None:
+        """Wait until another plan is worth it."""
+        await self._few.wait()
+
+    async def _fly(self, action: Action, landed: Landed) -> None:
+        (outcome,) = await self._apply([action])
+        del self._paths[action.ref.path]
+        self._count()
+        landed(outcome)
+
+    def _count(self) -> None:
+        if len(self._paths) < FEW:
+            self._few.set()
+        else:
+            self._few.clear()

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from kvstrata_api.errors import KvStrataError, RetryableError
-from kvstrata_operator.decide.plan.actions import Merge
-from kvstrata_operator.decide.status_planner import StatusWrite
+from kvstrata_operator.decide.plan.actions import Merge, StatusWrite
 
 
 @dataclass(slots=True)

@@ -25,10 +25,8 @@ from kvstrata_api.validate import parse_as, validate
 from kvstrata_api.validate_structure import Problem
 from kvstrata_api.wrapping import DATA_SUFFIX
 from kvstrata_kube.store import version_of
-from kvstrata_operator.decide.plan import objects
 from kvstrata_operator.observe import kinds
-from kvstrata_operator.observe.digest import digest
-from kvstrata_operator.observe.kinds import Kind
+from kvstrata_operator.observe.kinds import Kind, digest
 from kvstrata_operator.observe.records import (
     AnswerSeen,
     ConfigMapSeen,
@@ -196,7 +194,7 @@ def parse_pool_node(raw: bytes) -> PoolNodeSeen:
         pool=intern(spec.pool_ref),
         node=spec.node_name,
         is_marked=bool(meta.owner_references)
-        and objects.pool_node_labels(spec.pool_ref, spec.node_name).items() <= meta.labels.items(),
+        and kinds.pool_node_labels(spec.pool_ref, spec.node_name).items() <= meta.labels.items(),
         revision=intern(spec.revision),
         tiers_digest=tiers_digest,
         memory_tier_bytes=memory_tier_bytes,

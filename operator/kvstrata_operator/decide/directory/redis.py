@@ -8,19 +8,14 @@ from kvstrata_api import names, units
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.pool import KVPool
 from kvstrata_operator.decide.directory import redis_workload
-from kvstrata_operator.decide.directory.redis_size import Bounds, Need, PoolLoad, need
-from kvstrata_operator.decide.directory.redis_workload import RedisSet, parse_template
-from kvstrata_operator.decide.incremental import Census, Members
+from kvstrata_operator.decide.directory.redis_workload import Bounds, Need, PoolLoad, RedisSet, need, parse_template
+from kvstrata_operator.decide.incremental import FleetFacts, Members
 from kvstrata_operator.decide.plan.actions import Action, Apply, Delete, Note, Severity
-from kvstrata_operator.decide.trust.identity_conflicts import Fault
+from kvstrata_operator.decide.plan.conditions import Fault
 from kvstrata_operator.observe.kinds import CONFIG_MAP, Ref
 from kvstrata_operator.observe.parse_workloads import OUT_OF_MEMORY
 from kvstrata_operator.observe.records import ConfigMapSeen, Declared, StatefulSetSeen
-from kvstrata_operator.observe.setting import Setting
-from kvstrata_operator.observe.world import View
-
-PASSING: Final = frozenset({"RedisStarting", "RedisRolling"})
-"""Reasons that a Redis which is well passes through."""
+from kvstrata_operator.observe.world import ClusterSeen, Setting, View
 
 _POD: Final = f"{names.REDIS}-0"
 """The StatefulSet's one pod, as its controller names it."""
@@ -46,10 +41,10 @@ class RedisState:
     """What an administrator should know although all is well."""
 
 
-def plan_redis(view: View, census: Census, setting: Setting) -> tuple[Action, ...]:
+def plan_redis(view: View, fleet: FleetFacts, setting: Setting) -> tuple[Action, ...]:
     """Make the StatefulSet, change what is not as it should be, and make it anew where it cannot be changed."""
-    wanted = _wanted(view, census, setting)
-    seen, ref = view.stateful_sets.get(names.REDIS), redis_workload.ref(setting.namespace)
+    wanted = _wanted(view, fleet, setting)
+    seen, ref = view.cluster.stateful_sets.get(names.REDIS), redis_workload.ref(setting.namespace)
     if not isinstance(wanted, Wanted) or (seen is not None and seen.is_deleting):
         return ()
     if seen is not None and wanted.made.is_new:
@@ -60,13 +55,13 @@ def plan_redis(view: View, census: Census, setting: Setting) -> tuple[Action, ..
     return (Apply(ref, str(ref), tuple(_notes(wanted, seen, setting.namespace)), body=wanted.made.body),)
 
 
-def redis_state(view: View, census: Census, setting: Setting) -> RedisState:
+def redis_state(view: View, fleet: FleetFacts, setting: Setting) -> RedisState:
     """Look at the Redis that we run. Of one that others run nothing is said: agents tell whether they reach it."""
-    wanted = _wanted(view, census, setting)
+    wanted = _wanted(view, fleet, setting)
     if not isinstance(wanted, Wanted):
         return RedisState(wanted)
-    failure = view.failures.get(str(redis_workload.ref(setting.namespace)), "")
-    fault = Fault("RedisApplyFailed", failure) if failure else _trouble(view)
+    failure = view.pools.failures.get(str(redis_workload.ref(setting.namespace)), "")
+    fault = Fault("RedisApplyFailed", failure) if failure else _trouble(view.cluster)
     most_bytes = wanted.bounds.max_bytes
     if wanted.made.memory_bytes < most_bytes or wanted.need.size_bytes <= most_bytes:
         return RedisState(fault)
@@ -94,19 +89,19 @@ def _mode_fault(pool: KVPool, setting: Setting) -> Fault | None:
     return Fault("RedisModeMismatch", f"{told}, or install the chart with the redis.mode that is meant")
 
 
-def _wanted(view: View, census: Census, setting: Setting) -> Wanted | Fault | None:
+def _wanted(view: View, fleet: FleetFacts, setting: Setting) -> Wanted | Fault | None:
     """Work out what should run; None where others run Redis."""
     if not setting.redis_template:
         return None
-    owner = view.config_maps.get(setting.redis_template)
+    owner = view.cluster.config_maps.get(setting.redis_template)
     if owner is None or not owner.template:
         where = f"ConfigMap {setting.namespace}/{setting.redis_template}"
         return Fault("RedisTemplateMissing", f"{where} with entry {names.REDIS_TEMPLATE_ENTRY} is not there")
     try:
         template = parse_template(owner.template)
-        scopes = len(view.tenants) + len(view.domains) + len(view.shares)
-        wanted = need(_loads(view.pools, census.pools), scopes, template.bounds)
-        seen = view.stateful_sets.get(names.REDIS)
+        scopes = len(view.trust.tenants) + len(view.trust.domains) + len(view.trust.shares)
+        wanted = need(_loads(view.pools.declared, fleet.pools), scopes, template.bounds)
+        seen = view.cluster.stateful_sets.get(names.REDIS)
         made = redis_workload.redis_set(owner, template, wanted, seen, setting.namespace)
     except InvalidInputError as e:
         return Fault("RedisTemplateInvalid", str(e))
@@ -126,9 +121,9 @@ def _loads(pools: Mapping[str, Declared[KVPool]], members: Mapping[str, Members]
         yield PoolLoad(per_node_bytes * nodes, its.sums.used_bytes.total(), its.sums.blocks, agents)
 
 
-def _trouble(view: View) -> Fault | None:
+def _trouble(cluster: ClusterSeen) -> Fault | None:
     """Say why Redis does not answer; None while its pod is ready."""
-    seen, pod = view.stateful_sets.get(names.REDIS), view.pods.get(_POD)
+    seen, pod = cluster.stateful_sets.get(names.REDIS), cluster.pods.get(_POD)
     if seen is None or seen.is_deleting:
         return Fault("RedisStarting", "the StatefulSet of Redis is being made")
     if seen.ready:

@@ -13,7 +13,7 @@ from kvstrata_api.models.trust import KVTenant
 from kvstrata_operator.decide.operations import operations
 from kvstrata_operator.decide.operations.operations import Course, Open, Operation
 from kvstrata_operator.decide.plan.actions import Action, Merge
-from kvstrata_operator.decide.trust.identity_conflicts import Fault
+from kvstrata_operator.decide.plan.conditions import Fault
 from kvstrata_operator.observe.records import Declared, PoolNodeSeen
 
 Tenant = Declared[KVTenant]

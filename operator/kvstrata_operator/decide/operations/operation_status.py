@@ -11,7 +11,7 @@ from kvstrata_operator.decide.operations import operations
 from kvstrata_operator.decide.operations.operations import Course, End, Operation
 from kvstrata_operator.decide.plan.actions import Note, Severity
 from kvstrata_operator.decide.plan.conditions import Says, conditions_only
-from kvstrata_operator.observe.moments import format_time
+from kvstrata_operator.observe.kinds import format_time
 
 _ENDED: Final = {End.COMPLETE: "every node is done", End.CANCELLED: "cancelled on request"}
 

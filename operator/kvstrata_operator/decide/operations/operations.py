@@ -32,10 +32,12 @@ from kvstrata_api.models.poolnode import (
     TierDrainOrder,
     WarmOrder,
 )
+from kvstrata_api.models.trust import KVTenant
+from kvstrata_operator.decide.plan.conditions import Fault
 from kvstrata_operator.decide.pools.reconcile import NO_DRAIN, DrainOrder, Wants, is_done
-from kvstrata_operator.decide.trust.identity_conflicts import Fault, working
-from kvstrata_operator.observe.moments import format_time, parse_time
+from kvstrata_operator.observe.kinds import format_time, parse_time
 from kvstrata_operator.observe.records import AnswerSeen, Declared, DrainSeen, NodeSeen, PoolNodeSeen
+from kvstrata_operator.observe.world import PoolsSeen
 
 Operation = Declared[KVOperation]
 
@@ -104,6 +106,26 @@ class Around:
         staying = [n for n in self.seen_of(pool).values() if not n.is_deleting]
         ready = [n.node for n in staying if n.key in self.alive and not n.drain.requested]
         return ready or [n.node for n in staying]
+
+
+def arounds(
+    seen: PoolsSeen,
+    tenants: Mapping[str, Declared[KVTenant]],
+    seen_of: Callable[[str], Mapping[str, PoolNodeSeen]],
+    now: datetime,
+) -> dict[str, Around]:
+    """What KVOperations depend on, for each pool that one of them names.
+
+    `seen_of` gives the KVPoolNodes of a pool by node name.
+    """
+    named = {o.model.spec.pool_ref for o in seen.operations.values() if o.model is not None and o.model.spec.pool_ref}
+    staying = {name for name, t in tenants.items() if t.model is not None and not t.is_deleting}
+    return {
+        pool: Around(
+            seen.declared.get(pool), seen_of(pool), seen.nodes, seen.alive, now, staying, seen.declared, seen_of
+        )
+        for pool in named
+    }
 
 
 def nowhere(now: datetime) -> Around:
@@ -182,6 +204,17 @@ def _end(operation: Operation, made: Course, now: datetime) -> tuple[End | None,
     if now >= last:
         return End.FAILED, "DeadlineExceeded"
     return None, ""
+
+
+def working(pool: Declared[KVPool] | None, told: str) -> KVPoolSpec | Fault:
+    """What a pool declares, or why nothing can be asked of its agents now; `told` names it in messages."""
+    if pool is None or pool.model is None:
+        return Fault("PoolNotFound", f"{told} does not exist, or is not accepted")
+    if pool.is_deleting:
+        return Fault("PoolDeleting", f"{told} is being deleted")
+    if pool.model.spec.paused:
+        return Fault("PoolPaused", f"{told} is paused")
+    return pool.model.spec
 
 
 def _fault(model: KVOperation, around: Around) -> Fault | None:

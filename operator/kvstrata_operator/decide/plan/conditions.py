@@ -17,10 +17,16 @@ _UNTOLD: Final = frozenset({"Progressing", "Provisioned"})
 _TOLD: Final = frozenset({"ProgressDeadlineExceeded"})
 """Reasons of those types that nothing else tells of."""
 
-_PASSING: Final = frozenset(
-    {"NodesNotReady", "NodesNotUpdated", "Deleting", "Expired", "RedisStarting", "RedisRolling"}
-)
+PASSING: Final = frozenset({"NodesNotReady", "NodesNotUpdated", "Deleting", "Expired", "RedisStarting", "RedisRolling"})
 """Reasons of bad news that healthy objects pass through."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why an object is not accepted, or not ready: a condition's reason and message."""
+
+    reason: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,14 @@ def conditions_only(declared: Declared[Any], new: Iterable[Condition], now: str)
     return {"observedGeneration": declared.meta.generation, "conditions": [c.to_json() for c in settled]}
 
 
+def refused(says: Says, reason: str, message: str) -> tuple[Condition, ...]:
+    """Conditions of an object whose spec cannot be acted upon; what was observed before stays as it was."""
+    return (
+        says.false("Accepted", reason, message),
+        says.false("Ready", "NotAccepted", f"the spec is not accepted: {message}"),
+    )
+
+
 def notes_of(declared: Declared[Any], new: Iterable[Condition]) -> tuple[Note, ...]:
     """Tell one Event for each condition that flips; of first appearances only bad news and what is ready at once.
 
@@ -74,7 +88,7 @@ def _is_told(before: Condition | None, after: Condition) -> bool:
     if is_untold or after.status is Status.UNKNOWN:
         return False
     if before is None:
-        return after.reason not in _PASSING if _is_bad(after) else after.type == "Ready"
+        return after.reason not in PASSING if _is_bad(after) else after.type == "Ready"
     return before.status is not after.status
 
 
@@ -83,7 +97,7 @@ def _is_bad(condition: Condition) -> bool:
 
 
 def _note(declared: Declared[Any], condition: Condition) -> Note:
-    is_warning = _is_bad(condition) and condition.reason not in _PASSING
+    is_warning = _is_bad(condition) and condition.reason not in PASSING
     severity = Severity.WARNING if is_warning else Severity.NORMAL
     message = f"{condition.type} is {condition.status}: {condition.message}"
     return Note(declared.ref, declared.uid, condition.reason, message, severity)

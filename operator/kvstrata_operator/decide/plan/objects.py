@@ -1,40 +1,11 @@
 """Bodies of the objects that the operator makes. Pure."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any
 
 from kvstrata_api import names
 from kvstrata_api.models.base import ObjectMeta
 from kvstrata_api.models.pool import KVPool
-from kvstrata_api.models.poolnode import KVPoolNodeSpec, NodeDrain, NodeOrder
-from kvstrata_operator.decide.pools.placement import Placement
-from kvstrata_operator.observe.digest import digest
-from kvstrata_operator.observe.kinds import CONFIG_MAP, POOL, POOL_NODE, SECRET, Kind, Ref
-from kvstrata_operator.observe.records import DrainSeen
-
-LABEL_COMPONENT: Final = "app.kubernetes.io/component"
-CONNECTION: Final = "connection"
-"""Value of `LABEL_COMPONENT` on connection ConfigMaps."""
-
-CONNECTION_LABELS: Final = {names.LABEL_MANAGED_BY: names.MANAGED_BY, LABEL_COMPONENT: CONNECTION}
-
-AGENT_TEMPLATE: Final = "agent-template"
-"""Value of `LABEL_COMPONENT` on the ConfigMap with the pod template of agents."""
-
-REDIS_TEMPLATE: Final = "redis-template"
-"""Value of `LABEL_COMPONENT` on the ConfigMap with the StatefulSet of Redis."""
-
-REDIS_LABELS: Final = {names.LABEL_MANAGED_BY: names.MANAGED_BY, LABEL_COMPONENT: "redis"}
-"""On the StatefulSet of Redis and its pod."""
-
-WORKLOAD_LABELS: Final = {names.LABEL_MANAGED_BY: names.MANAGED_BY, LABEL_COMPONENT: "agent"}
-"""On DaemonSets of agents, their budgets and their pods."""
-
-CONFIG_MAPS: Final = (CONNECTION, AGENT_TEMPLATE, REDIS_TEMPLATE)
-"""Values of `LABEL_COMPONENT` by which ConfigMaps are followed."""
-
-PODS: Final = (WORKLOAD_LABELS[LABEL_COMPONENT], REDIS_LABELS[LABEL_COMPONENT])
-"""The same of pods."""
+from kvstrata_operator.observe.kinds import CONFIG_MAP, CONNECTION_LABELS, POOL, SECRET, Kind, Ref, digest
 
 
 def body_of(ref: Ref, metadata: dict[str, Any], **parts: Any) -> dict[str, Any]:
@@ -64,53 +35,6 @@ def owner_reference(kind: Kind, meta: ObjectMeta) -> dict[str, Any]:
         "controller": True,
         "blockOwnerDeletion": False,
     }
-
-
-def pool_node_ref(pool: str, node: str) -> Ref:
-    """Address of the KVPoolNode of one pool on one node."""
-    return Ref(POOL_NODE, names.pool_node_name(pool, node))
-
-
-def pool_node_labels(pool: str, node: str) -> dict[str, str]:
-    """Labels of the KVPoolNode of one pool on one node."""
-    return {
-        names.LABEL_MANAGED_BY: names.MANAGED_BY,
-        names.LABEL_POOL: pool,
-        names.LABEL_NODE: names.label_value(node),
-    }
-
-
-def pool_node_body(
-    pool: ObjectMeta, placement: Placement, node: str, drain: DrainSeen, orders: Iterable[NodeOrder] = ()
-) -> dict[str, Any]:
-    """Return the whole KVPoolNode without status."""
-    spec = KVPoolNodeSpec(
-        pool_ref=placement.pool,
-        node_name=node,
-        tiers=placement.tiers,
-        revision=placement.revision,
-        drain=NodeDrain.model_validate({"requested": drain.requested, "mode": drain.mode, "deadline": drain.deadline}),
-        orders=tuple(orders),
-    )
-    labels = pool_node_labels(placement.pool, node)
-    metadata = {"labels": labels, "ownerReferences": [owner_reference(POOL, pool)]}
-    return body_of(pool_node_ref(placement.pool, node), metadata, spec=spec.to_json())
-
-
-def pool_node_body_like(body: Mapping[str, Any], pool: str, node: str) -> dict[str, Any]:
-    """Return `body`, a KVPoolNode of the same placement, for another node: most of it need not be put together anew."""
-    metadata = {**body["metadata"], "name": pool_node_ref(pool, node).name, "labels": pool_node_labels(pool, node)}
-    return {**body, "metadata": metadata, "spec": {**body["spec"], "nodeName": node}}
-
-
-def drain_body(drain: DrainSeen) -> dict[str, Any]:
-    """Return a merge patch that orders a drain and leaves the rest of a KVPoolNode as it is."""
-    return {"spec": {"drain": {"requested": drain.requested, "mode": drain.mode, "deadline": drain.deadline}}}
-
-
-def orders_body(orders: Iterable[NodeOrder]) -> dict[str, Any]:
-    """Return a merge patch that sets what KVOperations want of a node and leaves the rest as it is."""
-    return {"spec": {"orders": [order.to_json() for order in orders]}}
 
 
 def connection_ref(pool: str, namespace: str) -> Ref:

@@ -14,7 +14,8 @@ from kvstrata_api import units
 from kvstrata_api.autoscale import grown, shrunk
 from kvstrata_api.models.pool import EvictionPolicy, KVPool, PoolTier, TierAutoscale, TierScale
 from kvstrata_operator.decide.plan.actions import Note
-from kvstrata_operator.observe.moments import format_time, parse_time
+from kvstrata_operator.decide.pools.placement import size_of
+from kvstrata_operator.observe.kinds import format_time, parse_time
 from kvstrata_operator.observe.records import Declared, PoolNodeSeen, TierSeen
 
 SETTLED_PERCENT: Final = 2
@@ -44,20 +45,6 @@ class Step:
 
     capacity_bytes: int
     why: str
-
-
-def size_of(tier: PoolTier, scales: Mapping[str, int]) -> int | None:
-    """Bytes of a tier on each node; None for one that is shared by all nodes."""
-    policy = tier.autoscale
-    if policy is None or tier.capacity_per_node is None:
-        return tier.capacity_per_node
-    wanted = scales.get(tier.name, tier.capacity_per_node)
-    return max(policy.min_per_node, min(policy.max_per_node, wanted))
-
-
-def scales_of(status: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes that a pool's stored status has brought its tiers to."""
-    return {s["tier"]: int(s["capacityPerNode"]) for s in status.get("autoscaling") or () if "capacityPerNode" in s}
 
 
 def decide(policy: TierAutoscale, now_bytes: int, signal: Signal, grain_bytes: int) -> Step | None:

@@ -5,16 +5,15 @@ Laws: agents drain, then give their memory back, and are stopped when they have 
 whatever the API server or the agents do; a pool without KVPoolNodes is let go at once.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import Final
 
 from kvstrata_api import names
 from kvstrata_api.models.pool import KVPool
-from kvstrata_operator.decide.plan.actions import Action, DeleteMany, Note, SetFinalizers, Severity
+from kvstrata_operator.decide.plan.actions import Action, DeleteMany, MarkSilent, Note, SetFinalizers, Severity
 from kvstrata_operator.decide.pools.reconcile import DrainOrder, drain_order, is_done, must_drain, order_drains
-from kvstrata_operator.observe.kinds import POOL_NODE
-from kvstrata_operator.observe.moments import parse_time
+from kvstrata_operator.observe.kinds import POOL_NODE, Ref, parse_time
 from kvstrata_operator.observe.records import Declared, PoolNodeSeen
 
 GRACE_S: Final = 60.0
@@ -23,6 +22,28 @@ GRACE_S: Final = 60.0
 
 _NAMED_MAX: Final = 8
 """Nodes that one Event names; an Event has 1,024 characters."""
+
+
+def answering(nodes: Iterable[PoolNodeSeen], alive: Collection[str], silent: Collection[str]) -> frozenset[str]:
+    """Names of the KVPoolNodes whose agents may still do what they are asked.
+
+    Besides the living these are agents that said that they are connected and whose Leases nobody has looked at yet, as
+    after a start of this process: taken for gone they would be deleted undrained, and what they hold called erased.
+    """
+    return frozenset(n.key for n in nodes if n.key in alive or (n.key not in silent and n.is_true("AgentConnected")))
+
+
+def mark_silent(nodes: Mapping[str, PoolNodeSeen], silent: Iterable[str]) -> tuple[MarkSilent, ...]:
+    """Say on each silent agent's KVPoolNode that it is gone, once; agents that never reported are left alone."""
+    return tuple(
+        MarkSilent(
+            Ref(POOL_NODE, key),
+            nodes[key].pool,
+            message=f"Lease {names.agent_lease_name(nodes[key].pool, nodes[key].node)} is not renewed",
+        )
+        for key in sorted(silent)
+        if key in nodes and nodes[key].has_reported and not _is_marked(nodes[key])
+    )
 
 
 def hold(pool: Declared[KVPool]) -> tuple[Action, ...]:
@@ -66,6 +87,10 @@ def next_step(pool: Declared[KVPool], now: datetime) -> datetime | None:
     order = drain_order(pool)
     moments = (since + timedelta(seconds=s) for s in (order.timeout_s, order.wait_s, order.timeout_s + GRACE_S))
     return next((t for t in moments if t > now), None)
+
+
+def _is_marked(node: PoolNodeSeen) -> bool:
+    return node.is_false("AgentConnected") and node.is_false("Ready")
 
 
 def _told(pool: Declared[KVPool], seen: Mapping[str, PoolNodeSeen], order: DrainOrder) -> tuple[Note, ...]:

@@ -10,15 +10,23 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
+from kvstrata_api.models.base import ObjectMeta
 from kvstrata_api.models.pool import DrainSpec, KVPool
-from kvstrata_api.models.poolnode import NodeOrder
+from kvstrata_api.models.poolnode import KVPoolNodeSpec, NodeDrain, NodeOrder
 from kvstrata_operator.decide.plan import objects
 from kvstrata_operator.decide.plan.actions import Action, Apply, Create, Delete, Merge, Note
 from kvstrata_operator.decide.pools.placement import Placement
-from kvstrata_operator.observe.kinds import POOL_NODE, Ref
-from kvstrata_operator.observe.moments import format_time, parse_time
+from kvstrata_operator.observe.kinds import (
+    POOL,
+    POOL_NODE,
+    Ref,
+    format_time,
+    parse_time,
+    pool_node_labels,
+    pool_node_ref,
+)
 from kvstrata_operator.observe.records import Declared, DrainSeen, PoolNodeSeen
 
 NO_DRAIN: Final = DrainSeen()
@@ -143,12 +151,6 @@ def drain_order(pool: Declared[KVPool]) -> DrainOrder:
     return DrainOrder(drain.mode, float(drain.timeout_seconds), is_farewell=pool.is_deleting)
 
 
-def is_told(placement: Placement, seen: PoolNodeSeen) -> bool:
-    """True when a KVPoolNode has the tiers and the revision that the placement wants, and is to stay."""
-    is_same = seen.revision == placement.revision and seen.tiers_digest == placement.tiers_digest
-    return is_same and seen.is_marked and not seen.is_deleting
-
-
 def _drain_of(seen: PoolNodeSeen, stays: Stays) -> DrainSeen:
     """Return the order to drain of a node that stays: a roll's own stands, else it is a KVOperation's."""
     is_held = seen.node in stays.holds.draining and seen.drain.requested
@@ -162,7 +164,7 @@ def _is_drain_right(seen: PoolNodeSeen, stays: Stays) -> bool:
 
 def is_plain(placement: Placement, seen: PoolNodeSeen) -> bool:
     """True when a KVPoolNode's spec is what it should be where nobody wants or holds anything besides."""
-    return is_told(placement, seen) and not seen.drain.requested and not seen.orders
+    return placement.is_current(seen) and not seen.drain.requested and not seen.orders
 
 
 def _is_ordered(seen: PoolNodeSeen, wanted: Wants) -> bool:
@@ -171,7 +173,7 @@ def _is_ordered(seen: PoolNodeSeen, wanted: Wants) -> bool:
 
 
 def _is_as_it_stays(placement: Placement, seen: PoolNodeSeen, stays: Stays) -> bool:
-    return (seen.node in stays.holds.untold or is_told(placement, seen)) and _is_drain_right(seen, stays)
+    return (seen.node in stays.holds.untold or placement.is_current(seen)) and _is_drain_right(seen, stays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +233,7 @@ def order_drains(
     latest = since + timedelta(seconds=order.timeout_s)
     drain = DrainSeen(requested=True, mode=order.mode, deadline=format_time(latest))
     return tuple(
-        Merge(Ref(POOL_NODE, node.key), node.pool, body=objects.drain_body(drain))
+        Merge(Ref(POOL_NODE, node.key), node.pool, body=_drain_body(drain))
         for node in nodes
         if not _is_asked(node, order, latest) and must_drain(node, order, alive, since=since, now=now)
     )
@@ -266,26 +268,59 @@ def drain_deadlines(nodes: Iterable[PoolNodeSeen]) -> list[datetime | None]:
     return [parse_time(text) for text in {node.drain.deadline for node in nodes if node.drain.requested}]
 
 
+def _body(
+    pool: ObjectMeta, placement: Placement, node: str, drain: DrainSeen, orders: Iterable[NodeOrder] = ()
+) -> dict[str, Any]:
+    """Return the whole KVPoolNode without status."""
+    spec = KVPoolNodeSpec(
+        pool_ref=placement.pool,
+        node_name=node,
+        tiers=placement.tiers,
+        revision=placement.revision,
+        drain=NodeDrain.model_validate({"requested": drain.requested, "mode": drain.mode, "deadline": drain.deadline}),
+        orders=tuple(orders),
+    )
+    labels = pool_node_labels(placement.pool, node)
+    metadata = {"labels": labels, "ownerReferences": [objects.owner_reference(POOL, pool)]}
+    return objects.body_of(pool_node_ref(placement.pool, node), metadata, spec=spec.to_json())
+
+
+def _body_like(body: Mapping[str, Any], pool: str, node: str) -> dict[str, Any]:
+    """Return `body`, a KVPoolNode of the same placement, for another node: most of it need not be put together anew."""
+    metadata = {**body["metadata"], "name": pool_node_ref(pool, node).name, "labels": pool_node_labels(pool, node)}
+    return {**body, "metadata": metadata, "spec": {**body["spec"], "nodeName": node}}
+
+
+def _drain_body(drain: DrainSeen) -> dict[str, Any]:
+    """Return a merge patch that orders a drain and leaves the rest of a KVPoolNode as it is."""
+    return {"spec": {"drain": {"requested": drain.requested, "mode": drain.mode, "deadline": drain.deadline}}}
+
+
+def _orders_body(orders: Iterable[NodeOrder]) -> dict[str, Any]:
+    """Return a merge patch that sets what KVOperations want of a node and leaves the rest as it is."""
+    return {"spec": {"orders": [order.to_json() for order in orders]}}
+
+
 def _creates(pool: Declared[KVPool], placement: Placement, nodes: Sequence[str]) -> tuple[Action, ...]:
     if not nodes:
         return ()
-    first = objects.pool_node_body(pool.meta, placement, nodes[0], NO_DRAIN)
-    bodies = {node: objects.pool_node_body_like(first, placement.pool, node) for node in nodes}
+    first = _body(pool.meta, placement, nodes[0], NO_DRAIN)
+    bodies = {node: _body_like(first, placement.pool, node) for node in nodes}
     return tuple(
-        Create(objects.pool_node_ref(placement.pool, node), placement.pool, body=body, adopts=True)
+        Create(pool_node_ref(placement.pool, node), placement.pool, body=body, adopts=True)
         for node, body in bodies.items()
     )
 
 
 def _reorder(node: PoolNodeSeen, wants: Wants) -> Action:
-    return Merge(Ref(POOL_NODE, node.key), node.pool, body=objects.orders_body(wants.orders))
+    return Merge(Ref(POOL_NODE, node.key), node.pool, body=_orders_body(wants.orders))
 
 
 def _change(pool: Declared[KVPool], placement: Placement, seen: PoolNodeSeen, stays: Stays) -> Action:
     ref, drain = Ref(POOL_NODE, seen.key), _drain_of(seen, stays)
     if seen.node in stays.holds.untold:
-        return Merge(ref, placement.pool, body=objects.drain_body(drain))
-    body = objects.pool_node_body(pool.meta, placement, seen.node, drain, stays.of(seen.node).orders)
+        return Merge(ref, placement.pool, body=_drain_body(drain))
+    body = _body(pool.meta, placement, seen.node, drain, stays.of(seen.node).orders)
     return Apply(ref, placement.pool, body=body)
 
 

@@ -2,7 +2,7 @@
 
 A new value of `spec.eraseRequested` moves the key version on by one, and `status.eraseStarted` remembers for which
 value that was done. First the new key is minted, then one write tells version and value, then
-`key_versions.plan_retirement` removes the old keys, which is what makes the bytes unreadable. Laws: a version never
+`scope_keys.plan_retirement` removes the old keys, which is what makes the bytes unreadable. Laws: a version never
 goes down; it moves once for each value; `status.lastErase` names a value only after the old keys are gone and every
 agent that is connected has told that it holds nothing from before.
 """
@@ -15,8 +15,7 @@ from kvstrata_api.models.trust import KVTenant
 from kvstrata_api.scopes import KEY_VERSION
 from kvstrata_api.trust import ScopeKind
 from kvstrata_operator.decide.plan.conditions import Says
-from kvstrata_operator.decide.trust.key_versions import highest_version, plan_retirement, told_version
-from kvstrata_operator.decide.trust.scope_keys import has_key
+from kvstrata_operator.decide.trust.scope_keys import has_key, highest_version, plan_retirement, told_version
 from kvstrata_operator.decide.trust.tenant_usage import named
 from kvstrata_operator.observe.records import Declared, PoolNodeSeen, ScopeSecretSeen
 

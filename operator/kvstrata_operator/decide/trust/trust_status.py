@@ -13,13 +13,12 @@ from kvstrata_api.conditions import Condition
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
 from kvstrata_api.shares import Reading, Refusal
 from kvstrata_api.trust import joined_domain
-from kvstrata_operator.decide.plan.conditions import Says, conditions_only
-from kvstrata_operator.decide.pool_conditions import refused
-from kvstrata_operator.decide.trust import key_versions
+from kvstrata_operator.decide.plan.conditions import Fault, Says, conditions_only, refused
+from kvstrata_operator.decide.trust import scope_keys
 from kvstrata_operator.decide.trust.erasure import Course, erase_condition
-from kvstrata_operator.decide.trust.identity_conflicts import Fault, one_sided
+from kvstrata_operator.decide.trust.identity_conflicts import one_sided
 from kvstrata_operator.decide.trust.tenant_usage import Held, Place, quota_conditions
-from kvstrata_operator.observe.moments import format_time
+from kvstrata_operator.observe.kinds import format_time
 from kvstrata_operator.observe.records import Declared
 
 
@@ -74,9 +73,9 @@ def domain_status(
     it told of and everybody who may hold that key, so that a departure is not forgotten.
     """
     says = Says(domain.meta.generation)
-    members = frozenset() if domain.model is None else key_versions.members(domain.model, tenants)
-    told = key_version or key_versions.told_version(domain)
-    holders = members if key_version else members | key_versions.told_members(domain)
+    members = frozenset() if domain.model is None else scope_keys.members(domain.model, tenants)
+    told = key_version or scope_keys.told_version(domain)
+    holders = members if key_version else members | scope_keys.told_members(domain)
     if fault or domain.model is None:
         fault = fault or Fault("Invalid", domain.error)
         conditions = refused(says, fault.reason, fault.message)

@@ -1,0 +1,233 @@
+"""The status of a KVPool, from what its KVPoolNodes add up to. Pure.
+
+Laws: a node counts as ready only while its agent is not silent; no count exceeds `matched`; the same facts give the
+same status, so a steady fleet causes no writes.
+"""
+
+from dataclasses import dataclass
+
+from kvstrata_api import units
+from kvstrata_api.conditions import Condition, Status
+from kvstrata_api.models.pool import (
+    ConfigMapRef,
+    KVPool,
+    KVPoolStatus,
+    PoolConnection,
+    PoolNodeCounts,
+    PoolTierStatus,
+    TierScale,
+)
+from kvstrata_operator.decide.plan.conditions import PASSING, Fault, Says, settle
+from kvstrata_operator.decide.pools.placement import Placement
+from kvstrata_operator.decide.pools.pool_facts import Facts, PoolSums
+from kvstrata_operator.observe.kinds import Ref
+from kvstrata_operator.observe.records import Declared
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What holds a pool up, whatever its nodes say."""
+
+    is_paused: bool = False
+    failure: str = ""
+    """Last error of what was tried for the pool; empty when all went well."""
+    agents_fault: Fault | None = None
+    """Why its agents are not run as they should be."""
+    outdated_nodes: int = 0
+    """Nodes whose pod is of another revision."""
+    stuck_node: str = ""
+    """A node whose new pod is not ready in time; empty when there is none."""
+    rolls_by_itself: bool = True
+    """False where people delete the pods that are to be replaced."""
+    directory_fault: Fault | None = None
+    """Why no agent reaches the directory."""
+    directory_remark: str = ""
+    """What an administrator should know of the directory although all is well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What a pool's status needs besides what its nodes add up to."""
+
+    course: Course
+    revision: str
+    """What all nodes should run, see `planner`."""
+    tenants: int
+    connection: Ref
+    scales: tuple[TierScale, ...]
+    """Where autoscaling brings the pool's tiers."""
+    now: str
+    """RFC 3339."""
+
+
+def pool_status(
+    pool: Declared[KVPool], placement: Placement, facts: Facts, sums: PoolSums, around: Around
+) -> KVPoolStatus:
+    """Put the status of an accepted pool together from what its nodes add up to."""
+    revision = around.revision
+    conditions = pool_conditions(Says(pool.meta.generation), facts, around.course, revision)
+    return KVPoolStatus(
+        observed_generation=pool.meta.generation,
+        conditions=settle(pool, conditions, around.now),
+        nodes=_counts(facts),
+        tiers=_tiers(placement, sums),
+        autoscaling=around.scales,
+        nodes_ready=f"{facts.ready}/{facts.matched}",
+        used_of_capacity=_used_of_capacity(placement, sums),
+        hit_percent=_hit_percent(sums),
+        tenants=around.tenants,
+        current_revision=_current_revision(pool, revision, facts),
+        update_revision=revision,
+        connection=PoolConnection(
+            config_map_ref=ConfigMapRef(namespace=around.connection.namespace, name=around.connection.name)
+        ),
+    )
+
+
+def _counts(facts: Facts) -> PoolNodeCounts:
+    return PoolNodeCounts(
+        matched=facts.matched,
+        ready=facts.ready,
+        updated=facts.updated,
+        draining=facts.draining,
+        degraded=facts.degraded.nodes,
+    )
+
+
+def _tiers(placement: Placement, sums: PoolSums) -> tuple[PoolTierStatus, ...]:
+    """Sum each declared tier up over all nodes; what agents report of other tiers is history."""
+    return tuple(
+        PoolTierStatus(
+            name=tier.name,
+            capacity=tier.capacity_bytes * len(placement.nodes) or None,
+            allocatable=units.format_rounded(sums.allocatable_bytes(tier.name)),
+            used=units.format_rounded(sums.used_bytes[tier.name]),
+        )
+        for tier in placement.tiers
+    )
+
+
+def _used_of_capacity(placement: Placement, sums: PoolSums) -> str:
+    capacity_bytes = sum(t.capacity_bytes for t in placement.tiers) * len(placement.nodes)
+    return f"{units.format_rounded(sums.used_bytes.total())}/{units.format_rounded(capacity_bytes)}"
+
+
+def _hit_percent(sums: PoolSums) -> int | None:
+    """Hits per hundred blocks asked for; None before anybody has asked."""
+    return min(100, 100 * sums.hit_blocks // sums.queried_blocks) if sums.queried_blocks else None
+
+
+def _current_revision(pool: Declared[KVPool], revision: str, facts: Facts) -> str:
+    """Return the revision that all nodes run; the former one while a rollout is under way."""
+    if facts.matched and facts.updated == facts.matched:
+        return revision
+    return str(pool.status.get("currentRevision", ""))
+
+
+def pool_conditions(says: Says, facts: Facts, course: Course, revision: str) -> tuple[Condition, ...]:
+    """All conditions of a pool whose spec is accepted."""
+    capacity = _capacity(says, facts)
+    return (
+        says.true("Accepted", "Accepted", "the spec is valid"),
+        _provisioned(says, facts, course),
+        capacity,
+        _metadata(says, facts, course),
+        _progressing(says, facts, course, revision),
+        _degraded(says, facts, course),
+        _ready(says, facts, capacity),
+    )
+
+
+def leaving(says: Says, left: int, draining: int) -> tuple[Condition, ...]:
+    """Conditions of a pool that is being deleted; what was observed before stays as it was."""
+    return (
+        says.true("Progressing", "Deleting", f"{left} KVPoolNodes are left, {draining} of them draining"),
+        says.false("Ready", "Deleting", "the pool is being deleted"),
+    )
+
+
+def _provisioned(says: Says, facts: Facts, course: Course) -> Condition:
+    wrong = _hindrance(facts, course)
+    if wrong is not None:
+        return says.false("Provisioned", *wrong)
+    told = f"{facts.current} of {facts.matched} KVPoolNodes are as wanted"
+    if facts.current == facts.matched:
+        return says.true("Provisioned", "Provisioned", told)
+    return says.false("Provisioned", "Paused" if course.is_paused else "Provisioning", told)
+
+
+def _hindrance(facts: Facts, course: Course) -> tuple[str, str] | None:
+    """Reason and message of the first thing in the way."""
+    if course.failure:
+        return "ApplyFailed", course.failure
+    if course.agents_fault is not None:
+        return course.agents_fault.reason, course.agents_fault.message
+    if not facts.matched:
+        return "NoMatchingNodes", "no node has the labels of spec.nodeSelector"
+    worst = facts.excluded or facts.unrun
+    return (worst.reason, worst.tell(facts.matched)) if worst else None
+
+
+def _capacity(says: Says, facts: Facts) -> Condition:
+    type_ = "CapacitySatisfied"
+    if facts.over_capacity:
+        return says.false(type_, facts.over_capacity.reason, facts.over_capacity.tell(facts.matched))
+    if not facts.capacity_known:
+        return says.unknown(type_, "NoReport", "no agent has reported what its node has")
+    return says.true(type_, "Satisfied", "no node that reported has less than the tiers ask for")
+
+
+def _metadata(says: Says, facts: Facts, course: Course) -> Condition:
+    type_ = "MetadataAvailable"
+    if course.directory_fault is not None:
+        return says.false(type_, course.directory_fault.reason, course.directory_fault.message)
+    if facts.without_metadata:
+        return says.false(type_, facts.without_metadata.reason, facts.without_metadata.tell(facts.matched))
+    if not facts.metadata_known:
+        return says.unknown(type_, "NoReport", "no agent has reported whether it reaches the directory")
+    told = ("every agent that reported reaches the directory", course.directory_remark)
+    return says.true(type_, "Available", "; ".join(filter(None, told)))
+
+
+def _progressing(says: Says, facts: Facts, course: Course, revision: str) -> Condition:
+    type_ = "Progressing"
+    if course.is_paused:
+        return says.false(type_, "Paused", "spec.paused is set; agents keep serving")
+    told = f"{facts.updated} of {facts.matched} nodes run revision {revision}"
+    if course.stuck_node:
+        why = f"the new pod of node {course.stuck_node} is not ready by the deadline"
+        return says.false(type_, "ProgressDeadlineExceeded", f"{told}; {why}")
+    if course.outdated_nodes and not course.rolls_by_itself:
+        return says.false(
+            type_, "OnDelete", f"{told}; {course.outdated_nodes} pods are replaced when somebody deletes them"
+        )
+    if facts.updated < facts.matched:
+        return says.true(type_, "RollingOut", told)
+    if facts.unsettled:
+        return says.true(type_, facts.unsettled.reason, facts.unsettled.tell(facts.matched))
+    return says.false(type_, "Complete", f"all {facts.matched} nodes run revision {revision}")
+
+
+def _degraded(says: Says, facts: Facts, course: Course) -> Condition:
+    if course.directory_fault is not None and course.directory_fault.reason not in PASSING and not facts.degraded:
+        return says.true("Degraded", course.directory_fault.reason, course.directory_fault.message)
+    worst = facts.degraded or facts.without_metadata
+    if worst:
+        return says.true("Degraded", worst.reason, worst.tell(facts.matched))
+    return says.false("Degraded", "Healthy", "no node reports a fault")
+
+
+def _ready(says: Says, facts: Facts, capacity: Condition) -> Condition:
+    if not facts.matched:
+        return says.false("Ready", "NoMatchingNodes", "no node has the labels of spec.nodeSelector")
+    if capacity.status is Status.FALSE:
+        return says.false("Ready", "CapacityNotSatisfied", capacity.message)
+    told = f"{facts.ready} of {facts.matched} nodes are ready"
+    if facts.ready == facts.updated == facts.matched:
+        return says.true("Ready", "AllNodesReady", told)
+    if facts.ready == facts.matched:
+        return says.false(
+            "Ready", "NodesNotUpdated", f"{told}, {facts.updated} of them with what the pool declares now"
+        )
+    why = facts.unready or facts.excluded
+    return says.false("Ready", "NodesNotReady", f"{told}; {why.node}: {why.message}" if why else told)
