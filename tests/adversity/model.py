@@ -119,12 +119,12 @@ class Cluster(Fleet):
         seen = view.pools.pool_nodes.get(key)
         is_connected = key in self.alive and seen is not None and seen.is_true("AgentConnected")
         pool = view.pools.declared.get(seen.pool) if seen is not None else None
-        is_farewell = pool is not None and pool.is_deleting
+        is_final = pool is not None and pool.is_deleting
         if (
             seen is None
             or not is_connected
             or seen.node not in view.pools.nodes
-            or _is_drained(seen, is_farewell=is_farewell)
+            or _is_drained(seen, is_final=is_final)
         ):
             return
         deadline = parse_time(body["spec"]["drain"]["deadline"]) if body["spec"]["drain"]["requested"] else None
@@ -240,10 +240,10 @@ class Operator:
         return count
 
 
-def _is_drained(node: PoolNodeSeen, *, is_farewell: bool) -> bool:
+def _is_drained(node: PoolNodeSeen, *, is_final: bool) -> bool:
     """Whether the agent has said that nothing is left to move, and where its pool goes that its memory is back."""
     said = node.conditions.get("Draining")
-    enough = ("Released", "Destroyed") if is_farewell else ("Drained", "Released", "Destroyed")
+    enough = ("Released", "Destroyed") if is_final else ("Drained", "Released", "Destroyed")
     return said is not None and said.status == "False" and said.reason in enough
 
 

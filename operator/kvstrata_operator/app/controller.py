@@ -14,7 +14,7 @@ from typing import Final
 
 from kvstrata_api.errors import PermanentError
 from kvstrata_operator.app.gauges import Gauges
-from kvstrata_operator.apply.executor import Executor, Flights, Outcome
+from kvstrata_operator.apply.executor import Executor, Outcome, WritesInFlight
 from kvstrata_operator.apply.schedule import Pacing, Retries, Turn
 from kvstrata_operator.decide.incremental import Seen
 from kvstrata_operator.decide.plan.actions import Action, Create
@@ -25,10 +25,10 @@ from kvstrata_operator.observe.world import Change, ChangeBus, Setting
 log = logging.getLogger(__name__)
 
 DEBOUNCE_S: Final = 0.05
-"""News within this time become one plan."""
+"""Changes within this time become one plan."""
 
 STATUS_EVERY_S: Final = 0.2
-"""Statuses are compared at most this often, and seldomer where comparing takes long, see `STATUS_SHARE`."""
+"""Statuses are compared at most this often, and less often where comparing takes long, see `STATUS_SHARE`."""
 
 STATUS_SHARE: Final = 10
 """Comparing statuses takes at most one part in so many of the time."""
@@ -37,10 +37,10 @@ IDLE_S: Final = 30.0
 """Each planner is asked at least this often, as a last resort; it finds nothing to do when all is well."""
 
 STANDBY_S: Final = 1.0
-"""Between looks at whether this replica may decide, where no news tell of it: a Lease that is renewed too late."""
+"""Polling interval of whether this replica may decide, where no change reports it: a Lease that is renewed too late."""
 
 BATCH_ACTIONS: Final = 512
-"""Actions between two looks at the world: about 3 s of work for the API server of two cores (6 ms each, design)."""
+"""Actions between two plans: about 3 s of work for the API server of two cores (6 ms each, design)."""
 
 
 class Controller:
@@ -68,7 +68,7 @@ class Controller:
         self._observe = observe
         self._executor = executor
         self._gauges = gauges
-        self._news = asyncio.Event()
+        self._wake = asyncio.Event()
         self._order_turn = Turn()
         self._status_turn = Turn()
         self._order_retries = Retries()
@@ -81,7 +81,7 @@ class Controller:
         self._is_held = False
         """True when something was left out because its object was being written, until one such write has ended."""
         self.round_s = clock()
-        """When the loop last came around; a probe looks at it."""
+        """When the loop last came around; a probe reads it."""
 
     def plan_again(self) -> None:
         """Something changed that orders depend on."""
@@ -91,16 +91,16 @@ class Controller:
     def status_again(self) -> None:
         """Something changed that only statuses depend on."""
         self._status_turn.is_wanted = True
-        self._news.set()
+        self._wake.set()
 
     async def run(self) -> None:
         """Go on for ever."""
         async with asyncio.TaskGroup() as tasks:
-            flights = Flights(tasks, self._executor.apply)
+            in_flight = WritesInFlight(tasks, self._executor.apply)
             while True:
                 await self._wait()
-                await flights.until_few()
-                self._news.clear()
+                await in_flight.until_below_limit()
+                self._wake.clear()
                 self.round_s = self._clock()
                 seen = self._observe(self._failures)
                 if seen is None:
@@ -109,25 +109,25 @@ class Controller:
                 view, _ = seen
                 self._gauges.pools(view.pools.declared, self.round_s)
                 self._gauges.operations(view.pools.operations.values())
-                await self._round(flights)
+                await self._round(in_flight)
 
     async def _wait(self) -> None:
-        """Wait for news or for the next moment that matters, then a little for more news."""
+        """Wait for a change or for the next moment that matters, then a little for more changes."""
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, self._wake_s - self._clock())):
-                await self._news.wait()
+                await self._wake.wait()
         await asyncio.sleep(DEBOUNCE_S)
 
-    async def _round(self, flights: Flights) -> None:
+    async def _round(self, in_flight: WritesInFlight) -> None:
         """Carry out one batch of orders and write the statuses, each when it is due."""
         if self._order_turn.is_due(self._clock()):
-            self._status_turn.is_wanted = True  # What time alone changes is also told of.
-            await self._orders(flights)
+            self._status_turn.is_wanted = True  # Statuses also show what time alone changes.
+            await self._orders(in_flight)
         if self._status_turn.is_due(self._clock()):
-            self._statuses(flights)
+            self._statuses(in_flight)
         self._wake_s = min(self._order_turn.at_s, self._status_turn.at_s)
 
-    async def _orders(self, flights: Flights) -> None:
+    async def _orders(self, in_flight: WritesInFlight) -> None:
         seen = self._observe(self._failures)
         if seen is None:
             return
@@ -140,20 +140,20 @@ class Controller:
         if plan.wake_at is not None:
             self._order_turn.by(began_s + (plan.wake_at - now).total_seconds())
         self._gauges.queue(len(due))
-        free = [action for action in due if flights.is_free(action)]
+        free = [action for action in due if in_flight.is_free(action)]
         self._is_held |= len(free) < len(due)
         batch = free[:BATCH_ACTIONS]
-        flights.launch((a for a in batch if isinstance(a, Create)), self._ordered)
+        in_flight.start((a for a in batch if isinstance(a, Create)), self._order_done)
         with self._gauges.part("apply"):
             for outcome in await self._executor.apply(a for a in batch if not isinstance(a, Create)):
-                self._ordered(outcome)
+                self._order_done(outcome)
         pools = {action.pool for action in plan.actions if self._order_retries.has_failed(_key(action))}
         self._failures = {pool: why for pool, why in self._failures.items() if pool in pools}
         if len(free) > BATCH_ACTIONS:
             self.plan_again()
 
-    def _ordered(self, outcome: Outcome) -> None:
-        """Remember how an order went, and look again when that matters."""
+    def _order_done(self, outcome: Outcome) -> None:
+        """Remember how an order went, and plan again when that matters."""
         self._note(self._order_retries, outcome)
         pool = outcome.action.pool
         if isinstance(outcome.error, PermanentError) and pool:
@@ -171,7 +171,7 @@ class Controller:
             self._changes.stale()
             self.plan_again()
 
-    def _statuses(self, flights: Flights) -> None:
+    def _statuses(self, in_flight: WritesInFlight) -> None:
         began_s = self._clock()
         if began_s < self._statuses_s:
             self._status_turn.put_off(self._statuses_s)
@@ -183,21 +183,21 @@ class Controller:
             writes = plan_statuses(*seen, self._setting, datetime.now(UTC))
         self._statuses_s = began_s + max(STATUS_EVERY_S, STATUS_SHARE * (self._clock() - began_s))
         due = self._status_retries.due({_key(write.action): write for write in writes}, began_s)
-        free = [write for write in due if flights.is_free(write.action)]
+        free = [write for write in due if in_flight.is_free(write.action)]
         self._is_held |= len(free) < len(due)
         paced, held_until_s = self._pacing.sort(free, began_s)
         self._status_turn.begin(began_s + IDLE_S)
         self._status_turn.by(self._status_retries.next_s(began_s))
         self._status_turn.by(held_until_s)
-        flights.launch(paced, self._told)
+        in_flight.start(paced, self._status_done)
 
-    def _told(self, outcome: Outcome) -> None:
+    def _status_done(self, outcome: Outcome) -> None:
         """Remember how a status went."""
         self._note(self._status_retries, outcome)
         self._release()
 
     def _release(self) -> None:
-        """Look again at what had to wait for a write."""
+        """Plan again what had to wait for a write."""
         if self._is_held:
             self._is_held = False
             self.plan_again()

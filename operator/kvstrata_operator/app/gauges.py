@@ -125,7 +125,7 @@ class Gauges:
         self._made.counter("kvstrata_operator_feed_restarts_total").inc()
 
     def pools(self, pools: Mapping[str, Declared[KVPool]], now_s: float) -> None:
-        """Show the pools as their statuses say; pools that are gone disappear."""
+        """Show the pools as their statuses are; pools that are gone disappear."""
         for seconds in self._convergence.observe(pools, now_s):
             self._made.histogram("kvstrata_operator_convergence_seconds").observe(seconds)
         for name, pool in pools.items():

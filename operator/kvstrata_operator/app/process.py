@@ -136,7 +136,7 @@ class Process:
         yield self._show()
 
     async def _run_feed(self) -> None:
-        """Start kopf when its kinds have been listed: it looks for them only once."""
+        """Start kopf when its kinds have been listed: it finds them only once."""
         await self._resync.first.wait()
         await self._feed.run()
 

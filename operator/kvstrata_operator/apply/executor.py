@@ -1,10 +1,9 @@
 """Carries out plans: a bounded number of requests at once, each idempotent, failures reported and never retried here.
 
-The planner is level-triggered: whatever fails is still wanted when it plans next, so the caller only has to wait.
+The planner is level-triggered: whatever fails is still wanted when it plans next, so the caller only has to wait; and
+writes may be in flight while the next plan is made, so that a change need not wait for what was planned before it.
 
-Writes that are under way while the next plan is made: a change need not wait for what was planned before it.
-
-Laws: of one object there is never more than one write under way; a pool's finalizer waits for all that is made for the
+Laws: of one object there is never more than one write in flight; a pool's finalizer waits for all that is made for the
 pool, or something would be made for a pool that is gone; whatever ends badly for no reason that a retry could
 mend ends the task group, and so the process.
 """
@@ -42,7 +41,7 @@ from kvstrata_operator.decide.plan.actions import (
     SetFinalizers,
     Shred,
 )
-from kvstrata_operator.decide.plan.conditions import Says
+from kvstrata_operator.decide.plan.conditions import ConditionMaker
 from kvstrata_operator.decide.trust import scope_keys
 from kvstrata_operator.observe.kinds import EVENT, Kind, Ref, format_time
 from kvstrata_operator.observe.parse import parse_declared, stored_conditions
@@ -52,13 +51,16 @@ log = logging.getLogger(__name__)
 CONCURRENCY: Final = 12
 """Requests at once; more than 16 only adds latency on a two-core API server (design)."""
 
+IN_FLIGHT_LIMIT: Final = CONCURRENCY
+"""With fewer writes than this in flight some requests are free, and the next plan has something to do."""
+
 KEY_BYTES: Final = 32
 """Key material of one scope and version: the key size of HMAC-SHA-256 and AES-256."""
 
 _FIELD_OWNER: Final = {"fieldManager": names.FIELD_MANAGER_OPERATOR}
 
 Stored = Callable[[Kind, bytes], None]
-"""Told of each object as the API server stored it, so that the next plan sees what this one did."""
+"""Called with each object as the API server stored it, so that the next plan sees what this one did."""
 
 Fence = Callable[[], bool]
 """True while this process may write."""
@@ -70,6 +72,10 @@ class Outcome:
 
     action: Action
     error: KvStrataError | None = None
+
+
+Done = Callable[[Outcome], None]
+"""Called with how an action went, once its object may be written again."""
 
 
 class Executor:
@@ -111,7 +117,7 @@ class Executor:
                 return Outcome(action, RetryableError("another replica leads"))
             try:
                 if await self._verbs[type(action)](action):
-                    await self._tell(action.notes)
+                    await self._post_events(action.notes)
             except KvStrataError as e:
                 return Outcome(action, e)
         return Outcome(action)
@@ -201,7 +207,7 @@ class Executor:
         return await self._write_wrapped(action.ref, wrapped, action.resource_version)
 
     async def _rewrap(self, action: Rewrap) -> bool:
-        """Wrap anew what opens; what does not stays for whoever has its KEK."""
+        """Wrap again what opens; what does not stays for whoever has its KEK."""
         keks = self._keks()
         opened = {entry: keks.unwrap(wrapped) for entry, wrapped in action.wrapped.items()}
         made = {entry: keks.wrap(key) for entry, key in opened.items() if key is not None}
@@ -226,7 +232,7 @@ class Executor:
         body = {"metadata": meta, "status": {"conditions": conditions}}
         return await self._patch(action.ref, body, MERGE_PATCH, subresource="status")
 
-    async def _tell(self, notes: Iterable[Note]) -> None:
+    async def _post_events(self, notes: Iterable[Note]) -> None:
         """Post Events. They are for people: one that cannot be posted is logged and not worth a retry."""
         for note in notes:
             try:
@@ -270,19 +276,12 @@ def _event_namespace(note: Note) -> str:
 def _silenced(seen: Any, message: str, now: str) -> list[dict[str, Any]]:
     """Put the two conditions of a silent agent over those that it wrote."""
     generation = seen["metadata"].get("generation", 0)
-    says = Says(generation)
-    gone = (says.false("AgentConnected", SILENT_REASON, message), says.false("Ready", SILENT_REASON, message))
+    make = ConditionMaker(generation)
+    gone = (make.false("AgentConnected", SILENT_REASON, message), make.false("Ready", SILENT_REASON, message))
     return [c.to_json() for c in merge(stored_conditions(seen.get("status") or {}), gone, now)]
 
 
-Landed = Callable[[Outcome], None]
-"""Told how an action went, once its object may be written again."""
-
-FEW: Final = CONCURRENCY
-"""With fewer than this under way some requests are free, and the next plan has something to do."""
-
-
-class Flights:
+class WritesInFlight:
     """Runs each action in a task of its own."""
 
     def __init__(self, tasks: asyncio.TaskGroup, apply: Callable[[Iterable[Action]], Awaitable[list[Outcome]]]) -> None:
@@ -291,34 +290,34 @@ class Flights:
         self._apply = apply
         self._paths: dict[str, str] = {}
         """Objects that are being written, and the pool of each."""
-        self._few = asyncio.Event()
-        self._few.set()
+        self._below_limit = asyncio.Event()
+        self._below_limit.set()
 
     def is_free(self, action: Action) -> bool:
         """True when nothing is being written that the action has to wait for."""
         waits = isinstance(action, SetFinalizers) and action.pool in self._paths.values()
         return action.ref.path not in self._paths and not waits
 
-    def launch(self, actions: Iterable[Action], landed: Landed) -> None:
+    def start(self, actions: Iterable[Action], done: Done) -> None:
         """Carry out actions whose objects are free, of which there is one each."""
         for action in actions:
             assert self.is_free(action), action.ref
             self._paths[action.ref.path] = action.pool
-            self._tasks.create_task(self._fly(action, landed))
+            self._tasks.create_task(self._run(action, done))
         self._count()
 
-    async def until_few(self) -> None:
+    async def until_below_limit(self) -> None:
         """Wait until another plan is worth it."""
-        await self._few.wait()
+        await self._below_limit.wait()
 
-    async def _fly(self, action: Action, landed: Landed) -> None:
+    async def _run(self, action: Action, done: Done) -> None:
         (outcome,) = await self._apply([action])
         del self._paths[action.ref.path]
         self._count()
-        landed(outcome)
+        done(outcome)
 
     def _count(self) -> None:
-        if len(self._paths) < FEW:
-            self._few.set()
+        if len(self._paths) < IN_FLIGHT_LIMIT:
+            self._below_limit.set()
         else:
-            self._few.clear()
+            self._below_limit.clear()

@@ -1,16 +1,10 @@
-"""When a planner is asked again: after news, or at a moment of its own. Pure: the caller gives a monotonic clock.
+"""When planners are asked, statuses written and failed actions tried again. Pure: the caller gives a monotonic clock.
 
-Law: a moment that was set stands until the planner is asked, whatever else is planned meanwhile.
-
-How often one status is written. Pure: the caller gives a monotonic clock.
-
-Laws: two writes of one object are never closer than `WRITE_EVERY_S`; what is held back is due at the time that is
-given back, so nothing is lost; an object that was quiet is written at once.
-
-When an action that failed may be tried again. Pure: the caller gives a monotonic clock.
-
-Laws: the pause grows with each failure and never exceeds `PAUSE_S_MAX`; one success forgets all failures; what is
-wanted keeps its failures, also while it is being tried or has to wait.
+Laws: a moment that was set stands until the planner is asked, whatever else is planned meanwhile. Two writes of one
+object are never closer than `WRITE_EVERY_S`; what is held back is due at the time that is given back, so nothing is
+lost; an object that was quiet is written at once. The pause after failures grows with each of them and never exceeds
+`PAUSE_S_MAX`; one success forgets all failures; what is wanted keeps its failures, also while it is being tried or has
+to wait.
 """
 
 from collections.abc import Collection, Hashable, Iterable, Mapping
@@ -20,6 +14,19 @@ from typing import Final, TypeVar
 from kvstrata_api.errors import KvStrataError, RetryableError
 from kvstrata_operator.decide.plan.actions import Merge, StatusWrite
 
+WRITE_EVERY_S: Final = 1.0
+"""A pool of any size is written at most once a second (design)."""
+
+USAGE_EVERY_S: Final = 10.0
+"""Figures that move with the load are for people; programs read the metrics (conventions)."""
+
+PAUSE_S_MAX: Final = 30.0
+"""What was refused for good, a missing right for instance, is tried again this often: people repair such things."""
+
+PAUSE_S_FIRST: Final = 0.5
+
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
 class Turn:
@@ -28,14 +35,14 @@ class Turn:
     is_wanted: bool = True
     """Something has changed that it depends on."""
     at_s: float = 0.0
-    """When it is asked though nothing is new."""
+    """When it is asked though nothing has changed."""
 
     def is_due(self, now_s: float) -> bool:
         """True when the planner is to be asked now."""
         return self.is_wanted or now_s >= self.at_s
 
     def begin(self, at_latest_s: float) -> None:
-        """Note that the planner is being asked; its next turn is by news, by `by`, or then."""
+        """Note that the planner is being asked; its next turn is by a change, by `by`, or then."""
         self.is_wanted = False
         self.at_s = at_latest_s
 
@@ -48,13 +55,6 @@ class Turn:
         """Ask at that moment and not before."""
         self.is_wanted = False
         self.at_s = moment_s
-
-
-WRITE_EVERY_S: Final = 1.0
-"""A pool of any size is written at most once a second (design)."""
-
-USAGE_EVERY_S: Final = 10.0
-"""Figures that move with the load are for people; programs read the metrics (conventions)."""
 
 
 @dataclass(slots=True)
@@ -78,14 +78,6 @@ class Pacing:
             self._written_s[path] = now_s
             due.append(write.action)
         return due, min(held_s, default=None)
-
-
-PAUSE_S_MAX: Final = 30.0
-"""What was refused for good, a missing right for instance, is tried again this often: people repair such things."""
-
-PAUSE_S_FIRST: Final = 0.5
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -127,6 +119,6 @@ class Retries:
     def next_s(self, now_s: float) -> float | None:
         """Return when the first of the pauses that last ends.
 
-        What is due already tells of no moment: it is under way, or waits for something that wakes the caller.
+        What is due already has no moment: it is under way, or waits for something that wakes the caller.
         """
         return min((until_s for until_s in self._until_s.values() if until_s > now_s), default=None)

@@ -1,6 +1,6 @@
 """Start here: how the operator decides. Pure, level-triggered: the whole view in, a plan out, nothing remembered.
 
-`plan_orders` says what should be made, changed and removed; `plan_statuses` says what people should read. Both can be
+`plan_orders` returns what should be made, changed and removed; `plan_statuses` what people should read. Both can be
 asked at any time and as often as one likes; asked again after their actions were carried out, they ask for nothing.
 """
 
@@ -96,7 +96,7 @@ def _plan_pool(view: View, its: _Its, setting: Setting, now: datetime) -> tuple[
 def _plan_connection(
     cluster: ClusterSeen, pool: Declared[KVPool], model: KVPool, setting: Setting
 ) -> tuple[Action, ...]:
-    """Tell engine pods how to attach."""
+    """Publish how engine pods attach."""
     ref = objects.connection_ref(pool.key, setting.namespace)
     content = objects.connection_data(model, setting.socket_template)
     seen = cluster.config_maps.get(ref.name)
@@ -110,7 +110,7 @@ def _plan_connection(
 
 
 def _forget_connection(cluster: ClusterSeen, pool: Declared[KVPool], setting: Setting) -> tuple[Action, ...]:
-    """Tell nobody any more how to attach; the garbage collector would need up to half a minute."""
+    """Withdraw how engine pods attach; the garbage collector would need up to half a minute."""
     ref = objects.connection_ref(pool.key, setting.namespace)
     seen = cluster.config_maps.get(ref.name)
     return (Delete(ref, pool.key, uid=seen.uid),) if seen else ()

@@ -22,7 +22,7 @@ from kvstrata_operator.decide.operations.operation_status import operation_notes
 from kvstrata_operator.decide.operations.operations import Operation
 from kvstrata_operator.decide.plan import objects
 from kvstrata_operator.decide.plan.actions import Merge, StatusWrite
-from kvstrata_operator.decide.plan.conditions import Fault, Says, conditions_only, differs, notes_of, refused
+from kvstrata_operator.decide.plan.conditions import ConditionMaker, Fault, conditions_only, differs, notes_of, refused
 from kvstrata_operator.decide.pools import autoscaling, lifecycle, pool_status
 from kvstrata_operator.decide.pools.placement import Placement
 from kvstrata_operator.decide.trust import erasure, scope_keys
@@ -123,9 +123,9 @@ def _revision(placement: Placement, agents: Agents) -> str:
 
 def _halted(pool: Declared[KVPool], members: Members, now: datetime) -> dict[str, Any]:
     """Status of a pool that is refused or on its way out."""
-    says = Says(pool.meta.generation)
+    make = ConditionMaker(pool.meta.generation)
     left, draining = len(members.seen), len(members.draining)
-    conditions = pool_status.leaving(says, left, draining) if pool.is_deleting else refused(says, "Invalid", pool.error)
+    conditions = pool_status.leaving(make, left, draining) if pool.is_deleting else refused(make, "Invalid", pool.error)
     return conditions_only(pool, conditions, format_time(now))
 
 

@@ -1,4 +1,7 @@
-"""Lists the agents' Leases now and then. Listed, not watched: a fleet renews hundreds of them every second."""
+"""Lists the agents' Leases at an interval. Not watched: a fleet renews hundreds of them every second.
+
+How a Lease is judged stands in `kvstrata_kube.sightings`.
+"""
 
 import asyncio
 import logging
@@ -27,7 +30,7 @@ Beats = dict[str, Sighting]
 
 @dataclass(frozen=True, slots=True)
 class Roll:
-    """Names of KVPoolNodes by what their agents' Leases say. Agents in neither set are not known yet."""
+    """Names of KVPoolNodes by what their agents' Leases show. Agents in neither set are not known yet."""
 
     alive: frozenset[str] = frozenset()
     silent: frozenset[str] = frozenset()
@@ -49,7 +52,7 @@ def observe(
 
 
 def call_roll(beats: Mapping[str, Sighting], nodes: Iterable[PoolNodeSeen], now_s: float) -> Roll:
-    """Tell the living from the silent."""
+    """Divide agents into alive and silent."""
     alive, silent = set(), set()
     for node in nodes:
         beat = beats.get(names.agent_lease_name(node.pool, node.node))

@@ -38,7 +38,7 @@ class PodState:
     is_silent: bool = False
     """Neither, before its agent's Lease was read."""
     is_current: bool = True
-    """True when its KVPoolNode says what the pool wants."""
+    """True when its KVPoolNode has what the pool wants."""
 
     @property
     def is_serving(self) -> bool:
@@ -57,7 +57,7 @@ class PodState:
 
     @property
     def is_settling(self) -> bool:
-        """True while its agent has not done what it was told: blocks of a tier that goes are moved in the old pod."""
+        """True while its agent has not done what it was asked: blocks of a tier that goes are moved in the old pod."""
         is_behind = self.seen is not None and (
             not self.is_current
             or self.seen.observed_revision != self.seen.revision
@@ -89,8 +89,8 @@ class Rollout:
 
     outdated: frozenset[str] = frozenset()
     """Nodes whose pod is of another revision."""
-    untold: frozenset[str] = frozenset()
-    """Those of them whose pod has no room for what the pool wants: they are told when the new pod is there."""
+    without_room: frozenset[str] = frozenset()
+    """Those of them whose pod has no room for what the pool wants: their KVPoolNodes change with the new pod."""
     missing: frozenset[str] = frozenset()
     """Nodes without a pod."""
     away: frozenset[str] = frozenset()
@@ -105,7 +105,7 @@ class Rollout:
     @property
     def holds(self) -> Holds:
         """What the roll keeps from `reconcile`."""
-        return Holds(self.untold, self.drained)
+        return Holds(self.without_room, self.drained)
 
 
 NO_ROLLOUT = Rollout()
@@ -206,12 +206,12 @@ def roll(wanted: RollSpec, states: Mapping[str, PodState], now: datetime) -> Rol
     nothing is done to them and nothing depends on them.
     """
     outdated = {n for n, s in states.items() if s.pod is not None and s.pod.revision != wanted.revision}
-    untold = frozenset(n for n in outdated if not _has_room(states[n], wanted))
+    without_room = frozenset(n for n in outdated if not _has_room(states[n], wanted))
     away = {n for n, s in states.items() if not s.is_serving}
     missing = frozenset(n for n, s in states.items() if s.pod is None)
     stuck = _first_late(states, away - outdated, wanted.strategy, now)
     if stuck or wanted.strategy.type == "OnDelete":
-        return Rollout(frozenset(outdated), untold, missing, frozenset(away), stuck=stuck)
+        return Rollout(frozenset(outdated), without_room, missing, frozenset(away), stuck=stuck)
     hands = {n for n in away - missing if n not in outdated or _is_taken(states[n])}
     drain: list[str] = []
     replace: list[str] = []
@@ -219,7 +219,7 @@ def roll(wanted: RollSpec, states: Mapping[str, PodState], now: datetime) -> Rol
         state = states[node]
         if state.is_gone or (state.is_draining and not _waits(state, wanted, now)):
             replace.append(node)
-        elif not state.is_free or (state.is_settling and node not in untold):
+        elif not state.is_free or (state.is_settling and node not in without_room):
             continue
         elif (len(hands) if node in away else len(away)) < wanted.strategy.max_unavailable:
             hands.add(node)
@@ -227,7 +227,7 @@ def roll(wanted: RollSpec, states: Mapping[str, PodState], now: datetime) -> Rol
             (drain if _waits(state, wanted, now) else replace).append(node)
     ordered = frozenset(n for n in outdated if states[n].is_draining) | frozenset(drain)
     replaced = tuple(n for n in replace if not _is_deleting(states[n]))
-    return Rollout(frozenset(outdated), untold, missing, frozenset(away), ordered, tuple(drain), replaced)
+    return Rollout(frozenset(outdated), without_room, missing, frozenset(away), ordered, tuple(drain), replaced)
 
 
 def _waits(state: PodState, wanted: RollSpec, now: datetime) -> bool:

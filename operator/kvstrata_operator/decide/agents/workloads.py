@@ -1,11 +1,8 @@
 """What runs the agents of a pool: a DaemonSet and its PodDisruptionBudget, and the actions towards them. Pure.
 
-The DaemonSet replaces no pod by itself (OnDelete): `rollout` says when.
-
-The pod of a pool's agents: the chart's template, and what the pool's tiers ask of it. Pure.
-
-In the template's text `{pool}` stands for the pool's name. Of the pool come: labels, nodes and tolerations, a directory
-of the host for each path that a tier names, huge pages and memory, and time to stop.
+The DaemonSet replaces no pod by itself (OnDelete): `agents` decides when. Its pod is the chart's template, in whose
+text `{pool}` stands for the pool's name. Of the pool come: labels, nodes and tolerations, a directory of the host for
+each path that a tier names, huge pages and memory, and time to stop.
 """
 
 import json
@@ -52,12 +49,12 @@ _HUGEPAGES: Final = "hugepages"
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """Nodes that the labels of the pool's selector do not tell of. All sorted."""
+    """Nodes that the labels of the pool's selector do not imply. All sorted."""
 
     excluded: tuple[str, ...] = ()
     """Match, and must have no agent."""
     leaving: tuple[str, ...] = ()
-    """Match no more, and have an agent that still drains."""
+    """No longer match, and have an agent that still drains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ class AgentPods:
 
 
 def agent_pods(pool: KVPool, tiers: Sequence[NodeTier], text: str, where: Whereabouts) -> AgentPods:
-    """Fill in the template. `InvalidInputError` says what is wrong with it."""
+    """Fill in the template. `InvalidInputError` states what is wrong with it."""
     template = _parse(text.replace(POOL_PLACE, pool.metadata.name))
     spec, agent = template["spec"], _agent(template)
     _mount(spec, agent, _paths(tiers))
@@ -117,7 +114,7 @@ def _paths(tiers: Iterable[NodeTier]) -> list[PurePosixPath]:
 
 
 def _mount(spec: Json, agent: Json, paths: Iterable[PurePosixPath]) -> None:
-    """Mount each path where the agent looks for it, unless a directory of the template holds it there."""
+    """Mount each path where the agent expects it, unless a directory of the template holds it there."""
     volumes, mounts = spec.setdefault("volumes", []), agent.setdefault("volumeMounts", [])
     hosts = {volume["name"]: volume["hostPath"]["path"] for volume in volumes if "hostPath" in volume}
     held = {PurePosixPath(m["mountPath"]) for m in mounts if hosts.get(m["name"]) == m["mountPath"]}
@@ -185,7 +182,7 @@ def _needs(tier: NodeTier) -> set[str]:
 
 
 HISTORY: Final = 10
-"""ControllerRevisions that Kubernetes keeps of a DaemonSet; its own default, said so that it stays."""
+"""ControllerRevisions that Kubernetes keeps of a DaemonSet; its own default, written so that it stays."""
 
 Body = Mapping[str, Any]
 Made = Mapping[Ref, MadeSeen]
@@ -202,7 +199,7 @@ class Workload:
 def workload(
     pool: Declared[KVPool], placement: Placement, leaving: Collection[str], template: str, namespace: str
 ) -> Workload:
-    """Say what should run the agents of an accepted pool; `leaving` names nodes that match no more and still drain.
+    """Return what should run the agents of an accepted pool; `leaving` names nodes that no longer match but drain.
 
     Raises `InvalidInputError` for a template that cannot be used.
     """
@@ -226,7 +223,7 @@ def refs(pool: str, namespace: str) -> tuple[Ref, Ref]:
 def plan_workload(pool: Declared[KVPool], wanted: Workload, made: Made) -> tuple[Action, ...]:
     """Make what is absent and change what was made from something else.
 
-    Both by server-side apply: what a `POST` had made would keep fields, such as a volume, that are wanted no more.
+    Both by server-side apply: what a `POST` had made would keep fields, such as a volume, that are no longer wanted.
     """
     return tuple(
         Apply(ref, pool.key, (_note(pool, ref, made),), body=body)

@@ -1,4 +1,4 @@
-"""The directory's Redis, where kvstrata runs it: what should be done to it, and what pools are told of it. Pure."""
+"""The directory's Redis, where kvstrata runs it: what should be done to it, and what pools' statuses state. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class RedisState:
-    """What there is to say to the pools of this release."""
+    """What there is to state to the pools of this release."""
 
     fault: Fault | None = None
     """Why no agent reaches the directory."""
@@ -42,7 +42,7 @@ class RedisState:
 
 
 def plan_redis(view: View, fleet: FleetFacts, setting: Setting) -> tuple[Action, ...]:
-    """Make the StatefulSet, change what is not as it should be, and make it anew where it cannot be changed."""
+    """Make the StatefulSet, change what is not as it should be, and make it again where it cannot be changed."""
     wanted = _wanted(view, fleet, setting)
     seen, ref = view.cluster.stateful_sets.get(names.REDIS), redis_workload.ref(setting.namespace)
     if not isinstance(wanted, Wanted) or (seen is not None and seen.is_deleting):
@@ -56,7 +56,7 @@ def plan_redis(view: View, fleet: FleetFacts, setting: Setting) -> tuple[Action,
 
 
 def redis_state(view: View, fleet: FleetFacts, setting: Setting) -> RedisState:
-    """Look at the Redis that we run. Of one that others run nothing is said: agents tell whether they reach it."""
+    """Judge the Redis that we run. Of one that others run nothing is stated: agents report whether they reach it."""
     wanted = _wanted(view, fleet, setting)
     if not isinstance(wanted, Wanted):
         return RedisState(wanted)
@@ -70,7 +70,7 @@ def redis_state(view: View, fleet: FleetFacts, setting: Setting) -> RedisState:
 
 
 def for_pool(state: RedisState, pool: Declared[KVPool], setting: Setting) -> RedisState:
-    """What one pool is told."""
+    """What the status of one pool states."""
     if pool.model is None:
         return state
     wrong = _mode_fault(pool.model, setting)
@@ -78,15 +78,15 @@ def for_pool(state: RedisState, pool: Declared[KVPool], setting: Setting) -> Red
 
 
 def _mode_fault(pool: KVPool, setting: Setting) -> Fault | None:
-    """Say that a pool asks for another kind of Redis than this release has; its blocks would never be looked after."""
+    """Return the fault of a pool that asks for another kind of Redis than this release has, and so would have none."""
     field, mode = "spec.metadata.redis.mode", pool.spec.metadata.redis.mode
     if not setting.redis_mode or mode == setting.redis_mode:
         return None
     way = "name its Secret in spec.metadata.redis.external" if mode == "Embedded" else "leave it out"
-    told = (
+    message = (
         f"{field} is {mode}, and this release runs {setting.redis_mode}: set {field} to {setting.redis_mode} and {way}"
     )
-    return Fault("RedisModeMismatch", f"{told}, or install the chart with the redis.mode that is meant")
+    return Fault("RedisModeMismatch", f"{message}, or install the chart with the redis.mode that is meant")
 
 
 def _wanted(view: View, fleet: FleetFacts, setting: Setting) -> Wanted | Fault | None:
@@ -122,7 +122,7 @@ def _loads(pools: Mapping[str, Declared[KVPool]], members: Mapping[str, Members]
 
 
 def _trouble(cluster: ClusterSeen) -> Fault | None:
-    """Say why Redis does not answer; None while its pod is ready."""
+    """Return why Redis does not answer; None while its pod is ready."""
     seen, pod = cluster.stateful_sets.get(names.REDIS), cluster.pods.get(_POD)
     if seen is None or seen.is_deleting:
         return Fault("RedisStarting", "the StatefulSet of Redis is being made")
@@ -153,7 +153,7 @@ def _notes(wanted: Wanted, seen: StatefulSetSeen | None, namespace: str) -> Iter
         yield Note(ref, seen.uid, "UpgradingRedis", f"image {was} becomes {image}; the pod is replaced")
     if seen.memory_bytes != made.memory_bytes:
         was = units.format_quantity(seen.memory_bytes)
-        told = f"maxmemory {was} becomes {size}: {why}; the pod is replaced"
-        yield Note(ref, seen.uid, "ResizingRedis", told)
+        message = f"maxmemory {was} becomes {size}: {why}; the pod is replaced"
+        yield Note(ref, seen.uid, "ResizingRedis", message)
     elif was == image:
         yield Note(ref, seen.uid, "RestoringRedis", f"{ref} is not as it should be", Severity.WARNING)

@@ -1,14 +1,9 @@
-"""The StatefulSet of the directory's Redis: from the chart's template and a size to what should run. Pure.
+"""The StatefulSet of the directory's Redis, and its size: from the chart's template to what should run. Pure.
 
 Its controller replaces the pod. The directory is lost with it and reported again by the agents, so one replica is all
-there is, and nobody is replaced without a reason.
-
-Whether an object still says what was applied to it, whoever changed it since. Pure.
-
-How much memory the directory's Redis gets: from what agents may hold to `maxmemory`. Pure.
-
-Laws: more blocks never ask for less; what a Redis holds now is never more than it keeps while nothing else replaces it;
-a Redis is replaced for memory alone only when what agents may hold does not fit into it any more, or its bounds moved.
+there is, and nobody is replaced without a reason. Laws of the size: more blocks never ask for less; what a Redis holds
+now is never more than it keeps while nothing else replaces it; a Redis is replaced for memory alone only when what
+agents may hold does not fit into it any more, or its bounds moved.
 """
 
 import json
@@ -53,12 +48,12 @@ FILL_KNOWN: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What the chart's values say."""
+    """The chart's values."""
 
     min_bytes: int
     max_bytes: int
     block_bytes: int
-    """Of a block as it is stored, where agents hold too few to tell."""
+    """Of a block as it is stored, where agents hold too few to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +128,7 @@ _FACTORS: Final = {"": Decimal(1), "m": Decimal("0.001")} | {
 
 
 def holds(wanted: Any, seen: Any) -> bool:
-    """True when `seen` says all that `wanted` does.
+    """True when `seen` has all that `wanted` does.
 
     What the API server fills in beside it does not count, nor that it leaves empty values out and writes quantities in
     its own way (1024Mi is 1Gi). Lists are compared from end to end.
@@ -175,7 +170,7 @@ _AMOUNTS: Final = ("min", "max", "block")
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What the chart says."""
+    """What the chart declares."""
 
     bounds: Bounds
     spec: Mapping[str, Any]
@@ -191,7 +186,7 @@ class RedisSet:
     is_new: bool
     """True when there is none, or one that cannot be changed into this one."""
     is_changed: bool
-    """True when the one that is there says something else."""
+    """True when the one that is there is different."""
 
 
 def ref(namespace: str) -> Ref:
@@ -200,13 +195,13 @@ def ref(namespace: str) -> Ref:
 
 
 def parse_template(text: str) -> Template:
-    """Read the entry of the ConfigMap. `InvalidInputError` says what is wrong with it."""
+    """Read the entry of the ConfigMap. `InvalidInputError` states what is wrong with it."""
     entry = names.REDIS_TEMPLATE_ENTRY
     try:
-        said = json.loads(text)
+        read = json.loads(text)
     except ValueError as e:
         raise InvalidInputError(f"{entry} is no JSON: {e}") from e
-    memory, spec = (said.get(key) if isinstance(said, dict) else None for key in ("memory", "spec"))
+    memory, spec = (read.get(key) if isinstance(read, dict) else None for key in ("memory", "spec"))
     if not isinstance(memory, dict) or any(key not in memory for key in _AMOUNTS):
         raise InvalidInputError(f"{entry}: memory needs {', '.join(_AMOUNTS)}")
     if not isinstance(spec, dict) or not isinstance(_pod(spec).get("containers"), list):
@@ -221,7 +216,7 @@ def parse_template(text: str) -> Template:
 def redis_set(
     owner: ConfigMapSeen, template: Template, wanted: Need, seen: StatefulSetSeen | None, namespace: str
 ) -> RedisSet:
-    """Say what should run, given what does. Memory is lowered only when the pod is replaced for another reason."""
+    """Return what should run, given what does. Memory is lowered only when the pod is replaced for another reason."""
     if seen is None or not seen.memory_bytes or _replaces(_body(owner, template, seen.memory_bytes, namespace), seen):
         size_bytes = fresh_bytes(wanted, template.bounds)
     else:

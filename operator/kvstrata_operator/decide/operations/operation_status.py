@@ -1,4 +1,4 @@
-"""The status of a KVOperation, and the Events that tell of its start and end. Pure."""
+"""The status of a KVOperation, and the Events of its start and end. Pure."""
 
 from collections.abc import Iterable
 from datetime import datetime
@@ -10,7 +10,7 @@ from kvstrata_api.models.operation import OperationFailure, OperationProgress
 from kvstrata_operator.decide.operations import operations
 from kvstrata_operator.decide.operations.operations import Course, End, Operation
 from kvstrata_operator.decide.plan.actions import Note, Severity
-from kvstrata_operator.decide.plan.conditions import Says, conditions_only
+from kvstrata_operator.decide.plan.conditions import ConditionMaker, conditions_only
 from kvstrata_operator.observe.kinds import format_time
 
 _ENDED: Final = {End.COMPLETE: "every node is done", End.CANCELLED: "cancelled on request"}
@@ -18,7 +18,7 @@ _ENDED: Final = {End.COMPLETE: "every node is done", End.CANCELLED: "cancelled o
 
 def operation_status(operation: Operation, course: Course, now: datetime) -> dict[str, Any]:
     """Status of an operation that is not over by its stored status."""
-    conditions = _conditions(Says(operation.meta.generation), course, _message(operation, course))
+    conditions = _conditions(ConditionMaker(operation.meta.generation), course, _message(operation, course))
     start = operations.started_at(operation)
     return {
         **conditions_only(operation, conditions, format_time(now)),
@@ -32,26 +32,26 @@ def operation_status(operation: Operation, course: Course, now: datetime) -> dic
 
 
 def operation_notes(operation: Operation, course: Course) -> tuple[Note, ...]:
-    """Tell of the start and of the end, each once: both are told by the write that stores them."""
-    told: list[tuple[str, str, Severity]] = []
+    """Make the Events of the start and of the end, each once: both go with the write that stores them."""
+    events: list[tuple[str, str, Severity]] = []
     if operations.started_at(operation) is None:
-        told.append(("Started", "the operation has been taken up", Severity.NORMAL))
+        events.append(("Started", "the operation has been taken up", Severity.NORMAL))
     if course.end is not None:
         severity = Severity.WARNING if course.end is End.FAILED else Severity.NORMAL
-        told.append((str(course.end), _message(operation, course), severity))
-    return tuple(Note(operation.ref, operation.uid, *it) for it in told)
+        events.append((str(course.end), _message(operation, course), severity))
+    return tuple(Note(operation.ref, operation.uid, *it) for it in events)
 
 
-def _conditions(says: Says, course: Course, message: str) -> tuple[Condition, ...]:
+def _conditions(make: ConditionMaker, course: Course, message: str) -> tuple[Condition, ...]:
     fault = course.fault
     accepted = (
-        says.false("Accepted", fault.reason, fault.message) if fault else says.true("Accepted", "Accepted", "taken up")
+        make.false("Accepted", fault.reason, fault.message) if fault else make.true("Accepted", "Accepted", "taken up")
     )
     if course.end is not None:
-        return (accepted, says.false("Progressing", course.end, message), says.true(course.end, course.reason, message))
+        return (accepted, make.false("Progressing", course.end, message), make.true(course.end, course.reason, message))
     if fault is not None:
-        return (accepted, says.false("Progressing", fault.reason, fault.message))
-    return (accepted, says.true("Progressing", "InProgress", "agents work on it"))
+        return (accepted, make.false("Progressing", fault.reason, fault.message))
+    return (accepted, make.true("Progressing", "InProgress", "agents work on it"))
 
 
 def _message(operation: Operation, course: Course) -> str:
@@ -60,10 +60,10 @@ def _message(operation: Operation, course: Course) -> str:
         return f"{_ENDED[course.end]}: {_summary(operation, course)}" if course.end is not None else ""
     if course.fault is not None:
         return course.fault.message
-    told = "; ".join(
+    reasons = "; ".join(
         f"{count} x {o.reason}{o.node and f', {o.node}'}: {o.message}" for count, o in operations.by_reason(course.open)
     )
-    return f"{course.done} of {course.nodes} nodes are done; {told or 'the others are still at it'}"
+    return f"{course.done} of {course.nodes} nodes are done; {reasons or 'the others are still at it'}"
 
 
 def _progress(course: Course) -> OperationProgress:
@@ -85,10 +85,10 @@ def _summary(operation: Operation, course: Course) -> str:
     missing, left = sum(a.blocks_missing for a in course.answers), 0
     if operation.model is not None and operation.model.spec.drain is not None:
         left = sum(a.blocks_total - a.blocks_done for a in course.answers)
-    told = (
+    rest = (
         f", {units.coarse(missing)} blocks missing" if missing else f", {units.coarse(left)} blocks left" * bool(left)
     )
-    return f"{course.done}/{course.nodes} nodes{told}"
+    return f"{course.done}/{course.nodes} nodes{rest}"
 
 
 def _failure(count: int, first: operations.Open) -> OperationFailure:

@@ -21,7 +21,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One Event about one object, to be told when the action that carries it succeeds."""
+    """One Event about one object, to be posted when the action that carries it succeeds."""
 
     about: Ref
     uid: str
@@ -37,7 +37,7 @@ class Owned:
 
     ref: Ref
     pool: str = ""
-    """Pool that a failure is told of; empty for none."""
+    """Pool whose status states a failure; empty for none."""
     notes: tuple[Note, ...] = ()
 
 
@@ -79,7 +79,7 @@ class Shred(Delete):
     """Delete a scope's Secret, unless the owner that it was made for turns out to need it still.
 
     Kinds are followed one by one, so that the picture of owners may be older than that of Secrets; then a key that
-    another replica has made for a newer owner looks as if nobody owned it. So the owner is read anew before this.
+    another replica has made for a newer owner looks as if nobody owned it. So the owner is read again before this.
     """
 
     owner: Ref

@@ -11,11 +11,11 @@ from kvstrata_operator.observe.records import Declared
 _BAD_WHEN_TRUE: Final = frozenset({"Degraded", "Expired", "OverQuota"})
 """Types whose True is bad news; of all others it is False."""
 
-_UNTOLD: Final = frozenset({"Progressing", "Provisioned"})
+_QUIET_TYPES: Final = frozenset({"Progressing", "Provisioned"})
 """Types whose flips people see in Ready already."""
 
-_TOLD: Final = frozenset({"ProgressDeadlineExceeded"})
-"""Reasons of those types that nothing else tells of."""
+_EVENT_REASONS: Final = frozenset({"ProgressDeadlineExceeded"})
+"""Reasons of those types that nothing else reports."""
 
 PASSING: Final = frozenset({"NodesNotReady", "NodesNotUpdated", "Deleting", "Expired", "RedisStarting", "RedisRolling"})
 """Reasons of bad news that healthy objects pass through."""
@@ -30,21 +30,21 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Says:
+class ConditionMaker:
     """Makes conditions of one object's generation."""
 
     generation: int
 
     def true(self, type_: str, reason: str, message: str = "") -> Condition:
-        """Say that it holds."""
+        """Condition that holds."""
         return self._make(type_, Status.TRUE, reason, message)
 
     def false(self, type_: str, reason: str, message: str) -> Condition:
-        """Say that it does not hold."""
+        """Condition that does not hold."""
         return self._make(type_, Status.FALSE, reason, message)
 
     def unknown(self, type_: str, reason: str, message: str) -> Condition:
-        """Say that it cannot be told yet."""
+        """Condition that cannot be judged yet."""
         return self._make(type_, Status.UNKNOWN, reason, message)
 
     def _make(self, type_: str, status: Status, reason: str, message: str) -> Condition:
@@ -62,20 +62,20 @@ def conditions_only(declared: Declared[Any], new: Iterable[Condition], now: str)
     return {"observedGeneration": declared.meta.generation, "conditions": [c.to_json() for c in settled]}
 
 
-def refused(says: Says, reason: str, message: str) -> tuple[Condition, ...]:
+def refused(make: ConditionMaker, reason: str, message: str) -> tuple[Condition, ...]:
     """Conditions of an object whose spec cannot be acted upon; what was observed before stays as it was."""
     return (
-        says.false("Accepted", reason, message),
-        says.false("Ready", "NotAccepted", f"the spec is not accepted: {message}"),
+        make.false("Accepted", reason, message),
+        make.false("Ready", "NotAccepted", f"the spec is not accepted: {message}"),
     )
 
 
 def notes_of(declared: Declared[Any], new: Iterable[Condition]) -> tuple[Note, ...]:
-    """Tell one Event for each condition that flips; of first appearances only bad news and what is ready at once.
+    """Make one Event for each condition that flips; of first appearances only bad news and what is ready at once.
 
-    What became ready is told whether or not a status in between said that it was not yet: that is a matter of pace.
+    What became ready is reported whether or not a status in between was not ready yet: that is a matter of pace.
     """
-    return tuple(_note(declared, c) for c in new if _is_told(find(declared.conditions, c.type), c))
+    return tuple(_note(declared, c) for c in new if _deserves_event(find(declared.conditions, c.type), c))
 
 
 def differs(stored: Mapping[str, Any], wanted: Mapping[str, Any], ignored: Iterable[str] = ()) -> bool:
@@ -83,9 +83,9 @@ def differs(stored: Mapping[str, Any], wanted: Mapping[str, Any], ignored: Itera
     return any(stored.get(k) != wanted[k] for k in wanted.keys() - set(ignored))
 
 
-def _is_told(before: Condition | None, after: Condition) -> bool:
-    is_untold = after.type in _UNTOLD and after.reason not in _TOLD
-    if is_untold or after.status is Status.UNKNOWN:
+def _deserves_event(before: Condition | None, after: Condition) -> bool:
+    is_quiet = after.type in _QUIET_TYPES and after.reason not in _EVENT_REASONS
+    if is_quiet or after.status is Status.UNKNOWN:
         return False
     if before is None:
         return after.reason not in PASSING if _is_bad(after) else after.type == "Ready"

@@ -38,7 +38,7 @@ def owner_reference(kind: Kind, meta: ObjectMeta) -> dict[str, Any]:
 
 
 def connection_ref(pool: str, namespace: str) -> Ref:
-    """Address of the ConfigMap that tells engine pods how to attach."""
+    """Address of the ConfigMap that engine pods read to attach."""
     return Ref(CONFIG_MAP, f"{pool}-connection", namespace)
 
 

@@ -26,7 +26,7 @@ _SMALL_GRAIN_BYTES: Final = 2 * units.MIB
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """What the nodes of a pool say about one tier."""
+    """What the nodes of a pool report of one tier."""
 
     gain_permille: int
     """Mean over nodes that have been asked for enough blocks."""
@@ -78,7 +78,7 @@ def scale(pool: Declared[KVPool], seen: Mapping[str, PoolNodeSeen], now: datetim
 
 
 def signal_of(scale: TierScale, seen: Mapping[str, PoolNodeSeen], eviction: EvictionPolicy) -> Signal | None:
-    """Put together what nodes say of a tier; None while a node still changes it, or where none was asked enough."""
+    """Put together what nodes report of a tier; None while a node still changes it, or where none was asked enough."""
     here = [(node, t) for node in seen.values() for t in node.tiers if t.name == scale.tier]
     demands = [t.demand for _, t in here if t.demand is not None]
     is_short = any(node.is_false("CapacitySatisfied") for node, _ in here)
@@ -97,12 +97,12 @@ def signal_of(scale: TierScale, seen: Mapping[str, PoolNodeSeen], eviction: Evic
 
 
 def notes_of(pool: Declared[Any], wanted: Iterable[Mapping[str, Any]]) -> tuple[Note, ...]:
-    """Tell one Event for each step that the stored status has not."""
-    told = {(s.get("tier"), s.get("steppedAt", "")) for s in _stored(pool.status)}
+    """Make one Event for each step that the stored status has not."""
+    known = {(s.get("tier"), s.get("steppedAt", "")) for s in _stored(pool.status)}
     return tuple(
         Note(pool.ref, pool.uid, "TierScaled", f"tier {s['tier']}: {s['message']}")
         for s in wanted
-        if s.get("steppedAt") and (s["tier"], s["steppedAt"]) not in told
+        if s.get("steppedAt") and (s["tier"], s["steppedAt"]) not in known
     )
 
 

@@ -4,8 +4,6 @@ Law: the shares of a shared tier never add up to more than its capacity. Law: of
 one node which only one of them can have, the older has it. Law: whether a node takes part depends on that node and the
 pools alone, so nodes can be picked one by one or all at once.
 
-Which directories of nodes two pools cannot both have. Pure.
-
 NVMe and RemoteFlash tiers claim their directory for one pool: its agents refuse one that another pool has claimed.
 Emulated CXL and file:// stores keep a directory of each pool's own in theirs, so pools share one; but none of that may
 lie in what another pool has claimed. That several pools share one mount is fine where each names a directory in it.
@@ -28,39 +26,6 @@ from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_operator.observe.kinds import digest
 from kvstrata_operator.observe.records import Declared, NodeSeen, PoolNodeSeen
 
-
-def normal(path: str) -> PurePosixPath:
-    """Without `..`, `.` and double slashes; two at the start mean one (POSIX leaves them to the system)."""
-    return PurePosixPath(normpath(f"/{path.lstrip('/')}"))
-
-
-def collision(older: KVPoolSpec, younger: KVPoolSpec) -> tuple[str, str] | None:
-    """Field and path of the first directory of `younger` that `older` does not leave to it, and the same of `older`.
-
-    None where both can be on one node.
-    """
-    theirs = list(_fields(older))
-    for mine, mine_said in _fields(younger):
-        for other, other_said in theirs:
-            if _collide(mine, other):
-                return mine_said, other_said
-    return None
-
-
-def _fields(spec: KVPoolSpec) -> Iterable[tuple[Directory, str]]:
-    for number, tier in enumerate(spec.tiers):
-        for found in directories_of(tier):
-            yield found, f"spec.tiers[{number}].{found.field} {normal(found.path)}"
-
-
-def _collide(one: Directory, other: Directory) -> bool:
-    """True when one is or lies in the other, and the outer one, or either of equal ones, is claimed."""
-    mine, theirs = normal(one.path), normal(other.path)
-    if mine == theirs:
-        return one.is_claimed or other.is_claimed
-    return (other.is_claimed and theirs in mine.parents) or (one.is_claimed and mine in theirs.parents)
-
-
 _NOT_OF_THE_AGENT: Final = {
     "nodeSelector",
     "tolerations",
@@ -69,7 +34,7 @@ _NOT_OF_THE_AGENT: Final = {
     "destroyConfirmation",
     "paused",
 }
-"""Parts of a KVPool's spec that say where and how to roll out, not what an agent should be."""
+"""Parts of a KVPool's spec that declare where and how to roll out, not what an agent should be."""
 
 _SHARE_GRAIN_BYTES: Final = 4096
 """Shares are whole file-system blocks, so that no tier begins with a fraction of one."""
@@ -196,7 +161,7 @@ class Rules:
     """Sizes that tiers of each pool have been scaled to."""
 
     def pick(self, nodes: Mapping[str, NodeSeen]) -> dict[str, Picked]:
-        """Say for each of these nodes which pools it takes part in."""
+        """Return for each of these nodes which pools it takes part in."""
         matched = {name: matching(spec.node_selector, nodes) for name, spec in self.specs.items()}
         conflicts = self._conflicts(matched)
         picked = {}
@@ -279,3 +244,35 @@ def _too_long(pool: str, picked: Iterable[str]) -> dict[str, Excluded]:
         for node in picked
         if len(pool) + len(node) + 1 > limit
     }
+
+
+def normal(path: str) -> PurePosixPath:
+    """Without `..`, `.` and double slashes; two at the start mean one (POSIX leaves them to the system)."""
+    return PurePosixPath(normpath(f"/{path.lstrip('/')}"))
+
+
+def collision(older: KVPoolSpec, younger: KVPoolSpec) -> tuple[str, str] | None:
+    """Field and path of the first directory of `younger` that `older` does not leave to it, and the same of `older`.
+
+    None where both can be on one node.
+    """
+    theirs = list(_fields(older))
+    for mine, mine_text in _fields(younger):
+        for other, other_text in theirs:
+            if _collide(mine, other):
+                return mine_text, other_text
+    return None
+
+
+def _fields(spec: KVPoolSpec) -> Iterable[tuple[Directory, str]]:
+    for number, tier in enumerate(spec.tiers):
+        for found in directories_of(tier):
+            yield found, f"spec.tiers[{number}].{found.field} {normal(found.path)}"
+
+
+def _collide(one: Directory, other: Directory) -> bool:
+    """True when one is or lies in the other, and the outer one, or either of equal ones, is claimed."""
+    mine, theirs = normal(one.path), normal(other.path)
+    if mine == theirs:
+        return one.is_claimed or other.is_claimed
+    return (other.is_claimed and theirs in mine.parents) or (one.is_claimed and mine in theirs.parents)

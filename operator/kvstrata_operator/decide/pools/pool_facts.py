@@ -1,10 +1,7 @@
-"""What there is to say about a pool: each of its nodes is judged by itself, and the verdicts are added up. Pure.
+"""What is known of a pool: each of its nodes is judged by itself, and the verdicts are added up. Pure.
 
-Law: what a tally says depends on the verdicts that it holds and not on the order in which they came or went.
-
-The pods of one pool by node, kept up to date while they come, change and go. Pure.
-
-Law: what is told depends on the pods that are there and not on the order in which they came or went.
+Pods and what agents report are kept beside them, while they come, change and go. Law: all of it depends on the
+verdicts, pods and KVPoolNodes that are in it and not on the order in which they came or went.
 """
 
 from collections import Counter, defaultdict
@@ -27,7 +24,7 @@ class PoolPods:
     by_node: dict[str, AgentPodSeen] = field(default_factory=dict)
     """Of several on one node the one that stays, and of those the newest."""
     troubled: set[str] = field(default_factory=set)
-    """Nodes whose pod says why it does not run."""
+    """Nodes whose pod states why it does not run."""
     _every: defaultdict[str, dict[str, AgentPodSeen]] = field(default_factory=lambda: defaultdict(dict))
     """All pods of each node by key."""
     _revisions: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -122,8 +119,8 @@ class Finding:
     def __bool__(self) -> bool:
         return self.nodes > 0
 
-    def tell(self, of: int) -> str:
-        """Say it for people: how many, and what the first of them says."""
+    def describe(self, of: int) -> str:
+        """Describe it for people: how many, and what the first of them reports."""
         return f"{self.nodes} of {of} nodes; {self.node}: {self.message}"
 
 
@@ -134,7 +131,7 @@ class Facts:
     matched: int
     """Nodes that the selector picks, those included that had to be left out."""
     current: int
-    """With a KVPoolNode that says what the pool wants now."""
+    """With a KVPoolNode that has what the pool wants now."""
     updated: int
     """Whose agent runs what the pool wants now, in the pod that it should where we run agents."""
     reported: int
@@ -187,7 +184,7 @@ FINDINGS: Final = ("degraded", "unready", "excluded", "unsettled", "over_capacit
 def judge(
     placement: Placement, node: str, seen: PoolNodeSeen | None, *, is_silent: bool, before_bytes: int
 ) -> NodeFacts:
-    """Look at one node: `seen` is its KVPoolNode, `before_bytes` the memory that older pools take there."""
+    """Judge one node: `seen` is its KVPoolNode, `before_bytes` the memory that older pools take there."""
     draining = seen is not None and (seen.drain.requested or seen.is_true("Draining"))
     excluded = placement.excluded.get(node)
     if excluded is not None:
@@ -307,7 +304,7 @@ _SOUND: Final[dict[NodeFacts, NodeFacts]] = {
 
 
 def is_ready(node: PoolNodeSeen, *, is_silent: bool) -> bool:
-    """True when the agent says that it is ready and is still there."""
+    """True when the agent reports that it is ready and is still there."""
     return node.is_true("Ready") and not is_silent
 
 
@@ -356,7 +353,7 @@ def _degradation(node: PoolNodeSeen, *, is_silent: bool) -> _Wrong:
 def _unreadiness(node: PoolNodeSeen | None, *, is_silent: bool) -> _Wrong:
     if node is None:
         return ("NoPoolNode", "there is no KVPoolNode yet")
-    if not node.has_reported:  # Without its huge pages no agent is scheduled; node preparation tells why.
+    if not node.has_reported:  # Without its huge pages no agent is scheduled; node preparation reports why.
         return _complaint(node, "HugepagesReserved") or ("NoAgent", "no agent has reported yet")
     if is_ready(node, is_silent=is_silent):
         return None

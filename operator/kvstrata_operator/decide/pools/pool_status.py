@@ -17,7 +17,7 @@ from kvstrata_api.models.pool import (
     PoolTierStatus,
     TierScale,
 )
-from kvstrata_operator.decide.plan.conditions import PASSING, Fault, Says, settle
+from kvstrata_operator.decide.plan.conditions import PASSING, ConditionMaker, Fault, settle
 from kvstrata_operator.decide.pools.placement import Placement
 from kvstrata_operator.decide.pools.pool_facts import Facts, PoolSums
 from kvstrata_operator.observe.kinds import Ref
@@ -26,7 +26,7 @@ from kvstrata_operator.observe.records import Declared
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What holds a pool up, whatever its nodes say."""
+    """What holds a pool up, whatever its nodes report."""
 
     is_paused: bool = False
     failure: str = ""
@@ -65,7 +65,7 @@ def pool_status(
 ) -> KVPoolStatus:
     """Put the status of an accepted pool together from what its nodes add up to."""
     revision = around.revision
-    conditions = pool_conditions(Says(pool.meta.generation), facts, around.course, revision)
+    conditions = pool_conditions(ConditionMaker(pool.meta.generation), facts, around.course, revision)
     return KVPoolStatus(
         observed_generation=pool.meta.generation,
         conditions=settle(pool, conditions, around.now),
@@ -124,36 +124,36 @@ def _current_revision(pool: Declared[KVPool], revision: str, facts: Facts) -> st
     return str(pool.status.get("currentRevision", ""))
 
 
-def pool_conditions(says: Says, facts: Facts, course: Course, revision: str) -> tuple[Condition, ...]:
+def pool_conditions(make: ConditionMaker, facts: Facts, course: Course, revision: str) -> tuple[Condition, ...]:
     """All conditions of a pool whose spec is accepted."""
-    capacity = _capacity(says, facts)
+    capacity = _capacity(make, facts)
     return (
-        says.true("Accepted", "Accepted", "the spec is valid"),
-        _provisioned(says, facts, course),
+        make.true("Accepted", "Accepted", "the spec is valid"),
+        _provisioned(make, facts, course),
         capacity,
-        _metadata(says, facts, course),
-        _progressing(says, facts, course, revision),
-        _degraded(says, facts, course),
-        _ready(says, facts, capacity),
+        _metadata(make, facts, course),
+        _progressing(make, facts, course, revision),
+        _degraded(make, facts, course),
+        _ready(make, facts, capacity),
     )
 
 
-def leaving(says: Says, left: int, draining: int) -> tuple[Condition, ...]:
+def leaving(make: ConditionMaker, left: int, draining: int) -> tuple[Condition, ...]:
     """Conditions of a pool that is being deleted; what was observed before stays as it was."""
     return (
-        says.true("Progressing", "Deleting", f"{left} KVPoolNodes are left, {draining} of them draining"),
-        says.false("Ready", "Deleting", "the pool is being deleted"),
+        make.true("Progressing", "Deleting", f"{left} KVPoolNodes are left, {draining} of them draining"),
+        make.false("Ready", "Deleting", "the pool is being deleted"),
     )
 
 
-def _provisioned(says: Says, facts: Facts, course: Course) -> Condition:
+def _provisioned(make: ConditionMaker, facts: Facts, course: Course) -> Condition:
     wrong = _hindrance(facts, course)
     if wrong is not None:
-        return says.false("Provisioned", *wrong)
-    told = f"{facts.current} of {facts.matched} KVPoolNodes are as wanted"
+        return make.false("Provisioned", *wrong)
+    counted = f"{facts.current} of {facts.matched} KVPoolNodes are as wanted"
     if facts.current == facts.matched:
-        return says.true("Provisioned", "Provisioned", told)
-    return says.false("Provisioned", "Paused" if course.is_paused else "Provisioning", told)
+        return make.true("Provisioned", "Provisioned", counted)
+    return make.false("Provisioned", "Paused" if course.is_paused else "Provisioning", counted)
 
 
 def _hindrance(facts: Facts, course: Course) -> tuple[str, str] | None:
@@ -165,69 +165,69 @@ def _hindrance(facts: Facts, course: Course) -> tuple[str, str] | None:
     if not facts.matched:
         return "NoMatchingNodes", "no node has the labels of spec.nodeSelector"
     worst = facts.excluded or facts.unrun
-    return (worst.reason, worst.tell(facts.matched)) if worst else None
+    return (worst.reason, worst.describe(facts.matched)) if worst else None
 
 
-def _capacity(says: Says, facts: Facts) -> Condition:
+def _capacity(make: ConditionMaker, facts: Facts) -> Condition:
     type_ = "CapacitySatisfied"
     if facts.over_capacity:
-        return says.false(type_, facts.over_capacity.reason, facts.over_capacity.tell(facts.matched))
+        return make.false(type_, facts.over_capacity.reason, facts.over_capacity.describe(facts.matched))
     if not facts.capacity_known:
-        return says.unknown(type_, "NoReport", "no agent has reported what its node has")
-    return says.true(type_, "Satisfied", "no node that reported has less than the tiers ask for")
+        return make.unknown(type_, "NoReport", "no agent has reported what its node has")
+    return make.true(type_, "Satisfied", "no node that reported has less than the tiers ask for")
 
 
-def _metadata(says: Says, facts: Facts, course: Course) -> Condition:
+def _metadata(make: ConditionMaker, facts: Facts, course: Course) -> Condition:
     type_ = "MetadataAvailable"
     if course.directory_fault is not None:
-        return says.false(type_, course.directory_fault.reason, course.directory_fault.message)
+        return make.false(type_, course.directory_fault.reason, course.directory_fault.message)
     if facts.without_metadata:
-        return says.false(type_, facts.without_metadata.reason, facts.without_metadata.tell(facts.matched))
+        return make.false(type_, facts.without_metadata.reason, facts.without_metadata.describe(facts.matched))
     if not facts.metadata_known:
-        return says.unknown(type_, "NoReport", "no agent has reported whether it reaches the directory")
-    told = ("every agent that reported reaches the directory", course.directory_remark)
-    return says.true(type_, "Available", "; ".join(filter(None, told)))
+        return make.unknown(type_, "NoReport", "no agent has reported whether it reaches the directory")
+    messages = ("every agent that reported reaches the directory", course.directory_remark)
+    return make.true(type_, "Available", "; ".join(filter(None, messages)))
 
 
-def _progressing(says: Says, facts: Facts, course: Course, revision: str) -> Condition:
+def _progressing(make: ConditionMaker, facts: Facts, course: Course, revision: str) -> Condition:
     type_ = "Progressing"
     if course.is_paused:
-        return says.false(type_, "Paused", "spec.paused is set; agents keep serving")
-    told = f"{facts.updated} of {facts.matched} nodes run revision {revision}"
+        return make.false(type_, "Paused", "spec.paused is set; agents keep serving")
+    counted = f"{facts.updated} of {facts.matched} nodes run revision {revision}"
     if course.stuck_node:
         why = f"the new pod of node {course.stuck_node} is not ready by the deadline"
-        return says.false(type_, "ProgressDeadlineExceeded", f"{told}; {why}")
+        return make.false(type_, "ProgressDeadlineExceeded", f"{counted}; {why}")
     if course.outdated_nodes and not course.rolls_by_itself:
-        return says.false(
-            type_, "OnDelete", f"{told}; {course.outdated_nodes} pods are replaced when somebody deletes them"
+        return make.false(
+            type_, "OnDelete", f"{counted}; {course.outdated_nodes} pods are replaced when somebody deletes them"
         )
     if facts.updated < facts.matched:
-        return says.true(type_, "RollingOut", told)
+        return make.true(type_, "RollingOut", counted)
     if facts.unsettled:
-        return says.true(type_, facts.unsettled.reason, facts.unsettled.tell(facts.matched))
-    return says.false(type_, "Complete", f"all {facts.matched} nodes run revision {revision}")
+        return make.true(type_, facts.unsettled.reason, facts.unsettled.describe(facts.matched))
+    return make.false(type_, "Complete", f"all {facts.matched} nodes run revision {revision}")
 
 
-def _degraded(says: Says, facts: Facts, course: Course) -> Condition:
+def _degraded(make: ConditionMaker, facts: Facts, course: Course) -> Condition:
     if course.directory_fault is not None and course.directory_fault.reason not in PASSING and not facts.degraded:
-        return says.true("Degraded", course.directory_fault.reason, course.directory_fault.message)
+        return make.true("Degraded", course.directory_fault.reason, course.directory_fault.message)
     worst = facts.degraded or facts.without_metadata
     if worst:
-        return says.true("Degraded", worst.reason, worst.tell(facts.matched))
-    return says.false("Degraded", "Healthy", "no node reports a fault")
+        return make.true("Degraded", worst.reason, worst.describe(facts.matched))
+    return make.false("Degraded", "Healthy", "no node reports a fault")
 
 
-def _ready(says: Says, facts: Facts, capacity: Condition) -> Condition:
+def _ready(make: ConditionMaker, facts: Facts, capacity: Condition) -> Condition:
     if not facts.matched:
-        return says.false("Ready", "NoMatchingNodes", "no node has the labels of spec.nodeSelector")
+        return make.false("Ready", "NoMatchingNodes", "no node has the labels of spec.nodeSelector")
     if capacity.status is Status.FALSE:
-        return says.false("Ready", "CapacityNotSatisfied", capacity.message)
-    told = f"{facts.ready} of {facts.matched} nodes are ready"
+        return make.false("Ready", "CapacityNotSatisfied", capacity.message)
+    counted = f"{facts.ready} of {facts.matched} nodes are ready"
     if facts.ready == facts.updated == facts.matched:
-        return says.true("Ready", "AllNodesReady", told)
+        return make.true("Ready", "AllNodesReady", counted)
     if facts.ready == facts.matched:
-        return says.false(
-            "Ready", "NodesNotUpdated", f"{told}, {facts.updated} of them with what the pool declares now"
+        return make.false(
+            "Ready", "NodesNotUpdated", f"{counted}, {facts.updated} of them with what the pool declares now"
         )
     why = facts.unready or facts.excluded
-    return says.false("Ready", "NodesNotReady", f"{told}; {why.node}: {why.message}" if why else told)
+    return make.false("Ready", "NodesNotReady", f"{counted}; {why.node}: {why.message}" if why else counted)

@@ -32,7 +32,7 @@ from kvstrata_operator.observe.records import Declared, DrainSeen, PoolNodeSeen
 NO_DRAIN: Final = DrainSeen()
 
 DRAINED: Final = "Drained"
-"""Reason of the condition Draining=False by which an agent says that every block that can survive has a copy."""
+"""Reason of the condition Draining=False by which an agent reports that every block that can survive has a copy."""
 
 RELEASED: Final = "Released"
 """The same of an agent that has closed all tiers and given their memory back."""
@@ -45,7 +45,7 @@ RELEASE_S: Final = 15.0
 """For an agent to give its memory back once a drain has ended, however it did: readers get 5 s, the rest takes less."""
 
 DESTRUCTION_S_MIN: Final = 30.0
-"""Files are removed within seconds; a drain's timeout of 0 says nothing about how long that may take."""
+"""Files are removed within seconds; a drain's timeout of 0 implies nothing about how long that may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,28 +67,28 @@ class DrainOrder:
     timeout_s: float
     is_destruction: bool = False
     """Only an agent that has destroyed everything is done."""
-    is_farewell: bool = False
+    is_final: bool = False
     """Nobody comes after the agent: it is done when it has given its memory back as well, with `RELEASE_S` for that."""
 
     @property
     def wait_s(self) -> float:
-        """How long an agent is waited for: beyond `timeout_s`, which it is told, while it gives memory back."""
-        return self.timeout_s + (RELEASE_S if self.is_farewell else 0.0)
+        """How long an agent is waited for: beyond `timeout_s`, which it is given, while it gives memory back."""
+        return self.timeout_s + (RELEASE_S if self.is_final else 0.0)
 
     @property
     def enough(self) -> tuple[str, ...]:
-        """What an agent that is done may say."""
+        """What an agent that is done may report."""
         if self.is_destruction:
             return (DESTROYED,)
-        return (DESTROYED, RELEASED) if self.is_farewell else (DESTROYED, RELEASED, DRAINED)
+        return (DESTROYED, RELEASED) if self.is_final else (DESTROYED, RELEASED, DRAINED)
 
 
 @dataclass(frozen=True, slots=True)
 class Holds:
     """Nodes that stay as they are for now."""
 
-    untold: frozenset[str] = frozenset()
-    """Told of no other tiers and revision: the pod there was not made for them."""
+    unchanged: frozenset[str] = frozenset()
+    """Keep their tiers and revision: the pod there was not made for others."""
     draining: frozenset[str] = frozenset()
     """Their order to drain stands though they stay."""
 
@@ -105,7 +105,7 @@ class Stays:
     @property
     def nodes(self) -> set[str]:
         """Nodes that any of this is about."""
-        return self.wanted.keys() | self.holds.untold | self.holds.draining
+        return self.wanted.keys() | self.holds.unchanged | self.holds.draining
 
     def of(self, node: str) -> Wants:
         """Return what KVOperations want of one node."""
@@ -143,12 +143,12 @@ def _set(members: set[str], node: str, is_member: bool) -> None:  # noqa: FBT001
 def drain_order(pool: Declared[KVPool]) -> DrainOrder:
     """Take the drain of the update strategy; blocks that are to be destroyed are not moved first."""
     if pool.model is None:
-        return DrainOrder(DrainSpec().mode, float(DrainSpec().timeout_seconds), is_farewell=pool.is_deleting)
+        return DrainOrder(DrainSpec().mode, float(DrainSpec().timeout_seconds), is_final=pool.is_deleting)
     drain = pool.model.spec.update_strategy.drain
     is_destroyed = pool.model.spec.deletion_policy == "Destroy" and pool.is_deleting
     if is_destroyed:
         return DrainOrder("Drop", max(DESTRUCTION_S_MIN, float(drain.timeout_seconds)), is_destruction=True)
-    return DrainOrder(drain.mode, float(drain.timeout_seconds), is_farewell=pool.is_deleting)
+    return DrainOrder(drain.mode, float(drain.timeout_seconds), is_final=pool.is_deleting)
 
 
 def _drain_of(seen: PoolNodeSeen, stays: Stays) -> DrainSeen:
@@ -173,7 +173,7 @@ def _is_ordered(seen: PoolNodeSeen, wanted: Wants) -> bool:
 
 
 def _is_as_it_stays(placement: Placement, seen: PoolNodeSeen, stays: Stays) -> bool:
-    return (seen.node in stays.holds.untold or placement.is_current(seen)) and _is_drain_right(seen, stays)
+    return (seen.node in stays.holds.unchanged or placement.is_current(seen)) and _is_drain_right(seen, stays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ def reconcile(
 ) -> tuple[Action, ...]:
     """Plan one pool: withdrawals first, then changes, then new nodes; each sorted, so that plans are the same twice.
 
-    `alive` gives the keys of those KVPoolNodes that have a connected agent; `stays` tells what else is to be with nodes
+    `alive` gives the keys of those KVPoolNodes that have a connected agent; `stays` has what else is to be with nodes
     of the placement.
     """
     placement, seen, difference = stands.placement, stands.seen, stands.difference
@@ -205,10 +205,10 @@ def reconcile(
     changed = [node for node in outdated if not seen[node].is_deleting]
     reordered = [n for n in sorted(set(doubtful) - set(outdated)) if not _is_ordered(seen[n], stays.of(n))]
     return (
-        *_told(pool, "WithdrawingNodes", retire(leaving, drain_order(pool), alive(leaving), now)),
-        *_told(pool, "ChangingNodes", tuple(_change(pool, placement, seen[node], stays) for node in changed)),
+        *_with_event(pool, "WithdrawingNodes", retire(leaving, drain_order(pool), alive(leaving), now)),
+        *_with_event(pool, "ChangingNodes", tuple(_change(pool, placement, seen[node], stays) for node in changed)),
         *(_reorder(seen[node], stays.of(node)) for node in reordered),
-        *_told(pool, "CreatingNodes", _creates(pool, placement, sorted(difference.absent))),
+        *_with_event(pool, "CreatingNodes", _creates(pool, placement, sorted(difference.absent))),
     )
 
 
@@ -258,13 +258,13 @@ def must_drain(
 
 
 def is_done(node: PoolNodeSeen, order: DrainOrder) -> bool:
-    """True when the agent has said that nothing is left to do before it goes."""
+    """True when the agent has reported that nothing is left to do before it goes."""
     verdict = node.conditions.get("Draining")
     return verdict is not None and verdict.status == "False" and verdict.reason in order.enough
 
 
 def drain_deadlines(nodes: Iterable[PoolNodeSeen]) -> list[datetime | None]:
-    """Return when drains run out, which no event will tell."""
+    """Return when drains run out, which no event will report."""
     return [parse_time(text) for text in {node.drain.deadline for node in nodes if node.drain.requested}]
 
 
@@ -286,7 +286,7 @@ def _body(
 
 
 def _body_like(body: Mapping[str, Any], pool: str, node: str) -> dict[str, Any]:
-    """Return `body`, a KVPoolNode of the same placement, for another node: most of it need not be put together anew."""
+    """Return `body`, a KVPoolNode of the same placement, for another node: most of it is the same."""
     metadata = {**body["metadata"], "name": pool_node_ref(pool, node).name, "labels": pool_node_labels(pool, node)}
     return {**body, "metadata": metadata, "spec": {**body["spec"], "nodeName": node}}
 
@@ -318,19 +318,19 @@ def _reorder(node: PoolNodeSeen, wants: Wants) -> Action:
 
 def _change(pool: Declared[KVPool], placement: Placement, seen: PoolNodeSeen, stays: Stays) -> Action:
     ref, drain = Ref(POOL_NODE, seen.key), _drain_of(seen, stays)
-    if seen.node in stays.holds.untold:
+    if seen.node in stays.holds.unchanged:
         return Merge(ref, placement.pool, body=_drain_body(drain))
     body = _body(pool.meta, placement, seen.node, drain, stays.of(seen.node).orders)
     return Apply(ref, placement.pool, body=body)
 
 
-def _told(pool: Declared[KVPool], reason: str, actions: tuple[Action, ...]) -> tuple[Action, ...]:
-    """Let the first action tell of them all: one Event for each plan, not one for each node."""
+def _with_event(pool: Declared[KVPool], reason: str, actions: tuple[Action, ...]) -> tuple[Action, ...]:
+    """Let the first action carry one Event for all: one Event for each plan, not one for each node."""
     if not actions:
         return ()
     counts = Counter(_DOINGS[type(action)] for action in actions)
-    told = ", ".join(f"{count} to {doing}" for doing, count in sorted(counts.items()))
-    note = Note(pool.ref, pool.uid, reason, f"KVPoolNodes: {told}")
+    counted = ", ".join(f"{count} to {doing}" for doing, count in sorted(counts.items()))
+    note = Note(pool.ref, pool.uid, reason, f"KVPoolNodes: {counted}")
     return (replace(actions[0], notes=(note,)), *actions[1:])
 
 

@@ -115,10 +115,10 @@ def members(domain: KVTrustDomain, tenants: Mapping[str, KVTenant]) -> frozenset
     return frozenset(name for name, tenant in tenants.items() if is_member(tenant, domain))
 
 
-def told_version(owner: Declared[Any]) -> int:
-    """Key version that the status tells of; 0 when it never told of any."""
-    told = owner.status.get("keyVersion", 0)
-    return told if isinstance(told, int) else 0
+def status_version(owner: Declared[Any]) -> int:
+    """Key version that the status has; 0 when it never had any."""
+    current = owner.status.get("keyVersion", 0)
+    return current if isinstance(current, int) else 0
 
 
 def highest_version(owner: Declared[Any], secret: ScopeSecretSeen | None) -> int:
@@ -129,28 +129,28 @@ def highest_version(owner: Declared[Any], secret: ScopeSecretSeen | None) -> int
     return max((int(match[1]) for match in found if match), default=0)
 
 
-def told_members(domain: Declared[KVTrustDomain]) -> frozenset[str]:
-    """Members that the status tells of: those that may hold the current key."""
-    told = domain.status.get("members")
-    return frozenset(told) if isinstance(told, list) else frozenset()
+def status_members(domain: Declared[KVTrustDomain]) -> frozenset[str]:
+    """Members that the status has: those that may hold the current key."""
+    names_ = domain.status.get("members")
+    return frozenset(names_) if isinstance(names_, list) else frozenset()
 
 
 def domain_key_version(domain: Declared[KVTrustDomain], now_members: Collection[str]) -> int:
     """Key version that a readable domain should have."""
     assert domain.model is not None
-    told = told_version(domain)
-    has_loss = told > 0 and bool(told_members(domain) - set(now_members))
-    return max(domain.model.spec.key_version, told + has_loss)
+    current = status_version(domain)
+    has_loss = current > 0 and bool(status_members(domain) - set(now_members))
+    return max(domain.model.spec.key_version, current + has_loss)
 
 
 def plan_retirement(
     owner: Declared[Any], scope: ScopeKind, secret: ScopeSecretSeen | None, namespace: str
 ) -> tuple[Action, ...]:
-    """Remove the keys before the version that the status tells of: what they name and hold is shredded by that."""
-    told = told_version(owner)
-    if secret is None or secret.owner_uid != owner.uid or entry_of(told) not in secret.versions:
+    """Remove the keys before the version that the status has: what they name and hold is shredded by that."""
+    current = status_version(owner)
+    if secret is None or secret.owner_uid != owner.uid or entry_of(current) not in secret.versions:
         return ()
-    old = sorted(e for e in secret.versions if (found := _ENTRY.fullmatch(e)) and int(found[1]) < told)
+    old = sorted(e for e in secret.versions if (found := _ENTRY.fullmatch(e)) and int(found[1]) < current)
     if not old:
         return ()
     ref = objects.scope_secret_ref(scope, objects.scope_name(owner.meta), namespace)
