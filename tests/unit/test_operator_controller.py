@@ -14,10 +14,9 @@ from virtual_loop import run_virtually
 
 from kvstrata_api.errors import RetryableError
 from kvstrata_operator.app import controller
-from kvstrata_operator.app.controller import DEBOUNCE_S, STANDBY_S, Controller
+from kvstrata_operator.app.controller import DEBOUNCE_S, PAUSE_S_MAX, STANDBY_S, Controller
 from kvstrata_operator.app.gauges import Gauges
 from kvstrata_operator.apply.executor import Outcome
-from kvstrata_operator.apply.schedule import PAUSE_S_MAX
 from kvstrata_operator.decide.incremental import Seen
 from kvstrata_operator.decide.plan.actions import Action, Create, Merge, SetFinalizers, StatusWrite
 from kvstrata_operator.decide.planner import Plan

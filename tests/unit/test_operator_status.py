@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_fleet import GIB, SETTING, Fleet, condition, pool_node, pool_spec, tier
 
+from kvstrata_operator.app.controller import USAGE_EVERY_S, WRITE_EVERY_S, Pacing
 from kvstrata_operator.app.gauges import Convergence
-from kvstrata_operator.apply.schedule import USAGE_EVERY_S, WRITE_EVERY_S, Pacing
 from kvstrata_operator.decide.plan.actions import Merge, Severity, StatusWrite
 from kvstrata_operator.decide.status_planner import plan_statuses
 from kvstrata_operator.observe import kinds

@@ -19,7 +19,7 @@ from kvstrata_kube.leader import Verdict, judge, leads_until_s, next_term, pause
 from kvstrata_kube.leases import Lease
 from kvstrata_kube.sightings import Sighting, sight
 from kvstrata_kube.store import Store
-from kvstrata_operator.apply.schedule import PAUSE_S_MAX, Retries
+from kvstrata_operator.app.controller import PAUSE_S_MAX, Retries
 from kvstrata_operator.handlers import feed, lean_kopf
 from kvstrata_operator.handlers import feed as events
 from kvstrata_operator.observe import kinds, parse

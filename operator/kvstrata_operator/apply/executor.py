@@ -23,7 +23,6 @@ from kvstrata_api.errors import InvalidInputError, KvStrataError, RetryableError
 from kvstrata_api.wrapping import Keks
 from kvstrata_kube.answers import Answer, Json
 from kvstrata_kube.api import APPLY_PATCH, MERGE_PATCH, Call, KubeApi
-from kvstrata_operator.decide.plan import objects
 from kvstrata_operator.decide.plan.actions import (
     SILENT_REASON,
     Action,
@@ -43,7 +42,7 @@ from kvstrata_operator.decide.plan.actions import (
 )
 from kvstrata_operator.decide.plan.conditions import ConditionMaker
 from kvstrata_operator.decide.trust import scope_keys
-from kvstrata_operator.observe.kinds import EVENT, Kind, Ref, format_time
+from kvstrata_operator.observe.kinds import EVENT, Kind, Ref, body_of, format_time
 from kvstrata_operator.observe.parse import parse_declared, stored_conditions
 
 log = logging.getLogger(__name__)
@@ -248,7 +247,7 @@ class Executor:
         ref = Ref(EVENT, f"{note.about.name}.{secrets.token_hex(8)}", _event_namespace(note))
         place = {"namespace": note.about.namespace} if note.about.namespace else {}
         about = {"apiVersion": note.about.kind.api_version, "kind": note.about.kind.name, "name": note.about.name}
-        return objects.body_of(
+        return body_of(
             ref,
             {},
             involvedObject={**about, **place, "uid": note.uid},

@@ -25,8 +25,16 @@ from kvstrata_operator.certificates import policy as issuing
 from kvstrata_operator.certificates.authority import Authority, Certificate
 from kvstrata_operator.certificates.policy import Answer, Denial, Issuance, RequestSeen, TrustPlan
 from kvstrata_operator.decide.plan.actions import Action, Create, Merge
-from kvstrata_operator.decide.plan.objects import body_of
-from kvstrata_operator.observe.kinds import CONFIG_MAP, SECRET, SIGNING_REQUEST, Kind, Ref, format_time, parse_time
+from kvstrata_operator.observe.kinds import (
+    CONFIG_MAP,
+    SECRET,
+    SIGNING_REQUEST,
+    Kind,
+    Ref,
+    body_of,
+    format_time,
+    parse_time,
+)
 
 POLL_INTERVAL_S: Final = 10.0
 """Polling interval of authority and trust, when no request calls for one sooner."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from kvstrata_api import names
+from kvstrata_api.models.base import ObjectMeta
 from kvstrata_api.models.pool import KVPool
 from kvstrata_api.scopes import KEY_VERSION
 from kvstrata_api.shares import is_open, share_end
@@ -18,13 +20,20 @@ from kvstrata_operator.decide.directory import redis
 from kvstrata_operator.decide.incremental import FleetFacts, Members
 from kvstrata_operator.decide.operations import erase_operation, operations
 from kvstrata_operator.decide.operations.operations import Operation
-from kvstrata_operator.decide.plan import objects
 from kvstrata_operator.decide.plan.actions import Action, Create, Delete, Merge
 from kvstrata_operator.decide.pools import lifecycle
 from kvstrata_operator.decide.pools.reconcile import Stands, Stays, Wants, drain_deadlines, reconcile
 from kvstrata_operator.decide.trust import erasure, scope_keys
 from kvstrata_operator.decide.trust import identity_conflicts as claims
-from kvstrata_operator.observe.kinds import Ref, digest
+from kvstrata_operator.observe.kinds import (
+    CONNECTION_LABELS,
+    POOL,
+    Ref,
+    body_of,
+    connection_ref,
+    digest,
+    owner_reference,
+)
 from kvstrata_operator.observe.records import Declared, PoolNodeSeen
 from kvstrata_operator.observe.world import ClusterSeen, Setting, TrustSeen, View
 
@@ -97,10 +106,10 @@ def _plan_connection(
     cluster: ClusterSeen, pool: Declared[KVPool], model: KVPool, setting: Setting
 ) -> tuple[Action, ...]:
     """Publish how engine pods attach."""
-    ref = objects.connection_ref(pool.key, setting.namespace)
-    content = objects.connection_data(model, setting.socket_template)
+    ref = connection_ref(pool.key, setting.namespace)
+    content = _connection_data(model, setting.socket_template)
     seen = cluster.config_maps.get(ref.name)
-    body = objects.connection_body(ref, pool.meta, content)
+    body = _connection_body(ref, pool.meta, content)
     if seen is None:
         return (Create(ref, pool.key, body=body, adopts=True),)
     if seen.content_digest == digest(content):
@@ -109,9 +118,29 @@ def _plan_connection(
     return (Merge(ref, pool.key, body={**body, "data": {**strays, **content}}),)
 
 
+def _connection_data(pool: KVPool, socket_template: str) -> dict[str, str]:
+    """Return what an engine pod needs to know of a pool; all values are text."""
+    compatibility = pool.spec.compatibility
+    return {
+        "pool": pool.metadata.name,
+        "audience": names.AUDIENCE,
+        "socket": socket_template.format(pool=pool.metadata.name),
+        "model": compatibility.model,
+        "revision": compatibility.revision,
+        "dtype": compatibility.dtype,
+        "blockTokens": str(compatibility.block_tokens),
+    }
+
+
+def _connection_body(ref: Ref, pool: ObjectMeta, content: dict[str, str]) -> dict[str, Any]:
+    """Return the connection ConfigMap."""
+    labels = {**CONNECTION_LABELS, names.LABEL_POOL: pool.name}
+    return body_of(ref, {"labels": labels, "ownerReferences": [owner_reference(POOL, pool)]}, data=content)
+
+
 def _forget_connection(cluster: ClusterSeen, pool: Declared[KVPool], setting: Setting) -> tuple[Action, ...]:
     """Withdraw how engine pods attach; the garbage collector would need up to half a minute."""
-    ref = objects.connection_ref(pool.key, setting.namespace)
+    ref = connection_ref(pool.key, setting.namespace)
     seen = cluster.config_maps.get(ref.name)
     return (Delete(ref, pool.key, uid=seen.uid),) if seen else ()
 
@@ -137,7 +166,7 @@ def _plan_keys(
 
 
 def _scope_secret(scope: ScopeKind, owner: Declared[Any], namespace: str) -> Ref:
-    return objects.scope_secret_ref(scope, objects.scope_name(owner.meta), namespace)
+    return scope_keys.scope_secret_ref(scope, scope_keys.scope_name(owner.meta), namespace)
 
 
 def scopes(

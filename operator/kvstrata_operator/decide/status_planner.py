@@ -20,7 +20,6 @@ from kvstrata_operator.decide.incremental import FleetFacts, Members
 from kvstrata_operator.decide.operations import erase_operation, operations
 from kvstrata_operator.decide.operations.operation_status import operation_notes, operation_status
 from kvstrata_operator.decide.operations.operations import Operation
-from kvstrata_operator.decide.plan import objects
 from kvstrata_operator.decide.plan.actions import Merge, StatusWrite
 from kvstrata_operator.decide.plan.conditions import ConditionMaker, Fault, conditions_only, differs, notes_of, refused
 from kvstrata_operator.decide.pools import autoscaling, lifecycle, pool_status
@@ -35,7 +34,7 @@ from kvstrata_operator.decide.trust.trust_status import (
     share_status,
     tenant_status,
 )
-from kvstrata_operator.observe.kinds import digest, format_time
+from kvstrata_operator.observe.kinds import connection_ref, digest, format_time
 from kvstrata_operator.observe.records import Declared, ScopeSecretSeen
 from kvstrata_operator.observe.world import Setting, TrustSeen, View
 
@@ -91,7 +90,7 @@ def _pools(view: View, fleet: FleetFacts, setting: Setting, tenants: int, now: d
             course=_pool_course(pool, agents, redis.for_pool(directory, pool, setting), view.pools.failures),
             revision=_revision(members.placement, agents),
             tenants=tenants,
-            connection=objects.connection_ref(name, setting.namespace),
+            connection=connection_ref(name, setting.namespace),
             scales=autoscaling.scale(pool, members.seen, now),
             now=format_time(now),
         )
@@ -188,7 +187,7 @@ def _shares(
     for _, share in sorted(trust.shares.items()):
         if share.is_deleting:
             continue
-        secret = _secret(trust, ScopeKind.SHARE, objects.scope_name(share.meta), namespace)
+        secret = _secret(trust, ScopeKind.SHARE, scope_keys.scope_name(share.meta), namespace)
         has_key = scope_keys.has_key(share, KEY_VERSION, secret)
         fault = claims.share_fault(share, declared, pools)
         yield share, share_status(share, ShareSeen(declared, fault, has_key, units.coarse(hits.get(share.uid, 0))), now)
@@ -220,4 +219,4 @@ def _course(
 
 
 def _secret(trust: TrustSeen, scope: ScopeKind, name: str, namespace: str) -> ScopeSecretSeen | None:
-    return trust.secrets.get(objects.scope_secret_ref(scope, name, namespace).name)
+    return trust.secrets.get(scope_keys.scope_secret_ref(scope, name, namespace).name)

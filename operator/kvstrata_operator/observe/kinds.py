@@ -1,12 +1,13 @@
-"""What Kubernetes objects have in common: kinds, addresses, labels, times and digests of content. Pure."""
+"""What Kubernetes objects have in common: kinds, addresses, labels, times, digests, the frame of a body. Pure."""
 
 import hashlib
 import json
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
 
 from kvstrata_api import names
+from kvstrata_api.models.base import ObjectMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,11 @@ def pool_node_labels(pool: str, node: str) -> dict[str, str]:
     }
 
 
+def connection_ref(pool: str, namespace: str) -> Ref:
+    """Address of the ConfigMap that engine pods read to attach."""
+    return Ref(CONFIG_MAP, f"{pool}-connection", namespace)
+
+
 _DIGEST_BYTES: Final = 8
 """64 bits: compared among the few revisions of one object, not a security boundary."""
 
@@ -125,3 +131,32 @@ def parse_time(text: str) -> datetime | None:
     except ValueError:
         return None
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def body_of(ref: Ref, metadata: dict[str, Any], **parts: Any) -> dict[str, Any]:
+    """Put an object together; its name and namespace come from `ref`."""
+    place = {"namespace": ref.namespace} if ref.namespace else {}
+    return {
+        "apiVersion": ref.kind.api_version,
+        "kind": ref.kind.name,
+        "metadata": {"name": ref.name, **place, **metadata},
+        **parts,
+    }
+
+
+def sealed(ref: Ref, metadata: dict[str, Any], **parts: Any) -> dict[str, Any]:
+    """Put an object together whose content its annotation names: the API server fills in more than we write."""
+    annotations = {names.ANNOTATION_DIGEST: digest([metadata, parts])}
+    return body_of(ref, {**metadata, "annotations": annotations}, **parts)
+
+
+def owner_reference(kind: Kind, meta: ObjectMeta) -> dict[str, Any]:
+    """Let the garbage collector delete what outlives its owner, also when the operator is away."""
+    return {
+        "apiVersion": kind.api_version,
+        "kind": kind.name,
+        "name": meta.name,
+        "uid": meta.uid,
+        "controller": True,
+        "blockOwnerDeletion": False,
+    }

@@ -238,7 +238,7 @@ class MadeSeen:
     uid: str
     version: int = field(compare=False)
     content_digest: str
-    """As it was made, see `objects.sealed`."""
+    """As it was made, see `kinds.sealed`."""
 
 
 @dataclass(frozen=True, slots=True)

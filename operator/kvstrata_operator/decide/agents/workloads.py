@@ -20,9 +20,17 @@ from kvstrata_api.models.pool import KVPool
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
 from kvstrata_operator.decide.plan.actions import Action, Apply, Note
-from kvstrata_operator.decide.plan.objects import owner_reference, sealed
 from kvstrata_operator.decide.pools.placement import Placement, normal
-from kvstrata_operator.observe.kinds import BUDGET, DAEMON_SET, POOL, WORKLOAD_LABELS, Ref, digest
+from kvstrata_operator.observe.kinds import (
+    BUDGET,
+    DAEMON_SET,
+    POOL,
+    WORKLOAD_LABELS,
+    Ref,
+    digest,
+    owner_reference,
+    sealed,
+)
 from kvstrata_operator.observe.parse import takes_node_memory
 from kvstrata_operator.observe.parse_workloads import room_of
 from kvstrata_operator.observe.records import Declared, MadeSeen, Room

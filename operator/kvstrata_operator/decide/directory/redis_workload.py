@@ -17,8 +17,7 @@ from kvstrata_api import names, units
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.base import ObjectMeta
 from kvstrata_api.units import KIB, MIB
-from kvstrata_operator.decide.plan.objects import owner_reference, sealed
-from kvstrata_operator.observe.kinds import CONFIG_MAP, REDIS_LABELS, STATEFUL_SET, Ref
+from kvstrata_operator.observe.kinds import CONFIG_MAP, REDIS_LABELS, STATEFUL_SET, Ref, owner_reference, sealed
 from kvstrata_operator.observe.records import ConfigMapSeen, StatefulSetSeen
 
 LOCATION_BYTES: Final = 75

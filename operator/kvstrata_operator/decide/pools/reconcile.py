@@ -15,14 +15,15 @@ from typing import Any, Final
 from kvstrata_api.models.base import ObjectMeta
 from kvstrata_api.models.pool import DrainSpec, KVPool
 from kvstrata_api.models.poolnode import KVPoolNodeSpec, NodeDrain, NodeOrder
-from kvstrata_operator.decide.plan import objects
 from kvstrata_operator.decide.plan.actions import Action, Apply, Create, Delete, Merge, Note
 from kvstrata_operator.decide.pools.placement import Placement
 from kvstrata_operator.observe.kinds import (
     POOL,
     POOL_NODE,
     Ref,
+    body_of,
     format_time,
+    owner_reference,
     parse_time,
     pool_node_labels,
     pool_node_ref,
@@ -281,8 +282,8 @@ def _body(
         orders=tuple(orders),
     )
     labels = pool_node_labels(placement.pool, node)
-    metadata = {"labels": labels, "ownerReferences": [objects.owner_reference(POOL, pool)]}
-    return objects.body_of(pool_node_ref(placement.pool, node), metadata, spec=spec.to_json())
+    metadata = {"labels": labels, "ownerReferences": [owner_reference(POOL, pool)]}
+    return body_of(pool_node_ref(placement.pool, node), metadata, spec=spec.to_json())
 
 
 def _body_like(body: Mapping[str, Any], pool: str, node: str) -> dict[str, Any]:

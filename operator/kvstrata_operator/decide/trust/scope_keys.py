@@ -17,14 +17,14 @@ from datetime import datetime
 from typing import Any, Final
 
 from kvstrata_api import names
+from kvstrata_api.models.base import ObjectMeta
 from kvstrata_api.models.trust import KVTenant, KVTrustDomain
 from kvstrata_api.shares import is_open
 from kvstrata_api.trust import ScopeKind, is_member
 from kvstrata_api.wrapping import data_entry, wrapped_by
-from kvstrata_operator.decide.plan import objects
 from kvstrata_operator.decide.plan.actions import Action, Merge, MintDataKey, MintKek, MintKey, Note, Rewrap, Shred
 from kvstrata_operator.observe import kinds
-from kvstrata_operator.observe.kinds import SECRET, Ref
+from kvstrata_operator.observe.kinds import SECRET, Kind, Ref, body_of, owner_reference
 from kvstrata_operator.observe.records import Declared, KeksSeen, ScopeSecretSeen
 
 _ENTRY: Final = re.compile(r"v([1-9][0-9]{0,8})(\..*)?")
@@ -42,10 +42,10 @@ def plan_key(
     """Make the key of an owner's current version when it is missing."""
     if owner.is_deleting:
         return ()
-    ref = objects.scope_secret_ref(scope, objects.scope_name(owner.meta), namespace)
+    ref = scope_secret_ref(scope, scope_name(owner.meta), namespace)
     entry = entry_of(key_version)
     note = Note(owner.ref, owner.uid, "KeyMinted", f"made key {entry} of the scope")
-    body = objects.scope_secret_body(ref, scope, owner.kind, owner.meta)
+    body = scope_secret_body(ref, scope, owner.kind, owner.meta)
     if secret is None:
         return (MintKey(ref, notes=(note,), entry=entry, body=body),)
     if is_foreign(secret):
@@ -71,7 +71,7 @@ def plan_data_key(
         return ()
     if entry in secret.versions:
         return ()
-    ref = objects.scope_secret_ref(scope, objects.scope_name(owner.meta), namespace)
+    ref = scope_secret_ref(scope, scope_name(owner.meta), namespace)
     return (MintDataKey(ref, entry=entry, resource_version=secret.resource_version),)
 
 
@@ -92,7 +92,7 @@ def plan_kek(secrets: Iterable[ScopeSecretSeen], keks: KeksSeen, namespace: str)
         return ()
     number = max(data_keys_by_kek(secrets), default=0) + 1
     ref = Ref(SECRET, names.KEK_SECRET, namespace)
-    return (MintKek(ref, entry=f"k{number}", body=objects.kek_secret_body(ref)),)
+    return (MintKek(ref, entry=f"k{number}", body=kek_secret_body(ref)),)
 
 
 def data_keys_by_kek(secrets: Iterable[ScopeSecretSeen]) -> Counter[int]:
@@ -153,7 +153,7 @@ def plan_retirement(
     old = sorted(e for e in secret.versions if (found := _ENTRY.fullmatch(e)) and int(found[1]) < current)
     if not old:
         return ()
-    ref = objects.scope_secret_ref(scope, objects.scope_name(owner.meta), namespace)
+    ref = scope_secret_ref(scope, scope_name(owner.meta), namespace)
     note = Note(owner.ref, owner.uid, "KeyRetired", f"removed {', '.join(old)} of the scope's keys")
     body = {"data": dict.fromkeys(old)}
     return (Merge(ref, notes=(note,), body=body, resource_version=secret.resource_version),)
@@ -163,7 +163,7 @@ def plan_orphans(
     wanted: Mapping[str, str], secrets: Mapping[str, ScopeSecretSeen], namespace: str
 ) -> tuple[Action, ...]:
     """Delete the Secrets of shares that are over. `wanted` gives the owner's uid by the name of each to keep."""
-    prefix = objects.scope_secret_ref(ScopeKind.SHARE, "", namespace).name
+    prefix = scope_secret_ref(ScopeKind.SHARE, "", namespace).name
     gone = (s for n, s in sorted(secrets.items()) if n.startswith(prefix) and s.owner_uid)
     return tuple(
         Shred(
@@ -191,3 +191,32 @@ def is_in_use(live: Declared[Any] | None, owner_uid: str, now: datetime) -> bool
     if live is None or live.uid != owner_uid:
         return False
     return live.kind != kinds.SHARE or (live.model is not None and is_open(live.model, now))
+
+
+def scope_name(owner: ObjectMeta) -> str:
+    """Name of the owner's scope: that of the owner, behind its namespace where it has one."""
+    return f"{owner.namespace}.{owner.name}" if owner.namespace else owner.name
+
+
+def scope_secret_ref(scope: str, name: str, namespace: str) -> Ref:
+    """Address of the Secret with the keys of a scope; `scope` is `tenant`, `domain` or `share`."""
+    return Ref(SECRET, names.scope_secret_name(scope, name), namespace)
+
+
+def scope_secret_body(ref: Ref, scope: str, kind: Kind, owner: ObjectMeta) -> dict[str, Any]:
+    """Return a scope Secret without its keys. Deleting the owner deletes it, and so shreds the scope.
+
+    An owner of another namespace cannot be referred to; the planner deletes what such an owner leaves behind.
+    """
+    metadata: dict[str, Any] = {
+        "labels": {names.LABEL_SCOPE: scope, names.LABEL_MANAGED_BY: names.MANAGED_BY},
+        "annotations": {names.ANNOTATION_OWNER_UID: owner.uid},
+    }
+    if not owner.namespace:
+        metadata["ownerReferences"] = [owner_reference(kind, owner)]
+    return body_of(ref, metadata, type="Opaque")
+
+
+def kek_secret_body(ref: Ref) -> dict[str, Any]:
+    """Return the KEK Secret without its key. It belongs to nobody: no deletion takes it along."""
+    return body_of(ref, {"labels": {names.LABEL_MANAGED_BY: names.MANAGED_BY}}, type="Opaque")
