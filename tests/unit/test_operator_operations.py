@@ -24,7 +24,7 @@ from operations_fleet import (
 from operator_fleet import Fleet, Json, condition, pool_node, pool_spec
 
 from kvstrata_operator.decide.operations.operation_status import operation_notes
-from kvstrata_operator.decide.operations.operations import arounds, course, in_order
+from kvstrata_operator.decide.operations.operations import arounds, in_order, progress_of
 from kvstrata_operator.decide.plan.actions import Merge
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.kinds import Ref
@@ -257,7 +257,7 @@ def test_start_and_end_are_told_once_each() -> None:
         (operation,) = in_order(view.pools.operations.values())
         around = arounds(view.pools, view.trust.tenants, facts.seen_of, fleet.now)
         if not any(condition(fleet.objects[ref], end)[0] for end in ENDS):
-            told += [n.reason for n in operation_notes(operation, course(operation, around["p"]))]
+            told += [n.reason for n in operation_notes(operation, progress_of(operation, around["p"]))]
         fleet.step()
         for node in ("n0", "n1", "n2"):
             if orders(fleet, node):

@@ -86,24 +86,24 @@ def _pools(view: View, fleet: FleetFacts, setting: Setting, tenants: int, now: d
         agents = agents_of(view, pool, members, setting, now)
         not_run = agents.rollout.outdated | agents.rollout.missing
         facts = members.tally.facts(members.placement, not_run, members.pods)
-        around = pool_status.Around(
-            course=_pool_course(pool, agents, redis.for_pool(directory, pool, setting), view.pools.failures),
+        inputs = pool_status.StatusInputs(
+            hindrances=_hindrances(pool, agents, redis.for_pool(directory, pool, setting), view.pools.failures),
             revision=_revision(members.placement, agents),
             tenants=tenants,
             connection=connection_ref(name, setting.namespace),
             scales=autoscaling.scale(pool, members.seen, now),
             now=format_time(now),
         )
-        status = pool_status.pool_status(pool, members.placement, facts, members.sums, around)
+        status = pool_status.pool_status(pool, members.placement, facts, members.sums, inputs)
         yield pool, {"hitPercent": None, **status.to_json()}
 
 
-def _pool_course(
+def _hindrances(
     pool: Declared[KVPool], agents: Agents, directory: RedisState, failures: Mapping[str, str]
-) -> pool_status.Course:
+) -> pool_status.Hindrances:
     assert pool.model is not None, "only what can be read is placed"
     spec = pool.model.spec
-    return pool_status.Course(
+    return pool_status.Hindrances(
         is_paused=spec.paused,
         failure=failures.get(pool.key, ""),
         agents_fault=agents.fault,
@@ -147,7 +147,7 @@ def _tenants(
         facts = TenantFacts(
             fault=_tenant_fault(pools.declared, tenant, contested),
             unmet=claims.unmet_domain(name, tenant.model.spec, trust.domains) if tenant.model else None,
-            course=erasure.course(tenant, _secret(trust, ScopeKind.TENANT, name, namespace), nodes, answering),
+            progress=erasure.progress_of(tenant, _secret(trust, ScopeKind.TENANT, name, namespace), nodes, answering),
             held=fleet.sums.held.get(name, Held()),
             overcommit=overcommit,
         )
@@ -200,22 +200,22 @@ def _operations(view: View, fleet: FleetFacts, now: datetime) -> Iterator[Status
         return
     arounds = operations.arounds(view.pools, view.trust.tenants, fleet.seen_of, now)
     for operation in operations.in_order(under_way):
-        course = _course(operation, view, arounds, now)
-        write = _write(operation, operation_status(operation, course, now))
-        notes = operation_notes(operation, course)
+        progress = _progress(operation, view, arounds, now)
+        write = _write(operation, operation_status(operation, progress, now))
+        notes = operation_notes(operation, progress)
         yield replace(write, action=replace(write.action, notes=notes)) if write is not None else None
 
 
-def _course(
+def _progress(
     operation: Operation, view: View, arounds: Mapping[str, operations.Around], now: datetime
-) -> operations.Course:
+) -> operations.Progress:
     spec = operation.model.spec if operation.model is not None else None
     if spec is not None and spec.erase is not None and not operation.error:
-        return erase_operation.course(
+        return erase_operation.progress_of(
             operation, view.trust.tenants.get(spec.erase.tenant), view.pools.pool_nodes.values(), now
         )
     pool = (spec.pool_ref if spec is not None else None) or ""
-    return operations.course(operation, arounds.get(pool, operations.nowhere(now)))
+    return operations.progress_of(operation, arounds.get(pool, operations.nowhere(now)))
 
 
 def _secret(trust: TrustSeen, scope: ScopeKind, name: str, namespace: str) -> ScopeSecretSeen | None:

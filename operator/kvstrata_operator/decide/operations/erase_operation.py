@@ -11,7 +11,7 @@ from typing import Final
 from kvstrata_api.conditions import find
 from kvstrata_api.models.trust import KVTenant
 from kvstrata_operator.decide.operations import operations
-from kvstrata_operator.decide.operations.operations import Course, Open, Operation
+from kvstrata_operator.decide.operations.operations import Open, Operation, Progress
 from kvstrata_operator.decide.plan.actions import Action, Merge
 from kvstrata_operator.decide.plan.conditions import Fault
 from kvstrata_operator.observe.records import Declared, PoolNodeSeen
@@ -43,15 +43,15 @@ def plan_requests(seen: Iterable[Operation], tenants: Mapping[str, Tenant]) -> I
             yield Merge(tenant.ref, body={"spec": {"eraseRequested": value}})
 
 
-def course(operation: Operation, tenant: Tenant | None, nodes: Iterable[PoolNodeSeen], now: datetime) -> Course:
+def progress_of(operation: Operation, tenant: Tenant | None, nodes: Iterable[PoolNodeSeen], now: datetime) -> Progress:
     """Return how far an Erase is that is not over by its stored status. Nodes are the witnesses."""
     fault = _fault(operation, tenant)
     here = [node for node in nodes if not node.is_deleting]
     if fault is not None or tenant is None:
-        return operations.ended(operation, Course(fault), now)
+        return operations.ended(operation, Progress(fault), now)
     total = max(1, len(here))
     if _text(tenant, "lastErase") == requested_value(operation):
-        return operations.ended(operation, Course(nodes=total, done=total), now)
+        return operations.ended(operation, Progress(nodes=total, done=total), now)
     condition = find(tenant.conditions, "EraseCompleted")
     is_ours = tenant.model is not None and tenant.model.spec.erase_requested == requested_value(operation)
     reason, message = (
@@ -60,7 +60,7 @@ def course(operation: Operation, tenant: Tenant | None, nodes: Iterable[PoolNode
     version = int(str(tenant.status.get("keyVersion") or 0))
     done = sum(is_ours and node.erased.get(tenant.uid, 0) >= version > 0 for node in here)
     waits = Open("", reason, message[:_MESSAGE_CHARS_MAX])
-    return operations.ended(operation, Course(nodes=total, done=min(done, total - 1), open=(waits,)), now)
+    return operations.ended(operation, Progress(nodes=total, done=min(done, total - 1), open=(waits,)), now)
 
 
 def _fault(operation: Operation, tenant: Tenant | None) -> Fault | None:

@@ -63,7 +63,7 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class Progress:
     """How far an operation is."""
 
     fault: Fault | None = None
@@ -82,7 +82,7 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What the course of one operation depends on besides itself."""
+    """What the progress of one operation depends on besides itself."""
 
     pool: Declared[KVPool] | None
     seen: Mapping[str, PoolNodeSeen]
@@ -162,18 +162,18 @@ def expires_at(operation: Operation) -> datetime | None:
     return finish + timedelta(seconds=operation.model.spec.ttl_seconds_after_finished)
 
 
-def course(operation: Operation, around: Around) -> Course:
+def progress_of(operation: Operation, around: Around) -> Progress:
     """Return how far an operation is that is not over by its stored status."""
     model = operation.model
     if model is None or operation.error:
-        return Course(Fault("Invalid", operation.error), End.FAILED, "Invalid")
+        return Progress(Fault("Invalid", operation.error), End.FAILED, "Invalid")
     fault = _fault(model, around)
     targets = () if fault else _targets(model, around)
     fault = fault or (None if targets else Fault("NoNodes", "none of the pool's nodes is meant"))
     verdicts = [_verdict(operation, node, around) for node in targets]
     still = tuple(v for v in verdicts if isinstance(v, Open))
     seen = (around.seen[n] for n in targets if n in around.seen)
-    made = Course(
+    made = Progress(
         fault,
         nodes=len(targets),
         done=len(verdicts) - len(still),
@@ -183,13 +183,13 @@ def course(operation: Operation, around: Around) -> Course:
     return ended(operation, made, around.now)
 
 
-def ended(operation: Operation, made: Course, now: datetime) -> Course:
+def ended(operation: Operation, made: Progress, now: datetime) -> Progress:
     """Add whether, and how, an operation is over that has come so far."""
     end, reason = _end(operation, made, now)
     return replace(made, end=end, reason=reason)
 
 
-def _end(operation: Operation, made: Course, now: datetime) -> tuple[End | None, str]:
+def _end(operation: Operation, made: Progress, now: datetime) -> tuple[End | None, str]:
     last = deadline(operation)
     if operation.model is not None and operation.model.spec.cancel:
         return End.CANCELLED, "Cancelled"

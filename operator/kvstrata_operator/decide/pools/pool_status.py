@@ -25,7 +25,7 @@ from kvstrata_operator.observe.records import Declared
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class Hindrances:
     """What holds a pool up, whatever its nodes report."""
 
     is_paused: bool = False
@@ -46,12 +46,12 @@ class Course:
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
+class StatusInputs:
     """What a pool's status needs besides what its nodes add up to."""
 
-    course: Course
+    hindrances: Hindrances
     revision: str
-    """What all nodes should run, see `planner`."""
+    """Name of what all nodes should run."""
     tenants: int
     connection: Ref
     scales: tuple[TierScale, ...]
@@ -61,25 +61,25 @@ class Around:
 
 
 def pool_status(
-    pool: Declared[KVPool], placement: Placement, facts: Facts, sums: PoolSums, around: Around
+    pool: Declared[KVPool], placement: Placement, facts: Facts, sums: PoolSums, inputs: StatusInputs
 ) -> KVPoolStatus:
     """Put the status of an accepted pool together from what its nodes add up to."""
-    revision = around.revision
-    conditions = pool_conditions(ConditionMaker(pool.meta.generation), facts, around.course, revision)
+    revision = inputs.revision
+    conditions = pool_conditions(ConditionMaker(pool.meta.generation), facts, inputs.hindrances, revision)
     return KVPoolStatus(
         observed_generation=pool.meta.generation,
-        conditions=settle(pool, conditions, around.now),
+        conditions=settle(pool, conditions, inputs.now),
         nodes=_counts(facts),
         tiers=_tiers(placement, sums),
-        autoscaling=around.scales,
+        autoscaling=inputs.scales,
         nodes_ready=f"{facts.ready}/{facts.matched}",
         used_of_capacity=_used_of_capacity(placement, sums),
         hit_percent=_hit_percent(sums),
-        tenants=around.tenants,
+        tenants=inputs.tenants,
         current_revision=_current_revision(pool, revision, facts),
         update_revision=revision,
         connection=PoolConnection(
-            config_map_ref=ConfigMapRef(namespace=around.connection.namespace, name=around.connection.name)
+            config_map_ref=ConfigMapRef(namespace=inputs.connection.namespace, name=inputs.connection.name)
         ),
     )
 
@@ -124,16 +124,16 @@ def _current_revision(pool: Declared[KVPool], revision: str, facts: Facts) -> st
     return str(pool.status.get("currentRevision", ""))
 
 
-def pool_conditions(make: ConditionMaker, facts: Facts, course: Course, revision: str) -> tuple[Condition, ...]:
+def pool_conditions(make: ConditionMaker, facts: Facts, hindrances: Hindrances, revision: str) -> tuple[Condition, ...]:
     """All conditions of a pool whose spec is accepted."""
     capacity = _capacity(make, facts)
     return (
         make.true("Accepted", "Accepted", "the spec is valid"),
-        _provisioned(make, facts, course),
+        _provisioned(make, facts, hindrances),
         capacity,
-        _metadata(make, facts, course),
-        _progressing(make, facts, course, revision),
-        _degraded(make, facts, course),
+        _metadata(make, facts, hindrances),
+        _progressing(make, facts, hindrances, revision),
+        _degraded(make, facts, hindrances),
         _ready(make, facts, capacity),
     )
 
@@ -146,22 +146,22 @@ def leaving(make: ConditionMaker, left: int, draining: int) -> tuple[Condition, 
     )
 
 
-def _provisioned(make: ConditionMaker, facts: Facts, course: Course) -> Condition:
-    wrong = _hindrance(facts, course)
+def _provisioned(make: ConditionMaker, facts: Facts, hindrances: Hindrances) -> Condition:
+    wrong = _hindrance(facts, hindrances)
     if wrong is not None:
         return make.false("Provisioned", *wrong)
     counted = f"{facts.current} of {facts.matched} KVPoolNodes are as wanted"
     if facts.current == facts.matched:
         return make.true("Provisioned", "Provisioned", counted)
-    return make.false("Provisioned", "Paused" if course.is_paused else "Provisioning", counted)
+    return make.false("Provisioned", "Paused" if hindrances.is_paused else "Provisioning", counted)
 
 
-def _hindrance(facts: Facts, course: Course) -> tuple[str, str] | None:
+def _hindrance(facts: Facts, hindrances: Hindrances) -> tuple[str, str] | None:
     """Reason and message of the first thing in the way."""
-    if course.failure:
-        return "ApplyFailed", course.failure
-    if course.agents_fault is not None:
-        return course.agents_fault.reason, course.agents_fault.message
+    if hindrances.failure:
+        return "ApplyFailed", hindrances.failure
+    if hindrances.agents_fault is not None:
+        return hindrances.agents_fault.reason, hindrances.agents_fault.message
     if not facts.matched:
         return "NoMatchingNodes", "no node has the labels of spec.nodeSelector"
     worst = facts.excluded or facts.unrun
@@ -177,29 +177,29 @@ def _capacity(make: ConditionMaker, facts: Facts) -> Condition:
     return make.true(type_, "Satisfied", "no node that reported has less than the tiers ask for")
 
 
-def _metadata(make: ConditionMaker, facts: Facts, course: Course) -> Condition:
+def _metadata(make: ConditionMaker, facts: Facts, hindrances: Hindrances) -> Condition:
     type_ = "MetadataAvailable"
-    if course.directory_fault is not None:
-        return make.false(type_, course.directory_fault.reason, course.directory_fault.message)
+    if hindrances.directory_fault is not None:
+        return make.false(type_, hindrances.directory_fault.reason, hindrances.directory_fault.message)
     if facts.without_metadata:
         return make.false(type_, facts.without_metadata.reason, facts.without_metadata.describe(facts.matched))
     if not facts.metadata_known:
         return make.unknown(type_, "NoReport", "no agent has reported whether it reaches the directory")
-    messages = ("every agent that reported reaches the directory", course.directory_remark)
+    messages = ("every agent that reported reaches the directory", hindrances.directory_remark)
     return make.true(type_, "Available", "; ".join(filter(None, messages)))
 
 
-def _progressing(make: ConditionMaker, facts: Facts, course: Course, revision: str) -> Condition:
+def _progressing(make: ConditionMaker, facts: Facts, hindrances: Hindrances, revision: str) -> Condition:
     type_ = "Progressing"
-    if course.is_paused:
+    if hindrances.is_paused:
         return make.false(type_, "Paused", "spec.paused is set; agents keep serving")
     counted = f"{facts.updated} of {facts.matched} nodes run revision {revision}"
-    if course.stuck_node:
-        why = f"the new pod of node {course.stuck_node} is not ready by the deadline"
+    if hindrances.stuck_node:
+        why = f"the new pod of node {hindrances.stuck_node} is not ready by the deadline"
         return make.false(type_, "ProgressDeadlineExceeded", f"{counted}; {why}")
-    if course.outdated_nodes and not course.rolls_by_itself:
+    if hindrances.outdated_nodes and not hindrances.rolls_by_itself:
         return make.false(
-            type_, "OnDelete", f"{counted}; {course.outdated_nodes} pods are replaced when somebody deletes them"
+            type_, "OnDelete", f"{counted}; {hindrances.outdated_nodes} pods are replaced when somebody deletes them"
         )
     if facts.updated < facts.matched:
         return make.true(type_, "RollingOut", counted)
@@ -208,9 +208,13 @@ def _progressing(make: ConditionMaker, facts: Facts, course: Course, revision: s
     return make.false(type_, "Complete", f"all {facts.matched} nodes run revision {revision}")
 
 
-def _degraded(make: ConditionMaker, facts: Facts, course: Course) -> Condition:
-    if course.directory_fault is not None and course.directory_fault.reason not in PASSING and not facts.degraded:
-        return make.true("Degraded", course.directory_fault.reason, course.directory_fault.message)
+def _degraded(make: ConditionMaker, facts: Facts, hindrances: Hindrances) -> Condition:
+    if (
+        hindrances.directory_fault is not None
+        and hindrances.directory_fault.reason not in PASSING
+        and not facts.degraded
+    ):
+        return make.true("Degraded", hindrances.directory_fault.reason, hindrances.directory_fault.message)
     worst = facts.degraded or facts.without_metadata
     if worst:
         return make.true("Degraded", worst.reason, worst.describe(facts.matched))

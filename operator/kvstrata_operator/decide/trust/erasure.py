@@ -21,7 +21,7 @@ from kvstrata_operator.observe.records import Declared, PoolNodeSeen, ScopeSecre
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class ErasureProgress:
     """How far a tenant's erasure is."""
 
     key_version: int
@@ -52,44 +52,46 @@ def is_due(tenant: Declared[KVTenant]) -> bool:
     return bool(wanted) and wanted != _text(tenant, "eraseStarted")
 
 
-def course(
+def progress_of(
     tenant: Declared[KVTenant], secret: ScopeSecretSeen | None, nodes: Iterable[PoolNodeSeen], alive: Collection[str]
-) -> Course:
+) -> ErasureProgress:
     """Return how far the erasure is."""
     wanted, current = key_version(tenant, secret), status_version(tenant)
     started, last, requested = _text(tenant, "eraseStarted"), _text(tenant, "lastErase"), _requested(tenant)
     if not has_key(tenant, wanted, secret):
-        return Course(current, current > 0 and has_key(tenant, current, secret), started, last)
+        return ErasureProgress(current, current > 0 and has_key(tenant, current, secret), started, last)
     if requested and requested != started:
-        return Course(wanted, has_key=True, started=requested, last=last)
+        return ErasureProgress(wanted, has_key=True, started=requested, last=last)
     if not requested or requested == last:
-        return Course(wanted, has_key=True, started=started, last=last)
+        return ErasureProgress(wanted, has_key=True, started=started, last=last)
     open_nodes = [n for n in nodes if not n.is_deleting and n.erased.get(tenant.uid, 0) < wanted]
     missing = tuple(sorted(n.key for n in open_nodes if n.key in alive))
     away = tuple(sorted(n.key for n in open_nodes if n.key not in alive))
     is_shredded = not plan_retirement(tenant, ScopeKind.TENANT, secret, "")
     last = requested if is_shredded and not missing else last
-    return Course(wanted, has_key=True, started=started, last=last, missing=missing, away=away)
+    return ErasureProgress(wanted, has_key=True, started=started, last=last, missing=missing, away=away)
 
 
 def erase_condition(
-    make: ConditionMaker, tenant: Declared[KVTenant], course: Course, now: str
+    make: ConditionMaker, tenant: Declared[KVTenant], progress: ErasureProgress, now: str
 ) -> tuple[Condition, ...]:
     """State how far an erasure has come; nothing for a tenant that never asked for one."""
     requested = _requested(tenant)
     if not requested:
         return ()
     before = find(tenant.conditions, "EraseCompleted")
-    if course.last != requested:
-        message = f"{requested!r}: agents that have not confirmed: {named(course.missing) or 'not asked yet'}"
+    if progress.last != requested:
+        message = f"{requested!r}: agents that have not confirmed: {named(progress.missing) or 'not asked yet'}"
         return (make.false("EraseCompleted", "InProgress", message),)
     is_stated = before is not None and before.status is Status.TRUE and _text(tenant, "lastErase") == requested
     if before is not None and is_stated:
         return (make.true("EraseCompleted", before.reason, before.message),)
-    message = f"{requested!r} erased at {now}, key version {course.key_version}"
-    if course.away:
+    message = f"{requested!r} erased at {now}, key version {progress.key_version}"
+    if progress.away:
         left = "what lies at rest there cannot be read, and is dropped when they come back"
-        return (make.true("EraseCompleted", "NodesAway", f"{message}; without an agent: {named(course.away)}: {left}"),)
+        return (
+            make.true("EraseCompleted", "NodesAway", f"{message}; without an agent: {named(progress.away)}: {left}"),
+        )
     return (make.true("EraseCompleted", "Erased", message),)
 
 

@@ -15,7 +15,7 @@ from kvstrata_api.shares import Reading, Refusal
 from kvstrata_api.trust import joined_domain
 from kvstrata_operator.decide.plan.conditions import ConditionMaker, Fault, conditions_only, refused
 from kvstrata_operator.decide.trust import scope_keys
-from kvstrata_operator.decide.trust.erasure import Course, erase_condition
+from kvstrata_operator.decide.trust.erasure import ErasureProgress, erase_condition
 from kvstrata_operator.decide.trust.identity_conflicts import one_sided
 from kvstrata_operator.decide.trust.tenant_usage import Held, TierKey, quota_conditions
 from kvstrata_operator.observe.kinds import format_time
@@ -30,7 +30,7 @@ class TenantFacts:
     """Why it is refused."""
     unmet: Fault | None
     """Why it is alone."""
-    course: Course
+    progress: ErasureProgress
     held: Held
     overcommit: Mapping[TierKey, str] = field(default_factory=dict)
     """Tiers in which guarantees are more than some node has."""
@@ -40,20 +40,20 @@ def tenant_status(
     tenant: Declared[KVTenant], domains: Mapping[str, KVTrustDomain], facts: TenantFacts, now: str
 ) -> dict[str, Any]:
     """Status of a tenant."""
-    make, course, fault = ConditionMaker(tenant.meta.generation), facts.course, facts.fault
-    conditions = _tenant_conditions(make, fault, facts.unmet, course)
+    make, progress, fault = ConditionMaker(tenant.meta.generation), facts.progress, facts.fault
+    conditions = _tenant_conditions(make, fault, facts.unmet, progress)
     if tenant.model is not None and not fault:
         quotas = quota_conditions(make, tenant.model.spec, facts.held, facts.overcommit)
-        conditions = (*conditions, *quotas, *erase_condition(make, tenant, course, now))
+        conditions = (*conditions, *quotas, *erase_condition(make, tenant, progress, now))
     joined = joined_domain(tenant.model, domains.values()) if tenant.model and not fault else None
     types = {condition.type for condition in conditions} | {"EraseCompleted"}
     # Quotas that are not judged now are neither kept nor exceeded; what was erased stays erased.
     before = replace(tenant, conditions=tuple(c for c in tenant.conditions if c.type in types))
     return {
         **conditions_only(before, conditions, now),
-        "keyVersion": course.key_version,
-        "eraseStarted": course.started,
-        "lastErase": course.last,
+        "keyVersion": progress.key_version,
+        "eraseStarted": progress.started,
+        "lastErase": progress.last,
         "usage": facts.held.rows(),
         "effectiveDomain": joined.metadata.name if joined else "",
     }
@@ -92,11 +92,11 @@ def agreed(make: ConditionMaker, type_: str, unmet: Fault | None) -> Condition:
 
 
 def _tenant_conditions(
-    make: ConditionMaker, fault: Fault | None, unmet: Fault | None, course: Course
+    make: ConditionMaker, fault: Fault | None, unmet: Fault | None, progress: ErasureProgress
 ) -> tuple[Condition, ...]:
     if fault:
         return refused(make, fault.reason, fault.message)
-    key_version = course.key_version if course.has_key else 0
+    key_version = progress.key_version if progress.has_key else 0
     ready = _keyed(make, key_version) or make.true("Ready", "Ready", f"key version {key_version}")
     if unmet:
         ready = make.false("Ready", unmet.reason, unmet.message)
