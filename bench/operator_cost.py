@@ -10,13 +10,13 @@ from typing import Any, Final
 from bench.operator_agents import node_names
 from bench.operator_writes import LABEL, POOL, node_body, pool_body, status_body
 from kvstrata_api import names
+from kvstrata_operator.decide.incremental import FleetFacts, Seen
 from kvstrata_operator.decide.plan.actions import Action, Apply, Create
 from kvstrata_operator.decide.planner import plan_orders
 from kvstrata_operator.decide.status_planner import plan_statuses
 from kvstrata_operator.observe import kinds, parse, parse_workloads
 from kvstrata_operator.observe.records import KeksSeen
-from kvstrata_operator.observe.setting import Setting
-from kvstrata_operator.observe.world import View, World
+from kvstrata_operator.observe.world import ChangeBus, Setting, World
 
 SETTING: Final = Setting(names.SYSTEM_NAMESPACE, "/run/kvstrata/{pool}/agent.sock")
 WITH_PODS: Final = Setting(names.SYSTEM_NAMESPACE, "/run/kvstrata/{pool}/agent.sock", names.AGENT_TEMPLATE)
@@ -39,18 +39,20 @@ class Fleet:
     def __init__(self, nodes: int) -> None:
         self._versions = 0
         self._alive: frozenset[str] = frozenset()
-        self._world = World(lambda: None, lambda: None)
+        self._world = World(ChangeBus())
+        self._facts = FleetFacts.following(self._world)
         pool = pool_body()
         pool["metadata"] |= {"uid": "pool", "generation": 1, "finalizers": [names.FINALIZER], "resourceVersion": "1"}
         pool["metadata"] |= {"creationTimestamp": "2026-01-01T00:00:00Z"}
         self._world.stores[kinds.POOL].put(parse.parse_declared(kinds.POOL, pool))
         for node in node_names(nodes):
             self.label(node)
-        self.carry_out(plan_orders(self.view(), SETTING, NOW).actions)
+        self.carry_out(plan_orders(*self.seen(), SETTING, NOW).actions)
 
-    def view(self) -> View:
+    def seen(self) -> Seen:
         """The present."""
-        return self._world.view(self._alive, frozenset(), KeksSeen(), {})
+        self._facts.refresh(self._alive, frozenset())
+        return self._world.view(self._alive, frozenset(), KeksSeen(), {}), self._facts
 
     def label(self, node: str) -> None:
         """Let a node join."""
@@ -72,7 +74,7 @@ class Fleet:
         )
         daemon_set = next(
             action.body
-            for action in plan_orders(self.view(), WITH_PODS, NOW).actions
+            for action in plan_orders(*self.seen(), WITH_PODS, NOW).actions
             if isinstance(action, Apply) and action.ref.kind == kinds.DAEMON_SET
         )
         self._pod = daemon_set["spec"]["template"]
@@ -107,13 +109,13 @@ def _pod_cost(nodes: int) -> float:
     """Orders and statuses for one pod that turns unready."""
     fleet, every = Fleet(nodes), node_names(nodes)
     fleet.run_pods(every)
-    fleet.view()
+    fleet.seen()
     spent = []
     for node in every[:CHANGES]:
         began_s = time.process_time()
         fleet.pod(node, is_ready=False)
-        plan_orders(fleet.view(), WITH_PODS, NOW)
-        plan_statuses(fleet.view(), WITH_PODS, NOW)
+        plan_orders(*fleet.seen(), WITH_PODS, NOW)
+        plan_statuses(*fleet.seen(), WITH_PODS, NOW)
         spent.append(time.process_time() - began_s)
         fleet.pod(node, is_ready=True)
     return median(spent)
@@ -125,10 +127,10 @@ def _costs(nodes: int) -> tuple[float, float]:
     for node in node_names(nodes + CHANGES)[nodes:]:
         began_s = time.process_time()
         fleet.label(node)
-        plan = plan_orders(fleet.view(), SETTING, NOW)
+        plan = plan_orders(*fleet.seen(), SETTING, NOW)
         orders.append(time.process_time() - began_s)
         fleet.carry_out(plan.actions)
         began_s = time.process_time()
-        plan_statuses(fleet.view(), SETTING, NOW)
+        plan_statuses(*fleet.seen(), SETTING, NOW)
         statuses.append(time.process_time() - began_s)
     return median(orders), median(statuses)

@@ -10,7 +10,7 @@ from operator_fleet import pool_spec
 from kvstrata_api import names
 from kvstrata_operator.decide.agents.workloads import refs, workload
 from kvstrata_operator.decide.directory import redis_workload
-from kvstrata_operator.decide.directory.redis_size import Need
+from kvstrata_operator.decide.directory.redis_workload import Need
 from kvstrata_operator.decide.pools.placement import place
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.parse import parse_config_map, parse_declared

@@ -16,8 +16,7 @@ from kvstrata_api.errors import KvStrataError
 from kvstrata_api.models.poolnode import ERASING_MAX
 from kvstrata_kube import leases
 from kvstrata_kube.api import APPLY_PATCH, Call, KubeApi
-from kvstrata_operator.decide.plan.objects import body_of
-from kvstrata_operator.observe.kinds import POOL, POOL_NODE, TENANT, Ref
+from kvstrata_operator.observe.kinds import POOL, POOL_NODE, TENANT, Ref, body_of
 
 GIB = 1 << 30
 LOOK_S = 0.2

@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from kvstrata_api import names
+from kvstrata_operator.decide.incremental import FleetFacts, Seen
 from kvstrata_operator.decide.plan.actions import (
     Action,
     Apply,
@@ -28,15 +29,13 @@ from kvstrata_operator.decide.plan.actions import (
     SetFinalizers,
     Shred,
 )
-from kvstrata_operator.decide.plan.objects import LABEL_COMPONENT
 from kvstrata_operator.decide.planner import plan_orders
 from kvstrata_operator.decide.status_planner import plan_statuses
-from kvstrata_operator.decide.trust import key_versions
+from kvstrata_operator.decide.trust import scope_keys
 from kvstrata_operator.observe import kinds, parse, parse_workloads
-from kvstrata_operator.observe.kinds import Kind, Ref
+from kvstrata_operator.observe.kinds import LABEL_COMPONENT, Kind, Ref
 from kvstrata_operator.observe.records import KeksSeen
-from kvstrata_operator.observe.setting import Setting
-from kvstrata_operator.observe.world import View
+from kvstrata_operator.observe.world import ClusterSeen, PoolsSeen, Setting, TrustSeen, View
 
 SETTING = Setting("kvstrata-system", "/run/kvstrata/{pool}/agent.sock")
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -172,36 +171,47 @@ class Fleet:
         """Give what the operator would see."""
         here = set(self.of(kinds.POOL_NODE))
         return View(
-            pools=self._declared(kinds.POOL),
-            tenants=self._declared(kinds.TENANT),
-            domains=self._declared(kinds.DOMAIN),
-            shares=self._declared(kinds.SHARE),
-            operations=self._declared(kinds.OPERATION),
-            nodes=self._records(kinds.NODE, parse.parse_labelled),
-            namespaces=self._records(kinds.NAMESPACE, parse.parse_labelled),
-            pool_nodes=self._records(kinds.POOL_NODE, parse.parse_pool_node),
-            secrets=self._records(kinds.SECRET, parse.parse_scope_secret),
-            config_maps=self._records(kinds.CONFIG_MAP, parse.parse_config_map),
-            daemon_sets=self._records(kinds.DAEMON_SET, parse_workloads.parse_made),
-            stateful_sets=self._records(kinds.STATEFUL_SET, parse_workloads.parse_stateful_set),
-            budgets=self._records(kinds.BUDGET, parse_workloads.parse_made),
-            pods=self._records(kinds.POD, parse_workloads.parse_agent_pod),
-            alive=frozenset(self.alive & here),
-            silent=frozenset(self.silent & here),
-            keks=self.keks,
-            failures=self.failures,
+            PoolsSeen(
+                declared=self._declared(kinds.POOL),
+                operations=self._declared(kinds.OPERATION),
+                nodes=self._records(kinds.NODE, parse.parse_labelled),
+                pool_nodes=self._records(kinds.POOL_NODE, parse.parse_pool_node),
+                alive=frozenset(self.alive & here),
+                silent=frozenset(self.silent & here),
+                failures=self.failures,
+            ),
+            TrustSeen(
+                tenants=self._declared(kinds.TENANT),
+                domains=self._declared(kinds.DOMAIN),
+                shares=self._declared(kinds.SHARE),
+                namespaces=self._records(kinds.NAMESPACE, parse.parse_labelled),
+                secrets=self._records(kinds.SECRET, parse.parse_scope_secret),
+                keks=self.keks,
+            ),
+            ClusterSeen(
+                config_maps=self._records(kinds.CONFIG_MAP, parse.parse_config_map),
+                daemon_sets=self._records(kinds.DAEMON_SET, parse_workloads.parse_made),
+                stateful_sets=self._records(kinds.STATEFUL_SET, parse_workloads.parse_stateful_set),
+                budgets=self._records(kinds.BUDGET, parse_workloads.parse_made),
+                pods=self._records(kinds.POD, parse_workloads.parse_agent_pod),
+            ),
         )
+
+    def seen(self) -> Seen:
+        """Give what a plan is made from; what follows from the view is gathered anew."""
+        view = self.view()
+        return view, facts_of(view)
 
     def orders(self) -> tuple[Action, ...]:
         """Plan without carrying it out."""
-        return plan_orders(self.view(), self.setting, self.now).actions
+        return plan_orders(*self.seen(), self.setting, self.now).actions
 
     def step(self) -> int:
         """Plan once, orders then statuses, and carry everything out; return how many actions that took."""
         orders = self.orders()
         for action in orders:
             self.apply(action)
-        statuses = [write.action for write in plan_statuses(self.view(), self.setting, self.now)]
+        statuses = [write.action for write in plan_statuses(*self.seen(), self.setting, self.now)]
         for action in statuses:
             self.apply(action)
         return len(orders) + len(statuses)
@@ -293,7 +303,7 @@ class Fleet:
         """Whether the owner, as it is now, needs its keys."""
         body = self.objects.get(action.owner)
         live = parse.parse_declared(action.owner.kind, deepcopy(body)) if body else None
-        return key_versions.is_in_use(live, action.owner_uid, self.now)
+        return scope_keys.is_in_use(live, action.owner_uid, self.now)
 
     def _mint(self, action: MintKey) -> None:
         key = {action.entry: f"key-{next(self._numbers)}"}
@@ -345,6 +355,14 @@ class Fleet:
         label = LABELS.get(kind)
         bodies = {n: b for n, b in self.of(kind).items() if label is None or label in b["metadata"].get("labels", {})}
         return {name: parse_one(json.dumps(body).encode()) for name, body in bodies.items()}
+
+
+def facts_of(view: View) -> FleetFacts:
+    """Gather what follows from a view."""
+    pools = view.pools
+    facts = FleetFacts(pools.declared, pools.nodes, pools.pool_nodes, view.cluster.pods)
+    facts.refresh(pools.alive, pools.silent)
+    return facts
 
 
 def merge_patch(target: Json, patch: Json) -> None:

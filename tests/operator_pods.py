@@ -7,10 +7,9 @@ from typing import Any
 from operator_fleet import START, Fleet, pool_node
 
 from kvstrata_api import names
-from kvstrata_operator.decide.plan import objects
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.kinds import Ref
-from kvstrata_operator.observe.setting import Setting
+from kvstrata_operator.observe.world import Setting
 
 NAMESPACE = "kvstrata-system"
 SETTING = Setting(NAMESPACE, "/run/kvstrata/{pool}/agent.sock", names.AGENT_TEMPLATE)
@@ -43,7 +42,7 @@ class Cluster:
     def install(self, text: Json | str) -> None:
         """Install the chart, or upgrade it."""
         data = {names.AGENT_TEMPLATE_ENTRY: text if isinstance(text, str) else json.dumps(text)}
-        labels = {objects.LABEL_COMPONENT: objects.AGENT_TEMPLATE}
+        labels = {kinds.LABEL_COMPONENT: kinds.AGENT_TEMPLATE}
         self.fleet.put(kinds.CONFIG_MAP, names.AGENT_TEMPLATE, namespace=NAMESPACE, labels=labels, data=data)
 
     def pods(self, pool: str = "p") -> dict[str, Json]:

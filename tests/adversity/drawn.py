@@ -22,7 +22,7 @@ from kvstrata_api.schema import object_schema
 from kvstrata_api.schema_kinds import BY_NAME, KINDS
 from kvstrata_api.units import parse_quantity
 from kvstrata_api.validate import validate
-from kvstrata_operator.decide.pools.autoscaling import scales_of
+from kvstrata_operator.decide.pools.placement import scales_of
 
 BANK: Final = 20
 """Variants of each example to choose from."""

@@ -122,7 +122,7 @@ def test_a_tier_grows_by_a_quarter_after_each_cooldown_up_to_its_bound_and_every
     fleet = scaling()
     for wanted in (80.0, 100.0, 100.0):
         report(fleet, 23, 4)
-        told = [w.action for w in plan_statuses(fleet.view(), SETTING, fleet.now)]
+        told = [w.action for w in plan_statuses(*fleet.seen(), SETTING, fleet.now)]
         assert not told, "a step is made once"
         assert asked_gib(fleet) == {wanted}
         report(fleet, 23, 4)
@@ -143,7 +143,7 @@ def test_the_event_of_a_step_has_its_figures() -> None:
     for key in fleet.of(kinds.POOL_NODE):
         (told,) = fleet.objects[pool_node("p", key.split(".")[1])]["status"]["tiers"]
         told |= {"usedBytes": 60 * GIB, "demand": {"gainPermille": 50, "lossPermille": 50}}
-    (write,) = plan_statuses(fleet.view(), SETTING, fleet.now)
+    (write,) = plan_statuses(*fleet.seen(), SETTING, fleet.now)
 
     (note,) = [n for n in write.action.notes if n.reason == "TierScaled"]
     assert note.message.startswith("tier dram: grown from 64Gi to 80Gi on each node: a step up finds 50 more")

@@ -8,22 +8,21 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from operator_fleet import SETTING
+from operator_fleet import SETTING, facts_of
 from prometheus_client import CollectorRegistry
 from virtual_loop import run_virtually
 
 from kvstrata_api.errors import RetryableError
 from kvstrata_operator.app import controller
-from kvstrata_operator.app.controller import DEBOUNCE_S, STANDBY_S, Controller
+from kvstrata_operator.app.controller import DEBOUNCE_S, PAUSE_S_MAX, STANDBY_S, Controller
 from kvstrata_operator.app.gauges import Gauges
 from kvstrata_operator.apply.executor import Outcome
-from kvstrata_operator.apply.schedule import PAUSE_S_MAX
-from kvstrata_operator.decide.plan.actions import Action, Create, Merge, SetFinalizers
+from kvstrata_operator.decide.incremental import Seen
+from kvstrata_operator.decide.plan.actions import Action, Create, Merge, SetFinalizers, StatusWrite
 from kvstrata_operator.decide.planner import Plan
-from kvstrata_operator.decide.status_planner import StatusWrite
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.kinds import Ref
-from kvstrata_operator.observe.world import View
+from kvstrata_operator.observe.world import ChangeBus, View
 
 pytestmark = pytest.mark.unit
 
@@ -49,7 +48,7 @@ class Bench:
     planned_s: list[float] = field(default_factory=list)
     tried: list[tuple[float, Action]] = field(default_factory=list)
 
-    def plan_orders(self, _view: View, _setting: Any, now: datetime) -> Plan:
+    def plan_orders(self, _view: View, _facts: Any, _setting: Any, now: datetime) -> Plan:
         self.planned_s.append(clock())
         wake_at = None if self.wake_after_s is None else now + timedelta(seconds=self.wake_after_s)
         return Plan(tuple(self.orders), wake_at)
@@ -57,9 +56,9 @@ class Bench:
     def plan_statuses(self, *_: Any) -> tuple[StatusWrite, ...]:
         return tuple(StatusWrite(action, is_usage_only=False) for action in self.statuses)
 
-    def look(self, _failures: dict[str, str]) -> View | None:
+    def look(self, _failures: dict[str, str]) -> Seen | None:
         self.looked_s.append(clock())
-        return self.view
+        return (self.view, facts_of(self.view)) if self.view is not None else None
 
     async def apply(self, actions: Iterable[Action]) -> list[Outcome]:
         return [await self._try(action) for action in actions]
@@ -75,7 +74,7 @@ class Bench:
         gauges = Gauges(CollectorRegistry())
 
         async def ran() -> None:
-            made = Controller(SETTING, self.look, self, gauges, stale=lambda: None, clock=clock)  # type: ignore[arg-type]
+            made = Controller(SETTING, self.look, self, gauges, ChangeBus(), clock=clock)  # type: ignore[arg-type]
             running = asyncio.create_task(made.run())
             await during(made)
             running.cancel()

@@ -24,12 +24,10 @@ from operations_fleet import (
 from operator_fleet import Fleet, Json, condition, pool_node, pool_spec
 
 from kvstrata_operator.decide.operations.operation_status import operation_notes
-from kvstrata_operator.decide.operations.operations import course, in_order
+from kvstrata_operator.decide.operations.operations import arounds, in_order, progress_of
 from kvstrata_operator.decide.plan.actions import Merge
-from kvstrata_operator.decide.planner import operations_around
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.kinds import Ref
-from kvstrata_operator.observe.world import census_of
 
 pytestmark = pytest.mark.unit
 
@@ -255,11 +253,11 @@ def test_start_and_end_are_told_once_each() -> None:
     ref = operate(fleet)
     told: list[str] = []
     for _ in range(4):
-        view = fleet.view()
-        (operation,) = in_order(view.operations.values())
-        arounds = operations_around(view, census_of(view), fleet.now)
+        view, facts = fleet.seen()
+        (operation,) = in_order(view.pools.operations.values())
+        around = arounds(view.pools, view.trust.tenants, facts.seen_of, fleet.now)
         if not any(condition(fleet.objects[ref], end)[0] for end in ENDS):
-            told += [n.reason for n in operation_notes(operation, course(operation, arounds["p"]))]
+            told += [n.reason for n in operation_notes(operation, progress_of(operation, around["p"]))]
         fleet.step()
         for node in ("n0", "n1", "n2"):
             if orders(fleet, node):

@@ -10,16 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from operator_fleet import Fleet, pool_spec, tier
+from operator_fleet import Fleet, facts_of, pool_spec, tier
 from operator_kept import KeptFleet
 from operator_pods import SETTING, Cluster, template
 
 from kvstrata_api import names
 from kvstrata_api.models.pool import UpdateStrategy
-from kvstrata_operator.decide.agents import rollout
-from kvstrata_operator.decide.agents.rollout import Standing, Wish, roll
+from kvstrata_operator.decide.agents.agents import PodState, Rollout, RollSpec, roll
 from kvstrata_operator.decide.planner import plan_orders
-from kvstrata_operator.decide.pools.pool_pods import PoolPods
+from kvstrata_operator.decide.pools.pool_facts import PoolPods
 from kvstrata_operator.decide.status_planner import plan_statuses
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.kinds import Ref
@@ -98,7 +97,7 @@ def seen_on(node: str, *, is_ready: bool, is_draining: bool) -> PoolNodeSeen:
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> dict[str, Standing]:
+def fleets(draw: st.DrawFn) -> dict[str, PodState]:
     """Nodes in all states that a roll may meet."""
     found = {}
     for number in range(draw(st.integers(0, 6))):
@@ -106,21 +105,19 @@ def fleets(draw: st.DrawFn) -> dict[str, Standing]:
         seen = seen_on(node, is_ready=draw(st.booleans()), is_draining=draw(st.booleans()))
         its = draw(st.one_of(st.none(), pods))
         alive = draw(st.booleans())
-        found[node] = Standing(its, draw(st.sampled_from([None, seen])), is_alive=alive, is_silent=not alive)
+        found[node] = PodState(its, draw(st.sampled_from([None, seen])), is_alive=alive, is_silent=not alive)
     return found
 
 
 @given(fleets(), st.integers(1, 3), st.sampled_from(["RollingUpdate", "OnDelete"]))
 def test_nodes_that_serve_from_the_wanted_pod_make_no_difference(
-    standings: Mapping[str, Standing], most: int, type_: str
+    states: Mapping[str, PodState], most: int, type_: str
 ) -> None:
     strategy = UpdateStrategy.model_validate({"type": type_, "maxUnavailable": most, "progressDeadlineSeconds": 60})
-    wish = Wish("new", Room(), strategy, None)
-    doubtful = {
-        node: s for node, s in standings.items() if not s.is_serving or s.pod is None or s.pod.revision != "new"
-    }
+    wanted = RollSpec("new", Room(), strategy, None)
+    doubtful = {node: s for node, s in states.items() if not s.is_serving or s.pod is None or s.pod.revision != "new"}
 
-    assert roll(wish, standings, NOW) == roll(wish, doubtful, NOW)
+    assert roll(wanted, states, NOW) == roll(wanted, doubtful, NOW)
 
 
 def kept_cluster(nodes: int) -> Cluster:
@@ -182,10 +179,10 @@ class Keeping(RuleBasedStateMachine):
         if not hasattr(self, "cluster"):
             return
         fleet = self.cluster.fleet
-        kept, whole = fleet.view(), Fleet.view(fleet)
-        assert whole.census is None
-        assert plan_orders(kept, SETTING, fleet.now) == plan_orders(whole, SETTING, fleet.now)
-        assert plan_statuses(kept, SETTING, fleet.now) == plan_statuses(whole, SETTING, fleet.now)
+        kept, view = fleet.seen(), Fleet.view(fleet)
+        whole = view, facts_of(view)
+        assert plan_orders(*kept, SETTING, fleet.now) == plan_orders(*whole, SETTING, fleet.now)
+        assert plan_statuses(*kept, SETTING, fleet.now) == plan_statuses(*whole, SETTING, fleet.now)
 
 
 TestKeeping = Keeping.TestCase
@@ -197,17 +194,17 @@ def test_one_pod_costs_the_same_in_a_pool_of_any_size(size: int, monkeypatch: py
     cluster = kept_cluster(size)
     looked_at: list[set[str]] = []
 
-    def counted(wish: Wish, standings: Mapping[str, Standing], now: datetime) -> rollout.Rollout:
-        looked_at.append(set(standings))
-        return roll(wish, standings, now)
+    def counted(wanted: RollSpec, states: Mapping[str, PodState], now: datetime) -> Rollout:
+        looked_at.append(set(states))
+        return roll(wanted, states, now)
 
-    monkeypatch.setattr("kvstrata_operator.decide.agents.agents.rollout.roll", counted)
+    monkeypatch.setattr("kvstrata_operator.decide.agents.agents.roll", counted)
 
     def nodes_of_a_round() -> set[str]:
         looked_at.clear()
-        view = cluster.fleet.view()
-        plan_orders(view, SETTING, cluster.fleet.now)
-        plan_statuses(view, SETTING, cluster.fleet.now)
+        seen = cluster.fleet.seen()
+        plan_orders(*seen, SETTING, cluster.fleet.now)
+        plan_statuses(*seen, SETTING, cluster.fleet.now)
         assert len(looked_at) == 2
         return set[str]().union(*looked_at)
 

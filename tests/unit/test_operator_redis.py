@@ -11,14 +11,12 @@ from operator_fleet import Fleet, condition, pool_spec, tier
 from kvstrata_api import names
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.units import GIB, MIB
-from kvstrata_operator.decide.directory import redis_size, redis_workload
-from kvstrata_operator.decide.directory.redis_size import Bounds, Need, PoolLoad
-from kvstrata_operator.decide.directory.redis_workload import holds
-from kvstrata_operator.decide.plan import objects
+from kvstrata_operator.decide.directory import redis_workload
+from kvstrata_operator.decide.directory.redis_workload import Bounds, Need, PoolLoad, holds
 from kvstrata_operator.decide.plan.actions import Apply, Delete
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.kinds import Ref
-from kvstrata_operator.observe.setting import Setting
+from kvstrata_operator.observe.world import Setting
 
 pytestmark = pytest.mark.unit
 
@@ -45,7 +43,7 @@ class Release:
         self.install(said or template())
 
     def install(self, said: Any) -> None:
-        labels = {objects.LABEL_COMPONENT: objects.REDIS_TEMPLATE}
+        labels = {kinds.LABEL_COMPONENT: kinds.REDIS_TEMPLATE}
         data = {names.REDIS_TEMPLATE_ENTRY: said if isinstance(said, str) else json.dumps(said)}
         self.fleet.put(kinds.CONFIG_MAP, names.REDIS_TEMPLATE, namespace=NAMESPACE, labels=labels, data=data)
 
@@ -63,7 +61,7 @@ class Release:
         self.made["status"] = {"readyReplicas": ready, "updatedReplicas": updated, "observedGeneration": generation}
 
     def pod(self, **status: Any) -> None:
-        self.fleet.put(kinds.POD, f"{names.REDIS}-0", namespace=NAMESPACE, labels=objects.REDIS_LABELS, status=status)
+        self.fleet.put(kinds.POD, f"{names.REDIS}-0", namespace=NAMESPACE, labels=kinds.REDIS_LABELS, status=status)
 
     def says(self, type_: str = "MetadataAvailable") -> tuple[str, str]:
         self.fleet.settle()
@@ -75,7 +73,7 @@ def test_more_to_hold_never_asks_for_less(locations: int, more: int, scopes: int
     need, larger = Need(locations, scopes, agents), Need(locations + more, scopes, agents)
 
     assert need.size_bytes <= larger.size_bytes
-    assert redis_size.fresh_bytes(need, BOUNDS) <= redis_size.fresh_bytes(larger, BOUNDS)
+    assert redis_workload.fresh_bytes(need, BOUNDS) <= redis_workload.fresh_bytes(larger, BOUNDS)
     assert need.size_bytes <= Need(locations, scopes + 1, agents + 1).size_bytes
 
 
@@ -84,7 +82,7 @@ def test_a_fresh_redis_holds_what_is_needed_and_a_quarter_more_within_its_bounds
     locations: int, scopes: int, agents: int
 ) -> None:
     need = Need(locations, scopes, agents)
-    size = redis_size.fresh_bytes(need, BOUNDS)
+    size = redis_workload.fresh_bytes(need, BOUNDS)
 
     assert BOUNDS.min_bytes <= size <= BOUNDS.max_bytes
     assert size == BOUNDS.max_bytes or size >= need.size_bytes * 5 // 4
@@ -94,14 +92,14 @@ def test_a_fresh_redis_holds_what_is_needed_and_a_quarter_more_within_its_bounds
 @given(counts, st.integers(0, 1 << 38))
 def test_a_redis_that_is_not_replaced_keeps_its_memory_or_gets_more(locations: int, held_bytes: int) -> None:
     need = Need(locations, 10, 10)
-    size = redis_size.kept_bytes(held_bytes, need, BOUNDS)
+    size = redis_workload.kept_bytes(held_bytes, need, BOUNDS)
 
     if BOUNDS.min_bytes <= held_bytes <= BOUNDS.max_bytes:
         assert size >= held_bytes
         assert size == held_bytes or need.size_bytes > held_bytes
     assert BOUNDS.min_bytes <= size <= BOUNDS.max_bytes
     assert size >= min(need.size_bytes, BOUNDS.max_bytes)
-    assert redis_size.kept_bytes(size, need, BOUNDS) == size
+    assert redis_workload.kept_bytes(size, need, BOUNDS) == size
 
 
 MEASURED = [

@@ -16,9 +16,12 @@ from kvstrata_operator.observe.records import Declared
 pytestmark = pytest.mark.unit
 
 
+def body(version: int, **spec: Any) -> dict[str, Any]:
+    return {"metadata": {"name": "p", "uid": "u", "resourceVersion": str(version)}, "spec": pool_spec(**spec)}
+
+
 def pool(version: int, **spec: Any) -> Declared[Any]:
-    meta = {"name": "p", "uid": "u", "resourceVersion": str(version)}
-    return parse_declared(kinds.POOL, {"metadata": meta, "spec": pool_spec(**spec)})
+    return parse_declared(kinds.POOL, body(version, **spec))
 
 
 class Lists:
@@ -56,7 +59,7 @@ async def test_a_change_that_no_event_tells_in_time_means_a_deaf_feed(
     syncing.again()
     if told_after_s is not None:
         await asyncio.sleep(told_after_s)
-        syncing.told(pool(2, paused=True))
+        syncing.on_event(kinds.POOL, is_deleted=False, body=body(2, paused=True))
     await asyncio.sleep(3 * resync.FEED_LAG_S)
     task.cancel()
 

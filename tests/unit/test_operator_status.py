@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_fleet import GIB, SETTING, Fleet, condition, pool_node, pool_spec, tier
 
+from kvstrata_operator.app.controller import USAGE_EVERY_S, WRITE_EVERY_S, Pacing
 from kvstrata_operator.app.gauges import Convergence
-from kvstrata_operator.apply.schedule import USAGE_EVERY_S, WRITE_EVERY_S, Pacing
-from kvstrata_operator.decide.plan.actions import Merge, Severity
-from kvstrata_operator.decide.status_planner import StatusWrite, plan_statuses
+from kvstrata_operator.decide.plan.actions import Merge, Severity, StatusWrite
+from kvstrata_operator.decide.status_planner import plan_statuses
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.kinds import Ref
 
@@ -47,7 +47,7 @@ def _bring(fleet: Fleet, key: str, state: str) -> None:
 
 def statuses(fleet: Fleet) -> dict[str, Any]:
     """Statuses that would be written, by object name."""
-    return {w.action.ref.name: w for w in plan_statuses(fleet.view(), SETTING, fleet.now)}
+    return {w.action.ref.name: w for w in plan_statuses(*fleet.seen(), SETTING, fleet.now)}
 
 
 def notes(fleet: Fleet, name: str) -> list[tuple[str, Severity]]:
@@ -241,14 +241,16 @@ def test_convergence_counts_from_the_change_to_ready_at_that_generation() -> Non
     fleet = fleet_in(["ready"])
     watch = Convergence()
 
-    assert watch.observe(fleet.view().pools, 10.0) == []
+    assert watch.observe(fleet.view().pools.declared, 10.0) == []
     fleet.settle()
-    assert watch.observe(fleet.view().pools, 12.5) == [2.5]
-    assert watch.observe(fleet.view().pools, 13.0) == []
+    assert watch.observe(fleet.view().pools.declared, 12.5) == [2.5]
+    assert watch.observe(fleet.view().pools.declared, 13.0) == []
     fleet.pool(spec=pool_spec([tier(size="2Gi")]))
-    assert watch.observe(fleet.view().pools, 20.0) == []
+    assert watch.observe(fleet.view().pools.declared, 20.0) == []
     fleet.settle()
     fleet.report("p.n0")
     fleet.settle()
-    assert watch.observe(fleet.view().pools, 24.0) == [4.0]
-    assert Convergence().observe(fleet.view().pools, 0.0) == [], "Ready at first sight: nobody knows since when."
+    assert watch.observe(fleet.view().pools.declared, 24.0) == [4.0]
+    assert Convergence().observe(fleet.view().pools.declared, 0.0) == [], (
+        "Ready at first sight: nobody knows since when."
+    )

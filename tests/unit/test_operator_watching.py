@@ -19,11 +19,11 @@ from kvstrata_kube.leader import Verdict, judge, leads_until_s, next_term, pause
 from kvstrata_kube.leases import Lease
 from kvstrata_kube.sightings import Sighting, sight
 from kvstrata_kube.store import Store
-from kvstrata_operator.apply.schedule import PAUSE_S_MAX, Retries
-from kvstrata_operator.decide.pools.liveness import ABSENT_S, call_roll, observe
+from kvstrata_operator.app.controller import PAUSE_S_MAX, Retries
 from kvstrata_operator.handlers import feed, lean_kopf
 from kvstrata_operator.handlers import feed as events
 from kvstrata_operator.observe import kinds, parse
+from kvstrata_operator.observe.heartbeats import ABSENT_S, call_roll, observe
 from kvstrata_operator.observe.records import PoolNodeSeen
 
 pytestmark = pytest.mark.unit
@@ -152,7 +152,7 @@ def silent_after(beats: list[tuple[float, str]], duration_s: float) -> tuple[lis
     fleet.node("n")
     fleet.settle()
     fleet.report("p.n")
-    node = fleet.view().pool_nodes["p.n"]
+    node = fleet.view().pools.pool_nodes["p.n"]
     book: dict[str, Sighting] = {}
     said = []
     for now_s, renewed in beats:

@@ -116,16 +116,16 @@ class Gauges:
         """Count a complete list."""
         self._made.counter("kvstrata_operator_lists_total", kind=kind.name).inc()
 
-    def deaf(self, kind: Kind) -> None:
-        """Count a change that no event told of."""
+    def missed_events(self, kind: Kind) -> None:
+        """Count a change that no event brought."""
         self._made.counter("kvstrata_operator_missed_events_total", kind=kind.name).inc()
 
     def feed_ended(self) -> None:
-        """Count an end of the event feed, which is started anew each time."""
+        """Count an end of the event feed, which is started again each time."""
         self._made.counter("kvstrata_operator_feed_restarts_total").inc()
 
     def pools(self, pools: Mapping[str, Declared[KVPool]], now_s: float) -> None:
-        """Show the pools as their statuses say; pools that are gone disappear."""
+        """Show the pools as their statuses are; pools that are gone disappear."""
         for seconds in self._convergence.observe(pools, now_s):
             self._made.histogram("kvstrata_operator_convergence_seconds").observe(seconds)
         for name, pool in pools.items():

@@ -16,7 +16,7 @@ from kvstrata_api import __version__, names
 from kvstrata_api.errors import KvStrataError
 from kvstrata_operator.app.process import Options, serve
 from kvstrata_operator.certificates.policy import Issuance
-from kvstrata_operator.observe.setting import Setting
+from kvstrata_operator.observe.world import Setting
 from kvstrata_telemetry import logs, tracing
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(argv)
     logs.configure(given.log_level, "operator")
     tracing.configure("operator", given.otlp_endpoint)
-    gc.freeze()  # What is loaded by now stays for good: no collection need look at it again.
+    gc.freeze()  # What is loaded by now stays for good: no collection need examine it again.
     try:
         asyncio.run(_until_told(_options(given)))
     except (KvStrataError, OSError) as e:
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--resync-s", type=_positive, default=60.0, help="between complete lists; %(default)s")
     parser.add_argument(
-        "--heartbeat-s", type=_positive, default=5.0, help="between looks at agents' Leases; %(default)s"
+        "--heartbeat-s", type=_positive, default=5.0, help="polling interval of agents' Leases; %(default)s"
     )
     parser.add_argument(
         "--socket-template",
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         "--redis-mode",
         default="",
         choices=("", "Embedded", "External"),
-        help="how this release runs Redis; pools that say otherwise are told; default: not said",
+        help="how this release runs Redis; pools that ask for another mode get a fault; default: not declared",
     )
     parser.add_argument(
         "--identity", default=_identity(), help="names this replica; default: $POD_NAME or host and pid"
@@ -156,7 +156,7 @@ def _options(given: argparse.Namespace) -> Options:
 
 
 async def _until_told(options: Options) -> None:
-    """Run until a signal asks for the end; a part that fails ends the process, which is then started anew."""
+    """Run until a signal asks for the end; a part that fails ends the process, which is then started again."""
     loop = asyncio.get_running_loop()
     serving = asyncio.ensure_future(serve(options))
     for number in (signal.SIGTERM, signal.SIGINT):

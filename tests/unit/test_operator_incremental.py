@@ -1,4 +1,4 @@
-"""Laws of the census: kept up to date node by node, it says what one says that looks at everything."""
+"""Laws of the incremental node facts: refreshed node by node, they are those of a look at everything."""
 
 import json
 from typing import Any
@@ -7,19 +7,17 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from operator_fleet import SETTING, Fleet, pool_node, pool_spec, tier
+from operator_fleet import SETTING, Fleet, facts_of, pool_node, pool_spec, tier
 from operator_kept import KeptFleet
 
 from kvstrata_api import names
-from kvstrata_operator.decide import incremental as census
+from kvstrata_operator.decide.incremental import FleetFacts, FleetSums, Members
 from kvstrata_operator.decide.planner import plan_orders
 from kvstrata_operator.decide.pools import pool_facts
-from kvstrata_operator.decide.pools.sums import FleetSums
 from kvstrata_operator.decide.status_planner import plan_statuses
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.kinds import Ref
 from kvstrata_operator.observe.parse import parse_pool_node
-from kvstrata_operator.observe.world import View, census_of
 
 pytestmark = pytest.mark.unit
 
@@ -138,22 +136,22 @@ class Keeping(RuleBasedStateMachine):
 
     @invariant()
     def what_is_kept_is_what_is_there(self) -> None:
-        kept, whole = self.fleet.view(), Fleet.view(self.fleet)
+        kept, view = self.fleet.seen(), Fleet.view(self.fleet)
+        whole = view, facts_of(view)
         now = self.fleet.now
-        assert whole.census is None
-        assert plan_orders(kept, SETTING, now) == plan_orders(whole, SETTING, now)
-        assert plan_statuses(kept, SETTING, now) == plan_statuses(whole, SETTING, now)
-        assert +census_of(kept).sums.share_hits == +census_of(whole).sums.share_hits
-        for pool in kept.pools:
-            assert facts(kept, pool) == facts(whole, pool)
+        assert plan_orders(*kept, SETTING, now) == plan_orders(*whole, SETTING, now)
+        assert plan_statuses(*kept, SETTING, now) == plan_statuses(*whole, SETTING, now)
+        assert +kept[1].sums.share_hits == +whole[1].sums.share_hits
+        for pool in kept[0].pools.declared:
+            assert facts(kept[1], pool) == facts(whole[1], pool)
 
 
 TestKeeping = Keeping.TestCase
 TestKeeping.settings = settings(max_examples=30, stateful_step_count=15)
 
 
-def facts(view: View, pool: str) -> Any:
-    members = census_of(view).pools.get(pool, census.Members())
+def facts(fleet: FleetFacts, pool: str) -> Any:
+    members = fleet.pools.get(pool, Members())
     return (
         (members.tally.facts(members.placement) if members.placement else None),
         members.difference,
@@ -205,4 +203,4 @@ def test_a_status_of_a_pool_has_nobody_looked_at_again(monkeypatch: pytest.Monke
     body["status"]["nodesReady"] = "0/9"
     body["metadata"]["resourceVersion"] = str(int(body["metadata"]["resourceVersion"]) + 1000)
 
-    assert json.dumps(dict(fleet.view().pools["a"].status)).count("0/9") == 1
+    assert json.dumps(dict(fleet.view().pools.declared["a"].status)).count("0/9") == 1

@@ -5,8 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from kvstrata_operator.apply.executor import Outcome
-from kvstrata_operator.apply.in_flight import FEW, Flights
+from kvstrata_operator.apply.executor import IN_FLIGHT_LIMIT, Outcome, WritesInFlight
 from kvstrata_operator.decide.plan.actions import Action, Create, Delete, SetFinalizers
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.kinds import Ref
@@ -48,19 +47,19 @@ async def _turn() -> None:
 async def test_of_one_object_there_is_one_write_at_a_time() -> None:
     server, landed = Server(), list[str]()
     async with asyncio.TaskGroup() as tasks:
-        flights = Flights(tasks, server.apply)
+        in_flight = WritesInFlight(tasks, server.apply)
 
         def note(outcome: Outcome) -> None:
-            assert flights.is_free(outcome.action)
+            assert in_flight.is_free(outcome.action)
             landed.append(outcome.action.ref.name)
 
-        flights.launch([create("p.a"), create("p.b")], note)
+        in_flight.start([create("p.a"), create("p.b")], note)
         await _turn()
-        assert not flights.is_free(Delete(Ref(kinds.POOL_NODE, "p.a"), uid="u"))
-        assert flights.is_free(create("p.c"))
+        assert not in_flight.is_free(Delete(Ref(kinds.POOL_NODE, "p.a"), uid="u"))
+        assert in_flight.is_free(create("p.c"))
         server.answer("p.a")
         await _turn()
-        assert flights.is_free(create("p.a"))
+        assert in_flight.is_free(create("p.a"))
         server.answer("p.b")
     assert landed == ["p.a", "p.b"]
 
@@ -69,24 +68,24 @@ async def test_a_pools_finalizer_waits_for_what_is_made_for_it() -> None:
     server = Server()
     release = SetFinalizers(Ref(kinds.POOL, "p"), "p", finalizers=(), resource_version="1")
     async with asyncio.TaskGroup() as tasks:
-        flights = Flights(tasks, server.apply)
-        flights.launch([create("q.a", "q")], lambda _: None)
-        assert flights.is_free(release)
-        flights.launch([create("p.a")], lambda _: None)
-        assert not flights.is_free(release)
+        in_flight = WritesInFlight(tasks, server.apply)
+        in_flight.start([create("q.a", "q")], lambda _: None)
+        assert in_flight.is_free(release)
+        in_flight.start([create("p.a")], lambda _: None)
+        assert not in_flight.is_free(release)
         await _turn()
         server.answer("p.a")
         await _turn()
-        assert flights.is_free(release)
+        assert in_flight.is_free(release)
         server.answer("q.a")
 
 
 async def test_the_next_plan_waits_while_every_request_is_taken() -> None:
-    server, names = Server(), [f"p.n{i}" for i in range(FEW)]
+    server, names = Server(), [f"p.n{i}" for i in range(IN_FLIGHT_LIMIT)]
     async with asyncio.TaskGroup() as tasks:
-        flights = Flights(tasks, server.apply)
-        flights.launch((create(name) for name in names), lambda _: None)
-        waiting = asyncio.create_task(flights.until_few())
+        in_flight = WritesInFlight(tasks, server.apply)
+        in_flight.start((create(name) for name in names), lambda _: None)
+        waiting = asyncio.create_task(in_flight.until_below_limit())
         await _turn()
         assert not waiting.done()
         server.answer(names[0])
@@ -101,4 +100,4 @@ async def test_what_no_retry_can_mend_ends_the_group() -> None:
 
     with pytest.raises(ExceptionGroup):
         async with asyncio.TaskGroup() as tasks:
-            Flights(tasks, broken).launch([create("p.a")], lambda _: None)
+            WritesInFlight(tasks, broken).start([create("p.a")], lambda _: None)
