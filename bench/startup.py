@@ -28,9 +28,8 @@ from kvstrata_agent.backends.base import Record, TierBackend, Writing
 from kvstrata_agent.backends.file.open_store import open_nvme
 from kvstrata_agent.backends.file.record_store import RecordStore
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
-from kvstrata_agent.backends.memory.mounts import read_mounts
-from kvstrata_agent.backends.memory.persistence import Home
-from kvstrata_agent.backends.record.header import HEADER_BYTES
+from kvstrata_agent.backends.memory.persistence import Home, read_mounts
+from kvstrata_agent.backends.record.layout import HEADER_BYTES
 from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.fleet.directory.client import RedisDirectory

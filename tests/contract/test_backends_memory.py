@@ -19,8 +19,7 @@ from mappable_contract import MappableContract
 from kvstrata_agent.backends.base import LastingBackend, TierBackend
 from kvstrata_agent.backends.memory.cxl import open_cxl
 from kvstrata_agent.backends.memory.host_dram import free_pages, open_host_dram
-from kvstrata_agent.backends.memory.mounts import read_mounts
-from kvstrata_agent.backends.memory.persistence import Home
+from kvstrata_agent.backends.memory.persistence import Home, read_mounts
 from kvstrata_api.models.pool import CxlEmulation, CxlTier, HostDramTier
 from kvstrata_api.tiers import CxlMode
 from kvstrata_api.units import MIB

@@ -16,14 +16,13 @@ from contract_damage import flip
 
 from kvstrata_agent.app.periodic import ERASE_GRACE_S, Sweeper
 from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
+from kvstrata_agent.backends.memory import ledger
 from kvstrata_agent.backends.memory import persistence as homes
 from kvstrata_agent.backends.memory import persistent_extents as lasting
-from kvstrata_agent.backends.memory import persistent_extents as ledger
 from kvstrata_agent.backends.memory.arena import Arena
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
 from kvstrata_agent.backends.memory.mapping import has_writers
-from kvstrata_agent.backends.memory.mounts import read_mounts
-from kvstrata_agent.backends.memory.persistence import Home, remove_abandoned
+from kvstrata_agent.backends.memory.persistence import Home, read_mounts, remove_abandoned
 from kvstrata_agent.provision.provisioner import Provisioner
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.errors import BackendFailedError, InvalidInputError

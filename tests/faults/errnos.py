@@ -12,7 +12,7 @@ from sim.volume import MemoryVolume
 
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.backends.file.record_store import HOLD_S, RecordStore, open_store
-from kvstrata_agent.backends.record.header import HEADER_BYTES
+from kvstrata_agent.backends.record.layout import HEADER_BYTES
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, TierFullError
 
 ERRNOS: Final = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENODEV, errno.ETIMEDOUT)

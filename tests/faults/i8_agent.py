@@ -21,10 +21,9 @@ from kvstrata_agent.app.epoch import next_epoch
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import TierBackend
+from kvstrata_agent.backends.memory import ledger
 from kvstrata_agent.backends.memory import persistent_extents as lasting
-from kvstrata_agent.backends.memory import persistent_extents as ledger
-from kvstrata_agent.backends.memory.mounts import read_mounts
-from kvstrata_agent.backends.memory.persistence import Home
+from kvstrata_agent.backends.memory.persistence import Home, read_mounts
 from kvstrata_agent.backends.registry import Place, make_backend
 from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_agent.movement.fair_queue import Priority

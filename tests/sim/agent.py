@@ -23,8 +23,8 @@ from kvstrata_agent.fleet.directory.nominations import ADVICE_S, Advice
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_agent.provision import provisioner as provision
-from kvstrata_agent.provision.late_keys import LOOK_S, Latecomers
 from kvstrata_agent.provision.provisioner import Provisioner
+from kvstrata_agent.provision.recovery import LOOK_S, Latecomers
 from kvstrata_agent.serve.authorization import Attaching
 from kvstrata_agent.serve.session_verbs import SessionVerbs
 from kvstrata_api.models.pool import HostDramTier, KVPoolSpec, NvmeTier

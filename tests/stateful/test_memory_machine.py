@@ -26,8 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvstrata_agent.backends.base import Capabilities, Record, SlotRef
 from kvstrata_agent.backends.memory.arena import Arena
 from kvstrata_agent.backends.memory.mapping import make_file
-from kvstrata_agent.backends.memory.persistent_extents import LastingStore
-from kvstrata_agent.backends.memory.run_lock import take_hold
+from kvstrata_agent.backends.memory.persistent_extents import LastingStore, take_hold
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import BlockCorruptError, TierFullError

@@ -22,8 +22,7 @@ from hostile import NOBODY_UID, Hostile, apart, attempts, digests_of
 from kvstrata_agent.backends.memory import sigbus as torn
 from kvstrata_agent.backends.memory.arena import Arena
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
-from kvstrata_agent.backends.memory.mounts import read_mounts
-from kvstrata_agent.backends.memory.persistence import NO_HOME, Home
+from kvstrata_agent.backends.memory.persistence import NO_HOME, Home, read_mounts
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_api import wire
 from kvstrata_api.models.pool import HostDramTier

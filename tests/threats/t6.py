@@ -29,7 +29,7 @@ from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.request import Place
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.movement.fair_queue import Priority
-from kvstrata_agent.provision.provisioner import enter
+from kvstrata_agent.provision.recovery import enter
 from kvstrata_api.blocks import BlockKey, ScopeId
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError

@@ -27,8 +27,7 @@ from kvstrata_agent.backends.memory.cxl import open_cxl
 from kvstrata_agent.backends.memory.extent_store import FleetingStore
 from kvstrata_agent.backends.memory.host_dram import free_pages, open_host_dram
 from kvstrata_agent.backends.memory.mapping import MappedExtent, Remains, make_memfd
-from kvstrata_agent.backends.memory.mounts import read_mounts
-from kvstrata_agent.backends.memory.persistence import NO_HOME, Home
+from kvstrata_agent.backends.memory.persistence import NO_HOME, Home, read_mounts
 from kvstrata_agent.backends.record import layout as record_bytes
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
 from kvstrata_api.checksum import checksum

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvstrata_agent.backends.base import Record, SlotRef, Writing
 from kvstrata_agent.backends.file.engine import prefers_posix
 from kvstrata_agent.backends.file.posix import joined
-from kvstrata_agent.backends.file.write_runs import Laid, parts_of, runs_of
+from kvstrata_agent.backends.file.transfers import Laid, parts_of, runs_of
 from kvstrata_agent.movement.move import DEPTH, GROUP_BYTES_MAX, grouped
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
 from kvstrata_api.units import KIB, MIB

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.backends.memory.persistent_extents import (
+from kvstrata_agent.backends.memory.ledger import (
     HEADER_BYTES,
     RECORD,
     RECORD_BYTES,

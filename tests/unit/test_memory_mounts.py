@@ -4,8 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata_agent.backends.memory.mounts import Mount, huge_mount, is_memory, parse_mounts
-from kvstrata_agent.backends.memory.persistence import Home, find_home, remove_abandoned
+from kvstrata_agent.backends.memory.persistence import (
+    Home,
+    Mount,
+    find_home,
+    huge_mount,
+    is_memory,
+    parse_mounts,
+    remove_abandoned,
+)
 from kvstrata_api.units import GIB, KIB, MIB
 
 pytestmark = pytest.mark.unit

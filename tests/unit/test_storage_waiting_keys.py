@@ -15,7 +15,7 @@ from kvstrata_agent.backends.object.client import ObjectClient
 from kvstrata_agent.backends.object.object_tier import open_object_tier
 from kvstrata_agent.blocks.scope_secrets import LOST_AFTER_S
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.provision.late_keys import Latecomers
+from kvstrata_agent.provision.recovery import Latecomers
 from kvstrata_api.errors import BlockCorruptError
 from kvstrata_api.models.poolnode import NodeTier
 

@@ -18,9 +18,8 @@ from kvstrata_agent.app.peering import Neighbours
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends import registry
-from kvstrata_agent.backends import wipe as wiping
-from kvstrata_agent.backends.memory.mounts import read_mounts
-from kvstrata_agent.backends.memory.persistence import Home, remove_abandoned
+from kvstrata_agent.backends import registry as wiping
+from kvstrata_agent.backends.memory.persistence import Home, read_mounts, remove_abandoned
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.blocks.scope_secrets import ScopeMemory
@@ -35,8 +34,8 @@ from kvstrata_agent.kube.kubernetes import KubeWorld
 from kvstrata_agent.operations.drain import drained_tiers
 from kvstrata_agent.policy import removal as leaving
 from kvstrata_agent.policy.removal import Presence, Removal
-from kvstrata_agent.provision.late_keys import LOOK_S, Latecomers
 from kvstrata_agent.provision.provisioner import Provisioner, wipe_all
+from kvstrata_agent.provision.recovery import LOOK_S, Latecomers
 from kvstrata_agent.serve.authorization import Attaching
 from kvstrata_agent.serve.server import Server
 from kvstrata_agent.serve.session_verbs import SessionVerbs

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstrata_agent.codec.drift import Drift
 from kvstrata_agent.codec.exact import PackedCodec, RawCodec
-from kvstrata_agent.codec.lossy import KeepingCodec, MixedCodec, MixedDecoder
+from kvstrata_agent.codec.lossy import Drift, KeepingCodec, MixedCodec, MixedDecoder
 from kvstrata_api.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ _PACKED: Final = PackedCodec()
 _KEEPING: Final = KeepingCodec()
 _BY_NAME: Final[dict[str, Decoder]] = {d.name: d for d in (_RAW, _PACKED, MixedDecoder())}
 _RESERVED: Final = frozenset({"lossless"})
-"""Names of forms that existed before the first release: never given to another form, so an old block is never misread."""
+"""Forms that were removed before the first release. No other form gets such a name: an old block is never misread."""
 _BY_MODE: Final[dict[str, Codec]] = {"None": _RAW, "Lossless": _PACKED, "Auto": _PACKED}
 """Auto is exact until a pool permits an error."""
 

@@ -28,7 +28,7 @@ from kvstrata_native import copy_digest
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvstrata_agent.backends.scratch import Buffers
+    from kvstrata_agent.backends.scratch import ScratchPool
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.codec.base import Encoded
@@ -102,7 +102,7 @@ class StraightMoves:
 class CodedMoves:
     """Makes the copies of a group; the mover has its turn and enters them."""
 
-    def __init__(self, node: Node, coding: Coding, buffers: Buffers, writer: GroupWriter) -> None:
+    def __init__(self, node: Node, coding: Coding, buffers: ScratchPool, writer: GroupWriter) -> None:
         self._node = node
         self._coding = coding
         self._buffers = buffers

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.backends.base import BlamelessError, SlotRef
-from kvstrata_agent.backends.scratch import Buffers
+from kvstrata_agent.backends.scratch import ScratchPool
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_agent.blocks.block import GONE, Entry, Residence
 from kvstrata_agent.blocks.slot_request import Want
@@ -46,7 +46,7 @@ class Mover:
     def __init__(self, node: Node, codecs: Codecs) -> None:
         self._node = node
         self.coding = Coding(node, codecs)
-        self._buffers = Buffers()
+        self._buffers = ScratchPool()
         self.traffic = Traffic(node)
         writer = GroupWriter(node)
         self._groups: dict[Way, StraightMoves | CodedMoves] = {

@@ -7,32 +7,25 @@ that is mounted late, or a disk that was full, comes back by itself.
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
 import logging
-from collections import deque
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.backends.threads import in_thread
-from kvstrata_agent.blocks.block import TIERS_MAX, Residence
-from kvstrata_agent.blocks.restore import Restoring
+from kvstrata_agent.blocks.block import TIERS_MAX
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.policy.removal import Removal
 from kvstrata_agent.provision import plan as provision_plan
-from kvstrata_agent.provision.capacity import Limit, disk_bytes, grant, memory_of
+from kvstrata_agent.provision.plan import Limit, disk_bytes, grant, memory_of
 from kvstrata_agent.provision.probe import probe
+from kvstrata_agent.provision.recovery import collector_paused, enter, enter_extents, return_free_memory
 from kvstrata_api.errors import KvStrataError, UnsupportedError
 from kvstrata_api.units import KIB, MIB
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
-    from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
-    from kvstrata_agent.backends.recovered import Columns
+    from kvstrata_agent.backends.base import TierBackend
     from kvstrata_agent.blocks.node import Node
-    from kvstrata_api.blocks import ScopeId
     from kvstrata_api.models.poolnode import NodeTier
 
     MakeBackend = Callable[[NodeTier], Awaitable[TierBackend]]
@@ -49,10 +42,6 @@ REPROBE_FILL_MAX: Final = 0.5
 READERS_S: Final = 5.0
 """What readers of a tier that is taken out get to finish a copy: the largest batch takes well under a second."""
 READERS_LOOK_S: Final = 0.01
-FREEZE_OBJECTS: Final = 100_000
-"""From so many new objects on, collections leave out what there is by then: they would look at it again and again."""
-RECOVER_YIELD_BLOCKS: Final = 256
-"""Recovered blocks between two turns of the loop, which has engines to serve meanwhile."""
 
 _log = logging.getLogger(__name__)
 
@@ -231,7 +220,7 @@ class Provisioner:
             with collector_paused():
                 if tier.columnar is not None:
                     tier.recovered_blocks = await enter_extents(self.node, tier, tier.columnar.recover_columns())
-                    _return_free_memory()  # Now that nothing refers to the columns any more.
+                    return_free_memory()  # Now that nothing refers to the columns any more.
                 else:
                     tier.recovered_blocks = await enter(self.node, tier, tier.backend.recover())
             tier.is_recovering = False
@@ -335,66 +324,3 @@ def _told(name: str, error: Exception) -> str:
         return str(error)
     _log.error("tier failed", extra={"tier": name}, exc_info=error)
     return f"{type(error).__name__}: {error}"
-
-
-async def enter(node: Node, tier: Tier, found: AsyncIterator[tuple[SlotRef, Record]]) -> int:
-    """Enter the blocks that an earlier run left in a tier; a second copy of a block in the same tier goes."""
-    count = 0
-    copies: list[Residence] = []
-    async for slot, record in found:
-        copies.append(Residence(tier, slot, record))
-        if len(copies) == RECOVER_YIELD_BLOCKS:
-            count += node.restore(copies)
-            copies.clear()
-            await asyncio.sleep(0)
-    return count + node.restore(copies)
-
-
-async def enter_extents(node: Node, tier: Tier, found: AsyncIterator[Columns]) -> int:
-    """The same where the medium tells of an extent at a time: beyond what entries are kept of anyway, as rows."""
-    scopes: dict[ScopeId, deque[Columns]] = {}
-    async for columns in found:
-        scopes.setdefault(columns.scope, deque()).append(columns)
-        await asyncio.sleep(0)
-    count, has_rows = 0, False
-    for extents in scopes.values():
-        if sum(map(len, extents)) <= node.index.room:
-            count += await enter(node, tier, _each(extents))
-            continue
-        has_rows = True
-        restoring = Restoring(node.index, tier, extents, node.born_at_s)
-        await in_thread(None, restoring.plan)
-        restoring.prepare()
-        while not restoring.is_done:
-            count += node.restore_extent(restoring)
-            await asyncio.sleep(0)
-    if has_rows:  # Once for all scopes: it looks at everything.
-        node.index.unfold_leaves(tier)
-    return count
-
-
-def _return_free_memory() -> None:
-    """Let the machine have what columns took; other C libraries than glibc do that by themselves, or never."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-async def _each(extents: Iterable[Columns]) -> AsyncIterator[tuple[SlotRef, Record]]:
-    for columns in extents:
-        for slot, record in columns.pairs():
-            yield slot, record
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Make many objects that stay: looking at them meanwhile takes a collector as long as making them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if gc.get_count()[0] >= FREEZE_OBJECTS:
-            gc.freeze()
-        if was_enabled:
-            gc.enable()

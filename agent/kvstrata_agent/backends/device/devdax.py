@@ -187,7 +187,7 @@ class DaxMemory:
         return self._whole[at : at + size_bytes]
 
     def _check(self, extent: int) -> None:
-        """A load that the device cannot serve is a SIGBUS, which `torn` survives and remembers."""
+        """A load that the device cannot serve is a SIGBUS, which `sigbus` survives and remembers."""
         if self._watched[extent].is_torn:
             raise BackendFailedError(f"{self._path}: memory error in extent {extent}; its blocks are lost")
 

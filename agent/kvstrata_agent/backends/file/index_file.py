@@ -14,12 +14,13 @@ from functools import partial
 from typing import Final
 
 from kvstrata_agent.backends.file.claim import NEW_SUFFIX
-from kvstrata_agent.backends.file.index_encryption import EXTRA_BYTES, EntrySealing
 from kvstrata_agent.backends.file.index_format import (
     BODY_OFFSET,
+    EXTRA_BYTES,
     LISTED_MAX,
     MAPS,
     Body,
+    EntrySealing,
     Listed,
     body_head,
     pack_map,
@@ -28,8 +29,7 @@ from kvstrata_agent.backends.file.index_format import (
     unpack_body,
     unpack_map,
 )
-from kvstrata_agent.backends.file.segment import Segment
-from kvstrata_agent.backends.file.slot_index import Traits
+from kvstrata_agent.backends.file.segment import Segment, Traits
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES, Volume, VolumeFile
 from kvstrata_agent.backends.slot_table import round_up
 from kvstrata_agent.backends.threads import in_thread

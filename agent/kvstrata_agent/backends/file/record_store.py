@@ -22,18 +22,14 @@ from typing import Final
 
 from kvstrata_agent.backends.base import Capabilities, MemoryAwayError, Reading, Record, SlotRef, Writing
 from kvstrata_agent.backends.file.claim import Claim, start_run
-from kvstrata_agent.backends.file.index_encryption import entry_sealing
 from kvstrata_agent.backends.file.index_file import IndexFile
-from kvstrata_agent.backends.file.index_format import BODY_OFFSET, Kinds, body_bytes_max
+from kvstrata_agent.backends.file.index_format import BODY_OFFSET, Kinds, body_bytes_max, entry_sealing
 from kvstrata_agent.backends.file.recovery import Recovery
-from kvstrata_agent.backends.file.segment import Segment
-from kvstrata_agent.backends.file.slot_index import Traits
-from kvstrata_agent.backends.file.transfers import Transfers
+from kvstrata_agent.backends.file.segment import Segment, Traits
+from kvstrata_agent.backends.file.transfers import Laid, Transfers
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES, Volume, VolumeFile
-from kvstrata_agent.backends.file.write_runs import Laid
 from kvstrata_agent.backends.record.encryption import DataKeys
-from kvstrata_agent.backends.record.header import HEADER_BYTES
-from kvstrata_agent.backends.record.layout import form_of
+from kvstrata_agent.backends.record.layout import HEADER_BYTES, form_of
 from kvstrata_agent.backends.recovered import Columns, each
 from kvstrata_agent.backends.slot_table import Extent, SlotTable, target_extent_bytes
 from kvstrata_agent.backends.threads import Later

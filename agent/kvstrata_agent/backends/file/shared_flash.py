@@ -14,15 +14,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstrata_agent.backends.base import KeyAwayError, Record, SlotRef
-from kvstrata_agent.backends.file.buffers import Buffers
 from kvstrata_agent.backends.file.claim import FORMAT, SEALED_FORMAT, STORE_FILE
+from kvstrata_agent.backends.file.index_format import SegmentName, parse_name
 from kvstrata_agent.backends.file.posix import read_fully
 from kvstrata_agent.backends.file.record_store import RecordStore
-from kvstrata_agent.backends.file.segment_name import SegmentName, parse_name
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES
-from kvstrata_agent.backends.record.header import HEADER_BYTES
-from kvstrata_agent.backends.record.layout import Form, form_of, open_into
-from kvstrata_agent.backends.record.sealed import Unread
+from kvstrata_agent.backends.record.layout import HEADER_BYTES, Form, Unread, form_of, open_into
+from kvstrata_agent.backends.scratch import BoundedBuffers
 from kvstrata_agent.backends.slot_table import round_up
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.backends.record.encryption import DataKeys
 
 _THREADS: Final = 8
-"""As for a store of our own (`posix_io`)."""
+"""As for a store of our own (`posix`)."""
 _READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -69,7 +67,7 @@ class OtherStores:
     def __init__(self, root: Path, keys: DataKeys | None) -> None:
         self._root = root
         self._keys = keys
-        self._buffers = Buffers()
+        self._buffers = BoundedBuffers()
         self._threads = ThreadPoolExecutor(_THREADS, "kvstrata-shared")
 
     async def read(self, node: str, file: str, slot: SlotRef, record: Record, into: memoryview) -> None:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvstrata_agent.backends.base import BlamelessError, Capabilities, Device, Reading, Record, SlotRef, Writing
-from kvstrata_agent.backends.file import disk_space as disk_room
-from kvstrata_agent.backends.file.stripe_policy import Health, Load, divide, order
+from kvstrata_agent.backends.file.devices import DeviceHealth, DeviceLoad, divide, measure_room, order, room_of_each
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES
 from kvstrata_agent.backends.threads import in_thread, together
 from kvstrata_api.errors import BackendFailedError, InvalidInputError, KvStrataError, TierFullError
@@ -49,7 +48,7 @@ class _Part:
         self.store: RecordStore | None = None
         self.granted_bytes = 0
         """Its part of the tier's capacity."""
-        self.health = Health()
+        self.health = DeviceHealth()
         self.moving_bytes = 0
         self.unwritten: dict[int, int] = {}
         """Bytes of slots that were given out and not written yet, by stamp."""
@@ -166,7 +165,7 @@ class StripedStore:
         now_s = _now_s()
         opened = [(part, part.store) for part in self._parts if part.store is not None]
         loads = [
-            Load(part.health.may_take(now_s), part.moving_bytes, store.used_bytes, store.capacity_bytes)
+            DeviceLoad(part.health.may_take(now_s), part.moving_bytes, store.used_bytes, store.capacity_bytes)
             for part, store in opened
         ]
         return [opened[i] for i in order(loads)]
@@ -368,15 +367,15 @@ async def _open(part: _Part) -> InvalidInputError | None:
             _log.warning("device cannot be opened", extra={"device": part.name, "cause": str(e)})
         part.health.error = str(e)
         return e
-    part.health = Health()
+    part.health = DeviceHealth()
     return None
 
 
 async def _divide(parts: tuple[_Part, ...], capacity_bytes: int) -> str:
     """Give each device its part of the capacity; returns which of them are no devices of their own."""
-    rooms = [await in_thread(None, partial(disk_room.look, Path(part.name))) for part in parts]
+    rooms = [await in_thread(None, partial(measure_room, Path(part.name))) for part in parts]
     grain_bytes = MIB if capacity_bytes >= len(parts) * 64 * MIB else DIRECT_BYTES
-    granted = divide(capacity_bytes, disk_room.each_bytes(rooms), grain_bytes)
+    granted = divide(capacity_bytes, room_of_each(rooms), grain_bytes)
     first: dict[int, str] = {}
     shared: list[str] = []
     for part, room, granted_bytes in zip(parts, rooms, granted, strict=True):

@@ -1,11 +1,13 @@
 """Records between memory and segments, several at a time: one turn of a thread lays out and writes, or reads and opens.
 
-What O_DIRECT can use goes down from the caller's memory as it lies, everything else through buffers of the store. What
-comes up is verified in such a buffer first: engines map the slots that it is copied to, and never see anything else.
+Records of neighbouring slots go to the medium as one write. What O_DIRECT can use goes down from the caller's memory as
+it lies, everything else through buffers of the store. What comes up is verified in such a buffer first: engines map the
+slots that it is copied to, and never see anything else.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -15,16 +17,91 @@ from typing import Final, Protocol, TypeVar
 from msgspec.structs import replace as struct_replace
 
 from kvstrata_agent.backends.base import Reading, Record, SlotRef, Sound, Writing, matches
-from kvstrata_agent.backends.file.buffers import Buffers, Loan, is_direct
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES
-from kvstrata_agent.backends.file.write_runs import Laid, made, runs_of
-from kvstrata_agent.backends.record.header import HEADER_BYTES
-from kvstrata_agent.backends.record.layout import Form
+from kvstrata_agent.backends.memory.mapping import address_of
+from kvstrata_agent.backends.record.layout import HEADER_BYTES, Form
+from kvstrata_agent.backends.scratch import BoundedBuffers, Loan
 from kvstrata_agent.backends.slot_table import round_up
 from kvstrata_agent.backends.threads import Apart, together
 from kvstrata_api.checksum import Use, copied, rebound
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, KvStrataError
+from kvstrata_api.units import KIB
 from kvstrata_native import copy
+
+_GAP_BYTES_MAX: Final = 128 * KIB
+"""Unused ends of slots up to this are written over with zeros: a write of its own costs more. A slot of 2 MiB leaves
+60 KiB; the ends of larger ones break a run."""
+
+_ZEROS: Final = memoryview(mmap.mmap(-1, _GAP_BYTES_MAX)).toreadonly()
+
+
+@dataclass(slots=True, eq=False)
+class Laid:
+    """A record as it goes to its slot."""
+
+    writing: Writing
+    parts: tuple[memoryview, ...]
+    """What lies in the slot from its start: multiples of the alignment, at the alignment."""
+    lay_out: Callable[[Record], None]
+    """What fills the first part."""
+    end: Record | KvStrataError
+    """The record that is written, or why there is none; what is durable is not known here."""
+
+    @property
+    def slot(self) -> SlotRef:
+        """Where it goes."""
+        return self.writing.slot
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(len(p) for p in self.parts)
+
+
+def runs_of(laid: Iterable[Laid]) -> list[list[Laid]]:
+    """Records of neighbouring slots together, in the order of their offsets."""
+    runs: list[list[Laid]] = []
+    for one in sorted(laid, key=lambda r: (r.slot.extent, r.slot.offset)):
+        if runs and _is_next(runs[-1][-1], one):
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+    return runs
+
+
+def _is_next(before: Laid, one: Laid) -> bool:
+    slot = before.slot
+    has_place = (slot.extent, slot.offset + slot.size_bytes) == (one.slot.extent, one.slot.offset)
+    return has_place and slot.size_bytes - before.size_bytes <= _GAP_BYTES_MAX
+
+
+def made(
+    run: Sequence[Laid], sealed: Callable[[Sequence[Writing]], Sequence[Record | KvStrataError]]
+) -> list[memoryview]:
+    """Lay the records of a run out; what one write of it consists of, nothing when there is no record in it.
+
+    `sealed` gives records with the checksums of their bytes. One that is not to be written leaves a page of zeros where
+    its header would be, so that a run stays one write.
+    """
+    for one, record in zip(run, sealed([one.writing for one in run]), strict=True):
+        if isinstance(record, KvStrataError):
+            one.parts[0][:] = bytes(len(one.parts[0]))  # The buffer's last user may have been another scope.
+        else:
+            one.lay_out(record)
+        one.end = record
+    return parts_of(run) if any(isinstance(one.end, Record) for one in run) else []
+
+
+def parts_of(run: Sequence[Laid]) -> list[memoryview]:
+    """What one write of a run consists of."""
+    parts: list[memoryview] = []
+    for one in run:
+        parts += one.parts
+        gap_bytes = one.slot.size_bytes - one.size_bytes
+        if gap_bytes and one is not run[-1]:
+            parts.append(_ZEROS[:gap_bytes])
+    return parts
+
 
 T = TypeVar("T")
 
@@ -92,7 +169,7 @@ class Transfers:
         """Own buffers."""
         self._form = form
         self._places = places
-        self._buffers = Buffers()
+        self._buffers = BoundedBuffers()
         self.apart = Apart(_GRACE_S)
 
     async def write_group(self, writings: Sequence[Writing]) -> list[Record | KvStrataError]:
@@ -199,6 +276,11 @@ class Transfers:
         except BackendFailedError as e:
             return e  # Its key went while it was read: nothing is known of the record.
         return BlockCorruptError(f"block {record.key} in segment {slot.extent} at {slot.offset}: checksum differs")
+
+
+def is_direct(view: memoryview) -> bool:
+    """True when O_DIRECT can use the memory as it lies."""
+    return len(view) % DIRECT_BYTES == 0 and address_of(view) % DIRECT_BYTES == 0
 
 
 def _check_fits(record: Record, slot: SlotRef) -> None:

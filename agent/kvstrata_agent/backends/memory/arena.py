@@ -2,12 +2,12 @@
 
 An extent is made when a scope needs one, and one more of its size is prepared ahead by a thread, so `reserve`
 seldom waits for page faults. An extent that changes hands is released and made anew under a new id: whoever kept
-the old descriptor sees zeros, never the next scope's bytes (`withheld.py` looks after such memory).
+the old descriptor sees zeros, never the next scope's bytes (`Withheld` looks after such memory).
 
 Released memory that clients still hold: emptied again and again until they let go of it.
 
 Such a client gets pages anew by touching its old mapping: zeros, which its own memory limit pays for, but huge pages
-come out of everybody's. The kernel knows who is left (`openings.is_held`), so nothing here has to be believed.
+come out of everybody's. The kernel knows who is left (`mapping.is_held`), so nothing here has to be believed.
 """
 
 import asyncio

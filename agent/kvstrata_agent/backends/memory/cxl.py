@@ -31,8 +31,8 @@ def open_cxl(tier: CxlTier, capacity_bytes: int, cpuless: Sequence[NumaNode], ho
 
     `home` is where its blocks can outlive this process.
 
-    Mode DevDax is another kind of tier (`devdax`). Raises `UnsupportedError` when this node has no such memory, and
-    `InvalidInputError` when there is less than asked for or the emulation's directory cannot be used.
+    Mode DevDax is another kind of tier (`device/devdax.py`). Raises `UnsupportedError` when this node has no such
+    memory, and `InvalidInputError` when there is less than asked for or the emulation's directory cannot be used.
     """
     if tier.mode is CxlMode.EMULATED:
         return _emulated(tier, capacity_bytes, home)

@@ -5,7 +5,7 @@ Descriptors that clients get: each a file of its own, and none that lets its hol
 A memfd is sealed for that. A file of a memory file system cannot be, so its writable descriptor is opened by a thread
 that Landlock (Linux 6.2) forbids to truncate: the right belongs to the descriptor, whoever holds it later
 (Documentation/userspace-api/landlock.rst). Without Landlock such a client can cut the memory short under the readers
-of its scope; `torn` keeps this process alive then.
+of its scope; `sigbus` keeps this process alive then.
 """
 
 import ctypes

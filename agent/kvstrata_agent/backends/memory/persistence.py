@@ -1,8 +1,12 @@
-"""Where a memory tier's extents can outlive the agent, or why they cannot."""
+"""Where a memory tier's extents can outlive the agent, or why they cannot.
+
+Only file systems that are memory will do: tmpfs and hugetlbfs among the mounts of this process.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,16 +14,70 @@ from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.backends.memory.extent_store import ExtentStore, FleetingStore, Maker
 from kvstrata_agent.backends.memory.mapping import give_name
-from kvstrata_agent.backends.memory.mounts import Mount, huge_mount, is_memory
-from kvstrata_agent.backends.memory.persistent_extents import LastingStore, boot_id, held_bytes, remove_files
-from kvstrata_agent.backends.memory.run_lock import take_hold
+from kvstrata_agent.backends.memory.persistent_extents import LastingStore, boot_id, held_bytes, remove_files, take_hold
 from kvstrata_api.errors import BackendFailedError, InvalidInputError, TierFullError
-from kvstrata_api.units import KIB
+from kvstrata_api.units import GIB, KIB, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvstrata_api.tiers import Persistence
+
+
+MOUNTS: Final = Path("/proc/self/mountinfo")
+_UNITS: Final = {"K": KIB, "M": MIB, "G": GIB}
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One mounted file system."""
+
+    path: Path
+    kind: str
+    """Such as tmpfs, hugetlbfs or ext4."""
+    page_bytes: int = 0
+    """Of a hugetlbfs; 0 for all others."""
+
+
+def parse_mounts(text: str) -> list[Mount]:
+    """Read the content of mountinfo (man 5 proc); the last mount on a path hides the ones before it."""
+    found: dict[Path, Mount] = {}
+    for line in text.splitlines():
+        front, _, back = line.partition(" - ")
+        places, rest = front.split(), back.split()
+        if len(places) < 5 or len(rest) < 3:
+            continue
+        path = Path(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), places[4]))
+        found[path] = Mount(path, rest[0], _page_bytes(rest[2]) if rest[0] == "hugetlbfs" else 0)
+    return list(found.values())
+
+
+def _page_bytes(options: str) -> int:
+    match = re.search(r"pagesize=(\d+)([KMG])", options)
+    return int(match[1]) * _UNITS[match[2]] if match else 0
+
+
+def mount_of(path: Path, mounts: list[Mount]) -> Mount | None:
+    """Return the mount that a path lies on, the deepest one."""
+    holding = [m for m in mounts if path.is_relative_to(m.path)]
+    return max(holding, key=lambda m: len(m.path.parts), default=None)
+
+
+def is_memory(path: Path, mounts: list[Mount]) -> bool:
+    """True for a path on tmpfs."""
+    mount = mount_of(path, mounts)
+    return mount is not None and mount.kind == "tmpfs"
+
+
+def huge_mount(page_bytes: int, mounts: list[Mount]) -> Path | None:
+    """Return where pages of a size are mounted, or None."""
+    return next((m.path for m in mounts if m.kind == "hugetlbfs" and m.page_bytes == page_bytes), None)
+
+
+def read_mounts(file: Path = MOUNTS) -> list[Mount]:
+    """Read the mounts of this process."""
+    return parse_mounts(file.read_text())
+
 
 _PLACE_FILE: Final = "memory-place"
 """Beside the ledgers: the directory with the bytes, for whoever finds the ledgers when the tier is gone."""

@@ -23,9 +23,15 @@ from msgspec.structs import replace
 
 from kvstrata_agent.backends.base import Capabilities, Record, SlotRef
 from kvstrata_agent.backends.file.claim import STAMPS_PER_RUN, STORE_FILE
-from kvstrata_agent.backends.record.header import HEADER_BYTES, VERSION
-from kvstrata_agent.backends.record.layout import form_of, open_into
-from kvstrata_agent.backends.record.sealed import SEALED_VERSION, SealedForm, Unread
+from kvstrata_agent.backends.record.layout import (
+    HEADER_BYTES,
+    SEALED_VERSION,
+    VERSION,
+    SealedForm,
+    Unread,
+    form_of,
+    open_into,
+)
 from kvstrata_agent.backends.threads import here_or_in_thread
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, TierFullError

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Final
 
 from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.backends.file.segment_name import parse_name
+from kvstrata_agent.backends.file.index_format import parse_name
 from kvstrata_agent.backends.threads import settle
 from kvstrata_agent.cache.ports import Follow, Followed, Offer, Placed, SharedReader, Stretch, Taken, Wanted
 from kvstrata_agent.fleet.peers import wire

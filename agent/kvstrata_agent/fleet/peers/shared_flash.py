@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.backends.base import SharedBackend
-from kvstrata_agent.backends.scratch import Buffers
+from kvstrata_agent.backends.scratch import ScratchPool
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_agent.codec.base import IN_THE_OPEN
 from kvstrata_api.errors import KvStrataError
@@ -27,7 +27,7 @@ class FlashReader:
     def __init__(self, node: Node, codecs: Codecs) -> None:
         self._node = node
         self._codecs = codecs
-        self._buffers = Buffers()
+        self._buffers = ScratchPool()
         self._turns = asyncio.Semaphore(READS_MAX)
 
     @property
