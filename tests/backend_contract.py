@@ -9,7 +9,7 @@ import mmap
 import pytest
 from msgspec.structs import replace
 
-from kvstrata_agent.backends.base import MappableBackend, Record, SlotRef, TierBackend
+from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
 from kvstrata_agent.provision.probe import probe
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
 from kvstrata_api.checksum import checksum
@@ -265,7 +265,7 @@ class BackendContract:
         stated = backend.capabilities
 
         assert stated.medium
-        assert stated.is_memory == (stated.is_memory or isinstance(backend, MappableBackend))
+        assert stated.is_memory == (stated.is_memory or backend.mappable is not None)
         assert backend.last_error == ""
         assert stated == backend.capabilities
 

@@ -16,7 +16,7 @@ from backend_contract import (
 )
 from mappable_contract import MappableContract
 
-from kvstrata_agent.backends.base import LastingBackend, TierBackend
+from kvstrata_agent.backends.base import TierBackend
 from kvstrata_agent.backends.memory.cxl import open_cxl
 from kvstrata_agent.backends.memory.host_dram import free_pages, open_host_dram
 from kvstrata_agent.backends.memory.persistence import Home, read_mounts
@@ -100,7 +100,7 @@ class _LastingContract(PersistentContract, MappableContract):
     async def backend(self, where: Path) -> AsyncIterator[TierBackend]:
         backend = await self.reopen(where)
         assert backend.capabilities.medium == self.medium, backend.capabilities.fallback
-        assert isinstance(backend, LastingBackend)
+        assert backend.persistent is backend
         assert backend.capabilities.outlives_agent
         assert not backend.capabilities.survives_restart
         yield backend

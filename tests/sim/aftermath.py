@@ -69,7 +69,7 @@ def check_contents(world: World) -> None:
             continue
         for entry in agent.node.index:
             for residence in entry.residences:
-                mappable = residence.tier.mappable
+                mappable = residence.tier.backend.mappable
                 if mappable is None:
                     continue
                 with mappable.view(residence.slot) as view:

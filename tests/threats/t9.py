@@ -93,10 +93,11 @@ async def _hand_over(backend: MappableBackend, search: Search, round_: int) -> N
 
 
 async def _search_memory(backend: TierBackend, search: Search, slots: int) -> None:
-    assert isinstance(backend, MappableBackend)
+    mappable = backend.mappable
+    assert mappable is not None
     round_ = 0
     while search.slots < slots:
-        await _hand_over(backend, search, round_)
+        await _hand_over(mappable, search, round_)
         round_ += 1
         await asyncio.sleep(0)
 

@@ -79,8 +79,8 @@ async def loaded(core: AgentParts) -> list[int]:
     acquired = await core.cache.reader.acquire(PLACE, [digest(n) for n in range(COUNT)], 30.0, 5.0)
     for number, read in enumerate(acquired.reads):
         residence = read.lease.residence
-        assert residence.tier.mappable is not None
-        assert residence.tier.mappable.view(residence.slot)[:BLOCK_BYTES] == bytes_of(number)
+        assert residence.tier.backend.mappable is not None
+        assert residence.tier.backend.mappable.view(residence.slot)[:BLOCK_BYTES] == bytes_of(number)
         numbers.append(number)
     return numbers
 
@@ -133,8 +133,8 @@ async def test_a_block_that_was_spoilt_in_memory_goes_and_the_others_go_down() -
     core = await core_on(MemoryVolume())
     entries = entries_of(core)
     spoilt = entries[3].residences[0]
-    assert spoilt.tier.mappable is not None
-    spoilt.tier.mappable.view(spoilt.slot)[:4] = b"late"
+    assert spoilt.tier.backend.mappable is not None
+    spoilt.tier.backend.mappable.view(spoilt.slot)[:4] = b"late"
 
     assert await push_down(core, entries) == [n != 3 for n in range(COUNT)]
     assert entries[3].residences == ()
@@ -202,7 +202,7 @@ async def test_one_rotten_record_of_a_group_is_one_miss() -> None:
 
 
 async def read_group(core: AgentParts, entries: Sequence[Entry]) -> Sequence[bytes | KvStrataError]:
-    group = core.node.tiers[1].group
+    group = core.node.tiers[1].backend.group
     assert group is not None
     readings = [
         Reading(e.residences[0].slot, e.residences[0].record, _page_aligned(), (7, 1000 + n))

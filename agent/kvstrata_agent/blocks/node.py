@@ -153,7 +153,7 @@ class Node:
     @property
     def entry_tier(self) -> Tier | None:
         """The fastest tier that engines can map: new blocks start here and read blocks come up to it."""
-        return next((t for t in self.tiers if t.mappable is not None and not t.is_closed), None)
+        return next((t for t in self.tiers if t.backend.mappable is not None and not t.is_closed), None)
 
     def drain_tiers(self, names: Iterable[str]) -> None:
         """Empty these tiers, those of them that come up later too, and let all others take blocks."""
@@ -173,8 +173,8 @@ class Node:
 
     def give_back(self, tier: Tier, slot: SlotRef, tenant: str) -> None:
         """Give a slot back, once, that was on this account; overwritten where the tenant wants that."""
-        if tier.mappable is not None and not tier.is_gone and self.tenants.of(tenant).retention.is_zeroized:
-            with tier.mappable.view(slot) as view:
+        if tier.backend.mappable is not None and not tier.is_gone and self.tenants.of(tenant).retention.is_zeroized:
+            with tier.backend.mappable.view(slot) as view:
                 view[:] = bytes(len(view))
         tier.give_back(slot, tenant)
         self.changed.fire()
@@ -188,7 +188,7 @@ class Node:
 
     def publish(self, tier: Tier, copies: Sequence[tuple[Entry, Residence]]) -> None:
         """Note the first copies, in one tier, of blocks that a writer has finished."""
-        if tier.lasting is not None:
+        if tier.backend.persistent is not None:
             for _, copy in copies:
                 self._keep(copy)
         self.index.publish(tier, copies)
@@ -375,8 +375,8 @@ class Node:
     @staticmethod
     def _keep(copy: Residence) -> None:
         """Let a copy outlive the agent, before anybody is told of it."""
-        if copy.tier.lasting is not None:
-            copy.tier.lasting.commit(copy.slot, copy.record)
+        if copy.tier.backend.persistent is not None:
+            copy.tier.backend.persistent.commit(copy.slot, copy.record)
 
     def discard(self, entry: Entry, unfinished: Residence) -> None:
         """Free the slot of a copy that will never be whole, when its last reader has ended its lease."""

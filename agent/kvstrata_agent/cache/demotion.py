@@ -67,7 +67,7 @@ class Lifting:
                 continue
             try:
                 want = Want(target, entry.scope, entry.tenant, raw_bytes)
-                slot = self._node.take(want) if target.mappable is not None else None
+                slot = self._node.take(want) if target.backend.mappable is not None else None
                 await self._moved([Move(entry, source, slot)], target, Priority.DEMOTE)
             except RetryableError:
                 continue

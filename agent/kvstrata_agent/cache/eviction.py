@@ -327,7 +327,7 @@ class Room:
             return True
         try:
             want = Want(tier, entry.scope, entry.tenant, source.record.stored_bytes)
-            slot = self._node.take(want) if tier.mappable else None
+            slot = self._node.take(want) if tier.backend.mappable else None
             return all(await self._moved([Move(entry, source, slot)], tier, Priority.DEMOTE))
         except (TierFullError, BackendFailedError):
             return False

@@ -132,7 +132,7 @@ class Fetcher:
     @staticmethod
     def mapped(entry: Entry) -> Residence | None:
         """Return the fastest copy that engines can map, or None."""
-        return next((r for r in entry.residences if r.tier.mappable is not None), None)
+        return next((r for r in entry.residences if r.tier.backend.mappable is not None), None)
 
     def _start_up(self, entry: Entry, urgency: Priority = Priority.PREFETCH, *, for_reader: bool = False) -> bool:
         """Start to copy a block up; False when there is nothing to copy from or to."""
@@ -297,7 +297,7 @@ class Fetcher:
         arrived: set[SlotRef],
     ) -> None:
         """Fetch into slots; those that hold a block of the index then are added to `arrived`."""
-        mappable, peers = tier.mappable, self._exports.peers
+        mappable, peers = tier.backend.mappable, self._exports.peers
         assert mappable is not None
         assert peers is not None
         started_s = self._node.clock()

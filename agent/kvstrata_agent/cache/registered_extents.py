@@ -20,7 +20,7 @@ class Exports:
     def ensure(self, tier: Tier, extent: int) -> None:
         """Make an extent of a mappable tier a source and target of transfers. Idempotent."""
         number = tier.extent_number(extent)
-        mappable = tier.mappable
+        mappable = tier.backend.mappable
         if self.peers is None or mappable is None or number in self._registered:
             return
         if tier not in self._heard:

@@ -71,7 +71,7 @@ class StraightMoves:
 
     def _outgoing(self, move: Move, views: ExitStack) -> Outgoing:
         source = move.source
-        mappable = source.tier.mappable
+        mappable = source.tier.backend.mappable
         assert mappable is not None
         whole = views.enter_context(mappable.view(source.slot))
         view = views.enter_context(whole[: source.record.raw_bytes])
@@ -80,7 +80,7 @@ class StraightMoves:
 
     async def up(self, moves: Sequence[Move], target: Tier) -> list[Residence | None]:
         """Read blocks into the slots of mapped memory that their moves name."""
-        group = moves[0].source.tier.group
+        group = moves[0].source.tier.backend.group
         assert group is not None
         with ExitStack() as views:
             try:
@@ -91,10 +91,10 @@ class StraightMoves:
         return [risen(self._node, move, target, end) for move, end in zip(moves, ends, strict=True)]
 
     def _reading(self, move: Move, target: Tier, views: ExitStack) -> Reading:
-        assert target.mappable is not None
+        assert target.backend.mappable is not None
         assert move.slot is not None
         record = move.source.record
-        whole = views.enter_context(target.mappable.view(move.slot))
+        whole = views.enter_context(target.backend.mappable.view(move.slot))
         into = views.enter_context(whole[: record.raw_bytes])
         return Reading(move.source.slot, record, into, (self._node.epoch, move.slot.stamp))
 
@@ -136,9 +136,9 @@ class CodedMoves:
         """
         source, record = move.source, move.source.record
         codec = self._coding.codec_for(record, target)
-        assert source.tier.mappable is not None
+        assert source.tier.backend.mappable is not None
         assert codec is not None
-        whole = loans.enter_context(source.tier.mappable.view(source.slot))
+        whole = loans.enter_context(source.tier.backend.mappable.view(source.slot))
         view = loans.enter_context(whole[: record.raw_bytes])
         raw = loans.enter_context(self._buffers.lend(record.raw_bytes))
         room = loans.enter_context(self._buffers.lend(room_bytes(record.raw_bytes)))
@@ -157,7 +157,7 @@ class CodedMoves:
 
     async def up(self, moves: Sequence[Move], target: Tier) -> list[Residence | None]:
         """Read the stored forms of blocks, and decode them in one thread into the slots that their moves name."""
-        group = moves[0].source.tier.group
+        group = moves[0].source.tier.backend.group
         assert group is not None
         with ExitStack() as loans:
             readings = [Reading(m.source.slot, m.source.record, self._lend_stored(m, loans)) for m in moves]
@@ -185,9 +185,9 @@ class CodedMoves:
     ) -> Callable[[], bytes | KvStrataError]:
         """What fills a slot from the stored form, and returns the checksum of what is there then."""
         record, slot = move.source.record, move.slot
-        assert target.mappable is not None
+        assert target.backend.mappable is not None
         assert slot is not None
-        whole = loans.enter_context(target.mappable.view(slot))
+        whole = loans.enter_context(target.backend.mappable.view(slot))
         view = loans.enter_context(whole[: record.raw_bytes])
         raw = loans.enter_context(self._buffers.lend(record.raw_bytes))
         bound = bind(move.entry.digest, self._node.epoch, slot.stamp)

@@ -45,12 +45,12 @@ class GroupWriter:
 
         Raises `TierFullError` when there is no room for the first of them; others without room are None.
         """
-        assert target.group is not None
+        assert target.backend.group is not None
         slots = self._take(group, target)
         made: list[Residence | None] = [None] * len(group)
         try:
             writings = await self._writings(group[: len(slots)], slots)
-            ends = await target.group.write_group(writings)
+            ends = await target.backend.group.write_group(writings)
             made[: len(slots)] = self._written(group, slots, ends, target)
         finally:
             for one, slot, copy in zip(group, slots, made, strict=False):

@@ -74,10 +74,10 @@ class Mover:
     def way(self, move: Move, target: Tier) -> Way:
         """How a block gets there: with others where it goes between mapped memory and a medium that takes groups."""
         source, codec = move.source.tier, move.source.record.codec
-        if source.group is not None:
-            is_up = target.mappable is not None and move.slot is not None
+        if source.backend.group is not None:
+            is_up = target.backend.mappable is not None and move.slot is not None
             return Way.ALONE if not is_up else Way.STRAIGHT if codec in IN_THE_OPEN else Way.CODED
-        if source.mappable is None or source.backend.capabilities.is_emulated or target.group is None:
+        if source.backend.mappable is None or source.backend.capabilities.is_emulated or target.backend.group is None:
             return Way.ALONE  # Memory that stands in for slower one shows that in its `read`.
         if codec not in IN_THE_OPEN:
             return Way.ALONE
@@ -165,7 +165,7 @@ class Mover:
         An engine that was given the slot before and is late may write to it at any time. So our checksum is taken
         of bytes that nobody else can reach, or of bytes that are seen to be sound after it was taken.
         """
-        mappable, raw_bytes, record = target.mappable, source.record.raw_bytes, source.record
+        mappable, raw_bytes, record = target.backend.mappable, source.record.raw_bytes, source.record
         assert mappable is not None
         with mappable.view(slot) as whole, whole[:raw_bytes] as view:
             if record.codec in IN_THE_OPEN:

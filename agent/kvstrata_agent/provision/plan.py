@@ -5,7 +5,6 @@ Only `disk_bytes` asks file systems; everything else is pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final

@@ -151,9 +151,10 @@ class Provisioner:
         """Let tiers of several devices try again the ones that were not there."""
         self._retry_at_s = self.node.clock() + RETRY_S
         for tier in [t for t in self.node.tiers if any(d.error for d in t.devices)]:
-            assert tier.striped is not None
+            striped = tier.backend.striped
+            assert striped is not None
             try:
-                tier.recovered_blocks += await enter(self.node, tier, tier.striped.recover_late())
+                tier.recovered_blocks += await enter(self.node, tier, striped.recover_late())
             except Exception as e:  # noqa: BLE001  As above.
                 _told(tier.name, e)
 
@@ -210,16 +211,16 @@ class Provisioner:
         self._ordinals += 1
         tier = Tier(state.spec, self._levels[state.spec.name], backend, self._ordinals)
         tier.drain(is_wanted=tier.name in self.node.drained_tiers)
-        if tier.mappable is not None:
-            tier.mappable.on_release(tier.extent_released)
+        if backend.mappable is not None:
+            backend.mappable.on_release(tier.extent_released)
         tier.is_recovering = True
         state.tier = tier
         self.node.tiers.append(tier)
         self.node.tiers.sort(key=lambda t: t.level)
         try:
             with collector_paused():
-                if tier.columnar is not None:
-                    tier.recovered_blocks = await enter_extents(self.node, tier, tier.columnar.recover_columns())
+                if backend.columnar is not None:
+                    tier.recovered_blocks = await enter_extents(self.node, tier, backend.columnar.recover_columns())
                     return_free_memory()  # Now that nothing refers to the columns any more.
                 else:
                     tier.recovered_blocks = await enter(self.node, tier, tier.backend.recover())
@@ -275,7 +276,8 @@ class Provisioner:
         await self._outlive_readers(tier)
         tier.is_gone = True
         self.node.index.forget_tier(tier)
-        await _ended(name, tier.backend.close() if tier.lasting is None or is_kept else tier.lasting.discard())
+        persistent = tier.backend.persistent
+        await _ended(name, tier.backend.close() if persistent is None or is_kept else persistent.discard())
 
     async def _outlive_readers(self, tier: Tier) -> None:
         """Let readers of a tier that goes away finish; whoever is not done in time is told at its release."""

@@ -14,7 +14,6 @@ from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.backends.base import SealingBackend
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_agent.blocks.block import Residence
 from kvstrata_agent.blocks.restore import Restoring
@@ -23,9 +22,8 @@ from kvstrata_agent.blocks.scope_secrets import LOST_AFTER_S
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator
 
-    from kvstrata_agent.backends.base import Record, SlotRef
+    from kvstrata_agent.backends.base import Columns, Record, SealingBackend, SlotRef
     from kvstrata_agent.backends.record.encryption import DataKeys
-    from kvstrata_agent.backends.recovered import Columns
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_api.blocks import ScopeId
@@ -115,10 +113,10 @@ class Latecomers:
     async def look(self) -> None:
         """Enter or remove what can be told of by now."""
         for tier in tuple(self._node.tiers):
-            backend = tier.backend
-            if isinstance(backend, SealingBackend):
-                for tag in backend.waiting:
-                    await self._look_at(tier, backend, tag)
+            sealing = tier.backend.sealing
+            if sealing is not None:
+                for tag in sealing.waiting:
+                    await self._look_at(tier, sealing, tag)
 
     async def _look_at(self, tier: Tier, backend: SealingBackend, tag: bytes) -> None:
         scope, now_s = self._keys.scope(tag), self._node.clock()

@@ -9,13 +9,12 @@ where nobody else can write, before any of it reaches the caller.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
-from kvstrata_agent.backends.base import Capabilities, Reading, Record, SlotRef, Writing
+from kvstrata_agent.backends.base import Capabilities, GroupBackend, Reading, Record, SlotRef, Writing
 from kvstrata_agent.backends.device.device_tier import DeviceTier
 from kvstrata_agent.backends.device.queue import DOUBLE, DeviceQueue, open_queues
 from kvstrata_agent.backends.file.transfers import handed_over, proven
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kvstrata_agent.backends.base import SlotRef
-    from kvstrata_agent.backends.device.queue import DeviceQueue, Wait
+    from kvstrata_agent.backends.device.queue import Wait
 
 
 PIECES: Final = 4
@@ -196,6 +194,11 @@ class HbmTier(DeviceTier["HbmMemory"]):
             alignment_bytes=_ALIGNMENT_BYTES,
         )
         super().__init__(capabilities, HbmMemory(queues), capacity_bytes, page_bytes=_ALIGNMENT_BYTES)
+
+    @property
+    def group(self) -> GroupBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
 
     async def write(self, slot: SlotRef, record: Record, stored: memoryview) -> None:
         """See `TierBackend`."""

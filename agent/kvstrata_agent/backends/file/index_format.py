@@ -16,11 +16,11 @@ from typing import Final
 
 import numpy as np
 
-from kvstrata_agent.backends.base import KeyAwayError
+from kvstrata_agent.backends.base import Columns, KeyAwayError
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES
 from kvstrata_agent.backends.record.encryption import SALT_BYTES, TAG_BYTES, Sealer
 from kvstrata_agent.backends.record.layout import Form, SealedForm
-from kvstrata_agent.backends.recovered import Columns, fields_of
+from kvstrata_agent.backends.recovered import fields_of
 from kvstrata_agent.backends.slot_table import round_up
 from kvstrata_api.blocks import KEY_BYTES, LayoutId, ScopeId
 from kvstrata_api.checksum import CHECKSUM_BYTES

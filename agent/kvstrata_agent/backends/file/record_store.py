@@ -20,7 +20,19 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
-from kvstrata_agent.backends.base import Capabilities, MemoryAwayError, Reading, Record, SlotRef, Writing
+from kvstrata_agent.backends.base import (
+    Capabilities,
+    ColumnarBackend,
+    Columns,
+    GroupBackend,
+    MemoryAwayError,
+    OptionalCapabilities,
+    Reading,
+    Record,
+    SealingBackend,
+    SlotRef,
+    Writing,
+)
 from kvstrata_agent.backends.file.claim import Claim, start_run
 from kvstrata_agent.backends.file.index_file import IndexFile
 from kvstrata_agent.backends.file.index_format import BODY_OFFSET, Kinds, body_bytes_max, entry_sealing
@@ -30,7 +42,7 @@ from kvstrata_agent.backends.file.transfers import Laid, Transfers
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES, Volume, VolumeFile
 from kvstrata_agent.backends.record.encryption import DataKeys
 from kvstrata_agent.backends.record.layout import HEADER_BYTES, form_of
-from kvstrata_agent.backends.recovered import Columns, each
+from kvstrata_agent.backends.recovered import each
 from kvstrata_agent.backends.slot_table import Extent, SlotTable, target_extent_bytes
 from kvstrata_agent.backends.threads import Later
 from kvstrata_api.blocks import ScopeId
@@ -109,7 +121,7 @@ _INDEX_DELAY_S: Final = 60.0
 that were touched in between, and a million records cost 96 MB of writes each time."""
 
 
-class RecordStore:
+class RecordStore(OptionalCapabilities):
     """A tier of records in segment files (`TierBackend`)."""
 
     def __init__(
@@ -156,6 +168,21 @@ class RecordStore:
         self._fit(0, 0)
         if self._table.capacity_bytes < HEADER_BYTES + DIRECT_BYTES:
             raise InvalidInputError(f"{volume.where}: capacity of {capacity_bytes} B holds no record")
+
+    @property
+    def group(self) -> GroupBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
+
+    @property
+    def columnar(self) -> ColumnarBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
+
+    @property
+    def sealing(self) -> SealingBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
 
     @property
     def capabilities(self) -> Capabilities:

@@ -11,13 +11,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from kvstrata_agent.backends.base import Record
+from kvstrata_agent.backends.base import Columns, Record
 from kvstrata_agent.backends.file.index_file import IndexFile
 from kvstrata_agent.backends.file.index_format import Body, Listed, SegmentName, parse_name, unpack_entries
 from kvstrata_agent.backends.file.segment import Segment, Traits
 from kvstrata_agent.backends.file.volume import Volume, VolumeFile
 from kvstrata_agent.backends.record.layout import HEADER_BYTES, Form, Unread
-from kvstrata_agent.backends.recovered import Columns, columns_of
+from kvstrata_agent.backends.recovered import columns_of
 from kvstrata_agent.backends.slot_table import NOBODY, SlotTable
 from kvstrata_api.errors import BackendFailedError
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvstrata_agent.backends.base import Record
 from kvstrata_agent.backends.file.index_format import FIELDS, Kinds, SegmentName
-from kvstrata_agent.backends.recovered import Columns, alike
+from kvstrata_agent.backends.recovered import alike
 from kvstrata_agent.backends.slot_table import FREE, Extent
 from kvstrata_api.blocks import KEY_BYTES, LayoutId
 from kvstrata_api.checksum import CHECKSUM_BYTES
@@ -28,9 +26,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvstrata_agent.backends.base import Record, SlotRef
+    from kvstrata_agent.backends.base import Columns, Record, SlotRef
     from kvstrata_agent.backends.file.volume import Volume, VolumeFile
-    from kvstrata_agent.backends.recovered import Columns
     from kvstrata_api.blocks import ScopeId
 
 

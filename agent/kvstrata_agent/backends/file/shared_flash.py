@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from kvstrata_agent.backends.base import KeyAwayError, Record, SlotRef
+from kvstrata_agent.backends.base import KeyAwayError, Record, SharedBackend, SlotRef
 from kvstrata_agent.backends.file.claim import FORMAT, SEALED_FORMAT, STORE_FILE
 from kvstrata_agent.backends.file.index_format import SegmentName, parse_name
 from kvstrata_agent.backends.file.posix import read_fully
@@ -46,6 +46,11 @@ class SharedFlash(RecordStore):
         """Use `open_remote_flash`."""
         super().__init__(claim, volume, capacity_bytes, medium=medium, keys=keys)
         self._others = OtherStores(root, keys)
+
+    @property
+    def shared(self) -> SharedBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
 
     def file_of(self, slot: SlotRef) -> str:
         """Name of the file that holds a slot, in our sub-directory."""

@@ -14,7 +14,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from kvstrata_agent.backends.base import BlamelessError, Capabilities, Device, Reading, Record, SlotRef, Writing
+from kvstrata_agent.backends.base import (
+    BlamelessError,
+    Capabilities,
+    Device,
+    GroupBackend,
+    OptionalCapabilities,
+    Reading,
+    Record,
+    SealingBackend,
+    SlotRef,
+    StripedBackend,
+    Writing,
+)
 from kvstrata_agent.backends.file.devices import DeviceHealth, DeviceLoad, divide, measure_room, order, room_of_each
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES
 from kvstrata_agent.backends.threads import in_thread, together
@@ -88,7 +100,7 @@ class _Part:
         )
 
 
-class StripedStore:
+class StripedStore(OptionalCapabilities):
     """A tier of records over several record stores."""
 
     def __init__(self, parts: tuple[_Part, ...], capacity_bytes: int, fallback: str) -> None:
@@ -103,6 +115,21 @@ class StripedStore:
 
     def _stores(self) -> Iterator[RecordStore]:
         return (part.store for part in self._parts if part.store is not None)
+
+    @property
+    def group(self) -> GroupBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
+
+    @property
+    def striped(self) -> StripedBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
+
+    @property
+    def sealing(self) -> SealingBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
 
     @property
     def capabilities(self) -> Capabilities:

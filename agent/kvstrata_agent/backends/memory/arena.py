@@ -18,11 +18,21 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from kvstrata_agent.backends.base import Capabilities, Record, SlotRef, matches
+from kvstrata_agent.backends.base import (
+    Capabilities,
+    ColumnarBackend,
+    Columns,
+    MappableBackend,
+    OptionalCapabilities,
+    PersistentBackend,
+    Record,
+    SlotRef,
+    matches,
+)
 from kvstrata_agent.backends.memory.extent_store import ExtentStore
 from kvstrata_agent.backends.memory.mapping import MappedExtent, Remains
 from kvstrata_agent.backends.memory.sigbus import torn
-from kvstrata_agent.backends.recovered import Columns, each
+from kvstrata_agent.backends.recovered import each
 from kvstrata_agent.backends.slot_table import NOBODY, Extent, SlotTable, sole_writer, target_extent_bytes
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_api.blocks import ScopeId
@@ -118,8 +128,8 @@ _LINES_IN_FLIGHT: Final = 32
 """Cache lines that prefetchers keep in flight; divides the modelled latency of a bulk copy. An assumption."""
 
 
-class Arena:
-    """A mappable memory tier (`LastingBackend`; what lasts is up to the store of its extents)."""
+class Arena(OptionalCapabilities):
+    """A mappable memory tier (`PersistentBackend`; what lasts is up to the store of its extents)."""
 
     def __init__(
         self,
@@ -163,6 +173,21 @@ class Arena:
         return target_extent_bytes(
             capacity_bytes, parts=_EXTENT_PARTS, most_bytes=_EXTENT_BYTES_MAX, count_max=_EXTENTS_MAX
         )
+
+    @property
+    def mappable(self) -> MappableBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
+
+    @property
+    def persistent(self) -> PersistentBackend | None:
+        """Itself where the store of its extents keeps blocks. See `OptionalCapabilities`."""
+        return self if self._capabilities.outlives_agent else None
+
+    @property
+    def columnar(self) -> ColumnarBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
 
     @property
     def capabilities(self) -> Capabilities:
@@ -275,7 +300,7 @@ class Arena:
             self._store.committed(slot, record)
 
     def commit(self, slot: SlotRef, record: Record) -> None:
-        """Note the block in a slot. See `LastingBackend`."""
+        """Note the block in a slot. See `PersistentBackend`."""
         if self._table.is_live(slot):
             self._store.committed(slot, record)
 
@@ -365,7 +390,7 @@ class Arena:
         await self._end(self._shut)
 
     async def discard(self) -> None:
-        """Release all memory and keep nothing. See `LastingBackend`."""
+        """Release all memory and keep nothing. See `PersistentBackend`."""
         await self._end(self._clear)
 
     async def _end(self, finish: Callable[[], None]) -> None:

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from kvstrata_agent.backends.base import Record, SlotRef
+from kvstrata_agent.backends.base import Columns, Record, SlotRef
 from kvstrata_agent.backends.memory.mapping import MappedExtent, Remains
-from kvstrata_agent.backends.recovered import Columns
 from kvstrata_agent.backends.slot_table import Extent, SlotTable
 
 Maker = Callable[[int], MappedExtent]

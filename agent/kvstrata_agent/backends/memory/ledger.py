@@ -16,8 +16,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvstrata_agent.backends.base import Record
-from kvstrata_agent.backends.recovered import Columns, fields_of
+from kvstrata_agent.backends.base import Columns, Record
+from kvstrata_agent.backends.recovered import fields_of
 from kvstrata_agent.backends.slot_table import sole_writer
 from kvstrata_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES, ScopeId
 from kvstrata_api.checksum import CHECKSUM_BYTES

@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
-from kvstrata_agent.backends.base import Capabilities, Record, SlotRef
+from kvstrata_agent.backends.base import (
+    Capabilities,
+    OptionalCapabilities,
+    PacedBackend,
+    Record,
+    SealingBackend,
+    SlotRef,
+)
 from kvstrata_agent.backends.file.claim import STAMPS_PER_RUN, STORE_FILE
 from kvstrata_agent.backends.record.layout import (
     HEADER_BYTES,
@@ -33,7 +40,6 @@ from kvstrata_agent.backends.record.layout import (
     open_into,
 )
 from kvstrata_agent.backends.threads import here_or_in_thread
-from kvstrata_api.blocks import ScopeId
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, TierFullError
 
 if TYPE_CHECKING:
@@ -151,7 +157,7 @@ _GRAVES_MAX: Final = 100_000
 """Deletions that wait for a store that is away; beyond it objects stay until the next start finds them."""
 
 
-class ObjectStoreTier:
+class ObjectStoreTier(OptionalCapabilities):
     """A tier of objects (`TierBackend`)."""
 
     def __init__(
@@ -176,6 +182,16 @@ class ObjectStoreTier:
         self._burial: asyncio.Task[None] | None = None
         self._last_error = ""
         self._is_closed = False
+
+    @property
+    def paced(self) -> PacedBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
+
+    @property
+    def sealing(self) -> SealingBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
 
     @property
     def capabilities(self) -> Capabilities:

@@ -6,13 +6,13 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.backends.base import SharedBackend
 from kvstrata_agent.backends.scratch import ScratchPool
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_agent.codec.base import IN_THE_OPEN
 from kvstrata_api.errors import KvStrataError
 
 if TYPE_CHECKING:
+    from kvstrata_agent.backends.base import SharedBackend
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.cache.ports import Placed, Wanted
     from kvstrata_agent.movement.encoding import Codecs
@@ -33,16 +33,17 @@ class FlashReader:
     @property
     def tiers(self) -> tuple[str, ...]:
         """Names of the shared tiers that are up here."""
-        return tuple(t.name for t in self._node.tiers if isinstance(t.backend, SharedBackend))
+        return tuple(t.name for t in self._node.tiers if t.backend.shared is not None)
 
     async def read(self, wanted: Wanted, placed: Placed) -> bool:
         """Fill a block's slot from its owner's file; see `ports.SharedReader`."""
         tier = self._node.tier(placed.tier)
-        if tier is None or not isinstance(tier.backend, SharedBackend) or placed.record.raw_bytes != len(wanted.into):
+        shared = None if tier is None else tier.backend.shared
+        if tier is None or shared is None or placed.record.raw_bytes != len(wanted.into):
             return False
         async with self._turns:
             try:
-                await self._read(tier.backend, wanted, placed)
+                await self._read(shared, wanted, placed)
             except KvStrataError as e:
                 tier.last_error = str(e)
                 return False
