@@ -88,7 +88,7 @@ def flip(core: AgentParts, volume: MemoryVolume, entry: Entry) -> None:
     """Spoil a byte of the record below."""
     copy, store = entry.residences[-1], core.node.tiers[1].backend
     assert isinstance(store, RecordStore)
-    volume.flip(str(store._segments[copy.slot.extent].name), copy.slot.offset + 4096 + 7, 1)
+    volume.flip(str(store._state.segments[copy.slot.extent].name), copy.slot.offset + 4096 + 7, 1)
 
 
 async def test_a_coded_group_goes_down_in_one_write_and_comes_up_as_it_was() -> None:

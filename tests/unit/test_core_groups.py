@@ -191,7 +191,7 @@ async def test_one_rotten_record_of_a_group_is_one_miss() -> None:
     rotten = entries[5].residences[0]
     store = core.node.tiers[1].backend
     assert isinstance(store, RecordStore)
-    volume.flip(str(store._segments[rotten.slot.extent].name), rotten.slot.offset + 4096 + 7, 1)
+    volume.flip(str(store._state.segments[rotten.slot.extent].name), rotten.slot.offset + 4096 + 7, 1)
 
     ends = await read_group(core, entries)
 
@@ -234,7 +234,7 @@ async def test_nothing_that_was_not_verified_gets_into_memory_that_engines_map()
     assert isinstance(store, RecordStore)
     for entry in entries:
         rotten = entry.residences[0].slot
-        volume.flip(str(store._segments[rotten.extent].name), rotten.offset + 4096 + 7, 1)
+        volume.flip(str(store._state.segments[rotten.extent].name), rotten.offset + 4096 + 7, 1)
     targets = [memoryview(bytearray(b"\xee" * BLOCK_BYTES)) for _ in entries]
 
     ends = await store.read_group([

@@ -183,9 +183,9 @@ class Segment:
     """True once the file is on the medium under its name."""
     is_listable: bool = True
     """False when the index has no words for one of its records, or the medium failed here."""
-    graves: dict[int, float] = field(default_factory=dict)
+    pending_discards: dict[int, float] = field(default_factory=dict)
     """Offsets of dropped records that are still there, and when they were dropped."""
-    burying: asyncio.Lock = field(default_factory=asyncio.Lock)
+    discarding: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while holes are punched: a late one must not hit the next record."""
     users: int = 0
     writers: int = 0
@@ -194,7 +194,7 @@ class Segment:
     """Set while nobody uses the file."""
     busy: dict[int, int] = field(default_factory=dict)
     """Transfers under way at each offset; such a slot is not used again before they end, even when it is dropped."""
-    doomed: dict[int, SlotRef] = field(default_factory=dict)
+    deferred_drops: dict[int, SlotRef] = field(default_factory=dict)
     """Slots that were dropped while they were busy."""
     _opening: asyncio.Task[VolumeFile] | None = None
 
@@ -218,7 +218,7 @@ class Segment:
     @property
     def is_settled(self) -> bool:
         """True when the medium holds what the entries say, and nothing else that a start could find."""
-        return not self.writers and not self.graves
+        return not self.writers and not self.pending_discards
 
     def enter(self, slot: SlotRef, record: Record, traits: Traits) -> None:
         """Note a record that is durable."""

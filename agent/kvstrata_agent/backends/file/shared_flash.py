@@ -54,7 +54,7 @@ class SharedFlash(RecordStore):
 
     def file_of(self, slot: SlotRef) -> str:
         """Name of the file that holds a slot, in our sub-directory."""
-        return str(self._segments[slot.extent].name)
+        return str(self._state.segments[slot.extent].name)
 
     async def read_other(self, node: str, file: str, slot: SlotRef, record: Record, into: memoryview) -> None:
         """Read a record of another node's store. See `SharedBackend`."""

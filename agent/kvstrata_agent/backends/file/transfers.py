@@ -6,130 +6,31 @@ slots that it is copied to, and never see anything else.
 """
 
 import asyncio
-import mmap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from threading import Lock
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from msgspec.structs import replace as struct_replace
 
 from kvstrata_agent.backends.base import Reading, Record, SlotRef, Sound, Writing, matches
+from kvstrata_agent.backends.file.segment_io import LaidOutRecord, SegmentIo, coalesced, lay_out_run
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES
 from kvstrata_agent.backends.memory.mapping import address_of
 from kvstrata_agent.backends.record.layout import HEADER_BYTES, Form
 from kvstrata_agent.backends.scratch import BoundedBuffers, Loan
 from kvstrata_agent.backends.slot_table import round_up
-from kvstrata_agent.backends.threads import Apart, together
+from kvstrata_agent.backends.threads import together
 from kvstrata_api.checksum import Use, copied, rebound
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, KvStrataError
-from kvstrata_api.units import KIB
 from kvstrata_native import copy
-
-_GAP_BYTES_MAX: Final = 128 * KIB
-"""Unused ends of slots up to this are written over with zeros: a write of its own costs more. A slot of 2 MiB leaves
-60 KiB; the ends of larger ones break a run."""
-
-_ZEROS: Final = memoryview(mmap.mmap(-1, _GAP_BYTES_MAX)).toreadonly()
-
-
-@dataclass(slots=True, eq=False)
-class Laid:
-    """A record as it goes to its slot."""
-
-    writing: Writing
-    parts: tuple[memoryview, ...]
-    """What lies in the slot from its start: multiples of the alignment, at the alignment."""
-    lay_out: Callable[[Record], None]
-    """What fills the first part."""
-    end: Record | KvStrataError
-    """The record that is written, or why there is none; what is durable is not known here."""
-
-    @property
-    def slot(self) -> SlotRef:
-        """Where it goes."""
-        return self.writing.slot
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(len(p) for p in self.parts)
-
-
-def runs_of(laid: Iterable[Laid]) -> list[list[Laid]]:
-    """Records of neighbouring slots together, in the order of their offsets."""
-    runs: list[list[Laid]] = []
-    for one in sorted(laid, key=lambda r: (r.slot.extent, r.slot.offset)):
-        if runs and _is_next(runs[-1][-1], one):
-            runs[-1].append(one)
-        else:
-            runs.append([one])
-    return runs
-
-
-def _is_next(before: Laid, one: Laid) -> bool:
-    slot = before.slot
-    has_place = (slot.extent, slot.offset + slot.size_bytes) == (one.slot.extent, one.slot.offset)
-    return has_place and slot.size_bytes - before.size_bytes <= _GAP_BYTES_MAX
-
-
-def made(
-    run: Sequence[Laid], sealed: Callable[[Sequence[Writing]], Sequence[Record | KvStrataError]]
-) -> list[memoryview]:
-    """Lay the records of a run out; what one write of it consists of, nothing when there is no record in it.
-
-    `sealed` gives records with the checksums of their bytes. One that is not to be written leaves a page of zeros where
-    its header would be, so that a run stays one write.
-    """
-    for one, record in zip(run, sealed([one.writing for one in run]), strict=True):
-        if isinstance(record, KvStrataError):
-            one.parts[0][:] = bytes(len(one.parts[0]))  # The buffer's last user may have been another scope.
-        else:
-            one.lay_out(record)
-        one.end = record
-    return parts_of(run) if any(isinstance(one.end, Record) for one in run) else []
-
-
-def parts_of(run: Sequence[Laid]) -> list[memoryview]:
-    """What one write of a run consists of."""
-    parts: list[memoryview] = []
-    for one in run:
-        parts += one.parts
-        gap_bytes = one.slot.size_bytes - one.size_bytes
-        if gap_bytes and one is not run[-1]:
-            parts.append(_ZEROS[:gap_bytes])
-    return parts
-
 
 T = TypeVar("T")
 
-_GRACE_S: Final = 1.0
-"""A cancelled call waits so long for the medium; then the slot and the store's own buffer wait on without it."""
-
-
 _ANSWER_S: Final = 30.0
 """A read without an answer for so long has failed: Linux itself gives up on a local NVMe command then (io_timeout)."""
-
-
-class Places(Protocol):
-    """The slots of a store."""
-
-    async def store(self, run: Sequence[Laid], parts: Callable[[], Sequence[memoryview]]) -> None:
-        """Write neighbouring records as `parts` gives them, durable on return.
-
-        Raises `BackendFailedError`; none of them counts then.
-        """
-
-    async def load(self, ranges: Sequence[tuple[SlotRef, int, memoryview]], then: Callable[[], None]) -> None:
-        """Fill memory from so many bytes behind the start of slots of one segment, and go on with `then`.
-
-        Raises `BackendFailedError`.
-        """
-
-    def is_live(self, slot: SlotRef) -> bool:
-        """True while the slot is in use and was not dropped, not even with a transfer under way."""
 
 
 @dataclass(slots=True)
@@ -165,12 +66,11 @@ class _Arrival:
 class Transfers:
     """Writes and reads of one store."""
 
-    def __init__(self, form: Form, places: Places) -> None:
+    def __init__(self, form: Form, io: SegmentIo) -> None:
         """Own buffers."""
         self._form = form
-        self._places = places
+        self._io = io
         self._buffers = BoundedBuffers()
-        self.apart = Apart(_GRACE_S)
 
     async def write_group(self, writings: Sequence[Writing]) -> list[Record | KvStrataError]:
         """See `GroupBackend`."""
@@ -178,38 +78,42 @@ class Transfers:
         rooms = [HEADER_BYTES if is_straight else _room_bytes(HEADER_BYTES, w.record) for w in writings]
         async with self._buffers.lend(sum(rooms)) as loan:
             parts = zip(writings, _cut(loan.view, rooms), strict=True)
-            laid = [self._laid(w, room, is_straight=is_straight) for w, room in parts]
-            runs = runs_of(one for one in laid if isinstance(one, Laid))
+            laid = [self._laid_out(w, room, is_straight=is_straight) for w, room in parts]
+            runs = coalesced(one for one in laid if isinstance(one, LaidOutRecord))
             if is_straight:
-                await together([self._store(run, partial(made, run, sealed)) for run in runs])
+                await together([self._store(run, partial(lay_out_run, run, with_checksums)) for run in runs])
             else:
                 await self._store_apart(runs, loan)
-        return [one.end if isinstance(one, Laid) else one for one in laid]
+        return [one.end if isinstance(one, LaidOutRecord) else one for one in laid]
 
-    def _laid(self, writing: Writing, room: memoryview, *, is_straight: bool) -> Laid | KvStrataError:
+    def _laid_out(self, writing: Writing, room: memoryview, *, is_straight: bool) -> LaidOutRecord | KvStrataError:
         slot, record, stored = writing.slot, writing.record, writing.stored
         try:
             _check_fits(record, slot)
             if is_straight:
-                return Laid(writing, (room, stored), self._form.lay_out(room, record, slot, stored[:0]), record)
-            return Laid(writing, (room,), self._form.lay_out(room, record, slot, stored), record)
+                return LaidOutRecord(
+                    writing, (room, stored), self._form.lay_out(room, record, slot, stored[:0]), record
+                )
+            return LaidOutRecord(writing, (room,), self._form.lay_out(room, record, slot, stored), record)
         except KvStrataError as e:
             return e
 
-    async def _store_apart(self, runs: Sequence[Sequence[Laid]], loan: Loan) -> None:
+    async def _store_apart(self, runs: Sequence[Sequence[LaidOutRecord]], loan: Loan) -> None:
         """Write from the store's own buffer; the caller's memory is left alone once the caller has gone."""
         callers = _Callers()
         unmade: list[memoryview] = []
-        stores = [self._store(run, partial(callers.use, partial(made, run, sealed), unmade)) for run in runs]
+        stores = [
+            self._store(run, partial(callers.use, partial(lay_out_run, run, with_checksums), unmade)) for run in runs
+        ]
         loan.user = asyncio.ensure_future(together(stores))
         try:
-            await self.apart.outlive(loan.user)
+            await self._io.apart.outlive(loan.user)
         finally:
             callers.leave()
 
-    async def _store(self, run: Sequence[Laid], parts: Callable[[], list[memoryview]]) -> None:
+    async def _store(self, run: Sequence[LaidOutRecord], parts: Callable[[], list[memoryview]]) -> None:
         try:
-            await self._places.store(run, parts)
+            await self._io.write(run, parts)
         except BackendFailedError as e:
             for one in run:
                 one.end = e
@@ -247,9 +151,9 @@ class Transfers:
                 for r, room in zip(readings, _cut(loan.view, rooms), strict=True)
             ]
             ranges = [(a.reading.slot, HEADER_BYTES - head_bytes, a.whole) for a in arrivals]
-            loan.user = asyncio.ensure_future(self._places.load(ranges, partial(self._arrive, arrivals, callers)))
+            loan.user = asyncio.ensure_future(self._io.read(ranges, partial(self._arrive, arrivals, callers)))
             try:
-                await self.apart.outlive(loan.user)
+                await self._io.apart.outlive(loan.user)
             finally:
                 callers.leave()
         return {a.reading.slot: self._end(a) for a in arrivals}
@@ -269,7 +173,7 @@ class Transfers:
 
     def _end(self, arrival: _Arrival) -> bytes | KvStrataError:
         slot, record = arrival.reading.slot, arrival.reading.record
-        if arrival.bound and self._places.is_live(slot):
+        if arrival.bound and self._io.is_live(slot):
             return arrival.bound
         try:
             self._form.opener(record, slot)
@@ -300,7 +204,7 @@ def _cut(view: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
         at += size_bytes
 
 
-def sealed(writings: Sequence[Writing]) -> list[Record | KvStrataError]:
+def with_checksums(writings: Sequence[Writing]) -> list[Record | KvStrataError]:
     """Records with the checksums of their bytes, in this thread; an error for bytes that are not sound."""
     unsure = [(w, w.sound) for w in writings if w.sound is not None]
     pairs = rebound([
