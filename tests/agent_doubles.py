@@ -105,7 +105,7 @@ class DictBackend(OptionalCapabilities):
         self.capacity_bytes = capacity_bytes
         return frozenset()
 
-    def relief(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:
+    def extents_to_free(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:
         return frozenset() if self.used_bytes + size_bytes <= self.capacity_bytes else frozenset({0})
 
     def compact(self) -> frozenset[int]:

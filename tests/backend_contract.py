@@ -243,10 +243,10 @@ class BackendContract:
         assert [await get(backend, *s) for s in stored] == [content(n) for n in range(20)]
 
     async def test_emptying_what_relief_names_makes_room(self, backend: TierBackend) -> None:
-        assert backend.relief(BOB, BLOCK_BYTES) == frozenset()
+        assert backend.extents_to_free(BOB, BLOCK_BYTES) == frozenset()
         slots = fill(backend, ANNA)
 
-        named = backend.relief(BOB, BLOCK_BYTES)
+        named = backend.extents_to_free(BOB, BLOCK_BYTES)
         for slot in slots:
             if slot.extent in named:
                 backend.drop(slot)

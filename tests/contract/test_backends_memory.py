@@ -19,7 +19,7 @@ from mappable_contract import MappableContract
 from kvstrata_agent.backends.base import TierBackend
 from kvstrata_agent.backends.memory.cxl import open_cxl
 from kvstrata_agent.backends.memory.host_dram import free_pages, open_host_dram
-from kvstrata_agent.backends.memory.persistence import Home, read_mounts
+from kvstrata_agent.backends.memory.persistence import PersistenceRoot, read_mounts
 from kvstrata_api.models.pool import CxlEmulation, CxlTier, HostDramTier
 from kvstrata_api.tiers import CxlMode
 from kvstrata_api.units import MIB
@@ -106,8 +106,8 @@ class _LastingContract(PersistentContract, MappableContract):
         yield backend
         await backend.close()
 
-    def home(self, where: object) -> Home:
-        return Home(Path(str(where)), "pool-a", "node-a", read_mounts(), "tier-a")
+    def home(self, where: object) -> PersistenceRoot:
+        return PersistenceRoot(Path(str(where)), "pool-a", "node-a", read_mounts(), "tier-a")
 
 
 class TestLastingSmallPages(_LastingContract):

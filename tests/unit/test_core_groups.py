@@ -22,7 +22,7 @@ from sim.volume import Fault, MemoryVolume
 from virtual_loop import run_virtually
 
 from kvstrata_agent.app.wiring import AgentParts
-from kvstrata_agent.backends.base import Reading, Record, Sound, TierBackend, Writing
+from kvstrata_agent.backends.base import ExpectedChecksum, Reading, Record, TierBackend, Writing
 from kvstrata_agent.backends.file.record_store import RecordStore, open_store
 from kvstrata_agent.blocks.block import Entry
 from kvstrata_agent.blocks.request import Place
@@ -293,7 +293,7 @@ async def test_more_records_than_buffers_go_through_buffers_at_once() -> None:
         stored = memoryview(memory)[n * BLOCK_BYTES + 1 : (n + 1) * BLOCK_BYTES + 1]  # Not where O_DIRECT wants it.
         slot = store.reserve(SCOPE, BLOCK_BYTES)
         made = Record(BlockKey(SCOPE, digest(n)), b"", LAYOUT_ID, "raw", BLOCK_BYTES, BLOCK_BYTES, b"", 7)
-        writings.append(Writing(slot, stored, made, Sound(checksum(stored, digest(n), 1, 2), (1, 2))))
+        writings.append(Writing(slot, stored, made, ExpectedChecksum(checksum(stored, digest(n), 1, 2), (1, 2))))
 
     async with asyncio.timeout(10):
         ends = await store.write_group(writings)

@@ -19,7 +19,7 @@ from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends import registry
 from kvstrata_agent.backends import registry as wiping
-from kvstrata_agent.backends.memory.persistence import Home, read_mounts, remove_abandoned
+from kvstrata_agent.backends.memory.persistence import PersistenceRoot, read_mounts, remove_abandoned
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.blocks.scope_secrets import ScopeMemory
@@ -35,7 +35,7 @@ from kvstrata_agent.operations.drain import drained_tiers
 from kvstrata_agent.policy import removal as leaving
 from kvstrata_agent.policy.removal import Presence, Removal
 from kvstrata_agent.provision.provisioner import Provisioner, wipe_all
-from kvstrata_agent.provision.recovery import LOOK_S, Latecomers
+from kvstrata_agent.provision.recovery import KEY_POLL_INTERVAL_S, AwaitedKeys
 from kvstrata_agent.serve.authorization import Attaching
 from kvstrata_agent.serve.server import Server
 from kvstrata_agent.serve.session_verbs import SessionVerbs
@@ -134,7 +134,7 @@ class AgentProcess:
         stack.push_async_callback(provisioner.close)
         stack.push_async_callback(core.close)
         await self._alive(self._follow(world, core, provisioner))
-        await asyncio.to_thread(remove_abandoned, self._home(), frozenset(provisioner.states))
+        await asyncio.to_thread(remove_abandoned, self._persistence_root(), frozenset(provisioner.states))
         neighbours.peers.shared = core.flash
         await neighbours.start(stack, core.lender, core.grower, core.adopter)
         server = self._open_socket(stack, world, core)
@@ -142,17 +142,17 @@ class AgentProcess:
         self._announce_readiness(stack, neighbours.address, epoch)
         async with asyncio.TaskGroup() as group:
             group.create_task(Sweeper(core.cache, world.authenticator).run())
-            group.create_task(repeat("latecomers", LOOK_S, Latecomers(node, world.keyring).look))
+            group.create_task(repeat("latecomers", KEY_POLL_INTERVAL_S, AwaitedKeys(node, world.keyring).poll))
             group.create_task(repeat("advice", ADVICE_S, Advice(node, neighbours.directory, scopes).listen))
             group.create_task(self._keep_following(world, core, provisioner))
             group.create_task(self._keep_reporting(world, core, provisioner, neighbours, server))
 
     def _place(self, world: KubeWorld) -> registry.Place:
-        home, keys = self._home(), world.keyring
-        return registry.Place(self._config.pool, self._config.node, self._facts, home=home, keys=keys)
+        root, keys = self._persistence_root(), world.keyring
+        return registry.Place(self._config.pool, self._config.node, self._facts, persistence=root, keys=keys)
 
-    def _home(self) -> Home:
-        return Home(self._config.memory_dir, self._config.pool, self._config.node, read_mounts())
+    def _persistence_root(self) -> PersistenceRoot:
+        return PersistenceRoot(self._config.memory_dir, self._config.pool, self._config.node, read_mounts())
 
     def _make_node(self, world: KubeWorld, neighbours: Neighbours, scopes: ScopeMemory, epoch: int) -> Node:
         index = Index()
@@ -195,7 +195,9 @@ class AgentProcess:
         core.node.is_draining = is_asked or world.desired.is_withdrawn or removal is not Removal.NONE
         wipe = partial(wiping.wipe, place=self._place(world))
         if removal is not Removal.NONE:
-            await provisioner.remove(removal, wanted.tiers, wipe, partial(remove_abandoned, self._home(), frozenset()))
+            await provisioner.remove(
+                removal, wanted.tiers, wipe, partial(remove_abandoned, self._persistence_root(), frozenset())
+            )
             self._followed = pool_node
             return
         drain, policy = core.node.spec.update_strategy.drain, core.node.spec.deletion_policy
@@ -223,7 +225,7 @@ class AgentProcess:
         if removal is Removal.DESTROY:
             await wipe_all(desired.tiers, partial(wiping.wipe, place=self._place(world)))
         try:
-            gone = await asyncio.to_thread(remove_abandoned, self._home(), frozenset())
+            gone = await asyncio.to_thread(remove_abandoned, self._persistence_root(), frozenset())
         except OSError as e:
             _log.warning("memory stays", extra={"path": e.filename, "cause": e.strerror})
             return

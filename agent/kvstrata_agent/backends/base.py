@@ -16,22 +16,26 @@ PROBE_SCOPE: Final = ScopeId("probe/start-up/0/v0")
 """Scope of the start-up probe's blocks. Belongs to no tenant: no grant names it, so no engine can ask for them."""
 
 
-class BlamelessError(BackendFailedError):
-    """A transfer failed and its medium is fine: nothing is to be held against it."""
+class MediumIntactError(BackendFailedError):
+    """A transfer failed and its medium is intact: it does not count as a failure of the tier.
+
+    The one place where the error tree has a third level: who keeps count of a medium's failures asks for this class,
+    everybody else for `BackendFailedError`.
+    """
 
 
-class MemoryAwayError(BlamelessError):
+class MemoryAwayError(MediumIntactError):
     """The caller's memory was taken away under a transfer, as a client can do to memory that it was given."""
 
 
-class KeyAwayError(BlamelessError):
+class KeyAwayError(MediumIntactError):
     """A scope's data key is not there now: its blocks can be neither written nor read, and are not lost by that."""
 
 
 class SlotRef(msgspec.Struct, frozen=True, gc=False):
     """Place for one block in one tier. `stamp` moves on with every use of the slot.
 
-    A struct, like all values that each block has: made in 0.1 us, and nothing that the collector has to look at.
+    A struct, like all values that each block has: made in 0.1 us, and nothing that the garbage collector has to visit.
     """
 
     extent: int
@@ -204,8 +208,8 @@ class TierBackend(OptionalCapabilities, Protocol):
     async def write(self, slot: SlotRef, record: Record, stored: memoryview) -> None:
         """Store `record.stored_bytes` bytes in the slot. On return they survive what the medium promises.
 
-        Raises `BackendFailedError` on an I/O error; the slot holds nothing readable then. `BlamelessError` says that
-        the medium is fine: one which encrypts has no key for this scope, or `stored` was taken away.
+        Raises `BackendFailedError` on an I/O error; the slot holds nothing readable then. `MediumIntactError` means
+        that the medium is fine: one which encrypts has no key for this scope, or `stored` was taken away.
         """
 
     async def read(self, slot: SlotRef, record: Record, into: memoryview) -> None:
@@ -225,7 +229,7 @@ class TierBackend(OptionalCapabilities, Protocol):
         dropped; the caller moves their blocks away.
         """
 
-    def relief(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:
+    def extents_to_free(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:
         """Extents that, once emptied, leave room for such a slot, empty set when there is room already.
 
         For a caller that got `TierFullError` and holds no idle block of the same scope and size: dropping others
@@ -262,7 +266,7 @@ class MappableBackend(TierBackend, Protocol):
     def reserve_run(self, scope: ScopeId, size_bytes: int, count: int, writer: str = "") -> list[SlotRef]:
         """Take up to `count` slots like `reserve`; fewer, or none, where there is no more room or the medium fails."""
 
-    def relief(self, scope: ScopeId, size_bytes: int, writer: str = "") -> frozenset[int]:
+    def extents_to_free(self, scope: ScopeId, size_bytes: int, writer: str = "") -> frozenset[int]:
         """As for every backend, for a slot of that writer."""
 
     def extent_scope(self, extent: int) -> ScopeId:
@@ -294,7 +298,7 @@ class MappableBackend(TierBackend, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Sound:
+class ExpectedChecksum:
     """A checksum that bytes have to match, and the use that it is bound to."""
 
     checksum: bytes
@@ -309,8 +313,8 @@ class Writing:
     stored: memoryview
     """The record's bytes, no more."""
     record: Record
-    sound: Sound | None = None
-    """What the bytes are known by, where somebody else may write to `stored` meanwhile: they are verified and their
+    expected: ExpectedChecksum | None = None
+    """What the bytes must match, where somebody else may write to `stored` meanwhile: they are verified and their
     checksum is put into the record. A medium that does not write them as they lie copies them first."""
 
 
@@ -340,7 +344,7 @@ class GroupBackend(TierBackend, Protocol):
 
 
 class PersistentBackend(MappableBackend, Protocol):
-    """Mapped memory whose blocks outlive the agent: it has to be told of what engines and transfers wrote there."""
+    """Mapped memory whose blocks outlive the agent: it has to be notified of what engines and transfers wrote there."""
 
     def commit(self, slot: SlotRef, record: Record) -> None:
         """Note that the verified bytes in a slot are this block's. From here on a restart finds it."""

@@ -27,7 +27,7 @@ def fields_of(codec_bytes_max: int) -> np.dtype[np.void]:
 _COMMON: Final = ("epoch", "raw_bytes", "layout_id", "parent_length", "codec_length", "codec")
 """Fields of a record that many share: its kind."""
 _FEW: Final = 16
-"""Up to so many kinds of an extent are told apart one by one, which takes a tenth of sorting."""
+"""Up to so many kinds of an extent are distinguished one by one, which takes a tenth of sorting."""
 
 
 def alike(records: NDArray[np.void]) -> tuple[list[int], NDArray[np.intp]]:

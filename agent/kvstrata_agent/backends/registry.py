@@ -21,7 +21,7 @@ from kvstrata_agent.backends.file.claim import NEW_SUFFIX, POOL_FILE
 from kvstrata_agent.backends.file.open_store import open_nvme, open_remote_flash
 from kvstrata_agent.backends.memory.cxl import open_cxl
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
-from kvstrata_agent.backends.memory.persistence import NO_HOME, Home
+from kvstrata_agent.backends.memory.persistence import NO_PERSISTENCE, PersistenceRoot
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_api.directories import directories_of
 from kvstrata_api.errors import BackendFailedError, InvalidInputError, UnsupportedError
@@ -48,7 +48,7 @@ class Place:
     """What discovery found on this machine."""
     object_credentials: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Settings of the object store client, such as aws_access_key_id; empty for ambient identity."""
-    home: Home = NO_HOME
+    persistence: PersistenceRoot = NO_PERSISTENCE
     """Where memory tiers can outlive the agent."""
     keys: DataKeys | None = field(default=None, repr=False)
     """Data keys of scopes, for tiers that are declared encrypted."""
@@ -101,14 +101,16 @@ def _settings(tier: NodeTier, value: Settings | None) -> Settings:
 
 async def _host_dram(tier: NodeTier, place: Place) -> TierBackend:
     settings = _settings(tier, tier.host_dram)
-    return open_host_dram(settings, tier.capacity_bytes, place.facts.cpu_nodes, replace(place.home, tier=tier.name))
+    return open_host_dram(
+        settings, tier.capacity_bytes, place.facts.cpu_nodes, replace(place.persistence, tier=tier.name)
+    )
 
 
 async def _cxl(tier: NodeTier, place: Place) -> TierBackend:
     settings = _settings(tier, tier.cxl)
     if settings.mode is CxlMode.DEV_DAX:
         return await in_thread(None, partial(open_devdax, tier.capacity_bytes, place.facts.dax))
-    return open_cxl(settings, tier.capacity_bytes, place.facts.cpuless, replace(place.home, tier=tier.name))
+    return open_cxl(settings, tier.capacity_bytes, place.facts.cpuless, replace(place.persistence, tier=tier.name))
 
 
 async def _nvme(tier: NodeTier, place: Place) -> TierBackend:
@@ -193,7 +195,7 @@ def _is_claimed_by(root: Path, pool: str) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (ValueError, AttributeError):
-        return False  # Nobody can tell whose it is.
+        return False  # Nobody knows whose it is.
 
 
 async def _wipe_objects(url: str, place: Place) -> None:

@@ -12,6 +12,8 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from kvstrata_agent.backends.slot_table import round_up
 from kvstrata_api.units import MIB
 
@@ -72,6 +74,11 @@ class ScratchPool:
 
 _BUFFERS_MAX: Final = 16
 """Twice the depth at which the measured disks saturate (8 transfers of 2 MiB)."""
+
+
+def address_of(view: memoryview) -> int:
+    """Address of the first byte, of read-only views too; the view must stay alive while the address is used."""
+    return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from kvstrata_agent.blocks.reservations import Reservation, ReservationTable
 from kvstrata_agent.blocks.sessions import SessionState, SessionTable
 from kvstrata_agent.blocks.tenants import TenantBook
 from kvstrata_agent.blocks.tier import WRITE_PAUSE_S, Tier
-from kvstrata_agent.codec.base import RAW, WORN
+from kvstrata_agent.codec.base import RAW, RAW_AFTER_LOSS
 from kvstrata_kube.signal import Signal
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Node:
     def arriving_form(self) -> str:
         """Form of blocks that come from peers, which do not say whether they have lost something already."""
         is_lossy = self.spec.policy.compression.max_relative_error_permille > 0
-        return WORN if is_lossy and self.spec.compatibility.dtype == "bf16" else RAW
+        return RAW_AFTER_LOSS if is_lossy and self.spec.compatibility.dtype == "bf16" else RAW
 
     def remember_layout(self, layout_id: LayoutId, layout: Layout) -> None:
         """Note what blocks of a layout look like."""

@@ -134,8 +134,8 @@ class Tier:
         """Extents that, once emptied, leave room for such a slot."""
         mappable = self.backend.mappable
         if mappable is not None:
-            return mappable.relief(scope, size_bytes, writer)
-        return self.backend.relief(scope, size_bytes)
+            return mappable.extents_to_free(scope, size_bytes, writer)
+        return self.backend.extents_to_free(scope, size_bytes)
 
     def take(
         self, scope: ScopeId, tenant: str, size_bytes: int, hard_bytes: int | None = None, writer: str = ""

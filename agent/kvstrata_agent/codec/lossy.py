@@ -71,7 +71,7 @@ _CHEAPER: Final = bytes(max(0, place - 1) for place in range(256))
 _BLOCKS: Final = 256
 """Blocks that the share is of: the last of them weigh as much as all before."""
 _BLOCKS_LEAST: Final = 64
-"""Fewer say nothing."""
+"""Fewer prove nothing."""
 _FROM_RATIO: Final = 0.05
 """A calibration is made such that 1 % of planes miss (`kvstrata_client.calibration.forms`); five times that is
 another cache."""
@@ -179,13 +179,13 @@ class MixedCodec:
         places = bytes(rungs.translate(_PLACES))
         self._guesses.settle(shape.layout_id, places)
         settled, drifted = _settled(first, places, errors), self._watch.note(shape.layout_id, places)
-        if _are_exact(places):  # Nothing was lost, and the record shall say so.
+        if _are_exact(places):  # Nothing was lost, and the record shall state so.
             return self._exact.encode(raw, shape, into)._replace(settled=settled, drifted=drifted)
         return Encoded(NAME, stored_bytes, settled, drifted)
 
 
 class KeepingCodec:
-    """Stores blocks that may have lost something: nothing is lost again, and their records say so. A `Codec`."""
+    """Stores blocks that may have lost something: nothing is lost again, and their records state so. A `Codec`."""
 
     name = NAME
 
@@ -212,14 +212,14 @@ class MixedDecoder:
 
 
 def _mixed(raw: memoryview, into: memoryview, rungs: bytearray, errors: npt.NDArray[np.float64], mixing: Mixing) -> int:
-    """Fill `into` and tell the length; rungs and errors are those that the planes settled on."""
+    """Fill `into` and return the length; rungs and errors are those that the planes settled on."""
     _HEADER.pack_into(into, 0, _VERSION, mixing.width, 0, *mixing[:3], len(raw))
     with into[_HEADER.size :] as body:
         return _HEADER.size + mix(body, raw, rungs, errors, mixing)
 
 
 def _are_exact(places: bytes) -> bool:
-    """No plane loses anything. Tells it without a loop over planes."""
+    """True when no plane loses anything; without a loop over planes."""
     return not places.translate(None, _EXACT_PLACES)
 
 

@@ -75,7 +75,7 @@ class CodecRegistry:
 
 
 class _Permit(NamedTuple):
-    """What a lossy codec is made for; another policy that says the same keeps what it has learned."""
+    """What a lossy codec is made for; an equal policy keeps what it has learned."""
 
     permille: int
     calibration: tuple[CalibratedLayout, ...]

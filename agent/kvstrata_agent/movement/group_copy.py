@@ -16,10 +16,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from kvstrata_agent.backends.base import BlamelessError, Reading, Sound
+from kvstrata_agent.backends.base import ExpectedChecksum, MediumIntactError, Reading
 from kvstrata_agent.backends.threads import here_or_in_thread
 from kvstrata_agent.blocks.block import Residence
-from kvstrata_agent.codec.base import LOSSY, RAW, WORN, room_bytes
+from kvstrata_agent.codec.base import LOSSY, RAW, RAW_AFTER_LOSS, room_bytes
 from kvstrata_agent.movement.group_write import Outgoing, record_of
 from kvstrata_api.checksum import bind
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, KvStrataError, UnsupportedError
@@ -42,12 +42,12 @@ def risen(node: Node, move: Move, target: Tier, end: bytes | KvStrataError) -> R
     entry, source = move.entry, move.source
     if isinstance(end, bytes):
         assert move.slot is not None
-        record, form = source.record, WORN if source.record.codec in LOSSY else RAW
+        record, form = source.record, RAW_AFTER_LOSS if source.record.codec in LOSSY else RAW
         made = record_of(node, entry, form, record.raw_bytes, record.raw_bytes, end)
         return Residence(target, move.slot, made)
     if isinstance(end, BlockCorruptError):
         node.copy_failed(entry, source, is_corrupt=True)
-    elif isinstance(end, BackendFailedError | UnsupportedError) and not isinstance(end, BlamelessError):
+    elif isinstance(end, BackendFailedError | UnsupportedError) and not isinstance(end, MediumIntactError):
         source.tier.last_error = str(end)
         node.copy_failed(entry, source, is_corrupt=False)
     return None
@@ -75,8 +75,8 @@ class StraightMoves:
         assert mappable is not None
         whole = views.enter_context(mappable.view(source.slot))
         view = views.enter_context(whole[: source.record.raw_bytes])
-        record, form = source.record, WORN if source.record.codec in LOSSY else RAW
-        return Outgoing(move, form, view, Sound(record.checksum, (record.epoch, source.slot.stamp)))
+        record, form = source.record, RAW_AFTER_LOSS if source.record.codec in LOSSY else RAW
+        return Outgoing(move, form, view, ExpectedChecksum(record.checksum, (record.epoch, source.slot.stamp)))
 
     async def up(self, moves: Sequence[Move], target: Tier) -> list[Residence | None]:
         """Read blocks into the slots of mapped memory that their moves name."""
@@ -150,7 +150,7 @@ class CodedMoves:
                 return None
             made = codec.encode(raw, shape, room)
             if made.stored_bytes >= len(raw):
-                return Outgoing(move, WORN if record.codec in LOSSY else RAW, raw), made
+                return Outgoing(move, RAW_AFTER_LOSS if record.codec in LOSSY else RAW, raw), made
             return Outgoing(move, made.codec, room[: made.stored_bytes]), made
 
         return work

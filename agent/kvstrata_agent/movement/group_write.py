@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstrata_agent.backends.base import BlamelessError, Record, Sound, Writing
+from kvstrata_agent.backends.base import ExpectedChecksum, MediumIntactError, Record, Writing
 from kvstrata_agent.backends.threads import here_or_in_thread
 from kvstrata_agent.blocks.block import Residence
 from kvstrata_agent.blocks.slot_request import Want
@@ -30,7 +30,7 @@ class Outgoing:
     move: Move
     codec: str
     stored: memoryview
-    sound: Sound | None = None
+    sound: ExpectedChecksum | None = None
     """What the bytes are known by, where somebody else may write to them; None where nobody can reach them."""
 
 
@@ -113,7 +113,7 @@ class GroupWriter:
                 failures.append(end)
             elif isinstance(end, KvStrataError):
                 raise end
-        told = next((f for f in failures if not isinstance(f, BlamelessError)), None)
+        told = next((f for f in failures if not isinstance(f, MediumIntactError)), None)
         if told is not None:  # Once for the group: it was one transfer.
             self._node.write_failed(target, str(told))
         return made

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.backends.base import BlamelessError, SlotRef
+from kvstrata_agent.backends.base import MediumIntactError, SlotRef
 from kvstrata_agent.backends.scratch import ScratchPool
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_agent.blocks.block import GONE, Entry, Residence
 from kvstrata_agent.blocks.slot_request import Want
-from kvstrata_agent.codec.base import IN_THE_OPEN, LOSSY, RAW, WORN, room_bytes
+from kvstrata_agent.codec.base import LOSSY, RAW, RAW_AFTER_LOSS, UNENCODED, room_bytes
 from kvstrata_agent.movement.encoding import Coding
 from kvstrata_agent.movement.fair_queue import TrafficClass
 from kvstrata_agent.movement.group_copy import CodedMoves, StraightMoves
@@ -76,10 +76,10 @@ class Mover:
         source, codec = move.source.tier, move.source.record.codec
         if source.backend.group is not None:
             is_up = target.backend.mappable is not None and move.slot is not None
-            return Way.ALONE if not is_up else Way.STRAIGHT if codec in IN_THE_OPEN else Way.CODED
+            return Way.ALONE if not is_up else Way.STRAIGHT if codec in UNENCODED else Way.CODED
         if source.backend.mappable is None or source.backend.capabilities.is_emulated or target.backend.group is None:
             return Way.ALONE  # Memory that stands in for slower one shows that in its `read`.
-        if codec not in IN_THE_OPEN:
+        if codec not in UNENCODED:
             return Way.ALONE
         return Way.STRAIGHT if self.coding.codec_for(move.source.record, target) is None else Way.CODED
 
@@ -143,7 +143,7 @@ class Mover:
             return await self._into_new_slot(entry, source, target)
         except BlockCorruptError:
             self._node.copy_failed(entry, source, is_corrupt=True)
-        except (_SlotSpoiltError, BlamelessError):
+        except (_SlotSpoiltError, MediumIntactError):
             return None  # Neither the source nor the medium is to blame; the slot is given back.
         except BackendFailedError as e:
             self._failed(entry, source, target, e)
@@ -168,7 +168,7 @@ class Mover:
         mappable, raw_bytes, record = target.backend.mappable, source.record.raw_bytes, source.record
         assert mappable is not None
         with mappable.view(slot) as whole, whole[:raw_bytes] as view:
-            if record.codec in IN_THE_OPEN:
+            if record.codec in UNENCODED:
                 try:
                     await self._read_raw(source, view)
                 except BlockCorruptError:
@@ -183,7 +183,7 @@ class Mover:
                     await self._read_raw(source, raw)
                     digest = await bound_checksum(raw, entry.digest, self._node.epoch, slot.stamp)
                     await in_thread(None, partial(copy, view, raw))
-        form = WORN if record.codec in LOSSY else RAW
+        form = RAW_AFTER_LOSS if record.codec in LOSSY else RAW
         return Residence(target, slot, record_of(self._node, entry, form, raw_bytes, raw_bytes, digest))
 
     async def _into_new_slot(self, entry: Entry, source: Residence, target: Tier) -> Residence:
@@ -199,7 +199,7 @@ class Mover:
     async def _form(self, entry: Entry, source: Residence, target: Tier) -> AsyncIterator[tuple[str, memoryview]]:
         """Name and bytes for the target: a form that lost something goes on as it is, others through the codec."""
         record = source.record
-        if record.codec in LOSSY - IN_THE_OPEN and not target.backend.capabilities.is_memory:
+        if record.codec in LOSSY - UNENCODED and not target.backend.capabilities.is_memory:
             async with self._stored_form(source) as stored:
                 yield record.codec, stored
             return
@@ -217,7 +217,7 @@ class Mover:
             await target.backend.write(slot, record, stored)
         except BackendFailedError as e:
             self._node.give_back(target, slot, entry.tenant)
-            if isinstance(e, BlamelessError):
+            if isinstance(e, MediumIntactError):
                 raise
             raise _TargetFailedError(str(e)) from e
         except BaseException:
@@ -228,7 +228,7 @@ class Mover:
     async def _read_raw(self, source: Residence, into: memoryview) -> None:
         """Read one copy, verify it, and undo its codec."""
         record = source.record
-        if record.codec in IN_THE_OPEN:
+        if record.codec in UNENCODED:
             await source.tier.backend.read(source.slot, record, into)
             return
         async with self._stored_form(source) as stored:
@@ -251,7 +251,7 @@ class Mover:
         self, entry: Entry, record: Record, raw: memoryview, target: Tier
     ) -> AsyncIterator[tuple[str, memoryview]]:
         """Apply the pool's codec for media below memory; what does not become shorter is stored as it is."""
-        codec, plain = self.coding.codec_for(record, target), WORN if record.codec in LOSSY else RAW
+        codec, plain = self.coding.codec_for(record, target), RAW_AFTER_LOSS if record.codec in LOSSY else RAW
         if codec is None:
             yield plain, raw
             return

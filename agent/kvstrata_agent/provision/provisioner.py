@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 RETRY_S: Final = 10.0
 """Between attempts to set a failed tier up."""
 PROBE_BLOCK_BYTES: Final = MIB
-"""Block size of the probe until an engine has told the pool's own: 16 tokens of an 8-billion-parameter model in bf16
-take 2 MiB, of small models tens of KiB."""
+"""Block size of the probe until an engine has reported the pool's own: 16 tokens of an 8-billion-parameter model in
+bf16 take 2 MiB, of small models tens of KiB."""
 REPROBE_FILL_MAX: Final = 0.5
 """Above this fill a tier is not measured again: the probe would take the room of blocks."""
 READERS_S: Final = 5.0
 """What readers of a tier that is taken out get to finish a copy: the largest batch takes well under a second."""
-READERS_LOOK_S: Final = 0.01
+READERS_POLL_INTERVAL_S: Final = 0.01
 
 _log = logging.getLogger(__name__)
 
@@ -87,8 +87,8 @@ class Provisioner:
     async def apply(self, wanted: Sequence[NodeTier], leave_within_s: float = 0.0, *, wipe: Wipe | None = None) -> None:
         """Make the tiers as declared, as far as that is possible now. Called again, it retries failed ones.
 
-        A tier that is declared no more, or with other settings, has `leave_within_s` to bring its blocks to others.
-        With `wipe`, which removes what a tier keeps across restarts, that goes with a tier that is declared no more.
+        A tier that is removed from the spec, or declared with other settings, has `leave_within_s` to bring its blocks
+        to others. With `wipe`, which removes what a tier keeps across restarts, that goes when it leaves the spec.
         """
         self.departure = None
         is_retry_due = self.node.clock() >= self._retry_at_s
@@ -109,7 +109,7 @@ class Provisioner:
                 spec = self.states[step.name].spec
                 await self._close(step.name)
                 if wipe is not None and provision_plan.is_abandoned(spec, wanted):
-                    await _ended(step.name, wipe(spec))
+                    await _close_backend(step.name, wipe(spec))
         steps += self._short(limits, steps)
         self._order(wanted, leaving)
         for step in steps:
@@ -156,13 +156,13 @@ class Provisioner:
             try:
                 tier.recovered_blocks += await enter(self.node, tier, striped.recover_late())
             except Exception as e:  # noqa: BLE001  As above.
-                _told(tier.name, e)
+                _reported(tier.name, e)
 
     async def close(self) -> None:
         """Close all tiers; what survives a restart is kept. Idempotent."""
         for state in self.states.values():
             if state.tier is not None:
-                await _ended(state.tier.name, state.tier.backend.close())
+                await _close_backend(state.tier.name, state.tier.backend.close())
         self.states.clear()
         self.node.tiers.clear()
 
@@ -202,7 +202,7 @@ class Provisioner:
         try:
             backend = await self.make(spec.model_copy(update={"capacity_bytes": limit.granted_bytes}))
         except Exception as e:  # noqa: BLE001  Whatever it was, one failed tier costs no other.
-            state.error, state.is_absent = _told(spec.name, e), isinstance(e, UnsupportedError)
+            state.error, state.is_absent = _reported(spec.name, e), isinstance(e, UnsupportedError)
             return
         await self._take_up(state, backend)
 
@@ -228,14 +228,14 @@ class Provisioner:
             tier.probe = await probe(backend, self._probe_bytes(backend))
         except Exception as e:  # noqa: BLE001  As above.
             await self._close(state.spec.name, is_kept=True)
-            self.states[state.spec.name] = TierState(state.spec, state.limit, error=_told(state.spec.name, e))
+            self.states[state.spec.name] = TierState(state.spec, state.limit, error=_reported(state.spec.name, e))
             return
         can, found = backend.capabilities, tier.recovered_blocks
         facts = {"medium": can.medium, "encrypted": can.is_encrypted, "recovered_blocks": found}
         _log.info("tier ready", extra={"tier": tier.name, **facts})
 
     async def reprobe(self) -> None:
-        """Measure again once engines have told the size of the pool's blocks; without room the old figures stay."""
+        """Measure again once engines have reported the size of the pool's blocks; without room the old figures stay."""
         for tier in tuple(self.node.tiers):
             wanted = self._probe_bytes(tier.backend)
             if tier.probe is not None and tier.probe.block_bytes != wanted and tier.fill_ratio < REPROBE_FILL_MAX:
@@ -260,7 +260,7 @@ class Provisioner:
             state.tier.closing = state.tier.shrinking = await state.tier.backend.resize(limit.granted_bytes)
             state.error = ""
         except Exception as e:  # noqa: BLE001  As above.
-            state.error = _told(spec.name, e)
+            state.error = _reported(spec.name, e)
 
     async def _close(self, name: str, *, is_kept: bool = False) -> None:
         """Take a tier out: nobody finds its copies any more, then the medium is released.
@@ -277,17 +277,17 @@ class Provisioner:
         tier.is_gone = True
         self.node.index.forget_tier(tier)
         persistent = tier.backend.persistent
-        await _ended(name, tier.backend.close() if persistent is None or is_kept else persistent.discard())
+        await _close_backend(name, tier.backend.close() if persistent is None or is_kept else persistent.discard())
 
     async def _outlive_readers(self, tier: Tier) -> None:
-        """Let readers of a tier that goes away finish; whoever is not done in time is told at its release."""
+        """Let readers of a tier that goes away finish; whoever is not done in time is notified at its release."""
         until_s = self.node.clock() + READERS_S
         while self.node.is_leased(tier) and self.node.clock() < until_s:  # noqa: ASYNC110  Rare; no event for it.
-            await asyncio.sleep(READERS_LOOK_S)
+            await asyncio.sleep(READERS_POLL_INTERVAL_S)
         self.node.revoke(tier)
 
     def _order(self, wanted: Sequence[NodeTier], leaving: Collection[str]) -> None:
-        """Give tiers their levels by the declared order, and count the tree anew when one changed."""
+        """Give tiers their levels by the declared order, and count the tree again when one changed."""
         levels = provision_plan.levels(wanted, [t.name for t in self.node.tiers], leaving)
         self._levels = levels
         for name in self.states.keys() - levels.keys():
@@ -307,19 +307,19 @@ async def wipe_all(specs: Iterable[NodeTier], wipe: Wipe) -> str:
         try:
             await wipe(spec)
         except Exception as e:  # noqa: BLE001  As above.
-            causes.append(f"tier {spec.name}: {_told(spec.name, e)}")
+            causes.append(f"tier {spec.name}: {_reported(spec.name, e)}")
     return "; ".join(causes)
 
 
-async def _ended(name: str, closing: Awaitable[None]) -> None:
-    """Let a backend close; what it cannot let go of is told, and no reason to keep anything else."""
+async def _close_backend(name: str, closing: Awaitable[None]) -> None:
+    """Let a backend close; what it cannot let go of is logged, and no reason to keep anything else."""
     try:
         await closing
     except Exception as e:  # noqa: BLE001  As above.
-        _told(name, e)
+        _reported(name, e)
 
 
-def _told(name: str, error: Exception) -> str:
+def _reported(name: str, error: Exception) -> str:
     """Log a failure and put it into words for the status; of one that nobody has thought of the log has the trace."""
     if isinstance(error, KvStrataError):
         _log.warning("tier failed", extra={"tier": name, "cause": str(error)})

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from kvstrata_api.blocks import ScopeId
 
 FREEZE_OBJECTS: Final = 100_000
-"""From so many new objects on, collections leave out what there is by then: they would look at it again and again."""
+"""From so many new objects on, collections leave out what there is by then: they would visit it again and again."""
 RECOVER_YIELD_BLOCKS: Final = 256
 """Recovered blocks between two turns of the loop, which has engines to serve meanwhile."""
-LOOK_S: Final = 1.0
-"""Between two looks; a look without anything that waits costs nothing."""
+KEY_POLL_INTERVAL_S: Final = 1.0
+"""Polling interval of missing keys; a poll without anything that waits costs nothing."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ async def enter(node: Node, tier: Tier, found: AsyncIterator[tuple[SlotRef, Reco
 
 
 async def enter_extents(node: Node, tier: Tier, found: AsyncIterator[Columns]) -> int:
-    """The same where the medium tells of an extent at a time: beyond what entries are kept of anyway, as rows."""
+    """The same where the medium returns an extent at a time: beyond what entries are kept of anyway, as rows."""
     scopes: dict[ScopeId, deque[Columns]] = {}
     async for columns in found:
         scopes.setdefault(columns.scope, deque()).append(columns)
@@ -69,7 +69,7 @@ async def enter_extents(node: Node, tier: Tier, found: AsyncIterator[Columns]) -
         while not restoring.is_done:
             count += node.restore_extent(restoring)
             await asyncio.sleep(0)
-    if has_rows:  # Once for all scopes: it looks at everything.
+    if has_rows:  # Once for all scopes: it visits everything.
         node.index.unfold_leaves(tier)
     return count
 
@@ -89,7 +89,7 @@ async def _each(extents: Iterable[Columns]) -> AsyncIterator[tuple[SlotRef, Reco
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Make many objects that stay: looking at them meanwhile takes a collector as long as making them."""
+    """Make many objects that stay: visiting them meanwhile takes a garbage collector as long as making them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -101,27 +101,27 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-class Latecomers:
-    """Looks after what waits for a key in the tiers of one node."""
+class AwaitedKeys:
+    """Blocks of one node's tiers that wait for their key: entered or removed by polls."""
 
     def __init__(self, node: Node, keys: DataKeys) -> None:
         self._node = node
         self._keys = keys
         self._unknown_since_s: dict[tuple[Tier, bytes], float] = {}
-        self._told: set[tuple[Tier, bytes]] = set()
+        self._reported: set[tuple[Tier, bytes]] = set()
 
-    async def look(self) -> None:
-        """Enter or remove what can be told of by now."""
+    async def poll(self) -> None:
+        """Enter or remove what is decided by now."""
         for tier in tuple(self._node.tiers):
             sealing = tier.backend.sealing
             if sealing is not None:
                 for tag in sealing.waiting:
-                    await self._look_at(tier, sealing, tag)
+                    await self._poll_tag(tier, sealing, tag)
 
-    async def _look_at(self, tier: Tier, backend: SealingBackend, tag: bytes) -> None:
+    async def _poll_tag(self, tier: Tier, backend: SealingBackend, tag: bytes) -> None:
         scope, now_s = self._keys.scope(tag), self._node.clock()
-        if (tier, tag) not in self._told:
-            self._told.add((tier, tag))
+        if (tier, tag) not in self._reported:
+            self._reported.add((tier, tag))
             cause = "no scope has this tag" if scope is None else "its data key or KEK is not there"
             _log.warning(
                 "sealed blocks wait for their key", extra={"tier": tier.name, "tag": tag.hex(), "cause": cause}
@@ -129,13 +129,13 @@ class Latecomers:
         if scope is None:
             if now_s - self._unknown_since_s.setdefault((tier, tag), now_s) >= LOST_AFTER_S:
                 del self._unknown_since_s[tier, tag]
-                self._told.discard((tier, tag))
+                self._reported.discard((tier, tag))
                 await backend.forget_waiting(tag)
                 _log.info("sealed blocks of an erased scope removed", extra={"tier": tier.name})
             return
         self._unknown_since_s.pop((tier, tag), None)
         if self._keys.data_key(scope) is not None:
-            self._told.discard((tier, tag))
+            self._reported.discard((tier, tag))
             count = await enter(self._node, tier, backend.recover_waiting(tag))
             tier.recovered_blocks += count
             _log.info("sealed blocks found their key", extra={"tier": tier.name, "blocks": count})

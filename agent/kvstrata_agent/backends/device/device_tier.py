@@ -135,9 +135,9 @@ class DeviceTier(OptionalCapabilities, Generic[Memory]):
             self._release(extent)
         return closing
 
-    def relief(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:
+    def extents_to_free(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:
         """Extents whose emptying makes room for such a slot. See `TierBackend`."""
-        return frozenset() if self._table.has_room(scope, size_bytes) else self._table.relief(size_bytes)
+        return frozenset() if self._table.has_room(scope, size_bytes) else self._table.extents_to_free(size_bytes)
 
     def compact(self) -> frozenset[int]:
         """Close sparse extents, and those in which the device has failed. See `TierBackend`."""

@@ -64,7 +64,7 @@ class Staging:
         self._pieces: deque[_Piece] = deque()
 
     def write(self, writings: Sequence[Writing], slots: Slots) -> list[Record | KvStrataError]:
-        """Copy records to their slots; on return each is there, or why not is said."""
+        """Copy records to their slots; on return each is there, or the error that kept it out."""
         ends: list[Record | KvStrataError] = []
         under_way: deque[tuple[Record | KvStrataError, _Piece | None]] = deque()
         for writing in writings:
@@ -127,7 +127,7 @@ class Staging:
 
 def staged(writing: Writing, room: memoryview) -> Record | KvStrataError:
     """Copy a record into memory that is ours, and prove the copy where that is asked; its record, or an error."""
-    record, sound = writing.record, writing.sound
+    record, sound = writing.record, writing.expected
     if sound is None:
         copy(room, writing.stored)
         return record

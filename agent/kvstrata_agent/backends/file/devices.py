@@ -69,7 +69,7 @@ class DeviceHealth:
         self.error, self._pause_s, self._failed_reads = "", PAUSE_S, 0
 
     def read(self) -> None:
-        """Note a read that succeeded, which says nothing of writes."""
+        """Note a read that succeeded, which proves nothing of writes."""
         self._failed_reads = 0
 
     def write_failed(self, message: str, now_s: float) -> None:

@@ -1,8 +1,8 @@
 """The index of a record store on its volume: written whole now and then, and marked before a segment differs from it.
 
-What makes it right after a crash: a start believes the list for those segments only that the map says were not touched.
-The map is on the medium before the first change of a segment; a new index takes the old one's place by a rename, with a
-map that holds all that was touched since the list was taken.
+What makes it right after a crash: a start believes the list for those segments only that the map does not mark. The
+map is on the medium before the first change of a segment; a new index takes the old one's place by a rename, with a
+map that marks all that was touched since the list was taken.
 """
 
 import asyncio

@@ -30,7 +30,7 @@ _NAME: Final = re.compile(r"seg-([0-9a-f]{8,})-([0-9a-f]+)-([0-9a-f]+)\.kv")
 
 @dataclass(frozen=True, slots=True)
 class SegmentName:
-    """What a segment's file name says: enough to find its records without any index."""
+    """What a segment's file name states: enough to find its records without any index."""
 
     id: int
     stride_bytes: int
@@ -221,8 +221,8 @@ def _unpack_segments(
     for _ in range(count):
         segment_id, stride_bytes, slots, length = _SEGMENT.unpack_from(whole, at)
         at += _SEGMENT.size
-        said = bytes(whole[at : at + length])
-        scope = ScopeId(said.hex() if is_sealed else said.decode())
+        name = bytes(whole[at : at + length])
+        scope = ScopeId(name.hex() if is_sealed else name.decode())
         found.append((SegmentName(segment_id, stride_bytes, slots), scope))
         at += length
     return found, at
@@ -246,13 +246,13 @@ def pack_map(generation: int, sequence: int, bits: bytes, copy: int, secret: byt
 
 def unpack_map(page: memoryview, generation: int, copy: int, secret: bytes) -> tuple[int, bytes] | None:
     """Sequence and bits of one copy of the map; None when it is none of this index."""
-    said = bytes(page[:-_TAG_BYTES])
-    if not hmac.compare_digest(bytes(page[-_TAG_BYTES:]), _tag(said, secret, b"kvstrata.map%d" % copy)):
+    content = bytes(page[:-_TAG_BYTES])
+    if not hmac.compare_digest(bytes(page[-_TAG_BYTES:]), _tag(content, secret, b"kvstrata.map%d" % copy)):
         return None
-    magic, of_generation, sequence = _MAP.unpack_from(said)
+    magic, of_generation, sequence = _MAP.unpack_from(content)
     if magic != _MAP_MAGIC or of_generation != generation:
         return None
-    return sequence, said[_MAP.size :]
+    return sequence, content[_MAP.size :]
 
 
 def _tag(content: bytes | memoryview, secret: bytes, person: bytes) -> bytes:
@@ -311,8 +311,8 @@ class EntrySealing:
 
     def _bound(self, generation: int, listed: Listed) -> bytes:
         name = listed.name
-        said = _BOUND.pack(_MAGIC, generation, name.id, name.stride_bytes, name.slots)
-        return said + listed.scope.encode() + self.secret
+        fields = _BOUND.pack(_MAGIC, generation, name.id, name.stride_bytes, name.slots)
+        return fields + listed.scope.encode() + self.secret
 
 
 def entry_sealing(form: Form) -> EntrySealing | None:

@@ -213,11 +213,15 @@ class RecordStore(OptionalCapabilities):
             self._io.delete(extent)
         return closing
 
-    def relief(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:
+    def extents_to_free(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:
         """Segments whose emptying makes room for such a slot. See `TierBackend`."""
         need_bytes = HEADER_BYTES + size_bytes
         self._fit_one_more(need_bytes)
-        return frozenset() if self._state.table.has_room(scope, need_bytes) else self._state.table.relief(need_bytes)
+        return (
+            frozenset()
+            if self._state.table.has_room(scope, need_bytes)
+            else self._state.table.extents_to_free(need_bytes)
+        )
 
     def compact(self) -> frozenset[int]:
         """Close sparse extents. See `TierBackend`."""

@@ -40,7 +40,7 @@ class Found:
     blocks: Columns | None = None
     """Its records; None when there are none."""
     listed: Listed | None = None
-    """What the index says of it, when it was believed."""
+    """What the index lists of it, when it was believed."""
     is_bad: bool = False
     """The medium failed here."""
     unread: bytes = b""
@@ -49,7 +49,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """One look for what earlier runs left in `volume`."""
+    """One scan for what earlier runs left in `volume`."""
 
     volume: Volume
     form: Form
@@ -62,11 +62,11 @@ class Scan:
         files = sorted((n for n in map(parse_name, names) if n is not None), key=lambda n: -n.id)
         for start in range(0, len(files), _AT_A_TIME):
             batch = files[start : start + _AT_A_TIME]
-            looks = (self.look(name, names[str(name)], listed.get(name)) for name in batch)
-            for found in await asyncio.gather(*looks):
+            scans = (self.scan(name, names[str(name)], listed.get(name)) for name in batch)
+            for found in await asyncio.gather(*scans):
                 yield found
 
-    async def look(self, name: SegmentName, size_bytes: int, listed: Listed | None = None) -> Found:
+    async def scan(self, name: SegmentName, size_bytes: int, listed: Listed | None = None) -> Found:
         """What one segment file holds, by the index when that lists it."""
         found = Found(name)
         if listed is not None and self.body is not None and size_bytes == name.size_bytes:
@@ -211,11 +211,11 @@ class Recovery:
         await delete_all(self.io.volume, unwanted)
 
     async def _resume(self, tag: bytes) -> AsyncGenerator[Found, None]:
-        """Look again; what is no record of ours after all goes."""
+        """Scan again; what is no record of ours after all goes."""
         unwanted: list[Found] = []
         scan, names = Scan(self.io.volume, self.form, None), await self.io.volume.names()
         for name in [f.name for f in self._waiting.pop(tag, ())]:
-            found = await scan.look(name, names.get(str(name), 0))
+            found = await scan.scan(name, names.get(str(name), 0))
             if await self._is_taken(found, unwanted):
                 yield found
         await delete_all(self.io.volume, unwanted)

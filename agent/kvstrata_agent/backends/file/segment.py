@@ -129,8 +129,8 @@ class SlotNotes:
         number = traits.number(record)
         if number is None or record.stored_bytes > _STORED_BYTES_MAX:
             return False
-        said = (number, record.stored_bytes, record.checksum, record.key.digest, record.parent)
-        _NOTE.pack_into(self._notes, index * NOTE_BYTES, *said)
+        fields = (number, record.stored_bytes, record.checksum, record.key.digest, record.parent)
+        _NOTE.pack_into(self._notes, index * NOTE_BYTES, *fields)
         return True
 
     def set_all(self, found: Columns, traits: Traits) -> bool:
@@ -152,7 +152,7 @@ class SlotNotes:
         self._notes[index * NOTE_BYTES : (index + 1) * NOTE_BYTES] = _NOTHING
 
     def entries(self, stamps: Sequence[int], traits: Traits) -> memoryview:
-        """What the index says of each slot, whose present use has this stamp: one `ENTRY_BYTES` after the other."""
+        """What the index lists of each slot, whose present use has this stamp: one `ENTRY_BYTES` after the other."""
         notes = np.frombuffer(self._notes, _NOTE_FIELDS)
         entries = traits.entries(notes["traits"])
         entries["stamp"] = np.where(notes["traits"] != 0, np.asarray(stamps, np.uint64), 0)
@@ -161,7 +161,7 @@ class SlotNotes:
         return memoryview(entries.view(np.uint8).data)
 
 
-assert _NOTE_FIELDS.itemsize == NOTE_BYTES, "both say the same of a note"
+assert _NOTE_FIELDS.itemsize == NOTE_BYTES, "both describe the same note"
 
 
 @dataclass(slots=True, eq=False)
@@ -212,12 +212,12 @@ class Segment:
         return segment
 
     def entries(self, traits: Traits) -> memoryview:
-        """What the index says of the slots now."""
+        """What the index would list of the slots now."""
         return self.notes.entries(self.stamps, traits)
 
     @property
     def is_settled(self) -> bool:
-        """True when the medium holds what the entries say, and nothing else that a start could find."""
+        """True when the medium holds what the entries state, and nothing else that a start could find."""
         return not self.writers and not self.pending_discards
 
     def enter(self, slot: SlotRef, record: Record, traits: Traits) -> None:

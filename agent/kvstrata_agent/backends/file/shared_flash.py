@@ -1,6 +1,6 @@
 """Flash that several nodes mount: a record store of our own, and reading what other agents' stores hold beside it.
 
-Each agent writes below its own sub-directory alone. Everybody reads everywhere: a record says itself what it is, so a
+Each agent writes below its own sub-directory alone. Everybody reads everywhere: a record states itself what it is, so a
 slot that its owner has used again, or a file of another mount, is found out by its header and its checksum.
 """
 
@@ -98,9 +98,9 @@ class OtherStores:
                 raise BlockCorruptError(f"{where}: checksum differs")
 
     def _load(self, directory: Path, file: str, offset: int, into: memoryview) -> Form:
-        """Read header and payload, and what the store's marker says of its form. Blocking.
+        """Read header and payload, and what the store's marker states of its form. Blocking.
 
-        Files are opened for each record: that is when network file systems look whether they have changed.
+        Files are opened for each record: that is when network file systems check whether they have changed.
         """
         try:
             form = self._form(directory / STORE_FILE)
@@ -116,9 +116,9 @@ class OtherStores:
     def _form(self, marker: Path) -> Form:
         fd = os.open(marker, _READ_FLAGS)
         with os.fdopen(fd, "rb") as opened:
-            said: Any = opened.read(DIRECT_BYTES)
+            marker_bytes: Any = opened.read(DIRECT_BYTES)
         try:
-            claim = json.loads(said)
+            claim = json.loads(marker_bytes)
             secret, version = bytes.fromhex(claim["secret"]), claim["format"]
         except (ValueError, KeyError, TypeError) as e:
             raise BackendFailedError(f"{marker}: not a claim file of kvstrata: {e}") from e
@@ -144,7 +144,7 @@ def _open(path: Path) -> int:
 
 
 def _checked(node: str, file: str, slot: SlotRef, record: Record) -> SegmentName:
-    """Parse what another agent has told of a place. Raises `InvalidInputError` that names value and limit."""
+    """Parse the place that another agent has named. Raises `InvalidInputError` that names value and limit."""
     name = parse_name(file)
     if name is None or not node or "/" in node or node.startswith("."):
         raise InvalidInputError(f"{node!r}/{file!r} is no segment of a node")

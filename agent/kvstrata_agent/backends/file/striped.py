@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvstrata_agent.backends.base import (
-    BlamelessError,
     Capabilities,
     Device,
     GroupBackend,
+    MediumIntactError,
     OptionalCapabilities,
     Reading,
     Record,
@@ -91,7 +91,7 @@ class _Part:
             self.moving_bytes -= size_bytes
 
     def state(self) -> Device:
-        """Say how it is. One that takes no blocks offers no room."""
+        """State of the device. One that takes no blocks offers no room."""
         if self.store is None:
             return Device(self.name, 0, 0, self.health.error)
         used_bytes = self.store.used_bytes
@@ -135,14 +135,14 @@ class StripedStore(OptionalCapabilities):
     def capabilities(self) -> Capabilities:
         """State what the media can do."""
         media = dict.fromkeys(store.capabilities.medium for store in self._stores())
-        told = [store.capabilities.fallback for store in self._stores()]
+        reasons = [store.capabilities.fallback for store in self._stores()]
         return Capabilities(
             medium="+".join(media),
             is_memory=False,
             survives_restart=True,
             is_emulated=False,
             alignment_bytes=self._can.alignment_bytes,
-            fallback="; ".join(dict.fromkeys(filter(None, (self._fallback, *told)))),
+            fallback="; ".join(dict.fromkeys(filter(None, (self._fallback, *reasons)))),
             is_encrypted=self._can.is_encrypted,
         )
 
@@ -166,7 +166,7 @@ class StripedStore(OptionalCapabilities):
 
     @property
     def last_error(self) -> str:
-        """What devices that have failed say, or the last failure of any that goes on."""
+        """Errors of devices that have failed, or the last failure of any that goes on."""
         failed = [f"{part.name}: {part.health.error}" for part in self._parts if part.health.error]
         return "; ".join(failed) or next((s.last_error for s in self._stores() if s.last_error), "")
 
@@ -221,9 +221,9 @@ class StripedStore(OptionalCapabilities):
         finally:
             for writing in writings:
                 part.settle(writing.slot)
-        failed = _blamed(ends)
+        failed = _device_failure(ends)
         if failed is not None:
-            self._tell(part, failed)
+            self._report(part, failed)
             part.health.write_failed(failed, _now_s())
         elif any(isinstance(end, Record) for end in ends):
             if part.health.error:
@@ -246,7 +246,7 @@ class StripedStore(OptionalCapabilities):
         assert part.store is not None
         with part.moving(sum(r.slot.size_bytes for r in readings)):
             ends = await part.store.read_group(readings)
-        failed = _blamed(ends)
+        failed = _device_failure(ends)
         if failed is not None:
             part.health.read_failed(failed, _now_s())
         if any(isinstance(end, bytes) for end in ends):
@@ -269,7 +269,7 @@ class StripedStore(OptionalCapabilities):
         }
         return [ends[at] for at in range(len(asked))]
 
-    def _tell(self, part: _Part, cause: str) -> None:
+    def _report(self, part: _Part, cause: str) -> None:
         if not part.health.error:
             _log.warning("device failed", extra={"device": part.name, "cause": cause})
 
@@ -289,11 +289,11 @@ class StripedStore(OptionalCapabilities):
                 closing |= part.extents(await part.store.resize(part.granted_bytes))
         return closing
 
-    def relief(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:
+    def extents_to_free(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:
         """Extents of the device that needs the fewest emptied. See `TierBackend`."""
         chosen: frozenset[int] | None = None
         for part, store in self._candidates():
-            needed = part.extents(store.relief(scope, size_bytes))
+            needed = part.extents(store.extents_to_free(scope, size_bytes))
             if not needed and store.capacity_bytes >= 2 * size_bytes:
                 return needed  # There is room, unless the device is too small for any such block.
             if needed and (chosen is None or len(needed) < len(chosen)):
@@ -305,7 +305,7 @@ class StripedStore(OptionalCapabilities):
         return frozenset().union(*(p.extents(p.store.compact()) for p in self._parts if p.store is not None))
 
     async def recover(self) -> AsyncIterator[tuple[SlotRef, Record]]:
-        """Blocks of earlier runs, device by device; one that cannot be read is told of and costs its own.
+        """Blocks of earlier runs, device by device; one that cannot be read is reported and costs its own.
 
         Raises `BackendFailedError` when none can.
         """
@@ -317,7 +317,7 @@ class StripedStore(OptionalCapabilities):
                 async for slot, record in part.store.recover():
                     yield part.outside(slot), record
             except BackendFailedError as e:
-                self._tell(part, str(e))
+                self._report(part, str(e))
                 part.health.write_failed(str(e), _now_s())
                 failed = e
         if failed is not None and all(d.error for d in self.devices):
@@ -363,9 +363,9 @@ class StripedStore(OptionalCapabilities):
             raise failed
 
 
-def _blamed(ends: Sequence[Record | bytes | KvStrataError]) -> str | None:
-    """What a device says that failed; None when it did not, whatever became of the records."""
-    failed = (e for e in ends if isinstance(e, BackendFailedError) and not isinstance(e, BlamelessError))
+def _device_failure(ends: Sequence[Record | bytes | KvStrataError]) -> str | None:
+    """Error of a device that failed; None when it did not, whatever became of the records."""
+    failed = (e for e in ends if isinstance(e, BackendFailedError) and not isinstance(e, MediumIntactError))
     return next(map(str, failed), None)
 
 

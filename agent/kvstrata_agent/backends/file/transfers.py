@@ -15,12 +15,11 @@ from typing import Final, TypeVar
 
 from msgspec.structs import replace as struct_replace
 
-from kvstrata_agent.backends.base import Reading, Record, SlotRef, Sound, Writing, matches
+from kvstrata_agent.backends.base import ExpectedChecksum, Reading, Record, SlotRef, Writing, matches
 from kvstrata_agent.backends.file.segment_io import LaidOutRecord, SegmentIo, coalesced, lay_out_run
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES
-from kvstrata_agent.backends.memory.mapping import address_of
 from kvstrata_agent.backends.record.layout import HEADER_BYTES, Form
-from kvstrata_agent.backends.scratch import BoundedBuffers, Loan
+from kvstrata_agent.backends.scratch import BoundedBuffers, Loan, address_of
 from kvstrata_agent.backends.slot_table import round_up
 from kvstrata_agent.backends.threads import together
 from kvstrata_api.checksum import Use, copied, rebound
@@ -206,7 +205,7 @@ def _cut(view: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
 
 def with_checksums(writings: Sequence[Writing]) -> list[Record | KvStrataError]:
     """Records with the checksums of their bytes, in this thread; an error for bytes that are not sound."""
-    unsure = [(w, w.sound) for w in writings if w.sound is not None]
+    unsure = [(w, w.expected) for w in writings if w.expected is not None]
     pairs = rebound([
         (w.stored, w.record.key.digest, (w.record.epoch, w.slot.stamp), sound.use) for w, sound in unsure
     ])  # fmt: skip
@@ -214,9 +213,9 @@ def with_checksums(writings: Sequence[Writing]) -> list[Record | KvStrataError]:
     return [made.get(w.slot, w.record) for w in writings]
 
 
-def proven(writing: Writing, sound: Sound, ours: bytes, theirs: bytes) -> Record | KvStrataError:
+def proven(writing: Writing, expected: ExpectedChecksum, ours: bytes, theirs: bytes) -> Record | KvStrataError:
     """Record with our checksum of bytes whose other checksum is the one that they are known by; else an error."""
-    if theirs != sound.checksum:
+    if theirs != expected.checksum:
         return BlockCorruptError(f"block {writing.record.key} in memory: checksum differs")
     return struct_replace(writing.record, checksum=ours)
 

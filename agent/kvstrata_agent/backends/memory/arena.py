@@ -1,13 +1,12 @@
 """Memory tiers: slots in extents that engines map. DRAM and CXL differ only in how an extent is made and kept.
 
 An extent is made when a scope needs one, and one more of its size is prepared ahead by a thread, so `reserve`
-seldom waits for page faults. An extent that changes hands is released and made anew under a new id: whoever kept
-the old descriptor sees zeros, never the next scope's bytes (`Withheld` looks after such memory).
+seldom waits for page faults. An extent that changes hands is released and made again under a new id: whoever kept
+the old descriptor sees zeros, never the next scope's bytes.
 
-Released memory that clients still hold: emptied again and again until they let go of it.
-
-Such a client gets pages anew by touching its old mapping: zeros, which its own memory limit pays for, but huge pages
-come out of everybody's. The kernel knows who is left (`mapping.is_held`), so nothing here has to be believed.
+Released memory that clients still have mapped is emptied again and again until they let go of it (`StillMapped`). Such
+a client gets new pages by touching its old mapping: zeros, which its own memory limit pays for, but huge pages come out
+of everybody's. The kernel knows who is left (`mapping.is_held`), so nothing here has to be believed.
 """
 
 import asyncio
@@ -29,9 +28,9 @@ from kvstrata_agent.backends.base import (
     SlotRef,
     matches,
 )
+from kvstrata_agent.backends.memory import sigbus
 from kvstrata_agent.backends.memory.extent_store import ExtentStore
 from kvstrata_agent.backends.memory.mapping import MappedExtent, Remains
-from kvstrata_agent.backends.memory.sigbus import torn
 from kvstrata_agent.backends.recovered import each
 from kvstrata_agent.backends.slot_table import NOBODY, Extent, SlotTable, sole_writer, target_extent_bytes
 from kvstrata_agent.backends.threads import in_thread
@@ -41,15 +40,15 @@ from kvstrata_api.units import KIB, MIB
 from kvstrata_native import copy
 
 EMPTY_S: Final = 1.0
-"""Between looks at memory that is held."""
+"""Polling interval of memory that is still mapped."""
 HELD_MAX: Final = 4096
 """Descriptors kept for it; beyond, the oldest is let go of and costs only the client that holds it."""
 
 _log = logging.getLogger(__name__)
 
 
-class Withheld:
-    """All such memory of one arena. Methods run in the event loop, looks at the memory in `worker`."""
+class StillMapped:
+    """Released memory of one arena that clients still have. Methods run in the event loop, polls in `worker`."""
 
     def __init__(self, worker: Executor) -> None:
         self._worker = worker
@@ -57,7 +56,7 @@ class Withheld:
         self._look: Future[tuple[int, list[Remains]]] | None = None
         self._looked_at_s = 0.0
         self.touched_bytes = 0
-        """What the last look found in it and took back."""
+        """What the last poll found in it and took back."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -71,7 +70,7 @@ class Withheld:
             self._held.pop(0).close()
 
     def tend(self) -> None:
-        """Look after it when it is time to. Returns at once."""
+        """Poll it when it is time to. Returns at once."""
         if self._look is not None:
             if not self._look.done():
                 return
@@ -116,7 +115,7 @@ _EXTENTS_MAX: Final = 4096
 """Four descriptors each; a hard limit of 2^20 descriptors leaves room."""
 
 _CHECKED_AT_ONCE: Final = 64
-"""Extents whose size one `compact` looks at: a microsecond each."""
+"""Extents whose size one `compact` checks: a microsecond each."""
 
 _IDLE_S: Final = 1.0
 """An extent that stays empty for so long is given back: the last block of an erased scope leaves nothing behind."""
@@ -159,9 +158,9 @@ class Arena(OptionalCapabilities):
         """Size of the memory that is prepared, and the memory."""
         self._releases: list[Future[Remains | None]] = []
         self._worker = ThreadPoolExecutor(1, "kvstrata-arena")
-        self._withheld = Withheld(self._worker)
+        self._still_mapped = StillMapped(self._worker)
         self._unchecked: list[int] = []
-        """Extents whose size is still to be looked at in this round."""
+        """Extents whose size is still to be checked in this round."""
         self._copiers = ThreadPoolExecutor(2, "kvstrata-copy")
         self._idle: asyncio.TimerHandle | None = None
         self._listeners: list[Callable[[int], None]] = []
@@ -239,7 +238,7 @@ class Arena(OptionalCapabilities):
         for extent in opening.retired:
             self._release(extent)
         self._await_releases(len(self._releases))
-        self._withheld.empty()  # What is given back comes before what is taken, page for page.
+        self._still_mapped.empty()  # What is given back comes before what is taken, page for page.
         try:
             self._memory[opening.extent.id] = self._made(opening.extent)
         except KvStrataError as e:
@@ -264,7 +263,7 @@ class Arena(OptionalCapabilities):
         spare, self._spare = self._spare, None
         if spare is None or spare[1].cancel():
             return None
-        with suppress(KvStrataError):  # It could not be made; making one now will say why.
+        with suppress(KvStrataError):  # It could not be made; making one now will raise the cause.
             memory = spare[1].result()
             if spare[0] == size_bytes:
                 return memory
@@ -288,7 +287,7 @@ class Arena(OptionalCapabilities):
         done, self._releases = self._releases[:count], self._releases[count:]
         for release in done:
             try:
-                self._withheld.add(release.result())
+                self._still_mapped.add(release.result())
             except OSError as e:
                 self._last_error = str(e)
 
@@ -352,15 +351,15 @@ class Arena(OptionalCapabilities):
             self._release(extent)
         return closing
 
-    def relief(self, scope: ScopeId, size_bytes: int, writer: str = NOBODY) -> frozenset[int]:
+    def extents_to_free(self, scope: ScopeId, size_bytes: int, writer: str = NOBODY) -> frozenset[int]:
         """Extents whose emptying makes room for such a slot. See `MappableBackend`."""
         has_room = self._table.has_room(scope, size_bytes, sole_writer(scope) or writer)
-        return frozenset() if has_room else self._table.relief(size_bytes)
+        return frozenset() if has_room else self._table.extents_to_free(size_bytes)
 
     def compact(self) -> frozenset[int]:
         """Close sparse extents, and those that a client has damaged. See `TierBackend`."""
         self._await_releases(sum(1 for r in self._releases if r.done()))
-        self._withheld.tend()
+        self._still_mapped.tend()
         for extent in self._damaged():
             _log.warning("a client has changed the size of an extent", extra={"extent": extent})
             self.close_extent(extent)
@@ -368,7 +367,7 @@ class Arena(OptionalCapabilities):
 
     def _damaged(self) -> list[int]:
         """Extents that a client has cut short, or made longer than they may be."""
-        addresses = torn()
+        addresses = sigbus.lost()
         damaged = [i for i, memory in self._memory.items() if memory.address in addresses] if addresses else []
         if not self._unchecked:
             self._unchecked = [i for i, memory in self._memory.items() if not memory.is_sealed]
@@ -411,14 +410,14 @@ class Arena(OptionalCapabilities):
     def _clear(self) -> None:
         self._end_threads()
         while self._memory:
-            self._withheld.add(self._store.released(*self._memory.popitem()))
-        self._withheld.close()
+            self._still_mapped.add(self._store.released(*self._memory.popitem()))
+        self._still_mapped.close()
         self._store.discard()
 
     def _end_threads(self) -> None:
         self._worker.shutdown()
         self._await_releases(len(self._releases))
-        self._withheld.close()
+        self._still_mapped.close()
         self._copiers.shutdown()
 
     def _discard_spare(self) -> None:

@@ -63,7 +63,7 @@ class ExtentStore(Protocol):
         """Remove what is kept, once all memory was released, and close."""
 
 
-class FleetingStore:
+class VolatileStore:
     """Memory that ends with the process: nothing is noted, nothing is found."""
 
     first_stamp = FIRST_STAMP

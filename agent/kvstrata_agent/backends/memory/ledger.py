@@ -68,7 +68,7 @@ class LedgerHeader:
     slots: int
     size_bytes: int
     boot: str
-    """Boot id of the machine: memory of another boot is not there any more, whatever a file says."""
+    """Boot id of the machine: memory of another boot is not there any more, whatever a file states."""
     scope: ScopeId
     writer: str
     """Tenant whose clients may write there; empty for none."""
@@ -76,7 +76,7 @@ class LedgerHeader:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a ledger says after a restart."""
+    """What a ledger lists after a restart."""
 
     live: Columns
     """Every block."""
@@ -235,6 +235,6 @@ def _is_given_up(packed: bytes, now_ms: int) -> bool:
 
 
 assert struct.calcsize("<16s16s20s") == CHECKSUM_BYTES + LAYOUT_ID_BYTES + KEY_BYTES, "the format fixes these sizes"
-assert RECORD.itemsize == RECORD_BYTES, "both say the same of a record"
+assert RECORD.itemsize == RECORD_BYTES, "both describe the same record"
 assert HEADER_BYTES % RECORD_BYTES == 0, "records are aligned"
 assert _HEADER.size + _WRITER_BYTES_MAX + _CHECK_BYTES <= HEADER_BYTES, "the header fits its place"

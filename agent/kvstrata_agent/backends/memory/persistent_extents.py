@@ -29,7 +29,7 @@ _RUN_FILE: Final = "run"
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class RunLock:
     """A directory that nobody else uses until `release`, or until this process ends."""
 
     directory: Path
@@ -47,7 +47,7 @@ class Hold:
         os.close(self.lock_fd)
 
 
-def take_hold(directory: Path) -> Hold:
+def acquire_run_lock(directory: Path) -> RunLock:
     """Make a directory, lock it and count one more run.
 
     Raises `InvalidInputError` when another process holds it, and `OSError` when it cannot be written.
@@ -55,7 +55,7 @@ def take_hold(directory: Path) -> Hold:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock_fd = folders.lock(directory, "another agent process holds it")
     try:
-        return Hold(directory, _next_run(directory), lock_fd)
+        return RunLock(directory, _next_run(directory), lock_fd)
     except OSError:
         os.close(lock_fd)
         raise
@@ -64,8 +64,8 @@ def take_hold(directory: Path) -> Hold:
 def _next_run(directory: Path) -> int:
     """Stamps found in ledgers are passed over as well, so a lost number repeats none that counts."""
     file = directory / _RUN_FILE
-    said = file.read_text() if file.exists() else "0"
-    run = (int(said) if said.isascii() and said.isdigit() else 0) + 1
+    before = file.read_text() if file.exists() else "0"
+    run = (int(before) if before.isascii() and before.isdigit() else 0) + 1
     new = file.with_suffix(".new")
     new.write_text(str(run))
     new.replace(file)
@@ -87,26 +87,26 @@ def monotonic_ms() -> int:
     return time.monotonic_ns() // 1_000_000
 
 
-class LastingStore:
+class PersistentStore:
     """Extents of one arena in files (`ExtentStore`). Their bytes lie in `memory_dir`, their ledgers in what is held."""
 
     def __init__(
         self,
-        hold: Hold,
+        run_lock: RunLock,
         memory_dir: Path,
         make: Maker,
         *,
         boot: str,
         clock_ms: Callable[[], int] = monotonic_ms,
     ) -> None:
-        """Take over `hold`. `make` gives unnamed files of `memory_dir`, which no other arena uses."""
-        self._hold = hold
+        """Take over `run_lock`. `make` gives unnamed files of `memory_dir`, which no other arena uses."""
+        self._run_lock = run_lock
         self._memory_dir = memory_dir
         self._make = make
         self._boot = boot
         self._clock_ms = clock_ms
         self._ledgers: dict[int, Ledger] = {}
-        self.first_stamp = hold.first_stamp
+        self.first_stamp = run_lock.first_stamp
 
     def make(self, size_bytes: int) -> MappedExtent:
         """See `ExtentStore`."""
@@ -168,16 +168,16 @@ class LastingStore:
         """Newest extents first; the oldest ones are removed when the capacity has become less. See `ExtentStore`.
 
         An extent where somebody may still be writing gets no new slots: its blocks move away and the file goes. Raises
-        `BackendFailedError` when the directories cannot be read; what was not looked at stays.
+        `BackendFailedError` when the directories cannot be read; what was not read stays.
         """
         try:
             yield from self._found(table)
         except OSError as e:
-            raise BackendFailedError(f"{e.filename or self._hold.directory}: {e.strerror}") from e
+            raise BackendFailedError(f"{e.filename or self._run_lock.directory}: {e.strerror}") from e
 
     def _found(self, table: SlotTable) -> Iterator[Found]:
         kept: set[int] = set()
-        ledgers = sorted(self._hold.directory.glob("ext-*.ledger"), key=lambda p: p.name, reverse=True)
+        ledgers = sorted(self._run_lock.directory.glob("ext-*.ledger"), key=lambda p: p.name, reverse=True)
         for path in ledgers:
             found = self._take_over(path, table)
             if found is not None:
@@ -221,7 +221,7 @@ class LastingStore:
     def _remove_others(self, kept: set[int]) -> None:
         """Remove the files of all extents that were not taken over, ledgers first."""
         names = {f"ext-{i:08x}" for i in kept}
-        for directory in (self._hold.directory, self._memory_dir):
+        for directory in (self._run_lock.directory, self._memory_dir):
             remove_files(directory, names)
 
     def let_go(self, memory: MappedExtent) -> None:
@@ -232,7 +232,7 @@ class LastingStore:
         """See `ExtentStore`."""
         while self._ledgers:
             self._ledgers.popitem()[1].close()
-        self._hold.release()
+        self._run_lock.release()
 
     def discard(self) -> None:
         """See `ExtentStore`."""
@@ -242,7 +242,7 @@ class LastingStore:
             self.close()
 
     def _ledger_path(self, extent: int) -> Path:
-        return self._hold.directory / f"ext-{extent:08x}.ledger"
+        return self._run_lock.directory / f"ext-{extent:08x}.ledger"
 
     def _memory_path(self, extent: int) -> Path:
         return self._memory_dir / f"ext-{extent:08x}.data"
@@ -256,7 +256,7 @@ def remove_files(directory: Path, kept: set[str]) -> None:
 
 
 def held_bytes(directory: Path) -> int:
-    """Bytes that extents of earlier runs take in a directory; 0 where there is none, or none that we may look into."""
+    """Bytes that extents of earlier runs take in a directory; 0 where there is none, or none that we may read."""
     try:
         return sum(p.stat().st_size for p in directory.glob("ext-*.data"))
     except OSError:

@@ -146,9 +146,9 @@ class SealedForm:
         def work(made: Record) -> None:
             tag = key.seal(_PAYLOAD_PART, payload, whole[HEADER_BYTES:end], self._bound(made, slot))
             place = (slot.extent, slot.offset, slot.stamp)
-            said = _OPEN.pack(MAGIC, SEALED_VERSION, 0, 0, *place, scope_tag, salt, tag)
-            closed = key.seal_small(_HEADER_PART, _pack(made), self._header_bound(said, scope))
-            whole[:HEADER_BYTES] = said + closed + _SEALED_ZEROS
+            opening = _OPEN.pack(MAGIC, SEALED_VERSION, 0, 0, *place, scope_tag, salt, tag)
+            closed = key.seal_small(_HEADER_PART, _pack(made), self._header_bound(opening, scope))
+            whole[:HEADER_BYTES] = opening + closed + _SEALED_ZEROS
             whole[end:] = bytes(len(whole) - end)
 
         return work
@@ -180,10 +180,10 @@ class SealedForm:
 
     def header(self, page: bytes | memoryview, extent: int, offset: int) -> tuple[int, Record] | Unread | None:
         """Stamp and record of a header page found at a place; None when there is no header of this place and store."""
-        said = bytes(page[: _OPEN.size])
-        if len(said) < _OPEN.size:
+        opening = bytes(page[: _OPEN.size])
+        if len(opening) < _OPEN.size:
             return None
-        magic, version, _, _, at_extent, at_offset, stamp, scope_tag, salt, _ = _OPEN.unpack(said)
+        magic, version, _, _, at_extent, at_offset, stamp, scope_tag, salt, _ = _OPEN.unpack(opening)
         if magic != MAGIC or version != SEALED_VERSION or (at_extent, at_offset) != (extent, offset):
             return None
         scope = self.sealer.keys.scope(scope_tag)
@@ -194,11 +194,11 @@ class SealedForm:
         except KeyAwayError:
             return Unread(scope_tag)
         closed = bytes(page[_OPEN.size : _CLOSED_END])
-        fields = key.open_small(_HEADER_PART, closed, self._header_bound(said, scope))
+        fields = key.open_small(_HEADER_PART, closed, self._header_bound(opening, scope))
         return None if fields is None else (stamp, _unpack(fields, scope))
 
-    def _header_bound(self, said: bytes, scope: ScopeId) -> bytes:
-        return said + scope.encode() + self.secret
+    def _header_bound(self, opening: bytes, scope: ScopeId) -> bytes:
+        return opening + scope.encode() + self.secret
 
     def _bound(self, record: Record, slot: SlotRef) -> bytes:
         """What the payload's tag is bound to."""
@@ -253,7 +253,7 @@ class Form(Protocol):
 
     @property
     def is_sealed(self) -> bool:
-        """True when what opens is this very record; else its checksum has to tell."""
+        """True when what opens is this very record; else its checksum has to prove it."""
 
     def opener(self, record: Record, slot: SlotRef) -> Callable[[memoryview, memoryview], memoryview | None]:
         """What finds a record's payload in `head_bytes` and payload as they were read; None when it does not open.

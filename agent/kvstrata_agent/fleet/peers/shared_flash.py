@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.backends.scratch import ScratchPool
 from kvstrata_agent.backends.threads import in_thread
-from kvstrata_agent.codec.base import IN_THE_OPEN
+from kvstrata_agent.codec.base import UNENCODED
 from kvstrata_api.errors import KvStrataError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class FlashReader:
         record, node = placed.record, wanted.location.agent.partition(".")[2]
         with self._buffers.lend(max(record.raw_bytes, record.stored_bytes)) as stored:
             await backend.read_other(node, placed.file, placed.slot, record, stored)
-            if record.codec in IN_THE_OPEN:
+            if record.codec in UNENCODED:
                 await in_thread(None, partial(wanted.take, stored[: record.raw_bytes]))
                 return
             codec = self._codecs.named(record.codec)
