@@ -13,8 +13,7 @@ from late_device import LateQueue
 from msgspec.structs import replace
 
 from kvstrata_agent.backends.base import ExpectedChecksum, Reading, Record, SlotRef, Writing
-from kvstrata_agent.backends.device.hbm import PIECES, HbmTier
-from kvstrata_agent.backends.device.queue import HostQueue, open_queues
+from kvstrata_agent.backends.device.hbm import PIECES, HbmTier, HostQueue, open_queues
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import (
     BackendFailedError,

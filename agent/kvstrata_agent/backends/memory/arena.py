@@ -2,17 +2,13 @@
 
 An extent is made when a scope needs one, and one more of its size is prepared ahead by a thread, so `reserve`
 seldom waits for page faults. An extent that changes hands is released and made again under a new id: whoever kept
-the old descriptor sees zeros, never the next scope's bytes.
-
-Released memory that clients still have mapped is emptied again and again until they let go of it (`StillMapped`). Such
-a client gets new pages by touching its old mapping: zeros, which its own memory limit pays for, but huge pages come out
-of everybody's. The kernel knows who is left (`mapping.is_held`), so nothing here has to be believed.
+the old descriptor sees zeros, never the next scope's bytes (`StillMapped` polls such memory).
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Final
@@ -29,7 +25,7 @@ from kvstrata_agent.backends.base import (
     matches,
 )
 from kvstrata_agent.backends.memory import sigbus
-from kvstrata_agent.backends.memory.extent_store import ExtentStore
+from kvstrata_agent.backends.memory.extent_store import ExtentStore, StillMapped
 from kvstrata_agent.backends.memory.mapping import MappedExtent, Remains
 from kvstrata_agent.backends.recovered import each
 from kvstrata_agent.backends.slot_table import NOBODY, Extent, SlotTable, sole_writer, target_extent_bytes
@@ -38,73 +34,6 @@ from kvstrata_api.blocks import ScopeId
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, KvStrataError, TierFullError
 from kvstrata_api.units import KIB, MIB
 from kvstrata_native import copy
-
-EMPTY_S: Final = 1.0
-"""Polling interval of memory that is still mapped."""
-HELD_MAX: Final = 4096
-"""Descriptors kept for it; beyond, the oldest is let go of and costs only the client that holds it."""
-
-_log = logging.getLogger(__name__)
-
-
-class StillMapped:
-    """Released memory of one arena that clients still have. Methods run in the event loop, polls in `worker`."""
-
-    def __init__(self, worker: Executor) -> None:
-        self._worker = worker
-        self._held: list[Remains] = []
-        self._look: Future[tuple[int, list[Remains]]] | None = None
-        self._looked_at_s = 0.0
-        self.touched_bytes = 0
-        """What the last poll found in it and took back."""
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def add(self, remains: Remains | None) -> None:
-        """Take over what a release has left."""
-        if remains is None:
-            return
-        self._held.append(remains)
-        if len(self._held) > HELD_MAX and self._look is None:
-            self._held.pop(0).close()
-
-    def tend(self) -> None:
-        """Poll it when it is time to. Returns at once."""
-        if self._look is not None:
-            if not self._look.done():
-                return
-            self._finish(*self._look.result())
-        now_s = asyncio.get_running_loop().time() if self._held else 0.0
-        if self._held and now_s - self._looked_at_s >= EMPTY_S:
-            self._looked_at_s = now_s
-            self._look = self._worker.submit(_look, tuple(self._held))
-
-    def empty(self) -> None:
-        """Take back now what was touched, for somebody who needs the pages."""
-        for remains in self._held:
-            remains.empty()
-
-    def close(self) -> None:
-        """Forget all of it; after `worker` has ended."""
-        self._look = None
-        while self._held:
-            self._held.pop().close()
-
-    def _finish(self, touched_bytes: int, free: list[Remains]) -> None:
-        self._look = None
-        if touched_bytes and not self.touched_bytes:
-            _log.warning("clients use memory that was taken back", extra={"bytes": touched_bytes})
-        self.touched_bytes = touched_bytes
-        for remains in free:
-            self._held.remove(remains)
-            remains.close()
-
-
-def _look(held: tuple[Remains, ...]) -> tuple[int, list[Remains]]:
-    """Bytes that were touched since, and what nobody holds any more."""
-    return sum(remains.empty() for remains in held), [remains for remains in held if not remains.is_held]
-
 
 ALIGNMENT_BYTES: Final = 4 * KIB
 """A page, so that a slot can be the source and target of O_DIRECT transfers."""
@@ -125,6 +54,8 @@ _INLINE_BYTES_MAX: Final = 256 * KIB
 
 _LINES_IN_FLIGHT: Final = 32
 """Cache lines that prefetchers keep in flight; divides the modelled latency of a bulk copy. An assumption."""
+
+_log = logging.getLogger(__name__)
 
 
 class Arena(OptionalCapabilities):
