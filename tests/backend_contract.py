@@ -266,6 +266,8 @@ class BackendContract:
 
         assert stated.medium
         assert stated.is_memory == (stated.is_memory or backend.mappable is not None)
+        for name in ("mappable", "persistent", "group", "columnar", "striped", "paced", "shared", "sealing"):
+            assert getattr(backend, name) in (None, backend), name
         assert backend.last_error == ""
         assert stated == backend.capabilities
 

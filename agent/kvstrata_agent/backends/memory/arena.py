@@ -297,7 +297,7 @@ class Arena(OptionalCapabilities):
         return self._table.compact()
 
     def _damaged(self) -> list[int]:
-        """Extents that a client has cut short, or made longer than they may be."""
+        """Extents that a client has truncated, or made longer than they may be."""
         addresses = sigbus.lost()
         damaged = [i for i, memory in self._memory.items() if memory.address in addresses] if addresses else []
         if not self._unchecked:
