@@ -113,8 +113,8 @@ class Agent:
         for number, block in enumerate(self._source):
             digest = (generation << GENERATION_SHIFT | number).to_bytes(KEY_BYTES, "big")
             slot = dram.allocate(SECRET.scope, "bench", size_bytes)
-            assert dram.mappable is not None
-            with dram.mappable.view(slot) as view:
+            assert dram.backend.mappable is not None
+            with dram.backend.mappable.view(slot) as view:
                 view[:size_bytes] = block.data
             bound = checksum(block, digest, node.epoch, slot.stamp)
             key = BlockKey(SECRET.scope, digest)
@@ -159,11 +159,11 @@ class Agent:
 
     async def _show(self) -> None:
         dram = self._node.tiers[0]
-        assert dram.mappable is not None
+        assert dram.backend.mappable is not None
         for entry, into in zip(self._entries, self._sink, strict=True):
             copy = entry.residence(dram)
             assert copy is not None
-            with dram.mappable.view(copy.slot) as view:
+            with dram.backend.mappable.view(copy.slot) as view:
                 into[:] = view[: self._work.block_bytes]
         for entry in reversed(self._entries):
             self._node.drop_copy(entry, dram)

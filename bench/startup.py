@@ -28,9 +28,8 @@ from kvstrata_agent.backends.base import Record, TierBackend, Writing
 from kvstrata_agent.backends.file.open_store import open_nvme
 from kvstrata_agent.backends.file.record_store import RecordStore
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
-from kvstrata_agent.backends.memory.mounts import read_mounts
-from kvstrata_agent.backends.memory.persistence import Home
-from kvstrata_agent.backends.record.header import HEADER_BYTES
+from kvstrata_agent.backends.memory.persistence import PersistenceRoot, read_mounts
+from kvstrata_agent.backends.record.layout import HEADER_BYTES
 from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.fleet.directory.client import RedisDirectory
@@ -66,7 +65,7 @@ async def open_at(medium: str, directory: Path, capacity_bytes: int) -> TierBack
     """The tier in its directory."""
     if medium == NVME:
         return await open_nvme(NvmeTier(path=str(directory)), POOL, "bench", capacity_bytes)
-    return open_host_dram(DRAM, capacity_bytes, (), Home(directory, "bench", "bench", read_mounts(), "dram"))
+    return open_host_dram(DRAM, capacity_bytes, (), PersistenceRoot(directory, "bench", "bench", read_mounts(), "dram"))
 
 
 def capacity_of(medium: str, blocks: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from prometheus_client import CollectorRegistry
 
 from kvstrata_agent.app.wiring import AgentParts
-from kvstrata_agent.backends.base import Capabilities, Record, SlotRef
+from kvstrata_agent.backends.base import Capabilities, OptionalCapabilities, Record, SlotRef
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.node import Node
@@ -50,7 +50,7 @@ class Clock:
         return self.now_s
 
 
-class DictBackend:
+class DictBackend(OptionalCapabilities):
     """A tier without load and store access: blocks in a dict, slots of whole pages in one extent."""
 
     def __init__(self, capacity_bytes: int, *, survives_restart: bool = True) -> None:
@@ -105,7 +105,7 @@ class DictBackend:
         self.capacity_bytes = capacity_bytes
         return frozenset()
 
-    def relief(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:
+    def extents_to_free(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:
         return frozenset() if self.used_bytes + size_bytes <= self.capacity_bytes else frozenset({0})
 
     def compact(self) -> frozenset[int]:
@@ -330,8 +330,8 @@ async def store_chain(core: AgentParts, at: RequestContext, numbers: Sequence[in
     sums = []
     for reservation, number in zip(made, numbers, strict=False):
         assert reservation is not None
-        assert reservation.tier.mappable is not None
-        reservation.tier.mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(number)
+        assert reservation.tier.backend.mappable is not None
+        reservation.tier.backend.mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(number)
         sums.append(checksum(bytes_of(number), digest(number), core.node.epoch, reservation.slot.stamp))
     core.cache.writer.publish_now(at.owner, [r.id for r in made if r is not None], sums)
     return len(made)

@@ -65,8 +65,8 @@ class Engine:
         held = {r.id: r for r in self.core.node.reservations.owned(1)}
         for slot, number in zip(reserved.slots, numbers, strict=False):
             reservation = held[slot.reservation]
-            assert reservation.tier.mappable is not None
-            reservation.tier.mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(number)
+            assert reservation.tier.backend.mappable is not None
+            reservation.tier.backend.mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(number)
             sums.append(checksum(bytes_of(number), digest(number), reserved.epoch, slot.stamp))
         published = await self.ask(wire.Publish(3, tuple(s.reservation for s in reserved.slots), tuple(sums)))
         results: bytes = published.results

@@ -9,7 +9,7 @@ import mmap
 import pytest
 from msgspec.structs import replace
 
-from kvstrata_agent.backends.base import MappableBackend, Record, SlotRef, TierBackend
+from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
 from kvstrata_agent.provision.probe import probe
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
 from kvstrata_api.checksum import checksum
@@ -243,10 +243,10 @@ class BackendContract:
         assert [await get(backend, *s) for s in stored] == [content(n) for n in range(20)]
 
     async def test_emptying_what_relief_names_makes_room(self, backend: TierBackend) -> None:
-        assert backend.relief(BOB, BLOCK_BYTES) == frozenset()
+        assert backend.extents_to_free(BOB, BLOCK_BYTES) == frozenset()
         slots = fill(backend, ANNA)
 
-        named = backend.relief(BOB, BLOCK_BYTES)
+        named = backend.extents_to_free(BOB, BLOCK_BYTES)
         for slot in slots:
             if slot.extent in named:
                 backend.drop(slot)
@@ -265,7 +265,9 @@ class BackendContract:
         stated = backend.capabilities
 
         assert stated.medium
-        assert stated.is_memory == (stated.is_memory or isinstance(backend, MappableBackend))
+        assert stated.is_memory == (stated.is_memory or backend.mappable is not None)
+        for name in ("mappable", "persistent", "group", "columnar", "striped", "paced", "shared", "sealing"):
+            assert getattr(backend, name) in (None, backend), name
         assert backend.last_error == ""
         assert stated == backend.capabilities
 

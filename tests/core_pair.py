@@ -135,7 +135,7 @@ class Pair:
             parent = digest(n - 1) if n > 1 else b""
             made, *_ = await self.a.cache.writer.reserve(place(), parent, [digest(n)])
             assert made[0] is not None
-            mappable = made[0].tier.mappable
+            mappable = made[0].tier.backend.mappable
             assert mappable is not None
             mappable.view(made[0].slot)[:BLOCK_BYTES] = bytes_of(n)
             self.a.cache.writer.publish_now(1, [made[0].id], [checksum(bytes_of(n), digest(n), 7, made[0].slot.stamp)])
@@ -157,7 +157,7 @@ async def load(core: AgentParts, numbers: Sequence[int], scope: ScopeId = SCOPE)
     found = []
     for read in reads:
         tier, slot, record = read.lease.residence
-        mappable = tier.mappable
+        mappable = tier.backend.mappable
         assert mappable is not None
         block = bytes(mappable.view(slot)[: record.raw_bytes])
         assert checksum(block, read.lease.entry.digest, core.node.epoch, slot.stamp) == record.checksum

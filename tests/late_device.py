@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvstrata_agent.backends.device.queue import Wait
+from kvstrata_agent.backends.device.hbm import Wait
 
 JUNK = 0xEE
 

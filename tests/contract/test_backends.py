@@ -25,8 +25,8 @@ from s3_gateway import s3_gateway
 from scope_keys_double import KeyRing, NamedKeys
 
 from kvstrata_agent.backends.base import SlotRef, TierBackend
+from kvstrata_agent.backends.file.index_format import parse_name
 from kvstrata_agent.backends.file.open_store import open_nvme, open_remote_flash
-from kvstrata_agent.backends.file.segment_name import parse_name
 from kvstrata_agent.backends.file.striped import DEVICE_BITS
 from kvstrata_agent.backends.object.client import ObjectClient
 from kvstrata_agent.backends.object.object_tier import open_object_tier

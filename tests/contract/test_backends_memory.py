@@ -16,11 +16,10 @@ from backend_contract import (
 )
 from mappable_contract import MappableContract
 
-from kvstrata_agent.backends.base import LastingBackend, TierBackend
+from kvstrata_agent.backends.base import TierBackend
 from kvstrata_agent.backends.memory.cxl import open_cxl
 from kvstrata_agent.backends.memory.host_dram import free_pages, open_host_dram
-from kvstrata_agent.backends.memory.mounts import read_mounts
-from kvstrata_agent.backends.memory.persistence import Home
+from kvstrata_agent.backends.memory.persistence import PersistenceRoot, read_mounts
 from kvstrata_api.models.pool import CxlEmulation, CxlTier, HostDramTier
 from kvstrata_api.tiers import CxlMode
 from kvstrata_api.units import MIB
@@ -101,14 +100,14 @@ class _LastingContract(PersistentContract, MappableContract):
     async def backend(self, where: Path) -> AsyncIterator[TierBackend]:
         backend = await self.reopen(where)
         assert backend.capabilities.medium == self.medium, backend.capabilities.fallback
-        assert isinstance(backend, LastingBackend)
+        assert backend.persistent is backend
         assert backend.capabilities.outlives_agent
         assert not backend.capabilities.survives_restart
         yield backend
         await backend.close()
 
-    def home(self, where: object) -> Home:
-        return Home(Path(str(where)), "pool-a", "node-a", read_mounts(), "tier-a")
+    def home(self, where: object) -> PersistenceRoot:
+        return PersistenceRoot(Path(str(where)), "pool-a", "node-a", read_mounts(), "tier-a")
 
 
 class TestLastingSmallPages(_LastingContract):

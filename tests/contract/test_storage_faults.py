@@ -156,7 +156,7 @@ async def test_a_late_hole_never_hits_the_next_record_of_its_slot(
     await put(store, 3)
     store.drop(slot)
     io.holds_punches = asyncio.Event()
-    burying = asyncio.create_task(store._bury())
+    burying = asyncio.create_task(store._io.discard())
     await asyncio.sleep(0.01)
     next_slot = store.reserve(ANNA, BLOCK_BYTES)
     made = record(2, content(2), next_slot)

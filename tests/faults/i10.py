@@ -13,7 +13,7 @@ from virtual_loop import run_virtually
 from faults.rot import damaged_claim, damaged_round, made
 from faults.rot_elsewhere import rot_elsewhere
 from kvstrata_agent.backends.file import transfers
-from kvstrata_agent.backends.record import header
+from kvstrata_agent.backends.record import layout as header
 from kvstrata_agent.backends.record import layout as record_bytes
 
 _CLAIMS_EACH: Final = 4

@@ -238,8 +238,8 @@ class _Town:
 
     def _compare(self, stamp: int, entry: Entry, number: int) -> None:
         copy = next(r for r in entry.residences if r.slot.stamp == stamp)
-        assert copy.tier.mappable is not None
-        if bytes(copy.tier.mappable.view(copy.slot)[:BLOCK_BYTES]) != bytes_of(number):
+        assert copy.tier.backend.mappable is not None
+        if bytes(copy.tier.backend.mappable.view(copy.slot)[:BLOCK_BYTES]) != bytes_of(number):
             self._broken(f"block {number} has other bytes")
 
     def _let_time_pass(self) -> None:

@@ -139,8 +139,8 @@ async def _store(core: AgentParts) -> None:
     sums = []
     for number, reservation in enumerate(made, start=1):
         assert reservation is not None
-        assert reservation.tier.mappable is not None
-        reservation.tier.mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(number)
+        assert reservation.tier.backend.mappable is not None
+        reservation.tier.backend.mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(number)
         sums.append(checksum(bytes_of(number), digest(number), EPOCH, reservation.slot.stamp))
     core.cache.writer.publish_now(1, [r.id for r in made if r is not None], sums)
 

@@ -117,7 +117,7 @@ class LocalNode:
         sums = []
         for n, reservation in zip(numbers, made, strict=True):
             assert reservation is not None
-            mappable = reservation.tier.mappable
+            mappable = reservation.tier.backend.mappable
             assert mappable is not None
             mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(n)
             sums.append(checksum(bytes_of(n), digest(n), self.core.node.epoch, reservation.slot.stamp))
@@ -141,7 +141,8 @@ class LocalNode:
                 self._seen.broken.append(f"{len(numbers) - len(reads)} local blocks were not read while Redis was lost")
             for n, read in zip(numbers, reads, strict=False):
                 tier, slot, _ = read.lease.residence
-                if tier.mappable is None or bytes(tier.mappable.view(slot)[:BLOCK_BYTES]) != bytes_of(n):
+                mappable = tier.backend.mappable
+                if mappable is None or bytes(mappable.view(slot)[:BLOCK_BYTES]) != bytes_of(n):
                     self._seen.broken.append(f"local block {n} has other bytes")
             self.core.node.end_leases(self.core.node.leases.end(1, [read.lease.id for read in reads]))
             self._seen.local_reads += len(reads)

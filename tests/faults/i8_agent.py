@@ -21,10 +21,9 @@ from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.process import next_epoch
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import TierBackend
+from kvstrata_agent.backends.memory import ledger
 from kvstrata_agent.backends.memory import persistent_extents as lasting
-from kvstrata_agent.backends.memory import persistent_extents as ledger
-from kvstrata_agent.backends.memory.mounts import read_mounts
-from kvstrata_agent.backends.memory.persistence import Home
+from kvstrata_agent.backends.memory.persistence import PersistenceRoot, read_mounts
 from kvstrata_agent.backends.registry import Place, make_backend
 from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_agent.movement.path import Priority
@@ -76,7 +75,7 @@ async def _serve(channel: Channel, root: Path) -> None:
     node = make_node([], policy={"admission": {"type": "Always"}})
     node.epoch, node.clock = epoch, time.monotonic
     core = AgentParts(node, TestCodecs())
-    place = Place("pool", "node", FACTS, home=Home(root / "memory", "pool", "node", read_mounts()))
+    place = Place("pool", "node", FACTS, persistence=PersistenceRoot(root / "memory", "pool", "node", read_mounts()))
     provisioner = Provisioner(node, partial(make_backend, place=place), 1 << 40)
     await provisioner.apply(_tiers(root))
     callers = FakeAuthenticator(a=caller("a", expires_s=1e9))

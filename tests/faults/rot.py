@@ -13,8 +13,8 @@ from sim.volume_image import Image
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.backends.file.claim import STORE_FILE
 from kvstrata_agent.backends.file.index_file import INDEX_FILE
+from kvstrata_agent.backends.file.index_format import SegmentName, parse_name
 from kvstrata_agent.backends.file.record_store import RecordStore, open_store
-from kvstrata_agent.backends.file.segment_name import SegmentName, parse_name
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError
 
 CAPACITY_BYTES: Final = 2 << 20

@@ -55,7 +55,7 @@ def _prompt_blocks(host: Host) -> int:
     dram, nvme = tiers.get("dram"), tiers.get("nvme")
     if dram is None or nvme is None or nvme.phase(host.world.loop.now_s) != "Ready" or nvme.last_error:
         return 0  # Segments that have failed take room and give none.
-    table: Any = nvme.backend._table  # type: ignore[attr-defined]  # What failed segments leave is known here alone.
+    table: Any = nvme.backend._state.table  # type: ignore[attr-defined]  # What failed segments leave is known here alone.
     disk_blocks = int(table.capacity_bytes - nvme.backend.used_bytes) // RECORD_BYTES - NEW_BLOCKS
     return max(0, min(dram.backend.capacity_bytes // SLOT_BYTES, disk_blocks))
 
@@ -69,7 +69,7 @@ def check_contents(world: World) -> None:
             continue
         for entry in agent.node.index:
             for residence in entry.residences:
-                mappable = residence.tier.mappable
+                mappable = residence.tier.backend.mappable
                 if mappable is None:
                     continue
                 with mappable.view(residence.slot) as view:

@@ -13,7 +13,7 @@ from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import Capabilities, TierBackend
 from kvstrata_agent.backends.memory.arena import ALIGNMENT_BYTES, Arena
-from kvstrata_agent.backends.memory.extent_store import FleetingStore
+from kvstrata_agent.backends.memory.extent_store import VolatileStore
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.tenants import ScopeMemory
 from kvstrata_agent.cache.session_journal import SessionJournal
@@ -23,8 +23,8 @@ from kvstrata_agent.fleet.directory.nominations import HINTS_POLL_INTERVAL_S, Ev
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_agent.provision import provisioner as provision
-from kvstrata_agent.provision.late_keys import LOOK_S, Latecomers
 from kvstrata_agent.provision.provisioner import Provisioner
+from kvstrata_agent.provision.recovery import KEY_POLL_INTERVAL_S, AwaitedKeys
 from kvstrata_agent.serve.authorization import Attaching
 from kvstrata_agent.serve.session_verbs import SessionVerbs
 from kvstrata_api.models.pool import HostDramTier, KVPoolSpec, NvmeTier
@@ -186,7 +186,7 @@ class SimAgent:
     async def _make_tier(self, spec: NodeTier) -> TierBackend:
         backend: TierBackend
         if spec.type is TierType.HOST_DRAM:
-            store = FleetingStore(SimExtent)  # type: ignore[arg-type]
+            store = VolatileStore(SimExtent)  # type: ignore[arg-type]
             backend = Arena(_MEMORY, spec.capacity_bytes, store, page_bytes=ALIGNMENT_BYTES)
         else:
             backend = await self.host.disk.open(spec.capacity_bytes, self.keys)
@@ -212,7 +212,7 @@ class SimAgent:
             group.create_task(self._renew())
             group.create_task(self._follow())
             if self.keys is not None:
-                group.create_task(repeat("latecomers", LOOK_S, Latecomers(self.node, self.keys).look))
+                group.create_task(repeat("latecomers", KEY_POLL_INTERVAL_S, AwaitedKeys(self.node, self.keys).poll))
 
     async def _renew(self) -> None:
         while True:

@@ -108,7 +108,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
         made, *_ = self.run(self.core.cache.writer.reserve(self.place(owner, scope), b"", [digest(n) for n in numbers]))
         for number, reservation in zip(numbers, made, strict=False):
             if reservation is not None:
-                mappable = reservation.tier.mappable
+                mappable = reservation.tier.backend.mappable
                 assert mappable is not None
                 mappable.view(reservation.slot)[:BLOCK_BYTES] = content(scope, number)
                 self.reserved[owner].append((reservation, scope, number))
@@ -163,7 +163,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
 
     def bytes_of(self, read: Read) -> bytes:
         tier, slot, record = read.lease.residence
-        mappable = tier.mappable
+        mappable = tier.backend.mappable
         assert mappable is not None
         block = bytes(mappable.view(slot)[: record.raw_bytes])
         assert checksum(block, read.lease.entry.digest, self.core.node.epoch, slot.stamp) == record.checksum

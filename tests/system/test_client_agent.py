@@ -253,8 +253,8 @@ def test_bytes_that_change_under_a_lease_are_a_miss(agent: AgentThread) -> None:
         def scribble() -> None:
             tier = agent.core.node.tiers[0]
             entry = next(agent.core.node.index.blocks(keys_of(client)[2].scope).entries())
-            assert tier.mappable is not None
-            tier.mappable.view(entry.residences[0].slot)[:4] = b"oops"
+            assert tier.backend.mappable is not None
+            tier.backend.mappable.view(entry.residences[0].slot)[:4] = b"oops"
 
         agent.call(scribble)
         loaded = cache.load(TOKENS)

@@ -131,8 +131,8 @@ def test_a_layer_that_rots_is_not_read_and_the_agent_looks_at_it(nodes: Nodes) -
     def flip(digest: bytes) -> None:
         (entry,) = (e for e in nodes[0].core.node.index if e.digest == digest)
         tier, slot, _ = entry.residences[0]
-        assert tier.mappable is not None
-        with tier.mappable.view(slot) as view:
+        assert tier.backend.mappable is not None
+        with tier.backend.mappable.view(slot) as view:
             view[LAYOUT.block_bytes // LAYERS] ^= 1
 
     async def test(cache: AsyncPrefixCache) -> None:

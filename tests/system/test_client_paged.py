@@ -118,11 +118,11 @@ def test_a_block_that_is_not_what_it_was_reaches_no_page(engines: tuple[Engine, 
 def spoil_second_layer(agent: AgentThread) -> None:
     """Change a bit in the second layer of every block, where it lies."""
     tier = agent.core.node.tiers[0]
-    assert tier.mappable is not None
+    assert tier.backend.mappable is not None
     for entry in tuple(agent.core.node.contents(tier).residents()):
         there = entry.residence(tier)
         assert there is not None
-        tier.mappable.view(there.slot)[2 * LAYOUT.block_bytes // LAYOUT.layers - 1] ^= 1
+        tier.backend.mappable.view(there.slot)[2 * LAYOUT.block_bytes // LAYOUT.layers - 1] ^= 1
 
 
 def test_what_was_loaded_under_leases_that_are_over_is_void(engines: tuple[Engine, Engine, AgentThread]) -> None:

@@ -158,8 +158,8 @@ def flip(core: AgentParts, digest: bytes, layer: int) -> None:
     """Change one byte of a layer of a block where it lies."""
     (entry,) = (e for e in core.node.index if e.digest == digest)
     tier, slot, _ = entry.residences[0]
-    assert tier.mappable is not None
-    with tier.mappable.view(slot) as view:
+    assert tier.backend.mappable is not None
+    with tier.backend.mappable.view(slot) as view:
         view[layer * HeadRange(WIDE).part_bytes + 9] ^= 1
 
 

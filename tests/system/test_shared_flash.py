@@ -87,8 +87,9 @@ class Agent:
 
     @property
     def shared(self) -> SharedBackend:
-        assert isinstance(self.flash.backend, SharedBackend)
-        return self.flash.backend
+        shared = self.flash.backend.shared
+        assert shared is not None
+        return shared
 
     def fetched(self, transport: str, what: str = "blocks", **labels: str) -> float:
         own = {"pool": "pool", "node": self.name, "transport": transport, **labels}
@@ -100,8 +101,8 @@ class Agent:
         for n in numbers:
             made, *_ = await self.core.cache.writer.reserve(place(), digest(n - 1) if n > 1 else b"", [digest(n)])
             assert made[0] is not None
-            assert made[0].tier.mappable is not None
-            made[0].tier.mappable.view(made[0].slot)[:BLOCK_BYTES] = bytes_of(n)
+            assert made[0].tier.backend.mappable is not None
+            made[0].tier.backend.mappable.view(made[0].slot)[:BLOCK_BYTES] = bytes_of(n)
             sealed = checksum(bytes_of(n), digest(n), EPOCH, made[0].slot.stamp)
             self.core.cache.writer.publish_now(1, [made[0].id], [sealed])
             entry = self.core.node.index.find(SCOPE, digest(n))
@@ -119,8 +120,8 @@ class Agent:
         found = []
         for read in reads:
             tier, slot, record = read.lease.residence
-            assert tier.mappable is not None
-            found.append(bytes(tier.mappable.view(slot)[: record.raw_bytes]))
+            assert tier.backend.mappable is not None
+            found.append(bytes(tier.backend.mappable.view(slot)[: record.raw_bytes]))
         self.core.cache.release(1, [r.lease.id for r in reads])
         return found
 

@@ -19,9 +19,9 @@ from sim.volume_image import Image
 
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.backends.file.claim import STORE_FILE
+from kvstrata_agent.backends.file.index_format import SegmentName, parse_name
 from kvstrata_agent.backends.file.record_store import RecordStore, open_store
-from kvstrata_agent.backends.file.segment_name import SegmentName, parse_name
-from kvstrata_agent.backends.record.header import HEADER_BYTES, pack_header
+from kvstrata_agent.backends.record.layout import HEADER_BYTES, pack_header
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError

@@ -26,7 +26,7 @@ from kvstrata_agent.backends.file.index_file import INDEX_FILE
 from kvstrata_agent.backends.file.open_store import open_nvme, open_remote_flash
 from kvstrata_agent.backends.object.client import ObjectClient
 from kvstrata_agent.backends.object.object_tier import open_object_tier
-from kvstrata_agent.backends.record.header import HEADER_BYTES, MAGIC
+from kvstrata_agent.backends.record.layout import HEADER_BYTES, MAGIC
 from kvstrata_agent.kube.data_keys import Keyring
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError

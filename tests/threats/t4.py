@@ -205,7 +205,7 @@ class _AgentOfTenants:
         sums = []
         for digest, reservation in zip(digests, made, strict=True):
             assert reservation is not None
-            mappable = reservation.tier.mappable
+            mappable = reservation.tier.backend.mappable
             assert mappable is not None
             view = mappable.view(reservation.slot)[:BLOCK_BYTES]
             sums.append(checksum(view, digest, self.core.node.epoch, reservation.slot.stamp))

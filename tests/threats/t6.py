@@ -30,7 +30,7 @@ from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.movement.path import Priority
-from kvstrata_agent.provision.provisioner import enter
+from kvstrata_agent.provision.recovery import enter
 from kvstrata_api.blocks import BlockKey, ScopeId
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError
@@ -126,9 +126,9 @@ class Trial:
         for reservation, number in zip(made, self.numbers, strict=False):
             if reservation is None:
                 continue  # It is there already, which a trial that holds never sees.
-            assert reservation.tier.mappable is not None
+            assert reservation.tier.backend.mappable is not None
             said = content(scope, number)
-            reservation.tier.mappable.view(reservation.slot)[:BLOCK_BYTES] = said
+            reservation.tier.backend.mappable.view(reservation.slot)[:BLOCK_BYTES] = said
             sums.append(checksum(said, digest(number), self.core.node.epoch, reservation.slot.stamp))
         self.core.cache.writer.publish_now(1, [r.id for r in made if r is not None], sums)
 
@@ -161,8 +161,8 @@ class Trial:
 
     @staticmethod
     def _bytes(tier: Tier, slot: Any) -> bytes:
-        assert tier.mappable is not None
-        return bytes(tier.mappable.view(slot)[:BLOCK_BYTES])
+        assert tier.backend.mappable is not None
+        return bytes(tier.backend.mappable.view(slot)[:BLOCK_BYTES])
 
     async def demote(self, scope: ScopeId) -> None:
         """Move all blocks of a scope down, children first."""

@@ -25,18 +25,18 @@ from kvstrata_agent.backends.file.index_format import (
     Body,
     Kinds,
     Listed,
+    SegmentName,
     body_head,
     pack_map,
+    parse_name,
     seal,
     sealed_bytes,
 )
 from kvstrata_agent.backends.file.record_store import open_store
-from kvstrata_agent.backends.file.segment_name import SegmentName, parse_name
-from kvstrata_agent.backends.file.slot_index import SlotNotes, Traits
+from kvstrata_agent.backends.file.segment import SlotNotes, Traits
 from kvstrata_agent.backends.object.client import ObjectClient
 from kvstrata_agent.backends.object.object_tier import open_object_tier
-from kvstrata_agent.backends.record.header import HEADER_BYTES
-from kvstrata_agent.backends.record.sealed import SealedForm
+from kvstrata_agent.backends.record.layout import HEADER_BYTES, SealedForm
 from kvstrata_agent.backends.slot_table import round_up
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError
 from threats.sealed_disk import ATTACKS, BLOCK_BYTES, CAPACITY_BYTES, SCOPES, SealedDisk, make, read, text

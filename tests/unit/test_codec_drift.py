@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_agent.codec.base import Encoded, Planes, Shape, room_bytes
-from kvstrata_agent.codec.drift import Drift, DriftWatch
+from kvstrata_agent.codec.lossy import Drift, DriftWatch
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_api.models.pool import CompressionPolicy
 

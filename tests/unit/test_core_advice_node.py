@@ -57,7 +57,7 @@ class Setup:
         place = RequestContext(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
         for made in self.core.cache.writer.reserve_now(place, b"", CHAIN):
             assert made is not None
-            mappable = made.tier.mappable
+            mappable = made.tier.backend.mappable
             assert mappable is not None
             content = bytes_of(made.entry.digest[-1])
             mappable.view(made.slot)[:BLOCK_BYTES] = content

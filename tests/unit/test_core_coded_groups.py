@@ -61,8 +61,8 @@ def entries_of(core: AgentParts) -> list[Entry]:
 
 def memory_of(entry: Entry) -> memoryview:
     copy = entry.residences[0]
-    assert copy.tier.mappable is not None
-    return copy.tier.mappable.view(copy.slot)[:BLOCK_BYTES]
+    assert copy.tier.backend.mappable is not None
+    return copy.tier.backend.mappable.view(copy.slot)[:BLOCK_BYTES]
 
 
 async def push_down(core: AgentParts, entries: Sequence[Entry]) -> list[bool]:
@@ -88,7 +88,7 @@ def flip(core: AgentParts, volume: MemoryVolume, entry: Entry) -> None:
     """Spoil a byte of the record below."""
     copy, store = entry.residences[-1], core.node.tiers[1].backend
     assert isinstance(store, RecordStore)
-    volume.flip(str(store._segments[copy.slot.extent].name), copy.slot.offset + 4096 + 7, 1)
+    volume.flip(str(store._state.segments[copy.slot.extent].name), copy.slot.offset + 4096 + 7, 1)
 
 
 async def test_a_coded_group_goes_down_in_one_write_and_comes_up_as_it_was() -> None:
@@ -192,7 +192,7 @@ async def test_a_form_that_does_not_decode_is_a_miss_and_gets_into_no_slot() -> 
     assert await pull_up(core, entries) == [n != 2 for n in range(COUNT)]
     assert entries[2].residences == ()
     assert dram.backend.used_bytes - used_bytes == (COUNT - 1) * entries[0].residences[0].slot.size_bytes
-    assert dram.mappable is not None
+    assert dram.backend.mappable is not None
     assert all(b"\xee" not in bytes(memory_of(e)) for n, e in enumerate(entries) if n != 2)
     await core.close()
 

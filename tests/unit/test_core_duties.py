@@ -336,7 +336,7 @@ async def test_a_drain_is_done_when_all_that_is_left_survives(at: Setup) -> None
     made = core.cache.writer.reserve_now(place, b"", [digest(1), digest(2)])
     for r in made:
         assert r is not None
-        mappable = r.tier.mappable
+        mappable = r.tier.backend.mappable
         assert mappable is not None
         block = mappable.view(r.slot)
         core.cache.writer.publish_now(1, [r.id], [checksum(block[:4096], r.entry.digest, node.epoch, r.slot.stamp)])

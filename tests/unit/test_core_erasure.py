@@ -154,8 +154,8 @@ async def test_what_an_erased_tenant_has_written_is_not_published_any_more(monke
     for tenant, number in (("a", 1), ("b", 2)):
         (made,) = scene.core.cache.writer.reserve_now(at(tenant), b"", [digest(number)])
         assert made is not None
-        assert made.tier.mappable is not None
-        made.tier.mappable.view(made.slot)[:BLOCK_BYTES] = bytes_of(number)
+        assert made.tier.backend.mappable is not None
+        made.tier.backend.mappable.view(made.slot)[:BLOCK_BYTES] = bytes_of(number)
         claimed = checksum(bytes_of(number), digest(number), scene.core.node.epoch, made.slot.stamp)
         publishing.append(asyncio.create_task(scene.core.cache.writer.publish(made.owner, [made.id], [claimed])))
     await begun.wait()

@@ -50,7 +50,7 @@ async def store(
     fresh = [(r, n) for r, n in zip(made, numbers, strict=False) if r is not None]
     sums = []
     for reservation, number in fresh:
-        mappable = reservation.tier.mappable
+        mappable = reservation.tier.backend.mappable
         assert mappable is not None
         mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(number)
         sums.append(checksum(bytes_of(number), digest(number), core.node.epoch, reservation.slot.stamp))
@@ -60,14 +60,14 @@ async def store(
 def lease_of(core: AgentParts, read: Read) -> Lease:
     """The lease as a client sees it."""
     tier, slot, record = read.lease.residence
-    assert tier.mappable is not None
-    view = tier.mappable.view(slot)[: record.stored_bytes].toreadonly()
+    assert tier.backend.mappable is not None
+    view = tier.backend.mappable.view(slot)[: record.stored_bytes].toreadonly()
     return Lease(read.lease.id, record.key.digest, record.epoch, slot.stamp, record.checksum, "dram", 1, view)
 
 
 def bytes_read(core: AgentParts, read: Read) -> bytes:
     tier, slot, record = read.lease.residence
-    mappable = tier.mappable
+    mappable = tier.backend.mappable
     assert mappable is not None
     content = bytes(mappable.view(slot)[: record.raw_bytes])
     assert checksum(content, read.lease.entry.digest, core.node.epoch, slot.stamp) == record.checksum
@@ -326,8 +326,8 @@ async def test_a_message_that_comes_twice_or_late_is_carried_out_once(core: Agen
     ids, sums = [], []
     for number, reservation in enumerate(made, start=1):
         assert reservation is not None
-        assert reservation.tier.mappable is not None
-        reservation.tier.mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(number)
+        assert reservation.tier.backend.mappable is not None
+        reservation.tier.backend.mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(number)
         ids.append(reservation.id)
         sums.append(checksum(bytes_of(number), digest(number), core.node.epoch, reservation.slot.stamp))
 
@@ -362,8 +362,8 @@ async def test_a_corrupt_block_in_memory_goes_when_its_reader_says_so(core: Agen
     (read,) = await load(core, [1])
     tier, slot, _ = read.lease.residence
     assert core.cache.reader.inspect(1, [read.lease.id]) == 0, "nothing is wrong with it"
-    assert tier.mappable is not None
-    tier.mappable.view(slot)[0] ^= 1
+    assert tier.backend.mappable is not None
+    tier.backend.mappable.view(slot)[0] ^= 1
     assert core.cache.reader.inspect(2, [read.lease.id]) == 0, "another's lease"
     assert core.cache.reader.inspect(1, [read.lease.id]) == 1
     assert core.node.index.find(SCOPE, digest(1)) is None

@@ -22,7 +22,7 @@ from sim.volume import Fault, MemoryVolume
 from virtual_loop import run_virtually
 
 from kvstrata_agent.app.wiring import AgentParts
-from kvstrata_agent.backends.base import Reading, Record, Sound, TierBackend, Writing
+from kvstrata_agent.backends.base import ExpectedChecksum, Reading, Record, TierBackend, Writing
 from kvstrata_agent.backends.file.record_store import RecordStore, open_store
 from kvstrata_agent.blocks.block import Entry
 from kvstrata_agent.blocks.request import RequestContext
@@ -80,8 +80,8 @@ async def loaded(core: AgentParts) -> list[int]:
     acquired = await core.cache.reader.acquire(AcquireCall(PLACE, [digest(n) for n in range(COUNT)], 30.0, 5.0))
     for number, read in enumerate(acquired.reads):
         residence = read.lease.residence
-        assert residence.tier.mappable is not None
-        assert residence.tier.mappable.view(residence.slot)[:BLOCK_BYTES] == bytes_of(number)
+        assert residence.tier.backend.mappable is not None
+        assert residence.tier.backend.mappable.view(residence.slot)[:BLOCK_BYTES] == bytes_of(number)
         numbers.append(number)
     return numbers
 
@@ -134,8 +134,8 @@ async def test_a_block_that_was_spoilt_in_memory_goes_and_the_others_go_down() -
     core = await core_on(MemoryVolume())
     entries = entries_of(core)
     spoilt = entries[3].residences[0]
-    assert spoilt.tier.mappable is not None
-    spoilt.tier.mappable.view(spoilt.slot)[:4] = b"late"
+    assert spoilt.tier.backend.mappable is not None
+    spoilt.tier.backend.mappable.view(spoilt.slot)[:4] = b"late"
 
     assert await push_down(core, entries) == [n != 3 for n in range(COUNT)]
     assert entries[3].residences == ()
@@ -192,7 +192,7 @@ async def test_one_rotten_record_of_a_group_is_one_miss() -> None:
     rotten = entries[5].residences[0]
     store = core.node.tiers[1].backend
     assert isinstance(store, RecordStore)
-    volume.flip(str(store._segments[rotten.slot.extent].name), rotten.slot.offset + 4096 + 7, 1)
+    volume.flip(str(store._state.segments[rotten.slot.extent].name), rotten.slot.offset + 4096 + 7, 1)
 
     ends = await read_group(core, entries)
 
@@ -203,7 +203,7 @@ async def test_one_rotten_record_of_a_group_is_one_miss() -> None:
 
 
 async def read_group(core: AgentParts, entries: Sequence[Entry]) -> Sequence[bytes | KvStrataError]:
-    group = core.node.tiers[1].group
+    group = core.node.tiers[1].backend.group
     assert group is not None
     readings = [
         Reading(e.residences[0].slot, e.residences[0].record, _page_aligned(), (7, 1000 + n))
@@ -235,7 +235,7 @@ async def test_nothing_that_was_not_verified_gets_into_memory_that_engines_map()
     assert isinstance(store, RecordStore)
     for entry in entries:
         rotten = entry.residences[0].slot
-        volume.flip(str(store._segments[rotten.extent].name), rotten.offset + 4096 + 7, 1)
+        volume.flip(str(store._state.segments[rotten.extent].name), rotten.offset + 4096 + 7, 1)
     targets = [memoryview(bytearray(b"\xee" * BLOCK_BYTES)) for _ in entries]
 
     ends = await store.read_group([
@@ -294,7 +294,7 @@ async def test_more_records_than_buffers_go_through_buffers_at_once() -> None:
         stored = memoryview(memory)[n * BLOCK_BYTES + 1 : (n + 1) * BLOCK_BYTES + 1]  # Not where O_DIRECT wants it.
         slot = store.reserve(SCOPE, BLOCK_BYTES)
         made = Record(BlockKey(SCOPE, digest(n)), b"", LAYOUT_ID, "raw", BLOCK_BYTES, BLOCK_BYTES, b"", 7)
-        writings.append(Writing(slot, stored, made, Sound(checksum(stored, digest(n), 1, 2), (1, 2))))
+        writings.append(Writing(slot, stored, made, ExpectedChecksum(checksum(stored, digest(n), 1, 2), (1, 2))))
 
     async with asyncio.timeout(10):
         ends = await store.write_group(writings)

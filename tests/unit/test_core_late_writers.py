@@ -53,8 +53,8 @@ async def core_with_a_block_below() -> tuple[AgentParts, SpoiltBackend]:
     core = make_core(tiers, policy={"compression": {"mode": "None"}})
     (made,) = core.cache.writer.reserve_now(PLACE, b"", [digest(1)])
     assert made is not None
-    assert made.tier.mappable is not None
-    made.tier.mappable.view(made.slot)[:BLOCK_BYTES] = bytes_of(1)
+    assert made.tier.backend.mappable is not None
+    made.tier.backend.mappable.view(made.slot)[:BLOCK_BYTES] = bytes_of(1)
     core.cache.writer.publish_now(1, [made.id], [checksum(bytes_of(1), digest(1), core.node.epoch, made.slot.stamp)])
     entry = core.node.index.find(SCOPE, digest(1))
     assert entry is not None
@@ -75,8 +75,8 @@ async def test_a_slot_that_is_spoilt_while_it_is_filled_is_not_published() -> No
     backend.is_writer_late = False
     (read,) = (await core.cache.reader.acquire(AcquireCall(PLACE, [digest(1)], 30.0, 1.0))).reads
     residence = read.lease.residence
-    assert residence.tier.mappable is not None
-    assert residence.tier.mappable.view(residence.slot) == bytes_of(1)
+    assert residence.tier.backend.mappable is not None
+    assert residence.tier.backend.mappable.view(residence.slot) == bytes_of(1)
     await core.close()
 
 

@@ -61,8 +61,8 @@ async def written(core: AgentParts) -> tuple[Entry, Entry]:
     sums = []
     for reservation, number in zip(made, (1, 2), strict=True):
         assert reservation is not None
-        assert reservation.tier.mappable is not None
-        reservation.tier.mappable.view(reservation.slot)[:BLOCK_BYTES] = raw_of(number)
+        assert reservation.tier.backend.mappable is not None
+        reservation.tier.backend.mappable.view(reservation.slot)[:BLOCK_BYTES] = raw_of(number)
         sums.append(checksum(raw_of(number), digest(number), core.node.epoch, reservation.slot.stamp))
     core.cache.writer.publish_now(1, [r.id for r in made if r is not None], sums)
     first, second = (core.node.index.find(SCOPE, digest(n)) for n in (1, 2))
@@ -94,8 +94,8 @@ async def loaded(core: AgentParts, entry: Entry) -> tuple[str, bytes]:
     assert await core.cache.promoter.promote(entry, "a") is not None
     residence = entry.residence(tier(core, "dram"))
     assert residence is not None
-    assert residence.tier.mappable is not None
-    content = bytes(residence.tier.mappable.view(residence.slot)[:BLOCK_BYTES])
+    assert residence.tier.backend.mappable is not None
+    content = bytes(residence.tier.backend.mappable.view(residence.slot)[:BLOCK_BYTES])
     assert checksum(content, entry.digest, core.node.epoch, residence.slot.stamp) == residence.record.checksum
     return residence.record.codec, content
 

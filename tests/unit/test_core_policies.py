@@ -16,8 +16,7 @@ from kvstrata_agent.policy.recompute import (
     congestion_s,
     locate_s,
 )
-from kvstrata_agent.provision.capacity import grant
-from kvstrata_agent.provision.plan import Close, Open, Resize, plan
+from kvstrata_agent.provision.plan import Close, Open, Resize, grant, plan
 from kvstrata_api.models.pool import HostDramTier, NvmeTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType

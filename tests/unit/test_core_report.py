@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_agent.cache.ports import DirectoryState
-from kvstrata_agent.codec.drift import Drift
+from kvstrata_agent.codec.lossy import Drift
 from kvstrata_agent.kube.report import REFUSING_S, Observed, TierObserved, build_status
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.models.base import ObjectMeta

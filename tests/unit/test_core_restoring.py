@@ -11,9 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tree_books import wrong_books
 
-from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.backends.memory.persistent_extents import RECORD, pack_record
-from kvstrata_agent.backends.recovered import Columns
+from kvstrata_agent.backends.base import Columns, Record, SlotRef
+from kvstrata_agent.backends.memory.ledger import RECORD, pack_record
 from kvstrata_agent.blocks.block import Entry, Residence
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.node import Node

@@ -100,7 +100,7 @@ async def publish(engine: Engine, number: int, parent: int) -> bytes:
     """Write one block behind a parent that may come later."""
     reserved = await engine.ask(wire.Reserve(2, SCOPE, digest(parent), digest(number), "s"))
     (reservation,) = engine.core.node.reservations.owned(1)
-    mappable = reservation.tier.mappable
+    mappable = reservation.tier.backend.mappable
     assert mappable is not None
     with mappable.view(reservation.slot) as view:
         view[: len(bytes_of(number))] = bytes_of(number)

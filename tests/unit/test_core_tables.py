@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvstrata_agent.app.process import next_epoch
 from kvstrata_agent.backends.base import Record
-from kvstrata_agent.backends.scratch import Buffers
+from kvstrata_agent.backends.scratch import ScratchPool
 from kvstrata_agent.blocks.block import Entry, Residence
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.leases import LeaseTable
@@ -240,7 +240,7 @@ def test_a_state_directory_that_cannot_be_written_is_named(tmp_path: Path) -> No
 
 
 def test_buffers_are_page_aligned_of_the_asked_size_and_come_back() -> None:
-    buffers = Buffers()
+    buffers = ScratchPool()
     with buffers.lend(5000) as first:
         assert len(first) == 5000
         first[:] = b"x" * 5000

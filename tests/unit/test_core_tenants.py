@@ -236,8 +236,8 @@ async def _do(core: AgentParts, tenant: str, what: str, number: int) -> None:
         made = [r for r in (await core.cache.writer.reserve(at(tenant), b"", digests)).slots if r is not None]
         sums = []
         for reservation in made:
-            assert reservation.tier.mappable is not None
-            reservation.tier.mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(number)
+            assert reservation.tier.backend.mappable is not None
+            reservation.tier.backend.mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(number)
             found = reservation.entry.digest, core.node.epoch, reservation.slot.stamp
             sums.append(checksum(bytes_of(number), *found))
         if what == "store":
@@ -320,8 +320,8 @@ async def test_slots_of_a_tenant_that_wants_it_are_overwritten(core: AgentParts)
     entry = core.node.index.find(scope_of("a"), digest(1))
     assert entry is not None
     tier, slot, _ = entry.residences[0]
-    assert tier.mappable is not None
-    whole = tier.mappable.extent_view(slot.extent)
+    assert tier.backend.mappable is not None
+    whole = tier.backend.mappable.extent_view(slot.extent)
     assert any(whole[slot.offset : slot.offset + BLOCK_BYTES])
     core.node.drop_block(entry, "test")
 

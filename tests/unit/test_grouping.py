@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvstrata_agent.backends.base import Record, SlotRef, Writing
 from kvstrata_agent.backends.file.engine import prefers_posix
 from kvstrata_agent.backends.file.posix import joined
-from kvstrata_agent.backends.file.write_runs import Laid, parts_of, runs_of
+from kvstrata_agent.backends.file.segment_io import LaidOutRecord, coalesced, parts_of
 from kvstrata_agent.policy.placement import DEPTH, GROUP_BYTES_MAX, grouped
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
 from kvstrata_api.units import KIB, MIB
@@ -51,16 +51,18 @@ def test_blocks_are_put_together_only_where_a_disk_is_kept_busy_all_the_same(cou
     assert len(groups_of([("a", n, size_bytes) for n in range(count)])) >= min(count, DEPTH)
 
 
-def laid(index: int, stride_bytes: int = 4 * PAGE_BYTES, size_bytes: int = 3 * PAGE_BYTES, extent: int = 1) -> Laid:
+def laid(
+    index: int, stride_bytes: int = 4 * PAGE_BYTES, size_bytes: int = 3 * PAGE_BYTES, extent: int = 1
+) -> LaidOutRecord:
     whole = memoryview(mmap.mmap(-1, size_bytes))
     whole[:] = index.to_bytes(1, "big") * size_bytes
     slot = SlotRef(extent, index * stride_bytes, stride_bytes, index + 1)
-    return Laid(Writing(slot, whole, RECORD), (whole[:PAGE_BYTES], whole[PAGE_BYTES:]), lambda _: None, RECORD)
+    return LaidOutRecord(Writing(slot, whole, RECORD), (whole[:PAGE_BYTES], whole[PAGE_BYTES:]), lambda _: None, RECORD)
 
 
 @given(slots)
 def test_a_run_writes_each_record_to_its_slot_and_zeros_between_them(indices: list[int]) -> None:
-    runs = runs_of(laid(i) for i in indices)
+    runs = coalesced(laid(i) for i in indices)
 
     assert sorted(one.slot.offset for run in runs for one in run) == sorted(laid(i).slot.offset for i in indices)
     for run in runs:
@@ -74,15 +76,15 @@ def test_a_run_writes_each_record_to_its_slot_and_zeros_between_them(indices: li
 
 @given(slots)
 def test_neighbours_are_never_in_two_runs(indices: list[int]) -> None:
-    runs = runs_of(laid(i) for i in indices)
+    runs = coalesced(laid(i) for i in indices)
 
     ends = {run[-1].slot.offset + run[-1].slot.size_bytes for run in runs}
     assert not ends & {run[0].slot.offset for run in runs}
 
 
 def test_records_of_other_files_and_far_ends_break_a_run() -> None:
-    assert len(runs_of([laid(0), laid(1, extent=2)])) == 2
-    assert len(runs_of([laid(n, stride_bytes=MIB) for n in range(2)])) == 2
+    assert len(coalesced([laid(0), laid(1, extent=2)])) == 2
+    assert len(coalesced([laid(n, stride_bytes=MIB) for n in range(2)])) == 2
 
 
 def pages_from(offset: int, size_bytes: int) -> bytes:

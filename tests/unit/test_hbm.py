@@ -12,9 +12,8 @@ from backend_contract import ANNA, BLOCK_BYTES, content, record
 from late_device import LateQueue
 from msgspec.structs import replace
 
-from kvstrata_agent.backends.base import Reading, Record, SlotRef, Sound, Writing
-from kvstrata_agent.backends.device.hbm import PIECES, HbmTier
-from kvstrata_agent.backends.device.queue import HostQueue, open_queues
+from kvstrata_agent.backends.base import ExpectedChecksum, Reading, Record, SlotRef, Writing
+from kvstrata_agent.backends.device.hbm import PIECES, HbmTier, HostQueue, open_queues
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import (
     BackendFailedError,
@@ -99,7 +98,7 @@ async def test_what_differs_from_its_checksum_reaches_nobody_and_its_neighbours_
 async def test_bytes_that_somebody_else_may_write_are_proven_in_the_copy() -> None:
     tier = HbmTier([LateQueue()], 4 * MIB)
     slots = slots_of(tier)
-    known = [Sound(checksum(content(n), record(n, content(n), s).key.digest, *OTHER_USE), OTHER_USE)
+    known = [ExpectedChecksum(checksum(content(n), record(n, content(n), s).key.digest, *OTHER_USE), OTHER_USE)
              for n, s in enumerate(slots)]  # fmt: skip
     writings = [
         Writing(s, content(n + 1 if n in {0, 6} else n), replace(record(n, content(n), s), checksum=b""), known[n])

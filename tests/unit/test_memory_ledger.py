@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.backends.memory.persistent_extents import (
+from kvstrata_agent.backends.base import Columns, Record, SlotRef
+from kvstrata_agent.backends.memory.ledger import (
     HEADER_BYTES,
     RECORD,
     RECORD_BYTES,
@@ -19,7 +19,6 @@ from kvstrata_agent.backends.memory.persistent_extents import (
     pack_record,
     unpack_header,
 )
-from kvstrata_agent.backends.recovered import Columns
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
 from kvstrata_api.errors import InvalidInputError
 

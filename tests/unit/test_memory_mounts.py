@@ -4,8 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata_agent.backends.memory.mounts import Mount, huge_mount, is_memory, parse_mounts
-from kvstrata_agent.backends.memory.persistence import Home, find_home, remove_abandoned
+from kvstrata_agent.backends.memory.persistence import (
+    Mount,
+    PersistenceRoot,
+    choose_directories,
+    huge_mount,
+    is_memory,
+    parse_mounts,
+    remove_abandoned,
+)
 from kvstrata_api.units import GIB, KIB, MIB
 
 pytestmark = pytest.mark.unit
@@ -36,12 +43,12 @@ def test_huge_pages_are_found_by_their_size() -> None:
     assert huge_mount(16 * KIB, FOUND) is None
 
 
-HOME = Home(Path("/dev/shm/kvstrata"), "pool", "node", FOUND, "dram")
+HOME = PersistenceRoot(Path("/dev/shm/kvstrata"), "pool", "node", FOUND, "dram")
 
 
 def test_a_tier_has_its_own_directory_and_its_bytes_lie_where_its_pages_are() -> None:
-    small, huge = find_home(HOME, "Auto", 4 * KIB), find_home(HOME, "Auto", 2 * MIB)
-    emulated = find_home(HOME, "Auto", 4 * KIB, Path("/mnt/cxl"))
+    small, huge = choose_directories(HOME, "Auto", 4 * KIB), choose_directories(HOME, "Auto", 2 * MIB)
+    emulated = choose_directories(HOME, "Auto", 4 * KIB, Path("/mnt/cxl"))
 
     assert small.ledger_dir == small.memory_dir == Path("/dev/shm/kvstrata/pool/dram/node")
     assert (huge.ledger_dir, huge.memory_dir) == (small.ledger_dir, Path("/mnt/huge pages/kvstrata/pool/dram/node"))
@@ -51,20 +58,22 @@ def test_a_tier_has_its_own_directory_and_its_bytes_lie_where_its_pages_are() ->
 @pytest.mark.parametrize(
     ("home", "page_bytes", "reason"),
     [
-        (Home(None, "pool", "node", FOUND, "dram"), 4 * KIB, "--memory-dir"),
-        (Home(Path("/var/lib/kvstrata"), "pool", "node", FOUND, "dram"), 4 * KIB, "not on a tmpfs"),
+        (PersistenceRoot(None, "pool", "node", FOUND, "dram"), 4 * KIB, "--memory-dir"),
+        (PersistenceRoot(Path("/var/lib/kvstrata"), "pool", "node", FOUND, "dram"), 4 * KIB, "not on a tmpfs"),
         (HOME, 64 * KIB, "no hugetlbfs with pages of 65536 B"),
     ],
 )
-def test_who_asked_for_memory_that_lasts_is_told_why_it_does_not(home: Home, page_bytes: int, reason: str) -> None:
-    assert reason in find_home(home, "AgentRestart", page_bytes).reason
-    assert find_home(home, "Auto", page_bytes).reason == ""
-    assert find_home(home, "AgentRestart", page_bytes).memory_dir is None
+def test_who_asked_for_memory_that_lasts_is_told_why_it_does_not(
+    home: PersistenceRoot, page_bytes: int, reason: str
+) -> None:
+    assert reason in choose_directories(home, "AgentRestart", page_bytes).reason
+    assert choose_directories(home, "Auto", page_bytes).reason == ""
+    assert choose_directories(home, "AgentRestart", page_bytes).memory_dir is None
 
 
 def test_who_does_not_want_it_gets_memory_that_ends_with_the_agent() -> None:
-    assert find_home(HOME, "None", 4 * KIB).ledger_dir is None
+    assert choose_directories(HOME, "None", 4 * KIB).ledger_dir is None
 
 
 def test_nothing_is_removed_where_nothing_is(tmp_path: Path) -> None:
-    assert remove_abandoned(Home(tmp_path, "pool", "node", [Mount(tmp_path, "tmpfs")]), frozenset()) == []
+    assert remove_abandoned(PersistenceRoot(tmp_path, "pool", "node", [Mount(tmp_path, "tmpfs")]), frozenset()) == []

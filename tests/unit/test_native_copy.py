@@ -61,7 +61,7 @@ def test_a_copy_from_memory_that_is_cut_short_meanwhile_ends_with_zeros(level: s
     story = textwrap.dedent("""
         import os, sys, threading
         from native_levels import kernels_of
-        from kvstrata_agent.backends.memory import sigbus as torn
+        from kvstrata_agent.backends.memory import sigbus
         from kvstrata_agent.backends.memory.mapping import MappedExtent
 
         SIZE = 8 << 20
@@ -81,7 +81,7 @@ def test_a_copy_from_memory_that_is_cut_short_meanwhile_ends_with_zeros(level: s
                 assert set(into) <= {0, 1}
                 assert round > 0 or not any(into)
                 assert bytes(extent.view) == bytes(SIZE)
-                assert torn.torn() == {extent.address}
+                assert sigbus.lost() == {extent.address}
                 extent.let_go()
     """)
     done = subprocess.run(

@@ -187,7 +187,7 @@ def test_a_copy_of_memory_that_changes_meanwhile_has_the_digest_of_what_arrived(
         import os, sys, threading
         import numpy as np, xxhash
         from native_levels import kernels_of
-        from kvstrata_agent.backends.memory import sigbus as torn
+        from kvstrata_agent.backends.memory import sigbus
         from kvstrata_agent.backends.memory.mapping import MappedExtent
 
         SIZE = 4 << 20
@@ -216,7 +216,7 @@ def test_a_copy_of_memory_that_changes_meanwhile_has_the_digest_of_what_arrived(
                 if round % 2:
                     cut.join()
                     assert kernels.copy_digest(into, extent.view) == xxhash.xxh3_128_digest(into)
-                    assert torn.torn() == {extent.address}
+                    assert sigbus.lost() == {extent.address}
                 extent.let_go()
     """)
     done = subprocess.run(

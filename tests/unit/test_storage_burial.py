@@ -12,7 +12,8 @@ from sim.volume import MemoryVolume
 from virtual_loop import run_virtually
 
 from kvstrata_agent.backends.base import SlotRef
-from kvstrata_agent.backends.file.record_store import HOLD_S, RecordStore, due, open_store
+from kvstrata_agent.backends.file.record_store import RecordStore, open_store
+from kvstrata_agent.backends.file.segment_io import HOLD_S, plan_discards
 from kvstrata_agent.backends.slot_table import Extent
 from kvstrata_api.blocks import ScopeId
 
@@ -41,18 +42,18 @@ def test_what_is_due_is_old_or_of_a_scope_without_blocks(
     held: list[tuple[ScopeId, int, Mapping[int, float]]], before_s: float
 ) -> None:
     extents = [extent(i, scope, live) for i, (scope, live, _) in enumerate(held)]
-    graves = {i: dropped for i, (_, _, dropped) in enumerate(held)}
+    pending = {i: dropped for i, (_, _, dropped) in enumerate(held)}
     alive = {scope for scope, live, _ in held if live}
 
-    now = due(extents, graves, before_s)
+    planned = plan_discards(extents, pending, before_s)
 
     for i, (scope, live, dropped) in enumerate(held):
         may = {o for o, at_s in dropped.items() if at_s <= before_s or scope not in alive}
-        if i in now.extents:
+        if i in planned.extents:
             assert live == 0
             assert may == set(dropped)
         else:
-            assert now.graves.get(i, frozenset()) == may
+            assert planned.offsets.get(i, frozenset()) == may
             assert live or may != set(dropped), "an empty extent with nothing to wait for goes"
 
 
@@ -94,7 +95,7 @@ def test_the_last_block_of_a_scope_takes_all_of_its_bytes_along_at_once() -> Non
         store = await open_store(volume, CAPACITY_BYTES)
         await put(store, 0, BOB)
         slots = [(await put(store, n))[0] for n in range(1, 4)]
-        segments = {str(store._segments[slot.extent].name) for slot in slots}
+        segments = {str(store._state.segments[slot.extent].name) for slot in slots}
         for slot in slots:
             store.drop(slot)
         await asyncio.sleep(1.5)
@@ -127,4 +128,4 @@ def test_a_full_tier_that_turns_over_makes_and_removes_no_files() -> None:
 
 
 def _header_of(store: RecordStore, slot: SlotRef) -> tuple[str, int, int]:
-    return str(store._segments[slot.extent].name), slot.offset, 16
+    return str(store._state.segments[slot.extent].name), slot.offset, 16

@@ -14,8 +14,8 @@ from store_volumes import claimed
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.backends.file.claim import FORMAT, SEALED_FORMAT, STORE_FILE, Claim, start_run
 from kvstrata_agent.backends.file.engine import open_volume
-from kvstrata_agent.backends.file.segment_name import SegmentName, parse_name
-from kvstrata_agent.backends.record.header import HEADER_BYTES, pack_header, unpack_header
+from kvstrata_agent.backends.file.index_format import SegmentName, parse_name
+from kvstrata_agent.backends.record.layout import HEADER_BYTES, pack_header, unpack_header
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
 from kvstrata_api.errors import InvalidInputError
 

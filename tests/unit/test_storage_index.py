@@ -18,6 +18,7 @@ from kvstrata_agent.backends.file.index_format import (
     Body,
     Kinds,
     Listed,
+    SegmentName,
     body_bytes_max,
     body_head,
     pack_map,
@@ -28,8 +29,7 @@ from kvstrata_agent.backends.file.index_format import (
     unpack_map,
 )
 from kvstrata_agent.backends.file.record_store import RecordStore, open_store
-from kvstrata_agent.backends.file.segment_name import SegmentName
-from kvstrata_agent.backends.file.slot_index import SlotNotes, Traits
+from kvstrata_agent.backends.file.segment import SlotNotes, Traits
 from kvstrata_api.blocks import BlockKey, LayoutId
 from kvstrata_api.errors import TierFullError
 

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvstrata_agent.backends.base import Record
-from kvstrata_agent.backends.file.index_format import ENTRY_BYTES, KINDS_MAX, Kinds, Listed, unpack_entries
-from kvstrata_agent.backends.file.segment_name import SegmentName
-from kvstrata_agent.backends.file.slot_index import NOTE_BYTES, TRAITS_MAX, SlotNotes, Traits
+from kvstrata_agent.backends.file.index_format import ENTRY_BYTES, KINDS_MAX, Kinds, Listed, SegmentName, unpack_entries
+from kvstrata_agent.backends.file.segment import NOTE_BYTES, TRAITS_MAX, SlotNotes, Traits
 from kvstrata_agent.backends.recovered import columns_of
 from kvstrata_api.blocks import BlockKey, LayoutId
 

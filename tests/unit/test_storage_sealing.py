@@ -13,9 +13,7 @@ from scope_keys_double import KeyRing
 
 from kvstrata_agent.backends.base import KeyAwayError, SlotRef
 from kvstrata_agent.backends.record.encryption import Sealer
-from kvstrata_agent.backends.record.header import HEADER_BYTES
-from kvstrata_agent.backends.record.layout import open_into
-from kvstrata_agent.backends.record.sealed import SealedForm, Unread
+from kvstrata_agent.backends.record.layout import HEADER_BYTES, SealedForm, Unread, open_into
 from kvstrata_api.blocks import BlockKey, LayoutId
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.wrapping import Keks, keks_of_entries, keks_of_text, wrapped_by

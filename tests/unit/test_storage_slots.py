@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_agent.backends.base import SlotRef
-from kvstrata_agent.backends.object.object_tier import Shelves
+from kvstrata_agent.backends.object.object_tier import ObjectSlots
 from kvstrata_agent.backends.slot_table import NOBODY, SlotTable, stride_of, target_extent_bytes
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.errors import TierFullError
@@ -156,7 +156,7 @@ def test_emptying_what_relief_names_makes_room_for_any_scope(taken: list[tuple[S
     if table.has_room(other, need_bytes):
         take(table, other, need_bytes)
         return
-    named = table.relief(need_bytes)
+    named = table.extents_to_free(need_bytes)
     for slot in slots:
         if slot.extent in named:
             table.drop(slot)
@@ -257,7 +257,7 @@ def test_extents_are_neither_too_many_nor_too_few(capacity_bytes: int) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(SCOPES), st.integers(1, 5000), st.booleans()), max_size=80))
 def test_shelves_hold_one_scope_each_and_never_exceed_the_capacity(plan: list[tuple[ScopeId, int, bool]]) -> None:
-    shelves = Shelves(50_000, first_stamp=1)
+    shelves = ObjectSlots(50_000, first_stamp=1)
     live: dict[SlotRef, ScopeId] = {}
     for scope, size_bytes, is_drop in plan:
         if is_drop and live:

@@ -4,18 +4,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.backends.file import disk_space as disk_room
-from kvstrata_agent.backends.file.disk_space import Room
-from kvstrata_agent.backends.file.open_store import check_directories
-from kvstrata_agent.backends.file.stripe_policy import (
+from kvstrata_agent.backends.file.devices import (
     PAUSE_S,
     PAUSE_S_MAX,
     READ_FAILURES_MAX,
-    Health,
-    Load,
+    DeviceHealth,
+    DeviceLoad,
+    DirectoryRoom,
     divide,
     order,
+    room_of_all,
+    room_of_each,
 )
+from kvstrata_agent.backends.file.open_store import check_directories
 from kvstrata_api.errors import InvalidInputError
 
 pytestmark = pytest.mark.unit
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.unit
 GRAIN = 4096
 rooms = st.lists(st.none() | st.integers(0, 1 << 40), min_size=1, max_size=32)
 loads = st.lists(
-    st.builds(Load, st.booleans(), st.integers(0, 1 << 30), st.integers(0, 1 << 40), st.integers(1, 1 << 40)),
+    st.builds(DeviceLoad, st.booleans(), st.integers(0, 1 << 30), st.integers(0, 1 << 40), st.integers(1, 1 << 40)),
     min_size=1,
     max_size=32,
 )
@@ -55,7 +56,7 @@ def test_devices_with_room_get_equal_parts(capacity: int, known: list[int | None
 
 
 @given(loads)
-def test_a_device_that_takes_no_blocks_is_tried_only_when_none_does(known: list[Load]) -> None:
+def test_a_device_that_takes_no_blocks_is_tried_only_when_none_does(known: list[DeviceLoad]) -> None:
     chosen = order(known)
 
     able = {i for i, load in enumerate(known) if load.may_take}
@@ -63,7 +64,7 @@ def test_a_device_that_takes_no_blocks_is_tried_only_when_none_does(known: list[
 
 
 @given(loads)
-def test_the_device_with_the_least_under_way_comes_first(known: list[Load]) -> None:
+def test_the_device_with_the_least_under_way_comes_first(known: list[DeviceLoad]) -> None:
     first = order(known)[0]
 
     rivals = [load for load in known if load.may_take] or known
@@ -73,14 +74,14 @@ def test_the_device_with_the_least_under_way_comes_first(known: list[Load]) -> N
 def test_idle_devices_fill_evenly() -> None:
     used = [0, 50, 0]
     for _ in range(100):
-        first = order([Load(may_take=True, moving_bytes=0, used_bytes=u, capacity_bytes=1000) for u in used])[0]
+        first = order([DeviceLoad(may_take=True, moving_bytes=0, used_bytes=u, capacity_bytes=1000) for u in used])[0]
         used[first] += 10
 
     assert max(used) - min(used) <= 10
 
 
 def test_a_failed_write_takes_a_device_out_and_one_block_at_a_time_is_tried_after_a_pause() -> None:
-    health = Health()
+    health = DeviceHealth()
     health.write_failed("EIO", 100.0)
     assert not health.may_take(100.0 + PAUSE_S - 0.1)
     assert health.may_take(100.0 + PAUSE_S)
@@ -94,7 +95,7 @@ def test_a_failed_write_takes_a_device_out_and_one_block_at_a_time_is_tried_afte
 
 
 def test_pauses_grow_up_to_their_bound_and_many_failures_at_once_count_as_one() -> None:
-    health, now_s = Health(), 0.0
+    health, now_s = DeviceHealth(), 0.0
     pauses = []
     for _ in range(10):
         for _ in range(5):
@@ -109,7 +110,7 @@ def test_pauses_grow_up_to_their_bound_and_many_failures_at_once_count_as_one() 
 
 
 def test_single_failed_reads_are_bad_sectors_and_several_in_a_row_a_bad_device() -> None:
-    health = Health()
+    health = DeviceHealth()
     for _ in range(READ_FAILURES_MAX - 1):
         health.read_failed("EIO", 0.0)
     health.read()
@@ -122,11 +123,11 @@ def test_single_failed_reads_are_bad_sectors_and_several_in_a_row_a_bad_device()
 
 
 def test_directories_of_one_file_system_share_its_free_bytes() -> None:
-    there = [Room(1, 1000, 10), Room(1, 1000, 20), Room(2, 500, 0), None]
+    there = [DirectoryRoom(1, 1000, 10), DirectoryRoom(1, 1000, 20), DirectoryRoom(2, 500, 0), None]
 
-    assert disk_room.each_bytes(there) == [510, 520, 500, None]
-    assert disk_room.all_bytes(there) == 1530
-    assert disk_room.all_bytes([None]) is None
+    assert room_of_each(there) == [510, 520, 500, None]
+    assert room_of_all(there) == 1530
+    assert room_of_all([None]) is None
 
 
 @pytest.mark.parametrize("paths", [("/a/kv", "/b/kv", "/a/kv/"), ("/b", "/a/kv", "/a"), ("/a", "/c", "/a/../a/kv")])

@@ -13,12 +13,12 @@ from backend_contract import ANNA, BLOCK_BYTES, CAPACITY_BYTES, content, fill, g
 from sim.volume import MemoryVolume
 from virtual_loop import run_virtually
 
-from kvstrata_agent.backends.file.buffers import is_direct
 from kvstrata_agent.backends.file.claim import replace
 from kvstrata_agent.backends.file.engine import open_volume
 from kvstrata_agent.backends.file.nixl import NixlFile
 from kvstrata_agent.backends.file.posix import PosixVolume
 from kvstrata_agent.backends.file.record_store import open_store
+from kvstrata_agent.backends.file.transfers import is_direct
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError
 

@@ -9,10 +9,11 @@ import pytest
 from backend_contract import ANNA, BLOCK_BYTES, BOB, CAPACITY_BYTES, content, fill, put, record
 from store_volumes import buffered_store
 
-from kvstrata_agent.backends.file.buffers import Buffers, is_direct
 from kvstrata_agent.backends.file.posix import PosixVolume
+from kvstrata_agent.backends.file.transfers import is_direct
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES
 from kvstrata_agent.backends.memory.mapping import make_memfd
+from kvstrata_agent.backends.scratch import BoundedBuffers
 from kvstrata_agent.backends.threads import in_thread
 
 pytestmark = pytest.mark.unit
@@ -82,7 +83,7 @@ async def test_no_byte_of_an_earlier_block_is_left_in_a_shorter_ones_padding(tmp
 
 
 async def test_buffers_are_aligned_bounded_and_used_again() -> None:
-    buffers = Buffers()
+    buffers = BoundedBuffers()
     inside = most = 0
 
     async def borrow(size_bytes: int) -> None:

@@ -15,7 +15,7 @@ from kvstrata_agent.backends.object.client import ObjectClient
 from kvstrata_agent.backends.object.object_tier import open_object_tier
 from kvstrata_agent.blocks.tenants import LOST_AFTER_S
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.provision.late_keys import Latecomers
+from kvstrata_agent.provision.recovery import AwaitedKeys
 from kvstrata_api.errors import BlockCorruptError
 from kvstrata_api.models.poolnode import NodeTier
 
@@ -162,17 +162,17 @@ async def test_latecomers_enter_blocks_when_their_key_comes_and_remove_them_when
     tier = Tier(NodeTier.model_validate({"name": "t", "type": "NVMe", "capacityBytes": 1}), 0, store, 1)
     node.tiers.append(tier)
     assert await found(store.recover()) == {}
-    latecomers = Latecomers(node, keys)
+    latecomers = AwaitedKeys(node, keys)
 
-    await latecomers.look()
+    await latecomers.poll()
     keys.known[ANNA] = kept[ANNA]
-    await latecomers.look()
+    await latecomers.poll()
     assert len(node.index.blocks(ANNA)) == 10
     clock.now_s += LOST_AFTER_S - 1
-    await latecomers.look()
+    await latecomers.poll()
     assert store.waiting == {kept[BOB].tag}
     clock.now_s += 1.5
-    await latecomers.look()
+    await latecomers.poll()
     assert store.waiting == frozenset()
     assert tier.recovered_blocks == 10
     await store.close()

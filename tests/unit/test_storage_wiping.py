@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata_agent.backends.file.claim import POOL_FILE
-from kvstrata_agent.backends.wipe import wipe_directory
+from kvstrata_agent.backends.registry import wipe_directory
 from kvstrata_api.errors import BackendFailedError
 
 pytestmark = pytest.mark.unit

@@ -112,7 +112,7 @@ class Sweeper:
             tier.closing |= tier.backend.compact()
             if tier.closing:
                 await evictor.evacuate(tier)
-                if tier.mappable is None:
+                if tier.backend.mappable is None:
                     tier.closing &= self._node.contents(
                         tier
                     ).extents.keys()  # Mappable ones report it themselves, written or not.
@@ -147,9 +147,10 @@ class Sweeper:
                 names = {"tier": tier.name, "device": device.name}
                 counters.set("kvstrata_device_up", float(not device.error), **names)
                 counters.set("kvstrata_device_used_bytes", device.used_bytes, **names)
-            if tier.paced is not None:
-                counters.set("kvstrata_object_requests_max", tier.paced.requests_max, tier=tier.name)
-                refused = tier.paced.refused_requests
+            paced = tier.backend.paced
+            if paced is not None:
+                counters.set("kvstrata_object_requests_max", paced.requests_max, tier=tier.name)
+                refused = paced.refused_requests
                 counters.add("kvstrata_object_refused_total", refused - tier.refused_told, tier=tier.name)
                 tier.refused_told = refused
             if tier.stored_bytes_written:

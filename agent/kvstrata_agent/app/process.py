@@ -20,9 +20,8 @@ from kvstrata_agent.app.peering import PeerNetwork
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends import registry
-from kvstrata_agent.backends import wipe as wiping
-from kvstrata_agent.backends.memory.mounts import read_mounts
-from kvstrata_agent.backends.memory.persistence import Home, remove_abandoned
+from kvstrata_agent.backends import registry as wiping
+from kvstrata_agent.backends.memory.persistence import PersistenceRoot, read_mounts, remove_abandoned
 from kvstrata_agent.blocks.index import Index
 from kvstrata_agent.blocks.node import NONCE_BITS, TICKS_PER_S, Node
 from kvstrata_agent.blocks.tenants import ScopeMemory, TenantBook
@@ -36,8 +35,8 @@ from kvstrata_agent.kube.kubernetes import KubeWorld
 from kvstrata_agent.operations.runner import drained_tiers
 from kvstrata_agent.policy import removal as leaving
 from kvstrata_agent.policy.removal import Presence, Removal
-from kvstrata_agent.provision.late_keys import LOOK_S, Latecomers
 from kvstrata_agent.provision.provisioner import Provisioner, wipe_all
+from kvstrata_agent.provision.recovery import KEY_POLL_INTERVAL_S, AwaitedKeys
 from kvstrata_agent.serve.authorization import Attaching
 from kvstrata_agent.serve.server import Server
 from kvstrata_agent.serve.session_verbs import SessionVerbs
@@ -143,7 +142,7 @@ class AgentProcess:
         stack.push_async_callback(provisioner.close)
         stack.push_async_callback(core.close)
         await self._alive(self._follow(world, core, provisioner))
-        await asyncio.to_thread(remove_abandoned, self._home(), frozenset(provisioner.states))
+        await asyncio.to_thread(remove_abandoned, self._persistence_root(), frozenset(provisioner.states))
         network.peers.shared = core.flash
         await network.start(stack, core.lender, core.handovers, core.adopter)
         server = self._open_socket(stack, world, core)
@@ -151,18 +150,18 @@ class AgentProcess:
         self._announce_readiness(stack, network.address, epoch)
         async with asyncio.TaskGroup() as group:
             group.create_task(Sweeper(core.cache, world.authenticator).run())
-            group.create_task(repeat("latecomers", LOOK_S, Latecomers(node, world.keyring).look))
+            group.create_task(repeat("latecomers", KEY_POLL_INTERVAL_S, AwaitedKeys(node, world.keyring).poll))
             hints = EvictionHints(node, network.directory, scopes)
             group.create_task(repeat("advice", HINTS_POLL_INTERVAL_S, hints.poll))
             group.create_task(self._keep_following(world, core, provisioner))
             group.create_task(self._keep_reporting(world, core, provisioner, network, server))
 
     def _place(self, world: KubeWorld) -> registry.Place:
-        home, keys = self._home(), world.keyring
-        return registry.Place(self._config.pool, self._config.node, self._facts, home=home, keys=keys)
+        root, keys = self._persistence_root(), world.keyring
+        return registry.Place(self._config.pool, self._config.node, self._facts, persistence=root, keys=keys)
 
-    def _home(self) -> Home:
-        return Home(self._config.memory_dir, self._config.pool, self._config.node, read_mounts())
+    def _persistence_root(self) -> PersistenceRoot:
+        return PersistenceRoot(self._config.memory_dir, self._config.pool, self._config.node, read_mounts())
 
     def _make_node(self, world: KubeWorld, network: PeerNetwork, scopes: ScopeMemory, epoch: int) -> Node:
         index = Index()
@@ -205,7 +204,9 @@ class AgentProcess:
         core.node.is_draining = is_asked or world.desired.is_withdrawn or removal is not Removal.NONE
         wipe = partial(wiping.wipe, place=self._place(world))
         if removal is not Removal.NONE:
-            await provisioner.remove(removal, wanted.tiers, wipe, partial(remove_abandoned, self._home(), frozenset()))
+            await provisioner.remove(
+                removal, wanted.tiers, wipe, partial(remove_abandoned, self._persistence_root(), frozenset())
+            )
             self._followed = pool_node
             return
         drain, policy = core.node.spec.update_strategy.drain, core.node.spec.deletion_policy
@@ -233,7 +234,7 @@ class AgentProcess:
         if removal is Removal.DESTROY:
             await wipe_all(desired.tiers, partial(wiping.wipe, place=self._place(world)))
         try:
-            gone = await asyncio.to_thread(remove_abandoned, self._home(), frozenset())
+            gone = await asyncio.to_thread(remove_abandoned, self._persistence_root(), frozenset())
         except OSError as e:
             _log.warning("memory stays", extra={"path": e.filename, "cause": e.strerror})
             return

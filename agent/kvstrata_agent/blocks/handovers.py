@@ -58,12 +58,12 @@ class Growing:
         """View of one filled part, for use before anything else runs; None when the bytes are somebody else's now."""
         entry, tier, slot = self.reservation.entry, self.reservation.tier, self.reservation.slot
         held = entry.residence(tier)
-        if self.stage is Stage.LOST or tier.mappable is None or tier.is_gone:
+        if self.stage is Stage.LOST or tier.backend.mappable is None or tier.is_gone:
             return None
         if self.stage is Stage.WHOLE and (entry.level == GONE or held is None or held.slot is not slot):
             return None
         try:
-            return tier.mappable.view(slot)[index * self.part_bytes : (index + 1) * self.part_bytes]
+            return tier.backend.mappable.view(slot)[index * self.part_bytes : (index + 1) * self.part_bytes]
         except BlockCorruptError:
             return None
 

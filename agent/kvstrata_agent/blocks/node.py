@@ -18,7 +18,7 @@ from kvstrata_agent.blocks.reservations import Reservation, ReservationTable
 from kvstrata_agent.blocks.sessions import SessionState, SessionTable
 from kvstrata_agent.blocks.tenants import TenantBook
 from kvstrata_agent.blocks.tier import WRITE_PAUSE_S, Tier
-from kvstrata_agent.codec.base import RAW, WORN
+from kvstrata_agent.codec.base import RAW, RAW_AFTER_LOSS
 from kvstrata_agent.policy.eviction import excess_bytes
 from kvstrata_agent.policy.placement import next_lower
 from kvstrata_kube.signal import Signal
@@ -137,7 +137,7 @@ class Node:
     def arriving_form(self) -> str:
         """Form of blocks that come from peers, which do not state whether they have lost something already."""
         is_lossy = self.spec.policy.compression.max_relative_error_permille > 0
-        return WORN if is_lossy and self.spec.compatibility.dtype == "bf16" else RAW
+        return RAW_AFTER_LOSS if is_lossy and self.spec.compatibility.dtype == "bf16" else RAW
 
     def remember_layout(self, layout_id: LayoutId, layout: Layout) -> None:
         """Note what blocks of a layout look like."""
@@ -157,7 +157,7 @@ class Node:
     @property
     def entry_tier(self) -> Tier | None:
         """The fastest tier that engines can map: new blocks start here and read blocks come up to it."""
-        return next((t for t in self.tiers if t.mappable is not None and not t.is_closed), None)
+        return next((t for t in self.tiers if t.backend.mappable is not None and not t.is_closed), None)
 
     def drain_tiers(self, names: Iterable[str]) -> None:
         """Empty these tiers, those of them that come up later too, and let all others take blocks."""
@@ -201,8 +201,8 @@ class Node:
 
     def free(self, tier: Tier, slot: SlotRef, tenant: str) -> None:
         """Free a slot, once, that was on this account; overwritten where the tenant wants that."""
-        if tier.mappable is not None and not tier.is_gone and self.tenants.of(tenant).retention.is_zeroized:
-            with tier.mappable.view(slot) as view:
+        if tier.backend.mappable is not None and not tier.is_gone and self.tenants.of(tenant).retention.is_zeroized:
+            with tier.backend.mappable.view(slot) as view:
                 view[:] = bytes(len(view))
         tier.free(slot, tenant)
         self.changed.fire()
@@ -216,7 +216,7 @@ class Node:
 
     def publish(self, tier: Tier, copies: Sequence[tuple[Entry, Residence]]) -> None:
         """Note the first copies, in one tier, of blocks that a writer has finished."""
-        if tier.lasting is not None:
+        if tier.backend.persistent is not None:
             for _, copy in copies:
                 self._keep(copy)
         self.index.publish(tier, copies)
@@ -399,8 +399,8 @@ class Node:
     @staticmethod
     def _keep(copy: Residence) -> None:
         """Let a copy outlive the agent, before anybody learns of it."""
-        if copy.tier.lasting is not None:
-            copy.tier.lasting.commit(copy.slot, copy.record)
+        if copy.tier.backend.persistent is not None:
+            copy.tier.backend.persistent.commit(copy.slot, copy.record)
 
     def free_copy(self, entry: Entry, gone: Residence) -> None:
         """Free the slot of a copy, at once or when the last reader of just this copy has ended its lease."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvstrata_agent.backends.recovered import Columns
+    from kvstrata_agent.backends.base import Columns
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.index import Index
     from kvstrata_agent.blocks.scope_table import Blocks

@@ -117,7 +117,7 @@ class Blocks:
 
     def account_in(self, tier: Tier, extent: int) -> str:
         """Account of what an earlier run has left in an extent: memory knows whose client wrote it."""
-        writer = tier.mappable.extent_writer(extent) if tier.mappable is not None else ""
+        writer = tier.backend.mappable.extent_writer(extent) if tier.backend.mappable is not None else ""
         return writer or self.account
 
     def __iter__(self) -> Iterator[bytes]:

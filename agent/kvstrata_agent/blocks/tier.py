@@ -8,22 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
-from kvstrata_agent.backends.base import (
-    Device,
-    GroupBackend,
-    LastingBackend,
-    MappableBackend,
-    PacedBackend,
-    SlotRef,
-    StripedBackend,
-    TierBackend,
-)
-from kvstrata_agent.backends.recovered import ColumnarBackend
 from kvstrata_agent.policy.placement import TierFacts
 from kvstrata_agent.policy.quota import over_hard_bytes
 from kvstrata_api.errors import BackendFailedError, QuotaExceededError, TierFullError
 
 if TYPE_CHECKING:
+    from kvstrata_agent.backends.base import Device, SlotRef, TierBackend
     from kvstrata_api.blocks import ScopeId
     from kvstrata_api.models.poolnode import NodeTier, TierProbe
 
@@ -82,27 +72,6 @@ class Tier:
     """Blocks of an earlier run that were found when the tier came up."""
     refused_told: int = 0
     """Refused requests of its store that the metrics know of."""
-    mappable: MappableBackend | None = field(init=False)
-    """The backend, when engines can map its extents. Found out once: asking a protocol takes 15 us."""
-    striped: StripedBackend | None = field(init=False)
-    """The backend, when it is one of several devices."""
-    paced: PacedBackend | None = field(init=False)
-    """The backend, when its medium may refuse requests."""
-    lasting: LastingBackend | None = field(init=False)
-    """The backend, when it has to be notified of the blocks that are to outlive the agent."""
-    columnar: ColumnarBackend | None = field(init=False)
-    """The backend, when it can list blocks of earlier runs an extent at a time."""
-    group: GroupBackend | None = field(init=False)
-    """The backend, when it takes several blocks at a time."""
-
-    def __post_init__(self) -> None:
-        self.mappable = self.backend if isinstance(self.backend, MappableBackend) else None
-        self.striped = self.backend if isinstance(self.backend, StripedBackend) else None
-        self.paced = self.backend if isinstance(self.backend, PacedBackend) else None
-        outlives_agent = self.backend.capabilities.outlives_agent
-        self.lasting = self.backend if outlives_agent and isinstance(self.backend, LastingBackend) else None
-        self.group = self.backend if isinstance(self.backend, GroupBackend) else None
-        self.columnar = self.backend if isinstance(self.backend, ColumnarBackend) else None
 
     @property
     def name(self) -> str:
@@ -144,7 +113,8 @@ class Tier:
     @property
     def devices(self) -> tuple[Device, ...]:
         """Its devices, where they are several."""
-        return self.striped.devices if self.striped is not None else ()
+        striped = self.backend.striped
+        return striped.devices if striped is not None else ()
 
     def failed(self, until_s: float | None = None) -> None:
         """Count a failure and give the tier no blocks until then; one of several devices leaves that to the others."""
@@ -166,9 +136,10 @@ class Tier:
 
     def extents_to_free(self, scope: ScopeId, size_bytes: int, writer: str) -> frozenset[int]:
         """Extents that, once emptied, leave room for such a slot."""
-        if self.mappable is not None:
-            return self.mappable.relief(scope, size_bytes, writer)
-        return self.backend.relief(scope, size_bytes)
+        mappable = self.backend.mappable
+        if mappable is not None:
+            return mappable.extents_to_free(scope, size_bytes, writer)
+        return self.backend.extents_to_free(scope, size_bytes)
 
     def allocate(
         self, scope: ScopeId, tenant: str, size_bytes: int, hard_bytes: int | None = None, writer: str = ""
@@ -186,8 +157,9 @@ class Tier:
         used_bytes = self.tenant_bytes.get(tenant, 0)
         if hard_bytes is not None and over_hard_bytes(used_bytes, size_bytes, hard_bytes):
             raise self._exceeded(tenant, used_bytes, size_bytes, hard_bytes)
-        if self.mappable is not None:
-            slot = self.mappable.reserve(scope, size_bytes, writer)
+        mappable = self.backend.mappable
+        if mappable is not None:
+            slot = mappable.reserve(scope, size_bytes, writer)
         else:
             slot = self.backend.reserve(scope, size_bytes)
         if hard_bytes is not None and over_hard_bytes(used_bytes, slot.size_bytes, hard_bytes):
@@ -200,7 +172,8 @@ class Tier:
         self, scope: ScopeId, tenant: str, size_bytes: int, count: int, hard_bytes: int | None, writer: str
     ) -> list[SlotRef]:
         """Allocate up to `count` slots of equal size in memory that engines map; fewer where room or quota end."""
-        assert self.mappable is not None
+        mappable = self.backend.mappable
+        assert mappable is not None
         if not count or self.is_recovering or self.is_closed:
             return []
         slots: list[SlotRef] = []
@@ -210,7 +183,7 @@ class Tier:
             except (TierFullError, BackendFailedError):
                 return []
             count = min(count, 1 + (hard_bytes - self.tenant_bytes[tenant]) // slots[0].size_bytes)
-        more = self.mappable.reserve_run(scope, size_bytes, count - len(slots), writer)
+        more = mappable.reserve_run(scope, size_bytes, count - len(slots), writer)
         if more:
             self.tenant_bytes[tenant] = self.tenant_bytes.get(tenant, 0) + len(more) * more[0].size_bytes
         return slots + more

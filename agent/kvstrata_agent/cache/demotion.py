@@ -101,7 +101,7 @@ class Demoter:
             return True
         try:
             request = SlotRequest(tier, entry.scope, entry.tenant, source.record.stored_bytes)
-            slot = self._node.allocate(request) if tier.mappable else None
+            slot = self._node.allocate(request) if tier.backend.mappable else None
             move = self._mover.plan(entry, source, tier, slot)
             return all(await self._mover.move([move], tier, Priority.DEMOTE))
         except (TierFullError, BackendFailedError):

@@ -241,7 +241,7 @@ class Follower:
         """Take slots for leading blocks that are absent here; None when there is none, or no room."""
         tier, blocks = self._node.entry_tier, self._node.index.blocks(place.scope)
         absent = next((i for i, digest in enumerate(wanted.digests) if digest in blocks), len(wanted.digests))
-        if tier is None or tier.mappable is None or not absent or self._node.is_draining:
+        if tier is None or tier.backend.mappable is None or not absent or self._node.is_draining:
             return None
         begun = self._node.index.begin_chain(
             place.scope, wanted.digests[:absent], b"", place.layout_id, self._node.clock(), place.tenant
@@ -258,7 +258,7 @@ class Follower:
                 run.copies.append(
                     Residence(tier, slot, Record(key, b"", entry.layout_id, form, size, size, b"", self._node.epoch))
                 )
-                run.views.append(tier.mappable.view(slot)[:size])
+                run.views.append(tier.backend.mappable.view(slot)[:size])
         except (TierFullError, BackendFailedError, BlockCorruptError):
             pass  # As many as there is room for.
         except BaseException:

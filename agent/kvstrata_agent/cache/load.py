@@ -268,7 +268,7 @@ class Reader:
         return choose(inputs) if inputs is not None else None
 
     def _inputs(self, segment: Sequence[Entry], *, is_last: bool) -> CostInputs | None:
-        if not segment or not segment[0].residences or segment[0].residences[0].tier.mappable is not None:
+        if not segment or not segment[0].residences or segment[0].residences[0].tier.backend.mappable is not None:
             return None
         tier, spec = segment[0].residences[0].tier, self._node.spec
         entry_tier = self._node.entry_tier
@@ -400,7 +400,7 @@ class Reader:
 
 def _is_intact(lease: Lease) -> bool:
     tier, slot, record = lease.residence
-    mappable = tier.mappable
+    mappable = tier.backend.mappable
     assert mappable is not None, "leases are given on mapped copies only"
     try:
         with mappable.view(slot) as whole, whole[: record.stored_bytes] as view:

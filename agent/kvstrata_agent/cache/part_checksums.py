@@ -94,7 +94,7 @@ def _sums(lease: Lease, scratch: memoryview) -> bytes:
     So checksums of parts are of the very bytes that prove the whole, whoever writes to the slot meanwhile.
     """
     tier, slot, record = lease.residence
-    mappable = tier.mappable
+    mappable = tier.backend.mappable
     assert mappable is not None, "leases are given on mapped copies only"
     bound = bind(record.key.digest, record.epoch, slot.stamp)
     whole = xxhash.xxh3_128(seed=bound)

@@ -121,7 +121,7 @@ class Promoter:
     @staticmethod
     def mapped(entry: Entry) -> Residence | None:
         """Return the fastest copy that engines can map, or None."""
-        return next((r for r in entry.residences if r.tier.mappable is not None), None)
+        return next((r for r in entry.residences if r.tier.backend.mappable is not None), None)
 
     def _start(self, entry: Entry, urgency: Priority = Priority.PREFETCH, *, for_reader: bool = False) -> bool:
         """Start to copy a block up; False when there is nothing to copy from or to."""
@@ -236,7 +236,7 @@ class Promoter:
                 continue
             try:
                 request = SlotRequest(target, entry.scope, entry.tenant, raw_bytes)
-                slot = self._node.allocate(request) if target.mappable is not None else None
+                slot = self._node.allocate(request) if target.backend.mappable is not None else None
                 await self._mover.move([self._mover.plan(entry, source, target, slot)], target, Priority.DEMOTE)
             except RetryableError:
                 continue

@@ -45,7 +45,7 @@ class RegisteredExtents:
     def ensure(self, tier: Tier, extent: int) -> None:
         """Make an extent of a mappable tier a source and target of transfers. Idempotent."""
         number = tier.extent_number(extent)
-        mappable = tier.mappable
+        mappable = tier.backend.mappable
         if self.peers is None or mappable is None or number in self._registered:
             return
         if tier not in self._watched:
@@ -147,7 +147,7 @@ class RemoteFetcher:
         arrived: set[SlotRef],
     ) -> None:
         """Fetch into slots; those that hold a block of the index then are added to `arrived`."""
-        mappable, peers = tier.mappable, self._extents.peers
+        mappable, peers = tier.backend.mappable, self._extents.peers
         assert mappable is not None
         assert peers is not None
         started_s = self._node.clock()

@@ -194,7 +194,7 @@ class Writer:
         """Tiers that may take new blocks, the fastest first: engines map them."""
         if self._node.is_draining:
             return []
-        return [t for t in self._node.tiers if t.mappable is not None]
+        return [t for t in self._node.tiers if t.backend.mappable is not None]
 
     def publish_now(self, owner: int, ids: Sequence[int], checksums: Sequence[bytes]) -> bytes:
         """Commit written slots of small blocks in one step, checking some of them; returns one result for each.
@@ -243,7 +243,7 @@ class Writer:
 
     def _hashed(self, reservation: Reservation) -> bytes:
         """Checksum of what the slot holds; nothing when its tier was taken away."""
-        mappable = reservation.tier.mappable
+        mappable = reservation.tier.backend.mappable
         assert mappable is not None
         slot = reservation.slot
         try:

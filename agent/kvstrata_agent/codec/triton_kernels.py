@@ -1,6 +1,6 @@
 """`kvstrata_native.pack` and `unpack` for blocks on a CUDA device: the same codes and scales, to the bit.
 
-One program packs one group of a row, or a strip of columns. Divisions are rounded as IEEE says and nothing is
+One program packs one group of a row, or a strip of columns. Divisions are rounded as IEEE requires and nothing is
 contracted to fused multiply-adds, else the last bits would differ from the processor's. Without a device the same
 kernels run in Triton's interpreter (`TRITON_INTERPRET=1` before the first import), slowly.
 """

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from kvstrata_agent.backends.base import Device
 from kvstrata_agent.cache.ports import DirectoryState
-from kvstrata_agent.codec.drift import Drift
+from kvstrata_agent.codec.lossy import Drift
 from kvstrata_agent.policy.removal import Removal
 from kvstrata_agent.provision.provisioner import Departure
 from kvstrata_api import conditions, names, units

@@ -12,11 +12,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstrata_agent.backends.base import BlamelessError, Reading, Record, Sound, Writing
+from kvstrata_agent.backends.base import ExpectedChecksum, MediumIntactError, Reading, Record, Writing
 from kvstrata_agent.backends.threads import here_or_in_thread
 from kvstrata_agent.blocks.block import Residence
 from kvstrata_agent.blocks.tier import SlotRequest
-from kvstrata_agent.codec.base import LOSSY, RAW, WORN, room_bytes
+from kvstrata_agent.codec.base import LOSSY, RAW, RAW_AFTER_LOSS, room_bytes
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.checksum import bind, checksum
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, KvStrataError, TierFullError, UnsupportedError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvstrata_agent.backends.base import SlotRef
-    from kvstrata_agent.backends.scratch import Buffers
+    from kvstrata_agent.backends.scratch import ScratchPool
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
@@ -41,7 +41,7 @@ class Outgoing:
     move: Move
     codec: str
     stored: memoryview
-    sound: Sound | None = None
+    sound: ExpectedChecksum | None = None
     """What the bytes are known by, where somebody else may write to them; None where nobody can reach them."""
 
 
@@ -56,12 +56,12 @@ class GroupWriter:
 
         Raises `TierFullError` when there is no room for the first of them; others without room are None.
         """
-        assert target.group is not None
+        assert target.backend.group is not None
         slots = self._take(group, target)
         made: list[Residence | None] = [None] * len(group)
         try:
             writings = await self._writings(group[: len(slots)], slots)
-            ends = await target.group.write_group(writings)
+            ends = await target.backend.group.write_group(writings)
             made[: len(slots)] = self._written(group, slots, ends, target)
         finally:
             for one, slot, copy in zip(group, slots, made, strict=False):
@@ -124,7 +124,7 @@ class GroupWriter:
                 failures.append(end)
             elif isinstance(end, KvStrataError):
                 raise end
-        failure = next((f for f in failures if not isinstance(f, BlamelessError)), None)
+        failure = next((f for f in failures if not isinstance(f, MediumIntactError)), None)
         if failure is not None:  # Once for the group: it was one transfer.
             self._node.write_failed(target, str(failure))
         return made
@@ -141,12 +141,12 @@ def promoted_copy(node: Node, move: Move, target: Tier, end: bytes | KvStrataErr
     entry, source = move.entry, move.source
     if isinstance(end, bytes):
         assert move.slot is not None
-        record, form = source.record, WORN if source.record.codec in LOSSY else RAW
+        record, form = source.record, RAW_AFTER_LOSS if source.record.codec in LOSSY else RAW
         made = record_of(node, entry, form, record.raw_bytes, record.raw_bytes, end)
         return Residence(target, move.slot, made)
     if isinstance(end, BlockCorruptError):
         node.copy_failed(entry, source, is_corrupt=True)
-    elif isinstance(end, BackendFailedError | UnsupportedError) and not isinstance(end, BlamelessError):
+    elif isinstance(end, BackendFailedError | UnsupportedError) and not isinstance(end, MediumIntactError):
         source.tier.last_error = str(end)
         node.copy_failed(entry, source, is_corrupt=False)
     return None
@@ -170,16 +170,16 @@ class RawGroups:
 
     def _outgoing(self, move: Move, views: ExitStack) -> Outgoing:
         source = move.source
-        mappable = source.tier.mappable
+        mappable = source.tier.backend.mappable
         assert mappable is not None
         whole = views.enter_context(mappable.view(source.slot))
         view = views.enter_context(whole[: source.record.raw_bytes])
-        record, form = source.record, WORN if source.record.codec in LOSSY else RAW
-        return Outgoing(move, form, view, Sound(record.checksum, (record.epoch, source.slot.stamp)))
+        record, form = source.record, RAW_AFTER_LOSS if source.record.codec in LOSSY else RAW
+        return Outgoing(move, form, view, ExpectedChecksum(record.checksum, (record.epoch, source.slot.stamp)))
 
     async def up(self, moves: Sequence[Move], target: Tier) -> list[Residence | None]:
         """Read blocks into the slots of mapped memory that their moves name."""
-        group = moves[0].source.tier.group
+        group = moves[0].source.tier.backend.group
         assert group is not None
         with ExitStack() as views:
             try:
@@ -190,10 +190,10 @@ class RawGroups:
         return [promoted_copy(self._node, move, target, end) for move, end in zip(moves, ends, strict=True)]
 
     def _reading(self, move: Move, target: Tier, views: ExitStack) -> Reading:
-        assert target.mappable is not None
+        assert target.backend.mappable is not None
         assert move.slot is not None
         record = move.source.record
-        whole = views.enter_context(target.mappable.view(move.slot))
+        whole = views.enter_context(target.backend.mappable.view(move.slot))
         into = views.enter_context(whole[: record.raw_bytes])
         return Reading(move.source.slot, record, into, (self._node.epoch, move.slot.stamp))
 
@@ -201,7 +201,7 @@ class RawGroups:
 class CodedGroups:
     """Makes the copies of a group; the mover schedules them and enters them in the index."""
 
-    def __init__(self, node: Node, coding: Coding, buffers: Buffers, writer: GroupWriter) -> None:
+    def __init__(self, node: Node, coding: Coding, buffers: ScratchPool, writer: GroupWriter) -> None:
         self._node = node
         self._coding = coding
         self._buffers = buffers
@@ -238,8 +238,8 @@ class CodedGroups:
         """
         source, record = move.source, move.source.record
         codec = self._coding.codec_for(record, target)
-        assert source.tier.mappable is not None
-        whole = loans.enter_context(source.tier.mappable.view(source.slot))
+        assert source.tier.backend.mappable is not None
+        whole = loans.enter_context(source.tier.backend.mappable.view(source.slot))
         view = loans.enter_context(whole[: record.raw_bytes])
         raw = loans.enter_context(self._buffers.lend(record.raw_bytes))
         room = loans.enter_context(self._buffers.lend(room_bytes(record.raw_bytes)))
@@ -251,14 +251,14 @@ class CodedGroups:
                 return None
             made = codec.encode(raw, shape, room) if codec is not None else None
             if made is None or made.stored_bytes >= len(raw):
-                return Outgoing(move, WORN if record.codec in LOSSY else RAW, raw), made
+                return Outgoing(move, RAW_AFTER_LOSS if record.codec in LOSSY else RAW, raw), made
             return Outgoing(move, made.codec, room[: made.stored_bytes]), made
 
         return work
 
     async def up(self, moves: Sequence[Move], target: Tier) -> list[Residence | None]:
         """Read the stored forms of blocks, and decode them in one thread into the slots that their moves name."""
-        group = moves[0].source.tier.group
+        group = moves[0].source.tier.backend.group
         assert group is not None
         with ExitStack() as loans:
             readings = [Reading(m.source.slot, m.source.record, self._lend_stored(m, loans)) for m in moves]
@@ -286,9 +286,9 @@ class CodedGroups:
     ) -> Callable[[], bytes | KvStrataError]:
         """What fills a slot from the stored form, and returns the checksum of what is there then."""
         record, slot = move.source.record, move.slot
-        assert target.mappable is not None
+        assert target.backend.mappable is not None
         assert slot is not None
-        whole = loans.enter_context(target.mappable.view(slot))
+        whole = loans.enter_context(target.backend.mappable.view(slot))
         view = loans.enter_context(whole[: record.raw_bytes])
         raw = loans.enter_context(self._buffers.lend(record.raw_bytes))
         bound = bind(move.entry.digest, self._node.epoch, slot.stamp)

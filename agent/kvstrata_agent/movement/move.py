@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.codec.base import Codec, Decoder, Encoded
-    from kvstrata_agent.codec.drift import Drift
+    from kvstrata_agent.codec.lossy import Drift
     from kvstrata_agent.policy.placement import CopyPath
     from kvstrata_api.models.pool import CompressionPolicy
 

@@ -14,12 +14,12 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.backends.base import BlamelessError, SlotRef
-from kvstrata_agent.backends.scratch import Buffers
+from kvstrata_agent.backends.base import MediumIntactError, SlotRef
+from kvstrata_agent.backends.scratch import ScratchPool
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_agent.blocks.block import GONE, Entry, Residence
 from kvstrata_agent.blocks.tier import SlotRequest
-from kvstrata_agent.codec.base import IN_THE_OPEN, LOSSY, RAW, WORN, room_bytes
+from kvstrata_agent.codec.base import LOSSY, RAW, RAW_AFTER_LOSS, UNENCODED, room_bytes
 from kvstrata_agent.movement.group_copy import CodedGroups, GroupWriter, RawGroups, record_of
 from kvstrata_agent.movement.move import Coding, Move
 from kvstrata_agent.movement.scheduler import MoveScheduler
@@ -48,7 +48,7 @@ class Mover:
     def __init__(self, node: Node, codecs: Codecs) -> None:
         self._node = node
         self.coding = Coding(node, codecs)
-        self._buffers = Buffers()
+        self._buffers = ScratchPool()
         self.scheduler = MoveScheduler(node)
         writer = GroupWriter(node)
         self._groups: dict[CopyPath, RawGroups | CodedGroups] = {
@@ -63,15 +63,15 @@ class Mover:
     def plan(self, entry: Entry, source: Residence, target: Tier, slot: SlotRef | None = None) -> Move:
         """Plan the copy of a block into `target`, into `slot` where that was taken: here alone its path is chosen."""
         tier, codec = source.tier, source.record.codec
-        is_mapped = tier.mappable is not None and not tier.backend.capabilities.is_emulated
+        is_mapped = tier.backend.mappable is not None and not tier.backend.capabilities.is_emulated
         facts = CopyFacts(
             is_source_mapped=is_mapped,
-            is_source_grouped=tier.group is not None,
-            is_target_grouped=target.group is not None,
-            fills_mapped_slot=target.mappable is not None and slot is not None,
-            is_encoded=codec not in IN_THE_OPEN,
+            is_source_grouped=tier.backend.group is not None,
+            is_target_grouped=target.backend.group is not None,
+            fills_mapped_slot=target.backend.mappable is not None and slot is not None,
+            is_encoded=codec not in UNENCODED,
             gets_encoded=is_mapped
-            and target.group is not None
+            and target.backend.group is not None
             and self.coding.codec_for(source.record, target) is not None,
         )
         return Move(entry, source, slot, copy_path(facts))
@@ -170,7 +170,7 @@ class Mover:
             return await self._into_new_slot(entry, source, target)
         except BlockCorruptError:
             self._node.copy_failed(entry, source, is_corrupt=True)
-        except (_SlotSpoiltError, BlamelessError):
+        except (_SlotSpoiltError, MediumIntactError):
             return None  # Neither the source nor the medium is to blame; the slot is given back.
         except BackendFailedError as e:
             self._failed(entry, source, target, e)
@@ -192,10 +192,10 @@ class Mover:
         An engine that was given the slot before and is late may write to it at any time. So our checksum is taken
         of bytes that nobody else can reach, or of bytes that are seen to be sound after it was taken.
         """
-        mappable, raw_bytes, record = target.mappable, source.record.raw_bytes, source.record
+        mappable, raw_bytes, record = target.backend.mappable, source.record.raw_bytes, source.record
         assert mappable is not None
         with mappable.view(slot) as whole, whole[:raw_bytes] as view:
-            if record.codec in IN_THE_OPEN:
+            if record.codec in UNENCODED:
                 try:
                     await self._read_raw(source, view)
                 except BlockCorruptError:
@@ -210,7 +210,7 @@ class Mover:
                     await self._read_raw(source, raw)
                     digest = await bound_checksum(raw, entry.digest, self._node.epoch, slot.stamp)
                     await in_thread(None, partial(copy, view, raw))
-        form = WORN if record.codec in LOSSY else RAW
+        form = RAW_AFTER_LOSS if record.codec in LOSSY else RAW
         return Residence(target, slot, record_of(self._node, entry, form, raw_bytes, raw_bytes, digest))
 
     async def _into_new_slot(self, entry: Entry, source: Residence, target: Tier) -> Residence:
@@ -226,7 +226,7 @@ class Mover:
     async def _form(self, entry: Entry, source: Residence, target: Tier) -> AsyncIterator[tuple[str, memoryview]]:
         """Name and bytes for the target: a form that lost something goes on as it is, others through the codec."""
         record = source.record
-        if record.codec in LOSSY - IN_THE_OPEN and not target.backend.capabilities.is_memory:
+        if record.codec in LOSSY - UNENCODED and not target.backend.capabilities.is_memory:
             async with self._stored_form(source) as stored:
                 yield record.codec, stored
             return
@@ -244,7 +244,7 @@ class Mover:
             await target.backend.write(slot, record, stored)
         except BackendFailedError as e:
             self._node.free(target, slot, entry.tenant)
-            if isinstance(e, BlamelessError):
+            if isinstance(e, MediumIntactError):
                 raise
             raise _TargetFailedError(str(e)) from e
         except BaseException:
@@ -255,7 +255,7 @@ class Mover:
     async def _read_raw(self, source: Residence, into: memoryview) -> None:
         """Read one copy, verify it, and undo its codec."""
         record = source.record
-        if record.codec in IN_THE_OPEN:
+        if record.codec in UNENCODED:
             await source.tier.backend.read(source.slot, record, into)
             return
         async with self._stored_form(source) as stored:
@@ -278,7 +278,7 @@ class Mover:
         self, entry: Entry, record: Record, raw: memoryview, target: Tier
     ) -> AsyncIterator[tuple[str, memoryview]]:
         """Apply the pool's codec for media below memory; what does not become shorter is stored as it is."""
-        codec, plain = self.coding.codec_for(record, target), WORN if record.codec in LOSSY else RAW
+        codec, plain = self.coding.codec_for(record, target), RAW_AFTER_LOSS if record.codec in LOSSY else RAW
         if codec is None:
             yield plain, raw
             return

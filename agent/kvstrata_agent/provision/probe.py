@@ -82,7 +82,7 @@ async def probe(backend: TierBackend, block_bytes: int, clock: Clock = time.perf
 async def _warm_up(backend: TierBackend, samples: Sequence[_Sample], content: memoryview) -> None:
     """Pay for first page faults and file creation untimed: they are no property of the medium."""
     first = samples if backend.capabilities.is_memory else samples[:1]
-    with suppress(BackendFailedError):  # The measurement that follows fails the same way and says so with zeros.
+    with suppress(BackendFailedError):  # The measurement that follows fails the same way and reports zeros.
         await together([backend.write(s.slot, s.record, content) for s in first])
 
 

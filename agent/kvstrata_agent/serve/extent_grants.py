@@ -50,7 +50,7 @@ class ExtentGrants:
             if (tier, slot.extent) == last:  # As nearly always: they were taken as a run.
                 continue
             last = tier, slot.extent
-            number, mappable = tier.extent_number(slot.extent), tier.mappable
+            number, mappable = tier.extent_number(slot.extent), tier.backend.mappable
             if (number, True) in at.extents:
                 continue
             assert mappable is not None
@@ -100,10 +100,10 @@ class ExtentGrants:
     def _find(self, number: int) -> MappableBackend | None:
         """Backend of an extent that exists."""
         tier = next((t for t in self._node.tiers if t.ordinal == number >> ORDINAL_SHIFT), None)
-        if tier is None or tier.mappable is None:
+        if tier is None or tier.backend.mappable is None:
             return None
         try:
-            return tier.mappable if tier.mappable.extent_bytes(number & _EXTENT_MASK) else None
+            return tier.backend.mappable if tier.backend.mappable.extent_bytes(number & _EXTENT_MASK) else None
         except KeyError:
             return None
 
@@ -112,9 +112,9 @@ class ExtentGrants:
         found = []
         for grant in extents:
             tier = next((t for t in self._node.tiers if t.ordinal == grant.extent >> ORDINAL_SHIFT), None)
-            if tier is None or tier.mappable is None:
+            if tier is None or tier.backend.mappable is None:
                 raise LeaseLostError(f"extent {grant.extent} has gone with its tier")
-            found.append(tier.mappable.extent_fd(grant.extent & _EXTENT_MASK, is_writable=grant.is_writable))
+            found.append(tier.backend.mappable.extent_fd(grant.extent & _EXTENT_MASK, is_writable=grant.is_writable))
         return found
 
 

@@ -11,10 +11,10 @@ from backend_contract import CAPACITY_BYTES, PersistentContract, content, get, p
 from recorded import Record
 
 from kvstrata_agent.backends.base import TierBackend
+from kvstrata_agent.backends.file.index_format import parse_name
 from kvstrata_agent.backends.file.open_store import open_nvme
 from kvstrata_agent.backends.file.record_store import RecordStore
-from kvstrata_agent.backends.file.segment_name import parse_name
-from kvstrata_agent.backends.record.header import HEADER_BYTES
+from kvstrata_agent.backends.record.layout import HEADER_BYTES
 from kvstrata_api.errors import BackendFailedError, KvStrataError
 from kvstrata_api.models.pool import NvmeTier
 from kvstrata_node.discovery import discover

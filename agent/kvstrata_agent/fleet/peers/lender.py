@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from kvstrata_agent.backends.base import SharedBackend
 from kvstrata_agent.blocks.handovers import Stage
 from kvstrata_agent.blocks.node import PEER_OWNER
 from kvstrata_agent.fleet.peers.chain_lookup import segment_of
@@ -117,16 +116,17 @@ class PeerLender:
             return None
         for residence in entry.residences:
             tier, slot, record = residence
-            if tier.name in tiers and isinstance(tier.backend, SharedBackend):
+            shared = tier.backend.shared
+            if tier.name in tiers and shared is not None:
                 entry.used_at_s = self._node.clock()
                 lease = self._node.leases.grant(PEER_OWNER, entry, residence, self._node.clock() + lease_s)
-                placed = Placed(tier.name, tier.backend.file_of(slot), slot, record)
+                placed = Placed(tier.name, shared.file_of(slot), slot, record)
                 return Lent(lease.id, slot, memoryview(b""), record.parent, record.checksum, record.epoch, placed)
         return None
 
     def _lent(self, entry: Entry, residence: Residence, lease_s: float) -> Lent:
         tier, slot, record = residence
-        mappable = tier.mappable
+        mappable = tier.backend.mappable
         assert mappable is not None
         self._extents.ensure(tier, slot.extent)
         entry.used_at_s = self._node.clock()

@@ -16,11 +16,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.backends.base import Record, SharedBackend, SlotRef
-from kvstrata_agent.backends.file.segment_name import parse_name
-from kvstrata_agent.backends.scratch import Buffers
+from kvstrata_agent.backends.file.index_format import parse_name
+from kvstrata_agent.backends.scratch import ScratchPool
 from kvstrata_agent.backends.threads import in_thread, settle
 from kvstrata_agent.cache.ports import Follow, Followed, Wanted
-from kvstrata_agent.codec.base import IN_THE_OPEN
+from kvstrata_agent.codec.base import UNENCODED
 from kvstrata_agent.fleet.peers import wire
 from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
 from kvstrata_agent.fleet.peers.client import Link, Offer, Taken, open_link
@@ -387,22 +387,23 @@ class FlashReader:
     def __init__(self, node: Node, codecs: Codecs) -> None:
         self._node = node
         self._codecs = codecs
-        self._buffers = Buffers()
+        self._buffers = ScratchPool()
         self._turns = asyncio.Semaphore(READS_MAX)
 
     @property
     def tiers(self) -> tuple[str, ...]:
         """Names of the shared tiers that are up here."""
-        return tuple(t.name for t in self._node.tiers if isinstance(t.backend, SharedBackend))
+        return tuple(t.name for t in self._node.tiers if t.backend.shared is not None)
 
     async def read(self, wanted: Wanted, placed: Placed) -> bool:
         """Fill and seal a block's slot from its owner's file, verified; False when that cannot be done."""
         tier = self._node.tier(placed.tier)
-        if tier is None or not isinstance(tier.backend, SharedBackend) or placed.record.raw_bytes != len(wanted.into):
+        shared = None if tier is None else tier.backend.shared
+        if tier is None or shared is None or placed.record.raw_bytes != len(wanted.into):
             return False
         async with self._turns:
             try:
-                await self._read(tier.backend, wanted, placed)
+                await self._read(shared, wanted, placed)
             except KvStrataError as e:
                 tier.last_error = str(e)
                 return False
@@ -413,7 +414,7 @@ class FlashReader:
         record, node = placed.record, wanted.location.agent.partition(".")[2]
         with self._buffers.lend(max(record.raw_bytes, record.stored_bytes)) as stored:
             await backend.read_other(node, placed.file, placed.slot, record, stored)
-            if record.codec in IN_THE_OPEN:
+            if record.codec in UNENCODED:
                 await in_thread(None, partial(wanted.take, stored[: record.raw_bytes]))
                 return
             codec = self._codecs.named(record.codec)

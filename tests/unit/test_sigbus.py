@@ -11,7 +11,7 @@ pytestmark = pytest.mark.unit
 
 _BEFORE = """
     import os
-    from kvstrata_agent.backends.memory import sigbus as torn
+    from kvstrata_agent.backends.memory import sigbus
     from kvstrata_agent.backends.memory.mapping import MappedExtent
 
     def extent(size_bytes):
@@ -36,10 +36,10 @@ def test_zeros_take_the_place_of_what_was_cut_off_and_nothing_else_changes() -> 
         first.view[:PAGE] = second.view[:] = b"x" * PAGE
         os.ftruncate(first.fd, 0)
         assert bytes(first.view) == bytes(4 * PAGE)
-        assert torn.torn() == {first.address}
+        assert sigbus.lost() == {first.address}
         assert bytes(second.view) == b"x" * PAGE
         first.let_go()
-        assert torn.torn() == set()
+        assert sigbus.lost() == set()
     """)
 
 
@@ -50,9 +50,9 @@ def test_memory_that_was_let_go_is_watched_until_nobody_is_in_the_middle_of_it()
         first.let_go()
         os.ftruncate(cutter, 0)
         assert bytes(busy) == bytes(3 * PAGE)
-        assert torn.torn() == {address}
+        assert sigbus.lost() == {address}
         del first, busy
-        assert torn.torn() == set()
+        assert sigbus.lost() == set()
         os.ftruncate(second.fd, 0)
         assert bytes(second.view) == bytes(PAGE)
     """)
@@ -60,13 +60,13 @@ def test_memory_that_was_let_go_is_watched_until_nobody_is_in_the_middle_of_it()
 
 def test_new_memory_at_an_old_address_stays_watched() -> None:
     survives("""
-        old = torn.watch(1 << 40, PAGE)
-        new = torn.watch(1 << 40, PAGE)
-        new.is_torn = True
-        torn.forget(old)
-        assert torn.torn() == {1 << 40}
-        torn.forget(new)
-        assert torn.torn() == set()
+        old = sigbus.guard(1 << 40, PAGE)
+        new = sigbus.guard(1 << 40, PAGE)
+        new.is_lost = True
+        sigbus.unguard(old)
+        assert sigbus.lost() == {1 << 40}
+        sigbus.unguard(new)
+        assert sigbus.lost() == set()
     """)
 
 
@@ -75,19 +75,19 @@ def test_memory_that_nobody_let_go_of_is_watched_no_longer_than_it_is_mapped() -
         del first
         os.ftruncate(second.fd, 0)
         assert bytes(second.view) == bytes(PAGE)
-        assert [w.address for w in torn._watched.values()] == [second.address]
+        assert [w.address for w in sigbus._guarded.values()] == [second.address]
     """)
 
 
 def test_memory_that_is_about_to_be_forgotten_reaches_over_no_newer_one() -> None:
     survives("""
-        torn._watched.clear()
-        old = torn.watch(second.address - PAGE, 3 * PAGE)
-        new = torn.watch(second.address, PAGE)
+        sigbus._guarded.clear()
+        old = sigbus.guard(second.address - PAGE, 3 * PAGE)
+        new = sigbus.guard(second.address, PAGE)
         os.ftruncate(second.fd, 0)
         assert bytes(second.view) == bytes(PAGE)
-        assert new.is_torn
-        assert not old.is_torn
+        assert new.is_lost
+        assert not old.is_lost
     """)
 
 

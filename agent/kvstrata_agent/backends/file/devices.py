@@ -1,8 +1,50 @@
-"""Which device of a tier gets a block, what part of the capacity each is to hold, and which ones have failed. Pure."""
+"""The devices of a tier: how much room each has, what part of the capacity it is to hold, and which one gets a block.
 
+Only `measure_room` asks a file system; everything else is pure.
+"""
+
+import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryRoom:
+    """What one directory has."""
+
+    file_system: int
+    """Device number: equal ones share their free bytes, their bandwidth and their end."""
+    free_bytes: int
+    own_bytes: int
+
+
+def measure_room(path: Path) -> DirectoryRoom | None:
+    """Measure one directory; None where that fails, which opening will explain. Blocking."""
+    try:
+        nearest = next(p for p in (path, *path.parents) if p.exists())
+        status = os.statvfs(nearest)
+        own_bytes = sum(f.stat().st_blocks * 512 for f in path.rglob("*") if f.is_file()) if path.exists() else 0
+        return DirectoryRoom(nearest.stat().st_dev, status.f_bavail * status.f_frsize, own_bytes)
+    except (OSError, StopIteration):
+        return None
+
+
+def room_of_each(rooms: Sequence[DirectoryRoom | None]) -> list[int | None]:
+    """Room of each directory; those of one file system get equal parts of what it has free."""
+    count = Counter(r.file_system for r in rooms if r is not None)
+    return [None if r is None else r.free_bytes // count[r.file_system] + r.own_bytes for r in rooms]
+
+
+def room_of_all(rooms: Sequence[DirectoryRoom | None]) -> int | None:
+    """Room of all directories together, each file system counted once; None when none of them can be measured."""
+    known = [r for r in rooms if r is not None]
+    if not known:
+        return None
+    return sum({r.file_system: r.free_bytes for r in known}.values()) + sum(r.own_bytes for r in known)
+
 
 PAUSE_S: Final = 10.0
 """A device that failed a write gets no block for so long, and twice as long after each further failure."""
@@ -13,8 +55,8 @@ READ_FAILURES_MAX: Final = 3
 
 
 @dataclass(slots=True)
-class Health:
-    """Whether one device works, as its last calls tell."""
+class DeviceHealth:
+    """Whether one device works, by its last calls."""
 
     error: str = ""
     """Why it takes no blocks; empty while it does."""
@@ -27,7 +69,7 @@ class Health:
         self.error, self._pause_s, self._failed_reads = "", PAUSE_S, 0
 
     def read(self) -> None:
-        """Note a read that succeeded, which says nothing of writes."""
+        """Note a read that succeeded, which proves nothing of writes."""
         self._failed_reads = 0
 
     def write_failed(self, message: str, now_s: float) -> None:
@@ -57,7 +99,7 @@ class Health:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class DeviceLoad:
     """What one device does and holds now."""
 
     may_take: bool
@@ -67,7 +109,7 @@ class Load:
     capacity_bytes: int
 
 
-def order(loads: Sequence[Load]) -> list[int]:
+def order(loads: Sequence[DeviceLoad]) -> list[int]:
     """Devices to try for a new block, the best first: least under way, then least full.
 
     The first spreads bursts and spares a slow device, the second keeps idle ones evenly full. Devices that have
