@@ -31,25 +31,20 @@ class SpanType:
 
 
 SPANS: Final = (
-    SpanType(
-        "kvstrata.lookup", "One lookup in an agent.", ("session_id", "pool", "requested_blocks", "hit_blocks", "remote")
-    ),
+    SpanType("kvstrata.lookup", "One lookup in an agent.", ("session_id", "pool", "requested_blocks", "remote")),
     SpanType(
         "kvstrata.acquire", "Leasing a prefix; the moves that it waits for are its children.",
-        ("session_id", "pool", "requested_blocks", "hit_blocks", "decision"),
+        ("session_id", "pool", "requested_blocks", "hit_blocks"),
     ),
-    SpanType("kvstrata.move", "One batch between two tiers or nodes.", ("source", "target", "blocks", "bytes")),
+    SpanType("kvstrata.move", "One batch between two tiers or nodes.", ("source", "target", "blocks")),
     SpanType("kvstrata.reserve", "Giving out slots.", ("session_id", "pool", "requested_blocks")),
-    SpanType("kvstrata.publish", "Committing filled slots.", ("session_id", "pool", "blocks")),
-    SpanType("kvstrata.directory", "One round trip to the directory.", ("operation", "blocks")),
-    SpanType("kvstrata.fetch", "Reading blocks from another node.", ("source", "blocks", "bytes", "decision")),
+    SpanType("kvstrata.publish", "Committing filled slots.", ("pool", "blocks")),
+    SpanType("kvstrata.fetch", "Reading blocks from another node.", ("source", "blocks", "bytes")),
     SpanType(
         "kvstrata.follow", "Waiting for parts of blocks that another node still writes.",
         ("session_id", "pool", "requested_blocks"),
     ),
     SpanType("kvstrata.order", "An agent's part of one KVOperation.", ("order",)),
-    SpanType("kvstrata.reconcile", "One pass of the operator's planner.", ("pools", "actions")),
-    SpanType("kvstrata.sweep", "One pass of the metadata service's sweeper.", ("scanned", "collected")),
 )  # fmt: skip
 
 
@@ -80,8 +75,8 @@ its first log lines and in its ready file.
 _SPANS_HEAD: Final = """
 ## Spans
 
-Off until a process gets `--otlp-endpoint` (OTLP over HTTP). Attributes are `kvcache.<name>`; the session is
-`session.id` and the model `gen_ai.request.model`.
+Off until a process gets `--otlp-endpoint` (OTLP over HTTP); agents alone open any. Attributes are `kvcache.<name>`; the
+session is `session.id`.
 
 | span | what | attributes |
 |---|---|---|
