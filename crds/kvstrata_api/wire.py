@@ -59,6 +59,7 @@ class OpenSession(Request, frozen=True, array_like=True, tag=True):
     parent: str = ""
     """Session that this one forks from; its blocks are shared, not copied."""
     priority: str = ""
+    """Recorded and shown; nothing is ordered by it yet."""
 
 
 class TouchSession(Request, frozen=True, array_like=True, tag=True):

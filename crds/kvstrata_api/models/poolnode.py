@@ -118,12 +118,12 @@ class KVPoolNodeSpec(ApiModel):
 
 
 class TierProbe(ApiModel):
-    """What the agent measured at start, at the pool's block size."""
+    """What the agent measured at start, at the pool's block size, for the choice to fetch or to recompute."""
 
     read_bytes_per_second: Count = Field(0, description="Sequential reads of whole blocks.")
     write_bytes_per_second: Count = Field(0, description="Sequential writes of whole blocks.")
     read_latency_microseconds: Count = Field(0, description="Median of one block read alone.")
-    write_latency_microseconds: Count = Field(0, description="Median of one block written alone.")
+    write_latency_microseconds: Count = Field(0, description="Median of one block written alone; for the reader.")
     block_bytes: Count = Field(0, description="Block size of the probe.")
 
 
