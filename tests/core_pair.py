@@ -26,7 +26,7 @@ from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import BlockKey, ScopeId, ScopeSecret
 from kvstrata_api.checksum import checksum
-from kvstrata_metadata.records import Announcement, Location, SessionRecord
+from kvstrata_metadata.store.records import Announcement, Location, SessionRecord
 
 
 class FakeDirectory:

@@ -26,7 +26,7 @@ def node() -> None:
 
 def metadata() -> None:
     """Run the metadata service, or exit with what to install."""
-    _run("kvstrata_metadata.app", "metadata")
+    _run("kvstrata_metadata.service.main", "metadata")
 
 
 def operator() -> None:

@@ -5,13 +5,14 @@ import os
 import pytest
 
 from kvstrata_api.blocks import ScopeId, ScopeSecret
-from kvstrata_metadata import registry, sessions, shards
-from kvstrata_metadata.records import AgentRecord, Announcement, Incarnation, SessionRecord
-from kvstrata_metadata.registry import Fleet
-from kvstrata_metadata.schema import SHARDS, Shard, shard_index
-from kvstrata_metadata.shards import Batch, Mode, Verdict
-from kvstrata_metadata.store import Store
-from kvstrata_metadata.survey import Amount, Crowded, Survey
+from kvstrata_metadata.directory import registry, sessions, shards
+from kvstrata_metadata.directory.registry import Fleet
+from kvstrata_metadata.directory.shards import Batch, Mode
+from kvstrata_metadata.duties.nominations import Crowded
+from kvstrata_metadata.duties.survey import Amount, Survey
+from kvstrata_metadata.store.keys import SHARDS, Shard, shard_index
+from kvstrata_metadata.store.records import AgentRecord, Announcement, Incarnation, SessionRecord, Verdict
+from kvstrata_metadata.store.store import Store
 
 pytestmark = pytest.mark.contract
 

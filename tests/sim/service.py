@@ -5,9 +5,9 @@ from typing import Any, Final
 
 from kvstrata_api.errors import ApiServerAwayError, DirectoryAwayError
 from kvstrata_kube.leases import Lease
-from kvstrata_metadata.authority import Alone
-from kvstrata_metadata.nominator import agent_facts
-from kvstrata_metadata.standing import Duties
+from kvstrata_metadata.duties.authority import Alone
+from kvstrata_metadata.duties.nominator import agent_facts
+from kvstrata_metadata.service.fleet_view import Duties
 from sim.store import SimStore
 
 POOL: Final = "pool"

@@ -9,8 +9,8 @@ from metadata_replicas import SECRET, WAIT_S, Redis, Replica, agent, blocks, unt
 
 from controlplane import ControlPlane
 from kvstrata_agent.fleet.directory.client import RedisDirectory
-from kvstrata_metadata.mailbox import MAILBOX_MAX
-from kvstrata_metadata.nominations import DUPLICATE, keeper
+from kvstrata_metadata.directory.messages import MAILBOX_MAX
+from kvstrata_metadata.duties.nominations import DUPLICATE, keeper
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from kvstrata_api import names
-from kvstrata_metadata import embedded
+from kvstrata_metadata.server import embedded
 from kvstrata_telemetry import docs, generated
 
 pytestmark = pytest.mark.unit

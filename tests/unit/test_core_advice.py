@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from kvstrata_agent.blocks.scope_secrets import LOST_AFTER_S, ScopeMemory
 from kvstrata_agent.policy.duplicates import OwnCopy, Ruling, rule
 from kvstrata_api.blocks import ScopeId, ScopeSecret
-from kvstrata_metadata.nominations import SURVIVING, AgentFacts, keeper, plan_nominations
-from kvstrata_metadata.records import NOMINATED_MAX, Copy, Incarnation, Location, Nomination
-from kvstrata_metadata.survey import Crowded
+from kvstrata_metadata.duties.nominations import SURVIVING, AgentFacts, Crowded, keeper, plan_nominations
+from kvstrata_metadata.store.records import NOMINATED_MAX, Copy, Incarnation, Location, Nomination
 
 pytestmark = pytest.mark.unit
 

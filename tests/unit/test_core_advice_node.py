@@ -13,8 +13,8 @@ from kvstrata_agent.policy.duplicates import Ruling
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import ScopeSecret
 from kvstrata_api.checksum import checksum
-from kvstrata_metadata.nominations import DUPLICATE, ERASED, keeper
-from kvstrata_metadata.records import Location, Nomination
+from kvstrata_metadata.duties.nominations import DUPLICATE, ERASED, keeper
+from kvstrata_metadata.store.records import Location, Nomination
 
 pytestmark = pytest.mark.unit
 

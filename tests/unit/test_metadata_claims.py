@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_metadata.claims import BELIEVED_WITHIN_S, Claim, Sentence, judge
-from kvstrata_metadata.declared import parse_capacity, parse_owner, parse_pool
-from kvstrata_metadata.nominator import GONE_GRACE_S, Departures, agent_facts
-from kvstrata_metadata.records import AgentRecord, Incarnation, Registration
-from kvstrata_metadata.registry import SILENCE_S, Fleet, Member
-from kvstrata_metadata.survey import Amount
+from kvstrata_metadata.directory.messages import Claim
+from kvstrata_metadata.directory.registry import SILENCE_S, Fleet, Member
+from kvstrata_metadata.duties.cluster import parse_capacity, parse_owner, parse_pool
+from kvstrata_metadata.duties.eraser import BELIEVED_WITHIN_S, Sentence, judge
+from kvstrata_metadata.duties.nominator import GONE_GRACE_S, Departures, agent_facts
+from kvstrata_metadata.duties.survey import Amount
+from kvstrata_metadata.store.records import AgentRecord, Incarnation, Registration
 
 pytestmark = pytest.mark.unit
 

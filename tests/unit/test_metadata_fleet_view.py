@@ -8,14 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_metadata.authority import Alone
-from kvstrata_metadata.fleet_view import PAGE_AGENTS_MAX, agents, pages, summary
-from kvstrata_metadata.records import AgentRecord, Incarnation, Registration
-from kvstrata_metadata.registry import Fleet, Member
-from kvstrata_metadata.schema import Shard
-from kvstrata_metadata.server_facts import parse_servers
-from kvstrata_metadata.standing import Duties, Standing
-from kvstrata_metadata.survey import Amount
+from kvstrata_metadata.directory.registry import Fleet, Member
+from kvstrata_metadata.duties.authority import Alone
+from kvstrata_metadata.duties.survey import Amount
+from kvstrata_metadata.service.fleet_view import PAGE_AGENTS_MAX, Duties, Standing, agents, pages, summary
+from kvstrata_metadata.store.keys import Shard
+from kvstrata_metadata.store.records import AgentRecord, Incarnation, Registration
+from kvstrata_metadata.store.servers import parse_servers
 
 pytestmark = pytest.mark.unit
 

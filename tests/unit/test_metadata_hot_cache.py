@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvstrata_metadata.hot_cache import HotCache
-from kvstrata_metadata.records import Copy, Incarnation
+from kvstrata_metadata.client.location_cache import HotCache
+from kvstrata_metadata.store.records import Copy, Incarnation
 
 pytestmark = pytest.mark.unit
 

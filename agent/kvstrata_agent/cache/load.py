@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.cache.ports import Directory
     from kvstrata_agent.cache.promotion import Fetcher
     from kvstrata_agent.movement.mover import Mover
-    from kvstrata_metadata.records import Location
+    from kvstrata_metadata.store.records import Location
 
 LOCATE_KEYS_MAX: Final = 4096
 """Keys asked of the directory in one round trip; what lies behind them is found by the next lookup."""

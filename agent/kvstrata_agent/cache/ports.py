@@ -15,7 +15,7 @@ from kvstrata_api.models.pool import KVPool
 from kvstrata_api.models.poolnode import KVPoolNode, KVPoolNodeStatus
 from kvstrata_api.trust import Access, Grants, Identity
 from kvstrata_api.wire_handover import Handover
-from kvstrata_metadata.records import Announcement, Location, SessionRecord
+from kvstrata_metadata.store.records import Announcement, Location, SessionRecord
 from kvstrata_native import copy_digest, copy_digests
 
 
@@ -123,7 +123,7 @@ class DirectoryState(StrEnum):
 
 
 class Directory(Protocol):
-    """The shared index of locations (`kvstrata_metadata.store`), as the core sees it. Never raises: away is absent."""
+    """The shared index of locations (`kvstrata_metadata`), as the core sees it. Never raises: away is absent."""
 
     @property
     def is_up(self) -> bool:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.cache.eviction import Room
     from kvstrata_agent.cache.registered_extents import Exports
     from kvstrata_agent.movement.mover import Mover
-    from kvstrata_metadata.records import Location
+    from kvstrata_metadata.store.records import Location
 
 ATTEMPTS_MAX: Final = 3
 """Times that one block is brought up for one reader: it may be evicted again before the reader gets to it."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 from kvstrata_agent.blocks.sessions import QUIET, Session, SessionState
 from kvstrata_agent.cache.session_journal import Remembered, SessionJournal
 from kvstrata_api.blocks import ScopeId
-from kvstrata_metadata.records import SessionRecord
-from kvstrata_metadata.schema import session_digest
+from kvstrata_metadata.store.keys import session_digest
+from kvstrata_metadata.store.records import SessionRecord
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Sequence

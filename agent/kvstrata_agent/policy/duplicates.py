@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvstrata_metadata.nominations import SURVIVING, keeper
-from kvstrata_metadata.records import Location
+from kvstrata_metadata.duties.nominations import SURVIVING, keeper
+from kvstrata_metadata.store.records import Location
 
 
 class Ruling(StrEnum):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.cache.promotion import Fetcher
     from kvstrata_agent.cache.registered_extents import Exports
     from kvstrata_api.blocks import BlockKey, LayoutId, ScopeSecret
-    from kvstrata_metadata.records import Announcement
+    from kvstrata_metadata.store.records import Announcement
 
 
 LEND_S: Final = 10.0
