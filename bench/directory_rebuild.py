@@ -14,7 +14,7 @@ from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_metadata.server.embedded import EmbeddedRedis
 from kvstrata_metadata.store.access import RedisAccess, Role
 from kvstrata_metadata.store.records import AgentRecord, Announcement
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 PART_BLOCKS: Final = 1_024

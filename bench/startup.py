@@ -45,7 +45,7 @@ from kvstrata_api.tiers import TierType
 from kvstrata_api.units import MIB
 from kvstrata_metadata.store.access import RedisAccess
 from kvstrata_metadata.store.records import AgentRecord
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 BLOCKS: Final = 1_000_000

@@ -24,7 +24,7 @@ from kvstrata_metadata.server.embedded import EmbeddedConfig, EmbeddedRedis
 from kvstrata_metadata.store.access import RedisAccess, Role
 from kvstrata_metadata.store.records import AgentRecord, Announcement
 from kvstrata_telemetry import ready
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 SECRET = ScopeSecret(ScopeId("tenant/a/uid/v1"), b"s" * 32)

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvstrata_api.conditions import Condition, is_true, parse_conditions
 from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.models.conditions import Condition, is_true, parse_conditions
 from kvstrata_api.models.inventory import NodeReport
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.units import PAGE_BYTES, parse_quantity

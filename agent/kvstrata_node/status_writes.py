@@ -3,8 +3,9 @@
 from enum import IntEnum
 from typing import Final
 
-from kvstrata_api import conditions, names
-from kvstrata_api.conditions import Condition
+from kvstrata_api import names
+from kvstrata_api.models import conditions
+from kvstrata_api.models.conditions import Condition
 from kvstrata_api.models.inventory import NodeReport
 from kvstrata_kube.answers import Json
 from kvstrata_node import dax_verdict, inventory

@@ -1,7 +1,7 @@
-"""Every name that crosses a process boundary: API group, labels, finalizers, object and audience names."""
+"""Every name that crosses a process boundary: API group, labels, finalizers, objects, audiences, trust scopes."""
 
 import hashlib
-from typing import Final
+from typing import Final, NamedTuple, NewType
 
 GROUP: Final = "kvstrata.io"
 VERSION: Final = "v1alpha1"
@@ -87,6 +87,20 @@ LABEL_CHARS_MAX: Final = 63
 
 NAME_CHARS_MAX: Final = 253
 """Kubernetes object names, RFC 1123 subdomain."""
+
+KEY_VERSION: Final = 1
+"""First version of a scope's key."""
+
+ScopeId = NewType("ScopeId", str)
+"""`<kind>/<name>/<uid>/v<key version>`: public name of a trust scope; the secret is elsewhere."""
+
+
+class NamedPrefix(NamedTuple):
+    """Leading tokens that a share speaks of. Travels to clients as it is."""
+
+    digest: bytes
+    """32 bytes, see `blocks.prefix_digest`."""
+    token_count: int
 
 
 def label_value(name: str) -> str:

@@ -12,7 +12,7 @@ from datetime import datetime
 from kvstrata_api import shares, trust
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
-from kvstrata_api.scopes import ScopeId
+from kvstrata_api.names import ScopeId
 from kvstrata_api.shares import Declared
 
 NOT_JOINED = "NotJoined"

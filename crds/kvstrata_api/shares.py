@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Final
 
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
-from kvstrata_api.scopes import KEY_VERSION, NamedPrefix, ScopeId
+from kvstrata_api.names import KEY_VERSION, NamedPrefix, ScopeId
 from kvstrata_api.trust import Access, ScopeKind, is_member, publishes, scope_id
 
 SHARES_MAX: Final = 64

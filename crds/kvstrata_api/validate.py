@@ -10,9 +10,8 @@ from kvstrata_api import names
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.base import ApiModel
 from kvstrata_api.rules.rule import Rule, Transition, places
-from kvstrata_api.schema import object_schema
+from kvstrata_api.schema import Schema, object_schema
 from kvstrata_api.schema_kinds import BY_NAME, Kind
-from kvstrata_api.schema_structural import Schema
 from kvstrata_api.validate_structure import Problem, check, problem
 
 PROBLEMS_MAX: Final = 8

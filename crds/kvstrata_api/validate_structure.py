@@ -1,6 +1,6 @@
 """Checks a manifest against a structural schema, in the words of the API server. Pure.
 
-Only the vocabulary that `schema_structural` keeps is known here, so that a new keyword fails a test, not a user.
+Only the vocabulary that `schema.structural` keeps is known here, so that a new keyword fails a test, not a user.
 """
 
 import re
@@ -10,7 +10,7 @@ from datetime import datetime
 from functools import cache
 from typing import Any, Final
 
-from kvstrata_api.schema_structural import Schema
+from kvstrata_api.schema import Schema
 
 _PYTHON_TYPES: Final[dict[str, tuple[type, ...]]] = {
     "object": (dict,),

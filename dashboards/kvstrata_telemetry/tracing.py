@@ -110,7 +110,7 @@ def shutdown() -> None:
 def span(name: str, **attributes: Attribute) -> AbstractContextManager[Active]:
     """Open the span `name` around a block of code; an error that leaves the block is recorded on it.
 
-    The current span is its parent. Names are those of `docs.SPANS`; attributes are keywords such as `session_id`.
+    The current span is its parent. Names are those of `catalog.SPANS`; attributes are keywords such as `session_id`.
     """
     tracer = _state.tracer
     return _OFF if tracer is None else _recorded(tracer, name, attributes)

@@ -39,7 +39,7 @@ from kvstrata_metadata.server.embedded import EmbeddedConfig, EmbeddedRedis
 from kvstrata_metadata.store.access import RedisAccess, Role
 from kvstrata_metadata.store.keys import Shard
 from kvstrata_metadata.store.records import AgentRecord, Announcement, Incarnation
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 AGENTS: Final = ("p.a", "p.b", "p.c", "p.d")

@@ -36,7 +36,7 @@ from kvstrata_metadata.store.access import RedisAccess
 from kvstrata_metadata.store.records import AgentRecord
 from kvstrata_metadata.store.store import Store
 from kvstrata_telemetry.agent_metrics import Counters
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 from sim.disk import Disk
 from sim.door import Door, WatchedLender, WatchedVerbs

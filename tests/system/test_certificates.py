@@ -39,7 +39,7 @@ from kvstrata_metadata.store.records import AgentRecord, Location
 from kvstrata_metadata.store.store import Store
 from kvstrata_operator.certificates import authority as certificates
 from kvstrata_operator.certificates.policy import Issuance
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]

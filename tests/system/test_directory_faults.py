@@ -25,7 +25,7 @@ from kvstrata_metadata.server.embedded import EmbeddedConfig, EmbeddedRedis
 from kvstrata_metadata.store.access import RedisAccess, Role
 from kvstrata_metadata.store.records import AgentRecord, Announcement, Location, SessionRecord
 from kvstrata_metadata.store.store import Store
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 pytestmark = pytest.mark.system

@@ -25,7 +25,7 @@ from kvstrata_metadata.store.access import RedisAccess, parse_access
 from kvstrata_metadata.store.cluster_store import open_store
 from kvstrata_metadata.store.records import AgentRecord
 from kvstrata_operator.certificates.policy import Issuance
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]

@@ -29,7 +29,7 @@ from kvstrata_metadata.duties.cluster import Cluster
 from kvstrata_metadata.store.access import RedisAccess, parse_access
 from kvstrata_metadata.store.records import AgentRecord, Announcement
 from kvstrata_telemetry import ready
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 pytestmark = pytest.mark.system

@@ -36,7 +36,7 @@ from kvstrata_metadata.server.embedded import EmbeddedConfig
 from kvstrata_metadata.store.access import RedisAccess, Role
 from kvstrata_metadata.store.keys import session_digest
 from kvstrata_metadata.store.records import AgentRecord, Announcement
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 from threats.redis_caller import RedisCaller
 

@@ -18,7 +18,7 @@ from kvstrata_metadata.store.access import RedisAccess
 from kvstrata_metadata.store.records import AgentRecord, SessionRecord
 from kvstrata_metadata.store.scripts import Script
 from kvstrata_metadata.store.store import Call, Store
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 pytestmark = pytest.mark.unit

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvstrata_telemetry import tracing
-from kvstrata_telemetry.docs import SPANS
+from kvstrata_telemetry.catalog import SPANS
 from kvstrata_telemetry.logs import JsonFormatter
 
 pytestmark = pytest.mark.unit

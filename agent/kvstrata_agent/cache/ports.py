@@ -14,7 +14,7 @@ from kvstrata_api.checksum import bind, checksum
 from kvstrata_api.models.pool import KVPool
 from kvstrata_api.models.poolnode import KVPoolNode, KVPoolNodeStatus
 from kvstrata_api.trust import Access, Grants, Identity
-from kvstrata_api.wire_handover import Handover
+from kvstrata_api.wire import Handover
 from kvstrata_metadata.store.records import Announcement, Location, SessionRecord
 from kvstrata_native import copy_digest, copy_digests
 

@@ -10,7 +10,7 @@ from kvstrata_agent.codec.drift import Drift
 from kvstrata_agent.policy.removal import Removal
 from kvstrata_agent.provision.provisioner import Departure
 from kvstrata_api import units
-from kvstrata_api.conditions import Condition, Status
+from kvstrata_api.models.conditions import Condition, Status
 from kvstrata_api.models.inventory import NodeReport
 from kvstrata_api.models.poolnode import (
     KVPoolNode,

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, Final
 
-from kvstrata_api import conditions, names, units
+from kvstrata_api import names, units
+from kvstrata_api.models import conditions
 from kvstrata_api.models.poolnode import KVPoolNodeStatus, NodeTierStatus
 from kvstrata_kube.answers import Json
 

@@ -7,7 +7,7 @@ from kvstrata_agent.policy.quota import Bound, OverQuota, Rules
 from kvstrata_agent.policy.retention import Retention
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_api.models.trust import KVTenant
-from kvstrata_api.scopes import KEY_VERSION
+from kvstrata_api.names import KEY_VERSION
 from kvstrata_api.trust import Access, ScopeKind, domain_key_version
 
 

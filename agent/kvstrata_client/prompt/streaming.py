@@ -18,8 +18,7 @@ from msgspec.structs import replace
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.checksum import CHECKSUM_BYTES
 from kvstrata_api.errors import BlockCorruptError, LeaseLostError
-from kvstrata_api.wire import PART_SUMS_BYTES_MAX
-from kvstrata_api.wire_handover import Handover
+from kvstrata_api.wire import PART_SUMS_BYTES_MAX, Handover
 from kvstrata_client.prompt import batches
 from kvstrata_client.prompt.batches import Batch
 from kvstrata_client.prompt.chain import Route

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from kvstrata_api import wire
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_api.wire_handover import Advance, Arrive, Arrived, Handover
+from kvstrata_api.wire import Advance, Arrive, Arrived, Handover
 from kvstrata_client.prompt.routes import Job
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls

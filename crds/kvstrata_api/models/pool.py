@@ -4,8 +4,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from kvstrata_api.conditions import Conditions
 from kvstrata_api.models.base import SET, ApiModel, Count, LabelValue, Name, ObjectMeta, ObjectName, Quantity, Text
+from kvstrata_api.models.conditions import Conditions
 from kvstrata_api.tiers import CxlMode, Persistence, TierType
 
 BLOCK_TOKENS: Final = 16

@@ -4,7 +4,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvstrata_api.conditions import Conditions
 from kvstrata_api.models.base import (
     SET,
     ApiModel,
@@ -18,7 +17,8 @@ from kvstrata_api.models.base import (
     Timestamp,
     unique_by,
 )
-from kvstrata_api.scopes import KEY_VERSION
+from kvstrata_api.models.conditions import Conditions
+from kvstrata_api.names import KEY_VERSION
 
 
 class LabelSelector(ApiModel):

@@ -14,7 +14,7 @@ import msgspec
 
 from kvstrata_api import names
 from kvstrata_api.errors import ForbiddenError, RetryableError, UnauthenticatedError
-from kvstrata_api.scopes import KEY_VERSION
+from kvstrata_api.names import KEY_VERSION
 from kvstrata_kube import secrets
 from kvstrata_kube.api import KubeApi
 from kvstrata_kube.leases import Lease, lease_path, parse_lease

@@ -21,7 +21,7 @@ from kvstrata_metadata.service.fleet_view import STATES, Duties, Standing, state
 from kvstrata_metadata.store.records import DEFAULT_COPIES, Incarnation
 from kvstrata_metadata.store.servers import parse_servers
 from kvstrata_metadata.store.store import Store
-from kvstrata_telemetry.catalog_metadata import METADATA
+from kvstrata_telemetry.catalog import METADATA
 from kvstrata_telemetry.http import View
 from kvstrata_telemetry.metrics import Instruments
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kvstrata_api.conditions import Condition, Status
+from kvstrata_api.models.conditions import Condition, Status
 from kvstrata_operator.decide.agents.agents import Agents
 from kvstrata_operator.decide.directory.redis import PASSING, RedisState
 from kvstrata_operator.decide.plan.conditions import Says

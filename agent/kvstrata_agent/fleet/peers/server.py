@@ -28,7 +28,7 @@ from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, unpack_digests
 from kvstrata_api.checksum import CHECKSUM_BYTES
 from kvstrata_api.errors import InvalidInputError, KvStrataError
 from kvstrata_api.trust import Identity
-from kvstrata_api.wire_handover import Handover
+from kvstrata_api.wire import Handover
 from kvstrata_metadata.store.records import AgentRecord
 
 WAIT_S_MAX: Final = 10.0
