@@ -89,7 +89,7 @@ class ScopeSecret:
         assert len(self.secret) == 32, "scope secrets have 32 bytes"
 
     def tag(self) -> str:
-        """16 hex digits that stand for the scope in Redis; says nothing about names or members."""
+        """16 hex digits that stand for the scope in Redis and reveal nothing about names or members."""
         return hashlib.blake2b(b"tag", key=self.secret, digest_size=8, person=b"kvstrata.scope").hexdigest()
 
 

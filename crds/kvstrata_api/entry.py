@@ -1,4 +1,4 @@
-"""Console entry points. The wheel installs all commands; a process whose extra is missing says which one."""
+"""Console entry points. The wheel installs all commands; a process whose extra is missing names it."""
 
 import sys
 from importlib import import_module

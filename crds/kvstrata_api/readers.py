@@ -1,8 +1,8 @@
 """Who may read what, answered from the declared state: what `kvstrata who-can-read` prints. Pure.
 
-Laws: what is said of all tenants, domains and shares together is exactly what agents grant (`trust.grants` with
-`shares.accesses`) once the operator has told of it; and whoever wants to read, or is wanted, by one side only is named
-with the reason.
+Laws: the answers for all tenants, domains and shares together are exactly what agents grant (`trust.grants` with
+`shares.accesses`) once the operator has published it; and whoever wants to read, or is wanted, by one side only is
+named with the reason.
 """
 
 from collections.abc import Iterator

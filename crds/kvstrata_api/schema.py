@@ -161,7 +161,7 @@ def main() -> int:
 
 
 def _metadata_schema(kind: Kind) -> Schema:
-    """Build the schema of metadata; a CRD may say nothing about it but restrict the name."""
+    """Build the schema of metadata; a CRD may only restrict the name."""
     name: Schema = {"type": "string", "description": "Name, unique among its kind.", "maxLength": kind.name_chars_max}
     if kind.name_chars_max == names.LABEL_CHARS_MAX:
         name["pattern"] = NAME_PATTERN
@@ -192,7 +192,7 @@ def _rewrite(node: Schema, definitions: Mapping[str, Schema]) -> Schema:
 
 
 def _resolved(node: Schema, definitions: Mapping[str, Schema]) -> Schema:
-    """Replace references and `anyOf: [X, null]` by what they mean; what the node says itself wins."""
+    """Replace references and `anyOf: [X, null]` by what they mean; what the node itself has wins."""
     own = {k: v for k, v in node.items() if k not in ("$ref", "anyOf")}
     if "$ref" in node:
         return _resolved(definitions[node["$ref"].rpartition("/")[2]], definitions) | own
@@ -210,7 +210,7 @@ def _typed(made: Schema) -> Schema:
 
 
 def _with_default(description: str, default: Any) -> str:
-    """Append a default that a reader can use; empty and nested ones say nothing new."""
+    """Append a default that a reader can use; empty and nested ones add nothing."""
     if default in (None, "") or isinstance(default, dict | list):
         return description
     shown = str(default).lower() if isinstance(default, bool) else str(default)

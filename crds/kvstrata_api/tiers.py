@@ -51,7 +51,7 @@ class Lookup(IntEnum):
     PENDING = 2
     """Reserved by a writer that has not published yet."""
     RETRY = 3
-    """Cannot be told now, for instance while the directory is away."""
+    """Cannot be determined now, for instance while the directory is away."""
 
 
 AUTOSCALE_STEP: Final = (5, 4)

@@ -24,7 +24,7 @@ def validate(obj: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> li
     """Return everything that is wrong with a manifest, sorted by field; an empty list when it is good.
 
     `old` is the object before an update; with it the rules about changes are checked as well. Like the API
-    server, rules are looked at only when every field has the right shape.
+    server, rules are checked only when every field has the right shape.
     """
     kind = BY_NAME.get(str(obj.get("kind")))
     if kind is None:

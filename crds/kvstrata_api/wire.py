@@ -63,7 +63,7 @@ class Handover(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Advance(Request, frozen=True, array_like=True, tag=True):
-    """Say that parts of growing blocks are filled: the same ones of each, from part `first` on.
+    """Report that parts of growing blocks are filled: the same ones of each, from part `first` on.
 
     The answer counts the blocks that still grow; the reservations live for their full time again.
     """
@@ -123,7 +123,7 @@ class OpenSession(Request, frozen=True, array_like=True, tag=True):
 
 
 class TouchSession(Request, frozen=True, array_like=True, tag=True):
-    """Say what the session is about to do; by far the most valuable hint to the policy."""
+    """State what the session is about to do; by far the most valuable hint to the policy."""
 
     session: str
     state: str
@@ -158,7 +158,7 @@ class Lookup(Request, frozen=True, array_like=True, tag=True):
 
 
 class CountLoad(Request, frozen=True, array_like=True, tag=True):
-    """Tell how a load that leased without a counted lookup ended; feeds the hit ratio and nothing else."""
+    """Report how a load that leased without a counted lookup ended; feeds the hit ratio and nothing else."""
 
     wanted_blocks: int
     loaded_blocks: int
@@ -188,7 +188,7 @@ class Release(Request, frozen=True, array_like=True, tag=True):
 
     leases: tuple[int, ...]
     suspects: tuple[int, ...] = ()
-    """Leases among them whose copy did not match its checksum; the agent looks at the block itself."""
+    """Leases among them whose copy did not match its checksum; the agent checks the block itself."""
 
 
 class Reserve(Request, frozen=True, array_like=True, tag=True):
@@ -288,7 +288,7 @@ class Granted(Reply, frozen=True, array_like=True, tag=True):
 
 
 class Done(Reply, frozen=True, array_like=True, tag=True):
-    """Answer of verbs that only succeed; `count` says on how many items."""
+    """Answer of verbs that only succeed; `count` is on how many items."""
 
     count: int = 0
 
@@ -431,7 +431,7 @@ def frame_bytes(header: bytes | bytearray) -> int:
 
 
 def decode_request(body: bytes) -> AnyRequest:
-    """Parse a request. Raises `InvalidInputError` that says what is wrong with it."""
+    """Parse a request. Raises `InvalidInputError` that names what is wrong with it."""
     try:
         request = _requests.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:  # Bad UTF-8 is no DecodeError of msgspec.
@@ -441,7 +441,7 @@ def decode_request(body: bytes) -> AnyRequest:
 
 
 def decode_reply(body: bytes) -> AnyReply:
-    """Parse a reply. Raises `InvalidInputError` that says what is wrong with it."""
+    """Parse a reply. Raises `InvalidInputError` that names what is wrong with it."""
     try:
         return _replies.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:  # Bad UTF-8 is no DecodeError of msgspec.

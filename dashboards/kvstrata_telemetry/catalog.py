@@ -111,7 +111,7 @@ AGENT: Final = (
     ),
     Metric(
         "kvstrata_busy_answers_total", Kind.COUNTER,
-        "Answers with less than was asked for because the path to the rest is congested; they say for how long.",
+        "Answers with less than was asked for because the path to the rest is congested; they carry for how long.",
         ("pool", "node", "verb"),
     ),
     Metric("kvstrata_stored_ratio", Kind.GAUGE, "Raw bytes per stored byte since start.", ("pool", "node", "tier")),
@@ -127,7 +127,7 @@ AGENT: Final = (
     ),
     Metric(
         "kvstrata_codec_drifted_planes_total", Kind.COUNTER,
-        "Planes that needed a safer form than the pool's calibration says (condition CalibrationCurrent).",
+        "Planes that needed a safer form than the pool's calibration has (condition CalibrationCurrent).",
         ("pool", "node"),
     ),
     Metric(
@@ -173,7 +173,7 @@ AGENT: Final = (
     ),
     Metric(
         "kvstrata_stray_releases_total", Kind.COUNTER,
-        "Releases of leases that were not live, by cause (double, late, foreign, unknown); late ones read in vain.",
+        "Releases of leases that were not live, by cause (double, late, foreign, unknown); late ones read for nothing.",
         ("pool", "node", "cause"),
     ),
     Metric("kvstrata_sessions", Kind.GAUGE, "Sessions by state.", ("pool", "node", "state")),
@@ -186,7 +186,7 @@ AGENT: Final = (
     ),
     Metric(
         "kvstrata_audit_blocks_total", Kind.COUNTER,
-        "Blocks that these decisions were about: read, or asked for in vain.",
+        "Blocks that these decisions were about: read, or asked for without success.",
         ("pool", "node", "decision", "reason", "verb"),
     ),
     Metric(
@@ -256,7 +256,7 @@ METADATA: Final = (
     Metric("kvstrata_metadata_leader", Kind.GAUGE, "1 while this replica may fence, erase and nominate."),
     Metric("kvstrata_metadata_failovers_total", Kind.COUNTER, "Times that another replica came to lead."),
     Metric("kvstrata_metadata_redis_up", Kind.GAUGE, "1 while Redis answered the last sweep."),
-    Metric("kvstrata_metadata_leases_known", Kind.GAUGE, "1 while the API server tells which agents hold their Lease."),
+    Metric("kvstrata_metadata_leases_known", Kind.GAUGE, "1 while the API server shows which agents hold their Lease."),
     Metric("kvstrata_metadata_agents", Kind.GAUGE, "Incarnations by state (live, silent, fenced).", ("state",)),
     Metric(
         "kvstrata_metadata_locations", Kind.GAUGE, "Block locations that an agent has in the directory.",
@@ -284,7 +284,7 @@ METADATA: Final = (
         "Copies that agents were advised to drop, by reason (duplicate, returned, erased).", ("reason",),
     ),
     Metric("kvstrata_metadata_nominations_refused_total", Kind.COUNTER, "Nominations refused by a full mailbox."),
-    Metric("kvstrata_metadata_erase_claims", Kind.GAUGE, "Scopes that are said to be erased, not settled yet."),
+    Metric("kvstrata_metadata_erase_claims", Kind.GAUGE, "Scopes that agents claim to be erased, not settled yet."),
     Metric("kvstrata_metadata_erase_claims_refused_total", Kind.COUNTER, "Erasures that the API server contradicted."),
     Metric("kvstrata_metadata_erased_scopes_total", Kind.COUNTER, "Scopes erased from the directory."),
     Metric("kvstrata_metadata_erased_locations_total", Kind.COUNTER, "Locations removed with erased scopes."),
@@ -326,9 +326,9 @@ OPERATOR: Final = (
     Metric("kvstrata_operator_lists_total", Kind.COUNTER, "Complete lists taken in, by kind.", ("kind",)),
     Metric(
         "kvstrata_operator_missed_events_total", Kind.COUNTER,
-        "Changes of administrator objects that a list showed and no event had told.", ("kind",),
+        "Changes of administrator objects that a list showed and no event had reported.", ("kind",),
     ),
-    Metric("kvstrata_operator_feed_restarts_total", Kind.COUNTER, "Times that the event feed was started anew."),
+    Metric("kvstrata_operator_feed_restarts_total", Kind.COUNTER, "Times that the event feed was restarted."),
     Metric(
         "kvstrata_authority_expiry_timestamp_seconds", Kind.GAUGE,
         "Unix time at which the fleet's certificate authority ends; written by the leader.",

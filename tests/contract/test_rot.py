@@ -134,7 +134,7 @@ async def test_a_rotten_state_of_a_session_is_only_a_name(store: Store) -> None:
 
     fleet = await registry.fleet(store)
     while survey.passes_total < 16:
-        await survey.look(fleet, 2)
+        await survey.scan(fleet, 2)
 
     assert sum(survey.sessions.values()) == 1
 
@@ -170,7 +170,7 @@ async def test_whatever_is_found_in_a_bucket_a_survey_goes_on(store: Store) -> N
     )
     survey = Survey(store)
 
-    crowded = await survey.look(await registry.fleet(store), 2)
+    over_replicated = await survey.scan(await registry.fleet(store), 2)
 
-    assert all(block.copies == () for block in crowded)
+    assert all(block.copies == () for block in over_replicated)
     assert agent.incarnation not in {holder for holder, _ in survey.held}

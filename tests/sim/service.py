@@ -65,11 +65,11 @@ class Service:
         duties = self.duties
         mandate = await duties.sweeper.sweep()
         fleet = duties.sweeper.swept.fleet
-        duties.departures.see(fleet, self._world.loop.now_s)
+        duties.departures.observe(fleet, self._world.loop.now_s)
         if mandate is None:
             return
         await duties.eraser.erase(mandate)
         if is_survey_due:
-            crowded = await duties.survey.look(fleet, COPIES)
+            over_replicated = await duties.survey.scan(fleet, COPIES)
             facts = agent_facts(fleet, duties.survey.held, {}, duties.departures)
-            await duties.nominator.nominate(crowded, facts, {POOL: COPIES}, mandate)
+            await duties.nominator.nominate(over_replicated, facts, {POOL: COPIES}, mandate)

@@ -79,7 +79,7 @@ async def test_advice_goes_round_a_mailbox_that_is_away() -> None:
     nominator, mandate = Nominator(store, authority), Mandate(0, "alone")
     every = tuple(Shard("tag", index) for index in range(SHARDS))
 
-    await nominator.tell_erased(["tag"], Fleet("", (Member(AWAY, None, every), Member(HERE, None, every))), mandate)
+    await nominator.nominate_erased(["tag"], Fleet("", (Member(AWAY, None, every), Member(HERE, None, every))), mandate)
 
     assert store.posted == [mailbox_key(HERE)]
     assert nominator.nominated.refused == 1

@@ -21,7 +21,7 @@ Path = Annotated[str, Field(min_length=2, max_length=1024, pattern=r"^/.*$")]
 
 _PERSISTENCE: Final = (
     "Auto: blocks outlive a restart of the agent where it has a memory file system; AgentRestart: the same, and the "
-    "status says when it cannot be; None: memory ends with the agent."
+    "status reports when it cannot be; None: memory ends with the agent."
 )
 
 
@@ -51,7 +51,7 @@ class HostDramTier(ApiModel):
 
 
 class CxlEmulation(ApiModel):
-    """A file in place of CXL silicon; status, logs and metrics say `emulated`."""
+    """A file in place of CXL silicon; status, logs and metrics show `emulated`."""
 
     path: Path = Field(description="Directory for the backing file.")
     latency_ns: int = Field(350, ge=0, le=1_000_000, description="Extra latency of one access, in nanoseconds.")

@@ -140,7 +140,7 @@ class TierDevice(ApiModel):
 
 
 class TierDemand(ApiModel):
-    """What the blocks that engines ask for again say about the size of a tier; of tiers that scale by themselves."""
+    """What the blocks that engines ask for again show about the size of a tier; of tiers that scale by themselves."""
 
     gain_permille: int = Field(
         0, ge=0, le=1000, description="Of a thousand blocks asked for, more found with a step up."

@@ -1,4 +1,4 @@
-"""Keeps the directory told of one agent: registers, beats, reports, announces, checks.
+"""Keeps the directory up to date about one agent: registers, beats, reports, announces, checks.
 
 One `serve` runs at a time. It ends by `DirectoryAwayError`; the caller waits and serves again with a new store. What
 only a part of the directory refuses does not end it: the lanes of that part rest.
@@ -29,7 +29,7 @@ REPORT_JITTER_S: Final = 2.0
 """Reports of a fleet that lost its directory are spread over this time (HDFS-273: all at once took hours)."""
 
 STALE_DELAY_S: Final = 15.0
-"""A newer epoch of our name lives: look again after its heartbeats would have run out."""
+"""A newer epoch of our name lives: try again after its heartbeats would have run out."""
 
 FULL_DELAY_S: Final = 5.0
 """A shard that a full directory refused is withdrawn and reported again after this to twice this."""
@@ -65,8 +65,8 @@ class Announcer:
         self._outbox = Outbox(queue_max)
         self._incarnation: Incarnation | None = None
         self._left: set[Shard] = set()
-        """Shards that earlier incarnations spoke to and the registry was not told of since."""
-        self._news = asyncio.Event()
+        """Shards that earlier incarnations spoke to and the registry has not noted since."""
+        self._has_changes = asyncio.Event()
         self._jitter_s = jitter_s
         self._beat_due_s = 0.0
         self._report_due_s: float | None = None
@@ -113,21 +113,21 @@ class Announcer:
 
     @property
     def is_settled(self) -> bool:
-        """True when the directory has been told everything."""
+        """True when the directory has everything."""
         return self.is_up and not self._outbox.has_work
 
     def announce(self, tag: str, changes: Sequence[Announcement]) -> None:
         """Queue changes. Returns at once."""
         self._outbox.add(tag, changes)
-        self._news.set()
+        self._has_changes.set()
 
     def doubt(self) -> None:
         """Beat at once: somebody who used the same server got no answer."""
         self._beat_due_s = 0.0
-        self._news.set()
+        self._has_changes.set()
 
     async def serve(self, store: Store) -> None:
-        """Tell the directory everything until it goes away. Raises `DirectoryAwayError` then."""
+        """Report everything to the directory until it goes away. Raises `DirectoryAwayError` then."""
         self._beat_due_s, self._beats, self._breaks = 0.0, 0, store.breaks
         self._outbox.wake()
         try:
@@ -135,7 +135,7 @@ class Announcer:
                 await self._beat(store)
                 await self._report_when_due(store)
                 await self._read_ahead()
-                await self._tell(store)
+                await self._send_changes(store)
         finally:
             self.is_up = False
 
@@ -209,7 +209,7 @@ class Announcer:
         return Verdict.AWAY not in verdicts
 
     async def _report_when_due(self, store: Store) -> None:
-        """Take our old locations out of the shards in question and begin to tell what we hold now."""
+        """Take our old locations out of the shards in question and begin to report what we hold now."""
         if not self._outbox.must_report or self._outbox.is_reporting:
             return
         if self._report_due_s is None:
@@ -255,9 +255,9 @@ class Announcer:
             self._outbox.report(*part)
             await asyncio.sleep(0)
 
-    async def _tell(self, store: Store) -> None:
-        """One round of news, or a wait for some until the next thing is due."""
-        self._news.clear()
+    async def _send_changes(self, store: Store) -> None:
+        """Send one round of changes, or wait for some until the next thing is due."""
+        self._has_changes.clear()
         batches = self._outbox.next_round()
         if not batches:
             await self._wait()
@@ -286,7 +286,7 @@ class Announcer:
             due_s = min(due_s, self._wake_due_s)
         try:
             async with asyncio.timeout(max(0.0, due_s - _now_s())):
-                await self._news.wait()
+                await self._has_changes.wait()
         except TimeoutError:
             return
 

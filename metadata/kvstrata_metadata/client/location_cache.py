@@ -26,16 +26,16 @@ from kvstrata_metadata.store.store import AWAY_DELAY_S, CONNECT_TIMEOUT_S, Store
 CACHED_MAX: Final = 65_536
 """Blocks that are kept, about 25 MB; the bucket that was used least lately goes first."""
 
-LOOKED_MAX: Final = 65_536
-"""Buckets of which we remember that they were looked at once. Only what is looked at again is worth Redis's memory."""
+SEEN_MAX: Final = 65_536
+"""Buckets that were looked up once. Only what is looked up again is worth Redis's memory."""
 
 BEAT_S: Final = 1.0
-"""Seconds between questions whether the connection lives; news may be missed for this and `SILENCE_S`."""
+"""Seconds between questions whether the connection lives; changes may be missed for this and `SILENCE_S`."""
 
 SILENCE_S: Final = 1.0
 _READ_BYTES: Final = 1 << 16
 
-Told = Callable[[Iterable[bytes] | None], None]
+OnChange = Callable[[Iterable[bytes] | None], None]
 """Called at once with the keys that changed, None for all of them."""
 
 
@@ -43,7 +43,7 @@ Told = Callable[[Iterable[bytes] | None], None]
 class Reading:
     """One read under way."""
 
-    told_of: set[bytes] = field(default_factory=set)
+    changed: set[bytes] = field(default_factory=set)
     """Buckets that changed meanwhile."""
     is_void: bool = False
     """True when we may have missed what changed."""
@@ -55,7 +55,7 @@ class HotCache:
     def __init__(self, limit: int = CACHED_MAX) -> None:
         self._limit = limit
         self._buckets: OrderedDict[bytes, dict[bytes, Sequence[Copy]]] = OrderedDict()
-        self._looked: OrderedDict[bytes, None] = OrderedDict()
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._under_way: set[Reading] = set()
         self._size = 0
 
@@ -71,12 +71,12 @@ class HotCache:
         return found.get(digest)
 
     def is_hot(self, bucket: bytes) -> bool:
-        """Tell whether a bucket was looked at before, and remember that it is looked at now."""
-        if bucket in self._looked:
+        """True when a bucket was looked up before; remembers that it is looked up now."""
+        if bucket in self._seen:
             return True
-        self._looked[bucket] = None
-        if len(self._looked) > LOOKED_MAX:
-            self._looked.popitem(last=False)
+        self._seen[bucket] = None
+        if len(self._seen) > SEEN_MAX:
+            self._seen.popitem(last=False)
         return False
 
     def begin(self) -> Reading:
@@ -91,7 +91,7 @@ class HotCache:
         if reading.is_void:
             return
         for (bucket, digest), copies in found.items():
-            if bucket not in reading.told_of:
+            if bucket not in reading.changed:
                 kept = self._buckets.setdefault(bucket, {})
                 self._size += digest not in kept
                 kept[digest] = copies
@@ -99,15 +99,15 @@ class HotCache:
             _, dropped = self._buckets.popitem(last=False)
             self._size -= len(dropped)
 
-    def told(self, buckets: Iterable[bytes]) -> None:
+    def forget(self, buckets: Iterable[bytes]) -> None:
         """Forget buckets that changed."""
         for bucket in buckets:
             self._size -= len(self._buckets.pop(bucket, ()))
             for reading in self._under_way:
-                reading.told_of.add(bucket)
+                reading.changed.add(bucket)
 
-    def lost(self) -> None:
-        """Forget everything: we may not have been told of something."""
+    def clear(self) -> None:
+        """Forget everything: a change may have been missed."""
         self._buckets.clear()
         self._size = 0
         for reading in self._under_way:
@@ -117,10 +117,10 @@ class HotCache:
 class TrackedStore(Store):
     """Reads locations, and hears of every change of what it has read. `open` first; ends for good."""
 
-    def __init__(self, access: RedisAccess, told: Told) -> None:  # Opens nothing.
+    def __init__(self, access: RedisAccess, on_change: OnChange) -> None:  # Opens nothing.
         assert not access.is_cluster, "of one server"
         self._access = access
-        self._told = told
+        self._on_change = on_change
         self._parser = hiredis.Reader(notEnoughData=Ellipsis)
         self._waiting: deque[asyncio.Future[Any]] = deque()
         self._writer: asyncio.StreamWriter | None = None
@@ -167,7 +167,7 @@ class TrackedStore(Store):
         return [_reply(await answer) for answer in answers]
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Read until the connection ends; news is told before anything that follows it is looked at."""
+        """Read until the connection ends; a change is reported before anything that follows it is parsed."""
         try:
             while received := await reader.read(_READ_BYTES):
                 self._parser.feed(received)
@@ -181,14 +181,14 @@ class TrackedStore(Store):
     def _take(self, answer: Any) -> None:
         if isinstance(answer, hiredis.PushNotification):
             if answer[0] == b"invalidate":
-                self._told(answer[1])
+                self._on_change(answer[1])
             return
         future = self._waiting.popleft()
         if not future.done():
             future.set_result(answer)
 
     async def _beat(self) -> None:
-        """End the connection when it falls silent: a peer that vanished without a word tells nothing any more."""
+        """End the connection when it falls silent: a peer that vanished without a word reports nothing any more."""
         while self.is_open:
             await asyncio.sleep(BEAT_S)
             try:
@@ -207,7 +207,7 @@ class TrackedStore(Store):
                 future.exception()  # Whoever asked may have given up.
         self._waiting.clear()
         if was_open:
-            self._told(None)
+            self._on_change(None)
 
     async def close(self) -> None:
         """End the connection. Idempotent."""

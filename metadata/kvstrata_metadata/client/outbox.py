@@ -1,4 +1,4 @@
-"""What an agent still has to tell the directory, as numbered messages for each shard. Pure.
+"""What an agent still has to report to the directory, as numbered messages for each shard. Pure.
 
 A lane is the agent's side of one stream (prelude.lua): one message of it is under way at a time and is repeated
 unchanged until a verdict comes, because it may have been applied when its answer was lost. A lane that must be
@@ -22,11 +22,11 @@ ROUND_BATCHES_MAX: Final = 64
 """Messages of one round trip."""
 
 SEQUENCE_STRIDE: Final = 1 << 20
-"""Numbers skipped when a lane starts anew: more than any withdrawal uses, so messages of one given up are old."""
+"""Numbers skipped when a lane starts again: more than any withdrawal uses, so messages of one given up are old."""
 
 
 ERASED_MAX: Final = 4_096
-"""Shards of erased scopes that are remembered; of an older one the directory says once more that it is erased."""
+"""Shards of erased scopes that are remembered; of an older one the directory answers once more that it is erased."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Outbox:
         self._incarnation: Incarnation | None = None
         self._lanes: dict[Shard, _Lane] = {}
         self._erased: dict[Shard, None] = {}
-        """Shards of scopes that are no more, oldest first; there is nothing to say."""
+        """Shards of erased scopes, oldest first; there is nothing to send."""
         self._active: dict[Shard, None] = {}
         """Lanes with something to send or under way, oldest first."""
         self._resting: dict[Shard, None] = {}
@@ -90,7 +90,7 @@ class Outbox:
 
     @property
     def has_work(self) -> bool:
-        """True when the directory has not been told everything."""
+        """True when the directory does not have everything."""
         return self.must_report or self.is_reporting or bool(self._active) or bool(self._resting)
 
     def add(self, tag: str, changes: Sequence[Announcement]) -> None:
@@ -116,7 +116,7 @@ class Outbox:
             self._active[shard] = None
 
     def report_everything(self) -> None:
-        """Forget what waits; the next report tells all."""
+        """Forget what waits; the next report has all."""
         self._is_all_due = True
         self._reporting = None
         for shard in self._lanes:
@@ -205,7 +205,7 @@ class Outbox:
         return lane.under_way
 
     def _forget(self, count: int) -> None:
-        """`count` changes wait no more."""
+        """`count` changes no longer wait."""
         self.depth -= count
         self._reported = max(0, self._reported - count)
 
@@ -257,7 +257,7 @@ class Outbox:
         self._resting.clear()
 
     def erased(self, shard: Shard) -> None:
-        """Forget a lane whose scope is no more."""
+        """Forget a lane whose scope was erased."""
         self._make_due(shard)
         self._due.discard(shard)
         del self._lanes[shard]
@@ -266,7 +266,7 @@ class Outbox:
             del self._erased[next(iter(self._erased))]
 
     def _make_due(self, shard: Shard) -> None:
-        """Forget what waits for a shard until a report tells it."""
+        """Forget what waits for a shard until a report has it."""
         lane = self._lanes[shard]
         self._forget(len(lane.waiting))
         lane.waiting.clear()

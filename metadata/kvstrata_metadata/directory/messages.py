@@ -20,7 +20,7 @@ MAILBOX_MAX: Final = 64
 """Nominations that wait for one agent, 1.4 MB at most."""
 
 MAILBOX_TTL_S: Final = 600
-"""An agent that has not looked for so long is gone, or the advice is stale."""
+"""An agent that has not read for so long is gone, or the hint is stale."""
 
 
 async def nominate(store: Store, incarnation: Incarnation, nomination: Nomination) -> bool:
@@ -43,7 +43,7 @@ async def take_nominations(store: Store, incarnation: Incarnation, limit: int = 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What an agent said of one scope."""
+    """What an agent claims of one scope."""
 
     tag: str
     uid: str
@@ -53,14 +53,14 @@ class Claim:
 
 
 async def claim_erased(store: Store, secret: ScopeSecret) -> bool:
-    """Say that a scope's key is gone; true when nobody had said so before. Raises `DirectoryAwayError`."""
+    """Claim that a scope's key is gone; true for the first claim. Raises `DirectoryAwayError`."""
     _, _, uid, version = secret.scope.split("/")
     args = (secret.tag(), uid, int(version.removeprefix("v")))
     return bool(await store.run_one(Call(Script.CLAIM_ERASED, REGISTRY_KEY, args)))
 
 
 async def read_claims(store: Store) -> list[Claim]:
-    """Read what was said and is not settled yet. Needs the role `metadata`. Raises `DirectoryAwayError`."""
+    """Read the claims that are not settled yet. Needs the role `metadata`. Raises `DirectoryAwayError`."""
     reply = await store.run_one(Call(Script.CLAIMS, REGISTRY_KEY))
     rows = (reply[i : i + 4] for i in range(0, len(reply), 4))
     return [Claim(tag.decode(), uid.decode(), int(version), float(age)) for tag, age, version, uid in rows]

@@ -78,7 +78,7 @@ async def register_agent(store: Store, record: AgentRecord) -> Registered:
 
 
 async def heartbeat(store: Store, incarnation: Incarnation, record: AgentRecord | None = None) -> Verdict:
-    """Say that an incarnation lives; OK, FENCED or UNKNOWN.
+    """Report that an incarnation lives; OK, FENCED or UNKNOWN.
 
     UNKNOWN also when it stands for another agent than that of `record`: a registry that lost it in a failover, and
     whose clock is behind, may have given its number to somebody else.

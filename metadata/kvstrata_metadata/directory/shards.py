@@ -40,7 +40,7 @@ class Mode(StrEnum):
 
     CONTINUE = "continue"
     RESET = "reset"
-    """Starts anew, in a shard that was never spoken to or right behind its withdrawal.
+    """Starts again, in a shard that was never spoken to or right behind its withdrawal.
 
     Numbers still only grow, so that a late message of before cannot be taken for a new one.
     """
@@ -62,7 +62,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """What one incarnation has said to one shard."""
+    """The messages of one incarnation to one shard."""
 
     incarnation: Incarnation
     silence_s: float
@@ -169,7 +169,7 @@ async def erase_scope(store: Store, tag: str) -> int:
 
 
 def _is_away(reply: object) -> bool:
-    """Tell whether a part of the directory is away. Raises when all of it is, or when the part refuses us."""
+    """True when a part of the directory is away. Raises when all of it is, or when the part refuses us."""
     if not isinstance(reply, DirectoryAwayError):
         return False
     if not reply.is_partial:

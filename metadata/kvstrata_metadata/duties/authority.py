@@ -1,4 +1,4 @@
-"""Whether this replica may decide, and in whose name. Everything else it may do at any time: look, count, show."""
+"""Whether this replica may decide, and in whose name. Everything else it may do at any time: observe, count, show."""
 
 from typing import Final, Protocol
 

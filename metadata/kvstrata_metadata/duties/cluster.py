@@ -142,14 +142,14 @@ def parse_capacity(raw: bytes) -> Capacity:
 def parse_owner(raw: bytes) -> Owner:
     """Read a KVTenant, a KVTrustDomain or a KVPrefixShare. Raises `msgspec.MsgspecError` for anything else.
 
-    The key version is the higher one of what the administrator and what the operator says. One that cannot be read
-    has the oldest: it must not look as if it were gone.
+    The key version is the higher one of the administrator's spec and the operator's status. One that cannot be read
+    has the oldest: it must not seem to be gone.
     """
     read = msgspec.json.decode(raw, type=_Owner)
     try:
-        told = msgspec.json.decode(read.status, type=_OwnerStatus).key_version
+        observed = msgspec.json.decode(read.status, type=_OwnerStatus).key_version
         spec = msgspec.json.decode(read.spec, type=_OwnerSpec)
-        key_version, ends_at = max(told, spec.key_version), spec.expires_at
+        key_version, ends_at = max(observed, spec.key_version), spec.expires_at
     except msgspec.MsgspecError:
         key_version, ends_at = 0, None
     return Owner(read.metadata.uid, key_version, read.metadata.deletion_timestamp is not None, ends_at)

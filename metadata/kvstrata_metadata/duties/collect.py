@@ -17,7 +17,7 @@ from kvstrata_metadata.store.records import Incarnation
 
 
 class LeaseState(StrEnum):
-    """What the Lease of an agent says."""
+    """State of an agent's Lease."""
 
     HELD = "held"
     EXPIRED = "expired"
@@ -31,7 +31,7 @@ DEAD_AFTER_S: Final[Mapping[LeaseState, float]] = {
     LeaseState.UNKNOWN: 4 * SILENCE_S,
     LeaseState.HELD: 40 * SILENCE_S,
 }
-"""Silence in Redis that means death, by what the Lease says. An agent that holds its Lease is cut off from Redis:
+"""Silence in Redis that means death, by the state of the Lease. An agent that holds its Lease is cut off from Redis:
 its locations stay true, nobody is sent to it meanwhile, and after ten minutes reporting again costs less."""
 
 ORPHAN_AFTER_S: Final = 60.0

@@ -26,7 +26,7 @@ BELIEVED_WITHIN_S: Final = 60.0
 _log = logging.getLogger(__name__)
 
 
-class Sentence(StrEnum):
+class ClaimDecision(StrEnum):
     """What becomes of a claim."""
 
     ERASE = "erase"
@@ -34,13 +34,13 @@ class Sentence(StrEnum):
     REFUSE = "refuse"
 
 
-def judge(claim: Claim, owners: Mapping[str, int] | None) -> Sentence:
+def decide_claim(claim: Claim, owners: Mapping[str, int] | None) -> ClaimDecision:
     """Decide on a claim. `owners`: key version in use by uid of owner, read after the claim; None when unknown."""
     if owners is None:
-        return Sentence.WAIT
+        return ClaimDecision.WAIT
     if claim.uid and owners.get(claim.uid, claim.key_version + 1) > claim.key_version:
-        return Sentence.ERASE
-    return Sentence.WAIT if claim.age_s < BELIEVED_WITHIN_S else Sentence.REFUSE
+        return ClaimDecision.ERASE
+    return ClaimDecision.WAIT if claim.age_s < BELIEVED_WITHIN_S else ClaimDecision.REFUSE
 
 
 @dataclass(slots=True)
@@ -81,20 +81,20 @@ class Eraser:
             if self._authority.mandate() != mandate:
                 break
             with partly():
-                if await self._settle(claim, judge(claim, owners), mandate):
+                if await self._settle(claim, decide_claim(claim, owners), mandate):
                     erased.append(claim.tag)
         return erased
 
-    async def _settle(self, claim: Claim, sentence: Sentence, mandate: Mandate) -> bool:
+    async def _settle(self, claim: Claim, sentence: ClaimDecision, mandate: Mandate) -> bool:
         """Carry a sentence out; true when the scope was erased."""
-        if sentence is Sentence.WAIT:
+        if sentence is ClaimDecision.WAIT:
             return False
-        removed = await erase_scope(self._store, claim.tag) if sentence is Sentence.ERASE else 0
+        removed = await erase_scope(self._store, claim.tag) if sentence is ClaimDecision.ERASE else 0
         if not await settle_claim(self._store, claim, mandate):
             return False
         self.erased.waiting -= 1
-        self.erased.scopes += sentence is Sentence.ERASE
-        self.erased.refused += sentence is Sentence.REFUSE
+        self.erased.scopes += sentence is ClaimDecision.ERASE
+        self.erased.refused += sentence is ClaimDecision.REFUSE
         self.erased.locations += removed
         _log.info("claim settled", extra={"sentence": sentence, "scope": claim.tag, "locations": removed})
-        return sentence is Sentence.ERASE
+        return sentence is ClaimDecision.ERASE

@@ -1,9 +1,9 @@
-"""Which copies the fleet could do without. Pure: no clock, no I/O. Advice only: the owner of a copy checks and decides.
+"""Which copies the fleet could do without. Pure: no clock, no I/O. Hints only: the owner of a copy checks and decides.
 
-Law: of all that hold a block, one never drops its copy as a duplicate, whatever it is told: the `keeper`. Owners and
-service name it by the same rule from the scope and the names of holders alone, so that two owners who each know of the
-other's copy cannot both let go, however stale what they know is. The rule does not look at the block: whole chains
-stay in one place, for a block is worth nothing without those that it continues.
+Law: of all that hold a block, one never drops its copy as a duplicate, whatever hints it gets: its
+`designated_holder`. Owners and service name it by the same rule from the scope and the names of holders alone, so that
+two owners who each know of the other's copy cannot both let go, however stale what they know is. The rule does not
+depend on the block: whole chains stay in one place, for a block is worth nothing without those that it continues.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from kvstrata_metadata.store.records import DEFAULT_COPIES, NOMINATED_MAX, Copy,
 
 DUPLICATE: Final = "duplicate"
 RETURNED: Final = "returned"
-"""The holder was gone for longer than the grace time, and others have made the block anew meanwhile."""
+"""The holder was gone for longer than the grace time, and others have made the block again meanwhile."""
 ERASED: Final = "erased"
 """The scope's key is gone."""
 REASONS: Final = (DUPLICATE, RETURNED, ERASED)
@@ -29,7 +29,7 @@ _SPEED: Final = {tier.value: speed for speed, tier in enumerate(TierType)}
 
 
 @dataclass(frozen=True, slots=True)
-class Crowded:
+class OverReplicated:
     """A block with more copies than anybody wants."""
 
     tag: str
@@ -54,13 +54,13 @@ class AgentFacts:
         return self.agent.partition(".")[0]
 
 
-def keeper(tag: str, holders: Iterable[str]) -> str:
+def designated_holder(tag: str, holders: Iterable[str]) -> str:
     """Name the holder of a block that keeps its copy: another one for each scope, so that the duty is spread."""
     return min(holders, key=lambda name: hashlib.blake2b(name.encode(), key=tag.encode(), digest_size=8).digest())
 
 
 def plan_nominations(
-    crowded: Iterable[Crowded], facts: Mapping[Incarnation, AgentFacts], wanted: Mapping[str, int]
+    over_replicated: Iterable[OverReplicated], facts: Mapping[Incarnation, AgentFacts], wanted: Mapping[str, int]
 ) -> dict[Incarnation, tuple[Nomination, ...]]:
     """Nominate copies beyond those that each pool wants. `wanted` by pool; `facts` of living incarnations alone.
 
@@ -68,7 +68,7 @@ def plan_nominations(
     each agent, scope and reason.
     """
     found: dict[Incarnation, dict[tuple[str, str], list[bytes]]] = {}
-    for block in crowded:
+    for block in over_replicated:
         for copy in _surplus(block, facts, wanted):
             reason = RETURNED if facts[copy.incarnation].is_returned else DUPLICATE
             digests = found.setdefault(copy.incarnation, {}).setdefault((block.tag, reason), [])
@@ -80,7 +80,7 @@ def plan_nominations(
     }
 
 
-def _surplus(block: Crowded, facts: Mapping[Incarnation, AgentFacts], wanted: Mapping[str, int]) -> list[Copy]:
+def _surplus(block: OverReplicated, facts: Mapping[Incarnation, AgentFacts], wanted: Mapping[str, int]) -> list[Copy]:
     """Copies of a block that its pools could do without."""
     by_pool: dict[str, list[Copy]] = {}
     for copy in block.copies:
@@ -93,8 +93,8 @@ def _surplus(block: Crowded, facts: Mapping[Incarnation, AgentFacts], wanted: Ma
 
 
 def _order(tag: str, copies: Sequence[Copy], facts: Mapping[Incarnation, AgentFacts]) -> list[Copy]:
-    """Copies in the order in which they are kept: the keeper's, one that survives, then where there is most room."""
-    kept = keeper(tag, (facts[copy.incarnation].agent for copy in copies))
+    """Copies in the order in which they are kept: the designated holder's, one that survives, then by free room."""
+    kept = designated_holder(tag, (facts[copy.incarnation].agent for copy in copies))
 
     def last(copy: Copy) -> tuple[bool, bool, float, int, bytes]:
         about = facts[copy.incarnation]

@@ -9,13 +9,13 @@ from typing import Final
 from kvstrata_metadata.directory.messages import nominate
 from kvstrata_metadata.directory.registry import SILENCE_S, Fleet, Member
 from kvstrata_metadata.duties.authority import Authority
-from kvstrata_metadata.duties.nominations import ERASED, AgentFacts, Crowded, plan_nominations
+from kvstrata_metadata.duties.nominations import ERASED, AgentFacts, OverReplicated, plan_nominations
 from kvstrata_metadata.duties.survey import Amount, Holding
 from kvstrata_metadata.store.records import Incarnation, Mandate, Nomination
 from kvstrata_metadata.store.store import Store, partly
 
 GONE_GRACE_S: Final = 3_600.0
-"""An agent that was away for longer comes back to a fleet that has made anew what it needed."""
+"""An agent that was away for longer comes back to a fleet that has made again what it needed."""
 
 GONE_MAX: Final = 16_384
 """Agents whose departure is remembered; with the oldest one only a better choice is lost."""
@@ -46,7 +46,7 @@ class Departures:
         self._gone_s: dict[str, float] = {}
         self._returned: dict[str, Incarnation] = {}
 
-    def see(self, fleet: Fleet, now_s: float) -> None:
+    def observe(self, fleet: Fleet, now_s: float) -> None:
         """Take in who lives now."""
         living = {name: member.incarnation for member in fleet.members if (name := _living(member))}
         for agent in self._living - living.keys():
@@ -75,13 +75,13 @@ class Nominator:
 
     async def nominate(
         self,
-        crowded: Sequence[Crowded],
+        over_replicated: Sequence[OverReplicated],
         facts: Mapping[Incarnation, AgentFacts],
         wanted: Mapping[str, int],
         own: Mandate,
     ) -> None:
-        """Nominate what `crowded` has too much of, while `own` is our mandate. Raises `DirectoryAwayError`."""
-        for incarnation, nominations in plan_nominations(crowded, facts, wanted).items():
+        """Nominate what `over_replicated` has too much of, while `own` is our mandate. Raises `DirectoryAwayError`."""
+        for incarnation, nominations in plan_nominations(over_replicated, facts, wanted).items():
             for nomination in nominations:
                 digests = tuple(d for d in nomination.digests if self._may_ask(incarnation, d))
                 if self._authority.mandate() != own:
@@ -96,7 +96,7 @@ class Nominator:
         asked_s = self._asked_s.get((incarnation, digest))
         return asked_s is None or _now_s() - asked_s >= AGAIN_S
 
-    async def tell_erased(self, tags: Collection[str], fleet: Fleet, own: Mandate) -> None:
+    async def nominate_erased(self, tags: Collection[str], fleet: Fleet, own: Mandate) -> None:
         """Nominate all blocks of erased scopes to those who may have some. Raises `DirectoryAwayError`."""
         for member in fleet.members:
             for tag in sorted({shard.tag for shard in member.shards} & set(tags)):

@@ -1,4 +1,4 @@
-"""Goes through the directory, a bounded part at a time: what each agent has in each tier, sessions, crowded blocks."""
+"""Scans the directory, a bounded part at a time: what each agent has in each tier, sessions, over-replicated blocks."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from kvstrata_api.errors import DirectoryAwayError
 from kvstrata_metadata.directory.registry import Fleet
-from kvstrata_metadata.duties.nominations import Crowded
+from kvstrata_metadata.duties.nominations import OverReplicated
 from kvstrata_metadata.store.keys import Shard
 from kvstrata_metadata.store.records import INCARNATION_BYTES, Incarnation, tier_name, unpack_copies
 from kvstrata_metadata.store.scripts import Script
@@ -17,12 +17,12 @@ CALLS_PER_ROUND: Final = 32
 """Transitions of one round: about 5 ms of the server each, 3 % of its time at one round in 5 s."""
 
 SHARDS_AT_ONCE: Final = 8
-"""Shards looked at in one round trip; other clients have their turn between two transitions."""
+"""Shards scanned in one round trip; other clients have their turn between two transitions."""
 
 LOCATIONS_PER_CALL: Final = 4_000
 SESSIONS_PER_CALL: Final = 1_000
 BLOCKS_PER_CALL: Final = 256
-"""Crowded blocks named by one transition; the next pass finds the others."""
+"""Over-replicated blocks named by one transition; the next pass finds the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class _Pass:
 
 
 class Survey:
-    """Last complete look at each shard."""
+    """Last complete scan of each shard."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -64,28 +64,28 @@ class Survey:
         self.sessions: Counter[str] = Counter()
         """Sessions by state."""
         self.passes_total = 0
-        """Shards looked at to their end, since start."""
+        """Shards scanned to their end, since start."""
 
-    async def look(self, fleet: Fleet, many: int) -> list[Crowded]:
-        """Look at the next part of the shards of `fleet`; blocks found there with more than `many` copies.
+    async def scan(self, fleet: Fleet, many: int) -> list[OverReplicated]:
+        """Scan the next part of the shards of `fleet`; blocks found there with more than `many` copies.
 
         Raises `DirectoryAwayError`; what was found so far is kept.
         """
         self._follow({shard for member in fleet.members for shard in member.shards})
-        crowded: list[Crowded] = []
+        over_replicated: list[OverReplicated] = []
         left = CALLS_PER_ROUND
         started = len(self._queue)
         while left > 0 and started > 0 and self._queue:
             part = [self._queue[i] for i in range(min(SHARDS_AT_ONCE, left, started, len(self._queue)))]
-            crowded += await self._step(part, many)
+            over_replicated += await self._step(part, many)
             left -= len(part)
             finished = [shard for shard in part if self._under_way[shard].is_done]
             self._finish(finished)
             started -= len(finished)
-        return crowded
+        return over_replicated
 
     def _follow(self, shards: set[Shard]) -> None:
-        """Forget shards that nobody uses any more and queue new ones; those that were never looked at come first."""
+        """Forget shards that nobody uses any more and queue new ones; those that were never scanned come first."""
         for shard in self._done.keys() - shards:
             self._count(self._done.pop(shard), -1)
         for shard in self._under_way.keys() - shards:
@@ -94,11 +94,11 @@ class Survey:
         self._queue = deque(shard for shard in self._queue if shard in shards)
         self._queue.extendleft(sorted(shards - queued, reverse=True))
 
-    async def _step(self, part: Sequence[Shard], many: int) -> list[Crowded]:
+    async def _step(self, part: Sequence[Shard], many: int) -> list[OverReplicated]:
         """One transition on each shard."""
         passes = [self._under_way.setdefault(shard, _Pass()) for shard in part]
         calls = [_call(shard, p, many) for shard, p in zip(part, passes, strict=True)]
-        crowded: list[Crowded] = []
+        over_replicated: list[OverReplicated] = []
         for shard, p, reply in zip(part, passes, await self._store.run_each(calls), strict=True):
             if isinstance(reply, DirectoryAwayError):
                 if not reply.is_partial:
@@ -110,8 +110,8 @@ class Survey:
             else:
                 p.bucket, totals, blocks = reply
                 _add(p.held, _holdings(totals), 1)
-                crowded += _crowded(shard.tag, blocks)
-        return crowded
+                over_replicated += _over_replicated(shard.tag, blocks)
+        return over_replicated
 
     def _put_last(self, shard: Shard) -> None:
         self._queue.remove(shard)
@@ -147,9 +147,9 @@ def _holdings(totals: Sequence[Any]) -> dict[Holding, Amount]:
     return found
 
 
-def _crowded(tag: str, blocks: Sequence[bytes]) -> list[Crowded]:
+def _over_replicated(tag: str, blocks: Sequence[bytes]) -> list[OverReplicated]:
     pairs = ((blocks[i], blocks[i + 1]) for i in range(0, len(blocks), 2))
-    return [Crowded(tag, digest, tuple(unpack_copies(digest, value))) for digest, value in pairs]
+    return [OverReplicated(tag, digest, tuple(unpack_copies(digest, value))) for digest, value in pairs]
 
 
 def _add(total: dict[Holding, Amount], part: Mapping[Holding, Amount], step: int) -> None:

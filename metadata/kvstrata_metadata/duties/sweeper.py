@@ -3,7 +3,7 @@
 Any number may observe at once; who has no mandate stops there. What is removed was fenced before, so that a removal is
 right whoever does it and however late; only the decision to fence needs the mandate, and Redis checks it.
 
-What the Leases of agents say, over successive lists. Pure. How one is judged stands in `kvstrata_kube.sightings`.
+`LeaseWatch` follows the Leases of agents over successive lists; how one is judged is in `kvstrata_kube.sightings`.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class LeaseWatch:
         return {agent: now_s - sighting.since_s for agent, sighting in self._seen.items()}
 
     def forget(self) -> None:
-        """Begin anew: while nobody can be asked nobody can renew either, so the time meanwhile counts for nobody."""
+        """Start over: while nobody can be asked nobody can renew either, so the time meanwhile counts for nobody."""
         self._seen.clear()
 
 
@@ -49,7 +49,7 @@ SWEEP_S: Final = 5.0
 """Seconds between sweeps; an agent is removed within this and the silence that means death."""
 
 STREAMS_EVERY: Final = 6
-"""Sweeps between looks at the streams of all shards."""
+"""Sweeps between two scans of the streams of all shards."""
 
 SHARDS_PER_CALL: Final = 64
 
@@ -60,7 +60,7 @@ FENCES_AT_ONCE: Final = 100
 """Of one round trip: a switch that fails may take hundreds of agents along."""
 
 SHARDS_MAX: Final = 262_144
-"""Shards that are remembered after their last member; beyond it only members' own are looked at."""
+"""Shards that are remembered after their last member; beyond it only members' own are scanned."""
 
 ReadLeases = Callable[[], Awaitable[Mapping[str, Lease]]]
 """Reads all agents' Leases, by agent; raises `RetryableError`, `UnauthenticatedError` or `ForbiddenError`."""
@@ -207,7 +207,7 @@ class Sweeper:
                 self.swept.removed_orphans += 1
 
     def _note_shards(self, fleet: Fleet) -> None:
-        """Remember the shards of members: a registry that lost everything no longer says where streams went on."""
+        """Remember the shards of members: a registry that lost everything no longer knows where streams went on."""
         now_s = _now_s()
         self._shards |= dict.fromkeys((shard for member in fleet.members for shard in member.shards), now_s)
         oldest_s = now_s - TOMBSTONE_S if len(self._shards) <= SHARDS_MAX else now_s

@@ -27,7 +27,7 @@ STOP_TIMEOUT_S: Final = 5.0
 _POLL_S: Final = 0.02
 _PASSWORD_BYTES: Final = 24
 _RELOADER: Final = "reloader"
-"""User that has certificates read anew."""
+"""User that has certificates read again."""
 
 _ATTEMPTS: Final = 5
 """A port that was free may be taken before the server binds it."""
@@ -68,7 +68,7 @@ class EmbeddedConfig:
     port: int = 0
     """0 chooses a free one."""
     advertised_host: str = ""
-    """What clients are told; the bound address when empty."""
+    """What clients connect to; the bound address when empty."""
     memory_bytes: int = 1024 * MIB
     """Where Redis starts to refuse announcements; about ten million locations."""
     tls: TlsFiles | None = None
@@ -88,7 +88,7 @@ class EmbeddedRedis:
     def __init__(
         self, process: "subprocess.Popen[bytes]", port: int, access: dict[Role, RedisAccess], reloader: RedisAccess
     ) -> None:
-        """`reloader` is the access of the user that may do nothing but change settings; it is told to nobody.
+        """`reloader` is the access of the user that may do nothing but change settings; it is never published.
 
         Its context stays the one that the server knows, whatever the files hold meanwhile.
         """
@@ -184,7 +184,7 @@ def _free_port(host: str) -> int:
 
 
 def _write_files(config: EmbeddedConfig, port: int, grants: tuple[Grant, ...], reload_password: str) -> Path:
-    # Can change settings and nothing else: certificates are read anew by a setting, and no role of ours may set any.
+    # Can change settings and nothing else: certificates are read again by a setting, and no role of ours may set any.
     digest = hashlib.sha256(reload_password.encode()).hexdigest()
     reloader = f"user {_RELOADER} on #{digest} resetkeys resetchannels -@all +hello +auth +config|set"
 

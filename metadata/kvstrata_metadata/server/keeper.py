@@ -14,11 +14,11 @@ from kvstrata_metadata.server import embedded
 from kvstrata_metadata.server.embedded import EmbeddedConfig, EmbeddedRedis, TlsFiles
 from kvstrata_metadata.store.access import RedisAccess, Role, format_access, parse_access
 
-LOOK_S: Final = 0.5
-"""Seconds between looks at the server; it is back within this and its start, 30 ms."""
+POLL_S: Final = 0.5
+"""Polling interval of the server; it is back within this and its start, 30 ms."""
 
-PUBLISH_EVERY_LOOKS: Final = 120
-"""Looks between two writes of the Secret, in case somebody has changed it."""
+PUBLISH_EVERY_POLLS: Final = 120
+"""Polls between two writes of the Secret, in case somebody has changed it."""
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class RedisKeeper:
     """One embedded server after the other, on the port and with the passwords of the first."""
 
     def __init__(self, config: EmbeddedConfig, secrets: Secrets | None) -> None:
-        """`secrets` is None where there is no Kubernetes: nobody is told then."""
+        """`secrets` is None where there is no Kubernetes: nothing is published then."""
         self._config = config
         self._secrets = secrets
         self._server: EmbeddedRedis | None = None
@@ -70,18 +70,18 @@ class RedisKeeper:
 
     async def run(self) -> None:
         """Watch until cancelled. Raises what `embedded.start` raises when the server cannot be started again."""
-        looks = 0
+        polls = 0
         while True:
             if not self.is_running:
                 _log.error("redis ended", extra={"restarts": self.restarts_total})
                 self._server = await embedded.start(self._config)
                 self.restarts_total += 1
-            if not self.is_published or looks % PUBLISH_EVERY_LOOKS == 0:
+            if not self.is_published or polls % PUBLISH_EVERY_POLLS == 0:
                 await self._publish()
             if self._is_reload_due:
                 await self._reload()
-            looks += 1
-            await asyncio.sleep(LOOK_S)
+            polls += 1
+            await asyncio.sleep(POLL_S)
 
     def certify(self, held: Credential) -> None:
         """Use a certificate: for the server that is to be started, or for new connections of the one that runs."""

@@ -46,7 +46,7 @@ def state_of(member: Member) -> str:
 
 
 @dataclass(slots=True)
-class Standing:
+class ReplicaState:
     """State of one replica."""
 
     authority: Authority
@@ -67,11 +67,11 @@ class Standing:
 
     @property
     def is_leader(self) -> bool:
-        """True while this replica may decide; never what was true a moment ago, before it was frozen, say."""
+        """True while this replica may decide; never what was true a moment ago, before it was frozen, for instance."""
         return self.authority.mandate() is not None
 
-    def look(self) -> None:
-        """Take in who holds the Lease."""
+    def note_leader(self) -> None:
+        """Record who holds the Lease."""
         holder = self.authority.holder
         if holder and holder != self.leader:
             self.failovers += bool(self.leader)
@@ -99,7 +99,7 @@ class Standing:
 
     @property
     def survey(self) -> Survey | None:
-        """The last look at all shards."""
+        """The last scan of all shards."""
         return self.duties.survey if self.duties else None
 
     def amounts(self) -> dict[Incarnation, dict[str, Amount]]:
@@ -119,68 +119,68 @@ def total(amounts: Iterable[Amount]) -> Amount:
 Json = dict[str, Any]
 
 PAGE_AGENTS: Final = 100
-"""Agents of one page where the request does not say."""
+"""Agents of one page where the request sets no limit."""
 PAGE_AGENTS_MAX: Final = 1_000
 """300 KB of JSON."""
 
 _QUERY: Final = ("pool", "state", "limit", "after")
 
 
-def pages(standing: Callable[[], Standing]) -> dict[str, View]:
+def pages(replica: Callable[[], ReplicaState]) -> dict[str, View]:
     """Views by path."""
     return {
-        "/v1/fleet": lambda query: summary(standing(), query),
-        "/v1/agents": lambda query: agents(standing(), query),
-        "/fleet": lambda query: {**summary(standing(), {}), **agents(standing(), query)},
+        "/v1/fleet": lambda query: summary(replica(), query),
+        "/v1/agents": lambda query: agents(replica(), query),
+        "/fleet": lambda query: {**summary(replica(), {}), **agents(replica(), query)},
     }
 
 
-def summary(at: Standing, query: Mapping[str, str]) -> Json:
+def summary(replica: ReplicaState, query: Mapping[str, str]) -> Json:
     """Everything that does not grow with the fleet but for the pools. Raises `InvalidInputError` for any query."""
     _check(query, ())
-    amounts = at.amounts()
+    amounts = replica.amounts()
     everything = total(a for by_tier in amounts.values() for a in by_tier.values())
-    used_bytes = at.redis.used_bytes
-    states = [state_of(member) for member in at.fleet.members]
+    used_bytes = replica.redis.used_bytes
+    states = [state_of(member) for member in replica.fleet.members]
     return {
-        "replica": at.me,
-        "leader": at.leader,
-        "is_leader": at.is_leader,
-        "failovers_total": at.failovers,
-        "directory": at.fleet.directory_id,
-        "leases_known": at.swept.are_leases_known,
-        "redis": _redis(at),
+        "replica": replica.me,
+        "leader": replica.leader,
+        "is_leader": replica.is_leader,
+        "failovers_total": replica.failovers,
+        "directory": replica.fleet.directory_id,
+        "leases_known": replica.swept.are_leases_known,
+        "redis": _redis(replica),
         "agents_by_state": {state: states.count(state) for state in STATES},
-        "pools": _pools(at.fleet.members, amounts),
-        "sessions": dict(at.survey.sessions) if at.survey else {},
+        "pools": _pools(replica.fleet.members, amounts),
+        "sessions": dict(replica.survey.sessions) if replica.survey else {},
         "locations": everything.locations,
         "stored_bytes": everything.stored_bytes,
         "used_bytes": used_bytes,
         "location_bytes": round(used_bytes / everything.locations, 1) if everything.locations else 0.0,
-        "passes_total": at.survey.passes_total if at.survey else 0,
-        **_done(at),
+        "passes_total": replica.survey.passes_total if replica.survey else 0,
+        **_done(replica),
     }
 
 
-def agents(at: Standing, query: Mapping[str, str]) -> Json:
+def agents(replica: ReplicaState, query: Mapping[str, str]) -> Json:
     """One page of agents by name: `pool` and `state` choose, `limit` bounds, `after` is `next` of the page before.
 
     Raises `InvalidInputError` for a limit out of range and for what is not in this list.
     """
     _check(query, _QUERY)
     limit = _limit(query.get("limit", str(PAGE_AGENTS)))
-    amounts = at.amounts()
-    chosen = {_cursor(member): member for member in at.fleet.members if _is_chosen(member, query)}
+    amounts = replica.amounts()
+    chosen = {_cursor(member): member for member in replica.fleet.members if _is_chosen(member, query)}
     rest = sorted(cursor for cursor in chosen if cursor > query.get("after", ""))
     page = [chosen[cursor] for cursor in rest[:limit]]
     more = rest[limit - 1] if len(rest) > limit else ""
-    return {"agents": [_agent(at, member, amounts.get(member.incarnation, {})) for member in page], "next": more}
+    return {"agents": [_agent(replica, member, amounts.get(member.incarnation, {})) for member in page], "next": more}
 
 
-def _agent(at: Standing, member: Member, by_tier: Mapping[str, Amount]) -> Json:
+def _agent(replica: ReplicaState, member: Member, by_tier: Mapping[str, Amount]) -> Json:
     known, name = member.registration, _name(member)
     pool, _, node = name.partition(".")
-    lease_age_s = at.swept.lease_ages_s.get(name)
+    lease_age_s = replica.swept.lease_ages_s.get(name)
     return {
         "agent": name,
         "pool": pool,
@@ -218,10 +218,10 @@ def _tiers(held: Sequence[Mapping[str, Amount]]) -> list[Json]:
     return [{"tier": t, **_amount(total(by_tier.get(t, Amount()) for by_tier in held))} for t in names]
 
 
-def _redis(at: Standing) -> Json:
-    facts = at.redis
+def _redis(replica: ReplicaState) -> Json:
+    facts = replica.redis
     return {
-        "is_up": at.is_redis_up,
+        "is_up": replica.is_redis_up,
         "is_full": facts.is_full,
         "fill_ratio": round(facts.fill_ratio, 4),
         "servers": [
@@ -238,9 +238,9 @@ def _redis(at: Standing) -> Json:
     }
 
 
-def _done(at: Standing) -> Json:
+def _done(replica: ReplicaState) -> Json:
     """What this replica did since it started; a standby has zeros."""
-    swept, erased, nominated = at.swept, at.erased, at.nominated
+    swept, erased, nominated = replica.swept, replica.erased, replica.nominated
     return {
         "sweeps_total": swept.sweeps,
         "sweep_s": round(swept.last_s, 3),

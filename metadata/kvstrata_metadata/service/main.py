@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logs.configure(given.log_level, "metadata")
     tracing.configure("metadata", given.otlp_endpoint)
     try:
-        asyncio.run(_until_told(options_of(given, os.environ)))
+        asyncio.run(_until_signalled(options_of(given, os.environ)))
     except (KvStrataError, OSError, BaseExceptionGroup) as e:
         for error in _leaves(e):
             sys.stderr.write(f"kvstrata-metadata: {error}\n")
@@ -68,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     redis.add_argument("--redis-port", type=int, default=0, help="0: any free one; default: %(default)s")
     redis.add_argument(
-        "--redis-advertise", default=os.environ.get("POD_IP", ""), help="host that agents are told; default: $POD_IP"
+        "--redis-advertise",
+        default=os.environ.get("POD_IP", ""),
+        help="host in the agents' Secret; default: $POD_IP",
     )
     redis.add_argument(
         "--redis-memory-mib", type=int, default=1024, help="where it refuses announcements; default: %(default)s"
@@ -136,8 +138,8 @@ def _identity() -> str:
     return os.environ.get("POD_NAME") or f"{socket.gethostname()}_{os.getpid()}"
 
 
-async def _until_told(options: Options) -> None:
-    """Run until a signal asks for the end; a part that fails ends the process, which is then started anew."""
+async def _until_signalled(options: Options) -> None:
+    """Run until a signal asks for the end; a part that fails ends the process, which is then started again."""
     serving = asyncio.ensure_future(serve(options))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, serving.cancel)

@@ -23,8 +23,8 @@ from kvstrata_metadata.store.access import RedisAccess
 from kvstrata_metadata.store.cluster_store import open_store
 from kvstrata_telemetry import http, ready
 
-LEADING_LOOK_S: Final = 0.1
-"""Between looks whether we lead, before a Redis of our own is started."""
+LEADING_POLL_S: Final = 0.1
+"""Polling interval of the leadership, before a Redis of our own is started."""
 
 _log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Service:
             if self._own:
                 tasks.create_task(self._own.run())
             if options.ready_file:
-                tasks.create_task(self._tell(options.ready_file, endpoint.address))
+                tasks.create_task(self._write_ready_file(options.ready_file, endpoint.address))
             tasks.create_task(self._direct())
 
     async def _direct(self) -> None:
@@ -145,23 +145,23 @@ class Service:
         if self._own.credential is None:
             _log.info("waiting for a certificate of our own; the operator issues it")
         while self._own.credential is None:
-            self._rounds.look()
-            await asyncio.sleep(LEADING_LOOK_S)
+            self._rounds.note_alive()
+            await asyncio.sleep(LEADING_POLL_S)
 
     async def _own_redis(self, keeper: RedisKeeper) -> RedisAccess:
         """Start a server when we lead: two replicas with a Redis each would be two directories."""
         while self._authority.mandate() is None:
-            self._rounds.look()
-            await asyncio.sleep(LEADING_LOOK_S)
+            self._rounds.note_alive()
+            await asyncio.sleep(LEADING_POLL_S)
         return await keeper.start()
 
     async def _yield_redis(self) -> None:
         """End when another replica leads: its Redis is the directory now. An API server that is away ends nothing."""
         while not (self._leadership and self._leadership.is_replaced):  # noqa: ASYNC110 - The Lease is read elsewhere.
-            await asyncio.sleep(LEADING_LOOK_S)
+            await asyncio.sleep(LEADING_POLL_S)
         raise LeaseLostError(f"{self._leadership.holder} leads now, and its Redis is the directory")
 
-    async def _tell(self, path: Path, address: str) -> None:
+    async def _write_ready_file(self, path: Path, address: str) -> None:
         """Write the ready file once agents can use the directory."""
         while not self._rounds.is_ready():  # noqa: ASYNC110 - It follows from the states of two loops and the clock.
             await asyncio.sleep(0.05)

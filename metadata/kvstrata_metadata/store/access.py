@@ -120,7 +120,7 @@ def parse_access(values: Mapping[str, bytes | str]) -> RedisAccess:
 
 
 def format_access(access: RedisAccess) -> dict[str, str]:
-    """Write the content of a Secret that `parse_access` reads. A certificate of our own is not told to others."""
+    """Write the content of a Secret that `parse_access` reads. A certificate of our own is not given to others."""
     values = {"url": access.url, "username": access.username, "password": access.password, "ca.crt": access.ca_pem}
     values["certificates"] = FLEET if access.is_fleet else ""
     return {key: value for key, value in values.items() if value}

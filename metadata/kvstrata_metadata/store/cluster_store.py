@@ -23,13 +23,13 @@ REST_LONGEST_S: Final = 4.0
 """A server that did not answer is asked nothing for so long, each time twice as long."""
 
 REFRESH_S: Final = 0.25
-"""Least time between two looks at who serves what."""
+"""Least time between two reads of who serves what."""
 
-LOOK_EVERY_S: Final = 5.0
-"""Longest time between two looks: a failover that we were not talking to shows in this."""
+TOPOLOGY_AGE_MAX_S: Final = 5.0
+"""Longest time between two reads: a failover that we were not talking to shows in this."""
 
 HOPS_MAX: Final = 3
-"""Servers that are tried for one call; each tells the next."""
+"""Servers that are tried for one call; each names the next."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class _Server:
     """Calls in a row that it did not answer."""
     rests_until_s: float = 0.0
     breaks: int = 0
-    """Of its store, as far as we have told of them."""
+    """Of its store, as far as they are in our own count."""
 
 
 class ClusterStore(Store):
@@ -53,8 +53,8 @@ class ClusterStore(Store):
         self._servers: dict[Address, _Server] = {}
         self._topology: Topology | None = None
         self._is_stale = True
-        self._looked_s = 0.0
-        self._looking = asyncio.Lock()
+        self._read_s = 0.0
+        self._reading = asyncio.Lock()
         self.breaks = 0
 
     @property
@@ -68,18 +68,18 @@ class ClusterStore(Store):
         await self._on_all(Store.install)
 
     async def is_installed(self) -> bool:
-        """Tell whether every server that answers has every transition."""
+        """True when every server that answers has every transition."""
         return all(await self._on_all(Store.is_installed))
 
     async def memory_bytes(self) -> tuple[int, int]:
         """Sum over the primaries that answer."""
-        topology = await self._look()
+        topology = await self._current_topology()
         found = await self._on_all(Store.memory_bytes, topology.primaries)
         return sum(used for used, _ in found), sum(startup for _, startup in found)
 
     async def describe(self) -> list[dict[str, Any]]:
-        """What the primaries that answer say of themselves."""
-        topology = await self._look()
+        """What the primaries that answer report of themselves."""
+        topology = await self._current_topology()
         return [facts for found in await self._on_all(Store.describe, topology.primaries) for facts in found]
 
     async def run(self, calls: Sequence[Call]) -> list[Any]:
@@ -100,9 +100,9 @@ class ClusterStore(Store):
                 break
             try:
                 async with asyncio.timeout(limit_s):
-                    topology = await self._look()
+                    topology = await self._current_topology()
             except (DirectoryAwayError, TimeoutError) as e:
-                away = e if isinstance(e, DirectoryAwayError) else _away("nobody tells who serves what", whole=True)
+                away = e if isinstance(e, DirectoryAwayError) else _away("no server lists who serves what", whole=True)
                 left = _put(replies, dict.fromkeys(left, away))
                 break
             left = _put(replies, await self._round(topology, calls, left, limit_s))
@@ -160,14 +160,14 @@ class ClusterStore(Store):
             self._is_stale = True
         return answer
 
-    async def _look(self) -> Topology:
-        """Who serves what, asked anew when there is reason to. Raises `DirectoryAwayError` when nobody tells."""
-        async with self._looking:
+    async def _current_topology(self) -> Topology:
+        """Who serves what, read again when there is reason to. Raises `DirectoryAwayError` when no server lists it."""
+        async with self._reading:
             now_s = asyncio.get_running_loop().time()
             known = self._topology
-            if known is not None and now_s < self._looked_s + (REFRESH_S if self._is_stale else LOOK_EVERY_S):
+            if known is not None and now_s < self._read_s + (REFRESH_S if self._is_stale else TOPOLOGY_AGE_MAX_S):
                 return known
-            self._looked_s = now_s
+            self._read_s = now_s
             seen = await self._ask_topology(known)
             self._is_stale = False
             if known is not None and seen.has_other_owners(known):
@@ -200,7 +200,7 @@ class ClusterStore(Store):
 
     async def _on_all(self, act: Any, only: frozenset[Address] | None = None) -> list[Any]:
         """Do the same on every server, or on some; the results of those that answer. Raises when none does."""
-        topology = await self._look()
+        topology = await self._current_topology()
         results, last = [], _away("no server answers", whole=True)
         for address in topology.servers:
             if only is not None and address not in only:

@@ -9,10 +9,10 @@ from kvstrata_api.blocks import ScopeSecret
 from kvstrata_metadata.store.records import INCARNATION_BYTES, Incarnation
 
 SHARDS: Final = 16
-"""Shards of one scope, told apart by the first hex digit of a digest. One hot scope can use 16 primaries."""
+"""Shards of one scope, distinguished by the first hex digit of a digest. One hot scope can use 16 primaries."""
 
 REVERSE_BUCKETS: Final = 256
-"""Answer of the removing transitions when nothing is left; prelude.lua says why 256."""
+"""Answer of the removing transitions when nothing is left; prelude.lua has the reason for 256."""
 
 REGISTRY_KEY: Final = b"kf:{agents}"
 """Prefix of all keys of the registry of agents: one slot of a Redis Cluster."""
@@ -28,7 +28,7 @@ class Shard:
     """One sixteenth of a scope: the unit of atomicity, of sequence numbers and of a Cluster slot."""
 
     tag: str
-    """`ScopeSecret.tag()`: 16 hex digits that tell nothing of names or members."""
+    """`ScopeSecret.tag()`: 16 hex digits that reveal nothing of names or members."""
     index: int
 
     @property
@@ -74,7 +74,7 @@ def by_shard(digests: Iterable[bytes]) -> dict[int, list[int]]:
 
 
 def session_digest(secret: ScopeSecret, session: str) -> bytes:
-    """Name a session in Redis without telling its name."""
+    """Name a session in Redis without revealing its name."""
     name, size = session.encode(), SESSION_DIGEST_BYTES
     return hashlib.blake2b(name, key=secret.secret, digest_size=size, person=b"kvstrata.session").digest()
 

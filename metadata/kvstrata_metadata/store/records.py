@@ -58,7 +58,7 @@ class Location(msgspec.Struct, frozen=True, gc=False):
     epoch: int
     tier: str
     stamp: int
-    """Number of the use of the slot, its low 48 bits; with the epoch it tells a recycled slot."""
+    """Number of the use of the slot, its low 48 bits; with the epoch it identifies a recycled slot."""
     stored_bytes: int
 
 
@@ -108,7 +108,7 @@ class Registration:
 
 
 class Verdict(StrEnum):
-    """What a shard or the registry says to a message of an agent."""
+    """Answer of a shard or the registry to a message of an agent."""
 
     OK = "ok"
     OLD = "old"
@@ -118,7 +118,7 @@ class Verdict(StrEnum):
     FENCED = "fenced"
     """The incarnation has ended: the agent must register again."""
     ERASED = "erased"
-    """The scope is no more: nothing of it is to be announced."""
+    """The scope was erased: nothing of it is to be announced."""
     FULL = "full"
     """Redis has no memory left: withdrawals were applied, the shard must be reported again once there is some."""
     UNKNOWN = "unknown"
@@ -130,7 +130,7 @@ class Verdict(StrEnum):
     AWAY = "away"
     """Nobody answered for the shard, though other parts of the directory answer: repeat the message later."""
     DEPOSED = "deposed"
-    """A later leader of the metadata services has acted: whoever asks leads no more."""
+    """A later leader of the metadata services has acted: whoever asks no longer leads."""
 
 
 @dataclass(frozen=True, slots=True)

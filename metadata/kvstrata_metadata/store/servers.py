@@ -68,7 +68,7 @@ class Topology:
         return Topology(kept)
 
     def has_other_owners(self, other: "Topology") -> bool:
-        """Tell whether any slot has another owner in `other`."""
+        """True when any slot has another owner in `other`."""
         return _owners(self.ranges) != _owners(other.ranges)
 
 
@@ -96,9 +96,9 @@ class ServerFacts:
     """One server."""
 
     run_id: str
-    """Random name of one run; another one means that it was started anew."""
+    """Random name of one run; another one means that it was started again."""
     role: str
-    """`master` or `slave`, as Redis says it."""
+    """`master` or `slave`, as Redis calls it."""
     version: str
     used_bytes: int
     startup_bytes: int

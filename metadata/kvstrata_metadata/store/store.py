@@ -64,8 +64,8 @@ class Store:
 
     breaks = 0
     """Times that the server at the other end may have become another one while the store was open, or a part of a
-    cluster came back or moved: what it was told may be gone. A connection of the pool that was closed while nobody used
-    it is replaced without an error, so every connection counts, even the first ones."""
+    cluster came back or moved: what was written to it may be gone. A connection of the pool that was closed while
+    nobody used it is replaced without an error, so every connection counts, even the first ones."""
 
     def __init__(self, access: RedisAccess, *, timeout_s: float = TIMEOUT_S) -> None:
         self._redis = _client(access, timeout_s, self._connected)
@@ -81,7 +81,7 @@ class Store:
         _raise_first(await self.ask([("SCRIPT LOAD", source.text) for source in sources().values()]))
 
     async def is_installed(self) -> bool:
-        """Tell whether every transition is loaded. Needs the role `metadata`."""
+        """True when every transition is loaded. Needs the role `metadata`."""
         (there,) = _raise_first(await self.ask([("SCRIPT EXISTS", *(s.sha for s in sources().values()))]))
         return all(there)
 
@@ -112,7 +112,7 @@ class Store:
         return int(facts["used_memory"]), int(facts["used_memory_startup"])
 
     async def describe(self) -> list[dict[str, Any]]:
-        """What each server says of itself. Needs the role `metadata`."""
+        """What each server reports of itself. Needs the role `metadata`."""
         return _raise_first(await self.ask([("INFO",)]))
 
     async def topology(self) -> Topology:
@@ -141,7 +141,7 @@ class Store:
         """Close the connections. Idempotent."""
         with contextlib.suppress(RedisError, OSError):
             await self._redis.aclose()
-        # asyncio frees the socket of an aborted TLS connection a few steps after it was told to.
+        # asyncio frees the socket of an aborted TLS connection a few steps after it was closed.
         for _ in range(16):
             await asyncio.sleep(0)
 
@@ -212,7 +212,7 @@ def _secured(access: RedisAccess) -> type[redis.SSLConnection]:
             writer = self._writer
             await super().disconnect(*args, **kwargs)
             if writer is not None:
-                writer.transport.abort()  # Or a TLS farewell waits for a server that has nothing more to say.
+                writer.transport.abort()  # Or a TLS farewell waits for a server that has nothing more to send.
 
     return Secured
 
@@ -228,12 +228,12 @@ def _client(access: RedisAccess, timeout_s: float, connected: Callable[[Any], Aw
         socket_timeout=timeout_s,
         socket_connect_timeout=CONNECT_TIMEOUT_S,
         redis_connect_func=connected,
-        # Repeating is our callers' decision, and the handshake says nothing that the ACL would have to allow.
+        # Repeating is our callers' decision, and the handshake sends no command that the ACL would have to allow.
         retry=Retry(NoBackoff(), 0),
         maint_notifications_config=MaintNotificationsConfig(enabled=False),
         lib_name=None,
         lib_version=None,
     )
     if access.is_tls:
-        pool.connection_class = _secured(access)  # Whatever the url says of certificates, it cannot switch them off.
+        pool.connection_class = _secured(access)  # Whatever the url sets about certificates, it cannot switch them off.
     return redis.Redis.from_pool(pool)  # Which the client then owns and closes.

@@ -87,9 +87,9 @@ class CachingDirectory(RedisDirectory):
 
     def _told(self, keys: Iterable[bytes] | None) -> None:
         if keys is None:
-            self._cache.lost()
+            self._cache.clear()
         else:
-            self._cache.told(keys)
+            self._cache.forget(keys)
 
     async def _track_while_possible(self) -> None:
         with contextlib.suppress(KvStrataError):
@@ -106,4 +106,4 @@ class CachingDirectory(RedisDirectory):
         finally:
             self._tracked = None
             await tracked.close()
-            self._cache.lost()
+            self._cache.clear()
