@@ -36,13 +36,6 @@ class CxlMode(StrEnum):
     EMULATED = "Emulated"
 
 
-class Locality(StrEnum):
-    """Where a block lies, seen from the agent that was asked."""
-
-    LOCAL = "local"
-    REMOTE = "remote"
-
-
 class Lookup(IntEnum):
     """What the agent knows about one block. The same answer serves absent and forbidden."""
 
