@@ -24,27 +24,6 @@ from kvstrata_metadata.store.keys import Shard, incarnation_text
 from kvstrata_metadata.store.records import Mandate, Verdict
 from kvstrata_metadata.store.store import Store, partly
 
-
-class LeaseWatch:
-    """Remembers when each Lease last moved."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, Sighting] = {}
-
-    def judge(self, seen: Mapping[str, Lease], now_s: float) -> dict[str, LeaseState]:
-        """State of each agent's Lease, `now_s` on a monotonic clock; those that `seen` lacks are forgotten."""
-        self._seen = {agent: sight(self._seen.get(agent), lease, now_s) for agent, lease in seen.items()}
-        return {a: LeaseState.HELD if s.is_held(now_s) else LeaseState.EXPIRED for a, s in self._seen.items()}
-
-    def ages(self, now_s: float) -> dict[str, float]:
-        """Seconds for which each agent's Lease has stood still."""
-        return {agent: now_s - sighting.since_s for agent, sighting in self._seen.items()}
-
-    def forget(self) -> None:
-        """Start over: while nobody can be asked nobody can renew either, so the time meanwhile counts for nobody."""
-        self._seen.clear()
-
-
 SWEEP_S: Final = 5.0
 """Seconds between sweeps; an agent is removed within this and the silence that means death."""
 
@@ -66,6 +45,26 @@ ReadLeases = Callable[[], Awaitable[Mapping[str, Lease]]]
 """Reads all agents' Leases, by agent; raises `RetryableError`, `UnauthenticatedError` or `ForbiddenError`."""
 
 _log = logging.getLogger(__name__)
+
+
+class LeaseWatch:
+    """Remembers when each Lease last moved."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, Sighting] = {}
+
+    def judge(self, seen: Mapping[str, Lease], now_s: float) -> dict[str, LeaseState]:
+        """State of each agent's Lease, `now_s` on a monotonic clock; those that `seen` lacks are forgotten."""
+        self._seen = {agent: sight(self._seen.get(agent), lease, now_s) for agent, lease in seen.items()}
+        return {a: LeaseState.HELD if s.is_held(now_s) else LeaseState.EXPIRED for a, s in self._seen.items()}
+
+    def ages(self, now_s: float) -> dict[str, float]:
+        """Seconds for which each agent's Lease has stood still."""
+        return {agent: now_s - sighting.since_s for agent, sighting in self._seen.items()}
+
+    def forget(self) -> None:
+        """Start over: while nobody can be asked nobody can renew either, so the time meanwhile counts for nobody."""
+        self._seen.clear()
 
 
 @dataclass(slots=True)

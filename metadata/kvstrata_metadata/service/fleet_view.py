@@ -22,6 +22,17 @@ from kvstrata_metadata.store.servers import RedisFacts
 from kvstrata_metadata.store.store import Store
 from kvstrata_telemetry.http import View
 
+STATES = ("live", "silent", "fenced")
+
+Json = dict[str, Any]
+
+PAGE_AGENTS: Final = 100
+"""Agents of one page where the request sets no limit."""
+PAGE_AGENTS_MAX: Final = 1_000
+"""300 KB of JSON."""
+
+_QUERY: Final = ("pool", "state", "limit", "after")
+
 
 class Duties:
     """What one replica does, or stands ready to do."""
@@ -32,9 +43,6 @@ class Duties:
         self.nominator = Nominator(store, authority)
         self.survey = Survey(store)
         self.departures = Departures()
-
-
-STATES = ("live", "silent", "fenced")
 
 
 def state_of(member: Member) -> str:
@@ -114,16 +122,6 @@ def total(amounts: Iterable[Amount]) -> Amount:
     """Sum of amounts."""
     listed = list(amounts)
     return Amount(sum(a.locations for a in listed), sum(a.stored_bytes for a in listed))
-
-
-Json = dict[str, Any]
-
-PAGE_AGENTS: Final = 100
-"""Agents of one page where the request sets no limit."""
-PAGE_AGENTS_MAX: Final = 1_000
-"""300 KB of JSON."""
-
-_QUERY: Final = ("pool", "state", "limit", "after")
 
 
 def pages(replica: Callable[[], ReplicaState]) -> dict[str, View]:

@@ -27,6 +27,14 @@ from kvstrata_telemetry.metrics import Instruments
 
 SESSION_STATES = ("open", "decoding", "idle", "tool", "archived")
 
+READY_SWEEPS: Final = 3
+"""Sweeps that may fail before the service is no longer ready, and before a leader lets another one try."""
+
+DECLARED_EVERY_S: Final = 120.0
+"""Polling interval of what pools want and agents were given: it changes when somebody changes a KVPool."""
+
+_log = logging.getLogger(__name__)
+
 
 class FleetMetrics:
     """Writes what a replica knows. Counters are those of this replica: the sum over replicas is the fleet's."""
@@ -118,15 +126,6 @@ class FleetMetrics:
         key = (name, str(labels))
         self._made.counter(name, **labels).inc(now - self._counted.get(key, 0.0))
         self._counted[key] = now
-
-
-READY_SWEEPS: Final = 3
-"""Sweeps that may fail before the service is no longer ready, and before a leader lets another one try."""
-
-DECLARED_EVERY_S: Final = 120.0
-"""Polling interval of what pools want and agents were given: it changes when somebody changes a KVPool."""
-
-_log = logging.getLogger(__name__)
 
 
 class Rounds:
