@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.backends.file.claim import NEW_SUFFIX, POOL_FILE
 from kvstrata_agent.backends.threads import in_thread
+from kvstrata_api.directories import directories_of
 from kvstrata_api.errors import BackendFailedError, UnsupportedError
-from kvstrata_api.models.poolnode import directories_of
 from kvstrata_node import directories as folders
 
 if TYPE_CHECKING:

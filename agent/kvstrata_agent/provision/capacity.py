@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.backends.file import disk_space as disk_room
-from kvstrata_api.models.poolnode import directories_of
+from kvstrata_api.directories import directories_of
 from kvstrata_api.tiers import TierType
 from kvstrata_api.units import MIB, format_rounded
 

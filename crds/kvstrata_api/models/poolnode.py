@@ -1,7 +1,5 @@
 """KVPoolNode: one pool on one node. The operator writes the spec, that node's agent the status."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 from pydantic import Field
@@ -18,7 +16,6 @@ from kvstrata_api.models.pool import (
     HostDramTier,
     NvmeTier,
     ObjectTier,
-    PoolTier,
     RemoteFlashTier,
 )
 from kvstrata_api.tiers import TierType
@@ -265,35 +262,3 @@ class KVPoolNode(ApiModel):
     metadata: ObjectMeta
     spec: KVPoolNodeSpec = Field(description="What the operator wants of the agent.")
     status: KVPoolNodeStatus = Field(KVPoolNodeStatus(), description="What the agent observed.")
-
-
-_FILE_URL: Final = "file://"
-
-
-@dataclass(frozen=True, slots=True)
-class Directory:
-    """One directory that a tier names."""
-
-    path: str
-    """As it was declared."""
-    field: str
-    """Path of the field within the tier."""
-    is_claimed: bool
-    """Whether one pool has it alone: its agents refuse one that another pool has claimed, and leave a claim in it."""
-    is_filled: bool
-    """Whether the tier takes room of its file system up to the tier's capacity on this node."""
-
-
-def directories_of(tier: PoolTier | NodeTier) -> Iterator[Directory]:
-    """Every directory that a tier names."""
-    if tier.nvme is not None:
-        for number, path in enumerate(tier.nvme.directories):
-            field = "nvme.path" if tier.nvme.paths is None else f"nvme.paths[{number}]"
-            yield Directory(path, field, is_claimed=True, is_filled=True)
-    if tier.remote_flash is not None:
-        yield Directory(tier.remote_flash.path, "remoteFlash.path", is_claimed=True, is_filled=False)
-    if tier.cxl is not None and tier.cxl.emulated is not None:
-        yield Directory(tier.cxl.emulated.path, "cxl.emulated.path", is_claimed=False, is_filled=True)
-    if tier.object is not None and tier.object.url.startswith(_FILE_URL):
-        path = tier.object.url.removeprefix(_FILE_URL)
-        yield Directory(path, "object.url", is_claimed=False, is_filled=False)

@@ -12,9 +12,10 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from kvstrata_api import names, units
+from kvstrata_api.directories import directories_of
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.pool import KVPool
-from kvstrata_api.models.poolnode import NodeTier, directories_of
+from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
 from kvstrata_operator.decide.plan.objects import WORKLOAD_LABELS
 from kvstrata_operator.decide.pools.directories import normal

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 from posixpath import normpath
 
+from kvstrata_api.directories import Directory, directories_of
 from kvstrata_api.models.pool import KVPoolSpec
-from kvstrata_api.models.poolnode import Directory, directories_of
 
 
 def normal(path: str) -> PurePosixPath:

@@ -1,0 +1,43 @@
+"""Directories of a node that tiers name, and what each is used for. Pure, and free of pydantic: backends import it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvstrata_api.models.pool import PoolTier
+    from kvstrata_api.models.poolnode import NodeTier
+
+_FILE: Final = "file://"
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """One directory that a tier names."""
+
+    path: str
+    """As it was declared."""
+    field: str
+    """Path of the field within the tier."""
+    is_claimed: bool
+    """Whether one pool has it alone: its agents refuse one that another pool has claimed, and leave a claim in it."""
+    is_filled: bool
+    """Whether the tier takes room of its file system up to the tier's capacity on this node."""
+
+
+def directories_of(tier: PoolTier | NodeTier) -> Iterator[Directory]:
+    """Every directory that a tier names."""
+    if tier.nvme is not None:
+        for number, path in enumerate(tier.nvme.directories):
+            field = "nvme.path" if tier.nvme.paths is None else f"nvme.paths[{number}]"
+            yield Directory(path, field, is_claimed=True, is_filled=True)
+    if tier.remote_flash is not None:
+        yield Directory(tier.remote_flash.path, "remoteFlash.path", is_claimed=True, is_filled=False)
+    if tier.cxl is not None and tier.cxl.emulated is not None:
+        yield Directory(tier.cxl.emulated.path, "cxl.emulated.path", is_claimed=False, is_filled=True)
+    if tier.object is not None and tier.object.url.startswith(_FILE):
+        path = tier.object.url.removeprefix(_FILE)
+        yield Directory(path, "object.url", is_claimed=False, is_filled=False)
