@@ -28,13 +28,14 @@ from bench.directory_limit import Bare, Work, redis_version
 from bench.directory_rebuild import rebuild
 from kvstrata_agent.fleet.directory.client import FLUSH_MAX
 from kvstrata_api.blocks import ScopeId, ScopeSecret
-from kvstrata_metadata import embedded, registry, sessions, shards
-from kvstrata_metadata.acl import Role
-from kvstrata_metadata.embedded import EmbeddedConfig, EmbeddedRedis
-from kvstrata_metadata.records import AgentRecord, Announcement, Incarnation, SessionRecord
-from kvstrata_metadata.schema import SHARDS, Shard
-from kvstrata_metadata.shards import CHUNK, Batch, Mode, Verdict
-from kvstrata_metadata.store import Store
+from kvstrata_metadata.directory import registry, sessions, shards
+from kvstrata_metadata.directory.shards import CHUNK, Batch, Mode
+from kvstrata_metadata.server import embedded
+from kvstrata_metadata.server.embedded import EmbeddedConfig, EmbeddedRedis
+from kvstrata_metadata.store.access import Role
+from kvstrata_metadata.store.keys import SHARDS, Shard
+from kvstrata_metadata.store.records import AgentRecord, Announcement, Incarnation, SessionRecord, Verdict
+from kvstrata_metadata.store.store import Store
 
 LOCATIONS: Final = 1_000_000
 LOCATIONS_QUICK: Final = 100_000

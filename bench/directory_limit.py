@@ -6,7 +6,7 @@ from typing import Final
 
 import redis
 
-from kvstrata_metadata.embedded import EmbeddedRedis
+from kvstrata_metadata.server.embedded import EmbeddedRedis
 
 CONNECTIONS: Final = 8
 PIPELINE: Final = 16

@@ -11,11 +11,10 @@ from prometheus_client import CollectorRegistry
 
 from kvstrata_agent.fleet.directory.client import RedisDirectory
 from kvstrata_api.blocks import ScopeId, ScopeSecret
-from kvstrata_metadata.access import RedisAccess
-from kvstrata_metadata.acl import Role
-from kvstrata_metadata.embedded import EmbeddedRedis
-from kvstrata_metadata.records import AgentRecord, Announcement
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_metadata.server.embedded import EmbeddedRedis
+from kvstrata_metadata.store.access import RedisAccess, Role
+from kvstrata_metadata.store.records import AgentRecord, Announcement
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 PART_BLOCKS: Final = 1_024

@@ -34,9 +34,9 @@ from kvstrata_api.units import MIB
 from kvstrata_kube import tls
 from kvstrata_kube.certified import make_key_pair
 from kvstrata_kube.tls import Credential
-from kvstrata_metadata.records import AgentRecord, Announcement, Location
+from kvstrata_metadata.store.records import AgentRecord, Announcement, Location
 from kvstrata_operator.certificates import authority as certificates
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 BLOCKS: Final = 64

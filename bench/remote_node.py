@@ -37,8 +37,8 @@ from kvstrata_api.blocks import ScopeSecret
 from kvstrata_api.errors import UnsupportedError
 from kvstrata_api.trust import Identity
 from kvstrata_kube.tls import Credential
-from kvstrata_metadata.records import AgentRecord, Announcement, Location, SessionRecord
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_metadata.store.records import AgentRecord, Announcement, Location, SessionRecord
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 HOST: Final = "127.0.0.1"

@@ -42,9 +42,9 @@ from kvstrata_api.models.pool import HostDramTier, NvmeTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
 from kvstrata_api.units import MIB
-from kvstrata_metadata.access import RedisAccess
-from kvstrata_metadata.records import AgentRecord
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_metadata.store.access import RedisAccess
+from kvstrata_metadata.store.records import AgentRecord
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 BLOCKS: Final = 1_000_000

@@ -27,7 +27,7 @@ from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
 from kvstrata_api.trust import Access, Grants, Identity, ScopeKind
 from kvstrata_telemetry.agent_metrics import Counters
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 BLOCK_BYTES = 4096

@@ -13,12 +13,12 @@ from controlplane import ControlPlane
 from kvstrata_agent.kube.authenticator import AgentIdentity
 from kvstrata_agent.kube.kubernetes import KubeWorld
 from kvstrata_api import names
-from kvstrata_api.conditions import Condition, Status
 from kvstrata_api.errors import (
     ApiServerAwayError,
     RetryableError,
     UnauthenticatedError,
 )
+from kvstrata_api.models.conditions import Condition, Status
 from kvstrata_api.models.poolnode import KVPoolNodeStatus, LookupCounts, NodeTierStatus
 from kvstrata_api.tiers import TierType
 from kvstrata_api.trust import Identity

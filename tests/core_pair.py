@@ -29,7 +29,7 @@ from kvstrata_agent.fleet.peers.client import Offer, Taken
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import BlockKey, ScopeId, ScopeSecret
 from kvstrata_api.checksum import checksum
-from kvstrata_metadata.records import Announcement, Location, SessionRecord
+from kvstrata_metadata.store.records import Announcement, Location, SessionRecord
 
 
 class FakeDirectory:

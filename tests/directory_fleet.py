@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from kvstrata_agent.fleet.directory.client import AccessProvider, Holdings, RedisDirectory
 from kvstrata_api.blocks import ScopeId, ScopeSecret
-from kvstrata_metadata.access import RedisAccess
-from kvstrata_metadata.records import AgentRecord, Announcement, Location
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_metadata.store.access import RedisAccess
+from kvstrata_metadata.store.records import AgentRecord, Announcement, Location
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 SECRET = ScopeSecret(ScopeId("tenant/a/uid/v1"), b"s" * 32)

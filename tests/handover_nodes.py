@@ -17,8 +17,8 @@ from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_agent.serve.server import Server
 from kvstrata_api.trust import Identity
-from kvstrata_metadata.records import AgentRecord
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_metadata.store.records import AgentRecord
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 EPOCH = 7

@@ -19,13 +19,12 @@ from prometheus_client import CollectorRegistry
 from controlplane.ports import free_ports
 from kvstrata_agent.fleet.directory.client import RedisDirectory
 from kvstrata_api.blocks import ScopeId, ScopeSecret
-from kvstrata_metadata import embedded
-from kvstrata_metadata.access import RedisAccess
-from kvstrata_metadata.acl import Role
-from kvstrata_metadata.embedded import EmbeddedConfig, EmbeddedRedis
-from kvstrata_metadata.records import AgentRecord, Announcement
+from kvstrata_metadata.server import embedded
+from kvstrata_metadata.server.embedded import EmbeddedConfig, EmbeddedRedis
+from kvstrata_metadata.store.access import RedisAccess, Role
+from kvstrata_metadata.store.records import AgentRecord, Announcement
 from kvstrata_telemetry import ready
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 SECRET = ScopeSecret(ScopeId("tenant/a/uid/v1"), b"s" * 32)
@@ -180,7 +179,7 @@ def _launch(
     options = [*own, "--kubeconfig", str(kubeconfig), "--metrics-port", "0", "--identity", name]
     rest = ["--ready-file", str(folder / f"{name}.json"), "--sweep-s", "0.5", "--lease-duration-s", str(lease_s)]
     with (folder / f"{name}.log").open("ab") as log:
-        command = [sys.executable, "-m", "kvstrata_metadata.app", *options, *rest]
+        command = [sys.executable, "-m", "kvstrata_metadata.service.main", *options, *rest]
         return Replica(name, folder, subprocess.Popen(command, stderr=log, env={**os.environ, **environment}))
 
 

@@ -13,8 +13,7 @@ from operator_process import Replica
 
 from controlplane import ControlPlane
 from kvstrata_api import names
-from kvstrata_metadata.access import format_access
-from kvstrata_metadata.acl import Role
+from kvstrata_metadata.store.access import Role, format_access
 
 NODES = ("node-a", "node-b")
 Json = dict[str, Any]

@@ -8,8 +8,8 @@ from kvstrata_agent.app import observe
 from kvstrata_agent.cache.ports import DirectoryState
 from kvstrata_agent.kube import report
 from kvstrata_agent.provision.provisioner import Provisioner
-from kvstrata_api.conditions import Condition, find
 from kvstrata_api.models.base import ObjectMeta
+from kvstrata_api.models.conditions import Condition, find
 from kvstrata_api.models.poolnode import KVPoolNode, KVPoolNodeSpec, KVPoolNodeStatus, NodeDrain
 
 if TYPE_CHECKING:

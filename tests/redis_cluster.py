@@ -11,11 +11,10 @@ import redis
 from directory_fleet import until
 
 from controlplane.ports import free_ports
-from kvstrata_metadata import embedded
-from kvstrata_metadata.access import RedisAccess
-from kvstrata_metadata.acl import Role
-from kvstrata_metadata.embedded import EmbeddedConfig, EmbeddedRedis, TlsFiles
-from kvstrata_metadata.topology import SLOTS, slot_of
+from kvstrata_metadata.server import embedded
+from kvstrata_metadata.server.embedded import EmbeddedConfig, EmbeddedRedis, TlsFiles
+from kvstrata_metadata.store.access import RedisAccess, Role
+from kvstrata_metadata.store.servers import SLOTS, slot_of
 
 ADMIN: Final = "user admin on >admin allkeys allchannels +@all"
 _SETTINGS: Final = (

@@ -19,7 +19,7 @@ from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import UnauthenticatedError
 from kvstrata_api.trust import Identity
-from kvstrata_metadata.records import AgentRecord, Announcement
+from kvstrata_metadata.store.records import AgentRecord, Announcement
 
 SCOPE = ScopeId("tenant/a/uid/v1")
 LAYOUT = LayoutId(b"L" * 16)

@@ -4,8 +4,8 @@ import numpy as np
 from agent_doubles import FakeAuthenticator, caller, secret
 
 from kvstrata_agent.blocks.request import Caller
-from kvstrata_api.blocks import ScopeId
-from kvstrata_api.prefixes import NamedPrefix, prefix_digest
+from kvstrata_api.blocks import ScopeId, prefix_digest
+from kvstrata_api.names import NamedPrefix
 from kvstrata_api.trust import Access, Grants, ScopeKind
 
 SHARE = ScopeId("share/a.prompt/uid-s/v1")

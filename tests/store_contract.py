@@ -16,16 +16,15 @@ from cryptography.x509.oid import NameOID
 
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_api.errors import DirectoryAwayError
-from kvstrata_metadata import mailbox, registry, sessions, shards
-from kvstrata_metadata.access import RedisAccess
-from kvstrata_metadata.acl import Role
-from kvstrata_metadata.cluster_store import open_store
-from kvstrata_metadata.embedded import TlsFiles
-from kvstrata_metadata.records import AgentRecord, Announcement, Incarnation, Nomination, SessionRecord
-from kvstrata_metadata.schema import REVERSE_BUCKETS, SHARDS, Shard
-from kvstrata_metadata.scripts import Script
-from kvstrata_metadata.shards import Batch, Mode, Verdict
-from kvstrata_metadata.store import Call, Store
+from kvstrata_metadata.directory import messages, registry, sessions, shards
+from kvstrata_metadata.directory.shards import Batch, Mode
+from kvstrata_metadata.server.embedded import TlsFiles
+from kvstrata_metadata.store.access import RedisAccess, Role
+from kvstrata_metadata.store.cluster_store import open_store
+from kvstrata_metadata.store.keys import REVERSE_BUCKETS, SHARDS, Shard
+from kvstrata_metadata.store.records import AgentRecord, Announcement, Incarnation, Nomination, SessionRecord, Verdict
+from kvstrata_metadata.store.scripts import Script
+from kvstrata_metadata.store.store import Call, Store
 
 
 class Servers(Protocol):
@@ -311,14 +310,14 @@ class StoreContract:
         self, store: Store, care: Store, shard: Shard
     ) -> None:
         a, b = await self.agent(store, shard), await self.agent(store, shard)
-        sent = [Nomination(shard.tag, "duplicate", (digest(n), digest(n + 1))) for n in range(mailbox.MAILBOX_MAX)]
-        assert all([await mailbox.nominate(care, a.incarnation, one) for one in sent])
-        assert not await mailbox.nominate(care, a.incarnation, sent[0])
+        sent = [Nomination(shard.tag, "duplicate", (digest(n), digest(n + 1))) for n in range(messages.MAILBOX_MAX)]
+        assert all([await messages.nominate(care, a.incarnation, one) for one in sent])
+        assert not await messages.nominate(care, a.incarnation, sent[0])
 
-        assert await mailbox.take_nominations(store, b.incarnation) == ()
-        assert await mailbox.take_nominations(store, a.incarnation, 3) == tuple(sent[:3])
-        assert await mailbox.take_nominations(store, a.incarnation) == tuple(sent[3:])
-        assert await mailbox.take_nominations(store, a.incarnation) == ()
+        assert await messages.take_nominations(store, b.incarnation) == ()
+        assert await messages.take_nominations(store, a.incarnation, 3) == tuple(sent[:3])
+        assert await messages.take_nominations(store, a.incarnation) == tuple(sent[3:])
+        assert await messages.take_nominations(store, a.incarnation) == ()
 
     async def test_a_number_that_is_somebody_elses_is_unknown(self, store: Store, shard: Shard) -> None:
         """As after a failover that lost a registration, to a server whose clock is behind."""

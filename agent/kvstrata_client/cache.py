@@ -8,7 +8,7 @@ import numpy as np
 
 from kvstrata_api.blocks import token_ids
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_api.wire_handover import Handover
+from kvstrata_api.wire import Handover
 from kvstrata_client.async_client import AsyncClient
 from kvstrata_client.client import Client
 from kvstrata_client.prompt.chain import Tokens

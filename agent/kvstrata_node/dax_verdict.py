@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Final
 
-from kvstrata_api.conditions import Condition, Status
+from kvstrata_api.models.conditions import Condition, Status
 from kvstrata_api.models.inventory import NodeCxl
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import CxlMode

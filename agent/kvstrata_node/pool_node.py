@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Final
 
-from kvstrata_api import __version__, conditions, names, units
-from kvstrata_api.conditions import Condition, is_true, parse_conditions
+from kvstrata_api import __version__, names, units
 from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.models import conditions
 from kvstrata_api.models import inventory as models
+from kvstrata_api.models.conditions import Condition, is_true, parse_conditions
 from kvstrata_api.models.inventory import NodeReport
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import CxlMode

@@ -1,8 +1,8 @@
 """OpenTelemetry spans: off until `configure` names an endpoint, and then sent by OTLP over HTTP.
 
 While off, `span` yields one shared object that does nothing, and the SDK, a tenth of what the operator would load, is
-left out. Attributes are ours, `kvcache.*`, except for the two that have a name in the semantic conventions:
-`session.id` and `gen_ai.request.model`.
+left out. Attributes are ours, `kvcache.*`, except for the one that has a name in the semantic conventions:
+`session.id`. Spans of different processes are not joined: no message carries a trace context.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Attribute = str | bool | int | float
 """What OpenTelemetry takes as a single attribute."""
 
-SHARED_ATTRIBUTES: Final = {"session_id": "session.id", "model": "gen_ai.request.model"}
+SHARED_ATTRIBUTES: Final = {"session_id": "session.id"}
 """Keywords whose attribute has a name in the semantic conventions; every other one becomes `kvcache.<keyword>`."""
 
 _QUEUE_SPANS_MAX: Final = 2_048
@@ -110,8 +110,7 @@ def shutdown() -> None:
 def span(name: str, **attributes: Attribute) -> AbstractContextManager[Active]:
     """Open the span `name` around a block of code; an error that leaves the block is recorded on it.
 
-    The current span is its parent. Names are those of `docs.SPANS`; attributes are keywords such as `session_id`,
-    `hit_tokens`, `tier`, `decision`.
+    The current span is its parent. Names are those of `catalog.SPANS`; attributes are keywords such as `session_id`.
     """
     tracer = _state.tracer
     return _OFF if tracer is None else _recorded(tracer, name, attributes)

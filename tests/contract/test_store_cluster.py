@@ -7,7 +7,7 @@ import pytest
 from redis_cluster import RedisCluster
 from store_contract import StoreContract, self_signed
 
-from kvstrata_metadata.acl import COMMANDS, Role
+from kvstrata_metadata.store.access import COMMANDS, Role
 
 pytestmark = pytest.mark.contract
 

@@ -27,8 +27,8 @@ from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import ScopeSecret
 from kvstrata_api.checksum import checksum
 from kvstrata_api.trust import Identity
-from kvstrata_metadata.records import AgentRecord, Announcement, Location, SessionRecord
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_metadata.store.records import AgentRecord, Announcement, Location, SessionRecord
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 BLOCKS: Final = 4

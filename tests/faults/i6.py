@@ -23,6 +23,7 @@ from agent_doubles import secret as secret_of
 from directory_fleet import DirectoryFleet
 from outcome import Outcome, Scale
 from prometheus_client import CollectorRegistry
+from running_redis import redis_cli
 
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.request import RequestContext
@@ -32,16 +33,14 @@ from kvstrata_agent.fleet.directory.client import RedisDirectory
 from kvstrata_api.blocks import ScopeSecret
 from kvstrata_api.checksum import checksum
 from kvstrata_api.units import MIB
-from kvstrata_metadata import embedded
-from kvstrata_metadata.access import RedisAccess
-from kvstrata_metadata.acl import Role
-from kvstrata_metadata.announcer import REPORT_JITTER_S
-from kvstrata_metadata.embedded import EmbeddedConfig, EmbeddedRedis
-from kvstrata_metadata.outbox import Outbox
-from kvstrata_metadata.records import AgentRecord, Announcement, Incarnation
-from kvstrata_metadata.schema import Shard
-from kvstrata_metadata.testing import redis_cli
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_metadata.client.announcer import REPORT_JITTER_S
+from kvstrata_metadata.client.outbox import Outbox
+from kvstrata_metadata.server import embedded
+from kvstrata_metadata.server.embedded import EmbeddedConfig, EmbeddedRedis
+from kvstrata_metadata.store.access import RedisAccess, Role
+from kvstrata_metadata.store.keys import Shard
+from kvstrata_metadata.store.records import AgentRecord, Announcement, Incarnation
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 AGENTS: Final = ("p.a", "p.b", "p.c", "p.d")

@@ -33,7 +33,7 @@ from kvstrata_api.models.pool import HostDramTier, NvmeTier
 from kvstrata_api.models.poolnode import NodeTier, TierProbe
 from kvstrata_api.tiers import TierType
 from kvstrata_api.trust import Identity
-from kvstrata_metadata.records import AgentRecord
+from kvstrata_metadata.store.records import AgentRecord
 from kvstrata_node.discovery import discover
 
 DRAM_BYTES: Final = 1024 * BLOCK_BYTES

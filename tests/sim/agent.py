@@ -32,11 +32,11 @@ from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
 from kvstrata_kube.leases import Lease
 from kvstrata_kube.tasks import repeat
-from kvstrata_metadata.access import RedisAccess
-from kvstrata_metadata.records import AgentRecord
-from kvstrata_metadata.store import Store
+from kvstrata_metadata.store.access import RedisAccess
+from kvstrata_metadata.store.records import AgentRecord
+from kvstrata_metadata.store.store import Store
 from kvstrata_telemetry.agent_metrics import Counters
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 from sim.disk import Disk
 from sim.door import Door, WatchedLender, WatchedVerbs

@@ -23,7 +23,7 @@ from kvstrata_agent.kube import heartbeat
 from kvstrata_agent.kube.authenticator import AgentIdentity
 from kvstrata_agent.kube.kubernetes import KubeWorld
 from kvstrata_api import names
-from kvstrata_api.conditions import Status
+from kvstrata_api.models.conditions import Status
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 

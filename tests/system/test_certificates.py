@@ -33,14 +33,13 @@ from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import DirectoryAwayError
 from kvstrata_kube.certified import OwnCertificate
 from kvstrata_kube.tls import Credential, answering, client_context, peer_uri
-from kvstrata_metadata.access import RedisAccess
-from kvstrata_metadata.acl import Grant, Role, acl_file
-from kvstrata_metadata.cluster_store import open_store
-from kvstrata_metadata.records import AgentRecord, Location
-from kvstrata_metadata.store import Store
+from kvstrata_metadata.store.access import Grant, RedisAccess, Role, acl_file
+from kvstrata_metadata.store.cluster_store import open_store
+from kvstrata_metadata.store.records import AgentRecord, Location
+from kvstrata_metadata.store.store import Store
 from kvstrata_operator.certificates import authority as certificates
 from kvstrata_operator.certificates.policy import Issuance
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]

@@ -27,7 +27,7 @@ from operator_fleet import tier
 from controlplane.assets import find_tool
 from kvstrata_agent.app import config as agent_config
 from kvstrata_api import names
-from kvstrata_metadata import app as metadata_app
+from kvstrata_metadata.service import main as metadata_app
 from kvstrata_node import config as prepare_config
 from kvstrata_operator.app import main as operator_app
 

@@ -15,7 +15,7 @@ from handover_nodes import PeerThread, two_nodes
 from kvstrata import AsyncClient, AsyncPrefixCache, Published
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError
-from kvstrata_api.wire_handover import Handover
+from kvstrata_api.wire import Handover
 from kvstrata_client.prompt.handover import AsyncHandoverWriter
 from kvstrata_client.prompt.streaming import AsyncLayerStream
 from kvstrata_client.verbs.results import Bytes2D

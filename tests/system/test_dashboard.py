@@ -15,7 +15,7 @@ import prometheus_server
 from controlplane.waiting import wait_until
 from dashboard_queries import PanelQuery, filled, metrics_of, panel_queries, variable_queries
 from kvstrata_telemetry import ready
-from kvstrata_telemetry.docs import BY_NAME
+from kvstrata_telemetry.catalog import BY_NAME
 from prometheus_server import QueryError, Server
 
 pytestmark = pytest.mark.system

@@ -8,7 +8,7 @@ import pytest
 
 import sample_run
 from dashboard_queries import PanelQuery, filled, metrics_of, panel_queries
-from kvstrata_telemetry.docs import BY_NAME
+from kvstrata_telemetry.catalog import BY_NAME
 from sample_run import SCRAPE_S, Run
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from running_redis import redis_cli, running_redis
 
-from kvstrata_metadata.acl import COMMANDS, Role
-from kvstrata_metadata.embedded import EmbeddedRedis
-from kvstrata_metadata.testing import redis_cli, running_redis
+from kvstrata_metadata.server.embedded import EmbeddedRedis
+from kvstrata_metadata.store.access import COMMANDS, Role
 
 pytestmark = pytest.mark.system
 

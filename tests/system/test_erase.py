@@ -18,8 +18,7 @@ from controlplane import ControlPlane
 from kvstrata_api import names
 from kvstrata_api.blocks import BlockKey
 from kvstrata_client.client import Client
-from kvstrata_metadata.access import format_access
-from kvstrata_metadata.acl import Role
+from kvstrata_metadata.store.access import Role, format_access
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 

@@ -14,12 +14,12 @@ from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.cache.handover import Fault
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError, LeaseLostError
-from kvstrata_api.wire_handover import Handover
+from kvstrata_api.wire import Handover
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.prompt.handover import HandoverWriter
 from kvstrata_client.verbs.results import Published
-from kvstrata_telemetry.catalog import Kind
-from kvstrata_telemetry.docs import BY_NAME
+from kvstrata_telemetry.catalog import BY_NAME
+from kvstrata_telemetry.metrics import Kind
 
 pytestmark = pytest.mark.system
 

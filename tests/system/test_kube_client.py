@@ -205,7 +205,9 @@ async def test_a_secret_comes_out_as_it_went_in_and_is_replaced_whole(
         await api.close()
 
 
-@pytest.mark.parametrize("program", ["kvstrata_agent.app.main", "kvstrata_metadata.app", "kvstrata_operator.app.main"])
+@pytest.mark.parametrize(
+    "program", ["kvstrata_agent.app.main", "kvstrata_metadata.service.main", "kvstrata_operator.app.main"]
+)
 def test_no_process_starts_with_the_kubernetes_library(program: str) -> None:
     """It costs 2 s and 30 MB, which only credential plugins are worth."""
     code = f"import sys, {program}; sys.exit(sum(m.split('.')[0] == 'kubernetes' for m in sys.modules))"

@@ -13,8 +13,7 @@ from redis_cluster import RedisCluster
 
 from controlplane import ControlPlane
 from kvstrata_api import names
-from kvstrata_metadata.access import RedisAccess, format_access, parse_access
-from kvstrata_metadata.acl import Role
+from kvstrata_metadata.store.access import RedisAccess, Role, format_access, parse_access
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 

@@ -12,8 +12,7 @@ from metadata_replicas import SECRET, Redis, Replica, agent, blocks, until
 from controlplane import ControlPlane
 from kvstrata_api import names
 from kvstrata_api.blocks import ScopeSecret
-from kvstrata_metadata.access import format_access
-from kvstrata_metadata.acl import Role
+from kvstrata_metadata.store.access import Role, format_access
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 

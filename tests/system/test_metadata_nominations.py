@@ -9,8 +9,8 @@ from metadata_replicas import SECRET, WAIT_S, Redis, Replica, agent, blocks, unt
 
 from controlplane import ControlPlane
 from kvstrata_agent.fleet.directory.client import RedisDirectory
-from kvstrata_metadata.mailbox import MAILBOX_MAX
-from kvstrata_metadata.nominations import DUPLICATE, keeper
+from kvstrata_metadata.directory.messages import MAILBOX_MAX
+from kvstrata_metadata.duties.nominations import DUPLICATE, designated_holder
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -41,7 +41,7 @@ async def test_the_copy_that_is_one_too_many_is_nominated_to_one_owner_and_never
 ) -> None:
     everywhere, enough, alone = blocks(50), blocks(50), blocks(50)
     names = {f"p.{node}" for node in NODES}
-    kept = keeper(SECRET.tag(), names).removeprefix("p.")
+    kept = designated_holder(SECRET.tag(), names).removeprefix("p.")
     held = {node: [*everywhere] for node in NODES}
     for node in NODES[:3]:
         held[node] += enough

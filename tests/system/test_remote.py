@@ -27,8 +27,8 @@ from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_api.blocks import BlockKey, LayoutId
 from kvstrata_api.errors import UnauthenticatedError
 from kvstrata_kube.tls import Credential
-from kvstrata_metadata.records import AgentRecord, Location
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_metadata.store.records import AgentRecord, Location
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 pytestmark = pytest.mark.system

@@ -30,8 +30,8 @@ from kvstrata_api.models.pool import RemoteFlashTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
 from kvstrata_api.trust import Identity
-from kvstrata_metadata.records import AgentRecord, Announcement, Location, SessionRecord
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_metadata.store.records import AgentRecord, Announcement, Location, SessionRecord
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 pytestmark = pytest.mark.system

@@ -15,9 +15,8 @@ from operator_process import Replica
 
 from controlplane import ApiError, ControlPlane
 from kvstrata_api import names
-from kvstrata_api.blocks import BlockKey, chain_keys
+from kvstrata_api.blocks import BlockKey, chain_keys, prefix_digest
 from kvstrata_api.errors import ForbiddenError, RetryableError
-from kvstrata_api.prefixes import prefix_digest
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.cli import parser
 from kvstrata_client.client import Client

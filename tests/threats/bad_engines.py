@@ -15,8 +15,7 @@ from kvstrata_agent.kube import declared
 from kvstrata_agent.kube.authenticator import AgentIdentity, KubeAuthenticator
 from kvstrata_agent.kube.trust import TrustStores, TrustView
 from kvstrata_api import names, wire
-from kvstrata_api.wire_base import Reply
-from kvstrata_api.wire_handover import Advance, Arrive
+from kvstrata_api.wire import Advance, Arrive, Reply
 from kvstrata_kube.typed_store import Known
 from threats.credentials import GOOD, OTHER_TENANT, SYSTEM, Tokens
 

@@ -19,7 +19,7 @@ from kvstrata_api import names
 from kvstrata_api.errors import KvStrataError
 from kvstrata_kube import tls
 from kvstrata_kube.tls import Credential
-from kvstrata_metadata.records import AgentRecord
+from kvstrata_metadata.store.records import AgentRecord
 from threats.credentials import GOOD_AGENT, SYSTEM, Tokens
 
 OWNER: Final = "pool.node-a"

@@ -14,7 +14,7 @@ from agent_doubles import LAYOUT
 
 from kvstrata_agent.fleet.peers import wire as peer
 from kvstrata_api import wire
-from kvstrata_api.wire_handover import Advance, Arrive, Handover
+from kvstrata_api.wire import Advance, Arrive, Handover
 
 KEYS: Final = bytes(range(60))
 OWN: Final = "tenant/a/uid-a/v1"

@@ -18,7 +18,7 @@ from kvstrata_agent.fleet.peers import wire as peer
 from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_api import wire
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_metadata.records import AgentRecord
+from kvstrata_metadata.store.records import AgentRecord
 
 __all__ = ["TOKEN"]
 

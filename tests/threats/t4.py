@@ -31,13 +31,12 @@ from kvstrata_agent.fleet.directory.client import RedisDirectory
 from kvstrata_api.blocks import ScopeId, ScopeSecret, chain_keys
 from kvstrata_api.checksum import checksum
 from kvstrata_api.units import MIB
-from kvstrata_metadata import embedded
-from kvstrata_metadata.access import RedisAccess
-from kvstrata_metadata.acl import Role
-from kvstrata_metadata.embedded import EmbeddedConfig
-from kvstrata_metadata.records import AgentRecord, Announcement
-from kvstrata_metadata.schema import session_digest
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_metadata.server import embedded
+from kvstrata_metadata.server.embedded import EmbeddedConfig
+from kvstrata_metadata.store.access import RedisAccess, Role
+from kvstrata_metadata.store.keys import session_digest
+from kvstrata_metadata.store.records import AgentRecord, Announcement
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 from threats.redis_caller import RedisCaller
 

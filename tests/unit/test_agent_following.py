@@ -14,8 +14,8 @@ from kvstrata_agent.backends.base import TierBackend
 from kvstrata_agent.cache.ports import DirectoryState
 from kvstrata_agent.policy.removal import Presence
 from kvstrata_agent.provision.provisioner import Provisioner
-from kvstrata_api.conditions import find
 from kvstrata_api.models.base import ObjectMeta
+from kvstrata_api.models.conditions import find
 from kvstrata_api.models.pool import KVPool
 from kvstrata_api.models.poolnode import KVPoolNode, KVPoolNodeSpec, KVPoolNodeStatus, NodeDrain, NodeTier
 from kvstrata_node.discovery import discover

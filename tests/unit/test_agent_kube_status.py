@@ -11,8 +11,8 @@ from kube_doubles import ScriptedApi, ok
 from kvstrata_agent.kube import report
 from kvstrata_agent.kube.report import Urgency
 from kvstrata_agent.kube.status_writer import KubeStatusSink
-from kvstrata_api.conditions import Condition, Status
 from kvstrata_api.errors import ApiServerAwayError
+from kvstrata_api.models.conditions import Condition, Status
 from kvstrata_api.models.poolnode import KVPoolNodeStatus, LookupCounts, NodeTierStatus, TenantBytes, TenantErased
 from kvstrata_api.tiers import TierType
 from kvstrata_kube import tasks

@@ -30,7 +30,7 @@ from kvstrata_agent.policy.operations import Chain, Count, budget_bytes, plan_wa
 from kvstrata_agent.policy.quota import Bound, Rules
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.models.poolnode import FlushOrder, NodeOrder, OrderAnswer, WarmOrder
-from kvstrata_metadata.records import Location
+from kvstrata_metadata.store.records import Location
 
 pytestmark = pytest.mark.unit
 

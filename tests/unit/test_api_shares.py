@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from share_worlds import NOW, TENANTS, Json, domain, named, share, tenant, worlds
 
 from kvstrata_api import shares, trust
-from kvstrata_api.prefixes import NamedPrefix, digests_at, matching, prefix_digest, shared_blocks
+from kvstrata_api.blocks import digests_at, matching, prefix_digest, shared_blocks
+from kvstrata_api.names import NamedPrefix
 from kvstrata_api.shares import Declared
 
 pytestmark = pytest.mark.unit

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_api import units
-from kvstrata_api.conditions import Condition, Status, is_true, merge
 from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.models.conditions import Condition, Status, is_true, merge
 
 pytestmark = pytest.mark.unit
 

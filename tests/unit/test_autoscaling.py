@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_fleet import SETTING, Fleet, pool_node, pool_spec, tier
 
-from kvstrata_api.autoscale import grown, shrunk
 from kvstrata_api.models.pool import TierAutoscale
+from kvstrata_api.tiers import step_down, step_up
 from kvstrata_api.units import GIB, MIB
 from kvstrata_operator.decide.pools.autoscaling import Signal, decide
 from kvstrata_operator.decide.status_planner import plan_statuses
@@ -41,7 +41,7 @@ def hits(curve: Curve, size_bytes: int) -> int:
 def signal(curve: Curve, now_bytes: int, held_bytes: int = 0) -> Signal:
     """What agents would measure; of a workload that stays as it is, on nodes that are full."""
     here = hits(curve, now_bytes)
-    gain, loss = hits(curve, grown(now_bytes, GRAIN)) - here, here - hits(curve, shrunk(now_bytes, GRAIN))
+    gain, loss = hits(curve, step_up(now_bytes, GRAIN)) - here, here - hits(curve, step_down(now_bytes, GRAIN))
     return Signal(gain, loss, held_bytes, is_full=True, is_short=False)
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from share_worlds import TENANTS, worlds
 
 from kvstrata_api import shares, trust, wire
-from kvstrata_api.blocks import LayoutId, ScopeId, ScopeSecret, chain_keys
-from kvstrata_api.prefixes import NamedPrefix, prefix_digest
+from kvstrata_api.blocks import LayoutId, ScopeId, ScopeSecret, chain_keys, prefix_digest
+from kvstrata_api.names import NamedPrefix
 from kvstrata_api.shares import Declared
 from kvstrata_client.prompt.chain import (
     Prompt,

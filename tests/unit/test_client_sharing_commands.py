@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from share_worlds import NOW, TENANTS, worlds
 
 from kvstrata_api import readers, shares, trust
+from kvstrata_api.blocks import prefix_digest
 from kvstrata_api.errors import KvStrataError
-from kvstrata_api.prefixes import prefix_digest
 from kvstrata_api.shares import Declared
 from kvstrata_api.validate import validate
 from kvstrata_client.cli import parser

@@ -10,9 +10,14 @@ from hypothesis import strategies as st
 from kvstrata_agent.blocks.tenants import LOST_AFTER_S, ScopeMemory
 from kvstrata_agent.policy.duplicates import OwnCopy, Ruling, rule
 from kvstrata_api.blocks import ScopeId, ScopeSecret
-from kvstrata_metadata.nominations import SURVIVING, AgentFacts, keeper, plan_nominations
-from kvstrata_metadata.records import NOMINATED_MAX, Copy, Incarnation, Location, Nomination
-from kvstrata_metadata.survey import Crowded
+from kvstrata_metadata.duties.nominations import (
+    SURVIVING,
+    AgentFacts,
+    OverReplicated,
+    designated_holder,
+    plan_nominations,
+)
+from kvstrata_metadata.store.records import NOMINATED_MAX, Copy, Incarnation, Location, Nomination
 
 pytestmark = pytest.mark.unit
 
@@ -62,16 +67,16 @@ def test_of_all_holders_one_keeps_its_copy_however_little_each_knows(
         own = OwnCopy(tag, is_held=False, children=0, idle_s=math.inf, is_surviving=False)
         rulings[me] = rule(own, IDLE_S, me, seen)
 
-    assert rulings[keeper(tag, holders)] in (Ruling.KEEPER, Ruling.LAST)
+    assert rulings[designated_holder(tag, holders)] in (Ruling.KEEPER, Ruling.LAST)
 
 
 @st.composite
-def crowds(draw: st.DrawFn) -> list[Crowded]:
+def crowds(draw: st.DrawFn) -> list[OverReplicated]:
     made = []
     for i in range(draw(st.integers(0, 3))):
         holders = draw(st.sets(st.sampled_from(AGENTS)))
         copies = tuple(Copy(number(agent), draw(tiers), 1, 1) for agent in sorted(holders))
-        made.append(Crowded("t", bytes([i]) + draw(st.sampled_from([b"a", b"b", b"c"])) * 19, copies))
+        made.append(OverReplicated("t", bytes([i]) + draw(st.sampled_from([b"a", b"b", b"c"])) * 19, copies))
     return made
 
 
@@ -89,16 +94,16 @@ def by_block(planned: dict[Incarnation, tuple[Nomination, ...]]) -> dict[tuple[s
     return found
 
 
-def survivors(block: Crowded, kept: Sequence[Copy]) -> bool:
+def survivors(block: OverReplicated, kept: Sequence[Copy]) -> bool:
     return any(copy.tier in SURVIVING for copy in kept) or not any(copy.tier in SURVIVING for copy in block.copies)
 
 
 @given(crowds(), facts, st.integers(1, 3))
 def test_the_wanted_copies_stay_and_the_keepers_among_them(
-    crowded: list[Crowded], known: dict[Incarnation, AgentFacts], wanted: int
+    over_replicated: list[OverReplicated], known: dict[Incarnation, AgentFacts], wanted: int
 ) -> None:
-    nominated = by_block(plan_nominations(crowded, known, {"p": wanted}))
-    for block in crowded:
+    nominated = by_block(plan_nominations(over_replicated, known, {"p": wanted}))
+    for block in over_replicated:
         living = [copy for copy in block.copies if copy.incarnation in known]
         dropped = nominated.get((block.tag, block.digest), set())
         kept = [copy for copy in living if copy.incarnation not in dropped]
@@ -106,19 +111,19 @@ def test_the_wanted_copies_stay_and_the_keepers_among_them(
         assert dropped <= {copy.incarnation for copy in living}
         assert len(kept) == min(len(living), wanted) or len(dropped) == 0
         if living:
-            first = keeper(block.tag, (known[copy.incarnation].agent for copy in living))
+            first = designated_holder(block.tag, (known[copy.incarnation].agent for copy in living))
             assert first in {known[copy.incarnation].agent for copy in kept}
         if wanted > 1 and living:
-            assert survivors(Crowded(block.tag, block.digest, tuple(living)), kept)
+            assert survivors(OverReplicated(block.tag, block.digest, tuple(living)), kept)
 
 
 def test_the_fullest_and_the_returned_are_asked_first() -> None:
     digest = bytes(20)
-    kept = keeper("t", AGENTS)
+    kept = designated_holder("t", AGENTS)
     rest = [agent for agent in AGENTS if agent != kept]
     known = {number(a): AgentFacts(a, fill_ratio=i / 10) for i, a in enumerate(AGENTS)}
     known[number(rest[0])] = AgentFacts(rest[0], 0.0, is_returned=True)
-    block = Crowded("t", digest, tuple(Copy(number(a), "HostDRAM", 1, 1) for a in AGENTS))
+    block = OverReplicated("t", digest, tuple(Copy(number(a), "HostDRAM", 1, 1) for a in AGENTS))
 
     asked = by_block(plan_nominations([block], known, {"p": 5}))["t", digest]
     assert asked == {number(rest[0])}
@@ -129,7 +134,7 @@ def test_the_fullest_and_the_returned_are_asked_first() -> None:
 def test_a_nomination_is_bounded() -> None:
     known = {number(a): AgentFacts(a) for a in AGENTS[:2]}
     blocks = [
-        Crowded("t", i.to_bytes(20, "big"), tuple(Copy(number(a), "NVMe", 1, 1) for a in AGENTS[:2]))
+        OverReplicated("t", i.to_bytes(20, "big"), tuple(Copy(number(a), "NVMe", 1, 1) for a in AGENTS[:2]))
         for i in range(3 * NOMINATED_MAX)
     ]
     planned = plan_nominations(blocks, known, {"p": 1})

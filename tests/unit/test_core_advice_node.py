@@ -13,8 +13,8 @@ from kvstrata_agent.policy.duplicates import Ruling
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import ScopeSecret
 from kvstrata_api.checksum import checksum
-from kvstrata_metadata.nominations import DUPLICATE, ERASED, keeper
-from kvstrata_metadata.records import Location, Nomination
+from kvstrata_metadata.duties.nominations import DUPLICATE, ERASED, designated_holder
+from kvstrata_metadata.store.records import Location, Nomination
 
 pytestmark = pytest.mark.unit
 
@@ -80,7 +80,7 @@ async def test_idle_duplicates_go_leaf_first_unless_they_are_ours_to_keep() -> N
         at.clock.now_s += at.rest_s
         rulings = await at.consider(CHAIN[2:])
 
-        if keeper(TAG, ("pool.node", *at.adviser.others)) == "pool.node":
+        if designated_holder(TAG, ("pool.node", *at.adviser.others)) == "pool.node":
             assert set(rulings) == {Ruling.KEEPER, Ruling.CONTINUED}
             assert at.held == CHAIN
         else:

@@ -27,8 +27,8 @@ from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.provision.provisioner import RETRY_S
 from kvstrata_api.blocks import BlockKey, ScopeId, ScopeSecret
 from kvstrata_api.checksum import checksum
-from kvstrata_api.conditions import Condition, find
 from kvstrata_api.errors import BackendFailedError, InvalidInputError, TierFullError, UnsupportedError
+from kvstrata_api.models.conditions import Condition, find
 from kvstrata_api.models.pool import HostDramTier, NvmeTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType

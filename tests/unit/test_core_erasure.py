@@ -32,7 +32,7 @@ from kvstrata_agent.cache.store import PUBLISHED, REFUSED
 from kvstrata_agent.policy.quota import Rules
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.checksum import checksum
-from kvstrata_metadata.records import Location
+from kvstrata_metadata.store.records import Location
 
 pytestmark = pytest.mark.unit
 

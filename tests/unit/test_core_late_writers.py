@@ -27,7 +27,7 @@ from kvstrata_api.blocks import BlockKey
 from kvstrata_api.checksum import checksum
 from kvstrata_client.verbs.copying import fill, refill
 from kvstrata_client.verbs.results import Lease, Reservation
-from kvstrata_metadata.records import Location
+from kvstrata_metadata.store.records import Location
 
 pytestmark = pytest.mark.unit
 

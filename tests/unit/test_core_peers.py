@@ -29,7 +29,7 @@ from kvstrata_agent.movement.path import Priority, QueuedMove, TrafficClass
 from kvstrata_agent.policy.recompute import REFUSED_S
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.tiers import Lookup
-from kvstrata_metadata.records import SessionRecord
+from kvstrata_metadata.store.records import SessionRecord
 
 pytestmark = pytest.mark.unit
 

@@ -8,9 +8,9 @@ from agent_doubles import SCOPE, secret
 
 from kvstrata_agent.fleet.directory.client import FLUSH_MAX, SessionNotes
 from kvstrata_api.errors import DirectoryAwayError
-from kvstrata_metadata.records import SessionRecord
-from kvstrata_metadata.schema import session_digest, shard_index
-from kvstrata_metadata.store import Call, Store
+from kvstrata_metadata.store.keys import session_digest, shard_index
+from kvstrata_metadata.store.records import SessionRecord
+from kvstrata_metadata.store.store import Call, Store
 
 pytestmark = pytest.mark.unit
 

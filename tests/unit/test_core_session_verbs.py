@@ -12,7 +12,7 @@ from agent_engine import SLOTS, Engine, close, steps_until
 from kvstrata_api import wire
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_api.errors import ForbiddenError
-from kvstrata_metadata.records import SessionRecord
+from kvstrata_metadata.store.records import SessionRecord
 
 if TYPE_CHECKING:
     from kvstrata_agent.cache.ports import Directory

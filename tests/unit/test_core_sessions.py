@@ -32,8 +32,8 @@ from kvstrata_agent.cache import session_lifecycle as session_life
 from kvstrata_agent.cache.archive import RETRY_MAX_S, RETRY_S
 from kvstrata_agent.cache.session_journal import SessionJournal
 from kvstrata_agent.movement.path import Priority
-from kvstrata_metadata.records import SessionRecord
-from kvstrata_metadata.schema import session_digest
+from kvstrata_metadata.store.keys import session_digest
+from kvstrata_metadata.store.records import SessionRecord
 
 if TYPE_CHECKING:
     from kvstrata_agent.cache.ports import Directory

@@ -15,11 +15,11 @@ from kvstrata_agent.backends.base import TierBackend
 from kvstrata_agent.backends.file.open_store import open_nvme
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.provision.provisioner import RETRY_S
-from kvstrata_api.conditions import find
+from kvstrata_api.models.conditions import find
 from kvstrata_api.models.pool import NvmeTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 
 pytestmark = pytest.mark.unit
 

@@ -26,8 +26,8 @@ from kvstrata_agent.fleet.directory.client import SessionNotes
 from kvstrata_agent.policy.quota import FairOrder
 from kvstrata_api.blocks import BlockKey, ScopeId
 from kvstrata_api.errors import InvalidInputError, UnsupportedError
-from kvstrata_metadata.records import SessionRecord
-from kvstrata_metadata.store import Call, Store
+from kvstrata_metadata.store.records import SessionRecord
+from kvstrata_metadata.store.store import Call, Store
 
 pytestmark = pytest.mark.unit
 

@@ -14,11 +14,11 @@ from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.fleet.directory import client as directories
 from kvstrata_agent.fleet.directory.client import RedisDirectory
 from kvstrata_api import wire
-from kvstrata_metadata.access import RedisAccess
-from kvstrata_metadata.records import AgentRecord, SessionRecord
-from kvstrata_metadata.scripts import Script
-from kvstrata_metadata.store import Call, Store
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_metadata.store.access import RedisAccess
+from kvstrata_metadata.store.records import AgentRecord, SessionRecord
+from kvstrata_metadata.store.scripts import Script
+from kvstrata_metadata.store.store import Call, Store
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 pytestmark = pytest.mark.unit

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvstrata_api import names, schema, schema_structural, validate_structure
+from kvstrata_api import names, schema, validate_structure
 from kvstrata_api.schema_kinds import KINDS, Kind
 
 pytestmark = pytest.mark.unit
@@ -78,7 +78,7 @@ def test_every_string_list_map_and_number_is_bounded(kind: Kind) -> None:
 
 @every_kind
 def test_nothing_in_a_schema_is_unknown_to_our_own_validation(kind: Kind) -> None:
-    known = {*schema_structural._KEPT, "properties", "additionalProperties", "x-kubernetes-validations"}
+    known = {*schema._KEPT, "properties", "additionalProperties", "x-kubernetes-validations"}
     for path, node in own_nodes(kind):
         assert node.keys() <= known, path
         assert node.get("type", "string") in validate_structure._CHECKS, path
@@ -140,7 +140,7 @@ def test_the_rendered_file_is_the_definition(kind: Kind) -> None:
 
 
 def test_optional_references_and_constants_become_plain_schemas() -> None:
-    made = schema_structural.structural(
+    made = schema.structural(
         {
             "$defs": {"A": {"type": "object", "title": "A", "description": "An A.", "properties": {}}},
             "type": "object",

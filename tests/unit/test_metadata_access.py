@@ -5,11 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_metadata.access import RedisAccess, format_access, parse_access
-from kvstrata_metadata.acl import COMMANDS, Grant, Role, acl_file
-from kvstrata_metadata.app import EXTERNAL_VARIABLES, _parser, options_of
-from kvstrata_metadata.scripts import Script, sources
-from kvstrata_metadata.topology import Address
+from kvstrata_metadata.service.main import EXTERNAL_VARIABLES, _parser, options_of
+from kvstrata_metadata.store.access import COMMANDS, Grant, RedisAccess, Role, acl_file, format_access, parse_access
+from kvstrata_metadata.store.scripts import Script, sources
+from kvstrata_metadata.store.servers import Address
 
 pytestmark = pytest.mark.unit
 

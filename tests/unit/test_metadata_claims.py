@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_metadata.claims import BELIEVED_WITHIN_S, Claim, Sentence, judge
-from kvstrata_metadata.declared import parse_capacity, parse_owner, parse_pool
-from kvstrata_metadata.nominator import GONE_GRACE_S, Departures, agent_facts
-from kvstrata_metadata.records import AgentRecord, Incarnation, Registration
-from kvstrata_metadata.registry import SILENCE_S, Fleet, Member
-from kvstrata_metadata.survey import Amount
+from kvstrata_metadata.directory.messages import Claim
+from kvstrata_metadata.directory.registry import SILENCE_S, Fleet, Member
+from kvstrata_metadata.duties.cluster import parse_capacity, parse_owner, parse_pool
+from kvstrata_metadata.duties.eraser import BELIEVED_WITHIN_S, ClaimDecision, decide_claim
+from kvstrata_metadata.duties.nominator import GONE_GRACE_S, Departures, agent_facts
+from kvstrata_metadata.duties.survey import Amount
+from kvstrata_metadata.store.records import AgentRecord, Incarnation, Registration
 
 pytestmark = pytest.mark.unit
 
@@ -23,27 +24,27 @@ owners = st.dictionaries(st.sampled_from(["u1", "u2"]), st.integers(0, 4))
 
 @given(claims, owners)
 def test_nothing_is_erased_whose_owner_uses_the_key(claim: Claim, known: dict[str, int]) -> None:
-    if judge(claim, known) is Sentence.ERASE:
+    if decide_claim(claim, known) is ClaimDecision.ERASE:
         assert claim.uid
         assert claim.uid not in known or known[claim.uid] > claim.key_version
 
 
 @given(claims)
 def test_nothing_is_decided_while_nobody_can_be_asked(claim: Claim) -> None:
-    assert judge(claim, None) is Sentence.WAIT
+    assert decide_claim(claim, None) is ClaimDecision.WAIT
 
 
 @given(claims, owners)
 def test_every_claim_is_settled_in_the_end(claim: Claim, known: dict[str, int]) -> None:
     late = Claim(claim.tag, claim.uid, claim.key_version, BELIEVED_WITHIN_S)
 
-    assert judge(late, known) is not Sentence.WAIT
+    assert decide_claim(late, known) is not ClaimDecision.WAIT
 
 
 def test_an_owner_that_cannot_be_read_is_not_taken_for_gone() -> None:
     broken = parse_owner(b'{"metadata": {"name": "a", "uid": "u"}, "spec": {"keyVersion": "two"}}')
 
-    assert judge(Claim("tag", "u", 1, 0.0), {broken.uid: broken.key_version}) is Sentence.WAIT
+    assert decide_claim(Claim("tag", "u", 1, 0.0), {broken.uid: broken.key_version}) is ClaimDecision.WAIT
     assert parse_owner(b'{"metadata": {"name": "a", "uid": "u"}}').key_version == 1
     assert parse_owner(b'{"metadata": {"name": "a", "uid": "u", "deletionTimestamp": "2026"}}').is_leaving
     share = parse_owner(b'{"metadata": {"name": "a", "uid": "u"}, "spec": {"expiresAt": "2026-01-01T00:00:00Z"}}')
@@ -55,7 +56,7 @@ def test_the_key_version_of_an_owner_is_the_higher_one_of_spec_and_status() -> N
     moved_on = parse_owner(b'{"metadata": {"name": "a", "uid": "u"}, "status": {"keyVersion": 2}}')
     raised = parse_owner(b'{"metadata": {"name": "a", "uid": "u"}, "spec": {"keyVersion": 3}, "status": {}}')
 
-    assert judge(Claim("tag", "u", 1, 0.0), {moved_on.uid: moved_on.key_version}) is Sentence.ERASE
+    assert decide_claim(Claim("tag", "u", 1, 0.0), {moved_on.uid: moved_on.key_version}) is ClaimDecision.ERASE
     assert (moved_on.key_version, raised.key_version) == (2, 3)
 
 
@@ -79,9 +80,9 @@ def fleet(**agents: int) -> Fleet:
 @pytest.mark.parametrize(("gone_s", "is_returned"), [(GONE_GRACE_S - 1, False), (GONE_GRACE_S + 1, True)])
 def test_who_was_gone_for_longer_than_the_grace_has_returned(gone_s: float, is_returned: bool) -> None:  # noqa: FBT001
     seen = Departures()
-    seen.see(fleet(a=1, b=2), 0.0)
-    seen.see(fleet(a=-1, b=2), 10.0)
-    seen.see(fleet(a=3, b=2), 10.0 + gone_s)
+    seen.observe(fleet(a=1, b=2), 0.0)
+    seen.observe(fleet(a=-1, b=2), 10.0)
+    seen.observe(fleet(a=3, b=2), 10.0 + gone_s)
     facts = agent_facts(fleet(a=3, b=2), {}, {}, seen)
 
     assert {f.agent: f.is_returned for f in facts.values()} == {"p.a": is_returned, "p.b": False}
@@ -89,7 +90,7 @@ def test_who_was_gone_for_longer_than_the_grace_has_returned(gone_s: float, is_r
 
 def test_a_fresh_replica_calls_nobody_returned_and_counts_the_living_alone() -> None:
     seen = Departures()
-    seen.see(fleet(a=1, b=-2), 0.0)
+    seen.observe(fleet(a=1, b=-2), 0.0)
     held = {(Incarnation((1).to_bytes(5, "big")), "NVMe"): Amount(2, 50)}
     facts = agent_facts(fleet(a=1, b=-2), held, {"p.a": 100}, seen)
 

@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_kube.leases import Lease
-from kvstrata_metadata.collect import DEAD_AFTER_S, ORPHAN_AFTER_S, LeaseState, orphans, plan
-from kvstrata_metadata.records import AgentRecord, Incarnation, Registration
-from kvstrata_metadata.registry import SILENCE_S, Member
-from kvstrata_metadata.schema import Shard
-from kvstrata_metadata.shards import Stream
-from kvstrata_metadata.sweeper import LeaseWatch
+from kvstrata_metadata.directory.registry import SILENCE_S, Member
+from kvstrata_metadata.directory.shards import Stream
+from kvstrata_metadata.duties.collect import DEAD_AFTER_S, ORPHAN_AFTER_S, LeaseState, orphans, plan
+from kvstrata_metadata.duties.sweeper import LeaseWatch
+from kvstrata_metadata.store.keys import Shard
+from kvstrata_metadata.store.records import AgentRecord, Incarnation, Registration
 
 pytestmark = pytest.mark.unit
 

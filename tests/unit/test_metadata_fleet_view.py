@@ -8,14 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_metadata.authority import Alone
-from kvstrata_metadata.fleet_view import PAGE_AGENTS_MAX, agents, pages, summary
-from kvstrata_metadata.records import AgentRecord, Incarnation, Registration
-from kvstrata_metadata.registry import Fleet, Member
-from kvstrata_metadata.schema import Shard
-from kvstrata_metadata.server_facts import parse_servers
-from kvstrata_metadata.standing import Duties, Standing
-from kvstrata_metadata.survey import Amount
+from kvstrata_metadata.directory.registry import Fleet, Member
+from kvstrata_metadata.duties.authority import Alone
+from kvstrata_metadata.duties.survey import Amount
+from kvstrata_metadata.service.fleet_view import PAGE_AGENTS_MAX, Duties, ReplicaState, agents, pages, summary
+from kvstrata_metadata.store.keys import Shard
+from kvstrata_metadata.store.records import AgentRecord, Incarnation, Registration
+from kvstrata_metadata.store.servers import parse_servers
 
 pytestmark = pytest.mark.unit
 
@@ -28,8 +27,8 @@ def member(number: int, agent: str, *, is_fenced: bool = False, silence_s: float
     return Member(Incarnation(number.to_bytes(5, "big")), known, (Shard(TAG, 1),))
 
 
-def standing(members: list[Member]) -> Standing:
-    made = Standing(Alone())
+def standing(members: list[Member]) -> ReplicaState:
+    made = ReplicaState(Alone())
     made.duties = Duties(cast("Any", None), None, made.authority)
     made.duties.sweeper.swept.fleet = Fleet("directory", tuple(members))
     for m in members:
@@ -97,7 +96,7 @@ def test_a_query_that_cannot_be_answered_is_refused(query: dict[str, str]) -> No
 
 
 def test_a_replica_that_does_not_know_redis_yet_shows_that() -> None:
-    at = Standing(Alone())
+    at = ReplicaState(Alone())
 
     assert summary(at, {})["redis"]["is_up"] is False
     assert agents(at, {}) == {"agents": [], "next": ""}

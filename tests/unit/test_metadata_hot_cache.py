@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvstrata_metadata.hot_cache import HotCache
-from kvstrata_metadata.records import Copy, Incarnation
+from kvstrata_metadata.client.location_cache import HotCache
+from kvstrata_metadata.store.records import Copy, Incarnation
 
 pytestmark = pytest.mark.unit
 
@@ -41,10 +41,10 @@ def test_whatever_the_order_of_news_and_answers_no_old_value_is_kept(steps: list
             cache.end(reading, {(answer[0], b"d"): copies(answer[1])})
             reading, answer = cache.begin(), None
         elif step == "tell":
-            cache.told(sorted(untold))
+            cache.forget(sorted(untold))
             untold.clear()
         elif step == "lose":
-            cache.lost()
+            cache.clear()
             untold.clear()
         for one in BUCKETS:
             kept = cache.get(one, b"d")

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_metadata.outbox import ERASED_MAX, ROUND_BATCHES_MAX, SEQUENCE_STRIDE, Outbox
-from kvstrata_metadata.records import Announcement, Incarnation
-from kvstrata_metadata.schema import Shard, shard_index
-from kvstrata_metadata.shards import CHUNK, Batch, Mode, Verdict
+from kvstrata_metadata.client.outbox import ERASED_MAX, ROUND_BATCHES_MAX, SEQUENCE_STRIDE, Outbox
+from kvstrata_metadata.directory.shards import CHUNK, Batch, Mode
+from kvstrata_metadata.store.keys import Shard, shard_index
+from kvstrata_metadata.store.records import Announcement, Incarnation, Verdict
 
 pytestmark = pytest.mark.unit
 

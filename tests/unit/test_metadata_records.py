@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_api.tiers import TierType
-from kvstrata_metadata.records import (
+from kvstrata_metadata.store.keys import SHARDS, Shard, by_shard, parse_shard, session_digest, shard_index
+from kvstrata_metadata.store.records import (
     CHANGE_BYTES,
     INCARNATION_BYTES,
     LOCATION_BYTES,
@@ -25,7 +26,6 @@ from kvstrata_metadata.records import (
     unpack_registration,
     unpack_session,
 )
-from kvstrata_metadata.schema import SHARDS, Shard, by_shard, parse_shard, session_digest, shard_index
 
 pytestmark = pytest.mark.unit
 

@@ -9,15 +9,15 @@ from agent_engine import steps_until
 from prometheus_client import CollectorRegistry
 
 from kvstrata_api.errors import DirectoryAwayError
-from kvstrata_metadata.authority import Alone
-from kvstrata_metadata.eraser import Eraser
-from kvstrata_metadata.nominator import Nominator
-from kvstrata_metadata.records import Incarnation
-from kvstrata_metadata.registry import Fleet, Mandate, Member
-from kvstrata_metadata.rounds import Rounds
-from kvstrata_metadata.schema import SHARDS, Shard, mailbox_key
-from kvstrata_metadata.scripts import Script
-from kvstrata_metadata.store import Call, Store
+from kvstrata_metadata.directory.registry import Fleet, Member
+from kvstrata_metadata.duties.authority import Alone
+from kvstrata_metadata.duties.eraser import Eraser
+from kvstrata_metadata.duties.nominator import Nominator
+from kvstrata_metadata.service.rounds import Rounds
+from kvstrata_metadata.store.keys import SHARDS, Shard, mailbox_key
+from kvstrata_metadata.store.records import Incarnation, Mandate
+from kvstrata_metadata.store.scripts import Script
+from kvstrata_metadata.store.store import Call, Store
 
 pytestmark = pytest.mark.unit
 
@@ -79,7 +79,7 @@ async def test_advice_goes_round_a_mailbox_that_is_away() -> None:
     nominator, mandate = Nominator(store, authority), Mandate(0, "alone")
     every = tuple(Shard("tag", index) for index in range(SHARDS))
 
-    await nominator.tell_erased(["tag"], Fleet("", (Member(AWAY, None, every), Member(HERE, None, every))), mandate)
+    await nominator.nominate_erased(["tag"], Fleet("", (Member(AWAY, None, every), Member(HERE, None, every))), mandate)
 
     assert store.posted == [mailbox_key(HERE)]
     assert nominator.nominated.refused == 1

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_metadata.records import Incarnation
-from kvstrata_metadata.schema import REGISTRY_KEY, Shard, mailbox_key
-from kvstrata_metadata.topology import SLOTS, Address, SlotRange, Topology, slot_of
+from kvstrata_metadata.store.keys import REGISTRY_KEY, Shard, mailbox_key
+from kvstrata_metadata.store.records import Incarnation
+from kvstrata_metadata.store.servers import SLOTS, Address, SlotRange, Topology, slot_of
 
 pytestmark = pytest.mark.unit
 

@@ -7,8 +7,8 @@ from huge_pages import tier
 
 from kvstrata_agent.cache.ports import DirectoryState
 from kvstrata_agent.kube.report import Observed, TierObserved, build_status
-from kvstrata_api.conditions import find
 from kvstrata_api.models.base import ObjectMeta
+from kvstrata_api.models.conditions import find
 from kvstrata_api.models.inventory import NodeCxl, NodeHugePages, NodeReport
 from kvstrata_api.models.poolnode import KVPoolNode, KVPoolNodeSpec, NodeTier
 from kvstrata_operator.observe.parse import parse_pool_node

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from huge_pages import GIB, PAGE, Kernel, tier
 
-from kvstrata_api.conditions import Condition, Status
+from kvstrata_api.models.conditions import Condition, Status
 from kvstrata_api.models.inventory import NodeCxl, NodeReport
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.units import PAGE_BYTES

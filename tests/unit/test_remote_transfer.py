@@ -16,7 +16,7 @@ from kvstrata_agent.fleet.peers.nixl import Landed, NixlReader, Read
 from kvstrata_agent.fleet.peers.transfer import LANES, Leased, Result, Transfers, Transport
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
 from kvstrata_api.units import KIB
-from kvstrata_metadata.records import Location
+from kvstrata_metadata.store.records import Location
 
 if TYPE_CHECKING:
     from kvstrata_agent.fleet.peers.client import Link

@@ -9,9 +9,8 @@ from prometheus_client import CollectorRegistry
 
 from dashboard_queries import filled, first_rows, legend_of, metrics_of, panel_queries, variable_queries
 from kvstrata_telemetry import dashboard, generated
-from kvstrata_telemetry.catalog import Kind, Metric, index
-from kvstrata_telemetry.docs import BY_NAME, BY_PROCESS, SPANS
-from kvstrata_telemetry.metrics import Instruments
+from kvstrata_telemetry.catalog import BY_NAME, BY_PROCESS, SPANS
+from kvstrata_telemetry.metrics import Instruments, Kind, Metric, index
 from kvstrata_telemetry.panel_types import Panel, Query
 from kvstrata_telemetry.panels import ROWS
 

@@ -21,8 +21,8 @@ from kvstrata_api import names
 from kvstrata_api.errors import DirectoryAwayError, UnsupportedError
 from kvstrata_kube.certified import OwnCertificate
 from kvstrata_kube.tasks import cancel, supervise
-from kvstrata_metadata.access import RedisAccess, parse_access
-from kvstrata_metadata.records import AgentRecord
+from kvstrata_metadata.store.access import RedisAccess, parse_access
+from kvstrata_metadata.store.records import AgentRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.fleet.peers.server import Adopter, Lender
     from kvstrata_agent.kube.kubernetes import KubeWorld
     from kvstrata_api.blocks import ScopeSecret
-    from kvstrata_metadata.records import Announcement
+    from kvstrata_metadata.store.records import Announcement
     from kvstrata_telemetry.metrics import Instruments
 
 _log = logging.getLogger(__name__)

@@ -48,7 +48,7 @@ from kvstrata_node import directories
 from kvstrata_node.discovery import discover
 from kvstrata_telemetry import http, ready
 from kvstrata_telemetry.agent_metrics import Counters
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 if TYPE_CHECKING:

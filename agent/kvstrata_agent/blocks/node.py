@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.policy.placement import Placement
     from kvstrata_api.blocks import Layout, LayoutId, ScopeId, ScopeSecret
     from kvstrata_api.models.pool import KVPoolSpec
-    from kvstrata_metadata.records import Announcement
+    from kvstrata_metadata.store.records import Announcement
     from kvstrata_telemetry.agent_metrics import Counters
 
 NONCE_BITS: Final = 14

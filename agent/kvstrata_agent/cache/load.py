@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from kvstrata_agent.cache.promotion import Promoter
     from kvstrata_agent.cache.remote_fetch import RemoteFetcher
     from kvstrata_agent.movement.mover import Mover
-    from kvstrata_api.wire_handover import Handover
-    from kvstrata_metadata.records import Location
+    from kvstrata_api.wire import Handover
+    from kvstrata_metadata.store.records import Location
 
 
 REMOTE_BIT: Final = 128

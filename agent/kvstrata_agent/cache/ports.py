@@ -10,8 +10,8 @@ from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret
 from kvstrata_api.checksum import bind, checksum
 from kvstrata_api.trust import Access
-from kvstrata_api.wire_handover import Handover
-from kvstrata_metadata.records import Announcement, Location, SessionRecord
+from kvstrata_api.wire import Handover
+from kvstrata_metadata.store.records import Announcement, Location, SessionRecord
 from kvstrata_native import copy_digest, copy_digests
 
 
@@ -56,7 +56,7 @@ class DirectoryState(StrEnum):
 
 
 class Directory(Protocol):
-    """The shared index of locations (`kvstrata_metadata.store`), as the core sees it. Never raises: away is absent."""
+    """The shared index of locations (`kvstrata_metadata`), as the core sees it. Never raises: away is absent."""
 
     @property
     def is_up(self) -> bool:

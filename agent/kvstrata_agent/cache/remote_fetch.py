@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.cache.eviction import Evictor
     from kvstrata_agent.cache.ports import Peers
     from kvstrata_agent.movement.mover import Mover
-    from kvstrata_metadata.records import Location
+    from kvstrata_metadata.store.records import Location
 
 FETCH_BLOCKS: Final = 64
 """Blocks asked of a peer at a time, so that the first ones arrive while the rest is under way."""

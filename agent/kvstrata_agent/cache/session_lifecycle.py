@@ -14,8 +14,8 @@ from kvstrata_agent.blocks.sessions import QUIET, Session, SessionState
 from kvstrata_agent.cache.session_journal import Remembered, SessionJournal
 from kvstrata_api.blocks import ScopeId
 from kvstrata_kube.tasks import TaskSet
-from kvstrata_metadata.records import SessionRecord
-from kvstrata_metadata.schema import session_digest
+from kvstrata_metadata.store.keys import session_digest
+from kvstrata_metadata.store.records import SessionRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

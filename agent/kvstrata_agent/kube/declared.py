@@ -20,7 +20,7 @@ from kvstrata_api.models.inventory import NodeReport
 from kvstrata_api.models.pool import KVPool
 from kvstrata_api.models.poolnode import KVPoolNode, NodeOrder, NodeTier, OrderAnswer
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
-from kvstrata_api.scopes import KEY_VERSION
+from kvstrata_api.names import KEY_VERSION
 from kvstrata_api.wrapping import DATA_SUFFIX, data_entry
 from kvstrata_kube.answers import Json
 from kvstrata_kube.signal import Signal

@@ -14,7 +14,7 @@ from kvstrata_api import names
 from kvstrata_api.errors import UnauthenticatedError
 from kvstrata_kube.api import Call, KubeApi
 from kvstrata_kube.watch import Source, list_objects
-from kvstrata_metadata.records import AgentRecord
+from kvstrata_metadata.store.records import AgentRecord
 
 LIFE_S: Final = 3600
 """Asked for; the API server grants no less than 600 s."""

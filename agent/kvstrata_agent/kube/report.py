@@ -14,8 +14,9 @@ from kvstrata_agent.cache.ports import DirectoryState
 from kvstrata_agent.codec.lossy import Drift
 from kvstrata_agent.policy.removal import Removal
 from kvstrata_agent.provision.provisioner import Departure
-from kvstrata_api import conditions, names, units
-from kvstrata_api.conditions import Condition, Status
+from kvstrata_api import names, units
+from kvstrata_api.models import conditions
+from kvstrata_api.models.conditions import Condition, Status
 from kvstrata_api.models.inventory import NodeReport
 from kvstrata_api.models.poolnode import (
     KVPoolNode,

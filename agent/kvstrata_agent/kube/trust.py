@@ -18,7 +18,7 @@ from kvstrata_api import names, shares, trust
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_api.errors import ApiServerAwayError, ForbiddenError, RetryableError
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
-from kvstrata_api.scopes import KEY_VERSION
+from kvstrata_api.names import KEY_VERSION
 from kvstrata_api.trust import Access, Grants, Identity, ScopeKind, domain_key_version
 from kvstrata_kube.typed_store import Known
 

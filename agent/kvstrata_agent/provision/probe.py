@@ -1,4 +1,8 @@
-"""Start-up probe: what one tier does at the pool's block size. Placement uses these numbers, not constants."""
+"""Start-up probe: what one tier does at the pool's block size.
+
+Its figures decide whether blocks are fetched or recomputed, and how long a caller that found no room should wait. Which
+tier a block goes to does not depend on them.
+"""
 
 import os
 import time

@@ -9,7 +9,7 @@ from kvstrata_agent.cache.part_checksums import blocks_max
 from kvstrata_agent.cache.ports import Follow
 from kvstrata_api import wire
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_api.wire_handover import Advance, Arrive, Arrived, Handover
+from kvstrata_api.wire import Advance, Arrive, Arrived, Handover
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence

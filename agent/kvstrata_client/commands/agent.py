@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from kvstrata_api import names
-from kvstrata_api.blocks import BlockKey, Layout, chain_keys
+from kvstrata_api.blocks import BlockKey, Layout, chain_keys, matching
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_api.prefixes import matching
 from kvstrata_client.client import Client
 from kvstrata_client.target import Target
 from kvstrata_client.verbs.results import Scope

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
+from kvstrata_api.blocks import prefix_digest, shared_blocks
 from kvstrata_api.errors import InvalidInputError, UnsupportedError
 from kvstrata_api.names import API_VERSION
-from kvstrata_api.prefixes import prefix_digest, shared_blocks
 from kvstrata_api.validate import validate
 
 TOKENS_MAX: Final = 10_000_000

@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError, KvStrataError, LeaseLostError, UnsupportedError
-from kvstrata_api.wire_handover import Handover
+from kvstrata_api.wire import Handover
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.prompt.handover import HandoverWriter
 from kvstrata_client.prompt.streaming import LayerStream

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret, chain_keys
-from kvstrata_api.prefixes import matching, shared_blocks
+from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret, chain_keys, matching, shared_blocks
 from kvstrata_client.verbs.results import Scope
 
 Tokens = npt.NDArray[np.uint32]

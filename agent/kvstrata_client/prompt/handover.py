@@ -14,7 +14,7 @@ import xxhash
 from kvstrata_api.blocks import Layout
 from kvstrata_api.checksum import bind, bind_part
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_api.wire_handover import Handover
+from kvstrata_api.wire import Handover
 from kvstrata_client.prompt.chain import plan_store
 from kvstrata_client.prompt.routes import Job, goal_of, locate
 from kvstrata_client.target import Target

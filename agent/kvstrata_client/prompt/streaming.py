@@ -16,8 +16,7 @@ from msgspec.structs import replace
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.checksum import CHECKSUM_BYTES
 from kvstrata_api.errors import BlockCorruptError, LeaseLostError
-from kvstrata_api.wire import PART_SUMS_BYTES_MAX
-from kvstrata_api.wire_handover import Handover
+from kvstrata_api.wire import PART_SUMS_BYTES_MAX, Handover
 from kvstrata_client.prompt import pipeline
 from kvstrata_client.prompt.chain import Route, Segment
 from kvstrata_client.prompt.pipeline import Batch

@@ -12,7 +12,7 @@ import msgspec
 from kvstrata_api import wire
 from kvstrata_api.blocks import KEY_BYTES, BlockKey, ScopeId, ScopeSecret, pack_digests
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_api.wire_handover import Advance, Arrive, Arrived, Handover
+from kvstrata_api.wire import Advance, Arrive, Arrived, Handover
 from kvstrata_client.target import Target
 from kvstrata_client.verbs.results import Answer, Grants, Lease, Prefix, Published, Reservation, Scope
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_api.errors import KvStrataError
-from kvstrata_api.prefixes import NamedPrefix
+from kvstrata_api.names import NamedPrefix
 from kvstrata_api.tiers import Lookup
 
 T_co = TypeVar("T_co", covariant=True)

@@ -12,15 +12,15 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvstrata_api import __version__
-from kvstrata_api.conditions import find, is_true
 from kvstrata_api.errors import RetryableError
+from kvstrata_api.models.conditions import find, is_true
 from kvstrata_api.models.operation import KVOperation
 from kvstrata_api.models.pool import KVPool
 from kvstrata_operator.apply.executor import Outcome
 from kvstrata_operator.certificates.authority import Certificate
 from kvstrata_operator.observe.kinds import Kind
 from kvstrata_operator.observe.records import Declared
-from kvstrata_telemetry.catalog_operator import OPERATOR
+from kvstrata_telemetry.catalog import OPERATOR
 from kvstrata_telemetry.metrics import Instruments
 
 

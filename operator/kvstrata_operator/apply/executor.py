@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from kvstrata_api import names
-from kvstrata_api.conditions import merge
 from kvstrata_api.errors import InvalidInputError, KvStrataError, RetryableError
+from kvstrata_api.models.conditions import merge
 from kvstrata_api.wrapping import Keks
 from kvstrata_kube.answers import Answer, Json
 from kvstrata_kube.api import APPLY_PATCH, MERGE_PATCH, Call, KubeApi

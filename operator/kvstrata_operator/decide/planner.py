@@ -12,7 +12,7 @@ from typing import Any
 from kvstrata_api import names
 from kvstrata_api.models.base import ObjectMeta
 from kvstrata_api.models.pool import KVPool
-from kvstrata_api.scopes import KEY_VERSION
+from kvstrata_api.names import KEY_VERSION
 from kvstrata_api.shares import is_open, share_end
 from kvstrata_api.trust import ScopeKind
 from kvstrata_operator.decide.agents.agents import agents_of, forget_agents, plan_agents

@@ -6,12 +6,12 @@ from datetime import datetime
 from typing import Any, Final
 
 from kvstrata_api import units
-from kvstrata_api.conditions import Condition
+from kvstrata_api.models.conditions import Condition
 from kvstrata_api.models.pool import (
     KVPool,
 )
 from kvstrata_api.models.trust import KVTenant
-from kvstrata_api.scopes import KEY_VERSION
+from kvstrata_api.names import KEY_VERSION
 from kvstrata_api.trust import ScopeKind
 from kvstrata_operator.decide.agents.agents import Agents, agents_of
 from kvstrata_operator.decide.directory import redis

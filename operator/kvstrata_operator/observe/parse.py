@@ -14,9 +14,9 @@ import msgspec
 from pydantic import ValidationError
 
 from kvstrata_api import names, units
-from kvstrata_api.conditions import Condition
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.base import ApiModel, ObjectMeta
+from kvstrata_api.models.conditions import Condition
 from kvstrata_api.models.operation import KVOperation
 from kvstrata_api.models.pool import KVPool
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain

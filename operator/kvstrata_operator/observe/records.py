@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from kvstrata_api.conditions import Condition
 from kvstrata_api.models.base import ApiModel, ObjectMeta
+from kvstrata_api.models.conditions import Condition
 from kvstrata_kube.store import version_of
 from kvstrata_operator.observe.kinds import Kind, Ref
 

@@ -10,7 +10,7 @@ import asyncio
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_metadata.records import STAMP_MAX, Announcement
+from kvstrata_metadata.store.records import STAMP_MAX, Announcement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,7 @@
 """The directory with a memory of hot prefixes: what is looked up again is not asked again until Redis reports a change.
 
 Staleness is bounded by a broken connection being noticed (2 s); like any location, a stale one is refused by its owner.
-Off for a Redis Cluster (`tracked.py` says why): every lookup asks then.
+Off for a Redis Cluster (`location_cache` says why): every lookup asks then.
 """
 
 import asyncio
@@ -13,11 +13,10 @@ from typing import Final
 from kvstrata_agent.fleet.directory.client import AccessProvider, Holdings, RedisDirectory
 from kvstrata_api.errors import DirectoryAwayError, KvStrataError
 from kvstrata_kube.tasks import repeat
-from kvstrata_metadata.hot_cache import HotCache
-from kvstrata_metadata.records import AgentRecord, Copy
-from kvstrata_metadata.schema import bucket_key
-from kvstrata_metadata.store import Store
-from kvstrata_metadata.tracked import TrackedStore
+from kvstrata_metadata.client.location_cache import HotCache, TrackedStore
+from kvstrata_metadata.store.keys import bucket_key
+from kvstrata_metadata.store.records import AgentRecord, Copy
+from kvstrata_metadata.store.store import Store
 from kvstrata_telemetry.metrics import Instruments
 
 RETRY_S: Final = 2.0
@@ -88,9 +87,9 @@ class CachingDirectory(RedisDirectory):
 
     def _told(self, keys: Iterable[bytes] | None) -> None:
         if keys is None:
-            self._cache.lost()
+            self._cache.clear()
         else:
-            self._cache.told(keys)
+            self._cache.forget(keys)
 
     async def _track_while_possible(self) -> None:
         with contextlib.suppress(KvStrataError):
@@ -107,4 +106,4 @@ class CachingDirectory(RedisDirectory):
         finally:
             self._tracked = None
             await tracked.close()
-            self._cache.lost()
+            self._cache.clear()

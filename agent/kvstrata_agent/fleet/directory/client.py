@@ -20,11 +20,13 @@ from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import ScopeSecret
 from kvstrata_api.errors import DirectoryAwayError, KvStrataError, RetryableError
 from kvstrata_kube.tasks import cancel, repeat
-from kvstrata_metadata import claims, mailbox, registry, shards
-from kvstrata_metadata.access import RedisAccess
-from kvstrata_metadata.announcer import QUEUE_CHANGES_MAX, REPORT_JITTER_S, Announcer
-from kvstrata_metadata.cluster_store import open_store
-from kvstrata_metadata.records import (
+from kvstrata_metadata.client.announcer import QUEUE_CHANGES_MAX, REPORT_JITTER_S, Announcer
+from kvstrata_metadata.directory import messages, registry, shards
+from kvstrata_metadata.directory.registry import SILENCE_S
+from kvstrata_metadata.directory.sessions import read_session, write_sessions
+from kvstrata_metadata.store.access import RedisAccess
+from kvstrata_metadata.store.cluster_store import open_store
+from kvstrata_metadata.store.records import (
     AgentRecord,
     Announcement,
     Copy,
@@ -34,9 +36,7 @@ from kvstrata_metadata.records import (
     Registration,
     SessionRecord,
 )
-from kvstrata_metadata.registry import SILENCE_S
-from kvstrata_metadata.sessions import read_session, write_sessions
-from kvstrata_metadata.store import Store
+from kvstrata_metadata.store.store import Store
 from kvstrata_telemetry.metrics import Instruments
 
 NOTES_MAX: Final = 65_536
@@ -262,7 +262,7 @@ class RedisDirectory:
         if store is None or incarnation is None or not self.is_up:
             return ()
         try:
-            return await mailbox.take_nominations(store, incarnation, limit)
+            return await messages.take_nominations(store, incarnation, limit)
         except DirectoryAwayError:
             return ()
 
@@ -272,7 +272,7 @@ class RedisDirectory:
         if store is None or not self.is_up:
             return False
         try:
-            await claims.claim_erased(store, secret)
+            await messages.claim_erased(store, secret)
         except DirectoryAwayError:
             return False
         return True

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstrata_agent.blocks.block import GONE
 from kvstrata_agent.policy.duplicates import OwnCopy, Ruling, rule, rule_alone
-from kvstrata_metadata.nominations import ERASED
+from kvstrata_metadata.duties.nominations import ERASED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tenants import ScopeMemory
     from kvstrata_api.blocks import ScopeId, ScopeSecret
-    from kvstrata_metadata.records import Location, Nomination
+    from kvstrata_metadata.store.records import Location, Nomination
 
 HINTS_POLL_INTERVAL_S: Final = 2.0
 """Polling interval of the mailbox and of keys that are gone."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.cache.ports import Directory, Peers
     from kvstrata_api.blocks import LayoutId, ScopeSecret
-    from kvstrata_metadata.records import Location
+    from kvstrata_metadata.store.records import Location
 
 CHAIN_MAX: Final = 65_536
 """Blocks of one chain: a million tokens of 16 to a block. A longer one, or a ring, counts as one without a root."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.cache.remote_fetch import RegisteredExtents
     from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
     from kvstrata_api.blocks import BlockKey, LayoutId, ScopeSecret
-    from kvstrata_metadata.records import Announcement
+    from kvstrata_metadata.store.records import Announcement
 
 
 LEND_S: Final = 10.0

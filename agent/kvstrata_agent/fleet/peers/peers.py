@@ -29,7 +29,7 @@ from kvstrata_agent.fleet.peers.transfer import Leased, Result, Transfers, Trans
 from kvstrata_api.blocks import BlockKey, LayoutId, unpack_digests
 from kvstrata_api.errors import AgentAwayError, KvStrataError
 from kvstrata_api.units import MIB
-from kvstrata_metadata.records import AgentRecord, Location
+from kvstrata_metadata.store.records import AgentRecord, Location
 
 if TYPE_CHECKING:
     from kvstrata_agent.blocks.node import Node

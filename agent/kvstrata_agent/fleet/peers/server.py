@@ -28,9 +28,9 @@ from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret, unpack
 from kvstrata_api.checksum import CHECKSUM_BYTES
 from kvstrata_api.errors import InvalidInputError, KvStrataError
 from kvstrata_api.trust import Identity
-from kvstrata_api.wire_handover import Handover
+from kvstrata_api.wire import Handover
 from kvstrata_kube.tasks import TaskSet
-from kvstrata_metadata.records import AgentRecord, Announcement
+from kvstrata_metadata.store.records import AgentRecord, Announcement
 
 WAIT_S_MAX: Final = 10.0
 """Longest wait of one question."""

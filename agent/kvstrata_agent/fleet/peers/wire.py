@@ -11,8 +11,7 @@ import msgspec
 from kvstrata_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES
 from kvstrata_api.checksum import CHECKSUM_BYTES
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_api.wire_base import Seconds
-from kvstrata_api.wire_handover import HANDOVER_CHARS_MAX
+from kvstrata_api.wire import HANDOVER_CHARS_MAX, Seconds
 
 PROTOCOL_VERSION: Final = 1
 FRAME_BYTES_MAX: Final = 1 << 20

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Final
 
-from kvstrata_api.conditions import find
+from kvstrata_api.models.conditions import find
 from kvstrata_api.models.trust import KVTenant
 from kvstrata_operator.decide.operations import operations
 from kvstrata_operator.decide.operations.operations import Open, Operation, Progress

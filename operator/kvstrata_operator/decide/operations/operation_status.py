@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from kvstrata_api import units
-from kvstrata_api.conditions import Condition
+from kvstrata_api.models.conditions import Condition
 from kvstrata_api.models.operation import OperationFailure, OperationProgress
 from kvstrata_operator.decide.operations import operations
 from kvstrata_operator.decide.operations.operations import End, Operation, Progress

@@ -18,7 +18,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Final
 
-from kvstrata_api.conditions import is_true
+from kvstrata_api.models.conditions import is_true
 from kvstrata_api.models.operation import KVOperation, MigrateOperation, OperationNodes
 from kvstrata_api.models.pool import KVPool, KVPoolSpec, PoolTier
 from kvstrata_api.models.poolnode import (

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvstrata_api.conditions import Condition, Status, find, merge
+from kvstrata_api.models.conditions import Condition, Status, find, merge
 from kvstrata_operator.decide.plan.actions import Note, Severity
 from kvstrata_operator.observe.records import Declared
 

@@ -11,8 +11,8 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 
 from kvstrata_api import units
-from kvstrata_api.autoscale import grown, shrunk
 from kvstrata_api.models.pool import EvictionPolicy, KVPool, PoolTier, TierAutoscale, TierScale
+from kvstrata_api.tiers import step_down, step_up
 from kvstrata_operator.decide.plan.actions import Note
 from kvstrata_operator.decide.pools.placement import size_of
 from kvstrata_operator.observe.kinds import format_time, parse_time
@@ -51,14 +51,14 @@ def decide(policy: TierAutoscale, now_bytes: int, signal: Signal, grain_bytes: i
     """Make one step, or none. `grain_bytes` is the page size: sizes are whole pages, as far as the bounds are."""
     limit = policy.min_gain_permille
     if signal.gain_permille >= limit:
-        up = min(policy.max_per_node, grown(now_bytes, grain_bytes))
+        up = min(policy.max_per_node, step_up(now_bytes, grain_bytes))
         if not signal.is_full or signal.is_short or up <= now_bytes:
             return None
         return Step(
             up, f"a step up finds {signal.gain_permille} more of 1000 blocks asked for; minGainPermille {limit}"
         )
     floor_bytes = max(policy.min_per_node, _round_up(signal.held_bytes, grain_bytes))
-    down = max(floor_bytes, shrunk(now_bytes, grain_bytes))
+    down = max(floor_bytes, step_down(now_bytes, grain_bytes))
     if 2 * signal.loss_permille > limit or down >= now_bytes:
         return None
     why = f"a step down loses {signal.loss_permille} of 1000 blocks asked for, at most half of minGainPermille {limit}"

@@ -7,7 +7,7 @@ same status, so a steady fleet causes no writes.
 from dataclasses import dataclass
 
 from kvstrata_api import units
-from kvstrata_api.conditions import Condition, Status
+from kvstrata_api.models.conditions import Condition, Status
 from kvstrata_api.models.pool import (
     ConfigMapRef,
     KVPool,

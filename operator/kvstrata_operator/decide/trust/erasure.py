@@ -10,9 +10,9 @@ agent that is connected has reported that it holds nothing from before.
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from kvstrata_api.conditions import Condition, Status, find
+from kvstrata_api.models.conditions import Condition, Status, find
 from kvstrata_api.models.trust import KVTenant
-from kvstrata_api.scopes import KEY_VERSION
+from kvstrata_api.names import KEY_VERSION
 from kvstrata_api.trust import ScopeKind
 from kvstrata_operator.decide.plan.conditions import ConditionMaker
 from kvstrata_operator.decide.trust.scope_keys import has_key, highest_version, plan_retirement, status_version

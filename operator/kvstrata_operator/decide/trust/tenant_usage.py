@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from kvstrata_api import units
-from kvstrata_api.conditions import Condition
+from kvstrata_api.models.conditions import Condition
 from kvstrata_api.models.trust import KVTenant, KVTenantSpec, TenantUsage
 from kvstrata_operator.decide.plan.conditions import ConditionMaker
 from kvstrata_operator.observe.records import PoolNodeSeen, TenantSeen

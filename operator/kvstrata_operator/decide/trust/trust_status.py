@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from kvstrata_api import shares
-from kvstrata_api.conditions import Condition
+from kvstrata_api.models.conditions import Condition
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
 from kvstrata_api.shares import Reading, Refusal
 from kvstrata_api.trust import joined_domain
