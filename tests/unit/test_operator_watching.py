@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from operator_fleet import Fleet
 
 from kvstrata_api.errors import ForbiddenError, RetryableError
-from kvstrata_kube.credentials import Credentials
 from kvstrata_kube.leader import Verdict, judge, leads_until_s, next_term, pause_s
 from kvstrata_kube.leases import Lease
 from kvstrata_kube.sightings import Sighting, sight
@@ -320,12 +319,13 @@ async def test_a_feed_that_ends_by_itself_starts_again(monkeypatch: pytest.Monke
 
 
 async def test_kopf_gets_our_identity_and_passes_on_what_happened() -> None:
-    given_to_kopf = Credentials("https://x", "/ca", None, None, "token", verifies=True)
+    session = object()
+    given_to_kopf = SimpleNamespace(configuration=SimpleNamespace(host="https://x"), session=lambda: session)
     told: list[Any] = []
-    memo = SimpleNamespace(credentials=lambda: given_to_kopf, told=lambda *what: told.append(what))
+    memo = SimpleNamespace(connection=lambda: given_to_kopf, told=lambda *what: told.append(what))
     info = await events.login(memo)
     await events.happened({"type": "DELETED", "object": {"a": 1}}, kinds.POOL, memo)
     await events.happened({"type": None, "object": {"a": 2}}, kinds.POOL, memo)
 
-    assert (info.server, info.token, info.insecure) == ("https://x", "token", False)
+    assert (info.server, info.aiohttp_session) == ("https://x", session)
     assert told == [(kinds.POOL, True, {"a": 1}), (kinds.POOL, False, {"a": 2})]

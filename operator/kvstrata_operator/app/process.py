@@ -98,7 +98,7 @@ class Process:
         self._authority = CertificateAuthority(
             api, options.issuance, self._leadership.is_leading, nodes.keys, options.identity, gauges.authority
         )
-        self._feed = Feed(lambda: api.credentials, self._told, self._unfed)
+        self._feed = Feed(lambda: api.connection, self._told, self._unfed)
 
     def is_healthy(self) -> bool:
         """True while the loop comes around."""

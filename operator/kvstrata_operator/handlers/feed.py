@@ -12,13 +12,15 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from itertools import repeat
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvstrata_api import names
-from kvstrata_kube.credentials import Credentials
 from kvstrata_operator.handlers.lean_kopf import kopf
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.kinds import Kind
+
+if TYPE_CHECKING:
+    from kvstrata_kube.connection import Connection
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +45,9 @@ REQUEST_S: Final = 10.0
 class Feed:
     """Events of the administrator's kinds, for ever."""
 
-    def __init__(self, credentials: Callable[[], Credentials], told: Told, ended: Callable[[], None]) -> None:
+    def __init__(self, connection: "Callable[[], Connection]", told: Told, ended: Callable[[], None]) -> None:
         """Call `ended` whenever kopf ends: from then on until its next start nobody tells of anything."""
-        self._credentials = credentials
+        self._connection = connection
         self._told = told
         self._ended = ended
         self._stop = threading.Event()
@@ -97,7 +99,7 @@ class Feed:
             await kopf.operator(
                 registry=REGISTRY,
                 settings=_settings(kopf.OperatorSettings()),
-                memo=kopf.Memo(told=told, credentials=self._credentials),
+                memo=kopf.Memo(told=told, connection=self._connection),
                 standalone=True,
                 clusterwide=True,
                 stop_flag=stop,
@@ -124,17 +126,10 @@ def _settle(ended: asyncio.Future[object], why: object) -> None:
 REGISTRY: Final = kopf.OperatorRegistry()
 
 
-async def login(memo: kopf.Memo, **_: Any) -> kopf.ConnectionInfo:
+async def login(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
     """Act under the same identity as the rest of the operator."""
-    given = memo.credentials()
-    return kopf.ConnectionInfo(
-        server=given.server,
-        ca_path=given.ca_file,
-        insecure=not given.verifies,
-        token=given.token,
-        certificate_path=given.certificate_file,
-        private_key_path=given.key_file,
-    )
+    connection: Connection = memo.connection()
+    return kopf.AiohttpSession(server=connection.configuration.host, aiohttp_session=connection.session())
 
 
 async def happened(event: kopf.RawEvent, param: kinds.Kind, memo: kopf.Memo, **_: Any) -> None:
