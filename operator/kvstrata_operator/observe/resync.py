@@ -1,9 +1,9 @@
 """Lists the administrator's kinds now and then, so that nothing depends on events alone.
 
-kopf tells of changes at once, but never of what vanished while it was away, and of nothing while it starts anew. So: a
+kopf reports changes at once, but never what vanished while it did not watch (`tests/contract/test_kopf.py`). So: a
 complete list at the start and every `interval_s`, and every `VIGIL_EVERY_S` for a while after anything broke. The
 objects are few, and only those that changed are parsed. A change that a list showed and no event followed for
-`FEED_LAG_S` means that the feed is deaf, and it is started anew.
+`FEED_LAG_S` means that kopf is deaf: it is counted, and lists stand in until kopf has opened its watch anew.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ RETRY_S: Final = 1.0
 """Pause after a list that failed."""
 
 VIGIL_S: Final = 30.0
-"""How long after a break the feed is not trusted: kopf needs up to 20 s to stop and start again."""
+"""How long after a break events are not relied on: kopf tries every second, and a refusal or two may come first."""
 
 VIGIL_EVERY_S: Final = 2.0
 """Between two lists meanwhile."""
@@ -86,7 +86,7 @@ class Resync:
             await self._rest(deaf)
 
     async def _rest(self, deaf: Callable[[Kind], None]) -> None:
-        """Wait for the next list; meanwhile look whether the feed follows."""
+        """Wait for the next list; meanwhile look whether events follow."""
         until_s = _now_s() + (VIGIL_EVERY_S if _now_s() < self._vigil_until_s else self._interval_s)
         while not self._wake.is_set() and (left_s := until_s - _now_s()) > 0:
             try:
