@@ -87,7 +87,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
     await memo.replica.start()
 
 
-@kopf.on.cleanup()
+@kopf.on.cleanup(errors=kopf.ErrorsMode.IGNORED)
 async def stop(memo: kopf.Memo, **_: Any) -> None:
     """Stop all parts and give the leadership up."""
     await memo.replica.stop()
