@@ -25,15 +25,9 @@ def registry(api: KubeApi, like: dict[str, Any]) -> kopf.OperatorRegistry:
     """Handlers that create a KVPoolNode with the spec `like` for each Node."""
     made = kopf.OperatorRegistry()
 
-    async def login(**_: Any) -> kopf.ConnectionInfo:
-        given = api.credentials
-        return kopf.ConnectionInfo(
-            server=given.server,
-            ca_path=given.ca_file,
-            token=given.token,
-            certificate_path=given.certificate_file,
-            private_key_path=given.key_file,
-        )
+    async def login(**_: Any) -> kopf.AiohttpSession:
+        connection = api.connection
+        return kopf.AiohttpSession(server=connection.configuration.host, aiohttp_session=connection.session())
 
     async def create(name: str, patch: kopf.Patch, **_: Any) -> None:
         answer = await api.call(Call("POST", KVPOOLNODES, body=pool_node_body(POOL, name, like)), timeout_s=30.0)

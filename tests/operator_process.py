@@ -1,6 +1,8 @@
 """One operator process, and what an administrator does and sees."""
 
 import itertools
+import os
+import shlex
 import subprocess
 import sys
 import urllib.request
@@ -28,21 +30,29 @@ NEXT_CHANGE_S = 25.0
 
 RESIZE = [{"op": "replace", "path": "/spec/tiers/0/capacityPerNode", "value": "2Gi"}]
 
+ARGUMENTS = "KVSTRATA_OPERATOR_ARGUMENTS"
+"""Where the operator finds its command line when it is started by kopf's own command."""
+
 _numbers = itertools.count(1)
 
 
 class Replica:
     """One operator process."""
 
-    def __init__(self, kubeconfig: Path, folder: Path, *more: str) -> None:
+    def __init__(self, kubeconfig: Path, folder: Path, *more: str, by_kopf: bool = False) -> None:
+        """`by_kopf` starts it by kopf's own command."""
         self.identity = f"replica-{next(_numbers)}"
         self._ready_file = folder / f"{self.identity}.json"
         self.log = folder / f"{self.identity}.log"
         arguments = ["--kubeconfig", str(kubeconfig), "--metrics-port", "0", "--ready-file", str(self._ready_file)]
         timing = ["--lease-duration-s", str(LEADER_LEASE_S), "--heartbeat-s", "1", "--identity", self.identity]
-        command = [sys.executable, "-m", "kvstrata_operator.app.main", *arguments, *timing, *more]
+        options, environment = [*arguments, *timing, *more], dict(os.environ)
+        command = [sys.executable, "-m", "kvstrata_operator.app.main", *options]
+        if by_kopf:
+            command = [sys.executable, "-m", "kopf", "run", "-m", "kvstrata_operator", "--all-namespaces"]
+            environment[ARGUMENTS] = shlex.join(options)
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stderr=log)
+            self.process = subprocess.Popen(command, stderr=log, env=environment)
         try:
             assert wait_until(self.is_up, CONVERGED_S), self.log.read_text()
         except BaseException:
@@ -73,8 +83,8 @@ class Replica:
 
 
 @contextmanager
-def running(kubeconfigs: dict[str, Path], folder: Path, *more: str) -> Iterator[Replica]:
-    replica = Replica(kubeconfigs[names.FIELD_MANAGER_OPERATOR], folder, *more)
+def running(kubeconfigs: dict[str, Path], folder: Path, *more: str, by_kopf: bool = False) -> Iterator[Replica]:
+    replica = Replica(kubeconfigs[names.FIELD_MANAGER_OPERATOR], folder, *more, by_kopf=by_kopf)
     try:
         yield replica
     finally:

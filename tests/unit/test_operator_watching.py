@@ -1,27 +1,25 @@
 """Laws of what is remembered and when it is tried again: store, Leases, election, retries, parsing."""
 
 import asyncio
-import itertools
 import json
-import threading
+import signal
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import kopf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from operator_fleet import Fleet
 
 from kvstrata_api.errors import ForbiddenError, RetryableError
-from kvstrata_kube.credentials import Credentials
 from kvstrata_kube.leader import Verdict, judge, leads_until_s, next_term, pause_s
 from kvstrata_kube.leases import Lease
 from kvstrata_kube.sightings import Sighting, sight
 from kvstrata_kube.store import Store
+from kvstrata_operator.app import handlers
 from kvstrata_operator.app.controller import PAUSE_S_MAX, Retries
-from kvstrata_operator.handlers import feed, lean_kopf
-from kvstrata_operator.handlers import feed as events
 from kvstrata_operator.observe import kinds, parse
 from kvstrata_operator.observe.heartbeats import ABSENT_S, call_roll, observe
 from kvstrata_operator.observe.records import PoolNodeSeen
@@ -294,38 +292,99 @@ def test_key_material_is_not_kept() -> None:
     assert "c2VjcmV0" not in repr(read)
 
 
-async def test_a_feed_that_ends_by_itself_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As kopf does, one of its threads waits for the flag while an error ends all the rest."""
-    loop, again, starts = asyncio.get_running_loop(), asyncio.Event(), itertools.count(1)
+class EndedError(Exception):
+    """What ends kopf, or a part."""
 
-    async def ended(stop_flag: threading.Event, **_: Any) -> None:
-        waiting = asyncio.ensure_future(asyncio.to_thread(stop_flag.wait))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        if next(starts) > 1:
-            loop.call_soon_threadsafe(again.set)
-        raise PermissionError
 
-    monkeypatch.setattr(lean_kopf.kopf, "operator", ended)
-    monkeypatch.setattr(feed, "PAUSE_S", 0.0)
-    ends: list[None] = []
-    made = feed.Feed(lambda: pytest.fail("not asked"), lambda *_: None, lambda: ends.append(None))
-    running = asyncio.create_task(made.run())
+class FakeReplica:
+    """Stands for what kopf starts and stops."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.stops = 0
+        self.gauges = SimpleNamespace(feed_ended=self._count)
+        self.ends = 0
+
+    def _count(self) -> None:
+        self.ends += 1
+
+    async def stop(self) -> None:
+        self.stops += 1
+
+
+async def test_kopf_is_started_again_when_it_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [EndedError(), EndedError()]
+
+    async def operator(**_: Any) -> None:
+        if left:
+            raise left.pop()
+
+    monkeypatch.setattr(kopf, "operator", operator)
+    monkeypatch.setattr(handlers, "PAUSE_S", 0.0)
+    replica = FakeReplica()
+    await handlers.run(replica)  # type: ignore[arg-type]
+
+    assert not left
+    assert replica.ends == 2, "whoever relies on events must learn that there were none"
+    assert replica.stops == 2
+
+
+async def test_a_signal_between_two_starts_of_kopf_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def operator(**_: Any) -> None:
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGTERM)
+        raise EndedError
+
+    monkeypatch.setattr(kopf, "operator", operator)
+    monkeypatch.setattr(handlers, "PAUSE_S", 60.0)
     async with asyncio.timeout(5.0):
-        await again.wait()
-    running.cancel()
-    await asyncio.wait([running])
+        await handlers.run(FakeReplica())  # type: ignore[arg-type]
 
-    assert ends, "whoever relies on events must learn that there are none"
+
+@pytest.mark.parametrize("is_stopped_by_it", [True, False])
+async def test_a_part_that_failed_ends_the_process(monkeypatch: pytest.MonkeyPatch, *, is_stopped_by_it: bool) -> None:
+    async def operator(**_: Any) -> None:
+        if not is_stopped_by_it:
+            raise EndedError
+
+    monkeypatch.setattr(kopf, "operator", operator)
+    with pytest.raises(PermissionError):
+        await handlers.run(FakeReplica(PermissionError()))  # type: ignore[arg-type]
 
 
 async def test_kopf_gets_our_identity_and_passes_on_what_happened() -> None:
-    given_to_kopf = Credentials("https://x", "/ca", None, None, "token", verifies=True)
-    told: list[Any] = []
-    memo = SimpleNamespace(credentials=lambda: given_to_kopf, told=lambda *what: told.append(what))
-    info = await events.login(memo)
-    await events.happened({"type": "DELETED", "object": {"a": 1}}, kinds.POOL, memo)
-    await events.happened({"type": None, "object": {"a": 2}}, kinds.POOL, memo)
+    session, told = object(), list[Any]()
+    connection = SimpleNamespace(configuration=SimpleNamespace(host="https://x"), session=lambda: session)
+    process = SimpleNamespace(api=SimpleNamespace(connection=connection), told=lambda *what: told.append(what))
+    memo = kopf.Memo(replica=SimpleNamespace(process=process))
+    info = await handlers.login(memo)
+    await handlers.happened({"type": "DELETED", "object": {"a": 1}}, kinds.POOL, memo)
+    await handlers.happened({"type": None, "object": {"a": 2}}, kinds.POOL, memo)
 
-    assert (info.server, info.token, info.insecure) == ("https://x", "token", False)
+    assert (info.server, info.aiohttp_session) == ("https://x", session)
     assert told == [(kinds.POOL, True, {"a": 1}), (kinds.POOL, False, {"a": 2})]
+
+
+@pytest.mark.looptime
+async def test_a_refused_login_is_not_repeated_at_once() -> None:
+    connection = SimpleNamespace(configuration=SimpleNamespace(host="https://x"), session=object)
+    process = SimpleNamespace(api=SimpleNamespace(connection=connection))
+    memo = kopf.Memo(replica=SimpleNamespace(process=process))
+    began_s = asyncio.get_running_loop().time()
+    await handlers.login(memo)
+    assert asyncio.get_running_loop().time() == began_s
+    await handlers.login(memo)
+    assert asyncio.get_running_loop().time() == began_s + handlers.RETRY_S
+
+
+@pytest.mark.parametrize(("is_healthy", "is_ready", "expected"), [(True, True, "ready"), (True, False, "starting")])
+async def test_a_probe_knows_a_process_that_starts(*, is_healthy: bool, is_ready: bool, expected: str) -> None:
+    process = SimpleNamespace(is_healthy=lambda: is_healthy, is_ready=lambda: is_ready)
+
+    assert await handlers.probe(kopf.Memo(replica=SimpleNamespace(process=process))) == expected
+
+
+async def test_a_probe_fails_for_a_loop_that_is_stuck() -> None:
+    process = SimpleNamespace(is_healthy=lambda: False, is_ready=lambda: True)
+
+    with pytest.raises(kopf.PermanentError):
+        await handlers.probe(kopf.Memo(replica=SimpleNamespace(process=process)))

@@ -3,12 +3,11 @@
 import asyncio
 import contextlib
 import logging
+import signal
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
@@ -17,21 +16,21 @@ from kvstrata_api import names
 from kvstrata_kube.api import KubeApi
 from kvstrata_kube.keks import KekSource
 from kvstrata_kube.leader import Candidacy, Leadership
+from kvstrata_kube.tasks import cancel
 from kvstrata_kube.watch import Watch
 from kvstrata_operator.app.controller import IDLE_S, Controller
 from kvstrata_operator.app.gauges import Gauges
+from kvstrata_operator.app.options import Options
 from kvstrata_operator.apply.executor import Executor
-from kvstrata_operator.certificates.policy import Issuance
 from kvstrata_operator.certificates.service import CertificateAuthority
 from kvstrata_operator.decide.incremental import FleetFacts, Seen
 from kvstrata_operator.decide.trust.scope_keys import data_keys_by_kek
-from kvstrata_operator.handlers.feed import Feed
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.heartbeats import Heartbeats
 from kvstrata_operator.observe.kinds import Kind
 from kvstrata_operator.observe.records import KeksSeen, ScopeSecretSeen
 from kvstrata_operator.observe.resync import Resync
-from kvstrata_operator.observe.world import Change, ChangeBus, Setting, World, sources
+from kvstrata_operator.observe.world import Change, ChangeBus, World, sources
 from kvstrata_telemetry import http, ready
 
 log = logging.getLogger(__name__)
@@ -46,28 +45,11 @@ PAUSE_S_MAX: Final = 5.0
 """Longest pause of a broken watch. Replicas are few, so they may come back sooner than agents."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The command line."""
-
-    kubeconfig: Path | None
-    setting: Setting
-    metrics_host: str
-    metrics_port: int
-    ready_file: Path | None
-    lease_duration_s: float
-    resync_s: float
-    heartbeat_s: float
-    identity: str
-    issuance: Issuance
-    kek_file: Path | None = None
-    """Where KEKs come from; without one from their Secret."""
-
-
 class Process:
     """All parts of one replica."""
 
     def __init__(self, api: KubeApi, options: Options, gauges: Gauges) -> None:
+        self.api = api
         self._options = options
         self._gauges = gauges
         self._changes = ChangeBus()
@@ -100,7 +82,6 @@ class Process:
         self._authority = CertificateAuthority(
             api, options.issuance, self._leadership.is_leading, nodes.keys, options.identity, gauges.authority
         )
-        self._feed = Feed(lambda: api.credentials, self._resync.on_event, self._on_feed_stopped)
 
     def is_healthy(self) -> bool:
         """True while the loop comes around."""
@@ -109,6 +90,10 @@ class Process:
     def is_ready(self) -> bool:
         """True once every kind has been listed; standing by is ready, too."""
         return not self._world.unsynced
+
+    async def listed(self) -> None:
+        """Return when the administrator's kinds have been listed once."""
+        await self._resync.first.wait()
 
     async def run(self) -> None:
         """Run until cancelled, then give the leadership up."""
@@ -132,13 +117,7 @@ class Process:
         for watch in self._watches:
             yield watch.run()
         yield self._resync.run(self._on_missed_events)
-        yield self._run_feed()
         yield self._show()
-
-    async def _run_feed(self) -> None:
-        """Start kopf when its kinds have been listed: it finds them only once."""
-        await self._resync.first.wait()
-        await self._feed.run()
 
     async def _show(self) -> None:
         """Refresh the metrics that no event refreshes."""
@@ -163,13 +142,14 @@ class Process:
         self._fleet.refresh(roll.alive, roll.silent)
         return self._world.view(roll.alive, roll.silent, self._kek_use.seen(), failures), self._fleet
 
-    def _on_missed_events(self, kind: Kind) -> None:
-        log.warning("events are missing; starting the feed anew", extra={"kind": kind.name})
-        self._gauges.missed_events(kind)
-        self._feed.restart()
+    def on_event(self, kind: Kind, is_deleted: bool, body: Mapping[str, Any]) -> None:  # noqa: FBT001  As kopf's handler.
+        """Take in an event of one of the administrator's kinds."""
+        self._resync.on_event(kind, is_deleted, body)
 
-    def _on_feed_stopped(self) -> None:
-        self._gauges.feed_ended()
+    def _on_missed_events(self, kind: Kind) -> None:
+        """Rely on lists for a while: kopf opens a watch again that was silent for 70 s."""
+        log.warning("events are missing", extra={"kind": kind.name})
+        self._gauges.missed_events(kind)
         self._resync.keep_vigil()
 
     def _on_leadership_change(self) -> None:
@@ -204,21 +184,68 @@ class KekUse:
                 log.info("data keys of a KEK", extra=facts)
 
 
-async def serve(options: Options) -> None:
-    """Listen, log where, and run until cancelled. `OSError` when the address of the metrics cannot be had."""
-    gauges = Gauges(registry := CollectorRegistry())
-    api = await KubeApi.connect(names.FIELD_MANAGER_OPERATOR, options.kubeconfig, gauges.request)
-    process = Process(api, options, gauges)
-    endpoint = await http.serve(
-        options.metrics_host, options.metrics_port, registry, process.is_healthy, process.is_ready
-    )
-    log.info("listening", extra={"what": "metrics", "address": endpoint.address})
-    try:
+class Replica:
+    """What kopf starts and stops: the parts, with all that they need of the world around."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._registry = CollectorRegistry()
+        self._opened = contextlib.AsyncExitStack()
+        self.process: Process
+        """From `start` on."""
+        self.gauges = Gauges(self._registry)
+        self.error: BaseException | None = None
+        """What ended a part, or kept it from starting."""
+
+    async def start(self) -> None:
+        """Listen, report where and run; return when the administrator's kinds have been listed.
+
+        Raises `UnsupportedError` without credentials and `OSError` when the address of the metrics cannot be had.
+        """
+        try:
+            async with contextlib.AsyncExitStack() as opened:
+                running = await self._open(opened)
+                await _first(self.process.listed(), running)
+                running.add_done_callback(self._ended)
+                self._opened = opened.pop_all()
+        except Exception as e:
+            self.error = e
+            raise
+
+    async def stop(self) -> None:
+        """Stop all parts, give the leadership up and close what was opened. Idempotent."""
+        await self._opened.aclose()
+
+    async def _open(self, opened: contextlib.AsyncExitStack) -> asyncio.Task[None]:
+        options = self._options
+        api = await KubeApi.connect(names.FIELD_MANAGER_OPERATOR, options.kubeconfig, self.gauges.request)
+        opened.push_async_callback(api.close)
+        self.process = process = Process(api, options, self.gauges)
+        endpoint = await http.serve(
+            options.metrics_host, options.metrics_port, self._registry, process.is_healthy, process.is_ready
+        )
+        opened.push_async_callback(endpoint.close)
+        log.info("listening", extra={"what": "metrics", "address": endpoint.address})
         if options.ready_file:
+            opened.callback(ready.remove, options.ready_file)
             ready.write(options.ready_file, {"metrics": endpoint.address, "identity": options.identity})
-        await process.run()
+        running = asyncio.create_task(process.run(), name="parts")
+        opened.push_async_callback(cancel, [running])
+        return running
+
+    def _ended(self, running: asyncio.Task[None]) -> None:
+        """End the process with a part that failed: it is started again."""
+        if not running.cancelled():
+            self.error = running.exception()
+            signal.raise_signal(signal.SIGTERM)  # What kopf stops for, however it was started.
+
+
+async def _first(awaited: Coroutine[Any, Any, None], running: asyncio.Task[None]) -> None:
+    """Return with `awaited`; raises what ended `running` before."""
+    waiting = asyncio.create_task(awaited)
+    try:
+        await asyncio.wait((waiting, running), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        if options.ready_file:
-            ready.remove(options.ready_file)
-        await endpoint.close()
-        await api.close()
+        waiting.cancel()
+    if running.done():
+        running.result()

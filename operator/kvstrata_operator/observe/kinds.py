@@ -63,7 +63,7 @@ SIGNING_REQUEST: Final = Kind("CertificateSigningRequest", "certificates.k8s.io/
 EVENT: Final = Kind("Event", "v1", "events", is_namespaced=True)
 
 ADMINISTRATOR_KINDS: Final = (POOL, TENANT, DOMAIN, SHARE, OPERATION)
-"""Few objects, written by people: watched through kopf and listed now and then by ourselves."""
+"""Few objects, written by people: watched by kopf and listed now and then by ourselves."""
 
 LABEL_COMPONENT: Final = "app.kubernetes.io/component"
 CONNECTION: Final = "connection"

@@ -1,9 +1,9 @@
 """Events and complete lists of the administrator's kinds into their stores: nothing depends on events alone.
 
-kopf reports changes at once, but never what vanished while it was away, and nothing while it starts again. So: a
+kopf reports changes at once, but never what vanished while it did not watch (`tests/contract/test_kopf.py`). So: a
 complete list at the start and every `interval_s`, and every `VIGIL_EVERY_S` for a while after anything broke. The
 objects are few, and only those that changed are parsed. A change that a list showed and no event followed for
-`FEED_LAG_S` means that the feed misses events, and it is started again.
+`FEED_LAG_S` means that kopf is deaf: it is counted, and lists stand in until kopf has opened its watch again.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ RETRY_S: Final = 1.0
 """Pause after a list that failed."""
 
 VIGIL_S: Final = 30.0
-"""How long after a break the feed is not trusted: kopf needs up to 20 s to stop and start again."""
+"""How long after a break events are not relied on: kopf tries every second, and a refusal or two may come first."""
 
 VIGIL_EVERY_S: Final = 2.0
 """Interval of lists meanwhile."""
@@ -91,7 +91,7 @@ class Resync:
             await self._rest(on_missed_events)
 
     async def _rest(self, on_missed_events: Callable[[Kind], None]) -> None:
-        """Wait for the next list; meanwhile check that the feed follows."""
+        """Wait for the next list; meanwhile check that events follow."""
         until_s = _now_s() + (VIGIL_EVERY_S if _now_s() < self._vigil_until_s else self._interval_s)
         while not self._wake.is_set() and (left_s := until_s - _now_s()) > 0:
             try:
