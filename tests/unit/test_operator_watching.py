@@ -354,7 +354,7 @@ async def test_a_part_that_failed_ends_the_process(monkeypatch: pytest.MonkeyPat
 async def test_kopf_gets_our_identity_and_passes_on_what_happened() -> None:
     session, told = object(), list[Any]()
     connection = SimpleNamespace(configuration=SimpleNamespace(host="https://x"), session=lambda: session)
-    process = SimpleNamespace(api=SimpleNamespace(connection=connection), told=lambda *what: told.append(what))
+    process = SimpleNamespace(api=SimpleNamespace(connection=connection), on_event=lambda *what: told.append(what))
     memo = kopf.Memo(replica=SimpleNamespace(process=process))
     info = await handlers.login(memo)
     await handlers.happened({"type": "DELETED", "object": {"a": 1}}, kinds.POOL, memo)
