@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from bench.common import table
-from bench.traces import TRACES, Request, read
+from bench.harness.common import table
+from bench.harness.traces import TRACES, Request, read
 from kvstrata_agent.policy.reuse_curve import ASKED_BLOCKS_MIN, ReuseCurve
 from kvstrata_api.models.pool import LOW_WATERMARK_PERCENT, TierAutoscale
 from kvstrata_api.tiers import step_down, step_up

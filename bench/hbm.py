@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 import kvstrata_native
-from bench import common
 from bench.codec import BLOCK_BYTES, CHANNELS, COLUMN_GROUP, HEAD_DIM, TOKENS, generated, gigabytes
-from bench.common import Result, Sample, publish, rate_ratio, table
+from bench.harness import common
+from bench.harness.common import Result, Sample, publish, rate_ratio, table
 from kvstrata_agent.backends.base import Reading, Record, Writing
 from kvstrata_agent.backends.device.hbm import open_hbm
 from kvstrata_api import __version__

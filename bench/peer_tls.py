@@ -4,6 +4,7 @@ Blocks of 1 MiB go from an owner's memory into a reader's, leased, moved and ver
 line is one JSON object with bytes per second and milliseconds of a handshake.
 """
 
+import argparse
 import asyncio
 import json
 import mmap
@@ -103,6 +104,7 @@ class Lending:
 
 def main() -> int:
     """Measure both ways, in turns."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     authority = certificates.make_authority(datetime.now(UTC), timedelta(days=1))
     owner, reader = (certified(authority, name) for name in (OWNER, READER))
     context = multiprocessing.get_context("spawn")

@@ -19,10 +19,10 @@ from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
 
-from bench import common, demo_start
-from bench.agent_process import make_node
-from bench.common import REPEATS_MIN, Result, Sample, publish, table, time_ratio
-from bench.identity import POOL, SECRET
+from bench.harness import common, demo_start
+from bench.harness.agent_process import make_node
+from bench.harness.common import REPEATS_MIN, Result, Sample, publish, table, time_ratio
+from bench.harness.identity import POOL, SECRET
 from kvstrata_agent.app.main import tame_collector
 from kvstrata_agent.backends.base import Record, TierBackend, Writing
 from kvstrata_agent.backends.file.open_store import open_nvme

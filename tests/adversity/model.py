@@ -11,8 +11,6 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from operator_fleet import SETTING, START, ConflictError, Fleet
-
 from adversity.calls import Json
 from kvstrata_api import names
 from kvstrata_api.shares import is_open
@@ -24,6 +22,7 @@ from kvstrata_operator.observe import kinds, parse
 from kvstrata_operator.observe.kinds import Kind, Ref, parse_time
 from kvstrata_operator.observe.records import PoolNodeSeen
 from kvstrata_operator.observe.world import PARSERS, ChangeBus, View, World
+from support.operator.fleet import SETTING, START, ConflictError, Fleet
 
 KINDS: Final = (*kinds.ADMINISTRATOR_KINDS, *PARSERS)
 OWNERS: Final = {"tenant": kinds.TENANT, "domain": kinds.DOMAIN, "share": kinds.SHARE}

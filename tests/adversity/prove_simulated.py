@@ -4,10 +4,9 @@ import sys
 import time
 from unittest import mock
 
-from outcome import Outcome, Scale
-
 from adversity import defects, simulated
 from kvstrata_operator.decide.pools import lifecycle
+from support.runner.outcome import Outcome, Scale
 
 FULL_SEEDS = 3_000
 SHORT_SEEDS = 20

@@ -7,14 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import backend_contract
-import leftovers
 import pytest
-from backend_contract import (
-    CAPACITY_BYTES,
-    PersistentContract,
-)
-from mappable_contract import MappableContract
 
 from kvstrata_agent.backends.base import TierBackend
 from kvstrata_agent.backends.memory.cxl import open_cxl
@@ -24,6 +17,13 @@ from kvstrata_api.models.pool import CxlEmulation, CxlTier, HostDramTier
 from kvstrata_api.tiers import CxlMode
 from kvstrata_api.units import MIB
 from kvstrata_node.discovery import NumaNode
+from support.backends import contract as backend_contract
+from support.backends.contract import (
+    CAPACITY_BYTES,
+    PersistentContract,
+)
+from support.backends.mappable_contract import MappableContract
+from support.runner import leftovers
 
 pytestmark = pytest.mark.contract
 
@@ -72,7 +72,7 @@ class TestHostDramHugePages(MappableContract):
     @pytest.fixture
     async def backend(self, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TierBackend]:
         for name, value in (("CAPACITY_BYTES", 64 * MIB), ("BLOCK_BYTES", MIB)):
-            monkeypatch.setattr("backend_contract." + name, value)
+            monkeypatch.setattr("support.backends.contract." + name, value)
         backend = open_host_dram(HostDramTier(page_size="2Mi"), 64 * MIB, (0,))
         assert backend.capabilities.medium == "memfd-2Mi"
         assert backend.capabilities.fallback == ""
@@ -151,7 +151,7 @@ class TestLastingHugePages(_LastingContract):
     @pytest.fixture(autouse=True)
     def _sizes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in (("CAPACITY_BYTES", 64 * MIB), ("BLOCK_BYTES", MIB)):
-            monkeypatch.setattr("backend_contract." + name, value)
+            monkeypatch.setattr("support.backends.contract." + name, value)
 
     @pytest.fixture
     def where(self, memory_dir: Path, huge_mount: Path) -> Path:

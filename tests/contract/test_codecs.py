@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import pytest
-from generated_kv import kv_block
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from kvstrata_agent.codec.exact import PackedCodec, RawCodec
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_api.errors import BlockCorruptError, UnsupportedError
 from kvstrata_api.models.pool import CompressionPolicy
+from support.backends.generated_kv import kv_block
 
 pytestmark = pytest.mark.contract
 

@@ -8,11 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import leftovers
 import pytest
-from agent_doubles import FakeAuthenticator, make_core
-from backend_contract import ANNA, BLOCK_BYTES, BOB, CAPACITY_BYTES, content, fill, get, put, record
-from contract_damage import flip
 
 from kvstrata_agent.app.periodic import ERASE_GRACE_S, Sweeper
 from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
@@ -29,6 +25,10 @@ from kvstrata_api.errors import BackendFailedError, InvalidInputError
 from kvstrata_api.models.pool import HostDramTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
+from support.agent.doubles import FakeAuthenticator, make_core
+from support.backends.contract import ANNA, BLOCK_BYTES, BOB, CAPACITY_BYTES, content, fill, get, put, record
+from support.backends.damage import flip
+from support.runner import leftovers
 
 pytestmark = pytest.mark.contract
 

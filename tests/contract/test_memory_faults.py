@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-from backend_contract import CAPACITY_BYTES, content, get, put_until_refused
 
 from kvstrata_agent.backends.base import Capabilities
 from kvstrata_agent.backends.device.devdax import open_devdax
@@ -17,6 +16,7 @@ from kvstrata_api.errors import BackendFailedError, InvalidInputError, KvStrataE
 from kvstrata_api.models.pool import CxlEmulation, CxlTier
 from kvstrata_api.tiers import CxlMode
 from kvstrata_node.discovery import DaxDevice, NumaNode
+from support.backends.contract import CAPACITY_BYTES, content, get, put_until_refused
 
 pytestmark = pytest.mark.contract
 

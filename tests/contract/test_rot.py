@@ -4,8 +4,6 @@ import os
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from running_redis import running_redis
-from store_contract import Agent, digest, held
 
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_metadata.directory import messages, registry, sessions, shards
@@ -17,6 +15,8 @@ from kvstrata_metadata.store.access import Role
 from kvstrata_metadata.store.keys import REGISTRY_KEY, Shard, bucket_key, mailbox_key, session_digest, shard_index
 from kvstrata_metadata.store.records import AgentRecord, Incarnation, Mandate, Nomination, SessionRecord, Verdict
 from kvstrata_metadata.store.store import Store
+from support.metadata.running_redis import running_redis
+from support.metadata.store_contract import Agent, digest, held
 
 pytestmark = pytest.mark.contract
 

@@ -12,8 +12,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from backend_contract import ANNA, BLOCK_BYTES, BOB, CAPACITY_BYTES, content, fill, get, put, put_until_refused, record
-from contract_damage import flip
 from msgspec.structs import replace
 
 from kvstrata_agent.backends.base import MemoryAwayError, Record, SlotRef, TierBackend
@@ -32,6 +30,19 @@ from kvstrata_api.errors import (
     TierFullError,
 )
 from kvstrata_api.models.pool import NvmeTier
+from support.backends.contract import (
+    ANNA,
+    BLOCK_BYTES,
+    BOB,
+    CAPACITY_BYTES,
+    content,
+    fill,
+    get,
+    put,
+    put_until_refused,
+    record,
+)
+from support.backends.damage import flip
 
 pytestmark = pytest.mark.contract
 

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from running_redis import running_redis
-from store_contract import StoreContract, self_signed
 
 from kvstrata_api.errors import DirectoryAwayError, InvalidInputError, UnsupportedError
 from kvstrata_kube.tls import Credential, client_context
@@ -23,6 +21,8 @@ from kvstrata_metadata.server.embedded import EmbeddedConfig, EmbeddedRedis, Tls
 from kvstrata_metadata.store.access import RedisAccess, Role
 from kvstrata_metadata.store.records import Incarnation
 from kvstrata_metadata.store.store import Store
+from support.metadata.running_redis import running_redis
+from support.metadata.store_contract import StoreContract, self_signed
 
 pytestmark = pytest.mark.contract
 

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from backend_contract import ANNA, BLOCK_BYTES, content, fill, get, put, record
 
 from kvstrata_agent.backends.base import Reading, Record, SlotRef, Writing
 from kvstrata_agent.backends.file.devices import PAUSE_S
@@ -21,6 +20,7 @@ from kvstrata_agent.backends.file.striped import DEVICE_BITS, StripedStore, open
 from kvstrata_agent.backends.file.volume import nothing
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, TierFullError
 from kvstrata_api.models.pool import NvmeTier
+from support.backends.contract import ANNA, BLOCK_BYTES, content, fill, get, put, record
 
 pytestmark = pytest.mark.contract
 

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from backend_contract import ANNA, BOB, content, record
-from scope_keys_double import KeyRing
 from sim.volume import MemoryVolume
 from sim.volume_image import Image
-from virtual_loop import run_virtually
 
 from kvstrata_agent.backends.file.record_store import RecordStore, open_store
 from kvstrata_agent.backends.file.segment_io import HOLD_S
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, TierFullError
+from support.agent.scope_keys import KeyRing
+from support.backends.contract import ANNA, BOB, content, record
+from support.runner.virtual_loop import run_virtually
 
 if TYPE_CHECKING:
     from kvstrata_agent.backends.base import Record, SlotRef

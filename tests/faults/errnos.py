@@ -7,7 +7,6 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Final
 
-from backend_contract import ANNA, BOB, content, record
 from sim.volume import MemoryVolume
 
 from kvstrata_agent.backends.base import Record, SlotRef
@@ -15,6 +14,7 @@ from kvstrata_agent.backends.file.record_store import RecordStore, open_store
 from kvstrata_agent.backends.file.segment_io import HOLD_S
 from kvstrata_agent.backends.record.layout import HEADER_BYTES
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, TierFullError
+from support.backends.contract import ANNA, BOB, content, record
 
 ERRNOS: Final = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENODEV, errno.ETIMEDOUT)
 RUNNING_SITES: Final = (

@@ -9,15 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from backend_contract import BOB, content, get, put, put_until_refused
-from outcome import Outcome, Scale
-from virtual_loop import run_virtually
-
 from faults.errnos import ERRNOS, RUNNING_SITES, STARTING_SITES, Case, running, starting
 from kvstrata_agent.backends.file.engine import open_volume
 from kvstrata_agent.backends.file.record_store import open_store
 from kvstrata_agent.backends.file.segment_io import SegmentIo
 from kvstrata_api.errors import BackendFailedError
+from support.backends.contract import BOB, content, get, put, put_until_refused
+from support.runner.outcome import Outcome, Scale
+from support.runner.virtual_loop import run_virtually
 
 
 def run(scale: Scale) -> Outcome:

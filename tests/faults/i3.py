@@ -10,7 +10,18 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from agent_doubles import (
+from faults import i3_stopped
+from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.app.wiring import AgentParts
+from kvstrata_agent.blocks import sessions
+from kvstrata_agent.blocks.block import Entry
+from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.request import RequestContext
+from kvstrata_agent.blocks.sessions import Session, SessionState
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.load import AcquireCall
+from kvstrata_agent.cache.session_journal import SessionJournal
+from support.agent.doubles import (
     BLOCK_BYTES,
     LAYOUT_ID,
     SCOPE,
@@ -23,21 +34,9 @@ from agent_doubles import (
     make_node,
     store_chain,
 )
-from agent_doubles import secret as secret_of
-from outcome import Outcome, Scale
-from virtual_loop import VirtualLoop
-
-from faults import i3_stopped
-from kvstrata_agent.app.periodic import Sweeper
-from kvstrata_agent.app.wiring import AgentParts
-from kvstrata_agent.blocks import sessions
-from kvstrata_agent.blocks.block import Entry
-from kvstrata_agent.blocks.node import Node
-from kvstrata_agent.blocks.request import RequestContext
-from kvstrata_agent.blocks.sessions import Session, SessionState
-from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.load import AcquireCall
-from kvstrata_agent.cache.session_journal import SessionJournal
+from support.agent.doubles import secret as secret_of
+from support.runner.outcome import Outcome, Scale
+from support.runner.virtual_loop import VirtualLoop
 
 SLOTS: Final = 32
 LOW_SLOTS: Final = 32

@@ -10,8 +10,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-from agent_doubles import BLOCK_BYTES, LAYOUT_ID, SCOPE, TestCodecs, bytes_of, dict_tier, digest, dram_tier, make_node
-from agent_doubles import secret as secret_of
 from prometheus_client import CollectorRegistry
 
 from faults.nursery import Channel, Nursery
@@ -30,6 +28,18 @@ from kvstrata_api.trust import Identity
 from kvstrata_metadata.store.records import AgentRecord, Announcement, Location, SessionRecord
 from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
+from support.agent.doubles import (
+    BLOCK_BYTES,
+    LAYOUT_ID,
+    SCOPE,
+    TestCodecs,
+    bytes_of,
+    dict_tier,
+    digest,
+    dram_tier,
+    make_node,
+)
+from support.agent.doubles import secret as secret_of
 
 BLOCKS: Final = 4
 EPOCH: Final = 7

@@ -18,12 +18,7 @@ from pathlib import Path
 from typing import Final
 from unittest import mock
 
-from agent_doubles import BLOCK_BYTES, LAYOUT_ID, SCOPE, TestCodecs, bytes_of, digest, dram_tier, make_node
-from agent_doubles import secret as secret_of
-from directory_fleet import DirectoryFleet
-from outcome import Outcome, Scale
 from prometheus_client import CollectorRegistry
-from running_redis import redis_cli
 
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.blocks.request import RequestContext
@@ -42,6 +37,11 @@ from kvstrata_metadata.store.keys import Shard
 from kvstrata_metadata.store.records import AgentRecord, Announcement, Incarnation
 from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
+from support.agent.doubles import BLOCK_BYTES, LAYOUT_ID, SCOPE, TestCodecs, bytes_of, digest, dram_tier, make_node
+from support.agent.doubles import secret as secret_of
+from support.metadata.directory_fleet import DirectoryFleet
+from support.metadata.running_redis import redis_cli
+from support.runner.outcome import Outcome, Scale
 
 AGENTS: Final = ("p.a", "p.b", "p.c", "p.d")
 LOCAL_BLOCKS: Final = 256

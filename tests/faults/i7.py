@@ -23,9 +23,6 @@ from pathlib import Path
 from typing import Final
 from unittest import mock
 
-from directory_fleet import SECRET, DirectoryFleet
-from outcome import Outcome, Scale
-
 from kvstrata_agent.fleet.directory import client as directory
 from kvstrata_metadata.client.outbox import Outbox
 from kvstrata_metadata.directory import registry, shards
@@ -37,6 +34,8 @@ from kvstrata_metadata.store.access import Role
 from kvstrata_metadata.store.keys import SHARDS, Shard
 from kvstrata_metadata.store.records import Verdict
 from kvstrata_metadata.store.store import Store
+from support.metadata.directory_fleet import SECRET, DirectoryFleet
+from support.runner.outcome import Outcome, Scale
 
 AGENTS: Final = ("p.a", "p.b", "p.c")
 BLOCKS_FIRST: Final = 200

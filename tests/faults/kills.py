@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from backend_contract import ANNA, BOB, content, record
 from crash.replay import Promise
 
 from faults.killing_volume import POINTS, Killer, KillingVolume
@@ -23,6 +22,7 @@ from kvstrata_agent.backends.file import segment_io
 from kvstrata_agent.backends.file.index_file import INDEX_FILE, IndexFile
 from kvstrata_agent.backends.file.record_store import RecordStore, open_store
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, TierFullError
+from support.backends.contract import ANNA, BOB, content, record
 
 if TYPE_CHECKING:
     from kvstrata_agent.backends.base import Record, SlotRef

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final
 
-from agent_doubles import LAYOUT, TestCodecs, pool_spec
 from prometheus_client import CollectorRegistry
 
 from kvstrata_agent.app.periodic import Sweeper
@@ -47,6 +46,7 @@ from sim.process import Process
 from sim.shadow import Shadow, WatchedNode
 from sim.store import SimStore
 from sim.tenancy import SimAuthenticator, SimTenants
+from support.agent.doubles import LAYOUT, TestCodecs, pool_spec
 
 POOL: Final = "pool"
 LEASE_S: Final = 15.0

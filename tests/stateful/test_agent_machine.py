@@ -9,7 +9,17 @@ from functools import partial
 from typing import Any, TypeVar
 
 import pytest
-from agent_doubles import (
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvstrata_agent.blocks.request import RequestContext
+from kvstrata_agent.blocks.reservations import RESERVATION_S, Reservation
+from kvstrata_agent.cache.load import AcquireCall, Read
+from kvstrata_agent.cache.store import EXISTED, PUBLISHED, REFUSED
+from kvstrata_api.blocks import ScopeId
+from kvstrata_api.checksum import checksum
+from support.agent.doubles import (
     BLOCK_BYTES,
     LAYOUT_ID,
     OTHER_SCOPE,
@@ -21,18 +31,8 @@ from agent_doubles import (
     digest,
     secret,
 )
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from session_rules import LOW_SLOTS, SLOTS, TENANT, SessionRules, owners, seldom
-from virtual_loop import VirtualLoop
-
-from kvstrata_agent.blocks.request import RequestContext
-from kvstrata_agent.blocks.reservations import RESERVATION_S, Reservation
-from kvstrata_agent.cache.load import AcquireCall, Read
-from kvstrata_agent.cache.store import EXISTED, PUBLISHED, REFUSED
-from kvstrata_api.blocks import ScopeId
-from kvstrata_api.checksum import checksum
+from support.agent.session_rules import LOW_SLOTS, SLOTS, TENANT, SessionRules, owners, seldom
+from support.runner.virtual_loop import VirtualLoop
 
 pytestmark = pytest.mark.stateful
 

@@ -23,7 +23,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from running_redis import redis_cli, running_redis
 
 from kvstrata_metadata.client.outbox import Outbox
 from kvstrata_metadata.directory import registry, shards
@@ -34,6 +33,7 @@ from kvstrata_metadata.store.access import Role
 from kvstrata_metadata.store.keys import REGISTRY_KEY, Shard
 from kvstrata_metadata.store.records import AgentRecord, Announcement, Incarnation, Verdict
 from kvstrata_metadata.store.store import Store
+from support.metadata.running_redis import redis_cli, running_redis
 
 pytestmark = pytest.mark.stateful
 

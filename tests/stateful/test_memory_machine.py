@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import leftovers
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -30,6 +29,7 @@ from kvstrata_agent.backends.memory.persistent_extents import PersistentStore, a
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import BlockCorruptError, TierFullError
+from support.runner import leftovers
 
 pytestmark = pytest.mark.stateful
 

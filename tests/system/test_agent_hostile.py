@@ -11,13 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import hostile
-import leftovers
 import pytest
-from agent_doubles import BLOCK_BYTES, FakeAuthenticator, bytes_of, caller
-from agent_process import DOMAIN, member
-from agent_thread import AgentThread
-from hostile import NOBODY_UID, Hostile, apart, attempts, digests_of
 
 from kvstrata_agent.backends.memory import sigbus
 from kvstrata_agent.backends.memory.arena import Arena
@@ -28,6 +22,12 @@ from kvstrata_api import wire
 from kvstrata_api.models.pool import HostDramTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
+from support.agent.doubles import BLOCK_BYTES, FakeAuthenticator, bytes_of, caller
+from support.agent.process import DOMAIN, member
+from support.agent.thread import AgentThread
+from support.client import hostile
+from support.client.hostile import NOBODY_UID, Hostile, apart, attempts, digests_of
+from support.runner import leftovers
 
 pytestmark = pytest.mark.system
 

@@ -4,7 +4,14 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from agent_kube_world import (
+
+from controlplane import ControlPlane
+from kvstrata_agent.kube import heartbeat
+from kvstrata_agent.kube.authenticator import AgentIdentity
+from kvstrata_agent.kube.kubernetes import KubeWorld
+from kvstrata_api import names
+from kvstrata_api.models.conditions import Status
+from support.kube.objects import (
     GROUP,
     SYSTEM,
     WAIT_S,
@@ -17,13 +24,6 @@ from agent_kube_world import (
     stored_node,
     version_of,
 )
-
-from controlplane import ControlPlane
-from kvstrata_agent.kube import heartbeat
-from kvstrata_agent.kube.authenticator import AgentIdentity
-from kvstrata_agent.kube.kubernetes import KubeWorld
-from kvstrata_api import names
-from kvstrata_api.models.conditions import Status
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 

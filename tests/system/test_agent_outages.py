@@ -5,7 +5,18 @@ import signal
 import time
 
 import pytest
-from agent_kube_world import (
+
+from controlplane import ControlPlane
+from kvstrata_agent.kube.authenticator import AgentIdentity
+from kvstrata_agent.kube.kubernetes import KubeWorld
+from kvstrata_api.errors import (
+    ApiServerAwayError,
+    ForbiddenError,
+    UnauthenticatedError,
+)
+from kvstrata_api.models.conditions import Status
+from kvstrata_api.trust import Identity
+from support.kube.objects import (
     GROUP,
     WAIT_S,
     engine_token,
@@ -20,17 +31,6 @@ from agent_kube_world import (
     raising,
     report,
 )
-
-from controlplane import ControlPlane
-from kvstrata_agent.kube.authenticator import AgentIdentity
-from kvstrata_agent.kube.kubernetes import KubeWorld
-from kvstrata_api.errors import (
-    ApiServerAwayError,
-    ForbiddenError,
-    UnauthenticatedError,
-)
-from kvstrata_api.models.conditions import Status
-from kvstrata_api.trust import Identity
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 

@@ -10,11 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-import attached_client
 import numpy as np
 import pytest
-from agent_doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, bytes_of, caller, dict_tier, dram_tier
-from agent_thread import AgentThread
 
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.serve.channel import SEND_S
@@ -24,6 +21,9 @@ from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import ForbiddenError, InvalidInputError, UnauthenticatedError
 from kvstrata_client.client import Client
 from kvstrata_client.target import Target
+from support.agent.doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, bytes_of, caller, dict_tier, dram_tier
+from support.agent.thread import AgentThread
+from support.client import attached as attached_client
 
 pytestmark = pytest.mark.system
 

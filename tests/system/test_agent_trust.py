@@ -8,7 +8,19 @@ import time
 from typing import Any
 
 import pytest
-from agent_kube_world import (
+
+from controlplane import ControlPlane
+from kvstrata_agent.kube import authenticator
+from kvstrata_agent.kube.kubernetes import KubeWorld
+from kvstrata_api import names
+from kvstrata_api.errors import (
+    ApiServerAwayError,
+    ForbiddenError,
+    RetryableError,
+    UnauthenticatedError,
+)
+from kvstrata_api.trust import Identity
+from support.kube.objects import (
     GROUP,
     SYSTEM,
     asked_in_vain,
@@ -25,18 +37,6 @@ from agent_kube_world import (
     refused,
     says,
 )
-
-from controlplane import ControlPlane
-from kvstrata_agent.kube import authenticator
-from kvstrata_agent.kube.kubernetes import KubeWorld
-from kvstrata_api import names
-from kvstrata_api.errors import (
-    ApiServerAwayError,
-    ForbiddenError,
-    RetryableError,
-    UnauthenticatedError,
-)
-from kvstrata_api.trust import Identity
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import remote_owner
 import yaml
-from fleet_issuer import holder, issuing, make_pod, pod_kubeconfig
 from prometheus_client import CollectorRegistry
 
 from controlplane import ControlPlane
@@ -41,6 +39,8 @@ from kvstrata_operator.certificates import authority as certificates
 from kvstrata_operator.certificates.policy import Issuance
 from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
+from support.agent import remote_owner
+from support.operator.issuer import holder, issuing, make_pod, pod_kubeconfig
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 

@@ -7,8 +7,15 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
-from chart_agents import daemon_set, template_of
-from chart_values import (
+
+from controlplane.assets import find_tool
+from kvstrata_agent.app import config as agent_config
+from kvstrata_api import names
+from kvstrata_metadata.service import main as metadata_app
+from kvstrata_node import config as prepare_config
+from kvstrata_operator.app import options as operator_options
+from support.kube.chart_agents import daemon_set, template_of
+from support.kube.chart_values import (
     CASES,
     CHART,
     EVERYTHING,
@@ -22,14 +29,7 @@ from chart_values import (
     render,
     workloads,
 )
-from operator_fleet import tier
-
-from controlplane.assets import find_tool
-from kvstrata_agent.app import config as agent_config
-from kvstrata_api import names
-from kvstrata_metadata.service import main as metadata_app
-from kvstrata_node import config as prepare_config
-from kvstrata_operator.app import options as operator_options
+from support.operator.fleet import tier
 
 pytestmark = pytest.mark.system
 

@@ -13,10 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, bytes_of, caller, dict_tier, dram_tier
-from agent_process import member
-from agent_thread import AgentThread
-from attached_client import BLOCKS, PATIENT_S, TOKENS, attached, content, keys_of, serving_two_tenants, target, until
 
 from kvstrata import AsyncClient, AsyncPrefixCache, PrefixCache, Published, Target
 from kvstrata_agent.cache.load import Acquisition
@@ -29,6 +25,20 @@ from kvstrata_client.cli import main
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.calls import Ahead, Operation
 from kvstrata_client.verbs.copying import fill
+from support.agent.doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, bytes_of, caller, dict_tier, dram_tier
+from support.agent.process import member
+from support.agent.thread import AgentThread
+from support.client.attached import (
+    BLOCKS,
+    PATIENT_S,
+    TOKENS,
+    attached,
+    content,
+    keys_of,
+    serving_two_tenants,
+    target,
+    until,
+)
 
 pytestmark = pytest.mark.system
 

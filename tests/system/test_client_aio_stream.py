@@ -8,9 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agent_thread import AgentThread
-from attached_client import PATIENT_S, target
-from handover_nodes import PeerThread, two_nodes
 
 from kvstrata import AsyncClient, AsyncPrefixCache, Published
 from kvstrata_api.blocks import Layout
@@ -19,6 +16,9 @@ from kvstrata_api.wire import Handover
 from kvstrata_client.prompt.handover import AsyncHandoverWriter
 from kvstrata_client.prompt.streaming import AsyncLayerStream
 from kvstrata_client.verbs.results import Bytes2D
+from support.agent.handover_nodes import PeerThread, two_nodes
+from support.agent.thread import AgentThread
+from support.client.attached import PATIENT_S, target
 
 pytestmark = pytest.mark.system
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agent_doubles import BLOCK_BYTES, FakeAuthenticator, caller, dict_tier, dram_tier
-from agent_thread import AgentThread
-from attached_client import BLOCKS, PATIENT_S, TOKENS, attached, content, keys_of, target
 
 from kvstrata import AsyncClient, AsyncPrefixCache, PrefixCache
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.movement.path import Priority, QueuedMove
 from kvstrata_agent.policy.recompute import REFUSED_S
 from kvstrata_api.models.poolnode import TierProbe
+from support.agent.doubles import BLOCK_BYTES, FakeAuthenticator, caller, dict_tier, dram_tier
+from support.agent.thread import AgentThread
+from support.client.attached import BLOCKS, PATIENT_S, TOKENS, attached, content, keys_of, target
 
 pytestmark = pytest.mark.system
 

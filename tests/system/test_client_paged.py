@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_doubles import FakeAuthenticator, caller, dram_tier
-from agent_thread import AgentThread
-from attached_client import attached
+
+from support.agent.doubles import FakeAuthenticator, caller, dram_tier
+from support.agent.thread import AgentThread
+from support.client.attached import attached
 
 torch = pytest.importorskip("torch", reason="the connector needs torch")
-
-from late_device import LateQueue  # noqa: E402
-from paged_kv import LAYOUT, filled, pages_of  # noqa: E402
 
 from kvstrata_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError  # noqa: E402
 from kvstrata_client.cache import PrefixCache  # noqa: E402
@@ -23,6 +21,8 @@ from kvstrata_client.connectors.paged import (  # noqa: E402
     PagedConnector,
     PagedKv,
 )
+from support.backends.late_device import LateQueue  # noqa: E402
+from support.client.paged_kv import LAYOUT, filled, pages_of  # noqa: E402
 
 pytestmark = pytest.mark.system
 

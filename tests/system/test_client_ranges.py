@@ -4,12 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import attached_client
 import numpy as np
 import pytest
-from agent_doubles import LAYOUT
-from agent_thread import AgentThread
-from attached_client import serving_two_tenants
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +17,10 @@ from kvstrata_api.errors import BlockCorruptError, InvalidInputError, LeaseLostE
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.copying import HeadRange
 from kvstrata_client.verbs.results import Bytes2D
+from support.agent.doubles import LAYOUT
+from support.agent.thread import AgentThread
+from support.client import attached as attached_client
+from support.client.attached import serving_two_tenants
 
 pytestmark = pytest.mark.system
 

@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from directory_fleet import SECRET, DirectoryFleet, until
-from running_redis import redis_cli, running_redis
 
 from kvstrata_agent.fleet.directory.cached_client import CachingDirectory
 from kvstrata_agent.fleet.directory.client import AccessProvider, Holdings, RedisDirectory
@@ -18,6 +16,8 @@ from kvstrata_metadata.store.access import Role
 from kvstrata_metadata.store.records import AgentRecord
 from kvstrata_metadata.store.store import Store
 from kvstrata_telemetry.metrics import Instruments
+from support.metadata.directory_fleet import SECRET, DirectoryFleet, until
+from support.metadata.running_redis import redis_cli, running_redis
 
 pytestmark = pytest.mark.system
 

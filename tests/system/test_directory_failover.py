@@ -7,9 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from directory_fleet import SECRET, DirectoryFleet, until
-from redis_cluster import ADMIN, RedisCluster
-from running_redis import redis_cli
 
 from kvstrata_metadata.directory import shards
 from kvstrata_metadata.directory.registry import fleet
@@ -20,6 +17,9 @@ from kvstrata_metadata.store.access import RedisAccess, Role
 from kvstrata_metadata.store.cluster_store import open_store
 from kvstrata_metadata.store.keys import REGISTRY_KEY, SHARDS, Shard
 from kvstrata_metadata.store.records import Incarnation
+from support.metadata.directory_fleet import SECRET, DirectoryFleet, until
+from support.metadata.redis_cluster import ADMIN, RedisCluster
+from support.metadata.running_redis import redis_cli
 
 pytestmark = pytest.mark.system
 

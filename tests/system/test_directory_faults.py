@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
-from running_redis import redis_cli, running_redis
 
 from kvstrata_agent.cache.ports import DirectoryState
 from kvstrata_agent.fleet.directory.client import RedisDirectory
@@ -27,6 +26,7 @@ from kvstrata_metadata.store.records import AgentRecord, Announcement, Location,
 from kvstrata_metadata.store.store import Store
 from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
+from support.metadata.running_redis import redis_cli, running_redis
 
 pytestmark = pytest.mark.system
 

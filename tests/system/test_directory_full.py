@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running_redis import redis_cli, running_redis
 
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_metadata.directory import registry, shards
@@ -14,6 +13,7 @@ from kvstrata_metadata.store.access import Role
 from kvstrata_metadata.store.keys import Shard
 from kvstrata_metadata.store.records import AgentRecord, Announcement, Verdict
 from kvstrata_metadata.store.store import Store
+from support.metadata.running_redis import redis_cli, running_redis
 
 pytestmark = pytest.mark.system
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running_redis import redis_cli, running_redis
 
 from kvstrata_metadata.server.embedded import EmbeddedRedis
 from kvstrata_metadata.store.access import COMMANDS, Role
+from support.metadata.running_redis import redis_cli, running_redis
 
 pytestmark = pytest.mark.system
 

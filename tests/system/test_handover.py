@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from attached_client import attached
-from handover_nodes import PeerThread, two_nodes
 
 from kvstrata import Client
 from kvstrata_agent.app.periodic import Sweeper
@@ -20,6 +18,8 @@ from kvstrata_client.prompt.handover import HandoverWriter
 from kvstrata_client.verbs.results import Published
 from kvstrata_telemetry.catalog import BY_NAME
 from kvstrata_telemetry.metrics import Kind
+from support.agent.handover_nodes import PeerThread, two_nodes
+from support.client.attached import attached
 
 pytestmark = pytest.mark.system
 

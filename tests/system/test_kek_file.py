@@ -6,14 +6,14 @@ import secrets
 from pathlib import Path
 
 import pytest
-from agent_kube_world import GROUP, SYSTEM, WAIT_S, custom, eventually, make_node, make_pool
-from operator_process import Replica
 
 from controlplane import ApiError, ControlPlane
 from kvstrata_agent.kube.authenticator import AgentIdentity
 from kvstrata_agent.kube.kubernetes import KubeWorld
 from kvstrata_api import names
 from kvstrata_api.blocks import ScopeId
+from support.kube.objects import GROUP, SYSTEM, WAIT_S, custom, eventually, make_node, make_pool
+from support.operator.process import Replica
 
 pytestmark = pytest.mark.system
 

@@ -4,13 +4,13 @@ import asyncio
 import time
 
 import pytest
-from kube_agent import GROUP, custom
-from metadata_replicas import SECRET, WAIT_S, Redis, Replica, agent, blocks, until
 
 from controlplane import ControlPlane
 from kvstrata_agent.fleet.directory.client import RedisDirectory
 from kvstrata_metadata.directory.messages import MAILBOX_MAX
 from kvstrata_metadata.duties.nominations import DUPLICATE, designated_holder
+from support.kube.agent import GROUP, custom
+from support.metadata.replicas import SECRET, WAIT_S, Redis, Replica, agent, blocks, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 

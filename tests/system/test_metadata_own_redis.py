@@ -11,9 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from fleet_issuer import holder, issuing
-from kube_agent import SYSTEM
-from metadata_replicas import LEASE_S, SECRET, Replica, blocks, launch_with_redis, until
 from prometheus_client import CollectorRegistry
 
 from controlplane import ControlPlane
@@ -27,6 +24,9 @@ from kvstrata_metadata.store.records import AgentRecord
 from kvstrata_operator.certificates.policy import Issuance
 from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
+from support.kube.agent import SYSTEM
+from support.metadata.replicas import LEASE_S, SECRET, Replica, blocks, launch_with_redis, until
+from support.operator.issuer import holder, issuing
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_issuer import holder, issuing
 from prometheus_client import CollectorRegistry
 
 from controlplane import ControlPlane
@@ -31,6 +30,7 @@ from kvstrata_metadata.store.records import AgentRecord, Announcement
 from kvstrata_telemetry import ready
 from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
+from support.operator.issuer import holder, issuing
 
 pytestmark = pytest.mark.system
 

@@ -12,12 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dax_machine import BLOCK, DaxKernel
-from fleet_issuer import make_pod, pod_kubeconfig
-from huge_pages import PAGE, make_machine, pages_at, pages_file, put
-from kube_agent import GROUP, custom, until
 
-import rights
+from checks import rights
 from controlplane import ControlPlane, start
 from kvstrata_api import names
 from kvstrata_kube.api import MERGE_PATCH, Call, KubeApi
@@ -25,6 +21,10 @@ from kvstrata_node.books import open_book
 from kvstrata_node.discovery import read_hugepages, read_machine
 from kvstrata_node.pages_plan import PageDemand, PagePool, plan
 from kvstrata_node.pages_sysfs import Machine
+from support.kube.agent import GROUP, custom, until
+from support.node.dax_machine import BLOCK, DaxKernel
+from support.node.huge_pages import PAGE, make_machine, pages_at, pages_file, put
+from support.operator.issuer import make_pod, pod_kubeconfig
 
 pytestmark = pytest.mark.system
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from operator_agents import GIB, FakeAgents
-from operator_fleet import tier
-from operator_process import CONVERGED_S, NEXT_CHANGE_S, RESIZE, SYSTEM, Cluster, Replica, running
 
 from controlplane import ControlPlane
 from controlplane.waiting import wait_until
 from kvstrata_api import names
 from kvstrata_operator.decide.pools.reconcile import RELEASE_S
+from support.operator.agents import GIB, FakeAgents
+from support.operator.fleet import tier
+from support.operator.process import CONVERGED_S, NEXT_CHANGE_S, RESIZE, SYSTEM, Cluster, Replica, running
 
 pytestmark = pytest.mark.system
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -15,8 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import remote_owner
-from peer_certificates import Fleet, peer_tls, save
 from prometheus_client import CollectorRegistry
 
 from kvstrata_agent.cache.ports import Wanted
@@ -30,10 +27,12 @@ from kvstrata_kube.tls import Credential
 from kvstrata_metadata.store.records import AgentRecord, Location
 from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
+from support.agent import remote_owner
+from support.agent.peer_certificates import Fleet, peer_tls, save
+from support.runner import alone
 
 pytestmark = pytest.mark.system
 
-SCRIPT = Path(remote_owner.__file__)
 MIB = 1 << 20
 AWAY = LayoutId(b"M" * 16)
 
@@ -64,11 +63,11 @@ class Owner:
 async def owner(*args: str, name: str = "p.owner", certified: str = "") -> AsyncIterator[Owner]:
     """An owner called `name` with the certificate of `certified`, its own when that is empty."""
     pipe = asyncio.subprocess.PIPE
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent)}
     with tempfile.NamedTemporaryFile() as file:
         credential = save(FLEET.agent(certified or name), Path(file.name))
-        command = [sys.executable, str(SCRIPT), "--name", name, "--credential", str(credential), *args]
-        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=environment)
+        program = [sys.executable, "-m", "support.agent.remote_owner"]
+        command = [*program, "--name", name, "--credential", str(credential), *args]
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=alone.environment())
         assert process.stdout
         try:
             line = b""

@@ -39,10 +39,9 @@ def test_hanging():
 """
 """Its timeout is raised in a callback, where the event loop logs it and goes on."""
 PLUGINS = """
-import leftovers
-import watchdog
+from support.runner import leftovers, watchdog
 
-pytest_plugins = ("leftovers", "watchdog")
+pytest_plugins = ("support.runner.leftovers", "support.runner.watchdog")
 leftovers.GRACE_S = watchdog.GRACE_S = 1.0
 """
 

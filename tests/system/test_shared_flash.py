@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from agent_doubles import BLOCK_BYTES, LAYOUT_ID, SCOPE, TestCodecs, bytes_of, digest, dram_tier, make_node, secret
-from agent_doubles import Clock as FakeClock
 from prometheus_client import CollectorRegistry
-from scope_keys_double import KeyRing
 
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import Record, SharedBackend, SlotRef
@@ -33,6 +30,19 @@ from kvstrata_api.trust import Identity
 from kvstrata_metadata.store.records import AgentRecord, Announcement, Location, SessionRecord
 from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
+from support.agent.doubles import (
+    BLOCK_BYTES,
+    LAYOUT_ID,
+    SCOPE,
+    TestCodecs,
+    bytes_of,
+    digest,
+    dram_tier,
+    make_node,
+    secret,
+)
+from support.agent.doubles import Clock as FakeClock
+from support.agent.scope_keys import KeyRing
 
 pytestmark = pytest.mark.system
 

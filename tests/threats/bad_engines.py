@@ -8,15 +8,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from agent_doubles import LAYOUT
-from guarded_agent import TokenEngine, guarded
-
 from kvstrata_agent.kube import declared
 from kvstrata_agent.kube.authenticator import AgentIdentity, KubeAuthenticator
 from kvstrata_agent.kube.trust import TrustStores, TrustView
 from kvstrata_api import names, wire
 from kvstrata_api.wire import Advance, Arrive, Reply
 from kvstrata_kube.typed_store import Known
+from support.agent.doubles import LAYOUT
+from support.agent.guarded import TokenEngine, guarded
 from threats.credentials import GOOD, OTHER_TENANT, SYSTEM, Tokens
 
 VERBS: Final = tuple(kind for kind in get_args(wire.AnyRequest) if kind is not wire.Hello)

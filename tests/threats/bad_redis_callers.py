@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import hiredis
-from peer_certificates import Fleet
 
 from kvstrata_api import names
 from kvstrata_kube import tls
@@ -17,6 +16,7 @@ from kvstrata_kube.tls import Credential
 from kvstrata_metadata.server import embedded
 from kvstrata_metadata.server.embedded import EmbeddedConfig, EmbeddedRedis, TlsFiles
 from kvstrata_metadata.store.access import COMMANDS, Role
+from support.agent.peer_certificates import Fleet
 from threats.bad_peers import HOUR, Shown
 from threats.credentials import SYSTEM
 

@@ -15,10 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from agent_doubles import LAYOUT_ID, FakeAuthenticator, caller, dram_tier, secret
-from agent_process import DOMAIN, member
-from agent_thread import AgentThread
-
 from kvstrata_agent.app import periodic
 from kvstrata_agent.backends.registry import Place, make_backend
 from kvstrata_agent.blocks.request import Caller
@@ -32,6 +28,9 @@ from kvstrata_api.tiers import CxlMode, TierType
 from kvstrata_api.trust import Access, Grants, Identity, ScopeKind
 from kvstrata_kube.tasks import repeat
 from kvstrata_node.discovery import NodeFacts
+from support.agent.doubles import LAYOUT_ID, FakeAuthenticator, caller, dram_tier, secret
+from support.agent.process import DOMAIN, member
+from support.agent.thread import AgentThread
 
 SCOPE_A: Final = ScopeId("tenant/a/uid-a/v1")
 SCOPE_B: Final = ScopeId("tenant/b/uid-b/v1")

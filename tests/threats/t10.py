@@ -15,11 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-import leftovers
-from backend_contract import record
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from outcome import Outcome, Scale
-from scope_secrets import ScopeSecrets
 
 from kvstrata_agent.backends.base import Record, SealingBackend, SlotRef
 from kvstrata_agent.backends.file.index_file import INDEX_FILE
@@ -33,6 +29,10 @@ from kvstrata_api.errors import BackendFailedError, BlockCorruptError
 from kvstrata_api.models.pool import NvmeTier, RemoteFlashTier
 from kvstrata_api.units import MIB
 from kvstrata_api.wrapping import Keks
+from support.backends.contract import record
+from support.kube.scope_secrets import ScopeSecrets
+from support.runner import leftovers
+from support.runner.outcome import Outcome, Scale
 
 CAPACITY_BYTES: Final = 24 * MIB
 BLOCK_BYTES: Final = 8 << 10

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from outcome import Outcome, Scale
-from running_redis import running_redis_with
-
 from kvstrata_metadata.store.access import ALWAYS, COMMANDS, KEY_PATTERN, Role
 from kvstrata_metadata.store.scripts import Script, sources
+from support.metadata.running_redis import running_redis_with
+from support.runner.outcome import Outcome, Scale
 from threats.redis_caller import RedisCaller, text
 
 INSIDE: Final = KEY_PATTERN.replace("*", "{1.0}")

@@ -13,21 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from agent_doubles import (
-    BLOCK_BYTES,
-    LAYOUT_ID,
-    Clock,
-    DeclaredTenants,
-    FakeAuthenticator,
-    digest,
-    dram_tier,
-    make_core,
-    secret,
-    store_chain,
-)
-from outcome import Outcome, Scale
 from sim.volume import MemoryVolume
-from virtual_loop import run_virtually
 
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
@@ -43,6 +29,20 @@ from kvstrata_api.blocks import ScopeId
 from kvstrata_api.models.pool import NvmeTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
+from support.agent.doubles import (
+    BLOCK_BYTES,
+    LAYOUT_ID,
+    Clock,
+    DeclaredTenants,
+    FakeAuthenticator,
+    digest,
+    dram_tier,
+    make_core,
+    secret,
+    store_chain,
+)
+from support.runner.outcome import Outcome, Scale
+from support.runner.virtual_loop import run_virtually
 
 SLOTS: Final = 64
 """Of each memory tier."""

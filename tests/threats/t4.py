@@ -18,9 +18,6 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from agent_doubles import BLOCK_BYTES, LAYOUT, LAYOUT_ID, TestCodecs, dram_tier, make_node
-from directory_fleet import until
-from outcome import Outcome, Scale
 from prometheus_client import CollectorRegistry
 
 from kvstrata_agent.app.wiring import AgentParts
@@ -38,6 +35,9 @@ from kvstrata_metadata.store.keys import session_digest
 from kvstrata_metadata.store.records import AgentRecord, Announcement
 from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
+from support.agent.doubles import BLOCK_BYTES, LAYOUT, LAYOUT_ID, TestCodecs, dram_tier, make_node
+from support.metadata.directory_fleet import until
+from support.runner.outcome import Outcome, Scale
 from threats.redis_caller import RedisCaller
 
 TOKENS: Final = LAYOUT.block_tokens

@@ -13,11 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import leftovers
-from agent_doubles import BLOCK_BYTES, LAYOUT_ID, OTHER_SCOPE, SCOPE, digest, dram_tier, make_core, secret
 from msgspec.structs import replace
-from outcome import Outcome, Scale
-from scope_keys_double import KeyRing
 
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import TierBackend
@@ -38,6 +34,10 @@ from kvstrata_api.models.pool import CxlEmulation, CxlTier, NvmeTier, RemoteFlas
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import CxlMode
 from kvstrata_api.units import MIB
+from support.agent.doubles import BLOCK_BYTES, LAYOUT_ID, OTHER_SCOPE, SCOPE, digest, dram_tier, make_core, secret
+from support.agent.scope_keys import KeyRing
+from support.runner import leftovers
+from support.runner.outcome import Outcome, Scale
 
 CAPACITY_BYTES: Final = 32 * MIB
 LEASE_S: Final = 30.0

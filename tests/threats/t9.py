@@ -17,9 +17,6 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-import leftovers
-from outcome import Outcome, Scale
-
 from kvstrata_agent.backends.base import MappableBackend, Record, SlotRef, TierBackend
 from kvstrata_agent.backends.file.open_store import open_nvme
 from kvstrata_agent.backends.memory.arena import Arena
@@ -35,6 +32,8 @@ from kvstrata_api.errors import TierFullError
 from kvstrata_api.models.pool import CxlEmulation, CxlTier, HostDramTier, NvmeTier
 from kvstrata_api.tiers import CxlMode
 from kvstrata_api.units import MIB
+from support.runner import leftovers
+from support.runner.outcome import Outcome, Scale
 
 SLOT_BYTES: Final = 4096
 CAPACITY_BYTES: Final = 4 * MIB

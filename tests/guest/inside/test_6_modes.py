@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import regions
-from backend_contract import CAPACITY_BYTES, content, get, put
 from recorded import Record
 
 from kvstrata_agent.backends.device.devdax import open_devdax
@@ -32,6 +31,7 @@ from kvstrata_node.dax_plan import DEVDAX, KMEM, CxlDemand, Rules
 from kvstrata_node.dax_sysfs import DaxMachine, Sysfs
 from kvstrata_node.dax_verdict import Reason
 from kvstrata_node.discovery import read_dax, read_machine
+from support.backends.contract import CAPACITY_BYTES, content, get, put
 
 DEVICE = "dax0.0"
 BOOT = Path("/proc/sys/kernel/random/boot_id")

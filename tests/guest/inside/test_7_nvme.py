@@ -7,7 +7,6 @@ from pathlib import Path
 import breakage
 import pytest
 import regions
-from backend_contract import CAPACITY_BYTES, PersistentContract, content, get, put
 from recorded import Record
 
 from kvstrata_agent.backends.base import TierBackend
@@ -18,6 +17,7 @@ from kvstrata_agent.backends.record.layout import HEADER_BYTES
 from kvstrata_api.errors import BackendFailedError, KvStrataError
 from kvstrata_api.models.pool import NvmeTier
 from kvstrata_node.discovery import discover
+from support.backends.contract import CAPACITY_BYTES, PersistentContract, content, get, put
 
 
 def mounted(number: int) -> Path:
