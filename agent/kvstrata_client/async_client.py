@@ -123,7 +123,7 @@ class AsyncClient:
     # Verbs. Each is one round trip at most; see `Client`.
 
     async def refresh_grants(self) -> Grants | None:
-        """Ask for the grants anew."""
+        """Ask for the grants again."""
         return await self._one(calls.scopes(self.target))
 
     async def open_session(self, session: str, *, parent: str = "", priority: str = "") -> None:

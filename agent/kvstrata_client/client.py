@@ -121,7 +121,7 @@ class Client:
     # Verbs. Each is one round trip at most.
 
     def refresh_grants(self) -> Grants | None:
-        """Ask for the grants anew."""
+        """Ask for the grants again."""
         return self._one(calls.scopes(self.target))
 
     def open_session(self, session: str, *, parent: str = "", priority: str = "") -> None:

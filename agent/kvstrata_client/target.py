@@ -19,7 +19,7 @@ class Target:
     """Unix socket of the node's agent of the pool."""
     pool: str
     token: str | Path = field(repr=False)
-    """A token, or the file that holds it: read anew at every attach, because kubelets rotate projected tokens."""
+    """A token, or the file that holds it: read again at every attach, because kubelets rotate projected tokens."""
     layout: Layout
     client: str = f"kvstrata_client/{__version__}"
     """Name and version for the agent's logs."""

@@ -63,7 +63,7 @@ def parse(obj: Json) -> PoolNode:
 
 
 def stored_report(status: Mapping[str, Any]) -> NodeReport | None:
-    """Parse the report in a stored status; None for none, and for one that cannot be read and is written anew."""
+    """Parse the report in a stored status; None for none, and for one that cannot be read and is written again."""
     stored = status.get("node")
     try:
         return None if stored is None else NodeReport.model_validate(stored)

@@ -12,7 +12,7 @@ AUDIENCE: Final = "kvstrata"
 """Audience of the projected ServiceAccount tokens that engine pods and peer agents present to an agent."""
 
 TOKEN_FILE: Final = "/var/run/secrets/kvstrata.io/token"  # noqa: S105  A path.
-"""Where pods of engines and agents have that token mounted, unless they say otherwise."""
+"""Where pods of engines and agents have that token mounted, unless configured otherwise."""
 
 SYSTEM_NAMESPACE: Final = "kvstrata-system"
 """Default namespace of operator, metadata service, agents, scope Secrets and Leases."""

@@ -45,17 +45,17 @@ RENEWAL_S: Final = 0.5
 """The request that starts a renewal waits so long, and then goes with the old token: a file is read in less."""
 
 RETIRED_S: Final = 60.0
-"""Connections under replaced credentials are closed after this: no request takes so long, and a watch goes on anew."""
+"""Connections under replaced credentials are closed after this: no request takes so long, and a watch starts again."""
 
 FAREWELL_S: Final = 0.25
-"""TLS connections of cancelled requests say goodbye; aiohttp's manual (Graceful Shutdown) advises this wait."""
+"""TLS connections of cancelled requests send their close; aiohttp's manual (Graceful Shutdown) advises this wait."""
 
 JSON: Final = "application/json"
 MERGE_PATCH: Final = "application/merge-patch+json"
 APPLY_PATCH: Final = "application/apply-patch+yaml"
 
 Meter = Callable[[str, str, float], None]
-"""Told of each finished request: verb, result (status code or `away`), seconds."""
+"""Called for each finished request: verb, result (status code or `away`), seconds."""
 
 _log: Final = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ async def forever(name: str, run: Callable[[], Awaitable[None]]) -> None:
         started_s = asyncio.get_running_loop().time()
         try:
             await run()
-        except Exception:  # noqa: BLE001  A task root: whatever it was, the agent goes on and says so.
+        except Exception:  # noqa: BLE001  A task root: whatever it was, the process goes on and logs it.
             _log.exception("task failed", extra={"task": name})
         lived_s = asyncio.get_running_loop().time() - started_s
         failures = 1 if lived_s > backoff.LONGEST_S else failures + 1

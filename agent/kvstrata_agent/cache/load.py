@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 REMOTE_BIT: Final = 128
-"""Bit of a place that says: on another node (`wire.Found.places`)."""
+"""Bit of a place: the copy is on another node (`wire.Found.places`)."""
 
 _HIT: Final = int(Lookup.HIT)
 _PENDING: Final = int(Lookup.PENDING)

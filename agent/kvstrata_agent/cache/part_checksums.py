@@ -41,7 +41,7 @@ class PartSums:
         self._kept_bytes = 0
 
     async def of(self, leases: Sequence[Lease], part_bytes: int) -> list[bytes]:
-        """Joined checksums of the parts of each leased block; empty for one that is not what its record says.
+        """Joined checksums of the parts of each leased block; empty for one whose bytes are not those of its record.
 
         A block that turns out corrupt is dropped. Cancelled, it lasts as long as the pass under way.
         """

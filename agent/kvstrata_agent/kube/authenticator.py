@@ -46,7 +46,7 @@ TOKEN_CHARS_MAX: Final = 16_384
 _SERVICE_ACCOUNT: Final = "system:serviceaccount:"
 _POD_UID: Final = "authentication.kubernetes.io/pod-uid"
 _NODE: Final = "authentication.kubernetes.io/node-name"
-"""Told of tokens that are bound to a pod which has a node (k8s 1.30 and newer, KEP-4193)."""
+"""Reported of tokens that are bound to a pod which has a node (k8s 1.30 and newer, KEP-4193)."""
 
 ENTRIES_MAX: Final = 4096
 """Tokens remembered at once: a node has at most some hundred pods, each with one token at a time."""

@@ -95,14 +95,14 @@ def pool_node(obj: Json) -> SeenNode:
 
 
 def _orders(wanted: Iterable[Any]) -> tuple[tuple[NodeOrder, ...], tuple[OrderAnswer, ...]]:
-    """Tell orders that can be read from those of a newer operator, which are refused one by one."""
+    """Separate orders that can be read from those of a newer operator, which are refused one by one."""
     readable, refused = [], []
     for order in wanted:
         try:
             readable.append(_order(order))
         except ValueError as e:
             uid = order.get("uid") if isinstance(order, Mapping) else None
-            if uid and isinstance(uid, str):  # Nobody could tell whom another answer is for.
+            if uid and isinstance(uid, str):  # Nobody would know whom another answer is for.
                 kept = f"{e} (agent {__version__})"[:MESSAGE_CHARS_MAX]
                 refused.append(OrderAnswer(uid=uid[:64], phase="Failed", reason=UNKNOWN_ORDER, message=kept))
     return tuple(readable), tuple(refused)

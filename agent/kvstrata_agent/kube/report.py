@@ -420,8 +420,8 @@ def _facts(status: KVPoolNodeStatus, ours: KVPoolNodeStatus) -> Json:
     facts["tiers"] = [
         t.model_dump(exclude={"used_bytes", "used_of_capacity", "blocks", "demand"}) for t in status.tiers
     ]
-    said = (c.model_dump(exclude={"last_transition_time"}) for c in status.conditions if c.type in types)
-    facts["conditions"] = {c["type"]: c for c in said}
+    written = (c.model_dump(exclude={"last_transition_time"}) for c in status.conditions if c.type in types)
+    facts["conditions"] = {c["type"]: c for c in written}
     return facts
 
 

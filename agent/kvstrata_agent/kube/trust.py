@@ -194,7 +194,7 @@ class TrustView:
 
 
 def refusal(identity: Identity, tenants: Known[KVTenant], labels: Mapping[str, str]) -> str:
-    """Say why no tenant was found for an identity: nobody claims it, or several do."""
+    """Return why no tenant was found for an identity: nobody claims it, or several do."""
     who = f"ServiceAccount {identity.namespace}/{identity.service_account}"
     claimants = sorted(t.metadata.name for t in tenants if trust.claims(t, identity, labels))
     if len(claimants) > 1:

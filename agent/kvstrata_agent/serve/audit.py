@@ -33,7 +33,7 @@ SCOPE_CHARS_MAX: Final = 160
 OTHERS: Final = "(others)"
 
 _log: Final = logging.getLogger("kvstrata.audit")
-_log.setLevel(logging.INFO)  # Whatever --log-level says for everything else.
+_log.setLevel(logging.INFO)  # Whatever --log-level is for everything else.
 
 
 class Reason(StrEnum):

@@ -124,7 +124,7 @@ class Connection:
             self._bug(request)
 
     def _refuse(self, request: wire.Attach) -> None:
-        """Tell a tenant that has most connections that there is no place for one more."""
+        """Answer a tenant that has most connections that there is no place for one more."""
         error = AgentAwayError(
             "closed: all places for connections are taken, most of them by this tenant", delay_s=FULL_RETRY_S
         )

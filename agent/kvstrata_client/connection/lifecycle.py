@@ -34,7 +34,7 @@ def backoff(rng: random.Random) -> Iterator[float]:
 
 
 RENEW_AT: Final = 0.8
-"""Share of a token's life after which the client attaches anew; kubelets rotate projected tokens at the same share."""
+"""Share of a token's life after which the client attaches again; kubelets rotate projected tokens at the same share."""
 RENEW_RETRY_S: Final = 5.0
 """Wait after a refused renewal: the file may still hold the old token."""
 RENEW_S_MAX: Final = 86_400.0

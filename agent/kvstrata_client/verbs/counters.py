@@ -50,7 +50,7 @@ class Counters:
                 self.errors[type(answer.error).__name__] += 1
 
     def settle(self, answers: Iterable[Answer[Any]], link: Renewable | None, *, is_strict: bool) -> None:
-        """Count answers; have a token that is refused presented anew. Raises the first error for a strict client."""
+        """Count answers; have a refused token presented again. Raises the first error for a strict client."""
         for answer in answers:
             self.note(answer)
             if isinstance(answer.error, UnauthenticatedError) and link is not None:

@@ -4,8 +4,9 @@ Every decision about a node depends on that node, its KVPoolNodes and what the p
 costs the same in a fleet of any size. What all nodes of a pool share changes with the pool alone; then every node is
 judged again.
 
-Laws: after any changes the facts are those that would be gathered anew; a sum depends on the KVPoolNodes that are in it
-and not on the order in which they came or went; of tenants and shares that no KVPoolNode reports nothing is kept.
+Laws: after any changes the facts are those that would be gathered from scratch; a sum depends on the KVPoolNodes that
+are in it and not on the order in which they came or went; of tenants and shares that no KVPoolNode reports nothing is
+kept.
 """
 
 from collections import Counter, defaultdict

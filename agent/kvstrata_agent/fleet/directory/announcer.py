@@ -1,4 +1,4 @@
-"""Tells the directory where the blocks of this node are: what changed last counts, one entry for each block.
+"""Reports to the directory where the blocks of this node are: what changed last counts, one entry for each block.
 
 The directory may be late and may be lost; it never frees anything. Changes are gathered and sent as the state is
 when they are sent, so a block that moved five times costs one announcement.

@@ -1,7 +1,7 @@
 """The directory with a memory of hot prefixes: what is looked up again is not asked again until Redis reports a change.
 
 Staleness is bounded by a broken connection being noticed (2 s); like any location, a stale one is refused by its owner.
-Off for a Redis Cluster (`location_cache` says why): every lookup asks then.
+Off for a Redis Cluster (`location_cache` has the reason): every lookup asks then.
 """
 
 import asyncio

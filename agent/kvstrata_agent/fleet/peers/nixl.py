@@ -38,7 +38,7 @@ _IDLE_POLL_S: Final = 50e-3
 """While none move: connections that end are noticed, at 0.1 % of a core."""
 
 UCX_SETTINGS: Final = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
-"""Unless the environment says otherwise. UCX answers reads over TCP segment by segment, of 8 KiB where nobody asks for
+"""Unless the environment sets another. UCX answers reads over TCP segment by segment, of 8 KiB where nobody asks for
 more; larger ones take fewer calls for the same bytes (reads of 2 MiB blocks 1.2 to 2 times as fast)."""
 
 CLOSE_TIMEOUT_S: Final = 5.0

@@ -85,7 +85,7 @@ class RemotePeers:
         self._tls = tls
         self._resolve = resolve
         self.find: Find | None = None
-        """Tells where agents of other pools are; without it nothing is offered to them."""
+        """Knows where agents of other pools are; without it nothing is offered to them."""
         self._found: dict[str, AgentRecord] = {}
         self._own_token = own_token
         self._nixl = nixl

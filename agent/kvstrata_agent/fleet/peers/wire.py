@@ -1,7 +1,7 @@
 """The protocol between two agents: msgpack frames over TCP. Pure.
 
 A frame is a 4-byte big-endian length and one msgpack array, tagged with the verb. The bytes of a block follow their
-`Chunk` frame unframed. The asking side says `Hello` first; both sides close the connection on anything malformed.
+`Chunk` frame unframed. The asking side sends `Hello` first; both sides close the connection on anything malformed.
 """
 
 from typing import Final
