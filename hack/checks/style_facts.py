@@ -29,7 +29,7 @@ class FunctionFacts:
     nesting: int
     """Control blocks inside each other; `elif` is not a level."""
     is_handler: bool = False
-    """A function of a module in a `handlers` folder; kopf's handlers are no methods."""
+    """A decorated function of a module `handlers`: one that kopf calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def facts(path: str, source: str) -> FileFacts:
     return FileFacts(
         path=path,
         lines=len(lines),
-        functions=tuple(_function(path, node, tree) for node in nodes if isinstance(node, _FUNCTIONS)),
+        functions=tuple(_function(path, node) for node in nodes if isinstance(node, _FUNCTIONS)),
         banned=tuple(_banned_definitions(path, nodes)),
         broad_excepts=tuple(n.lineno for n in nodes if isinstance(n, ast.ExceptHandler) and _is_broad(n)),
         todos=tuple(i for i, line in enumerate(lines, 1) if re.search(r"#.*\b(TODO|FIXME|XXX)\b", line)),
@@ -87,9 +87,9 @@ def nesting(body: Sequence[ast.stmt]) -> int:
     return max((_depth(statement) for statement in body), default=0)
 
 
-def _function(path: str, node: ast.FunctionDef | ast.AsyncFunctionDef, tree: ast.Module) -> FunctionFacts:
+def _function(path: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> FunctionFacts:
     lines = (node.end_lineno or node.lineno) - node.lineno + 1
-    is_handler = "handlers" in path.split("/")[:-1] and node in tree.body
+    is_handler = path.endswith("/handlers.py") and any(isinstance(d, ast.Call) for d in node.decorator_list)
     return FunctionFacts(path, node.name, node.lineno, lines, nesting(node.body), is_handler)
 
 
