@@ -9,6 +9,7 @@ import asyncio
 import os
 import socket
 import ssl
+import threading
 from base64 import b64decode
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -42,6 +43,31 @@ _KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (sock
 
 _UNREADABLE: Final = (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError, ConfigException)
 """What the library raises for files that are missing, no kubeconfig, or half of one."""
+
+
+class _InlinedFiles:
+    """The files that the library makes of inlined certificates and keys, removed once OpenSSL has read them.
+
+    The library keeps them by their content for the whole process, whoever asked for them: so they go with the last of
+    those that read some now, tasks and threads alike. It would remove them at exit, which a kill does not wait for.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._readers = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._readers += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._readers -= 1
+            if not self._readers:
+                kube_config._cleanup_temp_files()  # noqa: SLF001
+
+
+_FILES: Final = _InlinedFiles()
 
 
 async def open_connection(kubeconfig: Path | None) -> "Connection":
@@ -97,11 +123,10 @@ class Connection:
         Raises `UnsupportedError` when it could not be had.
         """
         try:
-            await self._renew()
+            with _FILES:
+                await self._renew()
         except _UNREADABLE as e:
             raise UnsupportedError(f"{type(e).__name__} {e}") from e
-        finally:
-            _forget_files()
 
     async def send(
         self,
@@ -207,12 +232,10 @@ async def _of_kubeconfig(paths: str) -> Connection:
         if user.get("tokenFile") or "auth-provider" in user or hasattr(loader, "exec_plugin_expiry"):
             await _load(loader, configuration)
 
-    try:
+    with _FILES:
         await _load(loader, configuration)
         _refuse_half(paths, loader, configuration, user)
         return Connection(configuration, renew, _impersonated(user), uses_proxy_of_environment=True)
-    finally:
-        _forget_files()
 
 
 async def _load(loader: _Loader, configuration: Configuration) -> None:
@@ -232,11 +255,6 @@ def _refuse_half(paths: str, loader: _Loader, configuration: Configuration, user
         raise ValueError(f"{paths}: {user['exec'].get('command')} gave no credentials")
     if configuration.proxy and urlsplit(configuration.proxy).scheme not in _PROXIES:
         raise ValueError(f"{paths}: a proxy is reached by http or https, not as {configuration.proxy}")
-
-
-def _forget_files() -> None:
-    """Remove the files that the library makes of inlined certificates and keys: OpenSSL has read them."""
-    kube_config._cleanup_temp_files()  # noqa: SLF001  It would do so at exit alone, which a kill does not wait for.
 
 
 def _impersonated(user: Mapping[str, Any]) -> CIMultiDict[str]:

@@ -100,7 +100,9 @@ LEAVES = {
         "import subprocess\ndef test_it(): subprocess.run(['sh', '-c', 'setsid sleep 20 >/dev/null 2>&1 &'])"
     ),
     "temporary file": "import tempfile\ndef test_it(): tempfile.mkdtemp()",
-    "temporary file in memory": "import leftovers, tempfile\ndef test_it(): tempfile.mkdtemp(dir=leftovers.memory())",
+    "temporary file in memory": (
+        "import tempfile\nfrom support.runner import leftovers\ndef test_it(): tempfile.mkdtemp(dir=leftovers.memory())"
+    ),
 }
 
 

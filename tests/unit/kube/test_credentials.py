@@ -7,6 +7,7 @@ import ssl
 import sys
 import tempfile
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -195,6 +196,32 @@ async def test_content_goes_before_names_and_is_left_in_no_file(
         await asked_as(kubeconfig(tmp_path, user, server=made.url, **cluster))
 
     assert made.asked
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+async def test_a_connection_that_opens_takes_no_file_from_one_that_opens_in_another_thread(
+    tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library has one file for equal content, whoever asked for it."""
+    path = kubeconfig(tmp_path, {"token": "t"}, **{"certificate-authority-data": coded(authority.pair.public_pem)})
+    refuse = kube_connection._refuse_half
+
+    def late(*read: Any) -> None:
+        """Between reading the files' names and reading the files."""
+        monkeypatch.setattr(kube_connection, "_refuse_half", refuse)
+        with ThreadPoolExecutor(1) as other:
+            other.submit(lambda: asyncio.run(opened())).result(10.0)
+        refuse(*read)
+
+    async def opened() -> None:
+        await (await open_connection(path)).close()
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(kube_connection, "_refuse_half", late)
+
+    await opened()
+
     assert not list((tmp_path / "temporary").iterdir())
 
 
