@@ -1,7 +1,7 @@
 """The segment files of one store, slot by slot: whole runs of records written and read, dropped ones discarded.
 
 A slot that is written again needs no hole, and a slot that stays allocated is written over at the disk's full speed: on
-ext4 a write into new or punched blocks costs a third more (docs/decisions.md). A tier that is full drops what it
+ext4 a write into new or punched blocks costs a third more (docs/decisions/072). A tier that is full drops what it
 replaces, so nearly all of its slots are used again within seconds: what was dropped waits for that (`plan_discards`).
 What belongs to a scope that has nothing left in the tier goes at once: it was erased, or nobody uses it.
 """
