@@ -199,7 +199,7 @@ class Writer:
     def publish_now(self, owner: int, ids: Sequence[int], checksums: Sequence[bytes]) -> bytes:
         """Commit written slots of small blocks in one step, checking some of them; returns one result for each.
 
-        Which ones are checked is the decision of `policy.checking`: whoever reads the others verifies them.
+        Which ones are checked is the decision of `policy.admission`: whoever reads the others verifies them.
         """
         taken, chosen = self._node.reservations.take_written(owner, ids)
         sums = {r.id: self._hashed(r) for r in chosen}
