@@ -11,7 +11,8 @@ import socket
 import ssl
 import threading
 from base64 import b64decode
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, urlencode, urlsplit
@@ -30,6 +31,8 @@ from kvstrata_api.errors import UnsupportedError
 PLUGIN_S: Final = 60.0
 """Bound of a credential plugin and of an OpenID provider; some of them ask a cloud several times."""
 
+_READING_POLL_S: Final = 0.01
+
 BUFFER_BYTES: Final = 1 << 16
 """Of one stream, as is aiohttp's own; the library takes 2 MiB, to read lines, which `api` does itself."""
 
@@ -45,29 +48,24 @@ _UNREADABLE: Final = (OSError, ValueError, LookupError, TypeError, AttributeErro
 """What the library raises for files that are missing, no kubeconfig, or half of one."""
 
 
-class _InlinedFiles:
-    """The files that the library makes of inlined certificates and keys, removed once OpenSSL has read them.
+_READING: Final = threading.Lock()
+"""Held while a configuration is read: the library keeps files of inlined certificates and keys by their content for the
+whole process, so threads would make one twice, or remove what another one is about to read."""
 
-    The library keeps them by their content for the whole process, whoever asked for them: so they go with the last of
-    those that read some now, tasks and threads alike. It would remove them at exit, which a kill does not wait for.
+
+@asynccontextmanager
+async def _inlined_files() -> AsyncIterator[None]:
+    """Have the library's files of inlined certificates and keys to oneself; they are gone at the end.
+
+    OpenSSL has read them by then, and the library would remove them at exit alone, which a kill does not wait for.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._readers = 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._readers += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._readers -= 1
-            if not self._readers:
-                kube_config._cleanup_temp_files()  # noqa: SLF001
-
-
-_FILES: Final = _InlinedFiles()
+    while not _READING.acquire(blocking=False):  # noqa: ASYNC110  Of threads, and its holder may be a task of this loop.
+        await asyncio.sleep(_READING_POLL_S)
+    try:
+        yield
+    finally:
+        kube_config._cleanup_temp_files()  # noqa: SLF001
+        _READING.release()
 
 
 async def open_connection(kubeconfig: Path | None) -> "Connection":
@@ -123,7 +121,7 @@ class Connection:
         Raises `UnsupportedError` when it could not be had.
         """
         try:
-            with _FILES:
+            async with _inlined_files():
                 await self._renew()
         except _UNREADABLE as e:
             raise UnsupportedError(f"{type(e).__name__} {e}") from e
@@ -232,7 +230,7 @@ async def _of_kubeconfig(paths: str) -> Connection:
         if user.get("tokenFile") or "auth-provider" in user or hasattr(loader, "exec_plugin_expiry"):
             await _load(loader, configuration)
 
-    with _FILES:
+    async with _inlined_files():
         await _load(loader, configuration)
         _refuse_half(paths, loader, configuration, user)
         return Connection(configuration, renew, _impersonated(user), uses_proxy_of_environment=True)

@@ -7,7 +7,7 @@ import ssl
 import sys
 import tempfile
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -199,18 +199,18 @@ async def test_content_goes_before_names_and_is_left_in_no_file(
     assert not list((tmp_path / "temporary").iterdir())
 
 
-async def test_a_connection_that_opens_takes_no_file_from_one_that_opens_in_another_thread(
+async def test_connections_that_open_in_several_threads_take_no_file_from_each_other_and_leave_none(
     tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library has one file for equal content, whoever asked for it."""
     path = kubeconfig(tmp_path, {"token": "t"}, **{"certificate-authority-data": coded(authority.pair.public_pem)})
-    refuse = kube_connection._refuse_half
+    refuse, others = kube_connection._refuse_half, list[Future[None]]()
 
     def late(*read: Any) -> None:
         """Between reading the files' names and reading the files."""
         monkeypatch.setattr(kube_connection, "_refuse_half", refuse)
-        with ThreadPoolExecutor(1) as other:
-            other.submit(lambda: asyncio.run(opened())).result(10.0)
+        others.append(pool.submit(lambda: asyncio.run(opened())))
+        wait(others, 0.3)  # Long enough to open where nothing keeps it from it.
         refuse(*read)
 
     async def opened() -> None:
@@ -220,7 +220,9 @@ async def test_a_connection_that_opens_takes_no_file_from_one_that_opens_in_anot
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(kube_connection, "_refuse_half", late)
 
-    await opened()
+    with ThreadPoolExecutor(1) as pool:
+        await opened()
+        await asyncio.wrap_future(others[0])
 
     assert not list((tmp_path / "temporary").iterdir())
 
