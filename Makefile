@@ -9,7 +9,7 @@ SEEDS ?= 200
 EXAMPLES ?= quick
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check lint types contracts drift unit style tools test contract stateful system peers sim faults threats adversity mutants soak test-gpu test-guest test-node \
+.PHONY: help setup demo check lint types contracts drift unit style tools test contract stateful system test-peers sim faults threats adversity mutants soak test-gpu test-guest test-node \
   images image-pins test-images bench requirements generate sbom licences clean
 
 help: ## Show this list
@@ -38,7 +38,7 @@ drift:
 	@$(BIN)/python hack/generate.py --check
 
 style: setup ## Print sizes and nesting beside what the style looks at; no gate
-	@$(BIN)/python hack/measure_style.py
+	@$(BIN)/python -m checks.measure_style
 
 unit:
 	@KVSTRATA_HYPOTHESIS_PROFILE=$(EXAMPLES) $(PYTEST) -q -n 2 -m unit tests/unit
@@ -60,7 +60,7 @@ stateful:
 system:
 	@$(PYTEST) -q tests/system
 
-peers:
+test-peers: tools ## Engines' packages in environments of their own (made on demand from pinned files)
 	@$(PYTEST) -q tests/peers
 
 sim: setup ## Simulated fleets on a virtual clock, SEEDS of them; prints the seed of any violation (SEED=n replays one)
@@ -76,7 +76,7 @@ adversity: setup ## Lie to the operator and kill it at every API call, shortened
 	@PYTHONPATH=tests $(BIN)/python -m adversity $(if $(ONLY),--only $(ONLY)) $(if $(FULL),--full)
 
 mutants: setup ## Seeded defects that the suite must catch (ONLY=I6 some, JOBS=2 two at a time, SHARD=1/4 a part)
-	@$(BIN)/python hack/mutants.py $(if $(ONLY),--only $(ONLY)) $(if $(JOBS),--jobs $(JOBS)) $(if $(SHARD),--shard $(SHARD))
+	@$(BIN)/python -m checks.mutants $(if $(ONLY),--only $(ONLY)) $(if $(JOBS),--jobs $(JOBS)) $(if $(SHARD),--shard $(SHARD))
 
 soak: setup ## Every invariant at the full counts of the table; hours; the log goes to docs/evidence/
 	@hack/soak.sh
@@ -113,10 +113,10 @@ generate: ## Write everything that is generated: CRDs, chart CRDs, dashboards, m
 	@$(BIN)/python hack/generate.py --write
 
 sbom: ## Write a CycloneDX bill of materials for each requirement file
-	@$(BIN)/python hack/sbom.py
+	@$(BIN)/python -m checks.sbom
 
 licences: ## Check the licences of what is installed
-	@$(BIN)/python hack/licences.py
+	@$(BIN)/python -m checks.licences
 
 clean: ## Remove .venv and caches of this tree (not the control plane's binaries)
 	@rm -rf .venv .venv-* .mypy_cache .ruff_cache .hypothesis build dist

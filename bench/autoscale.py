@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from bench.common import table
-from bench.traces import TRACES, Request, read
+from bench.harness.common import table
+from bench.harness.traces import TRACES, Request, read
 from kvstrata_agent.policy.reuse_curve import ASKED_BLOCKS_MIN, ReuseCurve
-from kvstrata_api.autoscale import grown, shrunk
 from kvstrata_api.models.pool import LOW_WATERMARK_PERCENT, TierAutoscale
+from kvstrata_api.tiers import step_down, step_up
 from kvstrata_operator.decide.pools.autoscaling import Signal, decide
 
 PARTS: Final = (0.02, 0.1, 0.5)
@@ -66,8 +66,8 @@ def signal(curve: ReuseCurve, cache: Cache) -> Signal | None:
     if curve.asked_blocks < ASKED_BLOCKS_MIN:
         return None
     here = curve.hit_ratio(cache.blocks)
-    gain = curve.hit_ratio(grown(cache.blocks, 1)) - here
-    loss = here - curve.hit_ratio(shrunk(cache.blocks, 1))
+    gain = curve.hit_ratio(step_up(cache.blocks, 1)) - here
+    loss = here - curve.hit_ratio(step_down(cache.blocks, 1))
     is_full = 100 * len(cache.kept) >= LOW_WATERMARK_PERCENT * cache.blocks
     return Signal(round(1000 * gain), round(1000 * loss), 0, is_full=is_full, is_short=False)
 

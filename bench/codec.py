@@ -16,16 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 import kvstrata_native
-from bench import common
-from bench.codec_peers import ABSENT, BytePeer, Bytes2D, Room, TorchFp8, Zstd, measure_bytes
-from bench.common import Result, Sample, publish, rate_ratio, table
+from bench.harness import common
+from bench.harness.common import Result, Sample, publish, rate_ratio, table
+from bench.peers.codecs import ABSENT, BytePeer, Bytes2D, Room, TorchFp8, Zstd, measure_bytes
 from kvstrata_agent.codec.base import Encoded, Planes, Shape, room_bytes
 from kvstrata_agent.codec.exact import PackedCodec
 from kvstrata_agent.codec.lossy import MixedCodec
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_api import __version__
 from kvstrata_api.units import MIB
-from kvstrata_native.packing import Kind, Packing
+from kvstrata_native.forms import Kind, Packing
 
 BLOCK_BYTES: Final = 2 * MIB
 """16 tokens of an 8-billion-parameter model in bf16."""

@@ -20,9 +20,9 @@ from typing import Final
 import cryptography
 import numpy as np
 
-from bench import common
-from bench.common import Result, Sample, publish, rate_ratio, table
-from bench.identity import SECRET
+from bench.harness import common
+from bench.harness.common import Result, Sample, publish, rate_ratio, table
+from bench.harness.identity import SECRET
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.backends.file.open_store import open_nvme
 from kvstrata_agent.backends.file.record_store import RecordStore

@@ -14,12 +14,12 @@ from typing import Final
 
 import numpy as np
 
-from bench import common
-from bench.cases import KIB, MIB
-from bench.common import Result, Sample, publish, table, time_ratio
-from bench.identity import BLOCK_TOKENS, MODEL, POOL, REVISION, TOKEN
+from bench.harness import common
+from bench.harness.cases import KIB, MIB
+from bench.harness.common import Result, Sample, publish, table, time_ratio
+from bench.harness.identity import BLOCK_TOKENS, MODEL, POOL, REVISION, TOKEN
+from bench.harness.remote_node import OWNER, READER
 from bench.remote import TRANSPORTS, Nodes
-from bench.remote_node import OWNER, READER
 from kvstrata import Client, PrefixCache, Target
 from kvstrata_api import __version__
 from kvstrata_api.blocks import Layout
@@ -40,7 +40,7 @@ class WrongBytesError(Exception):
 def handed_over(writer: PrefixCache, reader: PrefixCache, tokens: Tokens, stored: Bytes2D) -> tuple[float, float]:
     """Seconds from the start of the prefill until the reader has the first layer, and all of them."""
     begin_s = time.perf_counter()
-    growing = writer.grow(tokens)
+    growing = writer.hand_over(tokens)
     if growing.blocks != len(stored):
         raise WrongBytesError("the agent did not take all blocks")
 

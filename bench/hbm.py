@@ -17,20 +17,20 @@ import numpy as np
 import torch
 
 import kvstrata_native
-from bench import common
 from bench.codec import BLOCK_BYTES, CHANNELS, COLUMN_GROUP, HEAD_DIM, TOKENS, generated, gigabytes
-from bench.common import Result, Sample, publish, rate_ratio, table
+from bench.harness import common
+from bench.harness.common import Result, Sample, publish, rate_ratio, table
 from kvstrata_agent.backends.base import Reading, Record, Writing
 from kvstrata_agent.backends.device.hbm import open_hbm
 from kvstrata_api import __version__
 from kvstrata_api.blocks import BlockKey, Layout, LayoutId, ScopeId
 from kvstrata_api.checksum import checksum
-from kvstrata_client.connectors.paged import CudaWork, HostWork, PagedKv, coming_down
-from kvstrata_native.packing import Kind, Packing
+from kvstrata_client.connectors.paged import CudaWork, HostWork, PagedKv, offloaded
+from kvstrata_native.forms import Kind, Packing
 
 BLOCKS, BLOCKS_QUICK, BLOCKS_TINY = 256, 64, 4
 REPEATS, REPEATS_QUICK = 15, 5
-HELPING_BLOCKS: Final = 32
+BATCH_BLOCKS: Final = 32
 LAYERS: Final = BLOCK_BYTES // (2 * TOKENS * CHANNELS * 2)
 LAYOUT: Final = Layout("bench", "r1", "bf16", TOKENS, LAYERS, CHANNELS // HEAD_DIM, HEAD_DIM, 2)
 SCOPE: Final = ScopeId("tenant/bench/0/v1")
@@ -107,8 +107,8 @@ class Bench:
     def pages_down(self) -> None:
         """Gather all blocks of the table, as a save does before it stores them."""
         blocks = len(self.table)
-        helpings = [range(at, min(at + HELPING_BLOCKS, blocks)) for at in range(0, blocks, HELPING_BLOCKS)]
-        for _ in coming_down(self._kv, self._work, self._kv.rows(self.table, range(blocks)), helpings):
+        batches = [range(at, min(at + BATCH_BLOCKS, blocks)) for at in range(0, blocks, BATCH_BLOCKS)]
+        for _ in offloaded(self._kv, self._work, self._kv.rows(self.table, range(blocks)), batches):
             pass
 
     def each_page_down(self) -> None:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from bench import common
-from bench.cases import Case
-from bench.common import Result, Sample, publish, table, time_ratio
-from bench.drivers import Command, Driver
+from bench.harness import common
+from bench.harness.cases import Case
+from bench.harness.common import Result, Sample, publish, table, time_ratio
+from bench.harness.drivers import Command, Driver
 from kvstrata_api import __version__
 
 KIB: Final = 1 << 10
@@ -63,8 +63,8 @@ def started(name: str) -> Iterator[Side]:
         socket = ("--socket", str(Path(directory) / "agent.sock"))
         arguments = (*socket, "--capacity-bytes", str(CAPACITY_BYTES), "--isolation", name)
         with (
-            Driver(Command(f"agent {name}", python, "bench.agent_process", arguments)) as agent,
-            Driver(Command(name, python, "bench.ours", (*socket, "--tokens"))) as client,
+            Driver(Command(f"agent {name}", python, "bench.harness.agent_process", arguments)) as agent,
+            Driver(Command(name, python, "bench.peers.ours", (*socket, "--tokens"))) as client,
         ):
             agent.read()
             client.versions()

@@ -22,11 +22,11 @@ from typing import Any, Final, Protocol
 import redis
 
 import peers
-from bench import common
-from bench.common import REPEATS_MIN, Result, Sample, publish, rate_ratio, table
-from bench.drivers import ROOT, AbsentError, Command, Driver, FailedError
-from bench.identity import BLOCK_TOKENS, HEAD_DIM, LAYER_BYTES, MODEL, POOL, REVISION, TOKEN
-from bench.participants import MEMCPY, OURS, PYTHON
+from bench.harness import common
+from bench.harness.common import REPEATS_MIN, Result, Sample, publish, rate_ratio, table
+from bench.harness.drivers import ROOT, AbsentError, Command, Driver, FailedError
+from bench.harness.identity import BLOCK_TOKENS, HEAD_DIM, LAYER_BYTES, MODEL, POOL, REVISION, TOKEN
+from bench.harness.participants import MEMCPY, OURS, PYTHON
 from kvstrata_api import __version__
 from kvstrata_api.units import GIB, KIB, MIB
 
@@ -175,7 +175,7 @@ def start(files: Path) -> Iterator[Field]:
         arguments = ("--socket", str(directory / "agent.sock"), "--capacity-bytes", str(CAPACITY_BYTES))
         path = (("PYTHONPATH", f"{ROOT / 'crds'}:{ROOT / 'agent'}"), ("LMCACHE_DISABLE_BANNER", "1"))
         tool = stack.enter_context(Driver(Command("lmcache", python, "bench.peers.lmcache_l2", environment=path)))
-        agent = stack.enter_context(Driver(Command("agent", PYTHON, "bench.agent_process", arguments)))
+        agent = stack.enter_context(Driver(Command("agent", PYTHON, "bench.harness.agent_process", arguments)))
         medium = agent.read()["medium"]
         resp = Resp(stack.enter_context(redis_server(directory)))
         participants: dict[str, Participant] = {OURS: Ours(agent, directory), FS: Files(own_files), RESP: resp}

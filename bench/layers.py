@@ -14,10 +14,10 @@ from typing import Final
 
 import numpy as np
 
-from bench import common
-from bench.common import Result, Sample, publish, table, time_ratio
-from bench.drivers import Command, Driver
-from bench.identity import BLOCK_TOKENS, MODEL, POOL, REVISION, TOKEN
+from bench.harness import common
+from bench.harness.common import Result, Sample, publish, table, time_ratio
+from bench.harness.drivers import Command, Driver
+from bench.harness.identity import BLOCK_TOKENS, MODEL, POOL, REVISION, TOKEN
 from kvstrata import Client, PrefixCache, Target
 from kvstrata_api import __version__
 from kvstrata_api.blocks import Layout
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as name:
         socket = Path(name) / "agent.sock"
         at = ("--socket", str(socket), "--capacity-bytes", str(3 * blocks * LAYOUT.block_bytes + 256 * MIB))
-        with Driver(Command("agent", Path(sys.executable), "bench.agent_process", at)) as agent:
+        with Driver(Command("agent", Path(sys.executable), "bench.harness.agent_process", at)) as agent:
             agent.read()
             with Client.attach(Target(socket, POOL, TOKEN, LAYOUT), strict=True) as client:
                 seconds = measure(PrefixCache(client), agent, blocks, repeats)

@@ -13,12 +13,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from bench import cases, common
-from bench.cases import Plan
-from bench.common import Result, Sample, beyond, publish, rate_ratio, table
-from bench.drivers import Driver
-from bench.participants import LMCACHE, MEMCPY, MOONCAKE, NON_TEMPORAL, OURS, REDIS, Field, more, start, with_full_tier
-from bench.rounds import Rounds, Turns
+from bench.harness import cases, common
+from bench.harness.cases import Plan
+from bench.harness.common import Result, Sample, beyond, publish, rate_ratio, table
+from bench.harness.drivers import Driver
+from bench.harness.participants import (
+    LMCACHE,
+    MEMCPY,
+    MOONCAKE,
+    NON_TEMPORAL,
+    OURS,
+    REDIS,
+    Field,
+    more,
+    start,
+    with_full_tier,
+)
+from bench.harness.rounds import Rounds, Turns
 
 ALL_PEERS = (LMCACHE, MOONCAKE, REDIS)
 KEYED_PEERS = (LMCACHE, MOONCAKE)

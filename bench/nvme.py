@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Final
 
 import peers
-from bench import common
-from bench.cases import Case
-from bench.common import REPEATS_MIN, Result, Sample, publish, rate_ratio, table
-from bench.drivers import AbsentError, Command, Driver, FailedError
-from bench.fio import Fio, FioError
+from bench.harness import common
+from bench.harness.cases import Case
+from bench.harness.common import REPEATS_MIN, Result, Sample, publish, rate_ratio, table
+from bench.harness.drivers import AbsentError, Command, Driver, FailedError
+from bench.harness.fio import Fio, FioError
 from kvstrata_api import __version__
 from kvstrata_api.units import KIB, MIB
 
@@ -169,7 +169,8 @@ def start(directory: Path, who: Sequence[str], environments: Sequence[str]) -> I
     """Start `who` takes part, peers as far as their environment is among `environments`; stop them at the end."""
     with ExitStack() as stack:
         versions = {"kvstrata": __version__}
-        commands = [_command(name, directory, "bench.nvme_ours", more) for name, more in FORMS.items() if name in who]
+        forms = [(name, more) for name, more in FORMS.items() if name in who]
+        commands = [_command(name, directory, "bench.peers.ours_disk", more) for name, more in forms]
         commands.append(_command(NIXL, directory, "bench.peers.nixl_posix", ()))
         for name in PEERS:
             try:

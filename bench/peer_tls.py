@@ -4,6 +4,7 @@ Blocks of 1 MiB go from an owner's memory into a reader's, leased, moved and ver
 line is one JSON object with bytes per second and milliseconds of a handshake.
 """
 
+import argparse
 import asyncio
 import json
 import mmap
@@ -20,10 +21,12 @@ from typing import Final
 from prometheus_client import CollectorRegistry
 
 from kvstrata_agent.backends.base import SlotRef
-from kvstrata_agent.cache.ports import Lent, Stretch, Wanted
+from kvstrata_agent.cache.ports import Wanted
+from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
+from kvstrata_agent.fleet.peers.connection import PeerTls
+from kvstrata_agent.fleet.peers.lender import Lent
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
-from kvstrata_agent.fleet.peers.tls import PeerTls
 from kvstrata_api import names
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret
 from kvstrata_api.checksum import checksum
@@ -32,9 +35,9 @@ from kvstrata_api.units import MIB
 from kvstrata_kube import tls
 from kvstrata_kube.certified import make_key_pair
 from kvstrata_kube.tls import Credential
-from kvstrata_metadata.records import AgentRecord, Announcement, Location
+from kvstrata_metadata.store.records import AgentRecord, Announcement, Location
 from kvstrata_operator.certificates import authority as certificates
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 BLOCKS: Final = 64
@@ -55,7 +58,7 @@ class Holder:
     held: Credential
 
     def connecting(self) -> ssl.SSLContext:
-        """See `kvstrata_agent.fleet.peers.tls.Certified`."""
+        """See `kvstrata_agent.fleet.peers.connection.Certified`."""
         return tls.client_context(self.held, checks_host=False)
 
     def listening(self) -> ssl.SSLContext:
@@ -87,7 +90,7 @@ class Lending:
             Lent(i + 1, slot, self._view(i), b"", self._sums[i], EPOCH) for i, slot in zip(found, slots, strict=True)
         ]
 
-    def trace(self, key: BlockKey, most: int) -> Stretch | None:  # noqa: ARG002
+    def trace(self, key: BlockKey, most: int) -> ChainSegment | None:  # noqa: ARG002
         """No chain is told."""
         return None
 
@@ -101,6 +104,7 @@ class Lending:
 
 def main() -> int:
     """Measure both ways, in turns."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     authority = certificates.make_authority(datetime.now(UTC), timedelta(days=1))
     owner, reader = (certified(authority, name) for name in (OWNER, READER))
     context = multiprocessing.get_context("spawn")

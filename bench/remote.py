@@ -21,14 +21,14 @@ from typing import Any, Final
 import msgspec
 
 import peers
-from bench import common
-from bench.cases import BATCH_BLOCKS, KIB, MIB, Case
-from bench.common import Result, Sample, publish, rate_ratio, table
-from bench.drivers import AbsentError, Command, Driver, FailedError
-from bench.identity import POOL
+from bench.harness import common
+from bench.harness.cases import BATCH_BLOCKS, KIB, MIB, Case
+from bench.harness.common import Result, Sample, publish, rate_ratio, table
+from bench.harness.drivers import AbsentError, Command, Driver, FailedError
+from bench.harness.identity import POOL
+from bench.harness.remote_node import OWNER, READER
+from bench.harness.rounds import WrongBytesError
 from bench.peer_tls import certified
-from bench.remote_node import OWNER, READER
-from bench.rounds import WrongBytesError
 from kvstrata_agent.fleet.peers.nixl import UCX_SETTINGS
 from kvstrata_api import names
 from kvstrata_operator.certificates import authority as certificates
@@ -73,13 +73,13 @@ class Nodes:
             credential.write_bytes(msgspec.json.encode(certified(authority, names.pool_node_name(POOL, name))))
             at = ("--name", name, "--socket", str(directory / name), "--credential", str(credential))
             arguments = (*at, "--capacity-bytes", str(capacity_bytes))
-            command = Command(name, PYTHON, "bench.remote_node", arguments, environment)
+            command = Command(name, PYTHON, "bench.harness.remote_node", arguments, environment)
             self._agents[name] = stack.enter_context(Driver(command))
         facts = {name: agent.read() for name, agent in self._agents.items()}
         self.nixl = str(facts[READER]["nixl"])
         self._agents[READER].ask("meet", name=OWNER, address=facts[OWNER]["address"])
         sockets = ("--owner", str(directory / OWNER), "--reader", str(directory / READER))
-        self.client = stack.enter_context(Driver(Command(OURS, PYTHON, "bench.remote_ours", sockets)))
+        self.client = stack.enter_context(Driver(Command(OURS, PYTHON, "bench.peers.ours_remote", sockets)))
 
     def clear(self) -> None:
         """Forget all blocks on both nodes, and keep the memory mapped."""

@@ -2,7 +2,7 @@
 
 Blocks are named as the product names them, by scope and chain, and leave leaf first and least recently used first, as
 the product's eviction does. A hit is a block of the unbroken prefix that is found. Eight modelled tenants (see
-`bench.traces`) share one cache whose capacity is a part of the blocks that full sharing would ever need.
+`bench.harness.traces`) share one cache whose capacity is a part of the blocks that full sharing would ever need.
 """
 
 from collections import OrderedDict, defaultdict
@@ -10,9 +10,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from bench import common
-from bench.common import Result, publish, table
-from bench.traces import TENANTS, TRACES, NoTraceError, Request, read
+from bench.harness import common
+from bench.harness.common import Result, publish, table
+from bench.harness.traces import TENANTS, TRACES, NoTraceError, Request, read
 from kvstrata_api import __version__
 
 PARTS: Final = (0.05, 0.25, 1.0)

@@ -19,18 +19,17 @@ from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
 
-from bench import common, demo_start
-from bench.agent_process import make_node
-from bench.common import REPEATS_MIN, Result, Sample, publish, table, time_ratio
-from bench.identity import POOL, SECRET
+from bench.harness import common, demo_start
+from bench.harness.agent_process import make_node
+from bench.harness.common import REPEATS_MIN, Result, Sample, publish, table, time_ratio
+from bench.harness.identity import POOL, SECRET
 from kvstrata_agent.app.main import tame_collector
 from kvstrata_agent.backends.base import Record, TierBackend, Writing
 from kvstrata_agent.backends.file.open_store import open_nvme
 from kvstrata_agent.backends.file.record_store import RecordStore
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
-from kvstrata_agent.backends.memory.mounts import read_mounts
-from kvstrata_agent.backends.memory.persistence import Home
-from kvstrata_agent.backends.record.header import HEADER_BYTES
+from kvstrata_agent.backends.memory.persistence import PersistenceRoot, read_mounts
+from kvstrata_agent.backends.record.layout import HEADER_BYTES
 from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.fleet.directory.client import RedisDirectory
@@ -43,9 +42,9 @@ from kvstrata_api.models.pool import HostDramTier, NvmeTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
 from kvstrata_api.units import MIB
-from kvstrata_metadata.access import RedisAccess
-from kvstrata_metadata.records import AgentRecord
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_metadata.store.access import RedisAccess
+from kvstrata_metadata.store.records import AgentRecord
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 BLOCKS: Final = 1_000_000
@@ -66,7 +65,7 @@ async def open_at(medium: str, directory: Path, capacity_bytes: int) -> TierBack
     """The tier in its directory."""
     if medium == NVME:
         return await open_nvme(NvmeTier(path=str(directory)), POOL, "bench", capacity_bytes)
-    return open_host_dram(DRAM, capacity_bytes, (), Home(directory, "bench", "bench", read_mounts(), "dram"))
+    return open_host_dram(DRAM, capacity_bytes, (), PersistenceRoot(directory, "bench", "bench", read_mounts(), "dram"))
 
 
 def capacity_of(medium: str, blocks: int) -> int:

@@ -11,7 +11,7 @@ from typing import Final
 GENERATORS: Final = (
     ("CRDs", ("-m", "kvstrata_api.schema")),
     ("dashboards", ("-m", "kvstrata_telemetry.dashboard")),
-    ("metric docs", ("-m", "kvstrata_telemetry.docs")),
+    ("metric docs", ("-m", "kvstrata_telemetry.generated")),
     ("chart", ("hack/sync_chart.py",)),  # Last: it copies what the others make.
 )
 

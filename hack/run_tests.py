@@ -5,8 +5,8 @@ So three of them at a time keep two cores busy. They are handed out in runs of n
 their file, and whoever has nothing left takes over half of what another one has still to do.
 
 No test has a second try: what fails now and then is a defect of the product, or of the test. A test that hangs beyond
-its timeout is ended with the stacks of its threads, counts as failed, and the others go on (tests/watchdog.py). A file
-that leaves a process or a file behind, and a run that leaves a mount or huge pages, fail (tests/leftovers.py).
+its timeout is ended with the stacks of its threads, counts as failed, and the others go on. A file that leaves a
+process or a file behind, and a run that leaves a mount or huge pages, fail (tests/support/runner).
 """
 
 import argparse

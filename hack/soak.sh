@@ -37,6 +37,6 @@ for invariants in "$@"; do
 done
 run "$python" -m threats --full
 run env KVSTRATA_HYPOTHESIS_PROFILE=soak "$python" -m pytest -q -n 2 tests/unit tests/contract tests/stateful
-run "$python" hack/mutants.py
+run "$python" -m checks.mutants
 echo "log: $log"
 exit "$status"

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 import chart_readme
-from kvstrata_metadata.acl import Grant, Role
+from kvstrata_metadata.store.access import Grant, Role
 from kvstrata_telemetry import generated
 
 CHART = generated.ROOT / "charts" / "kvstrata"
@@ -33,7 +33,7 @@ def files() -> generated.Files:
 def acl_rules() -> str:
     """What each role may do in Redis, without the password that the chart adds."""
     rules = {str(role): Grant(role, "").rule().split(" ", 4)[4] for role in Role}
-    return "# Made from kvstrata_metadata.acl.\n" + yaml.safe_dump(rules, width=1_000)
+    return "# Made from kvstrata_metadata.store.access.\n" + yaml.safe_dump(rules, width=1_000)
 
 
 def strays(wanted: Iterable[Path]) -> tuple[Path, ...]:

@@ -7,7 +7,7 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ("leftovers", "watchdog")
+pytest_plugins = ("support.runner.leftovers", "support.runner.watchdog")
 
 # A commit passes or fails alike wherever it runs: examples follow from the test's own text. `soak` draws new ones.
 settings.register_profile(

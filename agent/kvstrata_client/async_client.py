@@ -12,16 +12,13 @@ from typing import Any, Self, TypeVar
 
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import AgentAwayError, KvStrataError
-from kvstrata_client.client import ATTACH_WAIT_S
 from kvstrata_client.connection.async_link import AsyncLink
-from kvstrata_client.connection.lifecycle import Connect, Down, Idle, Pause, Up, lifecycle
-from kvstrata_client.connection.lifecycle import Step as Turn
-from kvstrata_client.connection.link import Sent, unsent
-from kvstrata_client.prompt.handover import AsyncGrowingBlocks, Slots
-from kvstrata_client.prompt.ranges import Cut
+from kvstrata_client.connection.lifecycle import ATTACH_WAIT_S, Connect, Down, Idle, LifecycleStep, Pause, Up, lifecycle
+from kvstrata_client.connection.protocol import Sent, unsent
+from kvstrata_client.prompt.handover import AsyncHandoverWriter, HandoverSlots
 from kvstrata_client.prompt.streaming import AsyncLayerStream, Leased
 from kvstrata_client.target import Target
-from kvstrata_client.verbs import calls, handover_calls
+from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.calls import (
     Ahead,
     Call,
@@ -36,13 +33,14 @@ from kvstrata_client.verbs.calls import (
     interrupt,
     resume,
 )
+from kvstrata_client.verbs.copying import HeadRange
 from kvstrata_client.verbs.counters import Counters
 from kvstrata_client.verbs.leases import AsyncLeases
 from kvstrata_client.verbs.results import Answer, Grants, Lease, Prefix, Published, Reservation
 
 T = TypeVar("T")
 
-_Flying = dict[Ahead, tuple[AsyncLink | None, Sent]]
+_InFlight = dict[Ahead, tuple[AsyncLink | None, Sent]]
 """What an operation has sent ahead and not collected yet."""
 
 
@@ -63,7 +61,7 @@ class AsyncClient:
 
     @classmethod
     async def attach(cls, target: Target, *, strict: bool = False, wait_s: float = ATTACH_WAIT_S) -> Self:
-        """Make a client and wait up to `wait_s` until it is attached; `is_attached` says whether it is."""
+        """Make a client and wait up to `wait_s` until it is attached; see `is_attached`."""
         client = cls(target, strict=strict)
         client.start()
         await client.wait_attached(wait_s)
@@ -100,7 +98,7 @@ class AsyncClient:
 
     @property
     def is_stale(self) -> bool:
-        """True when the agent has said that the grants may have changed."""
+        """True when the agent has reported that the grants may have changed."""
         return self._link is not None and self._link.protocol.is_stale
 
     @property
@@ -125,7 +123,7 @@ class AsyncClient:
     # Verbs. Each is one round trip at most; see `Client`.
 
     async def refresh_grants(self) -> Grants | None:
-        """Ask for the grants anew."""
+        """Ask for the grants again."""
         return await self._one(calls.scopes(self.target))
 
     async def open_session(self, session: str, *, parent: str = "", priority: str = "") -> None:
@@ -139,14 +137,14 @@ class AsyncClient:
     async def touch_session(
         self, session: str, state: str, *, urgency: int = 0, expected_return_s: float = 0.0
     ) -> None:
-        """Say what a session is about to do: `decoding`, `idle` or `tool`, and when its next turn is expected."""
+        """Report what a session is about to do: `decoding`, `idle` or `tool`, and when its next turn is expected."""
         await self._one(calls.touch_session(self.target, session, state, urgency, expected_return_s))
 
     async def close_session(self, session: str, *, archive: bool = True, wait_s: float = 0.0) -> bool:
         """End a session; with `archive` its prefix goes to slow tiers instead of away.
 
         True when it is archived within `wait_s`: every block of its prefix has a copy that survives a restart. The
-        archive goes on after that; `explain` tells the session's state.
+        archive goes on after that; `explain` has the session's state.
         """
         return await self._one(calls.close_session(self.target, session, archive=archive, wait_s=wait_s))
 
@@ -165,24 +163,24 @@ class AsyncClient:
         return AsyncLeases(answer.value, self._end, answer.busy_s)
 
     async def _end(self, leases: Sequence[Lease], suspects: Sequence[Lease] = ()) -> bool:
-        """End leases; true when the agent says that all of them lived until now."""
+        """End leases; true when the agent confirms that all of them lived until now."""
         try:
             ended = (await self._ask((calls.release(self.target, leases, suspects),)))[0]
         except KvStrataError:  # Strict: whatever the reason is, nobody vouches for what was read.
             return self.counters.judge(len(leases), 0)
         return self.counters.judge(len(leases), ended.value)
 
-    def stream(self, leased: Leased, cut: Cut) -> AsyncLayerStream:
-        """Read blocks that were leased for a cut layer by layer; the stream ends the leases."""
-        return AsyncLayerStream(leased, cut, self._end, self._arrive, _work)
+    def stream(self, leased: Leased, heads: HeadRange) -> AsyncLayerStream:
+        """Read leased blocks layer by layer; the stream ends the leases."""
+        return AsyncLayerStream(leased, heads, self._end, self._arrive, _work)
 
     async def _arrive(self, leases: Sequence[Lease], have: int, wait_s: float) -> tuple[bytes, ...]:
-        """Checksums of parts of growing blocks; none when they are lost, or the agent is."""
-        return await self._one(handover_calls.arrive(self.target, leases, have, wait_s))
+        """Checksums of parts of partial blocks; none when they are lost, or the agent is."""
+        return await self._one(calls.arrive(self.target, leases, have, wait_s))
 
-    def grow(self, slots: Slots) -> AsyncGrowingBlocks:
+    def write_handover(self, slots: HandoverSlots) -> AsyncHandoverWriter:
         """Write blocks that were reserved for a hand-over."""
-        return AsyncGrowingBlocks(self.target, self._one, self._post, _work, slots)
+        return AsyncHandoverWriter(self.target, self._one, self._post, _work, slots)
 
     async def reserve(
         self, keys: Sequence[BlockKey], *, parent: bytes = b"", session: str = ""
@@ -220,32 +218,32 @@ class AsyncClient:
 
     async def run(self, operation: Operation[T]) -> T:
         """Drive an operation that was made for this client; work on memory goes to a worker thread."""
-        flying: _Flying = {}
+        in_flight: _InFlight = {}
         try:
             step = begin(operation)
             while not isinstance(step, Done):
                 try:
-                    outcome = await self._perform(step, flying)
+                    outcome = await self._perform(step, in_flight)
                 except BaseException as e:  # noqa: BLE001  Given to the operation, which lets go of what it holds and re-raises.
                     step = interrupt(operation, e)
                 else:
                     step = resume(operation, outcome)
         finally:
-            for link, sent in flying.values():
+            for link, sent in in_flight.values():
                 if link is not None:
                     link.forget(sent)
         return step.value
 
-    async def _perform(self, step: Step, flying: _Flying) -> Sequence[Answer[Any]]:
+    async def _perform(self, step: Step, in_flight: _InFlight) -> Sequence[Answer[Any]]:
         match step:
             case Work():
                 await _work(step)
             case Post():
                 self._post(step.calls)
             case Ahead():
-                flying[step] = self._link, self._send(step.calls)
+                in_flight[step] = self._link, self._send(step.calls)
             case Collect():
-                return await self._collect(*flying.pop(step.ahead))
+                return await self._collect(*in_flight.pop(step.ahead))
             case _:
                 return await self._ask(step)
         return ()
@@ -282,7 +280,7 @@ class AsyncClient:
         while True:
             outcome = await self._do(steps.send(outcome))
 
-    async def _do(self, step: Turn) -> Any:
+    async def _do(self, step: LifecycleStep) -> Any:
         match step:
             case Connect():
                 return await self._connect()

@@ -8,17 +8,17 @@ import numpy as np
 
 from kvstrata_api.blocks import token_ids
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_api.wire_handover import Handover
+from kvstrata_api.wire import Handover
 from kvstrata_client.async_client import AsyncClient
 from kvstrata_client.client import Client
 from kvstrata_client.prompt.chain import Tokens
-from kvstrata_client.prompt.handover import AsyncGrowingBlocks, GrowingBlocks, begin
+from kvstrata_client.prompt.handover import AsyncHandoverWriter, HandoverWriter, begin_handover
 from kvstrata_client.prompt.load import load
-from kvstrata_client.prompt.ranges import Cut
 from kvstrata_client.prompt.routes import Attachment, Job, look_up, prompt_of
 from kvstrata_client.prompt.store import store
 from kvstrata_client.prompt.streaming import LEASE_S, AsyncLayerStream, LayerStream, lease_route
 from kvstrata_client.target import Target
+from kvstrata_client.verbs.copying import HeadRange
 from kvstrata_client.verbs.leases import lost
 from kvstrata_client.verbs.results import Bytes2D, Loaded, Located, Stored
 
@@ -35,7 +35,7 @@ class PrefixCache:
         self._client = client
 
     def lookup(self, tokens: Sequence[int] | Tokens, *, session: str = "") -> Located:
-        """Tell how many leading blocks of `tokens` can be had now, here or from another node; leases nothing."""
+        """Return how many leading blocks of `tokens` can be had now, here or from another node; leases nothing."""
         return self._client.run(look_up(_job(self._client.target, self._client, tokens, session, DEADLINE_S)))
 
     def load(
@@ -77,17 +77,17 @@ class PrefixCache:
         a layer waits for it. Raises `InvalidInputError` for heads that the layout has not, or of a hand-over, and
         nothing else unless the client is strict.
         """
-        cut = _cut(self._client.target, heads, handover)
+        head_range = _head_range(self._client.target, heads, handover)
         job = _job(self._client.target, self._client, tokens, session, deadline_s, blocks_max)
-        leased = self._client.run(lease_route(replace(job, lease_s=LEASE_S), cut, handover))
-        return self._client.stream(leased, cut)
+        leased = self._client.run(lease_route(replace(job, lease_s=LEASE_S), head_range, handover))
+        return self._client.stream(leased, head_range)
 
-    def grow(
+    def hand_over(
         self, tokens: Sequence[int] | Tokens, *, session: str = "", deadline_s: float = DEADLINE_S
-    ) -> GrowingBlocks:
+    ) -> HandoverWriter:
         """Reserve blocks of `tokens` that a reader on another node may have layer by layer while they are computed."""
         job = _job(self._client.target, self._client, tokens, session, deadline_s)
-        return self._client.grow(self._client.run(begin(job)))
+        return self._client.write_handover(self._client.run(begin_handover(job)))
 
     def store(
         self,
@@ -151,17 +151,17 @@ class AsyncPrefixCache:
 
         Cancelled, it gives its leases back; so does leaving the `async with` block, in whatever way.
         """
-        cut = _cut(self._client.target, heads, handover)
+        head_range = _head_range(self._client.target, heads, handover)
         job = _job(self._client.target, self._client, tokens, session, deadline_s, blocks_max)
-        leased = await self._client.run(lease_route(replace(job, lease_s=LEASE_S), cut, handover))
-        return self._client.stream(leased, cut)
+        leased = await self._client.run(lease_route(replace(job, lease_s=LEASE_S), head_range, handover))
+        return self._client.stream(leased, head_range)
 
-    async def grow(
+    async def hand_over(
         self, tokens: Sequence[int] | Tokens, *, session: str = "", deadline_s: float = DEADLINE_S
-    ) -> AsyncGrowingBlocks:
-        """Like `PrefixCache.grow`."""
+    ) -> AsyncHandoverWriter:
+        """Like `PrefixCache.hand_over`."""
         job = _job(self._client.target, self._client, tokens, session, deadline_s)
-        return self._client.grow(await self._client.run(begin(job)))
+        return self._client.write_handover(await self._client.run(begin_handover(job)))
 
     async def store(
         self,
@@ -210,8 +210,8 @@ def _job(
     return Job(target, at, prompt_of(target, packed), session, deadline_s=deadline_s, blocks_max=blocks_max)
 
 
-def _cut(target: Target, heads: range | None, handover: Handover | None) -> Cut:
+def _head_range(target: Target, heads: range | None, handover: Handover | None) -> HeadRange:
     """What a stream reads of blocks. Raises `InvalidInputError` for heads that there are not, or of a hand-over."""
     if handover is not None and heads is not None:
         raise InvalidInputError(f"heads {heads.start} to {heads.stop}: a hand-over goes by whole layers")
-    return Cut(target.layout, heads)
+    return HeadRange(target.layout, heads)

@@ -1,4 +1,4 @@
-"""The `kvstrata` command: looks at one agent or at the fleet, checks manifests, names prefixes, tells who may read.
+"""The `kvstrata` command: shows one agent or the fleet, checks manifests, names prefixes, shows who may read.
 
 It also calibrates codecs on captured KV.
 """
@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from kvstrata_api import __version__
 from kvstrata_api.errors import KvStrataError
-from kvstrata_client.commands import agent, calibrate, digest, fleet, manifests, who
-from kvstrata_client.target import VERSION
+from kvstrata_client.commands import agent, calibrate, digest, fleet, manifests
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
@@ -36,10 +36,10 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
     agent.add(commands)
     fleet.add(commands)
-    manifests.add(commands)
+    manifests.add_validate(commands)
     digest.add(commands)
     calibrate.add(commands)
-    who.add(commands)
+    manifests.add_who_can_read(commands)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(run=print_version)
     return top
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 def print_version(_: argparse.Namespace) -> int:
     """Print the version."""
-    sys.stdout.write(f"kvstrata {VERSION}\n")
+    sys.stdout.write(f"kvstrata {__version__}\n")
     return EXIT_OK
 
 

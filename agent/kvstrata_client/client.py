@@ -8,18 +8,17 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import AgentAwayError, KvStrataError
-from kvstrata_client.connection.lifecycle import Connect, Down, Idle, Pause, Up, lifecycle
-from kvstrata_client.connection.lifecycle import Step as Turn
-from kvstrata_client.connection.link import Link, Sent, unsent
-from kvstrata_client.prompt.handover import GrowingBlocks, Slots
-from kvstrata_client.prompt.ranges import Cut
+from kvstrata_client.connection.lifecycle import ATTACH_WAIT_S, Connect, Down, Idle, LifecycleStep, Pause, Up, lifecycle
+from kvstrata_client.connection.link import Link
+from kvstrata_client.connection.protocol import Sent, unsent
+from kvstrata_client.prompt.handover import HandoverSlots, HandoverWriter
 from kvstrata_client.prompt.streaming import LayerStream, Leased
 from kvstrata_client.target import Target
-from kvstrata_client.verbs import calls, handover_calls
+from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.calls import (
     Ahead,
     Call,
@@ -34,17 +33,15 @@ from kvstrata_client.verbs.calls import (
     interrupt,
     resume,
 )
+from kvstrata_client.verbs.copying import HeadRange
 from kvstrata_client.verbs.counters import Counters
 from kvstrata_client.verbs.leases import Leases
 from kvstrata_client.verbs.results import Answer, Grants, Lease, Prefix, Published, Reservation
 
 T = TypeVar("T")
 
-_Flying = dict[Ahead, tuple[Link | None, Sent]]
+_InFlight = dict[Ahead, tuple[Link | None, Sent]]
 """What an operation has sent ahead and not collected yet."""
-
-ATTACH_WAIT_S: Final = 5.0
-"""How long `attach` waits for the first connection before it goes on in the background."""
 
 
 class Client:
@@ -73,7 +70,7 @@ class Client:
 
     @classmethod
     def attach(cls, target: Target, *, strict: bool = False, wait_s: float = ATTACH_WAIT_S) -> Self:
-        """Make a client and wait up to `wait_s` until it is attached; `is_attached` says whether it is."""
+        """Make a client and wait up to `wait_s` until it is attached; see `is_attached`."""
         client = cls(target, strict=strict)
         client.wait_attached(wait_s)
         return client
@@ -124,7 +121,7 @@ class Client:
     # Verbs. Each is one round trip at most.
 
     def refresh_grants(self) -> Grants | None:
-        """Ask for the grants anew."""
+        """Ask for the grants again."""
         return self._one(calls.scopes(self.target))
 
     def open_session(self, session: str, *, parent: str = "", priority: str = "") -> None:
@@ -136,14 +133,14 @@ class Client:
         self._one(calls.open_session(self.target, session, parent, priority))
 
     def touch_session(self, session: str, state: str, *, urgency: int = 0, expected_return_s: float = 0.0) -> None:
-        """Say what a session is about to do: `decoding`, `idle` or `tool`, and when its next turn is expected."""
+        """Report what a session is about to do: `decoding`, `idle` or `tool`, and when its next turn is expected."""
         self._one(calls.touch_session(self.target, session, state, urgency, expected_return_s))
 
     def close_session(self, session: str, *, archive: bool = True, wait_s: float = 0.0) -> bool:
         """End a session; with `archive` its prefix goes to slow tiers instead of away.
 
         True when it is archived within `wait_s`: every block of its prefix has a copy that survives a restart. The
-        archive goes on after that; `explain` tells the session's state.
+        archive goes on after that; `explain` has the session's state.
         """
         return self._one(calls.close_session(self.target, session, archive=archive, wait_s=wait_s))
 
@@ -163,24 +160,24 @@ class Client:
         return Leases(answer.value, self._end, answer.busy_s)
 
     def _end(self, leases: Sequence[Lease], suspects: Sequence[Lease] = ()) -> bool:
-        """End leases; true when the agent says that all of them lived until now."""
+        """End leases; true when the agent confirms that all of them lived until now."""
         try:
             ended = self._ask((calls.release(self.target, leases, suspects),))[0]
         except KvStrataError:  # Strict: whatever the reason is, nobody vouches for what was read.
             return self.counters.judge(len(leases), 0)
         return self.counters.judge(len(leases), ended.value)
 
-    def stream(self, leased: Leased, cut: Cut) -> LayerStream:
-        """Read blocks that were leased for a cut layer by layer; the stream ends the leases."""
-        return LayerStream(leased, cut, self._end, self._arrive)
+    def stream(self, leased: Leased, heads: HeadRange) -> LayerStream:
+        """Read leased blocks layer by layer; the stream ends the leases."""
+        return LayerStream(leased, heads, self._end, self._arrive)
 
     def _arrive(self, leases: Sequence[Lease], have: int, wait_s: float) -> tuple[bytes, ...]:
-        """Checksums of parts of growing blocks; none when they are lost, or the agent is."""
-        return self._one(handover_calls.arrive(self.target, leases, have, wait_s))
+        """Checksums of parts of partial blocks; none when they are lost, or the agent is."""
+        return self._one(calls.arrive(self.target, leases, have, wait_s))
 
-    def grow(self, slots: Slots) -> GrowingBlocks:
+    def write_handover(self, slots: HandoverSlots) -> HandoverWriter:
         """Write blocks that were reserved for a hand-over."""
-        return GrowingBlocks(self.target, self._one, slots)
+        return HandoverWriter(self.target, self._one, slots)
 
     def reserve(self, keys: Sequence[BlockKey], *, parent: bytes = b"", session: str = "") -> tuple[Reservation, ...]:
         """Ask for slots to fill, in chain order; fewer than asked for when the tier is full."""
@@ -216,25 +213,25 @@ class Client:
 
     def run(self, operation: Operation[T]) -> T:
         """Drive an operation that was made for this client."""
-        flying: _Flying = {}
+        in_flight: _InFlight = {}
         try:
             step = begin(operation)
             while not isinstance(step, Done):
                 try:
-                    outcome = self._perform(step, flying)
+                    outcome = self._perform(step, in_flight)
                 except BaseException as e:  # noqa: BLE001  Given to the operation, which lets go of what it holds and re-raises.
                     step = interrupt(operation, e)
                 else:
                     step = resume(operation, outcome)
         finally:
-            for link, sent in flying.values():
+            for link, sent in in_flight.values():
                 if link is not None:
                     link.forget(sent)
         return step.value
 
     @property
     def is_stale(self) -> bool:
-        """True when the agent has said that the grants may have changed."""
+        """True when the agent has reported that the grants may have changed."""
         link = self._link
         return link is not None and link.protocol.is_stale
 
@@ -244,7 +241,7 @@ class Client:
         link = self._link
         return link is not None and link.protocol.is_crowded
 
-    def _perform(self, step: Step, flying: _Flying) -> Sequence[Answer[Any]]:
+    def _perform(self, step: Step, in_flight: _InFlight) -> Sequence[Answer[Any]]:
         match step:
             case Work():
                 step.run()
@@ -252,9 +249,9 @@ class Client:
                 self._post(step.calls)
             case Ahead():
                 link = self._own_link
-                flying[step] = link, self._send(link, step.calls)
+                in_flight[step] = link, self._send(link, step.calls)
             case Collect():
-                return self._collect(*flying.pop(step.ahead))
+                return self._collect(*in_flight.pop(step.ahead))
             case _:
                 return self._ask(step)
         return ()
@@ -304,7 +301,7 @@ class Client:
             outcome = self._do(steps.send(outcome))
         self._drop(AgentAwayError("the client is closed"))
 
-    def _do(self, step: Turn) -> Any:
+    def _do(self, step: LifecycleStep) -> Any:
         match step:
             case Connect():
                 return self._connect()

@@ -3,10 +3,9 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvstrata_api import __version__
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import AgentAwayError, UnauthenticatedError
-
-VERSION = "0.1.0"
 
 TOKEN_BYTES_MAX = 64 << 10
 """A projected token has 1 to 2 KiB; the limit bounds what a wrong path can cost."""
@@ -20,16 +19,16 @@ class Target:
     """Unix socket of the node's agent of the pool."""
     pool: str
     token: str | Path = field(repr=False)
-    """A token, or the file that holds it: read anew at every attach, because kubelets rotate projected tokens."""
+    """A token, or the file that holds it: read again at every attach, because kubelets rotate projected tokens."""
     layout: Layout
-    client: str = f"kvstrata_client/{VERSION}"
+    client: str = f"kvstrata_client/{__version__}"
     """Name and version for the agent's logs."""
     timeout_s: float = 0.5
     """How long a verb that moves no bytes may take before it answers as if the agent were away."""
     move_timeout_s: float = 5.0
     """The same for verbs that make room or check bytes (reserve, publish)."""
     silence_s: float = 2.0
-    """An agent that owes an answer and says nothing for this long is given up and reconnected."""
+    """An agent that owes an answer and sends nothing for this long is given up and reconnected."""
 
     def read_token(self) -> str:
         """Return the token. Raises `AgentAwayError` for a file that cannot be read now, else `UnauthenticatedError`."""

@@ -1,4 +1,4 @@
-"""Inner loops of the data path, compiled where the build had a C compiler. `choice.Kernels` says what each does.
+"""Inner loops of the data path, compiled where the build had a C compiler. `choice.Kernels` describes each.
 
 `level` names what runs: avx512_vbmi2, avx512, avx2, neon, scalar (compiled) or python (NumPy).
 `KVSTRATA_NATIVE_LEVEL` asks for one.

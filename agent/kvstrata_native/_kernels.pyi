@@ -1,8 +1,6 @@
 from collections.abc import Sequence
 
-from kvstrata_native.buffers import Buffer
-from kvstrata_native.mixing import Mixing
-from kvstrata_native.packing import Packing
+from kvstrata_native.forms import Buffer, Mixing, Packing
 
 def levels() -> list[str]: ...
 def use(level: str, /) -> None: ...

@@ -1,6 +1,6 @@
 /* Packing, and packing that measures what it loses, in one pass over numbers that lie in a cache since their bounds
    were found; part of body.h. Errors are sums of squares in lanes whose order is fixed, in single precision over
-   a few rows and in double precision over these: equal to the bit at every level (`python_mixing.py`). Numbers are brought
+   a few rows and in double precision over these: equal to the bit at every level (`python.py`). Numbers are brought
    below 2 by a power of two before they are squared, so nothing overflows, and what underflows is nothing beside them. */
 
 enum { UNMEASURED, NEAR, FAR }; /* How errors are measured: squares as they are, or times by^2. */

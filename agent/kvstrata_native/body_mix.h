@@ -1,4 +1,4 @@
-/* Blocks whose planes are stored in different forms; part of body.h. `mixing.py` says what they are, `python_mixing.py`
+/* Blocks whose planes are stored in different forms; part of body.h. `forms.py` says what they are, `python.py`
    is the oracle: equal to the bit, errors included. */
 
 ALWAYS Grid grid_of_rung(int rung, const Mixing *mixing)

@@ -1,5 +1,5 @@
-/* bf16 to fewer bits (bounds and scales of groups), and back; part of body.h. `packing.py` says what the codes mean,
-   `python_packing.py` is the oracle: both sides do the same IEEE operations in the same order, so results are equal to
+/* bf16 to fewer bits (bounds and scales of groups), and back; part of body.h. `forms.py` says what the codes mean,
+   `python_forms.py` is the oracle: both sides do the same IEEE operations in the same order, so results are equal to
    the bit.
 
    Rounding to integers is done by adding a number whose last bit is worth one step: IEEE rounds to nearest even there,

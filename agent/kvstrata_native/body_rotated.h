@@ -1,5 +1,5 @@
-/* Rows whose channels are mixed before they are packed; part of body.h. `mixing.py` says what the codes mean,
-   `python_rotated.py` is the oracle: equal to the bit.
+/* Rows whose channels are mixed before they are packed; part of body.h. `forms.py` says what the codes mean,
+   `python.py` is the oracle: equal to the bit.
 
    Runs of a row are multiplied by a Hadamard matrix, which is orthogonal but for a power of two: what a few large channels
    have spreads over all of the run, so one scale for the row costs little. Only additions and products of equal

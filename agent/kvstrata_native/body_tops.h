@@ -1,4 +1,4 @@
-/* Top bytes of elements in fewer bits, and back; part of body.h. `tops.py` says what is stored, `python_tops.py` is the
+/* Top bytes of elements in fewer bits, and back; part of body.h. `forms.py` says what is stored, `python_forms.py` is the
    oracle: both make the same choices, so results are equal to the bit. */
 
 #define ROWS 8          /* Of a strip: codes of one bit position in all rows are shifted alike. */

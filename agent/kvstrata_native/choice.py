@@ -10,9 +10,7 @@ from kvstrata_native import python
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstrata_native.buffers import Buffer
-    from kvstrata_native.mixing import Mixing
-    from kvstrata_native.packing import Packing
+    from kvstrata_native.forms import Buffer, Mixing, Packing
 
 PYTHON: Final = "python"
 
@@ -28,7 +26,7 @@ class Kernels(Protocol):
         """Fill `into` with `source`; large copies leave the caches alone. Raises `ValueError` when sizes differ."""
 
     def xxh3_128(self, source: Buffer, seed: int = 0, /) -> bytes:
-        """Return XXH3-128 of `source` in canonical form: what `xxhash.xxh3_128_digest` says."""
+        """Return XXH3-128 of `source` in canonical form: as `xxhash.xxh3_128_digest` does."""
 
     def digest_pairs(self, blocks: Sequence[tuple[Buffer, int, int]], /) -> list[tuple[bytes, bytes]]:
         """Return XXH3-128 of each memory under its two seeds, letting go of the GIL once for all.
@@ -63,10 +61,10 @@ class Kernels(Protocol):
         """
 
     def narrow(self, into: Buffer, source: Buffer, element_bytes: int, width: int, /) -> int:
-        """Fill `into` with `source`, top bytes of elements in `width` bits each (`tops.py`); return how much it took.
+        """Fill `into` with `source`, top bytes of elements in `width` bits each (`forms.py`); return how much it took.
 
         Bytes behind the last 256 elements stay as they are. Raises `ValueError` for elements or codes that there are
-        none of, and where there is less room than `tops.narrowed_bytes_max`.
+        none of, and where there is less room than `forms.narrowed_bytes_max`.
         """
 
     def widen(self, into: Buffer, stored: Buffer, element_bytes: int, width: int, /) -> bool:
@@ -89,7 +87,7 @@ class Kernels(Protocol):
         """Fill `into` with bf16. Any bytes decode to something. Raises `ValueError` as `pack` does."""
 
     def mix(self, into: Buffer, source: Buffer, rungs: Buffer, errors: Buffer, mixing: Mixing, /) -> int:
-        """Fill `into` with the planes of `source` (`mixing.py`); return how much it took.
+        """Fill `into` with the planes of `source` (`forms.py`); return how much it took.
 
         `rungs` gives the first rung to try for each plane, and gets the one that it is stored on: the first from there
         on whose relative error is at most the mixing's limit. `errors` (float64) gets these errors. Planes

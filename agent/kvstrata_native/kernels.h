@@ -16,11 +16,11 @@
 #error "formats and hashes are read as little-endian words; big-endian machines take the Python kernels"
 #endif
 
-enum { FP8, INT8, INT4 }; /* In the order of packing.py. */
+enum { FP8, INT8, INT4 }; /* In the order of forms.py. */
 enum {
     INT4_ROW, INT4_COLUMN, FP8_ROW, INT8_ROW, INT8_COLUMN, EXACT, AS_IT_IS, ROTATED_4, ROTATED_5, ROTATED_6, ROTATED_8,
     RUNGS
-}; /* In the order of mixing.py. */
+}; /* In the order of forms.py. */
 
 #define HEAD_BYTES 4            /* Of a plane: its length, and its rung in the top byte. */
 #define PLANE_BYTES_MOST 0xFFFF00 /* Of one plane; its length has to fit into a head. */

@@ -1,8 +1,6 @@
 """The kernels in NumPy: what runs where nothing was compiled, and what the compiled ones are compared with.
 
-Planes in different forms, in NumPy: equal to the compiled kernels to the bit, errors included.
-
-Rotated planes in NumPy: equal to the compiled kernels to the bit.
+Results are equal to theirs to the bit, errors of planes included.
 """
 
 from __future__ import annotations
@@ -15,22 +13,39 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstrata_native.mixing import HEAD_BYTES, LADDER, ROTATED, Mixing, Rung
-from kvstrata_native.python_packing import pack, unpack
-from kvstrata_native.python_tops import narrow, widen, width_of
-from kvstrata_native.tops import check, narrowed_bytes_max
+from kvstrata_native.forms import HEAD_BYTES, LADDER, ROTATED, Mixing, Rung, check_narrowing, narrowed_bytes_max
+from kvstrata_native.python_forms import narrow, pack, unpack, widen, width_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvstrata_native.buffers import Buffer
-    from kvstrata_native.mixing import Rotation
+    from kvstrata_native.forms import Buffer, Rotation
 
+
+__all__ = (
+    "copy", "copy_digest", "copy_digests", "copy_sound", "digest_pairs", "mix", "narrow", "pack", "unmix", "unpack",
+    "widen", "width_of", "xxh3_128",
+)  # fmt: skip
 
 _Bytes = npt.NDArray[np.uint8]
 _Words = npt.NDArray[np.uint16]
 _Floats = npt.NDArray[np.float32]
 
+_DIGEST_BYTES: Final = 16
+_STAGE_BYTES: Final = 256 << 10
+"""Copied and hashed in turn, so that the hash reads from the processor's cache: at 2 MiB per block 16.1 GB/s against
+14.4 for a copy and then a hash, of 17.8 for the copy alone (AMD EPYC, 1 MiB of L2 per core)."""
+_LANES: Final = 32
+"""Sums that run beside each other; those of neighbours are added up first, then halves onto each other."""
+_PIECE: Final = 1024
+"""Columns, or rows that have a scale each, that are measured together."""
+_SINGLE_ROWS: Final = 16
+"""Of so many rows at most squares are added in single precision."""
+_NEAR: Final = (0x3000, 0x5000)
+"""Largest magnitudes that are squared as they are, in bits: 2^-31 to 2^33."""
+_PACKINGS: Final = LADDER.index(Rung.EXACT)
+_HEAD: Final = struct.Struct("<I")
+_LENGTH_BITS: Final = 24
 _SCALE_MIN: Final = np.float32(2.0**-100)
 _ROTATED_BELOW: Final = 0x6D80
 """bf16 of 2^92: sums over the longest run, there and back, stay numbers."""
@@ -112,19 +127,6 @@ def _rounded_down(values: _Floats) -> _Words:
     return np.where(found == 0x8000, np.uint16(0), found)
 
 
-_LANES: Final = 32
-"""Sums that run beside each other; those of neighbours are added up first, then halves onto each other."""
-_PIECE: Final = 1024
-"""Columns, or rows that have a scale each, that are measured together."""
-_SINGLE_ROWS: Final = 16
-"""Of so many rows at most squares are added in single precision."""
-_NEAR: Final = (0x3000, 0x5000)
-"""Largest magnitudes that are squared as they are, in bits: 2^-31 to 2^33."""
-_PACKINGS: Final = LADDER.index(Rung.EXACT)
-_HEAD: Final = struct.Struct("<I")
-_LENGTH_BITS: Final = 24
-
-
 def mix(into: Buffer, source: Buffer, rungs: Buffer, errors: Buffer, mixing: Mixing, /) -> int:
     """Fill `into` from its start; return the length. Raises `ValueError` for other sizes."""
     mixing = Mixing(*mixing)
@@ -168,7 +170,7 @@ def _planes(block: Buffer, mixing: Mixing) -> _Words:
     raw = np.frombuffer(block, np.uint8)
     if not mixing.is_sound or raw.size != mixing.planes * mixing.plane_bytes:
         raise ValueError(f"{mixing.planes} planes of {mixing.rows} rows of {mixing.columns} columns of {raw.size} B")
-    check(2, mixing.width)
+    check_narrowing(2, mixing.width)
     return raw.view(np.uint16).reshape(mixing.planes, -1)
 
 
@@ -240,8 +242,8 @@ def _relative_error(x: _Words, y: _Words, mixing: Mixing, rung: Rung) -> float:
         largest = int((was & 0x7FFF).max())
         is_near = _NEAR[0] <= largest < _NEAR[1]
         by = np.float32(1) if is_near else np.uint32((254 - (largest >> 7)) << 23).view(np.float32)
-        values = _floats(was)
-        for sums, parts in ((lost, (values - _floats(came)) * by), (every, values * by)):
+        values = _widened(was)
+        for sums, parts in ((lost, (values - _widened(came)) * by), (every, values * by)):
             _add_squares(sums, parts, 1.0 / (float(by) * float(by)))
     lost_sum, sum_of_all = _folded(lost), _folded(every)
     return 0.0 if lost_sum == 0.0 else math.sqrt(lost_sum / sum_of_all)
@@ -256,10 +258,6 @@ def _strips(mixing: Mixing, rung: Rung) -> Iterator[tuple[slice, slice]]:
     for start in range(0, mixing.columns if is_by_column else mixing.rows, _PIECE):
         part = slice(start, start + _PIECE)
         yield (slice(None), part) if is_by_column else (part, slice(None))
-
-
-def _floats(words: _Words) -> npt.NDArray[np.float32]:
-    return (words.astype(np.uint32) << 16).view(np.float32)
 
 
 def _add_squares(sums: npt.NDArray[np.float64], values: npt.NDArray[np.float32], by: float) -> None:
@@ -279,17 +277,6 @@ def _folded(sums: npt.NDArray[np.float64]) -> float:
         half = sums.size // 2
         sums = sums[:half] + sums[half:]
     return float(sums[0])
-
-
-_DIGEST_BYTES: Final = 16
-_STAGE_BYTES: Final = 256 << 10
-"""Copied and hashed in turn, so that the hash reads from the processor's cache: at 2 MiB per block 16.1 GB/s against
-14.4 for a copy and then a hash, of 17.8 for the copy alone (AMD EPYC, 1 MiB of L2 per core)."""
-
-__all__ = (
-    "copy", "copy_digest", "copy_digests", "copy_sound", "digest_pairs", "mix", "narrow", "pack", "unmix", "unpack",
-    "widen", "width_of", "xxh3_128",
-)  # fmt: skip
 
 
 def copy(into: Buffer, source: Buffer, /) -> None:

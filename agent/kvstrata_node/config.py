@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         help="dax devices get their former driver back when no tier wants them in the declared mode",
     )
     add("--kubeconfig", type=Path, help="default: $KUBECONFIG, the pod's own, ~/.kube/config")
-    add("--ready-file", type=Path, help="written once the first look at the machine was reported")
+    add("--ready-file", type=Path, help="written once the first report of the machine was written")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return parser
 

@@ -1,4 +1,4 @@
-"""Keeps dax devices in the modes that tiers declare: looks, plans, carries out, remembers what was refused."""
+"""Keeps dax devices in the modes that tiers declare: observes, plans, carries out, remembers what was refused."""
 
 import logging
 import time
@@ -8,18 +8,17 @@ from typing import Final
 
 from kvstrata_api.tiers import CxlMode
 from kvstrata_node import dax_plan as dax
-from kvstrata_node import dax_state as dax_look
 from kvstrata_node import dax_verdict
-from kvstrata_node.dax_book import DaxBook
-from kvstrata_node.dax_plan import Goal, Rules, Seen, Wish
-from kvstrata_node.dax_sysfs import DaxMachine
+from kvstrata_node.books import DaxBook
+from kvstrata_node.dax_plan import CxlDemand, DaxState, Goal, Rules
+from kvstrata_node.dax_sysfs import DaxMachine, read_devices
 from kvstrata_node.dax_verdict import Verdict
 from kvstrata_node.discovery import read_machine
 
 AGAIN_S: Final = 300.0
-"""Between tries of what the kernel refused: each has it move pages away, and back."""
+"""Retry interval of what the kernel refused: each has it move pages away, and back."""
 PASSES_MAX: Final = 4
-"""Looks in one round: memory can be put online only when its driver is there, and shows its size only then."""
+"""Observations in one round: memory can be put online only when its driver is there, and shows its size only then."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,40 +46,40 @@ class DaxKeeper:
         returns = (since_s + self.return_s for since_s in waiting)
         return (*(at_s for _, _, at_s in self._refused.values()), *returns)
 
-    def round(self, wish: Wish) -> Mapping[CxlMode, Verdict]:
-        """Bring the devices as near to the wish as they can be now, and judge them. Blocking; see `OFFLINE_S`."""
+    def round(self, demand: CxlDemand) -> Mapping[CxlMode, Verdict]:
+        """Bring the devices as near to the demand as they can be now, and judge them. Blocking; see `OFFLINE_S`."""
         for _ in range(PASSES_MAX):
-            due = self._due(wish, self._look())
+            due = self._due(demand, self._observe())
             if not due:
                 break
             for goal in due:
                 self._carry_out(goal)
-        seen = self._look()
-        self._strike_settled(wish, seen)
+        seen = self._observe()
+        self._strike_settled(demand, seen)
         refused = {name: verdict for name, (_, verdict, _) in self._refused.items()}
-        return dax_verdict.of_modes(wish, seen, self._rules(), refused)
+        return dax_verdict.of_modes(demand, seen, self._rules(), refused)
 
-    def _strike_settled(self, wish: Wish, seen: Seen) -> None:
+    def _strike_settled(self, demand: CxlDemand, seen: DaxState) -> None:
         """Forget devices that have their former driver and should have no other."""
-        needed = dax.needs(wish, seen, self._rules())
+        needed = dax.needs(demand, seen, self._rules())
         for device in seen.devices:
             change = self.book.changed.get(device.name)
             is_former = change is not None and device.driver == change.before == needed.get(device.name, change.before)
-            if is_former and device.name not in self._unneeded_s and wish.is_complete:
+            if is_former and device.name not in self._unneeded_s and demand.is_complete:
                 try:
                     self.book.strike(device.name)
                 except OSError as e:
                     _log.warning("book of dax devices not written", extra={"device": device.name, "cause": str(e)})
 
-    def _look(self) -> Seen:
-        return dax_look.look(read_machine(self.machine.root), self.machine.root)
+    def _observe(self) -> DaxState:
+        return read_devices(read_machine(self.machine.root), self.machine.root)
 
     def _rules(self) -> Rules:
         return replace(self.rules, changed=self.book.changed)
 
-    def _due(self, wish: Wish, seen: Seen) -> list[Goal]:
+    def _due(self, demand: CxlDemand, seen: DaxState) -> list[Goal]:
         now_s = self.clock()
-        goals = dax.plan(wish, seen, self._rules())
+        goals = dax.plan(demand, seen, self._rules())
         targets = {goal.device.name: goal.target for goal in goals}
         self._refused = {name: r for name, r in self._refused.items() if targets.get(name) == r[0]}
         returned = {goal.device.name for goal in goals if goal.is_return}

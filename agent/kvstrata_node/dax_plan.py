@@ -61,7 +61,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class CxlDemand:
     """What CXL tiers of all pools want of this machine."""
 
     numa_bytes: int = 0
@@ -69,12 +69,12 @@ class Wish:
     devices_bytes: tuple[int, ...] = ()
     """Sizes of tiers in mode DevDax; each takes a device of its own."""
     is_complete: bool = True
-    """False while some pool's wish cannot be read: nothing is taken away then."""
+    """False while some pool's demand cannot be read: nothing is taken away then."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """One look at the machine."""
+class DaxState:
+    """What the machine has for CXL tiers at one time."""
 
     devices: tuple[Device, ...]
     far_bytes: int
@@ -139,36 +139,36 @@ class Goal:
     """True when no tier needs it and its former driver is given back."""
 
 
-def wanted(tiers: Iterable[NodeTier], *, is_complete: bool = True) -> Wish:
+def wanted(tiers: Iterable[NodeTier], *, is_complete: bool = True) -> CxlDemand:
     """Sum what CXL tiers of all pools ask for; mode Emulated needs no device."""
     asked = [(t.cxl.mode, t.capacity_bytes) for t in tiers if t.type is TierType.CXL and t.cxl is not None]
-    return Wish(
+    return CxlDemand(
         sum(size_bytes for mode, size_bytes in asked if mode is CxlMode.NUMA_NODE),
         tuple(sorted((size_bytes for mode, size_bytes in asked if mode is CxlMode.DEV_DAX), reverse=True)),
         is_complete,
     )
 
 
-def needs(wish: Wish, seen: Seen, rules: Rules) -> dict[str, str]:
+def needs(demand: CxlDemand, seen: DaxState, rules: Rules) -> dict[str, str]:
     """Return the driver that each device should have which tiers need; others are not in it.
 
     What is in the right mode already counts first, whoever has put it there.
     """
-    spare_bytes = seen.far_bytes - wish.numa_bytes
+    spare_bytes = seen.far_bytes - demand.numa_bytes
     chosen: dict[str, str] = {}
-    for size_bytes in wish.devices_bytes:
+    for size_bytes in demand.devices_bytes:
         device = _mappable(size_bytes, seen, rules, frozenset(chosen), spare_bytes)
         if device is not None:
             chosen[device.name] = DEVDAX
             spare_bytes -= device.online_bytes
     for device in _memory(-spare_bytes, seen, rules, frozenset(chosen)):
         chosen[device.name] = KMEM
-    if wish.numa_bytes:
+    if demand.numa_bytes:
         chosen |= {d.name: KMEM for d in seen.devices if d.driver == KMEM and d.name not in chosen}
     return chosen
 
 
-def _mappable(size_bytes: int, seen: Seen, rules: Rules, taken: frozenset[str], spare_bytes: int) -> Device | None:
+def _mappable(size_bytes: int, seen: DaxState, rules: Rules, taken: frozenset[str], spare_bytes: int) -> Device | None:
     """The device for one tier in mode DevDax: one that can be mapped, else one without a driver, else spare memory."""
     fit = [d for d in seen.devices if d.name not in taken and d.size_bytes >= size_bytes]
     free = [
@@ -181,7 +181,7 @@ def _mappable(size_bytes: int, seen: Seen, rules: Rules, taken: frozenset[str], 
     return min(free, key=lambda d: (order.index(d.driver), d.size_bytes, d.name), default=None)
 
 
-def _memory(short_bytes: int, seen: Seen, rules: Rules, taken: frozenset[str]) -> list[Device]:
+def _memory(short_bytes: int, seen: DaxState, rules: Rules, taken: frozenset[str]) -> list[Device]:
     """Devices to put online until nothing is short: those that wait for it, those without a driver, mappable ones."""
     found: list[Device] = []
     order = (KMEM, NO_DRIVER, DEVDAX)
@@ -240,13 +240,13 @@ def _put_online(device: Device, rules: Rules) -> tuple[Step, ...]:
     return tuple(found)
 
 
-def plan(wish: Wish, seen: Seen, rules: Rules) -> tuple[Goal, ...]:
+def plan(demand: CxlDemand, seen: DaxState, rules: Rules) -> tuple[Goal, ...]:
     """What there is to do, by device; nothing for what is as it should be or may not be changed now."""
-    needed = needs(wish, seen, rules)
-    back = {} if not wish.is_complete else {d.name: _former(d, rules) for d in seen.devices if d.name not in needed}
+    needed = needs(demand, seen, rules)
+    back = {} if not demand.is_complete else {d.name: _former(d, rules) for d in seen.devices if d.name not in needed}
     goals = []
     for device in seen.devices:
         target = needed.get(device.name, back.get(device.name))
-        if target is not None and (found := steps(device, target, rules, is_complete=wish.is_complete)):
+        if target is not None and (found := steps(device, target, rules, is_complete=demand.is_complete)):
             goals.append(Goal(device, target, found, is_return=device.name not in needed))
     return tuple(goals)

@@ -1,4 +1,4 @@
-"""Folders of the local file system: one process's own, and durable."""
+"""Directories of the local file system: one process's own, and durable."""
 
 import fcntl
 import os
@@ -10,7 +10,7 @@ from kvstrata_api.errors import InvalidInputError
 def lock(folder: Path, whose: str, *, is_waiting: bool = False) -> int:
     """Make an existing folder this process's own until the descriptor that is returned is closed, or the process ends.
 
-    `whose` says in the error who has it already, "another agent process holds it".
+    `whose` is for the error, who has it already: "another agent process holds it".
     Raises `InvalidInputError` when another process has it and `is_waiting` is not set, `OSError`.
     """
     fd = _open(folder)

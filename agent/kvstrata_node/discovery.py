@@ -33,8 +33,6 @@ class NumaNode:
     id: int
     cpus: tuple[int, ...]
     memory_bytes: int
-    distances: tuple[int, ...] = ()
-    """SLIT distances to all nodes, 10 is local."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ class PciGpu:
 
     address: str
     model: str
-    """As its driver says, else vendor and device id."""
+    """As its driver has it, else vendor and device id."""
     node: int
 
 
@@ -116,12 +114,12 @@ def parse_meminfo(text: str) -> int:
 
 
 def discover(root: Path = ROOT) -> NodeFacts:
-    """Look at the machine, CUDA devices included. Blocking; seconds with torch. See `read_machine`."""
+    """Read the machine, CUDA devices included. Blocking; seconds with torch. See `read_machine`."""
     return replace(read_machine(root), gpus=read_gpus(root))
 
 
 def read_machine(root: Path = ROOT) -> NodeFacts:
-    """Look at what the kernel shows. Never raises for what is missing. Blocking; some milliseconds."""
+    """Read what the kernel shows. Never raises for what is missing. Blocking; some milliseconds."""
     numa = read_numa(root)
     memory_bytes = parse_meminfo(_text(root / "proc/meminfo"))
     return NodeFacts(
@@ -134,13 +132,12 @@ def read_machine(root: Path = ROOT) -> NodeFacts:
 
 
 def read_numa(root: Path) -> tuple[NumaNode, ...]:
-    """NUMA nodes with processors, memory and distances."""
+    """NUMA nodes with processors and memory."""
     return tuple(
         NumaNode(
             id=int(directory.name[4:]),
             cpus=parse_cpulist(_text(directory / "cpulist")),
             memory_bytes=parse_meminfo(_text(directory / "meminfo")),
-            distances=tuple(int(d) for d in _text(directory / "distance").split()),
         )
         for directory in _numbered(root / "sys/devices/system/node", "node")
     )
@@ -204,8 +201,8 @@ def read_pci_gpus(root: Path) -> tuple[PciGpu, ...]:
         vendor, kind = _text(device / "vendor").strip(), _text(device / "class").strip()
         if vendor not in _GPU_VENDORS or not kind.startswith(_GPU_CLASSES):
             continue
-        told = _text(root / "proc/driver/nvidia/gpus" / device.name / "information")
-        model = re.search(r"^Model:\s*(.+?)\s*$", told, re.MULTILINE)
+        driver_text = _text(root / "proc/driver/nvidia/gpus" / device.name / "information")
+        model = re.search(r"^Model:\s*(.+?)\s*$", driver_text, re.MULTILINE)
         ids = f"{vendor[2:]}:{_text(device / 'device').strip()[2:]}"
         found.append(PciGpu(device.name, model[1] if model else ids, _number(device / "numa_node", missing=-1)))
     return tuple(found)

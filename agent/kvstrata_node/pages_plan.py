@@ -21,43 +21,43 @@ the rest."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
-    """Where pages of one size lie."""
+class PagePool:
+    """The pages of one size on one NUMA node."""
 
     node: int
     page_bytes: int
 
 
-Pages = Mapping[Place, int]
+Pages = Mapping[PagePool, int]
 """Numbers of pages."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PageDemand:
     """What pools want of this machine."""
 
     pages: Pages = field(default_factory=dict)
-    """Of tiers, by place."""
+    """Of tiers, by pool of pages."""
     others: Mapping[int, int] = field(default_factory=dict)
     """Pages on each NUMA node that pods of others use, by page size in bytes; they are kept free for them."""
     is_complete: bool = True
-    """False while some pool's wish cannot be read: nothing is taken back then."""
+    """False while some pool's demand cannot be read: nothing is taken back then."""
 
-    def at(self, place: Place) -> int:
+    def at(self, pool: PagePool) -> int:
         """Pages that should be there at least; where no tier wants any, what others have is theirs to reserve."""
-        own = self.pages.get(place, 0)
-        return own + self.others.get(place.page_bytes, 0) if own else 0
+        own = self.pages.get(pool, 0)
+        return own + self.others.get(pool.page_bytes, 0) if own else 0
 
     def sizes(self) -> frozenset[int]:
         """Page sizes that are wanted, in bytes."""
-        return frozenset(place.page_bytes for place, pages in self.pages.items() if pages)
+        return frozenset(pool.page_bytes for pool, pages in self.pages.items() if pages)
 
 
 @dataclass(frozen=True, slots=True)
 class SetPages:
-    """Tell the kernel how many pages to have in one place."""
+    """Have the kernel set the number of pages of one pool."""
 
-    place: Place
+    pool: PagePool
     before: int
     target: int
 
@@ -67,41 +67,41 @@ class SetPages:
         return self.target > self.before
 
 
-def wanted(tiers: Iterable[NodeTier], cpu_nodes: Sequence[int]) -> dict[Place, int]:
+def wanted(tiers: Iterable[NodeTier], cpu_nodes: Sequence[int]) -> dict[PagePool, int]:
     """Sum the pages of all HostDRAM tiers with huge pages, as `host_dram.placement_of` lays them out.
 
     `Local` is the first NUMA node, `Spread` a part on each, rounded up.
     """
-    pages: Counter[Place] = Counter()
+    pages: Counter[PagePool] = Counter()
     for tier in tiers:
         if tier.host_dram is None or tier.host_dram.page_size == "4Ki":
             continue
         page_bytes = PAGE_BYTES[tier.host_dram.page_size]
         nodes = tuple(cpu_nodes[:1] if tier.host_dram.numa == "Local" else cpu_nodes) or (0,)
         count = -(-tier.capacity_bytes // page_bytes)
-        pages.update({Place(node, page_bytes): -(-count // len(nodes)) for node in nodes})
+        pages.update({PagePool(node, page_bytes): -(-count // len(nodes)) for node in nodes})
     return dict(pages)
 
 
-def plan(wish: Wish, facts: NodeFacts, added: Pages, promised: Mapping[int, int]) -> tuple[SetPages, ...]:
-    """Steps towards the wish: what is not needed any more goes first.
+def plan(demand: PageDemand, facts: NodeFacts, added: Pages, promised: Mapping[int, int]) -> tuple[SetPages, ...]:
+    """Steps towards the demand: what is not needed any more goes first.
 
-    `added` says what earlier steps have added, `promised` how many free pages of each size are promised to mappings
+    `added` is what earlier steps have added, `promised` how many free pages of each size are promised to mappings
     already: the kernel counts those for the whole machine, so each NUMA node keeps as many.
     """
     room_bytes = _room(facts)
     shrinks, grows = [], []
-    for pool in sorted(facts.hugepages, key=lambda p: (-p.page_bytes, p.node)):
-        place = Place(pool.node, pool.page_bytes)
-        goal = max(foreign(pool, added), wish.at(place))
-        if goal > pool.total:
-            grows.append(SetPages(place, pool.total, goal))
+    for found in sorted(facts.hugepages, key=lambda p: (-p.page_bytes, p.node)):
+        pool = PagePool(found.node, found.page_bytes)
+        goal = max(foreign(found, added), demand.at(pool))
+        if goal > found.total:
+            grows.append(SetPages(pool, found.total, goal))
             continue
-        if not wish.is_complete:
+        if not demand.is_complete:
             continue
-        in_use = min(pool.total, pool.total - pool.free + promised.get(pool.page_bytes, 0))
-        step = SetPages(place, pool.total, max(goal, in_use))
-        room_bytes[pool.node] -= _more_bytes(step)
+        in_use = min(found.total, found.total - found.free + promised.get(found.page_bytes, 0))
+        step = SetPages(pool, found.total, max(goal, in_use))
+        room_bytes[found.node] -= _more_bytes(step)
         shrinks.append(step)
     steps = shrinks + [_limited(step, room_bytes) for step in grows]
     return tuple(step for step in steps if step.target != step.before)
@@ -109,27 +109,27 @@ def plan(wish: Wish, facts: NodeFacts, added: Pages, promised: Mapping[int, int]
 
 def _limited(step: SetPages, room_bytes: dict[int, int]) -> SetPages:
     """Grow by what there is room for, and take that away from the room."""
-    place = step.place
-    most = step.before + max(0, room_bytes[place.node]) // place.page_bytes
+    pool = step.pool
+    most = step.before + max(0, room_bytes[pool.node]) // pool.page_bytes
     limited = replace(step, target=min(step.target, most))
-    room_bytes[place.node] -= _more_bytes(limited)
+    room_bytes[pool.node] -= _more_bytes(limited)
     return limited
 
 
 def _more_bytes(step: SetPages) -> int:
-    return (step.target - step.before) * step.place.page_bytes
+    return (step.target - step.before) * step.pool.page_bytes
 
 
 def foreign(pool: HugePages, added: Pages) -> int:
     """Pages that somebody else has reserved, such as the boot command line."""
-    return pool.total - min(pool.total, added.get(Place(pool.node, pool.page_bytes), 0))
+    return pool.total - min(pool.total, added.get(PagePool(pool.node, pool.page_bytes), 0))
 
 
-def is_limited(wish: Wish, facts: NodeFacts, page_bytes: int) -> bool:
+def is_limited(demand: PageDemand, facts: NodeFacts, page_bytes: int) -> bool:
     """True when a NUMA node has no memory left to give, whatever the kernel would find."""
     room_bytes = _room(facts)
     return any(
-        pool.total < wish.at(Place(pool.node, page_bytes)) and room_bytes[pool.node] < page_bytes
+        pool.total < demand.at(PagePool(pool.node, page_bytes)) and room_bytes[pool.node] < page_bytes
         for pool in facts.hugepages
         if pool.page_bytes == page_bytes
     )

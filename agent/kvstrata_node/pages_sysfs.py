@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvstrata_node.page_book import Book
-from kvstrata_node.pages_plan import Place, SetPages
+from kvstrata_node.books import Book
+from kvstrata_node.pages_plan import PagePool, SetPages
 
 _BOOT_ID: Final = "proc/sys/kernel/random/boot_id"
 
@@ -43,25 +43,25 @@ class Machine:
         try:
             return self._set(step, book)
         except (OSError, ValueError) as e:
-            _log.warning("huge pages not set", extra={"place": str(self._file(step.place)), "cause": str(e)})
+            _log.warning("huge pages not set", extra={"place": str(self._file(step.pool)), "cause": str(e)})
             return False
 
     def _set(self, step: SetPages, book: Book) -> bool:
         """Carry one step out; False when the kernel found fewer pages. Raises `OSError`."""
-        file = self._file(step.place)
+        file = self._file(step.pool)
         if _number(file) != step.before:
             return True
         if not step.is_growth:
-            book.enter(step.place, step.target - step.before)
+            book.enter(step.pool, step.target - step.before)
             file.write_text(f"{step.target}")
             return True
         try:
             file.write_text(f"{step.target}")
             if _number(file) < step.target:
-                self._compact(step.place.node)
+                self._compact(step.pool.node)
                 file.write_text(f"{step.target}")
         finally:
-            book.enter(step.place, max(0, min(_number(file), step.target) - step.before))
+            book.enter(step.pool, max(0, min(_number(file), step.target) - step.before))
         have = _number(file)
         _log.info("huge pages", extra={"place": str(file), "wanted": step.target, "have": have})
         return have >= step.target
@@ -73,8 +73,8 @@ class Machine:
         except OSError as e:
             _log.info("memory not compacted", extra={"numa": node, "cause": str(e)})
 
-    def _file(self, place: Place) -> Path:
-        return self._node(place.node) / "hugepages" / _folder(place.page_bytes) / "nr_hugepages"
+    def _file(self, pool: PagePool) -> Path:
+        return self._node(pool.node) / "hugepages" / _folder(pool.page_bytes) / "nr_hugepages"
 
     def _node(self, node: int) -> Path:
         return self.root / f"sys/devices/system/node/node{node}"

@@ -1,7 +1,12 @@
-"""Blocks and their keys: layout id, scope secret, salted chain. Pure.
+"""Blocks and their keys: layout id, scope secret, salted chain; and prefixes of prompts by their digests. Pure.
 
 There is one `BlockKey` type and no way to make one without a scope, because the commonest real failure of
 prefix sharing is a salt that was lost in an outer tier (LMCache#2878, #4825, llm-d-router#1389).
+
+A share names prefixes without their tokens. The digest of a prefix is SHA-256 over its token ids, each as four bytes,
+least significant first, with nothing before, between or after them. It names tokens and nothing else: no tokenizer,
+model or pool is part of it. Whoever can guess a prefix can check the guess against its digest, so only what may be
+known anyway should be named like that.
 """
 
 import hashlib
@@ -14,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_api.scopes import ScopeId as ScopeId  # noqa: PLC0414  Blocks are addressed by it.
+from kvstrata_api.names import NamedPrefix
+from kvstrata_api.names import ScopeId as ScopeId  # noqa: PLC0414  Blocks are addressed by it.
 
 KEY_BYTES: Final = 20
 """160-bit MAC: 2^80 work for a collision, and that only inside a scope whose secret one holds."""
@@ -24,6 +30,8 @@ _DIGEST: Final = np.dtype(f"V{KEY_BYTES}")
 LAYOUT_ID_BYTES: Final = 16
 
 _TOKEN_MAX: Final = (1 << 32) - 1
+
+TokenIds = Sequence[int] | npt.NDArray[np.uint32]
 
 LayoutId = NewType("LayoutId", bytes)
 """16-byte digest of everything that makes two blocks of equal tokens different bytes."""
@@ -81,7 +89,7 @@ class ScopeSecret:
         assert len(self.secret) == 32, "scope secrets have 32 bytes"
 
     def tag(self) -> str:
-        """16 hex digits that stand for the scope in Redis; says nothing about names or members."""
+        """16 hex digits that stand for the scope in Redis and reveal nothing about names or members."""
         return hashlib.blake2b(b"tag", key=self.secret, digest_size=8, person=b"kvstrata.scope").hexdigest()
 
 
@@ -99,7 +107,7 @@ class BlockKey(msgspec.Struct, frozen=True, gc=False):
         return self.digest[:4].hex()
 
 
-def token_ids(tokens: Sequence[int] | npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+def token_ids(tokens: TokenIds) -> npt.NDArray[np.uint32]:
     """Tokens as 32-bit words, little-endian.
 
     Raises `InvalidInputError` for anything but whole numbers from 0 to 2^32 - 1: cut to size silently, two prompts
@@ -118,7 +126,7 @@ def token_ids(tokens: Sequence[int] | npt.NDArray[np.uint32]) -> npt.NDArray[np.
 def chain_keys(
     secret: ScopeSecret,
     layout_id: LayoutId,
-    tokens: Sequence[int] | npt.NDArray[np.uint32],
+    tokens: TokenIds,
     block_tokens: int,
     *,
     parent: bytes = b"",
@@ -155,3 +163,31 @@ def unpack_digests(packed: bytes) -> list[bytes]:
     """Split what `pack_digests` joined; the caller has checked the length."""
     digests: list[bytes] = np.frombuffer(packed, _DIGEST).tolist()
     return digests
+
+
+def prefix_digest(tokens: TokenIds) -> bytes:
+    """Digest of all of `tokens`."""
+    return hashlib.sha256(token_ids(tokens).tobytes()).digest()
+
+
+def digests_at(tokens: TokenIds, lengths: Iterable[int]) -> dict[int, bytes]:
+    """Digests of the leading tokens at several lengths, in one pass; lengths beyond the tokens are left out."""
+    packed = token_ids(tokens).tobytes()
+    running, at, found = hashlib.sha256(), 0, {}
+    for length in sorted({n for n in lengths if 0 < n * 4 <= len(packed)}):
+        running.update(packed[at * 4 : length * 4])
+        found[length] = running.copy().digest()
+        at = length
+    return found
+
+
+def matching(tokens: TokenIds, prefixes: Iterable[NamedPrefix]) -> set[NamedPrefix]:
+    """Return those prefixes that `tokens` begin with."""
+    listed = set(prefixes)
+    found = digests_at(tokens, (p.token_count for p in listed)) if listed else {}
+    return {p for p in listed if found.get(p.token_count) == p.digest}
+
+
+def shared_blocks(token_count: int, block_tokens: int) -> int:
+    """Whole blocks inside of a prefix. The block in which it ends holds private tokens as well, so it is private."""
+    return token_count // block_tokens

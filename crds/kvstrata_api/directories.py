@@ -1,4 +1,4 @@
-"""Directories of a node that tiers name, and what each is used for. Pure."""
+"""Directories of a node that tiers name, and what each is used for. Pure, and free of pydantic: backends import it."""
 
 from __future__ import annotations
 

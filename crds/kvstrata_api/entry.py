@@ -1,4 +1,4 @@
-"""Console entry points. The wheel installs all commands; a process whose extra is missing says which one."""
+"""Console entry points. The wheel installs all commands; a process whose extra is missing names it."""
 
 import sys
 from importlib import import_module
@@ -26,7 +26,7 @@ def node() -> None:
 
 def metadata() -> None:
     """Run the metadata service, or exit with what to install."""
-    _run("kvstrata_metadata.app", "metadata")
+    _run("kvstrata_metadata.service.main", "metadata")
 
 
 def operator() -> None:

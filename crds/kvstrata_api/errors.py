@@ -50,7 +50,7 @@ class ApiServerAwayError(RetryableError):
 
 
 class BackendFailedError(RetryableError):
-    """A medium returned an I/O error; the block is a miss and the tier says why."""
+    """A medium returned an I/O error; the block is a miss and the tier's status has the error."""
 
 
 class LeaseLostError(RetryableError):

@@ -1,7 +1,7 @@
-"""Every name that crosses a process boundary: API group, labels, finalizers, object and audience names."""
+"""Every name that crosses a process boundary: API group, labels, finalizers, objects, audiences, trust scopes."""
 
 import hashlib
-from typing import Final
+from typing import Final, NamedTuple, NewType
 
 GROUP: Final = "kvstrata.io"
 VERSION: Final = "v1alpha1"
@@ -12,7 +12,7 @@ AUDIENCE: Final = "kvstrata"
 """Audience of the projected ServiceAccount tokens that engine pods and peer agents present to an agent."""
 
 TOKEN_FILE: Final = "/var/run/secrets/kvstrata.io/token"  # noqa: S105  A path.
-"""Where pods of engines and agents have that token mounted, unless they say otherwise."""
+"""Where pods of engines and agents have that token mounted, unless configured otherwise."""
 
 SYSTEM_NAMESPACE: Final = "kvstrata-system"
 """Default namespace of operator, metadata service, agents, scope Secrets and Leases."""
@@ -42,7 +42,7 @@ LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 MANAGED_BY: Final = "kvstrata"
 
 DESTROY_CONFIRMATION: Final = "destroy-all-kv-blocks"
-"""What `spec.destroyConfirmation` of a KVPool must say before `deletionPolicy: Destroy` is accepted."""
+"""What `spec.destroyConfirmation` of a KVPool must be before `deletionPolicy: Destroy` is accepted."""
 
 REDIS_SECRET_AGENT: Final = "kvstrata-redis-agent"  # noqa: S105  The name of an object, not its content.
 """Secret with `url`, `username`, `password` and optionally `ca.crt` that agents use with an embedded Redis."""
@@ -77,7 +77,7 @@ REDIS_TEMPLATE_ENTRY: Final = "statefulset.json"
 REDIS_CONTAINER: Final = "redis"
 """Container of that template that gets the memory."""
 REDIS_MEMORY_VARIABLE: Final = "KVSTRATA_MAXMEMORY"
-"""Environment variable by which it is told its `maxmemory`, in bytes."""
+"""Environment variable with its `maxmemory`, in bytes."""
 
 AGENT_CONTAINER: Final = "agent"
 """Container of the template that gets the directories and the memory of a pool's tiers."""
@@ -88,6 +88,20 @@ LABEL_CHARS_MAX: Final = 63
 NAME_CHARS_MAX: Final = 253
 """Kubernetes object names, RFC 1123 subdomain."""
 
+KEY_VERSION: Final = 1
+"""First version of a scope's key."""
+
+ScopeId = NewType("ScopeId", str)
+"""`<kind>/<name>/<uid>/v<key version>`: public name of a trust scope; the secret is elsewhere."""
+
+
+class NamedPrefix(NamedTuple):
+    """Leading tokens that a share speaks of. Travels to clients as it is."""
+
+    digest: bytes
+    """32 bytes, see `blocks.prefix_digest`."""
+    token_count: int
+
 
 def label_value(name: str) -> str:
     """Give `name`, or a digest of it where it is too long for a label."""
@@ -97,7 +111,7 @@ def label_value(name: str) -> str:
 
 
 def pool_node_name(pool: str, node: str) -> str:
-    """Name the KVPoolNode of `pool` on `node`; pool names hold no dot, so the pair can be told apart."""
+    """Name the KVPoolNode of `pool` on `node`; pool names hold no dot, so the pair is unambiguous."""
     return f"{pool}.{node}"
 
 

@@ -1,8 +1,8 @@
 """Who may read what, answered from the declared state: what `kvstrata who-can-read` prints. Pure.
 
-Laws: what is said of all tenants, domains and shares together is exactly what agents grant (`trust.grants` with
-`shares.accesses`) once the operator has told of it; and whoever wants to read, or is wanted, by one side only is named
-with the reason.
+Laws: the answers for all tenants, domains and shares together are exactly what agents grant (`trust.grants` with
+`shares.accesses`) once the operator has published it; and whoever wants to read, or is wanted, by one side only is
+named with the reason.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from datetime import datetime
 from kvstrata_api import shares, trust
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
-from kvstrata_api.scopes import ScopeId
+from kvstrata_api.names import ScopeId
 from kvstrata_api.shares import Declared
 
 NOT_JOINED = "NotJoined"

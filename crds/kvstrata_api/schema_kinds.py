@@ -1,4 +1,4 @@
-"""The kinds of the API group with everything that their CRDs say beyond the models. Pure."""
+"""The kinds of the API group with everything that their CRDs hold beyond the models. Pure."""
 
 from dataclasses import dataclass
 from typing import Any, Final

@@ -15,11 +15,11 @@ from itertools import islice
 from typing import Final
 
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
-from kvstrata_api.scopes import KEY_VERSION, NamedPrefix, ScopeId
+from kvstrata_api.names import KEY_VERSION, NamedPrefix, ScopeId
 from kvstrata_api.trust import Access, ScopeKind, is_member, publishes, scope_id
 
 SHARES_MAX: Final = 64
-"""Shares that one tenant's clients are told of, its own first, then by name: their prefixes have to fit one frame."""
+"""Shares that one tenant's clients get, its own first, then by name: their prefixes have to fit one frame."""
 
 Labels = Mapping[str, str]
 
@@ -96,7 +96,7 @@ class Reading:
 
 
 def share_name(share: KVPrefixShare) -> str:
-    """`<namespace>.<name>`: neither holds a dot, so the pair can be told apart."""
+    """`<namespace>.<name>`: neither holds a dot, so the pair is unambiguous."""
     return f"{share.metadata.namespace}.{share.metadata.name}"
 
 
@@ -155,13 +155,13 @@ def consents(reader: KVTenant, granting: KVTenant, declared: Declared) -> bool:
 
 
 def readings(share: KVPrefixShare, granting: KVTenant, declared: Declared) -> tuple[Reading, ...]:
-    """Say of everybody whom the share names whether it may read; the granting tenant itself is left out."""
+    """Decide for everybody whom the share names whether it may read; the granting tenant itself is left out."""
     found = [r for t in share.spec.to for r in _named(t.tenant, t.domain, granting, declared)]
     return tuple(r for r in dict.fromkeys(found) if r.reader != granting.metadata.name or r.refusal)
 
 
 def may_read(share: KVPrefixShare, reader: KVTenant, granting: KVTenant, declared: Declared) -> bool:
-    """What `readings` says of one tenant, without a look at all the others."""
+    """The result of `readings` for one tenant, without deciding for all the others."""
     domain = declared.domain_of(reader)
     open_name = domain.metadata.name if domain is not None and domain.spec.sharing != "Private" else None
     is_named = any(

@@ -1,7 +1,7 @@
-"""Tier vocabulary: what stores a block, and what answers a lookup. Pure."""
+"""Tiers: their media, what answers a lookup, and how far one step of autoscaling goes. Pure."""
 
 from enum import IntEnum, StrEnum
-from typing import Literal
+from typing import Final, Literal
 
 Persistence = Literal["Auto", "AgentRestart", "None"]
 """What memory outlives: never a reboot, an agent's restart where that was asked for or is possible anyway."""
@@ -36,13 +36,6 @@ class CxlMode(StrEnum):
     EMULATED = "Emulated"
 
 
-class Locality(StrEnum):
-    """Where a block lies, seen from the agent that was asked."""
-
-    LOCAL = "local"
-    REMOTE = "remote"
-
-
 class Lookup(IntEnum):
     """What the agent knows about one block. The same answer serves absent and forbidden."""
 
@@ -51,4 +44,20 @@ class Lookup(IntEnum):
     PENDING = 2
     """Reserved by a writer that has not published yet."""
     RETRY = 3
-    """Cannot be told now, for instance while the directory is away."""
+    """Cannot be determined now, for instance while the directory is away."""
+
+
+AUTOSCALE_STEP: Final = (5, 4)
+"""A step up is a quarter more, a step down goes back by one: what one brings is what the other costs."""
+
+
+def step_up(size_bytes: int, grain_bytes: int) -> int:
+    """A step up in whole grains, at least one of them."""
+    up, down = AUTOSCALE_STEP
+    return max(size_bytes * up // down // grain_bytes, size_bytes // grain_bytes + 1) * grain_bytes
+
+
+def step_down(size_bytes: int, grain_bytes: int) -> int:
+    """A step down in whole grains, never below one; never further than a step up brings back, grains apart."""
+    up, down = AUTOSCALE_STEP
+    return max(1, -(-size_bytes * down // up // grain_bytes)) * grain_bytes

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from kvstrata_api.scopes import KEY_VERSION, ScopeId
+from kvstrata_api.names import KEY_VERSION, ScopeId
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from kvstrata_api.models.trust import KVTenant, KVTrustDomain
-    from kvstrata_api.scopes import NamedPrefix
+    from kvstrata_api.names import NamedPrefix
 
 
 class ScopeKind(StrEnum):

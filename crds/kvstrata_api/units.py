@@ -51,6 +51,6 @@ def format_rounded(size_bytes: int) -> str:
 
 
 def coarse(count: int) -> int:
-    """Round a growing count down by an eighth at most: it is written ever more rarely the longer it grows."""
+    """Round a growing count down by an eighth at most: the larger it is, the more rarely it is written."""
     step = max(0, count.bit_length() - 4)
     return count >> step << step

@@ -10,9 +10,8 @@ from kvstrata_api import names
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.base import ApiModel
 from kvstrata_api.rules.rule import Rule, Transition, places
-from kvstrata_api.schema import object_schema
+from kvstrata_api.schema import Schema, object_schema
 from kvstrata_api.schema_kinds import BY_NAME, Kind
-from kvstrata_api.schema_structural import Schema
 from kvstrata_api.validate_structure import Problem, check, problem
 
 PROBLEMS_MAX: Final = 8
@@ -25,7 +24,7 @@ def validate(obj: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> li
     """Return everything that is wrong with a manifest, sorted by field; an empty list when it is good.
 
     `old` is the object before an update; with it the rules about changes are checked as well. Like the API
-    server, rules are looked at only when every field has the right shape.
+    server, rules are checked only when every field has the right shape.
     """
     kind = BY_NAME.get(str(obj.get("kind")))
     if kind is None:

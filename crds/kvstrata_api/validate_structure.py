@@ -1,6 +1,6 @@
 """Checks a manifest against a structural schema, in the words of the API server. Pure.
 
-Only the vocabulary that `schema_structural` keeps is known here, so that a new keyword fails a test, not a user.
+Only the vocabulary that `schema.structural` keeps is known here, so that a new keyword fails a test, not a user.
 """
 
 import re
@@ -10,7 +10,7 @@ from datetime import datetime
 from functools import cache
 from typing import Any, Final
 
-from kvstrata_api.schema_structural import Schema
+from kvstrata_api.schema import Schema
 
 _PYTHON_TYPES: Final[dict[str, tuple[type, ...]]] = {
     "object": (dict,),
@@ -28,7 +28,7 @@ class Problem:
     field: str
     """Path of the field, such as `spec.tiers[0].capacityPerNode`."""
     message: str
-    """What the API server would say about it."""
+    """The API server's message for it."""
     value: str = ""
     """The offending value, shortened."""
 
@@ -44,11 +44,11 @@ def problem(field: str, message: str, value: Any) -> Problem:
 
 
 def check(schema: Schema, value: Any, field: str) -> Iterator[Problem]:
-    """Yield everything by which `value` breaks `schema`; below a value of the wrong type nothing is looked at."""
+    """Yield everything by which `value` breaks `schema`; nothing below a value of the wrong type is checked."""
     wanted = "integer,string" if schema.get("x-kubernetes-int-or-string") else schema["type"]
     if not _is_type(value, wanted):
-        said = schema["format"] if wanted == "string" and "format" in schema else f'{wanted}: "{_type_name(value)}"'
-        yield problem(field, f"{field} in body must be of type {said}", value)
+        type_ = schema["format"] if wanted == "string" and "format" in schema else f'{wanted}: "{_type_name(value)}"'
+        yield problem(field, f"{field} in body must be of type {type_}", value)
         return
     yield from _CHECKS[_type_name(value)](schema, value, field)
     if "enum" in schema and value not in schema["enum"]:
@@ -120,7 +120,7 @@ def _repetitions(schema: Schema, value: list[Any], field: str) -> Iterator[Probl
 
 
 def _check_string(schema: Schema, value: str, field: str) -> Iterator[Problem]:
-    """Length, then pattern: of a text that is too long or too short nothing else is said; and the format."""
+    """Length, then pattern: a text that is too long or too short has no other problem reported; and the format."""
     if len(value) < schema.get("minLength", 0):
         yield problem(field, f"{field} in body should be at least {schema['minLength']} chars long", value)
     elif len(value) > schema.get("maxLength", len(value)):

@@ -3,18 +3,17 @@
 A frame is a 4-byte big-endian length and one msgpack array, tagged with the verb. File descriptors of extents
 travel beside a reply as SCM_RIGHTS, in the order of `extents`. Requests carry an id that the reply repeats, so a
 connection may have several requests under way. Verbs are batched: one frame speaks of up to `KEYS_MAX` blocks,
-whose digests are joined into one byte string.
+whose digests are joined into one byte string. In a hand-over a reader on another node has blocks part by part, layer by
+layer, while they are computed.
 """
 
-from typing import Final, get_args
+from typing import Annotated, Final, get_args
 
 import msgspec
 
 from kvstrata_api.blocks import KEY_BYTES, Layout
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_api.prefixes import NamedPrefix
-from kvstrata_api.wire_base import Message, Reply, Request, Seconds
-from kvstrata_api.wire_handover import HANDOVER_CHARS_MAX, Advance, Arrive, Arrived, Handover
+from kvstrata_api.names import NamedPrefix
 
 PROTOCOL_VERSION: Final = 1
 FRAME_BYTES_MAX: Final = 4 << 20
@@ -30,6 +29,67 @@ LEASES_MAX: Final = 2 * KEYS_MAX
 """Leases that one frame may end: all that a connection can have."""
 FDS_PER_FRAME_MAX: Final = 64
 """SCM_MAX_FD is 253 on Linux; smaller batches keep one slow frame from holding many descriptors."""
+HANDOVER_CHARS_MAX: Final = 128
+
+Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
+"""A duration that can be compared: what is not a number would pass every limit, and no lease of it would ever end."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Anything that travels in a frame."""
+
+
+class Request(Message, frozen=True, array_like=True, tag=True):
+    """A question; the reply repeats `id`."""
+
+    id: int
+
+
+class Reply(Message, frozen=True, array_like=True, tag=True):
+    """An answer to the request of the same id."""
+
+    id: int
+    grants_version: int
+    """Moves on whenever the caller's scopes may have changed."""
+
+
+class Handover(msgspec.Struct, frozen=True, array_like=True):
+    """Where blocks grow, and under which name; the writer's engine gives it to the reader's."""
+
+    agent: str
+    epoch: int
+    name: str
+    """Chosen by the writer. Whoever may read the scope and knows it may have the blocks before they are whole."""
+
+
+class Advance(Request, frozen=True, array_like=True, tag=True):
+    """Report that parts of growing blocks are filled: the same ones of each, from part `first` on.
+
+    The answer counts the blocks that still grow; the reservations live for their full time again.
+    """
+
+    reservations: tuple[int, ...]
+    first: int
+    sums: tuple[bytes, ...]
+    """For each block, joined checksums of the filled parts (`checksum.bind_part`)."""
+
+
+class Arrive(Request, frozen=True, array_like=True, tag=True):
+    """Wait for parts of growing blocks, those behind the first `have` of each."""
+
+    leases: tuple[int, ...]
+    have: int
+    wait_s: Seconds = 1.0
+    """Answered sooner when there are more parts, or none to come."""
+
+
+class Arrived(Reply, frozen=True, array_like=True, tag=True):
+    """Answer to Arrive."""
+
+    parts: int
+    """Leading parts that are there, of every block; `have` when none came in time."""
+    sums: tuple[bytes, ...]
+    """For each lease, joined checksums of the parts behind the first `have`."""
 
 
 class Hello(Request, frozen=True, array_like=True, tag=True):
@@ -59,10 +119,11 @@ class OpenSession(Request, frozen=True, array_like=True, tag=True):
     parent: str = ""
     """Session that this one forks from; its blocks are shared, not copied."""
     priority: str = ""
+    """Recorded and shown; nothing is ordered by it yet."""
 
 
 class TouchSession(Request, frozen=True, array_like=True, tag=True):
-    """Say what the session is about to do; by far the most valuable hint to the policy."""
+    """State what the session is about to do; by far the most valuable hint to the policy."""
 
     session: str
     state: str
@@ -97,7 +158,7 @@ class Lookup(Request, frozen=True, array_like=True, tag=True):
 
 
 class CountLoad(Request, frozen=True, array_like=True, tag=True):
-    """Tell how a load that leased without a counted lookup ended; feeds the hit ratio and nothing else."""
+    """Report how a load that leased without a counted lookup ended; feeds the hit ratio and nothing else."""
 
     wanted_blocks: int
     loaded_blocks: int
@@ -127,7 +188,7 @@ class Release(Request, frozen=True, array_like=True, tag=True):
 
     leases: tuple[int, ...]
     suspects: tuple[int, ...] = ()
-    """Leases among them whose copy did not match its checksum; the agent looks at the block itself."""
+    """Leases among them whose copy did not match its checksum; the agent checks the block itself."""
 
 
 class Reserve(Request, frozen=True, array_like=True, tag=True):
@@ -227,7 +288,7 @@ class Granted(Reply, frozen=True, array_like=True, tag=True):
 
 
 class Done(Reply, frozen=True, array_like=True, tag=True):
-    """Answer of verbs that only succeed; `count` says on how many items."""
+    """Answer of verbs that only succeed; `count` is on how many items."""
 
     count: int = 0
 
@@ -370,7 +431,7 @@ def frame_bytes(header: bytes | bytearray) -> int:
 
 
 def decode_request(body: bytes) -> AnyRequest:
-    """Parse a request. Raises `InvalidInputError` that says what is wrong with it."""
+    """Parse a request. Raises `InvalidInputError` that names what is wrong with it."""
     try:
         request = _requests.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:  # Bad UTF-8 is no DecodeError of msgspec.
@@ -380,7 +441,7 @@ def decode_request(body: bytes) -> AnyRequest:
 
 
 def decode_reply(body: bytes) -> AnyReply:
-    """Parse a reply. Raises `InvalidInputError` that says what is wrong with it."""
+    """Parse a reply. Raises `InvalidInputError` that names what is wrong with it."""
     try:
         return _replies.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:  # Bad UTF-8 is no DecodeError of msgspec.

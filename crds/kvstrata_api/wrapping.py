@@ -22,7 +22,6 @@ KEK_BYTES: Final = 32
 DATA_SUFFIX: Final = ".data"
 """Entry `v<n>.data` of a scope Secret is the wrapped data key of key version n."""
 
-FIRST_KEK: Final = 1
 _NAME: Final = re.compile(r"k([1-9][0-9]{0,8})")
 
 

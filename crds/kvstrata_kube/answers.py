@@ -73,10 +73,10 @@ class Answer:
     def message(self) -> str:
         """Request, status and the server's own words."""
         try:
-            said = msgspec.json.decode(self.raw, type=_Status).message
+            message = msgspec.json.decode(self.raw, type=_Status).message
         except msgspec.MsgspecError:
-            said = self.raw[:200].decode(errors="replace")
-        return f"{self.what}: {self.status} {said}"
+            message = self.raw[:200].decode(errors="replace")
+        return f"{self.what}: {self.status} {message}"
 
     def content(self) -> Any:
         """Return the JSON of a success.

@@ -1,28 +1,28 @@
-"""Requests to the Kubernetes API server as plain JSON over aiohttp.
+"""Requests to the Kubernetes API server as plain JSON, over the connections of `kubernetes.aio`.
 
-The generated models of the Kubernetes library cost more time than the requests themselves (design: 0.125 ms against
-0.7 ms an event), and a newer API server never breaks an older kvstrata without them. Nothing is retried here but
-what was refused for credentials that have been replaced since.
+Its generated models are left out: they cost more time than the requests themselves (design: 0.125 ms against 0.7 ms an
+event), and a newer API server never breaks an older kvstrata without them. Nothing is retried here but what was
+refused for credentials that have been replaced since.
 """
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import aiohttp
 import msgspec
-from aiohttp.connector import AddrInfoType
 
 from kvstrata_api import __version__
 from kvstrata_api.errors import ApiServerAwayError, UnsupportedError
 from kvstrata_kube.answers import Answer, refusal
-from kvstrata_kube.credentials import Credentials, load_credentials
+
+if TYPE_CHECKING:
+    from kvstrata_kube.connection import Connection
 
 CALL_TIMEOUT_S: Final = 10.0
 """Default bound of one request; a healthy API server answers in milliseconds."""
@@ -39,20 +39,23 @@ RELOAD_S: Final = 5.0
 """Credentials are read again after a 401, but not more often than this."""
 
 TOKEN_S: Final = 60.0
-"""A token's file is read again after this, as client-go does; kubelets replace tokens minutes before they run out."""
+"""Tokens are looked after so often, as in client-go; kubelets and plugins replace them minutes before they run out."""
+
+RENEWAL_S: Final = 0.5
+"""The request that starts a renewal waits so long, and then goes with the old token: a file is read in less."""
+
+RETIRED_S: Final = 60.0
+"""Connections under replaced credentials are closed after this: no request takes so long, and a watch starts again."""
 
 FAREWELL_S: Final = 0.25
-"""TLS connections of cancelled requests say goodbye; aiohttp's manual (Graceful Shutdown) advises this wait."""
+"""TLS connections of cancelled requests send their close; aiohttp's manual (Graceful Shutdown) advises this wait."""
 
 JSON: Final = "application/json"
 MERGE_PATCH: Final = "application/merge-patch+json"
 APPLY_PATCH: Final = "application/apply-patch+yaml"
 
 Meter = Callable[[str, str, float], None]
-"""Told of each finished request: verb, result (status code or `away`), seconds."""
-
-_KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
-"""A vanished peer is noticed after 15 + 3 * 5 s, also by a watch with nothing to send; man 7 tcp."""
+"""Called for each finished request: verb, result (status code or `away`), seconds."""
 
 _log: Final = logging.getLogger(__name__)
 
@@ -72,32 +75,35 @@ class Call:
 class KubeApi:
     """A connection pool under one identity. Every method may be cancelled."""
 
-    def __init__(self, who: str, kubeconfig: Path | None, credentials: Credentials, meter: Meter) -> None:
-        """`who` names us in the API server's audit log. Raises `OSError` for certificates that cannot be used."""
+    def __init__(self, who: str, kubeconfig: Path | None, connection: "Connection", meter: Meter) -> None:
+        """`who` names us in the API server's audit log."""
+        self._user_agent = f"{who}/{__version__}"
         self._kubeconfig = kubeconfig
         self._meter = meter
-        self._tls = credentials.ssl_context()
         self._read_s = time.monotonic()
-        self._token_read_s = self._read_s
+        self._renewed_s = self._read_s
         self._reading = asyncio.Lock()
-        self.credentials = credentials
-        connector = aiohttp.TCPConnector(limit=0, socket_factory=_keepalive_socket)
-        self._session = aiohttp.ClientSession(connector=connector, headers={"User-Agent": f"{who}/{__version__}"})
+        self._renewal: asyncio.Task[None] | None = None
+        self._retired: dict[asyncio.Task[None], Connection] = {}
+        self.connection = connection
+        """That of new requests; another one once credentials were refused and read again."""
 
     @classmethod
     async def connect(
         cls, who: str, kubeconfig: Path | None = None, meter: Meter = lambda _verb, _result, _s: None
     ) -> Self:
         """Read credentials; nothing is sent yet. Raises `UnsupportedError` when there are none that can be used."""
-        credentials = await load_credentials(kubeconfig)
-        try:
-            return cls(who, kubeconfig, credentials, meter)
-        except OSError as e:
-            raise UnsupportedError(f"Kubernetes certificates cannot be used: {e}") from e
+        return cls(who, kubeconfig, await _open_connection(kubeconfig), meter)
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""
-        await self._session.close()
+        connections = [self.connection, *self._retired.values()]
+        tasks = [*self._retired, *([self._renewal] if self._renewal else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for connection in connections:
+            await connection.close()
         await asyncio.sleep(FAREWELL_S)
 
     async def call(self, call: Call, *, timeout_s: float = CALL_TIMEOUT_S) -> Answer:
@@ -105,7 +111,7 @@ class KubeApi:
 
         Raises `ApiServerAwayError` when there is no answer in time, and for 429 and server errors.
         """
-        used = self.credentials
+        used = self.connection
         answer = await self._metered(call, timeout_s)
         if answer.is_unauthenticated and await self._replace(used):
             answer = await self._metered(call, timeout_s)  # It was refused unread, so nothing is done twice.
@@ -118,7 +124,7 @@ class KubeApi:
         `refusal` gives when the server refuses.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=STREAM_SILENCE_S)
-        used = self.credentials
+        used = self.connection
         try:
             response = await self._request(call, timeout)
             try:
@@ -131,25 +137,32 @@ class KubeApi:
         except (aiohttp.ClientError, TimeoutError, OSError) as e:
             raise ApiServerAwayError(f"watch {call.path}: {type(e).__name__} {e}") from e
 
-    async def _refused(self, call: Call, response: aiohttp.ClientResponse, used: Credentials) -> Exception:
+    async def _refused(self, call: Call, response: aiohttp.ClientResponse, used: "Connection") -> Exception:
         """Read why a watch was refused, and renew the credentials for the next one where that is why."""
         answer = Answer(f"watch {call.path}", response.status, await response.read())
         if answer.is_unauthenticated:
             await self._replace(used)
         return refusal(answer)
 
-    async def _replace(self, refused: Credentials) -> bool:
+    async def _replace(self, refused: "Connection") -> bool:
         """Read credentials that were refused again, at most once in `RELOAD_S`; true when there are new ones."""
         async with self._reading:
-            if self.credentials is refused and time.monotonic() - self._read_s >= RELOAD_S:
+            if self.connection is refused and time.monotonic() - self._read_s >= RELOAD_S:
                 self._read_s = time.monotonic()
                 try:
-                    fresh = await load_credentials(self._kubeconfig)
-                    self._tls = fresh.ssl_context()
-                    self.credentials = fresh
-                except (UnsupportedError, OSError) as e:
+                    self.connection = await _open_connection(self._kubeconfig)
+                except UnsupportedError as e:
                     _log.warning("credentials not read again", extra={"cause": str(e)})
-            return self.credentials is not refused
+                else:
+                    task = asyncio.create_task(self._retire(refused))
+                    self._retired[task] = refused
+                    task.add_done_callback(lambda task: self._retired.pop(task, None))
+            return self.connection is not refused
+
+    async def _retire(self, refused: "Connection") -> None:
+        """Close connections once nobody waits for an answer on them."""
+        await asyncio.sleep(RETIRED_S)
+        await refused.close()
 
     async def _metered(self, call: Call, timeout_s: float) -> Answer:
         began_s, result = time.monotonic(), "away"
@@ -176,29 +189,32 @@ class KubeApi:
 
     async def _request(self, call: Call, limits: aiohttp.ClientTimeout) -> aiohttp.ClientResponse:
         """Send, and return the open response."""
-        headers = {"Accept": call.accept, "Content-Type": call.content_type}
-        if token := self._token():
-            headers["Authorization"] = f"Bearer {token}"
-        return await self._session.request(
-            call.method,
-            self.credentials.server + call.path,
-            params=call.query,
-            data=None if call.body is None else msgspec.json.encode(call.body),
-            headers=headers,
-            timeout=limits,
-            ssl=self._tls,
-            allow_redirects=False,
-        )
+        await self._look_after_token()
+        headers = {"Accept": call.accept, "Content-Type": call.content_type, "User-Agent": self._user_agent}
+        body = None if call.body is None else msgspec.to_builtins(call.body)
+        return await self.connection.send(call.method, call.path, call.query, headers, body, limits)
 
-    def _token(self) -> str | None:
-        """Return the bearer token, from its file where it is old; the old one while the file cannot be read."""
-        if self.credentials.token_file and time.monotonic() - self._token_read_s >= TOKEN_S:
-            self._token_read_s = time.monotonic()
-            try:
-                self.credentials = self.credentials.with_fresh_token()
-            except OSError as e:
-                _log.warning("token not read again", extra={"cause": str(e)})
-        return self.credentials.token
+    async def _look_after_token(self) -> None:
+        """Renew a token that is replaced or ends soon, beside the requests."""
+        if time.monotonic() - self._renewed_s >= TOKEN_S and self._renewal is None:
+            self._renewed_s = time.monotonic()
+            self._renewal = asyncio.create_task(self._renew())
+            await asyncio.wait([self._renewal], timeout=RENEWAL_S)
+
+    async def _renew(self) -> None:
+        try:
+            await self.connection.renew()
+        except UnsupportedError as e:
+            _log.warning("token not renewed", extra={"cause": str(e)})
+        finally:
+            self._renewal = None
+
+
+async def _open_connection(kubeconfig: Path | None) -> "Connection":
+    """Load the library, at the first call, and read credentials."""
+    from kvstrata_kube.connection import open_connection
+
+    return await open_connection(kubeconfig)
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
@@ -218,13 +234,3 @@ def _abort(response: aiohttp.ClientResponse) -> None:
     if response.connection is not None and response.connection.transport is not None:
         response.connection.transport.abort()
     response.close()
-
-
-def _keepalive_socket(address: AddrInfoType) -> socket.socket:
-    """Open a socket as aiohttp would, with keepalive."""
-    family, kind, protocol, _, _ = address
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE:
-        made.setsockopt(socket.IPPROTO_TCP, option, value)
-    return made

@@ -74,7 +74,7 @@ ANSWER_S: Final = 30.0
 """An unsigned request is complained about after so long."""
 
 LOOK_S: Final = (0.1, 2.0)
-"""Between looks at a request, first and longest."""
+"""Polling interval of a request, first and longest."""
 
 PAUSE_S: Final = 10.0
 """Longest pause after a failure."""
@@ -96,7 +96,7 @@ class TrustSeen:
 
 
 class OwnCertificate:
-    """Holds one; run `run` as a supervised task. The contexts are for new connections: ask anew for each."""
+    """Holds one; run `run` as a supervised task. The contexts are for new connections: ask again for each."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class OwnCertificate:
                 certificate = await self._signed(pair)
                 renew_in_s = self._take(pair, certificate)
             except KvStrataError as e:
-                # A request that waits to be signed is waited for; any other is made anew, with another key.
+                # A request that waits to be signed is waited for; any other is made again, with another key.
                 pair = pair if isinstance(e, RetryableError) else None
                 failures += 1
                 _log.warning("no certificate", extra={"uri": self._uri, "failures": failures, "cause": str(e)})

@@ -18,7 +18,7 @@ from kvstrata_kube.store import Store, version_of
 from kvstrata_kube.watch import Source, Watch
 
 FILE_S: Final = 5.0
-"""Between looks at a KEK file; a rotation is in force this much later."""
+"""Polling interval of a KEK file; a rotation is in force this much later."""
 
 _log: Final = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class KekSecret:
 
 
 def parse_kek_secret(raw: bytes) -> KekSecret:
-    """Read the KEK Secret; one with an entry that is no KEK counts as empty, and says so in the log."""
+    """Read the KEK Secret; one with an entry that is no KEK counts as empty, and is logged."""
     seen = msgspec.json.decode(raw, type=_Secret)
     keks = Keks()
     try:

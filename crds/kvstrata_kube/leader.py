@@ -47,8 +47,8 @@ def judge(seen: Sighting, me: str, now_s: float) -> Verdict:
 def next_term(seen: Sighting, me: str, floor: int) -> int:
     """Term that `me` writes when it takes or renews the Lease: moves on with every new holder.
 
-    `floor` is a term that a server of ours has obeyed: a Lease that was deleted and made again counts anew, and its
-    holder has to rise above the terms of before.
+    `floor` is a term that a server of ours has obeyed: a Lease that was deleted and made again counts from 0, and
+    its holder has to rise above the terms of before.
     """
     return max(seen.lease.transitions + (seen.lease.holder != me), floor + 1)
 
@@ -59,7 +59,7 @@ def leads_until_s(renewed_s: float, duration_s: float) -> float:
 
 
 def pause_s(duration_s: float) -> float:
-    """Return how long to wait between two looks at the Lease."""
+    """Return the polling interval of the Lease."""
     return duration_s * RENEW
 
 
@@ -199,7 +199,7 @@ class Leadership:
         return leases.lease_body(self._name, version, spec)
 
     def _report(self) -> None:
-        """Tell of a change, once."""
+        """Report a change, once."""
         if self.is_leading() != self._was_leading:
             self._was_leading = not self._was_leading
             log.info("leading" if self._was_leading else "standing by", extra={"replica": self.me})

@@ -23,7 +23,7 @@ class Lease:
     renewed: str
     """Opaque: only whether it changes counts."""
     duration_s: float
-    """0 when it does not say."""
+    """0 when it is not stated."""
     transitions: int = 0
     resource_version: str = field(default="", compare=False)
     """Empty when there is no Lease yet."""

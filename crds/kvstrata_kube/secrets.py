@@ -10,7 +10,7 @@ from kvstrata_kube.api import Call, KubeApi
 async def read_secret(api: KubeApi, namespace: str, name: str) -> dict[str, bytes] | None:
     """Return the decoded data of a Secret, None when it does not exist. Changes nothing.
 
-    Raises `ApiServerAwayError` when it cannot be told now and `ForbiddenError` without the right to read it.
+    Raises `ApiServerAwayError` when the API server is away and `ForbiddenError` without the right to read it.
     """
     answer = await api.call(Call("GET", f"{_collection(namespace)}/{name}"))
     if answer.is_absent:

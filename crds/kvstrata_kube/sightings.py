@@ -11,7 +11,7 @@ from typing import Final
 from kvstrata_kube.leases import Lease
 
 DURATION_S: Final = 15.0
-"""Of a Lease that does not say."""
+"""Of a Lease that states none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """What was last seen of one kind of object, safe against news that arrive late or out of order.
 
-Two sources may tell of the same object (a watch and a list), and a list never says what has vanished. So an older
+Two sources may report the same object (a watch and a list), and a list never shows what has vanished. So an older
 write never replaces a newer one, also when that is of a namesake, and `sweep` removes what a complete list lacked.
-What was removed is taken in again only by a later write: an object that loses the label that it is watched by is told
-as deleted, and comes back with its label.
+What was removed is taken in again only by a later write: an object that loses the label that it is watched by is
+reported as deleted, and comes back with its label.
 """
 
 from collections import OrderedDict

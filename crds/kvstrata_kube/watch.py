@@ -1,7 +1,7 @@
 """Follows one kind of object: a paginated list, then a watch, over and over, into a store.
 
 Survives an API server that is away, restarts or forgets old versions (410): the watch goes on where it was, or lists
-again. A list never says what has vanished, so what a complete list lacks is swept. Bounded: one list, one event and
+again. A list never shows what has vanished, so what a complete list lacks is swept. Bounded: one list, one event and
 one wait of at most `pause_s_max` at a time.
 """
 
@@ -27,16 +27,16 @@ PAGE_OBJECTS: Final = 500
 """Objects of one page; client-go's default."""
 
 PAGE_TRIES: Final = 3
-"""Times that a page behind the first is asked for, with ever more time: those before it would be read again otherwise,
-and a list of 50 pages would never end while one page in ten comes late."""
+"""Times that a page behind the first is asked for, each time with more time: those before it would be read again
+otherwise, and a list of 50 pages would never end while one page in ten comes late."""
 
 WATCH_S: Final = (240, 300)
-"""Seconds after which the server ends a watch, drawn anew each time so that a fleet does not come back at once."""
+"""Seconds after which the server ends a watch, drawn each time so that a fleet does not come back at once."""
 
 METADATA_LIST: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
 METADATA_WATCH: Final = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"
 """Accept headers for objects without spec and status. A watch that asks for the List form is accepted by
-kube-apiserver 1.34 and tells nothing at all, so the two must not be mixed up."""
+kube-apiserver 1.34 and stays silent, so the two must not be mixed up."""
 
 _STEADY_S: Final = 1.0  # A watch that ended sooner counts as a failure, so that a closing server is not hammered.
 
@@ -98,7 +98,7 @@ async def list_objects(api: KubeApi, source: Source[T]) -> tuple[list[T], str]:
 
 
 def _nothing() -> None:
-    """Stand where nobody asks to be told."""
+    """Default callback: does nothing."""
 
 
 class Watch(Generic[R]):

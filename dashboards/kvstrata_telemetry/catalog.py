@@ -1,37 +1,370 @@
-"""What a metric is, and the catalogue of all of them. Pure: the instruments are made in `metrics`.
+"""The catalogue of every metric of every process, and of every span. Pure.
 
-Base units, `_total` for counters, bounded labels (pool, tier, node, tenant, reason ...), never a block hash.
+Each is written here and nowhere else; `docs/metrics.md` is made from it, and the dashboards and alerts are held to it.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Final
 
+from kvstrata_telemetry.metrics import Kind, Metric, index
 
-class Kind(StrEnum):
-    """Prometheus type."""
-
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
+_AGENT_S: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
+_AGENT_ERRORS: Final = (0.0, 0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5)
+_METADATA_S: Final = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+_ROUND_S: Final = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+_CONVERGENCE_S: Final = (0.1, 0.3, 1.0, 3.0, 6.0, 10.0, 30.0, 60.0, 180.0, 600.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
-    """One metric: the only place where its name, labels and help are written."""
+class SpanType:
+    """One kind of span."""
 
     name: str
-    kind: Kind
     help: str
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-    """Upper bounds, for histograms, in the metric's base unit."""
+    attributes: tuple[str, ...] = ()
+    """Keywords that its callers set."""
 
 
-def index(metrics: Iterable[Metric]) -> dict[str, Metric]:
-    """Catalogue by name; a name written twice is a programmer error."""
-    by_name: dict[str, Metric] = {}
-    for metric in metrics:
-        assert metric.name not in by_name, f"metric {metric.name} is written twice"
-        by_name[metric.name] = metric
-    return by_name
+AGENT: Final = (
+    Metric(
+        "kvstrata_agent_info", Kind.GAUGE, "Always 1; version of the agent and the level of its kernels.",
+        ("pool", "node", "version", "kernels"),
+    ),
+    Metric("kvstrata_tier_capacity_bytes", Kind.GAUGE, "Bytes that the tier may hold.", ("pool", "node", "tier")),
+    Metric("kvstrata_tier_used_bytes", Kind.GAUGE, "Bytes that the tier holds.", ("pool", "node", "tier")),
+    Metric("kvstrata_tier_blocks", Kind.GAUGE, "Blocks that the tier holds.", ("pool", "node", "tier")),
+    Metric(
+        "kvstrata_tier_recovered_blocks", Kind.GAUGE, "Blocks of an earlier run that the tier had when it came up.",
+        ("pool", "node", "tier"),
+    ),
+    Metric("kvstrata_tier_emulated", Kind.GAUGE, "1 where the tier is emulated.", ("pool", "node", "tier")),
+    Metric("kvstrata_tier_encrypted", Kind.GAUGE, "1 where the tier seals what it stores.", ("pool", "node", "tier")),
+    Metric(
+        "kvstrata_device_up", Kind.GAUGE, "1 while a device takes blocks; of tiers over several devices.",
+        ("pool", "node", "tier", "device"),
+    ),
+    Metric(
+        "kvstrata_device_used_bytes", Kind.GAUGE, "Bytes that a device holds; of tiers over several devices.",
+        ("pool", "node", "tier", "device"),
+    ),
+    Metric(
+        "kvstrata_object_requests_max", Kind.GAUGE, "Requests that an object store gets at once.",
+        ("pool", "node", "tier"),
+    ),
+    Metric(
+        "kvstrata_object_refused_total", Kind.COUNTER, "Requests that an object store refused (429, 503).",
+        ("pool", "node", "tier"),
+    ),
+    Metric(
+        "kvstrata_tier_probe_bytes_per_second", Kind.GAUGE, "Bandwidth measured at start.",
+        ("pool", "node", "tier", "direction"),
+    ),
+    Metric(
+        "kvstrata_lookup_blocks_total", Kind.COUNTER, "Blocks asked for, by answer (hit, miss, pending, retry).",
+        ("pool", "node", "tenant", "result"),
+    ),
+    Metric(
+        "kvstrata_acquired_blocks_total", Kind.COUNTER, "Blocks leased to readers, by where they were.",
+        ("pool", "node", "tenant", "source"),
+    ),
+    Metric("kvstrata_published_blocks_total", Kind.COUNTER, "Blocks committed, by result.", ("pool", "node", "result")),
+    Metric(
+        "kvstrata_refused_blocks_total", Kind.COUNTER,
+        "Blocks that got no slot in one request, by reason (busy, draining, full, held, quota, recovering); a client "
+        "that was refused the rest of a batch asks again and may get it.",
+        ("pool", "node", "reason"),
+    ),
+    Metric(
+        "kvstrata_moved_blocks_total", Kind.COUNTER, "Blocks moved between tiers or nodes.",
+        ("pool", "node", "source", "target"),
+    ),
+    Metric(
+        "kvstrata_moved_bytes_total", Kind.COUNTER,
+        "Bytes moved, before compression, by class of traffic (kv, weights).",
+        ("pool", "node", "source", "target", "traffic"),
+    ),
+    Metric(
+        "kvstrata_move_duration_seconds", Kind.HISTOGRAM, "Time of one move.", ("pool", "node", "source", "target"),
+        _AGENT_S,
+    ),
+    Metric(
+        "kvstrata_move_queue_depth", Kind.GAUGE, "Moves that wait for their path, by class of traffic (kv, weights).",
+        ("pool", "node", "source", "target", "traffic"),
+    ),
+    Metric(
+        "kvstrata_move_queue_bytes", Kind.GAUGE, "Bytes of moves that wait for their path, before compression.",
+        ("pool", "node", "source", "target", "traffic"),
+    ),
+    Metric(
+        "kvstrata_moving_bytes", Kind.GAUGE, "Bytes of moves that are under way, before compression.",
+        ("pool", "node", "source", "target", "traffic"),
+    ),
+    Metric(
+        "kvstrata_move_bytes_per_second", Kind.GAUGE,
+        "Speed of a path of late, while anything moved on it; half of it is of the last 10 s of such time.",
+        ("pool", "node", "source", "target"),
+    ),
+    Metric(
+        "kvstrata_moves_refused_total", Kind.COUNTER,
+        "Moves that were not made because too many waited for their path, or they had waited too long.",
+        ("pool", "node", "source", "target", "traffic"),
+    ),
+    Metric(
+        "kvstrata_busy_answers_total", Kind.COUNTER,
+        "Answers with less than was asked for because the path to the rest is congested; they carry for how long.",
+        ("pool", "node", "verb"),
+    ),
+    Metric("kvstrata_stored_ratio", Kind.GAUGE, "Raw bytes per stored byte since start.", ("pool", "node", "tier")),
+    Metric(
+        "kvstrata_codec_planes_total", Kind.COUNTER,
+        "K and V planes of heads stored under a permitted error, by form (int4_row ... exact, as_it_is).",
+        ("pool", "node", "form"),
+    ),
+    Metric(
+        "kvstrata_codec_missed_guesses_total", Kind.COUNTER,
+        "Planes that ended in this form after the form that the last blocks took lost too much: their numbers drift.",
+        ("pool", "node", "form"),
+    ),
+    Metric(
+        "kvstrata_codec_drifted_planes_total", Kind.COUNTER,
+        "Planes that needed a safer form than the pool's calibration has (condition CalibrationCurrent).",
+        ("pool", "node"),
+    ),
+    Metric(
+        "kvstrata_codec_error_ratio", Kind.HISTOGRAM,
+        "Largest measured error, |x - x'| / |x|, of the planes of one block in this form.", ("pool", "node", "form"),
+        _AGENT_ERRORS,
+    ),
+    Metric(
+        "kvstrata_evicted_blocks_total", Kind.COUNTER, "Blocks dropped from the last tier that held them.",
+        ("pool", "node", "tier", "reason"),
+    ),
+    Metric(
+        "kvstrata_tenant_used_bytes", Kind.GAUGE,
+        "Bytes of slots on a tenant's account; `domain/...` and `share/...` for blocks whose writer is not known.",
+        ("pool", "node", "tenant", "tier"),
+    ),
+    Metric(
+        "kvstrata_quota_rejected_total", Kind.COUNTER, "Blocks that a tenant's hard quota refused.",
+        ("pool", "node", "tenant", "tier"),
+    ),
+    Metric(
+        "kvstrata_quota_evicted_total", Kind.COUNTER, "Blocks that left a tier for their own tenant's hard quota.",
+        ("pool", "node", "tenant", "tier"),
+    ),
+    Metric(
+        "kvstrata_retention_dropped_total", Kind.COUNTER, "Blocks dropped at the end of their tenant's retention.",
+        ("pool", "node", "tenant", "reason"),
+    ),
+    Metric(
+        "kvstrata_orders_total", Kind.COUNTER, "Parts of KVOperations that the agent has ended, by type and result.",
+        ("pool", "node", "type", "result"),
+    ),
+    Metric(
+        "kvstrata_corrupt_blocks_total", Kind.COUNTER, "Blocks whose checksum failed; each became a miss.",
+        ("pool", "node", "tier"),
+    ),
+    Metric("kvstrata_io_errors_total", Kind.COUNTER, "I/O errors of a tier.", ("pool", "node", "tier", "operation")),
+    Metric("kvstrata_leases", Kind.GAUGE, "Leases held now.", ("pool", "node")),
+    Metric("kvstrata_reservations", Kind.GAUGE, "Reservations not yet published.", ("pool", "node")),
+    Metric(
+        "kvstrata_expired_total", Kind.COUNTER, "Leases and reservations that ran out, or whose client died.",
+        ("pool", "node", "kind"),
+    ),
+    Metric(
+        "kvstrata_stray_releases_total", Kind.COUNTER,
+        "Releases of leases that were not live, by cause (double, late, foreign, unknown); late ones read for nothing.",
+        ("pool", "node", "cause"),
+    ),
+    Metric("kvstrata_sessions", Kind.GAUGE, "Sessions by state.", ("pool", "node", "state")),
+    Metric("kvstrata_connections", Kind.GAUGE, "Engine processes attached.", ("pool", "node")),
+    Metric("kvstrata_attach_total", Kind.COUNTER, "Attaches by result (ok, refused).", ("pool", "node", "result")),
+    Metric(
+        "kvstrata_audit_total", Kind.COUNTER,
+        "Decisions on access across tenants (allow, deny), by reason and verb; each is in the audit log as well.",
+        ("pool", "node", "decision", "reason", "verb"),
+    ),
+    Metric(
+        "kvstrata_audit_blocks_total", Kind.COUNTER,
+        "Blocks that these decisions were about: read, or asked for without success.",
+        ("pool", "node", "decision", "reason", "verb"),
+    ),
+    Metric(
+        "kvstrata_request_duration_seconds", Kind.HISTOGRAM, "Time of one request in the agent.",
+        ("pool", "node", "verb"), _AGENT_S,
+    ),
+    Metric("kvstrata_directory_up", Kind.GAUGE, "1 while the directory answers.", ("pool", "node")),
+    Metric(
+        "kvstrata_directory_cache_total", Kind.COUNTER, "Blocks looked up in the memory of hot prefixes, by result.",
+        ("pool", "node", "result"),
+    ),
+    Metric("kvstrata_directory_full", Kind.GAUGE, "1 while Redis has no memory for announcements.", ("pool", "node")),
+    Metric(
+        "kvstrata_directory_partly_away", Kind.GAUGE, "1 while some primary of a Redis Cluster does not answer.",
+        ("pool", "node"),
+    ),
+    Metric("kvstrata_directory_queue_depth", Kind.GAUGE, "Announcements waiting for the directory.", ("pool", "node")),
+    Metric(
+        "kvstrata_directory_dropped_total", Kind.COUNTER, "Announcements dropped at the queue limit.", ("pool", "node")
+    ),
+    Metric(
+        "kvstrata_nominations_total", Kind.COUNTER,
+        "Blocks that the metadata service nominated to be dropped, by result (drop, or why it was kept).",
+        ("pool", "node", "result"),
+    ),
+    Metric(
+        "kvstrata_peer_fetched_blocks_total", Kind.COUNTER,
+        "Blocks wanted from other agents, by transport (nixl, tcp, shared, none) and result.",
+        ("pool", "node", "transport", "result"),
+    ),
+    Metric(
+        "kvstrata_peer_fetched_bytes_total", Kind.COUNTER, "Bytes that came from other agents.",
+        ("pool", "node", "transport"),
+    ),
+    Metric(
+        "kvstrata_peer_fetch_duration_seconds", Kind.HISTOGRAM, "Time of one batch from one owner, lease included.",
+        ("pool", "node"), _AGENT_S,
+    ),
+    Metric(
+        "kvstrata_handover_blocks", Kind.GAUGE,
+        "Blocks that grow now: written here for a reader elsewhere (writer), or followed from elsewhere (reader).",
+        ("pool", "node", "role"),
+    ),
+    Metric(
+        "kvstrata_handover_layers_total", Kind.COUNTER,
+        "Layers of followed prompts that readers were given; `waited` where the reader asked before they were there.",
+        ("pool", "node", "wait"),
+    ),
+    Metric(
+        "kvstrata_handovers_broken_total", Kind.COUNTER,
+        "Followed prompts that were lost before they were whole, by reason (away, given_up, damaged, stalled).",
+        ("pool", "node", "reason"),
+    ),
+    Metric(
+        "kvstrata_peer_landing_bytes", Kind.GAUGE, "Buffers that NIXL may still write to, late transfers included.",
+        ("pool", "node"),
+    ),
+    Metric(
+        "kvstrata_certificate_expiry_timestamp_seconds", Kind.GAUGE,
+        "Unix time at which the agent's certificate ends; 0 while it has none.", ("pool", "node"),
+    ),
+)  # fmt: skip
+"""Metrics of the agent."""
+
+METADATA: Final = (
+    Metric("kvstrata_metadata_info", Kind.GAUGE, "Always 1; version of the metadata service.", ("version",)),
+    Metric("kvstrata_metadata_leader", Kind.GAUGE, "1 while this replica may fence, erase and nominate."),
+    Metric("kvstrata_metadata_failovers_total", Kind.COUNTER, "Times that another replica came to lead."),
+    Metric("kvstrata_metadata_redis_up", Kind.GAUGE, "1 while Redis answered the last sweep."),
+    Metric("kvstrata_metadata_leases_known", Kind.GAUGE, "1 while the API server shows which agents hold their Lease."),
+    Metric("kvstrata_metadata_agents", Kind.GAUGE, "Incarnations by state (live, silent, fenced).", ("state",)),
+    Metric(
+        "kvstrata_metadata_locations", Kind.GAUGE, "Block locations that an agent has in the directory.",
+        ("pool", "node"),
+    ),
+    Metric(
+        "kvstrata_metadata_stored_bytes", Kind.GAUGE, "Bytes of the copies that the directory knows, by medium.",
+        ("pool", "tier"),
+    ),
+    Metric("kvstrata_metadata_sessions", Kind.GAUGE, "Sessions in the directory, by state.", ("state",)),
+    Metric("kvstrata_metadata_redis_fill_ratio", Kind.GAUGE, "Used over maximal memory of the fullest Redis server."),
+    Metric("kvstrata_metadata_redis_full", Kind.GAUGE, "1 while Redis refuses announcements for want of memory."),
+    Metric("kvstrata_metadata_used_bytes", Kind.GAUGE, "Bytes that Redis uses beyond those of an empty one."),
+    Metric("kvstrata_metadata_location_bytes", Kind.GAUGE, "Average bytes of Redis for one location."),
+    Metric("kvstrata_metadata_backlog", Kind.GAUGE, "Fenced incarnations whose locations are being removed."),
+    Metric("kvstrata_metadata_fenced_total", Kind.COUNTER, "Incarnations ended because they were dead."),
+    Metric("kvstrata_metadata_removed_locations_total", Kind.COUNTER, "Locations removed for dead agents."),
+    Metric("kvstrata_metadata_orphans_total", Kind.COUNTER, "Streams removed that the registry had lost."),
+    Metric(
+        "kvstrata_metadata_registrations_total", Kind.COUNTER,
+        "Incarnations of agents that began; each reports everything it holds.",
+    ),
+    Metric(
+        "kvstrata_metadata_nominated_total", Kind.COUNTER,
+        "Copies that agents were advised to drop, by reason (duplicate, returned, erased).", ("reason",),
+    ),
+    Metric("kvstrata_metadata_nominations_refused_total", Kind.COUNTER, "Nominations refused by a full mailbox."),
+    Metric("kvstrata_metadata_erase_claims", Kind.GAUGE, "Scopes that agents claim to be erased, not settled yet."),
+    Metric("kvstrata_metadata_erase_claims_refused_total", Kind.COUNTER, "Erasures that the API server contradicted."),
+    Metric("kvstrata_metadata_erased_scopes_total", Kind.COUNTER, "Scopes erased from the directory."),
+    Metric("kvstrata_metadata_erased_locations_total", Kind.COUNTER, "Locations removed with erased scopes."),
+    Metric("kvstrata_metadata_sweep_duration_seconds", Kind.HISTOGRAM, "Time of one sweep.", (), _METADATA_S),
+    Metric("kvstrata_metadata_redis_restarts_total", Kind.COUNTER, "Embedded servers that ended and were restarted."),
+    Metric(
+        "kvstrata_metadata_certificate_expiry_timestamp_seconds", Kind.GAUGE,
+        "Unix time at which the service's certificate ends; 0 while it has none or needs none.",
+    ),
+)  # fmt: skip
+"""Metrics of the metadata service."""
+
+OPERATOR: Final = (
+    Metric("kvstrata_operator_info", Kind.GAUGE, "Always 1; version of the operator.", ("version",)),
+    Metric("kvstrata_operator_leader", Kind.GAUGE, "1 while this replica may write."),
+    Metric("kvstrata_operator_synced", Kind.GAUGE, "1 once every kind has been listed."),
+    Metric("kvstrata_operator_objects", Kind.GAUGE, "Objects known, by kind.", ("kind",)),
+    Metric(
+        "kvstrata_operator_reconcile_duration_seconds", Kind.HISTOGRAM,
+        "Time of one round, by part (plan, apply, status).", ("part",), _ROUND_S,
+    ),
+    Metric("kvstrata_operator_queue_depth", Kind.GAUGE, "Actions of the last plan that are not carried out yet."),
+    Metric(
+        "kvstrata_operator_actions_total", Kind.COUNTER, "Actions by verb and result (ok, retry, failed).",
+        ("verb", "result"),
+    ),
+    Metric(
+        "kvstrata_operator_convergence_seconds", Kind.HISTOGRAM,
+        "From first sight of a pool's generation until the pool is Ready at it.", (), _CONVERGENCE_S,
+    ),
+    Metric(
+        "kvstrata_operator_api_requests_total", Kind.COUNTER,
+        "Requests to the API server, by HTTP verb and result (status code, or away).", ("verb", "result"),
+    ),
+    Metric(
+        "kvstrata_operator_api_request_duration_seconds", Kind.HISTOGRAM, "Time of one request to the API server.",
+        ("verb",), _ROUND_S,
+    ),
+    Metric("kvstrata_operator_lists_total", Kind.COUNTER, "Complete lists taken in, by kind.", ("kind",)),
+    Metric(
+        "kvstrata_operator_missed_events_total", Kind.COUNTER,
+        "Changes of administrator objects that a list showed and no event had reported.", ("kind",),
+    ),
+    Metric("kvstrata_operator_feed_restarts_total", Kind.COUNTER, "Times that the event feed was restarted."),
+    Metric(
+        "kvstrata_authority_expiry_timestamp_seconds", Kind.GAUGE,
+        "Unix time at which the fleet's certificate authority ends; written by the leader.",
+    ),
+    Metric("kvstrata_pool_nodes", Kind.GAUGE, "Nodes of a pool, by state; written by the leader.", ("pool", "state")),
+    Metric(
+        "kvstrata_operations", Kind.GAUGE, "KVOperations by type and state; written by the leader.", ("type", "state"),
+    ),
+    Metric(
+        "kvstrata_pool_tier_target_bytes", Kind.GAUGE,
+        "Bytes that a tier which scales by itself is to have on each node; written by the leader.", ("pool", "tier"),
+    ),
+    Metric("kvstrata_pool_ready", Kind.GAUGE, "1 while the pool is Ready; written by the leader.", ("pool",)),
+)  # fmt: skip
+"""Metrics of the operator."""
+
+BY_PROCESS: Final = {"agent": AGENT, "metadata": METADATA, "operator": OPERATOR}
+"""Metrics by the process that exports them."""
+
+BY_NAME: Final = index(metric for metrics in BY_PROCESS.values() for metric in metrics)
+"""Every metric by its name; no two processes share one."""
+
+SPANS: Final = (
+    SpanType("kvstrata.lookup", "One lookup in an agent.", ("session_id", "pool", "requested_blocks", "remote")),
+    SpanType(
+        "kvstrata.acquire", "Leasing a prefix; the moves that it waits for are its children.",
+        ("session_id", "pool", "requested_blocks", "hit_blocks"),
+    ),
+    SpanType("kvstrata.move", "One batch between two tiers or nodes.", ("source", "target", "blocks")),
+    SpanType("kvstrata.reserve", "Giving out slots.", ("session_id", "pool", "requested_blocks")),
+    SpanType("kvstrata.publish", "Committing filled slots.", ("pool", "blocks")),
+    SpanType("kvstrata.fetch", "Reading blocks from another node.", ("source", "blocks", "bytes")),
+    SpanType(
+        "kvstrata.follow", "Waiting for parts of blocks that another node still writes.",
+        ("session_id", "pool", "requested_blocks"),
+    ),
+    SpanType("kvstrata.order", "An agent's part of one KVOperation.", ("order",)),
+)  # fmt: skip
+"""Every name that `tracing.span` may be given."""

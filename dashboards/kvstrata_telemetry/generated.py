@@ -1,16 +1,41 @@
-"""Files that are made from code: written by `--write`, compared by `--check`."""
+"""Files that are made from code, written by `--write` and compared by `--check`: how that is done, and docs/metrics.md.
+
+`python -m kvstrata_telemetry.generated --write | --check` makes the page; the other generators use `run`.
+"""
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
+
+from kvstrata_telemetry.catalog import BY_PROCESS, SPANS
+from kvstrata_telemetry.metrics import Metric
+from kvstrata_telemetry.tracing import SHARED_ATTRIBUTES
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 """The source tree. Generators run in it; an installed wheel has none."""
 
 Files = Mapping[Path, str]
 """Wanted content by path."""
+
+_HEAD: Final = """\
+# Metrics and spans
+
+Made from `dashboards/kvstrata_telemetry/catalog.py` by `make generate`. Base units everywhere: seconds, bytes,
+ratios from 0 to 1. Every process serves its metrics at `/metrics`, beside `/healthz` and `/readyz`; the address is in
+its first log lines and in its ready file.
+"""
+
+_SPANS_HEAD: Final = """
+## Spans
+
+Off until a process gets `--otlp-endpoint` (OTLP over HTTP); agents alone open any. Attributes are `kvcache.<name>`; the
+session is `session.id`.
+
+| span | what | attributes |
+|---|---|---|
+"""
 
 
 def drift(wanted: Files) -> tuple[Path, ...]:
@@ -46,3 +71,33 @@ def _read(path: Path) -> str | None:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
+
+
+def text() -> str:
+    """The whole page."""
+    return "".join([_HEAD, *map(_section, BY_PROCESS), _SPANS_HEAD, *_span_rows()])
+
+
+def _section(process: str) -> str:
+    head = f"\n## kvstrata-{process}\n\n| metric | type | labels | what |\n|---|---|---|---|\n"
+    return head + "".join(map(_row, BY_PROCESS[process]))
+
+
+def _row(metric: Metric) -> str:
+    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    return f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |\n"
+
+
+def _span_rows() -> Iterator[str]:
+    for span in SPANS:
+        attributes = ", ".join(f"`{SHARED_ATTRIBUTES.get(a, f'kvcache.{a}')}`" for a in span.attributes)
+        yield f"| `{span.name}` | {span.help} | {attributes} |\n"
+
+
+def metric_files() -> Files:
+    """The page by its path."""
+    return {ROOT / "docs" / "metrics.md": text()}
+
+
+if __name__ == "__main__":
+    sys.exit(run(metric_files, __doc__))

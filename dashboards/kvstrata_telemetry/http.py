@@ -11,10 +11,10 @@ from prometheus_client.exposition import choose_encoder
 from kvstrata_api.errors import InvalidInputError
 
 Check = Callable[[], bool]
-"""True while all is well. Called in the event loop for each probe: it must look at state, not ask anybody."""
+"""True while all is well. Called in the event loop for each probe: it must read state, not ask anybody."""
 
 View = Callable[[Mapping[str, str]], object]
-"""What a process shows as JSON under a path of its own, given the query of the request. Like a check, it must look at
+"""What a process shows as JSON under a path of its own, given the query of the request. Like a check, it must read
 state, not ask anybody. Raises `InvalidInputError` for a query that it cannot answer."""
 
 _CLOSE_S: Final = 1.0

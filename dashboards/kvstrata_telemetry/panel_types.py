@@ -98,7 +98,7 @@ def rate(metric: str, by: str, selector: str = NODE) -> str:
 def increase(metric: str, selector: str = NODE) -> str:
     """What was counted in the time that the dashboard shows; 0 where the counter was never touched.
 
-    Rounded, because Prometheus extrapolates to the edges of the range and nobody looks for 10.7 errors.
+    Rounded, because Prometheus extrapolates to the edges of the range and nobody expects 10.7 errors.
     """
     return f"round(sum(increase({metric}{{{selector}}}[$__range]))) or vector(0)"
 

@@ -34,7 +34,7 @@ HEALTHY: Final = Row("Is it healthy?", (
         f"count(count by (pool) (kvstrata_agent_info{{{NODE}}}))", Unit.NONE, CALM,
     ),
     stat(
-        "Pools not ready", "Pools whose condition Ready is False, as the operator says.",
+        "Pools not ready", "Pools whose condition Ready is False, as the operator reports.",
         f"count(max by (pool) (kvstrata_pool_ready{{{POOL}}}) == 0) or vector(0)", Unit.NONE, NOTICE,
     ),
     stat(
@@ -318,7 +318,7 @@ SAFE: Final = Row("Is it safe?", (
         (Query(rate("kvstrata_audit_total", "decision, reason"), "{{decision}} {{reason}}"),), CALM, 12,
     ),
     Panel(
-        "Blocks across tenants", "Blocks that engines read in scopes of several tenants, or asked for in vain.",
+        "Blocks across tenants", "Blocks that engines read in scopes of several tenants, or asked for without success.",
         Form.LINES, Unit.PER_SECOND,
         (Query(rate("kvstrata_audit_blocks_total", "decision, reason"), "{{decision}} {{reason}}"),), CALM, 12,
     ),

@@ -45,11 +45,11 @@ CONTROL: Final = Row("Does the operator keep up?", (
         increase("kvstrata_operator_api_requests_total", 'result="403"'), Unit.NONE, NONE_ALLOWED,
     ),
     stat(
-        "Missed events", "Changes that a list showed and no event had told.",
+        "Missed events", "Changes that a list showed and no event had reported.",
         increase("kvstrata_operator_missed_events_total", ""), Unit.NONE, NOTICE,
     ),
     stat(
-        "Feed restarts", "Times that the event feed was started anew.",
+        "Feed restarts", "Times that the event feed was restarted.",
         increase("kvstrata_operator_feed_restarts_total", ""), Unit.NONE, NOTICE,
     ),
     Panel(
@@ -116,7 +116,7 @@ DIRECTORY: Final = Row("Is the directory clean?", (
         "min(kvstrata_metadata_redis_up)", Unit.NONE, (Limit(None, "red"), Limit(1, "green")),
     ),
     stat(
-        "Leases known", "1 while the API server tells which agents live. Without it nobody is declared dead by Lease.",
+        "Leases known", "1 while the API server shows which agents live. Without it nobody is declared dead by Lease.",
         "min(kvstrata_metadata_leases_known)", Unit.NONE, (Limit(None, "yellow"), Limit(1, "green")),
     ),
     stat("Metadata services", "Replicas that report.", "count(kvstrata_metadata_info)", Unit.NONE, CALM),
@@ -133,7 +133,7 @@ DIRECTORY: Final = Row("Is the directory clean?", (
         increase("kvstrata_metadata_orphans_total", ""), Unit.NONE, NOTICE,
     ),
     stat(
-        "Redis restarts", "Embedded servers that ended and were started anew.",
+        "Redis restarts", "Embedded servers that ended and were restarted.",
         increase("kvstrata_metadata_redis_restarts_total", ""), Unit.NONE, NOTICE,
     ),
     stat(
@@ -153,7 +153,7 @@ DIRECTORY: Final = Row("Is the directory clean?", (
         "max(kvstrata_metadata_redis_fill_ratio)", Unit.RATIO, FILL,
     ),
     stat(
-        "Full reports", "Agents that registered anew and reported everything they hold.",
+        "Full reports", "Agents that registered again and reported everything they hold.",
         "round(max(increase(kvstrata_metadata_registrations_total[$__range]))) or vector(0)", Unit.NONE, CALM,
     ),
     stat(
@@ -165,7 +165,7 @@ DIRECTORY: Final = Row("Is the directory clean?", (
         increase("kvstrata_metadata_erased_scopes_total", ""), Unit.NONE, CALM,
     ),
     stat(
-        "Waiting erasures", "Scopes that are said to be erased and still have ids in Redis.",
+        "Waiting erasures", "Scopes that agents claim to be erased and that still have ids in Redis.",
         "max(kvstrata_metadata_erase_claims)", Unit.NONE, NOTICE,
     ),
     stat(

@@ -1,4 +1,4 @@
-"""The file by which a process says that it is up and where it listens."""
+"""The file by which a process reports that it is up and where it listens."""
 
 import json
 import os

@@ -1,8 +1,8 @@
 """OpenTelemetry spans: off until `configure` names an endpoint, and then sent by OTLP over HTTP.
 
 While off, `span` yields one shared object that does nothing, and the SDK, a tenth of what the operator would load, is
-left out. Attributes are ours, `kvcache.*`, except for the two that have a name in the semantic conventions:
-`session.id` and `gen_ai.request.model`.
+left out. Attributes are ours, `kvcache.*`, except for the one that has a name in the semantic conventions:
+`session.id`. Spans of different processes are not joined: no message carries a trace context.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Final, Protocol
 
 from opentelemetry import trace
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 Attribute = str | bool | int | float
 """What OpenTelemetry takes as a single attribute."""
 
-SHARED_ATTRIBUTES: Final = {"session_id": "session.id", "model": "gen_ai.request.model"}
+SHARED_ATTRIBUTES: Final = {"session_id": "session.id"}
 """Keywords whose attribute has a name in the semantic conventions; every other one becomes `kvcache.<keyword>`."""
 
 _QUEUE_SPANS_MAX: Final = 2_048
@@ -108,29 +107,19 @@ def shutdown() -> None:
     timer.join()
 
 
-def span(name: str, parent: str = "", **attributes: Attribute) -> AbstractContextManager[Active]:
+def span(name: str, **attributes: Attribute) -> AbstractContextManager[Active]:
     """Open the span `name` around a block of code; an error that leaves the block is recorded on it.
 
-    `parent` is a W3C `traceparent` that came from another process; without it the current span is the parent.
-    Names are those of `spans.SPANS`; attributes are keywords such as `session_id`, `hit_tokens`, `tier`, `decision`.
+    The current span is its parent. Names are those of `catalog.SPANS`; attributes are keywords such as `session_id`.
     """
     tracer = _state.tracer
-    return _OFF if tracer is None else _recorded(tracer, name, parent, attributes)
+    return _OFF if tracer is None else _recorded(tracer, name, attributes)
 
 
 @contextmanager
-def _recorded(tracer: Tracer, name: str, parent: str, attributes: Mapping[str, Attribute]) -> Iterator[Active]:
-    context = TraceContextTextMapPropagator().extract({"traceparent": parent}) if parent else None
-    with tracer.start_as_current_span(name, context, attributes=_named(attributes)) as opened:
+def _recorded(tracer: Tracer, name: str, attributes: Mapping[str, Attribute]) -> Iterator[Active]:
+    with tracer.start_as_current_span(name, attributes=_named(attributes)) as opened:
         yield _On(opened)
-
-
-def traceparent() -> str:
-    """W3C header value of the current span, to hand to another process; empty while tracing is off."""
-    carrier: dict[str, str] = {}
-    if _state.tracer is not None:
-        TraceContextTextMapPropagator().inject(carrier)
-    return carrier.get("traceparent", "")
 
 
 def current_ids() -> dict[str, str]:

@@ -65,7 +65,7 @@ def start(
 
 
 def _audit_dir() -> Path | None:
-    """Folder that the environment names for audit logs of all planes; see `hack/rights_used.py`."""
+    """Folder that the environment names for audit logs of all planes; see `hack/checks/rights_used.py`."""
     named = os.environ.get("KVSTRATA_AUDIT_DIR")
     return Path(named) if named else None
 

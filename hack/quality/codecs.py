@@ -10,7 +10,7 @@ from kvstrata_agent.codec.base import Shape, room_bytes
 from kvstrata_agent.codec.exact import PackedCodec
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_native import pack, unpack
-from kvstrata_native.packing import Kind, Packing
+from kvstrata_native.forms import Kind, Packing
 
 Words = npt.NDArray[np.uint16]
 """(tokens, head dim) bf16, C-contiguous."""

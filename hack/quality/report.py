@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from bench.common import machine
+from bench.harness.common import machine
 from kvstrata_native import level
 from quality.corpus import Corpus
 from quality.evaluation import PREFIX_TOKENS, Measured

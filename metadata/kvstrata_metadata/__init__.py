@@ -1,1 +1,1 @@
-"""The directory in Redis: schema, transitions, store, sweeper and service."""
+"""The directory in Redis: its store, typed transitions, an agent's side of it, and the service that keeps it clean."""

@@ -2,9 +2,8 @@
 
 import sys
 
-from proofs import Suite
-
 from adversity.registry import CLAIMS, runner
+from support.runner.proofs import Suite
 
 SUITE = Suite("adversity", "Lie to the operator, kill it, and write what nobody should.", CLAIMS, runner)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvstrata_kube.watch import Watch
 from kvstrata_operator.apply.executor import Executor, Outcome
-from kvstrata_operator.decide.pools import liveness
+from kvstrata_operator.decide.pools import lifecycle
 from kvstrata_operator.decide.pools.reconcile import Difference
 
 
@@ -69,8 +69,8 @@ def _remembers_lists() -> None:
 
 def _needs_a_lease() -> None:
     """Take agents for gone whose Leases nobody has looked at yet, as after a start."""
-    known = liveness.answering
-    liveness.answering = lambda nodes, alive, silent: known(nodes, alive, silent) & set(alive)
+    known = lifecycle.answering
+    lifecycle.answering = lambda nodes, alive, silent: known(nodes, alive, silent) & set(alive)
 
 
 DEFECTS: dict[str, Callable[[], None]] = {

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final
 
-from bad_manifests import examples, mutations, with_value
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from manifest_strategies import STEMS, shaped, variants
 
 from adversity.calls import Json
 from kvstrata_api.rules.operation import BLOCK_OF_TYPE
@@ -22,7 +20,9 @@ from kvstrata_api.schema import object_schema
 from kvstrata_api.schema_kinds import BY_NAME, KINDS
 from kvstrata_api.units import parse_quantity
 from kvstrata_api.validate import validate
-from kvstrata_operator.decide.pools.autoscaling import scales_of
+from kvstrata_operator.decide.pools.placement import scales_of
+from support.kube.bad_manifests import examples, mutations, with_value
+from support.kube.manifest_strategies import STEMS, shaped, variants
 
 BANK: Final = 20
 """Variants of each example to choose from."""

@@ -11,20 +11,18 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from operator_fleet import SETTING, START, ConflictError, Fleet
-
 from adversity.calls import Json
 from kvstrata_api import names
 from kvstrata_api.shares import is_open
-from kvstrata_operator.app.process import PARSERS
+from kvstrata_operator.decide.incremental import FleetFacts, Seen
 from kvstrata_operator.decide.plan.actions import Action, Delete, DeleteMany
 from kvstrata_operator.decide.planner import plan_orders
 from kvstrata_operator.decide.status_planner import plan_statuses
 from kvstrata_operator.observe import kinds, parse
-from kvstrata_operator.observe.kinds import Kind, Ref
-from kvstrata_operator.observe.moments import parse_time
+from kvstrata_operator.observe.kinds import Kind, Ref, parse_time
 from kvstrata_operator.observe.records import PoolNodeSeen
-from kvstrata_operator.observe.world import View, World
+from kvstrata_operator.observe.world import PARSERS, ChangeBus, View, World
+from support.operator.fleet import SETTING, START, ConflictError, Fleet
 
 KINDS: Final = (*kinds.ADMINISTRATOR_KINDS, *PARSERS)
 OWNERS: Final = {"tenant": kinds.TENANT, "domain": kinds.DOMAIN, "share": kinds.SHARE}
@@ -117,20 +115,20 @@ class Cluster(Fleet):
 
     def _check_removal(self, key: str, body: Json, view: View) -> None:
         """An agent that answers is drained before its KVPoolNode goes."""
-        seen = view.pool_nodes.get(key)
+        seen = view.pools.pool_nodes.get(key)
         is_connected = key in self.alive and seen is not None and seen.is_true("AgentConnected")
-        pool = view.pools.get(seen.pool) if seen is not None else None
-        is_farewell = pool is not None and pool.is_deleting
+        pool = view.pools.declared.get(seen.pool) if seen is not None else None
+        is_final = pool is not None and pool.is_deleting
         if (
             seen is None
             or not is_connected
-            or seen.node not in view.nodes
-            or _is_drained(seen, is_farewell=is_farewell)
+            or seen.node not in view.pools.nodes
+            or _is_drained(seen, is_final=is_final)
         ):
             return
         deadline = parse_time(body["spec"]["drain"]["deadline"]) if body["spec"]["drain"]["requested"] else None
         timeout_s = pool.model.spec.update_strategy.drain.timeout_seconds if pool and pool.model else 0
-        if timeout_s and (deadline is None or self.now < deadline) and key not in view.silent:
+        if timeout_s and (deadline is None or self.now < deadline) and key not in view.pools.silent:
             since = parse_time((pool.meta.deletion_timestamp if pool else None) or "")
             if since is None or (self.now - since).total_seconds() < timeout_s:
                 self.violations.append(f"{key} is removed undrained")
@@ -141,14 +139,18 @@ class Operator:
     """One replica. Everything that it knows is here, and a crash forgets it."""
 
     cluster: Cluster
-    world: World = field(default_factory=lambda: World(lambda: None, lambda: None))
+    world: World = field(default_factory=lambda: World(ChangeBus()))
     cursors: dict[Kind, int] = field(default_factory=dict)
     alive: frozenset[str] = frozenset()
     silent: frozenset[str] = frozenset()
 
+    def __post_init__(self) -> None:
+        self.facts = FleetFacts.following(self.world)
+
     def crash(self) -> None:
         """Forget everything, as a new process has."""
-        self.world = World(lambda: None, lambda: None)
+        self.world = World(ChangeBus())
+        self.facts = FleetFacts.following(self.world)
         self.cursors, self.alive, self.silent = {}, frozenset(), frozenset()
 
     def list(self, kind: Kind) -> None:
@@ -188,27 +190,28 @@ class Operator:
             self.relist(kind)
         self.look_at_leases()
 
-    def view(self) -> View | None:
+    def seen(self) -> Seen | None:
         """What it would decide by; None before all kinds were listed."""
         if self.world.unsynced:
             return None
-        return self.world.view(self.alive, self.silent, self.cluster.keks, {})
+        self.facts.refresh(self.alive, self.silent)
+        return self.world.view(self.alive, self.silent, self.cluster.keks, {}), self.facts
 
     def orders(self) -> tuple[Action, ...]:
         """Plan."""
-        view = self.view()
-        return plan_orders(view, SETTING, self.cluster.now).actions if view else ()
+        seen = self.seen()
+        return plan_orders(*seen, SETTING, self.cluster.now).actions if seen else ()
 
     def statuses(self) -> tuple[Action, ...]:
         """Compare statuses."""
-        view = self.view()
-        return tuple(w.action for w in plan_statuses(view, SETTING, self.cluster.now)) if view else ()
+        seen = self.seen()
+        return tuple(w.action for w in plan_statuses(*seen, SETTING, self.cluster.now)) if seen else ()
 
     def carry_out(self, action: Action, *, is_told: bool = True) -> None:
         """Let the API server do it; `is_told` says whether its answer came."""
-        view = self.view()
-        assert view is not None
-        self.cluster.check(action, view)
+        seen = self.seen()
+        assert seen is not None
+        self.cluster.check(action, seen[0])
         before = self.cluster.objects.get(action.ref) if action.ref.kind == kinds.SECRET else None
         try:
             self.cluster.apply(action)
@@ -236,10 +239,10 @@ class Operator:
         return count
 
 
-def _is_drained(node: PoolNodeSeen, *, is_farewell: bool) -> bool:
+def _is_drained(node: PoolNodeSeen, *, is_final: bool) -> bool:
     """Whether the agent has said that nothing is left to move, and where its pool goes that its memory is back."""
     said = node.conditions.get("Draining")
-    enough = ("Released", "Destroyed") if is_farewell else ("Drained", "Released", "Destroyed")
+    enough = ("Released", "Destroyed") if is_final else ("Drained", "Released", "Destroyed")
     return said is not None and said.status == "False" and said.reason in enough
 
 

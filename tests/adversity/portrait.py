@@ -9,8 +9,7 @@ from adversity.calls import Json
 from controlplane import ControlPlane
 from kvstrata_api import names
 from kvstrata_api.schema_kinds import KINDS
-from kvstrata_operator.decide.plan.objects import CONNECTION_LABELS
-from kvstrata_operator.observe.kinds import ADMINISTRATOR_KINDS
+from kvstrata_operator.observe.kinds import ADMINISTRATOR_KINDS, CONNECTION_LABELS
 
 _TIME: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+\d\d:\d\d)")
 _DROPPED: Final = {

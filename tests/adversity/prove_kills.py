@@ -3,11 +3,10 @@
 import sys
 from collections.abc import Sequence
 
-from outcome import Outcome, Scale
-
 from adversity import runs
 from adversity.kill_points import KILLS, TRIES, Aim, Book, Way, points_of, rounds_of, sweep
 from adversity.shared import shared
+from support.runner.outcome import Outcome, Scale
 
 SHORT_RUNS = 2
 

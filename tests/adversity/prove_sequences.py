@@ -10,8 +10,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from outcome import Outcome, Scale
-
 from adversity.calls import Json
 from adversity.drawn import OPERATION, Change, Names, sequence, settled
 from adversity.portrait import Portrait
@@ -24,6 +22,7 @@ from controlplane import ApiError
 from controlplane.waiting import wait_until
 from kvstrata_api.schema_kinds import BY_NAME
 from kvstrata_operator.observe.kinds import ADMINISTRATOR_KINDS
+from support.runner.outcome import Outcome, Scale
 
 FULL: Final = (5, 100)
 """Batches, and sequences of each."""

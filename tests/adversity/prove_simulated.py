@@ -4,10 +4,9 @@ import sys
 import time
 from unittest import mock
 
-from outcome import Outcome, Scale
-
 from adversity import defects, simulated
-from kvstrata_operator.decide.pools import liveness
+from kvstrata_operator.decide.pools import lifecycle
+from support.runner.outcome import Outcome, Scale
 
 FULL_SEEDS = 3_000
 SHORT_SEEDS = 20
@@ -31,6 +30,6 @@ def run(scale: Scale) -> Outcome:
 
 
 def _is_control_caught() -> bool:
-    with mock.patch.object(liveness, "answering", liveness.answering):  # Put back at the end.
+    with mock.patch.object(lifecycle, "answering", lifecycle.answering):  # Put back at the end.
         defects.inject("needs-a-lease")
         return any(ran.violations for ran in simulated.sweep(range(CONTROL_SEEDS)))

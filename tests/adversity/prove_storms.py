@@ -1,9 +1,8 @@
 """What the claims `faults`, `stale` and `unobserved` have in common: the scenario under a storm for each seed."""
 
-from outcome import Outcome, Scale
-
 from adversity.shared import shared
 from adversity.storms import weather
+from support.runner.outcome import Outcome, Scale
 
 FULL_SEEDS = 10
 """A storm takes 10 to 20 s on idle cores and 2 min on busy ones."""

@@ -1,8 +1,7 @@
 """Claim `unobserved`."""
 
-from outcome import Outcome, Scale
-
 from adversity.prove_storms import prove
+from support.runner.outcome import Outcome, Scale
 
 
 def run(scale: Scale) -> Outcome:

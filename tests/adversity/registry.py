@@ -5,7 +5,7 @@ from functools import partial
 from importlib import import_module
 from typing import Final
 
-from outcome import Outcome, Scale
+from support.runner.outcome import Outcome, Scale
 
 CLAIMS: Final[dict[str, str]] = {
     "kills": "killed at every API call, the operator ends where nobody killed it, within 60 s",

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from operator_fleet import pool_spec, tier
-
 from controlplane import ApiError, ControlPlane
 from controlplane.waiting import wait_until
 from kvstrata_api import names
 from kvstrata_api.schema_kinds import BY_NAME, KINDS
+from support.operator.fleet import pool_spec, tier
 
 KVSTRATA: Final = f"/apis/{names.API_VERSION}"
 NODES: Final = ("a", "b", "c")

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from operator_fleet import condition
-
 from adversity import model
 from adversity.calls import Json
 from adversity.drawn import Change, Names, sequence, settled
@@ -21,6 +19,7 @@ from kvstrata_api.schema_kinds import BY_NAME
 from kvstrata_api.validate import validate
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.kinds import Ref
+from support.operator.fleet import condition
 
 CHANGES: Final = (4, 14)
 """Of one sequence."""

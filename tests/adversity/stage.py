@@ -12,15 +12,14 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final, Self
 
-from chart_rights import install_kinds, render_rights
-from operator_agents import FakeAgents
-
 from adversity.proxy import Proxy
 from adversity.zygote import READY
 from controlplane import ApiError, ControlPlane, start
 from controlplane.waiting import wait_until
 from kvstrata_api import names
 from kvstrata_api.schema_kinds import KINDS
+from support.kube.chart_rights import install_kinds, render_rights
+from support.operator.agents import FakeAgents
 
 SYSTEM: Final = names.SYSTEM_NAMESPACE
 TESTS: Final = Path(__file__).resolve().parents[1]

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from concurrent.futures import Executor
 
 import pytest
-from alone import process
-from outcome import Outcome, Scale
 
 from adversity.registry import runner
 from adversity.simulated import run
+from support.runner.alone import process
+from support.runner.outcome import Outcome, Scale
 
 pytestmark = pytest.mark.system
 

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from adversity import defects
+from kvstrata_kube import connection as _  # noqa: F401  What the first connection would load in each.
 from kvstrata_operator.app import main as app
 
 READY = "ready\n"

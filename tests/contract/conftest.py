@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata_metadata.acl import Role
-from kvstrata_metadata.embedded import EmbeddedConfig, start
-from kvstrata_metadata.store import Store
+from kvstrata_metadata.server.embedded import EmbeddedConfig, start
+from kvstrata_metadata.store.access import Role
+from kvstrata_metadata.store.store import Store
 
 
 @pytest.fixture

@@ -8,10 +8,18 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import backend_contract
-import leftovers
 import pytest
-from backend_contract import (
+
+from kvstrata_agent.backends.base import SlotRef, TierBackend
+from kvstrata_agent.backends.file.index_format import parse_name
+from kvstrata_agent.backends.file.open_store import open_nvme, open_remote_flash
+from kvstrata_agent.backends.file.striped import DEVICE_BITS
+from kvstrata_agent.backends.object.client import ObjectClient
+from kvstrata_agent.backends.object.object_tier import open_object_tier
+from kvstrata_api.models.pool import NvmeTier, RemoteFlashTier
+from support.agent.scope_keys import KeyRing, NamedKeys
+from support.backends import contract as backend_contract
+from support.backends.contract import (
     ANNA,
     BOB,
     CAPACITY_BYTES,
@@ -21,16 +29,8 @@ from backend_contract import (
     get,
     put,
 )
-from s3_gateway import s3_gateway
-from scope_keys_double import KeyRing, NamedKeys
-
-from kvstrata_agent.backends.base import SlotRef, TierBackend
-from kvstrata_agent.backends.file.open_store import open_nvme, open_remote_flash
-from kvstrata_agent.backends.file.segment_name import parse_name
-from kvstrata_agent.backends.file.striped import DEVICE_BITS
-from kvstrata_agent.backends.object.client import ObjectClient
-from kvstrata_agent.backends.object.object_tier import open_object_tier
-from kvstrata_api.models.pool import NvmeTier, RemoteFlashTier
+from support.backends.s3_gateway import s3_gateway
+from support.runner import alone, leftovers
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(1200)]  # The gateway is built once, for minutes.
 
@@ -121,9 +121,10 @@ def _bytes_on_disk(where: Path) -> int:
 
 async def _kill_writer_after(where: Path, arguments: tuple[str, ...], blocks: int) -> int:
     """Run the writer until it has reported `blocks` blocks, kill it, and return the last number it reported."""
-    script = Path(__file__).parent.parent / "write_and_die.py"
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(script), str(where), *arguments, stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "support.backends.write_and_die", str(where), *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        env=alone.environment(),
     )
     assert process.stdout is not None
     for _ in range(blocks):
@@ -175,7 +176,7 @@ class TestNvmeStriped(TestNvmeUring):
     @pytest.fixture(autouse=True)
     def _sizes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """One device alone must hold the largest block of the contract, which is 1 MiB."""
-        monkeypatch.setattr("backend_contract.CAPACITY_BYTES", 2 * CAPACITY_BYTES)
+        monkeypatch.setattr("support.backends.contract.CAPACITY_BYTES", 2 * CAPACITY_BYTES)
 
     async def reopen(self, where: object) -> TierBackend:
         tier = NvmeTier(paths=(f"{where}/a", f"{where}/b"), io=self.io)
@@ -255,9 +256,8 @@ class TestHbmOnALateDevice(BackendContract):
     @pytest.fixture
     async def backend(self) -> AsyncIterator[TierBackend]:
         pytest.importorskip("torch")
-        from late_device import LateQueue
-
         from kvstrata_agent.backends.device.hbm import HbmTier
+        from support.backends.late_device import LateQueue
 
         backend = HbmTier([LateQueue("late:0"), LateQueue("late:1")], CAPACITY_BYTES)
         yield backend

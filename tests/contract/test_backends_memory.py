@@ -7,24 +7,23 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import backend_contract
-import leftovers
 import pytest
-from backend_contract import (
-    CAPACITY_BYTES,
-    PersistentContract,
-)
-from mappable_contract import MappableContract
 
-from kvstrata_agent.backends.base import LastingBackend, TierBackend
+from kvstrata_agent.backends.base import TierBackend
 from kvstrata_agent.backends.memory.cxl import open_cxl
 from kvstrata_agent.backends.memory.host_dram import free_pages, open_host_dram
-from kvstrata_agent.backends.memory.mounts import read_mounts
-from kvstrata_agent.backends.memory.persistence import Home
+from kvstrata_agent.backends.memory.persistence import PersistenceRoot, read_mounts
 from kvstrata_api.models.pool import CxlEmulation, CxlTier, HostDramTier
 from kvstrata_api.tiers import CxlMode
 from kvstrata_api.units import MIB
 from kvstrata_node.discovery import NumaNode
+from support.backends import contract as backend_contract
+from support.backends.contract import (
+    CAPACITY_BYTES,
+    PersistentContract,
+)
+from support.backends.mappable_contract import MappableContract
+from support.runner import leftovers
 
 pytestmark = pytest.mark.contract
 
@@ -73,7 +72,7 @@ class TestHostDramHugePages(MappableContract):
     @pytest.fixture
     async def backend(self, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TierBackend]:
         for name, value in (("CAPACITY_BYTES", 64 * MIB), ("BLOCK_BYTES", MIB)):
-            monkeypatch.setattr("backend_contract." + name, value)
+            monkeypatch.setattr("support.backends.contract." + name, value)
         backend = open_host_dram(HostDramTier(page_size="2Mi"), 64 * MIB, (0,))
         assert backend.capabilities.medium == "memfd-2Mi"
         assert backend.capabilities.fallback == ""
@@ -101,14 +100,14 @@ class _LastingContract(PersistentContract, MappableContract):
     async def backend(self, where: Path) -> AsyncIterator[TierBackend]:
         backend = await self.reopen(where)
         assert backend.capabilities.medium == self.medium, backend.capabilities.fallback
-        assert isinstance(backend, LastingBackend)
+        assert backend.persistent is backend
         assert backend.capabilities.outlives_agent
         assert not backend.capabilities.survives_restart
         yield backend
         await backend.close()
 
-    def home(self, where: object) -> Home:
-        return Home(Path(str(where)), "pool-a", "node-a", read_mounts(), "tier-a")
+    def home(self, where: object) -> PersistenceRoot:
+        return PersistenceRoot(Path(str(where)), "pool-a", "node-a", read_mounts(), "tier-a")
 
 
 class TestLastingSmallPages(_LastingContract):
@@ -152,7 +151,7 @@ class TestLastingHugePages(_LastingContract):
     @pytest.fixture(autouse=True)
     def _sizes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in (("CAPACITY_BYTES", 64 * MIB), ("BLOCK_BYTES", MIB)):
-            monkeypatch.setattr("backend_contract." + name, value)
+            monkeypatch.setattr("support.backends.contract." + name, value)
 
     @pytest.fixture
     def where(self, memory_dir: Path, huge_mount: Path) -> Path:

@@ -7,24 +7,17 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import pytest
-from generated_kv import kv_block
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
-from lossless_form import lossless_form
 
 from kvstrata_agent.codec.base import Codec, Decoder, Shape, room_bytes
 from kvstrata_agent.codec.exact import PackedCodec, RawCodec
-from kvstrata_agent.codec.legacy_lossless import LosslessCodec
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_api.errors import BlockCorruptError, UnsupportedError
 from kvstrata_api.models.pool import CompressionPolicy
+from support.backends.generated_kv import kv_block
 
 pytestmark = pytest.mark.contract
-
-EARLIER = (
-    "0102000017000000c00000000000000028b52ffd2060750000387f8080818181810100a6a91801" + ("000080004080c0" * 14)[:192]
-)
-"""Header, frame and the other bytes of 96 numbers in bf16, as `lossless` of agents up to 0.1 stored them."""
 
 element_sizes = st.sampled_from([1, 2, 4])
 blocks = st.one_of(
@@ -67,19 +60,6 @@ def damaged(stored: bytes, seed: int) -> bytes:
 @given(codec=st.sampled_from([RawCodec(), PackedCodec()]), raw=blocks, element_bytes=element_sizes)
 def test_an_exact_codec_gives_back_every_bit(codec: Both, raw: bytes, element_bytes: int) -> None:
     assert decoded(codec, encoded(codec, raw, element_bytes), len(raw)) == raw
-
-
-@given(raw=blocks, element_bytes=element_sizes)
-def test_the_form_of_earlier_agents_gives_back_every_bit(raw: bytes, element_bytes: int) -> None:
-    assert decoded(LosslessCodec(), lossless_form(raw, element_bytes), len(raw)) == raw
-
-
-def test_a_record_of_an_earlier_agent_is_read() -> None:
-    """Its bytes as they were written, not as we write them again."""
-    numbers = (np.arange(96) % 7 + 1).astype(np.float32)
-    raw = (numbers.view(np.uint32) >> 16).astype("<u2").tobytes()
-
-    assert decoded(LosslessCodec(), bytes.fromhex(EARLIER), len(raw)) == raw
 
 
 @given(codec=st.sampled_from([RawCodec(), PackedCodec()]), seed=st.integers(0, 1 << 30))
@@ -145,27 +125,6 @@ class TestPacked(CodecContract):
         assert decoded(self.codec, encoded(self.codec, raw, 3), len(raw)) == raw
 
 
-class TestLossless:
-    """What agents up to 0.1 wrote."""
-
-    @given(seed=st.integers(0, 1 << 30))
-    @example(seed=2558)  # A frame that claims more bytes than any machine has.
-    def test_damaged_stored_bytes_never_crash(self, seed: int) -> None:
-        raw = kv_block(2, layers=1, heads=1)
-        with suppress(BlockCorruptError):
-            decoded(LosslessCodec(), damaged(lossless_form(raw, 2), seed), len(raw))
-
-    def test_a_frame_that_claims_too_much_is_refused(self) -> None:
-        stored = bytearray(lossless_form(kv_block(2, layers=1, heads=1), 2))
-        stored[20:22] = b"\xe0\xff"
-
-        with pytest.raises(BlockCorruptError):
-            decoded(LosslessCodec(), bytes(stored), len(kv_block(2, layers=1, heads=1)))
-
-    def test_the_registry_knows_it_by_name(self) -> None:
-        assert isinstance(CodecRegistry().named("lossless"), LosslessCodec)
-
-
 BEST: Any = "Best"
 
 
@@ -200,3 +159,8 @@ def test_modes_map_to_codecs_and_unknown_ones_are_refused() -> None:
         codecs.for_policy(CompressionPolicy.model_construct(mode=BEST), is_worn=False)
     with pytest.raises(UnsupportedError, match="codec 'fp3'"):
         codecs.named("fp3")
+
+
+def test_the_name_of_a_removed_form_stays_reserved_and_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="codec 'lossless' was removed before the first release"):
+        CodecRegistry().named("lossless")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import pytest
-from generated_kv import kv_block
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from kvstrata_agent.codec.exact import PackedCodec
 from kvstrata_agent.codec.lossy import KeepingCodec, MixedCodec, MixedDecoder
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_api.errors import BlockCorruptError
+from support.backends.generated_kv import kv_block
 
 pytestmark = pytest.mark.contract
 

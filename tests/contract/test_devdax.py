@@ -4,9 +4,7 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import backend_contract
 import pytest
-from backend_contract import ANNA, BLOCK_BYTES, CAPACITY_BYTES, BackendContract, get, put
 
 from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
 from kvstrata_agent.backends.device.devdax import DRIVER, DaxMemory, open_devdax
@@ -14,6 +12,8 @@ from kvstrata_agent.backends.device.device_tier import DeviceTier
 from kvstrata_api.errors import BackendFailedError, InvalidInputError
 from kvstrata_api.units import MIB
 from kvstrata_node.discovery import DaxDevice
+from support.backends import contract as backend_contract
+from support.backends.contract import ANNA, BLOCK_BYTES, CAPACITY_BYTES, BackendContract, get, put
 
 pytestmark = pytest.mark.contract
 

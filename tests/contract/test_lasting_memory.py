@@ -8,28 +8,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import leftovers
 import pytest
-from agent_doubles import FakeAuthenticator, make_core
-from backend_contract import ANNA, BLOCK_BYTES, BOB, CAPACITY_BYTES, content, fill, get, put, record
-from contract_damage import flip
 
 from kvstrata_agent.app.periodic import ERASE_GRACE_S, Sweeper
 from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
+from kvstrata_agent.backends.memory import ledger
 from kvstrata_agent.backends.memory import persistence as homes
 from kvstrata_agent.backends.memory import persistent_extents as lasting
-from kvstrata_agent.backends.memory import persistent_extents as ledger
 from kvstrata_agent.backends.memory.arena import Arena
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
 from kvstrata_agent.backends.memory.mapping import has_writers
-from kvstrata_agent.backends.memory.mounts import read_mounts
-from kvstrata_agent.backends.memory.persistence import Home, remove_abandoned
+from kvstrata_agent.backends.memory.persistence import PersistenceRoot, read_mounts, remove_abandoned
 from kvstrata_agent.provision.provisioner import Provisioner
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.errors import BackendFailedError, InvalidInputError
 from kvstrata_api.models.pool import HostDramTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
+from support.agent.doubles import FakeAuthenticator, make_core
+from support.backends.contract import ANNA, BLOCK_BYTES, BOB, CAPACITY_BYTES, content, fill, get, put, record
+from support.backends.damage import flip
+from support.runner import leftovers
 
 pytestmark = pytest.mark.contract
 
@@ -38,16 +37,16 @@ Found = dict[int, tuple[SlotRef, Record]]
 
 
 @pytest.fixture
-def home() -> Iterator[Home]:
+def home() -> Iterator[PersistenceRoot]:
     with tempfile.TemporaryDirectory(prefix="kvstrata-test-", dir=leftovers.memory()) as directory:
-        yield Home(Path(directory), "pool-a", "node-a", read_mounts(), "dram")
+        yield PersistenceRoot(Path(directory), "pool-a", "node-a", read_mounts(), "dram")
 
 
-def open_at(home: Home, capacity_bytes: int = CAPACITY_BYTES) -> Arena:
+def open_at(home: PersistenceRoot, capacity_bytes: int = CAPACITY_BYTES) -> Arena:
     return open_host_dram(SETTINGS, capacity_bytes, (), home)
 
 
-async def reopened(home: Home, capacity_bytes: int = CAPACITY_BYTES) -> tuple[Arena, Found]:
+async def reopened(home: PersistenceRoot, capacity_bytes: int = CAPACITY_BYTES) -> tuple[Arena, Found]:
     arena = open_at(home, capacity_bytes)
     return arena, {int.from_bytes(r.key.digest, "big"): (s, r) async for s, r in arena.recover()}
 
@@ -57,12 +56,12 @@ def mapped(arena: Arena, slot: SlotRef) -> mmap.mmap:
     return mmap.mmap(arena.extent_fd(slot.extent, is_writable=True), arena.extent_bytes(slot.extent))
 
 
-def files(home: Home) -> list[str]:
+def files(home: PersistenceRoot) -> list[str]:
     assert home.directory is not None
     return sorted(p.name for p in home.directory.rglob("ext-*"))
 
 
-async def test_where_a_writer_of_the_dead_agent_lives_nothing_new_is_put(home: Home) -> None:
+async def test_where_a_writer_of_the_dead_agent_lives_nothing_new_is_put(home: PersistenceRoot) -> None:
     arena = open_at(home)
     slot, made = await put(arena, 1)
     reserved = arena.reserve(ANNA, BLOCK_BYTES)
@@ -86,7 +85,9 @@ async def test_where_a_writer_of_the_dead_agent_lives_nothing_new_is_put(home: H
     await again.close()
 
 
-async def test_an_extent_whose_files_cannot_be_removed_is_let_go(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_extent_whose_files_cannot_be_removed_is_let_go(
+    home: PersistenceRoot, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: Path) -> None:
         raise OSError(5, "Input/output error", str(path))
 
@@ -106,7 +107,7 @@ async def test_an_extent_whose_files_cannot_be_removed_is_let_go(home: Home, mon
 
 
 async def test_a_tier_whose_files_cannot_be_removed_can_be_opened_again(
-    home: Home, monkeypatch: pytest.MonkeyPatch
+    home: PersistenceRoot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path) -> None:
         raise OSError(5, "Input/output error", str(path))
@@ -124,7 +125,7 @@ async def test_a_tier_whose_files_cannot_be_removed_can_be_opened_again(
     await again.close()
 
 
-async def test_where_no_writer_is_left_every_slot_serves_again(home: Home) -> None:
+async def test_where_no_writer_is_left_every_slot_serves_again(home: PersistenceRoot) -> None:
     arena = open_at(home)
     slot, _ = await put(arena, 1)
     reserved = arena.reserve(ANNA, BLOCK_BYTES)
@@ -140,7 +141,7 @@ async def test_where_no_writer_is_left_every_slot_serves_again(home: Home) -> No
     await again.close()
 
 
-async def test_a_slot_that_was_given_up_lately_counts_as_being_written(home: Home) -> None:
+async def test_a_slot_that_was_given_up_lately_counts_as_being_written(home: PersistenceRoot) -> None:
     for age_ms, is_closed in ((0, True), (3_600_001, False)):
         arena = open_at(home)
         slot, _ = await put(arena, 1)
@@ -167,7 +168,9 @@ def test_the_kernel_knows_who_may_write(tmp_path: Path) -> None:
         assert not has_writers(path)
 
 
-async def test_memory_of_another_boot_is_not_there_any_more(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_of_another_boot_is_not_there_any_more(
+    home: PersistenceRoot, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arena = open_at(home)
     slot, _ = await put(arena, 1)
     with mapped(arena, slot) as engine:
@@ -181,7 +184,7 @@ async def test_memory_of_another_boot_is_not_there_any_more(home: Home, monkeypa
     await again.close()
 
 
-async def test_one_process_at_a_time_holds_the_memory_of_a_tier(home: Home) -> None:
+async def test_one_process_at_a_time_holds_the_memory_of_a_tier(home: PersistenceRoot) -> None:
     arena = open_at(home)
     with pytest.raises(InvalidInputError, match="another agent process holds it"):
         open_at(home)
@@ -189,7 +192,7 @@ async def test_one_process_at_a_time_holds_the_memory_of_a_tier(home: Home) -> N
     await open_at(home).close()
 
 
-async def test_what_no_longer_fits_is_given_back_oldest_first(home: Home) -> None:
+async def test_what_no_longer_fits_is_given_back_oldest_first(home: PersistenceRoot) -> None:
     arena = open_at(home)
     stored = {n: await put(arena, n, BOB if n % 2 else ANNA) for n in range(60)}
     newest = max(s.extent for s, _ in stored.values())
@@ -204,7 +207,7 @@ async def test_what_no_longer_fits_is_given_back_oldest_first(home: Home) -> Non
     await again.close()
 
 
-async def test_nobody_else_can_open_the_files(home: Home) -> None:
+async def test_nobody_else_can_open_the_files(home: PersistenceRoot) -> None:
     arena = open_at(home)
     await put(arena, 1)
     assert home.directory is not None
@@ -230,7 +233,9 @@ def _cut(path: Path) -> None:
         ("data", _cut),
     ],
 )
-async def test_a_damaged_extent_is_lost_and_no_other(home: Home, suffix: str, damage: Callable[[Path], None]) -> None:
+async def test_a_damaged_extent_is_lost_and_no_other(
+    home: PersistenceRoot, suffix: str, damage: Callable[[Path], None]
+) -> None:
     arena = open_at(home)
     anna, bob = await put(arena, 1, ANNA), await put(arena, 2, BOB)
     await arena.close()
@@ -245,7 +250,7 @@ async def test_a_damaged_extent_is_lost_and_no_other(home: Home, suffix: str, da
     await again.close()
 
 
-async def test_a_damaged_record_is_a_miss_and_its_neighbours_stay(home: Home) -> None:
+async def test_a_damaged_record_is_a_miss_and_its_neighbours_stay(home: PersistenceRoot) -> None:
     arena = open_at(home)
     for n in range(3):
         await put(arena, n)
@@ -260,7 +265,7 @@ async def test_a_damaged_record_is_a_miss_and_its_neighbours_stay(home: Home) ->
     await again.close()
 
 
-async def test_a_tmpfs_that_is_too_small_is_said_with_numbers(home: Home) -> None:
+async def test_a_tmpfs_that_is_too_small_is_said_with_numbers(home: PersistenceRoot) -> None:
     arena = open_at(home, 1 << 50)
 
     assert arena.capabilities.medium == "memfd-4Ki"
@@ -270,7 +275,7 @@ async def test_a_tmpfs_that_is_too_small_is_said_with_numbers(home: Home) -> Non
 
 
 async def test_where_files_cannot_be_made_memory_ends_with_the_agent_and_says_so(
-    home: Home, monkeypatch: pytest.MonkeyPatch
+    home: PersistenceRoot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for cause in (OSError(13, "Permission denied", "/mnt/huge"), BackendFailedError("Operation not supported")):
         arena = open_at(home)
@@ -295,7 +300,7 @@ async def test_where_files_cannot_be_made_memory_ends_with_the_agent_and_says_so
         await again.discard()
 
 
-async def test_memory_that_is_not_to_last_any_more_is_given_back(home: Home) -> None:
+async def test_memory_that_is_not_to_last_any_more_is_given_back(home: PersistenceRoot) -> None:
     arena = open_at(home)
     await put(arena, 1)
     await arena.close()
@@ -311,7 +316,7 @@ def replace_persistence(value: str) -> HostDramTier:
     return HostDramTier.model_validate({"page_size": "4Ki", "persistence": value})
 
 
-async def test_memory_of_tiers_that_are_gone_is_given_back_and_of_others_kept(home: Home) -> None:
+async def test_memory_of_tiers_that_are_gone_is_given_back_and_of_others_kept(home: PersistenceRoot) -> None:
     for tier in ("dram", "other", "held"):
         arena = open_at(replace(home, tier=tier))
         await put(arena, 1)
@@ -326,7 +331,7 @@ async def test_memory_of_tiers_that_are_gone_is_given_back_and_of_others_kept(ho
     await arena.close()
 
 
-async def test_an_erased_scope_does_not_come_back(home: Home) -> None:
+async def test_an_erased_scope_does_not_come_back(home: PersistenceRoot) -> None:
     async def make(tier: NodeTier) -> TierBackend:
         return open_at(home, tier.capacity_bytes)
 
@@ -357,7 +362,7 @@ async def test_an_erased_scope_does_not_come_back(home: Home) -> None:
     await again.close()
 
 
-async def test_a_full_tier_is_full_after_a_restart_and_room_can_be_made(home: Home) -> None:
+async def test_a_full_tier_is_full_after_a_restart_and_room_can_be_made(home: PersistenceRoot) -> None:
     arena = open_at(home)
     slots = fill(arena, ANNA)
     for n, slot in enumerate(slots):
@@ -376,7 +381,7 @@ async def test_a_full_tier_is_full_after_a_restart_and_room_can_be_made(home: Ho
 
 
 async def test_a_recovery_that_fails_half_way_is_tried_again_and_loses_nothing(
-    home: Home, monkeypatch: pytest.MonkeyPatch
+    home: PersistenceRoot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def make(tier: NodeTier) -> TierBackend:
         return open_at(home, tier.capacity_bytes)

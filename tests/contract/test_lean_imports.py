@@ -12,8 +12,6 @@ TORCHS_OWN = {"*"}
 OWN = {
     "kvstrata_agent.backends.object.client": {"obstore"},
     "kvstrata_agent.backends.record.cipher": {"cryptography", "_cffi_backend"},
-    "kvstrata_agent.codec.legacy_lossless": {"zstandard"},
-    "kvstrata_agent.backends.device.queue": TORCHS_OWN,
     "kvstrata_agent.backends.device.hbm": TORCHS_OWN,
     "kvstrata_agent.codec.triton_kernels": TORCHS_OWN,
 }

@@ -2,11 +2,9 @@
 
 import pytest
 
-from kvstrata_metadata import registry
-from kvstrata_metadata.records import AgentRecord, Incarnation
-from kvstrata_metadata.registry import Mandate
-from kvstrata_metadata.shards import Verdict
-from kvstrata_metadata.store import Store
+from kvstrata_metadata.directory import registry
+from kvstrata_metadata.store.records import AgentRecord, Incarnation, Mandate, Verdict
+from kvstrata_metadata.store.store import Store
 
 pytestmark = pytest.mark.contract
 

@@ -4,19 +4,19 @@ import os
 from pathlib import Path
 
 import pytest
-from backend_contract import CAPACITY_BYTES, content, get, put_until_refused
 
 from kvstrata_agent.backends.base import Capabilities
 from kvstrata_agent.backends.device.devdax import open_devdax
 from kvstrata_agent.backends.memory.arena import Arena
 from kvstrata_agent.backends.memory.cxl import open_cxl
-from kvstrata_agent.backends.memory.extent_store import FleetingStore
+from kvstrata_agent.backends.memory.extent_store import VolatileStore
 from kvstrata_agent.backends.memory.host_dram import make_bound
 from kvstrata_agent.backends.memory.mapping import MappedExtent, Placement, make_memfd
 from kvstrata_api.errors import BackendFailedError, InvalidInputError, KvStrataError, TierFullError, UnsupportedError
 from kvstrata_api.models.pool import CxlEmulation, CxlTier
 from kvstrata_api.tiers import CxlMode
 from kvstrata_node.discovery import DaxDevice, NumaNode
+from support.backends.contract import CAPACITY_BYTES, content, get, put_until_refused
 
 pytestmark = pytest.mark.contract
 
@@ -34,7 +34,7 @@ async def test_memory_that_cannot_be_had_is_a_full_tier_that_keeps_its_books() -
     capabilities = Capabilities(
         medium="test", is_memory=True, survives_restart=False, is_emulated=False, alignment_bytes=4096
     )
-    arena = Arena(capabilities, CAPACITY_BYTES, FleetingStore(make), page_bytes=4096)
+    arena = Arena(capabilities, CAPACITY_BYTES, VolatileStore(make), page_bytes=4096)
     stored, error = await put_until_refused(arena)
     assert isinstance(error, TierFullError)
 

@@ -5,13 +5,13 @@ import os
 from pathlib import Path
 
 import pytest
-from backend_contract import CAPACITY_BYTES, content, get, put
-from contract_damage import flip
 
 from kvstrata_agent.backends.base import Record
 from kvstrata_agent.backends.object.client import ObjectClient
 from kvstrata_agent.backends.object.object_tier import open_object_tier
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError
+from support.backends.contract import CAPACITY_BYTES, content, get, put
+from support.backends.damage import flip
 
 pytestmark = pytest.mark.contract
 

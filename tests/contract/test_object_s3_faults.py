@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from backend_contract import CAPACITY_BYTES, content, get, put
-from s3_faults import FaultyS3, Request, faulty_s3
-from s3_gateway import s3_gateway
 
 from kvstrata_agent.backends.object.client import PART_BYTES, WHOLE_BYTES_MAX, ObjectClient
 from kvstrata_agent.backends.object.object_tier import ObjectStoreTier, open_object_tier
 from kvstrata_agent.backends.object.pacing import ATTEMPTS_MAX, REQUESTS_MAX, TOKENS_MAX
 from kvstrata_api.errors import BackendFailedError
+from support.backends.contract import CAPACITY_BYTES, content, get, put
+from support.backends.s3_faults import FaultyS3, Request, faulty_s3
+from support.backends.s3_gateway import s3_gateway
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(1200)]  # The gateway is built once, for minutes.
 

@@ -4,20 +4,19 @@ import os
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from store_contract import Agent, digest, held
 
 from kvstrata_api.blocks import ScopeId, ScopeSecret
-from kvstrata_metadata import claims, mailbox, registry, sessions, shards
-from kvstrata_metadata.acl import Role
-from kvstrata_metadata.embedded import EmbeddedRedis
-from kvstrata_metadata.records import AgentRecord, Incarnation, Nomination, SessionRecord
-from kvstrata_metadata.registry import Mandate
-from kvstrata_metadata.schema import REGISTRY_KEY, Shard, bucket_key, mailbox_key, session_digest, shard_index
-from kvstrata_metadata.shards import Mode, Verdict
-from kvstrata_metadata.store import Store
-from kvstrata_metadata.survey import Survey
-from kvstrata_metadata.sweeper import Sweeper
-from kvstrata_metadata.testing import running_redis
+from kvstrata_metadata.directory import messages, registry, sessions, shards
+from kvstrata_metadata.directory.shards import Mode
+from kvstrata_metadata.duties.survey import Survey
+from kvstrata_metadata.duties.sweeper import Sweeper
+from kvstrata_metadata.server.embedded import EmbeddedRedis
+from kvstrata_metadata.store.access import Role
+from kvstrata_metadata.store.keys import REGISTRY_KEY, Shard, bucket_key, mailbox_key, session_digest, shard_index
+from kvstrata_metadata.store.records import AgentRecord, Incarnation, Mandate, Nomination, SessionRecord, Verdict
+from kvstrata_metadata.store.store import Store
+from support.metadata.running_redis import running_redis
+from support.metadata.store_contract import Agent, digest, held
 
 pytestmark = pytest.mark.contract
 
@@ -89,8 +88,8 @@ async def test_a_rotten_registry_is_made_anew_by_those_who_live(store: Store, su
     again = await registry.register_agent(store, AgentRecord("p.a", 2, "h:1"))
     assert again.verdict is Verdict.OK
     assert await registry.heartbeat(store, again.incarnation) is Verdict.OK
-    await claims.claim_erased(store, SECRET)
-    assert [claim.tag for claim in await claims.read_claims(store)] == [SECRET.tag()]
+    await messages.claim_erased(store, SECRET)
+    assert [claim.tag for claim in await messages.read_claims(store)] == [SECRET.tag()]
     assert await registry.lead(store, MANDATE) is None
     await sweeper.sweep()
 
@@ -135,7 +134,7 @@ async def test_a_rotten_state_of_a_session_is_only_a_name(store: Store) -> None:
 
     fleet = await registry.fleet(store)
     while survey.passes_total < 16:
-        await survey.look(fleet, 2)
+        await survey.scan(fleet, 2)
 
     assert sum(survey.sessions.values()) == 1
 
@@ -144,13 +143,13 @@ async def test_rotten_advice_and_claims_are_left_out(store: Store) -> None:
     agent = await announcing(store)
     await spoil(store, mailbox_key(agent.incarnation))
     told = Nomination(SECRET.tag(), "duplicate", (digest(1),))
-    assert await mailbox.nominate(store, agent.incarnation, told)
+    assert await messages.nominate(store, agent.incarnation, told)
     bad = [ROTTEN, b"\x93\xa1\xff\xa0\xc4\x00"]  # No msgpack; a tag that is no UTF-8.
     await store.ask([("RPUSH", mailbox_key(agent.incarnation), *bad)])
     await store.ask([("HSET", REGISTRY_KEY + b"e", ROTTEN, b"1 1 uid", b"tag", ROTTEN)])
 
-    assert await mailbox.take_nominations(store, agent.incarnation) == (told,)
-    assert await claims.read_claims(store) == []
+    assert await messages.take_nominations(store, agent.incarnation) == (told,)
+    assert await messages.read_claims(store) == []
 
 
 async def test_a_rotten_scope_can_be_erased(store: Store) -> None:
@@ -171,7 +170,7 @@ async def test_whatever_is_found_in_a_bucket_a_survey_goes_on(store: Store) -> N
     )
     survey = Survey(store)
 
-    crowded = await survey.look(await registry.fleet(store), 2)
+    over_replicated = await survey.scan(await registry.fleet(store), 2)
 
-    assert all(block.copies == () for block in crowded)
+    assert all(block.copies == () for block in over_replicated)
     assert agent.incarnation not in {holder for holder, _ in survey.held}

@@ -12,8 +12,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from backend_contract import ANNA, BLOCK_BYTES, BOB, CAPACITY_BYTES, content, fill, get, put, put_until_refused, record
-from contract_damage import flip
 from msgspec.structs import replace
 
 from kvstrata_agent.backends.base import MemoryAwayError, Record, SlotRef, TierBackend
@@ -32,6 +30,19 @@ from kvstrata_api.errors import (
     TierFullError,
 )
 from kvstrata_api.models.pool import NvmeTier
+from support.backends.contract import (
+    ANNA,
+    BLOCK_BYTES,
+    BOB,
+    CAPACITY_BYTES,
+    content,
+    fill,
+    get,
+    put,
+    put_until_refused,
+    record,
+)
+from support.backends.damage import flip
 
 pytestmark = pytest.mark.contract
 
@@ -156,7 +167,7 @@ async def test_a_late_hole_never_hits_the_next_record_of_its_slot(
     await put(store, 3)
     store.drop(slot)
     io.holds_punches = asyncio.Event()
-    burying = asyncio.create_task(store._bury())
+    burying = asyncio.create_task(store._io.discard())
     await asyncio.sleep(0.01)
     next_slot = store.reserve(ANNA, BLOCK_BYTES)
     made = record(2, content(2), next_slot)

@@ -12,17 +12,17 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from store_contract import StoreContract, self_signed
 
 from kvstrata_api.errors import DirectoryAwayError, InvalidInputError, UnsupportedError
 from kvstrata_kube.tls import Credential, client_context
-from kvstrata_metadata import embedded, registry
-from kvstrata_metadata.access import RedisAccess
-from kvstrata_metadata.acl import Role
-from kvstrata_metadata.embedded import EmbeddedConfig, EmbeddedRedis, TlsFiles
-from kvstrata_metadata.records import Incarnation
-from kvstrata_metadata.store import Store
-from kvstrata_metadata.testing import running_redis
+from kvstrata_metadata.directory import registry
+from kvstrata_metadata.server import embedded
+from kvstrata_metadata.server.embedded import EmbeddedConfig, EmbeddedRedis, TlsFiles
+from kvstrata_metadata.store.access import RedisAccess, Role
+from kvstrata_metadata.store.records import Incarnation
+from kvstrata_metadata.store.store import Store
+from support.metadata.running_redis import running_redis
+from support.metadata.store_contract import StoreContract, self_signed
 
 pytestmark = pytest.mark.contract
 
@@ -131,7 +131,7 @@ class TestServer:
     async def test_the_server_dies_with_a_killed_parent(self, tmp_path: Path) -> None:
         text = (
             "import asyncio, sys, pathlib\n"
-            "from kvstrata_metadata import embedded\n"
+            "from kvstrata_metadata.server import embedded\n"
             "async def main():\n"
             "    s = await embedded.start(embedded.EmbeddedConfig(pathlib.Path(sys.argv[1])))\n"
             "    print(s.pid, flush=True)\n"

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from redis_cluster import RedisCluster
-from store_contract import StoreContract, self_signed
 
-from kvstrata_metadata.acl import COMMANDS, Role
+from kvstrata_metadata.store.access import COMMANDS, Role
+from support.metadata.redis_cluster import RedisCluster
+from support.metadata.store_contract import StoreContract, self_signed
 
 pytestmark = pytest.mark.contract
 

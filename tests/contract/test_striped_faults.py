@@ -10,17 +10,17 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from backend_contract import ANNA, BLOCK_BYTES, content, fill, get, put, record
 
 from kvstrata_agent.backends.base import Reading, Record, SlotRef, Writing
+from kvstrata_agent.backends.file.devices import PAUSE_S
 from kvstrata_agent.backends.file.open_store import open_nvme
 from kvstrata_agent.backends.file.posix import PosixFile, PosixVolume
 from kvstrata_agent.backends.file.record_store import RecordStore, open_store
-from kvstrata_agent.backends.file.stripe_policy import PAUSE_S
 from kvstrata_agent.backends.file.striped import DEVICE_BITS, StripedStore, open_striped
 from kvstrata_agent.backends.file.volume import nothing
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, TierFullError
 from kvstrata_api.models.pool import NvmeTier
+from support.backends.contract import ANNA, BLOCK_BYTES, content, fill, get, put, record
 
 pytestmark = pytest.mark.contract
 

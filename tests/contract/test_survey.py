@@ -5,13 +5,14 @@ import os
 import pytest
 
 from kvstrata_api.blocks import ScopeId, ScopeSecret
-from kvstrata_metadata import registry, sessions, shards
-from kvstrata_metadata.records import AgentRecord, Announcement, Incarnation, SessionRecord
-from kvstrata_metadata.registry import Fleet
-from kvstrata_metadata.schema import SHARDS, Shard, shard_index
-from kvstrata_metadata.shards import Batch, Mode, Verdict
-from kvstrata_metadata.store import Store
-from kvstrata_metadata.survey import Amount, Crowded, Survey
+from kvstrata_metadata.directory import registry, sessions, shards
+from kvstrata_metadata.directory.registry import Fleet
+from kvstrata_metadata.directory.shards import Batch, Mode
+from kvstrata_metadata.duties.nominations import OverReplicated
+from kvstrata_metadata.duties.survey import Amount, Survey
+from kvstrata_metadata.store.keys import SHARDS, Shard, shard_index
+from kvstrata_metadata.store.records import AgentRecord, Announcement, Incarnation, SessionRecord, Verdict
+from kvstrata_metadata.store.store import Store
 
 pytestmark = pytest.mark.contract
 
@@ -36,12 +37,12 @@ async def announced(store: Store, agent: str, digests: list[bytes], tier: str = 
     return made.incarnation
 
 
-async def surveyed(store: Store, survey: Survey, many: int) -> list[Crowded]:
+async def surveyed(store: Store, survey: Survey, many: int) -> list[OverReplicated]:
     """One look at everything."""
     fleet = await registry.fleet(store)
     found, passes = [], survey.passes_total
     while survey.passes_total < passes + SHARDS:
-        found += await survey.look(fleet, many)
+        found += await survey.scan(fleet, many)
     return found
 
 
@@ -52,15 +53,15 @@ async def test_a_survey_counts_what_was_announced_and_names_what_is_crowded(stor
     c = await announced(store, "p.c", shared[:10])
     survey = Survey(store)
 
-    crowded = await surveyed(store, survey, many=2)
+    over_replicated = await surveyed(store, survey, many=2)
     assert survey.held == {
         (a, "NVMe"): Amount(9_040, 904_000),
         (b, "HostDRAM"): Amount(40, 4_000),
         (c, "NVMe"): Amount(10, 1_000),
     }
-    assert sorted(block.digest for block in crowded) == sorted(shared[:10])
-    assert {block.tag for block in crowded} == {TAG}
-    assert {copy.incarnation for block in crowded for copy in block.copies} == {a, b, c}
+    assert sorted(block.digest for block in over_replicated) == sorted(shared[:10])
+    assert {block.tag for block in over_replicated} == {TAG}
+    assert {copy.incarnation for block in over_replicated for copy in block.copies} == {a, b, c}
     assert len(await surveyed(store, survey, many=1)) == 40
 
 
@@ -75,7 +76,7 @@ async def test_a_survey_follows_what_changes_and_forgets_what_goes(store: Store)
     await announced(store, "p.b", [os.urandom(20) for _ in range(50)])
     await surveyed(store, survey, many=1)
     assert sum(amount.locations for amount in survey.held.values()) == 50
-    await survey.look(Fleet("", ()), many=1)
+    await survey.scan(Fleet("", ()), many=1)
     assert survey.held == {}
 
 

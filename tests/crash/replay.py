@@ -12,14 +12,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from backend_contract import ANNA, BOB, content, record
-from scope_keys_double import KeyRing
 from sim.volume import MemoryVolume
 from sim.volume_image import Image
-from virtual_loop import run_virtually
 
-from kvstrata_agent.backends.file.record_store import HOLD_S, RecordStore, open_store
+from kvstrata_agent.backends.file.record_store import RecordStore, open_store
+from kvstrata_agent.backends.file.segment_io import HOLD_S
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, TierFullError
+from support.agent.scope_keys import KeyRing
+from support.backends.contract import ANNA, BOB, content, record
+from support.runner.virtual_loop import run_virtually
 
 if TYPE_CHECKING:
     from kvstrata_agent.backends.base import Record, SlotRef
@@ -133,7 +134,7 @@ class Recording:
         if self._is_slow:
             self.volume.latency_s = lambda *_: self._rng.random() ** 4 * _SLOWEST_S
         store = await open_store(self.volume, self.capacity_bytes, keys=self._keys)
-        store._table.target_bytes = _SEGMENT_BYTES
+        store._state.table.target_bytes = _SEGMENT_BYTES
         self._held = {}
         async for slot, made in store.recover():
             number = int.from_bytes(made.key.digest, "big")

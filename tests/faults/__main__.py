@@ -2,9 +2,8 @@
 
 import sys
 
-from proofs import Suite
-
 from faults.registry import INVARIANTS, runner
+from support.runner.proofs import Suite
 
 SUITE = Suite("faults", "Run the invariants of the metadata against faults.", INVARIANTS, runner)
 

@@ -7,7 +7,7 @@ from faults.nursery import Channel
 from faults.raw_engine import Held, RawEngine, die
 from kvstrata_api import wire
 from kvstrata_api.blocks import pack_digests
-from kvstrata_api.wire_base import Reply
+from kvstrata_api.wire import Reply
 
 BLOCKS: Final = 4
 PIN_S: Final = 300.0

@@ -7,13 +7,14 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Final
 
-from backend_contract import ANNA, BOB, content, record
 from sim.volume import MemoryVolume
 
 from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.backends.file.record_store import HOLD_S, RecordStore, open_store
-from kvstrata_agent.backends.record.header import HEADER_BYTES
+from kvstrata_agent.backends.file.record_store import RecordStore, open_store
+from kvstrata_agent.backends.file.segment_io import HOLD_S
+from kvstrata_agent.backends.record.layout import HEADER_BYTES
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, TierFullError
+from support.backends.contract import ANNA, BOB, content, record
 
 ERRNOS: Final = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENODEV, errno.ETIMEDOUT)
 RUNNING_SITES: Final = (
@@ -103,7 +104,7 @@ class User:
 
 async def _opened(volume: MemoryVolume) -> RecordStore:
     store = await open_store(volume, CAPACITY_BYTES)
-    store._table.target_bytes = 4 * (BLOCK_BYTES + HEADER_BYTES)  # Four slots: some are used again.
+    store._state.table.target_bytes = 4 * (BLOCK_BYTES + HEADER_BYTES)  # Four slots: some are used again.
     return store
 
 

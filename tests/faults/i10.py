@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Final
 
-from outcome import Outcome, Scale
-from virtual_loop import run_virtually
-
 from faults.rot import damaged_claim, damaged_round, made
 from faults.rot_elsewhere import rot_elsewhere
 from kvstrata_agent.backends.file import transfers
-from kvstrata_agent.backends.record import header
+from kvstrata_agent.backends.record import layout as header
 from kvstrata_agent.backends.record import layout as record_bytes
+from support.runner.outcome import Outcome, Scale
+from support.runner.virtual_loop import run_virtually
 
 _CLAIMS_EACH: Final = 4
 """Markers that are damaged for each round of slots."""

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from backend_contract import BOB, content, get, put, put_until_refused
-from outcome import Outcome, Scale
-from virtual_loop import run_virtually
-
 from faults.errnos import ERRNOS, RUNNING_SITES, STARTING_SITES, Case, running, starting
 from kvstrata_agent.backends.file.engine import open_volume
-from kvstrata_agent.backends.file.record_store import RecordStore, open_store
+from kvstrata_agent.backends.file.record_store import open_store
+from kvstrata_agent.backends.file.segment_io import SegmentIo
 from kvstrata_api.errors import BackendFailedError
+from support.backends.contract import BOB, content, get, put, put_until_refused
+from support.runner.outcome import Outcome, Scale
+from support.runner.virtual_loop import run_virtually
 
 
 def run(scale: Scale) -> Outcome:
@@ -40,17 +40,17 @@ def _cases(sites: tuple[str, ...], skips: range) -> Iterator[Case]:
 
 def _is_control_caught(seed: int) -> bool:
     """Seeded defect: a failure leaves the segment in use."""
-    kept = RecordStore._failed
+    kept = SegmentIo._failed
 
-    async def swallow(self: RecordStore, segment: object, error: OSError) -> BackendFailedError:
+    async def swallow(self: SegmentIo, segment: object, error: OSError) -> BackendFailedError:
         del segment
         return BackendFailedError(str(error))
 
-    RecordStore._failed = swallow  # type: ignore[method-assign]
+    SegmentIo._failed = swallow  # type: ignore[method-assign]
     try:
         return any(run_virtually(running(c, seed))[1] for c in _cases(("write", "fdatasync"), range(1)))
     finally:
-        RecordStore._failed = kept  # type: ignore[method-assign]
+        SegmentIo._failed = kept  # type: ignore[method-assign]
 
 
 async def _full_disk() -> list[str]:

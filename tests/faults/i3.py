@@ -10,7 +10,18 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from agent_doubles import (
+from faults import i3_stopped
+from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.app.wiring import AgentParts
+from kvstrata_agent.blocks import sessions
+from kvstrata_agent.blocks.block import Entry
+from kvstrata_agent.blocks.node import Node
+from kvstrata_agent.blocks.request import RequestContext
+from kvstrata_agent.blocks.sessions import Session, SessionState
+from kvstrata_agent.blocks.tier import Tier
+from kvstrata_agent.cache.load import AcquireCall
+from kvstrata_agent.cache.session_journal import SessionJournal
+from support.agent.doubles import (
     BLOCK_BYTES,
     LAYOUT_ID,
     SCOPE,
@@ -23,20 +34,9 @@ from agent_doubles import (
     make_node,
     store_chain,
 )
-from agent_doubles import secret as secret_of
-from outcome import Outcome, Scale
-from virtual_loop import VirtualLoop
-
-from faults import i3_stopped
-from kvstrata_agent.app.periodic import Sweeper
-from kvstrata_agent.app.wiring import AgentParts
-from kvstrata_agent.blocks import sessions
-from kvstrata_agent.blocks.block import Entry
-from kvstrata_agent.blocks.node import Node
-from kvstrata_agent.blocks.sessions import Session, SessionState
-from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.request import Place
-from kvstrata_agent.cache.session_journal import SessionJournal
+from support.agent.doubles import secret as secret_of
+from support.runner.outcome import Outcome, Scale
+from support.runner.virtual_loop import VirtualLoop
 
 SLOTS: Final = 32
 LOW_SLOTS: Final = 32
@@ -198,7 +198,9 @@ class _Town:
         self._chains[name] = chain[:left]
         self._enter(name, SessionState.DECODING)
         place = self._place(name)
-        reads = (await self._core.cache.reader.acquire(place, [digest(n) for n in chain[:left]], 30.0, 5.0)).reads
+        reads = (
+            await self._core.cache.reader.acquire(AcquireCall(place, [digest(n) for n in chain[:left]], 30.0, 5.0))
+        ).reads
         for read, number in zip(reads, chain, strict=False):
             self._compare(read.lease.residence.slot.stamp, read.lease.entry, number)
         self._session(name).follow([r.lease.entry for r in reads])
@@ -235,8 +237,8 @@ class _Town:
 
     def _compare(self, stamp: int, entry: Entry, number: int) -> None:
         copy = next(r for r in entry.residences if r.slot.stamp == stamp)
-        assert copy.tier.mappable is not None
-        if bytes(copy.tier.mappable.view(copy.slot)[:BLOCK_BYTES]) != bytes_of(number):
+        assert copy.tier.backend.mappable is not None
+        if bytes(copy.tier.backend.mappable.view(copy.slot)[:BLOCK_BYTES]) != bytes_of(number):
             self._broken(f"block {number} has other bytes")
 
     def _let_time_pass(self) -> None:
@@ -256,8 +258,8 @@ class _Town:
         assert session is not None
         return session
 
-    def _place(self, name: str) -> Place:
-        return Place(1, "a", secret_of(SCOPE), LAYOUT_ID, BLOCK_BYTES, self._session(name) if name else None)
+    def _place(self, name: str) -> RequestContext:
+        return RequestContext(1, "a", secret_of(SCOPE), LAYOUT_ID, BLOCK_BYTES, self._session(name) if name else None)
 
     def _entry(self, number: int) -> bool:
         entry = self._core.node.index.find(SCOPE, digest(number))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from agent_doubles import BLOCK_BYTES, LAYOUT
 
 from faults.nursery import Channel
 from kvstrata_api.blocks import BlockKey, chain_keys
@@ -17,6 +16,7 @@ from kvstrata_client.client import Client
 from kvstrata_client.prompt.chain import Tokens
 from kvstrata_client.target import Target
 from kvstrata_client.verbs.results import Bytes2D
+from support.agent.doubles import BLOCK_BYTES, LAYOUT
 
 BLOCKS: Final = 4
 LEASE_S: Final = 30.0

@@ -9,10 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from agent_doubles import BLOCK_BYTES, FakeAuthenticator, caller, dict_tier, dram_tier
-from agent_thread import AgentThread
-from attached_client import attached
-
 from faults.i3_readers import BLOCKS, LEASE_S, keys_of, rows_of, tokens_of
 from faults.nursery import Nursery
 from kvstrata_agent.app.periodic import Sweeper
@@ -21,6 +17,9 @@ from kvstrata_agent.blocks.tier import Tier
 from kvstrata_api.blocks import BlockKey
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.client import Client
+from support.agent.doubles import BLOCK_BYTES, FakeAuthenticator, caller, dict_tier, dram_tier
+from support.agent.thread import AgentThread
+from support.client.attached import attached
 
 SLOTS: Final = 16
 WAYS: Final = ("in place", "by copy")

@@ -2,9 +2,10 @@
 
 from typing import Final
 
-from outcome import Outcome, Scale
 from sim.campaign import is_caught, prove
 from sim.run import Plan
+
+from support.runner.outcome import Outcome, Scale
 
 STEPS: Final = 1_000
 """Of one seed."""

@@ -14,10 +14,6 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from agent_doubles import BLOCK_BYTES, FakeAuthenticator, caller, dict_tier, dram_tier
-from agent_thread import AgentThread
-from attached_client import attached
-from outcome import Outcome, Scale
 
 from faults import i5_peers
 from faults.dying_client import POINTS
@@ -27,6 +23,10 @@ from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.client import Client
+from support.agent.doubles import BLOCK_BYTES, FakeAuthenticator, caller, dict_tier, dram_tier
+from support.agent.thread import AgentThread
+from support.client.attached import attached
+from support.runner.outcome import Outcome, Scale
 
 SLOTS: Final = 64
 LOW_SLOTS: Final = 256
@@ -196,7 +196,7 @@ def _left(node: Node) -> list[str]:
         "leases": len(node.leases),
         "reservations": len(node.reservations),
         "pins": len(node.pins),
-        "condemned copies": len(node.condemned),
+        "condemned copies": len(node.deferred_frees),
         "leased blocks": sum(1 for e in entries if e.leases),
         "pinned blocks": sum(1 for e in entries if e.pins),
         "guarded blocks": sum(1 for e in entries if e.guards),

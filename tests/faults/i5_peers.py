@@ -10,15 +10,14 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-from agent_doubles import BLOCK_BYTES, LAYOUT_ID, SCOPE, TestCodecs, bytes_of, dict_tier, digest, dram_tier, make_node
-from agent_doubles import secret as secret_of
 from prometheus_client import CollectorRegistry
 
 from faults.nursery import Channel, Nursery
 from faults.raw_engine import die
 from kvstrata_agent.app.wiring import AgentParts
+from kvstrata_agent.blocks.request import RequestContext
+from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.cache.ports import Directory
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.fleet.peers import wire
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
@@ -26,9 +25,21 @@ from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import ScopeSecret
 from kvstrata_api.checksum import checksum
 from kvstrata_api.trust import Identity
-from kvstrata_metadata.records import AgentRecord, Announcement, Location, SessionRecord
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_metadata.store.records import AgentRecord, Announcement, Location, SessionRecord
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
+from support.agent.doubles import (
+    BLOCK_BYTES,
+    LAYOUT_ID,
+    SCOPE,
+    TestCodecs,
+    bytes_of,
+    dict_tier,
+    digest,
+    dram_tier,
+    make_node,
+)
+from support.agent.doubles import secret as secret_of
 
 BLOCKS: Final = 4
 EPOCH: Final = 7
@@ -80,16 +91,18 @@ async def _borrow_from_the_dying(nursery: Nursery, point: str, number: int) -> l
     record = AgentRecord("pool.other", EPOCH, address)
     peers = RemotePeers("pool.node", lambda _agent, _epoch: record, _token, None, instruments, tls=None)
     core = _core(_Elsewhere(), peers)
-    place = Place(1, "a", secret_of(SCOPE), LAYOUT_ID, BLOCK_BYTES)
-    reads = (await core.cache.reader.acquire(place, [digest(n) for n in range(1, BLOCKS + 1)], 30.0, NOTICE_S)).reads
+    place = RequestContext(1, "a", secret_of(SCOPE), LAYOUT_ID, BLOCK_BYTES)
+    reads = (
+        await core.cache.reader.acquire(AcquireCall(place, [digest(n) for n in range(1, BLOCKS + 1)], 30.0, NOTICE_S))
+    ).reads
     child.end()
     core.cache.release(1, [r.lease.id for r in reads])
-    await _becomes(lambda: not core.cache.fetcher._tasks)
+    await _becomes(lambda: not core.cache.remote._tasks and not core.cache.promoter._tasks)
     bytes_of_blocks = sum(r.slot.size_bytes for e in core.node.index for r in e.residences)
     facts = {
         "pending blocks": sum(1 for e in core.node.index if not e.residences),
         "moving blocks": sum(1 for e in core.node.index if e.move),
-        "transfers": len(core.cache.fetcher._tasks),
+        "transfers": len(core.cache.remote._tasks) + len(core.cache.promoter._tasks),
         "bytes of nobody": core.node.tiers[0].backend.used_bytes - bytes_of_blocks,
         "blocks that were never sent whole": len(reads) if point != "before done" else 0,
     }
@@ -131,13 +144,13 @@ def _core(directory: Directory | None, peers: RemotePeers | None) -> AgentParts:
 
 
 async def _store(core: AgentParts) -> None:
-    place = Place(1, "a", secret_of(SCOPE), LAYOUT_ID, BLOCK_BYTES)
+    place = RequestContext(1, "a", secret_of(SCOPE), LAYOUT_ID, BLOCK_BYTES)
     made, *_ = await core.cache.writer.reserve(place, b"", [digest(n) for n in range(1, BLOCKS + 1)])
     sums = []
     for number, reservation in enumerate(made, start=1):
         assert reservation is not None
-        assert reservation.tier.mappable is not None
-        reservation.tier.mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(number)
+        assert reservation.tier.backend.mappable is not None
+        reservation.tier.backend.mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(number)
         sums.append(checksum(bytes_of(number), digest(number), EPOCH, reservation.slot.stamp))
     core.cache.writer.publish_now(1, [r.id for r in made if r is not None], sums)
 

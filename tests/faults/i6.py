@@ -18,30 +18,30 @@ from pathlib import Path
 from typing import Final
 from unittest import mock
 
-from agent_doubles import BLOCK_BYTES, LAYOUT_ID, SCOPE, TestCodecs, bytes_of, digest, dram_tier, make_node
-from agent_doubles import secret as secret_of
-from directory_fleet import DirectoryFleet
-from outcome import Outcome, Scale
 from prometheus_client import CollectorRegistry
 
 from kvstrata_agent.app.wiring import AgentParts
-from kvstrata_agent.cache.request import Place
+from kvstrata_agent.blocks.request import RequestContext
+from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.fleet.directory.client import RedisDirectory
 from kvstrata_api.blocks import ScopeSecret
 from kvstrata_api.checksum import checksum
 from kvstrata_api.units import MIB
-from kvstrata_metadata import embedded
-from kvstrata_metadata.access import RedisAccess
-from kvstrata_metadata.acl import Role
-from kvstrata_metadata.announcer import REPORT_JITTER_S
-from kvstrata_metadata.embedded import EmbeddedConfig, EmbeddedRedis
-from kvstrata_metadata.outbox import Outbox
-from kvstrata_metadata.records import AgentRecord, Announcement, Incarnation
-from kvstrata_metadata.schema import Shard
-from kvstrata_metadata.testing import redis_cli
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_metadata.client.announcer import REPORT_JITTER_S
+from kvstrata_metadata.client.outbox import Outbox
+from kvstrata_metadata.server import embedded
+from kvstrata_metadata.server.embedded import EmbeddedConfig, EmbeddedRedis
+from kvstrata_metadata.store.access import RedisAccess, Role
+from kvstrata_metadata.store.keys import Shard
+from kvstrata_metadata.store.records import AgentRecord, Announcement, Incarnation
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
+from support.agent.doubles import BLOCK_BYTES, LAYOUT_ID, SCOPE, TestCodecs, bytes_of, digest, dram_tier, make_node
+from support.agent.doubles import secret as secret_of
+from support.metadata.directory_fleet import DirectoryFleet
+from support.metadata.running_redis import redis_cli
+from support.runner.outcome import Outcome, Scale
 
 AGENTS: Final = ("p.a", "p.b", "p.c", "p.d")
 LOCAL_BLOCKS: Final = 256
@@ -104,7 +104,7 @@ class LocalNode:
         self.directory = RedisDirectory(record, access.access, self._holdings, instruments)
         node.announcer = Announcer(node.index, self.directory, secret_of)
         self.core = AgentParts(node, TestCodecs(), self.directory)
-        self._place = Place(1, "a", secret_of(SCOPE), LAYOUT_ID, BLOCK_BYTES)
+        self._place = RequestContext(1, "a", secret_of(SCOPE), LAYOUT_ID, BLOCK_BYTES)
 
     def _holdings(self) -> Iterable[tuple[ScopeSecret, list[Announcement]]]:
         return self.core.lender.holdings()
@@ -116,7 +116,7 @@ class LocalNode:
         sums = []
         for n, reservation in zip(numbers, made, strict=True):
             assert reservation is not None
-            mappable = reservation.tier.mappable
+            mappable = reservation.tier.backend.mappable
             assert mappable is not None
             mappable.view(reservation.slot)[:BLOCK_BYTES] = bytes_of(n)
             sums.append(checksum(bytes_of(n), digest(n), self.core.node.epoch, reservation.slot.stamp))
@@ -133,12 +133,15 @@ class LocalNode:
         """Read sixteen blocks at a time until cancelled; any miss or wrong byte is a violation."""
         while True:
             numbers = random.sample(range(LOCAL_BLOCKS), 16)
-            reads = (await self.core.cache.reader.acquire(self._place, [digest(n) for n in numbers], 30.0, 1.0)).reads
+            reads = (
+                await self.core.cache.reader.acquire(AcquireCall(self._place, [digest(n) for n in numbers], 30.0, 1.0))
+            ).reads
             if len(reads) != len(numbers):
                 self._seen.broken.append(f"{len(numbers) - len(reads)} local blocks were not read while Redis was lost")
             for n, read in zip(numbers, reads, strict=False):
                 tier, slot, _ = read.lease.residence
-                if tier.mappable is None or bytes(tier.mappable.view(slot)[:BLOCK_BYTES]) != bytes_of(n):
+                mappable = tier.backend.mappable
+                if mappable is None or bytes(mappable.view(slot)[:BLOCK_BYTES]) != bytes_of(n):
                     self._seen.broken.append(f"local block {n} has other bytes")
             self.core.node.end_leases(self.core.node.leases.end(1, [read.lease.id for read in reads]))
             self._seen.local_reads += len(reads)

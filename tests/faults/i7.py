@@ -23,18 +23,19 @@ from pathlib import Path
 from typing import Final
 from unittest import mock
 
-from directory_fleet import SECRET, DirectoryFleet
-from outcome import Outcome, Scale
-
 from kvstrata_agent.fleet.directory import client as directory
-from kvstrata_metadata import embedded, registry, shards
-from kvstrata_metadata.acl import Role
-from kvstrata_metadata.embedded import EmbeddedConfig, EmbeddedRedis
-from kvstrata_metadata.outbox import Outbox
-from kvstrata_metadata.schema import SHARDS, Shard
-from kvstrata_metadata.shards import Batch, Verdict
-from kvstrata_metadata.store import Store
-from kvstrata_metadata.sweeper import Sweeper
+from kvstrata_metadata.client.outbox import Outbox
+from kvstrata_metadata.directory import registry, shards
+from kvstrata_metadata.directory.shards import Batch
+from kvstrata_metadata.duties.sweeper import Sweeper
+from kvstrata_metadata.server import embedded
+from kvstrata_metadata.server.embedded import EmbeddedConfig, EmbeddedRedis
+from kvstrata_metadata.store.access import Role
+from kvstrata_metadata.store.keys import SHARDS, Shard
+from kvstrata_metadata.store.records import Verdict
+from kvstrata_metadata.store.store import Store
+from support.metadata.directory_fleet import SECRET, DirectoryFleet
+from support.runner.outcome import Outcome, Scale
 
 AGENTS: Final = ("p.a", "p.b", "p.c")
 BLOCKS_FIRST: Final = 200

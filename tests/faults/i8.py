@@ -17,16 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-import leftovers
-from agent_doubles import BLOCK_BYTES, LAYOUT_ID
-from outcome import Outcome, Scale
-
 from faults.nursery import Child, Nursery
 from faults.raw_engine import Held, RawEngine
 from kvstrata_agent.fleet.peers import wire as peer_wire
 from kvstrata_api import wire
 from kvstrata_api.blocks import pack_digests
 from kvstrata_api.checksum import checksum
+from support.agent.doubles import BLOCK_BYTES, LAYOUT_ID
+from support.runner import leftovers
+from support.runner.outcome import Outcome, Scale
 
 CHAIN: Final = 8
 """Blocks of one chain; a life writes several."""

@@ -13,29 +13,27 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-from agent_doubles import BLOCK_BYTES, FakeAuthenticator, TestCodecs, caller, make_node
-from agent_thread import make_verbs
-
 from faults.nursery import Channel
-from kvstrata_agent.app.epoch import next_epoch
 from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.app.process import next_epoch
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import TierBackend
+from kvstrata_agent.backends.memory import ledger
 from kvstrata_agent.backends.memory import persistent_extents as lasting
-from kvstrata_agent.backends.memory import persistent_extents as ledger
-from kvstrata_agent.backends.memory.mounts import read_mounts
-from kvstrata_agent.backends.memory.persistence import Home
+from kvstrata_agent.backends.memory.persistence import PersistenceRoot, read_mounts
 from kvstrata_agent.backends.registry import Place, make_backend
 from kvstrata_agent.fleet.peers.server import PeerListener
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.provision.provisioner import Provisioner
 from kvstrata_agent.serve.server import Server
 from kvstrata_api.models.pool import HostDramTier, NvmeTier
 from kvstrata_api.models.poolnode import NodeTier, TierProbe
 from kvstrata_api.tiers import TierType
 from kvstrata_api.trust import Identity
-from kvstrata_metadata.records import AgentRecord
+from kvstrata_metadata.store.records import AgentRecord
 from kvstrata_node.discovery import discover
+from support.agent.doubles import BLOCK_BYTES, FakeAuthenticator, TestCodecs, caller, make_node
+from support.agent.thread import make_verbs
 
 DRAM_BYTES: Final = 1024 * BLOCK_BYTES
 NVME_BYTES: Final = 4096 * BLOCK_BYTES
@@ -76,7 +74,7 @@ async def _serve(channel: Channel, root: Path) -> None:
     node = make_node([], policy={"admission": {"type": "Always"}})
     node.epoch, node.clock = epoch, time.monotonic
     core = AgentParts(node, TestCodecs())
-    place = Place("pool", "node", FACTS, home=Home(root / "memory", "pool", "node", read_mounts()))
+    place = Place("pool", "node", FACTS, persistence=PersistenceRoot(root / "memory", "pool", "node", read_mounts()))
     provisioner = Provisioner(node, partial(make_backend, place=place), 1 << 40)
     await provisioner.apply(_tiers(root))
     callers = FakeAuthenticator(a=caller("a", expires_s=1e9))
@@ -119,7 +117,7 @@ async def _do(verb: str, core: AgentParts, entry: Any) -> None:
     assert nvme is not None
     if verb == "sink":
         if entry.residence(nvme) is None:
-            await core.cache.room.sink_into(entry, dram, nvme, Priority.DEMOTE)
+            await core.cache.demoter.demote_to(entry, dram, nvme, Priority.DEMOTE)
         if entry.residence(nvme) is not None and entry.residence(dram) is not None:
             core.node.evict([entry], dram, "test")
     elif verb == "drop":

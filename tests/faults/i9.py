@@ -15,9 +15,9 @@ from typing import Final
 
 from crash.replay import Findings, replay
 from crash.sequences import SCRIPTED, wandering
-from outcome import Outcome, Scale
 
 from faults.killing_volume import POINTS
+from support.runner.outcome import Outcome, Scale
 
 _LANES: Final = 3
 """Processes that fork writers at the same time: they mostly wait for the disk."""

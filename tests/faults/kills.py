@@ -15,14 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from backend_contract import ANNA, BOB, content, record
 from crash.replay import Promise
 
 from faults.killing_volume import POINTS, Killer, KillingVolume
-from kvstrata_agent.backends.file import record_store as nvme
+from kvstrata_agent.backends.file import segment_io
 from kvstrata_agent.backends.file.index_file import INDEX_FILE, IndexFile
 from kvstrata_agent.backends.file.record_store import RecordStore, open_store
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, TierFullError
+from support.backends.contract import ANNA, BOB, content, record
 
 if TYPE_CHECKING:
     from kvstrata_agent.backends.base import Record, SlotRef
@@ -114,8 +114,8 @@ class Writer:
 
     async def _bury(self, store: RecordStore) -> None:
         before, self._dropped = self._dropped, set()
-        await store._bury()
-        await asyncio.gather(*store._deletions)
+        await store._io.discard()
+        await store._io.settle_deletions()
         for number in before:
             self._say(Promise.GONE, number)
 
@@ -134,7 +134,7 @@ class Writer:
 
 async def write(directory: Path, killer: Killer, rng: random.Random, said_fd: int, first: int) -> None:
     """Run a writer in this process."""
-    vars(nvme)["_BURY_DELAY_S"] = 60.0  # It buries itself, to know when it is done.
+    vars(segment_io)["_DISCARD_DELAY_S"] = 60.0  # It discards by itself, to know when it is done.
     store = await open_store(_volume(directory, killer, is_direct=rng.random() < 0.5), CAPACITY_BYTES)
     await Writer(said_fd, rng).run(store, first)
 

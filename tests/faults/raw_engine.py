@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from agent_doubles import BLOCK_BYTES, LAYOUT, bytes_of
 
 from kvstrata_api import wire
 from kvstrata_api.blocks import BlockKey, ScopeId, ScopeSecret, chain_keys, pack_digests
 from kvstrata_api.checksum import checksum
-from kvstrata_api.wire_base import Reply
+from kvstrata_api.wire import Reply
 from kvstrata_client.connection.extents import Extents
+from support.agent.doubles import BLOCK_BYTES, LAYOUT, bytes_of
 
 R = TypeVar("R", bound=Reply)
 WAIT_S = 60.0

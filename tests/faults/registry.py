@@ -6,8 +6,8 @@ from functools import cache, partial
 from importlib import import_module
 from typing import Final
 
-from alone import process
-from outcome import Outcome, Scale
+from support.runner.alone import process
+from support.runner.outcome import Outcome, Scale
 
 INVARIANTS: Final[dict[str, str]] = {
     "I1": "no wrong or dangling location is ever served as data",

@@ -5,17 +5,17 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from backend_contract import ANNA, BOB, content, record
-from scope_keys_double import KeyRing
 from sim.volume import MemoryVolume
 from sim.volume_image import Image
 
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.backends.file.claim import STORE_FILE
 from kvstrata_agent.backends.file.index_file import INDEX_FILE
+from kvstrata_agent.backends.file.index_format import SegmentName, parse_name
 from kvstrata_agent.backends.file.record_store import RecordStore, open_store
-from kvstrata_agent.backends.file.segment_name import SegmentName, parse_name
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError
+from support.agent.scope_keys import KeyRing
+from support.backends.contract import ANNA, BOB, content, record
 
 CAPACITY_BYTES: Final = 2 << 20
 BLOCK_BYTES: Final = 8192

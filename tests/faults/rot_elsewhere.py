@@ -4,15 +4,14 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
-from backend_contract import content, put
-
 from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
 from kvstrata_agent.backends.object.client import ObjectClient
 from kvstrata_agent.backends.object.object_tier import ObjectStoreTier, open_object_tier
-from kvstrata_agent.backends.record.header import HEADER_BYTES
+from kvstrata_agent.backends.record.layout import HEADER_BYTES
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError
 from kvstrata_api.models.pool import HostDramTier
+from support.backends.contract import content, put
 
 BLOCK_BYTES = 8192
 _BLOCKS = 16

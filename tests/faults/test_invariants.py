@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from outcome import Scale
 
 from faults.registry import INVARIANTS, end_simulated, runner
+from support.runner.outcome import Scale
 
 pytestmark = pytest.mark.system
 

@@ -3,10 +3,10 @@
 from collections.abc import AsyncIterator
 
 import pytest
-from backend_contract import ANNA, CAPACITY_BYTES, BackendContract, content, record
 
 from kvstrata_agent.backends.base import Reading, TierBackend, Writing
 from kvstrata_api.units import MIB
+from support.backends.contract import ANNA, CAPACITY_BYTES, BackendContract, content, record
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make setup")
 

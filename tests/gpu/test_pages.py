@@ -6,13 +6,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make setup")
 
-from paged_kv import LAYOUT, filled, pages_of  # noqa: E402
-
 from kvstrata_client.connectors.paged import (  # noqa: E402
     ORDER,
     CudaWork,
     PagedKv,
 )
+from support.client.paged_kv import LAYOUT, filled, pages_of  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

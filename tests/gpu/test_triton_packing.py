@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed: it comes with tor
 
 from kvstrata_agent.codec import triton_kernels as triton_packing  # noqa: E402
 from kvstrata_native import python  # noqa: E402
-from kvstrata_native.packing import Kind, Packing  # noqa: E402
+from kvstrata_native.forms import Kind, Packing  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.guest, pytest.mark.timeout(6000)]
 HERE = Path(__file__).parent
 INSIDE = HERE / "inside"
 GROUPS = [path.stem for path in sorted(INSIDE.glob("test_*.py"))]
-SHARED = ("backend_contract", "mappable_contract")
+SHARED = ("support/backends/contract.py", "support/backends/mappable_contract.py")
 FAR_NODE = 1
 CXL_NODE = 3
 CONTRACT_LAWS = 25
@@ -23,7 +23,7 @@ CONTRACT_LAWS = 25
 
 @pytest.fixture(scope="session")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    laws = {f"/guest/tests/{name}.py": file(HERE.parent / f"{name}.py") for name in SHARED}
+    laws = {f"/guest/tests/{name}": file(HERE.parent / name) for name in SHARED}
     try:
         return run(INSIDE, laws, tmp_path_factory.mktemp("guest"))
     except UnavailableError as e:

@@ -9,9 +9,9 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
-from image_container import read_image
 
 from images.catalog import DEFAULT, IMAGES
+from support.images.container import read_image
 
 pytestmark = [pytest.mark.images, pytest.mark.timeout(1200)]
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_agents import redis_set
-from image_container import Container
-from kube_agent import SYSTEM, Agent, got, put, until
 
 from controlplane import ControlPlane, start
 from controlplane.assets import find_tool
 from controlplane.ports import free_ports
 from debian_archive import run
 from kvstrata_api import names
+from support.images.container import Container
+from support.kube.agent import SYSTEM, Agent, got, put, until
+from support.kube.chart_agents import redis_set
 
 pytestmark = [
     pytest.mark.images,

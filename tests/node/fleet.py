@@ -125,7 +125,7 @@ class Fleet:
         self.kubectl("get", "pods", "-A", "-o", "wide")
 
     def capture(self, name: str) -> None:
-        """Keep, beside the transcript, what kubectl prints now of the pool, for a picture (`hack/draw_terminal.py`)."""
+        """Keep, beside the transcript, what kubectl prints now of the pool, for `drawing.draw_terminal`."""
         asked = ("get nodes", "get kvpools,kvpoolnodes,kvoperations", f"get pods -n {SYSTEM}", "get pods -n team-alpha")
         printed = [f"$ kubectl {words}\n{self.kubectl(*words.split(), is_shown=False)}" for words in asked]
         told = self.kubectl("describe", "kvpool", manifests.POOL, is_shown=False)

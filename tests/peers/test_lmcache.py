@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 import peers
-from bench.drivers import AbsentError, Command, Driver
+from bench.harness.drivers import AbsentError, Command, Driver
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import peers
-from bench.drivers import ROOT, Command, Driver
-from bench.identity import BLOCK_TOKENS, HEAD_DIM, MODEL, POOL, REVISION, TOKEN
+from bench.harness.drivers import ROOT, Command, Driver
+from bench.harness.identity import BLOCK_TOKENS, HEAD_DIM, MODEL, POOL, REVISION, TOKEN
 from kvstrata_api.units import MIB
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
@@ -46,8 +46,8 @@ class Agent:
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        command = (sys.executable, "-m", "bench.agent_process", "--socket", str(self.socket), "--page-size", "4Ki")
-        sized = (*command, "--capacity-bytes", str(CAPACITY_BYTES))
+        program = (sys.executable, "-m", "bench.harness.agent_process")
+        sized = (*program, "--socket", str(self.socket), "--page-size", "4Ki", "--capacity-bytes", str(CAPACITY_BYTES))
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(sized, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
         assert self.process.stdout is not None

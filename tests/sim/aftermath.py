@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any, Final
 
-from kvstrata_metadata import schema
-from kvstrata_metadata.records import Copy, unpack_copies, unpack_registration
+from kvstrata_metadata.store import keys
+from kvstrata_metadata.store.records import Copy, unpack_copies, unpack_registration
 from sim.agent import Host
 from sim.books import leftovers
 from sim.engine import NEW_BLOCKS, LastEngine
@@ -55,7 +55,7 @@ def _prompt_blocks(host: Host) -> int:
     dram, nvme = tiers.get("dram"), tiers.get("nvme")
     if dram is None or nvme is None or nvme.phase(host.world.loop.now_s) != "Ready" or nvme.last_error:
         return 0  # Segments that have failed take room and give none.
-    table: Any = nvme.backend._table  # type: ignore[attr-defined]  # What failed segments leave is known here alone.
+    table: Any = nvme.backend._state.table  # type: ignore[attr-defined]  # What failed segments leave is known here alone.
     disk_blocks = int(table.capacity_bytes - nvme.backend.used_bytes) // RECORD_BYTES - NEW_BLOCKS
     return max(0, min(dram.backend.capacity_bytes // SLOT_BYTES, disk_blocks))
 
@@ -69,7 +69,7 @@ def check_contents(world: World) -> None:
             continue
         for entry in agent.node.index:
             for residence in entry.residences:
-                mappable = residence.tier.mappable
+                mappable = residence.tier.backend.mappable
                 if mappable is None:
                     continue
                 with mappable.view(residence.slot) as view:
@@ -124,13 +124,13 @@ def _held(host: Host) -> dict[Where, int]:
     held = {}
     for entry in host.agent.node.index:
         if entry.residences:
-            shard = schema.Shard(secret_of(entry.scope).tag(), schema.shard_index(entry.digest))
+            shard = keys.Shard(secret_of(entry.scope).tag(), keys.shard_index(entry.digest))
             held[shard.key, entry.digest] = entry.residences[0].slot.stamp
     return held
 
 
 def _incarnations(world: World) -> dict[bytes, tuple[tuple[str, int], bool]]:
-    reply = world.redis.command("HGETALL", schema.REGISTRY_KEY + b"i")
+    reply = world.redis.command("HGETALL", keys.REGISTRY_KEY + b"i")
     found = {}
     for incarnation, packed in zip(reply[::2], reply[1::2], strict=True):
         known = unpack_registration(packed, 0.0)

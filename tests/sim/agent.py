@@ -6,36 +6,36 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final
 
-from agent_doubles import LAYOUT, TestCodecs, pool_spec
 from prometheus_client import CollectorRegistry
 
-from kvstrata_agent.app.periodic import Sweeper, repeat
+from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import Capabilities, TierBackend
 from kvstrata_agent.backends.memory.arena import ALIGNMENT_BYTES, Arena
-from kvstrata_agent.backends.memory.extent_store import FleetingStore
+from kvstrata_agent.backends.memory.extent_store import VolatileStore
 from kvstrata_agent.blocks.index import Index
-from kvstrata_agent.blocks.scope_secrets import ScopeMemory
+from kvstrata_agent.blocks.tenants import ScopeMemory
 from kvstrata_agent.cache.session_journal import SessionJournal
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.fleet.directory.client import RedisDirectory
-from kvstrata_agent.fleet.directory.nominations import ADVICE_S, Advice
+from kvstrata_agent.fleet.directory.nominations import HINTS_POLL_INTERVAL_S, EvictionHints
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_agent.provision import provisioner as provision
-from kvstrata_agent.provision.late_keys import LOOK_S, Latecomers
 from kvstrata_agent.provision.provisioner import Provisioner
+from kvstrata_agent.provision.recovery import KEY_POLL_INTERVAL_S, AwaitedKeys
 from kvstrata_agent.serve.authorization import Attaching
 from kvstrata_agent.serve.session_verbs import SessionVerbs
 from kvstrata_api.models.pool import HostDramTier, KVPoolSpec, NvmeTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
 from kvstrata_kube.leases import Lease
-from kvstrata_metadata.access import RedisAccess
-from kvstrata_metadata.records import AgentRecord
-from kvstrata_metadata.store import Store
+from kvstrata_kube.tasks import repeat
+from kvstrata_metadata.store.access import RedisAccess
+from kvstrata_metadata.store.records import AgentRecord
+from kvstrata_metadata.store.store import Store
 from kvstrata_telemetry.agent_metrics import Counters
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 from sim.disk import Disk
 from sim.door import Door, WatchedLender, WatchedVerbs
@@ -46,6 +46,7 @@ from sim.process import Process
 from sim.shadow import Shadow, WatchedNode
 from sim.store import SimStore
 from sim.tenancy import SimAuthenticator, SimTenants
+from support.agent.doubles import LAYOUT, TestCodecs, pool_spec
 
 POOL: Final = "pool"
 LEASE_S: Final = 15.0
@@ -165,7 +166,7 @@ class SimAgent:
             counters=Counters(instruments(), POOL, name),
             announcer=Announcer(index, self.directory, self.scopes.secret),
         )
-        self.advice = Advice(self.node, self.directory, self.scopes)
+        self.advice = EvictionHints(self.node, self.directory, self.scopes)
         self.node.shadow = self.shadow
         self.shadow.node = self.node
         self.host.journal.wall = world.loop.time
@@ -185,7 +186,7 @@ class SimAgent:
     async def _make_tier(self, spec: NodeTier) -> TierBackend:
         backend: TierBackend
         if spec.type is TierType.HOST_DRAM:
-            store = FleetingStore(SimExtent)  # type: ignore[arg-type]
+            store = VolatileStore(SimExtent)  # type: ignore[arg-type]
             backend = Arena(_MEMORY, spec.capacity_bytes, store, page_bytes=ALIGNMENT_BYTES)
         else:
             backend = await self.host.disk.open(spec.capacity_bytes, self.keys)
@@ -207,11 +208,11 @@ class SimAgent:
         self.is_serving = True
         async with asyncio.TaskGroup() as group:
             group.create_task(self.sweeper.run())
-            group.create_task(repeat("advice", ADVICE_S, self.advice.listen))
+            group.create_task(repeat("advice", HINTS_POLL_INTERVAL_S, self.advice.poll))
             group.create_task(self._renew())
             group.create_task(self._follow())
             if self.keys is not None:
-                group.create_task(repeat("latecomers", LOOK_S, Latecomers(self.node, self.keys).look))
+                group.create_task(repeat("latecomers", KEY_POLL_INTERVAL_S, AwaitedKeys(self.node, self.keys).poll))
 
     async def _renew(self) -> None:
         while True:

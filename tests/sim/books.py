@@ -38,14 +38,14 @@ def _holds(node: Node, table: LeaseTable, kind: str, entries: list[Entry], prese
         if not numbers or lease.id not in numbers:
             yield f"{kind}: {lease.id} is not at its block"
         at_blocks[id(lease.entry)] -= 1
-        if kind == "leases" and id(lease.entry) not in present and lease.entry not in node.condemned:
+        if kind == "leases" and id(lease.entry) not in present and lease.entry not in node.deferred_frees:
             yield f"{kind}: {lease.id} holds a block that nobody knows"
     for entry in entries:
         if at_blocks[id(entry)] > 0:
             yield f"{kind}: {at_blocks[id(entry)]} of block {entry.digest.hex()[:8]} belong to nobody"
         if getattr(entry, kind) is not None and not getattr(entry, kind):
             yield f"{kind}: an empty set stays at block {entry.digest.hex()[:8]}"
-    for entry in node.condemned:
+    for entry in node.deferred_frees:
         if kind == "leases" and not entry.leases:
             yield f"condemned copies of {entry.digest.hex()[:8]} wait for no lease"
 
@@ -87,7 +87,7 @@ def _known(node: Node, entries: list[Entry]) -> Iterator[Any]:
     for entry in entries:
         for residence in entry.residences:
             yield residence.tier, residence.slot
-    for gone in node.condemned.values():
+    for gone in node.deferred_frees.values():
         for residence in gone:
             yield residence.tier, residence.slot
     for reservation in node.reservations:
@@ -117,7 +117,7 @@ def _accounts(shadow: Shadow, entries: list[Entry]) -> Iterator[str]:
     node = shadow.node
     known = Counter[tuple[int, str]]()
     for entry in entries:
-        for residence in (*entry.residences, *node.condemned.get(entry, ())):
+        for residence in (*entry.residences, *node.deferred_frees.get(entry, ())):
             known[id(residence.tier), entry.tenant] += residence.slot.size_bytes
     for reservation in node.reservations:
         known[id(reservation.tier), reservation.entry.tenant] += reservation.slot.size_bytes
@@ -165,7 +165,7 @@ def leftovers(shadow: Shadow) -> Iterator[str]:
         ("leases", len(node.leases)),
         ("pins", len(node.pins)),
         ("reservations", len(node.reservations)),
-        ("condemned blocks", len(node.condemned)),
+        ("condemned blocks", len(node.deferred_frees)),
         ("blocks that move", sum(1 for e in node.index if e.move is not None)),
         ("pending blocks", sum(1 for e in node.index if not e.residences)),
         ("guarded blocks", sum(1 for e in node.index if e.guards)),

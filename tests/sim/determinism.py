@@ -21,7 +21,7 @@ import kvstrata_agent.backends.file.record_store
 import kvstrata_agent.blocks.block
 import kvstrata_agent.blocks.sessions
 import kvstrata_agent.serve.connection
-import kvstrata_metadata.schema
+import kvstrata_metadata.store.keys
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES
 from sim.memory import SimExtents
 from sim.network import ListenSocket
@@ -183,5 +183,5 @@ def _install_hashes() -> None:
     session.__hash__ = lambda self: zlib.crc32(self.name.encode())
     connection: Any = kvstrata_agent.serve.connection.Connection
     connection.__hash__ = lambda self: int(self.attachment.owner)
-    shard: Any = kvstrata_metadata.schema.Shard
+    shard: Any = kvstrata_metadata.store.keys.Shard
     shard.__hash__ = lambda self: zlib.crc32(self.key)

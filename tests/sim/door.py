@@ -3,8 +3,10 @@
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from kvstrata_agent.cache.ports import Lender, Lent, Stretch
-from kvstrata_agent.serve.attachment import Attachment
+from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
+from kvstrata_agent.fleet.peers.lender import Lent
+from kvstrata_agent.fleet.peers.server import Lender
+from kvstrata_agent.serve.authorization import Attachment
 from kvstrata_agent.serve.connection import Connection
 from kvstrata_agent.serve.verbs import Verbs
 from kvstrata_api import wire
@@ -64,7 +66,7 @@ class WatchedLender:
                 self._shadow.lent(one.lease, one.slot, until_s, key.scope)
         return lent
 
-    def trace(self, key: BlockKey, most: int) -> Stretch | None:
+    def trace(self, key: BlockKey, most: int) -> ChainSegment | None:
         """See `Lender.trace`."""
         return self._lender.trace(key, most)
 

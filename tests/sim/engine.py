@@ -5,8 +5,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final
 
-from agent_doubles import LAYOUT
-
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import KvStrataError, LeaseLostError
 from kvstrata_client.async_client import AsyncClient
@@ -17,6 +15,7 @@ from sim import prompts
 from sim.agent import POOL
 from sim.process import Process
 from sim.reading import FALSE_SUM, Reading
+from support.agent.doubles import LAYOUT
 
 SESSIONS: Final = 4
 NEW_BLOCKS: Final = 6

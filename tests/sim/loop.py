@@ -9,9 +9,8 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
-from virtual_loop import StuckError, VirtualLoop, _call
-
 from sim.process import PROCESS
+from support.runner.virtual_loop import StuckError, VirtualLoop, _call
 
 T = TypeVar("T")
 

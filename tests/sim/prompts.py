@@ -4,11 +4,11 @@ from functools import cache
 from typing import Final
 
 import numpy as np
-from agent_doubles import BLOCK_BYTES, LAYOUT
 
 from kvstrata_api.blocks import BlockKey, ScopeId
 from kvstrata_client.prompt.chain import Prompt, Tokens
 from sim.tenancy import secret_of
+from support.agent.doubles import BLOCK_BYTES, LAYOUT
 
 CHAINS = 6
 BLOCKS = 8

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-from agent_doubles import BLOCK_BYTES
 from msgspec.structs import replace
 
 from kvstrata_api.blocks import BlockKey
 from kvstrata_client.verbs import copying
 from kvstrata_client.verbs.results import Lease, Reservation
 from sim.prompts import content
+from support.agent.doubles import BLOCK_BYTES
 
 FALSE_SUM: Final = bytes(16)
 """What a writer that lies calls the checksum of its block. The agent may believe it; nobody gets such a block."""

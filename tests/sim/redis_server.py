@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from lupa.lua51 import LuaRuntime
 
-from kvstrata_metadata.scripts import sources
-from kvstrata_metadata.store import Call
+from kvstrata_metadata.store.scripts import sources
+from kvstrata_metadata.store.store import Call
 
 UNIX_S: Final = 1_760_000_000
 """What the server's clock shows when virtual time is 0."""

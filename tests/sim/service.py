@@ -5,9 +5,9 @@ from typing import Any, Final
 
 from kvstrata_api.errors import ApiServerAwayError, DirectoryAwayError
 from kvstrata_kube.leases import Lease
-from kvstrata_metadata.authority import Alone
-from kvstrata_metadata.nominator import agent_facts
-from kvstrata_metadata.standing import Duties
+from kvstrata_metadata.duties.authority import Alone
+from kvstrata_metadata.duties.nominator import agent_facts
+from kvstrata_metadata.service.fleet_view import Duties
 from sim.store import SimStore
 
 POOL: Final = "pool"
@@ -65,11 +65,11 @@ class Service:
         duties = self.duties
         mandate = await duties.sweeper.sweep()
         fleet = duties.sweeper.swept.fleet
-        duties.departures.see(fleet, self._world.loop.now_s)
+        duties.departures.observe(fleet, self._world.loop.now_s)
         if mandate is None:
             return
         await duties.eraser.erase(mandate)
         if is_survey_due:
-            crowded = await duties.survey.look(fleet, COPIES)
+            over_replicated = await duties.survey.scan(fleet, COPIES)
             facts = agent_facts(fleet, duties.survey.held, {}, duties.departures)
-            await duties.nominator.nominate(crowded, facts, {POOL: COPIES}, mandate)
+            await duties.nominator.nominate(over_replicated, facts, {POOL: COPIES}, mandate)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from kvstrata_agent.backends.base import MappableBackend, SlotRef, TierBackend
-from kvstrata_agent.backends.recovered import ColumnarBackend, Columns
+from kvstrata_agent.backends.base import Columns, SlotRef, TierBackend
 from kvstrata_agent.blocks.block import Entry
 from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.blocks.sessions import SessionState
@@ -92,7 +91,7 @@ class Shadow:
         def reserved(scope: ScopeId, size_bytes: int, *writer: str) -> SlotRef:
             return given(reserve(scope, size_bytes, *writer))
 
-        if isinstance(backend, MappableBackend):
+        if backend.mappable is not None:
             reserve_run = medium.reserve_run
             medium.reserve_run = lambda *wanted: [given(slot) for slot in reserve_run(*wanted)]
 
@@ -105,8 +104,8 @@ class Shadow:
             drop(slot)
 
         medium.reserve, medium.drop = reserved, dropped
-        if isinstance(backend, ColumnarBackend):
-            medium.recover_columns = partial(self._recovered, slots, backend.recover_columns)
+        if backend.columnar is not None:
+            medium.recover_columns = partial(self._recovered, slots, backend.columnar.recover_columns)
 
     async def _recovered(self, slots: Slots, recover: Callable[[], AsyncIterator[Columns]]) -> AsyncIterator[Columns]:
         """See what a medium has kept."""

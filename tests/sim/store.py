@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstrata_api.errors import DirectoryAwayError
-from kvstrata_metadata.store import Call, Store
+from kvstrata_metadata.store.store import Call, Store
 from sim.loop import SimLoop
 from sim.network import Network
 from sim.process import PROCESS

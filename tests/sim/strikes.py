@@ -181,12 +181,15 @@ class Strikes:
         if agent is None or agent.process.is_dead:
             return
         blocks = [
-            r for e in agent.node.index for r in e.residences if r.tier.mappable is not None and r.slot.size_bytes
+            r
+            for e in agent.node.index
+            for r in e.residences
+            if r.tier.backend.mappable is not None and r.slot.size_bytes
         ]
         if not blocks:
             return
         residence = rng.choice(blocks)
-        mappable = residence.tier.mappable
+        mappable = residence.tier.backend.mappable
         assert mappable is not None
         view = mappable.view(residence.slot)
         world.dirty.add(place_of(view))

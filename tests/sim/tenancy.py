@@ -7,7 +7,7 @@ import hashlib
 import random
 from collections.abc import Iterator, Mapping
 
-from kvstrata_agent.cache.ports import Caller
+from kvstrata_agent.blocks.request import Caller
 from kvstrata_agent.policy.quota import Bound, OverQuota, Rules
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_api.errors import UnauthenticatedError

@@ -8,11 +8,11 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 import pytest
-from alone import process
 
 from sim.campaign import is_caught
 from sim.defects import DEFECTS
 from sim.run import Plan, run_seed
+from support.runner.alone import process
 
 pytestmark = pytest.mark.stateful
 

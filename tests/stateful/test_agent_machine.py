@@ -9,7 +9,17 @@ from functools import partial
 from typing import Any, TypeVar
 
 import pytest
-from agent_doubles import (
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvstrata_agent.blocks.request import RequestContext
+from kvstrata_agent.blocks.reservations import RESERVATION_S, Reservation
+from kvstrata_agent.cache.load import AcquireCall, Read
+from kvstrata_agent.cache.store import EXISTED, PUBLISHED, REFUSED
+from kvstrata_api.blocks import ScopeId
+from kvstrata_api.checksum import checksum
+from support.agent.doubles import (
     BLOCK_BYTES,
     LAYOUT_ID,
     OTHER_SCOPE,
@@ -21,18 +31,8 @@ from agent_doubles import (
     digest,
     secret,
 )
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from session_rules import LOW_SLOTS, SLOTS, TENANT, SessionRules, owners, seldom
-from virtual_loop import VirtualLoop
-
-from kvstrata_agent.blocks.reservations import RESERVATION_S, Reservation
-from kvstrata_agent.cache.load import Read
-from kvstrata_agent.cache.request import Place
-from kvstrata_agent.cache.store import EXISTED, PUBLISHED, REFUSED
-from kvstrata_api.blocks import ScopeId
-from kvstrata_api.checksum import checksum
+from support.agent.session_rules import LOW_SLOTS, SLOTS, TENANT, SessionRules, owners, seldom
+from support.runner.virtual_loop import VirtualLoop
 
 pytestmark = pytest.mark.stateful
 
@@ -84,9 +84,9 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
 
         return self.run(one())
 
-    def place(self, owner: int, scope: ScopeId) -> Place:
+    def place(self, owner: int, scope: ScopeId) -> RequestContext:
         session = self.session(f"s{owner}")
-        return Place(owner, TENANT, secret(scope), LAYOUT_ID, BLOCK_BYTES, session)
+        return RequestContext(owner, TENANT, secret(scope), LAYOUT_ID, BLOCK_BYTES, session)
 
     @rule(owner=owners, scope=scopes, chain=chains, keeps=st.booleans())
     def turn(self, owner: int, scope: ScopeId, chain: tuple[int, int], *, keeps: bool) -> None:
@@ -108,7 +108,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
         made, *_ = self.run(self.core.cache.writer.reserve(self.place(owner, scope), b"", [digest(n) for n in numbers]))
         for number, reservation in zip(numbers, made, strict=False):
             if reservation is not None:
-                mappable = reservation.tier.mappable
+                mappable = reservation.tier.backend.mappable
                 assert mappable is not None
                 mappable.view(reservation.slot)[:BLOCK_BYTES] = content(scope, number)
                 self.reserved[owner].append((reservation, scope, number))
@@ -151,7 +151,9 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
     def acquire(self, owner: int, scope: ScopeId, chain: tuple[int, int]) -> None:
         numbers = [chain[0] * 8 + i for i in range(chain[1])]
         place = self.place(owner, scope)
-        reads = self.run(self.core.cache.reader.acquire(place, [digest(n) for n in numbers], LEASE_S, 1.0)).reads
+        reads = self.run(
+            self.core.cache.reader.acquire(AcquireCall(place, [digest(n) for n in numbers], LEASE_S, 1.0))
+        ).reads
         if place.session is not None:
             place.session.follow([r.lease.entry for r in reads])
         for read, number in zip(reads, numbers, strict=False):
@@ -161,7 +163,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
 
     def bytes_of(self, read: Read) -> bytes:
         tier, slot, record = read.lease.residence
-        mappable = tier.mappable
+        mappable = tier.backend.mappable
         assert mappable is not None
         block = bytes(mappable.view(slot)[: record.raw_bytes])
         assert checksum(block, read.lease.entry.digest, self.core.node.epoch, slot.stamp) == record.checksum
@@ -242,7 +244,8 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
         results = await asyncio.gather(*(t for _, t in tasks), return_exceptions=True)
         self.core.node.end_owner(victim)
         assert not [r for r in results if isinstance(r, Exception)]
-        while going := self.core.cache.fetcher._tasks | self.core.cache.room._tasks:
+        cache = self.core.cache
+        while going := [*cache.promoter._tasks, *cache.remote._tasks, *cache.evictor._tasks]:
             await asyncio.wait(going)
 
     async def _one(self, what: str, owner: int, scope: ScopeId, chain: tuple[int, int]) -> None:
@@ -254,7 +257,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
             made, *_ = await self.core.cache.writer.reserve(place, b"", digests)
             self.core.cache.abandon(owner, [r.id for r in made if r is not None])
         else:
-            reads = (await self.core.cache.reader.acquire(place, digests, LEASE_S, 1.0)).reads
+            reads = (await self.core.cache.reader.acquire(AcquireCall(place, digests, LEASE_S, 1.0))).reads
             for read, number in zip(reads, numbers, strict=False):
                 assert self.bytes_of(read) == content(scope, number)
             self.core.cache.release(owner, [r.lease.id for r in reads])
@@ -283,7 +286,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
         for tier in node.tiers:
             blocks = sum(r.slot.size_bytes for e in node.index for r in e.residences if r.tier is tier)
             waiting = sum(r.slot.size_bytes for r in node.reservations if r.tier is tier)
-            condemned = sum(r.slot.size_bytes for c in node.condemned.values() for r in c if r.tier is tier)
+            condemned = sum(r.slot.size_bytes for c in node.deferred_frees.values() for r in c if r.tier is tier)
             assert tier.backend.used_bytes == blocks + waiting + condemned
         assert all(e.move is None for e in node.index)
 
@@ -304,7 +307,7 @@ class AgentMachine(SessionRules, RuleBasedStateMachine):
             self.do(self.sweeper.expire)
             node = self.core.node
             assert len(node.leases) == len(node.reservations) == len(node.pins) == 0
-            assert not node.condemned
+            assert not node.deferred_frees
             assert not any(e.is_held for e in node.index)
             for scope in (SCOPE, OTHER_SCOPE):
                 self.do(partial(node.drop_scope, scope, "erased"))

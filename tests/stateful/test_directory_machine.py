@@ -24,16 +24,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvstrata_metadata import registry, shards
-from kvstrata_metadata.acl import Role
-from kvstrata_metadata.collect import plan
-from kvstrata_metadata.embedded import EmbeddedRedis
-from kvstrata_metadata.outbox import Outbox
-from kvstrata_metadata.records import AgentRecord, Announcement, Incarnation
-from kvstrata_metadata.schema import REGISTRY_KEY, Shard
-from kvstrata_metadata.shards import Batch, Mode, Verdict
-from kvstrata_metadata.store import Store
-from kvstrata_metadata.testing import redis_cli, running_redis
+from kvstrata_metadata.client.outbox import Outbox
+from kvstrata_metadata.directory import registry, shards
+from kvstrata_metadata.directory.shards import Batch, Mode
+from kvstrata_metadata.duties.collect import plan
+from kvstrata_metadata.server.embedded import EmbeddedRedis
+from kvstrata_metadata.store.access import Role
+from kvstrata_metadata.store.keys import REGISTRY_KEY, Shard
+from kvstrata_metadata.store.records import AgentRecord, Announcement, Incarnation, Verdict
+from kvstrata_metadata.store.store import Store
+from support.metadata.running_redis import redis_cli, running_redis
 
 pytestmark = pytest.mark.stateful
 

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import leftovers
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -26,11 +25,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvstrata_agent.backends.base import Capabilities, Record, SlotRef
 from kvstrata_agent.backends.memory.arena import Arena
 from kvstrata_agent.backends.memory.mapping import make_file
-from kvstrata_agent.backends.memory.persistent_extents import LastingStore
-from kvstrata_agent.backends.memory.run_lock import take_hold
+from kvstrata_agent.backends.memory.persistent_extents import PersistentStore, acquire_run_lock
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import BlockCorruptError, TierFullError
+from support.runner import leftovers
 
 pytestmark = pytest.mark.stateful
 
@@ -81,8 +80,8 @@ class MemoryMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.life += 1
         directory = self.root / "memory"
-        self.hold = take_hold(directory)
-        self.store = LastingStore(self.hold, directory, lambda size: make_file(directory, size), boot="boot-1")
+        self.hold = acquire_run_lock(directory)
+        self.store = PersistentStore(self.hold, directory, lambda size: make_file(directory, size), boot="boot-1")
         self.arena = Arena(CAN, CAPACITY_BYTES, self.store, page_bytes=PAGE)
         found = self.run(self._recover)
         digests = {record.key.digest: (slot, record) for slot, record in found}

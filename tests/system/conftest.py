@@ -6,17 +6,17 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import leftovers
 import pytest
-from agent_kube_world import SYSTEM, WAIT_S, make_node, make_pool
-from chart_rights import install_kinds, render_rights
-from metadata_replicas import Redis, Replica, launch, until
 
 from controlplane import ControlPlane, start
 from controlplane.testing import session_plane
-from kvstrata_agent.kube.authenticator import Place
+from kvstrata_agent.kube.authenticator import AgentIdentity
 from kvstrata_agent.kube.kubernetes import KubeWorld
 from kvstrata_api import names
+from support.kube.chart_rights import install_kinds, render_rights
+from support.kube.objects import SYSTEM, WAIT_S, make_node, make_pool
+from support.metadata.replicas import Redis, Replica, launch, until
+from support.runner import leftovers
 
 _numbers = itertools.count()
 
@@ -56,12 +56,12 @@ def operator_config(plane: ControlPlane, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture
-def place() -> Place:
-    return Place(f"pool-{next(_numbers)}", "node-a")
+def place() -> AgentIdentity:
+    return AgentIdentity(f"pool-{next(_numbers)}", "node-a")
 
 
 @pytest.fixture
-async def world(plane: ControlPlane, kubeconfig: Path, place: Place) -> AsyncIterator[KubeWorld]:
+async def world(plane: ControlPlane, kubeconfig: Path, place: AgentIdentity) -> AsyncIterator[KubeWorld]:
     """A connected agent whose pool and pool node exist."""
     make_pool(plane, place)
     make_node(plane, place)

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kube_agent import GROUP, MIB, SYSTEM, Agent, custom, dram, got, nvme, put, until
-from operator_process import Replica, running
 
 from controlplane import ApiError, ControlPlane
 from kvstrata_api import names
+from support.kube.agent import GROUP, MIB, SYSTEM, Agent, custom, dram, got, nvme, put, until
+from support.operator.process import Replica, running
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
 

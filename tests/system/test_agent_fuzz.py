@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from agent_doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, caller, dict_tier, dram_tier
-from agent_thread import AgentThread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from threats.frames import ENGINE_VALID, KEYS, OWN
@@ -15,6 +13,8 @@ from threats.frames import ENGINE_VALID, KEYS, OWN
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.serve.connection import IN_FLIGHT_MAX
 from kvstrata_api import wire
+from support.agent.doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, caller, dict_tier, dram_tier
+from support.agent.thread import AgentThread
 
 pytestmark = pytest.mark.system
 

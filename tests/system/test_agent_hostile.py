@@ -11,24 +11,23 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import hostile
-import leftovers
 import pytest
-from agent_doubles import BLOCK_BYTES, FakeAuthenticator, bytes_of, caller
-from agent_process import DOMAIN, member
-from agent_thread import AgentThread
-from hostile import NOBODY_UID, Hostile, apart, attempts, digests_of
 
-from kvstrata_agent.backends.memory import sigbus as torn
+from kvstrata_agent.backends.memory import sigbus
 from kvstrata_agent.backends.memory.arena import Arena
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
-from kvstrata_agent.backends.memory.mounts import read_mounts
-from kvstrata_agent.backends.memory.persistence import NO_HOME, Home
+from kvstrata_agent.backends.memory.persistence import NO_PERSISTENCE, PersistenceRoot, read_mounts
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_api import wire
 from kvstrata_api.models.pool import HostDramTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
+from support.agent.doubles import BLOCK_BYTES, FakeAuthenticator, bytes_of, caller
+from support.agent.process import DOMAIN, member
+from support.agent.thread import AgentThread
+from support.client import hostile
+from support.client.hostile import NOBODY_UID, Hostile, apart, attempts, digests_of
+from support.runner import leftovers
 
 pytestmark = pytest.mark.system
 
@@ -37,11 +36,11 @@ SLOTS = 256
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="a client of another user can be made by root only")
 
 
-def memory_tier(home: Home | None) -> Tier:
+def memory_tier(home: PersistenceRoot | None) -> Tier:
     settings = HostDramTier(page_size="4Ki", persistence="AgentRestart" if home else "None")
     capacity_bytes = SLOTS * BLOCK_BYTES
     spec = NodeTier(name="dram", type=TierType.HOST_DRAM, capacity_bytes=capacity_bytes, host_dram=settings)
-    backend = open_host_dram(settings, capacity_bytes, (), home or NO_HOME)
+    backend = open_host_dram(settings, capacity_bytes, (), home or NO_PERSISTENCE)
     assert backend.capabilities.outlives_agent == (home is not None)
     return Tier(spec, 0, backend, 1)
 
@@ -52,7 +51,11 @@ def agent(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[AgentThrea
         a=member("a", can_write=True), b=member("b", can_write=True), c=member("c", can_write=False), d=caller("d")
     )
     with tempfile.TemporaryDirectory(prefix="kvstrata-test-", dir=leftovers.memory()) as directory:
-        home = Home(Path(directory), "pool", "node", read_mounts(), "dram") if request.param == "tmpfs" else None
+        home = (
+            PersistenceRoot(Path(directory), "pool", "node", read_mounts(), "dram")
+            if request.param == "tmpfs"
+            else None
+        )
         with AgentThread(tmp_path / "agent.sock", lambda: [memory_tier(home)], callers) as served:
             yield served
 
@@ -70,7 +73,7 @@ def tend(agent: AgentThread) -> None:
         tier = agent.core.node.tiers[0]
         tier.closing |= tier.backend.compact()
         if tier.closing:
-            await agent.core.cache.room.evacuate(tier)
+            await agent.core.cache.evictor.evacuate(tier)
 
     agent.wait(once())
 
@@ -206,13 +209,13 @@ def test_memory_that_changes_scope_leaves_an_old_mapping_with_zeros_and_takes_ba
             memory[:] = b"\xcc" * len(memory)
 
         assert new.load(SCOPE_B, digests_of(0, SLOTS)) == [bytes_of(0xBBBB)] * SLOTS
-        assert agent.call(lambda: len(arena(agent)._withheld)) > 0
+        assert agent.call(lambda: len(arena(agent)._still_mapped)) > 0
         until(lambda: not any(any(memory[:]) for memory in kept), agent)
         for memory in kept:
             memory.close()
         for _, fd in old.granted:
             os.close(fd)
-        until(lambda: agent.call(lambda: len(arena(agent)._withheld)) == 0, agent)
+        until(lambda: agent.call(lambda: len(arena(agent)._still_mapped)) == 0, agent)
 
 
 def test_whoever_loses_a_scope_sees_no_block_of_it_that_comes_later(agent: AgentThread) -> None:
@@ -255,7 +258,7 @@ def test_memory_that_is_cut_short_is_a_miss_and_the_agent_lives(
 
         assert isinstance(published, wire.Published)
         assert set(published.results) == {0}
-        assert len(torn.torn()) == 1
+        assert len(sigbus.lost()) == 1
         assert bystander.load(SCOPE_B, digests_of(0, 4)) == [bytes_of(0xBBBB)] * 4
         vandal.granted.clear()
         until(lambda: _is_given_up(agent), agent)
@@ -265,7 +268,7 @@ def test_memory_that_is_cut_short_is_a_miss_and_the_agent_lives(
 def _is_given_up(agent: AgentThread) -> bool:
     """True once no new block goes into a damaged extent; its memory is released with the last view of it."""
     extents = arena(agent)._table.extents
-    damaged = [i for i, memory in arena(agent)._memory.items() if memory.address in torn.torn()]
+    damaged = [i for i, memory in arena(agent)._memory.items() if memory.address in sigbus.lost()]
     return all(extents[i].is_closing for i in damaged if i in extents)
 
 

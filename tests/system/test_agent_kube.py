@@ -4,7 +4,14 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from agent_kube_world import (
+
+from controlplane import ControlPlane
+from kvstrata_agent.kube import heartbeat
+from kvstrata_agent.kube.authenticator import AgentIdentity
+from kvstrata_agent.kube.kubernetes import KubeWorld
+from kvstrata_api import names
+from kvstrata_api.models.conditions import Status
+from support.kube.objects import (
     GROUP,
     SYSTEM,
     WAIT_S,
@@ -18,18 +25,11 @@ from agent_kube_world import (
     version_of,
 )
 
-from controlplane import ControlPlane
-from kvstrata_agent.kube import heartbeat, status_plan
-from kvstrata_agent.kube.authenticator import Place
-from kvstrata_agent.kube.kubernetes import KubeWorld
-from kvstrata_api import names
-from kvstrata_api.conditions import Status
-
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 
 async def test_an_agent_waits_until_its_pool_and_its_node_exist(
-    plane: ControlPlane, kubeconfig: Path, place: Place, caplog: pytest.LogCaptureFixture
+    plane: ControlPlane, kubeconfig: Path, place: AgentIdentity, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     async with await KubeWorld.connect(place, kubeconfig) as world:
@@ -48,7 +48,7 @@ async def test_an_agent_waits_until_its_pool_and_its_node_exist(
 
 
 async def test_a_change_of_the_spec_wakes_the_agent_and_one_of_the_status_does_not(
-    plane: ControlPlane, world: KubeWorld, place: Place
+    plane: ControlPlane, world: KubeWorld, place: AgentIdentity
 ) -> None:
     before = world.desired.pool_node
     assert world.desired.pool.metadata.generation == 1
@@ -65,7 +65,7 @@ async def test_a_change_of_the_spec_wakes_the_agent_and_one_of_the_status_does_n
 
 
 async def test_a_withdrawn_node_is_noticed_and_its_last_state_stays(
-    plane: ControlPlane, world: KubeWorld, place: Place
+    plane: ControlPlane, world: KubeWorld, place: AgentIdentity
 ) -> None:
     node = world.desired.pool_node
     assert world.desired.pool.metadata.name
@@ -78,7 +78,7 @@ async def test_a_withdrawn_node_is_noticed_and_its_last_state_stays(
 
 
 async def test_the_lease_is_created_renewed_owned_and_released(
-    plane: ControlPlane, world: KubeWorld, place: Place, monkeypatch: pytest.MonkeyPatch
+    plane: ControlPlane, world: KubeWorld, place: AgentIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "RENEW_S", 0.6)
     world.start_heartbeat(epoch=3)
@@ -101,9 +101,9 @@ async def test_the_lease_is_created_renewed_owned_and_released(
 
 
 async def test_a_status_is_written_once_and_again_only_when_it_says_something_new(
-    plane: ControlPlane, world: KubeWorld, place: Place, monkeypatch: pytest.MonkeyPatch
+    plane: ControlPlane, world: KubeWorld, place: AgentIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status_plan, "COUNTERS_S", 0.3)
+    monkeypatch.setattr("kvstrata_agent.kube.report.COUNTERS_S", 0.3)
     world.status.report(report(500, AgentConnected=Status.TRUE, Ready=Status.FALSE))
     assert await world.status.flush(WAIT_S)
     first, status = version_of(plane, place), stored_node(plane, place)["status"]
@@ -131,7 +131,7 @@ async def test_a_status_is_written_once_and_again_only_when_it_says_something_ne
 
 
 async def test_what_somebody_else_wrote_over_our_status_is_put_right(
-    plane: ControlPlane, world: KubeWorld, place: Place
+    plane: ControlPlane, world: KubeWorld, place: AgentIdentity
 ) -> None:
     world.status.report(report(0, AgentConnected=Status.TRUE))
     assert await world.status.flush(WAIT_S)

@@ -5,7 +5,18 @@ import signal
 import time
 
 import pytest
-from agent_kube_world import (
+
+from controlplane import ControlPlane
+from kvstrata_agent.kube.authenticator import AgentIdentity
+from kvstrata_agent.kube.kubernetes import KubeWorld
+from kvstrata_api.errors import (
+    ApiServerAwayError,
+    ForbiddenError,
+    UnauthenticatedError,
+)
+from kvstrata_api.models.conditions import Status
+from kvstrata_api.trust import Identity
+from support.kube.objects import (
     GROUP,
     WAIT_S,
     engine_token,
@@ -21,22 +32,11 @@ from agent_kube_world import (
     report,
 )
 
-from controlplane import ControlPlane
-from kvstrata_agent.kube.authenticator import Place
-from kvstrata_agent.kube.kubernetes import KubeWorld
-from kvstrata_api.conditions import Status
-from kvstrata_api.errors import (
-    ApiServerAwayError,
-    ForbiddenError,
-    UnauthenticatedError,
-)
-from kvstrata_api.trust import Identity
-
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 
 async def test_everything_goes_on_after_the_api_server_was_killed_and_restarted(
-    plane: ControlPlane, world: KubeWorld, place: Place
+    plane: ControlPlane, world: KubeWorld, place: AgentIdentity
 ) -> None:
     team = make_namespace(plane)
     make_scope_secret(

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from kube_agent import MIB, Agent, dram, got, make_tenant, nvme, put, until
 
 import kvstrata_native
 from controlplane import ControlPlane
+from support.kube.agent import MIB, Agent, dram, got, make_tenant, nvme, put, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_kube_world import granted, make_namespace, make_scope_secret, make_team_tenant
-from fleet_issuer import make_pod, pod_token
-from guarded_agent import TokenEngine, guarded
 
 from controlplane import ControlPlane
 from kvstrata_agent.kube.kubernetes import KubeWorld
 from kvstrata_api import names
+from support.agent.guarded import TokenEngine, guarded
+from support.kube.objects import granted, make_namespace, make_scope_secret, make_team_tenant
+from support.operator.issuer import make_pod, pod_token
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 

@@ -10,11 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-import attached_client
 import numpy as np
 import pytest
-from agent_doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, bytes_of, caller, dict_tier, dram_tier
-from agent_thread import AgentThread
 
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.serve.channel import SEND_S
@@ -24,6 +21,9 @@ from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import ForbiddenError, InvalidInputError, UnauthenticatedError
 from kvstrata_client.client import Client
 from kvstrata_client.target import Target
+from support.agent.doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, bytes_of, caller, dict_tier, dram_tier
+from support.agent.thread import AgentThread
+from support.client import attached as attached_client
 
 pytestmark = pytest.mark.system
 
@@ -313,9 +313,9 @@ def test_a_long_life_maps_no_more_extents_than_there_are(agent: AgentThread) -> 
             put(client, keys_of(client, scope, 24, seed), seed=seed)  # As many as a busy machine makes room for.
         link = client._link
         assert link is not None
-        mapped = len(link.protocol._reading.extents)
+        mapped = len(link.protocol._extents)
         (served,) = agent.server._connections
-        newest = max(link.protocol._reading.extents._maps) & 0xFFFFFFFF
+        newest = max(link.protocol._extents._maps) & 0xFFFFFFFF
 
     assert newest > 2 * SLOTS, "many more extents came and went"
     assert mapped <= SLOTS

@@ -8,7 +8,19 @@ import time
 from typing import Any
 
 import pytest
-from agent_kube_world import (
+
+from controlplane import ControlPlane
+from kvstrata_agent.kube import authenticator
+from kvstrata_agent.kube.kubernetes import KubeWorld
+from kvstrata_api import names
+from kvstrata_api.errors import (
+    ApiServerAwayError,
+    ForbiddenError,
+    RetryableError,
+    UnauthenticatedError,
+)
+from kvstrata_api.trust import Identity
+from support.kube.objects import (
     GROUP,
     SYSTEM,
     asked_in_vain,
@@ -25,18 +37,6 @@ from agent_kube_world import (
     refused,
     says,
 )
-
-from controlplane import ControlPlane
-from kvstrata_agent.kube import reviews
-from kvstrata_agent.kube.kubernetes import KubeWorld
-from kvstrata_api import names
-from kvstrata_api.errors import (
-    ApiServerAwayError,
-    ForbiddenError,
-    RetryableError,
-    UnauthenticatedError,
-)
-from kvstrata_api.trust import Identity
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -55,7 +55,7 @@ async def test_a_good_token_becomes_a_caller_with_the_secret_of_its_tenant(
     assert caller.grants.tenant == team
     assert [s.secret for s in caller.secrets] == [key]
     assert caller.secrets[0].scope == caller.grants.write_scope == f"tenant/{team}/{tenant['metadata']['uid']}/v1"
-    assert 0 < caller.expires_s <= reviews.FRESH_S
+    assert 0 < caller.expires_s <= authenticator.FRESH_S
 
 
 async def test_a_pod_bound_token_names_its_pod_and_dies_with_it(
@@ -75,7 +75,7 @@ async def test_a_pod_bound_token_names_its_pod_and_dies_with_it(
     assert (await world.authenticator.authenticate(token)).identity.pod_uid == pod["metadata"]["uid"]
 
     plane.kubectl("delete", "pod", "p", "-n", team, "--grace-period=0", "--force")
-    monkeypatch.setattr(reviews, "REVIEW_AGAIN_S", 0.0)
+    monkeypatch.setattr(authenticator, "REVIEW_AGAIN_S", 0.0)
     await refused(world, token)
 
 
@@ -118,7 +118,7 @@ async def test_a_token_of_a_deleted_account_is_refused_once_reviewed_again(
     plane.api.delete(f"/api/v1/namespaces/{team}/serviceaccounts/engine")
 
     assert (await world.authenticator.authenticate(token)).grants.tenant == team, "believed from memory"
-    monkeypatch.setattr(reviews, "REVIEW_AGAIN_S", 0.0)
+    monkeypatch.setattr(authenticator, "REVIEW_AGAIN_S", 0.0)
     await refused(world, token)
 
 
@@ -130,10 +130,10 @@ async def test_an_expired_token_is_not_believed_from_memory(plane: ControlPlane,
     await granted(world, team)
     token = plane.service_account_token(team, "engine", names.AUDIENCE, expiration_s=600)
     caller = await world.authenticator.authenticate(token)
-    review = world.authenticator._cache.review(reviews.digest(token))
+    review = world.authenticator._cache.review(authenticator.token_digest(token))
     assert review is not None
     assert 500 < review.expires_at_s - time.monotonic() < 660, "the token's own end is known"
-    assert caller.expires_s <= reviews.FRESH_S
+    assert caller.expires_s <= authenticator.FRESH_S
 
     # 600 s are the shortest life the API server grants, so the clock moves instead of the test waiting.
     world.authenticator._clock = lambda: time.monotonic() + 700

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kube_agent import MIB, Agent, dram, got, make_tenant, nvme, put, until
 
 from controlplane import ControlPlane
+from support.kube.agent import MIB, Agent, dram, got, make_tenant, nvme, put, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kube_agent import LAYOUT, MIB, Agent, dram, keys_of, make_tenant, put, until
 from threats.raw_caller import RawCaller
 
 from controlplane import ControlPlane
 from kvstrata_api import names, wire
 from kvstrata_api.blocks import pack_digests
 from kvstrata_api.tiers import Lookup
+from support.kube.agent import LAYOUT, MIB, Agent, dram, keys_of, make_tenant, put, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 

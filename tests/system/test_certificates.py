@@ -16,32 +16,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import remote_owner
 import yaml
-from fleet_issuer import holder, issuing, make_pod, pod_kubeconfig
 from prometheus_client import CollectorRegistry
 
 from controlplane import ControlPlane
 from controlplane.assets import find_tool
 from controlplane.ports import free_ports
 from kvstrata_agent.cache.ports import Wanted
+from kvstrata_agent.fleet.peers.connection import PeerTls
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
-from kvstrata_agent.fleet.peers.tls import PeerTls
 from kvstrata_api import names
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import DirectoryAwayError
 from kvstrata_kube.certified import OwnCertificate
 from kvstrata_kube.tls import Credential, answering, client_context, peer_uri
-from kvstrata_metadata.access import RedisAccess
-from kvstrata_metadata.acl import Grant, Role, acl_file
-from kvstrata_metadata.cluster_store import open_store
-from kvstrata_metadata.records import AgentRecord, Location
-from kvstrata_metadata.store import Store
+from kvstrata_metadata.store.access import Grant, RedisAccess, Role, acl_file
+from kvstrata_metadata.store.cluster_store import open_store
+from kvstrata_metadata.store.records import AgentRecord, Location
+from kvstrata_metadata.store.store import Store
 from kvstrata_operator.certificates import authority as certificates
 from kvstrata_operator.certificates.policy import Issuance
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
+from support.agent import remote_owner
+from support.operator.issuer import holder, issuing, make_pod, pod_kubeconfig
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 

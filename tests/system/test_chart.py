@@ -7,8 +7,15 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
-from chart_agents import daemon_set, template_of
-from chart_values import (
+
+from controlplane.assets import find_tool
+from kvstrata_agent.app import config as agent_config
+from kvstrata_api import names
+from kvstrata_metadata.service import main as metadata_app
+from kvstrata_node import config as prepare_config
+from kvstrata_operator.app import options as operator_options
+from support.kube.chart_agents import daemon_set, template_of
+from support.kube.chart_values import (
     CASES,
     CHART,
     EVERYTHING,
@@ -22,14 +29,7 @@ from chart_values import (
     render,
     workloads,
 )
-from operator_fleet import tier
-
-from controlplane.assets import find_tool
-from kvstrata_agent.app import config as agent_config
-from kvstrata_api import names
-from kvstrata_metadata import app as metadata_app
-from kvstrata_node import config as prepare_config
-from kvstrata_operator.app import main as operator_app
+from support.operator.fleet import tier
 
 pytestmark = pytest.mark.system
 
@@ -177,7 +177,7 @@ def test_the_processes_take_the_arguments_that_the_chart_gives(case: str) -> Non
     environment = {variable["name"]: "rediss://r:6379" for variable in metadata["env"]}
     environment["KVSTRATA_REDIS_CERTIFICATES"] = "fleet"
 
-    given = operator_app._parser().parse_args(operator["args"])
+    given = operator_options.parse(operator["args"])
     options = metadata_app.options_of(metadata_app._parser().parse_args(metadata["args"]), environment)
     assert (given.metrics_host, given.metrics_port) == ("0.0.0.0", operator["ports"][0]["containerPort"])
     assert (options.metrics_host, options.metrics_port) == ("0.0.0.0", metadata["ports"][0]["containerPort"])
@@ -197,10 +197,10 @@ def test_the_processes_take_the_arguments_that_the_chart_gives(case: str) -> Non
     ],
 )
 def test_the_operator_is_told_whose_redis_it_is(case: str, mode: str, template: str) -> None:
-    given = operator_app._parser().parse_args(container(CASES[case], "kvstrata-operator")["args"])
+    given = operator_options.parse(container(CASES[case], "kvstrata-operator")["args"])
     found = [o for o in of_kind(render(CASES[case]), "ConfigMap") if o["metadata"]["name"] == names.REDIS_TEMPLATE]
 
-    assert (given.redis_mode, given.redis_template) == (mode, template)
+    assert (given.setting.redis_mode, given.setting.redis_template) == (mode, template)
     assert len(found) == (1 if template else 0)
 
 
@@ -246,7 +246,7 @@ def test_operator_and_agents_read_their_keks_from_the_file_that_the_values_name(
     arguments = {name: pod["containers"][0]["args"] for name, pod in pods.items() if "redis" not in name}
     agent = [argument.replace("$(POD_IP)", "10.0.0.7") for argument in arguments["kvstrata-agent-llama-70b"]]
 
-    assert operator_app._parser().parse_args(arguments["kvstrata-operator"]).kek_file == path
+    assert operator_options.parse(arguments["kvstrata-operator"]).kek_file == path
     assert agent_config.parse(agent).kek_file == path
     for name, pod in pods.items():
         mounts = [m for c in pod["containers"] for m in c["volumeMounts"] if m["name"] == "kek"]

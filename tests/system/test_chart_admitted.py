@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from chart_agents import redis_set
-from chart_values import CASES, NAMESPACE, Object, of_kind, render
 
 from controlplane import ApiError, ControlPlane, KubectlError, start
 from controlplane.waiting import wait_until
 from kvstrata_api import names
+from support.kube.chart_agents import redis_set
+from support.kube.chart_values import CASES, NAMESPACE, Object, of_kind, render
 
 pytestmark = pytest.mark.system
 

@@ -13,10 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, bytes_of, caller, dict_tier, dram_tier
-from agent_process import member
-from agent_thread import AgentThread
-from attached_client import BLOCKS, PATIENT_S, TOKENS, attached, content, keys_of, serving_two_tenants, target, until
 
 from kvstrata import AsyncClient, AsyncPrefixCache, PrefixCache, Published, Target
 from kvstrata_agent.cache.load import Acquisition
@@ -29,6 +25,20 @@ from kvstrata_client.cli import main
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.calls import Ahead, Operation
 from kvstrata_client.verbs.copying import fill
+from support.agent.doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, bytes_of, caller, dict_tier, dram_tier
+from support.agent.process import member
+from support.agent.thread import AgentThread
+from support.client.attached import (
+    BLOCKS,
+    PATIENT_S,
+    TOKENS,
+    attached,
+    content,
+    keys_of,
+    serving_two_tenants,
+    target,
+    until,
+)
 
 pytestmark = pytest.mark.system
 
@@ -253,8 +263,8 @@ def test_bytes_that_change_under_a_lease_are_a_miss(agent: AgentThread) -> None:
         def scribble() -> None:
             tier = agent.core.node.tiers[0]
             entry = next(agent.core.node.index.blocks(keys_of(client)[2].scope).entries())
-            assert tier.mappable is not None
-            tier.mappable.view(entry.residences[0].slot)[:4] = b"oops"
+            assert tier.backend.mappable is not None
+            tier.backend.mappable.view(entry.residences[0].slot)[:4] = b"oops"
 
         agent.call(scribble)
         loaded = cache.load(TOKENS)

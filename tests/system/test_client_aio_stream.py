@@ -8,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agent_thread import AgentThread
-from attached_client import PATIENT_S, target
-from handover_nodes import PeerThread, two_nodes
 
 from kvstrata import AsyncClient, AsyncPrefixCache, Published
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError
-from kvstrata_api.wire_handover import Handover
-from kvstrata_client.prompt.handover import AsyncGrowingBlocks
+from kvstrata_api.wire import Handover
+from kvstrata_client.prompt.handover import AsyncHandoverWriter
 from kvstrata_client.prompt.streaming import AsyncLayerStream
 from kvstrata_client.verbs.results import Bytes2D
+from support.agent.handover_nodes import PeerThread, two_nodes
+from support.agent.thread import AgentThread
+from support.client.attached import PATIENT_S, target
 
 pytestmark = pytest.mark.system
 
@@ -131,8 +131,8 @@ def test_a_layer_that_rots_is_not_read_and_the_agent_looks_at_it(nodes: Nodes) -
     def flip(digest: bytes) -> None:
         (entry,) = (e for e in nodes[0].core.node.index if e.digest == digest)
         tier, slot, _ = entry.residences[0]
-        assert tier.mappable is not None
-        with tier.mappable.view(slot) as view:
+        assert tier.backend.mappable is not None
+        with tier.backend.mappable.view(slot) as view:
             view[LAYOUT.block_bytes // LAYERS] ^= 1
 
     async def test(cache: AsyncPrefixCache) -> None:
@@ -192,14 +192,14 @@ def test_nothing_is_written_once_a_cancelled_read_has_returned(nodes: Nodes) -> 
     with_stored(nodes, test)
 
 
-async def write(growing: AsyncGrowingBlocks, layer: int) -> None:
+async def write(growing: AsyncHandoverWriter, layer: int) -> None:
     await growing.write(np.ascontiguousarray(STORED[:, layer]))
 
 
 @asynccontextmanager
-async def handing_over(nodes: Nodes) -> AsyncIterator[tuple[AsyncGrowingBlocks, AsyncLayerStream]]:
+async def handing_over(nodes: Nodes) -> AsyncIterator[tuple[AsyncHandoverWriter, AsyncLayerStream]]:
     async with cache_at(nodes[0], strict=False) as ours, cache_at(nodes[1], strict=False) as theirs:
-        growing = await ours.grow(TOKENS)
+        growing = await ours.hand_over(TOKENS)
         assert (growing.blocks, growing.first_block) == (BLOCKS, 0)
         stream = await theirs.stream(TOKENS, handover=growing.handover)
         try:

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agent_doubles import BLOCK_BYTES, FakeAuthenticator, caller, dict_tier, dram_tier
-from agent_thread import AgentThread
-from attached_client import BLOCKS, PATIENT_S, TOKENS, attached, content, keys_of, target
 
 from kvstrata import AsyncClient, AsyncPrefixCache, PrefixCache
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.movement.fair_queue import Priority, Turn
+from kvstrata_agent.movement.path import Priority, QueuedMove
 from kvstrata_agent.policy.recompute import REFUSED_S
 from kvstrata_api.models.poolnode import TierProbe
+from support.agent.doubles import BLOCK_BYTES, FakeAuthenticator, caller, dict_tier, dram_tier
+from support.agent.thread import AgentThread
+from support.client.attached import BLOCKS, PATIENT_S, TOKENS, attached, content, keys_of, target
 
 pytestmark = pytest.mark.system
 
@@ -47,16 +47,16 @@ async def push_down(running: AgentThread) -> None:
     core = running.core
     while core.node.contents(core.node.tiers[0]).blocks:
         core.node.is_draining = True
-        await core.cache.room.drain(core.node.tiers[0])
+        await core.cache.evictor.drain(core.node.tiers[0])
         core.node.is_draining = False
 
 
 @contextmanager
 def flooded(running: AgentThread, source: str, target: str) -> Iterator[None]:
     """Take a path for four seconds of its speed, and leave it at the end."""
-    gate = running.core.cache.mover.traffic.paths.between(source, target).gate
+    gate = running.core.cache.mover.scheduler.paths.between(source, target).limiter
     gate._width = 1
-    turn = gate.enter(Turn(Priority.ARCHIVE, "z", 100, 4 * RATE))
+    turn = gate.enter(QueuedMove(Priority.ARCHIVE, "z", 100, 4 * RATE))
     running.wait(turn.__aenter__())
     try:
         yield

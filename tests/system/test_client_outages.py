@@ -11,14 +11,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agent_doubles import bytes_of
-from agent_process import agent_process
-from agent_thread import AgentThread
-from attached_client import BLOCKS, PATIENT_S, SLACK_S, TOKENS, attached, content, keys_of, serving_two_tenants, until
-from attached_client import target as target_of
 
 from kvstrata import Client, PrefixCache, Target
 from kvstrata_api.errors import AgentAwayError, UnauthenticatedError
+from support.agent.doubles import bytes_of
+from support.agent.process import agent_process
+from support.agent.thread import AgentThread
+from support.client.attached import (
+    BLOCKS,
+    PATIENT_S,
+    SLACK_S,
+    TOKENS,
+    attached,
+    content,
+    keys_of,
+    serving_two_tenants,
+    until,
+)
+from support.client.attached import target as target_of
 
 pytestmark = pytest.mark.system
 
@@ -163,7 +173,7 @@ def test_a_client_killed_in_the_middle_of_a_publish_leaves_nothing_behind(agent:
     program = textwrap.dedent(f"""
         import sys, time
         sys.path[:0] = {[str(Path(__file__).parents[1])]!r}
-        from agent_doubles import LAYOUT
+        from support.agent.doubles import LAYOUT
         from kvstrata_api.blocks import chain_keys
         from kvstrata import Client, Target
         client = Client.attach(Target({str(agent.socket)!r}, "pool", "a", LAYOUT), wait_s={PATIENT_S})

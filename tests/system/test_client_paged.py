@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_doubles import FakeAuthenticator, caller, dram_tier
-from agent_thread import AgentThread
-from attached_client import attached
+
+from support.agent.doubles import FakeAuthenticator, caller, dram_tier
+from support.agent.thread import AgentThread
+from support.client.attached import attached
 
 torch = pytest.importorskip("torch", reason="the connector needs torch")
-
-from late_device import LateQueue  # noqa: E402
-from paged_kv import LAYOUT, filled, pages_of  # noqa: E402
 
 from kvstrata_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError  # noqa: E402
 from kvstrata_client.cache import PrefixCache  # noqa: E402
@@ -23,6 +21,8 @@ from kvstrata_client.connectors.paged import (  # noqa: E402
     PagedConnector,
     PagedKv,
 )
+from support.backends.late_device import LateQueue  # noqa: E402
+from support.client.paged_kv import LAYOUT, filled, pages_of  # noqa: E402
 
 pytestmark = pytest.mark.system
 
@@ -50,7 +50,7 @@ class Engine:
 @pytest.fixture
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Engine, AgentThread]]:
     """One engine that has computed the prompt, and one that has not, on an agent; three blocks in a helping."""
-    monkeypatch.setattr(paged, "HELPING_BYTES", 3 * LAYOUT.block_bytes)
+    monkeypatch.setattr(paged, "BATCH_BYTES", 3 * LAYOUT.block_bytes)
     party = FakeAuthenticator(a=caller("a"))
     with (
         AgentThread(tmp_path / "agent.sock", lambda: [dram_tier(1 << 22)], party) as agent,
@@ -118,11 +118,11 @@ def test_a_block_that_is_not_what_it_was_reaches_no_page(engines: tuple[Engine, 
 def spoil_second_layer(agent: AgentThread) -> None:
     """Change a bit in the second layer of every block, where it lies."""
     tier = agent.core.node.tiers[0]
-    assert tier.mappable is not None
+    assert tier.backend.mappable is not None
     for entry in tuple(agent.core.node.contents(tier).residents()):
         there = entry.residence(tier)
         assert there is not None
-        tier.mappable.view(there.slot)[2 * LAYOUT.block_bytes // LAYOUT.layers - 1] ^= 1
+        tier.backend.mappable.view(there.slot)[2 * LAYOUT.block_bytes // LAYOUT.layers - 1] ^= 1
 
 
 def test_what_was_loaded_under_leases_that_are_over_is_void(engines: tuple[Engine, Engine, AgentThread]) -> None:

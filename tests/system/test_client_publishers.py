@@ -5,16 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agent_doubles import LAYOUT, FakeAuthenticator, dram_tier, secret
-from agent_process import DOMAIN, member
-from agent_thread import AgentThread
-from attached_client import TOKENS, attached, content
 
 from kvstrata_api.blocks import chain_keys
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import ForbiddenError
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.verbs.results import Published
+from support.agent.doubles import LAYOUT, FakeAuthenticator, dram_tier, secret
+from support.agent.process import DOMAIN, member
+from support.agent.thread import AgentThread
+from support.client.attached import TOKENS, attached, content
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 

@@ -4,12 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import attached_client
 import numpy as np
 import pytest
-from agent_doubles import LAYOUT
-from agent_thread import AgentThread
-from attached_client import serving_two_tenants
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,9 +14,13 @@ from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.cache.part_checksums import ENTRY_BYTES
 from kvstrata_api.blocks import BlockKey, chain_keys
 from kvstrata_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError
-from kvstrata_client.prompt.ranges import Cut
 from kvstrata_client.verbs import calls
+from kvstrata_client.verbs.copying import HeadRange
 from kvstrata_client.verbs.results import Bytes2D
+from support.agent.doubles import LAYOUT
+from support.agent.thread import AgentThread
+from support.client import attached as attached_client
+from support.client.attached import serving_two_tenants
 
 pytestmark = pytest.mark.system
 
@@ -158,14 +158,17 @@ def flip(core: AgentParts, digest: bytes, layer: int) -> None:
     """Change one byte of a layer of a block where it lies."""
     (entry,) = (e for e in core.node.index if e.digest == digest)
     tier, slot, _ = entry.residences[0]
-    assert tier.mappable is not None
-    with tier.mappable.view(slot) as view:
-        view[layer * Cut(WIDE).part_bytes + 9] ^= 1
+    assert tier.backend.mappable is not None
+    with tier.backend.mappable.view(slot) as view:
+        view[layer * HeadRange(WIDE).part_bytes + 9] ^= 1
 
 
-def test_parts_of_a_cut_are_where_the_layout_has_them() -> None:
-    cut = Cut(WIDE, range(1, 2))
+def test_parts_of_a_head_range_are_where_the_layout_has_them() -> None:
+    heads = HeadRange(WIDE, range(1, 2))
 
-    assert tuple(cut.parts(range(2))) == (1, 3, 5, 7)
-    assert (Cut(WIDE).part_bytes, cut.part_bytes) == (WIDE.block_bytes // LAYERS, WIDE.block_bytes // LAYERS // 4)
-    assert cut.layer_bytes == 2 * cut.part_bytes
+    assert tuple(heads.parts(range(2))) == (1, 3, 5, 7)
+    assert (HeadRange(WIDE).part_bytes, heads.part_bytes) == (
+        WIDE.block_bytes // LAYERS,
+        WIDE.block_bytes // LAYERS // 4,
+    )
+    assert heads.layer_bytes == 2 * heads.part_bytes

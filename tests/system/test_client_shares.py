@@ -8,10 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, bytes_of, caller, dram_tier, secret
-from agent_thread import AgentThread
-from attached_client import PATIENT_S, attached, target, until
-from share_callers import SHARE, SHARED_BLOCKS, SYSTEM_PROMPT, callers, named, prompt, sharing
 
 from kvstrata import AsyncClient
 from kvstrata_api.blocks import ScopeId, chain_keys
@@ -19,6 +15,10 @@ from kvstrata_api.errors import ForbiddenError
 from kvstrata_api.trust import Access, ScopeKind
 from kvstrata_client.cache import AsyncPrefixCache, PrefixCache
 from kvstrata_client.verbs.results import Bytes2D, Loaded, Stored
+from support.agent.doubles import BLOCK_BYTES, LAYOUT, FakeAuthenticator, bytes_of, caller, dram_tier, secret
+from support.agent.thread import AgentThread
+from support.client.attached import PATIENT_S, attached, target, until
+from support.client.share_callers import SHARE, SHARED_BLOCKS, SYSTEM_PROMPT, callers, named, prompt, sharing
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 

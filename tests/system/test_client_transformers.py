@@ -8,21 +8,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_doubles import FakeAuthenticator, caller, dict_tier, dram_tier
-from agent_thread import AgentThread
-from attached_client import attached
-from share_callers import named, sharing
+
+from support.agent.doubles import FakeAuthenticator, caller, dict_tier, dram_tier
+from support.agent.thread import AgentThread
+from support.client.attached import attached
+from support.client.share_callers import named, sharing
 
 torch = pytest.importorskip("torch", reason="the transformers connector needs torch")
 pytest.importorskip("transformers", reason="the transformers connector needs transformers")
 
-from tiny_llama import CONFIG, PROMPT, made, run  # noqa: E402
 from transformers import DynamicCache, LlamaConfig  # noqa: E402
 
 from kvstrata_agent.blocks.tier import Tier  # noqa: E402
 from kvstrata_api.errors import BlockCorruptError, InvalidInputError, LeaseLostError, UnsupportedError  # noqa: E402
 from kvstrata_client.cache import PrefixCache  # noqa: E402
 from kvstrata_client.connectors.transformers import CacheConnector, check_layout, layout_of, pack, unpack  # noqa: E402
+from support.client.tiny_llama import CONFIG, PROMPT, made, run  # noqa: E402
 
 pytestmark = pytest.mark.system
 

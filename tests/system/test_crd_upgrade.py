@@ -7,13 +7,13 @@ from typing import Any, Final
 
 import pytest
 import yaml
-from bad_manifests import examples
-from chart_rights import ROOT
 
 from controlplane import ApiError, ControlPlane, start
 from controlplane.waiting import wait_until
 from kvstrata_api import names
 from kvstrata_api.schema_kinds import BY_NAME, KINDS
+from support.kube.bad_manifests import examples
+from support.kube.chart_rights import ROOT
 
 pytestmark = pytest.mark.system
 

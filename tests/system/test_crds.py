@@ -6,8 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import bad_manifests
-import manifest_strategies
 import pytest
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
@@ -16,6 +14,7 @@ from controlplane import ApiError, ControlPlane, KubectlError
 from kvstrata_api import names
 from kvstrata_api.schema_kinds import BY_NAME, KINDS
 from kvstrata_api.validate import validate
+from support.kube import bad_manifests, manifest_strategies
 
 pytestmark = pytest.mark.system
 

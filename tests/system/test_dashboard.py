@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-import prometheus_server
 from controlplane.waiting import wait_until
-from dashboard_queries import PanelQuery, filled, metrics_of, panel_queries, variable_queries
+from drawing import prometheus_server
+from drawing.dashboard_queries import PanelQuery, filled, metrics_of, panel_queries, variable_queries
+from drawing.prometheus_server import QueryError, Server
 from kvstrata_telemetry import ready
-from kvstrata_telemetry.docs import BY_NAME
-from prometheus_server import QueryError, Server
+from kvstrata_telemetry.catalog import BY_NAME
 
 pytestmark = pytest.mark.system
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import sample_run
-from dashboard_queries import PanelQuery, filled, metrics_of, panel_queries
-from kvstrata_telemetry.docs import BY_NAME
-from sample_run import SCRAPE_S, Run
+from drawing import sample_run
+from drawing.dashboard_queries import PanelQuery, filled, metrics_of, panel_queries
+from drawing.sample_run import SCRAPE_S, Run
+from kvstrata_telemetry.catalog import BY_NAME
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 

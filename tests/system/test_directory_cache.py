@@ -7,17 +7,17 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from directory_fleet import SECRET, DirectoryFleet, until
 
 from kvstrata_agent.fleet.directory.cached_client import CachingDirectory
 from kvstrata_agent.fleet.directory.client import AccessProvider, Holdings, RedisDirectory
-from kvstrata_metadata import shards
-from kvstrata_metadata.acl import Role
-from kvstrata_metadata.embedded import EmbeddedRedis
-from kvstrata_metadata.records import AgentRecord
-from kvstrata_metadata.store import Store
-from kvstrata_metadata.testing import redis_cli, running_redis
+from kvstrata_metadata.directory import shards
+from kvstrata_metadata.server.embedded import EmbeddedRedis
+from kvstrata_metadata.store.access import Role
+from kvstrata_metadata.store.records import AgentRecord
+from kvstrata_metadata.store.store import Store
 from kvstrata_telemetry.metrics import Instruments
+from support.metadata.directory_fleet import SECRET, DirectoryFleet, until
+from support.metadata.running_redis import redis_cli, running_redis
 
 pytestmark = pytest.mark.system
 

@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from directory_fleet import SECRET, DirectoryFleet, until
-from redis_cluster import RedisCluster
 
 from kvstrata_agent.cache.ports import DirectoryState
-from kvstrata_metadata import registry
-from kvstrata_metadata.acl import Role
-from kvstrata_metadata.cluster_store import open_store
-from kvstrata_metadata.schema import REGISTRY_KEY, Shard, shard_index
-from kvstrata_metadata.sweeper import Sweeper
-from kvstrata_metadata.topology import slot_of
+from kvstrata_metadata.directory import registry
+from kvstrata_metadata.duties.sweeper import Sweeper
+from kvstrata_metadata.store.access import Role
+from kvstrata_metadata.store.cluster_store import open_store
+from kvstrata_metadata.store.keys import REGISTRY_KEY, Shard, shard_index
+from kvstrata_metadata.store.servers import slot_of
+from support.metadata.directory_fleet import SECRET, DirectoryFleet, until
+from support.metadata.redis_cluster import RedisCluster
 
 pytestmark = pytest.mark.system
 

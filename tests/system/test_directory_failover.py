@@ -7,19 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from directory_fleet import SECRET, DirectoryFleet, until
-from redis_cluster import ADMIN, RedisCluster
 
-from kvstrata_metadata import embedded, shards
-from kvstrata_metadata.access import RedisAccess
-from kvstrata_metadata.acl import Role
-from kvstrata_metadata.cluster_store import open_store
-from kvstrata_metadata.embedded import EmbeddedConfig, EmbeddedRedis
-from kvstrata_metadata.records import Incarnation
-from kvstrata_metadata.registry import fleet
-from kvstrata_metadata.schema import REGISTRY_KEY, SHARDS, Shard
-from kvstrata_metadata.sweeper import Sweeper
-from kvstrata_metadata.testing import redis_cli
+from kvstrata_metadata.directory import shards
+from kvstrata_metadata.directory.registry import fleet
+from kvstrata_metadata.duties.sweeper import Sweeper
+from kvstrata_metadata.server import embedded
+from kvstrata_metadata.server.embedded import EmbeddedConfig, EmbeddedRedis
+from kvstrata_metadata.store.access import RedisAccess, Role
+from kvstrata_metadata.store.cluster_store import open_store
+from kvstrata_metadata.store.keys import REGISTRY_KEY, SHARDS, Shard
+from kvstrata_metadata.store.records import Incarnation
+from support.metadata.directory_fleet import SECRET, DirectoryFleet, until
+from support.metadata.redis_cluster import ADMIN, RedisCluster
+from support.metadata.running_redis import redis_cli
 
 pytestmark = pytest.mark.system
 

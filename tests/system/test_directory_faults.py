@@ -16,17 +16,17 @@ from kvstrata_agent.cache.ports import DirectoryState
 from kvstrata_agent.fleet.directory.client import RedisDirectory
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import ScopeId, ScopeSecret
-from kvstrata_metadata import embedded, shards
-from kvstrata_metadata.access import RedisAccess
-from kvstrata_metadata.acl import Role
-from kvstrata_metadata.embedded import EmbeddedConfig, EmbeddedRedis
-from kvstrata_metadata.records import AgentRecord, Announcement, Location, SessionRecord
-from kvstrata_metadata.sessions import read_session
-from kvstrata_metadata.store import Store
-from kvstrata_metadata.sweeper import Sweeper
-from kvstrata_metadata.testing import redis_cli, running_redis
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_metadata.directory import shards
+from kvstrata_metadata.directory.sessions import read_session
+from kvstrata_metadata.duties.sweeper import Sweeper
+from kvstrata_metadata.server import embedded
+from kvstrata_metadata.server.embedded import EmbeddedConfig, EmbeddedRedis
+from kvstrata_metadata.store.access import RedisAccess, Role
+from kvstrata_metadata.store.records import AgentRecord, Announcement, Location, SessionRecord
+from kvstrata_metadata.store.store import Store
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
+from support.metadata.running_redis import redis_cli, running_redis
 
 pytestmark = pytest.mark.system
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from kvstrata_api.blocks import ScopeId, ScopeSecret
-from kvstrata_metadata import registry, shards
-from kvstrata_metadata.acl import Role
-from kvstrata_metadata.embedded import EmbeddedRedis
-from kvstrata_metadata.records import AgentRecord, Announcement
-from kvstrata_metadata.schema import Shard
-from kvstrata_metadata.shards import Batch, Mode, Verdict
-from kvstrata_metadata.store import Store
-from kvstrata_metadata.testing import redis_cli, running_redis
+from kvstrata_metadata.directory import registry, shards
+from kvstrata_metadata.directory.shards import Batch, Mode
+from kvstrata_metadata.server.embedded import EmbeddedRedis
+from kvstrata_metadata.store.access import Role
+from kvstrata_metadata.store.keys import Shard
+from kvstrata_metadata.store.records import AgentRecord, Announcement, Verdict
+from kvstrata_metadata.store.store import Store
+from support.metadata.running_redis import redis_cli, running_redis
 
 pytestmark = pytest.mark.system
 

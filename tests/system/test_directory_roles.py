@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata_metadata.acl import COMMANDS, Role
-from kvstrata_metadata.embedded import EmbeddedRedis
-from kvstrata_metadata.testing import redis_cli, running_redis
+from kvstrata_metadata.server.embedded import EmbeddedRedis
+from kvstrata_metadata.store.access import COMMANDS, Role
+from support.metadata.running_redis import redis_cli, running_redis
 
 pytestmark = pytest.mark.system
 

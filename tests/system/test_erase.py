@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kube_agent import GROUP, MIB, SYSTEM, Agent, custom, dram, got, keys_of, nvme, put
-from metadata_replicas import Redis, Replica, until
 
 from controlplane import ControlPlane
 from kvstrata_api import names
 from kvstrata_api.blocks import BlockKey
 from kvstrata_client.client import Client
-from kvstrata_metadata.access import format_access
-from kvstrata_metadata.acl import Role
+from kvstrata_metadata.store.access import Role, format_access
+from support.kube.agent import GROUP, MIB, SYSTEM, Agent, custom, dram, got, keys_of, nvme, put
+from support.metadata.replicas import Redis, Replica, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from attached_client import attached
-from handover_nodes import PeerThread, two_nodes
 
 from kvstrata import Client
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.cache.handover import Fault
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError, LeaseLostError
-from kvstrata_api.wire_handover import Handover
+from kvstrata_api.wire import Handover
 from kvstrata_client.cache import PrefixCache
-from kvstrata_client.prompt.handover import GrowingBlocks
+from kvstrata_client.prompt.handover import HandoverWriter
 from kvstrata_client.verbs.results import Published
-from kvstrata_telemetry.catalog import Kind
-from kvstrata_telemetry.docs import BY_NAME
+from kvstrata_telemetry.catalog import BY_NAME
+from kvstrata_telemetry.metrics import Kind
+from support.agent.handover_nodes import PeerThread, two_nodes
+from support.client.attached import attached
 
 pytestmark = pytest.mark.system
 
@@ -55,7 +55,7 @@ def broken(reader: PeerThread) -> dict[Fault, float]:
     return {fault: counted(reader, "kvstrata_handovers_broken_total", reason=fault) for fault in Fault}
 
 
-def written(growing: GrowingBlocks, layers: range) -> None:
+def written(growing: HandoverWriter, layers: range) -> None:
     for layer in layers:
         growing.write(np.ascontiguousarray(STORED[:, layer]))
 
@@ -63,7 +63,7 @@ def written(growing: GrowingBlocks, layers: range) -> None:
 def test_a_layer_is_read_elsewhere_before_the_next_one_is_written(nodes: Nodes) -> None:
     writer, reader = nodes
     with client_of(writer) as ours, client_of(reader) as theirs:
-        growing = PrefixCache(ours).grow(TOKENS)
+        growing = PrefixCache(ours).hand_over(TOKENS)
         assert (growing.blocks, growing.first_block) == (BLOCKS, 0)
         with PrefixCache(theirs).stream(TOKENS, handover=growing.handover) as stream:
             assert stream.blocks == BLOCKS
@@ -94,7 +94,7 @@ def test_a_layer_is_read_elsewhere_before_the_next_one_is_written(nodes: Nodes) 
 def test_a_reader_waits_for_a_layer_that_comes_later(nodes: Nodes) -> None:
     writer, reader = nodes
     with client_of(writer) as ours, client_of(reader) as theirs:
-        growing = PrefixCache(ours).grow(TOKENS)
+        growing = PrefixCache(ours).hand_over(TOKENS)
         with PrefixCache(theirs).stream(TOKENS, handover=growing.handover) as stream:
             writing = threading.Timer(0.1, written, (growing, range(LAYERS)))
             writing.start()
@@ -107,7 +107,7 @@ def test_what_arrived_before_the_writer_gave_up_was_right_and_the_rest_is_lost(n
     writer, reader = nodes
     with client_of(writer) as ours, client_of(reader) as theirs:
         used = reader.call(lambda: reader.core.node.tiers[0].backend.used_bytes)
-        growing = PrefixCache(ours).grow(TOKENS)
+        growing = PrefixCache(ours).hand_over(TOKENS)
         written(growing, range(2))
         stream = PrefixCache(theirs).stream(TOKENS, handover=growing.handover)
         assert np.array_equal(stream.read(range(2)).reshape(BLOCKS, 2, -1), STORED[:, :2])
@@ -127,7 +127,7 @@ def test_a_writer_that_dies_is_a_miss_for_the_layers_that_have_not_arrived(nodes
     writer, reader = nodes
     with client_of(reader) as theirs:
         ours = client_of(writer)
-        growing = PrefixCache(ours).grow(TOKENS)
+        growing = PrefixCache(ours).hand_over(TOKENS)
         written(growing, range(1))
         stream = PrefixCache(theirs).stream(TOKENS, handover=growing.handover)
         stream.read(range(1))
@@ -140,7 +140,7 @@ def test_a_writer_that_dies_is_a_miss_for_the_layers_that_have_not_arrived(nodes
 def test_an_agent_that_goes_away_is_told_from_a_writer_that_gives_up(nodes: Nodes) -> None:
     writer, reader = nodes
     with client_of(writer) as ours, client_of(reader) as theirs:
-        growing = PrefixCache(ours).grow(TOKENS)
+        growing = PrefixCache(ours).hand_over(TOKENS)
         written(growing, range(1))
         stream = PrefixCache(theirs).stream(TOKENS, handover=growing.handover)
         stream.read(range(1))
@@ -154,7 +154,7 @@ def test_an_agent_that_goes_away_is_told_from_a_writer_that_gives_up(nodes: Node
 def test_nobody_sees_growing_blocks_without_their_name_or_their_scope(nodes: Nodes) -> None:
     writer, reader = nodes
     with client_of(writer) as ours, client_of(reader) as theirs, client_of(reader, "b") as stranger:
-        growing = PrefixCache(ours).grow(TOKENS)
+        growing = PrefixCache(ours).hand_over(TOKENS)
         written(growing, range(LAYERS))
         named = growing.handover
         assert named is not None
@@ -175,7 +175,7 @@ def test_nobody_sees_growing_blocks_without_their_name_or_their_scope(nodes: Nod
 def test_damaged_parts_are_never_read(nodes: Nodes) -> None:
     writer, reader = nodes
     with client_of(writer) as ours, client_of(reader) as theirs:
-        growing = PrefixCache(ours).grow(TOKENS)
+        growing = PrefixCache(ours).hand_over(TOKENS)
         written(growing, range(1))
         stream = PrefixCache(theirs).stream(TOKENS, handover=growing.handover)
         stream.read(range(1))
@@ -202,7 +202,7 @@ def test_damaged_parts_are_never_read(nodes: Nodes) -> None:
 def test_rows_of_another_shape_and_layers_too_many_are_refused(nodes: Nodes) -> None:
     writer, _ = nodes
     with client_of(writer) as ours:
-        growing = PrefixCache(ours).grow(TOKENS)
+        growing = PrefixCache(ours).hand_over(TOKENS)
         with pytest.raises(InvalidInputError, match="layer 0 of"):
             growing.write(np.zeros((1, 1), np.uint8))
         written(growing, range(LAYERS))

@@ -5,18 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attached_client import attached
-from handover_nodes import PeerThread, two_nodes
+
+from support.agent.handover_nodes import PeerThread, two_nodes
+from support.client.attached import attached
 
 torch = pytest.importorskip("torch", reason="the transformers connector needs torch")
 pytest.importorskip("transformers", reason="the transformers connector needs transformers")
 
-from tiny_llama import CONFIG, PROMPT, made, run  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 from kvstrata_api.errors import KvStrataError, LeaseLostError  # noqa: E402
 from kvstrata_client.cache import PrefixCache  # noqa: E402
 from kvstrata_client.connectors.transformers import CacheConnector, layout_of  # noqa: E402
+from support.client.tiny_llama import CONFIG, PROMPT, made, run  # noqa: E402
 
 pytestmark = pytest.mark.system
 

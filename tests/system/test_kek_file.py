@@ -6,14 +6,14 @@ import secrets
 from pathlib import Path
 
 import pytest
-from agent_kube_world import GROUP, SYSTEM, WAIT_S, custom, eventually, make_node, make_pool
-from operator_process import Replica
 
 from controlplane import ApiError, ControlPlane
-from kvstrata_agent.kube.authenticator import Place
+from kvstrata_agent.kube.authenticator import AgentIdentity
 from kvstrata_agent.kube.kubernetes import KubeWorld
 from kvstrata_api import names
 from kvstrata_api.blocks import ScopeId
+from support.kube.objects import GROUP, SYSTEM, WAIT_S, custom, eventually, make_node, make_pool
+from support.operator.process import Replica
 
 pytestmark = pytest.mark.system
 
@@ -24,7 +24,7 @@ def line(number: int) -> str:
     return f"k{number}:{base64.b64encode(secrets.token_bytes(32)).decode()}\n"
 
 
-async def test_a_kek_file_serves_operator_and_agent(plane: ControlPlane, place: Place, tmp_path: Path) -> None:
+async def test_a_kek_file_serves_operator_and_agent(plane: ControlPlane, place: AgentIdentity, tmp_path: Path) -> None:
     keks = tmp_path / "keks"
     keks.write_text(line(7))
     kubeconfigs = {

@@ -7,14 +7,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from directory_fleet import SECRET, DirectoryFleet
-from metadata_replicas import launch, until
-from redis_cluster import RedisCluster
 
 from controlplane import ControlPlane
 from kvstrata_api import names
-from kvstrata_metadata.access import RedisAccess, format_access, parse_access
-from kvstrata_metadata.acl import Role
+from kvstrata_metadata.store.access import RedisAccess, Role, format_access, parse_access
+from support.metadata.directory_fleet import SECRET, DirectoryFleet
+from support.metadata.redis_cluster import RedisCluster
+from support.metadata.replicas import launch, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 

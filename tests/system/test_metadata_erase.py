@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kube_agent import MIB, SYSTEM, Agent, dram, make_tenant, nvme, put
-from metadata_replicas import SECRET, Redis, Replica, agent, blocks, until
 
 from controlplane import ControlPlane
 from kvstrata_api import names
 from kvstrata_api.blocks import ScopeSecret
-from kvstrata_metadata.access import format_access
-from kvstrata_metadata.acl import Role
+from kvstrata_metadata.store.access import Role, format_access
+from support.kube.agent import MIB, SYSTEM, Agent, dram, make_tenant, nvme, put
+from support.metadata.replicas import SECRET, Redis, Replica, agent, blocks, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 

@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from metadata_replicas import LEASE_S, SECRET, Redis, Replica, Way, agent, blocks, die, launch, until
 
 from controlplane import ControlPlane
 from kvstrata_api import names
 from kvstrata_client.cli import main
 from kvstrata_telemetry import ready
+from support.metadata.replicas import LEASE_S, SECRET, Redis, Replica, Way, agent, blocks, die, launch, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
 

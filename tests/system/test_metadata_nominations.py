@@ -4,13 +4,13 @@ import asyncio
 import time
 
 import pytest
-from kube_agent import GROUP, custom
-from metadata_replicas import SECRET, WAIT_S, Redis, Replica, agent, blocks, until
 
 from controlplane import ControlPlane
 from kvstrata_agent.fleet.directory.client import RedisDirectory
-from kvstrata_metadata.mailbox import MAILBOX_MAX
-from kvstrata_metadata.nominations import DUPLICATE, keeper
+from kvstrata_metadata.directory.messages import MAILBOX_MAX
+from kvstrata_metadata.duties.nominations import DUPLICATE, designated_holder
+from support.kube.agent import GROUP, custom
+from support.metadata.replicas import SECRET, WAIT_S, Redis, Replica, agent, blocks, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -41,7 +41,7 @@ async def test_the_copy_that_is_one_too_many_is_nominated_to_one_owner_and_never
 ) -> None:
     everywhere, enough, alone = blocks(50), blocks(50), blocks(50)
     names = {f"p.{node}" for node in NODES}
-    kept = keeper(SECRET.tag(), names).removeprefix("p.")
+    kept = designated_holder(SECRET.tag(), names).removeprefix("p.")
     held = {node: [*everywhere] for node in NODES}
     for node in NODES[:3]:
         held[node] += enough

@@ -11,9 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from fleet_issuer import holder, issuing
-from kube_agent import SYSTEM
-from metadata_replicas import LEASE_S, SECRET, Replica, blocks, launch_with_redis, until
 from prometheus_client import CollectorRegistry
 
 from controlplane import ControlPlane
@@ -21,12 +18,15 @@ from kvstrata_agent.fleet.directory.client import RedisDirectory
 from kvstrata_api import names
 from kvstrata_api.errors import DirectoryAwayError
 from kvstrata_kube.certified import OwnCertificate
-from kvstrata_metadata.access import RedisAccess, parse_access
-from kvstrata_metadata.cluster_store import open_store
-from kvstrata_metadata.records import AgentRecord
+from kvstrata_metadata.store.access import RedisAccess, parse_access
+from kvstrata_metadata.store.cluster_store import open_store
+from kvstrata_metadata.store.records import AgentRecord
 from kvstrata_operator.certificates.policy import Issuance
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
+from support.kube.agent import SYSTEM
+from support.metadata.replicas import LEASE_S, SECRET, Replica, blocks, launch_with_redis, until
+from support.operator.issuer import holder, issuing
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
 

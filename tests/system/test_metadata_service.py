@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_issuer import holder, issuing
 from prometheus_client import CollectorRegistry
 
 from controlplane import ControlPlane
@@ -25,12 +24,13 @@ from kvstrata_api import names
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_kube.api import KubeApi
 from kvstrata_kube.certified import OwnCertificate
-from kvstrata_metadata.access import RedisAccess, parse_access
-from kvstrata_metadata.cluster import Cluster
-from kvstrata_metadata.records import AgentRecord, Announcement
+from kvstrata_metadata.duties.cluster import Cluster
+from kvstrata_metadata.store.access import RedisAccess, parse_access
+from kvstrata_metadata.store.records import AgentRecord, Announcement
 from kvstrata_telemetry import ready
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
+from support.operator.issuer import holder, issuing
 
 pytestmark = pytest.mark.system
 
@@ -58,7 +58,14 @@ class Service:
         self.ready_file = folder / "ready.json"
         self.log = folder / "log"
         arguments = ["--kubeconfig", str(kubeconfig), "--state-dir", str(folder / "redis"), "--metrics-port", "0"]
-        command = [sys.executable, "-m", "kvstrata_metadata.app", *arguments, "--ready-file", str(self.ready_file)]
+        command = [
+            sys.executable,
+            "-m",
+            "kvstrata_metadata.service.main",
+            *arguments,
+            "--ready-file",
+            str(self.ready_file),
+        ]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen([*command, "--sweep-s", "0.5"], stderr=log)
 

@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from kube_agent import GROUP, MIB, Agent, dram, got, keys_of, make_tenant, nvme, put
-from metadata_replicas import Redis, until
-from operated_fleet import Fleet, declare, join_redis, make_node, serving
 
 from controlplane import ControlPlane
+from support.kube.agent import GROUP, MIB, Agent, dram, got, keys_of, make_tenant, nvme, put
+from support.metadata.replicas import Redis, until
+from support.operator.operated_fleet import Fleet, declare, join_redis, make_node, serving
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_agents import daemon_set, redis_set, template_of
-from network_flows import Pod, is_allowed
 
-import rights
+from checks import rights
+from support.kube.chart_agents import daemon_set, redis_set, template_of
+from support.kube.network_flows import Pod, is_allowed
 
 pytestmark = pytest.mark.system
 

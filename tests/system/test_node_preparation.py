@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dax_machine import BLOCK, DaxKernel
-from fleet_issuer import make_pod, pod_kubeconfig
-from huge_pages import PAGE, make_machine, pages_at, pages_file, put
-from kube_agent import GROUP, custom, until
 
-import rights
+from checks import rights
 from controlplane import ControlPlane, start
 from kvstrata_api import names
 from kvstrata_kube.api import MERGE_PATCH, Call, KubeApi
+from kvstrata_node.books import open_book
 from kvstrata_node.discovery import read_hugepages, read_machine
-from kvstrata_node.page_book import open_book
-from kvstrata_node.pages_plan import Place, Wish, plan
+from kvstrata_node.pages_plan import PageDemand, PagePool, plan
 from kvstrata_node.pages_sysfs import Machine
+from support.kube.agent import GROUP, custom, until
+from support.node.dax_machine import BLOCK, DaxKernel
+from support.node.huge_pages import PAGE, make_machine, pages_at, pages_file, put
+from support.operator.issuer import make_pod, pod_kubeconfig
 
 pytestmark = pytest.mark.system
 
@@ -251,21 +251,21 @@ async def test_a_stolen_token_speaks_of_its_own_machine_alone(plane: ControlPlan
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may reserve huge pages")
 def test_the_real_kernel_adds_pages_and_takes_them_back(tmp_path: Path) -> None:
-    machine, place = Machine(), Place(0, PAGE)
+    machine, place = Machine(), PagePool(0, PAGE)
 
     def pages() -> int:
-        return next((p.total for p in read_hugepages(Path("/")) if Place(p.node, p.page_bytes) == place), -1)
+        return next((p.total for p in read_hugepages(Path("/")) if PagePool(p.node, p.page_bytes) == place), -1)
 
     before = pages()
     if before < 0:
         pytest.skip("this kernel has no pages of 2 MiB")
     book = open_book(tmp_path, machine.boot_id())
     try:
-        wish = Wish({place: before + REAL_PAGES})
-        assert machine.carry_out(plan(wish, read_machine(), book.added, {}), book) == []
+        demand = PageDemand({place: before + REAL_PAGES})
+        assert machine.carry_out(plan(demand, read_machine(), book.added, {}), book) == []
         assert book.added == {place: REAL_PAGES}
         assert pages() == before + REAL_PAGES
     finally:
-        machine.carry_out(plan(Wish(), read_machine(), book.added, {PAGE: machine.promised(PAGE)}), book)
+        machine.carry_out(plan(PageDemand(), read_machine(), book.added, {PAGE: machine.promised(PAGE)}), book)
         book.close()
     assert pages() == before

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kube_agent import got, keys_of, make_tenant, put, until
-from operated_fleet import Fleet, serving
 
 from controlplane import ControlPlane
+from support.kube.agent import got, keys_of, make_tenant, put, until
+from support.operator.operated_fleet import Fleet, serving
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
 

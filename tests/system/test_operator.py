@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from operator_agents import GIB, FakeAgents
-from operator_fleet import tier
-from operator_process import CONVERGED_S, NEXT_CHANGE_S, RESIZE, SYSTEM, Cluster, Replica, running
 
 from controlplane import ControlPlane
 from controlplane.waiting import wait_until
 from kvstrata_api import names
 from kvstrata_operator.decide.pools.reconcile import RELEASE_S
+from support.operator.agents import GIB, FakeAgents
+from support.operator.fleet import tier
+from support.operator.process import CONVERGED_S, NEXT_CHANGE_S, RESIZE, SYSTEM, Cluster, Replica, running
 
 pytestmark = pytest.mark.system
 
@@ -287,10 +287,13 @@ def test_one_of_two_leads_and_the_other_takes_over(
         cluster.sees(lambda: cluster.kv("kvpools", pool)["status"]["nodesReady"] == "2/2")
 
 
+@pytest.mark.parametrize("by_kopf", [False, True])
 def test_a_leader_that_stops_hands_over_at_once(
-    kubeconfigs: dict[str, Path], tmp_path: Path, plane: ControlPlane
+    kubeconfigs: dict[str, Path], cluster: Cluster, tmp_path: Path, plane: ControlPlane, *, by_kopf: bool
 ) -> None:
-    with running(kubeconfigs, tmp_path) as replica:
+    """Also under `kopf run -m kvstrata_operator`."""
+    with running(kubeconfigs, tmp_path, by_kopf=by_kopf) as replica:
+        cluster.says("kvpools", cluster.pool(), "Accepted", "True")
         assert wait_until(lambda: replica.metric("kvstrata_operator_leader") == 1.0, CONVERGED_S)
         assert replica.end(signal.SIGTERM) == 0
         assert not replica._ready_file.exists()

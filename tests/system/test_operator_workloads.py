@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import yaml
-from operator_agents import FakeAgents
-from operator_fleet import condition, tier
-from operator_process import SYSTEM, Cluster, running
 
-import rights
+from checks import rights
 from controlplane import ControlPlane, KubectlError, start
 from controlplane.waiting import wait_until
 from kvstrata_api import names
+from support.operator.agents import FakeAgents
+from support.operator.fleet import condition, tier
+from support.operator.process import SYSTEM, Cluster, running
 
 pytestmark = pytest.mark.system
 

@@ -9,16 +9,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import leftovers
 import pytest
-from kube_agent import MIB, Agent, got, keys_of, put, until
-from operator_fleet import condition
-from operator_process import SYSTEM, Cluster, Replica, running
 
 from controlplane import ApiError, ControlPlane
 from kvstrata_agent.backends.file.claim import POOL_FILE
 from kvstrata_agent.policy.reuse_curve import SAME_USE_S
 from kvstrata_api import names
+from support.kube.agent import MIB, Agent, got, keys_of, put, until
+from support.operator.fleet import condition
+from support.operator.process import SYSTEM, Cluster, Replica, running
+from support.runner import leftovers
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -15,24 +14,25 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import remote_owner
-from peer_certificates import Fleet, peer_tls, save
 from prometheus_client import CollectorRegistry
 
-from kvstrata_agent.cache.ports import Stretch, Wanted
+from kvstrata_agent.cache.ports import Wanted
 from kvstrata_agent.fleet.peers import wire
+from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
 from kvstrata_agent.fleet.peers.nixl import NixlReader
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_api.blocks import BlockKey, LayoutId
 from kvstrata_api.errors import UnauthenticatedError
 from kvstrata_kube.tls import Credential
-from kvstrata_metadata.records import AgentRecord, Location
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_metadata.store.records import AgentRecord, Location
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
+from support.agent import remote_owner
+from support.agent.peer_certificates import Fleet, peer_tls, save
+from support.runner import alone
 
 pytestmark = pytest.mark.system
 
-SCRIPT = Path(remote_owner.__file__)
 MIB = 1 << 20
 AWAY = LayoutId(b"M" * 16)
 
@@ -63,11 +63,11 @@ class Owner:
 async def owner(*args: str, name: str = "p.owner", certified: str = "") -> AsyncIterator[Owner]:
     """An owner called `name` with the certificate of `certified`, its own when that is empty."""
     pipe = asyncio.subprocess.PIPE
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent)}
     with tempfile.NamedTemporaryFile() as file:
         credential = save(FLEET.agent(certified or name), Path(file.name))
-        command = [sys.executable, str(SCRIPT), "--name", name, "--credential", str(credential), *args]
-        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=environment)
+        program = [sys.executable, "-m", "support.agent.remote_owner"]
+        command = [*program, "--name", name, "--credential", str(credential), *args]
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=alone.environment())
         assert process.stdout
         try:
             line = b""
@@ -164,7 +164,7 @@ class TestFetch:
             told = await r.peers.trace(key, held.location, 3)
 
             digests = tuple(remote_owner.digest_of(i) for i in (6, 5, 4))
-            assert told == Stretch(remote_owner.LAYOUT, MIB, digests, remote_owner.digest_of(3))
+            assert told == ChainSegment(remote_owner.LAYOUT, MIB, digests, remote_owner.digest_of(3))
             absent = BlockKey(remote_owner.SCOPE, remote_owner.digest_of(99))
             assert await r.peers.trace(absent, held.location, 3) is None
             assert await at.leases() == 0

@@ -39,10 +39,9 @@ def test_hanging():
 """
 """Its timeout is raised in a callback, where the event loop logs it and goes on."""
 PLUGINS = """
-import leftovers
-import watchdog
+from support.runner import leftovers, watchdog
 
-pytest_plugins = ("leftovers", "watchdog")
+pytest_plugins = ("support.runner.leftovers", "support.runner.watchdog")
 leftovers.GRACE_S = watchdog.GRACE_S = 1.0
 """
 
@@ -101,7 +100,9 @@ LEAVES = {
         "import subprocess\ndef test_it(): subprocess.run(['sh', '-c', 'setsid sleep 20 >/dev/null 2>&1 &'])"
     ),
     "temporary file": "import tempfile\ndef test_it(): tempfile.mkdtemp()",
-    "temporary file in memory": "import leftovers, tempfile\ndef test_it(): tempfile.mkdtemp(dir=leftovers.memory())",
+    "temporary file in memory": (
+        "import tempfile\nfrom support.runner import leftovers\ndef test_it(): tempfile.mkdtemp(dir=leftovers.memory())"
+    ),
 }
 
 

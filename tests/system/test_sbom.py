@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import sbom
+from checks import sbom
 
 pytestmark = pytest.mark.system
 

@@ -6,21 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from agent_doubles import BLOCK_BYTES, LAYOUT_ID, SCOPE, TestCodecs, bytes_of, digest, dram_tier, make_node, secret
-from agent_doubles import Clock as FakeClock
 from prometheus_client import CollectorRegistry
-from scope_keys_double import KeyRing
 
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import Record, SharedBackend, SlotRef
 from kvstrata_agent.backends.file.open_store import open_remote_flash
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.ports import Lent
-from kvstrata_agent.cache.request import Place
+from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.fleet.directory.announcer import Announcer
+from kvstrata_agent.fleet.peers.lender import Lent
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import BlockKey, ScopeSecret
 from kvstrata_api.checksum import checksum
@@ -29,9 +27,22 @@ from kvstrata_api.models.pool import RemoteFlashTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
 from kvstrata_api.trust import Identity
-from kvstrata_metadata.records import AgentRecord, Announcement, Location, SessionRecord
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_metadata.store.records import AgentRecord, Announcement, Location, SessionRecord
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
+from support.agent.doubles import (
+    BLOCK_BYTES,
+    LAYOUT_ID,
+    SCOPE,
+    TestCodecs,
+    bytes_of,
+    digest,
+    dram_tier,
+    make_node,
+    secret,
+)
+from support.agent.doubles import Clock as FakeClock
+from support.agent.scope_keys import KeyRing
 
 pytestmark = pytest.mark.system
 
@@ -86,8 +97,9 @@ class Agent:
 
     @property
     def shared(self) -> SharedBackend:
-        assert isinstance(self.flash.backend, SharedBackend)
-        return self.flash.backend
+        shared = self.flash.backend.shared
+        assert shared is not None
+        return shared
 
     def fetched(self, transport: str, what: str = "blocks", **labels: str) -> float:
         own = {"pool": "pool", "node": self.name, "transport": transport, **labels}
@@ -99,25 +111,27 @@ class Agent:
         for n in numbers:
             made, *_ = await self.core.cache.writer.reserve(place(), digest(n - 1) if n > 1 else b"", [digest(n)])
             assert made[0] is not None
-            assert made[0].tier.mappable is not None
-            made[0].tier.mappable.view(made[0].slot)[:BLOCK_BYTES] = bytes_of(n)
+            assert made[0].tier.backend.mappable is not None
+            made[0].tier.backend.mappable.view(made[0].slot)[:BLOCK_BYTES] = bytes_of(n)
             sealed = checksum(bytes_of(n), digest(n), EPOCH, made[0].slot.stamp)
             self.core.cache.writer.publish_now(1, [made[0].id], [sealed])
             entry = self.core.node.index.find(SCOPE, digest(n))
             assert entry is not None
-            await self.core.cache.room.sink_into(entry, dram, flash, Priority.DEMOTE)
+            await self.core.cache.demoter.demote_to(entry, dram, flash, Priority.DEMOTE)
             assert entry.residence(flash) is not None, flash.last_error
             if entry.residence(dram) is not None:
                 self.core.node.drop_copy(entry, dram)
         self.core.node.announcer.flush()
 
     async def load(self, numbers: Sequence[int]) -> list[bytes]:
-        reads = (await self.core.cache.reader.acquire(place(), [digest(n) for n in numbers], 30.0, 5.0)).reads
+        reads = (
+            await self.core.cache.reader.acquire(AcquireCall(place(), [digest(n) for n in numbers], 30.0, 5.0))
+        ).reads
         found = []
         for read in reads:
             tier, slot, record = read.lease.residence
-            assert tier.mappable is not None
-            found.append(bytes(tier.mappable.view(slot)[: record.raw_bytes]))
+            assert tier.backend.mappable is not None
+            found.append(bytes(tier.backend.mappable.view(slot)[: record.raw_bytes]))
         self.core.cache.release(1, [r.lease.id for r in reads])
         return found
 
@@ -142,8 +156,8 @@ class Agent:
             await tier.backend.close()
 
 
-def place() -> Place:
-    return Place(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
+def place() -> RequestContext:
+    return RequestContext(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES)
 
 
 async def accept(token: str, agent: str) -> Identity:

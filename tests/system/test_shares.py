@@ -10,18 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kube_agent import GROUP, LAYOUT, MIB, SYSTEM, Agent, custom, until
-from operator_process import Replica
 
 from controlplane import ApiError, ControlPlane
 from kvstrata_api import names
-from kvstrata_api.blocks import BlockKey, chain_keys
+from kvstrata_api.blocks import BlockKey, chain_keys, prefix_digest
 from kvstrata_api.errors import ForbiddenError, RetryableError
-from kvstrata_api.prefixes import prefix_digest
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.cli import parser
 from kvstrata_client.client import Client
 from kvstrata_client.verbs.results import Bytes2D
+from support.kube.agent import GROUP, LAYOUT, MIB, SYSTEM, Agent, custom, until
+from support.operator.process import Replica
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 

@@ -9,14 +9,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import leftovers
 import numpy as np
 import pytest
-from kube_agent import MIB, Agent, content, dram, got, keys_of, make_tenant, nvme, put, until
 
 from controlplane import ControlPlane
 from kvstrata import Client, PrefixCache
 from kvstrata_agent.backends.memory.host_dram import free_pages
+from support.kube.agent import MIB, Agent, content, dram, got, keys_of, make_tenant, nvme, put, until
+from support.runner import leftovers
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 

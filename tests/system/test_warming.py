@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kube_agent import Agent, got, keys_of, make_tenant, put
-from metadata_replicas import Redis, until
-from operated_fleet import Fleet, Json, join_redis, serving
 
 from controlplane import ControlPlane
+from support.kube.agent import Agent, got, keys_of, make_tenant, put
+from support.metadata.replicas import Redis, until
+from support.operator.operated_fleet import Fleet, Json, join_redis, serving
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
 

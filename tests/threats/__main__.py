@@ -2,8 +2,7 @@
 
 import sys
 
-from proofs import Suite
-
+from support.runner.proofs import Suite
 from threats.registry import RUNNABLE, runner
 
 SUITE = Suite("threats", "Try every threat to the isolation of tenants.", RUNNABLE, runner)

@@ -7,10 +7,9 @@ import copy
 from collections.abc import Iterator
 from typing import Any, Final
 
-import bad_manifests
-
+from checks.rights import SYSTEM, TEAM
 from kvstrata_api import names
-from rights import SYSTEM, TEAM
+from support.kube import bad_manifests
 from threats.admission_pods import images, node_preparation, system_pods, tenant_pods
 from threats.admission_request import (
     ADMINISTRATOR,

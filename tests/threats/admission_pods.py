@@ -4,8 +4,8 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+from checks.rights import NODE_PREPARATION, SYSTEM, TEAM
 from kvstrata_api import names
-from rights import NODE_PREPARATION, SYSTEM, TEAM
 from threats.admission_request import DIGEST, EDITOR, FORBIDDEN, GROUP, NODE, OPERATOR, ROOT, Case, Json, patch
 
 

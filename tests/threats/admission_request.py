@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from checks.rights import IDENTITIES, TEAM
 from kvstrata_api import names
-from rights import IDENTITIES, TEAM
 
 Json = dict[str, Any]
 GROUP: Final = f"/apis/{names.API_VERSION}"

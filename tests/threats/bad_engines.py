@@ -8,16 +8,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from agent_doubles import LAYOUT
-from guarded_agent import TokenEngine, guarded
-
 from kvstrata_agent.kube import declared
-from kvstrata_agent.kube.authenticator import KubeAuthenticator, Place
+from kvstrata_agent.kube.authenticator import AgentIdentity, KubeAuthenticator
 from kvstrata_agent.kube.trust import TrustStores, TrustView
 from kvstrata_api import names, wire
-from kvstrata_api.wire_base import Reply
-from kvstrata_api.wire_handover import Advance, Arrive
+from kvstrata_api.wire import Advance, Arrive, Reply
 from kvstrata_kube.typed_store import Known
+from support.agent.doubles import LAYOUT
+from support.agent.guarded import TokenEngine, guarded
 from threats.credentials import GOOD, OTHER_TENANT, SYSTEM, Tokens
 
 VERBS: Final = tuple(kind for kind in get_args(wire.AnyRequest) if kind is not wire.Hello)
@@ -50,7 +48,7 @@ def authenticator(tokens: Tokens) -> KubeAuthenticator:
     _fill(stores.secrets, [_secret(name) for name in "abcd"])
     for empty in (stores.domains, stores.shares, stores.namespaces):
         _fill(empty, [])
-    return KubeAuthenticator(tokens.api, view, Place("pool", "node-a", SYSTEM, needs_bound_tokens=True))
+    return KubeAuthenticator(tokens.api, view, AgentIdentity("pool", "node-a", SYSTEM, needs_bound_tokens=True))
 
 
 async def attempts(tokens: Tokens, folder: Path, classes: Mapping[str, str]) -> tuple[int, list[str]]:

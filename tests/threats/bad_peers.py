@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-import remote_owner
-from peer_certificates import Fleet, peer_tls
-
 from kvstrata_agent.fleet.peers import wire
 from kvstrata_agent.fleet.peers.client import open_link
+from kvstrata_agent.fleet.peers.connection import HANDSHAKE_S
 from kvstrata_agent.fleet.peers.server import PeerListener, VerifyPeer
-from kvstrata_agent.fleet.peers.tls import HANDSHAKE_S
 from kvstrata_api import names
 from kvstrata_api.errors import KvStrataError
 from kvstrata_kube import tls
 from kvstrata_kube.tls import Credential
-from kvstrata_metadata.records import AgentRecord
+from kvstrata_metadata.store.records import AgentRecord
+from support.agent import remote_owner
+from support.agent.peer_certificates import Fleet, peer_tls
 from threats.credentials import GOOD_AGENT, SYSTEM, Tokens
 
 OWNER: Final = "pool.node-a"

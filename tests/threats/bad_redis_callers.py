@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import hiredis
-from peer_certificates import Fleet
 
 from kvstrata_api import names
 from kvstrata_kube import tls
 from kvstrata_kube.tls import Credential
-from kvstrata_metadata import embedded
-from kvstrata_metadata.acl import COMMANDS, Role
-from kvstrata_metadata.embedded import EmbeddedConfig, EmbeddedRedis, TlsFiles
+from kvstrata_metadata.server import embedded
+from kvstrata_metadata.server.embedded import EmbeddedConfig, EmbeddedRedis, TlsFiles
+from kvstrata_metadata.store.access import COMMANDS, Role
+from support.agent.peer_certificates import Fleet
 from threats.bad_peers import HOUR, Shown
 from threats.credentials import SYSTEM
 

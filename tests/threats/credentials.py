@@ -15,13 +15,13 @@ from typing import Any, Final
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
-from fleet_issuer import make_pod, pod_token
 
 import controlplane
 from controlplane import ControlPlane
 from kvstrata_api import names
 from kvstrata_kube.answers import Answer, Json
 from kvstrata_kube.api import Call
+from support.operator.issuer import make_pod, pod_token
 
 RECORDED: Final = Path(__file__).with_name("token_reviews.json")
 SYSTEM: Final = names.SYSTEM_NAMESPACE

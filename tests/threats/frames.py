@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-from agent_doubles import LAYOUT
 
 from kvstrata_agent.fleet.peers import wire as peer
 from kvstrata_api import wire
-from kvstrata_api.wire_handover import Advance, Arrive, Handover
+from kvstrata_api.wire import Advance, Arrive, Handover
+from support.agent.doubles import LAYOUT
 
 KEYS: Final = bytes(range(60))
 OWN: Final = "tenant/a/uid-a/v1"

@@ -10,15 +10,14 @@ import signal
 import sys
 from pathlib import Path
 
-from agent_doubles import FakeAuthenticator, caller, dict_tier, dram_tier
-from agent_thread import AgentThread
-from remote_owner import TOKEN, MemoryLender, verify
-
 from kvstrata_agent.fleet.peers import wire as peer
 from kvstrata_agent.fleet.peers.server import PeerListener
 from kvstrata_api import wire
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_metadata.records import AgentRecord
+from kvstrata_metadata.store.records import AgentRecord
+from support.agent.doubles import FakeAuthenticator, caller, dict_tier, dram_tier
+from support.agent.remote_owner import TOKEN, MemoryLender, verify
+from support.agent.thread import AgentThread
 
 __all__ = ["TOKEN"]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import msgspec
-from agent_doubles import LAYOUT
 
 from kvstrata_api import wire
 from kvstrata_api.blocks import Layout
+from support.agent.doubles import LAYOUT
 
 WAIT_S: Final = 30.0
 

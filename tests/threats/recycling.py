@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from kvstrata_agent.backends.device.queue import HostQueue
+from kvstrata_agent.backends.device.hbm import HostQueue
 
 
 class RecyclingQueue(HostQueue):

@@ -6,7 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Final
 
-from outcome import Outcome, Scale
+from support.runner.outcome import Outcome, Scale
 
 THREATS: Final[dict[str, str]] = {
     "T1": "hit timing tells nothing across scopes",

@@ -11,20 +11,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from backend_contract import ANNA, BOB, record
 from msgspec.structs import replace
-from scope_keys_double import KeyRing
 from sim.volume import MemoryVolume
 from sim.volume_image import Image
 
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.backends.file.claim import STORE_FILE
+from kvstrata_agent.backends.file.index_format import SegmentName, parse_name
 from kvstrata_agent.backends.file.record_store import RecordStore, open_store
-from kvstrata_agent.backends.file.segment_name import SegmentName, parse_name
-from kvstrata_agent.backends.record.header import HEADER_BYTES, pack_header
+from kvstrata_agent.backends.record.layout import HEADER_BYTES, pack_header
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError
+from support.agent.scope_keys import KeyRing
+from support.backends.contract import ANNA, BOB, record
 
 CAROL: Final = ScopeId("domain/carol/77aa/v3")
 SCOPES: Final = (ANNA, BOB, CAROL)

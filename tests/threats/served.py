@@ -15,22 +15,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from agent_doubles import LAYOUT_ID, FakeAuthenticator, caller, dram_tier, secret
-from agent_process import DOMAIN, member
-from agent_thread import AgentThread
-
-from kvstrata_agent.app import periodic as sweep
+from kvstrata_agent.app import periodic
 from kvstrata_agent.backends.registry import Place, make_backend
+from kvstrata_agent.blocks.request import Caller
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.ports import Caller
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_api.blocks import ScopeId, ScopeSecret, chain_keys
 from kvstrata_api.errors import ForbiddenError, UnauthenticatedError
 from kvstrata_api.models.pool import CxlEmulation, CxlTier, NvmeTier, RemoteFlashTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import CxlMode, TierType
 from kvstrata_api.trust import Access, Grants, Identity, ScopeKind
+from kvstrata_kube.tasks import repeat
 from kvstrata_node.discovery import NodeFacts
+from support.agent.doubles import LAYOUT_ID, FakeAuthenticator, caller, dram_tier, secret
+from support.agent.process import DOMAIN, member
+from support.agent.thread import AgentThread
 
 SCOPE_A: Final = ScopeId("tenant/a/uid-a/v1")
 SCOPE_B: Final = ScopeId("tenant/b/uid-b/v1")
@@ -58,7 +58,7 @@ class Callers(FakeAuthenticator):
         return None if scope in self.gone else secret(scope)
 
     def authorize(self, identity: Identity) -> Caller:
-        """See `ports.Authenticator`: nobody claims an identity whose tenant is gone."""
+        """See `Authenticator`: nobody claims an identity whose tenant is gone."""
         try:
             return super().authorize(identity)
         except UnauthenticatedError as e:
@@ -114,8 +114,8 @@ class Served(AgentThread):
             made.append(Tier(spec, 1, await make_backend(spec, Place("pool", "node", NodeFacts(0, ()))), 2))
         self._tiers = lambda: made
         await super()._start()
-        sweeper = sweep.Sweeper(self.core.cache, self.authorities)
-        self._sweeping = asyncio.create_task(sweep.repeat("expire", 0.05, sweeper._expire))
+        sweeper = periodic.Sweeper(self.core.cache, self.authorities)
+        self._sweeping = asyncio.create_task(repeat("expire", 0.05, sweeper._expire))
 
     async def _stop(self) -> None:
         self._sweeping.cancel()
@@ -125,7 +125,7 @@ class Served(AgentThread):
         """Bring every block to the tier below."""
         memory, below = self.core.node.tiers
         for entry in list(self.core.node.contents(memory).residents()):
-            assert await self.core.cache.room.sink_into(entry, memory, below, Priority.DEMOTE)
+            assert await self.core.cache.demoter.demote_to(entry, memory, below, Priority.DEMOTE)
         while self.core.node.contents(memory).blocks:
             for entry in list(self.core.node.contents(memory).residents()):
                 if self.core.node.index.may_leave(entry):
@@ -191,7 +191,7 @@ def serving(directory: Path, below: str) -> Iterator[Remote]:
 
 def main(socket: str, directory: str, below: str) -> None:
     """Serve and obey."""
-    sweep.ERASE_GRACE_S = 0.1  # type: ignore[misc]
+    periodic.ERASE_GRACE_S = 0.1  # type: ignore[misc]
     with Served(Path(socket), Path(directory), below) as agent:
         agent.core.node.clock = time.monotonic
         print("done", flush=True)  # noqa: T201  Read by whoever started this.

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from agent_doubles import BLOCK_BYTES, bytes_of
-from hostile import Hostile
-from outcome import Outcome, Scale
 
 from kvstrata_api import wire
+from support.agent.doubles import BLOCK_BYTES, bytes_of
+from support.client.hostile import Hostile
+from support.runner.outcome import Outcome, Scale
 from threats.samples import Sample, auc, ks_p
 from threats.served import CAPACITY_BYTES, PREFIX_TOKENS, SCOPE_A, SCOPE_B, TIERS, Remote, keys_of, serving
 

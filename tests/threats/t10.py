@@ -15,24 +15,24 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-import leftovers
-from backend_contract import record
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from outcome import Outcome, Scale
-from scope_secrets import ScopeSecrets
 
 from kvstrata_agent.backends.base import Record, SealingBackend, SlotRef
 from kvstrata_agent.backends.file.index_file import INDEX_FILE
 from kvstrata_agent.backends.file.open_store import open_nvme, open_remote_flash
 from kvstrata_agent.backends.object.client import ObjectClient
 from kvstrata_agent.backends.object.object_tier import open_object_tier
-from kvstrata_agent.backends.record.header import HEADER_BYTES, MAGIC
+from kvstrata_agent.backends.record.layout import HEADER_BYTES, MAGIC
 from kvstrata_agent.kube.data_keys import Keyring
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError
 from kvstrata_api.models.pool import NvmeTier, RemoteFlashTier
 from kvstrata_api.units import MIB
 from kvstrata_api.wrapping import Keks
+from support.backends.contract import record
+from support.kube.scope_secrets import ScopeSecrets
+from support.runner import leftovers
+from support.runner.outcome import Outcome, Scale
 
 CAPACITY_BYTES: Final = 24 * MIB
 BLOCK_BYTES: Final = 8 << 10

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from outcome import Outcome, Scale
-from peer_certificates import Fleet
-
 from kvstrata_kube.api import KubeApi
+from support.agent.peer_certificates import Fleet
+from support.runner.outcome import Outcome, Scale
 from threats import bad_engines, bad_peers, bad_redis_callers, credentials
 from threats.credentials import Tokens
 

@@ -1,7 +1,7 @@
 """T12: whoever holds the password of a role in Redis may run what is declared, and nothing else.
 
 Every command that the server knows, subcommands included, is asked for on a real connection of each role, with keys
-inside and outside of its pattern, on its own and from within a script. The list to compare with is `acl.COMMANDS`.
+inside and outside of its pattern, on its own and from within a script. The list to compare with is `access.COMMANDS`.
 """
 
 import re
@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from outcome import Outcome, Scale
-
-from kvstrata_metadata.acl import ALWAYS, COMMANDS, Role
-from kvstrata_metadata.schema import KEY_PATTERN
-from kvstrata_metadata.scripts import Script, sources
-from kvstrata_metadata.testing import running_redis_with
+from kvstrata_metadata.store.access import ALWAYS, COMMANDS, KEY_PATTERN, Role
+from kvstrata_metadata.store.scripts import Script, sources
+from support.metadata.running_redis import running_redis_with
+from support.runner.outcome import Outcome, Scale
 from threats.redis_caller import RedisCaller, text
 
 INSIDE: Final = KEY_PATTERN.replace("*", "{1.0}")

@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from hostile import Hostile, digests_of
-from outcome import Outcome, Scale
-
 from kvstrata_agent.fleet.peers import wire as peer
 from kvstrata_api import wire
 from kvstrata_api.errors import InvalidInputError
+from support.client.hostile import Hostile, digests_of
+from support.runner.outcome import Outcome, Scale
 from threats.frames import ENGINE, ENGINE_VALID, HEADER, KEYS, OTHERS, PEER, Mutator, peer_valid
 from threats.fuzzed import TOKEN
 

@@ -13,7 +13,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from agent_doubles import (
+from sim.volume import MemoryVolume
+
+from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.app.wiring import AgentParts
+from kvstrata_agent.backends.file.record_store import open_store
+from kvstrata_agent.blocks.request import RequestContext
+from kvstrata_agent.blocks.tier import SlotRequest, Tier
+from kvstrata_agent.cache.eviction import Evictor
+from kvstrata_agent.cache.eviction_candidates import EvictionRequest
+from kvstrata_agent.cache.load import AcquireCall
+from kvstrata_agent.movement.path import Priority
+from kvstrata_agent.policy.quota import Bound, Rules
+from kvstrata_api.blocks import ScopeId
+from kvstrata_api.models.pool import NvmeTier
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.tiers import TierType
+from support.agent.doubles import (
     BLOCK_BYTES,
     LAYOUT_ID,
     Clock,
@@ -25,24 +41,8 @@ from agent_doubles import (
     secret,
     store_chain,
 )
-from outcome import Outcome, Scale
-from sim.volume import MemoryVolume
-from virtual_loop import run_virtually
-
-from kvstrata_agent.app.periodic import Sweeper
-from kvstrata_agent.app.wiring import AgentParts
-from kvstrata_agent.backends.file.record_store import open_store
-from kvstrata_agent.blocks.slot_request import Want
-from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.eviction import Room
-from kvstrata_agent.cache.eviction_candidates import Cut
-from kvstrata_agent.cache.request import Place
-from kvstrata_agent.movement.fair_queue import Priority
-from kvstrata_agent.policy.quota import Bound, Rules
-from kvstrata_api.blocks import ScopeId
-from kvstrata_api.models.pool import NvmeTier
-from kvstrata_api.models.poolnode import NodeTier
-from kvstrata_api.tiers import TierType
+from support.runner.outcome import Outcome, Scale
+from support.runner.virtual_loop import run_virtually
 
 SLOTS: Final = 64
 """Of each memory tier."""
@@ -116,18 +116,18 @@ class Hits:
         return self.fast / self.asked
 
 
-class OpenRoom(Room):
+class OpenEvictor(Evictor):
     """Makes room as if all blocks were one tenant's: the least recently used leaf goes, whosever it is."""
 
-    async def _make(self, want: Want, attempt: int) -> None:
-        extents = want.tier.relief(want.scope, want.size_bytes, want.writer)
+    async def _make_room(self, request: SlotRequest, attempt: int) -> None:
+        extents = request.tier.extents_to_free(request.scope, request.size_bytes, request.writer)
         for extent in extents:
-            cut = Cut(want.tier.backend.capacity_bytes, "room", extents=frozenset({extent}))
-            if attempt % 2 or not await self._evict(want.tier, cut):
-                await self._evict(want.tier, Cut(want.tier.backend.capacity_bytes // 8, "room"))
+            eviction = EvictionRequest(request.tier.backend.capacity_bytes, "room", extents=frozenset({extent}))
+            if attempt % 2 or not await self._evict(request.tier, eviction):
+                await self._evict(request.tier, EvictionRequest(request.tier.backend.capacity_bytes // 8, "room"))
 
-    async def _share_out(self, tier: Tier, need_bytes: int, reason: str) -> int:
-        return await self._evict(tier, Cut(need_bytes, reason, Priority.DEMOTE))
+    async def _evict_by_share(self, tier: Tier, need_bytes: int, reason: str) -> int:
+        return await self._evict(tier, EvictionRequest(need_bytes, reason, Priority.DEMOTE))
 
 
 @dataclass(slots=True)
@@ -151,7 +151,7 @@ class Node:
             entries = self.core.cache.reader.lookup_now(at, digests)
             hits.asked += len(chain)
             hits.fast += sum(e is not None and e.residence(fastest) is not None for e in entries)
-            reads = (await self.core.cache.reader.acquire(at, digests, 30.0, 5.0)).reads
+            reads = (await self.core.cache.reader.acquire(AcquireCall(at, digests, 30.0, 5.0))).reads
             hits.found += len(reads)
             self.core.cache.release(at.owner, [r.lease.id for r in reads])
             if len(reads) < len(chain):
@@ -171,20 +171,24 @@ class Node:
             if i % (8 * CHAIN) == 0:
                 await self.rest()
 
-    async def _store(self, at: Place) -> None:
+    async def _store(self, at: RequestContext) -> None:
         chain = list(range(self.next_block, self.next_block + CHAIN))
         self.next_block += CHAIN
         await store_fresh(self.core, at, chain)
         if self.case.flood == "hold" and len(self.held) < HELD_MAX:
-            reads = (await self.core.cache.reader.acquire(at, [digest(n) for n in chain], 3600.0, 0.0)).reads
+            reads = (
+                await self.core.cache.reader.acquire(AcquireCall(at, [digest(n) for n in chain], 3600.0, 0.0))
+            ).reads
             self.held += [r.lease.id for r in reads]
 
-    async def _read_up(self, at: Place, first: int, at_block: int) -> None:
+    async def _read_up(self, at: RequestContext, first: int, at_block: int) -> None:
         """Read what the flood has stored before, the most recent first; what is below comes up."""
         back = at_block % max(CHAIN, self.next_block - first)
         start = self.next_block - CHAIN - back // CHAIN * CHAIN
         reads = (
-            await self.core.cache.reader.acquire(at, [digest(n) for n in range(start, start + CHAIN)], 30.0, 0.5)
+            await self.core.cache.reader.acquire(
+                AcquireCall(at, [digest(n) for n in range(start, start + CHAIN)], 30.0, 0.5)
+            )
         ).reads
         self.core.cache.release(at.owner, [r.lease.id for r in reads])
 
@@ -193,13 +197,13 @@ class Node:
         await self.sweeper._tend()
 
 
-def place(tenant: str, scope: ScopeId | None = None) -> Place:
+def place(tenant: str, scope: ScopeId | None = None) -> RequestContext:
     """A caller of its own connection, in its own scope unless another is given."""
     own = ScopeId(f"tenant/{tenant}/uid-{tenant}/v1")
-    return Place(1 if tenant == "victim" else 2, tenant, secret(scope or own), LAYOUT_ID, BLOCK_BYTES)
+    return RequestContext(1 if tenant == "victim" else 2, tenant, secret(scope or own), LAYOUT_ID, BLOCK_BYTES)
 
 
-async def store_fresh(core: AgentParts, at: Place, chain: Sequence[int]) -> None:
+async def store_fresh(core: AgentParts, at: RequestContext, chain: Sequence[int]) -> None:
     """Store those blocks of a chain that are not there."""
     blocks = core.node.index.blocks(at.scope)
     missing = [n for n in chain if digest(n) not in blocks]
@@ -211,9 +215,9 @@ async def make(case: Case, *, is_open: bool) -> Node:
     """A node with the tiers of a case, and what the victim is promised; `is_open`: isolation is off."""
     core = make_core([await _tier(name, i) for i, name in enumerate(case.tiers)], Ticking())
     if is_open:
-        core.cache.room = OpenRoom(core.node, core.cache.mover)
-        for part in (core.cache.archiver, core.cache.fetcher, core.cache.writer):
-            part._room = core.cache.room
+        core.cache.evictor = OpenEvictor(core.node, core.cache.mover)
+        core.cache.archiver._demoter = core.cache.demoter = core.cache.evictor.demoter
+        core.cache.promoter._evictor = core.cache.writer._room = core.cache.evictor
     wanted = case.working_set
     bounds = {t: Bound(None, (RECORD_BYTES if t == "nvme" else BLOCK_BYTES) * wanted) for t in case.tiers}
     guarded = Rules(bounds=bounds) if case.protection == "guarantee" else Rules()

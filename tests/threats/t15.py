@@ -13,17 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-import bad_manifests
 import yaml
-from chart_agents import daemon_set, redis_set, template_of
-from outcome import Outcome, Scale
 
-import rights
-import rights_used
+from checks import rights, rights_used
 from controlplane import ControlPlane, start
 from controlplane.waiting import wait_until
 from kvstrata_api import names
 from kvstrata_api.schema_kinds import BY_NAME
+from support.kube import bad_manifests
+from support.kube.chart_agents import daemon_set, redis_set, template_of
+from support.runner.outcome import Outcome, Scale
 from threats import admission_cases
 from threats.admission_cases import secret
 from threats.admission_request import CREATOR, FORBIDDEN, GROUP, OPERATIVE, PLAIN, ROOT, SHARER, Case, custom, share

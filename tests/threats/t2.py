@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from agent_doubles import bytes_of
-from agent_process import DOMAIN
-from hostile import Hostile
-from outcome import Outcome, Scale
-
 from kvstrata_api import wire
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.tiers import Lookup
+from support.agent.doubles import bytes_of
+from support.agent.process import DOMAIN
+from support.client.hostile import Hostile
+from support.runner.outcome import Outcome, Scale
 from threats.served import PREFIX_TOKENS, SCOPE_A, SCOPE_B, keys_of, serving
 
 WORDS: Final = 64

@@ -14,16 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from agent_doubles import bytes_of
-from agent_process import DOMAIN
-from hostile import Hostile
-from outcome import Outcome, Scale
-from remote_owner import LAYOUT, TOKEN, digest_of
-from remote_owner import SCOPE as LENT_SCOPE
-
 from kvstrata_agent.fleet.peers import wire as peer
 from kvstrata_api import wire
 from kvstrata_api.blocks import ScopeId
+from support.agent.doubles import bytes_of
+from support.agent.process import DOMAIN
+from support.agent.remote_owner import LAYOUT, TOKEN, digest_of
+from support.agent.remote_owner import SCOPE as LENT_SCOPE
+from support.client.hostile import Hostile
+from support.runner.outcome import Outcome, Scale
 from threats.served import NEW_DOMAIN, PREFIX_TOKENS, SCOPE_A, SCOPE_B, TIERS, Remote, keys_of, serving
 from threats.t13 import running
 

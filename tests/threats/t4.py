@@ -18,27 +18,26 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from agent_doubles import BLOCK_BYTES, LAYOUT, LAYOUT_ID, TestCodecs, dram_tier, make_node
-from directory_fleet import until
-from outcome import Outcome, Scale
 from prometheus_client import CollectorRegistry
 
 from kvstrata_agent.app.wiring import AgentParts
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.sessions import SessionState
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.fleet.directory.announcer import Announcer
 from kvstrata_agent.fleet.directory.client import RedisDirectory
 from kvstrata_api.blocks import ScopeId, ScopeSecret, chain_keys
 from kvstrata_api.checksum import checksum
 from kvstrata_api.units import MIB
-from kvstrata_metadata import embedded
-from kvstrata_metadata.access import RedisAccess
-from kvstrata_metadata.acl import Role
-from kvstrata_metadata.embedded import EmbeddedConfig
-from kvstrata_metadata.records import AgentRecord, Announcement
-from kvstrata_metadata.schema import session_digest
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_metadata.server import embedded
+from kvstrata_metadata.server.embedded import EmbeddedConfig
+from kvstrata_metadata.store.access import RedisAccess, Role
+from kvstrata_metadata.store.keys import session_digest
+from kvstrata_metadata.store.records import AgentRecord, Announcement
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
+from support.agent.doubles import BLOCK_BYTES, LAYOUT, LAYOUT_ID, TestCodecs, dram_tier, make_node
+from support.metadata.directory_fleet import until
+from support.runner.outcome import Outcome, Scale
 from threats.redis_caller import RedisCaller
 
 TOKENS: Final = LAYOUT.block_tokens
@@ -194,18 +193,18 @@ class _AgentOfTenants:
             secret = self._fleet.secrets[tenant]
             for name, prompt in zip(self._fleet.sessions, self._fleet.prompts[tenant], strict=True):
                 session = self.core.cache.life.open(1, tenant, secret, name, parent="", priority="")
-                place = Place(1, tenant, secret, LAYOUT_ID, BLOCK_BYTES, session)
+                place = RequestContext(1, tenant, secret, LAYOUT_ID, BLOCK_BYTES, session)
                 await self._store(place, _keys(self._fleet, tenant, prompt))
                 self.core.cache.life.touch(session, SessionState.IDLE, 0, 0.0, 1)
         self.core.node.announcer.flush()
         self.directory.start()
 
-    async def _store(self, place: Place, digests: list[bytes]) -> None:
+    async def _store(self, place: RequestContext, digests: list[bytes]) -> None:
         made, *_ = await self.core.cache.writer.reserve(place, b"", digests)
         sums = []
         for digest, reservation in zip(digests, made, strict=True):
             assert reservation is not None
-            mappable = reservation.tier.mappable
+            mappable = reservation.tier.backend.mappable
             assert mappable is not None
             view = mappable.view(reservation.slot)[:BLOCK_BYTES]
             sums.append(checksum(view, digest, self.core.node.epoch, reservation.slot.stamp))

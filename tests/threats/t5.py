@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 import numpy as np
-from agent_doubles import LAYOUT, dram_tier
-from agent_thread import AgentThread
-from attached_client import attached
-from outcome import Outcome, Scale
-from share_callers import SHARE, SYSTEM_PROMPT, callers
 
 from kvstrata import AsyncClient, Client
 from kvstrata_api import wire
 from kvstrata_api.blocks import KEY_BYTES, BlockKey, Layout, ScopeId, ScopeSecret, chain_keys, pack_digests
 from kvstrata_client.cache import AsyncPrefixCache, PrefixCache
 from kvstrata_client.target import Target
+from support.agent.doubles import LAYOUT, dram_tier
+from support.agent.thread import AgentThread
+from support.client.attached import attached
+from support.client.share_callers import SHARE, SYSTEM_PROMPT, callers
+from support.runner.outcome import Outcome, Scale
 from threats import raw_caller
 from threats.raw_caller import RawCaller
 

@@ -13,11 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import leftovers
-from agent_doubles import BLOCK_BYTES, LAYOUT_ID, OTHER_SCOPE, SCOPE, digest, dram_tier, make_core, secret
 from msgspec.structs import replace
-from outcome import Outcome, Scale
-from scope_keys_double import KeyRing
 
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends.base import TierBackend
@@ -26,10 +22,11 @@ from kvstrata_agent.backends.memory.cxl import open_cxl
 from kvstrata_agent.backends.object.client import ObjectClient
 from kvstrata_agent.backends.object.object_tier import open_object_tier
 from kvstrata_agent.blocks.index import Index
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.blocks.tier import Tier
-from kvstrata_agent.cache.request import Place
-from kvstrata_agent.movement.fair_queue import Priority
-from kvstrata_agent.provision.provisioner import enter
+from kvstrata_agent.cache.load import AcquireCall
+from kvstrata_agent.movement.path import Priority
+from kvstrata_agent.provision.recovery import enter
 from kvstrata_api.blocks import BlockKey, ScopeId
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError
@@ -37,6 +34,10 @@ from kvstrata_api.models.pool import CxlEmulation, CxlTier, NvmeTier, RemoteFlas
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import CxlMode
 from kvstrata_api.units import MIB
+from support.agent.doubles import BLOCK_BYTES, LAYOUT_ID, OTHER_SCOPE, SCOPE, digest, dram_tier, make_core, secret
+from support.agent.scope_keys import KeyRing
+from support.runner import leftovers
+from support.runner.outcome import Outcome, Scale
 
 CAPACITY_BYTES: Final = 32 * MIB
 LEASE_S: Final = 30.0
@@ -113,9 +114,9 @@ class Trial:
         """The tier that is tried."""
         return self.core.node.tiers[1]
 
-    def place(self, scope: ScopeId) -> Place:
+    def place(self, scope: ScopeId) -> RequestContext:
         """A caller of a scope."""
-        return Place(1, scope.split("/")[1], secret(scope), LAYOUT_ID, BLOCK_BYTES)
+        return RequestContext(1, scope.split("/")[1], secret(scope), LAYOUT_ID, BLOCK_BYTES)
 
     async def store(self, scope: ScopeId) -> None:
         """Store the chain in memory."""
@@ -125,9 +126,9 @@ class Trial:
         for reservation, number in zip(made, self.numbers, strict=False):
             if reservation is None:
                 continue  # It is there already, which a trial that holds never sees.
-            assert reservation.tier.mappable is not None
+            assert reservation.tier.backend.mappable is not None
             said = content(scope, number)
-            reservation.tier.mappable.view(reservation.slot)[:BLOCK_BYTES] = said
+            reservation.tier.backend.mappable.view(reservation.slot)[:BLOCK_BYTES] = said
             sums.append(checksum(said, digest(number), self.core.node.epoch, reservation.slot.stamp))
         self.core.cache.writer.publish_now(1, [r.id for r in made if r is not None], sums)
 
@@ -135,7 +136,7 @@ class Trial:
         """Look for the blocks as a caller of `scope`, who owns all of them, or none when `other` does."""
         place, digests = self.place(scope), [digest(n) for n in self.numbers]
         found = self.core.cache.reader.lookup_now(place, digests)
-        reads = (await self.core.cache.reader.acquire(place, digests, LEASE_S, 10.0)).reads
+        reads = (await self.core.cache.reader.acquire(AcquireCall(place, digests, LEASE_S, 10.0))).reads
         seen = [self._bytes(r.lease.residence.tier, r.lease.residence.slot) for r in reads]
         self.core.cache.release(1, [r.lease.id for r in reads])
         lent = await self.core.lender.lend([BlockKey(scope, d) for d in digests], LAYOUT_ID, LEASE_S)
@@ -160,8 +161,8 @@ class Trial:
 
     @staticmethod
     def _bytes(tier: Tier, slot: Any) -> bytes:
-        assert tier.mappable is not None
-        return bytes(tier.mappable.view(slot)[:BLOCK_BYTES])
+        assert tier.backend.mappable is not None
+        return bytes(tier.backend.mappable.view(slot)[:BLOCK_BYTES])
 
     async def demote(self, scope: ScopeId) -> None:
         """Move all blocks of a scope down, children first."""
@@ -169,7 +170,7 @@ class Trial:
             entry = self.core.node.index.find(scope, digest(number))
             assert entry is not None
             if entry.residence(self.below) is None:
-                await self.core.cache.room.sink_into(entry, self.memory, self.below, Priority.DEMOTE)
+                await self.core.cache.demoter.demote_to(entry, self.memory, self.below, Priority.DEMOTE)
             if entry.residence(self.memory) is not None and entry.residence(self.below) is not None:
                 self.core.node.drop_copy(entry, self.memory)
 

@@ -12,11 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from backend_contract import record
-from outcome import Outcome, Scale
-from scope_keys_double import KeyRing
 from sim.volume import MemoryVolume
-from virtual_loop import run_virtually
 
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.backends.file.index_file import INDEX_FILE
@@ -25,20 +21,24 @@ from kvstrata_agent.backends.file.index_format import (
     Body,
     Kinds,
     Listed,
+    SegmentName,
     body_head,
     pack_map,
+    parse_name,
     seal,
     sealed_bytes,
 )
 from kvstrata_agent.backends.file.record_store import open_store
-from kvstrata_agent.backends.file.segment_name import SegmentName, parse_name
-from kvstrata_agent.backends.file.slot_index import SlotNotes, Traits
+from kvstrata_agent.backends.file.segment import SlotNotes, Traits
 from kvstrata_agent.backends.object.client import ObjectClient
 from kvstrata_agent.backends.object.object_tier import open_object_tier
-from kvstrata_agent.backends.record.header import HEADER_BYTES
-from kvstrata_agent.backends.record.sealed import SealedForm
+from kvstrata_agent.backends.record.layout import HEADER_BYTES, SealedForm
 from kvstrata_agent.backends.slot_table import round_up
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError
+from support.agent.scope_keys import KeyRing
+from support.backends.contract import record
+from support.runner.outcome import Outcome, Scale
+from support.runner.virtual_loop import run_virtually
 from threats.sealed_disk import ATTACKS, BLOCK_BYTES, CAPACITY_BYTES, SCOPES, SealedDisk, make, read, text
 
 _CASES_EACH: Final = 3_000

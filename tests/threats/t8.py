@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from agent_doubles import LAYOUT, FakeAuthenticator, bytes_of, caller, dict_tier, dram_tier
-from agent_thread import AgentThread
-from attached_client import attached, until
-from outcome import Outcome, Scale
 
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_api import wire
 from kvstrata_api.blocks import BlockKey, Layout, ScopeId, ScopeSecret, chain_keys, pack_digests
 from kvstrata_client.cache import PrefixCache
+from support.agent.doubles import LAYOUT, FakeAuthenticator, bytes_of, caller, dict_tier, dram_tier
+from support.agent.thread import AgentThread
+from support.client.attached import attached, until
+from support.runner.outcome import Outcome, Scale
 from threats.raw_caller import RawCaller
 
 BLOCKS: Final = 6
@@ -64,7 +64,7 @@ def _push_down(agent: AgentThread) -> None:
     """Leave the blocks in the slower tier alone."""
     node = agent.core.node
     fast, slow = node.tiers
-    agent.call(lambda: agent.core.cache.archiver.send_down(list(node.index), Priority.DEMOTE))
+    agent.call(lambda: agent.core.cache.archiver.demote_soon(list(node.index), Priority.DEMOTE))
     until(lambda: node.contents(slow).blocks == BLOCKS)
     for entry in agent.call(lambda: list(node.index)):
         agent.call(partial(node.evict, [entry], fast, "evicted"))

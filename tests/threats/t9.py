@@ -17,18 +17,14 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-import leftovers
-from outcome import Outcome, Scale
-
 from kvstrata_agent.backends.base import MappableBackend, Record, SlotRef, TierBackend
 from kvstrata_agent.backends.file.open_store import open_nvme
 from kvstrata_agent.backends.memory.arena import Arena
 from kvstrata_agent.backends.memory.cxl import open_cxl
-from kvstrata_agent.backends.memory.extent_store import FleetingStore
+from kvstrata_agent.backends.memory.extent_store import VolatileStore
 from kvstrata_agent.backends.memory.host_dram import free_pages, open_host_dram
 from kvstrata_agent.backends.memory.mapping import MappedExtent, Remains, make_memfd
-from kvstrata_agent.backends.memory.mounts import read_mounts
-from kvstrata_agent.backends.memory.persistence import NO_HOME, Home
+from kvstrata_agent.backends.memory.persistence import NO_PERSISTENCE, PersistenceRoot, read_mounts
 from kvstrata_agent.backends.record import layout as record_bytes
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
 from kvstrata_api.checksum import checksum
@@ -36,6 +32,8 @@ from kvstrata_api.errors import TierFullError
 from kvstrata_api.models.pool import CxlEmulation, CxlTier, HostDramTier, NvmeTier
 from kvstrata_api.tiers import CxlMode
 from kvstrata_api.units import MIB
+from support.runner import leftovers
+from support.runner.outcome import Outcome, Scale
 
 SLOT_BYTES: Final = 4096
 CAPACITY_BYTES: Final = 4 * MIB
@@ -94,15 +92,16 @@ async def _hand_over(backend: MappableBackend, search: Search, round_: int) -> N
 
 
 async def _search_memory(backend: TierBackend, search: Search, slots: int) -> None:
-    assert isinstance(backend, MappableBackend)
+    mappable = backend.mappable
+    assert mappable is not None
     round_ = 0
     while search.slots < slots:
-        await _hand_over(backend, search, round_)
+        await _hand_over(mappable, search, round_)
         round_ += 1
         await asyncio.sleep(0)
 
 
-def _die_full(home: Home, scope: ScopeId) -> None:
+def _die_full(home: PersistenceRoot, scope: ScopeId) -> None:
     """Another process fills the tier with committed and uncommitted canaries and is killed."""
     child = os.fork()
     if child == 0:
@@ -121,7 +120,7 @@ _LASTING: Final = HostDramTier(page_size="4Ki", persistence="AgentRestart")
 async def _search_lasting(search: Search, slots: int) -> None:
     """Memory of a tmpfs, through restarts: what another process left behind is dropped or reused, never seen."""
     with tempfile.TemporaryDirectory(prefix="kvstrata-t9-", dir=leftovers.memory()) as directory:
-        home = Home(Path(directory), "pool", "node", read_mounts(), "dram")
+        home = PersistenceRoot(Path(directory), "pool", "node", read_mounts(), "dram")
         round_ = 0
         while search.slots < slots:
             _die_full(home, _scope(round_))
@@ -214,13 +213,15 @@ async def _closing(backend: Arena) -> AsyncIterator[Arena]:
 
 async def _search_all(slots: int) -> list[Search]:
     found = []
-    async with _closing(open_host_dram(HostDramTier(page_size="4Ki"), CAPACITY_BYTES, (), NO_HOME)) as backend:
+    async with _closing(open_host_dram(HostDramTier(page_size="4Ki"), CAPACITY_BYTES, (), NO_PERSISTENCE)) as backend:
         found.append(Search("dram"))
         await _search_memory(backend, found[-1], slots)
     with _huge_pages() as is_there:
         if is_there:
             capacity_bytes = HUGE_PAGES * 2 * MIB
-            async with _closing(open_host_dram(HostDramTier(page_size="2Mi"), capacity_bytes, (), NO_HOME)) as backend:
+            async with _closing(
+                open_host_dram(HostDramTier(page_size="2Mi"), capacity_bytes, (), NO_PERSISTENCE)
+            ) as backend:
                 found.append(Search("dram_huge"))
                 await _search_memory(backend, found[-1], slots)
     with tempfile.TemporaryDirectory(prefix="kvstrata-t9-", dir=leftovers.memory()) as directory:
@@ -235,7 +236,7 @@ async def _search_all(slots: int) -> list[Search]:
     return found
 
 
-class _Careless(FleetingStore):
+class _Careless(VolatileStore):
     """Hands released memory on as it is."""
 
     def __init__(self) -> None:
@@ -262,7 +263,7 @@ def _lay_out_carelessly(whole: memoryview, header: bytes, payload: memoryview) -
 async def _control() -> bool:
     """The same searches see memory that is recycled as it was, and a file whose end the last user of a buffer left."""
     memory, file, device = Search("memory"), Search("file"), Search("device")
-    careful = open_host_dram(HostDramTier(page_size="4Ki"), CAPACITY_BYTES, (), NO_HOME)
+    careful = open_host_dram(HostDramTier(page_size="4Ki"), CAPACITY_BYTES, (), NO_PERSISTENCE)
     can = replace(careful.capabilities)
     await careful.close()
     async with _closing(Arena(can, CAPACITY_BYTES, _Careless(), page_bytes=SLOT_BYTES)) as backend:

@@ -1,8 +1,8 @@
 """Every threat, shortened: seconds each. `make threats` runs the counts of the table."""
 
 import pytest
-from outcome import Scale
 
+from support.runner.outcome import Scale
 from threats.registry import RUNNABLE, runner
 
 pytestmark = pytest.mark.system

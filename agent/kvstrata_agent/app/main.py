@@ -49,7 +49,7 @@ def _left(status: int) -> int:
 
 
 def tame_collector() -> None:
-    """Let Python's garbage collector look at little, and seldom: what the imports have made stays for good."""
+    """Let Python's garbage collector examine little, and seldom: what the imports have made stays for good."""
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
 

@@ -30,7 +30,7 @@ def observe(
     machine: NodeReport | None = None,
     peer_address: str = "",
 ) -> Observed:
-    """Look at everything that the status says."""
+    """Read everything that the status reports."""
     node, cache = parts.node, parts.cache
     drain = pool_node.spec.drain
     left = (0 if drain.mode == "Drop" else drain_left(node)) if drain.requested else None
@@ -79,10 +79,10 @@ def drain_left(node: Node) -> int:
         return 0
     memory = [t for t in node.tiers if not t.backend.capabilities.survives_restart]
     return sum(
-        residents.folded + sum(1 for entry in residents.in_use if not _is_surviving(entry))
+        residents.packed + sum(1 for entry in residents.in_use if not _is_surviving(entry))
         for tier in memory
         for residents in node.contents(tier).extents.values()
-    )  # What is folded has no other copy.
+    )  # What is packed has no other copy.
 
 
 def _is_surviving(entry: Entry) -> bool:
@@ -109,7 +109,7 @@ def _tier(state: TierState, node: Node) -> TierObserved:
             shortage=state.limit.message,
         )
     backend = tier.backend
-    can = backend.capabilities
+    can, paced = backend.capabilities, backend.paced
     return TierObserved(
         spec=state.spec,
         phase=tier.phase(now_s),
@@ -117,7 +117,7 @@ def _tier(state: TierState, node: Node) -> TierObserved:
         medium=can.medium,
         is_emulated=can.is_emulated,
         is_encrypted=can.is_encrypted,
-        is_mappable=tier.mappable is not None,
+        is_mappable=backend.mappable is not None,
         fallback=can.fallback,
         capacity_bytes=backend.capacity_bytes,
         used_bytes=backend.used_bytes,
@@ -125,7 +125,7 @@ def _tier(state: TierState, node: Node) -> TierObserved:
         recovered_blocks=tier.recovered_blocks,
         probe=tier.probe,
         devices=tier.devices,
-        refusing_s=tier.paced.refusing_s if tier.paced is not None else 0.0,
+        refusing_s=paced.refusing_s if paced is not None else 0.0,
         error=state.error or (tier.last_error or backend.last_error if tier.phase(now_s) != "Ready" else ""),
         leaving_blocks=node.contents(tier).blocks if tier.is_leaving else 0,
         shrinking_blocks=node.contents(tier).count(tier.shrinking & tier.closing),

@@ -12,33 +12,34 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstrata_agent.fleet.directory.cached_client import CachingDirectory
+from kvstrata_agent.fleet.peers.connection import PeerTls
 from kvstrata_agent.fleet.peers.nixl import NixlReader
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
-from kvstrata_agent.fleet.peers.tls import PeerTls
 from kvstrata_agent.kube.peer_identity import OwnToken, find_agent
 from kvstrata_api import names
 from kvstrata_api.errors import DirectoryAwayError, UnsupportedError
 from kvstrata_kube.certified import OwnCertificate
 from kvstrata_kube.tasks import cancel, supervise
-from kvstrata_metadata.access import RedisAccess, parse_access
-from kvstrata_metadata.records import AgentRecord
+from kvstrata_metadata.store.access import RedisAccess, parse_access
+from kvstrata_metadata.store.records import AgentRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import AsyncExitStack
 
     from kvstrata_agent.app.config import Config
-    from kvstrata_agent.cache.ports import Adopter, Grower, Lender
+    from kvstrata_agent.fleet.peers.lender import HandoverSource
+    from kvstrata_agent.fleet.peers.server import Adopter, Lender
     from kvstrata_agent.kube.kubernetes import KubeWorld
     from kvstrata_api.blocks import ScopeSecret
-    from kvstrata_metadata.records import Announcement
+    from kvstrata_metadata.store.records import Announcement
     from kvstrata_telemetry.metrics import Instruments
 
 _log = logging.getLogger(__name__)
 
 
-class Neighbours:
+class PeerNetwork:
     """Binds the peer address at once, so that it can be announced; talks to nobody before `start`."""
 
     def __init__(self, config: Config, world: KubeWorld, epoch: int, instruments: Instruments) -> None:
@@ -65,7 +66,7 @@ class Neighbours:
         """`host:port` where other agents reach this one."""
         return self._listener.address
 
-    async def start(self, stack: AsyncExitStack, lender: Lender, grower: Grower, adopter: Adopter) -> None:
+    async def start(self, stack: AsyncExitStack, lender: Lender, handovers: HandoverSource, adopter: Adopter) -> None:
         """Answer peers and connect to the directory; `stack` ends both."""
         self._lender = lender
         tasks = [supervise("certificate", self._own.run)]
@@ -76,13 +77,13 @@ class Neighbours:
         stack.push_async_callback(self._listener.close)
         verify = self._world.authenticator.verify_peer
         self._listener.adopter = adopter
-        await self._listener.serve(self._record, lender, verify, self._nixl, tls=self._tls, grower=grower)
+        await self._listener.serve(self._record, lender, verify, self._nixl, tls=self._tls, handovers=handovers)
         self.directory.start()
         stack.push_async_callback(self.directory.close)
         _log.info("listening", extra={"what": "peers", "address": self.address, "nixl": self._nixl is not None})
 
     async def _access(self) -> RedisAccess:
-        """Read the connection of the pool's Redis anew. Raises `DirectoryAwayError` while its Secret is missing."""
+        """Read the connection of the pool's Redis again. Raises `DirectoryAwayError` while its Secret is missing."""
         redis = self._world.desired.pool.spec.metadata.redis
         name = names.REDIS_SECRET_AGENT if redis.external is None else redis.external.secret_ref.name
         values = await self._world.read_secret(name)

@@ -8,26 +8,24 @@ from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.cache.archive import RETRY_S
 from kvstrata_agent.cache.tenant_lifecycle import RETENTION_S
-from kvstrata_agent.movement.fair_queue import TrafficClass
-from kvstrata_api.errors import KvStrataError
+from kvstrata_agent.movement.path import TrafficClass
+from kvstrata_kube.tasks import repeat
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.cache.cache import Cache
-    from kvstrata_agent.cache.ports import Authenticator
+    from kvstrata_agent.serve.authorization import Authenticator
 
 EXPIRE_S: Final = 0.25
-"""Between looks at leases and reservations; their times are tens of seconds."""
+"""Polling interval of leases and reservations; their times are tens of seconds."""
 TEND_S: Final = 0.2
-"""Between looks at watermarks: at 1 GB/s of new blocks a tier gains 200 MB meanwhile."""
+"""Polling interval of watermarks: at 1 GB/s of new blocks a tier gains 200 MB meanwhile."""
 SESSIONS_S: Final = 0.25
-"""Between looks at sessions that are expected back; what changed is written as often."""
+"""Polling interval of sessions that are expected back; what changed is written as often."""
 ANNOUNCE_S: Final = 0.02
 """How long announcements are gathered; other nodes see a block this much later at most."""
 FOLD_S: Final = 0.05
-"""Between two steps of folding: 40,000 blocks a second, more than clients can write."""
+"""Between two steps of packing: 40,000 blocks a second, more than clients can write."""
 STUCK_S: Final = 1.0
 """Between two tries to empty a drained tier of which nothing could move; twice as long each time."""
 REST_S_MAX: Final = 30.0
@@ -60,11 +58,11 @@ class Sweeper:
             group.create_task(repeat("sessions", SESSIONS_S, self._cache.life.tend))
             group.create_task(repeat("retention", RETENTION_S, self._cache.tenancy.retire))
             group.create_task(repeat("archive", RETRY_S, self._cache.archiver.run))
-            group.create_task(repeat("fold", FOLD_S, self._fold))
+            group.create_task(repeat("pack", FOLD_S, self._fold))
 
     async def _fold(self) -> None:
         """Let blocks that nobody uses take less memory, a bounded step at a time."""
-        self._node.index.fold(self._node.clock() - USED_S)
+        self._node.index.pack(self._node.clock() - USED_S)
 
     async def _expire(self) -> None:
         self.expire()
@@ -106,32 +104,32 @@ class Sweeper:
 
         Not while what was there is entered: a block whose children are still to come looks like the end of its chain.
         """
-        room = self._cache.room
+        evictor = self._cache.evictor
         for tier in [t for t in self._node.tiers if not t.is_recovering]:
             if tier.is_closed:
                 await self._empty(tier)
                 continue
             tier.closing |= tier.backend.compact()
             if tier.closing:
-                await room.evacuate(tier)
-                if tier.mappable is None:
+                await evictor.evacuate(tier)
+                if tier.backend.mappable is None:
                     tier.closing &= self._node.contents(
                         tier
-                    ).extents.keys()  # Mappable ones say so themselves, written or not.
-            await room.enforce(tier)
-            await room.trim(tier)
+                    ).extents.keys()  # Mappable ones report it themselves, written or not.
+            await evictor.enforce(tier)
+            await evictor.trim(tier)
             if (
                 self._node.is_draining
                 and not tier.backend.capabilities.survives_restart
                 and self._node.contents(tier).blocks
             ):
-                await room.drain(tier)
+                await evictor.drain(tier)
 
     async def _empty(self, tier: Tier) -> None:
         """Send one batch of a closed tier's blocks elsewhere; a drained one, which may stay so for days, has rests."""
         if not tier.is_leaving and self._node.clock() < tier.rests_until_s:
             return
-        tier.is_stuck = not await self._cache.room.empty(tier)
+        tier.is_stuck = not await self._cache.evictor.empty(tier, self._cache.promoter.fill_free_space)
         tier.rest_s = min(max(STUCK_S, 2 * tier.rest_s), REST_S_MAX) if tier.is_stuck else 0.0
         tier.rests_until_s = self._node.clock() + tier.rest_s
 
@@ -149,9 +147,10 @@ class Sweeper:
                 names = {"tier": tier.name, "device": device.name}
                 counters.set("kvstrata_device_up", float(not device.error), **names)
                 counters.set("kvstrata_device_used_bytes", device.used_bytes, **names)
-            if tier.paced is not None:
-                counters.set("kvstrata_object_requests_max", tier.paced.requests_max, tier=tier.name)
-                refused = tier.paced.refused_requests
+            paced = tier.backend.paced
+            if paced is not None:
+                counters.set("kvstrata_object_requests_max", paced.requests_max, tier=tier.name)
+                refused = paced.refused_requests
                 counters.add("kvstrata_object_refused_total", refused - tier.refused_told, tier=tier.name)
                 tier.refused_told = refused
             if tier.stored_bytes_written:
@@ -172,16 +171,16 @@ class Sweeper:
             counters.set("kvstrata_sessions", count, state=state)
 
     def _show_handovers(self) -> None:
-        for role, growing in (("writer", self._node.growth.growing), ("reader", self._cache.follower.growing)):
-            self._node.counters.set("kvstrata_handover_blocks", growing, role=role)
+        for role, blocks in (("writer", self._node.growth.growing), ("reader", self._cache.follower.growing)):
+            self._node.counters.set("kvstrata_handover_blocks", blocks, role=role)
 
     def _show_paths(self) -> None:
         counters = self._node.counters
-        for path in self._cache.mover.traffic.paths:
+        for path in self._cache.mover.scheduler.paths:
             names = {"source": path.source, "target": path.target}
             counters.set("kvstrata_move_bytes_per_second", path.speed.bytes_per_s, **names)
             for traffic in TrafficClass:
-                queue = path.gate.queue(traffic)
+                queue = path.limiter.queue(traffic)
                 counters.set("kvstrata_move_queue_depth", queue.waiting, **names, traffic=traffic)
                 counters.set("kvstrata_move_queue_bytes", queue.waiting_bytes, **names, traffic=traffic)
                 counters.set("kvstrata_moving_bytes", queue.running_bytes, **names, traffic=traffic)
@@ -192,15 +191,3 @@ class Sweeper:
             used_bytes = shown.get((tier, tenant), 0)
             self._node.counters.set("kvstrata_tenant_used_bytes", used_bytes, tenant=tenant, tier=tier)
         self._shown = shown
-
-
-async def repeat(what: str, every_s: float, duty: Callable[[], Awaitable[None]]) -> None:
-    """Do a duty until cancelled, whatever becomes of single rounds."""
-    while True:
-        try:
-            await duty()
-        except KvStrataError as e:
-            _log.warning("duty failed", extra={"duty": what, "cause": str(e)})
-        except Exception:  # noqa: BLE001  A task root: one bad round must not end expiry for good.
-            _log.exception("duty failed", extra={"duty": what})
-        await asyncio.sleep(every_s)

@@ -1,9 +1,12 @@
-"""One agent process: its parts, wired together, from start to stop."""
+"""One agent process: its parts, wired together, from start to stop; its epoch outlives it in a small file."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
+import secrets
 import time
 from contextlib import AsyncExitStack, suppress
 from functools import partial
@@ -13,55 +16,60 @@ from prometheus_client import CollectorRegistry
 
 import kvstrata_native
 from kvstrata_agent.app import observe
-from kvstrata_agent.app.epoch import next_epoch
-from kvstrata_agent.app.peering import Neighbours
-from kvstrata_agent.app.periodic import Sweeper, repeat
+from kvstrata_agent.app.peering import PeerNetwork
+from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends import registry
-from kvstrata_agent.backends import wipe as wiping
-from kvstrata_agent.backends.memory.mounts import read_mounts
-from kvstrata_agent.backends.memory.persistence import Home, remove_abandoned
+from kvstrata_agent.backends import registry as wiping
+from kvstrata_agent.backends.memory.persistence import PersistenceRoot, read_mounts, remove_abandoned
 from kvstrata_agent.blocks.index import Index
-from kvstrata_agent.blocks.node import Node
-from kvstrata_agent.blocks.scope_secrets import ScopeMemory
-from kvstrata_agent.blocks.tenants import TenantBook
+from kvstrata_agent.blocks.node import NONCE_BITS, TICKS_PER_S, Node
+from kvstrata_agent.blocks.tenants import ScopeMemory, TenantBook
 from kvstrata_agent.cache.session_journal import SessionJournal
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_agent.fleet.directory.announcer import Announcer
-from kvstrata_agent.fleet.directory.nominations import ADVICE_S, Advice
+from kvstrata_agent.fleet.directory.nominations import HINTS_POLL_INTERVAL_S, EvictionHints
 from kvstrata_agent.kube import report
-from kvstrata_agent.kube.authenticator import Place
+from kvstrata_agent.kube.authenticator import AgentIdentity
 from kvstrata_agent.kube.kubernetes import KubeWorld
-from kvstrata_agent.operations.drain import drained_tiers
+from kvstrata_agent.operations.runner import drained_tiers
 from kvstrata_agent.policy import removal as leaving
 from kvstrata_agent.policy.removal import Presence, Removal
-from kvstrata_agent.provision.late_keys import LOOK_S, Latecomers
 from kvstrata_agent.provision.provisioner import Provisioner, wipe_all
+from kvstrata_agent.provision.recovery import KEY_POLL_INTERVAL_S, AwaitedKeys
 from kvstrata_agent.serve.authorization import Attaching
 from kvstrata_agent.serve.server import Server
 from kvstrata_agent.serve.session_verbs import SessionVerbs
 from kvstrata_agent.serve.verbs import Verbs
 from kvstrata_api import __version__
+from kvstrata_api.errors import UnsupportedError
+from kvstrata_kube.tasks import repeat
+from kvstrata_node import directories
 from kvstrata_node.discovery import discover
 from kvstrata_telemetry import http, ready
 from kvstrata_telemetry.agent_metrics import Counters
-from kvstrata_telemetry.catalog_agent import AGENT
+from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
+    from pathlib import Path
 
     from kvstrata_agent.app.config import Config
     from kvstrata_api.models.poolnode import KVPoolNode
 
+
 REPORT_S: Final = 1.0
-"""Between looks at what the status says; the sink writes only what changed."""
+"""Polling interval of what the status reports; the sink writes only what changed."""
 FOLLOW_S: Final = 5.0
-"""Between looks at the declared state without a change: failed tiers are tried again."""
+"""Polling interval of the declared state without a change: failed tiers are tried again."""
 LEAVING_FOLLOW_S: Final = 0.5
 """The same while the pool goes: whoever deletes it waits for the drain's end."""
 STUCK_S: Final = 10.0
 """An event loop that has not come around for so long is stuck, and the process is not healthy."""
+
+_EPOCH_FILE: Final = "epoch.json"
+"""In the state directory; all that an agent keeps across restarts outside of its tiers and its sessions' journal."""
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +85,7 @@ class AgentProcess:
         self._round_s = time.monotonic()
         self._is_serving = False
         self._followed: KVPoolNode | None = None
-        """What was carried out last; only of that the status may say that it was observed."""
+        """What was carried out last; only that may be reported as observed."""
 
     async def run(self) -> None:
         """Serve until cancelled, then stop in order: engines first, then transfers, tiers and the cluster.
@@ -89,9 +97,9 @@ class AgentProcess:
         epoch = next_epoch(config.state_dir, time.time())
         async with AsyncExitStack() as stack:
             await self._listen_for_scrapes(stack)
-            place = Place(config.pool, config.node, config.namespace, config.requires_bound_tokens)
+            agent = AgentIdentity(config.pool, config.node, config.namespace, config.requires_bound_tokens)
             self._facts = await asyncio.to_thread(discover)
-            world = await stack.enter_async_context(await KubeWorld.connect(place, config.kubeconfig, config.kek_file))
+            world = await stack.enter_async_context(await KubeWorld.connect(agent, config.kubeconfig, config.kek_file))
             stack.push_async_callback(self._give_back, world)
             await self._alive(world.ready())
             self._counters.set("kvstrata_agent_info", 1, version=__version__, kernels=kvstrata_native.level)
@@ -122,39 +130,40 @@ class AgentProcess:
         return time.monotonic() - self._round_s < STUCK_S
 
     async def _serve(self, stack: AsyncExitStack, world: KubeWorld, epoch: int) -> None:
-        neighbours = Neighbours(self._config, world, epoch, self._instruments)
+        network = PeerNetwork(self._config, world, epoch, self._instruments)
         scopes = ScopeMemory(world.authenticator.secret)
-        node = self._make_node(world, neighbours, scopes, epoch)
+        node = self._make_node(world, network, scopes, epoch)
         journal = SessionJournal(self._config.state_dir / "sessions.journal")
         await asyncio.to_thread(journal.load)
-        core = AgentParts(node, CodecRegistry(), neighbours.directory, neighbours.peers, journal)
+        core = AgentParts(node, CodecRegistry(), network.directory, network.peers, journal)
         core.cache.tenancy.follow(world.tenants)  # Before anything can ask for an eviction.
         make = partial(registry.make_backend, place=self._place(world))
         provisioner = Provisioner(node, make, self._facts.memory_bytes)
         stack.push_async_callback(provisioner.close)
         stack.push_async_callback(core.close)
         await self._alive(self._follow(world, core, provisioner))
-        await asyncio.to_thread(remove_abandoned, self._home(), frozenset(provisioner.states))
-        neighbours.peers.shared = core.flash
-        await neighbours.start(stack, core.lender, core.grower, core.adopter)
+        await asyncio.to_thread(remove_abandoned, self._persistence_root(), frozenset(provisioner.states))
+        network.peers.shared = core.flash
+        await network.start(stack, core.lender, core.handovers, core.adopter)
         server = self._open_socket(stack, world, core)
         world.start_heartbeat(epoch)
-        self._announce_readiness(stack, neighbours.address, epoch)
+        self._announce_readiness(stack, network.address, epoch)
         async with asyncio.TaskGroup() as group:
             group.create_task(Sweeper(core.cache, world.authenticator).run())
-            group.create_task(repeat("latecomers", LOOK_S, Latecomers(node, world.keyring).look))
-            group.create_task(repeat("advice", ADVICE_S, Advice(node, neighbours.directory, scopes).listen))
+            group.create_task(repeat("latecomers", KEY_POLL_INTERVAL_S, AwaitedKeys(node, world.keyring).poll))
+            hints = EvictionHints(node, network.directory, scopes)
+            group.create_task(repeat("advice", HINTS_POLL_INTERVAL_S, hints.poll))
             group.create_task(self._keep_following(world, core, provisioner))
-            group.create_task(self._keep_reporting(world, core, provisioner, neighbours, server))
+            group.create_task(self._keep_reporting(world, core, provisioner, network, server))
 
     def _place(self, world: KubeWorld) -> registry.Place:
-        home, keys = self._home(), world.keyring
-        return registry.Place(self._config.pool, self._config.node, self._facts, home=home, keys=keys)
+        root, keys = self._persistence_root(), world.keyring
+        return registry.Place(self._config.pool, self._config.node, self._facts, persistence=root, keys=keys)
 
-    def _home(self) -> Home:
-        return Home(self._config.memory_dir, self._config.pool, self._config.node, read_mounts())
+    def _persistence_root(self) -> PersistenceRoot:
+        return PersistenceRoot(self._config.memory_dir, self._config.pool, self._config.node, read_mounts())
 
-    def _make_node(self, world: KubeWorld, neighbours: Neighbours, scopes: ScopeMemory, epoch: int) -> Node:
+    def _make_node(self, world: KubeWorld, network: PeerNetwork, scopes: ScopeMemory, epoch: int) -> Node:
         index = Index()
         return Node(
             pool=self._config.pool,
@@ -164,8 +173,8 @@ class AgentProcess:
             clock=time.monotonic,
             index=index,
             counters=self._counters,
-            announcer=Announcer(index, neighbours.directory, scopes.secret),
-            tenants=TenantBook(is_armed=False),
+            announcer=Announcer(index, network.directory, scopes.secret),
+            tenants=TenantBook(are_rules_known=False),
         )
 
     def _open_socket(self, stack: AsyncExitStack, world: KubeWorld, core: AgentParts) -> Server:
@@ -195,14 +204,16 @@ class AgentProcess:
         core.node.is_draining = is_asked or world.desired.is_withdrawn or removal is not Removal.NONE
         wipe = partial(wiping.wipe, place=self._place(world))
         if removal is not Removal.NONE:
-            await provisioner.remove(removal, wanted.tiers, wipe, partial(remove_abandoned, self._home(), frozenset()))
+            await provisioner.remove(
+                removal, wanted.tiers, wipe, partial(remove_abandoned, self._persistence_root(), frozenset())
+            )
             self._followed = pool_node
             return
         drain, policy = core.node.spec.update_strategy.drain, core.node.spec.deletion_policy
         core.node.drain_tiers(drained_tiers(wanted.orders))  # Before a tier comes up and takes blocks.
         leave_s = drain.timeout_seconds if drain.mode == "Demote" else 0.0
         await provisioner.apply(wanted.tiers, leave_s, wipe=wipe if policy == "Destroy" else None)
-        # Before the first report, which says of each order what was answered before.
+        # Before the first report, which repeats for each order what was answered before.
         core.orders.follow(wanted.orders, world.desired.answers, world.desired.refused)
         self._followed = pool_node
 
@@ -215,7 +226,7 @@ class AgentProcess:
 
     async def _give_back(self, world: KubeWorld) -> None:
         """At the end, when tiers are closed: leave nothing behind that nobody wants. Best effort, within seconds."""
-        await world.look()
+        await world.reread()
         desired = world.desired
         removal = leaving.at_end(desired.pool_presence, desired.node_presence, desired.deletion_policy)
         if removal is Removal.NONE:
@@ -223,7 +234,7 @@ class AgentProcess:
         if removal is Removal.DESTROY:
             await wipe_all(desired.tiers, partial(wiping.wipe, place=self._place(world)))
         try:
-            gone = await asyncio.to_thread(remove_abandoned, self._home(), frozenset())
+            gone = await asyncio.to_thread(remove_abandoned, self._persistence_root(), frozenset())
         except OSError as e:
             _log.warning("memory stays", extra={"path": e.filename, "cause": e.strerror})
             return
@@ -239,18 +250,56 @@ class AgentProcess:
                     await world.desired.changed()
 
     async def _keep_reporting(
-        self, world: KubeWorld, core: AgentParts, provisioner: Provisioner, neighbours: Neighbours, server: Server
+        self, world: KubeWorld, core: AgentParts, provisioner: Provisioner, network: PeerNetwork, server: Server
     ) -> None:
         while True:
             self._round_s = time.monotonic()
             server.refresh()
             self._counters.set("kvstrata_connections", server.connections)
-            desired, directory, at = world.desired, neighbours.directory.state, neighbours.address
+            desired, directory, at = world.desired, network.directory.state, network.address
             followed, machine = self._followed, desired.report
-            # An object that is new under its name has other generations: nothing is said before it was followed.
+            # An object that is new under its name has other generations: nothing is reported before it was followed.
             if followed is not None and followed.metadata.uid == desired.pool_node.metadata.uid:
                 seen = observe.observe(
                     core, provisioner, followed, directory=directory, machine=machine, peer_address=at
                 )
                 world.status.report(report.build_status(seen))
             await asyncio.sleep(REPORT_S)
+
+
+def next_epoch(state_dir: Path, now_s: float) -> int:
+    """Return the epoch of a new incarnation and persist its counter; never one that was used before.
+
+    The counter is the greater of the last one plus one and the Unix time `now_s` in ticks. So a lost or corrupt file
+    cannot bring an old epoch back, and neither can a clock that was set back. The random low bits keep two
+    incarnations apart that got the same counter from a copied directory.
+    Raises `UnsupportedError` when the directory cannot be written.
+    """
+    path = state_dir / _EPOCH_FILE
+    counter = max(_last_counter(path) + 1, int(now_s * TICKS_PER_S))
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        _write_durably(path, json.dumps({"counter": counter}).encode())
+    except OSError as e:
+        raise UnsupportedError(f"state directory {state_dir}: {e.strerror}; make it writable for the agent") from e
+    return counter << NONCE_BITS | secrets.randbits(NONCE_BITS)
+
+
+def _last_counter(path: Path) -> int:
+    try:
+        counter = json.loads(path.read_bytes())["counter"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+    return counter if isinstance(counter, int) and 0 <= counter < 1 << 39 else 0
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    temporary = path.with_suffix(".new")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, content)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    temporary.replace(path)
+    directories.sync(path.parent)

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 from kvstrata_agent.cache.cache import Cache
 from kvstrata_agent.fleet.peers.chain_lookup import Chains
-from kvstrata_agent.fleet.peers.lender import PeerGrower, PeerLender
-from kvstrata_agent.fleet.peers.shared_flash import FlashReader
-from kvstrata_agent.operations.adopt import Adopter
-from kvstrata_agent.operations.migrate import Migrator
+from kvstrata_agent.fleet.peers.lender import HandoverSource, PeerLender
+from kvstrata_agent.fleet.peers.peers import FlashReader
+from kvstrata_agent.operations.migrate import Adopter, Migrator
 from kvstrata_agent.operations.runner import Orders
 from kvstrata_agent.operations.warm import Warmer
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.cache.ports import Directory, Peers
     from kvstrata_agent.cache.session_journal import SessionJournal
-    from kvstrata_agent.movement.encoding import Codecs
+    from kvstrata_agent.movement.move import Codecs
 
 
 class AgentParts:
@@ -35,13 +34,13 @@ class AgentParts:
         self.node = node
         self.cache = Cache(node, codecs, directory, peers, journal)
         self.flash = FlashReader(node, codecs)
-        self.lender = PeerLender(node, self.cache.fetcher, self.cache.exports)
-        self.grower = PeerGrower(node)
+        self.lender = PeerLender(node, self.cache.promoter, self.cache.extents)
+        self.handovers = HandoverSource(node)
         self.chains = Chains(node, directory, peers)
         self.migrator = Migrator(node, peers)
         self.warmer = Warmer(self.cache, self.chains)
         self.adopter = Adopter(node, self.warmer, self.cache.tenancy)
-        self.orders = Orders(node, self.cache.room, self.warmer, self.migrator)
+        self.orders = Orders(node, self.cache.evictor, self.warmer, self.migrator)
 
     async def close(self) -> None:
         """Cancel background work. Tiers are closed by whoever opened them."""

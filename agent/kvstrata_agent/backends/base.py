@@ -1,10 +1,12 @@
 """The contract of all tier backends: values and protocols. Pure."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId
 from kvstrata_api.checksum import Use, checksum
@@ -14,22 +16,26 @@ PROBE_SCOPE: Final = ScopeId("probe/start-up/0/v0")
 """Scope of the start-up probe's blocks. Belongs to no tenant: no grant names it, so no engine can ask for them."""
 
 
-class BlamelessError(BackendFailedError):
-    """A transfer failed and its medium is fine: nothing is to be held against it."""
+class MediumIntactError(BackendFailedError):
+    """A transfer failed and its medium is intact: it does not count as a failure of the tier.
+
+    The one place where the error tree has a third level: who keeps count of a medium's failures asks for this class,
+    everybody else for `BackendFailedError`.
+    """
 
 
-class MemoryAwayError(BlamelessError):
+class MemoryAwayError(MediumIntactError):
     """The caller's memory was taken away under a transfer, as a client can do to memory that it was given."""
 
 
-class KeyAwayError(BlamelessError):
+class KeyAwayError(MediumIntactError):
     """A scope's data key is not there now: its blocks can be neither written nor read, and are not lost by that."""
 
 
 class SlotRef(msgspec.Struct, frozen=True, gc=False):
     """Place for one block in one tier. `stamp` moves on with every use of the slot.
 
-    A struct, like all values that each block has: made in 0.1 us, and nothing that the collector has to look at.
+    A struct, like all values that each block has: made in 0.1 us, and nothing that the garbage collector has to visit.
     """
 
     extent: int
@@ -54,7 +60,7 @@ class Capabilities:
     fallback: str = ""
     """Why the medium is not the one asked for, and what to do; empty when it is."""
     outlives_agent: bool = False
-    """The bytes of a memory tier survive the agent's process, though not the machine (`LastingBackend`)."""
+    """The bytes of a memory tier survive the agent's process, though not the machine (`PersistentBackend`)."""
     is_encrypted: bool = False
     """Every byte of a block lies on the medium under the data key of its scope, and nowhere in the clear."""
     is_archive: bool = False
@@ -82,7 +88,95 @@ def matches(stored: memoryview, record: Record, stamp: int) -> bool:
     return checksum(stored, record.key.digest, record.epoch, stamp) == record.checksum
 
 
-class TierBackend(Protocol):
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The blocks of one extent."""
+
+    scope: ScopeId
+    extent: int
+    slot_bytes: int
+    indices: NDArray[np.intp]
+    """Slot of each block; last slots first, as children mostly lie behind their parents."""
+    records: NDArray[np.void]
+    """What is known of each: `recovered.fields_of` its medium."""
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def slot(self, at: int) -> SlotRef:
+        """Where a block lies."""
+        stamp = int(self.records["stamp"][at])
+        return SlotRef(self.extent, int(self.indices[at]) * self.slot_bytes, self.slot_bytes, stamp)
+
+    def record(self, at: int) -> Record:
+        """What is known of a block."""
+        found = self.records[at]
+        parent = found["parent"].tobytes()[: found["parent_length"]]
+        codec = found["codec"].tobytes()[: found["codec_length"]].decode()
+        key = BlockKey(self.scope, found["digest"].tobytes())
+        layout_id, checksum = LayoutId(found["layout_id"].tobytes()), found["checksum"].tobytes()
+        raw_bytes, stored_bytes, epoch = (int(found[name]) for name in ("raw_bytes", "stored_bytes", "epoch"))
+        return Record(key, parent, layout_id, codec, raw_bytes, stored_bytes, checksum, epoch)
+
+    def stamps(self, slots: int) -> NDArray[np.uint64]:
+        """Stamp of each slot of the extent, 0 of one that holds no block."""
+        stamps = np.zeros(slots, np.uint64)
+        stamps[self.indices] = self.records["stamp"]
+        return stamps
+
+    def pairs(self) -> Iterator[tuple[SlotRef, Record]]:
+        """Each block by itself."""
+        return ((self.slot(at), self.record(at)) for at in range(len(self)))
+
+
+class OptionalCapabilities(Protocol):
+    """What only some media can do. Each property is the backend itself with that interface, None where it cannot.
+
+    Media inherit the None of all that they cannot do. Asked for every block: each takes an attribute's time.
+    """
+
+    @property
+    def mappable(self) -> "MappableBackend | None":
+        """Memory whose extents engines can map."""
+        return None
+
+    @property
+    def persistent(self) -> "PersistentBackend | None":
+        """Mapped memory that has to be notified of the blocks which are to outlive the agent."""
+        return None
+
+    @property
+    def group(self) -> "GroupBackend | None":
+        """Takes several records at a time."""
+        return None
+
+    @property
+    def columnar(self) -> "ColumnarBackend | None":
+        """Returns blocks of earlier runs an extent at a time."""
+        return None
+
+    @property
+    def striped(self) -> "StripedBackend | None":
+        """Lies on several devices."""
+        return None
+
+    @property
+    def paced(self) -> "PacedBackend | None":
+        """May refuse requests."""
+        return None
+
+    @property
+    def shared(self) -> "SharedBackend | None":
+        """Is mounted by other nodes as well."""
+        return None
+
+    @property
+    def sealing(self) -> "SealingBackend | None":
+        """May hold blocks whose key is missing."""
+        return None
+
+
+class TierBackend(OptionalCapabilities, Protocol):
     """Bytes of whole blocks on one medium of one node.
 
     `reserve` and `drop` are bookkeeping and do not wait for the medium. Every coroutine may be cancelled: a
@@ -114,8 +208,8 @@ class TierBackend(Protocol):
     async def write(self, slot: SlotRef, record: Record, stored: memoryview) -> None:
         """Store `record.stored_bytes` bytes in the slot. On return they survive what the medium promises.
 
-        Raises `BackendFailedError` on an I/O error; the slot holds nothing readable then. `BlamelessError` says that
-        the medium is fine: one which encrypts has no key for this scope, or `stored` was taken away.
+        Raises `BackendFailedError` on an I/O error; the slot holds nothing readable then. `MediumIntactError` means
+        that the medium is fine: one which encrypts has no key for this scope, or `stored` was taken away.
         """
 
     async def read(self, slot: SlotRef, record: Record, into: memoryview) -> None:
@@ -135,7 +229,7 @@ class TierBackend(Protocol):
         dropped; the caller moves their blocks away.
         """
 
-    def relief(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:
+    def extents_to_free(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:
         """Extents that, once emptied, leave room for such a slot, empty set when there is room already.
 
         For a caller that got `TierFullError` and holds no idle block of the same scope and size: dropping others
@@ -156,7 +250,6 @@ class TierBackend(Protocol):
         """Release the medium, keeping what survives a restart. Idempotent; no other call may follow."""
 
 
-@runtime_checkable
 class MappableBackend(TierBackend, Protocol):
     """A memory tier whose extents can be mapped by engines and registered for transfers.
 
@@ -173,7 +266,7 @@ class MappableBackend(TierBackend, Protocol):
     def reserve_run(self, scope: ScopeId, size_bytes: int, count: int, writer: str = "") -> list[SlotRef]:
         """Take up to `count` slots like `reserve`; fewer, or none, where there is no more room or the medium fails."""
 
-    def relief(self, scope: ScopeId, size_bytes: int, writer: str = "") -> frozenset[int]:
+    def extents_to_free(self, scope: ScopeId, size_bytes: int, writer: str = "") -> frozenset[int]:
         """As for every backend, for a slot of that writer."""
 
     def extent_scope(self, extent: int) -> ScopeId:
@@ -205,7 +298,7 @@ class MappableBackend(TierBackend, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Sound:
+class ExpectedChecksum:
     """A checksum that bytes have to match, and the use that it is bound to."""
 
     checksum: bytes
@@ -220,8 +313,8 @@ class Writing:
     stored: memoryview
     """The record's bytes, no more."""
     record: Record
-    sound: Sound | None = None
-    """What the bytes are known by, where somebody else may write to `stored` meanwhile: they are verified and their
+    expected: ExpectedChecksum | None = None
+    """What the bytes must match, where somebody else may write to `stored` meanwhile: they are verified and their
     checksum is put into the record. A medium that does not write them as they lie copies them first."""
 
 
@@ -237,7 +330,6 @@ class Reading:
     """Epoch and stamp for which a checksum is made of the very bytes that are verified."""
 
 
-@runtime_checkable
 class GroupBackend(TierBackend, Protocol):
     """A medium that takes several records at a time for less than one after the other."""
 
@@ -251,9 +343,8 @@ class GroupBackend(TierBackend, Protocol):
         """
 
 
-@runtime_checkable
-class LastingBackend(MappableBackend, Protocol):
-    """Mapped memory whose blocks outlive the agent: it has to be told of what engines and transfers wrote there."""
+class PersistentBackend(MappableBackend, Protocol):
+    """Mapped memory whose blocks outlive the agent: it has to be notified of what engines and transfers wrote there."""
 
     def commit(self, slot: SlotRef, record: Record) -> None:
         """Note that the verified bytes in a slot are this block's. From here on a restart finds it."""
@@ -273,7 +364,6 @@ class Device(msgspec.Struct, frozen=True, gc=False):
     """Why it takes no blocks; empty when it does."""
 
 
-@runtime_checkable
 class StripedBackend(TierBackend, Protocol):
     """A tier over several devices: one that is lost costs the blocks that lie there, and the tier goes on."""
 
@@ -285,7 +375,6 @@ class StripedBackend(TierBackend, Protocol):
         """Try devices again that could not be opened; see `recover` for what is found there."""
 
 
-@runtime_checkable
 class PacedBackend(TierBackend, Protocol):
     """A medium that may refuse requests, and gets fewer at once then."""
 
@@ -302,7 +391,6 @@ class PacedBackend(TierBackend, Protocol):
         """For how many seconds it has been refusing requests; 0.0 while it keeps up."""
 
 
-@runtime_checkable
 class SharedBackend(TierBackend, Protocol):
     """A medium that other nodes mount as well: one copy serves all of them."""
 
@@ -318,7 +406,6 @@ class SharedBackend(TierBackend, Protocol):
         """
 
 
-@runtime_checkable
 class SealingBackend(TierBackend, Protocol):
     """A medium that encrypts: it may hold blocks of earlier runs whose key is not there (yet)."""
 
@@ -331,3 +418,10 @@ class SealingBackend(TierBackend, Protocol):
 
     async def forget_waiting(self, tag: bytes) -> None:
         """Remove what waits for the key of `tag`, which is gone for good."""
+
+
+class ColumnarBackend(TierBackend, Protocol):
+    """A medium that returns what an earlier run has left an extent at a time."""
+
+    def recover_columns(self) -> AsyncIterator[Columns]:
+        """What `recover` returns block by block; one of the two is called, once."""

@@ -1,15 +1,14 @@
-"""Blocks of an earlier run as columns: a million of them are entered in a second or two. Pure."""
+"""Blocks of an earlier run as `Columns` of records: a million of them are entered in a second or two. Pure."""
 
 import struct
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol, runtime_checkable
+from collections.abc import AsyncIterator, Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
-from kvstrata_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES, BlockKey, LayoutId, ScopeId
+from kvstrata_agent.backends.base import Columns, Record, SlotRef
+from kvstrata_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES
 from kvstrata_api.checksum import CHECKSUM_BYTES
 
 
@@ -25,51 +24,10 @@ def fields_of(codec_bytes_max: int) -> np.dtype[np.void]:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The blocks of one extent."""
-
-    scope: ScopeId
-    extent: int
-    slot_bytes: int
-    indices: NDArray[np.intp]
-    """Slot of each block; last slots first, as children mostly lie behind their parents."""
-    records: NDArray[np.void]
-    """What is known of each: `fields_of` its medium."""
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def slot(self, at: int) -> SlotRef:
-        """Where a block lies."""
-        stamp = int(self.records["stamp"][at])
-        return SlotRef(self.extent, int(self.indices[at]) * self.slot_bytes, self.slot_bytes, stamp)
-
-    def record(self, at: int) -> Record:
-        """What is known of a block."""
-        found = self.records[at]
-        parent = found["parent"].tobytes()[: found["parent_length"]]
-        codec = found["codec"].tobytes()[: found["codec_length"]].decode()
-        key = BlockKey(self.scope, found["digest"].tobytes())
-        layout_id, checksum = LayoutId(found["layout_id"].tobytes()), found["checksum"].tobytes()
-        raw_bytes, stored_bytes, epoch = (int(found[name]) for name in ("raw_bytes", "stored_bytes", "epoch"))
-        return Record(key, parent, layout_id, codec, raw_bytes, stored_bytes, checksum, epoch)
-
-    def stamps(self, slots: int) -> NDArray[np.uint64]:
-        """Stamp of each slot of the extent, 0 of one that holds no block."""
-        stamps = np.zeros(slots, np.uint64)
-        stamps[self.indices] = self.records["stamp"]
-        return stamps
-
-    def pairs(self) -> Iterator[tuple[SlotRef, Record]]:
-        """Each block by itself."""
-        return ((self.slot(at), self.record(at)) for at in range(len(self)))
-
-
 _COMMON: Final = ("epoch", "raw_bytes", "layout_id", "parent_length", "codec_length", "codec")
 """Fields of a record that many share: its kind."""
 _FEW: Final = 16
-"""Up to so many kinds of an extent are told apart one by one, which takes a tenth of sorting."""
+"""Up to so many kinds of an extent are distinguished one by one, which takes a tenth of sorting."""
 
 
 def alike(records: NDArray[np.void]) -> tuple[list[int], NDArray[np.intp]]:
@@ -115,11 +73,3 @@ async def each(extents: AsyncIterator[Columns]) -> AsyncIterator[tuple[SlotRef, 
     async for columns in extents:
         for pair in columns.pairs():
             yield pair
-
-
-@runtime_checkable
-class ColumnarBackend(TierBackend, Protocol):
-    """A medium that tells of what an earlier run has left an extent at a time."""
-
-    def recover_columns(self) -> AsyncIterator[Columns]:
-        """What `recover` tells block by block; one of the two is called, once."""

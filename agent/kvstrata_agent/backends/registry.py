@@ -1,28 +1,39 @@
-"""From a tier of a KVPoolNode to the backend that holds its bytes. A new backend is one more line in `_MAKERS`."""
+"""From a tier of a KVPoolNode to the backend that holds its bytes, and the removal of what it has left (`wipe`).
+
+A new backend is one more line in `_MAKERS`. Of media that outlive the agent only what the pool has claimed is removed.
+Freed blocks of a file system or a flash device may still be read by whoever has the raw device; where that matters
+tiers are encrypted, and without its key nothing of a scope can be opened.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import resource
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvstrata_agent.backends.device.devdax import open_devdax
+from kvstrata_agent.backends.file.claim import NEW_SUFFIX, POOL_FILE
 from kvstrata_agent.backends.file.open_store import open_nvme, open_remote_flash
 from kvstrata_agent.backends.memory.cxl import open_cxl
 from kvstrata_agent.backends.memory.host_dram import open_host_dram
-from kvstrata_agent.backends.memory.persistence import NO_HOME, Home
+from kvstrata_agent.backends.memory.persistence import NO_PERSISTENCE, PersistenceRoot
 from kvstrata_agent.backends.threads import in_thread
-from kvstrata_api.errors import InvalidInputError, UnsupportedError
+from kvstrata_api.directories import directories_of
+from kvstrata_api.errors import BackendFailedError, InvalidInputError, UnsupportedError
 from kvstrata_api.tiers import CxlMode, TierType
+from kvstrata_node import directories as folders
 
 if TYPE_CHECKING:
     from kvstrata_agent.backends.base import TierBackend
     from kvstrata_agent.backends.record.encryption import DataKeys
     from kvstrata_api.models.poolnode import NodeTier
     from kvstrata_node.discovery import NodeFacts
+
 
 Settings = TypeVar("Settings")
 
@@ -37,7 +48,7 @@ class Place:
     """What discovery found on this machine."""
     object_credentials: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Settings of the object store client, such as aws_access_key_id; empty for ambient identity."""
-    home: Home = NO_HOME
+    persistence: PersistenceRoot = NO_PERSISTENCE
     """Where memory tiers can outlive the agent."""
     keys: DataKeys | None = field(default=None, repr=False)
     """Data keys of scopes, for tiers that are declared encrypted."""
@@ -90,14 +101,16 @@ def _settings(tier: NodeTier, value: Settings | None) -> Settings:
 
 async def _host_dram(tier: NodeTier, place: Place) -> TierBackend:
     settings = _settings(tier, tier.host_dram)
-    return open_host_dram(settings, tier.capacity_bytes, place.facts.cpu_nodes, replace(place.home, tier=tier.name))
+    return open_host_dram(
+        settings, tier.capacity_bytes, place.facts.cpu_nodes, replace(place.persistence, tier=tier.name)
+    )
 
 
 async def _cxl(tier: NodeTier, place: Place) -> TierBackend:
     settings = _settings(tier, tier.cxl)
     if settings.mode is CxlMode.DEV_DAX:
         return await in_thread(None, partial(open_devdax, tier.capacity_bytes, place.facts.dax))
-    return open_cxl(settings, tier.capacity_bytes, place.facts.cpuless, replace(place.home, tier=tier.name))
+    return open_cxl(settings, tier.capacity_bytes, place.facts.cpuless, replace(place.persistence, tier=tier.name))
 
 
 async def _nvme(tier: NodeTier, place: Place) -> TierBackend:
@@ -140,3 +153,66 @@ _MAKERS: Final[dict[TierType, _Maker]] = {
     TierType.REMOTE_FLASH: _remote_flash,
     TierType.OBJECT: _object,
 }
+
+
+_KEPT: Final = frozenset({"lost+found"})
+_DELETE_BATCH: Final = 1000
+"""Objects that are listed before they are deleted."""
+
+
+async def wipe(tier: NodeTier, place: Place) -> None:
+    """Remove this node's files or objects of a tier that is closed. Idempotent.
+
+    Raises `BackendFailedError` with the place and the cause; what could be removed is gone then.
+    """
+    for directory in directories_of(tier):
+        if directory.is_claimed:
+            await in_thread(None, partial(wipe_directory, Path(directory.path), place.pool, place.node))
+    if tier.object is not None:
+        await _wipe_objects(tier.object.url, place)
+
+
+def wipe_directory(root: Path, pool: str, node: str) -> None:
+    """Remove the part of a node, and the pool's claim with the last one. A directory of others is left alone."""
+    try:
+        if not _is_claimed_by(root, pool):
+            return
+        own = root / node
+        if own.is_dir():
+            for file in own.iterdir():
+                file.unlink()
+            own.rmdir()
+        if not {p.name for p in root.iterdir()} - _KEPT - {POOL_FILE, POOL_FILE + NEW_SUFFIX}:
+            (root / POOL_FILE).unlink(missing_ok=True)
+        folders.sync(root)
+    except OSError as e:
+        raise BackendFailedError(f"{e.filename or root}: {e.strerror or e}") from e
+
+
+def _is_claimed_by(root: Path, pool: str) -> bool:
+    try:
+        return bool(json.loads((root / POOL_FILE).read_bytes()).get("pool") == pool)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (ValueError, AttributeError):
+        return False  # Nobody knows whose it is.
+
+
+async def _wipe_objects(url: str, place: Place) -> None:
+    try:
+        from kvstrata_agent.backends.object.client import ObjectClient
+    except ImportError as e:
+        raise UnsupportedError(f"{url}: {e}; install the `agent` extra, which has obstore") from e
+    client, prefix = ObjectClient(url, place.object_credentials), f"{place.pool}/{place.node}/"
+    try:
+        await client.abort_uploads(prefix)
+        batch: list[str] = []
+        async for path, _ in client.list(prefix):
+            batch.append(path)
+            if len(batch) == _DELETE_BATCH:
+                await client.delete(batch)
+                batch = []
+        if batch:
+            await client.delete(batch)
+    finally:
+        await client.close()

@@ -128,7 +128,7 @@ class SlotTable:
         self._next_stamp = first_stamp
         self._next_extent = 0
         self._drops = 0
-        """Slots given back since the last look for sparse extents."""
+        """Slots given back since the last search for sparse extents."""
 
     def stride(self, size_bytes: int) -> int:
         """Bytes of the slot that would hold `size_bytes`."""
@@ -352,7 +352,7 @@ class SlotTable:
             extent.is_closing = True
             free[of] -= slots  # Its own free slots go, and its blocks take as many of the others'.
 
-    def relief(self, size_bytes: int) -> frozenset[int]:
+    def extents_to_free(self, size_bytes: int) -> frozenset[int]:
         """Extents that, once emptied, leave room for a slot of `size_bytes` in any scope; fewest live bytes first."""
         need = round_up(self.stride(size_bytes), self._page_bytes) - (self.capacity_bytes - self.held_bytes)
         chosen: set[int] = set()

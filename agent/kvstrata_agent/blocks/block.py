@@ -35,7 +35,7 @@ class Entry(msgspec.Struct, eq=False):
     parent: bytes
     layout_id: LayoutId
     born_s: float
-    """Monotonic second since which it exists, as far as this node can tell."""
+    """Monotonic second since which it exists, as far as this node knows."""
     used_at_s: float
     tenant: str = ""
     """Account that its slots are on: who wrote it or brought it here."""

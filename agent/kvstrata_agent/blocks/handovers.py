@@ -1,6 +1,6 @@
 """Blocks that are handed over while they are written: how far each has grown, and who waits for more. No clock.
 
-A growing block is a reservation whose writer tells of the parts it has filled, with a checksum for each. It is seen by
+A growing block is a reservation whose writer reports the parts it has filled, with a checksum for each. It is seen by
 those who name its hand-over and by nobody else, until its publication makes an ordinary block of it.
 """
 
@@ -58,12 +58,12 @@ class Growing:
         """View of one filled part, for use before anything else runs; None when the bytes are somebody else's now."""
         entry, tier, slot = self.reservation.entry, self.reservation.tier, self.reservation.slot
         held = entry.residence(tier)
-        if self.stage is Stage.LOST or tier.mappable is None or tier.is_gone:
+        if self.stage is Stage.LOST or tier.backend.mappable is None or tier.is_gone:
             return None
         if self.stage is Stage.WHOLE and (entry.level == GONE or held is None or held.slot is not slot):
             return None
         try:
-            return tier.mappable.view(slot)[index * self.part_bytes : (index + 1) * self.part_bytes]
+            return tier.backend.mappable.view(slot)[index * self.part_bytes : (index + 1) * self.part_bytes]
         except BlockCorruptError:
             return None
 

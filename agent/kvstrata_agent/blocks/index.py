@@ -1,8 +1,8 @@
 """Every block of this node, by scope and digest, and the tree that the chains form. No clock, no I/O.
 
 Lookups are O(1). A block's level is that of its fastest copy; a parent's level never becomes slower than that of a
-child by eviction, which `blockers` tells without a walk: for each parent the number of children at each level is kept.
-An entry takes more than a kilobyte, so blocks that nobody uses are folded into rows while there are many of them.
+child by eviction, which `blockers` answers without a walk: for each parent, children are counted by level.
+An entry takes more than a kilobyte, so blocks that nobody uses are packed into rows while there are many of them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.block import GONE, TIERS_MAX, Entry, Residence
-from kvstrata_agent.blocks.packed_blocks import RowTable
-from kvstrata_agent.blocks.scope_table import Blocks, row_of
+from kvstrata_agent.blocks.packed_blocks import PackedTable
+from kvstrata_agent.blocks.scope_table import Blocks, packed_of
 from kvstrata_agent.blocks.tier_contents import TierContents
 from kvstrata_api.blocks import ScopeId
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 IN_USE_MAX: Final = 16_384
 """Entries that are kept whether somebody uses them or not: 20 MB."""
-FOLD_LOOK: Final = 2048
-"""Entries looked at in one step: at most 10 ms."""
+PACK_SCAN: Final = 2048
+"""Entries examined in one step: at most 10 ms."""
 
 
 class Index:
@@ -32,13 +32,13 @@ class Index:
 
     def __init__(self, in_use_max: int = IN_USE_MAX) -> None:
         """Fold what nobody uses while there are more entries than `in_use_max`."""
-        self.rows = RowTable()
+        self.packed = PackedTable()
         self._in_use_max = in_use_max
         self._scopes: dict[ScopeId, Blocks] = {}
         self._contents: dict[Tier, TierContents] = {}
         self._nothing = Blocks(ScopeId("none/none"), self)
         self._round: Iterator[tuple[ScopeId, bytes]] = iter(())
-        """What is still to be looked at in this round of folding."""
+        """What is still to be examined in this round of packing."""
 
     def __iter__(self) -> Iterator[Entry]:
         for blocks in tuple(self._scopes.values()):
@@ -91,34 +91,41 @@ class Index:
         """Return the block before `entry` in its chain, or None when it is a root or not here."""
         return self._scopes[entry.scope].get(entry.parent)
 
-    def unfold(self, number: int) -> Entry:
-        """Make the entry of a row again."""
-        return self._scopes[self.rows.kind(number).scope].unfold(number)
+    def ancestors(self, entry: Entry) -> Iterator[Entry]:
+        """Blocks before `entry` in its chain that are here without a gap, the nearest first."""
+        parent = self.parent(entry) if entry.level != GONE else None
+        while parent is not None:
+            yield parent
+            parent = self.parent(parent)
 
-    def fold(self, used_before_s: float, look: int = FOLD_LOOK) -> int:
+    def unpack(self, number: int) -> Entry:
+        """Make the entry of a row again."""
+        return self._scopes[self.packed.kind(number).scope].unpack(number)
+
+    def pack(self, used_before_s: float, scan: int = PACK_SCAN) -> int:
         """Make rows of blocks that nobody uses while there are too many entries; returns how many.
 
-        Blocks used since `used_before_s` stay entries, unless there are twice too many. It looks at `look` at most and
+        Blocks used since `used_before_s` stay entries, unless there are twice too many. It examines `scan` at most and
         goes on where it ended: those that became entries first come first.
         """
         excess = -self.room
         if excess <= 0:
             return 0
-        is_pressing, folded, is_new = excess > self._in_use_max, 0, False
-        for _ in range(look):
+        is_pressing, packed, is_new = excess > self._in_use_max, 0, False
+        for _ in range(scan):
             due = next(self._round, None)
             if due is None:
                 if is_new:
-                    break  # All of them were looked at.
+                    break  # All of them were examined.
                 is_new, self._round = True, self._keys()
                 continue
             blocks = self._scopes.get(due[0], self._nothing)
             entry = blocks.in_use.get(due[1])
             if entry is not None and (is_pressing or entry.used_at_s < used_before_s):
-                folded += blocks.fold(entry)
-                if folded == excess:
+                packed += blocks.pack(entry)
+                if packed == excess:
                     break
-        return folded
+        return packed
 
     def _keys(self) -> Iterator[tuple[ScopeId, bytes]]:
         """Keys of all entries that there are now."""
@@ -145,7 +152,7 @@ class Index:
         entries, account = blocks.in_use, tenant or blocks.account
         made: list[Entry | None] = []
         for digest in digests:
-            if digest in entries or (blocks.folded and digest in blocks):
+            if digest in entries or (blocks.packed and digest in blocks):
                 made.append(None)
             else:
                 before = self._before(blocks, digest, parent)
@@ -162,7 +169,7 @@ class Index:
         return b"" if may_ring and blocks.ancestry.is_ring(digest, parent) else parent
 
     def adopt(self, entry: Entry, parent: bytes) -> None:
-        """Tell a pending entry its parent, which its reader did not know; one that continues it is left out."""
+        """Set the parent of a pending entry, which its reader did not know; one that continues it is left out."""
         blocks = self._scopes[entry.scope]
         parent = self._before(blocks, entry.digest, parent) if parent != entry.parent else parent
         self._count(blocks, entry, -1)
@@ -212,7 +219,7 @@ class Index:
 
         Those are second ones in one tier and ones of another layout. Does what `begin` and `add` do, for many at a
         time: an agent starts with millions. Blocks whose children came before them are no victims until those go;
-        beyond `in_use_max` they are rows at once. `born_at_s` tells the monotonic second from a record's epoch.
+        beyond `in_use_max` they are rows at once. `born_at_s` derives the monotonic second from a record's epoch.
         """
         entered: list[BlockKey] = []
         unwanted: list[Residence] = []
@@ -223,7 +230,7 @@ class Index:
             entry = blocks.get(key.digest)
             if entry is None:
                 room -= 1
-                tenant = self._restored(blocks, copy, born_at_s(copy.record.epoch), may_fold=room < 0)
+                tenant = self._restored(blocks, copy, born_at_s(copy.record.epoch), may_pack=room < 0)
             elif entry.residence(copy.tier) is None and entry.layout_id == copy.record.layout_id and entry.residences:
                 self.add(entry, copy)
                 tenant = entry.tenant
@@ -234,7 +241,7 @@ class Index:
             entered.append(key)
         return entered, unwanted
 
-    def _restored(self, blocks: Blocks, copy: Residence, born_s: float, *, may_fold: bool) -> str:
+    def _restored(self, blocks: Blocks, copy: Residence, born_s: float, *, may_pack: bool) -> str:
         """Enter a block that only this copy is known of; returns its account."""
         tier, slot, record = copy
         digest = record.key.digest
@@ -242,7 +249,9 @@ class Index:
         tenant = blocks.account_in(tier, slot.extent)
         counts = blocks.children.get(digest)
         is_leaf = counts is None or not any(counts[: tier.level + 1])
-        row = row_of(copy, tenant, parent, born_s, 0.0, tuple(counts)) if counts and may_fold and not is_leaf else None
+        row = (
+            packed_of(copy, tenant, parent, born_s, 0.0, tuple(counts)) if counts and may_pack and not is_leaf else None
+        )
         if row is not None and row.fits:
             del blocks.children[digest]
             blocks.put(row)
@@ -275,10 +284,10 @@ class Index:
         if is_leaf:
             contents.offer(entry)
 
-    def unfold_leaves(self, tier: Tier) -> None:
+    def unpack_leaves(self, tier: Tier) -> None:
         """Make entries, and so possible victims, of rows in a tier that nothing continues there or faster."""
-        for number in self.rows.childless(tier):
-            self.unfold(number)
+        for number in self.packed.childless(tier):
+            self.unpack(number)
 
     def remove(self, entry: Entry, tier: Tier) -> Residence:
         """Note that the copy in `tier` is gone; the last one takes the block out of the index."""
@@ -329,13 +338,13 @@ class Index:
         return level <= entry.level or not self.blockers(entry, level - 1)
 
     def relevel(self, tiers: Iterable[Tier]) -> None:
-        """Count everything anew after some of these tiers, which are all, got other levels.
+        """Recount everything after some of these tiers, which are all, got other levels.
 
         Whether children are in a block's way has changed with their levels, so all blocks are offered as victims.
         """
-        for number in self.rows.crowded():
-            self.unfold(number)  # Else that happened while it is counted, and its own parent would miss it.
-        self.rows.clear_counts()
+        for number in self.packed.crowded():
+            self.unpack(number)  # Else that happened while it is counted, and its own parent would miss it.
+        self.packed.clear_counts()
         for blocks in self._scopes.values():
             blocks.children.clear()
             for entry in blocks.in_use.values():
@@ -345,13 +354,13 @@ class Index:
             for entry in tuple(blocks.in_use.values()):
                 if entry.parent:
                     blocks.count_apart(entry.parent, entry.level)
-        for number in [int(n) for part in self.rows.where(lambda _: True) for n in part]:
-            row = self.rows.peek(number)
+        for number in [int(n) for part in self.packed.where(lambda _: True) for n in part]:
+            row = self.packed.peek(number)
             if row is not None and row.parent:
                 self._scopes[row.kind.scope].count_apart(row.parent, row.kind.tier.level)
         self._offer_all()
         for tier in tiers:
-            self.unfold_leaves(tier)
+            self.unpack_leaves(tier)
 
     def _offer_all(self) -> None:
         for blocks in self._scopes.values():

@@ -2,7 +2,7 @@
 
 A block's number of users is the size of a set of names, never a counter, so it cannot become negative or be
 forgotten: what a dead connection held is found by its name. A name is never given out twice, so a message that comes
-twice, late or from somebody else changes nothing and is told apart.
+twice, late or from somebody else changes nothing and is counted apart.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class LeaseTable:
         return [self._leases[i] for i in getattr(entry, self._hold) or ()]
 
     def release(self, owner: int, ids: Iterable[int], now_s: float) -> Released:
-        """End leases because their reader says that it is done. Idempotent: what ends nothing is only counted."""
+        """End leases because their reader is done. Idempotent: what ends nothing is only counted."""
         valid: list[Lease] = []
         late: list[Lease] = []
         strays: Counter[Stray] = Counter()

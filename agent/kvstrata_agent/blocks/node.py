@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from itertools import chain
+from typing import TYPE_CHECKING, Final, Protocol
 
-from kvstrata_agent.app.epoch import started_unix_s
 from kvstrata_agent.blocks.block import GONE, Entry, Residence
 from kvstrata_agent.blocks.handovers import GrowthTable
 from kvstrata_agent.blocks.leases import Lease, LeaseTable
@@ -18,21 +18,30 @@ from kvstrata_agent.blocks.reservations import Reservation, ReservationTable
 from kvstrata_agent.blocks.sessions import SessionState, SessionTable
 from kvstrata_agent.blocks.tenants import TenantBook
 from kvstrata_agent.blocks.tier import WRITE_PAUSE_S, Tier
-from kvstrata_agent.codec.base import RAW, WORN
+from kvstrata_agent.codec.base import RAW, RAW_AFTER_LOSS
+from kvstrata_agent.policy.eviction import excess_bytes
+from kvstrata_agent.policy.placement import next_lower
 from kvstrata_kube.signal import Signal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from kvstrata_agent.backends.base import SlotRef
     from kvstrata_agent.blocks.index import Index
     from kvstrata_agent.blocks.restore import Restoring
-    from kvstrata_agent.blocks.slot_request import Want
+    from kvstrata_agent.blocks.tier import SlotRequest
     from kvstrata_agent.blocks.tier_contents import TierContents
-    from kvstrata_agent.fleet.directory.announcer import Announcer
-    from kvstrata_api.blocks import Layout, LayoutId, ScopeId
+    from kvstrata_agent.policy.placement import Placement
+    from kvstrata_api.blocks import Layout, LayoutId, ScopeId, ScopeSecret
     from kvstrata_api.models.pool import KVPoolSpec
+    from kvstrata_metadata.store.records import Announcement
     from kvstrata_telemetry.agent_metrics import Counters
+
+NONCE_BITS: Final = 14
+"""Low bits of an epoch, which are random."""
+TICKS_PER_S: Final = 100
+"""Hundredths of a second need 39 bits until the year 2144; with the nonce the epoch stays below 2^53, which readers of
+Lua and JSON keep exactly. No process starts twice within one tick."""
 
 PEER_OWNER: Final = 0
 """Owner of the leases that peers hold; connections count from 1."""
@@ -44,6 +53,31 @@ LAYOUTS_MAX: Final = 64
 """Layouts remembered: ranks of tensor-parallel engines, and adapters."""
 
 _log = logging.getLogger(__name__)
+
+
+class Announces(Protocol):
+    """Announces to the directory blocks whose fastest copies changed."""
+
+    @property
+    def waiting(self) -> int:
+        """Blocks that wait to be announced."""
+
+    def mark(self, scope: ScopeId, *digests: bytes) -> None:
+        """Note that the fastest copies of blocks are other ones, or gone."""
+
+    async def changed(self) -> None:
+        """Return when something waits to be announced."""
+
+    def flush(self) -> None:
+        """Hand what changed to the directory."""
+
+    def holdings(self) -> Iterator[tuple[ScopeSecret, list[Announcement]]]:
+        """Everything that this node holds, in parts of one scope."""
+
+
+def started_unix_s(epoch: int) -> float:
+    """Unix time at which an incarnation started, as its clock was; at most a moment later than that."""
+    return (epoch >> NONCE_BITS) / TICKS_PER_S
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +94,7 @@ class Node:
     """Monotonic seconds."""
     index: Index
     counters: Counters
-    announcer: Announcer
+    announcer: Announces
     tiers: list[Tier] = field(default_factory=list)
     """Provisioned tiers, fastest first."""
     leases: LeaseTable = field(default_factory=LeaseTable)
@@ -80,10 +114,10 @@ class Node:
     is_draining: bool = False
     """True while blocks leave for media that survive; no new ones are taken."""
     drained_tiers: frozenset[str] = frozenset()
-    """Names of tiers that KVOperations want emptied."""
+    """Names of tiers that KVOperations request emptied."""
     changed: Signal = field(default_factory=Signal)
     """Fires when a slot, a lease, a pin, a guard or a move ends, or blocks are published: there may be room now."""
-    condemned: dict[Entry, list[Residence]] = field(default_factory=dict)
+    deferred_frees: dict[Entry, list[Residence]] = field(default_factory=dict)
     """Copies taken out of the index whose slots wait for the end of leases."""
 
     def __post_init__(self) -> None:
@@ -101,9 +135,9 @@ class Node:
 
     @property
     def arriving_form(self) -> str:
-        """Form of blocks that come from peers, which do not say whether they have lost something already."""
+        """Form of blocks that come from peers, which do not state whether they have lost something already."""
         is_lossy = self.spec.policy.compression.max_relative_error_permille > 0
-        return WORN if is_lossy and self.spec.compatibility.dtype == "bf16" else RAW
+        return RAW_AFTER_LOSS if is_lossy and self.spec.compatibility.dtype == "bf16" else RAW
 
     def remember_layout(self, layout_id: LayoutId, layout: Layout) -> None:
         """Note what blocks of a layout look like."""
@@ -123,7 +157,7 @@ class Node:
     @property
     def entry_tier(self) -> Tier | None:
         """The fastest tier that engines can map: new blocks start here and read blocks come up to it."""
-        return next((t for t in self.tiers if t.mappable is not None and not t.is_closed), None)
+        return next((t for t in self.tiers if t.backend.mappable is not None and not t.is_closed), None)
 
     def drain_tiers(self, names: Iterable[str]) -> None:
         """Empty these tiers, those of them that come up later too, and let all others take blocks."""
@@ -131,22 +165,46 @@ class Node:
         for tier in self.tiers:
             tier.drain(is_wanted=tier.name in self.drained_tiers)
 
-    def take(self, want: Want) -> SlotRef:
-        """Take a slot on its tenant's account. Raises `TierFullError`, `QuotaExceededError`, `BackendFailedError`."""
-        hard_bytes = self.tenants.hard_bytes(want.tier, want.tenant)
-        return want.tier.take(want.scope, want.tenant, want.size_bytes, hard_bytes, want.writer)
+    def placement_below(self, level: int, *, must_survive: bool) -> Placement:
+        """Where a block goes that leaves a tier of that level; see `policy.placement.next_lower`."""
+        return next_lower([t.facts(self.clock()) for t in self.tiers], level, must_survive=must_survive)
 
-    def take_run(self, want: Want, count: int) -> list[SlotRef]:
-        """Take up to `count` slots in memory that engines map, on their tenant's account; fewer where that ends."""
-        hard_bytes = self.tenants.hard_bytes(want.tier, want.tenant)
-        return want.tier.take_run(want.scope, want.tenant, want.size_bytes, count, hard_bytes, want.writer)
+    def tier_below(self, level: int, *, must_survive: bool) -> Tier | None:
+        """The next slower tier that takes blocks now, or None."""
+        name = self.placement_below(level, must_survive=must_survive).target
+        return None if name is None else self.tier(name)
 
-    def give_back(self, tier: Tier, slot: SlotRef, tenant: str) -> None:
-        """Give a slot back, once, that was on this account; overwritten where the tenant wants that."""
-        if tier.mappable is not None and not tier.is_gone and self.tenants.of(tenant).retention.is_zeroized:
-            with tier.mappable.view(slot) as view:
+    def is_lowest(self, tier: Tier) -> bool:
+        """True when no slower tier takes blocks now."""
+        return self.tier_below(tier.level, must_survive=self.is_draining) is None
+
+    def excess_bytes(self, tier: Tier, more_bytes: int = 0) -> int:
+        """Bytes to free so that a tier with so much more falls to its low watermark; 0 where it may have it."""
+        policy, backend = self.spec.policy.eviction, tier.backend
+        low, high = policy.low_watermark_percent, policy.high_watermark_percent
+        return excess_bytes(backend.used_bytes + more_bytes, backend.capacity_bytes, high, low)
+
+    def allocate(self, request: SlotRequest) -> SlotRef:
+        """Allocate a slot on its tenant's account.
+
+        Raises `TierFullError`, `QuotaExceededError`, `BackendFailedError`.
+        """
+        hard_bytes = self.tenants.hard_bytes(request.tier, request.tenant)
+        return request.tier.allocate(request.scope, request.tenant, request.size_bytes, hard_bytes, request.writer)
+
+    def allocate_run(self, request: SlotRequest, count: int) -> list[SlotRef]:
+        """Allocate up to `count` slots in memory that engines map, on their tenant's account; fewer where that ends."""
+        hard_bytes = self.tenants.hard_bytes(request.tier, request.tenant)
+        return request.tier.allocate_run(
+            request.scope, request.tenant, request.size_bytes, count, hard_bytes, request.writer
+        )
+
+    def free(self, tier: Tier, slot: SlotRef, tenant: str) -> None:
+        """Free a slot, once, that was on this account; overwritten where the tenant wants that."""
+        if tier.backend.mappable is not None and not tier.is_gone and self.tenants.of(tenant).retention.is_zeroized:
+            with tier.backend.mappable.view(slot) as view:
                 view[:] = bytes(len(view))
-        tier.give_back(slot, tenant)
+        tier.free(slot, tenant)
         self.changed.fire()
 
     def add_copy(self, entry: Entry, residence: Residence) -> None:
@@ -158,7 +216,7 @@ class Node:
 
     def publish(self, tier: Tier, copies: Sequence[tuple[Entry, Residence]]) -> None:
         """Note the first copies, in one tier, of blocks that a writer has finished."""
-        if tier.lasting is not None:
+        if tier.backend.persistent is not None:
             for _, copy in copies:
                 self._keep(copy)
         self.index.publish(tier, copies)
@@ -184,7 +242,7 @@ class Node:
         return len(digests)
 
     def born_at_s(self, epoch: int) -> float:
-        """Monotonic second at which the agent started that wrote a record: all that it tells of the block's age."""
+        """Monotonic second at which the agent started that wrote a record: all that it reveals of the block's age."""
         return self.clock() - max(0.0, self.wall() - started_unix_s(epoch))
 
     def swap_copy(self, entry: Entry, old: Residence, new: Residence) -> None:
@@ -192,7 +250,7 @@ class Node:
         self._keep(new)
         self.index.swap(entry, old, new)
         self.announcer.mark(entry.scope, entry.digest)
-        self._free(entry, old)
+        self.free_copy(entry, old)
 
     def drop_copy(self, entry: Entry, tier: Tier, *, keep_bytes: bool = False) -> Residence:
         """Take one copy away; the last one ends the block. A slot that is being read is freed when that ends.
@@ -200,14 +258,14 @@ class Node:
         With `keep_bytes` the medium keeps the copy for a later run; only this node's books forget it.
         """
         was_best = entry.residences[0].tier is tier
-        parent = self._standing(entry) if entry.followers else None
+        parent = self._nearest_resident_ancestor(entry) if entry.followers else None
         gone = self.index.remove(entry, tier)
         if entry.level == GONE and entry.followers:
             self.sessions.lost(entry, parent)
         if was_best:
             self.announcer.mark(entry.scope, entry.digest)
         if not keep_bytes:
-            self._free(entry, gone)
+            self.free_copy(entry, gone)
         return gone
 
     def drop_block(self, entry: Entry, reason: str) -> None:
@@ -236,13 +294,13 @@ class Node:
         else:
             self.counters.add("kvstrata_io_errors_total", tier=tier.name, operation="read")
             tier.failed()
-        parent = self._standing(entry)
+        parent = self._nearest_resident_ancestor(entry)
         self.drop_copy(entry, tier)
         if entry.level == GONE and parent is not None:
             self.sessions.broke(entry, parent, self.index)
 
     def write_failed(self, tier: Tier, message: str) -> None:
-        """A tier could not store a block: it gets no new ones for a while and says why."""
+        """A tier could not store a block: it gets no new ones for a while and states why."""
         self.counters.add("kvstrata_io_errors_total", tier=tier.name, operation="write")
         tier.last_error = message
         tier.failed(self.clock() + WRITE_PAUSE_S)
@@ -252,9 +310,9 @@ class Node:
         count = 0
         for lease in ended:
             count += 1
-            if self.condemned and lease.entry in self.condemned:
-                for residence in self.condemned.pop(lease.entry):
-                    self._free(lease.entry, residence)
+            if self.deferred_frees and lease.entry in self.deferred_frees:
+                for residence in self.deferred_frees.pop(lease.entry):
+                    self.free_copy(lease.entry, residence)
         self.changed.fire()
         return count
 
@@ -288,7 +346,7 @@ class Node:
         for reservation in reservations:
             count += 1
             self.growth.lost(reservation.id, self.clock())
-            self.give_back(reservation.tier, reservation.slot, reservation.entry.tenant)
+            self.free(reservation.tier, reservation.slot, reservation.entry.tenant)
             if not reservation.entry.residences and reservation.entry.level != GONE:
                 self.index.forget(reservation.entry)
         return count
@@ -327,34 +385,26 @@ class Node:
         found = set[Entry]()
         heads = [h for s in self.sessions if s.state is SessionState.DECODING for h in s.heads if h.scope in scopes]
         for head in heads:
-            entry: Entry | None = head
-            while entry is not None and entry not in found:
+            for entry in chain((head,), self.index.ancestors(head)):
+                if entry in found:
+                    break
                 found.add(entry)
                 if len(found) > DECODED_MAX:
                     return None
-                entry = self.index.parent(entry) if entry.level != GONE else None
         return found
 
-    def _standing(self, entry: Entry) -> Entry | None:
-        """The nearest block before this one that has a copy."""
-        parent = self.index.parent(entry)
-        while parent is not None and not parent.residences:
-            parent = self.index.parent(parent)
-        return parent
+    def _nearest_resident_ancestor(self, entry: Entry) -> Entry | None:
+        return next((e for e in self.index.ancestors(entry) if e.residences), None)
 
     @staticmethod
     def _keep(copy: Residence) -> None:
-        """Let a copy outlive the agent, before anybody is told of it."""
-        if copy.tier.lasting is not None:
-            copy.tier.lasting.commit(copy.slot, copy.record)
+        """Let a copy outlive the agent, before anybody learns of it."""
+        if copy.tier.backend.persistent is not None:
+            copy.tier.backend.persistent.commit(copy.slot, copy.record)
 
-    def discard(self, entry: Entry, unfinished: Residence) -> None:
-        """Free the slot of a copy that will never be whole, when its last reader has ended its lease."""
-        self._free(entry, unfinished)
-
-    def _free(self, entry: Entry, gone: Residence) -> None:
-        """Give a slot back, at once or when the last reader of just this copy has ended its lease."""
+    def free_copy(self, entry: Entry, gone: Residence) -> None:
+        """Free the slot of a copy, at once or when the last reader of just this copy has ended its lease."""
         if entry.leases and any(lease.residence is gone for lease in self.leases.of(entry)):
-            self.condemned.setdefault(entry, []).append(gone)
+            self.deferred_frees.setdefault(entry, []).append(gone)
         else:
-            self.give_back(gone.tier, gone.slot, entry.tenant)
+            self.free(gone.tier, gone.slot, entry.tenant)

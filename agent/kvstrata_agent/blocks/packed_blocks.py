@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _ROW: Final = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}s{CHECKSUM_BYTES}sddQQIII{TIERS_MAX}H")
 """digest, parent, checksum, born, last use, stamp, offset, extent, stored bytes, kind, children at each level."""
-ROW_BYTES: Final = _ROW.size
+PACKED_BYTES: Final = _ROW.size
 FIELDS: Final = np.dtype(
     [
         ("digest", "u1", KEY_BYTES), ("parent", "u1", KEY_BYTES), ("checksum", "u1", CHECKSUM_BYTES),
@@ -36,10 +36,10 @@ FIELDS: Final = np.dtype(
         ("extent", "<u4"), ("stored_bytes", "<u4"), ("kind", "<u4"), ("counts", "<u2", TIERS_MAX),
     ]
 )  # fmt: skip
-_KIND_AT: Final = ROW_BYTES - 2 * TIERS_MAX - 4
+_KIND_AT: Final = PACKED_BYTES - 2 * TIERS_MAX - 4
 _EXTENT_AT: Final = _KIND_AT - 8
 _COUNTS: Final = struct.Struct(f"<{TIERS_MAX}H")
-_COUNTS_AT: Final = ROW_BYTES - _COUNTS.size
+_COUNTS_AT: Final = PACKED_BYTES - _COUNTS.size
 _U32: Final = struct.Struct("<I")
 NUMBER_MAX: Final = 2**32 - 1
 COUNT_MAX: Final = 2**16 - 1
@@ -51,12 +51,12 @@ _SLOTS_MIN: Final = 16
 _EMPTY: Final = 0
 _DELETED: Final = 1
 _FIRST: Final = 2
-"""A table holds a row's number and this; what is below says that there is none."""
+"""A table holds a row's number and this; what is below means that there is none."""
 _FREE: Final = 0
 """Kind of a row that holds no block."""
 
 
-class Kind(NamedTuple):
+class PackedKind(NamedTuple):
     """What a row has in common with many others."""
 
     scope: ScopeId
@@ -71,10 +71,10 @@ class Kind(NamedTuple):
     """The block continues none."""
 
 
-class Row(NamedTuple):
+class PackedBlock(NamedTuple):
     """A block with one copy."""
 
-    kind: Kind
+    kind: PackedKind
     digest: bytes
     parent: bytes
     checksum: bytes
@@ -93,16 +93,16 @@ class Row(NamedTuple):
         return max(self.stored_bytes, self.extent) <= NUMBER_MAX and max(self.counts) <= COUNT_MAX
 
 
-class _Kinds:
+class _PackedKinds:
     """Kinds by number, as long as a row is of them."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Kind, int] = {}
-        self.values: list[Kind | None] = [None]
+        self._numbers: dict[PackedKind, int] = {}
+        self.values: list[PackedKind | None] = [None]
         self._uses = [0]
         self._unused: list[int] = []
 
-    def take(self, kind: Kind, count: int = 1) -> int:
+    def take(self, kind: PackedKind, count: int = 1) -> int:
         number = self._numbers.get(kind)
         if number is None:
             if self._unused:
@@ -125,16 +125,16 @@ class _Kinds:
             self.values[number] = None
             self._unused.append(number)
 
-    def where(self, is_meant: Callable[[Kind], bool]) -> list[int]:
+    def where(self, is_meant: Callable[[PackedKind], bool]) -> list[int]:
         return [number for kind, number in self._numbers.items() if is_meant(kind)]
 
 
-class RowTable:
+class PackedTable:
     """All rows of a node. A row's number is good until the row is taken out."""
 
     def __init__(self) -> None:
         self._chunks: list[bytearray] = []
-        self._kinds = _Kinds()
+        self._kinds = _PackedKinds()
         self._tables = [array("I", bytes(4 * _SLOTS_MIN)) for _ in range(_SHARDS)]
         self._filled = [0] * _SHARDS
         """Places of each table that are not empty, deleted ones included."""
@@ -160,13 +160,13 @@ class RowTable:
         chunks = self._chunks
         while (held := table[place]) != _EMPTY:
             number = held - _FIRST
-            chunk, start = chunks[number >> _CHUNK_BITS], (number & (_CHUNK_ROWS - 1)) * ROW_BYTES
+            chunk, start = chunks[number >> _CHUNK_BITS], (number & (_CHUNK_ROWS - 1)) * PACKED_BYTES
             if held != _DELETED and chunk.startswith(digest, start) and self.kind(number).scope == scope:
                 return table, place
             place = (place + 1) & mask
         return None
 
-    def put(self, row: Row) -> int:
+    def put(self, row: PackedBlock) -> int:
         """Add a row whose block has none; returns its number. It must fit."""
         if not self._unused:
             self._add_chunk()
@@ -181,8 +181,8 @@ class RowTable:
         self._enter(hash(row.digest), number)
         return number
 
-    def put_all(self, kinds: Sequence[Kind], of: NDArray[np.intp], rows: NDArray[np.void]) -> NDArray[np.uint32]:
-        """Add `FIELDS` of blocks that have no rows, each of the kind that `of` says; returns their numbers."""
+    def put_all(self, kinds: Sequence[PackedKind], of: NDArray[np.intp], rows: NDArray[np.void]) -> NDArray[np.uint32]:
+        """Add `FIELDS` of blocks that have no rows, each of the kind that `of` gives; returns their numbers."""
         uses = np.bincount(of, minlength=len(kinds)).tolist()
         rows["kind"] = np.array([self._kinds.take(kind, count) for kind, count in zip(kinds, uses, strict=True)])[of]
         numbers = self._free_numbers(len(rows))
@@ -206,7 +206,7 @@ class RowTable:
     def _add_chunk(self) -> None:
         """Numbers are handed out one after the other, a chunk at a time when there are none."""
         first = len(self._chunks) << _CHUNK_BITS
-        self._chunks.append(bytearray(_CHUNK_ROWS * ROW_BYTES))
+        self._chunks.append(bytearray(_CHUNK_ROWS * PACKED_BYTES))
         self._unused.extend(range(first + _CHUNK_ROWS - 1, first - 1, -1))
 
     def _enter_all(self, digests: Sequence[bytes], numbers: NDArray[np.uint32]) -> None:
@@ -241,7 +241,7 @@ class RowTable:
                 self._rebuild(shard, more)
 
     def _rebuild(self, shard: int, more: int = 1) -> None:
-        """Make a table anew, at most half full with so many more, and without what was deleted."""
+        """Rebuild a table, at most half full with so many more, and without what was deleted."""
         held = [h for h in self._tables[shard] if h >= _FIRST]
         slots = max(_SLOTS_MIN, 1 << (2 * (len(held) + more) - 1).bit_length())
         table = self._tables[shard] = array("I", bytes(4 * slots))
@@ -253,7 +253,7 @@ class RowTable:
                 place = (place + 1) & (slots - 1)
             table[place] = h
 
-    def take(self, number: int) -> Row:
+    def take(self, number: int) -> PackedBlock:
         """Take a row out and return it."""
         row = self.read(number)
         at = self._place(row.kind.scope, row.digest)
@@ -267,13 +267,13 @@ class RowTable:
         self._unused.append(number)
         return row
 
-    def read(self, number: int) -> Row:
+    def read(self, number: int) -> PackedBlock:
         """Return a row."""
         row = self.peek(number)
         assert row is not None, f"row {number} holds no block"
         return row
 
-    def peek(self, number: int) -> Row | None:
+    def peek(self, number: int) -> PackedBlock | None:
         """Return a row; None when it holds no block any more."""
         digest, parent, checksum, born_s, used_at_s, stamp, offset, extent, stored, of, *counts = _ROW.unpack_from(
             *self._at(number)
@@ -282,7 +282,9 @@ class RowTable:
         if kind is None:
             return None
         before = b"" if kind.is_root else parent
-        return Row(kind, digest, before, checksum, born_s, used_at_s, stamp, offset, extent, stored, tuple(counts))
+        return PackedBlock(
+            kind, digest, before, checksum, born_s, used_at_s, stamp, offset, extent, stored, tuple(counts)
+        )
 
     def lies_in(self, number: int, tier: Tier, extent: int) -> bool:
         """True when a row holds a block of this extent."""
@@ -295,15 +297,15 @@ class RowTable:
         chunk, start = self._at(number)
         return b"" if self.kind(number).is_root else bytes(chunk[start + KEY_BYTES : start + 2 * KEY_BYTES])
 
-    def kind(self, number: int) -> Kind:
+    def kind(self, number: int) -> PackedKind:
         """Kind of a row."""
         chunk, start = self._at(number)
-        kind: Kind | None = self._kinds.values[_U32.unpack_from(chunk, start + _KIND_AT)[0]]
+        kind: PackedKind | None = self._kinds.values[_U32.unpack_from(chunk, start + _KIND_AT)[0]]
         assert kind is not None, f"row {number} holds no block"
         return kind
 
     def count(self, number: int, level: int, step: int) -> bool:
-        """Count children of a block at a level; False when there are more than a row can tell."""
+        """Count children of a block at a level; False when there are more than a row can count."""
         chunk, start = self._at(number)
         counts = list(_COUNTS.unpack_from(chunk, start + _COUNTS_AT))
         if counts[level] + step > COUNT_MAX:
@@ -317,7 +319,7 @@ class RowTable:
         for fields in self._fields():
             fields["counts"] = 0
 
-    def where(self, is_meant: Callable[[Kind], bool]) -> list[NDArray[np.uint32]]:
+    def where(self, is_meant: Callable[[PackedKind], bool]) -> list[NDArray[np.uint32]]:
         """Numbers of the rows whose kind is meant, in arrays of one chunk each, none of them empty."""
         kinds = self._kinds.where(is_meant)
         if not kinds:
@@ -328,7 +330,7 @@ class RowTable:
         return [(at + (i << _CHUNK_BITS)).astype(np.uint32) for i, at in enumerate(found) if len(at)]
 
     def crowded(self) -> list[int]:
-        """Numbers of rows with more children in all than a row can tell of one level."""
+        """Numbers of rows with more children in all than a row can count at one level."""
         parts = (
             (part, self._column("counts", part).sum(axis=1, dtype=np.int64)) for part in self.where(lambda _: True)
         )
@@ -367,7 +369,7 @@ class RowTable:
         return (np.frombuffer(chunk, FIELDS) for chunk in self._chunks)
 
     def _at(self, number: int) -> tuple[bytearray, int]:
-        return self._chunks[number >> _CHUNK_BITS], (number & (_CHUNK_ROWS - 1)) * ROW_BYTES
+        return self._chunks[number >> _CHUNK_BITS], (number & (_CHUNK_ROWS - 1)) * PACKED_BYTES
 
 
 def _fill(table: array[int], hashes: NDArray[np.int64], held: Sequence[int]) -> int:
@@ -382,7 +384,7 @@ def _fill(table: array[int], hashes: NDArray[np.int64], held: Sequence[int]) -> 
     return filled
 
 
-assert FIELDS.itemsize == ROW_BYTES, "both say the same of a row"
+assert FIELDS.itemsize == PACKED_BYTES, "both describe the same row"
 assert FIELDS.fields is not None
 assert FIELDS.fields["kind"][1] == _KIND_AT
 assert FIELDS.fields["extent"][1] == _EXTENT_AT

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from kvstrata_agent.backends.base import SlotRef
     from kvstrata_agent.blocks.block import Entry
+    from kvstrata_agent.blocks.request import RequestContext
     from kvstrata_agent.blocks.sessions import Session
     from kvstrata_agent.blocks.tier import Tier
-    from kvstrata_agent.cache.request import Place
 
 RESERVATION_S: Final = 30.0
 """Time to publish (design: metadata.md); a copy of one block takes milliseconds, a swapped-out writer seconds."""
@@ -65,12 +65,12 @@ class ReservationTable:
     def __iter__(self) -> Iterator[Reservation]:
         return iter(self._reservations.values())
 
-    def grant(self, place: Place, entry: Entry, tier: Tier, slot: SlotRef, expires_s: float) -> Reservation:
+    def grant(self, place: RequestContext, entry: Entry, tier: Tier, slot: SlotRef, expires_s: float) -> Reservation:
         """Note that `slot` was given out."""
         return self.grant_all(place, [entry], tier, [slot], expires_s)[0]
 
     def grant_all(
-        self, place: Place, entries: Sequence[Entry], tier: Tier, slots: Sequence[SlotRef], expires_s: float
+        self, place: RequestContext, entries: Sequence[Entry], tier: Tier, slots: Sequence[SlotRef], expires_s: float
     ) -> list[Reservation]:
         """Note that each slot was given out for the entry at its place."""
         owner, raw_bytes, session = place.owner, place.raw_bytes, place.session

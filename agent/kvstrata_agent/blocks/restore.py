@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvstrata_agent.backends.recovered import Columns
+    from kvstrata_agent.backends.base import Columns
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.index import Index
     from kvstrata_agent.blocks.scope_table import Blocks
@@ -49,7 +49,7 @@ class Forest:
     children: NDArray[np.intp]
     """How many blocks that are not odd continue each one."""
     is_odd: NDArray[np.bool_]
-    """Blocks that want a look of their own: twins, and those that stand in a ring or behind one."""
+    """Blocks that are handled one by one: twins, and those that stand in a ring or behind one."""
 
 
 def forest_of(digests: NDArray[np.uint8], parents: NDArray[np.uint8], has_parent: NDArray[np.bool_]) -> Forest:
@@ -123,7 +123,7 @@ class Restoring:
     """The blocks of one scope in one tier, which are entered an extent at a time."""
 
     def __init__(self, index: Index, tier: Tier, extents: deque[Columns], born_at_s: Callable[[int], float]) -> None:
-        """Takes over `extents`, all of one scope. `born_at_s` tells the monotonic second from a record's epoch."""
+        """Takes over `extents`, all of one scope. `born_at_s` derives the monotonic second from a record's epoch."""
         self._index = index
         self._tier = tier
         self.scope = extents[0].scope
@@ -132,7 +132,7 @@ class Restoring:
         self._start = 0
         """Blocks of the extents that are done."""
         self._blocks: Blocks | None = None
-        self._folds = NONE
+        self._packings_seen = NONE
         """Rows that were made one by one: where that is still so, those of the scope can be none but ours."""
 
     @property
@@ -149,7 +149,7 @@ class Restoring:
 
     def prepare(self) -> None:
         """Make room for so many rows. One step."""
-        self._index.rows.expect(len(self._forest.parents))
+        self._index.packed.expect(len(self._forest.parents))
 
     def enter(self) -> Restored:
         """Enter the blocks of the next extent. One step."""
@@ -175,7 +175,7 @@ class Restoring:
         """The scope, which may have been emptied and opened again since the last step."""
         blocks = self._index.opened(self.scope)
         if blocks is not self._blocks:
-            self._blocks, self._folds = blocks, NONE if blocks.folded else blocks.folds
+            self._blocks, self._packings_seen = blocks, NONE if blocks.packed else blocks.packings
         return blocks
 
     def _are_new(self, blocks: Blocks, digests: Sequence[bytes]) -> Mask:
@@ -188,8 +188,8 @@ class Restoring:
         return is_new
 
     def _known(self, blocks: Blocks) -> Blocks | dict[bytes, Entry]:
-        """What is here already. Rows that we have put are not looked at: no two of ours have the same key."""
-        return blocks if blocks.folds != self._folds else blocks.in_use
+        """What is here already. Rows that we have put are not searched: no two of ours have the same key."""
+        return blocks if blocks.packings != self._packings_seen else blocks.in_use
 
     def _copy(self, columns: Columns, at: int) -> Residence:
         return Residence(self._tier, columns.slot(at), columns.record(at))
@@ -212,7 +212,7 @@ class Restoring:
         blocks.put_all(kinds, of, rows)
 
     def _put_entry(self, blocks: Blocks, columns: Columns, at: int, children: int) -> None:
-        """Enter a block that is a possible victim, or that no row can tell of."""
+        """Enter a block that is a possible victim, or that no row can describe."""
         copy, account = self._copy(columns, at), blocks.account_in(self._tier, columns.extent)
         self._index.enter(copy, account, self._born_at_s(copy.record.epoch), children)
 
@@ -224,17 +224,17 @@ class Restoring:
             blocks.count_apart(parent, level)
 
     def _with_others(self, blocks: Blocks, columns: Columns, digests: Sequence[bytes], is_plain: Mask) -> Restored:
-        """Enter what is not plain, and tell what became of all."""
+        """Enter what is not plain, and return what became of all."""
         others = np.flatnonzero(~is_plain).tolist()
         copies = [self._copy(columns, at) for at in others]
-        before = blocks.folds
+        before = blocks.packings
         entered, unwanted = self._index.restore(copies, self._born_at_s)
-        self._folds += blocks.folds - before  # None of these has the key of a plain one.
+        self._packings_seen += blocks.packings - before  # None of these has the key of a plain one.
         plain = compress(digests, is_plain.tolist())
         return Restored([*plain, *(key.digest for key in entered)], unwanted)
 
 
 def _fits(columns: Columns, counts: NDArray[np.intp]) -> Mask:
-    """Blocks of which a row can tell everything."""
+    """Blocks which a row describes in full."""
     fits: Mask = (columns.records["stored_bytes"] <= NUMBER_MAX) & (counts <= COUNT_MAX)
     return fits & np.bool_(columns.extent <= NUMBER_MAX)

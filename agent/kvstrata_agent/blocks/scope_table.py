@@ -1,10 +1,10 @@
-"""The blocks of one scope: those in use as entries, the others folded into rows. No clock, no I/O.
+"""The blocks of one scope: those in use as entries, the others packed into rows. No clock, no I/O.
 
 A block that nobody holds, that no session ends in and that something continues in the same place is no victim of
 eviction and changes with nothing but its use, so a row can stand for it. Whoever asks for it by its digest gets an
-entry again, and the same one as long as anybody has it: only what nobody else refers to is folded.
+entry again, and the same one as long as anybody has it: only what nobody else refers to is packed.
 
-Keeps chains free of rings: no block comes before itself, whatever clients, peers and media say. No clock, no I/O.
+Keeps chains free of rings: no block comes before itself, whatever clients, peers and media state. No clock, no I/O.
 
 Nobody can check a parent that somebody names. In a ring every block waits for another one to be evicted first, and a
 walk from a head to its root never ends.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.blocks.block import TIERS_MAX, Entry, Residence, account_of
-from kvstrata_agent.blocks.packed_blocks import Kind, Row
+from kvstrata_agent.blocks.packed_blocks import PackedBlock, PackedKind
 from kvstrata_api.blocks import BlockKey, unpack_digests
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstrata_agent.blocks.tier import Tier
-    from kvstrata_agent.blocks.tier_contents import Folds
+    from kvstrata_agent.blocks.tier_contents import Packing
     from kvstrata_api.blocks import ScopeId
 
 
@@ -41,10 +41,10 @@ class Ancestry:
     """Finds the ends of a scope's chains. What a walk found is kept until a block goes, so a chain is walked once."""
 
     def __init__(self, parent_of: Callable[[bytes], bytes | None]) -> None:
-        """`parent_of` tells the digest before a block, empty for a root and None for a block that is not here."""
+        """`parent_of` returns the digest before a block, empty for a root and None for a block that is not here."""
         self._parent_of = parent_of
         self._jumps: dict[bytes, bytes] = {}
-        """Some block before each one, the first of its chain when that was last looked for."""
+        """Some block before each one, the first of its chain when that was last searched."""
 
     def is_ring(self, digest: bytes, parent: bytes) -> bool:
         """True when the block `digest`, whose children are here already, would come before itself behind `parent`."""
@@ -74,11 +74,11 @@ class Ancestry:
 
 
 _REFERENCES: Final = 5
-"""To an entry that nobody uses, while it is looked at: the scope's table, its extent, two callers and the count."""
+"""To an entry that nobody uses, while it is examined: the scope's table, its extent, two callers and the count."""
 
 
-class Seen(NamedTuple):
-    """What is told of a block without making an entry of it."""
+class BlockFacts(NamedTuple):
+    """What is known of a block without making an entry of it."""
 
     digest: bytes
     tenant: str
@@ -97,47 +97,47 @@ class Copy(NamedTuple):
 class Blocks:
     """A table by digest. Its owner, the index, keeps the tiers' books beside it."""
 
-    def __init__(self, scope: ScopeId, folds: Folds) -> None:
+    def __init__(self, scope: ScopeId, packing: Packing) -> None:
         self.scope = scope
         self.account = account_of(scope)
         """Of blocks whose writer is not known."""
         self.in_use: dict[bytes, Entry] = {}
         self.children: dict[bytes, list[int]] = {}
         """For each parent digest, in use or absent, the number of its children at each level; rows have their own."""
-        self.folded = 0
+        self.packed = 0
         """Blocks that are rows."""
-        self.folds = 0
+        self.packings = 0
         """Rows that were made one by one since the scope was opened."""
         self.ancestry = Ancestry(self.parent_of)
-        self._folds = folds
-        self._rows = folds.rows
+        self._packing = packing
+        self._rows = packing.packed
 
     def __len__(self) -> int:
-        return len(self.in_use) + self.folded
+        return len(self.in_use) + self.packed
 
     def account_in(self, tier: Tier, extent: int) -> str:
         """Account of what an earlier run has left in an extent: memory knows whose client wrote it."""
-        writer = tier.mappable.extent_writer(extent) if tier.mappable is not None else ""
+        writer = tier.backend.mappable.extent_writer(extent) if tier.backend.mappable is not None else ""
         return writer or self.account
 
     def __iter__(self) -> Iterator[bytes]:
         return self.digests()
 
     def __contains__(self, digest: bytes) -> bool:
-        return digest in self.in_use or (self.folded > 0 and self._rows.find(self.scope, digest) is not None)
+        return digest in self.in_use or (self.packed > 0 and self._rows.find(self.scope, digest) is not None)
 
     def get(self, digest: bytes) -> Entry | None:
         """Return the entry of a block, or None."""
         entry = self.in_use.get(digest)
-        if entry is None and self.folded:
+        if entry is None and self.packed:
             number = self._rows.find(self.scope, digest)
-            return None if number is None else self.unfold(number)
+            return None if number is None else self.unpack(number)
         return entry
 
     def get_all(self, digests: Sequence[bytes]) -> list[Entry | None]:
         """Return the entry of each block, None for absent ones."""
         found = list(map(self.in_use.get, digests))
-        if self.folded and None in found:
+        if self.packed and None in found:
             return [e if e is not None else self.get(d) for e, d in zip(found, digests, strict=True)]
         return found
 
@@ -145,29 +145,29 @@ class Blocks:
         """Those of the digests that are not here, each once."""
         in_use = self.in_use
         missing = [d for d in dict.fromkeys(digests) if d not in in_use]
-        return [d for d in missing if self._rows.find(self.scope, d) is None] if self.folded else missing
+        return [d for d in missing if self._rows.find(self.scope, d) is None] if self.packed else missing
 
     def parent_of(self, digest: bytes) -> bytes | None:
         """Digest of the block before one that is here, empty for a root; None for one that is not here."""
         entry = self.in_use.get(digest)
         if entry is not None:
             return entry.parent
-        number = self._rows.find(self.scope, digest) if self.folded else None
+        number = self._rows.find(self.scope, digest) if self.packed else None
         return None if number is None else self._rows.parent(number)
 
     def digests(self, tenant: str = "") -> Iterator[bytes]:
         """Keys of all blocks that are here now, or of one account's; those that come later are left out."""
         in_use = [d for d, e in self.in_use.items() if tenant in ("", e.tenant)]
 
-        def is_meant(kind: Kind) -> bool:
+        def is_meant(kind: PackedKind) -> bool:
             return kind.scope == self.scope and tenant in ("", kind.tenant)
 
-        found = self._rows.where(is_meant) if self.folded else []
+        found = self._rows.where(is_meant) if self.packed else []
         return _each(in_use, [self._rows.digests(part) for part in found])
 
     def older(self, used_by_s: float, born_by_s: float) -> Iterator[bytes]:
         """Keys of all entries that there are now, and of the blocks without one that were used, or came, by then."""
-        parts = self._rows.where(lambda kind: kind.scope == self.scope) if self.folded else []
+        parts = self._rows.where(lambda kind: kind.scope == self.scope) if self.packed else []
         older = [self._rows.digests(self._rows.older(part, used_by_s, born_by_s)) for part in parts]
         return _each(tuple(self.in_use), older)
 
@@ -175,20 +175,20 @@ class Blocks:
         """Entries of all blocks that are here now, or of one account's, each made when it is asked for."""
         return (entry for digest in self.digests(tenant) if (entry := self.get(digest)) is not None)
 
-    def look(self, digests: Iterable[bytes]) -> Iterator[Seen]:
-        """Tell of blocks without making entries; absent ones are left out."""
+    def facts(self, digests: Iterable[bytes]) -> Iterator[BlockFacts]:
+        """Age and account of blocks, without making entries; absent ones are left out."""
         for digest in digests:
             entry = self.in_use.get(digest)
             if entry is not None:
-                yield Seen(digest, entry.tenant, entry.born_s, entry.used_at_s)
-            elif self.folded and (number := self._rows.find(self.scope, digest)) is not None:
+                yield BlockFacts(digest, entry.tenant, entry.born_s, entry.used_at_s)
+            elif self.packed and (number := self._rows.find(self.scope, digest)) is not None:
                 row = self._rows.read(number)
-                yield Seen(digest, row.kind.tenant, row.born_s, row.used_at_s)
+                yield BlockFacts(digest, row.kind.tenant, row.born_s, row.used_at_s)
 
     def links(self) -> Iterator[tuple[bytes, bytes]]:
-        """Keys of all blocks that are no root, each with its parent's. In one step: a tenth of a look at each."""
+        """Keys of all blocks that are no root, each with its parent's, in one step: ten times as fast as one by one."""
         yield from ((d, e.parent) for d, e in self.in_use.items() if e.parent)
-        for part in self._rows.where(lambda kind: kind.scope == self.scope and not kind.is_root) if self.folded else ():
+        for part in self._rows.where(lambda kind: kind.scope == self.scope and not kind.is_root) if self.packed else ():
             digests, parents = self._rows.digests(part), self._rows.parents(part)
             yield from zip(unpack_digests(digests), unpack_digests(parents), strict=True)
 
@@ -205,7 +205,7 @@ class Blocks:
                 return None
             tier, slot, record = entry.residences[0]
             return Copy(tier, slot.stamp, record.stored_bytes)
-        number = self._rows.find(self.scope, digest) if self.folded else None
+        number = self._rows.find(self.scope, digest) if self.packed else None
         if number is None:
             return None
         row = self._rows.read(number)
@@ -215,21 +215,21 @@ class Blocks:
         """Children of a block at each level, to be changed; of one that is absent, too."""
         counts = self.children.get(parent)
         if counts is None:
-            if self.folded and parent not in self.in_use and (found := self._rows.find(self.scope, parent)) is not None:
-                self.unfold(found)
+            if self.packed and parent not in self.in_use and (found := self._rows.find(self.scope, parent)) is not None:
+                self.unpack(found)
             counts = self.children.setdefault(parent, [0] * TIERS_MAX)
         return counts
 
     def count_apart(self, parent: bytes, level: int) -> None:
         """Count a child without making an entry of its parent: for many at a time."""
         counts = self.children.get(parent)
-        if counts is None and self.folded and parent not in self.in_use:
+        if counts is None and self.packed and parent not in self.in_use:
             number = self._rows.find(self.scope, parent)
             if number is not None and self._rows.count(number, level, 1):
                 return
         self.counts(parent)[level] += 1
 
-    def unfold(self, number: int) -> Entry:
+    def unpack(self, number: int) -> Entry:
         """Make the entry of a row again, and a possible victim of it where nothing continues it there."""
         row = self._rows.take(number)
         kind = row.kind
@@ -245,13 +245,13 @@ class Blocks:
         self.in_use[row.digest] = entry
         if any(row.counts):
             self.children[row.digest] = list(row.counts)
-        self.folded -= 1
-        self._folds.contents(kind.tier).unfolded(entry, row.extent)
+        self.packed -= 1
+        self._packing.contents(kind.tier).unpacked(entry, row.extent)
         if not any(row.counts[: entry.level + 1]):
-            self._folds.contents(kind.tier).offer(entry)
+            self._packing.contents(kind.tier).offer(entry)
         return entry
 
-    def fold(self, entry: Entry) -> bool:
+    def pack(self, entry: Entry) -> bool:
         """Make a row of a block that nobody uses; False when somebody does, or when it is a possible victim."""
         if len(entry.residences) != 1 or entry.is_held or entry.followers:
             return False
@@ -259,50 +259,50 @@ class Blocks:
         counts = self.children.get(entry.digest)
         if counts is None or not any(counts[: entry.level + 1]):
             return False
-        self._folds.contents(copy.tier).withdraw(entry)
-        row = row_of(copy, entry.tenant, entry.parent, entry.born_s, entry.used_at_s, tuple(counts))
+        self._packing.contents(copy.tier).withdraw(entry)
+        row = packed_of(copy, entry.tenant, entry.parent, entry.born_s, entry.used_at_s, tuple(counts))
         if row is None or not row.fits or sys.getrefcount(entry) > _REFERENCES:
             return False
         del self.in_use[entry.digest], self.children[entry.digest]
-        self._folds.contents(copy.tier).forget_entry(entry, copy.slot.extent)
+        self._packing.contents(copy.tier).forget_entry(entry, copy.slot.extent)
         self.put(row)
         return True
 
-    def put(self, row: Row) -> None:
+    def put(self, row: PackedBlock) -> None:
         """Add a row, for a block of this scope that is not here."""
-        self.folded += 1
-        self.folds += 1
-        self._folds.contents(row.kind.tier).folded((self._rows.put(row),), row.extent, self.scope, self._folds)
+        self.packed += 1
+        self.packings += 1
+        self._packing.contents(row.kind.tier).note_packed((self._rows.put(row),), row.extent, self.scope, self._packing)
 
-    def put_all(self, kinds: Sequence[Kind], of: NDArray[np.intp], rows: NDArray[np.void]) -> None:
-        """Add rows of blocks of one extent that are not here; see `RowTable.put_all`."""
-        self.folded += len(rows)
+    def put_all(self, kinds: Sequence[PackedKind], of: NDArray[np.intp], rows: NDArray[np.void]) -> None:
+        """Add rows of blocks of one extent that are not here; see `PackedTable.put_all`."""
+        self.packed += len(rows)
         numbers = self._rows.put_all(kinds, of, rows).tolist()
-        self._folds.contents(kinds[0].tier).folded(numbers, int(rows["extent"][0]), self.scope, self._folds)
+        self._packing.contents(kinds[0].tier).note_packed(numbers, int(rows["extent"][0]), self.scope, self._packing)
 
 
-def _each(in_use: Iterable[bytes], folded: Iterable[bytes]) -> Iterator[bytes]:
+def _each(in_use: Iterable[bytes], packed: Iterable[bytes]) -> Iterator[bytes]:
     """Keys one by one; those of rows are joined until then, which takes a third of the memory."""
-    return chain(in_use, chain.from_iterable(map(unpack_digests, folded)))
+    return chain(in_use, chain.from_iterable(map(unpack_digests, packed)))
 
 
-def kind_of(copy: Residence, tenant: str) -> Kind:
+def kind_of(copy: Residence, tenant: str) -> PackedKind:
     """What a block with this copy has in common with many others."""
     tier, slot, record = copy
-    return Kind(
+    return PackedKind(
         record.key.scope, record.layout_id, tenant, tier, record.codec, record.epoch, record.raw_bytes,
         slot.size_bytes, not record.parent,
     )  # fmt: skip
 
 
-def row_of(
+def packed_of(
     copy: Residence, tenant: str, parent: bytes, born_s: float, used_at_s: float, counts: tuple[int, ...]
-) -> Row | None:
+) -> PackedBlock | None:
     """The row of a block with just this copy; None where its record names another parent than the block has."""
     _, slot, record = copy
     if record.parent != parent:
         return None
-    return Row(
+    return PackedBlock(
         kind_of(copy, tenant), record.key.digest, parent, record.checksum, born_s, used_at_s, slot.stamp, slot.offset,
         slot.extent, record.stored_bytes, counts,
     )  # fmt: skip

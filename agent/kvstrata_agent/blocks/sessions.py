@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.policy.fair_share import FairOrder
+from kvstrata_agent.policy.quota import FairOrder
 from kvstrata_api.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Session:
     absent: tuple[tuple[str, bytes], ...] = ()
     """Scope and digest of heads of an earlier run whose blocks are not here (yet)."""
     is_changed: bool = False
-    """True until the directory and the journal were told."""
+    """True until the directory and the journal were notified."""
     is_forgotten: bool = False
     """True once nobody will let go of its heads any more, so that it takes no new ones: a slow request may hold it."""
 
@@ -172,8 +173,8 @@ class SessionTable:
             for head in origin.heads if origin is not None else ():
                 session.add_head(head)
             if not self._add(session):
-                told = f"{self._order.count(tenant)} of this tenant are open, and none of them may be forgotten"
-                raise InvalidInputError(f"session {name!r}: {told}; a node remembers {self._max}")
+                why = f"{self._order.count(tenant)} of this tenant are open, and none of them may be forgotten"
+                raise InvalidInputError(f"session {name!r}: {why}; a node remembers {self._max}")
         else:
             session.turns += 1
             session.priority = priority or session.priority
@@ -299,9 +300,9 @@ class SessionTable:
 
     def _superfluous(self, newest: Session) -> Session:
         """Which session makes way for the newest; itself when nobody has to."""
-        payer = self._order.payer()
-        may_go = [QUIET] if newest.tenant == payer else [QUIET, frozenset({SessionState.OPEN})]
-        found = (s for states in may_go for s in self._of(payer) if s.state in states)
+        largest = self._order.largest_account()
+        may_go = [QUIET] if newest.tenant == largest else [QUIET, frozenset({SessionState.OPEN})]
+        found = (s for states in may_go for s in self._of(largest) if s.state in states)
         return next(found, newest)
 
     def _of(self, tenant: str) -> Iterator[Session]:
@@ -310,13 +311,12 @@ class SessionTable:
 
 def _runs_through(heads: Iterable[Entry], gone: Entry, index: Index) -> bool:
     """True when a chain that ends at one of the heads continues a block that is not here any more."""
-    for head in heads:
-        entry: Entry | None = head if head.residences else None
-        while entry is not None:
-            if entry.scope == gone.scope and entry.parent == gone.digest:
-                return True
-            entry = index.parent(entry)
-    return False
+    return any(
+        entry.scope == gone.scope and entry.parent == gone.digest
+        for head in heads
+        if head.residences
+        for entry in chain((head,), index.ancestors(head))
+    )
 
 
 def _add_guard(entry: Entry, guard: str) -> None:

@@ -1,28 +1,22 @@
-"""One tier of this node: its backend, its state and whose slots it has. What lies in it, `TierContents` has."""
+"""One tier of this node: its backend, its state, whose slots it has, and how one asks for a slot.
+
+What lies in it, `TierContents` has.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
-from kvstrata_agent.backends.base import (
-    Device,
-    GroupBackend,
-    LastingBackend,
-    MappableBackend,
-    PacedBackend,
-    SlotRef,
-    StripedBackend,
-    TierBackend,
-)
-from kvstrata_agent.backends.recovered import ColumnarBackend
 from kvstrata_agent.policy.placement import TierFacts
 from kvstrata_agent.policy.quota import over_hard_bytes
 from kvstrata_api.errors import BackendFailedError, QuotaExceededError, TierFullError
 
 if TYPE_CHECKING:
+    from kvstrata_agent.backends.base import Device, SlotRef, TierBackend
     from kvstrata_api.blocks import ScopeId
     from kvstrata_api.models.poolnode import NodeTier, TierProbe
+
 
 Phase = Literal["Pending", "Ready", "Degraded", "Failed", "Draining"]
 
@@ -61,7 +55,7 @@ class Tier:
     shrinking: frozenset[int] = frozenset()
     """Those of them that the last resize closed."""
     leaves_by_s: float | None = None
-    """Monotonic second until which its blocks move to other tiers, because it is declared no more; None: it stays."""
+    """Monotonic second until which its blocks move to other tiers: it was removed from the spec. None: it stays."""
     is_drained: bool = False
     """True while a KVOperation wants its blocks in other tiers."""
     is_stuck: bool = False
@@ -78,27 +72,6 @@ class Tier:
     """Blocks of an earlier run that were found when the tier came up."""
     refused_told: int = 0
     """Refused requests of its store that the metrics know of."""
-    mappable: MappableBackend | None = field(init=False)
-    """The backend, when engines can map its extents. Found out once: asking a protocol takes 15 us."""
-    striped: StripedBackend | None = field(init=False)
-    """The backend, when it is one of several devices."""
-    paced: PacedBackend | None = field(init=False)
-    """The backend, when its medium may refuse requests."""
-    lasting: LastingBackend | None = field(init=False)
-    """The backend, when it has to be told of the blocks that are to outlive the agent."""
-    columnar: ColumnarBackend | None = field(init=False)
-    """The backend, when it can tell of blocks of earlier runs an extent at a time."""
-    group: GroupBackend | None = field(init=False)
-    """The backend, when it takes several blocks at a time."""
-
-    def __post_init__(self) -> None:
-        self.mappable = self.backend if isinstance(self.backend, MappableBackend) else None
-        self.striped = self.backend if isinstance(self.backend, StripedBackend) else None
-        self.paced = self.backend if isinstance(self.backend, PacedBackend) else None
-        outlives_agent = self.backend.capabilities.outlives_agent
-        self.lasting = self.backend if outlives_agent and isinstance(self.backend, LastingBackend) else None
-        self.group = self.backend if isinstance(self.backend, GroupBackend) else None
-        self.columnar = self.backend if isinstance(self.backend, ColumnarBackend) else None
 
     @property
     def name(self) -> str:
@@ -127,7 +100,7 @@ class Tier:
         self.is_drained = is_wanted
 
     def phase(self, now_s: float) -> Phase:
-        """What the status says of the tier."""
+        """Phase of the tier in the status."""
         if self.is_recovering:
             return "Pending"
         if self.is_closed:
@@ -140,7 +113,8 @@ class Tier:
     @property
     def devices(self) -> tuple[Device, ...]:
         """Its devices, where they are several."""
-        return self.striped.devices if self.striped is not None else ()
+        striped = self.backend.striped
+        return striped.devices if striped is not None else ()
 
     def failed(self, until_s: float | None = None) -> None:
         """Count a failure and give the tier no blocks until then; one of several devices leaves that to the others."""
@@ -160,16 +134,17 @@ class Tier:
         """Number of an extent outside of its backend: on the wire and towards peers."""
         return self.ordinal << ORDINAL_SHIFT | extent
 
-    def relief(self, scope: ScopeId, size_bytes: int, writer: str) -> frozenset[int]:
+    def extents_to_free(self, scope: ScopeId, size_bytes: int, writer: str) -> frozenset[int]:
         """Extents that, once emptied, leave room for such a slot."""
-        if self.mappable is not None:
-            return self.mappable.relief(scope, size_bytes, writer)
-        return self.backend.relief(scope, size_bytes)
+        mappable = self.backend.mappable
+        if mappable is not None:
+            return mappable.extents_to_free(scope, size_bytes, writer)
+        return self.backend.extents_to_free(scope, size_bytes)
 
-    def take(
+    def allocate(
         self, scope: ScopeId, tenant: str, size_bytes: int, hard_bytes: int | None = None, writer: str = ""
     ) -> SlotRef:
-        """Take a slot on a tenant's account, in one step with the check of its quota.
+        """Allocate a slot on a tenant's account, in one step with the check of its quota.
 
         `writer` is the tenant whose client is to fill the slot, empty when we do; only memory that engines map asks.
         Raises `TierFullError` when there is no room, and `QuotaExceededError` when there is none for this tenant.
@@ -177,13 +152,14 @@ class Tier:
         if self.is_recovering:
             raise TierFullError(f"tier {self.name}: the blocks of an earlier run are still being entered", delay_s=1.0)
         if self.is_closed:
-            why = "it is declared no more" if self.is_leaving else "it is drained"
+            why = "it is removed from the spec" if self.is_leaving else "it is drained"
             raise TierFullError(f"tier {self.name}: {why}, and takes no blocks", delay_s=1.0)
         used_bytes = self.tenant_bytes.get(tenant, 0)
         if hard_bytes is not None and over_hard_bytes(used_bytes, size_bytes, hard_bytes):
             raise self._exceeded(tenant, used_bytes, size_bytes, hard_bytes)
-        if self.mappable is not None:
-            slot = self.mappable.reserve(scope, size_bytes, writer)
+        mappable = self.backend.mappable
+        if mappable is not None:
+            slot = mappable.reserve(scope, size_bytes, writer)
         else:
             slot = self.backend.reserve(scope, size_bytes)
         if hard_bytes is not None and over_hard_bytes(used_bytes, slot.size_bytes, hard_bytes):
@@ -192,36 +168,37 @@ class Tier:
         self.tenant_bytes[tenant] = used_bytes + slot.size_bytes
         return slot
 
-    def take_run(
+    def allocate_run(
         self, scope: ScopeId, tenant: str, size_bytes: int, count: int, hard_bytes: int | None, writer: str
     ) -> list[SlotRef]:
-        """Take up to `count` slots of equal size in memory that engines map; fewer where room or quota end."""
-        assert self.mappable is not None
+        """Allocate up to `count` slots of equal size in memory that engines map; fewer where room or quota end."""
+        mappable = self.backend.mappable
+        assert mappable is not None
         if not count or self.is_recovering or self.is_closed:
             return []
         slots: list[SlotRef] = []
         if hard_bytes is not None:  # The size of a slot is known once there is one.
             try:
-                slots.append(self.take(scope, tenant, size_bytes, hard_bytes, writer))
+                slots.append(self.allocate(scope, tenant, size_bytes, hard_bytes, writer))
             except (TierFullError, BackendFailedError):
                 return []
             count = min(count, 1 + (hard_bytes - self.tenant_bytes[tenant]) // slots[0].size_bytes)
-        more = self.mappable.reserve_run(scope, size_bytes, count - len(slots), writer)
+        more = mappable.reserve_run(scope, size_bytes, count - len(slots), writer)
         if more:
             self.tenant_bytes[tenant] = self.tenant_bytes.get(tenant, 0) + len(more) * more[0].size_bytes
         return slots + more
 
     def _exceeded(self, tenant: str, used_bytes: int, want_bytes: int, hard_bytes: int | None) -> QuotaExceededError:
-        told = f"quota {hard_bytes} B, used {used_bytes} B, want {want_bytes} B"
-        return QuotaExceededError(f"tenant {tenant}, tier {self.name}: {told}", delay_s=1.0)
+        why = f"quota {hard_bytes} B, used {used_bytes} B, want {want_bytes} B"
+        return QuotaExceededError(f"tenant {tenant}, tier {self.name}: {why}", delay_s=1.0)
 
     def charge(self, tenant: str, size_bytes: int) -> None:
         """Put slots on a tenant's account that nobody took here: an earlier run did."""
         if size_bytes:
             self.tenant_bytes[tenant] = self.tenant_bytes.get(tenant, 0) + size_bytes
 
-    def give_back(self, slot: SlotRef, tenant: str) -> None:
-        """Let the backend have a slot again, once; with the tier, all of its slots are gone."""
+    def free(self, slot: SlotRef, tenant: str) -> None:
+        """Free a slot, once; with the tier, all of its slots are gone."""
         left_bytes = self.tenant_bytes[tenant] - slot.size_bytes
         if left_bytes:
             self.tenant_bytes[tenant] = left_bytes
@@ -233,3 +210,32 @@ class Tier:
     def extent_released(self, extent: int) -> None:
         """Note that an extent is gone, so a shrink need not wait for it."""
         self.closing -= {extent}
+
+
+BATCH_SLOTS: Final = 16
+"""Slots freed at a time, because the writer that needs one will need more."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRequest:
+    """One slot that somebody needs in a tier."""
+
+    tier: Tier
+    scope: ScopeId
+    tenant: str
+    """Account that it is on."""
+    size_bytes: int
+    writer: str = ""
+    """Tenant whose client is to fill it; empty when we do."""
+    slots: int = 1
+    """How many like it will be taken one after the other, this one included: room is made for them at once."""
+
+    @property
+    def is_new(self) -> bool:
+        """True for bytes that an engine brings; all else is here or in the fleet already."""
+        return bool(self.writer)
+
+    @property
+    def batch_bytes(self) -> int:
+        """What is freed at a time for a writer that is known, or likely, to need more slots like this one."""
+        return self.size_bytes * max(BATCH_SLOTS, self.slots)

@@ -1,94 +1,172 @@
-"""The blocks that lie in a tier, by extent and as possible victims. No I/O.
+"""The blocks that lie in a tier, by extent and as possible victims, oldest first. No I/O.
 
-Of each extent it has the entries of blocks in use, and the numbers of the rows of the others.
+Of each extent it has the entries of blocks in use, and the numbers of the rows of the others. Use moves only a block's
+`used_at_s`; the heap of possible victims learns of it when the block comes up. So a touch costs one assignment, and
+only leaves are in the heap at all.
 """
 
 from __future__ import annotations
 
+import heapq
 from array import array
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 from kvstrata_agent.blocks.block import account_of
-from kvstrata_agent.blocks.eviction_queue import LeafQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from kvstrata_agent.backends.base import SlotRef
     from kvstrata_agent.blocks.block import Entry
-    from kvstrata_agent.blocks.packed_blocks import RowTable
+    from kvstrata_agent.blocks.packed_blocks import PackedTable
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_api.blocks import ScopeId
+
+
+_SLACK: Final = 1024
+"""Dead heap items that are put up with before the heap is rebuilt."""
+
+
+class Aged(Protocol):
+    """Anything with a time of last use."""
+
+    @property
+    def used_at_s(self) -> float:
+        """Monotonic second of the last use; never moves back."""
+
+    @property
+    def born_s(self) -> float:
+        """Monotonic second since which it exists: of two that were used at the same time the older one goes first."""
+
+
+A = TypeVar("A", bound=Aged)
+
+
+class LeafQueue(Generic[A]):
+    """A priority queue by last use. Each block is in it once at most."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, float, int]] = []
+        """Last use, birth and number of blocks that are queued, or were."""
+        self._numbers: dict[A, int] = {}
+        self._blocks: dict[int, A] = {}
+        """Queued blocks by number, so that nothing here refers to one that was taken out."""
+        self._pushes = 0
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def push(self, block: A) -> None:
+        """Put a block in; nothing happens when it is there."""
+        if block in self._numbers:
+            return
+        self._pushes += 1
+        self._numbers[block] = self._pushes
+        self._blocks[self._pushes] = block
+        heapq.heappush(self._heap, (block.used_at_s, block.born_s, self._pushes))
+
+    def discard(self, block: A) -> bool:
+        """Take a block out; false when it is not there."""
+        number = self._numbers.pop(block, None)
+        if number is None:
+            return False
+        del self._blocks[number]
+        if len(self._heap) > 2 * len(self._numbers) + _SLACK:
+            self._heap = [(b.used_at_s, b.born_s, n) for n, b in self._blocks.items()]
+            heapq.heapify(self._heap)
+        return True
+
+    def oldest(self) -> A | None:
+        """Return the least recently used block and leave it in; None when the queue is empty."""
+        while self._heap:
+            used_at_s, born_s, number = self._heap[0]
+            block = self._blocks.get(number)
+            if block is None:
+                heapq.heappop(self._heap)
+            elif block.used_at_s > used_at_s:
+                heapq.heapreplace(self._heap, (block.used_at_s, born_s, number))
+            else:
+                return block
+        return None
+
+    def pop(self) -> A | None:
+        """Take the least recently used block out; None when the queue is empty."""
+        block = self.oldest()
+        if block is not None:
+            _, _, number = heapq.heappop(self._heap)
+            del self._blocks[number], self._numbers[block]
+        return block
+
 
 _STALE_MAX: Final = 64
 """Numbers of rows that have left which are put up with, beside as many as there are rows."""
 
 
-class Folds(Protocol):
-    """Where folded blocks are kept."""
+class Packing(Protocol):
+    """Where packed blocks are kept."""
 
     @property
-    def rows(self) -> RowTable:
+    def packed(self) -> PackedTable:
         """The rows."""
 
-    def unfold(self, number: int) -> Entry:
+    def unpack(self, number: int) -> Entry:
         """Make the entry of a row again."""
 
     def contents(self, tier: Tier) -> TierContents:
         """Return what lies in a tier."""
 
 
-class Residents:
+class ExtentBlocks:
     """Blocks of one extent, all of one scope. Iteration makes entries of all of them: for extents that are emptied."""
 
-    __slots__ = ("_extent", "_folds", "_numbers", "_tier", "folded", "in_use", "scope")
+    __slots__ = ("_extent", "_numbers", "_packing", "_tier", "in_use", "packed", "scope")
 
     def __init__(self, tier: Tier, extent: int, scope: ScopeId) -> None:
         self._tier = tier
         self._extent = extent
         self.scope = scope
         self.in_use: set[Entry] = set()
-        self.folded = 0
+        self.packed = 0
         """Blocks that are rows."""
         self._numbers: array[int] | None = None
         """Rows that lie here, or did."""
-        self._folds: Folds | None = None
+        self._packing: Packing | None = None
 
     def __len__(self) -> int:
-        return len(self.in_use) + self.folded
+        return len(self.in_use) + self.packed
 
     def __contains__(self, entry: Entry) -> bool:
         return entry in self.in_use
 
     def __iter__(self) -> Iterator[Entry]:
-        self._unfold()
+        self._unpack()
         return iter(self.in_use)
 
     def may_hold(self, tenant: str) -> bool:
-        """False when the scope tells that nothing here is the tenant's; blocks of shared scopes are anybody's."""
+        """False when the scope rules out that something here is the tenant's; blocks of shared scopes are anybody's."""
         account = account_of(self.scope)
         return account == tenant or "/" in account
 
-    def fold(self, numbers: Sequence[int], folds: Folds) -> None:
+    def pack(self, numbers: Sequence[int], packing: Packing) -> None:
         """Note rows of blocks that lie here and are no entries."""
         if self._numbers is None:
-            self._numbers, self._folds = array("I"), folds
-        elif len(self._numbers) > 2 * self.folded + _STALE_MAX:
+            self._numbers, self._packing = array("I"), packing
+        elif len(self._numbers) > 2 * self.packed + _STALE_MAX:
             self._numbers = array("I", self._present())
         self._numbers.extend(numbers)
-        self.folded += len(numbers)
+        self.packed += len(numbers)
 
     def _present(self) -> list[int]:
         """Rows that lie here now."""
-        if self._folds is None or self._numbers is None or not self.folded:
+        if self._packing is None or self._numbers is None or not self.packed:
             return []
-        rows = self._folds.rows
+        rows = self._packing.packed
         return [n for n in dict.fromkeys(self._numbers) if rows.lies_in(n, self._tier, self._extent)]
 
-    def _unfold(self) -> None:
+    def _unpack(self) -> None:
         for number in self._present():
-            assert self._folds is not None, "who folded them is known"
-            self._folds.unfold(number)
+            assert self._packing is not None, "who packed them is known"
+            self._packing.unpack(number)
 
     def bytes_by_tenant(self) -> dict[str, int]:
         """Bytes of slots here by account."""
@@ -98,8 +176,8 @@ class Residents:
             if residence is not None:
                 found[entry.tenant] = found.get(entry.tenant, 0) + residence.slot.size_bytes
         for number in self._present():
-            assert self._folds is not None, "who folded them is known"
-            kind = self._folds.rows.kind(number)
+            assert self._packing is not None, "who packed them is known"
+            kind = self._packing.packed.kind(number)
             found[kind.tenant] = found.get(kind.tenant, 0) + kind.slot_bytes
         return found
 
@@ -112,7 +190,7 @@ class TierContents:
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self.blocks = 0
-        self.extents: dict[int, Residents] = {}
+        self.extents: dict[int, ExtentBlocks] = {}
         """Blocks by extent; extents without any are absent."""
         self.queues: dict[tuple[ScopeId, str], LeafQueue[Entry]] = {}
         """Possible victims by scope and account."""
@@ -141,15 +219,15 @@ class TierContents:
             self._residents(slot.extent, entry.scope).in_use.add(entry)
         self.blocks += len(placed)
 
-    def _residents(self, extent: int, scope: ScopeId) -> Residents:
+    def _residents(self, extent: int, scope: ScopeId) -> ExtentBlocks:
         residents = self.extents.get(extent)
         if residents is None:
-            residents = self.extents[extent] = Residents(self._tier, extent, scope)
+            residents = self.extents[extent] = ExtentBlocks(self._tier, extent, scope)
         return residents
 
-    def folded(self, numbers: Sequence[int], extent: int, scope: ScopeId, folds: Folds) -> None:
+    def note_packed(self, numbers: Sequence[int], extent: int, scope: ScopeId, packing: Packing) -> None:
         """Note that blocks lie here that are rows."""
-        self._residents(extent, scope).fold(numbers, folds)
+        self._residents(extent, scope).pack(numbers, packing)
         self.blocks += len(numbers)
 
     def forget_entry(self, entry: Entry, extent: int) -> None:
@@ -157,10 +235,10 @@ class TierContents:
         self.extents[extent].in_use.remove(entry)
         self.blocks -= 1
 
-    def unfolded(self, entry: Entry, extent: int) -> None:
+    def unpacked(self, entry: Entry, extent: int) -> None:
         """Note the entry of a block that was a row."""
         residents = self.extents[extent]
-        residents.folded -= 1
+        residents.packed -= 1
         residents.in_use.add(entry)
 
     def remove(self, entry: Entry, slot: SlotRef) -> None:
@@ -182,7 +260,7 @@ class TierContents:
                 del self.queues[key]
 
     def offer(self, entry: Entry) -> None:
-        """Put a block among the possible victims; whether it is one is looked at when it comes up."""
+        """Put a block among the possible victims; whether it is one is checked when it comes up."""
         key = (entry.scope, entry.tenant)
         queue = self.queues.get(key)
         if queue is None:

@@ -1,22 +1,22 @@
-"""Sends blocks down before the watermark asks for it: archived sessions, and blocks not admitted to memory.
+"""Demotes blocks before the watermark asks for it: archived sessions, and blocks not admitted to memory.
 
 A session counts as archived once every block of its chains has a copy on a medium below memory that survives a
-restart. Until then it is tried again, however often tiers are full or fail, but ever seldomer while nothing gets
-through: each attempt reads and encodes blocks, which is bandwidth that engines want.
+restart. Until then it is tried again, however often tiers are full or fail, but less and less often while nothing
+gets through: each attempt reads and encodes blocks, which is bandwidth that engines want.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.block import TIERS_MAX
 from kvstrata_agent.blocks.sessions import SessionState
-from kvstrata_agent.movement.fair_queue import Priority
-from kvstrata_agent.policy.placement import next_lower
+from kvstrata_agent.movement.path import Priority
 from kvstrata_api.trust import ScopeKind
 
 if TYPE_CHECKING:
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.sessions import Session
-    from kvstrata_agent.blocks.tier import Tier
-    from kvstrata_agent.cache.eviction import Room
+    from kvstrata_agent.cache.demotion import Demoter
 
 WAITING_MAX: Final = 65_536
 """Blocks that may wait; more are left to the watermark."""
@@ -51,21 +50,21 @@ class _Try:
 class Archiver:
     """A bounded queue of blocks that want a copy further down, and the sessions to archive; worked off by `run`."""
 
-    def __init__(self, node: Node, room: Room) -> None:
+    def __init__(self, node: Node, demoter: Demoter) -> None:
         self._node = node
-        self._room = room
+        self._demoter = demoter
         self._waiting: deque[tuple[Entry, Priority]] = deque()
         self._sessions: dict[Session, _Try] = {}
         self._wake = asyncio.Event()
         self._round = asyncio.Event()
-        """Set, and made anew, after each round over the sessions."""
+        """Set, and replaced, after each round over the sessions."""
 
     @property
     def waiting(self) -> int:
         """Blocks that wait for their copy."""
         return len(self._waiting)
 
-    def send_down(self, entries: Iterable[Entry], priority: Priority) -> None:
+    def demote_soon(self, entries: Iterable[Entry], priority: Priority) -> None:
         """Copy blocks to a slower tier soon, and let them leave memory first. Returns at once."""
         entries = list(entries)
         self.age(entries)
@@ -118,27 +117,22 @@ class Archiver:
 
     def chain(self, head: Entry, seen: Collection[Entry] = ()) -> list[Entry]:
         """Return a head and everything before it up to what was `seen`, root first."""
-        chain: list[Entry] = []
-        entry: Entry | None = head
-        while entry is not None and entry.residences and entry not in seen:
-            chain.append(entry)
-            entry = self._node.index.parent(entry)
-        chain.reverse()
-        return chain
+        lineage = itertools.chain((head,), self._node.index.ancestors(head))
+        return list(itertools.takewhile(lambda e: e.residences and e not in seen, lineage))[::-1]
 
     def exclusive(self, head: Entry, session: Session) -> list[Entry]:
         """A head and what stands before it, up to the first block that another chain or session continues.
 
-        Nothing of a prefix share: what its readers need next is not for one of them to say.
+        Nothing of a prefix share: what its readers need next is not for one of them to decide.
         """
         own: list[Entry] = []
-        entry: Entry | None = None if head.scope.startswith(f"{ScopeKind.SHARE}/") else head
-        while entry is not None and entry.residences:
+        if head.scope.startswith(f"{ScopeKind.SHARE}/"):
+            return own
+        for entry in itertools.chain((head,), self._node.index.ancestors(head)):
             others = (entry.followers or set()) - {session.key}
-            if others or self._node.index.blockers(entry, TIERS_MAX - 1) > bool(own):
+            if not entry.residences or others or self._node.index.blockers(entry, TIERS_MAX - 1) > bool(own):
                 break
             own.append(entry)
-            entry = self._node.index.parent(entry)
         return own
 
     async def run(self) -> None:
@@ -148,11 +142,11 @@ class Archiver:
             self._wake.clear()
             while self._waiting:
                 batch = [self._waiting.popleft() for _ in range(min(AT_ONCE, len(self._waiting)))]
-                await asyncio.gather(*(self._lower(entry, priority) for entry, priority in batch))
+                await asyncio.gather(*(self._demote(entry, priority) for entry, priority in batch))
             now_s = asyncio.get_running_loop().time()
             for session, attempt in tuple(self._sessions.items()):
                 if attempt.due_s <= now_s:
-                    await self._bring_down(session, attempt)
+                    await self._demote_chains(session, attempt)
                     await asyncio.sleep(0)  # Thousands may be due that can get nothing through.
 
     async def _wait(self) -> None:
@@ -162,7 +156,7 @@ class Archiver:
             async with asyncio.timeout_at(due_s):
                 await self._wake.wait()
 
-    async def _bring_down(self, session: Session, attempt: _Try) -> None:
+    async def _demote_chains(self, session: Session, attempt: _Try) -> None:
         """Make the copies that a session still lacks."""
         left = self.left(session) if session.state is SessionState.ARCHIVING else []
         for i in range(0, len(left), AT_ONCE):
@@ -174,7 +168,7 @@ class Archiver:
         attempt.pause_s = min(2 * attempt.pause_s, RETRY_MAX_S)
 
     def _settle(self, session: Session) -> None:
-        """Look whether a session is archived now, or has come back."""
+        """Note whether a session is archived now, or has come back."""
         if session.state is SessionState.ARCHIVING and not self.left(session):
             session.enter(SessionState.ARCHIVED)
             self._retire(entry for head in session.heads for entry in self.exclusive(head, session))
@@ -196,20 +190,16 @@ class Archiver:
         if entry.move is not None:
             await asyncio.wait([entry.move])
         if not is_safe(entry):
-            await self._lower(entry, Priority.ARCHIVE)
+            await self._demote(entry, Priority.ARCHIVE)
 
-    async def _lower(self, entry: Entry, priority: Priority) -> None:
+    async def _demote(self, entry: Entry, priority: Priority) -> None:
         """Make one copy below; an archived block goes to a tier that a restart finds again."""
         if not entry.residences or entry.move is not None:
             return
         source = entry.residences[0].tier
-        facts = [t.facts(self._node.clock()) for t in self._node.tiers]
-        target = self._target(next_lower(facts, source.level, must_survive=priority is Priority.ARCHIVE).target)
+        target = self._node.tier_below(source.level, must_survive=priority is Priority.ARCHIVE)
         if target is not None and entry.residence(target) is None:
-            await self._room.sink_into(entry, source, target, priority)
-
-    def _target(self, name: str | None) -> Tier | None:
-        return self._node.tier(name) if name is not None else None
+            await self._demoter.demote_to(entry, source, target, priority)
 
 
 def is_safe(entry: Entry) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvstrata_agent.cache.archive import Archiver
-from kvstrata_agent.cache.eviction import Room
+from kvstrata_agent.cache.eviction import Evictor
 from kvstrata_agent.cache.explain import Explainer
 from kvstrata_agent.cache.handover import Follower, followed
 from kvstrata_agent.cache.load import Reader
 from kvstrata_agent.cache.part_checksums import PartSums
-from kvstrata_agent.cache.promotion import Fetcher
-from kvstrata_agent.cache.registered_extents import Exports
+from kvstrata_agent.cache.promotion import Promoter
+from kvstrata_agent.cache.remote_fetch import RegisteredExtents, RemoteFetcher
 from kvstrata_agent.cache.reuse import Demand
 from kvstrata_agent.cache.session_journal import SessionJournal
 from kvstrata_agent.cache.session_lifecycle import SessionLife
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.blocks.request import RequestContext
     from kvstrata_agent.cache.ports import Directory, Peers
-    from kvstrata_agent.cache.request import Place
-    from kvstrata_agent.movement.encoding import Codecs
+    from kvstrata_agent.movement.move import Codecs
 
 
 class Cache:
@@ -43,26 +43,29 @@ class Cache:
         self.node = node
         self.directory = directory
         self.mover = Mover(node, codecs)
-        self.room = Room(node, self.mover)
-        self.archiver = Archiver(node, self.room)
-        self.exports = Exports(peers)
-        self.fetcher = Fetcher(node, self.room, self.mover, self.exports)
-        self.reader = Reader(node, self.fetcher, self.mover, directory)
+        self.evictor = Evictor(node, self.mover)
+        self.demoter = self.evictor.demoter
+        self.archiver = Archiver(node, self.demoter)
+        self.promoter = Promoter(node, self.evictor, self.mover)
+        self.extents = RegisteredExtents(peers)
+        self.remote = RemoteFetcher(node, self.evictor, self.mover, self.extents)
+        self.reader = Reader(node, self.promoter, self.remote, self.mover, directory)
         self.parts = PartSums(node)
         self.demand = Demand(node)
-        self.writer = Writer(node, self.room, self.archiver)
-        self.follower = Follower(node, self.room, followed(peers))
+        self.writer = Writer(node, self.evictor, self.archiver)
+        self.follower = Follower(node, self.evictor, followed(peers))
         self.explainer = Explainer(node, self.reader, self.archiver)
         journal = SessionJournal() if journal is None else journal
-        self.life = SessionLife(node, self.archiver, self.reader, self.fetcher, directory, journal)
+        self.life = SessionLife(node, self.archiver, self.reader, self.remote, directory, journal)
         self.tenancy = Tenancy(node, self.mover, self.writer, self.life)
 
     async def close(self) -> None:
         """Cancel background work. Tiers are closed by whoever opened them."""
         await self.life.close()
         await self.follower.close()
-        await self.fetcher.close()
-        await self.room.close()
+        await self.remote.close()
+        await self.promoter.close()
+        await self.evictor.close()
 
     def release(self, owner: int, leases: Iterable[int]) -> int:
         """End leases; returns how many lived until now."""
@@ -76,7 +79,7 @@ class Cache:
         """Give reservations back unfilled; returns how many there were."""
         return self.node.abandon(r for r in self.node.reservations.take(owner, reservations) if r is not None)
 
-    def pin(self, place: Place, digests: Sequence[bytes], expires_s: float) -> int:
+    def pin(self, place: RequestContext, digests: Sequence[bytes], expires_s: float) -> int:
         """Keep blocks that are in memory there for `expires_s` seconds; a second pin renews the first."""
         self.unpin(place, digests)
         tier, count = self.node.entry_tier, 0
@@ -86,7 +89,7 @@ class Cache:
                 count += 1
         return count
 
-    def unpin(self, place: Place, digests: Sequence[bytes]) -> int:
+    def unpin(self, place: RequestContext, digests: Sequence[bytes]) -> int:
         """Take pins of this connection back; returns how many there were."""
         wanted = {(place.scope, digest) for digest in digests}
         held = self.node.pins.owned(place.owner)

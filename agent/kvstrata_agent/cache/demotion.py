@@ -1,14 +1,21 @@
-"""Brings blocks of a tier that goes up to faster ones, as far as those have room: nothing there gives way for them."""
+"""Copies blocks down: from one tier to the next slower ones that take them. What becomes of the source is the caller's.
+
+A slower tier that is full makes room for what comes down, by sending its own blocks further down. That recursion goes
+through one callable, `make_room`, and ends at the lowest tier.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.blocks.slot_request import Want
-from kvstrata_agent.movement.fair_queue import Priority
-from kvstrata_agent.movement.move import Move
-from kvstrata_agent.policy.eviction import excess_bytes
-from kvstrata_api.errors import RetryableError
+from kvstrata_agent.blocks.tier import SlotRequest
+from kvstrata_agent.movement.path import Priority
+from kvstrata_agent.policy.placement import CopyPath, grouped
+from kvstrata_agent.policy.recompute import REFUSED_S
+from kvstrata_api.errors import BackendFailedError, RetryableError, TierFullError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -16,64 +23,103 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
+    from kvstrata_agent.movement.mover import Mover
 
-    Moved = Callable[[Sequence[Move], Tier, Priority], Awaitable[Sequence[bool]]]
+    MakeRoom = Callable[[SlotRequest, int], Awaitable[None]]
 
-BATCH_BLOCKS: Final = 256
-"""Blocks that one pass begins with; what stands before them in their chains comes along."""
+ROUNDS_MAX: Final = 4
+"""Plans made for one slot before the tier counts as full: own blocks, whole extents, and each once more."""
 
 
-class Lifting:
-    """Makes the copies; whoever called drops those below."""
+class Demoter:
+    """Makes the copies, in groups where the media take several blocks at a time."""
 
-    def __init__(self, node: Node, moved: Moved) -> None:
-        """`moved` makes copies while their blocks are marked as moving."""
+    def __init__(self, node: Node, mover: Mover, make_room: MakeRoom) -> None:
+        """`make_room` frees a slot of a tier as far as one plan can; its second argument counts the plans from 0."""
         self._node = node
-        self._moved = moved
+        self._mover = mover
+        self._make_room = make_room
 
-    async def lift(self, tier: Tier) -> None:
-        """Copy one batch up, the last used first and none before its parent."""
-        now_s = self._node.clock()
-        faster = [t for t in self._node.tiers if t.level < tier.level and t.facts(now_s).takes_writes]
-        if not any(self._has_room(t, 1) for t in faster):
-            return  # Before entries are made of all that lies here.
-        here = [
-            e for residents in tuple(self._node.contents(tier).extents.values()) for e in residents if self._may_rise(e)
-        ]
-        for entry in sorted(here, key=lambda e: -e.used_at_s)[:BATCH_BLOCKS]:
-            for link in self._chain(entry, tier):
-                await self._lift_one(link, tier, faster[::-1])
+    async def demote(self, entries: Sequence[Entry], tier: Tier, urgency: Priority) -> set[Entry]:
+        """Copy blocks to slower tiers; returns those for which no slower tier exists or takes any."""
+        if not entries or self._node.is_lowest(tier):
+            return set(entries)
+        groups = grouped(entries, partial(_bytes_in, tier), lambda e: e.tenant)
+        lost = await asyncio.gather(*(self._demote_group(group, tier, urgency) for group in groups))
+        return {entry for group in lost for entry in group}
 
-    def _chain(self, entry: Entry, tier: Tier) -> list[Entry]:
-        """A block and those before it that lie here as well, the first one first."""
-        chain: list[Entry] = []
-        link: Entry | None = entry
-        while link is not None and link.residence(tier) is not None:
-            chain.append(link)
-            link = self._node.index.parent(link)
-        return chain[::-1]
+    async def _demote_group(self, entries: Sequence[Entry], tier: Tier, urgency: Priority) -> list[Entry]:
+        """Copy blocks down, together where they can; returns those that no slower tier takes."""
+        left = await self._demote_together(entries, tier, urgency) if len(entries) > 1 else entries
+        if not left:
+            return []
+        results = await asyncio.gather(*(self._demote_one(e, tier, urgency) for e in left))
+        return [e for e, is_demoted in zip(left, results, strict=True) if not is_demoted]
 
-    @staticmethod
-    def _may_rise(entry: Entry) -> bool:
-        return not entry.is_held and len(entry.residences) == 1
+    async def _demote_together(self, entries: Sequence[Entry], tier: Tier, urgency: Priority) -> Sequence[Entry]:
+        """Copy what can go to the next slower tier with others as one transfer a path; returns what is left to do."""
+        target = self._node.tier_below(tier.level, must_survive=self._node.is_draining)
+        if target is None:
+            return entries
+        sources = {e: source for e in entries if e.move is None and (source := e.residence(tier)) is not None}
+        moves = [self._mover.plan(e, source, target) for e, source in sources.items() if e.residence(target) is None]
+        for path in (CopyPath.RAW_GROUP, CopyPath.CODED_GROUP):
+            alike = [m for m in moves if m.path is path and m.entry.move is None]
+            if alike:
+                with suppress(RetryableError):  # No room, or too many wait: each tries by itself what can be done.
+                    await self._mover.move(alike, target, urgency)
+        return [e for e in entries if e.residence(target) is None]
 
-    async def _lift_one(self, entry: Entry, tier: Tier, targets: Sequence[Tier]) -> None:
-        for target in targets:
-            source, parent = entry.residence(tier), self._node.index.parent(entry)
-            if source is None or not self._may_rise(entry):
-                return
-            raw_bytes = source.record.raw_bytes
-            if not self._has_room(target, raw_bytes) or (parent is not None and parent.level > target.level):
-                continue
+    async def _demote_one(self, entry: Entry, tier: Tier, urgency: Priority) -> bool:
+        """Copy one block to the first slower tier that takes it."""
+        level, must_survive = tier.level, self._node.is_draining
+        while (target := self._node.tier_below(level, must_survive=must_survive)) is not None:
+            if entry.residence(target) is not None or await self.demote_to(entry, tier, target, urgency):
+                return True
+            level = target.level
+        return False
+
+    async def demote_to(self, entry: Entry, tier: Tier, target: Tier, urgency: Priority) -> bool:
+        """Copy one block from `tier` to `target`, making room there; False when that did not succeed."""
+        for attempt in range(ROUNDS_MAX):
+            source = entry.residence(tier)
+            if source is None or entry.move is not None:
+                return False
             try:
-                want = Want(target, entry.scope, entry.tenant, raw_bytes)
-                slot = self._node.take(want) if target.mappable is not None else None
-                await self._moved([Move(entry, source, slot)], target, Priority.DEMOTE)
+                return all(await self._mover.move([self._mover.plan(entry, source, target)], target, urgency))
+            except TierFullError:
+                request = SlotRequest(target, entry.scope, entry.tenant, source.record.raw_bytes)
+                await self._make_room(request, attempt)
             except RetryableError:
-                continue
+                return False
+        return False
 
-    def _has_room(self, tier: Tier, more_bytes: int) -> bool:
-        """True when a tier could take so much more and would stay below its watermark."""
-        policy, backend = self._node.spec.policy.eviction, tier.backend
-        low, high = policy.low_watermark_percent, policy.high_watermark_percent
-        return excess_bytes(backend.used_bytes + more_bytes, backend.capacity_bytes, high, low) <= 0
+    async def relocate(self, entry: Entry, tier: Tier) -> bool:
+        """Copy a block to another slot of its tier, where that has room; False when it has none."""
+        source = entry.residence(tier)
+        if source is None or entry.leases or entry.move is not None:
+            return True
+        try:
+            request = SlotRequest(tier, entry.scope, entry.tenant, source.record.stored_bytes)
+            slot = self._node.allocate(request) if tier.backend.mappable else None
+            move = self._mover.plan(entry, source, tier, slot)
+            return all(await self._mover.move([move], tier, Priority.DEMOTE))
+        except (TierFullError, BackendFailedError):
+            return False
+
+    def congestion_s(self, tier: Tier | None) -> float:
+        """Seconds until the way down from a tier is expected to be free; 0.0 while nothing waits for it."""
+        if tier is None:
+            return 0.0
+        target = self._node.tier_below(tier.level, must_survive=self._node.is_draining)
+        paths = self._mover.scheduler.paths
+        if target is None or not paths.is_waited_for(tier.name, target.name):
+            return 0.0
+        probed = float(target.probe.write_bytes_per_second) if target.probe is not None else 0.0
+        rate = paths.bytes_per_s(tier.name, target.name) or probed
+        return max(REFUSED_S, paths.ahead_bytes(tier.name, target.name, 0) / rate) if rate > 0 else REFUSED_S
+
+
+def _bytes_in(tier: Tier, entry: Entry) -> int:
+    source = entry.residence(tier)
+    return 0 if source is None else source.record.raw_bytes

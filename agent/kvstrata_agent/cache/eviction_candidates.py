@@ -1,7 +1,4 @@
-"""The view of one tier's blocks that the eviction planner works on. No I/O.
-
-What is to leave a tier, and what becomes of it. Pure.
-"""
+"""What an eviction asks for, and the view of one tier's blocks that its planner works on. No I/O."""
 
 from __future__ import annotations
 
@@ -9,38 +6,60 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 
 if TYPE_CHECKING:
     from kvstrata_agent.blocks.block import Entry
-    from kvstrata_agent.blocks.eviction_queue import LeafQueue
     from kvstrata_agent.blocks.index import Index
     from kvstrata_agent.blocks.tier import Tier
+    from kvstrata_agent.blocks.tier_contents import LeafQueue
     from kvstrata_api.blocks import ScopeId
 
 
+class Fate(Enum):
+    """What becomes of a victim's last copy."""
+
+    DEMOTE_OR_DROP = auto()
+    """It goes to a slower tier, or away when none takes it."""
+    DROP = auto()
+    """It goes away."""
+    DEMOTE_OR_KEEP = auto()
+    """It goes to a slower tier, or stays when none takes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionRequest:
+    """Which bytes an eviction must free, and whether victims are demoted, kept or dropped."""
+
+    need_bytes: int
+    reason: str
+    urgency: Priority = Priority.ROOM
+    tenant: str | None = None
+    """Whose blocks; None for anybody's."""
+    scope: ScopeId | None = None
+    """Blocks of which scope; None for any."""
+    extents: frozenset[int] | None = None
+    """Blocks in which extents; None for any."""
+    most_bytes: int | None = None
+    """Never more than this; None: no limit."""
+    fate: Fate = Fate.DEMOTE_OR_DROP
+
+
 class TierCandidates:
-    """Implements `policy.eviction.Candidates` over a tier: all of it, or one tenant, one scope, some extents of it.
+    """Implements `policy.eviction.Candidates` over the part of a tier that a request names.
 
     Victims are ordered by last use alone. A policy that knows better (classes of sessions, say) belongs into the order
     of `LeafQueue`, and nowhere else.
     """
 
-    def __init__(
-        self,
-        index: Index,
-        tier: Tier,
-        scope: ScopeId | None = None,
-        extents: frozenset[int] | None = None,
-        tenant: str | None = None,
-    ) -> None:
+    def __init__(self, index: Index, tier: Tier, request: EvictionRequest) -> None:
         self._index = index
         self._tier = tier
         self._contents = index.contents(tier)
-        self._extents = extents
-        self._tenant = tenant
+        self._extents = request.extents
+        self._tenant = request.tenant
         self._keys = dict.fromkeys(
-            key for key in self._contents.queues if scope in (None, key[0]) and tenant in (None, key[1])
+            key for key in self._contents.queues if request.scope in (None, key[0]) and request.tenant in (None, key[1])
         )
         self._pushed: set[Entry] = set()
         """Blocks that the planner put in: their children are victims of the same plan."""
@@ -107,30 +126,3 @@ class TierCandidates:
             if entry is not None and (first is None or entry.used_at_s < oldest_s):
                 first, oldest_s = queue, entry.used_at_s
         return first
-
-
-class Fate(Enum):
-    """What becomes of a victim's last copy."""
-
-    SINK = auto()
-    """It goes to a slower tier, or away when none takes it."""
-    DROP = auto()
-    """It goes away."""
-    STAY = auto()
-    """It goes to a slower tier, or stays when none takes it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """What is to leave a tier, and how."""
-
-    need_bytes: int
-    reason: str
-    urgency: Priority = Priority.ROOM
-    tenant: str | None = None
-    """Whose blocks; None for anybody's."""
-    scope: ScopeId | None = None
-    extents: frozenset[int] | None = None
-    most_bytes: int | None = None
-    """Never more than this; None for no bound."""
-    fate: Fate = Fate.SINK

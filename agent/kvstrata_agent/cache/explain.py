@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvstrata_agent.codec.base import LOSSY
-from kvstrata_agent.policy.placement import next_lower
 
 if TYPE_CHECKING:
     from kvstrata_agent.blocks.block import Entry, Residence
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from kvstrata_api.blocks import ScopeId
 
 ABSENT: dict[str, Any] = {"state": "absent"}
-"""Said of unknown blocks, of forbidden ones and of other tenants' sessions alike."""
+"""Answer for unknown blocks, of forbidden ones and of other tenants' sessions alike."""
 
 
 class Explainer:
@@ -75,7 +74,6 @@ class Explainer:
     def _copy(self, entry: Entry, residence: Residence) -> dict[str, Any]:
         tier, slot, record = residence
         index = self._node.index
-        facts = [t.facts(self._node.clock()) for t in self._node.tiers]
         return {
             "tier": tier.name,
             "codec": record.codec,
@@ -88,8 +86,8 @@ class Explainer:
                 "choice": "may leave" if index.may_leave(entry) and not entry.is_held else "stays",
             },
             "placement": {
-                "alternatives": [f.name for f in facts if f.level > tier.level],
-                **asdict(next_lower(facts, tier.level)),
+                "alternatives": [t.name for t in self._node.tiers if t.level > tier.level],
+                **asdict(self._node.placement_below(tier.level, must_survive=False)),
             },
         }
 
@@ -107,7 +105,7 @@ class Explainer:
 
     @staticmethod
     def _holders(entry: Entry) -> dict[str, int]:
-        """Numbers only: names would tell of other connections."""
+        """Numbers only: names would reveal other connections."""
         holders = {"leases": entry.leases, "pins": entry.pins, "decoding_sessions": entry.guards}
         return {name: len(held) for name, held in holders.items() if held} | ({"moves": 1} if entry.move else {})
 

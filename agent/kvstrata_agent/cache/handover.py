@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Final
 from kvstrata_agent.backends.base import Record
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_agent.blocks.block import GONE, Residence
-from kvstrata_agent.blocks.slot_request import Want
+from kvstrata_agent.blocks.tier import SlotRequest
 from kvstrata_agent.cache.load import Read
 from kvstrata_agent.cache.ports import FollowedPeers
-from kvstrata_agent.cache.promotion import REMOTE
+from kvstrata_agent.cache.remote_fetch import REMOTE
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.checksum import CHECKSUM_BYTES, bind, bind_part, checksum
 from kvstrata_api.errors import AgentAwayError, BackendFailedError, BlockCorruptError, LeaseLostError, TierFullError
 from kvstrata_api.units import MIB
+from kvstrata_kube.tasks import TaskSet
 from kvstrata_native import copy_digests
 
 if TYPE_CHECKING:
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
-    from kvstrata_agent.cache.eviction import Room
+    from kvstrata_agent.blocks.request import RequestContext
+    from kvstrata_agent.cache.eviction import Evictor
     from kvstrata_agent.cache.ports import Follow, Followed
-    from kvstrata_agent.cache.request import Place
 
 
 STAGING_BYTES: Final = 8 * MIB
@@ -93,15 +94,15 @@ class Following:
         whole = memoryview(bytearray(count * size))
         return [whole[i * size : (i + 1) * size] for i in range(count)]
 
-    def prove(self, told: Followed, staged: Sequence[memoryview]) -> bool:
+    def prove(self, answer: Followed, staged: Sequence[memoryview]) -> bool:
         """Copy the parts that came into the slots; false when one is not what its owner promised.
 
         Each byte is read once, from memory that nobody else can reach: our checksum is of what the owner's proved.
         """
-        new = range(self.parts, told.parts)
-        if len(told.sums) != len(self.entries) or len(new) > len(staged):
+        new = range(self.parts, answer.parts)
+        if len(answer.sums) != len(self.entries) or len(new) > len(staged):
             return False
-        made = [self._taken(i, new, told, staged) for i in range(len(self.entries))]
+        made = [self._taken(i, new, answer, staged) for i in range(len(self.entries))]
         if not all(len(sums) == len(new) * CHECKSUM_BYTES for sums in made):
             return False
         for held, sums in zip(self.sums, made, strict=True):
@@ -109,30 +110,33 @@ class Following:
         self.parts += len(new)
         return True
 
-    def _taken(self, i: int, new: range, told: Followed, staged: Sequence[memoryview]) -> bytes:
+    def _taken(self, i: int, new: range, answer: Followed, staged: Sequence[memoryview]) -> bytes:
         """Our checksums of a block's new parts, up to the first that differs from the owner's."""
         digest, size = self.entries[i].digest, self.wanted.part_bytes
         ours = bind(digest, self.epoch, self.copies[i].slot.stamp)
-        theirs = bind(digest, self.wanted.handover.epoch, told.stamps[i])
+        theirs = bind(digest, self.wanted.handover.epoch, answer.stamps[i])
         made = b""
         for at, part in enumerate(new):
             with self.views[i][part * size : (part + 1) * size] as view, staged[at][i * size : (i + 1) * size] as came:
                 own, seen = copy_digests(view, came, bind_part(ours, part), bind_part(theirs, part))
-            if seen != told.sums[i][at * CHECKSUM_BYTES : (at + 1) * CHECKSUM_BYTES]:
+            if seen != answer.sums[i][at * CHECKSUM_BYTES : (at + 1) * CHECKSUM_BYTES]:
                 break
             made += own
         return made
 
-    def whole(self, told: Followed) -> list[Record] | None:
+    def whole(self, answer: Followed) -> list[Record] | None:
         """Records of the whole blocks, sealed before the owner's checksums are compared; None if one differs."""
         records = []
         for i, (entry, copy) in enumerate(zip(self.entries, self.copies, strict=True)):
             own = checksum(self.views[i], entry.digest, self.epoch, copy.slot.stamp)
-            if checksum(self.views[i], entry.digest, self.wanted.handover.epoch, told.stamps[i]) != told.checksums[i]:
+            if (
+                checksum(self.views[i], entry.digest, self.wanted.handover.epoch, answer.stamps[i])
+                != answer.checksums[i]
+            ):
                 return None
             old = copy.record
             size = old.raw_bytes
-            records.append(Record(old.key, told.parents[i], old.layout_id, old.codec, size, size, own, self.epoch))
+            records.append(Record(old.key, answer.parents[i], old.layout_id, old.codec, size, size, own, self.epoch))
         return records
 
     def release(self) -> None:
@@ -163,12 +167,12 @@ def followed(peers: object) -> FollowedPeers | None:
 class Follower:
     """Follows hand-overs. A run goes on when its reader leaves: it becomes ordinary blocks."""
 
-    def __init__(self, node: Node, room: Room, peers: FollowedPeers | None) -> None:
+    def __init__(self, node: Node, evictor: Evictor, peers: FollowedPeers | None) -> None:
         self._node = node
-        self._room = room
+        self._evictor = evictor
         self._peers = peers
         self._by_entry: dict[Entry, Following] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: TaskSet[None] = TaskSet()
 
     @property
     def growing(self) -> int:
@@ -177,21 +181,19 @@ class Follower:
 
     async def close(self) -> None:
         """Cancel what is under way."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
-    async def follow(self, place: Place, wanted: Follow, lease_s: float) -> list[Read]:
+    async def follow(self, place: RequestContext, wanted: Follow, lease_s: float) -> list[Read]:
         """Lease leading blocks that grow elsewhere, and begin to bring their parts; none when they cannot be had."""
         self._by_entry = {e: f for e, f in self._by_entry.items() if not f.is_over or e.leases}
         run = await self._begin(place, wanted) if self._peers is not None else None
         if run is None:
             return []
         try:
-            told = await self._ask(run, 0.0, [])
-            count = len(told.sums) if told is not None else 0
+            answer = await self._ask(run, 0.0, [])
+            count = len(answer.sums) if answer is not None else 0
             self._drop(*run.cut(count))
-            if told is None or not count:
+            if answer is None or not count:
                 self._lose(run)
                 return []
         except BaseException:
@@ -200,9 +202,7 @@ class Follower:
         expires_s = self._node.clock() + lease_s
         leases = self._node.leases.grant_all(place.owner, list(zip(run.entries, run.copies, strict=True)), expires_s)
         self._by_entry.update((entry, run) for entry in run.entries)
-        task = asyncio.create_task(self._grow(run))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.spawn(self._grow(run))
         return [Read(lease, REMOTE) for lease in leases]
 
     async def arrived(
@@ -237,11 +237,11 @@ class Follower:
             raise LeaseLostError(f"lease {lease_id} is of no block that grows here any more")
         return run, run.entries.index(lease.entry)
 
-    async def _begin(self, place: Place, wanted: Follow) -> Following | None:
+    async def _begin(self, place: RequestContext, wanted: Follow) -> Following | None:
         """Take slots for leading blocks that are absent here; None when there is none, or no room."""
         tier, blocks = self._node.entry_tier, self._node.index.blocks(place.scope)
         absent = next((i for i, digest in enumerate(wanted.digests) if digest in blocks), len(wanted.digests))
-        if tier is None or tier.mappable is None or not absent or self._node.is_draining:
+        if tier is None or tier.backend.mappable is None or not absent or self._node.is_draining:
             return None
         begun = self._node.index.begin_chain(
             place.scope, wanted.digests[:absent], b"", place.layout_id, self._node.clock(), place.tenant
@@ -249,16 +249,16 @@ class Follower:
         entries = [entry for entry in begun if entry is not None]
         run = Following(wanted, self._node.epoch, entries, [], [])
         try:
-            want = Want(tier, place.scope, place.tenant, place.raw_bytes)
+            want = SlotRequest(tier, place.scope, place.tenant, place.raw_bytes)
             deadline_s = self._node.clock() + ROOM_S
             while len(run.copies) < len(entries):
-                entry, slot = entries[len(run.copies)], await self._room.reserve(want, deadline_s)
+                entry, slot = entries[len(run.copies)], await self._evictor.reserve(want, deadline_s)
                 key, size = BlockKey(entry.scope, entry.digest), place.raw_bytes
                 form = self._node.arriving_form
                 run.copies.append(
                     Residence(tier, slot, Record(key, b"", entry.layout_id, form, size, size, b"", self._node.epoch))
                 )
-                run.views.append(tier.mappable.view(slot)[:size])
+                run.views.append(tier.backend.mappable.view(slot)[:size])
         except (TierFullError, BackendFailedError, BlockCorruptError):
             pass  # As many as there is room for.
         except BaseException:
@@ -271,15 +271,15 @@ class Follower:
         """Have what is new brought; None when the writer's agent has nothing of it any more."""
         assert self._peers is not None, "else nothing is followed"
         try:
-            told = await self._peers.follow(run.wanted, run.parts, wait_s, into)
+            answer = await self._peers.follow(run.wanted, run.parts, wait_s, into)
         except AgentAwayError as e:
             _log.info("hand-over ended", extra={"peer": run.wanted.handover.agent, "error": str(e)})
             run.fault = Fault.AWAY
             return None
-        if told.parts < run.parts:
+        if answer.parts < run.parts:
             run.fault = Fault.GIVEN_UP
             return None
-        return told
+        return answer
 
     async def _grow(self, run: Following) -> None:
         """Bring parts until the blocks are whole; a damaged part or a writer that has gone ends all of them."""
@@ -287,18 +287,18 @@ class Follower:
             since_s = self._node.clock()
             while self._node.clock() - since_s < STALLED_S:
                 staged, before = run.staging(), run.parts
-                told = await self._ask(run, WAIT_S, staged)
-                if told is None:
+                answer = await self._ask(run, WAIT_S, staged)
+                if answer is None:
                     return
-                if not await in_thread(None, partial(run.prove, told, staged)):
+                if not await in_thread(None, partial(run.prove, answer, staged)):
                     run.fault = Fault.DAMAGED
                     return
                 if run.parts > before:
                     since_s = self._node.clock()
                     run.changed.set()
                     run.changed = asyncio.Event()
-                if run.parts == run.parts_whole and told.checksums and all(told.checksums):
-                    records = await in_thread(None, partial(run.whole, told))
+                if run.parts == run.parts_whole and answer.checksums and all(answer.checksums):
+                    records = await in_thread(None, partial(run.whole, answer))
                     self._enter(run, records)
                     return
             run.fault = Fault.STALLED
@@ -315,7 +315,7 @@ class Follower:
             return
         for entry, grown, record in zip(run.entries, run.copies, records, strict=True):
             if entry.level == GONE or not self._node.has(grown.tier):
-                self._node.discard(entry, grown)
+                self._node.free_copy(entry, grown)
                 continue
             self._node.index.adopt(entry, record.parent)
             whole = Residence(grown.tier, grown.slot, record)
@@ -324,7 +324,7 @@ class Follower:
         run.release()
 
     def _lose(self, run: Following) -> None:
-        """Nothing more comes: readers are told, and slots are free when they have ended their leases."""
+        """Nothing more comes: readers are notified, and slots are free when they have ended their leases."""
         run.is_lost = True
         run.release()
         self._drop(run.entries, run.copies)
@@ -334,4 +334,4 @@ class Follower:
             if entry.level != GONE and not entry.residences:
                 self._node.index.forget(entry)
         for entry, copy in zip(entries, copies, strict=False):
-            self._node.discard(entry, copy)
+            self._node.free_copy(entry, copy)

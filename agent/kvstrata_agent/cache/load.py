@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -10,23 +11,65 @@ import msgspec
 
 from kvstrata_agent.backends.base import matches
 from kvstrata_agent.backends.threads import together
-from kvstrata_agent.cache.lookup import Findings, findings
-from kvstrata_agent.cache.promotion import REMOTE
+from kvstrata_agent.cache.remote_fetch import REMOTE
 from kvstrata_agent.policy.recompute import CostChoice, CostInputs, Source, choose, congestion_s, locate_s
 from kvstrata_api.errors import BlockCorruptError
 from kvstrata_api.tiers import Lookup
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvstrata_agent.blocks.block import Entry, Residence
     from kvstrata_agent.blocks.leases import Lease
     from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.blocks.request import RequestContext
+    from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.cache.ports import Directory
-    from kvstrata_agent.cache.promotion import Fetcher
-    from kvstrata_agent.cache.request import Place
+    from kvstrata_agent.cache.promotion import Promoter
+    from kvstrata_agent.cache.remote_fetch import RemoteFetcher
     from kvstrata_agent.movement.mover import Mover
-    from kvstrata_metadata.records import Location
+    from kvstrata_api.wire import Handover
+    from kvstrata_metadata.store.records import Location
+
+
+REMOTE_BIT: Final = 128
+"""Bit of a place: the copy is on another node (`wire.Found.places`)."""
+
+_HIT: Final = int(Lookup.HIT)
+_PENDING: Final = int(Lookup.PENDING)
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Answer to one lookup, as in `wire.Found`."""
+
+    states: bytes
+    """One `tiers.Lookup` code for each key."""
+    places: bytes
+    """For each leading block that is a hit the index of its tier's name, plus `REMOTE_BIT` on another node."""
+    tier_names: tuple[str, ...]
+
+
+def findings(entries: Sequence[Entry | None], remote: Mapping[int, str], absent: Lookup) -> Findings:
+    """Put local and remote findings together.
+
+    `entries` holds None for keys that are not here; `remote` names the tier of those among them that another agent
+    has, by position; `absent` is the state of all others.
+    """
+    code = int(absent)
+    held = [None if e is None else e.residences for e in entries]
+    states = bytearray([code if r is None else _HIT if r else _PENDING for r in held])
+    for position in remote:
+        states[position] = _HIT
+    hits = len(states) - len(states.lstrip(bytes((_HIT,))))
+    tiers: list[Tier | str] = [remote[i] if r is None else r[0].tier for i, r in enumerate(held[:hits])]
+    if tiers and tiers.count(tiers[0]) == hits and not isinstance(tiers[0], str):  # As nearly always.
+        return Findings(bytes(states), bytes(hits), (tiers[0].name,))
+    kinds = {t: t if isinstance(t, str) else t.name for t in dict.fromkeys(tiers)}
+    names = tuple(dict.fromkeys(kinds.values()))
+    codes = {t: names.index(name) | (REMOTE_BIT if isinstance(t, str) else 0) for t, name in kinds.items()}
+    return Findings(bytes(states), bytes(map(codes.__getitem__, tiers)), names)
+
 
 LOCATE_KEYS_MAX: Final = 4096
 """Keys asked of the directory in one round trip; what lies behind them is found by the next lookup."""
@@ -39,6 +82,21 @@ class Read(msgspec.Struct, frozen=True):
     source: str
 
 
+class AcquireCall(msgspec.Struct, frozen=True):
+    """One request for the blocks of a prefix, within the bounds of the agent."""
+
+    context: RequestContext
+    digests: Sequence[bytes]
+    lease_s: float
+    """For so long from the answer on."""
+    deadline_s: float
+    """So many seconds may be spent on what is not in memory."""
+    part_bytes: int = 0
+    """Size of the parts whose checksums are wanted besides; 0 for none."""
+    handover: Handover | None = None
+    """Whose blocks these are while they are being written; None for whole blocks."""
+
+
 class Acquisition(NamedTuple):
     """What came of asking for a prefix."""
 
@@ -46,20 +104,25 @@ class Acquisition(NamedTuple):
     """Of the leading blocks."""
     busy_s: float = 0.0
     """Estimated seconds until the next one is worth asking for again, where only its path's queue is against it."""
+    may_grow: bool = False
+    """True when `Reader.acquire` may get more of them, from slower tiers or other agents."""
 
 
 class Reader:
     """Carries out the verbs of readers."""
 
-    def __init__(self, node: Node, fetcher: Fetcher, mover: Mover, directory: Directory | None) -> None:
+    def __init__(
+        self, node: Node, promoter: Promoter, remote: RemoteFetcher, mover: Mover, directory: Directory | None
+    ) -> None:
         self._node = node
-        self._fetcher = fetcher
+        self._promoter = promoter
+        self._remote = remote
         self._mover = mover
         self._directory = directory
 
-    def lookup_now(self, place: Place, digests: Sequence[bytes]) -> list[Entry | None]:
+    def lookup_now(self, context: RequestContext, digests: Sequence[bytes]) -> list[Entry | None]:
         """Return the local entry of each key, None for those that are absent or of another layout."""
-        found, layout_id = self._node.index.blocks(place.scope).get_all(digests), place.layout_id
+        found, layout_id = self._node.index.blocks(context.scope).get_all(digests), context.layout_id
         return [e if e is not None and e.layout_id == layout_id else None for e in found]
 
     def needs_directory(self, entries: Sequence[Entry | None]) -> bool:
@@ -73,7 +136,7 @@ class Reader:
         return findings(entries, remote, Lookup.RETRY if away else Lookup.MISS)
 
     async def locate(
-        self, place: Place, digests: Sequence[bytes], entries: Sequence[Entry | None], left_s: float = 0.0
+        self, context: RequestContext, digests: Sequence[bytes], entries: Sequence[Entry | None], left_s: float = 0.0
     ) -> dict[int, Location]:
         """Ask the directory for the keys that are absent here; returns one location for each that was found.
 
@@ -85,12 +148,13 @@ class Reader:
         spec = self._node.spec
         tokens, speed = len(missing) * spec.compatibility.block_tokens, spec.policy.recompute.prefill_tokens_per_second
         within_s = locate_s(tokens, speed, left_s)
-        copies = await self._directory.locate(place.secret, [digests[i] for i in missing], within_s=within_s)
+        copies = await self._directory.locate(context.secret, [digests[i] for i in missing], within_s=within_s)
         return {i: c[0] for i, c in zip(missing, copies, strict=True) if c}
 
-    def acquire_now(self, place: Place, entries: Sequence[Entry | None], expires_s: float) -> list[Read]:
+    def acquire_now(self, call: AcquireCall) -> Acquisition:
         """Lease the leading blocks that are in the entry tier already."""
         node, tier = self._node, self._node.entry_tier
+        entries = self.lookup_now(call.context, call.digests)
         now_s = node.clock()
         copies: list[tuple[Entry, Residence]] = []
         for entry in entries:
@@ -99,73 +163,80 @@ class Reader:
             entry.used_at_s = now_s
             copies.append((entry, entry.residences[0]))
         name = tier.name if tier is not None else ""
-        return [Read(lease, name) for lease in node.leases.grant_all(place.owner, copies, expires_s)]
+        leases = node.leases.grant_all(call.context.owner, copies, now_s + call.lease_s)
+        may_grow = len(copies) < len(entries) and self._can_be_had(entries[len(copies)], entries)
+        return Acquisition([Read(lease, name) for lease in leases], may_grow=may_grow)
 
-    async def acquire(
-        self, place: Place, digests: Sequence[bytes], lease_s: float, deadline_s: float, *, before: bytes = b""
-    ) -> Acquisition:
-        """Lease the longest prefix that can be had within `deadline_s` seconds; transfers go on after that.
+    def _can_be_had(self, first: Entry | None, entries: Sequence[Entry | None]) -> bool:
+        """True when the first block that is not in memory may come from somewhere."""
+        if first is None:
+            return self.needs_directory(entries)
+        return bool(first.residences) or first.move is not None
 
-        `before` is the key that the first one continues, where that is known. Cancelled, it leaves leases that
-        their owner's end or expiry takes back.
+    async def acquire(self, call: AcquireCall, leased: Sequence[Read] = ()) -> Acquisition:
+        """Lease the longest prefix that can be had within the deadline; transfers go on after that.
+
+        `leased` are the leading blocks, where `acquire_now` got some. Cancelled, it leaves leases that their owner's
+        end or expiry takes back.
         """
-        ends_s = self._node.clock() + deadline_s
-        located = await self._located(place, digests, deadline_s)
-        reads, hoped = await self._brought(place, digests, located, lease_s, deadline_s, before)
+        count, context = len(leased), call.context
+        before, digests = call.digests[count - 1] if count else b"", call.digests[count:]
+        ends_s = self._node.clock() + call.deadline_s
+        located = await self._located(context, digests, call.deadline_s)
+        reads, hoped = await self._bring(call, (before, *digests), located, call.deadline_s)
         if hoped and not reads:  # Those behind the first one took the room that it needed, and nobody has them now.
             left_s = max(0.0, ends_s - self._node.clock())
-            again = await self._located(place, digests[:1], left_s)
-            reads, _ = await self._brought(place, digests[:1], again, lease_s, left_s, before)
+            again = await self._located(context, digests[:1], left_s)
+            reads, _ = await self._bring(call, (before, *digests[:1]), again, left_s)
         at = len(reads)
         elsewhere = next((i for i in range(at, len(digests)) if i not in located), len(digests)) - at
-        return Acquisition(reads, self._busy_s(place, digests[at:], elsewhere))
+        return Acquisition([*leased, *reads], self._busy_s(context, digests[at:], elsewhere))
 
-    async def _located(self, place: Place, digests: Sequence[bytes], left_s: float) -> dict[int, Location]:
-        entries = self.lookup_now(place, digests)
-        return await self.locate(place, digests, entries, left_s) if self.needs_directory(entries) else {}
+    async def _located(self, context: RequestContext, digests: Sequence[bytes], left_s: float) -> dict[int, Location]:
+        entries = self.lookup_now(context, digests)
+        return await self.locate(context, digests, entries, left_s) if self.needs_directory(entries) else {}
 
-    def _busy_s(self, place: Place, digests: Sequence[bytes], elsewhere: int) -> float:
+    def _busy_s(self, context: RequestContext, digests: Sequence[bytes], elsewhere: int) -> float:
         """How long the path keeps keys that were left out, the first `elsewhere` of which other agents have."""
-        target, run = self._node.entry_tier, self.lookup_now(place, digests)
+        target, run = self._node.entry_tier, self.lookup_now(context, digests)
         if not run or target is None:
             return 0.0
-        first, paths = run[0], self._mover.traffic.paths
+        first, paths = run[0], self._mover.scheduler.paths
         if first is not None and first.residences:
-            stretch = [e for e in takewhile(lambda e: _tier(e) is _tier(first), run) if e is not None]
-            source, inputs = first.residences[0].tier.name, self._inputs(stretch, is_last=len(stretch) == len(run))
+            segment = [e for e in takewhile(lambda e: _tier(e) is _tier(first), run) if e is not None]
+            source, inputs = first.residences[0].tier.name, self._inputs(segment, is_last=len(segment) == len(run))
         else:
             count = elsewhere if first is None else 1
-            source, inputs = REMOTE, self._remote_inputs(place, count) if count else None
+            source, inputs = REMOTE, self._remote_inputs(context, count) if count else None
         return congestion_s(inputs, is_full=paths.is_full(source, target.name)) if inputs is not None else 0.0
 
-    async def _brought(
-        self,
-        place: Place,
-        digests: Sequence[bytes],
-        located: dict[int, Location],
-        lease_s: float,
-        deadline_s: float,
-        before: bytes,
+    async def _bring(
+        self, call: AcquireCall, chain: Sequence[bytes], located: dict[int, Location], deadline_s: float
     ) -> tuple[list[Read], int]:
-        """Bring up and lease what can be had; returns also how many blocks that might have been."""
-        run = self._run(place, digests, located)
-        sources = [_source(e) for e in run]
-        self._start_remote(place, (before, *digests), located, run)
-        reads = self._prefix(await self._raised(place, run, sources, lease_s, deadline_s))
-        return self.live(place, reads, lease_s), len(run)
+        """Bring up and lease what can be had; returns also how many blocks that might have been.
 
-    def live(self, place: Place, reads: Sequence[Read], lease_s: float) -> list[Read]:
-        """Leading reads whose leases still live, for `lease_s` from now; the others were waited for too long."""
-        now_s = self._node.clock()
+        `chain` holds the key that the first one continues, empty where it is not known, and the wanted ones behind it.
+        """
+        run = self._run(call.context, chain[1:], located)
+        sources = [_source(e) for e in run]
+        self._start_remote(call.context, chain, located, run)
+        reads = self._prefix(await self._raised(call, run, sources, deadline_s))
+        return self.live(call, reads), len(run)
+
+    def live(self, call: AcquireCall, reads: Sequence[Read]) -> list[Read]:
+        """Leading reads whose leases still live, for their whole time from now; the others were waited for too long."""
+        now_s, owner = self._node.clock(), call.context.owner
         ids = [r.lease.id for r in reads]
-        count = self._node.leases.renew(place.owner, ids, now_s, now_s + lease_s)
-        self._node.end_leases(self._node.leases.end(place.owner, ids[count:]))
+        count = self._node.leases.renew(owner, ids, now_s, now_s + call.lease_s)
+        self._node.end_leases(self._node.leases.end(owner, ids[count:]))
         return list(reads[:count])
 
-    def _run(self, place: Place, digests: Sequence[bytes], located: dict[int, Location]) -> list[Entry | None]:
+    def _run(
+        self, context: RequestContext, digests: Sequence[bytes], located: dict[int, Location]
+    ) -> list[Entry | None]:
         """Leading keys that are here or elsewhere and cheaper to fetch than to compute; None stands for elsewhere."""
         run: list[Entry | None] = []
-        for i, entry in enumerate(self.lookup_now(place, digests)):
+        for i, entry in enumerate(self.lookup_now(context, digests)):
             if entry is None and i not in located:
                 break
             if entry is not None and not entry.residences and entry.move is None:
@@ -174,7 +245,7 @@ class Reader:
         return run[: self.worth_fetching(run)]
 
     def worth_fetching(self, run: Sequence[Entry | None]) -> int:
-        """Blocks of the run up to the first slow stretch that the engine computes faster than we bring it up."""
+        """Blocks of the run up to the first slow segment that the engine computes faster than we bring it up."""
         start = 0
         while start < len(run):
             end = start + 1
@@ -187,38 +258,38 @@ class Reader:
             start = end
         return len(run)
 
-    def cost(self, stretch: Sequence[Entry], *, is_last: bool = False) -> CostChoice | None:
-        """Compare fetching a stretch of blocks of one slower tier with computing it; None when there is no choice.
+    def cost(self, segment: Sequence[Entry], *, is_last: bool = False) -> CostChoice | None:
+        """Compare fetching a segment of blocks of one slower tier with computing it; None when there is no choice.
 
-        Where the chain goes on behind the last stretch of a request, the next one will ask for that: the latency of the
+        Where the chain goes on behind the last segment of a request, the next one will ask for that: the latency of the
         tier, which is paid once, is not held against the few blocks that happened to end this one.
         """
-        inputs = self._inputs(stretch, is_last=is_last)
+        inputs = self._inputs(segment, is_last=is_last)
         return choose(inputs) if inputs is not None else None
 
-    def _inputs(self, stretch: Sequence[Entry], *, is_last: bool) -> CostInputs | None:
-        if not stretch or not stretch[0].residences or stretch[0].residences[0].tier.mappable is not None:
+    def _inputs(self, segment: Sequence[Entry], *, is_last: bool) -> CostInputs | None:
+        if not segment or not segment[0].residences or segment[0].residences[0].tier.backend.mappable is not None:
             return None
-        tier, spec = stretch[0].residences[0].tier, self._node.spec
+        tier, spec = segment[0].residences[0].tier, self._node.spec
         entry_tier = self._node.entry_tier
         target = entry_tier.name if entry_tier is not None else ""
-        stored_bytes = sum(e.residences[0].record.stored_bytes for e in stretch if e.residences)
-        goes_on = is_last and self._node.index.is_continued(stretch[-1])
+        stored_bytes = sum(e.residences[0].record.stored_bytes for e in segment if e.residences)
+        goes_on = is_last and self._node.index.is_continued(segment[-1])
         return CostInputs(
             policy=spec.policy.recompute.type,
-            blocks=len(stretch),
+            blocks=len(segment),
             block_tokens=spec.compatibility.block_tokens,
             stored_bytes=stored_bytes,
-            queued_bytes=self._mover.traffic.paths.ahead_bytes(tier.name, target, stored_bytes),
+            queued_bytes=self._mover.scheduler.paths.ahead_bytes(tier.name, target, stored_bytes),
             read_latency_s=0.0 if goes_on or tier.probe is None else tier.probe.read_latency_microseconds / 1e6,
             read_bytes_per_s=float(tier.probe.read_bytes_per_second) if tier.probe else 0.0,
             prefill_tokens_per_s=float(spec.policy.recompute.prefill_tokens_per_second),
         )
 
-    def _remote_inputs(self, place: Place, blocks: int) -> CostInputs:
+    def _remote_inputs(self, context: RequestContext, blocks: int) -> CostInputs:
         """Of blocks that other agents have: nobody measured them, so the path's own speed of late counts."""
-        entry_tier, spec, paths = self._node.entry_tier, self._node.spec, self._mover.traffic.paths
-        target, size_bytes = entry_tier.name if entry_tier is not None else "", blocks * place.raw_bytes
+        entry_tier, spec, paths = self._node.entry_tier, self._node.spec, self._mover.scheduler.paths
+        target, size_bytes = entry_tier.name if entry_tier is not None else "", blocks * context.raw_bytes
         return CostInputs(
             policy=spec.policy.recompute.type,
             blocks=blocks,
@@ -231,48 +302,49 @@ class Reader:
         )
 
     def _start_remote(
-        self, place: Place, chain: Sequence[bytes], located: dict[int, Location], run: list[Entry | None]
+        self, context: RequestContext, chain: Sequence[bytes], located: dict[int, Location], run: list[Entry | None]
     ) -> None:
         """Start transfers of what lies elsewhere, and put the pending entries into the run.
 
         `chain` is one longer than the run: each key stands behind its parent.
         """
-        blocks = self._node.index.blocks(place.scope)
+        blocks = self._node.index.blocks(context.scope)
         first = {chain[i + 1]: i for i in reversed(range(len(run))) if run[i] is None and chain[i + 1] not in blocks}
         wanted = sorted(first.values())
         pairs = [(chain[i + 1], chain[i]) for i in wanted]
-        self._fetcher.start_fetch(place, pairs, [located[i] for i in wanted])
-        blocks = self._node.index.blocks(place.scope)
+        self._remote.start(context, pairs, [located[i] for i in wanted])
+        blocks = self._node.index.blocks(context.scope)
         for i, entry in enumerate(run):
             found = entry or blocks.get(chain[i + 1])
-            run[i] = found if found is not None and found.layout_id == place.layout_id else None
+            run[i] = found if found is not None and found.layout_id == context.layout_id else None
 
     async def _raised(
-        self, place: Place, run: Sequence[Entry | None], sources: Sequence[str], lease_s: float, deadline_s: float
+        self, call: AcquireCall, run: Sequence[Entry | None], sources: Sequence[str], deadline_s: float
     ) -> list[Read | None]:
         """Bring the run up and lease each block as it arrives; those of one move are waited for together."""
+        context = call.context
         reads: list[Read | None] = [None] * len(run)
 
         def lease(i: int, entry: Entry, residence: Residence) -> None:
             now_s = entry.used_at_s = self._node.clock()
-            reads[i] = Read(self._node.leases.grant(place.owner, entry, residence, now_s + lease_s), sources[i])
+            reads[i] = Read(self._node.leases.grant(context.owner, entry, residence, now_s + call.lease_s), sources[i])
 
         async def one(i: int, entry: Entry) -> None:
-            residence = await self._fetcher.raise_up(entry, place.tenant)
+            residence = await self._promoter.promote(entry, context.tenant)
             if residence is not None:
                 lease(i, entry, residence)
 
         async def all_of(pairs: Sequence[tuple[int, Entry]]) -> None:
-            await self._fetcher.wait_together([e for _, e in pairs], place.tenant)
+            await self._promoter.wait_together([e for _, e in pairs], context.tenant)
             slow = []
             for i, entry in pairs:
-                if (up := self._fetcher.up_already(entry)) is not None:
+                if (up := self._promoter.promoted(entry)) is not None:
                     lease(i, entry, up)
                 else:
                     slow.append(one(i, entry))
             await together(slow)
 
-        self._fetcher.start_all([e for e in run if e is not None])
+        self._promoter.start_promotions([e for e in run if e is not None])
         tasks = [asyncio.ensure_future(all_of(pairs)) for pairs in _by_move(run)]
         if tasks:
             try:
@@ -310,25 +382,25 @@ class Reader:
                 break
             if self._mover.bytes_under_way >= policy.max_inflight_bytes:
                 return False
-            self._fetcher.start_prefetch(entry)
+            self._promoter.start_prefetch(entry)
         return True
 
-    def prefetch(self, place: Place, digests: Sequence[bytes]) -> int:
+    def prefetch(self, context: RequestContext, digests: Sequence[bytes]) -> int:
         """Start to bring a local prefix up; returns how many blocks were started, bounded by the pool's policy."""
         policy = self._node.spec.policy.prefetch
         if policy.type == "None":
             return 0
         started = 0
-        for entry in self.lookup_now(place, digests):
+        for entry in self.lookup_now(context, digests):
             if entry is None or not entry.residences or self._mover.bytes_under_way >= policy.max_inflight_bytes:
                 break
-            started += self._fetcher.start_prefetch(entry)
+            started += self._promoter.start_prefetch(entry)
         return started
 
 
 def _is_intact(lease: Lease) -> bool:
     tier, slot, record = lease.residence
-    mappable = tier.mappable
+    mappable = tier.backend.mappable
     assert mappable is not None, "leases are given on mapped copies only"
     try:
         with mappable.view(slot) as whole, whole[: record.stored_bytes] as view:

@@ -41,7 +41,7 @@ class PartSums:
         self._kept_bytes = 0
 
     async def of(self, leases: Sequence[Lease], part_bytes: int) -> list[bytes]:
-        """Joined checksums of the parts of each leased block; empty for one that is not what its record says.
+        """Joined checksums of the parts of each leased block; empty for one whose bytes are not those of its record.
 
         A block that turns out corrupt is dropped. Cancelled, it lasts as long as the pass under way.
         """
@@ -94,7 +94,7 @@ def _sums(lease: Lease, scratch: memoryview) -> bytes:
     So checksums of parts are of the very bytes that prove the whole, whoever writes to the slot meanwhile.
     """
     tier, slot, record = lease.residence
-    mappable = tier.mappable
+    mappable = tier.backend.mappable
     assert mappable is not None, "leases are given on mapped copies only"
     bound = bind(record.key.digest, record.epoch, slot.stamp)
     whole = xxhash.xxh3_128(seed=bound)

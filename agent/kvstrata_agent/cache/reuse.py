@@ -1,4 +1,4 @@
-"""What reuse says about the size of each tier, for tiers that scale by themselves. Changes nothing.
+"""What reuse implies for the size of each tier, for tiers that scale by themselves. Changes nothing.
 
 Blocks lie in one tier after the other, as placement cascades, so a tier has the uses between what the faster ones hold
 and what they hold together with it. A tier that compresses holds as many more.
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvstrata_agent.policy.reuse_curve import ASKED_BLOCKS_MIN, ReuseCurve
 from kvstrata_api import units
-from kvstrata_api.autoscale import STEP
 from kvstrata_api.models.poolnode import TierDemand
+from kvstrata_api.tiers import AUTOSCALE_STEP
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Demand:
 
     @property
     def is_followed(self) -> bool:
-        """True while any tier scales by itself, so that uses have to be told."""
+        """True while any tier scales by itself, so that uses have to be recorded."""
         return self._curve is not None
 
     def note(self, digests: Sequence[bytes], *, is_asked: bool) -> None:
@@ -48,7 +48,7 @@ class Demand:
         if not block_bytes or curve.asked_blocks < ASKED_BLOCKS_MIN:
             return {}
         held, found, above = self._held(), {}, 0.0
-        up, down = STEP
+        up, down = AUTOSCALE_STEP
         for tier in self._node.tiers:
             blocks = tier.backend.capacity_bytes * _ratio(tier) / block_bytes
             here = curve.hit_ratio(above + blocks)

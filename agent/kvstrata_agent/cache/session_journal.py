@@ -17,7 +17,7 @@ import msgspec
 
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_agent.blocks.block import account_of
-from kvstrata_agent.policy.fair_share import FairOrder
+from kvstrata_agent.policy.quota import FairOrder
 from kvstrata_api.blocks import ScopeId
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ENTRIES_MAX: Final = 65_536
 """Sessions remembered; of the account that has most, the one that was noted longest ago goes first."""
 SLACK_BYTES: Final = 1 << 20
-"""The file is written anew when it is longer than this and has twice the bytes that count."""
+"""The file is rewritten when it is longer than this and has twice the bytes that count."""
 MAGIC: Final = b"kvstrata sessions 1\n"
 _HEADER_BYTES: Final = 8
 """Length and CRC-32 of the body that follows, both big-endian."""
@@ -58,7 +58,7 @@ class SessionJournal:
     """Remembers sessions by digest. Without a path it lasts as long as the process."""
 
     def __init__(self, path: Path | None = None, wall: Callable[[], float] = time.time) -> None:
-        """`wall` tells Unix seconds, the only time that outlives a process."""
+        """`wall` returns Unix seconds, the only time that outlives a process."""
         self.wall = wall
         self._path = path
         self._known: dict[bytes, bytes] = {}
@@ -82,7 +82,7 @@ class SessionJournal:
             return
         for digest, frame, remembered in _frames(content):
             self._keep(digest, frame if remembered is not None else b"", _account(remembered))
-        self._file_bytes = 0  # The first flush writes the file anew: what follows a torn end could not be read again.
+        self._file_bytes = 0  # The first flush rewrites the file: what follows a torn end could not be read again.
 
     def find(self, digest: bytes) -> Remembered | None:
         """Return what is known of a session, or None."""
@@ -126,7 +126,7 @@ class SessionJournal:
             self._known_bytes += len(frame)
             self._order.use(account, digest)
         if len(self._known) > ENTRIES_MAX:
-            self._forget(self._order.surplus())
+            self._forget(self._order.next_to_evict())
 
     def _forget(self, digest: bytes) -> None:
         self._known_bytes -= len(self._known.pop(digest, b""))

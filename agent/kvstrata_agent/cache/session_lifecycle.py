@@ -1,4 +1,4 @@
-"""The life of sessions with its consequences: revival, forks, prefetch, archive, and telling the others.
+"""The life of sessions with its consequences: revival, forks, prefetch, archive, and reports to the others.
 
 A session that is not in memory is looked for in the node's own journal and then in the directory; what is found there
 makes it the same session again: priority, parent, turns, and the heads whose chains are brought up before the engine
@@ -13,26 +13,27 @@ from typing import TYPE_CHECKING, Final
 from kvstrata_agent.blocks.sessions import QUIET, Session, SessionState
 from kvstrata_agent.cache.session_journal import Remembered, SessionJournal
 from kvstrata_api.blocks import ScopeId
-from kvstrata_metadata.records import SessionRecord
-from kvstrata_metadata.schema import session_digest
+from kvstrata_kube.tasks import TaskSet
+from kvstrata_metadata.store.keys import session_digest
+from kvstrata_metadata.store.records import SessionRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.blocks.request import RequestContext
     from kvstrata_agent.cache.archive import Archiver
     from kvstrata_agent.cache.load import Reader
     from kvstrata_agent.cache.ports import Directory
-    from kvstrata_agent.cache.promotion import Fetcher
-    from kvstrata_agent.cache.request import Place
+    from kvstrata_agent.cache.remote_fetch import RemoteFetcher
     from kvstrata_api.blocks import ScopeSecret
 
 LEAD_S: Final = 2.0
 """So long before its expected return a session's blocks are brought up: about what 1 GiB takes from NVMe."""
 REVIVALS_MAX: Final = 8
 """Sessions that are revived from the directory at a time; others wait, and their engines fetch by key meanwhile."""
-LOOK_BLOCKS: Final = 65_536
-"""Blocks of due sessions looked at in one go, and then the rest of one session: about 10 ms of the loop."""
+SCAN_BLOCKS: Final = 65_536
+"""Blocks of due sessions scanned in one step, and then the rest of one session: about 10 ms of the loop."""
 CHAIN_MAX: Final = 4096
 """Blocks of one chain that are fetched from other nodes ahead of the engine: 65,536 tokens of 16 to a block."""
 
@@ -45,7 +46,7 @@ class SessionLife:
         node: Node,
         archiver: Archiver,
         reader: Reader,
-        fetcher: Fetcher,
+        remote: RemoteFetcher,
         directory: Directory | None,
         journal: SessionJournal,
     ) -> None:
@@ -53,7 +54,7 @@ class SessionLife:
         self._node = node
         self._archiver = archiver
         self._reader = reader
-        self._fetcher = fetcher
+        self._remote = remote
         self._directory = directory
         self._journal = journal
         self._expected: dict[Session, None] = {}
@@ -61,13 +62,11 @@ class SessionLife:
         self._reviving: set[Session] = set()
         """Sessions whose record is being read: it must not be overwritten before."""
         self._gate = asyncio.Semaphore(REVIVALS_MAX)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: TaskSet[None] = TaskSet()
 
     async def close(self) -> None:
         """End revivals and write what is to be remembered."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         self._tell_changed()
         await self._journal.flush()
 
@@ -97,14 +96,14 @@ class SessionLife:
             self.expect(session)
         return session
 
-    def revive_from_directory(self, session: Session, places: Sequence[Place]) -> None:
+    def revive_from_directory(self, session: Session, places: Sequence[RequestContext]) -> None:
         """Ask the directory about a session that is new here; `places` are the caller's scopes. Returns at once."""
         directory = self._directory
         if directory is None or not directory.is_up or session.secret is None:
-            self.tell(session)
+            self.publish(session)
             return
         self._reviving.add(session)
-        self._spawn(self._revive(session, places))
+        self._tasks.spawn(self._revive(session, places))
 
     def touch(
         self, session: Session, state: SessionState, urgency: int, return_s: float, owner: int | None = None
@@ -114,7 +113,7 @@ class SessionLife:
         self._node.changed.fire()
         if urgency or return_s > 0:
             self.expect(session)
-        self.tell(session)
+        self.publish(session)
 
     def finish(self, session: Session, *, archive: bool) -> None:
         """End a session: its chain goes to a tier that survives, or what nobody else continues is the first to go."""
@@ -124,7 +123,7 @@ class SessionLife:
         if archive:
             session.enter(SessionState.ARCHIVING)
             archiver.archive(session)
-            self.tell(session)
+            self.publish(session)
             return
         pruned = [entry for head in session.heads for entry in archiver.exclusive(head, session)]
         self._node.sessions.close(session, archive=False)
@@ -154,7 +153,7 @@ class SessionLife:
             self.finish(session, archive=retention.archive)
 
     async def tend(self) -> None:
-        """Bring up what is expected, tell what changed, and write the journal."""
+        """Bring up what is expected, publish what changed, and write the journal."""
         self.bring_up(self._node.clock())
         self._tell_changed()
         await self._journal.flush()
@@ -164,17 +163,17 @@ class SessionLife:
         self._expected = {s: None for s in self._expected if not s.is_forgotten}
         due = [s for s in self._expected if _is_due(s, now_s)]
         due.sort(key=lambda s: (-s.urgency_at(now_s), s.returns_at_s, s.guard))
-        looked_at = 0
+        scanned = 0
         for session in due:
             chains = self._archiver.chains(session)
             if not self._reader.prefetch_chains(chains):
                 return  # The bound is reached; the rest comes next time.
             del self._expected[session]
-            looked_at += sum(map(len, chains))
-            if looked_at >= LOOK_BLOCKS:
+            scanned += sum(map(len, chains))
+            if scanned >= SCAN_BLOCKS:
                 return  # As above.
 
-    def tell(self, session: Session) -> None:
+    def publish(self, session: Session) -> None:
         """Let the directory and the journal know where a session stands."""
         if session not in self._reviving:
             self._tell(session, session.state)
@@ -182,7 +181,7 @@ class SessionLife:
     def _tell_changed(self) -> None:
         for session in self._node.sessions:
             if session.is_changed:
-                self.tell(session)
+                self.publish(session)
 
     def _tell(self, session: Session, state: SessionState | None) -> None:
         secret, directory = session.secret, self._directory
@@ -214,7 +213,7 @@ class SessionLife:
         self._resolve(session)
         if past.state in (SessionState.ARCHIVING, SessionState.ARCHIVED):
             session.enter(SessionState.ARCHIVING)
-            self._archiver.archive(session)  # Looks whether everything is there, and brings down what is not.
+            self._archiver.archive(session)  # Checks whether everything is there, and brings down what is not.
         return session
 
     def _resolve(self, session: Session) -> None:
@@ -227,7 +226,7 @@ class SessionLife:
             else:
                 session.absent += ((scope, digest),)
 
-    async def _revive(self, session: Session, places: Sequence[Place]) -> None:
+    async def _revive(self, session: Session, places: Sequence[RequestContext]) -> None:
         try:
             async with self._gate:
                 await self._read_record(session, places)
@@ -235,7 +234,7 @@ class SessionLife:
             self._reviving.discard(session)
             session.is_changed = True
 
-    async def _read_record(self, session: Session, places: Sequence[Place]) -> None:
+    async def _read_record(self, session: Session, places: Sequence[RequestContext]) -> None:
         directory, secret = self._directory, session.secret
         assert directory is not None
         assert secret is not None
@@ -252,7 +251,7 @@ class SessionLife:
             if await self._fetch_chain(session, place, record.head):
                 return
 
-    async def _fetch_chain(self, session: Session, place: Place, head: bytes) -> bool:
+    async def _fetch_chain(self, session: Session, place: RequestContext, head: bytes) -> bool:
         """Fetch a chain from wherever it is, from its head to its root; false when the head cannot be had."""
         directory, blocks, digest = self._directory, self._node.index, head
         assert directory is not None
@@ -261,7 +260,7 @@ class SessionLife:
             if entry is None:
                 copies = (await directory.locate(place.secret, [digest]))[0]
                 if copies and blocks.find(place.scope, digest) is None:
-                    self._fetcher.start_fetch(place, [(digest, b"")], copies[:1])
+                    self._remote.start(place, [(digest, b"")], copies[:1])
                 entry = blocks.find(place.scope, digest)
             if entry is not None and entry.move is not None:
                 await asyncio.wait([entry.move])
@@ -273,11 +272,6 @@ class SessionLife:
                 return True
             digest = entry.parent
         return True
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _is_due(session: Session, now_s: float) -> bool:

@@ -11,9 +11,9 @@ from kvstrata_agent.backends.threads import in_thread, together
 from kvstrata_agent.blocks.block import GONE, Residence
 from kvstrata_agent.blocks.reservations import RESERVATION_S
 from kvstrata_agent.blocks.sessions import SessionState
-from kvstrata_agent.blocks.slot_request import Want
+from kvstrata_agent.blocks.tier import SlotRequest
 from kvstrata_agent.codec.base import RAW
-from kvstrata_agent.movement.fair_queue import Priority
+from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.admission import Admission, AdmissionInputs, admit
 from kvstrata_agent.policy.quota import OverQuota
 from kvstrata_api.blocks import BlockKey
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from kvstrata_agent.backends.base import SlotRef
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.blocks.request import RequestContext
     from kvstrata_agent.blocks.reservations import Reservation
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.cache.archive import Archiver
-    from kvstrata_agent.cache.eviction import Room
-    from kvstrata_agent.cache.request import Place
+    from kvstrata_agent.cache.eviction import Evictor
 
 RESERVE_WAIT_S: Final = 1.0
 """What a writer may wait for room. An engine that stores is not in a hurry, but it holds its own memory meanwhile."""
@@ -58,7 +58,7 @@ class Reserved(NamedTuple):
 class Writer:
     """Carries out the verbs of writers."""
 
-    def __init__(self, node: Node, room: Room, archiver: Archiver) -> None:
+    def __init__(self, node: Node, room: Evictor, archiver: Archiver) -> None:
         self._node = node
         self._room = room
         self._archiver = archiver
@@ -66,7 +66,7 @@ class Writer:
         """Written blocks some of which are being checked: nobody's reservation any more, and not there yet."""
 
     def reserve_now(
-        self, place: Place, parent: bytes, digests: Sequence[bytes], tier: Tier | None = None
+        self, context: RequestContext, parent: bytes, digests: Sequence[bytes], tier: Tier | None = None
     ) -> list[Reservation | None]:
         """Reserve slots for the leading keys while there is room; None stands for a block that exists already.
 
@@ -77,24 +77,24 @@ class Writer:
         node, tier = self._node, tier or self._node.entry_tier
         if tier is None or node.is_draining:
             return []
-        blocks, scope, tenant = node.index.blocks(place.scope), place.scope, place.tenant
+        blocks, scope, tenant = node.index.blocks(context.scope), context.scope, context.tenant
         absent = blocks.absent(digests)
         hard_bytes = node.tenants.hard_bytes(tier, tenant)
-        slots = tier.take_run(scope, tenant, place.raw_bytes, len(absent), hard_bytes, tenant)
+        slots = tier.allocate_run(scope, tenant, context.raw_bytes, len(absent), hard_bytes, tenant)
         if len(slots) < len(absent):
             digests = digests[: digests.index(absent[len(slots)])]
         if not slots:
             return [None] * len(digests)
         now_s = node.clock()
-        entries = node.index.begin_chain(scope, digests, parent, place.layout_id, now_s, tenant)
+        entries = node.index.begin_chain(scope, digests, parent, context.layout_id, now_s, tenant)
         fresh = [e for e in entries if e is not None]
-        made = iter(node.reservations.grant_all(place, fresh, tier, slots, now_s + RESERVATION_S))
+        made = iter(node.reservations.grant_all(context, fresh, tier, slots, now_s + RESERVATION_S))
         return [None if e is None else next(made) for e in entries]
 
     async def reserve(
-        self, place: Place, parent: bytes, digests: Sequence[bytes], *, has_some: bool = False
+        self, context: RequestContext, parent: bytes, digests: Sequence[bytes], *, has_some: bool = False
     ) -> Reserved:
-        """Like `reserve_now`, but makes room where there is none, within `RESERVE_WAIT_S`, and says why it ends short.
+        """Like `reserve_now`, but makes room where there is none, within `RESERVE_WAIT_S`; returns why it ends short.
 
         Raises `QuotaExceededError` when the tenant's quota refuses the very first of them; a writer that already
         `has_some` gets fewer, and the error when it asks for the rest. Cancelled, it leaves reservations that their
@@ -102,18 +102,18 @@ class Writer:
         """
         deadline_s = self._node.clock() + RESERVE_WAIT_S
         chain = (parent, *digests)
-        made = self.reserve_now(place, parent, digests)
+        made = self.reserve_now(context, parent, digests)
         try:
             while left := len(digests) - len(made):
                 at = len(made)
                 may_wait = not (made or has_some)  # Whoever has some can go on with those.
-                tier = await self._find_room(place, chain[at], left, deadline_s, may_wait=may_wait)
-                more = self.reserve_now(place, chain[at], digests[at:], tier) if tier is not None else ()
+                tier = await self._find_room(context, chain[at], left, deadline_s, may_wait=may_wait)
+                more = self.reserve_now(context, chain[at], digests[at:], tier) if tier is not None else ()
                 if not more:
                     break
                 made += more
         except QuotaExceededError as e:
-            self._note_quota(place, left, e)
+            self._note_quota(context, left, e)
             if not made and not has_some:
                 raise
             return Reserved(made, str(e))
@@ -122,7 +122,7 @@ class Writer:
     def _refusal(self, count: int) -> tuple[str, float]:
         """Count blocks that found no room; returns why, and how long the path out of memory stays congested."""
         node, tier = self._node, self._node.entry_tier
-        busy_s = self._room.congestion_s(tier)
+        busy_s = self._room.demoter.congestion_s(tier)
         if node.is_draining or tier is None:
             reason, why = "draining", "the agent is drained or has no open memory tier, and takes no blocks"
         elif tier.is_recovering:
@@ -136,15 +136,15 @@ class Writer:
         node.counters.add("kvstrata_refused_blocks_total", count, reason=reason)
         return f"{why}; {count} blocks were refused", busy_s
 
-    def _note_quota(self, place: Place, count: int, error: QuotaExceededError) -> None:
+    def _note_quota(self, context: RequestContext, count: int, error: QuotaExceededError) -> None:
         tier = self._node.entry_tier
         assert tier is not None, "else nothing was asked of it"
-        self._node.counters.add("kvstrata_quota_rejected_total", count, tenant=place.tenant, tier=tier.name)
+        self._node.counters.add("kvstrata_quota_rejected_total", count, tenant=context.tenant, tier=tier.name)
         self._node.counters.add("kvstrata_refused_blocks_total", count, reason="quota")
         _log.debug("blocks refused", extra={"blocks": count, "cause": str(error)})
 
     async def _find_room(
-        self, place: Place, parent: bytes, slots: int, deadline_s: float, *, may_wait: bool
+        self, context: RequestContext, parent: bytes, slots: int, deadline_s: float, *, may_wait: bool
     ) -> Tier | None:
         """Make room for what continues `parent`: a block, or up to `slots` at once.
 
@@ -155,24 +155,24 @@ class Writer:
         refusal: QuotaExceededError | None = None
         tiers = self._landings()
         for i, tier in enumerate((*tiers, *tiers[: int(may_wait)])):
-            if refusal is not None and self._node.tenants.of(place.tenant).over_quota is not OverQuota.DEMOTE:
+            if refusal is not None and self._node.tenants.of(context.tenant).over_quota is not OverQuota.DEMOTE:
                 break  # A slower tier is no way around a quota, unless that is what is declared.
-            want = Want(tier, place.scope, place.tenant, place.raw_bytes, place.tenant, slots)
+            want = SlotRequest(tier, context.scope, context.tenant, context.raw_bytes, context.tenant, slots)
             try:
-                slot = await self._slot_behind(parent, want, place.owner, deadline_s, awaits_holders=i == len(tiers))
+                slot = await self._slot_behind(parent, want, context.owner, deadline_s, awaits_holders=i == len(tiers))
             except QuotaExceededError as e:
                 refusal = refusal or e
             except (TierFullError, BackendFailedError):
                 continue
             else:
-                tier.give_back(slot, place.tenant)  # Taken again at once by the caller, in the same step of the loop.
+                tier.free(slot, context.tenant)  # Taken again at once by the caller, in the same step of the loop.
                 return tier
         if refusal is not None:
             raise refusal
         return None
 
     async def _slot_behind(
-        self, parent: bytes, want: Want, owner: int, deadline_s: float, *, awaits_holders: bool
+        self, parent: bytes, want: SlotRequest, owner: int, deadline_s: float, *, awaits_holders: bool
     ) -> SlotRef:
         """Take a slot, in place of the block that is continued only where nothing else can leave.
 
@@ -180,7 +180,7 @@ class Writer:
         blocks it is not lost by that.
         """
         pins, entry = self._node.pins, self._node.index.find(want.scope, parent)
-        if entry is not None and entry.residences and self._room.is_lowest(want.tier):
+        if entry is not None and entry.residences and self._node.is_lowest(want.tier):
             pin = pins.grant(owner, entry, entry.residences[0], deadline_s)
             try:
                 return await self._room.reserve(want, deadline_s)
@@ -194,12 +194,12 @@ class Writer:
         """Tiers that may take new blocks, the fastest first: engines map them."""
         if self._node.is_draining:
             return []
-        return [t for t in self._node.tiers if t.mappable is not None]
+        return [t for t in self._node.tiers if t.backend.mappable is not None]
 
     def publish_now(self, owner: int, ids: Sequence[int], checksums: Sequence[bytes]) -> bytes:
         """Commit written slots of small blocks in one step, checking some of them; returns one result for each.
 
-        Which ones are checked is the decision of `policy.checking`: whoever reads the others verifies them.
+        Which ones are checked is the decision of `policy.admission`: whoever reads the others verifies them.
         """
         taken, chosen = self._node.reservations.take_written(owner, ids)
         sums = {r.id: self._hashed(r) for r in chosen}
@@ -243,7 +243,7 @@ class Writer:
 
     def _hashed(self, reservation: Reservation) -> bytes:
         """Checksum of what the slot holds; nothing when its tier was taken away."""
-        mappable = reservation.tier.mappable
+        mappable = reservation.tier.backend.mappable
         assert mappable is not None
         slot = reservation.slot
         try:
@@ -332,10 +332,10 @@ class Writer:
     def _admit(self, entries: Sequence[Entry], tier: Tier, turns: int) -> None:
         policy = self._node.spec.policy
         high_ratio = policy.eviction.high_watermark_percent / 100
-        has_lower = not self._room.is_lowest(tier)
+        has_lower = not self._node.is_lowest(tier)
         choice = admit(AdmissionInputs(policy.admission.type, tier.fill_ratio, high_ratio, turns, has_lower))
         if choice.admission is Admission.DEMOTE:
-            self._archiver.send_down(entries, Priority.DEMOTE)
+            self._archiver.demote_soon(entries, Priority.DEMOTE)
 
 
 def _doubtful(

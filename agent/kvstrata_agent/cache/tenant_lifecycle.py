@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from kvstrata_api.trust import Access
 
 RETENTION_S: Final = 10.0
-"""Between looks at the age of blocks; retention is declared in seconds and meant in hours."""
-LOOK_BLOCKS: Final = 4096
-"""Blocks looked at between two turns of the loop."""
+"""Polling interval of the age of blocks; retention is declared in seconds and meant in hours."""
+SCAN_BLOCKS: Final = 4096
+"""Blocks scanned between two turns of the loop."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Tenancy:
         if rules is None:
             return  # A part of the rules is worse than yesterday's.
         self._version = tenants.version
-        self._node.tenants.arm(rules)
+        self._node.tenants.set_rules(rules)
         before, self._key_versions = self._key_versions, tenants.key_versions()
         for tenant, version in self._key_versions.items():
             if version > before.get(tenant, version):
@@ -86,7 +86,7 @@ class Tenancy:
         if self._tenants is None or any(t.is_recovering for t in node.tiers):
             return []  # Nobody knows yet what an earlier run has left.
         stale = {s.split("/")[1] for s in node.index.scopes() if self._tenants.is_superseded(s)}
-        leaving = [*node.condemned, *(e for e in self._mover.moving if e.level == GONE)]
+        leaving = [*node.deferred_frees, *(e for e in self._mover.under_way if e.level == GONE)]
         return [
             (uid, version)
             for tenant, uid, version in self._tenants.erasing()
@@ -96,8 +96,8 @@ class Tenancy:
     def _erase(self, scope: ScopeId) -> None:
         """Drop a scope whose key is gone for good, and let nobody finish reading or writing there.
 
-        Nobody else gets its slots, so that whoever is still reading reads what was there, or zeros, and is told at the
-        end that it read in vain.
+        Nobody else gets its slots, so that whoever is still reading reads what was there, or zeros, and learns at the
+        end that it read without success.
         """
         node = self._node
         for table in (node.leases, node.pins):
@@ -149,12 +149,12 @@ class Tenancy:
             dropped += 1
             self._node.drop_block(entry, "erased")
             if entry.level != GONE:
-                self._node.index.forget(entry)  # Whoever is about to fill it is told that it did so in vain.
+                self._node.index.forget(entry)  # Whoever is about to fill it learns that it did so without success.
         if dropped:
             _log.info("shared blocks erased", extra={"tenant": tenant, "blocks": dropped})
 
     async def retire(self) -> None:
-        """Drop blocks whose tenant keeps none for that long; those that somebody holds go at a later look."""
+        """Drop blocks whose tenant keeps none for that long; those that somebody holds go at a later pass."""
         rules = {t: r.retention for t, r in self._node.tenants.rules.items() if r.retention.is_bounded}
         if not rules:
             return
@@ -167,7 +167,7 @@ class Tenancy:
         wanted: list[bytes] = []
         used_by_s, born_by_s = horizon(rules.values(), self._node.clock() + RETENTION_S)
         digests = self._node.index.blocks(scope).older(used_by_s, born_by_s)
-        while part := tuple(islice(digests, LOOK_BLOCKS)):
+        while part := tuple(islice(digests, SCAN_BLOCKS)):
             wanted += self._due(scope, part, rules)
             await asyncio.sleep(0)
         if not wanted:
@@ -189,7 +189,7 @@ class Tenancy:
     def _due(self, scope: ScopeId, digests: Iterable[bytes], rules: Mapping[str, Retention]) -> dict[bytes, Due]:
         node, now_s = self._node, self._node.clock()
         found = {}
-        for seen in node.index.blocks(scope).look(digests):
+        for seen in node.index.blocks(scope).facts(digests):
             retention = rules.get(seen.tenant)
             if retention is None:
                 continue

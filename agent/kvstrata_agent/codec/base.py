@@ -4,15 +4,15 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from kvstrata_api.blocks import Layout
-from kvstrata_native.mixing import PLANE_BYTES_MAX
+from kvstrata_native.forms import PLANE_BYTES_MAX
 
 RAW: Final = "raw"
 """Form of a block that is stored as it came from its writer."""
-WORN: Final = "worn"
-"""Form of a block that is stored raw and may differ from what its writer wrote, within the pool's permitted error."""
-IN_THE_OPEN: Final = frozenset({RAW, WORN})
+RAW_AFTER_LOSS: Final = "worn"
+"""Form of a block that is stored raw after a loss: it may differ from what was written, within the permitted error."""
+UNENCODED: Final = frozenset({RAW, RAW_AFTER_LOSS})
 """Forms whose stored bytes are the block's."""
-LOSSY: Final = frozenset({"mixed", WORN})
+LOSSY: Final = frozenset({"mixed", RAW_AFTER_LOSS})
 """Forms that do not vouch for every bit. What is read from one is never coded with loss again: errors would add up."""
 
 ORDER: Final = "layer,kv,head,token,dim"
@@ -60,7 +60,7 @@ class Encoded(NamedTuple):
     stored_bytes: int
     settled: tuple[Settled, ...] = ()
     drifted: int = 0
-    """Planes that needed a safer form than the pool's calibration says."""
+    """Planes that needed a safer form than the pool's calibration states."""
 
 
 def planes_of(layout: Layout | None, raw_bytes: int) -> Planes | None:

@@ -1,9 +1,7 @@
-"""Exact codec for floating-point KV: top bytes in fewer bits, everything else as it is.
+"""The exact codecs: floating-point KV with its top bytes in fewer bits (`packed`), and the block as it is (`raw`).
 
-Stored form, little-endian: `version u8 | element bytes u8 | bits of a code u8 | zero (5 B) | raw bytes u64`, then what
-`kvstrata_native.narrow` makes (docs/format.md).
-
-The codec that does nothing: stored bytes are the block's bytes.
+Stored form of `packed`, little-endian: `version u8 | element bytes u8 | bits of a code u8 | zero (5 B) | raw bytes
+u64`, then what `kvstrata_native.narrow` makes (docs/format.md).
 """
 
 import struct
@@ -12,7 +10,7 @@ from typing import Final
 from kvstrata_agent.codec.base import RAW, Encoded, Shape
 from kvstrata_api.errors import BlockCorruptError
 from kvstrata_native import copy, narrow, widen, width_of
-from kvstrata_native.tops import ELEMENT_BYTES, WIDTH_LEAST, WIDTH_MOST
+from kvstrata_native.forms import ELEMENT_BYTES, WIDTH_LEAST, WIDTH_MOST
 
 NAME: Final = "packed"
 

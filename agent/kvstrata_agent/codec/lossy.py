@@ -3,10 +3,10 @@
 Stored form, little-endian: `version u8 | bits of a code u8 | zero u16 | planes u32 | rows u32 | columns u32 |
 raw bytes u64`, then what `kvstrata_native.mix` makes (docs/format.md).
 
-Which rung each plane is tried on first: the one that the last block of its layout settled on. No clock, no I/O.
-
-Rungs are told by their places on the ladder (`kvstrata_native.mixing.LADDER`), a byte for each plane. Layouts of which
-nothing is known start where the calibration says, and else at the cheapest.
+Each plane is tried first on the rung that the last block of its layout settled on (`Guesses`); layouts of which nothing
+is known start where the calibration states, and else at the cheapest. Rungs are named by their places on the ladder
+(`kvstrata_native.forms.LADDER`), a byte for each plane. `DriftWatch` measures whether the calibration still holds.
+Nothing here has a clock or I/O.
 """
 
 import struct
@@ -18,11 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstrata_agent.codec.base import Codec, Encoded, Planes, Settled, Shape
-from kvstrata_agent.codec.drift import Drift, DriftWatch
 from kvstrata_api.errors import BlockCorruptError
 from kvstrata_native import mix, unmix, width_of
-from kvstrata_native.mixing import LADDER, PLANE_BYTES_MAX, ROTATED, Mixing, Rung
-from kvstrata_native.tops import WIDTH_LEAST, WIDTH_MOST
+from kvstrata_native.forms import LADDER, PLANE_BYTES_MAX, ROTATED, WIDTH_LEAST, WIDTH_MOST, Mixing, Rung
 
 LAYOUTS_MAX: Final = 16
 """Layouts remembered, a byte for each plane; a pool has one for each rank of a tensor-parallel engine."""
@@ -67,6 +65,55 @@ class Guesses:
 
 
 _CHEAPER: Final = bytes(max(0, place - 1) for place in range(256))
+
+
+_BLOCKS: Final = 256
+"""Blocks that the share is of: the last of them weigh as much as all before."""
+_BLOCKS_LEAST: Final = 64
+"""Fewer prove nothing."""
+_FROM_RATIO: Final = 0.05
+"""A calibration is made such that 1 % of planes miss (`kvstrata_client.calibration.forms`); five times that is
+another cache."""
+_UNTIL_RATIO: Final = 0.025
+"""Half of it ends what began, so that nothing flaps."""
+
+
+class Drift(NamedTuple):
+    """What the watch sees."""
+
+    blocks: int
+    """Blocks of calibrated layouts since the calibration is known."""
+    ratio: float
+    """Share of their planes of late that needed a safer form."""
+    is_over: bool
+
+
+class DriftWatch:
+    """The watch over one calibration. Threads may share it."""
+
+    def __init__(self, calibrated: Mapping[bytes, bytes]) -> None:
+        """Compare with places on the ladder by layout id."""
+        self._calibrated = dict(calibrated)
+        self._lock = Lock()
+        self._seen = Drift(0, 0.0, is_over=False)
+
+    @property
+    def seen(self) -> Drift:
+        """What was seen so far."""
+        return self._seen
+
+    def note(self, layout_id: bytes, places: bytes) -> int:
+        """Note where the planes of a block settled; return how many are above their calibration."""
+        wanted = self._calibrated.get(layout_id)
+        if wanted is None or len(wanted) != len(places):
+            return 0
+        above = int((np.frombuffer(places, np.uint8) > np.frombuffer(wanted, np.uint8)).sum())
+        with self._lock:
+            blocks = self._seen.blocks + 1
+            ratio = self._seen.ratio + (above / len(places) - self._seen.ratio) / min(blocks, _BLOCKS)
+            bound = _UNTIL_RATIO if self._seen.is_over else _FROM_RATIO
+            self._seen = Drift(blocks, ratio, is_over=blocks >= _BLOCKS_LEAST and ratio > bound)
+        return above
 
 
 NAME: Final = "mixed"
@@ -131,13 +178,13 @@ class MixedCodec:
         places = bytes(rungs.translate(_PLACES))
         self._guesses.settle(shape.layout_id, places)
         settled, drifted = _settled(first, places, errors), self._watch.note(shape.layout_id, places)
-        if _are_exact(places):  # Nothing was lost, and the record shall say so.
+        if _are_exact(places):  # Nothing was lost, and the record shall state so.
             return self._exact.encode(raw, shape, into)._replace(settled=settled, drifted=drifted)
         return Encoded(NAME, stored_bytes, settled, drifted)
 
 
 class KeepingCodec:
-    """Stores blocks that may have lost something: nothing is lost again, and their records say so. A `Codec`."""
+    """Stores blocks that may have lost something: nothing is lost again, and their records state so. A `Codec`."""
 
     name = NAME
 
@@ -164,14 +211,14 @@ class MixedDecoder:
 
 
 def _mixed(raw: memoryview, into: memoryview, rungs: bytearray, errors: npt.NDArray[np.float64], mixing: Mixing) -> int:
-    """Fill `into` and tell the length; rungs and errors are those that the planes settled on."""
+    """Fill `into` and return the length; rungs and errors are those that the planes settled on."""
     _HEADER.pack_into(into, 0, _VERSION, mixing.width, 0, *mixing[:3], len(raw))
     with into[_HEADER.size :] as body:
         return _HEADER.size + mix(body, raw, rungs, errors, mixing)
 
 
 def _are_exact(places: bytes) -> bool:
-    """No plane loses anything. Tells it without a loop over planes."""
+    """True when no plane loses anything; without a loop over planes."""
     return not places.translate(None, _EXACT_PLACES)
 
 

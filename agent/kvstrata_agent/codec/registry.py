@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstrata_agent.codec.drift import Drift
 from kvstrata_agent.codec.exact import PackedCodec, RawCodec
-from kvstrata_agent.codec.lossy import KeepingCodec, MixedCodec, MixedDecoder
+from kvstrata_agent.codec.lossy import Drift, KeepingCodec, MixedCodec, MixedDecoder
 from kvstrata_api.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -17,8 +16,8 @@ _RAW: Final = RawCodec()
 _PACKED: Final = PackedCodec()
 _KEEPING: Final = KeepingCodec()
 _BY_NAME: Final[dict[str, Decoder]] = {d.name: d for d in (_RAW, _PACKED, MixedDecoder())}
-_OLD: Final = "lossless"
-"""Written by agents up to 0.1; its decoder needs a library that nothing else here does."""
+_RESERVED: Final = frozenset({"lossless"})
+"""Forms that were removed before the first release. No other form gets such a name: an old block is never misread."""
 _BY_MODE: Final[dict[str, Codec]] = {"None": _RAW, "Lossless": _PACKED, "Auto": _PACKED}
 """Auto is exact until a pool permits an error."""
 
@@ -34,9 +33,10 @@ class CodecRegistry:
 
     def named(self, name: str) -> Decoder:
         """Return what reads the records of a codec. Raises `UnsupportedError` for one that this build lacks."""
-        codec = _old() if name == _OLD else _BY_NAME.get(name)
+        codec = _BY_NAME.get(name)
         if codec is None:
-            raise UnsupportedError(f"codec {name!r} is not in this build, which has {sorted((*_BY_NAME, _OLD))}")
+            why = "was removed before the first release" if name in _RESERVED else "is not in this build"
+            raise UnsupportedError(f"codec {name!r} {why}; this build has {sorted(_BY_NAME)}")
         return codec
 
     def for_policy(self, policy: CompressionPolicy, *, is_worn: bool, is_archive: bool = False) -> Codec:
@@ -75,7 +75,7 @@ class CodecRegistry:
 
 
 class _Permit(NamedTuple):
-    """What a lossy codec is made for; another policy that says the same keeps what it has learned."""
+    """What a lossy codec is made for; an equal policy keeps what it has learned."""
 
     permille: int
     calibration: tuple[CalibratedLayout, ...]
@@ -89,9 +89,4 @@ def _permit(policy: CompressionPolicy) -> _Permit:
     return _Permit(permille, tuple(c for c in policy.calibration if c.max_relative_error_permille == permille))
 
 
-def _old() -> Decoder:
-    try:
-        from kvstrata_agent.codec.legacy_lossless import LosslessCodec
-    except ImportError as e:
-        raise UnsupportedError(f"codec {_OLD!r}: {e}; install the `agent` extra") from e
-    return LosslessCodec()
+assert _RESERVED.isdisjoint(_BY_NAME), "a name stands for one form for ever"

@@ -1,6 +1,6 @@
 """`kvstrata_native.pack` and `unpack` for blocks on a CUDA device: the same codes and scales, to the bit.
 
-One program packs one group of a row, or a strip of columns. Divisions are rounded as IEEE says and nothing is
+One program packs one group of a row, or a strip of columns. Divisions are rounded as IEEE requires and nothing is
 contracted to fused multiply-adds, else the last bits would differ from the processor's. Without a device the same
 kernels run in Triton's interpreter (`TRITON_INTERPRET=1` before the first import), slowly.
 """
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvstrata_native.packing import Kind, Packing
+from kvstrata_native.forms import Kind, Packing
 
 _TOO_LARGE: Final = 0x7B80
 """bf16 of 2^120, as in the native kernels: such a block is kept as it is."""

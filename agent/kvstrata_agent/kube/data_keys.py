@@ -41,7 +41,7 @@ class Keyring:
         self._held: dict[ScopeId, _Held] = {}
         self._tags: dict[bytes, ScopeId] | None = None
         self._missed: set[ScopeId] = set()
-        """Scopes whose missing data key was told of."""
+        """Scopes whose missing data key was logged."""
 
     def changed(self) -> None:
         """Forget at once what is not there any more."""
@@ -91,7 +91,7 @@ class Keyring:
         return keys.wrapped(version) if keys is not None and keys.owner_uid == uid else ""
 
     def _miss(self, scope: ScopeId, wrapped: str) -> None:
-        """Say once, until something changes, why the blocks of a scope can be neither stored nor read at rest."""
+        """Log once, until something changes, why the blocks of a scope can be neither stored nor read at rest."""
         if scope not in self._missed:
             self._missed.add(scope)
             kind, name, _, version = scope.split("/")

@@ -53,7 +53,7 @@ class Beat:
         return leases.lease_body(names.agent_lease_name(self.pool, self.node), metadata, spec)
 
     def renewal(self, now: datetime) -> Json:
-        """Build the merge patch of one renewal. A KVPoolNode that was made anew is another owner than before."""
+        """Build the merge patch of one renewal. A KVPoolNode that was created again is another owner than before."""
         return {"metadata": self._owned, "spec": leases.renewal(self.holder, DURATION_S, now)}
 
     @property

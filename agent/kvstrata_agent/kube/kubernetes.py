@@ -8,13 +8,12 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from kvstrata_agent.kube import declared
-from kvstrata_agent.kube.authenticator import KubeAuthenticator, Place
+from kvstrata_agent.kube.authenticator import AgentIdentity, KubeAuthenticator
 from kvstrata_agent.kube.data_keys import Keyring
-from kvstrata_agent.kube.desired import KubeDesired
+from kvstrata_agent.kube.declared import KubeDesired
 from kvstrata_agent.kube.heartbeat import Beat, Heartbeat
 from kvstrata_agent.kube.status_writer import KubeStatusSink
-from kvstrata_agent.kube.tenants import TenantView
-from kvstrata_agent.kube.trust import TrustStores, TrustView
+from kvstrata_agent.kube.trust import TenantView, TrustStores, TrustView
 from kvstrata_api import names
 from kvstrata_api.errors import KvStrataError
 from kvstrata_kube import secrets
@@ -26,8 +25,8 @@ from kvstrata_kube.tasks import Task, cancel, supervise
 from kvstrata_kube.typed_store import Known
 from kvstrata_kube.watch import Source, Watch, list_objects
 
-LOOK_S: Final = 3.0
-"""For a last look at what is declared; the kubelet gives a pod 30 s to end."""
+REREAD_TIMEOUT_S: Final = 3.0
+"""For reading what is declared a last time; the kubelet gives a pod 30 s to end."""
 
 _GROUP = f"/apis/{names.API_VERSION}"
 _log: Final = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ _log: Final = logging.getLogger(__name__)
 class KubeWorld:
     """Watches, authenticates, reports and beats for one agent.
 
-        async with await KubeWorld.connect(place, kubeconfig) as world:
+        async with await KubeWorld.connect(agent, kubeconfig) as world:
             await world.ready()
             world.start_heartbeat(epoch)
             ...
@@ -51,9 +50,9 @@ class KubeWorld:
     keyring: Keyring
     """Data keys of scopes, for tiers that encrypt."""
 
-    def __init__(self, api: KubeApi, place: Place, kek_file: Path | None = None) -> None:
+    def __init__(self, api: KubeApi, agent: AgentIdentity, kek_file: Path | None = None) -> None:
         self.api = api
-        self._place = place
+        self._agent = agent
         self._signal = Signal()
         self._tasks: list[Task] = []
         self._watches: list[Watch[Any]] = []
@@ -63,12 +62,12 @@ class KubeWorld:
         self._follow_keks(kek_file)
 
     @classmethod
-    async def connect(cls, place: Place, kubeconfig: Path | None = None, kek_file: Path | None = None) -> Self:
+    async def connect(cls, agent: AgentIdentity, kubeconfig: Path | None = None, kek_file: Path | None = None) -> Self:
         """Read credentials and start watching. Raises `UnsupportedError` when there are none.
 
         KEKs come from `kek_file`, or without one from their Secret.
         """
-        return cls(await KubeApi.connect(names.FIELD_MANAGER_AGENT, kubeconfig), place, kek_file)
+        return cls(await KubeApi.connect(names.FIELD_MANAGER_AGENT, kubeconfig), agent, kek_file)
 
     async def __aenter__(self) -> Self:
         return self
@@ -84,29 +83,30 @@ class KubeWorld:
         while self._trust.unsynced or not self._keks.is_known:
             await self._signal.wait()
 
-    async def look(self) -> None:
-        """Read pool and pool node again, now: what the watches tell may be behind. Without an answer they count."""
+    async def reread(self) -> None:
+        """Read pool and pool node again, now: what the watches returned may be behind. Without an answer they count."""
         try:
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(REREAD_TIMEOUT_S):
                 for source, known in self._declared:
                     known.take(*await list_objects(self.api, source))
         except (KvStrataError, TimeoutError) as e:
-            _log.warning("declared state not read again", extra={"cause": str(e) or f"no answer in {LOOK_S} s"})
+            cause = str(e) or f"no answer in {REREAD_TIMEOUT_S} s"
+            _log.warning("declared state not read again", extra={"cause": cause})
 
     def start_heartbeat(self, epoch: int) -> None:
         """Begin to renew the Lease of this incarnation; call it once, after `ready`."""
-        place = self._place
+        agent = self._agent
 
         def beat() -> Beat:
             owner = self.desired.pool_node.metadata.uid
-            return Beat(place.namespace, place.pool, place.node, f"{place.node}_{epoch}", owner)
+            return Beat(agent.namespace, agent.pool, agent.node, f"{agent.node}_{epoch}", owner)
 
         self.heartbeat = Heartbeat(self.api, beat)
         self._tasks.append(supervise("heartbeat", self.heartbeat.run))
 
     async def read_secret(self, name: str) -> dict[str, bytes] | None:
         """Return the data of a Secret in the system namespace; see `secrets.read_secret`."""
-        return await secrets.read_secret(self.api, self._place.namespace, name)
+        return await secrets.read_secret(self.api, self._agent.namespace, name)
 
     async def close(self) -> None:
         """Release the Lease, stop all tasks, close all connections. Idempotent."""
@@ -119,14 +119,14 @@ class KubeWorld:
 
     def _follow_desired(self) -> None:
         """Watch the one pool and the one pool node; report to the latter."""
-        place, node_name = self._place, names.pool_node_name(self._place.pool, self._place.node)
+        agent, node_name = self._agent, names.pool_node_name(self._agent.pool, self._agent.node)
         pools = Known("KVPool", declared.pool, self._signal.fire)
         nodes = Known("KVPoolNode", declared.pool_node, self._signal.fire)
         self._declared: tuple[tuple[Source[Any], Known[Any]], ...] = (
-            self._watch(pools, f"{_GROUP}/kvpools", {"fieldSelector": f"metadata.name={place.pool}"}),
+            self._watch(pools, f"{_GROUP}/kvpools", {"fieldSelector": f"metadata.name={agent.pool}"}),
             self._watch(nodes, f"{_GROUP}/kvpoolnodes", {"fieldSelector": f"metadata.name={node_name}"}),
         )
-        self.desired = KubeDesired(place.pool, place.node, pools, nodes, self._signal)
+        self.desired = KubeDesired(agent.pool, agent.node, pools, nodes, self._signal)
 
         def stored() -> Json | None:
             seen = nodes.get(node_name)
@@ -148,16 +148,16 @@ class KubeWorld:
         self._watch(self._trust.domains, f"{_GROUP}/kvtrustdomains")
         self._watch(self._trust.shares, f"{_GROUP}/kvprefixshares")
         self._watch(self._trust.namespaces, "/api/v1/namespaces", is_metadata_only=True)
-        scope_secrets = f"/api/v1/namespaces/{self._place.namespace}/secrets"
+        scope_secrets = f"/api/v1/namespaces/{self._agent.namespace}/secrets"
         self._watch(self._trust.secrets, scope_secrets, {"labelSelector": names.LABEL_SCOPE})
-        self._view = TrustView(self._trust, self._place.namespace, self._place.pool)
-        self.authenticator = KubeAuthenticator(self.api, self._view, self._place)
-        self.tenants = TenantView(self._trust, self._view, self._place.pool)
+        self._view = TrustView(self._trust, self._agent.namespace, self._agent.pool)
+        self.authenticator = KubeAuthenticator(self.api, self._view, self._agent)
+        self.tenants = TenantView(self._trust, self._view, self._agent.pool)
 
     def _follow_keks(self, kek_file: Path | None) -> None:
         """Follow the keys that data keys are wrapped by."""
-        self._keks = KekSource(self.api, self._place.namespace, kek_file, self._keks_changed)
-        self.keyring = Keyring(self._view, self._trust.secrets, self._place.namespace, lambda: self._keks.keks)
+        self._keks = KekSource(self.api, self._agent.namespace, kek_file, self._keks_changed)
+        self.keyring = Keyring(self._view, self._trust.secrets, self._agent.namespace, lambda: self._keks.keks)
         self._tasks.append(supervise("watch KEKs", self._keks.run))
 
     def _trust_changed(self) -> None:
@@ -171,7 +171,7 @@ class KubeWorld:
         self.keyring.changed()
 
     def _keks_changed(self) -> None:
-        """Forget all data keys, which says nothing of grants."""
+        """Forget all data keys, which changes no grants."""
         self.keyring.changed()
         self._signal.fire()
 

@@ -1,6 +1,6 @@
 """The token by which this agent proves itself to others: a projected file, or one asked of the API server.
 
-Where an agent of another pool is, as its KVPoolNode says: the directory tells only who holds what was asked for.
+Where an agent of another pool is, as its KVPoolNode states: the directory knows only who holds what was asked for.
 """
 
 import asyncio
@@ -14,16 +14,16 @@ from kvstrata_api import names
 from kvstrata_api.errors import UnauthenticatedError
 from kvstrata_kube.api import Call, KubeApi
 from kvstrata_kube.watch import Source, list_objects
-from kvstrata_metadata.records import AgentRecord
+from kvstrata_metadata.store.records import AgentRecord
 
 LIFE_S: Final = 3600
 """Asked for; the API server grants no less than 600 s."""
 RENEW_AFTER: Final = 0.8
-"""Part of its life after which a token is asked for anew, as kubelets do with projected ones."""
+"""Part of its life after which a token is asked for again, as kubelets do with projected ones."""
 
 
 class OwnToken:
-    """Returns a current token of audience `kvstrata`. A file is read anew each time, because kubelets rotate it."""
+    """Returns a current token of audience `kvstrata`. A file is read again each time, because kubelets rotate it."""
 
     def __init__(self, api: KubeApi, namespace: str, file: Path | None) -> None:
         self._api = api
@@ -85,11 +85,11 @@ class _PoolNode(msgspec.Struct):
 
 
 async def find_agent(api: KubeApi, agent: str) -> AgentRecord | None:
-    """How to reach the agent of this name now; None while it has not said so. Changes nothing.
+    """How to reach the agent of this name now; None while it has not reported it. Changes nothing.
 
     Raises like `list_objects`. Who answers there still has to show a certificate of that name.
     """
     source = Source(_PATH, msgspec.json.Decoder(_PoolNode).decode, {"fieldSelector": f"metadata.name={agent}"})
     found, _ = await list_objects(api, source)
-    told = [n.status for n in found if n.metadata.name == agent and n.status.peer_address and n.status.epoch]
-    return AgentRecord(agent, told[0].epoch, told[0].peer_address) if told else None
+    known = [n.status for n in found if n.metadata.name == agent and n.status.peer_address and n.status.epoch]
+    return AgentRecord(agent, known[0].epoch, known[0].peer_address) if known else None

@@ -1,16 +1,22 @@
-"""From what the agent observes to `KVPoolNode.status`. Pure; transition times are kept by whoever writes it."""
+"""From what the agent observes to `KVPoolNode.status`, and when that is worth a write. Pure.
+
+Facts (conditions, phases, epochs) are written at once. Counters (fill, hits) are compared rounded, and written
+at most every `COUNTERS_S`: a fleet's API server carries some 300 status writes a second. Transition times are kept.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from enum import IntEnum
+from typing import Any, Final
 
 from kvstrata_agent.backends.base import Device
 from kvstrata_agent.cache.ports import DirectoryState
-from kvstrata_agent.codec.drift import Drift
+from kvstrata_agent.codec.lossy import Drift
 from kvstrata_agent.policy.removal import Removal
 from kvstrata_agent.provision.provisioner import Departure
-from kvstrata_api import units
-from kvstrata_api.conditions import Condition, Status
+from kvstrata_api import names, units
+from kvstrata_api.models import conditions
+from kvstrata_api.models.conditions import Condition, Status
 from kvstrata_api.models.inventory import NodeReport
 from kvstrata_api.models.poolnode import (
     KVPoolNode,
@@ -27,6 +33,7 @@ from kvstrata_api.models.poolnode import (
     TierProbe,
 )
 from kvstrata_api.tiers import TierType
+from kvstrata_kube.answers import Json
 from kvstrata_node import dax_verdict
 from kvstrata_node import pages_verdict as verdict
 from kvstrata_node.pages_verdict import Reason
@@ -36,6 +43,13 @@ REFUSING_S: Final = 30.0
 
 ERROR_CHARS_MAX = 1024
 """`maxLength` of lastError."""
+
+COUNTERS_S: Final = 10.0
+FACTS_S: Final = 1.0
+"""Shortest time between two writes, whatever they report: two writers that disagree must not race."""
+
+_NO_FACTS: Final = {"lookups", "conditions", "tiers", "shares", "tenants", "erased", "orders", "node"}
+"""Counters, what is compared by itself, and what node preparation writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +77,7 @@ class TierObserved:
     """For so long its store has been refusing requests."""
     error: str = ""
     leaving_blocks: int = 0
-    """Blocks that are still to move to other tiers, because this one is declared no more."""
+    """Blocks that are still to move to other tiers, because this one was removed from the spec."""
     shrinking_blocks: int = 0
     """Blocks that lie where a resize left no room."""
     shortage: str = ""
@@ -72,7 +86,7 @@ class TierObserved:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Everything that the status says."""
+    """Everything that the status reports."""
 
     pool_node: KVPoolNode
     epoch: int
@@ -83,7 +97,7 @@ class Observed:
     hit: int
     memory_bytes: int
     demand: Mapping[str, TierDemand] = field(default_factory=dict)
-    """What reuse says about the size of tiers that scale, by tier name."""
+    """What reuse implies for the size of tiers that scale, by tier name."""
     share_hits: Mapping[str, int] = field(default_factory=dict)
     """Blocks that readers of prefix shares were given, by the share's uid."""
     tenants: tuple[TenantBytes, ...] = ()
@@ -97,7 +111,7 @@ class Observed:
     departure: Departure | None = None
     """How far the removal of all tiers has come; None when nobody asked for it."""
     node: NodeReport | None = None
-    """What node preparation has told; None where it does not run."""
+    """What node preparation has reported; None where it does not run."""
     peer_address: str = ""
     """`host:port` where other agents reach this one."""
     drift: Drift | None = None
@@ -119,12 +133,12 @@ def build_status(seen: Observed) -> KVPoolNodeStatus:
         shares=tuple(ShareHits(uid=uid, hits=units.coarse(hits)) for uid, hits in sorted(seen.share_hits.items())),
         tenants=tuple(t.model_copy(update={"used_bytes": units.coarse(t.used_bytes)}) for t in seen.tenants),
         erased=seen.erased,
-        orders=tuple(_rounded(answer) for answer in seen.orders),
+        orders=tuple(_rounded_answer(answer) for answer in seen.orders),
         memory_bytes=seen.memory_bytes,
     )
 
 
-def _rounded(answer: OrderAnswer) -> OrderAnswer:
+def _rounded_answer(answer: OrderAnswer) -> OrderAnswer:
     counts = ("blocks_done", "blocks_total", "bytes_done", "bytes_total", "blocks_missing")
     return answer.model_copy(update={name: units.coarse(getattr(answer, name)) for name in counts})
 
@@ -205,8 +219,8 @@ def _huge_pages(tiers: Sequence[TierObserved], node: NodeReport | None) -> Condi
     if not without:
         return verdict.condition((Reason.RESERVED, ""))
     reason, why = verdict.of_tiers((t.spec for t in without), node.huge_pages if node is not None else ())
-    told = [f"tier {t.spec.name}: {t.fallback}" for t in without]
-    return verdict.condition((Reason.NOT_RESERVED if reason.is_good else reason, _join(told + [why] * bool(why))))
+    message = [f"tier {t.spec.name}: {t.fallback}" for t in without]
+    return verdict.condition((Reason.NOT_RESERVED if reason.is_good else reason, _join(message + [why] * bool(why))))
 
 
 def _devices(tiers: Sequence[TierObserved], node: NodeReport | None) -> Condition:
@@ -219,18 +233,18 @@ def _devices(tiers: Sequence[TierObserved], node: NodeReport | None) -> Conditio
         return _false("DevicePresent", "DeviceMissing" if reason.is_good else reason, _join(missing))
     failed = [(t, d) for t in tiers for d in t.devices if d.error]
     if failed:
-        told = _join(f"tier {t.spec.name}: {d.name}: {d.error}" for t, d in failed)
-        return _false("DevicePresent", "DeviceFailed", told)
+        message = _join(f"tier {t.spec.name}: {d.name}: {d.error}" for t, d in failed)
+        return _false("DevicePresent", "DeviceFailed", message)
     return _true("DevicePresent", "Present")
 
 
 def _stores_keep_up(tiers: Sequence[TierObserved]) -> Condition:
-    """Refusals come and go; ones that last are somebody's to look at."""
+    """Refusals come and go; those that last need somebody's attention."""
     slow = [t for t in tiers if t.refusing_s >= REFUSING_S]
     if not slow:
         return _true("StoresKeepUp", "KeepUp")
-    told = _join(f"tier {t.spec.name}: the store refuses requests (429, 503) and gets fewer at once" for t in slow)
-    return _false("StoresKeepUp", "Throttled", told)
+    message = _join(f"tier {t.spec.name}: the store refuses requests (429, 503) and gets fewer at once" for t in slow)
+    return _false("StoresKeepUp", "Throttled", message)
 
 
 def _capacity(tiers: Sequence[TierObserved]) -> Condition:
@@ -244,14 +258,16 @@ def _tiers_settled(tiers: Sequence[TierObserved]) -> Condition:
     """Rounded, because a condition is written whenever it changes."""
     leaving = [t for t in tiers if t.leaving_blocks]
     if leaving:
-        told = _join(f"tier {t.spec.name} goes: {units.coarse(t.leaving_blocks)} blocks are to move" for t in leaving)
-        return _false("TiersSettled", "RemovingTier", told)
+        message = _join(
+            f"tier {t.spec.name} goes: {units.coarse(t.leaving_blocks)} blocks are to move" for t in leaving
+        )
+        return _false("TiersSettled", "RemovingTier", message)
     shrinking = [t for t in tiers if t.shrinking_blocks]
     if shrinking:
-        told = _join(
+        message = _join(
             f"tier {t.spec.name} shrinks: {units.coarse(t.shrinking_blocks)} blocks to move" for t in shrinking
         )
-        return _false("TiersSettled", "ShrinkingTier", told)
+        return _false("TiersSettled", "ShrinkingTier", message)
     return _true("TiersSettled", "Settled")
 
 
@@ -308,3 +324,119 @@ def _true(type_: str, reason: str, message: str = "") -> Condition:
 
 def _false(type_: str, reason: str, message: str = "") -> Condition:
     return Condition(type=type_, status=Status.FALSE, reason=reason, message=message)
+
+
+class Urgency(IntEnum):
+    """How soon a status should be written."""
+
+    NONE = 0
+    COUNTERS = 1
+    FACTS = 2
+
+
+def urgency(wanted: KVPoolNodeStatus, stored: Mapping[str, Any]) -> Urgency:
+    """Compare what the agent sees with what the API server holds."""
+    before = _parsed(stored)
+    if before is None or _facts(wanted, wanted) != _facts(before, wanted):
+        return Urgency.FACTS
+    return Urgency.NONE if _counters(wanted) == _counters(before) else Urgency.COUNTERS
+
+
+def due_s(need: Urgency, written_at_s: float | None, chance: float) -> float:
+    """Monotonic second at which a write is due; `chance` in [0, 1) spreads counters of a fleet by half a period."""
+    if written_at_s is None:
+        return 0.0
+    return written_at_s + (FACTS_S if need is Urgency.FACTS else COUNTERS_S * (1 + chance / 2))
+
+
+def document(name: str, wanted: KVPoolNodeStatus, stored: Mapping[str, Any], now: str) -> Json:
+    """Build the server-side apply document that makes the stored status what is wanted.
+
+    Transition times are kept wherever the stored condition has the same status, also across agent restarts.
+    """
+    before = _parsed(stored)
+    ours = {c.type for c in wanted.conditions}
+    kept = [c for c in before.conditions if c.type in ours] if before else []
+    merged = {c.type: c for c in conditions.merge(kept, wanted.conditions, now)}
+    ordered = tuple(merged[c.type] for c in wanted.conditions)
+    status = _rounded(wanted).model_copy(update={"conditions": ordered})
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": "KVPoolNode",
+        "metadata": {"name": name},
+        "status": status.to_json(),
+    }
+
+
+def round_used(tier: NodeTierStatus) -> int:
+    """Round used bytes to whole hundredths of the capacity; a tier that holds something never shows 0.
+
+    To the nearest byte, so that what was rounded stays as it is when it is rounded again.
+    """
+    if tier.capacity_bytes <= 0 or tier.used_bytes <= 0:
+        return 0
+    percent = max(1, min(100, round(tier.used_bytes * 100 / tier.capacity_bytes)))
+    return (tier.capacity_bytes * percent + 50) // 100
+
+
+def hit_percent(status: KVPoolNodeStatus) -> int:
+    """Hits per hundred lookups, 0 without lookups."""
+    queried = status.lookups.queried
+    return round(status.lookups.hit * 100 / queried) if queried > 0 else 0
+
+
+def _parsed(stored: Mapping[str, Any]) -> KVPoolNodeStatus | None:
+    """Parse a stored status; None when it was never written or cannot be read, so that it is written again."""
+    if not stored:
+        return None
+    try:
+        return KVPoolNodeStatus.model_validate(stored)
+    except ValueError:
+        return None
+
+
+def _rounded(status: KVPoolNodeStatus) -> KVPoolNodeStatus:
+    """Round the fills and write them out for the printer columns."""
+    return status.model_copy(update={"tiers": tuple(_rounded_tier(t) for t in status.tiers)})
+
+
+def _rounded_tier(tier: NodeTierStatus) -> NodeTierStatus:
+    """Round one fill."""
+    used_bytes = round_used(tier)
+    shown = f"{units.format_rounded(used_bytes)}/{units.format_rounded(tier.capacity_bytes)}"
+    return tier.model_copy(update={"used_bytes": used_bytes, "used_of_capacity": shown})
+
+
+def _facts(status: KVPoolNodeStatus, ours: KVPoolNodeStatus) -> Json:
+    """Everything but counters and transition times; of the conditions only the types that `ours` has.
+
+    Confirmations and answers that nobody waits for any more go with the next write.
+    """
+    types = {c.type for c in ours.conditions}
+    facts = status.model_dump(exclude=_NO_FACTS)
+    facts["erased"] = sorted((e.uid, e.key_version) for e in status.erased if e in ours.erased)
+    asked = {answer.uid for answer in ours.orders}
+    facts["orders"] = sorted((a.uid, a.phase, a.reason, a.message) for a in status.orders if a.uid in asked)
+    facts["tiers"] = [
+        t.model_dump(exclude={"used_bytes", "used_of_capacity", "blocks", "demand"}) for t in status.tiers
+    ]
+    written = (c.model_dump(exclude={"last_transition_time"}) for c in status.conditions if c.type in types)
+    facts["conditions"] = {c["type"]: c for c in written}
+    return facts
+
+
+def _counters(status: KVPoolNodeStatus) -> tuple[object, ...]:
+    """Fill of and demand for each tier, the hit ratio and the use of shares and of room by tenants, rounded.
+
+    Block counts ride along but cause no write.
+    """
+    tenants = sorted((t.tenant, t.tier, t.used_bytes, t.over_hard) for t in status.tenants)
+    fills = ((round_used(t), t.demand) for t in status.tiers)
+    return (
+        *fills,
+        hit_percent(status),
+        *status.shares,
+        *tenants,
+        *status.erased,
+        *status.orders,
+    )

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from kvstrata_agent.kube import status_plan
-from kvstrata_agent.kube.status_plan import Urgency
+from kvstrata_agent.kube import report
+from kvstrata_agent.kube.report import Urgency
 from kvstrata_api import names
 from kvstrata_api.errors import KvStrataError
 from kvstrata_api.models.poolnode import KVPoolNodeStatus
@@ -30,7 +30,7 @@ Stored = Callable[[], Mapping[str, Any] | None]
 
 
 class KubeStatusSink:
-    """Implements `ports.StatusSink`. Run `run` as a supervised task."""
+    """Where the agent's own observations go; compares before it writes. Run `run` as a supervised task."""
 
     def __init__(
         self, api: KubeApi, name: str, stored: Stored, signal: Signal, clock: Callable[[], float] = time.monotonic
@@ -43,7 +43,7 @@ class KubeStatusSink:
         self._signal = signal
         self._wanted: KVPoolNodeStatus | None = None
         self._answered: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
-        """What the watch said before our last write, and what the API server answered to it."""
+        """What the watch returned before our last write, and what the API server answered to it."""
         self._written_at_s: float | None = None
         self.writes = 0
         """Writes that the API server took."""
@@ -75,7 +75,7 @@ class KubeStatusSink:
         return True
 
     def _known(self) -> Mapping[str, Any] | None:
-        """Newest knowledge of the stored status: our own write, until the watch says something else."""
+        """Newest knowledge of the stored status: our own write, until the watch returns something else."""
         seen = self._stored()
         if seen is not None and self._answered is not None and seen == self._answered[0]:
             return self._answered[1]
@@ -86,7 +86,7 @@ class KubeStatusSink:
         known = self._known()
         if self._wanted is None or known is None:
             return Urgency.NONE
-        return status_plan.urgency(self._wanted, known)
+        return report.urgency(self._wanted, known)
 
     async def _step(self) -> None:
         """Wait for the next event or due time, and write when it is time."""
@@ -94,7 +94,7 @@ class KubeStatusSink:
         if need is Urgency.NONE:
             await self._signal.wait()
             return
-        wait_s = status_plan.due_s(need, self._written_at_s, random.random()) - self._clock()
+        wait_s = report.due_s(need, self._written_at_s, random.random()) - self._clock()
         if wait_s > GRAIN_S:
             await self._signal.wait(wait_s)
             return
@@ -106,7 +106,7 @@ class KubeStatusSink:
         seen, wanted, known = self._stored(), self._wanted, self._known()
         if seen is None or wanted is None or known is None:
             return
-        body = status_plan.document(self._name, wanted, known, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+        body = report.document(self._name, wanted, known, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
         path = f"/apis/{names.API_VERSION}/kvpoolnodes/{self._name}/status"
         # Forced: the operator writes AgentConnected and Ready of agents that are away, and we are back.
         query = {"fieldManager": names.FIELD_MANAGER_AGENT, "force": "true"}

@@ -1,21 +1,25 @@
-"""Who may do what, from the watched tenants, domains, shares, namespaces and scope Secrets. No I/O: reads stores.
+"""Who may do what, and what is declared of tenants: from the watched tenants, domains, shares, namespaces and Secrets.
 
-Expiry needs nobody: once a share's time is over by our own clock, everything that was derived is derived anew.
+No I/O: reads stores. Expiry needs nobody: once a share's time is over by our own clock, everything that was derived is
+derived again.
 """
 
 import base64
 import binascii
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
 from kvstrata_agent.kube.declared import ScopeKeys
+from kvstrata_agent.policy.quota import Bound, OverQuota, Rules
+from kvstrata_agent.policy.retention import Retention
 from kvstrata_api import names, shares, trust
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_api.errors import ApiServerAwayError, ForbiddenError, RetryableError
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
-from kvstrata_api.trust import Access, Grants, Identity, ScopeKind
+from kvstrata_api.names import KEY_VERSION
+from kvstrata_api.trust import Access, Grants, Identity, ScopeKind, domain_key_version
 from kvstrata_kube.typed_store import Known
 
 SECRET_BYTES: Final = 32
@@ -61,7 +65,7 @@ class TrustView:
     def __init__(
         self, stores: TrustStores, namespace: str, pool: str, wall: Callable[[], datetime] = lambda: datetime.now(UTC)
     ) -> None:
-        """Answer for the shares of one pool. `wall` tells the time of the day, by which shares expire."""
+        """Answer for the shares of one pool. `wall` returns the time of the day, by which shares expire."""
         self._stores = stores
         self._namespace = namespace
         self._pool = pool
@@ -117,7 +121,7 @@ class TrustView:
             return None
 
     def may_write(self, tenant: str, scope: ScopeId) -> bool:
-        """True when a shared scope may have blocks of a tenant, and where it cannot be told."""
+        """True when a shared scope may have blocks of a tenant, and where that is unknown."""
         kind, name, _, _ = scope.split("/")
         if kind == ScopeKind.DOMAIN:
             domain = self._stores.domains.get(name)
@@ -190,7 +194,7 @@ class TrustView:
 
 
 def refusal(identity: Identity, tenants: Known[KVTenant], labels: Mapping[str, str]) -> str:
-    """Say why no tenant was found for an identity: nobody claims it, or several do."""
+    """Return why no tenant was found for an identity: nobody claims it, or several do."""
     who = f"ServiceAccount {identity.namespace}/{identity.service_account}"
     claimants = sorted(t.metadata.name for t in tenants if trust.claims(t, identity, labels))
     if len(claimants) > 1:
@@ -207,3 +211,81 @@ def _decode(where: str, version: str, encoded: str | None) -> bytes:
     if len(secret) != SECRET_BYTES:
         raise RetryableError(f"{where} has no key {version} of {SECRET_BYTES} bytes", delay_s=1.0)
     return secret
+
+
+class TenantView:
+    """Implements `ports.Tenants` for one pool."""
+
+    def __init__(self, stores: TrustStores, trust: TrustView, pool: str) -> None:
+        self._stores = stores
+        self._trust = trust
+        self._pool = pool
+        self._last_good: dict[str, Rules] = {}
+
+    @property
+    def version(self) -> int:
+        """Moves on with every change."""
+        return self._trust.version
+
+    def rules(self) -> Mapping[str, Rules] | None:
+        """Rules by tenant; None while not every KVTenant was read.
+
+        A KVTenant that cannot be read keeps the rules that it had: it must not look like one without a guarantee.
+        """
+        tenants = self._stores.tenants
+        if not tenants.is_synced:
+            return None
+        found = {}
+        for key, seen in tenants.items.items():
+            name = key.rpartition("/")[2]
+            if seen.value is not None:
+                found[name] = rules_of(seen.value, self._pool)
+            elif name in self._last_good:
+                found[name] = self._last_good[name]
+        self._last_good = found
+        return found
+
+    def key_versions(self) -> Mapping[str, int]:
+        """Key version in use by tenant."""
+        return {t.metadata.name: _version_of(t) for t in self._stores.tenants}
+
+    def is_superseded(self, scope: ScopeId) -> bool:
+        """True when the scope's owner is there and its key has moved on, which is for good."""
+        kind, name, uid, version = scope.split("/")
+        if kind == ScopeKind.TENANT:
+            tenant = self._stores.tenants.get(name)
+            now = (tenant.metadata.uid, _version_of(tenant)) if tenant is not None else ("", 0)
+        elif kind == ScopeKind.DOMAIN:
+            domain = self._stores.domains.get(name)
+            now = (domain.metadata.uid, domain_key_version(domain)) if domain is not None else ("", 0)
+        else:
+            return False
+        return now[0] == uid and int(version.removeprefix("v")) < now[1]
+
+    def may_write(self, tenant: str, scope: ScopeId) -> bool:
+        """True when a shared scope may have blocks of a tenant, and where that is unknown."""
+        return self._trust.may_write(tenant, scope)
+
+    def access(self, tenant: str) -> tuple[tuple[Access, ScopeSecret], ...]:
+        """Scopes that a tenant's engines may use, shared ones first, with their keys; see `ports.Tenants`."""
+        granted = self._trust.granted_to(tenant)
+        return () if granted is None else tuple(zip(granted.grants.access, granted.secrets, strict=True))
+
+    def erasing(self) -> Iterator[tuple[str, str, int]]:
+        """Tenants whose erasure was asked for and is not confirmed yet: name, uid and the key version in use."""
+        for tenant in self._stores.tenants:
+            if tenant.spec.erase_requested and tenant.spec.erase_requested != tenant.status.last_erase:
+                yield tenant.metadata.name, tenant.metadata.uid, _version_of(tenant)
+
+
+def rules_of(tenant: KVTenant, pool: str) -> Rules:
+    """What one tenant declares for one pool."""
+    spec = tenant.spec
+    bounds = {q.tier: Bound(q.hard, q.guaranteed or 0) for q in spec.quotas if q.pool_ref == pool}
+    kept = spec.retention
+    retention = Retention(kept.idle_seconds, kept.max_seconds, kept.zeroize)
+    return Rules(spec.weight, OverQuota(spec.over_quota), bounds, retention)
+
+
+def _version_of(tenant: KVTenant) -> int:
+    return max(KEY_VERSION, tenant.status.key_version)

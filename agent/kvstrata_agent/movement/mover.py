@@ -1,124 +1,151 @@
 """Copies blocks between tiers. The source is read and verified, the target written, and only then is either dropped.
 
+A block is marked as moving (`Entry.move`) from when its move is asked for until it has ended: nobody evicts it or
+begins a second one, and whoever wants it waits for the mark. It is set and cleared here alone, by `begin` and `end`.
+
 A crash at any point leaves two copies or one, never none. Codecs are applied on the way to media without load and
 store access, and undone on the way up. Checksums are bound to the slot, so every copy gets its own.
 """
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.backends.base import BlamelessError, SlotRef
-from kvstrata_agent.backends.scratch import Buffers
+from kvstrata_agent.backends.base import MediumIntactError, SlotRef
+from kvstrata_agent.backends.scratch import ScratchPool
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_agent.blocks.block import GONE, Entry, Residence
-from kvstrata_agent.blocks.slot_request import Want
-from kvstrata_agent.codec.base import IN_THE_OPEN, LOSSY, RAW, WORN, room_bytes
-from kvstrata_agent.movement.encoding import Coding
-from kvstrata_agent.movement.fair_queue import TrafficClass
-from kvstrata_agent.movement.group_copy import CodedMoves, StraightMoves
-from kvstrata_agent.movement.group_write import GroupWriter, record_of
-from kvstrata_agent.movement.move import Move, Way
-from kvstrata_agent.movement.scheduler import Traffic
+from kvstrata_agent.blocks.tier import SlotRequest
+from kvstrata_agent.codec.base import LOSSY, RAW, RAW_AFTER_LOSS, UNENCODED, room_bytes
+from kvstrata_agent.movement.group_copy import CodedGroups, GroupWriter, RawGroups, record_of
+from kvstrata_agent.movement.move import Coding, Move
+from kvstrata_agent.movement.scheduler import MoveScheduler
+from kvstrata_agent.policy.placement import CopyFacts, CopyPath, copy_path
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, UnsupportedError
 from kvstrata_native import copy
 from kvstrata_telemetry.tracing import span
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 
     from kvstrata_agent.backends.base import Record
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
-    from kvstrata_agent.movement.encoding import Codecs
-    from kvstrata_agent.movement.fair_queue import Priority
+    from kvstrata_agent.movement.move import Codecs
+    from kvstrata_agent.movement.path import Priority
 
 INLINE_BYTES_MAX: Final = 256 << 10
 """Up to this a hash (10 GB/s) costs less than handing it to a thread and back (about 60 us)."""
 
 
 class Mover:
-    """Makes copies; decides nothing."""
+    """Makes copies, each by the path that its move names, and marks the blocks that they are of."""
 
     def __init__(self, node: Node, codecs: Codecs) -> None:
         self._node = node
         self.coding = Coding(node, codecs)
-        self._buffers = Buffers()
-        self.traffic = Traffic(node)
+        self._buffers = ScratchPool()
+        self.scheduler = MoveScheduler(node)
         writer = GroupWriter(node)
-        self._groups: dict[Way, StraightMoves | CodedMoves] = {
-            Way.STRAIGHT: StraightMoves(node, writer),
-            Way.CODED: CodedMoves(node, self.coding, self._buffers, writer),
+        self._groups: dict[CopyPath, RawGroups | CodedGroups] = {
+            CopyPath.RAW_GROUP: RawGroups(node, writer),
+            CopyPath.CODED_GROUP: CodedGroups(node, self.coding, self._buffers, writer),
         }
         self.bytes_under_way = 0
         """Raw bytes of the moves that wait or run."""
-        self.moving: dict[Entry, Tier] = {}
+        self.under_way: dict[Entry, Tier] = {}
         """Blocks whose bytes are on their way, and where to; those that were dropped meanwhile included."""
 
-    async def copy(
-        self,
-        entry: Entry,
-        source: Residence,
-        target: Tier,
-        slot: SlotRef | None,
-        urgency: Priority,
-        within_s: float | None = None,
-    ) -> bool:
-        """Copy one block into `target`. See `copy_all`."""
-        (is_made,) = await self.copy_all([Move(entry, source, slot)], target, urgency, within_s)
-        return is_made
+    def plan(self, entry: Entry, source: Residence, target: Tier, slot: SlotRef | None = None) -> Move:
+        """Plan the copy of a block into `target`, into `slot` where that was taken: here alone its path is chosen."""
+        tier, codec = source.tier, source.record.codec
+        is_mapped = tier.backend.mappable is not None and not tier.backend.capabilities.is_emulated
+        facts = CopyFacts(
+            is_source_mapped=is_mapped,
+            is_source_grouped=tier.backend.group is not None,
+            is_target_grouped=target.backend.group is not None,
+            fills_mapped_slot=target.backend.mappable is not None and slot is not None,
+            is_encoded=codec not in UNENCODED,
+            gets_encoded=is_mapped
+            and target.backend.group is not None
+            and self.coding.codec_for(source.record, target) is not None,
+        )
+        return Move(entry, source, slot, copy_path(facts))
 
-    def way(self, move: Move, target: Tier) -> Way:
-        """How a block gets there: with others where it goes between mapped memory and a medium that takes groups."""
-        source, codec = move.source.tier, move.source.record.codec
-        if source.group is not None:
-            is_up = target.mappable is not None and move.slot is not None
-            return Way.ALONE if not is_up else Way.STRAIGHT if codec in IN_THE_OPEN else Way.CODED
-        if source.mappable is None or source.backend.capabilities.is_emulated or target.group is None:
-            return Way.ALONE  # Memory that stands in for slower one shows that in its `read`.
-        if codec not in IN_THE_OPEN:
-            return Way.ALONE
-        return Way.STRAIGHT if self.coding.codec_for(move.source.record, target) is None else Way.CODED
+    @staticmethod
+    def begin(entries: Iterable[Entry]) -> None:
+        """Mark blocks as moving, with one future that they share. One whose mark has ended may be marked again."""
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        for entry in entries:
+            assert entry.move is None or entry.move.done()
+            entry.move = done
+
+    def end(self, entries: Iterable[Entry], made: Collection[Entry]) -> None:
+        """Clear the marks of blocks, and wake those who wait: for a shared one, once the first of its blocks ends.
+
+        `made` names those that were copied: there may be room now where they came from.
+        """
+        for entry in entries:
+            done, entry.move = entry.move, None
+            assert done is not None
+            if not done.done():
+                done.set_result(entry in made)
+        if made:
+            self._node.changed.fire()
+
+    async def move(self, moves: Sequence[Move], target: Tier, urgency: Priority) -> list[bool]:
+        """Copy blocks that nobody moves yet, marked as moving meanwhile. See `copy_all`."""
+        entries = [m.entry for m in moves]
+        made = [False] * len(moves)
+        self.begin(entries)
+        try:
+            made = await self.copy_all(moves, target, urgency)
+        finally:
+            self.end(entries, {entry for entry, is_made in zip(entries, made, strict=True) if is_made})
+        return made
 
     async def copy_all(
         self, moves: Sequence[Move], target: Tier, urgency: Priority, within_s: float | None = None
     ) -> list[bool]:
         """Copy blocks of one tier into `target` as one transfer, and note them in the index; False for those that fail.
 
-        Several of them all go the same way, and not alone. Those with a slot go there, raw; for the others the target
-        gives slots of the stored size. A copy that turns out to be unreadable is dropped; a target that cannot write is
-        paused. Slots are given back on every failure and cancellation. Raises `TierFullError` when the target has no
-        room for the first of them (others without room are False), and `RetryableError` when too many wait for the
-        path, or their turn does not come `within_s`.
+        Several of them all have the same path, which is not `CopyPath.SINGLE`. Those with a slot go there, raw; for the
+        others the target gives slots of the stored size. A copy that turns out to be unreadable is dropped; a target
+        that cannot write is paused. Slots are given back on every failure and cancellation. Raises `TierFullError` when
+        the target has no room for the first of them (others without room are False), and `RetryableError` when too many
+        wait for the path, or may not run `within_s`.
         """
         entries, source = [m.entry for m in moves], moves[0].source.tier
         raw_bytes = sum(m.source.record.raw_bytes for m in moves)
         started_s = self._node.clock()
         made: Sequence[Residence | None] = [None] * len(moves)
         self.bytes_under_way += raw_bytes
-        self.moving.update(dict.fromkeys(entries, target))
+        self.under_way.update(dict.fromkeys(entries, target))
         try:
-            async with self.traffic.turn(entries, source.name, target.name, urgency, raw_bytes, within_s):
+            async with self.scheduler.enter(entries, source.name, target.name, urgency, raw_bytes, within_s):
                 with span("kvstrata.move", source=source.name, target=target.name, blocks=len(moves)):
                     made = await self._made(moves, target)
         finally:
             self.bytes_under_way -= raw_bytes
             for entry in entries:
-                self.moving.pop(entry, None)
+                self.under_way.pop(entry, None)
             for move, copy_made in zip(moves, made, strict=True):
                 if copy_made is None and move.slot is not None:
-                    self._node.give_back(target, move.slot, move.entry.tenant)
+                    self._node.free(target, move.slot, move.entry.tenant)
         copies = [copy_made for copy_made in made if copy_made is not None]
         if copies:
-            self._count(source, copies, self._node.clock() - started_s)
+            took_s = self._node.clock() - started_s
+            moved_bytes = sum(copy_made.record.raw_bytes for copy_made in copies)
+            self.scheduler.count_moved(source.name, target.name, len(copies), moved_bytes, [took_s] * len(copies))
             source.failures = target.failures = 0
         return [c is not None and self._settle(m.entry, c) for m, c in zip(moves, made, strict=True)]
 
     async def _made(self, moves: Sequence[Move], target: Tier) -> Sequence[Residence | None]:
-        group = self._groups.get(self.way(moves[0], target))
+        group = self._groups.get(moves[0].path)
         if group is not None:
             return await (group.down(moves, target) if moves[0].slot is None else group.up(moves, target))
         (move,) = moves
@@ -128,7 +155,7 @@ class Mover:
         """Enter a finished copy, unless the block or the tier has gone, or the block is being read, meanwhile."""
         old = entry.residence(made.tier)
         if entry.level == GONE or not self._node.has(made.tier) or (old is not None and entry.leases):
-            self._node.give_back(made.tier, made.slot, entry.tenant)
+            self._node.free(made.tier, made.slot, entry.tenant)
             return False
         if old is not None:
             self._node.swap_copy(entry, old, made)
@@ -143,7 +170,7 @@ class Mover:
             return await self._into_new_slot(entry, source, target)
         except BlockCorruptError:
             self._node.copy_failed(entry, source, is_corrupt=True)
-        except (_SlotSpoiltError, BlamelessError):
+        except (_SlotSpoiltError, MediumIntactError):
             return None  # Neither the source nor the medium is to blame; the slot is given back.
         except BackendFailedError as e:
             self._failed(entry, source, target, e)
@@ -165,10 +192,10 @@ class Mover:
         An engine that was given the slot before and is late may write to it at any time. So our checksum is taken
         of bytes that nobody else can reach, or of bytes that are seen to be sound after it was taken.
         """
-        mappable, raw_bytes, record = target.mappable, source.record.raw_bytes, source.record
+        mappable, raw_bytes, record = target.backend.mappable, source.record.raw_bytes, source.record
         assert mappable is not None
         with mappable.view(slot) as whole, whole[:raw_bytes] as view:
-            if record.codec in IN_THE_OPEN:
+            if record.codec in UNENCODED:
                 try:
                     await self._read_raw(source, view)
                 except BlockCorruptError:
@@ -183,7 +210,7 @@ class Mover:
                     await self._read_raw(source, raw)
                     digest = await bound_checksum(raw, entry.digest, self._node.epoch, slot.stamp)
                     await in_thread(None, partial(copy, view, raw))
-        form = WORN if record.codec in LOSSY else RAW
+        form = RAW_AFTER_LOSS if record.codec in LOSSY else RAW
         return Residence(target, slot, record_of(self._node, entry, form, raw_bytes, raw_bytes, digest))
 
     async def _into_new_slot(self, entry: Entry, source: Residence, target: Tier) -> Residence:
@@ -199,7 +226,7 @@ class Mover:
     async def _form(self, entry: Entry, source: Residence, target: Tier) -> AsyncIterator[tuple[str, memoryview]]:
         """Name and bytes for the target: a form that lost something goes on as it is, others through the codec."""
         record = source.record
-        if record.codec in LOSSY - IN_THE_OPEN and not target.backend.capabilities.is_memory:
+        if record.codec in LOSSY - UNENCODED and not target.backend.capabilities.is_memory:
             async with self._stored_form(source) as stored:
                 yield record.codec, stored
             return
@@ -210,25 +237,25 @@ class Mover:
 
     async def _stored(self, entry: Entry, target: Tier, codec: str, raw_bytes: int, stored: memoryview) -> Residence:
         """Write into a new slot, which is given back when that fails or is cancelled."""
-        slot = self._node.take(Want(target, entry.scope, entry.tenant, len(stored)))
+        slot = self._node.allocate(SlotRequest(target, entry.scope, entry.tenant, len(stored)))
         try:
             digest = await bound_checksum(stored, entry.digest, self._node.epoch, slot.stamp)
             record = record_of(self._node, entry, codec, raw_bytes, len(stored), digest)
             await target.backend.write(slot, record, stored)
         except BackendFailedError as e:
-            self._node.give_back(target, slot, entry.tenant)
-            if isinstance(e, BlamelessError):
+            self._node.free(target, slot, entry.tenant)
+            if isinstance(e, MediumIntactError):
                 raise
             raise _TargetFailedError(str(e)) from e
         except BaseException:
-            self._node.give_back(target, slot, entry.tenant)
+            self._node.free(target, slot, entry.tenant)
             raise
         return Residence(target, slot, record)
 
     async def _read_raw(self, source: Residence, into: memoryview) -> None:
         """Read one copy, verify it, and undo its codec."""
         record = source.record
-        if record.codec in IN_THE_OPEN:
+        if record.codec in UNENCODED:
             await source.tier.backend.read(source.slot, record, into)
             return
         async with self._stored_form(source) as stored:
@@ -251,7 +278,7 @@ class Mover:
         self, entry: Entry, record: Record, raw: memoryview, target: Tier
     ) -> AsyncIterator[tuple[str, memoryview]]:
         """Apply the pool's codec for media below memory; what does not become shorter is stored as it is."""
-        codec, plain = self.coding.codec_for(record, target), WORN if record.codec in LOSSY else RAW
+        codec, plain = self.coding.codec_for(record, target), RAW_AFTER_LOSS if record.codec in LOSSY else RAW
         if codec is None:
             yield plain, raw
             return
@@ -263,14 +290,6 @@ class Mover:
             else:
                 with room[: made.stored_bytes] as stored:
                     yield made.codec, stored
-
-    def _count(self, source: Tier, made: Sequence[Residence], took_s: float) -> None:
-        counters, path = self._node.counters, {"source": source.name, "target": made[0].tier.name}
-        counters.add("kvstrata_moved_blocks_total", len(made), **path)
-        moved_bytes = sum(copy_made.record.raw_bytes for copy_made in made)
-        counters.add("kvstrata_moved_bytes_total", moved_bytes, **path, traffic=TrafficClass.KV)
-        for _ in made:
-            counters.observe("kvstrata_move_duration_seconds", took_s, **path)
 
 
 class _TargetFailedError(BackendFailedError):

@@ -1,20 +1,174 @@
-"""The paths between the tiers of a node: the queue of each, and how fast it is now. No clock, no I/O.
+"""The paths between the tiers of a node: the moves that wait on each, its limits and its speed. No clock, no I/O.
 
-The gate of one path between two tiers: so many bytes at a time, KV and weights of models by weight. No I/O.
-
-Two classes of traffic share a path by weight, so that neither starves the other. Within a class the most urgent move
-goes first, and tenants by weight (`turns.TurnQueue`). Law: of two classes that always wait, neither is ahead of the
-other by more than one move of each, for their weights; a class that was idle has saved nothing up.
+Two classes of traffic, KV and weights of models, share a path by weight, so that neither starves the other. Within a
+class the most urgent move goes first. Among moves of one priority the order is start-time fair queueing (Goyal, Vin and
+Cheng, SIGCOMM 1996): each account has a virtual clock that runs by the bytes it moved over its weight, and who is
+furthest behind goes next. Laws: of two accounts, or classes, that always wait, neither is ahead of the other by more
+than one move of each, for their weights; who was idle has saved nothing up.
 """
 
 import asyncio
+import heapq
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
 from typing import Final
 
-from kvstrata_agent.movement.fair_queue import KV_WEIGHT, Priority, TrafficClass, Turn, TurnQueue
 from kvstrata_api.errors import RetryableError
+
+
+class Priority(IntEnum):
+    """Urgency of a move; lower goes first (design: agent.md, Mover)."""
+
+    ONBOARD = 0
+    """An engine waits for the block."""
+    ROOM = 1
+    """A writer waits for the slot."""
+    PREFETCH = 2
+    DEMOTE = 3
+    ARCHIVE = 4
+
+
+class TrafficClass(StrEnum):
+    """What shares a path by weight, whatever the priorities within."""
+
+    KV = "kv"
+    WEIGHTS = "weights"
+    """Of models (KVModelCache)."""
+
+
+KV_WEIGHT: Final = 100
+"""Of all KV moves together against the weights of models: that of a tenant which declares none (KVTenant)."""
+_ACCOUNTS_KEPT: Final = 256
+_STALE_KEPT: Final = 64
+
+
+@dataclass(slots=True, eq=False)
+class QueuedMove:
+    """One move, or group of moves, in the queue of its path."""
+
+    priority: Priority
+    account: str
+    weight: int
+    size_bytes: int
+    within_s: float | None = None
+    """How long it may wait; None: no limit."""
+    traffic: TrafficClass = TrafficClass.KV
+    starts_at: float = 0.0
+    """The account's virtual time, in bytes by weight."""
+    arrival: int = 0
+    given: asyncio.Future[None] | None = None
+    """Done once the move may run; None while it does not wait."""
+
+    @property
+    def class_weight(self) -> int:
+        """Weight that its class pays for it with."""
+        return KV_WEIGHT if self.traffic is TrafficClass.KV else self.weight
+
+
+class FairQueue:
+    """Moves of one class: those that wait, the most urgent first and accounts by weight, and sums of those that run."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Priority, float, int, QueuedMove]] = []
+        """Items that differ from their move are left over from before it was boosted or cancelled."""
+        self._clocks = {priority: _FairClock() for priority in Priority}
+        self._arrivals = 0
+        self.waiting = 0
+        """Moves that wait."""
+        self.waiting_bytes = 0
+        self.running_bytes = 0
+        self.starts_at = 0.0
+        """Virtual time of the class among those of its path, which runs by the bytes it moved over its weight."""
+
+    def join(self, move: QueuedMove) -> None:
+        """A move waits from now on."""
+        self.waiting += 1
+        self.waiting_bytes += move.size_bytes
+        self._push(move)
+
+    def leave(self, move: QueuedMove) -> None:
+        """A move waits no longer: it runs, or it gave up."""
+        self.waiting -= 1
+        self.waiting_bytes -= move.size_bytes
+
+    def boost(self, move: QueuedMove, priority: Priority, account: str, weight: int) -> None:
+        """Give a waiting move another priority, on the account of whoever wants it so."""
+        self._clocks[move.priority].refund(move)
+        move.priority, move.account, move.weight = priority, account, weight
+        self._push(move)
+
+    def head(self) -> QueuedMove | None:
+        """The move that goes next."""
+        while self._heap and not _is_current(self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._heap[0][3] if self._heap else None
+
+    def charge(self, move: QueuedMove) -> None:
+        """Charge a move that goes at once, because nothing waits."""
+        self._clocks[move.priority].tag(move)
+
+    def serve(self, move: QueuedMove) -> None:
+        """A move runs now, and its class pays for it."""
+        self.running_bytes += move.size_bytes
+        self.starts_at += move.size_bytes / move.class_weight
+        self._clocks[move.priority].serve(move)
+
+    def reset(self) -> None:
+        """Nothing waits or runs: nobody is ahead of anybody, and what stands in the heap is left over."""
+        if not self._arrivals and not self.starts_at:
+            return  # As it was made.
+        self._arrivals, self.starts_at = 0, 0.0
+        self._heap.clear()
+        for clock in self._clocks.values():
+            clock.reset()
+
+    def _push(self, move: QueuedMove) -> None:
+        self._arrivals += 1
+        move.arrival = self._arrivals
+        self._clocks[move.priority].tag(move)
+        heapq.heappush(self._heap, (move.priority, move.starts_at, move.arrival, move))
+        if len(self._heap) > 2 * self.waiting + _STALE_KEPT:
+            self._heap = [item for item in self._heap if _is_current(item)]
+            heapq.heapify(self._heap)
+
+
+class _FairClock:
+    """Virtual time of the moves of one priority."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._next_at: dict[str, float] = {}
+        """Where the next move of each account starts."""
+
+    def tag(self, move: QueuedMove) -> None:
+        """Set where a move starts in its account's time, which runs on by it."""
+        move.starts_at = max(self._now, self._next_at.get(move.account, 0.0))
+        self._next_at[move.account] = move.starts_at + move.size_bytes / move.weight
+
+    def refund(self, move: QueuedMove) -> None:
+        """Take back what a move was charged that goes elsewhere."""
+        if move.account in self._next_at:
+            self._next_at[move.account] -= move.size_bytes / move.weight
+
+    def serve(self, move: QueuedMove) -> None:
+        """A move runs now: nobody starts before it any more."""
+        self._now = max(self._now, move.starts_at)
+        if len(self._next_at) > _ACCOUNTS_KEPT:
+            self._next_at = {account: at for account, at in self._next_at.items() if at > self._now}
+
+    def reset(self) -> None:
+        """Nothing waits or runs: nobody is ahead of anybody."""
+        self._now = 0.0
+        self._next_at.clear()
+
+
+def _is_current(item: tuple[Priority, float, int, QueuedMove]) -> bool:
+    """False for what was boosted, cancelled or admitted since it was put into the heap."""
+    move = item[3]
+    return move.arrival == item[2] and move.given is not None and not move.given.done()
+
 
 MOVES_AT_ONCE: Final = 32
 """Moves of one path under way. NIXL's POSIX backend reaches the disk's limit at batches of 16 and more."""
@@ -25,13 +179,13 @@ WAITING_MAX: Final = 16_384
 _ALWAYS: Final = 2
 
 
-class Gate:
-    """Lets moves of one path through: up to a number and a sum of bytes at a time."""
+class PathLimiter:
+    """Concurrency and byte limit of one path."""
 
     def __init__(self, width: int = MOVES_AT_ONCE, waiting_max: int = WAITING_MAX) -> None:
         self._width = width
         self._waiting_max = waiting_max
-        self._queues = {traffic: TurnQueue() for traffic in TrafficClass}
+        self._queues = {traffic: FairQueue() for traffic in TrafficClass}
         self._now = 0.0
         """Virtual time of the path: where the class started that went last."""
         self._running = 0
@@ -41,25 +195,25 @@ class Gate:
         self.running_bytes = 0
 
     @asynccontextmanager
-    async def enter(self, turn: Turn) -> AsyncIterator[None]:
-        """Wait for a turn; a cancelled wait leaves nothing.
+    async def enter(self, move: QueuedMove) -> AsyncIterator[None]:
+        """Wait until a move may run; a cancelled wait leaves nothing.
 
-        Raises `RetryableError` when too many wait already, or when the turn has not come in its time.
+        Raises `RetryableError` when too many wait already, or when it may not run in its time.
         """
-        queue = self._queues[turn.traffic]
-        if self.waiting == 0 and self._has_room(turn):
+        queue = self._queues[move.traffic]
+        if self.waiting == 0 and self._has_room(move):
             queue.starts_at = max(self._now, queue.starts_at)
-            queue.pass_by(turn)
-            self._admit(turn, queue)
+            queue.charge(move)
+            self._admit(move, queue)
         else:
-            await self._wait(turn, queue)
+            await self._wait(move, queue)
         try:
             yield
         finally:
-            self._end(turn, queue)
+            self._end(move, queue)
 
-    def queue(self, traffic: TrafficClass) -> TurnQueue:
-        """What of one class waits and runs; to be looked at."""
+    def queue(self, traffic: TrafficClass) -> FairQueue:
+        """What of one class waits and runs; to be read only."""
         return self._queues[traffic]
 
     def is_full(self, traffic: TrafficClass = TrafficClass.KV) -> bool:
@@ -74,86 +228,86 @@ class Gate:
         of_weights = min(weights.waiting_bytes, int((kv.waiting_bytes + size_bytes) * share))
         return self.running_bytes + kv.waiting_bytes + of_weights
 
-    def hasten(self, turn: Turn, priority: Priority, account: str, weight: int) -> None:
+    def boost(self, move: QueuedMove, priority: Priority, account: str, weight: int) -> None:
         """Give a waiting move another priority, on the account of whoever wants it so."""
-        if turn.given is None or turn.given.done() or (turn.priority, turn.account) == (priority, account):
+        if move.given is None or move.given.done() or (move.priority, move.account) == (priority, account):
             return
-        self._queues[turn.traffic].hasten(turn, priority, account, weight)
+        self._queues[move.traffic].boost(move, priority, account, weight)
 
-    async def _wait(self, turn: Turn, queue: TurnQueue) -> None:
+    async def _wait(self, move: QueuedMove, queue: FairQueue) -> None:
         if queue.waiting >= self._waiting_max:
             raise RetryableError(f"{queue.waiting} moves wait on this path, which is the limit", delay_s=1.0)
-        given = turn.given = asyncio.get_running_loop().create_future()
-        self._join(turn, queue)
+        given = move.given = asyncio.get_running_loop().create_future()
+        self._join(move, queue)
         try:
-            async with asyncio.timeout(turn.within_s):
+            async with asyncio.timeout(move.within_s):
                 await given
         except BaseException as e:
-            self._give_up(turn, queue, is_given=given.done() and not given.cancelled())
+            self._give_up(move, queue, is_given=given.done() and not given.cancelled())
             if isinstance(e, TimeoutError):
-                raise RetryableError(f"a move waited {turn.within_s:.0f} s in vain", delay_s=1.0) from e
+                raise RetryableError(f"a move waited {move.within_s:.0f} s without success", delay_s=1.0) from e
             raise
         finally:
-            turn.given = None
+            move.given = None
 
-    def _join(self, turn: Turn, queue: TurnQueue) -> None:
+    def _join(self, move: QueuedMove, queue: FairQueue) -> None:
         if not queue.waiting:
             queue.starts_at = max(self._now, queue.starts_at)
         self.waiting += 1
-        self.waiting_bytes += turn.size_bytes
-        queue.join(turn)
+        self.waiting_bytes += move.size_bytes
+        queue.join(move)
 
-    def _leave(self, turn: Turn, queue: TurnQueue) -> None:
+    def _leave(self, move: QueuedMove, queue: FairQueue) -> None:
         self.waiting -= 1
-        self.waiting_bytes -= turn.size_bytes
-        queue.leave(turn)
+        self.waiting_bytes -= move.size_bytes
+        queue.leave(move)
 
-    def _give_up(self, turn: Turn, queue: TurnQueue, *, is_given: bool) -> None:
-        """Take a move out that waits no longer; one whose turn came at the same moment passes it on."""
+    def _give_up(self, move: QueuedMove, queue: FairQueue, *, is_given: bool) -> None:
+        """Take a move out that waits no longer; one that was admitted at the same moment lets others through."""
         if is_given:
-            self._end(turn, queue)
+            self._end(move, queue)
         else:
-            self._leave(turn, queue)
+            self._leave(move, queue)
             self._advance()
 
-    def _end(self, turn: Turn, queue: TurnQueue) -> None:
+    def _end(self, move: QueuedMove, queue: FairQueue) -> None:
         self._running -= 1
-        self.running_bytes -= turn.size_bytes
-        queue.running_bytes -= turn.size_bytes
+        self.running_bytes -= move.size_bytes
+        queue.running_bytes -= move.size_bytes
         self._advance()
 
     def _advance(self) -> None:
         """Let through what has room now."""
         while self.waiting:
             queue = self._next()
-            turn = queue.head()
-            if turn is None or not self._has_room(turn):
+            move = queue.head()
+            if move is None or not self._has_room(move):
                 return
-            assert turn.given is not None
-            self._leave(turn, queue)
-            self._admit(turn, queue)
-            turn.given.set_result(None)
+            assert move.given is not None
+            self._leave(move, queue)
+            self._admit(move, queue)
+            move.given.set_result(None)
         if self._running == 0:
             self._now = 0.0
             for queue in self._queues.values():
                 queue.reset()
 
-    def _next(self) -> TurnQueue:
+    def _next(self) -> FairQueue:
         """The class, of those with moves that wait, that is furthest behind; there must be one."""
         kv, weights = self._queues.values()
         if not weights.waiting or not kv.waiting:
             return kv if kv.waiting else weights
         return kv if kv.starts_at <= weights.starts_at else weights
 
-    def _has_room(self, turn: Turn) -> bool:
-        fits = self._running < _ALWAYS or self.running_bytes + turn.size_bytes <= BYTES_AT_ONCE
+    def _has_room(self, move: QueuedMove) -> bool:
+        fits = self._running < _ALWAYS or self.running_bytes + move.size_bytes <= BYTES_AT_ONCE
         return self._running < self._width and fits
 
-    def _admit(self, turn: Turn, queue: TurnQueue) -> None:
+    def _admit(self, move: QueuedMove, queue: FairQueue) -> None:
         self._running += 1
-        self.running_bytes += turn.size_bytes
+        self.running_bytes += move.size_bytes
         self._now = max(self._now, queue.starts_at)
-        queue.serve(turn)
+        queue.serve(move)
 
 
 HALF_LIFE_S: Final = 10.0
@@ -199,7 +353,7 @@ class Path:
 
     source: str
     target: str
-    gate: Gate = field(default_factory=Gate)
+    limiter: PathLimiter = field(default_factory=PathLimiter)
     speed: Speed = field(default_factory=Speed)
 
 
@@ -222,7 +376,7 @@ class Paths:
     def ahead_bytes(self, source: str, target: str, size_bytes: int) -> int:
         """Bytes that move on one path before a new KV move of `size_bytes` is done, at most."""
         path = self._paths.get((source, target))
-        return path.gate.ahead_bytes(size_bytes) if path is not None else 0
+        return path.limiter.ahead_bytes(size_bytes) if path is not None else 0
 
     def bytes_per_s(self, source: str, target: str) -> float:
         """How fast one path was of late; 0.0 for one that has not moved anything."""
@@ -232,9 +386,9 @@ class Paths:
     def is_full(self, source: str, target: str) -> bool:
         """True while one path would refuse another KV move."""
         path = self._paths.get((source, target))
-        return path is not None and path.gate.is_full()
+        return path is not None and path.limiter.is_full()
 
     def is_waited_for(self, source: str, target: str) -> bool:
         """True while KV moves wait for one path."""
         path = self._paths.get((source, target))
-        return path is not None and path.gate.queue(TrafficClass.KV).waiting > 0
+        return path is not None and path.limiter.queue(TrafficClass.KV).waiting > 0

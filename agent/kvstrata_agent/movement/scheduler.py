@@ -1,4 +1,4 @@
-"""Whose move goes next: every move waits for its turn on its path, and readers hasten what they wait for."""
+"""Schedules moves on each path; a move that a reader waits for inherits the reader's priority."""
 
 from __future__ import annotations
 
@@ -6,43 +6,42 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.movement.fair_queue import Priority, TrafficClass, Turn
-from kvstrata_agent.movement.path import Path, Paths
+from kvstrata_agent.movement.path import Path, Paths, Priority, QueuedMove, TrafficClass
 from kvstrata_api.errors import InvalidInputError, RetryableError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Iterable, Sequence
 
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
-    from kvstrata_agent.movement.path import Gate
+    from kvstrata_agent.movement.path import PathLimiter
 
 PIECE_BYTES_MAX: Final = 16 << 20
-"""Of a model's weights in one turn: a block's time at most is what an engine's load waits longer for it."""
+"""Of a model's weights in one move: a block's time at most is what an engine's load waits longer for it."""
 WEIGHT_MAX: Final = 10_000
 """That of KVTenant."""
 
 
 @dataclass(slots=True)
-class _Wish:
-    """Who waits for a block."""
+class _Readers:
+    """Readers that wait for a block."""
 
     tenant: str
-    """The one that came last."""
-    readers: int = 0
+    """Of the one that came last."""
+    count: int = 0
 
 
-class Traffic:
+class MoveScheduler:
     """The moves that wait, by path; tenants go by the weights that they were declared with."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self.paths = Paths()
-        self._waiting: dict[Entry, tuple[Gate, Turn, Priority]] = {}
-        self._wishes: dict[Entry, _Wish] = {}
+        self._waiting: dict[Entry, tuple[PathLimiter, QueuedMove, Priority]] = {}
+        self._readers: dict[Entry, _Readers] = {}
 
     @asynccontextmanager
-    async def turn(
+    async def enter(
         self,
         entries: Sequence[Entry],
         source: str,
@@ -56,18 +55,18 @@ class Traffic:
         Raises `RetryableError` when that takes too long or too many wait.
         """
         path = self.paths.between(source, target)
-        turn = Turn(*min(self._rank(e, priority) for e in entries), size_bytes, within_s)
+        move = QueuedMove(*min(self._rank(e, priority) for e in entries), size_bytes, within_s)
         waiting = list(entries)
-        self._waiting.update((e, (path.gate, turn, priority)) for e in waiting)
+        self._waiting.update((e, (path.limiter, move, priority)) for e in waiting)
         try:
-            async with self._entered(path, turn):
+            async with self._entered(path, move):
                 self._end_waiting(waiting)
                 yield
         finally:
             self._end_waiting(waiting)
 
     def _end_waiting(self, waiting: list[Entry]) -> None:
-        """Forget, once, that blocks wait for their turn."""
+        """Forget, once, that blocks wait to be moved."""
         while waiting:
             del self._waiting[waiting.pop()]
 
@@ -77,7 +76,7 @@ class Traffic:
     ) -> AsyncIterator[None]:
         """Wait until a piece of a model's weights may move on a path, beside KV; move it inside.
 
-        All loads together have `weight` of the path against 100 of all KV moves (`turns.KV_WEIGHT`), as long as both
+        All loads together have `weight` of the path against 100 of all KV moves (`path.KV_WEIGHT`), as long as both
         wait; several loads divide that by their weights. A cancelled wait leaves nothing. Raises `RetryableError` when
         that takes too long or too many pieces wait, and `InvalidInputError` for a piece above `PIECE_BYTES_MAX`, and
         for a weight that no tenant could have.
@@ -86,58 +85,66 @@ class Traffic:
             raise InvalidInputError(
                 f"piece of {size_bytes} B with weight {weight}: 1 to {PIECE_BYTES_MAX} B and 1 to {WEIGHT_MAX} wanted"
             )
-        turn = Turn(Priority.ARCHIVE, load, weight, size_bytes, within_s, TrafficClass.WEIGHTS)
-        async with self._entered(self.paths.between(source, target), turn):
+        move = QueuedMove(Priority.ARCHIVE, load, weight, size_bytes, within_s, TrafficClass.WEIGHTS)
+        async with self._entered(self.paths.between(source, target), move):
             yield
         names = {"source": source, "target": target}
-        self._node.counters.add("kvstrata_moved_bytes_total", size_bytes, **names, traffic=turn.traffic)
+        self._node.counters.add("kvstrata_moved_bytes_total", size_bytes, **names, traffic=move.traffic)
 
     @asynccontextmanager
-    async def _entered(self, path: Path, turn: Turn) -> AsyncIterator[None]:
-        """Wait for a turn, and note how fast the path is meanwhile."""
+    async def _entered(self, path: Path, move: QueuedMove) -> AsyncIterator[None]:
+        """Wait until a move may run, and measure the path meanwhile."""
         moved_bytes, is_refused = 0, True
         try:
-            async with path.gate.enter(turn):
+            async with path.limiter.enter(move):
                 is_refused = False
                 path.speed.begin(self._node.clock())
                 try:
                     yield
-                    moved_bytes = turn.size_bytes
+                    moved_bytes = move.size_bytes
                 finally:
                     path.speed.end(self._node.clock(), moved_bytes)
         except RetryableError:
             if is_refused:
                 names = {"source": path.source, "target": path.target}
-                self._node.counters.add("kvstrata_moves_refused_total", 1, **names, traffic=turn.traffic)
+                self._node.counters.add("kvstrata_moves_refused_total", 1, **names, traffic=move.traffic)
             raise
+
+    def count_moved(self, source: str, target: str, blocks: int, size_bytes: int, took_s: Iterable[float]) -> None:
+        """Count blocks that have moved on a path: their raw bytes, and one duration for each transfer."""
+        counters, path = self._node.counters, {"source": source, "target": target}
+        counters.add("kvstrata_moved_blocks_total", blocks, **path)
+        counters.add("kvstrata_moved_bytes_total", size_bytes, **path, traffic=TrafficClass.KV)
+        for one_s in took_s:
+            counters.observe("kvstrata_move_duration_seconds", one_s, **path)
 
     def wait_for(self, entry: Entry, tenant: str) -> None:
         """A reader waits for a block from now on: its move goes as a load of this tenant, whoever began it."""
-        wish = self._wishes.setdefault(entry, _Wish(tenant))
-        wish.tenant = tenant
-        wish.readers += 1
+        readers = self._readers.setdefault(entry, _Readers(tenant))
+        readers.tenant = tenant
+        readers.count += 1
         self._rerank(entry)
 
     def is_waited_for(self, entry: Entry) -> bool:
         """True while a reader waits for a block."""
-        return entry in self._wishes
+        return entry in self._readers
 
-    def leave(self, entry: Entry) -> None:
+    def end_wait(self, entry: Entry) -> None:
         """A reader has its block or has given up; after the last one the move goes as it was begun, behind its like."""
-        wish = self._wishes[entry]
-        wish.readers -= 1
-        if not wish.readers:
-            del self._wishes[entry]
+        readers = self._readers[entry]
+        readers.count -= 1
+        if not readers.count:
+            del self._readers[entry]
             self._rerank(entry)
 
     def _rerank(self, entry: Entry) -> None:
         if entry in self._waiting:
-            gate, turn, priority = self._waiting[entry]
-            gate.hasten(turn, *self._rank(entry, priority))
+            limiter, move, priority = self._waiting[entry]
+            limiter.boost(move, *self._rank(entry, priority))
 
     def _rank(self, entry: Entry, priority: Priority) -> tuple[Priority, str, int]:
         """Priority, account and weight of a move: those of its readers where there are any."""
-        wish = self._wishes.get(entry)
-        tenant = wish.tenant if wish is not None else entry.tenant
-        urgency = Priority.ONBOARD if wish is not None else priority
+        readers = self._readers.get(entry)
+        tenant = readers.tenant if readers is not None else entry.tenant
+        urgency = Priority.ONBOARD if readers is not None else priority
         return urgency, tenant, self._node.tenants.of(tenant).weight

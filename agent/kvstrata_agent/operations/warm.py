@@ -11,11 +11,10 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.cache.promotion import FETCH_BLOCKS
-from kvstrata_agent.cache.request import NOBODY, Place
-from kvstrata_agent.movement.fair_queue import Priority
-from kvstrata_agent.policy.progress import Count, Ended
-from kvstrata_agent.policy.warm import Chain, Portion, WarmPlan, budget_bytes, plan_warming
+from kvstrata_agent.blocks.request import NOBODY, RequestContext
+from kvstrata_agent.cache.remote_fetch import FETCH_BLOCKS
+from kvstrata_agent.movement.path import Priority
+from kvstrata_agent.policy.operations import Chain, Count, Ended, Portion, WarmPlan, budget_bytes, plan_warming
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_api.errors import RetryableError
 from kvstrata_api.trust import ScopeKind
@@ -30,11 +29,11 @@ if TYPE_CHECKING:
     from kvstrata_api.models.poolnode import WarmOrder
     from kvstrata_api.trust import Access
 
-LOOKS_MAX: Final = 15
-"""Looks for a prefix before it counts as missing: as many seconds as the Lease of an agent that is being restarted."""
+POLLS_MAX: Final = 15
+"""Attempts to find a prefix before it counts as missing: as many seconds as the Lease of an agent that restarts."""
 TRIES_MAX: Final = 3
-"""Looks for a batch's blocks before those that lack room, or do not come, are left."""
-LOOK_S: Final = 1.0
+"""Attempts at a batch's blocks before those that lack room, or do not come, are left."""
+POLL_INTERVAL_S: Final = 1.0
 """Between two of them; a directory that was slow is asked again after as long."""
 SINKS_AT_ONCE: Final = 16
 """Copies to a slower tier under way, as many as an archive makes."""
@@ -51,7 +50,7 @@ class Warmer:
         self._chains = chains
         self._node = cache.node
 
-    async def warm(self, order: WarmOrder, tell: Callable[[Count], None]) -> Ended:
+    async def warm(self, order: WarmOrder, report: Callable[[Count], None]) -> Ended:
         """Find the prefixes, bring them, and count. May be repeated: what is here is not brought again."""
         target = self._target(order.tier)
         if isinstance(target, Ended):
@@ -65,17 +64,17 @@ class Warmer:
         named, missing = await self._named(order, [secret for _, secret in access])
         plan = plan_warming([*named, *await self._archived(order, access, budget)], budget)
         count = Count(0, plan.blocks + missing, 0, plan.size_bytes, missing)
-        tell(count)
+        report(count)
         for portion in plan.portions:
             async for warm in self._bring_portion(order, portion, target):
                 if isinstance(warm, Ended):
                     return warm
                 size_bytes = warm * portion.chain.raw_bytes
                 count = replace(count, blocks_done=count.blocks_done + warm, bytes_done=count.bytes_done + size_bytes)
-                tell(count)
+                report(count)
         blocks, size_bytes = self._warm_now(plan, target)
         count = replace(count, blocks_done=blocks, bytes_done=size_bytes)
-        tell(count)
+        report(count)
         return _ended(count, plan, target.name)
 
     def _target(self, name: str | None) -> Tier | Ended:
@@ -90,19 +89,19 @@ class Warmer:
         return target
 
     async def _access(self, tenant: str) -> Sequence[tuple[Access, ScopeSecret]]:
-        """What the tenant's engines may use, once that can be told."""
+        """What the tenant's engines may use, once that is known."""
         while True:
             try:
                 return self._cache.tenancy.access(tenant)
             except RetryableError:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _named(self, order: WarmOrder, secrets: Sequence[ScopeSecret]) -> tuple[list[Chain], int]:
         """Chains of the prefixes that are named, in their order, and how many of these nobody has as a whole."""
         left = {digest: bytes.fromhex(digest) for digest in order.prefixes}
         found: dict[str, Chain] = {}
-        for look in range(LOOKS_MAX if left else 0):
-            await asyncio.sleep(LOOK_S if look else 0)
+        for attempt in range(POLLS_MAX if left else 0):
+            await asyncio.sleep(POLL_INTERVAL_S if attempt else 0)
             for name, digest in tuple(left.items()):
                 chain = await self._found(secrets, digest)
                 if chain is not None:
@@ -114,10 +113,10 @@ class Warmer:
         return [found[name] for name in order.prefixes if name in found], len(left)
 
     async def _directory_is_up(self) -> None:
-        """Wait for the directory: while it is away, what is absent here cannot be told from what is nowhere."""
+        """Wait for the directory: while it is away, what is absent here may be elsewhere or nowhere."""
         directory = self._cache.directory
         while directory is not None and not directory.is_up:  # noqa: ASYNC110  It has no event for that.
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _found(self, secrets: Sequence[ScopeSecret], digest: bytes) -> Chain | None:
         for secret in secrets:
@@ -145,12 +144,12 @@ class Warmer:
         return chains
 
     async def _bring_portion(self, order: WarmOrder, portion: Portion, target: Tier) -> AsyncIterator[int | Ended]:
-        """Bring one portion in batches, and tell after each how many of its blocks are warm, or why it may not go on.
+        """Bring one portion in batches, and yield after each how many of its blocks are warm, or why it may not go on.
 
         It ends with a batch that did not come as a whole: nobody would find what stands behind that.
         """
         chain, most_bytes = portion.chain, self._node.spec.policy.prefetch.max_inflight_bytes
-        place = Place(NOBODY, order.tenant, chain.secret, chain.layout_id, chain.raw_bytes)
+        context = RequestContext(NOBODY, order.tenant, chain.secret, chain.layout_id, chain.raw_bytes)
         step = max(1, min(FETCH_BLOCKS, most_bytes // chain.raw_bytes))
         for start in range(portion.start, portion.end, step):
             if chain.secret not in [secret for _, secret in await self._access(order.tenant)]:
@@ -163,71 +162,71 @@ class Warmer:
                 yield Ended(f"tier {target.name} has gone", "TierAbsent")
                 return
             links = [portion.link(at) for at in range(start, min(start + step, portion.end))]
-            cold = await self.bring(place, links, target)
+            cold = await self.bring(context, links, target)
             yield len(links) - cold
             if cold:
                 return
 
-    async def bring(self, place: Place, links: Sequence[Link], target: Tier) -> int:
-        """Bring one batch, root first; returns how many have no room or do not come, after a few looks."""
-        for look in range(TRIES_MAX):
-            cold = self._cold(place.scope, links, target)
+    async def bring(self, context: RequestContext, links: Sequence[Link], target: Tier) -> int:
+        """Bring one batch, root first; returns how many have no room or do not come, after a few attempts."""
+        for attempt in range(TRIES_MAX):
+            cold = self._cold(context.scope, links, target)
             if not cold:
                 return 0
-            await asyncio.sleep(LOOK_S if look else 0)
-            await self._fetch(place, cold, look)
+            await asyncio.sleep(POLL_INTERVAL_S if attempt else 0)
+            await self._fetch(context, cold, attempt)
             if target is self._node.entry_tier:
-                self._raise(place, cold)
-            await self._moves(place, cold)
+                self._raise(context, cold)
+            await self._moves(context, cold)
             if target is not self._node.entry_tier:
-                await self._sink(place, cold, target)
-        return len(self._cold(place.scope, links, target))
+                await self._sink(context, cold, target)
+        return len(self._cold(context.scope, links, target))
 
-    def leading(self, place: Place, links: Sequence[Link], target: Tier) -> int:
+    def leading(self, context: RequestContext, links: Sequence[Link], target: Tier) -> int:
         """How many of the leading blocks are in a tier now."""
-        cold = dict(self._cold(place.scope, links, target))
+        cold = dict(self._cold(context.scope, links, target))
         return next((i for i, (digest, _) in enumerate(links) if digest in cold), len(links))
 
-    async def _fetch(self, place: Place, links: Sequence[Link], look: int) -> None:
-        """Start to fetch what is not here from whoever has it, another agent at each look."""
+    async def _fetch(self, context: RequestContext, links: Sequence[Link], attempt: int) -> None:
+        """Start to fetch what is not here from whoever has it, another agent at each attempt."""
         directory, index = self._cache.directory, self._node.index
-        absent = set(index.blocks(place.scope).absent([digest for digest, _ in links]))
+        absent = set(index.blocks(context.scope).absent([digest for digest, _ in links]))
         wanted = [link for link in links if link[0] in absent]
         if not wanted or directory is None:
             return
-        copies = await directory.locate(place.secret, [digest for digest, _ in wanted])
-        here = index.blocks(place.scope)
+        copies = await directory.locate(context.secret, [digest for digest, _ in wanted])
+        here = index.blocks(context.scope)
         ready = [
-            (link, at[look % len(at)]) for link, at in zip(wanted, copies, strict=True) if at and link[0] not in here
+            (link, at[attempt % len(at)]) for link, at in zip(wanted, copies, strict=True) if at and link[0] not in here
         ]
         if ready:
-            self._cache.fetcher.start_fetch(place, [it[0] for it in ready], [it[1] for it in ready], Priority.ARCHIVE)
+            self._cache.remote.start(context, [it[0] for it in ready], [it[1] for it in ready], Priority.ARCHIVE)
 
-    def _raise(self, place: Place, links: Sequence[Link]) -> None:
-        """Start to copy up what is here in a slower place."""
-        for entry in self._entries(place, links):
+    def _raise(self, context: RequestContext, links: Sequence[Link]) -> None:
+        """Start to copy up what is here in a slower context."""
+        for entry in self._entries(context, links):
             if entry.residences:
-                self._cache.fetcher.start_warming(entry)
+                self._cache.promoter.start_warming(entry)
 
-    async def _moves(self, place: Place, links: Sequence[Link]) -> None:
+    async def _moves(self, context: RequestContext, links: Sequence[Link]) -> None:
         """Wait for what is on its way, whoever started it."""
-        moves = {entry.move for entry in self._entries(place, links) if entry.move is not None}
+        moves = {entry.move for entry in self._entries(context, links) if entry.move is not None}
         if moves:
             await asyncio.wait(moves)
 
-    async def _sink(self, place: Place, links: Sequence[Link], target: Tier) -> None:
+    async def _sink(self, context: RequestContext, links: Sequence[Link], target: Tier) -> None:
         """Copy what is here to a tier that engines do not read from, root first."""
-        entries = [e for e in self._entries(place, links) if e.residences and e.residence(target) is None]
+        entries = [e for e in self._entries(context, links) if e.residences and e.residence(target) is None]
         for i in range(0, len(entries), SINKS_AT_ONCE):
             copies = (
-                self._cache.room.sink_into(entry, entry.residences[0].tier, target, Priority.ARCHIVE)
+                self._cache.demoter.demote_to(entry, entry.residences[0].tier, target, Priority.ARCHIVE)
                 for entry in entries[i : i + SINKS_AT_ONCE]
                 if entry.residences
             )
             await asyncio.gather(*copies)
 
-    def _entries(self, place: Place, links: Sequence[Link]) -> list[Entry]:
-        return [e for e in self._cache.reader.lookup_now(place, [d for d, _ in links]) if e is not None]
+    def _entries(self, context: RequestContext, links: Sequence[Link]) -> list[Entry]:
+        return [e for e in self._cache.reader.lookup_now(context, [d for d, _ in links]) if e is not None]
 
     def _cold(self, scope: ScopeId, links: Sequence[Link], target: Tier) -> list[Link]:
         """Blocks that are not where they should be; the others count as used, as if an engine had prefetched them."""
@@ -253,13 +252,13 @@ class Warmer:
 
 
 def _ended(count: Count, plan: WarmPlan, tier: str) -> Ended:
-    """What people read, and programs where it was in vain."""
+    """What people read, and programs where it had no success."""
     left = count.blocks_total - count.blocks_done - count.blocks_missing
-    told = f"{count.blocks_done} of {count.blocks_total} blocks are in {tier}"
+    message = f"{count.blocks_done} of {count.blocks_total} blocks are in {tier}"
     if count.blocks_missing:
-        told += f"; {count.blocks_missing} prefixes are nowhere as a whole"
+        message += f"; {count.blocks_missing} prefixes are nowhere as a whole"
     if plan.left_out:
-        told += f"; {plan.left_out} blocks more are beyond the bound in bytes"
+        message += f"; {plan.left_out} blocks more are beyond the bound in bytes"
     if left:
-        return Ended(f"{told}; {left} found no room or did not arrive", "NotWarmed")
-    return Ended(told, "NotFound" if count.blocks_missing and not count.blocks_done else "")
+        return Ended(f"{message}; {left} found no room or did not arrive", "NotWarmed")
+    return Ended(message, "NotFound" if count.blocks_missing and not count.blocks_done else "")

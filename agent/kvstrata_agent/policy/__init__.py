@@ -1,1 +1,1 @@
-"""Decisions of the agent: one pure module each, replayable on traces. No clock, no random, no I/O."""
+"""Decisions of the agent: one pure module each. No clock, no random, no I/O."""

@@ -1,15 +1,16 @@
 """Whether this agent drops a copy that was nominated. Pure. The metadata service advises; the owner decides here.
 
 Laws: what somebody uses or continues is kept; the last copy that we know of is kept, and so is that of the block's
-`keeper`, so that two owners never both let go; a copy that survives a restart gives way only to one that survives.
+`designated_holder`, so that two owners never both let go; a copy that survives a restart gives way only to one that
+survives.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvstrata_metadata.nominations import SURVIVING, keeper
-from kvstrata_metadata.records import Location
+from kvstrata_metadata.duties.nominations import SURVIVING, designated_holder
+from kvstrata_metadata.store.records import Location
 
 
 class Ruling(StrEnum):
@@ -67,7 +68,7 @@ def rule(own: OwnCopy | None, idle_min_s: float, me: str, others: Sequence[Locat
         return alone
     if not others:
         return Ruling.LAST
-    if keeper(own.tag, (me, *(other.agent for other in others))) == me:
+    if designated_holder(own.tag, (me, *(other.agent for other in others))) == me:
         return Ruling.KEEPER
     if own.is_surviving and not any(other.tier in SURVIVING for other in others):
         return Ruling.SURVIVOR

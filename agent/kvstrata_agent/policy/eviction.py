@@ -9,7 +9,7 @@ from typing import Final, Generic, Protocol, TypeVar
 B = TypeVar("B")
 
 SCAN_MAX: Final = 4096
-"""Candidates that one plan looks at; held blocks beyond it wait for the next plan, so a plan takes milliseconds."""
+"""Candidates that one plan examines; held blocks beyond it wait for the next plan, so a plan takes milliseconds."""
 
 
 class Candidates(Protocol[B]):

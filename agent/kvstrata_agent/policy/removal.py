@@ -1,17 +1,17 @@
-"""What becomes of an agent's tiers when its pool or its node is to be no more: while it runs, and when it ends. Pure.
+"""What becomes of an agent's tiers when its pool or its node is to be removed: while it runs, and when it ends. Pure.
 
 Laws: a restart, an upgrade and a doubt keep everything; an agent that ends, or has drained, when its pool is to go
-leaves nothing in memory; files and objects go only where the pool says so.
+leaves nothing in memory; files and objects go only where the pool demands it.
 """
 
 from enum import Enum
 
 
 class Presence(Enum):
-    """Whether a declared object exists, as far as anybody has told."""
+    """Whether a declared object exists, as far as is known."""
 
     UNKNOWN = "Unknown"
-    """Nobody has told, or what was told cannot be read."""
+    """Not known yet, or what is stored cannot be read."""
     ABSENT = "Absent"
     LEAVING = "Leaving"
     """Exists, with a deletion timestamp."""
@@ -19,7 +19,7 @@ class Presence(Enum):
 
 
 class Removal(Enum):
-    """How far all tiers of a node go. The value is what the agent says when that is done."""
+    """How far all tiers of a node go. The value is what the agent reports when that is done."""
 
     NONE = ""
     """Not at all: what outlives the agent is kept for the next one."""
@@ -33,7 +33,7 @@ def while_running(pool: Presence, deletion_policy: str, *, is_drained: bool) -> 
     """Decide for an agent that runs.
 
     `is_drained` is true once nothing is left to bring to safety, or no time for it; blocks that are to be destroyed are
-    not waited for. A KVPoolNode alone that is away may be made anew, so what it had is kept until the agent ends.
+    not waited for. A KVPoolNode alone that is away may be created again, so what it had is kept until the agent ends.
     """
     if pool is Presence.LEAVING and deletion_policy == "Destroy":
         return Removal.DESTROY

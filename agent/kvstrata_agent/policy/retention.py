@@ -40,7 +40,7 @@ KEEP: Final = Retention()
 
 
 def due(retention: Retention, *, idle_s: float, age_s: float) -> Due | None:
-    """Say whether the time of a block is up; `age_s` counts from its writing, `idle_s` from its last use."""
+    """Decide whether the time of a block is up; `age_s` counts from its writing, `idle_s` from its last use."""
     if retention.max_s is not None and age_s >= retention.max_s:
         return Due.OLD
     if retention.idle_s is not None and idle_s >= retention.idle_s:

@@ -17,7 +17,7 @@ SAMPLES_MAX: Final = 4096
 WINDOW_BLOCKS: Final = 1 << 18
 """After so many blocks asked for what came before counts half."""
 ASKED_BLOCKS_MIN: Final = 4096
-"""Before so many blocks were asked for nothing is said."""
+"""Before so many blocks were asked for, nothing is reported."""
 SAME_USE_S: Final = 2.0
 """A lookup and the load that follows it are one use."""
 _HASH_BYTES: Final = 4

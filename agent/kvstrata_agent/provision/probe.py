@@ -1,4 +1,8 @@
-"""Start-up probe: what one tier does at the pool's block size. Placement uses these numbers, not constants."""
+"""Start-up probe: what one tier does at the pool's block size.
+
+Its figures decide whether blocks are fetched or recomputed, and how long a caller that found no room should wait. Which
+tier a block goes to does not depend on them.
+"""
 
 import os
 import time
@@ -82,7 +86,7 @@ async def probe(backend: TierBackend, block_bytes: int, clock: Clock = time.perf
 async def _warm_up(backend: TierBackend, samples: Sequence[_Sample], content: memoryview) -> None:
     """Pay for first page faults and file creation untimed: they are no property of the medium."""
     first = samples if backend.capabilities.is_memory else samples[:1]
-    with suppress(BackendFailedError):  # The measurement that follows fails the same way and says so with zeros.
+    with suppress(BackendFailedError):  # The measurement that follows fails the same way and reports zeros.
         await together([backend.write(s.slot, s.record, content) for s in first])
 
 

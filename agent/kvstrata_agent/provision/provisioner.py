@@ -7,32 +7,25 @@ that is mounted late, or a disk that was full, comes back by itself.
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
 import logging
-from collections import deque
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.backends.threads import in_thread
-from kvstrata_agent.blocks.block import TIERS_MAX, Residence
-from kvstrata_agent.blocks.restore import Restoring
+from kvstrata_agent.blocks.block import TIERS_MAX
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.policy.removal import Removal
 from kvstrata_agent.provision import plan as provision_plan
-from kvstrata_agent.provision.capacity import Limit, disk_bytes, grant, memory_of
+from kvstrata_agent.provision.plan import Limit, disk_bytes, grant, memory_of
 from kvstrata_agent.provision.probe import probe
+from kvstrata_agent.provision.recovery import collector_paused, enter, enter_extents, return_free_memory
 from kvstrata_api.errors import KvStrataError, UnsupportedError
 from kvstrata_api.units import KIB, MIB
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
-    from kvstrata_agent.backends.base import Record, SlotRef, TierBackend
-    from kvstrata_agent.backends.recovered import Columns
+    from kvstrata_agent.backends.base import TierBackend
     from kvstrata_agent.blocks.node import Node
-    from kvstrata_api.blocks import ScopeId
     from kvstrata_api.models.poolnode import NodeTier
 
     MakeBackend = Callable[[NodeTier], Awaitable[TierBackend]]
@@ -42,17 +35,13 @@ if TYPE_CHECKING:
 RETRY_S: Final = 10.0
 """Between attempts to set a failed tier up."""
 PROBE_BLOCK_BYTES: Final = MIB
-"""Block size of the probe until an engine has told the pool's own: 16 tokens of an 8-billion-parameter model in bf16
-take 2 MiB, of small models tens of KiB."""
+"""Block size of the probe until an engine has reported the pool's own: 16 tokens of an 8-billion-parameter model in
+bf16 take 2 MiB, of small models tens of KiB."""
 REPROBE_FILL_MAX: Final = 0.5
 """Above this fill a tier is not measured again: the probe would take the room of blocks."""
 READERS_S: Final = 5.0
 """What readers of a tier that is taken out get to finish a copy: the largest batch takes well under a second."""
-READERS_LOOK_S: Final = 0.01
-FREEZE_OBJECTS: Final = 100_000
-"""From so many new objects on, collections leave out what there is by then: they would look at it again and again."""
-RECOVER_YIELD_BLOCKS: Final = 256
-"""Recovered blocks between two turns of the loop, which has engines to serve meanwhile."""
+READERS_POLL_INTERVAL_S: Final = 0.01
 
 _log = logging.getLogger(__name__)
 
@@ -98,8 +87,8 @@ class Provisioner:
     async def apply(self, wanted: Sequence[NodeTier], leave_within_s: float = 0.0, *, wipe: Wipe | None = None) -> None:
         """Make the tiers as declared, as far as that is possible now. Called again, it retries failed ones.
 
-        A tier that is declared no more, or with other settings, has `leave_within_s` to bring its blocks to others.
-        With `wipe`, which removes what a tier keeps across restarts, that goes with a tier that is declared no more.
+        A tier that is removed from the spec, or declared with other settings, has `leave_within_s` to bring its blocks
+        to others. With `wipe`, which removes what a tier keeps across restarts, that goes when it leaves the spec.
         """
         self.departure = None
         is_retry_due = self.node.clock() >= self._retry_at_s
@@ -120,7 +109,7 @@ class Provisioner:
                 spec = self.states[step.name].spec
                 await self._close(step.name)
                 if wipe is not None and provision_plan.is_abandoned(spec, wanted):
-                    await _ended(step.name, wipe(spec))
+                    await _close_backend(step.name, wipe(spec))
         steps += self._short(limits, steps)
         self._order(wanted, leaving)
         for step in steps:
@@ -162,17 +151,18 @@ class Provisioner:
         """Let tiers of several devices try again the ones that were not there."""
         self._retry_at_s = self.node.clock() + RETRY_S
         for tier in [t for t in self.node.tiers if any(d.error for d in t.devices)]:
-            assert tier.striped is not None
+            striped = tier.backend.striped
+            assert striped is not None
             try:
-                tier.recovered_blocks += await enter(self.node, tier, tier.striped.recover_late())
+                tier.recovered_blocks += await enter(self.node, tier, striped.recover_late())
             except Exception as e:  # noqa: BLE001  As above.
-                _told(tier.name, e)
+                _reported(tier.name, e)
 
     async def close(self) -> None:
         """Close all tiers; what survives a restart is kept. Idempotent."""
         for state in self.states.values():
             if state.tier is not None:
-                await _ended(state.tier.name, state.tier.backend.close())
+                await _close_backend(state.tier.name, state.tier.backend.close())
         self.states.clear()
         self.node.tiers.clear()
 
@@ -212,7 +202,7 @@ class Provisioner:
         try:
             backend = await self.make(spec.model_copy(update={"capacity_bytes": limit.granted_bytes}))
         except Exception as e:  # noqa: BLE001  Whatever it was, one failed tier costs no other.
-            state.error, state.is_absent = _told(spec.name, e), isinstance(e, UnsupportedError)
+            state.error, state.is_absent = _reported(spec.name, e), isinstance(e, UnsupportedError)
             return
         await self._take_up(state, backend)
 
@@ -221,31 +211,31 @@ class Provisioner:
         self._ordinals += 1
         tier = Tier(state.spec, self._levels[state.spec.name], backend, self._ordinals)
         tier.drain(is_wanted=tier.name in self.node.drained_tiers)
-        if tier.mappable is not None:
-            tier.mappable.on_release(tier.extent_released)
+        if backend.mappable is not None:
+            backend.mappable.on_release(tier.extent_released)
         tier.is_recovering = True
         state.tier = tier
         self.node.tiers.append(tier)
         self.node.tiers.sort(key=lambda t: t.level)
         try:
             with collector_paused():
-                if tier.columnar is not None:
-                    tier.recovered_blocks = await enter_extents(self.node, tier, tier.columnar.recover_columns())
-                    _return_free_memory()  # Now that nothing refers to the columns any more.
+                if backend.columnar is not None:
+                    tier.recovered_blocks = await enter_extents(self.node, tier, backend.columnar.recover_columns())
+                    return_free_memory()  # Now that nothing refers to the columns any more.
                 else:
                     tier.recovered_blocks = await enter(self.node, tier, tier.backend.recover())
             tier.is_recovering = False
             tier.probe = await probe(backend, self._probe_bytes(backend))
         except Exception as e:  # noqa: BLE001  As above.
             await self._close(state.spec.name, is_kept=True)
-            self.states[state.spec.name] = TierState(state.spec, state.limit, error=_told(state.spec.name, e))
+            self.states[state.spec.name] = TierState(state.spec, state.limit, error=_reported(state.spec.name, e))
             return
         can, found = backend.capabilities, tier.recovered_blocks
         facts = {"medium": can.medium, "encrypted": can.is_encrypted, "recovered_blocks": found}
         _log.info("tier ready", extra={"tier": tier.name, **facts})
 
     async def reprobe(self) -> None:
-        """Measure again once engines have told the size of the pool's blocks; without room the old figures stay."""
+        """Measure again once engines have reported the size of the pool's blocks; without room the old figures stay."""
         for tier in tuple(self.node.tiers):
             wanted = self._probe_bytes(tier.backend)
             if tier.probe is not None and tier.probe.block_bytes != wanted and tier.fill_ratio < REPROBE_FILL_MAX:
@@ -270,7 +260,7 @@ class Provisioner:
             state.tier.closing = state.tier.shrinking = await state.tier.backend.resize(limit.granted_bytes)
             state.error = ""
         except Exception as e:  # noqa: BLE001  As above.
-            state.error = _told(spec.name, e)
+            state.error = _reported(spec.name, e)
 
     async def _close(self, name: str, *, is_kept: bool = False) -> None:
         """Take a tier out: nobody finds its copies any more, then the medium is released.
@@ -286,17 +276,18 @@ class Provisioner:
         await self._outlive_readers(tier)
         tier.is_gone = True
         self.node.index.forget_tier(tier)
-        await _ended(name, tier.backend.close() if tier.lasting is None or is_kept else tier.lasting.discard())
+        persistent = tier.backend.persistent
+        await _close_backend(name, tier.backend.close() if persistent is None or is_kept else persistent.discard())
 
     async def _outlive_readers(self, tier: Tier) -> None:
-        """Let readers of a tier that goes away finish; whoever is not done in time is told at its release."""
+        """Let readers of a tier that goes away finish; whoever is not done in time is notified at its release."""
         until_s = self.node.clock() + READERS_S
         while self.node.is_leased(tier) and self.node.clock() < until_s:  # noqa: ASYNC110  Rare; no event for it.
-            await asyncio.sleep(READERS_LOOK_S)
+            await asyncio.sleep(READERS_POLL_INTERVAL_S)
         self.node.revoke(tier)
 
     def _order(self, wanted: Sequence[NodeTier], leaving: Collection[str]) -> None:
-        """Give tiers their levels by the declared order, and count the tree anew when one changed."""
+        """Give tiers their levels by the declared order, and count the tree again when one changed."""
         levels = provision_plan.levels(wanted, [t.name for t in self.node.tiers], leaving)
         self._levels = levels
         for name in self.states.keys() - levels.keys():
@@ -316,85 +307,22 @@ async def wipe_all(specs: Iterable[NodeTier], wipe: Wipe) -> str:
         try:
             await wipe(spec)
         except Exception as e:  # noqa: BLE001  As above.
-            causes.append(f"tier {spec.name}: {_told(spec.name, e)}")
+            causes.append(f"tier {spec.name}: {_reported(spec.name, e)}")
     return "; ".join(causes)
 
 
-async def _ended(name: str, closing: Awaitable[None]) -> None:
-    """Let a backend close; what it cannot let go of is told, and no reason to keep anything else."""
+async def _close_backend(name: str, closing: Awaitable[None]) -> None:
+    """Let a backend close; what it cannot let go of is logged, and no reason to keep anything else."""
     try:
         await closing
     except Exception as e:  # noqa: BLE001  As above.
-        _told(name, e)
+        _reported(name, e)
 
 
-def _told(name: str, error: Exception) -> str:
+def _reported(name: str, error: Exception) -> str:
     """Log a failure and put it into words for the status; of one that nobody has thought of the log has the trace."""
     if isinstance(error, KvStrataError):
         _log.warning("tier failed", extra={"tier": name, "cause": str(error)})
         return str(error)
     _log.error("tier failed", extra={"tier": name}, exc_info=error)
     return f"{type(error).__name__}: {error}"
-
-
-async def enter(node: Node, tier: Tier, found: AsyncIterator[tuple[SlotRef, Record]]) -> int:
-    """Enter the blocks that an earlier run left in a tier; a second copy of a block in the same tier goes."""
-    count = 0
-    copies: list[Residence] = []
-    async for slot, record in found:
-        copies.append(Residence(tier, slot, record))
-        if len(copies) == RECOVER_YIELD_BLOCKS:
-            count += node.restore(copies)
-            copies.clear()
-            await asyncio.sleep(0)
-    return count + node.restore(copies)
-
-
-async def enter_extents(node: Node, tier: Tier, found: AsyncIterator[Columns]) -> int:
-    """The same where the medium tells of an extent at a time: beyond what entries are kept of anyway, as rows."""
-    scopes: dict[ScopeId, deque[Columns]] = {}
-    async for columns in found:
-        scopes.setdefault(columns.scope, deque()).append(columns)
-        await asyncio.sleep(0)
-    count, has_rows = 0, False
-    for extents in scopes.values():
-        if sum(map(len, extents)) <= node.index.room:
-            count += await enter(node, tier, _each(extents))
-            continue
-        has_rows = True
-        restoring = Restoring(node.index, tier, extents, node.born_at_s)
-        await in_thread(None, restoring.plan)
-        restoring.prepare()
-        while not restoring.is_done:
-            count += node.restore_extent(restoring)
-            await asyncio.sleep(0)
-    if has_rows:  # Once for all scopes: it looks at everything.
-        node.index.unfold_leaves(tier)
-    return count
-
-
-def _return_free_memory() -> None:
-    """Let the machine have what columns took; other C libraries than glibc do that by themselves, or never."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-async def _each(extents: Iterable[Columns]) -> AsyncIterator[tuple[SlotRef, Record]]:
-    for columns in extents:
-        for slot, record in columns.pairs():
-            yield slot, record
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Make many objects that stay: looking at them meanwhile takes a collector as long as making them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if gc.get_count()[0] >= FREEZE_OBJECTS:
-            gc.freeze()
-        if was_enabled:
-            gc.enable()

@@ -1,6 +1,6 @@
 """The audit log: every decision on a read across tenants, as a line and in counters.
 
-The first decision of its kind in a window is told at once, those after it in one line at the window's end: a hot path
+The first decision of its kind in a window is logged at once, those after it in one line at the window's end: a hot path
 does not log each block, a flood of refusals cannot fill a disk, and the sum over all lines is what was decided.
 docs/audit.md describes the fields.
 """
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kvstrata_agent.blocks.block import Entry
-    from kvstrata_agent.serve.attachment import Attachment
-    from kvstrata_api.trust import Identity
+    from kvstrata_agent.blocks.request import Caller
+    from kvstrata_api.trust import Access, Identity
     from kvstrata_telemetry.agent_metrics import Counters
 
 WINDOW_S: Final = 10.0
 KINDS_MAX: Final = 32
 """Decisions of one identity that differ within a window; a caller that invents scopes gets one line for the rest."""
 IDENTITIES_MAX: Final = 256
-"""Identities told apart within a window: pods of one node. Those beyond them share lines."""
+"""Identities kept apart within a window: pods of one node. Those beyond them share lines."""
 SCOPE_CHARS_MAX: Final = 160
 """Of a scope that a caller names; ours are shorter."""
 OTHERS: Final = "(others)"
 
 _log: Final = logging.getLogger("kvstrata.audit")
-_log.setLevel(logging.INFO)  # Whatever --log-level says of everything else.
+_log.setLevel(logging.INFO)  # Whatever --log-level is for everything else.
 
 
 class Reason(StrEnum):
@@ -93,7 +93,7 @@ class Window:
         self._kinds: dict[tuple[str, str, str], int] = {}
 
     def add(self, decided: Decided, blocks: int) -> Decided | None:
-        """Note a decision; return its kind when it is the first of the window, to be told at once."""
+        """Note a decision; return its kind when it is the first of the window, to be logged at once."""
         kind = decided if decided in self._sums else self._bounded(decided)
         known = self._sums.get(kind)
         if known is None:
@@ -104,7 +104,7 @@ class Window:
         return None
 
     def drain(self) -> list[tuple[Decided, Sum]]:
-        """Return what was not told yet and begin anew."""
+        """Return what was not logged yet and begin again."""
         rest = [(kind, total) for kind, total in self._sums.items() if total.requests]
         self._sums.clear()
         self._kinds.clear()
@@ -130,32 +130,31 @@ class Audit:
         self._began_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def read(self, at: Attachment, scope: str, verb: str, entries: Iterable[Entry | None]) -> None:
-        """Note the blocks that a connection was told of, or given; None for one that another node holds.
+    def read(self, caller: Caller | None, access: Access, verb: str, entries: Iterable[Entry | None]) -> None:
+        """Note the blocks that a caller found, or was given, by this right; None for one that another node holds.
 
         What the caller's tenant has written itself crosses nothing, and neither does anything of its own scope.
         """
-        right = at.rights.get(scope)
-        if right is None or right.access.kind is ScopeKind.TENANT:
+        if access.kind is ScopeKind.TENANT or caller is None:
             return
-        blocks = sum(entry is None or entry.tenant != at.tenant for entry in entries)
+        tenant = caller.grants.tenant
+        blocks = sum(entry is None or entry.tenant != tenant for entry in entries)
         if not blocks:
             return
-        access = right.access
         reason = _GRANTED_BY[access.kind]
-        self._note(self._of(at, _ALLOW, reason, verb, (access.scope, access.kind, access.name)), blocks)
+        self._note(_of(caller, _ALLOW, reason, verb, (access.scope, access.kind, access.name)), blocks)
 
-    def refused_scope(self, at: Attachment, scope: str, verb: str, blocks: int) -> None:
-        """Note that a connection asked for a scope that it may not read."""
-        self._note(self._of(at, _DENY, Reason.SCOPE_NOT_GRANTED, verb, _named(scope)), blocks)
+    def refused_scope(self, caller: Caller | None, scope: str, verb: str, blocks: int) -> None:
+        """Note that a caller asked for a scope that it may not read."""
+        self._note(_of(caller, _DENY, Reason.SCOPE_NOT_GRANTED, verb, _named(scope)), blocks)
 
-    def refused_write(self, at: Attachment, scope: str, verb: str, blocks: int) -> None:
-        """Note that a connection asked for slots of a scope that it may not write."""
-        self._note(self._of(at, _DENY, Reason.WRITE_NOT_GRANTED, verb, _named(scope)), blocks)
+    def refused_write(self, caller: Caller | None, scope: str, verb: str, blocks: int) -> None:
+        """Note that a caller asked for slots of a scope that it may not write."""
+        self._note(_of(caller, _DENY, Reason.WRITE_NOT_GRANTED, verb, _named(scope)), blocks)
 
-    def attached(self, at: Attachment) -> None:
+    def attached(self, caller: Caller | None) -> None:
         """Note that a caller got its grants."""
-        self._note(self._of(at, _ALLOW, Reason.ATTACHED, "attach", ("", "", "")), 0)
+        self._note(_of(caller, _ALLOW, Reason.ATTACHED, "attach", ("", "", "")), 0)
 
     def refused_caller(self, why: KvStrataError, verb: str, identity: Identity | None = None) -> None:
         """Note that a caller got no grants, or lost them. Nobody vouches for an identity whose token was refused."""
@@ -168,16 +167,10 @@ class Audit:
         self._note(Decided(_DENY, Reason.OTHER_IDENTITY, "attach", "", *known), 0)
 
     def close(self) -> None:
-        """Tell what was not told yet. Idempotent."""
+        """Log what was not logged yet. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
-        self._tell_rest()
-
-    def _of(self, at: Attachment, decision: str, reason: str, verb: str, scope: tuple[str, str, str]) -> Decided:
-        if at.caller is None:  # It lost its grants while the request was under way.
-            return Decided(decision, reason, verb, "", "", "", "", *scope)
-        who = at.caller.identity
-        return Decided(decision, reason, verb, at.tenant, who.namespace, who.service_account, who.pod_uid, *scope)
+        self._log_rest()
 
     def _note(self, decided: Decided, blocks: int) -> None:
         labels = {"decision": decided.decision, "reason": str(decided.reason), "verb": decided.verb}
@@ -187,25 +180,32 @@ class Audit:
         first = self._window.add(decided, blocks)
         if self._timer is None:
             self._began_s = self._clock()
-            self._timer = asyncio.get_running_loop().call_later(WINDOW_S, self._tell_rest)
+            self._timer = asyncio.get_running_loop().call_later(WINDOW_S, self._log_rest)
         if first is not None:
-            _tell(first, Sum(1, blocks), 0.0)
+            _log_decision(first, Sum(1, blocks), 0.0)
 
-    def _tell_rest(self) -> None:
+    def _log_rest(self) -> None:
         self._timer = None
         covered_s = self._clock() - self._began_s
         for decided, total in self._window.drain():
-            _tell(decided, total, covered_s)
+            _log_decision(decided, total, covered_s)
 
 
-def _tell(decided: Decided, total: Sum, window_s: float) -> None:
+def _log_decision(decided: Decided, total: Sum, window_s: float) -> None:
     level = logging.INFO if decided.decision == _ALLOW else logging.WARNING
     fields = {**decided._asdict(), **total._asdict(), "window_s": round(window_s, 3)}
     _log.log(level, "audit", extra=fields)
 
 
+def _of(caller: Caller | None, decision: str, reason: str, verb: str, scope: tuple[str, str, str]) -> Decided:
+    if caller is None:  # It lost its grants while the request was under way.
+        return Decided(decision, reason, verb, "", "", "", "", *scope)
+    who, tenant = caller.identity, caller.grants.tenant
+    return Decided(decision, reason, verb, tenant, who.namespace, who.service_account, who.pod_uid, *scope)
+
+
 def _named(scope: str) -> tuple[str, str, str]:
-    """Scope, kind and grant as a caller named them; nothing says that they exist."""
+    """Scope, kind and grant as a caller named them; they need not exist."""
     kind, _, rest = scope.partition("/")
     is_known = kind in {"tenant", *_GRANTED_BY}
     return (

@@ -1,26 +1,166 @@
-"""Attach and scopes: from a token to rights, and from changed grants to revoked leases."""
+"""Who is at the other end of a connection and what it may do.
+
+From a token to rights by `attach`, and from changed grants to revoked leases before each verb.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Protocol
 
+from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.serve.audit import Audit
 from kvstrata_api import wire
-from kvstrata_api.errors import ForbiddenError, InvalidInputError, KvStrataError, PermanentError, RetryableError
+from kvstrata_api.errors import (
+    ForbiddenError,
+    InvalidInputError,
+    KvStrataError,
+    PermanentError,
+    RetryableError,
+    UnauthenticatedError,
+)
+from kvstrata_api.trust import ScopeKind
 from kvstrata_api.units import GIB, KIB
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvstrata_agent.blocks.node import Node
-    from kvstrata_agent.cache.ports import Authenticator
-    from kvstrata_agent.serve.attachment import Attachment
-    from kvstrata_api.blocks import Layout
+    from kvstrata_agent.blocks.request import Caller
+    from kvstrata_api.blocks import Layout, LayoutId, ScopeId, ScopeSecret
     from kvstrata_api.models.pool import Compatibility
-    from kvstrata_api.trust import Identity
+    from kvstrata_api.trust import Access, Identity
+    from kvstrata_api.wire import ExtentGrant
+
 
 BLOCK_BYTES_MAX: Final = GIB
 """Largest block: 64 times what 16 tokens of a 400-billion-parameter model take."""
 SLOT_STEP_BYTES: Final = 4 * KIB
 """Slots lie on pages, so that they can be the source and target of O_DIRECT transfers."""
+
+
+class Authenticator(Protocol):
+    """Turns tokens into callers (the Kubernetes side: `kvstrata_agent.kube`)."""
+
+    @property
+    def grants_version(self) -> int:
+        """Moves on whenever tenants, domains, namespaces or scope Secrets changed."""
+
+    async def authenticate(self, token: str) -> Caller:
+        """Check a token by TokenReview and map it to a tenant.
+
+        Raises `UnauthenticatedError` when the token is refused, `ForbiddenError` when no tenant claims the
+        identity, `ApiServerAwayError` when that is unknown now, and `RetryableError` while the Secret of one of
+        its scopes is missing. Present the token again before `Caller.expires_s` have passed.
+        """
+
+    def authorize(self, identity: Identity) -> Caller:
+        """Return the current grants of an identity that was authenticated before, without a new TokenReview.
+
+        Raises `ForbiddenError` when no tenant claims it any more, `RetryableError` while the Secret of one of its
+        scopes is missing, as it is for a moment after a key version moved on.
+        """
+
+    def secret(self, scope: ScopeId) -> ScopeSecret | None:
+        """Return the key material of a scope; None when the scope does not exist (any more) or is not known yet.
+
+        The core needs it to announce blocks that it found again before their tenant attached.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeRight:
+    """One scope that the caller may read, and perhaps write."""
+
+    access: Access
+    context: RequestContext
+    """Of each request on keys of this scope that names no session; made with the right, and gone with it."""
+
+
+@dataclass(slots=True, eq=False)
+class Attachment:
+    """State of one connection. Empty until its first attach."""
+
+    owner: int
+    """Number of the connection; owns leases, pins, reservations and sessions."""
+    client: str = ""
+    caller: Caller | None = None
+    rights: dict[str, ScopeRight] = field(default_factory=dict)
+    grants_version: int = -1
+    """Version that `rights` were derived from."""
+    expires_at_s: float = 0.0
+    """Monotonic second at which the token must be presented again."""
+    layout: Layout | None = None
+    layout_id: LayoutId | None = None
+    block_bytes: int = 0
+    extents: set[tuple[int, bool]] = field(default_factory=set)
+    """Extents that were sent, with whether they were writable."""
+
+    @property
+    def tenant(self) -> str:
+        """Tenant of the caller; attached connections only."""
+        assert self.caller is not None
+        return self.caller.grants.tenant
+
+    @property
+    def own_secret(self) -> ScopeSecret | None:
+        """Key material of the tenant's own scope; None once its grants were taken away."""
+        own = (r.context.secret for r in self.rights.values() if r.access.kind is ScopeKind.TENANT)
+        return next(own, None)
+
+    def admit(self, caller: Caller, grants_version: int) -> set[str]:
+        """Take new grants; returns the scopes that are lost. The layout is fixed before.
+
+        The context of every scope is made again with them, so that no request goes on with a key of before.
+        """
+        before, layout_id = set(self.rights), self.layout_id
+        assert layout_id is not None, "an attach brings its layout along"
+        self.caller = caller
+        self.grants_version = grants_version
+        access, tenant = caller.grants.access, caller.grants.tenant
+        self.rights = {
+            a.scope: ScopeRight(a, RequestContext(self.owner, tenant, secret, layout_id, self.block_bytes))
+            for a, secret in zip(access, caller.secrets, strict=True)
+        }
+        return before - set(self.rights)
+
+    def expel(self) -> set[str]:
+        """Take all grants away; returns the scopes that are lost."""
+        lost = set(self.rights)
+        self.rights = {}
+        self.caller = None
+        return lost
+
+    def check(self, now_s: float) -> Caller:
+        """Return the caller. Raises `UnauthenticatedError` when there is none or its token ran out."""
+        if self.caller is None:
+            raise UnauthenticatedError("no attach on this connection; present a token first")
+        if now_s >= self.expires_at_s:
+            raise UnauthenticatedError("the token's time is up; attach again")
+        return self.caller
+
+    def readable(self, scope: str) -> ScopeRight | None:
+        """Return the right to a scope; None when there is none, whether or not such a scope exists."""
+        return self.rights.get(scope)
+
+    def writable(self, scope: str) -> ScopeRight:
+        """Return the right to write a scope. Raises `ForbiddenError`, in equal words for unknown and forbidden ones."""
+        right = self.rights.get(scope)
+        if right is None or not right.access.can_write:
+            raise ForbiddenError("this caller may not write that scope")
+        return right
+
+    def is_new(self, number: int, *, is_writable: bool) -> bool:
+        """Note that an extent is sent; False when it was sent before."""
+        if (number, is_writable) in self.extents or (number, True) in self.extents:
+            return False
+        self.extents.add((number, is_writable))
+        return True
+
+    def forget_extents(self, extents: Iterable[ExtentGrant]) -> None:
+        """Note that extents did not get through after all."""
+        for grant in extents:
+            self.extents.discard((grant.extent, grant.is_writable))
 
 
 class Attaching:
@@ -52,7 +192,7 @@ class Attaching:
         except KvStrataError as e:
             self._node.counters.add("kvstrata_attach_total", result="refused")
             self.audit.refused_caller(e, "attach")
-            if isinstance(e, PermanentError):  # Otherwise it cannot be told now, and the old rights run out by time.
+            if isinstance(e, PermanentError):  # Otherwise it is unknown now, and the old rights run out by time.
                 self._refuse(at)
             raise
         if at.caller is not None and at.caller.identity != caller.identity:
@@ -67,16 +207,16 @@ class Attaching:
         self._node.remember_layout(at.layout_id, at.layout)
         at.expires_at_s = self._node.clock() + caller.expires_s
         self._revoke(at, at.admit(caller, self.grants_version))
-        self.audit.attached(at)
+        self.audit.attached(caller)
         return self._granted(at, request.id)
 
     def scopes(self, at: Attachment, request: wire.Scopes) -> wire.Granted:
-        """Tell the current scopes."""
+        """Return the current scopes."""
         self.refresh(at)
         return self._granted(at, request.id)
 
     def refresh(self, at: Attachment) -> None:
-        """Check the token's time, and derive rights anew when grants may have changed.
+        """Check the token's time, and derive rights again when grants may have changed.
 
         Raises `UnauthenticatedError`, and what `Authenticator.authorize` raises.
         """
@@ -93,7 +233,7 @@ class Attaching:
         self._revoke(at, at.admit(caller, version))
 
     def readable(self, identity: Identity) -> frozenset[str] | None:
-        """Scopes that an identity may read now; None when that cannot be told."""
+        """Scopes that an identity may read now; None while that is unknown."""
         try:
             return frozenset(a.scope for a in self._authenticator.authorize(identity).grants.access)
         except RetryableError:
@@ -117,7 +257,7 @@ class Attaching:
     def _granted(self, at: Attachment, request_id: int) -> wire.Granted:
         assert at.caller is not None
         scopes = tuple(
-            wire.ScopeGrant(a.scope, a.kind, a.name, right.secret.secret, a.can_write, a.prefixes)
+            wire.ScopeGrant(a.scope, a.kind, a.name, right.context.secret.secret, a.can_write, a.prefixes)
             for right in at.rights.values()
             for a in (right.access,)
         )

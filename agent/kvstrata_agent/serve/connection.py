@@ -8,10 +8,11 @@ import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
-from kvstrata_agent.serve.attachment import Attachment
+from kvstrata_agent.serve.authorization import Attachment
 from kvstrata_agent.serve.channel import Channel
 from kvstrata_api import failures, wire
 from kvstrata_api.errors import AgentAwayError, BackendFailedError, InvalidInputError, KvStrataError, RetryableError
+from kvstrata_kube.tasks import TaskSet
 
 if TYPE_CHECKING:
     import socket
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
     from kvstrata_agent.serve.verbs import Verbs
 
 ATTACH_S: Final = 30.0
-"""A connection without a caller for so long is closed, so that idle strangers cannot use all connections up. One whose
-caller has not proved itself again in time is closed then: a pod that is gone holds nothing for longer than that."""
+"""A connection without a caller for so long is closed, so that unauthenticated ones cannot use up all there are. One
+whose caller has not proved itself again in time is closed then: a pod that is gone holds nothing for longer."""
 IN_FLIGHT_MAX: Final = 64
 """Requests of one connection that wait for something; while there are so many, nothing more is read from it."""
-NO_PLACE_S: Final = 5.0
-"""What a tenant is told to wait that has more connections than any other while all are taken."""
+FULL_RETRY_S: Final = 5.0
+"""Delay before a tenant retries that has more connections than any other while all are in use."""
 
 _log = logging.getLogger(__name__)
 
@@ -41,35 +42,34 @@ class Connection:
         on_attach: Callable[[Connection, str], bool],
         on_close: Callable[[Connection], None],
     ) -> None:
-        """`on_attach` takes each attach with its tenant, and tells whether there is a place for it."""
+        """`on_attach` takes each attach with its tenant, and returns whether the connection limits allow it."""
         self.attachment = Attachment(owner)
         self._verbs = verbs
         self._on_attach = on_attach
         self._on_close = on_close
         self._channel = Channel(connected, self._frame, self._closed)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: TaskSet[None] = TaskSet()
 
     def start(self) -> None:
         """Begin to read."""
         self._channel.start()
-        self._stranger = asyncio.get_running_loop().call_later(ATTACH_S, self._end_stranger)
+        self._expiry = asyncio.get_running_loop().call_later(ATTACH_S, self._end_expired)
 
-    def _end_stranger(self) -> None:
-        """Close when nobody has a caller's rights here any more, also on a silent connection; else look again then."""
+    def _end_expired(self) -> None:
+        """Close when nobody has a caller's rights here any more, also on a silent connection; else check again then."""
         left_s = self._verbs.left_s(self.attachment)
         if left_s <= 0:
             self._channel.close()
         else:
-            self._stranger = asyncio.get_running_loop().call_later(left_s, self._end_stranger)
+            self._expiry = asyncio.get_running_loop().call_later(left_s, self._end_expired)
 
     def close(self) -> None:
         """End the connection; everything that it held is released."""
         self._channel.close()
 
     def _closed(self) -> None:
-        self._stranger.cancel()
-        for task in self._tasks:
-            task.cancel()
+        self._expiry.cancel()
+        self._tasks.cancel()
         self._verbs.end(self.attachment)
         self._on_close(self)
 
@@ -98,17 +98,15 @@ class Connection:
             self._verbs.took(request, time.monotonic() - began_s)
 
     def _spawn(self, request: wire.AnyRequest, work: Coroutine[Any, Any, wire.AnyReply], began_s: float) -> None:
-        task = asyncio.create_task(self._finish(request, work, began_s))
-        self._tasks.add(task)
+        task = self._tasks.spawn(self._finish(request, work, began_s))
         if len(self._tasks) == IN_FLIGHT_MAX:
             self._channel.hold()
         task.add_done_callback(self._done)
         task.add_done_callback(lambda _: work.close())  # A task that is cancelled at once never gets to it.
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        if len(self._tasks) == IN_FLIGHT_MAX:
+    def _done(self, _: asyncio.Task[None]) -> None:
+        if len(self._tasks) == IN_FLIGHT_MAX - 1:  # It was the first one to end of those at the bound.
             self._channel.unhold()
-        self._tasks.discard(task)
         if self._channel.is_closed:
             self._verbs.end(self.attachment)  # Whatever the request got between the close and its end.
 
@@ -126,9 +124,9 @@ class Connection:
             self._bug(request)
 
     def _refuse(self, request: wire.Attach) -> None:
-        """Tell a tenant that has most connections that there is no place for one more."""
+        """Answer a tenant that has most connections that there is no place for one more."""
         error = AgentAwayError(
-            "closed: all places for connections are taken, most of them by this tenant", delay_s=NO_PLACE_S
+            "closed: all places for connections are taken, most of them by this tenant", delay_s=FULL_RETRY_S
         )
         self._reply(failures.failure(request.id, self._verbs.grants_version, error))
         self._channel.end()

@@ -3,7 +3,7 @@
 A mapping cannot be taken back. So an extent that was sent to somebody who has lost its scope since gets no block any
 more: what is in it moves away, and with the last of it the mapping shows zeros.
 
-Slots and leases as clients are told of them. Pure.
+Also slots and leases in the form that clients get. Pure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.cache.load import Read
-    from kvstrata_agent.serve.attachment import Attachment, ScopeRight
+    from kvstrata_agent.serve.authorization import Attachment, ScopeRight
     from kvstrata_api.trust import Identity
 
 
@@ -50,7 +50,7 @@ class ExtentGrants:
             if (tier, slot.extent) == last:  # As nearly always: they were taken as a run.
                 continue
             last = tier, slot.extent
-            number, mappable = tier.extent_number(slot.extent), tier.mappable
+            number, mappable = tier.extent_number(slot.extent), tier.backend.mappable
             if (number, True) in at.extents:
                 continue
             assert mappable is not None
@@ -79,7 +79,7 @@ class ExtentGrants:
     def recheck(self, scopes_of: Callable[[Identity], frozenset[str] | None]) -> bool:
         """Close extents that somebody holds who may not read their scope any more; call it when grants have changed.
 
-        `scopes_of` tells what an identity may read now, None when that cannot be told; False when one could not.
+        `scopes_of` returns what an identity may read now, None while that is unknown; False when one was unknown.
         """
         known: dict[Identity, frozenset[str] | None] = {}
         for number, holders in tuple(self._holders.items()):
@@ -100,10 +100,10 @@ class ExtentGrants:
     def _find(self, number: int) -> MappableBackend | None:
         """Backend of an extent that exists."""
         tier = next((t for t in self._node.tiers if t.ordinal == number >> ORDINAL_SHIFT), None)
-        if tier is None or tier.mappable is None:
+        if tier is None or tier.backend.mappable is None:
             return None
         try:
-            return tier.mappable if tier.mappable.extent_bytes(number & _EXTENT_MASK) else None
+            return tier.backend.mappable if tier.backend.mappable.extent_bytes(number & _EXTENT_MASK) else None
         except KeyError:
             return None
 
@@ -112,9 +112,9 @@ class ExtentGrants:
         found = []
         for grant in extents:
             tier = next((t for t in self._node.tiers if t.ordinal == grant.extent >> ORDINAL_SHIFT), None)
-            if tier is None or tier.mappable is None:
+            if tier is None or tier.backend.mappable is None:
                 raise LeaseLostError(f"extent {grant.extent} has gone with its tier")
-            found.append(tier.mappable.extent_fd(grant.extent & _EXTENT_MASK, is_writable=grant.is_writable))
+            found.append(tier.backend.mappable.extent_fd(grant.extent & _EXTENT_MASK, is_writable=grant.is_writable))
         return found
 
 

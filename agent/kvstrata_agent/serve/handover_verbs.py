@@ -1,4 +1,4 @@
-"""The verbs of hand-overs: a writer tells how its blocks grow, a reader on another node waits for their parts."""
+"""The verbs of hand-overs: a writer reports the parts that it has written, a reader on another node waits for them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from kvstrata_agent.cache.part_checksums import blocks_max
 from kvstrata_agent.cache.ports import Follow
 from kvstrata_api import wire
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_api.wire_handover import Advance, Arrive, Arrived, Handover
+from kvstrata_api.wire import Advance, Arrive, Arrived, Handover
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from kvstrata_agent.blocks.reservations import Reservation
     from kvstrata_agent.cache.cache import Cache
-    from kvstrata_agent.cache.load import Read
-    from kvstrata_agent.cache.request import Place
-    from kvstrata_agent.serve.attachment import Attachment
-    from kvstrata_agent.serve.authorization import Attaching
+    from kvstrata_agent.cache.load import AcquireCall, Read
+    from kvstrata_agent.serve.authorization import Attaching, Attachment
 
 
 class HandoverVerbs:
-    """Grows and follows."""
+    """Reports and follows parts of blocks that are being written."""
 
     def __init__(self, cache: Cache, attaching: Attaching) -> None:
         self._cache = cache
@@ -41,19 +39,20 @@ class HandoverVerbs:
         blocks_max(request.part_bytes, block_bytes)
 
     def begin(self, request: wire.Reserve, made: Sequence[Reservation | None]) -> Handover | None:
-        """Let readers who name the hand-over see what was reserved for it, as it grows."""
+        """Let readers who name the hand-over see what was reserved for it, part by part as it is written."""
         spots = [r for r in made if r is not None]
-        if not request.handover or not spots:
+        if not spots:
             return None
         self._node.growth.begin(spots, request.handover, request.part_bytes, self._node.clock())
         return Handover(self._node.agent, self._node.epoch, request.handover)
 
-    async def follow(self, place: Place, request: wire.Acquire, digests: Sequence[bytes], lease_s: float) -> list[Read]:
-        """Lease growing blocks of the hand-over that the reader names."""
-        assert request.handover is not None, "asked for"
-        _check_parts(request.part_bytes)
-        wanted = Follow(request.handover, place.scope, place.layout_id, tuple(digests), request.part_bytes)
-        return await self._cache.follower.follow(place, wanted, lease_s)
+    async def follow(self, call: AcquireCall) -> list[Read]:
+        """Lease partial blocks of the hand-over that the reader names."""
+        assert call.handover is not None, "asked for"
+        _check_parts(call.part_bytes)
+        context = call.context
+        wanted = Follow(call.handover, context.scope, context.layout_id, tuple(call.digests), call.part_bytes)
+        return await self._cache.follower.follow(context, wanted, call.lease_s)
 
     def _advance(self, at: Attachment, request: Advance) -> wire.Done:
         if len(request.reservations) != len(request.sums):
@@ -61,11 +60,11 @@ class HandoverVerbs:
                 f"{len(request.sums)} sums for {len(request.reservations)} reservations: one for each wanted"
             )
         expires_s = self._node.clock() + RESERVATION_S
-        growing = 0
+        advanced = 0
         for number, sums in zip(request.reservations, request.sums, strict=True):
             if self._node.reservations.renew(at.owner, number, expires_s):
-                growing += self._node.growth.advance(at.owner, number, request.first, sums)
-        return wire.Done(request.id, self._attaching.grants_version, growing)
+                advanced += self._node.growth.advance(at.owner, number, request.first, sums)
+        return wire.Done(request.id, self._attaching.grants_version, advanced)
 
     async def _arrive(self, at: Attachment, request: Arrive) -> Arrived:
         if request.have < 0:

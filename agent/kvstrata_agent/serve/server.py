@@ -1,6 +1,6 @@
-"""The listening socket of an agent: accepts engines, each as one connection, as long as there are places for them.
+"""The listening socket of an agent: accepts engines, each as one connection, within the connection limits.
 
-Who has the places for connections: strangers apart from callers, callers in fair shares by tenant. No I/O.
+Unauthenticated connections have a limit of their own; callers share theirs fairly by tenant.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 import stat
 from typing import TYPE_CHECKING, Final, Generic
 
-from kvstrata_agent.policy.fair_share import FairOrder, K
+from kvstrata_agent.policy.quota import FairOrder, K
 from kvstrata_agent.serve.connection import Connection
 from kvstrata_api.errors import UnsupportedError
 
@@ -26,48 +26,48 @@ if TYPE_CHECKING:
 
 CALLERS_MAX: Final = 1024
 """Engine processes of one pool on one node; a node has some tens of GPUs."""
-STRANGERS_MAX: Final = 128
+UNAUTHENTICATED_MAX: Final = 128
 """Connections that have not attached yet; an engine attaches at once, so the one that waits longest is no engine."""
 
 
-class Places(Generic[K]):
-    """Takes note of connections and says which one has to give way, if any."""
+class ConnectionLimits(Generic[K]):
+    """No I/O. Takes note of connections and returns which one has to be closed, if any."""
 
-    def __init__(self, callers_max: int = CALLERS_MAX, strangers_max: int = STRANGERS_MAX) -> None:
+    def __init__(self, callers_max: int = CALLERS_MAX, unauthenticated_max: int = UNAUTHENTICATED_MAX) -> None:
         self._callers_max = callers_max
-        self._strangers_max = strangers_max
-        self._strangers: dict[K, None] = {}
-        """In order of coming."""
+        self._unauthenticated_max = unauthenticated_max
+        self._unauthenticated: dict[K, None] = {}
+        """In order of arrival."""
         self._callers: FairOrder[K] = FairOrder()
 
     def __len__(self) -> int:
-        return len(self._strangers) + len(self._callers)
+        return len(self._unauthenticated) + len(self._callers)
 
-    def come(self, stranger: K) -> K | None:
-        """Give a place to a stranger; returns the one that loses its own."""
-        self._strangers[stranger] = None
-        return next(iter(self._strangers)) if len(self._strangers) > self._strangers_max else None
+    def accept(self, connection: K) -> K | None:
+        """Count a new connection, unauthenticated; returns the one that has to be closed for it."""
+        self._unauthenticated[connection] = None
+        return next(iter(self._unauthenticated)) if len(self._unauthenticated) > self._unauthenticated_max else None
 
     def attach(self, connection: K, tenant: str) -> K | None:
-        """Turn a stranger into a caller; returns the one that has to give way: the newest of whoever has most places.
+        """Count a connection as its tenant's; returns the one to be closed: the newest of the tenant with most of them.
 
         That may be this one.
         """
-        if connection not in self._strangers:
+        if connection not in self._unauthenticated:
             return None  # It renews its token.
-        del self._strangers[connection]
+        del self._unauthenticated[connection]
         self._callers.use(tenant, connection)
         if len(self._callers) <= self._callers_max:
             return None
-        payer = self._callers.payer()
-        if self._callers.count(tenant) == self._callers.count(payer):
+        largest = self._callers.largest_account()
+        if self._callers.count(tenant) == self._callers.count(largest):
             return connection
-        *_, newest = self._callers.of(payer)
+        *_, newest = self._callers.of(largest)
         return newest
 
-    def leave(self, connection: K) -> None:
-        """Take a place back. Idempotent."""
-        self._strangers.pop(connection, None)
+    def remove(self, connection: K) -> None:
+        """Count a connection no more. Idempotent."""
+        self._unauthenticated.pop(connection, None)
         self._callers.drop(connection)
 
 
@@ -83,13 +83,13 @@ _log = logging.getLogger(__name__)
 class Server:
     """Listens on one path."""
 
-    def __init__(self, path: Path, verbs: Verbs, places: Places[Connection] | None = None) -> None:
-        """`places` bounds the connections; by default as many as a node has use for."""
+    def __init__(self, path: Path, verbs: Verbs, limits: ConnectionLimits[Connection] | None = None) -> None:
+        """`limits` bounds the connections; by default as many as a node has use for."""
         self._path = path
         self._verbs = verbs
         self._listener: socket.socket | None = None
         self._connections: set[Connection] = set()
-        self._places = Places() if places is None else places
+        self._limits = ConnectionLimits() if limits is None else limits
         self._last_owner = 0
 
     @property
@@ -152,11 +152,11 @@ class Server:
         connection = Connection(self._last_owner, accepted, self._verbs, self._attached, self._closed)
         self._connections.add(connection)
         connection.start()
-        self._end(self._places.come(connection))
+        self._end(self._limits.accept(connection))
 
     def _attached(self, connection: Connection, tenant: str) -> bool:
-        """Note who a connection is; false when there is no place for it."""
-        leaving = self._places.attach(connection, tenant)
+        """Note who a connection is; false when the limits leave it out."""
+        leaving = self._limits.attach(connection, tenant)
         if leaving is connection:
             return False
         self._end(leaving)
@@ -169,7 +169,7 @@ class Server:
 
     def _closed(self, connection: Connection) -> None:
         self._connections.discard(connection)
-        self._places.leave(connection)
+        self._limits.remove(connection)
 
     def _pause(self, cause: str) -> None:
         """Accept nothing for a moment: the listener would be ready again at once, for nothing."""

@@ -6,7 +6,6 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from kvstrata_agent.blocks.sessions import Session, SessionState
-from kvstrata_agent.cache.request import Place
 from kvstrata_api import wire
 from kvstrata_api.blocks import KEY_BYTES
 from kvstrata_api.errors import ForbiddenError, InvalidInputError
@@ -14,9 +13,9 @@ from kvstrata_api.errors import ForbiddenError, InvalidInputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
+    from kvstrata_agent.blocks.request import RequestContext
     from kvstrata_agent.cache.cache import Cache
-    from kvstrata_agent.serve.attachment import Attachment
-    from kvstrata_agent.serve.authorization import Attaching
+    from kvstrata_agent.serve.authorization import Attaching, Attachment
 
 _STATES = {"decoding": SessionState.DECODING, "idle": SessionState.IDLE, "tool": SessionState.IDLE}
 """States that a client may name. A tool call is an idle session whose return is expected soon."""
@@ -58,9 +57,9 @@ class SessionVerbs:
             at.owner, at.tenant, secret, request.session, parent=request.parent, priority=request.priority
         )
         if is_known:
-            life.tell(opened)
+            life.publish(opened)
         else:
-            life.revive_from_directory(opened, places_of(at))
+            life.revive_from_directory(opened, contexts_of(at))
         return self._done(request, 1)
 
     def _touch(self, at: Attachment, request: wire.TouchSession) -> wire.Done:
@@ -99,22 +98,20 @@ class SessionVerbs:
         if bool(request.session) == bool(request.digest):
             raise InvalidInputError("explain: exactly one of digest and session wanted")
         if request.session:
-            told = self._cache.explainer.session(self._cache.life.find(at.tenant, at.own_secret, request.session))
+            explained = self._cache.explainer.session(self._cache.life.find(at.tenant, at.own_secret, request.session))
         elif len(request.digest) != KEY_BYTES:
             raise InvalidInputError(f"digest of {len(request.digest)} B, {KEY_BYTES} wanted")
         else:
             right = at.readable(request.scope)
             if right is None:
-                self._attaching.audit.refused_scope(at, request.scope, "explain", 1)
+                self._attaching.audit.refused_scope(at.caller, request.scope, "explain", 1)
             else:
                 known = self._node.index.find(right.access.scope, request.digest)
-                self._attaching.audit.read(at, request.scope, "explain", [known] if known else [])
-            told = self._cache.explainer.block(right.access.scope if right else None, request.digest)
-        return wire.Text(request.id, self._attaching.grants_version, json.dumps(told))
+                self._attaching.audit.read(at.caller, right.access, "explain", [known] if known else [])
+            explained = self._cache.explainer.block(right.access.scope if right else None, request.digest)
+        return wire.Text(request.id, self._attaching.grants_version, json.dumps(explained))
 
 
-def places_of(at: Attachment) -> list[Place]:
-    """Where the caller's blocks may be: one place for each scope that it may read, its own first."""
-    assert at.layout_id is not None, "attached connections have a layout"
-    rights = reversed(at.rights.values())
-    return [Place(at.owner, at.tenant, r.secret, at.layout_id, at.block_bytes) for r in rights]
+def contexts_of(at: Attachment) -> list[RequestContext]:
+    """Return the context of each scope that the caller may read, its own first."""
+    return [right.context for right in reversed(at.rights.values())]

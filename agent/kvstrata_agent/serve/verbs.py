@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from msgspec.structs import replace
 
 from kvstrata_agent.blocks.reservations import RESERVATION_S
+from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.cache.part_checksums import blocks_max
-from kvstrata_agent.cache.request import Place
 from kvstrata_agent.movement.mover import INLINE_BYTES_MAX
 from kvstrata_agent.serve.extent_grants import NO_SLOT, ExtentGrants, leased_of, slot_of
 from kvstrata_agent.serve.handover_verbs import HandoverVerbs
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from kvstrata_agent.blocks.block import Entry
+    from kvstrata_agent.blocks.request import RequestContext
     from kvstrata_agent.blocks.reservations import Reservation
     from kvstrata_agent.cache.cache import Cache
-    from kvstrata_agent.cache.load import Read
-    from kvstrata_agent.cache.lookup import Findings
-    from kvstrata_agent.serve.attachment import Attachment, ScopeRight
-    from kvstrata_agent.serve.authorization import Attaching
+    from kvstrata_agent.cache.load import Findings, Read
+    from kvstrata_agent.serve.audit import Audit
+    from kvstrata_agent.serve.authorization import Attaching, Attachment, ScopeRight
     from kvstrata_agent.serve.session_verbs import SessionVerbs
 
     Outcome = wire.AnyReply | Coroutine[Any, Any, wire.AnyReply]
@@ -49,7 +49,7 @@ LEASES_MAX: Final = wire.LEASES_MAX
 DEADLINE_S_MAX: Final = 60.0
 PIN_S_MAX: Final = 3600.0
 SUSPECTS_MAX: Final = 2
-"""Blocks that one release may have looked at: a client must not make the agent hash for nothing."""
+"""Blocks that one release may have inspected: a client must not make the agent hash for nothing."""
 _VERBS: Final = {t: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", t.__name__).lower() for t in get_args(wire.AnyRequest)}
 """Names of requests in metrics, such as `open_session`."""
 _ASKING: Final = frozenset({wire.Lookup, wire.Acquire})
@@ -64,8 +64,9 @@ class Verbs:
         self._attaching = attaching
         self._grants = ExtentGrants(cache.node)
         self._checked_version = attaching.grants_version
-        """Grants under which extents were last looked through; -1 when some could not be told."""
+        """Grants under which extents were last checked; -1 when some were unknown."""
         self._audit = attaching.audit
+        self._observer = ReadObserver(cache, attaching.audit)
         self._handovers = HandoverVerbs(cache, attaching)
         self._open: dict[type, Handler] = {wire.Hello: self._hello, wire.Attach: attaching.attach}
         """Verbs that need no caller yet."""
@@ -93,7 +94,7 @@ class Verbs:
     def start(self, at: Attachment, request: wire.AnyRequest) -> Outcome:
         """Begin to carry out a request. Raises the error that its reply is to carry."""
         if self._checked_version not in (-1, self.grants_version):
-            self._recheck()  # Before anybody gets a slot where somebody looks on who has lost the scope.
+            self._recheck()  # Before anybody gets a slot that somebody has mapped who has lost the scope.
         handler = self._open.get(type(request))
         if handler is not None:
             return handler(at, request)
@@ -101,7 +102,7 @@ class Verbs:
         return self._handlers[type(request)](at, request)
 
     def refresh(self, at: Attachment) -> None:
-        """Bring a quiet connection's rights up to date. What fails is told when the connection asks next."""
+        """Bring a quiet connection's rights up to date. What fails is reported when the connection asks next."""
         if self._checked_version != self.grants_version:
             self._recheck()
         if at.caller is not None and at.grants_version != self.grants_version:
@@ -137,48 +138,48 @@ class Verbs:
         version = self.grants_version
         return wire.Welcome(request.id, version, wire.PROTOCOL_VERSION, node.agent, node.name, node.epoch)
 
-    def _place(self, at: Attachment, request: _Keyed, session: str) -> Place | None:
-        """Put a request's context together; None when the caller may not read the scope."""
+    def _begin(self, at: Attachment, request: _Keyed, session: str) -> RequestContext | None:
+        """Return the context of a request on keys; None when the caller may not read the scope, which is then empty.
+
+        The one place where such a request is noted before it is carried out, and where a session that it names comes
+        back from an earlier run.
+        """
         right = at.readable(request.scope)
         if right is None:
-            self._audit.refused_scope(at, request.scope, _VERBS[type(request)], len(request.digests) // KEY_BYTES)
+            self._observer.on_refused(at, request, len(request.digests) // KEY_BYTES)
             return None
-        assert at.layout_id is not None
-        if self._cache.demand.is_followed:
-            self._cache.demand.note(unpack_digests(request.digests), is_asked=type(request) in _ASKING)
-        known = self._cache.life.find(at.tenant, at.own_secret, session) if session else None
-        return Place(at.owner, at.tenant, right.secret, at.layout_id, at.block_bytes, known)
+        self._observer.on_request(request)
+        if not session:
+            return right.context
+        return right.context.within(self._cache.life.find(at.tenant, at.own_secret, session))
 
     def _lookup(self, at: Attachment, request: wire.Lookup) -> Outcome:
         digests = unpack_digests(request.digests)
-        place = self._place(at, request, request.session)
+        context = self._begin(at, request, request.session)
         reader = self._cache.reader
         with span("kvstrata.lookup", session_id=request.session, pool=self._node.pool, requested_blocks=len(digests)):
-            entries = reader.lookup_now(place, digests) if place else [None] * len(digests)
-            if place is not None and reader.needs_directory(entries):
-                return self._lookup_wide(at, request, place, digests, entries)
+            entries = reader.lookup_now(context, digests) if context else [None] * len(digests)
+            if context is not None and reader.needs_directory(entries):
+                return self._lookup_wide(at, request, context, digests, entries)
             return self._found(at, request, entries, reader.answer(entries, {}))
 
     async def _lookup_wide(
         self,
         at: Attachment,
         request: wire.Lookup,
-        place: Place,
+        context: RequestContext,
         digests: Sequence[bytes],
         entries: Sequence[Entry | None],
     ) -> wire.Found:
         with span("kvstrata.lookup", session_id=request.session, pool=self._node.pool, remote=True):
-            located = await self._cache.reader.locate(place, digests, entries)
+            located = await self._cache.reader.locate(context, digests, entries)
             return self._found(at, request, entries, self._cache.reader.answer(entries, located))
 
     def _found(
         self, at: Attachment, request: wire.Lookup, entries: Sequence[Entry | None], answer: Findings
     ) -> wire.Found:
         states, places = answer.states, answer.places
-        if not request.is_probe:
-            self._node.counters.looked_up(at.tenant, len(states), states.count(Lookup.HIT))
-        hits = (entry for entry, state in zip(entries, states, strict=True) if state == Lookup.HIT)
-        self._audit.read(at, request.scope, "lookup", hits)
+        self._observer.on_lookup(at, request, entries, states)
         return wire.Found(request.id, self.grants_version, states, len(places), places, answer.tier_names)
 
     def _count_load(self, at: Attachment, request: wire.CountLoad) -> wire.Done:
@@ -192,83 +193,78 @@ class Verbs:
 
     def _acquire(self, at: Attachment, request: wire.Acquire) -> Outcome:
         digests = unpack_digests(request.digests)
-        place = self._place(at, request, request.session)
-        if place is None:
+        context = self._begin(at, request, request.session)
+        if context is None:
             return wire.Acquired(request.id, self.grants_version, (), (), self._node.epoch)
-        digests = digests[: max(0, LEASES_MAX - self._node.leases.count(at.owner))]
-        digests = digests[: blocks_max(request.part_bytes, at.block_bytes)]
-        lease_s = min(max(request.lease_s, 0.0), LEASE_S_MAX)
-        if request.handover is not None:
-            return self._acquire_growing(at, request, place, digests)
-        reader = self._cache.reader
-        count, name = len(digests), request.session
+        call = self._acquire_call(context, request, digests)
+        if call.handover is not None:
+            return self._acquire_partial(at, request, call)
+        count, name = len(call.digests), request.session
         with span("kvstrata.acquire", session_id=name, pool=self._node.pool, requested_blocks=count) as active:
-            entries = reader.lookup_now(place, digests)
-            reads = reader.acquire_now(place, entries, self._node.clock() + lease_s)
-            active.set(hit_blocks=len(reads))
-        if len(reads) == len(digests) or not self._can_be_had(entries[len(reads)], reader.needs_directory(entries)):
-            if request.part_bytes:
-                return self._acquired_in_parts(at, request, place, reads)
-            return self._acquired(at, request, place, reads)
-        return self._acquire_slow(at, request, place, digests, reads)
+            acquired = self._cache.reader.acquire_now(call)
+            active.set(hit_blocks=len(acquired.reads))
+        if acquired.may_grow:
+            return self._acquire_slow(at, request, call, acquired.reads)
+        if call.part_bytes:
+            return self._acquired_in_parts(at, request, call, acquired.reads)
+        return self._acquired(at, request, context, acquired.reads)
 
-    async def _acquire_growing(
-        self, at: Attachment, request: wire.Acquire, place: Place, digests: Sequence[bytes]
-    ) -> wire.Acquired:
-        lease_s = min(max(request.lease_s, 0.0), LEASE_S_MAX)
-        with span("kvstrata.follow", session_id=request.session, pool=self._node.pool, requested_blocks=len(digests)):
-            reads = await self._handovers.follow(place, request, digests, lease_s)
-        return self._acquired(at, request, place, reads)
-
-    @staticmethod
-    def _can_be_had(entry: Entry | None, may_be_elsewhere: bool) -> bool:  # noqa: FBT001  A positional fact.
-        """True when the first block that is not in memory may come from somewhere."""
-        if entry is None:
-            return may_be_elsewhere
-        return bool(entry.residences) or entry.move is not None
-
-    async def _acquire_slow(
-        self, at: Attachment, request: wire.Acquire, place: Place, digests: Sequence[bytes], reads: list[Read]
-    ) -> wire.AnyReply:
+    def _acquire_call(self, context: RequestContext, request: wire.Acquire, digests: Sequence[bytes]) -> AcquireCall:
+        """Bound what a client asks for. Raises `InvalidInputError` for parts that fit no block."""
+        digests = digests[: max(0, LEASES_MAX - self._node.leases.count(context.owner))]
+        if request.part_bytes:
+            digests = digests[: blocks_max(request.part_bytes, context.raw_bytes)]
         lease_s = min(max(request.lease_s, 0.0), LEASE_S_MAX)
         deadline_s = min(max(request.deadline_s, 0.0), DEADLINE_S_MAX)
-        count, name = len(digests), request.session
-        with span("kvstrata.acquire", session_id=name, pool=self._node.pool, requested_blocks=count) as active:
-            rest = digests[len(reads) :]
-            before = digests[len(reads) - 1] if reads else b""
-            more, busy_s = await self._cache.reader.acquire(place, rest, lease_s, deadline_s, before=before)
-            reads += more
-            active.set(hit_blocks=len(reads))
-        if request.part_bytes:
-            answer = await self._acquired_in_parts(at, request, place, reads)
-        else:
-            answer = self._acquired(at, request, place, self._cache.reader.live(place, reads, lease_s))
-        return self._told(answer, busy_s, "acquire")
+        return AcquireCall(context, digests, lease_s, deadline_s, request.part_bytes, request.handover)
 
-    def _told(self, answer: wire.Acquired | wire.Reserved, busy_s: float, verb: str) -> wire.AnyReply:
-        """Say in an answer, and count, that its path is congested for so long; 0.0 leaves it as it is."""
+    async def _acquire_partial(self, at: Attachment, request: wire.Acquire, call: AcquireCall) -> wire.Acquired:
+        count, name = len(call.digests), request.session
+        with span("kvstrata.follow", session_id=name, pool=self._node.pool, requested_blocks=count):
+            reads = await self._handovers.follow(call)
+        return self._acquired(at, request, call.context, reads)
+
+    async def _acquire_slow(
+        self, at: Attachment, request: wire.Acquire, call: AcquireCall, leased: list[Read]
+    ) -> wire.AnyReply:
+        reader, count, name = self._cache.reader, len(call.digests), request.session
+        with span("kvstrata.acquire", session_id=name, pool=self._node.pool, requested_blocks=count) as active:
+            acquired = await reader.acquire(call, leased)
+            active.set(hit_blocks=len(acquired.reads))
+        if call.part_bytes:
+            answer = await self._acquired_in_parts(at, request, call, acquired.reads)
+        else:
+            answer = self._acquired(at, request, call.context, reader.live(call, acquired.reads))
+        return self._with_congestion(answer, acquired.busy_s, "acquire")
+
+    def _with_congestion(self, answer: wire.Acquired | wire.Reserved, busy_s: float, verb: str) -> wire.AnyReply:
+        """Return, and count, an answer that its path is congested for so long; 0.0 leaves it as it is."""
         if busy_s <= 0:
             return answer
         self._node.counters.add("kvstrata_busy_answers_total", verb=verb)
         return replace(answer, busy_s=busy_s)
 
     async def _acquired_in_parts(
-        self, at: Attachment, request: wire.Acquire, place: Place, reads: list[Read]
+        self, at: Attachment, request: wire.Acquire, call: AcquireCall, reads: list[Read]
     ) -> wire.Acquired:
         """Answer with checksums of parts, of the leading blocks that are sound and still leased by then."""
-        sums = await self._cache.parts.of([r.lease for r in reads], request.part_bytes)
+        sums = await self._cache.parts.of([r.lease for r in reads], call.part_bytes)
         sound = next((i for i, joined in enumerate(sums) if not joined), len(reads))
         self._cache.unlease(at.owner, [r.lease.id for r in reads[sound:]])
-        live = self._cache.reader.live(place, reads[:sound], min(max(request.lease_s, 0.0), LEASE_S_MAX))
-        return self._acquired(at, request, place, live, sums)
+        return self._acquired(at, request, call.context, self._cache.reader.live(call, reads[:sound]), sums)
 
     def _acquired(
-        self, at: Attachment, request: wire.Acquire, place: Place, reads: list[Read], sums: Sequence[bytes] = ()
+        self,
+        at: Attachment,
+        request: wire.Acquire,
+        context: RequestContext,
+        reads: list[Read],
+        sums: Sequence[bytes] = (),
     ) -> wire.Acquired:
         right = at.readable(request.scope)
         if right is None:
             self._cache.unlease(at.owner, [r.lease.id for r in reads])  # The right was lost on the way.
-            self._audit.refused_scope(at, request.scope, "acquire", len(reads))
+            self._observer.on_refused(at, request, len(reads))
             return wire.Acquired(request.id, self.grants_version, (), (), self._node.epoch)
         places = [(r.lease.residence.tier, r.lease.residence.slot) for r in reads]
         kept, extents = self._grants.fit(at, right, places)
@@ -276,16 +272,10 @@ class Verbs:
             self._cache.unlease(at.owner, [r.lease.id for r in reads[kept:]])
         reads = reads[:kept]
         blocks = tuple([leased_of(read, joined) for read, joined in zip(reads, sums or repeat(b""), strict=False)])
-        if place.session is not None:
-            place.session.follow([r.lease.entry for r in reads])
-            self._node.sessions.refresh(place.session, self._node.clock())
-        sources = [read.source for read in reads]
-        for source in set(sources):
-            self._node.counters.add(
-                "kvstrata_acquired_blocks_total", sources.count(source), tenant=at.tenant, source=source
-            )
-        self._audit.read(at, request.scope, "acquire", (read.lease.entry for read in reads))
-        self._node.counters.leased(right.access, kept)
+        if context.session is not None:
+            context.session.follow([r.lease.entry for r in reads])
+            self._node.sessions.refresh(context.session, self._node.clock())
+        self._observer.on_acquired(at, right, reads)
         return wire.Acquired(
             request.id, self.grants_version, blocks, extents, self._node.epoch, self._grants.gone(at, extents)
         )
@@ -297,39 +287,40 @@ class Verbs:
     def _reserve(self, at: Attachment, request: wire.Reserve) -> Outcome:
         if len(request.parent) not in (0, KEY_BYTES):
             raise InvalidInputError(f"parent of {len(request.parent)} B, 0 or {KEY_BYTES} wanted")
-        self._handovers.check(request, at.block_bytes)
+        if request.handover or request.part_bytes:
+            self._handovers.check(request, at.block_bytes)
         self._writable(at, request)
-        place = self._place(at, request, request.session)
-        assert place is not None
+        context = self._begin(at, request, request.session)
+        assert context is not None, "whoever may write a scope may read it"
         digests = unpack_digests(request.digests)
-        made = self._cache.writer.reserve_now(place, request.parent, digests)
+        made = self._cache.writer.reserve_now(context, request.parent, digests)
         if len(made) == len(digests):
             return self._reserved(at, request, made, made)
-        return self._reserve_slow(at, request, place, digests, made)
+        return self._reserve_slow(at, request, context, digests, made)
 
     def _writable(self, at: Attachment, request: wire.Reserve) -> ScopeRight:
         try:
             return at.writable(request.scope)
         except ForbiddenError:
-            self._audit.refused_write(at, request.scope, "reserve", len(request.digests) // KEY_BYTES)
+            self._audit.refused_write(at.caller, request.scope, "reserve", len(request.digests) // KEY_BYTES)
             raise
 
     async def _reserve_slow(
         self,
         at: Attachment,
         request: wire.Reserve,
-        place: Place,
+        context: RequestContext,
         digests: Sequence[bytes],
         made: list[Reservation | None],
     ) -> wire.AnyReply:
         with span("kvstrata.reserve", session_id=request.session, pool=self._node.pool, requested_blocks=len(digests)):
             parent = digests[len(made) - 1] if made else request.parent
             rest = digests[len(made) :]
-            more, refusal, busy_s = await self._cache.writer.reserve(place, parent, rest, has_some=bool(made))
+            more, refusal, busy_s = await self._cache.writer.reserve(context, parent, rest, has_some=bool(made))
             made += more
         # Whoever waited for the rest so long that a first one expired gets what stands before that one.
         answer = self._reserved(at, request, made, self._node.reservations.open_ones(made))
-        return self._told(replace(answer, refusal=refusal), busy_s, "reserve")
+        return self._with_congestion(replace(answer, refusal=refusal), busy_s, "reserve")
 
     def _reserved(
         self,
@@ -350,7 +341,8 @@ class Verbs:
             made = self._cut(at, made, kept)
         gone = self._grants.gone(at, extents)
         slots = tuple([NO_SLOT if r is None else slot_of(r.id, r.tier, r.slot) for r in made])
-        named, version, epoch = self._handovers.begin(request, made), self.grants_version, self._node.epoch
+        named = self._handovers.begin(request, made) if request.handover else None
+        version, epoch = self.grants_version, self._node.epoch
         return wire.Reserved(request.id, version, slots, extents, epoch, RESERVATION_S, gone, named)
 
     def _cut(self, at: Attachment, made: list[Reservation | None], kept: int) -> list[Reservation | None]:
@@ -381,17 +373,54 @@ class Verbs:
         return wire.Done(request.id, self.grants_version, self._cache.abandon(at.owner, request.reservations))
 
     def _prefetch(self, at: Attachment, request: wire.Prefetch) -> wire.Done:
-        place = self._place(at, request, request.session)
-        count = self._cache.reader.prefetch(place, unpack_digests(request.digests)) if place else 0
+        context = self._begin(at, request, request.session)
+        count = self._cache.reader.prefetch(context, unpack_digests(request.digests)) if context else 0
         return wire.Done(request.id, self.grants_version, count)
 
     def _pin(self, at: Attachment, request: wire.Pin) -> wire.Done:
-        place = self._place(at, request, "")
+        context = self._begin(at, request, "")
         seconds = min(max(request.expires_s, 0.0), PIN_S_MAX)
-        count = self._cache.pin(place, unpack_digests(request.digests), seconds) if place else 0
+        count = self._cache.pin(context, unpack_digests(request.digests), seconds) if context else 0
         return wire.Done(request.id, self.grants_version, count)
 
     def _unpin(self, at: Attachment, request: wire.Unpin) -> wire.Done:
-        place = self._place(at, request, "")
-        count = self._cache.unpin(place, unpack_digests(request.digests)) if place else 0
+        context = self._begin(at, request, "")
+        count = self._cache.unpin(context, unpack_digests(request.digests)) if context else 0
         return wire.Done(request.id, self.grants_version, count)
+
+
+class ReadObserver:
+    """What is noted of requests on keys: the audit log, the counts, and uses for tiers that scale by themselves."""
+
+    def __init__(self, cache: Cache, audit: Audit) -> None:
+        self._audit = audit
+        self._counters = cache.node.counters
+        self._demand = cache.demand
+
+    def on_request(self, request: _Keyed) -> None:
+        """Note keys that an engine asks for or brings, in a scope that it may read."""
+        if self._demand.is_followed:
+            self._demand.note(unpack_digests(request.digests), is_asked=type(request) in _ASKING)
+
+    def on_refused(self, at: Attachment, request: _Keyed, blocks: int) -> None:
+        """Note a request for blocks of a scope that the caller may not read, or not any more."""
+        self._audit.refused_scope(at.caller, request.scope, _VERBS[type(request)], blocks)
+
+    def on_lookup(
+        self, at: Attachment, request: wire.Lookup, entries: Sequence[Entry | None], states: Sequence[int]
+    ) -> None:
+        """Note what a caller found; of a probe only what crossed tenants."""
+        if not request.is_probe:
+            self._counters.looked_up(at.tenant, len(states), states.count(Lookup.HIT))
+        right = at.readable(request.scope)
+        if right is not None:
+            hits = (entry for entry, state in zip(entries, states, strict=True) if state == Lookup.HIT)
+            self._audit.read(at.caller, right.access, "lookup", hits)
+
+    def on_acquired(self, at: Attachment, right: ScopeRight, reads: Sequence[Read]) -> None:
+        """Note blocks that a caller was given."""
+        sources = [read.source for read in reads]
+        for source in set(sources):
+            self._counters.add("kvstrata_acquired_blocks_total", sources.count(source), tenant=at.tenant, source=source)
+        self._audit.read(at.caller, right.access, "acquire", (read.lease.entry for read in reads))
+        self._counters.leased(right.access, len(reads))

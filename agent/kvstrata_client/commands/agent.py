@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from kvstrata_api import names
-from kvstrata_api.blocks import BlockKey, Layout, chain_keys
+from kvstrata_api.blocks import BlockKey, Layout, chain_keys, matching
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_api.prefixes import matching
 from kvstrata_client.client import Client
 from kvstrata_client.target import Target
 from kvstrata_client.verbs.results import Scope
@@ -37,7 +36,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def _common() -> argparse.ArgumentParser:
-    """Options that say which agent, pool, identity and layout."""
+    """Options that choose agent, pool, identity and layout."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--socket", default=os.environ.get("KVSTRATA_SOCKET"), help=f"default: {names.socket_path('POOL')}"
@@ -54,7 +53,7 @@ def _common() -> argparse.ArgumentParser:
 
 
 def _attach(given: argparse.Namespace) -> Client:
-    """Attach or say why not. Raises the `KvStrataError` that keeps the client away."""
+    """Attach. Raises the `KvStrataError` that keeps the client away."""
     if not given.pool:
         raise InvalidInputError("--pool (or KVSTRATA_POOL) is missing")
     socket = Path(given.socket or names.socket_path(given.pool))
@@ -141,5 +140,5 @@ def _read_tokens(source: str) -> "np.typing.NDArray[np.uint32]":
         raise InvalidInputError(f"tokens {source}: a JSON list of token ids wanted: {e}") from e
 
 
-def _print(told: Any) -> None:
-    sys.stdout.write(json.dumps(told, indent=2, sort_keys=True) + "\n")
+def _print(answer: Any) -> None:
+    sys.stdout.write(json.dumps(answer, indent=2, sort_keys=True) + "\n")

@@ -1,4 +1,4 @@
-"""Command that looks at captured KV and says in which forms a pool should store it: calibrate."""
+"""Command that finds the forms in which a pool should store captured KV: calibrate."""
 
 import argparse
 import sys
@@ -10,10 +10,9 @@ import yaml
 
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_client.calibration.captured import Words, read
-from kvstrata_client.calibration.forms import Calibration, calibrate, load, save
-from kvstrata_client.commands.tables import table
-from kvstrata_native.mixing import Rung
+from kvstrata_client.calibration import Calibration, Words, calibrate, load, read, save
+from kvstrata_client.commands import table
+from kvstrata_native.forms import Rung
 
 _PERMILLE_MAX: Final = 500
 _SIDES: Final = ("K", "V")
@@ -26,7 +25,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         help="forms for captured KV under a permitted error, as YAML for a KVPool",
         description="Captured KV is an array (blocks, layers, 2, heads, tokens, dim), K before V, one rank's heads: "
         ".npy with bf16 as 16-bit integers, or floats; .safetensors with BF16. Leave out the first block of every "
-        "prompt: pools store it exactly. A .json that this command wrote is verified and told again.",
+        "prompt: pools store it exactly. A .json that this command wrote is verified and printed again.",
     )
     found.add_argument("file", type=Path, help="captured KV (.npy, .safetensors), or a calibration (.json)")
     found.add_argument("--error-permille", type=int, default=20, help="permitted error of the pool (default 20)")
@@ -46,7 +45,7 @@ def _calibrate(given: argparse.Namespace) -> int:
     found = load(given.file) if given.file.suffix == ".json" else _measured(given)
     if given.out:
         save(found, given.out)
-    sys.stdout.write("".join(f"# {line}\n" for line in _told(found)))
+    sys.stdout.write("".join(f"# {line}\n" for line in _summary(found)))
     entry = found.for_pool.model_dump(by_alias=True)
     policy: dict[str, Any] = {
         "mode": "Auto", "maxRelativeErrorPermille": found.permille, "calibration": [entry],
@@ -73,7 +72,7 @@ def _layout(given: argparse.Namespace, captured: Words) -> Layout:
     )  # fmt: skip
 
 
-def _told(found: Calibration) -> list[str]:
+def _summary(found: Calibration) -> list[str]:
     """Lines for people: how many planes of K and of V take which form."""
     heads = found.layout.kv_heads
     counts = Counter((_SIDES[n // heads % 2], Rung(rung).name.lower()) for n, rung in enumerate(found.rungs))

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
+from kvstrata_api.blocks import prefix_digest, shared_blocks
 from kvstrata_api.errors import InvalidInputError, UnsupportedError
 from kvstrata_api.names import API_VERSION
-from kvstrata_api.prefixes import prefix_digest, shared_blocks
 from kvstrata_api.validate import validate
 
 TOKENS_MAX: Final = 10_000_000
@@ -51,13 +51,13 @@ def _digest(given: argparse.Namespace) -> int:
     prefix: dict[str, Any] = {"digest": prefix_digest(tokens).hex(), "tokenCount": len(tokens)}
     if given.description:
         prefix["description"] = given.description
-    told = _share(given, prefix) if given.share else {"prefixes": [prefix]}
+    printed = _share(given, prefix) if given.share else {"prefixes": [prefix]}
     if given.json:
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        sys.stdout.write(json.dumps(printed, indent=2) + "\n")
         return 0
     blocks = shared_blocks(len(tokens), given.block_tokens)
     sys.stdout.write(f"# {blocks} whole blocks of {given.block_tokens} tokens are shared, the rest stays private.\n")
-    sys.stdout.write(yaml.safe_dump(told, sort_keys=False))
+    sys.stdout.write(yaml.safe_dump(printed, sort_keys=False))
     return 0
 
 

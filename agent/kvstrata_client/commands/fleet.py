@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 from kvstrata_api.errors import DirectoryAwayError, InvalidInputError
 from kvstrata_api.units import format_rounded
-from kvstrata_client.commands.tables import table
+from kvstrata_client.commands import table
 
 Json = dict[str, Any]
 

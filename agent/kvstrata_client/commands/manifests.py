@@ -1,19 +1,36 @@
-"""Command that checks manifests before they are applied: validate."""
+"""Commands that work on declared objects: validate checks manifests, who-can-read answers who may read what."""
 
 import argparse
+import json
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import yaml
 
-from kvstrata_api.errors import InvalidInputError
+from kvstrata_api import readers
+from kvstrata_api.errors import ApiServerAwayError, InvalidInputError, UnsupportedError
+from kvstrata_api.models.base import ApiModel
+from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
 from kvstrata_api.names import GROUP
-from kvstrata_api.validate import validate
+from kvstrata_api.readers import Reader
+from kvstrata_api.shares import Declared
+from kvstrata_api.validate import parse_as, validate
+from kvstrata_client.commands import table
+
+Json = Mapping[str, Any]
+M = TypeVar("M", bound=ApiModel)
+
+KUBECTL_TIMEOUT_S: Final = 30.0
+_RESOURCES: Final = "kvtenants.kvstrata.io,kvtrustdomains.kvstrata.io,kvprefixshares.kvstrata.io,namespaces"
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_validate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command."""
     found = commands.add_parser("validate", help="check manifests as the API server would, without one")
     found.add_argument(
@@ -66,3 +83,133 @@ def _files(sources: list[str]) -> Iterator[Path]:
             yield from sorted((*path.rglob("*.yaml"), *path.rglob("*.yml")))
         else:
             yield path
+
+
+def add_who_can_read(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command."""
+    found = commands.add_parser(
+        "who-can-read",
+        help="who may read a prefix, or the blocks of a tenant, domain or share, and why others may not",
+        description="Answers from what is declared, as agents do; it asks no agent and sees no blocks.",
+    )
+    what = found.add_mutually_exclusive_group(required=True)
+    what.add_argument("digest", nargs="?", help="digest of a shared prefix, as in a KVPrefixShare")
+    what.add_argument("--tenant", help="whatever this tenant stores")
+    what.add_argument("--domain", help="what members of this domain share")
+    what.add_argument("--share", metavar="NAMESPACE/NAME", help="one KVPrefixShare")
+    found.add_argument("-f", "--filename", action="append", metavar="FILE", help="manifests instead of a cluster")
+    found.add_argument("--kubeconfig", help="of the cluster; default: what kubectl uses")
+    found.add_argument("--context", help="of the kubeconfig")
+    found.add_argument("--at", help="time to answer for, RFC 3339; default: now")
+    found.add_argument("--json", action="store_true", help="JSON instead of a table")
+    found.set_defaults(run=_who_can_read)
+
+
+def _who_can_read(given: argparse.Namespace) -> int:
+    """Print the answer; 1 when nobody may read it."""
+    declared = declared_in(_manifests(given) if given.filename else _cluster(given))
+    found = answer(given, declared)
+    if given.json:
+        rows = [{**asdict(r), "may_read": not r.refusal} for r in found]
+        sys.stdout.write(json.dumps({"readers": rows}, indent=2) + "\n")
+    else:
+        sys.stdout.write("\n".join(_lines(found)) + "\n")
+    return 0 if any(not r.refusal for r in found) else 1
+
+
+def answer(given: argparse.Namespace, declared: Declared) -> tuple[Reader, ...]:
+    """Ask for whatever was named."""
+    now = _moment(given.at)
+    if given.tenant:
+        return readers.of_tenant(given.tenant, declared, now)
+    if given.domain:
+        return readers.of_domain(given.domain, declared)
+    if given.digest:
+        return readers.of_digest(given.digest.lower(), declared, now)
+    namespace, _, name = given.share.partition("/")
+    for share in declared.shares:
+        if (share.metadata.namespace, share.metadata.name) == (namespace, name):
+            return readers.of_share(share, declared, now)
+    raise InvalidInputError(f"there is no KVPrefixShare {given.share!r}; NAMESPACE/NAME wanted")
+
+
+def declared_in(found: Iterable[Json]) -> Declared:
+    """Sort objects by kind. Raises `InvalidInputError` for one of ours that cannot be read."""
+    by_kind: dict[str, list[Json]] = {}
+    for obj in _flat(found):
+        by_kind.setdefault(str(obj.get("kind")), []).append(obj)
+    labels = {o["metadata"]["name"]: o["metadata"].get("labels") or {} for o in by_kind.get("Namespace", ())}
+    return Declared(
+        _parsed(KVTenant, by_kind), _parsed(KVTrustDomain, by_kind), _parsed(KVPrefixShare, by_kind), labels
+    )
+
+
+def _parsed(model: type[M], by_kind: Mapping[str, Sequence[Json]]) -> tuple[M, ...]:
+    return tuple(parse_as(model, obj) for obj in by_kind.get(model.__name__, ()))
+
+
+def _flat(found: Iterable[Json]) -> Iterator[Json]:
+    """Objects, and what lists among them hold."""
+    for obj in found:
+        if isinstance(obj.get("items"), list):
+            yield from _flat(obj["items"])
+        else:
+            yield obj
+
+
+def _manifests(given: argparse.Namespace) -> Iterator[Json]:
+    return (obj for _, _, obj in objects(given.filename))
+
+
+def _cluster(given: argparse.Namespace) -> list[Json]:
+    """Ask the API server through kubectl, under the user's own rights.
+
+    Raises `UnsupportedError` without kubectl, `ApiServerAwayError` when it has no answer.
+    """
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        raise UnsupportedError("kubectl is not in PATH; give manifests with -f instead")
+    places = [f"--{o}={v}" for o, v in (("kubeconfig", given.kubeconfig), ("context", given.context)) if v]
+    command = [kubectl, *places, "get", _RESOURCES, "--all-namespaces", "--output=json"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=KUBECTL_TIMEOUT_S, check=True)
+        found: Json = json.loads(done.stdout)
+    except subprocess.CalledProcessError as e:
+        raise ApiServerAwayError(f"kubectl: {e.stderr.strip()[:500]}") from e
+    except (OSError, ValueError, subprocess.TimeoutExpired) as e:
+        raise ApiServerAwayError(f"kubectl: {e}") from e
+    return [found]
+
+
+def _moment(text: str | None) -> datetime:
+    """Read a time, now when there is none. Raises `InvalidInputError`."""
+    if text is None:
+        return datetime.now(UTC)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError as e:
+        raise InvalidInputError(f"--at {text}: RFC 3339 wanted, such as 2026-01-31T12:00:00Z") from e
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def _lines(found: Sequence[Reader]) -> Iterator[str]:
+    """Those who may first."""
+    if not found:
+        yield "nobody: no KVPrefixShare lists it"
+        return
+    ranked = sorted(found, key=lambda r: bool(r.refusal))
+    rows = [(r.tenant, _short(r.scope), r.by, r.until or "-", _may(r)) for r in ranked]
+    yield from table(("TENANT", "SCOPE", "BY", "UNTIL", "MAY"), rows)
+
+
+def _may(reader: Reader) -> str:
+    """The answer in words."""
+    if reader.refusal:
+        return f"no: {reader.refusal}"
+    return "read, write" if reader.can_write else "read"
+
+
+def _short(scope: str) -> str:
+    """Kind, name and key version: uids mean nothing to people."""
+    kind, name, _, version = scope.split("/")
+    return f"{kind} {name} {version}"

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstrata_api.errors import AgentAwayError, InvalidInputError, KvStrataError
+from kvstrata_client.connection.extents import receive
 from kvstrata_client.connection.lifecycle import Wake
-from kvstrata_client.connection.link import Sent, receive, unsent
-from kvstrata_client.connection.protocol import Protocol
+from kvstrata_client.connection.protocol import Protocol, Sent, unsent
 from kvstrata_client.target import Target
 from kvstrata_client.verbs.calls import Calls
 from kvstrata_client.verbs.results import Answer
@@ -109,7 +109,7 @@ class AsyncLink:
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
             self._socket.close()
-        self._tell()
+        self._wake_waiters()
         self._bell.set()
 
     def _on_readable(self) -> None:
@@ -118,7 +118,7 @@ class AsyncLink:
             self._write(self.protocol.receive(chunk, fds))
         except (AgentAwayError, InvalidInputError) as e:
             self.fail(e)
-        self._tell()
+        self._wake_waiters()
 
     def _write(self, data: bytes) -> None:
         """Send what the socket takes now and the rest when it can be written to."""
@@ -144,7 +144,7 @@ class AsyncLink:
         else:
             self._loop.remove_writer(self._socket)
 
-    def _tell(self) -> None:
+    def _wake_waiters(self) -> None:
         """Wake all who wait for answers; those whose answer has not come wait on."""
         self._news.set()
         self._news = asyncio.Event()
@@ -156,4 +156,4 @@ class AsyncLink:
                 while self.protocol.is_suspect and self.protocol.lost is None:
                     await self._news.wait()
         if self.protocol.is_suspect:
-            self.fail(AgentAwayError(f"the agent said nothing for {self._silence_s} s"))
+            self.fail(AgentAwayError(f"the agent sent nothing for {self._silence_s} s"))

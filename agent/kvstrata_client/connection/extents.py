@@ -1,13 +1,20 @@
-"""Maps extents that the agent grants and cuts views of slots out of them."""
+"""Receives the descriptors of extents that the agent grants, maps them and cuts views of slots out of them."""
 
 import contextlib
 import mmap
 import os
+import socket
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from kvstrata_api.errors import InvalidInputError
-from kvstrata_api.wire import ExtentGrant
+from kvstrata_api.errors import AgentAwayError, InvalidInputError
+from kvstrata_api.wire import FDS_PER_FRAME_MAX, ExtentGrant
+
+CHUNK_BYTES: Final = 64 << 10
+
+_ANCILLARY_BYTES: Final = socket.CMSG_SPACE(FDS_PER_FRAME_MAX * array("i").itemsize)
 
 EXTENTS_MAX = 4096
 """Bounds address space and descriptors of one client: 256 GiB at the smallest extent of 64 MiB."""
@@ -102,3 +109,22 @@ def _map(grant: ExtentGrant, fd: int) -> mmap.mmap:
 def _identity(fd: int) -> tuple[int, int]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
+
+
+def receive(connected: socket.socket) -> tuple[bytes, Sequence[int]]:
+    """Read a chunk and its descriptors from a readable socket. Raises `AgentAwayError` at the end of the stream."""
+    try:
+        chunk, ancillary, flags, _ = connected.recvmsg(CHUNK_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+    except BlockingIOError:
+        return b"", ()
+    except OSError as e:
+        raise AgentAwayError(f"the agent is gone: {e}") from e
+    # Nothing but descriptors was asked for.
+    fds = [fd for _, _, joined in ancillary for fd in array("i", joined)]
+    if flags & socket.MSG_CTRUNC:
+        for fd in fds:
+            os.close(fd)
+        raise AgentAwayError("descriptors were cut off; is the limit of open files reached?")
+    if not chunk:
+        raise AgentAwayError("the agent closed the connection")
+    return chunk, fds

@@ -1,8 +1,6 @@
 """How a client comes to an agent, stays attached and comes back: one generator for every kind of client. Sans-I/O.
 
-It yields steps and is sent their outcomes; a thread or a task carries them out (`client`, `aio`).
-
-Waiting times between attempts to reach the agent. Pure.
+It yields steps and is sent their outcomes; a thread or a task carries them out (`client`, `async_client`).
 """
 
 import random
@@ -17,9 +15,11 @@ from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.results import Grants
 
-FIRST_S = 0.05
-LAST_S = 5.0
+FIRST_S: Final = 0.05
+LAST_S: Final = 5.0
 """Bound of the wait, and so of the time a returned agent stays unused."""
+ATTACH_WAIT_S: Final = 5.0
+"""How long `attach` waits for the first connection before it goes on in the background."""
 
 
 def backoff(rng: random.Random) -> Iterator[float]:
@@ -34,7 +34,7 @@ def backoff(rng: random.Random) -> Iterator[float]:
 
 
 RENEW_AT: Final = 0.8
-"""Share of a token's life after which the client attaches anew; kubelets rotate projected tokens at the same share."""
+"""Share of a token's life after which the client attaches again; kubelets rotate projected tokens at the same share."""
 RENEW_RETRY_S: Final = 5.0
 """Wait after a refused renewal: the file may still hold the old token."""
 RENEW_S_MAX: Final = 86_400.0
@@ -82,13 +82,13 @@ class Pause:
     wait_s: float
 
 
-Step = Connect | Up | Idle | Down | Pause | calls.Calls
+LifecycleStep = Connect | Up | Idle | Down | Pause | calls.Calls
 
 Ending = tuple[KvStrataError, bool]
 """Why a connection is over, and whether it had been attached."""
 
 
-def lifecycle(target: Target, rng: random.Random) -> Generator[Step, Any, None]:
+def lifecycle(target: Target, rng: random.Random) -> Generator[LifecycleStep, Any, None]:
     """Attach again and again, for ever; the waits start over once an attach has succeeded."""
     waits = backoff(rng)
     while True:
@@ -99,7 +99,7 @@ def lifecycle(target: Target, rng: random.Random) -> Generator[Step, Any, None]:
         yield Pause(next(waits))
 
 
-def _connection(target: Target) -> Generator[Step, Any, Ending]:
+def _connection(target: Target) -> Generator[LifecycleStep, Any, Ending]:
     """Live one connection from connecting to its loss."""
     error = yield Connect()
     if error is not None:
@@ -114,7 +114,7 @@ def _connection(target: Target) -> Generator[Step, Any, Ending]:
     return (yield from _stay(target, grants)), True
 
 
-def _stay(target: Target, grants: Grants) -> Generator[Step, Any, KvStrataError]:
+def _stay(target: Target, grants: Grants) -> Generator[LifecycleStep, Any, KvStrataError]:
     """Keep an attached connection alive; returns why it ended."""
     idle = Idle(renewal_s(grants))
     while True:
@@ -128,11 +128,11 @@ def _stay(target: Target, grants: Grants) -> Generator[Step, Any, KvStrataError]
 
 
 def renewal_s(grants: Grants) -> float:
-    """Seconds until the next attach; never less than one, whatever the agent says."""
+    """Seconds until the next attach; never less than one, whatever the agent answers."""
     return min(max(grants.token_expires_s * RENEW_AT, 1.0), RENEW_S_MAX)
 
 
-def _greet(target: Target) -> Generator[Step, Any, KvStrataError | None]:
+def _greet(target: Target) -> Generator[LifecycleStep, Any, KvStrataError | None]:
     answer = (yield (calls.hello(target),))[0]
     if answer.error is not None:
         return answer.error  # type: ignore[no-any-return]
@@ -141,7 +141,7 @@ def _greet(target: Target) -> Generator[Step, Any, KvStrataError | None]:
     return None
 
 
-def _attach(target: Target) -> Generator[Step, Any, Grants | KvStrataError]:
+def _attach(target: Target) -> Generator[LifecycleStep, Any, Grants | KvStrataError]:
     """Present the token as it is now; returns the grants, or why there are none."""
     try:
         token = target.read_token()

@@ -2,8 +2,6 @@
 
 Whichever thread waits for an answer reads the socket for all: no thread of our own lies between a caller and its
 answer, which saves two switches on every verb, and several verbs can be under way at a time.
-
-Wakes a thread that sleeps in poll.
 """
 
 import contextlib
@@ -12,22 +10,22 @@ import select
 import socket
 import threading
 import time
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from kvstrata_api.errors import AgentAwayError, InvalidInputError, KvStrataError
-from kvstrata_api.wire import FDS_PER_FRAME_MAX
+from kvstrata_client.connection.extents import receive
 from kvstrata_client.connection.lifecycle import Wake
-from kvstrata_client.connection.protocol import Protocol
+from kvstrata_client.connection.protocol import Protocol, Sent, unsent
 from kvstrata_client.target import Target
 from kvstrata_client.verbs.calls import Calls
 from kvstrata_client.verbs.results import Answer
 
+_HANGUP: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+
 
 class Bell:
-    """An eventfd that may be rung by any thread at any time, also after its end."""
+    """Wakes a thread that sleeps in poll: an eventfd that may be rung by any thread at any time, also after its end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,23 +54,6 @@ class Bell:
             if self._fd is not None:
                 os.close(self._fd)
             self._fd = None
-
-
-CHUNK_BYTES: Final = 64 << 10
-
-_BESIDE_BYTES: Final = socket.CMSG_SPACE(FDS_PER_FRAME_MAX * array("i").itemsize)
-
-_HANGUP: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """Calls that were sent, or could not be."""
-
-    calls: Calls
-    ids: Sequence[int]
-    error: KvStrataError | None = None
-    """Why they were not sent."""
 
 
 class Link:
@@ -124,7 +105,7 @@ class Link:
     def idle(self, timeout_s: float, *, is_patient: bool) -> Wake:
         """Wait without a busy moment until `timeout_s` is over or the connection needs care.
 
-        One thread at a time may be here. A patient wait overlooks wishes for renewal.
+        One thread at a time may be here. A patient wait ignores requests for renewal.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -307,31 +288,8 @@ class Link:
                     self._read(left_s)
             is_silent = self.protocol.is_suspect
         if is_silent:
-            self.fail(AgentAwayError(f"the agent said nothing for {self._silence_s} s"))
-
-
-def unsent(sent: Sent) -> list[Answer[Any]]:
-    """Answers to calls that were not sent."""
-    return [Answer(c.absent, sent.error) for c in sent.calls]
+            self.fail(AgentAwayError(f"the agent sent nothing for {self._silence_s} s"))
 
 
 def _deadline_s(calls: Calls) -> float:
     return time.monotonic() + max(c.timeout_s for c in calls)
-
-
-def receive(connected: socket.socket) -> tuple[bytes, Sequence[int]]:
-    """Read a chunk and its descriptors from a readable socket. Raises `AgentAwayError` at the end of the stream."""
-    try:
-        chunk, beside, flags, _ = connected.recvmsg(CHUNK_BYTES, _BESIDE_BYTES, socket.MSG_CMSG_CLOEXEC)
-    except BlockingIOError:
-        return b"", ()
-    except OSError as e:
-        raise AgentAwayError(f"the agent is gone: {e}") from e
-    fds = [fd for _, _, joined in beside for fd in array("i", joined)]  # Nothing else was asked for than descriptors.
-    if flags & socket.MSG_CTRUNC:
-        for fd in fds:
-            os.close(fd)
-        raise AgentAwayError("descriptors were cut off; is the limit of open files reached?")
-    if not chunk:
-        raise AgentAwayError("the agent closed the connection")
-    return chunk, fds

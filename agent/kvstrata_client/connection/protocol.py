@@ -1,6 +1,6 @@
 """One connection's state without its socket: ids, answers, grants, mapped extents. Sans-I/O.
 
-Splits the agent's byte stream into replies and gives each its descriptors. Pure.
+Splits the agent's byte stream into replies and gives each its descriptors.
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ from typing import Any, Final
 from kvstrata_api import failures, wire
 from kvstrata_api.errors import AgentAwayError, InvalidInputError, KvStrataError
 from kvstrata_client.connection.extents import Extents
-from kvstrata_client.verbs.calls import Call, Calls, Reading, read_grants
+from kvstrata_client.verbs.calls import Call, Calls, ReplyContext, read_grants
 from kvstrata_client.verbs.results import Answer, Grants
 
 _HEADER_BYTES = 4
@@ -73,7 +73,6 @@ class ReplyReader:
 PENDING_MAX: Final = 1024
 """Requests under way on one connection; more are answered as if the agent were away."""
 
-
 CROWD: Final = 32
 """Requests under way from which on nobody sends a further batch ahead: half of what an agent takes of one connection
 before it has answered some. Beyond that it reads nothing, what gives memory back and what asks for little included."""
@@ -103,13 +102,29 @@ class _Answered:
     answer: Answer[Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Calls that were sent, or could not be."""
+
+    calls: Calls
+    ids: Sequence[int]
+    error: KvStrataError | None = None
+    """Why they were not sent."""
+
+
+def unsent(sent: Sent) -> list[Answer[Any]]:
+    """Answers to calls that were not sent."""
+    return [Answer(c.absent, sent.error) for c in sent.calls]
+
+
 class Protocol:
     """Turns calls into bytes to send and received bytes into answers. Not thread-safe: its owner locks."""
 
     def __init__(self, block_bytes: int, connection: int) -> None:
         """Start at an unauthenticated connection; `block_bytes` is the layout's, `connection` a number of its own."""
         self._reader = ReplyReader()
-        self._reading = Reading(Extents(), block_bytes, connection)
+        self._extents = Extents()
+        self._context = ReplyContext(self._extents, block_bytes, connection)
         self._pending: dict[int, _Pending] = {}
         self._answers: dict[int, _Answered] = {}
         self._next_id = 1
@@ -121,7 +136,7 @@ class Protocol:
 
     @property
     def is_stale(self) -> bool:
-        """True when the agent has said that the grants may have changed."""
+        """True when the agent has reported that the grants may have changed."""
         return self.grants is not None and self._seen_version > self.grants.version
 
     @property
@@ -192,13 +207,13 @@ class Protocol:
         """End the connection: nothing is pending or mapped any more. Returns descriptors to close."""
         self.lost = self.lost or reason
         self._pending.clear()
-        self._reading.extents.clear()
+        self._extents.clear()
         return self._reader.unclaimed_fds()
 
     def _raise_for(self, calls: Sequence[Call[Any]]) -> None:
         if self.lost is not None:
             raise self.lost
-        if {c.connection for c in calls} - {0, self._reading.connection}:
+        if {c.connection for c in calls} - {0, self._context.connection}:
             raise AgentAwayError("what the call speaks of ended with its connection")
         if len(self._pending) + len(calls) > PENDING_MAX:
             raise AgentAwayError(f"{len(self._pending)} requests under way, limit {PENDING_MAX}")
@@ -215,8 +230,8 @@ class Protocol:
         reply = arrival.reply
         self._seen_version = max(self._seen_version, reply.grants_version)
         if isinstance(reply, wire.GRANTING):
-            self._reading.extents.install(reply.extents, arrival.fds)
-            self._reading.extents.forget(reply.gone)
+            self._extents.install(reply.extents, arrival.fds)
+            self._extents.forget(reply.gone)
         if isinstance(reply, wire.Granted):
             self.grants = read_grants(reply)
         pending = self._pending.pop(reply.id, None)
@@ -232,7 +247,7 @@ class Protocol:
             return Answer(call.absent, failures.error_of(reply))
         busy_s = reply.busy_s if isinstance(reply, wire.GRANTING) else 0.0
         refusal = reply.refusal if isinstance(reply, wire.Reserved) else ""
-        return Answer(call.read(reply, self._reading), busy_s=busy_s, refusal=refusal)
+        return Answer(call.read(reply, self._context), busy_s=busy_s, refusal=refusal)
 
     def _undo(self, call: Call[Any], reply: wire.AnyReply) -> list[Call[Any]]:
         undo = None if isinstance(reply, wire.Failed) else call.undo(reply)

@@ -27,8 +27,7 @@ from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.client import Client
 from kvstrata_client.connectors import lmcache_transfers as transfers
 from kvstrata_client.connectors.lmcache_board import LOCK_S, Board, Locks, Task, Workers
-from kvstrata_client.connectors.lmcache_names import Name, Namer
-from kvstrata_client.connectors.lmcache_options import Options, Params, parse
+from kvstrata_client.connectors.lmcache_names import Name, Namer, Options, Params, parse
 from kvstrata_client.connectors.lmcache_transfers import Object
 
 T = TypeVar("T")
@@ -65,13 +64,13 @@ class KvstrataL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     """
 
     def __init__(self, config: KvstrataL2AdapterConfig, **_: object) -> None:
-        """Attach in the background. What else LMCache tells (its memory) is not needed: this process copies."""
+        """Attach in the background. What else LMCache gives (its memory) is not needed: this process copies."""
         super().__init__()
         options = config.options
         self._namer = Namer(options.fingerprint)
         self._client = Client(options.target)
         self._client.wait_settled(ATTACH_WAIT_S)
-        find = transfers.Job(options.target, self._client, self._namer, time.monotonic, options.load_deadline_s)
+        find = transfers.TransferJob(options.target, self._client, self._namer, time.monotonic, options.load_deadline_s)
         # Nobody's request waits for a store, and a load has its deadline: they need not be given up as soon.
         patient = replace(options.target, timeout_s=options.target.move_timeout_s)
         self._find, self._move = find, replace(find, target=patient)
@@ -126,7 +125,7 @@ class KvstrataL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: Sequence[Any]) -> None:
-        """Take locks back. What cannot be told to the agent ends there by itself."""
+        """Take locks back. What cannot be sent to the agent ends there by itself."""
         freed = self._locks.give([_name(k) for k in keys])
         if freed:
             self._finders.submit(Task(lambda: self._client.run(transfers.unlock(self._find, freed)), _nothing))
@@ -144,13 +143,13 @@ class KvstrataL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._loads.take(task_id)
 
     def delete(self, keys: Sequence[Any]) -> None:
-        """Remove nothing: the pool evicts by its own policy, and erases a tenant when its KVTenant says so."""
+        """Remove nothing: the pool evicts by its own policy, and erases a tenant when its KVTenant has it so."""
         self._warn(
             f"{len(keys)} objects are not deleted: the pool evicts by itself; leave `eviction` out of the adapter"
         )
 
     def report_status(self) -> dict[str, Any]:
-        """Tell whether the agent is attached, why not, and what the client has counted."""
+        """Report whether the agent is attached, why not, and what the client has counted."""
         is_healthy = self._client.is_attached and self._finders.is_alive and self._movers.is_alive
         counters = self._client.counters
         return {
@@ -214,7 +213,7 @@ class KvstrataL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return _bits(len(keys), loaded)
 
     def _fits(self, one: Object) -> bool:
-        """True when an object can be in the pool; says why not where it cannot."""
+        """True when an object can be in the pool; logs why not where it cannot."""
         try:
             self._namer.check(one.name)
             self._namer.fingerprint.blocks_of(one.size_bytes)
@@ -245,7 +244,7 @@ def _object(key: Any, held: Any) -> Object:
 
 
 def _described_bytes(layout: Any) -> int:
-    """Bytes of an object of this layout; 0 for a description that says nothing."""
+    """Bytes of an object of this layout; 0 for an empty description."""
     return sum(shape.numel() * dtype.itemsize for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True))
 
 

@@ -1,12 +1,11 @@
 """Tasks that run beside whoever submits them, and the board where their results are found.
 
-LMCache's controllers submit, go on, and look at the board when its descriptor is ready. Nothing here waits for an agent
+LMCache's controllers submit, go on, and read the board when its descriptor is ready. Nothing here waits for an agent
 on a controller's thread: a task that finds no place in the queue is answered at once.
 
-Objects that LMCache has found and not yet let go of. Pure but for its lock.
-
-The agent keeps one pin for a block and a connection, however often it is asked for; so locks on one object are counted
-here, and the last one takes the pin back. Pins end by themselves: what LMCache forgets to unlock is not kept for ever.
+`Locks` are the objects that LMCache has found and not yet released. The agent keeps one pin for a block and a
+connection, however often it is asked for; so locks on one object are counted here, and the last one takes the pin
+back. Pins end by themselves: what LMCache forgets to unlock is not kept for ever.
 """
 
 import logging
@@ -25,6 +24,11 @@ TASKS_MAX: Final = 1024
 """Tasks that wait in one queue; a controller of LMCache has some tens under way."""
 RESULTS_MAX: Final = 65_536
 """Results that nobody has fetched: of requests that were given up. The oldest go first."""
+
+LOCK_S: Final = 60.0
+"""A load follows its lookup within seconds; a lock that lasts longer belongs to nobody any more."""
+LOCKS_MAX: Final = 65_536
+"""Objects counted at a time; locks beyond that are not taken back, and end by themselves."""
 
 _log: Final = logging.getLogger(__name__)
 
@@ -132,12 +136,6 @@ class Workers:
             _log.exception("a task failed")
             task.give_up()
         return True
-
-
-LOCK_S: Final = 60.0
-"""A load follows its lookup within seconds; a lock that lasts longer belongs to nobody any more."""
-LOCKS_MAX: Final = 65_536
-"""Objects counted at a time; locks beyond that are not taken back, and end by themselves."""
 
 
 class Locks:

@@ -13,10 +13,10 @@ from kvstrata_api.blocks import BlockKey
 from kvstrata_api.tiers import Lookup
 from kvstrata_api.wire import KEYS_MAX
 from kvstrata_client.connectors.lmcache_names import Name, Namer
-from kvstrata_client.prompt.batches import large_batch_blocks
 from kvstrata_client.prompt.load import copy_leased
-from kvstrata_client.prompt.publish import Run, Tally, write
+from kvstrata_client.prompt.pipeline import large_batch_blocks
 from kvstrata_client.prompt.routes import Attachment
+from kvstrata_client.prompt.store import Run, Tally, write
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.calls import Operation, Post
@@ -27,7 +27,7 @@ LEASE_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TransferJob:
     """What every operation must know."""
 
     target: Target
@@ -62,7 +62,7 @@ class Block:
     memory: memoryview
 
 
-def look_up(job: Job, objects: Sequence[Object], lock_s: float = 0.0) -> Operation[list[Keys]]:
+def look_up(job: TransferJob, objects: Sequence[Object], lock_s: float = 0.0) -> Operation[list[Keys]]:
     """Return for each object its keys in the first scope that has all of it; none where it is a miss.
 
     What is in memory then stays there for `lock_s` seconds. That is asked for in the same trip: of keys that are not
@@ -70,7 +70,7 @@ def look_up(job: Job, objects: Sequence[Object], lock_s: float = 0.0) -> Operati
     """
     scopes = yield from _readable(job)
     keyed = [[job.namer.keys(s.secret, o.name, o.size_bytes) for o in objects] for s in scopes]
-    asked = [_cut(list(chain.from_iterable(keys)), KEYS_MAX) for keys in keyed]
+    asked = [_parts(list(chain.from_iterable(keys)), KEYS_MAX) for keys in keyed]
     parts = list(chain.from_iterable(asked))
     if not parts:
         return [()] * len(objects)
@@ -85,22 +85,22 @@ def look_up(job: Job, objects: Sequence[Object], lock_s: float = 0.0) -> Operati
     return found
 
 
-def follow_up(job: Job, objects: Sequence[Object], found: Sequence[Keys]) -> Operation[None]:
-    """Have what was found brought into memory, and tell the agent of the lookup, for its hit ratio."""
+def follow_up(job: TransferJob, objects: Sequence[Object], found: Sequence[Keys]) -> Operation[None]:
+    """Have what was found brought into memory, and report the lookup to the agent, for its hit ratio."""
     for keys in _by_scope(found):
-        yield Post(tuple(calls.prefetch(job.target, part, "") for part in _cut(keys, KEYS_MAX)))
+        yield Post(tuple(calls.prefetch(job.target, part, "") for part in _parts(keys, KEYS_MAX)))
     wanted = sum(job.namer.fingerprint.blocks_of(o.size_bytes) for o in objects)
     if 0 < wanted <= KEYS_MAX:
         yield Post((calls.count_load(job.target, wanted, sum(map(len, found))),))
 
 
-def unlock(job: Job, found: Sequence[Keys]) -> Operation[None]:
+def unlock(job: TransferJob, found: Sequence[Keys]) -> Operation[None]:
     """Take locks back."""
     for keys in _by_scope(found):
-        yield tuple(calls.unpin(job.target, part) for part in _cut(keys, KEYS_MAX))
+        yield tuple(calls.unpin(job.target, part) for part in _parts(keys, KEYS_MAX))
 
 
-def load(job: Job, objects: Sequence[Object]) -> Operation[list[bool]]:
+def load(job: TransferJob, objects: Sequence[Object]) -> Operation[list[bool]]:
     """Copy objects into their memory; False where one is a miss, and its memory holds nothing of use."""
     ends_s = job.clock() + job.deadline_s
     scopes = yield from _readable(job)
@@ -109,12 +109,12 @@ def load(job: Job, objects: Sequence[Object]) -> Operation[list[bool]]:
     else:
         found = yield from look_up(job, objects)
     missed = {i for i, keys in enumerate(found) if not keys}
-    for blocks in _stretches(objects, found):
+    for blocks in _blocks_by_scope(objects, found):
         yield from _load_all(job, blocks, missed, ends_s)
     return [i not in missed for i in range(len(objects))]
 
 
-def _load_all(job: Job, blocks: Sequence[Block], missed: set[int], ends_s: float) -> Operation[None]:
+def _load_all(job: TransferJob, blocks: Sequence[Block], missed: set[int], ends_s: float) -> Operation[None]:
     """Load blocks of one scope; whose object cannot be had whole is not gone on with."""
     todo, is_sure = list(blocks), True
     while todo and job.clock() < ends_s:
@@ -130,7 +130,7 @@ def _load_all(job: Job, blocks: Sequence[Block], missed: set[int], ends_s: float
     missed.update(b.owner for b in todo)
 
 
-def _load_batch(job: Job, batch: Sequence[Block], missed: set[int], deadline_s: float) -> Operation[int]:
+def _load_batch(job: TransferJob, batch: Sequence[Block], missed: set[int], deadline_s: float) -> Operation[int]:
     """Lease, copy, give back; returns how many leading blocks are done with, well or not."""
     answers = yield (calls.acquire(job.target, [b.key for b in batch], "", LEASE_S, deadline_s),)
     leases: tuple[Lease, ...] = answers[0].value
@@ -150,9 +150,9 @@ def _load_batch(job: Job, batch: Sequence[Block], missed: set[int], deadline_s: 
     return len(leases)
 
 
-def _still_there(job: Job, blocks: Sequence[Block], missed: set[int]) -> Operation[list[Block]]:
+def _still_there(job: TransferJob, blocks: Sequence[Block], missed: set[int]) -> Operation[list[Block]]:
     """Blocks of objects that are there whole; the others are missed."""
-    parts = _cut([b.key for b in blocks], KEYS_MAX)
+    parts = _parts([b.key for b in blocks], KEYS_MAX)
     answers = yield tuple(calls.lookup(job.target, part, "", is_probe=True) for part in parts)
     states = b"".join(_states(a.value, len(part)) for a, part in zip(answers, parts, strict=True))
     missed.update(b.owner for b, state in zip(blocks, states, strict=True) if state != Lookup.HIT)
@@ -160,7 +160,7 @@ def _still_there(job: Job, blocks: Sequence[Block], missed: set[int]) -> Operati
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredObjects:
     """What became of a store."""
 
     is_whole: bool = False
@@ -169,22 +169,22 @@ class Stored:
     """Blocks that this store made available."""
 
 
-def store(job: Job, objects: Sequence[Object]) -> Operation[Stored]:
+def store(job: TransferJob, objects: Sequence[Object]) -> Operation[StoredObjects]:
     """Make objects available in the scope that the agent names."""
     yield from _refreshed(job)
     grants = job.at.grants
     scope = grants.scope(grants.write_scope) if grants is not None else None
     if scope is None or not scope.can_write:
-        return Stored()
+        return StoredObjects()
     keys = [job.namer.keys(scope.secret, o.name, o.size_bytes) for o in objects]
     blocks = list(_blocks(objects, keys))
     tally = Tally()
     run = Run(job.target, job.at, [b.key for b in blocks], b"")
     done = yield from write(run, lambda i, slot: fill(slot, blocks[i].memory), tally)
-    return Stored(done == len(blocks), tally.published)
+    return StoredObjects(done == len(blocks), tally.published)
 
 
-def _readable(job: Job) -> Operation[list[Scope]]:
+def _readable(job: TransferJob) -> Operation[list[Scope]]:
     """Scopes that may hold such objects, the shared ones first; none while not attached."""
     yield from _refreshed(job)
     grants = job.at.grants
@@ -193,7 +193,7 @@ def _readable(job: Job) -> Operation[list[Scope]]:
     return [*grants.domains, *([grants.own] if grants.own else ())]
 
 
-def _refreshed(job: Job) -> Operation[None]:
+def _refreshed(job: TransferJob) -> Operation[None]:
     if job.at.is_stale:
         yield (calls.scopes(job.target),)
 
@@ -219,7 +219,7 @@ def _by_scope(found: Iterable[Keys]) -> list[list[BlockKey]]:
     return list(scopes.values())
 
 
-def _stretches(objects: Sequence[Object], found: Sequence[Keys]) -> Iterator[list[Block]]:
+def _blocks_by_scope(objects: Sequence[Object], found: Sequence[Keys]) -> Iterator[list[Block]]:
     """Blocks of all objects that have keys, by scope."""
     scopes: dict[str, list[Block]] = {}
     for block in _blocks(objects, found):
@@ -235,5 +235,5 @@ def _blocks(objects: Sequence[Object], found: Sequence[Keys]) -> Iterator[Block]
             yield Block(owner, key, one.memory[i * step : (i + 1) * step])
 
 
-def _cut(keys: Sequence[BlockKey], step: int) -> list[Sequence[BlockKey]]:
+def _parts(keys: Sequence[BlockKey], step: int) -> list[Sequence[BlockKey]]:
     return [keys[start : start + step] for start in range(0, len(keys), step)]

@@ -3,9 +3,8 @@
 Everything goes to the device on the stream that is current, so it is in order with what the engine computes there; an
 engine that wants both side by side makes another stream current. Only what was verified in host memory goes up.
 
-KV in pages, as engines with a block table keep it: gathered into blocks of a layout, and scattered to pages.
-
-Bits are moved and nothing else. No page is written but those that a caller names, and of them no row behind its tokens.
+Pages are gathered into blocks of a layout, and blocks scattered to pages: bits are moved and nothing else. No page is
+written but those that a caller names, and of them no row behind its tokens.
 """
 
 from collections import deque
@@ -33,7 +32,7 @@ _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TokenRows:
     """Where the tokens of whole blocks lie: for each of them a page and a row of it, on the device."""
 
     pages: Any
@@ -41,11 +40,11 @@ class Rows:
     blocks: range
     """Which blocks of the prompt."""
 
-    def part(self, blocks: range) -> "Rows":
+    def part(self, blocks: range) -> "TokenRows":
         """The rows of some of these blocks."""
         size = len(self.pages) // max(1, len(self.blocks))
         tokens = slice((blocks.start - self.blocks.start) * size, (blocks.stop - self.blocks.start) * size)
-        return Rows(self.pages[tokens], self.rows[tokens], blocks)
+        return TokenRows(self.pages[tokens], self.rows[tokens], blocks)
 
 
 class PagedKv:
@@ -68,7 +67,7 @@ class PagedKv:
         if any(t.shape != self._layers[0].shape or t.device != self.device for t in self._layers):
             raise InvalidInputError("tensors of layers differ in pages, tokens of a page, or device")
 
-    def rows(self, table: Sequence[int], blocks: range) -> Rows:
+    def rows(self, table: Sequence[int], blocks: range) -> TokenRows:
         """Where blocks of a prompt lie whose page `n` has number `table[n]`.
 
         Raises `InvalidInputError` for pages that there are not, that come twice, and for a table that is too short.
@@ -89,19 +88,19 @@ class PagedKv:
         if len(np.unique(used)) < len(used):
             raise InvalidInputError("a page stands in a table twice")
         where = torch.from_numpy(pages[tokens // self.page_tokens]), torch.from_numpy(tokens % self.page_tokens)
-        return Rows(where[0].to(self.device), where[1].to(self.device), blocks)
+        return TokenRows(where[0].to(self.device), where[1].to(self.device), blocks)
 
-    def gather(self, layer: int, rows: Rows, into: Any) -> None:
+    def gather(self, layer: int, rows: TokenRows, into: Any) -> None:
         """Fill `into`, (blocks, bytes of a layer) uint8 on the same device, with a layer of blocks."""
         found = self._layers[layer][rows.pages, rows.rows].unflatten(0, (len(rows.blocks), -1))
         self._shaped(into, rows).copy_(found.permute(0, 2, 3, 1, 4))
 
-    def scatter(self, layer: int, rows: Rows, source: Any) -> None:
+    def scatter(self, layer: int, rows: TokenRows, source: Any) -> None:
         """Put a layer of blocks, as `gather` gives it, where their tokens lie."""
         tokens = self._shaped(source, rows).permute(0, 3, 1, 2, 4).flatten(0, 1)
         self._layers[layer][rows.pages, rows.rows] = tokens
 
-    def _shaped(self, layer: Any, rows: Rows) -> Any:
+    def _shaped(self, layer: Any, rows: TokenRows) -> Any:
         """View of a layer of blocks as (blocks, 2, heads, tokens, dim) bits."""
         layout = self.layout
         shape = (len(rows.blocks), 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
@@ -122,14 +121,14 @@ def _checked(tensor: Any, layout: Layout, names: Sequence[str], number: int) -> 
     return ours.view(_BITS[layout.element_bytes])
 
 
-HELPING_BYTES: Final = 64 * MIB
-"""Of blocks that come down together: a few milliseconds of a link, and twice that is pinned."""
+BATCH_BYTES: Final = 64 * MIB
+"""Of blocks that are offloaded together: a few milliseconds of a link, and twice that is pinned."""
 _PIECES: Final = 2
 
 Wait = Callable[[], None]
 
 
-class Work(Protocol):
+class DeviceWork(Protocol):
     """What a device is given to do, in order."""
 
     def staging(self, size_bytes: int) -> torch.Tensor:
@@ -143,11 +142,11 @@ class CudaWork:
     """On the stream that is current."""
 
     def staging(self, size_bytes: int) -> torch.Tensor:
-        """See `Work`: pinned."""
+        """See `DeviceWork`: pinned."""
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
     def start(self, work: Callable[[], object]) -> Wait:
-        """See `Work`."""
+        """See `DeviceWork`."""
         work()
         done = torch.cuda.Event()
         done.record()
@@ -159,11 +158,11 @@ class HostWork:
     """Of engines whose KV is in host memory: done at once."""
 
     def staging(self, size_bytes: int) -> torch.Tensor:
-        """See `Work`."""
+        """See `DeviceWork`."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def start(self, work: Callable[[], object]) -> Wait:
-        """See `Work`."""
+        """See `DeviceWork`."""
         work()
         return _done
 
@@ -175,24 +174,24 @@ def _done() -> None:
 class PagedConnector:
     """Saves and loads prompts of one engine. Blocking; one thread at a time."""
 
-    def __init__(self, cache: PrefixCache, kv: PagedKv, work: Work | None = None) -> None:
+    def __init__(self, cache: PrefixCache, kv: PagedKv, work: DeviceWork | None = None) -> None:
         """Bind a prefix cache to an engine's pages; `work` is the device's, which is found out when it is None."""
         self._cache = cache
         self._kv = kv
         self._work = work or (CudaWork() if kv.device.type == "cuda" else HostWork())
 
     def save(self, tokens: Sequence[int], table: Sequence[int], *, first_block: int = 0, session: str = "") -> Stored:
-        """Store the full blocks of `tokens` from `first_block` on; `table` has the page of each stretch of tokens.
+        """Store the full blocks of `tokens` from `first_block` on; `table` has the page of each run of tokens.
 
         Comes back when the pages may be written again. Raises `InvalidInputError` for a table that does not fit.
         """
         layout, ids = self._kv.layout, token_ids(tokens)
-        stop, step = len(ids) // layout.block_tokens, max(1, HELPING_BYTES // layout.block_bytes)
+        stop, step = len(ids) // layout.block_tokens, max(1, BATCH_BYTES // layout.block_bytes)
         rows = self._kv.rows(table, range(min(first_block, stop), stop))
-        helpings = [range(at, min(at + step, stop)) for at in range(first_block, stop, step)]
+        batches = [range(at, min(at + step, stop)) for at in range(first_block, stop, step)]
         stored = Stored()
-        for blocks, came in coming_down(self._kv, self._work, rows, helpings):
-            made = self._cache.store(ids, came, first_block=blocks.start, session=session)
+        for blocks, copied in offloaded(self._kv, self._work, rows, batches):
+            made = self._cache.store(ids, copied, first_block=blocks.start, session=session)
             stored = _added(stored, made)
         return stored
 
@@ -222,7 +221,7 @@ class PagedLoad:
     Where that raises, or `layer` does, the pages of the prefix hold nothing of use and the prompt is to be computed.
     """
 
-    def __init__(self, stream: LayerStream, kv: PagedKv, table: Sequence[int], work: Work) -> None:
+    def __init__(self, stream: LayerStream, kv: PagedKv, table: Sequence[int], work: DeviceWork) -> None:
         self._stream = stream
         self._kv = kv
         self._work = work
@@ -290,25 +289,27 @@ class PagedLoad:
             self.close()
 
 
-def coming_down(kv: PagedKv, work: Work, rows: Rows, helpings: Sequence[range]) -> Iterator[tuple[range, Bytes2D]]:
-    """Helpings of blocks in host memory, one after the other; the next one is under way meanwhile.
+def offloaded(
+    kv: PagedKv, work: DeviceWork, rows: TokenRows, batches: Sequence[range]
+) -> Iterator[tuple[range, Bytes2D]]:
+    """Batches of blocks in host memory, one after the other; the next one is in flight meanwhile.
 
-    What is given is good until the next one is asked for.
+    What is yielded is good until the next one is asked for.
     """
     block_bytes = kv.layout.block_bytes
-    most_bytes = max((len(blocks) for blocks in helpings), default=0) * block_bytes
-    rooms = [work.staging(most_bytes) for _ in helpings[:_PIECES]]
-    under_way: deque[tuple[range, Bytes2D, Wait]] = deque()
-    for number, blocks in enumerate(helpings):
+    most_bytes = max((len(blocks) for blocks in batches), default=0) * block_bytes
+    rooms = [work.staging(most_bytes) for _ in batches[:_PIECES]]
+    in_flight: deque[tuple[range, Bytes2D, Wait]] = deque()
+    for number, blocks in enumerate(batches):
         room = rooms[number % _PIECES][: len(blocks) * block_bytes].view(len(blocks), block_bytes)
-        under_way.append((blocks, room.numpy(), work.start(partial(_gather, kv, rows.part(blocks), room))))
-        if len(under_way) == _PIECES:
-            yield _come(*under_way.popleft())
-    for one in under_way:
-        yield _come(*one)
+        in_flight.append((blocks, room.numpy(), work.start(partial(_gather, kv, rows.part(blocks), room))))
+        if len(in_flight) == _PIECES:
+            yield _when_done(*in_flight.popleft())
+    for one in in_flight:
+        yield _when_done(*one)
 
 
-def _gather(kv: PagedKv, rows: Rows, into: Any) -> None:
+def _gather(kv: PagedKv, rows: TokenRows, into: Any) -> None:
     """Bring blocks into host memory: gathered on the device, they come in one copy."""
     whole = torch.empty(into.shape, dtype=torch.uint8, device=kv.device)
     layers = whole.view(len(into), kv.layout.layers, -1)
@@ -317,7 +318,7 @@ def _gather(kv: PagedKv, rows: Rows, into: Any) -> None:
     into.copy_(whole, non_blocking=True)
 
 
-def _come(blocks: range, rows: Bytes2D, wait: Wait) -> tuple[range, Bytes2D]:
+def _when_done(blocks: range, rows: Bytes2D, wait: Wait) -> tuple[range, Bytes2D]:
     wait()
     return blocks, rows
 

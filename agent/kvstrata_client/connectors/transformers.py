@@ -1,13 +1,11 @@
 """Hugging Face transformers: saves a DynamicCache as blocks and makes one from blocks, bit for bit.
 
-One prompt at a time (batch size 1), full attention in every layer. The only torch import of the client.
+One prompt at a time (batch size 1), full attention in every layer.
 
-A transformers cache whose layers are handed over while the model computes the next ones.
-
-A transformers cache whose layers arrive while the model computes with those that are there.
-
-A thread copies and verifies layer after layer; the attention of a layer waits for its own and no other. What cannot be
-had is raised in the forward pass as a `KvStrataError`: the engine computes the prompt without it then.
+Layers may arrive while the model computes with those that are there: a thread copies and verifies layer after layer,
+and the attention of a layer waits for its own and no other. What cannot be had is raised in the forward pass as a
+`KvStrataError`: the engine computes the prompt without it then. Layers may be handed over in the same way, while the
+model computes the next ones.
 """
 
 import json
@@ -27,9 +25,9 @@ from transformers.cache_utils import DynamicLayer
 
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError, KvStrataError, LeaseLostError, UnsupportedError
-from kvstrata_api.wire_handover import Handover
+from kvstrata_api.wire import Handover
 from kvstrata_client.cache import PrefixCache
-from kvstrata_client.prompt.handover import GrowingBlocks
+from kvstrata_client.prompt.handover import HandoverWriter
 from kvstrata_client.prompt.streaming import LayerStream
 from kvstrata_client.verbs.leases import lost
 from kvstrata_client.verbs.results import Bytes2D, Loaded, Stored
@@ -86,7 +84,7 @@ class ArrivingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not 
         return self._tokens if self._arrival is not None else int(super().get_seq_length())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """See `DynamicLayer.crop`; waits for what is to be cut."""
+        """See `DynamicLayer.crop`; waits for what is to be cropped."""
         self.settle()
         super().crop(tokens_to_remove)
 
@@ -153,27 +151,27 @@ def arrived(stream: LayerStream) -> Arrivals:
     return Arrivals(stream, 0, lambda _: (None, None))
 
 
-Rows = Callable[[Any, Any, int, int], Bytes2D]
+PackLayer = Callable[[Any, Any, int, int], Bytes2D]
 """Makes the bytes of a layer of blocks from keys and values, the first block and how many."""
 
 
-class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed here.
-    """A layer that is handed over once it holds every block that grows; layers are computed in order."""
+class HandoverLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed here.
+    """A layer that is handed over once it holds every block of the hand-over; layers are computed in order."""
 
-    def __init__(self, growing: GrowingBlocks, rows: Rows) -> None:
+    def __init__(self, writer: HandoverWriter, rows: PackLayer) -> None:
         super().__init__()
-        self._growing = growing
+        self._writer = writer
         self._rows = rows
         self._is_handed_over = False
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """See `DynamicLayer.update`."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        growing = self._growing
-        stop = (growing.first_block + growing.blocks) * growing.layout.block_tokens
+        writer = self._writer
+        stop = (writer.first_block + writer.blocks) * writer.layout.block_tokens
         if not self._is_handed_over and keys.shape[2] >= stop:
             self._is_handed_over = True
-            growing.write(self._rows(keys, values, growing.first_block, growing.blocks))
+            writer.write(self._rows(keys, values, writer.first_block, writer.blocks))
         return keys, values
 
 
@@ -183,23 +181,23 @@ class Prefill:
 
     cache: DynamicCache
     """For the forward pass over the prompt."""
-    growing: GrowingBlocks
+    writer: HandoverWriter
     save: Callable[[DynamicCache], Stored]
     """Stores the prompt as usual."""
 
     @property
     def handover(self) -> Handover | None:
         """What the reader must name; None when nothing is handed over, and the prompt is there when it is finished."""
-        return self.growing.handover
+        return self.writer.handover
 
     def finish(self) -> Stored:
         """Make ordinary blocks of everything. Call it after the forward pass."""
-        self.growing.finish()
+        self.writer.finish()
         return self.save(self.cache)
 
     def abandon(self) -> None:
         """Give up: the reader computes the prompt itself."""
-        self.growing.abandon()
+        self.writer.abandon()
 
 
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -266,7 +264,7 @@ class CacheConnector:
         """Like `restore`, but returns as soon as the blocks are leased: a layer's attention waits for that layer alone.
 
         `blocks_max` bounds the blocks that are wanted. A prefix that memory cannot hold at a time comes whole, in
-        helpings, before this returns. With `handover` it goes on with what another node is still computing (`prefill`):
+        batches, before this returns. With `handover` it goes on with what another node is still computing (`prefill`):
         a layer that does not come raises a `KvStrataError` in the forward pass, and the prompt is to be computed.
         """
         usable = self._usable(tokens)
@@ -290,11 +288,11 @@ class CacheConnector:
 
         `finish` it after the forward pass, with which everything is stored that was not handed over.
         """
-        growing = self._cache.grow(tokens, session=session)
+        writer = self._cache.hand_over(tokens, session=session)
         cache = DynamicCache(config=self._config)
-        for number in range(self._layout.layers if growing.blocks else 0):
-            cache.layers[number] = GrowingLayer(growing, partial(_rows, layout=self._layout))
-        return Prefill(cache, growing, partial(self.save, tokens, session=session))
+        for number in range(self._layout.layers if writer.blocks else 0):
+            cache.layers[number] = HandoverLayer(writer, partial(_rows, layout=self._layout))
+        return Prefill(cache, writer, partial(self.save, tokens, session=session))
 
     def save(self, tokens: Sequence[int], cache: DynamicCache, *, first_block: int = 0, session: str = "") -> Stored:
         """Store the full blocks of `tokens` from `first_block` on; `cache` must hold all of `tokens`."""
@@ -340,8 +338,8 @@ def pack(cache: DynamicCache, layout: Layout, first_block: int, stop_block: int)
     for index, layer in enumerate(cache.layers):
         _check_layer(layer, tokens.stop)
         for kv, states in enumerate((layer.keys, layer.values)):
-            cut = states[0, :, tokens].unflatten(1, (count, layout.block_tokens))  # (heads, blocks, tokens, dim)
-            shaped[:, index, kv].copy_(cut.transpose(0, 1))
+            part = states[0, :, tokens].unflatten(1, (count, layout.block_tokens))  # (heads, blocks, tokens, dim)
+            shaped[:, index, kv].copy_(part.transpose(0, 1))
     return blocks
 
 
@@ -364,8 +362,8 @@ def _rows(keys: Any, values: Any, first_block: int, blocks: int, layout: Layout)
     shaped = torch.from_numpy(rows).view(_DTYPES[layout.dtype]).view(shape)
     tokens = slice(first_block * layout.block_tokens, (first_block + blocks) * layout.block_tokens)
     for kv, states in enumerate((keys, values)):
-        cut = states[0, :, tokens].unflatten(1, (blocks, layout.block_tokens))  # (heads, blocks, tokens, dim)
-        shaped[:, kv].copy_(cut.transpose(0, 1))
+        part = states[0, :, tokens].unflatten(1, (blocks, layout.block_tokens))  # (heads, blocks, tokens, dim)
+        shaped[:, kv].copy_(part.transpose(0, 1))
     return rows
 
 
@@ -386,7 +384,7 @@ def _shaped(blocks: Bytes2D, layout: Layout) -> Any:
 def _check_layer(layer: Any, tokens: int) -> None:
     if isinstance(layer, ArrivingLayer):
         layer.settle()
-    elif type(layer) not in {DynamicLayer, GrowingLayer}:
+    elif type(layer) not in {DynamicLayer, HandoverLayer}:
         raise UnsupportedError(f"cache layer {type(layer).__name__}: only full attention (DynamicLayer) can be saved")
     if not layer.is_initialized or layer.get_seq_length() < tokens:
         raise InvalidInputError(f"cache holds {layer.get_seq_length()} tokens, {tokens} are to be saved")

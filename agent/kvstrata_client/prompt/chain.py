@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret, chain_keys
-from kvstrata_api.prefixes import matching, shared_blocks
+from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret, chain_keys, matching, shared_blocks
 from kvstrata_client.verbs.results import Scope
 
 Tokens = npt.NDArray[np.uint32]
@@ -51,7 +50,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of the route: blocks `chain.first` to `stop` can be had in the chain's scope."""
+    """Part of the route: blocks `chain.first` to `stop` can be had in the chain's scope."""
 
     chain: Chain
     stop: int
@@ -98,13 +97,13 @@ class Prompt:
         keys = chain_keys(secret, self.layout_id, rest, self.block_tokens, parent=parent)
         return Chain(secret.scope, first, tuple(keys), parent, is_shared)
 
-    def cut(self, blocks: int) -> "Prompt":
+    def head(self, blocks: int) -> "Prompt":
         """The same prompt up to a block."""
         return Prompt(self.layout_id, self.tokens[: blocks * self.block_tokens], self.block_tokens)
 
     def listed_chain(self, secret: ScopeSecret, blocks: int) -> Chain:
         """Key the leading blocks in the scope of a share."""
-        keys = chain_keys(secret, self.layout_id, self.cut(blocks).tokens, self.block_tokens)
+        keys = chain_keys(secret, self.layout_id, self.head(blocks).tokens, self.block_tokens)
         return Chain(secret.scope, 0, tuple(keys), is_shared=True, is_listed=True)
 
 
@@ -136,7 +135,7 @@ def roots(
     """
 
     def root(secret: ScopeSecret, *, is_shared: bool) -> Chain:
-        keyed = prompt if whole in {None, secret.scope} else prompt.cut(1)
+        keyed = prompt if whole in {None, secret.scope} else prompt.head(1)
         return keyed.chain(secret, is_shared=is_shared)
 
     chains = [root(secret, is_shared=True) for secret in shared]
@@ -154,7 +153,7 @@ def continuations(prompt: Prompt, found: Sequence[Segment], own: ScopeSecret | N
 def best_route(found: Sequence[Segment], continued: Sequence[Segment]) -> Route:
     """Return the longest route; of equally long ones the first, so that shared blocks are preferred.
 
-    `found` says how far each root chain goes, `continued` how far the continuations go.
+    `found` has how far each root chain goes, `continued` how far the continuations go.
     """
     routes = [_route(root, continued) for root in found]
     return max(routes, key=lambda r: r.blocks, default=Route())

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstrata_client.prompt import batches
-from kvstrata_client.prompt.batches import AHEAD, Batch
+from kvstrata_client.prompt import pipeline
 from kvstrata_client.prompt.chain import Route
-from kvstrata_client.prompt.pipeline import along
-from kvstrata_client.prompt.routes import Found, Job, locate, locate_for_load
+from kvstrata_client.prompt.pipeline import BATCHES_IN_FLIGHT, Batch, run_pipeline
+from kvstrata_client.prompt.routes import Job, PromptLocations, locate, locate_for_load
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.calls import Ahead, Calls, Collect, Operation, Post, Work
@@ -30,14 +29,14 @@ class _Progress:
 
 
 @dataclass(slots=True)
-class _Helping:
+class _LeasedBatch:
     """Blocks that one answer leased, and what of them was copied."""
 
     start: int
     """Block of the prompt that the first one is."""
     leases: Sequence[Lease]
     sound: list[str] = field(default_factory=list)
-    """Where those were whose copies are right."""
+    """Source of each block whose copy is right."""
     suspects: list[Lease] = field(default_factory=list)
 
     def copy(self, data: Bytes2D) -> None:
@@ -49,13 +48,13 @@ class _Helping:
             self.sound.append(lease.source)
 
 
-_Turn = tuple[Ahead, _Helping | None, Batch | None]
-"""What is under way: a helping that is given back, and a batch that was asked for."""
+_InFlight = tuple[Ahead, _LeasedBatch | None, Batch | None]
+"""Calls in flight: they release a batch that was copied, and ask for another one."""
 
 
 @dataclass(slots=True)
-class _Walk:
-    """One walk along a route: what is leased, what is under way, and how far it got."""
+class _LoadPipeline:
+    """One run over a route: what is leased, what is in flight, and what was copied."""
 
     job: Job
     data: Bytes2D
@@ -63,11 +62,11 @@ class _Walk:
     done: _Progress
     batches: Iterator[Batch]
     """Those that were not asked for yet."""
-    reach: int = 0
+    leased_stop: int = 0
     """The block behind the last one that is leased."""
-    ready: deque[_Helping] = field(default_factory=deque)
+    arrived: deque[_LeasedBatch] = field(default_factory=deque)
     """Leased and not copied yet."""
-    flying: deque[_Turn] = field(default_factory=deque)
+    in_flight: deque[_InFlight] = field(default_factory=deque)
     unused: list[Sequence[Lease]] = field(default_factory=list)
     """Leases to be given back."""
     is_open: bool = True
@@ -76,74 +75,74 @@ class _Walk:
     """True once a copy was wrong, or a lease over."""
 
     def __post_init__(self) -> None:
-        self.reach = len(self.done.sources)
+        self.leased_stop = len(self.done.sources)
 
     def next_batch(self) -> Batch | None:
         """The next one to ask for now; None behind the end, and where no more leases, or not yet, are of use."""
-        is_wanted = self.is_open and not (self.flying and self.job.at.is_crowded)
+        is_wanted = self.is_open and not (self.in_flight and self.job.at.is_crowded)
         return next(self.batches, None) if is_wanted else None
 
-    def take(self, batch: Batch, answer: Answer[Sequence[Lease]]) -> None:
-        """Note leases of leading blocks of a batch, and whether the path to the others is congested."""
+    def add_leases(self, batch: Batch, answer: Answer[Sequence[Lease]]) -> None:
+        """Add leases of leading blocks of a batch; note whether the path to the others is congested."""
         leases = answer.value
-        if leases and (not self.is_open or batch.start != self.reach):
+        if leases and (not self.is_open or batch.start != self.leased_stop):
             self.unused.append(leases)
         elif self.is_open:
             self.done.busy_s = answer.busy_s
             if leases:
-                self.ready.append(_Helping(batch.start, leases))
-            self.reach += len(leases)
-            self.is_open = self.reach == batch.stop
+                self.arrived.append(_LeasedBatch(batch.start, leases))
+            self.leased_stop += len(leases)
+            self.is_open = self.leased_stop == batch.stop
 
     def close(self, kept: int = 0) -> None:
-        """Give back what is leased but for the first `kept` helpings."""
+        """Ask for no more, and give back what is leased but for the first `kept` batches."""
         self.is_open = False
-        while len(self.ready) > kept:
-            self.unused.append(self.ready.pop().leases)
+        while len(self.arrived) > kept:
+            self.unused.append(self.arrived.pop().leases)
 
-    def settle(self, helping: _Helping, lived: int) -> None:
+    def settle(self, batch: _LeasedBatch, lived: int) -> None:
         """Keep what was copied when all leases lived until then.
 
         A lease that is over explains a wrong copy, and makes a right one luck.
         """
         if self.has_gap:
             return
-        if lived < len(helping.leases):
-            self.done.lost_blocks += len(helping.leases)
+        if lived < len(batch.leases):
+            self.done.lost_blocks += len(batch.leases)
         else:
-            self.done.sources += helping.sound
-            self.done.corrupt_blocks += len(helping.suspects)
-        self.has_gap = lived < len(helping.leases) or bool(helping.suspects)
+            self.done.sources += batch.sound
+            self.done.corrupt_blocks += len(batch.suspects)
+        self.has_gap = lived < len(batch.leases) or bool(batch.suspects)
         if self.has_gap:
             self.close()
 
-    def send_next(self, helping: _Helping | None = None) -> Operation[None]:
-        """Ask for the next batch, and give a helping back."""
+    def send_next(self, copied: _LeasedBatch | None = None) -> Operation[None]:
+        """Ask for the next batch, and release one that was copied."""
         job, batch = self.job, self.next_batch()
-        releasing = (calls.release(job.target, helping.leases, helping.suspects),) if helping else ()
+        releasing = (calls.release(job.target, copied.leases, copied.suspects),) if copied else ()
         acquiring = (calls.acquire(job.target, batch.keys, job.session, job.lease_s, job.deadline_s),) if batch else ()
         ahead = Ahead((*releasing, *acquiring))
         if ahead.calls:
             yield ahead
-            self.flying.append((ahead, helping, batch))
+            self.in_flight.append((ahead, copied, batch))
 
-    def work_next(self) -> Operation[None]:
-        """Copy the first helping that is ready."""
-        helping = self.ready[0]
-        yield Work(lambda: helping.copy(self.data))
-        if helping.suspects:
+    def copy_next(self) -> Operation[None]:
+        """Copy the first batch that arrived."""
+        batch = self.arrived[0]
+        yield Work(lambda: batch.copy(self.data))
+        if batch.suspects:
             self.close(kept=1)
-        yield from self.send_next(helping)
-        self.ready.popleft()
+        yield from self.send_next(batch)
+        self.arrived.popleft()
 
     def collect_next(self) -> Operation[None]:
-        """Take in what became of a helping, and what was leased."""
-        ahead, helping, batch = self.flying.popleft()
+        """Settle the batch that was released, and add what was leased."""
+        ahead, released, batch = self.in_flight.popleft()
         answers = yield Collect(ahead)
-        if helping is not None:
-            self.settle(helping, answers[0].value)
+        if released is not None:
+            self.settle(released, answers[0].value)
         if batch is not None:
-            self.take(batch, answers[-1])
+            self.add_leases(batch, answers[-1])
 
     def giving_back(self) -> Calls:
         """End leases that are of no use any more."""
@@ -167,22 +166,22 @@ def load(job: Job, into: Bytes2D | None) -> Operation[Loaded]:
     return Loaded(blocks, data[:blocks], tuple(done.sources), shared, *faults, done.busy_s)
 
 
-def _load_route(job: Job, found: Found | None, into: Bytes2D | None) -> Operation[tuple[Bytes2D, _Progress]]:
+def _load_route(job: Job, found: PromptLocations | None, into: Bytes2D | None) -> Operation[tuple[Bytes2D, _Progress]]:
     """Copy blocks in order until one cannot be had.
 
-    They come in helpings: while one is copied, the agent ends the leases of those before it and gives those of the ones
-    behind it. Where memory is too small for that, the rest is walked along batch by batch: of several under way, those
-    behind may have had the room that the first one wanted. Where the path is congested, nothing is asked for again.
+    They come in batches: while one is copied, the agent ends the leases of those before it and gives those of the ones
+    behind it. Where memory is too small for that, the rest is loaded one batch at a time: of several in flight, those
+    behind may have had the room that the first one needed. Where the path is congested, nothing is asked for again.
     """
     route = found.route if found else Route()
-    hoped = min(route.blocks, job.wanted_blocks)
-    data = np.empty((hoped, job.target.layout.block_bytes), np.uint8) if into is None else into
-    done, blocks, count = _Progress(), min(len(data), hoped), AHEAD
-    step = batches.batch_blocks(job.target.layout.block_bytes)
+    expected = min(route.blocks, job.wanted_blocks)
+    data = np.empty((expected, job.target.layout.block_bytes), np.uint8) if into is None else into
+    done, blocks, count = _Progress(), min(len(data), expected), BATCHES_IN_FLIGHT
+    step = pipeline.batch_blocks(job.target.layout.block_bytes)
     while (start := len(done.sources)) < blocks:
-        walk = _Walk(job, data, done, batches.of_route(route, range(start, blocks), step))
-        yield from along(walk, count)
-        if walk.has_gap or (len(done.sources) == start and (count == 1 or done.busy_s)):
+        run = _LoadPipeline(job, data, done, pipeline.batches_of(route, range(start, blocks), step))
+        yield from run_pipeline(run, count)
+        if run.has_gap or (len(done.sources) == start and (count == 1 or done.busy_s)):
             break
         count = 1
     return data, done

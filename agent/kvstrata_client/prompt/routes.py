@@ -38,7 +38,7 @@ class Attachment(Protocol):
 
     @property
     def is_stale(self) -> bool:
-        """True when the agent has said that the grants may have changed."""
+        """True when the agent has reported that the grants may have changed."""
 
     @property
     def is_crowded(self) -> bool:
@@ -66,7 +66,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PromptLocations:
     """Where a prompt's blocks can be had."""
 
     grants: Grants
@@ -81,7 +81,7 @@ class Found:
         """The longest way; of equally long ones by the share first, then by domains."""
         return best_route((*self.shares[:1], *self.roots), self.continued)
 
-    def with_share(self, share: Segment) -> "Found":
+    def with_share(self, share: Segment) -> "PromptLocations":
         """What is found once a share's chain goes as far as in `share`."""
         return replace(self, shares=tuple(share if s.chain == share.chain else s for s in self.shares))
 
@@ -92,8 +92,8 @@ def prompt_of(target: Target, tokens: Tokens) -> Prompt:
     return Prompt(target.layout.layout_id(), tokens[: KEYS_MAX * block_tokens], block_tokens)
 
 
-def locate(job: Job) -> Operation[Found | None]:
-    """Find what there is; once more when the agent says meanwhile that the grants have changed."""
+def locate(job: Job) -> Operation[PromptLocations | None]:
+    """Find what there is; once more when the agent reports meanwhile that the grants have changed."""
     found = yield from _locate(job)
     if found is not None and job.at.is_stale:
         yield (calls.scopes(job.target),)
@@ -108,17 +108,17 @@ def look_up(job: Job) -> Operation[Located]:
     return Located(min(route.blocks, job.wanted_blocks), min(route.shared_blocks, job.wanted_blocks))
 
 
-def locate_for_load(job: Job) -> Operation[Found | None]:
-    """Like `locate`, but without asking when there is one scope only: leasing tells as much in the same trip."""
+def locate_for_load(job: Job) -> Operation[PromptLocations | None]:
+    """Like `locate`, but without asking when there is one scope only: leasing answers as much in the same trip."""
     grants = job.at.grants
     if grants is None or grants.own is None or grants.domains or job.at.is_stale or not job.prompt.blocks:
         return (yield from locate(job))
     if share_chains(job.prompt, grants.shares):
         return (yield from locate(job))
-    return Found(grants, (Segment(job.prompt.chain(grants.own.secret), job.prompt.blocks),))
+    return PromptLocations(grants, (Segment(job.prompt.chain(grants.own.secret), job.prompt.blocks),))
 
 
-def goal_of(job: Job, found: Found) -> Segment | None:
+def goal_of(job: Job, found: PromptLocations) -> Segment | None:
     """Where new blocks go: the write scope's chain, which continues the route when it is the tenant's own."""
     write = found.grants.scope(found.grants.write_scope)
     if write is None or not write.can_write:
@@ -134,13 +134,13 @@ def _whole(prompt: Prompt, root: Segment, secret: ScopeSecret) -> Segment:
     return Segment(prompt.chain(secret, is_shared=root.chain.is_shared), root.stop)
 
 
-def granted_shares(found: Found) -> list[Segment]:
+def granted_shares(found: PromptLocations) -> list[Segment]:
     """Chains of the shares that this tenant grants itself: their prefixes go there whatever else becomes of them."""
     ours = {s.id for s in found.grants.shares if s.can_write}
     return [s for s in found.shares if s.chain.scope in ours]
 
 
-def _locate(job: Job) -> Operation[Found | None]:
+def _locate(job: Job) -> Operation[PromptLocations | None]:
     grants = job.at.grants
     if grants is None or not job.prompt.blocks:
         return None
@@ -153,7 +153,7 @@ def _locate(job: Job) -> Operation[Found | None]:
     found, shares = asked[: len(rooted)], asked[len(rooted) : len(rooted) + len(listed)]
     found = yield from _follow(job, grants, found)
     continued = yield from _ask(job, continuations(job.prompt, found, own))
-    return Found(grants, found, (*asked[len(rooted) + len(listed) :], *continued), shares)
+    return PromptLocations(grants, found, (*asked[len(rooted) + len(listed) :], *continued), shares)
 
 
 def _follow(job: Job, grants: Grants, found: Sequence[Segment]) -> Operation[tuple[Segment, ...]]:

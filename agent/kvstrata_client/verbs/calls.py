@@ -3,14 +3,16 @@
 Every client, blocking or not, executes the same calls, so a verb's meaning is written once.
 """
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+import msgspec
 
 from kvstrata_api import wire
 from kvstrata_api.blocks import KEY_BYTES, BlockKey, ScopeId, ScopeSecret, pack_digests
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_client.connection.extents import Extents
+from kvstrata_api.wire import Advance, Arrive, Arrived, Handover
 from kvstrata_client.target import Target
 from kvstrata_client.verbs.results import Answer, Grants, Lease, Prefix, Published, Reservation, Scope
 
@@ -18,11 +20,18 @@ T = TypeVar("T")
 S = TypeVar("S", bound=wire.AnyReply)
 
 
+class SlotViews(Protocol):
+    """The agent's memory as far as it is mapped here."""
+
+    def view(self, extent: int, offset: int, size_bytes: int, *, is_writable: bool) -> memoryview:
+        """View of one slot. Raises `InvalidInputError` when it was not granted so."""
+
+
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReplyContext:
     """What is needed to make sense of a reply: the mapped extents and the size of a block in them."""
 
-    extents: Extents
+    extents: SlotViews
     block_bytes: int
     connection: int
     """Serial number of the connection, to keep its leases and reservations apart from another's."""
@@ -34,7 +43,7 @@ class Call(Generic[T]):
 
     request: Callable[[int], wire.AnyRequest]
     """Makes the request of a given id."""
-    read: Callable[[wire.AnyReply, Reading], T]
+    read: Callable[[wire.AnyReply, ReplyContext], T]
     """Turns the reply into the verb's result. Raises `InvalidInputError` for a reply that makes no sense."""
     absent: T
     """The result while the agent is away."""
@@ -51,7 +60,7 @@ _RESULTS: Final = tuple(Published)
 """By code."""
 
 ARCHIVED: Final = 2
-"""Count in the answer to CloseSession that says: archived."""
+"""Count in the answer to CloseSession that means: archived."""
 
 Calls = tuple[Call[Any], ...]
 Answers = Sequence[Answer[Any]]
@@ -69,6 +78,10 @@ class Work:
     """Copying and checksumming, to be done where it blocks nobody else."""
 
     run: Callable[[], None]
+
+
+Perform = Callable[[Work], Awaitable[Any]]
+"""Does work on memory in a thread; returns, also when cancelled, only when it is done."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,16 +193,16 @@ def read_grants(reply: wire.Granted) -> Grants:
 
 def lookup(target: Target, keys: Sequence[BlockKey], session: str, *, is_probe: bool = False) -> Call[Prefix]:
     """Ask how long a prefix can be had; a probe does not count in the hit ratio."""
-    scope, digests = pack(keys)
+    scope, digests = _pack(keys)
     return Call(lambda i: wire.Lookup(i, scope, digests, session, is_probe), _read_prefix, Prefix(), target.timeout_s)
 
 
 def count_load(target: Target, wanted_blocks: int, loaded_blocks: int) -> Call[int]:
-    """Tell the agent how a load ended, for the hit ratio."""
-    return counted(lambda i: wire.CountLoad(i, wanted_blocks, loaded_blocks), target)
+    """Report how a load ended, for the hit ratio."""
+    return _counted(lambda i: wire.CountLoad(i, wanted_blocks, loaded_blocks), target)
 
 
-def _read_prefix(reply: wire.AnyReply, _: Reading) -> Prefix:
+def _read_prefix(reply: wire.AnyReply, _: ReplyContext) -> Prefix:
     found = _expect(reply, wire.Found)
     return Prefix(found.prefix_blocks, found.states, found.places, found.tier_names)
 
@@ -201,11 +214,11 @@ def acquire(
 
     Waits for `deadline_s` at most, plus the usual time of a verb.
     """
-    scope, digests = pack(keys)
+    scope, digests = _pack(keys)
 
-    def read(reply: wire.AnyReply, reading: Reading) -> tuple[Lease, ...]:
+    def read(reply: wire.AnyReply, context: ReplyContext) -> tuple[Lease, ...]:
         acquired = _expect(reply, wire.Acquired)
-        return tuple([_lease(b, k, acquired.epoch, reading) for b, k in zip(acquired.blocks, keys, strict=False)])
+        return tuple([_lease(b, k, acquired.epoch, context) for b, k in zip(acquired.blocks, keys, strict=False)])
 
     return Call(
         lambda i: wire.Acquire(i, scope, digests, session, lease_s, deadline_s, part_bytes),
@@ -217,8 +230,8 @@ def acquire(
     )
 
 
-def _lease(block: wire.Leased, key: BlockKey, epoch: int, reading: Reading) -> Lease:
-    view = reading.extents.view(block.extent, block.offset, reading.block_bytes, is_writable=False)
+def _lease(block: wire.Leased, key: BlockKey, epoch: int, context: ReplyContext) -> Lease:
+    view = context.extents.view(block.extent, block.offset, context.block_bytes, is_writable=False)
     bound = block.epoch or epoch
     return Lease(
         block.lease,
@@ -227,7 +240,7 @@ def _lease(block: wire.Leased, key: BlockKey, epoch: int, reading: Reading) -> L
         block.stamp,
         block.checksum,
         block.source,
-        reading.connection,
+        context.connection,
         view,
         block.parts,
         block.is_growing,
@@ -244,16 +257,16 @@ def release(target: Target, leases: Sequence[Lease], suspects: Sequence[Lease] =
 
 
 def _release(target: Target, leases: tuple[int, ...], connection: int = 0, suspects: tuple[int, ...] = ()) -> Call[int]:
-    return counted(lambda i: wire.Release(i, leases, suspects), target, connection)
+    return _counted(lambda i: wire.Release(i, leases, suspects), target, connection)
 
 
 def reserve(target: Target, parent: bytes, keys: Sequence[BlockKey], session: str) -> Call[tuple[Reservation, ...]]:
     """Ask for slots; `parent` is the digest that the first key continues."""
-    scope, digests = pack(keys)
+    scope, digests = _pack(keys)
 
-    def read(reply: wire.AnyReply, reading: Reading) -> tuple[Reservation, ...]:
+    def read(reply: wire.AnyReply, context: ReplyContext) -> tuple[Reservation, ...]:
         reserved = _expect(reply, wire.Reserved)
-        return tuple([_reservation(s, k, reserved.epoch, reading) for s, k in zip(reserved.slots, keys, strict=False)])
+        return tuple([_reservation(s, k, reserved.epoch, context) for s, k in zip(reserved.slots, keys, strict=False)])
 
     def undo(reply: wire.AnyReply) -> Call[int]:
         return _abandon(target, tuple(s.reservation for s in _expect(reply, wire.Reserved).slots if s.reservation))
@@ -268,11 +281,11 @@ def reserve(target: Target, parent: bytes, keys: Sequence[BlockKey], session: st
     )
 
 
-def _reservation(slot: wire.Slot, key: BlockKey, epoch: int, reading: Reading) -> Reservation:
+def _reservation(slot: wire.Slot, key: BlockKey, epoch: int, context: ReplyContext) -> Reservation:
     view = None
     if slot.reservation:
-        view = reading.extents.view(slot.extent, slot.offset, reading.block_bytes, is_writable=True)
-    return Reservation(slot.reservation, key.digest, epoch, slot.stamp, reading.connection, view)
+        view = context.extents.view(slot.extent, slot.offset, context.block_bytes, is_writable=True)
+    return Reservation(slot.reservation, key.digest, epoch, slot.stamp, context.connection, view)
 
 
 def publish(
@@ -280,7 +293,7 @@ def publish(
 ) -> Call[tuple[Published, ...]]:
     """Commit filled slots."""
 
-    def read(reply: wire.AnyReply, _: Reading) -> tuple[Published, ...]:
+    def read(reply: wire.AnyReply, _: ReplyContext) -> tuple[Published, ...]:
         return _published(_expect(reply, wire.Published).results)
 
     return Call(
@@ -306,35 +319,90 @@ def abandon(target: Target, reservations: Sequence[Reservation]) -> Call[int]:
 
 
 def _abandon(target: Target, reservations: tuple[int, ...], connection: int = 0) -> Call[int]:
-    return counted(lambda i: wire.Abandon(i, reservations), target, connection)
+    return _counted(lambda i: wire.Abandon(i, reservations), target, connection)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Slots of a hand-over, to be filled part by part."""
+
+    reservations: tuple[Reservation, ...] = ()
+    handover: Handover | None = None
+    """None from an agent that knows no hand-overs, and where there was no slot."""
+
+
+def begin_handover(plain: Call[tuple[Reservation, ...]], name: str, part_bytes: int) -> Call[Begun]:
+    """Turn a `reserve` into one whose slots may be read, by readers who know `name`, while they are filled."""
+
+    def read(reply: wire.AnyReply, context: ReplyContext) -> Begun:
+        made = plain.read(reply, context)
+        return Begun(made, reply.handover if isinstance(reply, wire.Reserved) else None)
+
+    return Call(
+        lambda i: msgspec.structs.replace(plain.request(i), handover=name, part_bytes=part_bytes),
+        read,
+        Begun(),
+        plain.timeout_s,
+        plain.undo,
+        give_back=lambda begun: plain.give_back(begun.reservations),
+    )
+
+
+def advance(target: Target, reservations: Sequence[Reservation], first: int, sums: Sequence[bytes]) -> Call[int]:
+    """Report filled parts; the result counts the blocks that are still partial."""
+    ids = tuple(r.reservation for r in reservations)
+    return _counted(lambda i: Advance(i, ids, first, tuple(sums)), target, reservations[0].connection)
+
+
+def follow(plain: Call[tuple[Lease, ...]], handover: Handover) -> Call[tuple[Lease, ...]]:
+    """Turn an `acquire` into one that leases blocks of a hand-over; `arrive` brings their parts."""
+    return replace(plain, request=lambda i: msgspec.structs.replace(plain.request(i), handover=handover))
+
+
+def arrive(target: Target, leases: Sequence[Lease], have: int, wait_s: float) -> Call[tuple[bytes, ...]]:
+    """Wait for parts of partial blocks; the result has for each the joined checksums of those behind the first `have`.
+
+    It is empty when the blocks are lost.
+    """
+
+    def read(reply: wire.AnyReply, _: ReplyContext) -> tuple[bytes, ...]:
+        sums = _expect(reply, Arrived).sums
+        if len(sums) != len(leases):
+            raise InvalidInputError(f"reply {reply.id} is about {len(sums)} partial blocks, {len(leases)} wanted")
+        return sums
+
+    ids = tuple(lease.lease for lease in leases)
+    return Call(
+        lambda i: Arrive(i, ids, have, wait_s), read, (), wait_s + target.timeout_s, connection=leases[0].connection
+    )
 
 
 def prefetch(target: Target, keys: Sequence[BlockKey], session: str) -> Call[int]:
     """Bring a prefix up in the background."""
-    scope, digests = pack(keys)
-    return counted(lambda i: wire.Prefetch(i, scope, digests, session), target)
+    scope, digests = _pack(keys)
+    return _counted(lambda i: wire.Prefetch(i, scope, digests, session), target)
 
 
 def pin(target: Target, keys: Sequence[BlockKey], expires_s: float) -> Call[int]:
     """Keep blocks in memory for a time."""
-    scope, digests = pack(keys)
-    return counted(lambda i: wire.Pin(i, scope, digests, expires_s), target)
+    scope, digests = _pack(keys)
+    return _counted(lambda i: wire.Pin(i, scope, digests, expires_s), target)
 
 
 def unpin(target: Target, keys: Sequence[BlockKey]) -> Call[int]:
     """Take pins back."""
-    scope, digests = pack(keys)
-    return counted(lambda i: wire.Unpin(i, scope, digests), target)
+    scope, digests = _pack(keys)
+    return _counted(lambda i: wire.Unpin(i, scope, digests), target)
 
 
 def open_session(target: Target, session: str, parent: str, priority: str) -> Call[int]:
     """Start, revive or fork a session."""
-    return counted(lambda i: wire.OpenSession(i, session, parent, priority), target)
+    return _counted(lambda i: wire.OpenSession(i, session, parent, priority), target)
 
 
 def touch_session(target: Target, session: str, state: str, urgency: int, expected_return_s: float) -> Call[int]:
-    """Say what a session is about to do."""
-    return counted(lambda i: wire.TouchSession(i, session, state, urgency, expected_return_s), target)
+    """Report what a session is about to do."""
+    return _counted(lambda i: wire.TouchSession(i, session, state, urgency, expected_return_s), target)
 
 
 def close_session(target: Target, session: str, *, archive: bool, wait_s: float = 0.0) -> Call[bool]:
@@ -358,7 +426,7 @@ def explain(target: Target, key: BlockKey | None, session: str) -> Call[str]:
     return _text(lambda i: wire.Explain(i, scope, digest, session), target)
 
 
-def pack(keys: Sequence[BlockKey]) -> tuple[str, bytes]:
+def _pack(keys: Sequence[BlockKey]) -> tuple[str, bytes]:
     """Scope and joined digests of keys. Raises `InvalidInputError` for none, too many, or keys of several scopes."""
     if not 0 < len(keys) <= wire.KEYS_MAX:
         raise InvalidInputError(f"{len(keys)} keys, 1 to {wire.KEYS_MAX} wanted")
@@ -378,7 +446,7 @@ def _connection(held: Sequence[Lease | Reservation]) -> int:
     return connections.pop() if connections else 0
 
 
-def counted(request: Callable[[int], wire.AnyRequest], target: Target, connection: int = 0) -> Call[int]:
+def _counted(request: Callable[[int], wire.AnyRequest], target: Target, connection: int = 0) -> Call[int]:
     """Ask for something whose answer is a number."""
     return Call(request, lambda reply, _: _expect(reply, wire.Done).count, 0, target.timeout_s, connection=connection)
 

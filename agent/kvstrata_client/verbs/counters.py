@@ -26,7 +26,7 @@ class Counters:
     errors: Counter[str] = field(default_factory=Counter)
     """Calls that answered absence, by the name of the error."""
     busy: int = 0
-    """Answers that said: less than asked for, because the agent's path to the rest is congested."""
+    """Answers with less than was asked for because the agent's path to the rest is congested."""
     loaded_blocks: Counter[str] = field(default_factory=Counter)
     """Verified blocks by where they were: a tier name, or `remote`."""
     wanted_blocks: int = 0
@@ -50,7 +50,7 @@ class Counters:
                 self.errors[type(answer.error).__name__] += 1
 
     def settle(self, answers: Iterable[Answer[Any]], link: Renewable | None, *, is_strict: bool) -> None:
-        """Count answers; have a token that is refused presented anew. Raises the first error for a strict client."""
+        """Count answers; have a refused token presented again. Raises the first error for a strict client."""
         for answer in answers:
             self.note(answer)
             if isinstance(answer.error, UnauthenticatedError) and link is not None:

@@ -47,7 +47,7 @@ class Leases(_Held):
     """
 
     def __init__(self, leases: Sequence[Lease], end: Callable[[Sequence[Lease]], bool], busy_s: float = 0.0) -> None:
-        """Hold `leases` until `end` is called with them, which tells whether all of them lived."""
+        """Hold `leases` until `end` is called with them, which returns whether all of them lived."""
         super().__init__(leases, busy_s)
         self._end = end
 
@@ -64,7 +64,7 @@ class Leases(_Held):
     def release(self) -> bool:
         """End the leases now, when the reader and its devices are done; the views are void from here on.
 
-        True when all of them lived until now, so that what was read in place is good. Again, it says True: there is
+        True when all of them lived until now, so that what was read in place is good. Again, it returns True: there is
         nothing left to end.
         """
         leases = self._taken()
@@ -79,7 +79,7 @@ class AsyncLeases(_Held):
     def __init__(
         self, leases: Sequence[Lease], end: Callable[[Sequence[Lease]], Awaitable[bool]], busy_s: float = 0.0
     ) -> None:
-        """Hold `leases` until `end` is called with them, which tells whether all of them lived."""
+        """Hold `leases` until `end` is called with them, which returns whether all of them lived."""
         super().__init__(leases, busy_s)
         self._end = end
 

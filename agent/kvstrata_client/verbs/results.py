@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_api.errors import KvStrataError
-from kvstrata_api.prefixes import NamedPrefix
+from kvstrata_api.names import NamedPrefix
 from kvstrata_api.tiers import Lookup
 
 T_co = TypeVar("T_co", covariant=True)
@@ -19,7 +19,7 @@ Bytes2D = npt.NDArray[np.uint8]
 """(blocks, block bytes) uint8, C-contiguous."""
 
 PLACE_REMOTE = 128
-"""Bit of a place that says: on another node (`wire.Found.places`)."""
+"""Bit of a place: the tier is on another node (`wire.Found.places`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Lease(msgspec.Struct, frozen=True, eq=False):
     """The block's bytes in the agent's memory. Void when the lease ends: copy, then verify the copy."""
     parts: bytes = field(default=b"", repr=False)
     """Joined checksums of its parts, where they were asked for; empty from an agent that does not know them."""
-    is_growing: bool = False
+    is_partial: bool = False
     """Of a hand-over: `parts` become more as the writer goes on (`calls.arrive`)."""
 
 

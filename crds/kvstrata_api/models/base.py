@@ -29,7 +29,7 @@ SET: Final[dict[str, Any]] = {"x-kubernetes-list-type": "set"}
 
 
 def unique_by(*keys: str) -> dict[str, Any]:
-    """Extra schema of a list whose items are told apart by `keys`, all required: no repetition, merged by key."""
+    """Extra schema of a list whose items are identified by `keys`, all required: no repetition, merged by key."""
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": list(keys)}
 
 

@@ -53,7 +53,7 @@ class NodeNvme(ApiModel):
     """One NVMe namespace."""
 
     name: DeviceText = Field(description="Name of the block device.")
-    model: DeviceText = Field("", description="Model, as the device says.")
+    model: DeviceText = Field("", description="Model, as the device reports it.")
     size_bytes: Count = Field(0, description="Size.")
     numa_node: DeviceNode = -1
 
@@ -85,7 +85,7 @@ class NodeGpu(ApiModel):
     """One GPU."""
 
     address: DeviceText = Field(description="PCI address.")
-    model: DeviceText = Field("", description="Model, or vendor and device id where the driver does not say.")
+    model: DeviceText = Field("", description="Model, or vendor and device id where the driver does not report it.")
     numa_node: DeviceNode = -1
 
 

@@ -4,13 +4,13 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from kvstrata_api.conditions import Conditions
 from kvstrata_api.models.base import ApiModel, Count, LabelValue, Name, ObjectMeta, ObjectName, Quantity, Text
+from kvstrata_api.models.conditions import Conditions
 
 TIMEOUT_S: Final = 3600
 """Default of `spec.timeoutSeconds`."""
 FAILURES_MAX: Final = 16
-"""Reasons that a status tells of; there are fewer kinds of them."""
+"""Reasons that a status lists; there are fewer kinds of them."""
 
 
 PREFIXES_MAX: Final = 64
@@ -57,12 +57,12 @@ class WarmOperation(ApiModel):
 
     nodes: OperationNodes | None = Field(None, description="Nodes to warm; absent: all of the pool.")
     tenant: Name = Field(
-        description="KVTenant: the scopes that its engines may read are looked through, and its quotas hold."
+        description="KVTenant: the scopes that its engines may read are searched, and its quotas hold."
     )
     prefixes: tuple[BlockDigest, ...] = Field(
         (),
         max_length=PREFIXES_MAX,
-        description="Last block of each prefix, as `explain` tells the heads of a session; all before it come along.",
+        description="Last block of each prefix, as `explain` lists the heads of a session; all before it come along.",
     )
     archived_sessions: bool = Field(
         False, description="Also the archived sessions that each node remembers, the last archived first."
@@ -128,7 +128,7 @@ class OperationFailure(ApiModel):
     reason: Text = Field(description="CamelCase, for programs.")
     nodes: Count = Field(0, description="Nodes that it happened on.")
     node: str = Field("", max_length=253, description="The first of them by name.")
-    message: str = Field("", max_length=512, description="What that node says.")
+    message: str = Field("", max_length=512, description="What that node reports.")
 
 
 class KVOperationStatus(ApiModel):

@@ -4,8 +4,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from kvstrata_api.conditions import Conditions
 from kvstrata_api.models.base import SET, ApiModel, Count, LabelValue, Name, ObjectMeta, ObjectName, Quantity, Text
+from kvstrata_api.models.conditions import Conditions
 from kvstrata_api.tiers import CxlMode, Persistence, TierType
 
 BLOCK_TOKENS: Final = 16
@@ -21,7 +21,7 @@ Path = Annotated[str, Field(min_length=2, max_length=1024, pattern=r"^/.*$")]
 
 _PERSISTENCE: Final = (
     "Auto: blocks outlive a restart of the agent where it has a memory file system; AgentRestart: the same, and the "
-    "status says when it cannot be; None: memory ends with the agent."
+    "status reports when it cannot be; None: memory ends with the agent."
 )
 
 
@@ -39,7 +39,7 @@ class Compatibility(ApiModel):
 class HbmTier(ApiModel):
     """GPU memory."""
 
-    devices: Literal["All"] = Field("All", description="Which GPUs of the node take part.")
+    devices: Literal["All"] = Field("All", description="Which GPUs of the node take part: all, so far.")
 
 
 class HostDramTier(ApiModel):
@@ -51,7 +51,7 @@ class HostDramTier(ApiModel):
 
 
 class CxlEmulation(ApiModel):
-    """A file in place of CXL silicon; status, logs and metrics say `emulated`."""
+    """A file in place of CXL silicon; status, logs and metrics show `emulated`."""
 
     path: Path = Field(description="Directory for the backing file.")
     latency_ns: int = Field(350, ge=0, le=1_000_000, description="Extra latency of one access, in nanoseconds.")
@@ -163,7 +163,11 @@ class PoolTier(ApiModel):
 class EvictionPolicy(ApiModel):
     """When and what to demote."""
 
-    type: Literal["ReuseAware", "LeafLRU"] = Field("ReuseAware", description="Order of victims, leaf first in both.")
+    type: Literal["ReuseAware", "LeafLRU"] = Field(
+        "ReuseAware",
+        description="Accepted and not acted on yet: with either value the least recently used block leaves first, and "
+        "children before their parents.",
+    )
     high_watermark_percent: int = Field(
         HIGH_WATERMARK_PERCENT, ge=2, le=100, description="Fill at which demotion starts."
     )
@@ -177,9 +181,13 @@ class AdmissionPolicy(ApiModel):
 
 
 class PlacementPolicy(ApiModel):
-    """Where a block is kept."""
+    """Where a block goes when it leaves a tier."""
 
-    type: Literal["ReuseInterval", "Cascade"] = Field("ReuseInterval", description="ReuseInterval or Cascade.")
+    type: Literal["ReuseInterval", "Cascade"] = Field(
+        "ReuseInterval",
+        description="Accepted and not acted on yet: with either value a block that leaves a tier goes to the next "
+        "slower one that takes it, which is Cascade.",
+    )
 
 
 class PrefetchPolicy(ApiModel):
@@ -225,7 +233,9 @@ class CompressionPolicy(ApiModel):
     """How blocks are stored below memory."""
 
     mode: Literal["None", "Lossless", "Auto"] = Field("Lossless", description="None, Lossless or Auto.")
-    max_relative_error_permille: int = Field(0, ge=0, le=500, description="Permitted error of lossy codecs.")
+    max_relative_error_permille: int = Field(
+        0, ge=0, le=500, description="Permitted error of lossy codecs; only mode Auto has any."
+    )
     calibration: Annotated[tuple[CalibratedLayout, ...], Field(max_length=CALIBRATED_LAYOUTS_MAX)] = Field(
         (), description="Forms that mode Auto tries first; those for another permitted error are left alone."
     )
@@ -244,10 +254,12 @@ class PoolPolicy(ApiModel):
 
 
 class Tenancy(ApiModel):
-    """Who may use the pool without being named."""
+    """Who may use the pool without being named: nobody yet."""
 
     default_access: Literal["Deny", "Allow"] = Field(
-        "Deny", description="Access of identities that no KVTenant claims."
+        "Deny",
+        description="Accepted and not acted on yet: with either value an identity that no KVTenant claims has no "
+        "access.",
     )
 
 
@@ -260,7 +272,9 @@ class RedisExternal(ApiModel):
 class RedisSpec(ApiModel):
     """Where the directory lives."""
 
-    mode: Literal["Embedded", "External"] = Field("Embedded", description="Run by kvstrata, or by others.")
+    mode: Literal["Embedded", "External"] = Field(
+        "Embedded", description="Run by kvstrata, or by others; must be what the release was installed with."
+    )
     external: RedisExternal | None = Field(None, description="Set exactly when mode is External.")
 
 

@@ -4,8 +4,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from kvstrata_api.conditions import Conditions
 from kvstrata_api.models.base import COUNT_MAX, ApiModel, Count, Name, ObjectMeta, ObjectName, Text
+from kvstrata_api.models.conditions import Conditions
 from kvstrata_api.models.inventory import NodeReport
 from kvstrata_api.models.operation import PREFIXES_MAX, BlockDigest
 from kvstrata_api.models.pool import (
@@ -118,12 +118,12 @@ class KVPoolNodeSpec(ApiModel):
 
 
 class TierProbe(ApiModel):
-    """What the agent measured at start, at the pool's block size."""
+    """What the agent measured at start, at the pool's block size, for the choice to fetch or to recompute."""
 
     read_bytes_per_second: Count = Field(0, description="Sequential reads of whole blocks.")
     write_bytes_per_second: Count = Field(0, description="Sequential writes of whole blocks.")
     read_latency_microseconds: Count = Field(0, description="Median of one block read alone.")
-    write_latency_microseconds: Count = Field(0, description="Median of one block written alone.")
+    write_latency_microseconds: Count = Field(0, description="Median of one block written alone; for the reader.")
     block_bytes: Count = Field(0, description="Block size of the probe.")
 
 
@@ -137,7 +137,7 @@ class TierDevice(ApiModel):
 
 
 class TierDemand(ApiModel):
-    """What the blocks that engines ask for again say about the size of a tier; of tiers that scale by themselves."""
+    """What the blocks that engines ask for again show about the size of a tier; of tiers that scale by themselves."""
 
     gain_permille: int = Field(
         0, ge=0, le=1000, description="Of a thousand blocks asked for, more found with a step up."

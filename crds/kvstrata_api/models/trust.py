@@ -4,7 +4,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvstrata_api.conditions import Conditions
 from kvstrata_api.models.base import (
     SET,
     ApiModel,
@@ -18,7 +17,8 @@ from kvstrata_api.models.base import (
     Timestamp,
     unique_by,
 )
-from kvstrata_api.scopes import KEY_VERSION
+from kvstrata_api.models.conditions import Conditions
+from kvstrata_api.names import KEY_VERSION
 
 
 class LabelSelector(ApiModel):
@@ -69,7 +69,11 @@ class KVTenantSpec(ApiModel):
     over_quota: Literal["Evict", "Reject", "Demote"] = Field("Evict", description="What happens at the hard quota.")
     weight: int = Field(100, ge=1, le=10_000, description="Share of contended bandwidth and space.")
     priority_classes: tuple[Name, ...] = Field(
-        (), max_length=16, description="Session priorities it may use.", json_schema_extra=SET
+        (),
+        max_length=16,
+        description="Priorities that its sessions may name; empty: any. A session's priority is recorded and shown, "
+        "and not acted on yet: nothing is ordered by it.",
+        json_schema_extra=SET,
     )
     retention: TenantRetention = Field(TenantRetention(), description="Retention.")
     erase_requested: str | None = Field(

@@ -2,8 +2,8 @@
 
 from typing import Final
 
+from kvstrata_api.names import KEY_VERSION
 from kvstrata_api.rules.rule import AnyRule, Json, Rule, Transition, size_bytes, unique
-from kvstrata_api.scopes import KEY_VERSION
 
 
 def _is_guarantee_within(quota: Json) -> bool:

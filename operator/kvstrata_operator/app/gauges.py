@@ -12,15 +12,15 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvstrata_api import __version__
-from kvstrata_api.conditions import find, is_true
 from kvstrata_api.errors import RetryableError
+from kvstrata_api.models.conditions import find, is_true
 from kvstrata_api.models.operation import KVOperation
 from kvstrata_api.models.pool import KVPool
 from kvstrata_operator.apply.executor import Outcome
 from kvstrata_operator.certificates.authority import Certificate
 from kvstrata_operator.observe.kinds import Kind
 from kvstrata_operator.observe.records import Declared
-from kvstrata_telemetry.catalog_operator import OPERATOR
+from kvstrata_telemetry.catalog import OPERATOR
 from kvstrata_telemetry.metrics import Instruments
 
 
@@ -116,16 +116,16 @@ class Gauges:
         """Count a complete list."""
         self._made.counter("kvstrata_operator_lists_total", kind=kind.name).inc()
 
-    def deaf(self, kind: Kind) -> None:
-        """Count a change that no event told of."""
+    def missed_events(self, kind: Kind) -> None:
+        """Count a change that no event brought."""
         self._made.counter("kvstrata_operator_missed_events_total", kind=kind.name).inc()
 
     def feed_ended(self) -> None:
-        """Count an end of the event feed, which is started anew each time."""
+        """Count an end of the event feed, which is started again each time."""
         self._made.counter("kvstrata_operator_feed_restarts_total").inc()
 
     def pools(self, pools: Mapping[str, Declared[KVPool]], now_s: float) -> None:
-        """Show the pools as their statuses say; pools that are gone disappear."""
+        """Show the pools as their statuses are; pools that are gone disappear."""
         for seconds in self._convergence.observe(pools, now_s):
             self._made.histogram("kvstrata_operator_convergence_seconds").observe(seconds)
         for name, pool in pools.items():

@@ -1,22 +1,14 @@
-"""The command line of the operator."""
+"""Starts the operator."""
 
-import argparse
 import asyncio
 import gc
 import logging
-import os
-import signal
-import socket
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
-from pathlib import Path
 
-from kvstrata_api import __version__, names
 from kvstrata_api.errors import KvStrataError
-from kvstrata_operator.app.process import Options, serve
-from kvstrata_operator.certificates.policy import Issuance
-from kvstrata_operator.observe.setting import Setting
+from kvstrata_operator.app import handlers, options
+from kvstrata_operator.app.process import Replica
 from kvstrata_telemetry import logs, tracing
 
 log = logging.getLogger(__name__)
@@ -24,161 +16,19 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the operator until SIGTERM or SIGINT; return the exit status."""
-    given = _parser().parse_args(argv)
+    given = options.parse(argv)
     logs.configure(given.log_level, "operator")
     tracing.configure("operator", given.otlp_endpoint)
-    gc.freeze()  # What is loaded by now stays for good: no collection need look at it again.
+    gc.freeze()  # What is loaded by now stays for good: no collection need examine it again.
     try:
-        asyncio.run(_until_told(_options(given)))
+        asyncio.run(handlers.run(Replica(given)))
+        log.info("stopped")
     except (KvStrataError, OSError) as e:
         print(f"kvstrata-operator: {e}", file=sys.stderr)  # noqa: T201  The reason why there is no log.
         return 1
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvstrata-operator", description="Turns KVPools into KVPoolNodes and statuses."
-    )
-    parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("--kubeconfig", type=Path, help="default: $KUBECONFIG, the pod's own, ~/.kube/config")
-    parser.add_argument(
-        "--namespace",
-        default=os.environ.get("POD_NAMESPACE", names.SYSTEM_NAMESPACE),
-        help="of Secrets, Leases and ConfigMaps; default: $POD_NAMESPACE or %(default)s",
-    )
-    parser.add_argument("--metrics-host", default="127.0.0.1", help="default: %(default)s")
-    parser.add_argument("--metrics-port", type=int, default=9101, help="0: any free one; default: %(default)s")
-    parser.add_argument("--ready-file", type=Path, help="written, as JSON, once the process listens")
-    parser.add_argument(
-        "--lease-duration-s", type=_positive, default=10.0, help="a silent leader is replaced after this; %(default)s"
-    )
-    parser.add_argument("--resync-s", type=_positive, default=60.0, help="between complete lists; %(default)s")
-    parser.add_argument(
-        "--heartbeat-s", type=_positive, default=5.0, help="between looks at agents' Leases; %(default)s"
-    )
-    parser.add_argument(
-        "--socket-template",
-        default=names.socket_path("{pool}"),
-        help="where engine pods find an agent's socket on their node; default: %(default)s",
-    )
-    parser.add_argument(
-        "--agent-template",
-        default="",
-        metavar="CONFIGMAP",
-        help=f"run agents from the pod template in its entry {names.AGENT_TEMPLATE_ENTRY}; default: others run them",
-    )
-    parser.add_argument(
-        "--redis-template",
-        default="",
-        metavar="CONFIGMAP",
-        help=f"run Redis from the StatefulSet in its entry {names.REDIS_TEMPLATE_ENTRY}; default: others run it",
-    )
-    parser.add_argument(
-        "--redis-mode",
-        default="",
-        choices=("", "Embedded", "External"),
-        help="how this release runs Redis; pools that say otherwise are told; default: not said",
-    )
-    parser.add_argument(
-        "--identity", default=_identity(), help="names this replica; default: $POD_NAME or host and pid"
-    )
-    _add_certificates(parser)
-    parser.add_argument(
-        "--kek-file",
-        type=Path,
-        help="key-encryption keys, one line k<n>:<base64 of 32 bytes> each; default: those of Secret "
-        f"{names.KEK_SECRET}, which is made when it is absent",
-    )
-    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
-    parser.add_argument("--otlp-endpoint", help="send traces to http://HOST:4318/v1/traces; default: none")
-    return parser
-
-
-def _add_certificates(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("certificates")
-    group.add_argument(
-        "--authority",
-        choices=("own", "external"),
-        default="own",
-        help=f"own: make and replace Secret {names.CA_NAMESPACE}/{names.CA_SECRET}; external: somebody else does, "
-        "such as cert-manager; default: %(default)s",
-    )
-    group.add_argument("--authority-life-s", type=_positive, default=365 * 86_400.0, help="of our own; %(default)s")
-    group.add_argument(
-        "--authority-settle-s",
-        type=_positive,
-        default=120.0,
-        help="a new authority is trusted for so long before it signs; %(default)s",
-    )
-    group.add_argument(
-        "--certificate-life-s", type=_positive, default=86_400.0, help="of what it signs; default: %(default)s"
-    )
-    group.add_argument(
-        "--require-bound-tokens", action="store_true", help="sign for agents that run as pods on their node alone"
-    )
-    group.add_argument(
-        "--redis-host",
-        action="append",
-        default=[],
-        help=f"DNS name of a Redis that the chart runs, for Secret {names.REDIS_SECRET_TLS}; may be repeated",
-    )
-
-
-def _issuance(given: argparse.Namespace) -> Issuance:
-    return Issuance(
-        namespace=given.namespace,
-        leaf_life=timedelta(seconds=given.certificate_life_s),
-        authority_life=timedelta(seconds=given.authority_life_s),
-        settle=timedelta(seconds=given.authority_settle_s),
-        needs_bound_tokens=given.require_bound_tokens,
-        makes_authority=given.authority == "own",
-        redis_hosts=tuple(given.redis_host),
-    )
-
-
-def _options(given: argparse.Namespace) -> Options:
-    return Options(
-        kubeconfig=given.kubeconfig,
-        setting=Setting(
-            given.namespace, given.socket_template, given.agent_template, given.redis_template, given.redis_mode
-        ),
-        metrics_host=given.metrics_host,
-        metrics_port=given.metrics_port,
-        ready_file=given.ready_file,
-        lease_duration_s=given.lease_duration_s,
-        resync_s=given.resync_s,
-        heartbeat_s=given.heartbeat_s,
-        identity=given.identity,
-        kek_file=given.kek_file,
-        issuance=_issuance(given),
-    )
-
-
-async def _until_told(options: Options) -> None:
-    """Run until a signal asks for the end; a part that fails ends the process, which is then started anew."""
-    loop = asyncio.get_running_loop()
-    serving = asyncio.ensure_future(serve(options))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, serving.cancel)
-    try:
-        await serving
-    except asyncio.CancelledError:
-        log.info("stopped")
     finally:
         tracing.shutdown()
-
-
-def _positive(text: str) -> float:
-    seconds = float(text)
-    if seconds < 1.0:
-        raise argparse.ArgumentTypeError(f"{text} s is less than 1 s")
-    return seconds
-
-
-def _identity() -> str:
-    """Name this process among all replicas."""
-    return os.environ.get("POD_NAME") or f"{socket.gethostname()}_{os.getpid()}"
+    return 0
 
 
 if __name__ == "__main__":

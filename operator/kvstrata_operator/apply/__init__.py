@@ -1,1 +1,1 @@
-"""Carries decided actions out, in order, in time and again when they fail."""
+"""Carries decided actions out."""

@@ -1,6 +1,11 @@
 """Carries out plans: a bounded number of requests at once, each idempotent, failures reported and never retried here.
 
-The planner is level-triggered: whatever fails is still wanted when it plans next, so the caller only has to wait.
+The planner is level-triggered: whatever fails is still wanted when it plans next, so the caller only has to wait; and
+writes may be in flight while the next plan is made, so that a change need not wait for what was planned before it.
+
+Laws: of one object there is never more than one write in flight; a pool's finalizer waits for all that is made for the
+pool, or something would be made for a pool that is gone; whatever ends badly for no reason that a retry could
+mend ends the task group, and so the process.
 """
 
 import asyncio
@@ -13,13 +18,13 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from kvstrata_api import names
-from kvstrata_api.conditions import merge
 from kvstrata_api.errors import InvalidInputError, KvStrataError, RetryableError
+from kvstrata_api.models.conditions import merge
 from kvstrata_api.wrapping import Keks
 from kvstrata_kube.answers import Answer, Json
 from kvstrata_kube.api import APPLY_PATCH, MERGE_PATCH, Call, KubeApi
-from kvstrata_operator.decide.plan import objects
 from kvstrata_operator.decide.plan.actions import (
+    SILENT_REASON,
     Action,
     Apply,
     Create,
@@ -35,11 +40,9 @@ from kvstrata_operator.decide.plan.actions import (
     SetFinalizers,
     Shred,
 )
-from kvstrata_operator.decide.plan.conditions import Says
-from kvstrata_operator.decide.pools.liveness import REASON
-from kvstrata_operator.decide.trust import key_versions
-from kvstrata_operator.observe.kinds import EVENT, Kind, Ref
-from kvstrata_operator.observe.moments import format_time
+from kvstrata_operator.decide.plan.conditions import ConditionMaker
+from kvstrata_operator.decide.trust import scope_keys
+from kvstrata_operator.observe.kinds import EVENT, Kind, Ref, body_of, format_time
 from kvstrata_operator.observe.parse import parse_declared, stored_conditions
 
 log = logging.getLogger(__name__)
@@ -47,13 +50,16 @@ log = logging.getLogger(__name__)
 CONCURRENCY: Final = 12
 """Requests at once; more than 16 only adds latency on a two-core API server (design)."""
 
+IN_FLIGHT_LIMIT: Final = CONCURRENCY
+"""With fewer writes than this in flight some requests are free, and the next plan has something to do."""
+
 KEY_BYTES: Final = 32
 """Key material of one scope and version: the key size of HMAC-SHA-256 and AES-256."""
 
 _FIELD_OWNER: Final = {"fieldManager": names.FIELD_MANAGER_OPERATOR}
 
 Stored = Callable[[Kind, bytes], None]
-"""Told of each object as the API server stored it, so that the next plan sees what this one did."""
+"""Called with each object as the API server stored it, so that the next plan sees what this one did."""
 
 Fence = Callable[[], bool]
 """True while this process may write."""
@@ -65,6 +71,10 @@ class Outcome:
 
     action: Action
     error: KvStrataError | None = None
+
+
+Done = Callable[[Outcome], None]
+"""Called with how an action went, once its object may be written again."""
 
 
 class Executor:
@@ -106,7 +116,7 @@ class Executor:
                 return Outcome(action, RetryableError("another replica leads"))
             try:
                 if await self._verbs[type(action)](action):
-                    await self._tell(action.notes)
+                    await self._post_events(action.notes)
             except KvStrataError as e:
                 return Outcome(action, e)
         return Outcome(action)
@@ -159,7 +169,7 @@ class Executor:
         only = {"fieldSelector": f"metadata.name={owner.name}"}
         found = (await self._api.call(Call("GET", owner.kind.path(owner.namespace), only))).content()["items"]
         live = parse_declared(owner.kind, found[0]) if found else None
-        if key_versions.is_in_use(live, action.owner_uid, datetime.now(UTC)):
+        if scope_keys.is_in_use(live, action.owner_uid, datetime.now(UTC)):
             raise RetryableError(f"{action.ref}: {owner} needs its keys; what is known of it here is older")
         return await self._delete(action)
 
@@ -196,7 +206,7 @@ class Executor:
         return await self._write_wrapped(action.ref, wrapped, action.resource_version)
 
     async def _rewrap(self, action: Rewrap) -> bool:
-        """Wrap anew what opens; what does not stays for whoever has its KEK."""
+        """Wrap again what opens; what does not stays for whoever has its KEK."""
         keks = self._keks()
         opened = {entry: keks.unwrap(wrapped) for entry, wrapped in action.wrapped.items()}
         made = {entry: keks.wrap(key) for entry, key in opened.items() if key is not None}
@@ -221,7 +231,7 @@ class Executor:
         body = {"metadata": meta, "status": {"conditions": conditions}}
         return await self._patch(action.ref, body, MERGE_PATCH, subresource="status")
 
-    async def _tell(self, notes: Iterable[Note]) -> None:
+    async def _post_events(self, notes: Iterable[Note]) -> None:
         """Post Events. They are for people: one that cannot be posted is logged and not worth a retry."""
         for note in notes:
             try:
@@ -237,7 +247,7 @@ class Executor:
         ref = Ref(EVENT, f"{note.about.name}.{secrets.token_hex(8)}", _event_namespace(note))
         place = {"namespace": note.about.namespace} if note.about.namespace else {}
         about = {"apiVersion": note.about.kind.api_version, "kind": note.about.kind.name, "name": note.about.name}
-        return objects.body_of(
+        return body_of(
             ref,
             {},
             involvedObject={**about, **place, "uid": note.uid},
@@ -265,6 +275,48 @@ def _event_namespace(note: Note) -> str:
 def _silenced(seen: Any, message: str, now: str) -> list[dict[str, Any]]:
     """Put the two conditions of a silent agent over those that it wrote."""
     generation = seen["metadata"].get("generation", 0)
-    says = Says(generation)
-    gone = (says.false("AgentConnected", REASON, message), says.false("Ready", REASON, message))
+    make = ConditionMaker(generation)
+    gone = (make.false("AgentConnected", SILENT_REASON, message), make.false("Ready", SILENT_REASON, message))
     return [c.to_json() for c in merge(stored_conditions(seen.get("status") or {}), gone, now)]
+
+
+class WritesInFlight:
+    """Runs each action in a task of its own."""
+
+    def __init__(self, tasks: asyncio.TaskGroup, apply: Callable[[Iterable[Action]], Awaitable[list[Outcome]]]) -> None:
+        """`tasks` must be entered; `apply` bounds how many requests there are at once."""
+        self._tasks = tasks
+        self._apply = apply
+        self._paths: dict[str, str] = {}
+        """Objects that are being written, and the pool of each."""
+        self._below_limit = asyncio.Event()
+        self._below_limit.set()
+
+    def is_free(self, action: Action) -> bool:
+        """True when nothing is being written that the action has to wait for."""
+        waits = isinstance(action, SetFinalizers) and action.pool in self._paths.values()
+        return action.ref.path not in self._paths and not waits
+
+    def start(self, actions: Iterable[Action], done: Done) -> None:
+        """Carry out actions whose objects are free, of which there is one each."""
+        for action in actions:
+            assert self.is_free(action), action.ref
+            self._paths[action.ref.path] = action.pool
+            self._tasks.create_task(self._run(action, done))
+        self._count()
+
+    async def until_below_limit(self) -> None:
+        """Wait until another plan is worth it."""
+        await self._below_limit.wait()
+
+    async def _run(self, action: Action, done: Done) -> None:
+        (outcome,) = await self._apply([action])
+        del self._paths[action.ref.path]
+        self._count()
+        done(outcome)
+
+    def _count(self) -> None:
+        if len(self._paths) < IN_FLIGHT_LIMIT:
+            self._below_limit.set()
+        else:
+            self._below_limit.clear()

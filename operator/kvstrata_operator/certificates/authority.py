@@ -125,7 +125,7 @@ def issue_pair(authority: Authority, uri: str, hosts: Sequence[str], now: dateti
 
 
 def is_issued_by(certificate_pem: str, authority: Certificate) -> bool:
-    """Tell whether an authority signed a certificate."""
+    """Return whether an authority signed a certificate."""
     try:
         _load(certificate_pem).verify_directly_issued_by(_load(authority.pem))
     except (ValueError, TypeError, InvalidSignature, InvalidInputError):

@@ -90,7 +90,7 @@ class TrustPlan:
     since: datetime
     """When the current authority began to be trusted."""
     may_sign: bool
-    look_again: datetime | None
+    next_change: datetime | None
     """When time alone changes this plan."""
 
     @property
@@ -165,6 +165,6 @@ def signer(current: Authority, last: Authority | None, plan: TrustPlan) -> Autho
 
 
 def is_due(certificate: Certificate, now: datetime) -> bool:
-    """Tell whether a certificate is to be replaced."""
+    """Return whether a certificate is to be replaced."""
     made = certificate.begins + CLOCK_SKEW
     return now >= made + (certificate.ends - made) * RENEW_AT

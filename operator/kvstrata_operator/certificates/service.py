@@ -1,7 +1,7 @@
 """Issues the certificates of a fleet: one loop beside the planner, so that a burst of requests plans no pools.
 
 Observes the authority's Secret, the published trust and the requests; `issuing` decides; the executor applies. All of
-it is level-triggered: what fails is wanted again at the next look.
+it is level-triggered: what fails is wanted again at the next poll.
 """
 
 import asyncio
@@ -25,12 +25,19 @@ from kvstrata_operator.certificates import policy as issuing
 from kvstrata_operator.certificates.authority import Authority, Certificate
 from kvstrata_operator.certificates.policy import Answer, Denial, Issuance, RequestSeen, TrustPlan
 from kvstrata_operator.decide.plan.actions import Action, Create, Merge
-from kvstrata_operator.decide.plan.objects import body_of
-from kvstrata_operator.observe.kinds import CONFIG_MAP, SECRET, SIGNING_REQUEST, Kind, Ref
-from kvstrata_operator.observe.moments import format_time, parse_time
+from kvstrata_operator.observe.kinds import (
+    CONFIG_MAP,
+    SECRET,
+    SIGNING_REQUEST,
+    Kind,
+    Ref,
+    body_of,
+    format_time,
+    parse_time,
+)
 
-LOOK_S: Final = 10.0
-"""Between looks at authority and trust, when no request calls for one sooner."""
+POLL_INTERVAL_S: Final = 10.0
+"""Polling interval of authority and trust, when no request calls for one sooner."""
 
 GATHER_S: Final = 0.05
 """Requests that come within this time are signed in one round."""
@@ -65,15 +72,15 @@ class CertificateAuthority:
         is_leading: Callable[[], bool],
         agents: Callable[[], Collection[str]],
         instance: str,
-        told: Callable[[Certificate], None] = lambda _authority: None,
+        on_authority: Callable[[Certificate], None] = lambda _authority: None,
     ) -> None:
-        """`agents` names the KVPoolNodes, `instance` this process; call `told` with the authority of each round."""
+        """`agents` names the KVPoolNodes, `instance` this process; `on_authority` is called with that of each round."""
         self._api = api
         self._rules = rules
         self._executor = Executor(api, self._stored, is_leading, instance)
         self._is_leading = is_leading
         self._agents = agents
-        self._told = told
+        self._on_authority = on_authority
         self._news = asyncio.Event()
         self._requests: Store[RequestSeen] = Store(lambda _old, _new: self._news.set())
         query = {"fieldSelector": f"spec.signerName={names.SIGNER}"}
@@ -92,13 +99,13 @@ class CertificateAuthority:
             tasks.create_task(self._issue())
 
     def _stored(self, kind: Kind, raw: bytes) -> None:
-        """Take in what was written of a request, before any event tells of it."""
+        """Take in what was written of a request, before any event brings it."""
         if kind is SIGNING_REQUEST:
             self._requests.put(read_request(raw))
 
     async def _issue(self) -> None:
         while True:
-            wait_s = LOOK_S
+            wait_s = POLL_INTERVAL_S
             if self._is_leading() and self._requests.is_synced:
                 try:
                     wait_s = await self._round(datetime.now(UTC))
@@ -109,31 +116,31 @@ class CertificateAuthority:
             await self._rest(wait_s)
 
     def _complain(self, why: str) -> None:
-        """Say once what is waited for."""
+        """Log once what is waited for."""
         if why != self._complaint:
             log.warning("no certificates are issued", extra={"cause": why})
         self._complaint = why
 
     async def _rest(self, wait_s: float) -> None:
         try:
-            async with asyncio.timeout(min(wait_s, LOOK_S if self._is_leading() else RETRY_S)):
+            async with asyncio.timeout(min(wait_s, POLL_INTERVAL_S if self._is_leading() else RETRY_S)):
                 await self._news.wait()
         except TimeoutError:
             return
         await asyncio.sleep(GATHER_S)
 
     async def _round(self, now: datetime) -> float:
-        """Look, decide, apply once; seconds until something is due by time alone."""
+        """Observe, decide, apply once; seconds until something is due by time alone."""
         self._news.clear()
         authority = await self._authority(now)
-        self._told(authority.certificate)
+        self._on_authority(authority.certificate)
         plan = await self._publish(authority.certificate, now)
-        waits = [(plan.look_again - now).total_seconds()] if plan.look_again else []
+        waits = [(plan.next_change - now).total_seconds()] if plan.next_change else []
         self._signer = issuing.signer(authority, self._signer, plan)
         if self._signer is not None:
             waits += [RETRY_S] if await self._answer(self._signer, now) else []
         await self._keep_redis(authority, plan, now)
-        return min([LOOK_S, *waits])
+        return min([POLL_INTERVAL_S, *waits])
 
     async def _authority(self, now: datetime) -> Authority:
         """Authority of the Secret, made or replaced first where that is ours to do.
@@ -154,7 +161,7 @@ class CertificateAuthority:
         return await self._authority(now)  # As it is stored: another replica may have been first.
 
     async def _publish(self, current: Certificate, now: datetime) -> TrustPlan:
-        """Tell everybody whom to trust, before anything is signed by it."""
+        """Publish whom to trust, before anything is signed by it."""
         kept = await self._read(self._trust)
         trusted = certificates.read_bundle(kept.texts.get("ca.crt", "")) if kept else ()
         since = parse_time(kept.annotations.get(_ANNOTATION_SINCE, "")) if kept else None
@@ -289,7 +296,7 @@ class _Request(msgspec.Struct):
 def read_request(raw: bytes) -> RequestSeen:
     """Read a CertificateSigningRequest. Raises `msgspec.MsgspecError` for what is none."""
     seen = msgspec.json.decode(raw, type=_Request)
-    said = {condition.type for condition in seen.status.conditions}
+    types = {condition.type for condition in seen.status.conditions}
     return RequestSeen(
         key=seen.metadata.name,
         uid=seen.metadata.uid,
@@ -298,6 +305,6 @@ def read_request(raw: bytes) -> RequestSeen:
         extra={key: tuple(values) for key, values in seen.spec.extra.items()},
         usages=frozenset(seen.spec.usages),
         request_pem=base64.b64decode(seen.spec.request).decode(errors="replace"),
-        is_approved="Approved" in said,
-        is_settled=bool(seen.status.certificate) or bool(said & {"Denied", "Failed"}),
+        is_approved="Approved" in types,
+        is_settled=bool(seen.status.certificate) or bool(types & {"Denied", "Failed"}),
     )

@@ -1,24 +1,47 @@
-"""What decisions need to know of nodes, kept up to date node by node. Pure: told of changes, it reads no clock.
+"""What decisions need to know of nodes, refreshed node by node. Pure: it is given changes, and reads no clock.
 
 Every decision about a node depends on that node, its KVPoolNodes and what the pools ask for, so a change of one node
-costs the same in a fleet of any size. What all nodes of a pool share changes with the pool alone; then everything is
-looked at again.
+costs the same in a fleet of any size. What all nodes of a pool share changes with the pool alone; then every node is
+judged again.
 
-Law: after any changes a census says what one says that was taken anew.
+Laws: after any changes the facts are those that would be gathered from scratch; a sum depends on the KVPoolNodes that
+are in it and not on the order in which they came or went; of tenants and shares that no KVPoolNode reports nothing is
+kept.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from kvstrata_api.models.pool import KVPool
-from kvstrata_operator.decide.agents.rollout import Standing
-from kvstrata_operator.decide.pools import autoscaling
-from kvstrata_operator.decide.pools.placement import Picked, Placement, Rules, rules_of
-from kvstrata_operator.decide.pools.pool_facts import Tally, judge, memory_bytes
-from kvstrata_operator.decide.pools.pool_pods import PoolPods
+from kvstrata_operator.decide.pools.placement import Picked, Placement, Rules, rules_of, scales_of
+from kvstrata_operator.decide.pools.pool_facts import PoolPods, PoolSums, Tally, is_serving, judge, memory_bytes
 from kvstrata_operator.decide.pools.reconcile import Difference, is_plain
-from kvstrata_operator.decide.pools.sums import FleetSums, PoolSums
+from kvstrata_operator.decide.trust.tenant_usage import Held
+from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.records import AgentPodSeen, Declared, NodeSeen, PoolNodeSeen
+from kvstrata_operator.observe.world import View, World
+
+
+@dataclass(slots=True)
+class FleetSums:
+    """What all agents report of tenants and shares, added up."""
+
+    held: defaultdict[str, Held] = field(default_factory=lambda: defaultdict(Held))
+    """By tenant."""
+    share_hits: Counter[str] = field(default_factory=Counter)
+    """Blocks that readers of a share were given, by its uid."""
+
+    def add(self, node: PoolNodeSeen, sign: int) -> None:
+        """Take in what one node reports (`sign` 1), or take it out again (-1)."""
+        for row in node.tenants:
+            self.held[row.tenant].add((node.pool, row.tier), node.node, row, sign)
+            if self.held[row.tenant].is_empty:
+                del self.held[row.tenant]
+        for uid, count in node.share_hits:
+            self.share_hits[uid] += sign * count
+            if not self.share_hits[uid]:
+                del self.share_hits[uid]
 
 
 @dataclass(slots=True)
@@ -41,8 +64,8 @@ class Members:
     tally: Tally = field(default_factory=Tally)
 
 
-class Census:
-    """All pools' nodes. Not thread safe."""
+class FleetFacts:
+    """All pools' nodes and what agents report. Not thread safe."""
 
     def __init__(
         self,
@@ -51,7 +74,7 @@ class Census:
         pool_nodes: Mapping[str, PoolNodeSeen],
         pods: Mapping[str, AgentPodSeen],
     ) -> None:
-        """Follow these four, which may change as long as this is told; what is in them already is counted."""
+        """Count what is in these four; each later change of them has to be reported to the `*_changed` methods."""
         self._pools = pools
         self._nodes = nodes
         self._pool_nodes = pool_nodes
@@ -60,7 +83,7 @@ class Census:
         self._rules = Rules({}, (), {}, ())
         self._is_stale = True
         self._changed: set[str] = set()
-        """Names of nodes that have to be looked at again."""
+        """Names of nodes that have to be judged again."""
         self.pools: dict[str, Members] = {}
         """By pool; those that have KVPoolNodes and no KVPool as well."""
         self.sums = FleetSums()
@@ -69,17 +92,28 @@ class Census:
         for pod in pods.values():
             self.pod_changed(None, pod)
 
+    @classmethod
+    def following(cls, world: World) -> "FleetFacts":
+        """Make facts that every change of a world is reported to."""
+        items = {kind: store.items for kind, store in world.stores.items()}
+        made = cls(items[kinds.POOL], items[kinds.NODE], items[kinds.POOL_NODE], items[kinds.POD])
+        world.follow(kinds.POOL, made.pool_changed)
+        world.follow(kinds.NODE, made.node_changed)
+        world.follow(kinds.POOL_NODE, made.pool_node_changed)
+        world.follow(kinds.POD, made.pod_changed)
+        return made
+
     def pool_changed(self, old: Declared[KVPool] | None, new: Declared[KVPool] | None) -> None:
-        """Look at everything again when what the pool asks for has changed; of its status sizes alone matter."""
+        """Have every node judged again when what the pool asks for has changed; of its status sizes alone matter."""
         if old is None or new is None or _asks(old) != _asks(new):
             self._is_stale = True
 
     def node_changed(self, old: NodeSeen | None, new: NodeSeen | None) -> None:
-        """Look at this node again."""
+        """Have this node judged again."""
         self._changed.update(node.key for node in (old, new) if node is not None)
 
     def pool_node_changed(self, old: PoolNodeSeen | None, new: PoolNodeSeen | None) -> None:
-        """Count what it reports, and look at its node again."""
+        """Count what it reports, and have its node judged again."""
         if old is not None:
             self._count(old, -1)
             members = self._members(old.pool)
@@ -93,7 +127,7 @@ class Census:
                 members.draining.add(new.node)
 
     def pod_changed(self, old: AgentPodSeen | None, new: AgentPodSeen | None) -> None:
-        """Count it, and look at its node again; a pod that is meant for no node yet counts for nothing."""
+        """Count it, and have its node judged again; a pod that is meant for no node yet counts for nothing."""
         if old is not None and old.node:
             self._members(old.pool).pods.remove(old)
             self._changed.add(old.node)
@@ -101,8 +135,8 @@ class Census:
             self._members(new.pool).pods.put(new)
             self._changed.add(new.node)
 
-    def bring_up_to_date(self, alive: frozenset[str], silent: frozenset[str]) -> None:
-        """Look at whatever has changed; both name KVPoolNodes, those whose agents live and those whose are gone."""
+    def refresh(self, alive: frozenset[str], silent: frozenset[str]) -> None:
+        """Judge whatever has changed; both name KVPoolNodes, those whose agents live and those whose are gone."""
         if alive is not self._alive or silent is not self._silent:
             turned = (self._alive ^ alive) | (self._silent ^ silent)
             self._changed.update(self._pool_nodes[key].node for key in turned if key in self._pool_nodes)
@@ -112,11 +146,15 @@ class Census:
         if self._changed:
             self._place(self._changed)
             for node in self._changed | self._resolve():
-                self._look(node)
+                self._judge(node)
             self._changed = set()
 
+    def seen_of(self, pool: str) -> Mapping[str, PoolNodeSeen]:
+        """KVPoolNodes of a pool by node name."""
+        return self.pools[pool].seen if pool in self.pools else {}
+
     def _begin(self) -> None:
-        """Forget all verdicts, and have every node looked at."""
+        """Forget all verdicts, and have every node judged."""
         self._is_stale = False
         self._rules = rules_of(pool for pool in self._pools.values() if not pool.error)
         for name in [*self.pools]:
@@ -133,7 +171,7 @@ class Census:
             self._changed.update(members.seen)
 
     def _place(self, nodes: Collection[str]) -> None:
-        """Pick these nodes anew."""
+        """Pick these nodes again."""
         for pool, found in self._rules.pick({n: self._nodes[n] for n in nodes if n in self._nodes}).items():
             picked = self.pools[pool].picked
             picked.nodes.difference_update(nodes)
@@ -143,7 +181,7 @@ class Census:
             picked.excluded |= found.excluded
 
     def _resolve(self) -> set[str]:
-        """Divide shared tiers anew where the number of nodes asks for it; return the nodes that concerns."""
+        """Divide shared tiers again where the number of nodes asks for it; return the nodes that concerns."""
         concerned: set[str] = set()
         for pool in self._rules.placed:
             members = self.pools[pool]
@@ -159,7 +197,7 @@ class Census:
         members = self.pools[pool]
         members.placement = self._rules.placement(pool, members.picked)
 
-    def _look(self, node: str) -> None:
+    def _judge(self, node: str) -> None:
         """Judge one node for each pool, the oldest first: what older pools take there counts."""
         before_bytes = 0
         for pool in self._rules.placed:
@@ -177,8 +215,7 @@ class Census:
                 is_there=seen is not None,
                 is_plain=seen is not None and is_plain(placement, seen),
             )
-            standing = Standing(members.pods.by_node.get(node), seen, is_alive=is_alive)
-            if is_wanted and not standing.is_serving:
+            if is_wanted and not is_serving(members.pods.by_node.get(node), seen, is_alive=is_alive):
                 members.idle.add(node)
             else:
                 members.idle.discard(node)
@@ -194,8 +231,12 @@ class Census:
         return self.pools.setdefault(pool, Members())
 
 
+Seen = tuple[View, FleetFacts]
+"""All that a plan is made from: what was seen, and what follows from it."""
+
+
 def _asks(pool: Declared[KVPool]) -> tuple[object, ...]:
     """What the nodes of a pool depend on."""
     spec = pool.model.spec if pool.model is not None else None
-    sizes = tuple(autoscaling.scales_of(pool.status).items())
+    sizes = tuple(scales_of(pool.status).items())
     return (pool.uid, pool.meta.creation_timestamp, pool.is_deleting, bool(pool.error), spec, sizes)

@@ -1,1 +1,1 @@
-"""What the cluster says, kept as records."""
+"""What the cluster reports, kept as records."""

@@ -1,9 +1,13 @@
-"""Addresses of the Kubernetes objects that the operator touches. Pure."""
+"""What Kubernetes objects have in common: kinds, addresses, labels, times, digests, the frame of a body. Pure."""
 
+import hashlib
+import json
 from dataclasses import dataclass
-from typing import Final
+from datetime import UTC, datetime
+from typing import Any, Final
 
 from kvstrata_api import names
+from kvstrata_api.models.base import ObjectMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,4 +63,100 @@ SIGNING_REQUEST: Final = Kind("CertificateSigningRequest", "certificates.k8s.io/
 EVENT: Final = Kind("Event", "v1", "events", is_namespaced=True)
 
 ADMINISTRATOR_KINDS: Final = (POOL, TENANT, DOMAIN, SHARE, OPERATION)
-"""Few objects, written by people: watched through kopf and listed now and then by ourselves."""
+"""Few objects, written by people: watched by kopf and listed now and then by ourselves."""
+
+LABEL_COMPONENT: Final = "app.kubernetes.io/component"
+CONNECTION: Final = "connection"
+"""Value of `LABEL_COMPONENT` on connection ConfigMaps."""
+
+CONNECTION_LABELS: Final = {names.LABEL_MANAGED_BY: names.MANAGED_BY, LABEL_COMPONENT: CONNECTION}
+
+AGENT_TEMPLATE: Final = "agent-template"
+"""Value of `LABEL_COMPONENT` on the ConfigMap with the pod template of agents."""
+
+REDIS_TEMPLATE: Final = "redis-template"
+"""Value of `LABEL_COMPONENT` on the ConfigMap with the StatefulSet of Redis."""
+
+REDIS_LABELS: Final = {names.LABEL_MANAGED_BY: names.MANAGED_BY, LABEL_COMPONENT: "redis"}
+"""On the StatefulSet of Redis and its pod."""
+
+WORKLOAD_LABELS: Final = {names.LABEL_MANAGED_BY: names.MANAGED_BY, LABEL_COMPONENT: "agent"}
+"""On DaemonSets of agents, their budgets and their pods."""
+
+CONFIG_MAPS: Final = (CONNECTION, AGENT_TEMPLATE, REDIS_TEMPLATE)
+"""Values of `LABEL_COMPONENT` by which ConfigMaps are followed."""
+
+PODS: Final = (WORKLOAD_LABELS[LABEL_COMPONENT], REDIS_LABELS[LABEL_COMPONENT])
+"""The same of pods."""
+
+
+def pool_node_ref(pool: str, node: str) -> Ref:
+    """Address of the KVPoolNode of one pool on one node."""
+    return Ref(POOL_NODE, names.pool_node_name(pool, node))
+
+
+def pool_node_labels(pool: str, node: str) -> dict[str, str]:
+    """Labels of the KVPoolNode of one pool on one node."""
+    return {
+        names.LABEL_MANAGED_BY: names.MANAGED_BY,
+        names.LABEL_POOL: pool,
+        names.LABEL_NODE: names.label_value(node),
+    }
+
+
+def connection_ref(pool: str, namespace: str) -> Ref:
+    """Address of the ConfigMap that engine pods read to attach."""
+    return Ref(CONFIG_MAP, f"{pool}-connection", namespace)
+
+
+_DIGEST_BYTES: Final = 8
+"""64 bits: compared among the few revisions of one object, not a security boundary."""
+
+
+def digest(value: object) -> str:
+    """Name a JSON value by 16 hexadecimal digits; key order and white space do not matter."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def format_time(moment: datetime) -> str:
+    """Write whole seconds of UTC: `2026-01-31T12:00:00Z`."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def parse_time(text: str) -> datetime | None:
+    """Read a time; None for an empty or unreadable one. A time without a zone is taken for UTC."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def body_of(ref: Ref, metadata: dict[str, Any], **parts: Any) -> dict[str, Any]:
+    """Put an object together; its name and namespace come from `ref`."""
+    place = {"namespace": ref.namespace} if ref.namespace else {}
+    return {
+        "apiVersion": ref.kind.api_version,
+        "kind": ref.kind.name,
+        "metadata": {"name": ref.name, **place, **metadata},
+        **parts,
+    }
+
+
+def sealed(ref: Ref, metadata: dict[str, Any], **parts: Any) -> dict[str, Any]:
+    """Put an object together whose content its annotation names: the API server fills in more than we write."""
+    annotations = {names.ANNOTATION_DIGEST: digest([metadata, parts])}
+    return body_of(ref, {**metadata, "annotations": annotations}, **parts)
+
+
+def owner_reference(kind: Kind, meta: ObjectMeta) -> dict[str, Any]:
+    """Let the garbage collector delete what outlives its owner, also when the operator is away."""
+    return {
+        "apiVersion": kind.api_version,
+        "kind": kind.name,
+        "name": meta.name,
+        "uid": meta.uid,
+        "controller": True,
+        "blockOwnerDeletion": False,
+    }

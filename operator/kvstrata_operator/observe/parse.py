@@ -14,9 +14,9 @@ import msgspec
 from pydantic import ValidationError
 
 from kvstrata_api import names, units
-from kvstrata_api.conditions import Condition
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.base import ApiModel, ObjectMeta
+from kvstrata_api.models.conditions import Condition
 from kvstrata_api.models.operation import KVOperation
 from kvstrata_api.models.pool import KVPool
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
@@ -25,12 +25,11 @@ from kvstrata_api.validate import parse_as, validate
 from kvstrata_api.validate_structure import Problem
 from kvstrata_api.wrapping import DATA_SUFFIX
 from kvstrata_kube.store import version_of
-from kvstrata_operator.decide.plan import objects
 from kvstrata_operator.observe import kinds
-from kvstrata_operator.observe.digest import digest
-from kvstrata_operator.observe.kinds import Kind
+from kvstrata_operator.observe.kinds import Kind, digest
 from kvstrata_operator.observe.records import (
     AnswerSeen,
+    ConditionSeen,
     ConfigMapSeen,
     Declared,
     DemandSeen,
@@ -40,7 +39,6 @@ from kvstrata_operator.observe.records import (
     ScopeSecretSeen,
     TenantSeen,
     TierSeen,
-    Verdict,
 )
 
 MODELS: Final[Mapping[Kind, type[ApiModel]]] = {
@@ -196,7 +194,7 @@ def parse_pool_node(raw: bytes) -> PoolNodeSeen:
         pool=intern(spec.pool_ref),
         node=spec.node_name,
         is_marked=bool(meta.owner_references)
-        and objects.pool_node_labels(spec.pool_ref, spec.node_name).items() <= meta.labels.items(),
+        and kinds.pool_node_labels(spec.pool_ref, spec.node_name).items() <= meta.labels.items(),
         revision=intern(spec.revision),
         tiers_digest=tiers_digest,
         memory_tier_bytes=memory_tier_bytes,
@@ -217,9 +215,9 @@ def parse_pool_node(raw: bytes) -> PoolNodeSeen:
     )
 
 
-def _answer(told: _Answer) -> AnswerSeen:
-    counts = (told.blocks_done, told.blocks_total, told.bytes_done, told.bytes_total, told.blocks_missing)
-    return AnswerSeen(intern(told.phase), intern(told.reason), told.message, *counts)
+def _answer(answer: _Answer) -> AnswerSeen:
+    counts = (answer.blocks_done, answer.blocks_total, answer.bytes_done, answer.bytes_total, answer.blocks_missing)
+    return AnswerSeen(intern(answer.phase), intern(answer.reason), answer.message, *counts)
 
 
 def parse_scope_secret(raw: bytes) -> ScopeSecretSeen:
@@ -251,7 +249,7 @@ def parse_config_map(raw: bytes) -> ConfigMapSeen:
 
 
 def parse_declared(kind: Kind, body: Mapping[str, Any]) -> Declared[Any]:
-    """Read an administrator's object; one that is not valid is kept with the reason, so that it can be told.
+    """Read an administrator's object; one that is not valid is kept with the reason, so that its status can state it.
 
     The API server has checked it by the rules of the day on which it was written; today's may be stricter.
     """
@@ -277,7 +275,7 @@ def parse_declared_raw(kind: Kind, raw: bytes) -> Declared[Any]:
 
 
 def stored_conditions(status: Mapping[str, Any]) -> tuple[Condition, ...]:
-    """Conditions as stored; unreadable ones are left out and so written anew."""
+    """Conditions as stored; unreadable ones are left out and so written again."""
     found = []
     for raw in status.get("conditions") or ():
         try:
@@ -289,24 +287,24 @@ def stored_conditions(status: Mapping[str, Any]) -> tuple[Condition, ...]:
 
 def _explain(problems: Sequence[Problem]) -> str:
     """Fields and reasons in one line; empty when there are none."""
-    told = [str(problem) for problem in problems[:_ERRORS_MAX]]
+    listed = [str(problem) for problem in problems[:_ERRORS_MAX]]
     more = [f"and {len(problems) - _ERRORS_MAX} more"] if len(problems) > _ERRORS_MAX else []
-    return "; ".join(told + more)
+    return "; ".join(listed + more)
 
 
 _NONE: Final[Mapping[str, int]] = MappingProxyType({})
 
 
-@lru_cache(maxsize=1024)  # Most agents say the same.
-def _conditions(said: tuple[tuple[str, str, str, str], ...]) -> Mapping[str, Verdict]:
-    """Type, status, reason and message of each, as one value for all agents that say so."""
+@lru_cache(maxsize=1024)  # Most agents report the same.
+def _conditions(reported: tuple[tuple[str, str, str, str], ...]) -> Mapping[str, ConditionSeen]:
+    """Type, status, reason and message of each, as one value for all agents that report it."""
     return MappingProxyType(
-        {intern(type_): Verdict(intern(status), intern(reason), text) for type_, status, reason, text in said}
+        {intern(type_): ConditionSeen(intern(status), intern(reason), text) for type_, status, reason, text in reported}
     )
 
 
 def _tier(tier: _StatusTier) -> TierSeen:
-    told = tier.demand
+    demand = tier.demand
     return _shared(
         TierSeen(
             name=intern(tier.name),
@@ -315,7 +313,9 @@ def _tier(tier: _StatusTier) -> TierSeen:
             capacity_bytes=tier.capacity_bytes,
             used_bytes=tier.used_bytes,
             last_error=tier.last_error,
-            demand=None if told is None else DemandSeen(told.gain_permille, told.loss_permille, told.held_bytes),
+            demand=None
+            if demand is None
+            else DemandSeen(demand.gain_permille, demand.loss_permille, demand.held_bytes),
             blocks=units.coarse(tier.blocks),
         )
     )

@@ -141,7 +141,7 @@ def room_of(volumes: Iterable[Mapping[str, Any]], containers: Iterable[Mapping[s
 
 
 def _meant_for(affinity: dict[str, Any]) -> str:
-    """Return the node that the DaemonSet controller made a pod for; it says so by an affinity to one name."""
+    """Return the node that the DaemonSet controller made a pod for; it states it by an affinity to one name."""
     required = affinity.get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", {})
     for term in required.get("nodeSelectorTerms", ()):
         for wanted in term.get("matchFields", ()):
@@ -186,7 +186,7 @@ def parse_stateful_set(raw: bytes) -> StatefulSetSeen:
 
 
 def _redis_memory_bytes(spec: Mapping[str, Any]) -> int:
-    """Return what Redis is told; 0 from a StatefulSet that we cannot have made."""
+    """Return the `maxmemory` that Redis is given; 0 from a StatefulSet that we cannot have made."""
     containers = spec.get("template", {}).get("spec", {}).get("containers", ())
     redis: Mapping[str, Any] = next((c for c in containers if c.get("name") == names.REDIS_CONTAINER), {})
     given = {v["name"]: v.get("value", "") for v in redis.get("env", ())}

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from kvstrata_api.conditions import Condition
 from kvstrata_api.models.base import ApiModel, ObjectMeta
+from kvstrata_api.models.conditions import Condition
 from kvstrata_kube.store import version_of
 from kvstrata_operator.observe.kinds import Kind, Ref
 
@@ -95,7 +95,7 @@ class TierSeen:
     used_bytes: int
     last_error: str
     demand: DemandSeen | None = None
-    """What reuse says about its size; None of a tier that does not scale, or is not used yet."""
+    """What reuse implies for its size; None of a tier that does not scale, or is not used yet."""
     blocks: int = 0
     """Blocks that it holds, rounded down by an eighth at most."""
 
@@ -112,7 +112,7 @@ class TenantSeen:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSeen:
-    """What an agent says of its part of a KVOperation."""
+    """What an agent reports of its part of a KVOperation."""
 
     phase: str
     reason: str
@@ -125,7 +125,7 @@ class AnswerSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ConditionSeen:
     """One condition of a KVPoolNode, without its times."""
 
     status: str
@@ -152,7 +152,7 @@ class PoolNodeSeen:
     drain: DrainSeen
     is_deleting: bool
     observed_revision: str
-    conditions: Mapping[str, Verdict]
+    conditions: Mapping[str, ConditionSeen]
     tiers: tuple[TierSeen, ...]
     queried_blocks: int
     hit_blocks: int
@@ -164,7 +164,7 @@ class PoolNodeSeen:
     orders: tuple[str, ...] = ()
     """Uids of the KVOperations that the spec orders a part of."""
     answers: Mapping[str, AnswerSeen] = field(default_factory=dict)
-    """What the agent says of them, by uid."""
+    """What the agent reports of them, by uid."""
     is_heard: bool = False
     """True when the status speaks of the spec as it is now."""
     erased: Mapping[str, int] = field(default_factory=dict)
@@ -238,7 +238,7 @@ class MadeSeen:
     uid: str
     version: int = field(compare=False)
     content_digest: str
-    """As it was made, see `objects.sealed`."""
+    """As it was made, see `kinds.sealed`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ class StatefulSetSeen:
     body: Mapping[str, object]
     """Labels, annotations and owners under `metadata`, and `spec`, as stored."""
     memory_bytes: int
-    """`maxmemory` that it was made with; 0 when it says none."""
+    """`maxmemory` that it was made with; 0 when it declares none."""
     is_deleting: bool
     is_observed: bool
     """True when the status speaks of the spec as it is now."""
@@ -268,7 +268,7 @@ class Room:
     paths: frozenset[str] = frozenset()
     """Directories of the host."""
     limits_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Memory and huge pages by resource name; memory is without limit where it is not said."""
+    """Memory and huge pages by resource name; memory is without limit where none is given."""
 
     def covers(self, other: "Room") -> bool:
         """True when tiers that were made for `other` fit in here."""
@@ -294,7 +294,7 @@ class AgentPodSeen:
     is_deleting: bool
     is_ready: bool
     ready_since: str
-    """When `is_ready` last changed, RFC 3339; empty before the kubelet has told."""
+    """When `is_ready` last changed, RFC 3339; empty before the kubelet has reported."""
     trouble: str
     """Why it does not run, in the words of scheduler or kubelet; empty when nothing is wrong."""
     room: Room

@@ -1,9 +1,9 @@
-"""Lists the administrator's kinds now and then, so that nothing depends on events alone.
+"""Events and complete lists of the administrator's kinds into their stores: nothing depends on events alone.
 
-kopf tells of changes at once, but never of what vanished while it was away, and of nothing while it starts anew. So: a
+kopf reports changes at once, but never what vanished while it did not watch (`tests/contract/test_kopf.py`). So: a
 complete list at the start and every `interval_s`, and every `VIGIL_EVERY_S` for a while after anything broke. The
 objects are few, and only those that changed are parsed. A change that a list showed and no event followed for
-`FEED_LAG_S` means that the feed is deaf, and it is started anew.
+`FEED_LAG_S` means that kopf is deaf: it is counted, and lists stand in until kopf has opened its watch again.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from kvstrata_kube.store import Store
 from kvstrata_kube.watch import Source, list_objects
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.kinds import Kind
-from kvstrata_operator.observe.parse import parse_declared_raw
+from kvstrata_operator.observe.parse import parse_declared, parse_declared_raw
 from kvstrata_operator.observe.records import Declared
 
 log = logging.getLogger(__name__)
@@ -32,10 +32,10 @@ RETRY_S: Final = 1.0
 """Pause after a list that failed."""
 
 VIGIL_S: Final = 30.0
-"""How long after a break the feed is not trusted: kopf needs up to 20 s to stop and start again."""
+"""How long after a break events are not relied on: kopf tries every second, and a refusal or two may come first."""
 
 VIGIL_EVERY_S: Final = 2.0
-"""Between two lists meanwhile."""
+"""Interval of lists meanwhile."""
 
 
 class Resync:
@@ -53,8 +53,8 @@ class Resync:
         self._vigil_until_s = float("-inf")
         self.first = asyncio.Event()
         """Set once every kind has been listed."""
-        self._untold: dict[tuple[Kind, str], tuple[int, float]] = {}
-        """Version and monotonic second of changes that a list showed and no event has told yet."""
+        self._unconfirmed: dict[tuple[Kind, str], tuple[int, float]] = {}
+        """Version and monotonic second of changes that a list showed and no event has brought yet."""
 
     def again(self) -> None:
         """List soon: the world may be older than the API server."""
@@ -65,14 +65,19 @@ class Resync:
         self._vigil_until_s = _now_s() + VIGIL_S
         self._wake.set()
 
-    def told(self, record: Declared[Any]) -> None:
-        """Note that an event came for an object."""
-        version, _ = self._untold.get((record.kind, record.key), (0, 0.0))
+    def on_event(self, kind: Kind, is_deleted: bool, body: Mapping[str, Any]) -> None:  # noqa: FBT001  As `Feed` calls it.
+        """Take in an event of the feed."""
+        record = parse_declared(kind, body)
+        version, _ = self._unconfirmed.get((kind, record.key), (0, 0.0))
         if record.version >= version:
-            self._untold.pop((record.kind, record.key), None)
+            self._unconfirmed.pop((kind, record.key), None)
+        if is_deleted:
+            self._stores[kind].remove(record.key, record.uid, record.version)
+        else:
+            self._stores[kind].put(record)
 
-    async def run(self, deaf: Callable[[Kind], None]) -> None:
-        """List for ever; call `deaf` for each kind of which an event is missing."""
+    async def run(self, on_missed_events: Callable[[Kind], None]) -> None:
+        """List for ever; call `on_missed_events` for each kind of which an event is missing."""
         while True:
             self._wake.clear()
             try:
@@ -83,10 +88,10 @@ class Resync:
                 await asyncio.sleep(RETRY_S)
                 continue
             self.first.set()
-            await self._rest(deaf)
+            await self._rest(on_missed_events)
 
-    async def _rest(self, deaf: Callable[[Kind], None]) -> None:
-        """Wait for the next list; meanwhile look whether the feed follows."""
+    async def _rest(self, on_missed_events: Callable[[Kind], None]) -> None:
+        """Wait for the next list; meanwhile check that events follow."""
         until_s = _now_s() + (VIGIL_EVERY_S if _now_s() < self._vigil_until_s else self._interval_s)
         while not self._wake.is_set() and (left_s := until_s - _now_s()) > 0:
             try:
@@ -94,13 +99,13 @@ class Resync:
                     await self._wake.wait()
             except TimeoutError:
                 for kind in self._overdue(_now_s()):
-                    deaf(kind)
+                    on_missed_events(kind)
 
     def _overdue(self, now_s: float) -> set[Kind]:
-        """Kinds with a change that no event has told in time; forgotten once said."""
-        late = {key for key, (_, since_s) in self._untold.items() if now_s - since_s > FEED_LAG_S}
+        """Kinds with a change that no event has brought in time; each is reported once."""
+        late = {key for key, (_, since_s) in self._unconfirmed.items() if now_s - since_s > FEED_LAG_S}
         for key in late:
-            del self._untold[key]
+            del self._unconfirmed[key]
         return {kind for kind, _ in late}
 
     async def _list(self, kind: Kind) -> None:
@@ -109,7 +114,7 @@ class Resync:
         records, version = await list_objects(self._api, Source(kind.path(), partial(_parse, kind, store)))
         news = store.take(records, version)
         if was_synced:
-            self._untold |= {(kind, record.key): (record.version, _now_s()) for record in news}
+            self._unconfirmed |= {(kind, record.key): (record.version, _now_s()) for record in news}
         self._listed(kind)
 
 

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 import regions
-from backend_contract import CAPACITY_BYTES, BackendContract, content, put
 from recorded import Record
 
 from kvstrata_agent.backends.base import TierBackend
@@ -14,6 +13,7 @@ from kvstrata_agent.backends.device.devdax import DRIVER, open_devdax
 from kvstrata_api.errors import InvalidInputError, UnsupportedError
 from kvstrata_api.units import MIB
 from kvstrata_node.discovery import DaxDevice, discover
+from support.backends.contract import CAPACITY_BYTES, BackendContract, content, put
 
 DEVICE = "dax0.0"
 

@@ -6,8 +6,6 @@ from collections.abc import AsyncIterator
 import pages
 import pytest
 import regions
-from backend_contract import CAPACITY_BYTES, content, get, put
-from mappable_contract import MappableContract
 from recorded import Record
 
 from kvstrata_agent.backends.base import TierBackend
@@ -16,6 +14,8 @@ from kvstrata_api.models.pool import CxlTier
 from kvstrata_api.tiers import CxlMode
 from kvstrata_api.units import MIB
 from kvstrata_node.discovery import NumaNode, discover
+from support.backends.contract import CAPACITY_BYTES, content, get, put
+from support.backends.mappable_contract import MappableContract
 
 NUMA = CxlTier(mode=CxlMode.NUMA_NODE)
 

@@ -2,7 +2,6 @@
 
 import pages
 import pytest
-from backend_contract import ANNA, put_until_refused
 from recorded import Record
 
 from kvstrata_agent.backends.memory.cxl import open_cxl
@@ -12,12 +11,13 @@ from kvstrata_api.errors import TierFullError
 from kvstrata_api.models.pool import CxlTier
 from kvstrata_api.units import MIB
 from kvstrata_node.discovery import discover
+from support.backends.contract import ANNA, put_until_refused
 
 
 async def test_a_node_that_others_filled_is_a_full_tier_and_no_death(
     record_property: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("backend_contract.BLOCK_BYTES", MIB)
+    monkeypatch.setattr("support.backends.contract.BLOCK_BYTES", MIB)
     far = next(n for n in discover().cpuless if n.id == 1)
     backend = open_cxl(CxlTier(), 128 * MIB, (far,))
     theirs = make_bound(pages.free_bytes(1) - 48 * MIB, 4096, Placement((1,)))

@@ -4,12 +4,12 @@ import mmap
 import os
 
 import regions
-from backend_contract import CAPACITY_BYTES, content, get, put
 from recorded import Record
 
 from kvstrata_agent.backends.device.devdax import DRIVER, open_devdax
 from kvstrata_api.units import MIB
 from kvstrata_node.discovery import DaxDevice, discover
+from support.backends.contract import CAPACITY_BYTES, content, get, put
 
 MARK = b"kvstrata: these bytes were flushed to the device\n"
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import regions
-from backend_contract import CAPACITY_BYTES, content, get, put
 from recorded import Record
 
 from kvstrata_agent.backends.device.devdax import open_devdax
@@ -26,19 +25,20 @@ from kvstrata_agent.backends.memory.mapping import Placement
 from kvstrata_api.models.pool import CxlTier
 from kvstrata_api.tiers import CxlMode
 from kvstrata_api.units import MIB
+from kvstrata_node.books import read_dax_book
 from kvstrata_node.dax import DaxKeeper
-from kvstrata_node.dax_book import read_dax_book
-from kvstrata_node.dax_plan import DEVDAX, KMEM, Rules, Wish
+from kvstrata_node.dax_plan import DEVDAX, KMEM, CxlDemand, Rules
 from kvstrata_node.dax_sysfs import DaxMachine, Sysfs
 from kvstrata_node.dax_verdict import Reason
 from kvstrata_node.discovery import read_dax, read_machine
+from support.backends.contract import CAPACITY_BYTES, content, get, put
 
 DEVICE = "dax0.0"
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 STATE = Path("/tmp/state")
-MAPPED = Wish(devices_bytes=(8 * MIB, 8 * MIB))
+MAPPED = CxlDemand(devices_bytes=(8 * MIB, 8 * MIB))
 """Two devices: the persistent one and one more."""
-ONLINE = Wish(numa_bytes=300 * MIB)
+ONLINE = CxlDemand(numa_bytes=300 * MIB)
 """More than the node of firmware has."""
 
 
@@ -195,14 +195,14 @@ class DyingSysfs(Sysfs):
             super().offline([state])
 
 
-def dies(wish: Wish, die_at: int) -> bool:
+def dies(demand: CxlDemand, die_at: int) -> bool:
     """A process that is killed before one of its writes, counted from 0; false when it ends first."""
     pid = os.fork()
     if not pid:
         with contextlib.suppress(BaseException):
             dying = keeper()
             dying.machine = DaxMachine(sysfs=DyingSysfs(die_at))
-            dying.round(wish)
+            dying.round(demand)
             os._exit(0)
         os._exit(1)
     status = os.waitpid(pid, 0)[1]
@@ -214,11 +214,11 @@ def test_killed_before_any_of_its_writes_it_ends_where_it_would_have(record_prop
     kills, is_going = {DEVDAX: 0, KMEM: 0}, True
     while is_going:
         is_going = False
-        for target, wish in ((DEVDAX, MAPPED), (KMEM, ONLINE)):
-            if dies(wish, kills[target]):
+        for target, demand in ((DEVDAX, MAPPED), (KMEM, ONLINE)):
+            if dies(demand, kills[target]):
                 kills[target] += 1
                 is_going = True
-            assert [reason for reason, _ in keeper().round(wish).values()] == [Reason.PRESENT]
+            assert [reason for reason, _ in keeper().round(demand).values()] == [Reason.PRESENT]
             assert drivers()[DEVICE] == target
     record_property("kills", kills)
     assert min(kills.values()) >= 4
@@ -228,10 +228,10 @@ def test_a_device_gets_its_former_driver_back_where_that_is_declared() -> None:
     assert drivers()[DEVICE] == KMEM
     (STATE / "dax.json").unlink()
     assert keeper(gives_back=True).round(MAPPED)[CxlMode.DEV_DAX][0] is Reason.PRESENT
-    assert keeper().round(Wish()) == {}
+    assert keeper().round(CxlDemand()) == {}
     assert drivers()[DEVICE] == DEVDAX
 
-    keeper(gives_back=True).round(Wish())
+    keeper(gives_back=True).round(CxlDemand())
 
     seen = DaxMachine().device(DEVICE)
     assert seen is not None

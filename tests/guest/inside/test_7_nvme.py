@@ -7,17 +7,17 @@ from pathlib import Path
 import breakage
 import pytest
 import regions
-from backend_contract import CAPACITY_BYTES, PersistentContract, content, get, put
 from recorded import Record
 
 from kvstrata_agent.backends.base import TierBackend
+from kvstrata_agent.backends.file.index_format import parse_name
 from kvstrata_agent.backends.file.open_store import open_nvme
 from kvstrata_agent.backends.file.record_store import RecordStore
-from kvstrata_agent.backends.file.segment_name import parse_name
-from kvstrata_agent.backends.record.header import HEADER_BYTES
+from kvstrata_agent.backends.record.layout import HEADER_BYTES
 from kvstrata_api.errors import BackendFailedError, KvStrataError
 from kvstrata_api.models.pool import NvmeTier
 from kvstrata_node.discovery import discover
+from support.backends.contract import CAPACITY_BYTES, PersistentContract, content, get, put
 
 
 def mounted(number: int) -> Path:

@@ -14,10 +14,9 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from kvstrata_telemetry import ready
-from kvstrata_telemetry.catalog import Kind, Metric
-from kvstrata_telemetry.docs import BY_NAME
+from kvstrata_telemetry.catalog import BY_NAME
 from kvstrata_telemetry.http import serve
-from kvstrata_telemetry.metrics import Instruments
+from kvstrata_telemetry.metrics import Instruments, Kind, Metric
 
 VALUES = {
     "pool": ["llama"],

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.backends.base import Capabilities, matches
 from kvstrata_agent.backends.device.device_tier import DeviceTier
-from kvstrata_agent.backends.memory import sigbus as torn
+from kvstrata_agent.backends.memory import sigbus
 from kvstrata_api.errors import (
     BackendFailedError,
     BlockCorruptError,
@@ -131,9 +131,9 @@ class DaxMemory:
         self._unit_bytes = unit_bytes
         self._is_free = [True] * (size_bytes // unit_bytes)
         self._regions: dict[int, _Region] = {}
-        self._watched: dict[int, torn.Watched] = {}
+        self._guarded: dict[int, sigbus.Guarded] = {}
         self._lock = threading.Lock()
-        """`make` and the thread of the copies both look for room."""
+        """`make` and the thread of the copies both search for room."""
 
     def make(self, extent: int, size_bytes: int) -> None:
         """Give an extent the first units in a row that are free. See `DeviceMemory`."""
@@ -145,7 +145,7 @@ class DaxMemory:
                 raise TierFullError(f"{size_bytes} B of {self._path} in one piece; {free}", delay_s=0.1)
             self._is_free[first : first + units] = [False] * units
         region = self._regions[extent] = _Region(first * self._unit_bytes, units * self._unit_bytes)
-        self._watched[extent] = torn.watch(self._address + region.offset, region.size_bytes)
+        self._guarded[extent] = sigbus.guard(self._address + region.offset, region.size_bytes)
 
     def _first_free(self, units: int) -> int | None:
         run = 0
@@ -163,10 +163,10 @@ class DaxMemory:
 
     def release(self, extent: int) -> None:
         """Clear an extent and free its units, unless the device has failed there. See `DeviceMemory`."""
-        region, watched = self._regions.pop(extent), self._watched.pop(extent)
+        region, guarded = self._regions.pop(extent), self._guarded.pop(extent)
         self._clear(region)
-        torn.forget(watched)
-        if watched.is_torn:
+        sigbus.unguard(guarded)
+        if guarded.is_lost:
             return  # Zeros of ours lie there now, and what is behind them is not to be touched again.
         first, units = region.offset // self._unit_bytes, region.size_bytes // self._unit_bytes
         with self._lock:
@@ -187,13 +187,13 @@ class DaxMemory:
         return self._whole[at : at + size_bytes]
 
     def _check(self, extent: int) -> None:
-        """A load that the device cannot serve is a SIGBUS, which `torn` survives and remembers."""
-        if self._watched[extent].is_torn:
+        """A load that the device cannot serve is a SIGBUS, which `sigbus` survives and remembers."""
+        if self._guarded[extent].is_lost:
             raise BackendFailedError(f"{self._path}: memory error in extent {extent}; its blocks are lost")
 
     def broken(self) -> frozenset[int]:
         """Extents with memory errors."""
-        return frozenset(extent for extent, watched in tuple(self._watched.items()) if watched.is_torn)
+        return frozenset(extent for extent, guarded in tuple(self._guarded.items()) if guarded.is_lost)
 
     def close(self) -> None:
         """Clear what is left and unmap."""

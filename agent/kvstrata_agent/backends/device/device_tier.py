@@ -6,6 +6,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
+from kvstrata_agent.backends.base import OptionalCapabilities
 from kvstrata_agent.backends.slot_table import Extent, SlotTable, target_extent_bytes
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_api.errors import BackendFailedError, KvStrataError
@@ -43,7 +44,7 @@ class DeviceMemory(Protocol):
 Memory = TypeVar("Memory", bound=DeviceMemory)
 
 
-class DeviceTier(Generic[Memory]):
+class DeviceTier(OptionalCapabilities, Generic[Memory]):
     """Slots in a device's memory: what is the same for all tiers there (`TierBackend`). Copies run in one thread."""
 
     def __init__(
@@ -134,9 +135,9 @@ class DeviceTier(Generic[Memory]):
             self._release(extent)
         return closing
 
-    def relief(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:
+    def extents_to_free(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:
         """Extents whose emptying makes room for such a slot. See `TierBackend`."""
-        return frozenset() if self._table.has_room(scope, size_bytes) else self._table.relief(size_bytes)
+        return frozenset() if self._table.has_room(scope, size_bytes) else self._table.extents_to_free(size_bytes)
 
     def compact(self) -> frozenset[int]:
         """Close sparse extents, and those in which the device has failed. See `TierBackend`."""

@@ -103,8 +103,8 @@ def _next_run(where: str, before: Mapping[str, Any] | None) -> Claim:
 
 
 def _sum(content: Mapping[str, Any]) -> str:
-    said = json.dumps({key: value for key, value in content.items() if key != "sum"}, sort_keys=True)
-    return hashlib.blake2b(said.encode(), digest_size=16, person=b"kvstrata.claim").hexdigest()
+    canonical = json.dumps({key: value for key, value in content.items() if key != "sum"}, sort_keys=True)
+    return hashlib.blake2b(canonical.encode(), digest_size=16, person=b"kvstrata.claim").hexdigest()
 
 
 async def _load(volume: Volume, name: str) -> dict[str, Any]:
@@ -121,13 +121,13 @@ async def _load(volume: Volume, name: str) -> dict[str, Any]:
 
 async def replace(volume: Volume, name: str, content: Mapping[str, Any]) -> None:
     """Replace a small JSON file so that a crash leaves the old or the new one; durable on return."""
-    said = json.dumps(content).encode()
-    assert len(said) <= DIRECT_BYTES, f"{name} of {len(said)} B is no small file"
+    encoded = json.dumps(content).encode()
+    assert len(encoded) <= DIRECT_BYTES, f"{name} of {len(encoded)} B is no small file"
     await volume.unlink(name + NEW_SUFFIX)
     file = await volume.create(name + NEW_SUFFIX, DIRECT_BYTES)
     try:
         with mmap.mmap(-1, DIRECT_BYTES) as page, memoryview(page) as view:
-            view[:] = said.ljust(DIRECT_BYTES)  # O_DIRECT writes whole pages; JSON ignores the blanks.
+            view[:] = encoded.ljust(DIRECT_BYTES)  # O_DIRECT writes whole pages; JSON ignores the blanks.
             await file.write(0, partial(list, [view]))
     finally:
         await file.close()

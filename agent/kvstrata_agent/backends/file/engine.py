@@ -31,7 +31,7 @@ _TIME_S: Final = 0.5
 
 _NEEDED_GAIN: Final = 0.75
 """io_uring has to take less than this part of the time of POSIX calls, which write neighbours as one, hash in the
-thread that writes, tell their errno and leave more of the processor: with both in a busy agent, in turns, they wrote
+thread that writes, return their errno and leave more of the processor: with both in a busy agent, in turns, they wrote
 blocks of 2 MiB 1.2 times as fast and of 256 KiB 1.3 times, read as fast, and took 20 to 30 % less of it."""
 
 
@@ -43,7 +43,7 @@ def prefers_posix(uring_s: Sequence[float], posix_s: Sequence[float]) -> bool:
 async def posix_is_faster(probe: Path, mover: NixlMover) -> bool:
     """Write and read the file `probe` by both engines; True also when no comparison was possible.
 
-    A disk without room for 16 MiB, or one that fails, is told of by whoever uses it.
+    A disk without room for 16 MiB, or one that fails, is reported by whoever uses it.
     """
     threads = ThreadPoolExecutor(_GROUPS, "kvstrata-probe")
     files: list[VolumeFile] = []
@@ -99,7 +99,7 @@ async def open_volume(
 ) -> Volume:
     """Make the directory, take its lock and start the best engine that works there.
 
-    `Auto` takes the faster one of NIXL and POSIX threads, by trying. `fallback` of the volume says why it is not the
+    `Auto` takes the faster one of NIXL and POSIX threads, by trying. `fallback` of the volume states why it is not the
     one asked for. Raises `InvalidInputError` when another process
     holds the directory (unless `is_waiting` until it lets go), or it cannot be written.
     """
@@ -193,7 +193,7 @@ async def _uring_or_posix(directory: Path, lock_fd: int, probe: Path, *, is_meas
 
 
 def file_system(path: Path) -> str:
-    """Type of the file system that holds `path`, from /proc/self/mountinfo; empty when it cannot be told."""
+    """Type of the file system that holds `path`, from /proc/self/mountinfo; empty when it is unknown."""
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():

@@ -1,8 +1,8 @@
 """The index of a record store on its volume: written whole now and then, and marked before a segment differs from it.
 
-What makes it right after a crash: a start believes the list for those segments only that the map says were not touched.
-The map is on the medium before the first change of a segment; a new index takes the old one's place by a rename, with a
-map that holds all that was touched since the list was taken.
+What makes it right after a crash: a start believes the list for those segments only that the map does not mark. The
+map is on the medium before the first change of a segment; a new index takes the old one's place by a rename, with a
+map that marks all that was touched since the list was taken.
 """
 
 import asyncio
@@ -14,12 +14,13 @@ from functools import partial
 from typing import Final
 
 from kvstrata_agent.backends.file.claim import NEW_SUFFIX
-from kvstrata_agent.backends.file.index_encryption import EXTRA_BYTES, EntrySealing
 from kvstrata_agent.backends.file.index_format import (
     BODY_OFFSET,
+    EXTRA_BYTES,
     LISTED_MAX,
     MAPS,
     Body,
+    EntrySealing,
     Listed,
     body_head,
     pack_map,
@@ -28,8 +29,7 @@ from kvstrata_agent.backends.file.index_format import (
     unpack_body,
     unpack_map,
 )
-from kvstrata_agent.backends.file.segment import Segment
-from kvstrata_agent.backends.file.slot_index import Traits
+from kvstrata_agent.backends.file.segment import Segment, Traits
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES, Volume, VolumeFile
 from kvstrata_agent.backends.slot_table import round_up
 from kvstrata_agent.backends.threads import in_thread

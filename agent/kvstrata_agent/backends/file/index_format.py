@@ -1,24 +1,55 @@
-"""The index file of a record store: what a start reads instead of all headers (docs/format.md). Pure.
+"""Names of segment files, and the index file of a record store: what a start reads instead of all headers. Pure.
 
-Two map pages say which listed segments may differ from the list; the body lists segments and their records. Everything
-is under a MAC with the store's secret, so a torn, rotten or foreign index is none.
+Two map pages state which listed segments may differ from the list; the body lists segments and their records
+(docs/format.md). Everything is under a MAC with the store's secret, so a torn, rotten or foreign index is none. In a
+store that encrypts, the entries of each segment are sealed under the data key of its scope (`EntrySealing`).
 """
 
 import hashlib
 import hmac
+import re
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
 
-from kvstrata_agent.backends.file.segment_name import SegmentName
+from kvstrata_agent.backends.base import Columns, KeyAwayError
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES
-from kvstrata_agent.backends.recovered import Columns, fields_of
+from kvstrata_agent.backends.record.encryption import SALT_BYTES, TAG_BYTES, Sealer
+from kvstrata_agent.backends.record.layout import Form, SealedForm
+from kvstrata_agent.backends.recovered import fields_of
 from kvstrata_agent.backends.slot_table import round_up
 from kvstrata_api.blocks import KEY_BYTES, LayoutId, ScopeId
 from kvstrata_api.checksum import CHECKSUM_BYTES
+
+_NAME: Final = re.compile(r"seg-([0-9a-f]{8,})-([0-9a-f]+)-([0-9a-f]+)\.kv")
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentName:
+    """What a segment's file name states: enough to find its records without any index."""
+
+    id: int
+    stride_bytes: int
+    slots: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the file."""
+        return self.stride_bytes * self.slots
+
+    def __str__(self) -> str:
+        return f"seg-{self.id:08x}-{self.stride_bytes:x}-{self.slots:x}.kv"
+
+
+def parse_name(name: str) -> SegmentName | None:
+    """Read a segment's file name; None for other files."""
+    match = _NAME.fullmatch(name)
+    return SegmentName(*(int(g, 16) for g in match.groups())) if match else None
+
 
 MAPS: Final = 2
 """Copies of the map, each in a page of its own: one torn or rotten page loses nothing."""
@@ -26,7 +57,7 @@ MAPS: Final = 2
 BODY_OFFSET: Final = MAPS * DIRECT_BYTES
 VERSION: Final = 1
 SEALED_VERSION: Final = 2
-"""Scopes are listed by their tags, and the entries of each segment are sealed (`index_sealing`)."""
+"""Scopes are listed by their tags, and the entries of each segment are sealed (`EntrySealing`)."""
 
 _MAP_MAGIC: Final = b"KVSTRMAP"
 _MAP: Final = struct.Struct("<8sQQ")
@@ -190,8 +221,8 @@ def _unpack_segments(
     for _ in range(count):
         segment_id, stride_bytes, slots, length = _SEGMENT.unpack_from(whole, at)
         at += _SEGMENT.size
-        said = bytes(whole[at : at + length])
-        scope = ScopeId(said.hex() if is_sealed else said.decode())
+        name = bytes(whole[at : at + length])
+        scope = ScopeId(name.hex() if is_sealed else name.decode())
         found.append((SegmentName(segment_id, stride_bytes, slots), scope))
         at += length
     return found, at
@@ -215,14 +246,75 @@ def pack_map(generation: int, sequence: int, bits: bytes, copy: int, secret: byt
 
 def unpack_map(page: memoryview, generation: int, copy: int, secret: bytes) -> tuple[int, bytes] | None:
     """Sequence and bits of one copy of the map; None when it is none of this index."""
-    said = bytes(page[:-_TAG_BYTES])
-    if not hmac.compare_digest(bytes(page[-_TAG_BYTES:]), _tag(said, secret, b"kvstrata.map%d" % copy)):
+    content = bytes(page[:-_TAG_BYTES])
+    if not hmac.compare_digest(bytes(page[-_TAG_BYTES:]), _tag(content, secret, b"kvstrata.map%d" % copy)):
         return None
-    magic, of_generation, sequence = _MAP.unpack_from(said)
+    magic, of_generation, sequence = _MAP.unpack_from(content)
     if magic != _MAP_MAGIC or of_generation != generation:
         return None
-    return sequence, said[_MAP.size :]
+    return sequence, content[_MAP.size :]
 
 
 def _tag(content: bytes | memoryview, secret: bytes, person: bytes) -> bytes:
     return hashlib.blake2b(content, key=secret, digest_size=_TAG_BYTES, person=person).digest()
+
+
+EXTRA_BYTES: Final = SALT_BYTES + TAG_BYTES
+"""Before the ciphertext of a segment's entries: salt and tag."""
+
+_BOUND: Final = struct.Struct("<8sQQQQ")
+"""magic, generation of the index, id, stride and slots of the segment; then the scope and the store's secret."""
+
+_MAGIC: Final = b"KVSTRENT"
+_PART: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class EntrySealing:
+    """Seals and opens the entries of one store's index."""
+
+    sealer: Sealer
+    secret: bytes = field(repr=False)
+
+    def has_key(self, scope: ScopeId) -> bool:
+        """True while the entries of a scope can be sealed."""
+        with suppress(KeyAwayError):
+            self.sealer.key(scope, self.sealer.tag(scope))
+            return True
+        return False
+
+    def tags(self, body: Body) -> list[bytes]:
+        """What stands for the scope of each segment. Raises `KeyAwayError`."""
+        return [self.sealer.tag(s.scope) for s in body.listed]
+
+    def seal(self, generation: int, listed: Listed, into: memoryview) -> None:
+        """Fill `into`, which has `EXTRA_BYTES` more than the entries. Raises `KeyAwayError`."""
+        salt, key = self.sealer.new_key(listed.scope)
+        tag = key.seal(_PART, listed.entries, into[EXTRA_BYTES:], self._bound(generation, listed))
+        into[:EXTRA_BYTES] = salt + tag
+
+    def opened(self, body: Body) -> Body:
+        """Return the body with entries in the clear, without the segments that cannot be opened now."""
+        return replace(body, listed=tuple(self._opened(body)))
+
+    def _opened(self, body: Body) -> Iterator[Listed]:
+        for sealed in body.listed:
+            scope = self.sealer.keys.scope(bytes.fromhex(sealed.scope))
+            if scope is None or not self.has_key(scope):
+                continue
+            entries = memoryview(bytearray(len(sealed.entries) - EXTRA_BYTES))
+            found = Listed(sealed.name, scope, entries)
+            salt, tag = bytes(sealed.entries[:SALT_BYTES]), bytes(sealed.entries[SALT_BYTES:EXTRA_BYTES])
+            bound = self._bound(body.generation, found)
+            if self.sealer.key(scope, salt).open(_PART, sealed.entries[EXTRA_BYTES:], entries, bound, tag):
+                yield found
+
+    def _bound(self, generation: int, listed: Listed) -> bytes:
+        name = listed.name
+        fields = _BOUND.pack(_MAGIC, generation, name.id, name.stride_bytes, name.slots)
+        return fields + listed.scope.encode() + self.secret
+
+
+def entry_sealing(form: Form) -> EntrySealing | None:
+    """Return what seals the index of a store with records of this form; None for records in the clear."""
+    return EntrySealing(form.sealer, form.secret) if isinstance(form, SealedForm) else None

@@ -1,7 +1,7 @@
 """File I/O through NIXL's POSIX plugin on io_uring. The only NIXL import of the storage side.
 
 One thread owns the NIXL agent: it starts batches of transfers, many at a time, and polls those under way. What
-NIXL reports as failed is repeated by plain POSIX calls, which either succeed or tell the errno that NIXL hides.
+NIXL reports as failed is repeated by plain POSIX calls, which either succeed or return the errno that NIXL hides.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from kvstrata_agent.backends.file.posix import PosixFile, PosixVolume
 from kvstrata_agent.backends.file.volume import nothing
-from kvstrata_agent.backends.memory.mapping import address_of
+from kvstrata_agent.backends.scratch import address_of
 from kvstrata_agent.backends.threads import in_thread, settle, together
 from kvstrata_api.errors import UnsupportedError
 
@@ -66,7 +66,7 @@ class NixlMover:
         self._thread.start()
 
     async def move(self, operation: str, fd: int, offset: int, parts: Sequence[memoryview]) -> bool:
-        """READ or WRITE a range; false when NIXL did not, for a reason that it does not tell."""
+        """READ or WRITE a range; false when NIXL did not, for a reason that it does not report."""
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._queue.put(_Transfer(operation, fd, offset, parts, future))
         if self._is_stopped:

@@ -162,7 +162,7 @@ def _read_ranges(fd: int, ranges: Sequence[tuple[int, memoryview]], then: Callab
 
 
 def joined(ranges: Sequence[tuple[int, memoryview]]) -> list[tuple[int, list[memoryview]]]:
-    """Ranges that lie close to each other as one read: what stands between them goes to memory that nobody looks at."""
+    """Ranges that lie close to each other as one read: what stands between them goes to memory that nobody reads."""
     reads: list[tuple[int, list[memoryview]]] = []
     end = -1
     for offset, into in sorted(ranges, key=itemgetter(0)):

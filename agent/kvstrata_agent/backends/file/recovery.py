@@ -1,29 +1,24 @@
-"""Taking over what earlier runs left in a volume. Sealed records whose key is not there wait, and are kept.
+"""Taking over what earlier runs left in a volume: from the index where it can be believed, else from all headers.
 
-Finding the records of earlier runs: from the index where it can be believed, else from the headers of every slot.
+Sealed records whose key is not there wait, and are kept.
 """
 
 import asyncio
 import errno
 import mmap
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from kvstrata_agent.backends.base import Record
-from kvstrata_agent.backends.file.index_file import IndexFile
-from kvstrata_agent.backends.file.index_format import Body, Listed, unpack_entries
+from kvstrata_agent.backends.base import Columns, Record
+from kvstrata_agent.backends.file.index_format import Body, Listed, SegmentName, parse_name, unpack_entries
 from kvstrata_agent.backends.file.segment import Segment
-from kvstrata_agent.backends.file.segment_name import SegmentName, parse_name
-from kvstrata_agent.backends.file.slot_index import Traits
+from kvstrata_agent.backends.file.segment_io import SegmentIo, StoreState
 from kvstrata_agent.backends.file.volume import Volume, VolumeFile
-from kvstrata_agent.backends.record.header import HEADER_BYTES
-from kvstrata_agent.backends.record.layout import Form
-from kvstrata_agent.backends.record.sealed import Unread
-from kvstrata_agent.backends.recovered import Columns, columns_of
-from kvstrata_agent.backends.slot_table import NOBODY, SlotTable
-from kvstrata_api.errors import BackendFailedError
+from kvstrata_agent.backends.record.layout import HEADER_BYTES, Form, Unread
+from kvstrata_agent.backends.recovered import columns_of
+from kvstrata_agent.backends.slot_table import NOBODY
 
 _AT_A_TIME: Final = 8
 """Segments read at once; header reads are 4 KiB each and wait for the device."""
@@ -45,7 +40,7 @@ class Found:
     blocks: Columns | None = None
     """Its records; None when there are none."""
     listed: Listed | None = None
-    """What the index says of it, when it was believed."""
+    """What the index lists of it, when it was believed."""
     is_bad: bool = False
     """The medium failed here."""
     unread: bytes = b""
@@ -54,7 +49,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """One look for what earlier runs left in `volume`."""
+    """One scan for what earlier runs left in `volume`."""
 
     volume: Volume
     form: Form
@@ -67,11 +62,11 @@ class Scan:
         files = sorted((n for n in map(parse_name, names) if n is not None), key=lambda n: -n.id)
         for start in range(0, len(files), _AT_A_TIME):
             batch = files[start : start + _AT_A_TIME]
-            looks = (self.look(name, names[str(name)], listed.get(name)) for name in batch)
-            for found in await asyncio.gather(*looks):
+            scans = (self.scan(name, names[str(name)], listed.get(name)) for name in batch)
+            for found in await asyncio.gather(*scans):
                 yield found
 
-    async def look(self, name: SegmentName, size_bytes: int, listed: Listed | None = None) -> Found:
+    async def scan(self, name: SegmentName, size_bytes: int, listed: Listed | None = None) -> Found:
         """What one segment file holds, by the index when that lists it."""
         found = Found(name)
         if listed is not None and self.body is not None and size_bytes == name.size_bytes:
@@ -133,15 +128,16 @@ def _belongs(found: Found, uses: Sequence[tuple[int, int, Record]], record: Reco
     return is_of_scope and record.stored_bytes <= found.name.stride_bytes - HEADER_BYTES
 
 
-def adopt(found: Found, table: SlotTable, volume: Volume, traits: Traits) -> Segment:
-    """Enter what was found into the table, and make its segment."""
+def adopt(found: Found, state: StoreState, volume: Volume) -> Segment:
+    """Enter what was found into the tables, and make its segment."""
     name, blocks = found.name, found.blocks
     assert blocks is not None, "a segment without records is not adopted"
     stamps = blocks.stamps(name.size_bytes // name.stride_bytes)
-    extent = table.adopt(name.id, (blocks.scope, NOBODY, name.stride_bytes), name.size_bytes, stamps)
+    extent = state.table.adopt(name.id, (blocks.scope, NOBODY, name.stride_bytes), name.size_bytes, stamps)
     segment = Segment.of(extent, volume, is_made=True)
     segment.file = found.file
-    segment.enter_all(blocks, traits)
+    segment.enter_all(blocks, state.traits)
+    state.segments[name.id] = segment
     return segment
 
 
@@ -163,18 +159,11 @@ class Fit(Protocol):
 
 @dataclass(slots=True)
 class Recovery:
-    """Fills a store's tables from its volume. Methods raise what `fail` makes of an `OSError`."""
+    """Fills a store's tables from its volume. Methods raise `BackendFailedError` when the volume fails."""
 
-    volume: Volume
     form: Form
-    table: SlotTable
-    segments: dict[int, Segment]
-    traits: Traits
-    index: IndexFile
+    io: SegmentIo
     fit: Fit
-    differs: Callable[[], None]
-    """Called when the index does not list what was found."""
-    fail: Callable[[OSError], BackendFailedError]
     _waiting: dict[bytes, list[Found]] = field(default_factory=dict)
     """Segments whose headers could not be opened, by the tag of their scope."""
 
@@ -205,37 +194,38 @@ class Recovery:
                     assert found.blocks is not None, "else it is not adopted"
                     yield found.blocks
         except OSError as e:
-            raise self.fail(e) from e
+            raise self.io.fail(e) from e
 
     async def _run(self) -> AsyncGenerator[Found, None]:
         """Adopt what can be read. What holds nothing goes, and the oldest of what the capacity has no room for."""
-        names = await self.volume.names()
-        body = await self.index.load()
-        self.traits.kinds.extend(body.kinds if body else ())
-        self.table.skip_extents(body.next_segment if body else 0)
+        table = self.io.state.table
+        names = await self.io.volume.names()
+        body = await self.io.state.index.load()
+        self.io.state.traits.kinds.extend(body.kinds if body else ())
+        table.skip_extents(body.next_segment if body else 0)
         unwanted: list[Found] = []
-        async for found in Scan(self.volume, self.form, body).segments(names):
-            self.table.skip_extents(found.name.id + 1)
+        async for found in Scan(self.io.volume, self.form, body).segments(names):
+            table.skip_extents(found.name.id + 1)
             if await self._is_taken(found, unwanted):
                 yield found
-        await delete_all(self.volume, unwanted)
+        await delete_all(self.io.volume, unwanted)
 
     async def _resume(self, tag: bytes) -> AsyncGenerator[Found, None]:
-        """Look again; what is no record of ours after all goes."""
+        """Scan again; what is no record of ours after all goes."""
         unwanted: list[Found] = []
-        scan, names = Scan(self.volume, self.form, None), await self.volume.names()
+        scan, names = Scan(self.io.volume, self.form, None), await self.io.volume.names()
         for name in [f.name for f in self._waiting.pop(tag, ())]:
-            found = await scan.look(name, names.get(str(name), 0))
+            found = await scan.scan(name, names.get(str(name), 0))
             if await self._is_taken(found, unwanted):
                 yield found
-        await delete_all(self.volume, unwanted)
+        await delete_all(self.io.volume, unwanted)
 
     async def forget(self, tag: bytes) -> None:
         """Remove what waits for a key that is gone for good."""
         try:
-            await delete_all(self.volume, self._waiting.pop(tag, []))
+            await delete_all(self.io.volume, self._waiting.pop(tag, []))
         except OSError as e:
-            raise self.fail(e) from e
+            raise self.io.fail(e) from e
         finally:
             self.fit(0, 0)
 
@@ -249,7 +239,8 @@ class Recovery:
     def _take(self, found: Found, unwanted: list[Found]) -> bool:
         """Adopt a segment, let it wait or note that nobody wants it; True when it was adopted."""
         self.fit(1, found.name.slots)
-        is_over = self.table.held_bytes + found.name.size_bytes > self.table.capacity_bytes
+        table = self.io.state.table
+        is_over = table.held_bytes + found.name.size_bytes > table.capacity_bytes
         if is_over or not (found.blocks or found.unread):
             unwanted.append(found)
             return False
@@ -257,10 +248,10 @@ class Recovery:
             self._waiting.setdefault(found.unread, []).append(found)
             self.fit(0, 0)
             return False
-        segment = self.segments[found.name.id] = adopt(found, self.table, self.volume, self.traits)
+        segment = adopt(found, self.io.state, self.io.volume)
         if found.is_bad:
             segment.is_listable = False
-            self.table.close_extent(found.name.id)
+            table.close_extent(found.name.id)
         if found.listed is None:
-            self.differs()
+            self.io.index_soon()
         return True

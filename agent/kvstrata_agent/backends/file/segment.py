@@ -1,29 +1,33 @@
 """One segment file of a record store: creation, who uses it, what its slots hold, deletion.
 
-Some of a segment's slots, by their offsets: a byte for each slot, where a set takes a hundred. Pure.
+What is noted of each slot until the index is written takes two thirds of its entry there (`SlotNotes`), and a set of
+slots a byte for each, where a set of Python takes a hundred (`OffsetSet`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import struct
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvstrata_agent.backends.file.segment_name import SegmentName
-from kvstrata_agent.backends.file.slot_index import SlotNotes, Traits
+from kvstrata_agent.backends.file.index_format import FIELDS, Kinds, SegmentName
+from kvstrata_agent.backends.recovered import alike
 from kvstrata_agent.backends.slot_table import FREE, Extent
+from kvstrata_api.blocks import KEY_BYTES, LayoutId
+from kvstrata_api.checksum import CHECKSUM_BYTES
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
-    from kvstrata_agent.backends.base import Record, SlotRef
+    from numpy.typing import NDArray
+
+    from kvstrata_agent.backends.base import Columns, Record, SlotRef
     from kvstrata_agent.backends.file.volume import Volume, VolumeFile
-    from kvstrata_agent.backends.recovered import Columns
     from kvstrata_api.blocks import ScopeId
 
 
@@ -63,6 +67,103 @@ class OffsetSet:
             self.discard(offset)
 
 
+_NOTE: Final = struct.Struct("<II16s20s20s")
+"""traits (0: nothing to list), stored bytes, checksum, digest, parent. The slot's table knows the stamp."""
+
+NOTE_BYTES: Final = _NOTE.size
+_NOTE_FIELDS: Final = np.dtype(
+    [
+        ("traits", "<u4"), ("stored_bytes", "<u4"), ("checksum", "u1", CHECKSUM_BYTES), ("digest", "u1", KEY_BYTES),
+        ("parent", "u1", KEY_BYTES),
+    ]
+)  # fmt: skip
+"""The same for NumPy."""
+
+_NOTHING: Final = bytes(NOTE_BYTES)
+_STORED_BYTES_MAX: Final = 2**32 - 1
+TRAITS_MAX: Final = 1 << 16
+
+_Key = tuple[LayoutId, str, int, int, int]
+
+
+class Traits:
+    """What many records have in common, by number from 1. Numbers are kept: a store has few."""
+
+    def __init__(self, kinds: Kinds) -> None:
+        self.kinds = kinds
+        self._numbers: dict[_Key, int] = {}
+        self._table = np.zeros(16, FIELDS)
+
+    def number(self, record: Record) -> int | None:
+        """Return the number of a record's traits, new ones included; None when the index or a note has none left."""
+        key = (record.layout_id, record.codec, record.epoch, record.raw_bytes, len(record.parent))
+        found = self._numbers.get(key)
+        return self._add(key) if found is None else found
+
+    def _add(self, key: _Key) -> int | None:
+        layout_id, codec, epoch, raw_bytes, parent_length = key
+        kind, number = self.kinds.number(layout_id, codec), len(self._numbers) + 1
+        if kind is None or number > TRAITS_MAX:
+            return None
+        if number == len(self._table):
+            self._table = np.concatenate([self._table, np.zeros(number, FIELDS)])
+        row = self._table[number : number + 1]
+        row["kind"], row["epoch"], row["raw_bytes"], row["parent_length"] = kind, epoch, raw_bytes, parent_length
+        self._numbers[key] = number
+        return number
+
+    def entries(self, numbers: NDArray[np.uint32]) -> NDArray[np.void]:
+        """Entries of the index with what the numbers stand for and nothing else; all zeros for 0."""
+        entries: NDArray[np.void] = self._table.take(numbers)
+        return entries
+
+
+class SlotNotes:
+    """Notes of the slots of one segment: records that are durable and not dropped."""
+
+    def __init__(self, slots: int) -> None:
+        self._notes = bytearray(slots * NOTE_BYTES)
+
+    def set(self, index: int, record: Record, traits: Traits) -> bool:
+        """Note a record; False when there are no words for it, and nothing was noted."""
+        number = traits.number(record)
+        if number is None or record.stored_bytes > _STORED_BYTES_MAX:
+            return False
+        fields = (number, record.stored_bytes, record.checksum, record.key.digest, record.parent)
+        _NOTE.pack_into(self._notes, index * NOTE_BYTES, *fields)
+        return True
+
+    def set_all(self, found: Columns, traits: Traits) -> bool:
+        """Note what an earlier run has left; False when there are no words for some of it, and nothing was noted."""
+        firsts, of = alike(found.records)
+        numbers = [traits.number(found.record(first)) for first in firsts]
+        known = [number for number in numbers if number is not None]
+        if len(known) < len(numbers) or found.records["stored_bytes"].max() > _STORED_BYTES_MAX:
+            return False
+        notes = np.zeros(len(found), _NOTE_FIELDS)
+        notes["traits"] = np.array(known, np.uint32)[of]
+        for name in ("stored_bytes", "checksum", "digest", "parent"):
+            notes[name] = found.records[name]
+        np.frombuffer(self._notes, _NOTE_FIELDS)[found.indices] = notes
+        return True
+
+    def clear(self, index: int) -> None:
+        """Note that a slot holds nothing any more."""
+        self._notes[index * NOTE_BYTES : (index + 1) * NOTE_BYTES] = _NOTHING
+
+    def entries(self, stamps: Sequence[int], traits: Traits) -> memoryview:
+        """What the index lists of each slot, whose present use has this stamp: one `ENTRY_BYTES` after the other."""
+        notes = np.frombuffer(self._notes, _NOTE_FIELDS)
+        entries = traits.entries(notes["traits"])
+        entries["stamp"] = np.where(notes["traits"] != 0, np.asarray(stamps, np.uint64), 0)
+        for name in ("stored_bytes", "checksum", "digest", "parent"):
+            entries[name] = notes[name]
+        return memoryview(entries.view(np.uint8).data)
+
+
+assert _NOTE_FIELDS.itemsize == NOTE_BYTES, "both describe the same note"
+
+
 @dataclass(slots=True, eq=False)
 class Segment:
     """A file of equal slots of one scope. The file is made by the first write, not by `reserve`."""
@@ -82,9 +183,9 @@ class Segment:
     """True once the file is on the medium under its name."""
     is_listable: bool = True
     """False when the index has no words for one of its records, or the medium failed here."""
-    graves: dict[int, float] = field(default_factory=dict)
+    pending_discards: dict[int, float] = field(default_factory=dict)
     """Offsets of dropped records that are still there, and when they were dropped."""
-    burying: asyncio.Lock = field(default_factory=asyncio.Lock)
+    discarding: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while holes are punched: a late one must not hit the next record."""
     users: int = 0
     writers: int = 0
@@ -93,7 +194,7 @@ class Segment:
     """Set while nobody uses the file."""
     busy: dict[int, int] = field(default_factory=dict)
     """Transfers under way at each offset; such a slot is not used again before they end, even when it is dropped."""
-    doomed: dict[int, SlotRef] = field(default_factory=dict)
+    deferred_drops: dict[int, SlotRef] = field(default_factory=dict)
     """Slots that were dropped while they were busy."""
     _opening: asyncio.Task[VolumeFile] | None = None
 
@@ -111,13 +212,13 @@ class Segment:
         return segment
 
     def entries(self, traits: Traits) -> memoryview:
-        """What the index says of the slots now."""
+        """What the index would list of the slots now."""
         return self.notes.entries(self.stamps, traits)
 
     @property
     def is_settled(self) -> bool:
-        """True when the medium holds what the entries say, and nothing else that a start could find."""
-        return not self.writers and not self.graves
+        """True when the medium holds what the entries state, and nothing else that a start could find."""
+        return not self.writers and not self.pending_discards
 
     def enter(self, slot: SlotRef, record: Record, traits: Traits) -> None:
         """Note a record that is durable."""

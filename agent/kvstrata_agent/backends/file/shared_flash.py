@@ -1,6 +1,6 @@
 """Flash that several nodes mount: a record store of our own, and reading what other agents' stores hold beside it.
 
-Each agent writes below its own sub-directory alone. Everybody reads everywhere: a record says itself what it is, so a
+Each agent writes below its own sub-directory alone. Everybody reads everywhere: a record states itself what it is, so a
 slot that its owner has used again, or a file of another mount, is found out by its header and its checksum.
 """
 
@@ -13,16 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from kvstrata_agent.backends.base import KeyAwayError, Record, SlotRef
-from kvstrata_agent.backends.file.buffers import Buffers
+from kvstrata_agent.backends.base import KeyAwayError, Record, SharedBackend, SlotRef
 from kvstrata_agent.backends.file.claim import FORMAT, SEALED_FORMAT, STORE_FILE
+from kvstrata_agent.backends.file.index_format import SegmentName, parse_name
 from kvstrata_agent.backends.file.posix import read_fully
 from kvstrata_agent.backends.file.record_store import RecordStore
-from kvstrata_agent.backends.file.segment_name import SegmentName, parse_name
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES
-from kvstrata_agent.backends.record.header import HEADER_BYTES
-from kvstrata_agent.backends.record.layout import Form, form_of, open_into
-from kvstrata_agent.backends.record.sealed import Unread
+from kvstrata_agent.backends.record.layout import HEADER_BYTES, Form, Unread, form_of, open_into
+from kvstrata_agent.backends.scratch import BoundedBuffers
 from kvstrata_agent.backends.slot_table import round_up
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.backends.record.encryption import DataKeys
 
 _THREADS: Final = 8
-"""As for a store of our own (`posix_io`)."""
+"""As for a store of our own (`posix`)."""
 _READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -49,9 +47,14 @@ class SharedFlash(RecordStore):
         super().__init__(claim, volume, capacity_bytes, medium=medium, keys=keys)
         self._others = OtherStores(root, keys)
 
+    @property
+    def shared(self) -> SharedBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
+
     def file_of(self, slot: SlotRef) -> str:
         """Name of the file that holds a slot, in our sub-directory."""
-        return str(self._segments[slot.extent].name)
+        return str(self._state.segments[slot.extent].name)
 
     async def read_other(self, node: str, file: str, slot: SlotRef, record: Record, into: memoryview) -> None:
         """Read a record of another node's store. See `SharedBackend`."""
@@ -69,7 +72,7 @@ class OtherStores:
     def __init__(self, root: Path, keys: DataKeys | None) -> None:
         self._root = root
         self._keys = keys
-        self._buffers = Buffers()
+        self._buffers = BoundedBuffers()
         self._threads = ThreadPoolExecutor(_THREADS, "kvstrata-shared")
 
     async def read(self, node: str, file: str, slot: SlotRef, record: Record, into: memoryview) -> None:
@@ -95,9 +98,9 @@ class OtherStores:
                 raise BlockCorruptError(f"{where}: checksum differs")
 
     def _load(self, directory: Path, file: str, offset: int, into: memoryview) -> Form:
-        """Read header and payload, and what the store's marker says of its form. Blocking.
+        """Read header and payload, and what the store's marker states of its form. Blocking.
 
-        Files are opened for each record: that is when network file systems look whether they have changed.
+        Files are opened for each record: that is when network file systems check whether they have changed.
         """
         try:
             form = self._form(directory / STORE_FILE)
@@ -113,9 +116,9 @@ class OtherStores:
     def _form(self, marker: Path) -> Form:
         fd = os.open(marker, _READ_FLAGS)
         with os.fdopen(fd, "rb") as opened:
-            said: Any = opened.read(DIRECT_BYTES)
+            marker_bytes: Any = opened.read(DIRECT_BYTES)
         try:
-            claim = json.loads(said)
+            claim = json.loads(marker_bytes)
             secret, version = bytes.fromhex(claim["secret"]), claim["format"]
         except (ValueError, KeyError, TypeError) as e:
             raise BackendFailedError(f"{marker}: not a claim file of kvstrata: {e}") from e
@@ -141,7 +144,7 @@ def _open(path: Path) -> int:
 
 
 def _checked(node: str, file: str, slot: SlotRef, record: Record) -> SegmentName:
-    """Parse what another agent has told of a place. Raises `InvalidInputError` that names value and limit."""
+    """Parse the place that another agent has named. Raises `InvalidInputError` that names value and limit."""
     name = parse_name(file)
     if name is None or not node or "/" in node or node.startswith("."):
         raise InvalidInputError(f"{node!r}/{file!r} is no segment of a node")

@@ -14,9 +14,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from kvstrata_agent.backends.base import BlamelessError, Capabilities, Device, Reading, Record, SlotRef, Writing
-from kvstrata_agent.backends.file import disk_space as disk_room
-from kvstrata_agent.backends.file.stripe_policy import Health, Load, divide, order
+from kvstrata_agent.backends.base import (
+    Capabilities,
+    Device,
+    GroupBackend,
+    MediumIntactError,
+    OptionalCapabilities,
+    Reading,
+    Record,
+    SealingBackend,
+    SlotRef,
+    StripedBackend,
+    Writing,
+)
+from kvstrata_agent.backends.file.devices import DeviceHealth, DeviceLoad, divide, measure_room, order, room_of_each
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES
 from kvstrata_agent.backends.threads import in_thread, together
 from kvstrata_api.errors import BackendFailedError, InvalidInputError, KvStrataError, TierFullError
@@ -49,7 +60,7 @@ class _Part:
         self.store: RecordStore | None = None
         self.granted_bytes = 0
         """Its part of the tier's capacity."""
-        self.health = Health()
+        self.health = DeviceHealth()
         self.moving_bytes = 0
         self.unwritten: dict[int, int] = {}
         """Bytes of slots that were given out and not written yet, by stamp."""
@@ -80,7 +91,7 @@ class _Part:
             self.moving_bytes -= size_bytes
 
     def state(self) -> Device:
-        """Say how it is. One that takes no blocks offers no room."""
+        """State of the device. One that takes no blocks offers no room."""
         if self.store is None:
             return Device(self.name, 0, 0, self.health.error)
         used_bytes = self.store.used_bytes
@@ -89,7 +100,7 @@ class _Part:
         )
 
 
-class StripedStore:
+class StripedStore(OptionalCapabilities):
     """A tier of records over several record stores."""
 
     def __init__(self, parts: tuple[_Part, ...], capacity_bytes: int, fallback: str) -> None:
@@ -106,17 +117,32 @@ class StripedStore:
         return (part.store for part in self._parts if part.store is not None)
 
     @property
+    def group(self) -> GroupBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
+
+    @property
+    def striped(self) -> StripedBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
+
+    @property
+    def sealing(self) -> SealingBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
+
+    @property
     def capabilities(self) -> Capabilities:
         """State what the media can do."""
         media = dict.fromkeys(store.capabilities.medium for store in self._stores())
-        told = [store.capabilities.fallback for store in self._stores()]
+        reasons = [store.capabilities.fallback for store in self._stores()]
         return Capabilities(
             medium="+".join(media),
             is_memory=False,
             survives_restart=True,
             is_emulated=False,
             alignment_bytes=self._can.alignment_bytes,
-            fallback="; ".join(dict.fromkeys(filter(None, (self._fallback, *told)))),
+            fallback="; ".join(dict.fromkeys(filter(None, (self._fallback, *reasons)))),
             is_encrypted=self._can.is_encrypted,
         )
 
@@ -140,7 +166,7 @@ class StripedStore:
 
     @property
     def last_error(self) -> str:
-        """What devices that have failed say, or the last failure of any that goes on."""
+        """Errors of devices that have failed, or the last failure of any that goes on."""
         failed = [f"{part.name}: {part.health.error}" for part in self._parts if part.health.error]
         return "; ".join(failed) or next((s.last_error for s in self._stores() if s.last_error), "")
 
@@ -166,7 +192,7 @@ class StripedStore:
         now_s = _now_s()
         opened = [(part, part.store) for part in self._parts if part.store is not None]
         loads = [
-            Load(part.health.may_take(now_s), part.moving_bytes, store.used_bytes, store.capacity_bytes)
+            DeviceLoad(part.health.may_take(now_s), part.moving_bytes, store.used_bytes, store.capacity_bytes)
             for part, store in opened
         ]
         return [opened[i] for i in order(loads)]
@@ -195,9 +221,9 @@ class StripedStore:
         finally:
             for writing in writings:
                 part.settle(writing.slot)
-        failed = _blamed(ends)
+        failed = _device_failure(ends)
         if failed is not None:
-            self._tell(part, failed)
+            self._report(part, failed)
             part.health.write_failed(failed, _now_s())
         elif any(isinstance(end, Record) for end in ends):
             if part.health.error:
@@ -220,7 +246,7 @@ class StripedStore:
         assert part.store is not None
         with part.moving(sum(r.slot.size_bytes for r in readings)):
             ends = await part.store.read_group(readings)
-        failed = _blamed(ends)
+        failed = _device_failure(ends)
         if failed is not None:
             part.health.read_failed(failed, _now_s())
         if any(isinstance(end, bytes) for end in ends):
@@ -243,7 +269,7 @@ class StripedStore:
         }
         return [ends[at] for at in range(len(asked))]
 
-    def _tell(self, part: _Part, cause: str) -> None:
+    def _report(self, part: _Part, cause: str) -> None:
         if not part.health.error:
             _log.warning("device failed", extra={"device": part.name, "cause": cause})
 
@@ -263,11 +289,11 @@ class StripedStore:
                 closing |= part.extents(await part.store.resize(part.granted_bytes))
         return closing
 
-    def relief(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:
+    def extents_to_free(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:
         """Extents of the device that needs the fewest emptied. See `TierBackend`."""
         chosen: frozenset[int] | None = None
         for part, store in self._candidates():
-            needed = part.extents(store.relief(scope, size_bytes))
+            needed = part.extents(store.extents_to_free(scope, size_bytes))
             if not needed and store.capacity_bytes >= 2 * size_bytes:
                 return needed  # There is room, unless the device is too small for any such block.
             if needed and (chosen is None or len(needed) < len(chosen)):
@@ -279,7 +305,7 @@ class StripedStore:
         return frozenset().union(*(p.extents(p.store.compact()) for p in self._parts if p.store is not None))
 
     async def recover(self) -> AsyncIterator[tuple[SlotRef, Record]]:
-        """Blocks of earlier runs, device by device; one that cannot be read is told of and costs its own.
+        """Blocks of earlier runs, device by device; one that cannot be read is reported and costs its own.
 
         Raises `BackendFailedError` when none can.
         """
@@ -291,7 +317,7 @@ class StripedStore:
                 async for slot, record in part.store.recover():
                     yield part.outside(slot), record
             except BackendFailedError as e:
-                self._tell(part, str(e))
+                self._report(part, str(e))
                 part.health.write_failed(str(e), _now_s())
                 failed = e
         if failed is not None and all(d.error for d in self.devices):
@@ -337,9 +363,9 @@ class StripedStore:
             raise failed
 
 
-def _blamed(ends: Sequence[Record | bytes | KvStrataError]) -> str | None:
-    """What a device says that failed; None when it did not, whatever became of the records."""
-    failed = (e for e in ends if isinstance(e, BackendFailedError) and not isinstance(e, BlamelessError))
+def _device_failure(ends: Sequence[Record | bytes | KvStrataError]) -> str | None:
+    """Error of a device that failed; None when it did not, whatever became of the records."""
+    failed = (e for e in ends if isinstance(e, BackendFailedError) and not isinstance(e, MediumIntactError))
     return next(map(str, failed), None)
 
 
@@ -368,15 +394,15 @@ async def _open(part: _Part) -> InvalidInputError | None:
             _log.warning("device cannot be opened", extra={"device": part.name, "cause": str(e)})
         part.health.error = str(e)
         return e
-    part.health = Health()
+    part.health = DeviceHealth()
     return None
 
 
 async def _divide(parts: tuple[_Part, ...], capacity_bytes: int) -> str:
     """Give each device its part of the capacity; returns which of them are no devices of their own."""
-    rooms = [await in_thread(None, partial(disk_room.look, Path(part.name))) for part in parts]
+    rooms = [await in_thread(None, partial(measure_room, Path(part.name))) for part in parts]
     grain_bytes = MIB if capacity_bytes >= len(parts) * 64 * MIB else DIRECT_BYTES
-    granted = divide(capacity_bytes, disk_room.each_bytes(rooms), grain_bytes)
+    granted = divide(capacity_bytes, room_of_each(rooms), grain_bytes)
     first: dict[int, str] = {}
     shared: list[str] = []
     for part, room, granted_bytes in zip(parts, rooms, granted, strict=True):

@@ -1,7 +1,8 @@
 """Records between memory and segments, several at a time: one turn of a thread lays out and writes, or reads and opens.
 
-What O_DIRECT can use goes down from the caller's memory as it lies, everything else through buffers of the store. What
-comes up is verified in such a buffer first: engines map the slots that it is copied to, and never see anything else.
+Records of neighbouring slots go to the medium as one write. What O_DIRECT can use goes down from the caller's memory as
+it lies, everything else through buffers of the store. What comes up is verified in such a buffer first: engines map the
+slots that it is copied to, and never see anything else.
 """
 
 import asyncio
@@ -10,49 +11,25 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from threading import Lock
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from msgspec.structs import replace as struct_replace
 
-from kvstrata_agent.backends.base import Reading, Record, SlotRef, Sound, Writing, matches
-from kvstrata_agent.backends.file.buffers import Buffers, Loan, is_direct
+from kvstrata_agent.backends.base import ExpectedChecksum, Reading, Record, SlotRef, Writing, matches
+from kvstrata_agent.backends.file.segment_io import LaidOutRecord, SegmentIo, coalesced, lay_out_run
 from kvstrata_agent.backends.file.volume import DIRECT_BYTES
-from kvstrata_agent.backends.file.write_runs import Laid, made, runs_of
-from kvstrata_agent.backends.record.header import HEADER_BYTES
-from kvstrata_agent.backends.record.layout import Form
+from kvstrata_agent.backends.record.layout import HEADER_BYTES, Form
+from kvstrata_agent.backends.scratch import BoundedBuffers, Loan, address_of
 from kvstrata_agent.backends.slot_table import round_up
-from kvstrata_agent.backends.threads import Apart, together
+from kvstrata_agent.backends.threads import together
 from kvstrata_api.checksum import Use, copied, rebound
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, KvStrataError
 from kvstrata_native import copy
 
 T = TypeVar("T")
 
-_GRACE_S: Final = 1.0
-"""A cancelled call waits so long for the medium; then the slot and the store's own buffer wait on without it."""
-
-
 _ANSWER_S: Final = 30.0
 """A read without an answer for so long has failed: Linux itself gives up on a local NVMe command then (io_timeout)."""
-
-
-class Places(Protocol):
-    """The slots of a store."""
-
-    async def store(self, run: Sequence[Laid], parts: Callable[[], Sequence[memoryview]]) -> None:
-        """Write neighbouring records as `parts` gives them, durable on return.
-
-        Raises `BackendFailedError`; none of them counts then.
-        """
-
-    async def load(self, ranges: Sequence[tuple[SlotRef, int, memoryview]], then: Callable[[], None]) -> None:
-        """Fill memory from so many bytes behind the start of slots of one segment, and go on with `then`.
-
-        Raises `BackendFailedError`.
-        """
-
-    def is_live(self, slot: SlotRef) -> bool:
-        """True while the slot is in use and was not dropped, not even with a transfer under way."""
 
 
 @dataclass(slots=True)
@@ -88,12 +65,11 @@ class _Arrival:
 class Transfers:
     """Writes and reads of one store."""
 
-    def __init__(self, form: Form, places: Places) -> None:
+    def __init__(self, form: Form, io: SegmentIo) -> None:
         """Own buffers."""
         self._form = form
-        self._places = places
-        self._buffers = Buffers()
-        self.apart = Apart(_GRACE_S)
+        self._io = io
+        self._buffers = BoundedBuffers()
 
     async def write_group(self, writings: Sequence[Writing]) -> list[Record | KvStrataError]:
         """See `GroupBackend`."""
@@ -101,38 +77,42 @@ class Transfers:
         rooms = [HEADER_BYTES if is_straight else _room_bytes(HEADER_BYTES, w.record) for w in writings]
         async with self._buffers.lend(sum(rooms)) as loan:
             parts = zip(writings, _cut(loan.view, rooms), strict=True)
-            laid = [self._laid(w, room, is_straight=is_straight) for w, room in parts]
-            runs = runs_of(one for one in laid if isinstance(one, Laid))
+            laid = [self._laid_out(w, room, is_straight=is_straight) for w, room in parts]
+            runs = coalesced(one for one in laid if isinstance(one, LaidOutRecord))
             if is_straight:
-                await together([self._store(run, partial(made, run, sealed)) for run in runs])
+                await together([self._store(run, partial(lay_out_run, run, with_checksums)) for run in runs])
             else:
                 await self._store_apart(runs, loan)
-        return [one.end if isinstance(one, Laid) else one for one in laid]
+        return [one.end if isinstance(one, LaidOutRecord) else one for one in laid]
 
-    def _laid(self, writing: Writing, room: memoryview, *, is_straight: bool) -> Laid | KvStrataError:
+    def _laid_out(self, writing: Writing, room: memoryview, *, is_straight: bool) -> LaidOutRecord | KvStrataError:
         slot, record, stored = writing.slot, writing.record, writing.stored
         try:
             _check_fits(record, slot)
             if is_straight:
-                return Laid(writing, (room, stored), self._form.lay_out(room, record, slot, stored[:0]), record)
-            return Laid(writing, (room,), self._form.lay_out(room, record, slot, stored), record)
+                return LaidOutRecord(
+                    writing, (room, stored), self._form.lay_out(room, record, slot, stored[:0]), record
+                )
+            return LaidOutRecord(writing, (room,), self._form.lay_out(room, record, slot, stored), record)
         except KvStrataError as e:
             return e
 
-    async def _store_apart(self, runs: Sequence[Sequence[Laid]], loan: Loan) -> None:
+    async def _store_apart(self, runs: Sequence[Sequence[LaidOutRecord]], loan: Loan) -> None:
         """Write from the store's own buffer; the caller's memory is left alone once the caller has gone."""
         callers = _Callers()
         unmade: list[memoryview] = []
-        stores = [self._store(run, partial(callers.use, partial(made, run, sealed), unmade)) for run in runs]
+        stores = [
+            self._store(run, partial(callers.use, partial(lay_out_run, run, with_checksums), unmade)) for run in runs
+        ]
         loan.user = asyncio.ensure_future(together(stores))
         try:
-            await self.apart.outlive(loan.user)
+            await self._io.apart.outlive(loan.user)
         finally:
             callers.leave()
 
-    async def _store(self, run: Sequence[Laid], parts: Callable[[], list[memoryview]]) -> None:
+    async def _store(self, run: Sequence[LaidOutRecord], parts: Callable[[], list[memoryview]]) -> None:
         try:
-            await self._places.store(run, parts)
+            await self._io.write(run, parts)
         except BackendFailedError as e:
             for one in run:
                 one.end = e
@@ -170,9 +150,9 @@ class Transfers:
                 for r, room in zip(readings, _cut(loan.view, rooms), strict=True)
             ]
             ranges = [(a.reading.slot, HEADER_BYTES - head_bytes, a.whole) for a in arrivals]
-            loan.user = asyncio.ensure_future(self._places.load(ranges, partial(self._arrive, arrivals, callers)))
+            loan.user = asyncio.ensure_future(self._io.read(ranges, partial(self._arrive, arrivals, callers)))
             try:
-                await self.apart.outlive(loan.user)
+                await self._io.apart.outlive(loan.user)
             finally:
                 callers.leave()
         return {a.reading.slot: self._end(a) for a in arrivals}
@@ -192,13 +172,18 @@ class Transfers:
 
     def _end(self, arrival: _Arrival) -> bytes | KvStrataError:
         slot, record = arrival.reading.slot, arrival.reading.record
-        if arrival.bound and self._places.is_live(slot):
+        if arrival.bound and self._io.is_live(slot):
             return arrival.bound
         try:
             self._form.opener(record, slot)
         except BackendFailedError as e:
             return e  # Its key went while it was read: nothing is known of the record.
         return BlockCorruptError(f"block {record.key} in segment {slot.extent} at {slot.offset}: checksum differs")
+
+
+def is_direct(view: memoryview) -> bool:
+    """True when O_DIRECT can use the memory as it lies."""
+    return len(view) % DIRECT_BYTES == 0 and address_of(view) % DIRECT_BYTES == 0
 
 
 def _check_fits(record: Record, slot: SlotRef) -> None:
@@ -218,9 +203,9 @@ def _cut(view: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
         at += size_bytes
 
 
-def sealed(writings: Sequence[Writing]) -> list[Record | KvStrataError]:
+def with_checksums(writings: Sequence[Writing]) -> list[Record | KvStrataError]:
     """Records with the checksums of their bytes, in this thread; an error for bytes that are not sound."""
-    unsure = [(w, w.sound) for w in writings if w.sound is not None]
+    unsure = [(w, w.expected) for w in writings if w.expected is not None]
     pairs = rebound([
         (w.stored, w.record.key.digest, (w.record.epoch, w.slot.stamp), sound.use) for w, sound in unsure
     ])  # fmt: skip
@@ -228,9 +213,9 @@ def sealed(writings: Sequence[Writing]) -> list[Record | KvStrataError]:
     return [made.get(w.slot, w.record) for w in writings]
 
 
-def proven(writing: Writing, sound: Sound, ours: bytes, theirs: bytes) -> Record | KvStrataError:
+def proven(writing: Writing, expected: ExpectedChecksum, ours: bytes, theirs: bytes) -> Record | KvStrataError:
     """Record with our checksum of bytes whose other checksum is the one that they are known by; else an error."""
-    if theirs != sound.checksum:
+    if theirs != expected.checksum:
         return BlockCorruptError(f"block {writing.record.key} in memory: checksum differs")
     return struct_replace(writing.record, checksum=ours)
 

@@ -1,101 +1,39 @@
 """Memory tiers: slots in extents that engines map. DRAM and CXL differ only in how an extent is made and kept.
 
 An extent is made when a scope needs one, and one more of its size is prepared ahead by a thread, so `reserve`
-seldom waits for page faults. An extent that changes hands is released and made anew under a new id: whoever kept
-the old descriptor sees zeros, never the next scope's bytes (`withheld.py` looks after such memory).
-
-Released memory that clients still hold: emptied again and again until they let go of it.
-
-Such a client gets pages anew by touching its old mapping: zeros, which its own memory limit pays for, but huge pages
-come out of everybody's. The kernel knows who is left (`openings.is_held`), so nothing here has to be believed.
+seldom waits for page faults. An extent that changes hands is released and made again under a new id: whoever kept
+the old descriptor sees zeros, never the next scope's bytes (`StillMapped` polls such memory).
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from kvstrata_agent.backends.base import Capabilities, Record, SlotRef, matches
-from kvstrata_agent.backends.memory.extent_store import ExtentStore
+from kvstrata_agent.backends.base import (
+    Capabilities,
+    ColumnarBackend,
+    Columns,
+    MappableBackend,
+    OptionalCapabilities,
+    PersistentBackend,
+    Record,
+    SlotRef,
+    matches,
+)
+from kvstrata_agent.backends.memory import sigbus
+from kvstrata_agent.backends.memory.extent_store import ExtentStore, StillMapped
 from kvstrata_agent.backends.memory.mapping import MappedExtent, Remains
-from kvstrata_agent.backends.memory.sigbus import torn
-from kvstrata_agent.backends.recovered import Columns, each
+from kvstrata_agent.backends.recovered import each
 from kvstrata_agent.backends.slot_table import NOBODY, Extent, SlotTable, sole_writer, target_extent_bytes
 from kvstrata_agent.backends.threads import in_thread
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, KvStrataError, TierFullError
 from kvstrata_api.units import KIB, MIB
 from kvstrata_native import copy
-
-EMPTY_S: Final = 1.0
-"""Between looks at memory that is held."""
-HELD_MAX: Final = 4096
-"""Descriptors kept for it; beyond, the oldest is let go of and costs only the client that holds it."""
-
-_log = logging.getLogger(__name__)
-
-
-class Withheld:
-    """All such memory of one arena. Methods run in the event loop, looks at the memory in `worker`."""
-
-    def __init__(self, worker: Executor) -> None:
-        self._worker = worker
-        self._held: list[Remains] = []
-        self._look: Future[tuple[int, list[Remains]]] | None = None
-        self._looked_at_s = 0.0
-        self.touched_bytes = 0
-        """What the last look found in it and took back."""
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def add(self, remains: Remains | None) -> None:
-        """Take over what a release has left."""
-        if remains is None:
-            return
-        self._held.append(remains)
-        if len(self._held) > HELD_MAX and self._look is None:
-            self._held.pop(0).close()
-
-    def tend(self) -> None:
-        """Look after it when it is time to. Returns at once."""
-        if self._look is not None:
-            if not self._look.done():
-                return
-            self._finish(*self._look.result())
-        now_s = asyncio.get_running_loop().time() if self._held else 0.0
-        if self._held and now_s - self._looked_at_s >= EMPTY_S:
-            self._looked_at_s = now_s
-            self._look = self._worker.submit(_look, tuple(self._held))
-
-    def empty(self) -> None:
-        """Take back now what was touched, for somebody who needs the pages."""
-        for remains in self._held:
-            remains.empty()
-
-    def close(self) -> None:
-        """Forget all of it; after `worker` has ended."""
-        self._look = None
-        while self._held:
-            self._held.pop().close()
-
-    def _finish(self, touched_bytes: int, free: list[Remains]) -> None:
-        self._look = None
-        if touched_bytes and not self.touched_bytes:
-            _log.warning("clients use memory that was taken back", extra={"bytes": touched_bytes})
-        self.touched_bytes = touched_bytes
-        for remains in free:
-            self._held.remove(remains)
-            remains.close()
-
-
-def _look(held: tuple[Remains, ...]) -> tuple[int, list[Remains]]:
-    """Bytes that were touched since, and what nobody holds any more."""
-    return sum(remains.empty() for remains in held), [remains for remains in held if not remains.is_held]
-
 
 ALIGNMENT_BYTES: Final = 4 * KIB
 """A page, so that a slot can be the source and target of O_DIRECT transfers."""
@@ -106,7 +44,7 @@ _EXTENTS_MAX: Final = 4096
 """Four descriptors each; a hard limit of 2^20 descriptors leaves room."""
 
 _CHECKED_AT_ONCE: Final = 64
-"""Extents whose size one `compact` looks at: a microsecond each."""
+"""Extents whose size one `compact` checks: a microsecond each."""
 
 _IDLE_S: Final = 1.0
 """An extent that stays empty for so long is given back: the last block of an erased scope leaves nothing behind."""
@@ -117,9 +55,11 @@ _INLINE_BYTES_MAX: Final = 256 * KIB
 _LINES_IN_FLIGHT: Final = 32
 """Cache lines that prefetchers keep in flight; divides the modelled latency of a bulk copy. An assumption."""
 
+_log = logging.getLogger(__name__)
 
-class Arena:
-    """A mappable memory tier (`LastingBackend`; what lasts is up to the store of its extents)."""
+
+class Arena(OptionalCapabilities):
+    """A mappable memory tier (`PersistentBackend`; what lasts is up to the store of its extents)."""
 
     def __init__(
         self,
@@ -149,9 +89,9 @@ class Arena:
         """Size of the memory that is prepared, and the memory."""
         self._releases: list[Future[Remains | None]] = []
         self._worker = ThreadPoolExecutor(1, "kvstrata-arena")
-        self._withheld = Withheld(self._worker)
+        self._still_mapped = StillMapped(self._worker)
         self._unchecked: list[int] = []
-        """Extents whose size is still to be looked at in this round."""
+        """Extents whose size is still to be checked in this round."""
         self._copiers = ThreadPoolExecutor(2, "kvstrata-copy")
         self._idle: asyncio.TimerHandle | None = None
         self._listeners: list[Callable[[int], None]] = []
@@ -163,6 +103,21 @@ class Arena:
         return target_extent_bytes(
             capacity_bytes, parts=_EXTENT_PARTS, most_bytes=_EXTENT_BYTES_MAX, count_max=_EXTENTS_MAX
         )
+
+    @property
+    def mappable(self) -> MappableBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
+
+    @property
+    def persistent(self) -> PersistentBackend | None:
+        """Itself where the store of its extents keeps blocks. See `OptionalCapabilities`."""
+        return self if self._capabilities.outlives_agent else None
+
+    @property
+    def columnar(self) -> ColumnarBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
 
     @property
     def capabilities(self) -> Capabilities:
@@ -214,7 +169,7 @@ class Arena:
         for extent in opening.retired:
             self._release(extent)
         self._await_releases(len(self._releases))
-        self._withheld.empty()  # What is given back comes before what is taken, page for page.
+        self._still_mapped.empty()  # What is given back comes before what is taken, page for page.
         try:
             self._memory[opening.extent.id] = self._made(opening.extent)
         except KvStrataError as e:
@@ -239,7 +194,7 @@ class Arena:
         spare, self._spare = self._spare, None
         if spare is None or spare[1].cancel():
             return None
-        with suppress(KvStrataError):  # It could not be made; making one now will say why.
+        with suppress(KvStrataError):  # It could not be made; making one now will raise the cause.
             memory = spare[1].result()
             if spare[0] == size_bytes:
                 return memory
@@ -263,7 +218,7 @@ class Arena:
         done, self._releases = self._releases[:count], self._releases[count:]
         for release in done:
             try:
-                self._withheld.add(release.result())
+                self._still_mapped.add(release.result())
             except OSError as e:
                 self._last_error = str(e)
 
@@ -275,7 +230,7 @@ class Arena:
             self._store.committed(slot, record)
 
     def commit(self, slot: SlotRef, record: Record) -> None:
-        """Note the block in a slot. See `LastingBackend`."""
+        """Note the block in a slot. See `PersistentBackend`."""
         if self._table.is_live(slot):
             self._store.committed(slot, record)
 
@@ -327,23 +282,23 @@ class Arena:
             self._release(extent)
         return closing
 
-    def relief(self, scope: ScopeId, size_bytes: int, writer: str = NOBODY) -> frozenset[int]:
+    def extents_to_free(self, scope: ScopeId, size_bytes: int, writer: str = NOBODY) -> frozenset[int]:
         """Extents whose emptying makes room for such a slot. See `MappableBackend`."""
         has_room = self._table.has_room(scope, size_bytes, sole_writer(scope) or writer)
-        return frozenset() if has_room else self._table.relief(size_bytes)
+        return frozenset() if has_room else self._table.extents_to_free(size_bytes)
 
     def compact(self) -> frozenset[int]:
         """Close sparse extents, and those that a client has damaged. See `TierBackend`."""
         self._await_releases(sum(1 for r in self._releases if r.done()))
-        self._withheld.tend()
+        self._still_mapped.tend()
         for extent in self._damaged():
             _log.warning("a client has changed the size of an extent", extra={"extent": extent})
             self.close_extent(extent)
         return self._table.compact()
 
     def _damaged(self) -> list[int]:
-        """Extents that a client has cut short, or made longer than they may be."""
-        addresses = torn()
+        """Extents that a client has truncated, or made longer than they may be."""
+        addresses = sigbus.lost()
         damaged = [i for i, memory in self._memory.items() if memory.address in addresses] if addresses else []
         if not self._unchecked:
             self._unchecked = [i for i, memory in self._memory.items() if not memory.is_sealed]
@@ -365,7 +320,7 @@ class Arena:
         await self._end(self._shut)
 
     async def discard(self) -> None:
-        """Release all memory and keep nothing. See `LastingBackend`."""
+        """Release all memory and keep nothing. See `PersistentBackend`."""
         await self._end(self._clear)
 
     async def _end(self, finish: Callable[[], None]) -> None:
@@ -386,14 +341,14 @@ class Arena:
     def _clear(self) -> None:
         self._end_threads()
         while self._memory:
-            self._withheld.add(self._store.released(*self._memory.popitem()))
-        self._withheld.close()
+            self._still_mapped.add(self._store.released(*self._memory.popitem()))
+        self._still_mapped.close()
         self._store.discard()
 
     def _end_threads(self) -> None:
         self._worker.shutdown()
         self._await_releases(len(self._releases))
-        self._withheld.close()
+        self._still_mapped.close()
         self._copiers.shutdown()
 
     def _discard_spare(self) -> None:

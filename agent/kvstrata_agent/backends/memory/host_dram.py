@@ -16,7 +16,7 @@ from kvstrata_agent.backends.base import Capabilities
 from kvstrata_agent.backends.memory.arena import ALIGNMENT_BYTES, Arena
 from kvstrata_agent.backends.memory.mapping import MappedExtent, Placement, make_file, make_huge_file, make_memfd
 from kvstrata_agent.backends.memory.numa import check_room
-from kvstrata_agent.backends.memory.persistence import NO_HOME, Home, choose_store, find_home
+from kvstrata_agent.backends.memory.persistence import NO_PERSISTENCE, PersistenceRoot, choose_directories, choose_store
 from kvstrata_api.units import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ SYSFS: Final = Path("/sys")
 
 @dataclass(frozen=True, slots=True)
 class PageChoice:
-    """Page size to use; `fallback` says why it is not the one asked for and what to do."""
+    """Page size to use; `fallback` states why it is not the one asked for and what to do."""
 
     name: str
     fallback: str = ""
@@ -108,21 +108,23 @@ def placement_of(numa: str, nodes: Sequence[int]) -> Placement:
     return Placement((nodes[0],)) if numa == "Local" else Placement(tuple(nodes), is_interleaved=True)
 
 
-def open_host_dram(tier: HostDramTier, capacity_bytes: int, numa_nodes: Sequence[int], home: Home = NO_HOME) -> Arena:
-    """Arena in host memory; `home` is where its blocks can outlive this process.
+def open_host_dram(
+    tier: HostDramTier, capacity_bytes: int, numa_nodes: Sequence[int], root: PersistenceRoot = NO_PERSISTENCE
+) -> Arena:
+    """Arena in host memory; `root` is where its blocks can outlive this process.
 
     Falls back to 4Ki pages, or to memory that ends with the process, with a reason in `capabilities.fallback`.
     Raises `InvalidInputError` when another process holds the tier's memory.
     """
-    pages = _pages(tier, capacity_bytes, home)
+    pages = _pages(tier, capacity_bytes, root)
     placement = placement_of(tier.numa, numa_nodes)
-    wanted = find_home(home, tier.persistence, pages.page_bytes)
-    store, lasting = choose_store(
-        home, wanted, capacity_bytes,
+    wanted = choose_directories(root, tier.persistence, pages.page_bytes)
+    store, outcome = choose_store(
+        root, wanted, capacity_bytes,
         partial(bound_files, page_bytes=pages.page_bytes, placement=placement),
         partial(make_bound, page_bytes=pages.page_bytes, placement=placement),
     )  # fmt: skip
-    outlives_agent = lasting.memory_dir is not None
+    outlives_agent = outcome.memory_dir is not None
     file_system = "tmpfs" if pages.page_bytes == PAGE_BYTES["4Ki"] else "hugetlbfs"
     capabilities = Capabilities(
         medium=f"{file_system if outlives_agent else 'memfd'}-{pages.name}",
@@ -130,18 +132,18 @@ def open_host_dram(tier: HostDramTier, capacity_bytes: int, numa_nodes: Sequence
         survives_restart=False,
         is_emulated=False,
         alignment_bytes=ALIGNMENT_BYTES,
-        fallback="; ".join(filter(None, (pages.fallback, lasting.reason))),
+        fallback="; ".join(filter(None, (pages.fallback, outcome.reason))),
         outlives_agent=outlives_agent,
     )
     return Arena(capabilities, capacity_bytes, store, page_bytes=pages.page_bytes)
 
 
-def _pages(tier: HostDramTier, capacity_bytes: int, home: Home) -> PageChoice:
+def _pages(tier: HostDramTier, capacity_bytes: int, root: PersistenceRoot) -> PageChoice:
     """Pages that extents of an earlier run take are as good as free."""
     asked = tier.page_size
     if asked == "4Ki":
         return PageChoice(asked)
     page_bytes = PAGE_BYTES[asked]
     free = free_pages(page_bytes)
-    own = find_home(home, tier.persistence, page_bytes).own_bytes // page_bytes
+    own = choose_directories(root, tier.persistence, page_bytes).own_bytes // page_bytes
     return choose_pages(asked, capacity_bytes, None if free is None else free + own)

@@ -5,7 +5,7 @@ Descriptors that clients get: each a file of its own, and none that lets its hol
 A memfd is sealed for that. A file of a memory file system cannot be, so its writable descriptor is opened by a thread
 that Landlock (Linux 6.2) forbids to truncate: the right belongs to the descriptor, whoever holds it later
 (Documentation/userspace-api/landlock.rst). Without Landlock such a client can cut the memory short under the readers
-of its scope; `torn` keeps this process alive then.
+of its scope; `sigbus` keeps this process alive then.
 """
 
 import ctypes
@@ -21,9 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
-from kvstrata_agent.backends.memory import sigbus as torn
+from kvstrata_agent.backends.memory import sigbus
 from kvstrata_api.errors import BackendFailedError, KvStrataError, TierFullError
 from kvstrata_api.units import KIB
 
@@ -147,7 +145,7 @@ class Remains:
 class MappedExtent:
     """One extent: memory object, mapping in this process, and a writable and a read-only descriptor for clients.
 
-    `fd` itself is never handed out, so that the kernel can tell whether a client still has the memory.
+    `fd` itself is never handed out, so that the kernel knows whether a client still has the memory.
     """
 
     __slots__ = ("_forget", "_map", "address", "fd", "is_sealed", "readonly_fd", "size_bytes", "view", "writable_fd")
@@ -172,7 +170,7 @@ class MappedExtent:
             raise
         self.view = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._forget = weakref.finalize(self._map, torn.forget, torn.watch(self.address, size_bytes))
+        self._forget = weakref.finalize(self._map, sigbus.unguard, sigbus.guard(self.address, size_bytes))
         self._forget.atexit = False
 
     def is_grown(self) -> bool:
@@ -363,8 +361,3 @@ def mbind(address: int, size_bytes: int, placement: Placement) -> None:
     args = (ctypes.c_void_p(address), ctypes.c_ulong(size_bytes), ctypes.c_int(mode), words)
     if _libc.syscall(number, *args, ctypes.c_ulong(_NODES_MAX), ctypes.c_uint(0)):
         raise BackendFailedError(f"mbind to nodes {list(placement.nodes)}: {os.strerror(ctypes.get_errno())}")
-
-
-def address_of(view: memoryview) -> int:
-    """Address of the first byte, of read-only views too; the view must stay alive while the address is used."""
-    return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])

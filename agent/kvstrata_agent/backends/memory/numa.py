@@ -2,7 +2,7 @@
 
 Pages that are bound to a node have nowhere else to go: on a full one the kernel ends processes, this one perhaps,
 before it refuses (an allocation under MPOL_BIND calls the OOM killer, mm/oom_kill.c), and pages that are interleaved
-go elsewhere without a word. So room is looked at before memory is taken.
+go elsewhere without an error. So room is checked before memory is taken.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def check_room(size_bytes: int, nodes: Sequence[int], root: Path = ROOT) -> None:
     """Raise `TierFullError` with need and room when a node cannot give its share of `size_bytes` in small pages.
 
-    Whoever takes memory of the node between this look and the use of it can still make it short.
+    Whoever takes memory of the node between this check and the use of it can still make it short.
     """
     if not nodes:
         return
@@ -36,7 +36,7 @@ def check_room(size_bytes: int, nodes: Sequence[int], root: Path = ROOT) -> None
 
 
 def available_bytes(node: int, root: Path = ROOT) -> int | None:
-    """Bytes of a node that are free or taken back without loss; None when the kernel does not say."""
+    """Bytes of a node that are free or taken back without loss; None when the kernel does not report it."""
     try:
         meminfo = (root / f"sys/devices/system/node/node{node}/meminfo").read_text()
         zones = (root / "proc/zoneinfo").read_text()
@@ -71,7 +71,7 @@ def parse_watermarks(zoneinfo: str, node: int) -> tuple[int, int]:
 def nodes_of(address: int, size_bytes: int) -> frozenset[int]:
     """Nodes on which the small pages of mapped memory lie; those never touched lie nowhere (man 2 move_pages).
 
-    Raises `BackendFailedError` when the kernel does not tell.
+    Raises `BackendFailedError` when the kernel does not report it.
     """
     count = size_bytes // _PAGE_BYTES
     pages = (ctypes.c_void_p * count)(*range(address, address + size_bytes, _PAGE_BYTES))

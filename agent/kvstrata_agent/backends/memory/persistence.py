@@ -1,25 +1,89 @@
-"""Where a memory tier's extents can outlive the agent, or why they cannot."""
+"""Where a memory tier's extents can outlive the agent, or why they cannot.
+
+Only file systems that are memory will do: tmpfs and hugetlbfs among the mounts of this process.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.backends.memory.extent_store import ExtentStore, FleetingStore, Maker
+from kvstrata_agent.backends.memory.extent_store import ExtentStore, Maker, VolatileStore
 from kvstrata_agent.backends.memory.mapping import give_name
-from kvstrata_agent.backends.memory.mounts import Mount, huge_mount, is_memory
-from kvstrata_agent.backends.memory.persistent_extents import LastingStore, boot_id, held_bytes, remove_files
-from kvstrata_agent.backends.memory.run_lock import take_hold
+from kvstrata_agent.backends.memory.persistent_extents import (
+    PersistentStore,
+    acquire_run_lock,
+    boot_id,
+    held_bytes,
+    remove_files,
+)
 from kvstrata_api.errors import BackendFailedError, InvalidInputError, TierFullError
-from kvstrata_api.units import KIB
+from kvstrata_api.units import GIB, KIB, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvstrata_api.tiers import Persistence
+
+
+MOUNTS: Final = Path("/proc/self/mountinfo")
+_UNITS: Final = {"K": KIB, "M": MIB, "G": GIB}
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One mounted file system."""
+
+    path: Path
+    kind: str
+    """Such as tmpfs, hugetlbfs or ext4."""
+    page_bytes: int = 0
+    """Of a hugetlbfs; 0 for all others."""
+
+
+def parse_mounts(text: str) -> list[Mount]:
+    """Read the content of mountinfo (man 5 proc); the last mount on a path hides the ones before it."""
+    found: dict[Path, Mount] = {}
+    for line in text.splitlines():
+        front, _, back = line.partition(" - ")
+        places, rest = front.split(), back.split()
+        if len(places) < 5 or len(rest) < 3:
+            continue
+        path = Path(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), places[4]))
+        found[path] = Mount(path, rest[0], _page_bytes(rest[2]) if rest[0] == "hugetlbfs" else 0)
+    return list(found.values())
+
+
+def _page_bytes(options: str) -> int:
+    match = re.search(r"pagesize=(\d+)([KMG])", options)
+    return int(match[1]) * _UNITS[match[2]] if match else 0
+
+
+def mount_of(path: Path, mounts: list[Mount]) -> Mount | None:
+    """Return the mount that a path lies on, the deepest one."""
+    holding = [m for m in mounts if path.is_relative_to(m.path)]
+    return max(holding, key=lambda m: len(m.path.parts), default=None)
+
+
+def is_memory(path: Path, mounts: list[Mount]) -> bool:
+    """True for a path on tmpfs."""
+    mount = mount_of(path, mounts)
+    return mount is not None and mount.kind == "tmpfs"
+
+
+def huge_mount(page_bytes: int, mounts: list[Mount]) -> Path | None:
+    """Return where pages of a size are mounted, or None."""
+    return next((m.path for m in mounts if m.kind == "hugetlbfs" and m.page_bytes == page_bytes), None)
+
+
+def read_mounts(file: Path = MOUNTS) -> list[Mount]:
+    """Read the mounts of this process."""
+    return parse_mounts(file.read_text())
+
 
 _PLACE_FILE: Final = "memory-place"
 """Beside the ledgers: the directory with the bytes, for whoever finds the ledgers when the tier is gone."""
@@ -28,8 +92,8 @@ _SMALL_PAGE_BYTES: Final = 4 * KIB
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
-    """What one agent has for memory that is to outlive it."""
+class PersistenceRoot:
+    """Where one agent's memory that is to outlive it lies."""
 
     directory: Path | None = None
     """On tmpfs; ledgers lie here, and extents of small pages."""
@@ -41,7 +105,7 @@ class Home:
 
 
 @dataclass(frozen=True, slots=True)
-class Lasting:
+class TierDirectories:
     """Outcome: directories for one tier, or the reason why its memory ends with the agent."""
 
     ledger_dir: Path | None
@@ -55,84 +119,86 @@ class Lasting:
         return held_bytes(self.memory_dir) if self.memory_dir is not None else 0
 
 
-NO_HOME: Final = Home()
-NOWHERE: Final = Lasting(None, None)
+NO_PERSISTENCE: Final = PersistenceRoot()
+NOWHERE: Final = TierDirectories(None, None)
 
 
-def find_home(home: Home, persistence: Persistence, page_bytes: int, path: Path | None = None) -> Lasting:
+def choose_directories(
+    root: PersistenceRoot, persistence: Persistence, page_bytes: int, path: Path | None = None
+) -> TierDirectories:
     """Choose the directories of a tier. `path` is given where its bytes have a place of their own (emulation)."""
     if persistence == "None":
         return NOWHERE
-    if home.directory is None:
+    if root.directory is None:
         return _ends_with_agent(persistence, "start the agent with --memory-dir on a tmpfs of the host")
-    if not is_memory(home.directory.resolve(), home.mounts):
-        return _ends_with_agent(persistence, f"{home.directory} is not on a tmpfs; mount one there")
-    own = home.directory / home.pool / home.tier / home.node
+    if not is_memory(root.directory.resolve(), root.mounts):
+        return _ends_with_agent(persistence, f"{root.directory} is not on a tmpfs; mount one there")
+    own = root.directory / root.pool / root.tier / root.node
     if path is None and page_bytes == _SMALL_PAGE_BYTES:
-        return Lasting(own, own)
-    other = path or huge_mount(page_bytes, home.mounts)
+        return TierDirectories(own, own)
+    other = path or huge_mount(page_bytes, root.mounts)
     if other is None:
         return _ends_with_agent(persistence, f"no hugetlbfs with pages of {page_bytes} B is mounted")
-    return Lasting(own, other / "kvstrata" / home.pool / home.tier / home.node, page_bytes=page_bytes)
+    return TierDirectories(own, other / "kvstrata" / root.pool / root.tier / root.node, page_bytes=page_bytes)
 
 
-def _ends_with_agent(persistence: Persistence, reason: str) -> Lasting:
-    """Only an administrator who asked for it is told: without asking it is what memory does."""
-    return Lasting(None, None, f"memory ends with the agent: {reason}" if persistence == "AgentRestart" else "")
+def _ends_with_agent(persistence: Persistence, reason: str) -> TierDirectories:
+    """Reported only to an administrator who asked for it: without asking it is what memory does."""
+    return TierDirectories(None, None, f"memory ends with the agent: {reason}" if persistence == "AgentRestart" else "")
 
 
 def choose_store(
-    home: Home, wanted: Lasting, capacity_bytes: int, make: Callable[[Path], Maker], fleeting: Maker
-) -> tuple[ExtentStore, Lasting]:
-    """Open the store of a tier's extents: `make` gives files of a directory, `fleeting` memory that ends with us.
+    root: PersistenceRoot, wanted: TierDirectories, capacity_bytes: int, make: Callable[[Path], Maker], volatile: Maker
+) -> tuple[ExtentStore, TierDirectories]:
+    """Open the store of a tier's extents: `make` gives files of a directory, `volatile` memory that ends with us.
 
     What an earlier run left is given back where nothing is to last now. Where the directories cannot be used the
-    outcome says why. Raises `InvalidInputError` when another process holds them.
+    outcome states why. Raises `InvalidInputError` when another process holds them.
     """
-    lasting = wanted
+    outcome = wanted
     try:
         if wanted.ledger_dir is not None and wanted.ledger_dir == wanted.memory_dir:
             reason = lacks_room(wanted, capacity_bytes)
-            lasting = Lasting(None, None, reason) if reason else wanted
-        if lasting.ledger_dir is not None:
-            return open_store(lasting, make), lasting
-        remove_tier(home)
-        return FleetingStore(fleeting), lasting
+            outcome = TierDirectories(None, None, reason) if reason else wanted
+        if outcome.ledger_dir is not None:
+            return open_store(outcome, make), outcome
+        remove_tier(root)
+        return VolatileStore(volatile), outcome
     except (OSError, BackendFailedError) as e:
-        return FleetingStore(fleeting), Lasting(None, None, f"memory ends with the agent: {e}")
+        return VolatileStore(volatile), TierDirectories(None, None, f"memory ends with the agent: {e}")
 
 
-def lacks_room(lasting: Lasting, capacity_bytes: int) -> str:
-    """Say so when the file system of small pages is too small for the tier; empty when it is not."""
-    assert lasting.ledger_dir is not None
-    nearest = next(p for p in (lasting.ledger_dir, *lasting.ledger_dir.parents) if p.exists())
+def lacks_room(outcome: TierDirectories, capacity_bytes: int) -> str:
+    """Why the file system of small pages is too small for the tier; empty when it is not."""
+    assert outcome.ledger_dir is not None
+    nearest = next(p for p in (outcome.ledger_dir, *outcome.ledger_dir.parents) if p.exists())
     status = os.statvfs(nearest)
-    room_bytes = status.f_bavail * status.f_frsize + lasting.own_bytes
+    room_bytes = status.f_bavail * status.f_frsize + outcome.own_bytes
     if capacity_bytes <= room_bytes:
         return ""
     return f"memory ends with the agent: {capacity_bytes} B wanted, tmpfs {nearest} has room for {room_bytes} B"
 
 
-def open_store(lasting: Lasting, make: Callable[[Path], Maker]) -> LastingStore:
-    """Take hold of the directories and see that they are of use.
+def open_store(outcome: TierDirectories, make: Callable[[Path], Maker]) -> PersistentStore:
+    """Lock the directories and check that they can be used.
 
     Raises `InvalidInputError` when another process holds them, `OSError` or `BackendFailedError` when they are not.
     """
-    ledger_dir, memory_dir = lasting.ledger_dir, lasting.memory_dir
+    ledger_dir, memory_dir = outcome.ledger_dir, outcome.memory_dir
     assert ledger_dir is not None
     assert memory_dir is not None
-    hold = take_hold(ledger_dir)
+    run_lock = acquire_run_lock(ledger_dir)
     try:
         before = _memory_dir(ledger_dir)
         if before != memory_dir and before.is_dir():
             remove_files(before, set())  # Pages of another size are of no use any more.
         memory_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _try_out(make(memory_dir), memory_dir / _TRIAL_FILE, lasting.page_bytes)
+        _try_out(make(memory_dir), memory_dir / _TRIAL_FILE, outcome.page_bytes)
         (ledger_dir / _PLACE_FILE).write_text(str(memory_dir))
     except (OSError, BackendFailedError):
-        hold.release()
+        run_lock.release()
         raise
-    return LastingStore(hold, memory_dir, make(memory_dir), boot=boot_id())
+    return PersistentStore(run_lock, memory_dir, make(memory_dir), boot=boot_id())
 
 
 def _try_out(make: Maker, path: Path, page_bytes: int) -> None:
@@ -155,23 +221,23 @@ def _memory_dir(ledger_dir: Path) -> Path:
     return Path(place.read_text()) if place.exists() else ledger_dir
 
 
-def remove_abandoned(home: Home, wanted: frozenset[str]) -> list[str]:
+def remove_abandoned(root: PersistenceRoot, wanted: frozenset[str]) -> list[str]:
     """Give the memory of tiers back that are not declared any more; returns their names. Blocking."""
-    if home.directory is None or not (home.directory / home.pool).is_dir():
+    if root.directory is None or not (root.directory / root.pool).is_dir():
         return []
-    gone = [p for p in sorted((home.directory / home.pool).iterdir()) if p.name not in wanted and p.is_dir()]
-    return [p.name for p in gone if remove_tier(replace(home, tier=p.name))]
+    gone = [p for p in sorted((root.directory / root.pool).iterdir()) if p.name not in wanted and p.is_dir()]
+    return [p.name for p in gone if remove_tier(replace(root, tier=p.name))]
 
 
-def remove_tier(home: Home) -> bool:
+def remove_tier(root: PersistenceRoot) -> bool:
     """Give back what one tier left behind; another agent that holds it keeps it. Blocking."""
-    if home.directory is None:
+    if root.directory is None:
         return False
-    own = home.directory / home.pool / home.tier / home.node
+    own = root.directory / root.pool / root.tier / root.node
     if not own.is_dir():
         return False
     try:
-        hold = take_hold(own)
+        run_lock = acquire_run_lock(own)
     except (InvalidInputError, OSError):
         return False
     try:
@@ -180,5 +246,5 @@ def remove_tier(home: Home) -> bool:
                 remove_files(directory, set())
         shutil.rmtree(own)
     finally:
-        hold.release()
+        run_lock.release()
     return True

@@ -1,8 +1,8 @@
-"""Survives memory that a client has cut short: an access beyond the end of a file is a SIGBUS, the end of a process.
+"""SIGBUS guard: survives memory that a client has truncated, where an access beyond the end of a file ends the process.
 
 Zeros take the place of the whole extent then, in this process only. No checksum holds over them, so its blocks
-become misses, and whoever owns the extent is told to give it up. Sealed memory cannot be cut short; files can, where
-the kernel lacks Landlock, and huge pages can be punched out and taken by others.
+become misses, and whoever owns the extent is notified and gives it up. Sealed memory cannot be truncated; files can,
+where the kernel lacks Landlock, and huge pages can be punched out and taken by others.
 """
 
 import ctypes
@@ -44,54 +44,54 @@ class _Action(ctypes.Structure):
 
 
 @dataclass(eq=False, slots=True)
-class Watched:
-    """Memory whose accesses are survived, for as long as it is mapped."""
+class Guarded:
+    """Memory whose accesses are survived for as long as it is mapped."""
 
     address: int
     size_bytes: int
-    is_torn: bool = False
+    is_lost: bool = False
     """True once it has zeros in its place."""
 
 
-_watched: Final[dict[int, Watched]] = {}
+_guarded: Final[dict[int, Guarded]] = {}
 """By address."""
 _before: Final = _Action()
 
 
-def watch(address: int, size_bytes: int) -> Watched:
-    """Survive accesses to this memory that have nothing behind them, until it is forgotten."""
-    _watched.pop(address, None)  # So that it comes last: the newest.
-    watched = _watched[address] = Watched(address, size_bytes)
+def guard(address: int, size_bytes: int) -> Guarded:
+    """Survive accesses to this memory that have nothing behind them, until `unguard`."""
+    _guarded.pop(address, None)  # So that it comes last: the newest.
+    guarded = _guarded[address] = Guarded(address, size_bytes)
     _install()
-    return watched
+    return guarded
 
 
-def forget(watched: Watched) -> None:
-    """Watch no longer; once the memory is unmapped, for a thread may be in the middle of it until then.
+def unguard(guarded: Guarded) -> None:
+    """Guard no longer. To be called once the memory is unmapped: a thread may be in the middle of it until then.
 
-    What has been mapped at its address since stays watched.
+    What has been mapped at its address since stays guarded.
     """
-    if _watched.get(watched.address) is watched:
-        del _watched[watched.address]
+    if _guarded.get(guarded.address) is guarded:
+        del _guarded[guarded.address]
 
 
-def torn() -> frozenset[int]:
-    """Addresses of watched memory that has zeros in its place."""
-    return frozenset(w.address for w in tuple(_watched.values()) if w.is_torn)
+def lost() -> frozenset[int]:
+    """Addresses of guarded memory that has zeros in its place."""
+    return frozenset(g.address for g in tuple(_guarded.values()) if g.is_lost)
 
 
-@_Handler  # type: ignore[untyped-decorator]  # ctypes says nothing of what it makes.
+@_Handler  # type: ignore[untyped-decorator]  # ctypes has no types for it.
 def _on_bus_error(number: int, details: "ctypes._Pointer[_Details]", _context: int) -> None:
     """Runs in the thread that touched the memory: within a copy or a hash, never within an allocation.
 
     Several threads may get here for one extent; that the later ones put zeros there again harms nobody. The newest
-    comes first: one that is unmapped and about to be forgotten may reach over what was mapped there since.
+    comes first: one that is unmapped and about to be unguarded may reach over what was mapped there since.
     """
     address = details.contents.address
-    for watched in reversed(tuple(_watched.values())):
-        if watched.address <= address < watched.address + watched.size_bytes:
-            watched.is_torn = True
-            _libc.mmap(watched.address, watched.size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, _FLAGS, -1, 0)
+    for guarded in reversed(tuple(_guarded.values())):
+        if guarded.address <= address < guarded.address + guarded.size_bytes:
+            guarded.is_lost = True
+            _libc.mmap(guarded.address, guarded.size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, _FLAGS, -1, 0)
             return
     _libc.sigaction(number, ctypes.byref(_before), None)  # Not ours: it comes again, for whoever was here before.
 

@@ -1,7 +1,7 @@
 """The object store client: a few verbs with timeouts, a pace and a retry budget. The only obstore import.
 
-Requests are tried again here and not by obstore, which tells nobody of a store that refuses them, and gives up at 429
-and at answers that break off. Parts of a multipart upload are its own: else all of it would have to begin anew.
+Requests are tried again here and not by obstore, which does not report a store that refuses them, and gives up at 429
+and at answers that break off. Parts of a multipart upload are its own: else all of it would have to begin again.
 
 Multipart uploads that a killed agent left behind: parts that nobody sees and everybody pays for.
 
@@ -106,13 +106,15 @@ class S3Uploads:
         lines = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers))
         request = f"{method}\n{path}\n{_canonical(query)}\n{lines}\n{names}\n{_NO_BODY}"
         place = f"{moment[:8]}/{self.region}/s3/aws4_request"
-        said = f"AWS4-HMAC-SHA256\n{moment}\n{place}\n{hashlib.sha256(request.encode()).hexdigest()}"
+        to_sign = f"AWS4-HMAC-SHA256\n{moment}\n{place}\n{hashlib.sha256(request.encode()).hexdigest()}"
         key = f"AWS4{self.secret}".encode()
         for part in place.split("/"):
             key = hmac.digest(key, part.encode(), "sha256")
-        signature = hmac.digest(key, said.encode(), "sha256").hex()
-        told = f"AWS4-HMAC-SHA256 Credential={self.key_id}/{place}, SignedHeaders={names}, Signature={signature}"
-        return headers | {"authorization": told}
+        signature = hmac.digest(key, to_sign.encode(), "sha256").hex()
+        authorization = (
+            f"AWS4-HMAC-SHA256 Credential={self.key_id}/{place}, SignedHeaders={names}, Signature={signature}"
+        )
+        return headers | {"authorization": authorization}
 
 
 def _canonical(query: Mapping[str, str]) -> str:

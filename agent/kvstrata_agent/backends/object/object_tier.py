@@ -2,9 +2,8 @@
 
 Objects lie under `<pool>/<node>/<scope hash>/<digest>.<stamp>`, sealed ones under `<pool>/<node>/<scope tag>/<stamp>`.
 The stamp in the name keeps a late delete of an old copy from hitting a new one. Every agent owns its own prefix; nobody
-else writes or deletes there.
-
-Bookkeeping for media without places: only bytes count, and a few blocks of one scope make an extent. Pure.
+else writes or deletes there. An object has no address: only bytes count, and a few blocks of one scope make an extent
+(`ObjectSlots`).
 """
 
 from __future__ import annotations
@@ -21,13 +20,25 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
-from kvstrata_agent.backends.base import Capabilities, Record, SlotRef
+from kvstrata_agent.backends.base import (
+    Capabilities,
+    OptionalCapabilities,
+    PacedBackend,
+    Record,
+    SealingBackend,
+    SlotRef,
+)
 from kvstrata_agent.backends.file.claim import STAMPS_PER_RUN, STORE_FILE
-from kvstrata_agent.backends.record.header import HEADER_BYTES, VERSION
-from kvstrata_agent.backends.record.layout import form_of, open_into
-from kvstrata_agent.backends.record.sealed import SEALED_VERSION, SealedForm, Unread
+from kvstrata_agent.backends.record.layout import (
+    HEADER_BYTES,
+    SEALED_VERSION,
+    VERSION,
+    SealedForm,
+    Unread,
+    form_of,
+    open_into,
+)
 from kvstrata_agent.backends.threads import here_or_in_thread
-from kvstrata_api.blocks import ScopeId
 from kvstrata_api.errors import BackendFailedError, BlockCorruptError, InvalidInputError, TierFullError
 
 if TYPE_CHECKING:
@@ -38,29 +49,29 @@ if TYPE_CHECKING:
     from kvstrata_api.blocks import BlockKey, ScopeId
 
 
-_SLOTS_PER_SHELF: Final = 32
+_SLOTS_PER_GROUP: Final = 32
 """Blocks of one extent: small, so that emptying one frees little more than is needed."""
 
 
 @dataclass(slots=True)
-class _Shelf:
+class _SlotGroup:
     scope: ScopeId
     given: int
-    """Slots ever given; a full shelf gets none again."""
+    """Slots ever given; a full group gets none again."""
     sizes: dict[int, int]
     """Bytes of each live stamp."""
 
 
-class Shelves:
-    """Slots without places. The bytes in use never exceed the capacity."""
+class ObjectSlots:
+    """Slots of a medium without addresses. The bytes in use never exceed the capacity. Pure."""
 
     def __init__(self, capacity_bytes: int, *, first_stamp: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
-        self._shelves: dict[int, _Shelf] = {}
+        self._groups: dict[int, _SlotGroup] = {}
         self._open: dict[ScopeId, int] = {}
-        """Shelf of each scope that still gives slots."""
-        self._next_shelf = 0
+        """Group of each scope that still gives slots."""
+        self._next_group = 0
         self._next_stamp = first_stamp
 
     @property
@@ -74,59 +85,59 @@ class Shelves:
             raise TierFullError(
                 f"{size_bytes} B wanted, {max(0, self.room_bytes)} B of {self.capacity_bytes} B free", delay_s=0.1
             )
-        number, shelf = self._shelf(scope)
+        number, group = self._open_group(scope)
         stamp, self._next_stamp = self._next_stamp, self._next_stamp + 1
-        slot = SlotRef(number, shelf.given, size_bytes, stamp)
-        shelf.given += 1
-        self._put(shelf, slot)
+        slot = SlotRef(number, group.given, size_bytes, stamp)
+        group.given += 1
+        self._put(group, slot)
         return slot
 
-    def _shelf(self, scope: ScopeId) -> tuple[int, _Shelf]:
+    def _open_group(self, scope: ScopeId) -> tuple[int, _SlotGroup]:
         number = self._open.get(scope)
-        shelf = None if number is None else self._shelves.get(number)
-        if number is None or shelf is None or shelf.given >= _SLOTS_PER_SHELF:
-            number, self._next_shelf = self._next_shelf, self._next_shelf + 1
-            shelf = self._shelves[number] = _Shelf(scope, 0, {})
+        group = None if number is None else self._groups.get(number)
+        if number is None or group is None or group.given >= _SLOTS_PER_GROUP:
+            number, self._next_group = self._next_group, self._next_group + 1
+            group = self._groups[number] = _SlotGroup(scope, 0, {})
             self._open[scope] = number
-        return number, shelf
+        return number, group
 
-    def _put(self, shelf: _Shelf, slot: SlotRef) -> None:
-        shelf.sizes[slot.stamp] = slot.size_bytes
+    def _put(self, group: _SlotGroup, slot: SlotRef) -> None:
+        group.sizes[slot.stamp] = slot.size_bytes
         self.used_bytes += slot.size_bytes
 
     def adopt(self, scope: ScopeId, size_bytes: int, stamp: int) -> SlotRef:
         """Enter a block of an earlier run under its old stamp."""
-        number, shelf = self._shelf(scope)
-        slot = SlotRef(number, shelf.given, size_bytes, stamp)
-        shelf.given += 1
-        self._put(shelf, slot)
+        number, group = self._open_group(scope)
+        slot = SlotRef(number, group.given, size_bytes, stamp)
+        group.given += 1
+        self._put(group, slot)
         return slot
 
     def is_live(self, slot: SlotRef) -> bool:
         """True while the slot is in use."""
-        shelf = self._shelves.get(slot.extent)
-        return shelf is not None and slot.stamp in shelf.sizes
+        group = self._groups.get(slot.extent)
+        return group is not None and slot.stamp in group.sizes
 
     def give_back(self, slot: SlotRef) -> bool:
         """Free a slot; False when it was free already."""
-        shelf = self._shelves.get(slot.extent)
-        size_bytes = None if shelf is None else shelf.sizes.pop(slot.stamp, None)
-        if shelf is None or size_bytes is None:
+        group = self._groups.get(slot.extent)
+        size_bytes = None if group is None else group.sizes.pop(slot.stamp, None)
+        if group is None or size_bytes is None:
             return False
         self.used_bytes -= size_bytes
-        if not shelf.sizes:
-            del self._shelves[slot.extent]
+        if not group.sizes:
+            del self._groups[slot.extent]
         return True
 
-    def relief(self, size_bytes: int) -> frozenset[int]:
+    def extents_to_free(self, size_bytes: int) -> frozenset[int]:
         """Extents that, emptied, leave `size_bytes` free; smallest first. Empty when there is room."""
         need = size_bytes - self.room_bytes
         chosen: set[int] = set()
-        for number, shelf in sorted(self._shelves.items(), key=lambda item: sum(item[1].sizes.values())):
+        for number, group in sorted(self._groups.items(), key=lambda item: sum(item[1].sizes.values())):
             if need <= 0:
                 break
             chosen.add(number)
-            need -= sum(shelf.sizes.values())
+            need -= sum(group.sizes.values())
         return frozenset(chosen)
 
 
@@ -141,11 +152,11 @@ _PLACE: Final = 0
 _READABLE: Final = frozenset({VERSION, SEALED_VERSION})
 _FORGET_DELAY_S: Final = 0.5
 _RETRY_DELAY_S: Final = 10.0
-_GRAVES_MAX: Final = 100_000
+_DELETIONS_MAX: Final = 100_000
 """Deletions that wait for a store that is away; beyond it objects stay until the next start finds them."""
 
 
-class ObjectStoreTier:
+class ObjectStoreTier(OptionalCapabilities):
     """A tier of objects (`TierBackend`)."""
 
     def __init__(
@@ -163,13 +174,23 @@ class ObjectStoreTier:
         self._form = form_of(secret, keys)
         self._waiting: dict[bytes, list[tuple[str, int]]] = {}
         """Path and size of objects whose headers could not be opened, by the tag of their scope."""
-        self._shelves = Shelves(capacity_bytes, first_stamp=run * STAMPS_PER_RUN)
+        self._slots = ObjectSlots(capacity_bytes, first_stamp=run * STAMPS_PER_RUN)
         self._paths: dict[int, str] = {}
         """Path of the object of each stamp that was written."""
-        self._graves: list[str] = []
-        self._burial: asyncio.Task[None] | None = None
+        self._pending_deletions: list[str] = []
+        self._deleting: asyncio.Task[None] | None = None
         self._last_error = ""
         self._is_closed = False
+
+    @property
+    def paced(self) -> PacedBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
+
+    @property
+    def sealing(self) -> SealingBackend:
+        """Itself. See `OptionalCapabilities`."""
+        return self
 
     @property
     def capabilities(self) -> Capabilities:
@@ -187,12 +208,12 @@ class ObjectStoreTier:
     @property
     def capacity_bytes(self) -> int:
         """Bytes that may be reserved in all."""
-        return self._shelves.capacity_bytes
+        return self._slots.capacity_bytes
 
     @property
     def used_bytes(self) -> int:
         """Bytes reserved now, headers included."""
-        return self._shelves.used_bytes
+        return self._slots.used_bytes
 
     @property
     def last_error(self) -> str:
@@ -216,7 +237,7 @@ class ObjectStoreTier:
 
     def reserve(self, scope: ScopeId, size_bytes: int) -> SlotRef:
         """Take room for an object. See `TierBackend`."""
-        return self._shelves.take(scope, HEADER_BYTES + size_bytes)
+        return self._slots.take(scope, HEADER_BYTES + size_bytes)
 
     async def write(self, slot: SlotRef, record: Record, stored: memoryview) -> None:
         """Put one object; it is there whole or not at all. See `TierBackend`."""
@@ -232,7 +253,7 @@ class ObjectStoreTier:
             raise
 
     def _path(self, key: BlockKey, stamp: int) -> str:
-        """Path of an object; a sealed one's name tells nothing of its block. Raises `KeyAwayError`."""
+        """Path of an object; a sealed one's name reveals nothing of its block. Raises `KeyAwayError`."""
         if isinstance(self._form, SealedForm):
             return f"{self._prefix}/{self._form.sealer.tag(key.scope).hex()}/{stamp:x}"
         return f"{self._prefix}/{scope_hash(key.scope)}/{key.digest.hex()}.{stamp:x}"
@@ -240,7 +261,7 @@ class ObjectStoreTier:
     async def read(self, slot: SlotRef, record: Record, into: memoryview) -> None:
         """Get one object's payload and verify it. See `TierBackend`."""
         path = self._paths.get(slot.stamp)
-        if path is None or not self._shelves.is_live(slot):
+        if path is None or not self._slots.is_live(slot):
             raise BackendFailedError(f"block {record.key}: no object of stamp {slot.stamp}")
         first = HEADER_BYTES - self._form.head_bytes
         try:
@@ -257,42 +278,42 @@ class ObjectStoreTier:
 
     def drop(self, slot: SlotRef) -> None:
         """Give the room back; the object is deleted within a second. See `TierBackend`."""
-        if not self._shelves.give_back(slot):
+        if not self._slots.give_back(slot):
             return
         path = self._paths.pop(slot.stamp, None)
-        if path is not None and len(self._graves) < _GRAVES_MAX:
-            self._bury_soon(path)
+        if path is not None and len(self._pending_deletions) < _DELETIONS_MAX:
+            self._delete_soon(path)
 
-    def _bury_soon(self, path: str) -> None:
-        self._graves.append(path)
-        if self._burial is None:
-            self._burial = asyncio.ensure_future(self._bury_later())
+    def _delete_soon(self, path: str) -> None:
+        self._pending_deletions.append(path)
+        if self._deleting is None:
+            self._deleting = asyncio.ensure_future(self._delete_until_done())
 
-    async def _bury_later(self) -> None:
+    async def _delete_until_done(self) -> None:
         delay_s = _FORGET_DELAY_S
-        while self._graves:
+        while self._pending_deletions:
             await asyncio.sleep(delay_s)
-            delay_s = _FORGET_DELAY_S if await self._bury() else _RETRY_DELAY_S
-        self._burial = None
+            delay_s = _FORGET_DELAY_S if await self._delete_pending() else _RETRY_DELAY_S
+        self._deleting = None
 
-    async def _bury(self) -> bool:
-        graves, self._graves = self._graves, []
+    async def _delete_pending(self) -> bool:
+        pending, self._pending_deletions = self._pending_deletions, []
         try:
-            await self._client.delete(graves)
+            await self._client.delete(pending)
         except BackendFailedError as e:
             self._last_error = str(e)
-            self._graves += graves
+            self._pending_deletions += pending
             return False
         return True
 
     async def resize(self, capacity_bytes: int) -> frozenset[int]:
         """Change the capacity; nothing closes, because objects share nothing: what is over has to be dropped."""
-        self._shelves.capacity_bytes = capacity_bytes
+        self._slots.capacity_bytes = capacity_bytes
         return frozenset()
 
-    def relief(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:  # noqa: ARG002 - room is for any scope.
-        """Shelves whose emptying makes room. See `TierBackend`."""
-        return self._shelves.relief(HEADER_BYTES + size_bytes)
+    def extents_to_free(self, scope: ScopeId, size_bytes: int) -> frozenset[int]:  # noqa: ARG002 - room is for any scope.
+        """Groups whose emptying makes room. See `TierBackend`."""
+        return self._slots.extents_to_free(HEADER_BYTES + size_bytes)
 
     def compact(self) -> frozenset[int]:
         """Nothing: every object takes its own bytes only."""
@@ -327,11 +348,11 @@ class ObjectStoreTier:
     async def forget_waiting(self, tag: bytes) -> None:
         """Delete what waits for a key. See `SealingBackend`."""
         for path, _ in self._release(tag):
-            self._bury_soon(path)
+            self._delete_soon(path)
 
     def _release(self, tag: bytes) -> list[tuple[str, int]]:
         waiting = self._waiting.pop(tag, [])
-        self._shelves.used_bytes -= sum(size_bytes for _, size_bytes in waiting)
+        self._slots.used_bytes -= sum(size_bytes for _, size_bytes in waiting)
         return waiting
 
     async def _adopt_all(self, batch: list[tuple[str, int]]) -> list[tuple[SlotRef, Record]]:
@@ -347,29 +368,29 @@ class ObjectStoreTier:
         header = self._form.header(page, _PLACE, _PLACE)
         if isinstance(header, Unread):
             self._waiting.setdefault(header.scope_tag, []).append((path, size_bytes))
-            self._shelves.used_bytes += size_bytes
+            self._slots.used_bytes += size_bytes
             return None
         if header is None or not self._is_kept(path, size_bytes, *header):
-            self._bury_soon(path)
+            self._delete_soon(path)
             return None
         stamp, record = header
         self._paths[stamp] = path
-        return self._shelves.adopt(record.key.scope, size_bytes, stamp), record
+        return self._slots.adopt(record.key.scope, size_bytes, stamp), record
 
     def _is_kept(self, path: str, size_bytes: int, stamp: int, record: Record) -> bool:
         """False for a truncated or renamed object, and for one that no longer fits the capacity."""
         is_whole = size_bytes == HEADER_BYTES + record.stored_bytes
-        return is_whole and path == self._path(record.key, stamp) and size_bytes <= self._shelves.room_bytes
+        return is_whole and path == self._path(record.key, stamp) and size_bytes <= self._slots.room_bytes
 
     async def close(self) -> None:
         """Delete what was dropped and let go. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        if self._burial is not None:
-            self._burial.cancel()
-        if self._graves:
-            await self._bury()
+        if self._deleting is not None:
+            self._deleting.cancel()
+        if self._pending_deletions:
+            await self._delete_pending()
         await self._client.close()
 
 
@@ -378,7 +399,7 @@ def _placeless(slot: SlotRef) -> SlotRef:
 
 
 def scope_hash(scope: ScopeId) -> str:
-    """16 hex digits for a path; scope names would tell the bucket's readers who the tenants are."""
+    """16 hex digits for a path; scope names would reveal the tenants to the bucket's readers."""
     return hashlib.blake2b(scope.encode(), digest_size=8, person=b"kvstrata.object").hexdigest()
 
 

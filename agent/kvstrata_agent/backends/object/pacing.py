@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 REQUESTS_MAX: Final = 32
 """Under way at once: 2 MiB at 100 ms of latency are 640 MB/s."""
 CUT_EVERY_S: Final = 1.0
-"""One refusal halves the requests; those that were sent before it are refused as well and say nothing new."""
+"""One refusal halves the requests; those that were sent before it are refused as well and add nothing new."""
 CALM_S: Final = 10.0
 """Without a refusal for so long the store keeps up again."""
 
@@ -34,7 +34,7 @@ _TIMED_OUT: Final = 408
 
 
 class Verdict(Enum):
-    """What a failed request tells."""
+    """What a failed request means."""
 
     REFUSED = auto()
     """The store wants fewer requests."""

@@ -1,14 +1,238 @@
-"""Bytes of one record in memory: laid out for a transfer, and verified after one."""
+"""How one record lies on a medium: a header page and the payload, in the clear or sealed (docs/format.md). Pure.
 
+In the clear (format version 1) the header is one page of 4 KiB with fields at fixed places under a MAC. A sealed record
+(version 2) has header and payload under the data key of its scope: a thief of the medium reads place, stamp and size of
+each record, and a tag that stands for its scope. What ties the bytes to their use is authenticated: place, stamp,
+epoch, key digest, parent, layout, codec, sizes, scope and store.
+"""
+
+import hashlib
+import hmac
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
-from kvstrata_agent.backends.base import Record, SlotRef, matches
-from kvstrata_agent.backends.record.encryption import DataKeys, Sealer
-from kvstrata_agent.backends.record.header import HEADER_BYTES, check_names, pack_header, unpack_header
-from kvstrata_agent.backends.record.sealed import SealedForm, Unread
+from kvstrata_agent.backends.base import KeyAwayError, Record, SlotRef, matches
+from kvstrata_agent.backends.record.encryption import SALT_BYTES, SCOPE_TAG_BYTES, TAG_BYTES, DataKeys, Sealer
+from kvstrata_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES, BlockKey, LayoutId, ScopeId
+from kvstrata_api.checksum import CHECKSUM_BYTES
+from kvstrata_api.errors import InvalidInputError
 from kvstrata_native import copy
+
+HEADER_BYTES: Final = 4096
+"""One page of its own: O_DIRECT writes payload and header from where they lie, and a torn header tears alone."""
+
+MAGIC: Final = b"KVSTRREC"
+VERSION: Final = 1
+
+SCOPE_BYTES_MAX: Final = 512
+CODEC_BYTES_MAX: Final = 32
+_TAG_BYTES: Final = 16
+
+_FIELDS: Final = struct.Struct("<8sHHIQQQQQQ16s16s20s20sBBH32s512s")
+"""magic, version, zero, zero, extent, offset, stamp, epoch, raw bytes, stored bytes, checksum, layout id, digest,
+parent, parent length, codec length, scope length, codec, scope. All little-endian, no padding."""
+
+_ZEROS: Final = bytes(HEADER_BYTES - _FIELDS.size - _TAG_BYTES)
+
+
+def pack_header(record: Record, slot: SlotRef, secret: bytes) -> bytes:
+    """Header page of `record` at its place. Raises `InvalidInputError` for names that are over the format's limits.
+
+    The tag is a MAC under the store's secret: block bytes come from tenants, and bytes that look like a header
+    must not become one when a crash leaves them where the scan expects a header.
+    """
+    check_names(record)
+    scope = record.key.scope.encode()
+    codec = record.codec.encode()
+    fields = _FIELDS.pack(
+        MAGIC, VERSION, 0, 0, slot.extent, slot.offset, slot.stamp, record.epoch, record.raw_bytes,
+        record.stored_bytes, record.checksum, record.layout_id, record.key.digest, record.parent, len(record.parent),
+        len(codec), len(scope), codec, scope,
+    )  # fmt: skip
+    return fields + _tag(fields, secret) + _ZEROS
+
+
+def check_names(record: Record) -> None:
+    """Raise `InvalidInputError` for names that are over the format's limits."""
+    check_length("scope", record.key.scope.encode(), SCOPE_BYTES_MAX)
+    check_length("codec", record.codec.encode(), CODEC_BYTES_MAX)
+    check_length("parent", record.parent, KEY_BYTES)
+
+
+def check_length(what: str, value: bytes, most: int) -> None:
+    """Raise `InvalidInputError` for a name that is longer than its field."""
+    if len(value) > most:
+        raise InvalidInputError(f"{what} of {len(value)} B, at most {most} B fit a record header")
+
+
+def _tag(fields: bytes, secret: bytes) -> bytes:
+    return hashlib.blake2b(fields, key=secret, digest_size=_TAG_BYTES, person=b"kvstrata.record").digest()
+
+
+def unpack_header(page: bytes | memoryview, extent: int, offset: int, secret: bytes) -> tuple[int, Record] | None:
+    """Stamp and record of a header page found at a place; None when there is no valid header of this place.
+
+    A header that was written for another place (a misdirected write, a copied file) does not count.
+    """
+    fields = bytes(page[: _FIELDS.size])
+    tag = bytes(page[_FIELDS.size : _FIELDS.size + _TAG_BYTES])
+    if not fields.startswith(MAGIC) or not hmac.compare_digest(tag, _tag(fields, secret)):
+        return None
+    (
+        _, version, _, _, at_extent, at_offset, stamp, epoch, raw_bytes, stored_bytes, checksum, layout_id, digest,
+        parent, parent_length, codec_length, scope_length, codec, scope,
+    ) = _FIELDS.unpack(fields)  # fmt: skip
+    if version != VERSION or at_extent != extent or at_offset != offset:
+        return None
+    return stamp, Record(
+        key=BlockKey(ScopeId(scope[:scope_length].decode()), digest),
+        parent=parent[:parent_length],
+        layout_id=LayoutId(layout_id),
+        codec=codec[:codec_length].decode(),
+        raw_bytes=raw_bytes,
+        stored_bytes=stored_bytes,
+        checksum=checksum,
+        epoch=epoch,
+    )
+
+
+assert struct.calcsize("<16s16s20s") == CHECKSUM_BYTES + LAYOUT_ID_BYTES + KEY_BYTES, "the format fixes these sizes"
+
+
+SEALED_VERSION: Final = 2
+
+_OPEN: Final = struct.Struct(f"<8sHHIQQQ{SCOPE_TAG_BYTES}s{SALT_BYTES}s{TAG_BYTES}s")
+"""magic, version, zero, zero, extent, offset, stamp, tag of the scope, salt, tag of the payload."""
+
+_CLOSED: Final = struct.Struct("<QQQ16s16s20s20sBB32s")
+"""epoch, raw bytes, stored bytes, checksum, layout id, digest, parent, parent length, codec length, codec."""
+
+_BOUND: Final = struct.Struct("<8sQQQQQQ16s16s20s20sBB32sH")
+"""magic, extent, offset, stamp, epoch, raw bytes, stored bytes, checksum, layout id, digest, parent, parent length,
+codec length, codec, scope length; then the scope and the store's secret."""
+
+_CLOSED_END: Final = _OPEN.size + _CLOSED.size + TAG_BYTES
+_SEALED_ZEROS: Final = bytes(HEADER_BYTES - _CLOSED_END)
+_HEADER_PART: Final = 1
+_PAYLOAD_PART: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A header that cannot be opened now."""
+
+    scope_tag: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SealedForm:
+    """How one store writes and reads sealed records."""
+
+    sealer: Sealer
+    secret: bytes = field(repr=False)
+    """The store's: records of another store do not count."""
+
+    def lay_out(
+        self, whole: memoryview, record: Record, slot: SlotRef, payload: memoryview
+    ) -> Callable[[Record], None]:
+        """See `Form`. Keys are looked up here, in the loop's thread, and the rest needs none of them."""
+        check_length("codec", record.codec.encode(), CODEC_BYTES_MAX)
+        check_length("parent", record.parent, KEY_BYTES)
+        scope, end = record.key.scope, HEADER_BYTES + len(payload)
+        scope_tag, (salt, key) = self.sealer.tag(scope), self.sealer.new_key(scope)
+
+        def work(made: Record) -> None:
+            tag = key.seal(_PAYLOAD_PART, payload, whole[HEADER_BYTES:end], self._bound(made, slot))
+            place = (slot.extent, slot.offset, slot.stamp)
+            opening = _OPEN.pack(MAGIC, SEALED_VERSION, 0, 0, *place, scope_tag, salt, tag)
+            closed = key.seal_small(_HEADER_PART, _pack(made), self._header_bound(opening, scope))
+            whole[:HEADER_BYTES] = opening + closed + _SEALED_ZEROS
+            whole[end:] = bytes(len(whole) - end)
+
+        return work
+
+    @property
+    def head_bytes(self) -> int:
+        """All: salt and tag stand there."""
+        return HEADER_BYTES
+
+    @property
+    def is_sealed(self) -> bool:
+        """Yes."""
+        return True
+
+    def opener(self, record: Record, slot: SlotRef) -> Callable[[memoryview, memoryview], memoryview | None]:
+        """See `Form`. A payload that is not this very record's leaves zeros.
+
+        Of the page only salt and tag are believed: they open nothing but what was sealed for `record` and `slot`.
+        """
+        key_of = self.sealer.keys_of(record.key.scope)
+
+        def work(whole: memoryview, room: memoryview) -> memoryview | None:
+            *_, salt, tag = _OPEN.unpack_from(whole)
+            sealed = whole[HEADER_BYTES : HEADER_BYTES + len(room)]
+            is_open = key_of(salt).open(_PAYLOAD_PART, sealed, room, self._bound(record, slot), tag)
+            return room if is_open else None
+
+        return work
+
+    def header(self, page: bytes | memoryview, extent: int, offset: int) -> tuple[int, Record] | Unread | None:
+        """Stamp and record of a header page found at a place; None when there is no header of this place and store."""
+        opening = bytes(page[: _OPEN.size])
+        if len(opening) < _OPEN.size:
+            return None
+        magic, version, _, _, at_extent, at_offset, stamp, scope_tag, salt, _ = _OPEN.unpack(opening)
+        if magic != MAGIC or version != SEALED_VERSION or (at_extent, at_offset) != (extent, offset):
+            return None
+        scope = self.sealer.keys.scope(scope_tag)
+        if scope is None:
+            return Unread(scope_tag)
+        try:
+            key = self.sealer.key(scope, salt)
+        except KeyAwayError:
+            return Unread(scope_tag)
+        closed = bytes(page[_OPEN.size : _CLOSED_END])
+        fields = key.open_small(_HEADER_PART, closed, self._header_bound(opening, scope))
+        return None if fields is None else (stamp, _unpack(fields, scope))
+
+    def _header_bound(self, opening: bytes, scope: ScopeId) -> bytes:
+        return opening + scope.encode() + self.secret
+
+    def _bound(self, record: Record, slot: SlotRef) -> bytes:
+        """What the payload's tag is bound to."""
+        codec, scope = record.codec.encode(), record.key.scope.encode()
+        fields = _BOUND.pack(
+            MAGIC, slot.extent, slot.offset, slot.stamp, record.epoch, record.raw_bytes, record.stored_bytes,
+            record.checksum, record.layout_id, record.key.digest, record.parent, len(record.parent), len(codec), codec,
+            len(scope),
+        )  # fmt: skip
+        return fields + scope + self.secret
+
+
+def _pack(record: Record) -> bytes:
+    codec = record.codec.encode()
+    return _CLOSED.pack(
+        record.epoch, record.raw_bytes, record.stored_bytes, record.checksum, record.layout_id, record.key.digest,
+        record.parent, len(record.parent), len(codec), codec,
+    )  # fmt: skip
+
+
+def _unpack(fields: bytes, scope: ScopeId) -> Record:
+    (
+        epoch, raw_bytes, stored_bytes, checksum, layout_id, digest, parent, parent_length, codec_length, codec,
+    ) = _CLOSED.unpack(fields)  # fmt: skip
+    return Record(
+        key=BlockKey(scope, digest),
+        parent=parent[:parent_length],
+        layout_id=LayoutId(layout_id),
+        codec=codec[:codec_length].decode(),
+        raw_bytes=raw_bytes,
+        stored_bytes=stored_bytes,
+        checksum=checksum,
+        epoch=epoch,
+    )
 
 
 class Form(Protocol):
@@ -29,7 +253,7 @@ class Form(Protocol):
 
     @property
     def is_sealed(self) -> bool:
-        """True when what opens is this very record; else its checksum has to tell."""
+        """True when what opens is this very record; else its checksum has to prove it."""
 
     def opener(self, record: Record, slot: SlotRef) -> Callable[[memoryview, memoryview], memoryview | None]:
         """What finds a record's payload in `head_bytes` and payload as they were read; None when it does not open.

@@ -1,4 +1,4 @@
-"""Tells the directory where the blocks of this node are: what changed last counts, one entry for each block.
+"""Reports to the directory where the blocks of this node are: what changed last counts, one entry for each block.
 
 The directory may be late and may be lost; it never frees anything. Changes are gathered and sent as the state is
 when they are sent, so a block that moved five times costs one announcement.
@@ -10,7 +10,7 @@ import asyncio
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_metadata.records import STAMP_MAX, Announcement
+from kvstrata_metadata.store.records import STAMP_MAX, Announcement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -58,7 +58,7 @@ class Announcer:
     def _is_reported(self, directory: Directory, scope: ScopeId) -> bool:
         """True while a report of everything is still to begin, which leaves out scopes without a known secret.
 
-        So a million blocks of an earlier run are announced as the report is sent, not gathered and told at once before.
+        So a million blocks of an earlier run are announced as the report is sent, not gathered and sent at once before.
         """
         return directory.owes_all and self._secret_of(scope) is not None
 

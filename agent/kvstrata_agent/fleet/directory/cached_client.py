@@ -1,7 +1,7 @@
-"""The directory with a memory of hot prefixes: what is looked up again is not asked again until Redis says it changed.
+"""The directory with a memory of hot prefixes: what is looked up again is not asked again until Redis reports a change.
 
 Staleness is bounded by a broken connection being noticed (2 s); like any location, a stale one is refused by its owner.
-Off for a Redis Cluster (`tracked.py` says why): every lookup asks then.
+Off for a Redis Cluster (`location_cache` has the reason): every lookup asks then.
 """
 
 import asyncio
@@ -10,14 +10,13 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Final
 
-from kvstrata_agent.app.periodic import repeat
 from kvstrata_agent.fleet.directory.client import AccessProvider, Holdings, RedisDirectory
 from kvstrata_api.errors import DirectoryAwayError, KvStrataError
-from kvstrata_metadata.hot_cache import HotCache
-from kvstrata_metadata.records import AgentRecord, Copy
-from kvstrata_metadata.schema import bucket_key
-from kvstrata_metadata.store import Store
-from kvstrata_metadata.tracked import TrackedStore
+from kvstrata_kube.tasks import repeat
+from kvstrata_metadata.client.location_cache import HotCache, TrackedStore
+from kvstrata_metadata.store.keys import bucket_key
+from kvstrata_metadata.store.records import AgentRecord, Copy
+from kvstrata_metadata.store.store import Store
 from kvstrata_telemetry.metrics import Instruments
 
 RETRY_S: Final = 2.0
@@ -41,7 +40,7 @@ class CachingDirectory(RedisDirectory):
 
     @property
     def is_caching(self) -> bool:
-        """True while Redis tells us what changes."""
+        """True while Redis reports changes."""
         return self._tracked is not None and self._tracked.is_open
 
     @property
@@ -73,7 +72,7 @@ class CachingDirectory(RedisDirectory):
     async def _find_hot(
         self, tracked: TrackedStore, tag: str, digests: Sequence[bytes], ask: Asking
     ) -> Sequence[Sequence[Copy]]:
-        """Read on the connection that is told of changes, and remember; elsewhere (`ask`) when it is lost meanwhile."""
+        """Read on the connection that reports changes, and remember; elsewhere (`ask`) when it is lost meanwhile."""
         if not digests:
             return ()
         reading, kept = self._cache.begin(), {}
@@ -88,9 +87,9 @@ class CachingDirectory(RedisDirectory):
 
     def _told(self, keys: Iterable[bytes] | None) -> None:
         if keys is None:
-            self._cache.lost()
+            self._cache.clear()
         else:
-            self._cache.told(keys)
+            self._cache.forget(keys)
 
     async def _track_while_possible(self) -> None:
         with contextlib.suppress(KvStrataError):
@@ -102,9 +101,9 @@ class CachingDirectory(RedisDirectory):
         try:
             await tracked.open()
             self._tracked = tracked
-            while tracked.is_open:  # noqa: ASYNC110 - Its end is told to the cache at once; this only begins anew.
+            while tracked.is_open:  # noqa: ASYNC110 - Its end reaches the cache at once; this only begins again.
                 await asyncio.sleep(RETRY_S / 4)
         finally:
             self._tracked = None
             await tracked.close()
-            self._cache.lost()
+            self._cache.clear()

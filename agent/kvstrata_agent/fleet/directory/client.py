@@ -14,17 +14,19 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
 
-from kvstrata_agent.app.periodic import repeat
 from kvstrata_agent.cache.ports import DirectoryState
-from kvstrata_agent.policy.fair_share import FairOrder
+from kvstrata_agent.policy.quota import FairOrder
 from kvstrata_agent.policy.recompute import LOCATE_S_MIN
 from kvstrata_api.blocks import ScopeSecret
 from kvstrata_api.errors import DirectoryAwayError, KvStrataError, RetryableError
-from kvstrata_metadata import claims, mailbox, registry, shards
-from kvstrata_metadata.access import RedisAccess
-from kvstrata_metadata.announcer import QUEUE_CHANGES_MAX, REPORT_JITTER_S, Announcer
-from kvstrata_metadata.cluster_store import open_store
-from kvstrata_metadata.records import (
+from kvstrata_kube.tasks import cancel, repeat
+from kvstrata_metadata.client.announcer import QUEUE_CHANGES_MAX, REPORT_JITTER_S, Announcer
+from kvstrata_metadata.directory import messages, registry, shards
+from kvstrata_metadata.directory.registry import SILENCE_S
+from kvstrata_metadata.directory.sessions import read_session, write_sessions
+from kvstrata_metadata.store.access import RedisAccess
+from kvstrata_metadata.store.cluster_store import open_store
+from kvstrata_metadata.store.records import (
     AgentRecord,
     Announcement,
     Copy,
@@ -34,9 +36,7 @@ from kvstrata_metadata.records import (
     Registration,
     SessionRecord,
 )
-from kvstrata_metadata.registry import SILENCE_S
-from kvstrata_metadata.sessions import read_session, write_sessions
-from kvstrata_metadata.store import Store
+from kvstrata_metadata.store.store import Store
 from kvstrata_telemetry.metrics import Instruments
 
 NOTES_MAX: Final = 65_536
@@ -55,7 +55,7 @@ class _Note:
 
 
 class SessionNotes:
-    """What other nodes should know about our sessions and have not been told yet."""
+    """What other nodes should know about our sessions and has not been sent yet."""
 
     def __init__(self, agent: str) -> None:
         self._agent = agent
@@ -74,7 +74,7 @@ class SessionNotes:
         self._notes[key] = _Note(secret, session, ours)
         self._order.use(secret.tag(), key)
         if len(self._notes) > NOTES_MAX:
-            self._forget(self._order.surplus())
+            self._forget(self._order.next_to_evict())
 
     def _forget(self, key: tuple[str, str]) -> None:
         del self._notes[key]
@@ -115,7 +115,7 @@ SESSIONS_EVERY_S: Final = 0.5
 """How late other nodes may learn of a session's turn; only its newest record is written."""
 
 AccessProvider = Callable[[], Awaitable[RedisAccess]]
-"""Reads address and credentials anew for each connection; raises a `KvStrataError` while there are none."""
+"""Reads address and credentials again for each connection; raises a `KvStrataError` while there are none."""
 
 Holdings = Callable[[], Iterable[tuple[ScopeSecret, Sequence[Announcement]]]]
 """`Lender.holdings`."""
@@ -179,7 +179,7 @@ class RedisDirectory:
 
     @property
     def is_settled(self) -> bool:
-        """True when the directory has been told everything that we hold."""
+        """True when the directory has everything that we hold."""
         return self._announcer.is_settled
 
     @property
@@ -189,7 +189,7 @@ class RedisDirectory:
 
     @property
     def waiting_sessions(self) -> int:
-        """Session records that the directory has not been told yet."""
+        """Session records that the directory does not have yet."""
         return len(self._sessions)
 
     @staticmethod
@@ -201,20 +201,18 @@ class RedisDirectory:
         """Begin to connect, register and announce in the background."""
         self._tasks = [
             asyncio.create_task(self._run(), name="directory"),
-            asyncio.create_task(repeat("directory-sessions", SESSIONS_EVERY_S, self._tell_sessions)),
+            asyncio.create_task(repeat("directory-sessions", SESSIONS_EVERY_S, self._send_sessions)),
         ]
 
     async def close(self) -> None:
-        """Say farewell where that is quick, and end the background tasks. Idempotent."""
+        """Deregister where that is quick, and end the background tasks. Idempotent."""
         if not self._tasks:
             return
         with contextlib.suppress(DirectoryAwayError, TimeoutError):
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 if self._store and self.is_up:
                     await self._announcer.leave(self._store)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(self._tasks)
         self._tasks = []
 
     def announce(self, secret: ScopeSecret, changes: Sequence[Announcement]) -> None:
@@ -228,7 +226,7 @@ class RedisDirectory:
         self._sessions.note(secret, session, record)
 
     async def find_session(self, secret: ScopeSecret, session: str) -> SessionRecord | None:
-        """What any node has told of a session; None when nothing is known or the directory is away."""
+        """What any node has reported of a session; None when nothing is known or the directory is away."""
         store = self._store
         if store is None or not self.is_up:
             return None
@@ -241,7 +239,7 @@ class RedisDirectory:
     async def locate(
         self, secret: ScopeSecret, digests: Sequence[bytes], *, within_s: float = LOCATE_S_MIN
     ) -> list[tuple[Location, ...]]:
-        """Copies on other agents, for each digest; empty tuples when unknown, away, or not told of in time.
+        """Copies on other agents, for each digest; empty tuples when unknown, away, or not returned in time.
 
         `within_s` bounds the wait for locations, and once more that for the records of agents which we do not know.
         """
@@ -264,17 +262,17 @@ class RedisDirectory:
         if store is None or incarnation is None or not self.is_up:
             return ()
         try:
-            return await mailbox.take_nominations(store, incarnation, limit)
+            return await messages.take_nominations(store, incarnation, limit)
         except DirectoryAwayError:
             return ()
 
     async def claim_erased(self, secret: ScopeSecret) -> bool:
-        """Say that a scope's key is gone; false when the directory could not be told."""
+        """Report that a scope's key is gone; false when the directory could not be reached."""
         store = self._store
         if store is None or not self.is_up:
             return False
         try:
-            await claims.claim_erased(store, secret)
+            await messages.claim_erased(store, secret)
         except DirectoryAwayError:
             return False
         return True
@@ -324,7 +322,7 @@ class RedisDirectory:
             backoff_s = min(RECONNECT_LONGEST_S, RECONNECT_FIRST_S * 2.0 ** min(failures, 16))
             await asyncio.sleep(max(delay_s, backoff_s) * random.uniform(0.5, 1.0))
 
-    async def _tell_sessions(self) -> None:
+    async def _send_sessions(self) -> None:
         if self._store is not None and self.is_up:
             with contextlib.suppress(DirectoryAwayError):
                 await self._sessions.flush(self._store)

@@ -1,4 +1,4 @@
-"""Listens to the metadata service: checks each nominated block, drops or keeps it; tells of scopes that are gone."""
+"""Eviction hints of the metadata service: checks each nominated block, drops or keeps it. Reports scopes that went."""
 
 from __future__ import annotations
 
@@ -8,53 +8,53 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstrata_agent.blocks.block import GONE
 from kvstrata_agent.policy.duplicates import OwnCopy, Ruling, rule, rule_alone
-from kvstrata_metadata.nominations import ERASED
+from kvstrata_metadata.duties.nominations import ERASED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
-    from kvstrata_agent.blocks.scope_secrets import ScopeMemory
+    from kvstrata_agent.blocks.tenants import ScopeMemory
     from kvstrata_api.blocks import ScopeId, ScopeSecret
-    from kvstrata_metadata.records import Location, Nomination
+    from kvstrata_metadata.store.records import Location, Nomination
 
-ADVICE_S: Final = 2.0
-"""Between looks at the mailbox and at keys that are gone."""
+HINTS_POLL_INTERVAL_S: Final = 2.0
+"""Polling interval of the mailbox and of keys that are gone."""
 
 TAKEN_AT_ONCE: Final = 8
-"""Nominations of one look: 8,000 blocks at most, whose other copies are looked up in eight round trips."""
+"""Nominations of one poll: 8,000 blocks at most, whose other copies are looked up in eight round trips."""
 
 _log = logging.getLogger(__name__)
 
 
-class Adviser(Protocol):
-    """The directory, as far as it advises. Never raises: away is silent."""
+class HintSource(Protocol):
+    """The directory, as far as it gives hints. Never raises: away is silent."""
 
     async def take_nominations(self, limit: int) -> Sequence[Nomination]:
         """Take what was nominated to us; nothing while the directory is away."""
 
     async def claim_erased(self, secret: ScopeSecret) -> bool:
-        """Say that a scope's key is gone; false when the directory could not be told."""
+        """Report that a scope's key is gone; false when the directory could not be reached."""
 
     async def locate(self, secret: ScopeSecret, digests: Sequence[bytes]) -> list[tuple[Location, ...]]:
         """Copies on other living agents."""
 
 
-class Advice:
+class EvictionHints:
     """One agent's part in the fleet's house-keeping."""
 
-    def __init__(self, node: Node, adviser: Adviser, scopes: ScopeMemory) -> None:
+    def __init__(self, node: Node, source: HintSource, scopes: ScopeMemory) -> None:
         self._node = node
-        self._adviser = adviser
+        self._source = source
         self._scopes = scopes
 
-    async def listen(self) -> None:
-        """Take one look."""
+    async def poll(self) -> None:
+        """Poll once."""
         for secret in self._scopes.lost(self._node.index.scopes(), self._node.clock()):
-            if not self._node.index.blocks(secret.scope) and await self._adviser.claim_erased(secret):
+            if not self._node.index.blocks(secret.scope) and await self._source.claim_erased(secret):
                 self._scopes.forget(secret.scope)
-        for nomination in await self._adviser.take_nominations(TAKEN_AT_ONCE):
+        for nomination in await self._source.take_nominations(TAKEN_AT_ONCE):
             rulings = await self.consider(nomination)
             for ruling in Ruling:
                 if count := rulings.count(ruling):
@@ -71,7 +71,7 @@ class Advice:
         return await self._surplus(scope, secret, nomination)
 
     def _erase(self, scope: ScopeId) -> list[Ruling]:
-        """Drop a scope of which the fleet says that it is gone, when we see that, too."""
+        """Drop a scope that the fleet reports as gone, when we see that, too."""
         if not self._scopes.is_lost(scope):
             return [Ruling.KNOWN_SCOPE] * len(self._node.index.blocks(scope))
         dropped = self._node.drop_scope(scope, "erased")
@@ -83,7 +83,7 @@ class Advice:
         tag = nomination.tag
         wanted = {d: rule_alone(self._own(scope, tag, d), self._idle_min_s) for d in nomination.digests}
         maybe = [d for d, ruling in wanted.items() if ruling in (Ruling.DROP, Ruling.CONTINUED)]
-        others = dict(zip(maybe, await self._adviser.locate(secret, maybe), strict=True))
+        others = dict(zip(maybe, await self._source.locate(secret, maybe), strict=True))
         waiting = list(maybe)
         while waiting:
             digest = waiting.pop()

@@ -1,47 +1,64 @@
 """Which blocks stand before one in its chain: here, or with the agents that hold them. No bytes move.
 
-What other agents tell is believed as far as it fits together. Whether it is true shows when the blocks come: each
+What other agents answer is believed as far as it fits together. Whether it is true shows when the blocks come: each
 brings the parent that its owner lends it with.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
-from kvstrata_agent.cache.ports import Stretch, TracedPeers
-from kvstrata_agent.policy.warm import Chain
+from kvstrata_agent.policy.operations import Chain
 from kvstrata_api.blocks import BlockKey
 
 if TYPE_CHECKING:
-    from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.index import Index
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.cache.ports import Directory, Peers
     from kvstrata_api.blocks import LayoutId, ScopeSecret
+    from kvstrata_metadata.store.records import Location
 
 CHAIN_MAX: Final = 65_536
 """Blocks of one chain: a million tokens of 16 to a block. A longer one, or a ring, counts as one without a root."""
-STRETCH_MAX: Final = 1024
-"""Blocks told in one step: each may have to be made an entry of, 15 us."""
+SEGMENT_BLOCKS_MAX: Final = 1024
+"""Blocks returned in one step: each may have to be made an entry of, 15 us."""
 OWNERS_MAX: Final = 3
-"""Agents that are asked for the same stretch: a location may be stale."""
+"""Agents that are asked for the same segment: a location may be stale."""
 
 
-def stretch_of(index: Index, key: BlockKey, most: int) -> Stretch | None:
+@dataclass(frozen=True, slots=True)
+class ChainSegment:
+    """Consecutive blocks of one chain, from its end towards its root. Holds no bytes."""
+
+    layout_id: LayoutId
+    raw_bytes: int
+    """Of each block."""
+    digests: tuple[bytes, ...]
+    before: bytes
+    """What the last of them continues; empty at the root."""
+
+
+@runtime_checkable
+class TracedPeers(Protocol):
+    """Chains of other agents (`kvstrata_agent.fleet.peers`)."""
+
+    async def trace(self, key: BlockKey, at: Location, most: int) -> ChainSegment | None:
+        """What a block's owner answers (`Lender.trace`); None also when it does not answer. Never raises."""
+
+
+def segment_of(index: Index, key: BlockKey, most: int) -> ChainSegment | None:
     """A block that can be read here and up to `most` in all with those before it; None when it is not here."""
     head = index.find(key.scope, key.digest)
     if head is None or not head.residences:
         return None
-    digests: list[bytes] = []
-    before = key.digest
-    entry: Entry | None = head
-    while entry is not None and entry.residences and entry.layout_id == head.layout_id:
-        if len(digests) == min(most, STRETCH_MAX):
-            break
-        digests.append(entry.digest)
-        before, entry = entry.parent, index.parent(entry)
-    return Stretch(head.layout_id, head.residences[0].record.raw_bytes, tuple(digests), before)
+    lineage = itertools.chain((head,), index.ancestors(head))
+    alike = itertools.takewhile(lambda e: e.residences and e.layout_id == head.layout_id, lineage)
+    stretch = list(itertools.islice(alike, min(most, SEGMENT_BLOCKS_MAX)))
+    before = stretch[-1].parent if stretch else key.digest
+    return ChainSegment(head.layout_id, head.residences[0].record.raw_bytes, tuple(e.digest for e in stretch), before)
 
 
 class Chains:
@@ -57,7 +74,7 @@ class Chains:
         return await self._followed(secret, digest, is_local=True)
 
     async def anywhere(self, secret: ScopeSecret, digest: bytes) -> Chain | None:
-        """A block with all those before it, wherever they are; None when one is nowhere, as far as can be told now."""
+        """A block with all those before it, wherever they are; None when one is nowhere, as far as is known now."""
         return await self._followed(secret, digest, is_local=False)
 
     async def _followed(self, secret: ScopeSecret, digest: bytes, *, is_local: bool) -> Chain | None:
@@ -65,32 +82,32 @@ class Chains:
         kinds: set[tuple[LayoutId, int]] = set()
         at = digest
         while at:
-            stretch = stretch_of(self._node.index, BlockKey(secret.scope, at), STRETCH_MAX)
-            if stretch is None and not is_local:
-                stretch = await self._elsewhere(secret, at)
-            if stretch is None or not found.keys().isdisjoint(stretch.digests):
+            segment = segment_of(self._node.index, BlockKey(secret.scope, at), SEGMENT_BLOCKS_MAX)
+            if segment is None and not is_local:
+                segment = await self._elsewhere(secret, at)
+            if segment is None or not found.keys().isdisjoint(segment.digests):
                 return None
-            found |= dict.fromkeys(stretch.digests)
-            kinds.add((stretch.layout_id, stretch.raw_bytes))
+            found |= dict.fromkeys(segment.digests)
+            kinds.add((segment.layout_id, segment.raw_bytes))
             if len(kinds) > 1 or len(found) > CHAIN_MAX:
                 return None
-            at = stretch.before
+            at = segment.before
             await asyncio.sleep(0)
         ((layout_id, raw_bytes),) = kinds
         return Chain(secret, layout_id, raw_bytes, tuple(reversed(found)))
 
-    async def _elsewhere(self, secret: ScopeSecret, digest: bytes) -> Stretch | None:
+    async def _elsewhere(self, secret: ScopeSecret, digest: bytes) -> ChainSegment | None:
         if self._directory is None or self._peers is None or not self._directory.is_up:
             return None
         (copies,) = await self._directory.locate(secret, [digest])
         for location in copies[:OWNERS_MAX]:
-            stretch = await self._peers.trace(BlockKey(secret.scope, digest), location, STRETCH_MAX)
+            segment = await self._peers.trace(BlockKey(secret.scope, digest), location, SEGMENT_BLOCKS_MAX)
             if (
-                stretch is not None
-                and stretch.digests[0] == digest
-                and len(set(stretch.digests)) == len(stretch.digests)
+                segment is not None
+                and segment.digests[0] == digest
+                and len(set(segment.digests)) == len(segment.digests)
             ):
-                return stretch
+                return segment
         return None
 
 

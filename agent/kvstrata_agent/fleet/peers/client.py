@@ -5,12 +5,13 @@ import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from kvstrata_agent.cache.ports import Follow, Offer
+from kvstrata_agent.cache.ports import Follow
 from kvstrata_agent.fleet.peers import wire
-from kvstrata_agent.fleet.peers.framing import READ_AHEAD_BYTES, Stream, frame_within
-from kvstrata_agent.fleet.peers.tls import PeerTls
+from kvstrata_agent.fleet.peers.connection import READ_AHEAD_BYTES, PeerTls, Stream, frame_within
+from kvstrata_api.blocks import LayoutId, ScopeId
 from kvstrata_api.errors import AgentAwayError, InvalidInputError, KvStrataError, PermanentError, RetryableError
 
 CONNECT_TIMEOUT_S: Final = 2.0
@@ -28,6 +29,34 @@ TRACE_TIMEOUT_S: Final = 10.0
 
 A = TypeVar("A", bound=wire.Answer)
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Consecutive blocks of one chain that an agent of another pool is to take over. Holds no bytes."""
+
+    scope: ScopeId
+    tenant: str
+    """Account that they are on."""
+    layout_id: LayoutId
+    raw_bytes: int
+    """Of each block."""
+    digests: tuple[bytes, ...]
+    """The first one of the chain first."""
+    before: bytes
+    """What that continues; empty at the root."""
+    tier: str = ""
+    """Where they are to lie; empty for the fastest tier there that survives a restart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What became of an offer."""
+
+    count: int
+    """Leading blocks that are whole in their tier now: written, and found by whoever asks."""
+    reason: str = ""
+    """CamelCase cause when that is not all."""
 
 
 class Link:
@@ -86,7 +115,7 @@ class Link:
             del self._targets[question.id]
 
     async def follow(self, wanted: Follow, have: int, wait_s: float, into: Sequence[memoryview]) -> wire.Followed:
-        """Wait for parts of growing blocks and put them into place. Nothing is verified.
+        """Wait for parts of partial blocks and put them into place. Nothing is verified.
 
         Nothing more is written when this has returned, failed or been cancelled.
         """
@@ -98,7 +127,7 @@ class Link:
             async with asyncio.timeout(wait_s + FOLLOW_SLACK_S):
                 return await self._ask(question, wire.Followed)
         except TimeoutError as e:
-            raise AgentAwayError(f"owner of a growing block said nothing for {wait_s + FOLLOW_SLACK_S} s") from e
+            raise AgentAwayError(f"owner of a partial block did not answer for {wait_s + FOLLOW_SLACK_S} s") from e
         finally:
             del self._targets[question.id]
 
@@ -109,7 +138,7 @@ class Link:
             async with asyncio.timeout(TRACE_TIMEOUT_S):
                 return await self._ask(question, wire.Traced)
         except TimeoutError as e:
-            raise AgentAwayError(f"owner of a chain said nothing for {TRACE_TIMEOUT_S} s") from e
+            raise AgentAwayError(f"owner of a chain did not answer for {TRACE_TIMEOUT_S} s") from e
 
     async def offer(self, offer: Offer) -> wire.Taken:
         """Ask for blocks to be taken over; the other agent fetches them meanwhile."""
@@ -155,7 +184,7 @@ class Link:
         return answer
 
     async def _read(self) -> None:
-        """Hand answers to those who wait, until the connection ends; then tell them all."""
+        """Hand answers to those who wait, until the connection ends; then fail them all."""
         try:
             while True:
                 answer = wire.decode_answer(await self._stream.next_frame())
@@ -185,7 +214,7 @@ class Link:
 async def open_link(address: str, agent: str, hello: wire.Hello, tls: PeerTls | None) -> Link:
     """Connect to the agent named `agent` and authenticate; `tls` is None in simulated networks alone.
 
-    Raises `AgentAwayError` that says why not. Our token is not sent before the other end has proved its name.
+    Raises `AgentAwayError` with the cause. Our token is not sent before the other end has proved its name.
     """
     host, _, port = address.rpartition(":")
     try:

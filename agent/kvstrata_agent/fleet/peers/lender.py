@@ -1,32 +1,33 @@
-"""Leases of our blocks for other agents: implements `ports.Lender`.
+"""Leases of our blocks for other agents: implements `server.Lender`.
 
-The writer's side of a hand-over: answers agents that follow growing blocks. Implements `ports.Grower`.
+Also the writer's side of a hand-over: answers agents that follow blocks while they are being written.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from kvstrata_agent.backends.base import SharedBackend
 from kvstrata_agent.blocks.handovers import Stage
 from kvstrata_agent.blocks.node import PEER_OWNER
-from kvstrata_agent.cache.ports import Lent, Placed
-from kvstrata_agent.fleet.peers.chain_lookup import stretch_of
+from kvstrata_agent.fleet.peers.chain_lookup import segment_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from kvstrata_agent.backends.base import Record, SlotRef
     from kvstrata_agent.blocks.block import Entry, Residence
     from kvstrata_agent.blocks.handovers import Growing
     from kvstrata_agent.blocks.node import Node
-    from kvstrata_agent.cache.ports import Follow, Stretch
-    from kvstrata_agent.cache.promotion import Fetcher
-    from kvstrata_agent.cache.registered_extents import Exports
+    from kvstrata_agent.cache.ports import Follow
+    from kvstrata_agent.cache.promotion import Promoter
+    from kvstrata_agent.cache.remote_fetch import RegisteredExtents
+    from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
     from kvstrata_api.blocks import BlockKey, LayoutId, ScopeSecret
-    from kvstrata_metadata.records import Announcement
+    from kvstrata_metadata.store.records import Announcement
 
 
 LEND_S: Final = 10.0
@@ -35,13 +36,39 @@ LEASE_S_MAX: Final = 60.0
 """Longest lease of a peer: a transfer of a batch takes well under a second."""
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a record lies on a shared tier, below its owner's directory."""
+
+    tier: str
+    """Name of the tier in the pool."""
+    file: str
+    slot: SlotRef
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """One of our blocks leased to another agent."""
+
+    lease: int
+    slot: SlotRef
+    view: memoryview
+    """Empty where the other agent reads the bytes at their place."""
+    parent: bytes
+    checksum: bytes
+    epoch: int
+    placed: Placed | None = None
+    """Where the other agent finds them on a shared tier."""
+
+
 class PeerLender:
     """Lends blocks to peers that the listener has authenticated."""
 
-    def __init__(self, node: Node, fetcher: Fetcher, exports: Exports) -> None:
+    def __init__(self, node: Node, promoter: Promoter, extents: RegisteredExtents) -> None:
         self._node = node
-        self._fetcher = fetcher
-        self._exports = exports
+        self._promoter = promoter
+        self._extents = extents
 
     async def lend(
         self, keys: Sequence[BlockKey], layout_id: LayoutId, lease_s: float, tiers: Sequence[str] = ()
@@ -60,12 +87,12 @@ class PeerLender:
             lent[i] = self._placed(entry, tiers, min(lease_s, LEASE_S_MAX))
             if lent[i] is not None:
                 return
-            residence = await self._fetcher.raise_up(entry, entry.tenant)
+            residence = await self._promoter.promote(entry, entry.tenant)
             if residence is not None:
                 lent[i] = self._lent(entry, residence, min(lease_s, LEASE_S_MAX))
 
         for i, entry in enumerate(usable):
-            up = self._fetcher.up_already(entry) if entry is not None else None
+            up = self._promoter.promoted(entry) if entry is not None else None
             if entry is not None and up is not None:
                 lent[i] = self._lent(entry, up, min(lease_s, LEASE_S_MAX))
         slow = [(i, e) for i, e in enumerate(usable) if e is not None and lent[i] is None]
@@ -85,31 +112,32 @@ class PeerLender:
 
     def _placed(self, entry: Entry, tiers: Sequence[str], lease_s: float) -> Lent | None:
         """Lease a copy on a tier that the other agent can read; None when there is none, or one in memory."""
-        if not tiers or self._fetcher.mapped(entry) is not None:
+        if not tiers or self._promoter.mapped(entry) is not None:
             return None
         for residence in entry.residences:
             tier, slot, record = residence
-            if tier.name in tiers and isinstance(tier.backend, SharedBackend):
+            shared = tier.backend.shared
+            if tier.name in tiers and shared is not None:
                 entry.used_at_s = self._node.clock()
                 lease = self._node.leases.grant(PEER_OWNER, entry, residence, self._node.clock() + lease_s)
-                placed = Placed(tier.name, tier.backend.file_of(slot), slot, record)
+                placed = Placed(tier.name, shared.file_of(slot), slot, record)
                 return Lent(lease.id, slot, memoryview(b""), record.parent, record.checksum, record.epoch, placed)
         return None
 
     def _lent(self, entry: Entry, residence: Residence, lease_s: float) -> Lent:
         tier, slot, record = residence
-        mappable = tier.mappable
+        mappable = tier.backend.mappable
         assert mappable is not None
-        self._exports.ensure(tier, slot.extent)
+        self._extents.ensure(tier, slot.extent)
         entry.used_at_s = self._node.clock()
         lease = self._node.leases.grant(PEER_OWNER, entry, residence, self._node.clock() + lease_s)
         outside = replace(slot, extent=tier.extent_number(slot.extent))
         view = mappable.view(slot)[: record.raw_bytes]
         return Lent(lease.id, outside, view, entry.parent, record.checksum, record.epoch)
 
-    def trace(self, key: BlockKey, most: int) -> Stretch | None:
+    def trace(self, key: BlockKey, most: int) -> ChainSegment | None:
         """A block that can be read here and up to `most` in all with those before it; None when it is not here."""
-        return stretch_of(self._node.index, key, most)
+        return segment_of(self._node.index, key, most)
 
     def end(self, leases: Sequence[int]) -> None:
         """End leases; unknown ones are ignored."""
@@ -120,13 +148,13 @@ class PeerLender:
         return self._node.announcer.holdings()
 
 
-class PeerGrower:
-    """Tells how far blocks have grown, and waits for more."""
+class HandoverSource:
+    """Hands blocks over while they are being written: waits for parts that another agent does not have yet."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
 
-    async def grown(self, wanted: Follow, have: int, wait_s: float) -> list[Growing]:
+    async def wait_for_parts(self, wanted: Follow, have: int, wait_s: float) -> list[Growing]:
         """Leading blocks of a hand-over, when all have more than `have` parts or are whole, or the time is up.
 
         None where one of them was published without its parts: there is nothing to prove them by.

@@ -28,17 +28,17 @@ _POLL_S: Final = 100e-6
 """While blocks move: one of 1 MiB takes 100 us at 10 GB/s, and NIXL has no descriptor to wait on."""
 
 _WORKED_S: Final = 8e-6
-"""A look that takes longer has moved bytes: one that finds nothing takes 2 us, one that reads a segment 10 to 20."""
+"""A poll that takes longer has moved bytes: one that finds nothing takes 2 us, one that reads a segment 10 to 20."""
 
 _EAGER_S: Final = 200e-6
-"""So long after bytes have come for us the thread looks again whenever nobody else wants its core: a segment takes 200
+"""So long after bytes have come for us the thread polls again whenever nobody else wants its core: a segment takes 200
 us at 10 Gbit/s, and a sleep 150. What peers read goes in larger parts after a sleep, as it waits in sockets."""
 
 _IDLE_POLL_S: Final = 50e-3
 """While none move: connections that end are noticed, at 0.1 % of a core."""
 
 UCX_SETTINGS: Final = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
-"""Unless the environment says otherwise. UCX answers reads over TCP segment by segment, of 8 KiB where nobody asks for
+"""Unless the environment sets another. UCX answers reads over TCP segment by segment, of 8 KiB where nobody asks for
 more; larger ones take fewer calls for the same bytes (reads of 2 MiB blocks 1.2 to 2 times as fast)."""
 
 CLOSE_TIMEOUT_S: Final = 5.0
@@ -224,7 +224,7 @@ class NixlReader:
 
 
 def pause_of(idle_s: float, *, is_reading: bool, is_lending: bool) -> float:
-    """How long to wait for jobs before the next look, `idle_s` after one that found something. Pure."""
+    """How long to wait for jobs before the next poll, `idle_s` after one that found something. Pure."""
     if not is_reading:
         return _POLL_S if is_lending else _IDLE_POLL_S
     return 0.0 if idle_s < _EAGER_S else _POLL_S

@@ -1,27 +1,44 @@
-"""Fetches blocks from other agents: implements `ports.Peers`. A block that cannot be had is None, never an error."""
+"""Fetches blocks from other agents: implements `ports.Peers`. A block that cannot be had is None, never an error.
+
+They come over NIXL or the connection to their owner; what an owner keeps on flash that this node mounts too is read
+there, by `FlashReader`.
+"""
+
+from __future__ import annotations
 
 import asyncio
 import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.backends.file.segment_name import parse_name
-from kvstrata_agent.backends.threads import settle
-from kvstrata_agent.cache.ports import Follow, Followed, Offer, Placed, SharedReader, Stretch, Taken, Wanted
+from kvstrata_agent.backends.base import Record, SharedBackend, SlotRef
+from kvstrata_agent.backends.file.index_format import parse_name
+from kvstrata_agent.backends.scratch import ScratchPool
+from kvstrata_agent.backends.threads import in_thread, settle
+from kvstrata_agent.cache.ports import Follow, Followed, Wanted
+from kvstrata_agent.codec.base import UNENCODED
 from kvstrata_agent.fleet.peers import wire
-from kvstrata_agent.fleet.peers.client import Link, open_link
-from kvstrata_agent.fleet.peers.nixl import NixlReader
-from kvstrata_agent.fleet.peers.tls import PeerTls
+from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
+from kvstrata_agent.fleet.peers.client import Link, Offer, Taken, open_link
+from kvstrata_agent.fleet.peers.lender import Placed
 from kvstrata_agent.fleet.peers.transfer import Leased, Result, Transfers, Transport
 from kvstrata_api.blocks import BlockKey, LayoutId, unpack_digests
 from kvstrata_api.errors import AgentAwayError, KvStrataError
 from kvstrata_api.units import MIB
-from kvstrata_metadata.records import AgentRecord, Location
-from kvstrata_telemetry.metrics import Instruments
+from kvstrata_metadata.store.records import AgentRecord, Location
+
+if TYPE_CHECKING:
+    from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.cache.ports import Wanted
+    from kvstrata_agent.fleet.peers.connection import PeerTls
+    from kvstrata_agent.fleet.peers.nixl import NixlReader
+    from kvstrata_agent.movement.move import Codecs
+    from kvstrata_telemetry.metrics import Instruments
+
 
 BATCH_BYTES_MAX: Final = 128 * MIB
 """Bytes leased with one question: what an engine asks for at a time, and seconds of a slow link."""
@@ -42,7 +59,7 @@ Resolve = Callable[[str, int], AgentRecord | None]
 """Where the agent of a location is (`RedisDirectory.peer`)."""
 
 Find = Callable[[str], Awaitable[AgentRecord | None]]
-"""Where an agent is that nobody has located anything at, by its name; raises a `KvStrataError` when it cannot tell."""
+"""Where an agent is that nobody has located anything at, by its name; raises a `KvStrataError` while unknown."""
 
 OwnToken = Callable[[], Awaitable[str]]
 """Token that proves us to other agents; raises a `KvStrataError` while there is none."""
@@ -68,11 +85,11 @@ class RemotePeers:
         self._tls = tls
         self._resolve = resolve
         self.find: Find | None = None
-        """Tells where agents of other pools are; without it nothing is offered to them."""
+        """Knows where agents of other pools are; without it nothing is offered to them."""
         self._found: dict[str, AgentRecord] = {}
         self._own_token = own_token
         self._nixl = nixl
-        self.shared: SharedReader | None = None
+        self.shared: FlashReader | None = None
         """What reads shared tiers; set once the node has its core."""
         self._metrics = instruments
         pool, _, node = me.partition(".")
@@ -119,33 +136,33 @@ class RemotePeers:
         """See `ports.FollowedPeers`."""
         owner = Location(wanted.handover.agent, wanted.handover.epoch, "", 0, 0)
         link = await self._link(owner)
-        told = await link.follow(wanted, have, wait_s, into)
-        return Followed(told.parts, told.sums, told.parents, told.stamps, told.checksums)
+        answer = await link.follow(wanted, have, wait_s, into)
+        return Followed(answer.parts, answer.sums, answer.parents, answer.stamps, answer.checksums)
 
-    async def trace(self, key: BlockKey, at: Location, most: int) -> Stretch | None:
-        """See `ports.TracedPeers`."""
+    async def trace(self, key: BlockKey, at: Location, most: int) -> ChainSegment | None:
+        """See `chain_lookup.TracedPeers`."""
         try:
             link = await self._link(at)
-            told = await link.trace(key.scope, key.digest, min(most, wire.KEYS_MAX), at.epoch)
+            answer = await link.trace(key.scope, key.digest, min(most, wire.KEYS_MAX), at.epoch)
         except AgentAwayError as e:
             _log.info("chain not traced", extra={"peer": at.agent, "error": str(e)})
             return None
-        digests = tuple(unpack_digests(told.digests))
-        return Stretch(LayoutId(told.layout_id), told.raw_bytes, digests, told.before) if digests else None
+        digests = tuple(unpack_digests(answer.digests))
+        return ChainSegment(LayoutId(answer.layout_id), answer.raw_bytes, digests, answer.before) if digests else None
 
     async def offer(self, agent: str, offer: Offer) -> Taken | None:
-        """See `ports.OfferedPeers`."""
+        """Ask the agent of this name to take blocks over; None when it does not answer. Never raises."""
         try:
             found = await self.find(agent) if self.find is not None else None
             if found is None:
                 return None
             self._found[agent] = found
             link = await self._link(Location(agent, found.epoch, "", 0, 0))
-            told = await link.offer(offer)
+            answer = await link.offer(offer)
         except KvStrataError as e:
             _log.info("offer not answered", extra={"peer": agent, "error": str(e)})
             return None
-        return Taken(min(told.count, len(offer.digests)), told.reason)
+        return Taken(min(answer.count, len(offer.digests)), answer.reason)
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""
@@ -281,7 +298,7 @@ class RemotePeers:
         self._away_until_s = {o: s for o, s in self._away_until_s.items() if s > time.monotonic()}
 
     def _count_all(self, outcome: Mapping[Leased, tuple[Result, Transport]], owner: str) -> None:
-        """Count what became of the blocks of a batch; those that were corrupt are told of one by one."""
+        """Count what became of the blocks of a batch; those that were corrupt are logged one by one."""
         for (result, transport), blocks in Counter(outcome.values()).items():
             has_come = result is not Result.FAILED
             ends = [one for one, end in outcome.items() if end == (result, transport)]
@@ -297,45 +314,45 @@ class RemotePeers:
 
 
 def _placed(leased: Leased) -> Placed:
-    """What an owner tells of a block's place, with what we know of the block ourselves."""
+    """What an owner reports of a block's place, with what we know of the block ourselves."""
     wanted, loan, at = leased.wanted, leased.loan, leased.loan.place
     assert at is not None, "asked for"
     name = parse_name(at.file)
     slot = SlotRef(name.id if name is not None else -1, at.offset, at.slot_bytes, loan.stamp)
-    told = (at.codec, loan.size_bytes, at.stored_bytes, loan.checksum, loan.epoch)
-    return Placed(at.tier, at.file, slot, Record(wanted.key, loan.parent, wanted.layout_id, *told))
+    facts = (at.codec, loan.size_bytes, at.stored_bytes, loan.checksum, loan.epoch)
+    return Placed(at.tier, at.file, slot, Record(wanted.key, loan.parent, wanted.layout_id, *facts))
 
 
-async def _read_placed(reader: SharedReader, one: Leased) -> bool:
+async def _read_placed(reader: FlashReader, one: Leased) -> bool:
     return await reader.read(one.wanted, _placed(one))
 
 
 def _result(one: Leased, end: bool | BaseException) -> Result:  # noqa: FBT001  What a read came to.
-    """What became of a block whose read has ended, other than in vain."""
+    """What became of a block whose read has ended, other than without success."""
     if not isinstance(end, BaseException):
         return Result.VERIFIED
     _log.error("read of a shared tier failed", extra={"block": str(one.wanted.key)}, exc_info=end)
     return Result.FAILED
 
 
-def _opened(task: "asyncio.Task[Link] | None") -> Link | None:
+def _opened(task: asyncio.Task[Link] | None) -> Link | None:
     """Link that a finished task opened; None when there is none."""
     if task is None or not task.done() or task.cancelled() or task.exception() is not None:
         return None
     return task.result()
 
 
-def _is_usable(task: "asyncio.Task[Link]") -> bool:
+def _is_usable(task: asyncio.Task[Link]) -> bool:
     link = _opened(task)
     return link is not None and link.is_usable
 
 
-def _retire(task: "asyncio.Task[Link] | None") -> None:
+def _retire(task: asyncio.Task[Link] | None) -> None:
     if link := _opened(task):
         link.retire()
 
 
-def _seen(task: "asyncio.Task[Link]") -> None:
+def _seen(task: asyncio.Task[Link]) -> None:
     """Mark a failure as seen, also when nobody waits for the connection any more."""
     if not task.cancelled():
         task.exception()
@@ -358,3 +375,49 @@ def _batches(wanted: Sequence[Wanted]) -> Iterator[list[int]]:
             batch.append(i)
             size_bytes += len(wanted[i].into)
         yield batch
+
+
+READS_MAX: Final = 16
+"""Records that are read at once: twice the threads of a tier, so that one is decoded while the next is read."""
+
+
+class FlashReader:
+    """Reads for `RemotePeers` records whose place an owner has reported."""
+
+    def __init__(self, node: Node, codecs: Codecs) -> None:
+        self._node = node
+        self._codecs = codecs
+        self._buffers = ScratchPool()
+        self._turns = asyncio.Semaphore(READS_MAX)
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the shared tiers that are up here."""
+        return tuple(t.name for t in self._node.tiers if t.backend.shared is not None)
+
+    async def read(self, wanted: Wanted, placed: Placed) -> bool:
+        """Fill and seal a block's slot from its owner's file, verified; False when that cannot be done."""
+        tier = self._node.tier(placed.tier)
+        shared = None if tier is None else tier.backend.shared
+        if tier is None or shared is None or placed.record.raw_bytes != len(wanted.into):
+            return False
+        async with self._turns:
+            try:
+                await self._read(shared, wanted, placed)
+            except KvStrataError as e:
+                tier.last_error = str(e)
+                return False
+        return True
+
+    async def _read(self, backend: SharedBackend, wanted: Wanted, placed: Placed) -> None:
+        """Verified bytes go into the slot, and our own checksum is of what went there."""
+        record, node = placed.record, wanted.location.agent.partition(".")[2]
+        with self._buffers.lend(max(record.raw_bytes, record.stored_bytes)) as stored:
+            await backend.read_other(node, placed.file, placed.slot, record, stored)
+            if record.codec in UNENCODED:
+                await in_thread(None, partial(wanted.take, stored[: record.raw_bytes]))
+                return
+            codec = self._codecs.named(record.codec)
+            with self._buffers.lend(record.raw_bytes) as raw:
+                await in_thread(None, partial(codec.decode, stored[: record.stored_bytes], raw))
+                await in_thread(None, partial(wanted.take, raw))

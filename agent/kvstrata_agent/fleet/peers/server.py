@@ -1,85 +1,42 @@
 """The owner's side: lends blocks to authenticated agents, sends bytes to those that cannot read them by NIXL.
 
-Whoever connects has shown a certificate before its first frame is read, and must be the agent that it says it is.
+Whoever connects has shown a certificate before its first frame is read, and must be the agent that it claims to be.
 Every lease belongs to the connection that asked for it and ends with it.
 
-The owner's side of a hand-over: sends parts of blocks that are still written to the agent that follows them.
-
-They go over the connection: a slot whose reservation ends in the middle must not be read any more, and that can be told
-before each chunk here, and not of a read by NIXL.
+Parts of blocks that are still being written go over the connection, chunk by chunk: a slot whose reservation ends in
+the middle must not be read any more, which can be checked before each chunk here, and not of a read by NIXL.
 """
 
 import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from kvstrata_agent.blocks.handovers import Growing, Stage
-from kvstrata_agent.cache.ports import Adopter, Follow, Grower, Lender, Lent, Offer
+from kvstrata_agent.cache.ports import Follow
 from kvstrata_agent.fleet.peers import wire
-from kvstrata_agent.fleet.peers.framing import READ_AHEAD_BYTES, Stream, frame_within
+from kvstrata_agent.fleet.peers.chain_lookup import ChainSegment
+from kvstrata_agent.fleet.peers.client import Offer, Taken
+from kvstrata_agent.fleet.peers.connection import HANDSHAKE_S, READ_AHEAD_BYTES, PeerTls, Stream, frame_within
+from kvstrata_agent.fleet.peers.lender import HandoverSource, Lent
 from kvstrata_agent.fleet.peers.nixl import NixlReader, address_of, answer_of
-from kvstrata_agent.fleet.peers.tls import HANDSHAKE_S, PeerTls
-from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, unpack_digests
+from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret, unpack_digests
 from kvstrata_api.checksum import CHECKSUM_BYTES
 from kvstrata_api.errors import InvalidInputError, KvStrataError
 from kvstrata_api.trust import Identity
-from kvstrata_api.wire_handover import Handover
-from kvstrata_metadata.records import AgentRecord
+from kvstrata_api.wire import Handover
+from kvstrata_kube.tasks import TaskSet
+from kvstrata_metadata.store.records import AgentRecord, Announcement
 
 WAIT_S_MAX: Final = 10.0
 """Longest wait of one question."""
 PARTS_ONCE_MAX: Final = 64
 """Parts of each block in one answer: their checksums fit a frame for 1,024 blocks."""
 _NOTHING: Final = (-1, (), (), (), ())
-
-
-async def send_growing(stream: Stream, grower: Grower, epoch: int, question: wire.Follow) -> None:
-    """Answer one question: chunks of what is new, and how far the blocks have grown by that."""
-    handover = Handover("", question.epoch, question.name)
-    digests = tuple(unpack_digests(question.digests))
-    wanted = Follow(handover, ScopeId(question.scope), LayoutId(question.layout_id), digests, question.part_bytes)
-    wait_s = min(max(question.wait_s, 0.0), WAIT_S_MAX)
-    blocks = await grower.grown(wanted, question.have, wait_s) if question.epoch == epoch else []
-    parts = min((b.parts for b in blocks), default=-1)
-    parts = min(parts, question.have + min(question.most, PARTS_ONCE_MAX))
-    size_bytes = len(blocks) * question.part_bytes
-    for part in range(question.have, parts):
-        for at in range(0, size_bytes, wire.CHUNK_BYTES_MAX):
-            # Gathered before each chunk: a slot may be somebody else's after any wait.
-            piece = _gathered(blocks, part, at, min(at + wire.CHUNK_BYTES_MAX, size_bytes))
-            if piece is None:
-                await stream.send(wire.Followed(question.id, *_NOTHING))
-                return
-            await stream.send(wire.Chunk(question.id, part - question.have, at, len(piece)), piece)
-    sums = slice(question.have * CHECKSUM_BYTES, max(0, parts) * CHECKSUM_BYTES)
-    await stream.send(
-        wire.Followed(
-            question.id,
-            parts,
-            tuple(bytes(b.sums[sums]) for b in blocks),
-            tuple(b.reservation.entry.parent for b in blocks),
-            tuple(b.reservation.slot.stamp for b in blocks),
-            tuple(b.checksum if b.stage is Stage.WHOLE else b"" for b in blocks),
-        )
-    )
-
-
-def _gathered(blocks: Sequence[Growing], index: int, start: int, stop: int) -> bytes | None:
-    """Bytes `start` to `stop` of one part of all blocks, one after the other; None when a block was lost."""
-    size, pieces = blocks[0].part_bytes, []
-    for position in range(start // size, -(-stop // size)):
-        view = blocks[position].part(index)
-        if view is None:
-            return None
-        with view:
-            pieces.append(bytes(view[max(0, start - position * size) : stop - position * size]))
-    return b"".join(pieces)
-
 
 CONNECTIONS_MAX: Final = 256
 QUESTIONS_MAX: Final = 8
@@ -108,6 +65,34 @@ VerifyPeer = Callable[[str, str], Awaitable[Identity]]
 _log = logging.getLogger(__name__)
 
 
+class Lender(Protocol):
+    """What the peer listener needs of the core."""
+
+    async def lend(
+        self, keys: Sequence[BlockKey], layout_id: LayoutId, lease_s: float, tiers: Sequence[str] = ()
+    ) -> list[Lent | None]:
+        """Lease blocks in memory, bringing them up first; None for absent ones and for another layout.
+
+        Blocks that lie on one of the shared `tiers` alone are leased there, for the asking agent to read.
+        """
+
+    def trace(self, key: BlockKey, most: int) -> ChainSegment | None:
+        """A block that can be read here and up to `most` in all with those before it; None when it is not here."""
+
+    def end(self, leases: Sequence[int]) -> None:
+        """End leases; unknown ones are ignored."""
+
+    def holdings(self) -> Iterator[tuple[ScopeSecret, list[Announcement]]]:
+        """Everything that this agent holds, in parts that are read when they are asked for, for a full report."""
+
+
+class Adopter(Protocol):
+    """What the peer listener needs to take blocks of other pools over."""
+
+    async def adopt(self, offer: Offer) -> Taken:
+        """Fetch what is offered and bring it to its tier, within the rights and quotas of its tenant."""
+
+
 class PeerListener:
     """Listens from construction on, so that the address can be announced; answers from `serve` on."""
 
@@ -134,10 +119,10 @@ class PeerListener:
         nixl: NixlReader | None,
         *,
         tls: PeerTls | None,
-        grower: Grower | None = None,
+        handovers: HandoverSource | None = None,
     ) -> None:
-        """Begin to answer. `tls` is None in simulated networks alone; without `grower` nothing is handed over early."""
-        owner = _Owner(me, lender, verify, nixl, tls, grower, self.adopter)
+        """Begin to answer. `tls` is None in simulated networks alone; without `handovers` only whole blocks go."""
+        owner = _Owner(me, lender, verify, nixl, tls, handovers, self.adopter)
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
@@ -174,7 +159,7 @@ class _Owner:
     verify: VerifyPeer
     nixl: NixlReader | None
     tls: PeerTls | None
-    grower: Grower | None
+    handovers: HandoverSource | None
     adopter: Adopter | None
 
 
@@ -184,11 +169,11 @@ class _Conversation:
     def __init__(self, stream: Stream, owner: "_Owner") -> None:
         self._stream = stream
         self._me, self._lender, self._verify = owner.me, owner.lender, owner.verify
-        self._nixl, self._tls, self._grower, self._adopter = owner.nixl, owner.tls, owner.grower, owner.adopter
+        self._nixl, self._tls, self._handovers, self._adopter = owner.nixl, owner.tls, owner.handovers, owner.adopter
         self._lent: dict[int, Lent] = {}
         self._gate = asyncio.Semaphore(QUESTIONS_MAX)
         self._followers = asyncio.Semaphore(FOLLOWERS_MAX)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: TaskSet[None] = TaskSet()
 
     async def run(self) -> None:
         """Answer until the connection ends. Raises nothing but cancellation."""
@@ -198,8 +183,7 @@ class _Conversation:
         except KvStrataError as e:
             _log.debug("peer conversation ended", extra={"error": str(e)})
         finally:
-            for task in self._tasks:
-                task.cancel()
+            self._tasks.cancel()
             self._stream.close()
             self._end(tuple(self._lent))
 
@@ -227,16 +211,13 @@ class _Conversation:
             if isinstance(question, wire.End):
                 self._end(question.leases)
                 continue
-            # Those who wait for blocks to grow must not keep others from asking.
+            # Those who wait for parts must not keep others from asking.
             gate = self._followers if isinstance(question, wire.Follow) else self._gate
             await gate.acquire()
-            task = asyncio.create_task(self._answer(question))
-            self._tasks.add(task)
-            task.add_done_callback(partial(self._answered, gate))
+            self._tasks.spawn(self._answer(question)).add_done_callback(partial(self._answered, gate))
 
     def _answered(self, gate: asyncio.Semaphore, task: "asyncio.Task[None]") -> None:
         gate.release()
-        self._tasks.discard(task)
         if not task.cancelled() and (bug := task.exception()):
             _log.error("peer question failed", exc_info=bug)
             self._stream.close()
@@ -256,8 +237,8 @@ class _Conversation:
                         await self._trace(question)
                     case wire.Offer() if self._adopter is not None:
                         await self._adopt(self._adopter, question)
-                    case wire.Follow() if self._grower is not None:
-                        await send_growing(self._stream, self._grower, self._me.epoch, question)
+                    case wire.Follow() if self._handovers is not None:
+                        await _send_parts(self._stream, self._handovers, self._me.epoch, question)
                     case _:
                         raise InvalidInputError(f"{type(question).__name__} has no place here")
             except KvStrataError as e:
@@ -271,10 +252,10 @@ class _Conversation:
     async def _trace(self, question: wire.Trace) -> None:
         key = BlockKey(ScopeId(question.scope), question.digest)
         found = self._lender.trace(key, question.most) if question.epoch == self._me.epoch else None
-        told = (
+        fields = (
             (found.layout_id, found.raw_bytes, b"".join(found.digests), found.before) if found else (b"", 0, b"", b"")
         )
-        await self._stream.send(wire.Traced(question.id, *told))
+        await self._stream.send(wire.Traced(question.id, *fields))
 
     async def _adopt(self, adopter: Adopter, asked: wire.Offer) -> None:
         place = (ScopeId(asked.scope), asked.tenant, LayoutId(asked.layout_id), asked.raw_bytes)
@@ -287,7 +268,7 @@ class _Conversation:
         if len(self._lent) + len(keys) > LEASES_MAX:
             raise InvalidInputError(f"{len(self._lent)} leases held, limit {LEASES_MAX}")
         lease_s = min(max(question.lease_s, 0.0), LEASE_S_MAX)
-        # Whoever was told of an earlier incarnation asks for what was lost with it, as far as anybody can know.
+        # Whoever knows of an earlier incarnation asks for what was lost with it, as far as anybody can know.
         is_ours = question.epoch in {0, self._me.epoch}
         lent: list[Lent | None] = [None] * len(keys)
         if is_ours:
@@ -324,10 +305,53 @@ class _Conversation:
 def _loan(lent: Lent) -> wire.Loan:
     if (at := lent.placed) is not None:
         record, slot = at.record, at.slot
-        place = wire.Place(at.tier, at.file, slot.offset, slot.size_bytes, record.codec, record.stored_bytes)
-        told = (lent.lease, 0, record.raw_bytes, slot.stamp, record.epoch)
-        return wire.Loan(*told, record.parent, record.checksum, place)
+        place = wire.ReadAddress(at.tier, at.file, slot.offset, slot.size_bytes, record.codec, record.stored_bytes)
+        fields = (lent.lease, 0, record.raw_bytes, slot.stamp, record.epoch)
+        return wire.Loan(*fields, record.parent, record.checksum, place)
     size_bytes = len(lent.view)
     return wire.Loan(
         lent.lease, address_of(lent.view), size_bytes, lent.slot.stamp, lent.epoch, lent.parent, lent.checksum
     )
+
+
+async def _send_parts(stream: Stream, handovers: HandoverSource, epoch: int, question: wire.Follow) -> None:
+    """Answer one question: chunks of the new parts, and how many there are by then."""
+    handover = Handover("", question.epoch, question.name)
+    digests = tuple(unpack_digests(question.digests))
+    wanted = Follow(handover, ScopeId(question.scope), LayoutId(question.layout_id), digests, question.part_bytes)
+    wait_s = min(max(question.wait_s, 0.0), WAIT_S_MAX)
+    blocks = await handovers.wait_for_parts(wanted, question.have, wait_s) if question.epoch == epoch else []
+    parts = min((b.parts for b in blocks), default=-1)
+    parts = min(parts, question.have + min(question.most, PARTS_ONCE_MAX))
+    size_bytes = len(blocks) * question.part_bytes
+    for part in range(question.have, parts):
+        for at in range(0, size_bytes, wire.CHUNK_BYTES_MAX):
+            # Gathered before each chunk: a slot may be somebody else's after any wait.
+            piece = _gathered(blocks, part, at, min(at + wire.CHUNK_BYTES_MAX, size_bytes))
+            if piece is None:
+                await stream.send(wire.Followed(question.id, *_NOTHING))
+                return
+            await stream.send(wire.Chunk(question.id, part - question.have, at, len(piece)), piece)
+    sums = slice(question.have * CHECKSUM_BYTES, max(0, parts) * CHECKSUM_BYTES)
+    await stream.send(
+        wire.Followed(
+            question.id,
+            parts,
+            tuple(bytes(b.sums[sums]) for b in blocks),
+            tuple(b.reservation.entry.parent for b in blocks),
+            tuple(b.reservation.slot.stamp for b in blocks),
+            tuple(b.checksum if b.stage is Stage.WHOLE else b"" for b in blocks),
+        )
+    )
+
+
+def _gathered(blocks: Sequence[Growing], index: int, start: int, stop: int) -> bytes | None:
+    """Bytes `start` to `stop` of one part of all blocks, one after the other; None when a block was lost."""
+    size, pieces = blocks[0].part_bytes, []
+    for position in range(start // size, -(-stop // size)):
+        view = blocks[position].part(index)
+        if view is None:
+            return None
+        with view:
+            pieces.append(bytes(view[max(0, start - position * size) : stop - position * size]))
+    return b"".join(pieces)

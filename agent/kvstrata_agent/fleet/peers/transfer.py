@@ -133,7 +133,7 @@ class Pipeline(Generic[P, R]):
         result, error = None, None
         try:
             result = self._steps.take_over(piece, buffer)
-        except BaseException as e:  # noqa: BLE001  Whoever waits for the batch is told; nothing must wait for ever.
+        except BaseException as e:  # noqa: BLE001  Whoever waits for the batch gets the error; nothing must wait for ever.
             error = e
         with self._lock:
             self._verifying -= 1
@@ -146,7 +146,7 @@ class Pipeline(Generic[P, R]):
         self._settle()
 
     def _settle(self) -> None:
-        """Give back what no piece needs any more; tell when the last is taken over."""
+        """Give back what no piece needs any more; signal when the last is taken over."""
         with self._lock:
             is_last = self._is_stopped or not self._waiting
             unused, self._free = (self._free, []) if is_last else ([], self._free)

@@ -1,7 +1,7 @@
 """The protocol between two agents: msgpack frames over TCP. Pure.
 
 A frame is a 4-byte big-endian length and one msgpack array, tagged with the verb. The bytes of a block follow their
-`Chunk` frame unframed. The asking side says `Hello` first; both sides close the connection on anything malformed.
+`Chunk` frame unframed. The asking side sends `Hello` first; both sides close the connection on anything malformed.
 """
 
 from typing import Final
@@ -11,8 +11,7 @@ import msgspec
 from kvstrata_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES
 from kvstrata_api.checksum import CHECKSUM_BYTES
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_api.wire_base import Seconds
-from kvstrata_api.wire_handover import HANDOVER_CHARS_MAX
+from kvstrata_api.wire import HANDOVER_CHARS_MAX, Seconds
 
 PROTOCOL_VERSION: Final = 1
 FRAME_BYTES_MAX: Final = 1 << 20
@@ -76,12 +75,12 @@ class Lend(Message, frozen=True, array_like=True, tag=True):
     """Joined, `KEYS_MAX` at most."""
     lease_s: Seconds
     epoch: int = 0
-    """Of the incarnation that is said to hold them: another one lends nothing. 0: whoever answers."""
+    """Of the incarnation that is believed to hold them: another one lends nothing. 0: whoever answers."""
     tiers: tuple[str, ...] = ()
     """Shared tiers that the asking agent can read by itself."""
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class ReadAddress(msgspec.Struct, frozen=True, array_like=True):
     """Where a leased block lies on a shared tier: a record file below the owner's directory."""
 
     tier: str
@@ -104,7 +103,7 @@ class Loan(msgspec.Struct, frozen=True, array_like=True):
     parent: bytes = b""
     checksum: bytes = b""
     """Of the block's bytes; of the stored ones where `place` is given."""
-    place: Place | None = None
+    place: ReadAddress | None = None
     """The asking agent is to read it there; nothing is sent for it."""
 
 
@@ -170,7 +169,7 @@ class Trace(Message, frozen=True, array_like=True, tag=True):
     most: int
     """Blocks that the answer may name."""
     epoch: int
-    """Of the incarnation that is said to hold it, as in Lend."""
+    """Of the incarnation that is believed to hold it, as in Lend."""
 
 
 class Traced(Message, frozen=True, array_like=True, tag=True):
@@ -248,7 +247,7 @@ def decode_length(prefix: bytes) -> int:
 
 
 def decode_question(body: bytes) -> Question:
-    """Read a question. Raises `InvalidInputError` that says what is wrong with it."""
+    """Read a question. Raises `InvalidInputError` with what is wrong with it."""
     try:
         question: Question = _questions.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:  # A tag that is no text gives the latter (msgspec 0.22).
@@ -285,14 +284,14 @@ def _check_tiers(lend: Lend) -> None:
 def _check_progress(follow: Follow) -> None:
     sizes = f"part_bytes {follow.part_bytes}, have {follow.have}, most {follow.most}"
     if follow.part_bytes <= 0 or follow.have < 0 or follow.most < 0 or len(follow.name) > HANDOVER_CHARS_MAX:
-        told = f"{sizes}, name of {len(follow.name)} characters"
-        raise InvalidInputError(f"{told}: part_bytes 1 or more, the others 0 or more, {HANDOVER_CHARS_MAX} characters")
+        found = f"{sizes}, name of {len(follow.name)} characters"
+        raise InvalidInputError(f"{found}: part_bytes 1 or more, the others 0 or more, {HANDOVER_CHARS_MAX} characters")
 
 
 def _check_trace(trace: Trace) -> None:
     if len(trace.digest) != KEY_BYTES or len(trace.scope) > SCOPE_CHARS_MAX or not 0 < trace.most <= KEYS_MAX:
-        told = f"digest of {len(trace.digest)} B, scope of {len(trace.scope)} characters, most {trace.most}"
-        raise InvalidInputError(f"{told}: {KEY_BYTES} B, {SCOPE_CHARS_MAX} characters and 1 to {KEYS_MAX} wanted")
+        found = f"digest of {len(trace.digest)} B, scope of {len(trace.scope)} characters, most {trace.most}"
+        raise InvalidInputError(f"{found}: {KEY_BYTES} B, {SCOPE_CHARS_MAX} characters and 1 to {KEYS_MAX} wanted")
 
 
 def _check_offer(offer: Offer) -> None:
@@ -302,12 +301,12 @@ def _check_offer(offer: Offer) -> None:
             f"1 to {BLOCK_BYTES_MAX} B"
         )
     if max(len(offer.tenant), len(offer.tier)) > TIER_CHARS_MAX or not offer.tenant:
-        told = f"tenant of {len(offer.tenant)} characters, tier of {len(offer.tier)}"
-        raise InvalidInputError(f"{told}: 1 to {TIER_CHARS_MAX} wanted, and {TIER_CHARS_MAX} at most")
+        found = f"tenant of {len(offer.tenant)} characters, tier of {len(offer.tier)}"
+        raise InvalidInputError(f"{found}: 1 to {TIER_CHARS_MAX} wanted, and {TIER_CHARS_MAX} at most")
 
 
 def decode_answer(body: bytes) -> Answer:
-    """Read an answer. Raises `InvalidInputError` that says what is wrong with it."""
+    """Read an answer. Raises `InvalidInputError` with what is wrong with it."""
     try:
         answer: Answer = _answers.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:  # A tag that is no text gives the latter (msgspec 0.22).

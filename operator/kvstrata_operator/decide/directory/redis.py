@@ -1,4 +1,4 @@
-"""The directory's Redis, where kvstrata runs it: what should be done to it, and what pools are told of it. Pure."""
+"""The directory's Redis, where kvstrata runs it: what should be done to it, and what pools' statuses state. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -8,19 +8,14 @@ from kvstrata_api import names, units
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.pool import KVPool
 from kvstrata_operator.decide.directory import redis_workload
-from kvstrata_operator.decide.directory.redis_size import Bounds, Need, PoolLoad, need
-from kvstrata_operator.decide.directory.redis_workload import RedisSet, parse_template
-from kvstrata_operator.decide.incremental import Census, Members
+from kvstrata_operator.decide.directory.redis_workload import Bounds, Need, PoolLoad, RedisSet, need, parse_template
+from kvstrata_operator.decide.incremental import FleetFacts, Members
 from kvstrata_operator.decide.plan.actions import Action, Apply, Delete, Note, Severity
-from kvstrata_operator.decide.trust.identity_conflicts import Fault
+from kvstrata_operator.decide.plan.conditions import Fault
 from kvstrata_operator.observe.kinds import CONFIG_MAP, Ref
 from kvstrata_operator.observe.parse_workloads import OUT_OF_MEMORY
 from kvstrata_operator.observe.records import ConfigMapSeen, Declared, StatefulSetSeen
-from kvstrata_operator.observe.setting import Setting
-from kvstrata_operator.observe.world import View
-
-PASSING: Final = frozenset({"RedisStarting", "RedisRolling"})
-"""Reasons that a Redis which is well passes through."""
+from kvstrata_operator.observe.world import ClusterSeen, Setting, View
 
 _POD: Final = f"{names.REDIS}-0"
 """The StatefulSet's one pod, as its controller names it."""
@@ -38,7 +33,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class RedisState:
-    """What there is to say to the pools of this release."""
+    """What there is to state to the pools of this release."""
 
     fault: Fault | None = None
     """Why no agent reaches the directory."""
@@ -46,10 +41,10 @@ class RedisState:
     """What an administrator should know although all is well."""
 
 
-def plan_redis(view: View, census: Census, setting: Setting) -> tuple[Action, ...]:
-    """Make the StatefulSet, change what is not as it should be, and make it anew where it cannot be changed."""
-    wanted = _wanted(view, census, setting)
-    seen, ref = view.stateful_sets.get(names.REDIS), redis_workload.ref(setting.namespace)
+def plan_redis(view: View, fleet: FleetFacts, setting: Setting) -> tuple[Action, ...]:
+    """Make the StatefulSet, change what is not as it should be, and make it again where it cannot be changed."""
+    wanted = _wanted(view, fleet, setting)
+    seen, ref = view.cluster.stateful_sets.get(names.REDIS), redis_workload.ref(setting.namespace)
     if not isinstance(wanted, Wanted) or (seen is not None and seen.is_deleting):
         return ()
     if seen is not None and wanted.made.is_new:
@@ -60,13 +55,13 @@ def plan_redis(view: View, census: Census, setting: Setting) -> tuple[Action, ..
     return (Apply(ref, str(ref), tuple(_notes(wanted, seen, setting.namespace)), body=wanted.made.body),)
 
 
-def redis_state(view: View, census: Census, setting: Setting) -> RedisState:
-    """Look at the Redis that we run. Of one that others run nothing is said: agents tell whether they reach it."""
-    wanted = _wanted(view, census, setting)
+def redis_state(view: View, fleet: FleetFacts, setting: Setting) -> RedisState:
+    """Judge the Redis that we run. Of one that others run nothing is stated: agents report whether they reach it."""
+    wanted = _wanted(view, fleet, setting)
     if not isinstance(wanted, Wanted):
         return RedisState(wanted)
-    failure = view.failures.get(str(redis_workload.ref(setting.namespace)), "")
-    fault = Fault("RedisApplyFailed", failure) if failure else _trouble(view)
+    failure = view.pools.failures.get(str(redis_workload.ref(setting.namespace)), "")
+    fault = Fault("RedisApplyFailed", failure) if failure else _trouble(view.cluster)
     most_bytes = wanted.bounds.max_bytes
     if wanted.made.memory_bytes < most_bytes or wanted.need.size_bytes <= most_bytes:
         return RedisState(fault)
@@ -75,7 +70,7 @@ def redis_state(view: View, census: Census, setting: Setting) -> RedisState:
 
 
 def for_pool(state: RedisState, pool: Declared[KVPool], setting: Setting) -> RedisState:
-    """What one pool is told."""
+    """What the status of one pool states."""
     if pool.model is None:
         return state
     wrong = _mode_fault(pool.model, setting)
@@ -83,30 +78,30 @@ def for_pool(state: RedisState, pool: Declared[KVPool], setting: Setting) -> Red
 
 
 def _mode_fault(pool: KVPool, setting: Setting) -> Fault | None:
-    """Say that a pool asks for another kind of Redis than this release has; its blocks would never be looked after."""
+    """Return the fault of a pool that asks for another kind of Redis than this release has, and so would have none."""
     field, mode = "spec.metadata.redis.mode", pool.spec.metadata.redis.mode
     if not setting.redis_mode or mode == setting.redis_mode:
         return None
     way = "name its Secret in spec.metadata.redis.external" if mode == "Embedded" else "leave it out"
-    told = (
+    message = (
         f"{field} is {mode}, and this release runs {setting.redis_mode}: set {field} to {setting.redis_mode} and {way}"
     )
-    return Fault("RedisModeMismatch", f"{told}, or install the chart with the redis.mode that is meant")
+    return Fault("RedisModeMismatch", f"{message}, or install the chart with the redis.mode that is meant")
 
 
-def _wanted(view: View, census: Census, setting: Setting) -> Wanted | Fault | None:
+def _wanted(view: View, fleet: FleetFacts, setting: Setting) -> Wanted | Fault | None:
     """Work out what should run; None where others run Redis."""
     if not setting.redis_template:
         return None
-    owner = view.config_maps.get(setting.redis_template)
+    owner = view.cluster.config_maps.get(setting.redis_template)
     if owner is None or not owner.template:
         where = f"ConfigMap {setting.namespace}/{setting.redis_template}"
         return Fault("RedisTemplateMissing", f"{where} with entry {names.REDIS_TEMPLATE_ENTRY} is not there")
     try:
         template = parse_template(owner.template)
-        scopes = len(view.tenants) + len(view.domains) + len(view.shares)
-        wanted = need(_loads(view.pools, census.pools), scopes, template.bounds)
-        seen = view.stateful_sets.get(names.REDIS)
+        scopes = len(view.trust.tenants) + len(view.trust.domains) + len(view.trust.shares)
+        wanted = need(_loads(view.pools.declared, fleet.pools), scopes, template.bounds)
+        seen = view.cluster.stateful_sets.get(names.REDIS)
         made = redis_workload.redis_set(owner, template, wanted, seen, setting.namespace)
     except InvalidInputError as e:
         return Fault("RedisTemplateInvalid", str(e))
@@ -126,9 +121,9 @@ def _loads(pools: Mapping[str, Declared[KVPool]], members: Mapping[str, Members]
         yield PoolLoad(per_node_bytes * nodes, its.sums.used_bytes.total(), its.sums.blocks, agents)
 
 
-def _trouble(view: View) -> Fault | None:
-    """Say why Redis does not answer; None while its pod is ready."""
-    seen, pod = view.stateful_sets.get(names.REDIS), view.pods.get(_POD)
+def _trouble(cluster: ClusterSeen) -> Fault | None:
+    """Return why Redis does not answer; None while its pod is ready."""
+    seen, pod = cluster.stateful_sets.get(names.REDIS), cluster.pods.get(_POD)
     if seen is None or seen.is_deleting:
         return Fault("RedisStarting", "the StatefulSet of Redis is being made")
     if seen.ready:
@@ -158,7 +153,7 @@ def _notes(wanted: Wanted, seen: StatefulSetSeen | None, namespace: str) -> Iter
         yield Note(ref, seen.uid, "UpgradingRedis", f"image {was} becomes {image}; the pod is replaced")
     if seen.memory_bytes != made.memory_bytes:
         was = units.format_quantity(seen.memory_bytes)
-        told = f"maxmemory {was} becomes {size}: {why}; the pod is replaced"
-        yield Note(ref, seen.uid, "ResizingRedis", told)
+        message = f"maxmemory {was} becomes {size}: {why}; the pod is replaced"
+        yield Note(ref, seen.uid, "ResizingRedis", message)
     elif was == image:
         yield Note(ref, seen.uid, "RestoringRedis", f"{ref} is not as it should be", Severity.WARNING)

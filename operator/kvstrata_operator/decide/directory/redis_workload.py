@@ -1,14 +1,14 @@
-"""The StatefulSet of the directory's Redis: from the chart's template and a size to what should run. Pure.
+"""The StatefulSet of the directory's Redis, and its size: from the chart's template to what should run. Pure.
 
 Its controller replaces the pod. The directory is lost with it and reported again by the agents, so one replica is all
-there is, and nobody is replaced without a reason.
-
-Whether an object still says what was applied to it, whoever changed it since. Pure.
+there is, and nobody is replaced without a reason. Laws of the size: more blocks never ask for less; what a Redis holds
+now is never more than it keeps while nothing else replaces it; a Redis is replaced for memory alone only when what
+agents may hold does not fit into it any more, or its bounds moved.
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Final
@@ -16,10 +16,107 @@ from typing import Any, Final
 from kvstrata_api import names, units
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.models.base import ObjectMeta
-from kvstrata_operator.decide.directory.redis_size import Bounds, Need, fresh_bytes, kept_bytes
-from kvstrata_operator.decide.plan.objects import REDIS_LABELS, owner_reference, sealed
-from kvstrata_operator.observe.kinds import CONFIG_MAP, STATEFUL_SET, Ref
+from kvstrata_api.units import KIB, MIB
+from kvstrata_operator.observe.kinds import CONFIG_MAP, REDIS_LABELS, STATEFUL_SET, Ref, owner_reference, sealed
 from kvstrata_operator.observe.records import ConfigMapSeen, StatefulSetSeen
+
+LOCATION_BYTES: Final = 75
+"""Of one location among many of its scope and agent (this and the next three: metadata/README.md, Figures)."""
+
+SCOPE_BYTES: Final = 8 * MIB
+"""What the buckets of one scope take at most beside what is in them."""
+
+STREAM_BYTES: Final = 512 * KIB
+"""What the reverse index of one agent in one scope takes at most beside what is in it."""
+
+SPARSE_LOCATION_BYTES: Final = 320
+"""Of one location whose buckets hold nothing else."""
+
+EMPTY_BYTES: Final = 32 * MIB
+"""Redis itself, its scripts, the registry, and buffers of agents' connections."""
+
+HEADROOM_PERCENT: Final = 25
+"""Sessions, and counts that agents round down by an eighth."""
+
+BLOCKS_KNOWN: Final = 1_000
+"""From so many blocks on, their mean size is taken from what agents report."""
+
+FILL_KNOWN: Final = 16
+"""And from a fill of one part in so many: agents round what they use to 1 % of a tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The chart's values."""
+
+    min_bytes: int
+    max_bytes: int
+    block_bytes: int
+    """Of a block as it is stored, where agents hold too few to know."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLoad:
+    """What one pool may come to hold, and holds."""
+
+    capacity_bytes: int
+    """Of all tiers on all nodes."""
+    used_bytes: int = 0
+    blocks: int = 0
+    """Copies that agents report now; each is a location."""
+    agents: int = 0
+
+    def locations(self, bounds: Bounds) -> int:
+        """Locations when every tier is full; never fewer than there are."""
+        is_known = self.blocks >= BLOCKS_KNOWN and self.used_bytes * FILL_KNOWN >= self.capacity_bytes
+        block_bytes = max(1, self.used_bytes // self.blocks) if is_known else bounds.block_bytes
+        return max(self.blocks, -(-self.capacity_bytes // block_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What full tiers would take of Redis."""
+
+    locations: int = 0
+    scopes: int = 0
+    agents: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """`used_memory` of a Redis that knows all of it, without headroom."""
+        buckets_bytes = self.scopes * (SCOPE_BYTES + STREAM_BYTES * self.agents)
+        filled_bytes = LOCATION_BYTES * self.locations + buckets_bytes
+        return EMPTY_BYTES + min(filled_bytes, SPARSE_LOCATION_BYTES * self.locations)
+
+
+def need(pools: Iterable[PoolLoad], scopes: int, bounds: Bounds) -> Need:
+    """Add up what all pools of one Redis may come to hold."""
+    loads = tuple(pools)
+    return Need(sum(load.locations(bounds) for load in loads), scopes, sum(load.agents for load in loads))
+
+
+def fresh_bytes(wanted: Need, bounds: Bounds) -> int:
+    """`maxmemory` of a Redis that is made now: a step above the need, within the bounds."""
+    with_headroom = wanted.size_bytes * (100 + HEADROOM_PERCENT) // 100
+    return min(bounds.max_bytes, max(bounds.min_bytes, _step_above(with_headroom)))
+
+
+def kept_bytes(held_bytes: int, wanted: Need, bounds: Bounds) -> int:
+    """`maxmemory` of a Redis that has `held_bytes` and is not replaced for another reason.
+
+    A restart loses the directory for as long as agents need to report it again, so nobody is restarted to save memory.
+    """
+    is_within = bounds.min_bytes <= held_bytes <= bounds.max_bytes
+    is_enough = wanted.size_bytes <= held_bytes or held_bytes == bounds.max_bytes
+    return held_bytes if is_within and is_enough else fresh_bytes(wanted, bounds)
+
+
+def _step_above(size_bytes: int) -> int:
+    """Round up to a power of two MiB or one and a half of one: few sizes, so few restarts."""
+    size_mib = -(-size_bytes // MIB)
+    power = 1 << max(0, size_mib - 1).bit_length()
+    return (power * 3 // 4 if power > 2 and size_mib <= power * 3 // 4 else power) * MIB
+
 
 _QUANTITY: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?")
 _FACTORS: Final = {"": Decimal(1), "m": Decimal("0.001")} | {
@@ -30,7 +127,7 @@ _FACTORS: Final = {"": Decimal(1), "m": Decimal("0.001")} | {
 
 
 def holds(wanted: Any, seen: Any) -> bool:
-    """True when `seen` says all that `wanted` does.
+    """True when `seen` has all that `wanted` does.
 
     What the API server fills in beside it does not count, nor that it leaves empty values out and writes quantities in
     its own way (1024Mi is 1Gi). Lists are compared from end to end.
@@ -72,7 +169,7 @@ _AMOUNTS: Final = ("min", "max", "block")
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What the chart says."""
+    """What the chart declares."""
 
     bounds: Bounds
     spec: Mapping[str, Any]
@@ -88,7 +185,7 @@ class RedisSet:
     is_new: bool
     """True when there is none, or one that cannot be changed into this one."""
     is_changed: bool
-    """True when the one that is there says something else."""
+    """True when the one that is there is different."""
 
 
 def ref(namespace: str) -> Ref:
@@ -97,13 +194,13 @@ def ref(namespace: str) -> Ref:
 
 
 def parse_template(text: str) -> Template:
-    """Read the entry of the ConfigMap. `InvalidInputError` says what is wrong with it."""
+    """Read the entry of the ConfigMap. `InvalidInputError` states what is wrong with it."""
     entry = names.REDIS_TEMPLATE_ENTRY
     try:
-        said = json.loads(text)
+        read = json.loads(text)
     except ValueError as e:
         raise InvalidInputError(f"{entry} is no JSON: {e}") from e
-    memory, spec = (said.get(key) if isinstance(said, dict) else None for key in ("memory", "spec"))
+    memory, spec = (read.get(key) if isinstance(read, dict) else None for key in ("memory", "spec"))
     if not isinstance(memory, dict) or any(key not in memory for key in _AMOUNTS):
         raise InvalidInputError(f"{entry}: memory needs {', '.join(_AMOUNTS)}")
     if not isinstance(spec, dict) or not isinstance(_pod(spec).get("containers"), list):
@@ -118,7 +215,7 @@ def parse_template(text: str) -> Template:
 def redis_set(
     owner: ConfigMapSeen, template: Template, wanted: Need, seen: StatefulSetSeen | None, namespace: str
 ) -> RedisSet:
-    """Say what should run, given what does. Memory is lowered only when the pod is replaced for another reason."""
+    """Return what should run, given what does. Memory is lowered only when the pod is replaced for another reason."""
     if seen is None or not seen.memory_bytes or _replaces(_body(owner, template, seen.memory_bytes, namespace), seen):
         size_bytes = fresh_bytes(wanted, template.bounds)
     else:

@@ -1,4 +1,4 @@
-"""KVOperations of type Erase: they ask for a tenant's erasure by its own field, and tell how that goes. Pure.
+"""KVOperations of type Erase: they ask for a tenant's erasure by its own field, and report how that goes. Pure.
 
 `erasure` does the erasing, whoever asked for it. Laws: an erasure that is under way is never overwritten by another;
 each operation asks for a value of its own, so it is complete only when an erasure that began after it is over.
@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Final
 
-from kvstrata_api.conditions import find
+from kvstrata_api.models.conditions import find
 from kvstrata_api.models.trust import KVTenant
 from kvstrata_operator.decide.operations import operations
-from kvstrata_operator.decide.operations.operations import Course, Open, Operation
+from kvstrata_operator.decide.operations.operations import Open, Operation, Progress
 from kvstrata_operator.decide.plan.actions import Action, Merge
-from kvstrata_operator.decide.trust.identity_conflicts import Fault
+from kvstrata_operator.decide.plan.conditions import Fault
 from kvstrata_operator.observe.records import Declared, PoolNodeSeen
 
 Tenant = Declared[KVTenant]
@@ -43,22 +43,24 @@ def plan_requests(seen: Iterable[Operation], tenants: Mapping[str, Tenant]) -> I
             yield Merge(tenant.ref, body={"spec": {"eraseRequested": value}})
 
 
-def course(operation: Operation, tenant: Tenant | None, nodes: Iterable[PoolNodeSeen], now: datetime) -> Course:
-    """Look where an Erase stands that is not over by its stored status. Nodes are the witnesses."""
+def progress_of(operation: Operation, tenant: Tenant | None, nodes: Iterable[PoolNodeSeen], now: datetime) -> Progress:
+    """Return how far an Erase is that is not over by its stored status. Nodes are the witnesses."""
     fault = _fault(operation, tenant)
     here = [node for node in nodes if not node.is_deleting]
     if fault is not None or tenant is None:
-        return operations.ended(operation, Course(fault), now)
+        return operations.ended(operation, Progress(fault), now)
     total = max(1, len(here))
     if _text(tenant, "lastErase") == requested_value(operation):
-        return operations.ended(operation, Course(nodes=total, done=total), now)
-    said = find(tenant.conditions, "EraseCompleted")
+        return operations.ended(operation, Progress(nodes=total, done=total), now)
+    condition = find(tenant.conditions, "EraseCompleted")
     is_ours = tenant.model is not None and tenant.model.spec.erase_requested == requested_value(operation)
-    reason, told = ("Unconfirmed", said.message) if is_ours and said is not None else ("Waiting", "asked for soon")
+    reason, message = (
+        ("Unconfirmed", condition.message) if is_ours and condition is not None else ("Waiting", "asked for soon")
+    )
     version = int(str(tenant.status.get("keyVersion") or 0))
     done = sum(is_ours and node.erased.get(tenant.uid, 0) >= version > 0 for node in here)
-    waits = Open("", reason, told[:_MESSAGE_CHARS_MAX])
-    return operations.ended(operation, Course(nodes=total, done=min(done, total - 1), open=(waits,)), now)
+    waits = Open("", reason, message[:_MESSAGE_CHARS_MAX])
+    return operations.ended(operation, Progress(nodes=total, done=min(done, total - 1), open=(waits,)), now)
 
 
 def _fault(operation: Operation, tenant: Tenant | None) -> Fault | None:

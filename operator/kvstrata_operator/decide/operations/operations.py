@@ -1,4 +1,4 @@
-"""Where a KVOperation stands: what it wants of which nodes now, and whether it is over. Pure, level-triggered.
+"""How far a KVOperation is: what it wants of which nodes now, and whether it is over. Pure, level-triggered.
 
 What is remembered is in the objects: `status.startedAt` and the one final condition of the KVOperation, the orders in
 the specs of KVPoolNodes, and their agents' answers. Laws: every operation ends, `timeoutSeconds` after its start at the
@@ -6,11 +6,9 @@ latest; an end is final; one that is cancelled wants nothing of anybody from the
 and end, but a drain holds until its KVOperation is gone; nothing is asked for before the start is stored, so that a
 restart at any point goes on with the same deadline.
 
-Between which pools blocks may migrate, and to which nodes each node brings its own. Pure.
-
-Laws: blocks never come under another layout, never from a medium that survives a restart to pools without one unless
-they stay, and never from a sealed medium to an open one; every source node has a target while there is one, its own
-node first, and all targets get about as many.
+Laws of migrations: blocks never come under another layout, never from a medium that survives a restart to pools without
+one unless they stay, and never from a sealed medium to an open one; every source node has a target while there is one,
+its own node first, and all targets get about as many.
 """
 
 from collections import Counter
@@ -20,7 +18,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Final
 
-from kvstrata_api.conditions import is_true
+from kvstrata_api.models.conditions import is_true
 from kvstrata_api.models.operation import KVOperation, MigrateOperation, OperationNodes
 from kvstrata_api.models.pool import KVPool, KVPoolSpec, PoolTier
 from kvstrata_api.models.poolnode import (
@@ -32,10 +30,12 @@ from kvstrata_api.models.poolnode import (
     TierDrainOrder,
     WarmOrder,
 )
+from kvstrata_api.models.trust import KVTenant
+from kvstrata_operator.decide.plan.conditions import Fault
 from kvstrata_operator.decide.pools.reconcile import NO_DRAIN, DrainOrder, Wants, is_done
-from kvstrata_operator.decide.trust.identity_conflicts import Fault, working
-from kvstrata_operator.observe.moments import format_time, parse_time
+from kvstrata_operator.observe.kinds import format_time, parse_time
 from kvstrata_operator.observe.records import AnswerSeen, Declared, DrainSeen, NodeSeen, PoolNodeSeen
+from kvstrata_operator.observe.world import PoolsSeen
 
 Operation = Declared[KVOperation]
 
@@ -63,8 +63,8 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """Where an operation stands."""
+class Progress:
+    """How far an operation is."""
 
     fault: Fault | None = None
     """Why nothing can be asked for now; it may pass."""
@@ -82,7 +82,7 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What the course of one operation depends on besides itself."""
+    """What the progress of one operation depends on besides itself."""
 
     pool: Declared[KVPool] | None
     seen: Mapping[str, PoolNodeSeen]
@@ -104,6 +104,26 @@ class Around:
         staying = [n for n in self.seen_of(pool).values() if not n.is_deleting]
         ready = [n.node for n in staying if n.key in self.alive and not n.drain.requested]
         return ready or [n.node for n in staying]
+
+
+def arounds(
+    seen: PoolsSeen,
+    tenants: Mapping[str, Declared[KVTenant]],
+    seen_of: Callable[[str], Mapping[str, PoolNodeSeen]],
+    now: datetime,
+) -> dict[str, Around]:
+    """What KVOperations depend on, for each pool that one of them names.
+
+    `seen_of` gives the KVPoolNodes of a pool by node name.
+    """
+    named = {o.model.spec.pool_ref for o in seen.operations.values() if o.model is not None and o.model.spec.pool_ref}
+    staying = {name for name, t in tenants.items() if t.model is not None and not t.is_deleting}
+    return {
+        pool: Around(
+            seen.declared.get(pool), seen_of(pool), seen.nodes, seen.alive, now, staying, seen.declared, seen_of
+        )
+        for pool in named
+    }
 
 
 def nowhere(now: datetime) -> Around:
@@ -142,18 +162,18 @@ def expires_at(operation: Operation) -> datetime | None:
     return finish + timedelta(seconds=operation.model.spec.ttl_seconds_after_finished)
 
 
-def course(operation: Operation, around: Around) -> Course:
-    """Look where an operation stands that is not over by its stored status."""
+def progress_of(operation: Operation, around: Around) -> Progress:
+    """Return how far an operation is that is not over by its stored status."""
     model = operation.model
     if model is None or operation.error:
-        return Course(Fault("Invalid", operation.error), End.FAILED, "Invalid")
+        return Progress(Fault("Invalid", operation.error), End.FAILED, "Invalid")
     fault = _fault(model, around)
     targets = () if fault else _targets(model, around)
     fault = fault or (None if targets else Fault("NoNodes", "none of the pool's nodes is meant"))
     verdicts = [_verdict(operation, node, around) for node in targets]
     still = tuple(v for v in verdicts if isinstance(v, Open))
     seen = (around.seen[n] for n in targets if n in around.seen)
-    made = Course(
+    made = Progress(
         fault,
         nodes=len(targets),
         done=len(verdicts) - len(still),
@@ -163,13 +183,13 @@ def course(operation: Operation, around: Around) -> Course:
     return ended(operation, made, around.now)
 
 
-def ended(operation: Operation, made: Course, now: datetime) -> Course:
+def ended(operation: Operation, made: Progress, now: datetime) -> Progress:
     """Add whether, and how, an operation is over that has come so far."""
     end, reason = _end(operation, made, now)
     return replace(made, end=end, reason=reason)
 
 
-def _end(operation: Operation, made: Course, now: datetime) -> tuple[End | None, str]:
+def _end(operation: Operation, made: Progress, now: datetime) -> tuple[End | None, str]:
     last = deadline(operation)
     if operation.model is not None and operation.model.spec.cancel:
         return End.CANCELLED, "Cancelled"
@@ -184,8 +204,19 @@ def _end(operation: Operation, made: Course, now: datetime) -> tuple[End | None,
     return None, ""
 
 
+def working(pool: Declared[KVPool] | None, label: str) -> KVPoolSpec | Fault:
+    """What a pool declares, or why nothing can be asked of its agents now; `label` names it in messages."""
+    if pool is None or pool.model is None:
+        return Fault("PoolNotFound", f"{label} does not exist, or is not accepted")
+    if pool.is_deleting:
+        return Fault("PoolDeleting", f"{label} is being deleted")
+    if pool.model.spec.paused:
+        return Fault("PoolPaused", f"{label} is paused")
+    return pool.model.spec
+
+
 def _fault(model: KVOperation, around: Around) -> Fault | None:
-    """Say why nothing can be asked of anybody now."""
+    """Return why nothing can be asked of anybody now."""
     ready = working(around.pool, f"pool {model.spec.pool_ref}")
     return ready if isinstance(ready, Fault) else _work_fault(model, ready, around)
 
@@ -245,7 +276,7 @@ def _verdict(operation: Operation, name: str, around: Around) -> Open | None:
         return Open(name, "AgentAway", "the agent's Lease is not current")
     if answer is not None and answer.reason:
         return Open(name, answer.reason, answer.message)
-    return Open(name, "InProgress", _said_of_drain(node) if operation.model.spec.drain else "")
+    return Open(name, "InProgress", _drain_message(node) if operation.model.spec.drain else "")
 
 
 def _has_done(model: KVOperation, node: PoolNodeSeen, answer: AnswerSeen | None) -> bool:
@@ -259,9 +290,9 @@ def _is_whole_drain(model: KVOperation) -> bool:
     return model.spec.drain is not None and model.spec.drain.tier is None
 
 
-def _said_of_drain(node: PoolNodeSeen) -> str:
-    said = node.conditions.get("Draining")
-    return said.message if said is not None and said.status == "True" else ""
+def _drain_message(node: PoolNodeSeen) -> str:
+    draining = node.conditions.get("Draining")
+    return draining.message if draining is not None and draining.status == "True" else ""
 
 
 @dataclass(slots=True)
@@ -332,13 +363,13 @@ def _joined(asked: _Asked) -> dict[str, Wants]:
 
 
 REASONS_MAX: Final = 16
-"""Reasons that are told of, those of most nodes first."""
+"""Reasons that a status states, those of most nodes first."""
 
 
 def by_reason(still: Iterable[Open]) -> list[tuple[int, Open]]:
     """Count open nodes by reason; the first node by name speaks for each. What is merely under way is left out."""
-    told = [o for o in still if o.reason != "InProgress"]
-    counts, first = Counter(o.reason for o in told), {o.reason: o for o in reversed(told)}
+    waiting = [o for o in still if o.reason != "InProgress"]
+    counts, first = Counter(o.reason for o in waiting), {o.reason: o for o in reversed(waiting)}
     return [(count, first[reason]) for reason, count in counts.most_common(REASONS_MAX)]
 
 
@@ -348,7 +379,7 @@ def _moment(operation: Operation, name: str) -> datetime | None:
 
 
 def fault(source: KVPoolSpec, migrate: MigrateOperation, target: Declared[KVPool] | None) -> Fault | None:
-    """Say why no block may go there now."""
+    """Return why no block may go there now."""
     ready = working(target, f"spec.migrate.to: pool {migrate.to}")
     return ready if isinstance(ready, Fault) else _mismatch(source, migrate, ready)
 
@@ -357,8 +388,8 @@ def _mismatch(source: KVPoolSpec, migrate: MigrateOperation, target: KVPoolSpec)
     ours, theirs = source.compatibility.model_dump(by_alias=True), target.compatibility.model_dump(by_alias=True)
     for name, value in ours.items():
         if theirs[name] != value:
-            told = f"pool {migrate.to} has {theirs[name]!r}, blocks that go there have {value!r}"
-            return Fault("LayoutMismatch", f"spec.compatibility.{name}: {told}")
+            message = f"pool {migrate.to} has {theirs[name]!r}, blocks that go there have {value!r}"
+            return Fault("LayoutMismatch", f"spec.compatibility.{name}: {message}")
     tiers = [t for t in target.tiers if migrate.tier in (None, t.name)]
     if not tiers:
         return Fault("TierNotFound", f"spec.migrate.tier: pool {migrate.to} has no tier {migrate.tier}")
@@ -369,13 +400,13 @@ def _mismatch(source: KVPoolSpec, migrate: MigrateOperation, target: KVPoolSpec)
 
 
 def _opened(source: KVPoolSpec, migrate: MigrateOperation, target: KVPoolSpec) -> Fault | None:
-    """Blocks sink to any of the target's media in time, so all of them count."""
+    """Blocks are demoted to any of the target's media in time, so all of them count."""
     sealed = [t.name for t in source.tiers if t.encryption.type != "None"]
     is_open = [t for t in target.tiers if t.type.survives_restart and t.encryption.type == "None"]
     if not sealed or not is_open:
         return None
-    told = f"tiers[{is_open[0].name}].encryption.type of pool {migrate.to} is None, that of {sealed[0]} here is not"
-    return Fault("NotEncrypted", told)
+    message = f"tiers[{is_open[0].name}].encryption.type of pool {migrate.to} is None, that of {sealed[0]} here is not"
+    return Fault("NotEncrypted", message)
 
 
 def _listed(tiers: Iterable[PoolTier]) -> str:

@@ -1,1 +1,1 @@
-"""What a decision is made of: actions, objects that they write, conditions."""
+"""What a decision is made of: actions and conditions."""

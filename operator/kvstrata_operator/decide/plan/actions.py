@@ -7,7 +7,7 @@ Every action is idempotent: carrying it out twice, or after somebody else did, i
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from kvstrata_operator.observe.kinds import Kind, Ref
 
@@ -21,7 +21,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One Event about one object, to be told when the action that carries it succeeds."""
+    """One Event about one object, to be posted when the action that carries it succeeds."""
 
     about: Ref
     uid: str
@@ -37,7 +37,7 @@ class Owned:
 
     ref: Ref
     pool: str = ""
-    """Pool that a failure is told of; empty for none."""
+    """Pool whose status states a failure; empty for none."""
     notes: tuple[Note, ...] = ()
 
 
@@ -79,7 +79,7 @@ class Shred(Delete):
     """Delete a scope's Secret, unless the owner that it was made for turns out to need it still.
 
     Kinds are followed one by one, so that the picture of owners may be older than that of Secrets; then a key that
-    another replica has made for a newer owner looks as if nobody owned it. So the owner is read anew before this.
+    another replica has made for a newer owner looks as if nobody owned it. So the owner is read again before this.
     """
 
     owner: Ref
@@ -146,9 +146,13 @@ class Rewrap(Owned):
     """Of the Secret that has them."""
 
 
+SILENT_REASON: Final = "LeaseExpired"
+"""Reason of the conditions that `MarkSilent` writes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkSilent(Owned):
-    """Write AgentConnected=False and Ready=False with reason LeaseExpired on a KVPoolNode, keeping the rest."""
+    """Write AgentConnected=False and Ready=False with `SILENT_REASON` on a KVPoolNode, keeping the rest."""
 
     message: str
 
@@ -156,3 +160,12 @@ class MarkSilent(Owned):
 Action = (
     Create | Apply | Merge | Delete | DeleteMany | SetFinalizers | MintKey | MintKek | MintDataKey | Rewrap | MarkSilent
 )
+
+
+@dataclass(frozen=True, slots=True)
+class StatusWrite:
+    """One status that is not as it should be."""
+
+    action: Merge
+    is_usage_only: bool
+    """True when only figures that move with the load differ."""

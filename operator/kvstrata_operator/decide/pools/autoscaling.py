@@ -11,10 +11,11 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 
 from kvstrata_api import units
-from kvstrata_api.autoscale import grown, shrunk
 from kvstrata_api.models.pool import EvictionPolicy, KVPool, PoolTier, TierAutoscale, TierScale
+from kvstrata_api.tiers import step_down, step_up
 from kvstrata_operator.decide.plan.actions import Note
-from kvstrata_operator.observe.moments import format_time, parse_time
+from kvstrata_operator.decide.pools.placement import size_of
+from kvstrata_operator.observe.kinds import format_time, parse_time
 from kvstrata_operator.observe.records import Declared, PoolNodeSeen, TierSeen
 
 SETTLED_PERCENT: Final = 2
@@ -25,7 +26,7 @@ _SMALL_GRAIN_BYTES: Final = 2 * units.MIB
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """What the nodes of a pool say about one tier."""
+    """What the nodes of a pool report of one tier."""
 
     gain_permille: int
     """Mean over nodes that have been asked for enough blocks."""
@@ -46,32 +47,18 @@ class Step:
     why: str
 
 
-def size_of(tier: PoolTier, scales: Mapping[str, int]) -> int | None:
-    """Bytes of a tier on each node; None for one that is shared by all nodes."""
-    policy = tier.autoscale
-    if policy is None or tier.capacity_per_node is None:
-        return tier.capacity_per_node
-    wanted = scales.get(tier.name, tier.capacity_per_node)
-    return max(policy.min_per_node, min(policy.max_per_node, wanted))
-
-
-def scales_of(status: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes that a pool's stored status has brought its tiers to."""
-    return {s["tier"]: int(s["capacityPerNode"]) for s in status.get("autoscaling") or () if "capacityPerNode" in s}
-
-
 def decide(policy: TierAutoscale, now_bytes: int, signal: Signal, grain_bytes: int) -> Step | None:
     """Make one step, or none. `grain_bytes` is the page size: sizes are whole pages, as far as the bounds are."""
     limit = policy.min_gain_permille
     if signal.gain_permille >= limit:
-        up = min(policy.max_per_node, grown(now_bytes, grain_bytes))
+        up = min(policy.max_per_node, step_up(now_bytes, grain_bytes))
         if not signal.is_full or signal.is_short or up <= now_bytes:
             return None
         return Step(
             up, f"a step up finds {signal.gain_permille} more of 1000 blocks asked for; minGainPermille {limit}"
         )
     floor_bytes = max(policy.min_per_node, _round_up(signal.held_bytes, grain_bytes))
-    down = max(floor_bytes, shrunk(now_bytes, grain_bytes))
+    down = max(floor_bytes, step_down(now_bytes, grain_bytes))
     if 2 * signal.loss_permille > limit or down >= now_bytes:
         return None
     why = f"a step down loses {signal.loss_permille} of 1000 blocks asked for, at most half of minGainPermille {limit}"
@@ -91,7 +78,7 @@ def scale(pool: Declared[KVPool], seen: Mapping[str, PoolNodeSeen], now: datetim
 
 
 def signal_of(scale: TierScale, seen: Mapping[str, PoolNodeSeen], eviction: EvictionPolicy) -> Signal | None:
-    """Put together what nodes say of a tier; None while a node still changes it, or where none was asked enough."""
+    """Put together what nodes report of a tier; None while a node still changes it, or where none was asked enough."""
     here = [(node, t) for node in seen.values() for t in node.tiers if t.name == scale.tier]
     demands = [t.demand for _, t in here if t.demand is not None]
     is_short = any(node.is_false("CapacitySatisfied") for node, _ in here)
@@ -110,12 +97,12 @@ def signal_of(scale: TierScale, seen: Mapping[str, PoolNodeSeen], eviction: Evic
 
 
 def notes_of(pool: Declared[Any], wanted: Iterable[Mapping[str, Any]]) -> tuple[Note, ...]:
-    """Tell one Event for each step that the stored status has not."""
-    told = {(s.get("tier"), s.get("steppedAt", "")) for s in _stored(pool.status)}
+    """Make one Event for each step that the stored status has not."""
+    known = {(s.get("tier"), s.get("steppedAt", "")) for s in _stored(pool.status)}
     return tuple(
         Note(pool.ref, pool.uid, "TierScaled", f"tier {s['tier']}: {s['message']}")
         for s in wanted
-        if s.get("steppedAt") and (s["tier"], s["steppedAt"]) not in told
+        if s.get("steppedAt") and (s["tier"], s["steppedAt"]) not in known
     )
 
 

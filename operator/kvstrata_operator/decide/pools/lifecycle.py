@@ -1,20 +1,19 @@
-"""The finalizer of a KVPool: drain, then delete, then let go, each within a bound. Pure.
+"""Agents that fell silent, and the finalizer of a KVPool: drain, then delete, then let go, each within a bound. Pure.
 
-Laws: agents drain, then give their memory back, and are stopped when they have said so, or when their time is up:
+Laws: agents drain, then give their memory back, and are stopped when they have reported so, or when their time is up:
 `deletionTimestamp` + the drain's timeout + `RELEASE_S`; the pool is let go at the latest `GRACE_S` after the timeout,
 whatever the API server or the agents do; a pool without KVPoolNodes is let go at once.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import Final
 
 from kvstrata_api import names
 from kvstrata_api.models.pool import KVPool
-from kvstrata_operator.decide.plan.actions import Action, DeleteMany, Note, SetFinalizers, Severity
+from kvstrata_operator.decide.plan.actions import Action, DeleteMany, MarkSilent, Note, SetFinalizers, Severity
 from kvstrata_operator.decide.pools.reconcile import DrainOrder, drain_order, is_done, must_drain, order_drains
-from kvstrata_operator.observe.kinds import POOL_NODE
-from kvstrata_operator.observe.moments import parse_time
+from kvstrata_operator.observe.kinds import POOL_NODE, Ref, parse_time
 from kvstrata_operator.observe.records import Declared, PoolNodeSeen
 
 GRACE_S: Final = 60.0
@@ -23,6 +22,28 @@ GRACE_S: Final = 60.0
 
 _NAMED_MAX: Final = 8
 """Nodes that one Event names; an Event has 1,024 characters."""
+
+
+def answering(nodes: Iterable[PoolNodeSeen], alive: Collection[str], silent: Collection[str]) -> frozenset[str]:
+    """Names of the KVPoolNodes whose agents may still do what they are asked.
+
+    Besides the living these are agents that reported that they are connected and whose Leases were not read yet, as
+    after a start of this process: taken for gone they would be deleted undrained, and what they hold called erased.
+    """
+    return frozenset(n.key for n in nodes if n.key in alive or (n.key not in silent and n.is_true("AgentConnected")))
+
+
+def mark_silent(nodes: Mapping[str, PoolNodeSeen], silent: Iterable[str]) -> tuple[MarkSilent, ...]:
+    """Mark on each silent agent's KVPoolNode that it is gone, once; agents that never reported are left alone."""
+    return tuple(
+        MarkSilent(
+            Ref(POOL_NODE, key),
+            nodes[key].pool,
+            message=f"Lease {names.agent_lease_name(nodes[key].pool, nodes[key].node)} is not renewed",
+        )
+        for key in sorted(silent)
+        if key in nodes and nodes[key].has_reported and not _is_marked(nodes[key])
+    )
 
 
 def hold(pool: Declared[KVPool]) -> tuple[Action, ...]:
@@ -55,7 +76,7 @@ def finish(
         return order_drains(ordered, order, alive, since=since, now=now)
     if all(node.is_deleting for node in seen.values()):
         return ()
-    return (_delete_nodes(pool, _told(pool, seen, order)),)
+    return (_delete_nodes(pool, _deletion_events(pool, seen, order)),)
 
 
 def next_step(pool: Declared[KVPool], now: datetime) -> datetime | None:
@@ -68,22 +89,26 @@ def next_step(pool: Declared[KVPool], now: datetime) -> datetime | None:
     return next((t for t in moments if t > now), None)
 
 
-def _told(pool: Declared[KVPool], seen: Mapping[str, PoolNodeSeen], order: DrainOrder) -> tuple[Note, ...]:
-    """Say what is deleted, and on which nodes no agent has confirmed that what was to go is gone.
+def _is_marked(node: PoolNodeSeen) -> bool:
+    return node.is_false("AgentConnected") and node.is_false("Ready")
+
+
+def _deletion_events(pool: Declared[KVPool], seen: Mapping[str, PoolNodeSeen], order: DrainOrder) -> tuple[Note, ...]:
+    """State what is deleted, and on which nodes no agent has confirmed that what was to go is gone.
 
     Where files stay, nodes that never had an agent have nothing to give back.
     """
-    told = _note(pool, "DeletingNodes", f"deleting {len(seen)} KVPoolNodes")
+    deleting = _note(pool, "DeletingNodes", f"deleting {len(seen)} KVPoolNodes")
     open_ = sorted(name for name, node in seen.items() if not is_done(node, order))
     if not order.is_destruction:
         open_ = [name for name in open_ if seen[name].observed_revision and seen[name].memory_tier_bytes]
     if not open_:
         done = _note(pool, "Destroyed", f"all {len(seen)} nodes have destroyed the pool's blocks")
-        return (told, done) if order.is_destruction else (told,)
+        return (deleting, done) if order.is_destruction else (deleting,)
     first = ", ".join(open_[:_NAMED_MAX]) + (", ..." if len(open_) > _NAMED_MAX else "")
     reason, fact = ("NotDestroyed", "nothing is left") if order.is_destruction else ("NotReleased", "memory is back")
     message = f"{len(open_)} of {len(seen)} nodes have not confirmed that {fact}: {first}"
-    return (told, _note(pool, reason, message, Severity.WARNING))
+    return (deleting, _note(pool, reason, message, Severity.WARNING))
 
 
 def _delete_nodes(pool: Declared[KVPool], notes: tuple[Note, ...]) -> DeleteMany:

@@ -3,6 +3,10 @@
 Law: the shares of a shared tier never add up to more than its capacity. Law: of two pools that want one directory of
 one node which only one of them can have, the older has it. Law: whether a node takes part depends on that node and the
 pools alone, so nodes can be picked one by one or all at once.
+
+NVMe and RemoteFlash tiers claim their directory for one pool: its agents refuse one that another pool has claimed.
+Emulated CXL and file:// stores keep a directory of each pool's own in theirs, so pools share one; but none of that may
+lie in what another pool has claimed. That several pools share one mount is fine where each names a directory in it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,16 +14,17 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import combinations
+from pathlib import PurePosixPath
+from posixpath import normpath
 from types import MappingProxyType
 from typing import Any, Final
 
 from kvstrata_api import names
+from kvstrata_api.directories import Directory, directories_of
 from kvstrata_api.models.pool import KVPool, KVPoolSpec, PoolTier
 from kvstrata_api.models.poolnode import NodeTier
-from kvstrata_operator.decide.pools import autoscaling
-from kvstrata_operator.decide.pools.directories import collision
-from kvstrata_operator.observe.digest import digest
-from kvstrata_operator.observe.records import Declared, NodeSeen
+from kvstrata_operator.observe.kinds import digest
+from kvstrata_operator.observe.records import Declared, NodeSeen, PoolNodeSeen
 
 _NOT_OF_THE_AGENT: Final = {
     "nodeSelector",
@@ -29,7 +34,7 @@ _NOT_OF_THE_AGENT: Final = {
     "destroyConfirmation",
     "paused",
 }
-"""Parts of a KVPool's spec that say where and how to roll out, not what an agent should be."""
+"""Parts of a KVPool's spec that declare where and how to roll out, not what an agent should be."""
 
 _SHARE_GRAIN_BYTES: Final = 4096
 """Shares are whole file-system blocks, so that no tier begins with a fraction of one."""
@@ -72,6 +77,11 @@ class Placement:
         """How many nodes the selector picks."""
         return len(self.nodes) + len(self.excluded)
 
+    def is_current(self, seen: PoolNodeSeen) -> bool:
+        """True when a KVPoolNode has the tiers and the revision that are wanted, and is to stay."""
+        is_same = seen.revision == self.revision and seen.tiers_digest == self.tiers_digest
+        return is_same and seen.is_marked and not seen.is_deleting
+
 
 def revision_of(spec: KVPoolSpec) -> str:
     """Name the parts of a spec that agents act upon; moving or pausing a pool changes no revision."""
@@ -106,7 +116,21 @@ def resolve_tiers(
     tiers: Iterable[PoolTier], nodes: int, scales: Mapping[str, int] = MappingProxyType({})
 ) -> tuple[NodeTier, ...]:
     """Turn declared tiers into what each of so many nodes should set up; `scales` has the sizes of those that scale."""
-    return tuple(_resolve(tier, nodes, autoscaling.size_of(tier, scales)) for tier in tiers)
+    return tuple(_resolve(tier, nodes, size_of(tier, scales)) for tier in tiers)
+
+
+def size_of(tier: PoolTier, scales: Mapping[str, int]) -> int | None:
+    """Bytes of a tier on each node; None for one that is shared by all nodes."""
+    policy = tier.autoscale
+    if policy is None or tier.capacity_per_node is None:
+        return tier.capacity_per_node
+    wanted = scales.get(tier.name, tier.capacity_per_node)
+    return max(policy.min_per_node, min(policy.max_per_node, wanted))
+
+
+def scales_of(status: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes that a pool's stored status has brought its tiers to."""
+    return {s["tier"]: int(s["capacityPerNode"]) for s in status.get("autoscaling") or () if "capacityPerNode" in s}
 
 
 @dataclass(slots=True)
@@ -137,7 +161,7 @@ class Rules:
     """Sizes that tiers of each pool have been scaled to."""
 
     def pick(self, nodes: Mapping[str, NodeSeen]) -> dict[str, Picked]:
-        """Say for each of these nodes which pools it takes part in."""
+        """Return for each of these nodes which pools it takes part in."""
         matched = {name: matching(spec.node_selector, nodes) for name, spec in self.specs.items()}
         conflicts = self._conflicts(matched)
         picked = {}
@@ -181,7 +205,7 @@ def rules_of(pools: Iterable[Declared[KVPool]]) -> Rules:
             for (older, older_spec), (younger, younger_spec) in combinations(specs.items(), 2)
             if (clash := collision(older_spec, younger_spec)) is not None
         ),
-        scales={name: autoscaling.scales_of(pool.status) for name, (pool, _) in readable.items()},
+        scales={name: scales_of(pool.status) for name, (pool, _) in readable.items()},
     )
 
 
@@ -220,3 +244,35 @@ def _too_long(pool: str, picked: Iterable[str]) -> dict[str, Excluded]:
         for node in picked
         if len(pool) + len(node) + 1 > limit
     }
+
+
+def normal(path: str) -> PurePosixPath:
+    """Without `..`, `.` and double slashes; two at the start mean one (POSIX leaves them to the system)."""
+    return PurePosixPath(normpath(f"/{path.lstrip('/')}"))
+
+
+def collision(older: KVPoolSpec, younger: KVPoolSpec) -> tuple[str, str] | None:
+    """Field and path of the first directory of `younger` that `older` does not leave to it, and the same of `older`.
+
+    None where both can be on one node.
+    """
+    theirs = list(_fields(older))
+    for mine, mine_text in _fields(younger):
+        for other, other_text in theirs:
+            if _collide(mine, other):
+                return mine_text, other_text
+    return None
+
+
+def _fields(spec: KVPoolSpec) -> Iterable[tuple[Directory, str]]:
+    for number, tier in enumerate(spec.tiers):
+        for found in directories_of(tier):
+            yield found, f"spec.tiers[{number}].{found.field} {normal(found.path)}"
+
+
+def _collide(one: Directory, other: Directory) -> bool:
+    """True when one is or lies in the other, and the outer one, or either of equal ones, is claimed."""
+    mine, theirs = normal(one.path), normal(other.path)
+    if mine == theirs:
+        return one.is_claimed or other.is_claimed
+    return (other.is_claimed and theirs in mine.parents) or (one.is_claimed and mine in theirs.parents)

@@ -1,25 +1,109 @@
-"""What there is to say about a pool: each of its nodes is judged by itself, and the verdicts are added up. Pure.
+"""What is known of a pool: each of its nodes is judged by itself, and the verdicts are added up. Pure.
 
-Law: what a tally says depends on the verdicts that it holds and not on the order in which they came or went.
+Pods and what agents report are kept beside them, while they come, change and go. Law: all of it depends on the
+verdicts, pods and KVPoolNodes that are in it and not on the order in which they came or went.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvstrata_api import units
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_operator.decide.pools.placement import Placement
-from kvstrata_operator.decide.pools.pool_pods import PoolPods
-from kvstrata_operator.decide.pools.reconcile import is_told
 from kvstrata_operator.observe.parse import takes_node_memory
 from kvstrata_operator.observe.records import AgentPodSeen, PoolNodeSeen
+
+
+@dataclass(slots=True)
+class PoolPods:
+    """A change of one pod costs the same in a pool of any size."""
+
+    by_node: dict[str, AgentPodSeen] = field(default_factory=dict)
+    """Of several on one node the one that stays, and of those the newest."""
+    troubled: set[str] = field(default_factory=set)
+    """Nodes whose pod states why it does not run."""
+    _every: defaultdict[str, dict[str, AgentPodSeen]] = field(default_factory=lambda: defaultdict(dict))
+    """All pods of each node by key."""
+    _revisions: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Nodes by the revision of their pod: a pool has one, and two while it rolls."""
+
+    def remove(self, pod: AgentPodSeen) -> None:
+        """Forget a pod."""
+        del self._every[pod.node][pod.key]
+        self._choose(pod.node)
+
+    def put(self, pod: AgentPodSeen) -> None:
+        """Take in a pod that is meant for a node."""
+        self._every[pod.node][pod.key] = pod
+        self._choose(pod.node)
+
+    def not_of(self, revision: str) -> AbstractSet[str]:
+        """Nodes whose pod was made from another revision."""
+        return set[str]().union(*(nodes for found, nodes in self._revisions.items() if found != revision))
+
+    def _choose(self, node: str) -> None:
+        """Settle which pod of a node counts."""
+        before = self.by_node.pop(node, None)
+        if before is not None:
+            self._revisions[before.revision].discard(node)
+            if not self._revisions[before.revision]:
+                del self._revisions[before.revision]
+        self.troubled.discard(node)
+        pods = self._every[node].values()
+        if not pods:
+            del self._every[node]
+            return
+        chosen = max(pods, key=lambda p: (not p.is_deleting, p.created, p.key))
+        self.by_node[node] = chosen
+        self._revisions[chosen.revision].add(node)
+        if chosen.trouble:
+            self.troubled.add(node)
+
 
 _NO_PODS: Final = PoolPods()
 """Of a pool whose agents others run. Never written to."""
 
 _BROKEN_PHASES: Final = frozenset({"Degraded", "Failed"})
+
+
+@dataclass(slots=True)
+class PoolSums:
+    """What a pool's agents report, added up."""
+
+    used_bytes: Counter[str] = field(default_factory=Counter)
+    """By tier."""
+    blocks: int = 0
+    """Copies over all tiers, each node's count rounded down by an eighth at most."""
+    queried_blocks: int = 0
+    hit_blocks: int = 0
+    _capacities: defaultdict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
+    """How many nodes offer how many bytes, by tier: fleets have few sizes."""
+
+    def add(self, node: PoolNodeSeen, sign: int) -> None:
+        """Take in what one node reports (`sign` 1), or take it out again (-1)."""
+        self.queried_blocks += sign * node.queried_blocks
+        self.hit_blocks += sign * node.hit_blocks
+        for tier in node.tiers:
+            self.used_bytes[tier.name] += sign * tier.used_bytes
+            self.blocks += sign * tier.blocks
+            sizes = self._capacities[tier.name]
+            sizes[tier.capacity_bytes] += sign
+            if not sizes[tier.capacity_bytes]:
+                del sizes[tier.capacity_bytes]
+
+    def allocatable_bytes(self, tier: str) -> int:
+        """Bytes that agents offer of a tier."""
+        return sum(size * nodes for size, nodes in self._sizes(tier).items())
+
+    def least_bytes(self, tier: str) -> int | None:
+        """Bytes of the node that offers the least, if any offers something."""
+        return min((size for size in self._sizes(tier) if size), default=None)
+
+    def _sizes(self, tier: str) -> Counter[int]:
+        return self._capacities.get(tier, Counter())
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +119,8 @@ class Finding:
     def __bool__(self) -> bool:
         return self.nodes > 0
 
-    def tell(self, of: int) -> str:
-        """Say it for people: how many, and what the first of them says."""
+    def describe(self, of: int) -> str:
+        """Describe it for people: how many, and what the first of them reports."""
         return f"{self.nodes} of {of} nodes; {self.node}: {self.message}"
 
 
@@ -47,7 +131,7 @@ class Facts:
     matched: int
     """Nodes that the selector picks, those included that had to be left out."""
     current: int
-    """With a KVPoolNode that says what the pool wants now."""
+    """With a KVPoolNode that has what the pool wants now."""
     updated: int
     """Whose agent runs what the pool wants now, in the pod that it should where we run agents."""
     reported: int
@@ -100,7 +184,7 @@ FINDINGS: Final = ("degraded", "unready", "excluded", "unsettled", "over_capacit
 def judge(
     placement: Placement, node: str, seen: PoolNodeSeen | None, *, is_silent: bool, before_bytes: int
 ) -> NodeFacts:
-    """Look at one node: `seen` is its KVPoolNode, `before_bytes` the memory that older pools take there."""
+    """Judge one node: `seen` is its KVPoolNode, `before_bytes` the memory that older pools take there."""
     draining = seen is not None and (seen.drain.requested or seen.is_true("Draining"))
     excluded = placement.excluded.get(node)
     if excluded is not None:
@@ -110,7 +194,7 @@ def judge(
     unready = _unreadiness(seen, is_silent=is_silent)
     if seen is None:
         return NodeFacts(matched=True, unready=unready)
-    current = is_told(placement, seen)
+    current = placement.is_current(seen)
     updated = current and not seen.drain.requested and seen.observed_revision == placement.revision
     if not seen.has_reported:
         return NodeFacts(matched=True, current=current, updated=updated, draining=draining, unready=unready)
@@ -220,8 +304,14 @@ _SOUND: Final[dict[NodeFacts, NodeFacts]] = {
 
 
 def is_ready(node: PoolNodeSeen, *, is_silent: bool) -> bool:
-    """True when the agent says that it is ready and is still there."""
+    """True when the agent reports that it is ready and is still there."""
     return node.is_true("Ready") and not is_silent
+
+
+def is_serving(pod: AgentPodSeen | None, node: PoolNodeSeen | None, *, is_alive: bool) -> bool:
+    """True when engines have the agent of a pod of ours now, and it was not asked to empty itself."""
+    is_up = pod is not None and pod.is_ready and not pod.is_deleting
+    return is_up and is_alive and node is not None and node.is_true("Ready") and not node.drain.requested
 
 
 def memory_bytes(tiers: Iterable[NodeTier]) -> int:
@@ -263,7 +353,7 @@ def _degradation(node: PoolNodeSeen, *, is_silent: bool) -> _Wrong:
 def _unreadiness(node: PoolNodeSeen | None, *, is_silent: bool) -> _Wrong:
     if node is None:
         return ("NoPoolNode", "there is no KVPoolNode yet")
-    if not node.has_reported:  # Without its huge pages no agent is scheduled; node preparation tells why.
+    if not node.has_reported:  # Without its huge pages no agent is scheduled; node preparation reports why.
         return _complaint(node, "HugepagesReserved") or ("NoAgent", "no agent has reported yet")
     if is_ready(node, is_silent=is_silent):
         return None

@@ -10,21 +10,30 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
+from kvstrata_api.models.base import ObjectMeta
 from kvstrata_api.models.pool import DrainSpec, KVPool
-from kvstrata_api.models.poolnode import NodeOrder
-from kvstrata_operator.decide.plan import objects
+from kvstrata_api.models.poolnode import KVPoolNodeSpec, NodeDrain, NodeOrder
 from kvstrata_operator.decide.plan.actions import Action, Apply, Create, Delete, Merge, Note
 from kvstrata_operator.decide.pools.placement import Placement
-from kvstrata_operator.observe.kinds import POOL_NODE, Ref
-from kvstrata_operator.observe.moments import format_time, parse_time
+from kvstrata_operator.observe.kinds import (
+    POOL,
+    POOL_NODE,
+    Ref,
+    body_of,
+    format_time,
+    owner_reference,
+    parse_time,
+    pool_node_labels,
+    pool_node_ref,
+)
 from kvstrata_operator.observe.records import Declared, DrainSeen, PoolNodeSeen
 
 NO_DRAIN: Final = DrainSeen()
 
 DRAINED: Final = "Drained"
-"""Reason of the condition Draining=False by which an agent says that every block that can survive has a copy."""
+"""Reason of the condition Draining=False by which an agent reports that every block that can survive has a copy."""
 
 RELEASED: Final = "Released"
 """The same of an agent that has closed all tiers and given their memory back."""
@@ -37,7 +46,7 @@ RELEASE_S: Final = 15.0
 """For an agent to give its memory back once a drain has ended, however it did: readers get 5 s, the rest takes less."""
 
 DESTRUCTION_S_MIN: Final = 30.0
-"""Files are removed within seconds; a drain's timeout of 0 says nothing about how long that may take."""
+"""Files are removed within seconds; a drain's timeout of 0 implies nothing about how long that may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +68,28 @@ class DrainOrder:
     timeout_s: float
     is_destruction: bool = False
     """Only an agent that has destroyed everything is done."""
-    is_farewell: bool = False
+    is_final: bool = False
     """Nobody comes after the agent: it is done when it has given its memory back as well, with `RELEASE_S` for that."""
 
     @property
     def wait_s(self) -> float:
-        """How long an agent is waited for: beyond `timeout_s`, which it is told, while it gives memory back."""
-        return self.timeout_s + (RELEASE_S if self.is_farewell else 0.0)
+        """How long an agent is waited for: beyond `timeout_s`, which it is given, while it gives memory back."""
+        return self.timeout_s + (RELEASE_S if self.is_final else 0.0)
 
     @property
     def enough(self) -> tuple[str, ...]:
-        """What an agent that is done may say."""
+        """What an agent that is done may report."""
         if self.is_destruction:
             return (DESTROYED,)
-        return (DESTROYED, RELEASED) if self.is_farewell else (DESTROYED, RELEASED, DRAINED)
+        return (DESTROYED, RELEASED) if self.is_final else (DESTROYED, RELEASED, DRAINED)
 
 
 @dataclass(frozen=True, slots=True)
 class Holds:
     """Nodes that stay as they are for now."""
 
-    untold: frozenset[str] = frozenset()
-    """Told of no other tiers and revision: the pod there was not made for them."""
+    unchanged: frozenset[str] = frozenset()
+    """Keep their tiers and revision: the pod there was not made for others."""
     draining: frozenset[str] = frozenset()
     """Their order to drain stands though they stay."""
 
@@ -97,7 +106,7 @@ class Stays:
     @property
     def nodes(self) -> set[str]:
         """Nodes that any of this is about."""
-        return self.wanted.keys() | self.holds.untold | self.holds.draining
+        return self.wanted.keys() | self.holds.unchanged | self.holds.draining
 
     def of(self, node: str) -> Wants:
         """Return what KVOperations want of one node."""
@@ -135,18 +144,12 @@ def _set(members: set[str], node: str, is_member: bool) -> None:  # noqa: FBT001
 def drain_order(pool: Declared[KVPool]) -> DrainOrder:
     """Take the drain of the update strategy; blocks that are to be destroyed are not moved first."""
     if pool.model is None:
-        return DrainOrder(DrainSpec().mode, float(DrainSpec().timeout_seconds), is_farewell=pool.is_deleting)
+        return DrainOrder(DrainSpec().mode, float(DrainSpec().timeout_seconds), is_final=pool.is_deleting)
     drain = pool.model.spec.update_strategy.drain
     is_destroyed = pool.model.spec.deletion_policy == "Destroy" and pool.is_deleting
     if is_destroyed:
         return DrainOrder("Drop", max(DESTRUCTION_S_MIN, float(drain.timeout_seconds)), is_destruction=True)
-    return DrainOrder(drain.mode, float(drain.timeout_seconds), is_farewell=pool.is_deleting)
-
-
-def is_told(placement: Placement, seen: PoolNodeSeen) -> bool:
-    """True when a KVPoolNode has the tiers and the revision that the placement wants, and is to stay."""
-    is_same = seen.revision == placement.revision and seen.tiers_digest == placement.tiers_digest
-    return is_same and seen.is_marked and not seen.is_deleting
+    return DrainOrder(drain.mode, float(drain.timeout_seconds), is_final=pool.is_deleting)
 
 
 def _drain_of(seen: PoolNodeSeen, stays: Stays) -> DrainSeen:
@@ -162,7 +165,7 @@ def _is_drain_right(seen: PoolNodeSeen, stays: Stays) -> bool:
 
 def is_plain(placement: Placement, seen: PoolNodeSeen) -> bool:
     """True when a KVPoolNode's spec is what it should be where nobody wants or holds anything besides."""
-    return is_told(placement, seen) and not seen.drain.requested and not seen.orders
+    return placement.is_current(seen) and not seen.drain.requested and not seen.orders
 
 
 def _is_ordered(seen: PoolNodeSeen, wanted: Wants) -> bool:
@@ -171,7 +174,7 @@ def _is_ordered(seen: PoolNodeSeen, wanted: Wants) -> bool:
 
 
 def _is_as_it_stays(placement: Placement, seen: PoolNodeSeen, stays: Stays) -> bool:
-    return (seen.node in stays.holds.untold or is_told(placement, seen)) and _is_drain_right(seen, stays)
+    return (seen.node in stays.holds.unchanged or placement.is_current(seen)) and _is_drain_right(seen, stays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +196,7 @@ def reconcile(
 ) -> tuple[Action, ...]:
     """Plan one pool: withdrawals first, then changes, then new nodes; each sorted, so that plans are the same twice.
 
-    `alive` gives the keys of those KVPoolNodes that have a connected agent; `stays` tells what else is to be with nodes
+    `alive` gives the keys of those KVPoolNodes that have a connected agent; `stays` has what else is to be with nodes
     of the placement.
     """
     placement, seen, difference = stands.placement, stands.seen, stands.difference
@@ -203,10 +206,10 @@ def reconcile(
     changed = [node for node in outdated if not seen[node].is_deleting]
     reordered = [n for n in sorted(set(doubtful) - set(outdated)) if not _is_ordered(seen[n], stays.of(n))]
     return (
-        *_told(pool, "WithdrawingNodes", retire(leaving, drain_order(pool), alive(leaving), now)),
-        *_told(pool, "ChangingNodes", tuple(_change(pool, placement, seen[node], stays) for node in changed)),
+        *_with_event(pool, "WithdrawingNodes", retire(leaving, drain_order(pool), alive(leaving), now)),
+        *_with_event(pool, "ChangingNodes", tuple(_change(pool, placement, seen[node], stays) for node in changed)),
         *(_reorder(seen[node], stays.of(node)) for node in reordered),
-        *_told(pool, "CreatingNodes", _creates(pool, placement, sorted(difference.absent))),
+        *_with_event(pool, "CreatingNodes", _creates(pool, placement, sorted(difference.absent))),
     )
 
 
@@ -231,7 +234,7 @@ def order_drains(
     latest = since + timedelta(seconds=order.timeout_s)
     drain = DrainSeen(requested=True, mode=order.mode, deadline=format_time(latest))
     return tuple(
-        Merge(Ref(POOL_NODE, node.key), node.pool, body=objects.drain_body(drain))
+        Merge(Ref(POOL_NODE, node.key), node.pool, body=_drain_body(drain))
         for node in nodes
         if not _is_asked(node, order, latest) and must_drain(node, order, alive, since=since, now=now)
     )
@@ -256,46 +259,79 @@ def must_drain(
 
 
 def is_done(node: PoolNodeSeen, order: DrainOrder) -> bool:
-    """True when the agent has said that nothing is left to do before it goes."""
+    """True when the agent has reported that nothing is left to do before it goes."""
     verdict = node.conditions.get("Draining")
     return verdict is not None and verdict.status == "False" and verdict.reason in order.enough
 
 
 def drain_deadlines(nodes: Iterable[PoolNodeSeen]) -> list[datetime | None]:
-    """Return when drains run out, which no event will tell."""
+    """Return when drains run out, which no event will report."""
     return [parse_time(text) for text in {node.drain.deadline for node in nodes if node.drain.requested}]
+
+
+def _body(
+    pool: ObjectMeta, placement: Placement, node: str, drain: DrainSeen, orders: Iterable[NodeOrder] = ()
+) -> dict[str, Any]:
+    """Return the whole KVPoolNode without status."""
+    spec = KVPoolNodeSpec(
+        pool_ref=placement.pool,
+        node_name=node,
+        tiers=placement.tiers,
+        revision=placement.revision,
+        drain=NodeDrain.model_validate({"requested": drain.requested, "mode": drain.mode, "deadline": drain.deadline}),
+        orders=tuple(orders),
+    )
+    labels = pool_node_labels(placement.pool, node)
+    metadata = {"labels": labels, "ownerReferences": [owner_reference(POOL, pool)]}
+    return body_of(pool_node_ref(placement.pool, node), metadata, spec=spec.to_json())
+
+
+def _body_like(body: Mapping[str, Any], pool: str, node: str) -> dict[str, Any]:
+    """Return `body`, a KVPoolNode of the same placement, for another node: most of it is the same."""
+    metadata = {**body["metadata"], "name": pool_node_ref(pool, node).name, "labels": pool_node_labels(pool, node)}
+    return {**body, "metadata": metadata, "spec": {**body["spec"], "nodeName": node}}
+
+
+def _drain_body(drain: DrainSeen) -> dict[str, Any]:
+    """Return a merge patch that orders a drain and leaves the rest of a KVPoolNode as it is."""
+    return {"spec": {"drain": {"requested": drain.requested, "mode": drain.mode, "deadline": drain.deadline}}}
+
+
+def _orders_body(orders: Iterable[NodeOrder]) -> dict[str, Any]:
+    """Return a merge patch that sets what KVOperations want of a node and leaves the rest as it is."""
+    return {"spec": {"orders": [order.to_json() for order in orders]}}
 
 
 def _creates(pool: Declared[KVPool], placement: Placement, nodes: Sequence[str]) -> tuple[Action, ...]:
     if not nodes:
         return ()
-    first = objects.pool_node_body(pool.meta, placement, nodes[0], NO_DRAIN)
-    bodies = {node: objects.pool_node_body_like(first, placement.pool, node) for node in nodes}
+    first = _body(pool.meta, placement, nodes[0], NO_DRAIN)
+    bodies = {node: _body_like(first, placement.pool, node) for node in nodes}
     return tuple(
-        Create(objects.pool_node_ref(placement.pool, node), placement.pool, body=body, adopts=True)
+        Create(pool_node_ref(placement.pool, node), placement.pool, body=body, adopts=True)
         for node, body in bodies.items()
     )
 
 
 def _reorder(node: PoolNodeSeen, wants: Wants) -> Action:
-    return Merge(Ref(POOL_NODE, node.key), node.pool, body=objects.orders_body(wants.orders))
+    return Merge(Ref(POOL_NODE, node.key), node.pool, body=_orders_body(wants.orders))
 
 
 def _change(pool: Declared[KVPool], placement: Placement, seen: PoolNodeSeen, stays: Stays) -> Action:
     ref, drain = Ref(POOL_NODE, seen.key), _drain_of(seen, stays)
-    if seen.node in stays.holds.untold:
-        return Merge(ref, placement.pool, body=objects.drain_body(drain))
-    body = objects.pool_node_body(pool.meta, placement, seen.node, drain, stays.of(seen.node).orders)
+    if seen.node in stays.holds.unchanged:
+        return Merge(ref, placement.pool, body=_drain_body(drain))
+    body = _body(pool.meta, placement, seen.node, drain, stays.of(seen.node).orders)
     return Apply(ref, placement.pool, body=body)
 
 
-def _told(pool: Declared[KVPool], reason: str, actions: tuple[Action, ...]) -> tuple[Action, ...]:
-    """Let the first action tell of them all: one Event for each plan, not one for each node."""
+def _with_event(pool: Declared[KVPool], reason: str, actions: tuple[Action, ...]) -> tuple[Action, ...]:
+    """Let the first action carry one Event for all: one Event for each plan, not one for each node."""
     if not actions:
         return ()
     counts = Counter(_DOINGS[type(action)] for action in actions)
-    told = ", ".join(f"{count} to {doing}" for doing, count in sorted(counts.items()))
-    note = Note(pool.ref, pool.uid, reason, f"KVPoolNodes: {told}")
+    counted = ", ".join(f"{count} to {doing}" for doing, count in sorted(counts.items()))
+    note = Note(pool.ref, pool.uid, reason, f"KVPoolNodes: {counted}")
     return (replace(actions[0], notes=(note,)), *actions[1:])
 
 

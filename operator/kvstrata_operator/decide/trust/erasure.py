@@ -1,32 +1,31 @@
 """The erasure of a tenant's blocks: which key version it takes, and when it is over. Pure.
 
 A new value of `spec.eraseRequested` moves the key version on by one, and `status.eraseStarted` remembers for which
-value that was done. First the new key is minted, then one write tells version and value, then
-`key_versions.plan_retirement` removes the old keys, which is what makes the bytes unreadable. Laws: a version never
+value that was done. First the new key is minted, then one write stores version and value, then
+`scope_keys.plan_retirement` removes the old keys, which is what makes the bytes unreadable. Laws: a version never
 goes down; it moves once for each value; `status.lastErase` names a value only after the old keys are gone and every
-agent that is connected has told that it holds nothing from before.
+agent that is connected has reported that it holds nothing from before.
 """
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from kvstrata_api.conditions import Condition, Status, find
+from kvstrata_api.models.conditions import Condition, Status, find
 from kvstrata_api.models.trust import KVTenant
-from kvstrata_api.scopes import KEY_VERSION
+from kvstrata_api.names import KEY_VERSION
 from kvstrata_api.trust import ScopeKind
-from kvstrata_operator.decide.plan.conditions import Says
-from kvstrata_operator.decide.trust.key_versions import highest_version, plan_retirement, told_version
-from kvstrata_operator.decide.trust.scope_keys import has_key
+from kvstrata_operator.decide.plan.conditions import ConditionMaker
+from kvstrata_operator.decide.trust.scope_keys import has_key, highest_version, plan_retirement, status_version
 from kvstrata_operator.decide.trust.tenant_usage import named
 from kvstrata_operator.observe.records import Declared, PoolNodeSeen, ScopeSecretSeen
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """Where a tenant's erasure stands."""
+class ErasureProgress:
+    """How far a tenant's erasure is."""
 
     key_version: int
-    """Version that the status is to tell of; 0 before there was any key."""
+    """Version that the status is to have; 0 before there was any key."""
     has_key: bool
     """True when the key of that version is there."""
     started: str
@@ -41,10 +40,10 @@ class Course:
 
 def key_version(tenant: Declared[KVTenant], secret: ScopeSecretSeen | None) -> int:
     """Key version that a tenant should have."""
-    told = told_version(tenant)
-    if not told:
+    current = status_version(tenant)
+    if not current:
         return max(KEY_VERSION, highest_version(tenant, secret))
-    return told + is_due(tenant)
+    return current + is_due(tenant)
 
 
 def is_due(tenant: Declared[KVTenant]) -> bool:
@@ -53,43 +52,47 @@ def is_due(tenant: Declared[KVTenant]) -> bool:
     return bool(wanted) and wanted != _text(tenant, "eraseStarted")
 
 
-def course(
+def progress_of(
     tenant: Declared[KVTenant], secret: ScopeSecretSeen | None, nodes: Iterable[PoolNodeSeen], alive: Collection[str]
-) -> Course:
-    """Look where the erasure stands."""
-    wanted, told = key_version(tenant, secret), told_version(tenant)
+) -> ErasureProgress:
+    """Return how far the erasure is."""
+    wanted, current = key_version(tenant, secret), status_version(tenant)
     started, last, requested = _text(tenant, "eraseStarted"), _text(tenant, "lastErase"), _requested(tenant)
     if not has_key(tenant, wanted, secret):
-        return Course(told, told > 0 and has_key(tenant, told, secret), started, last)
+        return ErasureProgress(current, current > 0 and has_key(tenant, current, secret), started, last)
     if requested and requested != started:
-        return Course(wanted, has_key=True, started=requested, last=last)
+        return ErasureProgress(wanted, has_key=True, started=requested, last=last)
     if not requested or requested == last:
-        return Course(wanted, has_key=True, started=started, last=last)
+        return ErasureProgress(wanted, has_key=True, started=started, last=last)
     open_nodes = [n for n in nodes if not n.is_deleting and n.erased.get(tenant.uid, 0) < wanted]
     missing = tuple(sorted(n.key for n in open_nodes if n.key in alive))
     away = tuple(sorted(n.key for n in open_nodes if n.key not in alive))
     is_shredded = not plan_retirement(tenant, ScopeKind.TENANT, secret, "")
     last = requested if is_shredded and not missing else last
-    return Course(wanted, has_key=True, started=started, last=last, missing=missing, away=away)
+    return ErasureProgress(wanted, has_key=True, started=started, last=last, missing=missing, away=away)
 
 
-def erase_condition(says: Says, tenant: Declared[KVTenant], course: Course, now: str) -> tuple[Condition, ...]:
-    """Say how far an erasure has come; nothing for a tenant that never asked for one."""
+def erase_condition(
+    make: ConditionMaker, tenant: Declared[KVTenant], progress: ErasureProgress, now: str
+) -> tuple[Condition, ...]:
+    """State how far an erasure has come; nothing for a tenant that never asked for one."""
     requested = _requested(tenant)
     if not requested:
         return ()
     before = find(tenant.conditions, "EraseCompleted")
-    if course.last != requested:
-        told = f"{requested!r}: agents that have not confirmed: {named(course.missing) or 'not asked yet'}"
-        return (says.false("EraseCompleted", "InProgress", told),)
-    is_told = before is not None and before.status is Status.TRUE and _text(tenant, "lastErase") == requested
-    if before is not None and is_told:
-        return (says.true("EraseCompleted", before.reason, before.message),)
-    told = f"{requested!r} erased at {now}, key version {course.key_version}"
-    if course.away:
+    if progress.last != requested:
+        message = f"{requested!r}: agents that have not confirmed: {named(progress.missing) or 'not asked yet'}"
+        return (make.false("EraseCompleted", "InProgress", message),)
+    is_stated = before is not None and before.status is Status.TRUE and _text(tenant, "lastErase") == requested
+    if before is not None and is_stated:
+        return (make.true("EraseCompleted", before.reason, before.message),)
+    message = f"{requested!r} erased at {now}, key version {progress.key_version}"
+    if progress.away:
         left = "what lies at rest there cannot be read, and is dropped when they come back"
-        return (says.true("EraseCompleted", "NodesAway", f"{told}; without an agent: {named(course.away)}: {left}"),)
-    return (says.true("EraseCompleted", "Erased", told),)
+        return (
+            make.true("EraseCompleted", "NodesAway", f"{message}; without an agent: {named(progress.away)}: {left}"),
+        )
+    return (make.true("EraseCompleted", "Erased", message),)
 
 
 def _requested(tenant: Declared[KVTenant]) -> str:

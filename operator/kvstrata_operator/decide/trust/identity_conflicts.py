@@ -5,23 +5,14 @@ Law: of two tenants that claim one identity, neither is accepted (`kvstrata_api.
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from kvstrata_api import shares
-from kvstrata_api.models.pool import KVPool, KVPoolSpec
+from kvstrata_api.models.pool import KVPool
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTenantSpec, KVTrustDomain
 from kvstrata_api.trust import Identity, claims
+from kvstrata_operator.decide.plan.conditions import Fault
 from kvstrata_operator.observe.records import Declared, NodeSeen
-from kvstrata_operator.observe.world import View
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Why an object is not accepted, or not ready: a condition's reason and message."""
-
-    reason: str
-    message: str
-
+from kvstrata_operator.observe.world import TrustSeen
 
 _WISHES_MAX = 8
 """One-sided wishes that a message names; the rest is counted."""
@@ -29,17 +20,6 @@ _WISHES_MAX = 8
 Tenants = Mapping[str, Declared[KVTenant]]
 Pools = Mapping[str, Declared[KVPool]]
 Domains = Mapping[str, Declared[KVTrustDomain]]
-
-
-def working(pool: Declared[KVPool] | None, told: str) -> KVPoolSpec | Fault:
-    """What a pool declares, or why nothing can be asked of its agents now; `told` names it in messages."""
-    if pool is None or pool.model is None:
-        return Fault("PoolNotFound", f"{told} does not exist, or is not accepted")
-    if pool.is_deleting:
-        return Fault("PoolDeleting", f"{told} is being deleted")
-    if pool.model.spec.paused:
-        return Fault("PoolPaused", f"{told} is paused")
-    return pool.model.spec
 
 
 def models_of(tenants: Tenants) -> dict[str, KVTenant]:
@@ -90,14 +70,14 @@ def unmet_domain(name: str, spec: KVTenantSpec, domains: Domains) -> Fault | Non
     return None
 
 
-def declared_of(tenants: Mapping[str, KVTenant], view: View) -> shares.Declared:
+def declared_of(tenants: Mapping[str, KVTenant], trust: TrustSeen) -> shares.Declared:
     """Gather what shares are decided from, as agents do."""
-    homes = {s.meta.namespace or "" for s in view.shares.values()} & view.namespaces.keys()
+    homes = {s.meta.namespace or "" for s in trust.shares.values()} & trust.namespaces.keys()
     return shares.Declared(
         tuple(tenants.values()),
-        tuple(d.model for d in view.domains.values() if d.model is not None),
-        tuple(s.model for s in view.shares.values() if s.model is not None),
-        {name: view.namespaces[name].labels for name in homes},
+        tuple(d.model for d in trust.domains.values() if d.model is not None),
+        tuple(s.model for s in trust.shares.values() if s.model is not None),
+        {name: trust.namespaces[name].labels for name in homes},
     )
 
 

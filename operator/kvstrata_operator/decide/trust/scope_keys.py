@@ -1,24 +1,34 @@
-"""Which key material must exist for which trust scope. Pure: the bytes are made when the plan is carried out.
+"""Which key material must exist for which trust scope, of which version, and which keys have had their time. Pure.
 
-Laws: an entry that exists is never written again, except a data key that is wrapped anew; keys that were made for an
-earlier object of the same name are never handed to its successor; a Secret that is not ours is never touched.
+The bytes are made when the plan is carried out. Laws: an entry that exists is never written again, except a data key
+that is wrapped again; keys that were made for an earlier object of the same name are never handed to its successor; a
+Secret that is not ours is never touched.
 
-Which KEK wraps how many data keys: said in the log whenever it changes, so that an old KEK can go.
+A domain's key version is the higher one of two: `spec.keyVersion`, which an administrator raises, and
+`status.keyVersion`, which moves on by itself when somebody has left. The status is the memory for that: it names the
+members that have been handed the current key. Laws: a version never goes down; a member that left is named in the
+status until the next key is there; a key is removed only after the status has named its successor.
 """
 
-import logging
+import re
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from datetime import datetime
+from typing import Any, Final
 
 from kvstrata_api import names
-from kvstrata_api.trust import ScopeKind
+from kvstrata_api.models.base import ObjectMeta
+from kvstrata_api.models.trust import KVTenant, KVTrustDomain
+from kvstrata_api.shares import is_open
+from kvstrata_api.trust import ScopeKind, is_member
 from kvstrata_api.wrapping import data_entry, wrapped_by
-from kvstrata_kube.keks import KekSource
-from kvstrata_operator.decide.plan import objects
-from kvstrata_operator.decide.plan.actions import Action, MintDataKey, MintKek, MintKey, Note, Rewrap, Shred
-from kvstrata_operator.observe.kinds import SECRET, Ref
+from kvstrata_operator.decide.plan.actions import Action, Merge, MintDataKey, MintKek, MintKey, Note, Rewrap, Shred
+from kvstrata_operator.observe import kinds
+from kvstrata_operator.observe.kinds import SECRET, Kind, Ref, body_of, owner_reference
 from kvstrata_operator.observe.records import Declared, KeksSeen, ScopeSecretSeen
+
+_ENTRY: Final = re.compile(r"v([1-9][0-9]{0,8})(\..*)?")
+"""Entries of a scope Secret: `v<key version>`, and whatever else belongs to that version behind a dot."""
 
 
 def entry_of(key_version: int) -> str:
@@ -32,10 +42,10 @@ def plan_key(
     """Make the key of an owner's current version when it is missing."""
     if owner.is_deleting:
         return ()
-    ref = objects.scope_secret_ref(scope, objects.scope_name(owner.meta), namespace)
+    ref = scope_secret_ref(scope, scope_name(owner.meta), namespace)
     entry = entry_of(key_version)
     note = Note(owner.ref, owner.uid, "KeyMinted", f"made key {entry} of the scope")
-    body = objects.scope_secret_body(ref, scope, owner.kind, owner.meta)
+    body = scope_secret_body(ref, scope, owner.kind, owner.meta)
     if secret is None:
         return (MintKey(ref, notes=(note,), entry=entry, body=body),)
     if is_foreign(secret):
@@ -61,7 +71,7 @@ def plan_data_key(
         return ()
     if entry in secret.versions:
         return ()
-    ref = objects.scope_secret_ref(scope, objects.scope_name(owner.meta), namespace)
+    ref = scope_secret_ref(scope, scope_name(owner.meta), namespace)
     return (MintDataKey(ref, entry=entry, resource_version=secret.resource_version),)
 
 
@@ -82,7 +92,7 @@ def plan_kek(secrets: Iterable[ScopeSecretSeen], keks: KeksSeen, namespace: str)
         return ()
     number = max(data_keys_by_kek(secrets), default=0) + 1
     ref = Ref(SECRET, names.KEK_SECRET, namespace)
-    return (MintKek(ref, entry=f"k{number}", body=objects.kek_secret_body(ref)),)
+    return (MintKek(ref, entry=f"k{number}", body=kek_secret_body(ref)),)
 
 
 def data_keys_by_kek(secrets: Iterable[ScopeSecretSeen]) -> Counter[int]:
@@ -100,31 +110,113 @@ def has_key(owner: Declared[Any], key_version: int, secret: ScopeSecretSeen | No
     return secret is not None and secret.owner_uid == owner.uid and entry_of(key_version) in secret.versions
 
 
-log = logging.getLogger(__name__)
+def members(domain: KVTrustDomain, tenants: Mapping[str, KVTenant]) -> frozenset[str]:
+    """Tenants that both sides name."""
+    return frozenset(name for name, tenant in tenants.items() if is_member(tenant, domain))
 
 
-class KekUse:
-    """Looks at the KEKs and at what they wrap."""
+def status_version(owner: Declared[Any]) -> int:
+    """Key version that the status has; 0 when it never had any."""
+    current = owner.status.get("keyVersion", 0)
+    return current if isinstance(current, int) else 0
 
-    def __init__(self, source: KekSource) -> None:
-        self._source = source
-        self._told: tuple[KeksSeen, Counter[int]] = (KeksSeen(), Counter())
 
-    def seen(self) -> KeksSeen:
-        """Give the KEKs to a decision; none while they were not looked at."""
-        return KeksSeen(frozenset(self._source.keks.keys), self._source.is_absent)
+def highest_version(owner: Declared[Any], secret: ScopeSecretSeen | None) -> int:
+    """Highest version that the owner's Secret has a key of; 0 without any."""
+    if secret is None or secret.owner_uid != owner.uid:
+        return 0
+    found = (_ENTRY.fullmatch(entry) for entry in secret.versions)
+    return max((int(match[1]) for match in found if match), default=0)
 
-    def tell(self, secrets: Iterable[ScopeSecretSeen]) -> None:
-        """Say which KEKs nothing needs any more, and which are missed, when that has changed."""
-        seen, used = self.seen(), data_keys_by_kek(secrets)
-        if (seen, used) == self._told:
-            return
-        self._told = (seen, used)
-        for number in sorted(seen.numbers | used.keys()):
-            facts = {"kek": f"k{number}", "data_keys": used[number]}
-            if number not in seen.numbers:
-                log.warning("data keys are wrapped by a KEK that is not there", extra=facts)
-            elif not used[number] and number != seen.newest:
-                log.info("no data key needs this KEK any more", extra=facts)
-            else:
-                log.info("data keys of a KEK", extra=facts)
+
+def status_members(domain: Declared[KVTrustDomain]) -> frozenset[str]:
+    """Members that the status has: those that may hold the current key."""
+    names_ = domain.status.get("members")
+    return frozenset(names_) if isinstance(names_, list) else frozenset()
+
+
+def domain_key_version(domain: Declared[KVTrustDomain], now_members: Collection[str]) -> int:
+    """Key version that a readable domain should have."""
+    assert domain.model is not None
+    current = status_version(domain)
+    has_loss = current > 0 and bool(status_members(domain) - set(now_members))
+    return max(domain.model.spec.key_version, current + has_loss)
+
+
+def plan_retirement(
+    owner: Declared[Any], scope: ScopeKind, secret: ScopeSecretSeen | None, namespace: str
+) -> tuple[Action, ...]:
+    """Remove the keys before the version that the status has: what they name and hold is shredded by that."""
+    current = status_version(owner)
+    if secret is None or secret.owner_uid != owner.uid or entry_of(current) not in secret.versions:
+        return ()
+    old = sorted(e for e in secret.versions if (found := _ENTRY.fullmatch(e)) and int(found[1]) < current)
+    if not old:
+        return ()
+    ref = scope_secret_ref(scope, scope_name(owner.meta), namespace)
+    note = Note(owner.ref, owner.uid, "KeyRetired", f"removed {', '.join(old)} of the scope's keys")
+    body = {"data": dict.fromkeys(old)}
+    return (Merge(ref, notes=(note,), body=body, resource_version=secret.resource_version),)
+
+
+def plan_orphans(
+    wanted: Mapping[str, str], secrets: Mapping[str, ScopeSecretSeen], namespace: str
+) -> tuple[Action, ...]:
+    """Delete the Secrets of shares that are over. `wanted` gives the owner's uid by the name of each to keep."""
+    prefix = scope_secret_ref(ScopeKind.SHARE, "", namespace).name
+    gone = (s for n, s in sorted(secrets.items()) if n.startswith(prefix) and s.owner_uid)
+    return tuple(
+        Shred(
+            Ref(kinds.SECRET, s.key, namespace),
+            uid=s.uid,
+            owner=_share_of(s.key.removeprefix(prefix)),
+            owner_uid=s.owner_uid,
+        )
+        for s in gone
+        if wanted.get(s.key) != s.owner_uid
+    )
+
+
+def _share_of(scope: str) -> Ref:
+    """Address of a share by the name of its scope; a namespace has no dot in its name."""
+    namespace, _, name = scope.partition(".")
+    return Ref(kinds.SHARE, name, namespace)
+
+
+def is_in_use(live: Declared[Any] | None, owner_uid: str, now: datetime) -> bool:
+    """True when the keys of `owner_uid` are needed still, as the owner was just read; None when there is none.
+
+    Of a share that is over its own key is not needed any more.
+    """
+    if live is None or live.uid != owner_uid:
+        return False
+    return live.kind != kinds.SHARE or (live.model is not None and is_open(live.model, now))
+
+
+def scope_name(owner: ObjectMeta) -> str:
+    """Name of the owner's scope: that of the owner, behind its namespace where it has one."""
+    return f"{owner.namespace}.{owner.name}" if owner.namespace else owner.name
+
+
+def scope_secret_ref(scope: str, name: str, namespace: str) -> Ref:
+    """Address of the Secret with the keys of a scope; `scope` is `tenant`, `domain` or `share`."""
+    return Ref(SECRET, names.scope_secret_name(scope, name), namespace)
+
+
+def scope_secret_body(ref: Ref, scope: str, kind: Kind, owner: ObjectMeta) -> dict[str, Any]:
+    """Return a scope Secret without its keys. Deleting the owner deletes it, and so shreds the scope.
+
+    An owner of another namespace cannot be referred to; the planner deletes what such an owner leaves behind.
+    """
+    metadata: dict[str, Any] = {
+        "labels": {names.LABEL_SCOPE: scope, names.LABEL_MANAGED_BY: names.MANAGED_BY},
+        "annotations": {names.ANNOTATION_OWNER_UID: owner.uid},
+    }
+    if not owner.namespace:
+        metadata["ownerReferences"] = [owner_reference(kind, owner)]
+    return body_of(ref, metadata, type="Opaque")
+
+
+def kek_secret_body(ref: Ref) -> dict[str, Any]:
+    """Return the KEK Secret without its key. It belongs to nobody: no deletion takes it along."""
+    return body_of(ref, {"labels": {names.LABEL_MANAGED_BY: names.MANAGED_BY}}, type="Opaque")

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from kvstrata_api import units
-from kvstrata_api.conditions import Condition
+from kvstrata_api.models.conditions import Condition
 from kvstrata_api.models.trust import KVTenant, KVTenantSpec, TenantUsage
-from kvstrata_operator.decide.plan.conditions import Says
+from kvstrata_operator.decide.plan.conditions import ConditionMaker
 from kvstrata_operator.observe.records import PoolNodeSeen, TenantSeen
 
 ROWS_MAX: Final = 64
@@ -16,8 +16,8 @@ ROWS_MAX: Final = 64
 NAMED_MAX: Final = 3
 """Nodes that a message names; more are counted."""
 
-Place = tuple[str, str]
-"""Pool and tier."""
+TierKey = tuple[str, str]
+"""Names of pool and tier."""
 
 
 class Summed(Protocol):
@@ -39,24 +39,24 @@ class Pool(Protocol):
 class Held:
     """One tenant's bytes, as its nodes report them."""
 
-    used_bytes: Counter[Place] = field(default_factory=Counter)
-    over_hard: defaultdict[Place, set[str]] = field(default_factory=lambda: defaultdict(set))
+    used_bytes: Counter[TierKey] = field(default_factory=Counter)
+    over_hard: defaultdict[TierKey, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Nodes on which the tenant is over its hard quota."""
-    _rows: Counter[Place] = field(default_factory=Counter)
-    """Nodes that report anything; a place that none reports is no row."""
+    _rows: Counter[TierKey] = field(default_factory=Counter)
+    """Nodes that report anything; a tier that none reports is no row."""
 
-    def add(self, place: Place, node: str, row: TenantSeen, sign: int) -> None:
+    def add(self, key: TierKey, node: str, row: TenantSeen, sign: int) -> None:
         """Take in one node's row (`sign` 1), or take it out again (-1)."""
-        self.used_bytes[place] += sign * row.used_bytes
-        self._rows[place] += sign
+        self.used_bytes[key] += sign * row.used_bytes
+        self._rows[key] += sign
         if row.over_hard and sign > 0:
-            self.over_hard[place].add(node)
+            self.over_hard[key].add(node)
         elif row.over_hard:
-            self.over_hard[place].discard(node)
-        if not self.over_hard[place]:
-            del self.over_hard[place]
-        if not self._rows[place]:
-            del self._rows[place], self.used_bytes[place]
+            self.over_hard[key].discard(node)
+        if not self.over_hard[key]:
+            del self.over_hard[key]
+        if not self._rows[key]:
+            del self._rows[key], self.used_bytes[key]
 
     @property
     def is_empty(self) -> bool:
@@ -71,22 +71,22 @@ class Held:
         ]
 
 
-def _most_first(row: tuple[Place, int]) -> tuple[int, Place]:
-    """Sort key that tells equal amounts apart, so that a status does not flap between them."""
-    place, used_bytes = row
-    return (-used_bytes, place)
+def _most_first(row: tuple[TierKey, int]) -> tuple[int, TierKey]:
+    """Sort key that keeps equal amounts apart, so that a status does not flap between them."""
+    key, used_bytes = row
+    return (-used_bytes, key)
 
 
-def promised(tenants: Mapping[str, KVTenant]) -> Counter[Place]:
+def promised(tenants: Mapping[str, KVTenant]) -> Counter[TierKey]:
     """Bytes that all tenants together are guaranteed on each node, where that is anything."""
-    found: Counter[Place] = Counter()
+    found: Counter[TierKey] = Counter()
     for tenant in tenants.values():
         for quota in tenant.spec.quotas:
             found[quota.pool_ref, quota.tier] += quota.guaranteed or 0
     return +found
 
 
-def overcommitted(tenants: Mapping[str, KVTenant], pools: Mapping[str, Pool]) -> dict[Place, str]:
+def overcommitted(tenants: Mapping[str, KVTenant], pools: Mapping[str, Pool]) -> dict[TierKey, str]:
     """Tiers in which guarantees are more than some node has, each with the numbers of the worst such node."""
     found = {}
     for (pool, tier), promised_bytes in promised(tenants).items():
@@ -106,27 +106,27 @@ def _has_tier(node: PoolNodeSeen, tier: str, capacity_bytes: int) -> bool:
 
 
 def quota_conditions(
-    says: Says, spec: KVTenantSpec, held: Held, overcommit: Mapping[Place, str]
+    make: ConditionMaker, spec: KVTenantSpec, held: Held, overcommit: Mapping[TierKey, str]
 ) -> tuple[Condition, ...]:
-    """Say whether a tenant's quotas are kept; nothing for a tenant without any."""
+    """State whether a tenant's quotas are kept; nothing for a tenant without any."""
     if not spec.quotas:
         return ()
-    over = [_over(place, nodes) for place, nodes in sorted(held.over_hard.items())]
+    over = [_over(key, nodes) for key, nodes in sorted(held.over_hard.items())]
     if over:
-        told = "; ".join(over)
-        return (says.false("QuotaEnforced", "OverHard", told), says.true("OverQuota", "OverHard", told))
-    within = says.false("OverQuota", "WithinHard", "no node reports more than a hard quota")
+        message = "; ".join(over)
+        return (make.false("QuotaEnforced", "OverHard", message), make.true("OverQuota", "OverHard", message))
+    within = make.false("OverQuota", "WithinHard", "no node reports more than a hard quota")
     short = [overcommit[q.pool_ref, q.tier] for q in spec.quotas if q.guaranteed and (q.pool_ref, q.tier) in overcommit]
     if short:
-        return (says.false("QuotaEnforced", "OverGuarantee", "; ".join(short)), within)
+        return (make.false("QuotaEnforced", "OverGuarantee", "; ".join(short)), within)
     return (
-        says.true("QuotaEnforced", "Enforced", f"{len(spec.quotas)} quotas, each on every node of its pool"),
+        make.true("QuotaEnforced", "Enforced", f"{len(spec.quotas)} quotas, each on every node of its pool"),
         within,
     )
 
 
-def _over(place: Place, nodes: Iterable[str]) -> str:
-    pool, tier = place
+def _over(key: TierKey, nodes: Iterable[str]) -> str:
+    pool, tier = key
     return f"more than the hard quota in tier {tier} of pool {pool} on {named(nodes)}"
 
 

@@ -1,6 +1,6 @@
-"""The statuses of KVTenant and KVTrustDomain. Pure.
+"""The statuses of KVTenant, KVTrustDomain and KVPrefixShare. Pure.
 
-The status of a KVPrefixShare: who may read it now, and why others whom it names may not. Pure.
+That of a share states who may read it now, and why others whom it names may not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,17 +9,16 @@ from datetime import datetime
 from typing import Any, Final
 
 from kvstrata_api import shares
-from kvstrata_api.conditions import Condition
+from kvstrata_api.models.conditions import Condition
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
 from kvstrata_api.shares import Reading, Refusal
 from kvstrata_api.trust import joined_domain
-from kvstrata_operator.decide.plan.conditions import Says, conditions_only
-from kvstrata_operator.decide.pool_conditions import refused
-from kvstrata_operator.decide.trust import key_versions
-from kvstrata_operator.decide.trust.erasure import Course, erase_condition
-from kvstrata_operator.decide.trust.identity_conflicts import Fault, one_sided
-from kvstrata_operator.decide.trust.tenant_usage import Held, Place, quota_conditions
-from kvstrata_operator.observe.moments import format_time
+from kvstrata_operator.decide.plan.conditions import ConditionMaker, Fault, conditions_only, refused
+from kvstrata_operator.decide.trust import scope_keys
+from kvstrata_operator.decide.trust.erasure import ErasureProgress, erase_condition
+from kvstrata_operator.decide.trust.identity_conflicts import one_sided
+from kvstrata_operator.decide.trust.tenant_usage import Held, TierKey, quota_conditions
+from kvstrata_operator.observe.kinds import format_time
 from kvstrata_operator.observe.records import Declared
 
 
@@ -31,9 +30,9 @@ class TenantFacts:
     """Why it is refused."""
     unmet: Fault | None
     """Why it is alone."""
-    course: Course
+    progress: ErasureProgress
     held: Held
-    overcommit: Mapping[Place, str] = field(default_factory=dict)
+    overcommit: Mapping[TierKey, str] = field(default_factory=dict)
     """Tiers in which guarantees are more than some node has."""
 
 
@@ -41,20 +40,20 @@ def tenant_status(
     tenant: Declared[KVTenant], domains: Mapping[str, KVTrustDomain], facts: TenantFacts, now: str
 ) -> dict[str, Any]:
     """Status of a tenant."""
-    says, course, fault = Says(tenant.meta.generation), facts.course, facts.fault
-    conditions = _tenant_conditions(says, fault, facts.unmet, course)
+    make, progress, fault = ConditionMaker(tenant.meta.generation), facts.progress, facts.fault
+    conditions = _tenant_conditions(make, fault, facts.unmet, progress)
     if tenant.model is not None and not fault:
-        quotas = quota_conditions(says, tenant.model.spec, facts.held, facts.overcommit)
-        conditions = (*conditions, *quotas, *erase_condition(says, tenant, course, now))
+        quotas = quota_conditions(make, tenant.model.spec, facts.held, facts.overcommit)
+        conditions = (*conditions, *quotas, *erase_condition(make, tenant, progress, now))
     joined = joined_domain(tenant.model, domains.values()) if tenant.model and not fault else None
-    said = {condition.type for condition in conditions} | {"EraseCompleted"}
+    types = {condition.type for condition in conditions} | {"EraseCompleted"}
     # Quotas that are not judged now are neither kept nor exceeded; what was erased stays erased.
-    before = replace(tenant, conditions=tuple(c for c in tenant.conditions if c.type in said))
+    before = replace(tenant, conditions=tuple(c for c in tenant.conditions if c.type in types))
     return {
         **conditions_only(before, conditions, now),
-        "keyVersion": course.key_version,
-        "eraseStarted": course.started,
-        "lastErase": course.last,
+        "keyVersion": progress.key_version,
+        "eraseStarted": progress.started,
+        "lastErase": progress.last,
         "usage": facts.held.rows(),
         "effectiveDomain": joined.metadata.name if joined else "",
     }
@@ -71,50 +70,52 @@ def domain_status(
     """Status of a domain; members are the tenants that both sides name.
 
     `key_version` is 0 while the version that it should have has no key: until then the status keeps the version that
-    it told of and everybody who may hold that key, so that a departure is not forgotten.
+    it has and everybody who may hold that key, so that a departure is not forgotten.
     """
-    says = Says(domain.meta.generation)
-    members = frozenset() if domain.model is None else key_versions.members(domain.model, tenants)
-    told = key_version or key_versions.told_version(domain)
-    holders = members if key_version else members | key_versions.told_members(domain)
+    make = ConditionMaker(domain.meta.generation)
+    members = frozenset() if domain.model is None else scope_keys.members(domain.model, tenants)
+    version = key_version or scope_keys.status_version(domain)
+    holders = members if key_version else members | scope_keys.status_members(domain)
     if fault or domain.model is None:
         fault = fault or Fault("Invalid", domain.error)
-        conditions = refused(says, fault.reason, fault.message)
+        conditions = refused(make, fault.reason, fault.message)
     else:
-        ready = says.true("Ready", "Ready", f"{len(members)} members, key version {key_version}")
+        ready = make.true("Ready", "Ready", f"{len(members)} members, key version {key_version}")
         unmet = one_sided(domain.meta.name, domain.model, tenants)
-        conditions = (accepted(says), _keyed(says, key_version) or ready, agreed(says, "MembersAgreed", unmet))
-    return {**conditions_only(domain, conditions, now), "members": sorted(holders), "keyVersion": told}
+        conditions = (accepted(make), _keyed(make, key_version) or ready, agreed(make, "MembersAgreed", unmet))
+    return {**conditions_only(domain, conditions, now), "members": sorted(holders), "keyVersion": version}
 
 
-def agreed(says: Says, type_: str, unmet: Fault | None) -> Condition:
-    """Say whether all wishes are two-sided."""
-    return says.false(type_, unmet.reason, unmet.message) if unmet else says.true(type_, "Agreed", "")
+def agreed(make: ConditionMaker, type_: str, unmet: Fault | None) -> Condition:
+    """State whether all wishes are two-sided."""
+    return make.false(type_, unmet.reason, unmet.message) if unmet else make.true(type_, "Agreed", "")
 
 
-def _tenant_conditions(says: Says, fault: Fault | None, unmet: Fault | None, course: Course) -> tuple[Condition, ...]:
+def _tenant_conditions(
+    make: ConditionMaker, fault: Fault | None, unmet: Fault | None, progress: ErasureProgress
+) -> tuple[Condition, ...]:
     if fault:
-        return refused(says, fault.reason, fault.message)
-    key_version = course.key_version if course.has_key else 0
-    ready = _keyed(says, key_version) or says.true("Ready", "Ready", f"key version {key_version}")
+        return refused(make, fault.reason, fault.message)
+    key_version = progress.key_version if progress.has_key else 0
+    ready = _keyed(make, key_version) or make.true("Ready", "Ready", f"key version {key_version}")
     if unmet:
-        ready = says.false("Ready", unmet.reason, unmet.message)
-    return (accepted(says), ready)
+        ready = make.false("Ready", unmet.reason, unmet.message)
+    return (accepted(make), ready)
 
 
-def _keyed(says: Says, key_version: int) -> Condition | None:
+def _keyed(make: ConditionMaker, key_version: int) -> Condition | None:
     """Complain about a missing key; None when there is one."""
     if key_version:
         return None
-    return says.false("Ready", "KeyMissing", "the Secret with the scope's key does not exist yet, or is not ours")
+    return make.false("Ready", "KeyMissing", "the Secret with the scope's key does not exist yet, or is not ours")
 
 
-def accepted(says: Says) -> Condition:
-    """Say that the object is taken for what it says."""
-    return says.true("Accepted", "Accepted", "the spec is valid")
+def accepted(make: ConditionMaker) -> Condition:
+    """State that the spec is valid."""
+    return make.true("Accepted", "Accepted", "the spec is valid")
 
 
-_TOLD_MAX: Final = 8
+_NAMED_MAX: Final = 8
 """Readers that a message names; the rest is counted."""
 
 _WHY: Final = {
@@ -139,12 +140,12 @@ class ShareSeen:
 
 def share_status(share: Declared[KVPrefixShare], seen: ShareSeen, now: datetime) -> dict[str, Any]:
     """Status of a share."""
-    says = Says(share.meta.generation)
+    make = ConditionMaker(share.meta.generation)
     readings = _readings(share.model, seen, now)
-    conditions = _conditions(says, share.model, seen, readings, now)
-    said = {condition.type for condition in conditions}
-    # What is not said now does not hold any more: a share that nobody grants has neither readers nor an end.
-    before = replace(share, conditions=tuple(c for c in share.conditions if c.type in said))
+    conditions = _conditions(make, share.model, seen, readings, now)
+    types = {condition.type for condition in conditions}
+    # What is not stated now does not hold any more: a share that nobody grants has neither readers nor an end.
+    before = replace(share, conditions=tuple(c for c in share.conditions if c.type in types))
     return {
         **conditions_only(before, conditions, format_time(now)),
         "consumers": _count(readings) if seen.has_key else 0,
@@ -166,35 +167,35 @@ def _count(readings: Sequence[Reading]) -> int:
 
 
 def _conditions(
-    says: Says, share: KVPrefixShare | None, seen: ShareSeen, readings: Sequence[Reading], now: datetime
+    make: ConditionMaker, share: KVPrefixShare | None, seen: ShareSeen, readings: Sequence[Reading], now: datetime
 ) -> tuple[Condition, ...]:
     if seen.fault or share is None:
         fault = seen.fault or Fault("Invalid", "the object cannot be read")
-        return tuple(says.false(type_, fault.reason, fault.message) for type_ in ("Accepted", "Active"))
+        return tuple(make.false(type_, fault.reason, fault.message) for type_ in ("Accepted", "Active"))
     end = shares.share_end(share)
     if end is not None and now >= end:
         over = f"expired at {format_time(end)}"
-        return (accepted(says), says.false("Active", "Expired", over), says.true("Expired", "Expired", over))
+        return (accepted(make), make.false("Active", "Expired", over), make.true("Expired", "Expired", over))
     until = f"until {format_time(end)}" if end else "without end"
     return (
-        accepted(says),
-        _active(says, _count(readings), until, has_key=seen.has_key),
-        says.false("Expired", "NotExpired", until),
-        agreed(says, "ReadersAgreed", _unmet(readings)),
+        accepted(make),
+        _active(make, _count(readings), until, has_key=seen.has_key),
+        make.false("Expired", "NotExpired", until),
+        agreed(make, "ReadersAgreed", _unmet(readings)),
     )
 
 
-def _active(says: Says, count: int, until: str, *, has_key: bool) -> Condition:
+def _active(make: ConditionMaker, count: int, until: str, *, has_key: bool) -> Condition:
     if not has_key:
-        return says.false("Active", "KeyMissing", "the Secret with the scope's key is not there yet, or is not ours")
+        return make.false("Active", "KeyMissing", "the Secret with the scope's key is not there yet, or is not ours")
     if not count:
-        return says.false("Active", "NoReader", "nobody whom spec.to names may read")
-    return says.true("Active", "Granted", f"{count} tenants may read {until}")
+        return make.false("Active", "NoReader", "nobody whom spec.to names may read")
+    return make.true("Active", "Granted", f"{count} tenants may read {until}")
 
 
 def _unmet(readings: Sequence[Reading]) -> Fault | None:
     """Wishes of one side only; the reason is that of the first."""
-    told = [f"{r.by}: {r.reader} {_WHY[r.refusal]}" for r in readings if r.refusal]
-    more = [f"and {len(told) - _TOLD_MAX} more"] if len(told) > _TOLD_MAX else []
+    wishes = [f"{r.by}: {r.reader} {_WHY[r.refusal]}" for r in readings if r.refusal]
+    more = [f"and {len(wishes) - _NAMED_MAX} more"] if len(wishes) > _NAMED_MAX else []
     reasons = [str(r.refusal) for r in readings if r.refusal]
-    return Fault(reasons[0], "; ".join(told[:_TOLD_MAX] + more)) if reasons else None
+    return Fault(reasons[0], "; ".join(wishes[:_NAMED_MAX] + more)) if reasons else None

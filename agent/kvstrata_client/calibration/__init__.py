@@ -1,1 +1,0 @@
-"""What captured KV tells of the forms that an error permits."""

@@ -1,0 +1,1 @@
+"""The directory in Redis against bare Redis."""

@@ -1,0 +1,1 @@
+"""The operator at thousands of nodes."""

@@ -1,0 +1,1 @@
+"""One node under engines that want more than it has."""

@@ -1,0 +1,1 @@
+"""Typed transitions on the directory: scope shards, the registry of agents, sessions, messages."""

@@ -1,0 +1,1 @@
+"""An embedded Redis: its process, its configuration and its Secret."""

@@ -1,0 +1,184 @@
+"""Laws of placement, admission and recompute-or-fetch."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata_agent.policy.admission import CHECK_EVERY, Admission, AdmissionInputs, admit, must_check
+from kvstrata_agent.policy.placement import CopyFacts, CopyPath, TierFacts, copy_path, next_lower
+from kvstrata_agent.policy.recompute import (
+    LOCATE_S_MAX,
+    LOCATE_S_MIN,
+    REFUSED_S,
+    CostInputs,
+    Source,
+    choose,
+    congestion_s,
+    locate_s,
+)
+from kvstrata_agent.provision.plan import Close, Open, Resize, grant, plan
+from kvstrata_api.models.pool import HostDramTier, NvmeTier
+from kvstrata_api.models.poolnode import NodeTier
+from kvstrata_api.tiers import TierType
+
+pytestmark = pytest.mark.unit
+
+facts = st.lists(
+    st.builds(TierFacts, st.just(""), st.just(0), st.booleans(), st.booleans(), st.booleans()), max_size=8
+).map(
+    lambda drawn: [TierFacts(f"t{i}", i, f.takes_writes, f.survives_restart, f.is_memory) for i, f in enumerate(drawn)]
+)
+
+
+@given(tiers=facts, level=st.integers(0, 8), must_survive=st.booleans())
+def test_a_block_goes_to_the_fastest_slower_tier_that_may_take_it(
+    tiers: list[TierFacts], level: int, *, must_survive: bool
+) -> None:
+    fit = [
+        t
+        for t in tiers
+        if t.level > level and t.takes_writes and (not must_survive or (t.survives_restart and not t.is_memory))
+    ]
+    assert next_lower(tiers, level, must_survive=must_survive).target == (fit[0].name if fit else None)
+
+
+@given(st.builds(CopyFacts, **{name: st.booleans() for name in CopyFacts.__dataclass_fields__}))
+def test_a_block_moves_with_others_only_between_mapped_memory_and_a_medium_that_takes_groups(facts: CopyFacts) -> None:
+    may_go_up = facts.is_source_grouped and facts.fills_mapped_slot
+    may_go_down = facts.is_source_mapped and facts.is_target_grouped and not facts.is_source_grouped
+    path = copy_path(facts)
+
+    assert path is CopyPath.SINGLE or may_go_up or may_go_down
+    if path is CopyPath.RAW_GROUP:
+        assert not facts.is_encoded, "what went through a codec is decoded before anybody maps it"
+
+
+@given(fill=st.floats(0, 2), high=st.floats(0.1, 1), turns=st.integers(0, 5), has_lower=st.booleans())
+def test_only_blocks_of_first_turns_are_sent_down_and_only_where_there_is_a_below(
+    fill: float, high: float, turns: int, *, has_lower: bool
+) -> None:
+    def is_sent_down(policy: str) -> bool:
+        return admit(AdmissionInputs(policy, fill, high, turns, has_lower)).admission is Admission.DEMOTE
+
+    assert is_sent_down("Auto") == (has_lower and turns == 0 and fill > high)
+    assert not is_sent_down("Always")
+    assert is_sent_down("Never") == has_lower
+
+
+@given(st.integers(0, 1 << 40))
+def test_a_writer_is_checked_at_its_first_block_then_now_and_then_and_always_once_it_erred(written: int) -> None:
+    run = range(written, written + CHECK_EVERY)
+
+    assert must_check(0, has_erred=False)
+    assert sum(must_check(i, has_erred=False) for i in run) == 1
+    assert all(must_check(i, has_erred=True) for i in run)
+
+
+costs = st.builds(
+    CostInputs,
+    policy=st.sampled_from(["CostModel", "AlwaysFetch"]),
+    blocks=st.integers(1, 1000),
+    block_tokens=st.integers(1, 256),
+    stored_bytes=st.integers(1, 1 << 32),
+    queued_bytes=st.integers(0, 1 << 32),
+    read_latency_s=st.floats(0, 1),
+    read_bytes_per_s=st.floats(0, 1e11),
+    prefill_tokens_per_s=st.floats(1, 1e6),
+)
+
+
+@given(costs)
+def test_the_cheaper_source_is_taken_and_an_unmeasured_tier_is_fetched_from(inputs: CostInputs) -> None:
+    choice = choose(inputs)
+    if inputs.policy == "AlwaysFetch" or inputs.read_bytes_per_s <= 0:
+        assert choice.source is Source.FETCH
+    else:
+        assert (choice.source is Source.FETCH) == (choice.fetch_s <= choice.recompute_s)
+
+
+@given(costs, st.integers(1, 1 << 32))
+def test_a_longer_queue_never_makes_fetching_cheaper(inputs: CostInputs, more_bytes: int) -> None:
+    import dataclasses
+
+    longer = dataclasses.replace(inputs, queued_bytes=inputs.queued_bytes + more_bytes)
+    assert choose(longer).fetch_s >= choose(inputs).fetch_s
+
+
+@given(costs)
+def test_a_path_is_said_to_be_busy_only_where_its_queue_makes_the_difference(inputs: CostInputs) -> None:
+    import dataclasses
+
+    cost, alone = choose(inputs), choose(dataclasses.replace(inputs, queued_bytes=0))
+    wait_s = congestion_s(inputs, is_full=False)
+    if wait_s:
+        assert alone.fetch_s <= cost.recompute_s * (1 + 1e-9)
+        assert cost.fetch_s > cost.recompute_s
+    assert congestion_s(dataclasses.replace(inputs, queued_bytes=0), is_full=False) == 0.0
+    assert congestion_s(inputs, is_full=True) >= max(wait_s, REFUSED_S)
+
+
+@given(st.integers(0, 1 << 20), st.floats(1, 1e8), st.floats(0, 60))
+def test_the_directory_is_waited_for_as_long_as_what_it_may_save_is_worth(
+    tokens: int, speed: float, left_s: float
+) -> None:
+    wait_s = locate_s(tokens, speed, left_s)
+
+    assert LOCATE_S_MIN <= wait_s <= LOCATE_S_MAX
+    assert wait_s <= max(LOCATE_S_MIN, min(left_s, tokens / speed / 4))
+    assert wait_s <= locate_s(2 * tokens, speed, left_s)
+    assert locate_s(1_792, 500.0, 10.0) == pytest.approx(0.896)
+
+
+def dram(name: str, capacity_bytes: int) -> NodeTier:
+    return NodeTier(name=name, type=TierType.HOST_DRAM, capacity_bytes=capacity_bytes, host_dram=HostDramTier())
+
+
+def nvme(name: str, capacity_bytes: int, path: str = "/data") -> NodeTier:
+    return NodeTier(name=name, type=TierType.NVME, capacity_bytes=capacity_bytes, nvme=NvmeTier(path=path))
+
+
+sizes = st.integers(1, 1 << 44)
+wishes = st.lists(
+    st.one_of(
+        st.builds(dram, st.sampled_from("abc"), sizes),
+        st.builds(nvme, st.sampled_from("abc"), sizes, st.sampled_from(["/x", "/y"])),
+    ),
+    max_size=3,
+    unique_by=lambda t: t.name,
+)
+
+
+@given(wishes, sizes, sizes)
+def test_no_tier_gets_more_than_it_wants_or_the_machine_has(wish: list[NodeTier], memory: int, disk: int) -> None:
+    limits = grant(wish, memory, {t.name: disk for t in wish if t.type is TierType.NVME})
+    assert sum(limits[t.name].granted_bytes for t in wish if t.type is TierType.HOST_DRAM) <= memory
+    for tier in wish:
+        limit = limits[tier.name]
+        assert 0 <= limit.granted_bytes <= tier.capacity_bytes
+        assert bool(limit.message) == (limit.granted_bytes < tier.capacity_bytes)
+        assert tier.type is not TierType.NVME or limit.granted_bytes <= disk
+
+
+@given(wishes, wishes)
+def test_a_plan_reaches_the_wish_and_is_then_empty(wanted: list[NodeTier], have: list[NodeTier]) -> None:
+    up = {t.name: t for t in have}
+    steps = plan(wanted, up)
+    kinds = [type(s) for s in steps]
+    assert kinds == sorted(kinds, key=[Close, Resize, Open].index)
+    for step in steps:
+        match step:
+            case Close(name):
+                del up[name]
+            case Resize(spec):
+                up[spec.name] = up[spec.name].model_copy(update={"capacity_bytes": spec.capacity_bytes})
+            case Open(spec):
+                assert spec.name not in up
+                up[spec.name] = spec
+    assert up == {t.name: t for t in wanted}
+    assert plan(wanted, up) == ()
+
+
+@given(wishes)
+def test_a_tier_that_is_down_is_opened_again_only_when_a_retry_is_due(wanted: list[NodeTier]) -> None:
+    assert plan(wanted, {}, is_retry_due=False) == ()
+    assert plan(wanted, {}) == tuple(Open(t) for t in wanted)

@@ -1,0 +1,312 @@
+"""What each verb promises, spoken to the verbs themselves without a socket."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvstrata_agent.app.periodic import Sweeper
+from kvstrata_agent.backends.base import Record, SlotRef
+from kvstrata_agent.blocks.request import RequestContext
+from kvstrata_agent.blocks.reservations import RESERVATION_S
+from kvstrata_agent.cache.load import AcquireCall
+from kvstrata_agent.movement.path import Priority
+from kvstrata_agent.serve.verbs import LEASE_S_MAX
+from kvstrata_api import wire
+from kvstrata_api.checksum import checksum
+from kvstrata_api.errors import ApiServerAwayError, InvalidInputError, UnauthenticatedError
+from kvstrata_api.models.poolnode import TierProbe
+from kvstrata_api.tiers import Lookup
+from support.agent.doubles import (
+    BLOCK_BYTES,
+    LAYOUT,
+    LAYOUT_ID,
+    SCOPE,
+    DictBackend,
+    bytes_of,
+    digest,
+    secret,
+)
+from support.agent.engine import Engine, close, steps_until
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Engine]:
+    made = await Engine().attach()
+    yield made
+    await close(made)
+
+
+async def test_a_lookup_tells_hits_pending_ones_and_misses_apart(engine: Engine) -> None:
+    await engine.store(1, 2)
+    await engine.ask(wire.Reserve(2, SCOPE, digest(2), digest(3)))
+
+    found = await engine.ask(wire.Lookup(9, SCOPE, b"".join(map(digest, (1, 2, 3, 4)))))
+
+    assert found.states == bytes([Lookup.HIT, Lookup.HIT, Lookup.PENDING, Lookup.MISS])
+    assert (found.prefix_blocks, found.places, found.tier_names) == (2, bytes(2), ("dram",))
+
+
+async def test_the_hit_ratio_counts_lookups_and_loads_once_and_probes_never(engine: Engine) -> None:
+    await engine.store(1, 2)
+    counters = engine.core.node.counters
+    keys = b"".join(map(digest, (1, 2, 3)))
+
+    await engine.ask(wire.Lookup(9, SCOPE, keys, is_probe=True))
+    await engine.acquire(1, 2)
+    assert (counters.blocks_queried, counters.blocks_hit) == (0, 0)
+    await engine.ask(wire.Lookup(9, SCOPE, keys))
+    assert (counters.blocks_queried, counters.blocks_hit) == (3, 2)
+    await engine.ask(wire.CountLoad(9, 5, 4))
+    assert (counters.blocks_queried, counters.blocks_hit) == (8, 6)
+
+
+@pytest.mark.parametrize(("wanted", "loaded"), [(1, 2), (-1, -1), (wire.KEYS_MAX + 1, 0)])
+async def test_a_load_that_cannot_be_is_not_counted(engine: Engine, wanted: int, loaded: int) -> None:
+    with pytest.raises(InvalidInputError, match="wanted_blocks"):
+        await engine.ask(wire.CountLoad(9, wanted, loaded))
+
+
+async def test_of_two_layouts_at_once_a_connection_gets_one() -> None:
+    engine = Engine()
+    layouts = (LAYOUT, replace(LAYOUT, layers=2))
+
+    done = await asyncio.gather(
+        *(engine.ask(wire.Attach(i, "a", "pool", layout)) for i, layout in enumerate(layouts)), return_exceptions=True
+    )
+
+    assert sum(isinstance(answer, wire.Granted) for answer in done) == 1
+    assert sum(isinstance(answer, InvalidInputError) for answer in done) == 1
+    await close(engine)
+
+
+async def test_a_lease_is_never_longer_than_its_bound(engine: Engine) -> None:
+    await engine.store(1)
+    await engine.acquire(1, lease_s=1e9)
+    engine.clock.now_s += LEASE_S_MAX
+    Sweeper(engine.core.cache, engine.authenticator).expire()
+
+    assert len(engine.core.node.leases) == 0
+
+
+async def test_blocks_that_come_too_late_are_left_out_and_there_for_the_next_one(engine: Engine) -> None:
+    await engine.store(1, 2, 3)
+    await engine.push_down()
+    slow = SlowReads(engine.low)
+
+    assert (await engine.acquire(1, 2, 3, deadline_s=0.05)).blocks == ()
+    slow.limiter.set()
+    acquired = await engine.acquire(1, 2, 3, deadline_s=5.0)
+
+    assert len(acquired.blocks) == 3
+    assert slow.reads == 3
+    assert len(engine.core.node.leases) == 3
+
+
+class SlowReads:
+    """Makes a dict tier wait before each read."""
+
+    def __init__(self, backend: DictBackend) -> None:
+        self.limiter = asyncio.Event()
+        self.reads = 0
+        self._read = backend.read
+        backend.read = self.read  # type: ignore[method-assign]
+
+    async def read(self, slot: SlotRef, record: Record, into: memoryview) -> None:
+        self.reads += 1
+        await self.limiter.wait()
+        await self._read(slot, record, into)
+
+
+async def test_a_prefetch_brings_blocks_up_before_they_are_asked_for(engine: Engine) -> None:
+    await engine.store(1, 2, 3)
+    await engine.push_down()
+
+    assert (await engine.ask(wire.Prefetch(1, SCOPE, b"".join(map(digest, (1, 2, 3)))))).count == 3
+    await asyncio.sleep(0)  # Transfers begin together, in the next step of the loop.
+    await asyncio.gather(*engine.core.cache.promoter._tasks)
+
+    assert {b.source for b in (await engine.acquire(1, 2, 3)).blocks} == {"dram"}
+
+
+async def test_a_prefetch_stays_within_the_pools_bytes_in_flight() -> None:
+    engine = await Engine(prefetch={"maxInflightBytes": 2 * BLOCK_BYTES}).attach()
+    await engine.store(1, 2, 3, 4, 5)
+    await engine.push_down()
+    engine.core.cache.mover.bytes_under_way = 2 * BLOCK_BYTES
+
+    assert (await engine.ask(wire.Prefetch(1, SCOPE, b"".join(map(digest, range(1, 6)))))).count == 0
+    await close(engine)
+
+
+async def test_pinned_blocks_stay_until_the_pin_runs_out(engine: Engine) -> None:
+    await engine.store(1, 2)
+    assert (await engine.ask(wire.Pin(1, SCOPE, digest(1) + digest(2), 60.0))).count == 2
+    for n in range(100, 140):
+        await engine.store(n)
+    assert {b.source for b in (await engine.acquire(1, 2)).blocks} == {"dram"}
+    engine.core.node.end_leases(engine.core.node.leases.end_owner(1))
+
+    engine.clock.now_s += 60.0
+    Sweeper(engine.core.cache, engine.authenticator).expire()
+    for n in range(200, 240):
+        await engine.store(n)
+    assert {b.source for b in (await engine.acquire(1, 2)).blocks} == {"nvme"}
+
+
+async def test_an_unpin_takes_the_pins_of_the_connection_back(engine: Engine) -> None:
+    await engine.store(1)
+    await engine.ask(wire.Pin(1, SCOPE, digest(1), 60.0))
+    await engine.ask(wire.Pin(1, SCOPE, digest(1), 60.0))
+
+    assert (await engine.ask(wire.Unpin(1, SCOPE, digest(1)))).count == 1
+    assert len(engine.core.node.pins) == 0
+
+
+async def test_a_stretch_that_is_cheaper_to_compute_is_not_fetched() -> None:
+    engine = await Engine(recompute={"type": "CostModel", "prefillTokensPerSecond": 100_000_000}).attach()
+    await engine.store(1, 2, 3)
+    await engine.push_down()
+    engine.core.node.tiers[1].probe = TierProbe(read_bytes_per_second=1000, read_latency_microseconds=50_000)
+
+    assert (await engine.acquire(1, 2, 3)).blocks == ()
+    told = json.loads((await engine.ask(wire.Explain(1, SCOPE, digest(1)))).json)
+    assert told["read"]["choice"] == "recompute"
+    assert told["read"]["alternatives"]["fetch_s"] > told["read"]["alternatives"]["recompute_s"]
+    await close(engine)
+
+
+async def test_blocks_that_are_not_admitted_go_down_at_once() -> None:
+    engine = await Engine(admission={"type": "Never"}).attach()
+    work = asyncio.create_task(engine.core.cache.archiver.run())
+    await engine.store(1, 2)
+    await steps_until(lambda: engine.core.node.contents(engine.core.node.tiers[1]).blocks == 2)
+    work.cancel()
+    await close(engine)
+
+
+async def test_stats_and_explain_tell_what_is_there_and_nothing_of_others(engine: Engine) -> None:
+    await engine.store(1, 2)
+    stats = json.loads((await engine.ask(wire.Stats(1))).json)
+    assert [t["name"] for t in stats["tiers"]] == ["dram", "nvme"]
+
+    told = json.loads((await engine.ask(wire.Explain(1, SCOPE, digest(1)))).json)
+    assert told["copies"][0]["eviction"]["inputs"] == {"children_here_or_faster": 1, "is_held": False}
+    assert told["copies"][0]["eviction"]["choice"] == "stays"
+    assert told["copies"][0]["placement"]["target"] == "nvme"
+
+    others = await engine.ask(wire.Explain(1, "tenant/b/uid-b/v1", digest(1)))
+    absent = await engine.ask(wire.Explain(1, SCOPE, digest(77)))
+    assert others == absent
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (wire.TouchSession(1, "s", "dancing"), "state"),
+        (wire.TouchSession(1, "s", "idle", urgency=101), "urgency"),
+        (wire.OpenSession(1, ""), "session"),
+        (wire.OpenSession(1, "s", parent="p" * 129), "parent"),
+        (wire.Explain(1), "explain"),
+        (wire.Explain(1, SCOPE, b"short"), "digest"),
+        (wire.Reserve(1, SCOPE, b"short", bytes(20)), "parent"),
+        (wire.Publish(1, (1,), ()), "checksums"),
+        (wire.Hello(1, 99, "x"), "version"),
+        (wire.Attach(1, "a", "other", LAYOUT), "pool"),
+    ],
+)
+async def test_arguments_out_of_bounds_are_refused_by_name(
+    engine: Engine, request_: wire.AnyRequest, field: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=field):
+        await engine.ask(request_)
+
+
+async def test_an_api_server_that_is_away_takes_no_rights_and_a_refused_token_takes_them_all(engine: Engine) -> None:
+    await engine.store(1)
+    await engine.acquire(1)
+
+    async def away(token: str) -> Any:
+        raise ApiServerAwayError(f"no answer about a token of {len(token)} characters")
+
+    known, engine.authenticator.authenticate = engine.authenticator.authenticate, away  # type: ignore[method-assign]
+    with pytest.raises(ApiServerAwayError):
+        await engine.ask(wire.Attach(1, "a", "pool", LAYOUT))
+    assert len((await engine.acquire(1)).blocks) == 1
+
+    engine.authenticator.authenticate = known  # type: ignore[method-assign]
+    with pytest.raises(UnauthenticatedError):
+        await engine.ask(wire.Attach(1, "forged", "pool", LAYOUT))
+    with pytest.raises(UnauthenticatedError):
+        await engine.acquire(1)
+    assert len(engine.core.node.leases) == 0
+
+
+async def test_a_relocated_block_has_its_own_checksum(engine: Engine) -> None:
+    await engine.store(1)
+    entry = engine.core.node.index.find(SCOPE, digest(1))
+    assert entry is not None
+    before = entry.residences[0]
+    tier = engine.core.node.tiers[0]
+
+    assert await engine.core.cache.demoter.relocate(entry, tier)
+
+    after = entry.residences[0]
+    assert after.slot != before.slot
+    assert after.record.checksum == checksum(bytes_of(1), digest(1), engine.core.node.epoch, after.slot.stamp)
+    assert tier.backend.used_bytes == BLOCK_BYTES
+    assert await engine.release(await engine.acquire(1)) == 1
+    assert Priority.ONBOARD < Priority.DEMOTE
+
+
+async def test_a_lease_that_was_waited_for_too_long_is_not_handed_out(engine: Engine) -> None:
+    await engine.store(1, 2)
+    context, reader = RequestContext(1, "a", secret(SCOPE), LAYOUT_ID, BLOCK_BYTES), engine.core.cache.reader
+    short, long = (AcquireCall(context, [digest(1), digest(2)], lease_s, 1.0) for lease_s in (5.0, 9.0))
+    reads = reader.acquire_now(short).reads
+    assert [r.lease.id for r in reader.live(long, reads)] == [r.lease.id for r in reads]
+    engine.clock.now_s += 6.0
+    assert len(reader.live(short, reads)) == 2, "they were renewed"
+    engine.clock.now_s += 5.0
+    assert reader.live(short, reads) == []
+    assert len(engine.core.node.leases) == 0
+
+
+async def test_reservations_that_expired_while_the_rest_was_waited_for_are_not_handed_out(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, node = engine.core.cache.writer, engine.core.node
+    now, later = writer.reserve_now, writer.reserve
+
+    async def stopped(*given: Any, **more: Any) -> Any:
+        engine.clock.now_s += RESERVATION_S
+        Sweeper(engine.core.cache, engine.authenticator).expire()
+        node.tiers[0].backend.compact()
+        return await later(*given, **more)
+
+    monkeypatch.setattr(writer, "reserve_now", lambda place, parent, digests: now(place, parent, digests[:1]))
+    monkeypatch.setattr(writer, "reserve", stopped)
+    reserved = await engine.ask(wire.Reserve(2, SCOPE, b"", digest(1) + digest(2)))
+
+    assert (reserved.slots, reserved.extents) == ((), ())
+    assert len(node.reservations) == 0
+
+
+async def test_a_connection_that_ends_no_lease_gets_no_more_of_them(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise one client could fill the agent's memory with leases."""
+    monkeypatch.setattr("kvstrata_agent.serve.verbs.LEASES_MAX", 5)
+    await engine.store(1, 2, 3)
+
+    held = await engine.acquire(1, 2, 3)
+    assert len(held.blocks) == 3
+    assert len((await engine.acquire(1, 2, 3)).blocks) == 2
+    assert (await engine.acquire(1, 2, 3)).blocks == ()
+    await engine.release(held)
+    assert len((await engine.acquire(1, 2, 3)).blocks) == 3

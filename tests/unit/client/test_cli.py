@@ -1,0 +1,88 @@
+"""Laws of the `kvstrata` command that need no agent."""
+
+from pathlib import Path
+
+import pytest
+
+from kvstrata_client.cli import main, parser
+
+pytestmark = pytest.mark.unit
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    out, err = capsys.readouterr()
+    return int(end.value.code or 0), out, err
+
+
+@pytest.mark.parametrize("command", ["stats", "explain", "lookup", "fleet", "validate", "calibrate", "version"])
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    code, out, _ = run(capsys, command, "--help")
+
+    assert code == 0
+    assert f"kvstrata {command}" in out
+    assert command in parser().format_help()
+
+
+@pytest.mark.parametrize("folder", ["01-quickstart", "02-trust-domain"])
+def test_examples_are_valid_manifests(capsys: pytest.CaptureFixture[str], folder: str) -> None:
+    code, out, _ = run(capsys, "validate", "-f", str(EXAMPLES / folder))
+
+    assert (code, out.rstrip().endswith("0 with problems")) == (0, True), out
+
+
+def test_a_bad_manifest_is_named_with_its_field(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = (EXAMPLES / "01-quickstart" / "10-pool.yaml").read_text()
+    (tmp_path / "pool.yaml").write_text(text.replace("lowWatermarkPercent: 85", "lowWatermarkPercent: 99"))
+    code, out, _ = run(capsys, "validate", "-f", str(tmp_path))
+
+    assert code == 1
+    assert "KVPool/demo" in out
+    assert "WatermarkPercent" in out
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1", "text"])
+def test_what_is_no_manifest_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.yaml").write_text(text)
+    code, _, err = run(capsys, "validate", "-f", str(tmp_path / "x.yaml"))
+
+    assert (code, "InvalidInputError" in err) == (1, True)
+
+
+def test_files_without_our_objects_are_no_success(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("apiVersion: v1\nkind: Namespace\nmetadata: {name: x}\n")
+
+    assert run(capsys, "validate", "-f", str(tmp_path / "x.yaml"))[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("stats",), "--pool"),
+        (("stats", "--pool", "p"), "--layout FILE, or --model and --revision"),
+        (("stats", "--pool", "p", "--layout", "/nowhere.json"), "/nowhere.json"),
+        (("lookup", "--pool", "p", "/nowhere.json"), "a JSON list of token ids wanted"),
+    ],
+)
+def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
+    code, _, err = run(capsys, *arguments)
+
+    assert (code, said in err) == (1, True), err
+
+
+def test_an_absent_agent_is_said_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = ("--pool", "p", "--model", "m", "--revision", "r", "--socket", str(tmp_path / "no.sock"))
+    (tmp_path / "token").write_text("t")
+    code, _, err = run(capsys, "stats", *options, "--token-file", str(tmp_path / "token"))
+
+    assert (code, "AgentAwayError" in err, "no.sock" in err) == (1, True, True)
+
+
+def test_an_absent_metadata_service_is_said_with_its_address(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "fleet", "--address", "127.0.0.1:1")
+
+    assert code == 1
+    assert "http://127.0.0.1:1/v1/fleet" in err
