@@ -109,7 +109,8 @@ class AsyncClient:
     async def wait_attached(self, wait_s: float) -> bool:
         """Wait until attached, `wait_s` at most; returns whether it is."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._attached.wait(), wait_s)
+            async with asyncio.timeout(wait_s):
+                await self._attached.wait()
         return self.is_attached
 
     async def close(self) -> None:

@@ -24,7 +24,6 @@ class Signal:
         """Return True at the next `fire`, False when `timeout_s` have passed without one."""
         event, self._has_waiters = self._event, True
         try:
-            # Not wait_for: before Python 3.12 it swallows a cancellation that meets the event.
             async with asyncio.timeout(timeout_s):
                 await event.wait()
         except TimeoutError:

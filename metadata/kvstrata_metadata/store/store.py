@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import redis.asyncio as redis
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AskError, MovedError, NoScriptError, OutOfMemoryError, RedisError
@@ -198,10 +199,26 @@ def _address(node: Sequence[Any]) -> Address:
     return Address((node[0] or b"").decode(), int(node[1]))
 
 
-def _secured(access: RedisAccess) -> type[redis.SSLConnection]:
+class _CancellableSend(AbstractConnection):
+    """Lets a cancellation through while a command is sent, and the end of a bound likewise.
+
+    redis-py bounds the sending of a command with `asyncio.wait_for`, which before Python 3.12 loses a cancellation
+    that comes when the command has just been sent: a task that was to end would go on for ever. `Store._guard` bounds
+    the sending here.
+    """
+
+    async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
+        timeout_s, self.socket_timeout = self.socket_timeout, None
+        try:
+            await super().send_packed_command(*args, **kwargs)
+        finally:
+            self.socket_timeout = timeout_s
+
+
+def _secured(access: RedisAccess) -> type[redis.Connection]:
     """Connections that each ask for the context which is right when they are opened."""
 
-    class Secured(redis.SSLConnection):
+    class Secured(_CancellableSend, redis.SSLConnection):
         def _connection_arguments(self) -> Any:
             try:
                 return {**super(redis.SSLConnection, self)._connection_arguments(), "ssl": access.context()}
@@ -234,6 +251,7 @@ def _client(access: RedisAccess, timeout_s: float, connected: Callable[[Any], Aw
         lib_name=None,
         lib_version=None,
     )
-    if access.is_tls:
-        pool.connection_class = _secured(access)  # Whatever the url sets about certificates, it cannot switch them off.
+    # Whatever the url sets about certificates, it cannot switch them off.
+    given = pool.connection_class
+    pool.connection_class = _secured(access) if access.is_tls else type("Plain", (_CancellableSend, given), {})
     return redis.Redis.from_pool(pool)  # Which the client then owns and closes.

@@ -1,5 +1,6 @@
 """What every Redis that the directory may use must do, through the roles that agents and the service have."""
 
+import asyncio
 import datetime as dt
 import ipaddress
 import os
@@ -103,6 +104,20 @@ class StoreContract:
 
         await a.say(held(2, is_gone=True))
         assert await a.holds(digest(1), digest(2)) == [{a.incarnation}, {b.incarnation}]
+
+    async def test_a_cancellation_ends_what_waits_for_redis_wherever_it_comes(self, store: Store) -> None:
+        """Or an agent that is stopped while it announces would never end."""
+        steps = 0
+        while True:
+            asking = asyncio.create_task(registry.heartbeat(store, Incarnation(b"12345")))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            if not asking.cancel():
+                break
+            await asyncio.wait([asking])
+            assert asking.cancelled(), f"lost after {steps} steps of the loop"
+            steps += 1
+        assert steps > 3
 
     async def test_a_new_announcement_replaces_the_old_one(self, store: Store, shard: Shard) -> None:
         a = await self.agent(store, shard)

@@ -55,16 +55,14 @@ class Stream:
         """Send a message and the bytes that follow it. Raises `AgentAwayError`; the connection is closed then."""
         async with self._sending:
             try:
-                await asyncio.wait_for(self._write(message, payload), SEND_TIMEOUT_S)
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    self._writer.write(wire.encode(message))
+                    if payload:
+                        self._writer.write(payload)
+                    await self._writer.drain()
             except (OSError, TimeoutError) as e:
                 self.close()
                 raise AgentAwayError(f"peer takes no more bytes: {e}") from e
-
-    async def _write(self, message: wire.Question | wire.Answer, payload: memoryview | bytes) -> None:
-        self._writer.write(wire.encode(message))
-        if payload:
-            self._writer.write(payload)
-        await self._writer.drain()
 
     def close(self) -> None:
         """Close at once; what was not sent is lost. Idempotent."""
