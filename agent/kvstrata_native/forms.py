@@ -44,6 +44,14 @@ UNCODED: Final = 255
 """As a strip's second byte: its top bytes follow as they are."""
 ELEMENT_BYTES: Final = (1, 2, 4)
 
+HEAD_BYTES: Final = 4
+PLANE_BYTES_MAX: Final = 0xFFFF00
+"""Of one plane; its length has to fit into three bytes."""
+RUN_MOST: Final = 1024
+"""Columns of a plane that is rotated, at most."""
+_RUN_LEAST: Final = 16
+"""Elements of the kernels' widest vectors."""
+
 
 def narrowed_bytes_max(size_bytes: int, element_bytes: int) -> int:
     """Room that `narrow` may need for so many bytes."""
@@ -104,11 +112,6 @@ class Packing(NamedTuple):
         return run % self.per_byte == 0 and (self.is_by_column or self.columns % self.group == 0)
 
 
-HEAD_BYTES: Final = 4
-PLANE_BYTES_MAX: Final = 0xFFFF00
-"""Of one plane; its length has to fit into three bytes."""
-
-
 class Rung(IntEnum):
     """How a plane is stored. The numbers stand in records."""
 
@@ -138,10 +141,6 @@ ROTATED: Final = frozenset({Rung.ROTATED_4, Rung.ROTATED_5, Rung.ROTATED_6, Rung
 """Left out unless a mixing asks for them."""
 _KINDS: Final = (Kind.INT4, Kind.INT4, Kind.FP8, Kind.INT8, Kind.INT8)
 _ROTATED_BITS: Final = {Rung.ROTATED_4: 4, Rung.ROTATED_5: 5, Rung.ROTATED_6: 6, Rung.ROTATED_8: 8}
-RUN_MOST: Final = 1024
-"""Columns of a plane that is rotated, at most."""
-_RUN_LEAST: Final = 16
-"""Elements of the kernels' widest vectors."""
 
 
 class Rotation(NamedTuple):

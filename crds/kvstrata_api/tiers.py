@@ -6,6 +6,9 @@ from typing import Final, Literal
 Persistence = Literal["Auto", "AgentRestart", "None"]
 """What memory outlives: never a reboot, an agent's restart where that was asked for or is possible anyway."""
 
+AUTOSCALE_STEP: Final = (5, 4)
+"""A step up is a quarter more, a step down goes back by one: what one brings is what the other costs."""
+
 
 class TierType(StrEnum):
     """Medium of a tier, as written in `spec.tiers[].type`."""
@@ -45,10 +48,6 @@ class Lookup(IntEnum):
     """Reserved by a writer that has not published yet."""
     RETRY = 3
     """Cannot be determined now, for instance while the directory is away."""
-
-
-AUTOSCALE_STEP: Final = (5, 4)
-"""A step up is a quarter more, a step down goes back by one: what one brings is what the other costs."""
 
 
 def step_up(size_bytes: int, grain_bytes: int) -> int:

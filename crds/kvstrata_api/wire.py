@@ -34,6 +34,11 @@ HANDOVER_CHARS_MAX: Final = 128
 Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 """A duration that can be compared: what is not a number would pass every limit, and no lease of it would ever end."""
 
+_LENGTHS_MAX: Final = {
+    "client": CLIENT_CHARS_MAX, "session": SESSION_CHARS_MAX, "leases": LEASES_MAX, "suspects": LEASES_MAX,
+    "reservations": KEYS_MAX, "checksums": KEYS_MAX, "handover": HANDOVER_CHARS_MAX, "sums": KEYS_MAX,
+}  # fmt: skip
+
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Anything that travels in a frame."""
@@ -399,10 +404,6 @@ AnyReply = Welcome | Granted | Done | Found | Acquired | Reserved | Published | 
 GRANTING: Final = (Acquired, Reserved)
 """Replies that may bring extents, with descriptors beside them."""
 
-_LENGTHS_MAX: Final = {
-    "client": CLIENT_CHARS_MAX, "session": SESSION_CHARS_MAX, "leases": LEASES_MAX, "suspects": LEASES_MAX,
-    "reservations": KEYS_MAX, "checksums": KEYS_MAX, "handover": HANDOVER_CHARS_MAX, "sums": KEYS_MAX,
-}  # fmt: skip
 _LIMITED: Final = {
     kind: tuple((f, _LENGTHS_MAX[f]) for f in kind.__struct_fields__ if f in _LENGTHS_MAX)
     for kind in get_args(AnyRequest)

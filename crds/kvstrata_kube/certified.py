@@ -32,6 +32,17 @@ from kvstrata_kube.store import Store, version_of
 from kvstrata_kube.tls import Credential
 from kvstrata_kube.watch import Source, Watch
 
+RENEW_AT: Final = 2 / 3
+"""Part of its life after which a certificate is replaced: what is left is for an operator that is away."""
+ANSWER_S: Final = 30.0
+"""An unsigned request is complained about after so long."""
+LOOK_S: Final = (0.1, 2.0)
+"""Polling interval of a request, first and longest."""
+PAUSE_S: Final = 10.0
+"""Longest pause after a failure."""
+_REQUESTS: Final = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
+_USAGES: Final = ("digital signature", "client auth", "server auth")
+
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
@@ -66,21 +77,6 @@ def _host(host: str) -> x509.GeneralName:
     except ValueError:
         return x509.DNSName(host)
 
-
-RENEW_AT: Final = 2 / 3
-"""Part of its life after which a certificate is replaced: what is left is for an operator that is away."""
-
-ANSWER_S: Final = 30.0
-"""An unsigned request is complained about after so long."""
-
-LOOK_S: Final = (0.1, 2.0)
-"""Polling interval of a request, first and longest."""
-
-PAUSE_S: Final = 10.0
-"""Longest pause after a failure."""
-
-_REQUESTS: Final = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
-_USAGES: Final = ("digital signature", "client auth", "server auth")
 
 _log: Final = logging.getLogger(__name__)
 

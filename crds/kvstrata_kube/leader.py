@@ -28,6 +28,8 @@ MARGIN: Final = 3 / 4
 RENEW: Final = 1 / 4
 """A holder renews after this part of the duration, so that two lost renewals do no harm."""
 
+log = logging.getLogger(__name__)
+
 
 class Verdict(Enum):
     """What a replica does next."""
@@ -61,9 +63,6 @@ def leads_until_s(renewed_s: float, duration_s: float) -> float:
 def pause_s(duration_s: float) -> float:
     """Return the polling interval of the Lease."""
     return duration_s * RENEW
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

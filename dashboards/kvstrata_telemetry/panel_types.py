@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+POOL: Final = 'pool=~"$pool"'
+NODE: Final = 'pool=~"$pool",node=~"$node"'
+TIER: Final = f'{NODE},tier=~"$tier"'
+TENANT: Final = f'{NODE},tenant=~"$tenant"'
+
 
 class Form(StrEnum):
     """How a panel draws its values."""
@@ -83,11 +88,6 @@ LOOKUP_TIME: Final = (Limit(None, "green"), Limit(0.01, "yellow"), Limit(0.1, "r
 """100 ms is where KvstrataLookupsSlow fires."""
 
 ONE_NEEDED: Final = (Limit(None, "red"), Limit(1, "green"), Limit(2, "red"))
-
-POOL: Final = 'pool=~"$pool"'
-NODE: Final = 'pool=~"$pool",node=~"$node"'
-TIER: Final = f'{NODE},tier=~"$tier"'
-TENANT: Final = f'{NODE},tenant=~"$tenant"'
 
 
 def rate(metric: str, by: str, selector: str = NODE) -> str:

@@ -11,6 +11,12 @@ from kvstrata_agent.backends.base import Columns, Record, SlotRef
 from kvstrata_api.blocks import KEY_BYTES, LAYOUT_ID_BYTES
 from kvstrata_api.checksum import CHECKSUM_BYTES
 
+_COMMON: Final = ("epoch", "raw_bytes", "layout_id", "parent_length", "codec_length", "codec")
+"""Fields of a record that many share: its kind."""
+_FEW: Final = 16
+"""Up to so many kinds of an extent are distinguished one by one, which takes a tenth of sorting."""
+_CODEC_BYTES_MAX: Final = 32
+
 
 def fields_of(codec_bytes_max: int) -> np.dtype[np.void]:
     """Fields of a record whose medium has room for so long a name of its codec."""
@@ -22,12 +28,6 @@ def fields_of(codec_bytes_max: int) -> np.dtype[np.void]:
             ("codec", "u1", codec_bytes_max),
         ]
     )  # fmt: skip
-
-
-_COMMON: Final = ("epoch", "raw_bytes", "layout_id", "parent_length", "codec_length", "codec")
-"""Fields of a record that many share: its kind."""
-_FEW: Final = 16
-"""Up to so many kinds of an extent are distinguished one by one, which takes a tenth of sorting."""
 
 
 def alike(records: NDArray[np.void]) -> tuple[list[int], NDArray[np.intp]]:
@@ -49,7 +49,6 @@ def _bytes_of(records: NDArray[np.void], name: str) -> NDArray[np.uint8]:
     return np.ascontiguousarray(records[name]).view(np.uint8).reshape(len(records), -1)
 
 
-_CODEC_BYTES_MAX: Final = 32
 _PACKED: Final = struct.Struct(f"<8xQQQQ16s16s20s20sBB{_CODEC_BYTES_MAX}s")
 
 

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 Settings = TypeVar("Settings")
 
+_DELETE_BATCH: Final = 1000
+"""Objects that are listed before they are deleted."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -156,8 +159,6 @@ _MAKERS: Final[dict[TierType, _Maker]] = {
 
 
 _KEPT: Final = frozenset({"lost+found"})
-_DELETE_BATCH: Final = 1000
-"""Objects that are listed before they are deleted."""
 
 
 async def wipe(tier: NodeTier, place: Place) -> None:

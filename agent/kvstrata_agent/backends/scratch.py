@@ -27,6 +27,13 @@ HUGE_BYTES: Final = 2 * MIB
 
 _FLAGS: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
+KEPT_PER_SIZE: Final = 32
+"""Buffers of one size kept for the next move; a path lets no more moves run at a time."""
+SIZES_MAX: Final = 8
+"""Sizes kept; a pool has one block size for each layout, and layouts are few."""
+_BUFFERS_MAX: Final = 16
+"""Twice the depth at which the measured disks saturate (8 transfers of 2 MiB)."""
+
 
 def scratch(size_bytes: int) -> mmap.mmap:
     """Anonymous memory, page-aligned, of `size_bytes` at least. A child that is forked does not have it.
@@ -42,12 +49,6 @@ def scratch(size_bytes: int) -> mmap.mmap:
         with suppress(OSError):  # A kernel without them.
             memory.madvise(mmap.MADV_HUGEPAGE, 0, whole_bytes)
     return memory
-
-
-KEPT_PER_SIZE: Final = 32
-"""Buffers of one size kept for the next move; the gate lets no more moves run at a time."""
-SIZES_MAX: Final = 8
-"""Sizes kept; a pool has one block size for each layout, and layouts are few."""
 
 
 class ScratchPool:
@@ -70,10 +71,6 @@ class ScratchPool:
                 kept.append(buffer)
             if len(self._free) > SIZES_MAX:
                 del self._free[next(iter(self._free))]
-
-
-_BUFFERS_MAX: Final = 16
-"""Twice the depth at which the measured disks saturate (8 transfers of 2 MiB)."""
 
 
 def address_of(view: memoryview) -> int:

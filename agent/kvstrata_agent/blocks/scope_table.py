@@ -36,6 +36,9 @@ JUMPS_MAX: Final = 65_536
 """Walks of a scope that are remembered, and as many of a new walk: 20 MB. Only blocks that come after their children
 ask for any."""
 
+_REFERENCES: Final = 5
+"""To an entry that nobody uses, while it is examined: the scope's table, its extent, two callers and the count."""
+
 
 class Ancestry:
     """Finds the ends of a scope's chains. What a walk found is kept until a block goes, so a chain is walked once."""
@@ -71,10 +74,6 @@ class Ancestry:
             self._jumps.clear()
         self._jumps |= dict.fromkeys(passed, digest)
         return digest
-
-
-_REFERENCES: Final = 5
-"""To an entry that nobody uses, while it is examined: the scope's table, its extent, two callers and the count."""
 
 
 class BlockFacts(NamedTuple):

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from kvstrata_agent.policy.quota import Rules
     from kvstrata_api.blocks import ScopeId, ScopeSecret
 
+LOST_AFTER_S: Final = 5.0
+"""A Secret that is replaced is absent for a moment; the same time as blocks are given."""
+SCOPES_MAX: Final = 16_384
+"""Scopes that are remembered; for those beyond, locations stay in the directory until it hears of it from others."""
+
 
 class TenantBook:
     """Rules by tenant. Known to be none unless set otherwise, as where nobody declares any."""
@@ -68,13 +73,6 @@ class TenantBook:
         rules = self.of(tenant)
         bound = rules.bounds.get(tier.name, NO_BOUND)
         return AccountUsage(tenant, used_bytes, bound.guaranteed_bytes, rules.weight)
-
-
-LOST_AFTER_S: Final = 5.0
-"""A Secret that is replaced is absent for a moment; the same time as blocks are given."""
-
-SCOPES_MAX: Final = 16_384
-"""Scopes that are remembered; for those beyond, locations stay in the directory until it hears of it from others."""
 
 
 class ScopeMemory:

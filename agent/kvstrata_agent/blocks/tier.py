@@ -29,6 +29,9 @@ FAILURES_MAX: Final = 3
 ORDINAL_SHIFT: Final = 32
 """Extent numbers of a backend stay below 2^32; above them stands which backend it was."""
 
+BATCH_SLOTS: Final = 16
+"""Slots freed at a time, because the writer that needs one will need more."""
+
 
 @dataclass(slots=True, eq=False)
 class Tier:
@@ -210,10 +213,6 @@ class Tier:
     def extent_released(self, extent: int) -> None:
         """Note that an extent is gone, so a shrink need not wait for it."""
         self.closing -= {extent}
-
-
-BATCH_SLOTS: Final = 16
-"""Slots freed at a time, because the writer that needs one will need more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 _SLACK: Final = 1024
 """Dead heap items that are put up with before the heap is rebuilt."""
 
+_STALE_MAX: Final = 64
+"""Numbers of rows that have left which are put up with, beside as many as there are rows."""
+
 
 class Aged(Protocol):
     """Anything with a time of last use."""
@@ -96,10 +99,6 @@ class LeafQueue(Generic[A]):
             _, _, number = heapq.heappop(self._heap)
             del self._blocks[number], self._numbers[block]
         return block
-
-
-_STALE_MAX: Final = 64
-"""Numbers of rows that have left which are put up with, beside as many as there are rows."""
 
 
 class Packing(Protocol):

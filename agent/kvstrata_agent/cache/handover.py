@@ -39,6 +39,16 @@ if TYPE_CHECKING:
 STAGING_BYTES: Final = 8 * MIB
 """Of one run, for what is on its way: with 32 blocks of 2 MiB four layers at a time."""
 
+_log = logging.getLogger(__name__)
+ROOM_S: Final = 1.0
+"""What one reader's blocks may wait for room; an engine that decodes computes the prompt itself sooner."""
+WAIT_S: Final = 5.0
+"""Of one question to the writer's agent, which answers sooner when there is more."""
+STALLED_S: Final = 60.0
+"""After so long without a part the writer is taken for gone, and the slots are given back."""
+WAIT_S_MAX: Final = 10.0
+"""Longest wait of one `Arrive`."""
+
 
 class Fault(StrEnum):
     """Why a hand-over broke before its blocks were whole."""
@@ -145,18 +155,6 @@ class Following:
         for view in self.views:
             view.release()
         self.changed.set()
-
-
-_log = logging.getLogger(__name__)
-
-ROOM_S: Final = 1.0
-"""What one reader's blocks may wait for room; an engine that decodes computes the prompt itself sooner."""
-WAIT_S: Final = 5.0
-"""Of one question to the writer's agent, which answers sooner when there is more."""
-STALLED_S: Final = 60.0
-"""After so long without a part the writer is taken for gone, and the slots are given back."""
-WAIT_S_MAX: Final = 10.0
-"""Longest wait of one `Arrive`."""
 
 
 def followed(peers: object) -> FollowedPeers | None:

@@ -38,6 +38,9 @@ REMOTE_BIT: Final = 128
 _HIT: Final = int(Lookup.HIT)
 _PENDING: Final = int(Lookup.PENDING)
 
+LOCATE_KEYS_MAX: Final = 4096
+"""Keys asked of the directory in one round trip; what lies behind them is found by the next lookup."""
+
 
 @dataclass(frozen=True, slots=True)
 class Findings:
@@ -69,10 +72,6 @@ def findings(entries: Sequence[Entry | None], remote: Mapping[int, str], absent:
     names = tuple(dict.fromkeys(kinds.values()))
     codes = {t: names.index(name) | (REMOTE_BIT if isinstance(t, str) else 0) for t, name in kinds.items()}
     return Findings(bytes(states), bytes(map(codes.__getitem__, tiers)), names)
-
-
-LOCATE_KEYS_MAX: Final = 4096
-"""Keys asked of the directory in one round trip; what lies behind them is found by the next lookup."""
 
 
 class Read(msgspec.Struct, frozen=True):

@@ -27,6 +27,18 @@ LAYOUTS_MAX: Final = 16
 PROBE_EVERY: Final = 16
 """Of so many blocks of a layout one is tried a rung cheaper: the numbers may have become easier meanwhile."""
 
+_BLOCKS: Final = 256
+"""Blocks that the share is of: the last of them weigh as much as all before."""
+_BLOCKS_LEAST: Final = 64
+"""Fewer prove nothing."""
+_FROM_RATIO: Final = 0.05
+"""A calibration is made such that 1 % of planes miss (`kvstrata_client.calibration.forms`); five times that is
+another cache."""
+_UNTIL_RATIO: Final = 0.025
+"""Half of it ends what began, so that nothing flaps."""
+NAME: Final = "mixed"
+_VERSION: Final = 1
+
 
 class First(NamedTuple):
     """Where the planes of a block start."""
@@ -67,17 +79,6 @@ class Guesses:
 _CHEAPER: Final = bytes(max(0, place - 1) for place in range(256))
 
 
-_BLOCKS: Final = 256
-"""Blocks that the share is of: the last of them weigh as much as all before."""
-_BLOCKS_LEAST: Final = 64
-"""Fewer prove nothing."""
-_FROM_RATIO: Final = 0.05
-"""A calibration is made such that 1 % of planes miss (`kvstrata_client.calibration.forms`); five times that is
-another cache."""
-_UNTIL_RATIO: Final = 0.025
-"""Half of it ends what began, so that nothing flaps."""
-
-
 class Drift(NamedTuple):
     """What the watch sees."""
 
@@ -116,10 +117,7 @@ class DriftWatch:
         return above
 
 
-NAME: Final = "mixed"
-
 _HEADER: Final = struct.Struct("<BBHIIIQ")
-_VERSION: Final = 1
 
 _EXACT_PLACE: Final = LADDER.index(Rung.EXACT)
 _ROTATED_RUNGS: Final = bytes(LADDER[min(place, _EXACT_PLACE)] for place in range(256))

@@ -17,6 +17,20 @@ from typing import Final
 
 from kvstrata_api.errors import RetryableError
 
+KV_WEIGHT: Final = 100
+"""Of all KV moves together against the weights of models: that of a tenant which declares none (KVTenant)."""
+_ACCOUNTS_KEPT: Final = 256
+_STALE_KEPT: Final = 64
+MOVES_AT_ONCE: Final = 32
+"""Moves of one path under way. NIXL's POSIX backend reaches the disk's limit at batches of 16 and more."""
+BYTES_AT_ONCE: Final = 64 << 20
+"""Bytes of one path under way, so that blocks of 16 MiB do not take half a GiB of buffers; two moves always may."""
+WAITING_MAX: Final = 16_384
+"""Moves of one class that may wait on one path; more are refused, so that a burst costs memory of a known size."""
+_ALWAYS: Final = 2
+HALF_LIFE_S: Final = 10.0
+"""Busy time after which a path's past speed counts half."""
+
 
 class Priority(IntEnum):
     """Urgency of a move; lower goes first (design: agent.md, Mover)."""
@@ -36,12 +50,6 @@ class TrafficClass(StrEnum):
     KV = "kv"
     WEIGHTS = "weights"
     """Of models (KVModelCache)."""
-
-
-KV_WEIGHT: Final = 100
-"""Of all KV moves together against the weights of models: that of a tenant which declares none (KVTenant)."""
-_ACCOUNTS_KEPT: Final = 256
-_STALE_KEPT: Final = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -168,15 +176,6 @@ def _is_current(item: tuple[Priority, float, int, QueuedMove]) -> bool:
     """False for what was boosted, cancelled or admitted since it was put into the heap."""
     move = item[3]
     return move.arrival == item[2] and move.given is not None and not move.given.done()
-
-
-MOVES_AT_ONCE: Final = 32
-"""Moves of one path under way. NIXL's POSIX backend reaches the disk's limit at batches of 16 and more."""
-BYTES_AT_ONCE: Final = 64 << 20
-"""Bytes of one path under way, so that blocks of 16 MiB do not take half a GiB of buffers; two moves always may."""
-WAITING_MAX: Final = 16_384
-"""Moves of one class that may wait on one path; more are refused, so that a burst costs memory of a known size."""
-_ALWAYS: Final = 2
 
 
 class PathLimiter:
@@ -308,10 +307,6 @@ class PathLimiter:
         self.running_bytes += move.size_bytes
         self._now = max(self._now, queue.starts_at)
         queue.serve(move)
-
-
-HALF_LIFE_S: Final = 10.0
-"""Busy time after which a path's past speed counts half."""
 
 
 @dataclass(slots=True)

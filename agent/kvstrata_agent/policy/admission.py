@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+CHECK_EVERY: Final = 64
+"""One block in so many: at 2 MiB a second pass costs as much as the writer's own copy, and this 2 % of it."""
+
 
 class Admission(StrEnum):
     """What happens to a block right after its publication."""
@@ -60,10 +63,6 @@ def admit(inputs: AdmissionInputs) -> AdmissionChoice:
     if inputs.fill_ratio <= inputs.high_ratio:
         return AdmissionChoice(Admission.KEEP, "room below the high watermark")
     return AdmissionChoice(Admission.DEMOTE, "first turn above the high watermark")
-
-
-CHECK_EVERY: Final = 64
-"""One block in so many: at 2 MiB a second pass costs as much as the writer's own copy, and this 2 % of it."""
 
 
 def must_check(written: int, *, has_erred: bool) -> bool:

@@ -24,6 +24,9 @@ UNKNOWN_ORDER: Final = "UnknownOrder"
 MESSAGE_CHARS_MAX: Final = 256
 """`maxLength` of an answer's message."""
 
+IDLE_POLLS: Final = 3
+"""Polls in a row that find nothing to move: what is only being copied is free soon."""
+
 
 @dataclass(frozen=True, slots=True)
 class Count:
@@ -47,10 +50,6 @@ class Ended(NamedTuple):
 
 ReportProgress = Callable[[Count, Ended | None], None]
 """Takes how far it has come, and what keeps it from going on."""
-
-
-IDLE_POLLS: Final = 3
-"""Polls in a row that find nothing to move: what is only being copied is free soon."""
 
 
 class DrainProgress(Enum):

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
     from kvstrata_api.models.poolnode import NodeTier
 
+MEMORY_PERCENT_MAX: Final = 90
+"""Part of the physical memory that memory tiers may take together; engine, kernel and agent need the rest."""
+DISK_PERCENT_MAX: Final = 99
+"""Part of a file system's room that a tier may take: file systems slow down and fragment when they are full."""
+
 
 @dataclass(frozen=True, slots=True)
 class Open:
@@ -87,12 +92,6 @@ def plan(wanted: Sequence[NodeTier], have: Mapping[str, NodeTier], *, is_retry_d
 def _settings(spec: NodeTier) -> NodeTier:
     """Everything but the capacity, which alone can change while a tier is up."""
     return spec.model_copy(update={"capacity_bytes": 1})
-
-
-MEMORY_PERCENT_MAX: Final = 90
-"""Part of the physical memory that memory tiers may take together; engine, kernel and agent need the rest."""
-DISK_PERCENT_MAX: Final = 99
-"""Part of a file system's room that a tier may take: file systems slow down and fragment when they are full."""
 
 
 @dataclass(frozen=True, slots=True)

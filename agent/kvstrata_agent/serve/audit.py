@@ -35,6 +35,9 @@ OTHERS: Final = "(others)"
 _log: Final = logging.getLogger("kvstrata.audit")
 _log.setLevel(logging.INFO)  # Whatever --log-level is for everything else.
 
+_ALLOW: Final = "allow"
+_DENY: Final = "deny"
+
 
 class Reason(StrEnum):
     """Why it was decided so. Names are part of the log's contract."""
@@ -52,8 +55,6 @@ class Reason(StrEnum):
 
 _GRANTED_BY: Final = {"domain": Reason.DOMAIN_MEMBER, "share": Reason.SHARE_READER}
 """By the kind of the scope that was read."""
-_ALLOW: Final = "allow"
-_DENY: Final = "deny"
 
 
 class Decided(NamedTuple):

@@ -29,6 +29,12 @@ CALLERS_MAX: Final = 1024
 UNAUTHENTICATED_MAX: Final = 128
 """Connections that have not attached yet; an engine attaches at once, so the one that waits longest is no engine."""
 
+MODE: Final = 0o770
+"""Of the socket and its directory: the agent's user and the engines' group."""
+_BACKLOG: Final = 128
+_ACCEPT_PAUSE_S: Final = 1.0
+_log = logging.getLogger(__name__)
+
 
 class ConnectionLimits(Generic[K]):
     """No I/O. Takes note of connections and returns which one has to be closed, if any."""
@@ -71,13 +77,7 @@ class ConnectionLimits(Generic[K]):
         self._callers.drop(connection)
 
 
-MODE: Final = 0o770
-"""Of the socket and its directory: the agent's user and the engines' group."""
-_BACKLOG: Final = 128
-_ACCEPT_PAUSE_S: Final = 1.0
 _OUT_OF_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-_log = logging.getLogger(__name__)
 
 
 class Server:

@@ -21,6 +21,12 @@ LAST_S: Final = 5.0
 ATTACH_WAIT_S: Final = 5.0
 """How long `attach` waits for the first connection before it goes on in the background."""
 
+RENEW_AT: Final = 0.8
+"""Share of a token's life after which the client attaches again; kubelets rotate projected tokens at the same share."""
+RENEW_RETRY_S: Final = 5.0
+"""Wait after a refused renewal: the file may still hold the old token."""
+RENEW_S_MAX: Final = 86_400.0
+
 
 def backoff(rng: random.Random) -> Iterator[float]:
     """Yield waits in seconds: doubling from 50 ms to 5 s, each shortened by up to half.
@@ -31,13 +37,6 @@ def backoff(rng: random.Random) -> Iterator[float]:
     while True:
         yield wait_s * rng.uniform(0.5, 1.0)
         wait_s = min(wait_s * 2, LAST_S)
-
-
-RENEW_AT: Final = 0.8
-"""Share of a token's life after which the client attaches again; kubelets rotate projected tokens at the same share."""
-RENEW_RETRY_S: Final = 5.0
-"""Wait after a refused renewal: the file may still hold the old token."""
-RENEW_S_MAX: Final = 86_400.0
 
 
 class Wake(Enum):

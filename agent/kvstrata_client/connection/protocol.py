@@ -17,6 +17,12 @@ from kvstrata_client.verbs.results import Answer, Grants
 
 _HEADER_BYTES = 4
 
+PENDING_MAX: Final = 1024
+"""Requests under way on one connection; more are answered as if the agent were away."""
+CROWD: Final = 32
+"""Requests under way from which on nobody sends a further batch ahead: half of what an agent takes of one connection
+before it has answered some. Beyond that it reads nothing, what gives memory back and what asks for little included."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -68,14 +74,6 @@ class ReplyReader:
         if wanted > len(self._fds):
             raise InvalidInputError(f"reply {reply.id} grants {wanted} extents, {len(self._fds)} descriptors came")
         return Arrival(reply, tuple(self._fds.popleft() for _ in range(wanted)))
-
-
-PENDING_MAX: Final = 1024
-"""Requests under way on one connection; more are answered as if the agent were away."""
-
-CROWD: Final = 32
-"""Requests under way from which on nobody sends a further batch ahead: half of what an agent takes of one connection
-before it has answered some. Beyond that it reads nothing, what gives memory back and what asks for little included."""
 
 
 class _Wait(Enum):

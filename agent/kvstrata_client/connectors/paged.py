@@ -30,6 +30,10 @@ ORDER: Final = "kv,page,token,head,dim"
 _OURS: Final = ("page", "token", "kv", "head", "dim")
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+BATCH_BYTES: Final = 64 * MIB
+"""Of blocks that are offloaded together: a few milliseconds of a link, and twice that is pinned."""
+_PIECES: Final = 2
+
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
@@ -120,10 +124,6 @@ def _checked(tensor: Any, layout: Layout, names: Sequence[str], number: int) -> 
         raise InvalidInputError(f"layer {number}: (kv, heads, dim) {found}, the layout has {wanted}")
     return ours.view(_BITS[layout.element_bytes])
 
-
-BATCH_BYTES: Final = 64 * MIB
-"""Of blocks that are offloaded together: a few milliseconds of a link, and twice that is pinned."""
-_PIECES: Final = 2
 
 Wait = Callable[[], None]
 

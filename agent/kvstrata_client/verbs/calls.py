@@ -19,6 +19,9 @@ from kvstrata_client.verbs.results import Answer, Grants, Lease, Prefix, Publish
 T = TypeVar("T")
 S = TypeVar("S", bound=wire.AnyReply)
 
+ARCHIVED: Final = 2
+"""Count in the answer to CloseSession that means: archived."""
+
 
 class SlotViews(Protocol):
     """The agent's memory as far as it is mapped here."""
@@ -59,8 +62,6 @@ class Call(Generic[T]):
 _RESULTS: Final = tuple(Published)
 """By code."""
 
-ARCHIVED: Final = 2
-"""Count in the answer to CloseSession that means: archived."""
 
 Calls = tuple[Call[Any], ...]
 Answers = Sequence[Answer[Any]]

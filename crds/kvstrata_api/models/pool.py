@@ -24,6 +24,9 @@ _PERSISTENCE: Final = (
     "status reports when it cannot be; None: memory ends with the agent."
 )
 
+NVME_PATHS_MAX: Final = 16
+"""Devices of one tier: what large servers have, few enough to be label values, and rules over all pairs stay cheap."""
+
 
 class Compatibility(ApiModel):
     """What makes KV blocks of equal tokens equal bytes; enters the layout id together with the engine's geometry."""
@@ -64,9 +67,6 @@ class CxlTier(ApiModel):
     emulated: CxlEmulation | None = Field(None, description="Set exactly when mode is Emulated.")
     persistence: Persistence = Field("Auto", description=_PERSISTENCE)
 
-
-NVME_PATHS_MAX: Final = 16
-"""Devices of one tier: what large servers have, few enough to be label values, and rules over all pairs stay cheap."""
 
 DevicePath = Annotated[str, Field(min_length=2, max_length=256, pattern=r"^/.*$")]
 """Absolute path of one of several devices; shorter than `Path`, for every pair of them is compared."""

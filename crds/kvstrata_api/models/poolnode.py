@@ -22,6 +22,17 @@ from kvstrata_api.tiers import TierType
 
 NumaNode = Annotated[int, Field(ge=0, le=4095)]
 
+ORDERS_MAX: Final = 8
+"""KVOperations that one node works on at a time; others wait."""
+MIGRATE_TARGETS_MAX: Final = 8
+"""Nodes that an agent may bring its blocks to: one after the other, while the one before it is away or full."""
+SHARES_MAX: Final = 64
+"""Prefix shares that one node reports hits of: those that were read last."""
+TENANTS_MAX: Final = 128
+"""Pairs of tenant and tier that one node reports, those with the most bytes first."""
+ERASING_MAX: Final = 64
+"""Erasures that one node confirms at a time."""
+
 
 class NodeTier(ApiModel):
     """One tier of the pool, resolved for this node."""
@@ -48,10 +59,6 @@ class NodeDrain(ApiModel):
     deadline: Text = Field("", description="RFC 3339; empty when nothing is requested.")
 
 
-ORDERS_MAX: Final = 8
-"""KVOperations that one node works on at a time; others wait."""
-
-
 class FlushOrder(ApiModel):
     """Take blocks away that nobody holds."""
 
@@ -75,10 +82,6 @@ class WarmOrder(ApiModel):
     archived_sessions: bool = Field(False, description="Also the archived sessions that this node remembers.")
     max_bytes: Count = Field(0, description="Most to bring; 0: as much as the tier holds below the low watermark.")
     tier: Name | None = Field(None, description="Tier; absent: the one that engines read from.")
-
-
-MIGRATE_TARGETS_MAX: Final = 8
-"""Nodes that an agent may bring its blocks to: one after the other, while the one before it is away or full."""
 
 
 class MigrateOrder(ApiModel):
@@ -178,10 +181,6 @@ class LookupCounts(ApiModel):
     hit: Count = Field(0, description="Blocks found.")
 
 
-SHARES_MAX: Final = 64
-"""Prefix shares that one node reports hits of: those that were read last."""
-
-
 class ShareHits(ApiModel):
     """Use of one prefix share on this node."""
 
@@ -189,12 +188,6 @@ class ShareHits(ApiModel):
     hits: Count = Field(
         0, description="Blocks that its readers were given since the agent started, to within an eighth."
     )
-
-
-TENANTS_MAX: Final = 128
-"""Pairs of tenant and tier that one node reports, those with the most bytes first."""
-ERASING_MAX: Final = 64
-"""Erasures that one node confirms at a time."""
 
 
 class TenantBytes(ApiModel):

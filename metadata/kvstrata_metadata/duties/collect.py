@@ -15,6 +15,11 @@ from kvstrata_metadata.directory.shards import Stream
 from kvstrata_metadata.store.keys import Shard
 from kvstrata_metadata.store.records import Incarnation
 
+ORPHAN_AFTER_S: Final = 60.0
+"""Silence after which a stream of an incarnation that the registry does not know is removed: the registry lost it."""
+TOMBSTONE_S: Final = 3_600.0
+"""How long a shard refuses a fenced incarnation by itself; a message cannot be late for longer than its connection."""
+
 
 class LeaseState(StrEnum):
     """State of an agent's Lease."""
@@ -33,12 +38,6 @@ DEAD_AFTER_S: Final[Mapping[LeaseState, float]] = {
 }
 """Silence in Redis that means death, by the state of the Lease. An agent that holds its Lease is cut off from Redis:
 its locations stay true, nobody is sent to it meanwhile, and after ten minutes reporting again costs less."""
-
-ORPHAN_AFTER_S: Final = 60.0
-"""Silence after which a stream of an incarnation that the registry does not know is removed: the registry lost it."""
-
-TOMBSTONE_S: Final = 3_600.0
-"""How long a shard refuses a fenced incarnation by itself; a message cannot be late for longer than its connection."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,21 @@ _PORT = 6379
 KEY_PATTERN: Final = "kf:*"
 """Every key of ours; all that a role may touch."""
 
+_CONNECT: Final = ("auth", "hello", "ping", "client|setname", "client|tracking", "cluster|slots")
+_TRANSITIONS: Final = (
+    "evalsha", "time",
+    "get", "set", "setnx", "del", "exists", "expire",
+    "hget", "hset", "hsetnx", "hdel", "hrandfield",
+    "sadd", "zadd", "zrem", "zscore",
+    "llen", "lpop", "rpush",
+)  # fmt: skip
+_CARE: Final = (
+    "hgetall", "hlen", "smembers", "zrange", "zremrangebyscore", "unlink", "info", "script|load", "script|exists",
+)  # fmt: skip
+"""What only the metadata service does: see the whole registry, count, erase, install."""
+ALWAYS: Final = ("auth", "hello", "quit", "reset")
+"""What Redis lets nobody refuse: to log in and to leave."""
+
 
 @dataclass(frozen=True, slots=True)
 class RedisAccess:
@@ -133,26 +148,10 @@ class Role(StrEnum):
     METADATA = "metadata"
 
 
-_CONNECT: Final = ("auth", "hello", "ping", "client|setname", "client|tracking", "cluster|slots")
-_TRANSITIONS: Final = (
-    "evalsha", "time",
-    "get", "set", "setnx", "del", "exists", "expire",
-    "hget", "hset", "hsetnx", "hdel", "hrandfield",
-    "sadd", "zadd", "zrem", "zscore",
-    "llen", "lpop", "rpush",
-)  # fmt: skip
-_CARE: Final = (
-    "hgetall", "hlen", "smembers", "zrange", "zremrangebyscore", "unlink", "info", "script|load", "script|exists",
-)  # fmt: skip
-"""What only the metadata service does: see the whole registry, count, erase, install."""
-
 COMMANDS: Final = {
     Role.AGENT: _CONNECT + _TRANSITIONS,
     Role.METADATA: _CONNECT + _TRANSITIONS + _CARE,
 }
-
-ALWAYS: Final = ("auth", "hello", "quit", "reset")
-"""What Redis lets nobody refuse: to log in and to leave."""
 
 
 @dataclass(frozen=True, slots=True)

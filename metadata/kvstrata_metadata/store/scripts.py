@@ -7,6 +7,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Final
 
+_ALLOW_OOM: Final = "#!lua flags=allow-oom\n"
+
 
 class Script(StrEnum):
     """Every transition; the value is the name of its file."""
@@ -47,8 +49,6 @@ _OF_MAILBOX = (Script.NOMINATE, Script.TAKE_NOMINATIONS)
 
 _REFUSED_WHEN_FULL = (Script.ANNOUNCE, Script.SESSION, Script.NOMINATE)
 """What fills Redis. Everything else goes on without memory: beats, withdrawals and removals are the way out of it."""
-
-_ALLOW_OOM: Final = "#!lua flags=allow-oom\n"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,18 @@ from typing import Any, Final
 from kvstrata_api import names
 from kvstrata_api.models.base import ObjectMeta
 
+LABEL_COMPONENT: Final = "app.kubernetes.io/component"
+CONNECTION: Final = "connection"
+"""Value of `LABEL_COMPONENT` on connection ConfigMaps."""
+AGENT_TEMPLATE: Final = "agent-template"
+"""Value of `LABEL_COMPONENT` on the ConfigMap with the pod template of agents."""
+REDIS_TEMPLATE: Final = "redis-template"
+"""Value of `LABEL_COMPONENT` on the ConfigMap with the StatefulSet of Redis."""
+CONFIG_MAPS: Final = (CONNECTION, AGENT_TEMPLATE, REDIS_TEMPLATE)
+"""Values of `LABEL_COMPONENT` by which ConfigMaps are followed."""
+_DIGEST_BYTES: Final = 8
+"""64 bits: compared among the few revisions of one object, not a security boundary."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -65,17 +77,9 @@ EVENT: Final = Kind("Event", "v1", "events", is_namespaced=True)
 ADMINISTRATOR_KINDS: Final = (POOL, TENANT, DOMAIN, SHARE, OPERATION)
 """Few objects, written by people: watched by kopf and listed now and then by ourselves."""
 
-LABEL_COMPONENT: Final = "app.kubernetes.io/component"
-CONNECTION: Final = "connection"
-"""Value of `LABEL_COMPONENT` on connection ConfigMaps."""
 
 CONNECTION_LABELS: Final = {names.LABEL_MANAGED_BY: names.MANAGED_BY, LABEL_COMPONENT: CONNECTION}
 
-AGENT_TEMPLATE: Final = "agent-template"
-"""Value of `LABEL_COMPONENT` on the ConfigMap with the pod template of agents."""
-
-REDIS_TEMPLATE: Final = "redis-template"
-"""Value of `LABEL_COMPONENT` on the ConfigMap with the StatefulSet of Redis."""
 
 REDIS_LABELS: Final = {names.LABEL_MANAGED_BY: names.MANAGED_BY, LABEL_COMPONENT: "redis"}
 """On the StatefulSet of Redis and its pod."""
@@ -83,8 +87,6 @@ REDIS_LABELS: Final = {names.LABEL_MANAGED_BY: names.MANAGED_BY, LABEL_COMPONENT
 WORKLOAD_LABELS: Final = {names.LABEL_MANAGED_BY: names.MANAGED_BY, LABEL_COMPONENT: "agent"}
 """On DaemonSets of agents, their budgets and their pods."""
 
-CONFIG_MAPS: Final = (CONNECTION, AGENT_TEMPLATE, REDIS_TEMPLATE)
-"""Values of `LABEL_COMPONENT` by which ConfigMaps are followed."""
 
 PODS: Final = (WORKLOAD_LABELS[LABEL_COMPONENT], REDIS_LABELS[LABEL_COMPONENT])
 """The same of pods."""
@@ -107,10 +109,6 @@ def pool_node_labels(pool: str, node: str) -> dict[str, str]:
 def connection_ref(pool: str, namespace: str) -> Ref:
     """Address of the ConfigMap that engine pods read to attach."""
     return Ref(CONFIG_MAP, f"{pool}-connection", namespace)
-
-
-_DIGEST_BYTES: Final = 8
-"""64 bits: compared among the few revisions of one object, not a security boundary."""
 
 
 def digest(value: object) -> str:

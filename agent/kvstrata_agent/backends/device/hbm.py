@@ -40,6 +40,11 @@ Wait = Callable[[], None]
 
 DOUBLE: Final = "cpu"
 
+PIECES: Final = 4
+"""One at the device, one at the processor, and one more each so that neither waits for the other's last byte."""
+_ALIGNMENT_BYTES: Final = 512
+"""What the CUDA allocator aligns to, and enough for any vector load."""
+
 
 class DeviceQueue(Protocol):
     """One device. Any thread may start work; what one thread starts is done in its order."""
@@ -137,10 +142,6 @@ def open_queues(device: str) -> tuple[DeviceQueue, ...]:
     if not torch.cuda.is_available():
         raise UnsupportedError("HBM tier: torch sees no CUDA device; install the driver and the `cuda` extra")
     return tuple(CudaQueue(index) for index in range(torch.cuda.device_count()))
-
-
-PIECES: Final = 4
-"""One at the device, one at the processor, and one more each so that neither waits for the other's last byte."""
 
 
 class Slots(Protocol):
@@ -275,9 +276,6 @@ def _arrived(reading: Reading, piece: _Piece | KvStrataError) -> bytes | KvStrat
 
 
 End = TypeVar("End")
-
-_ALIGNMENT_BYTES: Final = 512
-"""What the CUDA allocator aligns to, and enough for any vector load."""
 
 
 def open_hbm(device: str, capacity_bytes: int) -> HbmTier:

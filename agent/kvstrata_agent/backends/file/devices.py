@@ -10,6 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+PAUSE_S: Final = 10.0
+"""A device that failed a write gets no block for so long, and twice as long after each further failure."""
+PAUSE_S_MAX: Final = 320.0
+"""One block in five minutes is lost on a device that stays broken: lost to the tier, which has others."""
+READ_FAILURES_MAX: Final = 3
+"""Failed reads in a row after which a device gets no blocks: one may be a bad sector."""
+
 
 @dataclass(frozen=True, slots=True)
 class DirectoryRoom:
@@ -44,14 +51,6 @@ def room_of_all(rooms: Sequence[DirectoryRoom | None]) -> int | None:
     if not known:
         return None
     return sum({r.file_system: r.free_bytes for r in known}.values()) + sum(r.own_bytes for r in known)
-
-
-PAUSE_S: Final = 10.0
-"""A device that failed a write gets no block for so long, and twice as long after each further failure."""
-PAUSE_S_MAX: Final = 320.0
-"""One block in five minutes is lost on a device that stays broken: lost to the tier, which has others."""
-READ_FAILURES_MAX: Final = 3
-"""Failed reads in a row after which a device gets no blocks: one may be a bad sector."""
 
 
 @dataclass(slots=True)

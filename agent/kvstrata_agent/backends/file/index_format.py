@@ -27,6 +27,23 @@ from kvstrata_api.checksum import CHECKSUM_BYTES
 
 _NAME: Final = re.compile(r"seg-([0-9a-f]{8,})-([0-9a-f]+)-([0-9a-f]+)\.kv")
 
+MAPS: Final = 2
+"""Copies of the map, each in a page of its own: one torn or rotten page loses nothing."""
+BODY_OFFSET: Final = MAPS * DIRECT_BYTES
+VERSION: Final = 1
+SEALED_VERSION: Final = 2
+"""Scopes are listed by their tags, and the entries of each segment are sealed (`EntrySealing`)."""
+_MAP_MAGIC: Final = b"KVSTRMAP"
+_TAG_BYTES: Final = 16
+_BODY_MAGIC: Final = b"KVSTRIDX"
+KINDS_MAX: Final = 64
+_SCOPE_BYTES_MAX: Final = 512
+_CODEC_BYTES_MAX: Final = 32
+EXTRA_BYTES: Final = SALT_BYTES + TAG_BYTES
+"""Before the ciphertext of a segment's entries: salt and tag."""
+_MAGIC: Final = b"KVSTRENT"
+_PART: Final = 3
+
 
 @dataclass(frozen=True, slots=True)
 class SegmentName:
@@ -51,20 +68,9 @@ def parse_name(name: str) -> SegmentName | None:
     return SegmentName(*(int(g, 16) for g in match.groups())) if match else None
 
 
-MAPS: Final = 2
-"""Copies of the map, each in a page of its own: one torn or rotten page loses nothing."""
-
-BODY_OFFSET: Final = MAPS * DIRECT_BYTES
-VERSION: Final = 1
-SEALED_VERSION: Final = 2
-"""Scopes are listed by their tags, and the entries of each segment are sealed (`EntrySealing`)."""
-
-_MAP_MAGIC: Final = b"KVSTRMAP"
 _MAP: Final = struct.Struct("<8sQQ")
 """magic, generation, sequence; then one bit for each listed segment, and the tag at the end of the page."""
 
-_TAG_BYTES: Final = 16
-_BODY_MAGIC: Final = b"KVSTRIDX"
 _BODY: Final = struct.Struct("<8sIIQQIIQ")
 """magic, version, zero, generation, next segment id, segments, kinds, bytes of the body with its tag."""
 
@@ -87,9 +93,6 @@ ENTRY_BYTES: Final = FIELDS.itemsize
 LISTED_MAX: Final = (DIRECT_BYTES - _MAP.size - _TAG_BYTES) * 8
 """Segments that a map has bits for (32,576); four times as many as a store opens."""
 
-KINDS_MAX: Final = 64
-_SCOPE_BYTES_MAX: Final = 512
-_CODEC_BYTES_MAX: Final = 32
 _FREE: Final = bytes(8)
 
 
@@ -259,14 +262,8 @@ def _tag(content: bytes | memoryview, secret: bytes, person: bytes) -> bytes:
     return hashlib.blake2b(content, key=secret, digest_size=_TAG_BYTES, person=person).digest()
 
 
-EXTRA_BYTES: Final = SALT_BYTES + TAG_BYTES
-"""Before the ciphertext of a segment's entries: salt and tag."""
-
 _BOUND: Final = struct.Struct("<8sQQQQ")
 """magic, generation of the index, id, stride and slots of the segment; then the scope and the store's secret."""
-
-_MAGIC: Final = b"KVSTRENT"
-_PART: Final = 3
 
 
 @dataclass(frozen=True, slots=True)

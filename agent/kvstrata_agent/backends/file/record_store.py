@@ -45,6 +45,9 @@ _SEGMENTS_MAX: Final = 8192
 _MARKERS_BYTES: Final = 2 * DIRECT_BYTES
 """The store's marker, and the one that takes its place."""
 
+_CLASS_BITS: Final = 6
+"""Strides at most 1/32 longer than needed; codecs that differ by a few per cent share two or three strides."""
+
 
 def segments_bytes_max(capacity_bytes: int, segments: int, slots: int) -> int:
     """Bytes that all segments may take when there are so many of them, with so many slots.
@@ -59,10 +62,6 @@ def target_bytes(capacity_bytes: int) -> int:
     return target_extent_bytes(
         capacity_bytes, parts=_SEGMENT_PARTS, most_bytes=_SEGMENT_BYTES_MAX, count_max=_SEGMENTS_MAX
     )
-
-
-_CLASS_BITS: Final = 6
-"""Strides at most 1/32 longer than needed; codecs that differ by a few per cent share two or three strides."""
 
 
 class RecordStore(OptionalCapabilities):

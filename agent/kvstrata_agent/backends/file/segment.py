@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from kvstrata_agent.backends.file.volume import Volume, VolumeFile
     from kvstrata_api.blocks import ScopeId
 
+_STORED_BYTES_MAX: Final = 2**32 - 1
+TRAITS_MAX: Final = 1 << 16
+
 
 class OffsetSet:
     """A set of multiples of `stride_bytes`, as many of them as there are flags. Methods do what those of a set do."""
@@ -80,8 +83,6 @@ _NOTE_FIELDS: Final = np.dtype(
 """The same for NumPy."""
 
 _NOTHING: Final = bytes(NOTE_BYTES)
-_STORED_BYTES_MAX: Final = 2**32 - 1
-TRAITS_MAX: Final = 1 << 16
 
 _Key = tuple[LayoutId, str, int, int, int]
 

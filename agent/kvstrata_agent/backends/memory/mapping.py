@@ -37,6 +37,17 @@ _libc.syscall.restype = ctypes.c_long
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
+# include/uapi/linux/memfd.h: the page size's log2 stands in bits 26..31 of the flags.
+_MFD_HUGE_SHIFT: Final = 26
+_FALLOC_PUNCH_HOLE_KEEP_SIZE: Final = 0x02 | 0x01  # include/uapi/linux/falloc.h
+_BLOCK_BYTES: Final = 512  # Of st_blocks; man 2 stat.
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14, include/uapi/asm-generic/mman-common.h
+_MPOL_BIND: Final = 2  # include/uapi/linux/mempolicy.h
+_MPOL_INTERLEAVE: Final = 3
+_SYS_MBIND: Final = {"x86_64": 237, "aarch64": 235}
+_NODES_MAX: Final = 1024  # MAX_NUMNODES of distribution kernels (CONFIG_NODES_SHIFT=10).
+_SMALL_PAGE_BYTES: Final = 4 * KIB
+
 
 def open_readonly(fd: int) -> int:
     """Open the memory of `fd` once more, for reading."""
@@ -90,17 +101,6 @@ def forbid_truncation() -> bool:
     finally:
         os.close(ruleset)
 
-
-# include/uapi/linux/memfd.h: the page size's log2 stands in bits 26..31 of the flags.
-_MFD_HUGE_SHIFT: Final = 26
-_FALLOC_PUNCH_HOLE_KEEP_SIZE: Final = 0x02 | 0x01  # include/uapi/linux/falloc.h
-_BLOCK_BYTES: Final = 512  # Of st_blocks; man 2 stat.
-_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14, include/uapi/asm-generic/mman-common.h
-_MPOL_BIND: Final = 2  # include/uapi/linux/mempolicy.h
-_MPOL_INTERLEAVE: Final = 3
-_SYS_MBIND: Final = {"x86_64": 237, "aarch64": 235}
-_NODES_MAX: Final = 1024  # MAX_NUMNODES of distribution kernels (CONFIG_NODES_SHIFT=10).
-_SMALL_PAGE_BYTES: Final = 4 * KIB
 
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 MOUNTS: Final = Path("/proc/self/mountinfo")
 _UNITS: Final = {"K": KIB, "M": MIB, "G": GIB}
 
+_PLACE_FILE: Final = "memory-place"
+"""Beside the ledgers: the directory with the bytes, for whoever finds the ledgers when the tier is gone."""
+_TRIAL_FILE: Final = "trial"
+_SMALL_PAGE_BYTES: Final = 4 * KIB
+
 
 @dataclass(frozen=True, slots=True)
 class Mount:
@@ -83,12 +88,6 @@ def huge_mount(page_bytes: int, mounts: list[Mount]) -> Path | None:
 def read_mounts(file: Path = MOUNTS) -> list[Mount]:
     """Read the mounts of this process."""
     return parse_mounts(file.read_text())
-
-
-_PLACE_FILE: Final = "memory-place"
-"""Beside the ledgers: the directory with the bytes, for whoever finds the ledgers when the tier is gone."""
-_TRIAL_FILE: Final = "trial"
-_SMALL_PAGE_BYTES: Final = 4 * KIB
 
 
 @dataclass(frozen=True, slots=True)

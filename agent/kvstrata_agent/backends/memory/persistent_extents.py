@@ -27,6 +27,8 @@ STAMPS_PER_RUN: Final = 1 << 32
 """2^32 slot uses a run, 2^16 runs before stamps leave the 48 bits of the directory."""
 _RUN_FILE: Final = "run"
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class RunLock:
@@ -74,7 +76,6 @@ def _next_run(directory: Path) -> int:
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _NAME: Final = re.compile(r"ext-[0-9a-f]{8,}\.(data|ledger)")
-_log = logging.getLogger(__name__)
 
 
 def boot_id() -> str:

@@ -43,6 +43,22 @@ _UPLOAD: Final = re.compile(r"<Upload>.*?</Upload>", re.DOTALL)
 _FIELD: Final = re.compile(r"<(Key|UploadId)>(.*?)</\1>", re.DOTALL)
 _NO_BODY: Final = hashlib.sha256(b"").hexdigest()
 
+_TIMEOUT_S: Final = 30
+"""Bound of one request; 16 MiB at 1 MB/s take half of it."""
+_RETRY_BUDGET_S: Final = 20
+_PART_RETRIES_MAX: Final = 4
+PART_BYTES: Final = 16 << 20
+"""Of multipart uploads and of reads: at 1 MB/s half of the time of one request."""
+_PARTS_AT_A_TIME: Final = 4
+_CLEAR_S: Final = 1.0
+"""What a part that is on its way gets before its upload is aborted again."""
+WHOLE_BYTES_MAX: Final = 2 * PART_BYTES
+"""Up to here one request is cheaper than the three and more of a multipart upload, for us and on the bill."""
+_CALL_S: Final = _TIMEOUT_S + _RETRY_BUDGET_S
+"""No verb lasts longer, whatever the store does."""
+_DELETE_BATCH: Final = 1000
+"""S3 deletes at most 1,000 objects in one request."""
+
 
 @dataclass(frozen=True, slots=True)
 class S3Uploads:
@@ -142,26 +158,8 @@ def uploads_of(url: str, settings: Mapping[str, str]) -> S3Uploads | None:
     )
 
 
-_TIMEOUT_S: Final = 30
-"""Bound of one request; 16 MiB at 1 MB/s take half of it."""
-
-_RETRY_BUDGET_S: Final = 20
-_PART_RETRIES_MAX: Final = 4
-PART_BYTES: Final = 16 << 20
-"""Of multipart uploads and of reads: at 1 MB/s half of the time of one request."""
-_PARTS_AT_A_TIME: Final = 4
-_CLEAR_S: Final = 1.0
-"""What a part that is on its way gets before its upload is aborted again."""
-WHOLE_BYTES_MAX: Final = 2 * PART_BYTES
-"""Up to here one request is cheaper than the three and more of a multipart upload, for us and on the bill."""
-_CALL_S: Final = _TIMEOUT_S + _RETRY_BUDGET_S
-"""No verb lasts longer, whatever the store does."""
-
 _ABSENT: Final = (NotFoundError, FileNotFoundError)
 _REMOTE: Final = frozenset({"s3", "gs", "az"})
-
-_DELETE_BATCH: Final = 1000
-"""S3 deletes at most 1,000 objects in one request."""
 
 
 class ObjectClient:

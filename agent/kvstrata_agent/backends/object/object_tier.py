@@ -52,6 +52,16 @@ if TYPE_CHECKING:
 _SLOTS_PER_GROUP: Final = 32
 """Blocks of one extent: small, so that emptying one frees little more than is needed."""
 
+_log = logging.getLogger(__name__)
+_HEADERS_AT_A_TIME: Final = 32
+"""Header reads under way while recovering; object stores answer in tens of milliseconds."""
+_PLACE: Final = 0
+"""Extent and offset in headers: an object has no place that a header could be bound to, only its name."""
+_FORGET_DELAY_S: Final = 0.5
+_RETRY_DELAY_S: Final = 10.0
+_DELETIONS_MAX: Final = 100_000
+"""Deletions that wait for a store that is away; beyond it objects stay until the next start finds them."""
+
 
 @dataclass(slots=True)
 class _SlotGroup:
@@ -141,19 +151,7 @@ class ObjectSlots:
         return frozenset(chosen)
 
 
-_log = logging.getLogger(__name__)
-
-_HEADERS_AT_A_TIME: Final = 32
-"""Header reads under way while recovering; object stores answer in tens of milliseconds."""
-
-_PLACE: Final = 0
-"""Extent and offset in headers: an object has no place that a header could be bound to, only its name."""
-
 _READABLE: Final = frozenset({VERSION, SEALED_VERSION})
-_FORGET_DELAY_S: Final = 0.5
-_RETRY_DELAY_S: Final = 10.0
-_DELETIONS_MAX: Final = 100_000
-"""Deletions that wait for a store that is away; beyond it objects stay until the next start finds them."""
 
 
 class ObjectStoreTier(OptionalCapabilities):

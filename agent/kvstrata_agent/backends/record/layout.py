@@ -36,6 +36,10 @@ parent, parent length, codec length, scope length, codec, scope. All little-endi
 
 _ZEROS: Final = bytes(HEADER_BYTES - _FIELDS.size - _TAG_BYTES)
 
+SEALED_VERSION: Final = 2
+_HEADER_PART: Final = 1
+_PAYLOAD_PART: Final = 2
+
 
 def pack_header(record: Record, slot: SlotRef, secret: bytes) -> bytes:
     """Header page of `record` at its place. Raises `InvalidInputError` for names that are over the format's limits.
@@ -101,8 +105,6 @@ def unpack_header(page: bytes | memoryview, extent: int, offset: int, secret: by
 assert struct.calcsize("<16s16s20s") == CHECKSUM_BYTES + LAYOUT_ID_BYTES + KEY_BYTES, "the format fixes these sizes"
 
 
-SEALED_VERSION: Final = 2
-
 _OPEN: Final = struct.Struct(f"<8sHHIQQQ{SCOPE_TAG_BYTES}s{SALT_BYTES}s{TAG_BYTES}s")
 """magic, version, zero, zero, extent, offset, stamp, tag of the scope, salt, tag of the payload."""
 
@@ -115,8 +117,6 @@ codec length, codec, scope length; then the scope and the store's secret."""
 
 _CLOSED_END: Final = _OPEN.size + _CLOSED.size + TAG_BYTES
 _SEALED_ZEROS: Final = bytes(HEADER_BYTES - _CLOSED_END)
-_HEADER_PART: Final = 1
-_PAYLOAD_PART: Final = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,18 @@ again."""
 FLUSH_MAX: Final = 256
 """Records written in one go, so that announcements are not held up."""
 
+PAUSE_S: Final = 1.0
+"""After a lookup that found no answer in time, the next ones do not ask for so long."""
+RESOLVED_S: Final = 5.0
+"""Age up to which the record of an agent is believed; a wrong one costs a refused fetch."""
+RESOLVED_MAX: Final = 65_536
+RECONNECT_FIRST_S: Final = 0.1
+RECONNECT_LONGEST_S: Final = 2.0
+LEAVE_TIMEOUT_S: Final = 1.0
+SESSIONS_EVERY_S: Final = 0.5
+"""How late other nodes may learn of a session's turn; only its newest record is written."""
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class _Note:
@@ -100,20 +112,6 @@ class SessionNotes:
         return sum(done)
 
 
-PAUSE_S: Final = 1.0
-"""After a lookup that found no answer in time, the next ones do not ask for so long."""
-
-RESOLVED_S: Final = 5.0
-"""Age up to which the record of an agent is believed; a wrong one costs a refused fetch."""
-
-RESOLVED_MAX: Final = 65_536
-
-RECONNECT_FIRST_S: Final = 0.1
-RECONNECT_LONGEST_S: Final = 2.0
-LEAVE_TIMEOUT_S: Final = 1.0
-SESSIONS_EVERY_S: Final = 0.5
-"""How late other nodes may learn of a session's turn; only its newest record is written."""
-
 AccessProvider = Callable[[], Awaitable[RedisAccess]]
 """Reads address and credentials again for each connection; raises a `KvStrataError` while there are none."""
 
@@ -121,7 +119,6 @@ Holdings = Callable[[], Iterable[tuple[ScopeSecret, Sequence[Announcement]]]]
 """`Lender.holdings`."""
 
 _NOWHERE: Final[tuple[Location, ...]] = ()
-_log = logging.getLogger(__name__)
 
 
 class RedisDirectory:

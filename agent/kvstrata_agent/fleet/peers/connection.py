@@ -20,6 +20,9 @@ SEND_TIMEOUT_S: Final = 10.0
 READ_AHEAD_BYTES: Final = 2 * wire.CHUNK_BYTES_MAX
 """What a connection buffers before it stops reading from the network."""
 
+HANDSHAKE_S: Final = 5.0
+"""A caller that has not shown its certificate by then is gone."""
+
 
 class Stream:
     """One connection. Reading is for one task; sending is for many, one message at a time."""
@@ -78,10 +81,6 @@ async def frame_within(stream: Stream, timeout_s: float) -> bytes:
         raise AgentAwayError(f"peer did not answer for {timeout_s} s") from e
     except InvalidInputError as e:
         raise AgentAwayError(f"peer speaks another protocol: {e}") from e
-
-
-HANDSHAKE_S: Final = 5.0
-"""A caller that has not shown its certificate by then is gone."""
 
 
 class Certified(Protocol):

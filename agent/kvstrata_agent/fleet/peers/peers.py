@@ -66,6 +66,9 @@ OwnToken = Callable[[], Awaitable[str]]
 
 _log = logging.getLogger(__name__)
 
+READS_MAX: Final = 16
+"""Records that are read at once: twice the threads of a tier, so that one is decoded while the next is read."""
+
 
 class RemotePeers:
     """Connections to other agents and the transfers over them. For one event loop."""
@@ -375,10 +378,6 @@ def _batches(wanted: Sequence[Wanted]) -> Iterator[list[int]]:
             batch.append(i)
             size_bytes += len(wanted[i].into)
         yield batch
-
-
-READS_MAX: Final = 16
-"""Records that are read at once: twice the threads of a tier, so that one is decoded while the next is read."""
 
 
 class FlashReader:

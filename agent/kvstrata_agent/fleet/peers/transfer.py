@@ -49,6 +49,23 @@ both sides waits for a core. With all asked for at once the owner took a quarter
 LANES: Final = 8
 """Landing buffers of one batch, those included whose piece is verified: the wire does not wait for that."""
 
+LANDING_BYTES: Final = 128 * MIB
+"""Bytes on their way from all peers at once: four batches of eight pieces, 40 ms of a 25 Gbit/s link."""
+_ALIGN_BYTES: Final = 4 * KIB
+LANDING_REGION: Final = -1
+"""Number of the landing memory among the regions registered with NIXL; extents have numbers from 0."""
+PIECE_BYTES: Final = 4 * MIB
+"""Bytes of one transfer: each costs a wake-up of a thread, and is verified while others move."""
+VERIFIERS: Final = 4
+"""Threads that verify what has landed, of all batches together: each keeps up with 100 Gbit/s."""
+NIXL_PAUSE_S: Final = 30.0
+"""After a transfer that failed or was late, the same owner is read over TCP for so long."""
+NIXL_SHARE: Final = 0.5
+"""Part of the time left that NIXL may take, so that TCP can still do it."""
+NIXL_WAIT_S: Final = 2.0
+NIXL_BYTES_PER_S_MIN: Final = 20_000_000
+"""NIXL gets so long, and more for more bytes; whoever is slower than this is better read over TCP."""
+
 
 @dataclass(frozen=True, slots=True)
 class Steps(Generic[P, R]):
@@ -158,12 +175,6 @@ class Pipeline(Generic[P, R]):
             self.quiet.set_result(None)
 
 
-LANDING_BYTES: Final = 128 * MIB
-"""Bytes on their way from all peers at once: four batches of eight pieces, 40 ms of a 25 Gbit/s link."""
-
-_ALIGN_BYTES: Final = 4 * KIB
-
-
 def padded_bytes(size_bytes: int) -> int:
     """Room that so many bytes take: buffers and the blocks in them begin at multiples of `_ALIGN_BYTES`."""
     return -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
@@ -200,26 +211,6 @@ class Landing:
         for i in (at, at - 1):
             if 0 <= i < len(self._free) - 1 and sum(self._free[i]) == self._free[i + 1][0]:
                 self._free[i : i + 2] = [(self._free[i][0], self._free[i][1] + self._free[i + 1][1])]
-
-
-LANDING_REGION: Final = -1
-"""Number of the landing memory among the regions registered with NIXL; extents have numbers from 0."""
-
-PIECE_BYTES: Final = 4 * MIB
-"""Bytes of one transfer: each costs a wake-up of a thread, and is verified while others move."""
-
-VERIFIERS: Final = 4
-"""Threads that verify what has landed, of all batches together: each keeps up with 100 Gbit/s."""
-
-NIXL_PAUSE_S: Final = 30.0
-"""After a transfer that failed or was late, the same owner is read over TCP for so long."""
-
-NIXL_SHARE: Final = 0.5
-"""Part of the time left that NIXL may take, so that TCP can still do it."""
-
-NIXL_WAIT_S: Final = 2.0
-NIXL_BYTES_PER_S_MIN: Final = 20_000_000
-"""NIXL gets so long, and more for more bytes; whoever is slower than this is better read over TCP."""
 
 
 class Transport(StrEnum):

@@ -54,6 +54,9 @@ _MEMORY: Final = "memory"
 _HUGEPAGES: Final = "hugepages"
 """Volume of the template that is a hugetlbfs of the host."""
 
+HISTORY: Final = 10
+"""ControllerRevisions that Kubernetes keeps of a DaemonSet; its own default, written so that it stays."""
+
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
@@ -188,9 +191,6 @@ def _needs(tier: NodeTier) -> set[str]:
         return set()
     return {_MEMORY, _HUGEPAGES} if _resource(tier).startswith("hugepages") else {_MEMORY}
 
-
-HISTORY: Final = 10
-"""ControllerRevisions that Kubernetes keeps of a DaemonSet; its own default, written so that it stays."""
 
 Body = Mapping[str, Any]
 Made = Mapping[Ref, MadeSeen]

@@ -44,6 +44,15 @@ BLOCKS_KNOWN: Final = 1_000
 FILL_KNOWN: Final = 16
 """And from a fill of one part in so many: agents round what they use to 1 % of a tier."""
 
+REQUEST_PERCENT: Final = 125
+"""Memory that a pod asks for, of `maxmemory`: fragmentation was 1.09 to 1.55 of what is used (metadata/README.md)."""
+LIMIT_PERCENT: Final = 150
+"""Memory at which it is ended."""
+_FIXED: Final = ("selector", "serviceName", "podManagementPolicy", "volumeClaimTemplates")
+"""Parts of a StatefulSet that the API server never changes."""
+_AMOUNTS: Final = ("min", "max", "block")
+"""Entries of the template's `memory`, all of them quantities."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -153,18 +162,6 @@ def _amount(value: Any) -> Decimal | None:
 
 
 Json = dict[str, Any]
-
-REQUEST_PERCENT: Final = 125
-"""Memory that a pod asks for, of `maxmemory`: fragmentation was 1.09 to 1.55 of what is used (metadata/README.md)."""
-
-LIMIT_PERCENT: Final = 150
-"""Memory at which it is ended."""
-
-_FIXED: Final = ("selector", "serviceName", "podManagementPolicy", "volumeClaimTemplates")
-"""Parts of a StatefulSet that the API server never changes."""
-
-_AMOUNTS: Final = ("min", "max", "block")
-"""Entries of the template's `memory`, all of them quantities."""
 
 
 @dataclass(frozen=True, slots=True)

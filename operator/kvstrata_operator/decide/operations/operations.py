@@ -42,6 +42,9 @@ Operation = Declared[KVOperation]
 _DRAIN: Final = DrainOrder("Demote", 0.0)
 """What an operation asks of nodes; its own time bounds it."""
 
+REASONS_MAX: Final = 16
+"""Reasons that a status states, those of most nodes first."""
+
 
 class End(StrEnum):
     """How an operation is over: the type of its final condition, and its state."""
@@ -360,10 +363,6 @@ def _order(uid: str, model: KVOperation) -> NodeOrder:
 def _joined(asked: _Asked) -> dict[str, Wants]:
     nodes = asked.drains.keys() | asked.orders.keys()
     return {n: Wants(asked.drains.get(n, NO_DRAIN), tuple(asked.orders.get(n, ()))) for n in nodes}
-
-
-REASONS_MAX: Final = 16
-"""Reasons that a status states, those of most nodes first."""
 
 
 def by_reason(still: Iterable[Open]) -> list[tuple[int, Open]]:

@@ -11,6 +11,9 @@ from typing import Any, Final
 
 from kvstrata_operator.observe.kinds import Kind, Ref
 
+SILENT_REASON: Final = "LeaseExpired"
+"""Reason of the conditions that `MarkSilent` writes."""
+
 
 class Severity(StrEnum):
     """Type of a Kubernetes Event."""
@@ -144,10 +147,6 @@ class Rewrap(Owned):
     """Entries as they are, by name."""
     resource_version: str
     """Of the Secret that has them."""
-
-
-SILENT_REASON: Final = "LeaseExpired"
-"""Reason of the conditions that `MarkSilent` writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,11 @@ from kvstrata_operator.decide.pools.placement import Placement
 from kvstrata_operator.observe.parse import takes_node_memory
 from kvstrata_operator.observe.records import AgentPodSeen, PoolNodeSeen
 
+COUNTS: Final = (
+    "matched", "current", "updated", "reported", "ready", "draining", "capacity_known", "metadata_known",
+)  # fmt: skip
+FINDINGS: Final = ("degraded", "unready", "excluded", "unsettled", "over_capacity", "without_metadata")
+
 
 @dataclass(slots=True)
 class PoolPods:
@@ -173,12 +178,6 @@ class NodeFacts:
     unsettled: _Wrong = None
     over_capacity: _Wrong = None
     without_metadata: _Wrong = None
-
-
-COUNTS: Final = (
-    "matched", "current", "updated", "reported", "ready", "draining", "capacity_known", "metadata_known",
-)  # fmt: skip
-FINDINGS: Final = ("degraded", "unready", "excluded", "unsettled", "over_capacity", "without_metadata")
 
 
 def judge(

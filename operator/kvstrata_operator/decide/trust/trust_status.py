@@ -21,6 +21,9 @@ from kvstrata_operator.decide.trust.tenant_usage import Held, TierKey, quota_con
 from kvstrata_operator.observe.kinds import format_time
 from kvstrata_operator.observe.records import Declared
 
+_NAMED_MAX: Final = 8
+"""Readers that a message names; the rest is counted."""
+
 
 @dataclass(frozen=True, slots=True)
 class TenantFacts:
@@ -114,9 +117,6 @@ def accepted(make: ConditionMaker) -> Condition:
     """State that the spec is valid."""
     return make.true("Accepted", "Accepted", "the spec is valid")
 
-
-_NAMED_MAX: Final = 8
-"""Readers that a message names; the rest is counted."""
 
 _WHY: Final = {
     Refusal.UNKNOWN_READER: "does not exist",
