@@ -279,7 +279,7 @@ def test_links_of_blocks_are_the_same_whether_they_are_rows_or_entries() -> None
 
 
 @given(st.floats(-1, 12), st.floats(-1, 12))
-def test_older_blocks_are_told_without_entries_of_them(used_by_s: float, born_by_s: float) -> None:
+def test_older_blocks_are_found_without_entries_of_them(used_by_s: float, born_by_s: float) -> None:
     index, _ = chain(12)
     for number in range(0, 12, 2):
         entry = index.find(SCOPE, digest(number))
@@ -288,10 +288,10 @@ def test_older_blocks_are_told_without_entries_of_them(used_by_s: float, born_by
         del entry
     assert index.pack(math.inf) == 11
 
-    told = set(index.blocks(SCOPE).older(used_by_s, born_by_s))
+    found = set(index.blocks(SCOPE).older(used_by_s, born_by_s))
 
     wanted = {i for i in range(11) if (i if i % 2 else 11) <= used_by_s or i <= born_by_s} | {11}
-    assert told == {digest(i) for i in wanted}
+    assert found == {digest(i) for i in wanted}
     assert index.in_use == 1
 
 
