@@ -105,21 +105,21 @@ class PagedKv:
         self._layers[layer][rows.pages, rows.rows] = tokens
 
     def _shaped(self, layer: Any, rows: TokenRows) -> Any:
-        """View of a layer of blocks as (blocks, 2, heads, tokens, dim) bits."""
+        """View of a layer of blocks as (blocks, parts, heads, tokens, dim) bits."""
         layout = self.layout
-        shape = (len(rows.blocks), 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
+        shape = (len(rows.blocks), layout.kv_parts, layout.kv_heads, layout.block_tokens, layout.head_dim)
         return layer.view(_BITS[layout.element_bytes]).view(shape)
 
 
 def _checked(tensor: Any, layout: Layout, names: Sequence[str], number: int) -> Any:
-    """View of a layer's tensor as (pages, tokens, 2, heads, dim) bits."""
+    """View of a layer's tensor as (pages, tokens, parts, heads, dim) bits."""
     if tensor.dim() != len(names) or tensor.element_size() != layout.element_bytes:
         raise InvalidInputError(
             f"layer {number}: {tensor.dim()} dimensions of {tensor.element_size()} B, {len(names)} dimensions of "
             f"{layout.element_bytes} B wanted"
         )
     ours = tensor.permute([names.index(name) for name in _OURS])
-    found, wanted = tuple(ours.shape[2:]), (2, layout.kv_heads, layout.head_dim)
+    found, wanted = tuple(ours.shape[2:]), (layout.kv_parts, layout.kv_heads, layout.head_dim)
     if found != wanted:
         raise InvalidInputError(f"layer {number}: (kv, heads, dim) {found}, the layout has {wanted}")
     return ours.view(_BITS[layout.element_bytes])
