@@ -28,7 +28,7 @@ from kvstrata_client.verbs.results import Bytes2D, Stored
 ORDER: Final = "kv,page,token,head,dim"
 """Memory order of vLLM's FlashAttention layers; FlashInfer's is `page,kv,token,head,dim`, or with head before token."""
 _OURS: Final = ("page", "token", "kv", "head", "dim")
-_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 BATCH_BYTES: Final = 64 * MIB
 """Of blocks that are offloaded together: a few milliseconds of a link, and twice that is pinned."""
@@ -96,19 +96,26 @@ class PagedKv:
 
     def gather(self, layer: int, rows: TokenRows, into: Any) -> None:
         """Fill `into`, (blocks, bytes of a layer) uint8 on the same device, with a layer of blocks."""
-        found = self._layers[layer][rows.pages, rows.rows].unflatten(0, (len(rows.blocks), -1))
+        found = self.read_tokens(layer, rows).unflatten(0, (len(rows.blocks), -1))
         self._shaped(into, rows).copy_(found.permute(0, 2, 3, 1, 4))
 
     def scatter(self, layer: int, rows: TokenRows, source: Any) -> None:
         """Put a layer of blocks, as `gather` gives it, where their tokens lie."""
-        tokens = self._shaped(source, rows).permute(0, 3, 1, 2, 4).flatten(0, 1)
+        self.write_tokens(layer, rows, self._shaped(source, rows).permute(0, 3, 1, 2, 4).flatten(0, 1))
+
+    def read_tokens(self, layer: int, rows: TokenRows) -> Any:
+        """A layer of tokens: (tokens, parts, heads, dim) bits. For engines with another order of a page, as below."""
+        return self._layers[layer][rows.pages, rows.rows]
+
+    def write_tokens(self, layer: int, rows: TokenRows, tokens: Any) -> None:
+        """Put a layer of tokens, as `read_tokens` gives it, into its pages."""
         self._layers[layer][rows.pages, rows.rows] = tokens
 
     def _shaped(self, layer: Any, rows: TokenRows) -> Any:
         """View of a layer of blocks as (blocks, parts, heads, tokens, dim) bits."""
         layout = self.layout
         shape = (len(rows.blocks), layout.kv_parts, layout.kv_heads, layout.block_tokens, layout.head_dim)
-        return layer.view(_BITS[layout.element_bytes]).view(shape)
+        return layer.view(BITS[layout.element_bytes]).view(shape)
 
 
 def _checked(tensor: Any, layout: Layout, names: Sequence[str], number: int) -> Any:
@@ -122,7 +129,7 @@ def _checked(tensor: Any, layout: Layout, names: Sequence[str], number: int) -> 
     found, wanted = tuple(ours.shape[2:]), (layout.kv_parts, layout.kv_heads, layout.head_dim)
     if found != wanted:
         raise InvalidInputError(f"layer {number}: (kv, heads, dim) {found}, the layout has {wanted}")
-    return ours.view(_BITS[layout.element_bytes])
+    return ours.view(BITS[layout.element_bytes])
 
 
 Wait = Callable[[], None]

@@ -19,13 +19,68 @@ from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.client import Client
-from kvstrata_client.connectors.paged import CudaWork, DeviceWork, HostWork, PagedKv, Wait
+from kvstrata_client.connectors.paged import BITS, CudaWork, DeviceWork, HostWork, PagedKv, TokenRows, Wait
 from kvstrata_client.connectors.vllm.engine import Geometry, Settings
 from kvstrata_client.connectors.vllm.planner import Fetch, Fetched, Load, Plan, Save, Tables
 
 _log: Final = logging.getLogger(__name__)
 NULL_PAGE: Final = 0
 """vLLM's page of tokens that a sliding window has left behind: it belongs to nobody."""
+
+
+class CpuPagedKv(PagedKv):
+    """Pages of vLLM's CPU attention, whose kernels order a page as their instructions like it.
+
+    The order is found out by having the kernel write a page of numbers.
+    """
+
+    def __init__(self, tensors: Sequence[Any], layout: Layout, geometry: Geometry) -> None:
+        """Bind tensors (pages, heads, tokens, 2 dim). Raises `InvalidInputError` for an order that cannot be had."""
+        heads, dim = geometry.kv_heads, geometry.head_dim
+        tokens = tensors[0].shape[2]
+        views = [t.view(t.shape[0], heads, 2, tokens, dim) for t in tensors]
+        super().__init__(views, layout, "page,head,kv,token,dim")
+        self._flat = [t.view(BITS[geometry.element_bytes]).view(t.shape[0], heads, -1) for t in tensors]
+        self._place = _cpu_order(tensors[0].dtype, tokens, dim)
+        self._heads = torch.arange(heads)[None, None, :, None]
+
+    def read_tokens(self, layer: int, rows: TokenRows) -> Any:
+        """See `PagedKv`."""
+        return self._flat[layer][self._index(rows)]
+
+    def write_tokens(self, layer: int, rows: TokenRows, tokens: Any) -> None:
+        """See `PagedKv`."""
+        self._flat[layer][self._index(rows)] = tokens
+
+    def _index(self, rows: TokenRows) -> tuple[Any, Any, Any]:
+        return rows.pages[:, None, None, None], self._heads, self._place[rows.rows][:, :, None, :]
+
+
+def _cpu_order(dtype: Any, tokens: int, dim: int) -> torch.Tensor:
+    """Where elements lie in a head's part of a page: (tokens, 2, dim) int64."""
+    try:
+        from vllm import _custom_ops
+        from vllm.v1.attention.backends import cpu_attn
+
+        isa = cpu_attn._get_attn_isa(dtype, tokens, dim)  # noqa: SLF001  No public one; what is missing is a refusal.
+        write = _custom_ops.cpu_attn_reshape_and_cache
+    except (ImportError, AttributeError) as e:
+        raise InvalidInputError(f"the order of vLLM's CPU pages is not known: {e}") from e
+    size, slots = tokens * dim, torch.arange(tokens)
+    held = torch.zeros(2 * size, dtype=torch.int64)
+    for digit in range(4):  # Of base 128: whole numbers up to 256 are exact in every type.
+        numbers = (torch.arange(size) // 128**digit % 128).view(tokens, 1, dim).to(dtype)
+        page = torch.zeros((1, 1, 2 * tokens, dim), dtype=dtype)
+        keys, values = page.chunk(2, dim=2)
+        write(numbers, numbers, keys, values, slots, isa)
+        held += page.flatten().to(torch.int64) * 128**digit
+    place = torch.empty((2, size), dtype=torch.int64)
+    for part in range(2):
+        of_part = held[part * size : (part + 1) * size]
+        if not torch.equal(of_part.sort().values, torch.arange(size)):
+            raise InvalidInputError(f"vLLM's CPU pages ({isa}) hold something besides keys and values")
+        place[part, of_part] = torch.arange(part * size, (part + 1) * size)
+    return place.view(2, tokens, dim).permute(1, 0, 2).contiguous()
 
 
 class Pages:
@@ -36,11 +91,7 @@ class Pages:
         self._geometry = geometry
         self._layout = layout
         self._groups = [
-            PagedKv(
-                [_five_dimensions(tensors[name], geometry) for name in group.layers],
-                replace(layout, layers=len(group.layers)),
-                "page,token,kv,head,dim",
-            )
+            _bound([tensors[name] for name in group.layers], geometry, replace(layout, layers=len(group.layers)))
             for group in geometry.groups
         ]
         self.device = self._groups[0].device
@@ -110,12 +161,18 @@ class Pages:
         return table if split == 1 else [page * split + part for page in table for part in range(split)]
 
 
+def _bound(tensors: Sequence[Any], geometry: Geometry, layout: Layout) -> PagedKv:
+    if tensors[0].element_size() != geometry.element_bytes:
+        raise InvalidInputError(f"KV tensor of {tensors[0].dtype}: elements of {geometry.element_bytes} B wanted")
+    if tensors[0].device.type == "cpu" and tensors[0].dim() == 4 and geometry.kv_parts == 2:
+        return CpuPagedKv(tensors, layout, geometry)
+    return PagedKv([_five_dimensions(tensor, geometry) for tensor in tensors], layout, "page,token,kv,head,dim")
+
+
 def _five_dimensions(tensor: Any, geometry: Geometry) -> Any:
     """View of a layer's tensor as (pages, tokens, parts, heads, dim)."""
     heads, dim, parts = geometry.kv_heads, geometry.head_dim, geometry.kv_parts
     shape = tuple(tensor.shape)
-    if tensor.element_size() != geometry.element_bytes:
-        raise InvalidInputError(f"KV tensor of {tensor.dtype}: elements of {geometry.element_bytes} B wanted")
     if parts == 1:
         if len(shape) == 3 and shape[2] == dim:
             return tensor[:, :, None, None, :]
