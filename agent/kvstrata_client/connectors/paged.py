@@ -74,7 +74,8 @@ class PagedKv:
     def rows(self, table: Sequence[int], blocks: range) -> TokenRows:
         """Where blocks of a prompt lie whose page `n` has number `table[n]`.
 
-        Raises `InvalidInputError` for pages that there are not, that come twice, and for a table that is too short.
+        Pages of other blocks are not looked at. Raises `InvalidInputError` for pages that there are not, that come
+        twice, and for a table that is too short.
         """
         pages = np.asarray(table)
         if pages.ndim != 1 or (len(pages) and pages.dtype.kind not in "iu"):
@@ -86,7 +87,7 @@ class PagedKv:
             raise InvalidInputError(
                 f"a table of {len(pages)} pages of {self.page_tokens} tokens, {blocks.stop * size} tokens wanted"
             )
-        used = pages[: -(-blocks.stop * size // self.page_tokens)]
+        used = pages[blocks.start * size // self.page_tokens : -(-blocks.stop * size // self.page_tokens)]
         if len(used) and not 0 <= used.min() <= used.max() < self.pages:
             raise InvalidInputError(f"pages {used.min()} to {used.max()} in a table: 0 to {self.pages - 1} are there")
         if len(np.unique(used)) < len(used):
