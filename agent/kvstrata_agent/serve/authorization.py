@@ -294,6 +294,8 @@ def check_layout(layout: Layout, wanted: Compatibility, element_bytes: int) -> N
     for name in ("layers", "kv_heads", "head_dim", "tp_size"):
         if getattr(layout, name) < 1:
             raise InvalidInputError(f"layout.{name}: {getattr(layout, name)}, at least 1 wanted")
+    if layout.kv_parts not in {1, 2}:
+        raise InvalidInputError(f"layout.kv_parts: {layout.kv_parts}, 1 or 2 wanted")
     if not 0 <= layout.tp_rank < layout.tp_size:
         raise InvalidInputError(f"layout.tp_rank: {layout.tp_rank}, 0 to {layout.tp_size - 1} wanted")
     if layout.block_bytes > BLOCK_BYTES_MAX:

@@ -71,7 +71,7 @@ class HeadRange:
     @property
     def part_bytes(self) -> int:
         """Bytes of one part: a layer, or one head's K or V of a layer."""
-        parts = self.layout.layers * (1 if self.heads is None else 2 * self.layout.kv_heads)
+        parts = self.layout.layers * (1 if self.heads is None else self.layout.kv_parts * self.layout.kv_heads)
         return self.layout.block_bytes // parts
 
     @property

@@ -116,6 +116,8 @@ class Located:
     """Leading blocks."""
     shared_blocks: int = 0
     """Those among them that lie in a shared scope; they always come first."""
+    sources: tuple[str, ...] = ()
+    """Where each leading block is now: a tier name, or `remote`."""
 
 
 class Lease(msgspec.Struct, frozen=True, eq=False):
