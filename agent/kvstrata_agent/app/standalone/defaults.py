@@ -68,16 +68,15 @@ def default_pool(machine: Machine, name: str, compatibility: Mapping[str, Any], 
     huge = _share(machine.huge_free_bytes, HUGE_SHARE)
     memory = _share(machine.memory_free_bytes, MEMORY_SHARE)
     disk = min(_share(machine.disk_free_bytes, DISK_SHARE), DISK_BYTES_MAX)
-    if max(memory, huge) < MEMORY_BYTES_MIN:
+    is_huge = huge >= HUGE_BYTES_MIN
+    size = huge if is_huge else memory
+    if size < MEMORY_BYTES_MIN:
         raise UnsupportedError(
             f"{machine.memory_free_bytes} B of memory are free: a quarter of it is less than {MEMORY_BYTES_MIN} B; "
             "declare tiers with -f"
         )
-    is_huge = huge >= HUGE_BYTES_MIN
     dram = {"pageSize": "2Mi" if is_huge else "4Ki"}
-    tiers: list[Json] = [
-        {"name": "dram", "type": "HostDRAM", "capacityPerNode": _written(huge if is_huge else memory), "hostDRAM": dram}
-    ]
+    tiers: list[Json] = [{"name": "dram", "type": "HostDRAM", "capacityPerNode": _written(size), "hostDRAM": dram}]
     if disk >= DISK_BYTES_MIN:
         path = str(state_dir / NVME)
         tiers.append({"name": "nvme", "type": "NVMe", "capacityPerNode": _written(disk), "nvme": {"path": path}})
