@@ -105,8 +105,8 @@ def test_tokens_are_tenants_that_share_what_a_trust_domain_lets_them_share(share
         assert (load(a, 3), load(b, 3)) == (BLOCKS, 0)
 
 
-def test_after_kill_9_misses_end_with_the_next_start(up: Up) -> None:
-    up.declare(pool(up.home / "state" / "nvme"))
+def test_after_kill_9_misses_end_with_the_next_start_also_where_the_disk_is_encrypted(up: Up) -> None:
+    up.declare(pool(up.home / "state" / "nvme", encryption="AESGCM"))
     up.start()
     with up.client() as client:
         client.open_session("chat")
@@ -116,6 +116,7 @@ def test_after_kill_9_misses_end_with_the_next_start(up: Up) -> None:
         up.start()
         until(lambda: client.is_attached)
         assert load(client, 1) == BLOCKS
+    until(lambda: up.status()["tiers"][1].get("encrypted"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be several users")

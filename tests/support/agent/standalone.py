@@ -32,13 +32,14 @@ def declared(kind: str, name: str, spec: Json, namespace: str = "") -> Json:
     return {"apiVersion": API_VERSION, "kind": kind, "metadata": metadata, "spec": spec}
 
 
-def pool(nvme: Path | None = None, **settings: Any) -> Json:
+def pool(nvme: Path | None = None, *, encryption: str = "None", **settings: Any) -> Json:
     """A pool of any model with 32 MiB of memory, and below it 128 MiB on disk."""
     tiers: list[Json] = [
         {"name": "dram", "type": "HostDRAM", "capacityPerNode": "32Mi", "hostDRAM": {"pageSize": "4Ki"}},
     ]
     if nvme is not None:
-        tiers.append({"name": "nvme", "type": "NVMe", "capacityPerNode": "128Mi", "nvme": {"path": str(nvme)}})
+        settings_of = {"nvme": {"path": str(nvme)}, "encryption": {"type": encryption}}
+        tiers.append({"name": "nvme", "type": "NVMe", "capacityPerNode": "128Mi", **settings_of})
     compatibility = {"model": "*", "revision": "*", "dtype": "bf16"}
     policy = {"recompute": {"type": "AlwaysFetch"}}  # A busy disk may be slower than to compute.
     return declared("KVPool", POOL, {"compatibility": compatibility, "tiers": tiers, "policy": policy, **settings})

@@ -18,7 +18,7 @@ from kvstrata_agent.app.process import AgentProcess
 from kvstrata_agent.app.standalone import defaults, keys
 from kvstrata_agent.app.standalone.authenticator import USERS, Tokens, parse_token, user_account
 from kvstrata_agent.app.standalone.manifests import NODE, Manifest
-from kvstrata_agent.app.standalone.world import Source, StandaloneWorld
+from kvstrata_agent.app.standalone.world import KEYS_FILE, Source, StandaloneWorld
 from kvstrata_api import names
 from kvstrata_api.errors import InvalidInputError, KvStrataError
 from kvstrata_api.models.pool import ANY, BLOCK_TOKENS
@@ -36,6 +36,7 @@ SOCKET_CHARS_MAX: Final = 107
 _PRIVATE: Final = 0o700
 _GROUP_READS: Final = 0o2750
 """The set-group-ID bit gives the socket the directory's group."""
+_GROUP_PASSES: Final = 0o710
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -215,6 +216,7 @@ def _prepare(wanted: _Wanted, group: int | None) -> None:
     Raises `InvalidInputError` for a state directory of another user, or one that others may write in; `OSError`.
     """
     state, run = wanted.state_dir, wanted.socket.parent
+    is_ours = not state.exists() or (state / KEYS_FILE).exists()
     state.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
     seen = state.stat()
     if seen.st_uid != os.geteuid() or seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -227,12 +229,11 @@ def _prepare(wanted: _Wanted, group: int | None) -> None:
     if group is not None:
         os.chown(run, -1, group)
         run.chmod(_GROUP_READS)
-        if run.is_relative_to(state):
+        if is_ours and run.is_relative_to(state):
             os.chown(state, -1, group)
-            state.chmod(0o710)
+            state.chmod(_GROUP_PASSES)
     elif is_new or run.is_relative_to(state):
         run.chmod(_PRIVATE)
-        state.chmod(_PRIVATE)
 
 
 def _make_own(paths: Sequence[str], state_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from kvstrata_agent.app.standalone import defaults, keys
 from kvstrata_agent.app.standalone.authenticator import LocalAuthenticator, Tokens, parse_token, user_account
 from kvstrata_agent.app.standalone.defaults import Machine, default_pool, default_tenant, read_machine
-from kvstrata_agent.app.standalone.main import main
+from kvstrata_agent.app.standalone.main import _prepare, _Wanted, main
 from kvstrata_agent.app.standalone.manifests import Manifest, manifest_of, node_tiers, parse
 from kvstrata_agent.app.standalone.world import Source, StandaloneWorld
 from kvstrata_agent.serve.authorization import check_layout
@@ -434,6 +435,21 @@ def test_bad_options_are_named(
 ) -> None:
     assert main([*options, "--state-dir", str(tmp_path / "state")]) == 1
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_a_directory_that_was_there_before_keeps_its_mode(tmp_path: Path, *, has_keys: bool) -> None:
+    state = tmp_path / "state"
+    state.mkdir(mode=0o755)
+    if has_keys:
+        (state / "keys.json").touch()
+    manifest = manifest_of([pool()])
+    _prepare(_Wanted(manifest, Source(), state, state / "run" / "agent.sock", Tokens({})), os.getegid())
+
+    assert state.stat().st_mode & 0o777 == (0o710 if has_keys else 0o755)
+    assert (state / "run").stat().st_mode & 0o7777 == 0o2750
+    _prepare(_Wanted(manifest, Source(), state, state / "run" / "agent.sock", Tokens({})), None)
+    assert (state / "run").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_state_directory_that_others_may_write_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
