@@ -284,6 +284,7 @@ def greeting(manifest: Manifest, status: KVPoolNodeStatus, addresses: Mapping[st
         *tiers,
         *tenants,
         f"metrics   http://{addresses.get('metrics', '')}/metrics",
+        f"look      kvstrata stats --socket {socket} --pool {pool} --model {model} --revision {revision}",
         f"connect   layout = Layout({named}, layers, kv_heads, head_dim, element_bytes)",
         f'          client = Client.attach(Target(Path("{socket}"), "{pool}", NO_TOKEN, layout))',
     ]
