@@ -17,7 +17,7 @@ from kvstrata_api import __version__
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.units import GIB
-from kvstrata_client.target import Target
+from kvstrata_client.target import NO_TOKEN, Target
 
 BLOCK_TOKENS: Final = 16
 """Tokens of a block of ours unless the configuration says what else the pool has."""
@@ -33,8 +33,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     socket: str
     """Unix socket of the node's agent of the pool."""
     pool: str
-    token_file: str
-    """Of the pod's projected token; its tenant is the only one that is ever read or written for."""
+    token_file: str = ""
+    """Of the pod's projected token; its tenant is the only one that is ever read or written for. Empty where the agent
+    knows callers by their unix user (`kvstrata up`)."""
     model: str = ""
     """As in the pool's `compatibility`; vLLM's model name when empty."""
     revision: str = ""
@@ -55,8 +56,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def target(self, layout: Layout, *, timeout_s: float) -> Target:
         """What to attach to."""
+        token = Path(self.token_file) if self.token_file else NO_TOKEN
         return Target(
-            Path(self.socket), self.pool, Path(self.token_file), layout, f"kvstrata-vllm/{__version__}",
+            Path(self.socket), self.pool, token, layout, f"kvstrata-vllm/{__version__}",
             timeout_s=timeout_s, move_timeout_s=self.load_deadline_s, silence_s=min(2.0, self.load_deadline_s),
         )  # fmt: skip
 
