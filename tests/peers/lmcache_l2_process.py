@@ -7,11 +7,13 @@ import select
 import sys
 import time
 from argparse import Namespace
+from importlib import metadata
 from typing import Any
 
 import torch
 from lmcache.lmcache_native import Bitmap
-from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec
+from lmcache.v1.distributed import api
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.config import EvictionConfig, L1ManagerConfig, L1MemoryManagerConfig, StorageManagerConfig
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
@@ -19,6 +21,8 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
 MODEL = "bench-model"
+IS_FLAT = not hasattr(api, "PrefetchTaskSpec")
+"""LMCache 0.5.5: a prefetch names keys without groups, and its result is one bitmap."""
 
 
 def key(number: int, model: str = MODEL) -> ObjectKey:
@@ -137,7 +141,7 @@ class Manager:
     def write(self, numbers: list[int]) -> dict[str, Any]:
         """Write objects as an engine's worker does, wait until they are below, and empty the memory above."""
         keys = [key(n) for n in numbers]
-        for k, made in self.manager.reserve_write(keys, self.LAYOUT).items():
+        for k, made in self.manager.reserve_write(keys, self.LAYOUT, *(("new",) if IS_FLAT else ())).items():
             made.raw_data.view(torch.uint8).copy_(wanted(numbers[keys.index(k)], self.SIZE))
         self.manager.finish_write(keys)
         ends_s = time.monotonic() + 60
@@ -150,16 +154,21 @@ class Manager:
         """Have a prompt's objects brought up; how many leading ones came, and how many of them are right."""
         keys = [key(n) for n in numbers]
         started_s = time.monotonic()
-        handle = self.manager.submit_prefetch_task(PrefetchTaskSpec([GroupedObjectKeys(keys, 0, self.LAYOUT)]))
+        if IS_FLAT:
+            spec = api.PrefetchRequestSpec(keys, {0: self.LAYOUT})
+        else:
+            spec = api.PrefetchTaskSpec([api.GroupedObjectKeys(keys, 0, self.LAYOUT)])
+        handle = self.manager.submit_prefetch_task(spec)
         self.manager.wait_prefetch_status(handle, 60)
         result = self.manager.query_prefetch_status(handle)
         took_s = time.monotonic() - started_s
-        hits = 0 if result is None else result.hit_cells[0].popcount()
+        hits = 0 if result is None else (result if IS_FLAT else result.hit_cells[0]).popcount()
         if not hits:
             return {"hits": 0, "right": 0, "took_s": took_s}
-        _, found = self.manager.unsafe_read(keys[:hits], result.l1_owners)
+        owners = () if IS_FLAT else (result.l1_owners,)
+        _, found = self.manager.unsafe_read(keys[:hits], *owners)
         right = sum(bytes(o.byte_array) == bytes(wanted(n, self.SIZE).numpy()) for n, o in zip(numbers, found))  # noqa: B905
-        self.manager.finish_read_prefetched(keys[:hits], 1, result.l1_owners)
+        self.manager.finish_read_prefetched(keys[:hits], 1, *owners)
         return {"hits": hits, "right": right, "took_s": took_s}
 
     def close(self) -> dict[str, Any]:
@@ -171,7 +180,7 @@ class Manager:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # What LMCache says.
-    print(json.dumps({"versions": {}}), file=answers, flush=True)
+    print(json.dumps({"versions": {"lmcache": metadata.version("lmcache")}}), file=answers, flush=True)
     adapter: Held | Manager | None = None
     for line in sys.stdin:
         asked = json.loads(line)

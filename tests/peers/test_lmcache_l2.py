@@ -1,4 +1,4 @@
-"""The L2 adapter in the real LMCache 0.5.6 against a real agent: its own tool, and an agent that is killed."""
+"""The L2 adapter in each real LMCache that it works with, against a real agent: its own tool, and an agent that is killed."""
 
 import json
 import os
@@ -18,6 +18,8 @@ from kvstrata_api.units import MIB
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
 
+VERSIONS = {"0.5.5": "lmcache-0.5.5", "0.5.6": "lmcache", "0.5.7rc2": "lmcache-0.5.7rc2"}
+"""Versions of LMCache, with the names of their environments."""
 SIZE = 64 << 10
 """Bytes of an object: four blocks of 16 KiB."""
 CAPACITY_BYTES = 128 * MIB
@@ -28,12 +30,22 @@ def _say(line: str) -> None:
     sys.stderr.write(line + "\n")
 
 
-@pytest.fixture(scope="module")
-def python() -> Path:
+def environment(name: str) -> Path:
     try:
-        return peers.ensure("lmcache", _say)
+        return peers.ensure(name, _say)
     except peers.InstallError as e:
         pytest.skip(f"LMCache's environment could not be made: {e}")
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def version(request: pytest.FixtureRequest) -> str:
+    """One version of LMCache; each test is carried out with all of them."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def python(version: str) -> Path:
+    return environment(VERSIONS[version])
 
 
 class Agent:
@@ -81,12 +93,12 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 
 
 @pytest.fixture(scope="module")
-def process(python: Path) -> Iterator[Driver]:
-    """One process of LMCache: importing it takes seconds."""
+def process(python: Path, version: str) -> Iterator[Driver]:
+    """One process of each version: importing it takes seconds."""
     paths = {**PATHS, "PYTHONPATH": f"{PATHS['PYTHONPATH']}:{ROOT / 'tests/peers'}"}
     command = Command("lmcache", python, "lmcache_l2_process", environment=tuple(paths.items()))
     with Driver(command) as driver:
-        driver.versions()
+        assert driver.versions()["lmcache"] == version
         yield driver
 
 
@@ -284,8 +296,8 @@ def test_bad_parameters_are_named(process: Driver, tmp_path: Path) -> None:
     assert refused == {"refused": "chunk_tokens: 24, a multiple of block_tokens 16 wanted"}
 
 
-def test_the_benchmark_has_all_three_adapters_in_one_run(python: Path) -> None:
-    assert python.exists()
+def test_the_benchmark_has_all_three_adapters_in_one_run() -> None:
+    assert environment("lmcache").exists()
     command = (sys.executable, "-m", "bench.l2", "--tiny")
 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)

@@ -4,7 +4,7 @@
      "adapter_params": {"socket": ..., "pool": ..., "token_file": ..., "layout": {...}, "chunk_tokens": 256}}
 
 Nothing here waits on a thread of LMCache's, except `close`. While the agent is away lookups and loads are misses and
-stores fail, each announced as usual. The only lmcache import of the client.
+stores fail, each announced as usual. Works with LMCache 0.5.5 to 0.5.7rc2, whose later methods earlier ones do not call.
 """
 
 import itertools
@@ -18,6 +18,7 @@ from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed import api
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
@@ -147,6 +148,10 @@ class KvstrataL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._warn(
             f"{len(keys)} objects are not deleted: the pool evicts by itself; leave `eviction` out of the adapter"
         )
+
+    def get_memory_tags(self) -> Any:
+        """Return where the bytes lie, `MemoryTags`: with the agent of this host. LMCache asks from 0.5.7 on."""
+        return api.MemoryTags(api.MemorySegment.STORAGE, api.MemoryResidency.LOCAL)
 
     def report_status(self) -> dict[str, Any]:
         """Report whether the agent is attached, why not, and what the client has counted."""
