@@ -1,4 +1,4 @@
-"""The L2 adapter in each real LMCache that it works with, against a real agent: its own tool, and an agent that is killed."""
+"""The L2 adapter in each LMCache that it works with, against a real agent: its own tool, and an agent that is killed."""
 
 import json
 import os

@@ -4,7 +4,7 @@
      "adapter_params": {"socket": ..., "pool": ..., "token_file": ..., "layout": {...}, "chunk_tokens": 256}}
 
 Nothing here waits on a thread of LMCache's, except `close`. While the agent is away lookups and loads are misses and
-stores fail, each announced as usual. Works with LMCache 0.5.5 to 0.5.7rc2, whose later methods earlier ones do not call.
+stores fail, each announced as usual. For LMCache 0.5.5 to 0.5.7rc2; what only later ones ask for, earlier ones do not call.
 """
 
 import itertools
