@@ -15,6 +15,7 @@ from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed import api
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.config import EvictionConfig, L1ManagerConfig, L1MemoryManagerConfig, StorageManagerConfig
+from lmcache.v1.distributed.internal_api import L2AdapterListener
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
 from lmcache.v1.distributed.storage_manager import StorageManager
@@ -39,6 +40,22 @@ def held(data: torch.Tensor) -> TensorMemoryObj:
         shape=data.shape, dtype=data.dtype, address=0, phy_size=len(data), fmt=MemoryFormat.KV_2LTD, ref_count=1
     )
     return TensorMemoryObj(raw_data=data, metadata=about, parent_allocator=None)
+
+
+class Deletions(L2AdapterListener):  # type: ignore[misc]  # LMCache has no types for us.
+    """Hears which objects have gone."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:
+        """Not of interest."""
+
+    def on_l2_keys_accessed(self, keys: list[ObjectKey]) -> None:
+        """Not of interest."""
+
+    def on_l2_keys_deleted(self, keys: list[ObjectKey]) -> None:
+        self.numbers += [int.from_bytes(k.chunk_hash, "big") for k in keys]
 
 
 class Held:
@@ -113,8 +130,28 @@ class Held:
         return {}
 
     def delete(self, numbers: list[int]) -> dict[str, Any]:
+        """Have objects deleted; the numbers of those that LMCache's listeners heard of within a second."""
+        heard = Deletions()
+        self.adapter.register_listener(heard)
         self.adapter.delete([key(n) for n in numbers])
+        ends_s = time.monotonic() + 1.0
+        while len(heard.numbers) < len(numbers) and time.monotonic() < ends_s:
+            time.sleep(0.01)
+        return {"deleted": sorted(heard.numbers)}
+
+    def touch(self, numbers: list[int]) -> dict[str, Any]:
+        self.adapter.submit_touch([key(n) for n in numbers])
         return {}
+
+    def usage(self) -> dict[str, Any]:
+        """Usage as LMCache sees it once it has asked twice."""
+        self.adapter.get_usage()
+        time.sleep(1.5)
+        self.adapter.get_usage()
+        time.sleep(0.5)
+        usage = self.adapter.get_usage()
+        salts = dict(usage.bytes_by_cache_salt)
+        return {"used": usage.total_bytes_used, "capacity": usage.total_capacity_bytes, "salts": salts}
 
     def status(self) -> dict[str, Any]:
         return dict(self.adapter.report_status())

@@ -1,4 +1,4 @@
-"""The L2 adapter in each LMCache that it works with, against a real agent: its own tool, and an agent that is killed."""
+"""The L2 adapter in each LMCache that it works with, against a real agent: its own tool, and agents that fail."""
 
 import json
 import os
@@ -13,8 +13,9 @@ import pytest
 
 import peers
 from bench.harness.drivers import ROOT, Command, Driver
-from bench.harness.identity import BLOCK_TOKENS, HEAD_DIM, MODEL, POOL, REVISION, TOKEN
+from bench.harness.identity import BLOCK_TOKENS, HEAD_DIM
 from kvstrata_api.units import MIB
+from support.engines.agent import Agent
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
 
@@ -48,45 +49,17 @@ def python(version: str) -> Path:
     return environment(VERSIONS[version])
 
 
-class Agent:
-    """A real agent on one socket, started again after it was killed."""
-
-    def __init__(self, directory: Path) -> None:
-        self.socket = directory / "agent.sock"
-        self.token = directory / "token"
-        self.token.write_text(TOKEN)
-        self.process: subprocess.Popen[str] | None = None
-
-    def start(self) -> None:
-        program = (sys.executable, "-m", "bench.harness.agent_process")
-        sized = (*program, "--socket", str(self.socket), "--page-size", "4Ki", "--capacity-bytes", str(CAPACITY_BYTES))
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(sized, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
-        assert self.process.stdout is not None
-        assert "versions" in json.loads(self.process.stdout.readline())
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            for end in (self.process.stdin, self.process.stdout):
-                assert end is not None
-                end.close()
-        self.process = None
-
-    def spec(self, layers: int = 4, **params: Any) -> dict[str, Any]:
-        """JSON of an adapter with blocks of 4 KiB for each layer."""
-        layout = {"model": MODEL, "revision": REVISION, "dtype": "bf16", "block_tokens": BLOCK_TOKENS, "kv_heads": 1,
-                  "layers": layers, "head_dim": HEAD_DIM, "element_bytes": 2, **params.pop("layout", {})}  # fmt: skip
-        made = {"socket": str(self.socket), "pool": POOL, "token_file": str(self.token), "model_name": "bench-model",
-                "chunk_tokens": 4 * BLOCK_TOKENS, "layout": layout, "lookup_timeout_s": 5, **params}  # fmt: skip
-        plugin = {"module_path": "kvstrata_client.connectors.lmcache", "class_name": "KvstrataL2Adapter"}
-        return {"type": "plugin", **plugin, "adapter_params": made}
+def adapter(agent: Agent, layers: int = 4, **params: Any) -> dict[str, Any]:
+    """JSON of an adapter with blocks of 4 KiB for each layer."""
+    layout = {"dtype": "bf16", "block_tokens": BLOCK_TOKENS, "kv_heads": 1, "layers": layers, "head_dim": HEAD_DIM,
+              "element_bytes": 2, **params.pop("layout", {})}  # fmt: skip
+    given = {"model_name": "bench-model", "chunk_tokens": 4 * BLOCK_TOKENS, "lookup_timeout_s": 5, **params}
+    return agent.lmcache_adapter(layout, **given)
 
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[Agent]:
-    made = Agent(tmp_path)
+    made = Agent(tmp_path, CAPACITY_BYTES)
     made.start()
     yield made
     made.kill()
@@ -105,7 +78,7 @@ def process(python: Path, version: str) -> Iterator[Driver]:
 @pytest.fixture
 def lmcache(process: Driver, agent: Agent) -> Iterator[Driver]:
     """The process with an adapter that is attached."""
-    assert process.ask("open", spec=agent.spec(), size=SIZE) == {}
+    assert process.ask("open", spec=adapter(agent), size=SIZE) == {}
     yield process
     assert process.ask("close")["took_s"] < 10
 
@@ -124,7 +97,7 @@ def test_it_passes_lmcaches_own_benchmark_with_verification(
     python: Path, agent: Agent, tmp_path: Path, size_kib: int
 ) -> None:
     report = tmp_path / "report.json"
-    spec = json.dumps(agent.spec(layers=size_kib // 16))
+    spec = json.dumps(adapter(agent, layers=size_kib // 16))
     command = [str(python.parent / "lmcache"), "bench", "l2", "--no-skip-verify", "--l2-adapter", spec,
                "--data-size-kb", str(size_kib), "--num-keys", "8", "--in-flight", "2", "--rounds", "2",
                "--lookup-max-hit-rate", "0.5", "--format", "json", "--output", str(report)]  # fmt: skip
@@ -174,11 +147,11 @@ def test_an_engine_that_disagrees_finds_nothing(lmcache: Driver, process: Driver
     assert do(lmcache, "store", [1]) is True
     for change in ({"hash_seed": "7"}, {"layout": {"quantization": "fp8:other scales"}}):
         process.ask("close")
-        assert process.ask("open", spec=agent.spec(**change), size=SIZE) == {}
+        assert process.ask("open", spec=adapter(agent, **change), size=SIZE) == {}
         assert do(process, "lookup", [1]) == [0]
         assert do(process, "load", [1]) == [0]
     process.ask("close")
-    process.ask("open", spec=agent.spec(), size=SIZE)
+    process.ask("open", spec=adapter(agent), size=SIZE)
     assert do(process, "load", [1]) == [1]
 
 
@@ -200,11 +173,33 @@ def test_a_locked_object_outlives_others_that_come(lmcache: Driver) -> None:
     assert do(lmcache, "load", [0]) == [1]
 
 
-def test_deletion_is_left_to_the_pool(lmcache: Driver) -> None:
-    do(lmcache, "store", [1])
-    lmcache.ask("delete", numbers=[1])
+def test_a_deletion_removes_what_nobody_locks_and_listeners_hear_of_it(lmcache: Driver) -> None:
+    assert do(lmcache, "store", [1, 2, 3]) is True
+    assert do(lmcache, "lookup", [1]) == [1]
 
-    assert do(lmcache, "load", [1]) == [1]
+    assert lmcache.ask("delete", numbers=[1, 2, 3, 9]) == {"deleted": [2, 3, 9]}
+    assert do(lmcache, "load", [1, 2, 3]) == [1, 0, 0]
+    lmcache.ask("unlock", numbers=[1])
+    assert lmcache.ask("delete", numbers=[1]) == {"deleted": [1]}
+    assert do(lmcache, "load", [1]) == [0]
+
+
+def test_touched_objects_outlive_others_that_come(lmcache: Driver) -> None:
+    assert do(lmcache, "store", [0]) is True
+    for start in range(1, 2 * CAPACITY_BYTES // SIZE, 64):
+        do(lmcache, "store", list(range(start, start + 64)))
+        lmcache.ask("touch", numbers=[0])
+
+    assert do(lmcache, "load", [0, 1]) == [1, 0]
+
+
+def test_usage_is_the_agents_and_each_salts_is_counted_once(lmcache: Driver) -> None:
+    for _ in range(2):
+        assert do(lmcache, "store", [1, 2, 3]) is True
+    assert lmcache.ask("usage") == {"used": 3 * SIZE, "capacity": CAPACITY_BYTES, "salts": {"": 3 * SIZE}}
+
+    lmcache.ask("delete", numbers=[2, 3])
+    assert lmcache.ask("usage") == {"used": SIZE, "capacity": CAPACITY_BYTES, "salts": {"": SIZE}}
 
 
 def test_a_killed_agent_is_misses_and_failed_stores_and_one_that_comes_back_serves(
@@ -240,18 +235,17 @@ def test_a_killed_agent_is_misses_and_failed_stores_and_one_that_comes_back_serv
 
 def test_a_frozen_agent_holds_nobody_up(lmcache: Driver, agent: Agent) -> None:
     assert do(lmcache, "store", [1]) is True
-    assert agent.process is not None
-    agent.process.send_signal(19)  # SIGSTOP
+    agent.freeze()
     started_s = time.monotonic()
 
     assert do(lmcache, "lookup", [1]) == [0]
     assert do(lmcache, "store", [2]) is False
     assert time.monotonic() - started_s < 20
-    agent.process.send_signal(18)  # SIGCONT
+    agent.thaw()
 
 
 def test_closing_while_tasks_are_under_way_returns_and_leaves_memory_alone(process: Driver, agent: Agent) -> None:
-    process.ask("open", spec=agent.spec(), size=SIZE)
+    process.ask("open", spec=adapter(agent), size=SIZE)
     do(process, "store", list(range(16)))
     for _ in range(50):
         process.ask("submit", what="load", numbers=list(range(16)))
@@ -260,8 +254,8 @@ def test_closing_while_tasks_are_under_way_returns_and_leaves_memory_alone(proce
 
 
 def test_it_starts_without_an_agent_and_finds_it_later(process: Driver, tmp_path: Path) -> None:
-    agent = Agent(tmp_path)
-    assert process.ask("open", spec=agent.spec(), size=SIZE) == {}
+    agent = Agent(tmp_path, CAPACITY_BYTES)
+    assert process.ask("open", spec=adapter(agent), size=SIZE) == {}
     assert do(process, "lookup", [1]) == [0]
     agent.start()
     ends_s = time.monotonic() + 30
@@ -274,7 +268,7 @@ def test_it_starts_without_an_agent_and_finds_it_later(process: Driver, tmp_path
 
 
 def test_lmcaches_own_controllers_store_and_prefetch_through_it(process: Driver, agent: Agent) -> None:
-    assert process.ask("manage", spec=agent.spec()) == {}
+    assert process.ask("manage", spec=adapter(agent)) == {}
     written = process.ask("write", numbers=list(range(20)))
     assert written == {"below_bytes": 20 * SIZE, "deleted": 20}
     came = process.ask("prefetch", numbers=[*range(20), 99])
@@ -290,8 +284,8 @@ def test_lmcaches_own_controllers_store_and_prefetch_through_it(process: Driver,
 
 
 def test_bad_parameters_are_named(process: Driver, tmp_path: Path) -> None:
-    agent = Agent(tmp_path)
-    refused = process.ask("open", spec=agent.spec(chunk_tokens=24), size=SIZE)
+    agent = Agent(tmp_path, CAPACITY_BYTES)
+    refused = process.ask("open", spec=adapter(agent, chunk_tokens=24), size=SIZE)
 
     assert refused == {"refused": "chunk_tokens: 24, a multiple of block_tokens 16 wanted"}
 
