@@ -143,6 +143,17 @@ class Held:
         self.adapter.submit_touch([key(n) for n in numbers])
         return {}
 
+    def decide(self, configs: dict[str, Any], tokens: int, asked: dict[str, Any]) -> dict[str, Any]:
+        """Ask our load policy as LMCache's server does."""
+        from lmcache.v1.multiprocess.kv_load_policy import KVLoadContext, create_kv_load_policy
+
+        name = "kvstrata_client.connectors.lmcache_policy:KvstrataLoadPolicy"
+        try:
+            policy = create_kv_load_policy(name, configs)
+        except Exception as e:  # noqa: BLE001  LMCache tells it to its user.
+            return {"refused": str(e)}
+        return {"loads": policy.should_load(KVLoadContext("request", MODEL, 64, tokens, asked or None))}
+
     def usage(self) -> dict[str, Any]:
         """Usage as LMCache sees it once it has asked twice."""
         self.adapter.get_usage()

@@ -202,6 +202,26 @@ def test_usage_is_the_agents_and_each_salts_is_counted_once(lmcache: Driver) -> 
     assert lmcache.ask("usage") == {"used": SIZE, "capacity": CAPACITY_BYTES, "salts": {"": SIZE}}
 
 
+def test_the_load_policy_declines_what_takes_longer_than_computing(lmcache: Driver, version: str) -> None:
+    if version != "0.5.7rc2":
+        pytest.skip("LMCache has had load policies since 0.5.7")
+    rate, slow, quick = "kvstrata.prefill_tokens_per_s", 1.0, 1e9
+
+    def loads(prefill: float, tokens: int = 256, **asked: Any) -> Any:
+        return lmcache.ask("decide", configs={rate: prefill}, tokens=tokens, asked=asked)["loads"]
+
+    assert loads(quick) is True, "nothing is known yet"
+    do(lmcache, "store", [1, 2])
+    do(lmcache, "lookup", [1, 2])
+    assert do(lmcache, "load", [1, 2]) == [1, 1]
+    assert [loads(slow), loads(quick)] == [True, False]
+    assert loads(quick, **{"lmcache.hint.engine_computed_tokens": 256}) is True, "there is nothing to decide"
+    assert loads(slow, **{"lmcache.skip_load": True}) is False
+    assert list(lmcache.ask("status")["costs"]["tokens_per_s"]) == ["dram"]
+    refused = lmcache.ask("decide", configs={}, tokens=1, asked={})
+    assert refused == {"refused": f"{rate}: None, more than 0 to 1000000000 tokens per second wanted"}
+
+
 def test_a_killed_agent_is_misses_and_failed_stores_and_one_that_comes_back_serves(
     lmcache: Driver, agent: Agent
 ) -> None:

@@ -103,8 +103,11 @@ def unlock(job: TransferJob, found: Sequence[Keys]) -> Operation[None]:
         yield tuple(calls.unpin(job.target, part) for part in _parts(keys, KEYS_MAX))
 
 
-def load(job: TransferJob, objects: Sequence[Object]) -> Operation[list[bool]]:
-    """Copy objects into their memory; False where one is a miss, and its memory holds nothing of use."""
+def load(job: TransferJob, objects: Sequence[Object], sources: set[str] | None = None) -> Operation[list[bool]]:
+    """Copy objects into their memory; False where one is a miss, and its memory holds nothing of use.
+
+    Names of tiers that blocks came from, or `remote`, go into `sources`.
+    """
     ends_s = job.clock() + job.deadline_s
     scopes = yield from _readable(job)
     if len(scopes) == 1:
@@ -113,16 +116,18 @@ def load(job: TransferJob, objects: Sequence[Object]) -> Operation[list[bool]]:
         found = yield from look_up(job, objects)
     missed = {i for i, keys in enumerate(found) if not keys}
     for blocks in _blocks_by_scope(objects, found):
-        yield from _load_all(job, blocks, missed, ends_s)
+        yield from _load_all(job, blocks, missed, ends_s, sources)
     return [i not in missed for i in range(len(objects))]
 
 
-def _load_all(job: TransferJob, blocks: Sequence[Block], missed: set[int], ends_s: float) -> Operation[None]:
+def _load_all(
+    job: TransferJob, blocks: Sequence[Block], missed: set[int], ends_s: float, sources: set[str] | None
+) -> Operation[None]:
     """Load blocks of one scope; whose object cannot be had whole is not gone on with."""
     todo, is_sure = list(blocks), True
     while todo and job.clock() < ends_s:
         batch = todo[: large_batch_blocks(job.target.layout.block_bytes)]
-        taken = yield from _load_batch(job, batch, missed, ends_s - job.clock())
+        taken = yield from _load_batch(job, batch, missed, ends_s - job.clock(), sources)
         todo = todo[taken:]
         if taken:  # Perhaps not all of it: memory may be too small to hold a batch at a time.
             continue
@@ -133,12 +138,16 @@ def _load_all(job: TransferJob, blocks: Sequence[Block], missed: set[int], ends_
     missed.update(b.owner for b in todo)
 
 
-def _load_batch(job: TransferJob, batch: Sequence[Block], missed: set[int], deadline_s: float) -> Operation[int]:
+def _load_batch(
+    job: TransferJob, batch: Sequence[Block], missed: set[int], deadline_s: float, sources: set[str] | None
+) -> Operation[int]:
     """Lease, copy, give back; returns how many leading blocks are done with, well or not."""
     answers = yield (calls.acquire(job.target, [b.key for b in batch], "", LEASE_S, deadline_s),)
     leases: tuple[Lease, ...] = answers[0].value
     if not leases:
         return 0
+    if sources is not None:
+        sources.update(lease.source for lease in leases)
     suspects: list[Lease] = []
 
     def copy() -> None:
