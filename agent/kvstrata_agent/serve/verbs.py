@@ -401,7 +401,6 @@ class Verbs:
         right = self._writable(at, request)
         if right.access.kind is not ScopeKind.TENANT:
             raise ForbiddenError("drop: the blocks of a shared scope are its other readers' as well")
-        self._observer.on_request(request)
         states = self._cache.drop(right.context, unpack_digests(request.digests))
         return wire.Found(request.id, self.grants_version, states, 0, b"", ())
 

@@ -10,16 +10,18 @@ import pytest
 
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.blocks.request import RequestContext
+from kvstrata_agent.blocks.request import Caller, RequestContext
 from kvstrata_agent.blocks.reservations import RESERVATION_S
 from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.serve.verbs import LEASE_S_MAX
 from kvstrata_api import wire
+from kvstrata_api.blocks import ScopeId
 from kvstrata_api.checksum import checksum
-from kvstrata_api.errors import ApiServerAwayError, InvalidInputError, UnauthenticatedError
+from kvstrata_api.errors import ApiServerAwayError, ForbiddenError, InvalidInputError, UnauthenticatedError
 from kvstrata_api.models.poolnode import TierProbe
 from kvstrata_api.tiers import Lookup
+from kvstrata_api.trust import Access, Grants, Identity, ScopeKind
 from support.agent.doubles import (
     BLOCK_BYTES,
     LAYOUT,
@@ -211,6 +213,20 @@ async def test_a_drop_leaves_what_is_pinned_or_decoded_from(engine: Engine) -> N
 
     await engine.ask(wire.CloseSession(1, "s", archive=False))
     assert (await engine.ask(wire.Drop(1, SCOPE, digest(1)))).states == bytes([Lookup.MISS])
+
+
+async def test_a_drop_in_a_shared_scope_is_forbidden_to_whoever_may_write_there(engine: Engine) -> None:
+    domain = ScopeId("domain/d/uid-d/v1")
+    own = Access(SCOPE, ScopeKind.TENANT, "a", can_write=True)
+    shared = Access(domain, ScopeKind.DOMAIN, "d", can_write=True)
+    member = Caller(Identity("ns", "a"), Grants("a", (shared, own), domain), (secret(domain), secret(SCOPE)), 600.0)
+    engine.authenticator.callers["member"] = member
+    await engine.ask(wire.Attach(1, "member", "pool", LAYOUT))
+    assert len((await engine.ask(wire.Reserve(2, domain, b"", digest(1)))).slots) == 1
+
+    with pytest.raises(ForbiddenError, match="drop: the blocks of a shared scope are its other readers' as well"):
+        await engine.ask(wire.Drop(3, domain, digest(1)))
+    assert (await engine.ask(wire.Touch(4, domain, digest(1)))).count == 0, "what is being written is not here yet"
 
 
 async def test_a_tenant_is_told_exactly_what_is_on_its_own_account(engine: Engine) -> None:
