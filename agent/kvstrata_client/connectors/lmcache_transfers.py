@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Final
 
+import msgspec
+
+from kvstrata_api import wire
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.tiers import Lookup
 from kvstrata_api.wire import KEYS_MAX
@@ -21,7 +24,7 @@ from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.calls import Operation, Post
 from kvstrata_client.verbs.copying import copy_verified, fill
-from kvstrata_client.verbs.results import Lease, Prefix, Scope
+from kvstrata_client.verbs.results import Lease, Prefix, Reservation, Scope
 
 LEASE_S: Final = 30.0
 
@@ -100,8 +103,11 @@ def unlock(job: TransferJob, found: Sequence[Keys]) -> Operation[None]:
         yield tuple(calls.unpin(job.target, part) for part in _parts(keys, KEYS_MAX))
 
 
-def load(job: TransferJob, objects: Sequence[Object]) -> Operation[list[bool]]:
-    """Copy objects into their memory; False where one is a miss, and its memory holds nothing of use."""
+def load(job: TransferJob, objects: Sequence[Object], sources: set[str] | None = None) -> Operation[list[bool]]:
+    """Copy objects into their memory; False where one is a miss, and its memory holds nothing of use.
+
+    Names of tiers that blocks came from, or `remote`, go into `sources`.
+    """
     ends_s = job.clock() + job.deadline_s
     scopes = yield from _readable(job)
     if len(scopes) == 1:
@@ -110,16 +116,18 @@ def load(job: TransferJob, objects: Sequence[Object]) -> Operation[list[bool]]:
         found = yield from look_up(job, objects)
     missed = {i for i, keys in enumerate(found) if not keys}
     for blocks in _blocks_by_scope(objects, found):
-        yield from _load_all(job, blocks, missed, ends_s)
+        yield from _load_all(job, blocks, missed, ends_s, sources)
     return [i not in missed for i in range(len(objects))]
 
 
-def _load_all(job: TransferJob, blocks: Sequence[Block], missed: set[int], ends_s: float) -> Operation[None]:
+def _load_all(
+    job: TransferJob, blocks: Sequence[Block], missed: set[int], ends_s: float, sources: set[str] | None
+) -> Operation[None]:
     """Load blocks of one scope; whose object cannot be had whole is not gone on with."""
     todo, is_sure = list(blocks), True
     while todo and job.clock() < ends_s:
         batch = todo[: large_batch_blocks(job.target.layout.block_bytes)]
-        taken = yield from _load_batch(job, batch, missed, ends_s - job.clock())
+        taken = yield from _load_batch(job, batch, missed, ends_s - job.clock(), sources)
         todo = todo[taken:]
         if taken:  # Perhaps not all of it: memory may be too small to hold a batch at a time.
             continue
@@ -130,12 +138,16 @@ def _load_all(job: TransferJob, blocks: Sequence[Block], missed: set[int], ends_
     missed.update(b.owner for b in todo)
 
 
-def _load_batch(job: TransferJob, batch: Sequence[Block], missed: set[int], deadline_s: float) -> Operation[int]:
+def _load_batch(
+    job: TransferJob, batch: Sequence[Block], missed: set[int], deadline_s: float, sources: set[str] | None
+) -> Operation[int]:
     """Lease, copy, give back; returns how many leading blocks are done with, well or not."""
     answers = yield (calls.acquire(job.target, [b.key for b in batch], "", LEASE_S, deadline_s),)
     leases: tuple[Lease, ...] = answers[0].value
     if not leases:
         return 0
+    if sources is not None:
+        sources.update(lease.source for lease in leases)
     suspects: list[Lease] = []
 
     def copy() -> None:
@@ -167,6 +179,8 @@ class StoredObjects:
     """True when every block of every object is there now."""
     published: int = 0
     """Blocks that this store made available."""
+    new: frozenset[int] = frozenset()
+    """Indices of objects of which some block was not there before."""
 
 
 def store(job: TransferJob, objects: Sequence[Object]) -> Operation[StoredObjects]:
@@ -179,9 +193,73 @@ def store(job: TransferJob, objects: Sequence[Object]) -> Operation[StoredObject
     keys = [job.namer.keys(scope.secret, o.name, o.size_bytes) for o in objects]
     blocks = list(_blocks(objects, keys))
     tally = Tally()
+    new: set[int] = set()
     run = Run(job.target, job.at, [b.key for b in blocks], b"")
-    done = yield from write(run, lambda i, slot: fill(slot, blocks[i].memory), tally)
-    return StoredObjects(done == len(blocks), tally.published)
+
+    def filled(i: int, slot: Reservation) -> bytes | None:
+        new.add(blocks[i].owner)
+        return fill(slot, blocks[i].memory)
+
+    done = yield from write(run, filled, tally)
+    return StoredObjects(done == len(blocks), tally.published, frozenset(new))
+
+
+def touch(job: TransferJob, objects: Sequence[Object]) -> Operation[None]:
+    """Record use of objects without reading them, wherever they may be; nothing with an agent that knows no touches."""
+    scopes = yield from _readable(job)
+    if not _knows(job, wire.Touch):
+        return
+    for scope in scopes:
+        keys = list(chain.from_iterable(job.namer.keys(scope.secret, o.name, o.size_bytes) for o in objects))
+        yield Post(tuple(calls.touch(job.target, part) for part in _parts(keys, KEYS_MAX)))
+
+
+def drop(job: TransferJob, objects: Sequence[Object]) -> Operation[list[bool]]:
+    """Drop objects of the tenant's own scope from this node; True for each of which nothing is there any more.
+
+    What somebody holds stays, and so does what lies in a shared scope: its other readers have a right to it.
+    """
+    yield from _refreshed(job)
+    own = job.at.grants.own if job.at.grants is not None else None
+    if own is None or not own.can_write or not _knows(job, wire.Drop):
+        return [False] * len(objects)
+    keyed = [job.namer.keys(own.secret, o.name, o.size_bytes) for o in objects]
+    # Parts from the end: a block stays while one that continues it does.
+    parts = _parts(list(chain.from_iterable(keyed)), KEYS_MAX)[::-1]
+    answers: list[bytes] = []
+    for part in parts:
+        (answer,) = yield (calls.drop(job.target, part),)
+        answers.append(answer.value if len(answer.value) == len(part) else bytes((Lookup.HIT,)) * len(part))
+    states, at, gone = b"".join(answers[::-1]), 0, []
+    for keys in keyed:
+        gone.append(states.count(Lookup.MISS, at, at + len(keys)) == len(keys))
+        at += len(keys)
+    return gone
+
+
+def usage(job: TransferJob) -> Operation[tuple[int, int]]:
+    """Return the bytes that the tenant has on this node, and its limit there; zeros while the agent is away."""
+    (answer,) = yield (calls.stats(job.target),)
+    try:
+        own = msgspec.json.decode(answer.value, type=_Stats).tenant
+    except msgspec.DecodeError:  # Of an agent that gives no account of a tenant, or of none.
+        return 0, 0
+    return own.used_bytes, own.limit_bytes
+
+
+class _Account(msgspec.Struct, frozen=True):
+    used_bytes: int
+    limit_bytes: int
+
+
+class _Stats(msgspec.Struct, frozen=True):
+    """What is of use here of an agent's answer to `Stats`."""
+
+    tenant: _Account
+
+
+def _knows(job: TransferJob, verb: type) -> bool:
+    return job.at.grants is not None and verb.__name__ in job.at.grants.verbs
 
 
 def _readable(job: TransferJob) -> Operation[list[Scope]]:

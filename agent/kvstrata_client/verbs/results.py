@@ -65,6 +65,8 @@ class Grants:
     block_bytes: int
     token_expires_s: float
     """Seconds that the token was good for when these grants were given."""
+    verbs: tuple[str, ...] = ()
+    """Verbs that the agent knows beside those that all of its protocol version do."""
 
     def scope(self, scope: ScopeId) -> Scope | None:
         """Return the scope of this name, None when it is not granted."""

@@ -33,6 +33,10 @@ class OpaqueModel(Model):
         super().__init__(fd, slots)
         self.pinned: list[set[bytes]] = []
         self.prefetched: list[bytes] = []
+        self.touched: list[tuple[str, bytes]] = []
+        self.held: set[bytes] = set()
+        """Digests that a drop leaves where they are."""
+        self.account = "{}"
         self.trips = 0
 
     def lookup(self, r: wire.Lookup) -> wire.Found:
@@ -48,6 +52,20 @@ class OpaqueModel(Model):
         gone = set(unpack_digests(r.digests))
         self.pinned = [p - gone for p in self.pinned]
         return wire.Done(r.id, 1, len(gone))
+
+    def touch(self, r: wire.Touch) -> wire.Done:
+        self.touched += [(r.scope, d) for d in unpack_digests(r.digests)]
+        return wire.Done(r.id, 1)
+
+    def drop(self, r: wire.Drop) -> wire.Found:
+        asked = unpack_digests(r.digests)
+        for digest in asked:
+            if digest not in self.held:
+                self.index.pop((r.scope, digest), None)
+        return wire.Found(r.id, 1, bytes([self.index.get((r.scope, d)) is not None for d in asked]), 0, b"", ())
+
+    def stats(self, r: wire.Stats) -> wire.Text:
+        return wire.Text(r.id, 1, self.account)
 
     def prefetch(self, r: wire.Prefetch) -> wire.Done:
         self.prefetched += unpack_digests(r.digests)
@@ -73,8 +91,8 @@ def bench() -> Iterator[OpaqueBench]:
     made.close()
 
 
-def job(*scopes: Scope, clock: Any = lambda: 0.0) -> TransferJob:
-    grants = Grants(1, "a", scopes, scopes[0].id, BLOCK, 600.0) if scopes else None
+def job(*scopes: Scope, clock: Any = lambda: 0.0, verbs: tuple[str, ...] = wire.LATER_VERBS) -> TransferJob:
+    grants = Grants(1, "a", scopes, scopes[0].id, BLOCK, 600.0, verbs) if scopes else None
     return TransferJob(TARGET, Attached(grants), Namer(PRINT), clock, deadline_s=5.0)
 
 
@@ -208,7 +226,8 @@ def test_what_is_loaded_is_what_was_stored_under_that_name_and_size(
     loaded = bench.drive(lmcache_transfers.load(job(OWN), objects))
     bench.close()
 
-    assert outcome == StoredObjects(is_whole=True, published=sum(blocks for _, blocks in stored))
+    published, new = sum(blocks for _, blocks in stored), frozenset(range(len(stored)))
+    assert outcome == StoredObjects(is_whole=True, published=published, new=new)
     assert loaded == [a in stored for a in asked] == [bool(keys) for keys in found]
     for one, is_there, a in zip(objects, loaded, asked, strict=True):
         assert not is_there or one.memory == filled(*a).memory
@@ -311,3 +330,53 @@ def test_the_agent_hears_of_every_lookup_and_brings_up_what_was_found(bench: Opa
 
     assert bench.model.counted == [(3, 2)]
     assert bench.model.prefetched == [k.digest for k in found[0]]
+
+
+def test_what_a_store_found_there_already_is_not_new(bench: OpaqueBench) -> None:
+    bench.drive(lmcache_transfers.store(job(OWN), [filled(0), filled(1, 2)]))
+    again = bench.drive(lmcache_transfers.store(job(OWN), [filled(0), filled(2), filled(1, 2)]))
+
+    assert again == StoredObjects(is_whole=True, published=1, new=frozenset({1}))
+
+
+def test_a_touch_goes_to_every_scope_that_may_have_the_objects(bench: OpaqueBench) -> None:
+    bench.drive(lmcache_transfers.touch(job(DOMAIN, OWN), [empty(0, 2), empty(1)]))
+
+    keys = [Namer(PRINT).keys(s.secret, named(n), b * BLOCK) for s in (DOMAIN, OWN) for n, b in ((0, 2), (1, 1))]
+    assert bench.model.touched == [(k.scope, k.digest) for owned in keys for k in owned]
+
+
+def test_a_drop_tells_which_objects_are_gone_and_leaves_shared_ones(bench: OpaqueBench) -> None:
+    for scopes in ((OWN,), (DOMAIN, OWN)):
+        bench.drive(lmcache_transfers.store(job(*scopes), [filled(n, 2) for n in range(3)]))
+    bench.model.held = {Namer(PRINT).keys(OWN.secret, named(1), 2 * BLOCK)[0].digest}
+    objects = [empty(n, 2) for n in range(4)]
+
+    assert bench.drive(lmcache_transfers.drop(job(DOMAIN, OWN), objects)) == [True, False, True, True]
+    assert bench.drive(lmcache_transfers.load(job(OWN), objects)) == [False] * 4
+    assert bench.drive(lmcache_transfers.load(job(DOMAIN), objects)) == [True, True, True, False]
+
+
+def test_an_agent_that_knows_neither_verb_is_not_sent_one(bench: OpaqueBench) -> None:
+    bench.drive(lmcache_transfers.store(job(OWN), [filled(0)]))
+    trips = bench.model.trips
+    earlier = job(OWN, verbs=())
+
+    bench.drive(lmcache_transfers.touch(earlier, [empty(0)]))
+    assert bench.drive(lmcache_transfers.drop(earlier, [empty(0)])) == [False]
+    assert (bench.model.touched, bench.model.trips) == ([], trips)
+
+
+@pytest.mark.parametrize(
+    ("account", "usage"),
+    [
+        ('{"tenant": {"used_bytes": 5, "limit_bytes": 9}, "tiers": []}', (5, 9)),
+        ('{"tiers": []}', (0, 0)),
+        ("{}", (0, 0)),
+        ('{"tenant": {"used_bytes": "5", "limit_bytes": 9}}', (0, 0)),
+    ],
+)
+def test_usage_is_the_agents_account_of_the_tenant(bench: OpaqueBench, account: str, usage: tuple[int, int]) -> None:
+    bench.model.account = account
+
+    assert bench.drive(lmcache_transfers.usage(job(OWN))) == usage
