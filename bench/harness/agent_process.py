@@ -88,7 +88,9 @@ def make_node(capacity_bytes: int, page_size: str, name: str = "bench", dtype: s
     dram = HostDramTier.model_validate({"pageSize": page_size})
     pool_tier = PoolTier(name="dram", type=TierType.HOST_DRAM, capacity_per_node=capacity_bytes, host_dram=dram)
     node_tier = NodeTier(name="dram", type=TierType.HOST_DRAM, capacity_bytes=capacity_bytes, host_dram=dram)
-    compatibility = Compatibility(model=MODEL, revision=REVISION, dtype=dtype, block_tokens=BLOCK_TOKENS)
+    compatibility = Compatibility.model_validate(
+        {"model": MODEL, "revision": REVISION, "dtype": dtype, "blockTokens": BLOCK_TOKENS}
+    )
     index, authenticator = Index(), OneIdentity()
     return Node(
         pool=POOL,

@@ -26,11 +26,11 @@ from lmcache.v1.platform import create_event_notifier
 
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.client import Client
-from kvstrata_client.connectors import lmcache_transfers as transfers
+from kvstrata_client.connectors import object_transfers as transfers
 from kvstrata_client.connectors.lmcache_board import LOCK_S, Board, Locks, Task, Workers
 from kvstrata_client.connectors.lmcache_costs import LoadCosts, announce
 from kvstrata_client.connectors.lmcache_names import Name, Namer, Options, Params, parse
-from kvstrata_client.connectors.lmcache_transfers import Object
+from kvstrata_client.connectors.object_transfers import Object
 
 T = TypeVar("T")
 
@@ -305,7 +305,7 @@ def _name(key: Any) -> Name:
 def _object(key: Any, held: Any) -> Object:
     """Object with its memory as unsigned bytes, which LMCache keeps valid until the task is done."""
     memory = np.frombuffer(held.byte_array, np.uint8).data
-    return Object(_name(key), memory.nbytes, memory)
+    return Object(_name(key), memory.nbytes, (memory,))
 
 
 def _described_bytes(layout: Any) -> int:

@@ -1,21 +1,23 @@
 """Look up, lock, load and store opaque objects: operations over the client's calls. Sans-I/O: copies, yields calls.
 
 Objects do not form prompts that we could read, so each is found by itself. The blocks of a store are kept as one chain,
-because LMCache submits the chunks of a prompt in order: eviction then takes the last ones first.
+because engines store the pieces of a prompt in order: eviction then takes the last ones first.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from kvstrata_api import wire
 from kvstrata_api.blocks import BlockKey
+from kvstrata_api.errors import KvStrataError
 from kvstrata_api.tiers import Lookup
 from kvstrata_api.wire import KEYS_MAX
-from kvstrata_client.connectors.lmcache_names import Name, Namer
+from kvstrata_client.connectors.object_keys import Namer
 from kvstrata_client.prompt.load import copy_leased
 from kvstrata_client.prompt.pipeline import large_batch_blocks
 from kvstrata_client.prompt.routes import Attachment
@@ -23,7 +25,7 @@ from kvstrata_client.prompt.store import Run, Tally, write
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.calls import Operation, Post
-from kvstrata_client.verbs.copying import copy_verified, fill
+from kvstrata_client.verbs.copying import Pieces, copy_verified_pieces, cut, fill_from
 from kvstrata_client.verbs.results import Lease, Prefix, Reservation, Scope
 
 LEASE_S: Final = 30.0
@@ -46,10 +48,11 @@ class TransferJob:
 class Object:
     """One object and, where bytes are to be moved, the engine's memory for it."""
 
-    name: Name
+    name: Any
+    """What the job's namer takes."""
     size_bytes: int
-    memory: memoryview | None = None
-    """`size_bytes` of unsigned bytes; written to by a load."""
+    memory: Pieces | None = None
+    """`size_bytes` in all; written to by a load."""
 
 
 Keys = tuple[BlockKey, ...]
@@ -62,7 +65,7 @@ class Block:
     owner: int
     """Index of the object."""
     key: BlockKey
-    memory: memoryview
+    memory: Pieces
 
 
 def look_up(job: TransferJob, objects: Sequence[Object], lock_s: float = 0.0) -> Operation[list[Keys]]:
@@ -92,7 +95,7 @@ def follow_up(job: TransferJob, objects: Sequence[Object], found: Sequence[Keys]
     """Have what was found brought into memory, and report the lookup to the agent, for its hit ratio."""
     for keys in _by_scope(found):
         yield Post(tuple(calls.prefetch(job.target, part, "") for part in _parts(keys, KEYS_MAX)))
-    wanted = sum(job.namer.fingerprint.blocks_of(o.size_bytes) for o in objects)
+    wanted = sum(job.namer.blocks_of(o.size_bytes) for o in objects)
     if 0 < wanted <= KEYS_MAX:
         yield Post((calls.count_load(job.target, wanted, sum(map(len, found))),))
 
@@ -152,7 +155,7 @@ def _load_batch(
 
     def copy() -> None:
         for lease, block in zip(leases, batch, strict=False):
-            if block.owner not in missed and not copy_verified(lease, block.memory):
+            if block.owner not in missed and not copy_verified_pieces(lease, block.memory):
                 suspects.append(lease)
                 missed.add(block.owner)
 
@@ -181,10 +184,15 @@ class StoredObjects:
     """Blocks that this store made available."""
     new: frozenset[int] = frozenset()
     """Indices of objects of which some block was not there before."""
+    leading: int = 0
+    """Objects, from the first one on, that are there whole now."""
+    error: KvStrataError | None = None
+    """Why the first one that is not was refused; None also while not attached."""
 
 
-def store(job: TransferJob, objects: Sequence[Object]) -> Operation[StoredObjects]:
-    """Make objects available in the scope that the agent names."""
+def store(job: TransferJob, objects: Sequence[Object], deadline_s: float = math.inf) -> Operation[StoredObjects]:
+    """Make objects available in the scope that the agent names, in order; those not begun by `deadline_s` are not."""
+    ends_s = job.clock() + deadline_s
     yield from _refreshed(job)
     grants = job.at.grants
     scope = grants.scope(grants.write_scope) if grants is not None else None
@@ -196,12 +204,15 @@ def store(job: TransferJob, objects: Sequence[Object]) -> Operation[StoredObject
     new: set[int] = set()
     run = Run(job.target, job.at, [b.key for b in blocks], b"")
 
-    def filled(i: int, slot: Reservation) -> bytes | None:
+    def fill(i: int, slot: Reservation) -> bytes | None:
+        if job.clock() >= ends_s:
+            return None
         new.add(blocks[i].owner)
-        return fill(slot, blocks[i].memory)
+        return fill_from(slot, blocks[i].memory)
 
-    done = yield from write(run, filled, tally)
-    return StoredObjects(done == len(blocks), tally.published, frozenset(new))
+    done = yield from write(run, fill, tally)
+    leading = blocks[done].owner if done < len(blocks) else len(objects)
+    return StoredObjects(done == len(blocks), tally.published, frozenset(new), leading, tally.error)
 
 
 def touch(job: TransferJob, objects: Sequence[Object]) -> Operation[None]:
@@ -308,9 +319,9 @@ def _blocks_by_scope(objects: Sequence[Object], found: Sequence[Keys]) -> Iterat
 def _blocks(objects: Sequence[Object], found: Sequence[Keys]) -> Iterator[Block]:
     for owner, (one, keys) in enumerate(zip(objects, found, strict=True)):
         assert one.memory is not None, "whoever moves bytes gives the memory"
-        step = one.size_bytes // len(keys) if keys else 0
-        for i, key in enumerate(keys):
-            yield Block(owner, key, one.memory[i * step : (i + 1) * step])
+        parts = cut(one.memory, one.size_bytes // len(keys)) if keys else ()
+        for key, part in zip(keys, parts, strict=True):
+            yield Block(owner, key, part)
 
 
 def _parts(keys: Sequence[BlockKey], step: int) -> list[Sequence[BlockKey]]:
