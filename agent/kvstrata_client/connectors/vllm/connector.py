@@ -16,7 +16,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.cache import PrefixCache
@@ -118,13 +117,15 @@ class KvstrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return 0, False
         return self._scheduler.planner.match(request.request_id, num_computed_tokens), False
 
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """See vLLM."""
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """See vLLM, since 0.32."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
         hit = self._scheduler.hits.get(request.request_id) if self._scheduler is not None else None
         if not hit or sum(hit.values()) != num_external_tokens:
-            found: dict[CacheHitSource, int] = super().get_external_cache_hit_sources(request, num_external_tokens)
+            found: dict[Any, int] = super().get_external_cache_hit_sources(request, num_external_tokens)
             return found
-        counted: Counter[CacheHitSource] = Counter()
+        counted: Counter[Any] = Counter()
         for tier, tokens in hit.items():
             counted[CacheHitSource.P2P if tier == "remote" else CacheHitSource.HOST] += tokens
         return dict(counted)
