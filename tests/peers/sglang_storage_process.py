@@ -24,7 +24,7 @@ PAGE_TOKENS = 32
 
 
 class HostPages:
-    """K and V of 2 layers, 2 heads of 16, fp32, page after page; sizes differ by pool."""
+    """K's of all pages, then V's; what they mean is of no importance here."""
 
     layout = "page_first"
     dtype = torch.float32
@@ -63,13 +63,15 @@ def keys(numbers: list[int]) -> list[str]:
 class Called:
     """One backend with a pool of KV and a pool of states, and how long each call took."""
 
-    def __init__(self, extra: dict[str, Any], tp_rank: int = 0, tp_size: int = 1, *, is_mla: bool = False) -> None:
+    def __init__(
+        self, extra: dict[str, Any], page_bytes: int, tp_rank: int = 0, tp_size: int = 1, *, is_mla: bool = False
+    ) -> None:
         config = HiCacheStorageConfig(
             tp_rank=tp_rank, tp_size=tp_size, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1,
             is_mla_model=is_mla, enable_storage_metrics=True, is_page_first_layout=True, model_name="tiny",
             extra_config=extra,
         )  # fmt: skip
-        self.pools = {PoolName.KV: HostPages(PAGE_TOKENS, 32 << 10), PoolName.MAMBA: HostPages(1, 4 << 10)}
+        self.pools = {PoolName.KV: HostPages(PAGE_TOKENS, page_bytes), PoolName.MAMBA: HostPages(1, 4 << 10)}
         self.backend = StorageBackendFactory.create_backend("dynamic", config, self.pools[PoolName.KV])
         self.backend.register_mem_pool_host(self.pools[PoolName.KV])
         for name, pool in self.pools.items():

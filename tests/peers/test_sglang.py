@@ -130,11 +130,15 @@ def installed(request: pytest.FixtureRequest) -> tuple[str, Path]:
         pytest.skip(f"SGLang's environment could not be made: {e}")
 
 
-def driven(python: Path, module: str, *folders: Path) -> Driver:
-    paths = (ROOT / "crds", ROOT / "agent", ROOT / "tests", *folders)
+def driven(python: Path, module: str, folder: Path) -> Driver:
+    """Start a program in SGLang's environment; what it leaves goes into `folder`."""
+    (folder / "left").mkdir()
+    paths = (ROOT / "crds", ROOT / "agent", ROOT / "tests", ROOT / "tests" / "peers", folder / "plugin")
     # One thread: a model of this size is slower with more, and far slower where others work.
     one = {"OMP_NUM_THREADS": "1"}
-    environment = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1", **one}
+    places = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "TMPDIR": str(folder / "left")}
+    # SGLang 0.5.21 gives out pages by a Triton kernel, on a CPU as well; later ones have Python for it.
+    environment = {**places, **one, "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": str(int("sglang-0.5.21" in str(python)))}
     return Driver(Command("sglang", python, module, environment=tuple(environment.items())))
 
 
@@ -143,7 +147,7 @@ def sglang(installed: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory
     version, python = installed
     folder = tmp_path_factory.mktemp(f"sglang-{version}")
     sglang_cpu.install(folder / "plugin")
-    with driven(python, "support.engines.sglang_process", folder / "plugin") as driver:
+    with driven(python, "support.engines.sglang_process", folder) as driver:
         assert driver.versions() == {"sglang": version}
         made = SGLang(driver, version, folder / "model")
         made.open(None)
@@ -154,9 +158,9 @@ def sglang(installed: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def process(installed: tuple[str, Path]) -> Iterator[Driver]:
+def process(installed: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     """One process without an engine: importing SGLang takes seconds."""
-    with driven(installed[1], "sglang_storage_process", ROOT / "tests" / "peers") as driver:
+    with driven(installed[1], "sglang_storage_process", tmp_path_factory.mktemp("storage")) as driver:
         driver.versions()
         yield driver
 
@@ -164,7 +168,7 @@ def process(installed: tuple[str, Path]) -> Iterator[Driver]:
 @pytest.fixture
 def backend(process: Driver, agent: Agent) -> Iterator[Driver]:
     """A backend of that process that is attached."""
-    assert process.ask("open", extra=agent.storage()) == {}
+    assert process.ask("open", page_bytes=PAGE_BYTES, extra=agent.storage()) == {}
     yield process
     process.ask("close")
 
@@ -195,17 +199,20 @@ def test_greedy_tokens_are_equal_whatever_happens_to_the_agent(
 
     assert sglang.driver.ask("flush") == {"flushed": True}
     sglang.driver.send("generate", count=PROMPTS)
-    time.sleep(elsewhere["took_s"] / 4)  # Some are answered by then and others are not.
+    time.sleep(elsewhere["took_s"] / 20)  # SGLang asks for all that waits at once.
     agent.kill()
     killed = sglang.judged(sglang.driver.read())
     away = sglang.again()
     assert (killed["equal"], away["equal"], away["stored_tokens"]) == (PROMPTS, PROMPTS, 0)
 
     agent.start()
-    wait_until(lambda: sglang.again()["equal"] == PROMPTS and agent.blocks > 0)
     back = sglang.again()
+    ends_s = time.monotonic() + 60
+    while not back["stored_tokens"]:  # SGLang tries to write a page once, so the first ones may have found no agent.
+        assert time.monotonic() < ends_s
+        assert back["equal"] == PROMPTS
+        back = sglang.again()
     assert back["equal"] == PROMPTS
-    assert back["stored_tokens"] > 0
 
     assert sglang.driver.ask("flush") == {"flushed": True}
     agent.signal(signal.SIGSTOP)
@@ -260,6 +267,7 @@ def test_a_backend_that_returns_zeros_is_noticed(sglang: SGLang, agent: Agent) -
 # The backend as SGLang calls it, without an engine.
 
 PAGES = list(range(16))
+PAGE_BYTES = 32 << 10
 
 
 def result(backend: Driver, verb: str, numbers: list[int]) -> Any:
@@ -291,7 +299,7 @@ def test_states_that_belong_to_pages_decide_where_one_may_stop(backend: Driver) 
 
 
 def test_a_backend_that_disagrees_finds_nothing(process: Driver, agent: Agent) -> None:
-    process.ask("open", extra=agent.storage())
+    process.ask("open", page_bytes=PAGE_BYTES, extra=agent.storage())
     result(process, "set", PAGES)
     process.ask("close")
     for other in (
@@ -300,11 +308,22 @@ def test_a_backend_that_disagrees_finds_nothing(process: Driver, agent: Agent) -
         {"extra": agent.storage(interface_v1=0)},
         {"extra": agent.storage(revision="another")},
     ):
-        assert process.ask("open", **other) == {}
+        assert process.ask("open", page_bytes=PAGE_BYTES, **other) == {}
         assert result(process, "exists", PAGES) == 0
         process.ask("close")
-    process.ask("open", extra=agent.storage())
+    process.ask("open", page_bytes=PAGE_BYTES, extra=agent.storage())
     assert result(process, "exists", PAGES) == 16
+    process.ask("close")
+
+
+def test_ranks_of_tensor_parallelism_share_the_pages_of_mla(process: Driver, agent: Agent) -> None:
+    process.ask("open", page_bytes=PAGE_BYTES, extra=agent.storage(), tp_size=2, is_mla=True)
+    result(process, "set", PAGES)
+    result(process, "set_states", PAGES)
+    process.ask("close")
+    process.ask("open", page_bytes=PAGE_BYTES, extra=agent.storage(), tp_rank=1, tp_size=2, is_mla=True)
+    assert result(process, "get", PAGES) == [1] * 16
+    assert result(process, "get_states", PAGES) == [0] * 16, "states are each rank's own"
     process.ask("close")
 
 
@@ -317,7 +336,7 @@ def test_a_refused_token_and_a_pool_of_another_dtype_are_misses(process: Driver,
         {"token_file": f"{other}-absent"},
     ]
     for change in changes:
-        assert process.ask("open", extra=agent.storage(**change)) == {}
+        assert process.ask("open", page_bytes=PAGE_BYTES, extra=agent.storage(**change)) == {}
         assert result(process, "set", PAGES) == [False] * 16
         assert result(process, "exists", PAGES) == 0
         assert result(process, "get", PAGES) == [0] * 16
@@ -325,15 +344,17 @@ def test_a_refused_token_and_a_pool_of_another_dtype_are_misses(process: Driver,
 
 
 def test_a_full_pool_takes_the_newest_pages(backend: Driver) -> None:
-    page_bytes = 64 << 10
-    count = 2 * CAPACITY_BYTES // page_bytes
+    count = 2 * CAPACITY_BYTES // PAGE_BYTES
     for start in range(0, count, 64):
         # The host pool has fewer pages than that: the same memory under other names.
         numbers = [start + i for i in range(64)]
         assert all(backend.ask("set_named", numbers=numbers)["result"])
 
-    assert result(backend, "get_named", list(range(count - 64, count))) == [1] * 64
-    assert result(backend, "get_named", list(range(64))) == [0] * 64
+    found = [result(backend, "get_named", list(range(start, start + 64))) for start in range(0, count, 64)]
+    assert found[-1] == [1] * 64
+    marks = [mark for batch in found for mark in batch]
+    assert "wrong" not in marks
+    assert 0 < marks.count(1) * PAGE_BYTES <= CAPACITY_BYTES
 
 
 def test_a_killed_agent_is_misses_and_one_that_comes_back_serves(backend: Driver, agent: Agent) -> None:
@@ -376,4 +397,4 @@ def test_a_frozen_agent_is_a_miss_within_the_deadline(backend: Driver, agent: Ag
     ],
 )
 def test_bad_configuration_is_named(process: Driver, agent: Agent, change: dict[str, Any], said: str) -> None:
-    assert process.ask("open", extra=agent.storage(**change)) == {"refused": said}
+    assert process.ask("open", page_bytes=PAGE_BYTES, extra=agent.storage(**change)) == {"refused": said}

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -282,7 +283,11 @@ class _PageStore:
         self.client = Client(target)
         self.client.wait_settled(ATTACH_WAIT_S)
         self._move_timeout_s = options.params.move_timeout_s
-        self._job = transfers.TransferJob(target, self.client, namer, time.monotonic, self._move_timeout_s)
+        # Of the time of a read the agent has what it may not need for its answer.
+        answer_s = min(target.timeout_s, self._move_timeout_s / 2)
+        bring_up_s = self._move_timeout_s - answer_s
+        self._find = transfers.TransferJob(target, self.client, namer, time.monotonic, bring_up_s)
+        self._move = replace(self._find, target=replace(target, timeout_s=answer_s))
         self._host_pool = host_pool
         self._state = state
         self._note_agent()
@@ -290,23 +295,23 @@ class _PageStore:
     def look_up(self, hashes: Sequence[str]) -> list[bool]:
         """Return which pages can be had; the leading ones are on their way into memory then."""
         objects = [Object(h, self.page.size_bytes) for h in hashes]
-        found = self.client.run(transfers.look_up(self._job, objects))
+        found = self.client.run(transfers.look_up(self._find, objects))
         leading = _leading([bool(keys) for keys in found])
         wanted = [*found[:leading], *[()] * (len(found) - leading)]
-        self.client.run(transfers.follow_up(self._job, objects, wanted))
+        self.client.run(transfers.follow_up(self._find, objects, wanted))
         self._note_agent()
         return [bool(keys) for keys in found]
 
     def load(self, hashes: Sequence[str], pages: Sequence[Pieces]) -> list[bool]:
         """Fill pages; False for each that holds nothing of use."""
-        is_loaded = self.client.run(transfers.load(self._job, self._objects(hashes, pages)))
+        is_loaded = self.client.run(transfers.load(self._move, self._objects(hashes, pages)))
         self._note_agent()
         return is_loaded
 
     def store(self, hashes: Sequence[str], pages: Sequence[Pieces]) -> list[bool]:
         """Store pages in order; True for the leading ones that can be had now."""
         objects = self._objects(hashes, pages)
-        stored = self.client.run(transfers.store(self._job, objects, self._move_timeout_s))
+        stored = self.client.run(transfers.store(self._move, objects, self._move_timeout_s))
         self._note_agent()
         if stored.is_whole or stored.error is not None:
             self._state.note(f"{self.page.pool}: stores", stored.error)

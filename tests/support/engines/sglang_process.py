@@ -1,7 +1,9 @@
 """SGLang on a CPU in its own environment: makes an engine and obeys verbs, lines of JSON (`bench.harness.drivers`)."""
 
+import importlib.util
 import json
 import os
+import pkgutil
 import sys
 import time
 from pathlib import Path
@@ -21,6 +23,7 @@ class Served:
         """Start an engine with the model in `folder`, made when it is not there; without `storage` no HiCache."""
         import sglang
 
+        os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(_other_models())
         if not (Path(folder) / "config.json").exists():
             make(Path(folder))
         tiers: dict[str, Any] = {}
@@ -81,6 +84,13 @@ class Served:
     def close(self) -> dict[str, Any]:
         self.engine.shutdown()
         return {}
+
+
+def _other_models() -> list[str]:
+    """SGLang's modules of other models than ours: importing them all is most of an engine's start."""
+    found = importlib.util.find_spec("sglang.srt.models")
+    assert found is not None
+    return [m.name for m in pkgutil.iter_modules(found.submodule_search_locations) if m.name != "llama"]
 
 
 def main() -> None:
