@@ -14,6 +14,11 @@ TOKEN_BYTES_MAX = 64 << 10
 """A projected token has 1 to 2 KiB; the limit bounds what a wrong path can cost."""
 
 
+def configured_token(token_file: str) -> str | Path:
+    """Token of a configuration that names its file, or `NO_TOKEN` where it names none."""
+    return Path(token_file) if token_file else NO_TOKEN
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """One agent, one pool, one identity, one layout."""

@@ -14,7 +14,7 @@ from kvstrata_api import __version__
 from kvstrata_api.blocks import BlockKey, Layout, ScopeSecret
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.connectors.object_keys import blocks_of, fingerprint_of, number, object_keys
-from kvstrata_client.target import Target
+from kvstrata_client.target import Target, configured_token
 
 ORDER: Final = "kv,layer,token,head,dim"
 """Memory order of LMCache's objects (KV_2LTD), unlike that of blocks of our own."""
@@ -105,7 +105,8 @@ class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     socket: str
     pool: str
-    token_file: str
+    token_file: str = ""
+    """None: the agent goes by the unix user (`kvstrata up`)."""
     layout: Layout
     """Fields of `kvstrata_api.blocks.Layout`, for one shard; `order` is LMCache's unless it is given."""
     model_name: str = ""
@@ -140,7 +141,7 @@ def parse(params: Mapping[str, Any]) -> Options:
     model_name = known.model_name or known.layout.model
     fingerprint = Fingerprint(known.layout, model_name, known.chunk_tokens, known.hash_algorithm, known.hash_seed)
     client = f"kvstrata-lmcache/{__version__}"
-    at = (Path(known.socket), known.pool, Path(known.token_file))
+    at = (Path(known.socket), known.pool, configured_token(known.token_file))
     target = Target(*at, known.layout, client, timeout_s=known.lookup_timeout_s)
     return Options(target, fingerprint, known.workers, known.load_deadline_s)
 
@@ -158,7 +159,7 @@ def _parsed(params: Mapping[str, Any]) -> Params:
 
 
 def _check(known: Params) -> None:
-    for name in ("socket", "pool", "token_file"):
+    for name in ("socket", "pool"):
         if not getattr(known, name):
             raise InvalidInputError(f"adapter_params.{name}: is empty")
     for name in ("block_tokens", "layers", "kv_heads", "head_dim", "element_bytes"):

@@ -15,7 +15,7 @@ from kvstrata_api import __version__
 from kvstrata_api.blocks import BlockKey, Layout, ScopeSecret
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.connectors.object_keys import blocks_of, fingerprint_of, object_keys
-from kvstrata_client.target import Target
+from kvstrata_client.target import Target, configured_token
 
 KV: Final = "kv"
 """SGLang's name of the pool that holds attention's KV; others hold what belongs to the same pages."""
@@ -160,7 +160,8 @@ class Params(Identity, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     socket: str
     pool: str
-    token_file: str
+    token_file: str = ""
+    """None: the agent goes by the unix user (`kvstrata up`)."""
     lookup_timeout_s: float = 1.0
     """How long a lookup may take before it is a miss."""
     move_timeout_s: float = 10.0
@@ -178,7 +179,7 @@ class Options:
     def target(self, layout: Layout) -> Target:
         """What a client of one host pool attaches to."""
         known = self.params
-        at = (Path(known.socket), known.pool, Path(known.token_file))
+        at = (Path(known.socket), known.pool, configured_token(known.token_file))
         client = f"kvstrata-sglang/{__version__}"
         return Target(*at, layout, client, timeout_s=known.lookup_timeout_s, move_timeout_s=known.move_timeout_s)
 
@@ -190,7 +191,7 @@ def parse(extra: Mapping[str, Any]) -> Options:
         known = msgspec.convert(ours, Params)
     except msgspec.ValidationError as e:
         raise InvalidInputError(f"{WHERE}: {e}") from e
-    for name in ("socket", "pool", "token_file", "model", "revision"):
+    for name in ("socket", "pool", "model", "revision"):
         if not getattr(known, name):
             raise InvalidInputError(f"{WHERE}.{name}: is empty")
     if known.dtype not in ELEMENT_BYTES:

@@ -18,6 +18,7 @@ from kvstrata_client.connectors.vllm import engine
 from kvstrata_client.connectors.vllm.engine import Adapters, Geometry, Group, geometry_of, layout_of, parse, variant_of
 from kvstrata_client.connectors.vllm.planner import Limits, Load, Plan, Planner
 from kvstrata_client.connectors.vllm.worker import Pages
+from kvstrata_client.target import NO_TOKEN
 from kvstrata_client.verbs.results import Located
 
 pytestmark = pytest.mark.unit
@@ -204,6 +205,7 @@ def test_tokens_that_are_not_known_yet_are_not_saved() -> None:
 
 def test_configuration_is_refused_by_field_value_and_limit() -> None:
     assert parse(CONFIG).load_deadline_s == 2.0
+    assert parse({"socket": "/a", "pool": "p"}).target(LAYOUT, timeout_s=0.1).token == NO_TOKEN
     with pytest.raises(InvalidInputError, match=r"<= 60.*load_deadline_s.*61"):
         parse(CONFIG | {"load_deadline_s": 61})
     with pytest.raises(InvalidInputError, match="unknown field `sockett`"):

@@ -17,7 +17,7 @@ from kvstrata_api import __version__
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.units import GIB
-from kvstrata_client.target import NO_TOKEN, Target
+from kvstrata_client.target import Target, configured_token
 
 BLOCK_TOKENS: Final = 16
 """Tokens of a block of ours unless the configuration says what else the pool has."""
@@ -56,9 +56,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def target(self, layout: Layout, *, timeout_s: float) -> Target:
         """What to attach to."""
-        token = Path(self.token_file) if self.token_file else NO_TOKEN
         return Target(
-            Path(self.socket), self.pool, token, layout, f"kvstrata-vllm/{__version__}",
+            Path(self.socket), self.pool, configured_token(self.token_file), layout, f"kvstrata-vllm/{__version__}",
             timeout_s=timeout_s, move_timeout_s=self.load_deadline_s, silence_s=min(2.0, self.load_deadline_s),
         )  # fmt: skip
 
