@@ -38,7 +38,10 @@ def environment(name: str) -> Path:
         pytest.skip(f"LMCache's environment could not be made: {e}")
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(v, marks=() if n == "lmcache" else pytest.mark.matrix) for v, n in VERSIONS.items()],
+)
 def version(request: pytest.FixtureRequest) -> str:
     """One version of LMCache; each test is carried out with all of them."""
     return str(request.param)

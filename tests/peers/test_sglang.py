@@ -19,7 +19,7 @@ from kvstrata_api.units import MIB
 from support.engines import sglang_cpu
 from support.engines.sglang_process import PAGE_TOKENS
 
-pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
+pytestmark = [pytest.mark.peers, pytest.mark.matrix, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
 
 VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
 PROMPTS = 50

@@ -19,7 +19,7 @@ from kvstrata_api.units import MIB
 from support.engines.agent import Agent
 from support.engines.tiny_model import prompts
 
-pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
+pytestmark = [pytest.mark.peers, pytest.mark.matrix, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
 
 VERSIONS: Final = ("0.29.0", "0.30.0", "0.31.0", "0.32.0")
 PROMPTS: Final = prompts(50)

@@ -22,7 +22,7 @@ from kvstrata_api.units import MIB
 from support.engines.agent import Agent
 from support.engines.tiny_model import prompts
 
-pytestmark = [pytest.mark.peers, pytest.mark.timeout(3600)]  # The first run may install 6 GB.
+pytestmark = [pytest.mark.peers, pytest.mark.matrix, pytest.mark.timeout(3600)]  # The first run may install 6 GB.
 
 PROMPTS = prompts(50)
 CHUNK_TOKENS = 64
