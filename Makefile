@@ -60,8 +60,8 @@ stateful:
 system:
 	@$(PYTEST) -q tests/system
 
-test-peers: tools ## Engines' packages in environments of their own (made on demand from pinned files)
-	@$(PYTEST) -q tests/peers
+test-peers: tools ## Every engine and version in environments of their own, made on demand from pinned files (gigabytes)
+	@KVSTRATA_PEERS=all $(PYTEST) -q -s tests/peers
 
 sim: setup ## Simulated fleets on a virtual clock, SEEDS of them; prints the seed of any violation (SEED=n replays one)
 	@PYTHONPATH=tests $(BIN)/python -m sim $(if $(SEED),--replay $(SEED),--seeds $(SEEDS))

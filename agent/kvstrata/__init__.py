@@ -8,7 +8,7 @@ from kvstrata_api.errors import KvStrataError
 from kvstrata_client.async_client import AsyncClient
 from kvstrata_client.cache import AsyncPrefixCache, PrefixCache
 from kvstrata_client.client import Client
-from kvstrata_client.target import Target
+from kvstrata_client.target import NO_TOKEN, Target
 from kvstrata_client.verbs.results import (
     Answer,
     Grants,
@@ -23,6 +23,7 @@ from kvstrata_client.verbs.results import (
 )
 
 __all__ = [
+    "NO_TOKEN",
     "Answer",
     "AsyncClient",
     "AsyncPrefixCache",

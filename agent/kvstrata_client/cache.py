@@ -14,7 +14,7 @@ from kvstrata_client.client import Client
 from kvstrata_client.prompt.chain import Tokens
 from kvstrata_client.prompt.handover import AsyncHandoverWriter, HandoverWriter, begin_handover
 from kvstrata_client.prompt.load import load
-from kvstrata_client.prompt.routes import Attachment, Job, look_up, prompt_of
+from kvstrata_client.prompt.routes import Job, look_up, prompt_of
 from kvstrata_client.prompt.store import store
 from kvstrata_client.prompt.streaming import LEASE_S, AsyncLayerStream, LayerStream, lease_route
 from kvstrata_client.target import Target
@@ -30,13 +30,19 @@ TOKENS_MAX: Final = 1 << 24
 class PrefixCache:
     """Loads and stores prompts' blocks; blocking."""
 
-    def __init__(self, client: Client) -> None:
-        """Use `client`, which stays the caller's to close."""
-        self._client = client
+    def __init__(self, client: Client, *, variant: str = "") -> None:
+        """Use `client`, which stays the caller's to close.
 
-    def lookup(self, tokens: Sequence[int] | Tokens, *, session: str = "") -> Located:
+        `variant` says what besides the tokens makes blocks different, such as the digest of an adapter or of a
+        picture, or a user's salt: blocks of another variant are misses. It parts a tenant's own blocks further and
+        opens nothing.
+        """
+        self._client = client
+        self._variant = variant
+
+    def lookup(self, tokens: Sequence[int] | Tokens, *, session: str = "", blocks_max: int | None = None) -> Located:
         """Return how many leading blocks of `tokens` can be had now, here or from another node; leases nothing."""
-        return self._client.run(look_up(_job(self._client.target, self._client, tokens, session, DEADLINE_S)))
+        return self._client.run(look_up(_job(self._client, self._variant, tokens, session, DEADLINE_S, blocks_max)))
 
     def load(
         self,
@@ -46,18 +52,22 @@ class PrefixCache:
         session: str = "",
         deadline_s: float = DEADLINE_S,
         blocks_max: int | None = None,
+        first_block: int = 0,
     ) -> Loaded:
         """Copy the longest cached prefix of `tokens`, block by block, into `into` or a new buffer.
 
-        `blocks_max` bounds how many blocks are loaded; pass it rather than fewer tokens, because a shared prefix is
-        recognised by all of its tokens, which may end within a block.
+        `blocks_max` bounds the prefix; pass it rather than fewer tokens, because a shared prefix is recognised by all
+        of its tokens, which may end within a block. Blocks before `first_block` are at hand: they are not copied, and
+        the first row is that of `first_block`.
         Rows of `into` beyond the blocks loaded hold nothing of use. Every row has been verified after the copy.
         Raises `InvalidInputError` for a buffer of another shape, and nothing else unless the client is strict.
         """
-        job = _job(self._client.target, self._client, tokens, session, deadline_s, blocks_max)
+        job = replace(
+            _job(self._client, self._variant, tokens, session, deadline_s, blocks_max), first_block=max(0, first_block)
+        )
         check_buffer(job.target, into)
         loaded = self._client.run(load(job, into))
-        self._client.counters.note_load(job.wanted_blocks, loaded)
+        self._client.counters.note_load(job.lacking_blocks, loaded)
         return _vouched(loaded, is_strict=self._client.is_strict)
 
     def stream(
@@ -78,7 +88,7 @@ class PrefixCache:
         nothing else unless the client is strict.
         """
         head_range = _head_range(self._client.target, heads, handover)
-        job = _job(self._client.target, self._client, tokens, session, deadline_s, blocks_max)
+        job = _job(self._client, self._variant, tokens, session, deadline_s, blocks_max)
         leased = self._client.run(lease_route(replace(job, lease_s=LEASE_S), head_range, handover))
         return self._client.stream(leased, head_range)
 
@@ -86,7 +96,7 @@ class PrefixCache:
         self, tokens: Sequence[int] | Tokens, *, session: str = "", deadline_s: float = DEADLINE_S
     ) -> HandoverWriter:
         """Reserve blocks of `tokens` that a reader on another node may have layer by layer while they are computed."""
-        job = _job(self._client.target, self._client, tokens, session, deadline_s)
+        job = _job(self._client, self._variant, tokens, session, deadline_s)
         return self._client.write_handover(self._client.run(begin_handover(job)))
 
     def store(
@@ -103,7 +113,7 @@ class PrefixCache:
         `blocks` are the bytes of blocks `first_block` and up, as many as are at hand. Blocks that are there already
         are not written again. Errors as for `load`.
         """
-        job = _job(self._client.target, self._client, tokens, session, deadline_s)
+        job = _job(self._client, self._variant, tokens, session, deadline_s)
         check_buffer(job.target, blocks)
         stored = self._client.run(store(job, blocks, first_block))
         self._client.counters.note_store(stored)
@@ -113,13 +123,18 @@ class PrefixCache:
 class AsyncPrefixCache:
     """Loads and stores prompts' blocks under asyncio; memory is copied in a worker thread."""
 
-    def __init__(self, client: AsyncClient) -> None:
-        """Use `client`, which stays the caller's to close."""
+    def __init__(self, client: AsyncClient, *, variant: str = "") -> None:
+        """Like `PrefixCache`."""
         self._client = client
+        self._variant = variant
 
-    async def lookup(self, tokens: Sequence[int] | Tokens, *, session: str = "") -> Located:
+    async def lookup(
+        self, tokens: Sequence[int] | Tokens, *, session: str = "", blocks_max: int | None = None
+    ) -> Located:
         """Like `PrefixCache.lookup`."""
-        return await self._client.run(look_up(_job(self._client.target, self._client, tokens, session, DEADLINE_S)))
+        return await self._client.run(
+            look_up(_job(self._client, self._variant, tokens, session, DEADLINE_S, blocks_max))
+        )
 
     async def load(
         self,
@@ -129,12 +144,15 @@ class AsyncPrefixCache:
         session: str = "",
         deadline_s: float = DEADLINE_S,
         blocks_max: int | None = None,
+        first_block: int = 0,
     ) -> Loaded:
         """Like `PrefixCache.load`. A cancelled load gives its leases back."""
-        job = _job(self._client.target, self._client, tokens, session, deadline_s, blocks_max)
+        job = replace(
+            _job(self._client, self._variant, tokens, session, deadline_s, blocks_max), first_block=max(0, first_block)
+        )
         check_buffer(job.target, into)
         loaded = await self._client.run(load(job, into))
-        self._client.counters.note_load(job.wanted_blocks, loaded)
+        self._client.counters.note_load(job.lacking_blocks, loaded)
         return _vouched(loaded, is_strict=self._client.is_strict)
 
     async def stream(
@@ -152,7 +170,7 @@ class AsyncPrefixCache:
         Cancelled, it gives its leases back; so does leaving the `async with` block, in whatever way.
         """
         head_range = _head_range(self._client.target, heads, handover)
-        job = _job(self._client.target, self._client, tokens, session, deadline_s, blocks_max)
+        job = _job(self._client, self._variant, tokens, session, deadline_s, blocks_max)
         leased = await self._client.run(lease_route(replace(job, lease_s=LEASE_S), head_range, handover))
         return self._client.stream(leased, head_range)
 
@@ -160,7 +178,7 @@ class AsyncPrefixCache:
         self, tokens: Sequence[int] | Tokens, *, session: str = "", deadline_s: float = DEADLINE_S
     ) -> AsyncHandoverWriter:
         """Like `PrefixCache.hand_over`."""
-        job = _job(self._client.target, self._client, tokens, session, deadline_s)
+        job = _job(self._client, self._variant, tokens, session, deadline_s)
         return self._client.write_handover(await self._client.run(begin_handover(job)))
 
     async def store(
@@ -173,7 +191,7 @@ class AsyncPrefixCache:
         deadline_s: float = DEADLINE_S,
     ) -> Stored:
         """Like `PrefixCache.store`. A cancelled store gives its reservations back."""
-        job = _job(self._client.target, self._client, tokens, session, deadline_s)
+        job = _job(self._client, self._variant, tokens, session, deadline_s)
         check_buffer(job.target, blocks)
         stored = await self._client.run(store(job, blocks, first_block))
         self._client.counters.note_store(stored)
@@ -197,8 +215,8 @@ def _vouched(loaded: Loaded, *, is_strict: bool) -> Loaded:
 
 
 def _job(
-    target: Target,
-    at: Attachment,
+    client: Client | AsyncClient,
+    variant: str,
     tokens: Sequence[int] | Tokens,
     session: str,
     deadline_s: float,
@@ -207,7 +225,8 @@ def _job(
     packed = token_ids(tokens)
     if packed.ndim != 1 or len(packed) > TOKENS_MAX:
         raise InvalidInputError(f"tokens of shape {packed.shape}: one row of at most {TOKENS_MAX} wanted")
-    return Job(target, at, prompt_of(target, packed), session, deadline_s=deadline_s, blocks_max=blocks_max)
+    prompt = prompt_of(client.target, packed, variant)
+    return Job(client.target, client, prompt, session, deadline_s=deadline_s, blocks_max=blocks_max)
 
 
 def _head_range(target: Target, heads: range | None, handover: Handover | None) -> HeadRange:

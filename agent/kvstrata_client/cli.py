@@ -1,4 +1,4 @@
-"""The `kvstrata` command: shows one agent or the fleet, checks manifests, names prefixes, shows who may read.
+"""The `kvstrata` command: runs or shows an agent, shows the fleet, checks manifests, names prefixes and readers.
 
 It also calibrates codecs on captured KV.
 """
@@ -10,7 +10,7 @@ from typing import Final
 
 from kvstrata_api import __version__
 from kvstrata_api.errors import KvStrataError
-from kvstrata_client.commands import agent, calibrate, digest, fleet, manifests
+from kvstrata_client.commands import agent, calibrate, digest, fleet, manifests, up
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
@@ -19,7 +19,11 @@ EXIT_FAILED: Final = 1
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 for success, 1 for a failure, 2 for wrong usage."""
-    given = parser().parse_args(arguments)
+    top = parser()
+    given, given_rest = top.parse_known_args(arguments)
+    if given_rest and given.command != "up":
+        top.error(f"unrecognized arguments: {' '.join(given_rest)}")
+    given.rest = given_rest
     run: Callable[[argparse.Namespace], int] = given.run
     try:
         sys.exit(run(given))
@@ -39,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     manifests.add_validate(commands)
     digest.add(commands)
     calibrate.add(commands)
+    up.add(commands)
     manifests.add_who_can_read(commands)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(run=print_version)

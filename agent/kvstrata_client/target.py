@@ -2,13 +2,21 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from kvstrata_api import __version__
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import AgentAwayError, UnauthenticatedError
 
+NO_TOKEN: Final = ""
+"""Presented to an agent of `kvstrata up`, which goes by the unix user of the connection then."""
 TOKEN_BYTES_MAX = 64 << 10
 """A projected token has 1 to 2 KiB; the limit bounds what a wrong path can cost."""
+
+
+def configured_token(token_file: str) -> str | Path:
+    """Token of a configuration that names its file, or `NO_TOKEN` where it names none."""
+    return Path(token_file) if token_file else NO_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +27,8 @@ class Target:
     """Unix socket of the node's agent of the pool."""
     pool: str
     token: str | Path = field(repr=False)
-    """A token, or the file that holds it: read again at every attach, because kubelets rotate projected tokens."""
+    """A token, or the file that holds it: read again at every attach, because kubelets rotate projected tokens. Or
+    `NO_TOKEN`."""
     layout: Layout
     client: str = f"kvstrata_client/{__version__}"
     """Name and version for the agent's logs."""

@@ -34,5 +34,19 @@ def sync(folder: Path) -> None:
         os.close(fd)
 
 
+def write_durably(path: Path, content: bytes) -> None:
+    """Replace a small file of mode 0600; a crash leaves the old or the new one. Raises `OSError`."""
+    temporary = path.with_name(path.name + ".new")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb", closefd=False) as file:
+            file.write(content)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    temporary.replace(path)
+    sync(path.parent)
+
+
 def _open(folder: Path) -> int:
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -83,12 +83,14 @@ def declare_tenants(node: Node) -> None:
     node.tenants.set_rules({"bench": rules, **{f"other-{i}": rules for i in range(TENANTS)}})
 
 
-def make_node(capacity_bytes: int, page_size: str, name: str = "bench") -> Node:
+def make_node(capacity_bytes: int, page_size: str, name: str = "bench", dtype: str = "bf16") -> Node:
     """One node with one memory tier."""
     dram = HostDramTier.model_validate({"pageSize": page_size})
     pool_tier = PoolTier(name="dram", type=TierType.HOST_DRAM, capacity_per_node=capacity_bytes, host_dram=dram)
     node_tier = NodeTier(name="dram", type=TierType.HOST_DRAM, capacity_bytes=capacity_bytes, host_dram=dram)
-    compatibility = Compatibility(model=MODEL, revision=REVISION, dtype="bf16", block_tokens=BLOCK_TOKENS)
+    compatibility = Compatibility.model_validate(
+        {"model": MODEL, "revision": REVISION, "dtype": dtype, "blockTokens": BLOCK_TOKENS}
+    )
     index, authenticator = Index(), OneIdentity()
     return Node(
         pool=POOL,
@@ -122,7 +124,7 @@ def facts(node: Node) -> dict[str, object]:
 
 async def run(arguments: argparse.Namespace) -> None:
     """Serve until stdin ends."""
-    node = make_node(arguments.capacity_bytes, arguments.page_size)
+    node = make_node(arguments.capacity_bytes, arguments.page_size, dtype=arguments.dtype)
     core = AgentParts(node, CodecRegistry())
     authenticator = OneIdentity(has_domain=arguments.isolation == "domain")
     if arguments.isolation != "none":
@@ -150,6 +152,7 @@ def main() -> None:
     parser.add_argument("--socket", type=Path, required=True, help="unix socket to listen on")
     parser.add_argument("--capacity-bytes", type=int, required=True, help="size of the memory tier")
     parser.add_argument("--page-size", default="2Mi", choices=("4Ki", "2Mi", "1Gi"), help="pages to ask for")
+    parser.add_argument("--dtype", default="bf16", help="element type of the KV that the pool is for")
     parser.add_argument(
         "--isolation",
         default="none",

@@ -1,6 +1,6 @@
 """Compressors of bytes, one thread, each beside copies of the same blocks.
 
-Runs in the environment `.venv-codec` with that environment's packages only. Verbs: `open` with a file of blocks and how
+Runs in the environment `codec` with that environment's packages only. Verbs: `open` with a file of blocks and how
 many to make of them, `round` for the seconds of every compressor.
 """
 

@@ -1,6 +1,6 @@
 """LMCache's LocalDisk backend: memory objects of its LocalCPU backend go to files, one for each block, and come back.
 
-Runs in the environment `.venv-lmcache` with that environment's packages only. `--direct` asks for O_DIRECT, without it
+Runs in the environment `lmcache` with that environment's packages only. `--direct` asks for O_DIRECT, without it
 its files go through the page cache, as they do by default. Nothing of it is synced.
 """
 

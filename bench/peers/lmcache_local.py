@@ -1,6 +1,6 @@
 """LMCache's LocalCPU backend, used as its engine uses it: allocate, copy in, submit; get, copy out, count down.
 
-Runs in the environment `.venv-lmcache` with that environment's packages only. One thread copies, as everywhere else.
+Runs in the environment `lmcache` with that environment's packages only. One thread copies, as everywhere else.
 """
 
 import importlib.metadata

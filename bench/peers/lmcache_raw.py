@@ -1,6 +1,6 @@
 """LMCache's raw_block: memory objects of its LocalCPU backend go to slots of one file by its Rust module, and back.
 
-Runs in the environment `.venv-raw-block` with that environment's packages only. One file that was laid out before
+Runs in the environment `raw-block` with that environment's packages only. One file that was laid out before
 stands for the block device, with O_DIRECT, io_uring at its default depth of 256 and its default checkpoints of the
 index; each block has a header of 4 KiB, none has a checksum and nothing is synced.
 """

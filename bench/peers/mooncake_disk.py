@@ -1,6 +1,6 @@
 """Mooncake's SSD offload: objects of a store's own memory segment go to bucket files, leave memory, and are read back.
 
-Runs in the environment `.venv-mooncake` with that environment's packages only. The store's heartbeat, once a second at
+Runs in the environment `mooncake` with that environment's packages only. The store's heartbeat, once a second at
 most, fetches from the master what is to be written: a set waits for it in memory, and the clock runs from the first
 bucket file to the moment the master has the last block's place on the disk. Written is through the page cache and
 nothing is synced. `--direct` has it read by io_uring with O_DIRECT; without it, as by default, reads come from the page

@@ -1,6 +1,6 @@
 """Mooncake's store between two processes over TCP: one holds the segment, the other stores and loads without any.
 
-Runs in the environment `.venv-mooncake` with that environment's packages only.
+Runs in the environment `mooncake` with that environment's packages only.
 """
 
 import subprocess

@@ -1,6 +1,6 @@
 """Mooncake's store with its own memory segment, over TCP: batch_put_from, batch_get_into, batch_is_exist.
 
-Runs in the environment `.venv-mooncake` with that environment's packages only. The master is a process of its own;
+Runs in the environment `mooncake` with that environment's packages only. The master is a process of its own;
 blocks of a store's own segment are copied without the network, which is its fastest path on one node.
 """
 

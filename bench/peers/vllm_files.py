@@ -1,6 +1,6 @@
 """vLLM's file tier: blocks of its CPU memory go to files, one for each block, by its own threads, and come back.
 
-Runs in the environment `.venv-vllm` with that environment's packages only. Driven is what lies below its CPU tier:
+Runs in the environment `vllm` with that environment's packages only. Driven is what lies below its CPU tier:
 the tier of type `fs` as its factory makes it, with its own file names, thread counts and C extension. It takes O_DIRECT
 where the file system does, renames each file into place and syncs nothing. The scheduler and the GPU take no part.
 """

@@ -61,20 +61,36 @@ class Layout:
     """Digest of the LoRA adapter."""
     order: str = "layer,kv,head,token,dim"
     """Memory order of one block, slowest first."""
+    kv_parts: int = 2
+    """2: keys and values; 1: one latent vector for both (multi-head latent attention), of one head."""
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: K and V of all layers."""
-        return self.layers * 2 * self.kv_heads * self.block_tokens * self.head_dim * self.element_bytes
+        return self.layers * self.kv_parts * self.kv_heads * self.block_tokens * self.head_dim * self.element_bytes
 
     def layout_id(self) -> LayoutId:
-        """Digest of all fields, length-prefixed with their names so that no two layouts collide by shifting."""
+        """Digest of all fields, length-prefixed with their names so that no two layouts collide by shifting.
+
+        Keys and values apart are what all layouts had before `kv_parts`: blocks of that time keep their ids.
+        """
         digest = hashlib.blake2b(digest_size=LAYOUT_ID_BYTES, person=b"kvstrata.layout")
         for f in fields(self):
+            if f.name == "kv_parts" and self.kv_parts == 2:
+                continue
             for part in (f.name, str(getattr(self, f.name))):
                 encoded = part.encode()
                 digest.update(len(encoded).to_bytes(4, "big") + encoded)
         return LayoutId(digest.digest())
+
+
+def variant_of(layout_id: LayoutId, variant: str) -> LayoutId:
+    """Id of blocks that have a layout's geometry and differ in what `variant` names, so that none is another's."""
+    return LayoutId(
+        hashlib.blake2b(
+            variant.encode(), key=layout_id, digest_size=LAYOUT_ID_BYTES, person=b"kvstrata.variant"
+        ).digest()
+    )
 
 
 @dataclass(frozen=True, slots=True)

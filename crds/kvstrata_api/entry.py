@@ -1,22 +1,33 @@
 """Console entry points. The wheel installs all commands; a process whose extra is missing names it."""
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 
 def _run(module: str, extra: str, command: str = "") -> None:
+    _main(module, extra, command)()
+
+
+def _main(module: str, extra: str, command: str = "") -> Any:
     try:
-        main = import_module(module).main
+        return import_module(module).main
     except ModuleNotFoundError as e:
         if e.name is None or e.name.partition(".")[0].startswith("kvstrata_"):
             raise
         sys.exit(f"{command or f'kvstrata-{extra}'} needs the package {e.name}: pip install 'kvstrata[{extra}]'")
-    main()
 
 
 def agent() -> None:
     """Run the agent, or exit with what to install."""
     _run("kvstrata_agent.app.main", "agent")
+
+
+def up(arguments: Sequence[str]) -> int:
+    """Run `kvstrata up` and return its exit status, or exit with what to install."""
+    status: int = _main("kvstrata_agent.app.standalone.main", "agent", "kvstrata up")(arguments)
+    return status
 
 
 def node() -> None:

@@ -246,6 +246,27 @@ class Unpin(Request, frozen=True, array_like=True, tag=True):
     digests: bytes
 
 
+class Touch(Request, frozen=True, array_like=True, tag=True):
+    """Record use of blocks without reading them; answers how many are here. Moves nothing.
+
+    Like `Drop` only for agents that name it in `Granted.verbs`.
+    """
+
+    scope: str
+    digests: bytes
+
+
+class Drop(Request, frozen=True, array_like=True, tag=True):
+    """Remove blocks of the tenant's own scope from this node, in chain order; answered by `Found`.
+
+    What somebody leases, pins, moves or decodes from stays, and so does what a block continues that stays. The states
+    of the answer are those afterwards, on this node alone: MISS for what is not here any more.
+    """
+
+    scope: str
+    digests: bytes
+
+
 class Stats(Request, frozen=True, array_like=True, tag=True):
     """Ask for tiers and counters."""
 
@@ -290,6 +311,8 @@ class Granted(Reply, frozen=True, array_like=True, tag=True):
     """Distance between slots: block_bytes rounded up to 4 KiB."""
     token_expires_s: float
     """Seconds until the token must be renewed by another Attach."""
+    verbs: tuple[str, ...] = ()
+    """Verbs that this agent knows and earlier ones of the same protocol do not; those end the connection on them."""
 
 
 class Done(Reply, frozen=True, array_like=True, tag=True):
@@ -399,8 +422,11 @@ class Failed(Reply, frozen=True, array_like=True, tag=True):
 AnyRequest = (
     Hello | Attach | Scopes | OpenSession | TouchSession | CloseSession | Lookup | CountLoad | Acquire | Release
     | Reserve | Publish | Abandon | Prefetch | Pin | Unpin | Stats | Explain | Advance | Arrive
+    | Touch | Drop
 )  # fmt: skip
 AnyReply = Welcome | Granted | Done | Found | Acquired | Reserved | Published | Text | Failed | Arrived
+LATER_VERBS: Final = (Touch.__name__, Drop.__name__)
+"""Verbs that came after the first agents of this protocol version."""
 GRANTING: Final = (Acquired, Reserved)
 """Replies that may bring extents, with descriptors beside them."""
 

@@ -59,8 +59,12 @@ def parse_kek_secret(raw: bytes) -> KekSecret:
 class KekSource:
     """Follows the KEKs. `keks` is empty while there are none, and `is_known` false until that has been looked at."""
 
-    def __init__(self, api: KubeApi, namespace: str, path: Path | None, changed: Callable[[], None]) -> None:
-        """Follow the file at `path`, or without one the Secret in `namespace`; call `changed` after every change."""
+    def __init__(self, api: KubeApi | None, namespace: str, path: Path | None, changed: Callable[[], None]) -> None:
+        """Follow the file at `path`, or without one the Secret in `namespace`; call `changed` after every change.
+
+        A file needs no `api`.
+        """
+        assert api is not None or path is not None, "there is neither a cluster nor a file"
         self.keks = Keks()
         self.is_known = False
         self.is_in_cluster = path is None
@@ -70,7 +74,7 @@ class KekSource:
         self._store: Store[KekSecret] = Store(self._seen)
         collection = f"/api/v1/namespaces/{namespace}/secrets"
         query = {"fieldSelector": f"metadata.name={names.KEK_SECRET}"}
-        self._watch = Watch(api, Source(collection, parse_kek_secret, query), self._store)
+        self._watch = Watch(api, Source(collection, parse_kek_secret, query), self._store) if api is not None else None
 
     @property
     def is_absent(self) -> bool:
@@ -79,7 +83,7 @@ class KekSource:
 
     async def run(self) -> None:
         """Follow until cancelled."""
-        if self._path is None:
+        if self._path is None and self._watch is not None:
             await self._watch.run()
         while self._path is not None:
             self.look()

@@ -31,6 +31,7 @@ VERBS: Final[dict[str, Ask]] = {
     "prefetch": lambda e, _l, _r: wire.Prefetch(e.next_id(), e.scope, _chain(e)),
     "pin": lambda e, _l, _r: wire.Pin(e.next_id(), e.scope, _chain(e), PIN_S),
     "unpin": lambda e, _l, _r: wire.Unpin(e.next_id(), e.scope, _chain(e)[:20]),
+    "touch": lambda e, _l, _r: wire.Touch(e.next_id(), e.scope, _chain(e)),
 }
 BETWEEN: Final = ("slot half filled", "slots filled", "block half copied", "blocks copied", "doing nothing")
 POINTS: Final = (

@@ -7,18 +7,23 @@ import select
 import sys
 import time
 from argparse import Namespace
+from importlib import metadata
 from typing import Any
 
 import torch
 from lmcache.lmcache_native import Bitmap
-from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec
+from lmcache.v1.distributed import api
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.config import EvictionConfig, L1ManagerConfig, L1MemoryManagerConfig, StorageManagerConfig
+from lmcache.v1.distributed.internal_api import L2AdapterListener
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
 from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
 MODEL = "bench-model"
+IS_FLAT = not hasattr(api, "PrefetchTaskSpec")
+"""LMCache 0.5.5: a prefetch names keys without groups, and its result is one bitmap."""
 
 
 def key(number: int, model: str = MODEL) -> ObjectKey:
@@ -35,6 +40,22 @@ def held(data: torch.Tensor) -> TensorMemoryObj:
         shape=data.shape, dtype=data.dtype, address=0, phy_size=len(data), fmt=MemoryFormat.KV_2LTD, ref_count=1
     )
     return TensorMemoryObj(raw_data=data, metadata=about, parent_allocator=None)
+
+
+class Deletions(L2AdapterListener):  # type: ignore[misc]  # LMCache has no types for us.
+    """Hears which objects have gone."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:
+        """Not of interest."""
+
+    def on_l2_keys_accessed(self, keys: list[ObjectKey]) -> None:
+        """Not of interest."""
+
+    def on_l2_keys_deleted(self, keys: list[ObjectKey]) -> None:
+        self.numbers += [int.from_bytes(k.chunk_hash, "big") for k in keys]
 
 
 class Held:
@@ -109,8 +130,39 @@ class Held:
         return {}
 
     def delete(self, numbers: list[int]) -> dict[str, Any]:
+        """Have objects deleted; the numbers of those that LMCache's listeners heard of within a second."""
+        heard = Deletions()
+        self.adapter.register_listener(heard)
         self.adapter.delete([key(n) for n in numbers])
+        ends_s = time.monotonic() + 1.0
+        while len(heard.numbers) < len(numbers) and time.monotonic() < ends_s:
+            time.sleep(0.01)
+        return {"deleted": sorted(heard.numbers)}
+
+    def touch(self, numbers: list[int]) -> dict[str, Any]:
+        self.adapter.submit_touch([key(n) for n in numbers])
         return {}
+
+    def decide(self, configs: dict[str, Any], tokens: int, asked: dict[str, Any]) -> dict[str, Any]:
+        """Ask our load policy as LMCache's server does."""
+        from lmcache.v1.multiprocess.kv_load_policy import KVLoadContext, create_kv_load_policy
+
+        name = "kvstrata_client.connectors.lmcache_policy:KvstrataLoadPolicy"
+        try:
+            policy = create_kv_load_policy(name, configs)
+        except Exception as e:  # noqa: BLE001  LMCache tells it to its user.
+            return {"refused": str(e)}
+        return {"loads": policy.should_load(KVLoadContext("request", MODEL, 64, tokens, asked or None))}
+
+    def usage(self) -> dict[str, Any]:
+        """Usage as LMCache sees it once it has asked twice."""
+        self.adapter.get_usage()
+        time.sleep(1.5)
+        self.adapter.get_usage()
+        time.sleep(0.5)
+        usage = self.adapter.get_usage()
+        salts = dict(usage.bytes_by_cache_salt)
+        return {"used": usage.total_bytes_used, "capacity": usage.total_capacity_bytes, "salts": salts}
 
     def status(self) -> dict[str, Any]:
         return dict(self.adapter.report_status())
@@ -137,7 +189,7 @@ class Manager:
     def write(self, numbers: list[int]) -> dict[str, Any]:
         """Write objects as an engine's worker does, wait until they are below, and empty the memory above."""
         keys = [key(n) for n in numbers]
-        for k, made in self.manager.reserve_write(keys, self.LAYOUT).items():
+        for k, made in self.manager.reserve_write(keys, self.LAYOUT, *(("new",) if IS_FLAT else ())).items():
             made.raw_data.view(torch.uint8).copy_(wanted(numbers[keys.index(k)], self.SIZE))
         self.manager.finish_write(keys)
         ends_s = time.monotonic() + 60
@@ -150,16 +202,21 @@ class Manager:
         """Have a prompt's objects brought up; how many leading ones came, and how many of them are right."""
         keys = [key(n) for n in numbers]
         started_s = time.monotonic()
-        handle = self.manager.submit_prefetch_task(PrefetchTaskSpec([GroupedObjectKeys(keys, 0, self.LAYOUT)]))
+        if IS_FLAT:
+            spec = api.PrefetchRequestSpec(keys, {0: self.LAYOUT})
+        else:
+            spec = api.PrefetchTaskSpec([api.GroupedObjectKeys(keys, 0, self.LAYOUT)])
+        handle = self.manager.submit_prefetch_task(spec)
         self.manager.wait_prefetch_status(handle, 60)
         result = self.manager.query_prefetch_status(handle)
         took_s = time.monotonic() - started_s
-        hits = 0 if result is None else result.hit_cells[0].popcount()
+        hits = 0 if result is None else (result if IS_FLAT else result.hit_cells[0]).popcount()
         if not hits:
             return {"hits": 0, "right": 0, "took_s": took_s}
-        _, found = self.manager.unsafe_read(keys[:hits], result.l1_owners)
+        owners = () if IS_FLAT else (result.l1_owners,)
+        _, found = self.manager.unsafe_read(keys[:hits], *owners)
         right = sum(bytes(o.byte_array) == bytes(wanted(n, self.SIZE).numpy()) for n, o in zip(numbers, found))  # noqa: B905
-        self.manager.finish_read_prefetched(keys[:hits], 1, result.l1_owners)
+        self.manager.finish_read_prefetched(keys[:hits], 1, *owners)
         return {"hits": hits, "right": right, "took_s": took_s}
 
     def close(self) -> dict[str, Any]:
@@ -171,7 +228,7 @@ class Manager:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # What LMCache says.
-    print(json.dumps({"versions": {}}), file=answers, flush=True)
+    print(json.dumps({"versions": {"lmcache": metadata.version("lmcache")}}), file=answers, flush=True)
     adapter: Held | Manager | None = None
     for line in sys.stdin:
         asked = json.loads(line)

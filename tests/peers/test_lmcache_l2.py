@@ -1,4 +1,4 @@
-"""The L2 adapter in the real LMCache 0.5.6 against a real agent: its own tool, and an agent that is killed."""
+"""The L2 adapter in each LMCache that it works with, against a real agent: its own tool, and agents that fail."""
 
 import json
 import os
@@ -13,11 +13,14 @@ import pytest
 
 import peers
 from bench.harness.drivers import ROOT, Command, Driver
-from bench.harness.identity import BLOCK_TOKENS, HEAD_DIM, MODEL, POOL, REVISION, TOKEN
+from bench.harness.identity import BLOCK_TOKENS, HEAD_DIM
 from kvstrata_api.units import MIB
+from support.engines.agent import Agent
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
 
+VERSIONS = {"0.5.5": "lmcache-0.5.5", "0.5.6": "lmcache", "0.5.7rc2": "lmcache-0.5.7rc2"}
+"""Versions of LMCache, with the names of their environments."""
 SIZE = 64 << 10
 """Bytes of an object: four blocks of 16 KiB."""
 CAPACITY_BYTES = 128 * MIB
@@ -28,72 +31,57 @@ def _say(line: str) -> None:
     sys.stderr.write(line + "\n")
 
 
-@pytest.fixture(scope="module")
-def python() -> Path:
+def environment(name: str) -> Path:
     try:
-        return peers.ensure("lmcache", _say)
+        return peers.ensure(name, _say)
     except peers.InstallError as e:
         pytest.skip(f"LMCache's environment could not be made: {e}")
 
 
-class Agent:
-    """A real agent on one socket, started again after it was killed."""
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(v, marks=() if n == "lmcache" else pytest.mark.matrix) for v, n in VERSIONS.items()],
+)
+def version(request: pytest.FixtureRequest) -> str:
+    """One version of LMCache; each test is carried out with all of them."""
+    return str(request.param)
 
-    def __init__(self, directory: Path) -> None:
-        self.socket = directory / "agent.sock"
-        self.token = directory / "token"
-        self.token.write_text(TOKEN)
-        self.process: subprocess.Popen[str] | None = None
 
-    def start(self) -> None:
-        program = (sys.executable, "-m", "bench.harness.agent_process")
-        sized = (*program, "--socket", str(self.socket), "--page-size", "4Ki", "--capacity-bytes", str(CAPACITY_BYTES))
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(sized, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
-        assert self.process.stdout is not None
-        assert "versions" in json.loads(self.process.stdout.readline())
+@pytest.fixture(scope="module")
+def python(version: str) -> Path:
+    return environment(VERSIONS[version])
 
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            for end in (self.process.stdin, self.process.stdout):
-                assert end is not None
-                end.close()
-        self.process = None
 
-    def spec(self, layers: int = 4, **params: Any) -> dict[str, Any]:
-        """JSON of an adapter with blocks of 4 KiB for each layer."""
-        layout = {"model": MODEL, "revision": REVISION, "dtype": "bf16", "block_tokens": BLOCK_TOKENS, "kv_heads": 1,
-                  "layers": layers, "head_dim": HEAD_DIM, "element_bytes": 2, **params.pop("layout", {})}  # fmt: skip
-        made = {"socket": str(self.socket), "pool": POOL, "token_file": str(self.token), "model_name": "bench-model",
-                "chunk_tokens": 4 * BLOCK_TOKENS, "layout": layout, "lookup_timeout_s": 5, **params}  # fmt: skip
-        plugin = {"module_path": "kvstrata_client.connectors.lmcache", "class_name": "KvstrataL2Adapter"}
-        return {"type": "plugin", **plugin, "adapter_params": made}
+def adapter(agent: Agent, layers: int = 4, **params: Any) -> dict[str, Any]:
+    """JSON of an adapter with blocks of 4 KiB for each layer."""
+    layout = {"dtype": "bf16", "block_tokens": BLOCK_TOKENS, "kv_heads": 1, "layers": layers, "head_dim": HEAD_DIM,
+              "element_bytes": 2, **params.pop("layout", {})}  # fmt: skip
+    given = {"model_name": "bench-model", "chunk_tokens": 4 * BLOCK_TOKENS, "lookup_timeout_s": 5, **params}
+    return agent.lmcache_adapter(layout, **given)
 
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[Agent]:
-    made = Agent(tmp_path)
+    made = Agent(tmp_path, CAPACITY_BYTES)
     made.start()
     yield made
     made.kill()
 
 
 @pytest.fixture(scope="module")
-def process(python: Path) -> Iterator[Driver]:
-    """One process of LMCache: importing it takes seconds."""
+def process(python: Path, version: str) -> Iterator[Driver]:
+    """One process of each version: importing it takes seconds."""
     paths = {**PATHS, "PYTHONPATH": f"{PATHS['PYTHONPATH']}:{ROOT / 'tests/peers'}"}
     command = Command("lmcache", python, "lmcache_l2_process", environment=tuple(paths.items()))
     with Driver(command) as driver:
-        driver.versions()
+        assert driver.versions()["lmcache"] == version
         yield driver
 
 
 @pytest.fixture
 def lmcache(process: Driver, agent: Agent) -> Iterator[Driver]:
     """The process with an adapter that is attached."""
-    assert process.ask("open", spec=agent.spec(), size=SIZE) == {}
+    assert process.ask("open", spec=adapter(agent), size=SIZE) == {}
     yield process
     assert process.ask("close")["took_s"] < 10
 
@@ -112,7 +100,7 @@ def test_it_passes_lmcaches_own_benchmark_with_verification(
     python: Path, agent: Agent, tmp_path: Path, size_kib: int
 ) -> None:
     report = tmp_path / "report.json"
-    spec = json.dumps(agent.spec(layers=size_kib // 16))
+    spec = json.dumps(adapter(agent, layers=size_kib // 16))
     command = [str(python.parent / "lmcache"), "bench", "l2", "--no-skip-verify", "--l2-adapter", spec,
                "--data-size-kb", str(size_kib), "--num-keys", "8", "--in-flight", "2", "--rounds", "2",
                "--lookup-max-hit-rate", "0.5", "--format", "json", "--output", str(report)]  # fmt: skip
@@ -162,11 +150,11 @@ def test_an_engine_that_disagrees_finds_nothing(lmcache: Driver, process: Driver
     assert do(lmcache, "store", [1]) is True
     for change in ({"hash_seed": "7"}, {"layout": {"quantization": "fp8:other scales"}}):
         process.ask("close")
-        assert process.ask("open", spec=agent.spec(**change), size=SIZE) == {}
+        assert process.ask("open", spec=adapter(agent, **change), size=SIZE) == {}
         assert do(process, "lookup", [1]) == [0]
         assert do(process, "load", [1]) == [0]
     process.ask("close")
-    process.ask("open", spec=agent.spec(), size=SIZE)
+    process.ask("open", spec=adapter(agent), size=SIZE)
     assert do(process, "load", [1]) == [1]
 
 
@@ -188,11 +176,55 @@ def test_a_locked_object_outlives_others_that_come(lmcache: Driver) -> None:
     assert do(lmcache, "load", [0]) == [1]
 
 
-def test_deletion_is_left_to_the_pool(lmcache: Driver) -> None:
-    do(lmcache, "store", [1])
-    lmcache.ask("delete", numbers=[1])
+def test_a_deletion_removes_what_nobody_locks_and_listeners_hear_of_it(lmcache: Driver) -> None:
+    assert do(lmcache, "store", [1, 2, 3]) is True
+    assert do(lmcache, "lookup", [1]) == [1]
 
-    assert do(lmcache, "load", [1]) == [1]
+    assert lmcache.ask("delete", numbers=[1, 2, 3, 9]) == {"deleted": [2, 3, 9]}
+    assert do(lmcache, "load", [1, 2, 3]) == [1, 0, 0]
+    lmcache.ask("unlock", numbers=[1])
+    ends_s = time.monotonic() + 10  # LMCache's unlock returns before the agent has heard of it.
+    while lmcache.ask("delete", numbers=[1]) != {"deleted": [1]}:
+        assert time.monotonic() < ends_s, "unlocked, and never deleted"
+    assert do(lmcache, "load", [1]) == [0]
+
+
+def test_touched_objects_outlive_others_that_come(lmcache: Driver) -> None:
+    assert do(lmcache, "store", [0]) is True
+    for start in range(1, 2 * CAPACITY_BYTES // SIZE, 64):
+        do(lmcache, "store", list(range(start, start + 64)))
+        lmcache.ask("touch", numbers=[0])
+
+    assert do(lmcache, "load", [0, 1]) == [1, 0]
+
+
+def test_usage_is_the_agents_and_each_salts_is_counted_once(lmcache: Driver) -> None:
+    for _ in range(2):
+        assert do(lmcache, "store", [1, 2, 3]) is True
+    assert lmcache.ask("usage") == {"used": 3 * SIZE, "capacity": CAPACITY_BYTES, "salts": {"": 3 * SIZE}}
+
+    lmcache.ask("delete", numbers=[2, 3])
+    assert lmcache.ask("usage") == {"used": SIZE, "capacity": CAPACITY_BYTES, "salts": {"": SIZE}}
+
+
+def test_the_load_policy_declines_what_takes_longer_than_computing(lmcache: Driver, version: str) -> None:
+    if version != "0.5.7rc2":
+        pytest.skip("LMCache has had load policies since 0.5.7")
+    rate, slow, quick = "kvstrata.prefill_tokens_per_s", 1.0, 1e9
+
+    def loads(prefill: float, tokens: int = 256, **asked: Any) -> Any:
+        return lmcache.ask("decide", configs={rate: prefill}, tokens=tokens, asked=asked)["loads"]
+
+    assert loads(quick) is True, "nothing is known yet"
+    do(lmcache, "store", [1, 2])
+    do(lmcache, "lookup", [1, 2])
+    assert do(lmcache, "load", [1, 2]) == [1, 1]
+    assert [loads(slow), loads(quick)] == [True, False]
+    assert loads(quick, **{"lmcache.hint.engine_computed_tokens": 256}) is True, "there is nothing to decide"
+    assert loads(slow, **{"lmcache.skip_load": True}) is False
+    assert list(lmcache.ask("status")["costs"]["tokens_per_s"]) == ["dram"]
+    refused = lmcache.ask("decide", configs={}, tokens=1, asked={})
+    assert refused == {"refused": f"{rate}: None, more than 0 to 1000000000 tokens per second wanted"}
 
 
 def test_a_killed_agent_is_misses_and_failed_stores_and_one_that_comes_back_serves(
@@ -228,18 +260,17 @@ def test_a_killed_agent_is_misses_and_failed_stores_and_one_that_comes_back_serv
 
 def test_a_frozen_agent_holds_nobody_up(lmcache: Driver, agent: Agent) -> None:
     assert do(lmcache, "store", [1]) is True
-    assert agent.process is not None
-    agent.process.send_signal(19)  # SIGSTOP
+    agent.freeze()
     started_s = time.monotonic()
 
     assert do(lmcache, "lookup", [1]) == [0]
     assert do(lmcache, "store", [2]) is False
     assert time.monotonic() - started_s < 20
-    agent.process.send_signal(18)  # SIGCONT
+    agent.thaw()
 
 
 def test_closing_while_tasks_are_under_way_returns_and_leaves_memory_alone(process: Driver, agent: Agent) -> None:
-    process.ask("open", spec=agent.spec(), size=SIZE)
+    process.ask("open", spec=adapter(agent), size=SIZE)
     do(process, "store", list(range(16)))
     for _ in range(50):
         process.ask("submit", what="load", numbers=list(range(16)))
@@ -248,8 +279,8 @@ def test_closing_while_tasks_are_under_way_returns_and_leaves_memory_alone(proce
 
 
 def test_it_starts_without_an_agent_and_finds_it_later(process: Driver, tmp_path: Path) -> None:
-    agent = Agent(tmp_path)
-    assert process.ask("open", spec=agent.spec(), size=SIZE) == {}
+    agent = Agent(tmp_path, CAPACITY_BYTES)
+    assert process.ask("open", spec=adapter(agent), size=SIZE) == {}
     assert do(process, "lookup", [1]) == [0]
     agent.start()
     ends_s = time.monotonic() + 30
@@ -262,7 +293,7 @@ def test_it_starts_without_an_agent_and_finds_it_later(process: Driver, tmp_path
 
 
 def test_lmcaches_own_controllers_store_and_prefetch_through_it(process: Driver, agent: Agent) -> None:
-    assert process.ask("manage", spec=agent.spec()) == {}
+    assert process.ask("manage", spec=adapter(agent)) == {}
     written = process.ask("write", numbers=list(range(20)))
     assert written == {"below_bytes": 20 * SIZE, "deleted": 20}
     came = process.ask("prefetch", numbers=[*range(20), 99])
@@ -278,14 +309,14 @@ def test_lmcaches_own_controllers_store_and_prefetch_through_it(process: Driver,
 
 
 def test_bad_parameters_are_named(process: Driver, tmp_path: Path) -> None:
-    agent = Agent(tmp_path)
-    refused = process.ask("open", spec=agent.spec(chunk_tokens=24), size=SIZE)
+    agent = Agent(tmp_path, CAPACITY_BYTES)
+    refused = process.ask("open", spec=adapter(agent, chunk_tokens=24), size=SIZE)
 
     assert refused == {"refused": "chunk_tokens: 24, a multiple of block_tokens 16 wanted"}
 
 
-def test_the_benchmark_has_all_three_adapters_in_one_run(python: Path) -> None:
-    assert python.exists()
+def test_the_benchmark_has_all_three_adapters_in_one_run() -> None:
+    assert environment("lmcache").exists()
     command = (sys.executable, "-m", "bench.l2", "--tiny")
 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)

@@ -126,7 +126,7 @@ def test_absent_and_forbidden_scopes_look_the_same(agent: AgentThread) -> None:
         keys = pack_digests(put_keys := keys_of(writer, ScopeId("tenant/a/uid-a/v1"), 4))
         put(writer, put_keys)
     with Raw(agent, "c") as stranger:
-        for verb in (wire.Lookup, wire.Acquire, wire.Prefetch):
+        for verb in (wire.Lookup, wire.Acquire, wire.Prefetch, wire.Touch):
             forbidden = stranger.ask(verb(5, "tenant/a/uid-a/v1", keys))
             absent = stranger.ask(verb(5, "tenant/never/was/v1", keys))
             assert wire.encode(forbidden) == wire.encode(absent)
@@ -134,6 +134,7 @@ def test_absent_and_forbidden_scopes_look_the_same(agent: AgentThread) -> None:
             lambda scope: wire.Reserve(5, scope, b"", keys),
             lambda scope: wire.Pin(5, scope, keys, 5.0),
             lambda scope: wire.Unpin(5, scope, keys),
+            lambda scope: wire.Drop(5, scope, keys),
             lambda scope: wire.Explain(5, scope, keys[:20]),
         ):
             forbidden = stranger.ask(request("tenant/a/uid-a/v1"))

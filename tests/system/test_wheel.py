@@ -61,6 +61,7 @@ def test_the_client_installs_alone_and_names_what_a_process_needs(wheel: Path, t
         refused = run(bin_ / f"kvstrata-{process}", "--help")
         assert refused.returncode == 1
         assert f"pip install 'kvstrata[{process}]'" in refused.stderr
+    assert "pip install 'kvstrata[agent]'" in run(bin_ / "kvstrata", "up", "--print").stderr
 
 
 @pytest.mark.parametrize("process", ["agent", "metadata", "operator"])

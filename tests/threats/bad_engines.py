@@ -127,7 +127,7 @@ def request_of(engine: TokenEngine, verb: type[wire.AnyRequest]) -> wire.AnyRequ
         wire.Explain: (scope, key),
         Advance: ((), 0, ()),
         Arrive: ((), 0, 0.0),
-        **dict.fromkeys((wire.Lookup, wire.Acquire, wire.Prefetch, wire.Unpin), (scope, key)),
+        **dict.fromkeys((wire.Lookup, wire.Acquire, wire.Prefetch, wire.Unpin, wire.Touch, wire.Drop), (scope, key)),
     }
     return verb(number, *fields.get(verb, ()))
 

@@ -43,6 +43,8 @@ VERBS: Final[dict[str, Asked]] = {
     "continue": lambda s, k: wire.Reserve(1, s, k[:20], k[20:40]),
     "pin": lambda s, k: wire.Pin(1, s, k, 1.0),
     "unpin": lambda s, k: wire.Unpin(1, s, k),
+    "touch": lambda s, k: wire.Touch(1, s, k),
+    "drop": lambda s, k: wire.Drop(1, s, k),
     "explain": lambda s, k: wire.Explain(1, s, k[:20]),
 }
 SESSION: Final = "chat of a"
@@ -96,7 +98,18 @@ class Comparison:
     def compare_own(self, who: str, client: Hostile, scope: ScopeId, seed: int) -> None:
         """Ask in the client's own scope for a prompt that somebody else has, and for one that nobody has."""
         there, absent = b"".join(_keys(scope, seed)), b"".join(_keys(scope, seed + 500_000))
-        for name in ("lookup", "probe", "acquire", "acquire_one", "prefetch", "pin", "unpin", "explain"):
+        for name in (
+            "lookup",
+            "probe",
+            "acquire",
+            "acquire_one",
+            "prefetch",
+            "pin",
+            "unpin",
+            "touch",
+            "drop",
+            "explain",
+        ):
             answers = [client.raw(VERBS[name](scope, keys)) for keys in (there, absent)]
             self.expect_equal(f"{who}: {name} of another tenant's prompt", answers)
 

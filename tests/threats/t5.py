@@ -251,6 +251,8 @@ def _requests(owned: dict[ScopeId, bytes]) -> Iterator[tuple[Any, ...]]:
         yield wire.Prefetch, scope, (digests,)
         yield wire.Pin, scope, (digests, 60.0)
         yield wire.Unpin, scope, (digests,)
+        yield wire.Touch, scope, (digests,)
+        yield wire.Drop, scope, (digests,)
         yield wire.Explain, scope, (digests[:KEY_BYTES],)
 
 

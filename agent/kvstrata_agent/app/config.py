@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--kubeconfig", type=Path, help="default: $KUBECONFIG, the pod's own, ~/.kube/config")
     add("--metrics-host", default="127.0.0.1", help="default: %(default)s")
-    add("--metrics-port", type=_port, default=9100, help="0: any free one; default: %(default)s")
+    add("--metrics-port", type=port_number, default=9100, help="0: any free one; default: %(default)s")
     add(
         "--peer-address",
         type=_address,
@@ -118,15 +118,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _port(text: str) -> int:
-    port = int(text) if text.isascii() and text.isdigit() else -1
-    if not 0 <= port < 1 << 16:
+def port_number(text: str) -> int:
+    """Read a port; of the command line. Raises `ArgumentTypeError`."""
+    number = int(text) if text.isascii() and text.isdigit() else -1
+    if not 0 <= number < 1 << 16:
         raise argparse.ArgumentTypeError(f"{text!r}: a port is 0 to 65535")
-    return port
+    return number
 
 
 def _address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon or not host:
         raise argparse.ArgumentTypeError(f"{text!r}: HOST:PORT wanted")
-    return host.strip("[]"), _port(port)
+    return host.strip("[]"), port_number(port)

@@ -12,15 +12,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstrata_agent.fleet.directory.cached_client import CachingDirectory
+from kvstrata_agent.fleet.directory.nominations import HINTS_POLL_INTERVAL_S, EvictionHints
 from kvstrata_agent.fleet.peers.connection import PeerTls
 from kvstrata_agent.fleet.peers.nixl import NixlReader
 from kvstrata_agent.fleet.peers.peers import RemotePeers
 from kvstrata_agent.fleet.peers.server import PeerListener
+from kvstrata_agent.kube.authenticator import AgentIdentity
+from kvstrata_agent.kube.kubernetes import KubeWorld
 from kvstrata_agent.kube.peer_identity import OwnToken, find_agent
 from kvstrata_api import names
 from kvstrata_api.errors import DirectoryAwayError, UnsupportedError
 from kvstrata_kube.certified import OwnCertificate
-from kvstrata_kube.tasks import cancel, supervise
+from kvstrata_kube.tasks import cancel, repeat, supervise
 from kvstrata_metadata.store.access import RedisAccess, parse_access
 from kvstrata_metadata.store.records import AgentRecord
 
@@ -29,14 +32,30 @@ if TYPE_CHECKING:
     from contextlib import AsyncExitStack
 
     from kvstrata_agent.app.config import Config
-    from kvstrata_agent.fleet.peers.lender import HandoverSource
-    from kvstrata_agent.fleet.peers.server import Adopter, Lender
-    from kvstrata_agent.kube.kubernetes import KubeWorld
+    from kvstrata_agent.app.wiring import AgentParts
+    from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.blocks.tenants import ScopeMemory
+    from kvstrata_agent.cache.ports import DirectoryState
+    from kvstrata_agent.fleet.peers.server import Lender
     from kvstrata_api.blocks import ScopeSecret
     from kvstrata_metadata.store.records import Announcement
     from kvstrata_telemetry.metrics import Instruments
 
 _log = logging.getLogger(__name__)
+
+
+class FleetWorld(KubeWorld):
+    """The Kubernetes side of an agent, and the other agents that it finds there."""
+
+    def network(self, config: Config, epoch: int, instruments: Instruments) -> PeerNetwork:
+        """See `World.network`."""
+        return PeerNetwork(config, self, epoch, instruments)
+
+
+async def in_cluster(config: Config) -> FleetWorld:
+    """Connect to the API server. Raises `UnsupportedError` without credentials."""
+    agent = AgentIdentity(config.pool, config.node, config.namespace, config.requires_bound_tokens)
+    return await FleetWorld.connect(agent, config.kubeconfig, config.kek_file)
 
 
 class PeerNetwork:
@@ -66,9 +85,15 @@ class PeerNetwork:
         """`host:port` where other agents reach this one."""
         return self._listener.address
 
-    async def start(self, stack: AsyncExitStack, lender: Lender, handovers: HandoverSource, adopter: Adopter) -> None:
+    @property
+    def state(self) -> DirectoryState:
+        """What the directory does for this node."""
+        return self.directory.state
+
+    async def start(self, stack: AsyncExitStack, parts: AgentParts) -> None:
         """Answer peers and connect to the directory; `stack` ends both."""
-        self._lender = lender
+        self._lender = lender = parts.lender
+        self.peers.shared = parts.flash
         tasks = [supervise("certificate", self._own.run)]
         stack.push_async_callback(cancel, tasks)
         if self._nixl is not None:
@@ -76,11 +101,15 @@ class PeerNetwork:
         stack.push_async_callback(self.peers.close)
         stack.push_async_callback(self._listener.close)
         verify = self._world.authenticator.verify_peer
-        self._listener.adopter = adopter
-        await self._listener.serve(self._record, lender, verify, self._nixl, tls=self._tls, handovers=handovers)
+        self._listener.adopter = parts.adopter
+        await self._listener.serve(self._record, lender, verify, self._nixl, tls=self._tls, handovers=parts.handovers)
         self.directory.start()
         stack.push_async_callback(self.directory.close)
         _log.info("listening", extra={"what": "peers", "address": self.address, "nixl": self._nixl is not None})
+
+    async def run(self, node: Node, scopes: ScopeMemory) -> None:
+        """Follow what the directory advises to evict, until cancelled."""
+        await repeat("advice", HINTS_POLL_INTERVAL_S, EvictionHints(node, self.directory, scopes).poll)
 
     async def _access(self) -> RedisAccess:
         """Read the connection of the pool's Redis again. Raises `DirectoryAwayError` while its Secret is missing."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import secrets
 import time
 from contextlib import AsyncExitStack, suppress
@@ -16,7 +15,6 @@ from prometheus_client import CollectorRegistry
 
 import kvstrata_native
 from kvstrata_agent.app import observe
-from kvstrata_agent.app.peering import PeerNetwork
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends import registry
@@ -28,10 +26,7 @@ from kvstrata_agent.blocks.tenants import ScopeMemory, TenantBook
 from kvstrata_agent.cache.session_journal import SessionJournal
 from kvstrata_agent.codec.registry import CodecRegistry
 from kvstrata_agent.fleet.directory.announcer import Announcer
-from kvstrata_agent.fleet.directory.nominations import HINTS_POLL_INTERVAL_S, EvictionHints
 from kvstrata_agent.kube import report
-from kvstrata_agent.kube.authenticator import AgentIdentity
-from kvstrata_agent.kube.kubernetes import KubeWorld
 from kvstrata_agent.operations.runner import drained_tiers
 from kvstrata_agent.policy import removal as leaving
 from kvstrata_agent.policy.removal import Presence, Removal
@@ -52,10 +47,11 @@ from kvstrata_telemetry.catalog import AGENT
 from kvstrata_telemetry.metrics import Instruments
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine, Mapping
     from pathlib import Path
 
     from kvstrata_agent.app.config import Config
+    from kvstrata_agent.app.world import Connect, Network, World
     from kvstrata_api.models.poolnode import KVPoolNode
 
 
@@ -77,8 +73,13 @@ _log = logging.getLogger(__name__)
 class AgentProcess:
     """All parts of one agent."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(
+        self, config: Config, connect: Connect, on_ready: Callable[[Mapping[str, str]], None] = lambda _: None
+    ) -> None:
+        """`connect` opens the world; `on_ready` gets the addresses of `metrics`, `peer` and `socket`, which answer."""
         self._config = config
+        self._connect = connect
+        self._on_ready = on_ready
         self._registry = CollectorRegistry()
         self._instruments = Instruments(AGENT, self._registry)
         self._counters = Counters(self._instruments, config.pool, config.node)
@@ -97,9 +98,8 @@ class AgentProcess:
         epoch = next_epoch(config.state_dir, time.time())
         async with AsyncExitStack() as stack:
             await self._listen_for_scrapes(stack)
-            agent = AgentIdentity(config.pool, config.node, config.namespace, config.requires_bound_tokens)
             self._facts = await asyncio.to_thread(discover)
-            world = await stack.enter_async_context(await KubeWorld.connect(agent, config.kubeconfig, config.kek_file))
+            world = await stack.enter_async_context(await self._connect(config))
             stack.push_async_callback(self._give_back, world)
             await self._alive(world.ready())
             self._counters.set("kvstrata_agent_info", 1, version=__version__, kernels=kvstrata_native.level)
@@ -129,8 +129,8 @@ class AgentProcess:
     def _is_healthy(self) -> bool:
         return time.monotonic() - self._round_s < STUCK_S
 
-    async def _serve(self, stack: AsyncExitStack, world: KubeWorld, epoch: int) -> None:
-        network = PeerNetwork(self._config, world, epoch, self._instruments)
+    async def _serve(self, stack: AsyncExitStack, world: World, epoch: int) -> None:
+        network = world.network(self._config, epoch, self._instruments)
         scopes = ScopeMemory(world.authenticator.secret)
         node = self._make_node(world, network, scopes, epoch)
         journal = SessionJournal(self._config.state_dir / "sessions.journal")
@@ -143,27 +143,25 @@ class AgentProcess:
         stack.push_async_callback(core.close)
         await self._alive(self._follow(world, core, provisioner))
         await asyncio.to_thread(remove_abandoned, self._persistence_root(), frozenset(provisioner.states))
-        network.peers.shared = core.flash
-        await network.start(stack, core.lender, core.handovers, core.adopter)
+        await network.start(stack, core)
         server = self._open_socket(stack, world, core)
         world.start_heartbeat(epoch)
         self._announce_readiness(stack, network.address, epoch)
         async with asyncio.TaskGroup() as group:
             group.create_task(Sweeper(core.cache, world.authenticator).run())
             group.create_task(repeat("latecomers", KEY_POLL_INTERVAL_S, AwaitedKeys(node, world.keyring).poll))
-            hints = EvictionHints(node, network.directory, scopes)
-            group.create_task(repeat("advice", HINTS_POLL_INTERVAL_S, hints.poll))
+            group.create_task(network.run(node, scopes))
             group.create_task(self._keep_following(world, core, provisioner))
             group.create_task(self._keep_reporting(world, core, provisioner, network, server))
 
-    def _place(self, world: KubeWorld) -> registry.Place:
+    def _place(self, world: World) -> registry.Place:
         root, keys = self._persistence_root(), world.keyring
         return registry.Place(self._config.pool, self._config.node, self._facts, persistence=root, keys=keys)
 
     def _persistence_root(self) -> PersistenceRoot:
         return PersistenceRoot(self._config.memory_dir, self._config.pool, self._config.node, read_mounts())
 
-    def _make_node(self, world: KubeWorld, network: PeerNetwork, scopes: ScopeMemory, epoch: int) -> Node:
+    def _make_node(self, world: World, network: Network, scopes: ScopeMemory, epoch: int) -> Node:
         index = Index()
         return Node(
             pool=self._config.pool,
@@ -177,8 +175,8 @@ class AgentProcess:
             tenants=TenantBook(are_rules_known=False),
         )
 
-    def _open_socket(self, stack: AsyncExitStack, world: KubeWorld, core: AgentParts) -> Server:
-        attaching = Attaching(core.node, world.authenticator)
+    def _open_socket(self, stack: AsyncExitStack, world: World, core: AgentParts) -> Server:
+        attaching = Attaching(core.node, world.authenticator, world.users)
         stack.callback(attaching.audit.close)
         server = Server(self._config.socket, Verbs(core.cache, attaching, SessionVerbs(core.cache, attaching)))
         server.start()
@@ -189,12 +187,13 @@ class AgentProcess:
     def _announce_readiness(self, stack: AsyncExitStack, peer_address: str, epoch: int) -> None:
         self._is_serving = True
         path = self._config.ready_file
+        addresses = {"metrics": self._endpoint.address, "peer": peer_address, "socket": str(self._config.socket)}
+        self._on_ready(addresses)
         if path is not None:
-            addresses = {"metrics": self._endpoint.address, "peer": peer_address, "socket": str(self._config.socket)}
             ready.write(path, addresses | {"epoch": epoch})
             stack.callback(ready.remove, path)
 
-    async def _follow(self, world: KubeWorld, core: AgentParts, provisioner: Provisioner) -> None:
+    async def _follow(self, world: World, core: AgentParts, provisioner: Provisioner) -> None:
         """Make the node what is declared now; one that nobody declares any more keeps its tiers and drains."""
         pool_node = world.desired.pool_node
         wanted = pool_node.spec
@@ -218,13 +217,13 @@ class AgentProcess:
         self._followed = pool_node
 
     @staticmethod
-    def _removal(world: KubeWorld, node: Node) -> Removal:
+    def _removal(world: World, node: Node) -> Removal:
         """Look at how far the pool's end has come; only who is asked to drain, or was left alone, has drained."""
         desired, drain = world.desired, world.desired.pool_node.spec.drain
         is_drained = (drain.requested or desired.is_withdrawn) and observe.is_drained(node, drain)
         return leaving.while_running(desired.pool_presence, desired.deletion_policy, is_drained=is_drained)
 
-    async def _give_back(self, world: KubeWorld) -> None:
+    async def _give_back(self, world: World) -> None:
         """At the end, when tiers are closed: leave nothing behind that nobody wants. Best effort, within seconds."""
         await world.reread()
         desired = world.desired
@@ -240,7 +239,7 @@ class AgentProcess:
             return
         _log.info("nobody wants this agent any more", extra={"removal": removal.value, "memory_of": gone})
 
-    async def _keep_following(self, world: KubeWorld, core: AgentParts, provisioner: Provisioner) -> None:
+    async def _keep_following(self, world: World, core: AgentParts, provisioner: Provisioner) -> None:
         while True:
             await self._follow(world, core, provisioner)
             await provisioner.reprobe()
@@ -250,13 +249,13 @@ class AgentProcess:
                     await world.desired.changed()
 
     async def _keep_reporting(
-        self, world: KubeWorld, core: AgentParts, provisioner: Provisioner, network: PeerNetwork, server: Server
+        self, world: World, core: AgentParts, provisioner: Provisioner, network: Network, server: Server
     ) -> None:
         while True:
             self._round_s = time.monotonic()
             server.refresh()
             self._counters.set("kvstrata_connections", server.connections)
-            desired, directory, at = world.desired, network.directory.state, network.address
+            desired, directory, at = world.desired, network.state, network.address
             followed, machine = self._followed, desired.report
             # An object that is new under its name has other generations: nothing is reported before it was followed.
             if followed is not None and followed.metadata.uid == desired.pool_node.metadata.uid:
@@ -279,7 +278,7 @@ def next_epoch(state_dir: Path, now_s: float) -> int:
     counter = max(_last_counter(path) + 1, int(now_s * TICKS_PER_S))
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
-        _write_durably(path, json.dumps({"counter": counter}).encode())
+        directories.write_durably(path, json.dumps({"counter": counter}).encode())
     except OSError as e:
         raise UnsupportedError(f"state directory {state_dir}: {e.strerror}; make it writable for the agent") from e
     return counter << NONCE_BITS | secrets.randbits(NONCE_BITS)
@@ -291,15 +290,3 @@ def _last_counter(path: Path) -> int:
     except (OSError, ValueError, KeyError, TypeError):
         return 0
     return counter if isinstance(counter, int) and 0 <= counter < 1 << 39 else 0
-
-
-def _write_durably(path: Path, content: bytes) -> None:
-    temporary = path.with_suffix(".new")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(fd, content)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    temporary.replace(path)
-    directories.sync(path.parent)

@@ -269,7 +269,7 @@ class Node:
         return gone
 
     def drop_block(self, entry: Entry, reason: str) -> None:
-        """Take all copies away, whatever depends on them: for erased scopes."""
+        """Take all copies away, whatever depends on them."""
         for residence in entry.residences:
             self.counters.add("kvstrata_evicted_blocks_total", tier=residence.tier.name, reason=reason)
             self.drop_copy(entry, residence.tier)

@@ -8,7 +8,7 @@ from kvstrata_agent.cache.archive import Archiver
 from kvstrata_agent.cache.eviction import Evictor
 from kvstrata_agent.cache.explain import Explainer
 from kvstrata_agent.cache.handover import Follower, followed
-from kvstrata_agent.cache.load import Reader
+from kvstrata_agent.cache.load import Reader, findings
 from kvstrata_agent.cache.part_checksums import PartSums
 from kvstrata_agent.cache.promotion import Promoter
 from kvstrata_agent.cache.remote_fetch import RegisteredExtents, RemoteFetcher
@@ -18,6 +18,7 @@ from kvstrata_agent.cache.session_lifecycle import SessionLife
 from kvstrata_agent.cache.store import Writer
 from kvstrata_agent.cache.tenant_lifecycle import Tenancy
 from kvstrata_agent.movement.mover import Mover
+from kvstrata_api.tiers import Lookup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -95,3 +96,23 @@ class Cache:
         held = self.node.pins.owned(place.owner)
         ids = [pin.id for pin in held if (pin.entry.scope, pin.entry.digest) in wanted]
         return len(self.node.pins.end(place.owner, ids))
+
+    def touch(self, place: RequestContext, digests: Sequence[bytes]) -> int:
+        """Note that blocks were used, wherever their copies lie; returns how many are here."""
+        here = [e for e in self.reader.lookup_now(place, digests) if e is not None and e.residences]
+        now_s = self.node.clock()
+        for entry in here:
+            entry.used_at_s = now_s
+        return len(here)
+
+    def drop(self, place: RequestContext, digests: Sequence[bytes]) -> bytes:
+        """Drop blocks that nobody holds, those behind first; returns the `tiers.Lookup` code of each afterwards.
+
+        A block stays while one that continues it is here or on its way: a chain never loses its head first, so nothing
+        that a session decodes from is touched.
+        """
+        index = self.node.index
+        for entry in reversed(self.reader.lookup_now(place, digests)):
+            if entry is not None and entry.residences and not entry.is_held and not index.is_continued(entry):
+                self.node.drop_block(entry, "dropped")
+        return findings(self.reader.lookup_now(place, digests), {}, Lookup.MISS).states

@@ -28,15 +28,23 @@ class Explainer:
         self._reader = reader
         self._archiver = archiver
 
-    def stats(self) -> dict[str, Any]:
-        """Tiers and totals. Fills are rounded to 1 %, so that a tenant cannot count the blocks of another."""
+    def stats(self, tenant: str) -> dict[str, Any]:
+        """Tiers and totals. Fills are rounded to 1 %, so that a tenant cannot count the blocks of another.
+
+        What the tenant that asks has on its own account is exact.
+        """
         node = self._node
+        limits = {t: node.tenants.hard_bytes(t, tenant) for t in node.tiers}
         return {
             "agent": node.agent,
             "epoch": node.epoch,
             "tiers": [self._tier(t) for t in node.tiers],
             "leases": len(node.leases),
             "reservations": len(node.reservations),
+            "tenant": {
+                "used_bytes": sum(t.tenant_bytes.get(tenant, 0) for t in node.tiers),
+                "limit_bytes": sum(t.backend.capacity_bytes if n is None else n for t, n in limits.items()),
+            },
         }
 
     def session(self, session: Session | None) -> dict[str, Any]:

@@ -53,6 +53,8 @@ class DirectoryState(StrEnum):
     """Some primary of a Redis Cluster does not answer."""
     FULL = "DirectoryFull"
     """Redis has no memory left for what we announce."""
+    NOT_USED = "NotUsed"
+    """There are no other agents."""
 
 
 class Directory(Protocol):

@@ -67,7 +67,7 @@ def planes_of(layout: Layout | None, raw_bytes: int) -> Planes | None:
     """Planes of a block; None unless its layout is known, in bf16, in our order and of exactly this size."""
     if layout is None or (layout.dtype, layout.element_bytes) != ("bf16", 2) or layout.block_bytes != raw_bytes:
         return None
-    planes = Planes(layout.layers * 2 * layout.kv_heads, layout.block_tokens, layout.head_dim)
+    planes = Planes(layout.layers * layout.kv_parts * layout.kv_heads, layout.block_tokens, layout.head_dim)
     is_ours = layout.order == ORDER and layout.head_dim % 2 == 0
     return planes if is_ours and PLANE_BYTES_MIN <= 2 * planes.rows * planes.columns <= PLANE_BYTES_MAX else None
 

@@ -45,6 +45,8 @@ class KubeWorld:
 
     desired: KubeDesired
     authenticator: KubeAuthenticator
+    users: Final = None
+    """Nobody is let in without a token."""
     tenants: TenantView
     status: KubeStatusSink
     keyring: Keyring

@@ -198,6 +198,8 @@ _DIRECTORY_FAULTS: Final = {
 
 def _metadata_available(state: DirectoryState) -> Condition:
     fault = _DIRECTORY_FAULTS.get(state)
+    if state is DirectoryState.NOT_USED:
+        return _true("MetadataAvailable", state, "one machine: there is nobody to share locations with")
     return _false("MetadataAvailable", state, fault) if fault else _true("MetadataAvailable", state)
 
 

@@ -19,6 +19,7 @@ from kvstrata_api.errors import (
     RetryableError,
     UnauthenticatedError,
 )
+from kvstrata_api.models.pool import ANY
 from kvstrata_api.trust import ScopeKind
 from kvstrata_api.units import GIB, KIB
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES_MAX: Final = GIB
 """Largest block: 64 times what 16 tokens of a 400-billion-parameter model take."""
+_MAY_BE_ANY: Final = ("model", "revision")
 SLOT_STEP_BYTES: Final = 4 * KIB
 """Slots lie on pages, so that they can be the source and target of O_DIRECT transfers."""
 
@@ -68,6 +70,17 @@ class Authenticator(Protocol):
         """
 
 
+class Users(Protocol):
+    """Turns unix users into callers, where a connection is proof enough of who is at its other end."""
+
+    def authenticate_user(self, uid: int) -> Caller:
+        """Return the caller for the user of a connection.
+
+        Raises `UnauthenticatedError` for a user that this machine cannot tell apart, `ForbiddenError` when no tenant
+        claims the user, and `RetryableError` while the Secret of one of its scopes is missing.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class ScopeRight:
     """One scope that the caller may read, and perhaps write."""
@@ -84,6 +97,8 @@ class Attachment:
     owner: int
     """Number of the connection; owns leases, pins, reservations and sessions."""
     client: str = ""
+    uid: int = -1
+    """User that connected, as the kernel has it; -1 where that is not known."""
     caller: Caller | None = None
     rights: dict[str, ScopeRight] = field(default_factory=dict)
     grants_version: int = -1
@@ -166,9 +181,11 @@ class Attachment:
 class Attaching:
     """Knows callers; carries out `attach` and `scopes`, and keeps rights current for all other verbs."""
 
-    def __init__(self, node: Node, authenticator: Authenticator) -> None:
+    def __init__(self, node: Node, authenticator: Authenticator, users: Users | None = None) -> None:
+        """Without `users`, whoever presents no token is refused."""
         self._node = node
         self._authenticator = authenticator
+        self._users = users
         self.audit = Audit(node.counters, node.clock)
         """Log of decisions; for all verbs."""
 
@@ -188,7 +205,7 @@ class Attaching:
         check_layout(request.layout, self._node.spec.compatibility, self._node.element_bytes)
         _check_same(at, request.layout)
         try:
-            caller = await self._authenticator.authenticate(request.token)
+            caller = await self._authenticate(at, request.token)
         except KvStrataError as e:
             self._node.counters.add("kvstrata_attach_total", result="refused")
             self.audit.refused_caller(e, "attach")
@@ -209,6 +226,12 @@ class Attaching:
         self._revoke(at, at.admit(caller, self.grants_version))
         self.audit.attached(caller)
         return self._granted(at, request.id)
+
+    async def _authenticate(self, at: Attachment, token: str) -> Caller:
+        """Go by the token; without one by the user of the connection, where users are known."""
+        if not token and self._users is not None:
+            return self._users.authenticate_user(at.uid)
+        return await self._authenticator.authenticate(token)
 
     def scopes(self, at: Attachment, request: wire.Scopes) -> wire.Granted:
         """Return the current scopes."""
@@ -270,6 +293,7 @@ class Attaching:
             block_bytes=at.block_bytes,
             slot_bytes=-(-at.block_bytes // SLOT_STEP_BYTES) * SLOT_STEP_BYTES,
             token_expires_s=max(0.0, at.expires_at_s - self._node.clock()),
+            verbs=wire.LATER_VERBS,
         )
 
 
@@ -289,11 +313,13 @@ def check_layout(layout: Layout, wanted: Compatibility, element_bytes: int) -> N
         "element_bytes": (layout.element_bytes, element_bytes),
     }
     for name, (value, want) in pairs.items():
-        if value != want:
+        if value != want and not (want == ANY and name in _MAY_BE_ANY):
             raise InvalidInputError(f"layout.{name}: {value!r}, the pool wants {want!r}")
     for name in ("layers", "kv_heads", "head_dim", "tp_size"):
         if getattr(layout, name) < 1:
             raise InvalidInputError(f"layout.{name}: {getattr(layout, name)}, at least 1 wanted")
+    if layout.kv_parts not in {1, 2}:
+        raise InvalidInputError(f"layout.kv_parts: {layout.kv_parts}, 1 or 2 wanted")
     if not 0 <= layout.tp_rank < layout.tp_size:
         raise InvalidInputError(f"layout.tp_rank: {layout.tp_rank}, 0 to {layout.tp_size - 1} wanted")
     if layout.block_bytes > BLOCK_BYTES_MAX:

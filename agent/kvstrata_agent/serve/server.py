@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import stat
+import struct
 from typing import TYPE_CHECKING, Final, Generic
 
 from kvstrata_agent.policy.quota import FairOrder, K
@@ -32,6 +33,8 @@ UNAUTHENTICATED_MAX: Final = 128
 MODE: Final = 0o770
 """Of the socket and its directory: the agent's user and the engines' group."""
 _BACKLOG: Final = 128
+_CREDENTIALS: Final = struct.Struct("iII")
+"""struct ucred: process, user, group."""
 _ACCEPT_PAUSE_S: Final = 1.0
 _log = logging.getLogger(__name__)
 
@@ -150,6 +153,7 @@ class Server:
         accepted.setblocking(False)  # noqa: FBT003  The standard library takes no keyword.
         self._last_owner += 1
         connection = Connection(self._last_owner, accepted, self._verbs, self._attached, self._closed)
+        connection.attachment.uid = _user_of(accepted)
         self._connections.add(connection)
         connection.start()
         self._end(self._limits.accept(connection))
@@ -183,6 +187,13 @@ class Server:
                 loop.add_reader(listener, self._acceptable)
 
         loop.call_later(_ACCEPT_PAUSE_S, resume)
+
+
+def _user_of(connected: socket.socket) -> int:
+    """User that connected, as the kernel noted it then (SO_PEERCRED, man 7 unix): nothing that a client sends."""
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(credentials)[1]
+    return uid
 
 
 def _remove_dead(path: Path) -> None:

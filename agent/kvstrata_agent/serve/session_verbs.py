@@ -91,8 +91,8 @@ class SessionVerbs:
         is_archived = await self._cache.archiver.archived(session, min(request.deadline_s, CLOSE_S_MAX))
         return self._done(request, 2 if is_archived else 1)
 
-    def _stats(self, _at: Attachment, request: wire.Stats) -> wire.Text:
-        return wire.Text(request.id, self._attaching.grants_version, json.dumps(self._cache.explainer.stats()))
+    def _stats(self, at: Attachment, request: wire.Stats) -> wire.Text:
+        return wire.Text(request.id, self._attaching.grants_version, json.dumps(self._cache.explainer.stats(at.tenant)))
 
     def _explain(self, at: Attachment, request: wire.Explain) -> wire.Text:
         if bool(request.session) == bool(request.digest):

@@ -24,6 +24,7 @@ from kvstrata_api.blocks import KEY_BYTES, unpack_digests
 from kvstrata_api.checksum import CHECKSUM_BYTES
 from kvstrata_api.errors import ForbiddenError, InvalidInputError, KvStrataError
 from kvstrata_api.tiers import Lookup
+from kvstrata_api.trust import ScopeKind
 from kvstrata_telemetry.tracing import span
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
     Outcome = wire.AnyReply | Coroutine[Any, Any, wire.AnyReply]
     Handler = Callable[[Attachment, Any], Outcome]
-    _Keyed = wire.Lookup | wire.Acquire | wire.Reserve | wire.Prefetch | wire.Pin | wire.Unpin
+    _Keyed = wire.Lookup | wire.Acquire | wire.Reserve | wire.Prefetch | wire.Pin | wire.Unpin | wire.Touch | wire.Drop
 
 LEASE_S_MAX: Final = 300.0
 """Longest lease: a reader that copies for minutes has stopped."""
@@ -82,6 +83,8 @@ class Verbs:
             wire.Prefetch: self._prefetch,
             wire.Pin: self._pin,
             wire.Unpin: self._unpin,
+            wire.Touch: self._touch,
+            wire.Drop: self._drop,
             **sessions.handlers,
             **self._handovers.handlers,
         }
@@ -298,11 +301,12 @@ class Verbs:
             return self._reserved(at, request, made, made)
         return self._reserve_slow(at, request, context, digests, made)
 
-    def _writable(self, at: Attachment, request: wire.Reserve) -> ScopeRight:
+    def _writable(self, at: Attachment, request: wire.Reserve | wire.Drop) -> ScopeRight:
         try:
             return at.writable(request.scope)
         except ForbiddenError:
-            self._audit.refused_write(at.caller, request.scope, "reserve", len(request.digests) // KEY_BYTES)
+            verb = _VERBS[type(request)]
+            self._audit.refused_write(at.caller, request.scope, verb, len(request.digests) // KEY_BYTES)
             raise
 
     async def _reserve_slow(
@@ -387,6 +391,18 @@ class Verbs:
         context = self._begin(at, request, "")
         count = self._cache.unpin(context, unpack_digests(request.digests)) if context else 0
         return wire.Done(request.id, self.grants_version, count)
+
+    def _touch(self, at: Attachment, request: wire.Touch) -> wire.Done:
+        context = self._begin(at, request, "")
+        count = self._cache.touch(context, unpack_digests(request.digests)) if context else 0
+        return wire.Done(request.id, self.grants_version, count)
+
+    def _drop(self, at: Attachment, request: wire.Drop) -> wire.Found:
+        right = self._writable(at, request)
+        if right.access.kind is not ScopeKind.TENANT:
+            raise ForbiddenError("drop: the blocks of a shared scope are its other readers' as well")
+        states = self._cache.drop(right.context, unpack_digests(request.digests))
+        return wire.Found(request.id, self.grants_version, states, 0, b"", ())
 
 
 class ReadObserver:

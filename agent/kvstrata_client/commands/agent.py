@@ -13,7 +13,7 @@ from kvstrata_api import names
 from kvstrata_api.blocks import BlockKey, Layout, chain_keys, matching
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.client import Client
-from kvstrata_client.target import Target
+from kvstrata_client.target import NO_TOKEN, Target
 from kvstrata_client.verbs.results import Scope
 
 WAIT_S = 5.0
@@ -41,8 +41,13 @@ def _common() -> argparse.ArgumentParser:
     common.add_argument(
         "--socket", default=os.environ.get("KVSTRATA_SOCKET"), help=f"default: {names.socket_path('POOL')}"
     )
-    token_file = Path(os.environ.get("KVSTRATA_TOKEN_FILE", names.TOKEN_FILE))
-    common.add_argument("--token-file", type=Path, default=token_file, help=f"default: {names.TOKEN_FILE}")
+    token_file = os.environ.get("KVSTRATA_TOKEN_FILE")
+    common.add_argument(
+        "--token-file",
+        type=Path,
+        default=Path(token_file) if token_file else None,
+        help=f"default: {names.TOKEN_FILE} where it is; else the unix user counts, at an agent of kvstrata up",
+    )
     common.add_argument("--pool", default=os.environ.get("KVSTRATA_POOL"), help="pool that the agent serves")
     common.add_argument("--layout", type=Path, help="JSON file with the fields of kvstrata_api.blocks.Layout")
     common.add_argument("--model", help="instead of --layout, for commands that name no block: as in the pool")
@@ -57,7 +62,8 @@ def _attach(given: argparse.Namespace) -> Client:
     if not given.pool:
         raise InvalidInputError("--pool (or KVSTRATA_POOL) is missing")
     socket = Path(given.socket or names.socket_path(given.pool))
-    client = Client(Target(socket, given.pool, given.token_file, _layout(given)), strict=True)
+    token = given.token_file or (Path(names.TOKEN_FILE) if Path(names.TOKEN_FILE).exists() else NO_TOKEN)
+    client = Client(Target(socket, given.pool, token, _layout(given)), strict=True)
     if not client.wait_settled(WAIT_S):
         reason = client.reason
         client.close()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from kvstrata_client.connectors.lmcache_names import Name
-from kvstrata_client.connectors.lmcache_transfers import Keys
+from kvstrata_client.connectors.object_transfers import Keys
 
 T = TypeVar("T")
 

@@ -1,14 +1,9 @@
-"""Names of LMCache's objects as block keys: opaque hashes, wrapped with the scope and all that must agree. Pure.
-
-An engine's hash does not cover the weights, scales and layout that its bytes depend on, nor who may see them.
-So a key is a MAC of all of these: whoever disagrees in one of them finds nothing. An object is cut into blocks of the
-pool; its size enters every key, so that an object is found whole, with the size that it was stored with, or not at all.
+"""Names of LMCache's objects as block keys (`object_keys`), with all that must agree. Pure.
 
 What has to agree is configured in the plugin's `adapter_params`, which are parsed and checked here.
 """
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -16,12 +11,10 @@ from typing import Any, Final
 import msgspec
 
 from kvstrata_api import __version__
-from kvstrata_api.blocks import KEY_BYTES, BlockKey, Layout, ScopeSecret
+from kvstrata_api.blocks import BlockKey, Layout, ScopeSecret
 from kvstrata_api.errors import InvalidInputError
-from kvstrata_client.target import Target
-
-BLOCKS_MAX: Final = 1024
-"""Blocks of one object: 16 MiB in blocks of 16 KiB; whoever needs more wants larger blocks."""
+from kvstrata_client.connectors.object_keys import blocks_of, fingerprint_of, number, object_keys
+from kvstrata_client.target import Target, configured_token
 
 ORDER: Final = "kv,layer,token,head,dim"
 """Memory order of LMCache's objects (KV_2LTD), unlike that of blocks of our own."""
@@ -75,17 +68,12 @@ class Fingerprint:
 
     def blocks_of(self, size_bytes: int) -> int:
         """Blocks that an object takes. Raises `InvalidInputError` for a size that is not whole blocks, or too many."""
-        blocks, rest = divmod(size_bytes, self.layout.block_bytes)
-        if rest or not 0 < blocks <= BLOCKS_MAX:
-            raise InvalidInputError(
-                f"object of {size_bytes} B: 1 to {BLOCKS_MAX} whole blocks of {self.layout.block_bytes} B wanted"
-            )
-        return blocks
+        return blocks_of(size_bytes, self.layout.block_bytes)
 
     def digest(self) -> bytes:
         """32 bytes that stand for all fields."""
         parts = [str(getattr(self, f.name)).encode() for f in fields(self) if f.name != "layout"]
-        return hashlib.blake2b(_joined((self.layout.layout_id(), *parts)), digest_size=32).digest()
+        return fingerprint_of((self.layout.layout_id(), *parts))
 
 
 class Namer:
@@ -102,33 +90,14 @@ class Namer:
             raise InvalidInputError(f"object of model {name.model!r}: this adapter has {self.fingerprint.model_name!r}")
 
     def keys(self, secret: ScopeSecret, name: Name, size_bytes: int) -> tuple[BlockKey, ...]:
-        """Keys of an object's blocks in one scope, in order.
-
-        `BLAKE2b-160(scope secret, fingerprint || name || size || index of the block)`, every part with its length
-        before it. Raises `InvalidInputError` for another model or a size that does not fit.
-        """
+        """Keys of an object's blocks. Raises `InvalidInputError` for another model or a size that does not fit."""
         self.check(name)
-        blocks = self.fingerprint.blocks_of(size_bytes)
-        parts = (self._digest, _number(name.rank), _number(name.group), name.salt.encode(), name.chunk)
-        seed: Any = hashlib.blake2b(
-            _joined((*parts, _number(size_bytes))), key=secret.secret, digest_size=KEY_BYTES, person=b"kvstrata.object"
-        )
-        return tuple(BlockKey(secret.scope, _branch(seed, i)) for i in range(blocks))
+        parts = (self._digest, number(name.rank), number(name.group), name.salt.encode(), name.chunk)
+        return object_keys(secret, parts, size_bytes, self.blocks_of(size_bytes))
 
-
-def _branch(seed: Any, index: int) -> bytes:
-    mac = seed.copy()
-    mac.update(index.to_bytes(4, "big"))
-    digest: bytes = mac.digest()
-    return digest
-
-
-def _number(value: int) -> bytes:
-    return str(value).encode()
-
-
-def _joined(parts: Iterable[bytes]) -> bytes:
-    return b"".join(len(p).to_bytes(4, "big") + p for p in parts)
+    def blocks_of(self, size_bytes: int) -> int:
+        """Blocks that an object takes. Raises `InvalidInputError` for a size that is not whole blocks, or too many."""
+        return self.fingerprint.blocks_of(size_bytes)
 
 
 class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -136,7 +105,8 @@ class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     socket: str
     pool: str
-    token_file: str
+    token_file: str = ""
+    """None: the agent goes by the unix user (`kvstrata up`)."""
     layout: Layout
     """Fields of `kvstrata_api.blocks.Layout`, for one shard; `order` is LMCache's unless it is given."""
     model_name: str = ""
@@ -171,7 +141,7 @@ def parse(params: Mapping[str, Any]) -> Options:
     model_name = known.model_name or known.layout.model
     fingerprint = Fingerprint(known.layout, model_name, known.chunk_tokens, known.hash_algorithm, known.hash_seed)
     client = f"kvstrata-lmcache/{__version__}"
-    at = (Path(known.socket), known.pool, Path(known.token_file))
+    at = (Path(known.socket), known.pool, configured_token(known.token_file))
     target = Target(*at, known.layout, client, timeout_s=known.lookup_timeout_s)
     return Options(target, fingerprint, known.workers, known.load_deadline_s)
 
@@ -189,7 +159,7 @@ def _parsed(params: Mapping[str, Any]) -> Params:
 
 
 def _check(known: Params) -> None:
-    for name in ("socket", "pool", "token_file"):
+    for name in ("socket", "pool"):
         if not getattr(known, name):
             raise InvalidInputError(f"adapter_params.{name}: is empty")
     for name in ("block_tokens", "layers", "kv_heads", "head_dim", "element_bytes"):

@@ -28,7 +28,7 @@ from kvstrata_client.verbs.results import Bytes2D, Stored
 ORDER: Final = "kv,page,token,head,dim"
 """Memory order of vLLM's FlashAttention layers; FlashInfer's is `page,kv,token,head,dim`, or with head before token."""
 _OURS: Final = ("page", "token", "kv", "head", "dim")
-_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 BATCH_BYTES: Final = 64 * MIB
 """Of blocks that are offloaded together: a few milliseconds of a link, and twice that is pinned."""
@@ -74,7 +74,8 @@ class PagedKv:
     def rows(self, table: Sequence[int], blocks: range) -> TokenRows:
         """Where blocks of a prompt lie whose page `n` has number `table[n]`.
 
-        Raises `InvalidInputError` for pages that there are not, that come twice, and for a table that is too short.
+        Pages of other blocks are not looked at. Raises `InvalidInputError` for pages that there are not, that come
+        twice, and for a table that is too short.
         """
         pages = np.asarray(table)
         if pages.ndim != 1 or (len(pages) and pages.dtype.kind not in "iu"):
@@ -86,7 +87,7 @@ class PagedKv:
             raise InvalidInputError(
                 f"a table of {len(pages)} pages of {self.page_tokens} tokens, {blocks.stop * size} tokens wanted"
             )
-        used = pages[: -(-blocks.stop * size // self.page_tokens)]
+        used = pages[blocks.start * size // self.page_tokens : -(-blocks.stop * size // self.page_tokens)]
         if len(used) and not 0 <= used.min() <= used.max() < self.pages:
             raise InvalidInputError(f"pages {used.min()} to {used.max()} in a table: 0 to {self.pages - 1} are there")
         if len(np.unique(used)) < len(used):
@@ -96,33 +97,40 @@ class PagedKv:
 
     def gather(self, layer: int, rows: TokenRows, into: Any) -> None:
         """Fill `into`, (blocks, bytes of a layer) uint8 on the same device, with a layer of blocks."""
-        found = self._layers[layer][rows.pages, rows.rows].unflatten(0, (len(rows.blocks), -1))
+        found = self.read_tokens(layer, rows).unflatten(0, (len(rows.blocks), -1))
         self._shaped(into, rows).copy_(found.permute(0, 2, 3, 1, 4))
 
     def scatter(self, layer: int, rows: TokenRows, source: Any) -> None:
         """Put a layer of blocks, as `gather` gives it, where their tokens lie."""
-        tokens = self._shaped(source, rows).permute(0, 3, 1, 2, 4).flatten(0, 1)
+        self.write_tokens(layer, rows, self._shaped(source, rows).permute(0, 3, 1, 2, 4).flatten(0, 1))
+
+    def read_tokens(self, layer: int, rows: TokenRows) -> Any:
+        """A layer of tokens: (tokens, parts, heads, dim) bits. For engines with another order of a page, as below."""
+        return self._layers[layer][rows.pages, rows.rows]
+
+    def write_tokens(self, layer: int, rows: TokenRows, tokens: Any) -> None:
+        """Put a layer of tokens, as `read_tokens` gives it, into its pages."""
         self._layers[layer][rows.pages, rows.rows] = tokens
 
     def _shaped(self, layer: Any, rows: TokenRows) -> Any:
-        """View of a layer of blocks as (blocks, 2, heads, tokens, dim) bits."""
+        """View of a layer of blocks as (blocks, parts, heads, tokens, dim) bits."""
         layout = self.layout
-        shape = (len(rows.blocks), 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
-        return layer.view(_BITS[layout.element_bytes]).view(shape)
+        shape = (len(rows.blocks), layout.kv_parts, layout.kv_heads, layout.block_tokens, layout.head_dim)
+        return layer.view(BITS[layout.element_bytes]).view(shape)
 
 
 def _checked(tensor: Any, layout: Layout, names: Sequence[str], number: int) -> Any:
-    """View of a layer's tensor as (pages, tokens, 2, heads, dim) bits."""
+    """View of a layer's tensor as (pages, tokens, parts, heads, dim) bits."""
     if tensor.dim() != len(names) or tensor.element_size() != layout.element_bytes:
         raise InvalidInputError(
             f"layer {number}: {tensor.dim()} dimensions of {tensor.element_size()} B, {len(names)} dimensions of "
             f"{layout.element_bytes} B wanted"
         )
     ours = tensor.permute([names.index(name) for name in _OURS])
-    found, wanted = tuple(ours.shape[2:]), (2, layout.kv_heads, layout.head_dim)
+    found, wanted = tuple(ours.shape[2:]), (layout.kv_parts, layout.kv_heads, layout.head_dim)
     if found != wanted:
         raise InvalidInputError(f"layer {number}: (kv, heads, dim) {found}, the layout has {wanted}")
-    return ours.view(_BITS[layout.element_bytes])
+    return ours.view(BITS[layout.element_bytes])
 
 
 Wait = Callable[[], None]

@@ -8,13 +8,13 @@ behind keeps its keys whether or not the share is complete just now. The longest
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstrata_api.blocks import BlockKey, LayoutId, ScopeId, ScopeSecret, chain_keys, matching, shared_blocks
-from kvstrata_client.verbs.results import Scope
+from kvstrata_client.verbs.results import Prefix, Scope
 
 Tokens = npt.NDArray[np.uint32]
 
@@ -54,6 +54,14 @@ class Segment:
 
     chain: Chain
     stop: int
+    found: Prefix = field(default=Prefix(), compare=False)
+    """The answer that says so; a segment that was not asked for has none."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Where each of these blocks is, as far as it is known: a tier name, or `remote`."""
+        places = map(self.found.place, range(len(self.found.places)))
+        return tuple("remote" if is_remote else tier for tier, is_remote in places)[: self.stop - self.chain.first]
 
     @property
     def is_complete(self) -> bool:
@@ -76,6 +84,11 @@ class Route:
     def shared_blocks(self) -> int:
         """Those among them that lie in a shared scope; they always come first."""
         return max((s.stop for s in self.segments if s.chain.is_shared), default=0)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Where each leading block is, as far as it is known: a tier name, or `remote`."""
+        return tuple(source for segment in self.segments for source in segment.sources)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class _LeasedBatch:
 
     def copy(self, data: Bytes2D) -> None:
         """Copy and verify in order, up to the first copy that is wrong."""
-        for lease, row in zip(self.leases, data[self.start :], strict=False):
+        for lease, row in zip(self.leases, data, strict=False):
             if not copy_verified(lease, memoryview(row)):
                 self.suspects.append(lease)
                 return
@@ -75,7 +75,7 @@ class _LoadPipeline:
     """True once a copy was wrong, or a lease over."""
 
     def __post_init__(self) -> None:
-        self.leased_stop = len(self.done.sources)
+        self.leased_stop = self.job.first_block + len(self.done.sources)
 
     def next_batch(self) -> Batch | None:
         """The next one to ask for now; None behind the end, and where no more leases, or not yet, are of use."""
@@ -129,7 +129,7 @@ class _LoadPipeline:
     def copy_next(self) -> Operation[None]:
         """Copy the first batch that arrived."""
         batch = self.arrived[0]
-        yield Work(lambda: batch.copy(self.data))
+        yield Work(lambda: batch.copy(self.data[batch.start - self.job.first_block :]))
         if batch.suspects:
             self.close(kept=1)
         yield from self.send_next(batch)
@@ -158,10 +158,10 @@ def load(job: Job, into: Bytes2D | None) -> Operation[Loaded]:
         yield (calls.scopes(job.target),)
         found = yield from locate(job)
         data, done = yield from _load_route(job, found, into)
-    shared = min(found.route.shared_blocks, len(done.sources)) if found else 0
+    shared = min(max(0, found.route.shared_blocks - job.first_block), len(done.sources)) if found else 0
     blocks = len(done.sources)
-    if job.wanted_blocks:
-        yield Post((calls.count_load(job.target, job.wanted_blocks, blocks),))
+    if job.lacking_blocks:
+        yield Post((calls.count_load(job.target, job.lacking_blocks, blocks),))
     faults = (done.corrupt_blocks, done.lost_blocks)
     return Loaded(blocks, data[:blocks], tuple(done.sources), shared, *faults, done.busy_s)
 
@@ -173,13 +173,13 @@ def _load_route(job: Job, found: PromptLocations | None, into: Bytes2D | None) -
     behind it. Where memory is too small for that, the rest is loaded one batch at a time: of several in flight, those
     behind may have had the room that the first one needed. Where the path is congested, nothing is asked for again.
     """
-    route = found.route if found else Route()
-    expected = min(route.blocks, job.wanted_blocks)
+    route, first = found.route if found else Route(), job.first_block
+    expected = max(0, min(route.blocks, job.wanted_blocks) - first)
     data = np.empty((expected, job.target.layout.block_bytes), np.uint8) if into is None else into
     done, blocks, count = _Progress(), min(len(data), expected), BATCHES_IN_FLIGHT
     step = pipeline.batch_blocks(job.target.layout.block_bytes)
     while (start := len(done.sources)) < blocks:
-        run = _LoadPipeline(job, data, done, pipeline.batches_of(route, range(start, blocks), step))
+        run = _LoadPipeline(job, data, done, pipeline.batches_of(route, range(first + start, first + blocks), step))
         yield from run_pipeline(run, count)
         if run.has_gap or (len(done.sources) == start and (count == 1 or done.busy_s)):
             break

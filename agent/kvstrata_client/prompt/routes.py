@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from kvstrata_api.blocks import ScopeSecret
+from kvstrata_api.blocks import ScopeSecret, variant_of
 from kvstrata_api.wire import KEYS_MAX
 from kvstrata_client.prompt.chain import (
     Chain,
@@ -58,11 +58,18 @@ class Job:
     """How long one batch may take to be brought up; what is not there in time is a miss."""
     blocks_max: int | None = None
     """Of a load: leading blocks that are wanted at most."""
+    first_block: int = 0
+    """Of a load: leading blocks that are at hand already and not loaded."""
 
     @property
     def wanted_blocks(self) -> int:
         """Leading blocks that a load is to bring."""
         return self.prompt.blocks if self.blocks_max is None else min(self.prompt.blocks, self.blocks_max)
+
+    @property
+    def lacking_blocks(self) -> int:
+        """Those among them that are not at hand."""
+        return max(0, self.wanted_blocks - self.first_block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +93,13 @@ class PromptLocations:
         return replace(self, shares=tuple(share if s.chain == share.chain else s for s in self.shares))
 
 
-def prompt_of(target: Target, tokens: Tokens) -> Prompt:
-    """Prompt in the target's layout, cut to the blocks that one lookup can ask for."""
+def prompt_of(target: Target, tokens: Tokens, variant: str = "") -> Prompt:
+    """Prompt in a variant of the target's layout, cut to the blocks that one lookup can ask for."""
     block_tokens = target.layout.block_tokens
-    return Prompt(target.layout.layout_id(), tokens[: KEYS_MAX * block_tokens], block_tokens)
+    layout_id = target.layout.layout_id()
+    if variant:
+        layout_id = variant_of(layout_id, variant)
+    return Prompt(layout_id, tokens[: KEYS_MAX * block_tokens], block_tokens)
 
 
 def locate(job: Job) -> Operation[PromptLocations | None]:
@@ -104,8 +114,8 @@ def locate(job: Job) -> Operation[PromptLocations | None]:
 def look_up(job: Job) -> Operation[Located]:
     """How much of the prompt can be had, by the longest way."""
     found = yield from locate(job)
-    route = found.route if found else Route()
-    return Located(min(route.blocks, job.wanted_blocks), min(route.shared_blocks, job.wanted_blocks))
+    route, most = found.route if found else Route(), job.wanted_blocks
+    return Located(min(route.blocks, most), min(route.shared_blocks, most), route.sources[:most])
 
 
 def locate_for_load(job: Job) -> Operation[PromptLocations | None]:
@@ -170,4 +180,5 @@ def _ask(job: Job, chains: Sequence[Chain]) -> Operation[tuple[Segment, ...]]:
     if not chains:
         return ()
     answers = yield tuple(calls.lookup(job.target, c.keys, job.session, is_probe=True) for c in chains)
-    return tuple(Segment(c, c.first + a.value.blocks) for c, a in zip(chains, answers, strict=True))
+    prefixes = [(c, answer.value) for c, answer in zip(chains, answers, strict=True)]
+    return tuple(Segment(c, c.first + found.blocks, found) for c, found in prefixes)

@@ -188,7 +188,13 @@ def read_grants(reply: wire.Granted) -> Grants:
         Scope(ScopeSecret(ScopeId(s.scope), s.secret), s.kind, s.name, s.can_write, s.prefixes) for s in reply.scopes
     )
     return Grants(
-        reply.grants_version, reply.tenant, parsed, ScopeId(reply.write_scope), reply.block_bytes, reply.token_expires_s
+        reply.grants_version,
+        reply.tenant,
+        parsed,
+        ScopeId(reply.write_scope),
+        reply.block_bytes,
+        reply.token_expires_s,
+        reply.verbs,
     )
 
 
@@ -394,6 +400,26 @@ def unpin(target: Target, keys: Sequence[BlockKey]) -> Call[int]:
     """Take pins back."""
     scope, digests = _pack(keys)
     return _counted(lambda i: wire.Unpin(i, scope, digests), target)
+
+
+def touch(target: Target, keys: Sequence[BlockKey]) -> Call[int]:
+    """Record use of blocks without reading them. Only for an agent that names `Touch` in its grants."""
+    scope, digests = _pack(keys)
+    return _counted(lambda i: wire.Touch(i, scope, digests), target)
+
+
+def drop(target: Target, keys: Sequence[BlockKey]) -> Call[bytes]:
+    """Remove blocks of the own scope that nobody holds; the result has a `tiers.Lookup` code for each afterwards.
+
+    Only for an agent that names `Drop` in its grants; empty while the agent is away.
+    """
+    scope, digests = _pack(keys)
+    return Call(
+        lambda i: wire.Drop(i, scope, digests),
+        lambda reply, _: _expect(reply, wire.Found).states,
+        b"",
+        target.timeout_s,
+    )
 
 
 def open_session(target: Target, session: str, parent: str, priority: str) -> Call[int]:

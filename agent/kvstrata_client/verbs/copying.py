@@ -9,12 +9,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 
 from kvstrata_api.blocks import Layout
 from kvstrata_api.checksum import CHECKSUM_BYTES, bind, bind_part, checksum
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.verbs.results import Bytes2D, Lease, Reservation
-from kvstrata_native import copy_digest
+from kvstrata_native import copy, copy_digest
+
+Pieces = tuple[memoryview, ...]
+"""The caller's memory of one block or object, in order: unsigned bytes, contiguous each."""
 
 
 def copy_verified(lease: Lease, into: memoryview) -> bool:
@@ -44,6 +48,49 @@ def fill(reservation: Reservation, block: memoryview) -> bytes:
     return copy_digest(reservation.view, block, bind(reservation.digest, reservation.epoch, reservation.stamp))
 
 
+def copy_verified_pieces(lease: Lease, into: Pieces) -> bool:
+    """Do what `copy_verified` does where the caller's memory of the block is in several pieces."""
+    if len(into) == 1:
+        return copy_verified(lease, into[0])
+    running, at = xxhash.xxh3_128(seed=bind(lease.digest, lease.epoch, lease.stamp)), 0
+    for piece in into:
+        copy(piece, lease.view[at : at + len(piece)])
+        running.update(piece)  # The copy, as the caller will read it.
+        at += len(piece)
+    return running.digest() == lease.checksum and at == len(lease.view)
+
+
+def fill_from(reservation: Reservation, block: Pieces) -> bytes:
+    """Do what `fill` does where the caller's memory of the block is in several pieces."""
+    if len(block) == 1:
+        return fill(reservation, block[0])
+    view = reservation.view
+    assert view is not None, "a block that exists already is not written"
+    running, at = xxhash.xxh3_128(seed=bind(reservation.digest, reservation.epoch, reservation.stamp)), 0
+    for piece in block:
+        running.update(piece)
+        copy(view[at : at + len(piece)], piece)
+        at += len(piece)
+    assert at == len(view), f"{at} B for a slot of {len(view)} B"
+    return bytes(running.digest())
+
+
+def cut(pieces: Pieces, step: int) -> list[Pieces]:
+    """Cut memory into parts of `step` bytes, the last one of what is left; no byte is copied."""
+    parts: list[Pieces] = []
+    part: list[memoryview] = []
+    room = step
+    for piece in pieces:
+        while len(piece):
+            part.append(piece[:room])
+            room -= len(part[-1])
+            piece = piece[len(part[-1]) :]  # noqa: PLW2901  What is left of it.
+            if not room:
+                parts.append(tuple(part))
+                part, room = [], step
+    return [*parts, tuple(part)] if part else parts
+
+
 def refill(lease: Lease, reservation: Reservation) -> bytes | None:
     """Copy a leased block into a slot of another scope; None when the copy is not what the lease promised.
 
@@ -71,7 +118,7 @@ class HeadRange:
     @property
     def part_bytes(self) -> int:
         """Bytes of one part: a layer, or one head's K or V of a layer."""
-        parts = self.layout.layers * (1 if self.heads is None else 2 * self.layout.kv_heads)
+        parts = self.layout.layers * (1 if self.heads is None else self.layout.kv_parts * self.layout.kv_heads)
         return self.layout.block_bytes // parts
 
     @property

@@ -65,6 +65,8 @@ class Grants:
     block_bytes: int
     token_expires_s: float
     """Seconds that the token was good for when these grants were given."""
+    verbs: tuple[str, ...] = ()
+    """Verbs that the agent knows beside those that all of its protocol version do."""
 
     def scope(self, scope: ScopeId) -> Scope | None:
         """Return the scope of this name, None when it is not granted."""
@@ -116,6 +118,8 @@ class Located:
     """Leading blocks."""
     shared_blocks: int = 0
     """Those among them that lie in a shared scope; they always come first."""
+    sources: tuple[str, ...] = ()
+    """Where each leading block is now: a tier name, or `remote`."""
 
 
 class Lease(msgspec.Struct, frozen=True, eq=False):

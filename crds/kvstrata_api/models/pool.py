@@ -9,6 +9,9 @@ from kvstrata_api.models.conditions import Conditions
 from kvstrata_api.tiers import CxlMode, Persistence, TierType
 
 BLOCK_TOKENS: Final = 16
+ANY: Final = "*"
+"""Model or revision of a pool that serves each engine its own: both are in the layout id, so no block is taken for
+another's."""
 HIGH_WATERMARK_PERCENT: Final = 92
 LOW_WATERMARK_PERCENT: Final = 85
 PAGE_SIZE: Final = "2Mi"
@@ -31,8 +34,8 @@ NVME_PATHS_MAX: Final = 16
 class Compatibility(ApiModel):
     """What makes KV blocks of equal tokens equal bytes; enters the layout id together with the engine's geometry."""
 
-    model: str = Field(min_length=1, max_length=253, description="Model name, as the engine knows it.")
-    revision: str = Field(min_length=1, max_length=128, description="Revision of the weights.")
+    model: str = Field(min_length=1, max_length=253, description="Model name, as the engine knows it; * for any.")
+    revision: str = Field(min_length=1, max_length=128, description="Revision of the weights; * for any.")
     dtype: Literal["bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "int8"] = Field(
         description="Element type of the KV cache."
     )

@@ -15,10 +15,11 @@ from kvstrata_api import wire
 from kvstrata_api.blocks import KEY_BYTES, Layout, chain_keys, unpack_digests
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.tiers import Lookup
-from kvstrata_client.connectors import lmcache_transfers
+from kvstrata_client.connectors import object_transfers
 from kvstrata_client.connectors.lmcache_board import LOCK_S
-from kvstrata_client.connectors.lmcache_names import BLOCKS_MAX, ORDER, Fingerprint, Name, Namer, parse
-from kvstrata_client.connectors.lmcache_transfers import Object, StoredObjects, TransferJob
+from kvstrata_client.connectors.lmcache_names import ORDER, Fingerprint, Name, Namer, parse
+from kvstrata_client.connectors.object_keys import BLOCKS_MAX
+from kvstrata_client.connectors.object_transfers import Object, StoredObjects, TransferJob
 from kvstrata_client.verbs.results import Grants, Scope
 from support.client.model import DOMAIN, LAYOUT, OTHER, OWN, TARGET, Attached, Bench, Model
 from support.client.opaque_objects import BLOCK, NAME, PRINT, named
@@ -33,6 +34,10 @@ class OpaqueModel(Model):
         super().__init__(fd, slots)
         self.pinned: list[set[bytes]] = []
         self.prefetched: list[bytes] = []
+        self.touched: list[tuple[str, bytes]] = []
+        self.held: set[bytes] = set()
+        """Digests that a drop leaves where they are."""
+        self.account = "{}"
         self.trips = 0
 
     def lookup(self, r: wire.Lookup) -> wire.Found:
@@ -48,6 +53,20 @@ class OpaqueModel(Model):
         gone = set(unpack_digests(r.digests))
         self.pinned = [p - gone for p in self.pinned]
         return wire.Done(r.id, 1, len(gone))
+
+    def touch(self, r: wire.Touch) -> wire.Done:
+        self.touched += [(r.scope, d) for d in unpack_digests(r.digests)]
+        return wire.Done(r.id, 1)
+
+    def drop(self, r: wire.Drop) -> wire.Found:
+        asked = unpack_digests(r.digests)
+        for digest in asked:
+            if digest not in self.held:
+                self.index.pop((r.scope, digest), None)
+        return wire.Found(r.id, 1, bytes([self.index.get((r.scope, d)) is not None for d in asked]), 0, b"", ())
+
+    def stats(self, r: wire.Stats) -> wire.Text:
+        return wire.Text(r.id, 1, self.account)
 
     def prefetch(self, r: wire.Prefetch) -> wire.Done:
         self.prefetched += unpack_digests(r.digests)
@@ -73,18 +92,18 @@ def bench() -> Iterator[OpaqueBench]:
     made.close()
 
 
-def job(*scopes: Scope, clock: Any = lambda: 0.0) -> TransferJob:
-    grants = Grants(1, "a", scopes, scopes[0].id, BLOCK, 600.0) if scopes else None
+def job(*scopes: Scope, clock: Any = lambda: 0.0, verbs: tuple[str, ...] = wire.LATER_VERBS) -> TransferJob:
+    grants = Grants(1, "a", scopes, scopes[0].id, BLOCK, 600.0, verbs) if scopes else None
     return TransferJob(TARGET, Attached(grants), Namer(PRINT), clock, deadline_s=5.0)
 
 
 def filled(number: int, blocks: int = 1) -> Object:
     data = np.random.default_rng((number, blocks)).integers(0, 256, blocks * BLOCK, dtype=np.uint8)
-    return Object(named(number), len(data), data.data)
+    return Object(named(number), len(data), (data.data,))
 
 
 def empty(number: int, blocks: int = 1) -> Object:
-    return Object(named(number), blocks * BLOCK, np.zeros(blocks * BLOCK, np.uint8).data)
+    return Object(named(number), blocks * BLOCK, (np.zeros(blocks * BLOCK, np.uint8).data,))
 
 
 # Names
@@ -202,13 +221,14 @@ def test_what_is_loaded_is_what_was_stored_under_that_name_and_size(
 ) -> None:
     bench = OpaqueBench()
     bench.model.leases_max = leases_max
-    outcome = bench.drive(lmcache_transfers.store(job(OWN), [filled(*s) for s in stored]))
+    outcome = bench.drive(object_transfers.store(job(OWN), [filled(*s) for s in stored]))
     objects = [empty(*a) for a in asked]
-    found = bench.drive(lmcache_transfers.look_up(job(OWN), objects))
-    loaded = bench.drive(lmcache_transfers.load(job(OWN), objects))
+    found = bench.drive(object_transfers.look_up(job(OWN), objects))
+    loaded = bench.drive(object_transfers.load(job(OWN), objects))
     bench.close()
 
-    assert outcome == StoredObjects(is_whole=True, published=sum(blocks for _, blocks in stored))
+    published, new = sum(blocks for _, blocks in stored), frozenset(range(len(stored)))
+    assert outcome == StoredObjects(is_whole=True, published=published, new=new, leading=len(stored))
     assert loaded == [a in stored for a in asked] == [bool(keys) for keys in found]
     for one, is_there, a in zip(objects, loaded, asked, strict=True):
         assert not is_there or one.memory == filled(*a).memory
@@ -217,41 +237,41 @@ def test_what_is_loaded_is_what_was_stored_under_that_name_and_size(
 
 
 def test_an_object_of_which_a_block_has_gone_is_a_miss_and_the_others_are_not(bench: OpaqueBench) -> None:
-    bench.drive(lmcache_transfers.store(job(OWN), [filled(i, 2) for i in range(4)]))
+    bench.drive(object_transfers.store(job(OWN), [filled(i, 2) for i in range(4)]))
     victim = Namer(PRINT).keys(OWN.secret, named(1), 2 * BLOCK)[1]
     del bench.model.index[victim.scope, victim.digest]
 
-    assert bench.drive(lmcache_transfers.load(job(OWN), [empty(i, 2) for i in range(4)])) == [True, False, True, True]
-    found = bench.drive(lmcache_transfers.look_up(job(OWN), [empty(i, 2) for i in range(4)]))
+    assert bench.drive(object_transfers.load(job(OWN), [empty(i, 2) for i in range(4)])) == [True, False, True, True]
+    found = bench.drive(object_transfers.look_up(job(OWN), [empty(i, 2) for i in range(4)]))
     assert [len(keys) for keys in found] == [2, 0, 2, 2]
 
 
 def test_many_misses_cost_three_trips(bench: OpaqueBench) -> None:
-    assert bench.drive(lmcache_transfers.load(job(OWN), [empty(i) for i in range(200)])) == [False] * 200
+    assert bench.drive(object_transfers.load(job(OWN), [empty(i) for i in range(200)])) == [False] * 200
     assert bench.model.trips <= 3
 
 
 def test_a_wrong_byte_is_a_miss_and_the_agent_is_told(bench: OpaqueBench) -> None:
-    bench.drive(lmcache_transfers.store(job(OWN), [filled(0), filled(1)]))
+    bench.drive(object_transfers.store(job(OWN), [filled(0), filled(1)]))
     os.pwrite(bench.model.fd, b"\xff" * BLOCK, 0)
 
-    assert bench.drive(lmcache_transfers.load(job(OWN), [empty(0), empty(1)])) == [False, True]
+    assert bench.drive(object_transfers.load(job(OWN), [empty(0), empty(1)])) == [False, True]
 
 
 def test_nothing_is_believed_whose_lease_was_over(bench: OpaqueBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.drive(lmcache_transfers.store(job(OWN), [filled(0), filled(1)]))
+    bench.drive(object_transfers.store(job(OWN), [filled(0), filled(1)]))
     monkeypatch.setattr(bench.model, "release", lambda r: wire.Done(r.id, 1, 0))
 
-    assert bench.drive(lmcache_transfers.load(job(OWN), [empty(0), empty(1)])) == [False, False]
+    assert bench.drive(object_transfers.load(job(OWN), [empty(0), empty(1)])) == [False, False]
 
 
 def test_a_full_pool_fails_the_store_and_keeps_no_slot() -> None:
     bench = OpaqueBench(slots=3)
-    outcome = bench.drive(lmcache_transfers.store(job(OWN), [filled(0, 2), filled(1, 2)]))
-    loaded = bench.drive(lmcache_transfers.load(job(OWN), [empty(0, 2), empty(1, 2)]))
+    outcome = bench.drive(object_transfers.store(job(OWN), [filled(0, 2), filled(1, 2)]))
+    loaded = bench.drive(object_transfers.load(job(OWN), [empty(0, 2), empty(1, 2)]))
     bench.close()
 
-    assert not outcome.is_whole
+    assert (outcome.is_whole, outcome.leading) == (False, 1)
     assert loaded == [True, False]
     assert not bench.model.reserved
 
@@ -259,7 +279,7 @@ def test_a_full_pool_fails_the_store_and_keeps_no_slot() -> None:
 @pytest.mark.parametrize("fail_at", range(1, 8))
 def test_whoever_is_interrupted_holds_nothing(bench: OpaqueBench, fail_at: int) -> None:
     objects = [filled(i) for i in range(3)]
-    for operation in (lmcache_transfers.store(job(OWN), objects), lmcache_transfers.load(job(OWN), objects)):
+    for operation in (object_transfers.store(job(OWN), objects), object_transfers.load(job(OWN), objects)):
         with contextlib.suppress(KeyboardInterrupt):
             bench.drive(operation, fail_at)
     assert not bench.model.leased
@@ -269,45 +289,95 @@ def test_whoever_is_interrupted_holds_nothing(bench: OpaqueBench, fail_at: int) 
 def test_the_agent_away_is_misses_and_a_failed_store(bench: OpaqueBench) -> None:
     away = job()
 
-    assert bench.drive(lmcache_transfers.look_up(away, [empty(0)], 1.0)) == [()]
-    assert bench.drive(lmcache_transfers.load(away, [empty(0)])) == [False]
-    assert bench.drive(lmcache_transfers.store(away, [filled(0)])) == StoredObjects()
+    assert bench.drive(object_transfers.look_up(away, [empty(0)], 1.0)) == [()]
+    assert bench.drive(object_transfers.load(away, [empty(0)])) == [False]
+    assert bench.drive(object_transfers.store(away, [filled(0)])) == StoredObjects()
     assert bench.model.trips == 0
 
 
 def test_a_load_ends_with_its_deadline(bench: OpaqueBench) -> None:
-    bench.drive(lmcache_transfers.store(job(OWN), [filled(0)]))
+    bench.drive(object_transfers.store(job(OWN), [filled(0)]))
     times = iter([0.0, 6.0])
 
-    assert bench.drive(lmcache_transfers.load(job(OWN, clock=lambda: next(times)), [empty(0)])) == [False]
+    assert bench.drive(object_transfers.load(job(OWN, clock=lambda: next(times)), [empty(0)])) == [False]
 
 
 def test_objects_are_found_in_every_scope_that_may_be_read_and_written_to_one(bench: OpaqueBench) -> None:
-    bench.drive(lmcache_transfers.store(job(OWN), [filled(0)]))
-    bench.drive(lmcache_transfers.store(job(DOMAIN, OWN), [filled(1)]))
+    bench.drive(object_transfers.store(job(OWN), [filled(0)]))
+    bench.drive(object_transfers.store(job(DOMAIN, OWN), [filled(1)]))
     objects = [empty(0), empty(1), empty(2)]
 
-    assert bench.drive(lmcache_transfers.load(job(DOMAIN, OWN), objects)) == [True, True, False]
-    assert bench.drive(lmcache_transfers.load(job(OWN), objects)) == [True, False, False]
-    assert bench.drive(lmcache_transfers.load(job(OTHER), objects)) == [False, False, False]
+    assert bench.drive(object_transfers.load(job(DOMAIN, OWN), objects)) == [True, True, False]
+    assert bench.drive(object_transfers.load(job(OWN), objects)) == [True, False, False]
+    assert bench.drive(object_transfers.load(job(OTHER), objects)) == [False, False, False]
 
 
 def test_a_lookup_locks_in_one_trip_and_an_unlock_takes_it_back(bench: OpaqueBench) -> None:
-    bench.drive(lmcache_transfers.store(job(OWN), [filled(0, 2)]))
+    bench.drive(object_transfers.store(job(OWN), [filled(0, 2)]))
     before = bench.model.trips
-    found = bench.drive(lmcache_transfers.look_up(job(OWN), [empty(0, 2), empty(1)], LOCK_S))
+    found = bench.drive(object_transfers.look_up(job(OWN), [empty(0, 2), empty(1)], LOCK_S))
 
     assert bench.model.trips == before + 1
     assert bench.model.pinned == [{k.digest for k in found[0]}]
-    bench.drive(lmcache_transfers.unlock(job(OWN), found))
+    bench.drive(object_transfers.unlock(job(OWN), found))
     assert bench.model.pinned == [set()]
 
 
 def test_the_agent_hears_of_every_lookup_and_brings_up_what_was_found(bench: OpaqueBench) -> None:
-    bench.drive(lmcache_transfers.store(job(OWN), [filled(0, 2)]))
+    bench.drive(object_transfers.store(job(OWN), [filled(0, 2)]))
     objects = [empty(0, 2), empty(1)]
-    found = bench.drive(lmcache_transfers.look_up(job(OWN), objects))
-    bench.drive(lmcache_transfers.follow_up(job(OWN), objects, found))
+    found = bench.drive(object_transfers.look_up(job(OWN), objects))
+    bench.drive(object_transfers.follow_up(job(OWN), objects, found))
 
     assert bench.model.counted == [(3, 2)]
     assert bench.model.prefetched == [k.digest for k in found[0]]
+
+
+def test_what_a_store_found_there_already_is_not_new(bench: OpaqueBench) -> None:
+    bench.drive(object_transfers.store(job(OWN), [filled(0), filled(1, 2)]))
+    again = bench.drive(object_transfers.store(job(OWN), [filled(0), filled(2), filled(1, 2)]))
+
+    assert again == StoredObjects(is_whole=True, published=1, new=frozenset({1}), leading=3)
+
+
+def test_a_touch_goes_to_every_scope_that_may_have_the_objects(bench: OpaqueBench) -> None:
+    bench.drive(object_transfers.touch(job(DOMAIN, OWN), [empty(0, 2), empty(1)]))
+
+    keys = [Namer(PRINT).keys(s.secret, named(n), b * BLOCK) for s in (DOMAIN, OWN) for n, b in ((0, 2), (1, 1))]
+    assert bench.model.touched == [(k.scope, k.digest) for owned in keys for k in owned]
+
+
+def test_a_drop_tells_which_objects_are_gone_and_leaves_shared_ones(bench: OpaqueBench) -> None:
+    for scopes in ((OWN,), (DOMAIN, OWN)):
+        bench.drive(object_transfers.store(job(*scopes), [filled(n, 2) for n in range(3)]))
+    bench.model.held = {Namer(PRINT).keys(OWN.secret, named(1), 2 * BLOCK)[0].digest}
+    objects = [empty(n, 2) for n in range(4)]
+
+    assert bench.drive(object_transfers.drop(job(DOMAIN, OWN), objects)) == [True, False, True, True]
+    assert bench.drive(object_transfers.load(job(OWN), objects)) == [False] * 4
+    assert bench.drive(object_transfers.load(job(DOMAIN), objects)) == [True, True, True, False]
+
+
+def test_an_agent_that_knows_neither_verb_is_not_sent_one(bench: OpaqueBench) -> None:
+    bench.drive(object_transfers.store(job(OWN), [filled(0)]))
+    trips = bench.model.trips
+    earlier = job(OWN, verbs=())
+
+    bench.drive(object_transfers.touch(earlier, [empty(0)]))
+    assert bench.drive(object_transfers.drop(earlier, [empty(0)])) == [False]
+    assert (bench.model.touched, bench.model.trips) == ([], trips)
+
+
+@pytest.mark.parametrize(
+    ("account", "usage"),
+    [
+        ('{"tenant": {"used_bytes": 5, "limit_bytes": 9}, "tiers": []}', (5, 9)),
+        ('{"tiers": []}', (0, 0)),
+        ("{}", (0, 0)),
+        ('{"tenant": {"used_bytes": "5", "limit_bytes": 9}}', (0, 0)),
+    ],
+)
+def test_usage_is_the_agents_account_of_the_tenant(bench: OpaqueBench, account: str, usage: tuple[int, int]) -> None:
+    bench.model.account = account
+
+    assert bench.drive(object_transfers.usage(job(OWN))) == usage

@@ -10,7 +10,7 @@ from kvstrata_client.connectors import lmcache_board
 from kvstrata_client.connectors import lmcache_board as lmcache_locks
 from kvstrata_client.connectors.lmcache_board import LOCK_S, Board, Locks, Task, Workers
 from kvstrata_client.connectors.lmcache_names import Namer
-from kvstrata_client.connectors.lmcache_transfers import Keys
+from kvstrata_client.connectors.object_transfers import Keys
 from support.client.model import OWN
 from support.client.opaque_objects import BLOCK, PRINT, named
 

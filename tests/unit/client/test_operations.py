@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,37 @@ def test_what_is_loaded_is_always_what_was_stored_for_these_tokens(
     assert bench.model.counted == ([(len(asked) // 2, loaded.blocks)] if len(asked) // 2 else [])
     assert not bench.model.leased
     assert not bench.model.reserved
+
+
+@given(prompts, st.integers(0, 7), st.integers(0, 7))
+def test_a_load_behind_blocks_at_hand_brings_the_others_alone(tokens: list[int], first: int, most: int) -> None:
+    bench = Bench()
+    bench.store(tokens[:4], DOMAIN, OWN)
+    bench.store(tokens, OWN, DOMAIN)
+    whole = bench.load(tokens, DOMAIN, OWN)
+    rest = bench.drive(load(replace(job(tokens, DOMAIN, OWN), first_block=first, blocks_max=most), None))
+    bench.close()
+
+    wanted = range(first, max(first, min(most, whole.blocks)))
+    assert rest.blocks == len(wanted)
+    assert np.array_equal(rest.data, whole.data[wanted.start : wanted.stop])
+    assert rest.shared_blocks == len(range(first, max(first, min(whole.shared_blocks, wanted.stop))))
+    assert not bench.model.leased
+
+
+@given(prompts)
+def test_a_variant_finds_its_own_blocks_alone(tokens: list[int]) -> None:
+    bench = Bench()
+    bench.store(tokens, OWN)
+    plain = job(tokens, OWN)
+    other = replace(plain, prompt=prompt_of(TARGET, plain.prompt.tokens, "adapter a"))
+    before = bench.drive(load(other, None)).blocks
+    bench.drive(store(other, kv(tokens), 0))
+    found = [bench.drive(load(replace(other, prompt=prompt_of(TARGET, plain.prompt.tokens, v)), None)).blocks
+             for v in ("adapter a", "adapter b")]  # fmt: skip
+    bench.close()
+
+    assert (before, found) == (0, [len(tokens) // 2, 0])
 
 
 @given(st.lists(st.tuples(prompts, st.sampled_from(["own", "joined"])), max_size=6), prompts)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from kvstrata_agent.app import config
+from kvstrata_agent.app.peering import in_cluster
 from kvstrata_agent.app.process import AgentProcess
 from kvstrata_agent.backends.base import TierBackend
 from kvstrata_agent.cache.ports import DirectoryState
@@ -21,8 +22,7 @@ from kvstrata_node.discovery import discover
 from support.agent.doubles import DictBackend, dict_tier, make_core
 
 if TYPE_CHECKING:
-    from kvstrata_agent.app.peering import PeerNetwork
-    from kvstrata_agent.kube.kubernetes import KubeWorld
+    from kvstrata_agent.app.peering import FleetWorld, PeerNetwork
     from kvstrata_agent.serve.server import Server
 
 pytestmark = pytest.mark.unit
@@ -57,9 +57,9 @@ class Running:
             deletion_policy="Retain",
         )
         status = SimpleNamespace(report=self.told.append)
-        self.world = cast("KubeWorld", SimpleNamespace(desired=self.desired, status=status, keyring=None))
+        self.world = cast("FleetWorld", SimpleNamespace(desired=self.desired, status=status, keyring=None))
         named = ["--pool", "p", "--node", "n", "--socket", str(folder / "s"), "--state-dir", str(folder)]
-        self.process = AgentProcess(config.parse(named))
+        self.process = AgentProcess(config.parse(named), in_cluster)
         self.process._facts = discover()
 
     async def _open(self, spec: NodeTier) -> TierBackend:
@@ -72,8 +72,7 @@ class Running:
     async def report(self) -> KVPoolNodeStatus | None:
         """What the next look makes of it."""
         self.told.clear()
-        directory = SimpleNamespace(state=DirectoryState.ANSWERS)
-        network = cast("PeerNetwork", SimpleNamespace(directory=directory, address="127.0.0.1:1"))
+        network = cast("PeerNetwork", SimpleNamespace(state=DirectoryState.ANSWERS, address="127.0.0.1:1"))
         server: Any = SimpleNamespace(refresh=lambda: None, connections=0)
         looking = asyncio.create_task(
             self.process._keep_reporting(self.world, self.core, self.provisioner, network, cast("Server", server))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata_agent.app import config
+from kvstrata_agent.app.peering import in_cluster
 from kvstrata_agent.app.process import STUCK_S, AgentProcess
 from kvstrata_api.errors import UnsupportedError
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.unit
 @pytest.fixture
 def process(tmp_path: Path) -> AgentProcess:
     named = ["--pool", "p", "--node", "n", "--socket", str(tmp_path / "s"), "--state-dir", str(tmp_path)]
-    made = AgentProcess(config.parse(named))
+    made = AgentProcess(config.parse(named), in_cluster)
     made._round_s -= 2 * STUCK_S
     assert not made._is_healthy()
     return made

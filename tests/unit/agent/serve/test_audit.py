@@ -143,15 +143,18 @@ async def test_a_scope_that_is_not_granted_is_told_and_counted_for_every_verb(
     await engine.ask(wire.Explain(7, digest=digest(1), scope=foreign))
     with pytest.raises(ForbiddenError):
         await engine.ask(wire.Reserve(8, foreign, b"", two))
+    await engine.ask(wire.Touch(9, foreign, two))
+    with pytest.raises(ForbiddenError):
+        await engine.ask(wire.Drop(10, foreign, two))
 
     told = [line for line in lines(caplog) if line["decision"] == "deny"]
-    verbs = ["lookup", "acquire", "prefetch", "pin", "unpin", "explain", "reserve"]
+    verbs = ["lookup", "acquire", "prefetch", "pin", "unpin", "explain", "reserve", "touch", "drop"]
     assert [line["verb"] for line in told] == verbs
     assert {line["reason"] for line in told} == {"ScopeNotGranted", "WriteNotGranted"}
     assert {(line["tenant"], line["service_account"], line["pod_uid"]) for line in told} == {("a", "a", "pod-1")}
     assert {(line["scope"], line["kind"], line["grant"]) for line in told} == {(foreign, "tenant", "b")}
-    assert [line["blocks"] for line in told] == [2, 2, 2, 2, 2, 1, 2]
-    assert counted(engine, "deny") == (7, 13)
+    assert [line["blocks"] for line in told] == [2, 2, 2, 2, 2, 1, 2, 2, 2]
+    assert counted(engine, "deny") == (9, 17)
 
 
 async def test_a_right_that_is_lost_while_a_request_waits_is_told(

@@ -10,16 +10,18 @@ import pytest
 
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.backends.base import Record, SlotRef
-from kvstrata_agent.blocks.request import RequestContext
+from kvstrata_agent.blocks.request import Caller, RequestContext
 from kvstrata_agent.blocks.reservations import RESERVATION_S
 from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.serve.verbs import LEASE_S_MAX
 from kvstrata_api import wire
+from kvstrata_api.blocks import ScopeId
 from kvstrata_api.checksum import checksum
-from kvstrata_api.errors import ApiServerAwayError, InvalidInputError, UnauthenticatedError
+from kvstrata_api.errors import ApiServerAwayError, ForbiddenError, InvalidInputError, UnauthenticatedError
 from kvstrata_api.models.poolnode import TierProbe
 from kvstrata_api.tiers import Lookup
+from kvstrata_api.trust import Access, Grants, Identity, ScopeKind
 from support.agent.doubles import (
     BLOCK_BYTES,
     LAYOUT,
@@ -166,6 +168,75 @@ async def test_an_unpin_takes_the_pins_of_the_connection_back(engine: Engine) ->
 
     assert (await engine.ask(wire.Unpin(1, SCOPE, digest(1)))).count == 1
     assert len(engine.core.node.pins) == 0
+
+
+async def test_a_touch_makes_blocks_the_last_to_leave_and_moves_nothing(engine: Engine) -> None:
+    await engine.store(1)
+    for n in range(100, 180, 2):  # No two of them are of one chain.
+        engine.clock.now_s += 1.0
+        await engine.store(n)
+        assert (await engine.ask(wire.Touch(1, SCOPE, digest(1) + digest(2)))).count == 1
+
+    assert (await engine.ask(wire.Touch(1, SCOPE, digest(100)))).count == 1
+    assert [(await engine.acquire(n)).blocks[0].source for n in (1, 100)] == ["dram", "nvme"]
+
+
+async def test_a_drop_removes_every_copy_of_what_nobody_holds_and_reports_what_stayed(engine: Engine) -> None:
+    await engine.store(1, 2, 3)
+    await engine.push_down()
+    await engine.acquire(1)  # A copy in each tier, and a lease on the head.
+
+    dropped = await engine.ask(wire.Drop(1, SCOPE, b"".join(map(digest, (1, 2, 3, 4)))))
+
+    assert dropped.states == bytes([Lookup.HIT, Lookup.MISS, Lookup.MISS, Lookup.MISS])
+    engine.core.node.end_leases(engine.core.node.leases.end_owner(1))
+    assert (await engine.ask(wire.Drop(1, SCOPE, digest(1)))).states == bytes([Lookup.MISS])
+    assert all(not tier.tenant_bytes for tier in engine.core.node.tiers)
+
+
+async def test_a_drop_leaves_the_head_of_a_chain_that_goes_on(engine: Engine) -> None:
+    await engine.store(1, 2, 3)
+
+    assert (await engine.ask(wire.Drop(1, SCOPE, digest(1) + digest(2)))).states == bytes([Lookup.HIT] * 2)
+    assert (await engine.ask(wire.Drop(1, SCOPE, digest(2) + digest(3)))).states == bytes([Lookup.MISS] * 2)
+
+
+async def test_a_drop_leaves_what_is_pinned_or_decoded_from(engine: Engine) -> None:
+    await engine.store(1)
+    await engine.ask(wire.Pin(1, SCOPE, digest(1), 60.0))
+    assert (await engine.ask(wire.Drop(1, SCOPE, digest(1)))).states == bytes([Lookup.HIT])
+    await engine.ask(wire.Unpin(1, SCOPE, digest(1)))
+    await engine.ask(wire.OpenSession(1, "s"))
+    await engine.ask(wire.Release(1, tuple(b.lease for b in (await engine.acquire(1, session="s")).blocks)))
+    await engine.ask(wire.TouchSession(1, "s", "decoding"))
+    assert (await engine.ask(wire.Drop(1, SCOPE, digest(1)))).states == bytes([Lookup.HIT])
+
+    await engine.ask(wire.CloseSession(1, "s", archive=False))
+    assert (await engine.ask(wire.Drop(1, SCOPE, digest(1)))).states == bytes([Lookup.MISS])
+
+
+async def test_a_drop_in_a_shared_scope_is_forbidden_to_whoever_may_write_there(engine: Engine) -> None:
+    domain = ScopeId("domain/d/uid-d/v1")
+    own = Access(SCOPE, ScopeKind.TENANT, "a", can_write=True)
+    shared = Access(domain, ScopeKind.DOMAIN, "d", can_write=True)
+    member = Caller(Identity("ns", "a"), Grants("a", (shared, own), domain), (secret(domain), secret(SCOPE)), 600.0)
+    engine.authenticator.callers["member"] = member
+    await engine.ask(wire.Attach(1, "member", "pool", LAYOUT))
+    assert len((await engine.ask(wire.Reserve(2, domain, b"", digest(1)))).slots) == 1
+
+    with pytest.raises(ForbiddenError, match="drop: the blocks of a shared scope are its other readers' as well"):
+        await engine.ask(wire.Drop(3, domain, digest(1)))
+    assert (await engine.ask(wire.Touch(4, domain, digest(1)))).count == 0, "what is being written is not here yet"
+
+
+async def test_a_tenant_is_told_exactly_what_is_on_its_own_account(engine: Engine) -> None:
+    before = json.loads((await engine.ask(wire.Stats(1))).json)["tenant"]
+    await engine.store(1, 2, 3)
+    after = json.loads((await engine.ask(wire.Stats(1))).json)["tenant"]
+
+    capacities = sum(t.backend.capacity_bytes for t in engine.core.node.tiers)
+    assert (before["used_bytes"], before["limit_bytes"]) == (0, capacities)
+    assert after == {"used_bytes": 3 * BLOCK_BYTES, "limit_bytes": capacities}
 
 
 async def test_a_stretch_that_is_cheaper_to_compute_is_not_fetched() -> None:

@@ -1,18 +1,23 @@
 """Look up, lock, load and store opaque objects: operations over the client's calls. Sans-I/O: copies, yields calls.
 
 Objects do not form prompts that we could read, so each is found by itself. The blocks of a store are kept as one chain,
-because LMCache submits the chunks of a prompt in order: eviction then takes the last ones first.
+because engines store the pieces of a prompt in order: eviction then takes the last ones first.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
+import msgspec
+
+from kvstrata_api import wire
 from kvstrata_api.blocks import BlockKey
+from kvstrata_api.errors import KvStrataError
 from kvstrata_api.tiers import Lookup
 from kvstrata_api.wire import KEYS_MAX
-from kvstrata_client.connectors.lmcache_names import Name, Namer
+from kvstrata_client.connectors.object_keys import Namer
 from kvstrata_client.prompt.load import copy_leased
 from kvstrata_client.prompt.pipeline import large_batch_blocks
 from kvstrata_client.prompt.routes import Attachment
@@ -20,8 +25,8 @@ from kvstrata_client.prompt.store import Run, Tally, write
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.calls import Operation, Post
-from kvstrata_client.verbs.copying import copy_verified, fill
-from kvstrata_client.verbs.results import Lease, Prefix, Scope
+from kvstrata_client.verbs.copying import Pieces, copy_verified_pieces, cut, fill_from
+from kvstrata_client.verbs.results import Lease, Prefix, Reservation, Scope
 
 LEASE_S: Final = 30.0
 
@@ -43,10 +48,11 @@ class TransferJob:
 class Object:
     """One object and, where bytes are to be moved, the engine's memory for it."""
 
-    name: Name
+    name: Any
+    """What the job's namer takes."""
     size_bytes: int
-    memory: memoryview | None = None
-    """`size_bytes` of unsigned bytes; written to by a load."""
+    memory: Pieces | None = None
+    """`size_bytes` in all; written to by a load."""
 
 
 Keys = tuple[BlockKey, ...]
@@ -59,7 +65,7 @@ class Block:
     owner: int
     """Index of the object."""
     key: BlockKey
-    memory: memoryview
+    memory: Pieces
 
 
 def look_up(job: TransferJob, objects: Sequence[Object], lock_s: float = 0.0) -> Operation[list[Keys]]:
@@ -89,7 +95,7 @@ def follow_up(job: TransferJob, objects: Sequence[Object], found: Sequence[Keys]
     """Have what was found brought into memory, and report the lookup to the agent, for its hit ratio."""
     for keys in _by_scope(found):
         yield Post(tuple(calls.prefetch(job.target, part, "") for part in _parts(keys, KEYS_MAX)))
-    wanted = sum(job.namer.fingerprint.blocks_of(o.size_bytes) for o in objects)
+    wanted = sum(job.namer.blocks_of(o.size_bytes) for o in objects)
     if 0 < wanted <= KEYS_MAX:
         yield Post((calls.count_load(job.target, wanted, sum(map(len, found))),))
 
@@ -100,8 +106,11 @@ def unlock(job: TransferJob, found: Sequence[Keys]) -> Operation[None]:
         yield tuple(calls.unpin(job.target, part) for part in _parts(keys, KEYS_MAX))
 
 
-def load(job: TransferJob, objects: Sequence[Object]) -> Operation[list[bool]]:
-    """Copy objects into their memory; False where one is a miss, and its memory holds nothing of use."""
+def load(job: TransferJob, objects: Sequence[Object], sources: set[str] | None = None) -> Operation[list[bool]]:
+    """Copy objects into their memory; False where one is a miss, and its memory holds nothing of use.
+
+    Names of tiers that blocks came from, or `remote`, go into `sources`.
+    """
     ends_s = job.clock() + job.deadline_s
     scopes = yield from _readable(job)
     if len(scopes) == 1:
@@ -110,16 +119,18 @@ def load(job: TransferJob, objects: Sequence[Object]) -> Operation[list[bool]]:
         found = yield from look_up(job, objects)
     missed = {i for i, keys in enumerate(found) if not keys}
     for blocks in _blocks_by_scope(objects, found):
-        yield from _load_all(job, blocks, missed, ends_s)
+        yield from _load_all(job, blocks, missed, ends_s, sources)
     return [i not in missed for i in range(len(objects))]
 
 
-def _load_all(job: TransferJob, blocks: Sequence[Block], missed: set[int], ends_s: float) -> Operation[None]:
+def _load_all(
+    job: TransferJob, blocks: Sequence[Block], missed: set[int], ends_s: float, sources: set[str] | None
+) -> Operation[None]:
     """Load blocks of one scope; whose object cannot be had whole is not gone on with."""
     todo, is_sure = list(blocks), True
     while todo and job.clock() < ends_s:
         batch = todo[: large_batch_blocks(job.target.layout.block_bytes)]
-        taken = yield from _load_batch(job, batch, missed, ends_s - job.clock())
+        taken = yield from _load_batch(job, batch, missed, ends_s - job.clock(), sources)
         todo = todo[taken:]
         if taken:  # Perhaps not all of it: memory may be too small to hold a batch at a time.
             continue
@@ -130,17 +141,21 @@ def _load_all(job: TransferJob, blocks: Sequence[Block], missed: set[int], ends_
     missed.update(b.owner for b in todo)
 
 
-def _load_batch(job: TransferJob, batch: Sequence[Block], missed: set[int], deadline_s: float) -> Operation[int]:
+def _load_batch(
+    job: TransferJob, batch: Sequence[Block], missed: set[int], deadline_s: float, sources: set[str] | None
+) -> Operation[int]:
     """Lease, copy, give back; returns how many leading blocks are done with, well or not."""
     answers = yield (calls.acquire(job.target, [b.key for b in batch], "", LEASE_S, deadline_s),)
     leases: tuple[Lease, ...] = answers[0].value
     if not leases:
         return 0
+    if sources is not None:
+        sources.update(lease.source for lease in leases)
     suspects: list[Lease] = []
 
     def copy() -> None:
         for lease, block in zip(leases, batch, strict=False):
-            if block.owner not in missed and not copy_verified(lease, block.memory):
+            if block.owner not in missed and not copy_verified_pieces(lease, block.memory):
                 suspects.append(lease)
                 missed.add(block.owner)
 
@@ -167,10 +182,17 @@ class StoredObjects:
     """True when every block of every object is there now."""
     published: int = 0
     """Blocks that this store made available."""
+    new: frozenset[int] = frozenset()
+    """Indices of objects of which some block was not there before."""
+    leading: int = 0
+    """Objects, from the first one on, that are there whole now."""
+    error: KvStrataError | None = None
+    """Why the first one that is not was refused; None also while not attached."""
 
 
-def store(job: TransferJob, objects: Sequence[Object]) -> Operation[StoredObjects]:
-    """Make objects available in the scope that the agent names."""
+def store(job: TransferJob, objects: Sequence[Object], deadline_s: float = math.inf) -> Operation[StoredObjects]:
+    """Make objects available in the scope that the agent names, in order; those not begun by `deadline_s` are not."""
+    ends_s = job.clock() + deadline_s
     yield from _refreshed(job)
     grants = job.at.grants
     scope = grants.scope(grants.write_scope) if grants is not None else None
@@ -179,9 +201,76 @@ def store(job: TransferJob, objects: Sequence[Object]) -> Operation[StoredObject
     keys = [job.namer.keys(scope.secret, o.name, o.size_bytes) for o in objects]
     blocks = list(_blocks(objects, keys))
     tally = Tally()
+    new: set[int] = set()
     run = Run(job.target, job.at, [b.key for b in blocks], b"")
-    done = yield from write(run, lambda i, slot: fill(slot, blocks[i].memory), tally)
-    return StoredObjects(done == len(blocks), tally.published)
+
+    def fill(i: int, slot: Reservation) -> bytes | None:
+        if job.clock() >= ends_s:
+            return None
+        new.add(blocks[i].owner)
+        return fill_from(slot, blocks[i].memory)
+
+    done = yield from write(run, fill, tally)
+    leading = blocks[done].owner if done < len(blocks) else len(objects)
+    return StoredObjects(done == len(blocks), tally.published, frozenset(new), leading, tally.error)
+
+
+def touch(job: TransferJob, objects: Sequence[Object]) -> Operation[None]:
+    """Record use of objects without reading them, wherever they may be; nothing with an agent that knows no touches."""
+    scopes = yield from _readable(job)
+    if not _knows(job, wire.Touch):
+        return
+    for scope in scopes:
+        keys = list(chain.from_iterable(job.namer.keys(scope.secret, o.name, o.size_bytes) for o in objects))
+        yield Post(tuple(calls.touch(job.target, part) for part in _parts(keys, KEYS_MAX)))
+
+
+def drop(job: TransferJob, objects: Sequence[Object]) -> Operation[list[bool]]:
+    """Drop objects of the tenant's own scope from this node; True for each of which nothing is there any more.
+
+    What somebody holds stays, and so does what lies in a shared scope: its other readers have a right to it.
+    """
+    yield from _refreshed(job)
+    own = job.at.grants.own if job.at.grants is not None else None
+    if own is None or not own.can_write or not _knows(job, wire.Drop):
+        return [False] * len(objects)
+    keyed = [job.namer.keys(own.secret, o.name, o.size_bytes) for o in objects]
+    # Parts from the end: a block stays while one that continues it does.
+    parts = _parts(list(chain.from_iterable(keyed)), KEYS_MAX)[::-1]
+    answers: list[bytes] = []
+    for part in parts:
+        (answer,) = yield (calls.drop(job.target, part),)
+        answers.append(answer.value if len(answer.value) == len(part) else bytes((Lookup.HIT,)) * len(part))
+    states, at, gone = b"".join(answers[::-1]), 0, []
+    for keys in keyed:
+        gone.append(states.count(Lookup.MISS, at, at + len(keys)) == len(keys))
+        at += len(keys)
+    return gone
+
+
+def usage(job: TransferJob) -> Operation[tuple[int, int]]:
+    """Return the bytes that the tenant has on this node, and its limit there; zeros while the agent is away."""
+    (answer,) = yield (calls.stats(job.target),)
+    try:
+        own = msgspec.json.decode(answer.value, type=_Stats).tenant
+    except msgspec.DecodeError:  # Of an agent that gives no account of a tenant, or of none.
+        return 0, 0
+    return own.used_bytes, own.limit_bytes
+
+
+class _Account(msgspec.Struct, frozen=True):
+    used_bytes: int
+    limit_bytes: int
+
+
+class _Stats(msgspec.Struct, frozen=True):
+    """What is of use here of an agent's answer to `Stats`."""
+
+    tenant: _Account
+
+
+def _knows(job: TransferJob, verb: type) -> bool:
+    return job.at.grants is not None and verb.__name__ in job.at.grants.verbs
 
 
 def _readable(job: TransferJob) -> Operation[list[Scope]]:
@@ -230,9 +319,9 @@ def _blocks_by_scope(objects: Sequence[Object], found: Sequence[Keys]) -> Iterat
 def _blocks(objects: Sequence[Object], found: Sequence[Keys]) -> Iterator[Block]:
     for owner, (one, keys) in enumerate(zip(objects, found, strict=True)):
         assert one.memory is not None, "whoever moves bytes gives the memory"
-        step = one.size_bytes // len(keys) if keys else 0
-        for i, key in enumerate(keys):
-            yield Block(owner, key, one.memory[i * step : (i + 1) * step])
+        parts = cut(one.memory, one.size_bytes // len(keys)) if keys else ()
+        for key, part in zip(keys, parts, strict=True):
+            yield Block(owner, key, part)
 
 
 def _parts(keys: Sequence[BlockKey], step: int) -> list[Sequence[BlockKey]]:

@@ -1,0 +1,281 @@
+"""The connector as vLLM makes it: one half in the scheduler's process, one in each worker's."""
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_client.cache import PrefixCache
+from kvstrata_client.client import Client
+from kvstrata_client.connectors.vllm.engine import (
+    Adapters,
+    Geometry,
+    Settings,
+    geometry_of,
+    layout_of,
+    parse,
+    variant_of,
+)
+from kvstrata_client.connectors.vllm.planner import Limits, Plan, Planner, Tokens
+from kvstrata_client.connectors.vllm.worker import Pages, Worker
+from kvstrata_client.verbs.results import Located
+
+_log: Final = logging.getLogger("vllm.kvstrata")
+ATTACH_WAIT_S: Final = 2.0
+"""How long an engine's start waits for the agent; it is attached to later as well."""
+PARAMS: Final = "kvstrata"
+"""Key of ours in `kv_transfer_params` of requests and answers."""
+
+
+@dataclass
+class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
+    """A plan on its way to the workers."""
+
+    plan: Plan
+
+
+@dataclass
+class FetchReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What workers have fetched, on its way to the scheduler."""
+
+    fetched: dict[int, tuple[int, int, tuple[str, ...]]]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "FetchReports":
+        """Join reports of two workers: a fetch has as many blocks as the one with fewest."""
+        assert isinstance(other, FetchReports)
+        joined = dict(self.fetched)
+        for number, (reports, blocks, sources) in other.fetched.items():
+            known = joined.get(number)
+            fewest = (blocks, sources) if known is None or blocks < known[1] else known[1:]
+            joined[number] = (reports + (known[0] if known else 0), *fewest)
+        return FetchReports(joined)
+
+
+class KvstrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """One half of the connector: vLLM makes one in the scheduler's process and one in each worker's."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Attach in the background. Raises `InvalidInputError` for a wrong configuration.
+
+        A model whose KV cannot be kept in blocks is served without: the log says why.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = parse(self._kv_transfer_config.kv_connector_extra_config)
+        self._scheduler: _Scheduler | None = None
+        self._worker: Worker | None = None
+        self._open: Callable[[dict[str, Any]], Worker] | None = None
+        try:
+            geometry = geometry_of(kv_cache_config, vllm_config.cache_config.cache_dtype, settings.block_tokens)
+            parallel = vllm_config.parallel_config
+            rank = parallel.rank % parallel.world_size if role is KVConnectorRole.WORKER else 0
+            layout = layout_of(settings, vllm_config, geometry, rank)
+        except InvalidInputError as e:
+            _log.warning("kvstrata keeps nothing of this model: %s", e)
+            return
+        if role is KVConnectorRole.SCHEDULER:
+            client = Client(settings.target(layout, timeout_s=settings.lookup_timeout_s))
+            self._scheduler = _Scheduler(settings, geometry, client, parallel.world_size)
+        else:
+            client = Client(settings.target(layout, timeout_s=min(0.5, settings.load_deadline_s)))
+            is_first = geometry.kv_parts == 2 or rank % parallel.tensor_parallel_size == 0
+
+            def open_worker(kv_caches: dict[str, Any]) -> Worker:
+                return Worker(settings, Pages(kv_caches, geometry, layout, None), client, saves=is_first)
+
+            self._open = open_worker
+        if not client.wait_settled(ATTACH_WAIT_S):
+            _log.warning("kvstrata's agent is not there (%s); attaching goes on", client.reason)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a save that is dropped is a miss later."""
+        return False
+
+    # Scheduler.
+
+    def on_new_request(self, request: Any) -> None:
+        """See vLLM."""
+        if self._scheduler is not None:
+            self._scheduler.begin(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See vLLM. None until the blocks of a hit lie in the workers' memory; their load is part of a step then."""
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.planner.match(request.request_id, num_computed_tokens), False
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """See vLLM, since 0.32."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        hit = self._scheduler.hits.get(request.request_id) if self._scheduler is not None else None
+        if not hit or sum(hit.values()) != num_external_tokens:
+            found: dict[Any, int] = super().get_external_cache_hit_sources(request, num_external_tokens)
+            return found
+        counted: Counter[Any] = Counter()
+        for tier, tokens in hit.items():
+            counted[CacheHitSource.P2P if tier == "remote" else CacheHitSource.HOST] += tokens
+        return dict(counted)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See vLLM."""
+        if self._scheduler is not None:
+            self._scheduler.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """See vLLM."""
+        return StepPlan(self._scheduler.step(scheduler_output) if self._scheduler is not None else Plan())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See vLLM."""
+        reports = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(reports, FetchReports):
+            self._scheduler.planner.fetched(reports.fetched)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
+        """See vLLM. Pages may be freed at once; the answer's `kv_transfer_params` has the tokens that were loaded."""
+        return False, self._scheduler.finish(request) if self._scheduler is not None else None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See vLLM."""
+        return self.request_finished(request, list(block_ids[0]) if block_ids else [])
+
+    def take_events(self) -> Iterable[Any]:
+        """See vLLM."""
+        return ()
+
+    # Worker.
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """See vLLM."""
+        if self._open is None:
+            return
+        try:
+            self._worker = self._open(kv_caches)
+        except InvalidInputError as e:
+            _log.warning("kvstrata keeps nothing of this model: %s", e)
+
+    def start_load_kv(self, forward_context: Any, **_kwargs: Any) -> None:  # noqa: ARG002
+        """See vLLM."""
+        if self._worker is not None:
+            self._worker.start(self._planned())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """See vLLM."""
+        if self._worker is not None:
+            self._worker.wait_for_layer(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """See vLLM. Blocks are taken out of their pages when all layers are there."""
+
+    def wait_for_save(self) -> None:
+        """See vLLM."""
+        if self._worker is not None and self.has_connector_metadata():
+            self._worker.save(self._planned())
+
+    def build_connector_worker_meta(self) -> FetchReports | None:
+        """See vLLM."""
+        ended = self._worker.ended() if self._worker is not None else {}
+        return FetchReports(dict(ended)) if ended else None
+
+    def shutdown(self) -> None:
+        """See vLLM."""
+        for half in (self._worker, self._scheduler):
+            if half is not None:
+                half.close()
+
+    def _planned(self) -> Plan:
+        made = self._get_connector_metadata()
+        assert isinstance(made, StepPlan)
+        return made.plan
+
+
+class _Scheduler:
+    """What the scheduler's process has: the planner, and a client for lookups and sessions."""
+
+    def __init__(self, settings: Settings, geometry: Geometry, client: Client, workers: int) -> None:
+        self._client = client
+        limits = Limits(settings.block_tokens, geometry.page_tokens, workers, settings.load_deadline_s, settings.miss_s)
+        self.planner = Planner(self._lookup, limits, time.monotonic)
+        self.hits: dict[str, Counter[str]] = {}
+        """Of requests that were just given pages."""
+        self._adapters = Adapters()
+        self._unnamed = False
+        self._notes: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._send_notes, name="kvstrata-sessions", daemon=True).start()
+
+    def begin(self, request: Any) -> None:
+        variant = variant_of(request, self._adapters)
+        if variant is None:
+            if not self._unnamed:
+                self._unnamed = True
+                _log.warning("kvstrata keeps nothing of requests with prompt embeddings, or an adapter it cannot read")
+            return
+        given = _given(request)
+        session = str(given.get("session") or getattr(request, "session_id", None) or "")
+        self.planner.begin(request, variant, session)
+        if session:
+            parent, urgency = str(given.get("parent") or ""), int(given.get("urgency") or 0)
+            self._note(lambda: self._client.open_session(session, parent=parent))
+            self._note(lambda: self._client.touch_session(session, "decoding", urgency=urgency))
+
+    def allocated(self, request_id: str, tables: Any, loaded_tokens: int) -> None:
+        self.hits = {request_id: self.planner.allocated(request_id, tables, loaded_tokens)}
+
+    def step(self, output: Any) -> Plan:
+        for new in output.scheduled_new_reqs:
+            self.planner.give_pages(new.req_id, new.block_ids, are_all=True)
+        cached = output.scheduled_cached_reqs
+        for request_id, pages in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if pages is not None:
+                self.planner.give_pages(request_id, pages, are_all=request_id in cached.resumed_req_ids)
+        return self.planner.step(output.num_scheduled_tokens)
+
+    def finish(self, request: Any) -> dict[str, Any] | None:
+        given = _given(request)
+        session = str(given.get("session") or getattr(request, "session_id", None) or "")
+        if session:
+            state = "tool" if given.get("tool_wait_s") else "idle"
+            wait_s = float(given.get("tool_wait_s") or 0.0)
+            self._note(lambda: self._client.touch_session(session, state, expected_return_s=wait_s))
+        hits = self.planner.finish(request.request_id)
+        return {PARAMS: {"hit_tokens": dict(hits)}} if hits or PARAMS in (request.kv_transfer_params or {}) else None
+
+    def close(self) -> None:
+        self._notes.put(None)
+        self._client.close()
+
+    def _lookup(self, tokens: Tokens, variant: str, session: str, blocks_max: int) -> Located:
+        if not self._client.is_attached:
+            return Located()
+        return PrefixCache(self._client, variant=variant).lookup(tokens, session=session, blocks_max=blocks_max)
+
+    def _note(self, note: Callable[[], Any]) -> None:
+        self._notes.put(note)
+
+    def _send_notes(self) -> None:
+        while (note := self._notes.get()) is not None:
+            try:
+                note()
+            except Exception:  # noqa: BLE001  A thread's root: the engine goes on.
+                _log.exception("a session's state was not reported")
+
+
+def _given(request: Any) -> dict[str, Any]:
+    given = (request.kv_transfer_params or {}).get(PARAMS)
+    return given if isinstance(given, dict) else {}

@@ -1,0 +1,358 @@
+"""The scheduler's half of the vLLM connector: which blocks to fetch, load and save in each step. Pure but for lookups.
+
+A hit is fetched before it is promised. The first time that the scheduler asks about a request, the workers are told to
+bring the blocks into memory of their own; until they have, the answer is "ask again". What is promised then lies
+verified in the workers' memory, so a load cannot fail, whatever becomes of the agent meanwhile: no request ends in an
+error under either `kv_load_failure_policy`, and none is scheduled twice for a block that cannot be had. Requests that
+begin alike wait for one fetch.
+
+Counts of blocks are in our blocks of `block_tokens`; a page is a vLLM block of one or more of them.
+"""
+
+import hashlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstrata_client.verbs.results import Located
+
+Tokens = npt.NDArray[np.uint32]
+Tables = tuple[tuple[int, ...], ...]
+"""For each KV cache group of the engine the page of each run of tokens."""
+
+LOOKED_UP_S: Final = 0.2
+"""How long a lookup is believed: a request that finds no free pages is asked about again in every step."""
+SLACK: Final = 1.1
+"""A fetch that takes longer than its deadline by more than this is given up."""
+
+
+class RequestView(Protocol):
+    """What is read of vLLM's request."""
+
+    request_id: str
+    num_computed_tokens: int
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Tokens of the prompt and those that were generated and are known."""
+
+
+Lookup = Callable[[Tokens, str, str, int], Located]
+"""Tokens, variant, session and the most blocks wanted; never raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Blocks that every worker is to bring into its memory."""
+
+    fetch: int
+    tokens: Tokens
+    variant: str
+    session: str
+    first_block: int
+    stop_block: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Fetched blocks that every worker is to put into pages before this step's forward pass."""
+
+    fetch: int
+    first_block: int
+    stop_block: int
+    tables: Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Blocks that are computed after this step's forward pass, in pages."""
+
+    tokens: Tokens
+    variant: str
+    session: str
+    first_block: int
+    stop_block: int
+    tables: Tables
+
+
+@dataclass(slots=True)
+class Plan:
+    """What workers do in a step: fetches begin, loads are done, then fetched blocks are dropped; saves come last."""
+
+    fetches: list[Fetch] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    drops: list[int] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+
+
+Fetched = Mapping[int, tuple[int, int, tuple[str, ...]]]
+"""By fetch: how many workers have ended it, the fewest leading blocks that one of them has, and where those were."""
+
+
+@dataclass(slots=True)
+class _Staged:
+    """One fetch from its begin until nobody waits for it any more."""
+
+    what: Fetch
+    key: bytes
+    due_s: float
+    users: set[str]
+    reports: int = 0
+    blocks: int = 0
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """One request of the engine, from its arrival to its end."""
+
+    request: RequestView
+    variant: str
+    session: str
+    tokens: Tokens = field(default_factory=lambda: np.empty(0, np.uint32))
+    tables: list[list[int]] = field(default_factory=list)
+    saved_blocks: int = 0
+    """Leading blocks that need not be saved: they were found, or are saved."""
+    located: Located = field(default_factory=Located)
+    located_at_s: float = float("-inf")
+    staged: _Staged | None = None
+    given_up: bool = False
+    """True once a fetch of this request came to nothing: it is computed."""
+    hits: Counter[str] = field(default_factory=Counter)
+    """Tokens that were loaded, by where they were."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes and times of one engine."""
+
+    block_tokens: int
+    page_tokens: int
+    workers: int
+    deadline_s: float
+    miss_s: float
+    """How long a block is a miss that was found and could not be fetched."""
+
+
+class Planner:
+    """Plans the steps of one engine. One thread."""
+
+    def __init__(self, lookup: Lookup, limits: Limits, clock: Callable[[], float]) -> None:
+        """Nothing is planned for an engine whose page is no multiple of a block: the connector checks that."""
+        self._lookup = lookup
+        self._limits = limits
+        self._clock = clock
+        self._page_blocks = limits.page_tokens // limits.block_tokens
+        self._requests: dict[str, _Tracked] = {}
+        self._staged: dict[int, _Staged] = {}
+        self._by_key: dict[bytes, _Staged] = {}
+        self._misses: dict[bytes, float] = {}
+        self._numbers = itertools.count(1)
+        self._plan = Plan()
+
+    def begin(self, request: RequestView, variant: str, session: str = "") -> None:
+        """Track a new request. Those that are not tracked are neither loaded nor saved."""
+        self._requests[request.request_id] = _Tracked(request, variant, session)
+
+    def match(self, request_id: str, computed_tokens: int) -> int | None:
+        """Tokens behind `computed_tokens` that can be loaded; None: ask again in the next step."""
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return 0
+        self._read_tokens(tracked)
+        first = computed_tokens // self._limits.block_tokens
+        staged = tracked.staged
+        if staged is None:
+            return self._begin_fetch(tracked, request_id, first)
+        if staged.reports < self._limits.workers:
+            if self._clock() < staged.due_s:
+                return None
+            self._give_up(tracked, request_id)
+            return 0
+        stop = self._whole_pages(staged.what.first_block + staged.blocks)
+        if first < staged.what.first_block or stop <= first:
+            self._give_up(tracked, request_id)
+            return 0
+        return (stop - first) * self._limits.block_tokens
+
+    def sources(self, request_id: str, tokens: int) -> Counter[str]:
+        """Tokens of a hit of so many tokens by where they were: names of tiers, or `remote`."""
+        tracked = self._requests.get(request_id)
+        if tracked is None or tracked.staged is None:
+            return Counter()
+        staged = tracked.staged
+        stop = self._whole_pages(staged.what.first_block + staged.blocks)
+        begin = stop - tokens // self._limits.block_tokens - staged.what.first_block
+        counted = Counter(staged.sources[begin : begin + tokens // self._limits.block_tokens])
+        return Counter({source: count * self._limits.block_tokens for source, count in counted.items()})
+
+    def allocated(self, request_id: str, tables: Sequence[Sequence[int]], loaded_tokens: int) -> Counter[str]:
+        """Plan the load of a hit now that it has pages; returns where its tokens were."""
+        tracked = self._requests.get(request_id)
+        if tracked is None or tracked.staged is None:
+            return Counter()
+        hit = Counter[str]()
+        if loaded_tokens:
+            hit = self.sources(request_id, loaded_tokens)
+            what = tracked.staged.what
+            stop = self._whole_pages(what.first_block + tracked.staged.blocks)
+            first = stop - loaded_tokens // self._limits.block_tokens
+            self._plan.loads.append(Load(what.fetch, first, stop, tuple(map(tuple, tables))))
+            tracked.hits += hit
+        self._leave(tracked, request_id)
+        return hit
+
+    def step(self, scheduled: Mapping[str, int]) -> Plan:
+        """End the plan of a step in which so many tokens of each request are computed, and begin the next one.
+
+        Called while vLLM's requests have the `num_computed_tokens` of before the step.
+        """
+        for request_id, computed in scheduled.items():
+            tracked = self._requests.get(request_id)
+            if tracked is not None and tracked.tables:
+                self._save(tracked, tracked.request.num_computed_tokens + computed)
+        plan, self._plan = self._plan, Plan()
+        return plan
+
+    def give_pages(self, request_id: str, tables: Sequence[Sequence[int]], *, are_all: bool) -> None:
+        """Note pages of a scheduled request: all that it has, or those it has got besides."""
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return
+        if are_all or not tracked.tables:
+            tracked.tables = [list(table) for table in tables]
+        else:
+            for known, more in zip(tracked.tables, tables, strict=True):
+                known.extend(more)
+
+    def fetched(self, fetched: Fetched) -> None:
+        """Take in what workers have fetched."""
+        for number, (reports, blocks, sources) in fetched.items():
+            staged = self._staged.get(number)
+            if staged is None:
+                continue
+            if not staged.reports or blocks < staged.blocks:
+                staged.blocks, staged.sources = blocks, sources
+            staged.reports += reports
+            wanted = staged.what.stop_block - staged.what.first_block
+            if staged.reports >= self._limits.workers and staged.blocks < wanted:
+                self._note_miss(staged)
+
+    def finish(self, request_id: str) -> Counter[str]:
+        """Forget a request; returns the tokens that were loaded for it by where they were."""
+        tracked = self._requests.pop(request_id, None)
+        if tracked is None:
+            return Counter()
+        self._leave(tracked, request_id)
+        return tracked.hits
+
+    def reset(self) -> None:
+        """Forget misses and lookups, as after another fill of the cache."""
+        self._misses.clear()
+        for tracked in self._requests.values():
+            tracked.located_at_s = float("-inf")
+
+    @staticmethod
+    def _read_tokens(tracked: _Tracked) -> None:
+        known = tracked.request.all_token_ids
+        if len(known) > len(tracked.tokens):
+            more = np.asarray(known[len(tracked.tokens) :], dtype=np.uint32)
+            tracked.tokens = np.concatenate([tracked.tokens, more])
+
+    def _whole_pages(self, blocks: int) -> int:
+        return blocks - blocks % self._page_blocks
+
+    def _begin_fetch(self, tracked: _Tracked, request_id: str, first: int) -> int | None:
+        limits, now_s = self._limits, self._clock()
+        most = self._whole_pages((len(tracked.tokens) - 1) // limits.block_tokens)  # One token is left to compute.
+        if tracked.given_up or most <= first:
+            return 0
+        if now_s >= tracked.located_at_s + LOOKED_UP_S:
+            is_first = tracked.located_at_s == float("-inf")
+            tracked.located = self._lookup(tracked.tokens, tracked.variant, tracked.session, most)
+            tracked.located_at_s = now_s
+            if is_first:
+                tracked.saved_blocks = tracked.located.blocks
+        stop = self._whole_pages(min(self._before_misses(tracked, tracked.located.blocks, now_s), most))
+        if stop <= first:
+            return 0
+        key = _digest(tracked.variant, tracked.tokens[: stop * limits.block_tokens])
+        staged = self._by_key.get(key)
+        if staged is None or staged.what.first_block > first:
+            tokens = tracked.tokens
+            what = Fetch(next(self._numbers), tokens, tracked.variant, tracked.session, first, stop, limits.deadline_s)
+            staged = _Staged(what, key, now_s + SLACK * limits.deadline_s, set())
+            self._staged[what.fetch] = self._by_key[key] = staged
+            self._plan.fetches.append(what)
+        staged.users.add(request_id)
+        tracked.staged = staged
+        return None
+
+    def _before_misses(self, tracked: _Tracked, blocks: int, now_s: float) -> int:
+        """Leading blocks before the first one that could not be fetched a moment ago."""
+        self._misses = {key: until_s for key, until_s in self._misses.items() if now_s < until_s}
+        if not self._misses:
+            return blocks
+        size = self._limits.block_tokens
+        hashed = _begun(tracked.variant)
+        for block in range(blocks):
+            hashed.update(tracked.tokens[block * size : (block + 1) * size].tobytes())
+            if hashed.digest() in self._misses:
+                return block
+        return blocks
+
+    def _note_miss(self, staged: _Staged) -> None:
+        """Let nobody try the block at once that could not be had, and have those who compute it save it again."""
+        there = staged.what.first_block + staged.blocks
+        key = _digest(staged.what.variant, staged.what.tokens[: (there + 1) * self._limits.block_tokens])
+        self._misses[key] = self._clock() + self._limits.miss_s
+        for user in staged.users:
+            tracked = self._requests[user]
+            tracked.saved_blocks = min(tracked.saved_blocks, there)
+
+    def _give_up(self, tracked: _Tracked, request_id: str) -> None:
+        tracked.given_up = True
+        self._leave(tracked, request_id)
+
+    def _leave(self, tracked: _Tracked, request_id: str) -> None:
+        """Use a fetch no more; the last one has it dropped."""
+        staged, tracked.staged = tracked.staged, None
+        if staged is None:
+            return
+        staged.users.discard(request_id)
+        if not staged.users:
+            self._staged.pop(staged.what.fetch, None)
+            if self._by_key.get(staged.key) is staged:
+                del self._by_key[staged.key]
+            self._plan.drops.append(staged.what.fetch)
+
+    def _save(self, tracked: _Tracked, computed_tokens: int) -> None:
+        """Save blocks that are full once this step is computed, as far as their tokens are known by now."""
+        self._read_tokens(tracked)
+        size = self._limits.block_tokens
+        pages = min(map(len, tracked.tables), default=0)
+        full = min(computed_tokens, len(tracked.tokens), pages * self._limits.page_tokens) // size
+        first = tracked.saved_blocks
+        if full <= first:
+            return
+        tracked.saved_blocks = full
+        used = -(-full // self._page_blocks)
+        tables = tuple(tuple(table[:used]) for table in tracked.tables)
+        self._plan.saves.append(Save(tracked.tokens, tracked.variant, tracked.session, first, full, tables))
+
+
+def _begun(variant: str) -> Any:
+    return hashlib.blake2b(variant.encode(), digest_size=16)
+
+
+def _digest(variant: str, tokens: Tokens) -> bytes:
+    hashed = _begun(variant)
+    hashed.update(tokens.tobytes())
+    found: bytes = hashed.digest()
+    return found

@@ -1,0 +1,400 @@
+"""The storage backend in real SGLangs on a CPU: equal greedy tokens, whatever happens to the agent."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import peers
+from bench.harness.drivers import ROOT, Command, Driver
+from bench.harness.identity import BLOCK_TOKENS, MODEL, POOL, REVISION, TOKEN
+from kvstrata_api.units import MIB
+from support.engines import sglang_cpu
+from support.engines.sglang_process import PAGE_TOKENS
+
+pytestmark = [pytest.mark.peers, pytest.mark.matrix, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
+
+VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
+PROMPTS = 50
+CAPACITY_BYTES = 256 * MIB
+LOOKUP_S, MOVE_S = 1.0, 5.0
+OURS = ("kvstrata_client.connectors.sglang", "KvstrataStorage")
+ZEROS = ("support.engines.sglang_zeros", "ZeroStorage")
+
+
+class Agent:
+    """A real agent on one socket, started again after it was killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.socket, self.token = folder / "agent.sock", folder / "token"
+        self.token.write_text(TOKEN)
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        sized = ("--page-size", "4Ki", "--capacity-bytes", str(CAPACITY_BYTES), "--dtype", "fp32")
+        program = (sys.executable, "-m", "bench.harness.agent_process", "--socket", str(self.socket), *sized)
+        self.process = subprocess.Popen(program, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._read()
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in its memory."""
+        assert self.process is not None
+        assert self.process.stdin is not None
+        self.process.stdin.write('{"verb": "facts"}\n')
+        self.process.stdin.flush()
+        return int(self._read()["blocks"])
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        return dict(json.loads(self.process.stdout.readline()))
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            for end in (self.process.stdin, self.process.stdout):
+                assert end is not None
+                end.close()
+        self.process = None
+
+    def storage(self, backend: tuple[str, str] = OURS, **change: Any) -> dict[str, Any]:
+        """Extra configuration of SGLang."""
+        module, name = backend
+        dynamic = {"backend_name": "kvstrata", "module_path": module, "class_name": name, "interface_v1": 1}
+        at = {"socket": str(self.socket), "pool": POOL, "token_file": str(self.token)}
+        layout = {"model": MODEL, "revision": REVISION, "dtype": "fp32", "block_tokens": BLOCK_TOKENS}
+        return {**dynamic, **at, **layout, "lookup_timeout_s": LOOKUP_S, "move_timeout_s": MOVE_S, **change}
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    made = Agent(tmp_path)
+    made.start()
+    yield made
+    made.kill()
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+
+
+class SGLang:
+    """Engines of one version, one at a time, each with a scheduler process of its own."""
+
+    def __init__(self, driver: Driver, version: str, model: Path) -> None:
+        self.driver, self.version, self.model = driver, version, model
+        self.right: list[list[int]] = []
+        """Greedy tokens of an engine without HiCache."""
+
+    def open(self, storage: dict[str, Any] | None, layout: str = "page_first_direct") -> None:
+        if storage is not None:
+            storage = {**storage, "prefetch_threshold": PAGE_TOKENS}  # SGLang's own field.
+        self.driver.ask("open", folder=str(self.model), storage=storage, layout=layout)
+
+    def close(self) -> None:
+        self.driver.ask("close")
+
+    def generate(self) -> dict[str, Any]:
+        return self.judged(self.driver.ask("generate", count=PROMPTS))
+
+    def judged(self, answer: dict[str, Any]) -> dict[str, Any]:
+        equal = sum(mine == right for mine, right in zip(answer["tokens"], self.right, strict=True))
+        return {"equal": equal, "stored_tokens": answer["stored_tokens"], "took_s": answer["took_s"]}
+
+    def again(self) -> dict[str, Any]:
+        """Answer once more, with nothing in the engine's own memory."""
+        assert self.driver.ask("flush") == {"flushed": True}
+        return self.generate()
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def installed(request: pytest.FixtureRequest) -> tuple[str, Path]:
+    """One version of SGLang and its interpreter."""
+    version = request.param
+    try:
+        return version, peers.ensure(f"sglang-{version}", _say)
+    except peers.InstallError as e:
+        pytest.skip(f"SGLang's environment could not be made: {e}")
+
+
+def driven(python: Path, module: str, folder: Path) -> Driver:
+    """Start a program in SGLang's environment; what it leaves goes into `folder`."""
+    (folder / "left").mkdir()
+    paths = (ROOT / "crds", ROOT / "agent", ROOT / "tests", ROOT / "tests" / "peers", folder / "plugin")
+    # One thread: a model of this size is slower with more, and far slower where others work.
+    one = {"OMP_NUM_THREADS": "1"}
+    places = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "TMPDIR": str(folder / "left")}
+    # SGLang 0.5.21 gives out pages by a Triton kernel, on a CPU as well; later ones have Python for it.
+    environment = {**places, **one, "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": str(int("sglang-0.5.21" in str(python)))}
+    return Driver(Command("sglang", python, module, environment=tuple(environment.items())))
+
+
+@pytest.fixture(scope="module")
+def sglang(installed: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLang]:
+    version, python = installed
+    folder = tmp_path_factory.mktemp(f"sglang-{version}")
+    sglang_cpu.install(folder / "plugin")
+    with driven(python, "support.engines.sglang_process", folder) as driver:
+        assert driver.versions() == {"sglang": version}
+        made = SGLang(driver, version, folder / "model")
+        made.open(None)
+        made.right = driver.ask("generate", count=PROMPTS)["tokens"]
+        assert len({tuple(tokens) for tokens in made.right}) == PROMPTS, "answers that differ, so that wrong KV shows"
+        made.close()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def process(installed: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    """One process without an engine: importing SGLang takes seconds."""
+    with driven(installed[1], "sglang_storage_process", tmp_path_factory.mktemp("storage")) as driver:
+        driver.versions()
+        yield driver
+
+
+@pytest.fixture
+def backend(process: Driver, agent: Agent) -> Iterator[Driver]:
+    """A backend of that process that is attached."""
+    assert process.ask("open", page_bytes=PAGE_BYTES, extra=agent.storage()) == {}
+    yield process
+    process.ask("close")
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:
+    ends_s = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < ends_s
+        time.sleep(0.2)
+
+
+def test_greedy_tokens_are_equal_whatever_happens_to_the_agent(
+    sglang: SGLang, agent: Agent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sglang.open(agent.storage())
+    first = sglang.generate()
+    stored_blocks = agent.blocks
+    hits = sglang.again()
+    assert (first["equal"], first["stored_tokens"], hits["equal"]) == (PROMPTS, 0, PROMPTS)
+    assert hits["stored_tokens"] > 0
+    assert stored_blocks > 0
+    sglang.close()
+
+    sglang.open(agent.storage())
+    elsewhere = sglang.generate()
+    assert elsewhere["equal"] == PROMPTS
+    assert elsewhere["stored_tokens"] > 0
+
+    assert sglang.driver.ask("flush") == {"flushed": True}
+    sglang.driver.send("generate", count=PROMPTS)
+    time.sleep(elsewhere["took_s"] / 20)  # SGLang asks for all that waits at once.
+    agent.kill()
+    killed = sglang.judged(sglang.driver.read())
+    away = sglang.again()
+    assert (killed["equal"], away["equal"], away["stored_tokens"]) == (PROMPTS, PROMPTS, 0)
+
+    agent.start()
+    back = sglang.again()
+    ends_s = time.monotonic() + 60
+    while not back["stored_tokens"]:  # SGLang tries to write a page once, so the first ones may have found no agent.
+        assert time.monotonic() < ends_s
+        assert back["equal"] == PROMPTS
+        back = sglang.again()
+    assert back["equal"] == PROMPTS
+
+    assert sglang.driver.ask("flush") == {"flushed": True}
+    agent.signal(signal.SIGSTOP)
+    try:
+        frozen = sglang.generate()
+    finally:
+        agent.signal(signal.SIGCONT)
+    assert frozen["equal"] == PROMPTS
+    assert frozen["took_s"] < 3 * first["took_s"] + LOOKUP_S + MOVE_S
+    sglang.close()
+    with capsys.disabled():
+        phases = {
+            "hits": hits,
+            "new process": elsewhere,
+            "killed": killed,
+            "away": away,
+            "back": back,
+            "frozen": frozen,
+        }
+        told = ", ".join(
+            f"{name} {p['equal']}/{PROMPTS} {p['stored_tokens']} tokens {p['took_s']:.1f} s"
+            for name, p in phases.items()
+        )
+        sys.stdout.write(f"\nSGLang {sglang.version}: {stored_blocks} blocks stored; {told}\n")
+
+
+@pytest.mark.parametrize(("layout", "interface_v1"), [("layer_first", 1), ("layer_first", 0)])
+def test_other_orders_of_pages_come_back_as_well(sglang: SGLang, agent: Agent, layout: str, interface_v1: int) -> None:
+    if sglang.version != VERSIONS[-1]:
+        pytest.skip("one version is enough for what differs in our code alone")
+    sglang.open(agent.storage(interface_v1=interface_v1), layout)
+    sglang.generate()
+    hits = sglang.again()
+    sglang.close()
+
+    assert hits["equal"] == PROMPTS
+    assert hits["stored_tokens"] > 0
+
+
+def test_a_backend_that_returns_zeros_is_noticed(sglang: SGLang, agent: Agent) -> None:
+    if sglang.version != VERSIONS[-1]:
+        pytest.skip("one version is enough for a control")
+    sglang.open(agent.storage(ZEROS))
+    sglang.generate()
+    hits = sglang.again()
+    sglang.close()
+
+    assert hits["stored_tokens"] > 0
+    assert hits["equal"] < PROMPTS
+
+
+# The backend as SGLang calls it, without an engine.
+
+PAGES = list(range(16))
+PAGE_BYTES = 32 << 10
+
+
+def result(backend: Driver, verb: str, numbers: list[int]) -> Any:
+    return backend.ask(verb, numbers=numbers)["result"]
+
+
+def test_pages_come_back_as_they_were_stored(backend: Driver) -> None:
+    assert result(backend, "exists", PAGES) == 0
+    assert result(backend, "get", PAGES) == [0] * 16
+    assert result(backend, "set", PAGES) == [True] * 16
+    assert result(backend, "exists", [*PAGES[:5], 99, *PAGES[5:]]) == 5
+    assert result(backend, "get", [*PAGES, 99]) == [*[1] * 16, 0]
+    assert result(backend, "set", PAGES) == [True] * 16, "what is there already need not be copied"
+    assert backend.ask("stats") == {"read": [16], "written": [16, 16], "are_speeds_positive": True}
+    assert backend.ask("stats") == {"read": [], "written": [], "are_speeds_positive": True}
+
+
+def test_states_that_belong_to_pages_decide_where_one_may_stop(backend: Driver) -> None:
+    result(backend, "set", PAGES)
+    assert result(backend, "set_states", [3, 4, 9]) == [True] * 3
+    assert result(backend, "get_states", [3, 4, 9, 10]) == [1, 1, 1, 0]
+
+    trailing = backend.ask("exists_with_states", numbers=[*PAGES, 99], policy="trailing_pages", window=1)
+    assert trailing == {"pages": 10, "hits": {"kv": 16, "mamba": 10}, "stops": [4, 5, 10]}
+    two = backend.ask("exists_with_states", numbers=PAGES, policy="trailing_pages", window=2)
+    assert two == {"pages": 5, "hits": {"kv": 16, "mamba": 5}, "stops": [5]}
+    every = backend.ask("exists_with_states", numbers=PAGES, policy="all_pages", window=1)
+    assert every == {"pages": 0, "hits": {"kv": 16}, "stops": []}
+
+
+def test_a_backend_that_disagrees_finds_nothing(process: Driver, agent: Agent) -> None:
+    process.ask("open", page_bytes=PAGE_BYTES, extra=agent.storage())
+    result(process, "set", PAGES)
+    process.ask("close")
+    for other in (
+        {"extra": agent.storage(quantization="fp8:other scales")},
+        {"extra": agent.storage(), "tp_rank": 1, "tp_size": 2},
+        {"extra": agent.storage(interface_v1=0)},
+        {"extra": agent.storage(revision="another")},
+    ):
+        assert process.ask("open", page_bytes=PAGE_BYTES, **other) == {}
+        assert result(process, "exists", PAGES) == 0
+        process.ask("close")
+    process.ask("open", page_bytes=PAGE_BYTES, extra=agent.storage())
+    assert result(process, "exists", PAGES) == 16
+    process.ask("close")
+
+
+def test_ranks_of_tensor_parallelism_share_the_pages_of_mla(process: Driver, agent: Agent) -> None:
+    process.ask("open", page_bytes=PAGE_BYTES, extra=agent.storage(), tp_size=2, is_mla=True)
+    result(process, "set", PAGES)
+    result(process, "set_states", PAGES)
+    process.ask("close")
+    process.ask("open", page_bytes=PAGE_BYTES, extra=agent.storage(), tp_rank=1, tp_size=2, is_mla=True)
+    assert result(process, "get", PAGES) == [1] * 16
+    assert result(process, "get_states", PAGES) == [0] * 16, "states are each rank's own"
+    process.ask("close")
+
+
+def test_a_refused_token_and_a_pool_of_another_dtype_are_misses(process: Driver, agent: Agent) -> None:
+    other = agent.token.with_name("other")
+    other.write_text("not a token of anybody")
+    changes: list[dict[str, Any]] = [
+        {"token_file": str(other)},
+        {"model": "another"},
+        {"token_file": f"{other}-absent"},
+    ]
+    for change in changes:
+        assert process.ask("open", page_bytes=PAGE_BYTES, extra=agent.storage(**change)) == {}
+        assert result(process, "set", PAGES) == [False] * 16
+        assert result(process, "exists", PAGES) == 0
+        assert result(process, "get", PAGES) == [0] * 16
+        process.ask("close")
+
+
+def test_a_full_pool_takes_the_newest_pages(backend: Driver) -> None:
+    count = 2 * CAPACITY_BYTES // PAGE_BYTES
+    for start in range(0, count, 64):
+        # The host pool has fewer pages than that: the same memory under other names.
+        numbers = [start + i for i in range(64)]
+        assert all(backend.ask("set_named", numbers=numbers)["result"])
+
+    found = [result(backend, "get_named", list(range(start, start + 64))) for start in range(0, count, 64)]
+    assert found[-1] == [1] * 64
+    marks = [mark for batch in found for mark in batch]
+    assert "wrong" not in marks
+    assert 0 < marks.count(1) * PAGE_BYTES <= CAPACITY_BYTES
+
+
+def test_a_killed_agent_is_misses_and_one_that_comes_back_serves(backend: Driver, agent: Agent) -> None:
+    assert result(backend, "set", PAGES) == [True] * 16
+    agent.kill()
+    for verb, none in (("exists", 0), ("get", [0] * 16), ("set", [False] * 16)):
+        answer = backend.ask(verb, numbers=PAGES)
+        assert answer["result"] == none
+        assert answer["took_s"] < LOOKUP_S
+    agent.start()
+    wait_until(lambda: result(backend, "set", [20]) == [True])
+    assert result(backend, "get", [20, 1]) == [1, 0], "the memory of the killed agent is gone"
+
+
+@pytest.mark.parametrize("first", ["exists", "get", "set"])
+def test_a_frozen_agent_is_a_miss_within_the_deadline(backend: Driver, agent: Agent, first: str) -> None:
+    assert result(backend, "set", PAGES) == [True] * 16
+    agent.signal(signal.SIGSTOP)
+    try:
+        took = [backend.ask(verb, numbers=PAGES) for verb in (first, "exists", "get", "set")]
+    finally:
+        agent.signal(signal.SIGCONT)
+
+    assert sum(answer["took_s"] for answer in took) < LOOKUP_S + MOVE_S
+    assert took[1]["result"] == 0
+    assert took[2]["result"] == [0] * 16
+    assert took[3]["result"] == [False] * 16
+    wait_until(lambda: result(backend, "get", PAGES) == [1] * 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"block_tokens": 24}, "page-size: 32, a multiple of block_tokens 24 wanted"),
+        ({"dtype": "bf16"}, "dtype: 'bf16' has elements of 2 B, SGLang's KV is torch.float32"),
+        (
+            {"move_timeout_s": -1},
+            "hicache-storage-backend-extra-config.move_timeout_s: -1.0, more than 0 to 60.0 wanted",
+        ),
+    ],
+)
+def test_bad_configuration_is_named(process: Driver, agent: Agent, change: dict[str, Any], said: str) -> None:
+    assert process.ask("open", page_bytes=PAGE_BYTES, extra=agent.storage(**change)) == {"refused": said}

@@ -1,0 +1,73 @@
+"""A real agent without Kubernetes, for engines: started, killed, frozen and started again on one socket."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.harness.drivers import ROOT
+from bench.harness.identity import MODEL, POOL, REVISION, TOKEN
+
+
+class Agent:
+    """One agent with one memory tier. Its memory ends with it."""
+
+    def __init__(self, folder: Path, capacity_bytes: int, dtype: str = "bf16") -> None:
+        """Keep socket and token in `folder`; nothing runs until `start`."""
+        self.socket = folder / "agent.sock"
+        self.token = folder / "token"
+        self.token.write_text(TOKEN)
+        self._sizes = ("--page-size", "4Ki", "--capacity-bytes", str(capacity_bytes), "--dtype", dtype)
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Return when it serves."""
+        program = (sys.executable, "-m", "bench.harness.agent_process", "--socket", str(self.socket), *self._sizes)
+        pipe = subprocess.PIPE
+        # In a group of its own: what a terminal sends to the tests is not meant for it.
+        self._process = subprocess.Popen(program, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+        assert "versions" in self._answer()
+
+    def blocks(self) -> int:
+        """How many blocks it holds."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"verb": "facts"}) + "\n")
+        self._process.stdin.flush()
+        return int(self._answer()["blocks"])
+
+    def freeze(self) -> None:
+        """Let it answer nobody."""
+        assert self._process is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let a frozen one go on."""
+        assert self._process is not None
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it at once, with all that it holds. Idempotent."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        for end in (self._process.stdin, self._process.stdout):
+            assert end is not None
+            end.close()
+        self._process = None
+
+    def lmcache_adapter(self, layout: dict[str, Any], **params: Any) -> dict[str, Any]:
+        """Specification of LMCache's L2 adapter on this agent, with the shard's geometry and further parameters."""
+        named = {"model": MODEL, "revision": REVISION, **layout}
+        made = {"socket": str(self.socket), "pool": POOL, "token_file": str(self.token), "layout": named, **params}
+        plugin = {"module_path": "kvstrata_client.connectors.lmcache", "class_name": "KvstrataL2Adapter"}
+        return {"type": "plugin", **plugin, "adapter_params": made}
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        return dict(json.loads(self._process.stdout.readline()))

@@ -1,0 +1,107 @@
+"""vLLM on a CPU, in its environment: generates greedily and obeys verbs, lines of JSON.
+
+    python -m support.engines.vllm_process MODEL [--connector JSON] [--zeros]
+
+The connector is ours, with that `kv_connector_extra_config`. The engine's own prefix cache is off, so every prompt asks
+the connector, unless `--prefix-cache` is given.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from typing import Any
+
+os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+
+
+def connected_by(extra: dict[str, Any], policy: str, *, zeros: bool) -> dict[str, Any]:
+    """Arguments of an engine that keeps its KV with an agent; with `zeros` a connector that loads zeros."""
+    from vllm.config import KVTransferConfig
+
+    module = "support.engines.vllm_zeros" if zeros else "kvstrata_client.connectors.vllm"
+    made = KVTransferConfig(
+        kv_connector="KvstrataConnector",
+        kv_connector_module_path=module,
+        kv_role="kv_both",
+        kv_load_failure_policy=policy,
+        kv_connector_extra_config=extra,
+    )
+    return {"kv_transfer_config": made}
+
+
+class Engine:
+    """One engine in this process."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        from vllm import LLM
+
+        extra = json.loads(given.connector) if given.connector else None
+        connector = connected_by(extra, given.policy, zeros=given.zeros) if extra else {}
+        self.llm = LLM(
+            given.model,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype=given.dtype,
+            max_model_len=given.max_tokens,
+            max_num_seqs=8,
+            max_num_batched_tokens=512,
+            seed=0,
+            block_size=given.block_size,
+            disable_log_stats=False,
+            enable_prefix_caching=given.prefix_cache,
+            **connector,
+        )
+
+    def run(self, prompts: list[list[int]], new_tokens: int = 16, salt: str = "") -> dict[str, Any]:
+        """Generate; tokens, why each ended, tokens that came from outside by then, and seconds."""
+        from vllm import SamplingParams
+
+        chosen = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        before, started_s = self._external(), time.monotonic()
+        salted = {"cache_salt": salt} if salt else {}
+        outputs = self.llm.generate([{"prompt_token_ids": p, **salted} for p in prompts], chosen, use_tqdm=False)
+        return {
+            "tokens": [list(o.outputs[0].token_ids) for o in outputs],
+            "reasons": sorted({str(o.outputs[0].finish_reason) for o in outputs}),
+            "external": self._external() - before,
+            "params": [o.kv_transfer_params for o in outputs],
+            "took_s": time.monotonic() - started_s,
+        }
+
+    def reset(self) -> dict[str, Any]:
+        """Forget what the engine itself has cached."""
+        return {"is_reset": bool(self.llm.reset_prefix_cache())}
+
+    def _external(self) -> int:
+        named = (m for m in self.llm.get_metrics() if m.name == "vllm:external_prefix_cache_hits")
+        return int(sum(m.value for m in named))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder of the model")
+    parser.add_argument("--connector", default="", help="kv_connector_extra_config; none: an engine by itself")
+    parser.add_argument("--policy", default="fail", help="kv_load_failure_policy")
+    parser.add_argument("--block-size", type=int, default=32, help="tokens of a page; CPU attention wants 32 n")
+    parser.add_argument("--max-tokens", type=int, default=512, help="of a prompt and its answer")
+    parser.add_argument("--dtype", default="float32", help="of weights and KV")
+    parser.add_argument("--prefix-cache", action="store_true", help="with the engine's own prefix cache")
+    parser.add_argument("--zeros", action="store_true", help="load zeros: what a test has to notice")
+    given = parser.parse_args()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # What vLLM says.
+    from vllm import __version__
+
+    engine = Engine(given)
+    print(json.dumps({"versions": {"vllm": __version__}}), file=answers, flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(json.dumps(getattr(engine, asked.pop("verb"))(**asked)), file=answers, flush=True)
+    engine.llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,367 @@
+"""The vLLM connector without vLLM: plans of steps, what its configuration makes of blocks, pages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata_api.blocks import Layout
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_client.connectors.vllm import engine
+from kvstrata_client.connectors.vllm.engine import Adapters, Geometry, Group, geometry_of, layout_of, parse, variant_of
+from kvstrata_client.connectors.vllm.planner import Limits, Load, Plan, Planner
+from kvstrata_client.connectors.vllm.worker import Pages
+from kvstrata_client.target import NO_TOKEN
+from kvstrata_client.verbs.results import Located
+
+pytestmark = pytest.mark.unit
+
+CONFIG = {"socket": "/run/a.sock", "pool": "p", "token_file": "/t"}
+BLOCK, PAGE, DEADLINE_S, MISS_S = 16, 32, 2.0, 1.0
+
+
+@dataclass
+class Request:
+    """What the planner reads of vLLM's."""
+
+    request_id: str
+    all_token_ids: list[int]
+    num_computed_tokens: int = 0
+
+
+@dataclass
+class Bench:
+    """A planner, the blocks that an agent has, and a clock."""
+
+    there: int = 0
+    workers: int = 1
+    now_s: float = 0.0
+    lookups: int = 0
+    planner: Planner = field(init=False)
+
+    def __post_init__(self) -> None:
+        limits = Limits(BLOCK, PAGE, self.workers, DEADLINE_S, MISS_S)
+        self.planner = Planner(self._lookup, limits, lambda: self.now_s)
+
+    def _lookup(self, tokens: Any, _variant: str, _session: str, most: int) -> Located:
+        self.lookups += 1
+        found = min(self.there, most, len(tokens) // BLOCK)
+        return Located(found, 0, ("dram",) * found)
+
+    def begin(self, name: str, tokens: int, *, first: int = 0) -> Request:
+        made = Request(name, list(range(first, first + tokens)))
+        self.planner.begin(made, "")
+        return made
+
+    def fetched(self, plan: Plan, blocks: int | None = None) -> None:
+        """All workers end all fetches of a plan, with so many blocks or all."""
+        for fetch in plan.fetches:
+            wanted = fetch.stop_block - fetch.first_block
+            had = wanted if blocks is None else min(blocks, wanted)
+            for _ in range(self.workers):
+                self.planner.fetched({fetch.fetch: (1, had, ("dram",) * had)})
+
+
+def test_a_hit_is_promised_once_all_workers_have_it_and_loaded_in_the_step_that_has_pages() -> None:
+    bench = Bench(there=4, workers=2)
+    bench.begin("a", 100)
+    assert bench.planner.match("a", 0) is None
+    plan = bench.planner.step({})
+    (fetch,) = plan.fetches
+    assert (fetch.first_block, fetch.stop_block) == (0, 4)
+    bench.planner.fetched({fetch.fetch: (1, 4, ("dram",) * 4)})
+    assert bench.planner.match("a", 0) is None, "one of two"
+    bench.planner.fetched({fetch.fetch: (1, 4, ("dram",) * 4)})
+
+    assert bench.planner.match("a", 0) == 64
+    assert bench.planner.allocated("a", [[7, 8, 9, 10]], 64) == {"dram": 64}
+    plan = bench.planner.step({})
+    assert plan.loads == [Load(fetch.fetch, 0, 4, ((7, 8, 9, 10),))]
+    assert plan.drops == [fetch.fetch]
+    assert bench.planner.finish("a") == {"dram": 64}
+
+
+def test_what_the_engine_has_itself_is_neither_fetched_nor_loaded() -> None:
+    bench = Bench(there=6)
+    bench.begin("a", 200)
+    assert bench.planner.match("a", 32) is None
+    plan = bench.planner.step({})
+    assert [(f.first_block, f.stop_block) for f in plan.fetches] == [(2, 6)]
+    bench.fetched(plan)
+    assert bench.planner.match("a", 64) == 32, "and less, where it has got more meanwhile"
+    bench.planner.allocated("a", [[1, 2, 3, 4]], 32)
+    assert [(at.first_block, at.stop_block) for at in bench.planner.step({}).loads] == [(4, 6)]
+
+
+def test_one_token_is_left_to_compute_and_pages_come_whole() -> None:
+    bench = Bench(there=100)
+    bench.begin("a", 64)
+    assert bench.planner.match("a", 0) is None
+    assert bench.planner.step({}).fetches[0].stop_block == 2
+    bench.begin("b", 32, first=500)
+    assert bench.planner.match("b", 0) == 0
+
+
+def test_requests_that_begin_alike_wait_for_one_fetch() -> None:
+    bench = Bench(there=2)
+    bench.begin("a", 40)
+    bench.begin("b", 50)
+    assert (bench.planner.match("a", 0), bench.planner.match("b", 0)) == (None, None)
+    plan = bench.planner.step({})
+    assert len(plan.fetches) == 1
+    bench.fetched(plan)
+    assert bench.planner.match("a", 0) == 32
+    bench.planner.allocated("a", [[1, 2]], 32)
+    assert bench.planner.step({}).drops == [], "somebody else waits for it"
+    assert bench.planner.match("b", 32) == 0, "it has the engine's own blocks now"
+    bench.planner.allocated("b", [[1, 3]], 0)
+    assert bench.planner.step({}).drops == [plan.fetches[0].fetch]
+
+
+@pytest.mark.parametrize("had", [0, 1, 2, 3])
+def test_a_block_that_could_not_be_had_is_a_miss_for_a_while_and_is_saved_again(had: int) -> None:
+    bench = Bench(there=4)
+    one = bench.begin("a", 100)
+    bench.planner.match("a", 0)
+    bench.fetched(bench.planner.step({}), had)
+    whole = had - had % 2
+    assert bench.planner.match("a", 0) == whole * BLOCK
+    bench.planner.allocated("a", [[1, 2, 3, 4]], whole * BLOCK)
+    bench.planner.step({})
+
+    bench.begin("b", 100)
+    assert bench.planner.match("b", 0) == (None if whole else 0)
+    bench.now_s = MISS_S
+    bench.begin("c", 100)
+    assert bench.planner.match("c", 0) is None
+    assert max((f.stop_block for f in bench.planner.step({}).fetches), default=0) == 4
+
+    bench.planner.give_pages("a", [[1, 2, 3, 4]], are_all=True)
+    one.num_computed_tokens = whole * BLOCK
+    (save,) = bench.planner.step({"a": 100 - whole * BLOCK}).saves
+    assert (save.first_block, save.stop_block) == (had, 6)
+
+
+def test_a_fetch_that_does_not_end_is_given_up_and_its_request_computed() -> None:
+    bench = Bench(there=4)
+    bench.begin("a", 100)
+    assert bench.planner.match("a", 0) is None
+    (fetch,) = bench.planner.step({}).fetches
+    bench.now_s = 1.11 * DEADLINE_S
+    assert bench.planner.match("a", 0) == 0
+    assert bench.planner.step({}).drops == [fetch.fetch]
+    bench.planner.fetched({fetch.fetch: (1, 4, ("dram",) * 4)})
+    assert bench.planner.match("a", 0) == 0, "what comes late changes nothing"
+
+
+def test_a_request_without_free_pages_is_not_looked_up_in_every_step() -> None:
+    bench = Bench(there=0)
+    bench.begin("a", 100)
+    assert [bench.planner.match("a", 0) for _ in range(50)] == [0] * 50
+    assert bench.lookups == 1
+
+
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=6), st.integers(0, 8))
+def test_each_block_is_saved_once_when_it_is_full_and_its_tokens_are_known(steps: list[int], there: int) -> None:
+    bench = Bench(there=there)
+    total = sum(steps)
+    request = bench.begin("a", total)
+    bench.planner.match("a", 0)
+    found = min(there, total // BLOCK) if (total - 1) // PAGE else 0
+    bench.planner.finish("a")
+    bench.planner.begin(request, "")
+    bench.planner.give_pages("a", [list(range(1, total // PAGE + 2))], are_all=True)
+    saved: list[int] = []
+    for count in steps:
+        for save in bench.planner.step({"a": count}).saves:
+            assert save.stop_block * BLOCK <= request.num_computed_tokens + count
+            saved += range(save.first_block, save.stop_block)
+        request.num_computed_tokens += count
+    assert saved == list(range(total // BLOCK))
+    assert found <= total // BLOCK
+
+
+def test_tokens_that_are_not_known_yet_are_not_saved() -> None:
+    bench = Bench()
+    request = bench.begin("a", 40)
+    bench.planner.give_pages("a", [[1, 2]], are_all=True)
+    (save,) = bench.planner.step({"a": 40}).saves
+    assert save.stop_block == 2
+    request.num_computed_tokens = 40
+    assert bench.planner.step({"a": 8}).saves == [], "drafts are computed before anybody knows them"
+    request.all_token_ids += range(8)
+    request.num_computed_tokens = 48
+    bench.planner.give_pages("a", [[3]], are_all=False)
+    (save,) = bench.planner.step({"a": 1}).saves
+    assert (save.first_block, save.stop_block, save.tables) == (2, 3, ((1, 2),))
+
+
+def test_configuration_is_refused_by_field_value_and_limit() -> None:
+    assert parse(CONFIG).load_deadline_s == 2.0
+    assert parse({"socket": "/a", "pool": "p"}).target(LAYOUT, timeout_s=0.1).token == NO_TOKEN
+    with pytest.raises(InvalidInputError, match=r"<= 60.*load_deadline_s.*61"):
+        parse(CONFIG | {"load_deadline_s": 61})
+    with pytest.raises(InvalidInputError, match="unknown field `sockett`"):
+        parse(CONFIG | {"sockett": "x"})
+    with pytest.raises(InvalidInputError, match="pool"):
+        parse({"socket": "a", "token_file": "b"})
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """Named as vLLM's."""
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    """Named as vLLM's."""
+
+
+def config_of(*groups: Sequence[str], spec: type[FullAttentionSpec] = FullAttentionSpec, **more: Any) -> Any:
+    made = spec(**({"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16} | more))
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=list(g), kv_cache_spec=made) for g in groups])
+
+
+def vllm_config(**parallel: int) -> Any:
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1} | parallel
+    text = SimpleNamespace(rope_theta=1e4, rope_scaling=None)
+    model = SimpleNamespace(model="m", revision="r", quantization=None, hf_text_config=text)
+    cache = SimpleNamespace(calculate_kv_scales=False)
+    return SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(**sizes), cache_config=cache)
+
+
+def test_layers_are_in_the_order_of_the_model_whatever_group_they_are_in() -> None:
+    found = geometry_of(config_of(["m.10.a", "m.2.a"], ["m.9.a", "m.1.a"]), "auto", 16)
+    assert found.groups == (Group(("m.2.a", "m.10.a"), (1, 3)), Group(("m.1.a", "m.9.a"), (0, 2)))
+
+
+def test_what_cannot_be_kept_in_blocks_is_refused_by_its_reason() -> None:
+    other = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["a"], kv_cache_spec=object())])
+    for made, cache_dtype, reason in (
+        (config_of(["a"], block_size=24), "auto", "block_size 24"),
+        (config_of(["a"], dtype=torch.int16), "auto", "int16"),
+        (config_of(["a"], head_size_v=32), "auto", "of values 32"),
+        (config_of(["a"], state_content_bytes=9), "auto", "packed"),
+        (other, "auto", "attention alone"),
+    ):
+        with pytest.raises(InvalidInputError, match=reason):
+            geometry_of(made, cache_dtype, 16)
+    with pytest.raises(InvalidInputError, match="context parallelism"):
+        layout_of(
+            parse(CONFIG), vllm_config(decode_context_parallel_size=2), geometry_of(config_of(["a"]), "auto", 16), 0
+        )
+    scaled = vllm_config()
+    scaled.cache_config.calculate_kv_scales = True
+    with pytest.raises(InvalidInputError, match="calculate_kv_scales"):
+        layout_of(parse(CONFIG), scaled, geometry_of(config_of(["a"]), "auto", 16), 0)
+
+
+def test_each_rank_has_a_shard_but_a_latent_vector_is_the_same_on_all() -> None:
+    heads = geometry_of(config_of(["a"]), "auto", 16)
+    latent = geometry_of(config_of(["a"], spec=MLAAttentionSpec, num_kv_heads=1, head_size_v=0), "auto", 16)
+    shards = [
+        layout_of(parse(CONFIG), vllm_config(tensor_parallel_size=2), g, r) for g in (heads, latent) for r in (0, 1)
+    ]
+    assert len({s.layout_id() for s in shards[:2]}) == 2
+    assert len({s.layout_id() for s in shards[2:]}) == 1
+    assert shards[2].block_bytes == 16 * 64 * 2
+    fp8 = geometry_of(config_of(["a"], dtype=torch.uint8), "fp8", 16)
+    assert (fp8.dtype, fp8.element_bytes) == ("fp8_e4m3", 1)
+
+
+def request_of(**more: Any) -> Any:
+    return SimpleNamespace(
+        **{"prompt_embeds": None, "lora_request": None, "cache_salt": None, "mm_features": []} | more
+    )
+
+
+def test_a_variant_parts_by_adapter_bytes_salt_and_media_with_their_places(tmp_path: Path) -> None:
+    adapters = Adapters()
+    assert variant_of(request_of(), adapters) == ""
+    assert variant_of(request_of(prompt_embeds=object()), adapters) is None
+    lora = SimpleNamespace(lora_path=str(tmp_path))
+    assert variant_of(request_of(lora_request=lora), adapters) is None, "an adapter without files"
+    (tmp_path / "adapter.safetensors").write_bytes(b"one")
+    one = variant_of(request_of(lora_request=lora), adapters)
+    (tmp_path / "adapter.safetensors").write_bytes(b"other")
+    media = [
+        SimpleNamespace(mm_hash=h, mm_position=SimpleNamespace(offset=at, length=4)) for h, at in (("x", 3), ("x", 4))
+    ]
+    different = (
+        request_of(lora_request=lora),
+        request_of(cache_salt="s"),
+        *(request_of(mm_features=[m]) for m in media),
+    )
+    variants = [one, *(variant_of(request, adapters) for request in different)]
+    assert None not in variants
+    assert len(set(variants)) == len(variants)
+    assert (
+        engine.variant_of(
+            request_of(mm_features=[SimpleNamespace(mm_hash="", identifier="", mm_position=media[0].mm_position)]),
+            adapters,
+        )
+        is None
+    )
+
+
+LAYOUT = Layout("m", "r", "fp32", BLOCK, layers=4, kv_heads=2, head_dim=8, element_bytes=4)
+TWO_GROUPS = (Group(("l0", "l2"), (0, 2)), Group(("l1", "l3"), (1, 3)))
+
+
+def tensors_of(order: str, pages: int = 9, split: int = 1) -> dict[str, torch.Tensor]:
+    sizes = {"p": pages * split, "t": PAGE // split, "k": 2, "h": 2, "d": 8}
+    made = [torch.randn([sizes[c] for c in order]) for _ in range(4)]
+    return {f"l{n}": t.flatten(3) if order.endswith("kd") else t for n, t in enumerate(made)}
+
+
+@pytest.mark.parametrize("order", ["kpthd", "pkthd"])
+@pytest.mark.parametrize("split", [1, 2])
+def test_blocks_are_the_same_whatever_the_order_of_pages_and_a_window_leaves_pages_alone(
+    order: str, split: int
+) -> None:
+    geometry = Geometry(TWO_GROUPS, PAGE, 2, 8, 2, 4, "fp32")
+    tensors = tensors_of(order, split=split)
+    pages = Pages(tensors, geometry, LAYOUT, None)
+    tables = ((3, 1, 5), (2, 7, 4))
+    rows = pages.staging(6)
+    pages.gather(tables, range(6), rows)()
+    tokens = [tensors[f"l{n}"].permute([order.index(c) for c in "ptkhd"]).reshape(-1, 2, 2, 8) for n in range(4)]
+    for block in range(6):
+        for layer in range(4):
+            at = tables[layer % 2][block // 2] * PAGE + block % 2 * BLOCK
+            wanted = tokens[layer][at : at + BLOCK].permute(1, 2, 0, 3).contiguous()
+            assert torch.equal(pages.layers_of(rows)[block, layer].view(torch.float32).view(2, 2, BLOCK, 8), wanted)
+
+    fresh = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    other = Pages(fresh, geometry, LAYOUT, None)
+    load = Load(1, 0, 6, ((3, 1, 5), (0, 0, 4)))
+    for layer in range(4):
+        other.scatter([(load, rows)], layer)()
+    back = other.staging(2)
+    other.gather(((3, 1, 5), (2, 7, 4)), range(4, 6), back)()
+    assert torch.equal(back, rows[4:])
+    assert not fresh["l1"].permute([order.index(c) for c in "ptkhd"]).reshape(-1, 2, 2, 8)[:PAGE].any(), "nobody's page"
+    assert other.saved(((3, 1, 5), (0, 0, 4)), range(2, 6)) == range(2, 2)
+    assert other.saved(((3, 1, 5), (0, 0, 4)), range(4, 6)) == range(4, 6)
+
+
+def test_a_tensor_of_another_shape_is_refused() -> None:
+    geometry = Geometry(TWO_GROUPS, PAGE, 2, 8, 2, 4, "fp32")
+    with pytest.raises(InvalidInputError, match="no order known"):
+        Pages({f"l{n}": torch.zeros(3, 3, 3) for n in range(4)}, geometry, LAYOUT, None)
+    with pytest.raises(InvalidInputError, match="elements of 4 B"):
+        Pages({f"l{n}": torch.zeros(2, 9, PAGE, 2, 8, dtype=torch.float16) for n in range(4)}, geometry, LAYOUT, None)
+
+
+def test_a_latent_vector_is_one_part() -> None:
+    layout = Layout("m", "r", "fp32", BLOCK, layers=4, kv_heads=1, head_dim=8, element_bytes=4, kv_parts=1)
+    tensors = {f"l{n}": torch.randn(9, PAGE, 8) for n in range(4)}
+    pages = Pages(tensors, Geometry(TWO_GROUPS, PAGE, 1, 8, 1, 4, "fp32"), layout, None)
+    rows = pages.staging(2)
+    pages.gather(((3,), (2,)), range(2), rows)()
+    assert np.array_equal(rows[1].numpy().view(np.float32).reshape(4, BLOCK, 8)[1], tensors["l1"][2, BLOCK:].numpy())
