@@ -128,11 +128,13 @@ class Supervisor:
         _kill_group(self._components[name].process, signum)
 
     def _pause(self, name: str, duration_s: float) -> None:
-        """Stop a component for a time; it goes on even when nobody asks for it."""
+        """Stop a component for a time, and return when it has stopped; it goes on even when nobody asks for it."""
         component = self._components[name]
         if component.process.poll() is not None:
             raise ValueError(f"{name} does not run")
         _kill_group(component.process, signal.SIGSTOP)
+        # A signal stops nothing before one of the process's threads gets a CPU to take it; the others serve until then.
+        os.waitid(os.P_PID, component.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         component.resume_at_s = time.monotonic() + duration_s
 
     def _resume(self, name: str) -> None:

@@ -1,6 +1,7 @@
 """One attached connection that speaks to the verbs themselves, without a socket."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -100,8 +101,9 @@ class Engine:
 
 
 async def steps_until(fact: Callable[[], bool]) -> None:
-    """Let the loop go on until something is true."""
-    for _ in range(10_000):
+    """Let the loop go on until something is true, 30 s at most: steps are no bound, worker threads wait for a CPU."""
+    ends_s = time.monotonic() + 30.0
+    while time.monotonic() < ends_s:
         if fact():
             return
         await asyncio.sleep(0)
