@@ -94,6 +94,10 @@ class Driver:
         self._log.seek(0)
         return " ".join(self._log.read().split())[-chars:]
 
+    def kill(self) -> None:
+        """End the process at once, whatever it does."""
+        self._process.kill()
+
     def close(self) -> None:
         """End the process, by force when it does not end by itself. Idempotent."""
         for pipe in (self._process.stdin, self._process.stdout):

@@ -76,6 +76,8 @@ class Up:
     options: Sequence[str] = ()
     process: "subprocess.Popen[bytes] | None" = None
     objects: list[Json] = field(default_factory=list)
+    module: str = "kvstrata_client.cli"
+    """What has kvstrata's command line."""
 
     def __enter__(self) -> Self:
         return self
@@ -119,7 +121,7 @@ class Up:
     def command(self) -> list[str]:
         files = ["-f", str(self.manifest)] if self.manifest.exists() else []
         places = ["--state-dir", str(self.state), "--ready-file", str(self.ready_file)]
-        return [sys.executable, "-m", "kvstrata_client.cli", "up", *files, *places, *self.options]
+        return [sys.executable, "-m", self.module, "up", *files, *places, *self.options]
 
     def start(self) -> None:
         self.ready_file.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
@@ -74,6 +75,11 @@ class Engine:
     def reset(self) -> dict[str, Any]:
         """Forget what the engine itself has cached."""
         return {"is_reset": bool(self.llm.reset_prefix_cache())}
+
+    def memory(self) -> dict[str, Any]:
+        """Resident memory of this process."""
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
+        return {"resident_bytes": int(line.split()[1]) << 10}
 
     def _external(self) -> int:
         named = (m for m in self.llm.get_metrics() if m.name == "vllm:external_prefix_cache_hits")

