@@ -114,6 +114,8 @@ def test_blocks_are_loaded_in_the_same_engine_and_in_a_new_one_and_zeros_are_not
     assert loaded["params"][0]["kvstrata"]["hit_tokens"] == {"dram": 160}
     salted = [first.ask("run", prompts=PROMPTS[:1], salt="somebody") for _ in range(2)]
     assert [found["external"] for found in salted] == [0, 160], "a salt parts blocks, and finds its own"
+    for hints in {"urgency": "high"}, {"session": "s" * 10_000}, "none", {"session": "chat", "tool_wait_s": 5}:
+        assert equal(first.ask("run", prompts=PROMPTS[:4], hints=hints), right["first"][:4]) == 4, hints
     first.close()
 
     again = engine("--block-size", "64", "--policy", "recompute").ask("run", prompts=PROMPTS)

@@ -56,11 +56,14 @@ class Engine:
             **connector,
         )
 
-    def run(self, prompts: list[list[int]], new_tokens: int = 16, salt: str = "") -> dict[str, Any]:
+    def run(self, prompts: list[list[int]], new_tokens: int = 16, salt: str = "", hints: Any = None) -> dict[str, Any]:
         """Generate; tokens, why each ended, tokens that came from outside by then, and seconds."""
         from vllm import SamplingParams
 
-        chosen = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        extra = {"kv_transfer_params": {"kvstrata": hints}} if hints is not None else None
+        chosen = SamplingParams(
+            temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, extra_args=extra
+        )
         before, started_s = self._external(), time.monotonic()
         salted = {"cache_salt": salt} if salt else {}
         outputs = self.llm.generate([{"prompt_token_ids": p, **salted} for p in prompts], chosen, use_tqdm=False)

@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.connectors.vllm import engine
-from kvstrata_client.connectors.vllm.engine import Adapters, Geometry, Group, geometry_of, layout_of, parse, variant_of
+from kvstrata_client.connectors.vllm.engine import (
+    Adapters,
+    Geometry,
+    Group,
+    Hints,
+    geometry_of,
+    hints_of,
+    layout_of,
+    parse,
+    variant_of,
+)
 from kvstrata_client.connectors.vllm.planner import Limits, Load, Plan, Planner
 from kvstrata_client.connectors.vllm.worker import Pages
 from kvstrata_client.target import NO_TOKEN
@@ -278,6 +288,34 @@ def request_of(**more: Any) -> Any:
     return SimpleNamespace(
         **{"prompt_embeds": None, "lora_request": None, "cache_salt": None, "mm_features": []} | more
     )
+
+
+def test_hints_name_the_session_and_wrong_ones_are_told_and_left_out() -> None:
+    def read(given: Any, session_id: str = "") -> tuple[Hints, str]:
+        params = {"kvstrata": given} if given is not None else None
+        return hints_of(SimpleNamespace(kv_transfer_params=params, session_id=session_id))
+
+    assert read(None) == (Hints(), "")
+    assert read(None, "s") == read({"session": "s"}) == read({"session": "s"}, "t") == (Hints(session="s"), "")
+    whole = {"session": "s", "parent": "p", "urgency": 100, "tool_wait_s": 3}
+    assert read(whole) == (Hints(session="s", parent="p", urgency=100, tool_wait_s=3.0), "")
+    for wrong in (
+        {"urgency": "high"},
+        {"urgency": 101},
+        {"tool_wait_s": "soon"},
+        {"tool_wait_s": -1},
+        {"tool_wait_s": float("nan")},
+        {"tool_wait_s": float("inf")},
+        {"session": 7},
+        {"session": "s" * 129},
+        {"parent": None},
+        {"sesion": "s"},
+        ["session"],
+        "session",
+    ):
+        hints, problem = read(wrong)
+        assert (hints, bool(problem)) == (Hints(), True), wrong
+    assert read(None, "s" * 129)[1]
 
 
 def test_a_variant_parts_by_adapter_bytes_salt_and_media_with_their_places(tmp_path: Path) -> None:

@@ -21,10 +21,13 @@ from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.client import Client
 from kvstrata_client.connectors.vllm.engine import (
+    PARAMS,
     Adapters,
     Geometry,
+    Hints,
     Settings,
     geometry_of,
+    hints_of,
     layout_of,
     parse,
     variant_of,
@@ -36,8 +39,8 @@ from kvstrata_client.verbs.results import Located
 _log: Final = logging.getLogger("vllm.kvstrata")
 ATTACH_WAIT_S: Final = 2.0
 """How long an engine's start waits for the agent; it is attached to later as well."""
-PARAMS: Final = "kvstrata"
-"""Key of ours in `kv_transfer_params` of requests and answers."""
+PROBLEMS_S: Final = 60.0
+"""Between two lines of the log about requests whose hints are wrong."""
 
 
 @dataclass
@@ -216,6 +219,7 @@ class _Scheduler:
         """Of requests that were just given pages."""
         self._adapters = Adapters()
         self._unnamed = False
+        self._next_problem_s = 0.0
         self._notes: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         threading.Thread(target=self._send_notes, name="kvstrata-sessions", daemon=True).start()
 
@@ -226,13 +230,11 @@ class _Scheduler:
                 self._unnamed = True
                 _log.warning("kvstrata keeps nothing of requests with prompt embeddings, or an adapter it cannot read")
             return
-        given = _given(request)
-        session = str(given.get("session") or getattr(request, "session_id", None) or "")
-        self.planner.begin(request, variant, session)
-        if session:
-            parent, urgency = str(given.get("parent") or ""), int(given.get("urgency") or 0)
-            self._note(lambda: self._client.open_session(session, parent=parent))
-            self._note(lambda: self._client.touch_session(session, "decoding", urgency=urgency))
+        hints = self._hints(request)
+        self.planner.begin(request, variant, hints.session)
+        if hints.session:
+            self._note(lambda: self._client.open_session(hints.session, parent=hints.parent))
+            self._note(lambda: self._client.touch_session(hints.session, "decoding", urgency=hints.urgency))
 
     def allocated(self, request_id: str, tables: Any, loaded_tokens: int) -> None:
         self.hits = {request_id: self.planner.allocated(request_id, tables, loaded_tokens)}
@@ -247,12 +249,10 @@ class _Scheduler:
         return self.planner.step(output.num_scheduled_tokens)
 
     def finish(self, request: Any) -> dict[str, Any] | None:
-        given = _given(request)
-        session = str(given.get("session") or getattr(request, "session_id", None) or "")
-        if session:
-            state = "tool" if given.get("tool_wait_s") else "idle"
-            wait_s = float(given.get("tool_wait_s") or 0.0)
-            self._note(lambda: self._client.touch_session(session, state, expected_return_s=wait_s))
+        hints, _ = hints_of(request)
+        if hints.session:
+            state, wait_s = "tool" if hints.tool_wait_s else "idle", hints.tool_wait_s
+            self._note(lambda: self._client.touch_session(hints.session, state, expected_return_s=wait_s))
         hits = self.planner.finish(request.request_id)
         return {PARAMS: {"hit_tokens": dict(hits)}} if hits or PARAMS in (request.kv_transfer_params or {}) else None
 
@@ -265,6 +265,13 @@ class _Scheduler:
             return Located()
         return PrefixCache(self._client, variant=variant).lookup(tokens, session=session, blocks_max=blocks_max)
 
+    def _hints(self, request: Any) -> Hints:
+        hints, problem = hints_of(request)
+        if problem and time.monotonic() >= self._next_problem_s:
+            self._next_problem_s = time.monotonic() + PROBLEMS_S
+            _log.warning("hints of request %s are left out: %s", request.request_id, problem)
+        return hints
+
     def _note(self, note: Callable[[], Any]) -> None:
         self._notes.put(note)
 
@@ -274,8 +281,3 @@ class _Scheduler:
                 note()
             except Exception:  # noqa: BLE001  A thread's root: the engine goes on.
                 _log.exception("a session's state was not reported")
-
-
-def _given(request: Any) -> dict[str, Any]:
-    given = (request.kv_transfer_params or {}).get(PARAMS)
-    return given if isinstance(given, dict) else {}
