@@ -3,9 +3,7 @@
 For pools with `nvme.engine: Posix`. All that is slow is the read; the agent is unchanged.
 """
 
-import sys
 import time
-from collections.abc import Sequence
 from typing import Final
 
 from kvstrata_agent.backends.file import posix
@@ -16,7 +14,7 @@ READ_S: Final = 2.0
 _read_parts = posix._read_parts
 
 
-def _late(fd: int, offset: int, parts: Sequence[memoryview]) -> None:
+def _late(fd: int, offset: int, parts: list[memoryview]) -> None:
     """Pages of names, which a start reads, come at once."""
     if sum(map(len, parts)) > DIRECT_BYTES:
         time.sleep(READ_S)
@@ -25,4 +23,4 @@ def _late(fd: int, offset: int, parts: Sequence[memoryview]) -> None:
 
 if __name__ == "__main__":
     posix._read_parts = _late
-    sys.exit(cli.main())
+    cli.main()
