@@ -1,6 +1,6 @@
 """kvstrata's command line on a slow disk: `python -m support.engines.slow_disk up …` waits 2 s for each read of blocks.
 
-For pools with `nvme.engine: Posix`. All that is slow is the read; the agent is unchanged.
+For pools with `nvme.io: Posix`. All that is slow is the read; the agent is unchanged.
 """
 
 import time
