@@ -194,9 +194,9 @@ class Lookups:
         self._told.pop(request, None)
 
     def _probe(self, key: bytes, now_s: float) -> Probe:
-        """Join a lookup that is under way and not late, or begin one."""
+        """Join a lookup that is under way, and not late, or begin one."""
         probe = self._open.get(key)
-        if probe is None or now_s - probe.asked_s >= self._timeout_s:
+        if probe is None or probe.is_there is not None or now_s - probe.asked_s >= self._timeout_s:
             probe = self._open[key] = Probe(key, now_s)
             self._new.append(probe)
         return probe
