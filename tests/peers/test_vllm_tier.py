@@ -10,6 +10,7 @@ from typing import Any, Final
 import pytest
 
 from bench.harness.drivers import Driver
+from kvstrata_agent.app.engine_memory import SHARED_MEMORY, YOUNG_S, reap
 from kvstrata_api.units import MIB
 from support.engines import vllm
 from support.engines.agent import Agent
@@ -127,10 +128,25 @@ def test_requests_are_answered_whatever_becomes_of_the_agent_and_the_scheduler_n
     agent.start()
     until_loaded(driver, right["second"])
 
+    left = [Path(path) for path in driver.ask("regions")["paths"]]
+    assert left
+    assert not {path.name for path in left} & dict(reap(SHARED_MEMORY, later())).keys(), "taken from a living engine"
+    driver.kill()
+    driver.close()
+    assert all(path.exists() for path in left), "a killed engine leaves its CPU tier behind"
+    reap(SHARED_MEMORY, later())
+    assert not any(path.exists() for path in left)
+
+
+def later() -> float:
+    """Unix time when what was just written is not young any more."""
+    return time.time() + YOUNG_S + 1
+
 
 def settled(driver: Driver) -> dict[str, int]:
     """Chunks by outcome, when no more are under way."""
-    ends_s, last = time.monotonic() + 30, {}
+    ends_s = time.monotonic() + 30
+    last: dict[str, int] = {}
     while time.monotonic() < ends_s:
         driver.ask("run", prompts=SHARED[:1], new_tokens=2)  # A step reports what has ended.
         found: dict[str, int] = driver.ask("counts")["chunks"]

@@ -117,6 +117,11 @@ class Engine:
         (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
         return {"resident_bytes": int(line.split()[1]) << 10}
 
+    def regions(self) -> dict[str, Any]:
+        """Files of the CPU tier that this process has mapped."""
+        mapped = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
+        return {"paths": sorted(path for path in mapped if "/vllm_offload_" in path)}
+
     def _external(self) -> int:
         named = (m for m in self.llm.get_metrics() if m.name == "vllm:external_prefix_cache_hits")
         return int(sum(m.value for m in named))

@@ -82,6 +82,8 @@ class MemoryWorker(OffloadingWorker):  # type: ignore[misc]
 class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """vLLM's tiering, with a worker for KV that is in memory already."""
 
+    _worker: Any
+
     def get_worker(self, kv_caches: Any) -> Any:
         """Make the worker once."""
         if not self._worker:
