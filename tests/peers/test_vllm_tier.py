@@ -1,6 +1,8 @@
 """The tier below vLLM's own CPU offloading, in a real vLLM on a CPU: equal greedy tokens, whatever the agent does."""
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -125,17 +127,44 @@ def test_requests_are_answered_whatever_becomes_of_the_agent_and_the_scheduler_n
     assert driver.ask("reset")["is_reset"]
     assert equal(driver.ask("run", prompts=SHARED), right["second"]) == 50, "without an agent"
 
+    other = Agent(agent.socket.parent, 256 * MIB, dtype="bf16")
+    refused(driver, other, right["second"], "dtype")
+    token = agent.token.read_text()
+    agent.token.write_text("of nobody")
+    refused(driver, agent, right["second"], "token")
+
+    agent.token.write_text(token)
     agent.start()
     until_loaded(driver, right["second"])
 
-    left = [Path(path) for path in driver.ask("regions")["paths"]]
+    regions = driver.ask("regions")
+    left = [Path(path) for path in regions["paths"]]
     assert left
     assert not {path.name for path in left} & dict(reap(SHARED_MEMORY, later())).keys(), "taken from a living engine"
-    driver.kill()
+    os.kill(regions["pid"], signal.SIGKILL)
     driver.close()
     assert all(path.exists() for path in left), "a killed engine leaves its CPU tier behind"
     reap(SHARED_MEMORY, later())
     assert not any(path.exists() for path in left)
+
+
+def refused(driver: Driver, agent: Agent, wanted: vllm.Tokens, why: str) -> None:
+    """Meet an agent that refuses us: the log says why in one line, requests are answered, and nothing is loaded."""
+    before = driver.ask("counts")["chunks"]["load done"]
+    agent.start()
+    try:
+        said: list[str] = []
+        ends_s = time.monotonic() + 30
+        while not any(why in line for line in said):
+            assert time.monotonic() < ends_s, said
+            assert equal(driver.ask("run", prompts=SHARED[:1]), wanted[:1]) == 1
+            said += driver.ask("counts")["said"]
+        assert equal(driver.ask("run", prompts=SHARED), wanted) == 50
+        counts = driver.ask("counts")
+        assert counts["chunks"]["load done"] == before
+        assert len([line for line in said + counts["said"] if why in line]) == 1
+    finally:
+        agent.kill()
 
 
 def later() -> float:

@@ -103,14 +103,15 @@ class Engine:
         return {"is_reset": bool(self.llm.reset_prefix_cache(reset_connector=self.is_tiered))}
 
     def counts(self) -> dict[str, Any]:
-        """Exchanges with the agent by thread and steps, since the last call, and the tier's chunks by outcome."""
+        """Since the last call: exchanges with the agent by thread, steps, warnings; and chunks by outcome."""
         from support.engines import vllm_tiering
 
         calls = dict(vllm_tiering.CALLS)
         vllm_tiering.CALLS.clear()
         named = (m for m in self.llm.get_metrics() if m.name == "vllm:kv_offload_kvstrata_chunks")
         chunks = {f"{m.labels['operation']} {m.labels['outcome']}": int(m.value) for m in named}
-        return {"steps": calls.pop(vllm_tiering.STEPS, 0), "calls": calls, "chunks": chunks}
+        said, vllm_tiering.SAID[:] = list(vllm_tiering.SAID), []
+        return {"steps": calls.pop(vllm_tiering.STEPS, 0), "calls": calls, "chunks": chunks, "said": said}
 
     def memory(self) -> dict[str, Any]:
         """Resident memory of this process."""
@@ -118,9 +119,9 @@ class Engine:
         return {"resident_bytes": int(line.split()[1]) << 10}
 
     def regions(self) -> dict[str, Any]:
-        """Files of the CPU tier that this process has mapped."""
+        """This process, and the files of the CPU tier that it has mapped."""
         mapped = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
-        return {"paths": sorted(path for path in mapped if "/vllm_offload_" in path)}
+        return {"pid": os.getpid(), "paths": sorted(path for path in mapped if "/vllm_offload_" in path)}
 
     def _external(self) -> int:
         named = (m for m in self.llm.get_metrics() if m.name == "vllm:external_prefix_cache_hits")

@@ -4,11 +4,12 @@ vLLM's tiering manager, its CPU tier and its scheduler are unmodified; the copie
 which the stock worker refuses to make without a device, are copies of memory here.
 """
 
+import logging
 import threading
 import time
 from collections import Counter
 from functools import wraps
-from typing import Any
+from typing import Any, Final
 
 import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
@@ -20,7 +21,9 @@ from kvstrata_client.connectors.vllm.tier import KvstrataTier
 
 CALLS: Counter[str] = Counter()
 """Exchanges with the agent by the thread that made them, and the steps of the scheduler."""
-STEPS = "steps"
+STEPS: Final = "steps"
+SAID: Final[list[str]] = []
+"""Warnings of ours."""
 
 
 class MemoryWorker(OffloadingWorker):  # type: ignore[misc]
@@ -117,8 +120,14 @@ class ZeroTier(CountedTier):
         self._end(job, done, time.monotonic() - started_s)
 
 
+class _Listener(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        SAID.append(record.getMessage())
+
+
 def count_calls() -> None:
-    """Count from now on who exchanges anything with the agent."""
+    """Count from now on who exchanges anything with the agent, and keep what we warn of."""
+    logging.getLogger("vllm.kvstrata").addHandler(_Listener(logging.WARNING))
     for name in ("_ask", "_post", "_send", "_collect"):
         setattr(Client, name, _counted(getattr(Client, name)))
 

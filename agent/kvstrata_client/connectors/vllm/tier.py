@@ -56,6 +56,10 @@ ATTACH_WAIT_S: Final = 2.0
 """How long an engine's start waits for the agent; it is attached to later as well."""
 STORE_S: Final = 10.0
 """How long a chunk may be held in vLLM's CPU tier for a store. Blocks not begun by then are not stored."""
+TOUCH_S: Final = 1.0
+"""Between two reports of use."""
+TOUCHED_MAX: Final = 4096
+"""Chunks of one report, about; others are not reported."""
 CHUNKS: Final = "vllm:kv_offload_kvstrata_chunks"
 ATTACHED: Final = "vllm:kv_offload_kvstrata_attached"
 
@@ -130,6 +134,8 @@ class KvstrataTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
         self._storing = 0
         """Chunks that are held for stores."""
         self._changed = threading.Condition()
+        self._touched: dict[Any, None] = {}
+        self._touches_sent_s = time.monotonic()
         self._chunks: _ChunkStore | None = None
         self._is_hash_refused = False
         rows, self._row_bytes = primary_kv_view.shape or (0, 0)
@@ -198,11 +204,10 @@ class KvstrataTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
         return taken or ()
 
     def touch(self, keys: Collection[Any], req_context: Any) -> None:
-        """See vLLM; called until 0.30. What cannot be passed on at once is not."""
+        """See vLLM; called until 0.30, for all chunks of a request in each step that it waits."""
         del req_context
-        chunks = self._chunks
-        if chunks is not None and chunks.client.is_attached and keys:
-            chunks.finders.submit(Task(partial(chunks.touch, tuple(keys)), _nothing))
+        for key in keys if len(self._touched) < TOUCHED_MAX else ():
+            self._touched[key] = None
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """See vLLM. Who the tenant is says the token alone, so nothing of the request is read."""
@@ -223,6 +228,10 @@ class KvstrataTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
         if probes:
             nowhere = partial(answer, probes, [False] * len(probes))
             chunks.finders.submit(Task(partial(chunks.look_up, probes), nowhere))
+        now_s = time.monotonic()
+        if self._touched and now_s - self._touches_sent_s >= TOUCH_S:
+            touched, self._touched, self._touches_sent_s = tuple(self._touched), {}, now_s
+            chunks.finders.submit(Task(partial(chunks.touch, touched), _nothing))
 
     def drain_jobs(self) -> None:
         """See vLLM. As long as deadlines let it take."""
