@@ -448,7 +448,6 @@ def limits_of(kind: type[Message]) -> tuple[tuple[str, int], ...]:
     return _LIMITED.get(kind, ())
 
 
-
 _encoder: Final = msgspec.msgpack.Encoder()
 _requests: Final[msgspec.msgpack.Decoder[AnyRequest]] = msgspec.msgpack.Decoder(AnyRequest)
 _replies: Final[msgspec.msgpack.Decoder[AnyReply]] = msgspec.msgpack.Decoder(AnyReply)
