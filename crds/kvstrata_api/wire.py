@@ -479,6 +479,14 @@ def decode_request(body: bytes) -> AnyRequest:
     return request
 
 
+def refused_id(body: bytes) -> int:
+    """Return the id of a request that is over a limit; 0 of what is no request at all."""
+    try:
+        return _requests.decode(body).id
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return 0
+
+
 def decode_reply(body: bytes) -> AnyReply:
     """Parse a reply. Raises `InvalidInputError` that names what is wrong with it."""
     try:

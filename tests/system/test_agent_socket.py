@@ -356,3 +356,23 @@ def test_each_request_has_the_answer_that_the_protocol_names(agent: AgentThread)
         for request in asked:
             answer = raw.ask(request)
             assert (type(answer), answer.id) == (wire.REPLIES[type(request)], request.id), (request, answer)
+
+
+def test_a_request_over_a_limit_costs_nobody_the_connection(agent: AgentThread) -> None:
+    scope = str(caller("c").grants.write_scope)
+    over: list[wire.AnyRequest] = [
+        wire.Lookup(2, scope, b"k" * 20, "s" * (wire.SESSION_CHARS_MAX + 1)),
+        wire.Lookup(3, scope, b"k" * 20 * (wire.KEYS_MAX + 1)),
+        wire.Acquire(4, scope, b"k" * 19),
+    ]
+    with Raw(agent, "c") as raw:
+        for request in over:
+            answer = raw.ask(request)
+            assert isinstance(answer, wire.Failed)
+            assert (answer.id, answer.code) == (request.id, InvalidInputError.__name__)
+        assert isinstance(raw.ask(wire.Lookup(5, scope, b"k" * 20)), wire.Found)
+        raw.socket.sendall(b"\0\0\0\1\xc1")
+        answer = wire.decode_reply(raw.socket.recv(65536)[4:])
+        assert isinstance(answer, wire.Failed)
+        assert answer.id == 0
+        assert raw.socket.recv(65536) == b"", "what cannot be read ends it"
