@@ -72,6 +72,11 @@ def test_the_user_who_starts_it_is_served_and_finds_blocks_again_after_a_restart
     assert not up.socket.exists()
     up.start()
     with up.client() as client:
+        cache = PrefixCache(client)
+        assert set(cache.lookup(tokens(1)).sources) == {"nvme"}
+        assert cache.prefetch(tokens(1)) == BLOCKS
+        until(lambda: set(cache.lookup(tokens(1)).sources) == {"dram"})
+        assert (cache.prefetch(tokens(1)), cache.touch(tokens(1))) == (0, BLOCKS)
         assert load(client, 1) == BLOCKS
     until(lambda: up.status()["tiers"][1].get("recoveredBlocks") == BLOCKS)
 
