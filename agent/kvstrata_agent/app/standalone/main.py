@@ -19,6 +19,7 @@ from kvstrata_agent.app.standalone import defaults, keys
 from kvstrata_agent.app.standalone.authenticator import USERS, Tokens, parse_token, user_account
 from kvstrata_agent.app.standalone.manifests import NODE, Manifest
 from kvstrata_agent.app.standalone.world import KEYS_FILE, Source, StandaloneWorld
+from kvstrata_agent.serve.server import check_free
 from kvstrata_api import names
 from kvstrata_api.errors import InvalidInputError, KvStrataError
 from kvstrata_api.models.pool import ANY, BLOCK_TOKENS
@@ -147,9 +148,14 @@ def _state_dir(pool: str) -> Path:
 
 
 def _serve(wanted: _Wanted, given: argparse.Namespace) -> int:
-    """Run the agent. Raises `InvalidInputError` when another one has the state directory, and `OSError`."""
+    """Run the agent.
+
+    Raises `UnsupportedError` when another process serves the socket, `InvalidInputError` when one has the state
+    directory, and `OSError`.
+    """
     began_s = time.monotonic()
     group = _group_id(given.group)
+    check_free(wanted.socket)
     _prepare(wanted, group)
     lock = directories.lock(wanted.state_dir, f"another {PROGRAM} serves it")
     try:
