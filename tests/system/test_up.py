@@ -14,6 +14,7 @@ import pytest
 
 from kvstrata import Client, PrefixCache
 from kvstrata_api.errors import ForbiddenError, UnauthenticatedError
+from kvstrata_client.connectors.vllm.engine import parse
 from support.agent.standalone import BLOCKS, POOL, Up, content, declared, pool, tenant, tokens, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
@@ -74,6 +75,9 @@ def test_the_user_who_starts_it_is_served_and_finds_blocks_again_after_a_restart
     until(lambda: up.status()["tiers"][1]["phase"] == "Ready")
     assert {c["type"]: c["reason"] for c in up.status()["conditions"]}["MetadataAvailable"] == "NotUsed"
     assert f"socket    {up.socket}" in up.printed
+    vllm = next(line for line in up.printed.splitlines() if line.startswith("vllm      vllm serve MODEL "))
+    settings = parse(json.loads(vllm.split("'")[1])["kv_connector_extra_config"])
+    assert (settings.socket, settings.pool, settings.token_file) == (str(up.socket), POOL, "")
     assert (up.socket.parent.stat().st_mode & 0o777, (up.state / "keys.json").stat().st_mode & 0o777) == (0o700, 0o600)
 
     assert up.stop() == 0
