@@ -13,6 +13,7 @@ from bench.harness.drivers import Driver
 from kvstrata_api.units import MIB
 from support.engines import vllm
 from support.engines.agent import Agent
+from support.engines.tiny_model import prompts
 from support.engines.vllm import PROMPTS, SHARED, during, equal, say
 
 pytestmark = [pytest.mark.peers, pytest.mark.matrix, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
@@ -112,6 +113,75 @@ def test_requests_are_answered_whatever_becomes_of_the_agent(
     assert equal(frozen, right["second"]) == 50
     assert driver.ask("reset")["is_reset"]
     until_loaded(driver, right["second"])
+
+
+def test_routers_hear_of_blocks_that_are_stored_found_and_gone(engine: Open, agent: Agent, tmp_path: Path) -> None:
+    mine = prompts(20, seed=29)
+    wanted = {tuple(p[:end]) for p in mine for end in range(32, len(p) + 1, 32)}
+    first = engine("--prefix-cache", "--events", endpoints(tmp_path, "a"))
+    tokens = first.ask("run", prompts=mine)["tokens"]
+    batches = until_heard(first, lambda heard: len(pages(heard, "kvstrata")) >= len(wanted))
+    assert [b["number"] for b in batches] == list(range(len(batches)))
+    own, ours = pages(batches, None), pages(batches, "kvstrata")
+    assert all(own[page] == content for page, content in ours.items()), "the engine's own hashes, tokens and parents"
+    assert wanted <= {prefix(ours, page) for page in ours}
+    assert {(e["medium"], e["locality"]) for e in of("kvstrata", batches)} == {("CPU", "LOCAL")}
+    assert first.ask("replay", first=3)["batches"] == batches[3:]
+    first.close()
+
+    second = engine("--events", endpoints(tmp_path, "b"))
+    again = second.ask("run", prompts=mine)
+    assert again["tokens"] == tokens
+    assert again["external"] >= 0.8 * 32 * len(wanted)
+    batches = until_heard(second, lambda heard: len(pages(heard, "kvstrata")) >= len(wanted))
+    found = pages(batches, "kvstrata")
+    assert found.items() >= {page: content for page, content in ours.items() if prefix(ours, page) in wanted}.items()
+    assert pages(batches, None) == {}, "the engine itself keeps nothing"
+
+    agent.kill()
+    agent.start()
+    ends_s, gone = time.monotonic() + 60, set[str]()
+    while not gone >= set(found):
+        assert time.monotonic() < ends_s, f"{len(set(found) - gone)} pages are gone, and nobody said so"
+        assert second.ask("run", prompts=mine)["tokens"] == tokens
+        heard = second.ask("heard")["batches"]
+        gone |= {page for e in of("kvstrata", heard, "BlockRemoved") for page in e["block_hashes"]}
+
+
+def endpoints(folder: Path, name: str) -> str:
+    return f"ipc://{folder}/{name},ipc://{folder}/{name}.replay"
+
+
+def of(owner: str | None, batches: list[dict[str, Any]], kind: str = "BlockStored") -> list[dict[str, Any]]:
+    """Events of a kind; of kvstrata, or of the engine itself."""
+    told = [e for batch in batches for e in batch["events"] if e["type"] == kind]
+    return [e for e in told if e.get("ownership") == owner]
+
+
+def pages(batches: list[dict[str, Any]], *owners: str | None) -> dict[str, tuple[tuple[int, ...], str | None]]:
+    """Tokens of each page that was stored, and the page before it."""
+    found = {}
+    for event in (e for owner in owners for e in of(owner, batches)):
+        size, parent = event["block_size"], event["parent_block_hash"]
+        for i, page in enumerate(event["block_hashes"]):
+            found[page] = (tuple(event["token_ids"][i * size : (i + 1) * size]), parent)
+            parent = page
+    return found
+
+
+def prefix(known: dict[str, tuple[tuple[int, ...], str | None]], page: str | None) -> tuple[int, ...]:
+    """Tokens up to a page's end."""
+    return () if page is None else prefix(known, known[page][1]) + known[page][0]
+
+
+def until_heard(driver: Driver, fact: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+    """All batches until something was heard: stores end a moment after the answer."""
+    batches: list[dict[str, Any]] = []
+    ends_s = time.monotonic() + 30
+    while not fact(batches):
+        assert time.monotonic() < ends_s, f"of {len(batches)} batches the last: {batches[-1:]}"
+        batches += driver.ask("heard")["batches"]
+    return batches
 
 
 def until_loaded(driver: Driver, wanted: vllm.Tokens) -> None:

@@ -54,9 +54,11 @@ def test_blocks_that_were_stored_are_loaded(agent: AgentThread) -> None:
         cache = PrefixCache(client)
         missed = cache.lookup(TOKENS)
         stored = cache.store(TOKENS, content())
+        again = cache.store(TOKENS[: LAYOUT.block_tokens * 2], content()[:2])
         found = cache.lookup(np.append(TOKENS, TOKENS))
         loaded = cache.load(TOKENS)
 
+    assert (stored.reached_blocks, again.reached_blocks) == (BLOCKS, 2)
     assert (missed.blocks, found.blocks, found.shared_blocks) == (0, BLOCKS, 0)
     assert (stored.published, stored.refused) == (BLOCKS, 0)
     assert loaded.blocks == BLOCKS
@@ -175,6 +177,7 @@ async def test_the_asyncio_client_does_the_same(agent: AgentThread) -> None:
         assert await cache.drop(TOKENS, first_block=1) == Dropped(dropped=BLOCKS - 1)
 
     assert (stored.published, loaded.blocks, found.blocks) == (BLOCKS, BLOCKS, BLOCKS)
+    assert stored.reached_blocks == BLOCKS
     assert np.array_equal(loaded.data, content())
 
 

@@ -34,7 +34,7 @@ from kvstrata_agent.policy.removal import Presence, Removal
 from kvstrata_agent.provision.provisioner import Provisioner, wipe_all
 from kvstrata_agent.provision.recovery import KEY_POLL_INTERVAL_S, AwaitedKeys
 from kvstrata_agent.serve.authorization import Attaching
-from kvstrata_agent.serve.server import Server
+from kvstrata_agent.serve.server import Server, check_free
 from kvstrata_agent.serve.session_verbs import SessionVerbs
 from kvstrata_agent.serve.verbs import Verbs
 from kvstrata_api import __version__
@@ -96,6 +96,7 @@ class AgentProcess:
         Raises `UnsupportedError` for a state directory, a socket or credentials that cannot be used.
         """
         config = self._config
+        check_free(config.socket)  # Before anything changes that the agent which serves it may use.
         epoch = next_epoch(config.state_dir, time.time())
         async with AsyncExitStack() as stack:
             await self._listen_for_scrapes(stack)

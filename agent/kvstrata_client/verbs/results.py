@@ -204,6 +204,8 @@ class Stored:
     busy_s: float = 0.0
     """Not 0.0 where the agent had no slots because blocks wait to leave its memory: estimated seconds until that path
     is free."""
+    reached_blocks: int = 0
+    """Leading blocks of the prompt that can be had now, with those that were there before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,9 @@ def at(agent: Agent, **extra: Any) -> str:
 
 def command(python: Path, model: Path, *arguments: str) -> Command:
     """How to start an engine with arguments of `vllm_process`."""
-    paths = (("PYTHONPATH", PATHS),)
-    return Command("vllm", python, "support.engines.vllm_process", (str(model), *arguments), paths)
+    # With the seed, hashes of blocks are the same in all engines, also before 0.32.
+    environment = (("PYTHONPATH", PATHS), ("PYTHONHASHSEED", "0"))
+    return Command("vllm", python, "support.engines.vllm_process", (str(model), *arguments), environment)
 
 
 def right_tokens(python: Path, model: Path, asked: Sequence[Tokens]) -> list[Tokens]:
