@@ -20,7 +20,7 @@ VERSIONS: Final = ("0.29.0", "0.30.0", "0.31.0", "0.32.0")
 PROMPTS: Final = prompts(50)
 SHARED: Final = prompts(50, seed=11)
 """Others, which nobody has stored before."""
-PATHS: Final = ":".join(str(ROOT / part) for part in ("crds", "agent", "tests"))
+PATHS: Final = ":".join(str(ROOT / part) for part in ("crds", "agent", "tests", "tests/peers"))
 
 Tokens = list[list[int]]
 
@@ -51,10 +51,10 @@ def at(agent: Agent, **extra: Any) -> str:
     return json.dumps(known | {"model": MODEL, "revision": REVISION} | extra)
 
 
-def command(python: Path, model: Path, *arguments: str) -> Command:
-    """How to start an engine with arguments of `vllm_process`."""
-    paths = (("PYTHONPATH", PATHS),)
-    return Command("vllm", python, "support.engines.vllm_process", (str(model), *arguments), paths)
+def command(python: Path, model: Path, *arguments: str, left: Path | None = None) -> Command:
+    """How to start an engine with arguments of `vllm_process`; one that is killed leaves its files in `left`."""
+    places = {"PYTHONPATH": PATHS} | ({"TMPDIR": str(left)} if left is not None else {})
+    return Command("vllm", python, "support.engines.vllm_process", (str(model), *arguments), tuple(places.items()))
 
 
 def right_tokens(python: Path, model: Path, asked: Sequence[Tokens]) -> list[Tokens]:
