@@ -31,8 +31,9 @@ ENDS_S = 60.0
 
 def spec(*, has_events: bool) -> Any:
     """What a tier reads of vLLM's: an engine of one worker, pages of 32 tokens in fp32."""
+    numbered = {"group_id": 0} if "group_id" in OffloadingGroupConfig.__dataclass_fields__ else {}  # Since 0.30.
     config = OffloadingConfig(
-        groups=(OffloadingGroupConfig(tokens_per_block=32, layer_names=("l0", "l1"), group_id=0),),
+        groups=(OffloadingGroupConfig(tokens_per_block=32, layer_names=("l0", "l1"), **numbered),),
         worker_kv_bytes_per_block=ROW_BYTES,
         enable_kv_cache_events=has_events,
         extra_config={},
@@ -59,7 +60,7 @@ class Called:
         self._steps = ScheduleEndContext((), ())
         self._metrics: Counter[str] = Counter()
         kind = {"type": "KvstrataTier", "module_path": "kvstrata_client.connectors.vllm.tier"}
-        view = memoryview(self.rows)
+        view = self.rows.data
         self.tier = SecondaryTierFactory.create_secondary_tier(kind | tier, view, spec(has_events=has_events))
 
     def look_up(self, numbers: list[int], request: str = "r") -> dict[str, Any]:
