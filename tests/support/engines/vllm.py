@@ -20,7 +20,7 @@ VERSIONS: Final = ("0.29.0", "0.30.0", "0.31.0", "0.32.0")
 PROMPTS: Final = prompts(50)
 SHARED: Final = prompts(50, seed=11)
 """Others, which nobody has stored before."""
-PATHS: Final = ":".join(str(ROOT / part) for part in ("crds", "agent", "tests"))
+PATHS: Final = ":".join(str(ROOT / part) for part in ("crds", "agent", "tests", "tests/peers"))
 
 Tokens = list[list[int]]
 
@@ -51,11 +51,11 @@ def at(agent: Agent, **extra: Any) -> str:
     return json.dumps(known | {"model": MODEL, "revision": REVISION} | extra)
 
 
-def command(python: Path, model: Path, *arguments: str) -> Command:
-    """How to start an engine with arguments of `vllm_process`."""
+def command(python: Path, model: Path, *arguments: str, left: Path | None = None) -> Command:
+    """How to start an engine with arguments of `vllm_process`; one that is killed leaves its files in `left`."""
     # With the seed, hashes of blocks are the same in all engines, also before 0.32.
-    environment = (("PYTHONPATH", PATHS), ("PYTHONHASHSEED", "0"))
-    return Command("vllm", python, "support.engines.vllm_process", (str(model), *arguments), environment)
+    variables = {"PYTHONPATH": PATHS, "PYTHONHASHSEED": "0"} | ({"TMPDIR": str(left)} if left is not None else {})
+    return Command("vllm", python, "support.engines.vllm_process", (str(model), *arguments), tuple(variables.items()))
 
 
 def right_tokens(python: Path, model: Path, asked: Sequence[Tokens]) -> list[Tokens]:
