@@ -378,7 +378,7 @@ def test_what_does_not_fit_is_refused(llama: Any, llama_client: Client) -> None:
     generate(llama, prompt, cache)
     cache.offload()
     with pytest.raises(InvalidInputError, match="left memory"):
-        llama(prompt[:, :3], attention_mask=torch.ones(1, 60, dtype=torch.long), past_key_values=cache)
+        llama(prompt[:, :3], attention_mask=torch.ones(1, 300, dtype=torch.long), past_key_values=cache)
 
 
 def test_layers_of_another_kind_are_refused(llama_client: Client) -> None:
@@ -391,6 +391,33 @@ def test_layers_of_another_kind_are_refused(llama_client: Client) -> None:
     )  # fmt: skip
     with pytest.raises(UnsupportedError, match="LinearAttention"):
         KvstrataCache(Qwen3NextForCausalLM(config), llama_client)
+
+
+def test_a_rotation_that_changes_with_the_length_is_refused(llama_client: Client) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = LlamaConfig(
+        num_hidden_layers=3, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=64, vocab_size=64, rope_parameters=rope,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError, match="rope_type dynamic"):
+        KvstrataCache(LlamaForCausalLM(config), llama_client)
+
+
+def test_columns_that_are_taken_back_while_the_kv_is_away_are_computed_no_more(
+    llama: Any, llama_client: Client
+) -> None:
+    prompt, new = tensor(*ids(PROMPT)), tensor(*ids(3))
+    cache = KvstrataCache(llama, llama_client)
+    generate(llama, prompt, cache, new=20)
+    cache.offload()
+    mask = torch.ones(1, PROMPT + 3, dtype=torch.long)
+    with torch.inference_mode():
+        actual = llama(new, attention_mask=mask, past_key_values=cache).logits
+        expected = llama(torch.cat([prompt, new], 1)).logits[:, -3:]
+
+    assert torch.allclose(actual, expected, atol=1e-4)
 
 
 def test_a_hint_reaches_the_agent(llama: Any, llama_client: Client) -> None:

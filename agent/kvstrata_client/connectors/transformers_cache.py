@@ -101,6 +101,8 @@ class KvstrataCache(DynamicCache):  # type: ignore[misc]  # transformers is not 
             raise InvalidInputError(f"model computes in {model.dtype}, the layout has {layout.dtype}")
         if model.config.is_encoder_decoder:
             raise UnsupportedError(f"{type(model).__name__}: an encoder's KV does not follow from the tokens")
+        if changing := [t for t in _rope_types(config) if t == "longrope" or "dynamic" in t]:
+            raise UnsupportedError(f"rope_type {', '.join(changing)}: keys of tokens depend on how many follow them")
         super().__init__(config=config)
         self.layers = [_layer(layer) for layer in self.layers]
         self.hit_tokens: Counter[str] = Counter()
@@ -187,13 +189,15 @@ class KvstrataCache(DynamicCache):  # type: ignore[misc]  # transformers is not 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Restore what can be had of the tokens of a forward pass; returns its arguments without these."""
         if self._pending is not None or len({layer.get_seq_length() for layer in self.layers}) > 1:
-            self._drop()  # A pass broke off amid its layers.
+            self._break_off()
         if self._given_up:
             return None
         held = self._held()
         try:
             given = self._inputs(args, kwargs, held)
-            rows = cropped(self._rows, held, self._layout.block_tokens) if held and self._rows else self._rows
+            rows, left = self._rows, held or given.before
+            if 0 < left < columns_of(rows):
+                rows = cropped(rows, left, self._layout.block_tokens)
             rows = follow(rows, held, given.ids.tolist(), given.pads, given.columns)
         except UnsupportedError as e:
             if self._rows and not held:
@@ -248,10 +252,7 @@ class KvstrataCache(DynamicCache):  # type: ignore[misc]  # transformers is not 
         self._append(rows, held, stop, loads, given.ids.device)
         for row, load in zip(rows, loads, strict=True):
             self.hit_tokens.update(load.hits(row, range(held, stop), block_tokens))
-        saved = [
-            max(r.saved_blocks, load.stop_block if load.sources else 0) for r, load in zip(rows, loads, strict=True)
-        ]
-        rows = tuple(replace(r, saved_blocks=n) for r, n in zip(rows, saved, strict=True))
+        rows = tuple(load.noted(row) for row, load in zip(rows, loads, strict=True))
         self._trim(unsaved_from(rows, block_tokens))
         return rows
 
@@ -310,14 +311,15 @@ class KvstrataCache(DynamicCache):  # type: ignore[misc]  # transformers is not 
     # After a forward pass.
 
     def finish(self, *, is_whole: bool) -> None:
-        """Save the blocks that are full now; a pass that broke off leaves what was there before it."""
-        rows, self._pending = self._pending, None
+        """Save the blocks that are full now."""
         self._record(is_on=False)
-        if rows is None:
+        if self._pending is None:
             return
         if not is_whole:
-            self._drop()
-        elif {layer.get_seq_length() for layer in self.layers} != {columns_of(rows)}:
+            self._break_off()
+            return
+        rows, self._pending = self._pending, None
+        if {layer.get_seq_length() for layer in self.layers} != {columns_of(rows)}:
             self._give_up(f"layers do not hold the {columns_of(rows)} columns that the model was given")
         elif (wrong := self._wrong_states()) is not None:
             self._give_up(wrong)
@@ -382,6 +384,12 @@ class KvstrataCache(DynamicCache):  # type: ignore[misc]  # transformers is not 
         self._pending = None
         super().reset()
 
+    def _break_off(self) -> None:
+        """Drop what layers hold of a pass that ended amid them. Its tokens are known, and are computed again."""
+        if self._pending is not None:
+            self._rows = self._pending
+        self._drop()
+
     def _record(self, *, is_on: bool) -> None:
         for layer in self.layers:
             if isinstance(layer, SlidingLayer):
@@ -433,6 +441,15 @@ class _Load:
             start = row.column_of(block, block_tokens)
             hits[source] += max(0, min(columns.stop, start + block_tokens) - max(columns.start, start))
         return hits
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Rope types of a model: one, or one for each type of layers.
+
+    Those with `dynamic` in their name, and `longrope`, rotate by the length so far (`modeling_rope_utils` of 5.23).
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {str(r["rope_type"]) for r in (rope, *rope.values()) if isinstance(r, Mapping) and "rope_type" in r}
 
 
 def _layer(layer: Any) -> Any:
