@@ -14,7 +14,7 @@ from kvstrata_client.conformance.stage import Stage
 from support.client.wrong_program import WRONG
 from support.runner.alone import environment
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 KIT = (sys.executable, "-m", "kvstrata_client.cli", "conformance")
 PATIENT_S = 60.0
@@ -22,7 +22,7 @@ PATIENT_S = 60.0
 
 def kit(*arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [*KIT, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment())
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment())
 
 
 def test_our_own_client_passes() -> None:
