@@ -1,17 +1,15 @@
 """The client in Go: builds from the standard library alone, agrees with the vectors, and passes the conformance kit."""
 
-import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from controlplane.pins import BUILD_FLAGS
 from kvstrata_client.conformance.scenarios import SCENARIOS
-from support.runner.alone import environment
+from support.client.conformance_kit import kit
 
 pytestmark = [
     pytest.mark.system,
@@ -38,16 +36,5 @@ def test_it_is_vetted_and_agrees_with_the_vectors() -> None:
 def test_it_passes_the_conformance_kit(tmp_path: Path) -> None:
     built = go("build", *BUILD_FLAGS, "-o", str(tmp_path / "conformance"), "./cmd/conformance")
     assert built.returncode == 0, built.stderr
-    command = (
-        sys.executable,
-        "-m",
-        "kvstrata_client.cli",
-        "conformance",
-        "--answer-s",
-        "60",
-        "--",
-        str(tmp_path / "conformance"),
-    )
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment())
-    told = json.loads(done.stdout.splitlines()[-1])["conformance"]
-    assert (done.returncode, told) == (0, {"passed": len(SCENARIOS), "failed": 0, "failures": {}}), done.stderr
+    ended = kit("--answer-s", "60", "--", str(tmp_path / "conformance"))
+    assert (ended.status, ended.told) == (0, {"passed": len(SCENARIOS), "failed": 0, "failures": {}}), ended.errors
