@@ -176,9 +176,6 @@ AGENT: Final = (
         "Files of dead vLLM engines in /dev/shm that the agent removed.", ("pool", "node"),
     ),
     Metric(
-        "kvstrata_engine_memory_reaped_bytes_total", Kind.COUNTER, "Memory that those files took.", ("pool", "node"),
-    ),
-    Metric(
         "kvstrata_stray_releases_total", Kind.COUNTER,
         "Releases of leases that were not live, by cause (double, late, foreign, unknown); late ones read for nothing.",
         ("pool", "node", "cause"),

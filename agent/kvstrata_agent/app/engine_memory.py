@@ -65,7 +65,6 @@ class EngineMemory:
         """Remove what nobody has open, `REAPED_MAX` files at most."""
         for name, size_bytes in await asyncio.to_thread(reap, self._directory, time.time()):
             self._counters.add("kvstrata_engine_memory_reaped_files_total")
-            self._counters.add("kvstrata_engine_memory_reaped_bytes_total", size_bytes)
             _log.info("memory of a dead engine given back", extra={"file": name, "size_bytes": size_bytes})
 
 
