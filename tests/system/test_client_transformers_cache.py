@@ -23,7 +23,7 @@ from transformers import DynamicCache  # noqa: E402
 
 from kvstrata_api.errors import InvalidInputError, UnsupportedError  # noqa: E402
 from kvstrata_client.connectors import transformers_cache  # noqa: E402
-from kvstrata_client.connectors.transformers import SlidingLayer, layout_of  # noqa: E402
+from kvstrata_client.connectors.transformers import SlidingLayer, layout_of, unpacked  # noqa: E402
 from kvstrata_client.connectors.transformers_cache import KvstrataCache  # noqa: E402
 from support.client.tiny_models import KINDS, VOCABULARY, made  # noqa: E402
 
@@ -313,13 +313,10 @@ def test_zeros_in_place_of_blocks_are_noticed(model: Any, client: Client, monkey
     prompts = [tensor(*ids(PROMPT)) for _ in range(3)]
     for prompt in prompts:
         generate(model, prompt, caching(model, client), new=1)
-    monkeypatch.setattr(transformers_cache, "unpacked", lambda *a: tuple(torch.zeros_like(s) for s in _unpacked(*a)))
+    monkeypatch.setattr(transformers_cache, "unpacked", lambda *a: tuple(torch.zeros_like(s) for s in unpacked(*a)))
     equal = [same(model, generate(model, p, caching(model, client)), generate(model, p), PROMPT) for p in prompts]
 
     assert equal == [False] * 3
-
-
-_unpacked = transformers_cache.unpacked
 
 
 def test_a_pass_that_breaks_off_leaves_what_was_there_before(model: Any, client: Client) -> None:
