@@ -49,6 +49,9 @@ def test_an_example_has_a_readme_that_says_how_to_apply_it(folder: Path) -> None
 @pytest.mark.parametrize("path", VALUES, ids=lambda p: p.parts[-3])
 def test_values_of_an_example_are_values_of_the_chart(path: Path) -> None:
     values = yaml.safe_load(path.read_text())
+    if "nodePreparation" in values:
+        assert "--set nodePreparation.image.digest=" in (path.parents[1] / "README.md").read_text()
+        values["nodePreparation"]["image"] = {"digest": "sha256:" + "1" * 64}
     wrong = {**values, "noSuchValue": 1}
 
     assert render(values)
