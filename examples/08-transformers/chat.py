@@ -66,10 +66,12 @@ def main() -> int:
     parser.add_argument("--socket", type=Path, required=True, help="of the node's agent of the pool")
     parser.add_argument("--pool", required=True)
     parser.add_argument("--token-file", type=Path, default=NO_TOKEN, help="of the pod's projected token")
+    parser.add_argument("--model", default="demo/tiny", help="as in the pool's compatibility")
+    parser.add_argument("--revision", default="seed-7", help="likewise")
     parser.add_argument("--timeout-s", type=float, default=0.5, help="how long a call waits for the agent")
     given = parser.parse_args()
     model = tiny()
-    layout = layout_of(model.config, "demo/tiny", "seed-7", "fp32")
+    layout = layout_of(model.config, given.model, given.revision, "fp32")
     wait_s = given.timeout_s
     target = Target(
         given.socket,

@@ -170,6 +170,8 @@ def main() -> int:
         side.add_argument("--socket", type=Path, required=True, help="of this node's agent of the pool")
         side.add_argument("--pool", required=True)
         side.add_argument("--token-file", type=Path, default=NO_TOKEN, help="of the pod's projected token")
+        side.add_argument("--model", default="demo/tiny", help="as in the pool's compatibility")
+        side.add_argument("--revision", default="seed-7", help="likewise")
         side.add_argument("--timeout-s", type=float, default=0.5, help="how long a call waits for the agent")
         if role == "decode":
             side.add_argument("--prefill", required=True, help="HOST:PORT of the prefill side")
@@ -181,7 +183,7 @@ def main() -> int:
     if given.role == "ask":
         return ask(given.decode, given.prompt, given.count)
     model = tiny()
-    layout = layout_of(model.config, "demo/tiny", "seed-7", "fp32", BLOCK)
+    layout = layout_of(model.config, given.model, given.revision, "fp32", BLOCK)
     wait_s = given.timeout_s
     target = Target(
         given.socket,

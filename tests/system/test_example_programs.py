@@ -25,6 +25,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CHAT = EXAMPLES / "08-transformers" / "chat.py"
 SIDES = EXAMPLES / "09-prefill-decode" / "prefill_decode.py"
 LIMIT_S = 240.0
+OF_TESTS = ("--model", "tiny", "--revision", "r1", "--timeout-s", PATIENT_S)
+"""What the pool of an agent of tests is of, and patience on a busy machine."""
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def run(program: Path, *args: object) -> str:
 def test_a_chat_restores_more_with_each_turn_and_everything_the_second_time(tmp_path: Path, token: Path) -> None:
     party = FakeAuthenticator(a=caller("a"))
     with AgentThread(tmp_path / "agent.sock", lambda: [dram_tier(1 << 24)], party) as agent:
-        flags = ("--socket", agent.socket, "--pool", "pool", "--token-file", token, "--timeout-s", PATIENT_S)
+        flags = ("--socket", agent.socket, "--pool", "pool", "--token-file", token, *OF_TESTS)
         first, second = (run(CHAT, *flags) for _ in range(2))
 
     assert re.findall(r"restored (\w+)", first) == ["none", "688", "784"]
@@ -84,7 +86,7 @@ def test_a_prompt_computed_on_one_node_is_decoded_on_another_and_computed_there_
     tmp_path: Path, token: Path
 ) -> None:
     with two_nodes(tmp_path, 1 << 24) as (writer, reader):
-        flags = ("--pool", "pool", "--token-file", token, "--timeout-s", PATIENT_S)
+        flags = ("--pool", "pool", "--token-file", token, *OF_TESTS)
         with side("prefill", "--socket", writer.socket, *flags) as (prefill, prefill_port):
             at = f"127.0.0.1:{prefill_port}"
             with side("decode", "--socket", reader.socket, "--prefill", at, *flags) as (_, port):

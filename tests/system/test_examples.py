@@ -6,14 +6,17 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 
 from controlplane import ControlPlane
 from kvstrata_api.schema import CRD_DIR
+from support.kube.chart_values import CHART, helm, render
 
 pytestmark = pytest.mark.system
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDERS = sorted(p for p in EXAMPLES.iterdir() if p.name[:2].isdigit())
+VALUES = sorted(EXAMPLES.glob("*/chart/values.yaml"))
 TRANSCRIPTS = sorted((EXAMPLES / "transcripts").glob("*.jsonl"))
 KINDS = ("kvpools", "kvpoolnodes", "kvtenants", "kvtrustdomains", "kvprefixshares", "kvoperations")
 
@@ -41,6 +44,18 @@ def test_an_example_is_accepted_as_it_stands(plane: ControlPlane, folder: Path) 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
 def test_an_example_has_a_readme_that_says_how_to_apply_it(folder: Path) -> None:
     assert f"kubectl apply -f examples/{folder.name}/" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("path", VALUES, ids=lambda p: p.parts[-3])
+def test_values_of_an_example_are_values_of_the_chart(path: Path) -> None:
+    values = yaml.safe_load(path.read_text())
+    if "nodePreparation" in values:
+        assert "--set nodePreparation.image.digest=" in (path.parents[1] / "README.md").read_text()
+        values["nodePreparation"]["image"] = {"digest": "sha256:" + "1" * 64}
+    wrong = {**values, "noSuchValue": 1}
+
+    assert render(values)
+    assert helm("template", "kvstrata", str(CHART), values=wrong).returncode != 0
 
 
 def test_the_examples_table_names_every_folder() -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
@@ -203,13 +202,6 @@ def test_the_engines_version_is_one_that_is_tested(folder: str, names: str) -> N
     (version,) = re.findall(r"^FROM \S+:v(\S+)$", (EXAMPLES / folder / "Containerfile").read_text(), re.MULTILINE)
 
     assert (ROOT / "requirements" / names.format(version)).is_file()
-
-
-@pytest.mark.parametrize("folder", RECIPES, ids=lambda p: p.name)
-def test_values_are_values_of_the_chart(folder: Path) -> None:
-    schema = json.loads((ROOT / "charts" / "kvstrata" / "values.schema.json").read_text())
-
-    jsonschema.validate(yaml.safe_load((folder / "chart" / "values.yaml").read_text()), schema)
 
 
 @pytest.mark.parametrize("folder", RECIPES, ids=lambda p: p.name)
