@@ -36,11 +36,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Name the peer in each report."""
     report = yield
-    named = getattr(getattr(item, "module", None), "PEER", "")
-    callspec = getattr(item, "callspec", None)
-    if named:
-        report.user_properties.append((_PEER, named.format(**(callspec.params if callspec is not None else {}))))
+    if name := _name_of(item):
+        report.user_properties.append((_PEER, name))
     return report
+
+
+def _name_of(item: pytest.Item) -> str:
+    """Engine and version that a test drives; the engine alone where it drives none in particular."""
+    named = str(getattr(getattr(item, "module", None), "PEER", ""))
+    callspec = getattr(item, "callspec", None)
+    try:
+        return named.format(**(callspec.params if callspec is not None else {}))
+    except KeyError:
+        return named.partition(" ")[0]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -30,6 +30,7 @@ SILENT = {
     "kvstrata_pool_tier_target_bytes": "no tier scales by itself",
     "kvstrata_stray_releases_total": "every lease was released once",
     "kvstrata_nominations_total": "no block had more copies than are wanted",
+    "kvstrata_engine_memory_reaped_files_total": "no engine died",
     "kvstrata_refused_blocks_total": "every store found room",
     "kvstrata_quota_rejected_total": "no tenant has a quota",
     "kvstrata_quota_evicted_total": "no tenant has a quota",

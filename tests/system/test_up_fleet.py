@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -87,12 +88,13 @@ Join = Callable[..., Up]
 
 
 @pytest.fixture
-def join(tmp_path: Path, directory: Directory) -> Iterator[Join]:
+def join(directory: Directory) -> Iterator[Join]:
     """A member of this name, with the fleet's keys and a certificate of its own unless told otherwise; not started."""
     with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="up-")))  # A short path, for sockets.
 
         def make(name: str, *, keys: bytes = b"k" * 32, certified: Fleet = CERTIFIED, called: str = "") -> Up:
-            home = tmp_path / name
+            home = folder / name
             home.mkdir()
             held = certified.agent(names.pool_node_name(POOL, called or name))
             written = {"cert": held.certificate_pem, "key": held.key_pem, "ca": CERTIFIED.authority.certificate.pem}
