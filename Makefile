@@ -109,7 +109,7 @@ bench-%: setup
 requirements: ## Compile requirements/*.txt from pyproject.toml
 	@hack/compile_requirements.sh
 
-generate: ## Write everything that is generated: CRDs, chart CRDs, dashboards, metric docs
+generate: ## Write everything that is generated: CRDs, chart CRDs, dashboards, metric docs, the wire protocol
 	@$(BIN)/python hack/generate.py --write
 
 sbom: ## Write a CycloneDX bill of materials for each requirement file

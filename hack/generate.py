@@ -1,4 +1,4 @@
-"""Write or check everything that is generated: CRDs, chart CRDs, dashboards, metric docs.
+"""Write or check everything that is generated: CRDs, chart CRDs, dashboards, metric docs, the wire protocol.
 
 `--check` compares and fails on drift; `--write` brings the files up to date.
 """
@@ -12,6 +12,7 @@ GENERATORS: Final = (
     ("CRDs", ("-m", "kvstrata_api.schema")),
     ("dashboards", ("-m", "kvstrata_telemetry.dashboard")),
     ("metric docs", ("-m", "kvstrata_telemetry.generated")),
+    ("wire protocol", ("hack/protocol.py",)),
     ("chart", ("hack/sync_chart.py",)),  # Last: it copies what the others make.
 )
 

@@ -11,6 +11,7 @@ from kvstrata_client.client import Client
 from kvstrata_client.target import NO_TOKEN, Target
 from kvstrata_client.verbs.results import (
     Answer,
+    Dropped,
     Grants,
     Lease,
     Loaded,
@@ -28,6 +29,7 @@ __all__ = [
     "AsyncClient",
     "AsyncPrefixCache",
     "Client",
+    "Dropped",
     "Grants",
     "KvStrataError",
     "Layout",

@@ -11,6 +11,7 @@ from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.wire import Handover
 from kvstrata_client.async_client import AsyncClient
 from kvstrata_client.client import Client
+from kvstrata_client.prompt import hints
 from kvstrata_client.prompt.chain import Tokens
 from kvstrata_client.prompt.handover import AsyncHandoverWriter, HandoverWriter, begin_handover
 from kvstrata_client.prompt.load import load
@@ -20,7 +21,7 @@ from kvstrata_client.prompt.streaming import LEASE_S, AsyncLayerStream, LayerStr
 from kvstrata_client.target import Target
 from kvstrata_client.verbs.copying import HeadRange
 from kvstrata_client.verbs.leases import lost
-from kvstrata_client.verbs.results import Bytes2D, Loaded, Located, Stored
+from kvstrata_client.verbs.results import Bytes2D, Dropped, Loaded, Located, Stored
 
 DEADLINE_S: Final = 10.0
 TOKENS_MAX: Final = 1 << 24
@@ -119,6 +120,34 @@ class PrefixCache:
         self._client.counters.note_store(stored)
         return stored
 
+    def touch(self, tokens: Sequence[int] | Tokens, *, blocks_max: int | None = None) -> int:
+        """Record use of the longest cached prefix of `tokens` without reading it; returns how many blocks are here.
+
+        Moves nothing. 0 while the agent is away, and from one that knows no touches.
+        """
+        return self._client.run(hints.touch(_job(self._client, self._variant, tokens, "", DEADLINE_S, blocks_max)))
+
+    def prefetch(self, tokens: Sequence[int] | Tokens, *, session: str = "", blocks_max: int | None = None) -> int:
+        """Begin to bring the longest cached prefix of `tokens` into memory; returns how many blocks are on their way.
+
+        Answers at once. What is in memory already does not count, and what other nodes have stays there until it is
+        loaded; the pool's `policy.prefetch` bounds how much is under way.
+        """
+        return self._client.run(
+            hints.prefetch(_job(self._client, self._variant, tokens, session, DEADLINE_S, blocks_max))
+        )
+
+    def drop(self, tokens: Sequence[int] | Tokens, *, first_block: int = 0) -> Dropped:
+        """Remove the tenant's own blocks of `tokens` from this node, those before `first_block` excepted.
+
+        Blocks of a domain or a share are its other readers' as well and stay. What somebody leases, pins, moves or
+        decodes from stays, and so does what a block continues that stays. It makes room and keeps no secret: other
+        nodes keep their copies, and erasing is the KVTenant's `eraseRequested`. Nothing with an agent that is away or
+        knows no drops.
+        """
+        job = _job(self._client, self._variant, tokens, "", DEADLINE_S)
+        return self._client.run(hints.drop(replace(job, first_block=max(0, first_block))))
+
 
 class AsyncPrefixCache:
     """Loads and stores prompts' blocks under asyncio; memory is copied in a worker thread."""
@@ -196,6 +225,23 @@ class AsyncPrefixCache:
         stored = await self._client.run(store(job, blocks, first_block))
         self._client.counters.note_store(stored)
         return stored
+
+    async def touch(self, tokens: Sequence[int] | Tokens, *, blocks_max: int | None = None) -> int:
+        """Like `PrefixCache.touch`."""
+        job = _job(self._client, self._variant, tokens, "", DEADLINE_S, blocks_max)
+        return await self._client.run(hints.touch(job))
+
+    async def prefetch(
+        self, tokens: Sequence[int] | Tokens, *, session: str = "", blocks_max: int | None = None
+    ) -> int:
+        """Like `PrefixCache.prefetch`."""
+        job = _job(self._client, self._variant, tokens, session, DEADLINE_S, blocks_max)
+        return await self._client.run(hints.prefetch(job))
+
+    async def drop(self, tokens: Sequence[int] | Tokens, *, first_block: int = 0) -> Dropped:
+        """Like `PrefixCache.drop`."""
+        job = _job(self._client, self._variant, tokens, "", DEADLINE_S)
+        return await self._client.run(hints.drop(replace(job, first_block=max(0, first_block))))
 
 
 def check_buffer(target: Target, buffer: Bytes2D | None) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 
 from kvstrata_api import __version__
 from kvstrata_api.errors import KvStrataError
-from kvstrata_client.commands import agent, calibrate, digest, fleet, manifests, up
+from kvstrata_client.commands import agent, calibrate, conformance, digest, fleet, manifests, up
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     digest.add(commands)
     calibrate.add(commands)
     up.add(commands)
+    conformance.add(commands)
     manifests.add_who_can_read(commands)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(run=print_version)

@@ -425,6 +425,13 @@ AnyRequest = (
     | Touch | Drop
 )  # fmt: skip
 AnyReply = Welcome | Granted | Done | Found | Acquired | Reserved | Published | Text | Failed | Arrived
+REPLIES: Final[dict[type[Request], type[Reply]]] = {
+    Hello: Welcome, Attach: Granted, Scopes: Granted, OpenSession: Done, TouchSession: Done, CloseSession: Done,
+    Lookup: Found, CountLoad: Done, Acquire: Acquired, Release: Done, Reserve: Reserved, Publish: Published,
+    Abandon: Done, Prefetch: Done, Pin: Done, Unpin: Done, Touch: Done, Drop: Found, Stats: Text, Explain: Text,
+    Advance: Done, Arrive: Arrived,
+}  # fmt: skip
+"""What each request is answered with, or with `Failed`."""
 LATER_VERBS: Final = (Touch.__name__, Drop.__name__)
 """Verbs that came after the first agents of this protocol version."""
 GRANTING: Final = (Acquired, Reserved)
@@ -434,7 +441,12 @@ _LIMITED: Final = {
     kind: tuple((f, _LENGTHS_MAX[f]) for f in kind.__struct_fields__ if f in _LENGTHS_MAX)
     for kind in get_args(AnyRequest)
 }
-"""Fields of each request whose lengths have limits, with these."""
+
+
+def limits_of(kind: type[Message]) -> tuple[tuple[str, int], ...]:
+    """Fields of a request whose lengths have limits, with these; of other messages none."""
+    return _LIMITED.get(kind, ())
+
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _requests: Final[msgspec.msgpack.Decoder[AnyRequest]] = msgspec.msgpack.Decoder(AnyRequest)
@@ -467,6 +479,14 @@ def decode_request(body: bytes) -> AnyRequest:
     return request
 
 
+def refused_id(body: bytes) -> int:
+    """Return the id of a request that is over a limit; 0 of what is no request at all."""
+    try:
+        return _requests.decode(body).id
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return 0
+
+
 def decode_reply(body: bytes) -> AnyReply:
     """Parse a reply. Raises `InvalidInputError` that names what is wrong with it."""
     try:
@@ -479,7 +499,7 @@ def _check(request: AnyRequest) -> None:
     digests = getattr(request, "digests", b"")
     if len(digests) % KEY_BYTES or len(digests) > KEYS_MAX * KEY_BYTES:
         raise InvalidInputError(f"digests of {len(digests)} B: a multiple of {KEY_BYTES} B, {KEYS_MAX} keys at most")
-    for name, limit in _LIMITED[type(request)]:
+    for name, limit in limits_of(type(request)):
         value = getattr(request, name)
         length = len(value.name if isinstance(value, Handover) else value or ())
         if length > limit:

@@ -12,10 +12,12 @@ import hashlib
 import logging
 import random
 import ssl
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import msgspec
@@ -38,6 +40,8 @@ ANSWER_S: Final = 30.0
 """An unsigned request is complained about after so long."""
 LOOK_S: Final = (0.1, 2.0)
 """Polling interval of a request, first and longest."""
+FILES_POLL_S: Final = 1.0
+"""Polling interval of certificates in files."""
 PAUSE_S: Final = 10.0
 """Longest pause after a failure."""
 _REQUESTS: Final = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
@@ -63,12 +67,12 @@ def make_key_pair(uri: str, hosts: Sequence[str] = ()) -> KeyPair:
     return KeyPair(key.private_bytes(*form), request.public_bytes(serialization.Encoding.PEM))
 
 
-def ends_at(certificate_pem: bytes) -> datetime:
-    """Last moment of a certificate. Raises `InvalidInputError` for what is none."""
+def ends_at(certificate_pem: bytes, source: str = "") -> datetime:
+    """Last moment of a certificate. Raises `InvalidInputError`, beginning with its `source`, for what is none."""
     try:
         return x509.load_pem_x509_certificate(certificate_pem).not_valid_after_utc
     except ValueError as e:
-        raise InvalidInputError(f"no certificate: {e}") from e
+        raise InvalidInputError(f"{source}no certificate: {e}") from e
 
 
 def _host(host: str) -> x509.GeneralName:
@@ -204,6 +208,92 @@ class OwnCertificate:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LOOK_S[1])
         raise RetryableError(f"request {name} is not signed yet: does the operator run, and does it lead?")
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateFiles:
+    """PEM files: a certificate, its key, and the authorities that certify everybody."""
+
+    certificate: Path
+    key: Path
+    trust: Path
+
+    @property
+    def marks(self) -> list[tuple[int, int, int]]:
+        """What differs when one has changed. Raises `OSError`."""
+        seen = [path.stat() for path in (self.certificate, self.key, self.trust)]
+        return [(s.st_mtime_ns, s.st_size, s.st_ino) for s in seen]
+
+
+class FileCertificate:
+    """A certificate that somebody else keeps in files, which are read again when they change."""
+
+    def __init__(self, files: CertificateFiles, uri: str) -> None:
+        """Read the files. Raises `InvalidInputError` that names the file and says what is wanted."""
+        self._files = files
+        self._uri = uri
+        self._marks: object = None
+        self.expires_at_s = 0.0
+        """Wall-clock second at which the certificate ends."""
+        self._contexts = self._read()
+
+    def connecting(self) -> ssl.SSLContext:
+        """Context of a connection to another agent, whose name is checked by its URI."""
+        return self._contexts[0]
+
+    def listening(self) -> ssl.SSLContext:
+        """Context of a connection that another agent has opened."""
+        return self._contexts[1]
+
+    async def run(self) -> NoReturn:
+        """Follow the files, for ever; what cannot be used is logged, and what was good last goes on."""
+        while True:
+            await asyncio.sleep(FILES_POLL_S)
+            try:
+                if self._files.marks != self._marks:
+                    self._contexts = self._read()
+                    _log.info("certificate held", extra={"uri": self._uri})
+            except (OSError, InvalidInputError) as e:
+                if self._marks is not None:
+                    _log.error("certificate not used", extra={"uri": self._uri, "cause": str(e)})
+                self._marks = None
+
+    def _read(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        files = self._files
+        try:
+            marks = files.marks
+            certificate, key, trust = (p.read_text() for p in (files.certificate, files.key, files.trust))
+        except (OSError, UnicodeDecodeError) as e:
+            raise InvalidInputError(f"certificate files: {e}") from e
+        if (mode := files.key.stat().st_mode) & stat.S_IRWXO:
+            raise InvalidInputError(f"key {files.key}: mode {stat.S_IMODE(mode):04o}; nobody else may read it: 0600")
+        ends = ends_at(certificate.encode(), f"{files.certificate}: ")
+        named = _uris(certificate.encode())
+        if named != [self._uri]:
+            wanted = f"a subjectAltName of URI:{self._uri} alone is wanted"
+            raise InvalidInputError(f"certificate {files.certificate}: names {', '.join(named) or 'nobody'}; {wanted}")
+        if ends <= datetime.now(UTC):
+            raise InvalidInputError(f"certificate {files.certificate}: ended at {ends.isoformat()}")
+        if "CERTIFICATE" not in trust:
+            raise InvalidInputError(f"certificate file {files.trust}: holds no certificate of an authority")
+        held = Credential(certificate, key, trust)
+        try:
+            contexts = tls.client_context(held, checks_host=False), tls.server_context(held)
+        except UnauthenticatedError as e:
+            read = f"{files.certificate}, {files.key}, {files.trust}"
+            raise InvalidInputError(f"certificate files {read}: {e}") from e
+        self._marks, self.expires_at_s = marks, ends.timestamp()
+        return contexts
+
+
+def _uris(certificate_pem: bytes) -> list[str]:
+    """URIs that a certificate names."""
+    try:
+        extensions = x509.load_pem_x509_certificate(certificate_pem).extensions
+        named = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (x509.ExtensionNotFound, ValueError):
+        return []
+    return named.get_values_for_type(x509.UniformResourceIdentifier)
 
 
 def _request_body(name: str, pair: KeyPair) -> dict[str, Any]:

@@ -172,6 +172,10 @@ AGENT: Final = (
         ("pool", "node", "kind"),
     ),
     Metric(
+        "kvstrata_engine_memory_reaped_files_total", Kind.COUNTER,
+        "Files of dead vLLM engines in /dev/shm that the agent removed.", ("pool", "node"),
+    ),
+    Metric(
         "kvstrata_stray_releases_total", Kind.COUNTER,
         "Releases of leases that were not live, by cause (double, late, foreign, unknown); late ones read for nothing.",
         ("pool", "node", "cause"),

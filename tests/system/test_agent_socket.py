@@ -321,3 +321,58 @@ def test_a_long_life_maps_no_more_extents_than_there_are(agent: AgentThread) -> 
     assert newest > 2 * SLOTS, "many more extents came and went"
     assert mapped <= SLOTS
     assert len(served.attachment.extents) <= SLOTS
+
+
+def test_each_request_has_the_answer_that_the_protocol_names(agent: AgentThread) -> None:
+    scope = str(caller("c").grants.write_scope)
+    keys, other = b"k" * 20, b"l" * 20
+    asked: list[wire.AnyRequest] = [
+        wire.Hello(2, 1, "raw"),
+        wire.Attach(3, "c", "pool", LAYOUT),
+        wire.Scopes(4),
+        wire.OpenSession(5, "s"),
+        wire.TouchSession(6, "s", "idle"),
+        wire.CloseSession(7, "s"),
+        wire.Lookup(8, scope, keys),
+        wire.CountLoad(9, 1, 0),
+        wire.Acquire(10, scope, keys),
+        wire.Release(11, (1,)),
+        wire.Reserve(12, scope, b"", keys),
+        wire.Publish(13, (99,), (b"c" * 16,)),
+        wire.Abandon(14, (99,)),
+        wire.Prefetch(15, scope, keys),
+        wire.Pin(16, scope, keys, 1.0),
+        wire.Unpin(17, scope, keys),
+        wire.Touch(18, scope, keys),
+        wire.Drop(19, scope, keys),
+        wire.Stats(20),
+        wire.Explain(21, scope, keys),
+        wire.Advance(22, (99,), 0, (b"c" * 16,)),
+        wire.Arrive(23, (), 0),
+        wire.Reserve(24, scope, b"", other, "", "name", BLOCK_BYTES),
+    ]
+    assert {type(r) for r in asked} == set(wire.REPLIES)
+    with Raw(agent, "c") as raw:
+        for request in asked:
+            answer = raw.ask(request)
+            assert (type(answer), answer.id) == (wire.REPLIES[type(request)], request.id), (request, answer)
+
+
+def test_a_request_over_a_limit_costs_nobody_the_connection(agent: AgentThread) -> None:
+    scope = str(caller("c").grants.write_scope)
+    over: list[wire.AnyRequest] = [
+        wire.Lookup(2, scope, b"k" * 20, "s" * (wire.SESSION_CHARS_MAX + 1)),
+        wire.Lookup(3, scope, b"k" * 20 * (wire.KEYS_MAX + 1)),
+        wire.Acquire(4, scope, b"k" * 19),
+    ]
+    with Raw(agent, "c") as raw:
+        for request in over:
+            answer = raw.ask(request)
+            assert isinstance(answer, wire.Failed)
+            assert (answer.id, answer.code) == (request.id, InvalidInputError.__name__)
+        assert isinstance(raw.ask(wire.Lookup(5, scope, b"k" * 20)), wire.Found)
+        raw.socket.sendall(b"\0\0\0\1\xc1")
+        answer = wire.decode_reply(raw.socket.recv(65536)[4:])
+        assert isinstance(answer, wire.Failed)
+        assert answer.id == 0
+        assert raw.socket.recv(65536) == b"", "what cannot be read ends it"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstrata import AsyncClient, AsyncPrefixCache, PrefixCache, Published, Target
+from kvstrata import AsyncClient, AsyncPrefixCache, Dropped, PrefixCache, Published, Target
 from kvstrata_agent.cache.load import Acquisition
 from kvstrata_agent.serve.connection import IN_FLIGHT_MAX
 from kvstrata_api import wire
@@ -54,9 +54,11 @@ def test_blocks_that_were_stored_are_loaded(agent: AgentThread) -> None:
         cache = PrefixCache(client)
         missed = cache.lookup(TOKENS)
         stored = cache.store(TOKENS, content())
+        again = cache.store(TOKENS[: LAYOUT.block_tokens * 2], content()[:2])
         found = cache.lookup(np.append(TOKENS, TOKENS))
         loaded = cache.load(TOKENS)
 
+    assert (stored.reached_blocks, again.reached_blocks) == (BLOCKS, 2)
     assert (missed.blocks, found.blocks, found.shared_blocks) == (0, BLOCKS, 0)
     assert (stored.published, stored.refused) == (BLOCKS, 0)
     assert loaded.blocks == BLOCKS
@@ -128,20 +130,54 @@ def test_every_verb_works(agent: AgentThread) -> None:
         client.close_session("s")
 
 
+def test_a_prefix_is_touched_and_dropped_by_its_tokens(agent: AgentThread) -> None:
+    with attached(agent.socket, strict=True) as mine, attached(agent.socket, "b", strict=True) as other:
+        cache, longer = PrefixCache(mine), np.append(TOKENS, TOKENS)
+        assert (cache.touch(TOKENS), cache.drop(TOKENS)) == (0, Dropped())
+        cache.store(TOKENS, content())
+        used_at_s = [entry.used_at_s for entry in agent.core.node.index]
+        assert (cache.touch(longer), cache.touch(TOKENS, blocks_max=3)) == (BLOCKS, 3)
+        assert min(entry.used_at_s for entry in agent.core.node.index) > max(used_at_s)
+        assert PrefixCache(other).drop(TOKENS) == Dropped(), "a tenant drops its own blocks alone"
+
+        assert cache.drop(longer, first_block=6) == Dropped(dropped=2)
+        with mine.acquire(keys_of(mine)[:3]) as leases:
+            assert len(leases) == 3
+            assert cache.drop(TOKENS) == Dropped(dropped=3, kept=3), "the leased ones stay"
+        assert (cache.drop(TOKENS), cache.lookup(TOKENS).blocks) == (Dropped(dropped=3), 0)
+
+
+def test_a_drop_leaves_the_blocks_of_a_domain_to_its_readers(tmp_path: Path) -> None:
+    callers = FakeAuthenticator(a=caller("a"), joined=member("a", can_write=True))
+    with AgentThread(tmp_path / "agent.sock", lambda: [dram_tier(1 << 22)], callers) as running:
+        with attached(running.socket, "joined", strict=True) as joined:
+            PrefixCache(joined).store(TOKENS[: 16 * 3], content(0, 3))
+        with attached(running.socket, "a", strict=True) as alone:
+            PrefixCache(alone).store(TOKENS, content())
+        with attached(running.socket, "joined", strict=True) as joined:
+            cache = PrefixCache(joined)
+            assert cache.touch(TOKENS) == BLOCKS
+            assert cache.drop(TOKENS) == Dropped(dropped=BLOCKS)
+            assert cache.lookup(TOKENS).shared_blocks == cache.lookup(TOKENS).blocks == 3
+
+
 async def test_the_asyncio_client_does_the_same(agent: AgentThread) -> None:
     async with await AsyncClient.attach(target(agent.socket), wait_s=PATIENT_S) as client:
         assert client.is_attached, client.reason
         cache = AsyncPrefixCache(client)
         stored = await cache.store(TOKENS, content())
         assert (await cache.lookup(TOKENS)).blocks == BLOCKS
+        assert (await cache.touch(TOKENS), await cache.prefetch(TOKENS)) == (BLOCKS, 0), "all are in memory"
         loaded = await cache.load(TOKENS)
         keys = keys_of(client)
         found = await client.lookup(keys)
         assert json.loads(await client.stats())
         async with await client.acquire(keys[:1]) as leases:
             assert bytes(leases[0].view) == bytes_of(0)
+        assert await cache.drop(TOKENS, first_block=1) == Dropped(dropped=BLOCKS - 1)
 
     assert (stored.published, loaded.blocks, found.blocks) == (BLOCKS, BLOCKS, BLOCKS)
+    assert stored.reached_blocks == BLOCKS
     assert np.array_equal(loaded.data, content())
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from kvstrata import Client, PrefixCache
 from kvstrata_api.errors import ForbiddenError, UnauthenticatedError
+from kvstrata_client.connectors.vllm.engine import parse
 from support.agent.standalone import BLOCKS, POOL, Up, content, declared, pool, tenant, tokens, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
@@ -59,19 +60,35 @@ def test_the_user_who_starts_it_is_served_and_finds_blocks_again_after_a_restart
         assert client.is_attached, client.reason
         assert store(client, 1) == BLOCKS
         assert load(client, 1) == BLOCKS
+    epoch = (up.state / "epoch.json").read_bytes()
     second = up.run()
-    assert (second.returncode, "another kvstrata up serves it" in second.stderr) == (1, True), second.stderr
+    assert (second.returncode, second.stdout) == (1, ""), second.stderr
+    assert f"socket {up.socket}: another process serves it; stop that one, or give --socket" in second.stderr
+    beside = up.run("--socket", str(up.home / "other.sock"))
+    assert (beside.returncode, "another kvstrata up serves it" in beside.stderr) == (1, True), beside.stderr
+    elsewhere = up.run("--state-dir", str(up.home / "other"), "--socket", str(up.socket))
+    assert (elsewhere.returncode, "another process serves it" in elsewhere.stderr) == (1, True), elsewhere.stderr
+    assert not (up.home / "other").exists(), "it is refused before anything is touched"
+    assert (up.state / "epoch.json").read_bytes() == epoch
     with urllib.request.urlopen(f"http://{json.loads(up.ready_file.read_text())['metrics']}/metrics") as answer:
         assert f'kvstrata_published_blocks_total{{node="local",pool="{POOL}"' in answer.read().decode()
     until(lambda: up.status()["tiers"][1]["phase"] == "Ready")
     assert {c["type"]: c["reason"] for c in up.status()["conditions"]}["MetadataAvailable"] == "NotUsed"
     assert f"socket    {up.socket}" in up.printed
+    vllm = next(line for line in up.printed.splitlines() if line.startswith("vllm      vllm serve MODEL "))
+    settings = parse(json.loads(vllm.split("'")[1])["kv_connector_extra_config"])
+    assert (settings.socket, settings.pool, settings.token_file) == (str(up.socket), POOL, "")
     assert (up.socket.parent.stat().st_mode & 0o777, (up.state / "keys.json").stat().st_mode & 0o777) == (0o700, 0o600)
 
     assert up.stop() == 0
     assert not up.socket.exists()
     up.start()
     with up.client() as client:
+        cache = PrefixCache(client)
+        assert set(cache.lookup(tokens(1)).sources) == {"nvme"}
+        assert cache.prefetch(tokens(1)) == BLOCKS
+        until(lambda: set(cache.lookup(tokens(1)).sources) == {"dram"})
+        assert (cache.prefetch(tokens(1)), cache.touch(tokens(1))) == (0, BLOCKS)
         assert load(client, 1) == BLOCKS
     until(lambda: up.status()["tiers"][1].get("recoveredBlocks") == BLOCKS)
 

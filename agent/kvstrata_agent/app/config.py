@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--metrics-port", type=port_number, default=9100, help="0: any free one; default: %(default)s")
     add(
         "--peer-address",
-        type=_address,
+        type=address,
         default=("127.0.0.1", 0),
         help="HOST:PORT where other agents reach this one, port 0 for any free one; default: 127.0.0.1:0",
     )
@@ -126,7 +126,8 @@ def port_number(text: str) -> int:
     return number
 
 
-def _address(text: str) -> tuple[str, int]:
+def address(text: str) -> tuple[str, int]:
+    """Read HOST:PORT; of the command line. Raises `ArgumentTypeError`."""
     host, colon, port = text.rpartition(":")
     if not colon or not host:
         raise argparse.ArgumentTypeError(f"{text!r}: HOST:PORT wanted")

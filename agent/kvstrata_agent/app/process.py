@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 import kvstrata_native
 from kvstrata_agent.app import observe
+from kvstrata_agent.app.engine_memory import REAP_S, EngineMemory
 from kvstrata_agent.app.periodic import Sweeper
 from kvstrata_agent.app.wiring import AgentParts
 from kvstrata_agent.backends import registry
@@ -33,7 +34,7 @@ from kvstrata_agent.policy.removal import Presence, Removal
 from kvstrata_agent.provision.provisioner import Provisioner, wipe_all
 from kvstrata_agent.provision.recovery import KEY_POLL_INTERVAL_S, AwaitedKeys
 from kvstrata_agent.serve.authorization import Attaching
-from kvstrata_agent.serve.server import Server
+from kvstrata_agent.serve.server import Server, check_free
 from kvstrata_agent.serve.session_verbs import SessionVerbs
 from kvstrata_agent.serve.verbs import Verbs
 from kvstrata_api import __version__
@@ -95,6 +96,7 @@ class AgentProcess:
         Raises `UnsupportedError` for a state directory, a socket or credentials that cannot be used.
         """
         config = self._config
+        check_free(config.socket)  # Before anything changes that the agent which serves it may use.
         epoch = next_epoch(config.state_dir, time.time())
         async with AsyncExitStack() as stack:
             await self._listen_for_scrapes(stack)
@@ -149,6 +151,7 @@ class AgentProcess:
         self._announce_readiness(stack, network.address, epoch)
         async with asyncio.TaskGroup() as group:
             group.create_task(Sweeper(core.cache, world.authenticator).run())
+            group.create_task(repeat("reap", REAP_S, EngineMemory(self._counters).reap))
             group.create_task(repeat("latecomers", KEY_POLL_INTERVAL_S, AwaitedKeys(node, world.keyring).poll))
             group.create_task(network.run(node, scopes))
             group.create_task(self._keep_following(world, core, provisioner))

@@ -77,9 +77,10 @@ class Connection:
         try:
             request = wire.decode_request(body)
         except InvalidInputError as e:
-            # What follows cannot be trusted to be framed as its sender meant it.
-            self._reply(failures.failure(0, self._verbs.grants_version, e))
-            self._channel.end()
+            request_id = wire.refused_id(body)
+            self._reply(failures.failure(request_id, self._verbs.grants_version, e))
+            if not request_id:  # What follows cannot be trusted to be framed as its sender meant it.
+                self._channel.end()
             return
         began_s = time.monotonic()
         try:

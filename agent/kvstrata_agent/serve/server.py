@@ -6,7 +6,6 @@ Unauthenticated connections have a limit of their own; callers share theirs fair
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import os
@@ -107,7 +106,8 @@ class Server:
         """
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=MODE)
-            _remove_dead(self._path)
+            if _look_dead(self._path):
+                self._path.unlink(missing_ok=True)
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
             before = os.umask(0o777 & ~MODE)
             try:
@@ -116,7 +116,7 @@ class Server:
                 os.umask(before)
             listener.listen(_BACKLOG)
         except OSError as e:
-            raise UnsupportedError(f"socket {self._path}: {e.strerror or e}") from e
+            raise _unusable(self._path, e) from e
         self._listener = listener
         asyncio.get_running_loop().add_reader(listener, self._acceptable)
 
@@ -196,15 +196,35 @@ def _user_of(connected: socket.socket) -> int:
     return uid
 
 
-def _remove_dead(path: Path) -> None:
-    """Unlink a socket that nobody listens on. `OSError` when somebody does, or when it is no socket."""
+def check_free(path: Path) -> None:
+    """Refuse a socket path that another process serves, or where something else lies. Changes nothing; never waits.
+
+    Raises `UnsupportedError` that says what to do.
+    """
+    try:
+        _look_dead(path)
+    except OSError as e:
+        raise _unusable(path, e) from e
+
+
+def _unusable(path: Path, error: OSError) -> UnsupportedError:
+    advice = "; stop that one, or give --socket another path" if error.errno == errno.EADDRINUSE else ""
+    return UnsupportedError(f"socket {path}: {error.strerror or error}{advice}")
+
+
+def _look_dead(path: Path) -> bool:
+    """Return whether a socket lies there that nobody listens on. `OSError` when somebody does, or it is no socket."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
-        return
+        return False
     if not stat.S_ISSOCK(mode):
         raise OSError(errno.EEXIST, "exists and is no socket")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(ConnectionRefusedError):
-        probe.connect(os.fspath(path))
-        raise OSError(errno.EADDRINUSE, "another agent listens there")
-    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
+        except BlockingIOError:
+            pass  # A full backlog is somebody's, be he stopped (man 7 unix).
+    raise OSError(errno.EADDRINUSE, "another process serves it")

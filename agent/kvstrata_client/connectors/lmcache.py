@@ -27,10 +27,11 @@ from lmcache.v1.platform import create_event_notifier
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.client import Client
 from kvstrata_client.connectors import object_transfers as transfers
-from kvstrata_client.connectors.lmcache_board import LOCK_S, Board, Locks, Task, Workers
+from kvstrata_client.connectors.lmcache_board import LOCK_S, Board, Locks
 from kvstrata_client.connectors.lmcache_costs import LoadCosts, announce
 from kvstrata_client.connectors.lmcache_names import Name, Namer, Options, Params, parse
 from kvstrata_client.connectors.object_transfers import Object
+from kvstrata_client.connectors.object_workers import Task, Workers
 
 T = TypeVar("T")
 

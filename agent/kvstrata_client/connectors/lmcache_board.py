@@ -1,18 +1,14 @@
-"""Tasks that run beside whoever submits them, and the board where their results are found.
+"""The board where LMCache's controllers find the results of their tasks, and what they have locked.
 
-LMCache's controllers submit, go on, and read the board when its descriptor is ready. Nothing here waits for an agent
-on a controller's thread: a task that finds no place in the queue is answered at once.
+Controllers submit tasks (`object_workers`), go on, and read the board when its descriptor is ready.
 
 `Locks` are the objects that LMCache has found and not yet released. The agent keeps one pin for a block and a
 connection, however often it is asked for; so locks on one object are counted here, and the last one takes the pin
 back. Pins end by themselves: what LMCache forgets to unlock is not kept for ever.
 """
 
-import logging
-import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from kvstrata_client.connectors.lmcache_names import Name
@@ -20,8 +16,6 @@ from kvstrata_client.connectors.object_transfers import Keys
 
 T = TypeVar("T")
 
-TASKS_MAX: Final = 1024
-"""Tasks that wait in one queue; a controller of LMCache has some tens under way."""
 RESULTS_MAX: Final = 65_536
 """Results that nobody has fetched: of requests that were given up. The oldest go first."""
 
@@ -29,8 +23,6 @@ LOCK_S: Final = 60.0
 """A load follows its lookup within seconds; a lock that lasts longer belongs to nobody any more."""
 LOCKS_MAX: Final = 65_536
 """Objects counted at a time; locks beyond that are not taken back, and end by themselves."""
-
-_log: Final = logging.getLogger(__name__)
 
 
 class Board(Generic[T]):
@@ -68,74 +60,6 @@ class Board(Generic[T]):
         """Announce nothing any more. Idempotent."""
         with self._lock:
             self._is_closed = True
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """Something to be done by a worker. Exactly one of the two is called, `give_up` also when `run` raised."""
-
-    run: Callable[[], None]
-    give_up: Callable[[], None]
-
-
-class Workers:
-    """Threads that carry out tasks in the order in which they come."""
-
-    def __init__(self, name: str, threads: int) -> None:
-        """Start `threads` threads."""
-        self._tasks: queue.Queue[Task | None] = queue.Queue(TASKS_MAX + threads)
-        self._lock = threading.Lock()
-        self._is_closing = False
-        self._threads = [threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(threads)]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        """True while there is a thread for every task."""
-        return all(thread.is_alive() for thread in self._threads)
-
-    def submit(self, task: Task) -> None:
-        """Have a task done, or give it up at once when there is no place in the queue. Never waits."""
-        with self._lock:
-            is_taken = not self._is_closing and self._tasks.qsize() < TASKS_MAX
-            if is_taken:
-                self._tasks.put_nowait(task)
-        if not is_taken:
-            task.give_up()
-
-    def close(self) -> None:
-        """Give up what waits and return when nothing is being done any more. Idempotent."""
-        with self._lock:
-            self._is_closing = True
-        while (task := self._next()) is not None:
-            task.give_up()
-        for _ in self._threads:
-            self._tasks.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def _next(self) -> Task | None:
-        try:
-            return self._tasks.get_nowait()
-        except queue.Empty:
-            return None
-
-    def _work(self) -> None:
-        while self._do_next():
-            pass
-
-    def _do_next(self) -> bool:
-        """Do one task; False when there are to be no more. What it held is let go of before the next is waited for."""
-        task = self._tasks.get()
-        if task is None:
-            return False
-        try:
-            task.run()
-        except Exception:  # noqa: BLE001  The root of every task: an engine must not wait for a result that never comes.
-            _log.exception("a task failed")
-            task.give_up()
-        return True
 
 
 class Locks:

@@ -339,4 +339,5 @@ def _added(one: Stored, other: Stored) -> Stored:
         one.refused + other.refused,
         one.error or other.error,
         max(one.busy_s, other.busy_s),
+        max(one.reached_blocks, other.reached_blocks),
     )

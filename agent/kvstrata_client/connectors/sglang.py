@@ -31,10 +31,11 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from kvstrata_api.errors import InvalidInputError, KvStrataError
+from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.client import Client
 from kvstrata_client.connectors import object_transfers as transfers
 from kvstrata_client.connectors.object_transfers import Object
+from kvstrata_client.connectors.object_workers import StateLog
 from kvstrata_client.connectors.sglang_pages import (
     ELEMENT_BYTES,
     KV,
@@ -72,7 +73,7 @@ class KvstrataStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no ty
         """By SGLang's name of the pool; None where pages cannot be stored."""
         self._empty: set[str] = set()
         """Pools that hold no bytes, only the indices of other pools."""
-        self._state = _StateLog()
+        self._state = StateLog(_log, "pages are misses")
         self._samples = _Samples()
 
     # Registration, once at the start.
@@ -273,7 +274,7 @@ class KvstrataStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no ty
 class _PageStore:
     """Pages of one host pool in the agent's pool."""
 
-    def __init__(self, options: Options, page: PageFormat, host_pool: Any, state: "_StateLog") -> None:
+    def __init__(self, options: Options, page: PageFormat, host_pool: Any, state: StateLog) -> None:
         """Attach; raises `InvalidInputError` for pages that cannot be cut into blocks."""
         self.page = page
         layout = layout_of(options.params, page)
@@ -331,26 +332,6 @@ class _PageStore:
 
     def _note_agent(self) -> None:
         self._state.note(f"{self.page.pool}: agent", None if self.client.is_attached else self.client.reason)
-
-
-class _StateLog:
-    """Logs changes: one line when something begins to fail, fails for another reason, or works again."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._last: dict[str, str] = {}
-
-    def note(self, subject: str, error: KvStrataError | None) -> None:
-        """Log the state of a subject, if it is not the one that it had; None: it works."""
-        state = type(error).__name__ if error is not None else ""
-        with self._lock:
-            if self._last.get(subject, "") == state:
-                return
-            self._last[subject] = state
-        if error is None:
-            _log.info("%s: works again", subject)
-        else:
-            _log.warning("%s: %s: pages are misses until that changes", subject, error)
 
 
 class _Samples:

@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from transformers import DynamicCache, PretrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError, KvStrataError, LeaseLostError, UnsupportedError
@@ -175,6 +175,88 @@ class HandoverLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not 
         return keys, values
 
 
+class SlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]  # transformers is not typed here.
+    """A layer that holds its window, and while it `is_recording` the columns beside it that `trim` has not let go."""
+
+    keys: Any
+    values: Any
+
+    def __init__(self, sliding_window: int) -> None:
+        super().__init__(sliding_window=sliding_window)
+        self.is_recording = False
+        self._recent: tuple[Any, Any] | None = None
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """See `DynamicSlidingWindowLayer.update`."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        if not self.is_recording:
+            self._recent = None
+            return keys, values
+        held = 0 if self._recent is None else int(self._recent[0].shape[2])
+        count = held + key_states.shape[2]
+        if self._recent is None or keys.shape[2] >= count:  # What the model computes with has them all: no copy.
+            self._recent = keys[:, :, -count:], values[:, :, -count:]
+        else:
+            old = self._recent
+            self._recent = torch.cat([old[0], key_states], 2), torch.cat([old[1], value_states], 2)
+        return keys, values
+
+    @property
+    def first_column(self) -> int:
+        """The first column that can be saved."""
+        held = 0 if self._recent is None else int(self._recent[0].shape[2])
+        return int(self.get_seq_length()) - held
+
+    def columns(self, start: int, stop: int) -> tuple[Any, Any]:
+        """Keys and values of columns from `first_column` on, (rows, heads, columns, dim)."""
+        assert self._recent is not None, "only what is held is asked for"
+        first = self.first_column
+        keys, values = self._recent
+        return keys[:, :, start - first : stop - first], values[:, :, start - first : stop - first]
+
+    def trim(self, column: int) -> None:
+        """Let go of what stands before `column`, and of all memory but that of the window and what is left."""
+        cut, self._recent = column - self.first_column, self._recent
+        if self._recent is not None and cut > 0:
+            keys, values = (states[:, :, cut:] for states in self._recent)
+            self._recent = (keys.clone(), values.clone()) if keys.shape[2] else None
+        if self.is_initialized and self.keys.untyped_storage().nbytes() > 2 * self.keys.nbytes:
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """See `DynamicSlidingWindowLayer.crop`."""
+        first, before = self.first_column, int(self.get_seq_length())
+        super().crop(tokens_to_remove)
+        left = int(self.get_seq_length()) - first
+        if self._recent is not None and self.get_seq_length() < before:
+            self._recent = (self._recent[0][:, :, :left], self._recent[1][:, :, :left]) if left > 0 else None
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self._recent = None
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """See `DynamicLayer.reorder_cache`."""
+        super().reorder_cache(beam_idx)
+        self.batch_recent(lambda states: states.index_select(0, beam_idx.to(states.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """See `DynamicLayer.batch_repeat_interleave`."""
+        super().batch_repeat_interleave(repeats)
+        self.batch_recent(lambda states: states.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """See `DynamicLayer.batch_select_indices`."""
+        super().batch_select_indices(indices)
+        self.batch_recent(lambda states: states[indices, ...])
+
+    def batch_recent(self, chosen: Callable[[Any], Any]) -> None:
+        """Choose rows of what is not saved yet."""
+        if self._recent is not None:
+            self._recent = (chosen(self._recent[0]), chosen(self._recent[1]))
+
+
 @dataclass(frozen=True, slots=True)
 class Prefill:
     """A prompt that is computed here and may be read on another node meanwhile."""
@@ -302,6 +384,7 @@ class CacheConnector:
 
 def layout_of(config: PretrainedConfig, model: str, revision: str, dtype: str, block_tokens: int = 16) -> Layout:
     """Layout of a model's KV; `model`, `revision`, `dtype` and `block_tokens` as in the pool's `compatibility`."""
+    config = config.get_text_config(decoder=True)
     rope = dict(getattr(config, "rope_parameters", None) or {})
     return Layout(
         model,
@@ -327,18 +410,23 @@ def check_layout(config: PretrainedConfig, layout: Layout) -> None:
         raise InvalidInputError(f"dtype {layout.dtype}: must be one of {sorted(_DTYPES)}")
 
 
-def pack(cache: DynamicCache, layout: Layout, first_block: int, stop_block: int) -> Bytes2D:
-    """Bytes of blocks `first_block` to `stop_block`: (blocks, block bytes), in the layout's order."""
+def pack(
+    cache: DynamicCache, layout: Layout, first_block: int, stop_block: int, *, row: int = 0, pad: int = 0
+) -> Bytes2D:
+    """Bytes of blocks `first_block` to `stop_block` of a row: (blocks, block bytes), in the layout's order.
+
+    The row's first token stands in column `pad`. Raises `InvalidInputError` for columns that are not held.
+    """
     count = max(0, stop_block - first_block)
     blocks = np.empty((count, layout.block_bytes), np.uint8)
     if not count:
         return blocks
     shaped = _shaped(blocks, layout)
-    tokens = slice(first_block * layout.block_tokens, (first_block + count) * layout.block_tokens)
+    start = pad + first_block * layout.block_tokens
+    stop = start + count * layout.block_tokens
     for index, layer in enumerate(cache.layers):
-        _check_layer(layer, tokens.stop)
-        for kv, states in enumerate((layer.keys, layer.values)):
-            part = states[0, :, tokens].unflatten(1, (count, layout.block_tokens))  # (heads, blocks, tokens, dim)
+        for kv, states in enumerate(_columns(layer, start, stop)):
+            part = states[row].unflatten(1, (count, layout.block_tokens))  # (heads, blocks, tokens, dim)
             shaped[:, index, kv].copy_(part.transpose(0, 1))
     return blocks
 
@@ -348,11 +436,20 @@ def unpack(blocks: Bytes2D, config: PretrainedConfig, layout: Layout) -> Dynamic
     cache = DynamicCache(config=config)
     if not len(blocks):
         return cache
-    shaped = _shaped(blocks, layout)
     for index in range(layout.layers):
-        keys, values = (shaped[:, index, kv].transpose(0, 1).flatten(1, 2).unsqueeze(0) for kv in (0, 1))
+        keys, values = unpacked(blocks, layout, index)
         cache.update(keys.contiguous(), values.contiguous(), index)
     return cache
+
+
+def unpacked(blocks: Bytes2D, layout: Layout, index: int) -> tuple[Any, Any]:
+    """Keys and values of layer `index`, (1, heads, tokens, dim), from the bytes of consecutive blocks."""
+    return _joined(_shaped(blocks, layout)[:, index])
+
+
+def element_type(layout: Layout) -> Any:
+    """The torch type of a layout's elements."""
+    return _DTYPES[layout.dtype]
 
 
 def _rows(keys: Any, values: Any, first_block: int, blocks: int, layout: Layout) -> Bytes2D:
@@ -370,8 +467,13 @@ def _rows(keys: Any, values: Any, first_block: int, blocks: int, layout: Layout)
 def _states(rows: Bytes2D, layout: Layout) -> tuple[Any, Any]:
     """Keys and values of one layer, (1, heads, tokens, dim), contiguous, from its bytes of all blocks."""
     shape = (len(rows), 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
-    shaped = torch.from_numpy(rows).view(_DTYPES[layout.dtype]).view(shape)
-    keys, values = (shaped[:, kv].transpose(0, 1).flatten(1, 2).unsqueeze(0).contiguous() for kv in (0, 1))
+    keys, values = _joined(torch.from_numpy(rows).view(_DTYPES[layout.dtype]).view(shape))
+    return keys.contiguous(), values.contiguous()
+
+
+def _joined(shaped: Any) -> tuple[Any, Any]:
+    """Keys and values of one layer, (1, heads, tokens, dim), from (blocks, 2, heads, tokens, dim)."""
+    keys, values = (shaped[:, kv].transpose(0, 1).flatten(1, 2).unsqueeze(0) for kv in (0, 1))
     return keys, values
 
 
@@ -381,13 +483,22 @@ def _shaped(blocks: Bytes2D, layout: Layout) -> Any:
     return torch.from_numpy(blocks).view(_DTYPES[layout.dtype]).view(shape)
 
 
-def _check_layer(layer: Any, tokens: int) -> None:
+def _columns(layer: Any, start: int, stop: int) -> tuple[Any, Any]:
+    """Keys and values of columns of a layer, (rows, heads, columns, dim)."""
     if isinstance(layer, ArrivingLayer):
         layer.settle()
-    elif type(layer) not in {DynamicLayer, HandoverLayer}:
-        raise UnsupportedError(f"cache layer {type(layer).__name__}: only full attention (DynamicLayer) can be saved")
-    if not layer.is_initialized or layer.get_seq_length() < tokens:
-        raise InvalidInputError(f"cache holds {layer.get_seq_length()} tokens, {tokens} are to be saved")
+    elif type(layer) not in {DynamicLayer, HandoverLayer, SlidingLayer}:
+        raise UnsupportedError(
+            f"cache layer {type(layer).__name__}: only full attention (DynamicLayer), and sliding windows of a"
+            " KvstrataCache, can be saved"
+        )
+    if not layer.is_initialized or layer.get_seq_length() < stop:
+        raise InvalidInputError(f"cache holds {layer.get_seq_length()} tokens, {stop} are to be saved")
+    if not isinstance(layer, SlidingLayer):
+        return layer.keys[:, :, start:stop], layer.values[:, :, start:stop]
+    if start < layer.first_column:
+        raise InvalidInputError(f"cache holds tokens from {layer.first_column} on, those from {start} are to be saved")
+    return layer.columns(start, stop)
 
 
 def _head_dim(config: PretrainedConfig) -> int:

@@ -253,15 +253,16 @@ def store(job: Job, blocks: Bytes2D, first: int) -> Operation[Stored]:
         return Stored()
     outcome = _Outcome()
     for share in granted_shares(found):
-        reached = yield from _store_in(job, found, share, (blocks, first), outcome)
-        found = found.with_share(reached)
+        stored = yield from _store_in(job, found, share, (blocks, first), outcome)
+        found = found.with_share(stored)
     goal = goal_of(job, found)
+    reached = found.route.blocks
     if goal is not None:
-        yield from _store_in(job, found, goal, (blocks, first), outcome)
+        reached = max(reached, (yield from _store_in(job, found, goal, (blocks, first), outcome)).stop)
     tally = outcome.tally
     refused = outcome.wanted - tally.published - tally.existed
     error = tally.error if refused else None
-    return Stored(tally.published, tally.existed, outcome.copied, refused, error, tally.busy_s)
+    return Stored(tally.published, tally.existed, outcome.copied, refused, error, tally.busy_s, reached)
 
 
 def _store_in(

@@ -204,3 +204,15 @@ class Stored:
     busy_s: float = 0.0
     """Not 0.0 where the agent had no slots because blocks wait to leave its memory: estimated seconds until that path
     is free."""
+    reached_blocks: int = 0
+    """Leading blocks of the prompt that can be had now, with those that were there before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Result of dropping a prefix from this node."""
+
+    dropped: int = 0
+    """Blocks that were here and are not any more."""
+    kept: int = 0
+    """Blocks that stay: leased, pinned, on the move, decoded from, or continued by one that stays."""

@@ -1,9 +1,10 @@
 """vLLM on a CPU, in its environment: generates greedily and obeys verbs, lines of JSON.
 
-    python -m support.engines.vllm_process MODEL [--connector JSON] [--zeros]
+    python -m support.engines.vllm_process MODEL [--connector JSON | --tier JSON] [--zeros]
 
-The connector is ours, with that `kv_connector_extra_config`. The engine's own prefix cache is off, so every prompt asks
-the connector, unless `--prefix-cache` is given.
+The connector is ours, with that `kv_connector_extra_config`, or vLLM's own offloading with our tier below it. The
+engine's own prefix cache is off, so every prompt asks the connector, unless `--prefix-cache` is given. With
+`--events` its KV events are published, and heard here as a router would hear them.
 """
 
 import argparse
@@ -33,6 +34,82 @@ def connected_by(extra: dict[str, Any], policy: str, *, zeros: bool) -> dict[str
     return {"kv_transfer_config": made}
 
 
+def tiered_by(tier: dict[str, Any], policy: str, *, zeros: bool) -> dict[str, Any]:
+    """Arguments of an engine with vLLM's CPU offloading and our tier; with `zeros` a tier that gives zeros."""
+    from vllm.config import KVTransferConfig
+
+    from support.engines import vllm_tiering
+
+    vllm_tiering.count_calls()
+    cpu_bytes = tier.pop("cpu_bytes", 64 << 20)
+    kind = {"type": "ZeroTier" if zeros else "CountedTier", "module_path": "support.engines.vllm_tiering"}
+    made = KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy=policy,
+        kv_connector_extra_config={
+            "spec_name": "CpuTieringSpec",
+            "spec_module_path": "support.engines.vllm_tiering",
+            "cpu_bytes_to_use": cpu_bytes,
+            "secondary_tiers": [kind | tier],
+        },
+    )
+    return {"kv_transfer_config": made}
+
+
+class Router:
+    """A subscriber of an engine's KV events."""
+
+    def __init__(self, published: str, replayed: str) -> None:
+        import zmq
+
+        context = zmq.Context.instance()
+        self._replayed = replayed
+        self._heard = context.socket(zmq.SUB)
+        self._heard.set_hwm(0)
+        self._heard.subscribe(b"")
+        self._heard.connect(published)
+
+    def heard(self, quiet_s: float) -> list[dict[str, Any]]:
+        """Batches since the last call, until none came for so long."""
+        batches: list[dict[str, Any]] = []
+        while self._heard.poll(quiet_s * 1000):
+            _, number, payload = self._heard.recv_multipart()
+            batches.append(_decoded(number, payload))
+        return batches
+
+    def replay(self, first: int) -> list[dict[str, Any]]:
+        """Batches from this number on, once more."""
+        import zmq
+
+        with zmq.Context.instance().socket(zmq.DEALER) as asking:
+            asking.connect(self._replayed)
+            asking.send_multipart((b"", first.to_bytes(8, "big")))
+            batches: list[dict[str, Any]] = []
+            while asking.poll(5000):
+                *_, number, payload = asking.recv_multipart()
+                if not payload:
+                    return batches
+                batches.append(_decoded(number, payload))
+        raise AssertionError(f"the replay from {first} has no end: {len(batches)} batches")
+
+
+def _decoded(number: bytes, payload: bytes) -> dict[str, Any]:
+    """A batch as JSON can have it: hashes as hexadecimal digits."""
+    import msgspec
+
+    batch = msgspec.msgpack.decode(payload)
+    return {"number": int.from_bytes(number, "big"), "events": _plain(batch[1])}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
 class Engine:
     """One engine in this process."""
 
@@ -41,6 +118,18 @@ class Engine:
 
         extra = json.loads(given.connector) if given.connector else None
         connector = connected_by(extra, given.policy, zeros=given.zeros) if extra else {}
+        if given.tier:
+            connector = tiered_by(json.loads(given.tier), given.policy, zeros=given.zeros)
+        self.is_tiered = bool(given.tier)
+        self.router: Router | None = None
+        if given.events:
+            from vllm.config import KVEventsConfig
+
+            published, replayed = given.events.split(",")
+            connector["kv_events_config"] = KVEventsConfig(
+                enable_kv_cache_events=True, publisher="zmq", endpoint=published, replay_endpoint=replayed
+            )
+            self.router = Router(published, replayed)
         self.llm = LLM(
             given.model,
             skip_tokenizer_init=True,
@@ -76,13 +165,40 @@ class Engine:
         }
 
     def reset(self) -> dict[str, Any]:
-        """Forget what the engine itself has cached."""
-        return {"is_reset": bool(self.llm.reset_prefix_cache())}
+        """Forget what the engine itself has cached, in its CPU tier too."""
+        return {"is_reset": bool(self.llm.reset_prefix_cache(reset_connector=self.is_tiered))}
+
+    def counts(self) -> dict[str, Any]:
+        """Since the last call: exchanges with the agent by thread, steps, warnings; and chunks by outcome."""
+        from support.engines import vllm_tiering
+
+        calls = dict(vllm_tiering.CALLS)
+        vllm_tiering.CALLS.clear()
+        named = (m for m in self.llm.get_metrics() if m.name == "vllm:kv_offload_kvstrata_chunks")
+        chunks = {f"{m.labels['operation']} {m.labels['outcome']}": int(m.value) for m in named}
+        said, vllm_tiering.SAID[:] = list(vllm_tiering.SAID), []
+        return {"steps": calls.pop(vllm_tiering.STEPS, 0), "calls": calls, "chunks": chunks, "said": said}
 
     def memory(self) -> dict[str, Any]:
         """Resident memory of this process."""
         (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
         return {"resident_bytes": int(line.split()[1]) << 10}
+
+    def regions(self) -> dict[str, Any]:
+        """This process, and the files of the CPU tier that it has mapped."""
+        mapped = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
+        return {"pid": os.getpid(), "paths": sorted(path for path in mapped if "/vllm_offload_" in path)}
+
+    def heard(self, quiet_s: float = 0.5) -> dict[str, Any]:
+        """What a router has heard since the last call; makes one step first, in which late events are published."""
+        assert self.router is not None
+        self.run([[1, 2, 3]], new_tokens=2)
+        return {"batches": self.router.heard(quiet_s)}
+
+    def replay(self, first: int) -> dict[str, Any]:
+        """What is replayed to a router that asks."""
+        assert self.router is not None
+        return {"batches": self.router.replay(first)}
 
     def _external(self) -> int:
         named = (m for m in self.llm.get_metrics() if m.name == "vllm:external_prefix_cache_hits")
@@ -93,11 +209,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of the model")
     parser.add_argument("--connector", default="", help="kv_connector_extra_config; none: an engine by itself")
+    parser.add_argument("--tier", default="", help="our entry of vLLM's secondary_tiers, and cpu_bytes")
     parser.add_argument("--policy", default="fail", help="kv_load_failure_policy")
     parser.add_argument("--block-size", type=int, default=32, help="tokens of a page; CPU attention wants 32 n")
     parser.add_argument("--max-tokens", type=int, default=512, help="of a prompt and its answer")
     parser.add_argument("--dtype", default="float32", help="of weights and KV")
     parser.add_argument("--prefix-cache", action="store_true", help="with the engine's own prefix cache")
+    parser.add_argument("--events", default="", help="ENDPOINT,REPLAY where KV events are published, both ipc://")
     parser.add_argument("--zeros", action="store_true", help="load zeros: what a test has to notice")
     given = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_client.connectors import lmcache_board
+from kvstrata_client.connectors import lmcache_board, object_workers
 from kvstrata_client.connectors import lmcache_board as lmcache_locks
-from kvstrata_client.connectors.lmcache_board import LOCK_S, Board, Locks, Task, Workers
+from kvstrata_client.connectors.lmcache_board import LOCK_S, Board, Locks
 from kvstrata_client.connectors.lmcache_names import Namer
 from kvstrata_client.connectors.object_transfers import Keys
+from kvstrata_client.connectors.object_workers import Task, Workers
 from support.client.model import OWN
 from support.client.opaque_objects import BLOCK, PRINT, named
 
@@ -76,7 +77,7 @@ def test_results_that_nobody_fetches_are_bounded(monkeypatch: pytest.MonkeyPatch
 
 
 def test_submitting_never_waits_and_every_task_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmcache_board, "TASKS_MAX", 2)
+    monkeypatch.setattr(object_workers, "TASKS_MAX", 2)
     free, begun = threading.Event(), threading.Event()
     ends: list[str] = []
     workers = Workers("t", 1)

@@ -1,5 +1,6 @@
 """The vLLM connector without vLLM: plans of steps, what its configuration makes of blocks, pages."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,12 @@ class Request:
     request_id: str
     all_token_ids: list[int]
     num_computed_tokens: int = 0
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        """As vLLM's: each is of all tokens up to there."""
+        full = range(PAGE, len(self.all_token_ids) + 1, PAGE)
+        return [hashlib.sha256(repr(self.all_token_ids[:end]).encode()).digest() for end in full]
 
 
 @dataclass

@@ -7,7 +7,10 @@ left. The new keys are durable before anybody is granted them.
 
 import base64
 import hashlib
+import json
+import stat
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +19,7 @@ import msgspec
 from kvstrata_agent.app.standalone.manifests import Manifest
 from kvstrata_agent.kube.trust import SECRET_BYTES
 from kvstrata_api import names, shares, trust
-from kvstrata_api.errors import UnsupportedError
+from kvstrata_api.errors import InvalidInputError, UnsupportedError
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
 from kvstrata_api.names import KEY_VERSION
 from kvstrata_api.trust import ScopeKind
@@ -45,6 +48,48 @@ class Entry(msgspec.Struct, frozen=True, rename="camel"):
     prefixes: str = ""
     """Of a share: digest of what it lists, which never changes under one uid."""
 
+
+FLEET_BYTES: Final = 32
+"""Of the secret that the members of a fleet share."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetKeys:
+    """Uids and keys that all members of a fleet derive alike from one secret, and the token of each.
+
+    A name stands for one owner as long as the secret is the same: whoever is declared anew has the earlier one's keys.
+    """
+
+    secret: bytes = field(repr=False)
+
+    def derive(self, purpose: str, *names: str, size_bytes: int) -> bytes:
+        """Derive a key of a purpose; of other names, or another purpose, it is another one."""
+        text = json.dumps([purpose, *names]).encode()
+        return hashlib.blake2b(text, key=self.secret, digest_size=size_bytes, person=b"kvstrata-fleet").digest()
+
+    def token(self, agent: str) -> str:
+        """Return what a member shows to others to prove that it has the secret."""
+        return self.derive("peer", agent, size_bytes=SECRET_BYTES).hex()
+
+
+def load_fleet(path: Path) -> FleetKeys:
+    """Read the secret of a fleet: base64 of 32 bytes. Raises `InvalidInputError` that says what is wrong."""
+    try:
+        mode = path.stat().st_mode
+        text = path.read_text().strip()
+        secret = base64.b64decode(text, validate=True)
+    except OSError as e:
+        raise InvalidInputError(f"--keys-file {path}: {e.strerror}; {MAKE_KEYS.format(path)}") from e
+    except ValueError as e:
+        raise InvalidInputError(f"--keys-file {path}: not base64; {MAKE_KEYS.format(path)}") from e
+    if len(secret) != FLEET_BYTES:
+        raise InvalidInputError(f"--keys-file {path}: base64 of {len(secret)} bytes, {FLEET_BYTES} wanted")
+    if mode & (stat.S_IRWXO):
+        raise InvalidInputError(f"--keys-file {path}: mode {stat.S_IMODE(mode):04o}; nobody else may read it: 0600")
+    return FleetKeys(secret)
+
+
+MAKE_KEYS: Final = "make it once with (umask 077; head -c 32 /dev/urandom | base64 > {}) and copy it to each member"
 
 Book = Mapping[str, Entry]
 """Entries by `<kind>/<name>`, as scopes begin."""
@@ -79,20 +124,22 @@ def new_kek(path: Path, random: Random) -> None:
     directories.write_durably(path, f"k1:{base64.b64encode(random(DATA_KEY_BYTES)).decode()}\n".encode())
 
 
-def settle(before: Book, wanted: Manifest, keks: Keks, random: Random) -> Book:
-    """Return the entries of everything declared, with a key of the version that it should have, and of no other."""
+def settle(before: Book, wanted: Manifest, keks: Keks, random: Random, fleet: FleetKeys | None = None) -> Book:
+    """Return the entries of everything declared, with a key of the version that it should have, and of no other.
+
+    Uids and keys are those of the `fleet` where there is one; data keys are each member's own.
+    """
+    make = _Maker(keks, random, fleet)
     found: dict[str, Entry] = {}
     for tenant in wanted.tenants:
         name = _name(ScopeKind.TENANT, tenant.metadata.name)
-        found[name] = _keyed(_tenant(before.get(name) or _new(random), tenant), keks, random)
+        found[name] = make.keyed(name, _tenant(make.entry(before, name), tenant))
     for domain in wanted.domains:
         name = _name(ScopeKind.DOMAIN, domain.metadata.name)
-        found[name] = _keyed(_domain(before.get(name) or _new(random), domain, wanted.tenants), keks, random)
+        found[name] = make.keyed(name, _domain(make.entry(before, name), domain, wanted.tenants))
     for share in wanted.shares:
         name = _name(ScopeKind.SHARE, shares.share_name(share))
-        old, listed = before.get(name), _prefixes(share)
-        kept = old if old is not None and old.prefixes == listed else _new(random)
-        found[name] = _keyed(msgspec.structs.replace(kept, prefixes=listed), keks, random)
+        found[name] = make.keyed(name, make.entry(before, name, _prefixes(share)))
     return found
 
 
@@ -139,8 +186,34 @@ def _name(kind: ScopeKind, name: str) -> str:
     return f"{kind}/{name}"
 
 
-def _new(random: Random) -> Entry:
-    return Entry(random(_UID_BYTES).hex(), KEY_VERSION, {})
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """Keeps what there is and makes what is missing."""
+
+    keks: Keks
+    random: Random
+    fleet: FleetKeys | None
+
+    def entry(self, before: Book, name: str, prefixes: str = "") -> Entry:
+        """Return the entry of before, or one without a key where it was another owner's."""
+        old = before.get(name)
+        uid = self.fleet.derive("uid", name, prefixes, size_bytes=_UID_BYTES).hex() if self.fleet else ""
+        if old is not None and old.prefixes == prefixes and uid in ("", old.uid):
+            return old
+        return Entry(uid or self.random(_UID_BYTES).hex(), KEY_VERSION, {}, prefixes=prefixes)
+
+    def keyed(self, name: str, entry: Entry) -> Entry:
+        """Keep the keys of the current version alone; make what is missing, and wrap by the newest KEK."""
+        version = f"v{entry.key_version}"
+        data = {version: entry.data.get(version) or _text(self._secret(name, entry))}
+        if (wrapped := _wrapped(entry.data.get(data_entry(version), ""), self.keks, self.random)) is not None:
+            data[data_entry(version)] = wrapped
+        return msgspec.structs.replace(entry, data=data)
+
+    def _secret(self, name: str, entry: Entry) -> bytes:
+        if self.fleet is None:
+            return self.random(SECRET_BYTES)
+        return self.fleet.derive("scope", name, entry.uid, str(entry.key_version), size_bytes=SECRET_BYTES)
 
 
 def _tenant(entry: Entry, tenant: KVTenant) -> Entry:
@@ -158,16 +231,6 @@ def _domain(entry: Entry, domain: KVTrustDomain, tenants: tuple[KVTenant, ...]) 
     has_left = bool(set(entry.members) - set(members))
     version = max(entry.key_version + has_left, domain.spec.key_version)
     return msgspec.structs.replace(entry, key_version=version, members=members)
-
-
-def _keyed(entry: Entry, keks: Keks, random: Random) -> Entry:
-    """Keep the keys of the current version alone; make what is missing, and wrap by the newest KEK."""
-    version = f"v{entry.key_version}"
-    secret = entry.data.get(version) or _text(random(SECRET_BYTES))
-    data = {version: secret}
-    if (wrapped := _wrapped(entry.data.get(data_entry(version), ""), keks, random)) is not None:
-        data[data_entry(version)] = wrapped
-    return msgspec.structs.replace(entry, data=data)
 
 
 def _wrapped(stored: str, keks: Keks, random: Random) -> str | None:

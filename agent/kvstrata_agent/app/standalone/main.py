@@ -2,7 +2,9 @@
 
 import argparse
 import grp
+import json
 import os
+import re
 import stat
 import sys
 import time
@@ -12,19 +14,30 @@ from pathlib import Path
 from secrets import token_bytes
 from typing import Any, Final
 
-from kvstrata_agent.app.config import Config, port_number
+from kvstrata_agent.app.config import Config, address, port_number
 from kvstrata_agent.app.main import run_until_signal
 from kvstrata_agent.app.process import AgentProcess
 from kvstrata_agent.app.standalone import defaults, keys
 from kvstrata_agent.app.standalone.authenticator import USERS, Tokens, parse_token, user_account
+from kvstrata_agent.app.standalone.fleet import (
+    URL_VARIABLE,
+    FleetMembership,
+    RedisSource,
+    check_address,
+    default_node,
+    environment_url,
+)
 from kvstrata_agent.app.standalone.manifests import NODE, Manifest
 from kvstrata_agent.app.standalone.world import KEYS_FILE, Source, StandaloneWorld
+from kvstrata_agent.serve.server import check_free
 from kvstrata_api import names
 from kvstrata_api.errors import InvalidInputError, KvStrataError
+from kvstrata_api.models.base import NAME_PATTERN
 from kvstrata_api.models.pool import ANY, BLOCK_TOKENS
 from kvstrata_api.models.poolnode import KVPoolNodeStatus
 from kvstrata_api.trust import Identity
 from kvstrata_api.units import format_rounded
+from kvstrata_kube.certified import CertificateFiles
 from kvstrata_node import directories
 from kvstrata_telemetry import logs, tracing
 
@@ -58,8 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
-        description="An agent on this machine, without Kubernetes and without Redis. Engines of the user who starts it "
-        "may connect; --token and manifests let others in.",
+        description="An agent on this machine, without Kubernetes. Engines of the user who starts it may connect; "
+        "--token and manifests let others in. With --connect it is one of a fleet, whose members find each other's "
+        "blocks through a shared Redis.",
     )
     add = parser.add_argument
     add(
@@ -93,12 +107,41 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--kek-file", type=Path, help="key-encryption keys of encrypted tiers; default: one made in the state directory"
     )
+    _add_fleet(parser)
     add("--memory-dir", type=Path, help="directory on a tmpfs, where memory tiers outlive the agent; default: none")
     add("--metrics-port", type=port_number, default=0, help="of 127.0.0.1; default: any free one")
     add("--ready-file", type=Path, help="written, as JSON, once engines are served")
     add("--otlp-endpoint", help="send traces to http://HOST:4318/v1/traces; default: none")
     add("--log-level", default="warning", choices=("debug", "info", "warning", "error"), help="default: %(default)s")
     return parser
+
+
+def _add_fleet(parser: argparse.ArgumentParser) -> None:
+    """Add what joins a fleet."""
+    add = parser.add_argument_group("fleet").add_argument
+    add(
+        "--connect",
+        metavar="URL|FILE",
+        help="redis[s]://[user[:password]@]host[:port] of the fleet's directory, or a file that holds it; default: "
+        f"${URL_VARIABLE}. Arguments are readable by every user: keep a password in the file or the variable",
+    )
+    add("--node", help="name of this member; default: the host's name")
+    add("--peer-address", type=address, metavar="HOST:PORT", help="where other members reach this one")
+    add("--keys-file", type=Path, help="base64 of 32 bytes, the same at each member: keys of scopes derive from it")
+    add(
+        "--tls-cert",
+        type=Path,
+        help="PEM certificate of this member, for URI:spiffe://kvstrata/NAMESPACE/agent/POOL.NODE",
+    )
+    add("--tls-key", type=Path, help="its private key")
+    add("--tls-ca", type=Path, help="PEM certificates of the authority that certifies all members")
+    add("--redis-ca", type=Path, help="PEM certificates that sign the server's of rediss://; default: the system's")
+    add(
+        "--peer-encryption",
+        choices=("control", "required"),
+        help="required: all bytes from and to members by TLS; control: block bytes by NIXL where that is there, which "
+        "does not encrypt; default: control",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +153,7 @@ class _Wanted:
     state_dir: Path
     socket: Path
     tokens: Tokens
+    membership: FleetMembership | None = None
 
 
 def _wanted(given: argparse.Namespace) -> _Wanted:
@@ -138,7 +182,33 @@ def _wanted(given: argparse.Namespace) -> _Wanted:
         raise InvalidInputError(
             f"socket {socket}: {len(os.fsencode(socket))} bytes, limit {SOCKET_CHARS_MAX}; give --socket a shorter one"
         )
-    return _Wanted(manifest, source, state_dir, socket, Tokens(tokens))
+    return _Wanted(manifest, source, state_dir, socket, Tokens(tokens), _fleet(given, manifest.pool.metadata.name))
+
+
+def _fleet(given: argparse.Namespace, pool: str) -> FleetMembership | None:
+    """How this is one of a fleet; None without --connect. Raises `InvalidInputError` that names what is wrong."""
+    needed = {flag: getattr(given, flag) for flag in ("peer_address", "keys_file", "tls_cert", "tls_key", "tls_ca")}
+    others = {flag: getattr(given, flag) for flag in ("node", "redis_ca", "peer_encryption")}
+    url = given.connect or environment_url()
+    if not url:
+        extra = [_flag(name) for name, value in (needed | others).items() if value is not None]
+        if extra:
+            raise InvalidInputError(f"{', '.join(extra)}: --connect, or ${URL_VARIABLE}, is wanted with that")
+        return None
+    missing = [_flag(name) for name, value in needed.items() if value is None]
+    if missing:
+        how = f"; {keys.MAKE_KEYS.format('FILE')}" if "--keys-file" in missing else ""
+        raise InvalidInputError(f"--connect needs {', '.join(missing)}{how}")
+    node = given.node or default_node()
+    if not re.fullmatch(NAME_PATTERN, node):
+        raise InvalidInputError(f"--node {node!r}: 1 to 63 of a-z, 0-9 and - wanted, another one at each member")
+    check_address(given.peer_address[0])
+    files = CertificateFiles(given.tls_cert.absolute(), given.tls_key.absolute(), given.tls_ca.absolute())
+    return FleetMembership(pool, node, RedisSource(url, given.redis_ca), files, keys.load_fleet(given.keys_file))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _state_dir(pool: str) -> Path:
@@ -147,9 +217,14 @@ def _state_dir(pool: str) -> Path:
 
 
 def _serve(wanted: _Wanted, given: argparse.Namespace) -> int:
-    """Run the agent. Raises `InvalidInputError` when another one has the state directory, and `OSError`."""
+    """Run the agent.
+
+    Raises `UnsupportedError` when another process serves the socket, `InvalidInputError` when one has the state
+    directory, and `OSError`.
+    """
     began_s = time.monotonic()
     group = _group_id(given.group)
+    check_free(wanted.socket)
     _prepare(wanted, group)
     lock = directories.lock(wanted.state_dir, f"another {PROGRAM} serves it")
     try:
@@ -163,7 +238,14 @@ def _serve(wanted: _Wanted, given: argparse.Namespace) -> int:
         worlds: list[StandaloneWorld] = []
 
         async def connect(_: Config) -> StandaloneWorld:
-            world = StandaloneWorld(wanted.source, wanted.manifest, wanted.state_dir, wanted.tokens, kek_file)
+            world = StandaloneWorld(
+                wanted.source,
+                wanted.manifest,
+                wanted.state_dir,
+                wanted.tokens,
+                kek_file,
+                wanted.membership,
+            )
             world.status.on_first = greeting.reported
             worlds.append(world)
             return world
@@ -179,9 +261,10 @@ def _serve(wanted: _Wanted, given: argparse.Namespace) -> int:
 
 
 def _config(wanted: _Wanted, given: argparse.Namespace) -> Config:
+    host, port = given.peer_address or ("127.0.0.1", 0)
     return Config(
         pool=wanted.manifest.pool.metadata.name,
-        node=NODE,
+        node=wanted.membership.node if wanted.membership is not None else NODE,
         socket=wanted.socket,
         state_dir=wanted.state_dir,
         memory_dir=given.memory_dir.absolute() if given.memory_dir else wanted.state_dir / "memory",
@@ -189,10 +272,10 @@ def _config(wanted: _Wanted, given: argparse.Namespace) -> Config:
         kubeconfig=None,
         metrics_host="127.0.0.1",
         metrics_port=given.metrics_port,
-        peer_host="127.0.0.1",
-        peer_port=0,
+        peer_host=host,
+        peer_port=port,
         peer_token=None,
-        peer_encryption="control",
+        peer_encryption=given.peer_encryption or "control",
         requires_bound_tokens=False,
         kek_file=given.kek_file,
         ready_file=given.ready_file,
@@ -259,6 +342,8 @@ class _Greeting:
         """Print, with the tiers as they are."""
         took_s = time.monotonic() - self.began_s
         lines = greeting(self.wanted.manifest, status, self.addresses)
+        if (fleet := self.wanted.membership) is not None:
+            lines.append(f"fleet     {fleet.agent} at {self.addresses['peer']}, directory {fleet.url}")
         print(f"{PROGRAM}: ready after {took_s:.1f} s", *lines, sep="\n", flush=True)  # noqa: T201  The command's output.
         for note in self.wanted.manifest.notes:
             print(f"note      {note}", flush=True)  # noqa: T201
@@ -287,7 +372,25 @@ def greeting(manifest: Manifest, status: KVPoolNodeStatus, addresses: Mapping[st
         f"look      kvstrata stats --socket {socket} --pool {pool} --model {model} --revision {revision}",
         f"connect   layout = Layout({named}, layers, kv_heads, head_dim, element_bytes)",
         f'          client = Client.attach(Target(Path("{socket}"), "{pool}", NO_TOKEN, layout))',
+        f"vllm      vllm serve {model} --kv-transfer-config '{_vllm_config(socket, manifest)}'",
     ]
+
+
+def _vllm_config(socket: str, manifest: Manifest) -> str:
+    """What vLLM needs to connect (docs/engines.md)."""
+    wanted = manifest.pool.spec.compatibility
+    extra: dict[str, Any] = {"socket": socket, "pool": manifest.pool.metadata.name}
+    named = {"model": wanted.model, "revision": wanted.revision}
+    extra |= {key: value for key, value in named.items() if value != ANY}
+    if wanted.block_tokens != BLOCK_TOKENS:
+        extra["block_tokens"] = wanted.block_tokens
+    connector = {
+        "kv_connector": "KvstrataConnector",
+        "kv_connector_module_path": "kvstrata_client.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    return json.dumps(connector)
 
 
 def _identities(spec: Any) -> str:

@@ -18,8 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from kvstrata_agent.app.peering import PeerNetwork
 from kvstrata_agent.app.standalone import keys, manifests
 from kvstrata_agent.app.standalone.authenticator import LocalAuthenticator, Tokens
+from kvstrata_agent.app.standalone.fleet import FleetMembership
 from kvstrata_agent.app.standalone.manifests import NODE, Json, Manifest
 from kvstrata_agent.cache.ports import DirectoryState
 from kvstrata_agent.kube import declared, report
@@ -107,9 +109,19 @@ class StandaloneWorld:
     Leaving it stops every task; nothing on disk goes.
     """
 
-    def __init__(self, source: Source, manifest: Manifest, state_dir: Path, tokens: Tokens, kek_file: Path) -> None:
-        """Begin with `manifest`, which `source` gave."""
+    def __init__(
+        self,
+        source: Source,
+        manifest: Manifest,
+        state_dir: Path,
+        tokens: Tokens,
+        kek_file: Path,
+        membership: FleetMembership | None = None,
+    ) -> None:
+        """Begin with `manifest`, which `source` gave; with `membership` as one member of a fleet."""
         pool = manifest.pool.metadata.name
+        self._membership = membership
+        self._node = node = membership.node if membership is not None else NODE
         self._source = source
         self._state_dir = state_dir
         self._token_files = tokens
@@ -124,7 +136,7 @@ class StandaloneWorld:
         self._drained = asyncio.Event()
         self._serves = False
         self._book = keys.load(state_dir / KEYS_FILE)
-        self._uid = hashlib.sha256(f"{pool} on {NODE}".encode()).hexdigest()[:32]
+        self._uid = hashlib.sha256(f"{pool} on {node}".encode()).hexdigest()[:32]
         self._pools = Known("KVPool", declared.pool, self._signal.fire)
         self._nodes = Known("KVPoolNode", declared.pool_node, self._signal.fire)
         self._stores = TrustStores(
@@ -136,7 +148,7 @@ class StandaloneWorld:
         )
         self._view = TrustView(self._stores, names.SYSTEM_NAMESPACE, pool)
         self._keks = KekSource(None, names.SYSTEM_NAMESPACE, kek_file, self._keks_changed)
-        self.desired = KubeDesired(pool, NODE, self._pools, self._nodes, self._signal)
+        self.desired = KubeDesired(pool, node, self._pools, self._nodes, self._signal)
         self.authenticator = LocalAuthenticator(self._view, tokens)
         self.users = self.authenticator
         self.tenants = TenantView(self._stores, self._view, pool)
@@ -171,9 +183,11 @@ class StandaloneWorld:
         """Take note that engines are served; nobody else looks for a sign of life."""
         self._serves = True
 
-    def network(self, config: "Config", epoch: int, instruments: "Instruments") -> "NoNetwork":  # noqa: ARG002
-        """Return a network of nobody."""
-        return NoNetwork()
+    def network(self, config: "Config", epoch: int, instruments: "Instruments") -> "NoNetwork | PeerNetwork":
+        """Return the fleet's network, or one of nobody."""
+        if self._membership is None:
+            return NoNetwork()
+        return PeerNetwork(config, self._membership, epoch, instruments)
 
     async def drain(self) -> None:
         """Bring what is in memory to tiers that survive, for as long as the pool's `updateStrategy.drain` gives."""
@@ -236,7 +250,8 @@ class StandaloneWorld:
 
     async def _apply(self, manifest: Manifest) -> None:
         """Keep keys first, then let everybody see what is declared, in one step of the loop."""
-        book = keys.settle(self._book, manifest, self._keks.keks, secrets.token_bytes)
+        fleet = self._membership.keys if self._membership is not None else None
+        book = keys.settle(self._book, manifest, self._keks.keks, secrets.token_bytes, fleet)
         if book != self._book:
             await asyncio.to_thread(keys.save, self._state_dir / KEYS_FILE, book)
         self._manifest, self._book = manifest, book
@@ -267,10 +282,10 @@ class StandaloneWorld:
 
     def _declared_node(self) -> dict[str, Any]:
         pool = self._manifest.pool
-        meta = {"name": names.pool_node_name(pool.metadata.name, NODE), "uid": self._uid}
+        meta = {"name": names.pool_node_name(pool.metadata.name, self._node), "uid": self._uid}
         tiers = manifests.node_tiers(pool)
         spec = KVPoolNodeSpec(
-            pool_ref=pool.metadata.name, node_name=NODE, tiers=tiers, revision=self._revision, drain=self._drain
+            pool_ref=pool.metadata.name, node_name=self._node, tiers=tiers, revision=self._revision, drain=self._drain
         )
         return {"metadata": {**meta, "generation": self._generation}, "spec": spec.to_json()}
 

@@ -1,5 +1,6 @@
 """The connector as vLLM makes it: one half in the scheduler's process, one in each worker's."""
 
+import json
 import logging
 import queue
 import threading
@@ -32,6 +33,7 @@ from kvstrata_client.connectors.vllm.engine import (
     parse,
     variant_of,
 )
+from kvstrata_client.connectors.vllm.events import EventBook, Removed, Sizes, Stored, medium_of
 from kvstrata_client.connectors.vllm.planner import Limits, Plan, Planner, Tokens
 from kvstrata_client.connectors.vllm.worker import Pages, Worker
 from kvstrata_client.verbs.results import Located
@@ -41,6 +43,8 @@ ATTACH_WAIT_S: Final = 2.0
 """How long an engine's start waits for the agent; it is attached to later as well."""
 PROBLEMS_S: Final = 60.0
 """Between two lines of the log about requests whose hints are wrong."""
+OWNERSHIP: Final = "kvstrata"
+"""`ownership` of our events: whose tier it is."""
 
 
 @dataclass
@@ -51,20 +55,25 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class FetchReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What workers have fetched, on its way to the scheduler."""
+class WorkerReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What workers have fetched and saved, on its way to the scheduler."""
 
     fetched: dict[int, tuple[int, int, tuple[str, ...]]]
+    saved: dict[int, tuple[int, bool]]
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "FetchReports":
-        """Join reports of two workers: a fetch has as many blocks as the one with fewest."""
-        assert isinstance(other, FetchReports)
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReports":
+        """Join reports of two workers: a fetch has as many blocks as the one with fewest, a save is whole at both."""
+        assert isinstance(other, WorkerReports)
         joined = dict(self.fetched)
         for number, (reports, blocks, sources) in other.fetched.items():
             known = joined.get(number)
             fewest = (blocks, sources) if known is None or blocks < known[1] else known[1:]
             joined[number] = (reports + (known[0] if known else 0), *fewest)
-        return FetchReports(joined)
+        saved = dict(self.saved)
+        for number, (reports, is_whole) in other.saved.items():
+            count, others_are = saved.get(number, (0, True))
+            saved[number] = (count + reports, is_whole and others_are)
+        return WorkerReports(joined, saved)
 
 
 class KvstrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -90,7 +99,7 @@ class KvstrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         if role is KVConnectorRole.SCHEDULER:
             client = Client(settings.target(layout, timeout_s=settings.lookup_timeout_s))
-            self._scheduler = _Scheduler(settings, geometry, client, parallel.world_size)
+            self._scheduler = _Scheduler(settings, geometry, client, vllm_config, kv_cache_config)
         else:
             client = Client(settings.target(layout, timeout_s=min(0.5, settings.load_deadline_s)))
             is_first = geometry.kv_parts == 2 or rank % parallel.tensor_parallel_size == 0
@@ -145,8 +154,10 @@ class KvstrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """See vLLM."""
         reports = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None and isinstance(reports, FetchReports):
+        if self._scheduler is not None and isinstance(reports, WorkerReports):
             self._scheduler.planner.fetched(reports.fetched)
+            if self._scheduler.events is not None:
+                self._scheduler.events.saved(reports.saved)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
         """See vLLM. Pages may be freed at once; the answer's `kv_transfer_params` has the tokens that were loaded."""
@@ -159,8 +170,13 @@ class KvstrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.request_finished(request, list(block_ids[0]) if block_ids else [])
 
     def take_events(self) -> Iterable[Any]:
-        """See vLLM."""
-        return ()
+        """See vLLM. Blocks of the agent that this engine has stored, found, or not found again."""
+        return self._scheduler.take_events() if self._scheduler is not None else ()
+
+    def has_pending_push_work(self) -> bool:
+        """See vLLM. True while blocks are being stored that routers are to hear of: the engine makes empty steps."""
+        events = self._scheduler.events if self._scheduler is not None else None
+        return events is not None and events.is_waiting
 
     # Worker.
 
@@ -191,10 +207,12 @@ class KvstrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None and self.has_connector_metadata():
             self._worker.save(self._planned())
 
-    def build_connector_worker_meta(self) -> FetchReports | None:
+    def build_connector_worker_meta(self) -> WorkerReports | None:
         """See vLLM."""
-        ended = self._worker.ended() if self._worker is not None else {}
-        return FetchReports(dict(ended)) if ended else None
+        if self._worker is None:
+            return None
+        ended, saved = self._worker.ended(), self._worker.saved()
+        return WorkerReports(dict(ended), saved) if ended or saved else None
 
     def shutdown(self) -> None:
         """See vLLM."""
@@ -208,13 +226,86 @@ class KvstrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return made.plan
 
 
+class _Publisher:
+    """Makes vLLM's events of ours: its fields differ with its version."""
+
+    def __init__(self, page_tokens: int, kv_cache_config: Any) -> None:
+        from vllm.distributed import kv_events
+        from vllm.v1 import kv_cache_interface
+        from vllm.v1.core import kv_cache_utils
+
+        self._events, self._utils, self._page_tokens = kv_events, kv_cache_utils, page_tokens
+        self._untagged = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys or None)
+        kind = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
+        window = getattr(kv_cache_interface, "get_kv_cache_spec_sliding_window", None)
+        self._groups = [
+            {
+                "kv_cache_spec_kind": kind(group.kv_cache_spec).value if kind else None,
+                "kv_cache_spec_sliding_window": window(group.kv_cache_spec) if window else None,
+            }
+            for group in kv_cache_config.kv_cache_groups
+        ]
+
+    def describe(self, request: Any, first_page: int, stop_page: int) -> dict[str, Any]:
+        """See `events.Describe`."""
+        size, keys, at = self._page_tokens, [], 0
+        for page in range(first_page, stop_page):
+            extra, at = self._utils.generate_block_hash_extra_keys(request, page * size, (page + 1) * size, at)
+            keys.append(extra)
+        lora = request.lora_request
+        return {
+            "lora_id": lora.adapter_id if lora else None,
+            "lora_name": lora.name if lora else None,
+            "extra_keys": self._untagged(keys),
+            "session_id": getattr(request, "session_id", None),
+        }
+
+    def made(self, event: Stored | Removed) -> list[Any]:
+        """One event for each cache group: a block of ours has the layers of all."""
+        hashes = [self._utils.maybe_convert_block_hash(page) for page in event.hashes]
+        place = {"medium": event.place.medium, "locality": event.place.locality, "ownership": OWNERSHIP}
+        if isinstance(event, Removed):
+            removed = self._events.BlockRemoved
+            return [_made(removed, block_hashes=hashes, group_idx=g, **place) for g in range(len(self._groups))]
+        parent = None if event.parent is None else self._utils.maybe_convert_block_hash(event.parent)
+        run = {"block_hashes": hashes, "parent_block_hash": parent, "token_ids": list(event.tokens)}
+        said = run | {"block_size": self._page_tokens} | event.about | place
+        return [_made(self._events.BlockStored, group_idx=g, **said, **spec) for g, spec in enumerate(self._groups)]
+
+
+def _made(kind: Any, **fields: Any) -> Any:
+    """Make an event of the fields that this vLLM's has."""
+    return kind(**{name: value for name, value in fields.items() if name in kind.__struct_fields__})
+
+
 class _Scheduler:
     """What the scheduler's process has: the planner, and a client for lookups and sessions."""
 
-    def __init__(self, settings: Settings, geometry: Geometry, client: Client, workers: int) -> None:
+    def __init__(
+        self, settings: Settings, geometry: Geometry, client: Client, vllm_config: Any, kv_cache_config: Any
+    ) -> None:
         self._client = client
-        limits = Limits(settings.block_tokens, geometry.page_tokens, workers, settings.load_deadline_s, settings.miss_s)
-        self.planner = Planner(self._lookup, limits, time.monotonic)
+        parallel = vllm_config.parallel_config
+        limits = Limits(
+            settings.block_tokens,
+            geometry.page_tokens,
+            parallel.world_size,
+            settings.load_deadline_s,
+            settings.miss_s,
+            settings.lookup_timeout_s,
+        )
+        self.events: EventBook | None = None
+        if getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False):
+            self._publisher = _Publisher(geometry.page_tokens, kv_cache_config)
+            sizes = Sizes(
+                page_tokens=geometry.page_tokens,
+                hash_tokens=getattr(vllm_config.cache_config, "prefix_match_unit", None) or geometry.page_tokens,
+                page_blocks=geometry.page_tokens // settings.block_tokens,
+                savers=parallel.world_size // (parallel.tensor_parallel_size if geometry.kv_parts == 1 else 1),
+                pending_s=settings.load_deadline_s,
+            )
+            self.events = EventBook(sizes, self._publisher.describe, time.monotonic)
+        self.planner = Planner(self._lookup, limits, time.monotonic, self.events)
         self.hits: dict[str, Counter[str]] = {}
         """Of requests that were just given pages."""
         self._adapters = Adapters()
@@ -232,6 +323,8 @@ class _Scheduler:
             return
         hints = self._hints(request)
         self.planner.begin(request, variant, hints.session)
+        if self.events is not None and not self.events.media:
+            self._note(self._read_media)
         if hints.session:
             self._note(lambda: self._client.open_session(hints.session, parent=hints.parent))
             self._note(lambda: self._client.touch_session(hints.session, "decoding", urgency=hints.urgency))
@@ -256,6 +349,10 @@ class _Scheduler:
         hits = self.planner.finish(request.request_id)
         return {PARAMS: {"hit_tokens": dict(hits)}} if hits or PARAMS in (request.kv_transfer_params or {}) else None
 
+    def take_events(self) -> Iterable[Any]:
+        """Events since the last call, as vLLM publishes them."""
+        return [e for event in self.events.take() for e in self._publisher.made(event)] if self.events else ()
+
     def close(self) -> None:
         self._notes.put(None)
         self._client.close()
@@ -271,6 +368,13 @@ class _Scheduler:
             self._next_problem_s = time.monotonic() + PROBLEMS_S
             _log.warning("hints of request %s are left out: %s", request.request_id, problem)
         return hints
+
+    def _read_media(self) -> None:
+        """Ask what the pool's tiers are, for routers."""
+        assert self.events is not None
+        if not self.events.media:
+            tiers = json.loads(self._client.stats()).get("tiers", ())
+            self.events.media = {tier["name"]: medium_of(tier["type"]) for tier in tiers}
 
     def _note(self, note: Callable[[], Any]) -> None:
         self._notes.put(note)

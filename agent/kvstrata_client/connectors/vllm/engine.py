@@ -8,9 +8,10 @@ import json
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -23,9 +24,9 @@ from kvstrata_client.target import Target, configured_token
 
 BLOCK_TOKENS: Final = 16
 """Tokens of a block of ours unless the configuration says what else the pool has."""
-_DTYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+DTYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _SHOWN_CHARS: Final = 200
-_FP8: Final = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+FP8: Final = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 
 PARAMS: Final = "kvstrata"
 """Key of ours in `kv_transfer_params` of requests and answers."""
@@ -34,12 +35,12 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=60)]
 SessionName = Annotated[str, msgspec.Meta(max_length=SESSION_CHARS_MAX)]
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`kv_connector_extra_config`."""
+class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What both the connector and the tier are told of the pool, and how long they may wait for it."""
 
-    socket: str
+    socket: Annotated[str, msgspec.Meta(min_length=1)]
     """Unix socket of the node's agent of the pool."""
-    pool: str
+    pool: Annotated[str, msgspec.Meta(min_length=1)]
     token_file: str = ""
     """Of the pod's projected token; its tenant is the only one that is ever read or written for. Empty where the agent
     knows callers by their unix user (`kvstrata up`)."""
@@ -48,18 +49,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     revision: str = ""
     """The same of the weights; vLLM's revision when empty."""
     block_tokens: Annotated[int, msgspec.Meta(ge=1, le=1024)] = BLOCK_TOKENS
-    lookup_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.05
-    """How long the scheduler waits for the agent's answer to a lookup, once for each request."""
     load_deadline_s: Seconds = 2.0
     """How long a request waits for its blocks before it is computed."""
     miss_s: Seconds = 1.0
     """How long a block is a miss that could not be fetched."""
-    staging_bytes: Annotated[int, msgspec.Meta(ge=0)] = GIB
-    """Memory of each worker for blocks on their way in, and as much for those on their way out."""
     threads: Annotated[int, msgspec.Meta(ge=1, le=16)] = 2
-    """That fetch, in each worker."""
-    layerwise: bool = False
-    """Put each layer of a load on its way by itself, so that the first layers are computed meanwhile (devices)."""
+    """That fetch, in each process."""
 
     def target(self, layout: Layout, *, timeout_s: float) -> Target:
         """What to attach to."""
@@ -69,14 +64,33 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         )  # fmt: skip
 
 
-def parse(extra: dict[str, Any]) -> Settings:
+class Settings(PoolSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`kv_connector_extra_config`."""
+
+    lookup_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.05
+    """How long the scheduler waits for the agent's answer to a lookup, once for each request."""
+    staging_bytes: Annotated[int, msgspec.Meta(ge=0)] = GIB
+    """Memory of each worker for blocks on their way in, and as much for those on their way out."""
+    layerwise: bool = False
+    """Put each layer of a load on its way by itself, so that the first layers are computed meanwhile (devices)."""
+
+
+T = TypeVar("T")
+
+
+def parse(extra: Mapping[str, Any]) -> Settings:
     """Check `kv_connector_extra_config`. Raises `InvalidInputError` that names field, value and limit."""
+    return converted(extra, Settings, "kv_connector_extra_config")
+
+
+def converted(given: Mapping[str, Any], kind: type[T], where: str) -> T:
+    """Check settings. Raises `InvalidInputError` that names field, value and limit."""
     try:
-        return msgspec.convert(extra, Settings)
+        return msgspec.convert(dict(given), kind)
     except msgspec.ValidationError as e:
         field = re.search(r"\$\.(\w+)", str(e))
-        given = f" (given: {extra.get(field[1])!r})" if field else ""
-        raise InvalidInputError(f"kv_connector_extra_config: {e}{given}") from e
+        value = f" (given: {given.get(field[1])!r})" if field else ""
+        raise InvalidInputError(f"{where}: {e}{value}") from e
 
 
 class Hints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -147,7 +161,7 @@ def geometry_of(kv_cache_config: Any, cache_dtype: str, block_tokens: int) -> Ge
         if not is_latent and getattr(spec, "head_size_v", None) not in {None, spec.head_size}:
             raise InvalidInputError(f"head_size {spec.head_size}, of values {spec.head_size_v}: equal ones wanted")
         dtype = str(spec.dtype).removeprefix("torch.")
-        named = _FP8.get(cache_dtype) if cache_dtype.startswith("fp8") else _DTYPES.get(dtype)
+        named = FP8.get(cache_dtype) if cache_dtype.startswith("fp8") else DTYPES.get(dtype)
         if named is None:
             raise InvalidInputError(f"kv_cache_dtype {cache_dtype} of {dtype}: bf16, fp16, fp32 and fp8 can be kept")
         size = {"bf16": 2, "fp16": 2, "fp32": 4}.get(named, 1)

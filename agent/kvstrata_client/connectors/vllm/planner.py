@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvstrata_client.connectors.vllm.events import EventBook, HashedRequest
 from kvstrata_client.verbs.results import Located
 
 Tokens = npt.NDArray[np.uint32]
@@ -31,15 +32,10 @@ SLACK: Final = 1.1
 """A fetch that takes longer than its deadline by more than this is given up."""
 
 
-class RequestView(Protocol):
+class RequestView(HashedRequest, Protocol):
     """What is read of vLLM's request."""
 
-    request_id: str
     num_computed_tokens: int
-
-    @property
-    def all_token_ids(self) -> Sequence[int]:
-        """Tokens of the prompt and those that were generated and are known."""
 
 
 Lookup = Callable[[Tokens, str, str, int], Located]
@@ -79,6 +75,8 @@ class Save:
     first_block: int
     stop_block: int
     tables: Tables
+    number: int = 0
+    """By which workers report its end; 0: nobody asks."""
 
 
 @dataclass(slots=True)
@@ -138,16 +136,24 @@ class Limits:
     deadline_s: float
     miss_s: float
     """How long a block is a miss that was found and could not be fetched."""
+    lookup_s: float = float("inf")
+    """A lookup that took so long had no answer."""
 
 
 class Planner:
     """Plans the steps of one engine. One thread."""
 
-    def __init__(self, lookup: Lookup, limits: Limits, clock: Callable[[], float]) -> None:
-        """Nothing is planned for an engine whose page is no multiple of a block: the connector checks that."""
+    def __init__(
+        self, lookup: Lookup, limits: Limits, clock: Callable[[], float], events: EventBook | None = None
+    ) -> None:
+        """Nothing is planned for an engine whose page is no multiple of a block: the connector checks that.
+
+        `events` is None where nobody is told of blocks.
+        """
         self._lookup = lookup
         self._limits = limits
         self._clock = clock
+        self._events = events
         self._page_blocks = limits.page_tokens // limits.block_tokens
         self._requests: dict[str, _Tracked] = {}
         self._staged: dict[int, _Staged] = {}
@@ -159,6 +165,8 @@ class Planner:
     def begin(self, request: RequestView, variant: str, session: str = "") -> None:
         """Track a new request. Those that are not tracked are neither loaded nor saved."""
         self._requests[request.request_id] = _Tracked(request, variant, session)
+        if self._events is not None:
+            self._events.begin(request.request_id)
 
     def match(self, request_id: str, computed_tokens: int) -> int | None:
         """Tokens behind `computed_tokens` that can be loaded; None: ask again in the next step."""
@@ -250,6 +258,8 @@ class Planner:
         if tracked is None:
             return Counter()
         self._leave(tracked, request_id)
+        if self._events is not None:
+            self._events.finish(request_id)
         return tracked.hits
 
     def reset(self) -> None:
@@ -279,6 +289,9 @@ class Planner:
             tracked.located_at_s = now_s
             if is_first:
                 tracked.saved_blocks = tracked.located.blocks
+            if self._events is not None:
+                is_answered = self._clock() - now_s < limits.lookup_s
+                self._events.found(tracked.request, tracked.located.sources, most, is_answered=is_answered)
         stop = self._whole_pages(min(self._before_misses(tracked, tracked.located.blocks, now_s), most))
         if stop <= first:
             return 0
@@ -315,6 +328,8 @@ class Planner:
         for user in staged.users:
             tracked = self._requests[user]
             tracked.saved_blocks = min(tracked.saved_blocks, there)
+            if self._events is not None:
+                self._events.lost(tracked.request, there)
 
     def _give_up(self, tracked: _Tracked, request_id: str) -> None:
         tracked.given_up = True
@@ -344,7 +359,8 @@ class Planner:
         tracked.saved_blocks = full
         used = -(-full // self._page_blocks)
         tables = tuple(tuple(table[:used]) for table in tracked.tables)
-        self._plan.saves.append(Save(tracked.tokens, tracked.variant, tracked.session, first, full, tables))
+        number = self._events.saving(tracked.request, first, full) if self._events is not None else 0
+        self._plan.saves.append(Save(tracked.tokens, tracked.variant, tracked.session, first, full, tables, number))
 
 
 def _begun(variant: str) -> Any:

@@ -208,6 +208,7 @@ class Worker:
         self._staged: dict[int, _Staged] = {}
         self._staged_bytes = 0
         self._ended: dict[int, tuple[int, int, tuple[str, ...]]] = {}
+        self._saved: dict[int, tuple[int, bool]] = {}
         self._waits: dict[int, Wait] = {}
         self._saves: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._saving_bytes = 0
@@ -240,6 +241,12 @@ class Worker:
         with self._lock:
             ended, self._ended = self._ended, {}
         return ended
+
+    def saved(self) -> dict[int, tuple[int, bool]]:
+        """Numbered saves that have ended since the last call: 1, and whether all their blocks are stored."""
+        with self._lock:
+            saved, self._saved = self._saved, {}
+        return saved
 
     def close(self) -> None:
         """Store what was saved, as far as that is quick, and end the threads."""
@@ -314,27 +321,38 @@ class Worker:
         blocks = self._pages.saved(save.tables, range(save.first_block, save.stop_block))
         if not blocks or not self._client.is_attached:
             self.dropped_blocks += save.stop_block - save.first_block
+            self._note_saved(save, is_whole=False)
             return
         size_bytes = len(blocks) * self._client.target.layout.block_bytes
         with self._lock:
-            if self._saving_bytes + size_bytes > self._settings.staging_bytes:
-                self.dropped_blocks += len(blocks)
-                return
-            self._saving_bytes += size_bytes
+            has_room = self._saving_bytes + size_bytes <= self._settings.staging_bytes
+            self._saving_bytes += size_bytes if has_room else 0
+        if not has_room:
+            self.dropped_blocks += len(blocks)
+            self._note_saved(save, is_whole=False)
+            return
         rows = self._pages.staging(len(blocks))
         wait = self._pages.gather(save.tables, blocks, rows)
         self._saves.put(partial(self._store, save, blocks, rows, wait))
 
     def _store(self, save: Save, blocks: range, rows: torch.Tensor, wait: Wait) -> None:
+        is_whole = False
         try:
             wait()
             cache = PrefixCache(self._client, variant=save.variant)
             stored = cache.store(save.tokens, rows.numpy(), first_block=blocks.start, session=save.session)
             self.saved_blocks += stored.published + stored.existed
             self.dropped_blocks += stored.refused
+            is_whole = stored.reached_blocks >= save.stop_block
         finally:
             with self._lock:
                 self._saving_bytes -= rows.numel()
+            self._note_saved(save, is_whole=is_whole)
+
+    def _note_saved(self, save: Save, *, is_whole: bool) -> None:
+        if save.number:
+            with self._lock:
+                self._saved[save.number] = (1, is_whole)
 
     def _store_all(self) -> None:
         while (store := self._saves.get()) is not None:

