@@ -135,9 +135,20 @@ def _section(kind: Any, documented: dict[str, str]) -> Iterator[str]:
     limits = dict(wire.limits_of(kind))
     for number, field in enumerate(msgspec.structs.fields(kind), at):
         default = NONE if field.default is msgspec.NODEFAULT else _default(field.default)
-        limit = f"{limits[field.name]} long at most. " if field.name in limits else ""
+        limit = _limit(field.name, _type(hints[field.name]), limits)
         meaning = (limit + documented.get(field.name, "")).strip().replace("|", "\\|")
         yield f"| {number} | `{field.name}` | {_type(hints[field.name])} | {default} | {meaning} |\n"
+
+
+def _limit(name: str, written: str, limits: dict[str, int]) -> str:
+    """What the length of a field is bounded by, as far as the code checks it when a request is read."""
+    if name == "digests":
+        return f"Keys, one after another: a multiple of {KEY_BYTES} bytes, {wire.KEYS_MAX:,} keys at most. "
+    if name not in limits:
+        return ""
+    if written.startswith("array"):
+        return f"{limits[name]:,} items at most. "
+    return f"{limits[name]:,} characters at most{'' if written == 'str' else ', its name'}. "
 
 
 def _layout_section() -> Iterator[str]:

@@ -7,7 +7,6 @@ Leave `--token-file` out where the agent is one of `kvstrata up`. Run it twice: 
 
 import argparse
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +50,11 @@ def chat(model: Any, client: Client) -> bool:
     for turn in range(1, 4):
         history = torch.cat([history, question(turn, QUESTION)], 1)
         cache = KvstrataCache(model, client, session="example")
-        begin_s = time.perf_counter()
         answer = model.generate(history, past_key_values=cache, do_sample=False, max_new_tokens=ANSWER)
-        took_s = time.perf_counter() - begin_s
         cache.hint("idle", expected_return_s=30.0)
         is_same &= torch.equal(answer, model.generate(history, do_sample=False, max_new_tokens=ANSWER))
         restored = ", ".join(f"{n} from {tier}" for tier, n in cache.hit_tokens.items()) or "none"
-        print(f"turn {turn}: {history.shape[1]} tokens of prompt, restored {restored}; {took_s:.2f} s")
+        print(f"turn {turn}: {history.shape[1]} tokens of prompt, restored {restored}")
         history = answer
     print("the same tokens as without kvstrata" if is_same else "other tokens than without kvstrata")
     return is_same

@@ -1,6 +1,7 @@
 """A KvstrataCache in an unchanged `generate` of the real package, against a real agent: greedy tokens as without it."""
 
 import copy
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ from support.client.tiny_models import KINDS, VOCABULARY, made  # noqa: E402
 
 pytestmark = pytest.mark.system
 
-NEW = 40
+NEW = 24
 PROMPT = 100
 _numbers = np.random.default_rng(3)
 _SEEDED = _numbers.bit_generator.state
@@ -112,6 +113,11 @@ def same(model: Any, actual: Any, expected: Any, prompt: int) -> bool:
     return bool((logits.max(1).values - chosen).max() < 1e-3)
 
 
+def caching(model: Any, client: Client, **named: str) -> KvstrataCache:
+    """A cache that waits for its agent on a busy machine."""
+    return KvstrataCache(model, client, deadline_s=PATIENT_S, **named)
+
+
 def hits(cache: KvstrataCache) -> int:
     return sum(cache.hit_tokens.values())
 
@@ -119,26 +125,26 @@ def hits(cache: KvstrataCache) -> int:
 def test_a_prompt_is_restored_and_what_was_generated_too(model: Any, client: Client) -> None:
     prompt = tensor(*ids(PROMPT))
     expected = generate(model, prompt)
-    first, second = KvstrataCache(model, client), KvstrataCache(model, client)
+    first, second = caching(model, client), caching(model, client)
 
     assert same(model, generate(model, prompt, first), expected, PROMPT)
     assert same(model, generate(model, prompt, second), expected, PROMPT)
     assert (hits(first), hits(second)) == (0, 96)
 
     longer = torch.cat([expected, tensor(*ids(5))], 1)
-    third = KvstrataCache(model, client)
+    third = caching(model, client)
     assert same(model, generate(model, longer, third), generate(model, longer), PROMPT + NEW + 5)
-    assert hits(third) == 128, "blocks that decoding filled: 139 tokens had KV, 8 blocks"
+    assert hits(third) == 112, "blocks that decoding filled: 123 tokens had KV, 7 blocks"
     for layer, restored in zip(first.layers, third.layers, strict=True):
         if not isinstance(layer, SlidingLayer):
-            assert torch.equal(layer.keys[:, :, :128].view(torch.int32), restored.keys[:, :, :128].view(torch.int32))
-            assert torch.equal(layer.values[:, :, :128], restored.values[:, :, :128])
+            assert torch.equal(layer.keys[:, :, :112].view(torch.int32), restored.keys[:, :, :112].view(torch.int32))
+            assert torch.equal(layer.values[:, :, :112], restored.values[:, :, :112])
 
 
 def test_a_sliding_layer_holds_only_its_window_and_the_block_that_is_not_full(model: Any, client: Client) -> None:
     prompt = tensor(*ids(400))
     for _ in ("computed", "restored"):
-        cache = KvstrataCache(model, client)
+        cache = caching(model, client)
         generate(model, prompt, cache, new=4)
         for layer in cache.layers:
             if isinstance(layer, SlidingLayer):
@@ -158,22 +164,22 @@ def test_the_rows_of_a_batch_have_a_prefix_each_and_are_computed_from_the_first_
     batch = tensor(*([0] * (width - len(r)) + r for r in rows))
     mask = tensor(*([0] * (width - len(r)) + [1] * len(r) for r in rows))
     expected = generate(model, batch, attention_mask=mask)
-    generate(model, tensor(long), KvstrataCache(model, client), new=1)
+    generate(model, tensor(long), caching(model, client), new=1)
 
-    first, second = KvstrataCache(model, client), KvstrataCache(model, client)
+    first, second = caching(model, client), caching(model, client)
     assert torch.equal(generate(model, batch, first, attention_mask=mask), expected)
     assert torch.equal(generate(model, batch, second, attention_mask=mask), expected)
     assert hits(first) == 30, "columns before 30 are padding of the row of which nothing is known"
     # The third row has 45 of padding and 3 blocks: all are computed from column 93 on.
     assert hits(second) == 93 + (93 - 30) + (93 - 45)
 
-    alone = KvstrataCache(model, client)
+    alone = caching(model, client)
     assert torch.equal(generate(model, tensor(short), alone), generate(model, tensor(short)))
     assert hits(alone) == 64
 
 
 def test_the_next_turn_goes_on_and_comes_back_after_the_kv_left_memory(model: Any, client: Client) -> None:
-    plain, cache = DynamicCache(config=model.config), KvstrataCache(model, client, session="chat")
+    plain, cache = DynamicCache(config=model.config), caching(model, client, session="chat")
     history = tensor(*ids(PROMPT))
     for turn in range(3):
         expected, actual = generate(model, history, plain), generate(model, history, cache)
@@ -181,13 +187,13 @@ def test_the_next_turn_goes_on_and_comes_back_after_the_kv_left_memory(model: An
         cache.offload()
         assert cache.get_seq_length() == 0
         assert all(layer.keys is None for layer in cache.layers)
-        assert hits(cache) == [0, 128, 128 + 192][turn]
+        assert hits(cache) == [0, 112, 112 + 160][turn]
         history = torch.cat([actual, tensor(*ids(20))], 1)
 
 
 def test_kv_that_left_memory_comes_back_for_a_caller_that_gives_new_tokens_alone(model: Any, client: Client) -> None:
     prompt, new = tensor(*ids(PROMPT)), tensor(*ids(7))
-    plain, cache = DynamicCache(config=model.config), KvstrataCache(model, client)
+    plain, cache = DynamicCache(config=model.config), caching(model, client)
     seen = generate(model, prompt, plain)
     generate(model, prompt, cache)
     cache.offload()
@@ -197,15 +203,15 @@ def test_kv_that_left_memory_comes_back_for_a_caller_that_gives_new_tokens_alone
         actual = model(new, attention_mask=mask, past_key_values=cache).logits
 
     assert actual.shape == expected.shape
-    assert torch.allclose(actual, expected, atol=1e-4)
-    assert hits(cache) == 128
+    assert torch.allclose(actual, expected, atol=1e-3)
+    assert hits(cache) == 112
     assert cache.get_seq_length() == plain.get_seq_length()
 
 
 @pytest.mark.parametrize("is_copy", [False, True], ids=["fork", "deepcopy"])
 def test_continuations_of_one_conversation_go_on_by_themselves(model: Any, client: Client, *, is_copy: bool) -> None:
     start, *tails = ids(PROMPT, 20, 9, 33)
-    trunk = KvstrataCache(model, client, session="trunk")
+    trunk = caching(model, client, session="trunk")
     generate(model, tensor(start), trunk, new=1)
     twins = [copy.deepcopy(trunk) if is_copy else trunk.fork(f"fork-{n}") for n in range(3)]
     if not is_copy:
@@ -216,8 +222,8 @@ def test_continuations_of_one_conversation_go_on_by_themselves(model: Any, clien
         assert torch.equal(generate(model, prompt, twin), generate(model, prompt))
     assert trunk.get_seq_length() == PROMPT
     if not is_copy:
-        assert '"parent": "trunk"' in client.explain(session="fork-1")
-    again = KvstrataCache(model, client)
+        assert json.loads(client.explain(session="fork-1"))["parent"] == "trunk"
+    again = caching(model, client)
     prompt = tensor(start + tails[2])
     assert torch.equal(generate(model, prompt, again), generate(model, prompt))
     assert hits(again) == 128, "each saves what it adds"
@@ -232,7 +238,7 @@ def test_other_ways_of_decoding_are_as_without(model: Any, client: Client, optio
     prompt = tensor(ids(PROMPT)[0] * 2)
     expected = generate(model, prompt, **options)
     for _ in range(2):
-        cache = KvstrataCache(model, client)
+        cache = caching(model, client)
         assert torch.equal(generate(model, prompt, cache, **options), expected)
     assert hits(cache) > 96
 
@@ -240,8 +246,8 @@ def test_other_ways_of_decoding_are_as_without(model: Any, client: Client, optio
 def test_an_agent_that_is_away_or_killed_or_comes_back_costs_misses(model: Any, tmp_path: Path) -> None:
     socket = tmp_path / "agent.sock"
     history = tensor(*ids(PROMPT))
-    with Client(target(socket, timeout_s=0.5, layout=layout(model))) as client:
-        plain, cache = DynamicCache(config=model.config), KvstrataCache(model, client, session="s")
+    with Client(target(socket, layout=layout(model))) as client:
+        plain, cache = DynamicCache(config=model.config), caching(model, client, session="s")
 
         def turn(streamer: Any = None) -> None:
             nonlocal history
@@ -298,7 +304,7 @@ def test_a_tier_that_is_full_costs_misses(llama: Any, tmp_path: Path) -> None:
         attached(agent.socket, layout=layout(llama)) as client,
     ):
         for _ in range(2):
-            cache = KvstrataCache(llama, client)
+            cache = caching(llama, client)
             assert torch.equal(generate(llama, prompt, cache), generate(llama, prompt))
     assert hits(cache) <= 48
 
@@ -306,15 +312,15 @@ def test_a_tier_that_is_full_costs_misses(llama: Any, tmp_path: Path) -> None:
 def test_zeros_in_place_of_blocks_are_noticed(model: Any, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [tensor(*ids(PROMPT)) for _ in range(3)]
     for prompt in prompts:
-        generate(model, prompt, KvstrataCache(model, client), new=1)
+        generate(model, prompt, caching(model, client), new=1)
     monkeypatch.setattr(transformers_cache, "unpacked", lambda *a: tuple(torch.zeros_like(s) for s in unpacked(*a)))
-    equal = [same(model, generate(model, p, KvstrataCache(model, client)), generate(model, p), PROMPT) for p in prompts]
+    equal = [same(model, generate(model, p, caching(model, client)), generate(model, p), PROMPT) for p in prompts]
 
     assert equal == [False] * 3
 
 
 def test_a_pass_that_breaks_off_leaves_what_was_there_before(model: Any, client: Client) -> None:
-    cache = KvstrataCache(model, client)
+    cache = caching(model, client)
     prompt = tensor(*ids(PROMPT))
     history = torch.cat([generate(model, prompt, cache), tensor(*ids(20))], 1)
 
@@ -335,7 +341,7 @@ def test_kv_that_does_not_follow_from_tokens_is_neither_saved_nor_restored(
     llama: Any, llama_client: Client, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompt = tensor(*ids(PROMPT))
-    generate(llama, prompt, KvstrataCache(llama, llama_client))
+    generate(llama, prompt, caching(llama, llama_client))
     options: dict[str, Any] = {
         "embeddings": {"inputs_embeds": llama.model.embed_tokens(prompt)},
         "positions": {"input_ids": prompt, "position_ids": torch.arange(7, 7 + PROMPT)[None]},
@@ -345,7 +351,7 @@ def test_kv_that_does_not_follow_from_tokens_is_neither_saved_nor_restored(
     run = llama.model if what == "inner" else llama
     with torch.inference_mode():
         expected = run(**options, past_key_values=DynamicCache(config=llama.config))[0]
-        cache = KvstrataCache(llama, llama_client)
+        cache = caching(llama, llama_client)
         assert torch.equal(run(**options, past_key_values=cache)[0], expected)
     assert torch.equal(generate(llama, torch.cat([prompt, tensor(*ids(3))], 1), cache, new=2)[:, :PROMPT], prompt)
     assert hits(cache) == 0
@@ -359,21 +365,21 @@ def test_kv_that_does_not_follow_from_tokens_is_neither_saved_nor_restored(
 
 def test_logits_that_are_wanted_are_computed(llama: Any, llama_client: Client) -> None:
     prompt = tensor(*ids(PROMPT))
-    generate(llama, prompt, KvstrataCache(llama, llama_client), new=1)
+    generate(llama, prompt, caching(llama, llama_client), new=1)
     with torch.inference_mode():
-        whole = llama(prompt, past_key_values=KvstrataCache(llama, llama_client)).logits
-        some = llama(prompt, past_key_values=KvstrataCache(llama, llama_client), logits_to_keep=30).logits
+        whole = llama(prompt, past_key_values=caching(llama, llama_client)).logits
+        some = llama(prompt, past_key_values=caching(llama, llama_client), logits_to_keep=30).logits
 
     assert torch.equal(whole, llama(prompt).logits)
-    assert torch.allclose(some, whole[:, -30:], atol=1e-4)
+    assert torch.allclose(some, whole[:, -30:], atol=1e-3)
 
 
 def test_what_does_not_fit_is_refused(llama: Any, llama_client: Client) -> None:
     with pytest.raises(InvalidInputError, match=r"model computes in torch.bfloat16, the layout has fp32"):
         KvstrataCache(copy.deepcopy(llama).to(torch.bfloat16), llama_client)
     with pytest.raises(InvalidInputError, match="session is empty"):
-        KvstrataCache(llama, llama_client).hint()
-    cache = KvstrataCache(llama, llama_client)
+        caching(llama, llama_client).hint()
+    cache = caching(llama, llama_client)
     prompt = tensor(*ids(PROMPT))
     generate(llama, prompt, cache)
     cache.offload()
@@ -409,7 +415,7 @@ def test_columns_that_are_taken_back_while_the_kv_is_away_are_computed_no_more(
     llama: Any, llama_client: Client
 ) -> None:
     prompt, new = tensor(*ids(PROMPT)), tensor(*ids(3))
-    cache = KvstrataCache(llama, llama_client)
+    cache = caching(llama, llama_client)
     generate(llama, prompt, cache, new=20)
     cache.offload()
     mask = torch.ones(1, PROMPT + 3, dtype=torch.long)
@@ -417,13 +423,15 @@ def test_columns_that_are_taken_back_while_the_kv_is_away_are_computed_no_more(
         actual = llama(new, attention_mask=mask, past_key_values=cache).logits
         expected = llama(torch.cat([prompt, new], 1)).logits[:, -3:]
 
-    assert torch.allclose(actual, expected, atol=1e-4)
+    assert torch.allclose(actual, expected, atol=1e-3)
 
 
 def test_a_hint_reaches_the_agent(llama: Any, llama_client: Client) -> None:
-    cache = KvstrataCache(llama, llama_client, session="s", priority="high")
+    cache = caching(llama, llama_client, session="s", priority="high")
     generate(llama, tensor(*ids(PROMPT)), cache, new=1)
-    assert '"decoding"' in llama_client.explain(session="s")
+    assert json.loads(llama_client.explain(session="s"))["state"] == "decoding"
     cache.hint("tool", urgency=3, expected_return_s=20.0)
 
-    assert '"idle"' in llama_client.explain(session="s")
+    told = json.loads(llama_client.explain(session="s"))
+    assert (told["state"], told["priority"]) == ("idle", "high")
+    assert 0 < told["expected_return_s"] <= 20.0

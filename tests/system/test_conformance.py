@@ -1,7 +1,5 @@
 """The conformance kit: our own client passes it, and whatever gets one thing wrong fails where it should."""
 
-import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,25 +9,19 @@ import pytest
 from kvstrata_client.conformance.driver import ConformanceError, Driver
 from kvstrata_client.conformance.scenarios import SCENARIOS, run
 from kvstrata_client.conformance.stage import Stage
+from support.client.conformance_kit import kit
 from support.client.wrong_program import WRONG
 from support.runner.alone import environment
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
-KIT = (sys.executable, "-m", "kvstrata_client.cli", "conformance")
 PATIENT_S = 60.0
 
 
-def kit(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [*KIT, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment())
-
-
 def test_our_own_client_passes() -> None:
-    done = kit("--answer-s", str(PATIENT_S))
-    told = json.loads(done.stdout.splitlines()[-1])["conformance"]
-    assert (done.returncode, told) == (0, {"passed": len(SCENARIOS), "failed": 0, "failures": {}}), done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()[1:-1]] == list(SCENARIOS)
+    ended = kit("--answer-s", str(PATIENT_S))
+    assert (ended.status, ended.told) == (0, {"passed": len(SCENARIOS), "failed": 0, "failures": {}}), ended.errors
+    assert [row.split()[0] for row in ended.rows] == list(SCENARIOS)
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +48,12 @@ def test_every_scenario_has_a_program_that_fails_it() -> None:
 
 
 def test_a_failure_is_told_by_table_json_and_exit_status() -> None:
-    done = kit("--scenario", "vectors", "--", sys.executable, "-c", "input(); print('[1]')")
-    told = json.loads(done.stdout.splitlines()[-1])["conformance"]
-    assert (done.returncode, told["passed"], told["failed"]) == (1, 0, 1)
-    assert "no JSON object" in told["failures"]["vectors"]
-    assert done.stdout.splitlines()[1].startswith("vectors   FAILED")
+    ended = kit("--scenario", "vectors", "--", sys.executable, "-c", "input(); print('[1]')")
+    assert (ended.status, ended.told["passed"], ended.told["failed"]) == (1, 0, 1)
+    assert "no JSON object" in ended.told["failures"]["vectors"]
+    assert ended.rows[0].startswith("vectors   FAILED")
     listed = kit("--list")
-    assert (listed.returncode, len(listed.stdout.splitlines())) == (0, len(SCENARIOS) + 1)
+    assert (listed.status, len(listed.rows)) == (0, len(SCENARIOS))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Memory that dead engines left behind, with real files in real shared memory and real processes that hold them."""
 
 import asyncio
-import fcntl
 import os
 import subprocess
 import sys
@@ -147,11 +146,11 @@ def test_whoever_opens_a_file_meanwhile_waits_and_ends_no_agent(memory: Path) ->
     path.write_bytes(b"left")
     file = os.open(path, os.O_RDONLY)
     try:
-        with engine_memory._alone(file) as is_alone:
-            assert is_alone
+        with engine_memory._lease(file):
+            assert engine_memory._is_alone(file)
             opening = subprocess.Popen((sys.executable, "-c", f"open({str(path)!r}, 'r+b')"))
             ends_s = time.monotonic() + 30
-            while fcntl.fcntl(file, fcntl.F_GETLEASE) == fcntl.F_WRLCK:
+            while engine_memory._is_alone(file):
                 assert time.monotonic() < ends_s, "nobody opens it"
             assert opening.poll() is None
         assert opening.wait(30) == 0

@@ -107,11 +107,9 @@ def _remove(folder: int, name: str) -> int | None:
     except OSError:  # Gone, or another user's.
         return None
     try:
-        with _alone(file) as is_alone:
+        with _lease(file):
             status = os.fstat(file)
-            if not is_alone or status.st_ino != os.stat(name, dir_fd=folder, follow_symlinks=False).st_ino:
-                return None
-            if fcntl.fcntl(file, fcntl.F_GETLEASE) != fcntl.F_WRLCK:  # Somebody is opening it at this moment.
+            if status.st_ino != os.stat(name, dir_fd=folder, follow_symlinks=False).st_ino or not _is_alone(file):
                 return None
             os.unlink(name, dir_fd=folder)
             return status.st_blocks * 512  # POSIX: units of st_blocks.
@@ -123,16 +121,21 @@ def _remove(folder: int, name: str) -> int | None:
 
 
 @contextmanager
-def _alone(file: int) -> Iterator[bool]:
-    """Whether ours is the only open description of a file. Whoever opens it meanwhile waits until we are done."""
+def _lease(file: int) -> Iterator[None]:
+    """Ask for a write lease; see `_is_alone` for whether it is there. Whoever opens the file meanwhile waits."""
     # What tells us that somebody waits is SIGIO otherwise, which ends a process that expects none.
     fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
     try:
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError:  # EAGAIN: it is open elsewhere. EACCES: another user's. EINVAL: no leases here.
-        yield False
+        yield
         return
     try:
-        yield True
+        yield
     finally:
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+
+def _is_alone(file: int) -> bool:
+    """Whether ours is the only open description of a leased file, and nobody is opening it at this moment."""
+    return fcntl.fcntl(file, fcntl.F_GETLEASE) == fcntl.F_WRLCK

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 import sys
 from typing import Final
 
@@ -44,6 +45,7 @@ def _conformance(given: argparse.Namespace) -> int:
             "".join(f"{line}\n" for line in table(("scenario", "demands"), [(n, demand(n)) for n in names]))
         )
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # The agent and its folder go as with Ctrl-C.
     with Stage(given.command_line or REFERENCE, given.answer_s) as stage:
         outcomes = [run(stage, name) for name in names]
     sys.stdout.write(

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from kvstrata_client.verbs.results import Bytes2D, Reservation
 
 SETTLE_S: Final = 10.0
+ANSWER_S: Final = 3.0
+SILENCE_S: Final = 5.0
+"""More patient than an engine would be: the kit may run on a busy machine, and has bounds of its own."""
 
 Json = dict[str, Any]
 
@@ -64,7 +67,10 @@ class Program:
         """Attach, in place of what was attached before."""
         if self._client is not None:
             self._client.close()
-        self._client = Client(Target(Path(socket), pool, token, Layout(**layout)))
+        made = Layout(**layout)
+        self._client = Client(
+            Target(Path(socket), pool, token, made, timeout_s=ANSWER_S, move_timeout_s=ANSWER_S, silence_s=SILENCE_S)
+        )
         if self._client.wait_settled(SETTLE_S):
             return {"attached": True}
         return {"attached": False, "error": type(self._client.reason).__name__}

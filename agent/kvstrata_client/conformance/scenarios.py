@@ -23,7 +23,7 @@ Scenario = Callable[[Stage], None]
 
 BLOCKS: Final = 12
 TOKENS: Final = LAYOUT.block_tokens
-OUTAGE_S: Final = 10.0
+OUTAGE_S: Final = 15.0
 """An agent that does not answer is a miss by then; one that has gone is one at once."""
 LEASE_S: Final = 0.5
 DEADLINE_S: Final = 2.0

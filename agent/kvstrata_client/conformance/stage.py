@@ -31,7 +31,7 @@ MEMORY_BYTES: Final = 32 << 20
 TENANTS: Final = ("a", "b", "c", "d")
 """The last two share all through a trust domain."""
 DOMAIN: Final = "cd"
-START_S: Final = 60.0
+START_S: Final = 120.0
 SOON_S: Final = 20.0
 """How long something may take that a client does by itself, such as to come back to an agent."""
 POLL_S: Final = 0.05

@@ -148,6 +148,10 @@ class Engine:
             enable_prefix_caching=given.prefix_cache,
             **connector,
         )
+        if self.is_tiered:
+            from support.engines import vllm_tiering
+
+            vllm_tiering.listen()
 
     def run(self, prompts: list[list[int]], new_tokens: int = 16, salt: str = "", hints: Any = None) -> dict[str, Any]:
         """Generate; tokens, why each ended, tokens that came from outside by then, and seconds."""

@@ -125,9 +125,13 @@ class _Listener(logging.Handler):
         SAID.append(record.getMessage())
 
 
-def count_calls() -> None:
-    """Count from now on who exchanges anything with the agent, and keep what we warn of."""
+def listen() -> None:
+    """Keep from now on what we warn of. vLLM's start takes handlers of loggers below its own away."""
     logging.getLogger("vllm.kvstrata").addHandler(_Listener(logging.WARNING))
+
+
+def count_calls() -> None:
+    """Count from now on who exchanges anything with the agent."""
     for name in ("_ask", "_post", "_send", "_collect"):
         setattr(Client, name, _counted(getattr(Client, name)))
 

@@ -1,0 +1,3 @@
+module kvstrata.io/client
+
+go 1.22
