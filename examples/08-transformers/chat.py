@@ -49,7 +49,7 @@ def chat(model: Any, client: Client) -> bool:
     history, is_same = question(0, SYSTEM), True
     for turn in range(1, 4):
         history = torch.cat([history, question(turn, QUESTION)], 1)
-        cache = KvstrataCache(model, client, session="example")
+        cache = KvstrataCache(model, client, session="example", deadline_s=4 * client.target.timeout_s)
         answer = model.generate(history, past_key_values=cache, do_sample=False, max_new_tokens=ANSWER)
         cache.hint("idle", expected_return_s=30.0)
         is_same &= torch.equal(answer, model.generate(history, do_sample=False, max_new_tokens=ANSWER))
@@ -66,10 +66,21 @@ def main() -> int:
     parser.add_argument("--socket", type=Path, required=True, help="of the node's agent of the pool")
     parser.add_argument("--pool", required=True)
     parser.add_argument("--token-file", type=Path, default=NO_TOKEN, help="of the pod's projected token")
+    parser.add_argument("--timeout-s", type=float, default=0.5, help="how long a call waits for the agent")
     given = parser.parse_args()
     model = tiny()
     layout = layout_of(model.config, "demo/tiny", "seed-7", "fp32")
-    with Client.attach(Target(given.socket, given.pool, given.token_file, layout)) as client:
+    wait_s = given.timeout_s
+    target = Target(
+        given.socket,
+        given.pool,
+        given.token_file,
+        layout,
+        timeout_s=wait_s,
+        move_timeout_s=10 * wait_s,
+        silence_s=4 * wait_s,
+    )
+    with Client.attach(target, wait_s=4 * wait_s) as client:
         print(f"attached to {given.socket}" if client.is_attached else f"no agent ({client.reason}): all is computed")
         return 0 if chat(model, client) else 1
 

@@ -170,6 +170,7 @@ def main() -> int:
         side.add_argument("--socket", type=Path, required=True, help="of this node's agent of the pool")
         side.add_argument("--pool", required=True)
         side.add_argument("--token-file", type=Path, default=NO_TOKEN, help="of the pod's projected token")
+        side.add_argument("--timeout-s", type=float, default=0.5, help="how long a call waits for the agent")
         if role == "decode":
             side.add_argument("--prefill", required=True, help="HOST:PORT of the prefill side")
     asking = roles.add_parser("ask")
@@ -181,7 +182,17 @@ def main() -> int:
         return ask(given.decode, given.prompt, given.count)
     model = tiny()
     layout = layout_of(model.config, "demo/tiny", "seed-7", "fp32", BLOCK)
-    with Client.attach(Target(given.socket, given.pool, given.token_file, layout)) as client:
+    wait_s = given.timeout_s
+    target = Target(
+        given.socket,
+        given.pool,
+        given.token_file,
+        layout,
+        timeout_s=wait_s,
+        move_timeout_s=10 * wait_s,
+        silence_s=4 * wait_s,
+    )
+    with Client.attach(target, wait_s=4 * wait_s) as client:
         connector = CacheConnector(PrefixCache(client), model.config, layout)
         is_decode = given.role == "decode"
         serve(given.port, Decode(model, connector, given.prefill) if is_decode else Prefill(model, connector))

@@ -10,6 +10,7 @@ from bench.harness.drivers import AbsentError, Command, Driver
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
 
+PEER = "lmcache 0.5.6"
 SMALL = {"block_bytes": 64 << 10, "blocks": 8, "batch": 4}
 
 

@@ -19,6 +19,7 @@ from support.engines.agent import Agent
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
 
+PEER = "lmcache {version}"
 VERSIONS = {"0.5.5": "lmcache-0.5.5", "0.5.6": "lmcache", "0.5.7rc2": "lmcache-0.5.7rc2"}
 """Versions of LMCache, with the names of their environments."""
 SIZE = 64 << 10

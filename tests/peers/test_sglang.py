@@ -21,6 +21,7 @@ from support.engines.sglang_process import PAGE_TOKENS
 
 pytestmark = [pytest.mark.peers, pytest.mark.matrix, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
 
+PEER = "sglang {installed}"
 VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
 PROMPTS = 50
 CAPACITY_BYTES = 256 * MIB
@@ -181,7 +182,10 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def test_greedy_tokens_are_equal_whatever_happens_to_the_agent(
-    sglang: SGLang, agent: Agent, capsys: pytest.CaptureFixture[str]
+    sglang: SGLang,
+    agent: Agent,
+    capsys: pytest.CaptureFixture[str],
+    record_property: Callable[[str, object], None],
 ) -> None:
     sglang.open(agent.storage())
     first = sglang.generate()
@@ -196,6 +200,8 @@ def test_greedy_tokens_are_equal_whatever_happens_to_the_agent(
     elsewhere = sglang.generate()
     assert elsewhere["equal"] == PROMPTS
     assert elsewhere["stored_tokens"] > 0
+    record_property("equal", f"{PROMPTS}/{PROMPTS}")
+    record_property("external_hit_tokens", elsewhere["stored_tokens"])
 
     assert sglang.driver.ask("flush") == {"flushed": True}
     sglang.driver.send("generate", count=PROMPTS)

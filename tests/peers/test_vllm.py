@@ -1,6 +1,5 @@
 """The connector in a real vLLM on a CPU: equal greedy tokens, whatever becomes of the agent."""
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -14,10 +13,11 @@ from kvstrata_api.units import MIB
 from support.engines import vllm
 from support.engines.agent import Agent
 from support.engines.tiny_model import prompts
-from support.engines.vllm import PROMPTS, SHARED, during, equal, say
+from support.engines.vllm import PROMPTS, SHARED, during, equal
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
 matrix = pytest.mark.matrix
+PEER = "vllm {version}"
 NEWEST = vllm.VERSIONS[-1]
 
 
@@ -90,7 +90,7 @@ def test_what_one_engine_stored_it_and_the_next_load_also_after_the_agents_death
 
 @matrix
 def test_blocks_are_loaded_in_the_same_engine_and_in_a_new_one_and_zeros_are_noticed(
-    engine: Open, right: dict[str, vllm.Tokens], version: str
+    engine: Open, right: dict[str, vllm.Tokens], record_property: Callable[[str, object], None]
 ) -> None:
     first = engine()
     stored = first.ask("run", prompts=PROMPTS)
@@ -112,7 +112,8 @@ def test_blocks_are_loaded_in_the_same_engine_and_in_a_new_one_and_zeros_are_not
     wrong = engine("--zeros").ask("run", prompts=PROMPTS)
     assert wrong["external"] > 5000
     assert equal(wrong, right["first"]) < 10
-    say(json.dumps({"peers": {f"vllm {version}": {"equal": "50/50", "external_hit_tokens": loaded["external"]}}}))
+    record_property("equal", "50/50")
+    record_property("external_hit_tokens", loaded["external"])
 
 
 @matrix

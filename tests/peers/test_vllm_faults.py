@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from support.engines.vllm import Tokens, command, make_model, python_of, right_t
 pytestmark = [pytest.mark.peers, pytest.mark.matrix, pytest.mark.timeout(3600)]
 
 VERSION: Final = "0.32.0"
+PEER: Final = f"vllm {VERSION} faults"
 KILLS: Final = 100
 MANY: Final = prompts(1000, seed=21)
 FEW: Final = prompts(24, seed=22)
@@ -118,7 +119,11 @@ def until_loaded(driver: Driver, wanted: Tokens) -> None:
 
 @pytest.mark.parametrize("chosen", [{}, {"layerwise": True}], ids=["whole", "layerwise"])
 def test_a_thousand_prompts_have_equal_tokens_and_zeros_are_noticed(
-    place: Place, right: dict[str, Tokens], opened: ExitStack, chosen: dict[str, bool]
+    place: Place,
+    right: dict[str, Tokens],
+    opened: ExitStack,
+    chosen: dict[str, bool],
+    record_property: Callable[[str, object], None],
 ) -> None:
     opened.enter_context(place.up())
     driver = opened.enter_context(place.engine(**chosen))
@@ -129,11 +134,13 @@ def test_a_thousand_prompts_have_equal_tokens_and_zeros_are_noticed(
     assert wrong["external"] > 10_000
     differ = sum(a != b for a, b in zip(wrong["tokens"], right["many"], strict=False))
     assert differ > 90
-    _say(vllm=VERSION, **chosen, equal=f"{len(MANY)}/{len(MANY)}", external_hit_tokens=hits, zeros=differ)
+    record_property("equal", f"{len(MANY)}/{len(MANY)}")
+    record_property("layerwise_hit_tokens" if chosen else "external_hit_tokens", hits)
+    _say(**chosen, external_hit_tokens=hits, zeros_noticed=differ)
 
 
 def test_no_death_of_the_agent_ends_the_engine_or_changes_a_token(
-    place: Place, right: dict[str, Tokens], opened: ExitStack
+    place: Place, right: dict[str, Tokens], opened: ExitStack, record_property: Callable[[str, object], None]
 ) -> None:
     driver, chosen = opened.enter_context(place.engine()), random.Random(5)
     run_s, hits, memory = 2.0, 0, []
@@ -149,6 +156,7 @@ def test_no_death_of_the_agent_ends_the_engine_or_changes_a_token(
         if n % 10 == 9:
             memory.append(driver.ask("memory")["resident_bytes"])
             _say(kills=n + 1, external_hit_tokens=hits, engine_resident_bytes=memory[-1])
+    record_property("agent_kills", KILLS)
     assert hits
     assert memory[-1] - memory[1] < GROWTH_BYTES, memory
 

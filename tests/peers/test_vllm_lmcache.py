@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +24,7 @@ from support.engines.tiny_model import prompts
 
 pytestmark = [pytest.mark.peers, pytest.mark.matrix, pytest.mark.timeout(3600)]  # The first run may install 6 GB.
 
+PEER = "vllm 0.32.0, lmcache 0.5.7rc2"
 PROMPTS = prompts(50)
 CHUNK_TOKENS = 64
 CAPACITY_BYTES = 128 * MIB
@@ -162,7 +163,12 @@ def same(answer: dict[str, Any], reference: list[list[int]]) -> int:
 
 
 def test_a_second_engine_loads_what_the_first_one_stored_and_both_survive_a_dying_agent(
-    python: Path, model: Path, reference: list[list[int]], agent: Agent, tmp_path: Path
+    python: Path,
+    model: Path,
+    reference: list[list[int]],
+    agent: Agent,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     params = {"model_name": str(model), "chunk_tokens": CHUNK_TOKENS, "lookup_timeout_s": 5}
     adapter = agent.lmcache_adapter(GEOMETRY, **params)
@@ -186,6 +192,8 @@ def test_a_second_engine_loads_what_the_first_one_stored_and_both_survive_a_dyin
     whole = [min(len(p) // CHUNK_TOKENS * CHUNK_TOKENS, len(p) - 1) for p in PROMPTS[:ALONE]]
     assert alone["external_hit_tokens"] == sum(whole)
     hits = [a["external_hit_tokens"] for a in (alone, loaded)]
+    record_property("equal", f"{len(PROMPTS)}/{len(PROMPTS)}")
+    record_property("external_hit_tokens", hits[1])
     _say(
         f"second engine, with {stored} blocks of the agent: {hits[0]} of {sum(map(len, PROMPTS[:ALONE]))} prompt tokens"
         f" loaded one by one, {hits[1] - hits[0]} of {sum(map(len, PROMPTS))} at once, all equal"

@@ -16,9 +16,10 @@ from kvstrata_agent.app.engine_memory import SHARED_MEMORY, YOUNG_S, reap
 from kvstrata_api.units import MIB
 from support.engines import vllm
 from support.engines.agent import Agent
-from support.engines.vllm import PROMPTS, SHARED, during, equal, say
+from support.engines.vllm import PROMPTS, SHARED, during, equal
 
 pytestmark = [pytest.mark.peers, pytest.mark.matrix, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
+PEER: Final = "vllm {version} tier"
 
 SCHEDULER: Final = "MainThread"
 """The engine, its scheduler and the caller are one thread here."""
@@ -71,7 +72,10 @@ def right(python: Path, model: Path) -> dict[str, vllm.Tokens]:
 
 
 def test_chunks_are_loaded_in_the_same_engine_and_in_a_new_one_and_zeros_are_noticed(
-    engine: Open, agent: Agent, right: dict[str, vllm.Tokens], version: str
+    engine: Open,
+    agent: Agent,
+    right: dict[str, vllm.Tokens],
+    record_property: Callable[[str, object], None],
 ) -> None:
     agent.start()
     first = engine()
@@ -96,7 +100,8 @@ def test_chunks_are_loaded_in_the_same_engine_and_in_a_new_one_and_zeros_are_not
     wrong = engine("--zeros").ask("run", prompts=PROMPTS)
     assert wrong["external"] > 3000
     assert equal(wrong, right["first"]) < 10
-    say(json.dumps({"peers": {f"vllm {version} tier": {"equal": "50/50", "external_hit_tokens": again["external"]}}}))
+    record_property("equal", "50/50")
+    record_property("external_hit_tokens", again["external"])
 
 
 def test_requests_are_answered_whatever_becomes_of_the_agent_and_the_scheduler_never_waits_for_it(

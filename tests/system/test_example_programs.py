@@ -13,6 +13,7 @@ import pytest
 from support.agent.doubles import FakeAuthenticator, caller, dram_tier
 from support.agent.handover_nodes import two_nodes
 from support.agent.thread import AgentThread
+from support.client.attached import PATIENT_S
 from support.runner.alone import environment
 
 pytest.importorskip("torch", reason="the transformers connector needs torch")
@@ -45,7 +46,7 @@ def run(program: Path, *args: object) -> str:
 def test_a_chat_restores_more_with_each_turn_and_everything_the_second_time(tmp_path: Path, token: Path) -> None:
     party = FakeAuthenticator(a=caller("a"))
     with AgentThread(tmp_path / "agent.sock", lambda: [dram_tier(1 << 24)], party) as agent:
-        flags = ("--socket", agent.socket, "--pool", "pool", "--token-file", token)
+        flags = ("--socket", agent.socket, "--pool", "pool", "--token-file", token, "--timeout-s", PATIENT_S)
         first, second = (run(CHAT, *flags) for _ in range(2))
 
     assert re.findall(r"restored (\w+)", first) == ["none", "688", "784"]
@@ -83,7 +84,7 @@ def test_a_prompt_computed_on_one_node_is_decoded_on_another_and_computed_there_
     tmp_path: Path, token: Path
 ) -> None:
     with two_nodes(tmp_path, 1 << 24) as (writer, reader):
-        flags = ("--pool", "pool", "--token-file", token)
+        flags = ("--pool", "pool", "--token-file", token, "--timeout-s", PATIENT_S)
         with side("prefill", "--socket", writer.socket, *flags) as (prefill, prefill_port):
             at = f"127.0.0.1:{prefill_port}"
             with side("decode", "--socket", reader.socket, "--prefill", at, *flags) as (_, port):

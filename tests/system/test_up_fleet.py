@@ -2,7 +2,6 @@
 
 import base64
 import json
-import secrets
 import signal
 import socket
 import subprocess
@@ -208,57 +207,3 @@ def test_a_member_with_other_keys_and_one_with_a_foreign_certificate_get_nothing
     until(lambda: lookup(foreign, 1) == BLOCKS)
     assert (load(foreign, 1).blocks, load(other_keys, 1).blocks, lookup(other_keys, 1)) == (0, 0, 0)
     assert load(one, 1).blocks == BLOCKS
-
-
-def refused(up: Up, *options: str, without: tuple[str, ...] = ()) -> str:
-    """What it says before it has touched anything; an option that is given twice counts as it stands last."""
-    kept = list(up.options)
-    for flag in without:
-        at = kept.index(flag)
-        del kept[at : at + 2]
-    up.options = kept
-    ended = up.run(*options)
-    assert ended.returncode in (1, 2), ended.stderr
-    assert not up.state.exists()
-    assert PASSWORD not in ended.stderr + ended.stdout
-    return ended.stderr.strip().splitlines()[-1]
-
-
-def test_what_is_missing_or_wrong_is_said_by_name_value_and_limit(join: Join, directory: Directory) -> None:
-    directory.port = 1
-    up = join("one")
-    good = list(up.options)
-
-    def said(*options: str, without: tuple[str, ...] = ()) -> str:
-        up.options = good
-        return refused(up, *options, without=without)
-
-    assert "--connect needs --keys-file, --tls-key; make it once with" in said(without=("--keys-file", "--tls-key"))
-    assert "--connect, or $KVSTRATA_CONNECT, is wanted with that" in said(without=("--connect",))
-    for url, why in {
-        f"http://:{PASSWORD}@h": "scheme 'http'",
-        f"redis://:{PASSWORD}@h:99999": "no host and port",
-        f"redis://:{PASSWORD}@h/3": "--connect redis://h: ",
-        f"redis://:{PASSWORD}@": "--connect redis://: ",
-        str(up.home / "none"): "--connect " + str(up.home / "none"),
-    }.items():
-        assert why in said("--connect", url), url
-    assert "--node 'One': 1 to 63 of" in said("--node", "One")
-    assert f"names {names.agent_uri(names.SYSTEM_NAMESPACE, f'{POOL}.one')}; a subjectAltName of URI:" in said(
-        "--node", "two"
-    )
-    assert "--peer-address 0.0.0.0: others reach" in said("--peer-address", "0.0.0.0:0")
-    assert "HOST:PORT wanted" in said("--peer-address", "here")
-    assert "--redis-ca " in said("--redis-ca", str(up.home / "ca"))
-    (up.home / "short").write_text(base64.b64encode(secrets.token_bytes(16)).decode())
-    assert "base64 of 16 bytes, 32 wanted" in said("--keys-file", str(up.home / "short"))
-    (up.home / "open").write_text(base64.b64encode(secrets.token_bytes(32)).decode())
-    (up.home / "open").chmod(0o644)
-    assert "mode 0644; nobody else may read it" in said("--keys-file", str(up.home / "open"))
-    (up.home / "key").chmod(0o604)
-    assert f"key {up.home / 'key'}: mode 0604" in said()
-    (up.home / "key").chmod(0o600)
-    other = join("two")
-    assert "certificate cannot be used" in said("--tls-key", str(other.home / "key"))
-    assert "holds no certificate of an authority" in said("--tls-ca", str(up.home / "key"))
-    assert "no certificate" in said("--tls-cert", str(up.home / "keys"))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata_agent.app.standalone import keys
+from kvstrata_agent.app.standalone import keys, main
 from kvstrata_agent.app.standalone.fleet import FleetMembership, RedisSource, check_address, default_node, parse_url
 from kvstrata_agent.app.standalone.keys import FleetKeys, load_fleet
 from kvstrata_agent.app.standalone.manifests import manifest_of
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.unit
 
 ONE, OTHER = FleetKeys(b"1" * 32), FleetKeys(b"2" * 32)
 CERTIFIED, FOREIGN = Fleet(), Fleet()
+PASSWORD = "secret-of-redis"
 URI = names.agent_uri(names.SYSTEM_NAMESPACE, "p.one")
 
 
@@ -215,3 +216,76 @@ async def test_a_new_certificate_is_used_and_a_bad_one_is_not(tmp_path: Path, mo
                 await asyncio.sleep(0.01)
     finally:
         running.cancel()
+
+
+def options(folder: Path, **replaced: str | None) -> list[str]:
+    """A whole command line of member `one` of pool `local`, with options replaced or left out."""
+    files = files_of(folder, CERTIFIED.agent("local.one"))
+    secret = folder / "keys"
+    secret.touch(0o600)
+    secret.write_text(base64.b64encode(b"k" * 32).decode())
+    given = {
+        "connect": f"redis://:{PASSWORD}@h",
+        "node": "one",
+        "peer-address": "127.0.0.1:0",
+        "keys-file": str(secret),
+        "tls-cert": str(files.certificate),
+        "tls-key": str(files.key),
+        "tls-ca": str(files.trust),
+        "state-dir": str(folder / "state"),
+    }
+    whole = given | {name.replace("_", "-"): value for name, value in replaced.items()}
+    return [part for name, value in whole.items() if value is not None for part in (f"--{name}", value)]
+
+
+def wanted(arguments: list[str]) -> main._Wanted:
+    return main._wanted(main._parser().parse_args(arguments))
+
+
+def test_a_whole_command_line_makes_a_member_and_none_of_it_an_agent_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = options(tmp_path)
+    member = wanted(arguments).membership
+    assert member is not None
+    assert (member.agent, member.node, member.url) == ("local.one", "one", "redis://h:6379")
+    given = main._parser().parse_args(arguments)
+    config = main._config(wanted(arguments), given)
+    assert (config.node, config.peer_host, config.peer_encryption) == ("one", "127.0.0.1", "control")
+    assert wanted([]).membership is None
+    monkeypatch.setenv("KVSTRATA_CONNECT", "redis://other:1")
+    member = wanted(options(tmp_path, connect=None)).membership
+    assert member is not None
+    assert member.url == "redis://other:1"
+
+
+@pytest.mark.parametrize(
+    ("replaced", "why"),
+    [
+        ({"keys_file": None, "tls_key": None}, "--connect needs --keys-file, --tls-key; make it once with"),
+        ({"connect": None}, "--peer-address, .*--node: --connect, or .KVSTRATA_CONNECT, is wanted with that"),
+        ({"connect": f"http://:{PASSWORD}@h"}, "scheme 'http'"),
+        ({"connect": "/none"}, "--connect /none: No such file"),
+        ({"node": "One"}, "--node 'One': 1 to 63 of"),
+        ({"node": "two"}, "names .*agent/local.one; a subjectAltName of URI:.*agent/local.two"),
+        ({"peer_address": "0.0.0.0:1"}, "--peer-address 0.0.0.0: others reach"),
+        ({"redis_ca": "/none"}, "--redis-ca /none: No such file"),
+        ({"keys_file": "/none"}, "--keys-file /none: No such file"),
+        ({"tls_ca": "/none"}, "certificate files: .*/none"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_said_by_name_and_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: dict[str, str | None], why: str
+) -> None:
+    monkeypatch.delenv("KVSTRATA_CONNECT", raising=False)
+    with pytest.raises(InvalidInputError, match=why) as refused:
+        wanted(options(tmp_path, **replaced))
+    assert PASSWORD not in str(refused.value)
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_secret_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    arguments = options(tmp_path)
+    (tmp_path / "keys").chmod(0o644)
+    with pytest.raises(InvalidInputError, match=r"--keys-file .*: mode 0644; nobody else may read it: 0600"):
+        wanted(arguments)
