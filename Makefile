@@ -18,9 +18,9 @@ help: ## Show this list
 setup: ## Make .venv and install what is missing, but for Go programs
 	@$(PYTHON) hack/setup.py
 
-demo: ## Run the whole path on real input (KEEP=1 leaves it running, CLUSTER=current uses your kubeconfig)
+demo: ## Run the whole path on real input (KEEP=1 leaves it running, CLUSTER=current uses your kubeconfig, ENGINE=vllm adds servers of vLLM)
 	@$(PYTHON) hack/setup.py --tools demo
-	@$(BIN)/python -m demo $(if $(KEEP),--keep) $(if $(CLUSTER),--cluster $(CLUSTER))
+	@$(BIN)/python -m demo $(if $(KEEP),--keep) $(if $(CLUSTER),--cluster $(CLUSTER)) $(if $(ENGINE),--engine $(ENGINE))
 
 check: setup lint types contracts drift unit ## Lint, types, import contracts, drift, unit tests
 

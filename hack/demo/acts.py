@@ -10,7 +10,8 @@ from typing import Any, Final
 from demo.engine import Engine, Uninterrupted
 from demo.errors import CheckError
 from demo.model import Model
-from demo.rows import AFTER_KILL, Row
+from demo.rows import AFTER_KILL, Answer, Row
+from demo.vllm_act import VllmAct
 from demo.world import NODES, World
 from kvstrata import Client
 from kvstrata_api.blocks import BlockKey, Layout, chain_keys
@@ -32,10 +33,12 @@ class Story:
     truth: Uninterrupted
     layout: Layout
     say: Callable[[str], None]
+    vllm: VllmAct | None = None
+    """Servers of vLLM that take part."""
     rows: list[Row] = field(default_factory=list)
     engines: dict[tuple[str, str], Engine] = field(default_factory=dict)
 
-    def play(self) -> Iterator[Row]:
+    def play(self) -> Iterator[Row | Answer]:
         """Play all acts; yields each prompt as it is served."""
         acts = (
             self.turn_by_turn,
@@ -43,12 +46,15 @@ class Story:
             self.from_the_other_node,
             self.after_a_kill,
             self.another_tenant,
+            self.vllm_apart,
             self.in_a_trust_domain,
+            self.vllm_joined,
         )
         for act in acts:
             for row in act():
-                _check_turn(row)
-                self.rows.append(row)
+                if isinstance(row, Row):
+                    _check_turn(row)
+                    self.rows.append(row)
                 yield row
 
     def agents(self) -> list[dict[str, Any]]:
@@ -141,6 +147,17 @@ class Story:
         _expect(row, row.result.shared_blocks == row.result.hit_blocks > self._cached_blocks(7), "all, from the domain")
         yield row
 
+    def vllm_apart(self) -> Iterator[Answer]:
+        """Real vLLM servers, where there are some, find what their own tenant has stored."""
+        if self.vllm is not None:
+            self.vllm.wait()
+            yield from self.vllm.apart(self.truth.turns[:3])
+
+    def vllm_joined(self) -> Iterator[Answer]:
+        """In the domain they find each other's."""
+        if self.vllm is not None:
+            yield from self.vllm.joined(self.truth.turns[3], own=self.truth.turns[0])
+
     def _serve(self, act: str, tenant: str, node: str, number: int) -> Row:
         result = self._engine(tenant, node).serve(self.truth.turns[number - 1], self.truth)
         return Row(act, tenant, node, result)
@@ -181,7 +198,9 @@ class Story:
             time.sleep(0.1)
 
     def close(self) -> None:
-        """End the engines' connections."""
+        """End the engines' connections, and the servers of vLLM."""
+        if self.vllm is not None:
+            self.vllm.close()
         for engine in self.engines.values():
             engine.client.close()
 

@@ -13,6 +13,7 @@ from rich.markup import escape
 from demo.errors import CheckError, DemoError
 from demo.installing import EXAMPLES, ROOT
 from demo.report import Report
+from demo.rows import Answer
 from demo.transcripts import read_session
 from demo.world import NODES, World, remove_empty_parent, stop_world
 from kvstrata_api.errors import KvStrataError
@@ -45,7 +46,7 @@ def main() -> None:
     is_current = given.cluster == "current"
     if given.stop is not None:
         sys.exit(stop(given.stop, is_current_cluster=is_current))
-    sys.exit(run(is_kept=given.keep, is_current_cluster=is_current))
+    sys.exit(run(is_kept=given.keep, is_current_cluster=is_current, has_vllm=given.engine == "vllm"))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
         default="embedded",
         help="a control plane of its own (default), or the cluster of the current kubeconfig",
     )
+    top.add_argument("--engine", choices=("vllm",), help="let real servers of this engine take part, on the CPU")
     top.add_argument("--stop", type=Path, metavar="DIR", help="stop what --keep left running in DIR, and do no more")
     return top
 
@@ -72,11 +74,11 @@ def stop(root: Path, *, is_current_cluster: bool) -> int:
     return 0
 
 
-def run(*, is_kept: bool, is_current_cluster: bool) -> int:
+def run(*, is_kept: bool, is_current_cluster: bool, has_vllm: bool = False) -> int:
     """Run the demo; returns the exit status."""
     report = Report()
     try:
-        _play(report, is_kept=is_kept, is_current_cluster=is_current_cluster)
+        _play(report, is_kept=is_kept, is_current_cluster=is_current_cluster, has_vllm=has_vllm)
     except (DemoError, CheckError, KvStrataError) as e:
         return _failed(report, str(e))
     except Exception as e:  # noqa: BLE001  The root of the program: whoever runs it gets one sentence.
@@ -100,14 +102,14 @@ def _failed(report: Report, problem: str) -> int:
     return 1
 
 
-def _play(report: Report, *, is_kept: bool, is_current_cluster: bool) -> None:
+def _play(report: Report, *, is_kept: bool, is_current_cluster: bool, has_vllm: bool) -> None:
     """Prepare the model while the cluster starts, then play the story. Raises `DemoError` and `CheckError`."""
     with ThreadPoolExecutor(1, "model") as background:
         preparing = background.submit(_prepare, report)
         with World(report.step, is_current_cluster=is_current_cluster) as world:
             try:
                 world.bring_up()
-                _tell(report, world, preparing)
+                _tell(report, world, preparing, has_vllm=has_vllm)
             except (DemoError, CheckError, KvStrataError):
                 report.lines(world.complaints())
                 raise
@@ -133,17 +135,24 @@ def _prepare(report: Report) -> "Prepared":
     return Prepared(llama, layout, run_uninterrupted(llama, turns, layout))
 
 
-def _tell(report: Report, world: World, preparing: "Future[Prepared]") -> None:
+def _tell(report: Report, world: World, preparing: "Future[Prepared]", *, has_vllm: bool) -> None:
     """Play the story and show it."""
     prepared = preparing.result()
     report.step(f"{TURNS} turns of a recorded agent session ran without kvstrata, to compare with")
     from demo.acts import Story
+    from demo.vllm_act import VllmAct
 
-    story = Story(world, prepared.llama, prepared.truth, prepared.layout, report.step)
-    report.open_table()
+    vllm = VllmAct(world, report.step) if has_vllm else None
+    story = Story(world, prepared.llama, prepared.truth, prepared.layout, report.step, vllm)
     try:
+        if vllm is not None:
+            vllm.start()
+        report.open_table()
         for row in story.play():
-            report.served(row, story.agents())
+            if isinstance(row, Answer):
+                report.answered(row)
+            else:
+                report.served(row, story.agents())
     finally:
         report.close_table()
         story.close()

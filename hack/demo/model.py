@@ -5,13 +5,17 @@ Import this module late: torch and transformers take seconds.
 
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 # Threads that wait for work must sleep: spinning ones take the processors from the agents that are measured here.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from demo.transcripts import VOCABULARY, Turn
 
@@ -65,6 +69,22 @@ class Model:
             given = torch.tensor([tokens])
             answer: Any = self._llama(input_ids=given, past_key_values=cache, logits_to_keep=keep)
         return answer.logits[0]
+
+
+_WORD: Final = "t0"
+
+
+def save(folder: Path) -> None:
+    """Write a model of the same form for another engine, and a tokenizer that has one word for each token.
+
+    In fp32 other steps give the same tokens; with wide weights wrong KV gives others.
+    """
+    config = LlamaConfig(**{**CONFIG.to_dict(), "initializer_range": 0.2})
+    torch.manual_seed(SEED)
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"t{n}": n for n in range(VOCABULARY)}, unk_token=_WORD))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token=_WORD).save_pretrained(folder)
 
 
 def new_cache() -> DynamicCache:

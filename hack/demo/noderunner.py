@@ -45,11 +45,11 @@ class NodeRunner:
 
     def socket(self, node: str) -> Path:
         """Unix socket of a node's agent."""
-        return self._processes.root / f"{node}.sock"
+        return self._processes.root / f"{self._pool}.{node}.sock"
 
     def name(self, node: str) -> str:
         """Name of a node's agent process."""
-        return f"agent.{node}"
+        return f"agent.{self._pool}.{node}"
 
     def wait_agents(self, timeout_s: float) -> None:
         """Wait until the agents of all nodes serve engines. Raises `DemoError`."""
@@ -93,6 +93,11 @@ class NodeRunner:
     def _start_agent(self, node: str) -> None:
         root = self._processes.root
         arguments = ["--pool", self._pool, "--node", node, "--socket", str(self.socket(node))]
-        arguments += ["--state-dir", str(root / "state" / node), "--kubeconfig", str(self._kubeconfig)]
+        arguments += [
+            "--state-dir",
+            str(root / "state" / f"{self._pool}.{node}"),
+            "--kubeconfig",
+            str(self._kubeconfig),
+        ]
         arguments += ["--metrics-port", "0", "--peer-address", "127.0.0.1:0"]
         self._processes.start(self.name(node), "kvstrata-agent", arguments)

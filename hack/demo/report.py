@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from demo.rows import Row, arrived_ms, totals, without_reuse_s
+from demo.rows import Answer, Row, arrived_ms, totals, without_reuse_s
 from kvstrata_api.units import format_rounded
 
 _REFRESH_PER_S: Final = 4.0
@@ -29,6 +29,7 @@ class Report:
         self._is_closed = False
         self._rows: list[Row] = []
         self._tiers: list[dict[str, Any]] = []
+        self._answers: list[Answer] = []
         self._first_hit_s: float | None = None
 
     @property
@@ -66,6 +67,15 @@ class Report:
                 f"first token after {_ms(result.first_token_s)} ms{_overlap(row)}"
             )
 
+    def answered(self, answer: Answer) -> None:
+        """Tell of one answer of another engine's server, equal to the one without kvstrata."""
+        self._answers.append(answer)
+        found = ", ".join(f"{tier} {tokens}" for tier, tokens in sorted(answer.hits.items())) or "none"
+        self.step(
+            f"{answer.act}: {answer.tenant}, turn {answer.turn}, {answer.tokens} tokens, {found} loaded, "
+            f"answered after {_ms(answer.took_s)} ms, equal"
+        )
+
     def close_table(self) -> None:
         """Leave the final state of the tables on the screen. Idempotent."""
         if self._live is not None:
@@ -87,6 +97,9 @@ class Report:
             "first_hit_s": self._first_hit_s,
             "wall_s": round(self.wall_s, 1),
         }
+        if self._answers:
+            loaded = sum(sum(answer.hits.values()) for answer in self._answers)
+            told["vllm"] = {"answers_equal": len(self._answers), "hit_tokens": loaded}
         print(json.dumps({"demo": told | ({"problem": problem} if problem else {})}), flush=True)
 
     def _tables(self) -> Group:

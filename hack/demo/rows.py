@@ -1,7 +1,7 @@
 """What is known about each served prompt. Pure."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -51,6 +51,20 @@ class Row:
     tenant: str
     node: str
     result: TurnResult
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One prompt that a server of another engine answered as it does without kvstrata."""
+
+    act: str
+    tenant: str
+    turn: int
+    tokens: int
+    hits: Mapping[str, int]
+    """Tokens of the prompt that were loaded, by tier; `remote` for another node's."""
+    took_s: float
+    """From the request to the whole answer."""
 
 
 def totals(rows: Sequence[Row]) -> dict[str, int]:

@@ -54,6 +54,15 @@ class Supervised:
         self._calls.call("spawn", name=name, argv=argv, log=str(self._at.log(name)))
         self._ready[name] = ready  # Last: whoever sees it in another thread finds a process.
 
+    def spawn(self, name: str, argv: Sequence[str]) -> None:
+        """Start another program, which has ways of its own to say that it is up."""
+        self._calls.call("spawn", name=name, argv=list(argv), log=str(self._at.log(name)))
+
+    def terminate(self, name: str) -> None:
+        """Ask a process to end by itself and give it the time; `stop` ends it otherwise."""
+        self._calls.call("signal", name=name, signum=signal.SIGTERM)
+        wait_until(lambda: not self.is_running(name), _STOP_S)
+
     def restart(self, name: str) -> None:
         """Start a process that has ended once more, with the same arguments."""
         self._ready[name].unlink(missing_ok=True)  # Of a process that ended by itself.

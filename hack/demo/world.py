@@ -4,15 +4,17 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+import yaml
+
 from demo.cluster import Cluster, CurrentCluster, EmbeddedCluster
 from demo.errors import DemoError
-from demo.installing import ROOT, apply_example, install, remove_examples, render_chart, uninstall
+from demo.installing import EXAMPLES, HOST_PATH, ROOT, apply_example, install, remove_examples, render_chart, uninstall
 from demo.noderunner import NodeRunner
 from demo.supervised import Supervised, stop_at
 from kvstrata import Client, Target
@@ -51,7 +53,7 @@ class World:
         except BaseException:
             self.processes.stop()
             raise
-        self._runner: NodeRunner | None = None
+        self._runners: dict[str, NodeRunner] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -63,9 +65,12 @@ class World:
 
     @property
     def runner(self) -> NodeRunner:
-        """What runs the agents."""
-        assert self._runner is not None, "bring_up comes first"
-        return self._runner
+        """What runs the agents of the demo's pool."""
+        return self.runner_of(POOL)
+
+    def runner_of(self, pool: str) -> NodeRunner:
+        """What runs the agents of a pool that was brought up."""
+        return self._runners[pool]
 
     @property
     def stop_options(self) -> str:
@@ -80,28 +85,43 @@ class World:
         self.cluster.add_nodes(NODES, dict(NODE_LABELS))
         apply_example(self.cluster, "01-quickstart", self.root / "host")
         self._say("kubectl apply -f examples/01-quickstart/ (with /var/lib/kvstrata in a temporary directory)")
-        agent = self.cluster.process_kubeconfig("kvstrata-agent", self.root / "agent.kubeconfig")
-        self._runner = NodeRunner(self.cluster, self.processes, POOL, NODES, agent)
-        self._runner.start()
-        self._runner.wait_agents(START_S)
-        self._say(f"{len(NODES)} agents serve, one for each KVPoolNode")
-        self.wait_pool_ready()
-        self._say(f"kubectl wait --for=condition=Ready kvpool/{POOL}: condition met")
+        self.run_agents(POOL, NODES)
 
-    def wait_pool_ready(self) -> None:
-        """Wait as a user would."""
-        self.cluster.kubectl("wait", "--for=condition=Ready", f"kvpool/{POOL}", f"--timeout={START_S:.0f}s")
+    def add_pool(self, pool: str, node: str, compatibility: dict[str, Any]) -> None:
+        """Declare a pool like the demo's for another model, on one of its nodes, and wait until it is ready."""
+        text = (EXAMPLES / "01-quickstart/10-pool.yaml").read_text().replace(HOST_PATH, str(self.root / "host"))
+        declared = yaml.safe_load(text.replace(f"/{POOL}/", f"/{pool}/"))
+        declared["metadata"]["name"] = pool
+        declared["spec"] |= {"nodeSelector": {"kubernetes.io/hostname": node}, "compatibility": compatibility}
+        self.cluster.kubectl("label", "node", node, f"kubernetes.io/hostname={node}")
+        self.cluster.kubectl("apply", "-f", "-", stdin=json.dumps(declared))
+        self.run_agents(pool, (node,))
+
+    def run_agents(self, pool: str, nodes: Sequence[str]) -> None:
+        """Run the agents of a declared pool and wait until it is ready. Raises `DemoError`."""
+        agent = self.cluster.process_kubeconfig("kvstrata-agent", self.root / f"agent.{pool}.kubeconfig")
+        runner = self._runners[pool] = NodeRunner(self.cluster, self.processes, pool, nodes, agent)
+        runner.start()
+        runner.wait_agents(START_S)
+        self._say(f"{len(nodes)} agents of pool {pool} serve, one for each KVPoolNode")
+        self.cluster.kubectl("wait", "--for=condition=Ready", f"kvpool/{pool}", f"--timeout={START_S:.0f}s")
+        self._say(f"kubectl wait --for=condition=Ready kvpool/{pool}: condition met")
 
     def client(self, tenant: str, node: str, layout: Layout) -> Client:
         """Attach an engine of a tenant, with a token as its kubelet would project it. Raises `DemoError`."""
-        token = self.root / f"token.{tenant}"
-        token.write_text(self.cluster.token(f"team-{tenant}", "engine", AUDIENCE))
-        client = Client.attach(Target(self.runner.socket(node), POOL, token, layout), wait_s=START_S)
+        target = Target(self.runner.socket(node), POOL, self.token(tenant), layout)
+        client = Client.attach(target, wait_s=START_S)
         if not client.is_attached:
             reason = client.reason
             client.close()
             raise DemoError(f"the engine of {tenant} is not let in on {node}: {reason}")
         return client
+
+    def token(self, tenant: str) -> Path:
+        """A file with a token of a tenant's engines, as their kubelet would project it."""
+        path = self.root / f"token.{tenant}"
+        path.write_text(self.cluster.token(f"team-{tenant}", "engine", AUDIENCE))
+        return path
 
     def resize(self, **capacities: str) -> None:
         """Change the capacity of tiers, as an administrator would: `kubectl patch kvpool`."""
@@ -113,9 +133,9 @@ class World:
         ]
         self.cluster.kubectl("patch", "kvpool", POOL, "--type=json", "-p", json.dumps(patch))
 
-    def kill_agent(self, node: str) -> None:
+    def kill_agent(self, node: str, pool: str = POOL) -> None:
         """`kill -9` the agent of a node; the node runner starts it again."""
-        self.processes.kill(self.runner.name(node))
+        self.processes.kill(self.runner_of(pool).name(node))
 
     def join_domain(self) -> None:
         """Declare the trust domain of both tenants."""
@@ -144,7 +164,7 @@ class World:
     def detach(self) -> None:
         """Leave everything running when this process ends; `close` does nothing from here on."""
         self._is_kept = True
-        self.runner.stop()
+        self._stop_runners()
         self.cluster.detach()
         self.processes.detach()
 
@@ -152,16 +172,22 @@ class World:
         """End everything and remove all files. Idempotent."""
         if self._is_kept:
             return
-        if self._runner is not None:
-            self._runner.stop()
+        self._stop_runners()
         try:
             if self._is_current_cluster:  # An embedded one disappears with all that it holds.
+                added = [pool for pool in self._runners if pool != POOL]
+                if added:
+                    self.cluster.kubectl("delete", "kvpool", "--ignore-not-found", *added)
                 remove_examples(self.cluster)
                 self.processes.terminate_all()
                 uninstall(self.cluster)
             self.cluster.close()
         finally:
             self.processes.stop()
+
+    def _stop_runners(self) -> None:
+        for runner in self._runners.values():
+            runner.stop()
 
     def _start_services(self) -> None:
         """Start operator and metadata service under their own identities and wait for both."""
@@ -179,7 +205,7 @@ class World:
 def _state_dir() -> Path:
     """Make an empty folder: below the tree, on a real disk, unless its sockets' paths would be too long."""
     inside = ROOT / ".demo"
-    longest = f"/kvstrata-xxxxxxxx/{NODES[0]}.sock"
+    longest = f"/kvstrata-xxxxxxxx/{POOL}.{NODES[0]}.sock"
     fits = len(os.fsencode(str(inside) + longest)) <= _SOCKET_PATH_BYTES_MAX
     if fits and os.access(ROOT, os.W_OK):
         inside.mkdir(exist_ok=True)

@@ -1,6 +1,6 @@
 """A random model that real engines serve on a CPU within seconds; wrong KV shows in its greedy tokens.
 
-    python -m support.engines.tiny_model FOLDER
+    python -m support.engines.tiny_model FOLDER [--layers N] [--kv-heads N]
 
 Runs in an engine's environment, where torch, transformers and tokenizers are. With wide weights nearly every prompt
 has other greedy tokens, so an answer that was computed on another prompt's KV differs from the right one.
@@ -16,8 +16,8 @@ SEED: Final = 7
 _SPECIAL: Final = ("<pad>", "<s>", "</s>", "<unk>")
 
 
-def make(folder: Path) -> None:
-    """Write a Llama of 4 layers, 2 KV heads of 32 and fp32, and a tokenizer of one token for each byte."""
+def make(folder: Path, layers: int = 4, kv_heads: int = 2) -> None:
+    """Write a Llama in fp32 with two heads of 32 for each KV head, and a tokenizer of one token for each byte."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -25,13 +25,13 @@ def make(folder: Path) -> None:
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=64 * kv_heads,
+        intermediate_size=128 * kv_heads,
+        num_hidden_layers=layers,
+        num_attention_heads=2 * kv_heads,
+        num_key_value_heads=kv_heads,
         head_dim=32,
-        max_position_embeddings=2048,
+        max_position_embeddings=8192,
         initializer_range=0.2,
         pad_token_id=0,
         bos_token_id=1,
@@ -62,4 +62,7 @@ def prompts(count: int, *, seed: int = 3, prefix_tokens: tuple[int, ...] = (160,
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where config, weights and tokenizer go")
-    make(parser.parse_args().folder)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=2, help="each for two heads")
+    given = parser.parse_args()
+    make(given.folder, given.layers, given.kv_heads)

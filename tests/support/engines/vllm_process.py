@@ -118,9 +118,13 @@ class Engine:
 
         extra = json.loads(given.connector) if given.connector else None
         connector = connected_by(extra, given.policy, zeros=given.zeros) if extra else {}
+        if given.transfer:
+            from vllm.config import KVTransferConfig
+
+            connector = {"kv_transfer_config": KVTransferConfig(**json.loads(given.transfer))}
         if given.tier:
             connector = tiered_by(json.loads(given.tier), given.policy, zeros=given.zeros)
-        self.is_tiered = bool(given.tier)
+        self.is_tiered = bool(given.tier) or "OffloadingConnector" in given.transfer
         self.router: Router | None = None
         if given.events:
             from vllm.config import KVEventsConfig
@@ -137,7 +141,7 @@ class Engine:
             dtype=given.dtype,
             max_model_len=given.max_tokens,
             max_num_seqs=8,
-            max_num_batched_tokens=512,
+            max_num_batched_tokens=given.step_tokens,
             seed=0,
             block_size=given.block_size,
             disable_log_stats=False,
@@ -168,9 +172,10 @@ class Engine:
             "took_s": time.monotonic() - started_s,
         }
 
-    def reset(self) -> dict[str, Any]:
-        """Forget what the engine itself has cached, in its CPU tier too."""
-        return {"is_reset": bool(self.llm.reset_prefix_cache(reset_connector=self.is_tiered))}
+    def reset(self, *, keeps_tier: bool = False) -> dict[str, Any]:
+        """Forget what the engine itself has cached, in its CPU tier too unless that is kept."""
+        is_whole = self.is_tiered and not keeps_tier
+        return {"is_reset": bool(self.llm.reset_prefix_cache(reset_connector=is_whole))}
 
     def counts(self) -> dict[str, Any]:
         """Since the last call: exchanges with the agent by thread, steps, warnings; and chunks by outcome."""
@@ -214,6 +219,8 @@ def main() -> None:
     parser.add_argument("model", help="folder of the model")
     parser.add_argument("--connector", default="", help="kv_connector_extra_config; none: an engine by itself")
     parser.add_argument("--tier", default="", help="our entry of vLLM's secondary_tiers, and cpu_bytes")
+    parser.add_argument("--transfer", default="", help="any other kv_transfer_config, whole")
+    parser.add_argument("--step-tokens", type=int, default=512, help="that one step computes at most")
     parser.add_argument("--policy", default="fail", help="kv_load_failure_policy")
     parser.add_argument("--block-size", type=int, default=32, help="tokens of a page; CPU attention wants 32 n")
     parser.add_argument("--max-tokens", type=int, default=512, help="of a prompt and its answer")
