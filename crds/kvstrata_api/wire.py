@@ -254,6 +254,8 @@ class Touch(Request, frozen=True, array_like=True, tag=True):
 
     scope: str
     digests: bytes
+    session: str = ""
+    """That the blocks belong to, in chain order: it follows them as if it had stored them."""
 
 
 class Drop(Request, frozen=True, array_like=True, tag=True):

@@ -20,7 +20,7 @@ from kvstrata_agent.movement.path import Priority
 from kvstrata_api.trust import ScopeKind
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
@@ -81,6 +81,16 @@ class Archiver:
         self._sessions[session] = _Try()
         self._settle(session)
         self._wake.set()
+
+    def follow(self, session: Session, chain: Sequence[Entry]) -> None:
+        """Note that a session's chain runs through these blocks, in chain order, and archive them where it is."""
+        if session.is_forgotten or not chain:
+            return
+        session.follow(chain)
+        self._node.sessions.refresh(session, self._node.clock())
+        if session.state is SessionState.ARCHIVED:  # There is more of it now than was archived.
+            session.enter(SessionState.ARCHIVING)
+            self.archive(session)
 
     async def archived(self, session: Session, within_s: float) -> bool:
         """Wait until a session is archived, `within_s` at most; returns whether it is."""

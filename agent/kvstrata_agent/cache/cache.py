@@ -98,11 +98,16 @@ class Cache:
         return len(self.node.pins.end(place.owner, ids))
 
     def touch(self, place: RequestContext, digests: Sequence[bytes]) -> int:
-        """Note that blocks were used, wherever their copies lie; returns how many are here."""
+        """Note that blocks were used, wherever their copies lie; returns how many are here.
+
+        The session of the request follows those, which are in chain order.
+        """
         here = [e for e in self.reader.lookup_now(place, digests) if e is not None and e.residences]
         now_s = self.node.clock()
         for entry in here:
             entry.used_at_s = now_s
+        if place.session is not None:
+            self.archiver.follow(place.session, here)
         return len(here)
 
     def drop(self, place: RequestContext, digests: Sequence[bytes]) -> bytes:

@@ -10,7 +10,6 @@ from kvstrata_agent.backends.base import Record
 from kvstrata_agent.backends.threads import in_thread, together
 from kvstrata_agent.blocks.block import GONE, Residence
 from kvstrata_agent.blocks.reservations import RESERVATION_S
-from kvstrata_agent.blocks.sessions import SessionState
 from kvstrata_agent.blocks.tier import SlotRequest
 from kvstrata_agent.codec.base import RAW
 from kvstrata_agent.movement.path import Priority
@@ -321,12 +320,8 @@ class Writer:
         for reservation in reservations:
             reservation.entry.used_at_s = now_s
         session = reservations[0].session
-        if session is not None and not session.is_forgotten:
-            session.follow([r.entry for r in reservations])
-            self._node.sessions.refresh(session, now_s)
-            if session.state is SessionState.ARCHIVED:  # There is more of it now than was archived.
-                session.enter(SessionState.ARCHIVING)
-                self._archiver.archive(session)
+        if session is not None:
+            self._archiver.follow(session, [r.entry for r in reservations])
         self._admit([r.entry for r in reservations], reservations[0].tier, session.turns if session else 0)
 
     def _admit(self, entries: Sequence[Entry], tier: Tier, turns: int) -> None:

@@ -393,7 +393,7 @@ class Verbs:
         return wire.Done(request.id, self.grants_version, count)
 
     def _touch(self, at: Attachment, request: wire.Touch) -> wire.Done:
-        context = self._begin(at, request, "")
+        context = self._begin(at, request, request.session)
         count = self._cache.touch(context, unpack_digests(request.digests)) if context else 0
         return wire.Done(request.id, self.grants_version, count)
 

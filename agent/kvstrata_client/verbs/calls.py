@@ -402,10 +402,13 @@ def unpin(target: Target, keys: Sequence[BlockKey]) -> Call[int]:
     return _counted(lambda i: wire.Unpin(i, scope, digests), target)
 
 
-def touch(target: Target, keys: Sequence[BlockKey]) -> Call[int]:
-    """Record use of blocks without reading them. Only for an agent that names `Touch` in its grants."""
+def touch(target: Target, keys: Sequence[BlockKey], session: str = "") -> Call[int]:
+    """Record use of blocks without reading them, and that a session runs through them, in chain order.
+
+    Only for an agent that names `Touch` in its grants.
+    """
     scope, digests = _pack(keys)
-    return _counted(lambda i: wire.Touch(i, scope, digests), target)
+    return _counted(lambda i: wire.Touch(i, scope, digests, session), target)
 
 
 def drop(target: Target, keys: Sequence[BlockKey]) -> Call[bytes]:

@@ -1,6 +1,7 @@
 """What the verbs of sessions promise, spoken to the verbs themselves without a socket."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -76,6 +77,32 @@ async def test_an_archived_session_gets_a_copy_that_survives_before_memory_is_sh
     work.cancel()
 
     assert engine.core.node.contents(engine.core.node.tiers[0]).blocks == 3
+
+
+async def test_a_session_follows_blocks_that_a_touch_gives_it_and_they_are_archived_with_it(engine: Engine) -> None:
+    work = asyncio.create_task(engine.core.cache.archiver.run())
+    memory, disk = engine.core.node.tiers
+    await engine.store(1, 2, 3)
+    await engine.ask(wire.OpenSession(1, "s"))
+    assert (await engine.ask(wire.Touch(1, SCOPE, digest(2) + digest(3), "nobody's"))).count == 2
+    assert await _heads(engine, "s") == []
+
+    assert (await engine.ask(wire.Touch(1, SCOPE, digest(1) + digest(2), "s"))).count == 2
+    assert await _heads(engine, "s") == [digest(2).hex()]
+    await engine.ask(wire.CloseSession(1, "s", archive=True))
+    await steps_until(lambda: engine.core.node.contents(disk).blocks == 2)
+    assert (await engine.ask(wire.CloseSession(1, "s", archive=True, deadline_s=5.0))).count == 2, "archived"
+
+    await engine.ask(wire.Touch(1, SCOPE, digest(2) + digest(3), "s"))
+    await steps_until(lambda: engine.core.node.contents(disk).blocks == 3)
+    assert await _heads(engine, "s") == [digest(3).hex()], "one chain has one head"
+    work.cancel()
+    assert engine.core.node.contents(memory).blocks == 3
+
+
+async def _heads(engine: Engine, session: str) -> list[str]:
+    explained = json.loads((await engine.ask(wire.Explain(1, session=session))).json)
+    return [head["digest"] for head in explained["heads"]]
 
 
 async def test_a_session_that_is_closed_for_good_leaves_its_blocks_to_be_the_first_to_go(engine: Engine) -> None:

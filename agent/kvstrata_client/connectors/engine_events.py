@@ -1,0 +1,384 @@
+"""KV events of an engine, as a subscriber reads them: batches, their order, and whose sessions pages are. Pure.
+
+vLLM publishes maps, SGLang and older versions of vLLM arrays whose last fields are left out. Laws: both encodings say
+the same; what cannot be read is counted, and nothing is raised; batches that come twice, late or again give the book
+that they would have given in order, as far as they can be had; every book is bounded.
+
+A page is an engine's block, by the low 64 bits of its hash, which is what engines publish unless told otherwise. Two
+pages of equal bits may be taken for one: then blocks are counted to a wrong session of the same tenant, and no more.
+"""
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.wire import SESSION_CHARS_MAX
+
+BATCH_BYTES_MAX: Final = 16 << 20
+"""Of one batch. A step of 8,192 tokens has some 100 KB of events for each cache group."""
+PAGES_MAX: Final = 1 << 17
+"""Pages that a book knows, some 40 MB; those that were named longest ago are forgotten."""
+SESSIONS_MAX: Final = 4096
+"""Sessions that are active at a time; one more makes the one idle that was quiet for longest."""
+PENDING_MAX: Final = 4096
+"""Ends of chains that wait to be reported; the oldest are left out."""
+RUN_MAX: Final = 4096
+"""Chunks of one report."""
+REPORT_S: Final = 5.0
+"""Between two reports that a session is decoding."""
+IDLE_S: Final = 30.0
+"""A session of which nothing is heard for so long is idle: a page of 16 tokens takes no engine as long."""
+
+HEARD, REPLAYED, MISSED, UNREADABLE, UNNAMED = "heard", "replayed", "missed", "unreadable", "unnamed"
+OUTCOMES: Final = (HEARD, REPLAYED, MISSED, UNREADABLE, UNNAMED)
+
+_LOW_64: Final = (1 << 64) - 1
+_ROOT: Final = -1
+"""What the first page of a prompt continues; no hash is negative here."""
+_STORED: Final = "BlockStored"
+_NEAR: Final = frozenset({None, "GPU"})
+"""Media of an engine's own memory. Events of slower ones name neither what a page continues nor a session."""
+_PLACES: Final = {"block_hashes": 1, "parent_block_hash": 2, "medium": 6, "session_id": 14}
+"""Of an event's fields in an array; `vllm.distributed.kv_events` 0.32, of which older ones and SGLang's are a begin."""
+
+Hash = int | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Pages that an engine has now, each of which continues the one before it."""
+
+    pages: tuple[int, ...]
+    parent: int
+    """What the first one continues; -1 for the first of a prompt."""
+    session: str = ""
+    """Of the request that they were computed for; empty when it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What is of use of the events of one step."""
+
+    sent_s: float
+    """By the publisher's clock."""
+    stored: tuple[Stored, ...] = ()
+    unreadable: int = 0
+    """Events that are none."""
+    unnamed: int = 0
+    """Events whose session has a name that no agent takes."""
+
+
+class _Frame(msgspec.Struct, array_like=True, gc=False):
+    sent_s: float
+    events: list[msgspec.Raw]
+
+
+_frames: Final = msgspec.msgpack.Decoder(_Frame)
+_events: Final = msgspec.msgpack.Decoder(dict[str, msgspec.Raw] | list[msgspec.Raw])
+_texts: Final = msgspec.msgpack.Decoder(str | None)
+_hash: Final = msgspec.msgpack.Decoder(Hash | None)
+_hashes: Final = msgspec.msgpack.Decoder(list[Hash])
+
+
+def decode(payload: bytes) -> Batch | None:
+    """Read one batch, `[seconds, events, rank]`; None for what is none."""
+    if len(payload) > BATCH_BYTES_MAX:
+        return None
+    try:
+        frame = _frames.decode(payload)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    if not math.isfinite(frame.sent_s):
+        return None
+    stored: list[Stored] = []
+    unreadable = unnamed = 0
+    for raw in frame.events:
+        try:
+            found = _stored(_events.decode(raw))
+        except (msgspec.DecodeError, ValueError, IndexError, RecursionError):
+            unreadable += 1
+            continue
+        if found is not None and len(found.session) > SESSION_CHARS_MAX:
+            unnamed, found = unnamed + 1, Stored(found.pages, found.parent)
+        if found is not None:
+            stored.append(found)
+    return Batch(frame.sent_s, tuple(stored), unreadable, unnamed)
+
+
+def _stored(event: dict[str, msgspec.Raw] | list[msgspec.Raw]) -> Stored | None:
+    """Pages of an event; None for one of another type, or of slower memory. Raises `ValueError` for what is none."""
+    kind = event["type"] if isinstance(event, dict) and "type" in event else None
+    kind = event[0] if isinstance(event, list) else kind
+    if kind is None:
+        raise ValueError("an event without a type")
+    if _texts.decode(kind) != _STORED or _text(event, "medium") not in _NEAR:
+        return None
+    pages = tuple(map(page_of, _hashes.decode(_field(event, "block_hashes") or b"")))
+    parent = _field(event, "parent_block_hash")
+    before = _hash.decode(parent) if parent is not None else None
+    named = _text(event, "session_id") or ""
+    return Stored(pages, _ROOT if before is None else page_of(before), named) if pages else None
+
+
+def _field(event: dict[str, msgspec.Raw] | list[msgspec.Raw], name: str) -> msgspec.Raw | None:
+    if isinstance(event, dict):
+        return event.get(name)
+    return event[_PLACES[name]] if _PLACES[name] < len(event) else None
+
+
+def _text(event: dict[str, msgspec.Raw] | list[msgspec.Raw], name: str) -> str | None:
+    found = _field(event, name)
+    return None if found is None else _texts.decode(found)
+
+
+def page_of(given: Hash) -> int:
+    """Low 64 bits of an engine's hash. Raises `ValueError` for an empty one."""
+    if isinstance(given, int):
+        return given & _LOW_64
+    if not given:
+        raise ValueError("an empty hash")
+    return int.from_bytes(given[-8:], "big")
+
+
+Replay = Callable[[int], Iterable[tuple[int, bytes]]]
+"""Batches that a publisher still has from a number on, in order; nothing when it cannot be asked."""
+
+
+class EventStream:
+    """Hands what a publisher's batches say to `learn`, in the order of their numbers. One thread hears.
+
+    A number smaller than expected is a batch that was had already, unless it was sent later than those: then the
+    publisher has begun anew. Pages are named by their contents, so a new begin that goes unnoticed costs nothing.
+    """
+
+    def __init__(self, learn: Callable[[Stored], None]) -> None:
+        """Begin with the number 0, as publishers do."""
+        self._learn = learn
+        self._next = 0
+        self._sent_s = -math.inf
+        self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
+        """Batches by outcome, since the begin; `unreadable` and `unnamed` count single events as well."""
+
+    def hear(self, number: int, payload: bytes, replay: Replay) -> None:
+        """Take a batch; those that are missing before it are asked for first."""
+        batch = decode(payload)
+        if number < self._next:
+            if batch is None or batch.sent_s <= self._sent_s:
+                return
+            self._next = 0
+        if number > self._next:
+            for earlier, replayed in replay(self._next):
+                if earlier >= self._next:
+                    self._take(earlier, decode(replayed), REPLAYED)
+        if number >= self._next:
+            self._take(number, batch, HEARD)
+
+    def _take(self, number: int, batch: Batch | None, outcome: str) -> None:
+        self.counts[MISSED] += number - self._next
+        self._next = number + 1
+        if batch is None:
+            self.counts[UNREADABLE] += 1
+            return
+        self.counts[outcome] += 1
+        self.counts[UNREADABLE] += batch.unreadable
+        self.counts[UNNAMED] += batch.unnamed
+        self._sent_s = batch.sent_s
+        for stored in batch.stored:
+            self._learn(stored)
+
+
+State = Literal["decoding", "idle"]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an agent is to be told. States come first: an agent follows the chains of sessions that it knows."""
+
+    states: tuple[tuple[str, State], ...] = ()
+    """Of sessions, by name."""
+    runs: tuple[tuple[str, tuple[bytes, ...]], ...] = ()
+    """Chunks in the pool that continue each other, in order, and the session that they belong to."""
+
+
+@dataclass(slots=True)
+class _Page:
+    parent: int | None = None
+    """None while no event has said."""
+    session: str = ""
+    """That it was computed for last."""
+    told: str = ""
+    """Session that the agent was told of last."""
+    chunks: tuple[bytes, ...] = ()
+    """Keys of chunks in the pool that end with it, one for each cache group."""
+
+
+@dataclass(slots=True)
+class _Active:
+    heard_s: float
+    told_s: float = -math.inf
+
+
+@dataclass(slots=True)
+class SessionBook:
+    """Which session each page belongs to, and which chunks of pages are in the pool; decides what to report.
+
+    Chunks are named by an engine's hash of their last page and, behind it, a suffix for the cache group. That pages
+    leave the engine's memory changes nothing: chunks stay in the pool. Any thread may call.
+    """
+
+    chunk_pages: int = 1
+    """Pages of one chunk."""
+    suffix_bytes: int = 4
+    pages_max: int = PAGES_MAX
+    _pages: dict[int, _Page] = field(default_factory=dict)
+    """The one that was named longest ago comes first."""
+    _active: dict[str, _Active] = field(default_factory=dict)
+    """Sessions that decode, the quietest first."""
+    _quiet: list[str] = field(default_factory=list)
+    """Sessions that made way for others."""
+    _pending: dict[tuple[str, bytes], None] = field(default_factory=dict)
+    """Sessions and the chunks that are the last ones of their chains so far."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def learn(self, stored: Stored, now_s: float) -> None:
+        """Take in what an engine has stored in its own memory."""
+        with self._lock:
+            parent = stored.parent
+            for name in stored.pages:
+                page = self._page(name)
+                page.parent, page.session = parent, stored.session or page.session
+                parent = name
+            if stored.session:
+                self._hear(stored.session, now_s)
+                last = next((p for p in map(self._pages.get, reversed(stored.pages)) if p and p.chunks), None)
+                for chunk in last.chunks if last is not None and last.told != stored.session else ():
+                    self._expect(stored.session, chunk)
+
+    def keep(self, chunks: Sequence[bytes]) -> None:
+        """Note that chunks are in the pool now."""
+        with self._lock:
+            ends: dict[tuple[str, bytes], bytes] = {}
+            for chunk in chunks:
+                page = self._page(self._name(chunk))
+                if chunk not in page.chunks:
+                    page.chunks = (*(c for c in page.chunks if self._suffix(c) != self._suffix(chunk)), chunk)
+                if page.session and page.told != page.session:
+                    ends[page.session, self._suffix(chunk)] = chunk
+            for (session, _), chunk in ends.items():
+                self._expect(session, chunk)
+
+    def session_of(self, chunks: Sequence[bytes]) -> str:
+        """Session of the last one of these chunks that has one; empty when none is known."""
+        with self._lock:
+            known = (self._pages.get(self._name(chunk)) for chunk in reversed(chunks))
+            return next((page.session for page in known if page is not None and page.session), "")
+
+    def parents_of(self, chunks: Sequence[bytes]) -> list[bytes | None]:
+        """The chunk that each of these continues: one of these, or of the pool; empty: none; None: not known."""
+        with self._lock:
+            here = {(self._name(chunk), self._suffix(chunk)): chunk for chunk in chunks}
+            return [self._parent(chunk, here) for chunk in chunks]
+
+    def take(self, now_s: float) -> Report:
+        """Return what is to be reported by now, once."""
+        with self._lock:
+            states: list[tuple[str, State]] = [(name, "idle") for name in self._quiet]
+            self._quiet.clear()
+            for name, session in list(self._active.items()):
+                if now_s - session.heard_s >= IDLE_S:
+                    del self._active[name]
+                    states.append((name, "idle"))
+                elif session.heard_s >= session.told_s + REPORT_S:
+                    session.told_s = now_s
+                    states.append((name, "decoding"))
+            pending, self._pending = self._pending, {}
+            return Report(tuple(states), tuple((name, self._run(name, chunk)) for name, chunk in pending))
+
+    def _page(self, name: int) -> _Page:
+        """Find a page or begin one, and make it the last to be forgotten."""
+        page = self._pages.pop(name, None) or _Page()
+        self._pages[name] = page
+        if len(self._pages) > self.pages_max:
+            del self._pages[next(iter(self._pages))]
+        return page
+
+    def _hear(self, name: str, now_s: float) -> None:
+        session = self._active.pop(name, None) or _Active(now_s)
+        session.heard_s = now_s
+        self._active[name] = session
+        if len(self._active) > SESSIONS_MAX:
+            quietest = next(iter(self._active))
+            del self._active[quietest]
+            self._quiet.append(quietest)
+
+    def _expect(self, session: str, chunk: bytes) -> None:
+        self._pending.pop((session, chunk), None)
+        self._pending[session, chunk] = None
+        if len(self._pending) > PENDING_MAX:
+            del self._pending[next(iter(self._pending))]
+
+    def _run(self, session: str, last: bytes) -> tuple[bytes, ...]:
+        """Chunks that end with `last`, from the latest on that the agent knows to be the session's."""
+        run: list[bytes] = []
+        for chunk in self._back(last):
+            run.append(chunk)
+            page = self._pages.get(self._name(chunk))
+            if page is None or page.told == session:
+                break
+            page.told = session
+        return tuple(reversed(run))
+
+    def _back(self, chunk: bytes) -> Iterator[bytes]:
+        before: bytes | None = chunk
+        for _ in range(RUN_MAX):
+            if not before:
+                return
+            yield before
+            before = self._parent(before, {})
+
+    def _parent(self, chunk: bytes, here: dict[tuple[int, bytes], bytes]) -> bytes | None:
+        at, suffix = self._pages.get(self._name(chunk)), self._suffix(chunk)
+        for _ in range(self.chunk_pages):
+            if at is None or at.parent is None:
+                return None
+            if at.parent == _ROOT:
+                return b""
+            name, at = at.parent, self._pages.get(at.parent)
+            kept = (c for c in (at.chunks if at is not None else ()) if self._suffix(c) == suffix)
+            found = here.get((name, suffix)) or next(kept, None)
+            if found is not None:
+                return found
+        return None
+
+    def _name(self, chunk: bytes) -> int:
+        return page_of(chunk[: -self.suffix_bytes])
+
+    def _suffix(self, chunk: bytes) -> bytes:
+        return chunk[-self.suffix_bytes :]
+
+
+def connect_to(published: str, rank: int, what: str) -> str:
+    """Where to hear what a publisher binds, or connects to, of the data-parallel `rank`: vLLM adds that to the port.
+
+    Raises `InvalidInputError` that names the setting `what`, for an endpoint that nobody can know or connect to.
+    """
+    scheme, _, rest = published.partition("://")
+    if scheme == "inproc" and rest:
+        return f"{published}_dp{rank}" if rank else published
+    if scheme == "ipc" and rest and not rank:
+        return published
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not host or not port.isdecimal() or not 0 < int(port) + rank < 1 << 16 or not int(port):
+        raise InvalidInputError(
+            f"{what}: {published!r} of rank {rank}: tcp://HOST:PORT with a port of 1 to 65535, ipc://PATH (rank 0) or "
+            "inproc://NAME wanted"
+        )
+    local = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}
+    return f"tcp://{local.get(host, host)}:{int(port) + rank}"
