@@ -13,8 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
-from urllib.parse import urlsplit
+from typing import Final, Literal
 
 import msgspec
 
@@ -256,9 +255,9 @@ class SessionBook:
                 page.parent, page.session = parent, stored.session or page.session
                 parent = name
             if stored.session:
-                self._hear(stored.session, now_s)
+                is_back = self._hear(stored.session, now_s)
                 last = next((p for p in map(self._pages.get, reversed(stored.pages)) if p and p.chunks), None)
-                for chunk in last.chunks if last is not None and last.told != stored.session else ():
+                for chunk in last.chunks if last is not None and (is_back or last.told != stored.session) else ():
                     self._expect(stored.session, chunk)
 
     def keep(self, chunks: Sequence[bytes]) -> None:
@@ -309,7 +308,9 @@ class SessionBook:
             del self._pages[next(iter(self._pages))]
         return page
 
-    def _hear(self, name: str, now_s: float) -> None:
+    def _hear(self, name: str, now_s: float) -> bool:
+        """Note that a session is active; true when it was not before."""
+        is_back = name not in self._active
         session = self._active.pop(name, None) or _Active(now_s)
         session.heard_s = now_s
         self._active[name] = session
@@ -317,6 +318,7 @@ class SessionBook:
             quietest = next(iter(self._active))
             del self._active[quietest]
             self._quiet.append(quietest)
+        return is_back
 
     def _expect(self, session: str, chunk: bytes) -> None:
         self._pending.pop((session, chunk), None)
@@ -380,5 +382,5 @@ def connect_to(published: str, rank: int, what: str) -> str:
             f"{what}: {published!r} of rank {rank}: tcp://HOST:PORT with a port of 1 to 65535, ipc://PATH (rank 0) or "
             "inproc://NAME wanted"
         )
-    local = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}
+    local = {"*": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}
     return f"tcp://{local.get(host, host)}:{int(port) + rank}"

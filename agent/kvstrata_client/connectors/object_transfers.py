@@ -1,7 +1,8 @@
 """Look up, lock, load and store opaque objects: operations over the client's calls. Sans-I/O: copies, yields calls.
 
 Objects do not form prompts that we could read, so each is found by itself. The blocks of a store are kept as one chain,
-because engines store the pieces of a prompt in order: eviction then takes the last ones first.
+because engines store the pieces of a prompt in order: eviction then takes the last ones first. Where the engine says
+what an object continues, they are kept as that chain.
 """
 
 import math
@@ -53,6 +54,9 @@ class Object:
     size_bytes: int
     memory: Pieces | None = None
     """`size_bytes` in all; written to by a load."""
+    parent: Any = None
+    """Name of the object of equal size that a store has it continue, empty for the first of a prompt; None: of the one
+    before it in the store."""
 
 
 Keys = tuple[BlockKey, ...]
@@ -190,7 +194,9 @@ class StoredObjects:
     """Why the first one that is not was refused; None also while not attached."""
 
 
-def store(job: TransferJob, objects: Sequence[Object], deadline_s: float = math.inf) -> Operation[StoredObjects]:
+def store(
+    job: TransferJob, objects: Sequence[Object], deadline_s: float = math.inf, session: str = ""
+) -> Operation[StoredObjects]:
     """Make objects available in the scope that the agent names, in order; those not begun by `deadline_s` are not."""
     ends_s = job.clock() + deadline_s
     yield from _refreshed(job)
@@ -199,30 +205,58 @@ def store(job: TransferJob, objects: Sequence[Object], deadline_s: float = math.
     if scope is None or not scope.can_write:
         return StoredObjects()
     keys = [job.namer.keys(scope.secret, o.name, o.size_bytes) for o in objects]
-    blocks = list(_blocks(objects, keys))
     tally = Tally()
     new: set[int] = set()
-    run = Run(job.target, job.at, [b.key for b in blocks], b"")
+    for first, stop in _chains(objects):
+        head = objects[first]
+        parent = job.namer.keys(scope.secret, head.parent, head.size_bytes)[-1].digest if head.parent else b""
+        blocks = list(_blocks(objects[first:stop], keys[first:stop]))
+        run = Run(job.target, job.at, [b.key for b in blocks], parent, session)
 
-    def fill(i: int, slot: Reservation) -> bytes | None:
-        if job.clock() >= ends_s:
-            return None
-        new.add(blocks[i].owner)
-        return fill_from(slot, blocks[i].memory)
+        def fill(i: int, slot: Reservation, first: int = first, blocks: Sequence[Block] = blocks) -> bytes | None:
+            if job.clock() >= ends_s:
+                return None
+            new.add(first + blocks[i].owner)
+            return fill_from(slot, blocks[i].memory)
 
-    done = yield from write(run, fill, tally)
-    leading = blocks[done].owner if done < len(blocks) else len(objects)
-    return StoredObjects(done == len(blocks), tally.published, frozenset(new), leading, tally.error)
+        done = yield from write(run, fill, tally)
+        if done < len(blocks):
+            leading = first + blocks[done].owner
+            return StoredObjects(published=tally.published, new=frozenset(new), leading=leading, error=tally.error)
+    return StoredObjects(is_whole=True, published=tally.published, new=frozenset(new), leading=len(objects))
 
 
-def touch(job: TransferJob, objects: Sequence[Object]) -> Operation[None]:
-    """Record use of objects without reading them, wherever they may be; nothing with an agent that knows no touches."""
+def _chains(objects: Sequence[Object]) -> Iterator[tuple[int, int]]:
+    """Of objects that continue each other: the index of the first one, and that behind the last one."""
+    first = 0
+    for i in range(1, len(objects)):
+        if objects[i].parent is not None and objects[i].parent != objects[i - 1].name:
+            yield first, i
+            first = i
+    if objects:
+        yield first, len(objects)
+
+
+def touch(job: TransferJob, objects: Sequence[Object], session: str = "") -> Operation[None]:
+    """Record use of objects without reading them, wherever they may be; nothing with an agent that knows no touches.
+
+    With a `session` they continue each other, and belong to it from now on.
+    """
     scopes = yield from _readable(job)
     if not _knows(job, wire.Touch):
         return
     for scope in scopes:
         keys = list(chain.from_iterable(job.namer.keys(scope.secret, o.name, o.size_bytes) for o in objects))
-        yield Post(tuple(calls.touch(job.target, part) for part in _parts(keys, KEYS_MAX)))
+        yield Post(tuple(calls.touch(job.target, part, session) for part in _parts(keys, KEYS_MAX)))
+
+
+def enter(job: TransferJob, session: str, state: str) -> Operation[None]:
+    """Report what a session does; one that decodes and is not known to the agent is opened."""
+    entering = calls.touch_session(job.target, session, state, 0, 0.0)
+    (answer,) = yield (entering,)
+    if not answer.value and state == "decoding" and job.at.grants is not None:
+        yield (calls.open_session(job.target, session, "", ""),)
+        yield (entering,)
 
 
 def drop(job: TransferJob, objects: Sequence[Object]) -> Operation[list[bool]]:

@@ -35,6 +35,8 @@ class OpaqueModel(Model):
         self.pinned: list[set[bytes]] = []
         self.prefetched: list[bytes] = []
         self.touched: list[tuple[str, bytes]] = []
+        self.entered: list[str] = []
+        """What became of sessions."""
         self.held: set[bytes] = set()
         """Digests that a drop leaves where they are."""
         self.account = "{}"
@@ -64,6 +66,15 @@ class OpaqueModel(Model):
             if digest not in self.held:
                 self.index.pop((r.scope, digest), None)
         return wire.Found(r.id, 1, bytes([self.index.get((r.scope, d)) is not None for d in asked]), 0, b"", ())
+
+    def opensession(self, r: wire.OpenSession) -> wire.Done:
+        self.entered.append("open")
+        return wire.Done(r.id, 1, 1)
+
+    def touchsession(self, r: wire.TouchSession) -> wire.Done:
+        is_known = "open" in self.entered
+        self.entered += [r.state] if is_known else []
+        return wire.Done(r.id, 1, int(is_known))
 
     def stats(self, r: wire.Stats) -> wire.Text:
         return wire.Text(r.id, 1, self.account)
@@ -338,6 +349,41 @@ def test_what_a_store_found_there_already_is_not_new(bench: OpaqueBench) -> None
     again = bench.drive(object_transfers.store(job(OWN), [filled(0), filled(2), filled(1, 2)]))
 
     assert again == StoredObjects(is_whole=True, published=1, new=frozenset({1}), leading=3)
+
+
+def test_what_the_engine_says_that_objects_continue_is_what_their_blocks_continue(
+    bench: OpaqueBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[bytes, list[bytes], str]] = []
+    reserve = bench.model.reserve
+
+    def noted(r: wire.Reserve) -> wire.Reserved:
+        asked.append((r.parent, unpack_digests(r.digests), r.session))
+        return reserve(r)
+
+    monkeypatch.setattr(bench.model, "reserve", noted)
+    first, second, third, other = (filled(n, 2) for n in (1, 2, 3, 9))
+    given = [
+        replace(first, parent=named(0)), replace(second, parent=named(1)), replace(third, parent=named(9)),
+        replace(other, parent=b""), filled(10, 2),
+    ]  # fmt: skip
+    outcome = bench.drive(object_transfers.store(job(OWN), given, session="s"))
+
+    digests = {n: [k.digest for k in Namer(PRINT).keys(OWN.secret, named(n), 2 * BLOCK)] for n in (0, 1, 2, 3, 9, 10)}
+    chains = {(parent, tuple(keys)) for parent, keys, _ in asked}
+    assert chains == {
+        (digests[0][-1], (*digests[1], *digests[2])), (digests[9][-1], tuple(digests[3])),
+        (b"", (*digests[9], *digests[10])),
+    }  # fmt: skip
+    assert {session for *_, session in asked} == {"s"}
+    assert outcome == StoredObjects(is_whole=True, published=10, new=frozenset(range(5)), leading=5)
+
+
+def test_a_session_that_decodes_is_opened_where_the_agent_does_not_know_it(bench: OpaqueBench) -> None:
+    for state in ("idle", "decoding", "decoding", "idle"):
+        bench.drive(object_transfers.enter(job(OWN), "s", state))
+
+    assert bench.model.entered == ["open", "decoding", "decoding", "idle"]
 
 
 def test_a_touch_goes_to_every_scope_that_may_have_the_objects(bench: OpaqueBench) -> None:

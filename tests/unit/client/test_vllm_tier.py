@@ -18,6 +18,7 @@ from kvstrata_client.connectors.vllm.chunks import (
     Lookups,
     TierSettings,
     answer,
+    endpoints_of,
     has_safe_hash,
     layout_of_chunks,
     parse_tier,
@@ -70,6 +71,16 @@ def settings(**given: Any) -> TierSettings:
 def test_a_wrong_configuration_is_refused_by_field_and_value(wrong: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidInputError, match=f"secondary_tiers.*{named}"):
         parse_tier(GIVEN | wrong)
+
+
+def test_events_are_heard_where_vllm_publishes_them_and_replays_need_them() -> None:
+    given = {"events": "tcp://*:5557", "events_replay": "tcp://*:5558"}
+    assert endpoints_of(settings(**given), 2) == ("tcp://127.0.0.1:5559", "tcp://127.0.0.1:5560")
+    assert endpoints_of(settings(events="ipc:///e"), 0) == ("ipc:///e", "")
+    assert endpoints_of(settings(), 0) == ("", "")
+    for wrong, named in ((given | {"events": ""}, "events_replay"), (given | {"events": "tcp://*:0"}, "events: ")):
+        with pytest.raises(InvalidInputError, match=f"secondary_tiers: {named}"):
+            endpoints_of(settings(**wrong), 0)
 
 
 def test_the_revision_has_to_be_named_because_vllm_does_not_tell_it() -> None:

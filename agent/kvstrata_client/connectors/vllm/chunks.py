@@ -14,6 +14,7 @@ import msgspec
 
 from kvstrata_api.blocks import BlockKey, Layout, ScopeSecret
 from kvstrata_api.errors import InvalidInputError
+from kvstrata_client.connectors.engine_events import connect_to
 from kvstrata_client.connectors.object_keys import BLOCKS_MAX, blocks_of, fingerprint_of, object_keys
 from kvstrata_client.connectors.vllm.engine import DTYPES, FP8, PoolSettings, Seconds, converted
 
@@ -42,11 +43,28 @@ class TierSettings(PoolSettings, frozen=True, forbid_unknown_fields=True, kw_onl
     """What filters of requests and KV events of vLLM's say of the tier."""
     enable_kv_events: bool = False
     """Report stored chunks, where vLLM publishes KV events at all."""
+    events: str = ""
+    """`endpoint` of vLLM's `--kv-events-config`, which does not tell it to a tier: chunks learn sessions from what is
+    published there. Empty: they have none."""
+    events_replay: str = ""
+    """`replay_endpoint` of the same, where there is one: what was missed is asked for there."""
 
 
 def parse_tier(given: Mapping[str, Any]) -> TierSettings:
     """Check an entry of `secondary_tiers`. Raises `InvalidInputError` that names field, value and limit."""
     return converted(given, TierSettings, "kv_connector_extra_config.secondary_tiers")
+
+
+def endpoints_of(settings: TierSettings, rank: int) -> tuple[str, str]:
+    """Where KV events of the data-parallel `rank` are heard, and where missed ones are asked for; empty: nowhere.
+
+    Raises `InvalidInputError` for what nobody can connect to, and for replays of nothing.
+    """
+    if settings.events_replay and not settings.events:
+        raise InvalidInputError(f"secondary_tiers: events_replay: {settings.events_replay!r} without events")
+    given = {"events": settings.events, "events_replay": settings.events_replay}
+    heard, replayed = (connect_to(at, rank, f"secondary_tiers: {name}") if at else "" for name, at in given.items())
+    return heard, replayed
 
 
 def layout_of_chunks(settings: TierSettings, config: Any, chunk_bytes: int) -> Layout:

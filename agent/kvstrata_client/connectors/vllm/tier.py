@@ -9,6 +9,8 @@
 vLLM calls from its scheduler's thread, which never waits here for the agent: lookups answer from what is known, and
 threads copy straight between vLLM's memory and the agent's. Whatever becomes of the agent is a miss, or a store that
 failed; nothing is raised into the engine but a wrong configuration, at the start. For vLLM 0.29 to 0.32.
+
+vLLM tells a tier of no sessions. Its KV events do, since 0.32, and are heard in a thread where `events` says so.
 """
 
 import dataclasses
@@ -39,14 +41,18 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.client import Client
 from kvstrata_client.connectors import object_transfers as transfers
+from kvstrata_client.connectors.engine_events import OUTCOMES, EventStream, SessionBook, Stored
+from kvstrata_client.connectors.event_listener import EventListener
 from kvstrata_client.connectors.object_transfers import Object
 from kvstrata_client.connectors.object_workers import StateLog, Task, Workers
 from kvstrata_client.connectors.vllm.chunks import (
+    GROUP_BYTES,
     ChunkNamer,
     Lookups,
     Probe,
     TierSettings,
     answer,
+    endpoints_of,
     has_safe_hash,
     layout_of_chunks,
     parse_tier,
@@ -62,6 +68,7 @@ TOUCHED_MAX: Final = 4096
 """Chunks of one report, about; others are not reported."""
 CHUNKS: Final = "vllm:kv_offload_kvstrata_chunks"
 ATTACHED: Final = "vllm:kv_offload_kvstrata_attached"
+EVENTS: Final = "vllm:kv_offload_kvstrata_events"
 
 _log: Final = logging.getLogger("vllm.kvstrata")
 
@@ -117,6 +124,7 @@ class KvstrataTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
         An engine whose chunks cannot be kept is served without: the log says why.
         """
         settings = parse_tier(given)
+        endpoints = endpoints_of(settings, offloading_spec.config.parallel.data_parallel_index)
         detector = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
         super().__init__(
             offloading_spec=offloading_spec, primary_kv_view=primary_kv_view, tier_type=tier_type, **detector
@@ -126,6 +134,8 @@ class KvstrataTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
         self._events: list[OffloadingEvent] | None = [] if settings.enable_kv_events and publishes else None
         if settings.enable_kv_events and not publishes:
             _log.warning("enable_kv_events: true, and vLLM publishes no KV events: the tier reports none")
+        if settings.events and not publishes:
+            _log.warning("events: %r, and vLLM publishes no KV events: chunks have no sessions", settings.events)
         self._counts: Counter[tuple[str, str]] = Counter()
         self._was_attached: bool | None = None
         self._lookups = Lookups(settings, time.monotonic)
@@ -144,9 +154,12 @@ class KvstrataTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
             layout = layout_of_chunks(settings, offloading_spec.config, self._row_bytes)
             namer = ChunkNamer(layout, offloading_spec.config, vllm.__version__)
             client = Client(settings.target(layout, timeout_s=settings.lookup_timeout_s))
-            self._chunks = _ChunkStore(settings, namer, primary_kv_view, client)
+            book = SessionBook(offloading_spec.config.cache.blocks_per_chunk, GROUP_BYTES) if settings.events else None
+            self._chunks = _ChunkStore(settings, namer, primary_kv_view, client, book if publishes else None)
         except InvalidInputError as e:
             _log.warning("kvstrata keeps no chunks of this engine: %s", e)
+        if self._chunks is not None:
+            self._chunks.listen(*endpoints)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
@@ -158,6 +171,11 @@ class KvstrataTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
                 labelnames=("operation", "outcome"),
             ),
             ATTACHED: OffloadingGaugeMetadata(documentation="1 while kvstrata's agent answers, else 0."),
+            EVENTS: OffloadingCounterMetadata(
+                documentation="Batches of KV events that kvstrata's tier heard, had replayed or missed; batches and "
+                "events that it could not read (unreadable) or whose session has too long a name (unnamed).",
+                labelnames=("outcome",),
+            ),
         }
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
@@ -245,9 +263,12 @@ class KvstrataTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
         counts, self._counts = self._counts, Counter()
         if late:
             counts["lookup", "late"] += late
-        if not counts and is_attached == self._was_attached:
+        events = self._chunks.new_events() if self._chunks is not None else {}
+        if not counts and not events and is_attached == self._was_attached:
             return None
         stats = OffloadingConnectorStats()
+        for outcome, batches in events.items():
+            stats.increase_counter(EVENTS, batches, (outcome,))
         for labels, chunks in counts.items():
             stats.increase_counter(CHUNKS, chunks, labels)
         stats.set_gauge(ATTACHED, float(is_attached))
@@ -319,8 +340,14 @@ _TELLS_BYTES: Final = any(f.name == "transfer_bytes" for f in dataclasses.fields
 class _ChunkStore:
     """The client, the threads, and vLLM's memory. All that waits for the agent waits in these threads."""
 
-    def __init__(self, settings: TierSettings, namer: ChunkNamer, view: memoryview, client: Client) -> None:
+    def __init__(
+        self, settings: TierSettings, namer: ChunkNamer, view: memoryview, client: Client, book: SessionBook | None
+    ) -> None:
         self.client = client
+        self._book = book
+        self._stream = EventStream(self._learn)
+        self._listener: EventListener | None = None
+        self._reported: Counter[str] = Counter()
         self._rows = view.cast("B")
         self._row_bytes = view.shape[1] if view.shape else 0
         self._settings = settings
@@ -335,6 +362,23 @@ class _ChunkStore:
         self.storers = Workers("kvstrata-tier-store", 1)
         self.client.wait_settled(ATTACH_WAIT_S)
         self.note_agent()
+
+    def listen(self, published: str, replayed: str) -> None:
+        """Hear KV events from now on, where there is a book for them."""
+        if self._book is None:
+            return
+        try:
+            self._listener = EventListener(published, replayed, self._stream, self._report)
+        except InvalidInputError as e:
+            self._book = None
+            _log.warning("chunks have no sessions: %s", e)
+
+    def new_events(self) -> dict[str, int]:
+        """Outcomes of KV events that were not returned before."""
+        counts = dict(self._stream.counts)
+        new = {name: counts[name] - self._reported[name] for name in OUTCOMES if counts[name] > self._reported[name]}
+        self._reported.update(new)
+        return new
 
     def note_agent(self) -> None:
         """Log whether the agent is there, when that has changed."""
@@ -363,21 +407,46 @@ class _ChunkStore:
         in_time = replace(
             self._find, deadline_s=left_s - answer_s, target=replace(self._find.target, timeout_s=answer_s)
         )
-        return self.client.run(transfers.load(in_time, self._objects(job)))
+        done = self.client.run(transfers.load(in_time, self._objects(job)))
+        if self._book is not None:
+            self._book.keep([key for key, is_done in zip(job.keys, done, strict=True) if is_done])
+        return done
 
     def store(self, job: _Job) -> list[bool]:
         """Store rows in order; True for the leading ones that can be had now."""
         left_s = job.submitted_s + STORE_S - time.monotonic()
         if left_s <= 0 or not self.client.is_attached:
             return []
-        stored = self.client.run(transfers.store(self._move, self._objects(job), left_s))
+        objects, session = self._objects(job), ""
+        if self._book is not None:
+            parents, session = self._book.parents_of(job.keys), self._book.session_of(job.keys)
+            objects = [replace(one, parent=parent) for one, parent in zip(objects, parents, strict=True)]
+        stored = self.client.run(transfers.store(self._move, objects, left_s, session))
         if stored.is_whole or stored.error is not None:
             self._state.note("stores", stored.error)
+        if self._book is not None:
+            self._book.keep(job.keys[: stored.leading])
         return [i < stored.leading for i in range(len(job.keys))]
+
+    def _learn(self, stored: Stored) -> None:
+        assert self._book is not None
+        self._book.learn(stored, time.monotonic())
+
+    def _report(self) -> None:
+        """Report sessions and their chunks; in the listener's thread, which may wait."""
+        if self._book is None or not self.client.is_attached:
+            return
+        report = self._book.take(time.monotonic())
+        for session, state in report.states:
+            self.client.run(transfers.enter(self._find, session, state))
+        for session, run in report.runs:
+            self.client.run(transfers.touch(self._find, [Object(k, self._row_bytes) for k in run], session))
 
     def close(self) -> None:
         """End the threads and the connection. Idempotent."""
         self.client.close()
+        if self._listener is not None:
+            self._listener.close()
         for workers in (self.finders, self.loaders, self.storers):
             workers.close()
         self._rows.release()
