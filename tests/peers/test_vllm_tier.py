@@ -12,8 +12,12 @@ from typing import Any, Final
 import pytest
 
 from bench.harness.drivers import Command, Driver
+from bench.harness.identity import MODEL, POOL, REVISION
 from kvstrata_agent.app.engine_memory import SHARED_MEMORY, YOUNG_S, reap
+from kvstrata_api.blocks import Layout
 from kvstrata_api.units import MIB
+from kvstrata_client.client import Client
+from kvstrata_client.target import Target
 from support.engines import vllm
 from support.engines.agent import Agent
 from support.engines.vllm import PROMPTS, SHARED, during, equal
@@ -202,6 +206,66 @@ def test_a_load_brings_what_is_there_and_what_is_not_is_a_miss_from_then_on(tier
     assert called.ask("said")["lines"] == []
 
 
+def test_stored_chunks_learn_their_sessions_from_what_is_published_whichever_comes_first(
+    process: Driver, tier: Callable[..., Driver], agent: Agent, tmp_path: Path
+) -> None:
+    at = {"published": f"ipc://{tmp_path}/e", "replayed": f"ipc://{tmp_path}/r"}
+    process.ask("publish_begin", **at)
+    process.ask("publish_say", stored=[[[0, 1], None, "a"]])  # Before anybody hears it.
+    called = tier({"events": at["published"], "events_replay": at["replayed"]}, has_events=True)
+    client = client_of(agent)
+    try:
+        until_heard(called, "heard", lambda: process.ask("publish_say", stored=[[[100], None, None]]))
+        assert counted_events(called)["replayed"] >= 1
+        called.ask("store", numbers=[0, 1])
+        until_head(called, client, "a", 1, blocks=4)
+
+        process.ask("publish_say", stored=[[[2, 3], 1, "a"]])
+        called.ask("store", numbers=[2, 3])
+        until_head(called, client, "a", 3, blocks=8)
+        called.ask("store", numbers=[20])
+        process.ask("publish_say", stored=[[[0, 1], None, "b"], [[20], 1, "b"]], encoding="array")
+        until_head(called, client, "b", 20, others=(1,), blocks=6)
+        assert heads(client, "a") == called.ask("digests", numbers=[3])["of"]
+        assert json.loads(client.explain(session="b"))["state"] == "decoding"
+
+        process.ask("publish_begin", **at)  # It begins with the number 0 again.
+        process.ask("publish_say", stored=[[[4], 3, "a"], [[5], 4, "s" * 129]])
+        called.ask("store", numbers=[4])
+        until_head(called, client, "a", 4, blocks=10)
+        events = counted_events(called)
+        assert events["unnamed"] == 1
+        assert "missed" not in events
+        assert "unreadable" not in events
+        assert called.ask("said")["lines"] == []
+    finally:
+        client.close()
+        process.ask("publish_end")
+
+
+def test_what_was_missed_and_nobody_replays_is_counted_and_the_rest_is_heard(
+    process: Driver, tier: Callable[..., Driver], tmp_path: Path
+) -> None:
+    published = f"ipc://{tmp_path}/e"
+    process.ask("publish_begin", published=published, replayed="")
+    try:
+        for _ in range(3):
+            process.ask("publish_say", stored=[[[0], None, "a"]])
+        called = tier({"events": published, "events_replay": f"ipc://{tmp_path}/nobody"}, has_events=True)
+        until_heard(called, "heard", lambda: process.ask("publish_say", stored=[[[1], 0, "a"]]))
+        found = counted_events(called)
+        assert found["missed"] >= 3
+        assert "replayed" not in found
+        started_s = time.monotonic()
+        called.ask("close")
+        assert time.monotonic() - started_s < LATEST_S
+        called = tier({"events": published})
+        (line,) = called.ask("said")["lines"]
+        assert "vLLM publishes no KV events" in line
+    finally:
+        process.ask("publish_end")
+
+
 def test_a_frozen_agent_costs_misses_and_its_stores_are_refused_and_all_jobs_end(
     tier: Callable[..., Driver], agent: Agent
 ) -> None:
@@ -272,6 +336,50 @@ def refused(driver: Driver, agent: Agent, wanted: vllm.Tokens, why: str) -> None
         assert len([line for line in said + counts["said"] if why in line]) == 1
     finally:
         agent.kill()
+
+
+def client_of(agent: Agent) -> Client:
+    """A client of the tenant whose token the tier has; its layout does not matter."""
+    layout = Layout(MODEL, REVISION, "fp32", 16, layers=1, kv_heads=1, head_dim=64, element_bytes=4)
+    return Client.attach(Target(agent.socket, POOL, agent.token, layout, timeout_s=30.0), strict=True, wait_s=60.0)
+
+
+def heads(client: Client, session: str) -> list[str]:
+    """Digests of the ends of a session's chains."""
+    explained = json.loads(client.explain(session=session))
+    return [head["digest"] for head in explained.get("heads", ())]
+
+
+def until_head(
+    called: Driver, client: Client, session: str, last: int, *, blocks: int, others: tuple[int, ...] = ()
+) -> None:
+    """Wait until a session's chains end with these chunks, and have so many blocks."""
+    wanted = sorted(called.ask("digests", numbers=[last, *others])["of"])
+    ends_s = time.monotonic() + LATEST_S
+    while sorted(heads(client, session)) != wanted or not has_blocks(client, session, blocks):
+        assert time.monotonic() < ends_s, f"{client.explain(session=session)}, {wanted} wanted"
+        time.sleep(0.05)
+
+
+def has_blocks(client: Client, session: str, count: int) -> bool:
+    """Whether a session's chains have so many blocks: the pool has no tier to archive them to."""
+    left: int = json.loads(client.explain(session=session))["blocks_not_archived"]
+    return left == count
+
+
+def counted_events(called: Driver) -> dict[str, float]:
+    """Events by outcome."""
+    named = ((name.split("('")[1].split("'")[0], n) for name, n in called.ask("stats").items() if "_events" in name)
+    return dict(named)
+
+
+def until_heard(called: Driver, outcome: str, publish: Callable[[], object]) -> None:
+    """Publish until one more batch is heard: a subscriber takes a moment to be there."""
+    before, ends_s = counted_events(called).get(outcome, 0), time.monotonic() + LATEST_S
+    while counted_events(called).get(outcome, 0) == before:
+        assert time.monotonic() < ends_s, "nothing is heard"
+        publish()
+        time.sleep(0.1)
 
 
 def later() -> float:

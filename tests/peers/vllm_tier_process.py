@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from vllm.distributed.kv_events import EventBatch, ZmqEventPublisher
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -23,6 +24,8 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+from bench.harness.identity import SECRET
 
 ROW_BYTES = 64 << 10
 POLL_S = 0.002
@@ -111,6 +114,11 @@ class Called:
         self.tier.on_schedule_end(self._steps)
         return {}
 
+    def digests(self, numbers: list[int]) -> dict[str, Any]:
+        """Of the last block of each chunk, in the agent that benchmarks and tests start."""
+        namer = self.tier._chunks._find.namer
+        return {"of": [namer.keys(SECRET, self._key(n), ROW_BYTES)[-1].digest.hex() for n in numbers]}
+
     def events(self) -> dict[str, Any]:
         taken = list(self.tier.take_events())
         return {"stored": [len(e.keys) for e in taken if not e.removed], "media": [e.medium.value for e in taken]}
@@ -152,6 +160,39 @@ class Called:
             time.sleep(POLL_S)
 
 
+class Publishing:
+    """vLLM's publisher of KV events; a page has the number of its chunk."""
+
+    def __init__(self) -> None:
+        self._publisher: ZmqEventPublisher | None = None
+
+    def begin(self, published: str, replayed: str) -> dict[str, Any]:
+        """Start one, in place of the one before."""
+        self.end()
+        self._publisher = ZmqEventPublisher(0, published, replayed or None)
+        return {}
+
+    def say(self, stored: list[list[Any]], encoding: str = "map") -> dict[str, Any]:
+        """Publish one batch; each event has pages, what the first one continues, and a session."""
+        events: list[Any] = []
+        for pages, parent, session in stored:
+            hashes = [p.to_bytes(32, "big") for p in pages] if encoding == "array" else pages
+            named = {"block_hashes": hashes, "parent_block_hash": parent, "token_ids": [], "block_size": 32}
+            named |= {"lora_id": None, "medium": "GPU", "lora_name": None, "session_id": session}
+            unknown = [None] * 6  # From `extra_keys` to `ownership`.
+            by_place = ["BlockStored", *list(named.values())[:-1], *unknown, session]
+            events.append(by_place if encoding == "array" else {"type": "BlockStored", **named})
+        assert self._publisher is not None
+        self._publisher.publish(EventBatch(time.time(), events))
+        return {}
+
+    def end(self) -> dict[str, Any]:
+        if self._publisher is not None:
+            self._publisher.shutdown()
+        self._publisher = None
+        return {}
+
+
 class Said(logging.Handler):
     """Keeps what the tier warns of."""
 
@@ -171,6 +212,7 @@ def main() -> None:
     said = Said()
     logging.getLogger("vllm.kvstrata").addHandler(said)
     called: Called | None = None
+    publishing = Publishing()
     for line in sys.stdin:
         asked = json.loads(line)
         verb = asked.pop("verb")
@@ -181,6 +223,8 @@ def main() -> None:
                 called = Called(**asked)
             except Exception as e:  # noqa: BLE001  vLLM tells it to its user.
                 answer = {"refused": str(e)}
+        elif verb.startswith("publish_"):
+            answer = getattr(publishing, verb.removeprefix("publish_"))(**asked)
         elif verb == "said":
             answer = {"lines": said.lines}
         else:

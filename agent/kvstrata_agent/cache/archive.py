@@ -83,10 +83,15 @@ class Archiver:
         self._wake.set()
 
     def follow(self, session: Session, chain: Sequence[Entry]) -> None:
-        """Note that a session's chain runs through these blocks, in chain order, and archive them where it is."""
+        """Note that a session runs through these blocks, in order, and archive them where it is archived.
+
+        A block that was stored without the one before it here begins a chain of its own, which has a head of its own.
+        """
         if session.is_forgotten or not chain:
             return
-        session.follow(chain)
+        starts = [0, *(i for i in range(1, len(chain)) if chain[i].parent != chain[i - 1].digest), len(chain)]
+        for start, stop in itertools.pairwise(starts):
+            session.follow(chain[start:stop])
         self._node.sessions.refresh(session, self._node.clock())
         if session.state is SessionState.ARCHIVED:  # There is more of it now than was archived.
             session.enter(SessionState.ARCHIVING)

@@ -100,6 +100,17 @@ async def test_a_session_follows_blocks_that_a_touch_gives_it_and_they_are_archi
     assert engine.core.node.contents(memory).blocks == 3
 
 
+async def test_a_session_keeps_what_it_had_when_a_touch_adds_blocks_that_were_stored_apart(engine: Engine) -> None:
+    await engine.ask(wire.OpenSession(1, "s"))
+    await engine.store(1, 2, session="s")
+    await engine.store(9)
+
+    await engine.ask(wire.Touch(1, SCOPE, digest(2) + digest(9), "s"))
+    assert await _heads(engine, "s") == [digest(2).hex(), digest(9).hex()]
+    await engine.ask(wire.Touch(1, SCOPE, digest(1) + digest(2), "s"))
+    assert sorted(await _heads(engine, "s")) == sorted([digest(2).hex(), digest(9).hex()])
+
+
 async def _heads(engine: Engine, session: str) -> list[str]:
     explained = json.loads((await engine.ask(wire.Explain(1, session=session))).json)
     return [head["digest"] for head in explained["heads"]]
