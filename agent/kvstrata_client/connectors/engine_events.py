@@ -244,11 +244,15 @@ class SessionBook:
     """Sessions that made way for others."""
     _pending: dict[tuple[str, bytes], None] = field(default_factory=dict)
     """Sessions and the chunks that are the last ones of their chains so far."""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _has_heard: bool = False
+    _lock: threading.Condition = field(default_factory=threading.Condition)
+    """Notified when something is learned."""
 
     def learn(self, stored: Stored, now_s: float) -> None:
         """Take in what an engine has stored in its own memory."""
         with self._lock:
+            self._has_heard = True
+            self._lock.notify_all()
             parent = stored.parent
             for name in stored.pages:
                 page = self._page(name)
@@ -272,6 +276,15 @@ class SessionBook:
                     ends[page.session, self._suffix(chunk)] = chunk
             for (session, _), chunk in ends.items():
                 self._expect(session, chunk)
+
+    def await_events(self, chunks: Sequence[bytes], within_s: float) -> bool:
+        """Wait until events have told what each of these continues, where any came so far; returns whether they have.
+
+        An engine publishes pages before it stores them elsewhere, but who hears may be a moment late.
+        """
+        with self._lock:
+            names = [self._name(chunk) for chunk in chunks] if self._has_heard else []
+            return self._lock.wait_for(lambda: all(self._is_told(name) for name in names), within_s)
 
     def session_of(self, chunks: Sequence[bytes]) -> str:
         """Session of the last one of these chunks that has one; empty when none is known."""
@@ -307,6 +320,10 @@ class SessionBook:
         if len(self._pages) > self.pages_max:
             del self._pages[next(iter(self._pages))]
         return page
+
+    def _is_told(self, name: int) -> bool:
+        page = self._pages.get(name)
+        return page is not None and page.parent is not None
 
     def _hear(self, name: str, now_s: float) -> bool:
         """Note that a session is active; true when it was not before."""

@@ -124,6 +124,7 @@ class Engine:
             connector = {"kv_transfer_config": KVTransferConfig(**json.loads(given.transfer))}
         if given.tier:
             connector = tiered_by(json.loads(given.tier), given.policy, zeros=given.zeros)
+        self._turns = 0
         self.is_tiered = bool(given.tier) or "OffloadingConnector" in given.transfer
         self.router: Router | None = None
         if given.events:
@@ -171,6 +172,16 @@ class Engine:
             "params": [o.kv_transfer_params for o in outputs],
             "took_s": time.monotonic() - started_s,
         }
+
+    def converse(self, session: str, prompt: list[int], new_tokens: int = 16) -> dict[str, Any]:
+        """Generate one turn of a session; tokens and why it ended. `LLM.generate` takes no session."""
+        from vllm import SamplingParams
+
+        engine, chosen = self.llm.llm_engine, SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        self._turns += 1
+        engine.add_request(f"turn-{self._turns}", {"prompt_token_ids": prompt}, chosen, session_id=session)
+        ended = [o for _ in iter(engine.has_unfinished_requests, False) for o in engine.step() if o.finished]  # noqa: FBT003
+        return {"tokens": list(ended[-1].outputs[0].token_ids), "reason": str(ended[-1].outputs[0].finish_reason)}
 
     def reset(self, *, keeps_tier: bool = False) -> dict[str, Any]:
         """Forget what the engine itself has cached, in its CPU tier too unless that is kept."""

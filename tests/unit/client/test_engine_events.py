@@ -1,6 +1,7 @@
 """KV events as a subscriber reads them: two encodings, gaps and replays, and which session chunks are reported for."""
 
 import itertools
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -261,6 +262,19 @@ def test_a_chunk_continues_the_chunk_before_it_of_its_own_cache_group() -> None:
     assert book.session_of([chunk(1)]) == ""
     book.learn(Stored((4, 5), 3, "s"), 0.0)
     assert book.session_of([chunk(1), chunk(5), chunk(9)]) == "s"
+
+
+def test_whoever_stores_waits_for_events_that_are_late_and_for_none_where_there_are_none() -> None:
+    book = SessionBook()
+    assert book.await_events([chunk(1)], 60.0), "nothing has come so far"
+    book.learn(Stored((0,), ROOT), 0.0)
+    assert book.await_events([chunk(0)], 0.0)
+    assert not book.await_events([chunk(0), chunk(1)], 0.001)
+    late = threading.Timer(0.01, book.learn, (Stored((1,), 0, "s"), 0.0))
+    late.start()
+    assert book.await_events([chunk(0), chunk(1)], 60.0)
+    late.join()
+    assert book.session_of([chunk(1)]) == "s"
 
 
 def test_a_session_decodes_while_events_come_and_is_idle_when_none_came_for_a_while() -> None:
