@@ -154,8 +154,8 @@ def test_no_death_of_the_agent_ends_the_engine_or_changes_a_token(
         run_s = max(0.05, min(run_s, time.monotonic() - started_s))
         dying.join()
         if n % 10 == 9:
-            memory.append(driver.ask("memory")["resident_bytes"])
-            _say(kills=n + 1, external_hit_tokens=hits, engine_resident_bytes=memory[-1])
+            memory.append(driver.ask("memory")["own_bytes"])
+            _say(kills=n + 1, external_hit_tokens=hits, engine_own_bytes=memory[-1])
     record_property("agent_kills", KILLS)
     assert hits
     assert memory[-1] - memory[1] < GROWTH_BYTES, memory

@@ -189,9 +189,10 @@ class Engine:
         return {"steps": calls.pop(vllm_tiering.STEPS, 0), "calls": calls, "chunks": chunks, "said": said}
 
     def memory(self) -> dict[str, Any]:
-        """Resident memory of this process."""
-        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
-        return {"resident_bytes": int(line.split()[1]) << 10}
+        """Resident memory of this process: its own, and what it has mapped of others."""
+        lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+        kib = {words[0]: int(words[1]) for words in lines if words[0] in ("RssAnon:", "RssShmem:")}
+        return {"own_bytes": kib["RssAnon:"] << 10, "shared_bytes": kib["RssShmem:"] << 10}
 
     def regions(self) -> dict[str, Any]:
         """This process, and the files of the CPU tier that it has mapped."""
