@@ -121,7 +121,14 @@ class Engine:
         if given.transfer:
             from vllm.config import KVTransferConfig
 
-            connector = {"kv_transfer_config": KVTransferConfig(**json.loads(given.transfer))}
+            named = json.loads(given.transfer)
+            if named["kv_connector"].startswith("LMCache"):
+                import llvmlite.binding.ffi
+
+                # vLLM looks at the attributes of all modules; this one loads a library then, and fails. LMCache
+                # imports numba.
+                llvmlite.binding.ffi._lib_fn_wrapper.get = lambda *_: None
+            connector = {"kv_transfer_config": KVTransferConfig(**named)}
         if given.tier:
             connector = tiered_by(json.loads(given.tier), given.policy, zeros=given.zeros)
         self.is_tiered = bool(given.tier) or "OffloadingConnector" in given.transfer
