@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +242,10 @@ def main() -> None:
     from vllm import __version__
 
     engine = Engine(given)
-    print(json.dumps({"versions": {"vllm": __version__}}), file=answers, flush=True)
+    versions = {"vllm": __version__}
+    if "LMCache" in given.transfer:
+        versions["lmcache"] = metadata.version("lmcache")
+    print(json.dumps({"versions": versions}), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         print(json.dumps(getattr(engine, asked.pop("verb"))(**asked)), file=answers, flush=True)
