@@ -18,10 +18,11 @@ from typing import Any, Final
 import pytest
 
 from bench.harness.drivers import Driver
+from bench.harness.engines import make_model
 from kvstrata_api.units import MIB
 from support.agent.standalone import POOL, Json, Up, pool, until
 from support.engines.tiny_model import prompts
-from support.engines.vllm import Tokens, command, make_model, python_of, right_tokens, say
+from support.engines.vllm import Tokens, command, python_of, right_tokens, say
 
 pytestmark = [pytest.mark.peers, pytest.mark.matrix, pytest.mark.timeout(3600)]
 

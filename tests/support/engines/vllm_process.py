@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,14 @@ class Engine:
         if given.transfer:
             from vllm.config import KVTransferConfig
 
-            connector = {"kv_transfer_config": KVTransferConfig(**json.loads(given.transfer))}
+            named = json.loads(given.transfer)
+            if named["kv_connector"].startswith("LMCache"):
+                import llvmlite.binding.ffi
+
+                # vLLM looks at the attributes of all modules; this one loads a library then, and fails. LMCache
+                # imports numba.
+                llvmlite.binding.ffi._lib_fn_wrapper.get = lambda *_: None
+            connector = {"kv_transfer_config": KVTransferConfig(**named)}
         if given.tier:
             connector = tiered_by(json.loads(given.tier), given.policy, zeros=given.zeros)
         self.is_tiered = bool(given.tier) or "OffloadingConnector" in given.transfer
@@ -235,7 +243,10 @@ def main() -> None:
     from vllm import __version__
 
     engine = Engine(given)
-    print(json.dumps({"versions": {"vllm": __version__}}), file=answers, flush=True)
+    versions = {"vllm": __version__}
+    if "LMCache" in given.transfer:
+        versions["lmcache"] = metadata.version("lmcache")
+    print(json.dumps({"versions": versions}), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         print(json.dumps(getattr(engine, asked.pop("verb"))(**asked)), file=answers, flush=True)
