@@ -5,8 +5,12 @@ CODE := crds dashboards metadata operator agent bench hack tests
 LEVELS := $(addprefix tests/,contract stateful sim crash faults threats adversity system peers)
 PYTEST := $(BIN)/python -m pytest
 SEEDS ?= 200
-# How many examples a law is tried on: `make check` answers within 90 s, `make test` tries all (tests/conftest.py).
+# How many examples a law is tried on: `make check` answers within 75 s, `make test` tries all (tests/conftest.py).
 EXAMPLES ?= quick
+# Tests and demos start hundreds of processes. Where Python is told to keep no bytecode, as in many containers, each of them
+# would compile all that it imports, for one to two seconds.
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/bytecode
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check lint types contracts drift unit style tools test contract stateful system test-peers sim faults threats adversity mutants soak test-gpu test-guest test-node \

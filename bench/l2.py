@@ -8,8 +8,6 @@ each run under new keys; memory of earlier runs is freed before. The limit is on
 
 import argparse
 import contextlib
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +23,8 @@ import peers
 from bench.harness import common
 from bench.harness.common import REPEATS_MIN, Result, Sample, publish, rate_ratio, table
 from bench.harness.drivers import ROOT, AbsentError, Command, Driver, FailedError
-from bench.harness.identity import BLOCK_TOKENS, HEAD_DIM, LAYER_BYTES, MODEL, POOL, REVISION, TOKEN
+from bench.harness.engines import Endpoint, redis_server
+from bench.harness.identity import BLOCK_TOKENS, HEAD_DIM, LAYER_BYTES, TOKEN
 from bench.harness.participants import MEMCPY, OURS, PYTHON
 from kvstrata_api import __version__
 from kvstrata_api.units import GIB, KIB, MIB
@@ -93,23 +92,14 @@ class Ours:
     def __init__(self, agent: Driver, directory: Path) -> None:
         """Use an agent that serves on `agent.sock` in `directory`."""
         self._agent = agent
-        self._directory = directory
-        (directory / "token").write_text(TOKEN)
+        self._at = Endpoint(directory / "agent.sock", directory / "token")
+        self._at.token.write_text(TOKEN)
 
     def adapter(self, case: Case, number: int) -> dict[str, Any]:
         """Blocks as large as the objects; the hash seed makes the tool's keys new ones."""
-        layout = {"model": MODEL, "revision": REVISION, "dtype": "bf16", "block_tokens": BLOCK_TOKENS, "kv_heads": 1,
-                  "layers": case.size_bytes // LAYER_BYTES, "head_dim": HEAD_DIM, "element_bytes": 2}  # fmt: skip
-        at = {"socket": str(self._directory / "agent.sock"), "token_file": str(self._directory / "token")}
-        named = {
-            "pool": POOL,
-            "model_name": BENCH_MODEL,
-            "chunk_tokens": BLOCK_TOKENS,
-            "hash_seed": str(number),
-            "lookup_timeout_s": 10,
-        }
-        plugin = {"module_path": "kvstrata_client.connectors.lmcache", "class_name": "KvstrataL2Adapter"}
-        return {"type": "plugin", **plugin, "adapter_params": {**at, **named, "layout": layout}}
+        layout = {"dtype": "bf16", "layers": case.size_bytes // LAYER_BYTES, "kv_heads": 1, "head_dim": HEAD_DIM}
+        named = {"model_name": BENCH_MODEL, "chunk_tokens": BLOCK_TOKENS, "hash_seed": str(number)}
+        return self._at.lmcache_adapter({**layout, "element_bytes": 2}, **named, lookup_timeout_s=10)
 
     def clear(self) -> None:
         """Drop blocks; memory stays mapped, as in a full tier."""
@@ -181,33 +171,6 @@ def start(files: Path) -> Iterator[Field]:
         participants: dict[str, Participant] = {OURS: Ours(agent, directory), FS: Files(own_files), RESP: resp}
         versions = {OURS: __version__, **tool.versions(), "agent memory": str(medium), "fs_native on": str(files)}
         yield Field(tool, participants, versions)
-
-
-@contextlib.contextmanager
-def redis_server(directory: Path) -> Iterator[int]:
-    """Run a Redis that saves nothing; yields its port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = int(free.getsockname()[1])
-    command = ("redis-server", "--bind", "127.0.0.1", "--port", str(port), "--dir", str(directory), "--save", "")
-    with subprocess.Popen((*command, "--appendonly", "no"), stdout=subprocess.DEVNULL) as server:
-        try:
-            _await(redis.Redis(port=port))
-            yield port
-        finally:
-            server.terminate()
-
-
-def _await(server: redis.Redis, wait_s: float = 10.0) -> None:
-    ends_s = time.monotonic() + wait_s
-    while True:
-        try:
-            server.ping()
-        except redis.ConnectionError as e:
-            if time.monotonic() > ends_s:
-                raise FailedError(f"redis-server did not answer for {wait_s} s") from e
-            time.sleep(0.05)
-        else:
-            return
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ a stamp that it is whole makes a second run cost nothing.
 """
 
 import argparse
+import fcntl
 import hashlib
 import os
 import subprocess
@@ -60,13 +61,25 @@ def is_ready(name: str) -> bool:
 
 
 def ensure(name: str, say: Callable[[str], None]) -> Path:
-    """Make the environment unless it is ready; returns its interpreter. Raises `InstallError`."""
+    """Make the environment unless it is ready; returns its interpreter. One process makes it, others wait.
+
+    Raises `InstallError`.
+    """
     if is_ready(name):
         return python_of(name)
+    directory = _directory(name)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with directory.with_name(f".{directory.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # The kernel's: it ends with its holder, however that ends.
+        if not is_ready(name):
+            _make(name, directory, say)
+    return python_of(name)
+
+
+def _make(name: str, directory: Path, say: Callable[[str], None]) -> None:
     started_s = time.monotonic()
     pins = _requirements(name).read_text().count("==")
     say(f"making the environment {name} ({pins} pinned packages: {PEERS[name]})")
-    directory = _directory(name)
     _uv("venv", "--quiet", "--clear", "--python", sys.executable, str(directory))
     # The file names all there is to install: what a wheel asks for besides was left out on purpose.
     at = ("--python", str(python_of(name)), "--no-deps", "--require-hashes", "-r", str(_requirements(name)))
@@ -75,7 +88,6 @@ def ensure(name: str, say: Callable[[str], None]) -> Path:
         _build_raw_block(python_of(name))
     (directory / STAMP).touch()
     say(f"{directory} is ready after {time.monotonic() - started_s:.0f} s")
-    return python_of(name)
 
 
 def _build_raw_block(python: Path) -> None:

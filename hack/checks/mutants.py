@@ -231,7 +231,9 @@ class _Runner:
         self._is_stopped = False
         shutil.copytree(ROOT, self._copy, ignore=shutil.ignore_patterns(*_NOT_COPIED), symlinks=True)
         compiled = [self._python, "-m", "compileall", "-q", str(self._copy)]
-        subprocess.run(compiled, capture_output=True, check=False)  # What does not compile takes longer to import.
+        beside = {name: value for name, value in os.environ.items() if name != "PYTHONPYCACHEPREFIX"}
+        # What does not compile takes longer to import.
+        subprocess.run(compiled, env=beside, capture_output=True, check=False)
 
     def stop(self) -> None:
         """End all commands: a terminal's Ctrl-C does not reach their process groups."""

@@ -55,10 +55,10 @@ def python(version: str) -> Path:
 
 def adapter(agent: Agent, layers: int = 4, **params: Any) -> dict[str, Any]:
     """JSON of an adapter with blocks of 4 KiB for each layer."""
-    layout = {"dtype": "bf16", "block_tokens": BLOCK_TOKENS, "kv_heads": 1, "layers": layers, "head_dim": HEAD_DIM,
+    layout = {"dtype": "bf16", "kv_heads": 1, "layers": layers, "head_dim": HEAD_DIM,
               "element_bytes": 2, **params.pop("layout", {})}  # fmt: skip
     given = {"model_name": "bench-model", "chunk_tokens": 4 * BLOCK_TOKENS, "lookup_timeout_s": 5, **params}
-    return agent.lmcache_adapter(layout, **given)
+    return agent.endpoint.lmcache_adapter(layout, **given)
 
 
 @pytest.fixture

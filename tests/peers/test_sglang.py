@@ -1,9 +1,5 @@
 """The storage backend in real SGLangs on a CPU: equal greedy tokens, whatever happens to the agent."""
 
-import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,76 +9,34 @@ from typing import Any
 import pytest
 
 import peers
-from bench.harness.drivers import ROOT, Command, Driver
-from bench.harness.identity import BLOCK_TOKENS, MODEL, POOL, REVISION, TOKEN
+from bench.harness.drivers import Driver
+from bench.harness.engines import sglang_command
 from kvstrata_api.units import MIB
-from support.engines import sglang_cpu
+from support.engines.agent import Agent
 from support.engines.sglang_process import PAGE_TOKENS
+from support.engines.tiny_model import prompts
 
 pytestmark = [pytest.mark.peers, pytest.mark.matrix, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
 
 PEER = "sglang {installed}"
 VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
-PROMPTS = 50
+ASKED = prompts(50)
+PROMPTS = len(ASKED)
 CAPACITY_BYTES = 256 * MIB
 LOOKUP_S, MOVE_S = 1.0, 5.0
 OURS = ("kvstrata_client.connectors.sglang", "KvstrataStorage")
 ZEROS = ("support.engines.sglang_zeros", "ZeroStorage")
 
 
-class Agent:
-    """A real agent on one socket, started again after it was killed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.socket, self.token = folder / "agent.sock", folder / "token"
-        self.token.write_text(TOKEN)
-        self.process: subprocess.Popen[str] | None = None
-
-    def start(self) -> None:
-        sized = ("--page-size", "4Ki", "--capacity-bytes", str(CAPACITY_BYTES), "--dtype", "fp32")
-        program = (sys.executable, "-m", "bench.harness.agent_process", "--socket", str(self.socket), *sized)
-        self.process = subprocess.Popen(program, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._read()
-
-    def signal(self, number: int) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
-
-    @property
-    def blocks(self) -> int:
-        """Blocks in its memory."""
-        assert self.process is not None
-        assert self.process.stdin is not None
-        self.process.stdin.write('{"verb": "facts"}\n')
-        self.process.stdin.flush()
-        return int(self._read()["blocks"])
-
-    def _read(self) -> dict[str, Any]:
-        assert self.process is not None
-        assert self.process.stdout is not None
-        return dict(json.loads(self.process.stdout.readline()))
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            for end in (self.process.stdin, self.process.stdout):
-                assert end is not None
-                end.close()
-        self.process = None
-
-    def storage(self, backend: tuple[str, str] = OURS, **change: Any) -> dict[str, Any]:
-        """Extra configuration of SGLang."""
-        module, name = backend
-        dynamic = {"backend_name": "kvstrata", "module_path": module, "class_name": name, "interface_v1": 1}
-        at = {"socket": str(self.socket), "pool": POOL, "token_file": str(self.token)}
-        layout = {"model": MODEL, "revision": REVISION, "dtype": "fp32", "block_tokens": BLOCK_TOKENS}
-        return {**dynamic, **at, **layout, "lookup_timeout_s": LOOKUP_S, "move_timeout_s": MOVE_S, **change}
+def storage(agent: Agent, backend: tuple[str, str] = OURS, **change: Any) -> dict[str, Any]:
+    """Extra configuration of SGLang."""
+    limits = {"lookup_timeout_s": LOOKUP_S, "move_timeout_s": MOVE_S}
+    return {**agent.endpoint.sglang_storage("fp32", *backend), **limits, **change}
 
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[Agent]:
-    made = Agent(tmp_path)
+    made = Agent(tmp_path, CAPACITY_BYTES, dtype="fp32")
     made.start()
     yield made
     made.kill()
@@ -109,15 +63,15 @@ class SGLang:
         self.driver.ask("close")
 
     def generate(self) -> dict[str, Any]:
-        return self.judged(self.driver.ask("generate", count=PROMPTS))
+        return self.judged(self.driver.ask("run", prompts=ASKED))
 
     def judged(self, answer: dict[str, Any]) -> dict[str, Any]:
         equal = sum(mine == right for mine, right in zip(answer["tokens"], self.right, strict=True))
-        return {"equal": equal, "stored_tokens": answer["stored_tokens"], "took_s": answer["took_s"]}
+        return {"equal": equal, "stored_tokens": answer["external"], "took_s": answer["took_s"]}
 
     def again(self) -> dict[str, Any]:
         """Answer once more, with nothing in the engine's own memory."""
-        assert self.driver.ask("flush") == {"flushed": True}
+        assert self.driver.ask("reset") == {"is_reset": True}
         return self.generate()
 
 
@@ -131,28 +85,15 @@ def installed(request: pytest.FixtureRequest) -> tuple[str, Path]:
         pytest.skip(f"SGLang's environment could not be made: {e}")
 
 
-def driven(python: Path, module: str, folder: Path) -> Driver:
-    """Start a program in SGLang's environment; what it leaves goes into `folder`."""
-    (folder / "left").mkdir()
-    paths = (ROOT / "crds", ROOT / "agent", ROOT / "tests", ROOT / "tests" / "peers", folder / "plugin")
-    # One thread: a model of this size is slower with more, and far slower where others work.
-    one = {"OMP_NUM_THREADS": "1"}
-    places = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "TMPDIR": str(folder / "left")}
-    # SGLang 0.5.21 gives out pages by a Triton kernel, on a CPU as well; later ones have Python for it.
-    environment = {**places, **one, "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": str(int("sglang-0.5.21" in str(python)))}
-    return Driver(Command("sglang", python, module, environment=tuple(environment.items())))
-
-
 @pytest.fixture(scope="module")
 def sglang(installed: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLang]:
     version, python = installed
     folder = tmp_path_factory.mktemp(f"sglang-{version}")
-    sglang_cpu.install(folder / "plugin")
-    with driven(python, "support.engines.sglang_process", folder) as driver:
+    with Driver(sglang_command(python, folder)) as driver:
         assert driver.versions() == {"sglang": version}
         made = SGLang(driver, version, folder / "model")
         made.open(None)
-        made.right = driver.ask("generate", count=PROMPTS)["tokens"]
+        made.right = driver.ask("run", prompts=ASKED)["tokens"]
         assert len({tuple(tokens) for tokens in made.right}) == PROMPTS, "answers that differ, so that wrong KV shows"
         made.close()
         yield made
@@ -161,7 +102,8 @@ def sglang(installed: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture(scope="module")
 def process(installed: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     """One process without an engine: importing SGLang takes seconds."""
-    with driven(installed[1], "sglang_storage_process", tmp_path_factory.mktemp("storage")) as driver:
+    folder = tmp_path_factory.mktemp("storage")
+    with Driver(sglang_command(installed[1], folder, module="sglang_storage_process")) as driver:
         driver.versions()
         yield driver
 
@@ -169,7 +111,7 @@ def process(installed: tuple[str, Path], tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture
 def backend(process: Driver, agent: Agent) -> Iterator[Driver]:
     """A backend of that process that is attached."""
-    assert process.ask("open", page_bytes=PAGE_BYTES, extra=agent.storage()) == {}
+    assert process.ask("open", page_bytes=PAGE_BYTES, extra=storage(agent)) == {}
     yield process
     process.ask("close")
 
@@ -187,24 +129,24 @@ def test_greedy_tokens_are_equal_whatever_happens_to_the_agent(
     capsys: pytest.CaptureFixture[str],
     record_property: Callable[[str, object], None],
 ) -> None:
-    sglang.open(agent.storage())
+    sglang.open(storage(agent))
     first = sglang.generate()
-    stored_blocks = agent.blocks
+    stored_blocks = agent.blocks()
     hits = sglang.again()
     assert (first["equal"], first["stored_tokens"], hits["equal"]) == (PROMPTS, 0, PROMPTS)
     assert hits["stored_tokens"] > 0
     assert stored_blocks > 0
     sglang.close()
 
-    sglang.open(agent.storage())
+    sglang.open(storage(agent))
     elsewhere = sglang.generate()
     assert elsewhere["equal"] == PROMPTS
     assert elsewhere["stored_tokens"] > 0
     record_property("equal", f"{PROMPTS}/{PROMPTS}")
     record_property("external_hit_tokens", elsewhere["stored_tokens"])
 
-    assert sglang.driver.ask("flush") == {"flushed": True}
-    sglang.driver.send("generate", count=PROMPTS)
+    assert sglang.driver.ask("reset") == {"is_reset": True}
+    sglang.driver.send("run", prompts=ASKED)
     time.sleep(elsewhere["took_s"] / 20)  # SGLang asks for all that waits at once.
     agent.kill()
     killed = sglang.judged(sglang.driver.read())
@@ -220,12 +162,12 @@ def test_greedy_tokens_are_equal_whatever_happens_to_the_agent(
         back = sglang.again()
     assert back["equal"] == PROMPTS
 
-    assert sglang.driver.ask("flush") == {"flushed": True}
-    agent.signal(signal.SIGSTOP)
+    assert sglang.driver.ask("reset") == {"is_reset": True}
+    agent.freeze()
     try:
         frozen = sglang.generate()
     finally:
-        agent.signal(signal.SIGCONT)
+        agent.thaw()
     assert frozen["equal"] == PROMPTS
     assert frozen["took_s"] < 3 * first["took_s"] + LOOKUP_S + MOVE_S
     sglang.close()
@@ -249,7 +191,7 @@ def test_greedy_tokens_are_equal_whatever_happens_to_the_agent(
 def test_other_orders_of_pages_come_back_as_well(sglang: SGLang, agent: Agent, layout: str, interface_v1: int) -> None:
     if sglang.version != VERSIONS[-1]:
         pytest.skip("one version is enough for what differs in our code alone")
-    sglang.open(agent.storage(interface_v1=interface_v1), layout)
+    sglang.open(storage(agent, interface_v1=interface_v1), layout)
     sglang.generate()
     hits = sglang.again()
     sglang.close()
@@ -261,7 +203,7 @@ def test_other_orders_of_pages_come_back_as_well(sglang: SGLang, agent: Agent, l
 def test_a_backend_that_returns_zeros_is_noticed(sglang: SGLang, agent: Agent) -> None:
     if sglang.version != VERSIONS[-1]:
         pytest.skip("one version is enough for a control")
-    sglang.open(agent.storage(ZEROS))
+    sglang.open(storage(agent, ZEROS))
     sglang.generate()
     hits = sglang.again()
     sglang.close()
@@ -305,29 +247,29 @@ def test_states_that_belong_to_pages_decide_where_one_may_stop(backend: Driver) 
 
 
 def test_a_backend_that_disagrees_finds_nothing(process: Driver, agent: Agent) -> None:
-    process.ask("open", page_bytes=PAGE_BYTES, extra=agent.storage())
+    process.ask("open", page_bytes=PAGE_BYTES, extra=storage(agent))
     result(process, "set", PAGES)
     process.ask("close")
     for other in (
-        {"extra": agent.storage(quantization="fp8:other scales")},
-        {"extra": agent.storage(), "tp_rank": 1, "tp_size": 2},
-        {"extra": agent.storage(interface_v1=0)},
-        {"extra": agent.storage(revision="another")},
+        {"extra": storage(agent, quantization="fp8:other scales")},
+        {"extra": storage(agent), "tp_rank": 1, "tp_size": 2},
+        {"extra": storage(agent, interface_v1=0)},
+        {"extra": storage(agent, revision="another")},
     ):
         assert process.ask("open", page_bytes=PAGE_BYTES, **other) == {}
         assert result(process, "exists", PAGES) == 0
         process.ask("close")
-    process.ask("open", page_bytes=PAGE_BYTES, extra=agent.storage())
+    process.ask("open", page_bytes=PAGE_BYTES, extra=storage(agent))
     assert result(process, "exists", PAGES) == 16
     process.ask("close")
 
 
 def test_ranks_of_tensor_parallelism_share_the_pages_of_mla(process: Driver, agent: Agent) -> None:
-    process.ask("open", page_bytes=PAGE_BYTES, extra=agent.storage(), tp_size=2, is_mla=True)
+    process.ask("open", page_bytes=PAGE_BYTES, extra=storage(agent), tp_size=2, is_mla=True)
     result(process, "set", PAGES)
     result(process, "set_states", PAGES)
     process.ask("close")
-    process.ask("open", page_bytes=PAGE_BYTES, extra=agent.storage(), tp_rank=1, tp_size=2, is_mla=True)
+    process.ask("open", page_bytes=PAGE_BYTES, extra=storage(agent), tp_rank=1, tp_size=2, is_mla=True)
     assert result(process, "get", PAGES) == [1] * 16
     assert result(process, "get_states", PAGES) == [0] * 16, "states are each rank's own"
     process.ask("close")
@@ -342,7 +284,7 @@ def test_a_refused_token_and_a_pool_of_another_dtype_are_misses(process: Driver,
         {"token_file": f"{other}-absent"},
     ]
     for change in changes:
-        assert process.ask("open", page_bytes=PAGE_BYTES, extra=agent.storage(**change)) == {}
+        assert process.ask("open", page_bytes=PAGE_BYTES, extra=storage(agent, **change)) == {}
         assert result(process, "set", PAGES) == [False] * 16
         assert result(process, "exists", PAGES) == 0
         assert result(process, "get", PAGES) == [0] * 16
@@ -378,11 +320,11 @@ def test_a_killed_agent_is_misses_and_one_that_comes_back_serves(backend: Driver
 @pytest.mark.parametrize("first", ["exists", "get", "set"])
 def test_a_frozen_agent_is_a_miss_within_the_deadline(backend: Driver, agent: Agent, first: str) -> None:
     assert result(backend, "set", PAGES) == [True] * 16
-    agent.signal(signal.SIGSTOP)
+    agent.freeze()
     try:
         took = [backend.ask(verb, numbers=PAGES) for verb in (first, "exists", "get", "set")]
     finally:
-        agent.signal(signal.SIGCONT)
+        agent.thaw()
 
     assert sum(answer["took_s"] for answer in took) < LOOKUP_S + MOVE_S
     assert took[1]["result"] == 0
@@ -403,4 +345,4 @@ def test_a_frozen_agent_is_a_miss_within_the_deadline(backend: Driver, agent: Ag
     ],
 )
 def test_bad_configuration_is_named(process: Driver, agent: Agent, change: dict[str, Any], said: str) -> None:
-    assert process.ask("open", page_bytes=PAGE_BYTES, extra=agent.storage(**change)) == {"refused": said}
+    assert process.ask("open", page_bytes=PAGE_BYTES, extra=storage(agent, **change)) == {"refused": said}

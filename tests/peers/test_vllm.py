@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench.harness.drivers import Driver
+from bench.harness.engines import make_model
 from kvstrata_api.units import MIB
 from support.engines import vllm
 from support.engines.agent import Agent
@@ -33,7 +34,7 @@ def python(version: str) -> Path:
 
 @pytest.fixture(scope="module")
 def model(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return vllm.make_model(python, tmp_path_factory.mktemp("model"))
+    return make_model(python, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

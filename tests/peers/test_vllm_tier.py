@@ -12,6 +12,7 @@ from typing import Any, Final
 import pytest
 
 from bench.harness.drivers import Command, Driver
+from bench.harness.engines import make_model
 from bench.harness.identity import MODEL, POOL, REVISION
 from kvstrata import NO_TOKEN
 from kvstrata_agent.app.engine_memory import SHARED_MEMORY, YOUNG_S, reap
@@ -46,7 +47,7 @@ def python(version: str) -> Path:
 
 @pytest.fixture(scope="module")
 def model(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return vllm.make_model(python, tmp_path_factory.mktemp("model"))
+    return make_model(python, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

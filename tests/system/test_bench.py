@@ -195,3 +195,17 @@ def test_bench_startup_ends_with_the_agreed_line(tmp_path: Path) -> None:
     assert said["values"]["agent_bytes_per_block"] > 0
     assert math.isfinite(said["values"]["agent_restart_s_per_million"]), "of 2,000 blocks it is all noise"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_connectors_names_all_that_take_no_part() -> None:
+    command = (sys.executable, "-m", "bench.connectors", "--tiny", "--engines", "none")
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["bench"] == "connectors"
+    assert {said["versions"][family] for family in ("vllm", "lmcache", "sglang")} == {"absent: not asked for"}
+    assert set(said["ratios"].values()) == {None}
+    for row in ("vllm fs", "vllm kvstrata-tier", "lmcache redis", "sglang file"):
+        assert any(line.startswith(row) and "absent" in line for line in done.stdout.splitlines())

@@ -40,21 +40,37 @@ class Directory:
 
     home: Path
     port: int = 0
+    certified: Fleet | None = None
+    """Who has signed the certificate of Redis; None for one without TLS."""
     processes: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
 
     def start_redis(self) -> "subprocess.Popen[bytes]":
         self.port = self.port or free_port()
         # The password comes by the configuration: arguments can be read by everybody.
-        lines = [f"port {self.port}", "bind 127.0.0.1", 'save ""', f"requirepass {PASSWORD}", f"dir {self.home}"]
+        lines = ["bind 127.0.0.1", 'save ""', f"requirepass {PASSWORD}", f"dir {self.home}"]
+        if self.certified is None:
+            lines.append(f"port {self.port}")
+        else:
+            held = self.certified.certify("spiffe://redis", ("127.0.0.1",))
+            for name, text in (("cert", held.certificate_pem), ("key", held.key_pem)):
+                (self.home / name).write_text(text)
+                lines.append(f"tls-{name}-file {self.home / name}")
+            lines += ["port 0", f"tls-port {self.port}", "tls-auth-clients no"]
         return self._start(["redis-server", "-"], "\n".join(lines).encode())
 
     def start_service(self) -> None:
         ready = self.home / "metadata.json"
         options = ["--redis", "external", "--without-kubernetes", "--metrics-port", "0", "--sweep-s", "0.3"]
         command = [sys.executable, "-m", "kvstrata_metadata.service.main", *options, "--ready-file", str(ready)]
-        url = f"redis://127.0.0.1:{self.port}"
-        self._start(command, b"", KVSTRATA_REDIS_URL=url, KVSTRATA_REDIS_PASSWORD=PASSWORD)
+        given = {"KVSTRATA_REDIS_URL": self.url(), "KVSTRATA_REDIS_PASSWORD": PASSWORD}
+        if self.certified is not None:
+            given["KVSTRATA_REDIS_CA"] = self.certified.authority.certificate.pem
+        self._start(command, b"", **given)
         until(ready.exists)
+
+    def url(self, credentials: str = "") -> str:
+        scheme = "redis" if self.certified is None else "rediss"
+        return f"{scheme}://{credentials}127.0.0.1:{self.port}"
 
     def _start(self, command: list[str], given: bytes, **variables: str) -> "subprocess.Popen[bytes]":
         with (self.home / "directory.log").open("ab") as log:
@@ -93,19 +109,29 @@ def join(directory: Directory) -> Iterator[Join]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="up-")))  # A short path, for sockets.
 
-        def make(name: str, *, keys: bytes = b"k" * 32, certified: Fleet = CERTIFIED, called: str = "") -> Up:
+        def make(
+            name: str,
+            *,
+            keys: bytes = b"k" * 32,
+            certified: Fleet = CERTIFIED,
+            called: str = "",
+            redis_ca: Fleet | None = None,
+        ) -> Up:
             home = folder / name
             home.mkdir()
             held = certified.agent(names.pool_node_name(POOL, called or name))
             written = {"cert": held.certificate_pem, "key": held.key_pem, "ca": CERTIFIED.authority.certificate.pem}
             written |= {"keys": base64.b64encode(keys).decode(), **TOKENS}
-            written["url"] = f"redis://:{PASSWORD}@127.0.0.1:{directory.port}\n"
+            written["url"] = directory.url(f":{PASSWORD}@") + "\n"
+            if redis_ca is not None:
+                written["redis-ca"] = redis_ca.authority.certificate.pem
             for file, text in written.items():
                 (home / file).touch(0o600)
                 (home / file).write_text(text)
             options = ["--node", name, "--connect", str(home / "url"), "--peer-address", "127.0.0.1:0"]
             options += ["--keys-file", str(home / "keys"), "--tls-cert", str(home / "cert")]
             options += ["--tls-key", str(home / "key"), "--tls-ca", str(home / "ca"), "--log-level", "info"]
+            options += ["--redis-ca", str(home / "redis-ca")] if redis_ca is not None else []
             options += [option for t in TOKENS for option in ("--token", f"{t}={home / t}")]
             up = stack.enter_context(Up(home, options))
             up.declare(pool(), tenant("team-a", "token/a"), tenant("team-b", "token/b"))
@@ -209,3 +235,22 @@ def test_a_member_with_other_keys_and_one_with_a_foreign_certificate_get_nothing
     until(lambda: lookup(foreign, 1) == BLOCKS)
     assert (load(foreign, 1).blocks, load(other_keys, 1).blocks, lookup(other_keys, 1)) == (0, 0, 0)
     assert load(one, 1).blocks == BLOCKS
+
+
+def test_over_tls_members_find_each_other_and_one_that_trusts_another_authority_says_so(
+    join: Join, directory: Directory
+) -> None:
+    directory.certified = Fleet()
+    directory.start_redis()
+    directory.start_service()
+    one, two = join("one", redis_ca=directory.certified), join("two", redis_ca=directory.certified)
+    foreign = join("three", redis_ca=FOREIGN)
+    for up in (one, two, foreign):
+        up.start()
+    assert store(one, 1) == BLOCKS
+    until(lambda: load(two, 1).blocks == BLOCKS)
+
+    assert until(lambda: metadata_state(foreign)) == "DirectoryAway"
+    assert "CERTIFICATE_VERIFY_FAILED" in until(lambda: foreign.log if "directory away" in foreign.log else "")
+    assert store(foreign, 2) == BLOCKS, "it serves its own blocks"
+    assert (load(foreign, 2).blocks, load(foreign, 1).blocks, lookup(two, 2)) == (BLOCKS, 0, 0)

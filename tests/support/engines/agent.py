@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.drivers import ROOT
-from bench.harness.identity import MODEL, POOL, REVISION, TOKEN
+from bench.harness.engines import Endpoint
+from bench.harness.identity import TOKEN
 
 
 class Agent:
@@ -20,6 +21,7 @@ class Agent:
         self.socket = folder / "agent.sock"
         self.token = folder / "token"
         self.token.write_text(TOKEN)
+        self.endpoint = Endpoint(self.socket, self.token)
         self._sizes = ("--page-size", "4Ki", "--capacity-bytes", str(capacity_bytes), "--dtype", dtype)
         self._process: subprocess.Popen[str] | None = None
 
@@ -59,13 +61,6 @@ class Agent:
             assert end is not None
             end.close()
         self._process = None
-
-    def lmcache_adapter(self, layout: dict[str, Any], **params: Any) -> dict[str, Any]:
-        """Specification of LMCache's L2 adapter on this agent, with the shard's geometry and further parameters."""
-        named = {"model": MODEL, "revision": REVISION, **layout}
-        made = {"socket": str(self.socket), "pool": POOL, "token_file": str(self.token), "layout": named, **params}
-        plugin = {"module_path": "kvstrata_client.connectors.lmcache", "class_name": "KvstrataL2Adapter"}
-        return {"type": "plugin", **plugin, "adapter_params": made}
 
     def _answer(self) -> dict[str, Any]:
         assert self._process is not None

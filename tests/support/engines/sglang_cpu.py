@@ -1,24 +1,13 @@
 """Lets SGLang's HiCache run without a GPU: a plugin of SGLang's own kind (`sglang.srt.plugins`), for tests alone.
 
 SGLang's host pools register their memory with CUDA and copy by CUDA kernels. Here both sides are host memory: pools are
-plain tensors and the copies are torch's.
+plain tensors and the copies are torch's. `bench.harness.engines.sglang_command` installs it.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-
-ENTRY_POINT = "[sglang.srt.plugins]\nkvstrata_tests_cpu = support.engines.sglang_cpu:register\n"
-
-
-def install(folder: Path) -> None:
-    """Write a distribution into a folder of the Python path, by which SGLang finds the plugin in all its processes."""
-    metadata = folder / "kvstrata_tests_sglang_cpu-1.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kvstrata-tests-sglang-cpu\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text(ENTRY_POINT)
 
 
 def register() -> None:

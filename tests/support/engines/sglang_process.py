@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from support.engines.tiny_model import make, prompts
+from support.engines.tiny_model import make
 
 PAGE_TOKENS = 32
 TOKENS_MAX = 8192
@@ -17,10 +17,20 @@ TOKENS_MAX = 8192
 
 
 class Served:
-    """One engine and the prompts that it answers."""
+    """One engine in processes of its own."""
 
-    def __init__(self, folder: str, storage: dict[str, Any] | None, layout: str) -> None:
-        """Start an engine with the model in `folder`, made when it is not there; without `storage` no HiCache."""
+    def __init__(
+        self,
+        folder: str,
+        storage: dict[str, Any] | None,
+        layout: str,
+        backend: str = "dynamic",
+        max_tokens: int = 512,
+    ) -> None:
+        """Start an engine with the model in `folder`, made when it is not there; without `storage` no HiCache.
+
+        `storage` is the extra configuration of HiCache's backend. A prompt and its answer have `max_tokens` at most.
+        """
         import sglang
 
         os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(_other_models())
@@ -34,7 +44,7 @@ class Served:
                 "hicache_write_policy": "write_through",
                 "hicache_io_backend": "direct",
                 "hicache_mem_layout": layout,
-                "hicache_storage_backend": "dynamic",
+                "hicache_storage_backend": backend,
                 "hicache_storage_prefetch_policy": "wait_complete",
                 "hicache_storage_backend_extra_config": json.dumps(storage),
             }
@@ -51,35 +61,35 @@ class Served:
             dtype="float32",
             mem_fraction_static=0.05,
             max_total_tokens=TOKENS_MAX,
-            context_length=512,
+            context_length=max_tokens,
             page_size=PAGE_TOKENS,
             max_running_requests=8,
             random_seed=0,
             log_level="info",
+            sleep_on_idle=True,  # Else each engine that has nothing to do takes a core.
             **tiers,
         )
 
-    def generate(self, count: int, new_tokens: int = 16) -> dict[str, Any]:
-        """Answer prompts greedily: tokens of each, and how many prompt tokens came from storage."""
+    def run(self, prompts: list[list[int]], new_tokens: int = 16) -> dict[str, Any]:
+        """Answer prompts greedily: tokens of each, how many prompt tokens came from storage, and seconds."""
         started_s = time.monotonic()
         sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-        answers = self.engine.generate(input_ids=prompts(count), sampling_params=sampling)
+        answers = self.engine.generate(input_ids=prompts, sampling_params=sampling)
         details = [a["meta_info"].get("cached_tokens_details") or {} for a in answers]
         return {
             "tokens": [list(a["output_ids"])[-new_tokens:] for a in answers],
-            "stored_tokens": sum(d.get("storage") or 0 for d in details),
-            "cached_tokens": sum(a["meta_info"].get("cached_tokens", 0) for a in answers),
+            "external": sum(d.get("storage") or 0 for d in details),
             "took_s": time.monotonic() - started_s,
         }
 
-    def flush(self) -> dict[str, Any]:
+    def reset(self) -> dict[str, Any]:
         """Forget all KV of the engine's own; waits until nothing is under way."""
         ends_s = time.monotonic() + 60
         while not (answer := self.engine.flush_cache()).success:
             if time.monotonic() > ends_s:
-                return {"flushed": False, "why": str(answer)}
+                return {"is_reset": False, "why": str(answer)}
             time.sleep(0.1)
-        return {"flushed": True}
+        return {"is_reset": True}
 
     def close(self) -> dict[str, Any]:
         self.engine.shutdown()

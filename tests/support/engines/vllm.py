@@ -1,7 +1,6 @@
 """vLLM in processes of its own, for tests: environments, the tiny model, and which tokens are right."""
 
 import json
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -11,8 +10,8 @@ from typing import Any, Final
 import pytest
 
 import peers
+from bench.harness import engines
 from bench.harness.drivers import ROOT, Command, Driver
-from bench.harness.identity import MODEL, POOL, REVISION
 from support.engines.agent import Agent
 from support.engines.tiny_model import prompts
 
@@ -20,7 +19,7 @@ VERSIONS: Final = ("0.29.0", "0.30.0", "0.31.0", "0.32.0")
 PROMPTS: Final = prompts(50)
 SHARED: Final = prompts(50, seed=11)
 """Others, which nobody has stored before."""
-PATHS: Final = ":".join(str(ROOT / part) for part in ("crds", "agent", "tests", "tests/peers"))
+PATHS: Final = f"{engines.PATHS}:{ROOT / 'tests/peers'}"
 
 Tokens = list[list[int]]
 
@@ -38,24 +37,15 @@ def python_of(version: str) -> Path:
         pytest.skip(f"vLLM's environment could not be made: {e}")
 
 
-def make_model(python: Path, folder: Path) -> Path:
-    """Write the tiny model."""
-    program = (str(python), "-m", "support.engines.tiny_model", str(folder))
-    subprocess.run(program, check=True, cwd=ROOT, env={"PYTHONPATH": PATHS, "PATH": "/usr/bin:/bin"}, timeout=300)
-    return folder
-
-
 def at(agent: Agent, **extra: Any) -> str:
     """Settings of the connector or the tier for an agent, as JSON."""
-    known = {"socket": str(agent.socket), "pool": POOL, "token_file": str(agent.token)}
-    return json.dumps(known | {"model": MODEL, "revision": REVISION} | extra)
+    return json.dumps(agent.endpoint.settings | extra)
 
 
 def command(python: Path, model: Path, *arguments: str, left: Path | None = None) -> Command:
     """How to start an engine with arguments of `vllm_process`; one that is killed leaves its files in `left`."""
-    # With the seed, hashes of blocks are the same in all engines, also before 0.32.
-    variables = {"PYTHONPATH": PATHS, "PYTHONHASHSEED": "0"} | ({"TMPDIR": str(left)} if left is not None else {})
-    return Command("vllm", python, "support.engines.vllm_process", (str(model), *arguments), tuple(variables.items()))
+    variables = {"TMPDIR": str(left)} if left is not None else {}
+    return engines.vllm_command(python, model, *arguments, variables=variables)
 
 
 def right_tokens(python: Path, model: Path, asked: Sequence[Tokens]) -> list[Tokens]:

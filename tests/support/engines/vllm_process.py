@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,14 @@ class Engine:
         if given.transfer:
             from vllm.config import KVTransferConfig
 
-            connector = {"kv_transfer_config": KVTransferConfig(**json.loads(given.transfer))}
+            named = json.loads(given.transfer)
+            if named["kv_connector"].startswith("LMCache"):
+                import llvmlite.binding.ffi
+
+                # vLLM looks at the attributes of all modules; this one loads a library then, and fails. LMCache
+                # imports numba.
+                llvmlite.binding.ffi._lib_fn_wrapper.get = lambda *_: None
+            connector = {"kv_transfer_config": KVTransferConfig(**named)}
         if given.tier:
             connector = tiered_by(json.loads(given.tier), given.policy, zeros=given.zeros)
         self._turns = 0
@@ -200,9 +208,10 @@ class Engine:
         return {"steps": calls.pop(vllm_tiering.STEPS, 0), "calls": calls, "chunks": chunks, "said": said}
 
     def memory(self) -> dict[str, Any]:
-        """Resident memory of this process."""
-        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
-        return {"resident_bytes": int(line.split()[1]) << 10}
+        """Resident memory of this process: its own, and what it has mapped of others."""
+        lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+        kib = {words[0]: int(words[1]) for words in lines if words[0] in ("RssAnon:", "RssShmem:")}
+        return {"own_bytes": kib["RssAnon:"] << 10, "shared_bytes": kib["RssShmem:"] << 10}
 
     def regions(self) -> dict[str, Any]:
         """This process, and the files of the CPU tier that it has mapped."""
@@ -245,7 +254,10 @@ def main() -> None:
     from vllm import __version__
 
     engine = Engine(given)
-    print(json.dumps({"versions": {"vllm": __version__}}), file=answers, flush=True)
+    versions = {"vllm": __version__}
+    if "LMCache" in given.transfer:
+        versions["lmcache"] = metadata.version("lmcache")
+    print(json.dumps({"versions": versions}), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         print(json.dumps(getattr(engine, asked.pop("verb"))(**asked)), file=answers, flush=True)

@@ -27,7 +27,7 @@ from kvstrata_client.connectors.vllm.engine import (
     parse,
     variant_of,
 )
-from kvstrata_client.connectors.vllm.planner import Limits, Load, Plan, Planner
+from kvstrata_client.connectors.vllm.planner import Limits, Load, Plan, Planner, Save
 from kvstrata_client.connectors.vllm.worker import Pages
 from kvstrata_client.target import NO_TOKEN
 from kvstrata_client.verbs.results import Located
@@ -140,6 +140,17 @@ def test_requests_that_begin_alike_wait_for_one_fetch() -> None:
     assert bench.planner.match("b", 32) == 0, "it has the engine's own blocks now"
     bench.planner.allocated("b", [[1, 3]], 0)
     assert bench.planner.step({}).drops == [plan.fetches[0].fetch]
+
+
+def test_a_worker_that_carries_out_nothing_holds_nobody_up() -> None:
+    bench = Bench(there=4)
+    bench.begin("a", 100)
+    assert bench.planner.match("a", 0) is None
+    fetched, saved = bench.planner.step({}).refused()
+    bench.planner.fetched(fetched)
+    assert (bench.planner.match("a", 0), saved) == (0, {})
+    saves = [Save(np.zeros(16, np.uint32), "", "", 0, 1, (), number) for number in (0, 7)]
+    assert Plan(saves=saves).refused() == ({}, {7: (1, False)})
 
 
 @pytest.mark.parametrize("had", [0, 1, 2, 3])

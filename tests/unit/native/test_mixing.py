@@ -1,6 +1,7 @@
 """Planes in different forms: the same at every level, within the limit, and no stored bytes do harm."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -98,18 +99,24 @@ def test_every_level_stores_what_numpy_stores(level: str, case: Case) -> None:
     assert back.tobytes() == unmixed(python, wanted.stored, case.mixing).tobytes()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVELS)  # The innermost: numpy is asked once for all of them.
 @pytest.mark.parametrize(("rows", "columns"), [(3, 2102), (1100, 6), (17, 128), (1, 1024), (3, 96), (2, 2048)])
 @pytest.mark.parametrize("first", LADDER)
 def test_planes_longer_than_a_strip_are_measured_as_numpy_does(level: str, rows: int, columns: int, first: int) -> None:
-    rng = np.random.default_rng(rows)
-    mixing = Mixing(2, rows, columns, 3, 0.5)
-    values = rng.standard_normal((2, rows * columns)) * np.array([[1.0], [2.0**100]])
-    words = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    case = Case(mixing, words, bytes([first, first]))
+    case, wanted = long_planes(rows, columns, first)
 
     with kernels_of(level) as kernels:
-        assert mixed(kernels, case) == mixed(python, case)
+        assert mixed(kernels, case) == wanted
+
+
+@cache
+def long_planes(rows: int, columns: int, first: int) -> tuple[Case, Mixed]:
+    """Planes, and what numpy makes of them."""
+    rng = np.random.default_rng(rows)
+    values = rng.standard_normal((2, rows * columns)) * np.array([[1.0], [2.0**100]])
+    words = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    case = Case(Mixing(2, rows, columns, 3, 0.5), words, bytes([first, first]))
+    return case, mixed(python, case)
 
 
 @given(case=cases())

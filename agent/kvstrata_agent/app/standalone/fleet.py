@@ -73,9 +73,17 @@ class RedisSource:
         text = self.given
         if "://" not in text:
             text = _text(Path(text), "--connect")
-        access = parse_url(text, _text(self.ca_file, "--redis-ca") if self.ca_file else "")
-        if self.ca_file and not access.is_tls:
+        if self.ca_file is None:
+            return parse_url(text)
+        access = parse_url(text, _text(self.ca_file, "--redis-ca"))
+        if not access.is_tls:
             raise InvalidInputError(f"--redis-ca {self.ca_file}: goes with rediss://, not {access.url}")
+        if not access.ca_pem.strip():  # Which would stand for the system's authorities.
+            raise InvalidInputError(f"--redis-ca {self.ca_file}: empty, PEM certificates wanted")
+        try:
+            access.context()
+        except UnauthenticatedError as e:
+            raise InvalidInputError(f"--redis-ca {self.ca_file}: {e}") from e
         return access
 
 

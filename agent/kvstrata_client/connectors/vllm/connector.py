@@ -34,7 +34,7 @@ from kvstrata_client.connectors.vllm.engine import (
     variant_of,
 )
 from kvstrata_client.connectors.vllm.events import EventBook, Removed, Sizes, Stored, medium_of
-from kvstrata_client.connectors.vllm.planner import Limits, Plan, Planner, Tokens
+from kvstrata_client.connectors.vllm.planner import Fetched, Limits, Plan, Planner, Saved, Tokens
 from kvstrata_client.connectors.vllm.worker import Pages, Worker
 from kvstrata_client.verbs.results import Located
 
@@ -43,6 +43,8 @@ ATTACH_WAIT_S: Final = 2.0
 """How long an engine's start waits for the agent; it is attached to later as well."""
 PROBLEMS_S: Final = 60.0
 """Between two lines of the log about requests whose hints are wrong."""
+NOTES_MAX: Final = 1024
+"""Reports of sessions that wait to be sent."""
 OWNERSHIP: Final = "kvstrata"
 """`ownership` of our events: whose tier it is."""
 
@@ -58,13 +60,13 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
 class WorkerReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What workers have fetched and saved, on its way to the scheduler."""
 
-    fetched: dict[int, tuple[int, int, tuple[str, ...]]]
-    saved: dict[int, tuple[int, bool]]
+    fetched: Fetched
+    saved: Saved
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReports":
         """Join reports of two workers: a fetch has as many blocks as the one with fewest, a save is whole at both."""
         assert isinstance(other, WorkerReports)
-        joined = dict(self.fetched)
+        joined = {**self.fetched}
         for number, (reports, blocks, sources) in other.fetched.items():
             known = joined.get(number)
             fewest = (blocks, sources) if known is None or blocks < known[1] else known[1:]
@@ -88,6 +90,8 @@ class KvstrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         settings = parse(self._kv_transfer_config.kv_connector_extra_config)
         self._scheduler: _Scheduler | None = None
         self._worker: Worker | None = None
+        self._refused = WorkerReports({}, {})
+        """What was planned for a worker whose pages cannot be kept: ended at once, with nothing."""
         self._open: Callable[[dict[str, Any]], Worker] | None = None
         try:
             geometry = geometry_of(kv_cache_config, vllm_config.cache_config.cache_dtype, settings.block_tokens)
@@ -193,6 +197,8 @@ class KvstrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """See vLLM."""
         if self._worker is not None:
             self._worker.start(self._planned())
+        elif self._open is not None:
+            self._refused = WorkerReports(*self._planned().refused())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """See vLLM."""
@@ -210,9 +216,10 @@ class KvstrataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> WorkerReports | None:
         """See vLLM."""
         if self._worker is None:
-            return None
-        ended, saved = self._worker.ended(), self._worker.saved()
-        return WorkerReports(dict(ended), saved) if ended or saved else None
+            reports, self._refused = self._refused, WorkerReports({}, {})
+        else:
+            reports = WorkerReports(self._worker.ended(), self._worker.saved())
+        return reports if reports.fetched or reports.saved else None
 
     def shutdown(self) -> None:
         """See vLLM."""
@@ -377,7 +384,9 @@ class _Scheduler:
             self.events.media = {tier["name"]: medium_of(tier["type"]) for tier in tiers}
 
     def _note(self, note: Callable[[], Any]) -> None:
-        self._notes.put(note)
+        """Have something told or asked beside the scheduler; left out while an agent that hangs holds up too many."""
+        if self._notes.qsize() < NOTES_MAX:
+            self._notes.put(note)
 
     def _send_notes(self) -> None:
         while (note := self._notes.get()) is not None:

@@ -88,9 +88,16 @@ class Plan:
     drops: list[int] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
 
+    def refused(self) -> tuple["Fetched", "Saved"]:
+        """What a worker reports that carries out nothing of this, so that nobody waits for it."""
+        fetched = {fetch.fetch: (1, 0, ()) for fetch in self.fetches}
+        return fetched, {save.number: (1, False) for save in self.saves if save.number}
+
 
 Fetched = Mapping[int, tuple[int, int, tuple[str, ...]]]
 """By fetch: how many workers have ended it, the fewest leading blocks that one of them has, and where those were."""
+Saved = Mapping[int, tuple[int, bool]]
+"""By numbered save: how many workers have ended it, and whether it is whole at all of them."""
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from kvstrata_client.cache import PrefixCache
 from kvstrata_client.client import Client
 from kvstrata_client.connectors.paged import BITS, CudaWork, DeviceWork, HostWork, PagedKv, TokenRows, Wait
 from kvstrata_client.connectors.vllm.engine import Geometry, Settings
-from kvstrata_client.connectors.vllm.planner import Fetch, Fetched, Load, Plan, Save, Tables
+from kvstrata_client.connectors.vllm.planner import Fetch, Fetched, Load, Plan, Save, Saved, Tables
 
 _log: Final = logging.getLogger(__name__)
 NULL_PAGE: Final = 0
@@ -242,7 +242,7 @@ class Worker:
             ended, self._ended = self._ended, {}
         return ended
 
-    def saved(self) -> dict[int, tuple[int, bool]]:
+    def saved(self) -> Saved:
         """Numbered saves that have ended since the last call: 1, and whether all their blocks are stored."""
         with self._lock:
             saved, self._saved = self._saved, {}

@@ -120,6 +120,16 @@ def test_a_url_in_a_file_is_read_anew_each_time(tmp_path: Path) -> None:
         RedisSource("redis://h", file).read()
 
 
+def test_an_authority_of_redis_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "ca"
+    file.write_text(CERTIFIED.authority.certificate.pem)
+    assert RedisSource("rediss://h", file).read().ca_pem == CERTIFIED.authority.certificate.pem
+    for text, why in (("\n", "empty, PEM certificates wanted"), ("no certificate", "")):
+        file.write_text(text)
+        with pytest.raises(InvalidInputError, match=f"--redis-ca {file}: {why}"):
+            RedisSource("rediss://h", file).read()
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
 def test_an_address_of_everybody_is_nobodys(host: str) -> None:
     with pytest.raises(InvalidInputError, match="--peer-address"):
