@@ -28,6 +28,8 @@ SESSIONS_MAX: Final = 4096
 """Sessions that are active at a time; one more makes the one idle that was quiet for longest."""
 PENDING_MAX: Final = 4096
 """Ends of chains that wait to be reported; the oldest are left out."""
+VAIN_WAITS_MAX: Final = 3
+"""Stores that wait for events that do not come, before others are not held up by them."""
 RUN_MAX: Final = 4096
 """Chunks of one report."""
 REPORT_S: Final = 5.0
@@ -244,14 +246,14 @@ class SessionBook:
     """Sessions that made way for others."""
     _pending: dict[tuple[str, bytes], None] = field(default_factory=dict)
     """Sessions and the chunks that are the last ones of their chains so far."""
-    _has_heard: bool = False
+    _vain_waits: int = 0
+    """For events that did not come, one after the other."""
     _lock: threading.Condition = field(default_factory=threading.Condition)
     """Notified when something is learned."""
 
     def learn(self, stored: Stored, now_s: float) -> None:
         """Take in what an engine has stored in its own memory."""
         with self._lock:
-            self._has_heard = True
             self._lock.notify_all()
             parent = stored.parent
             for name in stored.pages:
@@ -278,13 +280,17 @@ class SessionBook:
                 self._expect(session, chunk)
 
     def await_events(self, chunks: Sequence[bytes], within_s: float) -> bool:
-        """Wait until events have told what each of these continues, where any came so far; returns whether they have.
+        """Wait until events have told what each of these continues; returns whether they have.
 
-        An engine publishes pages before it stores them elsewhere, but who hears may be a moment late.
+        An engine publishes pages before it stores them elsewhere, but who hears may be late. Where none came for a few
+        stores, none is waited for until they come in time again.
         """
         with self._lock:
-            names = [self._name(chunk) for chunk in chunks] if self._has_heard else []
-            return self._lock.wait_for(lambda: all(self._is_told(name) for name in names), within_s)
+            names = [self._name(chunk) for chunk in chunks]
+            most_s = within_s if self._vain_waits < VAIN_WAITS_MAX else 0.0
+            is_told = self._lock.wait_for(lambda: all(self._is_told(name) for name in names), most_s)
+            self._vain_waits = 0 if is_told else self._vain_waits + 1
+            return is_told
 
     def session_of(self, chunks: Sequence[bytes]) -> str:
         """Session of the last one of these chunks that has one; empty when none is known."""

@@ -62,8 +62,9 @@ ATTACH_WAIT_S: Final = 2.0
 """How long an engine's start waits for the agent; it is attached to later as well."""
 STORE_S: Final = 10.0
 """How long a chunk may be held in vLLM's CPU tier for a store. Blocks not begun by then are not stored."""
-EVENTS_LATE_S: Final = 0.2
-"""How long a store waits for the events of its chunks, which are on their way since they were computed."""
+EVENTS_LATE_S: Final = 2.0
+"""How long a store waits for the events of its chunks, which are on their way since they were computed: longer than a
+subscriber takes that has just connected, or that gets little of a processor. Rows are held meanwhile."""
 TOUCH_S: Final = 1.0
 """Between two reports of use."""
 TOUCHED_MAX: Final = 4096
@@ -416,7 +417,7 @@ class _ChunkStore:
 
     def store(self, job: _Job) -> list[bool]:
         """Store rows in order; True for the leading ones that can be had now."""
-        if self._book is not None:
+        if self._book is not None and self.client.is_attached:
             self._book.await_events(job.keys, EVENTS_LATE_S)
         left_s = job.submitted_s + STORE_S - time.monotonic()
         if left_s <= 0 or not self.client.is_attached:
