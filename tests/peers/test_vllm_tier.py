@@ -197,7 +197,7 @@ def test_sessions_of_requests_have_chunks_of_their_own_and_are_archived_when_the
             assert time.monotonic() < ends_s, [client.explain(session=name) for name in asked]
             settled(driver)
         ends = {name: heads(client, name) for name in asked}
-        assert all(len(of_one) == 1 for of_one in ends.values()), "one chain has one head"
+        assert all(len(of_one) == 1 for of_one in ends.values()), f"one chain has one head: {ends}"
         assert ends["a"] != ends["b"]
 
         assert client.close_session("a", archive=True, wait_s=60.0)

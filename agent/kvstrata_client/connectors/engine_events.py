@@ -8,6 +8,7 @@ A page is an engine's block, by the low 64 bits of its hash, which is what engin
 pages of equal bits may be taken for one: then blocks are counted to a wrong session of the same tenant, and no more.
 """
 
+import itertools
 import math
 import threading
 from collections import Counter
@@ -387,6 +388,25 @@ class SessionBook:
 
     def _suffix(self, chunk: bytes) -> bytes:
         return chunk[-self.suffix_bytes :]
+
+
+def in_chain_order(chunks: Sequence[bytes], parents: Sequence[bytes | None]) -> list[int]:
+    """Indices of chunks, each behind that of the one which it continues: engines give them in any order."""
+    following: dict[bytes, list[int]] = {}
+    begins: list[int] = []
+    known = set(chunks)
+    for i, parent in enumerate(parents):
+        if parent is not None and parent in known:
+            following.setdefault(parent, []).append(i)
+        else:
+            begins.append(i)
+    ordered: list[int] = []
+    waiting = begins[::-1]
+    while waiting:
+        ordered.append(waiting.pop())
+        waiting.extend(reversed(following.pop(chunks[ordered[-1]], [])))
+    rest = itertools.chain.from_iterable(following.values())  # Which continue each other in a circle: equal bits.
+    return [*ordered, *rest]
 
 
 def connect_to(published: str, rank: int, what: str) -> str:

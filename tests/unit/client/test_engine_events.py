@@ -30,6 +30,7 @@ from kvstrata_client.connectors.engine_events import (
     Stored,
     connect_to,
     decode,
+    in_chain_order,
     page_of,
 )
 
@@ -281,6 +282,17 @@ def test_whoever_stores_waits_for_events_that_are_late_and_not_for_ever_where_no
     assert book.await_events([chunk(0), chunk(1)], 60.0)
     late.join()
     assert book.session_of([chunk(1)]) == "s"
+
+
+@given(st.permutations(range(8)), st.lists(st.integers(-1, 6), min_size=8, max_size=8))
+def test_chunks_are_stored_behind_what_they_continue(shuffled: Sequence[int], before: list[int]) -> None:
+    names = [chunk(n) for n in shuffled]
+    parents = [chunk(before[n]) if 0 <= before[n] < n else None if before[n] < 0 else b"" for n in shuffled]
+    order = in_chain_order(names, parents)
+    assert sorted(order) == list(range(8))
+    places = {names[i]: place for place, i in enumerate(order)}
+    assert all(places[parent] < places[name] for name, parent in zip(names, parents, strict=True) if parent)
+    assert sorted(in_chain_order(names[:2], names[1::-1])) == [0, 1], "a circle loses none"
 
 
 def test_a_session_decodes_while_events_come_and_is_idle_when_none_came_for_a_while() -> None:

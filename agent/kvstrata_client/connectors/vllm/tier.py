@@ -41,7 +41,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.client import Client
 from kvstrata_client.connectors import object_transfers as transfers
-from kvstrata_client.connectors.engine_events import OUTCOMES, EventStream, SessionBook, Stored
+from kvstrata_client.connectors.engine_events import OUTCOMES, EventStream, SessionBook, Stored, in_chain_order
 from kvstrata_client.connectors.event_listener import EventListener
 from kvstrata_client.connectors.object_transfers import Object
 from kvstrata_client.connectors.object_workers import StateLog, Task, Workers
@@ -416,22 +416,24 @@ class _ChunkStore:
         return done
 
     def store(self, job: _Job) -> list[bool]:
-        """Store rows in order; True for the leading ones that can be had now."""
+        """Store rows, of a prompt the first ones first; True for those that can be had now."""
         if self._book is not None and self.client.is_attached:
             self._book.await_events(job.keys, EVENTS_LATE_S)
         left_s = job.submitted_s + STORE_S - time.monotonic()
         if left_s <= 0 or not self.client.is_attached:
             return []
-        objects, session = self._objects(job), ""
+        objects, session, order = self._objects(job), "", list(range(len(job.keys)))
         if self._book is not None:
             parents, session = self._book.parents_of(job.keys), self._book.session_of(job.keys)
-            objects = [replace(one, parent=parent) for one, parent in zip(objects, parents, strict=True)]
+            order = in_chain_order(job.keys, parents)
+            objects = [replace(objects[i], parent=parents[i]) for i in order]
         stored = self.client.run(transfers.store(self._move, objects, left_s, session))
         if stored.is_whole or stored.error is not None:
             self._state.note("stores", stored.error)
+        done = order[: stored.leading]
         if self._book is not None:
-            self._book.keep(job.keys[: stored.leading])
-        return [i < stored.leading for i in range(len(job.keys))]
+            self._book.keep([job.keys[i] for i in done])
+        return [i in done for i in range(len(job.keys))]
 
     def _learn(self, stored: Stored) -> None:
         assert self._book is not None
