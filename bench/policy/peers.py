@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from bench.policy.replay import Cache
 
 
+_TIE: Final = 1e-9
+"""Of a use: of equal ranks the one that is used longer ago leaves first."""
+
+
 class Gdsf(Ranked):
     """GreedyDual-Size-Frequency (Cherkasova, HP Labs 1998): uses, of blocks that all cost the same, above a clock."""
 
@@ -31,7 +35,7 @@ class Gdsf(Ranked):
         """Clock and uses; a head has at least as many as what continues it."""
         for run in path:
             self._uses[run] += 1
-            self.rank[run] = self._clock + self._uses[run]
+            self.rank[run] = self._clock + self._uses[run] + _TIE * number
 
     def victim(self) -> int:
         """The clock moves on to the rank of what leaves."""

@@ -109,7 +109,7 @@ class ExpectedReuse(Generic[K]):
         matched = sum(sizes[: known + 1])
         previous = self._close(returned, chain, now_s)
         turn, gap_s = self._lineage(previous, known, chain, facts, now_s)
-        if 0 <= known < len(chain) - 1 and not returned:
+        if 0 <= known < len(chain) - 1 and previous is None:
             fork = self._parts(chain[known], known, fork)
         common = (
             _log_level(size), _log_level(size - matched), self._name(facts.kind), self._name(facts.stop),
