@@ -6,7 +6,7 @@ as one that counts blocks does, at a fraction of the steps. Runs know the whole 
 of a run no more than what its blocks' past says.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -135,14 +135,10 @@ class ChainTree:
 def build(name: str, block_tokens: int, requests: Iterable[Request], models: str = "") -> Trace:
     """Make a trace of requests in any order; those without a whole block are left out."""
     tree = ChainTree()
-    kept = [(r.at_s, i, tree.add(r.blocks), r.kind, r.stop, r.output_blocks, r.session) for i, r in _numbered(requests)]
+    kept = [(r.at_s, i, tree.add(r.blocks), r.kind, r.stop, r.output_blocks, r.session) for i, r in enumerate(requests)]
     kept = sorted((k for k in kept if k[2] != ROOT), key=lambda k: k[:2])
     return Trace(
         name, block_tokens, tree.lengths(), tree.parents,
         [k[0] for k in kept], [tree.path(k[2]) for k in kept], [k[3] for k in kept], [k[4] for k in kept],
         [k[5] for k in kept], models, [k[6] for k in kept],
     )  # fmt: skip
-
-
-def _numbered(requests: Iterable[Request]) -> Iterator[tuple[int, Request]]:
-    yield from enumerate(requests)
