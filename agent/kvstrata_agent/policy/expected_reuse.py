@@ -1,0 +1,332 @@
+"""What a block is worth, from the returns of requests like the one that used it last. Pure.
+
+A request leaves up to four records (`policy.return_times`). *Own*: the middle of what no other chain shares; it
+returns when a later request reuses more than half of that. *Head*: the deepest point at which its chain parts from
+others; it returns with any of them. *Superseded*: the end of an own part of which a later request has left out the
+rest, as a rewritten last block or an abandoned branch; most such never return, and it is learned how many do. *Tail*:
+the last block alone, which is often cut short and then rewritten by the next turn.
+A block counts as what its last use made of it.
+
+Points are digests of blocks. Whoever knows that several blocks are always used together may give one for all of them.
+"""
+
+from bisect import insort
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final, Generic, TypeVar
+
+from kvstrata_agent.policy.return_times import LEVELS, RECORDS_MAX, ReturnTimes
+
+K = TypeVar("K", bound=Hashable)
+
+FORKS_MAX: Final = 15
+"""Continuations of a point that are counted."""
+NAMES_MAX: Final = LEVELS - 1
+"""Kinds and stop reasons that are told apart; 0 stands for all others."""
+NEVER: Final = -1
+"""Record of what has none."""
+_FORK_BITS: Final = 4
+
+
+class Return(IntEnum):
+    """What an engine knows of a request's next turn."""
+
+    UNKNOWN = 0
+    COMPLETE = 1
+    """Session or branch is over."""
+    SOON = 2
+    """Within a minute."""
+    LATER = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """What is said of a request; all of it may be unknown."""
+
+    kind: str = ""
+    stop: str = ""
+    """Why its generation ended."""
+    session: Hashable = None
+    next_turn: Return = Return.UNKNOWN
+
+
+class Point(IntEnum):
+    """Which part of a chain a record is of."""
+
+    OWN = 0
+    HEAD = 1
+    SUPERSEDED = 2
+    TAIL = 3
+
+
+class _Feature(IntEnum):
+    """Columns of a record."""
+
+    POINT = 0
+    TURN = 1
+    SIZE = 2
+    NEW = 3
+    GAP = 4
+    MATCHED = 5
+    FORKS = 6
+    KIND = 7
+    STOP = 8
+    NEXT_TURN = 9
+
+
+@dataclass(slots=True)
+class _Own:
+    """What is kept of an own record besides its features."""
+
+    end: Hashable
+    turn: int
+    started_s: float
+    superseded_by: int = NEVER
+
+
+class ExpectedReuse(Generic[K]):
+    """Learns and judges. Memory: one number a block that is here, and the records."""
+
+    def __init__(self, records_max: int = RECORDS_MAX) -> None:
+        self.times = ReturnTimes(len(_Feature), records_max)
+        self._records_max = records_max
+        self._marks: dict[K, int] = {}
+        """Record of the last use of each block that is here, and how many continuations it had."""
+        self._tails: dict[K, int] = {}
+        """Tail records of chains' last blocks that are here and that nothing has continued."""
+        self._awaited: dict[K, int] = {}
+        """Points that records wait for."""
+        self._point_of: list[K | None] = [None] * records_max
+        self._own: list[_Own | None] = [None] * records_max
+        self._sessions: dict[Hashable, tuple[int, float]] = {}
+        self._names: dict[str, int] = {}
+
+    def begin(self, chain: Sequence[K], sizes: Sequence[int], facts: RequestFacts, now_s: float) -> None:
+        """A request uses a chain; `sizes` are the blocks of each of its points. All of it counts as here afterwards."""
+        known, fork, returned = self._find(chain)
+        size = sum(sizes)
+        matched = sum(sizes[: known + 1])
+        previous = self._close(returned, chain, now_s)
+        turn, gap_s = self._lineage(previous, known, chain, facts, now_s)
+        if 0 <= known < len(chain) - 1 and previous is None:
+            fork = self._parts(chain[known], known, fork)
+        common = (
+            _log_level(size), _log_level(size - matched), self._name(facts.kind), self._name(facts.stop),
+            int(facts.next_turn),
+        )  # fmt: skip
+        middle = self._middle(sizes, fork)
+        own_facts = _Own(chain[-1], turn, now_s)
+        own = self._note((Point.OWN, turn, gap_s, matched, 0, *common), chain[middle], own_facts, now_s)
+        head = own
+        if fork >= 0 and fork != middle:
+            mark = self._marks[chain[fork]]
+            head_gap_s = self._idle_s(mark >> _FORK_BITS, now_s)
+            head_blocks, forks = sum(sizes[: fork + 1]), mark & FORKS_MAX
+            head = self._note((Point.HEAD, turn, head_gap_s, head_blocks, forks, *common), chain[fork], None, now_s)
+        self._mark(chain, fork, head, own)
+        if fork < len(chain) - 1 != middle:
+            tail = (Point.TAIL, turn, gap_s, matched, 0, *common)
+            self._tails[chain[-1]] = self._note(tail, chain[-1], None, now_s)
+        if self.times.is_due():
+            self.times.fit(now_s)
+
+    def worth(self, point: K, now_s: float) -> float:
+        """Uses that holding a block brings for each second."""
+        number = self._marks[point] >> _FORK_BITS
+        times = self.times
+        if not times.is_known(number):
+            return 0.0
+        own = self._own[number % self._records_max]
+        if own is not None and own.superseded_by != NEVER:
+            number = own.superseded_by
+        elif point in self._tails:
+            number = self._tails[point]
+        return times.worth(number, now_s) if times.is_known(number) else 0.0
+
+    def is_tail(self, point: K) -> bool:
+        """True for the last block of a chain, which is judged apart from what comes before it."""
+        return point in self._tails
+
+    def cut(self, point: K) -> None:
+        """Where a point stands for several blocks: its last one has gone."""
+        self._tails.pop(point, None)
+
+    def remembered(self) -> int:
+        """Entries of all tables: at most four for each record, and two for each block that is here."""
+        return len(self._marks) + len(self._tails) + len(self._awaited) + len(self._sessions) + len(self._names)
+
+    def forget(self, point: K) -> None:
+        """A block is no longer here."""
+        self._marks.pop(point, None)
+        self._tails.pop(point, None)
+
+    def _find(self, chain: Sequence[K]) -> tuple[int, int, list[int]]:
+        """Deepest point that is known, deepest one that chains part at (-1: none), and records that wait for any."""
+        marks, awaited = self._marks, self._awaited
+        known, fork = -1, -1
+        returned: list[int] = []
+        for i, point in enumerate(chain):
+            mark, number = marks.get(point), awaited.get(point)
+            if mark is not None:
+                known = i
+                if mark & FORKS_MAX > 1:
+                    fork = i
+            if number is not None:
+                known = i
+                returned.append(number)
+        return known, fork, returned
+
+    def _mark(self, chain: Sequence[K], fork: int, head: int, own: int) -> None:
+        """Note for each block what its last use was."""
+        marks, tails, last = self._marks, self._tails, len(chain) - 1
+        for i, point in enumerate(chain):
+            forks = marks.get(point, 0) & FORKS_MAX or int(i < last)
+            marks[point] = (head if i <= fork else own) << _FORK_BITS | forks
+            if point in tails:
+                del tails[point]
+
+    def _parts(self, point: K, at: int, fork: int) -> int:
+        """Count one more continuation of a point; returns the deepest point that has several."""
+        mark = self._marks.get(point)
+        if mark is None:
+            return fork
+        forks = min(FORKS_MAX, (mark & FORKS_MAX) + 1)
+        self._marks[point] = mark & ~FORKS_MAX | forks
+        return at if forks >= 2 else fork
+
+    def _close(self, returned: Iterable[int], chain: Sequence[K], now_s: float) -> _Own | None:
+        """End the records whose points are used again; returns the latest of a request's own."""
+        found: _Own | None = None
+        points: set[K] | None = None
+        for number in returned:
+            at = number % self._records_max
+            point, own = self._point_of[at], self._own[at]
+            if point is not None:
+                self._awaited.pop(point, None)
+                self._point_of[at] = None
+            self.times.returned(number, now_s)
+            if own is None:
+                continue
+            found = own
+            points = set(chain) if points is None else points
+            if own.end not in points:
+                features = (int(Point.SUPERSEDED), *self.times.features_of(number)[1:])
+                own.superseded_by = self._start(features, own.end, None, now_s)  # type: ignore[arg-type]
+        return found
+
+    def _lineage(
+        self, previous: _Own | None, known: int, chain: Sequence[K], facts: RequestFacts, now_s: float
+    ) -> tuple[int, float]:
+        """Turn of a request, 0 for a first one, and seconds since what it continues; -1 where that is unknown."""
+        if facts.session is not None:
+            turn, at_s = self._sessions.pop(facts.session, (-1, now_s + 1.0))
+            self._sessions[facts.session] = (turn + 1, now_s)
+            if len(self._sessions) > self._records_max:
+                del self._sessions[next(iter(self._sessions))]
+            return turn + 1, now_s - at_s
+        if previous is not None:
+            return previous.turn + 1, now_s - previous.started_s
+        mark = self._marks.get(chain[known]) if known >= 0 else None
+        return 0, -1.0 if mark is None else self._idle_s(mark >> _FORK_BITS, now_s)
+
+    def _idle_s(self, number: int, now_s: float) -> float:
+        return self.times.age_s(number, now_s) if self.times.is_known(number) else -1.0
+
+    def _note(
+        self, seen: tuple[int, int, float, int, int, int, int, int, int, int], point: K, own: _Own | None, now_s: float
+    ) -> int:
+        part, turn, gap_s, matched, forks, size, new, kind, stop, next_turn = seen
+        features = (
+            int(part), min(LEVELS - 1, turn), size, new, _gap_level(gap_s), _log_level(matched), forks, kind, stop,
+            next_turn,
+        )  # fmt: skip
+        return self._start(features, point, own, now_s)
+
+    def _start(self, features: tuple[int, ...], point: K, own: _Own | None, now_s: float) -> int:
+        """Start a record that waits for a point; what had its place in the ring waits no more."""
+        number = self.times.note(features, now_s)
+        at = number % self._records_max
+        old = self._point_of[at]
+        if old is not None and self._awaited.get(old, NEVER) % self._records_max == at:
+            del self._awaited[old]
+        self._awaited[point] = number
+        self._point_of[at] = point
+        self._own[at] = own
+        return number
+
+    def _middle(self, sizes: Sequence[int], fork: int) -> int:
+        """Index of the point that lies just past half of the part behind `fork`; the last one where that is empty."""
+        left = sum(sizes[fork + 1 :]) // 2
+        for i in range(fork + 1, len(sizes)):
+            left -= sizes[i]
+            if left < 0:
+                return i
+        return len(sizes) - 1
+
+    def _name(self, name: str) -> int:
+        """Number of a kind or stop reason, in the order of their first use."""
+        if not name:
+            return 0
+        if name not in self._names and len(self._names) < NAMES_MAX:
+            self._names[name] = len(self._names) + 1
+        return self._names.get(name, 0)
+
+
+class Victims(Generic[K]):
+    """Takes the leaves of least worth out of samples; one sample serves several decisions."""
+
+    SAMPLE: Final = 64
+    TAKEN: Final = 8
+    """Of a sample, before the next one: they are among its lowest eighth."""
+
+    def __init__(self, sample: Callable[[int], Sequence[K]], is_leaf: Callable[[K], bool]) -> None:
+        self._sample = sample
+        self._is_leaf = is_leaf
+        self._pool: list[tuple[float, int, K]] = []
+        """Ascending; the number keeps points from being compared."""
+        self._left = 0
+        self._serial = 0
+
+    def renew(self) -> None:
+        """Worths have changed: the next decision samples anew."""
+        self._pool.clear()
+        self._left = 0
+
+    def offer(self, leaf: K, worth: float) -> None:
+        """A leaf to be considered before the next sample."""
+        self._serial += 1
+        insort(self._pool, (worth, self._serial, leaf))
+
+    def next(self, worth: Callable[[K], float]) -> K:
+        """The leaf of least worth; there must be one. It is returned again while it is a leaf."""
+        while True:
+            if not self._left:
+                self._left = self.TAKEN
+                for leaf in self._sample(self.SAMPLE):
+                    self._serial += 1
+                    self._pool.append((worth(leaf), self._serial, leaf))
+                self._pool.sort()
+            while self._pool:
+                leaf = self._pool[0][2]
+                if self._is_leaf(leaf):
+                    return leaf
+                del self._pool[0]
+            self._left = 0
+
+    def taken(self) -> None:
+        """The one that was returned last has gone."""
+        self._left -= 1
+        del self._pool[0]
+        if self._left <= 0:
+            self.renew()
+
+
+def _log_level(count: int) -> int:
+    """Doublings of a count of blocks."""
+    return min(LEVELS - 1, count.bit_length())
+
+
+def _gap_level(gap_s: float) -> int:
+    """Doublings of seconds, from a quarter; 0 for an unknown gap."""
+    return 0 if gap_s < 0 else min(LEVELS - 1, 1 + int(4 * gap_s).bit_length())

@@ -1,0 +1,219 @@
+"""When blocks are used again, learned from the requests that come: one table of hazards for each class. Pure.
+
+A *record* is one point of a chain at one use: what was known then, and how long it took until a request had that
+point again, whether its blocks were still there or not. Records start when a request comes, because ages that start at
+its end leave out those that come back meanwhile. Classes are the leaves of a tree of splits, each made where two
+classes describe the records shorter than one does (minimum description length, with Krichevsky-Trofimov estimates).
+
+The worth of a block of a class at an age is its Gittins index: the greatest rate, over all times to wait, of uses for
+each second that it is held (Gittins, 1979; Aalto, Ayesta and Righter, 2009, on ages).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, log2
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+RECORDS_MAX: Final = 16_384
+"""Records that are remembered, 2 MB; an older one counts as if it had never been."""
+LEVELS: Final = 16
+"""Values of a feature, 0 to 15."""
+BINS: Final = 44
+"""Ages: two bins for each doubling, from `FIRST_AGE_S`; the last begins after two days."""
+FIRST_AGE_S: Final = 0.1
+CLASSES_MAX: Final = 32
+"""Leaves of the tree."""
+CLASS_RECORDS_MIN: Final = 32
+"""Fewer records are no class of their own."""
+FIT_FIRST: Final = 256
+"""Records before the first tree; it is made anew when there are a quarter more, and every `FIT_EVERY`."""
+FIT_EVERY: Final = 4096
+_BINS_JOINED: Final = 11
+"""Splits are chosen by four ranges of ages: fewer figures to describe, so smaller differences show."""
+_COARSE: Final = BINS // _BINS_JOINED
+_PRIOR_RECORDS: Final = 4.0
+"""How many records a class's parent counts for in its hazards."""
+_PRIOR_HAZARD: Final = 0.02
+"""Chance of a use within a bin of which nothing is known, counted as one record: ages that nobody has seen are worth
+little."""
+_EDGES_S: Final = FIRST_AGE_S * 2.0 ** (np.arange(BINS) / 2)
+_WIDTHS_S: Final = np.diff(np.concatenate(([0.0], _EDGES_S)))
+_LOG_GAMMA_HALF: Final = np.concatenate(([0.0], np.cumsum(np.log(np.arange(RECORDS_MAX * 2) + 0.5)))).astype(np.float64)
+"""log of gamma(n + 1/2) / gamma(1/2)."""
+_LOG_FACTORIAL: Final = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, RECORDS_MAX * 2 + 1))))).astype(np.float64)
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Node:
+    """One node of the tree; a leaf has no feature."""
+
+    feature: int = -1
+    threshold: int = 0
+    """Records up to this level go left."""
+    left: int = -1
+    right: int = -1
+    class_number: int = 0
+
+
+def age_bin(age_s: float) -> int:
+    """The bin of an age."""
+    return 0 if age_s <= FIRST_AGE_S else min(BINS - 1, ceil(2 * log2(age_s / FIRST_AGE_S)))
+
+
+class ReturnTimes:
+    """Learns from records; holds `RECORDS_MAX` of them."""
+
+    def __init__(self, features: int, records_max: int = RECORDS_MAX) -> None:
+        self._records_max = records_max
+        self._features = np.zeros((records_max, features), np.int16)
+        self._started_s = [0.0] * records_max
+        self._took_s = np.full(records_max, np.nan)
+        """NaN while the point has not been used again."""
+        self.noted = 0
+        """Records so far; a record's number is its place in this count."""
+        self._fit_at = FIT_FIRST
+        self._nodes = [_Node()]
+        self._worths: list[list[float]] = [[1.0 / edge_s for edge_s in _EDGES_S.tolist()]]
+        """Uses for each second held, by class and age; before anything is learned the younger is worth more."""
+        self._classes = [0] * records_max
+
+    def note(self, features: Sequence[int], now_s: float) -> int:
+        """Start a record; returns its number."""
+        number = self.noted
+        at = number % self._records_max
+        self._features[at] = features
+        self._started_s[at] = now_s
+        self._took_s[at] = np.nan
+        self._classes[at] = self.class_of(features)
+        self.noted += 1
+        return number
+
+    def returned(self, number: int, now_s: float) -> None:
+        """The point of a record is used again; once only, and later than that it is too late."""
+        if self.is_known(number):
+            at = number % self._records_max
+            if np.isnan(self._took_s[at]):
+                self._took_s[at] = max(0.0, now_s - self._started_s[at])
+
+    def is_known(self, number: int) -> bool:
+        """True while a record is remembered."""
+        return self.noted - self._records_max <= number < self.noted
+
+    def features_of(self, number: int) -> tuple[int, ...]:
+        """Features of a record that is known."""
+        return tuple(self._features[number % self._records_max].tolist())
+
+    def age_s(self, number: int, now_s: float) -> float:
+        """Seconds since a record that is known was started."""
+        return now_s - self._started_s[number % self._records_max]
+
+    def worth(self, number: int, now_s: float) -> float:
+        """Uses for each second that what a known record stands for is held from now on."""
+        at = number % self._records_max
+        return self._worths[self._classes[at]][age_bin(now_s - self._started_s[at])]
+
+    def class_of(self, features: Sequence[int]) -> int:
+        """Class of what has these features."""
+        node = self._nodes[0]
+        while node.feature >= 0:
+            node = self._nodes[node.left if features[node.feature] <= node.threshold else node.right]
+        return node.class_number
+
+    def is_due(self) -> bool:
+        """True when the classes should be learned anew."""
+        return self.noted >= self._fit_at
+
+    def fit(self, now_s: float) -> None:
+        """Learn classes and worths from what is remembered."""
+        self._fit_at = self.noted + min(FIT_EVERY, max(FIT_FIRST, self.noted) // 4)
+        known = min(self.noted, self._records_max)
+        features, took_s = self._features[:known], self._took_s[:known]
+        is_event = ~np.isnan(took_s)
+        seconds = np.where(is_event, took_s, now_s - np.array(self._started_s[:known]))
+        bins = np.clip(np.ceil(2 * np.log2(np.maximum(seconds, 1e-9) / FIRST_AGE_S)), 0, BINS - 1).astype(np.int64)
+        self._grow(features, bins, is_event)
+
+    def _grow(self, features: NDArray[np.int16], bins: Counts, is_event: NDArray[np.bool_]) -> None:
+        everything = np.arange(len(bins))
+        events, at_risk = _tables(bins, is_event)
+        hazard = (events + _PRIOR_HAZARD) / (at_risk + 1.0)
+        self._nodes = [_Node()]
+        worths: list[list[float]] = []
+        classes = np.zeros(len(bins), np.int64)
+        open_nodes = [(0, everything, hazard, self._best_split(features, bins, is_event, everything))]
+        leaves = 1
+        while open_nodes:
+            # The split that saves most comes first, so a bound on classes leaves out the least.
+            open_nodes.sort(key=lambda n: n[3][0])
+            number, rows, hazard, (gain, feature, threshold) = open_nodes.pop()
+            node = self._nodes[number]
+            if gain <= 0 or leaves >= CLASSES_MAX:
+                node.class_number = len(worths)
+                worths.append(gittins(hazard).tolist())
+                classes[rows] = node.class_number
+                continue
+            is_left = features[rows, feature] <= threshold
+            node.feature, node.threshold = feature, threshold
+            for part in (rows[is_left], rows[~is_left]):
+                events, at_risk = _tables(bins[part], is_event[part])
+                below = (events + _PRIOR_RECORDS * hazard) / (at_risk + _PRIOR_RECORDS)
+                self._nodes.append(_Node())
+                open_nodes.append((len(self._nodes) - 1, part, below, self._best_split(features, bins, is_event, part)))
+            node.left, node.right = len(self._nodes) - 2, len(self._nodes) - 1
+            leaves += 1
+        self._worths = worths
+        self._classes[: len(bins)] = classes.tolist()
+
+    def _best_split(
+        self, features: NDArray[np.int16], bins: Counts, is_event: NDArray[np.bool_], rows: Counts
+    ) -> tuple[float, int, int]:
+        """Nats that the best split saves, its feature and threshold."""
+        best = (0.0, -1, 0)
+        if len(rows) < 2 * CLASS_RECORDS_MIN:
+            return best
+        own_bins, own_event, count = bins[rows] // _BINS_JOINED, is_event[rows], features.shape[1]
+        price = np.log(count * LEVELS)
+        for feature in range(count):
+            cells = features[rows, feature].astype(np.int64) * _COARSE + own_bins
+            events = np.bincount(cells[own_event], minlength=LEVELS * _COARSE).reshape(LEVELS, _COARSE).cumsum(0)
+            ends = np.bincount(cells, minlength=LEVELS * _COARSE).reshape(LEVELS, _COARSE).cumsum(0)
+            at_risk = ends[:, ::-1].cumsum(1)[:, ::-1]
+            left = _code_length(events, at_risk)
+            right = _code_length(events[-1] - events, at_risk[-1] - at_risk)
+            gains = left[-1] - left - right - price
+            sizes = at_risk[:, 0]
+            gains[(sizes < CLASS_RECORDS_MIN) | (len(rows) - sizes < CLASS_RECORDS_MIN)] = -np.inf
+            threshold = int(gains.argmax())
+            if gains[threshold] > best[0]:
+                best = (float(gains[threshold]), feature, threshold)
+        return best
+
+
+def _tables(bins: Counts, is_event: NDArray[np.bool_]) -> tuple[Counts, Counts]:
+    """Uses in each bin, and records that reached it."""
+    ends = np.bincount(bins, minlength=BINS)
+    return np.bincount(bins[is_event], minlength=BINS), ends[::-1].cumsum()[::-1]
+
+
+def _code_length(events: Counts, at_risk: Counts) -> NDArray[np.float64]:
+    """Nats for the uses in all bins by Krichevsky and Trofimov's mixture, along the last axis."""
+    without = at_risk - events
+    coded = _LOG_FACTORIAL[at_risk] - _LOG_GAMMA_HALF[events] - _LOG_GAMMA_HALF[without]
+    return np.asarray(coded.sum(-1), np.float64)
+
+
+def gittins(hazard: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Greatest rate of uses for each second held from each bin on; `hazard` is the chance of a use within each bin."""
+    survives = np.concatenate(([1.0], np.cumprod(1.0 - hazard)))
+    held_s = 0.5 * (survives[:-1] + survives[1:]) * _WIDTHS_S
+    used = np.concatenate(([0.0], np.cumsum(survives[:-1] * hazard)))
+    spent_s = np.concatenate(([0.0], np.cumsum(held_s)))
+    uses = used[None, 1:] - used[:-1, None]
+    costs_s = spent_s[None, 1:] - spent_s[:-1, None]
+    rates = np.where(np.triu(np.ones_like(uses)) > 0, uses / np.maximum(costs_s, 1e-12), 0.0)
+    return np.asarray(rates.max(1), np.float64)

@@ -1,0 +1,1 @@
+"""Eviction policies on recorded workloads: readers, the replay, peers and the limit."""

@@ -1,0 +1,180 @@
+"""Replay recorded workloads through a prefix cache: our eviction, that of others, and the limit.
+
+Hits are blocks of unbroken prefixes, in percent of all that are asked for, in caches of 1, 5, 10 and 25 % of the
+different blocks of a trace. `closed` is the part of the way from leaf-LRU to the limit (Belady's with bypass) that ours
+goes: with no hints, with those that the trace carries, and with those that engines can give (the session or branch is
+complete; its next turn comes within a minute). Peers are made from their descriptions, see bench/policy/peers.py.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Final
+
+import numpy as np
+
+from bench.harness import common
+from bench.harness.common import Result, publish, table
+from bench.policy.chains import Trace
+from bench.policy.ours import Hints, Ours
+from bench.policy.peers import LIMIT, PEERS, plain_lru
+from bench.policy.replay import replay
+from bench.policy.synthetic import synthetic
+from bench.policy.traces import TraceError, read_folder
+from kvstrata_api import __version__
+
+SIZES: Final = (1, 5, 10, 25)
+"""Percent of the different blocks of a trace."""
+GAP_POINTS_MIN: Final = 1.0
+"""Where the limit is nearer to leaf-LRU, no part of the way means anything."""
+TINY_SESSIONS: Final = 300
+QUICK_SESSIONS: Final = 3000
+SESSIONS: Final = 20_000
+QUICK_REQUESTS: Final = 3000
+BASE: Final = "leaf-LRU"
+PLAIN: Final = "plain LRU"
+
+
+@dataclass(slots=True)
+class Cell:
+    """One trace in one size: percent of hits by policy."""
+
+    trace: str
+    size_percent: int
+    peers: dict[str, float] = field(default_factory=dict)
+    ours: dict[Hints, float] = field(default_factory=dict)
+    limit: float = 0.0
+    decision_us: float = 0.0
+    """Time of our policy without hints, for each block that left or was declined."""
+
+    @property
+    def gap_points(self) -> float:
+        """From leaf-LRU to the limit."""
+        return self.limit - self.peers[BASE]
+
+    def closed(self, hit_percent: float) -> float:
+        """Part of the gap."""
+        return (hit_percent - self.peers[BASE]) / self.gap_points
+
+    @property
+    def margin_points(self) -> float:
+        """Ours without hints over the best peer."""
+        return self.ours[Hints.NONE] - max(self.peers.values())
+
+
+def measure(trace: Trace, size_percent: int) -> tuple[Cell, float]:
+    """One cell, and the seconds that leaf-LRU took for it."""
+    blocks = max(1, trace.unique_blocks * size_percent // 100)
+    cell = Cell(trace.name, size_percent)
+    started_s = time.process_time()
+    cell.peers[BASE] = replay(trace, blocks, PEERS[BASE]).hit_percent
+    base_s = time.process_time() - started_s
+    for name, make in PEERS.items():
+        if name != BASE:
+            cell.peers[name] = replay(trace, blocks, make).hit_percent
+    cell.peers[PLAIN] = plain_lru(trace, blocks).hit_percent
+    cell.limit = replay(trace, blocks, LIMIT).hit_percent
+    for hints in Hints:
+        started_s = time.process_time()
+        outcome = replay(trace, blocks, partial(Ours, hints=hints))
+        cell.ours[hints] = outcome.hit_percent
+        if hints is Hints.NONE:
+            cell.decision_us = 1e6 * (time.process_time() - started_s) / max(1, outcome.evicted_blocks)
+    return cell, base_s
+
+
+def summary(cells: Sequence[Cell]) -> dict[str, float]:
+    """The agreed figures over all cells."""
+    open_cells = [c for c in cells if c.gap_points >= GAP_POINTS_MIN]
+    found: dict[str, float] = {}
+    for hints, name in ((Hints.NONE, "nohints"), (Hints.TRACE, "tracehints"), (Hints.ENGINE, "enginehints")):
+        if open_cells:
+            found[f"gap_closed_{name}_mean"] = fmean(c.closed(c.ours[hints]) for c in open_cells)
+    if open_cells:
+        for peer in open_cells[0].peers:
+            found[f"gap_closed_{peer}_mean"] = fmean(c.closed(c.peers[peer]) for c in open_cells)
+    found["worst_margin_points"] = min(c.margin_points for c in cells)
+    found["decision_us"] = max(c.decision_us for c in cells)
+    return found
+
+
+def main() -> int:
+    """Run it; 2 for bad input."""
+    parser = common.parser(__doc__, has_tiny=True)
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of recordings; without it one is made")
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="percent of a trace's different blocks")
+    given = parser.parse_args()
+    try:
+        sizes = tuple(int(size) for size in given.sizes.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or not all(1 <= size <= 100 for size in sizes):
+        parser.exit(2, f"bench.policy: --sizes {given.sizes}: whole percents of 1 to 100 are wanted, as 1,5,10,25\n")
+    try:
+        traces = _traces(given.traces, is_tiny=given.tiny, is_quick=given.quick)
+    except TraceError as e:
+        parser.exit(2, f"bench.policy: {e}\n")
+    cells, base_s, accesses = [], 0.0, 0
+    for trace in traces:
+        for size in sizes:
+            cell, seconds = measure(trace, size)
+            cells.append(cell)
+            base_s += seconds
+            accesses += trace.accesses
+            print(f"{trace.name} {size} % done", file=sys.stderr, flush=True)
+    names = [*cells[0].peers]
+    header = ("trace", "size", *names, *(f"ours, {h.name.lower()}" for h in Hints), "limit", "closed", "margin")
+    print(table(header, [_line(cell, names) for cell in cells]))
+    ratios: dict[str, float | None] = dict(summary(cells))
+    values = {k: ratios.pop(k) or 0.0 for k in ("decision_us", "worst_margin_points")}
+    values |= {k: v for k, v in ratios.items() if v is not None}
+    values["leaf_lru_accesses_per_s"] = accesses / max(base_s, 1e-9)
+    for cell in cells:
+        for hints, hit_percent in cell.ours.items():
+            values[f"{cell.trace} {cell.size_percent}% ours {hints.name.lower()}"] = hit_percent
+    versions = {"kvstrata": __version__, "numpy": np.__version__, "peers": "re-implemented"}
+    publish(Result("policy", given.quick or given.tiny, versions, ratios, values), given.json)
+    return 0
+
+
+def _traces(folder: Path | None, *, is_tiny: bool, is_quick: bool) -> list[Trace]:
+    if folder is None:
+        return [synthetic(TINY_SESSIONS if is_tiny else QUICK_SESSIONS if is_quick else SESSIONS)]
+    found = read_folder(folder, QUICK_REQUESTS if is_tiny or is_quick else None)
+    for lengths in found.lengths:
+        print(
+            f"{lengths.name}: {lengths.requests} requests, {lengths.input_tokens} tokens in, "
+            f"{lengths.output_tokens} out, {lengths.span_s:.0f} s: lengths alone, so there is nothing to find"
+        )
+    for name in found.skipped:
+        print(f"{name}: in no known format, left out")
+    for trace in found.traces:
+        modelled = f"; modelled: {trace.models}" if trace.models else ""
+        print(
+            f"{trace.name}: {len(trace.paths)} requests, {trace.accesses} blocks of {trace.block_tokens} tokens, "
+            f"{trace.unique_blocks} different{modelled}"
+        )
+    if not found.traces:
+        raise TraceError(f"{folder}: no trace with content in a known format")
+    return list(found.traces)
+
+
+def _line(cell: Cell, names: Sequence[str]) -> tuple[str, ...]:
+    is_open = cell.gap_points >= GAP_POINTS_MIN
+    return (
+        cell.trace,
+        f"{cell.size_percent} %",
+        *(f"{cell.peers[name]:.2f}" for name in names),
+        *(f"{hit_percent:.2f}" for hit_percent in cell.ours.values()),
+        f"{cell.limit:.2f}",
+        " ".join(f"{cell.closed(cell.ours[h]):.2f}" for h in Hints) if is_open else "-",
+        f"{cell.margin_points:+.2f}",
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,129 @@
+"""What is learned of returns: worth follows what was seen, memory is bounded, and pins are not this module's."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata_agent.policy import return_times
+from kvstrata_agent.policy.expected_reuse import ExpectedReuse, RequestFacts, Return, Victims
+from kvstrata_agent.policy.return_times import BINS, ReturnTimes, age_bin, gittins
+
+pytestmark = pytest.mark.unit
+
+RECORDS = 1024
+
+
+@given(st.floats(0, 1e7), st.floats(0, 1e7))
+def test_bins_are_in_the_order_of_ages(one_s: float, other_s: float) -> None:
+    assert (one_s <= other_s) <= (age_bin(one_s) <= age_bin(other_s))
+    assert 0 <= age_bin(one_s) < BINS
+
+
+@given(st.lists(st.floats(0, 0.9), min_size=BINS, max_size=BINS))
+def test_worth_is_a_rate_that_no_time_to_wait_beats(hazard: list[float]) -> None:
+    worths = gittins(np.array(hazard))
+
+    assert (worths >= 0).all()
+    first_s = return_times.FIRST_AGE_S
+    survives = 1 - hazard[0]
+    assert worths[0] >= hazard[0] / (0.5 * (1 + survives) * first_s) - 1e-9
+
+
+def test_classes_are_told_apart_by_what_decides_returns_and_by_nothing_else() -> None:
+    times = ReturnTimes(2, RECORDS)
+    for i in range(RECORDS):
+        number = times.note((i % 2, i % 5), float(i))
+        if i % 2:
+            times.returned(number, i + 8.0)
+    times.fit(float(RECORDS))
+
+    assert times.class_of((0, 0)) == times.class_of((0, 4)) != times.class_of((1, 0)) == times.class_of((1, 4))
+    returning, other = times.note((1, 0), 2e3), times.note((0, 0), 2e3)
+    assert times.worth(returning, 2e3) > 100 * times.worth(other, 2e3)
+    assert times.worth(returning, 2e3 + 600) < times.worth(returning, 2e3)
+
+
+def test_an_old_record_is_forgotten_and_a_late_return_changes_nothing() -> None:
+    times = ReturnTimes(1, 16)
+    first = times.note((0,), 0.0)
+    for i in range(16):
+        times.note((0,), float(i))
+
+    times.returned(first, 20.0)
+
+    assert not times.is_known(first)
+    times.fit(20.0)
+
+
+def test_memory_is_bounded_by_records_and_by_the_blocks_that_are_here() -> None:
+    reuse: ExpectedReuse[int] = ExpectedReuse(64)
+    for i in range(2000):
+        chain = [1, 10 * i + 2, 10 * i + 3]
+        reuse.begin(chain, [1, 1, 1], RequestFacts(session=i, kind=f"k{i}", stop=f"s{i}"), float(i))
+        if i >= 10:
+            for point in (10 * (i - 10) + 2, 10 * (i - 10) + 3):
+                reuse.forget(point)
+
+    assert reuse.remembered() <= 4 * 64 + 3 * 11 + 16
+
+
+def _learned() -> ExpectedReuse[str]:
+    """One session in two has a second turn after eight seconds; it rewrites the last block of the first."""
+    reuse: ExpectedReuse[str] = ExpectedReuse(RECORDS)
+    at_s = 0.0
+    for i in range(400):
+        at_s += 20.0
+        kind = "agent" if i % 2 else "once"
+        chain = ["system", f"a{i}", f"b{i}", f"c{i}"]
+        reuse.begin(chain, [4, 4, 4, 1], RequestFacts(kind=kind), at_s)
+        if i % 2:
+            reuse.begin([*chain[:3], f"d{i}", f"e{i}"], [4, 4, 4, 4, 1], RequestFacts(kind="last"), at_s + 8.0)
+    return reuse
+
+
+def test_what_returned_before_is_worth_more_than_what_never_did() -> None:
+    reuse = _learned()
+    reuse.begin(["system", "x", "y"], [4, 4, 4], RequestFacts(kind="agent"), 9000.0)
+    reuse.begin(["system", "u", "v"], [4, 4, 4], RequestFacts(kind="once"), 9000.0)
+
+    assert reuse.worth("x", 9001.0) > 10 * reuse.worth("u", 9001.0)
+    assert reuse.worth("system", 9001.0) > 10 * reuse.worth("u", 9001.0)
+
+
+def test_what_a_later_turn_has_left_out_is_worth_less_than_before() -> None:
+    reuse = _learned()
+    reuse.begin(["system", "x", "y", "z", "t"], [4, 4, 4, 1, 1], RequestFacts(kind="agent"), 9000.0)
+    before = reuse.worth("z", 9007.0)
+    reuse.begin(["system", "x", "y", "w", "q"], [4, 4, 4, 4, 1], RequestFacts(kind="agent"), 9008.0)
+
+    assert reuse.worth("z", 9009.0) < before / 10
+
+
+def test_an_engines_word_that_a_session_is_complete_is_learned() -> None:
+    reuse: ExpectedReuse[str] = ExpectedReuse(RECORDS)
+    for i in range(300):
+        at_s, chain = 30.0 * i, ["system", f"a{i}", f"b{i}"]
+        told = Return.SOON if i % 2 else Return.COMPLETE
+        reuse.begin(chain, [4, 4, 4], RequestFacts(next_turn=told), at_s)
+        if i % 2:
+            reuse.begin([*chain, f"c{i}"], [4, 4, 4, 4], RequestFacts(next_turn=Return.COMPLETE), at_s + 20.0)
+    reuse.begin(["system", "x", "y"], [4, 4, 4], RequestFacts(next_turn=Return.SOON), 9e3)
+    reuse.begin(["system", "u", "v"], [4, 4, 4], RequestFacts(next_turn=Return.COMPLETE), 9e3)
+
+    assert reuse.worth("x", 9e3 + 1) > 10 * reuse.worth("u", 9e3 + 1)
+
+
+@given(st.dictionaries(st.integers(0, 50), st.floats(0, 1), min_size=1, max_size=40))
+def test_victims_are_leaves_and_the_least_of_a_small_cache_goes_first(worths: dict[int, float]) -> None:
+    here = dict(worths)
+    victims: Victims[int] = Victims(lambda count: list(here)[:count], here.__contains__)
+    taken = []
+    while here:
+        leaf = victims.next(worths.__getitem__)
+        assert leaf in here
+        del here[leaf]
+        victims.taken()
+        taken.append(worths[leaf])
+
+    assert taken == sorted(taken)
