@@ -28,6 +28,9 @@ MARGIN: Final = 3 / 4
 RENEW: Final = 1 / 4
 """A holder renews after this part of the duration, so that two lost renewals do no harm."""
 
+RELEASES: Final = 3
+"""Tries to give a Lease back that is written meanwhile."""
+
 log = logging.getLogger(__name__)
 
 
@@ -144,15 +147,30 @@ class Leadership:
             self._seen = Sighting(self._seen.lease, time.monotonic())
 
     async def release(self) -> None:
-        """Give leadership up, so that the next replica need not wait. Harmless for one that does not lead."""
-        seen, self._until_s = self._seen, 0.0
+        """Give leadership up, so that the next replica need not wait. Harmless for one that does not lead.
+
+        A renewal that was cut off may have been carried out, or be on its way still: the Lease is read anew.
+        """
+        self._until_s = 0.0
         self._report()
-        if seen is None or seen.lease.holder != self.me:
-            return
-        try:
-            await self._write(seen.lease, holder="")
-        except KvStrataError as e:
-            log.warning("lease not released", extra={"error": str(e)})
+        error: KvStrataError | None = None
+        for _ in range(RELEASES):
+            try:
+                error = None
+                await self._release()
+            except RetryableError as e:  # Written meanwhile.
+                error = e
+                continue
+            except KvStrataError as e:
+                error = e
+            break
+        if error is not None:
+            log.warning("lease not released", extra={"error": str(error)})
+
+    async def _release(self) -> None:
+        lease = await self._read()
+        if self._seen is not None and lease.holder == self.me:
+            await self._write(lease, holder="")
 
     async def _step(self) -> None:
         """Look at the Lease; renew or take it where that is due."""

@@ -22,6 +22,8 @@ PEER = "sglang {installed}"
 VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
 ASKED = prompts(50)
 PROMPTS = len(ASKED)
+MANY = tuple(prompts(1000, seed=31)[first : first + 50] for first in range(0, 1000, 50))
+"""As many at a time as the engine's own memory takes."""
 CAPACITY_BYTES = 256 * MIB
 LOOKUP_S, MOVE_S = 1.0, 5.0
 OURS = ("kvstrata_client.connectors.sglang", "KvstrataStorage")
@@ -185,6 +187,30 @@ def test_greedy_tokens_are_equal_whatever_happens_to_the_agent(
             for name, p in phases.items()
         )
         sys.stdout.write(f"\nSGLang {sglang.version}: {stored_blocks} blocks stored; {told}\n")
+
+
+def test_a_thousand_prompts_have_equal_tokens(
+    sglang: SGLang, agent: Agent, record_property: Callable[[str, object], None]
+) -> None:
+    if sglang.version != VERSIONS[-1]:
+        pytest.skip("one version is enough for many prompts")
+    sglang.open(None)
+    right = [sglang.driver.ask("run", prompts=few)["tokens"] for few in MANY]
+    sglang.close()
+    sglang.open(storage(agent))
+    for few, wanted in zip(MANY, right, strict=True):
+        assert sglang.driver.ask("run", prompts=few)["tokens"] == wanted
+        assert sglang.driver.ask("reset") == {"is_reset": True}  # Which waits until they are stored.
+    hits = 0
+    for few, wanted in zip(MANY, right, strict=True):
+        found = sglang.driver.ask("run", prompts=few)
+        assert found["tokens"] == wanted
+        hits += found["external"]
+        assert sglang.driver.ask("reset") == {"is_reset": True}
+    sglang.close()
+    assert hits > 50_000
+    record_property("equal_of_many", f"{sum(map(len, MANY))}/{sum(map(len, right))}")
+    record_property("hit_tokens_of_many", hits)
 
 
 @pytest.mark.parametrize(("layout", "interface_v1"), [("layer_first", 1), ("layer_first", 0)])

@@ -33,6 +33,8 @@ MANY: Final = prompts(1000, seed=21)
 FEW: Final = prompts(24, seed=22)
 DEADLINE_S: Final = 2.0
 """How long a request waits for its blocks."""
+CONNECTOR, TIER = "--connector", "--tier"
+"""How KV of an engine comes to the agent: by our connector, or below vLLM's own CPU offloading."""
 GROWTH_BYTES: Final = 64 * MIB
 
 
@@ -56,16 +58,12 @@ class Place:
     def nvme(self) -> Path:
         return self.home / "state" / "nvme"
 
-    def engine(self, *arguments: str, **extra: Any) -> Driver:
+    def engine(self, *arguments: str, way: str = CONNECTOR, **extra: Any) -> Driver:
         """A vLLM that keeps its KV with the agent of this place, whether it is there or not."""
-        config = {
-            "socket": str(self.socket),
-            "pool": POOL,
-            "load_deadline_s": DEADLINE_S,
-            "staging_bytes": 64 * MIB,
-            **extra,
-        }
-        driver = Driver(command(self.python, self.model, "--connector", json.dumps(config), *arguments))
+        known = {"socket": str(self.socket), "pool": POOL, "load_deadline_s": DEADLINE_S}
+        more = {"revision": "1"} if way == TIER else {"staging_bytes": 64 * MIB}
+        config = json.dumps({**known, **more, **extra})
+        driver = Driver(command(self.python, self.model, way, config, *arguments, left=self.home))
         driver.versions()
         return driver
 
@@ -103,7 +101,11 @@ def right(place: Place) -> dict[str, Tokens]:
 
 
 def run(driver: Driver, given: Tokens, wanted: Tokens) -> int:
-    """Generate; every answer has to be right and whole. Returns the tokens that came from the agent."""
+    """Generate with nothing in the engine's own memory; every answer has to be right and whole.
+
+    Returns the tokens that came from the agent.
+    """
+    assert driver.ask("reset")["is_reset"]
     found = driver.ask("run", prompts=given)
     assert found["reasons"] == ["length"], found["reasons"]
     wrong = [n for n, (a, b) in enumerate(zip(found["tokens"], wanted, strict=True)) if a != b]
@@ -118,12 +120,12 @@ def until_loaded(driver: Driver, wanted: Tokens) -> None:
         assert time.monotonic() < ends_s, "the agent is there, and nothing is loaded"
 
 
-@pytest.mark.parametrize("chosen", [{}, {"layerwise": True}], ids=["whole", "layerwise"])
+@pytest.mark.parametrize("chosen", [{}, {"layerwise": True}, {"way": TIER}], ids=["whole", "layerwise", "tier"])
 def test_a_thousand_prompts_have_equal_tokens_and_zeros_are_noticed(
     place: Place,
     right: dict[str, Tokens],
     opened: ExitStack,
-    chosen: dict[str, bool],
+    chosen: dict[str, Any],
     record_property: Callable[[str, object], None],
 ) -> None:
     opened.enter_context(place.up())
@@ -136,11 +138,13 @@ def test_a_thousand_prompts_have_equal_tokens_and_zeros_are_noticed(
     differ = sum(a != b for a, b in zip(wrong["tokens"], right["many"], strict=False))
     assert differ > 90
     record_property("equal", f"{len(MANY)}/{len(MANY)}")
-    record_property("layerwise_hit_tokens" if chosen else "external_hit_tokens", hits)
+    record_property(f"{'_'.join(map(str, chosen)) or 'external'}_hit_tokens", hits)
     _say(**chosen, external_hit_tokens=hits, zeros_noticed=differ)
 
 
+@pytest.mark.parametrize("way", [CONNECTOR, TIER])
 def test_no_death_of_the_agent_ends_the_engine_or_changes_a_token(
+    way: str,
     place: Place,
     right: dict[str, Tokens],
     opened: ExitStack,
@@ -150,7 +154,7 @@ def test_no_death_of_the_agent_ends_the_engine_or_changes_a_token(
     # oneDNN keeps a kernel for each number of tokens that a step had, 0.2 MB each, and how many steps have depends here
     # on when blocks come: a vLLM by itself grows by 270 MB in 1,200 prompts of all lengths, and with this by 35 MB.
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "4")
-    driver, chosen = opened.enter_context(place.engine()), random.Random(5)
+    driver, chosen = opened.enter_context(place.engine(way=way)), random.Random(5)
     run_s, hits, memory = 2.0, 0, []
     for n in range(KILLS):
         agent = opened.enter_context(place.up())
