@@ -155,22 +155,21 @@ class Leadership:
         self._report()
         error: KvStrataError | None = None
         for _ in range(RELEASES):
-            try:
-                error = None
-                await self._release()
-            except RetryableError as e:  # Written meanwhile.
-                error = e
-                continue
-            except KvStrataError as e:
-                error = e
-            break
+            error = await self._release()
+            if not isinstance(error, RetryableError):  # Else it was written meanwhile.
+                break
         if error is not None:
             log.warning("lease not released", extra={"error": str(error)})
 
-    async def _release(self) -> None:
-        lease = await self._read()
-        if self._seen is not None and lease.holder == self.me:
-            await self._write(lease, holder="")
+    async def _release(self) -> KvStrataError | None:
+        """Read the Lease and give it back if it is ours; returns what was in the way."""
+        try:
+            lease = await self._read()
+            if self._seen is not None and lease.holder == self.me:
+                await self._write(lease, holder="")
+        except KvStrataError as e:
+            return e
+        return None
 
     async def _step(self) -> None:
         """Look at the Lease; renew or take it where that is due."""

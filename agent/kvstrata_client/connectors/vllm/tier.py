@@ -433,7 +433,8 @@ class _ChunkStore:
         done = order[: stored.leading]
         if self._book is not None:
             self._book.keep([job.keys[i] for i in done])
-        return [i in done for i in range(len(job.keys))]
+        there = set(done)
+        return [i in there for i in range(len(job.keys))]
 
     def _learn(self, stored: Stored) -> None:
         assert self._book is not None
