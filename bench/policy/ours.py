@@ -7,7 +7,7 @@ import sys
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.policy.expected_reuse import ExpectedReuse, RequestFacts, Return, Victims
+from kvstrata_agent.policy.expected_reuse import ExpectedReuse, MarkTable, RequestFacts, Return, Victims
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,9 +37,10 @@ class Ours:
         self._now_s = 0.0
         self._facts = facts(trace, hints)
         self._lengths = trace.lengths
-        self._reuse: ExpectedReuse[int] = ExpectedReuse()
+        self._table: MarkTable[int] = MarkTable()
+        self._reuse: ExpectedReuse[int] = ExpectedReuse(self._table)
         draw = random.Random(1)
-        self._victims: Victims[int] = Victims(
+        self._victims: Victims[int, float] = Victims(
             lambda n: cache.leaves if len(cache.leaves) <= n else draw.choices(cache.leaves, k=n), cache.is_leaf
         )
 
@@ -73,7 +74,8 @@ class Ours:
 
     def gone(self, run: int) -> None:
         """Nothing is kept of it."""
-        self._reuse.forget(run)
+        self._reuse.cut(run)
+        self._table.marks.pop(run, None)
         self._victims.taken()
 
     def _offer(self, run: int) -> None:
@@ -81,7 +83,7 @@ class Ours:
             self._victims.offer(run, self._worth(run))
 
     def _worth(self, run: int) -> float:
-        return self._reuse.worth(run, self._now_s)
+        return self._reuse.worth(run, self._table.marks[run], self._now_s)
 
 
 def facts(trace: Trace, hints: Hints) -> list[RequestFacts]:

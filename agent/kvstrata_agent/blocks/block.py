@@ -49,6 +49,8 @@ class Entry(msgspec.Struct, eq=False):
     """Decoding sessions whose head this is."""
     followers: set[tuple[str, str]] | None = None
     """Keys of all sessions whose head this is."""
+    mark: int = 0
+    """What is known of its uses, see `policy.expected_reuse`."""
     move: asyncio.Future[bool] | None = None
     """Set while a copy of the block is being made; done with True when it was."""
 

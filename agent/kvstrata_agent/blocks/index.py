@@ -13,6 +13,7 @@ from kvstrata_agent.blocks.block import GONE, TIERS_MAX, Entry, Residence
 from kvstrata_agent.blocks.packed_blocks import PackedTable
 from kvstrata_agent.blocks.scope_table import Blocks, packed_of
 from kvstrata_agent.blocks.tier_contents import TierContents
+from kvstrata_agent.policy.expected_reuse import UNMARKED
 from kvstrata_api.blocks import ScopeId
 
 if TYPE_CHECKING:
@@ -249,9 +250,8 @@ class Index:
         tenant = blocks.account_in(tier, slot.extent)
         counts = blocks.children.get(digest)
         is_leaf = counts is None or not any(counts[: tier.level + 1])
-        row = (
-            packed_of(copy, tenant, parent, born_s, 0.0, tuple(counts)) if counts and may_pack and not is_leaf else None
-        )
+        use = born_s, 0.0, UNMARKED
+        row = packed_of(copy, tenant, parent, use, tuple(counts)) if counts and may_pack and not is_leaf else None
         if row is not None and row.fits:
             del blocks.children[digest]
             blocks.put(row)

@@ -15,6 +15,7 @@ from kvstrata_agent.blocks.block import GONE, Entry, Residence
 from kvstrata_agent.blocks.handovers import GrowthTable
 from kvstrata_agent.blocks.leases import Lease, LeaseTable
 from kvstrata_agent.blocks.reservations import Reservation, ReservationTable
+from kvstrata_agent.blocks.returns import Returns
 from kvstrata_agent.blocks.sessions import SessionState, SessionTable
 from kvstrata_agent.blocks.tenants import TenantBook
 from kvstrata_agent.blocks.tier import WRITE_PAUSE_S, Tier
@@ -105,6 +106,8 @@ class Node:
     tenants: TenantBook = field(default_factory=TenantBook)
     wall: Callable[[], float] = time.time
     """Unix seconds, the only time that outlives a process."""
+    returns: Returns = field(init=False)
+    """What each block is worth."""
     started_s: float = field(init=False)
     """Monotonic second of the start: nobody knows when blocks of an earlier run were used before it."""
     block_bytes: int = 0
@@ -122,6 +125,7 @@ class Node:
 
     def __post_init__(self) -> None:
         self.started_s = self.clock()
+        self.returns = Returns(self)
 
     @property
     def agent(self) -> str:

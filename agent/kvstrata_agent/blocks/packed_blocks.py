@@ -1,4 +1,4 @@
-"""Blocks that nobody uses just now, as rows of 116 bytes: objects for the same take ten times that. No clock, no I/O.
+"""Blocks that nobody uses just now, as rows of 124 bytes: objects for the same take ten times that. No clock, no I/O.
 
 What many blocks have in common (scope, layout, account, tier, codec, epoch, sizes) is kept once, as a kind. Rows lie in
 chunks that never move; a row is found by its digest in one of 256 small open-addressing tables, so that none of them is
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_api.blocks import LayoutId, ScopeId
 
-_ROW: Final = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}s{CHECKSUM_BYTES}sddQQIII{TIERS_MAX}H")
-"""digest, parent, checksum, born, last use, stamp, offset, extent, stored bytes, kind, children at each level."""
+_ROW: Final = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}s{CHECKSUM_BYTES}sddQQQIII{TIERS_MAX}H")
+"""digest, parent, checksum, born, last use, mark, stamp, offset, extent, stored bytes, kind, children at each level."""
 PACKED_BYTES: Final = _ROW.size
 FIELDS: Final = np.dtype(
     [
         ("digest", "u1", KEY_BYTES), ("parent", "u1", KEY_BYTES), ("checksum", "u1", CHECKSUM_BYTES),
-        ("born_s", "<f8"), ("used_at_s", "<f8"), ("stamp", "<u8"), ("offset", "<u8"),
+        ("born_s", "<f8"), ("used_at_s", "<f8"), ("mark", "<u8"), ("stamp", "<u8"), ("offset", "<u8"),
         ("extent", "<u4"), ("stored_bytes", "<u4"), ("kind", "<u4"), ("counts", "<u2", TIERS_MAX),
     ]
 )  # fmt: skip
@@ -86,6 +86,8 @@ class PackedBlock(NamedTuple):
     stored_bytes: int
     counts: tuple[int, ...]
     """Children at each level."""
+    mark: int = 0
+    """What is known of its uses, see `policy.expected_reuse`."""
 
     @property
     def fits(self) -> bool:
@@ -174,8 +176,8 @@ class PackedTable:
         chunk, start = self._at(number)
         kind = self._kinds.take(row.kind)
         _ROW.pack_into(
-            chunk, start, row.digest, row.parent, row.checksum, row.born_s, row.used_at_s, row.stamp, row.offset,
-            row.extent, row.stored_bytes, kind, *row.counts,
+            chunk, start, row.digest, row.parent, row.checksum, row.born_s, row.used_at_s, row.mark, row.stamp,
+            row.offset, row.extent, row.stored_bytes, kind, *row.counts,
         )  # fmt: skip
         self._rows += 1
         self._enter(hash(row.digest), number)
@@ -275,15 +277,15 @@ class PackedTable:
 
     def peek(self, number: int) -> PackedBlock | None:
         """Return a row; None when it holds no block any more."""
-        digest, parent, checksum, born_s, used_at_s, stamp, offset, extent, stored, of, *counts = _ROW.unpack_from(
-            *self._at(number)
+        digest, parent, checksum, born_s, used_at_s, mark, stamp, offset, extent, stored, of, *counts = (
+            _ROW.unpack_from(*self._at(number))
         )
         kind = self._kinds.values[of]
         if kind is None:
             return None
         before = b"" if kind.is_root else parent
         return PackedBlock(
-            kind, digest, before, checksum, born_s, used_at_s, stamp, offset, extent, stored, tuple(counts)
+            kind, digest, before, checksum, born_s, used_at_s, stamp, offset, extent, stored, tuple(counts), mark
         )
 
     def lies_in(self, number: int, tier: Tier, extent: int) -> bool:

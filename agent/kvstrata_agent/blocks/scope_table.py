@@ -239,7 +239,7 @@ class Blocks:
         copy = Residence(kind.tier, SlotRef(row.extent, row.offset, kind.slot_bytes, row.stamp), record)
         entry = Entry(
             kind.scope, row.digest, row.parent, kind.layout_id, row.born_s, row.used_at_s, kind.tenant, (copy,),
-            kind.tier.level,
+            kind.tier.level, mark=row.mark,
         )  # fmt: skip
         self.in_use[row.digest] = entry
         if any(row.counts):
@@ -259,7 +259,8 @@ class Blocks:
         if counts is None or not any(counts[: entry.level + 1]):
             return False
         self._packing.contents(copy.tier).withdraw(entry)
-        row = packed_of(copy, entry.tenant, entry.parent, entry.born_s, entry.used_at_s, tuple(counts))
+        use = entry.born_s, entry.used_at_s, entry.mark
+        row = packed_of(copy, entry.tenant, entry.parent, use, tuple(counts))
         if row is None or not row.fits or sys.getrefcount(entry) > _REFERENCES:
             return False
         del self.in_use[entry.digest], self.children[entry.digest]
@@ -295,13 +296,17 @@ def kind_of(copy: Residence, tenant: str) -> PackedKind:
 
 
 def packed_of(
-    copy: Residence, tenant: str, parent: bytes, born_s: float, used_at_s: float, counts: tuple[int, ...]
+    copy: Residence, tenant: str, parent: bytes, use: tuple[float, float, int], counts: tuple[int, ...]
 ) -> PackedBlock | None:
-    """The row of a block with just this copy; None where its record names another parent than the block has."""
+    """The row of a block with just this copy; None where its record names another parent than the block has.
+
+    `use` is when it was born and last used, and its mark.
+    """
     _, slot, record = copy
+    born_s, used_at_s, mark = use
     if record.parent != parent:
         return None
     return PackedBlock(
         kind_of(copy, tenant), record.key.digest, parent, record.checksum, born_s, used_at_s, slot.stamp, slot.offset,
-        slot.extent, record.stored_bytes, counts,
+        slot.extent, record.stored_bytes, counts, mark,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The blocks that lie in a tier, by extent and as possible victims, oldest first. No I/O.
+"""The blocks that lie in a tier, by extent and as possible victims. No I/O.
 
 Of each extent it has the entries of blocks in use, and the numbers of the rows of the others. Use moves only a block's
 `used_at_s`; the heap of possible victims learns of it when the block comes up. So a touch costs one assignment, and
@@ -15,6 +15,7 @@ from kvstrata_agent.blocks.block import account_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from random import Random
 
     from kvstrata_agent.backends.base import SlotRef
     from kvstrata_agent.blocks.block import Entry
@@ -46,7 +47,7 @@ A = TypeVar("A", bound=Aged)
 
 
 class LeafQueue(Generic[A]):
-    """A priority queue by last use. Each block is in it once at most."""
+    """Blocks in the order of last use, or drawn by chance. Each is in it once at most."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, float, int]] = []
@@ -55,9 +56,27 @@ class LeafQueue(Generic[A]):
         self._blocks: dict[int, A] = {}
         """Queued blocks by number, so that nothing here refers to one that was taken out."""
         self._pushes = 0
+        self._drawn: list[int] = []
+        """Numbers of blocks that are queued, or were, and that chance draws from."""
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+    def __contains__(self, block: A) -> bool:
+        return block in self._numbers
+
+    def draw(self, count: int, chance: Random) -> list[A]:
+        """Blocks drawn by chance, one perhaps several times; all of them where there are no more than `count`."""
+        blocks = self._blocks
+        if len(blocks) <= count:
+            return list(blocks.values())
+        if len(self._drawn) > 2 * len(blocks):
+            self._drawn = list(blocks)
+        found: list[A] = []
+        while len(found) < count:
+            numbers = chance.choices(self._drawn, k=count)
+            found += [blocks[n] for n in numbers if n in blocks]
+        return found[:count]
 
     def push(self, block: A) -> None:
         """Put a block in; nothing happens when it is there."""
@@ -67,6 +86,9 @@ class LeafQueue(Generic[A]):
         self._numbers[block] = self._pushes
         self._blocks[self._pushes] = block
         heapq.heappush(self._heap, (block.used_at_s, block.born_s, self._pushes))
+        self._drawn.append(self._pushes)
+        if len(self._drawn) > 2 * len(self._numbers) + _SLACK:
+            self._drawn = list(self._blocks)
 
     def discard(self, block: A) -> bool:
         """Take a block out; false when it is not there."""

@@ -299,7 +299,8 @@ class Evictor:
 
     async def _evict(self, tier: Tier, request: EvictionRequest) -> int:
         """Plan and carry out: copies first, all at once; then the sources go, children before parents."""
-        candidates = TierCandidates(self._node.index, tier, request)
+        returns = self._node.returns if self._node.returns.are_followed else None
+        candidates = TierCandidates(self._node.index, tier, request, returns)
         plan = plan_eviction(candidates, request.need_bytes, request.most_bytes)
         try:
             lost = await self._demote_victims([e for e in plan.victims if len(e.residences) == 1], tier, request)

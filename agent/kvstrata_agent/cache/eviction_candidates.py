@@ -7,10 +7,14 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from kvstrata_agent.movement.path import Priority
+from kvstrata_agent.policy.expected_reuse import Victims
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.index import Index
+    from kvstrata_agent.blocks.returns import Returns, Worth
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.blocks.tier_contents import LeafQueue
     from kvstrata_api.blocks import ScopeId
@@ -48,11 +52,10 @@ class EvictionRequest:
 class TierCandidates:
     """Implements `policy.eviction.Candidates` over the part of a tier that a request names.
 
-    Victims are ordered by last use alone. A policy that knows better (classes of sessions, say) belongs into the order
-    of `LeafQueue`, and nowhere else.
+    With `returns` the least worth goes first, of a sample; without, the least recently used.
     """
 
-    def __init__(self, index: Index, tier: Tier, request: EvictionRequest) -> None:
+    def __init__(self, index: Index, tier: Tier, request: EvictionRequest, returns: Returns | None = None) -> None:
         self._index = index
         self._tier = tier
         self._contents = index.contents(tier)
@@ -63,12 +66,13 @@ class TierCandidates:
         )
         self._pushed: set[Entry] = set()
         """Blocks that the planner put in: their children are victims of the same plan."""
+        self._returns = returns
+        self._victims: Victims[Entry, Worth] = Victims(self._draw, self._is_queued)
 
     def pop(self) -> Entry | None:
-        """Take the least recently used leaf; entries that are no leaf (any more) are left out on the way."""
-        while (queue := self._oldest()) is not None:
-            entry = queue.pop()
-            if entry is not None and (entry in self._pushed or self.children(entry) == 0):
+        """Take the leaf that goes first; entries that are no leaf (any more) are left out on the way."""
+        while (entry := self._first()) is not None:
+            if entry in self._pushed or self.children(entry) == 0:
                 return entry
         return None
 
@@ -78,6 +82,39 @@ class TierCandidates:
             self._pushed.add(block)
             self._contents.offer(block)
             self._keys[block.scope, block.tenant] = None
+            if self._returns is not None:
+                self._victims.offer(block, self._returns.worth(block))
+
+    def _first(self) -> Entry | None:
+        """Take out what goes first, a leaf or not; None when nothing is left."""
+        if self._returns is None:
+            queue = self._oldest()
+            return queue.pop() if queue is not None else None
+        if not any(self._contents.queues.get(key) for key in self._keys):
+            return None
+        entry = self._victims.next(self._returns.worth)
+        self._contents.queues[entry.scope, entry.tenant].discard(entry)
+        self._victims.taken()
+        return entry
+
+    def _is_queued(self, entry: Entry) -> bool:
+        queue = self._contents.queues.get((entry.scope, entry.tenant))
+        return queue is not None and entry in queue
+
+    def _draw(self, count: int) -> Sequence[Entry]:
+        """Leaves of all queues, by chance; all where there are no more than `count`."""
+        assert self._returns is not None
+        queues, chance = self._queues(), self._returns.chance
+        if len(queues) == 1:
+            return queues[0].draw(count, chance)
+        sizes = [len(queue) for queue in queues]
+        if sum(sizes) <= count:
+            return [entry for queue in queues for entry in queue.draw(count, chance)]
+        return [queue.draw(1, chance)[0] for queue in chance.choices(queues, sizes, k=count)]
+
+    def _queues(self) -> list[LeafQueue[Entry]]:
+        """Those of the wanted queues that hold anything."""
+        return [queue for key in self._keys if (queue := self._contents.queues.get(key))]
 
     def is_free(self, block: Entry) -> bool:
         """True when nobody holds the block and it lies where room is wanted."""
@@ -109,15 +146,9 @@ class TierCandidates:
             return 0
         return self._index.blockers(block, self._tier.level)
 
-    def oldest_s(self) -> float | None:
-        """Last use of the least recently used possible leaf, or None."""
-        queue = self._oldest()
-        entry = queue.oldest() if queue is not None else None
-        return entry.used_at_s if entry is not None else None
-
     def _oldest(self) -> LeafQueue[Entry] | None:
         """The queue with the least recently used block; None when there is no block."""
-        queues = [queue for key in self._keys if (queue := self._contents.queues.get(key))]
+        queues = self._queues()
         if len(queues) < 2:
             return queues[0] if queues else None
         first, oldest_s = None, float("inf")

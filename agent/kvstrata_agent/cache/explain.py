@@ -74,6 +74,7 @@ class Explainer:
         return {
             "state": state,
             "idle_s": self._node.clock() - entry.used_at_s,
+            "expected_reuse": self._node.returns.explain(entry),
             "copies": [self._copy(entry, r) for r in entry.residences],
             "held_by": self._holders(entry),
             "read": self._read(entry),

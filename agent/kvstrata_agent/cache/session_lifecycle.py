@@ -111,6 +111,8 @@ class SessionLife:
         """Take a hint, and make ready for the return that it announces."""
         self._node.sessions.touch(session, state, urgency, return_s, self._node.clock(), owner)
         self._node.changed.fire()
+        if return_s > 0:
+            self._node.returns.expect(session, return_s)
         if urgency or return_s > 0:
             self.expect(session)
         self.publish(session)
@@ -118,6 +120,7 @@ class SessionLife:
     def finish(self, session: Session, *, archive: bool) -> None:
         """End a session: its chain goes to a tier that survives, or what nobody else continues is the first to go."""
         self._expected.pop(session, None)
+        self._node.returns.expect(session, None)
         self._node.changed.fire()
         archiver = self._archiver
         if archive:

@@ -319,10 +319,11 @@ class Writer:
         now_s = self._node.clock()
         for reservation in reservations:
             reservation.entry.used_at_s = now_s
-        session = reservations[0].session
+        session, entries = reservations[0].session, [r.entry for r in reservations]
+        self._node.returns.stored(session, entries)
         if session is not None:
-            self._archiver.follow(session, [r.entry for r in reservations])
-        self._admit([r.entry for r in reservations], reservations[0].tier, session.turns if session else 0)
+            self._archiver.follow(session, entries)
+        self._admit(entries, reservations[0].tier, session.turns if session else 0)
 
     def _admit(self, entries: Sequence[Entry], tier: Tier, turns: int) -> None:
         policy = self._node.spec.policy

@@ -14,11 +14,13 @@ from bisect import insort
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from kvstrata_agent.policy.return_times import LEVELS, RECORDS_MAX, ReturnTimes
 
 K = TypeVar("K", bound=Hashable)
+K_contra = TypeVar("K_contra", bound=Hashable, contravariant=True)
+W = TypeVar("W", bound="float | tuple[Any, ...]")
 
 FORKS_MAX: Final = 15
 """Continuations of a point that are counted."""
@@ -26,6 +28,8 @@ NAMES_MAX: Final = LEVELS - 1
 """Kinds and stop reasons that are told apart; 0 stands for all others."""
 NEVER: Final = -1
 """Record of what has none."""
+UNMARKED: Final = 0
+"""Mark of a block of whose uses nothing is known."""
 _FORK_BITS: Final = 4
 
 
@@ -85,16 +89,41 @@ class _Own:
     superseded_by: int = NEVER
 
 
-class ExpectedReuse(Generic[K]):
-    """Learns and judges. Memory: one number a block that is here, and the records."""
+class Marks(Protocol[K_contra]):
+    """Where the marks of blocks are kept: the record of the last use, and how many continuations a block had."""
 
-    def __init__(self, records_max: int = RECORDS_MAX) -> None:
+    def read(self, chain: Sequence[K_contra]) -> list[int]:
+        """Mark of each, `UNMARKED` where there is none."""
+
+    def write(self, chain: Sequence[K_contra], marks: Sequence[int]) -> None:
+        """Set the mark of each."""
+
+
+class MarkTable(Generic[K]):
+    """Marks by point, of all that are not forgotten."""
+
+    def __init__(self) -> None:
+        self.marks: dict[K, int] = {}
+
+    def read(self, chain: Sequence[K]) -> list[int]:
+        """Mark of each, `UNMARKED` where there is none."""
+        get = self.marks.get
+        return [get(point, UNMARKED) for point in chain]
+
+    def write(self, chain: Sequence[K], marks: Sequence[int]) -> None:
+        """Set the mark of each."""
+        self.marks.update(zip(chain, marks, strict=True))
+
+
+class ExpectedReuse(Generic[K]):
+    """Learns and judges. Memory: a mark for each block, and the records."""
+
+    def __init__(self, marks: Marks[K], records_max: int = RECORDS_MAX) -> None:
         self.times = ReturnTimes(len(_Feature), records_max)
         self._records_max = records_max
-        self._marks: dict[K, int] = {}
-        """Record of the last use of each block that is here, and how many continuations it had."""
+        self._marks = marks
         self._tails: dict[K, int] = {}
-        """Tail records of chains' last blocks that are here and that nothing has continued."""
+        """Tail records, that are remembered, of chains' last blocks that nothing has continued."""
         self._awaited: dict[K, int] = {}
         """Points that records wait for."""
         self._point_of: list[K | None] = [None] * records_max
@@ -104,13 +133,16 @@ class ExpectedReuse(Generic[K]):
 
     def begin(self, chain: Sequence[K], sizes: Sequence[int], facts: RequestFacts, now_s: float) -> None:
         """A request uses a chain; `sizes` are the blocks of each of its points. All of it counts as here afterwards."""
-        known, fork, returned = self._find(chain)
+        marks = self._marks.read(chain)
+        known, fork, returned = self._find(chain, marks)
         size = sum(sizes)
         matched = sum(sizes[: known + 1])
         previous = self._close(returned, chain, now_s)
-        turn, gap_s = self._lineage(previous, known, chain, facts, now_s)
-        if 0 <= known < len(chain) - 1 and previous is None:
-            fork = self._parts(chain[known], known, fork)
+        turn, gap_s = self._lineage(previous, marks[known] if known >= 0 else UNMARKED, facts, now_s)
+        if 0 <= known < len(chain) - 1 and previous is None and marks[known]:
+            forks = min(FORKS_MAX, (marks[known] & FORKS_MAX) + 1)
+            marks[known] = marks[known] & ~FORKS_MAX | forks
+            fork = known if forks >= 2 else fork
         common = (
             _log_level(size), _log_level(size - matched), self._name(facts.kind), self._name(facts.stop),
             int(facts.next_turn),
@@ -120,80 +152,94 @@ class ExpectedReuse(Generic[K]):
         own = self._note((Point.OWN, turn, gap_s, matched, 0, *common), chain[middle], own_facts, now_s)
         head = own
         if fork >= 0 and fork != middle:
-            mark = self._marks[chain[fork]]
-            head_gap_s = self._idle_s(mark >> _FORK_BITS, now_s)
-            head_blocks, forks = sum(sizes[: fork + 1]), mark & FORKS_MAX
+            head_gap_s, forks = self._idle_s(marks[fork], now_s), marks[fork] & FORKS_MAX
+            head_blocks = sum(sizes[: fork + 1])
             head = self._note((Point.HEAD, turn, head_gap_s, head_blocks, forks, *common), chain[fork], None, now_s)
-        self._mark(chain, fork, head, own)
+        self._mark(chain, marks, fork, head, own)
         if fork < len(chain) - 1 != middle:
             tail = (Point.TAIL, turn, gap_s, matched, 0, *common)
             self._tails[chain[-1]] = self._note(tail, chain[-1], None, now_s)
         if self.times.is_due():
             self.times.fit(now_s)
 
-    def worth(self, point: K, now_s: float) -> float:
-        """Uses that holding a block brings for each second."""
-        number = self._marks[point] >> _FORK_BITS
-        times = self.times
+    def worth(self, point: K, mark: int, now_s: float) -> float:
+        """Uses that holding a block brings for each second; 0.0 where nothing that is remembered tells."""
+        number = self._judged(point, mark)
+        return self.times.worth(number, now_s) if number != NEVER else 0.0
+
+    def expect(self, point: K, mark: int, next_turn: Return) -> None:
+        """The engine tells when a chain that ends at this point is continued."""
+        own = _record(mark)
+        numbers = [self._tails.get(point, NEVER)]
+        if self.times.is_known(own) and self._own[own % self._records_max] is not None:
+            numbers.append(own)
+        for number in numbers:
+            if self.times.is_known(number):
+                self.times.amend(number, _Feature.NEXT_TURN, int(next_turn))
+
+    def explain(self, point: K, mark: int) -> dict[str, int | str]:
+        """What a block is judged by: part of its chain, features and class of the record."""
+        number = self._judged(point, mark)
+        if number == NEVER:
+            return {"reason": "no request that is remembered used it; as the average of all"}
+        names, levels = (f.name.lower() for f in _Feature), self.times.features_of(number)
+        told: dict[str, int | str] = dict(zip(names, levels, strict=True))
+        return told | {"point": Point(levels[0]).name.lower(), "class": self.times.class_of(levels)}
+
+    def _judged(self, point: K, mark: int) -> int:
+        """Number of the record that a block is judged by; `NEVER` where none is remembered."""
+        number, times = _record(mark), self.times
         if not times.is_known(number):
-            return 0.0
+            return NEVER
         own = self._own[number % self._records_max]
         if own is not None and own.superseded_by != NEVER:
             number = own.superseded_by
         elif point in self._tails:
             number = self._tails[point]
-        return times.worth(number, now_s) if times.is_known(number) else 0.0
+        return number if times.is_known(number) else NEVER
 
     def is_tail(self, point: K) -> bool:
         """True for the last block of a chain, which is judged apart from what comes before it."""
         return point in self._tails
 
     def cut(self, point: K) -> None:
-        """Where a point stands for several blocks: its last one has gone."""
+        """It is the last block of a chain no more: that was continued, or has left a point that stands for several."""
         self._tails.pop(point, None)
+
+    def is_fresh(self, mark: int, within_s: float, now_s: float) -> bool:
+        """True when the last use that a mark tells of is no longer ago."""
+        return 0.0 <= self._idle_s(mark, now_s) <= within_s
 
     def remembered(self) -> int:
-        """Entries of all tables: at most four for each record, and two for each block that is here."""
-        return len(self._marks) + len(self._tails) + len(self._awaited) + len(self._sessions) + len(self._names)
+        """Entries of all tables: at most four for each record."""
+        return len(self._tails) + len(self._awaited) + len(self._sessions) + len(self._names)
 
-    def forget(self, point: K) -> None:
-        """A block is no longer here."""
-        self._marks.pop(point, None)
-        self._tails.pop(point, None)
-
-    def _find(self, chain: Sequence[K]) -> tuple[int, int, list[int]]:
+    def _find(self, chain: Sequence[K], marks: Sequence[int]) -> tuple[int, int, list[int]]:
         """Deepest point that is known, deepest one that chains part at (-1: none), and records that wait for any."""
-        marks, awaited = self._marks, self._awaited
+        awaited = self._awaited
         known, fork = -1, -1
         returned: list[int] = []
-        for i, point in enumerate(chain):
-            mark, number = marks.get(point), awaited.get(point)
-            if mark is not None:
+        for i, (point, mark) in enumerate(zip(chain, marks, strict=True)):
+            if mark:
                 known = i
                 if mark & FORKS_MAX > 1:
                     fork = i
-            if number is not None:
+            if point in awaited:
                 known = i
-                returned.append(number)
+                returned.append(awaited[point])
         return known, fork, returned
 
-    def _mark(self, chain: Sequence[K], fork: int, head: int, own: int) -> None:
+    def _mark(self, chain: Sequence[K], marks: Sequence[int], fork: int, head: int, own: int) -> None:
         """Note for each block what its last use was."""
-        marks, tails, last = self._marks, self._tails, len(chain) - 1
-        for i, point in enumerate(chain):
-            forks = marks.get(point, 0) & FORKS_MAX or int(i < last)
-            marks[point] = (head if i <= fork else own) << _FORK_BITS | forks
-            if point in tails:
-                del tails[point]
-
-    def _parts(self, point: K, at: int, fork: int) -> int:
-        """Count one more continuation of a point; returns the deepest point that has several."""
-        mark = self._marks.get(point)
-        if mark is None:
-            return fork
-        forks = min(FORKS_MAX, (mark & FORKS_MAX) + 1)
-        self._marks[point] = mark & ~FORKS_MAX | forks
-        return at if forks >= 2 else fork
+        by_head, by_own = (head + 1) << _FORK_BITS, (own + 1) << _FORK_BITS
+        new = [by_head | (mark & FORKS_MAX or 1) for mark in marks[: fork + 1]]
+        new += [by_own | (mark & FORKS_MAX or 1) for mark in marks[fork + 1 :]]
+        if not marks[-1] & FORKS_MAX:
+            new[-1] &= ~FORKS_MAX  # Nothing continues it yet.
+        self._marks.write(chain, new)
+        if self._tails:
+            for point in self._tails.keys() & chain:
+                del self._tails[point]
 
     def _close(self, returned: Iterable[int], chain: Sequence[K], now_s: float) -> _Own | None:
         """End the records whose points are used again; returns the latest of a request's own."""
@@ -215,9 +261,7 @@ class ExpectedReuse(Generic[K]):
                 own.superseded_by = self._start(features, own.end, None, now_s)  # type: ignore[arg-type]
         return found
 
-    def _lineage(
-        self, previous: _Own | None, known: int, chain: Sequence[K], facts: RequestFacts, now_s: float
-    ) -> tuple[int, float]:
+    def _lineage(self, previous: _Own | None, mark: int, facts: RequestFacts, now_s: float) -> tuple[int, float]:
         """Turn of a request, 0 for a first one, and seconds since what it continues; -1 where that is unknown."""
         if facts.session is not None:
             turn, at_s = self._sessions.pop(facts.session, (-1, now_s + 1.0))
@@ -227,10 +271,11 @@ class ExpectedReuse(Generic[K]):
             return turn + 1, now_s - at_s
         if previous is not None:
             return previous.turn + 1, now_s - previous.started_s
-        mark = self._marks.get(chain[known]) if known >= 0 else None
-        return 0, -1.0 if mark is None else self._idle_s(mark >> _FORK_BITS, now_s)
+        return 0, self._idle_s(mark, now_s)
 
-    def _idle_s(self, number: int, now_s: float) -> float:
+    def _idle_s(self, mark: int, now_s: float) -> float:
+        """Seconds since the last use of what has this mark; -1 where that is unknown."""
+        number = _record(mark)
         return self.times.age_s(number, now_s) if self.times.is_known(number) else -1.0
 
     def _note(
@@ -250,6 +295,8 @@ class ExpectedReuse(Generic[K]):
         old = self._point_of[at]
         if old is not None and self._awaited.get(old, NEVER) % self._records_max == at:
             del self._awaited[old]
+            if self._tails.get(old, NEVER) % self._records_max == at:
+                del self._tails[old]
         self._awaited[point] = number
         self._point_of[at] = point
         self._own[at] = own
@@ -273,7 +320,7 @@ class ExpectedReuse(Generic[K]):
         return self._names.get(name, 0)
 
 
-class Victims(Generic[K]):
+class Victims(Generic[K, W]):
     """Takes the leaves of least worth out of samples; one sample serves several decisions."""
 
     SAMPLE: Final = 64
@@ -283,7 +330,7 @@ class Victims(Generic[K]):
     def __init__(self, sample: Callable[[int], Sequence[K]], is_leaf: Callable[[K], bool]) -> None:
         self._sample = sample
         self._is_leaf = is_leaf
-        self._pool: list[tuple[float, int, K]] = []
+        self._pool: list[tuple[W, int, K]] = []
         """Ascending; the number keeps points from being compared."""
         self._left = 0
         self._serial = 0
@@ -293,12 +340,12 @@ class Victims(Generic[K]):
         self._pool.clear()
         self._left = 0
 
-    def offer(self, leaf: K, worth: float) -> None:
+    def offer(self, leaf: K, worth: W) -> None:
         """A leaf to be considered before the next sample."""
         self._serial += 1
         insort(self._pool, (worth, self._serial, leaf))
 
-    def next(self, worth: Callable[[K], float]) -> K:
+    def next(self, worth: Callable[[K], W]) -> K:
         """The leaf of least worth; there must be one. It is returned again while it is a leaf."""
         while True:
             if not self._left:
@@ -320,6 +367,11 @@ class Victims(Generic[K]):
         del self._pool[0]
         if self._left <= 0:
             self.renew()
+
+
+def _record(mark: int) -> int:
+    """Number of the record that a mark names."""
+    return (mark >> _FORK_BITS) - 1
 
 
 def _log_level(count: int) -> int:

@@ -80,6 +80,7 @@ class ReturnTimes:
         self._nodes = [_Node()]
         self._worths: list[list[float]] = [[1.0 / edge_s for edge_s in _EDGES_S.tolist()]]
         """Uses for each second held, by class and age; before anything is learned the younger is worth more."""
+        self._overall = self._worths[0]
         self._classes = [0] * records_max
 
     def note(self, features: Sequence[int], now_s: float) -> int:
@@ -100,9 +101,15 @@ class ReturnTimes:
             if np.isnan(self._took_s[at]):
                 self._took_s[at] = max(0.0, now_s - self._started_s[at])
 
+    def amend(self, number: int, feature: int, level: int) -> None:
+        """Set a feature of a known record that was learned after its start."""
+        at = number % self._records_max
+        self._features[at, feature] = level
+        self._classes[at] = self.class_of(self.features_of(number))
+
     def is_known(self, number: int) -> bool:
         """True while a record is remembered."""
-        return self.noted - self._records_max <= number < self.noted
+        return max(0, self.noted - self._records_max) <= number < self.noted
 
     def features_of(self, number: int) -> tuple[int, ...]:
         """Features of a record that is known."""
@@ -116,6 +123,10 @@ class ReturnTimes:
         """Uses for each second that what a known record stands for is held from now on."""
         at = number % self._records_max
         return self._worths[self._classes[at]][age_bin(now_s - self._started_s[at])]
+
+    def overall(self, age_s: float) -> float:
+        """The same of what no record tells of, used so many seconds ago."""
+        return self._overall[age_bin(age_s)]
 
     def class_of(self, features: Sequence[int]) -> int:
         """Class of what has these features."""
@@ -142,6 +153,7 @@ class ReturnTimes:
         everything = np.arange(len(bins))
         events, at_risk = _tables(bins, is_event)
         hazard = (events + _PRIOR_HAZARD) / (at_risk + 1.0)
+        self._overall = gittins(hazard).tolist()
         self._nodes = [_Node()]
         worths: list[list[float]] = []
         classes = np.zeros(len(bins), np.int64)

@@ -152,9 +152,12 @@ class Verbs:
             self._observer.on_refused(at, request, len(request.digests) // KEY_BYTES)
             return None
         self._observer.on_request(request)
-        if not session:
-            return right.context
-        return right.context.within(self._cache.life.find(at.tenant, at.own_secret, session))
+        context = right.context
+        if session:
+            context = context.within(self._cache.life.find(at.tenant, at.own_secret, session))
+        if type(request) in _ASKING and not (isinstance(request, wire.Lookup) and request.is_probe):
+            self._node.returns.asked(context.scope, context.session, unpack_digests(request.digests))
+        return context
 
     def _lookup(self, at: Attachment, request: wire.Lookup) -> Outcome:
         digests = unpack_digests(request.digests)

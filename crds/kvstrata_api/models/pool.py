@@ -168,8 +168,8 @@ class EvictionPolicy(ApiModel):
 
     type: Literal["ReuseAware", "LeafLRU"] = Field(
         "ReuseAware",
-        description="Accepted and not acted on yet: with either value the least recently used block leaves first, and "
-        "children before their parents.",
+        description="ReuseAware: the block leaves first that is least likely to be used again soon, as learned from "
+        "requests and hints. LeafLRU: the least recently used. With either children leave before their parents.",
     )
     high_watermark_percent: int = Field(
         HIGH_WATERMARK_PERCENT, ge=2, le=100, description="Fill at which demotion starts."

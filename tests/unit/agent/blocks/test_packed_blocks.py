@@ -40,7 +40,7 @@ rows = st.builds(
     PackedBlock, kinds, st.integers(0, 40).map(digest), st.binary(min_size=20, max_size=20),
     st.binary(min_size=16, max_size=16),
     st.floats(allow_nan=False), st.floats(allow_nan=False), numbers, numbers, words, words,
-    st.tuples(*[st.integers(0, COUNT_MAX)] * TIERS_MAX),
+    st.tuples(*[st.integers(0, COUNT_MAX)] * TIERS_MAX), numbers,
 )  # fmt: skip
 
 
@@ -55,8 +55,8 @@ def normal(row: PackedBlock) -> PackedBlock:
 def fields_of(rows: Sequence[PackedBlock]) -> NDArray[np.void]:
     fields = np.zeros(len(rows), FIELDS)
     for at, row in enumerate(rows):
-        _, digest, parent, checksum, *rest, counts = row
-        fields[at] = (*map(list, (digest, parent, checksum)), *rest, 0, counts)
+        _, digest, parent, checksum, born_s, used_at_s, *rest, counts, mark = row
+        fields[at] = (*map(list, (digest, parent, checksum)), born_s, used_at_s, mark, *rest, 0, counts)
     return fields
 
 
@@ -134,7 +134,7 @@ def test_a_table_grows_over_many_chunks_and_finds_all() -> None:
     for i in range(0, 20_000, 3):
         table.take(at[i])
     assert [table.find(SCOPES[0], digest(i)) for i in range(20_000)] == [a if i % 3 else None for i, a in enumerate(at)]
-    assert PACKED_BYTES == 116
+    assert PACKED_BYTES == 124
 
 
 def test_rows_that_come_together_are_found_where_others_have_left() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_agent.policy import return_times
-from kvstrata_agent.policy.expected_reuse import ExpectedReuse, RequestFacts, Return, Victims
+from kvstrata_agent.policy.expected_reuse import ExpectedReuse, MarkTable, RequestFacts, Return, Victims
 from kvstrata_agent.policy.return_times import BINS, ReturnTimes, age_bin, gittins
 
 pytestmark = pytest.mark.unit
@@ -56,21 +56,30 @@ def test_an_old_record_is_forgotten_and_a_late_return_changes_nothing() -> None:
     times.fit(20.0)
 
 
-def test_memory_is_bounded_by_records_and_by_the_blocks_that_are_here() -> None:
-    reuse: ExpectedReuse[int] = ExpectedReuse(64)
+def test_memory_is_bounded_by_records() -> None:
+    reuse: ExpectedReuse[int] = ExpectedReuse(MarkTable(), 64)
     for i in range(2000):
         chain = [1, 10 * i + 2, 10 * i + 3]
         reuse.begin(chain, [1, 1, 1], RequestFacts(session=i, kind=f"k{i}", stop=f"s{i}"), float(i))
-        if i >= 10:
-            for point in (10 * (i - 10) + 2, 10 * (i - 10) + 3):
-                reuse.forget(point)
 
-    assert reuse.remembered() <= 4 * 64 + 3 * 11 + 16
+    assert reuse.remembered() <= 4 * 64 + 16
 
 
-def _learned() -> ExpectedReuse[str]:
+class Learner:
+    """Expected reuse with its marks."""
+
+    def __init__(self) -> None:
+        self.table: MarkTable[str] = MarkTable()
+        self.reuse: ExpectedReuse[str] = ExpectedReuse(self.table, RECORDS)
+        self.begin = self.reuse.begin
+
+    def worth(self, point: str, now_s: float) -> float:
+        return self.reuse.worth(point, self.table.marks[point], now_s)
+
+
+def _learned() -> Learner:
     """One session in two has a second turn after eight seconds; it rewrites the last block of the first."""
-    reuse: ExpectedReuse[str] = ExpectedReuse(RECORDS)
+    reuse = Learner()
     at_s = 0.0
     for i in range(400):
         at_s += 20.0
@@ -101,7 +110,7 @@ def test_what_a_later_turn_has_left_out_is_worth_less_than_before() -> None:
 
 
 def test_an_engines_word_that_a_session_is_complete_is_learned() -> None:
-    reuse: ExpectedReuse[str] = ExpectedReuse(RECORDS)
+    reuse = Learner()
     for i in range(300):
         at_s, chain = 30.0 * i, ["system", f"a{i}", f"b{i}"]
         told = Return.SOON if i % 2 else Return.COMPLETE
@@ -114,10 +123,26 @@ def test_an_engines_word_that_a_session_is_complete_is_learned() -> None:
     assert reuse.worth("x", 9e3 + 1) > 10 * reuse.worth("u", 9e3 + 1)
 
 
+def test_an_engines_word_that_comes_after_the_request_counts_as_if_it_had_come_with_it() -> None:
+    reuse = Learner()
+    for i in range(300):
+        at_s, chain = 30.0 * i, ["system", f"a{i}", f"b{i}"]
+        reuse.begin(chain, [4, 4, 4], RequestFacts(), at_s)
+        reuse.reuse.expect(chain[-1], reuse.table.marks[chain[-1]], Return.SOON if i % 2 else Return.COMPLETE)
+        if i % 2:
+            reuse.begin([*chain, f"c{i}"], [4, 4, 4, 4], RequestFacts(next_turn=Return.COMPLETE), at_s + 20.0)
+    for last, told in (("y", Return.SOON), ("v", Return.COMPLETE)):
+        reuse.begin(["system", f"before {last}", last], [4, 4, 4], RequestFacts(), 9e3)
+        reuse.reuse.expect(last, reuse.table.marks[last], told)
+
+    assert reuse.worth("before y", 9e3 + 1) > 10 * reuse.worth("before v", 9e3 + 1)
+    assert reuse.worth("y", 9e3 + 1) > 10 * reuse.worth("v", 9e3 + 1)
+
+
 @given(st.dictionaries(st.integers(0, 50), st.floats(0, 1), min_size=1, max_size=40))
 def test_victims_are_leaves_and_the_least_of_a_small_cache_goes_first(worths: dict[int, float]) -> None:
     here = dict(worths)
-    victims: Victims[int] = Victims(lambda count: list(here)[:count], here.__contains__)
+    victims: Victims[int, float] = Victims(lambda count: list(here)[:count], here.__contains__)
     taken = []
     while here:
         leaf = victims.next(worths.__getitem__)

@@ -1,0 +1,155 @@
+"""What each block of this node is worth, learned from the requests that name it. No I/O.
+
+Blocks have a mark each, which tells of their last use; `policy.expected_reuse` makes and reads it.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING, Any, Final
+
+from kvstrata_agent.policy.expected_reuse import UNMARKED, ExpectedReuse, RequestFacts, Return
+from kvstrata_agent.policy.reuse_curve import SAME_USE_S
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvstrata_agent.blocks.block import Entry
+    from kvstrata_agent.blocks.index import Index
+    from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.blocks.sessions import Session
+    from kvstrata_api.blocks import ScopeId
+
+AWAITED_MAX: Final = 65_536
+"""Blocks that requests have named and that may come yet: 10 MB."""
+SOON_S: Final = 60.0
+"""A return within it is soon."""
+SET_BACK: Final = -1.0
+"""Worth of what its session will not need again, or whose uses an earlier run took along."""
+TRUST: Final = 0.5
+"""Chance that an engine's word on a return comes true. What it means for whole classes of requests is learned."""
+
+Worth = tuple[float, float, float]
+"""Uses for each second held; then last use and birth, by which equals leave in the order of age."""
+
+
+class _Marks:
+    """Marks of the blocks of one scope after the other: in their entries, of those still to come in a table."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._entries: dict[bytes, Entry] = {}
+        self.awaited: dict[bytes, int] = {}
+
+    def within(self, scope: ScopeId) -> None:
+        """Go to a scope."""
+        self._entries = self._index.blocks(scope).in_use
+
+    def read(self, chain: Sequence[bytes]) -> list[int]:
+        """Mark of each, `UNMARKED` where there is none."""
+        here, awaited = self._entries, self.awaited
+        return [e.mark if (e := here.get(d)) is not None else awaited.get(d, UNMARKED) for d in chain]
+
+    def write(self, chain: Sequence[bytes], marks: Sequence[int]) -> None:
+        """Set the mark of each."""
+        here, awaited = self._entries, self.awaited
+        for digest, mark in zip(chain, marks, strict=True):
+            entry = here.get(digest)
+            if entry is not None:
+                entry.mark = mark
+            else:
+                awaited[digest] = mark
+        while len(awaited) > AWAITED_MAX:
+            del awaited[next(iter(awaited))]
+
+
+class Returns:
+    """Follows the requests of this node, and knows what each of its blocks is worth."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._marks = _Marks(node.index)
+        self._reuse: ExpectedReuse[bytes] = ExpectedReuse(self._marks)
+        self.chance = Random(1)
+        """Draws samples of victims: what it draws is no secret, but a run can be repeated."""
+
+    @property
+    def are_followed(self) -> bool:
+        """True where the pool wants what is worth least to leave first."""
+        return self._node.spec.policy.eviction.type == "ReuseAware"
+
+    def asked(self, scope: ScopeId, session: Session | None, digests: Sequence[bytes]) -> None:
+        """A request names its chain: all of it that is here was used, and the rest will come.
+
+        A second question for the same chain, as for its load, is no second use.
+        """
+        if not digests or not self.are_followed:
+            return
+        now_s, marks = self._node.clock(), self._marks
+        marks.within(scope)
+        (last,) = marks.read(digests[-1:])
+        if self._reuse.is_fresh(last, SAME_USE_S, now_s):
+            return
+        facts = RequestFacts() if session is None else RequestFacts(kind=session.priority, session=session.key)
+        self._reuse.begin(digests, [1] * len(digests), facts, now_s)
+
+    def stored(self, session: Session | None, entries: Sequence[Entry]) -> None:
+        """Blocks have come, in chain order: what their request is, or what they continue, they are."""
+        if not self.are_followed:
+            return
+        index, awaited = self._node.index, self._marks.awaited
+        for at, entry in enumerate(entries):
+            entry.mark = awaited.pop(entry.digest, entry.mark)
+            if entry.mark:
+                continue
+            before = index.blocks(entry.scope).in_use.get(entry.parent)
+            if before is None or not before.mark:
+                self.asked(entry.scope, session, [e.digest for e in entries[at:]])
+                break
+            entry.mark = before.mark
+            self._reuse.cut(before.digest)
+
+    def expect(self, session: Session, return_s: float | None) -> None:
+        """An engine tells when a session comes back; None for never."""
+        told = Return.COMPLETE if return_s is None else Return.SOON if return_s <= SOON_S else Return.LATER
+        for head in session.heads:
+            self._reuse.expect(head.digest, head.mark, told)
+
+    def worth(self, entry: Entry) -> Worth:
+        """What a block is worth; the least goes first."""
+        if entry.used_at_s <= 0.0:
+            return SET_BACK, entry.used_at_s, entry.born_s
+        now_s = self._node.clock()
+        if entry.mark:
+            worth = self._reuse.worth(entry.digest, entry.mark, now_s)
+        else:
+            worth = self._reuse.times.overall(now_s - entry.used_at_s)
+        if entry.followers:
+            worth = max(worth, self._told(entry.followers, now_s))
+        return worth, entry.used_at_s, entry.born_s
+
+    def explain(self, entry: Entry) -> dict[str, Any]:
+        """Why a block leaves before others or after them."""
+        policy = self._node.spec.policy.eviction.type
+        if not self.are_followed:
+            return {"policy": policy, "reason": "the least recently used leaf leaves first"}
+        uses_per_s, *_ = self.worth(entry)
+        if uses_per_s == SET_BACK:
+            return {
+                "policy": policy,
+                "reason": "first to leave: will not be used again, or is of an earlier run",
+            }
+        return {"policy": policy, "uses_per_s": uses_per_s, **self._reuse.explain(entry.digest, entry.mark)}
+
+    def _told(self, followers: Iterable[tuple[str, str]], now_s: float) -> float:
+        """What engines' words on the return of sessions make a head worth; words expire with the return."""
+        worth = 0.0
+        for tenant, name in followers:
+            session = self._node.sessions.find(tenant, name)
+            if session is None:
+                continue
+            if session.returns_at_s > now_s:
+                worth = max(worth, TRUST / (session.returns_at_s - now_s))
+            elif session.urgency_at(now_s) > 0:
+                worth = max(worth, TRUST / (session.urgent_until_s - now_s))
+        return worth
