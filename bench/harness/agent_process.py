@@ -32,7 +32,7 @@ from kvstrata_agent.serve.session_verbs import SessionVerbs
 from kvstrata_agent.serve.verbs import Verbs
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_api.errors import UnauthenticatedError
-from kvstrata_api.models.pool import Compatibility, HostDramTier, KVPoolSpec, PoolTier
+from kvstrata_api.models.pool import Compatibility, HostDramTier, KVPoolSpec, PoolPolicy, PoolTier
 from kvstrata_api.models.poolnode import NodeTier
 from kvstrata_api.tiers import TierType
 from kvstrata_api.trust import Access, Grants, Identity, ScopeKind
@@ -83,7 +83,9 @@ def declare_tenants(node: Node) -> None:
     node.tenants.set_rules({"bench": rules, **{f"other-{i}": rules for i in range(TENANTS)}})
 
 
-def make_node(capacity_bytes: int, page_size: str, name: str = "bench", dtype: str = "bf16") -> Node:
+def make_node(
+    capacity_bytes: int, page_size: str, name: str = "bench", dtype: str = "bf16", policy: PoolPolicy | None = None
+) -> Node:
     """One node with one memory tier."""
     dram = HostDramTier.model_validate({"pageSize": page_size})
     pool_tier = PoolTier(name="dram", type=TierType.HOST_DRAM, capacity_per_node=capacity_bytes, host_dram=dram)
@@ -96,7 +98,7 @@ def make_node(capacity_bytes: int, page_size: str, name: str = "bench", dtype: s
         pool=POOL,
         name=name,
         epoch=EPOCH,
-        spec=KVPoolSpec(compatibility=compatibility, tiers=(pool_tier,)),
+        spec=KVPoolSpec(compatibility=compatibility, tiers=(pool_tier,), policy=policy or PoolPolicy()),
         clock=time.monotonic,
         index=index,
         counters=Counters(Instruments(AGENT, CollectorRegistry()), POOL, name),
@@ -124,7 +126,8 @@ def facts(node: Node) -> dict[str, object]:
 
 async def run(arguments: argparse.Namespace) -> None:
     """Serve until stdin ends."""
-    node = make_node(arguments.capacity_bytes, arguments.page_size, dtype=arguments.dtype)
+    policy = PoolPolicy.model_validate_json(arguments.policy)
+    node = make_node(arguments.capacity_bytes, arguments.page_size, dtype=arguments.dtype, policy=policy)
     core = AgentParts(node, CodecRegistry())
     authenticator = OneIdentity(has_domain=arguments.isolation == "domain")
     if arguments.isolation != "none":
@@ -153,6 +156,7 @@ def main() -> None:
     parser.add_argument("--capacity-bytes", type=int, required=True, help="size of the memory tier")
     parser.add_argument("--page-size", default="2Mi", choices=("4Ki", "2Mi", "1Gi"), help="pages to ask for")
     parser.add_argument("--dtype", default="bf16", help="element type of the KV that the pool is for")
+    parser.add_argument("--policy", default="{}", help="spec.policy of the pool, as JSON")
     parser.add_argument(
         "--isolation",
         default="none",

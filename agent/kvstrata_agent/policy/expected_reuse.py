@@ -292,11 +292,11 @@ class ExpectedReuse(Generic[K]):
         """Start a record that waits for a point; what had its place in the ring waits no more."""
         number = self.times.note(features, now_s)
         at = number % self._records_max
-        old = self._point_of[at]
-        if old is not None and self._awaited.get(old, NEVER) % self._records_max == at:
-            del self._awaited[old]
-            if self._tails.get(old, NEVER) % self._records_max == at:
-                del self._tails[old]
+        old, before = self._point_of[at], number - self._records_max
+        if old is not None:
+            for table in (self._awaited, self._tails):
+                if table.get(old) == before:
+                    del table[old]
         self._awaited[point] = number
         self._point_of[at] = point
         self._own[at] = own

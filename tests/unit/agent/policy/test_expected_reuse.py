@@ -152,3 +152,13 @@ def test_victims_are_leaves_and_the_least_of_a_small_cache_goes_first(worths: di
         taken.append(worths[leaf])
 
     assert taken == sorted(taken)
+
+
+def test_a_point_that_two_records_waited_for_is_forgotten_once() -> None:
+    reuse: ExpectedReuse[int] = ExpectedReuse(MarkTable(), 16)
+    for i in range(64):
+        for turn, last in enumerate((4, 5, 4)):  # The tail is superseded, and then used again after all.
+            reuse.begin([0, 10 * i + 1, 10 * i + 2, 10 * i + last], [1, 4, 4, 1], RequestFacts(), 3.0 * i + turn)
+        reuse.begin([0, 10 * i + 6], [1] * 2, RequestFacts(), 3.0 * i + 2)
+
+    assert reuse.remembered() <= 4 * 16

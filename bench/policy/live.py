@@ -1,0 +1,101 @@
+"""A trace through a real agent: lookup, leases of what is there, and a store of the rest, request by request.
+
+The agent has one memory tier of as many blocks as the cache of a replay, and the replay it is compared with runs by the
+times at which the agent had its requests: only how the policy is carried out differs then. Requests follow each other
+without a pause, so a day of a trace is a minute, and what is learned is learned of that minute.
+"""
+
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from bench.harness.drivers import Command, Driver
+from bench.harness.participants import PYTHON
+from bench.harness.identity import POOL, SECRET, TOKEN, layout_of
+from bench.policy.chains import Trace
+from kvstrata import Client, Target
+from kvstrata_api.blocks import KEY_BYTES, BlockKey
+from kvstrata_client.verbs.copying import fill
+
+BLOCK_BYTES: Final = 4096
+EXTENT_BLOCKS: Final = (2 << 20) // BLOCK_BYTES
+"""A tier has whole pages of 2 MiB."""
+BATCH: Final = 256
+"""Blocks that are reserved, filled and published at a time."""
+ACCESSES_MAX: Final = 1_000_000
+"""Blocks asked for; a longer trace is cut before that."""
+
+
+def cut(trace: Trace) -> Trace:
+    """As many of the first requests as take minutes."""
+    blocks = 0
+    for number, path in enumerate(trace.paths):
+        blocks += sum(trace.lengths[run] for run in path)
+        if blocks > ACCESSES_MAX:
+            return replace(trace, paths=trace.paths[:number], at_s=trace.at_s[:number])
+    return trace
+
+
+def tier_blocks(blocks: int) -> int:
+    """Blocks of the tier that is nearest to this size."""
+    return max(1, round(blocks / EXTENT_BLOCKS)) * EXTENT_BLOCKS
+
+
+def run(trace: Trace, blocks: int, eviction: str) -> tuple[float, list[float]]:
+    """Percent of hits with an agent whose tier has so many blocks, and when each request began, in seconds."""
+    policy = {"eviction": {"type": eviction, "highWatermarkPercent": 100, "lowWatermarkPercent": 99}}
+    with tempfile.TemporaryDirectory(prefix="kvstrata-bench-live-") as directory:
+        socket = Path(directory) / "agent.sock"
+        arguments = (
+            "--socket", str(socket), "--capacity-bytes", str(blocks * BLOCK_BYTES), "--policy", json.dumps(policy)
+        )  # fmt: skip
+        with Driver(Command("agent", PYTHON, "bench.harness.agent_process", arguments)) as agent:
+            agent.read()
+            with Client.attach(Target(socket, POOL, TOKEN, layout_of(BLOCK_BYTES)), strict=True) as client:
+                if not client.is_attached:
+                    raise client.reason
+                return _replayed(trace, client)
+
+
+def _replayed(trace: Trace, client: Client) -> tuple[float, list[float]]:
+    keys_of: dict[int, list[BlockKey]] = {}
+    payload = memoryview(bytes(BLOCK_BYTES))
+    begun_s, at_s = time.monotonic(), list[float]()
+    hits = asked = 0
+    for path in trace.paths:
+        keys: list[BlockKey] = []
+        for run_number in path:
+            if run_number not in keys_of:
+                keys_of[run_number] = _keys(run_number, trace.lengths[run_number])
+            keys += keys_of[run_number]
+        at_s.append(time.monotonic() - begun_s)
+        found = client.lookup(keys).blocks
+        asked += len(keys)
+        hits += found
+        if found:
+            with client.acquire(keys[:found]):
+                pass
+        _store(client, keys, found, payload)
+    return 100.0 * hits / max(1, asked), at_s
+
+
+def _store(client: Client, keys: Sequence[BlockKey], first: int, payload: memoryview) -> None:
+    """Store what is not there; what finds no room is left out, as an engine leaves it."""
+    for at in range(first, len(keys), BATCH):
+        slots = client.reserve(keys[at : at + BATCH], parent=keys[at - 1].digest if at else b"")
+        written = [slot for slot in slots if slot.view is not None]
+        client.publish(written, [fill(slot, payload) for slot in written])
+        if len(slots) < len(keys[at : at + BATCH]):
+            return
+
+
+def _keys(run_number: int, blocks: int) -> list[BlockKey]:
+    return [
+        BlockKey(SECRET.scope, hashlib.blake2b(f"{run_number}/{i}".encode(), digest_size=KEY_BYTES).digest())
+        for i in range(blocks)
+    ]
