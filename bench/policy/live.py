@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from bench.harness.drivers import Command, Driver
-from bench.harness.participants import PYTHON
 from bench.harness.identity import POOL, SECRET, TOKEN, layout_of
+from bench.harness.participants import PYTHON
 from bench.policy.chains import Trace
 from kvstrata import Client, Target
 from kvstrata_api.blocks import KEY_BYTES, BlockKey

@@ -160,6 +160,8 @@ class Lookup(Request, frozen=True, array_like=True, tag=True):
     session: str = ""
     is_probe: bool = False
     """True leaves the hit ratio alone: the caller counts its load as a whole, or only wants to write."""
+    is_use: bool = True
+    """False where the caller only wants to write: what it asks for is not expected sooner for that."""
 
 
 class CountLoad(Request, frozen=True, array_like=True, tag=True):

@@ -5,6 +5,7 @@ Blocks have a mark each, which tells of their last use; `policy.expected_reuse` 
 
 from __future__ import annotations
 
+import math
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +25,10 @@ AWAITED_MAX: Final = 65_536
 """Blocks that requests have named and that may come yet: 10 MB."""
 SOON_S: Final = 60.0
 """A return within it is soon."""
+LOAD_S: Final = 10.0
+"""A load comes within it after the lookup that names the whole chain."""
+RECENT_MAX: Final = 4096
+"""Ends of chains that were asked for of late."""
 SET_BACK: Final = -1.0
 """Worth of what its session will not need again, or whose uses an earlier run took along."""
 TRUST: Final = 0.5
@@ -70,6 +75,8 @@ class Returns:
         self._node = node
         self._marks = _Marks(node.index)
         self._reuse: ExpectedReuse[bytes] = ExpectedReuse(self._marks)
+        self._recent: dict[bytes, float] = {}
+        """When the chains that end so were asked for last, the latest one last."""
         self.chance = Random(1)
         """Draws samples of victims: what it draws is no secret, but a run can be repeated."""
 
@@ -81,17 +88,34 @@ class Returns:
     def asked(self, scope: ScopeId, session: Session | None, digests: Sequence[bytes]) -> None:
         """A request names its chain: all of it that is here was used, and the rest will come.
 
-        A second question for the same chain, as for its load, is no second use.
+        Asking again for the same chain before long is the same use: an engine polls.
         """
         if not digests or not self.are_followed:
             return
-        now_s, marks = self._node.clock(), self._marks
-        marks.within(scope)
-        (last,) = marks.read(digests[-1:])
-        if self._reuse.is_fresh(last, SAME_USE_S, now_s):
+        now_s, recent, last = self._node.clock(), self._recent, digests[-1]
+        before_s = recent.pop(last, -math.inf)
+        recent[last] = now_s
+        if len(recent) > RECENT_MAX:
+            del recent[next(iter(recent))]
+        if now_s - before_s < SAME_USE_S:
             return
+        self._marks.within(scope)
         facts = RequestFacts() if session is None else RequestFacts(kind=session.priority, session=session.key)
         self._reuse.begin(digests, [1] * len(digests), facts, now_s)
+
+    def loaded(self, scope: ScopeId, session: Session | None, digests: Sequence[bytes]) -> None:
+        """Blocks are asked for to be read: part of a use that a lookup has begun, or else a use of their own."""
+        if not digests or not self.are_followed:
+            return
+        marks, now_s = self._marks, self._node.clock()
+        marks.within(scope)
+        first = self._node.index.blocks(scope).in_use.get(digests[0])
+        before = self._node.index.find(scope, first.parent) if first is not None and first.parent else None
+        ends = marks.read(digests[-1:])
+        if before is not None:
+            ends.append(before.mark)  # A chain is read batch by batch.
+        if not any(self._reuse.is_fresh(mark, LOAD_S, now_s) for mark in ends):
+            self.asked(scope, session, digests)
 
     def stored(self, session: Session | None, entries: Sequence[Entry]) -> None:
         """Blocks have come, in chain order: what their request is, or what they continue, they are."""
@@ -104,7 +128,7 @@ class Returns:
                 continue
             before = index.blocks(entry.scope).in_use.get(entry.parent)
             if before is None or not before.mark:
-                self.asked(entry.scope, session, [e.digest for e in entries[at:]])
+                self.asked(entry.scope, session, [e.digest for e in entries[at:] if e.scope == entry.scope])
                 break
             entry.mark = before.mark
             self._reuse.cut(before.digest)

@@ -216,18 +216,13 @@ class ExpectedReuse(Generic[K]):
 
     def _find(self, chain: Sequence[K], marks: Sequence[int]) -> tuple[int, int, list[int]]:
         """Deepest point that is known, deepest one that chains part at (-1: none), and records that wait for any."""
-        awaited = self._awaited
-        known, fork = -1, -1
-        returned: list[int] = []
-        for i, (point, mark) in enumerate(zip(chain, marks, strict=True)):
-            if mark:
-                known = i
-                if mark & FORKS_MAX > 1:
-                    fork = i
-            if point in awaited:
-                known = i
-                returned.append(awaited[point])
-        return known, fork, returned
+        awaited, last = self._awaited, len(chain) - 1
+        points = awaited.keys() & chain
+        at = {point: i for i, point in enumerate(chain) if point in points} if points else {}
+        known = next((i for i in range(last, -1, -1) if marks[i]), -1)
+        fork = next((i for i in range(known, -1, -1) if marks[i] & FORKS_MAX > 1), -1)
+        known = max(known, *at.values()) if at else known
+        return known, fork, [awaited[point] for point in at]
 
     def _mark(self, chain: Sequence[K], marks: Sequence[int], fork: int, head: int, own: int) -> None:
         """Note for each block what its last use was."""

@@ -155,7 +155,9 @@ class Verbs:
         context = right.context
         if session:
             context = context.within(self._cache.life.find(at.tenant, at.own_secret, session))
-        if type(request) in _ASKING and not (isinstance(request, wire.Lookup) and request.is_probe):
+        if isinstance(request, wire.Acquire):
+            self._node.returns.loaded(context.scope, context.session, unpack_digests(request.digests))
+        elif isinstance(request, wire.Lookup) and request.is_use:
             self._node.returns.asked(context.scope, context.session, unpack_digests(request.digests))
         return context
 

@@ -172,7 +172,7 @@ def _load_batch(
 def _still_there(job: TransferJob, blocks: Sequence[Block], missed: set[int]) -> Operation[list[Block]]:
     """Blocks of objects that are there whole; the others are missed."""
     parts = _parts([b.key for b in blocks], KEYS_MAX)
-    answers = yield tuple(calls.lookup(job.target, part, "", is_probe=True) for part in parts)
+    answers = yield tuple(calls.lookup(job.target, part, "", is_probe=True, is_use=False) for part in parts)
     states = b"".join(_states(a.value, len(part)) for a, part in zip(answers, parts, strict=True))
     missed.update(b.owner for b, state in zip(blocks, states, strict=True) if state != Lookup.HIT)
     return [b for b in blocks if b.owner not in missed]

@@ -41,7 +41,7 @@ class HandoverSlots:
 
 def begin_handover(job: Job) -> Operation[HandoverSlots]:
     """Reserve what the write scope lacks of a prompt, as far as there is room; nothing where nobody could follow."""
-    found = yield from locate(job)
+    found = yield from locate(job, is_use=False)
     goal = goal_of(job, found) if found is not None else None
     if found is None or goal is None:
         return HandoverSlots()

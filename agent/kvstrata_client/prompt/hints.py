@@ -29,7 +29,7 @@ def prefetch(job: Job) -> Operation[int]:
 
 def drop(job: Job) -> Operation[Dropped]:
     """Remove the tenant's own blocks of the prompt from this node, from `job.first_block` on; those behind go first."""
-    found = (yield from locate(job)) if _knows(job, wire.Drop) else None
+    found = (yield from locate(job, is_use=False)) if _knows(job, wire.Drop) else None
     own = found.grants.own if found is not None else None
     if found is None or own is None:
         return Dropped()
@@ -49,7 +49,7 @@ def drop(job: Job) -> Operation[Dropped]:
 
 def _each_segment(job: Job, counting: Counting) -> Operation[int]:
     """Call a verb that counts for each part of the route, in one trip."""
-    found = yield from locate(job)
+    found = yield from locate(job, is_use=False)
     if found is None:
         return 0
     parts = [s.chain.part(0, min(s.stop, job.wanted_blocks)) for s in found.route.segments]

@@ -102,12 +102,15 @@ def prompt_of(target: Target, tokens: Tokens, variant: str = "") -> Prompt:
     return Prompt(layout_id, tokens[: KEYS_MAX * block_tokens], block_tokens)
 
 
-def locate(job: Job) -> Operation[PromptLocations | None]:
-    """Find what there is; once more when the agent reports meanwhile that the grants have changed."""
-    found = yield from _locate(job)
+def locate(job: Job, *, is_use: bool = True) -> Operation[PromptLocations | None]:
+    """Find what there is; once more when the agent reports meanwhile that the grants have changed.
+
+    It is no use of blocks for whoever only wants to write.
+    """
+    found = yield from _locate(job, is_use=is_use)
     if found is not None and job.at.is_stale:
         yield (calls.scopes(job.target),)
-        found = yield from _locate(job)
+        found = yield from _locate(job, is_use=is_use)
     return found
 
 
@@ -150,7 +153,7 @@ def granted_shares(found: PromptLocations) -> list[Segment]:
     return [s for s in found.shares if s.chain.scope in ours]
 
 
-def _locate(job: Job) -> Operation[PromptLocations | None]:
+def _locate(job: Job, *, is_use: bool) -> Operation[PromptLocations | None]:
     grants = job.at.grants
     if grants is None or not job.prompt.blocks:
         return None
@@ -159,26 +162,26 @@ def _locate(job: Job) -> Operation[PromptLocations | None]:
     whole = grants.write_scope if job.prompt.blocks >= HEADS_FIRST_BLOCKS else None
     rooted = roots(job.prompt, [s.secret for s in grants.domains], own, whole)
     behind = listed_continuation(job.prompt, listed[0], own) if listed else ()
-    asked = yield from _ask(job, (*rooted, *listed, *behind))
+    asked = yield from _ask(job, (*rooted, *listed, *behind), is_use=is_use)
     found, shares = asked[: len(rooted)], asked[len(rooted) : len(rooted) + len(listed)]
-    found = yield from _follow(job, grants, found)
-    continued = yield from _ask(job, continuations(job.prompt, found, own))
+    found = yield from _follow(job, grants, found, is_use=is_use)
+    continued = yield from _ask(job, continuations(job.prompt, found, own), is_use=is_use)
     return PromptLocations(grants, found, (*asked[len(rooted) + len(listed) :], *continued), shares)
 
 
-def _follow(job: Job, grants: Grants, found: Sequence[Segment]) -> Operation[tuple[Segment, ...]]:
+def _follow(job: Job, grants: Grants, found: Sequence[Segment], *, is_use: bool) -> Operation[tuple[Segment, ...]]:
     """Ask how far the chains go that were keyed for their first block alone, and have it."""
     secrets = {s.id: s.secret for s in grants.scopes}
     begun = [s for s in found if s.stop and s.chain.end < job.prompt.blocks]
-    asked = yield from _ask(job, [_whole(job.prompt, s, secrets[s.chain.scope]).chain for s in begun])
+    asked = yield from _ask(job, [_whole(job.prompt, s, secrets[s.chain.scope]).chain for s in begun], is_use=is_use)
     longer = {s.chain.scope: s for s in asked}
     return tuple(longer.get(s.chain.scope, s) for s in found)
 
 
-def _ask(job: Job, chains: Sequence[Chain]) -> Operation[tuple[Segment, ...]]:
+def _ask(job: Job, chains: Sequence[Chain], *, is_use: bool) -> Operation[tuple[Segment, ...]]:
     """Ask in one round trip how far each chain goes."""
     if not chains:
         return ()
-    answers = yield tuple(calls.lookup(job.target, c.keys, job.session, is_probe=True) for c in chains)
+    answers = yield tuple(calls.lookup(job.target, c.keys, job.session, is_probe=True, is_use=is_use) for c in chains)
     prefixes = [(c, answer.value) for c, answer in zip(chains, answers, strict=True)]
     return tuple(Segment(c, c.first + found.blocks, found) for c, found in prefixes)

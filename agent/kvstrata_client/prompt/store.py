@@ -248,7 +248,7 @@ def store(job: Job, blocks: Bytes2D, first: int) -> Operation[Stored]:
 
     `blocks` holds the bytes of those from `first` on.
     """
-    found = yield from locate(job)
+    found = yield from locate(job, is_use=False)
     if found is None:
         return Stored()
     outcome = _Outcome()

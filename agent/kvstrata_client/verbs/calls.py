@@ -198,10 +198,16 @@ def read_grants(reply: wire.Granted) -> Grants:
     )
 
 
-def lookup(target: Target, keys: Sequence[BlockKey], session: str, *, is_probe: bool = False) -> Call[Prefix]:
-    """Ask how long a prefix can be had; a probe does not count in the hit ratio."""
+def lookup(
+    target: Target, keys: Sequence[BlockKey], session: str, *, is_probe: bool = False, is_use: bool = True
+) -> Call[Prefix]:
+    """Ask how long a prefix can be had; a probe does not count in the hit ratio, and what is no use teaches nothing."""
     scope, digests = _pack(keys)
-    return Call(lambda i: wire.Lookup(i, scope, digests, session, is_probe), _read_prefix, Prefix(), target.timeout_s)
+
+    def request(number: int) -> wire.Lookup:
+        return wire.Lookup(number, scope, digests, session, is_probe, is_use)
+
+    return Call(request, _read_prefix, Prefix(), target.timeout_s)
 
 
 def count_load(target: Target, wanted_blocks: int, loaded_blocks: int) -> Call[int]:

@@ -1,0 +1,195 @@
+"""What leaves memory first: what requests and hints have shown to be of least use, where the pool asks for that."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from kvstrata_agent.blocks.returns import SET_BACK
+from kvstrata_agent.blocks.sessions import SessionState
+from kvstrata_api import wire
+from support.agent.doubles import SCOPE, digest
+from support.agent.engine import SLOTS, Engine, close
+
+pytestmark = pytest.mark.unit
+
+LESSONS = 300
+"""More than the records before the first classes."""
+SHORT = SLOTS // 4
+
+
+def played(play: Callable[[Engine], Coroutine[Any, Any, None]], eviction: str = "ReuseAware") -> None:
+    async def run() -> None:
+        policy = {"type": eviction, "highWatermarkPercent": 100, "lowWatermarkPercent": 99}
+        engine = await Engine(eviction=policy).attach()
+        try:
+            await play(engine)
+        finally:
+            await close(engine)
+
+    asyncio.run(run())
+
+
+async def asked(engine: Engine, *numbers: int, session: str = "") -> None:
+    await engine.ask(wire.Lookup(9, SCOPE, b"".join(map(digest, numbers)), session))
+
+
+async def taught(engine: Engine) -> None:
+    """Chat comes back with a longer prompt after 20 s; batch never does."""
+    for i in range(LESSONS):
+        first = 10_000 + 10 * i
+        kind = "chat" if i % 2 else "batch"
+        await engine.ask(wire.OpenSession(6, f"{kind}-{i}", "", kind))
+        await asked(engine, *range(first, first + 4), session=f"{kind}-{i}")
+        engine.clock.now_s += 20.0
+        if kind == "chat":
+            await asked(engine, *range(first, first + 6), session=f"{kind}-{i}")
+        engine.clock.now_s += 40.0
+        await engine.attach()
+
+
+def marks(engine: Engine, *numbers: int) -> list[int]:
+    found = [engine.core.node.index.find(*engine.key(n)) for n in numbers]
+    return [entry.mark for entry in found if entry is not None]
+
+
+def in_memory(engine: Engine, *numbers: int) -> list[bool]:
+    node = engine.core.node
+    found = [node.index.find(*engine.key(n)) for n in numbers]
+    return [e is not None and e.residence(node.tiers[0]) is not None for e in found]
+
+
+async def stored_chat_then_batch(engine: Engine) -> None:
+    """A chat's chain, then a batch's, and then so many others that one of the two has to leave."""
+    await taught(engine)
+    for first, kind in ((101, "chat"), (201, "batch")):
+        await engine.ask(wire.OpenSession(6, kind, "", kind))
+        chain = range(first, first + SHORT)
+        await asked(engine, *chain, session=kind)
+        await engine.store(*chain, session=kind)
+        engine.clock.now_s += 1.0
+    for first in (301, 401, 501):
+        await engine.ask(wire.OpenSession(6, f"chat {first}", "", "chat"))
+        await asked(engine, *range(first, first + SHORT), session=f"chat {first}")
+        await engine.store(*range(first, first + SHORT), session=f"chat {first}")
+
+
+def test_a_chain_that_returns_outlives_a_later_one_that_does_not() -> None:
+    async def play(engine: Engine) -> None:
+        await stored_chat_then_batch(engine)
+        assert all(in_memory(engine, *range(101, 101 + SHORT)))
+        assert not any(in_memory(engine, *range(201, 201 + SHORT)))
+
+    played(play)
+
+
+def test_by_last_use_the_earlier_one_leaves_whatever_was_seen() -> None:
+    async def play(engine: Engine) -> None:
+        await stored_chat_then_batch(engine)
+        assert not any(in_memory(engine, *range(101, 101 + SHORT)))
+        assert all(in_memory(engine, *range(201, 201 + SHORT)))
+
+    played(play, "LeafLRU")
+
+
+def test_what_is_generated_is_worth_what_its_prompt_is() -> None:
+    async def play(engine: Engine) -> None:
+        await taught(engine)
+        await engine.ask(wire.OpenSession(6, "chat", "", "chat"))
+        await asked(engine, 101, 102, session="chat")
+        await engine.store(101, 102, session="chat")
+        await engine.store(103, 104, session="chat")
+        prompt, made = (engine.core.node.index.find(*engine.key(n)) for n in (102, 104))
+        assert prompt is not None
+        assert made is not None
+        assert made.mark == prompt.mark
+        assert engine.core.node.returns.worth(made)[0] > 0.0
+
+    played(play)
+
+
+def test_a_session_that_is_expected_keeps_its_chain_until_that_time_has_passed() -> None:
+    async def play(engine: Engine) -> None:
+        node = engine.core.node
+        await engine.ask(wire.OpenSession(6, "s", "", ""))
+        await engine.store(1, 2, session="s")
+        engine.clock.now_s += 60.0
+        head = node.index.find(*engine.key(2))
+        assert head is not None
+        before, *_ = node.returns.worth(head)
+        await engine.ask(wire.TouchSession(7, "s", SessionState.IDLE, 0, 5.0))
+        assert node.returns.worth(head)[0] > before
+        engine.clock.now_s += 5.0 + 60.0
+        assert node.returns.worth(head)[0] <= before
+
+    played(play)
+
+
+def test_a_session_that_is_over_is_the_first_to_leave() -> None:
+    async def play(engine: Engine) -> None:
+        await engine.ask(wire.OpenSession(6, "s", "", ""))
+        await engine.store(1, 2, session="s")
+        await engine.ask(wire.CloseSession(8, "s", archive=False))
+        head = engine.core.node.index.find(*engine.key(2))
+        assert head is not None
+        assert engine.core.node.returns.worth(head)[0] == SET_BACK
+
+    played(play)
+
+
+def test_asking_for_a_load_of_what_was_just_looked_up_is_no_second_use() -> None:
+    async def play(engine: Engine) -> None:
+        await engine.store(1, 2, 3)
+        await asked(engine, 1, 2, 3)
+        before = marks(engine, 1, 2, 3)
+        await engine.acquire(1, 2)
+        await engine.acquire(3)
+        assert before == marks(engine, 1, 2, 3)
+
+    played(play)
+
+
+def test_a_load_without_a_lookup_is_a_use_of_its_own() -> None:
+    async def play(engine: Engine) -> None:
+        await engine.store(1, 2, 3)
+        before = marks(engine, 1, 2, 3)
+        engine.clock.now_s += 60.0
+        await engine.acquire(1, 2, 3)
+        assert not set(before) & set(marks(engine, 1, 2, 3))
+
+    played(play)
+
+
+def test_a_writers_question_is_no_use_and_a_polling_engines_is_one() -> None:
+    async def play(engine: Engine) -> None:
+        await engine.store(1, 2, 3)
+        await asked(engine, 1, 2, 3)
+        before = marks(engine, 1, 2, 3)
+        for _ in range(5):
+            engine.clock.now_s += 1.0
+            await asked(engine, 1, 2, 3)
+        assert before == marks(engine, 1, 2, 3)
+        engine.clock.now_s += 60.0
+        keys = b"".join(map(digest, (1, 2, 3)))
+        await engine.ask(wire.Lookup(9, SCOPE, keys, is_probe=True, is_use=False))
+        assert before == marks(engine, 1, 2, 3)
+        await asked(engine, 1, 2, 3)
+        assert not set(before) & set(marks(engine, 1, 2, 3))
+
+    played(play)
+
+
+def test_explain_names_the_record_that_a_block_is_judged_by() -> None:
+    async def play(engine: Engine) -> None:
+        await taught(engine)
+        await engine.ask(wire.OpenSession(6, "chat", "", "chat"))
+        await asked(engine, 101, 102, 103, session="chat")
+        await engine.store(101, 102, 103, session="chat")
+        told = engine.core.cache.explainer.block(*engine.key(102))["expected_reuse"]
+        assert told["policy"] == "ReuseAware"
+        assert told["uses_per_s"] > 0.0
+        assert told["point"] == "own"
+        assert told["turn"] == 0
+
+    played(play)
