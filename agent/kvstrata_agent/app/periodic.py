@@ -106,6 +106,7 @@ class Sweeper:
         """
         evictor = self._cache.evictor
         for tier in [t for t in self._node.tiers if not t.is_recovering]:
+            tier.measure(self._node.clock())
             if tier.is_closed:
                 await self._empty(tier)
                 continue

@@ -21,7 +21,7 @@ from kvstrata_agent.blocks.tenants import TenantBook
 from kvstrata_agent.blocks.tier import WRITE_PAUSE_S, Tier
 from kvstrata_agent.codec.base import RAW, RAW_AFTER_LOSS
 from kvstrata_agent.policy.eviction import excess_bytes
-from kvstrata_agent.policy.placement import next_lower
+from kvstrata_agent.policy.placement import by_reuse_interval, next_lower
 from kvstrata_kube.signal import Signal
 
 if TYPE_CHECKING:
@@ -172,6 +172,13 @@ class Node:
     def placement_below(self, level: int, *, must_survive: bool) -> Placement:
         """Where a block goes that leaves a tier of that level; see `policy.placement.next_lower`."""
         return next_lower([t.facts(self.clock()) for t in self.tiers], level, must_survive=must_survive)
+
+    def placement_of(self, entry: Entry, level: int) -> Placement:
+        """Where this block goes that leaves a tier of that level."""
+        if self.is_draining or self.spec.policy.placement.type == "Cascade":
+            return self.placement_below(level, must_survive=self.is_draining)
+        facts = [t.facts(self.clock()) for t in self.tiers]
+        return by_reuse_interval(facts, level, lambda within_s: self.returns.chance(entry, within_s))
 
     def tier_below(self, level: int, *, must_survive: bool) -> Tier | None:
         """The next slower tier that takes blocks now, or None."""

@@ -77,7 +77,7 @@ class Returns:
         self._reuse: ExpectedReuse[bytes] = ExpectedReuse(self._marks)
         self._recent: dict[bytes, float] = {}
         """When the chains that end so were asked for last, the latest one last."""
-        self.chance = Random(1)
+        self.random = Random(1)
         """Draws samples of victims: what it draws is no secret, but a run can be repeated."""
 
     @property
@@ -151,6 +151,11 @@ class Returns:
         if entry.followers:
             worth = max(worth, self._told(entry.followers, now_s))
         return worth, entry.used_at_s, entry.born_s
+
+    def chance(self, entry: Entry, within_s: float) -> float:
+        """Probability that a block is used again within so many seconds."""
+        now_s = self._node.clock()
+        return self._reuse.chance(entry.digest, entry.mark, max(0.0, now_s - entry.used_at_s), now_s, within_s)
 
     def explain(self, entry: Entry) -> dict[str, Any]:
         """Why a block leaves before others or after them."""

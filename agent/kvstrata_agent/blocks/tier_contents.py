@@ -65,7 +65,7 @@ class LeafQueue(Generic[A]):
     def __contains__(self, block: A) -> bool:
         return block in self._numbers
 
-    def draw(self, count: int, chance: Random) -> list[A]:
+    def draw(self, count: int, random: Random) -> list[A]:
         """Blocks drawn by chance, one perhaps several times; all of them where there are no more than `count`."""
         blocks = self._blocks
         if len(blocks) <= count:
@@ -74,7 +74,7 @@ class LeafQueue(Generic[A]):
             self._drawn = list(blocks)
         found: list[A] = []
         while len(found) < count:
-            numbers = chance.choices(self._drawn, k=count)
+            numbers = random.choices(self._drawn, k=count)
             found += [blocks[n] for n in numbers if n in blocks]
         return found[:count]
 

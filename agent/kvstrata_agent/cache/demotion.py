@@ -44,23 +44,35 @@ class Demoter:
         """Copy blocks to slower tiers; returns those for which no slower tier exists or takes any."""
         if not entries or self._node.is_lowest(tier):
             return set(entries)
-        groups = grouped(entries, partial(_bytes_in, tier), lambda e: e.tenant)
-        lost = await asyncio.gather(*(self._demote_group(group, tier, urgency) for group in groups))
-        return {entry for group in lost for entry in group}
+        by_target: dict[str | None, list[Entry]] = {}
+        for entry in entries:
+            by_target.setdefault(self._node.placement_of(entry, tier.level).target, []).append(entry)
+        lost = await asyncio.gather(
+            *(
+                self._demote_group(group, tier, self._node.tier(name), urgency)
+                for name, chosen in by_target.items()
+                if name is not None
+                for group in grouped(chosen, partial(_bytes_in, tier), lambda e: e.tenant)
+            )
+        )
+        return {entry for group in (*lost, by_target.get(None, ())) for entry in group}
 
-    async def _demote_group(self, entries: Sequence[Entry], tier: Tier, urgency: Priority) -> list[Entry]:
-        """Copy blocks down, together where they can; returns those that no slower tier takes."""
-        left = await self._demote_together(entries, tier, urgency) if len(entries) > 1 else entries
+    async def _demote_group(
+        self, entries: Sequence[Entry], tier: Tier, target: Tier | None, urgency: Priority
+    ) -> list[Entry]:
+        """Copy blocks down, together where they can; returns those that no tier as slow as `target` takes."""
+        if target is None:
+            return list(entries)
+        left = await self._demote_together(entries, tier, target, urgency) if len(entries) > 1 else entries
         if not left:
             return []
-        results = await asyncio.gather(*(self._demote_one(e, tier, urgency) for e in left))
+        results = await asyncio.gather(*(self._demote_one(e, tier, target, urgency) for e in left))
         return [e for e, is_demoted in zip(left, results, strict=True) if not is_demoted]
 
-    async def _demote_together(self, entries: Sequence[Entry], tier: Tier, urgency: Priority) -> Sequence[Entry]:
-        """Copy what can go to the next slower tier with others as one transfer a path; returns what is left to do."""
-        target = self._node.tier_below(tier.level, must_survive=self._node.is_draining)
-        if target is None:
-            return entries
+    async def _demote_together(
+        self, entries: Sequence[Entry], tier: Tier, target: Tier, urgency: Priority
+    ) -> Sequence[Entry]:
+        """Copy what can go to the target with others as one transfer a path; returns what is left to do."""
         sources = {e: source for e in entries if e.move is None and (source := e.residence(tier)) is not None}
         moves = [self._mover.plan(e, source, target) for e, source in sources.items() if e.residence(target) is None]
         for path in (CopyPath.RAW_GROUP, CopyPath.CODED_GROUP):
@@ -70,13 +82,12 @@ class Demoter:
                     await self._mover.move(alike, target, urgency)
         return [e for e in entries if e.residence(target) is None]
 
-    async def _demote_one(self, entry: Entry, tier: Tier, urgency: Priority) -> bool:
-        """Copy one block to the first slower tier that takes it."""
-        level, must_survive = tier.level, self._node.is_draining
-        while (target := self._node.tier_below(level, must_survive=must_survive)) is not None:
+    async def _demote_one(self, entry: Entry, tier: Tier, target: Tier | None, urgency: Priority) -> bool:
+        """Copy one block to the target, or to the first tier slower than that which takes it."""
+        while target is not None:
             if entry.residence(target) is not None or await self.demote_to(entry, tier, target, urgency):
                 return True
-            level = target.level
+            target = self._node.tier_below(target.level, must_survive=self._node.is_draining)
         return False
 
     async def demote_to(self, entry: Entry, tier: Tier, target: Tier, urgency: Priority) -> bool:

@@ -104,13 +104,13 @@ class TierCandidates:
     def _draw(self, count: int) -> Sequence[Entry]:
         """Leaves of all queues, by chance; all where there are no more than `count`."""
         assert self._returns is not None
-        queues, chance = self._queues(), self._returns.chance
+        queues, random = self._queues(), self._returns.random
         if len(queues) == 1:
-            return queues[0].draw(count, chance)
+            return queues[0].draw(count, random)
         sizes = [len(queue) for queue in queues]
         if sum(sizes) <= count:
-            return [entry for queue in queues for entry in queue.draw(count, chance)]
-        return [queue.draw(1, chance)[0] for queue in chance.choices(queues, sizes, k=count)]
+            return [entry for queue in queues for entry in queue.draw(count, random)]
+        return [queue.draw(1, random)[0] for queue in random.choices(queues, sizes, k=count)]
 
     def _queues(self) -> list[LeafQueue[Entry]]:
         """Those of the wanted queues that hold anything."""

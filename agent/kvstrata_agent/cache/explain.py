@@ -96,7 +96,7 @@ class Explainer:
             },
             "placement": {
                 "alternatives": [t.name for t in self._node.tiers if t.level > tier.level],
-                **asdict(self._node.placement_below(tier.level, must_survive=False)),
+                **asdict(self._node.placement_of(entry, tier.level)),
             },
         }
 

@@ -167,6 +167,15 @@ class ExpectedReuse(Generic[K]):
         number = self._judged(point, mark)
         return self.times.worth(number, now_s) if number != NEVER else 0.0
 
+    def chance(self, point: K, mark: int, idle_s: float, now_s: float, within_s: float) -> float:
+        """Probability of a use within so many seconds; `idle_s` counts where nothing that is remembered tells."""
+        number = self._judged(point, mark)
+        return (
+            self.times.chance(number, now_s, within_s)
+            if number != NEVER
+            else self.times.overall_chance(idle_s, within_s)
+        )
+
     def expect(self, point: K, mark: int, next_turn: Return) -> None:
         """The engine tells when a chain that ends at this point is continued."""
         own = _record(mark)

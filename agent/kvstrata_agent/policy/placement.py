@@ -1,5 +1,6 @@
 """Where a block goes when it leaves a tier, how it gets from one tier to another, and with which others. Pure."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -28,6 +29,8 @@ class TierFacts:
     """False while the tier failed, is paused after write errors, or drains."""
     survives_restart: bool
     is_memory: bool
+    stays_s: float = math.inf
+    """How long what comes now stays until others need its place: capacity over what comes in of late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,31 @@ def next_lower(tiers: Sequence[TierFacts], level: int, *, must_survive: bool = F
         return Placement(None, "no slower tier survives a restart" if must_survive else "slower tiers take no writes")
     skipped = slower.index(fitting[0])
     return Placement(fitting[0].name, f"cascade, {skipped} tiers passed over" if skipped else "cascade")
+
+
+CATCHES: Final = 0.9
+"""Part of the returns which any slower tier would see that a faster one has to see, for a block to go there."""
+
+
+def by_reuse_interval(
+    tiers: Sequence[TierFacts], level: int, chance: Callable[[float], float], *, must_survive: bool = False
+) -> Placement:
+    """The fastest slower tier in which the block is likely still there when it is asked for again.
+
+    `chance` gives the probability of a return within so many seconds. A tier whose blocks leave before that is passed
+    over: it would take the block only to send it on.
+    """
+    fitting = [t for t in tiers if t.takes_writes and t.level > level and (not must_survive or _lasts(t))]
+    nearest = next_lower(tiers, level, must_survive=must_survive)
+    if len(fitting) < 2:
+        return nearest
+    chances = {t.name: chance(t.stays_s) for t in sorted(fitting, key=lambda t: t.level)}
+    most = max(chances.values())
+    target = next(name for name, seen in chances.items() if seen >= CATCHES * most)
+    if target == nearest.target:
+        return nearest
+    told = ", ".join(f"{name} {seen:.0%}" for name, seen in chances.items())
+    return Placement(target, f"reuse interval: chance of a return while it is there: {told}")
 
 
 def _lasts(tier: TierFacts) -> bool:

@@ -11,7 +11,7 @@ each second that it is held (Gittins, 1979; Aalto, Ayesta and Righter, 2009, on 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, inf, log2
 from typing import Final
 
 import numpy as np
@@ -81,6 +81,10 @@ class ReturnTimes:
         self._worths: list[list[float]] = [[1.0 / edge_s for edge_s in _EDGES_S.tolist()]]
         """Uses for each second held, by class and age; before anything is learned the younger is worth more."""
         self._overall = self._worths[0]
+        self._overall_survival = [1.0] * (BINS + 1)
+        """Part that is not used by the beginning of each age; nothing returns before anything is learned."""
+        self._survival = [self._overall_survival]
+        """The same by class."""
         self._classes = [0] * records_max
 
     def note(self, features: Sequence[int], now_s: float) -> int:
@@ -128,6 +132,15 @@ class ReturnTimes:
         """The same of what no record tells of, used so many seconds ago."""
         return self._overall[age_bin(age_s)]
 
+    def chance(self, number: int, now_s: float, within_s: float) -> float:
+        """Probability that what a known record stands for is used within so many seconds from now."""
+        at = number % self._records_max
+        return _chance(self._survival[self._classes[at]], now_s - self._started_s[at], within_s)
+
+    def overall_chance(self, age_s: float, within_s: float) -> float:
+        """The same of what no record tells of, used so many seconds ago."""
+        return _chance(self._overall_survival, age_s, within_s)
+
     def class_of(self, features: Sequence[int]) -> int:
         """Class of what has these features."""
         node = self._nodes[0]
@@ -153,9 +166,10 @@ class ReturnTimes:
         everything = np.arange(len(bins))
         events, at_risk = _tables(bins, is_event)
         hazard = (events + _PRIOR_HAZARD) / (at_risk + 1.0)
-        self._overall = gittins(hazard).tolist()
+        self._overall, self._overall_survival = gittins(hazard).tolist(), _surviving(hazard)
         self._nodes = [_Node()]
         worths: list[list[float]] = []
+        survival: list[list[float]] = []
         classes = np.zeros(len(bins), np.int64)
         open_nodes = [(0, everything, hazard, self._best_split(features, bins, is_event, everything))]
         leaves = 1
@@ -167,6 +181,7 @@ class ReturnTimes:
             if gain <= 0 or leaves >= CLASSES_MAX:
                 node.class_number = len(worths)
                 worths.append(gittins(hazard).tolist())
+                survival.append(_surviving(hazard))
                 classes[rows] = node.class_number
                 continue
             is_left = features[rows, feature] <= threshold
@@ -178,7 +193,7 @@ class ReturnTimes:
                 open_nodes.append((len(self._nodes) - 1, part, below, self._best_split(features, bins, is_event, part)))
             node.left, node.right = len(self._nodes) - 2, len(self._nodes) - 1
             leaves += 1
-        self._worths = worths
+        self._worths, self._survival = worths, survival
         self._classes[: len(bins)] = classes.tolist()
 
     def _best_split(
@@ -217,6 +232,18 @@ def _code_length(events: Counts, at_risk: Counts) -> NDArray[np.float64]:
     without = at_risk - events
     coded = _LOG_FACTORIAL[at_risk] - _LOG_GAMMA_HALF[events] - _LOG_GAMMA_HALF[without]
     return np.asarray(coded.sum(-1), np.float64)
+
+
+def _surviving(hazard: NDArray[np.float64]) -> list[float]:
+    """Part that is not used by the beginning of each bin, and by the end of the last."""
+    return [1.0, *np.cumprod(1.0 - hazard).tolist()]
+
+
+def _chance(survival: Sequence[float], age_s: float, within_s: float) -> float:
+    """Of what is so old, the part that is used within so many seconds."""
+    left = survival[age_bin(age_s)]
+    end = survival[BINS] if within_s == inf else survival[min(BINS, age_bin(age_s + within_s) + 1)]
+    return 1.0 - end / left if left > 0 else 0.0
 
 
 def gittins(hazard: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -188,8 +188,8 @@ class PlacementPolicy(ApiModel):
 
     type: Literal["ReuseInterval", "Cascade"] = Field(
         "ReuseInterval",
-        description="Accepted and not acted on yet: with either value a block that leaves a tier goes to the next "
-        "slower one that takes it, which is Cascade.",
+        description="ReuseInterval: a block that leaves a tier goes to the fastest slower one that will still have it "
+        "when it is expected to be used again. Cascade: to the next slower one.",
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from kvstrata_agent.blocks.returns import SET_BACK
 from kvstrata_agent.blocks.sessions import SessionState
+from kvstrata_agent.cache.eviction_candidates import EvictionRequest
 from kvstrata_api import wire
 from support.agent.doubles import SCOPE, digest
 from support.agent.engine import SLOTS, Engine, close
@@ -19,10 +20,15 @@ LESSONS = 300
 SHORT = SLOTS // 4
 
 
-def played(play: Callable[[Engine], Coroutine[Any, Any, None]], eviction: str = "ReuseAware") -> None:
+def played(
+    play: Callable[[Engine], Coroutine[Any, Any, None]],
+    eviction: str = "ReuseAware",
+    placement: str = "ReuseInterval",
+    cxl_slots: int = 0,
+) -> None:
     async def run() -> None:
         policy = {"type": eviction, "highWatermarkPercent": 100, "lowWatermarkPercent": 99}
-        engine = await Engine(eviction=policy).attach()
+        engine = await Engine(cxl_slots=cxl_slots, eviction=policy, placement={"type": placement}).attach()
         try:
             await play(engine)
         finally:
@@ -91,6 +97,24 @@ def test_by_last_use_the_earlier_one_leaves_whatever_was_seen() -> None:
         assert all(in_memory(engine, *range(201, 201 + SHORT)))
 
     played(play, "LeafLRU")
+
+
+@pytest.mark.parametrize(("placement", "expected"), [("ReuseInterval", "nvme"), ("Cascade", "cxl")])
+def test_what_returns_after_its_time_in_the_next_tier_goes_further_down(placement: str, expected: str) -> None:
+    async def play(engine: Engine) -> None:
+        await taught(engine)
+        node = engine.core.node
+        dram, cxl, _ = node.tiers
+        cxl.inflow_bytes_per_s = cxl.backend.capacity_bytes / 5.0  # A chat comes back after 20 s.
+        await engine.ask(wire.OpenSession(6, "chat", "", "chat"))
+        await asked(engine, 101, 102, session="chat")
+        await engine.store(101, 102, session="chat")
+        await engine.core.cache.evictor.evict(dram, EvictionRequest(dram.backend.capacity_bytes, "room"))
+        entry = node.index.find(*engine.key(102))
+        assert entry is not None
+        assert [r.tier.name for r in entry.residences] == [expected]
+
+    played(play, placement=placement, cxl_slots=8)
 
 
 def test_what_is_generated_is_worth_what_its_prompt_is() -> None:

@@ -1,11 +1,13 @@
 """Laws of placement, admission and recompute-or-fetch."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_agent.policy.admission import CHECK_EVERY, Admission, AdmissionInputs, admit, must_check
-from kvstrata_agent.policy.placement import CopyFacts, CopyPath, TierFacts, copy_path, next_lower
+from kvstrata_agent.policy.placement import CopyFacts, CopyPath, TierFacts, by_reuse_interval, copy_path, next_lower
 from kvstrata_agent.policy.recompute import (
     LOCATE_S_MAX,
     LOCATE_S_MIN,
@@ -40,6 +42,42 @@ def test_a_block_goes_to_the_fastest_slower_tier_that_may_take_it(
         if t.level > level and t.takes_writes and (not must_survive or (t.survives_restart and not t.is_memory))
     ]
     assert next_lower(tiers, level, must_survive=must_survive).target == (fit[0].name if fit else None)
+
+
+def _interval(*stays_s: float) -> list[TierFacts]:
+    names = ("dram", "cxl", "nvme", "object")
+    return [
+        TierFacts(names[i], i, takes_writes=True, survives_restart=i > 1, is_memory=i < 2, stays_s=stays)
+        for i, stays in enumerate((0.0, *stays_s))
+    ]
+
+
+@pytest.mark.parametrize(("returns_after_s", "target"), [(5.0, "cxl"), (50.0, "nvme"), (500.0, "object"), (1e9, "cxl")])
+def test_a_block_goes_where_it_still_is_when_it_is_used_again(returns_after_s: float, target: str) -> None:
+    tiers = _interval(10.0, 100.0, 1000.0)
+
+    assert by_reuse_interval(tiers, 0, lambda within_s: float(within_s >= returns_after_s)).target == target
+
+
+def test_tiers_that_nothing_presses_on_are_used_in_their_order() -> None:
+    tiers = _interval(math.inf, math.inf, math.inf)
+
+    assert by_reuse_interval(tiers, 0, lambda _: 0.3) == next_lower(tiers, 0)
+    assert by_reuse_interval(tiers, 3, lambda _: 0.3) == next_lower(tiers, 3)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=3, max_size=3), st.floats(0.001, 1e6))
+def test_no_tier_is_passed_over_for_one_that_sees_fewer_returns(stays_s: list[float], returns_s: float) -> None:
+    tiers = _interval(*stays_s)
+
+    def chance(within_s: float) -> float:
+        return 1 - math.exp(-within_s / returns_s)
+
+    chosen = by_reuse_interval(tiers, 0, chance).target
+    seen = {t.name: chance(t.stays_s) for t in tiers[1:]}
+    assert seen[str(chosen)] >= 0.9 * max(seen.values())
+    level = next(t.level for t in tiers if t.name == chosen)
+    assert all(seen[t.name] < 0.9 * max(seen.values()) for t in tiers[1:level])
 
 
 @given(st.builds(CopyFacts, **{name: st.booleans() for name in CopyFacts.__dataclass_fields__}))
