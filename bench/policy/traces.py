@@ -20,7 +20,7 @@ import hashlib
 import io
 import json
 import tarfile
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +40,12 @@ BAILIAN_BLOCK_TOKENS: Final = 16
 """Of the published Qwen-Bailian traces."""
 THOUGHT_S: Final = 10.0
 """Modelled time of one step of a search of thoughts."""
+RECORDINGS: Final = {
+    "mooncake-conversation": "Mooncake",
+    "claude-code": "kv-cache-tester",
+    "lmcache-agents": "LMCache agents",
+}
+"""What `bench.autoscale` and `bench.reuse` replay: the name in their figures, and its format."""
 FILE_BYTES_MAX: Final = 8 << 30
 """Of one file once it is unpacked."""
 _SNIFFED_BYTES: Final = 1 << 16
@@ -97,10 +103,18 @@ class _Format:
     models: str = ""
 
 
-def read_folder(folder: Path, request_limit: int | None = None) -> Found:
+def recording(folder: Path, name: str, request_limit: int | None = None) -> Trace:
+    """The first trace of a folder in the format that `RECORDINGS` has for a name. Raises `TraceError`."""
+    found = read_folder(folder, request_limit, formats=(RECORDINGS[name],)).traces
+    if not found:
+        raise TraceError(f"{folder}: {name}: no trace in {RECORDINGS[name]}'s format; --traces wants the folder of it")
+    return found[0]
+
+
+def read_folder(folder: Path, request_limit: int | None = None, formats: Collection[str] | None = None) -> Found:
     """Read all traces of a folder and of those in it. `request_limit` keeps the first requests of each.
 
-    Raises `TraceError`.
+    `formats` leaves out all others without a word. Raises `TraceError`.
     """
     if not folder.is_dir():
         raise TraceError(f"{folder}: no such folder")
@@ -110,6 +124,8 @@ def read_folder(folder: Path, request_limit: int | None = None) -> Found:
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         for group, file in _unpacked(path, folder):
             found = _format_of(file)
+            if formats is not None and (found is None or found.name not in formats):
+                continue
             if found is None:
                 skipped.append(file.name)
             elif found.name in _LENGTHS:
@@ -122,7 +138,7 @@ def read_folder(folder: Path, request_limit: int | None = None) -> Found:
         requests = [r for f in files for r in found.parse(f)]
         requests.sort(key=lambda r: r.at_s)
         block_tokens = found.block_tokens or _session_block_tokens(files[0])
-        traces.append(build(name, block_tokens, requests[:request_limit], found.models))
+        traces.append(build(name, block_tokens, requests[:request_limit], found.models, found.name))
     return Found(tuple(traces), tuple(lengths), tuple(skipped))
 
 

@@ -13,7 +13,8 @@ import pytest
 import zstandard
 
 from bench.policy.chains import Trace
-from bench.policy.traces import TraceError, read_folder
+from bench.policy.traces import TraceError, read_folder, recording
+from bench.reuse import requests_of
 
 pytestmark = pytest.mark.unit
 
@@ -140,6 +141,22 @@ def test_lengths_are_told_apart_from_traces_with_content(tmp_path: Path, text: s
     (lengths,) = found.lengths
     assert (lengths.requests, lengths.input_tokens, lengths.output_tokens) == (2, 7988, 18)
     assert lengths.span_s == pytest.approx(1.02004, abs=1e-4)
+
+
+def test_a_recording_is_found_by_its_format_and_missed_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(AGENTS)
+    (tmp_path / "b").write_bytes(MOONCAKE)
+
+    assert recording(tmp_path, "mooncake-conversation").name == "b"
+    assert len(recording(tmp_path, "lmcache-agents", 1).paths) == 1
+    with pytest.raises(TraceError, match=r"claude-code.*kv-cache-tester"):
+        recording(tmp_path, "claude-code")
+
+
+def test_a_sub_agent_is_of_the_tenant_of_its_session(tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes(_lines(SESSION))
+
+    assert len({request.tenant for request in requests_of(_only(tmp_path))}) == 1
 
 
 def test_what_is_no_trace_is_named_and_left_out(tmp_path: Path) -> None:
