@@ -157,8 +157,20 @@ def _compare(traces: Sequence[Trace], sizes: Sequence[int], given: argparse.Name
             values[f"{cell.trace} {cell.size_percent}% ours {hints.name.lower()}"] = hit_percent
     versions = {"kvstrata": __version__, "numpy": np.__version__, "peers": "re-implemented"}
     versions["libcachesim"] = simulators.VERSION if has_libcachesim else f"absent: {simulators.HOW}"
+    if given.plots:
+        for path in simulators.plot(given.plots, [_drawn(cell) for cell in cells]):
+            print(path)
     publish(Result("policy", given.quick or given.tiny, versions, ratios, values), given.json)
     return 0
+
+
+def _drawn(cell: Cell) -> dict[str, object]:
+    """A cell as bench/policy/plot_process.py takes it."""
+    ours = {hints.name.lower(): percent for hints, percent in cell.ours.items()}
+    return {
+        "trace": cell.trace, "size_percent": cell.size_percent, "peers": cell.peers, "ours": ours,
+        "limit": cell.limit, "base": BASE,
+    }  # fmt: skip
 
 
 def _check(traces: Sequence[Trace], sizes: Sequence[int], given: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Simulators of others on our traces, in the environment `simulators` of hack/peers.py.
+"""Simulators of others on our traces, and pictures, in the environment `simulators` of hack/peers.py.
 
 Each gets a trace as a file in its own format, with blocks numbered so that equal numbers are equal prefixes, and runs
 in a process of its own.
@@ -149,6 +149,15 @@ def compare(trace: Trace, sizes: Iterable[int]) -> list[Comparison]:
             late = replay(trace, capacity, PEERS["leaf-LRU"], counted_from=first)
             row("kvcache-simulator", "leaf-LRU", theirs, late.hit_percent)
     return found
+
+
+def plot(directory: Path, cells: Sequence[Mapping[str, object]]) -> list[str]:
+    """Draw figures with that environment's matplotlib; returns the files. Raises `AbsentError`."""
+    with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as scratch:
+        path = Path(scratch) / "cells.json"
+        path.write_text(json.dumps(cells))
+        script = Path(__file__).with_name("plot_process.py")
+        return _run(str(_python()), str(script), str(path), str(directory.absolute())).splitlines()
 
 
 def _sweep(path: Path, budgets_gib: Sequence[float]) -> dict[str, Any]:

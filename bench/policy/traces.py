@@ -8,10 +8,13 @@
 | LMCache agents | lines with `session_id`, `timestamp` in us, `input` as text | within a session | session |
 | Tree of Thoughts | a list of problems with `steps`, or of searches with `actions` | none | problem |
 | oracleGeneral (libCacheSim) | records of u32 second, u64 object, u32 size, i64 next use | recorded | none |
+| lcs 1 to 8 (libCacheSim) | a header of 8 KiB, then records that begin with u32 second, u64 object | recorded | none |
 | Azure, BurstGPT | CSV of lengths | recorded | none: no content, so nothing for a cache to find |
 
 Where starts of sessions are not recorded they are spread over an hour by a hash of the session: `Trace.models` says so.
-libCacheSim's `lcp` is refused by name: its layout is not documented where this was written.
+An object of oracleGeneral and lcs is a request of one block: they have no prefixes. libCacheSim's `lcp` has them (a
+request lists the blocks of its prompt in order, says the card of the data set 2026_prefixcache, arXiv 2609.28870), but
+neither libCacheSim's sources nor libcachesim 0.3.5 read it, and its layout was not to be found: refused by name.
 """
 
 import csv
@@ -27,6 +30,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from bench.policy.chains import Request, Trace, build
 
@@ -50,6 +54,11 @@ FILE_BYTES_MAX: Final = 8 << 30
 """Of one file once it is unpacked."""
 _SNIFFED_BYTES: Final = 1 << 16
 _ORACLE: Final = np.dtype([("second", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next", "<i8")])
+_LCS_MAGIC: Final = (0x123456789ABCDEF0).to_bytes(8, "little")
+_LCS_HEADER_BYTES: Final = 8192
+"""Magic, version (u64) and statistics, of which the second is the count of records (i64)."""
+_LCS_RECORD_BYTES: Final = (24, 28, 36, 40, 44, 52, 68, 100)
+"""By version, from 1: later ones add operation, tenant, time to live and features (libCacheSim's lcs.h)."""
 _ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 _TAR_MAGIC_AT: Final = 257
@@ -181,6 +190,8 @@ def _format_of(file: _File) -> _Format | None:
     head = file.data[:_SNIFFED_BYTES].lstrip()
     if file.name.removesuffix(".zst").endswith(".lcp"):
         raise TraceError(f"{file.name}: libCacheSim's lcp is not read; convert it to lines of timestamp and hash_ids")
+    if file.data.startswith(_LCS_MAGIC):
+        return _FORMATS["lcs"]
     if head.startswith((b"{", b"[")):
         return _json_format(file)
     first = head.split(b"\n", 1)[0].decode("utf-8", "replace").strip().lstrip("\ufeff").lower()
@@ -374,9 +385,27 @@ def _thoughts(file: _File) -> Iterator[Request]:
 
 
 def _oracle(file: _File) -> Iterator[Request]:
-    records = np.frombuffer(file.data, _ORACLE)
+    return _objects(np.frombuffer(file.data, _ORACLE))
+
+
+def _objects(records: NDArray[np.void]) -> Iterator[Request]:
     seconds, objects = records["second"].tolist(), records["object"].astype(np.int64).tolist()
     return (Request(float(second), (obj,)) for second, obj in zip(seconds, objects, strict=True))
+
+
+def _lcs(file: _File) -> Iterator[Request]:
+    header = file.data[:_LCS_HEADER_BYTES]
+    if len(header) < _LCS_HEADER_BYTES or header[-8:] != _LCS_MAGIC:
+        raise TraceError(f"{file.name}: lcs header: {_LCS_HEADER_BYTES} bytes with a magic at their end are wanted")
+    version, count = int.from_bytes(header[8:16], "little"), int.from_bytes(header[24:32], "little", signed=True)
+    if not 1 <= version <= len(_LCS_RECORD_BYTES):
+        raise TraceError(f"{file.name}: lcs version: 1 to {len(_LCS_RECORD_BYTES)} are read, not {version}")
+    size, left_bytes = _LCS_RECORD_BYTES[version - 1], len(file.data) - _LCS_HEADER_BYTES
+    if left_bytes % size or count not in (0, left_bytes // size):
+        raise TraceError(f"{file.name}: lcs records: {count} of {size} bytes are wanted, not {left_bytes} bytes")
+    kind = np.dtype([("second", "<u4"), ("object", "<u8"), ("rest", f"V{size - 12}")])
+    records = np.frombuffer(file.data, kind, offset=_LCS_HEADER_BYTES)
+    return _objects(records)
 
 
 def _azure(file: _File) -> Lengths:
@@ -444,6 +473,7 @@ _FORMATS: Final = {
         "Tree of Thoughts", _thoughts, is_of_sessions=True, block_tokens=TEXT_BLOCK_TOKENS, models=f"{_STARTS}, times"
     ),
     "oracle": _Format("libCacheSim oracleGeneral", _oracle, is_of_sessions=False, block_tokens=1),
+    "lcs": _Format("libCacheSim lcs", _lcs, is_of_sessions=False, block_tokens=1),
     "azure": _Format("Azure", lambda _: iter(()), is_of_sessions=False, block_tokens=0),
     "burstgpt": _Format("BurstGPT", lambda _: iter(()), is_of_sessions=False, block_tokens=0),
 }
