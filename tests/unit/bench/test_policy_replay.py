@@ -37,6 +37,17 @@ def test_a_tree_of_runs_gives_every_chain_back(found: list[list[int]]) -> None:
     assert tree.parents[ROOT] == ROOT
 
 
+@given(chains)
+def test_blocks_have_equal_numbers_where_prefixes_are_equal(found: list[list[int]]) -> None:
+    trace = _trace(found)
+
+    numbers = {(tuple(c[: n + 1]), block) for c, blocks in zip(found, trace.chains(), strict=True)
+               for n, block in enumerate(blocks)}  # fmt: skip
+
+    assert {block for _, block in numbers} == set(range(trace.unique_blocks))
+    assert len(numbers) == len({prefix for prefix, _ in numbers}) == trace.unique_blocks
+
+
 @given(chains, capacities)
 def test_the_replay_counts_what_a_model_of_single_blocks_counts(found: list[list[int]], capacity: int) -> None:
     outcome = replay(_trace(found), capacity, PEERS["leaf-LRU"])

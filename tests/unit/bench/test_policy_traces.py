@@ -13,7 +13,8 @@ import pytest
 import zstandard
 
 from bench.policy.chains import Trace
-from bench.policy.traces import TraceError, read_folder
+from bench.policy.traces import TraceError, read_folder, recording
+from bench.reuse import requests_of
 
 pytestmark = pytest.mark.unit
 
@@ -51,6 +52,16 @@ SEARCHES = json.dumps([[{"actions": ["h1. motor"]}, {"actions": ["h1. motor", "v
 ORACLE = b"".join(struct.pack("<IQIq", second, obj, 1, -1) for second, obj in ((1, 7), (1, 8), (4, 7)))
 
 
+def _lcs(version: int, record_bytes: int, records: int = 3, count: int = 3) -> bytes:
+    """As libCacheSim's lcs.h has it; tests/peers reads files that libcachesim wrote."""
+    magic = struct.pack("<Q", 0x123456789ABCDEF0)
+    header = magic + struct.pack("<QqqQ", version, 1, count, 2)
+    body = b"".join(
+        struct.pack("<IQ", second, obj).ljust(record_bytes, b"\1") for second, obj in ((1, 7), (1, 8), (4, 7))[:records]
+    )
+    return header.ljust(8192 - 8, b"\0") + magic + body
+
+
 def _only(folder: Path) -> Trace:
     (trace,) = read_folder(folder).traces
     return trace
@@ -66,6 +77,8 @@ def _chains(trace: Trace) -> list[int]:
         pytest.param(MOONCAKE, [2, 3], 3, [0.0, 3.0], id="mooncake"),
         pytest.param(BAILIAN, [2, 3], 3, [1.5, 9.0], id="bailian"),
         pytest.param(ORACLE, [1, 1, 1], 2, [1.0, 1.0, 4.0], id="oracleGeneral"),
+        pytest.param(_lcs(1, 24), [1, 1, 1], 2, [1.0, 1.0, 4.0], id="lcs 1"),
+        pytest.param(_lcs(8, 100), [1, 1, 1], 2, [1.0, 1.0, 4.0], id="lcs 8"),
         pytest.param(json.dumps(SESSION, indent=1).encode(), [3, 2, 4], 4, None, id="session file"),
         pytest.param(_lines(SESSION), [3, 2, 4], 4, None, id="session lines"),
         pytest.param(AGENTS, [2, 4], 4, None, id="agents"),
@@ -142,6 +155,22 @@ def test_lengths_are_told_apart_from_traces_with_content(tmp_path: Path, text: s
     assert lengths.span_s == pytest.approx(1.02004, abs=1e-4)
 
 
+def test_a_recording_is_found_by_its_format_and_missed_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(AGENTS)
+    (tmp_path / "b").write_bytes(MOONCAKE)
+
+    assert recording(tmp_path, "mooncake-conversation").name == "b"
+    assert len(recording(tmp_path, "lmcache-agents", 1).paths) == 1
+    with pytest.raises(TraceError, match=r"claude-code.*kv-cache-tester"):
+        recording(tmp_path, "claude-code")
+
+
+def test_a_sub_agent_is_of_the_tenant_of_its_session(tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes(_lines(SESSION))
+
+    assert len({request.tenant for request in requests_of(_only(tmp_path))}) == 1
+
+
 def test_what_is_no_trace_is_named_and_left_out(tmp_path: Path) -> None:
     (tmp_path / "README").write_text("not a trace\n")
     (tmp_path / "t").write_bytes(MOONCAKE)
@@ -159,6 +188,10 @@ def test_what_is_no_trace_is_named_and_left_out(tmp_path: Path) -> None:
         pytest.param(_lines(SESSION | {"requests": 4}), ("line 1", "requests", "4"), id="requests"),
         pytest.param(b'[{"steps": [{"x": "a"}]}]', ("problem 0", "step 0", "new_ys"), id="thoughts"),
         pytest.param(b"TIMESTAMP,ContextTokens,GeneratedTokens\n1,x,2\n", ("line 2", "contexttokens", "'x'"), id="csv"),
+        pytest.param(_lcs(9, 24), ("lcs version", "9"), id="lcs version"),
+        pytest.param(_lcs(2, 28)[:-1], ("lcs records", "28", "83"), id="lcs cut off"),
+        pytest.param(_lcs(2, 28, records=2), ("lcs records", "3 of 28", "56"), id="lcs without its last record"),
+        pytest.param(_lcs(2, 28)[:4000], ("lcs header", "8192"), id="lcs header"),
         pytest.param(b"\x28\xb5\x2f\xfdbroken", ("zst",), id="zstd"),
     ],
 )
