@@ -18,11 +18,11 @@ from typing import Any, Final
 import pytest
 
 from bench.harness.drivers import Driver
-from bench.harness.engines import make_model
 from kvstrata_api.units import MIB
 from support.agent.standalone import POOL, Json, Up, pool, until
+from support.engines.environments import say
 from support.engines.tiny_model import prompts
-from support.engines.vllm import Tokens, command, python_of, right_tokens, say
+from support.engines.vllm import Tokens, command, right_tokens
 
 pytestmark = [pytest.mark.peers, pytest.mark.matrix, pytest.mark.timeout(3600)]
 
@@ -80,9 +80,13 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    python = python_of(VERSION)
-    return Place(python, make_model(python, tmp_path_factory.mktemp("model")), tmp_path_factory.mktemp("one"))
+def version() -> str:
+    return VERSION
+
+
+@pytest.fixture(scope="module")
+def place(python: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(python, model, tmp_path_factory.mktemp("one"))
 
 
 @pytest.fixture
