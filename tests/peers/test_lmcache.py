@@ -1,12 +1,11 @@
 """The peer that we compare with is the real LMCache and gives back the bytes that it was given."""
 
-import sys
 from collections.abc import Iterator
 
 import pytest
 
-import peers
 from bench.harness.drivers import AbsentError, Command, Driver
+from support.engines.environments import python_of
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
 
@@ -14,18 +13,10 @@ PEER = "lmcache 0.5.6"
 SMALL = {"block_bytes": 64 << 10, "blocks": 8, "batch": 4}
 
 
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
-
-
 @pytest.fixture(scope="module")
 def lmcache() -> Iterator[Driver]:
     """LMCache's driver in its own environment, which is made when it is not there."""
-    try:
-        python = peers.ensure("lmcache", _say)
-    except peers.InstallError as e:
-        pytest.skip(f"LMCache's environment could not be made: {e}")
-    with Driver(Command("lmcache", python, "bench.peers.lmcache_local")) as driver:
+    with Driver(Command("lmcache", python_of("lmcache"), "bench.peers.lmcache_local")) as driver:
         try:
             versions = driver.versions()
         except AbsentError as e:

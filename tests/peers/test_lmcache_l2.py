@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-import peers
 from bench.harness.drivers import ROOT, Command, Driver
 from bench.harness.identity import BLOCK_TOKENS, HEAD_DIM
 from kvstrata_api.units import MIB
 from support.engines.agent import Agent
+from support.engines.environments import python_of
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]  # The first run may install 5 GB.
 
@@ -26,17 +26,6 @@ SIZE = 64 << 10
 """Bytes of an object: four blocks of 16 KiB."""
 CAPACITY_BYTES = 128 * MIB
 PATHS = {"PYTHONPATH": f"{ROOT / 'crds'}:{ROOT / 'agent'}", "LMCACHE_DISABLE_BANNER": "1"}
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
-
-
-def environment(name: str) -> Path:
-    try:
-        return peers.ensure(name, _say)
-    except peers.InstallError as e:
-        pytest.skip(f"LMCache's environment could not be made: {e}")
 
 
 @pytest.fixture(
@@ -50,7 +39,7 @@ def version(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def python(version: str) -> Path:
-    return environment(VERSIONS[version])
+    return python_of(VERSIONS[version])
 
 
 def adapter(agent: Agent, layers: int = 4, **params: Any) -> dict[str, Any]:
@@ -317,7 +306,7 @@ def test_bad_parameters_are_named(process: Driver, tmp_path: Path) -> None:
 
 
 def test_the_benchmark_has_all_three_adapters_in_one_run() -> None:
-    assert environment("lmcache").exists()
+    assert python_of("lmcache").exists()
     command = (sys.executable, "-m", "bench.l2", "--tiny")
 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-import peers
 from bench.harness.drivers import Driver
 from bench.harness.engines import sglang_command
 from kvstrata_api.units import MIB
 from support.engines.agent import Agent
+from support.engines.environments import python_of
 from support.engines.sglang_process import PAGE_TOKENS
 from support.engines.tiny_model import prompts
 
@@ -42,10 +42,6 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
     made.start()
     yield made
     made.kill()
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
 
 
 class SGLang:
@@ -80,11 +76,7 @@ class SGLang:
 @pytest.fixture(scope="module", params=VERSIONS)
 def installed(request: pytest.FixtureRequest) -> tuple[str, Path]:
     """One version of SGLang and its interpreter."""
-    version = request.param
-    try:
-        return version, peers.ensure(f"sglang-{version}", _say)
-    except peers.InstallError as e:
-        pytest.skip(f"SGLang's environment could not be made: {e}")
+    return request.param, python_of(f"sglang-{request.param}")
 
 
 @pytest.fixture(scope="module")

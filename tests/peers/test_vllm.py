@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from bench.harness.drivers import Driver
-from bench.harness.engines import make_model
 from kvstrata_api.units import MIB
 from support.engines import vllm
 from support.engines.agent import Agent
@@ -20,21 +19,6 @@ pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]  # The first run may
 matrix = pytest.mark.matrix
 PEER = "vllm {version}"
 NEWEST = vllm.VERSIONS[-1]
-
-
-@pytest.fixture(scope="module", params=vllm.VERSIONS)
-def version(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def python(version: str) -> Path:
-    return vllm.python_of(version)
-
-
-@pytest.fixture(scope="module")
-def model(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(python, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +45,6 @@ def engine(python: Path, model: Path, agent: Agent) -> Iterator[Open]:
             return driver
 
         yield start
-
-
-@pytest.fixture(scope="module")
-def right(python: Path, model: Path) -> dict[str, vllm.Tokens]:
-    return dict(zip(("first", "second"), vllm.right_tokens(python, model, (PROMPTS, SHARED)), strict=True))
 
 
 @pytest.mark.parametrize("version", [NEWEST], indirect=True)

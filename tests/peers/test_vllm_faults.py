@@ -3,26 +3,31 @@
 Counts are for `make test-peers`; every prompt of every case is compared with what the engine says by itself.
 """
 
+import itertools
 import json
 import os
 import random
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pytest
 
 from bench.harness.drivers import Driver
-from bench.harness.engines import make_model
+from kvstrata import NO_TOKEN, Client, PrefixCache, Target
 from kvstrata_api.units import MIB
-from support.agent.standalone import POOL, Json, Up, pool, until
+from support.agent.standalone import BLOCKS, LAYOUT, POOL, Json, Up, pool, tokens, until
+from support.engines import short_leases
+from support.engines.environments import say
 from support.engines.tiny_model import prompts
-from support.engines.vllm import Tokens, command, python_of, right_tokens, say
+from support.engines.vllm import Tokens, command, right_tokens
 
 pytestmark = [pytest.mark.peers, pytest.mark.matrix, pytest.mark.timeout(3600)]
 
@@ -80,9 +85,13 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    python = python_of(VERSION)
-    return Place(python, make_model(python, tmp_path_factory.mktemp("model")), tmp_path_factory.mktemp("one"))
+def version() -> str:
+    return VERSION
+
+
+@pytest.fixture(scope="module")
+def place(python: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(python, model, tmp_path_factory.mktemp("one"))
 
 
 @pytest.fixture
@@ -223,6 +232,71 @@ def test_a_place_where_something_is_wrong_is_answered_in_time_and_used_when_it_i
     run(driver, FEW, right["few"])
     until_loaded(driver, right["few"])
     spoilt.stop(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("chosen", [{}, {"layerwise": True}, {"way": TIER}], ids=["whole", "layerwise", "tier"])
+def test_a_load_whose_leases_were_over_is_a_miss(
+    place: Place,
+    right: dict[str, Tokens],
+    opened: ExitStack,
+    chosen: dict[str, Any],
+    record_property: Callable[[str, object], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine is stopped with leases in its hands; meanwhile others write where the blocks lay."""
+    driver = opened.enter_context(place.engine(**chosen))
+    pid = driver.ask("regions")["pid"]
+    monkeypatch.setenv(short_leases.STOPPED, str(pid))
+    agent = opened.enter_context(place.up(module="support.engines.short_leases", memory="8Mi"))
+    opened.callback(os.kill, pid, signal.SIGCONT)  # It is asked to end before the agent is.
+    writing = opened.enter_context(others(agent))
+    hits, ends_s = 0, time.monotonic() + 240
+    while not (hits and counted(agent, "kvstrata_stray_releases_total", 'cause="late"') > 50):
+        assert time.monotonic() < ends_s, f"{hits} tokens were loaded, and no lease was over before it was used"
+        hits += run(driver, FEW, right["few"])
+    late = counted(agent, "kvstrata_stray_releases_total", 'cause="late"')
+    if chosen.get("way") == TIER:
+        assert driver.ask("counts")["chunks"]["load failed"]
+    else:
+        assert counted(agent, "kvstrata_lookup_blocks_total", 'result="miss"') >= late
+    assert writing(), "nothing was written meanwhile"
+    agent.stop(signal.SIGKILL)
+    opened.enter_context(place.up())
+    until_loaded(driver, right["few"])
+    record_property("leases_over", int(late))
+    _say(**chosen, leases_over=late, external_hit_tokens=hits, blocks_of_others=writing())
+
+
+@contextmanager
+def others(agent: Up) -> Iterator[Callable[[], int]]:
+    """Another engine of the same user, which stores all the time; what is yielded tells how many blocks by now."""
+    ends, stored = threading.Event(), 0
+    target = Target(agent.socket, POOL, NO_TOKEN, replace(LAYOUT, dtype="fp32", element_bytes=4), timeout_s=30.0)
+
+    def write() -> None:
+        nonlocal stored
+        with Client.attach(target, wait_s=60.0) as client:
+            for seed in itertools.count():
+                if ends.wait(0.02):
+                    return
+                blocks = np.full((BLOCKS, target.layout.block_bytes), seed % 256, np.uint8)
+                stored += PrefixCache(client).store(tokens(seed), blocks).published
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    try:
+        yield lambda: stored
+    finally:
+        ends.set()
+        writing.join()
+
+
+def counted(agent: Up, name: str, label: str = "") -> float:
+    """Sum of a counter of the agent's."""
+    address = json.loads(agent.ready_file.read_text())["metrics"]
+    with urllib.request.urlopen(f"http://{address}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{") and label in line)
 
 
 def _spoil(file: Path) -> None:

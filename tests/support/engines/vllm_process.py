@@ -258,10 +258,12 @@ def main() -> None:
     if "LMCache" in given.transfer:
         versions["lmcache"] = metadata.version("lmcache")
     print(json.dumps({"versions": versions}), file=answers, flush=True)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        print(json.dumps(getattr(engine, asked.pop("verb"))(**asked)), file=answers, flush=True)
-    engine.llm.llm_engine.engine_core.shutdown()
+    try:
+        for line in sys.stdin:
+            asked = json.loads(line)
+            print(json.dumps(getattr(engine, asked.pop("verb"))(**asked)), file=answers, flush=True)
+    finally:  # Also where nobody reads the answer any more.
+        engine.llm.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import itertools
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -265,6 +265,125 @@ def test_a_chunk_continues_the_chunk_before_it_of_its_own_cache_group() -> None:
     assert book.session_of([chunk(1)]) == ""
     book.learn(Stored((4, 5), 3, "s"), 0.0)
     assert book.session_of([chunk(1), chunk(5), chunk(9)]) == "s"
+
+
+A, B, C, D, E, F, G, H = (
+    8468860364822751900, 5659426989048894505, 13165046985235928266, 4654629009659884423, 7227128982140028705,
+    13050196085893058425, 1906304936317433345, 14315981431721787129,
+)  # fmt: skip
+RECORDED = [
+    {"block_hashes": hashed, "parent_block_hash": parent, "token_ids": list(range(*tokens)), "block_size": size,
+     "lora_id": None, "medium": "GPU", "lora_name": None, "extra_keys": [None] * len(hashed), "group_idx": group,
+     "session_id": "chat"}
+    for group, size, tokens, parent, hashed in (
+        (0, 16, (100, 180), None, [A, B, C, D, E]),
+        (0, 16, (180, 228), E, [F, G, H]),
+        (1, 16, (100, 228), None, [E, F, G, H]),
+        (2, 32, (100, 228), None, [B, D, F, H]),
+        (3, 16, (100, 228), None, [B, D, F, H]),
+    )
+]  # fmt: skip
+"""What a `BlockPool` of vLLM 0.32.0 published of one prompt of 128 tokens, by its own hashes of 16: full attention in
+two steps, a sliding window whose first four pages are gone, pages of 32, and every second page by a `block_mask`."""
+CHAINS: dict[int, list[int]] = {0: [A, B, C, D, E, F, G, H], 1: [E, F, G, H], 2: [B, D, F, H], 3: [B, D, F, H]}
+"""Pages of each cache group that end a chunk."""
+
+
+def of_group(page: int, group: int) -> bytes:
+    return chunk(page, group.to_bytes(4, "big"))
+
+
+@pytest.mark.parametrize("encoding", [mapped, arrayed])
+def test_pages_that_are_left_out_say_nothing_of_what_others_continue(encoding: Callable[[Any], Any]) -> None:
+    found = decode(encoded(*map(encoding, RECORDED)))
+    assert found is not None
+    assert found.stored == (
+        Stored((A, B, C, D, E), ROOT, "chat", 16, 0),
+        Stored((F, G, H), E, "chat", 16, 0),
+        Stored((E, F, G, H), None, "chat", 16, 1),
+        Stored((B, D, F, H), ROOT, "chat", 32, 2),
+        Stored((B, D, F, H), None, "chat", 16, 3),
+    )
+    wrong = [{"token_ids": 7}, {"block_size": 0}, {"block_size": 1 << 40}, {"group_idx": -1}, {"group_idx": 1 << 32}]
+    found = decode(encoded(*(encoding(RECORDED[0] | one) for one in wrong)))
+    assert found is not None
+    assert (found.stored, found.unreadable) == ((), len(wrong))
+    long = RECORDED[0] | {"block_hashes": list(range(5000)), "token_ids": [1] * 80_000}
+    found = decode(encoded(encoding(long), encoding(long | {"token_ids": [1] * 80_001})))
+    assert found is not None
+    assert [s.parent for s in found.stored] == [ROOT, None]
+
+
+@given(st.data())
+def test_cache_groups_have_a_chain_each_whichever_is_published_first(data: st.DataObject) -> None:
+    batch = decode(encoded(*map(mapped, RECORDED)))
+    assert batch is not None
+    first, *second = batch.stored  # Events of two steps; within one the groups come in any order.
+    stored = [[first], data.draw(st.permutations(second))]
+    jobs = data.draw(st.permutations([[of_group(p, g) for p in pages] for g, pages in CHAINS.items()]))
+    book, reported = SessionBook(), defaultdict[int, list[list[int]]](list)
+
+    def others() -> None:
+        """What comes from another thread meanwhile."""
+        while jobs and bool(data.draw(st.booleans())):
+            book.keep(jobs.pop())
+
+    for step in stored:
+        for event in step:
+            others()
+            book.learn(event, 0.0)
+        others()
+        if data.draw(st.booleans()):
+            take(book, reported)
+    while jobs:
+        book.keep(jobs.pop())
+    take(book, reported)
+
+    whole, window, wide, masked = ([of_group(p, g) for p in pages] for g, pages in CHAINS.items())
+    assert book.parents_of(whole) == [b"", *whole[:-1]]
+    assert book.parents_of(window) == [None, *window[:-1]], "the page before it is in no chunk of the group"
+    assert book.parents_of(wide) == [b"", *wide[:-1]]
+    assert book.parents_of(masked) == [None] * 4
+    assert {group: set(itertools.chain(*runs)) for group, runs in reported.items()} == {
+        group: set(pages) for group, pages in CHAINS.items()
+    }
+    assert all(runs[-1][-1] == H for runs in reported.values()), "the session's end is reported last"
+    assert not book.take(0.0).runs
+
+
+def test_a_chunk_is_reported_also_where_another_session_or_one_that_is_told_goes_on_from_it() -> None:
+    book = SessionBook()
+    book.learn(Stored((0,), ROOT, "a", 16, 0), 0.0)
+    book.learn(Stored((1,), 0, "b", 16, 0), 0.0)
+    book.keep([chunk(0), chunk(1)])
+    report = book.take(0.0)
+    assert (runs_of(report, "a"), runs_of(report, "b")) == ([[0]], [[0, 1]])
+    book.learn(Stored((2, 3), 1, "b", 16, 0), 0.0)
+    book.keep([chunk(3)])
+    assert runs_of(book.take(0.0), "b") == [[3]]
+    book.keep([chunk(2), chunk(3)])
+    assert runs_of(book.take(0.0), "b") == [[1, 2]]
+
+
+def take(book: SessionBook, reported: dict[int, list[list[int]]]) -> None:
+    """Add what is reported by now, by cache group."""
+    for session, run in book.take(0.0).runs:
+        assert session == "chat"
+        assert len({c[-4:] for c in run}) == 1
+        reported[int.from_bytes(run[0][-4:], "big")].append([page_of(c[:-4]) for c in run])
+
+
+def test_larger_pages_alone_say_nothing_of_smaller_chunks() -> None:
+    book = SessionBook()
+    book.learn(Stored((B, D), ROOT, "s", 32, 2), 0.0)
+    book.learn(Stored((D,), None, "s", 16, 0), 0.0)
+    book.keep([of_group(B, 0), of_group(B, 2)])
+    assert book.parents_of([of_group(D, 0), of_group(D, 2)]) == [None, of_group(B, 2)]
+    book = SessionBook(chunk_pages=2)
+    book.learn(Stored((A, B, C, D, E, F, G, H), ROOT, "s", 16, 0), 0.0)
+    book.learn(Stored((B, D, F, H), ROOT, "s", 32, 2), 0.0)
+    book.keep([of_group(p, g) for p, g in ((B, 0), (D, 0), (F, 0), (D, 2))])
+    assert book.parents_of([of_group(H, 0), of_group(H, 2)]) == [of_group(F, 0), of_group(D, 2)]
 
 
 def test_whoever_stores_waits_for_events_that_are_late_and_not_for_ever_where_none_come() -> None:

@@ -101,7 +101,7 @@ class PeerListener:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family)
         self._server: asyncio.Server | None = None
-        self._open: set[asyncio.Task[None]] = set()
+        self._open: TaskSet[None] = TaskSet()
         self.adopter: Adopter | None = None
         """What takes blocks of other pools over; set before `serve`, or none are."""
 
@@ -124,17 +124,13 @@ class PeerListener:
         """Begin to answer. `tls` is None in simulated networks alone; without `handovers` only whole blocks go."""
         owner = _Owner(me, lender, verify, nixl, tls, handovers, self.adopter)
 
-        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.current_task()
-            assert task is not None, "asyncio runs callbacks of streams in tasks"
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            # Not a coroutine, whose task would be asyncio's: until 3.12 it reports one that is cancelled as a failure.
             if len(self._open) >= CONNECTIONS_MAX:
                 writer.transport.abort()
                 return
-            self._open.add(task)
-            try:
-                await _Conversation(Stream(reader, writer), owner).run()
-            finally:
-                self._open.discard(task)
+            stream = Stream(reader, writer)
+            self._open.spawn(_Conversation(stream, owner).run()).add_done_callback(partial(_ended, stream))
 
         secured: Any = {"ssl": tls.listening(), "ssl_handshake_timeout": HANDSHAKE_S} if tls else {}
         self._server = await asyncio.start_server(accept, sock=self._socket, limit=READ_AHEAD_BYTES, **secured)
@@ -144,10 +140,13 @@ class PeerListener:
         if self._server is not None:
             self._server.close()
         self._socket.close()
-        conversations = tuple(self._open)
-        for conversation in conversations:
-            conversation.cancel()
-        await asyncio.gather(*conversations, return_exceptions=True)
+        await self._open.close()
+
+
+def _ended(stream: Stream, conversation: "asyncio.Task[None]") -> None:
+    stream.close()  # One that was cancelled at once never got to it.
+    if not conversation.cancelled() and (bug := conversation.exception()):
+        _log.error("peer conversation failed", exc_info=bug)
 
 
 @dataclass(frozen=True, slots=True)
