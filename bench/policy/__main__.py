@@ -12,7 +12,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +23,7 @@ import numpy as np
 from bench.harness import common
 from bench.harness.common import Result, publish, table
 from bench.harness.drivers import AbsentError
-from bench.policy import simulators
+from bench.policy import live, simulators
 from bench.policy.chains import Trace
 from bench.policy.ours import Hints, Ours
 from bench.policy.peers import LIMIT, PEERS, plain_lru
@@ -118,6 +118,7 @@ def main() -> int:
     parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of recordings; without it one is made")
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="percent of a trace's different blocks")
     parser.add_argument("--check-simulators", action="store_true", help="compare our LRU with that of simulators")
+    parser.add_argument("--live", action="store_true", help="replay through a real agent, and compare with the replay")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw hits over size and the part of the gap closed")
     given = parser.parse_args()
     try:
@@ -130,7 +131,8 @@ def main() -> int:
         parser.exit(2, f"bench.policy: {simulators.HOW}\n")
     try:
         traces = _traces(given.traces, is_tiny=given.tiny, is_quick=given.quick)
-        return (_check if given.check_simulators else _compare)(traces, sizes, given)
+        run = _check if given.check_simulators else _through_agent if given.live else _compare
+        return run(traces, sizes, given)
     except (TraceError, AbsentError) as e:
         parser.exit(2, f"bench.policy: {e}\n")
 
@@ -161,6 +163,26 @@ def _compare(traces: Sequence[Trace], sizes: Sequence[int], given: argparse.Name
         for path in simulators.plot(given.plots, [_drawn(cell) for cell in cells]):
             print(path)
     publish(Result("policy", given.quick or given.tiny, versions, ratios, values), given.json)
+    return 0
+
+
+def _through_agent(traces: Sequence[Trace], sizes: Sequence[int], given: argparse.Namespace) -> int:
+    """Hits of a real agent beside those of the replay by the same times."""
+    rows: list[tuple[str, ...]] = []
+    values: dict[str, float] = {}
+    for trace in map(live.cut, traces):
+        unique = sum(trace.lengths[run] for run in {run for path in trace.paths for run in path})
+        for blocks in dict.fromkeys(live.tier_blocks(unique * size // 100) for size in sizes):
+            for eviction, make in live.POLICIES.items():
+                hit_percent, at_s = live.run(trace, blocks, eviction)
+                replayed = replay(replace(trace, at_s=at_s), blocks, make).hit_percent
+                rows.append((trace.name, f"{blocks}", eviction, f"{hit_percent:.2f}", f"{replayed:.2f}"))
+                values[f"{trace.name} {blocks} {eviction} agent"] = hit_percent
+                values[f"{trace.name} {blocks} {eviction} points from the replay"] = hit_percent - replayed
+                print(*rows[-1], file=sys.stderr, flush=True)
+    print(table(("trace", "blocks", "eviction", "agent, %", "replay, %"), rows))
+    values["most_points_from_the_replay"] = max(abs(v) for k, v in values.items() if k.endswith("replay"))
+    publish(Result("policy-live", given.quick or given.tiny, {"kvstrata": __version__}, {}, values), given.json)
     return 0
 
 
