@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from kvstrata_api import wire
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.errors import AgentAwayError, KvStrataError
 from kvstrata_client.connection.lifecycle import ATTACH_WAIT_S, Connect, Down, Idle, LifecycleStep, Pause, Up, lifecycle
@@ -135,6 +136,15 @@ class Client:
     def touch_session(self, session: str, state: str, *, urgency: int = 0, expected_return_s: float = 0.0) -> None:
         """Report what a session is about to do: `decoding`, `idle` or `tool`, and when its next turn is expected."""
         self._one(calls.touch_session(self.target, session, state, urgency, expected_return_s))
+
+    def report_engine(self, prefill_tokens_per_s: float, *, queued_tokens: int = 0, running: int = 0) -> bool:
+        """Tell how fast the engine computes prompts, and how many tokens wait: loads are weighed against it for 30 s.
+
+        False where the agent is away, or older than the verb.
+        """
+        if self.grants is None or wire.ReportEngine.__name__ not in self.grants.verbs:
+            return False
+        return self._one(calls.report_engine(self.target, prefill_tokens_per_s, queued_tokens, running)) > 0
 
     def close_session(self, session: str, *, archive: bool = True, wait_s: float = 0.0) -> bool:
         """End a session; with `archive` its prefix goes to slow tiers instead of away.

@@ -34,6 +34,10 @@ HANDOVER_CHARS_MAX: Final = 128
 Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 """A duration that can be compared: what is not a number would pass every limit, and no lease of it would ever end."""
 
+Rate = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+"""Per second: over 0 and at most a thousand million."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
+
 _LENGTHS_MAX: Final = {
     "client": CLIENT_CHARS_MAX, "session": SESSION_CHARS_MAX, "leases": LEASES_MAX, "suspects": LEASES_MAX,
     "reservations": KEYS_MAX, "checksums": KEYS_MAX, "handover": HANDOVER_CHARS_MAX, "sums": KEYS_MAX,
@@ -260,6 +264,20 @@ class Touch(Request, frozen=True, array_like=True, tag=True):
     """That the blocks belong to, in chain order: it follows them as if it had stored them."""
 
 
+class ReportEngine(Request, frozen=True, array_like=True, tag=True):
+    """Tell how fast the engine computes and how much waits: loads are weighed against it. Again every 10 s or so.
+
+    Like `Drop` only for agents that name it in `Granted.verbs`. Counts 1; forgotten 30 s later.
+    """
+
+    prefill_tokens_per_s: Rate
+    """Of late, over 0."""
+    queued_tokens: Count = 0
+    """Prompt tokens of requests that wait to be computed, before what is asked for now."""
+    running: Count = 0
+    """Requests that are being computed."""
+
+
 class Drop(Request, frozen=True, array_like=True, tag=True):
     """Remove blocks of the tenant's own scope from this node, in chain order; answered by `Found`.
 
@@ -426,17 +444,17 @@ class Failed(Reply, frozen=True, array_like=True, tag=True):
 AnyRequest = (
     Hello | Attach | Scopes | OpenSession | TouchSession | CloseSession | Lookup | CountLoad | Acquire | Release
     | Reserve | Publish | Abandon | Prefetch | Pin | Unpin | Stats | Explain | Advance | Arrive
-    | Touch | Drop
+    | Touch | Drop | ReportEngine
 )  # fmt: skip
 AnyReply = Welcome | Granted | Done | Found | Acquired | Reserved | Published | Text | Failed | Arrived
 REPLIES: Final[dict[type[Request], type[Reply]]] = {
     Hello: Welcome, Attach: Granted, Scopes: Granted, OpenSession: Done, TouchSession: Done, CloseSession: Done,
     Lookup: Found, CountLoad: Done, Acquire: Acquired, Release: Done, Reserve: Reserved, Publish: Published,
     Abandon: Done, Prefetch: Done, Pin: Done, Unpin: Done, Touch: Done, Drop: Found, Stats: Text, Explain: Text,
-    Advance: Done, Arrive: Arrived,
+    Advance: Done, Arrive: Arrived, ReportEngine: Done,
 }  # fmt: skip
 """What each request is answered with, or with `Failed`."""
-LATER_VERBS: Final = (Touch.__name__, Drop.__name__)
+LATER_VERBS: Final = (Touch.__name__, Drop.__name__, ReportEngine.__name__)
 """Verbs that came after the first agents of this protocol version."""
 GRANTING: Final = (Acquired, Reserved)
 """Replies that may bring extents, with descriptors beside them."""

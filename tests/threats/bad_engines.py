@@ -125,6 +125,7 @@ def request_of(engine: TokenEngine, verb: type[wire.AnyRequest]) -> wire.AnyRequ
         wire.Reserve: (scope, b"", key),
         wire.Pin: (scope, key, 1.0),
         wire.Explain: (scope, key),
+        wire.ReportEngine: (1.0,),
         Advance: ((), 0, ()),
         Arrive: ((), 0, 0.0),
         **dict.fromkeys((wire.Lookup, wire.Acquire, wire.Prefetch, wire.Unpin, wire.Touch, wire.Drop), (scope, key)),

@@ -44,6 +44,14 @@ def _is_seconds(value: Any) -> bool:
     return type(value) in (int, float) and -1e9 <= value <= 1e9
 
 
+def _is_rate(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value <= 1e9
+
+
+def _is_count(value: Any) -> bool:
+    return _is_int(value) and 0 <= value <= 10**12
+
+
 def _is_session(value: Any) -> bool:
     return _is_text(value) and len(value) <= 128
 
@@ -138,7 +146,7 @@ ENGINE: Final = Rules(
         "OpenSession": (2, (_N, _S, _T, _T)),
         "TouchSession": (3, (_N, _S, _T, _N, _F)),
         "CloseSession": (2, (_N, _S, _Y, _F)),
-        "Lookup": (3, (_N, _T, _K, _S, _Y)),
+        "Lookup": (3, (_N, _T, _K, _S, _Y, _Y)),
         "CountLoad": (3, (_N, _N, _N)),
         "Acquire": (3, (_N, _T, _K, _S, _F, _F, _N, _is_handover)),
         "Release": (2, (_N, _are(_N), _are(_N))),
@@ -148,8 +156,9 @@ ENGINE: Final = Rules(
         "Prefetch": (3, (_N, _T, _K, _S)),
         "Pin": (4, (_N, _T, _K, _F)),
         "Unpin": (3, (_N, _T, _K)),
-        "Touch": (3, (_N, _T, _K)),
+        "Touch": (3, (_N, _T, _K, _S)),
         "Drop": (3, (_N, _T, _K)),
+        "ReportEngine": (2, (_N, _is_rate, _is_count, _is_count)),
         "Stats": (1, (_N,)),
         "Explain": (1, (_N, _T, _B, _S)),
         "Advance": (4, (_N, _are(_N), _N, _are(_B))),
@@ -223,6 +232,7 @@ ENGINE_VALID: Final[tuple[bytes, ...]] = tuple(
         wire.Touch(23, OWN, KEYS),
         wire.Touch(23, OTHERS, KEYS),
         wire.Drop(24, OWN, KEYS),
+        wire.ReportEngine(25, 8000.0, 512, 3),
         wire.Drop(24, OTHERS, KEYS),
         wire.Release(14, (1, 2)),
         wire.CountLoad(15, 3, 2),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.tier import SlotRequest
     from kvstrata_agent.blocks.tier_contents import TierContents
     from kvstrata_agent.policy.placement import Placement
+    from kvstrata_agent.policy.recompute import EngineLoad
     from kvstrata_api.blocks import Layout, LayoutId, ScopeId, ScopeSecret
     from kvstrata_api.models.pool import KVPoolSpec
     from kvstrata_metadata.store.records import Announcement
@@ -104,6 +105,8 @@ class Node:
     growth: GrowthTable = field(default_factory=GrowthTable)
     sessions: SessionTable = field(default_factory=SessionTable)
     tenants: TenantBook = field(default_factory=TenantBook)
+    engines: dict[str, dict[int, EngineLoad]] = field(default_factory=dict)
+    """What engines have told of themselves, by tenant and connection."""
     wall: Callable[[], float] = time.time
     """Unix seconds, the only time that outlives a process."""
     returns: Returns = field(init=False)
@@ -367,6 +370,8 @@ class Node:
         leases = self.end_leases(self.leases.end_owner(owner))
         reservations = self.abandon(self.reservations.take_owner(owner))
         self.pins.end_owner(owner)
+        for told in self.engines.values():
+            told.pop(owner, None)
         self.sessions.end_owner(owner)
         self.changed.fire()
         if leases:

@@ -12,7 +12,16 @@ import msgspec
 from kvstrata_agent.backends.base import matches
 from kvstrata_agent.backends.threads import together
 from kvstrata_agent.cache.remote_fetch import REMOTE
-from kvstrata_agent.policy.recompute import CostChoice, CostInputs, Source, choose, congestion_s, locate_s
+from kvstrata_agent.policy.recompute import (
+    CostChoice,
+    CostInputs,
+    EngineLoad,
+    Source,
+    choose,
+    congestion_s,
+    load_of,
+    locate_s,
+)
 from kvstrata_api.errors import BlockCorruptError
 from kvstrata_api.tiers import Lookup
 
@@ -145,7 +154,7 @@ class Reader:
             return {}
         missing = [i for i, e in enumerate(entries) if e is None][:LOCATE_KEYS_MAX]
         spec = self._node.spec
-        tokens, speed = len(missing) * spec.compatibility.block_tokens, spec.policy.recompute.prefill_tokens_per_second
+        tokens, speed = len(missing) * spec.compatibility.block_tokens, self._engine(context).prefill_tokens_per_s
         within_s = locate_s(tokens, speed, left_s)
         copies = await self._directory.locate(context.secret, [digests[i] for i in missing], within_s=within_s)
         return {i: c[0] for i, c in zip(missing, copies, strict=True) if c}
@@ -203,7 +212,8 @@ class Reader:
         first, paths = run[0], self._mover.scheduler.paths
         if first is not None and first.residences:
             segment = [e for e in takewhile(lambda e: _tier(e) is _tier(first), run) if e is not None]
-            source, inputs = first.residences[0].tier.name, self._inputs(segment, is_last=len(segment) == len(run))
+            source = first.residences[0].tier.name
+            inputs = self._inputs(context, segment, is_last=len(segment) == len(run))
         else:
             count = elsewhere if first is None else 1
             source, inputs = REMOTE, self._remote_inputs(context, count) if count else None
@@ -241,9 +251,9 @@ class Reader:
             if entry is not None and not entry.residences and entry.move is None:
                 break
             run.append(entry)
-        return run[: self.worth_fetching(run)]
+        return run[: self.worth_fetching(context, run)]
 
-    def worth_fetching(self, run: Sequence[Entry | None]) -> int:
+    def worth_fetching(self, context: RequestContext | None, run: Sequence[Entry | None]) -> int:
         """Blocks of the run up to the first slow segment that the engine computes faster than we bring it up."""
         start = 0
         while start < len(run):
@@ -251,22 +261,31 @@ class Reader:
             tier = _tier(run[start])
             while end < len(run) and _tier(run[end]) is tier:
                 end += 1
-            choice = self.cost([e for e in run[start:end] if e is not None], is_last=end == len(run))
+            choice = self.cost([e for e in run[start:end] if e is not None], context, is_last=end == len(run))
             if choice is not None and choice.source is Source.RECOMPUTE:
                 return start
             start = end
         return len(run)
 
-    def cost(self, segment: Sequence[Entry], *, is_last: bool = False) -> CostChoice | None:
+    def _engine(self, context: RequestContext | None) -> EngineLoad:
+        """How fast whoever asks would compute; what the pool assumes where no engine of the tenant has told."""
+        node = self._node
+        assumed = EngineLoad(float(node.spec.policy.recompute.prefill_tokens_per_second))
+        told = node.engines.get(context.tenant) if context is not None else None
+        return load_of(told, context.owner, assumed, node.clock()) if told and context is not None else assumed
+
+    def cost(
+        self, segment: Sequence[Entry], context: RequestContext | None = None, *, is_last: bool = False
+    ) -> CostChoice | None:
         """Compare fetching a segment of blocks of one slower tier with computing it; None when there is no choice.
 
         Where the chain goes on behind the last segment of a request, the next one will ask for that: the latency of the
         tier, which is paid once, is not held against the few blocks that happened to end this one.
         """
-        inputs = self._inputs(segment, is_last=is_last)
+        inputs = self._inputs(context, segment, is_last=is_last)
         return choose(inputs) if inputs is not None else None
 
-    def _inputs(self, segment: Sequence[Entry], *, is_last: bool) -> CostInputs | None:
+    def _inputs(self, context: RequestContext | None, segment: Sequence[Entry], *, is_last: bool) -> CostInputs | None:
         if not segment or not segment[0].residences or segment[0].residences[0].tier.backend.mappable is not None:
             return None
         tier, spec = segment[0].residences[0].tier, self._node.spec
@@ -282,7 +301,7 @@ class Reader:
             queued_bytes=self._mover.scheduler.paths.ahead_bytes(tier.name, target, stored_bytes),
             read_latency_s=0.0 if goes_on or tier.probe is None else tier.probe.read_latency_microseconds / 1e6,
             read_bytes_per_s=float(tier.probe.read_bytes_per_second) if tier.probe else 0.0,
-            prefill_tokens_per_s=float(spec.policy.recompute.prefill_tokens_per_second),
+            engine=self._engine(context),
         )
 
     def _remote_inputs(self, context: RequestContext, blocks: int) -> CostInputs:
@@ -297,7 +316,7 @@ class Reader:
             queued_bytes=paths.ahead_bytes(REMOTE, target, size_bytes),
             read_latency_s=0.0,
             read_bytes_per_s=paths.bytes_per_s(REMOTE, target),
-            prefill_tokens_per_s=float(spec.policy.recompute.prefill_tokens_per_second),
+            engine=self._engine(context),
         )
 
     def _start_remote(

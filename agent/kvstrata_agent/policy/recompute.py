@@ -1,9 +1,12 @@
 """Fetch a run of blocks from a slower place, or let the engine compute them again? Pure.
 
-T_recompute = tokens / prefill rate. T_fetch = latency + (bytes queued before + bytes of the run) / bandwidth.
+T_recompute = (tokens that wait before + tokens) / prefill rate, by the engine's own report where it gives one: a fetch
+goes on while the request waits. T_fetch = latency + (bytes queued before + bytes of the run) / bandwidth.
 Bandwidth and latency are the tier's own, measured at start; a tier that was not measured is fetched from.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -17,6 +20,41 @@ _LOCATE_SHARE: Final = 0.25
 
 REFUSED_S: Final = 1.0
 """After a full queue refused a move: until it is worth trying again, at least."""
+
+
+ENGINE_S: Final = 30.0
+"""For so long an engine's report counts: it tells every few seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine has told of itself, or what the pool assumes."""
+
+    prefill_tokens_per_s: float
+    queued_tokens: int = 0
+    """That are computed before what is asked for now; a load overlaps with that wait."""
+    running: int = 0
+    told_s: float = -math.inf
+    """Monotonic second of the report."""
+
+
+def load_of(told: Mapping[int, EngineLoad], owner: int, assumed: EngineLoad, now_s: float) -> EngineLoad:
+    """The load that a request of `owner` meets: by its own report, else by the mean of its tenant's other ones.
+
+    Scheduler and workers of an engine have connections of their own, and one of them reports.
+    """
+    fresh = {o: load for o, load in told.items() if now_s - load.told_s < ENGINE_S}
+    if owner in fresh:
+        return fresh[owner]
+    if not fresh:
+        return assumed
+    count = len(fresh)
+    return EngineLoad(
+        sum(load.prefill_tokens_per_s for load in fresh.values()) / count,
+        sum(load.queued_tokens for load in fresh.values()) // count,
+        sum(load.running for load in fresh.values()) // count,
+        max(load.told_s for load in fresh.values()),
+    )
 
 
 class Source(StrEnum):
@@ -41,7 +79,7 @@ class CostInputs:
     read_latency_s: float
     read_bytes_per_s: float
     """0 when the tier was not measured."""
-    prefill_tokens_per_s: float
+    engine: EngineLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +94,8 @@ class CostChoice:
 
 def choose(inputs: CostInputs) -> CostChoice:
     """Take the cheaper source; equal costs are fetched, which leaves the engine free."""
-    recompute_s = inputs.blocks * inputs.block_tokens / max(inputs.prefill_tokens_per_s, 1e-9)
+    tokens = inputs.engine.queued_tokens + inputs.blocks * inputs.block_tokens
+    recompute_s = tokens / max(inputs.engine.prefill_tokens_per_s, 1e-9)
     if inputs.read_bytes_per_s <= 0:
         return CostChoice(Source.FETCH, 0.0, recompute_s, "tier not measured")
     fetch_s = inputs.read_latency_s + (inputs.queued_bytes + inputs.stored_bytes) / inputs.read_bytes_per_s

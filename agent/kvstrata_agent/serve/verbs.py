@@ -17,6 +17,7 @@ from kvstrata_agent.blocks.reservations import RESERVATION_S
 from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.cache.part_checksums import blocks_max
 from kvstrata_agent.movement.mover import INLINE_BYTES_MAX
+from kvstrata_agent.policy.recompute import EngineLoad
 from kvstrata_agent.serve.extent_grants import NO_SLOT, ExtentGrants, leased_of, slot_of
 from kvstrata_agent.serve.handover_verbs import HandoverVerbs
 from kvstrata_api import wire
@@ -85,6 +86,7 @@ class Verbs:
             wire.Unpin: self._unpin,
             wire.Touch: self._touch,
             wire.Drop: self._drop,
+            wire.ReportEngine: self._report_engine,
             **sessions.handlers,
             **self._handovers.handlers,
         }
@@ -401,6 +403,13 @@ class Verbs:
         context = self._begin(at, request, request.session)
         count = self._cache.touch(context, unpack_digests(request.digests)) if context else 0
         return wire.Done(request.id, self.grants_version, count)
+
+    def _report_engine(self, at: Attachment, request: wire.ReportEngine) -> wire.Done:
+        told = self._node.engines.setdefault(at.tenant, {})
+        told[at.owner] = EngineLoad(
+            request.prefill_tokens_per_s, request.queued_tokens, request.running, self._node.clock()
+        )
+        return wire.Done(request.id, self.grants_version, 1)
 
     def _drop(self, at: Attachment, request: wire.Drop) -> wire.Found:
         right = self._writable(at, request)

@@ -9,13 +9,16 @@ from hypothesis import strategies as st
 from kvstrata_agent.policy.admission import CHECK_EVERY, Admission, AdmissionInputs, admit, must_check
 from kvstrata_agent.policy.placement import CopyFacts, CopyPath, TierFacts, by_reuse_interval, copy_path, next_lower
 from kvstrata_agent.policy.recompute import (
+    ENGINE_S,
     LOCATE_S_MAX,
     LOCATE_S_MIN,
     REFUSED_S,
     CostInputs,
+    EngineLoad,
     Source,
     choose,
     congestion_s,
+    load_of,
     locate_s,
 )
 from kvstrata_agent.provision.plan import Close, Open, Resize, grant, plan
@@ -121,7 +124,7 @@ costs = st.builds(
     queued_bytes=st.integers(0, 1 << 32),
     read_latency_s=st.floats(0, 1),
     read_bytes_per_s=st.floats(0, 1e11),
-    prefill_tokens_per_s=st.floats(1, 1e6),
+    engine=st.builds(EngineLoad, st.floats(1, 1e6), st.integers(0, 10_000)),
 )
 
 
@@ -153,6 +156,24 @@ def test_a_path_is_said_to_be_busy_only_where_its_queue_makes_the_difference(inp
         assert cost.fetch_s > cost.recompute_s
     assert congestion_s(dataclasses.replace(inputs, queued_bytes=0), is_full=False) == 0.0
     assert congestion_s(inputs, is_full=True) >= max(wait_s, REFUSED_S)
+
+
+@given(costs, st.integers(1, 100_000))
+def test_a_longer_queue_of_the_engine_never_makes_computing_cheaper(inputs: CostInputs, more_tokens: int) -> None:
+    import dataclasses
+
+    load = dataclasses.replace(inputs.engine, queued_tokens=inputs.engine.queued_tokens + more_tokens)
+    assert choose(dataclasses.replace(inputs, engine=load)).recompute_s > choose(inputs).recompute_s
+
+
+def test_an_engine_is_taken_at_its_own_word_then_at_its_tenants_and_then_at_the_pools() -> None:
+    assumed, now_s = EngineLoad(12_000.0), 100.0
+    told = {1: EngineLoad(1000.0, 10, 1, now_s), 2: EngineLoad(3000.0, 30, 3, now_s - ENGINE_S / 2)}
+
+    assert load_of(told, 1, assumed, now_s) == told[1]
+    assert load_of(told, 3, assumed, now_s) == EngineLoad(2000.0, 20, 2, now_s)
+    assert load_of(told, 2, assumed, now_s + ENGINE_S / 2) == EngineLoad(1000.0, 10, 1, now_s)
+    assert load_of(told, 1, assumed, now_s + ENGINE_S) == assumed
 
 
 @given(st.integers(0, 1 << 20), st.floats(1, 1e8), st.floats(0, 60))

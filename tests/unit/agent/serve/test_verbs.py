@@ -14,6 +14,8 @@ from kvstrata_agent.blocks.request import Caller, RequestContext
 from kvstrata_agent.blocks.reservations import RESERVATION_S
 from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.movement.path import Priority
+from kvstrata_agent.policy.recompute import ENGINE_S
+from kvstrata_agent.serve.session_verbs import contexts_of
 from kvstrata_agent.serve.verbs import LEASE_S_MAX
 from kvstrata_api import wire
 from kvstrata_api.blocks import ScopeId
@@ -249,6 +251,26 @@ async def test_a_stretch_that_is_cheaper_to_compute_is_not_fetched() -> None:
     told = json.loads((await engine.ask(wire.Explain(1, SCOPE, digest(1)))).json)
     assert told["read"]["choice"] == "recompute"
     assert told["read"]["alternatives"]["fetch_s"] > told["read"]["alternatives"]["recompute_s"]
+    await close(engine)
+
+
+async def test_an_engines_own_speed_and_queue_decide_what_it_computes() -> None:
+    engine = await Engine(recompute={"type": "CostModel", "prefillTokensPerSecond": 100}).attach()
+    await engine.store(1, 2, 3)
+    await engine.push_down()
+    engine.core.node.tiers[1].probe = TierProbe(read_bytes_per_second=1_000_000, read_latency_microseconds=50_000)
+    context = next(iter(contexts_of(engine.at)))
+    run = [engine.core.node.index.find(*engine.key(n)) for n in (1, 2, 3)]
+    reader = engine.core.cache.reader
+
+    assert reader.worth_fetching(context, run) == 3
+    assert (await engine.ask(wire.ReportEngine(9, 1e8))).count == 1
+    assert reader.worth_fetching(context, run) == 0
+    await engine.ask(wire.ReportEngine(9, 1e8, 10**8, 4))  # A second waits before them.
+    assert reader.worth_fetching(context, run) == 3
+    await engine.ask(wire.ReportEngine(9, 1e8))
+    engine.clock.now_s += ENGINE_S
+    assert reader.worth_fetching(context, run) == 3, "an old report counts"
     await close(engine)
 
 
