@@ -34,9 +34,10 @@ HANDOVER_CHARS_MAX: Final = 128
 Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 """A duration that can be compared: what is not a number would pass every limit, and no lease of it would ever end."""
 
-Rate = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
-"""Per second: over 0 and at most a thousand million."""
-Count = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
+RATE_MAX: Final = 1e9
+"""Tokens a second of an engine, at most."""
+QUEUED_MAX: Final = 10**12
+"""Tokens or requests that wait, at most."""
 
 _LENGTHS_MAX: Final = {
     "client": CLIENT_CHARS_MAX, "session": SESSION_CHARS_MAX, "leases": LEASES_MAX, "suspects": LEASES_MAX,
@@ -270,12 +271,12 @@ class ReportEngine(Request, frozen=True, array_like=True, tag=True):
     Like `Drop` only for agents that name it in `Granted.verbs`. Counts 1; forgotten 30 s later.
     """
 
-    prefill_tokens_per_s: Rate
-    """Of late, over 0."""
-    queued_tokens: Count = 0
-    """Prompt tokens of requests that wait to be computed, before what is asked for now."""
-    running: Count = 0
-    """Requests that are being computed."""
+    prefill_tokens_per_s: float
+    """Of late: over 0, 1e9 at most."""
+    queued_tokens: int = 0
+    """Prompt tokens of requests that wait to be computed, before what is asked for now: 0 to 1e12."""
+    running: int = 0
+    """Requests that are being computed: 0 to 1e12."""
 
 
 class Drop(Request, frozen=True, array_like=True, tag=True):

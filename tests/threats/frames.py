@@ -44,12 +44,8 @@ def _is_seconds(value: Any) -> bool:
     return type(value) in (int, float) and -1e9 <= value <= 1e9
 
 
-def _is_rate(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value <= 1e9
-
-
-def _is_count(value: Any) -> bool:
-    return _is_int(value) and 0 <= value <= 10**12
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
 
 
 def _is_session(value: Any) -> bool:
@@ -158,7 +154,7 @@ ENGINE: Final = Rules(
         "Unpin": (3, (_N, _T, _K)),
         "Touch": (3, (_N, _T, _K, _S)),
         "Drop": (3, (_N, _T, _K)),
-        "ReportEngine": (2, (_N, _is_rate, _is_count, _is_count)),
+        "ReportEngine": (2, (_N, _is_number, _N, _N)),
         "Stats": (1, (_N,)),
         "Explain": (1, (_N, _T, _B, _S)),
         "Advance": (4, (_N, _are(_N), _N, _are(_B))),

@@ -405,6 +405,13 @@ class Verbs:
         return wire.Done(request.id, self.grants_version, count)
 
     def _report_engine(self, at: Attachment, request: wire.ReportEngine) -> wire.Done:
+        if not 0 < request.prefill_tokens_per_s <= wire.RATE_MAX:
+            raise InvalidInputError(
+                f"prefill_tokens_per_s: {request.prefill_tokens_per_s}, over 0 and {wire.RATE_MAX:.0e} at most wanted"
+            )
+        for name, value in (("queued_tokens", request.queued_tokens), ("running", request.running)):
+            if not 0 <= value <= wire.QUEUED_MAX:
+                raise InvalidInputError(f"{name}: {value}, 0 to {wire.QUEUED_MAX:.0e} wanted")
         told = self._node.engines.setdefault(at.tenant, {})
         told[at.owner] = EngineLoad(
             request.prefill_tokens_per_s, request.queued_tokens, request.running, self._node.clock()
