@@ -343,7 +343,7 @@ def test_an_idle_client_uses_no_processor(agent: AgentThread) -> None:
 def test_closing_gives_back_every_descriptor_and_thread(agent: AgentThread) -> None:
     def open_now() -> tuple[int, int]:
         until(lambda: agent.call(lambda: agent.server.connections) == 0)
-        # The agent, which lives in this process, keeps the threads of its pools, and has more where two are busy at once.
+        # The agent in this process keeps the threads of its pools, and makes more of them when two are busy at once.
         threads = [t for t in threading.enumerate() if not t.name.startswith(("kvstrata-arena", "asyncio"))]
         return len(list(Path("/proc/self/fd").iterdir())), len(threads)
 
