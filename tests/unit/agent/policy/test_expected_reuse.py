@@ -114,7 +114,7 @@ def test_an_engines_word_that_a_session_is_complete_is_learned() -> None:
     assert reuse.worth("x", 9e3 + 1) > 10 * reuse.worth("u", 9e3 + 1)
 
 
-@given(st.dictionaries(st.integers(0, 50), st.floats(0, 1), min_size=1, max_size=40))
+@given(st.dictionaries(st.integers(0, 60), st.floats(0, 1), min_size=1, max_size=Victims.SAMPLE))
 def test_victims_are_leaves_and_the_least_of_a_small_cache_goes_first(worths: dict[int, float]) -> None:
     here = dict(worths)
     victims: Victims[int] = Victims(lambda count: list(here)[:count], here.__contains__)
@@ -127,3 +127,36 @@ def test_victims_are_leaves_and_the_least_of_a_small_cache_goes_first(worths: di
         taken.append(worths[leaf])
 
     assert taken == sorted(taken)
+
+
+@given(
+    st.dictionaries(st.integers(0, 30), st.floats(0, 1), min_size=2, max_size=Victims.SAMPLE),
+    st.data(),
+)
+def test_what_is_worth_more_than_it_was_or_is_offered_anew_is_judged_by_what_it_is_worth_now(
+    worths: dict[int, float], data: st.DataObject
+) -> None:
+    victims: Victims[int] = Victims(lambda count: list(worths)[:count], worths.__contains__)
+    victims.next(worths.__getitem__)
+
+    risen = data.draw(st.sets(st.sampled_from(sorted(worths)), min_size=1))
+    worths |= {leaf: worths[leaf] + 1 for leaf in risen}
+    victims.renew()
+    assert worths[victims.next(worths.__getitem__)] == min(worths.values())
+
+    fallen = data.draw(st.sampled_from(sorted(worths)))
+    worths[fallen] = -1.0
+    victims.offer(fallen, -1.0)
+    assert victims.next(worths.__getitem__) == fallen
+
+
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=400))
+def test_samples_keep_a_bounded_number_of_leaves(drawn: list[int]) -> None:
+    victims: Victims[int] = Victims(lambda count: drawn[:count], lambda _: True)
+    for turn in range(40):
+        victims.renew()
+        victims.next(lambda leaf, turn=turn: (leaf * 7919 + turn) % 101)  # type: ignore[misc]
+
+        assert len(victims._pool) <= Victims.KEPT
+        assert len(victims._entries) <= len(victims._pool)
+        drawn = drawn[1:] + drawn[:1]
