@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.expected_reuse import Victims
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.blocks.tier_contents import LeafQueue
     from kvstrata_api.blocks import ScopeId
+
+
+DRAWN: Final = 64
+"""Leaves of which the eight of least worth are taken."""
 
 
 class Fate(Enum):
@@ -102,8 +106,9 @@ class TierCandidates:
         return queue is not None and entry in queue
 
     def _draw(self, count: int) -> Sequence[Entry]:
-        """Leaves of all queues, by chance; all where there are no more than `count`."""
+        """Leaves of all queues, by chance; all where there are no more. `DRAWN` at least: a plan has none yet."""
         assert self._returns is not None
+        count = max(count, DRAWN)
         queues, random = self._queues(), self._returns.random
         if len(queues) == 1:
             return queues[0].draw(count, random)

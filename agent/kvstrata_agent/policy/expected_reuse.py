@@ -86,7 +86,6 @@ class _Own:
     end: Hashable
     turn: int
     started_s: float
-    superseded_by: int = NEVER
 
 
 class Marks(Protocol[K_contra]):
@@ -128,6 +127,8 @@ class ExpectedReuse(Generic[K]):
         """Points that records wait for."""
         self._point_of: list[K | None] = [None] * records_max
         self._own: list[_Own | None] = [None] * records_max
+        self._judged_by = [NEVER] * records_max
+        """Record that stands for each one: itself, or what was superseded."""
         self._sessions: dict[Hashable, tuple[int, float]] = {}
         self._names: dict[str, int] = {}
 
@@ -197,15 +198,13 @@ class ExpectedReuse(Generic[K]):
 
     def _judged(self, point: K, mark: int) -> int:
         """Number of the record that a block is judged by; `NEVER` where none is remembered."""
-        number, times = _record(mark), self.times
-        if not times.is_known(number):
+        number, oldest = _record(mark), max(0, self.times.noted - self._records_max)
+        if number < oldest:
             return NEVER
-        own = self._own[number % self._records_max]
-        if own is not None and own.superseded_by != NEVER:
-            number = own.superseded_by
-        elif point in self._tails:
-            number = self._tails[point]
-        return number if times.is_known(number) else NEVER
+        judged_by = self._judged_by[number % self._records_max]
+        if judged_by == number:
+            judged_by = self._tails.get(point, number)
+        return judged_by if judged_by >= oldest else NEVER
 
     def is_tail(self, point: K) -> bool:
         """True for the last block of a chain, which is judged apart from what comes before it."""
@@ -262,7 +261,7 @@ class ExpectedReuse(Generic[K]):
             points = set(chain) if points is None else points
             if own.end not in points:
                 features = (int(Point.SUPERSEDED), *self.times.features_of(number)[1:])
-                own.superseded_by = self._start(features, own.end, None, now_s)  # type: ignore[arg-type]
+                self._judged_by[at] = self._start(features, own.end, None, now_s)  # type: ignore[arg-type]
         return found
 
     def _lineage(self, previous: _Own | None, mark: int, facts: RequestFacts, now_s: float) -> tuple[int, float]:
@@ -304,6 +303,7 @@ class ExpectedReuse(Generic[K]):
         self._awaited[point] = number
         self._point_of[at] = point
         self._own[at] = own
+        self._judged_by[at] = number
         return number
 
     def _middle(self, sizes: Sequence[int], fork: int) -> int:
@@ -325,52 +325,73 @@ class ExpectedReuse(Generic[K]):
 
 
 class Victims(Generic[K, W]):
-    """Takes the leaves of least worth out of samples; one sample serves several decisions."""
+    """Takes the leaves of least worth out of samples; what is among the least of one sample is kept for the next."""
 
-    SAMPLE: Final = 64
+    SAMPLE: Final = 16
+    KEPT: Final = 32
+    """Leaves of all samples so far that are worth least, and what was offered."""
     TAKEN: Final = 8
-    """Of a sample, before the next one: they are among its lowest eighth."""
+    """Before the next sample."""
 
     def __init__(self, sample: Callable[[int], Sequence[K]], is_leaf: Callable[[K], bool]) -> None:
         self._sample = sample
         self._is_leaf = is_leaf
         self._pool: list[tuple[W, int, K]] = []
         """Ascending; the number keeps points from being compared."""
+        self._entries: dict[K, int] = {}
+        """Number of the one entry of each leaf in the pool that counts."""
         self._left = 0
-        self._serial = 0
+        self._serial = self._fresh = 0
 
     def renew(self) -> None:
-        """Worths have changed: the next decision samples anew."""
-        self._pool.clear()
+        """Worths have changed: what is next is judged anew before it is taken, beside a new sample."""
+        self._fresh = self._serial
         self._left = 0
 
     def offer(self, leaf: K, worth: W) -> None:
-        """A leaf to be considered before the next sample."""
-        self._serial += 1
+        """A leaf to be considered."""
+        self._serial = self._entries[leaf] = self._serial + 1
         insort(self._pool, (worth, self._serial, leaf))
 
     def next(self, worth: Callable[[K], W]) -> K:
         """The leaf of least worth; there must be one. It is returned again while it is a leaf."""
+        pool, entries, is_leaf = self._pool, self._entries, self._is_leaf
         while True:
             if not self._left:
-                self._left = self.TAKEN
-                for leaf in self._sample(self.SAMPLE):
-                    self._serial += 1
-                    self._pool.append((worth(leaf), self._serial, leaf))
-                self._pool.sort()
-            while self._pool:
-                leaf = self._pool[0][2]
-                if self._is_leaf(leaf):
+                self._draw(worth)
+            while pool:
+                _, serial, leaf = pool[0]
+                if entries.get(leaf) != serial:
+                    del pool[0]
+                elif not is_leaf(leaf):
+                    del pool[0], entries[leaf]
+                elif serial > self._fresh:
                     return leaf
-                del self._pool[0]
+                else:
+                    del pool[0]
+                    self.offer(leaf, worth(leaf))
             self._left = 0
 
     def taken(self) -> None:
         """The one that was returned last has gone."""
         self._left -= 1
+        del self._entries[self._pool[0][2]]
         del self._pool[0]
-        if self._left <= 0:
-            self.renew()
+
+    def _draw(self, worth: Callable[[K], W]) -> None:
+        self._left = self.TAKEN
+        pool, entries, serial = self._pool, self._entries, self._serial
+        for leaf in self._sample(self.SAMPLE):
+            if entries.get(leaf, NEVER) <= self._fresh:
+                serial += 1
+                entries[leaf] = serial
+                pool.append((worth(leaf), serial, leaf))
+        self._serial = serial
+        pool.sort()
+        for _, old, leaf in pool[self.KEPT :]:
+            if entries.get(leaf) == old:
+                del entries[leaf]
+        del pool[self.KEPT :]
 
 
 def _record(mark: int) -> int:

@@ -9,9 +9,10 @@ The worth of a block of a class at an age is its Gittins index: the greatest rat
 each second that it is held (Gittins, 1979; Aalto, Ayesta and Righter, 2009, on ages).
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, inf, log2
+from math import inf
 from typing import Final
 
 import numpy as np
@@ -40,6 +41,8 @@ _PRIOR_HAZARD: Final = 0.02
 """Chance of a use within a bin of which nothing is known, counted as one record: ages that nobody has seen are worth
 little."""
 _EDGES_S: Final = FIRST_AGE_S * 2.0 ** (np.arange(BINS) / 2)
+_ENDS_S: Final = _EDGES_S[:-1].tolist()
+"""Last age of each bin but the last, which has none."""
 _WIDTHS_S: Final = np.diff(np.concatenate(([0.0], _EDGES_S)))
 _LOG_GAMMA_HALF: Final = np.concatenate(([0.0], np.cumsum(np.log(np.arange(RECORDS_MAX * 2) + 0.5)))).astype(np.float64)
 """log of gamma(n + 1/2) / gamma(1/2)."""
@@ -62,7 +65,7 @@ class _Node:
 
 def age_bin(age_s: float) -> int:
     """The bin of an age."""
-    return 0 if age_s <= FIRST_AGE_S else min(BINS - 1, ceil(2 * log2(age_s / FIRST_AGE_S)))
+    return bisect_left(_ENDS_S, age_s)
 
 
 class ReturnTimes:
@@ -126,7 +129,7 @@ class ReturnTimes:
     def worth(self, number: int, now_s: float) -> float:
         """Uses for each second that what a known record stands for is held from now on."""
         at = number % self._records_max
-        return self._worths[self._classes[at]][age_bin(now_s - self._started_s[at])]
+        return self._worths[self._classes[at]][bisect_left(_ENDS_S, now_s - self._started_s[at])]
 
     def overall(self, age_s: float) -> float:
         """The same of what no record tells of, used so many seconds ago."""
@@ -159,7 +162,7 @@ class ReturnTimes:
         features, took_s = self._features[:known], self._took_s[:known]
         is_event = ~np.isnan(took_s)
         seconds = np.where(is_event, took_s, now_s - np.array(self._started_s[:known]))
-        bins = np.clip(np.ceil(2 * np.log2(np.maximum(seconds, 1e-9) / FIRST_AGE_S)), 0, BINS - 1).astype(np.int64)
+        bins = np.searchsorted(_EDGES_S[:-1], seconds).astype(np.int64)
         self._grow(features, bins, is_event)
 
     def _grow(self, features: NDArray[np.int16], bins: Counts, is_event: NDArray[np.bool_]) -> None:

@@ -139,7 +139,7 @@ def test_an_engines_word_that_comes_after_the_request_counts_as_if_it_had_come_w
     assert reuse.worth("y", 9e3 + 1) > 10 * reuse.worth("v", 9e3 + 1)
 
 
-@given(st.dictionaries(st.integers(0, 50), st.floats(0, 1), min_size=1, max_size=40))
+@given(st.dictionaries(st.integers(0, 60), st.floats(0, 1), min_size=1, max_size=Victims.SAMPLE))
 def test_victims_are_leaves_and_the_least_of_a_small_cache_goes_first(worths: dict[int, float]) -> None:
     here = dict(worths)
     victims: Victims[int, float] = Victims(lambda count: list(here)[:count], here.__contains__)
@@ -162,3 +162,36 @@ def test_a_point_that_two_records_waited_for_is_forgotten_once() -> None:
         reuse.begin([0, 10 * i + 6], [1] * 2, RequestFacts(), 3.0 * i + 2)
 
     assert reuse.remembered() <= 4 * 16
+
+
+@given(
+    st.dictionaries(st.integers(0, 30), st.floats(0, 1), min_size=2, max_size=Victims.SAMPLE),
+    st.data(),
+)
+def test_what_is_worth_more_than_it_was_or_is_offered_anew_is_judged_by_what_it_is_worth_now(
+    worths: dict[int, float], data: st.DataObject
+) -> None:
+    victims: Victims[int, float] = Victims(lambda count: list(worths)[:count], worths.__contains__)
+    victims.next(worths.__getitem__)
+
+    risen = data.draw(st.sets(st.sampled_from(sorted(worths)), min_size=1))
+    worths |= {leaf: worths[leaf] + 1 for leaf in risen}
+    victims.renew()
+    assert worths[victims.next(worths.__getitem__)] == min(worths.values())
+
+    fallen = data.draw(st.sampled_from(sorted(worths)))
+    worths[fallen] = -1.0
+    victims.offer(fallen, -1.0)
+    assert victims.next(worths.__getitem__) == fallen
+
+
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=400))
+def test_samples_keep_a_bounded_number_of_leaves(drawn: list[int]) -> None:
+    victims: Victims[int, float] = Victims(lambda count: drawn[:count], lambda _: True)
+    for turn in range(40):
+        victims.renew()
+        victims.next(lambda leaf, turn=turn: (leaf * 7919 + turn) % 101)  # type: ignore[misc]
+
+        assert len(victims._pool) <= Victims.KEPT
+        assert len(victims._entries) <= len(victims._pool)
+        drawn = drawn[1:] + drawn[:1]
