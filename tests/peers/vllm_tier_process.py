@@ -177,7 +177,8 @@ class Publishing:
         events: list[Any] = []
         for pages, parent, session in stored:
             hashes = [p.to_bytes(32, "big") for p in pages] if encoding == "array" else pages
-            named = {"block_hashes": hashes, "parent_block_hash": parent, "token_ids": [], "block_size": 32}
+            tokens = [0] * (32 * len(pages))
+            named = {"block_hashes": hashes, "parent_block_hash": parent, "token_ids": tokens, "block_size": 32}
             named |= {"lora_id": None, "medium": "GPU", "lora_name": None, "session_id": session}
             unknown = [None] * 6  # From `extra_keys` to `ownership`.
             by_place = ["BlockStored", *list(named.values())[:-1], *unknown, session]

@@ -158,10 +158,10 @@ def _stored(event: dict[str, msgspec.Raw] | list[msgspec.Raw]) -> Stored | None:
 
 
 def _parent_of(event: dict[str, msgspec.Raw] | list[msgspec.Raw], pages: int, page_tokens: int | None) -> int | None:
-    """See `Stored.parent`: tokens are those of all pages from the first to the last, named or not."""
+    """See `Stored.parent`. Tokens are those of all pages from the first to the last, named or not; or are not said."""
     tokens, parent = _length(_field(event, "token_ids")), _field(event, "parent_block_hash")
     before = _hash.decode(parent) if parent is not None else None
-    if tokens is not None and page_tokens is not None and tokens != pages * page_tokens:
+    if tokens is not None and page_tokens is not None and tokens > pages * page_tokens:
         return None
     return _ROOT if before is None else page_of(before)
 

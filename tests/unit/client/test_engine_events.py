@@ -312,6 +312,9 @@ def test_pages_that_are_left_out_say_nothing_of_what_others_continue(encoding: C
     found = decode(encoded(encoding(long), encoding(long | {"token_ids": [1] * 80_001})))
     assert found is not None
     assert [s.parent for s in found.stored] == [ROOT, None]
+    found = decode(encoded(*(encoding(RECORDED[1] | {"token_ids": said}) for said in (None, [], [1] * 47))))
+    assert found is not None
+    assert [s.parent for s in found.stored] == [E] * 3, "who keeps tokens back leaves no page out"
 
 
 @given(st.data())
