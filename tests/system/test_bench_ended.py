@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -76,11 +78,18 @@ def tree(root: int) -> set[Process]:
     return members
 
 
+@pytest.fixture
+def near() -> Iterator[Path]:
+    """A folder whose name leaves room for a socket's, of which the kernel takes 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="be-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_everything_goes_with_the_benchmark(number: signal.Signals, tmp_path: Path) -> None:
-    folders = {name: tmp_path / name for name in ("bin", "files", "temporary")}
-    for folder in folders.values():
-        folder.mkdir()
+def test_everything_goes_with_the_benchmark(number: signal.Signals, tmp_path: Path, near: Path) -> None:
+    folders = {"bin": tmp_path / "bin", "files": tmp_path / "files", "temporary": near}
+    for name in ("bin", "files"):
+        folders[name].mkdir()
     (folders["bin"] / "stuck.py").write_text(STUCK)
     server = folders["bin"] / "lmcache"
     server.write_text("#!/bin/sh\nexec sleep 600\n")

@@ -144,10 +144,11 @@ class Returns:
         if entry.used_at_s <= 0.0:
             return SET_BACK, entry.used_at_s, entry.born_s
         now_s = self._node.clock()
+        idle_s = max(0.0, now_s - entry.used_at_s)
         if entry.mark:
-            worth = self._reuse.worth(entry.digest, entry.mark, now_s)
+            worth = self._reuse.worth(entry.digest, entry.mark, now_s, idle_s)
         else:
-            worth = self._reuse.times.overall(now_s - entry.used_at_s)
+            worth = self._reuse.times.overall(idle_s)
         if entry.followers:
             worth = max(worth, self._told(entry.followers, now_s))
         return worth, entry.used_at_s, entry.born_s

@@ -14,6 +14,7 @@ from bisect import insort
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from math import inf
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from kvstrata_agent.policy.return_times import LEVELS, RECORDS_MAX, ReturnTimes
@@ -163,19 +164,20 @@ class ExpectedReuse(Generic[K]):
         if self.times.is_due():
             self.times.fit(now_s)
 
-    def worth(self, point: K, mark: int, now_s: float) -> float:
-        """Uses that holding a block brings for each second; 0.0 where nothing that is remembered tells."""
+    def worth(self, point: K, mark: int, now_s: float, idle_s: float = inf) -> float:
+        """Uses that holding a block brings for each second, by its last use or the `idle_s` for which there was none.
+
+        0.0 where nothing that is remembered tells.
+        """
         number = self._judged(point, mark)
-        return self.times.worth(number, now_s) if number != NEVER else 0.0
+        return self.times.worth(number, now_s, idle_s) if number != NEVER else 0.0
 
     def chance(self, point: K, mark: int, idle_s: float, now_s: float, within_s: float) -> float:
-        """Probability of a use within so many seconds; `idle_s` counts where nothing that is remembered tells."""
+        """Probability of a use within so many seconds of a block that was not used for `idle_s`."""
         number = self._judged(point, mark)
-        return (
-            self.times.chance(number, now_s, within_s)
-            if number != NEVER
-            else self.times.overall_chance(idle_s, within_s)
-        )
+        if number == NEVER:
+            return self.times.overall_chance(idle_s, within_s)
+        return self.times.chance(number, now_s, within_s, idle_s)
 
     def expect(self, point: K, mark: int, next_turn: Return) -> None:
         """The engine tells when a chain that ends at this point is continued."""

@@ -126,19 +126,22 @@ class ReturnTimes:
         """Seconds since a record that is known was started."""
         return now_s - self._started_s[number % self._records_max]
 
-    def worth(self, number: int, now_s: float) -> float:
-        """Uses for each second that what a known record stands for is held from now on."""
+    def worth(self, number: int, now_s: float, idle_s: float = inf) -> float:
+        """Uses for each second that what a known record stands for is held from now on.
+
+        `idle_s` is for how long it was not used where it was, after the record was started.
+        """
         at = number % self._records_max
-        return self._worths[self._classes[at]][bisect_left(_ENDS_S, now_s - self._started_s[at])]
+        return self._worths[self._classes[at]][bisect_left(_ENDS_S, min(idle_s, now_s - self._started_s[at]))]
 
     def overall(self, age_s: float) -> float:
         """The same of what no record tells of, used so many seconds ago."""
         return self._overall[age_bin(age_s)]
 
-    def chance(self, number: int, now_s: float, within_s: float) -> float:
-        """Probability that what a known record stands for is used within so many seconds from now."""
+    def chance(self, number: int, now_s: float, within_s: float, idle_s: float = inf) -> float:
+        """Probability that what a known record stands for is used within so many seconds from now; see `worth`."""
         at = number % self._records_max
-        return _chance(self._survival[self._classes[at]], now_s - self._started_s[at], within_s)
+        return _chance(self._survival[self._classes[at]], min(idle_s, now_s - self._started_s[at]), within_s)
 
     def overall_chance(self, age_s: float, within_s: float) -> float:
         """The same of what no record tells of, used so many seconds ago."""
