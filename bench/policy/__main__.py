@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Final
@@ -25,9 +24,9 @@ from bench.harness.common import Result, publish, table
 from bench.harness.drivers import AbsentError
 from bench.policy import live, simulators
 from bench.policy.chains import Trace
-from bench.policy.ours import Hints, Ours
+from bench.policy.ours import Hints, Timed
 from bench.policy.peers import LIMIT, PEERS, plain_lru
-from bench.policy.replay import replay
+from bench.policy.replay import Cache, replay
 from bench.policy.synthetic import synthetic
 from bench.policy.traces import TraceError, read_folder
 from kvstrata_api import __version__
@@ -42,6 +41,7 @@ SESSIONS: Final = 20_000
 QUICK_REQUESTS: Final = 3000
 LIBCACHESIM_ACCESSES_MAX: Final = 4_000_000
 """Blocks of a trace for libcachesim, which takes them one by one: 2 us each, six policies, each size."""
+TIMES: Final = ("decision_us", "deciding_us", "learning_us")
 BASE: Final = "leaf-LRU"
 PLAIN: Final = "plain LRU"
 
@@ -56,7 +56,11 @@ class Cell:
     ours: dict[Hints, float] = field(default_factory=dict)
     limit: float = 0.0
     decision_us: float = 0.0
-    """Time of our policy without hints, for each block that left or was declined."""
+    """Time of the replay with our policy without hints, for each block that left or was declined."""
+    deciding_us: float = 0.0
+    """What of it is deciding."""
+    learning_us: float = 0.0
+    """Time of learning, for each request."""
 
     @property
     def gap_points(self) -> float:
@@ -89,11 +93,20 @@ def measure(trace: Trace, size_percent: int, *, has_libcachesim: bool = False) -
         cell.peers |= {f"libcachesim {name}": hits for name, hits in percent.items()}
     cell.limit = replay(trace, blocks, LIMIT).hit_percent
     for hints in Hints:
+        made: list[Timed] = []
+
+        def make(trace: Trace, cache: Cache, hints: Hints = hints, made: list[Timed] = made) -> Timed:
+            made.append(Timed(trace, cache, hints))
+            return made[0]
+
         started_s = time.process_time()
-        outcome = replay(trace, blocks, partial(Ours, hints=hints))
+        outcome = replay(trace, blocks, make)
         cell.ours[hints] = outcome.hit_percent
         if hints is Hints.NONE:
-            cell.decision_us = 1e6 * (time.process_time() - started_s) / max(1, outcome.evicted_blocks)
+            evicted = max(1, outcome.evicted_blocks)
+            cell.decision_us = 1e6 * (time.process_time() - started_s) / evicted
+            cell.deciding_us = 1e6 * made[0].deciding_s / evicted
+            cell.learning_us = 1e6 * made[0].learning_s / len(trace.paths)
     return cell, base_s
 
 
@@ -108,7 +121,8 @@ def summary(cells: Sequence[Cell]) -> dict[str, float]:
         for peer in _names(open_cells):
             found[f"gap_closed_{peer}_mean"] = fmean(c.closed(c.peers[peer]) for c in open_cells if peer in c.peers)
     found["worst_margin_points"] = min(c.margin_points for c in cells)
-    found["decision_us"] = max(c.decision_us for c in cells)
+    for name in TIMES:
+        found[name] = max(getattr(c, name) for c in cells)
     return found
 
 
@@ -151,7 +165,7 @@ def _compare(traces: Sequence[Trace], sizes: Sequence[int], given: argparse.Name
     header = ("trace", "size", *names, *(f"ours, {h.name.lower()}" for h in Hints), "limit", "closed", "margin")
     print(table(header, [_line(cell, names) for cell in cells]))
     ratios: dict[str, float | None] = dict(summary(cells))
-    values = {k: ratios.pop(k) or 0.0 for k in ("decision_us", "worst_margin_points")}
+    values = {k: ratios.pop(k) or 0.0 for k in (*TIMES, "worst_margin_points")}
     values |= {k: v for k, v in ratios.items() if v is not None}
     values["leaf_lru_accesses_per_s"] = accesses / max(base_s, 1e-9)
     for cell in cells:

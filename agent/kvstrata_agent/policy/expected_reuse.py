@@ -332,7 +332,7 @@ class Victims(Generic[K, W]):
     SAMPLE: Final = 16
     KEPT: Final = 32
     """Leaves of all samples so far that are worth least, and what was offered."""
-    TAKEN: Final = 8
+    TAKEN: Final = 2
     """Before the next sample."""
 
     def __init__(self, sample: Callable[[int], Sequence[K]], is_leaf: Callable[[K], bool]) -> None:

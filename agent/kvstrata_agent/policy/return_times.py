@@ -170,6 +170,10 @@ class ReturnTimes:
 
     def _grow(self, features: NDArray[np.int16], bins: Counts, is_event: NDArray[np.bool_]) -> None:
         everything = np.arange(len(bins))
+        count = features.shape[1]
+        # One cell for each feature, level and range of ages, so that one pass counts for all splits.
+        cells = features.astype(np.int64) * _COARSE + (bins // _BINS_JOINED)[:, None]
+        cells += np.arange(count) * (LEVELS * _COARSE)
         events, at_risk = _tables(bins, is_event)
         hazard = (events + _PRIOR_HAZARD) / (at_risk + 1.0)
         self._overall, self._overall_survival = gittins(hazard).tolist(), _surviving(hazard)
@@ -177,7 +181,7 @@ class ReturnTimes:
         worths: list[list[float]] = []
         survival: list[list[float]] = []
         classes = np.zeros(len(bins), np.int64)
-        open_nodes = [(0, everything, hazard, self._best_split(features, bins, is_event, everything))]
+        open_nodes = [(0, everything, hazard, _best_split(cells, is_event, count))]
         leaves = 1
         while open_nodes:
             # The split that saves most comes first, so a bound on classes leaves out the least.
@@ -196,35 +200,30 @@ class ReturnTimes:
                 events, at_risk = _tables(bins[part], is_event[part])
                 below = (events + _PRIOR_RECORDS * hazard) / (at_risk + _PRIOR_RECORDS)
                 self._nodes.append(_Node())
-                open_nodes.append((len(self._nodes) - 1, part, below, self._best_split(features, bins, is_event, part)))
+                open_nodes.append((len(self._nodes) - 1, part, below, _best_split(cells[part], is_event[part], count)))
             node.left, node.right = len(self._nodes) - 2, len(self._nodes) - 1
             leaves += 1
         self._worths, self._survival = worths, survival
         self._classes[: len(bins)] = classes.tolist()
 
-    def _best_split(
-        self, features: NDArray[np.int16], bins: Counts, is_event: NDArray[np.bool_], rows: Counts
-    ) -> tuple[float, int, int]:
-        """Nats that the best split saves, its feature and threshold."""
-        best = (0.0, -1, 0)
-        if len(rows) < 2 * CLASS_RECORDS_MIN:
-            return best
-        own_bins, own_event, count = bins[rows] // _BINS_JOINED, is_event[rows], features.shape[1]
-        price = np.log(count * LEVELS)
-        for feature in range(count):
-            cells = features[rows, feature].astype(np.int64) * _COARSE + own_bins
-            events = np.bincount(cells[own_event], minlength=LEVELS * _COARSE).reshape(LEVELS, _COARSE).cumsum(0)
-            ends = np.bincount(cells, minlength=LEVELS * _COARSE).reshape(LEVELS, _COARSE).cumsum(0)
-            at_risk = ends[:, ::-1].cumsum(1)[:, ::-1]
-            left = _code_length(events, at_risk)
-            right = _code_length(events[-1] - events, at_risk[-1] - at_risk)
-            gains = left[-1] - left - right - price
-            sizes = at_risk[:, 0]
-            gains[(sizes < CLASS_RECORDS_MIN) | (len(rows) - sizes < CLASS_RECORDS_MIN)] = -np.inf
-            threshold = int(gains.argmax())
-            if gains[threshold] > best[0]:
-                best = (float(gains[threshold]), feature, threshold)
-        return best
+
+def _best_split(cells: Counts, is_event: NDArray[np.bool_], count: int) -> tuple[float, int, int]:
+    """Nats that the best split saves, its feature and threshold; `cells` has a row for each record (see `_grow`)."""
+    if len(cells) < 2 * CLASS_RECORDS_MIN:
+        return 0.0, -1, 0
+    shape = (count, LEVELS, _COARSE)
+    size = count * LEVELS * _COARSE
+    events = np.bincount(cells[is_event].ravel(), minlength=size).reshape(shape).cumsum(1)
+    ends = np.bincount(cells.ravel(), minlength=size).reshape(shape).cumsum(1)
+    at_risk = ends[:, :, ::-1].cumsum(2)[:, :, ::-1]
+    left = _code_length(events, at_risk)
+    right = _code_length(events[:, -1:] - events, at_risk[:, -1:] - at_risk)
+    gains = left[:, -1:] - left - right - np.log(count * LEVELS)
+    sizes = at_risk[:, :, 0]
+    gains[(sizes < CLASS_RECORDS_MIN) | (len(cells) - sizes < CLASS_RECORDS_MIN)] = -np.inf
+    feature, threshold = divmod(int(gains.argmax()), LEVELS)
+    gain = float(gains[feature, threshold])
+    return (gain, feature, threshold) if gain > 0 else (0.0, -1, 0)
 
 
 def _tables(bins: Counts, is_event: NDArray[np.bool_]) -> tuple[Counts, Counts]:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from bench.policy import simulators
-from bench.policy.__main__ import Cell, main, summary
+from bench.policy.__main__ import TIMES, Cell, main, summary
 from bench.policy.ours import Hints
 
 pytestmark = pytest.mark.unit
@@ -37,6 +37,8 @@ def test_the_last_line_has_the_agreed_keys(monkeypatch: pytest.MonkeyPatch, caps
     keys = {"gap_closed_nohints_mean", "gap_closed_tracehints_mean", "gap_closed_enginehints_mean"}
     assert (last["bench"], last["quick"]) == ("policy", True)
     assert keys | {"worst_margin_points"} <= last["values"].keys()
+    times = {name: last["values"][name] for name in TIMES}
+    assert all(us > 0 for us in times.values())
 
 
 def test_a_peer_that_took_part_in_some_cells_has_a_mean_over_those() -> None:
