@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 DRAWN: Final = 64
-"""Leaves of which the eight of least worth are taken."""
+"""Leaves that a plan looks at before it takes the first."""
 
 
 class Fate(Enum):
@@ -71,6 +71,7 @@ class TierCandidates:
         self._pushed: set[Entry] = set()
         """Blocks that the planner put in: their children are victims of the same plan."""
         self._returns = returns
+        self._has_drawn = False
         self._victims: Victims[Entry, Worth] = Victims(self._draw, self._is_queued)
 
     def pop(self) -> Entry | None:
@@ -106,9 +107,10 @@ class TierCandidates:
         return queue is not None and entry in queue
 
     def _draw(self, count: int) -> Sequence[Entry]:
-        """Leaves of all queues, by chance; all where there are no more. `DRAWN` at least: a plan has none yet."""
+        """Leaves of all queues, by chance; all where there are no more. A plan begins with none: `DRAWN` then."""
         assert self._returns is not None
-        count = max(count, DRAWN)
+        if not self._has_drawn:
+            self._has_drawn, count = True, max(count, DRAWN)
         queues, random = self._queues(), self._returns.random
         if len(queues) == 1:
             return queues[0].draw(count, random)
