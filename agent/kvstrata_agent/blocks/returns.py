@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.sessions import Session
     from kvstrata_api.blocks import ScopeId
 
-AWAITED_MAX: Final = 65_536
-"""Blocks that requests have named and that may come yet: 10 MB."""
+AWAITED_MAX: Final = 16_384
+"""Chains that requests have named and that may be stored yet: 2 MB."""
 SOON_S: Final = 60.0
 """A return within it is soon."""
 LOAD_S: Final = 10.0
@@ -39,7 +39,10 @@ Worth = tuple[float, float, float]
 
 
 class _Marks:
-    """Marks of the blocks of one scope after the other: in their entries, of those still to come in a table."""
+    """Marks of the blocks of one scope after the other: in their entries, and of what is still to come in a table.
+
+    There the first block of each chain that is not here is enough: those behind it take its mark as they come.
+    """
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -51,21 +54,27 @@ class _Marks:
         self._entries = self._index.blocks(scope).in_use
 
     def read(self, chain: Sequence[bytes]) -> list[int]:
-        """Mark of each, `UNMARKED` where there is none."""
-        here, awaited = self._entries, self.awaited
-        return [e.mark if (e := here.get(d)) is not None else awaited.get(d, UNMARKED) for d in chain]
+        """Mark of each up to the first that is not here, and `UNMARKED` behind it."""
+        marks = [entry.mark for entry in self._here(chain)]
+        if len(marks) < len(chain):
+            marks.append(self.awaited.get(chain[len(marks)], UNMARKED))
+        return marks + [UNMARKED] * (len(chain) - len(marks))
 
     def write(self, chain: Sequence[bytes], marks: Sequence[int]) -> None:
-        """Set the mark of each."""
-        here, awaited = self._entries, self.awaited
-        for digest, mark in zip(chain, marks, strict=True):
-            entry = here.get(digest)
-            if entry is not None:
-                entry.mark = mark
-            else:
-                awaited[digest] = mark
-        while len(awaited) > AWAITED_MAX:
-            del awaited[next(iter(awaited))]
+        """Set the mark of each up to the first that is not here."""
+        here = self._here(chain)
+        for entry, mark in zip(here, marks, strict=False):
+            entry.mark = mark
+        if len(here) < len(chain):
+            self.awaited[chain[len(here)]] = marks[len(here)]
+            if len(self.awaited) > AWAITED_MAX:
+                del self.awaited[next(iter(self.awaited))]
+
+    def _here(self, chain: Sequence[bytes]) -> list[Entry]:
+        """Entries of the leading blocks that are here."""
+        found = list(map(self._entries.get, chain))
+        stop = found.index(None) if None in found else len(found)
+        return [entry for entry in found[:stop] if entry is not None]
 
 
 class Returns:

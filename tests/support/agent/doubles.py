@@ -255,7 +255,7 @@ def pool_spec(**policy: object) -> KVPoolSpec:
         {
             "compatibility": compatibility.model_dump(),
             "tiers": [dram.model_dump()],
-            "policy": {"eviction": {"type": "LeafLRU"}, **policy},
+            "policy": policy,
         }
     )
 
