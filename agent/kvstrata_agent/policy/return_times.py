@@ -176,7 +176,8 @@ class ReturnTimes:
         cells += np.arange(count) * (LEVELS * _COARSE)
         events, at_risk = _tables(bins, is_event)
         hazard = (events + _PRIOR_HAZARD) / (at_risk + 1.0)
-        self._overall, self._overall_survival = gittins(hazard).tolist(), _surviving(hazard)
+        is_seen = at_risk > 0
+        self._overall, self._overall_survival = gittins(hazard).tolist(), _surviving(hazard, is_seen)
         self._nodes = [_Node()]
         worths: list[list[float]] = []
         survival: list[list[float]] = []
@@ -191,7 +192,7 @@ class ReturnTimes:
             if gain <= 0 or leaves >= CLASSES_MAX:
                 node.class_number = len(worths)
                 worths.append(gittins(hazard).tolist())
-                survival.append(_surviving(hazard))
+                survival.append(_surviving(hazard, is_seen))
                 classes[rows] = node.class_number
                 continue
             is_left = features[rows, feature] <= threshold
@@ -239,9 +240,12 @@ def _code_length(events: Counts, at_risk: Counts) -> NDArray[np.float64]:
     return np.asarray(coded.sum(-1), np.float64)
 
 
-def _surviving(hazard: NDArray[np.float64]) -> list[float]:
-    """Part that is not used by the beginning of each bin, and by the end of the last."""
-    return [1.0, *np.cumprod(1.0 - hazard).tolist()]
+def _surviving(hazard: NDArray[np.float64], is_seen: NDArray[np.bool_]) -> list[float]:
+    """Part that is not used by the beginning of each bin, and by the end of the last.
+
+    Ages that no record has reached promise nothing: a prior for each of them would add up to a fourth.
+    """
+    return [1.0, *np.cumprod(1.0 - np.where(is_seen, hazard, 0.0)).tolist()]
 
 
 def _chance(survival: Sequence[float], age_s: float, within_s: float) -> float:

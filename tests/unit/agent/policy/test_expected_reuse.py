@@ -1,5 +1,7 @@
 """What is learned of returns: worth follows what was seen, memory is bounded, and pins are not this module's."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -42,6 +44,21 @@ def test_classes_are_told_apart_by_what_decides_returns_and_by_nothing_else() ->
     returning, other = times.note((1, 0), 2e3), times.note((0, 0), 2e3)
     assert times.worth(returning, 2e3) > 100 * times.worth(other, 2e3)
     assert times.worth(returning, 2e3 + 600) < times.worth(returning, 2e3)
+
+
+def test_the_chance_of_a_return_is_what_was_seen_and_ages_that_nobody_saw_promise_nothing() -> None:
+    times = ReturnTimes(1, RECORDS)
+    for i in range(RECORDS):
+        number = times.note((i % 4,), float(i))
+        if i % 4 == 3:
+            times.returned(number, i + 8.0)
+    times.fit(float(RECORDS) + 100.0)
+
+    returning, other = times.note((3,), 2e3), times.note((0,), 2e3)
+    assert times.chance(returning, 2e3, 60.0) > 0.95
+    assert times.chance(returning, 2e3, 1.0) < 0.1
+    assert times.chance(other, 2e3, math.inf) < 0.05
+    assert times.overall_chance(0.0, math.inf) == pytest.approx(0.25, abs=0.05)
 
 
 def test_an_old_record_is_forgotten_and_a_late_return_changes_nothing() -> None:
