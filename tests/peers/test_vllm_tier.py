@@ -194,7 +194,9 @@ TIER_S: Final = {"lookup_timeout_s": 0.5, "load_deadline_s": 1.0, "miss_s": 60.0
 @pytest.fixture(scope="module")
 def process(python: Path) -> Iterator[Driver]:
     """One process without an engine: importing vLLM takes seconds."""
-    with Driver(Command("vllm", python, "vllm_tier_process", environment=(("PYTHONPATH", vllm.PATHS),))) as driver:
+    # What vLLM says while it is imported would stand among the answers.
+    environment = (("PYTHONPATH", vllm.PATHS), ("VLLM_LOGGING_STREAM", "ext://sys.stderr"))
+    with Driver(Command("vllm", python, "vllm_tier_process", environment=environment)) as driver:
         driver.versions()
         yield driver
 
