@@ -200,7 +200,7 @@ def test_a_thousand_prompts_have_equal_tokens(
         hits += found["external"]
         assert sglang.driver.ask("reset") == {"is_reset": True}
     sglang.close()
-    assert hits > PAGE_TOKENS * 1000 / 2, "most prompts have a page that is loaded; 15,232 tokens as a rule"
+    assert hits > PAGE_TOKENS * 1000 / 3, "half of the prompts fill a page; 15,232 tokens as a rule"
     record_property("equal_of_many", f"{sum(map(len, MANY))}/{sum(map(len, right))}")
     record_property("hit_tokens_of_many", hits)
 
