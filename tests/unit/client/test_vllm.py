@@ -95,7 +95,9 @@ def test_a_hit_is_promised_once_all_workers_have_it_and_loaded_in_the_step_that_
     assert (fetch.first_block, fetch.stop_block) == (0, 4)
     bench.planner.fetched({fetch.fetch: (1, 4, ("dram",) * 4)})
     assert bench.planner.match("a", 0) is None, "one of two"
+    assert bench.planner.is_waiting
     bench.planner.fetched({fetch.fetch: (1, 4, ("dram",) * 4)})
+    assert not bench.planner.is_waiting
 
     assert bench.planner.match("a", 0) == 64
     assert bench.planner.allocated("a", [[7, 8, 9, 10]], 64) == {"dram": 64}
@@ -103,6 +105,17 @@ def test_a_hit_is_promised_once_all_workers_have_it_and_loaded_in_the_step_that_
     assert plan.loads == [Load(fetch.fetch, 0, 4, ((7, 8, 9, 10),))]
     assert plan.drops == [fetch.fetch]
     assert bench.planner.finish("a") == {"dram": 64}
+
+
+def test_nobody_waits_for_a_fetch_whose_requests_have_ended() -> None:
+    bench = Bench(there=4)
+    assert not bench.planner.is_waiting
+    bench.begin("a", 100)
+    bench.planner.match("a", 0)
+    bench.planner.step({})
+    assert bench.planner.is_waiting
+    bench.planner.finish("a")
+    assert not bench.planner.is_waiting
 
 
 def test_what_the_engine_has_itself_is_neither_fetched_nor_loaded() -> None:

@@ -41,6 +41,9 @@ from kvstrata_client.verbs.results import Located
 _log: Final = logging.getLogger("vllm.kvstrata")
 ATTACH_WAIT_S: Final = 2.0
 """How long an engine's start waits for the agent; it is attached to later as well."""
+PAUSE_S: Final = 0.0005
+"""Of a step that computes nothing while blocks are fetched. vLLM's loop would keep Python's lock from the threads that
+copy them, 5 ms at a time, once for each block."""
 PROBLEMS_S: Final = 60.0
 """Between two lines of the log about requests whose hints are wrong."""
 NOTES_MAX: Final = 1024
@@ -346,7 +349,10 @@ class _Scheduler:
         for request_id, pages in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if pages is not None:
                 self.planner.give_pages(request_id, pages, are_all=request_id in cached.resumed_req_ids)
-        return self.planner.step(output.num_scheduled_tokens)
+        plan = self.planner.step(output.num_scheduled_tokens)
+        if not output.num_scheduled_tokens and not plan.fetches and self.planner.is_waiting:
+            time.sleep(PAUSE_S)
+        return plan
 
     def finish(self, request: Any) -> dict[str, Any] | None:
         hints, _ = hints_of(request)

@@ -235,6 +235,11 @@ class Planner:
         plan, self._plan = self._plan, Plan()
         return plan
 
+    @property
+    def is_waiting(self) -> bool:
+        """True while some worker has not ended a fetch that a request waits for."""
+        return any(s.users and s.reports < self._limits.workers for s in self._staged.values())
+
     def give_pages(self, request_id: str, tables: Sequence[Sequence[int]], *, are_all: bool) -> None:
         """Note pages of a scheduled request: all that it has, or those it has got besides."""
         tracked = self._requests.get(request_id)
