@@ -17,6 +17,7 @@ from kvstrata_client.connection.async_link import AsyncLink
 from kvstrata_client.connection.lifecycle import ATTACH_WAIT_S, Connect, Down, Idle, LifecycleStep, Pause, Up, lifecycle
 from kvstrata_client.connection.protocol import Sent, unsent
 from kvstrata_client.prompt.handover import AsyncHandoverWriter, HandoverSlots
+from kvstrata_client.prompt.routes import knows
 from kvstrata_client.prompt.streaming import AsyncLayerStream, Leased
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
@@ -143,11 +144,11 @@ class AsyncClient:
         await self._one(calls.touch_session(self.target, session, state, urgency, expected_return_s))
 
     async def report_engine(self, prefill_tokens_per_s: float, *, queued_tokens: int = 0, running: int = 0) -> bool:
-        """Tell how fast the engine computes prompts, and how many tokens wait: loads are weighed against it for 30 s.
+        """Report how fast the engine computes prompts, and how many tokens wait: loads are weighed against it for 30 s.
 
         False where the agent is away, or older than the verb.
         """
-        if self.grants is None or wire.ReportEngine.__name__ not in self.grants.verbs:
+        if not knows(self, wire.ReportEngine):
             return False
         told: int = await self._one(calls.report_engine(self.target, prefill_tokens_per_s, queued_tokens, running))
         return told > 0

@@ -17,6 +17,7 @@ from kvstrata_client.connection.lifecycle import ATTACH_WAIT_S, Connect, Down, I
 from kvstrata_client.connection.link import Link
 from kvstrata_client.connection.protocol import Sent, unsent
 from kvstrata_client.prompt.handover import HandoverSlots, HandoverWriter
+from kvstrata_client.prompt.routes import knows
 from kvstrata_client.prompt.streaming import LayerStream, Leased
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
@@ -138,11 +139,11 @@ class Client:
         self._one(calls.touch_session(self.target, session, state, urgency, expected_return_s))
 
     def report_engine(self, prefill_tokens_per_s: float, *, queued_tokens: int = 0, running: int = 0) -> bool:
-        """Tell how fast the engine computes prompts, and how many tokens wait: loads are weighed against it for 30 s.
+        """Report how fast the engine computes prompts, and how many tokens wait: loads are weighed against it for 30 s.
 
         False where the agent is away, or older than the verb.
         """
-        if self.grants is None or wire.ReportEngine.__name__ not in self.grants.verbs:
+        if not knows(self, wire.ReportEngine):
             return False
         return self._one(calls.report_engine(self.target, prefill_tokens_per_s, queued_tokens, running)) > 0
 

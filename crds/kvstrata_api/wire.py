@@ -266,7 +266,7 @@ class Touch(Request, frozen=True, array_like=True, tag=True):
 
 
 class ReportEngine(Request, frozen=True, array_like=True, tag=True):
-    """Tell how fast the engine computes and how much waits: loads are weighed against it. Again every 10 s or so.
+    """Report how fast the engine computes and how much waits: loads are weighed against it. Again every 10 s or so.
 
     Like `Drop` only for agents that name it in `Granted.verbs`. Counts 1; forgotten 30 s later.
     """

@@ -106,7 +106,7 @@ class Node:
     sessions: SessionTable = field(default_factory=SessionTable)
     tenants: TenantBook = field(default_factory=TenantBook)
     engines: dict[str, dict[int, EngineLoad]] = field(default_factory=dict)
-    """What engines have told of themselves, by tenant and connection."""
+    """What engines have reported of themselves, by tenant and connection; no tenant without a connection that did."""
     wall: Callable[[], float] = time.time
     """Unix seconds, the only time that outlives a process."""
     returns: Returns = field(init=False)
@@ -370,8 +370,10 @@ class Node:
         leases = self.end_leases(self.leases.end_owner(owner))
         reservations = self.abandon(self.reservations.take_owner(owner))
         self.pins.end_owner(owner)
-        for told in self.engines.values():
-            told.pop(owner, None)
+        for tenant, reported in tuple(self.engines.items()):
+            reported.pop(owner, None)
+            if not reported:
+                del self.engines[tenant]
         self.sessions.end_owner(owner)
         self.changed.fire()
         if leases:

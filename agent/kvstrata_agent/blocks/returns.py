@@ -110,7 +110,7 @@ class Returns:
             return
         self._marks.within(scope)
         facts = RequestFacts() if session is None else RequestFacts(kind=session.priority, session=session.key)
-        self._reuse.begin(digests, [1] * len(digests), facts, now_s)
+        self._reuse.begin(digests, None, facts, now_s)
 
     def loaded(self, scope: ScopeId, session: Session | None, digests: Sequence[bytes]) -> None:
         """Blocks are asked for to be read: part of a use that a lookup has begun, or else a use of their own."""
@@ -143,10 +143,10 @@ class Returns:
             self._reuse.cut(before.digest)
 
     def expect(self, session: Session, return_s: float | None) -> None:
-        """An engine tells when a session comes back; None for never."""
-        told = Return.COMPLETE if return_s is None else Return.SOON if return_s <= SOON_S else Return.LATER
+        """An engine reports when a session comes back; None for never."""
+        reported = Return.COMPLETE if return_s is None else Return.SOON if return_s <= SOON_S else Return.LATER
         for head in session.heads:
-            self._reuse.expect(head.digest, head.mark, told)
+            self._reuse.expect(head.digest, head.mark, reported)
 
     def worth(self, entry: Entry) -> Worth:
         """What a block is worth; the least goes first."""
@@ -159,7 +159,7 @@ class Returns:
         else:
             worth = self._reuse.times.overall(idle_s)
         if entry.followers:
-            worth = max(worth, self._told(entry.followers, now_s))
+            worth = max(worth, self._reported(entry.followers, now_s))
         return worth, entry.used_at_s, entry.born_s
 
     def chance(self, entry: Entry, within_s: float) -> float:
@@ -180,7 +180,7 @@ class Returns:
             }
         return {"policy": policy, "uses_per_s": uses_per_s, **self._reuse.explain(entry.digest, entry.mark)}
 
-    def _told(self, followers: Iterable[tuple[str, str]], now_s: float) -> float:
+    def _reported(self, followers: Iterable[tuple[str, str]], now_s: float) -> float:
         """What engines' words on the return of sessions make a head worth; words expire with the return."""
         worth = 0.0
         for tenant, name in followers:

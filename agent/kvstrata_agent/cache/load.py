@@ -268,11 +268,11 @@ class Reader:
         return len(run)
 
     def _engine(self, context: RequestContext | None) -> EngineLoad:
-        """How fast whoever asks would compute; what the pool assumes where no engine of the tenant has told."""
+        """How fast whoever asks would compute; what the pool assumes where no engine of the tenant has reported."""
         node = self._node
         assumed = EngineLoad(float(node.spec.policy.recompute.prefill_tokens_per_second))
-        told = node.engines.get(context.tenant) if context is not None else None
-        return load_of(told, context.owner, assumed, node.clock()) if told and context is not None else assumed
+        reported = node.engines.get(context.tenant) if context is not None else None
+        return load_of(reported, context.owner, assumed, node.clock()) if reported and context is not None else assumed
 
     def cost(
         self, segment: Sequence[Entry], context: RequestContext | None = None, *, is_last: bool = False

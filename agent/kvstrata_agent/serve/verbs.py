@@ -412,8 +412,8 @@ class Verbs:
         for name, value in (("queued_tokens", request.queued_tokens), ("running", request.running)):
             if not 0 <= value <= wire.QUEUED_MAX:
                 raise InvalidInputError(f"{name}: {value}, 0 to {wire.QUEUED_MAX:.0e} wanted")
-        told = self._node.engines.setdefault(at.tenant, {})
-        told[at.owner] = EngineLoad(
+        reported = self._node.engines.setdefault(at.tenant, {})
+        reported[at.owner] = EngineLoad(
             request.prefill_tokens_per_s, request.queued_tokens, request.running, self._node.clock()
         )
         return wire.Done(request.id, self.grants_version, 1)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from kvstrata_api import wire
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.tiers import Lookup
-from kvstrata_client.prompt.routes import Job, locate
+from kvstrata_client.prompt.routes import Job, knows, locate
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.calls import Call, Operation
@@ -19,7 +19,7 @@ def touch(job: Job) -> Operation[int]:
 
     0 from an agent that knows no touches.
     """
-    return (yield from _each_segment(job, calls.touch)) if _knows(job, wire.Touch) else 0
+    return (yield from _each_segment(job, calls.touch)) if knows(job.at, wire.Touch) else 0
 
 
 def prefetch(job: Job) -> Operation[int]:
@@ -29,7 +29,7 @@ def prefetch(job: Job) -> Operation[int]:
 
 def drop(job: Job) -> Operation[Dropped]:
     """Remove the tenant's own blocks of the prompt from this node, from `job.first_block` on; those behind go first."""
-    found = (yield from locate(job, is_use=False)) if _knows(job, wire.Drop) else None
+    found = (yield from locate(job, is_use=False)) if knows(job.at, wire.Drop) else None
     own = found.grants.own if found is not None else None
     if found is None or own is None:
         return Dropped()
@@ -55,7 +55,3 @@ def _each_segment(job: Job, counting: Counting) -> Operation[int]:
     parts = [s.chain.part(0, min(s.stop, job.wanted_blocks)) for s in found.route.segments]
     asked = tuple(counting(job.target, keys) for keys in parts if keys)
     return sum(answer.value for answer in (yield asked)) if asked else 0
-
-
-def _knows(job: Job, verb: type[wire.Request]) -> bool:
-    return job.at.grants is not None and verb.__name__ in job.at.grants.verbs

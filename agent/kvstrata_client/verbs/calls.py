@@ -418,7 +418,7 @@ def touch(target: Target, keys: Sequence[BlockKey], session: str = "") -> Call[i
 
 
 def report_engine(target: Target, prefill_tokens_per_s: float, queued_tokens: int, running: int) -> Call[int]:
-    """Tell how fast the engine computes, and how much waits. Only for an agent that names `ReportEngine`."""
+    """Report how fast the engine computes, and how much waits. Only for an agent that names `ReportEngine`."""
     return _counted(lambda i: wire.ReportEngine(i, prefill_tokens_per_s, queued_tokens, running), target)
 
 

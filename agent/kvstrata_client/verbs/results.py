@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvstrata_api import wire
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_api.errors import KvStrataError
 from kvstrata_api.names import NamedPrefix
@@ -67,6 +68,10 @@ class Grants:
     """Seconds that the token was good for when these grants were given."""
     verbs: tuple[str, ...] = ()
     """Verbs that the agent knows beside those that all of its protocol version do."""
+
+    def knows(self, verb: type[wire.Request]) -> bool:
+        """True when the agent knows a verb that came after the first ones of its protocol version."""
+        return verb.__name__ in self.verbs
 
     def scope(self, scope: ScopeId) -> Scope | None:
         """Return the scope of this name, None when it is not granted."""
