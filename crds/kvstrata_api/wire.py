@@ -129,7 +129,9 @@ class OpenSession(Request, frozen=True, array_like=True, tag=True):
     parent: str = ""
     """Session that this one forks from; its blocks are shared, not copied."""
     priority: str = ""
-    """Recorded and shown; nothing is ordered by it yet."""
+    """`urgent`, `interactive`, `standard`, `batch` or `background`, as far as the tenant may name it: how long its
+    blocks stay, and how soon they move, beside others of the tenant. Any other name, and none, counts as `standard`; a
+    fork without one has its parent's."""
 
 
 class TouchSession(Request, frozen=True, array_like=True, tag=True):

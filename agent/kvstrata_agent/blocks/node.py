@@ -22,6 +22,7 @@ from kvstrata_agent.blocks.tier import WRITE_PAUSE_S, Tier
 from kvstrata_agent.codec.base import RAW, RAW_AFTER_LOSS
 from kvstrata_agent.policy.eviction import excess_bytes
 from kvstrata_agent.policy.placement import by_reuse_interval, next_lower
+from kvstrata_agent.policy.priority import class_of
 from kvstrata_kube.signal import Signal
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.backends.base import SlotRef
     from kvstrata_agent.blocks.index import Index
     from kvstrata_agent.blocks.restore import Restoring
+    from kvstrata_agent.blocks.sessions import Session
     from kvstrata_agent.blocks.tier import SlotRequest
     from kvstrata_agent.blocks.tier_contents import TierContents
     from kvstrata_agent.policy.placement import Placement
@@ -171,6 +173,15 @@ class Node:
         self.drained_tiers = frozenset(names)
         for tier in self.tiers:
             tier.drain(is_wanted=tier.name in self.drained_tiers)
+
+    def used_by(self, session: Session | None, entries: Iterable[Entry | None]) -> None:
+        """Give blocks the priority class of the session that uses them; a use without one leaves it as it is."""
+        if session is None:
+            return
+        priority = class_of(session.priority)
+        for entry in entries:
+            if entry is not None and entry.priority is not priority:
+                self.index.rank(entry, priority)
 
     def placement_below(self, level: int, *, must_survive: bool) -> Placement:
         """Where a block goes that leaves a tier of that level; see `policy.placement.next_lower`."""

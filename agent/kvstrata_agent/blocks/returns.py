@@ -10,6 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstrata_agent.policy.expected_reuse import UNMARKED, ExpectedReuse, RequestFacts, Return
+from kvstrata_agent.policy.priority import felt_use_s
 from kvstrata_agent.policy.reuse_curve import SAME_USE_S
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ TRUST: Final = 0.5
 """Chance that an engine's word on a return comes true. What it means for whole classes of requests is learned."""
 
 Worth = tuple[float, float, float]
-"""Uses for each second held; then last use and birth, by which equals leave in the order of age."""
+"""Uses for each second held, times the factor of the priority class; then last use, as that factor has it felt, and
+birth, by which equals leave in the order of age."""
 
 
 class _Marks:
@@ -160,7 +162,8 @@ class Returns:
             worth = self._reuse.times.overall(idle_s)
         if entry.followers:
             worth = max(worth, self._reported(entry.followers, now_s))
-        return worth, entry.used_at_s, entry.born_s
+        priority = entry.priority
+        return worth * priority.factor, felt_use_s(entry.used_at_s, now_s, priority), entry.born_s
 
     def chance(self, entry: Entry, within_s: float) -> float:
         """Probability that a block is used again within so many seconds."""
@@ -170,15 +173,14 @@ class Returns:
     def explain(self, entry: Entry) -> dict[str, Any]:
         """Why a block leaves before others or after them."""
         policy = self._node.spec.policy.eviction.type
+        known = {"policy": policy, "priority_class": entry.priority.name.lower(), "factor": entry.priority.factor}
         if not self.are_followed:
-            return {"policy": policy, "reason": "the least recently used leaf leaves first"}
-        uses_per_s, *_ = self.worth(entry)
-        if uses_per_s == SET_BACK:
-            return {
-                "policy": policy,
-                "reason": "first to leave: will not be used again, or is of an earlier run",
-            }
-        return {"policy": policy, "uses_per_s": uses_per_s, **self._reuse.explain(entry.digest, entry.mark)}
+            return known | {"reason": "the least recently used leaf leaves first, its idle time divided by the factor"}
+        worth, *_ = self.worth(entry)
+        if worth == SET_BACK:
+            return known | {"reason": "first to leave: will not be used again, or is of an earlier run"}
+        uses_per_s = worth / entry.priority.factor
+        return known | {"worth": worth, "uses_per_s": uses_per_s} | self._reuse.explain(entry.digest, entry.mark)
 
     def _reported(self, followers: Iterable[tuple[str, str]], now_s: float) -> float:
         """What engines' words on the return of sessions make a head worth; words expire with the return."""

@@ -162,14 +162,15 @@ class SessionTable:
         return self._sessions.get((tenant, name))
 
     def open(self, tenant: str, name: str, owner: int, now_s: float, parent: str = "", priority: str = "") -> Session:
-        """Start a session, or revive the one of that name; a fork starts with the heads of its parent.
+        """Start a session, or revive the one of that name; a fork has its parent's heads and, by default, priority.
 
         Raises `InvalidInputError` when there are too many and none may be forgotten.
         """
         session = self.find(tenant, name)
         if session is None:
-            session = Session(tenant, name, parent=parent, priority=priority, is_changed=True)
             origin = self.find(tenant, parent) if parent else None
+            priority = priority or (origin.priority if origin is not None else "")
+            session = Session(tenant, name, parent=parent, priority=priority, is_changed=True)
             for head in origin.heads if origin is not None else ():
                 session.add_head(head)
             if not self._add(session):

@@ -104,6 +104,7 @@ class Cache:
         """
         here = [e for e in self.reader.lookup_now(place, digests) if e is not None and e.residences]
         now_s = self.node.clock()
+        self.node.used_by(place.session, here)
         self.node.returns.asked(place.scope, place.session, digests)
         for entry in here:
             entry.used_at_s = now_s

@@ -163,6 +163,7 @@ class Reader:
         """Lease the leading blocks that are in the entry tier already."""
         node, tier = self._node, self._node.entry_tier
         entries = self.lookup_now(call.context, call.digests)
+        node.used_by(call.context.session, entries)
         now_s = node.clock()
         copies: list[tuple[Entry, Residence]] = []
         for entry in entries:
@@ -229,6 +230,7 @@ class Reader:
         run = self._run(call.context, chain[1:], located)
         sources = [_source(e) for e in run]
         self._start_remote(call.context, chain, located, run)
+        self._node.used_by(call.context.session, run)
         reads = self._prefix(await self._raised(call, run, sources, deadline_s))
         return self.live(call, reads), len(run)
 
@@ -408,8 +410,9 @@ class Reader:
         policy = self._node.spec.policy.prefetch
         if policy.type == "None":
             return 0
-        started = 0
-        for entry in self.lookup_now(context, digests):
+        started, entries = 0, self.lookup_now(context, digests)
+        self._node.used_by(context.session, entries)
+        for entry in entries:
             if entry is None or not entry.residences or self._mover.bytes_under_way >= policy.max_inflight_bytes:
                 break
             started += self._promoter.start_prefetch(entry)

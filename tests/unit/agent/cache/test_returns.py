@@ -43,10 +43,10 @@ async def asked(engine: Engine, *numbers: int, session: str = "") -> None:
 
 
 async def taught(engine: Engine) -> None:
-    """Chat comes back with a longer prompt after 20 s; batch never does."""
+    """Chat comes back with a longer prompt after 20 s; what comes once never does."""
     for i in range(LESSONS):
         first = 10_000 + 10 * i
-        kind = "chat" if i % 2 else "batch"
+        kind = "chat" if i % 2 else "once"
         await engine.ask(wire.OpenSession(6, f"{kind}-{i}", "", kind))
         await asked(engine, *range(first, first + 4), session=f"{kind}-{i}")
         engine.clock.now_s += 20.0
@@ -80,10 +80,10 @@ async def requested(engine: Engine, name: str, kind: str, *numbers: int) -> None
     await engine.store(*numbers, session=name)
 
 
-async def stored_chat_then_batch(engine: Engine) -> None:
-    """A chat's chain, then a batch's, and then so many others that one of the two has to leave."""
+async def stored_chat_then_once(engine: Engine) -> None:
+    """A chat's chain, then one that never comes back, and then so many others that one of the two has to leave."""
     await taught(engine)
-    for first, kind in ((101, "chat"), (201, "batch")):
+    for first, kind in ((101, "chat"), (201, "once")):
         await requested(engine, kind, kind, *range(first, first + SHORT))
         engine.clock.now_s += 1.0
     for first in (301, 401, 501):
@@ -92,7 +92,7 @@ async def stored_chat_then_batch(engine: Engine) -> None:
 
 def test_a_chain_that_returns_outlives_a_later_one_that_does_not() -> None:
     async def play(engine: Engine) -> None:
-        await stored_chat_then_batch(engine)
+        await stored_chat_then_once(engine)
         assert all(in_memory(engine, *range(101, 101 + SHORT)))
         assert not any(in_memory(engine, *range(201, 201 + SHORT)))
 
@@ -101,7 +101,7 @@ def test_a_chain_that_returns_outlives_a_later_one_that_does_not() -> None:
 
 def test_by_last_use_the_earlier_one_leaves_whatever_was_seen() -> None:
     async def play(engine: Engine) -> None:
-        await stored_chat_then_batch(engine)
+        await stored_chat_then_once(engine)
         assert not any(in_memory(engine, *range(101, 101 + SHORT)))
         assert all(in_memory(engine, *range(201, 201 + SHORT)))
 
