@@ -189,8 +189,9 @@ class Returns:
             session = self._node.sessions.find(tenant, name)
             if session is None:
                 continue
-            if session.returns_at_s > now_s:
-                worth = max(worth, TRUST / (session.returns_at_s - now_s))
+            due_s = [at_s for at_s in (session.returns_at_s, session.retained_until_s) if at_s > now_s]
+            if due_s:
+                worth = max(worth, TRUST / (min(due_s) - now_s))
             elif session.urgency_at(now_s) > 0:
                 worth = max(worth, TRUST / (session.urgent_until_s - now_s))
         return worth

@@ -69,6 +69,8 @@ class Session:
     """Monotonic second at which the urgency is over."""
     returns_at_s: float = 0.0
     """Monotonic second of the expected return; 0 when unknown."""
+    retained_until_s: float = 0.0
+    """Monotonic second until which it is not finished, however idle; 0 where nobody asked for that."""
     touched_at_s: float = 0.0
     heads: OrderedDict[Entry, None] = field(default_factory=OrderedDict)
     secret: ScopeSecret | None = None
@@ -255,14 +257,14 @@ class SessionTable:
     def sweep(self, now_s: float, idle_s: float = float("inf")) -> list[Session]:
         """Turn decoding sessions idle that nobody touched for `GUARD_S`; returns idle ones that are finished.
 
-        Finished is a session that is idle for `idle_s` after its last touch and after its expected return.
+        Finished is a session that is idle for `idle_s` after its last touch and its expected return, and not retained.
         """
         finished: list[Session] = []
         for session in self._sessions.values():
             quiet_s = now_s - max(session.touched_at_s, session.returns_at_s)
             if session.state is SessionState.DECODING and now_s - session.touched_at_s >= GUARD_S:
                 session.enter(SessionState.IDLE)
-            elif session.state is SessionState.IDLE and quiet_s >= idle_s:
+            elif session.state is SessionState.IDLE and quiet_s >= idle_s and now_s >= session.retained_until_s:
                 finished.append(session)
         return finished
 

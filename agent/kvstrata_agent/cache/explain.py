@@ -62,6 +62,7 @@ class Explainer:
             "turns": session.turns,
             "urgency": session.urgency_at(self._node.clock()),
             "expected_return_s": returns_s,
+            "retained_s": max(0.0, session.retained_until_s - self._node.clock()),
             "blocks_not_archived": len(self._archiver.left(session)),
             "heads_not_here": len(session.absent),
             "heads": [{"digest": h.digest.hex(), "tiers": [r.tier.name for r in h.residences]} for h in session.heads],

@@ -105,6 +105,15 @@ class AcquireCall(msgspec.Struct, frozen=True):
     """Whose blocks these are while they are being written; None for whole blocks."""
 
 
+class Prefetched(NamedTuple):
+    """What came of asking for a prefix to be brought up."""
+
+    started: int
+    """Blocks that are on their way for it."""
+    blocks: int
+    """Leading ones that are up or on their way."""
+
+
 class Acquisition(NamedTuple):
     """What came of asking for a prefix."""
 
@@ -405,18 +414,34 @@ class Reader:
             self._promoter.start_prefetch(entry)
         return True
 
-    def prefetch(self, context: RequestContext, digests: Sequence[bytes]) -> int:
-        """Start to bring a local prefix up; returns how many blocks were started, bounded by the pool's policy."""
+    @property
+    def may_prefetch(self) -> bool:
+        """True where the pool wants blocks to be brought up before they are asked for."""
+        return self._node.spec.policy.prefetch.type != "None"
+
+    def prefetch(self, context: RequestContext, digests: Sequence[bytes]) -> Prefetched:
+        """Start to bring a local prefix up, within the bound of the pool's policy."""
+        return self._prefetch(context, self.lookup_now(context, digests))
+
+    async def fetch(self, context: RequestContext, digests: Sequence[bytes]) -> Prefetched:
+        """The same of a prefix wherever it is: what other agents have is asked for, too."""
+        located = await self._located(context, digests, 0.0)
         policy = self._node.spec.policy.prefetch
-        if policy.type == "None":
-            return 0
-        started, entries = 0, self.lookup_now(context, digests)
+        most = max(0, policy.max_inflight_bytes - self._mover.bytes_under_way) // context.raw_bytes
+        run = self._run(context, digests, located)[:most]
+        away = run.count(None)
+        self._start_remote(context, (b"", *digests), located, run)
+        begun = self._prefetch(context, run)
+        return Prefetched(begun.started + away, begun.blocks)
+
+    def _prefetch(self, context: RequestContext, entries: Sequence[Entry | None]) -> Prefetched:
+        most_bytes, started = self._node.spec.policy.prefetch.max_inflight_bytes, 0
         self._node.used_by(context.session, entries)
-        for entry in entries:
-            if entry is None or not entry.residences or self._mover.bytes_under_way >= policy.max_inflight_bytes:
-                break
+        for i, entry in enumerate(entries):
+            if entry is None or not (entry.residences or entry.move) or self._mover.bytes_under_way >= most_bytes:
+                return Prefetched(started, i)
             started += self._promoter.start_prefetch(entry)
-        return started
+        return Prefetched(started, len(entries))
 
 
 def _is_intact(lease: Lease) -> bool:

@@ -254,7 +254,7 @@ def enter(job: TransferJob, session: str, state: str) -> Operation[None]:
     """Report what a session does; one that decodes and is not known to the agent is opened."""
     entering = calls.touch_session(job.target, session, state, 0, 0.0)
     (answer,) = yield (entering,)
-    if not answer.value and state == "decoding" and job.at.grants is not None:
+    if not answer.value.count and state == "decoding" and job.at.grants is not None:
         yield (calls.open_session(job.target, session, "", ""),)
         yield (entering,)
 
