@@ -219,6 +219,11 @@ SLOW: Final = Row("Is it slow?", (
         Unit.PER_SECOND, (Query(rate("kvstrata_busy_answers_total", "verb"), "{{verb}}"),), CALM, 8,
     ),
     Panel(
+        "Prefetched blocks", "Late: still on their way when asked for. Wasted: gone before anybody asked.",
+        Form.STACK, Unit.PER_SECOND,
+        (Query(rate("kvstrata_prefetched_blocks_total", "outcome"), "{{outcome}}"),), CALM, 8,
+    ),
+    Panel(
         "Hints of engines", "What became of them. Mostly unknown: sessions or blocks are on another node, or gone.",
         Form.STACK, Unit.PER_SECOND,
         (Query(rate("kvstrata_hints_total", "hint, outcome"), "{{hint}} {{outcome}}"),), CALM, 8,

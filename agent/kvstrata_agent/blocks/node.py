@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kvstrata_agent.blocks.block import GONE, Entry, Residence
 from kvstrata_agent.blocks.handovers import GrowthTable
 from kvstrata_agent.blocks.leases import Lease, LeaseTable
+from kvstrata_agent.blocks.prefetches import Prefetches
 from kvstrata_agent.blocks.reservations import Reservation, ReservationTable
 from kvstrata_agent.blocks.returns import Returns
 from kvstrata_agent.blocks.sessions import SessionState, SessionTable
@@ -113,6 +114,8 @@ class Node:
     """Unix seconds, the only time that outlives a process."""
     returns: Returns = field(init=False)
     """What each block is worth."""
+    prefetches: Prefetches = field(init=False)
+    """What was brought up before anybody asked for it."""
     started_s: float = field(init=False)
     """Monotonic second of the start: nobody knows when blocks of an earlier run were used before it."""
     block_bytes: int = 0
@@ -131,6 +134,7 @@ class Node:
     def __post_init__(self) -> None:
         self.started_s = self.clock()
         self.returns = Returns(self)
+        self.prefetches = Prefetches(self.counters)
 
     @property
     def agent(self) -> str:
@@ -285,6 +289,8 @@ class Node:
         was_best = entry.residences[0].tier is tier
         parent = self._nearest_resident_ancestor(entry) if entry.followers else None
         gone = self.index.remove(entry, tier)
+        if tier is self.entry_tier:
+            self.prefetches.left(entry)
         if entry.level == GONE and entry.followers:
             self.sessions.lost(entry, parent)
         if was_best:

@@ -10,6 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstrata_agent.policy.expected_reuse import UNMARKED, ExpectedReuse, RequestFacts, Return
+from kvstrata_agent.policy.prefetch import LEAD_S
 from kvstrata_agent.policy.priority import felt_use_s
 from kvstrata_agent.policy.reuse_curve import SAME_USE_S
 
@@ -189,9 +190,10 @@ class Returns:
             session = self._node.sessions.find(tenant, name)
             if session is None:
                 continue
-            due_s = [at_s for at_s in (session.returns_at_s, session.retained_until_s) if at_s > now_s]
-            if due_s:
-                worth = max(worth, TRUST / (min(due_s) - now_s))
+            if session.returns_at_s + session.doubt_s > now_s:
+                worth = max(worth, TRUST / max(LEAD_S, session.returns_at_s - now_s))
+            elif session.retained_until_s > now_s:
+                worth = max(worth, TRUST / (session.retained_until_s - now_s))
             elif session.urgency_at(now_s) > 0:
                 worth = max(worth, TRUST / (session.urgent_until_s - now_s))
         return worth

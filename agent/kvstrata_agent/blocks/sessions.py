@@ -14,6 +14,7 @@ from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
+from kvstrata_agent.policy.prefetch import doubt_s
 from kvstrata_agent.policy.quota import FairOrder
 from kvstrata_api.errors import InvalidInputError
 
@@ -69,6 +70,8 @@ class Session:
     """Monotonic second at which the urgency is over."""
     returns_at_s: float = 0.0
     """Monotonic second of the expected return; 0 when unknown."""
+    doubt_s: float = 0.0
+    """How much sooner or later it may be back than that."""
     retained_until_s: float = 0.0
     """Monotonic second until which it is not finished, however idle; 0 where nobody asked for that."""
     touched_at_s: float = 0.0
@@ -214,6 +217,7 @@ class SessionTable:
             session.turns += 1
         session.urgency = urgency
         session.returns_at_s = now_s + return_s if return_s > 0 else 0.0
+        session.doubt_s = doubt_s(return_s) if return_s > 0 else 0.0
         session.urgent_until_s = max(now_s, session.returns_at_s) + URGENCY_S
         session.is_changed = True
         session.enter(state)

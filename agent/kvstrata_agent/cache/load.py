@@ -12,6 +12,7 @@ import msgspec
 from kvstrata_agent.backends.base import matches
 from kvstrata_agent.backends.threads import together
 from kvstrata_agent.cache.remote_fetch import REMOTE
+from kvstrata_agent.policy.prefetch import LEAD_S, coming_up_s
 from kvstrata_agent.policy.recompute import (
     CostChoice,
     CostInputs,
@@ -114,6 +115,15 @@ class Prefetched(NamedTuple):
     """Leading ones that are up or on their way."""
 
 
+class PrefetchedChains(NamedTuple):
+    """What came of bringing a session's chains up."""
+
+    size_bytes: int
+    """That are on their way for it, raw."""
+    is_whole: bool
+    """False when the pool's bound was reached before their ends."""
+
+
 class Acquisition(NamedTuple):
     """What came of asking for a prefix."""
 
@@ -173,6 +183,7 @@ class Reader:
         node, tier = self._node, self._node.entry_tier
         entries = self.lookup_now(call.context, call.digests)
         node.used_by(call.context.session, entries)
+        node.prefetches.asked(entries)
         now_s = node.clock()
         copies: list[tuple[Entry, Residence]] = []
         for entry in entries:
@@ -403,16 +414,36 @@ class Reader:
             self._node.copy_failed(lease.entry, lease.residence, is_corrupt=True)
         return len(corrupt)
 
-    def prefetch_chains(self, chains: Sequence[Sequence[Entry]]) -> bool:
-        """Start to bring chains up, root first; false when the pool's bound was reached before their ends."""
-        policy = self._node.spec.policy.prefetch
+    def prefetch_chains(self, chains: Sequence[Sequence[Entry]]) -> PrefetchedChains:
+        """Start to bring chains up, root first, within the pool's bound."""
+        policy, now_s, size_bytes = self._node.spec.policy.prefetch, self._node.clock(), 0
         for entry in [e for chain in chains for e in chain]:
-            if policy.type == "None":
+            if not self.may_prefetch:
                 break
             if self._mover.bytes_under_way >= policy.max_inflight_bytes:
-                return False
-            self._promoter.start_prefetch(entry)
-        return True
+                return PrefetchedChains(size_bytes, is_whole=False)
+            if self._promoter.start_prefetch(entry):
+                size_bytes += entry.residences[0].record.raw_bytes
+            if not self._node.returns.are_followed:
+                entry.used_at_s = max(entry.used_at_s, now_s)  # By last use it would be the first to leave again.
+        return PrefetchedChains(size_bytes, is_whole=True)
+
+    def coming_up_s(self, chains: Sequence[Sequence[Entry]]) -> float:
+        """How long before it is wanted a session's blocks begin to come up, by what lies where now."""
+        entry_tier, waits_s = self._node.entry_tier, [LEAD_S]
+        target = entry_tier.name if entry_tier is not None else ""
+        sizes: dict[Tier, int] = {}
+        for entry in [e for chain in chains for e in chain]:
+            if entry.residences and self._promoter.mapped(entry) is None:
+                tier, _, record = entry.residences[0]
+                sizes[tier] = sizes.get(tier, 0) + record.stored_bytes
+        for tier, size_bytes in sizes.items():
+            queued_bytes = self._mover.scheduler.paths.ahead_bytes(tier.name, target, size_bytes)
+            probe = tier.probe
+            latency_s = probe.read_latency_microseconds / 1e6 if probe else 0.0
+            bytes_per_s = float(probe.read_bytes_per_second) if probe else 0.0
+            waits_s.append(coming_up_s(latency_s, size_bytes + queued_bytes, bytes_per_s))
+        return max(waits_s)
 
     @property
     def may_prefetch(self) -> bool:
