@@ -78,6 +78,8 @@ class TierCandidates:
         """Blocks that the planner put in: their children are victims of the same plan."""
         self._returns = returns
         self._has_drawn = False
+        self._may_have_aged = True
+        """False once no leaf is left that goes before all others; then the sample decides."""
         self._victims: Victims[Entry, Worth] = Victims(self._draw, self._is_queued)
 
     def pop(self) -> Entry | None:
@@ -95,6 +97,7 @@ class TierCandidates:
             self._keys[block.scope, block.tenant, block.priority] = None
             if self._returns is not None:
                 self._victims.offer(block, self._returns.worth(block))
+                self._may_have_aged = self._may_have_aged or block.used_at_s <= 0.0
 
     def _first(self) -> Entry | None:
         """Take out what goes first, a leaf or not; None when nothing is left."""
@@ -103,10 +106,21 @@ class TierCandidates:
             return queue.pop() if queue is not None else None
         if not any(self._contents.queues.get(key) for key in self._keys):
             return None
+        if self._may_have_aged and (aged := self._aged()) is not None:
+            return aged.pop()
+        self._may_have_aged = False
         entry = self._victims.next(self._returns.worth)
         self._contents.queues[entry.scope, entry.tenant, entry.priority].discard(entry)
         self._victims.taken()
         return entry
+
+    def _aged(self) -> LeafQueue[Entry] | None:
+        """A queue that begins with a leaf which a session will not need again, or an earlier run has left."""
+        for queue in self._queues():
+            entry = queue.oldest()
+            if entry is not None and entry.used_at_s <= 0.0:
+                return queue
+        return None
 
     def _is_queued(self, entry: Entry) -> bool:
         queue = self._contents.queues.get((entry.scope, entry.tenant, entry.priority))

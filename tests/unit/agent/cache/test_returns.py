@@ -11,7 +11,8 @@ from kvstrata_agent.blocks.returns import SET_BACK
 from kvstrata_agent.blocks.sessions import SessionState
 from kvstrata_agent.cache.eviction_candidates import EvictionRequest
 from kvstrata_api import wire
-from support.agent.doubles import SCOPE, digest
+from kvstrata_api.checksum import checksum
+from support.agent.doubles import BLOCK_BYTES, SCOPE, bytes_of, digest
 from support.agent.engine import SLOTS, Engine, close
 
 pytestmark = pytest.mark.unit
@@ -158,6 +159,47 @@ def test_a_session_that_is_over_is_the_first_to_leave() -> None:
         assert engine.core.node.returns.worth(block(engine, 2))[0] == SET_BACK
 
     played(play)
+
+
+def test_a_pruned_branch_leaves_at_once_and_parents_of_live_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a plan looks at few of many leaves."""
+    monkeypatch.setattr("kvstrata_agent.cache.eviction_candidates.DRAWN", 1)
+    monkeypatch.setattr("kvstrata_agent.policy.expected_reuse.Victims.SAMPLE", 1)
+
+    async def play(engine: Engine) -> None:
+        memory = engine.core.node.tiers[0]
+        await engine.ask(wire.OpenSession(6, "root"))
+        await engine.store(1, 2, session="root")
+        for branch, first in (("pruned", 11), ("live", 21)):
+            await engine.ask(wire.OpenSession(6, branch, "root"))
+            await stored_behind(engine, 2, first, branch)
+        await engine.ask(wire.CloseSession(8, "root", archive=False))
+        assert block(engine, 2).used_at_s > 0.0, "branches continue it"
+        for first in range(101, 101 + SLOTS - 4):
+            await engine.store(first)
+        before = engine.core.node.contents(memory).blocks
+        assert before >= SLOTS - 1
+        await engine.ask(wire.TouchSession(7, "live", "decoding"))
+        await engine.ask(wire.CloseSession(8, "pruned", archive=False))
+        await engine.core.cache.evictor.evict(memory, EvictionRequest(1, "room"))
+        assert in_memory(engine, 11, 1, 2, 21) == [False, True, True, True], "in one step, and nothing else for it"
+        assert engine.core.node.contents(memory).blocks == before - 1
+        await engine.core.cache.evictor.evict(memory, EvictionRequest(memory.backend.capacity_bytes, "room"))
+        assert in_memory(engine, 1, 2, 21) == [True, True, True], "a live branch runs through them"
+        assert engine.core.node.contents(memory).blocks == 3
+
+    played(play)
+
+
+async def stored_behind(engine: Engine, parent: int, number: int, session: str) -> None:
+    """One block that continues another one."""
+    reserved = await engine.ask(wire.Reserve(2, SCOPE, digest(parent), digest(number), session))
+    (slot,) = reserved.slots
+    held = {r.id: r for r in engine.core.node.reservations.owned(1)}[slot.reservation]
+    assert held.tier.backend.mappable is not None
+    held.tier.backend.mappable.view(held.slot)[:BLOCK_BYTES] = bytes_of(number)
+    sums = checksum(bytes_of(number), digest(number), reserved.epoch, slot.stamp)
+    assert (await engine.ask(wire.Publish(3, (slot.reservation,), (sums,)))).results == b"\x01"
 
 
 def test_asking_for_a_load_of_what_was_just_looked_up_is_no_second_use() -> None:
