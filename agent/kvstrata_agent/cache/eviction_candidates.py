@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.movement.path import Priority
-from kvstrata_agent.policy.expected_reuse import Victims
+from kvstrata_agent.policy.expected_reuse import UNMARKED, Victims
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,6 +72,8 @@ class TierCandidates:
         """Blocks that the planner put in: their children are victims of the same plan."""
         self._returns = returns
         self._has_drawn = False
+        self._run = UNMARKED
+        """Mark of the block that was taken last."""
         self._victims: Victims[Entry, Worth] = Victims(self._draw, self._is_queued)
 
     def pop(self) -> Entry | None:
@@ -99,7 +101,8 @@ class TierCandidates:
             return None
         entry = self._victims.next(self._returns.worth)
         self._contents.queues[entry.scope, entry.tenant].discard(entry)
-        self._victims.taken()
+        self._victims.taken(is_same_run=entry in self._pushed and self._run == entry.mark != UNMARKED)
+        self._run = entry.mark
         return entry
 
     def _is_queued(self, entry: Entry) -> bool:
