@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Final
 
 from bench.harness.common import table
-from bench.policy.chains import Trace
-from bench.policy.traces import RECORDINGS, TraceError, recording
 from kvstrata_agent.policy.reuse_curve import ASKED_BLOCKS_MIN, ReuseCurve
+from kvstrata_agent.replay.chains import Trace
+from kvstrata_agent.replay.traces import RECORDINGS, TraceError, recording
 from kvstrata_api.models.pool import LOW_WATERMARK_PERCENT, TierAutoscale
 from kvstrata_api.tiers import step_down, step_up
 from kvstrata_operator.decide.pools.autoscaling import Signal, decide

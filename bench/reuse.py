@@ -15,8 +15,8 @@ from typing import Final
 
 from bench.harness import common
 from bench.harness.common import Result, publish, table
-from bench.policy.chains import Trace
-from bench.policy.traces import RECORDINGS, TraceError, recording
+from kvstrata_agent.replay.chains import Trace
+from kvstrata_agent.replay.traces import RECORDINGS, TraceError, recording
 from kvstrata_api import __version__
 
 TENANTS: Final = 8

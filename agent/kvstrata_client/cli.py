@@ -1,6 +1,6 @@
 """The `kvstrata` command: runs or shows an agent, shows the fleet, checks manifests, names prefixes and readers.
 
-It also calibrates codecs on captured KV.
+It also replays recorded requests and calibrates codecs on captured KV.
 """
 
 import argparse
@@ -10,7 +10,7 @@ from typing import Final
 
 from kvstrata_api import __version__
 from kvstrata_api.errors import KvStrataError
-from kvstrata_client.commands import agent, calibrate, conformance, digest, fleet, manifests, up
+from kvstrata_client.commands import agent, calibrate, conformance, digest, fleet, manifests, of_agent
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 for success, 1 for a failure, 2 for wrong usage."""
     top = parser()
     given, given_rest = top.parse_known_args(arguments)
-    if given_rest and given.command != "up":
+    if given_rest and given.command not in of_agent.COMMANDS:
         top.error(f"unrecognized arguments: {' '.join(given_rest)}")
     given.rest = given_rest
     run: Callable[[argparse.Namespace], int] = given.run
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     manifests.add_validate(commands)
     digest.add(commands)
     calibrate.add(commands)
-    up.add(commands)
+    of_agent.add(commands)
     conformance.add(commands)
     manifests.add_who_can_read(commands)
     version = commands.add_parser("version", help="print the version")

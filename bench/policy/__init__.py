@@ -1,1 +1,1 @@
-"""Eviction policies on recorded workloads: readers, the replay, peers and the limit."""
+"""Eviction policies on recorded workloads: the agent's own in its replay, peers and the limit."""

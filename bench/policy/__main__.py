@@ -23,12 +23,12 @@ from bench.harness import common
 from bench.harness.common import Result, publish, table
 from bench.harness.drivers import AbsentError
 from bench.policy import live, simulators
-from bench.policy.chains import Trace
-from bench.policy.ours import Hints, Timed
 from bench.policy.peers import LIMIT, PEERS, plain_lru
-from bench.policy.replay import Cache, replay
 from bench.policy.synthetic import synthetic
-from bench.policy.traces import TraceError, read_folder
+from kvstrata_agent.replay.cache import Cache, replay
+from kvstrata_agent.replay.chains import Trace
+from kvstrata_agent.replay.reuse_aware import Hints, ReuseAware
+from kvstrata_agent.replay.traces import TraceError, read_folder
 from kvstrata_api import __version__
 
 SIZES: Final = (1, 5, 10, 25)
@@ -75,6 +75,48 @@ class Cell:
     def margin_points(self) -> float:
         """Ours without hints over the best peer."""
         return self.ours[Hints.NONE] - max(self.peers.values())
+
+
+class Timed(ReuseAware):
+    """Sums up the seconds of learning, and of deciding, apart from the replay's own.
+
+    By the clock on the wall: that of the thread costs more than a decision, so a busy machine adds to both.
+    """
+
+    def __init__(self, trace: Trace, cache: Cache, hints: Hints = Hints.NONE) -> None:
+        super().__init__(trace, cache, hints)
+        self.learning_s = self.deciding_s = 0.0
+
+    def arrive(self, number: int, path: Sequence[int], matched_blocks: int) -> None:
+        """Learning."""
+        started_s = time.perf_counter()
+        super().arrive(number, path, matched_blocks)
+        self.learning_s += time.perf_counter() - started_s
+
+    def stored(self, number: int, path: Sequence[int]) -> None:
+        """Deciding, as all the rest."""
+        started_s = time.perf_counter()
+        super().stored(number, path)
+        self.deciding_s += time.perf_counter() - started_s
+
+    def victim(self) -> int:
+        """Deciding."""
+        started_s = time.perf_counter()
+        run = super().victim()
+        self.deciding_s += time.perf_counter() - started_s
+        return run
+
+    def became_leaf(self, run: int) -> None:
+        """Deciding."""
+        started_s = time.perf_counter()
+        super().became_leaf(run)
+        self.deciding_s += time.perf_counter() - started_s
+
+    def gone(self, run: int) -> None:
+        """Deciding."""
+        started_s = time.perf_counter()
+        super().gone(run)
+        self.deciding_s += time.perf_counter() - started_s
 
 
 def measure(trace: Trace, size_percent: int, *, has_libcachesim: bool = False) -> tuple[Cell, float]:

@@ -17,11 +17,11 @@ from typing import Final
 from bench.harness.drivers import Command, Driver
 from bench.harness.identity import POOL, SECRET, TOKEN, layout_of
 from bench.harness.participants import PYTHON
-from bench.policy.chains import Trace
-from bench.policy.ours import Ours
 from bench.policy.peers import PEERS
-from bench.policy.replay import MakePolicy
 from kvstrata import Client, Target
+from kvstrata_agent.replay.cache import MakePolicy
+from kvstrata_agent.replay.chains import Trace
+from kvstrata_agent.replay.reuse_aware import ReuseAware
 from kvstrata_api.blocks import KEY_BYTES, BlockKey
 from kvstrata_client.verbs.copying import fill
 
@@ -30,7 +30,7 @@ EXTENT_BLOCKS: Final = (2 << 20) // BLOCK_BYTES
 """A tier has whole pages of 2 MiB."""
 BATCH: Final = 256
 """Blocks that are reserved, filled and published at a time."""
-POLICIES: Final[dict[str, MakePolicy]] = {"LeafLRU": PEERS["leaf-LRU"], "ReuseAware": Ours}
+POLICIES: Final[dict[str, MakePolicy]] = {"LeafLRU": PEERS["leaf-LRU"], "ReuseAware": ReuseAware}
 """What the replay has for each `policy.eviction.type`."""
 ACCESSES_MAX: Final = 1_000_000
 """Blocks asked for; a longer trace is cut before that."""

@@ -10,13 +10,13 @@ from heapq import heappop, heappush
 from math import exp
 from typing import TYPE_CHECKING, Final
 
-from bench.policy.replay import Belady, LeafLru, MakePolicy, Outcome, Policy, Ranked, WholeRuns
+from kvstrata_agent.replay.cache import Belady, LeafLru, MakePolicy, Outcome, Policy, Ranked, WholeRuns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from bench.policy.chains import Trace
-    from bench.policy.replay import Cache
+    from kvstrata_agent.replay.cache import Cache
+    from kvstrata_agent.replay.chains import Trace
 
 
 _TIE: Final = 1e-9

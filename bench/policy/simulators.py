@@ -24,9 +24,9 @@ import numpy as np
 
 import peers
 from bench.harness.drivers import AbsentError
-from bench.policy.chains import Trace
 from bench.policy.peers import PEERS, plain_lru
-from bench.policy.replay import replay
+from kvstrata_agent.replay.cache import replay
+from kvstrata_agent.replay.chains import Trace
 
 ENVIRONMENT: Final = "simulators"
 HOW: Final = f"the simulators' environment is not there: python hack/peers.py {ENVIRONMENT}"

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from typing import Final
 
-from bench.policy.chains import Request, Trace, build
+from kvstrata_agent.replay.chains import Request, Trace, build
 
 BLOCK_TOKENS: Final = 16
 SYSTEM_PROMPTS: Final = 12

@@ -30,6 +30,12 @@ def up(arguments: Sequence[str]) -> int:
     return status
 
 
+def replay(arguments: Sequence[str]) -> int:
+    """Run `kvstrata replay` and return its exit status."""
+    status: int = _main("kvstrata_agent.replay.main", "agent", "kvstrata replay")(arguments)
+    return status
+
+
 def node() -> None:
     """Run node preparation, or exit with what to install."""
     _run("kvstrata_node.main", "agent", "kvstrata-node")

@@ -10,9 +10,9 @@ import pytest
 import peers
 from bench.policy import simulators
 from bench.policy.peers import PEERS
-from bench.policy.replay import replay
 from bench.policy.synthetic import synthetic
-from bench.policy.traces import read_folder
+from kvstrata_agent.replay.cache import replay
+from kvstrata_agent.replay.traces import read_folder
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvstrata_agent.policy.expected_reuse import UNMARKED, ExpectedReuse, RequestFacts, Return
 from kvstrata_agent.policy.prefetch import LEAD_S
-from kvstrata_agent.policy.priority import felt_use_s
+from kvstrata_agent.policy.priority import PriorityClass, felt_use_s
 from kvstrata_agent.policy.reuse_curve import SAME_USE_S
 
 if TYPE_CHECKING:
@@ -153,10 +153,11 @@ class Returns:
 
     def worth(self, entry: Entry) -> Worth:
         """What a block is worth; the least goes first."""
-        if entry.used_at_s <= 0.0:
-            return SET_BACK, entry.used_at_s, entry.born_s
+        used_at_s = entry.used_at_s
+        if used_at_s <= 0.0:
+            return SET_BACK, used_at_s, entry.born_s
         now_s = self._node.clock()
-        idle_s = max(0.0, now_s - entry.used_at_s)
+        idle_s = now_s - used_at_s
         if entry.mark:
             worth = self._reuse.worth(entry.digest, entry.mark, now_s, idle_s)
         else:
@@ -164,7 +165,9 @@ class Returns:
         if entry.followers:
             worth = max(worth, self._reported(entry.followers, now_s))
         priority = entry.priority
-        return worth * priority.factor, felt_use_s(entry.used_at_s, now_s, priority), entry.born_s
+        if priority is PriorityClass.STANDARD:
+            return worth, used_at_s, entry.born_s
+        return worth * priority.factor, felt_use_s(used_at_s, now_s, priority), entry.born_s
 
     def chance(self, entry: Entry, within_s: float) -> float:
         """Probability that a block is used again within so many seconds."""

@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.movement.path import Priority
-from kvstrata_agent.policy.expected_reuse import Victims
+from kvstrata_agent.policy.expected_reuse import UNMARKED, Victims
 from kvstrata_agent.policy.priority import felt_use_s
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class TierCandidates:
         self._has_drawn = False
         self._may_have_aged = True
         """False once no leaf is left that goes before all others; then the sample decides."""
+        self._run = UNMARKED
+        """Mark of the block that was taken last."""
         self._victims: Victims[Entry, Worth] = Victims(self._draw, self._is_queued)
 
     def pop(self) -> Entry | None:
@@ -111,7 +113,8 @@ class TierCandidates:
         self._may_have_aged = False
         entry = self._victims.next(self._returns.worth)
         self._contents.queues[entry.scope, entry.tenant, entry.priority].discard(entry)
-        self._victims.taken()
+        self._victims.taken(is_same_run=entry in self._pushed and self._run == entry.mark != UNMARKED)
+        self._run = entry.mark
         return entry
 
     def _aged(self) -> LeafQueue[Entry] | None:

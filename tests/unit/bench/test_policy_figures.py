@@ -7,7 +7,7 @@ import pytest
 
 from bench.policy import simulators
 from bench.policy.__main__ import TIMES, Cell, main, summary
-from bench.policy.ours import Hints
+from kvstrata_agent.replay.reuse_aware import Hints
 
 pytestmark = pytest.mark.unit
 

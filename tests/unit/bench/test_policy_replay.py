@@ -7,18 +7,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.policy.chains import ROOT, ChainTree, Request, Trace, build
-from bench.policy.ours import Hints, Ours, returns
 from bench.policy.peers import LIMIT, PEERS, plain_lru
-from bench.policy.replay import Cache, MakePolicy, Policy, replay
 from bench.policy.synthetic import synthetic
 from kvstrata_agent.policy.expected_reuse import Return
+from kvstrata_agent.replay.cache import Cache, MakePolicy, Policy, replay
+from kvstrata_agent.replay.chains import ROOT, ChainTree, Request, Trace, build
+from kvstrata_agent.replay.reuse_aware import Hints, ReuseAware, returns
 
 pytestmark = pytest.mark.unit
 
 chains = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=40)
 capacities = st.integers(1, 30)
-POLICIES: dict[str, MakePolicy] = {**PEERS, "ours": Ours, "ours, engine hints": partial(Ours, hints=Hints.ENGINE)}
+POLICIES: dict[str, MakePolicy] = {
+    **PEERS,
+    "ours": ReuseAware,
+    "ours, engine hints": partial(ReuseAware, hints=Hints.ENGINE),
+}
 
 
 def _trace(found: Sequence[Sequence[int]], step_s: float = 1.0) -> Trace:
@@ -113,8 +117,8 @@ def test_ours_beats_leaf_lru_on_a_made_workload_and_hints_add_to_it() -> None:
     blocks = trace.unique_blocks // 20
 
     base = replay(trace, blocks, PEERS["leaf-LRU"]).hit_percent
-    bare = replay(trace, blocks, Ours).hit_percent
-    hinted = replay(trace, blocks, partial(Ours, hints=Hints.ENGINE)).hit_percent
+    bare = replay(trace, blocks, ReuseAware).hit_percent
+    hinted = replay(trace, blocks, partial(ReuseAware, hints=Hints.ENGINE)).hit_percent
 
     assert base < bare < hinted
 

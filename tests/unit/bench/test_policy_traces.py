@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import zstandard
 
-from bench.policy.chains import Trace
-from bench.policy.traces import TraceError, read_folder, recording
 from bench.reuse import requests_of
+from kvstrata_agent.replay.chains import Trace
+from kvstrata_agent.replay.traces import TraceError, read_folder, recording
 
 pytestmark = pytest.mark.unit
 

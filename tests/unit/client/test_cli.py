@@ -18,7 +18,10 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return int(end.value.code or 0), out, err
 
 
-@pytest.mark.parametrize("command", ["stats", "explain", "lookup", "fleet", "validate", "calibrate", "up", "version"])
+COMMANDS = ("stats", "explain", "lookup", "fleet", "validate", "calibrate", "up", "replay", "version")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
     code, out, _ = run(capsys, command, "--help")
 

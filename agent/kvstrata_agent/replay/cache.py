@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Final, Protocol
 
-from bench.policy.chains import Trace
+from kvstrata_agent.replay.chains import Trace
 
 _HEAP_SLACK: Final = 4
 """A heap with so many times more entries than there are leaves is made anew."""

@@ -32,7 +32,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.policy.chains import Request, Trace, build
+from kvstrata_agent.replay.chains import Request, Trace, build
+from kvstrata_api.errors import InvalidInputError
 
 SPREAD_S: Final = 3600.0
 TEXT_BLOCK_CHARS: Final = 64
@@ -64,7 +65,7 @@ _GZIP_MAGIC: Final = b"\x1f\x8b"
 _TAR_MAGIC_AT: Final = 257
 
 
-class TraceError(Exception):
+class TraceError(InvalidInputError):
     """A trace cannot be read; names file, line, field and value."""
 
 
@@ -121,17 +122,26 @@ def recording(folder: Path, name: str, request_limit: int | None = None) -> Trac
 
 
 def read_folder(folder: Path, request_limit: int | None = None, formats: Collection[str] | None = None) -> Found:
-    """Read all traces of a folder and of those in it. `request_limit` keeps the first requests of each.
-
-    `formats` leaves out all others without a word. Raises `TraceError`.
-    """
+    """Read all traces of a folder and of those in it, as `read_traces` does. Raises `TraceError`."""
     if not folder.is_dir():
         raise TraceError(f"{folder}: no such folder")
+    return read_traces((folder,), request_limit, formats)
+
+
+def read_traces(
+    places: Sequence[Path], request_limit: int | None = None, formats: Collection[str] | None = None
+) -> Found:
+    """Read all traces of files, and of folders and those in them. `request_limit` keeps the first requests of each.
+
+    `formats` leaves out all others without a word. Names are relative to the one folder, else as given.
+    Raises `TraceError`.
+    """
     groups: dict[tuple[str, str], tuple[_Format, list[_File]]] = {}
     lengths: list[Lengths] = []
     skipped: list[str] = []
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        for group, file in _unpacked(path, folder):
+    base = places[0] if len(places) == 1 and places[0].is_dir() else None
+    for path in (path for place in places for path in _files(place)):
+        for group, file in _unpacked(path, base):
             found = _format_of(file)
             if formats is not None and (found is None or found.name not in formats):
                 continue
@@ -151,13 +161,22 @@ def read_folder(folder: Path, request_limit: int | None = None, formats: Collect
     return Found(tuple(traces), tuple(lengths), tuple(skipped))
 
 
-def _unpacked(path: Path, folder: Path) -> Iterator[tuple[str, _File]]:
+def _files(place: Path) -> list[Path]:
+    """A file itself, and all files of a folder. Raises `TraceError` where there is neither."""
+    if place.is_dir():
+        return sorted(p for p in place.rglob("*") if p.is_file())
+    if not place.exists():
+        raise TraceError(f"{place}: no such file or folder")
+    return [place]
+
+
+def _unpacked(path: Path, base: Path | None) -> Iterator[tuple[str, _File]]:
     """Files in a file, each with the name of what it belongs to: its archive, or else its folder."""
-    name = str(path.relative_to(folder))
+    name, folder = (str(p.relative_to(base) if base else p) for p in (path, path.parent))
     try:
         data = _decompressed(name, path.read_bytes())
         if data[_TAR_MAGIC_AT : _TAR_MAGIC_AT + 5] != b"ustar":
-            yield (str(path.parent.relative_to(folder)) if path.parent != folder else name), _File(name, data)
+            yield (folder if path.parent != base else name), _File(name, data)
             return
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             for member in archive:
@@ -170,8 +189,10 @@ def _unpacked(path: Path, folder: Path) -> Iterator[tuple[str, _File]]:
 
 def _decompressed(name: str, data: bytes) -> bytes:
     if data.startswith(_ZSTD_MAGIC):
-        import zstandard
-
+        try:
+            import zstandard
+        except ModuleNotFoundError as e:
+            raise TraceError(f"{name}: compressed by zstd: unpack it, or pip install zstandard") from e
         try:
             with zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True) as stream:
                 data = stream.read(FILE_BYTES_MAX + 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import time
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
@@ -13,8 +12,8 @@ from kvstrata_agent.policy.expected_reuse import ExpectedReuse, MarkTable, Reque
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bench.policy.chains import Trace
-    from bench.policy.replay import Cache
+    from kvstrata_agent.replay.cache import Cache
+    from kvstrata_agent.replay.chains import Trace
 
 SOON_S: Final = 60.0
 
@@ -29,7 +28,7 @@ class Hints(Enum):
     """Besides: whether the session or branch is complete, or its next turn comes within a minute."""
 
 
-class Ours:
+class ReuseAware:
     """`ExpectedReuse` over the leaves of a replay."""
 
     def __init__(self, trace: Trace, cache: Cache, hints: Hints = Hints.NONE) -> None:
@@ -85,48 +84,6 @@ class Ours:
 
     def _worth(self, run: int) -> float:
         return self._reuse.worth(run, self._table.marks[run], self._now_s)
-
-
-class Timed(Ours):
-    """Sums up the seconds of learning, and of deciding, apart from the replay's own.
-
-    By the clock on the wall: that of the thread costs more than a decision, so a busy machine adds to both.
-    """
-
-    def __init__(self, trace: Trace, cache: Cache, hints: Hints = Hints.NONE) -> None:
-        super().__init__(trace, cache, hints)
-        self.learning_s = self.deciding_s = 0.0
-
-    def arrive(self, number: int, path: Sequence[int], matched_blocks: int) -> None:
-        """Learning."""
-        started_s = time.perf_counter()
-        super().arrive(number, path, matched_blocks)
-        self.learning_s += time.perf_counter() - started_s
-
-    def stored(self, number: int, path: Sequence[int]) -> None:
-        """Deciding, as all the rest."""
-        started_s = time.perf_counter()
-        super().stored(number, path)
-        self.deciding_s += time.perf_counter() - started_s
-
-    def victim(self) -> int:
-        """Deciding."""
-        started_s = time.perf_counter()
-        run = super().victim()
-        self.deciding_s += time.perf_counter() - started_s
-        return run
-
-    def became_leaf(self, run: int) -> None:
-        """Deciding."""
-        started_s = time.perf_counter()
-        super().became_leaf(run)
-        self.deciding_s += time.perf_counter() - started_s
-
-    def gone(self, run: int) -> None:
-        """Deciding."""
-        started_s = time.perf_counter()
-        super().gone(run)
-        self.deciding_s += time.perf_counter() - started_s
 
 
 def facts(trace: Trace, hints: Hints) -> list[RequestFacts]:

@@ -1,0 +1,213 @@
+"""The command line of `kvstrata replay`: what recorded requests would find in caches of given sizes."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Final
+
+from kvstrata_agent.app.standalone.manifests import manifest_of, node_tiers, parse
+from kvstrata_agent.replay.cache import Belady, LeafLru, MakePolicy, replay
+from kvstrata_agent.replay.chains import Trace
+from kvstrata_agent.replay.reuse_aware import Hints, ReuseAware
+from kvstrata_agent.replay.traces import Found, TraceError, read_traces
+from kvstrata_api.blocks import Layout
+from kvstrata_api.errors import InvalidInputError, KvStrataError
+from kvstrata_api.models.pool import KVPool
+from kvstrata_api.units import parse_quantity
+
+PROGRAM: Final = "kvstrata replay"
+SIZES: Final = "1%,5%,10%,25%"
+POLICIES: Final = ("ReuseAware", "LeafLRU")
+"""Values of `policy.eviction.type`."""
+HINTS: Final = {"none": Hints.NONE, "trace": Hints.TRACE, "engine": Hints.ENGINE}
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A cache to replay through."""
+
+    name: str
+    """As it was asked for: `5%`, `64Gi`, or tiers of the pool."""
+    percent: int = 0
+    """Of the different blocks of a trace; 0 where `size_bytes` says it."""
+    size_bytes: int = 0
+
+    def blocks(self, trace: Trace, token_bytes: int) -> int:
+        """How many blocks of a trace it holds, 1 at least."""
+        if self.percent:
+            return max(1, trace.unique_blocks * self.percent // 100)
+        return max(1, self.size_bytes // (trace.block_tokens * token_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One trace in one size under one policy; hits are blocks of unbroken prefixes, in percent of all asked for."""
+
+    trace: str
+    size: str
+    blocks: int
+    policy: str
+    hit_percent: float
+    limit_percent: float
+    """What no policy can pass, which knows the future."""
+    hit_tokens: int
+    asked_tokens: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Replay and print; return the exit status: 1 for a failure, 2 for wrong usage."""
+    given = _parser().parse_args(arguments)
+    try:
+        found = read_traces(given.trace, given.requests)
+        for note in _notes(found):
+            print(f"{PROGRAM}: {note}", file=sys.stderr)  # noqa: T201  Answers alone go to standard output.
+        if not found.traces:
+            named = ", ".join(map(str, given.trace))
+            raise TraceError(f"{named}: no requests with content in a known format: there is nothing to find")
+        pool = _pool(given.filename, given.pool) if given.filename else None
+        policies = [given.policy] if given.policy else [pool.spec.policy.eviction.type] if pool else list(POLICIES)
+        token_bytes = _token_bytes(given)
+        sizes = _pool_sizes(pool) if pool else [_size(text) for text in given.sizes.split(",")]
+        if not token_bytes and any(size.size_bytes for size in sizes):
+            raise InvalidInputError("sizes in bytes: --token-bytes, or --layout FILE, says how many bytes a token has")
+        _print(_rows(found.traces, sizes, policies, HINTS[given.hints], token_bytes), found, given.hints)
+    except (KvStrataError, OSError) as e:
+        print(f"{PROGRAM}: {e}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="What recorded requests would find in a cache of a given size: the eviction of the agent, by the "
+        "agent's own code, in an empty cache of whole blocks. The last line is JSON. Formats are known by contents: "
+        "Mooncake, Qwen-Bailian, kv-cache-tester, LMCache agents, Tree of Thoughts, libCacheSim's oracleGeneral and "
+        "lcs; plain, gzip or tar, and zstd where the package zstandard is there.",
+        epilog="Tiers of a pool are taken together from the fastest on, each up to its low watermark, as one cache of "
+        "one node: what the first ones find is the share that is found there. Blocks that are in several tiers, "
+        "compression and transfers are not modelled.",
+    )
+    add = parser.add_argument
+    add("trace", type=Path, nargs="+", metavar="TRACE", help="recording, or a folder of recordings")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--sizes",
+        default=SIZES,
+        metavar="SIZE,...",
+        help="percent of a trace's different blocks, or bytes such as 64Gi; default: %(default)s",
+    )
+    size.add_argument("-f", "--filename", type=Path, metavar="FILE", help="KVPool whose tiers and eviction are meant")
+    add("--pool", default="", help="KVPool of the file, where it declares several")
+    add("--policy", choices=POLICIES, help="default: the pool's policy.eviction.type; both where there is no pool")
+    add(
+        "--hints",
+        choices=tuple(HINTS),
+        default="trace",
+        help="what the policy is told: nothing, what the trace says (kind, stop reason, session), or what engines that "
+        "know their sessions could say besides (complete, or back within a minute); default: %(default)s",
+    )
+    bytes_ = parser.add_mutually_exclusive_group()
+    bytes_.add_argument("--token-bytes", metavar="BYTES", help="KV of one token on a node, for sizes in bytes")
+    bytes_.add_argument("--layout", type=Path, help="instead: JSON file with the fields of kvstrata_api.blocks.Layout")
+    add("--requests", type=_count, metavar="N", help="only the first N requests of each trace")
+    return parser
+
+
+def _count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number of 1 or more is wanted")
+    return int(text)
+
+
+def _size(text: str) -> Size:
+    """Read one size. Raises `InvalidInputError`."""
+    number = text.removesuffix("%")
+    if number.isascii() and number.isdigit() and 1 <= int(number) <= 100:
+        return Size(f"{int(number)}%", percent=int(number))
+    if text.endswith("%"):
+        raise InvalidInputError(f"--sizes {text}: whole percents of 1 to 100 are wanted, as 5%, or bytes, as 64Gi")
+    return Size(text, size_bytes=parse_quantity(text))
+
+
+def _pool(path: Path, name: str) -> KVPool:
+    """The pool that a file declares. Raises `InvalidInputError`, or `OSError`."""
+    try:
+        objects = parse(path.read_text(), str(path))
+    except UnicodeDecodeError as e:
+        raise InvalidInputError(f"{path}: {e}") from e
+    return manifest_of([o for o in objects if o.get("kind") == "KVPool"], name).pool
+
+
+def _pool_sizes(pool: KVPool) -> list[Size]:
+    """Tiers from the fastest on: the first one, the first two, and so on; each up to the low watermark."""
+    tiers, low_percent = node_tiers(pool), pool.spec.policy.eviction.low_watermark_percent
+    names = accumulate((tier.name for tier in tiers), lambda before, name: f"{before}+{name}")
+    sums = accumulate(tier.capacity_bytes * low_percent // 100 for tier in tiers)
+    return [Size(name, size_bytes=max(1, size_bytes)) for name, size_bytes in zip(names, sums, strict=True)]
+
+
+def _token_bytes(given: argparse.Namespace) -> int:
+    """KV bytes of a token; 0 where nothing was said. Raises `InvalidInputError`."""
+    if given.token_bytes:
+        return parse_quantity(given.token_bytes)
+    if given.layout is None:
+        return 0
+    try:
+        layout = Layout(**json.loads(given.layout.read_text()))
+        return layout.block_bytes // layout.block_tokens
+    except (OSError, ValueError, TypeError, ZeroDivisionError) as e:
+        raise InvalidInputError(f"--layout {given.layout}: {e}") from e
+
+
+def _notes(found: Found) -> Iterator[str]:
+    """What was left out, and what was modelled."""
+    for lengths in found.lengths:
+        yield f"{lengths.name}: lengths alone, left out: there is nothing to find"
+    for name in found.skipped:
+        yield f"{name}: in no known format, left out"
+    for trace in found.traces:
+        if trace.models:
+            yield f"{trace.name}: not recorded, so modelled: {trace.models}"
+
+
+def _rows(
+    traces: Iterable[Trace], sizes: Sequence[Size], policies: Sequence[str], hints: Hints, token_bytes: int
+) -> Iterator[Row]:
+    """Replay, one row after the other."""
+    makers: dict[str, MakePolicy] = {
+        "ReuseAware": partial(ReuseAware, hints=hints),
+        "LeafLRU": lambda _, cache: LeafLru(cache),
+    }
+    for trace in traces:
+        for size in sizes:
+            blocks = size.blocks(trace, token_bytes)
+            limit_percent = replay(trace, blocks, Belady).hit_percent
+            for policy in policies:
+                outcome = replay(trace, blocks, makers[policy])
+                yield Row(
+                    trace.name, size.name, blocks, policy, outcome.hit_percent, limit_percent,
+                    outcome.hit_blocks * trace.block_tokens, outcome.asked_blocks * trace.block_tokens,
+                )  # fmt: skip
+
+
+def _print(rows: Iterable[Row], found: Found, hints: str) -> None:
+    """A line for each as it comes, and all of them as JSON."""
+    width = max(len(trace.name) for trace in found.traces)
+    write = sys.stdout.write
+    write(f"{'TRACE':{width}}  {'SIZE':20}  {'BLOCKS':>12}  {'POLICY':10}  HITS %  LIMIT %  TOKENS FOUND\n")
+    done = []
+    for row in rows:
+        write(
+            f"{row.trace:{width}}  {row.size:20}  {row.blocks:>12,}  {row.policy:10}  "
+            f"{row.hit_percent:6.2f}  {row.limit_percent:7.2f}  {row.hit_tokens:,} of {row.asked_tokens:,}\n"
+        )
+        sys.stdout.flush()
+        done.append(asdict(row))
+    write(json.dumps({"command": "replay", "hints": hints, "rows": done}) + "\n")

@@ -1,0 +1,23 @@
+"""Commands that the agent's package has, with command lines of its own: up, replay."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvstrata_api import entry
+
+COMMANDS: Final[dict[str, tuple[str, Callable[[Sequence[str]], int]]]] = {
+    "up": ("an agent on this machine, without Kubernetes or Redis", entry.up),
+    "replay": ("what recorded requests would find in caches of given sizes", entry.replay),
+}
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add them; their options are the agent's (`parse_known_args` leaves them over)."""
+    for name, (said, _) in COMMANDS.items():
+        commands.add_parser(name, add_help=False, help=said).set_defaults(run=_run)
+
+
+def _run(given: argparse.Namespace) -> int:
+    """Run one. Exits with what to install where the agent is not."""
+    return COMMANDS[given.command][1](given.rest)
