@@ -110,6 +110,17 @@ class Program:
         self._held = self._attached.reserve(self._keys(tokens))
         return {"reserved": sum(1 for r in self._held if r.reservation)}
 
+    def hint(self, *, hint: str, tokens: list[list[int]], seconds: float, session: str = "") -> Json:
+        """Give a hint on a prompt or a session."""
+        prompt = tokens_of(tokens)
+        if hint == "pin":
+            return {"outcome": self._cache.pin(prompt, seconds).outcome}
+        if hint == "prefetch":
+            return {"outcome": self._cache.prefetch(prompt).outcome}
+        if hint == "tool_wait":
+            return {"outcome": self._attached.tool_wait(session, seconds).outcome}
+        raise UnsupportedError(f"hint {hint!r} is unknown")
+
     @property
     def _attached(self) -> Client:
         assert self._client is not None, "attach comes first"

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+from kvstrata_api import wire
 from kvstrata_api.blocks import KEY_BYTES, Layout, LayoutId, ScopeId, ScopeSecret, chain_keys, variant_of
 from kvstrata_api.checksum import checksum
 from kvstrata_api.errors import InvalidInputError, KvStrataError, UnauthenticatedError
@@ -251,6 +252,25 @@ def sizes(stage: Stage) -> None:
         _is_read(kept, 2, blocks, "load of them")
 
 
+def hints(stage: Stage) -> None:
+    """What became of a hint is what the agent says, and a hint changes no block."""
+    mine = stage.fresh(BLOCKS)
+    with stage.program() as program:
+        stored(program, mine, 1, BLOCKS)
+        for hint, tokens, seconds, outcome in (
+            ("pin", mine, 5.0, wire.Outcome.ACCEPTED),
+            ("pin", [*mine, *stage.fresh(1)], 5.0, wire.Outcome.PARTIAL),
+            ("pin", mine, 0.0, wire.Outcome.EXPIRED),
+            ("pin", stage.fresh(2), 5.0, wire.Outcome.UNKNOWN),
+            ("prefetch", mine, 0.0, wire.Outcome.ACCEPTED),
+            ("prefetch", stage.fresh(2), 0.0, wire.Outcome.UNKNOWN),
+            ("tool_wait", [], 5.0, wire.Outcome.UNKNOWN),
+        ):
+            answer = program.ask("hint", hint=hint, tokens=tokens, seconds=seconds, session="nobody's")
+            require(answer == {"outcome": outcome}, f"{hint} of {seconds} s: {answer}, outcome {outcome} wanted")
+        loads(program, mine, 1, BLOCKS)
+
+
 SCENARIOS: Final[Mapping[str, Scenario]] = {
     "vectors": vectors,
     "round-trip": round_trip,
@@ -264,6 +284,7 @@ SCENARIOS: Final[Mapping[str, Scenario]] = {
     "outage": outages,
     "death": deaths,
     "size": sizes,
+    "hint": hints,
 }
 
 

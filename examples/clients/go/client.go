@@ -360,6 +360,43 @@ func (c *Client) storeBatch(
 	return whole, nil
 }
 
+// Pin keeps the leading blocks in memory for a time; the outcome is the agent's: accepted, partial, refused, expired or
+// unknown, which it is as well while the agent is away.
+func (c *Client) Pin(tokens []uint32, ttl time.Duration) (string, error) {
+	return c.hint(tokens, func(from *connection, keys []byte) (answer, error) {
+		return from.ask(c.target.Timeout, "Pin", from.scope, keys, ttl.Seconds())
+	})
+}
+
+// Prefetch begins to bring the leading blocks that this node has into memory; see Pin.
+func (c *Client) Prefetch(tokens []uint32, session string) (string, error) {
+	return c.hint(tokens, func(from *connection, keys []byte) (answer, error) {
+		return from.ask(c.target.Timeout, "Prefetch", from.scope, keys, session)
+	})
+}
+
+// ToolWait says that a session waits for a tool, about so long; see Pin.
+func (c *Client) ToolWait(session string, expected time.Duration) (string, error) {
+	return c.hint(nil, func(from *connection, _ []byte) (answer, error) {
+		return from.ask(c.target.Timeout, "TouchSession", session, "tool", uint64(0), expected.Seconds())
+	})
+}
+
+func (c *Client) hint(tokens []uint32, give func(*connection, []byte) (answer, error)) (string, error) {
+	c.mutex.Lock()
+	defer c.mutex.Unlock()
+	from, err := c.ready()
+	if err != nil {
+		return "unknown", err
+	}
+	keys := c.keys(from, tokens)
+	done, err := give(from, joined(keys[:min(len(keys), KeysMax)]))
+	if err != nil {
+		return "unknown", c.settled(err)
+	}
+	return at[string](done, 2), nil
+}
+
 // Reserve takes slots for a prompt's leading blocks and keeps them until the connection ends: for tests of that.
 func (c *Client) Reserve(tokens []uint32) (int, error) {
 	c.mutex.Lock()

@@ -104,6 +104,12 @@ class DiesOfNames(Program):
         return super().lookup(tokens=tokens)
 
 
+class TakesHintsForDone(Program):
+    def hint(self, **asked: Any) -> Json:
+        super().hint(**asked)
+        return {"outcome": "accepted"}
+
+
 WRONG: dict[str, Callable[[], Program]] = {
     "vectors": ForgetsTheParent,
     "round-trip": StoresOtherBytes,
@@ -117,6 +123,7 @@ WRONG: dict[str, Callable[[], Program]] = {
     "outage": WaitsForTheAgent,
     "death": PublishesTooSoon,
     "size": DiesOfNames,
+    "hint": TakesHintsForDone,
 }
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ type request struct {
 	DeadlineS  float64         `json:"deadline_s"`
 	LeaseS     float64         `json:"lease_s"`
 	FirstBlock int             `json:"first_block"`
+	Hint       string          `json:"hint"`
+	Seconds    float64         `json:"seconds"`
 }
 
 type reply map[string]any
@@ -95,8 +97,26 @@ func (p *program) answer(asked request) reply {
 	case "reserve":
 		taken, err := p.client.Reserve(tokens(asked))
 		return told(reply{"reserved": taken}, err)
+	case "hint":
+		return p.hint(asked)
 	}
 	return reply{"error": "UnsupportedError", "message": "op " + asked.Op}
+}
+
+func (p *program) hint(asked request) reply {
+	var outcome string
+	var err error
+	switch asked.Hint {
+	case "pin":
+		outcome, err = p.client.Pin(tokens(asked), seconds(asked.Seconds))
+	case "prefetch":
+		outcome, err = p.client.Prefetch(tokens(asked), asked.Session)
+	case "tool_wait":
+		outcome, err = p.client.ToolWait(asked.Session, seconds(asked.Seconds))
+	default:
+		return reply{"error": "UnsupportedError", "message": "hint " + asked.Hint}
+	}
+	return told(reply{"outcome": outcome}, err)
 }
 
 // told turns what is wrong with the request itself into an answer; anything else was a miss.
