@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvstrata_agent.codec.base import LOSSY
+from kvstrata_agent.policy.priority import class_of
 
 if TYPE_CHECKING:
     from kvstrata_agent.blocks.block import Entry, Residence
@@ -57,9 +58,11 @@ class Explainer:
             "state": session.state,
             "parent": session.parent,
             "priority": session.priority,
+            "priority_class": class_of(session.priority).name.lower(),
             "turns": session.turns,
             "urgency": session.urgency_at(self._node.clock()),
             "expected_return_s": returns_s,
+            "retained_s": max(0.0, session.retained_until_s - self._node.clock()),
             "blocks_not_archived": len(self._archiver.left(session)),
             "heads_not_here": len(session.absent),
             "heads": [{"digest": h.digest.hex(), "tiers": [r.tier.name for r in h.residences]} for h in session.heads],

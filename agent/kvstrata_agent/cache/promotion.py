@@ -108,9 +108,10 @@ class Promoter:
 
     def start_prefetch(self, entry: Entry) -> bool:
         """Start to bring a block up before anybody asks for it; False when it is up or on its way."""
-        if entry.move is not None or self.mapped(entry) is not None:
+        if entry.move is not None or self.mapped(entry) is not None or not self._start(entry):
             return False
-        return self._start(entry)
+        self._node.prefetches.begun(entry)
+        return True
 
     def start_warming(self, entry: Entry) -> bool:
         """Start to copy a block into the entry tier itself, after all that engines want; False as above."""
@@ -165,6 +166,9 @@ class Promoter:
             raise
         finally:
             self._mover.end(entries[:count], made)
+            for entry in entries[:count]:
+                if entry not in made:
+                    self._node.prefetches.left(entry)
         if entries[count:]:
             self._mover.begin([e for e in entries[count:] if e.move is None or e.move.done()])
             self._tasks.spawn(self._promote_group(entries[count:], urgency, for_reader=for_reader))

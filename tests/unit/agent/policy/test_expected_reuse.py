@@ -224,6 +224,18 @@ def test_a_point_that_two_records_waited_for_is_forgotten_once() -> None:
     assert reuse.remembered() <= 4 * 16
 
 
+@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=8, unique=True), max_size=30))
+def test_without_sizes_each_point_is_one_block(chains: list[list[int]]) -> None:
+    marked = []
+    for has_sizes in (True, False):
+        table: MarkTable[int] = MarkTable()
+        reuse = ExpectedReuse(table, RECORDS)
+        for i, chain in enumerate(chains):
+            reuse.begin(chain, [1] * len(chain) if has_sizes else None, RequestFacts(), float(i))
+        marked.append((table.marks, [reuse.times.features_of(n) for n in range(reuse.times.noted)]))
+    assert marked[0] == marked[1]
+
+
 @given(
     st.dictionaries(st.integers(0, 30), st.floats(0, 1), min_size=2, max_size=Victims.SAMPLE),
     st.data(),
