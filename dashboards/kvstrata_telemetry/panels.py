@@ -221,12 +221,12 @@ SLOW: Final = Row("Is it slow?", (
     Panel(
         "Prefetched blocks", "Late: still on their way when asked for. Wasted: gone before anybody asked.",
         Form.STACK, Unit.PER_SECOND,
-        (Query(rate("kvstrata_prefetched_blocks_total", "outcome"), "{{outcome}}"),), CALM, 8,
+        (Query(rate("kvstrata_prefetched_blocks_total", "outcome"), "{{outcome}}"),), CALM, 12,
     ),
     Panel(
         "Hints of engines", "What became of them. Mostly unknown: sessions or blocks are on another node, or gone.",
         Form.STACK, Unit.PER_SECOND,
-        (Query(rate("kvstrata_hints_total", "hint, outcome"), "{{hint}} {{outcome}}"),), CALM, 8,
+        (Query(rate("kvstrata_hints_total", "hint, outcome"), "{{hint}} {{outcome}}"),), CALM, 12,
     ),
 ))  # fmt: skip
 
