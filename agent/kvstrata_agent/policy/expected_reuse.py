@@ -294,7 +294,7 @@ class ExpectedReuse(Generic[K]):
     ) -> int:
         part, turn, gap_s, matched, forks, size, new, kind, stop, next_turn = seen
         features = (
-            int(part), min(LEVELS - 1, turn), size, new, _gap_level(gap_s), _log_level(matched), forks, kind, stop,
+            int(part), _turn_level(turn), size, new, _gap_level(gap_s), _log_level(matched), forks, kind, stop,
             next_turn,
         )  # fmt: skip
         return self._start(features, point, own, now_s)
@@ -423,3 +423,8 @@ def _log_level(count: int) -> int:
 def _gap_level(gap_s: float) -> int:
     """Doublings of seconds, from a quarter; 0 for an unknown gap."""
     return 0 if gap_s < 0 else min(LEVELS - 1, 1 + int(4 * gap_s).bit_length())
+
+
+def _turn_level(turn: int) -> int:
+    """Turns up to eight each by itself, then doublings."""
+    return turn if turn <= 8 else min(LEVELS - 1, 5 + turn.bit_length())
