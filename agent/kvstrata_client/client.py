@@ -221,6 +221,15 @@ class Client:
         """Why a block or a session is where it is, as JSON text."""
         return self._one(calls.explain(self.target, key, session))
 
+    def why_miss(self, keys: Sequence[BlockKey]) -> str:
+        """Why these chained keys (one scope) are not found, or not all, as JSON text: see `wire.WhyMiss`.
+
+        `{}` where the agent is away, or older than the verb.
+        """
+        if self.grants is None or wire.WhyMiss.__name__ not in self.grants.verbs:
+            return "{}"
+        return self._one(calls.why_miss(self.target, keys))
+
     def run(self, operation: Operation[T]) -> T:
         """Drive an operation that was made for this client."""
         in_flight: _InFlight = {}

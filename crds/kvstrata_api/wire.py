@@ -302,6 +302,18 @@ class Explain(Request, frozen=True, array_like=True, tag=True):
     session: str = ""
 
 
+class WhyMiss(Request, frozen=True, array_like=True, tag=True):
+    """Ask why a prompt is not found, or not as a whole: keys of one scope, in chain order. No use of the blocks.
+
+    Answered by `Text`: an object of `blocks`, `hit_blocks` (of the unbroken beginning), `reason` (a word), `said` (a
+    sentence), `history` (decisions on the first missing block, the latest first) and `inputs`. A scope that the caller
+    may not read, and one in which nothing was ever stored, have one answer.
+    """
+
+    scope: str
+    digests: bytes
+
+
 class Welcome(Reply, frozen=True, array_like=True, tag=True):
     """Answer to Hello."""
 
@@ -428,7 +440,7 @@ class Published(Reply, frozen=True, array_like=True, tag=True):
 
 
 class Text(Reply, frozen=True, array_like=True, tag=True):
-    """Answer to Stats and Explain: JSON text."""
+    """Answer to Stats, Explain and WhyMiss: JSON text."""
 
     json: str
 
@@ -445,17 +457,17 @@ class Failed(Reply, frozen=True, array_like=True, tag=True):
 AnyRequest = (
     Hello | Attach | Scopes | OpenSession | TouchSession | CloseSession | Lookup | CountLoad | Acquire | Release
     | Reserve | Publish | Abandon | Prefetch | Pin | Unpin | Stats | Explain | Advance | Arrive
-    | Touch | Drop | ReportEngine
+    | Touch | Drop | ReportEngine | WhyMiss
 )  # fmt: skip
 AnyReply = Welcome | Granted | Done | Found | Acquired | Reserved | Published | Text | Failed | Arrived
 REPLIES: Final[dict[type[Request], type[Reply]]] = {
     Hello: Welcome, Attach: Granted, Scopes: Granted, OpenSession: Done, TouchSession: Done, CloseSession: Done,
     Lookup: Found, CountLoad: Done, Acquire: Acquired, Release: Done, Reserve: Reserved, Publish: Published,
     Abandon: Done, Prefetch: Done, Pin: Done, Unpin: Done, Touch: Done, Drop: Found, Stats: Text, Explain: Text,
-    Advance: Done, Arrive: Arrived, ReportEngine: Done,
+    Advance: Done, Arrive: Arrived, ReportEngine: Done, WhyMiss: Text,
 }  # fmt: skip
 """What each request is answered with, or with `Failed`."""
-LATER_VERBS: Final = (Touch.__name__, Drop.__name__, ReportEngine.__name__)
+LATER_VERBS: Final = (Touch.__name__, Drop.__name__, ReportEngine.__name__, WhyMiss.__name__)
 """Verbs that came after the first agents of this protocol version."""
 GRANTING: Final = (Acquired, Reserved)
 """Replies that may bring extents, with descriptors beside them."""

@@ -254,6 +254,7 @@ def _requests(owned: dict[ScopeId, bytes]) -> Iterator[tuple[Any, ...]]:
         yield wire.Touch, scope, (digests,)
         yield wire.Drop, scope, (digests,)
         yield wire.Explain, scope, (digests[:KEY_BYTES],)
+        yield wire.WhyMiss, scope, (digests,)
 
 
 def _differs_from_absent(path: Path, request: tuple[Any, ...]) -> list[str]:

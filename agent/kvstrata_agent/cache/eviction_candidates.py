@@ -72,6 +72,8 @@ class TierCandidates:
         """Blocks that the planner put in: their children are victims of the same plan."""
         self._returns = returns
         self._has_drawn = False
+        self.worths: dict[Entry, float] = {}
+        """Uses for each second held of what was taken, where the least worth goes first."""
         self._victims: Victims[Entry, Worth] = Victims(self._draw, self._is_queued)
 
     def pop(self) -> Entry | None:
@@ -90,6 +92,15 @@ class TierCandidates:
             if self._returns is not None:
                 self._victims.offer(block, self._returns.worth(block))
 
+    def spared(self) -> tuple[Entry, float] | None:
+        """What would be taken next if nobody holds it, and what that is worth: it stays instead of what was taken."""
+        if self._returns is None:
+            queue = self._oldest()
+            entry = queue.oldest() if queue is not None else None
+            return (entry, 0.0) if entry is not None and self.is_free(entry) else None
+        least = self._victims.least(lambda e: self.is_free(e) and self._is_queued(e))
+        return (least[0], least[1][0]) if least is not None else None
+
     def _first(self) -> Entry | None:
         """Take out what goes first, a leaf or not; None when nothing is left."""
         if self._returns is None:
@@ -98,6 +109,9 @@ class TierCandidates:
         if not any(self._contents.queues.get(key) for key in self._keys):
             return None
         entry = self._victims.next(self._returns.worth)
+        least = self._victims.least()
+        if least is not None:
+            self.worths[entry] = least[1][0]
         self._contents.queues[entry.scope, entry.tenant].discard(entry)
         self._victims.taken()
         return entry

@@ -374,6 +374,14 @@ class Victims(Generic[K, W]):
                     self.offer(leaf, worth(leaf))
             self._left = 0
 
+    def least(self, is_meant: Callable[[K], bool] = lambda _: True) -> tuple[K, W] | None:
+        """The leaf of least worth of those that were looked at and are meant; None without one. Draws no sample."""
+        entries = self._entries
+        for worth, serial, leaf in self._pool:
+            if entries.get(leaf) == serial and is_meant(leaf):
+                return leaf, worth
+        return None
+
     def taken(self) -> None:
         """The one that was returned last has gone."""
         self._left -= 1

@@ -1,4 +1,4 @@
-"""Commands that ask an agent: stats, explain, lookup."""
+"""Commands that ask an agent: stats, explain, lookup, why-miss."""
 
 import argparse
 import json
@@ -11,7 +11,8 @@ import numpy as np
 
 from kvstrata_api import names
 from kvstrata_api.blocks import BlockKey, Layout, chain_keys, matching
-from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.errors import AgentAwayError, InvalidInputError, UnsupportedError
+from kvstrata_api.wire import KEYS_MAX, WhyMiss
 from kvstrata_client.client import Client
 from kvstrata_client.target import NO_TOKEN, Target
 from kvstrata_client.verbs.results import Scope
@@ -33,6 +34,16 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     lookup = commands.add_parser("lookup", parents=[common], help="how much of a prompt is cached, in every scope")
     lookup.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
     lookup.set_defaults(run=_lookup)
+    why = commands.add_parser(
+        "why-miss",
+        parents=[common],
+        help="why a prompt is not cached, or not all of it, in every scope",
+        description="Names the first block of a prompt that is missing, and the decision that took it away. What was "
+        "never stored and what the token may not read have one answer.",
+    )
+    why.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
+    why.add_argument("--json", action="store_true", help="all of it, as JSON")
+    why.set_defaults(run=_why_miss)
 
 
 def _common() -> argparse.ArgumentParser:
@@ -124,12 +135,47 @@ def _lookup(given: argparse.Namespace) -> int:
     return 0
 
 
-def _found(client: Client, scope: Scope, tokens: "np.typing.NDArray[np.uint32]") -> dict[str, Any]:
-    """How much of a prompt one scope has, and where; of a share only the prefix that it lists."""
+def _why_miss(given: argparse.Namespace) -> int:
+    """Print a line for each scope; 1 when the prompt would be computed, in part at least."""
+    tokens = _read_tokens(given.tokens)
+    with _attach(given) as client:
+        grants = client.grants
+        assert grants is not None, "an attached client has grants"
+        if WhyMiss.__name__ not in grants.verbs:
+            raise UnsupportedError("the agent is older than why-miss")
+        found = [{"scope": s.id, **_missed(client, s, tokens)} for s in grants.scopes]
+    if given.json:
+        _print(found)
+    else:
+        for row in found:
+            kind, name, *_ = row["scope"].split("/")
+            sys.stdout.write(f"{kind} {name}: {row['said']}\n")
+    return 0 if any(row["reason"] == "hit" and row["blocks"] for row in found) else 1
+
+
+def _missed(client: Client, scope: Scope, tokens: "np.typing.NDArray[np.uint32]") -> dict[str, Any]:
+    """The answer for one scope."""
+    keys = _keys(client, scope, tokens)
+    if not keys:
+        said = "no share lists a prefix of it" if scope.kind == "share" else "it is shorter than a block"
+        return {"blocks": 0, "hit_blocks": 0, "reason": "short", "said": said, "history": [], "inputs": {}}
+    found: dict[str, Any] = json.loads(client.why_miss(keys[:KEYS_MAX]))
+    if not found:
+        raise AgentAwayError("the agent went away before it answered")
+    return found
+
+
+def _keys(client: Client, scope: Scope, tokens: "np.typing.NDArray[np.uint32]") -> list[BlockKey]:
+    """Keys of a prompt in one scope; of a share only the prefix that it lists."""
     layout = client.target.layout
     if scope.kind == "share":
         tokens = tokens[: max((p.token_count for p in matching(tokens, scope.prefixes)), default=0)]
-    keys = chain_keys(scope.secret, layout.layout_id(), tokens, layout.block_tokens)
+    return chain_keys(scope.secret, layout.layout_id(), tokens, layout.block_tokens)
+
+
+def _found(client: Client, scope: Scope, tokens: "np.typing.NDArray[np.uint32]") -> dict[str, Any]:
+    """How much of a prompt one scope has, and where."""
+    keys = _keys(client, scope, tokens)
     if not keys:
         return {"scope": scope.id, "blocks": 0, "hit_blocks": 0, "places": []}
     prefix = client.lookup(keys)
