@@ -10,6 +10,7 @@ from kvstrata_agent.blocks.node import ERASED
 from kvstrata_agent.cache.archive import RETRY_S
 from kvstrata_agent.cache.tenant_lifecycle import RETENTION_S
 from kvstrata_agent.movement.path import TrafficClass
+from kvstrata_agent.policy.pathology import Pathology
 from kvstrata_kube.tasks import repeat
 
 if TYPE_CHECKING:
@@ -165,6 +166,9 @@ class Sweeper:
                 ):
                     counters.set("kvstrata_tier_probe_bytes_per_second", speed, tier=tier.name, direction=direction)
         self._show_tenants()
+        found = {finding.rule.pathology for finding in node.signs.judge()}
+        for pathology in Pathology:
+            counters.set("kvstrata_pathology", float(pathology in found), kind=pathology)
         counters.set("kvstrata_leases", len(node.leases))
         counters.set("kvstrata_reservations", len(node.reservations))
         self._show_handovers()

@@ -18,6 +18,7 @@ from kvstrata_agent.blocks.leases import Lease, LeaseTable
 from kvstrata_agent.blocks.reservations import Reservation, ReservationTable
 from kvstrata_agent.blocks.returns import Returns
 from kvstrata_agent.blocks.sessions import SessionState, SessionTable
+from kvstrata_agent.blocks.signs import Signs
 from kvstrata_agent.blocks.tenants import TenantBook
 from kvstrata_agent.blocks.tier import WRITE_PAUSE_S, Tier
 from kvstrata_agent.codec.base import RAW, RAW_AFTER_LOSS
@@ -116,6 +117,8 @@ class Node:
     """What each block is worth."""
     history: History = field(default_factory=History)
     """Why blocks are not here any more."""
+    signs: Signs = field(init=False)
+    """Whether the cache brings anything."""
     started_s: float = field(init=False)
     """Monotonic second of the start: nobody knows when blocks of an earlier run were used before it."""
     block_bytes: int = 0
@@ -134,6 +137,7 @@ class Node:
     def __post_init__(self) -> None:
         self.started_s = self.clock()
         self.returns = Returns(self)
+        self.signs = Signs(self.clock, self.history, self.counters)
 
     @property
     def agent(self) -> str:

@@ -368,6 +368,7 @@ class _Leaving:
 
     def __init__(self, node: Node, tier: Tier, decision: Decision, worths: Mapping[Entry, float] | None = None) -> None:
         self._history = node.history
+        self._signs = node.signs
         self._tier = tier
         self.decision = decision
         self._worths = worths or {}
@@ -379,6 +380,7 @@ class _Leaving:
         copies, decision = entry.residences, self.decision
         if copies[0].tier is not self._tier:
             return
+        self._signs.left(entry, is_last=len(copies) == 1)
         if len(copies) > 1:
             target = copies[1].tier.name
             demotion = self._demotions.get(target)

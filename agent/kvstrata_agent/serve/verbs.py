@@ -246,6 +246,10 @@ class Verbs:
         with span("kvstrata.acquire", session_id=name, pool=self._node.pool, requested_blocks=count) as active:
             acquired = await reader.acquire(call, leased)
             active.set(hit_blocks=len(acquired.reads))
+        got = len(acquired.reads)
+        rest = reader.lookup_now(call.context, call.digests[got:])
+        unfetched = next((i for i, e in enumerate(rest) if e is None or not e.residences), len(rest))
+        self._node.signs.asked(got - len(leased) + unfetched, unfetched)
         if call.part_bytes:
             answer = await self._acquired_in_parts(at, request, call, acquired.reads)
         else:
