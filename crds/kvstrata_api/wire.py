@@ -314,6 +314,18 @@ class WhyMiss(Request, frozen=True, array_like=True, tag=True):
     digests: bytes
 
 
+class RouteHint(Request, frozen=True, array_like=True, tag=True):
+    """Ask which nodes have most of a prompt: keys of one scope, in chain order. No use of the blocks.
+
+    Answered by `Text`: an object of `blocks`, `is_alone` (other nodes could not be asked), `longest` (name of a node,
+    empty where none has any) and `nodes`, those soonest first that have the first block: `node`, `blocks` of the
+    unbroken beginning, `seconds` until all is fetched or computed on an idle node, and `media`, blocks by medium.
+    """
+
+    scope: str
+    digests: bytes
+
+
 class Welcome(Reply, frozen=True, array_like=True, tag=True):
     """Answer to Hello."""
 
@@ -440,7 +452,7 @@ class Published(Reply, frozen=True, array_like=True, tag=True):
 
 
 class Text(Reply, frozen=True, array_like=True, tag=True):
-    """Answer to Stats, Explain and WhyMiss: JSON text."""
+    """Answer to Stats, Explain, WhyMiss and RouteHint: JSON text."""
 
     json: str
 
@@ -457,17 +469,17 @@ class Failed(Reply, frozen=True, array_like=True, tag=True):
 AnyRequest = (
     Hello | Attach | Scopes | OpenSession | TouchSession | CloseSession | Lookup | CountLoad | Acquire | Release
     | Reserve | Publish | Abandon | Prefetch | Pin | Unpin | Stats | Explain | Advance | Arrive
-    | Touch | Drop | ReportEngine | WhyMiss
+    | Touch | Drop | ReportEngine | WhyMiss | RouteHint
 )  # fmt: skip
 AnyReply = Welcome | Granted | Done | Found | Acquired | Reserved | Published | Text | Failed | Arrived
 REPLIES: Final[dict[type[Request], type[Reply]]] = {
     Hello: Welcome, Attach: Granted, Scopes: Granted, OpenSession: Done, TouchSession: Done, CloseSession: Done,
     Lookup: Found, CountLoad: Done, Acquire: Acquired, Release: Done, Reserve: Reserved, Publish: Published,
     Abandon: Done, Prefetch: Done, Pin: Done, Unpin: Done, Touch: Done, Drop: Found, Stats: Text, Explain: Text,
-    Advance: Done, Arrive: Arrived, ReportEngine: Done, WhyMiss: Text,
+    Advance: Done, Arrive: Arrived, ReportEngine: Done, WhyMiss: Text, RouteHint: Text,
 }  # fmt: skip
 """What each request is answered with, or with `Failed`."""
-LATER_VERBS: Final = (Touch.__name__, Drop.__name__, ReportEngine.__name__, WhyMiss.__name__)
+LATER_VERBS: Final = (Touch.__name__, Drop.__name__, ReportEngine.__name__, WhyMiss.__name__, RouteHint.__name__)
 """Verbs that came after the first agents of this protocol version."""
 GRANTING: Final = (Acquired, Reserved)
 """Replies that may bring extents, with descriptors beside them."""

@@ -347,6 +347,7 @@ def test_each_request_has_the_answer_that_the_protocol_names(agent: AgentThread)
         wire.Drop(19, scope, keys),
         wire.ReportEngine(25, 1000.0),
         wire.WhyMiss(26, scope, keys),
+        wire.RouteHint(27, scope, keys),
         wire.Stats(20),
         wire.Explain(21, scope, keys),
         wire.Advance(22, (99,), 0, (b"c" * 16,)),

@@ -386,6 +386,9 @@ def test_the_command_line_shows_tiers_prompts_and_reasons(
         assert (found["blocks"], found["hit_blocks"], set(found["places"])) == (BLOCKS, BLOCKS, {"dram"})
         (told,) = run("why-miss", str(tmp_path / "tokens.json"), "--json")
         assert (told["reason"], told["hit_blocks"]) == ("hit", BLOCKS)
+        (told,) = run("route-hint", str(tmp_path / "tokens.json"), "--json")
+        assert [(node["blocks"], node["media"]) for node in told["nodes"]] == [(BLOCKS, {"HostDRAM": BLOCKS})]
+        assert told["longest"] == told["nodes"][0]["node"]
 
 
 def test_the_command_line_says_why_a_prompt_is_a_miss(

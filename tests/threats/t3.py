@@ -47,6 +47,7 @@ VERBS: Final[dict[str, Asked]] = {
     "drop": lambda s, k: wire.Drop(1, s, k),
     "explain": lambda s, k: wire.Explain(1, s, k[:20]),
     "why_miss": lambda s, k: wire.WhyMiss(1, s, k),
+    "route_hint": lambda s, k: wire.RouteHint(1, s, k),
 }
 SESSION: Final = "chat of a"
 SESSIONS: Final[dict[str, Callable[[str], wire.AnyRequest]]] = {

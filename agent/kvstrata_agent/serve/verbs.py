@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, get_args
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.reservations import Reservation
     from kvstrata_agent.cache.cache import Cache
     from kvstrata_agent.cache.load import Findings, Read
+    from kvstrata_agent.cache.ports import Directory
     from kvstrata_agent.serve.audit import Audit
     from kvstrata_agent.serve.authorization import Attaching, Attachment, ScopeRight
     from kvstrata_agent.serve.session_verbs import SessionVerbs
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     Outcome = wire.AnyReply | Coroutine[Any, Any, wire.AnyReply]
     Handler = Callable[[Attachment, Any], Outcome]
     _Keyed = wire.Lookup | wire.Acquire | wire.Reserve | wire.Prefetch | wire.Pin | wire.Unpin | wire.Touch | wire.Drop
-    _Asked = _Keyed | wire.WhyMiss
+    _Asked = _Keyed | wire.WhyMiss | wire.RouteHint
 
 LEASE_S_MAX: Final = 300.0
 """Longest lease: a reader that copies for minutes has stopped."""
@@ -92,6 +94,7 @@ class Verbs:
             wire.Drop: self._drop,
             wire.ReportEngine: self._report_engine,
             wire.WhyMiss: self._why_miss,
+            wire.RouteHint: self._route_hint,
             **sessions.handlers,
             **self._handovers.handlers,
         }
@@ -462,6 +465,47 @@ class Verbs:
         is_alone = directory is not None and not directory.is_up
         found = self._cache.explainer.miss(Asked(context, digests, entries, located, is_alone))
         return wire.Text(request.id, self.grants_version, json.dumps(found))
+
+    def _route_hint(self, at: Attachment, request: wire.RouteHint) -> Outcome:
+        """Ask this node and the directory. No use of the blocks, as `_why_miss`."""
+        digests, right = unpack_digests(request.digests), at.readable(request.scope)
+        if not digests:
+            raise InvalidInputError(f"digests of 0 B: 1 to {wire.KEYS_MAX} keys of {KEY_BYTES} B wanted")
+        if right is None:
+            self._observer.on_refused(at, request, len(digests))
+            return self._routes(request, None, [None] * len(digests), [()] * len(digests))
+        entries = self._cache.reader.lookup_now(right.context, digests)
+        self._audit.read(at.caller, right.access, "route_hint", [e for e in entries if e is not None])
+        directory = self._cache.directory
+        if directory is not None and directory.is_up:
+            return self._routes_wide(request, right.context, digests, entries, directory)
+        return self._routes(request, right.context, entries, [()] * len(digests))
+
+    async def _routes_wide(
+        self,
+        request: wire.RouteHint,
+        context: RequestContext,
+        digests: Sequence[bytes],
+        entries: Sequence[Entry | None],
+        directory: Directory,
+    ) -> wire.Text:
+        found = await directory.locate(context.secret, digests[:LOCATE_KEYS_MAX])
+        others = [*found, *repeat((), len(digests) - len(found))]  # Nobody is asked for more.
+        return self._routes(request, context, entries, others)
+
+    def _routes(
+        self,
+        request: wire.RouteHint,
+        context: RequestContext | None,
+        entries: Sequence[Entry | None],
+        others: Sequence[Sequence[Location]],
+    ) -> wire.Text:
+        scores, directory = self._cache.explainer.routes(context, entries, others), self._cache.directory
+        longest = max(scores, key=lambda s: s.blocks).node if scores else ""
+        is_alone = directory is not None and not directory.is_up
+        nodes = [asdict(score) for score in scores]
+        answer = {"blocks": len(entries), "is_alone": is_alone, "longest": longest, "nodes": nodes}
+        return wire.Text(request.id, self.grants_version, json.dumps(answer))
 
     def _drop(self, at: Attachment, request: wire.Drop) -> wire.Found:
         right = self._writable(at, request)
