@@ -292,7 +292,7 @@ class PageFeed:
         """Nothing is known until `check` has been answered."""
         self._index = index
         self._engine = engine
-        self._next = 0
+        self._next = self._asked_next = 0
         self._taken: dict[int, bytes] = {}
         """Digests of the batches from the last one that was checked on, which was the first one taken at the begin."""
         self._heard_s = -math.inf
@@ -312,26 +312,38 @@ class PageFeed:
 
         `replay` is None where nobody answers; one that does not come to its end raises `OSError`.
         """
-        first = next(iter(self._taken), 0)
-        try:
-            answered = dict(replay(first)) if replay is not None else None
-            if answered is not None and not self._agrees(answered):
-                is_lost = bool(answered) and min(answered) > first
-                self._begin_anew(LOST if is_lost else RESTARTED)
-                answered = dict(replay(0)) if replay is not None else {}
-        except OSError:
-            answered = None
+        is_settled = False
+        while not is_settled:
+            first = self.begin_check()
+            try:
+                answered = dict(replay(first)) if replay is not None else None
+            except OSError:
+                answered = None
+            is_settled = self.settle(answered, now_s)
+
+    def begin_check(self) -> int:
+        """The number from which on batches are to be asked for now."""
+        self._asked_next = self._next
+        return next(iter(self._taken), 0)
+
+    def settle(self, answered: Mapping[int, bytes] | None, now_s: float) -> bool:
+        """Take the answer to `begin_check`, None for none in time; False: ask again at once, the publisher is another.
+
+        What was heard after the question is left to the next check.
+        """
         if answered is None:
             if now_s - self._heard_s >= SILENT_S:
                 self._index.know(self._engine, is_known=False)
-            return
+            return True
+        checked = [number for number in self._taken if number < self._asked_next]
+        if any(number not in answered or _digest(answered[number]) != self._taken[number] for number in checked):
+            is_lost = bool(answered) and min(answered) > checked[0]
+            self._begin_anew(LOST if is_lost else RESTARTED)
+            return False
         self._catch_up(answered)
         self._heard_s, self.is_behind = now_s, False
         self._index.know(self._engine, is_known=True)
-
-    def _agrees(self, answered: Mapping[int, bytes]) -> bool:
-        """True where the publisher still has what was taken."""
-        return all(number in answered and _digest(answered[number]) == taken for number, taken in self._taken.items())
+        return True
 
     def _catch_up(self, answered: Mapping[int, bytes]) -> None:
         if not self._taken and answered and min(answered) > 0:
@@ -342,12 +354,13 @@ class PageFeed:
             self._take(self._next, payload)
         if answered and max(answered) >= self._next:
             self._begin_anew(LOST)  # A hole in an answer: the next check asks for all.
-        for number in list(self._taken)[:-1]:
+        for number in [n for n in self._taken if n in answered][:-1]:
             del self._taken[number]
 
     def _begin_anew(self, cause: str) -> None:
         self._index.counts[cause] += 1
         self._index.clear(self._engine)
+        self._index.know(self._engine, is_known=False)
         self._next = 0
         self._taken.clear()
 
