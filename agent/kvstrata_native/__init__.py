@@ -12,6 +12,7 @@ level, _running = choose(os.environ.get("KVSTRATA_NATIVE_LEVEL", ""))
 
 copy = _running.copy
 copy_digest = _running.copy_digest
+copy_digest_each = _running.copy_digest_each
 copy_digests = _running.copy_digests
 copy_sound = _running.copy_sound
 digest_pairs = _running.digest_pairs

@@ -320,12 +320,84 @@ static PyObject *copy_digests(PyObject *Py_UNUSED(module), PyObject *args)
     return copy_checked(&into, &source, seeds, 2);
 }
 
+typedef struct {
+    Py_buffer into, source;
+    unsigned long long seed;
+    uint8_t digest[DIGEST_BYTES];
+} Copying;
+
+static int parse_copying(PyObject *block, Copying *one)
+{
+    if (!PyTuple_Check(block)) {
+        PyErr_SetString(PyExc_TypeError, "a block to copy is a tuple of two memories and a seed");
+        return 0;
+    }
+    if (!PyArg_ParseTuple(block, "w*y*K", &one->into, &one->source, &one->seed))
+        return 0;
+    if (overlap(&one->into, &one->source))
+        PyErr_SetString(PyExc_ValueError, "copy and digest within one memory");
+    else if (have_one_size(&one->into, &one->source))
+        return 1;
+    PyBuffer_Release(&one->into);
+    PyBuffer_Release(&one->source);
+    return 0;
+}
+
+static PyObject *copy_all(Copying *copyings, Py_ssize_t count)
+{
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Copying *one = &copyings[i];
+        size_t size = (size_t)one->source.len;
+        uint64_t seed = one->seed;
+        if (size >= HASHED_FROM_BYTES)
+            chosen->copy_digests(one->into.buf, one->source.buf, size, &seed, 1, size >= STREAM_FROM_BYTES,
+                                 one->digest);
+    }
+    Py_END_ALLOW_THREADS
+    PyObject *made = PyList_New(count);
+    for (Py_ssize_t i = 0; made != NULL && i < count; i++) {
+        const Copying *one = &copyings[i];
+        uint64_t seed = one->seed;
+        PyObject *digest = one->source.len < HASHED_FROM_BYTES
+                               ? copy_few(&one->into, &one->source, &seed, 1)
+                               : PyBytes_FromStringAndSize((const char *)one->digest, DIGEST_BYTES);
+        if (digest == NULL)
+            Py_CLEAR(made);
+        else
+            PyList_SetItem(made, i, digest);
+    }
+    return made;
+}
+
+static PyObject *copy_digest_each(PyObject *Py_UNUSED(module), PyObject *asked)
+{
+    PyObject *blocks = PySequence_List(asked);
+    Py_ssize_t count = blocks == NULL ? 0 : PyList_Size(blocks), parsed = 0;
+    Copying *copyings = blocks == NULL ? NULL : PyMem_Calloc((size_t)count + 1, sizeof *copyings);
+    PyObject *made = NULL;
+    if (blocks != NULL && copyings == NULL)
+        PyErr_NoMemory();
+    while (copyings != NULL && parsed < count && parse_copying(PyList_GetItem(blocks, parsed), &copyings[parsed]))
+        parsed++;
+    if (copyings != NULL && parsed == count)
+        made = copy_all(copyings, count);
+    while (parsed > 0) {
+        PyBuffer_Release(&copyings[--parsed].source);
+        PyBuffer_Release(&copyings[parsed].into);
+    }
+    PyMem_Free(copyings);
+    Py_XDECREF(blocks);
+    return made;
+}
+
 PyMethodDef memory_functions[] = {
     {"copy", copy, METH_VARARGS, NULL},
     {"xxh3_128", xxh3_128, METH_VARARGS, NULL},
     {"digest_pairs", digest_pairs, METH_O, NULL},
     {"copy_sound", copy_sound, METH_O, NULL},
     {"copy_digest", copy_digest, METH_VARARGS, NULL},
+    {"copy_digest_each", copy_digest_each, METH_O, NULL},
     {"copy_digests", copy_digests, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 __all__ = (
-    "copy", "copy_digest", "copy_digests", "copy_sound", "digest_pairs", "mix", "narrow", "pack", "unmix", "unpack",
-    "widen", "width_of", "xxh3_128",
+    "copy", "copy_digest", "copy_digest_each", "copy_digests", "copy_sound", "digest_pairs", "mix", "narrow", "pack",
+    "unmix", "unpack", "widen", "width_of", "xxh3_128",
 )  # fmt: skip
 
 _Bytes = npt.NDArray[np.uint8]
@@ -313,6 +313,13 @@ def copy_sound(blocks: Sequence[tuple[Buffer, Buffer, int, int, bytes]], /) -> l
 def copy_digest(into: Buffer, source: Buffer, seed: int = 0, /) -> bytes:
     """Copy and hash by way of memory that nobody else can write to."""
     return _copy_digests(into, source, (seed,))[0]
+
+
+def copy_digest_each(blocks: Sequence[tuple[Buffer, Buffer, int]], /) -> list[bytes]:
+    """Copy and hash each, likewise."""
+    for into, source, _ in blocks:
+        _checked_pair(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8), "copy and digest")
+    return [copy_digest(into, source, seed) for into, source, seed in blocks]
 
 
 def copy_digests(into: Buffer, source: Buffer, seed: int, other: int, /) -> tuple[bytes, bytes]:

@@ -118,10 +118,14 @@ def clear(node: Node, *, keep: bool) -> int:
 
 
 def facts(node: Node) -> dict[str, object]:
-    """What the tier really is."""
+    """What the tier really is, and how fast engines say that they compute."""
     (tier,) = node.tiers
-    can = tier.backend.capabilities
-    return {"medium": can.medium, "fallback": can.fallback, "blocks": node.contents(tier).blocks}
+    can, rates = (
+        tier.backend.capabilities,
+        [x.prefill_tokens_per_s for of in node.engines.values() for x in of.values()],
+    )
+    blocks = node.contents(tier).blocks
+    return {"medium": can.medium, "fallback": can.fallback, "blocks": blocks, "prefill_tokens_per_s": rates}
 
 
 async def run(arguments: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 import importlib
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,15 +64,15 @@ def _in_place(channel: Channel, client: Client, seed: int) -> dict[str, Any]:
 
 def _by_copy(channel: Channel, client: Client, seed: int) -> dict[str, Any]:
     loading: Any = importlib.import_module("kvstrata_client.prompt.load")
-    copy, calls = loading.copy_verified, iter(range(BLOCKS + 1))
+    copy, half = loading.copy_verified_each, BLOCKS // 2
 
-    def stopping(*given: Any) -> bool:
-        if next(calls) == BLOCKS // 2:
-            channel.say(BLOCKS)
-            _stop()
-        return bool(copy(*given))
+    def stopping(leases: Sequence[Any], into: Sequence[Any]) -> list[bool]:
+        sound = copy(leases[:half], into[:half])
+        channel.say(len(leases))
+        _stop()
+        return [*sound, *copy(leases[half:], into[half:])]
 
-    loading.copy_verified = stopping
+    loading.copy_verified_each = stopping
     loaded = PrefixCache(client).load(tokens_of(seed))
     is_right = np.array_equal(loaded.data, rows_of(seed)[: loaded.blocks])
     return {"is_lost": loaded.lost_blocks > 0, "blocks": loaded.blocks, "is_right": is_right}

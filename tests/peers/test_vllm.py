@@ -70,7 +70,7 @@ def test_what_one_engine_stored_it_and_the_next_load_also_after_the_agents_death
 
 @matrix
 def test_blocks_are_loaded_in_the_same_engine_and_in_a_new_one_and_zeros_are_noticed(
-    engine: Open, right: dict[str, vllm.Tokens], record_property: Callable[[str, object], None]
+    engine: Open, agent: Agent, right: dict[str, vllm.Tokens], record_property: Callable[[str, object], None]
 ) -> None:
     first = engine()
     stored = first.ask("run", prompts=PROMPTS)
@@ -83,6 +83,8 @@ def test_blocks_are_loaded_in_the_same_engine_and_in_a_new_one_and_zeros_are_not
     assert [found["external"] for found in salted] == [0, 160], "a salt parts blocks, and finds its own"
     for hints in {"urgency": "high"}, {"session": "s" * 10_000}, "none", {"session": "chat", "tool_wait_s": 5}:
         assert equal(first.ask("run", prompts=PROMPTS[:4], hints=hints), right["first"][:4]) == 4, hints
+    (rate,) = reported(first, agent)
+    assert 100 < rate < 1e6
     first.close()
 
     again = engine("--block-size", "64", "--policy", "recompute").ask("run", prompts=PROMPTS)
@@ -205,3 +207,13 @@ def until_loaded(driver: Driver, wanted: vllm.Tokens) -> None:
             return
         assert time.monotonic() < ends_s, "the agent is back, and nothing is loaded"
         assert driver.ask("reset")["is_reset"]
+
+
+def reported(driver: Driver, agent: Agent) -> list[float]:
+    """Rates of computing that the agent hears of, once a prompt was long enough to be timed."""
+    ends_s, seed = time.monotonic() + 30, 100
+    while not (rates := agent.rates()):
+        assert time.monotonic() < ends_s, "the agent does not know how fast the engine computes"
+        driver.ask("run", prompts=prompts(1, seed=seed, prefix_tokens=(400,)))
+        seed += 1
+    return rates

@@ -1,6 +1,6 @@
 """Defects that the simulator must find: each breaks one line of the product in this process, and mends it again."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -20,6 +20,10 @@ from kvstrata_client.verbs.results import Lease as ClientLease
 def _copy_unverified(lease: ClientLease, into: memoryview) -> bool:
     into[:] = lease.view
     return True
+
+
+def _copy_each_unverified(leases: Sequence[ClientLease], into: Sequence[copying.Pieces]) -> list[bool]:
+    return [_copy_unverified(lease, row) for lease, (row,) in zip(leases, into, strict=True)]
 
 
 def _believe(*_: object) -> transfer.Result:
@@ -77,7 +81,7 @@ Change = tuple[Any, str, Any]
 DEFECTS: Final[dict[str, tuple[str, tuple[Change, ...]]]] = {
     "the client skips its check": (
         "I1",
-        ((copying, "copy_verified", _copy_unverified), (loading, "copy_verified", _copy_unverified)),
+        ((copying, "copy_verified", _copy_unverified), (loading, "copy_verified_each", _copy_each_unverified)),
     ),
     "a peer's bytes are not checked": ("I1", ((transfer, "judge", _believe),)),
     "leased blocks are evicted": ("I2", ((Entry, "is_held", property(_is_held_but_by_leases)),)),

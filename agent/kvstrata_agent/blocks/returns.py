@@ -150,17 +150,18 @@ class Returns:
 
     def worth(self, entry: Entry) -> Worth:
         """What a block is worth; the least goes first."""
-        if entry.used_at_s <= 0.0:
-            return SET_BACK, entry.used_at_s, entry.born_s
+        used_at_s = entry.used_at_s
+        if used_at_s <= 0.0:
+            return SET_BACK, used_at_s, entry.born_s
         now_s = self._node.clock()
-        idle_s = max(0.0, now_s - entry.used_at_s)
+        idle_s = now_s - used_at_s
         if entry.mark:
             worth = self._reuse.worth(entry.digest, entry.mark, now_s, idle_s)
         else:
             worth = self._reuse.times.overall(idle_s)
         if entry.followers:
             worth = max(worth, self._told(entry.followers, now_s))
-        return worth, entry.used_at_s, entry.born_s
+        return worth, used_at_s, entry.born_s
 
     def chance(self, entry: Entry, within_s: float) -> float:
         """Probability that a block is used again within so many seconds."""

@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.movement.path import Priority
-from kvstrata_agent.policy.expected_reuse import Victims
+from kvstrata_agent.policy.expected_reuse import UNMARKED, Victims
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,6 +74,8 @@ class TierCandidates:
         self._has_drawn = False
         self.worths: dict[Entry, float] = {}
         """Uses for each second held of what was taken, where the least worth goes first."""
+        self._run = UNMARKED
+        """Mark of the block that was taken last."""
         self._victims: Victims[Entry, Worth] = Victims(self._draw, self._is_queued)
 
     def pop(self) -> Entry | None:
@@ -109,11 +111,10 @@ class TierCandidates:
         if not any(self._contents.queues.get(key) for key in self._keys):
             return None
         entry = self._victims.next(self._returns.worth)
-        least = self._victims.least()
-        if least is not None:
-            self.worths[entry] = least[1][0]
+        self.worths[entry] = self._victims.next_worth[0]
         self._contents.queues[entry.scope, entry.tenant].discard(entry)
-        self._victims.taken()
+        self._victims.taken(is_same_run=entry in self._pushed and self._run == entry.mark != UNMARKED)
+        self._run = entry.mark
         return entry
 
     def _is_queued(self, entry: Entry) -> bool:

@@ -200,10 +200,14 @@ class ExpectedReuse(Generic[K]):
 
     def _judged(self, point: K, mark: int) -> int:
         """Number of the record that a block is judged by; `NEVER` where none is remembered."""
-        number, oldest = _record(mark), max(0, self.times.noted - self._records_max)
-        if number < oldest:
+        number, ring = (
+            (mark >> _FORK_BITS) - 1,
+            self._records_max,
+        )  # For each leaf of a sample: no call that can be left out.
+        oldest = self.times.noted - ring
+        if number < 0 or number < oldest:
             return NEVER
-        judged_by = self._judged_by[number % self._records_max]
+        judged_by = self._judged_by[number % ring]
         if judged_by == number:
             judged_by = self._tails.get(point, number)
         return judged_by if judged_by >= oldest else NEVER
@@ -374,7 +378,12 @@ class Victims(Generic[K, W]):
                     self.offer(leaf, worth(leaf))
             self._left = 0
 
-    def least(self, is_meant: Callable[[K], bool] = lambda _: True) -> tuple[K, W] | None:
+    @property
+    def next_worth(self) -> W:
+        """Worth of the one that was returned last."""
+        return self._pool[0][0]
+
+    def least(self, is_meant: Callable[[K], bool]) -> tuple[K, W] | None:
         """The leaf of least worth of those that were looked at and are meant; None without one. Draws no sample."""
         entries = self._entries
         for worth, serial, leaf in self._pool:
@@ -382,9 +391,9 @@ class Victims(Generic[K, W]):
                 return leaf, worth
         return None
 
-    def taken(self) -> None:
-        """The one that was returned last has gone."""
-        self._left -= 1
+    def taken(self, *, is_same_run: bool = False) -> None:
+        """The one that was returned last has gone; with the one before it where they are always used together."""
+        self._left -= not is_same_run
         del self._entries[self._pool[0][2]]
         del self._pool[0]
 

@@ -26,7 +26,7 @@ from kvstrata_client.prompt.store import Run, Tally, write
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.calls import Operation, Post
-from kvstrata_client.verbs.copying import Pieces, copy_verified_pieces, cut, fill_from
+from kvstrata_client.verbs.copying import Pieces, copy_verified_each, cut, fill_each
 from kvstrata_client.verbs.results import Lease, Prefix, Reservation, Scope
 
 LEASE_S: Final = 30.0
@@ -158,8 +158,10 @@ def _load_batch(
     suspects: list[Lease] = []
 
     def copy() -> None:
-        for lease, block in zip(leases, batch, strict=False):
-            if block.owner not in missed and not copy_verified_pieces(lease, block.memory):
+        wanted = [(lease, block) for lease, block in zip(leases, batch, strict=False) if block.owner not in missed]
+        sound = copy_verified_each([lease for lease, _ in wanted], [block.memory for _, block in wanted])
+        for (lease, block), is_right in zip(wanted, sound, strict=True):
+            if not is_right:
                 suspects.append(lease)
                 missed.add(block.owner)
 
@@ -213,11 +215,13 @@ def store(
         blocks = list(_blocks(objects[first:stop], keys[first:stop]))
         run = Run(job.target, job.at, [b.key for b in blocks], parent, session)
 
-        def fill(i: int, slot: Reservation, first: int = first, blocks: Sequence[Block] = blocks) -> bytes | None:
+        def fill(
+            indices: Sequence[int], slots: Sequence[Reservation], first: int = first, blocks: Sequence[Block] = blocks
+        ) -> list[bytes]:
             if job.clock() >= ends_s:
-                return None
-            new.add(first + blocks[i].owner)
-            return fill_from(slot, blocks[i].memory)
+                return []
+            new.update(first + blocks[i].owner for i in indices)
+            return fill_each(slots, [blocks[i].memory for i in indices])
 
         done = yield from write(run, fill, tally)
         if done < len(blocks):

@@ -13,7 +13,7 @@ from kvstrata_client.prompt.routes import Job, PromptLocations, locate, locate_f
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.calls import Ahead, Calls, Collect, Operation, Post, Work
-from kvstrata_client.verbs.copying import copy_verified
+from kvstrata_client.verbs.copying import copy_verified_each
 from kvstrata_client.verbs.results import Answer, Bytes2D, Lease, Loaded
 
 
@@ -40,12 +40,11 @@ class _LeasedBatch:
     suspects: list[Lease] = field(default_factory=list)
 
     def copy(self, data: Bytes2D) -> None:
-        """Copy and verify in order, up to the first copy that is wrong."""
-        for lease, row in zip(self.leases, data, strict=False):
-            if not copy_verified(lease, memoryview(row)):
-                self.suspects.append(lease)
-                return
-            self.sound.append(lease.source)
+        """Copy and verify; what lies behind the first copy that is wrong is of no use."""
+        sound = copy_verified_each(self.leases, [(memoryview(row),) for row in data[: len(self.leases)]])
+        right = sound.index(False) if False in sound else len(sound)
+        self.sound += [lease.source for lease in self.leases[:right]]
+        self.suspects += self.leases[right : right + 1]
 
 
 _InFlight = tuple[Ahead, _LeasedBatch | None, Batch | None]

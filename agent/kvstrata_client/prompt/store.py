@@ -17,11 +17,12 @@ from kvstrata_client.prompt.routes import Attachment, Job, PromptLocations, goal
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
 from kvstrata_client.verbs.calls import Ahead, Call, Calls, Collect, Operation, Post, Work
-from kvstrata_client.verbs.copying import fill, refill
+from kvstrata_client.verbs.copying import fill_each, refill
 from kvstrata_client.verbs.results import Answer, Bytes2D, Lease, Published, Reservation, Stored
 
-Filler = Callable[[int, Reservation], bytes | None]
-"""Fills the slot of a run's i-th block; returns its checksum, or None when there is nothing good to write."""
+Filler = Callable[[Sequence[int], Sequence[Reservation]], Sequence[bytes]]
+"""Fills slots of a run's blocks, by their numbers; returns checksums of the leading ones that there was something good
+to write for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +85,8 @@ class _ReservedBatch:
         return self.open[len(self.sums) :]
 
     def fill(self, filler: Filler) -> None:
-        """Fill slots in order until there is nothing good to write."""
-        for i, slot in enumerate(self.slots, self.start):
-            if not slot.reservation:
-                continue
-            found = filler(i, slot)
-            if found is None:
-                return
-            self.sums.append(found)
+        """Fill slots, up to the first one that there is nothing good to write into."""
+        self.sums += filler([i for i, slot in enumerate(self.slots, self.start) if slot.reservation], self.open)
 
     def publishing(self, target: Target) -> Calls:
         """Ask for what is filled to be published; nothing where nothing is."""
@@ -291,7 +286,11 @@ def _carry_out(
         stop = yield from _copy_batch(job, source, goal, outcome)
         if stop < source.stop:
             return stop
-    return (yield from _write(job, goal, plan.write, lambda i, slot: fill(slot, memoryview(rows[i])), outcome))
+
+    def fill(indices: Sequence[int], slots: Sequence[Reservation]) -> list[bytes]:
+        return fill_each(slots, [(memoryview(rows[i]),) for i in indices])
+
+    return (yield from _write(job, goal, plan.write, fill, outcome))
 
 
 def _write(job: Job, goal: Chain, blocks: range, filler: Filler, outcome: _Outcome) -> Operation[int]:
@@ -320,7 +319,18 @@ def _copy_leased(job: Job, source: Batch, goal: Chain, outcome: _Outcome) -> Ope
     published = outcome.tally.published
     leased = range(source.start, source.start + len(leases))
     try:
-        return (yield from _write(job, goal, leased, lambda i, slot: refill(leases[i], slot), outcome))
+        return (yield from _write(job, goal, leased, lambda *wanted: _refill(leases, *wanted), outcome))
     finally:
         outcome.copied += outcome.tally.published - published
         yield Post((calls.release(job.target, leases),))
+
+
+def _refill(leases: Sequence[Lease], indices: Sequence[int], slots: Sequence[Reservation]) -> list[bytes]:
+    """Fill slots with leased blocks, up to the first copy that is wrong."""
+    sums: list[bytes] = []
+    for i, slot in zip(indices, slots, strict=True):
+        made = refill(leases[i], slot)
+        if made is None:
+            break
+        sums.append(made)
+    return sums

@@ -15,7 +15,7 @@ from kvstrata_api.blocks import Layout
 from kvstrata_api.checksum import CHECKSUM_BYTES, bind, bind_part, checksum
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.verbs.results import Bytes2D, Lease, Reservation
-from kvstrata_native import copy, copy_digest
+from kvstrata_native import copy, copy_digest, copy_digest_each
 
 Pieces = tuple[memoryview, ...]
 """The caller's memory of one block or object, in order: unsigned bytes, contiguous each."""
@@ -44,14 +44,26 @@ def fill(reservation: Reservation, block: memoryview) -> bytes:
     The checksum is of the caller's bytes, not of the slot's: whoever else writes there spoils the block, but never
     gets a checksum for it.
     """
-    assert reservation.view is not None, "a block that exists already is not written"
-    return copy_digest(reservation.view, block, bind(reservation.digest, reservation.epoch, reservation.stamp))
+    return copy_digest(_slot(reservation), block, _bound(reservation))
 
 
-def copy_verified_pieces(lease: Lease, into: Pieces) -> bool:
-    """Do what `copy_verified` does where the caller's memory of the block is in several pieces."""
-    if len(into) == 1:
-        return copy_verified(lease, into[0])
+def copy_verified_each(leases: Sequence[Lease], into: Sequence[Pieces]) -> list[bool]:
+    """Do what `copy_verified` does for each of several blocks, and let go of the GIL once for all of them."""
+    if all(len(pieces) == 1 for pieces in into):
+        copies = [(pieces[0], x.view, bind(x.digest, x.epoch, x.stamp)) for x, pieces in zip(leases, into, strict=True)]
+        return [made == x.checksum for x, made in zip(leases, copy_digest_each(copies), strict=True)]
+    return [_copy_into_pieces(x, pieces) for x, pieces in zip(leases, into, strict=True)]
+
+
+def fill_each(reservations: Sequence[Reservation], blocks: Sequence[Pieces]) -> list[bytes]:
+    """Do what `fill` does for each of several blocks, and let go of the GIL once for all of them."""
+    if all(len(block) == 1 for block in blocks):
+        slots = [(_slot(x), block[0], _bound(x)) for x, block in zip(reservations, blocks, strict=True)]
+        return copy_digest_each(slots)
+    return [_fill_from_pieces(x, block) for x, block in zip(reservations, blocks, strict=True)]
+
+
+def _copy_into_pieces(lease: Lease, into: Pieces) -> bool:
     running, at = xxhash.xxh3_128(seed=bind(lease.digest, lease.epoch, lease.stamp)), 0
     for piece in into:
         copy(piece, lease.view[at : at + len(piece)])
@@ -60,19 +72,23 @@ def copy_verified_pieces(lease: Lease, into: Pieces) -> bool:
     return running.digest() == lease.checksum and at == len(lease.view)
 
 
-def fill_from(reservation: Reservation, block: Pieces) -> bytes:
-    """Do what `fill` does where the caller's memory of the block is in several pieces."""
-    if len(block) == 1:
-        return fill(reservation, block[0])
-    view = reservation.view
-    assert view is not None, "a block that exists already is not written"
-    running, at = xxhash.xxh3_128(seed=bind(reservation.digest, reservation.epoch, reservation.stamp)), 0
+def _fill_from_pieces(reservation: Reservation, block: Pieces) -> bytes:
+    view, running, at = _slot(reservation), xxhash.xxh3_128(seed=_bound(reservation)), 0
     for piece in block:
         running.update(piece)
         copy(view[at : at + len(piece)], piece)
         at += len(piece)
     assert at == len(view), f"{at} B for a slot of {len(view)} B"
     return bytes(running.digest())
+
+
+def _slot(reservation: Reservation) -> memoryview:
+    assert reservation.view is not None, "a block that exists already is not written"
+    return reservation.view
+
+
+def _bound(reservation: Reservation) -> int:
+    return bind(reservation.digest, reservation.epoch, reservation.stamp)
 
 
 def cut(pieces: Pieces, step: int) -> list[Pieces]:
@@ -96,9 +112,8 @@ def refill(lease: Lease, reservation: Reservation) -> bytes | None:
 
     The new checksum comes first: a copy that is right after it was taken was right when it was taken.
     """
-    view = reservation.view
-    assert view is not None, "a block that exists already is not written"
-    made = copy_digest(view, lease.view, bind(reservation.digest, reservation.epoch, reservation.stamp))
+    view = _slot(reservation)
+    made = copy_digest(view, lease.view, _bound(reservation))
     return made if checksum(view, lease.digest, lease.epoch, lease.stamp) == lease.checksum else None
 
 
@@ -147,22 +162,20 @@ def copy_layers(leases: Sequence[Lease], heads: HeadRange, layers: range, into: 
 
     Returns how many leading blocks' copies are what their leases promise; what follows in `into` is of no use.
     """
-    parts = tuple(heads.parts(layers))
-    rows = into.reshape(len(leases), len(parts), heads.part_bytes)
+    parts, size = tuple(heads.parts(layers)), heads.part_bytes
+    rows = into.reshape(len(leases), len(parts), size)
+    copies = [
+        (memoryview(row), lease.view[part * size : (part + 1) * size], bind_part(bound, part))
+        for lease, block in zip(leases, rows, strict=True)
+        for bound in (bind(lease.digest, lease.epoch, lease.stamp),)
+        for part, row in zip(parts, block, strict=True)
+    ]
+    made = iter(copy_digest_each(copies))
     for number, lease in enumerate(leases):
-        if not _copy_parts(lease, heads.part_bytes, parts, rows[number]):
+        promised = [lease.parts[part * CHECKSUM_BYTES : (part + 1) * CHECKSUM_BYTES] for part in parts]
+        if [next(made) for _ in parts] != promised:
             return number
     return len(leases)
-
-
-def _copy_parts(lease: Lease, part_bytes: int, parts: Sequence[int], into: Bytes2D) -> bool:
-    bound = bind(lease.digest, lease.epoch, lease.stamp)
-    for part, row in zip(parts, into, strict=True):
-        view = lease.view[part * part_bytes : (part + 1) * part_bytes]
-        promised = lease.parts[part * CHECKSUM_BYTES : (part + 1) * CHECKSUM_BYTES]
-        if copy_digest(memoryview(row), view, bind_part(bound, part)) != promised:
-            return False
-    return True
 
 
 def rows_for(blocks: int, heads: HeadRange, layers: range) -> Bytes2D:

@@ -5,7 +5,7 @@ FILE holds the name of what is wrong, which is the name of the scenario that has
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from kvstrata_api.blocks import chain_keys
 from kvstrata_client.conformance.content import blocks_of, digests_of, tokens_of
 from kvstrata_client.conformance.reference import Program, serve
 from kvstrata_client.prompt import load as loading
-from kvstrata_client.verbs.copying import copy_verified, fill
+from kvstrata_client.verbs.copying import Pieces, copy_verified_each, fill
 from kvstrata_client.verbs.results import Lease
 
 Json = dict[str, Any]
@@ -68,11 +68,12 @@ class KnowsOneRevision(Program):
 
 class TrustsMemory(Program):
     def load(self, **asked: Any) -> Json:
-        def copy(lease: Lease, into: memoryview) -> bool:
-            into[:] = lease.view
-            return True
+        def copy(leases: Sequence[Lease], into: Sequence[Pieces]) -> list[bool]:
+            for lease, (row,) in zip(leases, into, strict=True):
+                row[:] = lease.view
+            return [True] * len(leases)
 
-        setattr(loading, copy_verified.__name__, copy)
+        setattr(loading, copy_verified_each.__name__, copy)
         return super().load(**asked)
 
 

@@ -35,11 +35,18 @@ class Agent:
 
     def blocks(self) -> int:
         """How many blocks it holds."""
+        return int(self._facts()["blocks"])
+
+    def rates(self) -> list[float]:
+        """Tokens a second that engines have reported."""
+        return list(self._facts()["prefill_tokens_per_s"])
+
+    def _facts(self) -> dict[str, Any]:
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"verb": "facts"}) + "\n")
         self._process.stdin.flush()
-        return int(self._answer()["blocks"])
+        return self._answer()
 
     def freeze(self) -> None:
         """Let it answer nobody."""

@@ -27,7 +27,7 @@ from kvstrata_client.connectors.vllm.engine import (
     parse,
     variant_of,
 )
-from kvstrata_client.connectors.vllm.planner import Limits, Load, Plan, Planner, Save
+from kvstrata_client.connectors.vllm.planner import Limits, Load, Pace, Plan, Planner, Save
 from kvstrata_client.connectors.vllm.worker import Pages
 from kvstrata_client.target import NO_TOKEN
 from kvstrata_client.verbs.results import Located
@@ -45,6 +45,7 @@ class Request:
     request_id: str
     all_token_ids: list[int]
     num_computed_tokens: int = 0
+    num_output_tokens: int = 0
 
     @property
     def block_hashes(self) -> list[bytes]:
@@ -116,6 +117,26 @@ def test_nobody_waits_for_a_fetch_whose_requests_have_ended() -> None:
     assert bench.planner.is_waiting
     bench.planner.finish("a")
     assert not bench.planner.is_waiting
+
+
+def test_the_pace_is_that_of_the_fastest_prompt_and_those_not_begun_are_its_queue() -> None:
+    bench = Bench()
+    for name, tokens, hit, took_s in (("a", 1000, 0, 2.0), ("b", 1000, 200, 1.0), ("short", 100, 0, 0.01)):
+        request = bench.begin(name, tokens)
+        request.num_computed_tokens = hit
+        bench.planner.step({name: tokens - hit})
+        assert bench.planner.pace is None or name != "a"
+        bench.now_s += took_s / 2
+        bench.planner.step({})
+        bench.now_s += took_s / 2
+        request.all_token_ids.append(7)
+        request.num_computed_tokens, request.num_output_tokens = tokens, 1
+        bench.planner.step({name: 1}) if name == "b" else bench.planner.finish(name)
+    bench.now_s += 10
+    bench.planner.step({"b": 1})
+    bench.begin("waits", 300)
+
+    assert bench.planner.pace == Pace(prefill_tokens_per_s=800.0, queued_tokens=300, running=1)
 
 
 def test_what_the_engine_has_itself_is_neither_fetched_nor_loaded() -> None:

@@ -198,10 +198,12 @@ def test_a_lookup_is_asked_once_and_answered_for_all_who_wait() -> None:
     assert bench.lookups.find("2", A) is None
     assert bench.lookups.find("1", B) is None
     assert bench.lookups.find("1", A) is None, "still"
+    assert bench.lookups.are_open
     assert bench.answer(A) == [A, B]
     assert [bench.lookups.find(r, A) for r in "12"] == [True, True]
     assert bench.lookups.find("1", B) is False
     assert bench.answer() == []
+    assert not bench.lookups.are_open
 
 
 def test_a_late_lookup_is_a_miss_for_who_waited_and_asked_again_for_the_next() -> None:

@@ -156,6 +156,33 @@ def test_a_copy_with_its_digest_is_both(level: str, size: int, at: int, to: int,
     assert (target[to + size :] == 7).all()
 
 
+@given(level=levels, each=st.lists(sizes, max_size=4), at=st.integers(0, 70), seed=seeds)
+@example(level=LEVELS[0], each=[0, 240, 241, 70_000], at=3, seed=1)
+def test_several_copies_with_their_digests_are_each_as_one(level: str, each: list[int], at: int, seed: int) -> None:
+    sources = [NOISE[at : at + size] for size in each]
+    targets = [np.full(size, 7, np.uint8) for size in each]
+
+    with kernels_of(level) as kernels:
+        made = kernels.copy_digest_each([
+            (into, source, seed + i) for i, (into, source) in enumerate(zip(targets, sources, strict=True))
+        ])  # fmt: skip
+
+    assert made == [xxhash.xxh3_128_digest(source.data, seed + i) for i, source in enumerate(sources)]
+    assert all(np.array_equal(*pair) for pair in zip(targets, sources, strict=True))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_none_of_several_is_copied_where_one_cannot_be(level: str) -> None:
+    source, target = b"seven " * 100, bytearray(600)
+
+    with kernels_of(level) as kernels:
+        for second, problem in (((bytearray(2), b"abc"), "copy of 3 B into 2 B"), ((target, target), "within one")):
+            with pytest.raises(ValueError, match=problem):
+                kernels.copy_digest_each([(target, source, 1), (*second, 2)])
+
+    assert target == bytearray(600)
+
+
 @given(level=levels, size=sizes, at=st.integers(0, 70), seed=seeds, other=seeds)
 @example(level=LEVELS[0], size=240, at=0, seed=0, other=1)
 def test_a_copy_has_digests_under_two_seeds(level: str, size: int, at: int, seed: int, other: int) -> None:

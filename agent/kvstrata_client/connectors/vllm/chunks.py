@@ -192,6 +192,11 @@ class Lookups:
         taken, self._new = self._new, []
         return taken
 
+    @property
+    def are_open(self) -> bool:
+        """Whether some were asked and not answered when they were last taken."""
+        return bool(self._open)
+
     def fail(self, request: str, keys: Iterable[bytes]) -> None:
         """Have chunks be misses that were found and could not be loaded."""
         told, ends_s = self._told.get(request), self._clock() + self._miss_s

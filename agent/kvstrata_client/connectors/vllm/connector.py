@@ -44,6 +44,8 @@ ATTACH_WAIT_S: Final = 2.0
 PAUSE_S: Final = 0.0005
 """Of a step that computes nothing while blocks are fetched. vLLM's loop would keep Python's lock from the threads that
 copy them, 5 ms at a time, once for each block."""
+REPORT_S: Final = 5.0
+"""Between two reports of how fast the engine computes and what waits for it; one counts for 30 s."""
 PROBLEMS_S: Final = 60.0
 """Between two lines of the log about requests whose hints are wrong."""
 NOTES_MAX: Final = 1024
@@ -321,6 +323,7 @@ class _Scheduler:
         self._adapters = Adapters()
         self._unnamed = False
         self._next_problem_s = 0.0
+        self._next_report_s = 0.0
         self._notes: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         threading.Thread(target=self._send_notes, name="kvstrata-sessions", daemon=True).start()
 
@@ -352,6 +355,7 @@ class _Scheduler:
         plan = self.planner.step(output.num_scheduled_tokens)
         if not output.num_scheduled_tokens and not plan.fetches and self.planner.is_waiting:
             time.sleep(PAUSE_S)
+        self._report()
         return plan
 
     def finish(self, request: Any) -> dict[str, Any] | None:
@@ -388,6 +392,14 @@ class _Scheduler:
         if not self.events.media:
             tiers = json.loads(self._client.stats()).get("tiers", ())
             self.events.media = {tier["name"]: medium_of(tier["type"]) for tier in tiers}
+
+    def _report(self) -> None:
+        now_s = time.monotonic()
+        if now_s < self._next_report_s or (pace := self.planner.pace) is None:
+            return
+        self._next_report_s = now_s + REPORT_S
+        rate, queued, running = pace.prefill_tokens_per_s, pace.queued_tokens, pace.running
+        self._note(lambda: self._client.report_engine(rate, queued_tokens=queued, running=running))
 
     def _note(self, note: Callable[[], Any]) -> None:
         """Have something told or asked beside the scheduler; left out while an agent that hangs holds up too many."""

@@ -11,7 +11,7 @@ Counts of blocks are in our blocks of `block_tokens`; a page is a vLLM block of 
 
 import hashlib
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -30,12 +30,18 @@ LOOKED_UP_S: Final = 0.2
 """How long a lookup is believed: a request that finds no free pages is asked about again in every step."""
 SLACK: Final = 1.1
 """A fetch that takes longer than its deadline by more than this is given up."""
+PREFILL_TOKENS_MIN: Final = 256
+"""Of prompts whose computing is timed: of shorter ones most is what any step costs."""
+PREFILLS: Final = 16
+"""Timed prompts that are remembered."""
 
 
 class RequestView(HashedRequest, Protocol):
     """What is read of vLLM's request."""
 
     num_computed_tokens: int
+    num_output_tokens: int
+    """Tokens that were generated and are known."""
 
 
 Lookup = Callable[[Tokens, str, str, int], Located]
@@ -131,6 +137,8 @@ class _Tracked:
     """True once a fetch of this request came to nothing: it is computed."""
     hits: Counter[str] = field(default_factory=Counter)
     """Tokens that were loaded, by where they were."""
+    prefill: tuple[float, int] | None = None
+    """When its prompt began to be computed, and how many tokens of it; no tokens once that is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +153,16 @@ class Limits:
     """How long a block is a miss that was found and could not be fetched."""
     lookup_s: float = float("inf")
     """A lookup that took so long had no answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast the engine computes prompts, and what it has to do."""
+
+    prefill_tokens_per_s: float
+    queued_tokens: int
+    """Of requests that no step has computed anything of."""
+    running: int
 
 
 class Planner:
@@ -168,6 +186,8 @@ class Planner:
         self._misses: dict[bytes, float] = {}
         self._numbers = itertools.count(1)
         self._plan = Plan()
+        self._prefills: deque[float] = deque(maxlen=PREFILLS)
+        """Tokens a second of prompts, from the begin of the first step to the first token that is known."""
 
     def begin(self, request: RequestView, variant: str, session: str = "") -> None:
         """Track a new request. Those that are not tracked are neither loaded nor saved."""
@@ -228,9 +248,13 @@ class Planner:
 
         Called while vLLM's requests have the `num_computed_tokens` of before the step.
         """
+        now_s = self._clock()
         for request_id, computed in scheduled.items():
             tracked = self._requests.get(request_id)
-            if tracked is not None and tracked.tables:
+            if tracked is None:
+                continue
+            self._time_prefill(tracked, now_s)
+            if tracked.tables:
                 self._save(tracked, tracked.request.num_computed_tokens + computed)
         plan, self._plan = self._plan, Plan()
         return plan
@@ -239,6 +263,18 @@ class Planner:
     def is_waiting(self) -> bool:
         """True while some worker has not ended a fetch that a request waits for."""
         return any(s.users and s.reports < self._limits.workers for s in self._staged.values())
+
+    @property
+    def pace(self) -> Pace | None:
+        """Pace of the engine; None until it has computed a prompt.
+
+        The fastest of the last prompts counts: what the others waited for is the queue, which is reported besides.
+        """
+        if not self._prefills:
+            return None
+        waiting = [t for t in self._requests.values() if t.prefill is None]
+        queued = sum(max(0, len(t.request.all_token_ids) - t.request.num_computed_tokens) for t in waiting)
+        return Pace(max(self._prefills), queued, len(self._requests) - len(waiting))
 
     def give_pages(self, request_id: str, tables: Sequence[Sequence[int]], *, are_all: bool) -> None:
         """Note pages of a scheduled request: all that it has, or those it has got besides."""
@@ -270,6 +306,8 @@ class Planner:
         if tracked is None:
             return Counter()
         self._leave(tracked, request_id)
+        if tracked.prefill is not None:
+            self._time_prefill(tracked, self._clock())
         if self._events is not None:
             self._events.finish(request_id)
         return tracked.hits
@@ -279,6 +317,16 @@ class Planner:
         self._misses.clear()
         for tracked in self._requests.values():
             tracked.located_at_s = float("-inf")
+
+    def _time_prefill(self, tracked: _Tracked, now_s: float) -> None:
+        request = tracked.request
+        if tracked.prefill is None:
+            tracked.prefill = now_s, len(request.all_token_ids) - request.num_computed_tokens
+        began_s, tokens = tracked.prefill
+        if tokens and request.num_output_tokens:
+            if tokens >= PREFILL_TOKENS_MIN and now_s > began_s:
+                self._prefills.append(tokens / (now_s - began_s))
+            tracked.prefill = began_s, 0
 
     @staticmethod
     def _read_tokens(tracked: _Tracked) -> None:

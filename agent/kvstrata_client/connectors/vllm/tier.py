@@ -65,6 +65,9 @@ STORE_S: Final = 10.0
 EVENTS_LATE_S: Final = 2.0
 """How long a store waits for the events of its chunks, which are on their way since they were computed: longer than a
 subscriber takes that has just connected, or that gets little of a processor. Rows are held meanwhile."""
+YIELD_S: Final = 0.00005
+"""Of a step in which a request waits for the agent. vLLM's loop keeps Python's lock from the threads that find and
+load, 5 ms at a time, while it has nothing to compute."""
 TOUCH_S: Final = 1.0
 """Between two reports of use."""
 TOUCHED_MAX: Final = 4096
@@ -144,6 +147,7 @@ class KvstrataTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
         self._lookups = Lookups(settings, time.monotonic)
         self._ended: queue.SimpleQueue[_Ended] = queue.SimpleQueue()
         self._running = 0
+        self._loading = 0
         self._storing = 0
         """Chunks that are held for stores."""
         self._changed = threading.Condition()
@@ -253,6 +257,8 @@ class KvstrataTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
         if self._touched and now_s - self._touches_sent_s >= TOUCH_S:
             touched, self._touched, self._touches_sent_s = tuple(self._touched), {}, now_s
             chunks.finders.submit(Task(partial(chunks.touch, touched), _nothing))
+        if self._loading or self._lookups.are_open:
+            time.sleep(YIELD_S)
 
     def drain_jobs(self) -> None:
         """See vLLM. As long as deadlines let it take."""
@@ -295,6 +301,7 @@ class KvstrataTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
     def _begin(self, job: _Job) -> None:
         with self._changed:
             self._running += 1
+            self._loading += job.is_load
             self._storing += 0 if job.is_load else len(job.keys)
 
     def _end(self, job: _Job, done: Sequence[bool] = (), took_s: float = 0.0) -> None:
@@ -302,6 +309,7 @@ class KvstrataTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
         self._ended.put(_Ended(job, tuple(done) or (False,) * len(job.keys), took_s))
         with self._changed:
             self._running -= 1
+            self._loading -= job.is_load
             self._storing -= 0 if job.is_load else len(job.keys)
             self._changed.notify_all()
 

@@ -171,6 +171,21 @@ def test_victims_are_leaves_and_the_least_of_a_small_cache_goes_first(worths: di
     assert taken == sorted(taken)
 
 
+def test_blocks_that_are_always_used_together_are_taken_for_one_draw() -> None:
+    draws, here = [], set(range(1000))
+
+    def sample(count: int) -> list[int]:
+        draws.append(count)
+        return sorted(here)[:count]
+
+    victims: Victims[int, float] = Victims(sample, here.__contains__)
+    for at in range(60):
+        here.discard(victims.next(float))
+        victims.taken(is_same_run=at % 30 > 0)
+
+    assert len(draws) <= 1 + 60 // Victims.SAMPLE + 2 // Victims.TAKEN, "and where all that was drawn is gone"
+
+
 def test_a_point_that_two_records_waited_for_is_forgotten_once() -> None:
     reuse: ExpectedReuse[int] = ExpectedReuse(MarkTable(), 16)
     for i in range(64):
