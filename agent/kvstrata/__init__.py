@@ -5,6 +5,7 @@ No call blocks beyond its deadline, and none crashes the engine: doubt is a miss
 
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import KvStrataError
+from kvstrata_api.wire import Outcome
 from kvstrata_client.async_client import AsyncClient
 from kvstrata_client.cache import AsyncPrefixCache, PrefixCache
 from kvstrata_client.client import Client
@@ -13,6 +14,7 @@ from kvstrata_client.verbs.results import (
     Answer,
     Dropped,
     Grants,
+    Hinted,
     Lease,
     Loaded,
     Located,
@@ -31,11 +33,13 @@ __all__ = [
     "Client",
     "Dropped",
     "Grants",
+    "Hinted",
     "KvStrataError",
     "Layout",
     "Lease",
     "Loaded",
     "Located",
+    "Outcome",
     "Prefix",
     "PrefixCache",
     "Published",

@@ -17,6 +17,7 @@ from kvstrata_client.connection.async_link import AsyncLink
 from kvstrata_client.connection.lifecycle import ATTACH_WAIT_S, Connect, Down, Idle, LifecycleStep, Pause, Up, lifecycle
 from kvstrata_client.connection.protocol import Sent, unsent
 from kvstrata_client.prompt.handover import AsyncHandoverWriter, HandoverSlots
+from kvstrata_client.prompt.routes import knows
 from kvstrata_client.prompt.streaming import AsyncLayerStream, Leased
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
@@ -37,7 +38,7 @@ from kvstrata_client.verbs.calls import (
 from kvstrata_client.verbs.copying import HeadRange
 from kvstrata_client.verbs.counters import Counters
 from kvstrata_client.verbs.leases import AsyncLeases
-from kvstrata_client.verbs.results import Answer, Grants, Lease, Prefix, Published, Reservation
+from kvstrata_client.verbs.results import Answer, Grants, Hinted, Lease, Prefix, Published, Reservation
 
 T = TypeVar("T")
 
@@ -138,27 +139,31 @@ class AsyncClient:
 
     async def touch_session(
         self, session: str, state: str, *, urgency: int = 0, expected_return_s: float = 0.0
-    ) -> None:
-        """Report what a session is about to do: `decoding`, `idle` or `tool`, and when its next turn is expected."""
-        await self._one(calls.touch_session(self.target, session, state, urgency, expected_return_s))
+    ) -> Hinted:
+        """Like `Client.touch_session`."""
+        return await self._one(calls.touch_session(self.target, session, state, urgency, expected_return_s))
+
+    async def tool_wait(self, session: str, expected_s: float = 0.0, *, urgency: int = 0) -> Hinted:
+        """Like `Client.tool_wait`."""
+        return await self._one(calls.tool_wait(self.target, session, expected_s, urgency))
+
+    async def retain_session(self, session: str, for_s: float) -> Hinted:
+        """Like `Client.retain_session`."""
+        return await self._one(calls.retain(self.target, session, for_s)) if knows(self, wire.Retain) else Hinted()
 
     async def report_engine(self, prefill_tokens_per_s: float, *, queued_tokens: int = 0, running: int = 0) -> bool:
-        """Tell how fast the engine computes prompts, and how many tokens wait: loads are weighed against it for 30 s.
+        """Report how fast the engine computes prompts, and how many tokens wait: loads are weighed against it for 30 s.
 
         False where the agent is away, or older than the verb.
         """
-        if self.grants is None or wire.ReportEngine.__name__ not in self.grants.verbs:
+        if not knows(self, wire.ReportEngine):
             return False
         told: int = await self._one(calls.report_engine(self.target, prefill_tokens_per_s, queued_tokens, running))
         return told > 0
 
-    async def close_session(self, session: str, *, archive: bool = True, wait_s: float = 0.0) -> bool:
-        """End a session; with `archive` its prefix goes to slow tiers instead of away.
-
-        True when it is archived within `wait_s`: every block of its prefix has a copy that survives a restart. The
-        archive goes on after that; `explain` has the session's state.
-        """
-        return await self._one(calls.close_session(self.target, session, archive=archive, wait_s=wait_s))
+    async def complete_session(self, session: str, *, archive: bool = True, wait_s: float = 0.0) -> Hinted:
+        """Like `Client.complete_session`."""
+        return await self._one(calls.complete_session(self.target, session, archive=archive, wait_s=wait_s))
 
     async def lookup(self, keys: Sequence[BlockKey], *, session: str = "") -> Prefix:
         """Ask how long a prefix of these chained keys (one scope) can be had."""
@@ -208,13 +213,21 @@ class AsyncClient:
         """Give reservations back unfilled, without waiting for the agent."""
         self._post((calls.abandon(self.target, reservations),))
 
-    async def prefetch(self, keys: Sequence[BlockKey], *, session: str = "") -> None:
-        """Bring a prefix into memory in the background."""
-        await self._one(calls.prefetch(self.target, keys, session))
+    async def prefetch(self, keys: Sequence[BlockKey], *, session: str = "") -> Hinted:
+        """Like `Client.prefetch`."""
+        return await self._one(calls.prefetch(self.target, keys, session))
 
-    async def pin(self, keys: Sequence[BlockKey], expires_s: float) -> int:
-        """Keep blocks in memory until `expires_s` from now; returns how many are."""
-        return await self._one(calls.pin(self.target, keys, expires_s))
+    async def fetch(self, keys: Sequence[BlockKey], *, session: str = "") -> Hinted:
+        """Like `Client.fetch`."""
+        return await self._one(calls.fetch(self.target, keys, session)) if knows(self, wire.Fetch) else Hinted()
+
+    async def pin(self, keys: Sequence[BlockKey], ttl_s: float) -> Hinted:
+        """Like `Client.pin`."""
+        return await self._one(calls.pin(self.target, keys, ttl_s))
+
+    async def demote(self, keys: Sequence[BlockKey]) -> Hinted:
+        """Like `Client.demote`."""
+        return await self._one(calls.demote(self.target, keys)) if knows(self, wire.Demote) else Hinted()
 
     async def unpin(self, keys: Sequence[BlockKey]) -> int:
         """Take pins of this connection back; returns how many."""

@@ -21,7 +21,7 @@ from kvstrata_client.prompt.streaming import LEASE_S, AsyncLayerStream, LayerStr
 from kvstrata_client.target import Target
 from kvstrata_client.verbs.copying import HeadRange
 from kvstrata_client.verbs.leases import lost
-from kvstrata_client.verbs.results import Bytes2D, Dropped, Loaded, Located, Stored
+from kvstrata_client.verbs.results import Bytes2D, Dropped, Hinted, Loaded, Located, Stored
 
 DEADLINE_S: Final = 10.0
 TOKENS_MAX: Final = 1 << 24
@@ -127,15 +127,47 @@ class PrefixCache:
         """
         return self._client.run(hints.touch(_job(self._client, self._variant, tokens, "", DEADLINE_S, blocks_max)))
 
-    def prefetch(self, tokens: Sequence[int] | Tokens, *, session: str = "", blocks_max: int | None = None) -> int:
-        """Begin to bring the longest cached prefix of `tokens` into memory; returns how many blocks are on their way.
+    def prefetch(self, tokens: Sequence[int] | Tokens, *, session: str = "", blocks_max: int | None = None) -> Hinted:
+        """Begin to bring the longest prefix of `tokens` that this node has into memory; counts blocks on their way.
 
         Answers at once. What is in memory already does not count, and what other nodes have stays there until it is
-        loaded; the pool's `policy.prefetch` bounds how much is under way.
+        loaded or fetched; the pool's `policy.prefetch` bounds how much is under way.
         """
-        return self._client.run(
-            hints.prefetch(_job(self._client, self._variant, tokens, session, DEADLINE_S, blocks_max))
-        )
+        job = _job(self._client, self._variant, tokens, session, DEADLINE_S, blocks_max)
+        return self._client.run(hints.prefetch(job))
+
+    def fetch(self, tokens: Sequence[int] | Tokens, *, session: str = "", blocks_max: int | None = None) -> Hinted:
+        """Like `prefetch`, of blocks wherever they are: other nodes are asked for theirs."""
+        job = _job(self._client, self._variant, tokens, session, DEADLINE_S, blocks_max)
+        return self._client.run(hints.fetch(job))
+
+    def pin(self, tokens: Sequence[int] | Tokens, ttl_s: float, *, blocks_max: int | None = None) -> Hinted:
+        """Keep the longest cached prefix of `tokens` in memory for `ttl_s` seconds, an hour at most; counts its blocks.
+
+        What lies in slower tiers is not brought up for it: refused where all of it does.
+        """
+        return self._client.run(hints.pin(_job(self._client, self._variant, tokens, "", DEADLINE_S, blocks_max), ttl_s))
+
+    def unpin(self, tokens: Sequence[int] | Tokens, *, blocks_max: int | None = None) -> int:
+        """Take pins on the longest cached prefix of `tokens` back; returns how many blocks they held."""
+        return self._client.run(hints.unpin(_job(self._client, self._variant, tokens, "", DEADLINE_S, blocks_max)))
+
+    def demote(self, tokens: Sequence[int] | Tokens, *, first_block: int = 0) -> Hinted:
+        """Have the tenant's own blocks of `tokens` copied to a slower tier soon, and leave memory first; counts them.
+
+        From the end on, up to `first_block` or the first one that somebody holds or another chain continues. Refused
+        for blocks of a domain or a share, which are its other readers' as well, and where there is no slower tier.
+        """
+        job = _job(self._client, self._variant, tokens, "", DEADLINE_S)
+        return self._client.run(hints.demote(replace(job, first_block=max(0, first_block))))
+
+    def share(self, tokens: Sequence[int] | Tokens, *, blocks_max: int | None = None) -> Hinted:
+        """Copy the longest cached prefix of `tokens` to where others may read it; counts the blocks that came there.
+
+        That is to prefix shares that this tenant grants and to its domain where it publishes: what it stored for itself
+        before. Refused for a tenant that has neither.
+        """
+        return self._client.run(hints.share(_job(self._client, self._variant, tokens, "", DEADLINE_S, blocks_max)))
 
     def drop(self, tokens: Sequence[int] | Tokens, *, first_block: int = 0) -> Dropped:
         """Remove the tenant's own blocks of `tokens` from this node, those before `first_block` excepted.
@@ -233,10 +265,40 @@ class AsyncPrefixCache:
 
     async def prefetch(
         self, tokens: Sequence[int] | Tokens, *, session: str = "", blocks_max: int | None = None
-    ) -> int:
+    ) -> Hinted:
         """Like `PrefixCache.prefetch`."""
         job = _job(self._client, self._variant, tokens, session, DEADLINE_S, blocks_max)
         return await self._client.run(hints.prefetch(job))
+
+    async def fetch(
+        self, tokens: Sequence[int] | Tokens, *, session: str = "", blocks_max: int | None = None
+    ) -> Hinted:
+        """Like `PrefixCache.fetch`."""
+        job = _job(self._client, self._variant, tokens, session, DEADLINE_S, blocks_max)
+        return await self._client.run(hints.fetch(job))
+
+    async def pin(self, tokens: Sequence[int] | Tokens, ttl_s: float, *, blocks_max: int | None = None) -> Hinted:
+        """Like `PrefixCache.pin`."""
+        return await self._client.run(
+            hints.pin(_job(self._client, self._variant, tokens, "", DEADLINE_S, blocks_max), ttl_s)
+        )
+
+    async def unpin(self, tokens: Sequence[int] | Tokens, *, blocks_max: int | None = None) -> int:
+        """Like `PrefixCache.unpin`."""
+        return await self._client.run(
+            hints.unpin(_job(self._client, self._variant, tokens, "", DEADLINE_S, blocks_max))
+        )
+
+    async def demote(self, tokens: Sequence[int] | Tokens, *, first_block: int = 0) -> Hinted:
+        """Like `PrefixCache.demote`."""
+        job = _job(self._client, self._variant, tokens, "", DEADLINE_S)
+        return await self._client.run(hints.demote(replace(job, first_block=max(0, first_block))))
+
+    async def share(self, tokens: Sequence[int] | Tokens, *, blocks_max: int | None = None) -> Hinted:
+        """Like `PrefixCache.share`."""
+        return await self._client.run(
+            hints.share(_job(self._client, self._variant, tokens, "", DEADLINE_S, blocks_max))
+        )
 
     async def drop(self, tokens: Sequence[int] | Tokens, *, first_block: int = 0) -> Dropped:
         """Like `PrefixCache.drop`."""

@@ -17,6 +17,7 @@ from kvstrata_client.connection.lifecycle import ATTACH_WAIT_S, Connect, Down, I
 from kvstrata_client.connection.link import Link
 from kvstrata_client.connection.protocol import Sent, unsent
 from kvstrata_client.prompt.handover import HandoverSlots, HandoverWriter
+from kvstrata_client.prompt.routes import knows
 from kvstrata_client.prompt.streaming import LayerStream, Leased
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
@@ -37,7 +38,7 @@ from kvstrata_client.verbs.calls import (
 from kvstrata_client.verbs.copying import HeadRange
 from kvstrata_client.verbs.counters import Counters
 from kvstrata_client.verbs.leases import Leases
-from kvstrata_client.verbs.results import Answer, Grants, Lease, Prefix, Published, Reservation
+from kvstrata_client.verbs.results import Answer, Grants, Hinted, Lease, Prefix, Published, Reservation
 
 T = TypeVar("T")
 
@@ -133,26 +134,34 @@ class Client:
         """Start a session that shares everything its parent has so far."""
         self._one(calls.open_session(self.target, session, parent, priority))
 
-    def touch_session(self, session: str, state: str, *, urgency: int = 0, expected_return_s: float = 0.0) -> None:
-        """Report what a session is about to do: `decoding`, `idle` or `tool`, and when its next turn is expected."""
-        self._one(calls.touch_session(self.target, session, state, urgency, expected_return_s))
+    def touch_session(self, session: str, state: str, *, urgency: int = 0, expected_return_s: float = 0.0) -> Hinted:
+        """Report what a session is about to do, `decoding` or `idle`, and when its next turn is expected."""
+        return self._one(calls.touch_session(self.target, session, state, urgency, expected_return_s))
+
+    def tool_wait(self, session: str, expected_s: float = 0.0, *, urgency: int = 0) -> Hinted:
+        """Hint that a session waits for a tool, about so long; 0.0: for the pool's `retention.toolGapSeconds`."""
+        return self._one(calls.tool_wait(self.target, session, expected_s, urgency))
+
+    def retain_session(self, session: str, for_s: float) -> Hinted:
+        """Hint that an idle session comes back within `for_s` seconds, a week at most: it is not finished before."""
+        return self._one(calls.retain(self.target, session, for_s)) if knows(self, wire.Retain) else Hinted()
 
     def report_engine(self, prefill_tokens_per_s: float, *, queued_tokens: int = 0, running: int = 0) -> bool:
-        """Tell how fast the engine computes prompts, and how many tokens wait: loads are weighed against it for 30 s.
+        """Report how fast the engine computes prompts, and how many tokens wait: loads are weighed against it for 30 s.
 
         False where the agent is away, or older than the verb.
         """
-        if self.grants is None or wire.ReportEngine.__name__ not in self.grants.verbs:
+        if not knows(self, wire.ReportEngine):
             return False
         return self._one(calls.report_engine(self.target, prefill_tokens_per_s, queued_tokens, running)) > 0
 
-    def close_session(self, session: str, *, archive: bool = True, wait_s: float = 0.0) -> bool:
-        """End a session; with `archive` its prefix goes to slow tiers instead of away.
+    def complete_session(self, session: str, *, archive: bool = True, wait_s: float = 0.0) -> Hinted:
+        """Hint that a session is over; with `archive` its prefix goes to slow tiers instead of away.
 
-        True when it is archived within `wait_s`: every block of its prefix has a copy that survives a restart. The
-        archive goes on after that; `explain` has the session's state.
+        `is_archived` when every block of its prefix has a copy that survives a restart within `wait_s`. The archive
+        goes on after that; `explain` has the session's state.
         """
-        return self._one(calls.close_session(self.target, session, archive=archive, wait_s=wait_s))
+        return self._one(calls.complete_session(self.target, session, archive=archive, wait_s=wait_s))
 
     def lookup(self, keys: Sequence[BlockKey], *, session: str = "") -> Prefix:
         """Ask how long a prefix of these chained keys (one scope) can be had."""
@@ -201,13 +210,21 @@ class Client:
         """Give reservations back unfilled, without waiting for the agent."""
         self._post((calls.abandon(self.target, reservations),))
 
-    def prefetch(self, keys: Sequence[BlockKey], *, session: str = "") -> None:
-        """Bring a prefix into memory in the background."""
-        self._one(calls.prefetch(self.target, keys, session))
+    def prefetch(self, keys: Sequence[BlockKey], *, session: str = "") -> Hinted:
+        """Bring a prefix of this node into memory in the background."""
+        return self._one(calls.prefetch(self.target, keys, session))
 
-    def pin(self, keys: Sequence[BlockKey], expires_s: float) -> int:
-        """Keep blocks in memory until `expires_s` from now; returns how many are."""
-        return self._one(calls.pin(self.target, keys, expires_s))
+    def fetch(self, keys: Sequence[BlockKey], *, session: str = "") -> Hinted:
+        """The same of a prefix wherever it is."""
+        return self._one(calls.fetch(self.target, keys, session)) if knows(self, wire.Fetch) else Hinted()
+
+    def pin(self, keys: Sequence[BlockKey], ttl_s: float) -> Hinted:
+        """Keep blocks in memory until `ttl_s` from now, an hour at most; pins always expire."""
+        return self._one(calls.pin(self.target, keys, ttl_s))
+
+    def demote(self, keys: Sequence[BlockKey]) -> Hinted:
+        """Have blocks of the own scope copied to a slower tier soon, and leave memory first."""
+        return self._one(calls.demote(self.target, keys)) if knows(self, wire.Demote) else Hinted()
 
     def unpin(self, keys: Sequence[BlockKey]) -> int:
         """Take pins of this connection back; returns how many."""

@@ -23,7 +23,7 @@ from bench.harness import common
 from bench.harness.common import Result, publish, table
 from bench.harness.drivers import AbsentError
 from bench.policy import live, simulators
-from bench.policy.peers import LIMIT, PEERS, plain_lru
+from bench.policy.peers import LIMIT, PEERS, TOLD_KINDS, plain_lru
 from bench.policy.synthetic import synthetic
 from kvstrata_agent.replay.cache import Cache, replay
 from kvstrata_agent.replay.chains import Trace
@@ -73,8 +73,10 @@ class Cell:
 
     @property
     def margin_points(self) -> float:
-        """Ours without hints over the best peer."""
-        return self.ours[Hints.NONE] - max(self.peers.values())
+        """Ours over the best peer, each with what that peer is told: without hints, or with the trace's kinds."""
+        told = [hits for name, hits in self.peers.items() if name in TOLD_KINDS]
+        others = max(hits for name, hits in self.peers.items() if name not in TOLD_KINDS)
+        return min([self.ours[Hints.NONE] - others, *(self.ours[Hints.TRACE] - hits for hits in told)])
 
 
 class Timed(ReuseAware):

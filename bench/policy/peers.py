@@ -503,4 +503,6 @@ PEERS: Final[dict[str, MakePolicy]] = {
     "T-LRU": _with_cache(TLru),
 }
 """All of them see blocks and times alone, but those that use the request's kind where a trace has it."""
+TOLD_KINDS: Final = frozenset({"workload-aware", "token-type-aware"})
+"""Those."""
 LIMIT: Final[MakePolicy] = Belady

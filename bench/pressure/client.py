@@ -75,7 +75,7 @@ class Engine:
             self.counts["corrupt"] += loaded.corrupt_blocks
             self.counts["lost"] += loaded.lost_blocks
         stored = self._cache.store(tokens, expected[blocks:], first_block=blocks, session=session)
-        self._client.close_session(session, archive=self._random.random() < ARCHIVE_SHARE)
+        self._client.complete_session(session, archive=self._random.random() < ARCHIVE_SHARE)
         self.counts["turns"] += 1
         self.counts["wanted"] += PROMPT_BLOCKS
         self.counts["loaded"] += blocks

@@ -7,6 +7,7 @@ whose digests are joined into one byte string. In a hand-over a reader on anothe
 layer, while they are computed.
 """
 
+from enum import StrEnum
 from typing import Annotated, Final, get_args
 
 import msgspec
@@ -129,7 +130,9 @@ class OpenSession(Request, frozen=True, array_like=True, tag=True):
     parent: str = ""
     """Session that this one forks from; its blocks are shared, not copied."""
     priority: str = ""
-    """Recorded and shown; nothing is ordered by it yet."""
+    """`urgent`, `interactive`, `standard`, `batch` or `background`, as far as the tenant may name it: how long its
+    blocks stay, and how soon they move, beside others of the tenant. Any other name, and none, counts as `standard`; a
+    fork without one has its parent's."""
 
 
 class TouchSession(Request, frozen=True, array_like=True, tag=True):
@@ -137,11 +140,12 @@ class TouchSession(Request, frozen=True, array_like=True, tag=True):
 
     session: str
     state: str
-    """`decoding`, `idle` or `tool`."""
+    """`decoding`, `idle`, or `tool`: idle until a tool has answered."""
     urgency: int = 0
     """0 none to 100 now."""
     expected_return_s: Seconds = 0.0
-    """Seconds until the next turn; 0 when unknown."""
+    """Seconds until the next turn; 0 when unknown, which is the pool's `retention.toolGapSeconds` for `tool`. Less than
+    0: it has passed, and nothing is changed."""
 
 
 class CloseSession(Request, frozen=True, array_like=True, tag=True):
@@ -155,6 +159,16 @@ class CloseSession(Request, frozen=True, array_like=True, tag=True):
     archive: bool = True
     deadline_s: Seconds = 0.0
     """How long to wait for the archive before answering; it goes on after that."""
+
+
+class Retain(Request, frozen=True, array_like=True, tag=True):
+    """Keep an idle session from counting as finished, and its blocks expected back, for `for_s` seconds from now.
+
+    Like `Drop` only for agents that name it in `Granted.verbs`. Counts 1, or 0 for an unknown session.
+    """
+
+    session: str
+    for_s: Seconds
 
 
 class Lookup(Request, frozen=True, array_like=True, tag=True):
@@ -266,7 +280,7 @@ class Touch(Request, frozen=True, array_like=True, tag=True):
 
 
 class ReportEngine(Request, frozen=True, array_like=True, tag=True):
-    """Tell how fast the engine computes and how much waits: loads are weighed against it. Again every 10 s or so.
+    """Report how fast the engine computes and how much waits: loads are weighed against it. Again every 10 s or so.
 
     Like `Drop` only for agents that name it in `Granted.verbs`. Counts 1; forgotten 30 s later.
     """
@@ -288,6 +302,28 @@ class Drop(Request, frozen=True, array_like=True, tag=True):
 
     scope: str
     digests: bytes
+
+
+class Demote(Request, frozen=True, array_like=True, tag=True):
+    """Copy blocks of the tenant's own scope to a slower tier soon, and let their memory be the next that is given away.
+
+    In chain order; what somebody holds stays, and so does what another chain or session continues. Counts the blocks.
+    Like `Drop` only for agents that name it in `Granted.verbs`.
+    """
+
+    scope: str
+    digests: bytes
+
+
+class Fetch(Request, frozen=True, array_like=True, tag=True):
+    """Like `Prefetch`, of blocks wherever they are: from other nodes as well. Answered once these are known.
+
+    Like `Drop` only for agents that name it in `Granted.verbs`.
+    """
+
+    scope: str
+    digests: bytes
+    session: str = ""
 
 
 class Stats(Request, frozen=True, array_like=True, tag=True):
@@ -362,10 +398,27 @@ class Granted(Reply, frozen=True, array_like=True, tag=True):
     """Verbs that this agent knows and earlier ones of the same protocol do not; those end the connection on them."""
 
 
+class Outcome(StrEnum):
+    """What became of a hint."""
+
+    ACCEPTED = "accepted"
+    PARTIAL = "partial"
+    """Of a part of it: `count` says of how many blocks; or a session ends and is not archived."""
+    REFUSED = "refused"
+    """A policy, a right or the state of the blocks stands against it; nothing was changed."""
+    EXPIRED = "expired"
+    """Its time had passed when it came; nothing was changed."""
+    UNKNOWN = "unknown"
+    """The agent knows neither the session nor any of the blocks, or does not know the hint, or is away."""
+
+
 class Done(Reply, frozen=True, array_like=True, tag=True):
     """Answer of verbs that only succeed; `count` is on how many items."""
 
     count: int = 0
+    outcome: str = ""
+    """Of a hint (`TouchSession`, `CloseSession`, `Retain`, `Pin`, `Prefetch`, `Fetch`, `Demote`): `accepted`,
+    `partial`, `refused`, `expired` or `unknown`. Empty from agents that came before it."""
 
 
 class Found(Reply, frozen=True, array_like=True, tag=True):
@@ -469,17 +522,18 @@ class Failed(Reply, frozen=True, array_like=True, tag=True):
 AnyRequest = (
     Hello | Attach | Scopes | OpenSession | TouchSession | CloseSession | Lookup | CountLoad | Acquire | Release
     | Reserve | Publish | Abandon | Prefetch | Pin | Unpin | Stats | Explain | Advance | Arrive
-    | Touch | Drop | ReportEngine | WhyMiss | RouteHint
+    | Touch | Drop | ReportEngine | Retain | Demote | Fetch | WhyMiss | RouteHint
 )  # fmt: skip
 AnyReply = Welcome | Granted | Done | Found | Acquired | Reserved | Published | Text | Failed | Arrived
 REPLIES: Final[dict[type[Request], type[Reply]]] = {
     Hello: Welcome, Attach: Granted, Scopes: Granted, OpenSession: Done, TouchSession: Done, CloseSession: Done,
     Lookup: Found, CountLoad: Done, Acquire: Acquired, Release: Done, Reserve: Reserved, Publish: Published,
     Abandon: Done, Prefetch: Done, Pin: Done, Unpin: Done, Touch: Done, Drop: Found, Stats: Text, Explain: Text,
-    Advance: Done, Arrive: Arrived, ReportEngine: Done, WhyMiss: Text, RouteHint: Text,
+    Advance: Done, Arrive: Arrived, ReportEngine: Done, Retain: Done, Demote: Done, Fetch: Done, WhyMiss: Text,
+    RouteHint: Text,
 }  # fmt: skip
 """What each request is answered with, or with `Failed`."""
-LATER_VERBS: Final = (Touch.__name__, Drop.__name__, ReportEngine.__name__, WhyMiss.__name__, RouteHint.__name__)
+LATER_VERBS: Final = tuple(v.__name__ for v in (Touch, Drop, ReportEngine, Retain, Demote, Fetch, WhyMiss, RouteHint))
 """Verbs that came after the first agents of this protocol version."""
 GRANTING: Final = (Acquired, Reserved)
 """Replies that may bring extents, with descriptors beside them."""
@@ -493,6 +547,13 @@ _LIMITED: Final = {
 def limits_of(kind: type[Message]) -> tuple[tuple[str, int], ...]:
     """Fields of a request whose lengths have limits, with these; of other messages none."""
     return _LIMITED.get(kind, ())
+
+
+def outcome_of(count: int, wanted: int) -> Outcome:
+    """Outcome of a hint that was carried out for so many of the blocks that it names, in so far as any are known."""
+    if count >= wanted:
+        return Outcome.ACCEPTED
+    return Outcome.PARTIAL if count else Outcome.UNKNOWN
 
 
 _encoder: Final = msgspec.msgpack.Encoder()

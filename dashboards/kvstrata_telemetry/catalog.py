@@ -114,6 +114,16 @@ AGENT: Final = (
         "Answers with less than was asked for because the path to the rest is congested; they carry for how long.",
         ("pool", "node", "verb"),
     ),
+    Metric(
+        "kvstrata_hints_total", Kind.COUNTER,
+        "Hints of engines by what became of them: accepted, partial, refused, expired or unknown.",
+        ("pool", "node", "hint", "outcome"),
+    ),
+    Metric(
+        "kvstrata_prefetched_blocks_total", Kind.COUNTER,
+        "Blocks brought up before anybody asked: useful (up when asked for), late (on their way) or wasted (gone).",
+        ("pool", "node", "outcome"),
+    ),
     Metric("kvstrata_stored_ratio", Kind.GAUGE, "Raw bytes per stored byte since start.", ("pool", "node", "tier")),
     Metric(
         "kvstrata_codec_planes_total", Kind.COUNTER,

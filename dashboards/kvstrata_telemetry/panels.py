@@ -241,6 +241,16 @@ SLOW: Final = Row("Is it slow?", (
         "Busy answers", "Clients got less than they asked for because the path to the rest is congested.", Form.LINES,
         Unit.PER_SECOND, (Query(rate("kvstrata_busy_answers_total", "verb"), "{{verb}}"),), CALM, 8,
     ),
+    Panel(
+        "Prefetched blocks", "Late: still on their way when asked for. Wasted: gone before anybody asked.",
+        Form.STACK, Unit.PER_SECOND,
+        (Query(rate("kvstrata_prefetched_blocks_total", "outcome"), "{{outcome}}"),), CALM, 12,
+    ),
+    Panel(
+        "Hints of engines", "What became of them. Mostly unknown: sessions or blocks are on another node, or gone.",
+        Form.STACK, Unit.PER_SECOND,
+        (Query(rate("kvstrata_hints_total", "hint, outcome"), "{{hint}} {{outcome}}"),), CALM, 12,
+    ),
 ))  # fmt: skip
 
 NODES: Final = Row("Do nodes help each other?", (

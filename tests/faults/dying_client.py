@@ -32,6 +32,9 @@ VERBS: Final[dict[str, Ask]] = {
     "pin": lambda e, _l, _r: wire.Pin(e.next_id(), e.scope, _chain(e), PIN_S),
     "unpin": lambda e, _l, _r: wire.Unpin(e.next_id(), e.scope, _chain(e)[:20]),
     "touch": lambda e, _l, _r: wire.Touch(e.next_id(), e.scope, _chain(e)),
+    "retain": lambda e, _l, _r: wire.Retain(e.next_id(), f"parent-{e.seed}", PIN_S),
+    "demote": lambda e, _l, _r: wire.Demote(e.next_id(), e.scope, _chain(e)),
+    "fetch": lambda e, _l, _r: wire.Fetch(e.next_id(), e.scope, _chain(e)),
 }
 BETWEEN: Final = ("slot half filled", "slots filled", "block half copied", "blocks copied", "doing nothing")
 POINTS: Final = (

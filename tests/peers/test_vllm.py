@@ -1,5 +1,6 @@
 """The connector in a real vLLM on a CPU: equal greedy tokens, whatever becomes of the agent."""
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -9,7 +10,11 @@ from typing import Any
 import pytest
 
 from bench.harness.drivers import Driver
+from bench.harness.identity import MODEL, POOL, REVISION
+from kvstrata import Client, Layout, Target
+from kvstrata_api.blocks import BlockKey
 from kvstrata_api.units import MIB
+from support.client.attached import until
 from support.engines import vllm
 from support.engines.agent import Agent
 from support.engines.tiny_model import prompts
@@ -66,6 +71,46 @@ def test_what_one_engine_stored_it_and_the_next_load_also_after_the_agents_death
     again = engine("--block-size", "64").ask("run", prompts=SHARED)
     assert equal(again, wanted) == 50
     assert again["external"] > 3000
+
+
+@pytest.mark.parametrize("version", [NEWEST], indirect=True)
+def test_hints_that_vllms_requests_carry_reach_the_agent(engine: Open, agent: Agent) -> None:
+    driver = engine()
+    layout = Layout(MODEL, REVISION, "fp32", 16, layers=1, kv_heads=1, head_dim=64, element_bytes=4)
+    target = Target(agent.socket, POOL, agent.token, layout, timeout_s=30.0)
+    with Client.attach(target, strict=True, wait_s=60.0) as client:
+
+        def told(session: str) -> dict[str, Any]:
+            found: dict[str, Any] = json.loads(client.explain(session=session))
+            return found
+
+        def holders(session: str) -> set[str]:
+            digests = [bytes.fromhex(head["digest"]) for head in told(session).get("heads", ())]
+            assert client.grants is not None
+            keys = [BlockKey(scope.id, digest) for scope in client.grants.scopes for digest in digests]
+            return {name for key in keys for name in json.loads(client.explain(key=key)).get("held_by", {})}
+
+        prompt = PROMPTS[1]
+        hinted = [
+            {"action_type": "tool_wait", "payload": {"expected_s": 500.0, "urgency": 40}},
+            {"action_type": "retain", "payload": {"for_s": 1000.0}},
+            {"action_type": "pin", "payload": {"ttl_s": 900.0}},
+            {"action_type": "of_another", "payload": {"unknown": 1}},
+        ]
+        driver.ask("converse", session="a", prompt=prompt, actions=hinted)
+        until(lambda: told("a").get("urgency") == 40 and told("a")["retained_s"] > 900.0)
+        assert 300.0 < told("a")["expected_return_s"] <= 500.0
+        driver.ask("converse", session="a", prompt=prompt, actions=hinted)  # Its blocks are stored by now.
+        until(lambda: holders("a") == {"pins"})
+
+        complete = {"action_type": "session_complete", "payload": {"archive": False}}
+        driver.ask("converse", session="a", prompt=prompt, actions=[complete])
+        until(lambda: told("a") == {"state": "absent"})
+
+        params = {"session": "b", "priority": "background", "tool_wait_s": 60, "retain_s": 600}
+        driver.ask("run", prompts=[prompt], hints=params)
+        until(lambda: told("b").get("retained_s", 0.0) > 500.0)
+        assert told("b")["priority_class"] == "background"
 
 
 @matrix

@@ -179,7 +179,7 @@ def test_sessions_of_requests_have_chunks_of_their_own_and_are_archived_when_the
         assert all(len(of_one) == 1 for of_one in ends.values()), f"one chain has one head: {ends}"
         assert ends["a"] != ends["b"]
 
-        assert client.close_session("a", archive=True, wait_s=60.0)
+        assert client.complete_session("a", archive=True, wait_s=60.0).is_archived
         left = {name: json.loads(client.explain(session=name)) for name in asked}
         assert (left["a"]["state"], left["a"]["blocks_not_archived"]) == ("archived", 0)
         assert left["b"]["state"] in ("decoding", "idle")

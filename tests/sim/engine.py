@@ -111,7 +111,10 @@ class Engine:
         if have < len(keys):
             await self._store(keys, have, session)
         if session and self._rng.random() < 0.8:
-            await client.touch_session(session, self._rng.choice(("idle", "tool")), expected_return_s=5.0)
+            if self._rng.random() < 0.5:
+                await client.touch_session(session, "idle", expected_return_s=5.0)
+            else:
+                await client.tool_wait(session, 5.0)
 
     async def _load(self, keys: tuple[BlockKey, ...], session: str) -> int:
         lease_s = self._rng.choice((30.0, 5.0, 1.0))
@@ -205,9 +208,9 @@ class Engine:
         if what == 0:
             await client.fork_session(f"{name}-f{self._rng.randrange(2)}", name)
         elif what == 1:
-            await client.close_session(name, archive=True)
+            await client.complete_session(name, archive=True)
         else:
-            await client.close_session(f"{name}-f{self._rng.randrange(2)}", archive=False)
+            await client.complete_session(f"{name}-f{self._rng.randrange(2)}", archive=False)
 
     async def _pin(self) -> None:
         keys = self._chain()

@@ -85,7 +85,7 @@ def test_an_archived_session_is_the_same_one_after_kill_9(agent: Agent) -> None:
     with agent.client() as client:
         client.open_session("chat", priority="interactive")
         assert put(client, 1, session="chat") == 16
-        assert client.close_session("chat", wait_s=30.0), "archived means: every block survives"
+        assert client.complete_session("chat", wait_s=30.0).is_archived, "archived means: every block survives"
         archived = json.loads(client.explain(session="chat"))
         assert (archived["state"], archived["blocks_not_archived"]) == ("archived", 0)
         client.open_session("draft")

@@ -135,6 +135,8 @@ def test_absent_and_forbidden_scopes_look_the_same(agent: AgentThread) -> None:
             lambda scope: wire.Pin(5, scope, keys, 5.0),
             lambda scope: wire.Unpin(5, scope, keys),
             lambda scope: wire.Drop(5, scope, keys),
+            lambda scope: wire.Demote(5, scope, keys),
+            lambda scope: wire.Fetch(5, scope, keys),
             lambda scope: wire.Explain(5, scope, keys[:20]),
         ):
             forbidden = stranger.ask(request("tenant/a/uid-a/v1"))
@@ -346,8 +348,11 @@ def test_each_request_has_the_answer_that_the_protocol_names(agent: AgentThread)
         wire.Touch(18, scope, keys),
         wire.Drop(19, scope, keys),
         wire.ReportEngine(25, 1000.0),
-        wire.WhyMiss(26, scope, keys),
-        wire.RouteHint(27, scope, keys),
+        wire.WhyMiss(29, scope, keys),
+        wire.RouteHint(30, scope, keys),
+        wire.Retain(26, "s", 60.0),
+        wire.Demote(27, scope, keys),
+        wire.Fetch(28, scope, keys),
         wire.Stats(20),
         wire.Explain(21, scope, keys),
         wire.Advance(22, (99,), 0, (b"c" * 16,)),

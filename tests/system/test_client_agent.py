@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstrata import AsyncClient, AsyncPrefixCache, Dropped, PrefixCache, Published, Target
+from kvstrata import (
+    AsyncClient,
+    AsyncPrefixCache,
+    Dropped,
+    Hinted,
+    Outcome,
+    PrefixCache,
+    Published,
+    Target,
+)
 from kvstrata_agent.cache.load import Acquisition
 from kvstrata_agent.serve.connection import IN_FLIGHT_MAX
 from kvstrata_api import wire
@@ -42,6 +51,8 @@ from support.client.attached import (
 )
 
 pytestmark = pytest.mark.system
+
+ACCEPTED = Hinted(Outcome.ACCEPTED, 1)
 
 
 @pytest.fixture
@@ -112,7 +123,13 @@ def test_every_verb_works(agent: AgentThread) -> None:
         keys = keys_of(client)
         client.open_session("s")
         client.fork_session("t", "s")
-        client.touch_session("s", "tool", urgency=3, expected_return_s=8.0)
+        assert client.touch_session("s", "idle", expected_return_s=60.0) == ACCEPTED
+        assert client.tool_wait("s", 8.0, urgency=3) == client.retain_session("s", 60.0) == ACCEPTED
+        for hinted in (client.tool_wait("none"), client.retain_session("none", 1.0), client.complete_session("none")):
+            assert hinted == Hinted(Outcome.UNKNOWN)
+        assert client.retain_session("s", 0.0) == Hinted(Outcome.EXPIRED)
+        with pytest.raises(InvalidInputError, match="tool_wait"):
+            client.touch_session("s", "tool")
         assert client.report_engine(9000.0, queued_tokens=100, running=2)
         for rate, queued, name in (
             (0.0, 0, "prefill_tokens_per_s"),
@@ -127,16 +144,61 @@ def test_every_verb_works(agent: AgentThread) -> None:
         prefix = client.lookup(keys, session="s")
         assert (prefix.blocks, prefix.state(1), prefix.state(2)) == (2, Lookup.HIT, Lookup.MISS)
         assert prefix.place(0) == ("dram", False)
-        assert client.pin(keys[:2], 5.0) == 2
+        assert client.pin(keys[:2], 5.0) == Hinted(Outcome.ACCEPTED, 2)
         assert client.unpin(keys[:2]) == 2
-        client.prefetch(keys[:2])
+        assert client.prefetch(keys[:2]) == client.fetch(keys[:2]) == Hinted(Outcome.ACCEPTED)
+        assert client.demote(keys[:2]) == Hinted(Outcome.REFUSED), "there is no slower tier"
         with client.acquire(keys) as leases:
             assert [bytes(lease.view) for lease in leases] == [bytes_of(0), bytes_of(1)]
         assert json.loads(client.stats())
         assert json.loads(client.explain(key=keys[0]))
         assert json.loads(client.explain(session="s"))
         client.abandon(client.reserve(keys[2:3], parent=keys[1].digest))
-        client.close_session("s")
+        assert client.complete_session("s").outcome is Outcome.ACCEPTED
+
+
+def test_hints_go_by_tokens_and_say_what_became_of_them(agent: AgentThread) -> None:
+    with attached(agent.socket, strict=True) as mine, attached(agent.socket, "b", strict=True) as other:
+        cache, longer = PrefixCache(mine), np.append(TOKENS, TOKENS)
+        assert cache.pin(TOKENS, 5.0) == cache.demote(TOKENS) == cache.share(TOKENS) == Hinted(Outcome.UNKNOWN)
+        cache.store(TOKENS, content())
+        assert PrefixCache(other).pin(TOKENS, 5.0) == Hinted(Outcome.UNKNOWN), "another tenant's prompt is unknown"
+        assert cache.pin(TOKENS, 5.0) == Hinted(Outcome.ACCEPTED, BLOCKS)
+        assert cache.pin(longer, 5.0) == Hinted(Outcome.PARTIAL, BLOCKS)
+        assert cache.pin(TOKENS, 0.0) == Hinted(Outcome.EXPIRED)
+        assert (cache.unpin(TOKENS), cache.unpin(TOKENS)) == (BLOCKS, 0)
+        assert cache.prefetch(TOKENS) == cache.fetch(TOKENS) == Hinted(Outcome.ACCEPTED)
+        assert cache.share(TOKENS) == Hinted(Outcome.REFUSED), "this tenant shares with nobody"
+
+
+def test_an_agent_that_is_older_or_away_knows_no_hint(agent: AgentThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstrata_agent.serve.authorization.wire.LATER_VERBS", ())
+    client = attached(agent.socket)
+    cache = PrefixCache(client)
+    cache.store(TOKENS, content())
+    client.open_session("s")
+    assert client.retain_session("s", 5.0) == cache.demote(TOKENS) == cache.fetch(TOKENS) == Hinted(Outcome.UNKNOWN)
+    assert cache.pin(TOKENS, 5.0).outcome is Outcome.ACCEPTED, "what it knows goes on"
+    client.close()
+    assert cache.pin(TOKENS, 5.0) == client.tool_wait("s") == client.complete_session("s") == Hinted(Outcome.UNKNOWN)
+
+
+def test_what_a_publisher_stored_for_itself_is_shared_with_its_domain(tmp_path: Path) -> None:
+    callers = FakeAuthenticator(a=caller("a"), joined=member("a", can_write=True), reader=member("b", can_write=False))
+    with AgentThread(tmp_path / "agent.sock", lambda: [dram_tier(1 << 22)], callers) as running:
+        with attached(running.socket, "a", strict=True) as alone:
+            PrefixCache(alone).store(TOKENS, content())
+        with (
+            attached(running.socket, "joined", strict=True) as joined,
+            attached(running.socket, "reader", strict=True) as reader,
+        ):
+            cache, theirs = PrefixCache(joined), PrefixCache(reader)
+            assert theirs.lookup(TOKENS).blocks == 0
+            assert cache.share(TOKENS, blocks_max=3) == Hinted(Outcome.ACCEPTED, 3)
+            assert theirs.lookup(TOKENS).blocks == 3
+            assert cache.share(np.append(TOKENS, TOKENS)) == Hinted(Outcome.PARTIAL, BLOCKS - 3)
+            assert np.array_equal(theirs.load(TOKENS).data, content())
+            assert theirs.share(TOKENS) == Hinted(Outcome.REFUSED)
 
 
 def test_a_prefix_is_touched_and_dropped_by_its_tokens(agent: AgentThread) -> None:
@@ -177,7 +239,15 @@ async def test_the_asyncio_client_does_the_same(agent: AgentThread) -> None:
         cache = AsyncPrefixCache(client)
         stored = await cache.store(TOKENS, content())
         assert (await cache.lookup(TOKENS)).blocks == BLOCKS
-        assert (await cache.touch(TOKENS), await cache.prefetch(TOKENS)) == (BLOCKS, 0), "all are in memory"
+        assert await cache.touch(TOKENS) == BLOCKS
+        assert await cache.prefetch(TOKENS) == await cache.fetch(TOKENS) == Hinted(Outcome.ACCEPTED), "all is in memory"
+        assert await cache.pin(TOKENS, 5.0) == Hinted(Outcome.ACCEPTED, BLOCKS)
+        assert await cache.unpin(TOKENS) == BLOCKS
+        assert (await cache.demote(TOKENS)).outcome is (await cache.share(TOKENS)).outcome is Outcome.REFUSED
+        await client.open_session("s")
+        assert await client.tool_wait("s", 8.0) == await client.retain_session("s", 60.0) == ACCEPTED
+        assert await client.touch_session("s", "idle") == ACCEPTED
+        assert (await client.complete_session("s")).outcome is Outcome.ACCEPTED
         loaded = await cache.load(TOKENS)
         keys = keys_of(client)
         found = await client.lookup(keys)

@@ -290,7 +290,7 @@ def test_a_reader_that_throws_its_session_away_ages_its_own_blocks_and_none_of_t
         cache = PrefixCache(reader)
         cache.load(tokens, session="s")
         cache.store(tokens, rows(tokens)[SHARED_BLOCKS:], first_block=SHARED_BLOCKS, session="s")
-        reader.close_session("s", archive=False)
+        reader.complete_session("s", archive=False)
         index = agent.core.node.index
         used = agent.call(lambda: {(e.scope.split("/")[0], e.used_at_s > 0) for e in index})
 

@@ -117,7 +117,7 @@ async def test_an_erased_tenant_finds_nothing_at_once_and_its_ids_leave_redis(
         with agent.client(team) as client:
             client.open_session("conversation")
             assert put(client, 1, session="conversation") == 16
-            assert await asyncio.to_thread(client.close_session, "conversation", wait_s=30.0), "archived"
+            assert (await asyncio.to_thread(client.complete_session, "conversation", wait_s=30.0)).is_archived
     keys, tag = await asyncio.to_thread(old_keys, agent)
     await until(lambda: any("}b" in k for k in redis.keys(tag)), "nothing was announced")
     await until(lambda: agent.tier("nvme").get("blocks", 0) == 32, "the archive is not told of")

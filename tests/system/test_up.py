@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstrata import Client, PrefixCache
+from kvstrata import Client, Hinted, Outcome, PrefixCache
 from kvstrata_api.errors import ForbiddenError, UnauthenticatedError
 from kvstrata_client.connectors.vllm.engine import parse
 from support.agent.standalone import BLOCKS, POOL, Up, content, declared, pool, tenant, tokens, until
@@ -86,9 +86,9 @@ def test_the_user_who_starts_it_is_served_and_finds_blocks_again_after_a_restart
     with up.client() as client:
         cache = PrefixCache(client)
         assert set(cache.lookup(tokens(1)).sources) == {"nvme"}
-        assert cache.prefetch(tokens(1)) == BLOCKS
+        assert cache.prefetch(tokens(1)) == Hinted(Outcome.ACCEPTED, BLOCKS)
         until(lambda: set(cache.lookup(tokens(1)).sources) == {"dram"})
-        assert (cache.prefetch(tokens(1)), cache.touch(tokens(1))) == (0, BLOCKS)
+        assert (cache.prefetch(tokens(1)).count, cache.touch(tokens(1))) == (0, BLOCKS)
         assert load(client, 1) == BLOCKS
     until(lambda: up.status()["tiers"][1].get("recoveredBlocks") == BLOCKS)
 
@@ -128,7 +128,7 @@ def test_after_kill_9_misses_end_with_the_next_start_also_where_the_disk_is_encr
     with up.client() as client:
         client.open_session("chat")
         assert PrefixCache(client).store(tokens(1), content(1), session="chat").published == BLOCKS
-        assert client.close_session("chat", wait_s=30.0), "archived: every block is on the disk"
+        assert client.complete_session("chat", wait_s=30.0).is_archived, "archived: every block is on the disk"
         up.stop(signal.SIGKILL)
         up.start()
         until(lambda: client.is_attached)

@@ -139,7 +139,7 @@ async def test_archived_sessions_come_up_after_a_restart(fleet: Fleet) -> None:
     with first.client() as client:
         client.open_session("conversation")
         assert put(client, 5, session="conversation") == 16
-        assert await asyncio.to_thread(client.close_session, "conversation", wait_s=30.0), "archived"
+        assert (await asyncio.to_thread(client.complete_session, "conversation", wait_s=30.0)).is_archived
     await asyncio.to_thread(first.stop, signal.SIGTERM)
     await asyncio.to_thread(first.start)
     name = warm(fleet, "archive", first, archivedSessions=True, maxBytes="8Mi")

@@ -45,6 +45,8 @@ VERBS: Final[dict[str, Asked]] = {
     "unpin": lambda s, k: wire.Unpin(1, s, k),
     "touch": lambda s, k: wire.Touch(1, s, k),
     "drop": lambda s, k: wire.Drop(1, s, k),
+    "demote": lambda s, k: wire.Demote(1, s, k),
+    "fetch": lambda s, k: wire.Fetch(1, s, k),
     "explain": lambda s, k: wire.Explain(1, s, k[:20]),
     "why_miss": lambda s, k: wire.WhyMiss(1, s, k),
     "route_hint": lambda s, k: wire.RouteHint(1, s, k),
@@ -52,6 +54,7 @@ VERBS: Final[dict[str, Asked]] = {
 SESSION: Final = "chat of a"
 SESSIONS: Final[dict[str, Callable[[str], wire.AnyRequest]]] = {
     "touch": lambda name: wire.TouchSession(1, name, "idle"),
+    "retain": lambda name: wire.Retain(1, name, 60.0),
     "close": lambda name: wire.CloseSession(1, name),
     "explain_session": lambda name: wire.Explain(1, session=name),
 }

@@ -253,6 +253,8 @@ def _requests(owned: dict[ScopeId, bytes]) -> Iterator[tuple[Any, ...]]:
         yield wire.Unpin, scope, (digests,)
         yield wire.Touch, scope, (digests,)
         yield wire.Drop, scope, (digests,)
+        yield wire.Demote, scope, (digests,)
+        yield wire.Fetch, scope, (digests,)
         yield wire.Explain, scope, (digests[:KEY_BYTES],)
         yield wire.WhyMiss, scope, (digests,)
         yield wire.RouteHint, scope, (digests,)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
+from kvstrata_agent.policy.priority import PriorityClass
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -51,6 +53,8 @@ class Entry(msgspec.Struct, eq=False):
     """Keys of all sessions whose head this is."""
     mark: int = 0
     """What is known of its uses, see `policy.expected_reuse`."""
+    priority: PriorityClass = PriorityClass.STANDARD
+    """Of the session that used it last. `Index.rank` alone changes it: victims are queued by it."""
     move: asyncio.Future[bool] | None = None
     """Set while a copy of the block is being made; done with True when it was."""
 

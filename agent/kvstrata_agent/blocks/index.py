@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvstrata_agent.blocks.tier import Tier
+    from kvstrata_agent.policy.priority import PriorityClass
     from kvstrata_api.blocks import BlockKey, LayoutId
 
 IN_USE_MAX: Final = 16_384
@@ -98,6 +99,14 @@ class Index:
         while parent is not None:
             yield parent
             parent = self.parent(parent)
+
+    def rank(self, entry: Entry, priority: PriorityClass) -> None:
+        """Give a block a class, by which it is queued among the possible victims."""
+        contents = (self.contents(residence.tier) for residence in entry.residences)
+        queued = [queues for queues in contents if queues.withdraw(entry)]
+        entry.priority = priority
+        for queues in queued:
+            queues.offer(entry)
 
     def unpack(self, number: int) -> Entry:
         """Make the entry of a row again."""

@@ -15,6 +15,7 @@ from kvstrata_agent.blocks.block import GONE, Entry, Residence
 from kvstrata_agent.blocks.handovers import GrowthTable
 from kvstrata_agent.blocks.history import Decision, Event, History, What
 from kvstrata_agent.blocks.leases import Lease, LeaseTable
+from kvstrata_agent.blocks.prefetches import Prefetches
 from kvstrata_agent.blocks.reservations import Reservation, ReservationTable
 from kvstrata_agent.blocks.returns import Returns
 from kvstrata_agent.blocks.sessions import SessionState, SessionTable
@@ -24,6 +25,7 @@ from kvstrata_agent.blocks.tier import WRITE_PAUSE_S, Tier
 from kvstrata_agent.codec.base import RAW, RAW_AFTER_LOSS
 from kvstrata_agent.policy.eviction import excess_bytes
 from kvstrata_agent.policy.placement import by_reuse_interval, next_lower
+from kvstrata_agent.policy.priority import class_of
 from kvstrata_kube.signal import Signal
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.backends.base import SlotRef
     from kvstrata_agent.blocks.index import Index
     from kvstrata_agent.blocks.restore import Restoring
+    from kvstrata_agent.blocks.sessions import Session
     from kvstrata_agent.blocks.tier import SlotRequest
     from kvstrata_agent.blocks.tier_contents import TierContents
     from kvstrata_agent.policy.placement import Placement
@@ -110,7 +113,7 @@ class Node:
     sessions: SessionTable = field(default_factory=SessionTable)
     tenants: TenantBook = field(default_factory=TenantBook)
     engines: dict[str, dict[int, EngineLoad]] = field(default_factory=dict)
-    """What engines have told of themselves, by tenant and connection."""
+    """What engines have reported of themselves, by tenant and connection; no tenant without a connection that did."""
     wall: Callable[[], float] = time.time
     """Unix seconds, the only time that outlives a process."""
     returns: Returns = field(init=False)
@@ -119,6 +122,8 @@ class Node:
     """Why blocks are not here any more."""
     signs: Signs = field(init=False)
     """Whether the cache brings anything."""
+    prefetches: Prefetches = field(init=False)
+    """What was brought up before anybody asked for it."""
     started_s: float = field(init=False)
     """Monotonic second of the start: nobody knows when blocks of an earlier run were used before it."""
     block_bytes: int = 0
@@ -138,6 +143,7 @@ class Node:
         self.started_s = self.clock()
         self.returns = Returns(self)
         self.signs = Signs(self.clock, self.history, self.counters)
+        self.prefetches = Prefetches(self.counters)
 
     @property
     def agent(self) -> str:
@@ -180,6 +186,15 @@ class Node:
         self.drained_tiers = frozenset(names)
         for tier in self.tiers:
             tier.drain(is_wanted=tier.name in self.drained_tiers)
+
+    def used_by(self, session: Session | None, entries: Iterable[Entry | None]) -> None:
+        """Give blocks the priority class of the session that uses them; a use without one leaves it as it is."""
+        if session is None:
+            return
+        priority = class_of(session.priority)
+        for entry in entries:
+            if entry is not None and entry.priority is not priority:
+                self.index.rank(entry, priority)
 
     def placement_below(self, level: int, *, must_survive: bool) -> Placement:
         """Where a block goes that leaves a tier of that level; see `policy.placement.next_lower`."""
@@ -283,6 +298,8 @@ class Node:
         was_best = entry.residences[0].tier is tier
         parent = self._nearest_resident_ancestor(entry) if entry.followers else None
         gone = self.index.remove(entry, tier)
+        if tier is self.entry_tier:
+            self.prefetches.left(entry)
         if entry.level == GONE and entry.followers:
             self.sessions.lost(entry, parent)
         if was_best:
@@ -393,8 +410,10 @@ class Node:
         leases = self.end_leases(self.leases.end_owner(owner))
         reservations = self.abandon(self.reservations.take_owner(owner), "its writer disconnected")
         self.pins.end_owner(owner)
-        for told in self.engines.values():
-            told.pop(owner, None)
+        for tenant, reported in tuple(self.engines.items()):
+            reported.pop(owner, None)
+            if not reported:
+                del self.engines[tenant]
         self.sessions.end_owner(owner)
         self.changed.fire()
         if leases:

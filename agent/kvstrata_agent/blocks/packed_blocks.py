@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from kvstrata_agent.blocks.block import TIERS_MAX
+from kvstrata_agent.policy.priority import PriorityClass
 from kvstrata_api.blocks import KEY_BYTES, unpack_digests
 from kvstrata_api.checksum import CHECKSUM_BYTES
 
@@ -69,6 +70,7 @@ class PackedKind(NamedTuple):
     slot_bytes: int
     is_root: bool
     """The block continues none."""
+    priority: PriorityClass = PriorityClass.STANDARD
 
 
 class PackedBlock(NamedTuple):

@@ -10,6 +10,8 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstrata_agent.policy.expected_reuse import UNMARKED, ExpectedReuse, RequestFacts, Return
+from kvstrata_agent.policy.prefetch import LEAD_S
+from kvstrata_agent.policy.priority import PriorityClass, felt_use_s
 from kvstrata_agent.policy.reuse_curve import SAME_USE_S
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ TRUST: Final = 0.5
 """Chance that an engine's word on a return comes true. What it means for whole classes of requests is learned."""
 
 Worth = tuple[float, float, float]
-"""Uses for each second held; then last use and birth, by which equals leave in the order of age."""
+"""Uses for each second held, times the factor of the priority class; then last use, as that factor has it felt, and
+birth, by which equals leave in the order of age."""
 
 
 class _Marks:
@@ -110,7 +113,7 @@ class Returns:
             return
         self._marks.within(scope)
         facts = RequestFacts() if session is None else RequestFacts(kind=session.priority, session=session.key)
-        self._reuse.begin(digests, [1] * len(digests), facts, now_s)
+        self._reuse.begin(digests, None, facts, now_s)
 
     def loaded(self, scope: ScopeId, session: Session | None, digests: Sequence[bytes]) -> None:
         """Blocks are asked for to be read: part of a use that a lookup has begun, or else a use of their own."""
@@ -143,10 +146,10 @@ class Returns:
             self._reuse.cut(before.digest)
 
     def expect(self, session: Session, return_s: float | None) -> None:
-        """An engine tells when a session comes back; None for never."""
-        told = Return.COMPLETE if return_s is None else Return.SOON if return_s <= SOON_S else Return.LATER
+        """An engine reports when a session comes back; None for never."""
+        reported = Return.COMPLETE if return_s is None else Return.SOON if return_s <= SOON_S else Return.LATER
         for head in session.heads:
-            self._reuse.expect(head.digest, head.mark, told)
+            self._reuse.expect(head.digest, head.mark, reported)
 
     def worth(self, entry: Entry) -> Worth:
         """What a block is worth; the least goes first."""
@@ -160,8 +163,11 @@ class Returns:
         else:
             worth = self._reuse.times.overall(idle_s)
         if entry.followers:
-            worth = max(worth, self._told(entry.followers, now_s))
-        return worth, used_at_s, entry.born_s
+            worth = max(worth, self._reported(entry.followers, now_s))
+        priority = entry.priority
+        if priority is PriorityClass.STANDARD:
+            return worth, used_at_s, entry.born_s
+        return worth * priority.factor, felt_use_s(used_at_s, now_s, priority), entry.born_s
 
     def chance(self, entry: Entry, within_s: float) -> float:
         """Probability that a block is used again within so many seconds."""
@@ -171,25 +177,26 @@ class Returns:
     def explain(self, entry: Entry) -> dict[str, Any]:
         """Why a block leaves before others or after them."""
         policy = self._node.spec.policy.eviction.type
+        known = {"policy": policy, "priority_class": entry.priority.name.lower(), "factor": entry.priority.factor}
         if not self.are_followed:
-            return {"policy": policy, "reason": "the least recently used leaf leaves first"}
-        uses_per_s, *_ = self.worth(entry)
-        if uses_per_s == SET_BACK:
-            return {
-                "policy": policy,
-                "reason": "first to leave: will not be used again, or is of an earlier run",
-            }
-        return {"policy": policy, "uses_per_s": uses_per_s, **self._reuse.explain(entry.digest, entry.mark)}
+            return known | {"reason": "the least recently used leaf leaves first, its idle time divided by the factor"}
+        worth, *_ = self.worth(entry)
+        if worth == SET_BACK:
+            return known | {"reason": "first to leave: will not be used again, or is of an earlier run"}
+        uses_per_s = worth / entry.priority.factor
+        return known | {"worth": worth, "uses_per_s": uses_per_s} | self._reuse.explain(entry.digest, entry.mark)
 
-    def _told(self, followers: Iterable[tuple[str, str]], now_s: float) -> float:
+    def _reported(self, followers: Iterable[tuple[str, str]], now_s: float) -> float:
         """What engines' words on the return of sessions make a head worth; words expire with the return."""
         worth = 0.0
         for tenant, name in followers:
             session = self._node.sessions.find(tenant, name)
             if session is None:
                 continue
-            if session.returns_at_s > now_s:
-                worth = max(worth, TRUST / (session.returns_at_s - now_s))
+            if session.returns_at_s + session.doubt_s > now_s:
+                worth = max(worth, TRUST / max(LEAD_S, session.returns_at_s - now_s))
+            elif session.retained_until_s > now_s:
+                worth = max(worth, TRUST / (session.retained_until_s - now_s))
             elif session.urgency_at(now_s) > 0:
                 worth = max(worth, TRUST / (session.urgent_until_s - now_s))
         return worth

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.blocks.block import TIERS_MAX, Entry, Residence, account_of
 from kvstrata_agent.blocks.packed_blocks import PackedBlock, PackedKind
+from kvstrata_agent.policy.priority import PriorityClass
 from kvstrata_api.blocks import BlockKey, unpack_digests
 
 if TYPE_CHECKING:
@@ -239,7 +240,7 @@ class Blocks:
         copy = Residence(kind.tier, SlotRef(row.extent, row.offset, kind.slot_bytes, row.stamp), record)
         entry = Entry(
             kind.scope, row.digest, row.parent, kind.layout_id, row.born_s, row.used_at_s, kind.tenant, (copy,),
-            kind.tier.level, mark=row.mark,
+            kind.tier.level, mark=row.mark, priority=kind.priority,
         )  # fmt: skip
         self.in_use[row.digest] = entry
         if any(row.counts):
@@ -260,7 +261,7 @@ class Blocks:
             return False
         self._packing.contents(copy.tier).withdraw(entry)
         use = entry.born_s, entry.used_at_s, entry.mark
-        row = packed_of(copy, entry.tenant, entry.parent, use, tuple(counts))
+        row = packed_of(copy, entry.tenant, entry.parent, use, tuple(counts), entry.priority)
         if row is None or not row.fits or sys.getrefcount(entry) > _REFERENCES:
             return False
         del self.in_use[entry.digest], self.children[entry.digest]
@@ -286,17 +287,22 @@ def _each(in_use: Iterable[bytes], packed: Iterable[bytes]) -> Iterator[bytes]:
     return chain(in_use, chain.from_iterable(map(unpack_digests, packed)))
 
 
-def kind_of(copy: Residence, tenant: str) -> PackedKind:
+def kind_of(copy: Residence, tenant: str, priority: PriorityClass = PriorityClass.STANDARD) -> PackedKind:
     """What a block with this copy has in common with many others."""
     tier, slot, record = copy
     return PackedKind(
         record.key.scope, record.layout_id, tenant, tier, record.codec, record.epoch, record.raw_bytes,
-        slot.size_bytes, not record.parent,
+        slot.size_bytes, not record.parent, priority,
     )  # fmt: skip
 
 
 def packed_of(
-    copy: Residence, tenant: str, parent: bytes, use: tuple[float, float, int], counts: tuple[int, ...]
+    copy: Residence,
+    tenant: str,
+    parent: bytes,
+    use: tuple[float, float, int],
+    counts: tuple[int, ...],
+    priority: PriorityClass = PriorityClass.STANDARD,
 ) -> PackedBlock | None:
     """The row of a block with just this copy; None where its record names another parent than the block has.
 
@@ -307,6 +313,6 @@ def packed_of(
     if record.parent != parent:
         return None
     return PackedBlock(
-        kind_of(copy, tenant), record.key.digest, parent, record.checksum, born_s, used_at_s, slot.stamp, slot.offset,
-        slot.extent, record.stored_bytes, counts, mark,
+        kind_of(copy, tenant, priority), record.key.digest, parent, record.checksum, born_s, used_at_s, slot.stamp,
+        slot.offset, slot.extent, record.stored_bytes, counts, mark,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
+from kvstrata_agent.policy.prefetch import doubt_s
 from kvstrata_agent.policy.quota import FairOrder
 from kvstrata_api.errors import InvalidInputError
 
@@ -69,6 +70,10 @@ class Session:
     """Monotonic second at which the urgency is over."""
     returns_at_s: float = 0.0
     """Monotonic second of the expected return; 0 when unknown."""
+    doubt_s: float = 0.0
+    """How much sooner or later it may be back than that."""
+    retained_until_s: float = 0.0
+    """Monotonic second until which it is not finished, however idle; 0 where nobody asked for that."""
     touched_at_s: float = 0.0
     heads: OrderedDict[Entry, None] = field(default_factory=OrderedDict)
     secret: ScopeSecret | None = None
@@ -162,14 +167,15 @@ class SessionTable:
         return self._sessions.get((tenant, name))
 
     def open(self, tenant: str, name: str, owner: int, now_s: float, parent: str = "", priority: str = "") -> Session:
-        """Start a session, or revive the one of that name; a fork starts with the heads of its parent.
+        """Start a session, or revive the one of that name; a fork has its parent's heads and, by default, priority.
 
         Raises `InvalidInputError` when there are too many and none may be forgotten.
         """
         session = self.find(tenant, name)
         if session is None:
-            session = Session(tenant, name, parent=parent, priority=priority, is_changed=True)
             origin = self.find(tenant, parent) if parent else None
+            priority = priority or (origin.priority if origin is not None else "")
+            session = Session(tenant, name, parent=parent, priority=priority, is_changed=True)
             for head in origin.heads if origin is not None else ():
                 session.add_head(head)
             if not self._add(session):
@@ -211,6 +217,7 @@ class SessionTable:
             session.turns += 1
         session.urgency = urgency
         session.returns_at_s = now_s + return_s if return_s > 0 else 0.0
+        session.doubt_s = doubt_s(return_s) if return_s > 0 else 0.0
         session.urgent_until_s = max(now_s, session.returns_at_s) + URGENCY_S
         session.is_changed = True
         session.enter(state)
@@ -254,14 +261,14 @@ class SessionTable:
     def sweep(self, now_s: float, idle_s: float = float("inf")) -> list[Session]:
         """Turn decoding sessions idle that nobody touched for `GUARD_S`; returns idle ones that are finished.
 
-        Finished is a session that is idle for `idle_s` after its last touch and after its expected return.
+        Finished is a session that is idle for `idle_s` after its last touch and its expected return, and not retained.
         """
         finished: list[Session] = []
         for session in self._sessions.values():
             quiet_s = now_s - max(session.touched_at_s, session.returns_at_s)
             if session.state is SessionState.DECODING and now_s - session.touched_at_s >= GUARD_S:
                 session.enter(SessionState.IDLE)
-            elif session.state is SessionState.IDLE and quiet_s >= idle_s:
+            elif session.state is SessionState.IDLE and quiet_s >= idle_s and now_s >= session.retained_until_s:
                 finished.append(session)
         return finished
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.packed_blocks import PackedTable
     from kvstrata_agent.blocks.tier import Tier
+    from kvstrata_agent.policy.priority import PriorityClass
     from kvstrata_api.blocks import ScopeId
 
 
@@ -213,8 +214,8 @@ class TierContents:
         self.blocks = 0
         self.extents: dict[int, ExtentBlocks] = {}
         """Blocks by extent; extents without any are absent."""
-        self.queues: dict[tuple[ScopeId, str], LeafQueue[Entry]] = {}
-        """Possible victims by scope and account."""
+        self.queues: dict[tuple[ScopeId, str, PriorityClass], LeafQueue[Entry]] = {}
+        """Possible victims by scope, account and priority class."""
 
     @property
     def has_held(self) -> bool:
@@ -271,18 +272,20 @@ class TierContents:
         self.blocks -= 1
         self.withdraw(entry)
 
-    def withdraw(self, entry: Entry) -> None:
-        """Take a block out of the possible victims, if it is one of them."""
-        key = (entry.scope, entry.tenant)
+    def withdraw(self, entry: Entry) -> bool:
+        """Take a block out of the possible victims; false when it is none of them."""
+        key = (entry.scope, entry.tenant, entry.priority)
         queue = self.queues.get(key)
-        if queue is not None:
-            queue.discard(entry)
-            if not queue:
-                del self.queues[key]
+        if queue is None:
+            return False
+        was_queued = queue.discard(entry)
+        if not queue:
+            del self.queues[key]
+        return was_queued
 
     def offer(self, entry: Entry) -> None:
         """Put a block among the possible victims; whether it is one is checked when it comes up."""
-        key = (entry.scope, entry.tenant)
+        key = (entry.scope, entry.tenant, entry.priority)
         queue = self.queues.get(key)
         if queue is None:
             queue = self.queues[key] = LeafQueue()
@@ -290,7 +293,7 @@ class TierContents:
 
     def age(self, entry: Entry) -> None:
         """Bring a block, whose last use was set back, to the front of the possible victims, if it is one of them."""
-        queue = self.queues.get((entry.scope, entry.tenant))
+        queue = self.queues.get((entry.scope, entry.tenant, entry.priority))
         if queue is not None and queue.discard(entry):
             queue.push(entry)
 

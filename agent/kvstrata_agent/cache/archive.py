@@ -150,6 +150,16 @@ class Archiver:
             own.append(entry)
         return own
 
+    def demotable(self, chain: Sequence[Entry]) -> list[Entry]:
+        """Blocks at the end of a chain that nobody holds and nothing else continues, the last one first."""
+        own: list[Entry] = []
+        for entry in reversed(chain):
+            is_continued = self._node.index.blockers(entry, TIERS_MAX - 1) > bool(own)
+            if not entry.residences or entry.is_held or is_continued or (own and entry.digest != own[-1].parent):
+                break
+            own.append(entry)
+        return own
+
     async def run(self) -> None:
         """Work the queues off until cancelled."""
         while True:

@@ -18,6 +18,7 @@ from kvstrata_agent.cache.session_lifecycle import SessionLife
 from kvstrata_agent.cache.store import Writer
 from kvstrata_agent.cache.tenant_lifecycle import Tenancy
 from kvstrata_agent.movement.mover import Mover
+from kvstrata_agent.movement.path import Priority
 from kvstrata_api.tiers import Lookup
 
 if TYPE_CHECKING:
@@ -80,6 +81,14 @@ class Cache:
         """Give reservations back unfilled; returns how many there were."""
         return self.node.abandon(r for r in self.node.reservations.take(owner, reservations) if r is not None)
 
+    def demote(self, place: RequestContext, digests: Sequence[bytes]) -> tuple[int, int]:
+        """Have blocks copied to a slower tier, and leave memory first; returns how many, and how many are here."""
+        here = [e for e in self.reader.lookup_now(place, digests) if e is not None and e.residences]
+        has_lower = self.node.entry_tier is not None and not self.node.is_lowest(self.node.entry_tier)
+        going = self.archiver.demotable(here) if has_lower else []
+        self.archiver.demote_soon(going, Priority.DEMOTE)
+        return len(going), len(here)
+
     def pin(self, place: RequestContext, digests: Sequence[bytes], expires_s: float) -> int:
         """Keep blocks that are in memory there for `expires_s` seconds; a second pin renews the first."""
         self.unpin(place, digests)
@@ -104,6 +113,7 @@ class Cache:
         """
         here = [e for e in self.reader.lookup_now(place, digests) if e is not None and e.residences]
         now_s = self.node.clock()
+        self.node.used_by(place.session, here)
         self.node.returns.asked(place.scope, place.session, digests)
         for entry in here:
             entry.used_at_s = now_s

@@ -166,7 +166,8 @@ class Evictor:
     async def _evict_from(self, request: SlotRequest, account: AccountUsage, extents: int, attempt: int) -> bool:
         """Evict from one account for a slot: from the writer's own blocks in the same scope, or by whole extents."""
         tier, is_own = request.tier, account.tenant == request.tenant
-        if is_own and (request.scope, request.tenant) in self._node.contents(tier).queues and attempt % 2 == 0:
+        queues = self._node.contents(tier).queues
+        if is_own and attempt % 2 == 0 and any(key[:2] == (request.scope, request.tenant) for key in queues):
             need_bytes = min(request.batch_bytes, tier.backend.capacity_bytes // BATCH_PARTS)
             need_bytes = max(request.size_bytes, need_bytes)
             eviction = EvictionRequest(need_bytes, "room", tenant=request.tenant, scope=request.scope)
@@ -303,7 +304,7 @@ class Evictor:
     async def _evict(self, tier: Tier, request: EvictionRequest) -> int:
         """Plan and carry out: copies first, all at once; then the sources go, children before parents."""
         returns = self._node.returns if self._node.returns.are_followed else None
-        candidates = TierCandidates(self._node.index, tier, request, returns)
+        candidates = TierCandidates(self._node.index, tier, request, self._node.clock(), returns)
         plan = plan_eviction(candidates, request.need_bytes, request.most_bytes)
         try:
             leaving = self._leaving(candidates, tier, request.reason)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
+from kvstrata_agent.blocks.returns import SET_BACK
 from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.expected_reuse import UNMARKED, Victims
+from kvstrata_agent.policy.priority import felt_use_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,14 +58,19 @@ class EvictionRequest:
 class TierCandidates:
     """Implements `policy.eviction.Candidates` over the part of a tier that a request names.
 
-    With `returns` the least worth goes first, of a sample; without, the least recently used.
+    With `returns` the least worth goes first, of a sample; without, the least recently used, where the time since then
+    counts by the factor of a block's priority class.
     """
 
-    def __init__(self, index: Index, tier: Tier, request: EvictionRequest, returns: Returns | None = None) -> None:
+    def __init__(
+        self, index: Index, tier: Tier, request: EvictionRequest, now_s: float, returns: Returns | None = None
+    ) -> None:
+        """Judge by the clock's `now_s`."""
         self._index = index
         self._tier = tier
         self._contents = index.contents(tier)
         self._extents = request.extents
+        self._now_s = now_s
         self._tenant = request.tenant
         self._keys = dict.fromkeys(
             key for key in self._contents.queues if request.scope in (None, key[0]) and request.tenant in (None, key[1])
@@ -74,6 +81,8 @@ class TierCandidates:
         self._has_drawn = False
         self.worths: dict[Entry, float] = {}
         """Uses for each second held of what was taken, where the least worth goes first."""
+        self._may_have_aged = True
+        """False once no leaf is left that goes before all others; then the sample decides."""
         self._run = UNMARKED
         """Mark of the block that was taken last."""
         self._victims: Victims[Entry, Worth] = Victims(self._draw, self._is_queued)
@@ -90,9 +99,10 @@ class TierCandidates:
         if block.residence(self._tier) is not None:
             self._pushed.add(block)
             self._contents.offer(block)
-            self._keys[block.scope, block.tenant] = None
+            self._keys[block.scope, block.tenant, block.priority] = None
             if self._returns is not None:
                 self._victims.offer(block, self._returns.worth(block))
+                self._may_have_aged = self._may_have_aged or block.used_at_s <= 0.0
 
     def spared(self) -> tuple[Entry, float] | None:
         """What would be taken next if nobody holds it, and what that is worth: it stays instead of what was taken."""
@@ -110,15 +120,29 @@ class TierCandidates:
             return queue.pop() if queue is not None else None
         if not any(self._contents.queues.get(key) for key in self._keys):
             return None
+        if self._may_have_aged and (aged := self._aged()) is not None:
+            entry = aged.pop()
+            if entry is not None:
+                self.worths[entry] = SET_BACK
+            return entry
+        self._may_have_aged = False
         entry = self._victims.next(self._returns.worth)
         self.worths[entry] = self._victims.next_worth[0]
-        self._contents.queues[entry.scope, entry.tenant].discard(entry)
+        self._contents.queues[entry.scope, entry.tenant, entry.priority].discard(entry)
         self._victims.taken(is_same_run=entry in self._pushed and self._run == entry.mark != UNMARKED)
         self._run = entry.mark
         return entry
 
+    def _aged(self) -> LeafQueue[Entry] | None:
+        """A queue that begins with a leaf which a session will not need again, or an earlier run has left."""
+        for queue in self._queues():
+            entry = queue.oldest()
+            if entry is not None and entry.used_at_s <= 0.0:
+                return queue
+        return None
+
     def _is_queued(self, entry: Entry) -> bool:
-        queue = self._contents.queues.get((entry.scope, entry.tenant))
+        queue = self._contents.queues.get((entry.scope, entry.tenant, entry.priority))
         return queue is not None and entry in queue
 
     def _draw(self, count: int) -> Sequence[Entry]:
@@ -169,13 +193,16 @@ class TierCandidates:
         return self._index.blockers(block, self._tier.level)
 
     def _oldest(self) -> LeafQueue[Entry] | None:
-        """The queue with the least recently used block; None when there is no block."""
+        """The queue with the block that goes first; None when there is no block."""
         queues = self._queues()
         if len(queues) < 2:
             return queues[0] if queues else None
         first, oldest_s = None, float("inf")
         for queue in queues:
             entry = queue.oldest()
-            if entry is not None and (first is None or entry.used_at_s < oldest_s):
-                first, oldest_s = queue, entry.used_at_s
+            if entry is None:
+                continue
+            used_s = felt_use_s(entry.used_at_s, self._now_s, entry.priority)
+            if first is None or used_s < oldest_s:
+                first, oldest_s = queue, used_s
         return first

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstrata_agent.cache.why_miss import said_of, told_of, why_miss
 from kvstrata_agent.codec.base import LOSSY
+from kvstrata_agent.policy.priority import class_of
 from kvstrata_agent.policy.routing import MediumSpeed, NodeScore, rank
 from kvstrata_api.blocks import ScopeId
 
@@ -64,9 +65,11 @@ class Explainer:
             "state": session.state,
             "parent": session.parent,
             "priority": session.priority,
+            "priority_class": class_of(session.priority).name.lower(),
             "turns": session.turns,
             "urgency": session.urgency_at(self._node.clock()),
             "expected_return_s": returns_s,
+            "retained_s": max(0.0, session.retained_until_s - self._node.clock()),
             "blocks_not_archived": len(self._archiver.left(session)),
             "heads_not_here": len(session.absent),
             "heads": [

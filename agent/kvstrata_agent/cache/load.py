@@ -12,6 +12,7 @@ import msgspec
 from kvstrata_agent.backends.base import matches
 from kvstrata_agent.backends.threads import together
 from kvstrata_agent.cache.remote_fetch import REMOTE
+from kvstrata_agent.policy.prefetch import LEAD_S, coming_up_s
 from kvstrata_agent.policy.recompute import (
     CostChoice,
     CostInputs,
@@ -105,6 +106,24 @@ class AcquireCall(msgspec.Struct, frozen=True):
     """Whose blocks these are while they are being written; None for whole blocks."""
 
 
+class Prefetched(NamedTuple):
+    """What came of asking for a prefix to be brought up."""
+
+    started: int
+    """Blocks that are on their way for it."""
+    blocks: int
+    """Leading ones that are up or on their way."""
+
+
+class PrefetchedChains(NamedTuple):
+    """What came of bringing a session's chains up."""
+
+    size_bytes: int
+    """That are on their way for it, raw."""
+    is_whole: bool
+    """False when the pool's bound was reached before their ends."""
+
+
 class Acquisition(NamedTuple):
     """What came of asking for a prefix."""
 
@@ -163,6 +182,8 @@ class Reader:
         """Lease the leading blocks that are in the entry tier already."""
         node, tier = self._node, self._node.entry_tier
         entries = self.lookup_now(call.context, call.digests)
+        node.used_by(call.context.session, entries)
+        node.prefetches.asked(entries)
         now_s = node.clock()
         copies: list[tuple[Entry, Residence]] = []
         for entry in entries:
@@ -229,6 +250,7 @@ class Reader:
         run = self._run(call.context, chain[1:], located)
         sources = [_source(e) for e in run]
         self._start_remote(call.context, chain, located, run)
+        self._node.used_by(call.context.session, run)
         reads = self._prefix(await self._raised(call, run, sources, deadline_s))
         return self.live(call, reads), len(run)
 
@@ -272,11 +294,11 @@ class Reader:
         return self._engine(context).prefill_tokens_per_s
 
     def _engine(self, context: RequestContext | None) -> EngineLoad:
-        """How fast whoever asks would compute; what the pool assumes where no engine of the tenant has told."""
+        """How fast whoever asks would compute; what the pool assumes where no engine of the tenant has reported."""
         node = self._node
         assumed = EngineLoad(float(node.spec.policy.recompute.prefill_tokens_per_second))
-        told = node.engines.get(context.tenant) if context is not None else None
-        return load_of(told, context.owner, assumed, node.clock()) if told and context is not None else assumed
+        reported = node.engines.get(context.tenant) if context is not None else None
+        return load_of(reported, context.owner, assumed, node.clock()) if reported and context is not None else assumed
 
     def cost(
         self, segment: Sequence[Entry], context: RequestContext | None = None, *, is_last: bool = False
@@ -396,28 +418,65 @@ class Reader:
             self._node.copy_failed(lease.entry, lease.residence, is_corrupt=True)
         return len(corrupt)
 
-    def prefetch_chains(self, chains: Sequence[Sequence[Entry]]) -> bool:
-        """Start to bring chains up, root first; false when the pool's bound was reached before their ends."""
-        policy = self._node.spec.policy.prefetch
+    def prefetch_chains(self, chains: Sequence[Sequence[Entry]]) -> PrefetchedChains:
+        """Start to bring chains up, root first, within the pool's bound."""
+        policy, now_s, size_bytes = self._node.spec.policy.prefetch, self._node.clock(), 0
         for entry in [e for chain in chains for e in chain]:
-            if policy.type == "None":
+            if not self.may_prefetch:
                 break
             if self._mover.bytes_under_way >= policy.max_inflight_bytes:
-                return False
-            self._promoter.start_prefetch(entry)
-        return True
+                return PrefetchedChains(size_bytes, is_whole=False)
+            if self._promoter.start_prefetch(entry):
+                size_bytes += entry.residences[0].record.raw_bytes
+            if not self._node.returns.are_followed:
+                entry.used_at_s = max(entry.used_at_s, now_s)  # By last use it would be the first to leave again.
+        return PrefetchedChains(size_bytes, is_whole=True)
 
-    def prefetch(self, context: RequestContext, digests: Sequence[bytes]) -> int:
-        """Start to bring a local prefix up; returns how many blocks were started, bounded by the pool's policy."""
+    def coming_up_s(self, chains: Sequence[Sequence[Entry]]) -> float:
+        """How long before it is wanted a session's blocks begin to come up, by what lies where now."""
+        entry_tier, waits_s = self._node.entry_tier, [LEAD_S]
+        target = entry_tier.name if entry_tier is not None else ""
+        sizes: dict[Tier, int] = {}
+        for entry in [e for chain in chains for e in chain]:
+            if entry.residences and self._promoter.mapped(entry) is None:
+                tier, _, record = entry.residences[0]
+                sizes[tier] = sizes.get(tier, 0) + record.stored_bytes
+        for tier, size_bytes in sizes.items():
+            queued_bytes = self._mover.scheduler.paths.ahead_bytes(tier.name, target, size_bytes)
+            probe = tier.probe
+            latency_s = probe.read_latency_microseconds / 1e6 if probe else 0.0
+            bytes_per_s = float(probe.read_bytes_per_second) if probe else 0.0
+            waits_s.append(coming_up_s(latency_s, size_bytes + queued_bytes, bytes_per_s))
+        return max(waits_s)
+
+    @property
+    def may_prefetch(self) -> bool:
+        """True where the pool wants blocks to be brought up before they are asked for."""
+        return self._node.spec.policy.prefetch.type != "None"
+
+    def prefetch(self, context: RequestContext, digests: Sequence[bytes]) -> Prefetched:
+        """Start to bring a local prefix up, within the bound of the pool's policy."""
+        return self._prefetch(context, self.lookup_now(context, digests))
+
+    async def fetch(self, context: RequestContext, digests: Sequence[bytes]) -> Prefetched:
+        """The same of a prefix wherever it is: what other agents have is asked for, too."""
+        located = await self._located(context, digests, 0.0)
         policy = self._node.spec.policy.prefetch
-        if policy.type == "None":
-            return 0
-        started = 0
-        for entry in self.lookup_now(context, digests):
-            if entry is None or not entry.residences or self._mover.bytes_under_way >= policy.max_inflight_bytes:
-                break
+        most = max(0, policy.max_inflight_bytes - self._mover.bytes_under_way) // context.raw_bytes
+        run = self._run(context, digests, located)[:most]
+        away = run.count(None)
+        self._start_remote(context, (b"", *digests), located, run)
+        begun = self._prefetch(context, run)
+        return Prefetched(begun.started + away, begun.blocks)
+
+    def _prefetch(self, context: RequestContext, entries: Sequence[Entry | None]) -> Prefetched:
+        most_bytes, started = self._node.spec.policy.prefetch.max_inflight_bytes, 0
+        self._node.used_by(context.session, entries)
+        for i, entry in enumerate(entries):
+            if entry is None or not (entry.residences or entry.move) or self._mover.bytes_under_way >= most_bytes:
+                return Prefetched(started, i)
             started += self._promoter.start_prefetch(entry)
-        return started
+        return Prefetched(started, len(entries))
 
 
 def _is_intact(lease: Lease) -> bool:

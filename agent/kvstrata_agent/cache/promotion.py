@@ -115,7 +115,10 @@ class Promoter:
         if self._node.signs.is_prefetch_damped:
             self._node.signs.damped(1, "prefetch")
             return False
-        return self._start(entry)
+        if not self._start(entry):
+            return False
+        self._node.prefetches.begun(entry)
+        return True
 
     def _stays(self) -> bool:
         """True while copies of blocks that engines can map where they lie bring nothing; these are not made then."""
@@ -179,6 +182,9 @@ class Promoter:
             raise
         finally:
             self._mover.end(entries[:count], made)
+            for entry in entries[:count]:
+                if entry not in made:
+                    self._node.prefetches.left(entry)
         if entries[count:]:
             self._mover.begin([e for e in entries[count:] if e.move is None or e.move.done()])
             self._tasks.spawn(self._promote_group(entries[count:], urgency, for_reader=for_reader))

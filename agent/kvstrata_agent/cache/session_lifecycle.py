@@ -8,10 +8,15 @@ asks for them. The index is the truth about blocks: a head that has no block her
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.sessions import QUIET, Session, SessionState
 from kvstrata_agent.cache.session_journal import Remembered, SessionJournal
+from kvstrata_agent.policy.prefetch import AGAIN_S, HORIZON_S, LOOK_S, FairSessions, Wanted
+from kvstrata_agent.policy.priority import class_of
 from kvstrata_api.blocks import ScopeId
 from kvstrata_kube.tasks import TaskSet
 from kvstrata_metadata.store.keys import session_digest
@@ -28,8 +33,6 @@ if TYPE_CHECKING:
     from kvstrata_agent.cache.remote_fetch import RemoteFetcher
     from kvstrata_api.blocks import ScopeSecret
 
-LEAD_S: Final = 2.0
-"""So long before its expected return a session's blocks are brought up: about what 1 GiB takes from NVMe."""
 REVIVALS_MAX: Final = 8
 """Sessions that are revived from the directory at a time; others wait, and their engines fetch by key meanwhile."""
 SCAN_BLOCKS: Final = 65_536
@@ -57,8 +60,9 @@ class SessionLife:
         self._remote = remote
         self._directory = directory
         self._journal = journal
-        self._expected: dict[Session, None] = {}
+        self._expected: dict[Session, _Plan] = {}
         """Sessions whose blocks are to be brought up when it is time."""
+        self._fair: FairSessions[Session] = FairSessions()
         self._reviving: set[Session] = set()
         """Sessions whose record is being read: it must not be overwritten before."""
         self._gate = asyncio.Semaphore(REVIVALS_MAX)
@@ -147,7 +151,7 @@ class SessionLife:
 
     def expect(self, session: Session) -> None:
         """Bring a session's blocks up when it is time."""
-        self._expected[session] = None
+        self._expected[session] = _Plan(session.doubt_s)
 
     def sweep(self, now_s: float) -> None:
         """Finish sessions that were idle for longer than the pool's retention."""
@@ -162,19 +166,41 @@ class SessionLife:
         await self._journal.flush()
 
     def bring_up(self, now_s: float) -> None:
-        """Start to bring up the chains of sessions that are due, the most urgent first, within the pool's bound."""
-        self._expected = {s: None for s in self._expected if not s.is_forgotten}
-        due = [s for s in self._expected if _is_due(s, now_s)]
-        due.sort(key=lambda s: (-s.urgency_at(now_s), s.returns_at_s, s.guard))
+        """Start to bring up the chains of sessions that are due, each tenant's in turn, within the pool's bound.
+
+        A session's blocks are kept up until it is back or not expected any more; those that came up before come last.
+        """
+        self._expected = {s: plan for s, plan in self._expected.items() if not _is_over(s, plan, now_s)}
+        fresh: list[Wanted[Session]] = []
+        again: list[Wanted[Session]] = []
+        for session, plan in self._expected.items():
+            if _is_due(session, plan, now_s):
+                (again if plan.has_begun else fresh).append(_wanted(session, now_s))
         scanned = 0
-        for session in due:
+        for wanted in itertools.chain(self._fair.order(fresh), again):
+            session, plan = wanted.session, self._expected[wanted.session]
             chains = self._archiver.chains(session)
-            if not self._reader.prefetch_chains(chains):
+            begun = self._reader.prefetch_chains(chains)
+            self._fair.served(session.tenant, begun.size_bytes, self._node.tenants.of(session.tenant).weight)
+            if not begun.is_whole:
                 return  # The bound is reached; the rest comes next time.
-            del self._expected[session]
+            plan.begun_at_s = now_s
+            if _is_over(session, plan, now_s):
+                del self._expected[session]
             scanned += sum(map(len, chains))
             if scanned >= SCAN_BLOCKS:
                 return  # As above.
+        self._look(now_s, scanned)
+
+    def _look(self, now_s: float, scanned: int) -> None:
+        """See where the blocks of sessions are that come back soon, and so when they begin to come up."""
+        for session, plan in self._expected.items():
+            if scanned >= SCAN_BLOCKS:
+                return
+            if now_s < session.returns_at_s <= now_s + HORIZON_S and now_s >= plan.looked_at_s + LOOK_S:
+                chains = self._archiver.chains(session)
+                plan.lead_s, plan.looked_at_s = max(plan.lead_s, self._reader.coming_up_s(chains)), now_s
+                scanned += sum(map(len, chains))
 
     def publish(self, session: Session) -> None:
         """Let the directory and the journal know where a session stands."""
@@ -277,10 +303,38 @@ class SessionLife:
         return True
 
 
-def _is_due(session: Session, now_s: float) -> bool:
-    if session.state not in QUIET or session.urgency_at(now_s) > 0:
+@dataclass(slots=True)
+class _Plan:
+    """When a session's blocks begin to come up."""
+
+    lead_s: float
+    """Before its return."""
+    looked_at_s: float = -math.inf
+    begun_at_s: float = -math.inf
+    """When they did last."""
+
+    @property
+    def has_begun(self) -> bool:
+        """True once they were brought up."""
+        return self.begun_at_s > -math.inf
+
+
+def _is_due(session: Session, plan: _Plan, now_s: float) -> bool:
+    if not plan.has_begun and (session.state not in QUIET or session.urgency_at(now_s) > 0):
         return True
-    return 0.0 < session.returns_at_s <= now_s + LEAD_S
+    return 0.0 < session.returns_at_s <= now_s + plan.lead_s and now_s >= plan.begun_at_s + AGAIN_S
+
+
+def _is_over(session: Session, plan: _Plan, now_s: float) -> bool:
+    """True when nothing more is to be brought up for a session: it works, or is not expected any more."""
+    if session.is_forgotten:
+        return True
+    return plan.has_begun and (session.state not in QUIET or now_s >= session.returns_at_s + session.doubt_s)
+
+
+def _wanted(session: Session, now_s: float) -> Wanted[Session]:
+    urgency, priority = session.urgency_at(now_s), class_of(session.priority)
+    return Wanted(session, session.tenant, urgency, priority, session.returns_at_s, session.guard)
 
 
 def _parent(session: Session) -> bytes:

@@ -331,6 +331,7 @@ class Writer:
         for reservation in reservations:
             reservation.entry.used_at_s = now_s
         session, entries = reservations[0].session, [r.entry for r in reservations]
+        self._node.used_by(session, entries)
         self._node.returns.stored(session, entries)
         if session is not None:
             self._archiver.follow(session, entries)

@@ -199,7 +199,7 @@ def refusal(identity: Identity, tenants: Known[KVTenant], labels: Mapping[str, s
     claimants = sorted(t.metadata.name for t in tenants if trust.claims(t, identity, labels))
     if len(claimants) > 1:
         return f"{who} is claimed by {len(claimants)} KVTenants ({', '.join(claimants[:3])}): exactly one may"
-    return f"{who} is claimed by no KVTenant; tenancy.defaultAccess grants nothing in this version"
+    return f"{who} is claimed by no KVTenant: exactly one has to"
 
 
 def _decode(where: str, version: str, encoded: str | None) -> bytes:

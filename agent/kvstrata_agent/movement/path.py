@@ -3,18 +3,23 @@
 Two classes of traffic, KV and weights of models, share a path by weight, so that neither starves the other. Within a
 class the most urgent move goes first. Among moves of one priority the order is start-time fair queueing (Goyal, Vin and
 Cheng, SIGCOMM 1996): each account has a virtual clock that runs by the bytes it moved over its weight, and who is
-furthest behind goes next. Laws: of two accounts, or classes, that always wait, neither is ahead of the other by more
-than one move of each, for their weights; who was idle has saved nothing up.
+furthest behind goes next. Within an account the priority classes of its blocks are served by their factors, first
+what is done first at that pace (self-clocked fair queueing: Golestani, INFOCOM 1994). Laws: of two accounts, or classes
+of traffic, that always wait, neither is ahead of the other by more than one move of each, for their weights, whatever
+priority classes they name; who was idle has saved nothing up; no priority class waits for more than the factors give
+the others meanwhile.
 """
 
 import asyncio
 import heapq
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Final
 
+from kvstrata_agent.policy.priority import PriorityClass
 from kvstrata_api.errors import RetryableError
 
 KV_WEIGHT: Final = 100
@@ -63,8 +68,8 @@ class QueuedMove:
     within_s: float | None = None
     """How long it may wait; None: no limit."""
     traffic: TrafficClass = TrafficClass.KV
-    starts_at: float = 0.0
-    """The account's virtual time, in bytes by weight."""
+    priority_class: PriorityClass = PriorityClass.STANDARD
+    """Of its blocks."""
     arrival: int = 0
     given: asyncio.Future[None] | None = None
     """Done once the move may run; None while it does not wait."""
@@ -79,10 +84,13 @@ class FairQueue:
     """Moves of one class: those that wait, the most urgent first and accounts by weight, and sums of those that run."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Priority, float, int, QueuedMove]] = []
-        """Items that differ from their move are left over from before it was boosted or cancelled."""
+        self._lines: dict[tuple[Priority, str], _Line] = {}
+        self._heap: list[tuple[Priority, float, int, _Line]] = []
+        """All lines, by where their next move starts in the time of their account."""
         self._clocks = {priority: _FairClock() for priority in Priority}
         self._arrivals = 0
+        self._items = 0
+        """Moves in lines, those included that do not wait there any more."""
         self.waiting = 0
         """Moves that wait."""
         self.waiting_bytes = 0
@@ -101,45 +109,117 @@ class FairQueue:
         self.waiting -= 1
         self.waiting_bytes -= move.size_bytes
 
-    def boost(self, move: QueuedMove, priority: Priority, account: str, weight: int) -> None:
+    def boost(
+        self, move: QueuedMove, priority: Priority, account: str, weight: int, priority_class: PriorityClass
+    ) -> None:
         """Give a waiting move another priority, on the account of whoever wants it so."""
-        self._clocks[move.priority].refund(move)
-        move.priority, move.account, move.weight = priority, account, weight
+        move.priority, move.account, move.weight, move.priority_class = priority, account, weight, priority_class
         self._push(move)
 
     def head(self) -> QueuedMove | None:
         """The move that goes next."""
-        while self._heap and not _is_current(self._heap[0]):
+        while self._heap:
+            line = self._heap[0][3]
+            before = len(line)
+            move = line.head()
+            self._items -= before - len(line)
+            if move is not None:
+                return move
             heapq.heappop(self._heap)
-        return self._heap[0][3] if self._heap else None
-
-    def charge(self, move: QueuedMove) -> None:
-        """Charge a move that goes at once, because nothing waits."""
-        self._clocks[move.priority].tag(move)
+            del self._lines[line.key]
+        return None
 
     def serve(self, move: QueuedMove) -> None:
-        """A move runs now, and its class pays for it."""
+        """A move runs now, the one that goes next or one that never waited: its class and its account pay for it."""
         self.running_bytes += move.size_bytes
         self.starts_at += move.size_bytes / move.class_weight
-        self._clocks[move.priority].serve(move)
+        clock = self._clocks[move.priority]
+        if move.given is None:
+            clock.charge(move)
+            return
+        line = heapq.heappop(self._heap)[3]
+        line.take(move)
+        self._items -= 1
+        clock.charge(move)
+        if line:
+            self._enter(line)
+        else:
+            del self._lines[line.key]
 
     def reset(self) -> None:
-        """Nothing waits or runs: nobody is ahead of anybody, and what stands in the heap is left over."""
+        """Nothing waits or runs: nobody is ahead of anybody, and what stands in lines is left over."""
         if not self._arrivals and not self.starts_at:
             return  # As it was made.
-        self._arrivals, self.starts_at = 0, 0.0
+        self._arrivals, self._items, self.starts_at = 0, 0, 0.0
         self._heap.clear()
+        self._lines.clear()
         for clock in self._clocks.values():
             clock.reset()
 
     def _push(self, move: QueuedMove) -> None:
         self._arrivals += 1
         move.arrival = self._arrivals
-        self._clocks[move.priority].tag(move)
-        heapq.heappush(self._heap, (move.priority, move.starts_at, move.arrival, move))
-        if len(self._heap) > 2 * self.waiting + _STALE_KEPT:
-            self._heap = [item for item in self._heap if _is_current(item)]
-            heapq.heapify(self._heap)
+        key = move.priority, move.account
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = _Line(key)
+            self._enter(line)
+        line.push(move)
+        self._items += 1
+        if self._items > 2 * self.waiting + _STALE_KEPT:
+            self._items = sum(kept.weed() for kept in self._lines.values())
+
+    def _enter(self, line: "_Line") -> None:
+        """Put a line where its next move starts."""
+        self._arrivals += 1
+        priority, account = line.key
+        heapq.heappush(self._heap, (priority, self._clocks[priority].start_of(account), self._arrivals, line))
+
+
+class _Line:
+    """Moves of one priority and account that wait, each priority class in the order in which they came."""
+
+    def __init__(self, key: tuple[Priority, str]) -> None:
+        self.key = key
+        self._queues: dict[PriorityClass, deque[tuple[int, QueuedMove]]] = {}
+        self._since: dict[PriorityClass, float] = {}
+        """Virtual time since which the first move of each class is the first."""
+        self._now = 0.0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def push(self, move: QueuedMove) -> None:
+        """A move waits here from now on."""
+        queue = self._queues.setdefault(move.priority_class, deque())
+        if not queue:
+            self._since[move.priority_class] = self._now
+        queue.append((move.arrival, move))
+
+    def head(self) -> QueuedMove | None:
+        """The move that is done first at the pace of its class; those before it that wait here no more are dropped."""
+        found: tuple[float, PriorityClass, QueuedMove] | None = None
+        for name, queue in self._queues.items():
+            while queue and not _is_current(*queue[0]):
+                queue.popleft()
+            if queue:
+                due = self._since[name] + queue[0][1].size_bytes / name.factor
+                found = min(found, (due, name, queue[0][1])) if found is not None else (due, name, queue[0][1])
+        return found[2] if found is not None else None
+
+    def take(self, move: QueuedMove) -> None:
+        """Take out the one that goes next."""
+        name = move.priority_class
+        _, first = self._queues[name].popleft()
+        assert first is move, "the head alone is served"
+        self._since[name] += move.size_bytes / name.factor
+        self._now = max(self._now, self._since[name])
+
+    def weed(self) -> int:
+        """Drop what waits here no more; returns how many are left."""
+        for name, queue in self._queues.items():
+            self._queues[name] = deque(item for item in queue if _is_current(*item))
+        return len(self)
 
 
 class _FairClock:
@@ -150,19 +230,14 @@ class _FairClock:
         self._next_at: dict[str, float] = {}
         """Where the next move of each account starts."""
 
-    def tag(self, move: QueuedMove) -> None:
-        """Set where a move starts in its account's time, which runs on by it."""
-        move.starts_at = max(self._now, self._next_at.get(move.account, 0.0))
-        self._next_at[move.account] = move.starts_at + move.size_bytes / move.weight
+    def start_of(self, account: str) -> float:
+        """Where the next move of an account starts, in bytes by weight."""
+        return max(self._now, self._next_at.get(account, 0.0))
 
-    def refund(self, move: QueuedMove) -> None:
-        """Take back what a move was charged that goes elsewhere."""
-        if move.account in self._next_at:
-            self._next_at[move.account] -= move.size_bytes / move.weight
-
-    def serve(self, move: QueuedMove) -> None:
-        """A move runs now: nobody starts before it any more."""
-        self._now = max(self._now, move.starts_at)
+    def charge(self, move: QueuedMove) -> None:
+        """A move runs now: its account's time runs on by it, and nobody starts before it any more."""
+        self._now = self.start_of(move.account)
+        self._next_at[move.account] = self._now + move.size_bytes / move.weight
         if len(self._next_at) > _ACCOUNTS_KEPT:
             self._next_at = {account: at for account, at in self._next_at.items() if at > self._now}
 
@@ -172,10 +247,9 @@ class _FairClock:
         self._next_at.clear()
 
 
-def _is_current(item: tuple[Priority, float, int, QueuedMove]) -> bool:
-    """False for what was boosted, cancelled or admitted since it was put into the heap."""
-    move = item[3]
-    return move.arrival == item[2] and move.given is not None and not move.given.done()
+def _is_current(arrival: int, move: QueuedMove) -> bool:
+    """False for what was boosted, cancelled or admitted since it came into a line."""
+    return move.arrival == arrival and move.given is not None and not move.given.done()
 
 
 class PathLimiter:
@@ -202,7 +276,6 @@ class PathLimiter:
         queue = self._queues[move.traffic]
         if self.waiting == 0 and self._has_room(move):
             queue.starts_at = max(self._now, queue.starts_at)
-            queue.charge(move)
             self._admit(move, queue)
         else:
             await self._wait(move, queue)
@@ -227,11 +300,14 @@ class PathLimiter:
         of_weights = min(weights.waiting_bytes, int((kv.waiting_bytes + size_bytes) * share))
         return self.running_bytes + kv.waiting_bytes + of_weights
 
-    def boost(self, move: QueuedMove, priority: Priority, account: str, weight: int) -> None:
+    def boost(
+        self, move: QueuedMove, priority: Priority, account: str, weight: int, priority_class: PriorityClass
+    ) -> None:
         """Give a waiting move another priority, on the account of whoever wants it so."""
-        if move.given is None or move.given.done() or (move.priority, move.account) == (priority, account):
+        has_place = (move.priority, move.account, move.priority_class) == (priority, account, priority_class)
+        if has_place or move.given is None or move.given.done():
             return
-        self._queues[move.traffic].boost(move, priority, account, weight)
+        self._queues[move.traffic].boost(move, priority, account, weight, priority_class)
 
     async def _wait(self, move: QueuedMove, queue: FairQueue) -> None:
         if queue.waiting >= self._waiting_max:

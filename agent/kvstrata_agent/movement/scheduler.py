@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.movement.path import PathLimiter
+    from kvstrata_agent.policy.priority import PriorityClass
 
 PIECE_BYTES_MAX: Final = 16 << 20
 """Of a model's weights in one move: a block's time at most is what an engine's load waits longer for it."""
@@ -55,7 +56,8 @@ class MoveScheduler:
         Raises `RetryableError` when that takes too long or too many wait.
         """
         path = self.paths.between(source, target)
-        move = QueuedMove(*min(self._rank(e, priority) for e in entries), size_bytes, within_s)
+        urgency, tenant, weight, priority_class = min(self._rank(e, priority) for e in entries)
+        move = QueuedMove(urgency, tenant, weight, size_bytes, within_s, priority_class=priority_class)
         waiting = list(entries)
         self._waiting.update((e, (path.limiter, move, priority)) for e in waiting)
         try:
@@ -142,9 +144,9 @@ class MoveScheduler:
             limiter, move, priority = self._waiting[entry]
             limiter.boost(move, *self._rank(entry, priority))
 
-    def _rank(self, entry: Entry, priority: Priority) -> tuple[Priority, str, int]:
-        """Priority, account and weight of a move: those of its readers where there are any."""
+    def _rank(self, entry: Entry, priority: Priority) -> tuple[Priority, str, int, PriorityClass]:
+        """Priority, account, weight and class of a move: those of its readers where there are any."""
         readers = self._readers.get(entry)
         tenant = readers.tenant if readers is not None else entry.tenant
         urgency = Priority.ONBOARD if readers is not None else priority
-        return urgency, tenant, self._node.tenants.of(tenant).weight
+        return urgency, tenant, self._node.tenants.of(tenant).weight, entry.priority

@@ -133,12 +133,14 @@ class ExpectedReuse(Generic[K]):
         self._sessions: dict[Hashable, tuple[int, float]] = {}
         self._names: dict[str, int] = {}
 
-    def begin(self, chain: Sequence[K], sizes: Sequence[int], facts: RequestFacts, now_s: float) -> None:
-        """A request uses a chain; `sizes` are the blocks of each of its points. All of it counts as here afterwards."""
+    def begin(self, chain: Sequence[K], sizes: Sequence[int] | None, facts: RequestFacts, now_s: float) -> None:
+        """A request uses a chain, all of which counts as here afterwards.
+
+        `sizes` are the blocks of each of its points; None: one each.
+        """
         marks = self._marks.read(chain)
         known, fork, returned = self._find(chain, marks)
-        size = sum(sizes)
-        matched = sum(sizes[: known + 1])
+        size, matched = _blocks(sizes, len(chain)), _blocks(sizes, known + 1)
         previous = self._close(returned, chain, now_s)
         turn, gap_s = self._lineage(previous, marks[known] if known >= 0 else UNMARKED, facts, now_s)
         if 0 <= known < len(chain) - 1 and previous is None and marks[known]:
@@ -149,13 +151,13 @@ class ExpectedReuse(Generic[K]):
             _log_level(size), _log_level(size - matched), self._name(facts.kind), self._name(facts.stop),
             int(facts.next_turn),
         )  # fmt: skip
-        middle = self._middle(sizes, fork)
+        middle = _middle(sizes, fork, len(chain))
         own_facts = _Own(chain[-1], turn, now_s)
         own = self._note((Point.OWN, turn, gap_s, matched, 0, *common), chain[middle], own_facts, now_s)
         head = own
         if fork >= 0 and fork != middle:
             head_gap_s, forks = self._idle_s(marks[fork], now_s), marks[fork] & FORKS_MAX
-            head_blocks = sum(sizes[: fork + 1])
+            head_blocks = _blocks(sizes, fork + 1)
             head = self._note((Point.HEAD, turn, head_gap_s, head_blocks, forks, *common), chain[fork], None, now_s)
         self._mark(chain, marks, fork, head, own)
         if fork < len(chain) - 1 != middle:
@@ -292,7 +294,7 @@ class ExpectedReuse(Generic[K]):
     ) -> int:
         part, turn, gap_s, matched, forks, size, new, kind, stop, next_turn = seen
         features = (
-            int(part), min(LEVELS - 1, turn), size, new, _gap_level(gap_s), _log_level(matched), forks, kind, stop,
+            int(part), _turn_level(turn), size, new, _gap_level(gap_s), _log_level(matched), forks, kind, stop,
             next_turn,
         )  # fmt: skip
         return self._start(features, point, own, now_s)
@@ -311,15 +313,6 @@ class ExpectedReuse(Generic[K]):
         self._own[at] = own
         self._judged_by[at] = number
         return number
-
-    def _middle(self, sizes: Sequence[int], fork: int) -> int:
-        """Index of the point that lies just past half of the part behind `fork`; the last one where that is empty."""
-        left = sum(sizes[fork + 1 :]) // 2
-        for i in range(fork + 1, len(sizes)):
-            left -= sizes[i]
-            if left < 0:
-                return i
-        return len(sizes) - 1
 
     def _name(self, name: str) -> int:
         """Number of a kind or stop reason, in the order of their first use."""
@@ -413,6 +406,23 @@ class Victims(Generic[K, W]):
         del pool[self.KEPT :]
 
 
+def _blocks(sizes: Sequence[int] | None, points: int) -> int:
+    """Blocks of so many leading points."""
+    return points if sizes is None else sum(sizes[:points])
+
+
+def _middle(sizes: Sequence[int] | None, fork: int, points: int) -> int:
+    """Index of the point that lies just past half of the part behind `fork`; the last one where that is empty."""
+    if sizes is None:
+        return min(points - 1, fork + 1 + (points - fork - 1) // 2)
+    left = sum(sizes[fork + 1 :]) // 2
+    for i in range(fork + 1, points):
+        left -= sizes[i]
+        if left < 0:
+            return i
+    return points - 1
+
+
 def _record(mark: int) -> int:
     """Number of the record that a mark names."""
     return (mark >> _FORK_BITS) - 1
@@ -426,3 +436,8 @@ def _log_level(count: int) -> int:
 def _gap_level(gap_s: float) -> int:
     """Doublings of seconds, from a quarter; 0 for an unknown gap."""
     return 0 if gap_s < 0 else min(LEVELS - 1, 1 + int(4 * gap_s).bit_length())
+
+
+def _turn_level(turn: int) -> int:
+    """Turns up to eight each by itself, then doublings."""
+    return turn if turn <= 8 else min(LEVELS - 1, 5 + turn.bit_length())

@@ -23,27 +23,27 @@ REFUSED_S: Final = 1.0
 
 
 ENGINE_S: Final = 30.0
-"""For so long an engine's report counts: it tells every few seconds."""
+"""For so long an engine's report counts: it reports every few seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine has told of itself, or what the pool assumes."""
+    """What an engine has reported of itself, or what the pool assumes."""
 
     prefill_tokens_per_s: float
     queued_tokens: int = 0
     """That are computed before what is asked for now; a load overlaps with that wait."""
     running: int = 0
-    told_s: float = -math.inf
+    reported_s: float = -math.inf
     """Monotonic second of the report."""
 
 
-def load_of(told: Mapping[int, EngineLoad], owner: int, assumed: EngineLoad, now_s: float) -> EngineLoad:
+def load_of(reported: Mapping[int, EngineLoad], owner: int, assumed: EngineLoad, now_s: float) -> EngineLoad:
     """The load that a request of `owner` meets: by its own report, else by the mean of its tenant's other ones.
 
     Scheduler and workers of an engine have connections of their own, and one of them reports.
     """
-    fresh = {o: load for o, load in told.items() if now_s - load.told_s < ENGINE_S}
+    fresh = {o: load for o, load in reported.items() if now_s - load.reported_s < ENGINE_S}
     if owner in fresh:
         return fresh[owner]
     if not fresh:
@@ -53,7 +53,7 @@ def load_of(told: Mapping[int, EngineLoad], owner: int, assumed: EngineLoad, now
         sum(load.prefill_tokens_per_s for load in fresh.values()) / count,
         sum(load.queued_tokens for load in fresh.values()) // count,
         sum(load.running for load in fresh.values()) // count,
-        max(load.told_s for load in fresh.values()),
+        max(load.reported_s for load in fresh.values()),
     )
 
 

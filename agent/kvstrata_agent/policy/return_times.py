@@ -18,8 +18,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-RECORDS_MAX: Final = 16_384
-"""Records that are remembered, 2 MB; an older one counts as if it had never been."""
+RECORDS_MAX: Final = 65_536
+"""Records that are remembered, up to 25 MB with what `expected_reuse` keeps of each; an older one counts as if it had
+never been. With fewer, caches of many small requests hold blocks that no record tells of."""
+FIT_RECORDS: Final = 16_384
+"""Classes are learned from so many of them, evenly drawn: one step of the loop must not take longer."""
 LEVELS: Final = 16
 """Values of a feature, 0 to 15."""
 BINS: Final = 44
@@ -44,9 +47,9 @@ _EDGES_S: Final = FIRST_AGE_S * 2.0 ** (np.arange(BINS) / 2)
 _ENDS_S: Final = _EDGES_S[:-1].tolist()
 """Last age of each bin but the last, which has none."""
 _WIDTHS_S: Final = np.diff(np.concatenate(([0.0], _EDGES_S)))
-_LOG_GAMMA_HALF: Final = np.concatenate(([0.0], np.cumsum(np.log(np.arange(RECORDS_MAX * 2) + 0.5)))).astype(np.float64)
+_LOG_GAMMA_HALF: Final = np.concatenate(([0.0], np.cumsum(np.log(np.arange(FIT_RECORDS * 2) + 0.5)))).astype(np.float64)
 """log of gamma(n + 1/2) / gamma(1/2)."""
-_LOG_FACTORIAL: Final = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, RECORDS_MAX * 2 + 1))))).astype(np.float64)
+_LOG_FACTORIAL: Final = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, FIT_RECORDS * 2 + 1))))).astype(np.float64)
 
 Counts = NDArray[np.int64]
 
@@ -162,11 +165,13 @@ class ReturnTimes:
         """Learn classes and worths from what is remembered."""
         self._fit_at = self.noted + min(FIT_EVERY, max(FIT_FIRST, self.noted) // 4)
         known = min(self.noted, self._records_max)
-        features, took_s = self._features[:known], self._took_s[:known]
+        drawn = np.linspace(0, known - 1, min(known, FIT_RECORDS)).astype(np.int64)
+        features, took_s = self._features[drawn], self._took_s[drawn]
         is_event = ~np.isnan(took_s)
-        seconds = np.where(is_event, took_s, now_s - np.array(self._started_s[:known]))
+        seconds = np.where(is_event, took_s, now_s - np.array(self._started_s)[drawn])
         bins = np.searchsorted(_EDGES_S[:-1], seconds).astype(np.int64)
         self._grow(features, bins, is_event)
+        self._classes[:known] = self._classes_of(self._features[:known]).tolist()
 
     def _grow(self, features: NDArray[np.int16], bins: Counts, is_event: NDArray[np.bool_]) -> None:
         everything = np.arange(len(bins))
@@ -181,7 +186,6 @@ class ReturnTimes:
         self._nodes = [_Node()]
         worths: list[list[float]] = []
         survival: list[list[float]] = []
-        classes = np.zeros(len(bins), np.int64)
         open_nodes = [(0, everything, hazard, _best_split(cells, is_event, count))]
         leaves = 1
         while open_nodes:
@@ -193,7 +197,6 @@ class ReturnTimes:
                 node.class_number = len(worths)
                 worths.append(gittins(hazard).tolist())
                 survival.append(_surviving(hazard, is_seen))
-                classes[rows] = node.class_number
                 continue
             is_left = features[rows, feature] <= threshold
             node.feature, node.threshold = feature, threshold
@@ -205,7 +208,19 @@ class ReturnTimes:
             node.left, node.right = len(self._nodes) - 2, len(self._nodes) - 1
             leaves += 1
         self._worths, self._survival = worths, survival
-        self._classes[: len(bins)] = classes.tolist()
+
+    def _classes_of(self, features: NDArray[np.int16]) -> Counts:
+        """Class of each row."""
+        classes = np.zeros(len(features), np.int64)
+        parts = [(self._nodes[0], np.arange(len(features)))]
+        while parts:
+            node, rows = parts.pop()
+            if node.feature < 0:
+                classes[rows] = node.class_number
+                continue
+            is_left = features[rows, node.feature] <= node.threshold
+            parts += [(self._nodes[node.left], rows[is_left]), (self._nodes[node.right], rows[~is_left])]
+        return classes
 
 
 def _best_split(cells: Counts, is_event: NDArray[np.bool_], count: int) -> tuple[float, int, int]:

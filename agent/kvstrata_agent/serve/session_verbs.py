@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 _STATES = {"decoding": SessionState.DECODING, "idle": SessionState.IDLE, "tool": SessionState.IDLE}
 """States that a client may name. A tool call is an idle session whose return is expected soon."""
+_COMPLETE = "session_complete"
 URGENCY_MAX = 100
+RETAIN_S_MAX = 7 * 86_400.0
+"""Longest time for which a session is retained: a week's work may rest over a weekend."""
 CLOSE_S_MAX = 60.0
 """How long a client may wait for an archive."""
 
@@ -35,12 +38,17 @@ class SessionVerbs:
             wire.OpenSession: self._open,
             wire.TouchSession: self._touch,
             wire.CloseSession: self._close,
+            wire.Retain: self._retain,
             wire.Stats: self._stats,
             wire.Explain: self._explain,
         }
 
     def _done(self, request: wire.AnyRequest, count: int) -> wire.Done:
         return wire.Done(request.id, self._attaching.grants_version, count)
+
+    def _hinted(self, request: wire.AnyRequest, hint: str, outcome: wire.Outcome, count: int = 0) -> wire.Done:
+        self._node.counters.add("kvstrata_hints_total", hint=hint, outcome=outcome)
+        return wire.Done(request.id, self._attaching.grants_version, count, outcome)
 
     def _open(self, at: Attachment, request: wire.OpenSession) -> wire.Done:
         for name, value in (("session", request.session), ("parent", request.parent), ("priority", request.priority)):
@@ -68,28 +76,36 @@ class SessionVerbs:
             raise InvalidInputError(f"state: {request.state!r}, one of {', '.join(_STATES)} wanted")
         if not 0 <= request.urgency <= URGENCY_MAX:
             raise InvalidInputError(f"urgency: {request.urgency}, 0 to {URGENCY_MAX} wanted")
-        session = self._cache.life.find(at.tenant, at.own_secret, request.session)
-        if session is None:
-            return self._done(request, 0)
-        return_s = max(0.0, request.expected_return_s)
+        hint = "tool_wait" if request.state == "tool" else request.state
+        session, return_s = self._cache.life.find(at.tenant, at.own_secret, request.session), request.expected_return_s
+        if session is None or return_s < 0:
+            return self._hinted(request, hint, wire.Outcome.UNKNOWN if session is None else wire.Outcome.EXPIRED)
         if request.state == "tool" and not return_s:
             return_s = float(self._node.spec.policy.retention.tool_gap_seconds)
         self._cache.life.touch(session, state, request.urgency, return_s, at.owner)
-        return self._done(request, 1)
+        return self._hinted(request, hint, wire.Outcome.ACCEPTED, 1)
+
+    def _retain(self, at: Attachment, request: wire.Retain) -> wire.Done:
+        session = self._cache.life.find(at.tenant, at.own_secret, request.session)
+        if session is None or request.for_s <= 0:
+            return self._hinted(request, "retain", wire.Outcome.UNKNOWN if session is None else wire.Outcome.EXPIRED)
+        session.retained_until_s = self._node.clock() + min(request.for_s, RETAIN_S_MAX)
+        return self._hinted(request, "retain", wire.Outcome.ACCEPTED, 1)
 
     def _close(self, at: Attachment, request: wire.CloseSession) -> wire.Done | Coroutine[Any, Any, wire.Done]:
         session = self._cache.life.find(at.tenant, at.own_secret, request.session)
         if session is None:
-            return self._done(request, 0)
+            return self._hinted(request, _COMPLETE, wire.Outcome.UNKNOWN)
         archive = request.archive and self._node.spec.policy.retention.archive
         self._cache.life.finish(session, archive=archive)
         if archive and session.state is SessionState.ARCHIVING and request.deadline_s > 0:
             return self._close_slow(request, session)
-        return self._done(request, 2 if session.state is SessionState.ARCHIVED else 1)
+        outcome = wire.Outcome.ACCEPTED if archive or not request.archive else wire.Outcome.PARTIAL
+        return self._hinted(request, _COMPLETE, outcome, 2 if session.state is SessionState.ARCHIVED else 1)
 
     async def _close_slow(self, request: wire.CloseSession, session: Session) -> wire.Done:
         is_archived = await self._cache.archiver.archived(session, min(request.deadline_s, CLOSE_S_MAX))
-        return self._done(request, 2 if is_archived else 1)
+        return self._hinted(request, _COMPLETE, wire.Outcome.ACCEPTED, 2 if is_archived else 1)
 
     def _stats(self, at: Attachment, request: wire.Stats) -> wire.Text:
         return wire.Text(request.id, self._attaching.grants_version, json.dumps(self._cache.explainer.stats(at.tenant)))

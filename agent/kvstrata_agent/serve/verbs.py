@@ -47,7 +47,10 @@ if TYPE_CHECKING:
 
     Outcome = wire.AnyReply | Coroutine[Any, Any, wire.AnyReply]
     Handler = Callable[[Attachment, Any], Outcome]
-    _Keyed = wire.Lookup | wire.Acquire | wire.Reserve | wire.Prefetch | wire.Pin | wire.Unpin | wire.Touch | wire.Drop
+    _Keyed = (
+        wire.Lookup | wire.Acquire | wire.Reserve | wire.Prefetch | wire.Fetch | wire.Pin | wire.Unpin | wire.Touch
+        | wire.Demote | wire.Drop
+    )  # fmt: skip
     _Asked = _Keyed | wire.WhyMiss | wire.RouteHint
 
 LEASE_S_MAX: Final = 300.0
@@ -88,8 +91,10 @@ class Verbs:
             wire.Publish: self._publish,
             wire.Abandon: self._abandon,
             wire.Prefetch: self._prefetch,
+            wire.Fetch: self._fetch,
             wire.Pin: self._pin,
             wire.Unpin: self._unpin,
+            wire.Demote: self._demote,
             wire.Touch: self._touch,
             wire.Drop: self._drop,
             wire.ReportEngine: self._report_engine,
@@ -395,16 +400,45 @@ class Verbs:
     def _abandon(self, at: Attachment, request: wire.Abandon) -> wire.Done:
         return wire.Done(request.id, self.grants_version, self._cache.abandon(at.owner, request.reservations))
 
+    def _hinted(self, request: wire.AnyRequest, outcome: wire.Outcome, count: int = 0) -> wire.Done:
+        self._node.counters.add("kvstrata_hints_total", hint=_VERBS[type(request)], outcome=outcome)
+        return wire.Done(request.id, self.grants_version, count, outcome)
+
     def _prefetch(self, at: Attachment, request: wire.Prefetch) -> wire.Done:
-        context = self._begin(at, request, request.session)
-        count = self._cache.reader.prefetch(context, unpack_digests(request.digests)) if context else 0
-        return wire.Done(request.id, self.grants_version, count)
+        context, digests = self._begin(at, request, request.session), unpack_digests(request.digests)
+        if context is None or not self._cache.reader.may_prefetch:
+            return self._hinted(request, wire.Outcome.UNKNOWN if context is None else wire.Outcome.REFUSED)
+        begun = self._cache.reader.prefetch(context, digests)
+        return self._hinted(request, wire.outcome_of(begun.blocks, len(digests)), begun.started)
+
+    def _fetch(self, at: Attachment, request: wire.Fetch) -> Outcome:
+        context, digests = self._begin(at, request, request.session), unpack_digests(request.digests)
+        if context is None or not self._cache.reader.may_prefetch:
+            return self._hinted(request, wire.Outcome.UNKNOWN if context is None else wire.Outcome.REFUSED)
+        return self._fetch_wide(request, context, digests)
+
+    async def _fetch_wide(self, request: wire.Fetch, context: RequestContext, digests: Sequence[bytes]) -> wire.Done:
+        begun = await self._cache.reader.fetch(context, digests)
+        return self._hinted(request, wire.outcome_of(begun.blocks, len(digests)), begun.started)
 
     def _pin(self, at: Attachment, request: wire.Pin) -> wire.Done:
-        context = self._begin(at, request, "")
-        seconds = min(max(request.expires_s, 0.0), PIN_S_MAX)
-        count = self._cache.pin(context, unpack_digests(request.digests), seconds) if context else 0
-        return wire.Done(request.id, self.grants_version, count)
+        context, digests = self._begin(at, request, ""), unpack_digests(request.digests)
+        if context is None or request.expires_s <= 0:
+            return self._hinted(request, wire.Outcome.UNKNOWN if context is None else wire.Outcome.EXPIRED)
+        count = self._cache.pin(context, digests, min(request.expires_s, PIN_S_MAX))
+        is_below = not count and any(self._cache.reader.lookup_now(context, digests))
+        outcome = wire.Outcome.REFUSED if is_below else wire.outcome_of(count, len(digests))
+        return self._hinted(request, outcome, count)
+
+    def _demote(self, at: Attachment, request: wire.Demote) -> wire.Done:
+        context, digests = self._begin(at, request, ""), unpack_digests(request.digests)
+        if context is None:
+            return self._hinted(request, wire.Outcome.UNKNOWN)
+        if at.rights[request.scope].access.kind is not ScopeKind.TENANT:
+            return self._hinted(request, wire.Outcome.REFUSED)  # A shared scope's blocks are others' as well.
+        count, here = self._cache.demote(context, digests)
+        outcome = wire.Outcome.REFUSED if here and not count else wire.outcome_of(count, len(digests))
+        return self._hinted(request, outcome, count)
 
     def _unpin(self, at: Attachment, request: wire.Unpin) -> wire.Done:
         context = self._begin(at, request, "")
@@ -424,8 +458,8 @@ class Verbs:
         for name, value in (("queued_tokens", request.queued_tokens), ("running", request.running)):
             if not 0 <= value <= wire.QUEUED_MAX:
                 raise InvalidInputError(f"{name}: {value}, 0 to {wire.QUEUED_MAX:.0e} wanted")
-        told = self._node.engines.setdefault(at.tenant, {})
-        told[at.owner] = EngineLoad(
+        reported = self._node.engines.setdefault(at.tenant, {})
+        reported[at.owner] = EngineLoad(
             request.prefill_tokens_per_s, request.queued_tokens, request.running, self._node.clock()
         )
         return wire.Done(request.id, self.grants_version, 1)

@@ -21,7 +21,7 @@ from kvstrata_api.wire import KEYS_MAX
 from kvstrata_client.connectors.object_keys import Namer
 from kvstrata_client.prompt.load import copy_leased
 from kvstrata_client.prompt.pipeline import large_batch_blocks
-from kvstrata_client.prompt.routes import Attachment
+from kvstrata_client.prompt.routes import Attachment, knows
 from kvstrata_client.prompt.store import Run, Tally, write
 from kvstrata_client.target import Target
 from kvstrata_client.verbs import calls
@@ -247,7 +247,7 @@ def touch(job: TransferJob, objects: Sequence[Object], session: str = "") -> Ope
     With a `session` they continue each other, and belong to it from now on.
     """
     scopes = yield from _readable(job)
-    if not _knows(job, wire.Touch):
+    if not knows(job.at, wire.Touch):
         return
     for scope in scopes:
         keys = list(chain.from_iterable(job.namer.keys(scope.secret, o.name, o.size_bytes) for o in objects))
@@ -258,7 +258,7 @@ def enter(job: TransferJob, session: str, state: str) -> Operation[None]:
     """Report what a session does; one that decodes and is not known to the agent is opened."""
     entering = calls.touch_session(job.target, session, state, 0, 0.0)
     (answer,) = yield (entering,)
-    if not answer.value and state == "decoding" and job.at.grants is not None:
+    if not answer.value.count and state == "decoding" and job.at.grants is not None:
         yield (calls.open_session(job.target, session, "", ""),)
         yield (entering,)
 
@@ -270,7 +270,7 @@ def drop(job: TransferJob, objects: Sequence[Object]) -> Operation[list[bool]]:
     """
     yield from _refreshed(job)
     own = job.at.grants.own if job.at.grants is not None else None
-    if own is None or not own.can_write or not _knows(job, wire.Drop):
+    if own is None or not own.can_write or not knows(job.at, wire.Drop):
         return [False] * len(objects)
     keyed = [job.namer.keys(own.secret, o.name, o.size_bytes) for o in objects]
     # Parts from the end: a block stays while one that continues it does.
@@ -305,10 +305,6 @@ class _Stats(msgspec.Struct, frozen=True):
     """What is of use here of an agent's answer to `Stats`."""
 
     tenant: _Account
-
-
-def _knows(job: TransferJob, verb: type) -> bool:
-    return job.at.grants is not None and verb.__name__ in job.at.grants.verbs
 
 
 def _readable(job: TransferJob) -> Operation[list[Scope]]:

@@ -143,8 +143,13 @@ class KvstrataCache(DynamicCache):  # type: ignore[misc]  # transformers is not 
         if not self._session:
             raise InvalidInputError("session is empty: only a named session can be hinted about")
         self._urgency = urgency
-        touch = self._client.touch_session
-        self._report(lambda: touch(self._session, state, urgency=urgency, expected_return_s=expected_return_s))
+        client, name = self._client, self._session
+        if state == "tool":
+            self._report(lambda: client.tool_wait(name, expected_return_s, urgency=urgency))
+        else:
+            self._report(
+                lambda: client.touch_session(name, state, urgency=urgency, expected_return_s=expected_return_s)
+            )
 
     def offload(self, layer_idx: int | None = None, only_non_sliding: bool = True) -> None:  # noqa: FBT001, FBT002  The base's signature.
         """Let the KV leave memory; the tokens are remembered, and the next use restores their blocks or computes them.
@@ -410,7 +415,7 @@ class KvstrataCache(DynamicCache):  # type: ignore[misc]  # transformers is not 
         self._client.open_session(self._session, parent=self._parent, priority=self._priority)
         self._client.touch_session(self._session, "decoding", urgency=self._urgency)
 
-    def _report(self, report: Callable[[], None]) -> None:
+    def _report(self, report: Callable[[], object]) -> None:
         try:
             report()
         except KvStrataError as e:  # Of a strict client alone.

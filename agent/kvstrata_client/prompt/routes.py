@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
+from kvstrata_api import wire
 from kvstrata_api.blocks import ScopeSecret, variant_of
 from kvstrata_api.wire import KEYS_MAX
 from kvstrata_client.prompt.chain import (
@@ -43,6 +44,11 @@ class Attachment(Protocol):
     @property
     def is_crowded(self) -> bool:
         """True while nobody should have several batches under way on the connection."""
+
+
+def knows(at: Attachment, verb: type[wire.Request]) -> bool:
+    """True while attached to an agent that knows a later verb: others end the connection on it."""
+    return at.grants is not None and at.grants.knows(verb)
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,10 +238,10 @@ class _Outcome:
     tally: Tally = field(default_factory=Tally)
 
 
-def store(job: Job, blocks: Bytes2D, first: int) -> Operation[Stored]:
+def store(job: Job, blocks: Bytes2D, first: int, *, is_shared: bool = False) -> Operation[Stored]:
     """Make a prompt's blocks available: in shares that the tenant grants, and the rest in the write scope.
 
-    `blocks` holds the bytes of those from `first` on.
+    `blocks` holds the bytes of those from `first` on. With `is_shared` nothing goes to the tenant's own scope.
     """
     found = yield from locate(job, is_use=False)
     if found is None:
@@ -252,7 +252,9 @@ def store(job: Job, blocks: Bytes2D, first: int) -> Operation[Stored]:
         found = found.with_share(stored)
     goal = goal_of(job, found)
     reached = found.route.blocks
-    if goal is not None:
+    if goal is not None and not (
+        is_shared and found.grants.own is not None and goal.chain.scope == found.grants.own.id
+    ):
         reached = max(reached, (yield from _store_in(job, found, goal, (blocks, first), outcome)).stop)
     tally = outcome.tally
     refused = outcome.wanted - tally.published - tally.existed

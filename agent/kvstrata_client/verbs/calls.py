@@ -14,11 +14,13 @@ from kvstrata_api.blocks import KEY_BYTES, BlockKey, ScopeId, ScopeSecret, pack_
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.wire import Advance, Arrive, Arrived, Handover
 from kvstrata_client.target import Target
-from kvstrata_client.verbs.results import Answer, Grants, Lease, Prefix, Published, Reservation, Scope
+from kvstrata_client.verbs.results import Answer, Grants, Hinted, Lease, Prefix, Published, Reservation, Scope
 
 T = TypeVar("T")
 S = TypeVar("S", bound=wire.AnyReply)
 
+STATES: Final = ("decoding", "idle")
+"""Of a session, as an engine reports it."""
 ARCHIVED: Final = 2
 """Count in the answer to CloseSession that means: archived."""
 
@@ -390,16 +392,33 @@ def arrive(target: Target, leases: Sequence[Lease], have: int, wait_s: float) ->
     )
 
 
-def prefetch(target: Target, keys: Sequence[BlockKey], session: str) -> Call[int]:
+def prefetch(target: Target, keys: Sequence[BlockKey], session: str) -> Call[Hinted]:
     """Bring a prefix up in the background."""
     scope, digests = _pack(keys)
-    return _counted(lambda i: wire.Prefetch(i, scope, digests, session), target)
+    return _hinted(lambda i: wire.Prefetch(i, scope, digests, session), target, len(keys))
 
 
-def pin(target: Target, keys: Sequence[BlockKey], expires_s: float) -> Call[int]:
+def fetch(target: Target, keys: Sequence[BlockKey], session: str) -> Call[Hinted]:
+    """The same of a prefix wherever it is. Only for an agent that names `Fetch` in its grants."""
+    scope, digests = _pack(keys)
+    return _hinted(lambda i: wire.Fetch(i, scope, digests, session), target, len(keys))
+
+
+def pin(target: Target, keys: Sequence[BlockKey], ttl_s: float) -> Call[Hinted]:
     """Keep blocks in memory for a time."""
     scope, digests = _pack(keys)
-    return _counted(lambda i: wire.Pin(i, scope, digests, expires_s), target)
+    return _hinted(lambda i: wire.Pin(i, scope, digests, ttl_s), target, len(keys))
+
+
+def demote(target: Target, keys: Sequence[BlockKey]) -> Call[Hinted]:
+    """Have blocks leave memory first. Only for an agent that names `Demote` in its grants."""
+    scope, digests = _pack(keys)
+    return _hinted(lambda i: wire.Demote(i, scope, digests), target, len(keys))
+
+
+def retain(target: Target, session: str, for_s: float) -> Call[Hinted]:
+    """Keep a session from counting as finished. Only for an agent that names `Retain` in its grants."""
+    return _hinted(lambda i: wire.Retain(i, session, for_s), target)
 
 
 def unpin(target: Target, keys: Sequence[BlockKey]) -> Call[int]:
@@ -418,7 +437,7 @@ def touch(target: Target, keys: Sequence[BlockKey], session: str = "") -> Call[i
 
 
 def report_engine(target: Target, prefill_tokens_per_s: float, queued_tokens: int, running: int) -> Call[int]:
-    """Tell how fast the engine computes, and how much waits. Only for an agent that names `ReportEngine`."""
+    """Report how fast the engine computes, and how much waits. Only for an agent that names `ReportEngine`."""
     return _counted(lambda i: wire.ReportEngine(i, prefill_tokens_per_s, queued_tokens, running), target)
 
 
@@ -441,18 +460,27 @@ def open_session(target: Target, session: str, parent: str, priority: str) -> Ca
     return _counted(lambda i: wire.OpenSession(i, session, parent, priority), target)
 
 
-def touch_session(target: Target, session: str, state: str, urgency: int, expected_return_s: float) -> Call[int]:
-    """Report what a session is about to do."""
-    return _counted(lambda i: wire.TouchSession(i, session, state, urgency, expected_return_s), target)
+def touch_session(target: Target, session: str, state: str, urgency: int, expected_return_s: float) -> Call[Hinted]:
+    """Report what a session is about to do. Raises `InvalidInputError` for what is no state of those."""
+    if state not in STATES:
+        raise InvalidInputError(f"state: {state!r}, one of {', '.join(STATES)} wanted; for a tool it is `tool_wait`")
+    return _hinted(lambda i: wire.TouchSession(i, session, state, urgency, expected_return_s), target)
 
 
-def close_session(target: Target, session: str, *, archive: bool, wait_s: float = 0.0) -> Call[bool]:
-    """End a session; true when it is archived by then."""
+def tool_wait(target: Target, session: str, expected_s: float, urgency: int) -> Call[Hinted]:
+    """Report that a session waits for a tool, about so long; 0.0 where that is not known."""
+    return _hinted(lambda i: wire.TouchSession(i, session, "tool", urgency, expected_s), target)
+
+
+def complete_session(target: Target, session: str, *, archive: bool, wait_s: float = 0.0) -> Call[Hinted]:
+    """End a session, and wait that long for its archive."""
+
+    def read(reply: wire.AnyReply, _: ReplyContext) -> Hinted:
+        done = _expect(reply, wire.Done)
+        return Hinted(_outcome(done, 1), min(done.count, 1), done.count == ARCHIVED)
+
     return Call(
-        lambda i: wire.CloseSession(i, session, archive, wait_s),
-        lambda reply, _: _expect(reply, wire.Done).count == ARCHIVED,
-        absent=False,
-        timeout_s=target.timeout_s + wait_s,
+        lambda i: wire.CloseSession(i, session, archive, wait_s), read, Hinted(), timeout_s=target.timeout_s + wait_s
     )
 
 
@@ -502,6 +530,24 @@ def _connection(held: Sequence[Lease | Reservation]) -> int:
 def _counted(request: Callable[[int], wire.AnyRequest], target: Target, connection: int = 0) -> Call[int]:
     """Ask for something whose answer is a number."""
     return Call(request, lambda reply, _: _expect(reply, wire.Done).count, 0, target.timeout_s, connection=connection)
+
+
+def _hinted(request: Callable[[int], wire.AnyRequest], target: Target, wanted: int = 1) -> Call[Hinted]:
+    """Give a hint on so many blocks, or on a session."""
+
+    def read(reply: wire.AnyReply, _: ReplyContext) -> Hinted:
+        done = _expect(reply, wire.Done)
+        return Hinted(_outcome(done, wanted), done.count)
+
+    return Call(request, read, Hinted(), target.timeout_s)
+
+
+def _outcome(done: wire.Done, wanted: int) -> wire.Outcome:
+    """As the agent says, or by the count where it names none or one of a later protocol."""
+    try:
+        return wire.Outcome(done.outcome)
+    except ValueError:
+        return wire.outcome_of(done.count, wanted)
 
 
 def _text(request: Callable[[int], wire.AnyRequest], target: Target) -> Call[str]:

@@ -1,5 +1,6 @@
 """What verbs answer: frozen values, with memory views where bytes are meant."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Generic, TypeVar
@@ -8,10 +9,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvstrata_api import wire
 from kvstrata_api.blocks import ScopeId, ScopeSecret
 from kvstrata_api.errors import KvStrataError
 from kvstrata_api.names import NamedPrefix
 from kvstrata_api.tiers import Lookup
+from kvstrata_api.wire import Outcome
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -68,6 +71,10 @@ class Grants:
     verbs: tuple[str, ...] = ()
     """Verbs that the agent knows beside those that all of its protocol version do."""
 
+    def knows(self, verb: type[wire.Request]) -> bool:
+        """True when the agent knows a verb that came after the first ones of its protocol version."""
+        return verb.__name__ in self.verbs
+
     def scope(self, scope: ScopeId) -> Scope | None:
         """Return the scope of this name, None when it is not granted."""
         return next((s for s in self.scopes if s.id == scope), None)
@@ -86,6 +93,27 @@ class Grants:
     def own(self) -> Scope | None:
         """The tenant's own scope."""
         return next((s for s in self.scopes if s.kind == "tenant"), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Hinted:
+    """What became of a hint."""
+
+    outcome: Outcome = Outcome.UNKNOWN
+    count: int = 0
+    """Blocks, or sessions, that it changed something about."""
+    is_archived: bool = False
+    """Of a session that is complete: every block of its prefix has a copy that survives a restart."""
+
+
+def joined(parts: Sequence[Hinted], *, is_whole: bool = True) -> Hinted:
+    """What became of a hint that was given in parts; partial at best where these were not the whole of it."""
+    seen, count = {p.outcome for p in parts} or {Outcome.UNKNOWN}, sum(p.count for p in parts)
+    if len(seen) == 1 and (is_whole or Outcome.ACCEPTED not in seen):
+        return Hinted(seen.pop(), count)
+    if seen & {Outcome.ACCEPTED, Outcome.PARTIAL}:
+        return Hinted(Outcome.PARTIAL, count)
+    return Hinted(Outcome.REFUSED if Outcome.REFUSED in seen else Outcome.EXPIRED, count)
 
 
 @dataclass(frozen=True, slots=True)

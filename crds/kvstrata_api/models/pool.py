@@ -256,16 +256,6 @@ class PoolPolicy(ApiModel):
     compression: CompressionPolicy = Field(CompressionPolicy(), description="Codecs.")
 
 
-class Tenancy(ApiModel):
-    """Who may use the pool without being named: nobody yet."""
-
-    default_access: Literal["Deny", "Allow"] = Field(
-        "Deny",
-        description="Accepted and not acted on yet: with either value an identity that no KVTenant claims has no "
-        "access.",
-    )
-
-
 class RedisExternal(ApiModel):
     """A Redis that others run."""
 
@@ -332,7 +322,6 @@ class KVPoolSpec(ApiModel):
     compatibility: Compatibility = Field(description="Model identity; immutable.")
     tiers: tuple[PoolTier, ...] = Field(min_length=1, max_length=8, description="Fast to slow, unique names.")
     policy: PoolPolicy = Field(PoolPolicy(), description="What to keep and where.")
-    tenancy: Tenancy = Field(Tenancy(), description="Default access.")
     metadata: MetadataSpec = Field(MetadataSpec(), description="Directory.")
     update_strategy: UpdateStrategy = Field(UpdateStrategy(), description="Rollout of changes.")
     deletion_policy: Literal["Retain", "Destroy"] = Field("Retain", description="What happens to bytes that survive.")

@@ -71,8 +71,9 @@ class KVTenantSpec(ApiModel):
     priority_classes: tuple[Name, ...] = Field(
         (),
         max_length=16,
-        description="Priorities that its sessions may name; empty: any. A session's priority is recorded and shown, "
-        "and not acted on yet: nothing is ordered by it.",
+        description="Priorities that its sessions may name; empty: any. Blocks of urgent, interactive, standard, batch "
+        "and background sessions stay 4, 2, 1, 1/2 and 1/4 times as long as standard ones that are used alike, and "
+        "their moves go by the same factors, within the tenant's own share. Other names count as standard.",
         json_schema_extra=SET,
     )
     retention: TenantRetention = Field(TenantRetention(), description="Retention.")

@@ -181,13 +181,24 @@ class Engine:
             "took_s": time.monotonic() - started_s,
         }
 
-    def converse(self, session: str, prompt: list[int], new_tokens: int = 16) -> dict[str, Any]:
-        """Generate one turn of a session; tokens and why it ended. `LLM.generate` takes no session."""
+    def converse(
+        self, session: str, prompt: list[int], new_tokens: int = 16, actions: list[dict[str, Any]] | None = None
+    ) -> dict[str, Any]:
+        """Generate one turn of a session, with `kv_hints` of these actions; tokens and why it ended.
+
+        `LLM.generate` takes neither.
+        """
         from vllm import SamplingParams
 
         engine, chosen = self.llm.llm_engine, SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        hinted: dict[str, Any] = {}
+        if actions is not None:
+            from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+            made = [KvHintAction(action_id=str(i), action_version="1", **action) for i, action in enumerate(actions)]
+            hinted = {"kv_hints": KvHintsEnvelope(protocol_version="1", message_id="m", actions=made)}
         self._turns += 1
-        engine.add_request(f"turn-{self._turns}", {"prompt_token_ids": prompt}, chosen, session_id=session)
+        engine.add_request(f"turn-{self._turns}", {"prompt_token_ids": prompt}, chosen, session_id=session, **hinted)
         ended = [o for _ in iter(engine.has_unfinished_requests, False) for o in engine.step() if o.finished]  # noqa: FBT003
         return {"tokens": list(ended[-1].outputs[0].token_ids), "reason": str(ended[-1].outputs[0].finish_reason)}
 

@@ -19,7 +19,15 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "crds" / "examples"
 Json = dict[str, Any]
 Path_ = tuple[str | int, ...]
 
-GONE = object()
+
+class _Gone:
+    """Its name is the same in every process: names of tests have it."""
+
+    def __repr__(self) -> str:
+        return "gone"
+
+
+GONE = _Gone()
 """Stands for a field that is removed."""
 
 

@@ -28,11 +28,13 @@ _LEAST: Final = ("minimum", "minLength", "minItems", "minProperties")
 _MOST: Final = ("maximum", "maxLength", "maxItems", "maxProperties")
 
 KNOWN: Final = {
+    "KVPool.spec: tenancy is gone",
     "KVPoolNode.status.tiers[].devices: maxItems 64 is 16 now",
     "KVPoolNode.status.tiers[].devices[]: type 'string' is 'object' now",
     "KVPoolNode.status.tiers[].devices[]: required has ['name'] now",
 }
-"""What did change: agents write the whole list anew when they start, nothing reads it from an earlier one."""
+"""What did change. Devices: agents write the whole list anew when they start, nothing reads it from an earlier one.
+`tenancy.defaultAccess` had no effect with any value (docs/decisions/009); stored objects lose it."""
 
 
 def narrowed(path: str, old: Schema, new: Schema) -> Iterator[str]:

@@ -27,6 +27,13 @@ def test_the_mean_is_over_cells_with_a_gap_and_the_margin_over_all() -> None:
     assert found["worst_margin_points"] == pytest.approx(-0.3)
 
 
+def test_a_peer_that_is_told_kinds_is_compared_with_what_is_told_them_too() -> None:
+    cell = _cell(40, 45, 46, 50)
+    assert cell.margin_points == pytest.approx(1.0)
+    cell.peers["workload-aware"] = 46.5
+    assert cell.margin_points == pytest.approx(0.5), "47 with the trace's kinds"
+
+
 def test_the_last_line_has_the_agreed_keys(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(simulators, "is_ready", lambda: False)
     monkeypatch.setattr(sys, "argv", ["bench.policy", "--tiny", "--sizes", "5"])

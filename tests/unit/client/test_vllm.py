@@ -20,13 +20,12 @@ from kvstrata_client.connectors.vllm.engine import (
     Adapters,
     Geometry,
     Group,
-    Hints,
     geometry_of,
-    hints_of,
     layout_of,
     parse,
     variant_of,
 )
+from kvstrata_client.connectors.vllm.hints import ACTIONS, Hints, give_early, give_late, hints_of
 from kvstrata_client.connectors.vllm.planner import Limits, Load, Pace, Plan, Planner, Save
 from kvstrata_client.connectors.vllm.worker import Pages
 from kvstrata_client.target import NO_TOKEN
@@ -362,12 +361,97 @@ def test_hints_name_the_session_and_wrong_ones_are_told_and_left_out() -> None:
         {"session": "s" * 129},
         {"parent": None},
         {"sesion": "s"},
+        {"pin_s": -1},
+        {"retain_s": float("nan")},
+        {"complete": "yes"},
+        {"share": "team"},
         ["session"],
         "session",
     ):
         hints, problem = read(wrong)
         assert (hints, bool(problem)) == (Hints(), True), wrong
     assert read(None, "s" * 129)[1]
+
+
+def envelope(*actions: tuple[str, str, dict[str, Any]]) -> Any:
+    """As `vllm.v1.kv_hints.KvHintsEnvelope`."""
+    made = [
+        SimpleNamespace(action_id=str(i), action_type=kind, action_version=version, payload=payload)
+        for i, (kind, version, payload) in enumerate(actions)
+    ]
+    return SimpleNamespace(protocol_version="1", message_id="m", actions=made)
+
+
+def test_actions_of_vllms_envelope_are_the_same_hints_and_others_are_left_to_others() -> None:
+    def read(*actions: tuple[str, str, dict[str, Any]], **params: Any) -> tuple[Hints, str]:
+        given = {"kvstrata": params} if params else None
+        return hints_of(SimpleNamespace(kv_transfer_params=given, session_id="s", kv_hints=envelope(*actions)))
+
+    assert read() == (Hints(session="s"), "")
+    every: list[tuple[str, str, dict[str, Any]]] = [
+        ("tool_wait", "1", {"expected_s": 12.0, "urgency": 70}),
+        ("retain", "1", {"for_s": 60}),
+        ("pin", "1", {"ttl_s": 30}),
+        ("demote", "1", {}),
+        ("prefetch", "1", {}),
+        ("fetch", "1", {}),
+        ("share", "1", {}),
+        ("session_complete", "1", {"archive": False}),
+    ]
+    assert {kind for kind, _, _ in every} == set(ACTIONS)
+    whole = Hints(
+        session="s",
+        urgency=70,
+        tool_wait_s=12.0,
+        retain_s=60.0,
+        pin_s=30.0,
+        demote=True,
+        prefetch=True,
+        fetch=True,
+        share=True,
+        complete="drop",
+    )
+    assert read(*every) == (whole, "")
+    assert read(("session_complete", "1", {}))[0].complete == "archive"
+    assert read(("pin", "1", {"ttl_s": 30}), retain_s=5.0)[0] == Hints(session="s", retain_s=5.0, pin_s=30.0)
+    assert read(("pin", "2", {"pages": 7}), ("move_blocks", "1", {"to": "x"})) == (Hints(session="s"), "")
+    wrongs: list[Any] = [("pin", "1", {}), ("pin", "1", {"ttl_s": -1}), ("demote", "1", {"now": 1}), ("share", "1", [])]
+    for wrong in wrongs:
+        hints, problem = read(wrong)
+        assert (hints, problem.startswith("kv_hints")) == (Hints(), True), wrong
+
+
+class Given:
+    """Notes what it is called for, as client and as cache."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given, **more: self.calls.append((name, *[g for g in given if isinstance(g, str | float)], more))
+
+
+def test_hints_are_given_when_a_request_arrives_and_when_it_has_ended() -> None:
+    noted: Any = Given()
+    tokens = np.arange(4, dtype=np.uint32)
+    give_early(noted, tokens, Hints(session="s", prefetch=True, fetch=True))
+    give_early(noted, tokens, Hints(prefetch=True))
+    assert noted.calls == [("fetch", {"session": "s"}), ("prefetch", {"session": ""})], "a fetch brings all of it"
+
+    noted.calls.clear()
+    give_late(noted, noted, tokens, Hints(pin_s=5.0, demote=True, share=True, retain_s=9.0, complete="archive"))
+    assert [name for name, *_ in noted.calls] == ["pin", "share", "demote"], "no session is named"
+
+    noted.calls.clear()
+    give_late(noted, noted, tokens, Hints(session="s", tool_wait_s=7.0, retain_s=9.0, complete="drop"))
+    assert noted.calls == [
+        ("tool_wait", "s", 7.0, {"urgency": 0}),
+        ("retain_session", "s", 9.0, {}),
+        ("complete_session", "s", {"archive": False}),
+    ]
+    noted.calls.clear()
+    give_late(noted, noted, tokens, Hints(session="s"))
+    assert noted.calls == [("touch_session", "s", "idle", {})]
 
 
 def test_a_variant_parts_by_adapter_bytes_salt_and_media_with_their_places(tmp_path: Path) -> None:

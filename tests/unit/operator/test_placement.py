@@ -78,7 +78,6 @@ def test_moving_pausing_and_rollout_change_no_revision(
     [
         {"tiers": [tier(size="2Gi")]},
         {"policy": {"admission": {"type": "Never"}}},
-        {"tenancy": {"defaultAccess": "Allow"}},
         {"compatibility": {"model": "m", "revision": "other", "dtype": "bf16"}},
     ],
 )

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from kvstrata_api.blocks import LayoutId, ScopeSecret
     from kvstrata_metadata.store.records import Location
 
-CHAIN_MAX: Final = 65_536
-"""Blocks of one chain: a million tokens of 16 to a block. A longer one, or a ring, counts as one without a root."""
+CHAIN_MAX: Final = 262_144
+"""Blocks of one chain: four million tokens of 16 to a block. A longer one, or a ring, counts as one without a root."""
 SEGMENT_BLOCKS_MAX: Final = 1024
 """Blocks returned in one step: each may have to be made an entry of, 15 us."""
 OWNERS_MAX: Final = 3

@@ -22,18 +22,16 @@ from kvstrata_api.errors import InvalidInputError
 from kvstrata_client.cache import PrefixCache
 from kvstrata_client.client import Client
 from kvstrata_client.connectors.vllm.engine import (
-    PARAMS,
     Adapters,
     Geometry,
-    Hints,
     Settings,
     geometry_of,
-    hints_of,
     layout_of,
     parse,
     variant_of,
 )
 from kvstrata_client.connectors.vllm.events import EventBook, Removed, Sizes, Stored, medium_of
+from kvstrata_client.connectors.vllm.hints import PARAMS, Hints, give_early, give_late, hints_of, tokens_of
 from kvstrata_client.connectors.vllm.planner import Fetched, Limits, Plan, Planner, Saved, Tokens
 from kvstrata_client.connectors.vllm.worker import Pages, Worker
 from kvstrata_client.verbs.results import Located
@@ -338,9 +336,13 @@ class _Scheduler:
         self.planner.begin(request, variant, hints.session)
         if self.events is not None and not self.events.media:
             self._note(self._read_media)
-        if hints.session:
-            self._note(lambda: self._client.open_session(hints.session, parent=hints.parent))
-            self._note(lambda: self._client.touch_session(hints.session, "decoding", urgency=hints.urgency))
+        client, name = self._client, hints.session
+        if name:
+            self._note(lambda: client.open_session(name, parent=hints.parent, priority=hints.priority))
+            self._note(lambda: client.touch_session(name, "decoding", urgency=hints.urgency))
+        if hints.prefetch or hints.fetch:
+            cache, tokens = PrefixCache(client, variant=variant), tokens_of(request)
+            self._note(lambda: give_early(cache, tokens, hints))
 
     def allocated(self, request_id: str, tables: Any, loaded_tokens: int) -> None:
         self.hits = {request_id: self.planner.allocated(request_id, tables, loaded_tokens)}
@@ -360,9 +362,10 @@ class _Scheduler:
 
     def finish(self, request: Any) -> dict[str, Any] | None:
         hints, _ = hints_of(request)
-        if hints.session:
-            state, wait_s = "tool" if hints.tool_wait_s else "idle", hints.tool_wait_s
-            self._note(lambda: self._client.touch_session(hints.session, state, expected_return_s=wait_s))
+        variant = variant_of(request, self._adapters)
+        if hints != Hints() and variant is not None:
+            cache, tokens = PrefixCache(self._client, variant=variant), tokens_of(request)
+            self._note(lambda: give_late(self._client, cache, tokens, hints))
         hits = self.planner.finish(request.request_id)
         return {PARAMS: {"hit_tokens": dict(hits)}} if hits or PARAMS in (request.kv_transfer_params or {}) else None
 

@@ -5,7 +5,6 @@ Reads plain attributes of vLLM's objects and imports nothing of it.
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -19,20 +18,14 @@ from kvstrata_api import __version__
 from kvstrata_api.blocks import Layout
 from kvstrata_api.errors import InvalidInputError
 from kvstrata_api.units import GIB
-from kvstrata_api.wire import SESSION_CHARS_MAX
 from kvstrata_client.target import Target, configured_token
 
 BLOCK_TOKENS: Final = 16
 """Tokens of a block of ours unless the configuration says what else the pool has."""
 DTYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_SHOWN_CHARS: Final = 200
 FP8: Final = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 
-PARAMS: Final = "kvstrata"
-"""Key of ours in `kv_transfer_params` of requests and answers."""
-
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=60)]
-SessionName = Annotated[str, msgspec.Meta(max_length=SESSION_CHARS_MAX)]
 
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,31 +84,6 @@ def converted(given: Mapping[str, Any], kind: type[T], where: str) -> T:
         field = re.search(r"\$\.(\w+)", str(e))
         value = f" (given: {given.get(field[1])!r})" if field else ""
         raise InvalidInputError(f"{where}: {e}{value}") from e
-
-
-class Hints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a request says of its session, in `kv_transfer_params["kvstrata"]`."""
-
-    session: SessionName = ""
-    """Its name; vLLM's `session_id` (header X-Session-ID) when empty."""
-    parent: SessionName = ""
-    """The session that this one forks from."""
-    urgency: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
-    tool_wait_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
-    """Until the next turn, which waits for a tool's answer; 0: unknown."""
-
-
-def hints_of(request: Any) -> tuple[Hints, str]:
-    """Read a request's hints. What is wrong with them is the second: they are none then, and the request is served."""
-    given = (request.kv_transfer_params or {}).get(PARAMS) or {}
-    try:
-        hints = msgspec.convert(given, Hints)
-        if not math.isfinite(hints.tool_wait_s):
-            return Hints(), f"kv_transfer_params.{PARAMS}: tool_wait_s {hints.tool_wait_s}: a finite number wanted"
-        named = hints.session or msgspec.convert(getattr(request, "session_id", None) or "", SessionName)
-    except msgspec.ValidationError as e:
-        return Hints(), f"kv_transfer_params.{PARAMS} or session_id: {e} (given: {str(given)[:_SHOWN_CHARS]})"
-    return msgspec.structs.replace(hints, session=named), ""
 
 
 @dataclass(frozen=True, slots=True)

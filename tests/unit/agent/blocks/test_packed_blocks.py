@@ -310,7 +310,7 @@ def test_the_last_blocks_to_leave_are_the_first_of_a_chain() -> None:
     order = []
     while True:
         node.index.pack(math.inf)
-        entry = TierCandidates(node.index, tier, EvictionRequest(1, "room")).pop()
+        entry = TierCandidates(node.index, tier, EvictionRequest(1, "room"), node.clock()).pop()
         if entry is None:
             break
         order.append(int.from_bytes(entry.digest, "big"))
@@ -354,14 +354,14 @@ def test_a_block_may_leave_when_its_children_are_slower_now_and_its_tier_is_not(
         record = Record(BlockKey(SCOPE, digest(number)), parent, LAYOUT_ID, "raw", 4096, 4096, bytes(16), 3)
         node.index.add(entry, Residence(tier, tier.allocate(SCOPE, "a", 4096), record))
     del entry
-    assert TierCandidates(node.index, middle, EvictionRequest(1, "room")).pop() is None
+    assert TierCandidates(node.index, middle, EvictionRequest(1, "room"), node.clock()).pop() is None
     assert node.index.pack(math.inf) == is_packed
     fast.level, slow.level = 2, 0
 
     node.index.relevel(node.tiers)
 
     assert not list(wrong_books(node))
-    victim = TierCandidates(node.index, middle, EvictionRequest(1, "room")).pop()
+    victim = TierCandidates(node.index, middle, EvictionRequest(1, "room"), node.clock()).pop()
     assert victim is not None
     assert victim.digest == digest(0)
 

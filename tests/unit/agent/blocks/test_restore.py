@@ -144,7 +144,7 @@ def test_blocks_of_an_earlier_run_enter_whatever_clients_do(
     for entry in [e for e in node.index if not e.residences]:
         node.index.forget(entry)
     for place in node.tiers:
-        while (victim := TierCandidates(node.index, place, EvictionRequest(1, "room")).pop()) is not None:
+        while (victim := TierCandidates(node.index, place, EvictionRequest(1, "room"), node.clock()).pop()) is not None:
             node.drop_copy(victim, place)
     assert len(node.index) == len(node.index.packed) == 0
     assert [t.tenant_bytes for t in node.tiers] == [{}, {}]

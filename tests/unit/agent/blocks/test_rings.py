@@ -59,7 +59,9 @@ def test_every_chain_ends_and_all_of_it_can_be_evicted(drawn: list[tuple[int, in
         come(node, number, parent, how)
 
     assert all(reaches_an_end(node.index, entry) for entry in node.index)
-    while (entry := TierCandidates(node.index, node.tiers[0], EvictionRequest(1, "room")).pop()) is not None:
+    while (
+        entry := TierCandidates(node.index, node.tiers[0], EvictionRequest(1, "room"), node.clock()).pop()
+    ) is not None:
         node.drop_copy(entry, node.tiers[0])
     assert len(node.index) == 0
 

@@ -35,7 +35,7 @@ def copy_in(tier: Tier, number: int, layout_id: LayoutId, *, is_taken: bool = Fa
 def emptied(node: Node, tier: Tier) -> int:
     """Evict by the planner's own view until it knows no victim; returns how many went."""
     count = 0
-    while (entry := TierCandidates(node.index, tier, EvictionRequest(1, "room")).pop()) is not None:
+    while (entry := TierCandidates(node.index, tier, EvictionRequest(1, "room"), node.clock()).pop()) is not None:
         node.drop_copy(entry, tier)
         count += 1
     return count

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from kvstrata_agent.blocks.block import Entry
 from kvstrata_agent.blocks.returns import SET_BACK
 from kvstrata_agent.blocks.sessions import SessionState
 from kvstrata_agent.cache.eviction_candidates import EvictionRequest
 from kvstrata_api import wire
-from support.agent.doubles import SCOPE, digest
+from kvstrata_api.checksum import checksum
+from support.agent.doubles import BLOCK_BYTES, SCOPE, bytes_of, digest
 from support.agent.engine import SLOTS, Engine, close
 
 pytestmark = pytest.mark.unit
@@ -42,10 +44,10 @@ async def asked(engine: Engine, *numbers: int, session: str = "") -> None:
 
 
 async def taught(engine: Engine) -> None:
-    """Chat comes back with a longer prompt after 20 s; batch never does."""
+    """Chat comes back with a longer prompt after 20 s; what comes once never does."""
     for i in range(LESSONS):
         first = 10_000 + 10 * i
-        kind = "chat" if i % 2 else "batch"
+        kind = "chat" if i % 2 else "once"
         await engine.ask(wire.OpenSession(6, f"{kind}-{i}", "", kind))
         await asked(engine, *range(first, first + 4), session=f"{kind}-{i}")
         engine.clock.now_s += 20.0
@@ -66,24 +68,32 @@ def in_memory(engine: Engine, *numbers: int) -> list[bool]:
     return [e is not None and e.residence(node.tiers[0]) is not None for e in found]
 
 
-async def stored_chat_then_batch(engine: Engine) -> None:
-    """A chat's chain, then a batch's, and then so many others that one of the two has to leave."""
+def block(engine: Engine, number: int) -> Entry:
+    entry = engine.core.node.index.find(*engine.key(number))
+    assert entry is not None
+    return entry
+
+
+async def requested(engine: Engine, name: str, kind: str, *numbers: int) -> None:
+    """A request of a new session: looked up, computed and stored."""
+    await engine.ask(wire.OpenSession(6, name, "", kind))
+    await asked(engine, *numbers, session=name)
+    await engine.store(*numbers, session=name)
+
+
+async def stored_chat_then_once(engine: Engine) -> None:
+    """A chat's chain, then one that never comes back, and then so many others that one of the two has to leave."""
     await taught(engine)
-    for first, kind in ((101, "chat"), (201, "batch")):
-        await engine.ask(wire.OpenSession(6, kind, "", kind))
-        chain = range(first, first + SHORT)
-        await asked(engine, *chain, session=kind)
-        await engine.store(*chain, session=kind)
+    for first, kind in ((101, "chat"), (201, "once")):
+        await requested(engine, kind, kind, *range(first, first + SHORT))
         engine.clock.now_s += 1.0
     for first in (301, 401, 501):
-        await engine.ask(wire.OpenSession(6, f"chat {first}", "", "chat"))
-        await asked(engine, *range(first, first + SHORT), session=f"chat {first}")
-        await engine.store(*range(first, first + SHORT), session=f"chat {first}")
+        await requested(engine, f"chat {first}", "chat", *range(first, first + SHORT))
 
 
 def test_a_chain_that_returns_outlives_a_later_one_that_does_not() -> None:
     async def play(engine: Engine) -> None:
-        await stored_chat_then_batch(engine)
+        await stored_chat_then_once(engine)
         assert all(in_memory(engine, *range(101, 101 + SHORT)))
         assert not any(in_memory(engine, *range(201, 201 + SHORT)))
 
@@ -92,7 +102,7 @@ def test_a_chain_that_returns_outlives_a_later_one_that_does_not() -> None:
 
 def test_by_last_use_the_earlier_one_leaves_whatever_was_seen() -> None:
     async def play(engine: Engine) -> None:
-        await stored_chat_then_batch(engine)
+        await stored_chat_then_once(engine)
         assert not any(in_memory(engine, *range(101, 101 + SHORT)))
         assert all(in_memory(engine, *range(201, 201 + SHORT)))
 
@@ -106,13 +116,9 @@ def test_what_returns_after_its_time_in_the_next_tier_goes_further_down(placemen
         node = engine.core.node
         dram, cxl, _ = node.tiers
         cxl.inflow_bytes_per_s = cxl.backend.capacity_bytes / 5.0  # A chat comes back after 20 s.
-        await engine.ask(wire.OpenSession(6, "chat", "", "chat"))
-        await asked(engine, 101, 102, session="chat")
-        await engine.store(101, 102, session="chat")
+        await requested(engine, "chat", "chat", 101, 102)
         await engine.core.cache.evictor.evict(dram, EvictionRequest(dram.backend.capacity_bytes, "room"))
-        entry = node.index.find(*engine.key(102))
-        assert entry is not None
-        assert [r.tier.name for r in entry.residences] == [expected]
+        assert [r.tier.name for r in block(engine, 102).residences] == [expected]
 
     played(play, placement=placement, cxl_slots=8)
 
@@ -120,13 +126,9 @@ def test_what_returns_after_its_time_in_the_next_tier_goes_further_down(placemen
 def test_what_is_generated_is_worth_what_its_prompt_is() -> None:
     async def play(engine: Engine) -> None:
         await taught(engine)
-        await engine.ask(wire.OpenSession(6, "chat", "", "chat"))
-        await asked(engine, 101, 102, session="chat")
-        await engine.store(101, 102, session="chat")
+        await requested(engine, "chat", "chat", 101, 102)
         await engine.store(103, 104, session="chat")
-        prompt, made = (engine.core.node.index.find(*engine.key(n)) for n in (102, 104))
-        assert prompt is not None
-        assert made is not None
+        prompt, made = block(engine, 102), block(engine, 104)
         assert made.mark == prompt.mark
         assert engine.core.node.returns.worth(made)[0] > 0.0
 
@@ -139,8 +141,7 @@ def test_a_session_that_is_expected_keeps_its_chain_until_that_time_has_passed()
         await engine.ask(wire.OpenSession(6, "s", "", ""))
         await engine.store(1, 2, session="s")
         engine.clock.now_s += 60.0
-        head = node.index.find(*engine.key(2))
-        assert head is not None
+        head = block(engine, 2)
         before, *_ = node.returns.worth(head)
         await engine.ask(wire.TouchSession(7, "s", SessionState.IDLE, 0, 5.0))
         assert node.returns.worth(head)[0] > before
@@ -155,11 +156,50 @@ def test_a_session_that_is_over_is_the_first_to_leave() -> None:
         await engine.ask(wire.OpenSession(6, "s", "", ""))
         await engine.store(1, 2, session="s")
         await engine.ask(wire.CloseSession(8, "s", archive=False))
-        head = engine.core.node.index.find(*engine.key(2))
-        assert head is not None
-        assert engine.core.node.returns.worth(head)[0] == SET_BACK
+        assert engine.core.node.returns.worth(block(engine, 2))[0] == SET_BACK
 
     played(play)
+
+
+def test_a_pruned_branch_leaves_at_once_and_parents_of_live_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a plan looks at few of many leaves."""
+    monkeypatch.setattr("kvstrata_agent.cache.eviction_candidates.DRAWN", 1)
+    monkeypatch.setattr("kvstrata_agent.policy.expected_reuse.Victims.SAMPLE", 1)
+
+    async def play(engine: Engine) -> None:
+        memory = engine.core.node.tiers[0]
+        await engine.ask(wire.OpenSession(6, "root"))
+        await engine.store(1, 2, session="root")
+        for branch, first in (("pruned", 11), ("live", 21)):
+            await engine.ask(wire.OpenSession(6, branch, "root"))
+            await stored_behind(engine, 2, first, branch)
+        await engine.ask(wire.CloseSession(8, "root", archive=False))
+        assert block(engine, 2).used_at_s > 0.0, "branches continue it"
+        for first in range(101, 101 + SLOTS - 4):
+            await engine.store(first)
+        before = engine.core.node.contents(memory).blocks
+        assert before >= SLOTS - 1
+        await engine.ask(wire.TouchSession(7, "live", "decoding"))
+        await engine.ask(wire.CloseSession(8, "pruned", archive=False))
+        await engine.core.cache.evictor.evict(memory, EvictionRequest(1, "room"))
+        assert in_memory(engine, 11, 1, 2, 21) == [False, True, True, True], "in one step, and nothing else for it"
+        assert engine.core.node.contents(memory).blocks == before - 1
+        await engine.core.cache.evictor.evict(memory, EvictionRequest(memory.backend.capacity_bytes, "room"))
+        assert in_memory(engine, 1, 2, 21) == [True, True, True], "a live branch runs through them"
+        assert engine.core.node.contents(memory).blocks == 3
+
+    played(play)
+
+
+async def stored_behind(engine: Engine, parent: int, number: int, session: str) -> None:
+    """One block that continues another one."""
+    reserved = await engine.ask(wire.Reserve(2, SCOPE, digest(parent), digest(number), session))
+    (slot,) = reserved.slots
+    held = {r.id: r for r in engine.core.node.reservations.owned(1)}[slot.reservation]
+    assert held.tier.backend.mappable is not None
+    held.tier.backend.mappable.view(held.slot)[:BLOCK_BYTES] = bytes_of(number)
+    sums = checksum(bytes_of(number), digest(number), reserved.epoch, slot.stamp)
+    assert (await engine.ask(wire.Publish(3, (slot.reservation,), (sums,)))).results == b"\x01"
 
 
 def test_asking_for_a_load_of_what_was_just_looked_up_is_no_second_use() -> None:
@@ -213,10 +253,8 @@ def test_what_is_touched_is_used_however_often() -> None:
             await engine.ask(wire.Touch(9, SCOPE, digest(1) + digest(2)))
         engine.clock.now_s += 0.5
         await engine.ask(wire.Touch(9, SCOPE, digest(1) + digest(2)))
-        touched, other = (engine.core.node.index.find(*engine.key(n)) for n in (2, 1002))
-        assert touched is not None
-        assert other is not None
-        assert engine.core.node.returns.worth(touched) > engine.core.node.returns.worth(other)
+        worth = engine.core.node.returns.worth
+        assert worth(block(engine, 2)) > worth(block(engine, 1002))
 
     played(play)
 
@@ -224,9 +262,7 @@ def test_what_is_touched_is_used_however_often() -> None:
 def test_explain_names_the_record_that_a_block_is_judged_by() -> None:
     async def play(engine: Engine) -> None:
         await taught(engine)
-        await engine.ask(wire.OpenSession(6, "chat", "", "chat"))
-        await asked(engine, 101, 102, 103, session="chat")
-        await engine.store(101, 102, 103, session="chat")
+        await requested(engine, "chat", "chat", 101, 102, 103)
         told = engine.core.cache.explainer.block(*engine.key(102))["expected_reuse"]
         assert told["policy"] == "ReuseAware"
         assert told["uses_per_s"] > 0.0

@@ -1,6 +1,8 @@
 """Laws of the queues of paths: who goes next, what is bounded, what a cancelled or boosted wait leaves."""
 
 import asyncio
+import itertools
+from collections import Counter
 from random import Random
 
 import pytest
@@ -19,6 +21,7 @@ from kvstrata_agent.movement.path import (
     TrafficClass,
 )
 from kvstrata_agent.movement.scheduler import PIECE_BYTES_MAX
+from kvstrata_agent.policy.priority import PriorityClass
 from kvstrata_api.errors import InvalidInputError, RetryableError
 from support.agent.doubles import BLOCK_BYTES, SCOPE, DictBackend, digest
 from support.agent.engine import Engine, close, steps_until
@@ -66,15 +69,19 @@ async def test_the_most_urgent_move_goes_first_and_never_more_than_the_width() -
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 8)), min_size=20, max_size=80),
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(1, 8), st.sampled_from(PriorityClass)), min_size=20, max_size=80
+    ),
     st.integers(1, 400),
     st.integers(1, 400),
 )
-def test_two_tenants_that_always_wait_are_served_by_their_weights(
-    asked: list[tuple[str, int]], weight_a: int, weight_b: int
+def test_two_tenants_that_always_wait_are_served_by_their_weights_whatever_classes_they_name(
+    asked: list[tuple[str, int, PriorityClass]], weight_a: int, weight_b: int
 ) -> None:
     weights = {"a": weight_a, "b": weight_b}
-    turns = [turn(account=who, weight=weights[who], size_bytes=size * MIB) for who, size in asked]
+    turns = [
+        QueuedMove(Priority.DEMOTE, who, weights[who], size * MIB, priority_class=named) for who, size, named in asked
+    ]
 
     async def run() -> list[QueuedMove]:
         gate, served = PathLimiter(1), list[QueuedMove]()
@@ -93,6 +100,43 @@ def test_two_tenants_that_always_wait_are_served_by_their_weights(
         at[t.account] += t.size_bytes / t.weight
         left[t.account] -= 1
         assert abs(at["a"] - at["b"]) <= 2 * most
+
+
+@given(st.lists(st.sampled_from(PriorityClass), min_size=2, max_size=120), st.randoms())
+def test_a_higher_class_goes_first_and_none_waits_for_more_than_the_factors_say(
+    asked: list[PriorityClass], dice: Random
+) -> None:
+    turns = [QueuedMove(Priority.PREFETCH, "a", 100, MIB, priority_class=named) for named in asked]
+
+    async def run() -> list[QueuedMove]:
+        gate, served = PathLimiter(1), list[QueuedMove]()
+        async with gate.enter(turn(Priority.ONBOARD, "c")):
+            tasks = await queued(gate, turns, served)
+            given_up = dice.sample(tasks, len(tasks) // 4)
+            for task in given_up:
+                task.cancel()
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return served
+
+    served = [move.priority_class for move in asyncio.run(run())]
+    assert len(served) == len(asked) - len(asked) // 4
+    assert served[0] == min(served)
+    for name in PriorityClass:
+        places = [-1, *(i for i, found in enumerate(served) if found is name)]
+        for last, place in itertools.pairwise(places):
+            overtaken = Counter(served[last + 1 : place])
+            assert all(n <= other.factor / name.factor + 1 for other, n in overtaken.items())
+
+
+async def test_a_waiting_move_that_becomes_more_urgent_goes_before_its_like() -> None:
+    gate, served = PathLimiter(1), list[QueuedMove]()
+    turns = [QueuedMove(Priority.PREFETCH, "a", 100, MIB, priority_class=PriorityClass.BATCH) for _ in range(3)]
+    async with gate.enter(turn()):
+        tasks = await queued(gate, turns, served)
+        gate.boost(turns[2], Priority.PREFETCH, "a", 100, PriorityClass.INTERACTIVE)
+    await asyncio.gather(*tasks)
+    assert served == [turns[2], turns[0], turns[1]]
 
 
 def weights(weight: int, size_bytes: int = MIB) -> QueuedMove:
@@ -219,6 +263,7 @@ class Crowd:
     def wait(self) -> None:
         mine = turn(self.dice.choice(list(Priority)), self.dice.choice("abc"), self.dice.randint(1, 9))
         mine.traffic = self.dice.choice(list(TrafficClass))
+        mine.priority_class = self.dice.choice(list(PriorityClass))
         self.moves.append((mine, asyncio.create_task(self._pass(mine, asyncio.Event()))))
 
     def cancel(self) -> None:
@@ -226,7 +271,9 @@ class Crowd:
 
     def boost(self) -> None:
         mine = self.dice.choice(self.moves)[0]
-        self.limiter.boost(mine, self.dice.choice(list(Priority)), self.dice.choice("abc"), 5)
+        self.limiter.boost(
+            mine, self.dice.choice(list(Priority)), self.dice.choice("abc"), 5, self.dice.choice(list(PriorityClass))
+        )
 
     def leave(self) -> None:
         while self.inside:

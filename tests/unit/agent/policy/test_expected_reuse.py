@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvstrata_agent.policy import return_times
 from kvstrata_agent.policy.expected_reuse import ExpectedReuse, MarkTable, RequestFacts, Return, Victims
-from kvstrata_agent.policy.return_times import BINS, ReturnTimes, age_bin, gittins
+from kvstrata_agent.policy.return_times import BINS, FIT_RECORDS, ReturnTimes, age_bin, gittins
 
 pytestmark = pytest.mark.unit
 
@@ -71,6 +71,34 @@ def test_an_old_record_is_forgotten_and_a_late_return_changes_nothing() -> None:
 
     assert not times.is_known(first)
     times.fit(20.0)
+
+
+def test_classes_that_are_learned_from_a_part_of_the_records_are_those_of_all() -> None:
+    times = ReturnTimes(2)
+    known = 3 * FIT_RECORDS + 5
+    for i in range(known):
+        number = times.note((i % 3, i % 7), float(i))
+        if i % 3:
+            times.returned(number, i + (8.0 if i % 3 == 1 else 800.0))
+    times.fit(float(known) + 1e4)
+
+    classes = {times.class_of((level, 0)) for level in range(3)}
+    assert len(classes) == 3
+    for number in range(0, known, 997):
+        assert times.worth(number, 1e9) == times.worth(times.note(times.features_of(number), 0.0), 1e9)
+
+
+def test_turns_are_told_apart_one_by_one_and_then_by_doublings() -> None:
+    turns = [*range(9), 9, 15, 16, 31, 32, 10_000]
+    table: MarkTable[str] = MarkTable()
+    reuse = ExpectedReuse(table)
+    levels = []
+    for turn in range(10_001):
+        reuse.begin(["a"], [1], RequestFacts(session="s"), float(turn))
+        if turn in turns:
+            levels.append(reuse.explain("a", table.marks["a"])["turn"])
+
+    assert levels == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 10, 10, 11, 15]
 
 
 def test_memory_is_bounded_by_records() -> None:
@@ -194,6 +222,18 @@ def test_a_point_that_two_records_waited_for_is_forgotten_once() -> None:
         reuse.begin([0, 10 * i + 6], [1] * 2, RequestFacts(), 3.0 * i + 2)
 
     assert reuse.remembered() <= 4 * 16
+
+
+@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=8, unique=True), max_size=30))
+def test_without_sizes_each_point_is_one_block(chains: list[list[int]]) -> None:
+    marked = []
+    for has_sizes in (True, False):
+        table: MarkTable[int] = MarkTable()
+        reuse = ExpectedReuse(table, RECORDS)
+        for i, chain in enumerate(chains):
+            reuse.begin(chain, [1] * len(chain) if has_sizes else None, RequestFacts(), float(i))
+        marked.append((table.marks, [reuse.times.features_of(n) for n in range(reuse.times.noted)]))
+    assert marked[0] == marked[1]
 
 
 @given(

@@ -79,7 +79,7 @@ async def ask_all(every: list[Any]) -> None:
     assert (len(node.leases), len(node.pins), len(node.reservations)) == (0, 0, 0)
     assert not any(s.owners for s in node.sessions)
     tier = node.tiers[0]
-    while (entry := TierCandidates(node.index, tier, EvictionRequest(1, "room")).pop()) is not None:
+    while (entry := TierCandidates(node.index, tier, EvictionRequest(1, "room"), node.clock()).pop()) is not None:
         if not entry.is_held:
             node.drop_copy(entry, tier)
     assert node.contents(tier).blocks == sum(e.is_held for e in node.index if e.residence(tier))

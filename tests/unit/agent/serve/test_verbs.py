@@ -271,6 +271,8 @@ async def test_an_engines_own_speed_and_queue_decide_what_it_computes() -> None:
     await engine.ask(wire.ReportEngine(9, 1e8))
     engine.clock.now_s += ENGINE_S
     assert reader.worth_fetching(context, run) == 3, "an old report counts"
+    engine.verbs.end(engine.at)
+    assert not engine.core.node.engines, "a tenant whose connections have ended is remembered"
     await close(engine)
 
 

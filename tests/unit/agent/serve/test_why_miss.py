@@ -81,7 +81,8 @@ async def test_what_stayed_is_told_only_where_it_is_of_the_same_tenant_and_scope
     stays = node.index.find(*engine.key(11))
     assert stays is not None
     stays.tenant = "b"
-    node.contents(node.tiers[0]).queues[SCOPE, "b"] = node.contents(node.tiers[0]).queues[SCOPE, "a"]
+    queues = node.contents(node.tiers[0]).queues
+    queues[SCOPE, "b", stays.priority] = queues[SCOPE, "a", stays.priority]
     await evict(engine, 1)
 
     (event,) = (await why(engine, 1))["history"]

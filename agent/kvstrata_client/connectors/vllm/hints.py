@@ -1,0 +1,151 @@
+"""What vLLM's requests hint of their session and prompt, and giving it to the agent. Imports nothing of vLLM."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import numpy as np
+
+from kvstrata_api.wire import SESSION_CHARS_MAX
+from kvstrata_client.cache import PrefixCache
+from kvstrata_client.client import Client
+from kvstrata_client.connectors.vllm.planner import Tokens
+
+PARAMS: Final = "kvstrata"
+"""Key of ours in `kv_transfer_params` of requests and answers."""
+
+_SHOWN_CHARS: Final = 200
+HintSeconds = Annotated[float, msgspec.Meta(ge=0, le=30 * 86_400)]
+SessionName = Annotated[str, msgspec.Meta(max_length=SESSION_CHARS_MAX)]
+
+
+class Hints(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a request says of its session and prompt: `kv_transfer_params["kvstrata"]`, and what its `kv_hints` add."""
+
+    session: SessionName = ""
+    """Its name; vLLM's `session_id` (header X-Session-ID) when empty."""
+    parent: SessionName = ""
+    """The session that this one forks from."""
+    priority: SessionName = ""
+    """Its priority class."""
+    urgency: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
+    prefetch: bool = False
+    """What this node has of the prompt comes into memory when the request arrives; the others when it has ended."""
+    fetch: bool = False
+    """The same of blocks wherever they are."""
+    tool_wait_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
+    """Until the next turn, which waits for a tool's answer; 0: unknown."""
+    retain_s: HintSeconds = 0.0
+    """The session is not finished for being idle before that."""
+    pin_s: HintSeconds = 0.0
+    """The prompt and its answer stay in memory for so long."""
+    demote: bool = False
+    """They leave memory first."""
+    share: bool = False
+    """They are copied to where others of the trust domain read."""
+    complete: Literal["", "archive", "drop"] = ""
+    """The session is over, and its prefix goes to slower tiers, or is the first to go."""
+
+
+ACTION_VERSION: Final = "1"
+"""Of actions in `kv_hints` that are ours; others are another component's, as are types that we do not know."""
+
+
+class _NoPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Nothing but the hint itself."""
+
+
+class _ToolWait(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    expected_s: float
+    urgency: int | None = None
+
+
+class _Retain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    for_s: float
+
+
+class _Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    ttl_s: float
+
+
+class _Complete(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    archive: bool = True
+
+
+ACTIONS: Final[Mapping[str, tuple[type[Any], Callable[[Any], dict[str, Any]]]]] = {
+    "session_complete": (_Complete, lambda given: {"complete": "archive" if given.archive else "drop"}),
+    "tool_wait": (
+        _ToolWait,
+        lambda given: {"tool_wait_s": given.expected_s} | ({} if given.urgency is None else {"urgency": given.urgency}),
+    ),
+    "retain": (_Retain, lambda given: {"retain_s": given.for_s}),
+    "pin": (_Pin, lambda given: {"pin_s": given.ttl_s}),
+    "demote": (_NoPayload, lambda _: {"demote": True}),
+    "prefetch": (_NoPayload, lambda _: {"prefetch": True}),
+    "fetch": (_NoPayload, lambda _: {"fetch": True}),
+    "share": (_NoPayload, lambda _: {"share": True}),
+}
+"""Payload of each type of action that is ours, and the fields of `Hints` that it sets."""
+
+
+def hints_of(request: Any) -> tuple[Hints, str]:
+    """Read a request's hints. What is wrong with them is the second: they are none then, and the request is served."""
+    given = (request.kv_transfer_params or {}).get(PARAMS) or {}
+    where = f"kv_transfer_params.{PARAMS}"
+    try:
+        hints = msgspec.convert(given, Hints)
+        where = "kv_hints"
+        more = _from_actions(getattr(request, "kv_hints", None))
+        hints = msgspec.convert(msgspec.structs.asdict(hints) | more, Hints)
+        for name in ("tool_wait_s", "retain_s", "pin_s"):
+            if not math.isfinite(getattr(hints, name)):
+                return Hints(), f"{PARAMS}: {name} {getattr(hints, name)}: a finite number wanted"
+        where = "session_id"
+        named = hints.session or msgspec.convert(getattr(request, "session_id", None) or "", SessionName)
+    except msgspec.ValidationError as e:
+        return Hints(), f"{where}: {e} (given: {str(given)[:_SHOWN_CHARS]})"
+    return msgspec.structs.replace(hints, session=named), ""
+
+
+def _from_actions(envelope: Any) -> dict[str, Any]:
+    """Fields that the actions of vLLM's envelope set. Raises `msgspec.ValidationError` for a payload that is wrong."""
+    found: dict[str, Any] = {}
+    for action in getattr(envelope, "actions", None) or ():
+        known = ACTIONS.get(action.action_type)
+        if known is not None and action.action_version == ACTION_VERSION:
+            kind, fields = known
+            found |= fields(msgspec.convert(action.payload, kind))
+    return found
+
+
+def tokens_of(request: Any) -> Tokens:
+    """All tokens of a request so far."""
+    return np.asarray(request.all_token_ids, dtype=np.uint32)
+
+
+def give_early(cache: PrefixCache, tokens: Tokens, hints: Hints) -> None:
+    """Give the hints that are for when a request has arrived."""
+    if hints.fetch:
+        cache.fetch(tokens, session=hints.session)
+    elif hints.prefetch:
+        cache.prefetch(tokens, session=hints.session)
+
+
+def give_late(client: Client, cache: PrefixCache, tokens: Tokens, hints: Hints) -> None:
+    """Give the hints that are for when a request has ended; its end of a session comes last."""
+    name = hints.session
+    if name and hints.tool_wait_s:
+        client.tool_wait(name, hints.tool_wait_s, urgency=hints.urgency)
+    elif name:
+        client.touch_session(name, "idle")
+    if name and hints.retain_s:
+        client.retain_session(name, hints.retain_s)
+    if hints.pin_s:
+        cache.pin(tokens, hints.pin_s)
+    if hints.share:
+        cache.share(tokens)
+    if hints.demote:
+        cache.demote(tokens)
+    if name and hints.complete:
+        client.complete_session(name, archive=hints.complete == "archive")
