@@ -238,6 +238,24 @@ class Client:
         """Why a block or a session is where it is, as JSON text."""
         return self._one(calls.explain(self.target, key, session))
 
+    def why_miss(self, keys: Sequence[BlockKey]) -> str:
+        """Why these chained keys (one scope) are not found, or not all, as JSON text: see `wire.WhyMiss`.
+
+        `{}` where the agent is away, or older than the verb.
+        """
+        if self.grants is None or wire.WhyMiss.__name__ not in self.grants.verbs:
+            return "{}"
+        return self._one(calls.why_miss(self.target, keys))
+
+    def route_hint(self, keys: Sequence[BlockKey]) -> str:
+        """Which nodes have most of these chained keys (one scope), the soonest first, as JSON text: `wire.RouteHint`.
+
+        `{}` where the agent is away, or older than the verb.
+        """
+        if self.grants is None or wire.RouteHint.__name__ not in self.grants.verbs:
+            return "{}"
+        return self._one(calls.route_hint(self.target, keys))
+
     def run(self, operation: Operation[T]) -> T:
         """Drive an operation that was made for this client."""
         in_flight: _InFlight = {}

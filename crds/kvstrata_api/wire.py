@@ -338,6 +338,30 @@ class Explain(Request, frozen=True, array_like=True, tag=True):
     session: str = ""
 
 
+class WhyMiss(Request, frozen=True, array_like=True, tag=True):
+    """Ask why a prompt is not found, or not as a whole: keys of one scope, in chain order. No use of the blocks.
+
+    Answered by `Text`: an object of `blocks`, `hit_blocks` (of the unbroken beginning), `reason` (a word), `said` (a
+    sentence), `history` (decisions on the first missing block, the latest first) and `inputs`. A scope that the caller
+    may not read, and one in which nothing was ever stored, have one answer.
+    """
+
+    scope: str
+    digests: bytes
+
+
+class RouteHint(Request, frozen=True, array_like=True, tag=True):
+    """Ask which nodes have most of a prompt: keys of one scope, in chain order. No use of the blocks.
+
+    Answered by `Text`: an object of `blocks`, `is_alone` (other nodes could not be asked), `longest` (name of a node,
+    empty where none has any) and `nodes`, those soonest first that have the first block: `node`, `blocks` of the
+    unbroken beginning, `seconds` until all is fetched or computed on an idle node, and `media`, blocks by medium.
+    """
+
+    scope: str
+    digests: bytes
+
+
 class Welcome(Reply, frozen=True, array_like=True, tag=True):
     """Answer to Hello."""
 
@@ -481,7 +505,7 @@ class Published(Reply, frozen=True, array_like=True, tag=True):
 
 
 class Text(Reply, frozen=True, array_like=True, tag=True):
-    """Answer to Stats and Explain: JSON text."""
+    """Answer to Stats, Explain, WhyMiss and RouteHint: JSON text."""
 
     json: str
 
@@ -498,17 +522,18 @@ class Failed(Reply, frozen=True, array_like=True, tag=True):
 AnyRequest = (
     Hello | Attach | Scopes | OpenSession | TouchSession | CloseSession | Lookup | CountLoad | Acquire | Release
     | Reserve | Publish | Abandon | Prefetch | Pin | Unpin | Stats | Explain | Advance | Arrive
-    | Touch | Drop | ReportEngine | Retain | Demote | Fetch
+    | Touch | Drop | ReportEngine | Retain | Demote | Fetch | WhyMiss | RouteHint
 )  # fmt: skip
 AnyReply = Welcome | Granted | Done | Found | Acquired | Reserved | Published | Text | Failed | Arrived
 REPLIES: Final[dict[type[Request], type[Reply]]] = {
     Hello: Welcome, Attach: Granted, Scopes: Granted, OpenSession: Done, TouchSession: Done, CloseSession: Done,
     Lookup: Found, CountLoad: Done, Acquire: Acquired, Release: Done, Reserve: Reserved, Publish: Published,
     Abandon: Done, Prefetch: Done, Pin: Done, Unpin: Done, Touch: Done, Drop: Found, Stats: Text, Explain: Text,
-    Advance: Done, Arrive: Arrived, ReportEngine: Done, Retain: Done, Demote: Done, Fetch: Done,
+    Advance: Done, Arrive: Arrived, ReportEngine: Done, Retain: Done, Demote: Done, Fetch: Done, WhyMiss: Text,
+    RouteHint: Text,
 }  # fmt: skip
 """What each request is answered with, or with `Failed`."""
-LATER_VERBS: Final = tuple(v.__name__ for v in (Touch, Drop, ReportEngine, Retain, Demote, Fetch))
+LATER_VERBS: Final = tuple(v.__name__ for v in (Touch, Drop, ReportEngine, Retain, Demote, Fetch, WhyMiss, RouteHint))
 """Verbs that came after the first agents of this protocol version."""
 GRANTING: Final = (Acquired, Reserved)
 """Replies that may bring extents, with descriptors beside them."""

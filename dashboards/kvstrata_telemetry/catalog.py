@@ -150,6 +150,39 @@ AGENT: Final = (
         ("pool", "node", "tier", "reason"),
     ),
     Metric(
+        "kvstrata_raised_blocks_total", Kind.COUNTER,
+        "Blocks copied from slower tiers into the memory that engines read, by cause (read, prefetch).",
+        ("pool", "node", "cause"),
+    ),
+    Metric(
+        "kvstrata_thrashed_blocks_total", Kind.COUNTER,
+        "Of these, blocks that left it without another use (read) or without any (prefetch).",
+        ("pool", "node", "cause"),
+    ),
+    Metric(
+        "kvstrata_unread_blocks_total", Kind.COUNTER,
+        "Blocks that left the last tier to make room and were never read since they were stored.", ("pool", "node"),
+    ),
+    Metric(
+        "kvstrata_unfetched_blocks_total", Kind.COUNTER,
+        "Blocks that lay in slower tiers of the node, were asked for and not handed out: engines computed them.",
+        ("pool", "node"),
+    ),
+    Metric(
+        "kvstrata_early_reads_total", Kind.COUNTER,
+        "Blocks read from slower tiers that had left memory less than a minute before.", ("pool", "node"),
+    ),
+    Metric(
+        "kvstrata_damped_promotions_total", Kind.COUNTER,
+        "Copies into memory that were not made because the last ones brought nothing, by cause (read, prefetch).",
+        ("pool", "node", "cause"),
+    ),
+    Metric(
+        "kvstrata_pathology", Kind.GAUGE,
+        "1 while the cache of a node works and brings nothing, by kind (condition CacheEffective), 0 otherwise.",
+        ("pool", "node", "kind"),
+    ),
+    Metric(
         "kvstrata_tenant_used_bytes", Kind.GAUGE,
         "Bytes of slots on a tenant's account; `domain/...` and `share/...` for blocks whose writer is not known.",
         ("pool", "node", "tenant", "tier"),

@@ -122,6 +122,29 @@ FULL: Final = Row("Is it full?", (
         (Query(rate("kvstrata_evicted_blocks_total", "tier, reason", TIER), "{{tier}} {{reason}}"),), CALM, 8,
     ),
     Panel(
+        "What brings nothing", "1: thrashing, pollution, recomputing all, a tier too low (CacheEffective of the node).",
+        Form.LINES, Unit.NONE,
+        (Query(f"max by (node, kind) (kvstrata_pathology{{{NODE}}})", "{{node}} {{kind}}"),), CALM, 8,
+    ),
+    Panel(
+        "Brought up for nothing", "Blocks copied into memory, those that left it unused, those not copied for that.",
+        Form.LINES, Unit.PER_SECOND,
+        (
+            Query(rate("kvstrata_raised_blocks_total", "cause", NODE), "up: {{cause}}"),
+            Query(rate("kvstrata_thrashed_blocks_total", "cause", NODE), "left unused: {{cause}}"),
+            Query(rate("kvstrata_damped_promotions_total", "cause", NODE), "not made: {{cause}}"),
+        ), CALM, 8,
+    ),
+    Panel(
+        "Kept for nothing", "Never read before they left; here and computed anyway; read just after leaving memory.",
+        Form.LINES, Unit.PER_SECOND,
+        (
+            Query(rate("kvstrata_unread_blocks_total", "node", NODE), "never read: {{node}}"),
+            Query(rate("kvstrata_unfetched_blocks_total", "node", NODE), "computed all the same: {{node}}"),
+            Query(rate("kvstrata_early_reads_total", "node", NODE), "read too late: {{node}}"),
+        ), CALM, 8,
+    ),
+    Panel(
         "Devices", "Bytes on each device of tiers over several devices.", Form.LINES, Unit.BYTES,
         (Query(f"sum by (node, device) (kvstrata_device_used_bytes{{{TIER}}})", "{{node}} {{device}}"),), CALM, 8,
     ),

@@ -348,6 +348,8 @@ def test_each_request_has_the_answer_that_the_protocol_names(agent: AgentThread)
         wire.Touch(18, scope, keys),
         wire.Drop(19, scope, keys),
         wire.ReportEngine(25, 1000.0),
+        wire.WhyMiss(29, scope, keys),
+        wire.RouteHint(30, scope, keys),
         wire.Retain(26, "s", 60.0),
         wire.Demote(27, scope, keys),
         wire.Fetch(28, scope, keys),

@@ -454,3 +454,32 @@ def test_the_command_line_shows_tiers_prompts_and_reasons(
         assert run("explain", "--session", "s")["state"] == "open"
         (found,) = run("lookup", str(tmp_path / "tokens.json"))
         assert (found["blocks"], found["hit_blocks"], set(found["places"])) == (BLOCKS, BLOCKS, {"dram"})
+        (told,) = run("why-miss", str(tmp_path / "tokens.json"), "--json")
+        assert (told["reason"], told["hit_blocks"]) == ("hit", BLOCKS)
+        (told,) = run("route-hint", str(tmp_path / "tokens.json"), "--json")
+        assert [(node["blocks"], node["media"]) for node in told["nodes"]] == [(BLOCKS, {"HostDRAM": BLOCKS})]
+        assert told["longest"] == told["nodes"][0]["node"]
+
+
+def test_the_command_line_says_why_a_prompt_is_a_miss(
+    agent: AgentThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "token").write_text("a")
+    (tmp_path / "layout.json").write_text(json.dumps(dataclasses.asdict(LAYOUT)))
+    (tmp_path / "tokens.json").write_text(json.dumps(TOKENS.tolist()))
+
+    def said() -> str:
+        common = ("--socket", str(agent.socket), "--pool", "pool", "--token-file", str(tmp_path / "token"))
+        with pytest.raises(SystemExit) as end:
+            main(["why-miss", str(tmp_path / "tokens.json"), *common, "--layout", str(tmp_path / "layout.json")])
+        assert end.value.code == 1
+        return capsys.readouterr().out
+
+    with attached(agent.socket) as client:
+        assert "the first block is not known: it was never stored" in said()
+        PrefixCache(client).store(TOKENS, content())
+        PrefixCache(client).drop(TOKENS)
+
+        assert "the first block was dropped" in (line := said())
+        assert "because its tenant dropped it" in line
+        assert json.loads(client.why_miss(keys_of(client)))["reason"] == "dropped"

@@ -131,6 +131,7 @@ def request_of(engine: TokenEngine, verb: type[wire.AnyRequest]) -> wire.AnyRequ
         wire.Retain: ("s7", 1.0),
         **dict.fromkeys((wire.Lookup, wire.Acquire, wire.Prefetch, wire.Fetch, wire.Unpin, wire.Touch), (scope, key)),
         **dict.fromkeys((wire.Demote, wire.Drop), (scope, key)),
+        **dict.fromkeys((wire.WhyMiss, wire.RouteHint), (scope, key)),
     }
     return verb(number, *fields.get(verb, ()))
 

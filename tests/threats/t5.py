@@ -256,6 +256,8 @@ def _requests(owned: dict[ScopeId, bytes]) -> Iterator[tuple[Any, ...]]:
         yield wire.Demote, scope, (digests,)
         yield wire.Fetch, scope, (digests,)
         yield wire.Explain, scope, (digests[:KEY_BYTES],)
+        yield wire.WhyMiss, scope, (digests,)
+        yield wire.RouteHint, scope, (digests,)
 
 
 def _differs_from_absent(path: Path, request: tuple[Any, ...]) -> list[str]:

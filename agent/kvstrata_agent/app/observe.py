@@ -54,6 +54,7 @@ def observe(
         node=machine,
         peer_address=peer_address,
         drift=cache.mover.coding.drift,
+        pathologies=node.signs.found,
     )
 
 

@@ -6,9 +6,11 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
+from kvstrata_agent.blocks.node import ERASED
 from kvstrata_agent.cache.archive import RETRY_S
 from kvstrata_agent.cache.tenant_lifecycle import RETENTION_S
 from kvstrata_agent.movement.path import TrafficClass
+from kvstrata_agent.policy.pathology import Pathology
 from kvstrata_kube.tasks import repeat
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ class Sweeper:
         for kind, ended in (
             ("lease", node.end_leases(node.leases.sweep(now_s))),
             ("pin", len(node.pins.sweep(now_s))),
-            ("reservation", node.abandon(node.reservations.sweep(now_s))),
+            ("reservation", node.abandon(node.reservations.sweep(now_s), "its reservation expired")),
         ):
             if ended:
                 node.counters.add("kvstrata_expired_total", ended, kind=kind)
@@ -90,7 +92,7 @@ class Sweeper:
             if self._authenticator.secret(scope) is not None:
                 self._unknown_since_s.pop(scope, None)
             elif now_s - self._unknown_since_s.setdefault(scope, now_s) >= ERASE_GRACE_S:
-                dropped = self._node.drop_scope(scope, "erased")
+                dropped = self._node.drop_scope(scope, ERASED)
                 del self._unknown_since_s[scope]
                 _log.info("scope erased", extra={"scope_kind": scope.split("/")[0], "blocks": dropped})
 
@@ -164,6 +166,9 @@ class Sweeper:
                 ):
                     counters.set("kvstrata_tier_probe_bytes_per_second", speed, tier=tier.name, direction=direction)
         self._show_tenants()
+        found = {finding.rule.pathology for finding in node.signs.judge()}
+        for pathology in Pathology:
+            counters.set("kvstrata_pathology", float(pathology in found), kind=pathology)
         counters.set("kvstrata_leases", len(node.leases))
         counters.set("kvstrata_reservations", len(node.reservations))
         self._show_handovers()

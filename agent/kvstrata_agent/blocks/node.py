@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstrata_agent.blocks.block import GONE, Entry, Residence
 from kvstrata_agent.blocks.handovers import GrowthTable
+from kvstrata_agent.blocks.history import Decision, Event, History, What
 from kvstrata_agent.blocks.leases import Lease, LeaseTable
 from kvstrata_agent.blocks.prefetches import Prefetches
 from kvstrata_agent.blocks.reservations import Reservation, ReservationTable
 from kvstrata_agent.blocks.returns import Returns
 from kvstrata_agent.blocks.sessions import SessionState, SessionTable
+from kvstrata_agent.blocks.signs import Signs
 from kvstrata_agent.blocks.tenants import TenantBook
 from kvstrata_agent.blocks.tier import WRITE_PAUSE_S, Tier
 from kvstrata_agent.codec.base import RAW, RAW_AFTER_LOSS
@@ -54,6 +56,8 @@ PEER_OWNER: Final = 0
 DECODED_MAX: Final = 65_536
 """Blocks of decoding sessions that are walked in one step of the loop, about 30 ms."""
 
+ERASED: Final = "erased"
+"""Reason of drops after which nothing is to be known of a block."""
 LAYOUTS_MAX: Final = 64
 """Layouts remembered: ranks of tensor-parallel engines, and adapters."""
 
@@ -114,6 +118,10 @@ class Node:
     """Unix seconds, the only time that outlives a process."""
     returns: Returns = field(init=False)
     """What each block is worth."""
+    history: History = field(default_factory=History)
+    """Why blocks are not here any more."""
+    signs: Signs = field(init=False)
+    """Whether the cache brings anything."""
     prefetches: Prefetches = field(init=False)
     """What was brought up before anybody asked for it."""
     started_s: float = field(init=False)
@@ -134,6 +142,7 @@ class Node:
     def __post_init__(self) -> None:
         self.started_s = self.clock()
         self.returns = Returns(self)
+        self.signs = Signs(self.clock, self.history, self.counters)
         self.prefetches = Prefetches(self.counters)
 
     @property
@@ -300,7 +309,12 @@ class Node:
         return gone
 
     def drop_block(self, entry: Entry, reason: str) -> None:
-        """Take all copies away, whatever depends on them."""
+        """Take all copies away, whatever depends on them. Of what is `ERASED` nothing is remembered."""
+        if reason == ERASED:
+            self.history.forget_block(entry.scope, entry.digest)
+        elif entry.residences:
+            tier = entry.residences[0].tier.name
+            self.remember(entry, Decision(What.DROPPED, self.clock(), reason, tier))
         for residence in entry.residences:
             self.counters.add("kvstrata_evicted_blocks_total", tier=residence.tier.name, reason=reason)
             self.drop_copy(entry, residence.tier)
@@ -315,6 +329,10 @@ class Node:
             self.counters.add("kvstrata_evicted_blocks_total", last, tier=tier.name, reason=reason)
         return freed_bytes
 
+    def remember(self, entry: Entry, decision: Decision) -> None:
+        """Note a decision on a block, for `explain`."""
+        self.history.note(entry.scope, Event(entry.digest, decision, max(0.0, decision.at_s - entry.used_at_s)))
+
     def copy_failed(self, entry: Entry, copy: Residence, *, is_corrupt: bool) -> None:
         """A copy turned out to be unreadable: it goes, and with the last copy the block becomes a miss."""
         tier = copy.tier
@@ -327,6 +345,9 @@ class Node:
             tier.failed()
         parent = self._nearest_resident_ancestor(entry)
         self.drop_copy(entry, tier)
+        if entry.level == GONE:
+            reason = "its bytes did not match their checksum" if is_corrupt else "its medium could not be read"
+            self.remember(entry, Decision(What.LOST, self.clock(), reason, tier.name))
         if entry.level == GONE and parent is not None:
             self.sessions.broke(entry, parent, self.index)
 
@@ -371,21 +392,23 @@ class Node:
         self.pins.end_tier(tier)
         return self.end_leases(self.leases.end_tier(tier))
 
-    def abandon(self, reservations: Iterable[Reservation]) -> int:
-        """Take slots back that were given out for writing; returns how many."""
+    def abandon(self, reservations: Iterable[Reservation], reason: str = "given back unfilled") -> int:
+        """Take slots back that were given out for writing; returns how many. `reason` is for `explain`."""
         count = 0
+        decision = Decision(What.UNPUBLISHED, self.clock(), reason)
         for reservation in reservations:
             count += 1
             self.growth.lost(reservation.id, self.clock())
             self.free(reservation.tier, reservation.slot, reservation.entry.tenant)
             if not reservation.entry.residences and reservation.entry.level != GONE:
+                self.remember(reservation.entry, decision)
                 self.index.forget(reservation.entry)
         return count
 
     def end_owner(self, owner: int) -> None:
         """Release everything that a connection held."""
         leases = self.end_leases(self.leases.end_owner(owner))
-        reservations = self.abandon(self.reservations.take_owner(owner))
+        reservations = self.abandon(self.reservations.take_owner(owner), "its writer disconnected")
         self.pins.end_owner(owner)
         for tenant, reported in tuple(self.engines.items()):
             reported.pop(owner, None)
@@ -403,6 +426,8 @@ class Node:
         count = 0
         for count, entry in enumerate(self.index.blocks(scope).entries(), 1):  # noqa: B007  How many they were.
             self.drop_block(entry, reason)
+        if reason == ERASED:
+            self.history.forget(scope)
         return count
 
     def contents(self, tier: Tier) -> TierContents:

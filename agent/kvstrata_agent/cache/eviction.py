@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from kvstrata_agent.blocks.history import Choice, Decision, Event, What
 from kvstrata_agent.cache.demotion import ROUNDS_MAX, Demoter
 from kvstrata_agent.cache.eviction_candidates import EvictionRequest, Fate, TierCandidates
 from kvstrata_agent.movement.path import Priority
@@ -19,7 +21,7 @@ from kvstrata_api.errors import QuotaExceededError, TierFullError
 from kvstrata_kube.tasks import TaskSet
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 
     from kvstrata_agent.backends.base import SlotRef
     from kvstrata_agent.blocks.block import Entry
@@ -228,7 +230,8 @@ class Evictor:
             return 0
         free = [entry for entry in residents if not entry.is_held and entry not in decoded]
         await self.demoter.demote([e for e in free if len(e.residences) == 1], tier, Priority.ROOM)
-        return self._drop_copies([e for e in free if len(e.residences) > 1], tier, "room", ())
+        leaving = _Leaving(self._node, tier, Decision(What.EVICTED, self._node.clock(), "room", tier.name))
+        return self._drop_copies([e for e in free if len(e.residences) > 1], tier, leaving, ())
 
     async def trim(self, tier: Tier) -> int:
         """Bring a tier that is over the high watermark down to the low one; returns the bytes freed."""
@@ -304,8 +307,9 @@ class Evictor:
         candidates = TierCandidates(self._node.index, tier, request, self._node.clock(), returns)
         plan = plan_eviction(candidates, request.need_bytes, request.most_bytes)
         try:
+            leaving = self._leaving(candidates, tier, request.reason)
             lost = await self._demote_victims([e for e in plan.victims if len(e.residences) == 1], tier, request)
-            return self._drop_copies(plan.victims, tier, request.reason, lost)
+            return self._drop_copies(plan.victims, tier, leaving, lost)
         finally:
             for entry in plan.victims:
                 candidates.push(entry)
@@ -319,7 +323,18 @@ class Evictor:
         lost = await self.demoter.demote(entries, tier, request.urgency)
         return lost if request.fate is Fate.DEMOTE_OR_DROP else ()
 
-    def _drop_copies(self, victims: Sequence[Entry], tier: Tier, reason: str, lost: Collection[Entry]) -> int:
+    def _leaving(self, candidates: TierCandidates, tier: Tier, reason: str) -> _Leaving:
+        """What is to be remembered of the victims of a plan that was just made."""
+        node, spared, kept = self._node, candidates.spared(), None
+        now_s = node.clock()
+        if spared is not None:
+            entry, uses_per_s = spared
+            kept = Choice(entry.scope, entry.tenant, uses_per_s, max(0.0, now_s - entry.used_at_s))
+        policy, inputs = node.spec.policy.eviction.type, {"fill_percent": round(100 * tier.fill_ratio)}
+        decision = Decision(What.EVICTED, now_s, reason, tier.name, policy=policy, inputs=inputs, kept=kept)
+        return _Leaving(node, tier, decision, candidates.worths)
+
+    def _drop_copies(self, victims: Sequence[Entry], tier: Tier, leaving: _Leaving, lost: Collection[Entry]) -> int:
         """Drop the copies in `tier` that nothing speaks against any more; returns the bytes freed.
 
         A parent may go before a child that lies between its two copies: that child may be what fills the tier which
@@ -330,13 +345,15 @@ class Evictor:
         decoded = self._node.decoded({e.scope for e in early})
         stays = early if decoded is None else early & decoded
 
-        def leaving() -> Iterator[Entry]:
+        def going() -> Iterator[Entry]:
             for entry in victims:
                 if entry not in stays and self._may_go(entry, tier, is_lost=entry in lost):
                     gone[entry.tenant] += 1
+                    leaving.note(entry)
                     yield entry
 
-        freed_bytes = self._node.evict(leaving(), tier, reason)
+        reason = leaving.decision.reason
+        freed_bytes = self._node.evict(going(), tier, reason)
         for tenant, count in gone.items() if reason == "quota" else ():
             self._node.counters.add("kvstrata_quota_evicted_total", count, tenant=tenant, tier=tier.name)
         return freed_bytes
@@ -345,3 +362,32 @@ class Evictor:
         if entry.residence(tier) is None or entry.is_held or not (is_lost or len(entry.residences) > 1):
             return False
         return self._node.index.may_leave(entry)
+
+
+class _Leaving:
+    """Notes blocks that leave a tier by one decision."""
+
+    def __init__(self, node: Node, tier: Tier, decision: Decision, worths: Mapping[Entry, float] | None = None) -> None:
+        self._history = node.history
+        self._signs = node.signs
+        self._tier = tier
+        self.decision = decision
+        self._worths = worths or {}
+        self._demotions: dict[str, Decision] = {}
+        """By the tier that still has the block."""
+
+    def note(self, entry: Entry) -> None:
+        """Note a block, before its copy in the tier goes. One that stays where it is read from has nothing to note."""
+        copies, decision = entry.residences, self.decision
+        if copies[0].tier is not self._tier:
+            return
+        self._signs.left(entry, is_last=len(copies) == 1)
+        if len(copies) > 1:
+            target = copies[1].tier.name
+            demotion = self._demotions.get(target)
+            if demotion is None:
+                demotion = self._demotions[target] = replace(decision, what=What.DEMOTED, target=target)
+            decision = demotion
+        kept, idle_s = decision.kept, max(0.0, decision.at_s - entry.used_at_s)
+        is_told = kept is not None and (kept.scope, kept.tenant) == (entry.scope, entry.tenant)
+        self._history.note(entry.scope, Event(entry.digest, decision, idle_s, self._worths.get(entry), is_told))

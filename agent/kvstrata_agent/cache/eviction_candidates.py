@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
+from kvstrata_agent.blocks.returns import SET_BACK
 from kvstrata_agent.movement.path import Priority
 from kvstrata_agent.policy.expected_reuse import UNMARKED, Victims
 from kvstrata_agent.policy.priority import felt_use_s
@@ -78,6 +79,8 @@ class TierCandidates:
         """Blocks that the planner put in: their children are victims of the same plan."""
         self._returns = returns
         self._has_drawn = False
+        self.worths: dict[Entry, float] = {}
+        """Uses for each second held of what was taken, where the least worth goes first."""
         self._may_have_aged = True
         """False once no leaf is left that goes before all others; then the sample decides."""
         self._run = UNMARKED
@@ -101,6 +104,15 @@ class TierCandidates:
                 self._victims.offer(block, self._returns.worth(block))
                 self._may_have_aged = self._may_have_aged or block.used_at_s <= 0.0
 
+    def spared(self) -> tuple[Entry, float] | None:
+        """What would be taken next if nobody holds it, and what that is worth: it stays instead of what was taken."""
+        if self._returns is None:
+            queue = self._oldest()
+            entry = queue.oldest() if queue is not None else None
+            return (entry, 0.0) if entry is not None and self.is_free(entry) else None
+        least = self._victims.least(lambda e: self.is_free(e) and self._is_queued(e))
+        return (least[0], least[1][0]) if least is not None else None
+
     def _first(self) -> Entry | None:
         """Take out what goes first, a leaf or not; None when nothing is left."""
         if self._returns is None:
@@ -109,9 +121,13 @@ class TierCandidates:
         if not any(self._contents.queues.get(key) for key in self._keys):
             return None
         if self._may_have_aged and (aged := self._aged()) is not None:
-            return aged.pop()
+            entry = aged.pop()
+            if entry is not None:
+                self.worths[entry] = SET_BACK
+            return entry
         self._may_have_aged = False
         entry = self._victims.next(self._returns.worth)
+        self.worths[entry] = self._victims.next_worth[0]
         self._contents.queues[entry.scope, entry.tenant, entry.priority].discard(entry)
         self._victims.taken(is_same_run=entry in self._pushed and self._run == entry.mark != UNMARKED)
         self._run = entry.mark

@@ -5,17 +5,24 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from kvstrata_agent.cache.why_miss import said_of, told_of, why_miss
 from kvstrata_agent.codec.base import LOSSY
 from kvstrata_agent.policy.priority import class_of
+from kvstrata_agent.policy.routing import MediumSpeed, NodeScore, rank
+from kvstrata_api.blocks import ScopeId
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvstrata_agent.blocks.block import Entry, Residence
     from kvstrata_agent.blocks.node import Node
+    from kvstrata_agent.blocks.request import RequestContext
     from kvstrata_agent.blocks.sessions import Session
     from kvstrata_agent.blocks.tier import Tier
     from kvstrata_agent.cache.archive import Archiver
     from kvstrata_agent.cache.load import Reader
-    from kvstrata_api.blocks import ScopeId
+    from kvstrata_agent.cache.why_miss import Asked
+    from kvstrata_metadata.store.records import Location
 
 ABSENT: dict[str, Any] = {"state": "absent"}
 """Answer for unknown blocks, of forbidden ones and of other tenants' sessions alike."""
@@ -65,14 +72,23 @@ class Explainer:
             "retained_s": max(0.0, session.retained_until_s - self._node.clock()),
             "blocks_not_archived": len(self._archiver.left(session)),
             "heads_not_here": len(session.absent),
-            "heads": [{"digest": h.digest.hex(), "tiers": [r.tier.name for r in h.residences]} for h in session.heads],
+            "heads": [
+                {
+                    "digest": h.digest.hex(),
+                    "tiers": [r.tier.name for r in h.residences],
+                    "history": self._history(h.scope, h.digest),
+                }
+                for h in session.heads
+            ],
+            "absent_heads": [{"digest": d.hex(), "history": self._history(ScopeId(s), d)} for s, d in session.absent],
         }
 
     def block(self, scope: ScopeId | None, digest: bytes) -> dict[str, Any]:
         """State of a block, why it may or may not leave, where it would go, and what getting it costs."""
         entry = self._node.index.find(scope, digest) if scope is not None else None
+        history = self._history(scope, digest) if scope is not None else []
         if entry is None:
-            return ABSENT
+            return ABSENT | {"history": history} if history else ABSENT
         state = "published" if entry.residences else "pending"
         return {
             "state": state,
@@ -81,7 +97,37 @@ class Explainer:
             "copies": [self._copy(entry, r) for r in entry.residences],
             "held_by": self._holders(entry),
             "read": self._read(entry),
+            "history": history,
         }
+
+    def miss(self, asked: Asked) -> dict[str, Any]:
+        """Why a chain is not found as a whole; see `why_miss`."""
+        return asdict(why_miss(self._node, self._reader, asked))
+
+    def routes(
+        self, context: RequestContext | None, entries: Sequence[Entry | None], others: Sequence[Sequence[Location]]
+    ) -> list[NodeScore]:
+        """Nodes of this pool that have a prompt, the soonest first; `others` is where other agents have its blocks."""
+        node = self._node
+        copies: list[dict[str, tuple[str, int]]] = []
+        for entry, locations in zip(entries, others, strict=True):
+            here = {c.agent.removeprefix(f"{node.pool}."): (c.tier, c.stored_bytes) for c in locations}
+            if entry is not None and entry.residences:
+                best = entry.residences[0]
+                here[node.name] = str(best.tier.spec.type), best.record.stored_bytes
+            copies.append(here)
+        speeds = {
+            str(t.spec.type): MediumSpeed(t.probe.read_latency_microseconds / 1e6, float(t.probe.read_bytes_per_second))
+            for t in reversed(node.tiers)  # The fastest of a medium counts.
+            if t.backend.mappable is None and t.probe is not None
+        }
+        rate = self._reader.prefill_tokens_per_s(context)
+        return rank(copies, speeds, node.spec.compatibility.block_tokens / rate)
+
+    def _history(self, scope: ScopeId, digest: bytes) -> list[dict[str, Any]]:
+        """Last decisions on a block, the latest first."""
+        now_s = self._node.clock()
+        return [told_of(e, now_s) | {"said": said_of(e, now_s)} for e in self._node.history.of(scope, digest)]
 
     def _copy(self, entry: Entry, residence: Residence) -> dict[str, Any]:
         tier, slot, record = residence

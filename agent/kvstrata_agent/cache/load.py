@@ -289,6 +289,10 @@ class Reader:
             start = end
         return len(run)
 
+    def prefill_tokens_per_s(self, context: RequestContext | None) -> float:
+        """How fast whoever asks would compute."""
+        return self._engine(context).prefill_tokens_per_s
+
     def _engine(self, context: RequestContext | None) -> EngineLoad:
         """How fast whoever asks would compute; what the pool assumes where no engine of the tenant has reported."""
         node = self._node

@@ -62,7 +62,7 @@ class Promoter:
         """
         for _ in range(ATTEMPTS_MAX):
             best = self.mapped(entry)
-            if best is not None and best.tier is self._node.entry_tier:
+            if best is not None and (best.tier is self._node.entry_tier or self._stays()):
                 return best
             if entry.level == GONE:
                 return None
@@ -84,6 +84,8 @@ class Promoter:
         if self._node.entry_tier is None:
             return
         away = [e for e in dict.fromkeys(entries) if e.move is None and e.residences and self.promoted(e) is None]
+        if self._node.signs.is_read_in_place:
+            away = [e for e in away if self.mapped(e) is None]
         for group in grouped(away, _stored_bytes, lambda e: e.tenant):
             self._mover.begin(group)
             self._schedule()
@@ -108,10 +110,22 @@ class Promoter:
 
     def start_prefetch(self, entry: Entry) -> bool:
         """Start to bring a block up before anybody asks for it; False when it is up or on its way."""
-        if entry.move is not None or self.mapped(entry) is not None or not self._start(entry):
+        if entry.move is not None or self.mapped(entry) is not None:
+            return False
+        if self._node.signs.is_prefetch_damped:
+            self._node.signs.damped(1, "prefetch")
+            return False
+        if not self._start(entry):
             return False
         self._node.prefetches.begun(entry)
         return True
+
+    def _stays(self) -> bool:
+        """True while copies of blocks that engines can map where they lie bring nothing; these are not made then."""
+        if self._node.signs.is_read_in_place:
+            self._node.signs.damped(1, "read")
+            return True
+        return False
 
     def start_warming(self, entry: Entry) -> bool:
         """Start to copy a block into the entry tier itself, after all that engines want; False as above."""
@@ -159,6 +173,8 @@ class Promoter:
                 is_wanted = partial(self._is_wanted, entries) if for_reader else lambda: True
                 count = await self._take_slots(entries, tier, moves, is_wanted)
                 made = await self._copied(moves, tier, urgency)
+                if urgency is not Priority.ARCHIVE:  # What is warmed may wait for long.
+                    self._node.signs.raised(made, tier.name, for_reader=for_reader)
         except RetryableError:
             made = set()  # No room, or too much under way: the reader takes what it has.
         except BaseException:

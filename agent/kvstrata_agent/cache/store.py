@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvstrata_agent.backends.base import Record
 from kvstrata_agent.backends.threads import in_thread, together
 from kvstrata_agent.blocks.block import GONE, Residence
+from kvstrata_agent.blocks.history import Decision, Event, What
 from kvstrata_agent.blocks.reservations import RESERVATION_S
 from kvstrata_agent.blocks.tier import SlotRequest
 from kvstrata_agent.codec.base import RAW
@@ -113,10 +114,20 @@ class Writer:
                 made += more
         except QuotaExceededError as e:
             self._note_quota(context, left, e)
+            self._remember(context, digests[-left], "the quota of its writer leaves no room")
             if not made and not has_some:
                 raise
             return Reserved(made, str(e))
-        return Reserved(made, *self._refusal(left)) if left else Reserved(made)
+        if not left:
+            return Reserved(made)
+        refusal, busy_s = self._refusal(left)
+        self._remember(context, digests[-left], refusal)
+        return Reserved(made, refusal, busy_s)
+
+    def _remember(self, context: RequestContext, digest: bytes, refusal: str) -> None:
+        """Note the first block that was refused: those behind it are of no use without it."""
+        decision = Decision(What.REFUSED, self._node.clock(), refusal)
+        self._node.history.note(context.scope, Event(digest, decision))
 
     def _refusal(self, count: int) -> tuple[str, float]:
         """Count blocks that found no room; returns why, and how long the path out of memory stays congested."""
@@ -274,7 +285,7 @@ class Writer:
                 written.append((reservation, claimed))
             else:
                 unused.append(reservation)
-        self._node.abandon(unused)
+        self._node.abandon(unused, "what was written was refused")
         self._publish_all(written)
         table.settle(owner, results)
         answer = bytes([results[i] if i in results else table.result(owner, i) or REFUSED for i in ids])

@@ -8,6 +8,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.block import GONE, account_of
+from kvstrata_agent.blocks.node import ERASED
 from kvstrata_agent.policy.retention import Due, due, horizon, plan_drops
 from kvstrata_api.trust import ScopeKind
 
@@ -109,7 +110,8 @@ class Tenancy:
         dropped = 0
         for entry in node.index.blocks(scope).entries():
             dropped += entry.is_published  # What is still coming in goes when it is here.
-            node.drop_block(entry, "erased")
+            node.drop_block(entry, ERASED)
+        node.history.forget(scope)
         if dropped:
             _log.info("scope erased", extra={"scope_kind": scope.split("/")[0], "blocks": dropped})
 
@@ -147,7 +149,7 @@ class Tenancy:
         dropped = 0
         for entry in entries:
             dropped += 1
-            self._node.drop_block(entry, "erased")
+            self._node.drop_block(entry, ERASED)
             if entry.level != GONE:
                 self._node.index.forget(entry)  # Whoever is about to fill it learns that it did so without success.
         if dropped:

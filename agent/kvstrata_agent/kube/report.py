@@ -12,6 +12,7 @@ from typing import Any, Final
 from kvstrata_agent.backends.base import Device
 from kvstrata_agent.cache.ports import DirectoryState
 from kvstrata_agent.codec.lossy import Drift
+from kvstrata_agent.policy.pathology import Finding
 from kvstrata_agent.policy.removal import Removal
 from kvstrata_agent.provision.provisioner import Departure
 from kvstrata_api import names, units
@@ -116,6 +117,8 @@ class Observed:
     """`host:port` where other agents reach this one."""
     drift: Drift | None = None
     """How far blocks are from the pool's calibration; None where it has none."""
+    pathologies: tuple[Finding, ...] = ()
+    """In which ways the cache brings nothing."""
 
 
 def build_status(seen: Observed) -> KVPoolNodeStatus:
@@ -184,6 +187,7 @@ def _conditions(seen: Observed) -> tuple[Condition, ...]:
         _capacity(seen.tiers),
         _tiers_settled(seen.tiers),
         _calibration(seen.drift),
+        _effective(seen.pathologies),
         _draining(seen),
         _ready(seen),
     )
@@ -281,6 +285,13 @@ def _calibration(drift: Drift | None) -> Condition:
         return _true("CalibrationCurrent", "Holds" if drift.blocks else "NothingStored")
     message = "many planes need a safer form than the calibration says: run `kvstrata calibrate` on newer KV"
     return _false("CalibrationCurrent", "Drifted", message)
+
+
+def _effective(found: Sequence[Finding]) -> Condition:
+    """The first one is the reason; the message has all."""
+    if not found:
+        return _true("CacheEffective", "NothingFound")
+    return _false("CacheEffective", found[0].rule.pathology, _join(f.said for f in found))
 
 
 _LEFT: Final = {

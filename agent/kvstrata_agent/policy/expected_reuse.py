@@ -371,6 +371,19 @@ class Victims(Generic[K, W]):
                     self.offer(leaf, worth(leaf))
             self._left = 0
 
+    @property
+    def next_worth(self) -> W:
+        """Worth of the one that was returned last."""
+        return self._pool[0][0]
+
+    def least(self, is_meant: Callable[[K], bool]) -> tuple[K, W] | None:
+        """The leaf of least worth of those that were looked at and are meant; None without one. Draws no sample."""
+        entries = self._entries
+        for worth, serial, leaf in self._pool:
+            if entries.get(leaf) == serial and is_meant(leaf):
+                return leaf, worth
+        return None
+
     def taken(self, *, is_same_run: bool = False) -> None:
         """The one that was returned last has gone; with the one before it where they are always used together."""
         self._left -= not is_same_run

@@ -11,7 +11,8 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from kvstrata_agent.blocks.block import TIERS_MAX
+from kvstrata_agent.blocks.block import GONE, TIERS_MAX
+from kvstrata_agent.blocks.history import Decision, What
 from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.policy.removal import Removal
 from kvstrata_agent.provision import plan as provision_plan
@@ -270,9 +271,12 @@ class Provisioner:
         tier = self.states.pop(name).tier
         assert tier is not None
         self.node.tiers.remove(tier)
-        self.node.abandon(self.node.reservations.take_tier(tier))
+        self.node.abandon(self.node.reservations.take_tier(tier), "its tier was taken away")
+        gone = Decision(What.LOST, self.node.clock(), "its tier was taken away", name)
         for entry in self.node.contents(tier).residents():
             self.node.drop_copy(entry, tier, keep_bytes=is_kept or tier.backend.capabilities.survives_restart)
+            if entry.level == GONE:
+                self.node.remember(entry, gone)
         await self._outlive_readers(tier)
         tier.is_gone = True
         self.node.index.forget_tier(tier)

@@ -6,16 +6,19 @@ not read is treated as one that is empty: absent and forbidden look the same.
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from msgspec.structs import replace
 
 from kvstrata_agent.blocks.reservations import RESERVATION_S
-from kvstrata_agent.cache.load import AcquireCall
+from kvstrata_agent.cache.load import LOCATE_KEYS_MAX, AcquireCall
 from kvstrata_agent.cache.part_checksums import blocks_max
+from kvstrata_agent.cache.why_miss import Asked
 from kvstrata_agent.movement.mover import INLINE_BYTES_MAX
 from kvstrata_agent.policy.recompute import EngineLoad
 from kvstrata_agent.serve.extent_grants import NO_SLOT, ExtentGrants, leased_of, slot_of
@@ -29,16 +32,18 @@ from kvstrata_api.trust import ScopeKind
 from kvstrata_telemetry.tracing import span
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.request import RequestContext
     from kvstrata_agent.blocks.reservations import Reservation
     from kvstrata_agent.cache.cache import Cache
     from kvstrata_agent.cache.load import Findings, Read
+    from kvstrata_agent.cache.ports import Directory
     from kvstrata_agent.serve.audit import Audit
     from kvstrata_agent.serve.authorization import Attaching, Attachment, ScopeRight
     from kvstrata_agent.serve.session_verbs import SessionVerbs
+    from kvstrata_metadata.store.records import Location
 
     Outcome = wire.AnyReply | Coroutine[Any, Any, wire.AnyReply]
     Handler = Callable[[Attachment, Any], Outcome]
@@ -46,6 +51,7 @@ if TYPE_CHECKING:
         wire.Lookup | wire.Acquire | wire.Reserve | wire.Prefetch | wire.Fetch | wire.Pin | wire.Unpin | wire.Touch
         | wire.Demote | wire.Drop
     )  # fmt: skip
+    _Asked = _Keyed | wire.WhyMiss | wire.RouteHint
 
 LEASE_S_MAX: Final = 300.0
 """Longest lease: a reader that copies for minutes has stopped."""
@@ -92,6 +98,8 @@ class Verbs:
             wire.Touch: self._touch,
             wire.Drop: self._drop,
             wire.ReportEngine: self._report_engine,
+            wire.WhyMiss: self._why_miss,
+            wire.RouteHint: self._route_hint,
             **sessions.handlers,
             **self._handovers.handlers,
         }
@@ -246,6 +254,10 @@ class Verbs:
         with span("kvstrata.acquire", session_id=name, pool=self._node.pool, requested_blocks=count) as active:
             acquired = await reader.acquire(call, leased)
             active.set(hit_blocks=len(acquired.reads))
+        got = len(acquired.reads)
+        rest = reader.lookup_now(call.context, call.digests[got:])
+        unfetched = next((i for i, e in enumerate(rest) if e is None or not e.residences), len(rest))
+        self._node.signs.asked(got - len(leased) + unfetched, unfetched)
         if call.part_bytes:
             answer = await self._acquired_in_parts(at, request, call, acquired.reads)
         else:
@@ -452,6 +464,83 @@ class Verbs:
         )
         return wire.Done(request.id, self.grants_version, 1)
 
+    def _why_miss(self, at: Attachment, request: wire.WhyMiss) -> Outcome:
+        """Ask as a lookup does, without being one: it is no use of the blocks, and counts nothing."""
+        digests, right = unpack_digests(request.digests), at.readable(request.scope)
+        if not digests:
+            raise InvalidInputError(f"digests of 0 B: 1 to {wire.KEYS_MAX} keys of {KEY_BYTES} B wanted")
+        if right is None:
+            self._observer.on_refused(at, request, len(digests))
+            return self._missed(request, None, digests, [None] * len(digests), {})
+        entries = self._cache.reader.lookup_now(right.context, digests)
+        self._audit.read(at.caller, right.access, "why_miss", [e for e in entries if e is not None])
+        if self._cache.reader.needs_directory(entries):
+            return self._missed_wide(request, right.context, digests, entries)
+        return self._missed(request, right.context, digests, entries, {})
+
+    async def _missed_wide(
+        self, request: wire.WhyMiss, context: RequestContext, digests: Sequence[bytes], entries: Sequence[Entry | None]
+    ) -> wire.Text:
+        absent = [i for i, entry in enumerate(entries) if entry is None]
+        cut = absent[LOCATE_KEYS_MAX] if len(absent) > LOCATE_KEYS_MAX else len(digests)  # Nobody is asked for more.
+        digests, entries = digests[:cut], entries[:cut]
+        located = await self._cache.reader.locate(context, digests, entries)
+        return self._missed(request, context, digests, entries, located)
+
+    def _missed(
+        self,
+        request: wire.WhyMiss,
+        context: RequestContext | None,
+        digests: Sequence[bytes],
+        entries: Sequence[Entry | None],
+        located: Mapping[int, Location],
+    ) -> wire.Text:
+        directory = self._cache.directory
+        is_alone = directory is not None and not directory.is_up
+        found = self._cache.explainer.miss(Asked(context, digests, entries, located, is_alone))
+        return wire.Text(request.id, self.grants_version, json.dumps(found))
+
+    def _route_hint(self, at: Attachment, request: wire.RouteHint) -> Outcome:
+        """Ask this node and the directory. No use of the blocks, as `_why_miss`."""
+        digests, right = unpack_digests(request.digests), at.readable(request.scope)
+        if not digests:
+            raise InvalidInputError(f"digests of 0 B: 1 to {wire.KEYS_MAX} keys of {KEY_BYTES} B wanted")
+        if right is None:
+            self._observer.on_refused(at, request, len(digests))
+            return self._routes(request, None, [None] * len(digests), [()] * len(digests))
+        entries = self._cache.reader.lookup_now(right.context, digests)
+        self._audit.read(at.caller, right.access, "route_hint", [e for e in entries if e is not None])
+        directory = self._cache.directory
+        if directory is not None and directory.is_up:
+            return self._routes_wide(request, right.context, digests, entries, directory)
+        return self._routes(request, right.context, entries, [()] * len(digests))
+
+    async def _routes_wide(
+        self,
+        request: wire.RouteHint,
+        context: RequestContext,
+        digests: Sequence[bytes],
+        entries: Sequence[Entry | None],
+        directory: Directory,
+    ) -> wire.Text:
+        found = await directory.locate(context.secret, digests[:LOCATE_KEYS_MAX])
+        others = [*found, *repeat((), len(digests) - len(found))]  # Nobody is asked for more.
+        return self._routes(request, context, entries, others)
+
+    def _routes(
+        self,
+        request: wire.RouteHint,
+        context: RequestContext | None,
+        entries: Sequence[Entry | None],
+        others: Sequence[Sequence[Location]],
+    ) -> wire.Text:
+        scores, directory = self._cache.explainer.routes(context, entries, others), self._cache.directory
+        longest = max(scores, key=lambda s: s.blocks).node if scores else ""
+        is_alone = directory is not None and not directory.is_up
+        nodes = [asdict(score) for score in scores]
+        answer = {"blocks": len(entries), "is_alone": is_alone, "longest": longest, "nodes": nodes}
+        return wire.Text(request.id, self.grants_version, json.dumps(answer))
+
     def _drop(self, at: Attachment, request: wire.Drop) -> wire.Found:
         right = self._writable(at, request)
         if right.access.kind is not ScopeKind.TENANT:
@@ -473,7 +562,7 @@ class ReadObserver:
         if self._demand.is_followed:
             self._demand.note(unpack_digests(request.digests), is_asked=type(request) in _ASKING)
 
-    def on_refused(self, at: Attachment, request: _Keyed, blocks: int) -> None:
+    def on_refused(self, at: Attachment, request: _Asked, blocks: int) -> None:
         """Note a request for blocks of a scope that the caller may not read, or not any more."""
         self._audit.refused_scope(at.caller, request.scope, _VERBS[type(request)], blocks)
 

@@ -1,4 +1,4 @@
-"""Commands that ask an agent: stats, explain, lookup."""
+"""Commands that ask an agent: stats, explain, lookup, why-miss, route-hint."""
 
 import argparse
 import json
@@ -11,8 +11,10 @@ import numpy as np
 
 from kvstrata_api import names
 from kvstrata_api.blocks import BlockKey, Layout, chain_keys, matching
-from kvstrata_api.errors import InvalidInputError
+from kvstrata_api.errors import AgentAwayError, InvalidInputError, UnsupportedError
+from kvstrata_api.wire import KEYS_MAX, RouteHint, WhyMiss
 from kvstrata_client.client import Client
+from kvstrata_client.commands import table
 from kvstrata_client.target import NO_TOKEN, Target
 from kvstrata_client.verbs.results import Scope
 
@@ -33,6 +35,26 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     lookup = commands.add_parser("lookup", parents=[common], help="how much of a prompt is cached, in every scope")
     lookup.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
     lookup.set_defaults(run=_lookup)
+    route = commands.add_parser(
+        "route-hint",
+        parents=[common],
+        help="which nodes have most of a prompt, and which would have it soonest, in every scope",
+        description="From the node's agent and the directory. Seconds are for an idle node: what lies in slower tiers "
+        "is fetched at the speed that this node measured of its own, the rest is computed.",
+    )
+    route.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
+    route.add_argument("--json", action="store_true", help="JSON instead of a table")
+    route.set_defaults(run=_route_hint)
+    why = commands.add_parser(
+        "why-miss",
+        parents=[common],
+        help="why a prompt is not cached, or not all of it, in every scope",
+        description="Names the first block of a prompt that is missing, and the decision that took it away. What was "
+        "never stored and what the token may not read have one answer.",
+    )
+    why.add_argument("tokens", help="file with token ids as a JSON list, or - for standard input")
+    why.add_argument("--json", action="store_true", help="all of it, as JSON")
+    why.set_defaults(run=_why_miss)
 
 
 def _common() -> argparse.ArgumentParser:
@@ -124,12 +146,80 @@ def _lookup(given: argparse.Namespace) -> int:
     return 0
 
 
-def _found(client: Client, scope: Scope, tokens: "np.typing.NDArray[np.uint32]") -> dict[str, Any]:
-    """How much of a prompt one scope has, and where; of a share only the prefix that it lists."""
+def _why_miss(given: argparse.Namespace) -> int:
+    """Print a line for each scope; 1 when the prompt would be computed, in part at least."""
+    tokens = _read_tokens(given.tokens)
+    with _attach(given) as client:
+        grants = client.grants
+        assert grants is not None, "an attached client has grants"
+        if WhyMiss.__name__ not in grants.verbs:
+            raise UnsupportedError("the agent is older than why-miss")
+        found = [{"scope": s.id, **_missed(client, s, tokens)} for s in grants.scopes]
+    if given.json:
+        _print(found)
+    else:
+        for row in found:
+            kind, name, *_ = row["scope"].split("/")
+            sys.stdout.write(f"{kind} {name}: {row['said']}\n")
+    return 0 if any(row["reason"] == "hit" and row["blocks"] for row in found) else 1
+
+
+def _route_hint(given: argparse.Namespace) -> int:
+    """Print the nodes; 1 when none has any of the prompt."""
+    tokens = _read_tokens(given.tokens)
+    with _attach(given) as client:
+        grants = client.grants
+        assert grants is not None, "an attached client has grants"
+        if RouteHint.__name__ not in grants.verbs:
+            raise UnsupportedError("the agent is older than route-hint")
+        found = [{"scope": s.id, **_routed(client, s, tokens)} for s in grants.scopes]
+    if given.json:
+        _print(found)
+    else:
+        rows = [
+            (row["scope"].split("/")[1], node["node"], f"{node['blocks']} of {row['blocks']}", f"{node['seconds']:.3f}",
+             ", ".join(f"{count} {medium}" for medium, count in node["media"].items()))
+            for row in found
+            for node in row["nodes"]
+        ]  # fmt: skip
+        sys.stdout.write("\n".join(table(("SCOPE", "NODE", "BLOCKS", "SECONDS", "MEDIA"), rows)) + "\n")
+    return 0 if any(row["nodes"] for row in found) else 1
+
+
+def _routed(client: Client, scope: Scope, tokens: "np.typing.NDArray[np.uint32]") -> dict[str, Any]:
+    """The answer for one scope."""
+    keys = _keys(client, scope, tokens)
+    if not keys:
+        return {"blocks": 0, "is_alone": False, "longest": "", "nodes": []}
+    found: dict[str, Any] = json.loads(client.route_hint(keys[:KEYS_MAX]))
+    if not found:
+        raise AgentAwayError("the agent went away before it answered")
+    return found
+
+
+def _missed(client: Client, scope: Scope, tokens: "np.typing.NDArray[np.uint32]") -> dict[str, Any]:
+    """The answer for one scope."""
+    keys = _keys(client, scope, tokens)
+    if not keys:
+        said = "no share lists a prefix of it" if scope.kind == "share" else "it is shorter than a block"
+        return {"blocks": 0, "hit_blocks": 0, "reason": "short", "said": said, "history": [], "inputs": {}}
+    found: dict[str, Any] = json.loads(client.why_miss(keys[:KEYS_MAX]))
+    if not found:
+        raise AgentAwayError("the agent went away before it answered")
+    return found
+
+
+def _keys(client: Client, scope: Scope, tokens: "np.typing.NDArray[np.uint32]") -> list[BlockKey]:
+    """Keys of a prompt in one scope; of a share only the prefix that it lists."""
     layout = client.target.layout
     if scope.kind == "share":
         tokens = tokens[: max((p.token_count for p in matching(tokens, scope.prefixes)), default=0)]
-    keys = chain_keys(scope.secret, layout.layout_id(), tokens, layout.block_tokens)
+    return chain_keys(scope.secret, layout.layout_id(), tokens, layout.block_tokens)
+
+
+def _found(client: Client, scope: Scope, tokens: "np.typing.NDArray[np.uint32]") -> dict[str, Any]:
+    """How much of a prompt one scope has, and where."""
+    keys = _keys(client, scope, tokens)
     if not keys:
         return {"scope": scope.id, "blocks": 0, "hit_blocks": 0, "places": []}
     prefix = client.lookup(keys)

@@ -15,9 +15,10 @@ import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Final, Literal
+from enum import IntEnum
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -55,10 +56,12 @@ _STORED: Final = "BlockStored"
 _NEAR: Final = frozenset({None, "GPU"})
 """Media of an engine's own memory. Events of slower ones name neither what a page continues nor a session."""
 _PLACES: Final = {
-    "block_hashes": 1, "parent_block_hash": 2, "token_ids": 3, "block_size": 4, "medium": 6, "group_idx": 9,
-    "session_id": 14,
+    "block_hashes": 1, "parent_block_hash": 2, "token_ids": 3, "block_size": 4, "medium": 6, "lora_name": 7,
+    "extra_keys": 8, "group_idx": 9, "locality": 12, "session_id": 14,
 }  # fmt: skip
 """Of an event's fields in an array; `vllm.distributed.kv_events` 0.32, of which older ones and SGLang's are a begin."""
+_REMOVED_PLACES: Final = {"block_hashes": 1, "medium": 2, "group_idx": 3, "locality": 4}
+"""The same of `BlockRemoved`."""
 
 _NIL: Final = b"\xc0"
 _ARRAYS: Final = {0xDC: 2, 0xDD: 4}
@@ -106,6 +109,8 @@ _events: Final = msgspec.msgpack.Decoder(dict[str, msgspec.Raw] | list[msgspec.R
 _texts: Final = msgspec.msgpack.Decoder(str | None)
 _hash: Final = msgspec.msgpack.Decoder(Hash | None)
 _hashes: Final = msgspec.msgpack.Decoder(list[Hash])
+_tokens: Final = msgspec.msgpack.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]])
+_extra: Final = msgspec.msgpack.Decoder(list[list[Any] | None] | None)
 _page_tokens: Final = msgspec.msgpack.Decoder(Annotated[int, msgspec.Meta(ge=1, le=PAGE_TOKENS_MAX)] | None)
 _group: Final = msgspec.msgpack.Decoder(Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] | None)
 
@@ -166,15 +171,125 @@ def _parent_of(event: dict[str, msgspec.Raw] | list[msgspec.Raw], pages: int, pa
     return _ROOT if before is None else page_of(before)
 
 
-def _field(event: dict[str, msgspec.Raw] | list[msgspec.Raw], name: str) -> msgspec.Raw | None:
+def _field(
+    event: dict[str, msgspec.Raw] | list[msgspec.Raw], name: str, places: Mapping[str, int] = _PLACES
+) -> msgspec.Raw | None:
     if isinstance(event, dict):
         return event.get(name)
-    return event[_PLACES[name]] if _PLACES[name] < len(event) else None
+    return event[places[name]] if places[name] < len(event) else None
 
 
-def _text(event: dict[str, msgspec.Raw] | list[msgspec.Raw], name: str) -> str | None:
-    found = _field(event, name)
+def _text(
+    event: dict[str, msgspec.Raw] | list[msgspec.Raw], name: str, places: Mapping[str, int] = _PLACES
+) -> str | None:
+    found = _field(event, name, places)
     return None if found is None else _texts.decode(found)
+
+
+class Reach(IntEnum):
+    """How far away an engine's pages are, the nearest first."""
+
+    ENGINE = 0
+    """In the engine's own memory."""
+    MEMORY = 1
+    """In memory of its node."""
+    STORAGE = 2
+    """On its node's disks, shared flash or objects."""
+    REMOTE = 3
+    """On another node, which the engine reads from."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagesStored:
+    """Consecutive pages that an engine can have from now on, with their tokens."""
+
+    pages: tuple[int, ...]
+    parent: int | None
+    """What the first one continues; None for the first of a prompt."""
+    tokens: tuple[int, ...]
+    """Of all pages, in order."""
+    reach: Reach
+    adapter: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PagesRemoved:
+    """Pages that it cannot have there any more."""
+
+    pages: tuple[int, ...]
+    reach: Reach
+
+
+@dataclass(frozen=True, slots=True)
+class PagesCleared:
+    """An engine has none of its pages any more."""
+
+
+PageEvent = PagesStored | PagesRemoved | PagesCleared
+
+
+def decode_pages(payload: bytes) -> tuple[float, tuple[PageEvent, ...], int] | None:
+    """Read what a router needs of one batch: when it was sent, events, and how many of it were of no use.
+
+    No use are events without all tokens of their pages (those of sliding windows), with extra keys (a salt is nobody's
+    to know), of another cache group than the first, and what cannot be read. None for what is no batch.
+    """
+    if len(payload) > BATCH_BYTES_MAX:
+        return None
+    try:
+        frame = _frames.decode(payload)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    if not math.isfinite(frame.sent_s):
+        return None
+    found: list[PageEvent] = []
+    useless = 0
+    for raw in frame.events:
+        try:
+            event = _page_event(_events.decode(raw))
+        except (msgspec.DecodeError, ValueError, IndexError, KeyError, RecursionError):
+            event = None
+        if event is None:
+            useless += 1
+        else:
+            found.append(event)
+    return frame.sent_s, tuple(found), useless
+
+
+def _page_event(event: dict[str, msgspec.Raw] | list[msgspec.Raw]) -> PageEvent | None:
+    kind = _texts.decode(event["type"] if isinstance(event, dict) else event[0])
+    if kind == "AllBlocksCleared":
+        return PagesCleared()
+    if kind not in (_STORED, "BlockRemoved"):
+        return None
+    places = _PLACES if kind == _STORED else _REMOVED_PLACES
+    group = _field(event, "group_idx", places)
+    if group is not None and _group.decode(group):
+        return None
+    reach = _reach(_text(event, "medium", places), _text(event, "locality", places))
+    pages = tuple(map(page_of, _hashes.decode(_field(event, "block_hashes", places) or b"")))
+    if kind != _STORED:
+        return PagesRemoved(pages, reach)
+    size, tokens, extra = (_field(event, name) for name in ("block_size", "token_ids", "extra_keys"))
+    page_tokens = _page_tokens.decode(size) if size is not None else None
+    known = tuple(_tokens.decode(tokens)) if tokens is not None else ()
+    if not pages or page_tokens is None or len(known) != len(pages) * page_tokens or _is_keyed(extra, event):
+        return None
+    before = _hash.decode(_field(event, "parent_block_hash") or _NIL)
+    parent = None if before is None else page_of(before)
+    return PagesStored(pages, parent, known, reach, _text(event, "lora_name") or "")
+
+
+def _reach(medium: str | None, locality: str | None) -> Reach:
+    if locality == "REMOTE":
+        return Reach.REMOTE
+    return {None: Reach.ENGINE, "GPU": Reach.ENGINE, "CPU": Reach.MEMORY}.get(medium, Reach.STORAGE)
+
+
+def _is_keyed(extra: msgspec.Raw | None, event: dict[str, msgspec.Raw] | list[msgspec.Raw]) -> bool:
+    """True where keys other than the adapter's name are part of any page's hash."""
+    keys, adapter = _extra.decode(extra) if extra is not None else None, _text(event, "lora_name")
+    return any(key != adapter for page in keys or () for key in page or ())
 
 
 def _length(raw: msgspec.Raw | None) -> int | None:

@@ -495,6 +495,18 @@ def explain(target: Target, key: BlockKey | None, session: str) -> Call[str]:
     return _text(lambda i: wire.Explain(i, scope, digest, session), target)
 
 
+def why_miss(target: Target, keys: Sequence[BlockKey]) -> Call[str]:
+    """Why a prompt is not found, as JSON. Only for an agent that names `WhyMiss`."""
+    scope, digests = _pack(keys)
+    return _text(lambda i: wire.WhyMiss(i, scope, digests), target)
+
+
+def route_hint(target: Target, keys: Sequence[BlockKey]) -> Call[str]:
+    """Which nodes have a prompt, as JSON. Only for an agent that names `RouteHint`."""
+    scope, digests = _pack(keys)
+    return _text(lambda i: wire.RouteHint(i, scope, digests), target)
+
+
 def _pack(keys: Sequence[BlockKey]) -> tuple[str, bytes]:
     """Scope and joined digests of keys. Raises `InvalidInputError` for none, too many, or keys of several scopes."""
     if not 0 < len(keys) <= wire.KEYS_MAX:

@@ -18,7 +18,19 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return int(end.value.code or 0), out, err
 
 
-COMMANDS = ("stats", "explain", "lookup", "fleet", "validate", "calibrate", "up", "replay", "version")
+COMMANDS = (
+    "stats",
+    "explain",
+    "lookup",
+    "why-miss",
+    "route-hint",
+    "fleet",
+    "validate",
+    "calibrate",
+    "up",
+    "replay",
+    "version",
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,0 +1,114 @@
+"""Counts by which `policy.pathology` tells that a cache brings nothing: of the last minutes, by two halves. No I/O."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+from kvstrata_agent.blocks.history import What
+from kvstrata_agent.policy.pathology import EARLY_S, Finding, Sign, findings, is_prefetch_damped, is_read_in_place
+from kvstrata_agent.policy.reuse_curve import SAME_USE_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kvstrata_agent.blocks.block import Entry
+    from kvstrata_agent.blocks.history import History
+    from kvstrata_telemetry.agent_metrics import Counters
+
+HALF_S: Final = 150.0
+"""Counts go after one to two of these: 2.5 to 5 minutes."""
+RAISED_MAX: Final = 65_536
+"""Blocks whose stay in memory is followed: 10 MB."""
+_METRICS: Final = {
+    Sign.READ_UP: ("kvstrata_raised_blocks_total", "read"),
+    Sign.PREFETCHED: ("kvstrata_raised_blocks_total", "prefetch"),
+    Sign.READ_WASTED: ("kvstrata_thrashed_blocks_total", "read"),
+    Sign.PREFETCH_WASTED: ("kvstrata_thrashed_blocks_total", "prefetch"),
+    Sign.UNREAD: ("kvstrata_unread_blocks_total", ""),
+    Sign.UNFETCHED: ("kvstrata_unfetched_blocks_total", ""),
+    Sign.EARLY: ("kvstrata_early_reads_total", ""),
+}
+"""Counters, and the value of their label `cause` where they have one."""
+
+
+class Signs:
+    """Follows blocks that are brought up, and those that leave."""
+
+    def __init__(self, clock: Callable[[], float], history: History, counters: Counters) -> None:
+        self._clock = clock
+        self._history = history
+        self._counters = counters
+        self._raised: dict[bytes, tuple[float, Sign]] = {}
+        """When blocks came up and why, the latest last; by digest, because entries come and go."""
+        self._now: Counter[Sign] = Counter()
+        self._before: Counter[Sign] = Counter()
+        self._since_s = clock()
+        self.found: tuple[Finding, ...] = ()
+        """Rules that held when that was last judged."""
+
+    @property
+    def is_prefetch_damped(self) -> bool:
+        """See `policy.pathology`."""
+        return is_prefetch_damped(self.found)
+
+    @property
+    def is_read_in_place(self) -> bool:
+        """See `policy.pathology`."""
+        return is_read_in_place(self.found)
+
+    def raised(self, entries: Iterable[Entry], tier: str, *, for_reader: bool) -> None:
+        """Blocks have come up into a memory tier."""
+        now_s, sign = self._clock(), Sign.READ_UP if for_reader else Sign.PREFETCHED
+        count = early = 0
+        for entry in entries:
+            count += 1
+            self._raised.pop(entry.digest, None)
+            self._raised[entry.digest] = now_s, sign
+            last = self._history.last(entry.scope, entry.digest)
+            if last is not None and last.decision.what is What.DEMOTED and last.decision.tier == tier:
+                early += now_s - last.decision.at_s < EARLY_S
+        while len(self._raised) > RAISED_MAX:
+            del self._raised[next(iter(self._raised))]
+        self._count(sign, count)
+        if for_reader:
+            self._count(Sign.EARLY, early)
+
+    def left(self, entry: Entry, *, is_last: bool) -> None:
+        """A block leaves the tier that it is read from, and with `is_last` for good, to make room."""
+        came = self._raised.pop(entry.digest, None)
+        if came is not None:
+            raised_s, sign = came
+            if sign is Sign.READ_UP and entry.used_at_s <= raised_s + SAME_USE_S:
+                self._count(Sign.READ_WASTED, 1)
+            elif sign is Sign.PREFETCHED and entry.used_at_s <= raised_s:
+                self._count(Sign.PREFETCH_WASTED, 1)
+        if is_last:
+            self._now[Sign.GONE] += 1
+            if came is None and 0.0 < entry.used_at_s <= entry.born_s + SAME_USE_S:
+                self._count(Sign.UNREAD, 1)
+
+    def asked(self, wanted_blocks: int, unfetched_blocks: int) -> None:
+        """An engine asked for blocks that lie in slower tiers, and was not given so many of them."""
+        self._now[Sign.WANTED] += wanted_blocks
+        self._count(Sign.UNFETCHED, unfetched_blocks)
+
+    def damped(self, count: int, cause: str) -> None:
+        """So many copies were not made because the last ones brought nothing."""
+        self._counters.add("kvstrata_damped_promotions_total", count, cause=cause)
+
+    def judge(self) -> tuple[Finding, ...]:
+        """Say which rules hold now; called every second or so."""
+        now_s = self._clock()
+        if now_s - self._since_s >= HALF_S:
+            is_long_ago = now_s - self._since_s >= 2 * HALF_S
+            self._before = Counter() if is_long_ago else self._now
+            self._now, self._since_s = Counter(), now_s
+        self.found = findings(self._before + self._now)
+        return self.found
+
+    def _count(self, sign: Sign, count: int) -> None:
+        if count:
+            self._now[sign] += count
+            metric, cause = _METRICS[sign]
+            self._counters.add(metric, count, **({"cause": cause} if cause else {}))
