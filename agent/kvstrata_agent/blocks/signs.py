@@ -43,6 +43,8 @@ class Signs:
         """When blocks came up and why, the latest last; by digest, because entries come and go."""
         self._now: Counter[Sign] = Counter()
         self._before: Counter[Sign] = Counter()
+        self._uncounted: Counter[Sign] = Counter()
+        """What Prometheus has not been told of yet: once a second is cheaper than for each block."""
         self._since_s = clock()
         self.found: tuple[Finding, ...] = ()
         """Rules that held when that was last judged."""
@@ -100,6 +102,10 @@ class Signs:
     def judge(self) -> tuple[Finding, ...]:
         """Say which rules hold now; called every second or so."""
         now_s = self._clock()
+        for sign, count in self._uncounted.items():
+            metric, cause = _METRICS[sign]
+            self._counters.add(metric, count, **({"cause": cause} if cause else {}))
+        self._uncounted.clear()
         if now_s - self._since_s >= HALF_S:
             is_long_ago = now_s - self._since_s >= 2 * HALF_S
             self._before = Counter() if is_long_ago else self._now
@@ -110,5 +116,4 @@ class Signs:
     def _count(self, sign: Sign, count: int) -> None:
         if count:
             self._now[sign] += count
-            metric, cause = _METRICS[sign]
-            self._counters.add(metric, count, **({"cause": cause} if cause else {}))
+            self._uncounted[sign] += count
