@@ -65,7 +65,7 @@ class Engine:
         first_token_s = time.perf_counter() - begin_s
         client.touch_session(session, "idle")
         stored = self._connector.save(turn.tokens, computed.cache, session=session)
-        client.touch_session(session, "tool", expected_return_s=8.0)
+        client.tool_wait(session, 8.0)
         layout, restored_blocks = client.target.layout, len(computed.sources)
         return TurnResult(
             turn=turn,

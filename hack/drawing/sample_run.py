@@ -86,7 +86,7 @@ def _turn(client: Client, session: int) -> None:
     client.touch_session(f"s{session}", "decoding")
     client.lookup(_keys(client, session), session=f"s{session}")
     PrefixCache(client).load(_tokens(session), session=f"s{session}")
-    client.touch_session(f"s{session}", "tool", expected_return_s=8.0)
+    client.tool_wait(f"s{session}", 8.0)
 
 
 def _others(world: World) -> None:

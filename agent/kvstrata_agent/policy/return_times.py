@@ -35,6 +35,8 @@ CLASS_RECORDS_MIN: Final = 32
 FIT_FIRST: Final = 256
 """Records before the first tree; it is made anew when there are a quarter more, and every `FIT_EVERY`."""
 FIT_EVERY: Final = 4096
+RETURNS_MIN: Final = 16
+"""Fewer say nothing of when things return: the younger stays worth more, as before anything is learned."""
 _BINS_JOINED: Final = 11
 """Splits are chosen by four ranges of ages: fewer figures to describe, so smaller differences show."""
 _COARSE: Final = BINS // _BINS_JOINED
@@ -168,6 +170,8 @@ class ReturnTimes:
         drawn = np.linspace(0, known - 1, min(known, FIT_RECORDS)).astype(np.int64)
         features, took_s = self._features[drawn], self._took_s[drawn]
         is_event = ~np.isnan(took_s)
+        if is_event.sum() < RETURNS_MIN:
+            return
         seconds = np.where(is_event, took_s, now_s - np.array(self._started_s)[drawn])
         bins = np.searchsorted(_EDGES_S[:-1], seconds).astype(np.int64)
         self._grow(features, bins, is_event)

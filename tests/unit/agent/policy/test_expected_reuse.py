@@ -88,6 +88,17 @@ def test_classes_that_are_learned_from_a_part_of_the_records_are_those_of_all() 
         assert times.worth(number, 1e9) == times.worth(times.note(times.features_of(number), 0.0), 1e9)
 
 
+def test_while_nothing_returns_what_came_last_is_worth_most() -> None:
+    times = ReturnTimes(1)
+    for i in range(1000):
+        times.note((0,), float(i))
+    times.fit(1000.0)
+
+    worths = [times.worth(number, 1000.0) for number in range(0, 1000, 100)]
+    assert worths == sorted(worths)
+    assert worths[-1] > 2 * worths[0]
+
+
 def test_turns_are_told_apart_one_by_one_and_then_by_doublings() -> None:
     turns = [*range(9), 9, 15, 16, 31, 32, 10_000]
     table: MarkTable[str] = MarkTable()
