@@ -26,6 +26,7 @@ SILENT = {
     "kvstrata_object_refused_total": "no object store refused a request",
     "kvstrata_evicted_blocks_total": "the tiers together were never full",
     "kvstrata_raised_blocks_total": "memory held all that was asked for",
+    "kvstrata_prefetched_blocks_total": "memory held all that was asked for",
     "kvstrata_thrashed_blocks_total": "nothing that came up left again",
     "kvstrata_unread_blocks_total": "the tiers together were never full",
     "kvstrata_unfetched_blocks_total": "nothing that was asked for was left in a slower tier",
