@@ -51,7 +51,7 @@ def _sweep_reservations_early(self: ReservationTable, now_s: float) -> list[Rese
     return [taken for r in early for taken in self.take(r.owner, (r.id,)) if taken is not None]
 
 
-def _abandon_only(self: Node, reservations: Iterable[Reservation]) -> int:
+def _abandon_only(self: Node, reservations: Iterable[Reservation], _reason: str = "") -> int:
     count = 0
     for reservation in reservations:
         count += 1
