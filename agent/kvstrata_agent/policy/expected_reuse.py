@@ -202,10 +202,8 @@ class ExpectedReuse(Generic[K]):
 
     def _judged(self, point: K, mark: int) -> int:
         """Number of the record that a block is judged by; `NEVER` where none is remembered."""
-        number, ring = (
-            (mark >> _FORK_BITS) - 1,
-            self._records_max,
-        )  # For each leaf of a sample: no call that can be left out.
+        # For each leaf of a sample: no call that can be left out.
+        number, ring = (mark >> _FORK_BITS) - 1, self._records_max
         oldest = self.times.noted - ring
         if number < 0 or number < oldest:
             return NEVER

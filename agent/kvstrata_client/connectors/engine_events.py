@@ -115,15 +115,21 @@ _page_tokens: Final = msgspec.msgpack.Decoder(Annotated[int, msgspec.Meta(ge=1, 
 _group: Final = msgspec.msgpack.Decoder(Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] | None)
 
 
-def decode(payload: bytes) -> Batch | None:
-    """Read one batch, `[seconds, events, rank]`; None for what is none."""
+def _frame(payload: bytes) -> _Frame | None:
+    """Read the frame of a batch; None for what is none."""
     if len(payload) > BATCH_BYTES_MAX:
         return None
     try:
         frame = _frames.decode(payload)
     except (msgspec.DecodeError, RecursionError):
         return None
-    if not math.isfinite(frame.sent_s):
+    return frame if math.isfinite(frame.sent_s) else None
+
+
+def decode(payload: bytes) -> Batch | None:
+    """Read one batch, `[seconds, events, rank]`; None for what is none."""
+    frame = _frame(payload)
+    if frame is None:
         return None
     stored: list[Stored] = []
     unreadable = unnamed = 0
@@ -234,13 +240,8 @@ def decode_pages(payload: bytes) -> tuple[float, tuple[PageEvent, ...], int] | N
     No use are events without all tokens of their pages (those of sliding windows), with extra keys (a salt is nobody's
     to know), of another cache group than the first, and what cannot be read. None for what is no batch.
     """
-    if len(payload) > BATCH_BYTES_MAX:
-        return None
-    try:
-        frame = _frames.decode(payload)
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    if not math.isfinite(frame.sent_s):
+    frame = _frame(payload)
+    if frame is None:
         return None
     found: list[PageEvent] = []
     useless = 0
