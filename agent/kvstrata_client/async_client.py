@@ -151,14 +151,18 @@ class AsyncClient:
         """Like `Client.retain_session`."""
         return await self._one(calls.retain(self.target, session, for_s)) if knows(self, wire.Retain) else Hinted()
 
-    async def report_engine(self, prefill_tokens_per_s: float, *, queued_tokens: int = 0, running: int = 0) -> bool:
+    async def report_engine(
+        self, prefill_tokens_per_s: float, *, queued_tokens: int = 0, running: int = 0, half_rate_tokens: int = 0
+    ) -> bool:
         """Report how fast the engine computes prompts, and how many tokens wait: loads are weighed against it for 30 s.
 
         False where the agent is away, or older than the verb.
         """
         if not knows(self, wire.ReportEngine):
             return False
-        told: int = await self._one(calls.report_engine(self.target, prefill_tokens_per_s, queued_tokens, running))
+        told: int = await self._one(
+            calls.report_engine(self.target, prefill_tokens_per_s, queued_tokens, running, half_rate_tokens)
+        )
         return told > 0
 
     async def complete_session(self, session: str, *, archive: bool = True, wait_s: float = 0.0) -> Hinted:

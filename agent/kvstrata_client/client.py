@@ -146,14 +146,19 @@ class Client:
         """Hint that an idle session comes back within `for_s` seconds, a week at most: it is not finished before."""
         return self._one(calls.retain(self.target, session, for_s)) if knows(self, wire.Retain) else Hinted()
 
-    def report_engine(self, prefill_tokens_per_s: float, *, queued_tokens: int = 0, running: int = 0) -> bool:
+    def report_engine(
+        self, prefill_tokens_per_s: float, *, queued_tokens: int = 0, running: int = 0, half_rate_tokens: int = 0
+    ) -> bool:
         """Report how fast the engine computes prompts, and how many tokens wait: loads are weighed against it for 30 s.
 
         False where the agent is away, or older than the verb.
         """
         if not knows(self, wire.ReportEngine):
             return False
-        return self._one(calls.report_engine(self.target, prefill_tokens_per_s, queued_tokens, running)) > 0
+        return (
+            self._one(calls.report_engine(self.target, prefill_tokens_per_s, queued_tokens, running, half_rate_tokens))
+            > 0
+        )
 
     def complete_session(self, session: str, *, archive: bool = True, wait_s: float = 0.0) -> Hinted:
         """Hint that a session is over; with `archive` its prefix goes to slow tiers instead of away.

@@ -291,6 +291,11 @@ class ReportEngine(Request, frozen=True, array_like=True, tag=True):
     """Prompt tokens of requests that wait to be computed, before what is asked for now: 0 to 1e12."""
     running: int = 0
     """Requests that are being computed: 0 to 1e12."""
+    half_rate_tokens: int = 0
+    """Behind so many tokens the next one takes twice as long as the first, for attention: 0 (not counted) to 1e12.
+
+    About 6 times the hidden size of a dense transformer: parameters / (2 x layers x hidden size).
+    """
 
 
 class Drop(Request, frozen=True, array_like=True, tag=True):

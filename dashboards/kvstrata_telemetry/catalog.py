@@ -146,6 +146,17 @@ AGENT: Final = (
         _AGENT_ERRORS,
     ),
     Metric(
+        "kvstrata_load_choices_total", Kind.COUNTER,
+        "Choices between fetching a prefix and leaving it to the engine whose outcome is known, by choice "
+        "(fetch, recompute).",
+        ("pool", "node", "choice"),
+    ),
+    Metric(
+        "kvstrata_load_regret_seconds_total", Kind.COUNTER,
+        "Seconds that the other choice would have saved by its estimate, once the outcome was known, by choice.",
+        ("pool", "node", "choice"),
+    ),
+    Metric(
         "kvstrata_evicted_blocks_total", Kind.COUNTER, "Blocks dropped from the last tier that held them.",
         ("pool", "node", "tier", "reason"),
     ),

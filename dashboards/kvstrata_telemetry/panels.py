@@ -242,6 +242,14 @@ SLOW: Final = Row("Is it slow?", (
         Unit.PER_SECOND, (Query(rate("kvstrata_busy_answers_total", "verb"), "{{verb}}"),), CALM, 8,
     ),
     Panel(
+        "Fetch or compute", "Choices whose outcome is known, and seconds that the other choice would have saved.",
+        Form.LINES, Unit.PER_SECOND,
+        (
+            Query(rate("kvstrata_load_choices_total", "choice"), "{{choice}}"),
+            Query(rate("kvstrata_load_regret_seconds_total", "choice"), "seconds lost by {{choice}}"),
+        ), CALM, 24,
+    ),
+    Panel(
         "Prefetched blocks", "Late: still on their way when asked for. Wasted: gone before anybody asked.",
         Form.STACK, Unit.PER_SECOND,
         (Query(rate("kvstrata_prefetched_blocks_total", "outcome"), "{{outcome}}"),), CALM, 12,

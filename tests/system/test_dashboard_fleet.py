@@ -39,6 +39,8 @@ SILENT = {
     "kvstrata_nominations_total": "no block had more copies than are wanted",
     "kvstrata_engine_memory_reaped_files_total": "no engine died",
     "kvstrata_refused_blocks_total": "every store found room",
+    "kvstrata_load_choices_total": "what was read lay in memory",
+    "kvstrata_load_regret_seconds_total": "no choice cost more than the other one would have",
     "kvstrata_quota_rejected_total": "no tenant has a quota",
     "kvstrata_quota_evicted_total": "no tenant has a quota",
     "kvstrata_retention_dropped_total": "no tenant bounds how long its blocks are kept",

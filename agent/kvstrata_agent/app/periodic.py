@@ -108,7 +108,6 @@ class Sweeper:
         """
         evictor = self._cache.evictor
         for tier in [t for t in self._node.tiers if not t.is_recovering]:
-            tier.measure(self._node.clock())
             if tier.is_closed:
                 await self._empty(tier)
                 continue
@@ -121,6 +120,8 @@ class Sweeper:
                     ).extents.keys()  # Mappable ones report it themselves, written or not.
             await evictor.enforce(tier)
             await evictor.trim(tier)
+            if tier in self._node.raised_tiers and not self._node.is_draining:
+                await self._cache.promoter.raise_to(tier)
             if (
                 self._node.is_draining
                 and not tier.backend.capabilities.survives_restart

@@ -26,6 +26,7 @@ from kvstrata_agent.codec.base import RAW, RAW_AFTER_LOSS
 from kvstrata_agent.policy.eviction import excess_bytes
 from kvstrata_agent.policy.placement import by_reuse_interval, next_lower
 from kvstrata_agent.policy.priority import class_of
+from kvstrata_agent.policy.regret import Regret, Regrets
 from kvstrata_kube.signal import Signal
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.sessions import Session
     from kvstrata_agent.blocks.tier import SlotRequest
     from kvstrata_agent.blocks.tier_contents import TierContents
-    from kvstrata_agent.policy.placement import Placement
+    from kvstrata_agent.policy.placement import Placement, TierFacts
     from kvstrata_agent.policy.recompute import EngineLoad
     from kvstrata_api.blocks import Layout, LayoutId, ScopeId, ScopeSecret
     from kvstrata_api.models.pool import KVPoolSpec
@@ -114,6 +115,8 @@ class Node:
     tenants: TenantBook = field(default_factory=TenantBook)
     engines: dict[str, dict[int, EngineLoad]] = field(default_factory=dict)
     """What engines have reported of themselves, by tenant and connection; no tenant without a connection that did."""
+    regrets: Regrets = field(default_factory=Regrets)
+    """What fetching or computing turned out to cost."""
     wall: Callable[[], float] = time.time
     """Unix seconds, the only time that outlives a process."""
     returns: Returns = field(init=False)
@@ -181,6 +184,29 @@ class Node:
         """The fastest tier that engines can map: new blocks start here and read blocks come up to it."""
         return next((t for t in self.tiers if t.backend.mappable is not None and not t.is_closed), None)
 
+    @property
+    def raised_tiers(self) -> list[Tier]:
+        """Tiers faster than the entry tier: nothing comes there by itself, what is hot is raised to them."""
+        entry = self.entry_tier
+        return [t for t in self.tiers if entry is not None and t.level < entry.level and t.backend.mappable is None]
+
+    def entry_copy(self, entry: Entry) -> Residence | None:
+        """The copy of a block in the entry tier, or None. It is the first one unless the block was raised."""
+        tier = self.entry_tier
+        if not entry.residences or tier is None:
+            return None
+        first = entry.residences[0]
+        if first.tier is tier:
+            return first
+        return entry.residence(tier) if first.tier.level < tier.level else None
+
+    def best_copy(self, entry: Entry) -> Residence | None:
+        """The copy that is read: the one in the entry tier, else the fastest; None where there is none."""
+        if not entry.residences:
+            return None
+        first = entry.residences[0]
+        return first if len(entry.residences) == 1 else self.entry_copy(entry) or first
+
     def drain_tiers(self, names: Iterable[str]) -> None:
         """Empty these tiers, those of them that come up later too, and let all others take blocks."""
         self.drained_tiers = frozenset(names)
@@ -204,8 +230,12 @@ class Node:
         """Where this block goes that leaves a tier of that level."""
         if self.is_draining or self.spec.policy.placement.type == "Cascade":
             return self.placement_below(level, must_survive=self.is_draining)
-        facts = [t.facts(self.clock()) for t in self.tiers]
-        return by_reuse_interval(facts, level, lambda within_s: self.returns.chance(entry, within_s))
+        uses_per_s, *_ = self.returns.worth(entry)
+        return by_reuse_interval([self.facts_of(t) for t in self.tiers], level, uses_per_s)
+
+    def facts_of(self, tier: Tier) -> TierFacts:
+        """What a placement may know of a tier: up to the low watermark it has room."""
+        return tier.facts(self.clock(), self.spec.policy.eviction.low_watermark_percent / 100)
 
     def tier_below(self, level: int, *, must_survive: bool) -> Tier | None:
         """The next slower tier that takes blocks now, or None."""
@@ -420,6 +450,12 @@ class Node:
             self.counters.add("kvstrata_expired_total", leases, kind="lease")
         if reservations:
             self.counters.add("kvstrata_expired_total", reservations, kind="reservation")
+
+    def count_regret(self, regret: Regret) -> None:
+        """Count the outcome of fetching or computing."""
+        self.counters.add("kvstrata_load_choices_total", choice=regret.source)
+        if regret.regret_s:
+            self.counters.add("kvstrata_load_regret_seconds_total", regret.regret_s, choice=regret.source)
 
     def drop_scope(self, scope: ScopeId, reason: str) -> int:
         """Drop every block of a scope; returns how many."""

@@ -31,6 +31,8 @@ LOAD_S: Final = 10.0
 """A load comes within it after the lookup that names the whole chain."""
 RECENT_MAX: Final = 4096
 """Ends of chains that were asked for of late."""
+HOT_MAX: Final = 256
+"""Chains of late that may be raised to a tier faster than the memory which engines map: a millisecond to judge."""
 SET_BACK: Final = -1.0
 """Worth of what its session will not need again, or whose uses an earlier run took along."""
 TRUST: Final = 0.5
@@ -89,6 +91,8 @@ class Returns:
         self._reuse: ExpectedReuse[bytes] = ExpectedReuse(self._marks)
         self._recent: dict[bytes, float] = {}
         """When the chains that end so were asked for last, the latest one last."""
+        self._ends: dict[bytes, ScopeId] = {}
+        """Deepest blocks that are here of the chains that were used last, the latest one last."""
         self.random = Random(1)
         """Draws samples of victims: what it draws is no secret, but a run can be repeated."""
 
@@ -111,6 +115,7 @@ class Returns:
             del recent[next(iter(recent))]
         if now_s - before_s < SAME_USE_S:
             return
+        self._note_end(scope, digests)
         self._marks.within(scope)
         facts = RequestFacts() if session is None else RequestFacts(kind=session.priority, session=session.key)
         self._reuse.begin(digests, None, facts, now_s)
@@ -144,6 +149,22 @@ class Returns:
                 break
             entry.mark = before.mark
             self._reuse.cut(before.digest)
+        if entries:
+            self._note_end(entries[-1].scope, [entries[-1].digest])
+
+    def hot(self) -> list[Entry]:
+        """Ends of the chains that were used last, those that are worth most first."""
+        found = [self._node.index.find(scope, digest) for digest, scope in self._ends.items()]
+        return sorted((e for e in found if e is not None and e.residences), key=self.worth, reverse=True)
+
+    def _note_end(self, scope: ScopeId, digests: Sequence[bytes]) -> None:
+        here = self._node.index.blocks(scope).in_use
+        end = next((digest for digest in reversed(digests) if digest in here), None)
+        if end is not None:
+            self._ends.pop(end, None)
+            self._ends[end] = scope
+            if len(self._ends) > HOT_MAX:
+                del self._ends[next(iter(self._ends))]
 
     def expect(self, session: Session, return_s: float | None) -> None:
         """An engine reports when a session comes back; None for never."""
@@ -168,11 +189,6 @@ class Returns:
         if priority is PriorityClass.STANDARD:
             return worth, used_at_s, entry.born_s
         return worth * priority.factor, felt_use_s(used_at_s, now_s, priority), entry.born_s
-
-    def chance(self, entry: Entry, within_s: float) -> float:
-        """Probability that a block is used again within so many seconds."""
-        now_s = self._node.clock()
-        return self._reuse.chance(entry.digest, entry.mark, max(0.0, now_s - entry.used_at_s), now_s, within_s)
 
     def explain(self, entry: Entry) -> dict[str, Any]:
         """Why a block leaves before others or after them."""

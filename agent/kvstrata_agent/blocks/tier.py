@@ -5,11 +5,10 @@ What lies in it, `TierContents` has.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
-from kvstrata_agent.policy.placement import TierFacts
+from kvstrata_agent.policy.placement import Price, TierFacts
 from kvstrata_agent.policy.quota import over_hard_bytes
 from kvstrata_api.errors import BackendFailedError, QuotaExceededError, TierFullError
 
@@ -29,9 +28,6 @@ FAILURES_MAX: Final = 3
 
 ORDINAL_SHIFT: Final = 32
 """Extent numbers of a backend stay below 2^32; above them stands which backend it was."""
-
-INFLOW_S: Final = 300.0
-"""Time over which the inflow is averaged: longer than one burst of an engine, shorter than a change of load."""
 
 BATCH_SLOTS: Final = 16
 """Slots freed at a time, because the writer that needs one will need more."""
@@ -75,10 +71,8 @@ class Tier:
     """Bytes of all slots that each account has, written or not; accounts without any are absent."""
     raw_bytes_written: int = 0
     stored_bytes_written: int = 0
-    inflow_bytes_per_s: float = 0.0
-    """Stored bytes that came in, averaged over about `INFLOW_S`."""
-    _measured_s: float = 0.0
-    _measured_bytes: int = 0
+    price: Price = field(default_factory=Price)
+    """What a place costs while there is no room."""
     recovered_blocks: int = 0
     """Blocks of an earlier run that were found when the tier came up."""
     refused_told: int = 0
@@ -135,20 +129,12 @@ class Tier:
         if until_s is not None:
             self.paused_until_s = until_s
 
-    def measure(self, now_s: float) -> None:
-        """Bring the average inflow up to date."""
-        passed_s = now_s - self._measured_s
-        if self._measured_s and passed_s > 0:
-            rate = (self.stored_bytes_written - self._measured_bytes) / passed_s
-            self.inflow_bytes_per_s += (rate - self.inflow_bytes_per_s) * -math.expm1(-passed_s / INFLOW_S)
-        self._measured_s, self._measured_bytes = now_s, self.stored_bytes_written
-
-    def facts(self, now_s: float) -> TierFacts:
-        """Return what a placement may know."""
+    def facts(self, now_s: float, low_ratio: float = 0.0) -> TierFacts:
+        """Return what a placement may know; up to `low_ratio` full it has room."""
         can = self.backend.capabilities
         takes_writes = now_s >= self.paused_until_s and not self.is_recovering and not self.is_closed
-        stays_s = self.backend.capacity_bytes / self.inflow_bytes_per_s if self.inflow_bytes_per_s > 0 else math.inf
-        return TierFacts(self.name, self.level, takes_writes, can.survives_restart, can.is_memory, stays_s)
+        price_per_s = self.price.per_s if self.fill_ratio >= low_ratio else 0.0
+        return TierFacts(self.name, self.level, takes_writes, can.survives_restart, can.is_memory, price_per_s)
 
     def extent_number(self, extent: int) -> int:
         """Number of an extent outside of its backend: on the wire and towards peers."""

@@ -92,10 +92,11 @@ class Cache:
     def pin(self, place: RequestContext, digests: Sequence[bytes], expires_s: float) -> int:
         """Keep blocks that are in memory there for `expires_s` seconds; a second pin renews the first."""
         self.unpin(place, digests)
-        tier, count = self.node.entry_tier, 0
+        count = 0
         for entry in self.reader.lookup_now(place, digests):
-            if entry is not None and entry.residences and entry.residences[0].tier is tier:
-                self.node.pins.grant(place.owner, entry, entry.residences[0], self.node.clock() + expires_s)
+            copy = self.node.entry_copy(entry) if entry is not None else None
+            if entry is not None and copy is not None:
+                self.node.pins.grant(place.owner, entry, copy, self.node.clock() + expires_s)
                 count += 1
         return count
 

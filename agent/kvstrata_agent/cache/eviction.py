@@ -38,6 +38,10 @@ TRIM_BYTES_MAX: Final = 256 << 20
 """Bytes of one pass over the watermark, so that the sweep comes round to its other duties."""
 
 
+FOR_ROOM: Final = ("room", "watermark")
+"""Why blocks leave that others are worth more than."""
+
+
 class Evictor:
     """Frees slots. One plan at a time for each tier; what cannot be demoted is dropped from the lowest one."""
 
@@ -306,6 +310,8 @@ class Evictor:
         returns = self._node.returns if self._node.returns.are_followed else None
         candidates = TierCandidates(self._node.index, tier, request, self._node.clock(), returns)
         plan = plan_eviction(candidates, request.need_bytes, request.most_bytes)
+        if plan.victims and request.reason in FOR_ROOM:
+            tier.price.paid(self._node.returns.worth(plan.victims[-1])[0])
         try:
             leaving = self._leaving(candidates, tier, request.reason)
             lost = await self._demote_victims([e for e in plan.victims if len(e.residences) == 1], tier, request)

@@ -97,6 +97,7 @@ class Explainer:
             "copies": [self._copy(entry, r) for r in entry.residences],
             "held_by": self._holders(entry),
             "read": self._read(entry),
+            "last_choice": self._last_choice(digest),
             "history": history,
         }
 
@@ -160,6 +161,11 @@ class Explainer:
             "reason": cost.reason,
             "alternatives": {"fetch_s": cost.fetch_s, "recompute_s": cost.recompute_s},
         }
+
+    def _last_choice(self, digest: bytes) -> dict[str, Any]:
+        """What came of the last choice to fetch, or to leave to the engine, what begins with a block."""
+        known = self._node.regrets.find(digest)
+        return asdict(known) | {"regret_s": known.regret_s} if known is not None else {}
 
     @staticmethod
     def _holders(entry: Entry) -> dict[str, int]:

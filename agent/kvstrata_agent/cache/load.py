@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from itertools import takewhile
+import math
+from dataclasses import dataclass, replace
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -17,11 +18,12 @@ from kvstrata_agent.policy.recompute import (
     CostChoice,
     CostInputs,
     EngineLoad,
-    Source,
+    Split,
     choose,
     congestion_s,
     load_of,
     locate_s,
+    split,
 )
 from kvstrata_api.errors import BlockCorruptError
 from kvstrata_api.tiers import Lookup
@@ -50,6 +52,10 @@ _PENDING: Final = int(Lookup.PENDING)
 
 LOCATE_KEYS_MAX: Final = 4096
 """Keys asked of the directory in one round trip; what lies behind them is found by the next lookup."""
+
+
+BLOCKS_BEFORE_MAX: Final = 16_384
+"""Of a chain that are counted before what is asked for: a few ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +193,16 @@ class Reader:
         now_s = node.clock()
         copies: list[tuple[Entry, Residence]] = []
         for entry in entries:
-            if entry is None or not entry.residences or entry.residences[0].tier is not tier:
+            if entry is None or not entry.residences:
                 break
+            copy = entry.residences[0]
+            if copy.tier is not tier:
+                raised = node.entry_copy(entry)
+                if raised is None:
+                    break
+                copy = raised
             entry.used_at_s = now_s
-            copies.append((entry, entry.residences[0]))
+            copies.append((entry, copy))
         name = tier.name if tier is not None else ""
         leases = node.leases.grant_all(call.context.owner, copies, now_s + call.lease_s)
         may_grow = len(copies) < len(entries) and self._can_be_had(entries[len(copies)], entries)
@@ -232,8 +244,9 @@ class Reader:
             return 0.0
         first, paths = run[0], self._mover.scheduler.paths
         if first is not None and first.residences:
-            segment = [e for e in takewhile(lambda e: _tier(e) is _tier(first), run) if e is not None]
-            source = first.residences[0].tier.name
+            tier = self._tier(first)
+            segment = [e for e in takewhile(lambda e: self._tier(e) is tier, run) if e is not None]
+            source = self._source(first)
             inputs = self._inputs(context, segment, is_last=len(segment) == len(run))
         else:
             count = elsewhere if first is None else 1
@@ -247,11 +260,17 @@ class Reader:
 
         `chain` holds the key that the first one continues, empty where it is not known, and the wanted ones behind it.
         """
-        run = self._run(call.context, chain[1:], located)
-        sources = [_source(e) for e in run]
+        run, choice = self._run(call.context, chain[1:], located)
+        sources = [self._source(e) for e in run]
+        started_s = self._node.clock()
         self._start_remote(call.context, chain, located, run)
         self._node.used_by(call.context.session, run)
         reads = self._prefix(await self._raised(call, run, sources, deadline_s))
+        if choice is not None and choice.compute_s > 0:
+            self._node.regrets.computes(chain[1 + choice.blocks], choice, started_s)
+        if choice is not None and run:
+            took_s = self._node.clock() - started_s
+            self._node.count_regret(self._node.regrets.fetched(chain[1], choice, took_s))
         return self.live(call, reads), len(run)
 
     def live(self, call: AcquireCall, reads: Sequence[Read]) -> list[Read]:
@@ -264,8 +283,11 @@ class Reader:
 
     def _run(
         self, context: RequestContext, digests: Sequence[bytes], located: dict[int, Location]
-    ) -> list[Entry | None]:
-        """Leading keys that are here or elsewhere and cheaper to fetch than to compute; None stands for elsewhere."""
+    ) -> tuple[list[Entry | None], Split | None]:
+        """Leading keys that are here or elsewhere and cheaper to fetch than to compute; None stands for elsewhere.
+
+        Returns also the choice, where there was one.
+        """
         run: list[Entry | None] = []
         for i, entry in enumerate(self.lookup_now(context, digests)):
             if entry is None and i not in located:
@@ -273,21 +295,60 @@ class Reader:
             if entry is not None and not entry.residences and entry.move is None:
                 break
             run.append(entry)
-        return run[: self.worth_fetching(context, run)]
+        choice = self._choice(context, run)
+        if choice is None:
+            return run, None
+        return run[: choice.blocks], choice
 
     def worth_fetching(self, context: RequestContext | None, run: Sequence[Entry | None]) -> int:
-        """Blocks of the run up to the first slow segment that the engine computes faster than we bring it up."""
-        start = 0
+        """Leading blocks of the run to bring up; the engine computes what is behind them sooner than we bring it."""
+        choice = self._choice(context, run)
+        return len(run) if choice is None else choice.blocks
+
+    def _choice(self, context: RequestContext | None, run: Sequence[Entry | None]) -> Split | None:
+        """How much of a run to bring up; None where there is no choice, as all of it is in memory."""
+        costs, start = list[CostInputs](), 0
         while start < len(run):
             end = start + 1
-            tier = _tier(run[start])
-            while end < len(run) and _tier(run[end]) is tier:
+            place = self._place(run[start])
+            while end < len(run) and self._place(run[end]) is place:
                 end += 1
-            choice = self.cost([e for e in run[start:end] if e is not None], context, is_last=end == len(run))
-            if choice is not None and choice.source is Source.RECOMPUTE:
-                return start
+            costs.append(self._segment_inputs(context, run[start:end], is_last=end == len(run)))
             start = end
-        return len(run)
+        if all(not cost.is_measured for cost in costs):
+            return None  # As nearly always.
+        before = self._tokens_before(run[0]) if costs[0].engine.half_rate_tokens else 0
+        placed = list[CostInputs]()
+        for cost in costs:
+            placed.append(replace(cost, context_tokens=before))
+            before += cost.tokens
+        return split(placed)
+
+    def _segment_inputs(
+        self, context: RequestContext | None, segment: Sequence[Entry | None], *, is_last: bool
+    ) -> CostInputs:
+        """Of neighbours in one place; they are to be had at once where that costs nothing, or nobody knows what."""
+        spec, engine = self._node.spec, self._engine(context)
+        if segment[0] is None and context is not None and engine.reported_s > -math.inf:
+            return self._remote_inputs(context, len(segment))
+        inputs = self._inputs(context, [e for e in segment if e is not None], is_last=is_last)
+        if inputs is not None:
+            return inputs
+        return CostInputs(
+            spec.policy.recompute.type,
+            len(segment),
+            spec.compatibility.block_tokens,
+            0,
+            0,
+            0.0,
+            0.0,
+            self._engine(context),
+        )
+
+    def _tokens_before(self, entry: Entry | None) -> int:
+        """Tokens that stand before a block, as far as its chain is here."""
+        ancestors = self._node.index.ancestors(entry) if entry is not None else ()
+        return sum(1 for _ in islice(ancestors, BLOCKS_BEFORE_MAX)) * self._node.spec.compatibility.block_tokens
 
     def prefill_tokens_per_s(self, context: RequestContext | None) -> float:
         """How fast whoever asks would compute."""
@@ -312,9 +373,10 @@ class Reader:
         return choose(inputs) if inputs is not None else None
 
     def _inputs(self, context: RequestContext | None, segment: Sequence[Entry], *, is_last: bool) -> CostInputs | None:
-        if not segment or not segment[0].residences or segment[0].residences[0].tier.backend.mappable is not None:
+        best = self._node.best_copy(segment[0]) if segment else None
+        if best is None or best.tier.backend.mappable is not None:
             return None
-        tier, spec = segment[0].residences[0].tier, self._node.spec
+        tier, spec = best.tier, self._node.spec
         entry_tier = self._node.entry_tier
         target = entry_tier.name if entry_tier is not None else ""
         stored_bytes = sum(e.residences[0].record.stored_bytes for e in segment if e.residences)
@@ -328,10 +390,14 @@ class Reader:
             read_latency_s=0.0 if goes_on or tier.probe is None else tier.probe.read_latency_microseconds / 1e6,
             read_bytes_per_s=float(tier.probe.read_bytes_per_second) if tier.probe else 0.0,
             engine=self._engine(context),
+            path=tier.name,
         )
 
     def _remote_inputs(self, context: RequestContext, blocks: int) -> CostInputs:
-        """Of blocks that other agents have: nobody measured them, so the path's own speed of late counts."""
+        """Of blocks that other agents have: nobody measured them, so the path's own speed of late counts.
+
+        The pool's assumed rate of the engine does not stand against them: only a rate that an engine has told does.
+        """
         entry_tier, spec, paths = self._node.entry_tier, self._node.spec, self._mover.scheduler.paths
         target, size_bytes = entry_tier.name if entry_tier is not None else "", blocks * context.raw_bytes
         return CostInputs(
@@ -341,8 +407,9 @@ class Reader:
             stored_bytes=size_bytes,
             queued_bytes=paths.ahead_bytes(REMOTE, target, size_bytes),
             read_latency_s=0.0,
-            read_bytes_per_s=paths.bytes_per_s(REMOTE, target),
+            read_bytes_per_s=paths.measured_bytes_per_s(REMOTE, target, size_bytes, self._node.clock()),
             engine=self._engine(context),
+            path=REMOTE,
         )
 
     def _start_remote(
@@ -361,6 +428,19 @@ class Reader:
         for i, entry in enumerate(run):
             found = entry or blocks.get(chain[i + 1])
             run[i] = found if found is not None and found.layout_id == context.layout_id else None
+
+    def _tier(self, entry: Entry | None) -> Tier | None:
+        """Tier that a block is read from."""
+        best = self._node.best_copy(entry) if entry is not None else None
+        return best.tier if best is not None else None
+
+    def _place(self, entry: Entry | None) -> Tier | str | None:
+        """Where a block of a run is: `REMOTE` for one that is not here, None for one that is on its way."""
+        return REMOTE if entry is None else self._tier(entry)
+
+    def _source(self, entry: Entry | None) -> str:
+        tier = self._tier(entry)
+        return tier.name if tier is not None else REMOTE
 
     async def _raised(
         self, call: AcquireCall, run: Sequence[Entry | None], sources: Sequence[str], deadline_s: float
@@ -463,7 +543,8 @@ class Reader:
         located = await self._located(context, digests, 0.0)
         policy = self._node.spec.policy.prefetch
         most = max(0, policy.max_inflight_bytes - self._mover.bytes_under_way) // context.raw_bytes
-        run = self._run(context, digests, located)[:most]
+        found, _ = self._run(context, digests, located)
+        run = found[:most]
         away = run.count(None)
         self._start_remote(context, (b"", *digests), located, run)
         begun = self._prefetch(context, run)
@@ -497,11 +578,3 @@ def _by_move(run: Sequence[Entry | None]) -> list[list[tuple[int, Entry]]]:
         if entry is not None:
             groups.setdefault(entry.move, []).append((i, entry))
     return list(groups.values())
-
-
-def _tier(entry: Entry | None) -> object:
-    return entry.residences[0].tier if entry is not None and entry.residences else None
-
-
-def _source(entry: Entry | None) -> str:
-    return entry.residences[0].tier.name if entry is not None and entry.residences else REMOTE

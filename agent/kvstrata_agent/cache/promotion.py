@@ -8,11 +8,12 @@ from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.block import GONE, Entry
+from kvstrata_agent.blocks.sessions import SessionState
 from kvstrata_agent.blocks.tier import SlotRequest
 from kvstrata_agent.codec.base import LOSSY
 from kvstrata_agent.movement.move import Move
 from kvstrata_agent.movement.path import Priority
-from kvstrata_agent.policy.placement import CopyPath, grouped
+from kvstrata_agent.policy.placement import CopyPath, grouped, is_raised
 from kvstrata_api.errors import RetryableError
 from kvstrata_kube.tasks import TaskSet
 
@@ -61,7 +62,7 @@ class Promoter:
         started goes on as a prefetch.
         """
         for _ in range(ATTEMPTS_MAX):
-            best = self.mapped(entry)
+            best = self.promoted(entry) or self.mapped(entry)
             if best is not None and (best.tier is self._node.entry_tier or self._stays()):
                 return best
             if entry.level == GONE:
@@ -105,8 +106,7 @@ class Promoter:
 
     def promoted(self, entry: Entry) -> Residence | None:
         """Return the copy in the entry tier, or None."""
-        first = entry.residences[0] if entry.residences else None
-        return first if first is not None and first.tier is self._node.entry_tier else None
+        return self._node.entry_copy(entry)
 
     def start_prefetch(self, entry: Entry) -> bool:
         """Start to bring a block up before anybody asks for it; False when it is up or on its way."""
@@ -228,6 +228,31 @@ class Promoter:
                 continue
             made.update(move.entry for move, is_made in zip(batch, end, strict=True) if is_made)
         return made
+
+    async def raise_to(self, tier: Tier) -> int:
+        """Copy one batch of what is decoded from, and of what is worth most, to a tier faster than the entry tier.
+
+        Each chain from its root, so that what is raised is a prefix. Others leave for it by their worth. Returns how
+        many blocks are there now that were not before.
+        """
+        node, raised = self._node, 0
+        decoded = [h for s in node.sessions if s.state is SessionState.DECODING for h in s.heads if h.residences]
+        ends = [*((end, True) for end in decoded), *((end, False) for end in node.returns.hot())]
+        for end, is_decoded in ends:
+            for link in [end, *node.index.ancestors(end)][::-1]:
+                if link.level == GONE or not link.residences:
+                    break
+                if link.residence(tier) is not None:
+                    continue
+                if not is_raised(node.facts_of(tier), node.returns.worth(link)[0], is_decoded=is_decoded):
+                    break
+                if raised >= BATCH_BLOCKS:
+                    return raised
+                source = link.residences[0].tier
+                if not await self._evictor.demoter.demote_to(link, source, tier, Priority.ARCHIVE):
+                    break
+                raised += 1
+        return raised
 
     async def fill_free_space(self, tier: Tier) -> None:
         """Copy one batch of a tier that is emptied to faster ones, as far as those have room: nothing gives way for it.

@@ -75,6 +75,9 @@ class Writer:
         this tenant.
         """
         node, tier = self._node, tier or self._node.entry_tier
+        if node.regrets.awaits:
+            for regret in node.regrets.computed(digests, node.clock()):
+                node.count_regret(regret)
         if tier is None or node.is_draining:
             return []
         blocks, scope, tenant = node.index.blocks(context.scope), context.scope, context.tenant

@@ -37,6 +37,12 @@ HALF_LIFE_S: Final = 10.0
 """Busy time after which a path's past speed counts half."""
 
 
+MEASURED_PART: Final = 0.125
+"""Of what is to be moved that has to have moved of late for a speed to count: small moves are mostly latency."""
+REMEASURED_S: Final = 30.0
+"""After so long without a move a path's speed is unknown again."""
+
+
 class Priority(IntEnum):
     """Urgency of a move; lower goes first (design: agent.md, Mover)."""
 
@@ -399,6 +405,10 @@ class Speed:
         """Speed of late; 0.0 before the first move has ended."""
         return self._bytes / self._busy_s if self._busy_s > 0 else 0.0
 
+    def tells(self, least_bytes: float, since_s: float) -> bool:
+        """True where so many bytes of late stand behind it, and the last of them came after that second."""
+        return self._bytes >= least_bytes and self._since_s >= since_s
+
     def begin(self, now_s: float) -> None:
         """A move begins."""
         self._pass(now_s)
@@ -453,6 +463,17 @@ class Paths:
         """How fast one path was of late; 0.0 for one that has not moved anything."""
         path = self._paths.get((source, target))
         return path.speed.bytes_per_s if path is not None else 0.0
+
+    def measured_bytes_per_s(self, source: str, target: str, size_bytes: int, now_s: float) -> float:
+        """How fast one path was of late; 0.0 where that says nothing of so many bytes now.
+
+        So it is where less than `MEASURED_PART` of them was moved, or nothing for `REMEASURED_S`: what was slow once,
+        or slow because it was little, would never be tried again.
+        """
+        path = self._paths.get((source, target))
+        if path is None or not path.speed.tells(MEASURED_PART * size_bytes, now_s - REMEASURED_S):
+            return 0.0
+        return path.speed.bytes_per_s
 
     def is_full(self, source: str, target: str) -> bool:
         """True while one path would refuse another KV move."""

@@ -1,6 +1,5 @@
 """Where a block goes when it leaves a tier, how it gets from one tier to another, and with which others. Pure."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -29,8 +28,23 @@ class TierFacts:
     """False while the tier failed, is paused after write errors, or drains."""
     survives_restart: bool
     is_memory: bool
-    stays_s: float = math.inf
-    """How long what comes now stays until others need its place: capacity over what comes in of late."""
+    price_per_s: float = 0.0
+    """Uses for each second held that a place costs: what those bring that leave for want of room. 0: there is some."""
+
+
+PRICE_PART: Final = 1 / 16
+"""Of a price that the newest eviction makes: a burst that leaves at once does not set it alone."""
+
+
+@dataclass(slots=True)
+class Price:
+    """What a place in a full tier costs, in uses for each second held: what the blocks bring that leave it of late."""
+
+    per_s: float = 0.0
+
+    def paid(self, uses_per_s: float) -> None:
+        """Something worth so much has left for want of room."""
+        self.per_s += (max(0.0, uses_per_s) - self.per_s) * PRICE_PART
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,29 +71,32 @@ def next_lower(tiers: Sequence[TierFacts], level: int, *, must_survive: bool = F
     return Placement(fitting[0].name, f"cascade, {skipped} tiers passed over" if skipped else "cascade")
 
 
-CATCHES: Final = 0.9
-"""Part of the returns which any slower tier would see that a faster one has to see, for a block to go there."""
-
-
 def by_reuse_interval(
-    tiers: Sequence[TierFacts], level: int, chance: Callable[[float], float], *, must_survive: bool = False
+    tiers: Sequence[TierFacts], level: int, uses_per_s: float, *, must_survive: bool = False
 ) -> Placement:
-    """The fastest slower tier in which the block is likely still there when it is asked for again.
+    """The fastest slower tier that has room, or where the block is worth more than what leaves; else the slowest.
 
-    `chance` gives the probability of a return within so many seconds. A tier whose blocks leave before that is passed
-    over: it would take the block only to send it on.
+    What is worth less would leave at once again. To judge a tier by how long blocks stay in it leaves it empty: what
+    passes it over makes them stay longer, and nothing says that those who are there bring more.
     """
     fitting = [t for t in tiers if t.takes_writes and t.level > level and (not must_survive or _lasts(t))]
     nearest = next_lower(tiers, level, must_survive=must_survive)
     if len(fitting) < 2:
         return nearest
-    chances = {t.name: chance(t.stays_s) for t in sorted(fitting, key=lambda t: t.level)}
-    most = max(chances.values())
-    target = next(name for name, seen in chances.items() if seen >= CATCHES * most)
-    if target == nearest.target:
+    fitting.sort(key=lambda t: t.level)
+    target = next((t for t in fitting[:-1] if max(0.0, uses_per_s) >= t.price_per_s), fitting[-1])
+    if target.name == nearest.target:
         return nearest
-    told = ", ".join(f"{name} {seen:.0%}" for name, seen in chances.items())
-    return Placement(target, f"reuse interval: chance of a return while it is there: {told}")
+    told = ", ".join(f"{t.name} {t.price_per_s:.2g}" for t in fitting[: fitting.index(target)])
+    return Placement(target.name, f"reuse interval: {uses_per_s:.2g} uses/s, where a place costs {told}")
+
+
+def is_raised(tier: TierFacts, uses_per_s: float, *, is_decoded: bool) -> bool:
+    """Whether a block is copied up to a tier that is faster than the memory which engines map.
+
+    What is decoded from is, and else what brings more there than what leaves.
+    """
+    return tier.takes_writes and (is_decoded or uses_per_s > tier.price_per_s)
 
 
 def _lasts(tier: TierFacts) -> bool:

@@ -1,12 +1,13 @@
 """Fetch a run of blocks from a slower place, or let the engine compute them again? Pure.
 
-T_recompute = (tokens that wait before + tokens) / prefill rate, by the engine's own report where it gives one: a fetch
-goes on while the request waits. T_fetch = latency + (bytes queued before + bytes of the run) / bandwidth.
+T_recompute = tokens that wait before / prefill rate + the run's own time, by the engine's own report where it gives
+one: a fetch goes on while the request waits. A token's time grows with what stands before it, as attention's does.
+T_fetch = latency + (bytes queued before + bytes of the run) / bandwidth.
 Bandwidth and latency are the tier's own, measured at start; a tier that was not measured is fetched from.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -22,6 +23,9 @@ REFUSED_S: Final = 1.0
 """After a full queue refused a move: until it is worth trying again, at least."""
 
 
+HELD_UP: Final = 2.0
+"""What a second of computing counts while others wait for the engine: those behind wait for it as well."""
+
 ENGINE_S: Final = 30.0
 """For so long an engine's report counts: it reports every few seconds."""
 
@@ -36,6 +40,18 @@ class EngineLoad:
     running: int = 0
     reported_s: float = -math.inf
     """Monotonic second of the report."""
+    half_rate_tokens: int = 0
+    """Behind so many tokens the next one takes twice as long as the first; 0: attention is not counted."""
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until what is asked for now could be computed."""
+        return self.queued_tokens / max(self.prefill_tokens_per_s, 1e-9)
+
+    def compute_s(self, first: int, tokens: int) -> float:
+        """Seconds to compute so many tokens that stand behind the first ones."""
+        attended = tokens * (first + tokens / 2) / self.half_rate_tokens if self.half_rate_tokens else 0.0
+        return (tokens + attended) / max(self.prefill_tokens_per_s, 1e-9)
 
 
 def load_of(reported: Mapping[int, EngineLoad], owner: int, assumed: EngineLoad, now_s: float) -> EngineLoad:
@@ -54,6 +70,7 @@ def load_of(reported: Mapping[int, EngineLoad], owner: int, assumed: EngineLoad,
         sum(load.queued_tokens for load in fresh.values()) // count,
         sum(load.running for load in fresh.values()) // count,
         max(load.reported_s for load in fresh.values()),
+        sum(load.half_rate_tokens for load in fresh.values()) // count,
     )
 
 
@@ -80,6 +97,30 @@ class CostInputs:
     read_bytes_per_s: float
     """0 when the tier was not measured."""
     engine: EngineLoad
+    context_tokens: int = 0
+    """That stand before the run."""
+    path: str = ""
+    """Runs of one path move one after the other."""
+
+    @property
+    def tokens(self) -> int:
+        """Of the run."""
+        return self.blocks * self.block_tokens
+
+    @property
+    def is_measured(self) -> bool:
+        """False where nobody knows how long a fetch takes."""
+        return self.read_bytes_per_s > 0
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until the first byte of the run comes."""
+        return self.read_latency_s + (self.queued_bytes / self.read_bytes_per_s if self.is_measured else 0.0)
+
+    @property
+    def move_s(self) -> float:
+        """Seconds from then on."""
+        return self.stored_bytes / self.read_bytes_per_s if self.is_measured else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +135,68 @@ class CostChoice:
 
 def choose(inputs: CostInputs) -> CostChoice:
     """Take the cheaper source; equal costs are fetched, which leaves the engine free."""
-    tokens = inputs.engine.queued_tokens + inputs.blocks * inputs.block_tokens
-    recompute_s = tokens / max(inputs.engine.prefill_tokens_per_s, 1e-9)
-    if inputs.read_bytes_per_s <= 0:
+    recompute_s = inputs.engine.wait_s + inputs.engine.compute_s(inputs.context_tokens, inputs.tokens)
+    if not inputs.is_measured:
         return CostChoice(Source.FETCH, 0.0, recompute_s, "tier not measured")
-    fetch_s = inputs.read_latency_s + (inputs.queued_bytes + inputs.stored_bytes) / inputs.read_bytes_per_s
+    fetch_s = inputs.wait_s + inputs.move_s
     if inputs.policy == "AlwaysFetch":
         return CostChoice(Source.FETCH, fetch_s, recompute_s, "policy AlwaysFetch")
     source = Source.FETCH if fetch_s <= recompute_s else Source.RECOMPUTE
     return CostChoice(source, fetch_s, recompute_s, "cheaper")
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How much of a prefix is fetched; the engine computes what is behind it."""
+
+    blocks: int
+    ready_s: float
+    """Until the engine may go on behind them: its own queue, or the fetch where that takes longer."""
+    compute_s: float
+    """For the rest of the prefix."""
+    all_fetch_s: float
+    """Until the engine could go on behind the whole prefix."""
+    all_compute_s: float
+    """Until it has computed all of it."""
+    wait_s: float = 0.0
+    """Of it, until the engine could begin."""
+
+
+def split(runs: Sequence[CostInputs]) -> Split:
+    """Divide a prefix between fetching its head and computing its tail, so that the engine is done with it soonest.
+
+    `runs` lie one behind the other; all are of one engine and policy. Engines compute from the front, and a token
+    needs all before it, so what is fetched is a head. Where fetching n blocks takes F(n), while W seconds of others'
+    prompts are computed, the prefix is done after max(W, F(n)) + C(n). Within a run F grows evenly and C falls by more
+    with each block, so past W the sum is concave: the least is at an end of a run, or beside the block with which F
+    reaches W. Equals are fetched.
+    """
+    wait_s = runs[0].engine.wait_s if runs else 0.0
+    weight = HELD_UP if wait_s > 0 else 1.0
+    left_s = [0.0]
+    for run in reversed(runs):
+        left_s.append(left_s[-1] + run.engine.compute_s(run.context_tokens, run.tokens))
+    left_s.reverse()
+    best, blocks, done_s = (wait_s + weight * left_s[0], 0, wait_s, left_s[0]), 0, 0.0
+    busy_s: dict[str, float] = {}
+    for run, behind_s in zip(runs, left_s[1:], strict=True):
+        begins_s = max(busy_s.get(run.path, 0.0), run.wait_s)
+        hidden = int((wait_s - begins_s) / run.move_s * run.blocks) if run.move_s > 0 else run.blocks
+        for count in (hidden, hidden + 1, run.blocks):
+            if 0 < count <= run.blocks:
+                fetched_s = max(done_s, begins_s + run.move_s * count / run.blocks)
+                tokens = count * run.block_tokens
+                rest_s = behind_s + run.engine.compute_s(run.context_tokens + tokens, run.tokens - tokens)
+                ready_s = max(wait_s, fetched_s)
+                if ready_s + weight * rest_s <= best[0]:
+                    best = (ready_s + weight * rest_s, blocks + count, ready_s, rest_s)
+        busy_s[run.path] = begins_s + run.move_s
+        done_s = max(done_s, busy_s[run.path])
+        blocks += run.blocks
+    fetch_s = max(wait_s, done_s)
+    if runs and runs[0].policy == "AlwaysFetch":
+        return Split(blocks, fetch_s, 0.0, fetch_s, wait_s + left_s[0], wait_s)
+    return Split(best[1], best[2], best[3], fetch_s, wait_s + left_s[0], wait_s)
 
 
 def locate_s(tokens: int, prefill_tokens_per_s: float, left_s: float) -> float:
@@ -116,7 +210,7 @@ def congestion_s(inputs: CostInputs, *, is_full: bool) -> float:
 
     That is where more may not wait (`is_full`), or where the run would cost less than computing if nothing came first.
     """
-    wait_s = inputs.queued_bytes / inputs.read_bytes_per_s if inputs.read_bytes_per_s > 0 else 0.0
+    wait_s = inputs.queued_bytes / inputs.read_bytes_per_s if inputs.is_measured else 0.0
     if is_full:
         return max(wait_s, REFUSED_S)
     cost = choose(inputs)

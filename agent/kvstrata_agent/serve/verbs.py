@@ -455,12 +455,17 @@ class Verbs:
             raise InvalidInputError(
                 f"prefill_tokens_per_s: {request.prefill_tokens_per_s}, over 0 and {wire.RATE_MAX:.0e} at most wanted"
             )
-        for name, value in (("queued_tokens", request.queued_tokens), ("running", request.running)):
+        for name in ("queued_tokens", "running", "half_rate_tokens"):
+            value = getattr(request, name)
             if not 0 <= value <= wire.QUEUED_MAX:
                 raise InvalidInputError(f"{name}: {value}, 0 to {wire.QUEUED_MAX:.0e} wanted")
         reported = self._node.engines.setdefault(at.tenant, {})
         reported[at.owner] = EngineLoad(
-            request.prefill_tokens_per_s, request.queued_tokens, request.running, self._node.clock()
+            request.prefill_tokens_per_s,
+            request.queued_tokens,
+            request.running,
+            self._node.clock(),
+            request.half_rate_tokens,
         )
         return wire.Done(request.id, self.grants_version, 1)
 

@@ -436,9 +436,13 @@ def touch(target: Target, keys: Sequence[BlockKey], session: str = "") -> Call[i
     return _counted(lambda i: wire.Touch(i, scope, digests, session), target)
 
 
-def report_engine(target: Target, prefill_tokens_per_s: float, queued_tokens: int, running: int) -> Call[int]:
+def report_engine(
+    target: Target, prefill_tokens_per_s: float, queued_tokens: int, running: int, half_rate_tokens: int
+) -> Call[int]:
     """Report how fast the engine computes, and how much waits. Only for an agent that names `ReportEngine`."""
-    return _counted(lambda i: wire.ReportEngine(i, prefill_tokens_per_s, queued_tokens, running), target)
+    return _counted(
+        lambda i: wire.ReportEngine(i, prefill_tokens_per_s, queued_tokens, running, half_rate_tokens), target
+    )
 
 
 def drop(target: Target, keys: Sequence[BlockKey]) -> Call[bytes]:

@@ -188,8 +188,8 @@ class PlacementPolicy(ApiModel):
 
     type: Literal["ReuseInterval", "Cascade"] = Field(
         "ReuseInterval",
-        description="ReuseInterval: a block that leaves a tier goes to the fastest slower one that will still have it "
-        "when it is expected to be used again. Cascade: to the next slower one.",
+        description="ReuseInterval: a block that leaves a tier goes to the fastest slower one that has room, or where "
+        "it is expected back sooner than what leaves that. Cascade: to the next slower one.",
     )
 
 

@@ -2,11 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
 
+from kvstrata_agent.blocks.tier import Tier
 from kvstrata_agent.cache.ports import Directory
 from kvstrata_agent.serve.authorization import Attachment
 from kvstrata_api import wire
@@ -35,14 +36,21 @@ LOW_SLOTS = 256
 class Engine:
     """One attached connection of tenant `a`."""
 
-    def __init__(self, directory: Directory | None = None, *, cxl_slots: int = 0, **policy: object) -> None:
-        """With a second memory tier between the two, where it has slots."""
+    def __init__(
+        self,
+        directory: Directory | None = None,
+        *,
+        cxl_slots: int = 0,
+        tiers: Sequence[Tier] | None = None,
+        **policy: object,
+    ) -> None:
+        """With a second memory tier between the two, where it has slots; or with `tiers` instead."""
         self.clock = Clock()
         memory = [dram_tier(SLOTS * BLOCK_BYTES)]
         memory += [dram_tier(cxl_slots * BLOCK_BYTES, 1, 3, "cxl")] if cxl_slots else []
         low = dict_tier("nvme", LOW_SLOTS * BLOCK_BYTES, len(memory), 2)
         policy = {"admission": {"type": "Always"}} | policy
-        self.core = make_core([*memory, low], self.clock, policy=policy, directory=directory)
+        self.core = make_core(tiers or [*memory, low], self.clock, policy=policy, directory=directory)
         self.authenticator = FakeAuthenticator(a=caller("a"))
         self.verbs = make_verbs(self.core, self.authenticator)
         self.at = Attachment(1)

@@ -110,12 +110,14 @@ def test_by_last_use_the_earlier_one_leaves_whatever_was_seen() -> None:
 
 
 @pytest.mark.parametrize(("placement", "expected"), [("ReuseInterval", "nvme"), ("Cascade", "cxl")])
-def test_what_returns_after_its_time_in_the_next_tier_goes_further_down(placement: str, expected: str) -> None:
+def test_what_is_worth_less_than_what_leaves_the_next_tier_goes_further_down(placement: str, expected: str) -> None:
     async def play(engine: Engine) -> None:
         await taught(engine)
         node = engine.core.node
         dram, cxl, _ = node.tiers
-        cxl.inflow_bytes_per_s = cxl.backend.capacity_bytes / 5.0  # A chat comes back after 20 s.
+        eviction = node.spec.policy.eviction.model_copy(update={"low_watermark_percent": 0})  # It has no room.
+        node.spec = node.spec.model_copy(update={"policy": node.spec.policy.model_copy(update={"eviction": eviction})})
+        cxl.price.per_s = 10.0  # What leaves it is used ten times a second; a chat comes back after 20 s.
         await requested(engine, "chat", "chat", 101, 102)
         await engine.core.cache.evictor.evict(dram, EvictionRequest(dram.backend.capacity_bytes, "room"))
         assert [r.tier.name for r in block(engine, 102).residences] == [expected]

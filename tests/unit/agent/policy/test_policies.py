@@ -1,15 +1,24 @@
 """Laws of placement, admission and recompute-or-fetch."""
 
-import math
+import dataclasses
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata_agent.policy.admission import CHECK_EVERY, Admission, AdmissionInputs, admit, must_check
-from kvstrata_agent.policy.placement import CopyFacts, CopyPath, TierFacts, by_reuse_interval, copy_path, next_lower
+from kvstrata_agent.policy.placement import (
+    CopyFacts,
+    CopyPath,
+    Price,
+    TierFacts,
+    by_reuse_interval,
+    copy_path,
+    next_lower,
+)
 from kvstrata_agent.policy.recompute import (
     ENGINE_S,
+    HELD_UP,
     LOCATE_S_MAX,
     LOCATE_S_MIN,
     REFUSED_S,
@@ -20,6 +29,7 @@ from kvstrata_agent.policy.recompute import (
     congestion_s,
     load_of,
     locate_s,
+    split,
 )
 from kvstrata_agent.provision.plan import Close, Open, Resize, grant, plan
 from kvstrata_api.models.pool import HostDramTier, NvmeTier
@@ -47,40 +57,42 @@ def test_a_block_goes_to_the_fastest_slower_tier_that_may_take_it(
     assert next_lower(tiers, level, must_survive=must_survive).target == (fit[0].name if fit else None)
 
 
-def _interval(*stays_s: float) -> list[TierFacts]:
+def _priced(*prices_per_s: float) -> list[TierFacts]:
     names = ("dram", "cxl", "nvme", "object")
     return [
-        TierFacts(names[i], i, takes_writes=True, survives_restart=i > 1, is_memory=i < 2, stays_s=stays)
-        for i, stays in enumerate((0.0, *stays_s))
+        TierFacts(names[i], i, takes_writes=True, survives_restart=i > 1, is_memory=i < 2, price_per_s=price)
+        for i, price in enumerate((9.0, *prices_per_s))
     ]
 
 
-@pytest.mark.parametrize(("returns_after_s", "target"), [(5.0, "cxl"), (50.0, "nvme"), (500.0, "object"), (1e9, "cxl")])
-def test_a_block_goes_where_it_still_is_when_it_is_used_again(returns_after_s: float, target: str) -> None:
-    tiers = _interval(10.0, 100.0, 1000.0)
-
-    assert by_reuse_interval(tiers, 0, lambda within_s: float(within_s >= returns_after_s)).target == target
+@pytest.mark.parametrize(("uses_per_s", "target"), [(0.2, "cxl"), (0.05, "nvme"), (0.005, "object"), (-1.0, "object")])
+def test_a_block_goes_where_it_is_worth_more_than_what_leaves(uses_per_s: float, target: str) -> None:
+    assert by_reuse_interval(_priced(0.1, 0.01, 0.0), 0, uses_per_s).target == target
 
 
-def test_tiers_that_nothing_presses_on_are_used_in_their_order() -> None:
-    tiers = _interval(math.inf, math.inf, math.inf)
+def test_tiers_that_have_room_are_used_in_their_order() -> None:
+    tiers = _priced(0.0, 0.0, 0.0)
 
-    assert by_reuse_interval(tiers, 0, lambda _: 0.3) == next_lower(tiers, 0)
-    assert by_reuse_interval(tiers, 3, lambda _: 0.3) == next_lower(tiers, 3)
+    assert by_reuse_interval(tiers, 0, -1.0) == next_lower(tiers, 0)
+    assert by_reuse_interval(tiers, 3, 0.3) == next_lower(tiers, 3)
 
 
-@given(st.lists(st.floats(0, 1e6), min_size=3, max_size=3), st.floats(0.001, 1e6))
-def test_no_tier_is_passed_over_for_one_that_sees_fewer_returns(stays_s: list[float], returns_s: float) -> None:
-    tiers = _interval(*stays_s)
+@given(st.lists(st.floats(0, 1e6), min_size=3, max_size=3), st.floats(-1, 1e6))
+def test_what_is_passed_over_costs_more_than_the_block_is_worth(prices: list[float], uses_per_s: float) -> None:
+    tiers = _priced(*prices)
 
-    def chance(within_s: float) -> float:
-        return 1 - math.exp(-within_s / returns_s)
+    chosen = next(t for t in tiers if t.name == by_reuse_interval(tiers, 0, uses_per_s).target)
+    assert all(t.price_per_s > max(0.0, uses_per_s) for t in tiers[1 : chosen.level])
+    assert chosen.price_per_s <= max(0.0, uses_per_s) or chosen.level == 3
 
-    chosen = by_reuse_interval(tiers, 0, chance).target
-    seen = {t.name: chance(t.stays_s) for t in tiers[1:]}
-    assert seen[str(chosen)] >= 0.9 * max(seen.values())
-    level = next(t.level for t in tiers if t.name == chosen)
-    assert all(seen[t.name] < 0.9 * max(seen.values()) for t in tiers[1:level])
+
+@given(st.lists(st.floats(-1, 1e3), min_size=1, max_size=50))
+def test_a_price_lies_between_what_was_free_and_what_was_worth_most(worths: list[float]) -> None:
+    price = Price()
+    for uses_per_s in worths:
+        price.paid(uses_per_s)
+
+    assert 0.0 <= price.per_s <= max(0.0, *worths)
 
 
 @given(st.builds(CopyFacts, **{name: st.booleans() for name in CopyFacts.__dataclass_fields__}))
@@ -139,16 +151,12 @@ def test_the_cheaper_source_is_taken_and_an_unmeasured_tier_is_fetched_from(inpu
 
 @given(costs, st.integers(1, 1 << 32))
 def test_a_longer_queue_never_makes_fetching_cheaper(inputs: CostInputs, more_bytes: int) -> None:
-    import dataclasses
-
     longer = dataclasses.replace(inputs, queued_bytes=inputs.queued_bytes + more_bytes)
     assert choose(longer).fetch_s >= choose(inputs).fetch_s
 
 
 @given(costs)
 def test_a_path_is_said_to_be_busy_only_where_its_queue_makes_the_difference(inputs: CostInputs) -> None:
-    import dataclasses
-
     cost, alone = choose(inputs), choose(dataclasses.replace(inputs, queued_bytes=0))
     wait_s = congestion_s(inputs, is_full=False)
     if wait_s:
@@ -160,10 +168,84 @@ def test_a_path_is_said_to_be_busy_only_where_its_queue_makes_the_difference(inp
 
 @given(costs, st.integers(1, 100_000))
 def test_a_longer_queue_of_the_engine_never_makes_computing_cheaper(inputs: CostInputs, more_tokens: int) -> None:
-    import dataclasses
-
     load = dataclasses.replace(inputs.engine, queued_tokens=inputs.engine.queued_tokens + more_tokens)
     assert choose(dataclasses.replace(inputs, engine=load)).recompute_s > choose(inputs).recompute_s
+
+
+segments = st.lists(
+    st.tuples(st.integers(1, 40), st.sampled_from(["nvme", "object", ""]), st.floats(0, 2), st.floats(1e3, 1e7)),
+    min_size=1,
+    max_size=5,
+)
+engines = st.builds(
+    EngineLoad,
+    st.floats(100, 1e5),
+    st.sampled_from([0, 1000, 100_000]),
+    half_rate_tokens=st.sampled_from([0, 100, 10_000]),
+)
+SPLIT_TOKENS, SPLIT_BYTES = 16, 1000
+
+
+def _runs(drawn: list[tuple[int, str, float, float]], engine: EngineLoad) -> list[CostInputs]:
+    runs, before = [], 0
+    for blocks, path, latency_s, rate in drawn:
+        runs.append(
+            CostInputs(
+                "CostModel", blocks, SPLIT_TOKENS, blocks * SPLIT_BYTES, 0, latency_s if path else 0.0,
+                rate if path else 0.0, engine, before, path,
+            )
+        )  # fmt: skip
+        before += blocks * SPLIT_TOKENS
+    return runs
+
+
+def _done_s(runs: list[CostInputs], blocks: int) -> float:
+    """When the prefix is done if so many blocks are fetched, block by block; computing counts as the rule says."""
+    engine, busy_s, at = runs[0].engine, dict[str, float](), 0
+    fetched_s = computed_s = 0.0
+    for run in runs:
+        here = min(run.blocks, max(0, blocks - at))
+        if here and run.path:
+            begins_s = max(busy_s.get(run.path, 0.0), run.read_latency_s)
+            fetched_s = max(fetched_s, begins_s + here * SPLIT_BYTES / run.read_bytes_per_s)
+            busy_s[run.path] = begins_s + run.blocks * SPLIT_BYTES / run.read_bytes_per_s
+        for i in range(here, run.blocks):
+            computed_s += engine.compute_s(run.context_tokens + i * SPLIT_TOKENS, SPLIT_TOKENS)
+        at += run.blocks
+    return max(engine.wait_s, fetched_s) + (HELD_UP if engine.wait_s else 1.0) * computed_s
+
+
+@given(segments, engines)
+def test_no_other_split_is_done_sooner(drawn: list[tuple[int, str, float, float]], engine: EngineLoad) -> None:
+    runs = _runs(drawn, engine)
+    found = split(runs)
+
+    everywhere = [_done_s(runs, n) for n in range(sum(run.blocks for run in runs) + 1)]
+    assert _done_s(runs, found.blocks) == pytest.approx(min(everywhere), rel=1e-6)
+    assert found.ready_s >= engine.wait_s
+
+
+@given(segments, engines)
+def test_always_fetch_splits_nothing(drawn: list[tuple[int, str, float, float]], engine: EngineLoad) -> None:
+    runs = [dataclasses.replace(run, policy="AlwaysFetch") for run in _runs(drawn, engine)]
+
+    assert split(runs).blocks == sum(run.blocks for run in runs)
+
+
+def test_what_arrives_while_others_are_computed_is_fetched_and_the_rest_computed() -> None:
+    engine = EngineLoad(1000.0, 1000)  # A second waits before; each block takes 0.016 s to compute.
+    slow = CostInputs("CostModel", 100, 16, 100_000, 0, 0.0, 20_000.0, engine, path="object")
+
+    assert split([slow]).blocks == 20  # Each takes 0.05 s, so 20 come within that second.
+    assert split([dataclasses.replace(slow, queued_bytes=10_000)]).blocks == 10, "the path's queue counts"
+    assert split([dataclasses.replace(slow, engine=EngineLoad(1000.0))]).blocks == 0
+
+
+def test_attention_makes_late_tokens_worth_fetching() -> None:
+    near = CostInputs("CostModel", 100, 16, 100_000, 0, 0.0, 40_000.0, EngineLoad(1000.0, half_rate_tokens=2000))
+
+    assert choose(near).source is Source.RECOMPUTE
+    assert choose(dataclasses.replace(near, context_tokens=8000)).source is Source.FETCH
 
 
 def test_an_engine_is_taken_at_its_own_word_then_at_its_tenants_and_then_at_the_pools() -> None:

@@ -13,7 +13,7 @@ from kvstrata_agent.backends.base import Record, SlotRef
 from kvstrata_agent.blocks.request import Caller, RequestContext
 from kvstrata_agent.blocks.reservations import RESERVATION_S
 from kvstrata_agent.cache.load import AcquireCall
-from kvstrata_agent.movement.path import Priority
+from kvstrata_agent.movement.path import REMEASURED_S, Priority
 from kvstrata_agent.policy.recompute import ENGINE_S
 from kvstrata_agent.serve.session_verbs import contexts_of
 from kvstrata_agent.serve.verbs import LEASE_S_MAX
@@ -273,6 +273,58 @@ async def test_an_engines_own_speed_and_queue_decide_what_it_computes() -> None:
     assert reader.worth_fetching(context, run) == 3, "an old report counts"
     engine.verbs.end(engine.at)
     assert not engine.core.node.engines, "a tenant whose connections have ended is remembered"
+    await close(engine)
+
+
+async def test_as_much_of_a_slow_prefix_is_fetched_as_comes_while_the_engine_computes_others() -> None:
+    engine = await Engine(recompute={"type": "CostModel", "prefillTokensPerSecond": 100}).attach()
+    await engine.store(1, 2, 3, 4)
+    await engine.push_down()
+    entry, tokens = engine.core.node.index.find(*engine.key(1)), engine.core.node.spec.compatibility.block_tokens
+    assert entry is not None
+    stored_bytes = entry.residences[0].record.stored_bytes
+    engine.core.node.tiers[1].probe = TierProbe(read_bytes_per_second=stored_bytes, read_latency_microseconds=0)
+    await engine.ask(wire.ReportEngine(9, 100.0 * tokens, 250 * tokens))  # 2.5 s of queue, and 10 ms for each block.
+
+    acquired = await engine.acquire(1, 2, 3, 4, deadline_s=5.0)
+    assert len(acquired.blocks) == 2, "each block takes a second"
+    await close(engine)
+
+
+async def test_a_choice_is_held_against_what_came_of_it_and_shown() -> None:
+    engine = await Engine(recompute={"type": "CostModel", "prefillTokensPerSecond": 100_000_000}).attach()
+    await engine.store(1, 2, 3)
+    await engine.push_down()
+    engine.core.node.tiers[1].probe = TierProbe(read_bytes_per_second=10_000, read_latency_microseconds=50_000)
+
+    assert (await engine.acquire(1, 2, 3)).blocks == ()
+    engine.clock.now_s += 30.0  # So long the engine takes.
+    await engine.ask(wire.Reserve(2, SCOPE, b"", b"".join(map(digest, (1, 2, 3))), ""))
+    told = json.loads((await engine.ask(wire.Explain(1, SCOPE, digest(1)))).json)["last_choice"]
+    assert (told["source"], told["took_s"]) == ("recompute", 30.0)
+    assert told["regret_s"] == pytest.approx(30.0 - told["other_s"])
+    counted = engine.core.node.counters._instruments.registry
+    assert counted.get_sample_value(
+        "kvstrata_load_regret_seconds_total", {"pool": "pool", "node": "node", "choice": "recompute"}
+    ) == pytest.approx(told["regret_s"])
+    await close(engine)
+
+
+async def test_blocks_of_other_agents_are_weighed_against_an_engines_own_word_and_tried_again() -> None:
+    engine = await Engine(recompute={"type": "CostModel", "prefillTokensPerSecond": 100_000_000}).attach()
+    context = next(iter(contexts_of(engine.at)))
+    reader, elsewhere = engine.core.cache.reader, [None, None, None]
+    speed = reader._mover.scheduler.paths.between("remote", "dram").speed
+    speed.begin(engine.clock.now_s)
+    engine.clock.now_s += 10.0
+    speed.end(engine.clock.now_s, 3 * BLOCK_BYTES)
+
+    assert reader.worth_fetching(context, elsewhere) == 3, "the pool's assumption does not stand against them"
+    await engine.ask(wire.ReportEngine(9, 1e6))
+    assert reader.worth_fetching(context, elsewhere) == 0
+    engine.clock.now_s += REMEASURED_S + 1.0
+    await engine.ask(wire.ReportEngine(9, 1e6))
+    assert reader.worth_fetching(context, elsewhere) == 3, "nobody has measured it of late"
     await close(engine)
 
 

@@ -1,0 +1,265 @@
+"""Blocks of a trace in the tiers of a machine: who leaves, where to, and what is written on the way. Pure.
+
+Tiers are nested caches, as chains' heads are never in a slower tier than what continues them: level k holds what is in
+tier k or in a faster one, and has the size of tier k, as if everything faster had a copy there. A prefix that was used
+is in the fastest tier, and copies that it had in slower ones stay; so what leaves a tier is written only once.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstrata_agent.policy.expected_reuse import UNMARKED, ExpectedReuse, MarkTable, Victims
+from kvstrata_agent.policy.placement import Price, TierFacts, by_reuse_interval
+from kvstrata_agent.replay.cache import Cache, LeafLru, Policy
+from kvstrata_agent.replay.reuse_aware import Hints, facts
+
+if TYPE_CHECKING:
+    from kvstrata_agent.replay.chains import Trace
+
+Write = Callable[[int, int], bool]
+"""Writes so many blocks into a tier; False when too much waits to be written there, and they are lost."""
+
+
+class Source(NamedTuple):
+    """Neighbouring blocks of a chain that are in one tier."""
+
+    tier: int
+    blocks: int
+
+
+class Tiers:
+    """Levels with a policy each. Subclasses say which; `capacities` are those of the levels, in blocks."""
+
+    def __init__(self, trace: Trace, capacities: Sequence[int], write: Write) -> None:
+        self.levels = [Cache(trace, blocks) for blocks in capacities]
+        self.policies = [self.policy(trace, level) for level in self.levels]
+        self.write = write
+        self.stored = [[0] * len(trace.lengths) for _ in capacities]
+        """Blocks of each run that were written into each tier, and are in it or in a faster one."""
+        self.now_s = 0.0
+
+    def policy(self, trace: Trace, level: Cache) -> Policy:
+        """What decides at one level."""
+        return LeafLru(level)
+
+    def asked(self, number: int, path: Sequence[int], now_s: float) -> None:
+        """A request names its chain."""
+        self.now_s = now_s
+
+    def sources(self, path: Sequence[int]) -> list[Source]:
+        """Where the unbroken beginning of a chain is."""
+        found: list[Source] = []
+        for run in path:
+            before = 0
+            for tier, level in enumerate(self.levels):
+                blocks = level.held[run] - before
+                if blocks > 0:
+                    before += blocks
+                    if found and found[-1].tier == tier:
+                        found[-1] = Source(tier, found[-1].blocks + blocks)
+                    else:
+                        found.append(Source(tier, blocks))
+            if before < self.levels[0].lengths[run]:
+                break
+        return found
+
+    def used(self, number: int, path: Sequence[int], now_s: float) -> None:
+        """The engine has all of a chain: it is in the fastest tier, and others leave until it fits."""
+        self.now_s = now_s
+        self.insert(path)
+        for policy in self.policies:
+            policy.stored(number, path)
+        for tier in reversed(range(len(self.levels))):
+            self.shrink(tier)
+
+    def insert(self, path: Sequence[int]) -> None:
+        """Put a chain into all levels."""
+        for level in self.levels:
+            level.insert(path)
+
+    def shrink(self, tier: int) -> None:
+        """Let blocks leave a level until it has no more than it may."""
+        level, policy = self.levels[tier], self.policies[tier]
+        while (excess := level.used_blocks - level.capacity_blocks) > 0:
+            run = policy.victim()
+            self.leave(tier, run, min(excess, policy.blocks_of(run), level.held[run]))
+
+    def leave(self, tier: int, run: int, blocks: int) -> None:
+        """Blocks of a leaf leave a level for a slower tier that takes them, or for good."""
+        kept, target = self.levels[tier].held[run] - blocks, self.target(tier, run)
+        while target < len(self.levels) and not self.keep(target, run, blocks):
+            target += 1
+        for level in reversed(range(target)):
+            self.cut(level, run, kept)
+
+    def keep(self, tier: int, run: int, blocks: int) -> bool:
+        """Have blocks that leave a faster tier in this one: those that were not there are written."""
+        stored, level = self.stored[tier], self.levels[tier]
+        copies = stored[run] - (level.held[run] - self.levels[tier - 1].held[run])
+        missing = blocks - min(blocks, max(0, copies))
+        if missing and not self.write(tier, missing):
+            return False
+        stored[run] += missing
+        return True
+
+    def target(self, tier: int, run: int) -> int:
+        """Tier that a run goes to when it leaves one; the count of tiers for none."""
+        return tier + 1
+
+    def cut(self, tier: int, run: int, kept: int) -> None:
+        """Take the tail of a run out of a level, where nothing continues it there."""
+        level, policy = self.levels[tier], self.policies[tier]
+        if level.held[run] <= kept or not level.is_leaf(run):
+            return
+        parent = level.cut(run, level.held[run] - kept)
+        self.stored[tier][run] = min(self.stored[tier][run], kept)
+        if not level.held[run]:
+            policy.gone(run)
+        if parent:
+            policy.became_leaf(parent)
+
+
+class WriteThrough(Tiers):
+    """Everything is written to every tier as it is made, or never; each keeps what was used last."""
+
+    def insert(self, path: Sequence[int]) -> None:
+        """What is not in a tier is written."""
+        super().insert(path)
+        for tier in range(1, len(self.levels)):
+            stored, lengths = self.stored[tier], self.levels[tier].lengths
+            missing = {run: lengths[run] - stored[run] for run in path if stored[run] < lengths[run]}
+            if missing and self.write(tier, sum(missing.values())):
+                for run in missing:
+                    stored[run] = lengths[run]
+
+    def keep(self, tier: int, run: int, blocks: int) -> bool:
+        """It is in the slower tier already, or was lost on the way there."""
+        return self.stored[tier][run] >= self.levels[tier].held[run]
+
+
+class FixedTtl(Tiers):
+    """What was not used for a fixed time leaves for the next tier, and others only where room is short."""
+
+    def __init__(self, trace: Trace, capacities: Sequence[int], write: Write, ttl_s: Sequence[float]) -> None:
+        super().__init__(trace, capacities, write)
+        self._ttl_s = ttl_s
+        self._used_s = [0.0] * len(trace.lengths)
+
+    def used(self, number: int, path: Sequence[int], now_s: float) -> None:
+        """What has expired leaves first."""
+        for run in path:
+            self._used_s[run] = now_s
+        super().used(number, path, now_s)
+
+    def shrink(self, tier: int) -> None:
+        """Let blocks leave for their age, then for room."""
+        level, policy, oldest_s = self.levels[tier], self.policies[tier], self.now_s - self._ttl_s[tier]
+        while level.leaves:
+            run = policy.victim()
+            if self._used_s[run] >= oldest_s:
+                break
+            self.leave(tier, run, level.held[run])
+        super().shrink(tier)
+
+
+class _Least:
+    """Victims of one level, by what all levels have learned."""
+
+    def __init__(self, level: Cache, owner: Ours, seed: int) -> None:
+        self._level = level
+        self._owner = owner
+        self._chosen = 0
+        draw = random.Random(seed)
+        self._victims: Victims[int, float] = Victims(
+            lambda n: level.leaves if len(level.leaves) <= n else draw.choices(level.leaves, k=n), level.is_leaf
+        )
+
+    def arrive(self, number: int, path: Sequence[int], matched_blocks: int) -> None:
+        """Nothing: all levels learn together."""
+
+    def stored(self, number: int, path: Sequence[int]) -> None:
+        """The end of a chain competes with the rest."""
+        self._victims.renew()
+        self._offer(path[-1])
+
+    def victim(self) -> int:
+        """By the least worth."""
+        self._chosen = self._victims.next(self._owner.worth)
+        return self._chosen
+
+    def blocks_of(self, run: int) -> int:
+        """The last block of a chain alone; then the rest of its run, judged anew."""
+        if not self._owner.reuse.is_tail(run) or self._level.held[run] == 1:
+            return sys.maxsize
+        self._owner.reuse.cut(run)
+        self._victims.taken()
+        self._offer(run)
+        return 1
+
+    def became_leaf(self, run: int) -> None:
+        """It competes."""
+        self._offer(run)
+
+    def gone(self, run: int) -> None:
+        """What goes because it left a slower level is passed over later, as no leaf."""
+        if run == self._chosen:
+            self._victims.taken()
+            self._chosen = 0
+        self._owner.gone(self._level, run)
+
+    def _offer(self, run: int) -> None:
+        if self._level.is_leaf(run):
+            self._victims.offer(run, self._owner.worth(run))
+
+
+class Ours(Tiers):
+    """The agent's own: what is worth least leaves, for the tier where it is still likely there when it returns."""
+
+    def __init__(self, trace: Trace, capacities: Sequence[int], write: Write, hints: Hints = Hints.NONE) -> None:
+        self._facts = facts(trace, hints)
+        self._table: MarkTable[int] = MarkTable()
+        self.reuse: ExpectedReuse[int] = ExpectedReuse(self._table)
+        self._prices = [Price() for _ in capacities]
+        self._seeds = iter(range(1, 100))
+        super().__init__(trace, capacities, write)
+
+    def policy(self, trace: Trace, level: Cache) -> Policy:
+        """By worth at every level."""
+        return _Least(level, self, next(self._seeds))
+
+    def asked(self, number: int, path: Sequence[int], now_s: float) -> None:
+        """Learn from it."""
+        super().asked(number, path, now_s)
+        lengths = self.levels[0].lengths
+        self.reuse.begin(path, [lengths[run] for run in path], self._facts[number], now_s)
+
+    def target(self, tier: int, run: int) -> int:
+        """By the reuse interval."""
+        if tier + 2 >= len(self.levels):
+            return tier + 1
+        found = by_reuse_interval([self._facts_of(i) for i in range(len(self.levels))], tier, self.worth(run)).target
+        return tier + 1 if found is None else int(found)
+
+    def _facts_of(self, tier: int) -> TierFacts:
+        level = self.levels[tier]
+        price = self._prices[tier].per_s if level.used_blocks >= level.capacity_blocks else 0.0
+        return TierFacts(str(tier), tier, takes_writes=True, survives_restart=False, is_memory=False, price_per_s=price)
+
+    def leave(self, tier: int, run: int, blocks: int) -> None:
+        """What it is worth is the price of a place in the tier."""
+        self._prices[tier].paid(self.worth(run))
+        super().leave(tier, run, blocks)
+
+    def worth(self, run: int) -> float:
+        """Of a run's blocks."""
+        return self.reuse.worth(run, self._table.marks.get(run, UNMARKED), self.now_s)
+
+    def gone(self, level: Cache, run: int) -> None:
+        """Nothing is kept of what has left the slowest tier."""
+        if level is self.levels[-1]:
+            self.reuse.cut(run)
+            self._table.marks.pop(run, None)

@@ -1,0 +1,147 @@
+"""The simulation of bench.tiering: queues, tiers and their figures."""
+
+import json
+
+import pytest
+
+from bench.policy.synthetic import synthetic
+from bench.tiering.__main__ import ALONE, CASCADE, LIMIT, OURS, PEERS, Cell, contenders, fitting, main, summary
+from bench.tiering.machine import TIERS, Engine, Machine
+from bench.tiering.simulation import Outcome, Simulation
+from bench.tiering.tiers import Ours, Source, Tiers, WriteThrough
+from kvstrata_agent.replay.chains import Request, Trace, build
+
+pytestmark = pytest.mark.unit
+
+ENGINE = Engine()
+MACHINE = Machine(ENGINE)
+
+
+def _trace(*requests: tuple[float, range]) -> Trace:
+    return build("made", 16, [Request(at_s, tuple(blocks)) for at_s, blocks in requests])
+
+
+def _run(trace: Trace, capacities: list[int], name: str = CASCADE) -> Outcome:
+    contender = contenders(1.0)[name]
+    return Simulation(trace, 1.0, MACHINE, capacities, contender.make, contender.policy).run()
+
+
+def _always(tier: int, blocks: int) -> bool:
+    return True
+
+
+def test_a_prompt_alone_takes_its_own_time_and_a_later_one_waits_for_it() -> None:
+    trace = _trace((0.0, range(1000)), (0.0, range(2000, 3000)))
+    first_s, second_s = _run(trace, [10_000]).ttft_s
+
+    assert first_s == pytest.approx(ENGINE.load.compute_s(0, 16_000))
+    assert second_s >= 2 * first_s
+
+
+def test_attention_makes_the_second_half_of_a_prompt_slower() -> None:
+    load = ENGINE.load
+
+    assert load.compute_s(0, 20_000) == pytest.approx(load.compute_s(0, 10_000) + load.compute_s(10_000, 10_000))
+    assert load.compute_s(10_000, 10_000) > 1.2 * load.compute_s(0, 10_000)
+
+
+def test_what_a_tier_has_is_loaded_at_its_rate_and_not_computed() -> None:
+    trace = _trace((0.0, range(1000)), (10.0, range(5000, 6000)), (20.0, range(1000)))
+    outcome = _run(trace, [1000, 4000])
+
+    assert outcome.fetched_blocks == [0, 1000, 0, 0]
+    expected_s = 16_000 * ENGINE.kv_bytes_per_token / TIERS[1].read_bytes_per_s + TIERS[1].latency_s + ENGINE.step_s
+    assert outcome.ttft_s[2] == pytest.approx(expected_s)
+    assert outcome.computed_tokens == 32_000 + 1
+
+
+def test_loads_of_one_tier_wait_for_each_other() -> None:
+    trace = _trace(
+        (0.0, range(1000)), (10.0, range(2000, 3000)), (20.0, range(4000, 5000)),
+        (30.0, range(1000)), (30.0, range(2000, 3000)),
+    )  # fmt: skip
+    *_, one_s, both_s = _run(trace, [1000, 4000]).ttft_s
+
+    load_s = 16_000 * ENGINE.kv_bytes_per_token / TIERS[1].read_bytes_per_s
+    assert both_s - one_s == pytest.approx(load_s, rel=0.2)
+
+
+@pytest.mark.parametrize("make", [Tiers, WriteThrough, Ours])
+def test_no_level_holds_more_than_it_may_and_slower_ones_hold_what_faster_ones_do(make: type[Tiers]) -> None:
+    trace = synthetic(200)
+    tiers = make(trace, [300, 1000, 3000], _always)
+    for number, path in enumerate(trace.paths):
+        tiers.asked(number, path, trace.at_s[number])
+        found = tiers.sources(path)
+        assert [s.tier for s in found[1:] if s.blocks <= 0] == []
+        tiers.used(number, path, trace.at_s[number])
+        assert all(level.used_blocks <= level.capacity_blocks for level in tiers.levels)
+    for faster, slower in zip(tiers.levels, tiers.levels[1:], strict=False):
+        assert all(a <= b for a, b in zip(faster.held, slower.held, strict=True))
+
+
+def test_a_copy_that_stayed_is_not_written_again() -> None:
+    written: list[tuple[int, int]] = []
+
+    def write(tier: int, blocks: int) -> bool:
+        written.append((tier, blocks))
+        return True
+
+    trace = _trace((0.0, range(100)), (1.0, range(200, 300)), (2.0, range(100)), (3.0, range(200, 300)))
+    tiers = Tiers(trace, [100, 1000], write)
+    for number, path in enumerate(trace.paths):
+        tiers.used(number, path, float(number))
+
+    assert written == [(1, 100), (1, 100)]
+    assert tiers.sources(trace.paths[0]) == [Source(1, 100)]
+
+
+def test_what_cannot_be_written_in_time_is_lost() -> None:
+    def refuse(tier: int, blocks: int) -> bool:
+        return False
+
+    trace = _trace((0.0, range(100)), (1.0, range(200, 300)))
+    tiers = Tiers(trace, [100, 1000], refuse)
+    for number, path in enumerate(trace.paths):
+        tiers.used(number, path, float(number))
+
+    assert tiers.sources(trace.paths[0]) == []
+    assert tiers.sources(trace.paths[1]) == [Source(0, 100)]
+
+
+def test_prompts_over_the_context_are_left_out() -> None:
+    kept, left_out = fitting(_trace((0.0, range(100)), (1.0, range(500)), (2.0, range(100))), 1600, 10)
+
+    assert (len(kept.paths), left_out) == (2, 1)
+
+
+def test_figures_are_of_ours_over_the_best_of_the_others() -> None:
+    peers = dict(zip(PEERS, (9.0, 4.0, 5.0, 6.0), strict=True))
+    cells = [
+        Cell("t", "A 0.3", peers | {OURS: 2.0, LIMIT: 1.0}, peers | {OURS: 3.0}),
+        Cell("t", "C 1.0", peers | {OURS: 8.0, LIMIT: 1.0}, peers | {OURS: 3.0}),
+    ]
+    found = summary(cells)
+
+    assert found["p99_ttft_vs_best_peer"] == pytest.approx((0.5 + 2.0) / 2)
+    assert found["worst_p99_ttft_vs_best_peer"] == pytest.approx(2.0)
+    assert found["worst_p99_ttft_vs_engine_alone"] == pytest.approx(8 / 9)
+    assert found["limit_p99_ttft_vs_best_peer"] == pytest.approx(0.25)
+    assert cells[0].best_peer != ALONE
+
+
+def test_the_last_line_has_the_agreed_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--tiny"]) == 0
+
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (last["bench"], last["quick"]) == ("tiering", True)
+    assert {"p99_ttft_vs_best_peer", "worst_p99_ttft_vs_engine_alone"} <= last["values"].keys()
+
+
+@pytest.mark.parametrize("arguments", [["--hbm-percent", "0"], ["--requests", "0"], ["--nvme-gb-per-s", "-1"]])
+def test_a_size_that_is_none_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+
+    assert ended.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
