@@ -1,20 +1,21 @@
-"""The dashboard over a real run: control plane, operator, metadata service, two agents, engines of two tenants."""
+"""The dashboards over a real run: control plane, operator, metadata service, two agents, engines of two tenants."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from drawing import sample_run
-from drawing.dashboard_queries import PanelQuery, filled, metrics_of, panel_queries
+from drawing.dashboard_queries import PanelQuery, defaults_of, filled, metrics_of, panel_queries, read_all
 from drawing.sample_run import SCRAPE_S, Run
 from kvstrata_telemetry.catalog import BY_NAME
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
-QUERIES = list(panel_queries(json.loads((ROOT / "dashboards" / "kv-fleet.json").read_text())))
+DASHBOARDS = read_all(ROOT / "dashboards")
+QUERIES = list({q.expr: q for dashboard in DASHBOARDS.values() for q in panel_queries(dashboard)}.values())
+DEFAULTS = {name: value for dashboard in DASHBOARDS.values() for name, value in defaults_of(dashboard).items()}
 RATE_INTERVAL_S = 4.0
 
 SILENT = {
@@ -61,8 +62,7 @@ SILENT = {
 
 def answers(run: Run, query: PanelQuery) -> int:
     """How many series the query returns, at its best moment of the run."""
-    everything = dict.fromkeys(("pool", "node", "tier", "tenant"), ".*")
-    expr = filled(query.expr, everything, RATE_INTERVAL_S, run.ended_s - run.started_s)
+    expr = filled(query.expr, DEFAULTS, RATE_INTERVAL_S, run.ended_s - run.started_s)
     return len(run.server.query_range(expr, run.started_s, run.ended_s, SCRAPE_S))
 
 
