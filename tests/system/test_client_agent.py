@@ -25,6 +25,7 @@ from kvstrata import (
     Published,
     Target,
 )
+from kvstrata_agent.backends.memory.arena import Arena
 from kvstrata_agent.cache.load import Acquisition
 from kvstrata_agent.serve.connection import IN_FLIGHT_MAX
 from kvstrata_api import wire
@@ -422,7 +423,10 @@ def test_closing_gives_back_every_descriptor_and_thread(agent: AgentThread) -> N
             PrefixCache(client).store(TOKENS, content())
             PrefixCache(client).load(TOKENS)
 
-    use()  # The agent opens its extents.
+    use()  # The agent opens an extent, and its thread one more ahead.
+    memory = agent.core.node.tiers[0].backend
+    assert isinstance(memory, Arena)
+    memory._worker.submit(lambda: None).result()
     before = open_now()
     for _ in range(5):
         use()
