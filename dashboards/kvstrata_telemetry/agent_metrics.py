@@ -36,6 +36,11 @@ class Counters:
             self._children[(name, *labels.values())] = child
         child.set(value)
 
+    def forget(self, name: str, **labels: str) -> None:
+        """Remove the series of a gauge whose subject is gone. Harmless when there is none."""
+        self._children.pop((name, *labels.values()), None)
+        self._instruments.forget(name, **self._own, **labels)
+
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Note one value in a histogram."""
         child = self._children.get((name, *labels.values()))

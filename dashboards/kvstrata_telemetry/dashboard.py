@@ -20,6 +20,9 @@ from kvstrata_telemetry.panel_types import Board, Form, Limit, Panel, Query, Uni
 from kvstrata_telemetry.panels import BOARDS
 
 TAG: Final = "kvstrata"
+PRICE: Final = "gpu_hour_price"
+GPU_HOUR_PRICE: Final = "1.00"
+"""Until somebody says what theirs costs: money saved is GPU hours saved. The chart puts its value in place of this."""
 
 _SOURCE: Final = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 _VARIABLES: Final = {
@@ -67,7 +70,7 @@ def dashboard(board: Board) -> build.Dashboard:
         if other is not board:
             made.link(_link(other))
     for name in board.variables:
-        made.with_variable(_variable(name, _VARIABLES[name]))
+        made.with_variable(_price() if name == PRICE else _variable(name, _VARIABLES[name]))
     for name, color, expr in _MARKS:
         made.annotation(
             build.AnnotationQuery().name(name).datasource(_SOURCE).enable(enable=True).icon_color(color).expr(expr)
@@ -92,6 +95,11 @@ def _deeper(board: Board) -> build.DashboardLink:
     """From a panel to the dashboard that says more of it, with what is chosen and the time."""
     url = f"/d/{board.uid}?${{__all_variables}}&${{__url_time_range}}"
     return build.DashboardLink(board.title).type(models.DashboardLinkType.LINK).url(url)
+
+
+def _price() -> build.TextBoxVariable:
+    """Any currency: the chart's `grafanaDashboard.gpuHourPrice`, or what somebody types."""
+    return build.TextBoxVariable(PRICE).label("Price of a GPU hour").default_value(GPU_HOUR_PRICE)
 
 
 def _variable(name: str, query: str) -> build.QueryVariable:

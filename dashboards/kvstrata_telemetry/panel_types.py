@@ -106,6 +106,8 @@ ALL_NEEDED: Final = (Limit(None, "red"), Limit(0.9, "yellow"), Limit(1, "green")
 FILL: Final = (Limit(None, "green"), Limit(0.85, "yellow"), Limit(0.92, "orange"), Limit(0.98, "red"))
 """Default low and high watermark, and where KvstrataTierStaysFull fires."""
 HITS: Final = (Limit(None, "red"), Limit(0.2, "yellow"), Limit(0.5, "green"))
+GAIN: Final = (Limit(None, "red"), Limit(0, "green"))
+"""What may be a loss."""
 LOOKUP_TIME: Final = (Limit(None, "green"), Limit(0.01, "yellow"), Limit(0.1, "red"))
 """100 ms is where KvstrataLookupsSlow fires."""
 
@@ -123,6 +125,11 @@ def increase(metric: str, selector: str = NODE) -> str:
     Rounded, because Prometheus extrapolates to the edges of the range and nobody expects 10.7 errors.
     """
     return f"round(sum(increase({metric}{{{selector}}}[$__range]))) or vector(0)"
+
+
+def total(metric: str, selector: str = NODE) -> str:
+    """The same of what is no number of events, not rounded."""
+    return f"(sum(increase({metric}{{{selector}}}[$__range])) or vector(0))"
 
 
 def hit_ratio(by: str, selector: str = NODE) -> str:

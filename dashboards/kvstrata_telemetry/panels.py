@@ -9,6 +9,7 @@ from kvstrata_telemetry.panel_types import (
     ALL_NEEDED,
     CALM,
     FILL,
+    GAIN,
     HITS,
     LOOKUP_TIME,
     NODE,
@@ -29,10 +30,18 @@ from kvstrata_telemetry.panel_types import (
     quantile,
     rate,
     stat,
+    total,
 )
 from kvstrata_telemetry.panels_control import DIRECTORY, OPERATOR
 
-FLEET: Final = Board("fleet", "KV Fleet", "Is it healthy, is it worth it, is it full, is it slow?", ("pool", "node"), (
+HELD: Final = f'{TIER},stage="held"'
+DELIVERED: Final = f'{TIER},stage="delivered"'
+TENANT_HELD: Final = f'{TENANT},stage="held"'
+TENANT_DELIVERED: Final = f'{TENANT},stage="delivered"'
+WAITED: Final = f'{NODE},verb=~"lookup|acquire"'
+
+FLEET: Final = Board("fleet", "KV Fleet", "Is it healthy, is it worth it, is it full, is it slow?",
+    ("pool", "node", "gpu_hour_price"), (
     Row("Is it healthy?", "nodes", (
         stat(
             "Pools", "Pools with at least one agent that reports.",
@@ -71,28 +80,46 @@ FLEET: Final = Board("fleet", "KV Fleet", "Is it healthy, is it worth it, is it 
     Row("Is it worth it?", "policy", (
         stat(
             "Hit ratio", "Blocks found of blocks asked for, over the time shown.",
-            over_range(hit_ratio("")), Unit.RATIO, HITS, 6,
+            over_range(hit_ratio("")), Unit.RATIO, HITS, 4,
         ),
         stat(
-            "Blocks reused", "Blocks that engines loaded instead of computing them, in the time shown.",
-            increase("kvstrata_acquired_blocks_total"), Unit.NONE, CALM, 6, deeper="sessions",
+            "Tokens not recomputed", "Tokens whose KV engines loaded instead of computing it, in the time shown.",
+            increase("kvstrata_load_tokens_total", f'{NODE},stage="delivered"'), Unit.NONE, CALM, 4, deeper="sessions",
+        ),
+        stat(
+            "Time to first token saved", "Over all requests in the time shown: what computing would have taken at the "
+            "rate that engines report, less what loading took. Below 0: loading is slower.",
+            f"{total('kvstrata_load_saved_prefill_seconds_total')} - {total('kvstrata_load_seconds_total')}",
+            Unit.SECONDS, GAIN, 4,
+        ),
+        stat(
+            "GPU seconds saved", "Seconds of GPUs that computing what was loaded would have taken, in the time shown.",
+            total("kvstrata_load_saved_gpu_seconds_total"), Unit.SECONDS, CALM, 4, deeper="tenants",
+        ),
+        stat(
+            "Money saved", "GPU hours saved in the time shown times the price of one, which the box above has.",
+            f"{total('kvstrata_load_saved_gpu_seconds_total')} / 3600 * $gpu_hour_price", Unit.NONE, CALM, 4,
+            deeper="tenants",
         ),
         stat(
             "Bytes stored", "Bytes of all blocks in all tiers.",
-            f"sum(kvstrata_tier_used_bytes{{{NODE}}})", Unit.BYTES, CALM, 6, deeper="tiers",
-        ),
-        stat(
-            "Engines", "Engine processes attached now.",
-            f"sum(kvstrata_connections{{{NODE}}})", Unit.NONE, CALM, 6, deeper="sessions",
+            f"sum(kvstrata_tier_used_bytes{{{NODE}}})", Unit.BYTES, CALM, 4, deeper="tiers",
         ),
         Panel(
             "Hit ratio by pool", "Blocks found of blocks asked for. Silent while nobody asks.", Form.LINES, Unit.RATIO,
-            (Query(hit_ratio("pool"), "{{pool}}"),), HITS, 12, deeper="tenants",
+            (Query(hit_ratio("pool"), "{{pool}}"),), HITS, 8, deeper="tenants",
         ),
         Panel(
-            "Reused blocks by where they were", "The tier, or `remote`, that each reused block came from.",
-            Form.STACK, Unit.PER_SECOND,
-            (Query(rate("kvstrata_acquired_blocks_total", "source"), "{{source}}"),), CALM, 12, deeper="tiers",
+            "Held, captured, delivered", "Tokens of what was asked for: the fleet has them; on the node that was "
+            "asked, or asked of the one that has them; given to the engine. Gaps: routing; too slow.",
+            Form.LINES, Unit.PER_SECOND, (Query(rate("kvstrata_load_tokens_total", "stage"), "{{stage}}"),), CALM, 8,
+        ),
+        Panel(
+            "Seconds saved a second", "Prefill that was saved, and what loading took instead.", Form.LINES, Unit.NONE,
+            (
+                Query(rate("kvstrata_load_saved_prefill_seconds_total", "pool"), "{{pool}} saved"),
+                Query(rate("kvstrata_load_seconds_total", "pool"), "{{pool}} loading"),
+            ), CALM, 8,
         ),
     )),
     Row("Is it full? Is it slow?", "tiers", (
@@ -102,7 +129,7 @@ FLEET: Final = Board("fleet", "KV Fleet", "Is it healthy, is it worth it, is it 
             (Query(
                 f"sum by (pool, tier) (kvstrata_tier_used_bytes{{{NODE}}})"
                 f" / (sum by (pool, tier) (kvstrata_tier_capacity_bytes{{{NODE}}}) > 0)", "{{pool}} {{tier}}",
-            ),), FILL, 6,
+            ),), FILL, 8,
         ),
         Panel(
             "Used and capacity", "Bytes held in each tier over all selected nodes, and what the tier may hold.",
@@ -110,25 +137,12 @@ FLEET: Final = Board("fleet", "KV Fleet", "Is it healthy, is it worth it, is it 
             (
                 Query(f"sum by (tier) (kvstrata_tier_used_bytes{{{NODE}}})", "{{tier}}"),
                 Query(f"sum by (tier) (kvstrata_tier_capacity_bytes{{{NODE}}})", "{{tier}} capacity"),
-            ), CALM, 6,
-        ),
-        Panel(
-            "Lookups: p50 and p99", "Time in the agent of the question that the scheduler of an engine waits for.",
-            Form.LINES, Unit.SECONDS,
-            (
-                Query(
-                    quantile(0.5, "kvstrata_request_duration_seconds", "pool", f'{NODE},verb="lookup"'), "{{pool}} p50",
-                ),
-                Query(
-                    quantile(0.99, "kvstrata_request_duration_seconds", "pool", f'{NODE},verb="lookup"'),
-                    "{{pool}} p99",
-                ),
-            ), LOOKUP_TIME, 6,
+            ), CALM, 8,
         ),
         Panel(
             "Requests: p99 by verb", "Time in the agent. Engines wait for lookup and acquire.", Form.LINES,
             Unit.SECONDS, (Query(quantile(0.99, "kvstrata_request_duration_seconds", "verb"), "{{verb}}"),),
-            LOOKUP_TIME, 6,
+            LOOKUP_TIME, 8,
         ),
     )),
 ))  # fmt: skip
@@ -142,20 +156,29 @@ TIERS: Final = Board(
             (Query(
                 f"sum by (node, tier) (kvstrata_tier_used_bytes{{{TIER}}})"
                 f" / (sum by (node, tier) (kvstrata_tier_capacity_bytes{{{TIER}}}) > 0)", "{{node}} {{tier}}",
-            ),), FILL, 6,
+            ),), FILL, 5,
         ),
         Panel(
             "Blocks by tier", "Blocks held.", Form.LINES, Unit.NONE,
-            (Query(f"sum by (tier) (kvstrata_tier_blocks{{{TIER}}})", "{{tier}}"),), CALM, 6,
+            (Query(f"sum by (tier) (kvstrata_tier_blocks{{{TIER}}})", "{{tier}}"),), CALM, 5,
         ),
         Panel(
-            "Blocks that left", "Blocks dropped from the last tier that held them, by tier.", Form.STACK,
-            Unit.PER_SECOND, (Query(rate("kvstrata_evicted_blocks_total", "tier", TIER), "{{tier}}"),), CALM, 6,
-            deeper="policy",
+            "Tokens delivered", "What engines loaded, by where it was when they asked; `remote` is another node.",
+            Form.STACK, Unit.PER_SECOND,
+            (Query(rate("kvstrata_load_tokens_total", "tier", DELIVERED), "{{tier}}"),), CALM, 5,
+            deeper="sessions",
+        ),
+        Panel(
+            "Held and not delivered", "Tokens that the fleet had and engines computed anyway, by where they were.",
+            Form.STACK, Unit.PER_SECOND, (Query(
+                f"{rate('kvstrata_load_tokens_total', 'tier', HELD)}"
+                f" - ({rate('kvstrata_load_tokens_total', 'tier', DELIVERED)}"
+                f" or 0 * {rate('kvstrata_load_tokens_total', 'tier', HELD)})", "{{tier}}",
+            ),), CALM, 5, deeper="policy",
         ),
         Panel(
             "Raw bytes per stored byte", "What compression gains in each tier since the agents started.", Form.LINES,
-            Unit.NONE, (Query(f"avg by (tier) (kvstrata_stored_ratio{{{TIER}}})", "{{tier}}"),), CALM, 6,
+            Unit.NONE, (Query(f"avg by (tier) (kvstrata_stored_ratio{{{TIER}}})", "{{tier}}"),), CALM, 4,
         ),
     )),
     Row("What moves, and how fast?", "nodes", (
@@ -260,17 +283,25 @@ TENANTS: Final = Board(
     Row("Who uses how much?", "sessions", (
         Panel(
             "Hit ratio by tenant", "One whose ratio falls while others' stay is crowded out or changed its prompts.",
-            Form.LINES, Unit.RATIO, (Query(hit_ratio("tenant", TENANT), "{{tenant}}"),), HITS, 8, deeper="policy",
+            Form.LINES, Unit.RATIO, (Query(hit_ratio("tenant", TENANT), "{{tenant}}"),), HITS, 6, deeper="policy",
         ),
         Panel(
             "Lookups by tenant", "Blocks asked for.", Form.STACK, Unit.PER_SECOND,
-            (Query(rate("kvstrata_lookup_blocks_total", "tenant", TENANT), "{{tenant}}"),), CALM, 8,
+            (Query(rate("kvstrata_lookup_blocks_total", "tenant", TENANT), "{{tenant}}"),), CALM, 6,
         ),
         Panel(
             "Bytes by tenant and tier", "Slots on each tenant's account, those given out and not yet written included.",
             Form.STACK, Unit.BYTES,
-            (Query(f"sum by (tenant, tier) (kvstrata_tenant_used_bytes{{{TENANT}}})", "{{tenant}} {{tier}}"),), CALM, 8,
+            (Query(f"sum by (tenant, tier) (kvstrata_tenant_used_bytes{{{TENANT}}})", "{{tenant}} {{tier}}"),), CALM, 6,
             deeper="tiers",
+        ),
+        Panel(
+            "Used of quota", "Of hard quotas, on the nodes where the tenant holds anything: the fullest of each tier.",
+            Form.BARS, Unit.RATIO,
+            (Query(
+                f"max by (tenant, tier) (kvstrata_tenant_used_bytes{{{TENANT}}}"
+                f" / (kvstrata_tenant_quota_bytes{{{TENANT}}} > 0))", "{{tenant}} {{tier}}",
+            ),), FILL, 6, deeper="tiers",
         ),
     )),
     Row("Who is held back?", "policy", (
@@ -280,13 +311,26 @@ TENANTS: Final = Board(
             (
                 Query(rate("kvstrata_quota_rejected_total", "tenant, tier", TENANT), "refused {{tenant}} {{tier}}"),
                 Query(rate("kvstrata_quota_evicted_total", "tenant, tier", TENANT), "evicted {{tenant}} {{tier}}"),
-            ), CALM, 12,
+            ), CALM, 6,
         ),
         Panel(
             "Dropped by retention", "Blocks whose tenant keeps none for longer, by what ran out.", Form.LINES,
             Unit.PER_SECOND,
             (Query(rate("kvstrata_retention_dropped_total", "tenant, reason", TENANT), "{{tenant}} {{reason}}"),), CALM,
-            12,
+            6,
+        ),
+        Panel(
+            "Delivered of held", "Of the tokens that the fleet had for a tenant's prompts, those it was given.",
+            Form.LINES, Unit.RATIO, (Query(
+                f"({rate('kvstrata_load_tokens_total', 'tenant', TENANT_DELIVERED)}"
+                f" or 0 * {rate('kvstrata_load_tokens_total', 'tenant', TENANT_HELD)})"
+                f" / ({rate('kvstrata_load_tokens_total', 'tenant', TENANT_HELD)} > 0)", "{{tenant}}",
+            ),), HITS, 6,
+        ),
+        Panel(
+            "GPU seconds saved a second", "By tenant: GPUs that are free for others.", Form.STACK, Unit.NONE,
+            (Query(rate("kvstrata_load_saved_gpu_seconds_total", "tenant", TENANT), "{{tenant}}"),), CALM, 6,
+            deeper="fleet",
         ),
     )),
     Row("Does anything cross?", "nodes", (
@@ -359,18 +403,12 @@ SESSIONS: Final = Board(
     )),
     Row("Are they given it in time?", "tiers", (
         Panel(
-            "Acquires: p50 and p99", "Time in the agent until a prefix was leased, what had to come up included.",
+            "Waiting for the agent", "Time in the agent: lookups, for which schedulers wait, and acquires, with moves.",
             Form.LINES, Unit.SECONDS,
             (
-                Query(
-                    quantile(0.5, "kvstrata_request_duration_seconds", "pool", f'{NODE},verb="acquire"'),
-                    "{{pool}} p50",
-                ),
-                Query(
-                    quantile(0.99, "kvstrata_request_duration_seconds", "pool", f'{NODE},verb="acquire"'),
-                    "{{pool}} p99",
-                ),
-            ), CALM, 8,
+                Query(quantile(0.5, "kvstrata_request_duration_seconds", "verb", WAITED), "{{verb}} p50"),
+                Query(quantile(0.99, "kvstrata_request_duration_seconds", "verb", WAITED), "{{verb}} p99"),
+            ), LOOKUP_TIME, 8,
         ),
         Panel(
             "Prefetched blocks", "Late: still on their way when asked for. Wasted: gone before anybody asked.",

@@ -18,7 +18,7 @@ from drawing.dashboard_queries import (
     variable_queries,
 )
 from kvstrata_telemetry import dashboard, generated
-from kvstrata_telemetry.catalog import BY_NAME, BY_PROCESS, SPANS
+from kvstrata_telemetry.catalog import BY_NAME, BY_PROCESS, PEERS, SPANS
 from kvstrata_telemetry.metrics import Instruments, Kind, Metric, index
 from kvstrata_telemetry.panel_types import Board, Panel, Query
 from kvstrata_telemetry.panels import BOARDS
@@ -87,6 +87,16 @@ def test_span_names_are_unique_and_ours() -> None:
     assert all(name.startswith("kvstrata.") for name in names)
 
 
+def test_names_of_other_systems_lead_to_metrics_and_labels_that_there_are() -> None:
+    for peer in PEERS:
+        names = metrics_of(peer.ours)
+        assert names
+        assert names <= BY_NAME.keys()
+        known = set[str]().union(*(BY_NAME[name].labels for name in names))
+        said = set(re.findall(r"by `(\w+)`", peer.ours)) | set(re.findall(r"(\w+)=", peer.ours))
+        assert said <= known
+
+
 def by_labels(expr: str) -> set[str]:
     """Labels that stay after the outermost aggregation; every aggregation of a query keeps the same ones."""
     return {label.strip() for found in re.findall(r"by \(([^)]*)\)", expr) for label in found.split(",")} - {"le"}
@@ -150,7 +160,7 @@ def test_titles_of_a_dashboard_are_unique(board: Board) -> None:
 
 @boards
 def test_a_dashboard_has_the_variables_that_its_queries_use(board: Board) -> None:
-    asked = "".join(q.expr for row in board.rows for panel in row.panels for q in panel.queries)
+    asked = " ".join(q.expr for row in board.rows for panel in row.panels for q in panel.queries)
 
     assert set(re.findall(r"\$([a-z]\w*)", asked)) == set(board.variables)
     assert len(board.variables) == len(set(board.variables))
