@@ -1,10 +1,20 @@
 """The agent's metrics with the pool and the node filled in, and the children remembered: two lookups each."""
 
+from dataclasses import dataclass
 from typing import Any
 
-from kvstrata_api.models.poolnode import SHARES_MAX
+from kvstrata_api.models.poolnode import SHARES_MAX, TENANTS_MAX
 from kvstrata_api.trust import Access, ScopeKind
 from kvstrata_telemetry.metrics import Instruments
+
+
+@dataclass(slots=True)
+class TenantCounts:
+    """Blocks of one tenant since the agent started; for the status."""
+
+    queried: int = 0
+    hit: int = 0
+    denied: int = 0
 
 
 class Counters:
@@ -17,6 +27,12 @@ class Counters:
         self.blocks_queried = 0
         """Blocks looked up since the start; for the status."""
         self.blocks_hit = 0
+        self.evicted_blocks = 0
+        """Blocks dropped from the last tier that held them, since the start; for the status."""
+        self.evicted_per_minute = 0
+        """How much that grew within the last minute."""
+        self.tenants: dict[str, TenantCounts] = {}
+        """By tenant, those that asked last at the end."""
         self.share_hits: dict[str, int] = {}
         """Blocks that readers of each prefix share were given, by the share's uid, in the order of their last hits."""
 
@@ -49,6 +65,21 @@ class Counters:
             self._children[(name, *labels.values())] = child
         child.observe(value)
 
+    def evicted(self, tier: str, reason: str, blocks: int = 1) -> None:
+        """Note blocks that were dropped from the last tier that held them."""
+        self.evicted_blocks += blocks
+        self.add("kvstrata_evicted_blocks_total", blocks, tier=tier, reason=reason)
+
+    def denied(self, tenant: str, blocks: int) -> None:
+        """Note blocks that a tenant asked for and may not read or write, or that its quota refused."""
+        self._of(tenant).denied += blocks
+
+    def _of(self, tenant: str) -> TenantCounts:
+        counts = self.tenants[tenant] = self.tenants.pop(tenant, TenantCounts())
+        if len(self.tenants) > TENANTS_MAX:
+            del self.tenants[next(iter(self.tenants))]
+        return counts
+
     def leased(self, access: Access, blocks: int) -> None:
         """Note blocks that were leased by this right. Whoever grants a share is no reader of it."""
         if blocks and access.kind is ScopeKind.SHARE and not access.can_write:
@@ -61,6 +92,9 @@ class Counters:
         """Note what one lookup, or one load as a whole, asked for and found."""
         self.blocks_queried += queried
         self.blocks_hit += hit
+        counts = self._of(tenant)
+        counts.queried += queried
+        counts.hit += hit
         if hit:
             self.add("kvstrata_lookup_blocks_total", hit, tenant=tenant, result="hit")
         if queried > hit:

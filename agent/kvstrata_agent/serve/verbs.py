@@ -336,8 +336,10 @@ class Verbs:
         try:
             return at.writable(request.scope)
         except ForbiddenError:
-            verb = _VERBS[type(request)]
-            self._audit.refused_write(at.caller, request.scope, verb, len(request.digests) // KEY_BYTES)
+            verb, blocks = _VERBS[type(request)], len(request.digests) // KEY_BYTES
+            self._audit.refused_write(at.caller, request.scope, verb, blocks)
+            if at.caller is not None:
+                self._node.counters.denied(at.tenant, blocks)
             raise
 
     async def _reserve_slow(
@@ -578,6 +580,8 @@ class ReadObserver:
     def on_refused(self, at: Attachment, request: _Asked, blocks: int) -> None:
         """Note a request for blocks of a scope that the caller may not read, or not any more."""
         self._audit.refused_scope(at.caller, request.scope, _VERBS[type(request)], blocks)
+        if at.caller is not None:
+            self._counters.denied(at.tenant, blocks)
 
     def on_lookup(
         self, at: Attachment, request: wire.Lookup, entries: Sequence[Entry | None], states: Sequence[int]
