@@ -5,6 +5,7 @@ from typing import Any
 
 from kvstrata_api.models.poolnode import SHARES_MAX, TENANTS_MAX
 from kvstrata_api.trust import Access, ScopeKind
+from kvstrata_telemetry import tracing
 from kvstrata_telemetry.metrics import Instruments
 
 
@@ -57,13 +58,13 @@ class Counters:
         self._children.pop((name, *labels.values()), None)
         self._instruments.forget(name, **self._own, **labels)
 
-    def observe(self, name: str, value: float, **labels: str) -> None:
-        """Note one value in a histogram."""
+    def observe(self, name: str, value: float, *, traceparent: str = "", **labels: str) -> None:
+        """Note one value in a histogram, with the trace of `traceparent`, else the current one, as its exemplar."""
         child = self._children.get((name, *labels.values()))
         if child is None:
             child = self._instruments.histogram(name, **self._own, **labels)
             self._children[(name, *labels.values())] = child
-        child.observe(value)
+        child.observe(value, tracing.exemplar(traceparent))
 
     def evicted(self, tier: str, reason: str, blocks: int = 1) -> None:
         """Note blocks that were dropped from the last tier that held them."""

@@ -113,8 +113,8 @@ class Explainer:
         copies: list[dict[str, tuple[str, int]]] = []
         for entry, locations in zip(entries, others, strict=True):
             here = {c.agent.removeprefix(f"{node.pool}."): (c.tier, c.stored_bytes) for c in locations}
-            if entry is not None and entry.residences:
-                best = entry.residences[0]
+            best = node.best_copy(entry) if entry is not None else None
+            if best is not None:
                 here[node.name] = str(best.tier.spec.type), best.record.stored_bytes
             copies.append(here)
         speeds = {

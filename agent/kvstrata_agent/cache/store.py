@@ -194,8 +194,9 @@ class Writer:
         blocks it is not lost by that.
         """
         pins, entry = self._node.pins, self._node.index.find(want.scope, parent)
-        if entry is not None and entry.residences and self._node.is_lowest(want.tier):
-            pin = pins.grant(owner, entry, entry.residences[0], deadline_s)
+        copy = entry.residence(want.tier) if entry is not None else None
+        if entry is not None and copy is not None and self._node.is_lowest(want.tier):
+            pin = pins.grant(owner, entry, copy, deadline_s)
             try:
                 return await self._room.reserve(want, deadline_s)
             except TierFullError:

@@ -143,7 +143,8 @@ class Verbs:
     def took(self, request: wire.AnyRequest, duration_s: float) -> None:
         """Note how long a request took, its reply included. Requests that fail are not among them."""
         verb = _VERBS[type(request)]
-        self._node.counters.observe("kvstrata_request_duration_seconds", duration_s, verb=verb)
+        parent = request.traceparent if isinstance(request, wire.Traceable) else ""
+        self._node.counters.observe("kvstrata_request_duration_seconds", duration_s, traceparent=parent, verb=verb)
 
     def descriptors(self, extents: Sequence[wire.ExtentGrant]) -> list[int]:
         """Descriptors to send with granted extents; the backends own them."""
@@ -181,7 +182,13 @@ class Verbs:
         digests = unpack_digests(request.digests)
         context = self._begin(at, request, request.session)
         reader = self._cache.reader
-        with span("kvstrata.lookup", session_id=request.session, pool=self._node.pool, requested_blocks=len(digests)):
+        with span(
+            "kvstrata.lookup",
+            parent=request.traceparent,
+            session_id=request.session,
+            pool=self._node.pool,
+            requested_blocks=len(digests),
+        ):
             entries = reader.lookup_now(context, digests) if context else [None] * len(digests)
             if context is not None and reader.needs_directory(entries):
                 return self._lookup_wide(at, request, context, digests, entries)
@@ -195,7 +202,9 @@ class Verbs:
         digests: Sequence[bytes],
         entries: Sequence[Entry | None],
     ) -> wire.Found:
-        with span("kvstrata.lookup", session_id=request.session, pool=self._node.pool, remote=True):
+        with span(
+            "kvstrata.lookup", parent=request.traceparent, session_id=request.session, pool=self._node.pool, remote=True
+        ):
             located = await self._cache.reader.locate(context, digests, entries)
             return self._found(at, request, entries, self._cache.reader.answer(entries, located))
 
@@ -225,7 +234,13 @@ class Verbs:
         if call.handover is not None:
             return self._acquire_partial(at, request, call)
         count, name = len(call.digests), request.session
-        with span("kvstrata.acquire", session_id=name, pool=self._node.pool, requested_blocks=count) as active:
+        with span(
+            "kvstrata.acquire",
+            parent=request.traceparent,
+            session_id=name,
+            pool=self._node.pool,
+            requested_blocks=count,
+        ) as active:
             acquired = self._cache.reader.acquire_now(call)
             active.set(hit_blocks=len(acquired.reads))
         if acquired.may_grow:
@@ -246,7 +261,9 @@ class Verbs:
 
     async def _acquire_partial(self, at: Attachment, request: wire.Acquire, call: AcquireCall) -> wire.Acquired:
         count, name = len(call.digests), request.session
-        with span("kvstrata.follow", session_id=name, pool=self._node.pool, requested_blocks=count):
+        with span(
+            "kvstrata.follow", parent=request.traceparent, session_id=name, pool=self._node.pool, requested_blocks=count
+        ):
             reads = await self._handovers.follow(call)
         at.loads.note(call.digests, [r.source for r in reads], len(reads), self._node.clock())
         return self._acquired(at, request, call.context, reads)
@@ -255,7 +272,13 @@ class Verbs:
         self, at: Attachment, request: wire.Acquire, call: AcquireCall, leased: list[Read]
     ) -> wire.AnyReply:
         reader, count, name = self._cache.reader, len(call.digests), request.session
-        with span("kvstrata.acquire", session_id=name, pool=self._node.pool, requested_blocks=count) as active:
+        with span(
+            "kvstrata.acquire",
+            parent=request.traceparent,
+            session_id=name,
+            pool=self._node.pool,
+            requested_blocks=count,
+        ) as active:
             began_s = self._node.clock()
             acquired = await reader.acquire(call, leased)
             at.loads.note(call.digests, acquired.held, acquired.captured, began_s)
@@ -350,7 +373,13 @@ class Verbs:
         digests: Sequence[bytes],
         made: list[Reservation | None],
     ) -> wire.AnyReply:
-        with span("kvstrata.reserve", session_id=request.session, pool=self._node.pool, requested_blocks=len(digests)):
+        with span(
+            "kvstrata.reserve",
+            parent=request.traceparent,
+            session_id=request.session,
+            pool=self._node.pool,
+            requested_blocks=len(digests),
+        ):
             parent = digests[len(made) - 1] if made else request.parent
             rest = digests[len(made) :]
             more, refusal, busy_s = await self._cache.writer.reserve(context, parent, rest, has_some=bool(made))
@@ -402,7 +431,9 @@ class Verbs:
         return self._publish_slow(at, request)
 
     async def _publish_slow(self, at: Attachment, request: wire.Publish) -> wire.Published:
-        with span("kvstrata.publish", pool=self._node.pool, blocks=len(request.reservations)):
+        with span(
+            "kvstrata.publish", parent=request.traceparent, pool=self._node.pool, blocks=len(request.reservations)
+        ):
             results = await self._cache.writer.publish(at.owner, request.reservations, request.checksums)
         return wire.Published(request.id, self.grants_version, results)
 
