@@ -118,14 +118,21 @@ def clear(node: Node, *, keep: bool) -> int:
 
 
 def facts(node: Node) -> dict[str, object]:
-    """What the tier really is, and how fast engines say that they compute."""
+    """What the tier really is, how fast engines say that they compute, and how many blocks loads have got."""
     (tier,) = node.tiers
     can, rates = (
         tier.backend.capabilities,
         [x.prefill_tokens_per_s for of in node.engines.values() for x in of.values()],
     )
     blocks = node.contents(tier).blocks
-    return {"medium": can.medium, "fallback": can.fallback, "blocks": blocks, "prefill_tokens_per_s": rates}
+    loaded = node.counters.blocks_hit
+    return {
+        "medium": can.medium,
+        "fallback": can.fallback,
+        "blocks": blocks,
+        "loaded_blocks": loaded,
+        "prefill_tokens_per_s": rates,
+    }
 
 
 async def run(arguments: argparse.Namespace) -> None:

@@ -50,6 +50,16 @@ def format_rounded(size_bytes: int) -> str:
     return str(size_bytes)
 
 
+def percent(part: int, whole: int) -> int | None:
+    """Parts per hundred, rounded down; None of nothing."""
+    return min(100, 100 * part // whole) if whole else None
+
+
+def format_rate(per_second: float) -> str:
+    """Such as 0, 0.25 or 12: two significant digits below 10, whole numbers from there on."""
+    return f"{per_second:.2g}" if per_second < 10 else f"{per_second:.0f}"
+
+
 def coarse(count: int) -> int:
     """Round a growing count down by an eighth at most: the larger it is, the more rarely it is written."""
     step = max(0, count.bit_length() - 4)

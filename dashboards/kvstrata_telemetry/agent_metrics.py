@@ -1,11 +1,21 @@
 """The agent's metrics with the pool and the node filled in, and the children remembered: two lookups each."""
 
+from dataclasses import dataclass
 from typing import Any
 
-from kvstrata_api.models.poolnode import SHARES_MAX
+from kvstrata_api.models.poolnode import SHARES_MAX, TENANTS_MAX
 from kvstrata_api.trust import Access, ScopeKind
 from kvstrata_telemetry import tracing
 from kvstrata_telemetry.metrics import Instruments
+
+
+@dataclass(slots=True)
+class TenantCounts:
+    """Blocks of one tenant since the agent started; for the status."""
+
+    queried: int = 0
+    hit: int = 0
+    denied: int = 0
 
 
 class Counters:
@@ -18,6 +28,12 @@ class Counters:
         self.blocks_queried = 0
         """Blocks looked up since the start; for the status."""
         self.blocks_hit = 0
+        self.evicted_blocks = 0
+        """Blocks dropped from the last tier that held them, since the start; for the status."""
+        self.evicted_per_minute = 0
+        """How much that grew within the last minute."""
+        self.tenants: dict[str, TenantCounts] = {}
+        """By tenant, those that asked last at the end."""
         self.share_hits: dict[str, int] = {}
         """Blocks that readers of each prefix share were given, by the share's uid, in the order of their last hits."""
 
@@ -37,6 +53,11 @@ class Counters:
             self._children[(name, *labels.values())] = child
         child.set(value)
 
+    def forget(self, name: str, **labels: str) -> None:
+        """Remove the series of a gauge whose subject is gone. Harmless when there is none."""
+        self._children.pop((name, *labels.values()), None)
+        self._instruments.forget(name, **self._own, **labels)
+
     def observe(self, name: str, value: float, *, traceparent: str = "", **labels: str) -> None:
         """Note one value in a histogram, with the trace of `traceparent`, else the current one, as its exemplar."""
         child = self._children.get((name, *labels.values()))
@@ -44,6 +65,21 @@ class Counters:
             child = self._instruments.histogram(name, **self._own, **labels)
             self._children[(name, *labels.values())] = child
         child.observe(value, tracing.exemplar(traceparent))
+
+    def evicted(self, tier: str, reason: str, blocks: int = 1) -> None:
+        """Note blocks that were dropped from the last tier that held them."""
+        self.evicted_blocks += blocks
+        self.add("kvstrata_evicted_blocks_total", blocks, tier=tier, reason=reason)
+
+    def denied(self, tenant: str, blocks: int) -> None:
+        """Note blocks that a tenant asked for and may not read or write, or that its quota refused."""
+        self._of(tenant).denied += blocks
+
+    def _of(self, tenant: str) -> TenantCounts:
+        counts = self.tenants[tenant] = self.tenants.pop(tenant, TenantCounts())
+        if len(self.tenants) > TENANTS_MAX:
+            del self.tenants[next(iter(self.tenants))]
+        return counts
 
     def leased(self, access: Access, blocks: int) -> None:
         """Note blocks that were leased by this right. Whoever grants a share is no reader of it."""
@@ -57,6 +93,9 @@ class Counters:
         """Note what one lookup, or one load as a whole, asked for and found."""
         self.blocks_queried += queried
         self.blocks_hit += hit
+        counts = self._of(tenant)
+        counts.queried += queried
+        counts.hit += hit
         if hit:
             self.add("kvstrata_lookup_blocks_total", hit, tenant=tenant, result="hit")
         if queried > hit:

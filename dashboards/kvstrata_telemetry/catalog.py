@@ -25,6 +25,16 @@ class SpanType:
     """Keywords that its callers set."""
 
 
+@dataclass(frozen=True, slots=True)
+class PeerMetric:
+    """What another system exports, and where ours says the same."""
+
+    theirs: str
+    ours: str
+    """Metrics of the catalogue, with the labels that matter."""
+    difference: str
+
+
 AGENT: Final = (
     Metric(
         "kvstrata_agent_info", Kind.GAUGE, "Always 1; version of the agent and the level of its kernels.",
@@ -66,6 +76,25 @@ AGENT: Final = (
     Metric(
         "kvstrata_acquired_blocks_total", Kind.COUNTER, "Blocks leased to readers, by where they were.",
         ("pool", "node", "tenant", "source"),
+    ),
+    Metric(
+        "kvstrata_load_tokens_total", Kind.COUNTER,
+        "Tokens of the prefixes that loads asked for, by how far they came: held by the fleet, captured (on the node "
+        "that was asked, or asked of the node that has them), delivered to the engine; by tier, `remote` or `unknown`.",
+        ("pool", "node", "tenant", "tier", "stage"),
+    ),
+    Metric(
+        "kvstrata_load_saved_prefill_seconds_total", Kind.COUNTER,
+        "Seconds in which engines would have computed what loads delivered, at the rate that they report or the pool "
+        "assumes.", ("pool", "node", "tenant"),
+    ),
+    Metric(
+        "kvstrata_load_saved_gpu_seconds_total", Kind.COUNTER,
+        "The same on each GPU that an engine computes with.", ("pool", "node", "tenant"),
+    ),
+    Metric(
+        "kvstrata_load_seconds_total", Kind.COUNTER, "Seconds that loads took, from the first lease to the last.",
+        ("pool", "node", "tenant"),
     ),
     Metric("kvstrata_published_blocks_total", Kind.COUNTER, "Blocks committed, by result.", ("pool", "node", "result")),
     Metric(
@@ -196,6 +225,10 @@ AGENT: Final = (
     Metric(
         "kvstrata_tenant_used_bytes", Kind.GAUGE,
         "Bytes of slots on a tenant's account; `domain/...` and `share/...` for blocks whose writer is not known.",
+        ("pool", "node", "tenant", "tier"),
+    ),
+    Metric(
+        "kvstrata_tenant_quota_bytes", Kind.GAUGE, "Hard quota of a tenant in a tier of the node; none without one.",
         ("pool", "node", "tenant", "tier"),
     ),
     Metric(
@@ -443,3 +476,75 @@ SPANS: Final = (
     SpanType("kvstrata.reconcile", "One plan of the operator, and what it had done of it at once.", ("orders",)),
 )  # fmt: skip
 """Every name that `tracing.span` may be given."""
+
+PEERS: Final = (
+    PeerMetric(
+        "vLLM `vllm:external_prefix_cache_hits`", '`kvstrata_load_tokens_total{stage="delivered"}`',
+        "Tokens both. vLLM counts when a request is admitted, ours when its blocks lie in the workers' memory; "
+        "requests that begin alike and wait for one fetch are one load here.",
+    ),
+    PeerMetric(
+        "vLLM `vllm:external_prefix_cache_queries`", "`kvstrata_lookup_blocks_total`",
+        "Ours in blocks. Of the vLLM connector it has what was fetched, not what the scheduler found to be absent.",
+    ),
+    PeerMetric(
+        "vLLM `vllm:prompt_tokens_cached_by_source`", '`kvstrata_load_tokens_total{stage="delivered"}` by `tier`',
+        "`host` there is any of our tiers, `p2p` our `remote`; `device` is the engine's own memory, which is not ours.",
+    ),
+    PeerMetric(
+        "vLLM `vllm:kv_offload_tiering_chunk_queries`, `_chunk_hits`", "`kvstrata_lookup_blocks_total` by `result`",
+        "Chunks there, blocks here.",
+    ),
+    PeerMetric(
+        "vLLM `vllm:kv_offload_tiering_read_bytes`, `_write_bytes`",
+        "`kvstrata_moved_bytes_total` by `source` and `target`", "Ours before compression.",
+    ),
+    PeerMetric(
+        "vLLM `vllm:kv_offload_tiering_read_time`, `_write_time`", "`kvstrata_move_duration_seconds`",
+        "A histogram of single moves here.",
+    ),
+    PeerMetric(
+        "vLLM `vllm:kv_offload_cpu_cache_usage_perc`", "`kvstrata_tier_used_bytes` / `kvstrata_tier_capacity_bytes`",
+        "Of each tier.",
+    ),
+    PeerMetric(
+        "vLLM `vllm:kv_offload_tiering_backpressure_blocks_dropped`", "`kvstrata_refused_blocks_total`",
+        "By reason; blocks that nobody has room for now.",
+    ),
+    PeerMetric(
+        "LMCache `lmcache_mp.lookup_requested`, `lookup_hit`", "`kvstrata_lookup_blocks_total` by `result`",
+        "Tokens there, blocks here; the unbroken prefix in both.",
+    ),
+    PeerMetric(
+        "LMCache `lmcache_mp.lookup_hit_l1`, `lookup_hit_l2`", '`kvstrata_load_tokens_total{stage="held"}` by `tier`',
+        "L1 is host memory; L2 is whatever lies below, other nodes included.",
+    ),
+    PeerMetric(
+        "LMCache `lmcache_mp.l1_memory_usage_bytes`, `l2_usage_bytes`", "`kvstrata_tier_used_bytes`", "By `tier`.",
+    ),
+    PeerMetric(
+        "LMCache `lmcache_mp.l1_evicted`, `l2_evicted_objects`", "`kvstrata_evicted_blocks_total`",
+        "Ours counts blocks that left the last tier; what goes to a slower one is in `kvstrata_moved_blocks_total`.",
+    ),
+    PeerMetric(
+        "LMCache `lmcache_mp.l2_load_throughput`", "`kvstrata_move_bytes_per_second`",
+        "GB/s there, bytes here, by path.",
+    ),
+    PeerMetric(
+        "SGLang `sglang:cached_tokens_total`", '`kvstrata_load_tokens_total{stage="delivered"}`',
+        "Of `cache_source` `storage`; `device` and `host` are SGLang's own.",
+    ),
+    PeerMetric(
+        "SGLang `sglang:storage_prefetch_hit_tokens_total`", '`kvstrata_load_tokens_total{stage="held"}`',
+        "What the third level has before anything is brought.",
+    ),
+    PeerMetric(
+        "SGLang `sglang:hicache_host_used_tokens`, `_total_tokens`",
+        "`kvstrata_tier_used_bytes`, `kvstrata_tier_capacity_bytes`", "Tokens there, bytes here.",
+    ),
+    PeerMetric(
+        "SGLang `sglang:load_back_duration_seconds`", "`kvstrata_load_seconds_total`",
+        "From host to device there; from wherever it lies to the reader's memory here.",
+    ),
+)  # fmt: skip
+"""Read in vLLM 0.32, LMCache 0.5.7rc2 and SGLang 0.5.23."""

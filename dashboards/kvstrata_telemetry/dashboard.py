@@ -1,4 +1,4 @@
-"""Builds dashboards/kv-fleet.json: `python -m kvstrata_telemetry.dashboard --write | --check`.
+"""Builds dashboards/kvstrata-*.json: `python -m kvstrata_telemetry.dashboard --write | --check`.
 
 Needs the extra `dashboards`. Grafana's SDK ends here; what is shown stands in `panels`.
 """
@@ -16,12 +16,13 @@ from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 from kvstrata_telemetry import generated
-from kvstrata_telemetry.panel_types import Form, Limit, Panel, Query, Unit
-from kvstrata_telemetry.panels import ROWS
+from kvstrata_telemetry.panel_types import Board, Form, Limit, Panel, Query, Unit
+from kvstrata_telemetry.panels import BOARDS
 
-UID: Final = "kvstrata-overview"
-TITLE: Final = "KV Fleet"
 TAG: Final = "kvstrata"
+PRICE: Final = "gpu_hour_price"
+GPU_HOUR_PRICE: Final = "1.00"
+"""Until somebody says what theirs costs: money saved is GPU hours saved. The chart puts its value in place of this."""
 
 _SOURCE: Final = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 _VARIABLES: Final = {
@@ -30,42 +31,75 @@ _VARIABLES: Final = {
     "tier": 'label_values(kvstrata_tier_capacity_bytes{pool=~"$pool"}, tier)',
     "tenant": 'label_values(kvstrata_lookup_blocks_total{pool=~"$pool"}, tenant)',
 }  # fmt: skip
+_POOL_CHANGES: Final = (
+    'max by (pool) (changes(kvstrata_pool_ready{pool=~"$pool"}[2m])) > 0'
+    " or sum(increase(kvstrata_operator_convergence_seconds_count[2m])) > 0"
+)
+"""A pool that became ready, or not ready any more, and changes that have come about."""
 _TABLE_UNITS: Final = {"Used": Unit.BYTES, "Capacity": Unit.BYTES, "Hit ratio": Unit.RATIO}
 
 
-def text() -> str:
-    """The dashboard as Grafana imports it."""
-    encoded: str = JSONEncoder(indent=2, sort_keys=True).encode(dashboard().build())
+_MARKS: Final = (
+    ("Alerts", "red", 'ALERTS{alertname=~"Kvstrata.+",alertstate="firing"}'),
+    ("Operations", "blue", 'sum by (type) (kvstrata_operations{state="Progressing"}) > 0'),
+    ("Pool changes", "purple", _POOL_CHANGES),
+)
+"""Annotations: name, color, and an expression that has a value while there is something to mark."""
+
+
+def text(board: Board) -> str:
+    """A dashboard as Grafana imports it."""
+    encoded: str = JSONEncoder(indent=2, sort_keys=True).encode(dashboard(board).build())
     return encoded + "\n"
 
 
-def dashboard() -> build.Dashboard:
-    """Variables, links, and the rows of `panels` from top to bottom."""
+def dashboard(board: Board) -> build.Dashboard:
+    """Variables, links, annotations, and the rows of the board from top to bottom."""
     made = (
-        build.Dashboard(TITLE)
-        .uid(UID)
-        .description("KV cache pools over the fleet: healthy, worth it, full, slow, safe, details.")
+        build.Dashboard(board.title)
+        .uid(board.uid)
+        .description(board.question)
         .tags([TAG, "llm"])
         .time("now-1h", "now")
         .refresh("30s")
         .timezone("browser")
         .tooltip(models.DashboardCursorSync.CROSSHAIR)
-        .link(_other_dashboards())
         .with_variable(build.DatasourceVariable("datasource").label("Data source").type("prometheus"))
     )
-    for name, query in _VARIABLES.items():
-        made.with_variable(_variable(name, query))
+    for other in BOARDS:
+        if other is not board:
+            made.link(_link(other))
+    for name in board.variables:
+        made.with_variable(_price() if name == PRICE else _variable(name, _VARIABLES[name]))
+    for name, color, expr in _MARKS:
+        made.annotation(
+            build.AnnotationQuery().name(name).datasource(_SOURCE).enable(enable=True).icon_color(color).expr(expr)
+        )
+    boards = {b.name: b for b in BOARDS}
     numbers = count(1)
-    for row in ROWS:
+    for row in board.rows:
         made.with_row(build.Row(row.question).id(next(numbers)))
         for panel in row.panels:
-            made.with_panel(_BUILDERS[panel.form](panel).id(next(numbers)))
+            deeper = _deeper(boards[panel.deeper or row.deeper])
+            made.with_panel(_BUILDERS[panel.form](panel).links([deeper]).id(next(numbers)))
     return made
 
 
-def _other_dashboards() -> build.DashboardLink:
-    link = build.DashboardLink("kvstrata").type(models.DashboardLinkType.DASHBOARDS).tags([TAG])
-    return link.as_dropdown(as_dropdown=True).include_vars(include_vars=True).keep_time(keep_time=True)
+def _link(other: Board) -> build.DashboardLink:
+    """From the head of a dashboard to another one, with what is chosen and the time."""
+    link = build.DashboardLink(other.title).type(models.DashboardLinkType.LINK).url(f"/d/{other.uid}")
+    return link.tooltip(other.question).include_vars(include_vars=True).keep_time(keep_time=True)
+
+
+def _deeper(board: Board) -> build.DashboardLink:
+    """From a panel to the dashboard that says more of it, with what is chosen and the time."""
+    url = f"/d/{board.uid}?${{__all_variables}}&${{__url_time_range}}"
+    return build.DashboardLink(board.title).type(models.DashboardLinkType.LINK).url(url)
+
+
+def _price() -> build.TextBoxVariable:
+    """Any currency: the chart's `grafanaDashboard.gpuHourPrice`, or what somebody types."""
+    return build.TextBoxVariable(PRICE).label("Price of a GPU hour").default_value(GPU_HOUR_PRICE)
 
 
 def _variable(name: str, query: str) -> build.QueryVariable:
@@ -167,8 +201,8 @@ def _letter(number: int) -> str:
 
 
 def files() -> generated.Files:
-    """The dashboard by its path."""
-    return {generated.ROOT / "dashboards" / "kv-fleet.json": text()}
+    """Every dashboard by its path."""
+    return {generated.ROOT / "dashboards" / f"{board.uid}.json": text(board) for board in BOARDS}
 
 
 if __name__ == "__main__":

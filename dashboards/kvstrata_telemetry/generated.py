@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstrata_api.trace_context import SHARED_ATTRIBUTES
-from kvstrata_telemetry.catalog import BY_PROCESS, SPANS
+from kvstrata_telemetry.catalog import BY_PROCESS, PEERS, SPANS
 from kvstrata_telemetry.metrics import Metric
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -38,6 +38,33 @@ those in which a span of the process failed, or took `--trace-slow-seconds`.
 
 | span | what | attributes |
 |---|---|---|
+"""
+
+
+_PEERS_HEAD: Final = """
+## Names of other systems
+
+Read in vLLM 0.32, LMCache 0.5.7rc2 and SGLang 0.5.23.
+
+| there | here | what is different |
+|---|---|---|
+"""
+
+_LOADS: Final = """
+## What a load is accounted as
+
+`kvstrata_load_tokens_total` has the tokens of each load's unbroken prefix once for each `stage` that they reach.
+*held*: some node of the fleet has them. *captured*: the node that was asked has them, or asked the one that has.
+*delivered*: the reader has them, verified. So held >= captured >= delivered, for every `tier` (where the block was
+when it was asked for; `remote` is another node). Held and not captured: the request went to the wrong node, and
+bringing them would have taken longer than computing. Captured and not delivered: too slow, refused by a full path, or
+left to the engine. `unknown` is the tier of what a lookup alone counted: objects of LMCache and SGLang, which are
+delivered when they are found. Shards of one engine count their part of a token each; of multi-head latent attention
+over several tensor ranks, where every rank loads all of it, each counts it whole.
+
+`kvstrata_load_saved_prefill_seconds_total` takes the rate that engines report (`ReportEngine`), or else
+`policy.recompute` of the pool, and leaves out what attention to earlier blocks costs. Time to first token saved is
+that less `kvstrata_load_seconds_total`; of loads that wait beside other work of the engine, less is saved.
 """
 
 
@@ -78,7 +105,7 @@ def _read(path: Path) -> str | None:
 
 def text() -> str:
     """The whole page."""
-    return "".join([_HEAD, *map(_section, BY_PROCESS), _SPANS_HEAD, *_span_rows()])
+    return "".join([_HEAD, *map(_section, BY_PROCESS), _SPANS_HEAD, *_span_rows(), _LOADS, _PEERS_HEAD, *_peer_rows()])
 
 
 def _section(process: str) -> str:
@@ -95,6 +122,11 @@ def _span_rows() -> Iterator[str]:
     for span in SPANS:
         attributes = ", ".join(f"`{SHARED_ATTRIBUTES.get(a, f'kvcache.{a}')}`" for a in span.attributes)
         yield f"| `{span.name}` | {span.help} | {attributes} |\n"
+
+
+def _peer_rows() -> Iterator[str]:
+    for peer in PEERS:
+        yield f"| {peer.theirs} | {peer.ours} | {peer.difference} |\n"
 
 
 def metric_files() -> Files:

@@ -1,7 +1,7 @@
-"""What a panel is, and the expressions that panels are made of. Pure.
+"""What a dashboard and a panel are, and the expressions that panels are made of. Pure.
 
-Expressions use `$__rate_interval` for rates and the variables `$pool`, `$node`, `$tier`, `$tenant`; metrics are those
-of the catalogue.
+Expressions use `$__rate_interval` for rates and the variables `$pool`, `$node`, `$tier`, `$tenant` and
+`$gpu_hour_price`; metrics are those of the catalogue.
 """
 
 from dataclasses import dataclass
@@ -64,7 +64,9 @@ class Panel:
     limits: tuple[Limit, ...]
     width: int
     """Of the grid's 24 columns."""
-    height: int = 8
+    height: int = 6
+    deeper: str = ""
+    """Name of the dashboard that says more; empty for that of the row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,27 @@ class Row:
     """Panels under one question."""
 
     question: str
+    deeper: str
+    """Name of the dashboard that says more of it."""
     panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """One dashboard: what one person asks, on one screen."""
+
+    name: str
+    """Behind `kvstrata-` its uid and the name of its file."""
+    title: str
+    question: str
+    variables: tuple[str, ...]
+    """Those of `dashboard` that its queries use, in the order in which they are shown."""
+    rows: tuple[Row, ...]
+
+    @property
+    def uid(self) -> str:
+        """Grafana's name of the dashboard: links and bookmarks have it."""
+        return f"kvstrata-{self.name}"
 
 
 CALM: Final = (Limit(None, "green"),)
@@ -84,6 +106,8 @@ ALL_NEEDED: Final = (Limit(None, "red"), Limit(0.9, "yellow"), Limit(1, "green")
 FILL: Final = (Limit(None, "green"), Limit(0.85, "yellow"), Limit(0.92, "orange"), Limit(0.98, "red"))
 """Default low and high watermark, and where KvstrataTierStaysFull fires."""
 HITS: Final = (Limit(None, "red"), Limit(0.2, "yellow"), Limit(0.5, "green"))
+GAIN: Final = (Limit(None, "red"), Limit(0, "green"))
+"""What may be a loss."""
 LOOKUP_TIME: Final = (Limit(None, "green"), Limit(0.01, "yellow"), Limit(0.1, "red"))
 """100 ms is where KvstrataLookupsSlow fires."""
 
@@ -103,11 +127,16 @@ def increase(metric: str, selector: str = NODE) -> str:
     return f"round(sum(increase({metric}{{{selector}}}[$__range]))) or vector(0)"
 
 
-def hit_ratio(by: str) -> str:
+def total(metric: str, selector: str = NODE) -> str:
+    """The same of what is no number of events, not rounded."""
+    return f"(sum(increase({metric}{{{selector}}}[$__range])) or vector(0))"
+
+
+def hit_ratio(by: str, selector: str = NODE) -> str:
     """Blocks found of blocks asked for: 0 without a single hit, and no line while nobody asks."""
     grouped = f" by ({by})" if by else ""
-    hits = f'sum{grouped} (rate(kvstrata_lookup_blocks_total{{{TENANT},result="hit"}}[$__rate_interval]))'
-    asked = f"sum{grouped} (rate(kvstrata_lookup_blocks_total{{{TENANT}}}[$__rate_interval]))"
+    hits = f'sum{grouped} (rate(kvstrata_lookup_blocks_total{{{selector},result="hit"}}[$__rate_interval]))'
+    asked = f"sum{grouped} (rate(kvstrata_lookup_blocks_total{{{selector}}}[$__rate_interval]))"
     return f"({hits} or 0 * {asked}) / ({asked} > 0)"
 
 
@@ -122,6 +151,15 @@ def quantile(share: float, metric: str, by: str, selector: str = NODE) -> str:
     return f"histogram_quantile({share}, sum by ({labels}) (rate({metric}_bucket{{{selector}}}[$__rate_interval])))"
 
 
-def stat(title: str, description: str, expr: str, unit: Unit, limits: tuple[Limit, ...], width: int = 3) -> Panel:
+def stat(  # noqa: PLR0913  A panel's fields, most of which every number has.
+    title: str,
+    description: str,
+    expr: str,
+    unit: Unit,
+    limits: tuple[Limit, ...],
+    width: int = 3,
+    *,
+    deeper: str = "",
+) -> Panel:
     """One number."""
-    return Panel(title, description, Form.STAT, unit, (Query(expr),), limits, width, height=4)
+    return Panel(title, description, Form.STAT, unit, (Query(expr),), limits, width, height=3, deeper=deeper)

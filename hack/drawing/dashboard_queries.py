@@ -1,9 +1,11 @@
-"""The queries of a dashboard's JSON, with Grafana's variables filled in. Pure."""
+"""The dashboards of the tree and their queries, with Grafana's variables filled in."""
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 _METRIC: Final = re.compile(r"\b(kvstrata_[a-z0-9_]+)")
@@ -42,11 +44,23 @@ def variable_queries(dashboard: Mapping[str, Any]) -> dict[str, tuple[str, str]]
     return found
 
 
-def first_rows(dashboard: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """The dashboard without what comes after its first `count` rows."""
-    starts = [panel["gridPos"]["y"] for panel in dashboard["panels"] if panel["type"] == "row"]
-    end = starts[count] if count < len(starts) else math.inf
-    return {**dashboard, "panels": [panel for panel in dashboard["panels"] if panel["gridPos"]["y"] < end]}
+def defaults_of(dashboard: Mapping[str, Any]) -> dict[str, str]:
+    """What each variable has before anybody chooses: all of what Prometheus has, the text of a text box."""
+    chosen = dict.fromkeys(variable_queries(dashboard), ".*")
+    boxes = [v for v in dashboard["templating"]["list"] if v["type"] == "textbox"]
+    return chosen | {box["name"]: box["query"] for box in boxes}
+
+
+def annotation_queries(dashboard: Mapping[str, Any]) -> Iterator[PanelQuery]:
+    """What a dashboard marks in its graphs."""
+    for mark in dashboard["annotations"]["list"]:
+        yield PanelQuery(f"annotation {mark['name']}", mark["expr"], "", is_instant=False)
+
+
+def read_all(folder: Path) -> dict[str, dict[str, Any]]:
+    """Every dashboard of a folder by its uid."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.json"))]
+    return {dashboard["uid"]: dashboard for dashboard in map(json.loads, texts)}
 
 
 def filled(expr: str, values: Mapping[str, str], rate_interval_s: float, range_s: float) -> str:

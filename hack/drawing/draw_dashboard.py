@@ -1,22 +1,21 @@
-"""Draws the dashboard's JSON from a Prometheus as one HTML page, and as a picture where chromium is installed.
+"""Draws the dashboards' JSON from a Prometheus as HTML pages, and as pictures where chromium is installed.
 
-`python -m drawing.draw_dashboard ADDRESS --html PAGE [--png PICTURE] [--minutes N]`. It is not Grafana: it
-shows that panels, queries, units and legends fit together, and what they say of a run.
+`python -m drawing.draw_dashboard ADDRESS --out FOLDER [--minutes N]`. It is not Grafana: it shows that panels, queries,
+units and legends fit together, and what they say of a run.
 """
 
 import argparse
 import html
-import json
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from drawing.dashboard_queries import filled, legend_of, variable_queries
+from drawing.dashboard_queries import defaults_of, filled, legend_of, read_all
 from drawing.panel_svg import Frame, Line, bars, graph, stat, table
 from drawing.panel_text import text
 from drawing.prometheus_server import Series, Server
@@ -39,10 +38,10 @@ class Span:
     end_s: float
     scrape_s: float
 
-    def fill(self, expr: str, names: Sequence[str]) -> str:
-        """Expression with `All` chosen everywhere, and four scrapes as the rate's interval, as Grafana does."""
+    def fill(self, expr: str, values: Mapping[str, str]) -> str:
+        """Expression with these values of variables, and four scrapes as the rate's interval, as Grafana does."""
         rate_s = max(4 * self.scrape_s, (self.end_s - self.start_s) / _POINTS)
-        return filled(expr, dict.fromkeys(names, ".*"), rate_s, self.end_s - self.start_s)
+        return filled(expr, values, rate_s, self.end_s - self.start_s)
 
 
 class Drawing:
@@ -52,7 +51,7 @@ class Drawing:
         self._dashboard = dashboard
         self._server = server
         self._span = span
-        self._names = list(variable_queries(dashboard))
+        self._values = defaults_of(dashboard)
 
     def page(self) -> str:
         """The whole page."""
@@ -102,7 +101,7 @@ class Drawing:
                 yield Line(legend_of(target.get("legendFormat", ""), series.labels), points)
 
     def _series(self, target: Mapping[str, Any]) -> tuple[Series, ...]:
-        expr = self._span.fill(target["expr"], self._names)
+        expr = self._span.fill(target["expr"], self._values)
         if target.get("instant"):
             return self._server.query(expr, self._span.end_s)
         step_s = max(self._span.scrape_s, (self._span.end_s - self._span.start_s) / _POINTS)
@@ -122,6 +121,16 @@ class Drawing:
         labels = [name for name, _ in next(iter(rows), ())]
         cells = [[*(v for _, v in key), *(row.get(c, "") for c in columns)] for key, row in sorted(rows.items())]
         return table([*labels, *columns], cells)
+
+
+def draw_all(server: Server, span: Span, out: Path) -> None:
+    """Write a page of every dashboard of the tree into the folder `out`, and a picture where chromium is installed."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name, dashboard in read_all(ROOT / "dashboards").items():
+        page = out / f"{name}.html"
+        page.write_text(Drawing(dashboard, server, span).page(), encoding="utf-8")
+        if not screenshot(page, page.with_suffix(".png"), page_height_px(dashboard)):
+            print(f"no picture of {name}: chromium is not installed")
 
 
 def page_height_px(dashboard: Mapping[str, Any]) -> int:
@@ -149,18 +158,12 @@ def main() -> None:
     """Draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address", help="HOST:PORT of a Prometheus")
-    parser.add_argument("--dashboard", type=Path, default=ROOT / "dashboards" / "kv-fleet.json")
-    parser.add_argument("--html", type=Path, required=True)
-    parser.add_argument("--png", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="folder of a page, and a picture, for each dashboard")
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--scrape-s", type=float, default=15.0, help="interval of the scrapes; default: %(default)s")
     given = parser.parse_args()
-    dashboard = json.loads(given.dashboard.read_text(encoding="utf-8"))
     now_s = time.time()
-    span = Span(now_s - 60 * given.minutes, now_s, given.scrape_s)
-    given.html.write_text(Drawing(dashboard, Server(given.address), span).page(), encoding="utf-8")
-    if given.png and not screenshot(given.html, given.png, page_height_px(dashboard)):
-        print("no picture: chromium is not installed")
+    draw_all(Server(given.address), Span(now_s - 60 * given.minutes, now_s, given.scrape_s), given.out)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """A short real run of the whole fleet under a real Prometheus: what the dashboard's test and its picture look at.
 
-Control plane, operator, metadata service, two agents, and engines of two tenants that publish more than memory holds,
-read it back on both nodes, and knock without a token.
+Control plane, operator, metadata service, two agents, and engines of two tenants that publish more than memory and
+their quotas hold, read it back on both nodes, and knock without a token. At the end a tier is flushed.
 """
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from drawing.dashboard_queries import metrics_of
 from drawing.prometheus_server import Server
 from kvstrata import Client, PrefixCache, Target
 from kvstrata_api.blocks import BlockKey, Layout, chain_keys
+from kvstrata_api.names import API_VERSION
 
 SCRAPE_S: Final = 1.0
 LAYOUT: Final = Layout("demo/llama", "seed-1", "bf16", 16, layers=32, kv_heads=4, head_dim=64, element_bytes=2)
@@ -49,6 +51,7 @@ def started(folder: Path, say: Say, sessions: int, rounds: int) -> Iterator[Run]
     """Bring everything up, let engines work, and hand over Prometheus; all of it ends with the block."""
     with World(say, is_current_cluster=False) as world:
         world.bring_up()
+        set_quotas(world)
         addresses = [url.removeprefix("http://").removesuffix("/metrics") for url in world.metrics().values()]
         with prometheus_server.start(folder, {"kvstrata": addresses}, interval_s=SCRAPE_S) as server:
             if not server.wait(lambda: server.healthy_targets() == len(addresses), _SETTLE_MAX_S):
@@ -64,6 +67,8 @@ def started(folder: Path, say: Say, sessions: int, rounds: int) -> Iterator[Run]
 def work(world: World, sessions: int, rounds: int) -> None:
     """Publish `sessions` prefixes of 32 MiB, then read them back `rounds` times, with others in between."""
     data = _values()
+    with world.client("beta", NODES[0], LAYOUT) as client:
+        PrefixCache(client).store(_tokens(0), data)
     with world.client("alpha", NODES[0], LAYOUT) as client:
         for session in range(sessions):
             client.open_session(f"s{session}")
@@ -72,6 +77,22 @@ def work(world: World, sessions: int, rounds: int) -> None:
             for session in range(sessions):
                 _turn(client, session)
             _others(world)
+    flush(world, "cxl")
+
+
+def set_quotas(world: World) -> None:
+    """Give each tenant a hard quota that it reaches: one loses blocks of its own for it, the other is refused."""
+    for tenant, over_quota, tier, hard in (("alpha", "Evict", "nvme", "64Mi"), ("beta", "Reject", "dram", "4Mi")):
+        spec = {"overQuota": over_quota, "quotas": [{"poolRef": POOL, "tier": tier, "hard": hard}]}
+        world.cluster.kubectl("patch", "kvtenant", tenant, "--type=merge", "-p", json.dumps({"spec": spec}))
+
+
+def flush(world: World, tier: str) -> None:
+    """Have the blocks of a tier brought to slower ones, and wait for the end."""
+    spec = {"type": "Flush", "poolRef": POOL, "flush": {"tier": tier, "mode": "Demote"}}
+    operation = {"kind": "KVOperation", "metadata": {"name": "flush"}, "spec": spec}
+    world.cluster.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": API_VERSION, **operation}))
+    world.cluster.kubectl("wait", "--for=jsonpath={.status.state}=Complete", "kvoperation/flush", "--timeout=60s")
 
 
 def _values() -> "np.typing.NDArray[np.uint8]":

@@ -74,6 +74,19 @@ def test_what_one_engine_stored_it_and_the_next_load_also_after_the_agents_death
 
 
 @pytest.mark.parametrize("version", [NEWEST], indirect=True)
+def test_what_was_delivered_is_what_vllm_counts_as_external_hits(engine: Open, agent: Agent) -> None:
+    """Of requests that begin differently: those that wait for one fetch are one load to the agent."""
+    driver = engine()
+    driver.ask("run", prompts=PROMPTS)
+    until(lambda: driver.ask("run", prompts=PROMPTS)["external"] > 5000)
+    before = agent.loaded_blocks()
+    external = sum(driver.ask("run", prompts=PROMPTS)["external"] for _ in range(3))
+
+    assert external > 15_000
+    until(lambda: abs((agent.loaded_blocks() - before) * 16 - external) <= 0.001 * external)
+
+
+@pytest.mark.parametrize("version", [NEWEST], indirect=True)
 def test_hints_that_vllms_requests_carry_reach_the_agent(engine: Open, agent: Agent) -> None:
     driver = engine()
     layout = Layout(MODEL, REVISION, "fp32", 16, layers=1, kv_heads=1, head_dim=64, element_bytes=4)

@@ -90,6 +90,42 @@ def test_a_load_fills_the_callers_buffer_as_far_as_it_goes(agent: AgentThread) -
     assert np.array_equal(into, content(0, 3))
 
 
+def counted(agent: AgentThread, name: str, label: str, **labels: str) -> dict[str, float]:
+    """A counter's values by one of its labels, 0 left out."""
+    families = agent.core.node.counters._instruments.registry.collect()
+    samples = [s for f in families for s in f.samples if s.name == name and labels.items() <= s.labels.items()]
+    return {s.labels[label]: s.value for s in samples if s.value}
+
+
+def test_what_was_delivered_is_what_the_reader_counts_tier_by_tier(tmp_path: Path) -> None:
+    tiers = [dram_tier(1 << 22), dict_tier("nvme", 1 << 22, 1, 2)]
+    served = AgentThread(tmp_path / "agent.sock", lambda: tiers, FakeAuthenticator(a=caller("a")))
+    with served as agent, attached(agent.socket) as client:
+        cache = PrefixCache(client)
+        cache.store(TOKENS, content())
+        agent.core.node.is_draining = True
+        agent.wait(agent.core.cache.evictor.drain(tiers[0]))
+        agent.core.node.is_draining = False
+        for blocks_max in (2, BLOCKS, BLOCKS, 5):
+            cache.load(np.append(TOKENS, TOKENS), blocks_max=blocks_max)
+        cache.load(TOKENS + 1)
+        theirs = client.counters
+        delivered, captured, held = (
+            counted(agent, "kvstrata_load_tokens_total", "tier", stage=stage, tenant="a")
+            for stage in ("delivered", "captured", "held")
+        )
+        saved_s = counted(agent, "kvstrata_load_saved_prefill_seconds_total", "tenant")["a"]
+        gpu_s = counted(agent, "kvstrata_load_saved_gpu_seconds_total", "tenant")["a"]
+        loading_s = counted(agent, "kvstrata_load_seconds_total", "tenant")["a"]
+
+    tokens = {source: blocks * LAYOUT.block_tokens for source, blocks in theirs.loaded_blocks.items()}
+    assert delivered == captured == held == tokens
+    assert set(tokens) == {"dram", "nvme"}
+    assert sum(tokens.values()) == (2 + BLOCKS + BLOCKS + 5) * LAYOUT.block_tokens
+    assert saved_s == gpu_s == pytest.approx(sum(tokens.values()) / 12_000)
+    assert 0 < loading_s < 30
+
+
 def test_a_tenant_without_the_secret_finds_nothing(agent: AgentThread) -> None:
     with attached(agent.socket) as mine, attached(agent.socket, "b") as other:
         PrefixCache(mine).store(TOKENS, content())

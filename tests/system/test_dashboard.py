@@ -1,6 +1,5 @@
-"""The dashboard and the alerts against a real Prometheus that scraped real processes."""
+"""The dashboards and the alerts against a real Prometheus that scraped real processes."""
 
-import json
 import subprocess
 import sys
 import time
@@ -13,7 +12,16 @@ import pytest
 
 from controlplane.waiting import wait_until
 from drawing import prometheus_server
-from drawing.dashboard_queries import PanelQuery, filled, metrics_of, panel_queries, variable_queries
+from drawing.dashboard_queries import (
+    PanelQuery,
+    annotation_queries,
+    defaults_of,
+    filled,
+    metrics_of,
+    panel_queries,
+    read_all,
+    variable_queries,
+)
 from drawing.prometheus_server import QueryError, Server
 from kvstrata_telemetry import ready
 from kvstrata_telemetry.catalog import BY_NAME
@@ -21,10 +29,11 @@ from kvstrata_telemetry.catalog import BY_NAME
 pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).resolve().parents[2]
-DASHBOARD = json.loads((ROOT / "dashboards" / "kv-fleet.json").read_text())
+DASHBOARDS = read_all(ROOT / "dashboards")
 ALERTS = ROOT / "dashboards" / "alerts.yaml"
-QUERIES = list(panel_queries(DASHBOARD))
-ALL = {"pool": ".*", "node": ".*", "tier": ".*", "tenant": ".*"}
+QUERIES = list({q.expr: q for dashboard in DASHBOARDS.values() for q in panel_queries(dashboard)}.values())
+ALL = {name: value for dashboard in DASHBOARDS.values() for name, value in defaults_of(dashboard).items()}
+VARIABLES = {name: query for dashboard in DASHBOARDS.values() for name, query in variable_queries(dashboard).items()}
 RATE_INTERVAL_S = 4.0  # Four scrapes of a second, as Grafana would choose.
 RANGE_S = 30.0
 WAIT_S = 90.0
@@ -92,12 +101,17 @@ def test_an_expression_that_does_not_parse_is_an_error(scraped: Scraped) -> None
         scraped.server.query("sum by (pool (x)")
 
 
-@pytest.mark.parametrize("name", variable_queries(DASHBOARD))
+@pytest.mark.parametrize("name", VARIABLES)
 def test_every_variable_offers_values(scraped: Scraped, name: str) -> None:
-    series, label = variable_queries(DASHBOARD)[name]
+    series, label = VARIABLES[name]
     found = scraped.server.query(filled(series, ALL, RATE_INTERVAL_S, RANGE_S))
 
     assert {s.labels.get(label) for s in found} - {None}
+
+
+@pytest.mark.parametrize("mark", list(annotation_queries(DASHBOARDS["kvstrata-fleet"])), ids=lambda mark: mark.panel)
+def test_prometheus_understands_every_mark(scraped: Scraped, mark: PanelQuery) -> None:
+    scraped.server.query(filled(mark.expr, ALL, RATE_INTERVAL_S, RANGE_S))
 
 
 def test_one_pool_can_be_picked_out(scraped: Scraped) -> None:

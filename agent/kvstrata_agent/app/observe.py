@@ -2,35 +2,51 @@
 
 from __future__ import annotations
 
+from collections import deque
 from datetime import UTC, datetime
 from heapq import nsmallest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.kube.report import Observed, TierObserved
 from kvstrata_api import __version__
-from kvstrata_api.models.poolnode import ERASING_MAX, TENANTS_MAX, TenantBytes, TenantErased
+from kvstrata_api.models.poolnode import ERASING_MAX, TENANTS_MAX, TenantBytes, TenantErased, TenantLookups
 
 if TYPE_CHECKING:
     from kvstrata_agent.app.wiring import AgentParts
+    from kvstrata_agent.app.world import Network
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.node import Node
     from kvstrata_agent.blocks.tier import Tier
-    from kvstrata_agent.cache.ports import DirectoryState
     from kvstrata_agent.provision.provisioner import Provisioner, TierState
     from kvstrata_api.models.inventory import NodeReport
     from kvstrata_api.models.poolnode import KVPoolNode, NodeDrain
+
+
+MINUTE_S: Final = 60.0
+
+
+class LastMinute:
+    """How much a count has grown within the last minute. Asked every second or so, and never more often remembered."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def growth(self, count: int, now_s: float) -> int:
+        """Note what the count is now; returns by how much it has grown since a minute ago, or since the first time."""
+        self._seen.append((now_s, count))
+        while now_s - self._seen[0][0] > MINUTE_S:
+            self._seen.popleft()
+        return count - self._seen[0][1]
 
 
 def observe(
     parts: AgentParts,
     provisioner: Provisioner,
     pool_node: KVPoolNode,
-    *,
-    directory: DirectoryState,
+    network: Network,
     machine: NodeReport | None = None,
-    peer_address: str = "",
 ) -> Observed:
-    """Read everything that the status reports."""
+    """Read everything that the status reports; `machine` is what node preparation has written."""
     node, cache = parts.node, parts.cache
     drain = pool_node.spec.drain
     left = (0 if drain.mode == "Drop" else drain_left(node)) if drain.requested else None
@@ -40,11 +56,17 @@ def observe(
         version=__version__,
         tiers=tuple(_tier(s, node) for s in provisioner.states.values()),
         demand=cache.demand.of_tiers(),
-        directory=directory,
+        directory=network.state,
         queried=node.counters.blocks_queried,
         hit=node.counters.blocks_hit,
         share_hits=dict(node.counters.share_hits),
         tenants=_tenants(node),
+        tenant_lookups=tuple(
+            TenantLookups(tenant=tenant, queried=c.queried, hit=c.hit, denied=c.denied)
+            for tenant, c in sorted(node.counters.tenants.items())
+        ),
+        evicted_per_minute=node.counters.evicted_per_minute,
+        directory_backlog=network.backlog,
         erased=tuple(TenantErased(uid=uid, key_version=v) for uid, v in cache.tenancy.erased()[:ERASING_MAX]),
         orders=parts.orders.answers(),
         memory_bytes=provisioner.memory_bytes,
@@ -52,7 +74,7 @@ def observe(
         is_drain_late=left is not None and is_late(drain.deadline),
         departure=provisioner.departure,
         node=machine,
-        peer_address=peer_address,
+        peer_address=network.address,
         drift=cache.mover.coding.drift,
         pathologies=node.signs.found,
     )

@@ -164,6 +164,11 @@ class PeerNetwork:
         """What the directory does for this node."""
         return self.directory.state
 
+    @property
+    def backlog(self) -> int:
+        """Changes that the directory was not told yet."""
+        return self.directory.backlog
+
     async def start(self, stack: AsyncExitStack, parts: AgentParts) -> None:
         """Answer peers and connect to the directory; `stack` ends both."""
         self._lender = lender = parts.lender

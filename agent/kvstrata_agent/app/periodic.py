@@ -50,6 +50,8 @@ class Sweeper:
         self._unknown_since_s: dict[str, float] = {}
         self._shown: dict[tuple[str, str], int] = {}
         """Tier and tenant of the bytes that Prometheus read last; those that are gone come to 0."""
+        self._quotas: set[tuple[str, str]] = set()
+        """Tiers and tenants whose quota is shown: of those who hold something."""
 
     async def run(self) -> None:
         """Do all duties until cancelled."""
@@ -198,3 +200,14 @@ class Sweeper:
             used_bytes = shown.get((tier, tenant), 0)
             self._node.counters.set("kvstrata_tenant_used_bytes", used_bytes, tenant=tenant, tier=tier)
         self._shown = shown
+        quotas = {
+            (tier.name, tenant): hard_bytes
+            for tier in self._node.tiers
+            for tenant in tier.tenant_bytes
+            if (hard_bytes := self._node.tenants.hard_bytes(tier, tenant)) is not None
+        }
+        for (tier_name, tenant), hard_bytes in quotas.items():
+            self._node.counters.set("kvstrata_tenant_quota_bytes", hard_bytes, tenant=tenant, tier=tier_name)
+        for tier_name, tenant in self._quotas - quotas.keys():
+            self._node.counters.forget("kvstrata_tenant_quota_bytes", tenant=tenant, tier=tier_name)
+        self._quotas = set(quotas)

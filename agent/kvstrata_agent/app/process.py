@@ -254,17 +254,17 @@ class AgentProcess:
     async def _keep_reporting(
         self, world: World, core: AgentParts, provisioner: Provisioner, network: Network, server: Server
     ) -> None:
+        evicted = observe.LastMinute()
         while True:
-            self._round_s = time.monotonic()
+            now_s = self._round_s = time.monotonic()
+            self._counters.evicted_per_minute = evicted.growth(self._counters.evicted_blocks, now_s)
             server.refresh()
             self._counters.set("kvstrata_connections", server.connections)
-            desired, directory, at = world.desired, network.state, network.address
+            desired = world.desired
             followed, machine = self._followed, desired.report
             # An object that is new under its name has other generations: nothing is reported before it was followed.
             if followed is not None and followed.metadata.uid == desired.pool_node.metadata.uid:
-                seen = observe.observe(
-                    core, provisioner, followed, directory=directory, machine=machine, peer_address=at
-                )
+                seen = observe.observe(core, provisioner, followed, network, machine)
                 world.status.report(report.build_status(seen))
             await asyncio.sleep(REPORT_S)
 

@@ -48,6 +48,10 @@ class Network(Protocol):
         """What the directory does for this node."""
 
     @property
+    def backlog(self) -> int:
+        """Changes that the directory was not told yet."""
+
+    @property
     def address(self) -> str:
         """`host:port` where other agents reach this one; empty where there are none."""
 

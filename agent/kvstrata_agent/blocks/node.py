@@ -346,7 +346,7 @@ class Node:
             tier = entry.residences[0].tier.name
             self.remember(entry, Decision(What.DROPPED, self.clock(), reason, tier))
         for residence in entry.residences:
-            self.counters.add("kvstrata_evicted_blocks_total", tier=residence.tier.name, reason=reason)
+            self.counters.evicted(residence.tier.name, reason)
             self.drop_copy(entry, residence.tier)
 
     def evict(self, entries: Iterable[Entry], tier: Tier, reason: str) -> int:
@@ -356,7 +356,7 @@ class Node:
             last += len(entry.residences) == 1
             freed_bytes += self.drop_copy(entry, tier).slot.size_bytes
         if last:
-            self.counters.add("kvstrata_evicted_blocks_total", last, tier=tier.name, reason=reason)
+            self.counters.evicted(tier.name, reason, last)
         return freed_bytes
 
     def remember(self, entry: Entry, decision: Decision) -> None:

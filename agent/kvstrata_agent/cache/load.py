@@ -141,6 +141,21 @@ class Acquisition(NamedTuple):
     """Estimated seconds until the next one is worth asking for again, where only its path's queue is against it."""
     may_grow: bool = False
     """True when `Reader.acquire` may get more of them, from slower tiers or other agents."""
+    held: Sequence[str] = ()
+    """Where each of the leading keys was that the fleet has: name of the tier, or `remote`."""
+    captured: int = 0
+    """Of these, leading ones that are on this node, or that were asked of the node that has them."""
+
+
+class _Run(NamedTuple):
+    """Leading keys that the fleet has; None stands for a block that is elsewhere."""
+
+    wanted: list[Entry | None]
+    """To be brought up."""
+    left: list[Entry | None]
+    """Those behind them, which the engine computes sooner."""
+    choice: Split | None
+    """Where there was one."""
 
 
 class Reader:
@@ -208,7 +223,8 @@ class Reader:
         name = tier.name if tier is not None else ""
         leases = node.leases.grant_all(call.context.owner, copies, now_s + call.lease_s)
         may_grow = len(copies) < len(entries) and self._can_be_had(entries[len(copies)], entries)
-        return Acquisition([Read(lease, name) for lease in leases], may_grow=may_grow)
+        held = [name] * len(copies)
+        return Acquisition([Read(lease, name) for lease in leases], may_grow=may_grow, held=held, captured=len(held))
 
     def _can_be_had(self, first: Entry | None, entries: Sequence[Entry | None]) -> bool:
         """True when the first block that is not in memory may come from somewhere."""
@@ -226,14 +242,21 @@ class Reader:
         before, digests = call.digests[count - 1] if count else b"", call.digests[count:]
         ends_s = self._node.clock() + call.deadline_s
         located = await self._located(context, digests, call.deadline_s)
-        reads, hoped = await self._bring(call, (before, *digests), located, call.deadline_s)
-        if hoped and not reads:  # Those behind the first one took the room that it needed, and nobody has them now.
+        run = self._run(context, digests, located)
+        held = [*(r.source for r in leased), *map(self._source, (*run.wanted, *run.left))]
+        captured = len(leased) + len(run.wanted) + sum(1 for _ in takewhile(lambda e: e is not None, run.left))
+        reads = await self._bring(call, (before, *digests), located, run, call.deadline_s)
+        if (
+            run.wanted and not reads
+        ):  # Those behind the first one took the room that it needed, and nobody has them now.
             left_s = max(0.0, ends_s - self._node.clock())
             again = await self._located(context, digests[:1], left_s)
-            reads, _ = await self._bring(call, (before, *digests[:1]), again, left_s)
+            run = self._run(context, digests[:1], again)
+            reads = await self._bring(call, (before, *digests[:1]), again, run, left_s)
         at = len(reads)
         elsewhere = next((i for i in range(at, len(digests)) if i not in located), len(digests)) - at
-        return Acquisition([*leased, *reads], self._busy_s(context, digests[at:], elsewhere))
+        busy_s = self._busy_s(context, digests[at:], elsewhere)
+        return Acquisition([*leased, *reads], busy_s, held=held, captured=captured)
 
     async def _located(self, context: RequestContext, digests: Sequence[bytes], left_s: float) -> dict[int, Location]:
         entries = self.lookup_now(context, digests)
@@ -256,13 +279,18 @@ class Reader:
         return congestion_s(inputs, is_full=paths.is_full(source, target.name)) if inputs is not None else 0.0
 
     async def _bring(
-        self, call: AcquireCall, chain: Sequence[bytes], located: dict[int, Location], deadline_s: float
-    ) -> tuple[list[Read], int]:
-        """Bring up and lease what can be had; returns also how many blocks that might have been.
+        self,
+        call: AcquireCall,
+        chain: Sequence[bytes],
+        located: dict[int, Location],
+        found: _Run,
+        deadline_s: float,
+    ) -> list[Read]:
+        """Bring up and lease what can be had of a run.
 
         `chain` holds the key that the first one continues, empty where it is not known, and the wanted ones behind it.
         """
-        run, choice = self._run(call.context, chain[1:], located)
+        run, choice = found.wanted, found.choice
         sources = [self._source(e) for e in run]
         started_s = self._node.clock()
         self._start_remote(call.context, chain, located, run)
@@ -273,7 +301,7 @@ class Reader:
         if choice is not None and run:
             took_s = self._node.clock() - started_s
             self._node.count_regret(self._node.regrets.fetched(chain[1], choice, took_s))
-        return self.live(call, reads), len(run)
+        return self.live(call, reads)
 
     def live(self, call: AcquireCall, reads: Sequence[Read]) -> list[Read]:
         """Leading reads whose leases still live, for their whole time from now; the others were waited for too long."""
@@ -283,13 +311,8 @@ class Reader:
         self._node.end_leases(self._node.leases.end(owner, ids[count:]))
         return list(reads[:count])
 
-    def _run(
-        self, context: RequestContext, digests: Sequence[bytes], located: dict[int, Location]
-    ) -> tuple[list[Entry | None], Split | None]:
-        """Leading keys that are here or elsewhere and cheaper to fetch than to compute; None stands for elsewhere.
-
-        Returns also the choice, where there was one.
-        """
+    def _run(self, context: RequestContext, digests: Sequence[bytes], located: dict[int, Location]) -> _Run:
+        """Leading keys that are here or elsewhere, parted by whether fetching is cheaper than computing."""
         run: list[Entry | None] = []
         for i, entry in enumerate(self.lookup_now(context, digests)):
             if entry is None and i not in located:
@@ -299,8 +322,8 @@ class Reader:
             run.append(entry)
         choice = self._choice(context, run)
         if choice is None:
-            return run, None
-        return run[: choice.blocks], choice
+            return _Run(run, [], None)
+        return _Run(run[: choice.blocks], run[choice.blocks :], choice)
 
     def worth_fetching(self, context: RequestContext | None, run: Sequence[Entry | None]) -> int:
         """Leading blocks of the run to bring up; the engine computes what is behind them sooner than we bring it."""
@@ -351,6 +374,10 @@ class Reader:
         """Tokens that stand before a block, as far as its chain is here."""
         ancestors = self._node.index.ancestors(entry) if entry is not None else ()
         return sum(1 for _ in islice(ancestors, BLOCKS_BEFORE_MAX)) * self._node.spec.compatibility.block_tokens
+
+    def compute_s(self, context: RequestContext, tokens: int) -> float:
+        """Seconds in which whoever asks would compute so many tokens, as if nothing stood before them."""
+        return self._engine(context).compute_s(0, tokens)
 
     def prefill_tokens_per_s(self, context: RequestContext | None) -> float:
         """How fast whoever asks would compute."""
@@ -546,8 +573,7 @@ class Reader:
         located = await self._located(context, digests, 0.0)
         policy = self._node.spec.policy.prefetch
         most = max(0, policy.max_inflight_bytes - self._mover.bytes_under_way) // context.raw_bytes
-        found, _ = self._run(context, digests, located)
-        run = found[:most]
+        run = self._run(context, digests, located).wanted[:most]
         away = run.count(None)
         self._start_remote(context, (b"", *digests), located, run)
         begun = self._prefetch(context, run)

@@ -155,6 +155,7 @@ class Writer:
         tier = self._node.entry_tier
         assert tier is not None, "else nothing was asked of it"
         self._node.counters.add("kvstrata_quota_rejected_total", count, tenant=context.tenant, tier=tier.name)
+        self._node.counters.denied(context.tenant, count)
         self._node.counters.add("kvstrata_refused_blocks_total", count, reason="quota")
         _log.debug("blocks refused", extra={"blocks": count, "cause": str(error)})
 

@@ -29,6 +29,7 @@ from kvstrata_api.models.poolnode import (
     ShareHits,
     TenantBytes,
     TenantErased,
+    TenantLookups,
     TierDemand,
     TierDevice,
     TierProbe,
@@ -49,7 +50,19 @@ COUNTERS_S: Final = 10.0
 FACTS_S: Final = 1.0
 """Shortest time between two writes, whatever they report: two writers that disagree must not race."""
 
-_NO_FACTS: Final = {"lookups", "conditions", "tiers", "shares", "tenants", "erased", "orders", "node"}
+_NO_FACTS: Final = {
+    "lookups",
+    "conditions",
+    "tiers",
+    "shares",
+    "tenants",
+    "tenant_lookups",
+    "evicted_per_minute",
+    "directory_backlog",
+    "erased",
+    "orders",
+    "node",
+}
 """Counters, what is compared by itself, and what node preparation writes."""
 
 
@@ -103,6 +116,11 @@ class Observed:
     """Blocks that readers of prefix shares were given, by the share's uid."""
     tenants: tuple[TenantBytes, ...] = ()
     """Exact bytes, at most `TENANTS_MAX` of them."""
+    tenant_lookups: tuple[TenantLookups, ...] = ()
+    """Exact counts, at most `TENANTS_MAX` of them."""
+    evicted_per_minute: int = 0
+    directory_backlog: int = 0
+    """Changes that wait to be told to the directory."""
     erased: tuple[TenantErased, ...] = ()
     orders: tuple[OrderAnswer, ...] = ()
     """Exact counts."""
@@ -135,6 +153,9 @@ def build_status(seen: Observed) -> KVPoolNodeStatus:
         lookups=LookupCounts(queried=seen.queried, hit=seen.hit),
         shares=tuple(ShareHits(uid=uid, hits=units.coarse(hits)) for uid, hits in sorted(seen.share_hits.items())),
         tenants=tuple(t.model_copy(update={"used_bytes": units.coarse(t.used_bytes)}) for t in seen.tenants),
+        tenant_lookups=tuple(_coarse_lookups(t) for t in seen.tenant_lookups),
+        evicted_per_minute=units.coarse(seen.evicted_per_minute),
+        directory_backlog=units.coarse(seen.directory_backlog),
         erased=seen.erased,
         orders=tuple(_rounded_answer(answer) for answer in seen.orders),
         memory_bytes=seen.memory_bytes,
@@ -398,6 +419,11 @@ def hit_percent(status: KVPoolNodeStatus) -> int:
     return round(status.lookups.hit * 100 / queried) if queried > 0 else 0
 
 
+def _coarse_lookups(counts: TenantLookups) -> TenantLookups:
+    coarse = {name: units.coarse(getattr(counts, name)) for name in ("queried", "hit", "denied")}
+    return counts.model_copy(update=coarse)
+
+
 def _parsed(stored: Mapping[str, Any]) -> KVPoolNodeStatus | None:
     """Parse a stored status; None when it was never written or cannot be read, so that it is written again."""
     if not stored:
@@ -441,15 +467,19 @@ def _facts(status: KVPoolNodeStatus, ours: KVPoolNodeStatus) -> Json:
 def _counters(status: KVPoolNodeStatus) -> tuple[object, ...]:
     """Fill of and demand for each tier, the hit ratio and the use of shares and of room by tenants, rounded.
 
-    Block counts ride along but cause no write.
+    Block counts ride along but cause no write; what rises and falls causes one where it doubled or halved.
     """
     tenants = sorted((t.tenant, t.tier, t.used_bytes, t.over_hard) for t in status.tenants)
+    asked = sorted((t.tenant, t.queried, t.hit, t.denied) for t in status.tenant_lookups)
     fills = ((round_used(t), t.demand) for t in status.tiers)
     return (
         *fills,
         hit_percent(status),
         *status.shares,
         *tenants,
+        *asked,
+        status.evicted_per_minute.bit_length(),
+        status.directory_backlog.bit_length(),
         *status.erased,
         *status.orders,
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstrata_agent.blocks.request import RequestContext
 from kvstrata_agent.serve.audit import Audit
+from kvstrata_agent.serve.load_counts import LoadBook
 from kvstrata_api import wire
 from kvstrata_api.errors import (
     ForbiddenError,
@@ -110,6 +111,8 @@ class Attachment:
     block_bytes: int = 0
     extents: set[tuple[int, bool]] = field(default_factory=set)
     """Extents that were sent, with whether they were writable."""
+    loads: LoadBook = field(default_factory=LoadBook)
+    """Of loads under way."""
 
     @property
     def tenant(self) -> str:

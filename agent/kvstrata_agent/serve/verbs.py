@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.cache.ports import Directory
     from kvstrata_agent.serve.audit import Audit
     from kvstrata_agent.serve.authorization import Attaching, Attachment, ScopeRight
+    from kvstrata_agent.serve.load_counts import LoadCounts
     from kvstrata_agent.serve.session_verbs import SessionVerbs
     from kvstrata_metadata.store.records import Location
 
@@ -224,6 +225,7 @@ class Verbs:
                 f"loaded_blocks {loaded} of wanted_blocks {wanted}: 0 <= loaded <= wanted <= {wire.KEYS_MAX}"
             )
         self._node.counters.looked_up(at.tenant, wanted, loaded)
+        self._observer.on_loaded(at, at.loads.end(wanted, loaded))
         return wire.Done(request.id, self.grants_version, loaded)
 
     def _acquire(self, at: Attachment, request: wire.Acquire) -> Outcome:
@@ -246,6 +248,7 @@ class Verbs:
             active.set(hit_blocks=len(acquired.reads))
         if acquired.may_grow:
             return self._acquire_slow(at, request, call, acquired.reads)
+        at.loads.note(call.digests, acquired.held, acquired.captured, self._node.clock())
         if call.part_bytes:
             return self._acquired_in_parts(at, request, call, acquired.reads)
         return self._acquired(at, request, context, acquired.reads)
@@ -265,6 +268,7 @@ class Verbs:
             "kvstrata.follow", parent=request.traceparent, session_id=name, pool=self._node.pool, requested_blocks=count
         ):
             reads = await self._handovers.follow(call)
+        at.loads.note(call.digests, [r.source for r in reads], len(reads), self._node.clock())
         return self._acquired(at, request, call.context, reads)
 
     async def _acquire_slow(
@@ -280,6 +284,7 @@ class Verbs:
         ) as active:
             began_s = self._node.clock()
             acquired = await reader.acquire(call, leased)
+            at.loads.note(call.digests, acquired.held, acquired.captured, began_s)
             active.set(hit_blocks=len(acquired.reads))
         if call.context.session is not None:
             self._note_wait(call.context.session, began_s, call.digests[len(leased)])
@@ -347,6 +352,7 @@ class Verbs:
 
     def _release(self, at: Attachment, request: wire.Release) -> wire.Done:
         self._cache.reader.inspect(at.owner, request.suspects[:SUSPECTS_MAX])
+        at.loads.released(self._node.clock())
         return wire.Done(request.id, self.grants_version, self._cache.release(at.owner, request.leases))
 
     def _reserve(self, at: Attachment, request: wire.Reserve) -> Outcome:
@@ -367,8 +373,10 @@ class Verbs:
         try:
             return at.writable(request.scope)
         except ForbiddenError:
-            verb = _VERBS[type(request)]
-            self._audit.refused_write(at.caller, request.scope, verb, len(request.digests) // KEY_BYTES)
+            verb, blocks = _VERBS[type(request)], len(request.digests) // KEY_BYTES
+            self._audit.refused_write(at.caller, request.scope, verb, blocks)
+            if at.caller is not None:
+                self._node.counters.denied(at.tenant, blocks)
             raise
 
     async def _reserve_slow(
@@ -606,6 +614,7 @@ class ReadObserver:
     def __init__(self, cache: Cache, audit: Audit) -> None:
         self._audit = audit
         self._counters = cache.node.counters
+        self._reader = cache.reader
         self._demand = cache.demand
 
     def on_request(self, request: _Keyed) -> None:
@@ -616,6 +625,8 @@ class ReadObserver:
     def on_refused(self, at: Attachment, request: _Asked, blocks: int) -> None:
         """Note a request for blocks of a scope that the caller may not read, or not any more."""
         self._audit.refused_scope(at.caller, request.scope, _VERBS[type(request)], blocks)
+        if at.caller is not None:
+            self._counters.denied(at.tenant, blocks)
 
     def on_lookup(
         self, at: Attachment, request: wire.Lookup, entries: Sequence[Entry | None], states: Sequence[int]
@@ -627,6 +638,24 @@ class ReadObserver:
         if right is not None:
             hits = (entry for entry, state in zip(entries, states, strict=True) if state == Lookup.HIT)
             self._audit.read(at.caller, right.access, "lookup", hits)
+
+    def on_loaded(self, at: Attachment, counts: LoadCounts) -> None:
+        """Note how far the blocks of a load came, and what it saved. Each shard counts its part of the tokens."""
+        layout, counters = at.layout, self._counters
+        if layout is None or not at.rights:
+            return
+        tenant, shards = at.tenant, max(1, layout.tp_size)
+        for stage, places in (("held", counts.held), ("captured", counts.captured), ("delivered", counts.delivered)):
+            for place, blocks in places.items():
+                tokens = blocks * layout.block_tokens / shards
+                counters.add("kvstrata_load_tokens_total", tokens, tenant=tenant, tier=place, stage=stage)
+        delivered = counts.delivered.total()
+        if delivered:
+            context = next(iter(at.rights.values())).context
+            computed_s = self._reader.compute_s(context, delivered * layout.block_tokens)
+            counters.add("kvstrata_load_saved_prefill_seconds_total", computed_s / shards, tenant=tenant)
+            counters.add("kvstrata_load_saved_gpu_seconds_total", computed_s, tenant=tenant)
+        counters.add("kvstrata_load_seconds_total", counts.took_s / shards, tenant=tenant)
 
     def on_acquired(self, at: Attachment, right: ScopeRight, reads: Sequence[Read]) -> None:
         """Note blocks that a caller was given."""

@@ -385,6 +385,12 @@ class KVPoolStatus(ApiModel):
     hit_percent: int | None = Field(
         None, ge=0, le=100, description="Hits per hundred looked-up blocks since agents started."
     )
+    evictions_per_second: Text = Field(
+        "", description="Blocks that left the last tier that held them, over the last minute."
+    )
+    gc_backlog: Count = Field(
+        0, description="Changes that agents have not told the directory yet, withdrawals of what is gone among them."
+    )
     tenants: Count = Field(0, description="Tenants that may use the pool.")
     current_revision: Text = Field("", description="Revision that most agents run.")
     update_revision: Text = Field("", description="Revision that the spec asks for.")

@@ -201,6 +201,17 @@ class TenantBytes(ApiModel):
     over_hard: bool = Field(False, description="True while it holds more than its hard quota, which was lowered.")
 
 
+class TenantLookups(ApiModel):
+    """Blocks that one tenant asked this node for since the agent started, to within an eighth."""
+
+    tenant: str = Field(max_length=330, description="Tenant.")
+    queried: Count = Field(0, description="Blocks asked for.")
+    hit: Count = Field(0, description="Blocks found.")
+    denied: Count = Field(
+        0, description="Blocks of scopes that it may not read or write, and those that its hard quota refused."
+    )
+
+
 class TenantErased(ApiModel):
     """Confirmation that a node holds nothing of a tenant from before a key version."""
 
@@ -238,6 +249,15 @@ class KVPoolNodeStatus(ApiModel):
     )
     tenants: tuple[TenantBytes, ...] = Field(
         (), max_length=TENANTS_MAX, description="Bytes by tenant and tier, the most first."
+    )
+    tenant_lookups: tuple[TenantLookups, ...] = Field(
+        (), max_length=TENANTS_MAX, description="Blocks asked for by tenant: those that asked last."
+    )
+    evicted_per_minute: Count = Field(
+        0, description="Blocks that left the last tier that held them within the last minute, to within an eighth."
+    )
+    directory_backlog: Count = Field(
+        0, description="Changes that the directory was not told yet, withdrawals of what is gone among them."
     )
     erased: tuple[TenantErased, ...] = Field(
         (), max_length=ERASING_MAX, description="Erasures under way that are done on this node."

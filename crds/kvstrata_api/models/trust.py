@@ -98,6 +98,14 @@ class KVTenantStatus(ApiModel):
     observed_generation: Count = Field(0, description="metadata.generation that this status speaks of.")
     conditions: Conditions = Field((), description="Observations by type.")
     usage: tuple[TenantUsage, ...] = Field((), max_length=64, description="Bytes by pool and tier.")
+    quota: Text = Field("", description="Hard quotas over all nodes of their pools; empty without any.")
+    used: Text = Field("", description="Bytes over all pools, tiers and nodes, such as 1.2Gi.")
+    hit_percent: int | None = Field(
+        None, ge=0, le=100, description="Hits per hundred looked-up blocks since agents started."
+    )
+    denied: Count = Field(
+        0, description="Blocks that it may not read or write, or that its hard quota refused, since agents started."
+    )
     key_version: Count = Field(0, description="Version of the tenant's key that is in use.")
     erase_started: Text = Field("", description="Value of spec.eraseRequested that the key version was moved on for.")
     last_erase: Text = Field("", description="Value of spec.eraseRequested that was carried out last.")

@@ -17,7 +17,7 @@ from kvstrata_api.models.pool import KVPool
 from kvstrata_operator.decide.pools.placement import Picked, Placement, Rules, rules_of, scales_of
 from kvstrata_operator.decide.pools.pool_facts import PoolPods, PoolSums, Tally, is_serving, judge, memory_bytes
 from kvstrata_operator.decide.pools.reconcile import Difference, is_plain
-from kvstrata_operator.decide.trust.tenant_usage import Held
+from kvstrata_operator.decide.trust.tenant_usage import Asked, Held
 from kvstrata_operator.observe import kinds
 from kvstrata_operator.observe.records import AgentPodSeen, Declared, NodeSeen, PoolNodeSeen
 from kvstrata_operator.observe.world import View, World
@@ -29,6 +29,8 @@ class FleetSums:
 
     held: defaultdict[str, Held] = field(default_factory=lambda: defaultdict(Held))
     """By tenant."""
+    asked: defaultdict[str, Asked] = field(default_factory=lambda: defaultdict(Asked))
+    """By tenant."""
     share_hits: Counter[str] = field(default_factory=Counter)
     """Blocks that readers of a share were given, by its uid."""
 
@@ -38,6 +40,10 @@ class FleetSums:
             self.held[row.tenant].add((node.pool, row.tier), node.node, row, sign)
             if self.held[row.tenant].is_empty:
                 del self.held[row.tenant]
+        for asked in node.tenant_lookups:
+            self.asked[asked.tenant].add(asked, sign)
+            if self.asked[asked.tenant].is_empty:
+                del self.asked[asked.tenant]
         for uid, count in node.share_hits:
             self.share_hits[uid] += sign * count
             if not self.share_hits[uid]:

@@ -26,7 +26,7 @@ from kvstrata_operator.decide.pools import autoscaling, lifecycle, pool_status
 from kvstrata_operator.decide.pools.placement import Placement
 from kvstrata_operator.decide.trust import erasure, scope_keys
 from kvstrata_operator.decide.trust import identity_conflicts as claims
-from kvstrata_operator.decide.trust.tenant_usage import Held, overcommitted
+from kvstrata_operator.decide.trust.tenant_usage import Asked, Held, overcommitted
 from kvstrata_operator.decide.trust.trust_status import (
     ShareSeen,
     TenantFacts,
@@ -38,7 +38,12 @@ from kvstrata_operator.observe.kinds import connection_ref, digest, format_time
 from kvstrata_operator.observe.records import Declared, ScopeSecretSeen
 from kvstrata_operator.observe.world import Setting, TrustSeen, View
 
-USAGE_FIELDS: Final = frozenset({"tiers", "usedOfCapacity", "hitPercent", "hits", "usage"})
+USAGE_FIELDS: Final = frozenset(
+    {
+        "tiers", "usedOfCapacity", "hitPercent", "hits", "usage", "used", "quota", "denied", "evictionsPerSecond",
+        "gcBacklog",
+    }
+)  # fmt: skip
 """Fields that move with the load; a change in nothing else may wait."""
 
 
@@ -149,6 +154,8 @@ def _tenants(
             unmet=claims.unmet_domain(name, tenant.model.spec, trust.domains) if tenant.model else None,
             progress=erasure.progress_of(tenant, _secret(trust, ScopeKind.TENANT, name, namespace), nodes, answering),
             held=fleet.sums.held.get(name, Held()),
+            asked=fleet.sums.asked.get(name, Asked()),
+            nodes={pool: len(members.seen) for pool, members in fleet.pools.items()},
             overcommit=overcommit,
         )
         yield tenant, tenant_status(tenant, domains, facts, format_time(now))

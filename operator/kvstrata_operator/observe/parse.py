@@ -37,6 +37,7 @@ from kvstrata_operator.observe.records import (
     NodeSeen,
     PoolNodeSeen,
     ScopeSecretSeen,
+    TenantAsked,
     TenantSeen,
     TierSeen,
 )
@@ -134,6 +135,13 @@ class _TenantBytes(msgspec.Struct, rename="camel"):
     over_hard: bool = False
 
 
+class _TenantLookups(msgspec.Struct):
+    tenant: str
+    queried: int = 0
+    hit: int = 0
+    denied: int = 0
+
+
 class _TenantErased(msgspec.Struct, rename="camel"):
     uid: str
     key_version: int = 0
@@ -160,6 +168,9 @@ class _PoolNodeStatus(msgspec.Struct, rename="camel"):
     memory_bytes: int = 0
     shares: list[_ShareHits] = []
     tenants: list[_TenantBytes] = []
+    tenant_lookups: list[_TenantLookups] = []
+    evicted_per_minute: int = 0
+    directory_backlog: int = 0
     erased: list[_TenantErased] = []
     orders: list[_Answer] = []
 
@@ -208,6 +219,9 @@ def parse_pool_node(raw: bytes) -> PoolNodeSeen:
         memory_bytes=status.memory_bytes,
         share_hits=tuple((intern(s.uid), s.hits) for s in status.shares),
         tenants=tuple(TenantSeen(intern(t.tenant), intern(t.tier), t.used_bytes, t.over_hard) for t in status.tenants),
+        tenant_lookups=tuple(TenantAsked(intern(t.tenant), t.queried, t.hit, t.denied) for t in status.tenant_lookups),
+        evicted_per_minute=status.evicted_per_minute,
+        directory_backlog=status.directory_backlog,
         orders=tuple(intern(o.uid) for o in spec.orders),
         answers={intern(a.uid): _answer(a) for a in status.orders},
         is_heard=status.observed_generation >= meta.generation,

@@ -111,6 +111,16 @@ class TenantSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantAsked:
+    """Blocks that one tenant asked a node for, found there, and was denied."""
+
+    tenant: str
+    queried: int
+    hit: int
+    denied: int
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerSeen:
     """What an agent reports of its part of a KVOperation."""
 
@@ -161,6 +171,10 @@ class PoolNodeSeen:
     share_hits: tuple[tuple[str, int], ...] = ()
     """Blocks that readers of prefix shares were given, by the share's uid."""
     tenants: tuple[TenantSeen, ...] = ()
+    tenant_lookups: tuple[TenantAsked, ...] = ()
+    evicted_per_minute: int = 0
+    directory_backlog: int = 0
+    """Changes that the agent has not told the directory yet."""
     orders: tuple[str, ...] = ()
     """Uids of the KVOperations that the spec orders a part of."""
     answers: Mapping[str, AnswerSeen] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from kvstrata_agent.app import observe
-from kvstrata_agent.cache.ports import DirectoryState
+from kvstrata_agent.app.standalone.world import NoNetwork
 from kvstrata_agent.kube import report
 from kvstrata_agent.provision.provisioner import Provisioner
 from kvstrata_api.models.base import ObjectMeta
@@ -38,7 +38,7 @@ class Provisioned:
         asked = NodeDrain.model_validate(drain)
         spec = KVPoolNodeSpec(pool_ref="pool", node_name="node", tiers=(), revision=REVISION, drain=asked)
         pool_node = KVPoolNode(metadata=ObjectMeta(name="pool.node", generation=GENERATION), spec=spec)
-        seen = observe.observe(self.core, self.provisioner, pool_node, directory=DirectoryState.ANSWERS)
+        seen = observe.observe(self.core, self.provisioner, pool_node, NoNetwork())
         return report.build_status(seen)
 
     def condition(self, type_: str) -> Condition:

@@ -37,6 +37,10 @@ class Agent:
         """How many blocks it holds."""
         return int(self._facts()["blocks"])
 
+    def loaded_blocks(self) -> int:
+        """How many blocks loads have got, as they report it."""
+        return int(self._facts()["loaded_blocks"])
+
     def rates(self) -> list[float]:
         """Tokens a second that engines have reported."""
         return list(self._facts()["prefill_tokens_per_s"])

@@ -124,6 +124,8 @@ class Keeping(RuleBasedStateMachine):
         status["tiers"][0] |= {"usedBytes": used, "phase": "Failed" if is_broken else "Ready"}
         status["lookups"] = {"queried": used, "hit": used // 3}
         status["shares"] = [{"uid": "s", "hits": used}]
+        status["tenantLookups"] = [{"tenant": "t", "queried": used, "hit": used // 2, "denied": used // 4}]
+        status["evictedPerMinute"], status["directoryBacklog"] = used, used // 8
         status["tenants"] = [{"tenant": "t", "tier": "dram", "usedBytes": used, "overHard": used > 1 << 20}]
 
     @rule(seconds=st.sampled_from([1, 400]))
@@ -142,6 +144,7 @@ class Keeping(RuleBasedStateMachine):
         assert plan_orders(*kept, SETTING, now) == plan_orders(*whole, SETTING, now)
         assert plan_statuses(*kept, SETTING, now) == plan_statuses(*whole, SETTING, now)
         assert +kept[1].sums.share_hits == +whole[1].sums.share_hits
+        assert kept[1].sums.asked == whole[1].sums.asked
         for pool in kept[0].pools.declared:
             assert facts(kept[1], pool) == facts(whole[1], pool)
 

@@ -211,11 +211,14 @@ def test_only_figures_that_move_with_the_load_count_as_usage() -> None:
     status = fleet.objects[pool_node("p", "n0")]["status"]
     status["tiers"][0]["usedBytes"] = 512 << 20
     status["lookups"] = {"queried": 100, "hit": 42}
+    status["evictedPerMinute"], status["directoryBacklog"] = 90, 35
     write = statuses(fleet)["p"]
 
     assert write.is_usage_only
     assert write.action.body["status"]["usedOfCapacity"] == "512Mi/1Gi"
     assert write.action.body["status"]["hitPercent"] == 42
+    assert write.action.body["status"]["evictionsPerSecond"] == "1.5"
+    assert write.action.body["status"]["gcBacklog"] == 32
     fleet.fall_silent("p.n0")
     assert not statuses(fleet)["p"].is_usage_only
 

@@ -181,6 +181,27 @@ def test_usage_is_summed_over_nodes_and_rounded() -> None:
 QUOTA = {"poolRef": "p", "tier": "dram", "hard": "8Gi", "guaranteed": "1Gi"}
 
 
+def test_quota_use_hits_and_denials_are_summed_over_nodes_for_the_columns() -> None:
+    fleet = running("n0", "n1", quotas=[{"poolRef": "p", "tier": "dram", "hard": "1Gi"}])
+    for node, used in (("n0", 96 << 20), ("n1", 32 << 20)):
+        held = [{"tenant": "a", "tier": "dram", "usedBytes": used}, {"tenant": "b", "tier": "dram", "usedBytes": 1}]
+        asked = [{"tenant": "a", "queried": 100, "hit": 40, "denied": 3}, {"tenant": "b", "queried": 9}]
+        tell(fleet, node, tenants=held, tenantLookups=asked)
+    fleet.settle()
+    status = tenant(fleet)["status"]
+
+    assert {name: status[name] for name in ("quota", "used", "hitPercent", "denied")} == {
+        "quota": "2Gi", "used": "128Mi", "hitPercent": 40, "denied": 6,
+    }  # fmt: skip
+
+
+def test_a_tenant_that_nobody_has_asked_for_has_no_hit_ratio_and_without_quotas_no_bound() -> None:
+    fleet = running("n0")
+    status = tenant(fleet)["status"]
+
+    assert (status["quota"], status["used"], status.get("hitPercent"), status["denied"]) == ("", "0", None, 0)
+
+
 def test_quotas_are_enforced_until_a_node_says_otherwise() -> None:
     fleet = running("n1", "n2", quotas=[QUOTA])
     assert condition(tenant(fleet), "QuotaEnforced") == ("True", "Enforced")

@@ -7,20 +7,34 @@ from itertools import accumulate
 import pytest
 from prometheus_client import CollectorRegistry
 
-from drawing.dashboard_queries import filled, first_rows, legend_of, metrics_of, panel_queries, variable_queries
+from drawing.dashboard_queries import (
+    annotation_queries,
+    defaults_of,
+    filled,
+    legend_of,
+    metrics_of,
+    panel_queries,
+    read_all,
+    variable_queries,
+)
 from kvstrata_telemetry import dashboard, generated
-from kvstrata_telemetry.catalog import BY_NAME, BY_PROCESS, SPANS
+from kvstrata_telemetry.catalog import BY_NAME, BY_PROCESS, PEERS, SPANS
 from kvstrata_telemetry.metrics import Instruments, Kind, Metric, index
-from kvstrata_telemetry.panel_types import Panel, Query
-from kvstrata_telemetry.panels import ROWS
+from kvstrata_telemetry.panel_types import Board, Panel, Query
+from kvstrata_telemetry.panels import BOARDS
 
 pytestmark = pytest.mark.unit
 
-PANELS = [panel for row in ROWS for panel in row.panels]
+PANELS = [panel for board in BOARDS for row in board.rows for panel in row.panels]
+PANELS_MAX = 20
+"""Of one dashboard, so that it is one screen."""
+SCREEN_UNITS = 28
+"""Of Grafana's grid, 38 pixels each: what a screen of 1,080 lines shows."""
 QUERIES = [query for panel in PANELS for query in panel.queries]
 BASE_UNITS = ("_seconds", "_bytes", "_ratio", "_bytes_per_second")
 UNBOUNDED = {"block", "digest", "hash", "key", "session", "session_id", "prefix"}
 
+boards = pytest.mark.parametrize("board", BOARDS, ids=[b.name for b in BOARDS])
 metrics = pytest.mark.parametrize("metric", BY_NAME.values(), ids=list(BY_NAME))
 
 
@@ -73,6 +87,16 @@ def test_span_names_are_unique_and_ours() -> None:
     assert all(name.startswith("kvstrata.") for name in names)
 
 
+def test_names_of_other_systems_lead_to_metrics_and_labels_that_there_are() -> None:
+    for peer in PEERS:
+        names = metrics_of(peer.ours)
+        assert names
+        assert names <= BY_NAME.keys()
+        known = set[str]().union(*(BY_NAME[name].labels for name in names))
+        said = set(re.findall(r"by `(\w+)`", peer.ours)) | set(re.findall(r"(\w+)=", peer.ours))
+        assert said <= known
+
+
 def by_labels(expr: str) -> set[str]:
     """Labels that stay after the outermost aggregation; every aggregation of a query keeps the same ones."""
     return {label.strip() for found in re.findall(r"by \(([^)]*)\)", expr) for label in found.split(",")} - {"le"}
@@ -111,52 +135,94 @@ def test_a_panel_has_description_unit_thresholds_and_data(panel: Panel) -> None:
     assert len(values) == len(panel.limits) - 1
 
 
-def test_panels_fill_the_grid_line_by_line() -> None:
-    for row in ROWS:
+@boards
+def test_panels_fill_the_grid_line_by_line(board: Board) -> None:
+    for row in board.rows:
         edges = list(accumulate(panel.width for panel in row.panels))
         assert all(24 * k in edges for k in range(1, edges[-1] // 24 + 1)), row.question
         assert edges[-1] % 24 == 0, row.question
 
 
-def test_titles_are_unique() -> None:
-    assert len({panel.title for panel in PANELS}) == len(PANELS)
+@boards
+def test_a_dashboard_is_one_screen(board: Board) -> None:
+    panels = json.loads(dashboard.text(board))["panels"]
+
+    assert sum(panel["type"] != "row" for panel in panels) <= PANELS_MAX
+    assert max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels) <= SCREEN_UNITS
 
 
-def test_every_metric_is_on_the_dashboard() -> None:
+@boards
+def test_titles_of_a_dashboard_are_unique(board: Board) -> None:
+    titles = [panel.title for row in board.rows for panel in row.panels]
+
+    assert len(set(titles)) == len(titles)
+
+
+@boards
+def test_a_dashboard_has_the_variables_that_its_queries_use(board: Board) -> None:
+    asked = " ".join(q.expr for row in board.rows for panel in row.panels for q in panel.queries)
+
+    assert set(re.findall(r"\$([a-z]\w*)", asked)) == set(board.variables)
+    assert len(board.variables) == len(set(board.variables))
+
+
+@boards
+def test_every_panel_leads_to_another_dashboard(board: Board) -> None:
+    uids = {b.uid for b in BOARDS}
+    made = json.loads(dashboard.text(board))
+
+    assert [link["url"] for link in made["links"]] == [f"/d/{b.uid}" for b in BOARDS if b is not board]
+    for panel in made["panels"]:
+        if panel["type"] != "row":
+            (link,) = panel["links"]
+            assert re.fullmatch(r"/d/([a-z-]+)\?\${__all_variables}&\${__url_time_range}", link["url"])
+            assert link["url"].split("?")[0].removeprefix("/d/") in uids - {board.uid}
+
+
+def test_every_dashboard_is_led_to() -> None:
+    leads = {(b.name, p.deeper or row.deeper) for b in BOARDS for row in b.rows for p in row.panels}
+
+    assert {to for _, to in leads} == {b.name for b in BOARDS}
+
+
+def test_every_metric_is_on_a_dashboard() -> None:
     shown = frozenset[str]().union(*(metrics_of(query.expr) for query in QUERIES))
 
     assert BY_NAME.keys() - shown == set()
 
 
-def test_the_dashboard_in_the_tree_is_the_one_that_is_built() -> None:
+def test_the_dashboards_in_the_tree_are_those_that_are_built() -> None:
     assert generated.drift(dashboard.files()) == ()
+    assert read_all(generated.ROOT / "dashboards").keys() == {board.uid for board in BOARDS}
 
 
-def test_the_json_has_what_grafana_needs() -> None:
-    made = json.loads(dashboard.text())
+@boards
+def test_the_json_has_what_grafana_needs(board: Board) -> None:
+    made = json.loads(dashboard.text(board))
 
-    assert (made["schemaVersion"], made["uid"]) == (41, "kvstrata-overview")
-    assert list(variable_queries(made)) == ["pool", "node", "tier", "tenant"]
+    assert (made["schemaVersion"], made["uid"]) == (41, board.uid)
+    assert made["templating"]["list"][0]["type"] == "datasource"
+    assert list(defaults_of(made)) == list(board.variables)
     ids = [panel["id"] for panel in made["panels"]]
     assert len(ids) == len(set(ids))
-    assert len(list(panel_queries(made))) == len(QUERIES)
+    assert len(list(panel_queries(made))) == sum(len(p.queries) for row in board.rows for p in row.panels)
     for series, label in variable_queries(made).values():
         (name,) = metrics_of(series)
         assert label in BY_NAME[name].labels
+
+
+@boards
+def test_marks_ask_for_metrics_of_the_catalogue(board: Board) -> None:
+    marks = list(annotation_queries(json.loads(dashboard.text(board))))
+
+    assert [mark.panel for mark in marks] == ["annotation Alerts", "annotation Operations", "annotation Pool changes"]
+    assert all(metrics_of(mark.expr) <= BY_NAME.keys() for mark in marks)
 
 
 def test_filling_leaves_no_variable_and_takes_the_longest_name() -> None:
     expr = 'rate(x{pool=~"$pool",p=~"${pool}"}[$__rate_interval]) + y[$__range] + $unknown'
 
     assert filled(expr, {"pool": "a|b"}, 3.2, 60.0) == 'rate(x{pool=~"a|b",p=~"a|b"}[4s]) + y[60s] + $unknown'
-
-
-def test_the_first_rows_keep_their_panels_and_lose_the_others() -> None:
-    made = json.loads(dashboard.text())
-    kept = [panel["title"] for panel in first_rows(made, 2)["panels"]]
-
-    assert kept == [title for row in ROWS[:2] for title in (row.question, *(panel.title for panel in row.panels))]
-    assert first_rows(made, len(ROWS))["panels"] == made["panels"]
 
 
 def test_a_legend_is_filled_from_labels() -> None:

@@ -330,6 +330,7 @@ class NoNetwork:
     directory: "Directory | None" = None
     peers: "Peers | None" = None
     state = DirectoryState.NOT_USED
+    backlog = 0
     address = ""
 
     async def start(self, stack: "AsyncExitStack", parts: "AgentParts") -> None:

@@ -186,6 +186,11 @@ class RedisDirectory:
         return self._announcer.reports_total
 
     @property
+    def backlog(self) -> int:
+        """Changes that wait for the directory, withdrawals of what is gone among them."""
+        return self._announcer.depth
+
+    @property
     def waiting_sessions(self) -> int:
         """Session records that the directory does not have yet."""
         return len(self._sessions)

@@ -84,6 +84,8 @@ class PoolSums:
     """Copies over all tiers, each node's count rounded down by an eighth at most."""
     queried_blocks: int = 0
     hit_blocks: int = 0
+    evicted_per_minute: int = 0
+    directory_backlog: int = 0
     _capacities: defaultdict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
     """How many nodes offer how many bytes, by tier: fleets have few sizes."""
 
@@ -91,6 +93,8 @@ class PoolSums:
         """Take in what one node reports (`sign` 1), or take it out again (-1)."""
         self.queried_blocks += sign * node.queried_blocks
         self.hit_blocks += sign * node.hit_blocks
+        self.evicted_per_minute += sign * node.evicted_per_minute
+        self.directory_backlog += sign * node.directory_backlog
         for tier in node.tiers:
             self.used_bytes[tier.name] += sign * tier.used_bytes
             self.blocks += sign * tier.blocks

@@ -74,7 +74,9 @@ def pool_status(
         autoscaling=inputs.scales,
         nodes_ready=f"{facts.ready}/{facts.matched}",
         used_of_capacity=_used_of_capacity(placement, sums),
-        hit_percent=_hit_percent(sums),
+        hit_percent=units.percent(sums.hit_blocks, sums.queried_blocks),
+        evictions_per_second=units.format_rate(units.coarse(sums.evicted_per_minute) / 60),
+        gc_backlog=units.coarse(sums.directory_backlog),
         tenants=inputs.tenants,
         current_revision=_current_revision(pool, revision, facts),
         update_revision=revision,
@@ -110,11 +112,6 @@ def _tiers(placement: Placement, sums: PoolSums) -> tuple[PoolTierStatus, ...]:
 def _used_of_capacity(placement: Placement, sums: PoolSums) -> str:
     capacity_bytes = sum(t.capacity_bytes for t in placement.tiers) * len(placement.nodes)
     return f"{units.format_rounded(sums.used_bytes.total())}/{units.format_rounded(capacity_bytes)}"
-
-
-def _hit_percent(sums: PoolSums) -> int | None:
-    """Hits per hundred blocks asked for; None before anybody has asked."""
-    return min(100, 100 * sums.hit_blocks // sums.queried_blocks) if sums.queried_blocks else None
 
 
 def _current_revision(pool: Declared[KVPool], revision: str, facts: Facts) -> str:

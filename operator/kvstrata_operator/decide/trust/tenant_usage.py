@@ -9,7 +9,7 @@ from kvstrata_api import units
 from kvstrata_api.models.conditions import Condition
 from kvstrata_api.models.trust import KVTenant, KVTenantSpec, TenantUsage
 from kvstrata_operator.decide.plan.conditions import ConditionMaker
-from kvstrata_operator.observe.records import PoolNodeSeen, TenantSeen
+from kvstrata_operator.observe.records import PoolNodeSeen, TenantAsked, TenantSeen
 
 ROWS_MAX: Final = 64
 """`maxItems` of status.usage."""
@@ -69,6 +69,35 @@ class Held:
             TenantUsage(pool_ref=pool, tier=tier, used=units.format_rounded(units.coarse(used))).to_json()
             for (pool, tier), used in sorted(self.used_bytes.items(), key=_most_first)[:ROWS_MAX]
         ]
+
+
+@dataclass(slots=True)
+class Asked:
+    """What one tenant asked for, found and was denied, over all nodes, in blocks."""
+
+    queried: int = 0
+    hit: int = 0
+    denied: int = 0
+    _nodes: int = 0
+    """That report anything of it."""
+
+    def add(self, row: TenantAsked, sign: int) -> None:
+        """Take in one node's row (`sign` 1), or take it out again (-1)."""
+        self.queried += sign * row.queried
+        self.hit += sign * row.hit
+        self.denied += sign * row.denied
+        self._nodes += sign
+
+    @property
+    def is_empty(self) -> bool:
+        """True when no node reports anything."""
+        return not self._nodes
+
+
+def quota_bytes(spec: KVTenantSpec, nodes: Mapping[str, int]) -> int | None:
+    """Most that a tenant may hold of tiers where it has a hard quota, on all nodes of their pools; None without any."""
+    hard = [quota.hard * nodes.get(quota.pool_ref, 0) for quota in spec.quotas if quota.hard is not None]
+    return sum(hard) if hard else None
 
 
 def _most_first(row: tuple[TierKey, int]) -> tuple[int, TierKey]:

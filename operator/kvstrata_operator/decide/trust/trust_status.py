@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Final
 
-from kvstrata_api import shares
+from kvstrata_api import shares, units
 from kvstrata_api.models.conditions import Condition
 from kvstrata_api.models.trust import KVPrefixShare, KVTenant, KVTrustDomain
 from kvstrata_api.shares import Reading, Refusal
@@ -17,7 +17,7 @@ from kvstrata_operator.decide.plan.conditions import ConditionMaker, Fault, cond
 from kvstrata_operator.decide.trust import scope_keys
 from kvstrata_operator.decide.trust.erasure import ErasureProgress, erase_condition
 from kvstrata_operator.decide.trust.identity_conflicts import one_sided
-from kvstrata_operator.decide.trust.tenant_usage import Held, TierKey, quota_conditions
+from kvstrata_operator.decide.trust.tenant_usage import Asked, Held, TierKey, quota_bytes, quota_conditions
 from kvstrata_operator.observe.kinds import format_time
 from kvstrata_operator.observe.records import Declared
 
@@ -35,6 +35,9 @@ class TenantFacts:
     """Why it is alone."""
     progress: ErasureProgress
     held: Held
+    asked: Asked = field(default_factory=Asked)
+    nodes: Mapping[str, int] = field(default_factory=dict)
+    """How many nodes each pool has."""
     overcommit: Mapping[TierKey, str] = field(default_factory=dict)
     """Tiers in which guarantees are more than some node has."""
 
@@ -48,6 +51,7 @@ def tenant_status(
     if tenant.model is not None and not fault:
         quotas = quota_conditions(make, tenant.model.spec, facts.held, facts.overcommit)
         conditions = (*conditions, *quotas, *erase_condition(make, tenant, progress, now))
+    quota = quota_bytes(tenant.model.spec, facts.nodes) if tenant.model is not None else None
     joined = joined_domain(tenant.model, domains.values()) if tenant.model and not fault else None
     types = {condition.type for condition in conditions} | {"EraseCompleted"}
     # Quotas that are not judged now are neither kept nor exceeded; what was erased stays erased.
@@ -58,6 +62,10 @@ def tenant_status(
         "eraseStarted": progress.started,
         "lastErase": progress.last,
         "usage": facts.held.rows(),
+        "quota": units.format_rounded(quota) if quota is not None else "",
+        "used": units.format_rounded(units.coarse(facts.held.used_bytes.total())),
+        "hitPercent": units.percent(facts.asked.hit, facts.asked.queried),
+        "denied": units.coarse(facts.asked.denied),
         "effectiveDomain": joined.metadata.name if joined else "",
     }
 

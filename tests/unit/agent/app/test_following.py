@@ -72,7 +72,7 @@ class Running:
     async def report(self) -> KVPoolNodeStatus | None:
         """What the next look makes of it."""
         self.told.clear()
-        network = cast("PeerNetwork", SimpleNamespace(state=DirectoryState.ANSWERS, address="127.0.0.1:1"))
+        network = cast("PeerNetwork", SimpleNamespace(state=DirectoryState.ANSWERS, backlog=0, address="127.0.0.1:1"))
         server: Any = SimpleNamespace(refresh=lambda: None, connections=0)
         looking = asyncio.create_task(
             self.process._keep_reporting(self.world, self.core, self.provisioner, network, cast("Server", server))

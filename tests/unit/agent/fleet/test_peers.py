@@ -11,7 +11,7 @@ from kvstrata_agent.blocks.node import Node
 from kvstrata_agent.blocks.tier import SlotRequest
 from kvstrata_agent.cache.load import AcquireCall
 from kvstrata_agent.movement.path import Priority, QueuedMove, TrafficClass
-from kvstrata_agent.policy.recompute import REFUSED_S
+from kvstrata_agent.policy.recompute import REFUSED_S, EngineLoad
 from kvstrata_api.blocks import BlockKey
 from kvstrata_api.tiers import Lookup
 from kvstrata_metadata.store.records import SessionRecord
@@ -91,6 +91,24 @@ async def test_reads_from_peers_that_find_too_many_waiting_are_misses_and_leave_
     assert len(pair.b.node.index) == 0
     assert pair.b.node.tiers[0].backend.used_bytes == 0
     assert [source for _, source in await load(pair.b, [1, 2, 3])] == ["remote"] * 3
+
+
+async def test_blocks_of_another_node_are_captured_where_that_is_asked_for_them(pair: Pair) -> None:
+    await pair.store([1, 2, 3])
+    node, reader = pair.b.node, pair.b.cache.reader
+    call, at_s = AcquireCall(place(), [digest(n) for n in (1, 2, 3)], 30.0, 2.0), node.clock()
+    speed = pair.b.cache.mover.scheduler.paths.between("remote", "dram").speed
+    speed.begin(at_s - 10.0)
+    speed.end(at_s, 3 * BLOCK_BYTES)
+
+    node.engines["a"] = {1: EngineLoad(1e6, reported_s=at_s)}
+    left = await reader.acquire(call)
+    node.engines.clear()
+    brought = await reader.acquire(call)
+
+    assert (len(left.reads), list(left.held), left.captured) == (0, ["remote"] * 3, 0)
+    assert (len(brought.reads), list(brought.held), brought.captured) == (3, ["remote"] * 3, 3)
+    pair.b.cache.release(1, [r.lease.id for r in brought.reads])
 
 
 async def test_a_full_path_from_peers_is_told_of_and_nobodys_blocks_are_plain_misses(pair: Pair) -> None:

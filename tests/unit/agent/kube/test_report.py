@@ -1,18 +1,28 @@
 """What the conditions say of a tier that is not quite what was asked for."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstrata_agent.app.observe import MINUTE_S, LastMinute
 from kvstrata_agent.cache.ports import DirectoryState
 from kvstrata_agent.codec.lossy import Drift
-from kvstrata_agent.kube.report import REFUSING_S, Observed, TierObserved, build_status
+from kvstrata_agent.kube.report import REFUSING_S, Observed, TierObserved, Urgency, build_status, urgency
 from kvstrata_api.blocks import ScopeId
 from kvstrata_api.models.base import ObjectMeta
 from kvstrata_api.models.pool import HostDramTier
-from kvstrata_api.models.poolnode import SHARES_MAX, KVPoolNode, KVPoolNodeSpec, NodeTier
+from kvstrata_api.models.poolnode import (
+    SHARES_MAX,
+    TENANTS_MAX,
+    KVPoolNode,
+    KVPoolNodeSpec,
+    KVPoolNodeStatus,
+    NodeTier,
+    TenantLookups,
+)
 from kvstrata_api.tiers import TierType
 from kvstrata_api.trust import Access, ScopeKind
 from kvstrata_api.units import coarse
@@ -97,3 +107,49 @@ def test_hits_are_counted_of_the_shares_that_were_read_last_and_not_of_those_who
 def test_a_coarse_count_is_no_more_than_an_eighth_below(count: int) -> None:
     assert count * 7 / 8 <= coarse(count) <= count
     assert coarse(coarse(count)) == coarse(count)
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 30.0), st.integers(0, 500)), min_size=1, max_size=40))
+def test_the_growth_of_the_last_minute_is_what_came_since(steps: list[tuple[float, int]]) -> None:
+    minute, now_s, count, seen = LastMinute(), 0.0, 0, list[tuple[float, int]]()
+    for pause_s, more in steps:
+        now_s, count = now_s + pause_s, count + more
+        seen.append((now_s, count))
+        grown = minute.growth(count, now_s)
+
+        assert grown == count - min(c for at_s, c in seen if now_s - at_s <= MINUTE_S)
+
+
+def status_of(**seen: Any) -> KVPoolNodeStatus:
+    spec = KVPoolNodeSpec(pool_ref="p", node_name="n", tiers=(), revision="r")
+    node = KVPoolNode(metadata=ObjectMeta(name="p.n", generation=1), spec=spec)
+    return build_status(Observed(node, 1, "1", (), DirectoryState.ANSWERS, queried=0, hit=0, memory_bytes=1, **seen))
+
+
+def test_what_rises_and_falls_is_written_when_it_doubled_or_halved_and_when_it_ended() -> None:
+    stored = status_of(evicted_per_minute=100, directory_backlog=100).to_json()
+
+    assert urgency(status_of(evicted_per_minute=120, directory_backlog=70), stored) is Urgency.NONE
+    assert urgency(status_of(evicted_per_minute=200, directory_backlog=100), stored) is Urgency.COUNTERS
+    assert urgency(status_of(evicted_per_minute=100), stored) is Urgency.COUNTERS
+
+
+def test_what_tenants_asked_for_is_a_count_and_no_fact() -> None:
+    asked = TenantLookups(tenant="a", queried=1000, hit=10, denied=1)
+    stored = status_of(tenant_lookups=(asked,)).to_json()
+
+    assert status_of(tenant_lookups=(asked,)).tenant_lookups[0].queried == coarse(1000)
+    assert urgency(status_of(tenant_lookups=(asked.model_copy(update={"queried": 1001}),)), stored) is Urgency.NONE
+    assert urgency(status_of(tenant_lookups=(asked.model_copy(update={"denied": 2}),)), stored) is Urgency.COUNTERS
+
+
+def test_the_tenants_that_asked_last_are_counted() -> None:
+    counters = make_node([]).counters
+    for i in range(2 * TENANTS_MAX):
+        counters.looked_up(f"t{i}", 3, 2)
+        counters.looked_up("kept", 3, 1)
+    counters.denied("kept", 5)
+
+    assert len(counters.tenants) == TENANTS_MAX
+    kept = counters.tenants["kept"]
+    assert (kept.queried, kept.hit, kept.denied) == (6 * TENANTS_MAX, 2 * TENANTS_MAX, 5)

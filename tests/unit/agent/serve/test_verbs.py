@@ -291,6 +291,51 @@ async def test_as_much_of_a_slow_prefix_is_fetched_as_comes_while_the_engine_com
     await close(engine)
 
 
+async def test_a_load_is_accounted_by_what_was_held_captured_and_delivered() -> None:
+    engine = await Engine(recompute={"type": "CostModel", "prefillTokensPerSecond": 100}).attach()
+    await engine.store(1, 2, 3, 4)
+    await engine.push_down()
+    entry, tokens = engine.core.node.index.find(*engine.key(1)), engine.core.node.spec.compatibility.block_tokens
+    assert entry is not None
+    stored_bytes = entry.residences[0].record.stored_bytes
+    engine.core.node.tiers[1].probe = TierProbe(read_bytes_per_second=stored_bytes, read_latency_microseconds=0)
+    await engine.ask(wire.ReportEngine(9, 100.0 * tokens, 250 * tokens))  # Each block takes a second; 2.5 s of queue.
+
+    acquired = await engine.acquire(1, 2, 3, 4, 5, deadline_s=5.0)
+    engine.clock.now_s += 0.25
+    await engine.release(acquired)
+    await engine.ask(wire.CountLoad(9, 5, 2))
+
+    def counted(name: str, **labels: str) -> float | None:
+        registry, own = engine.core.node.counters._instruments.registry, {"pool": "pool", "node": "node", "tenant": "a"}
+        return registry.get_sample_value(f"kvstrata_load_{name}_total", {**own, **labels})
+
+    place = engine.core.node.tiers[1].name
+    shown = {stage: counted("tokens", tier=place, stage=stage) for stage in ("held", "captured", "delivered")}
+    assert shown == {"held": 4 * tokens, "captured": 4 * tokens, "delivered": 2 * tokens}
+    assert counted("saved_prefill_seconds") == counted("saved_gpu_seconds") == pytest.approx(0.02)
+    assert counted("seconds") == pytest.approx(0.25)
+    await close(engine)
+
+
+async def test_shards_of_one_engine_count_its_tokens_once_and_its_gpus_each() -> None:
+    """Each of two tensor ranks loads its half of every block."""
+    layout = replace(LAYOUT, tp_size=2)
+    engine = Engine(recompute={"type": "CostModel", "prefillTokensPerSecond": LAYOUT.block_tokens})
+    await engine.ask(wire.Attach(1, "a", "pool", layout))
+    for _ in range(2):
+        await engine.ask(wire.CountLoad(9, 3, 3))
+
+    registry, own = engine.core.node.counters._instruments.registry, {"pool": "pool", "node": "node", "tenant": "a"}
+    delivered = registry.get_sample_value(
+        "kvstrata_load_tokens_total", {**own, "tier": "unknown", "stage": "delivered"}
+    )
+    assert delivered == 3 * LAYOUT.block_tokens
+    assert registry.get_sample_value("kvstrata_load_saved_prefill_seconds_total", own) == 3.0
+    assert registry.get_sample_value("kvstrata_load_saved_gpu_seconds_total", own) == 6.0
+    await close(engine)
+
+
 async def test_a_choice_is_held_against_what_came_of_it_and_shown() -> None:
     engine = await Engine(recompute={"type": "CostModel", "prefillTokensPerSecond": 100_000_000}).attach()
     await engine.store(1, 2, 3)
