@@ -246,9 +246,8 @@ class Reader:
         held = [*(r.source for r in leased), *map(self._source, (*run.wanted, *run.left))]
         captured = len(leased) + len(run.wanted) + sum(1 for _ in takewhile(lambda e: e is not None, run.left))
         reads = await self._bring(call, (before, *digests), located, run, call.deadline_s)
-        if (
-            run.wanted and not reads
-        ):  # Those behind the first one took the room that it needed, and nobody has them now.
+        if run.wanted and not reads:
+            # Those behind the first one took the room that it needed, and nobody has them now.
             left_s = max(0.0, ends_s - self._node.clock())
             again = await self._located(context, digests[:1], left_s)
             run = self._run(context, digests[:1], again)
