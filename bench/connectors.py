@@ -211,6 +211,8 @@ def _start_lmcache(place: Place, case: Case) -> Started:
     started.add(DEVICE, device)
     for who, driver in drivers.items():
         started.add(who, driver, servers[who].clear)
+        if who in started.absent:
+            started.absent[who] += f"; its LMCache server: {servers[who].said}"
     return started
 
 

@@ -144,12 +144,25 @@ class LmcacheServer:
         return self
 
     def wait(self) -> None:
-        """Wait until it listens. Raises `FailedError` when it ends before, or does not in time."""
+        """Wait until it listens and answers. Raises `FailedError` when it ends before, or does not in time."""
         ends_s = time.monotonic() + LMCACHE_START_S
-        while not is_listening(self.port):
+        while not (is_listening(self.port) and self._has_begun()):
             if self._process.poll() is not None or time.monotonic() > ends_s:
-                raise FailedError(f"the LMCache server does not listen: {self._log.read_text()[-1000:]}")
+                raise FailedError(f"the LMCache server does not answer: {self.said}")
             time.sleep(_POLL_S)
+
+    @property
+    def said(self) -> str:
+        """Its last words, and how it ended if it has."""
+        return f"{self._log.read_text()[-1000:]} [{self._process.poll()}]"
+
+    def _has_begun(self) -> bool:
+        """Whether its storage is made: whoever listens on its port may be another, and it may listen before."""
+        try:
+            self._state()
+        except (OSError, ValueError, KeyError):
+            return False
+        return True
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
