@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import repeat
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from msgspec.structs import replace
 
 from kvstrata_agent.blocks.reservations import RESERVATION_S
+from kvstrata_agent.blocks.session_log import Happened, SessionEvent
 from kvstrata_agent.cache.load import LOCATE_KEYS_MAX, AcquireCall
 from kvstrata_agent.cache.part_checksums import blocks_max
 from kvstrata_agent.cache.why_miss import Asked
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from kvstrata_agent.blocks.block import Entry
     from kvstrata_agent.blocks.request import RequestContext
     from kvstrata_agent.blocks.reservations import Reservation
+    from kvstrata_agent.blocks.sessions import Session
     from kvstrata_agent.cache.cache import Cache
     from kvstrata_agent.cache.load import Findings, Read
     from kvstrata_agent.cache.ports import Directory
@@ -283,6 +286,8 @@ class Verbs:
             acquired = await reader.acquire(call, leased)
             at.loads.note(call.digests, acquired.held, acquired.captured, began_s)
             active.set(hit_blocks=len(acquired.reads))
+        if call.context.session is not None:
+            self._note_wait(call.context.session, began_s, call.digests[len(leased)])
         got = len(acquired.reads)
         rest = reader.lookup_now(call.context, call.digests[got:])
         unfetched = next((i for i, e in enumerate(rest) if e is None or not e.residences), len(rest))
@@ -292,6 +297,11 @@ class Verbs:
         else:
             answer = self._acquired(at, request, call.context, reader.live(call, acquired.reads))
         return self._with_congestion(answer, acquired.busy_s, "acquire")
+
+    def _note_wait(self, session: Session, began_s: float, weighed: bytes) -> None:
+        now_s = self._node.clock()
+        waited = SessionEvent(Happened.LOAD, began_s, now_s, waited_s=now_s - began_s, weighed=weighed)
+        self._node.sessions.log.note(session.key, waited)
 
     def _with_congestion(self, answer: wire.Acquired | wire.Reserved, busy_s: float, verb: str) -> wire.AnyReply:
         """Return, and count, an answer that its path is congested for so long; 0.0 leaves it as it is."""
@@ -330,7 +340,11 @@ class Verbs:
         blocks = tuple([leased_of(read, joined) for read, joined in zip(reads, sums or repeat(b""), strict=False)])
         if context.session is not None:
             context.session.follow([r.lease.entry for r in reads])
-            self._node.sessions.refresh(context.session, self._node.clock())
+            now_s, lacking = self._node.clock(), len(request.digests) // KEY_BYTES - len(reads)
+            self._node.sessions.refresh(context.session, now_s)
+            sources = Counter([r.source for r in reads])
+            read = SessionEvent(Happened.LOAD, now_s, now_s, blocks=sources, lacking=lacking)
+            self._node.sessions.log.note(context.session.key, read)
         self._observer.on_acquired(at, right, reads)
         return wire.Acquired(
             request.id, self.grants_version, blocks, extents, self._node.epoch, self._grants.gone(at, extents)
