@@ -172,9 +172,9 @@ STATUSES: dict[str, tuple[Json, list[str], list[str]]] = {
         ["llama-70b.worker-1", "worker-1", "True", "12Gi/64Gi", "True"],
     ),
     "kvtenants/team-a": (
-        {"effectiveDomain": "research"},
-        ["NAME", "READY", "DOMAIN", "AGE"],
-        ["team-a", "True", "research"],
+        {"effectiveDomain": "research", "quota": "2Ti", "used": "1.2Ti", "hitPercent": 64, "denied": 30},
+        ["NAME", "READY", "DOMAIN", "QUOTA", "USED", "HIT%", "DENIED", "AGE"],
+        ["team-a", "True", "research", "2Ti", "1.2Ti", "64", "30"],
     ),
     "kvtrustdomains/research": (
         {"keyVersion": 5},
@@ -199,6 +199,17 @@ def test_columns_show_what_the_conventions_promise(plane: ControlPlane, resource
     assert [cell for cell in cells if cell not in shown[1].split()] == []
     assert "all well" in plane.kubectl("get", resource, "-o", "wide")
     assert plane.kubectl("wait", "--for=condition=Ready", resource, "--timeout=5s")
+
+
+def test_the_wide_columns_of_a_pool_show_evictions_and_the_backlog(plane: ControlPlane) -> None:
+    for example in CRDS.glob("examples/*.yaml"):
+        plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(example))
+    body = json.dumps({"status": {"evictionsPerSecond": "1.5", "gcBacklog": 352}})
+    plane.kubectl("patch", "kvpools/llama-70b", "--type=merge", "--subresource=status", "-p", body)
+    columns, cells = plane.kubectl("get", "kvpools/llama-70b", "-o", "wide").splitlines()
+
+    assert {"POLICY", "EVICT/S", "GC-BACKLOG"} <= set(columns.split())
+    assert {"1.5", "352"} <= set(cells.split())
 
 
 def test_short_names_and_the_category_find_the_objects(plane: ControlPlane) -> None:

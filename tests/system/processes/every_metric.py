@@ -26,6 +26,7 @@ VALUES = {
     "result": ["hit", "miss", "ok", "refused"],
     "source": ["dram", "nvme"],
     "target": ["dram", "nvme"],
+    "stage": ["held", "captured", "delivered"],
     "verb": ["lookup", "acquire"],
 }
 STEP_S = 0.05
