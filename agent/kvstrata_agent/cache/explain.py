@@ -66,6 +66,8 @@ class Explainer:
             "parent": session.parent,
             "priority": session.priority,
             "priority_class": class_of(session.priority).name.lower(),
+            "sink_tokens": session.attention.sink_tokens,
+            "window_tokens": session.attention.window_tokens,
             "turns": session.turns,
             "urgency": session.urgency_at(self._node.clock()),
             "expected_return_s": returns_s,
