@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from kvstrata_agent.cache.why_miss import said_of, told_of, why_miss
+from kvstrata_agent.cache.why_miss import event_row, said_of, why_miss
 from kvstrata_agent.codec.base import LOSSY
 from kvstrata_agent.policy.priority import class_of
 from kvstrata_agent.policy.routing import MediumSpeed, NodeScore, rank
@@ -130,7 +130,7 @@ class Explainer:
     def _history(self, scope: ScopeId, digest: bytes) -> list[dict[str, Any]]:
         """Last decisions on a block, the latest first."""
         now_s = self._node.clock()
-        return [told_of(e, now_s) | {"said": said_of(e, now_s)} for e in self._node.history.of(scope, digest)]
+        return [event_row(e, now_s) | {"said": said_of(e, now_s)} for e in self._node.history.of(scope, digest)]
 
     def _copy(self, entry: Entry, residence: Residence) -> dict[str, Any]:
         tier, slot, record = residence
