@@ -129,9 +129,14 @@ class AsyncClient:
         """Ask for the grants again."""
         return await self._one(calls.scopes(self.target))
 
-    async def open_session(self, session: str, *, parent: str = "", priority: str = "") -> None:
-        """Start or revive a session."""
-        await self._one(calls.open_session(self.target, session, parent, priority))
+    async def open_session(
+        self, session: str, *, parent: str = "", priority: str = "", sink_tokens: int = 0, window_tokens: int = 0
+    ) -> None:
+        """Start or revive a session; with a window it is one whose tokens attend to those before them and the sinks.
+
+        Blocks between the two leave first. 0: all tokens, or what the session is known to attend to.
+        """
+        await self._one(calls.open_session(self.target, session, parent, priority, sink_tokens, window_tokens))
 
     async def fork_session(self, session: str, parent: str, *, priority: str = "") -> None:
         """Start a session that shares everything its parent has so far."""

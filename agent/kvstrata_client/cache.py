@@ -115,13 +115,15 @@ class PrefixCache:
         first_block: int = 0,
         session: str = "",
         deadline_s: float = DEADLINE_S,
+        may_gap: bool = False,
     ) -> Stored:
         """Make the blocks of `tokens` available in the scope that this tenant writes to.
 
         `blocks` are the bytes of blocks `first_block` and up, as many as are at hand. Blocks that are there already
-        are not written again. Errors as for `load`.
+        are not written again. Those behind a block that is neither here nor at hand are stored only where it `may_gap`:
+        a load by `first_block` finds them, as of a session with a window. Errors as for `load`.
         """
-        job = _job(self._client, self._variant, tokens, session, deadline_s)
+        job = replace(_job(self._client, self._variant, tokens, session, deadline_s), may_gap=may_gap)
         check_buffer(job.target, blocks)
         with span("kvstrata.client.store", session_id=session, blocks=len(blocks)):
             stored = self._client.run(store(job, blocks, first_block))
@@ -262,9 +264,10 @@ class AsyncPrefixCache:
         first_block: int = 0,
         session: str = "",
         deadline_s: float = DEADLINE_S,
+        may_gap: bool = False,
     ) -> Stored:
         """Like `PrefixCache.store`. A cancelled store gives its reservations back."""
-        job = _job(self._client, self._variant, tokens, session, deadline_s)
+        job = replace(_job(self._client, self._variant, tokens, session, deadline_s), may_gap=may_gap)
         check_buffer(job.target, blocks)
         with span("kvstrata.client.store", session_id=session, blocks=len(blocks)):
             stored = await self._client.run(store(job, blocks, first_block))

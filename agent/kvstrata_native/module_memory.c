@@ -82,6 +82,33 @@ static PyObject *xxh3_128(PyObject *Py_UNUSED(module), PyObject *args)
     return made;
 }
 
+/* Parses a list of blocks into `size` bytes each, does the work on all of them, and releases what was parsed. */
+typedef struct {
+    size_t size;
+    int (*parse)(PyObject *block, void *one);
+    PyObject *(*work)(void *all, Py_ssize_t count);
+    void (*release)(void *one);
+} Batch;
+
+static PyObject *run_batch(PyObject *asked, const Batch *batch)
+{
+    PyObject *blocks = PySequence_List(asked), *made = NULL;
+    Py_ssize_t count = blocks == NULL ? 0 : PyList_Size(blocks), parsed = 0;
+    char *all = blocks == NULL ? NULL : PyMem_Calloc((size_t)count + 1, batch->size);
+    if (blocks != NULL && all == NULL)
+        PyErr_NoMemory();
+    while (all != NULL && parsed < count &&
+           batch->parse(PyList_GetItem(blocks, parsed), all + (size_t)parsed * batch->size))
+        parsed++;
+    if (all != NULL && parsed == count)
+        made = batch->work(all, count);
+    while (parsed > 0)
+        batch->release(all + (size_t)--parsed * batch->size);
+    PyMem_Free(all);
+    Py_XDECREF(blocks);
+    return made;
+}
+
 typedef struct {
     Py_buffer source;
     unsigned long long seeds[2];
@@ -95,7 +122,7 @@ static void hash_pair(Pair *pair)
         chosen->copy_digests(NULL, pair->source.buf, (size_t)pair->source.len, seeds, 2, 0, pair->digests);
 }
 
-static PyObject *told_of(const Pair *pair)
+static PyObject *digests_of(const Pair *pair)
 {
     PyObject *few, *made[2];
     if (pair->source.len >= HASHED_FROM_BYTES)
@@ -112,15 +139,16 @@ static PyObject *told_of(const Pair *pair)
     return NULL;
 }
 
-static PyObject *hash_pairs(Pair *pairs, Py_ssize_t count)
+static PyObject *hash_pairs(void *all, Py_ssize_t count)
 {
+    Pair *pairs = all;
     Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t i = 0; i < count; i++)
         hash_pair(&pairs[i]);
     Py_END_ALLOW_THREADS
     PyObject *made = PyList_New(count);
     for (Py_ssize_t i = 0; made != NULL && i < count; i++) {
-        PyObject *told = told_of(&pairs[i]);
+        PyObject *told = digests_of(&pairs[i]);
         if (told == NULL)
             Py_CLEAR(made);
         else
@@ -129,32 +157,24 @@ static PyObject *hash_pairs(Pair *pairs, Py_ssize_t count)
     return made;
 }
 
+static int parse_pair(PyObject *block, void *one)
+{
+    Pair *pair = one;
+    if (PyTuple_Check(block))
+        return PyArg_ParseTuple(block, "y*KK", &pair->source, &pair->seeds[0], &pair->seeds[1]);
+    PyErr_SetString(PyExc_TypeError, "a block to hash is a tuple of memory and two seeds");
+    return 0;
+}
+
+static void release_pair(void *one)
+{
+    PyBuffer_Release(&((Pair *)one)->source);
+}
+
 static PyObject *digest_pairs(PyObject *Py_UNUSED(module), PyObject *asked)
 {
-    PyObject *blocks = PySequence_List(asked);
-    Py_ssize_t count = blocks == NULL ? 0 : PyList_Size(blocks), parsed = 0;
-    Pair *pairs = blocks == NULL ? NULL : PyMem_Calloc((size_t)count + 1, sizeof *pairs);
-    PyObject *made = NULL;
-    if (blocks != NULL && pairs == NULL)
-        PyErr_NoMemory();
-    while (pairs != NULL && parsed < count) {
-        Pair *pair = &pairs[parsed];
-        PyObject *block = PyList_GetItem(blocks, parsed);
-        if (!PyTuple_Check(block)) {
-            PyErr_SetString(PyExc_TypeError, "a block to hash is a tuple of memory and two seeds");
-            break;
-        }
-        if (!PyArg_ParseTuple(block, "y*KK", &pair->source, &pair->seeds[0], &pair->seeds[1]))
-            break;
-        parsed++;
-    }
-    if (pairs != NULL && parsed == count)
-        made = hash_pairs(pairs, count);
-    while (parsed > 0)
-        PyBuffer_Release(&pairs[--parsed].source);
-    PyMem_Free(pairs);
-    Py_XDECREF(blocks);
-    return made;
+    static const Batch batch = {sizeof(Pair), parse_pair, hash_pairs, release_pair};
+    return run_batch(asked, &batch);
 }
 
 typedef struct {
@@ -175,7 +195,7 @@ static void copy_if_sound(Arrival *one)
 
 static PyObject *end_of(const Arrival *one)
 {
-    PyObject *told = told_of(&one->pair), *end = NULL;
+    PyObject *told = digests_of(&one->pair), *end = NULL;
     char *theirs;
     Py_ssize_t length;
     if (told == NULL || PyBytes_AsStringAndSize(PyTuple_GetItem(told, 0), &theirs, &length) != 0) {
@@ -190,8 +210,9 @@ static PyObject *end_of(const Arrival *one)
     return end;
 }
 
-static PyObject *copy_arrivals(Arrival *arrivals, Py_ssize_t count)
+static PyObject *copy_arrivals(void *all, Py_ssize_t count)
 {
+    Arrival *arrivals = all;
     Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t i = 0; i < count; i++)
         copy_if_sound(&arrivals[i]);
@@ -207,8 +228,17 @@ static PyObject *copy_arrivals(Arrival *arrivals, Py_ssize_t count)
     return made;
 }
 
-static int parse_arrival(PyObject *block, Arrival *one)
+static void release_arrival(void *released)
 {
+    Arrival *one = released;
+    PyBuffer_Release(&one->into);
+    PyBuffer_Release(&one->pair.source);
+    PyBuffer_Release(&one->wanted);
+}
+
+static int parse_arrival(PyObject *block, void *parsed)
+{
+    Arrival *one = parsed;
     if (!PyTuple_Check(block)) {
         PyErr_SetString(PyExc_TypeError, "a block to copy is a tuple of two memories, two seeds and a digest");
         return 0;
@@ -223,32 +253,14 @@ static int parse_arrival(PyObject *block, Arrival *one)
         PyErr_Format(PyExc_ValueError, "digest of %zd B, not of 16 B", one->wanted.len);
     else if (have_one_size(&one->into, &pair->source))
         return 1;
-    PyBuffer_Release(&one->into);
-    PyBuffer_Release(&pair->source);
-    PyBuffer_Release(&one->wanted);
+    release_arrival(one);
     return 0;
 }
 
 static PyObject *copy_sound(PyObject *Py_UNUSED(module), PyObject *asked)
 {
-    PyObject *blocks = PySequence_List(asked);
-    Py_ssize_t count = blocks == NULL ? 0 : PyList_Size(blocks), parsed = 0;
-    Arrival *arrivals = blocks == NULL ? NULL : PyMem_Calloc((size_t)count + 1, sizeof *arrivals);
-    PyObject *made = NULL;
-    if (blocks != NULL && arrivals == NULL)
-        PyErr_NoMemory();
-    while (arrivals != NULL && parsed < count && parse_arrival(PyList_GetItem(blocks, parsed), &arrivals[parsed]))
-        parsed++;
-    if (arrivals != NULL && parsed == count)
-        made = copy_arrivals(arrivals, count);
-    while (parsed > 0) {
-        PyBuffer_Release(&arrivals[--parsed].pair.source);
-        PyBuffer_Release(&arrivals[parsed].into);
-        PyBuffer_Release(&arrivals[parsed].wanted);
-    }
-    PyMem_Free(arrivals);
-    Py_XDECREF(blocks);
-    return made;
+    static const Batch batch = {sizeof(Arrival), parse_arrival, copy_arrivals, release_arrival};
+    return run_batch(asked, &batch);
 }
 
 static PyObject *joined(PyObject *made, PyObject *other)
@@ -326,8 +338,16 @@ typedef struct {
     uint8_t digest[DIGEST_BYTES];
 } Copying;
 
-static int parse_copying(PyObject *block, Copying *one)
+static void release_copying(void *released)
 {
+    Copying *one = released;
+    PyBuffer_Release(&one->into);
+    PyBuffer_Release(&one->source);
+}
+
+static int parse_copying(PyObject *block, void *parsed)
+{
+    Copying *one = parsed;
     if (!PyTuple_Check(block)) {
         PyErr_SetString(PyExc_TypeError, "a block to copy is a tuple of two memories and a seed");
         return 0;
@@ -338,13 +358,13 @@ static int parse_copying(PyObject *block, Copying *one)
         PyErr_SetString(PyExc_ValueError, "copy and digest within one memory");
     else if (have_one_size(&one->into, &one->source))
         return 1;
-    PyBuffer_Release(&one->into);
-    PyBuffer_Release(&one->source);
+    release_copying(one);
     return 0;
 }
 
-static PyObject *copy_all(Copying *copyings, Py_ssize_t count)
+static PyObject *copy_all(void *all, Py_ssize_t count)
 {
+    Copying *copyings = all;
     Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t i = 0; i < count; i++) {
         Copying *one = &copyings[i];
@@ -372,23 +392,8 @@ static PyObject *copy_all(Copying *copyings, Py_ssize_t count)
 
 static PyObject *copy_digest_each(PyObject *Py_UNUSED(module), PyObject *asked)
 {
-    PyObject *blocks = PySequence_List(asked);
-    Py_ssize_t count = blocks == NULL ? 0 : PyList_Size(blocks), parsed = 0;
-    Copying *copyings = blocks == NULL ? NULL : PyMem_Calloc((size_t)count + 1, sizeof *copyings);
-    PyObject *made = NULL;
-    if (blocks != NULL && copyings == NULL)
-        PyErr_NoMemory();
-    while (copyings != NULL && parsed < count && parse_copying(PyList_GetItem(blocks, parsed), &copyings[parsed]))
-        parsed++;
-    if (copyings != NULL && parsed == count)
-        made = copy_all(copyings, count);
-    while (parsed > 0) {
-        PyBuffer_Release(&copyings[--parsed].source);
-        PyBuffer_Release(&copyings[parsed].into);
-    }
-    PyMem_Free(copyings);
-    Py_XDECREF(blocks);
-    return made;
+    static const Batch batch = {sizeof(Copying), parse_copying, copy_all, release_copying};
+    return run_batch(asked, &batch);
 }
 
 PyMethodDef memory_functions[] = {

@@ -26,6 +26,8 @@ PARTS_MAX: Final = 8_192
 PART_SUMS_BYTES_MAX: Final = 2 << 20
 """Checksums of parts in one frame; leases that would be over it are not given."""
 SESSION_CHARS_MAX: Final = 128
+WINDOW_TOKENS_MAX: Final = 1 << 24
+"""Of a window, and of sinks: above every context there is, below what would be a mistake in the unit."""
 CLIENT_CHARS_MAX: Final = 256
 LEASES_MAX: Final = 2 * KEYS_MAX
 """Leases that one frame may end: all that a connection can have."""
@@ -135,6 +137,11 @@ class OpenSession(Request, frozen=True, array_like=True, tag=True):
     """`urgent`, `interactive`, `standard`, `batch` or `background`, as far as the tenant may name it: how long its
     blocks stay, and how soon they move, beside others of the tenant. Any other name, and none, counts as `standard`; a
     fork without one has its parent's."""
+    sink_tokens: int = 0
+    """Leading tokens that every token attends to, beside the window. Only with `window_tokens`."""
+    window_tokens: int = 0
+    """Tokens before it that a token attends to, 16,777,216 at most: blocks between sinks and window leave first. 0: all
+    tokens, or as the session is known; a fork without one has its parent's."""
 
 
 class TouchSession(Request, frozen=True, array_like=True, tag=True):

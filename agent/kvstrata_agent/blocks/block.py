@@ -51,6 +51,8 @@ class Entry(msgspec.Struct, eq=False):
     """Decoding sessions whose head this is."""
     followers: set[tuple[str, str]] | None = None
     """Keys of all sessions whose head this is."""
+    is_cut: bool = False
+    """True where a session's window begins: those before it may leave while it stays. `Index.cut` alone changes it."""
     mark: int = 0
     """What is known of its uses, see `policy.expected_reuse`."""
     priority: PriorityClass = PriorityClass.STANDARD

@@ -90,8 +90,8 @@ class Index:
         return self.blocks(scope).get(digest)
 
     def parent(self, entry: Entry) -> Entry | None:
-        """Return the block before `entry` in its chain, or None when it is a root or not here."""
-        return self._scopes[entry.scope].get(entry.parent)
+        """Return the block before `entry` in its chain, or None when it is a root, or cut off, or that is not here."""
+        return None if entry.is_cut else self._scopes[entry.scope].get(entry.parent)
 
     def ancestors(self, entry: Entry) -> Iterator[Entry]:
         """Blocks before `entry` in its chain that are here without a gap, the nearest first."""
@@ -187,6 +187,26 @@ class Index:
         entry.parent = parent
         self._count(blocks, entry, 1)
         blocks.ancestry.forget()
+
+    def cut(self, entry: Entry) -> None:
+        """Let what comes before a block leave while the block stays: whoever reads it needs them no more."""
+        if entry.parent and not entry.is_cut:
+            blocks = self._scopes[entry.scope]
+            self._count(blocks, entry, -1)
+            entry.is_cut = True
+            self._offer_parent(blocks, entry)
+
+    def join(self, entry: Entry) -> None:
+        """Take a cut back, so that what comes before the block stays as long as it does: unless that is slower already.
+
+        Else it could not leave there before a block that is faster.
+        """
+        if entry.is_cut:
+            blocks = self._scopes[entry.scope]
+            parent = blocks.get(entry.parent)
+            if parent is None or parent.level <= entry.level:
+                entry.is_cut = False
+                self._count(blocks, entry, 1)
 
     def add(self, entry: Entry, residence: Residence) -> None:
         """Note a copy that can be read; the first one publishes the block.
@@ -361,7 +381,7 @@ class Index:
                 entry.level = entry.residences[0].tier.level if entry.residences else 0
         for blocks in self._scopes.values():
             for entry in tuple(blocks.in_use.values()):
-                if entry.parent:
+                if entry.parent and not entry.is_cut:
                     blocks.count_apart(entry.parent, entry.level)
         for number in [int(n) for part in self.packed.where(lambda _: True) for n in part]:
             row = self.packed.peek(number)
@@ -388,10 +408,12 @@ class Index:
         self._count(blocks, entry, 1)
         if is_slower:
             self._offer_parent(blocks, entry)
+            if entry.is_cut and entry.used_at_s <= 0.0:  # No window begins with it any more.
+                self.join(entry)
 
     @staticmethod
     def _count(blocks: Blocks, entry: Entry, step: int) -> None:
-        if not entry.parent:
+        if not entry.parent or entry.is_cut:
             return
         counts = blocks.counts(entry.parent)
         counts[entry.level] += step

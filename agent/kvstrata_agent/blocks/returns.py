@@ -152,6 +152,13 @@ class Returns:
         if entries:
             self._note_end(entries[-1].scope, [entries[-1].digest])
 
+    def read_along(self, head: Entry, entries: Iterable[Entry]) -> None:
+        """Blocks are read whenever the end of a chain is: its last use is theirs, unless other chains share them."""
+        for entry in entries:
+            entry.used_at_s = max(entry.used_at_s, head.used_at_s)
+            if head.mark and not self._reuse.is_shared(entry.mark):
+                entry.mark = head.mark
+
     def hot(self) -> list[Entry]:
         """Ends of the chains that were used last, those that are worth most first."""
         found = [self._node.index.find(scope, digest) for digest, scope in self._ends.items()]
@@ -198,7 +205,8 @@ class Returns:
             return known | {"reason": "the least recently used leaf leaves first, its idle time divided by the factor"}
         worth, *_ = self.worth(entry)
         if worth == SET_BACK:
-            return known | {"reason": "first to leave: will not be used again, or is of an earlier run"}
+            why = "its session is over, or its window has passed it; or it is of an earlier run"
+            return known | {"reason": f"first to leave: {why}"}
         uses_per_s = worth / entry.priority.factor
         return known | {"worth": worth, "uses_per_s": uses_per_s} | self._reuse.explain(entry.digest, entry.mark)
 

@@ -253,7 +253,7 @@ class Blocks:
 
     def pack(self, entry: Entry) -> bool:
         """Make a row of a block that nobody uses; False when somebody does, or when it is a possible victim."""
-        if len(entry.residences) != 1 or entry.is_held or entry.followers:
+        if len(entry.residences) != 1 or entry.is_held or entry.followers or entry.is_cut:
             return False
         copy = entry.residences[0]
         counts = self.children.get(entry.digest)

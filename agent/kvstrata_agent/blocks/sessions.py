@@ -15,6 +15,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from kvstrata_agent.blocks.session_log import SessionLog
+from kvstrata_agent.policy.attention import EVERYTHING, Attention
 from kvstrata_agent.policy.prefetch import doubt_s
 from kvstrata_agent.policy.quota import FairOrder
 from kvstrata_api.errors import InvalidInputError
@@ -63,6 +64,10 @@ class Session:
     """Connections that opened or touched it; when the last of them has died the session becomes idle."""
     parent: str = ""
     priority: str = ""
+    attention: Attention = EVERYTHING
+    """What its next token attends to."""
+    sinks: Entry | None = None
+    """The last of its attention sinks, which is a head, where a window has left blocks behind."""
     state: SessionState = SessionState.OPEN
     turns: int = 0
     """Times that it came back after it was idle, or was opened again."""
@@ -124,6 +129,14 @@ class Session:
         while len(self.heads) > HEADS_MAX:
             self.drop_head(next(iter(self.heads)))
 
+    def hold_sinks(self, sinks: Entry) -> None:
+        """Make the last attention sink a head, before all others: the end of the chain stays the last one."""
+        if sinks not in self.heads and sinks.residences:
+            self.add_head(sinks)
+        if sinks in self.heads:
+            self.sinks = sinks
+            self.heads.move_to_end(sinks, last=False)
+
     def drop_head(self, entry: Entry) -> None:
         """Let go of a head and its guard."""
         if entry in self.heads:
@@ -170,9 +183,10 @@ class SessionTable:
         return self._sessions.get((tenant, name))
 
     def open(self, tenant: str, name: str, owner: int, now_s: float, parent: str = "", priority: str = "") -> Session:
-        """Start a session, or revive the one of that name; a fork has its parent's heads and, by default, priority.
+        """Start a session, or revive the one of that name.
 
-        Raises `InvalidInputError` when there are too many and none may be forgotten.
+        A fork has its parent's heads, what that attends to and, by default, its priority. Raises `InvalidInputError`
+        when there are too many and none may be forgotten.
         """
         session = self.find(tenant, name)
         if session is None:
@@ -181,6 +195,8 @@ class SessionTable:
             session = Session(tenant, name, parent=parent, priority=priority, is_changed=True)
             for head in origin.heads if origin is not None else ():
                 session.add_head(head)
+            if origin is not None:
+                session.attention, session.sinks = origin.attention, origin.sinks
             if not self._add(session):
                 why = f"{self._order.count(tenant)} of this tenant are open, and none of them may be forgotten"
                 raise InvalidInputError(f"session {name!r}: {why}; a node remembers {self._max}")

@@ -44,7 +44,7 @@ class Signs:
         self._now: Counter[Sign] = Counter()
         self._before: Counter[Sign] = Counter()
         self._uncounted: Counter[Sign] = Counter()
-        """What Prometheus has not been told of yet: once a second is cheaper than for each block."""
+        """What is not in Prometheus' counters yet: once a second is cheaper than for each block."""
         self._since_s = clock()
         self.found: tuple[Finding, ...] = ()
         """Rules that held when that was last judged."""

@@ -96,6 +96,37 @@ class Archiver:
         if session.state is SessionState.ARCHIVED:  # There is more of it now than was archived.
             session.enter(SessionState.ARCHIVING)
             self.archive(session)
+        if session.attention.window_tokens:
+            self._slide(session)
+        else:
+            for entry in chain:
+                if entry.is_cut:  # It is read with what comes before it.
+                    self._node.index.join(entry)
+
+    def _slide(self, session: Session) -> None:
+        """Let go of what a session has behind its sinks and before its window: that leaves first.
+
+        What another session or chain continues is none of it. The sinks are used whenever the session is.
+        """
+        index, attention = self._node.index, session.attention
+        block_tokens = self._node.spec.compatibility.block_tokens
+        for head in [h for h in session.heads if h is not session.sinks]:
+            own = self.exclusive(head, session)
+            if not attention.passed(len(own), None, block_tokens):
+                continue
+            lineage = [*own, *index.ancestors(own[-1])]
+            before = None if lineage[-1].parent else len(lineage) - len(own)
+            passed = attention.passed(len(own), before, block_tokens)
+            if passed:
+                index.cut(own[passed.start - 1])
+                index.join(own[-1])
+                self.age(own[passed.start : passed.stop])
+            sinks = attention.sink_blocks(block_tokens)
+            if before is not None and 0 < sinks < len(lineage):
+                session.hold_sinks(lineage[-sinks])
+        if session.sinks is not None:
+            session.hold_sinks(session.sinks)
+            self._node.returns.read_along(next(reversed(session.heads)), self.chain(session.sinks))
 
     async def archived(self, session: Session, within_s: float) -> bool:
         """Wait until a session is archived, `within_s` at most; returns whether it is."""

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from kvstrata_agent.cache.why_miss import said_of, told_of, why_miss
+from kvstrata_agent.cache.why_miss import event_row, said_of, why_miss
 from kvstrata_agent.codec.base import LOSSY
 from kvstrata_agent.policy.priority import class_of
 from kvstrata_agent.policy.routing import MediumSpeed, NodeScore, rank
@@ -68,6 +68,8 @@ class Explainer:
             "parent": session.parent,
             "priority": session.priority,
             "priority_class": class_of(session.priority).name.lower(),
+            "sink_tokens": session.attention.sink_tokens,
+            "window_tokens": session.attention.window_tokens,
             "turns": session.turns,
             "urgency": session.urgency_at(self._node.clock()),
             "expected_return_s": returns_s,
@@ -151,7 +153,7 @@ class Explainer:
     def _history(self, scope: ScopeId, digest: bytes) -> list[dict[str, Any]]:
         """Last decisions on a block, the latest first."""
         now_s = self._node.clock()
-        return [told_of(e, now_s) | {"said": said_of(e, now_s)} for e in self._node.history.of(scope, digest)]
+        return [event_row(e, now_s) | {"said": said_of(e, now_s)} for e in self._node.history.of(scope, digest)]
 
     def _copy(self, entry: Entry, residence: Residence) -> dict[str, Any]:
         tier, slot, record = residence

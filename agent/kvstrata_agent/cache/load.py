@@ -528,11 +528,11 @@ class Reader:
 
     def prefetch_chains(self, chains: Sequence[Sequence[Entry]]) -> PrefetchedChains:
         """Start to bring chains up, root first, within the pool's bound."""
-        policy, now_s, blocks, size_bytes = self._node.spec.policy.prefetch, self._node.clock(), 0, 0
+        now_s, blocks, size_bytes = self._node.clock(), 0, 0
         for entry in [e for chain in chains for e in chain]:
             if not self.may_prefetch:
                 break
-            if self._mover.bytes_under_way >= policy.max_inflight_bytes:
+            if not self._is_within_bound(entry):
                 return PrefetchedChains(blocks, size_bytes, is_whole=False)
             if self._promoter.start_prefetch(entry):
                 blocks += 1
@@ -579,13 +579,18 @@ class Reader:
         return Prefetched(begun.started + away, begun.blocks)
 
     def _prefetch(self, context: RequestContext, entries: Sequence[Entry | None]) -> Prefetched:
-        most_bytes, started = self._node.spec.policy.prefetch.max_inflight_bytes, 0
+        started = 0
         self._node.used_by(context.session, entries)
         for i, entry in enumerate(entries):
-            if entry is None or not (entry.residences or entry.move) or self._mover.bytes_under_way >= most_bytes:
+            if entry is None or not (entry.residences or entry.move) or not self._is_within_bound(entry):
                 return Prefetched(started, i)
             started += self._promoter.start_prefetch(entry)
         return Prefetched(started, len(entries))
+
+    def _is_within_bound(self, entry: Entry) -> bool:
+        """False where a block would have to come up and as many bytes are under way as the pool's policy permits."""
+        most_bytes = self._node.spec.policy.prefetch.max_inflight_bytes
+        return self._mover.bytes_under_way < most_bytes or self._promoter.is_coming(entry)
 
 
 def _is_intact(lease: Lease) -> bool:

@@ -110,7 +110,7 @@ class Promoter:
 
     def start_prefetch(self, entry: Entry) -> bool:
         """Start to bring a block up before anybody asks for it; False when it is up or on its way."""
-        if entry.move is not None or self.mapped(entry) is not None:
+        if self.is_coming(entry):
             return False
         if self._node.signs.is_prefetch_damped:
             self._node.signs.damped(1, "prefetch")
@@ -119,6 +119,10 @@ class Promoter:
             return False
         self._node.prefetches.begun(entry)
         return True
+
+    def is_coming(self, entry: Entry) -> bool:
+        """True when a block is up, or on its way."""
+        return entry.move is not None or self.mapped(entry) is not None
 
     def _stays(self) -> bool:
         """True while copies of blocks that engines can map where they lie bring nothing; these are not made then."""

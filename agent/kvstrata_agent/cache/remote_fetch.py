@@ -90,7 +90,7 @@ class RemoteFetcher:
                 )
                 for digest, parent in links[i : i + step]
             ]
-            self._mover.begin(entries)
+            self._mover.begin(entries, context.raw_bytes)
             self._tasks.spawn(self._fetch(context, entries, locations[i : i + step], urgency))
 
     async def _fetch(

@@ -48,6 +48,9 @@ class Remembered(msgspec.Struct, frozen=True, array_like=True):
     """Unix time of the expected return; 0 when unknown."""
     heads: tuple[tuple[str, bytes], ...]
     """Scope and digest of the last block of each chain, oldest first."""
+    sink_tokens: int = 0
+    window_tokens: int = 0
+    """0, as in entries of earlier agents: the session attends to all tokens."""
 
 
 _encoder: Final = msgspec.msgpack.Encoder()

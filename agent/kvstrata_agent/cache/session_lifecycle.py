@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from kvstrata_agent.blocks.session_log import Happened, SessionEvent
 from kvstrata_agent.blocks.sessions import QUIET, Session, SessionState
 from kvstrata_agent.cache.session_journal import Remembered, SessionJournal
+from kvstrata_agent.policy.attention import Attention
 from kvstrata_agent.policy.prefetch import AGAIN_S, HORIZON_S, LOOK_S, FairSessions, Wanted
 from kvstrata_agent.policy.priority import class_of
 from kvstrata_api.blocks import ScopeId
@@ -240,8 +241,9 @@ class SessionLife:
         heads = (*session.absent, *((str(h.scope), h.digest) for h in session.heads))
         parent = _parent(session)
         return Remembered(
-            session.state, session.priority, parent, session.turns, session.urgency, returns_s, tuple(heads)
-        )
+            session.state, session.priority, parent, session.turns, session.urgency, returns_s, tuple(heads),
+            session.attention.sink_tokens, session.attention.window_tokens,
+        )  # fmt: skip
 
     def _remember(self, tenant: str, secret: ScopeSecret, name: str, past: Remembered) -> Session:
         """Make a session of an earlier run one of this run."""
@@ -249,6 +251,7 @@ class SessionLife:
         session = self._node.sessions.revive(tenant, name, now_s, past.priority)
         session.secret, session.parent_digest = secret, past.parent
         session.turns, session.absent = past.turns, past.heads
+        session.attention = Attention(past.sink_tokens, past.window_tokens)
         if past.returns_at_s:
             session.returns_at_s = now_s + past.returns_at_s - self._journal.wall()
         self._resolve(session)

@@ -95,28 +95,28 @@ def _absent(node: Node, asked: Asked, there: int, behind: str) -> Miss:
     if other is not None:
         return Miss(count, there, "layout", f"{behind} is here in another layout, for another model or type")
     if events:
-        told = tuple(told_of(event, now_s) for event in events)
-        return Miss(count, there, events[0].decision.what.value, f"{behind} {said_of(events[0], now_s)}", told)
+        rows = tuple(event_row(event, now_s) for event in events)
+        return Miss(count, there, events[0].decision.what.value, f"{behind} {said_of(events[0], now_s)}", rows)
     said = f"{behind} is not known: it was never stored, is not yours to read, or went longer ago than is remembered"
     if asked.is_alone:
         said += "; other nodes could not be asked"
     return Miss(count, there, "unknown", said)
 
 
-def told_of(event: Event, now_s: float) -> dict[str, Any]:
+def event_row(event: Event, now_s: float) -> dict[str, Any]:
     """One decision as JSON values."""
     decision = event.decision
-    told: dict[str, Any] = {"what": decision.what.value, "reason": decision.reason, "ago_s": now_s - decision.at_s}
-    told |= {k: v for k in ("tier", "target", "policy") if (v := getattr(decision, k))}
+    row: dict[str, Any] = {"what": decision.what.value, "reason": decision.reason, "ago_s": now_s - decision.at_s}
+    row |= {k: v for k in ("tier", "target", "policy") if (v := getattr(decision, k))}
     if decision.inputs:
-        told["inputs"] = dict(decision.inputs)
+        row["inputs"] = dict(decision.inputs)
     if decision.what in _LEFT:
-        told["idle_s"] = event.idle_s
+        row["idle_s"] = event.idle_s
     if event.uses_per_s is not None:
-        told["uses_per_s"] = event.uses_per_s
+        row["uses_per_s"] = event.uses_per_s
     if event.is_kept_told and decision.kept is not None:
-        told["kept_instead"] = {"uses_per_s": decision.kept.uses_per_s, "idle_s": decision.kept.idle_s}
-    return told
+        row["kept_instead"] = {"uses_per_s": decision.kept.uses_per_s, "idle_s": decision.kept.idle_s}
+    return row
 
 
 _LEFT: Final = frozenset({What.EVICTED, What.DEMOTED, What.DROPPED, What.LOST})

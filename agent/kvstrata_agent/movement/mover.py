@@ -56,7 +56,9 @@ class Mover:
             CopyPath.CODED_GROUP: CodedGroups(node, self.coding, self._buffers, writer),
         }
         self.bytes_under_way = 0
-        """Raw bytes of the moves that wait or run."""
+        """Raw bytes of the blocks that are marked as moving: their moves are to start, wait or run."""
+        self._marked_bytes: dict[Entry, int] = {}
+        """The same for each of them."""
         self.under_way: dict[Entry, Tier] = {}
         """Blocks whose bytes are on their way, and where to; those that were dropped meanwhile included."""
 
@@ -76,13 +78,18 @@ class Mover:
         )
         return Move(entry, source, slot, copy_path(facts))
 
-    @staticmethod
-    def begin(entries: Iterable[Entry]) -> None:
-        """Mark blocks as moving, with one future that they share. One whose mark has ended may be marked again."""
+    def begin(self, entries: Iterable[Entry], arriving_bytes: int = 0) -> None:
+        """Mark blocks as moving, with one future that they share. One whose mark has ended may be marked again.
+
+        `arriving_bytes` is the size of each that has no copy here yet.
+        """
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         for entry in entries:
             assert entry.move is None or entry.move.done()
             entry.move = done
+            raw_bytes = entry.residences[0].record.raw_bytes if entry.residences else arriving_bytes
+            self.bytes_under_way += raw_bytes - self._marked_bytes.get(entry, 0)
+            self._marked_bytes[entry] = raw_bytes
 
     def end(self, entries: Iterable[Entry], made: Collection[Entry]) -> None:
         """Clear the marks of blocks, and wake those who wait: for a shared one, once the first of its blocks ends.
@@ -92,6 +99,7 @@ class Mover:
         for entry in entries:
             done, entry.move = entry.move, None
             assert done is not None
+            self.bytes_under_way -= self._marked_bytes.pop(entry)
             if not done.done():
                 done.set_result(entry in made)
         if made:
@@ -123,14 +131,12 @@ class Mover:
         raw_bytes = sum(m.source.record.raw_bytes for m in moves)
         started_s = self._node.clock()
         made: Sequence[Residence | None] = [None] * len(moves)
-        self.bytes_under_way += raw_bytes
         self.under_way.update(dict.fromkeys(entries, target))
         try:
             async with self.scheduler.enter(entries, source.name, target.name, urgency, raw_bytes, within_s):
                 with span("kvstrata.move", source=source.name, target=target.name, blocks=len(moves)):
                     made = await self._made(moves, target)
         finally:
-            self.bytes_under_way -= raw_bytes
             for entry in entries:
                 self.under_way.pop(entry, None)
             for move, copy_made in zip(moves, made, strict=True):

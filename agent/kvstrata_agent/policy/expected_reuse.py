@@ -216,6 +216,11 @@ class ExpectedReuse(Generic[K]):
         """True for the last block of a chain, which is judged apart from what comes before it."""
         return point in self._tails
 
+    @staticmethod
+    def is_shared(mark: int) -> bool:
+        """True for a block that several chains continue."""
+        return mark & FORKS_MAX > 1
+
     def cut(self, point: K) -> None:
         """It is the last block of a chain no more: that was continued, or has left a point that stands for several."""
         self._tails.pop(point, None)

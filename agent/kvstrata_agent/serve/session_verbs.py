@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from kvstrata_agent.blocks.sessions import Session, SessionState
+from kvstrata_agent.policy.attention import Attention
 from kvstrata_api import wire
 from kvstrata_api.blocks import KEY_BYTES
 from kvstrata_api.errors import ForbiddenError, InvalidInputError
@@ -56,6 +57,7 @@ class SessionVerbs:
                 raise InvalidInputError(f"{name} of {len(value)} characters, limit {wire.SESSION_CHARS_MAX}")
         if not request.session:
             raise InvalidInputError("session: empty, 1 to 128 characters wanted")
+        attention = _attention_of(request)
         allowed = at.caller.grants.priorities if at.caller is not None else ()
         if request.priority and allowed and request.priority not in allowed:
             raise ForbiddenError(f"priority: {request.priority!r}, this tenant may use {', '.join(allowed)}")
@@ -64,6 +66,8 @@ class SessionVerbs:
         opened = life.open(
             at.owner, at.tenant, secret, request.session, parent=request.parent, priority=request.priority
         )
+        if attention.window_tokens:
+            opened.attention = attention
         if is_known:
             life.publish(opened)
         else:
@@ -126,6 +130,17 @@ class SessionVerbs:
                 self._attaching.audit.read(at.caller, right.access, "explain", [known] if known else [])
             explained = self._cache.explainer.block(right.access.scope if right else None, request.digest)
         return wire.Text(request.id, self._attaching.grants_version, json.dumps(explained))
+
+
+def _attention_of(request: wire.OpenSession) -> Attention:
+    for name, tokens in (("sink_tokens", request.sink_tokens), ("window_tokens", request.window_tokens)):
+        if not 0 <= tokens <= wire.WINDOW_TOKENS_MAX:
+            raise InvalidInputError(f"{name}: {tokens}, 0 to {wire.WINDOW_TOKENS_MAX} wanted")
+    if request.sink_tokens and not request.window_tokens:
+        raise InvalidInputError(
+            f"sink_tokens: {request.sink_tokens} without window_tokens, so all tokens are attended to"
+        )
+    return Attention(request.sink_tokens, request.window_tokens)
 
 
 def contexts_of(at: Attachment) -> list[RequestContext]:

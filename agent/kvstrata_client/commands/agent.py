@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from kvstrata_api import names
 from kvstrata_api.blocks import BlockKey, Layout, chain_keys, matching
 from kvstrata_api.errors import AgentAwayError, InvalidInputError, UnsupportedError
-from kvstrata_api.wire import KEYS_MAX, RouteHint, WhyMiss
+from kvstrata_api.wire import KEYS_MAX, Request, RouteHint, WhyMiss
 from kvstrata_client.client import Client
 from kvstrata_client.commands import table
 from kvstrata_client.target import NO_TOKEN, Target
@@ -195,13 +196,7 @@ def _lookup(given: argparse.Namespace) -> int:
 
 def _why_miss(given: argparse.Namespace) -> int:
     """Print a line for each scope; 1 when the prompt would be computed, in part at least."""
-    tokens = _read_tokens(given.tokens)
-    with _attach(given) as client:
-        grants = client.grants
-        assert grants is not None, "an attached client has grants"
-        if WhyMiss.__name__ not in grants.verbs:
-            raise UnsupportedError("the agent is older than why-miss")
-        found = [{"scope": s.id, **_missed(client, s, tokens)} for s in grants.scopes]
+    found = _answers(given, WhyMiss, _missed)
     if given.json:
         _print(found)
     else:
@@ -213,13 +208,7 @@ def _why_miss(given: argparse.Namespace) -> int:
 
 def _route_hint(given: argparse.Namespace) -> int:
     """Print the nodes; 1 when none has any of the prompt."""
-    tokens = _read_tokens(given.tokens)
-    with _attach(given) as client:
-        grants = client.grants
-        assert grants is not None, "an attached client has grants"
-        if RouteHint.__name__ not in grants.verbs:
-            raise UnsupportedError("the agent is older than route-hint")
-        found = [{"scope": s.id, **_routed(client, s, tokens)} for s in grants.scopes]
+    found = _answers(given, RouteHint, _routed)
     if given.json:
         _print(found)
     else:
@@ -231,6 +220,21 @@ def _route_hint(given: argparse.Namespace) -> int:
         ]  # fmt: skip
         sys.stdout.write("\n".join(table(("SCOPE", "NODE", "BLOCKS", "SECONDS", "MEDIA"), rows)) + "\n")
     return 0 if any(row["nodes"] for row in found) else 1
+
+
+def _answers(
+    given: argparse.Namespace,
+    verb: type[Request],
+    ask: Callable[[Client, Scope, "np.typing.NDArray[np.uint32]"], dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Ask about the given tokens in each scope. Raises `UnsupportedError` of an agent that lacks the verb."""
+    tokens = _read_tokens(given.tokens)
+    with _attach(given) as client:
+        grants = client.grants
+        assert grants is not None, "an attached client has grants"
+        if verb.__name__ not in grants.verbs:
+            raise UnsupportedError("the agent is older than this command")
+        return [{"scope": s.id, **ask(client, s, tokens)} for s in grants.scopes]
 
 
 def _routed(client: Client, scope: Scope, tokens: "np.typing.NDArray[np.uint32]") -> dict[str, Any]:

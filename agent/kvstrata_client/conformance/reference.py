@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvstrata_client.verbs.leases import Leases
-    from kvstrata_client.verbs.results import Bytes2D, Reservation
+    from kvstrata_client.verbs.results import Bytes2D, Hinted, Reservation
 
 SETTLE_S: Final = 10.0
 ANSWER_S: Final = 3.0
@@ -112,14 +112,25 @@ class Program:
 
     def hint(self, *, hint: str, tokens: list[list[int]], seconds: float, session: str = "") -> Json:
         """Give a hint on a prompt or a session."""
-        prompt = tokens_of(tokens)
-        if hint == "pin":
-            return {"outcome": self._cache.pin(prompt, seconds).outcome}
-        if hint == "prefetch":
-            return {"outcome": self._cache.prefetch(prompt).outcome}
-        if hint == "tool_wait":
-            return {"outcome": self._attached.tool_wait(session, seconds).outcome}
-        raise UnsupportedError(f"hint {hint!r} is unknown")
+        prompt, cache, client = tokens_of(tokens), self._cache, self._attached
+        given: dict[str, Callable[[], Hinted]] = {
+            "pin": lambda: cache.pin(prompt, seconds),
+            "prefetch": lambda: cache.prefetch(prompt),
+            "fetch": lambda: cache.fetch(prompt),
+            "demote": lambda: cache.demote(prompt),
+            "share": lambda: cache.share(prompt),
+            "tool_wait": lambda: client.tool_wait(session, seconds),
+            "retain": lambda: client.retain_session(session, seconds),
+            "complete": lambda: client.complete_session(session),
+        }
+        if hint not in given:
+            raise UnsupportedError(f"hint {hint!r} is unknown")
+        return {"outcome": given[hint]().outcome}
+
+    def open_session(self, *, session: str) -> Json:
+        """Start a session."""
+        self._attached.open_session(session)
+        return {"opened": True}
 
     @property
     def _attached(self) -> Client:

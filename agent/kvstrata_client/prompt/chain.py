@@ -200,17 +200,22 @@ class StorePlan:
 NOTHING = StorePlan(None, range(0), range(0))
 
 
-def plan_store(prompt: Prompt, first: int, stop: int, route: Route, goal: Segment) -> StorePlan:
+def plan_store(
+    prompt: Prompt, first: int, stop: int, route: Route, goal: Segment, *, may_gap: bool = False
+) -> StorePlan:
     """Plan to make blocks up to `stop` readable in the goal's chain, which has them up to `goal.stop` already.
 
     The caller holds the bytes of blocks from `first` on. What lies between the goal's end and `first` is copied from
     the route; when the route does not reach that far there is a gap, and a block behind a gap could never be found,
-    so nothing is written.
+    so nothing is written but where it `may_gap`.
     """
     stop = min(stop, prompt.blocks, goal.chain.end)
     start = max(goal.stop, goal.chain.first)
-    if max(start, route.blocks) < min(first, stop) or start >= stop:
+    has_gap = max(start, route.blocks) < min(first, stop)
+    if start >= stop or (has_gap and not may_gap):
         return NOTHING
+    if has_gap:
+        return StorePlan(goal.chain, range(0), range(max(first, goal.chain.first), stop))
     seam = min(max(start, first), stop)
     return StorePlan(goal.chain, range(start, seam), range(seam, stop))
 

@@ -66,6 +66,8 @@ class Job:
     """Of a load: leading blocks that are wanted at most."""
     first_block: int = 0
     """Of a load: leading blocks that are at hand already and not loaded."""
+    may_gap: bool = False
+    """Of a store: blocks behind a gap are stored, for whoever reads a window alone."""
 
     @property
     def wanted_blocks(self) -> int:

@@ -267,7 +267,7 @@ def _store_in(
 ) -> Operation[Segment]:
     """Store in one chain what it lacks; returns how far it goes then. `held`: bytes, and which block is the first."""
     blocks, first = held
-    plan = plan_store(job.prompt, first, first + len(blocks), found.route, goal)
+    plan = plan_store(job.prompt, first, first + len(blocks), found.route, goal, may_gap=job.may_gap)
     if plan.target is None:
         return goal
     outcome.wanted += len(plan.copy) + len(plan.write)

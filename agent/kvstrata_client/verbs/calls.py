@@ -459,9 +459,12 @@ def drop(target: Target, keys: Sequence[BlockKey]) -> Call[bytes]:
     )
 
 
-def open_session(target: Target, session: str, parent: str, priority: str) -> Call[int]:
+def open_session(
+    target: Target, session: str, parent: str, priority: str, sink_tokens: int = 0, window_tokens: int = 0
+) -> Call[int]:
     """Start, revive or fork a session."""
-    return _counted(lambda i: wire.OpenSession(i, session, parent, priority), target)
+    opening = session, parent, priority, sink_tokens, window_tokens
+    return _counted(lambda i: wire.OpenSession(i, *opening), target)
 
 
 def touch_session(target: Target, session: str, state: str, urgency: int, expected_return_s: float) -> Call[Hinted]:

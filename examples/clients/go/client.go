@@ -382,6 +382,42 @@ func (c *Client) ToolWait(session string, expected time.Duration) (string, error
 	})
 }
 
+// Fetch begins to bring the leading blocks into memory, also those that other nodes have; see Pin.
+func (c *Client) Fetch(tokens []uint32, session string) (string, error) {
+	return c.hint(tokens, func(from *connection, keys []byte) (answer, error) {
+		return from.ask(c.target.Timeout, "Fetch", from.scope, keys, session)
+	})
+}
+
+// Demote has the end of the prompt copied to a slower tier, and leave memory first; see Pin.
+func (c *Client) Demote(tokens []uint32) (string, error) {
+	return c.hint(tokens, func(from *connection, keys []byte) (answer, error) {
+		return from.ask(c.target.Timeout, "Demote", from.scope, keys)
+	})
+}
+
+// Retain says that an idle session comes back within a time; see Pin.
+func (c *Client) Retain(session string, within time.Duration) (string, error) {
+	return c.hint(nil, func(from *connection, _ []byte) (answer, error) {
+		return from.ask(c.target.Timeout, "Retain", session, within.Seconds())
+	})
+}
+
+// Complete says that a session is over, so that its blocks go to slow tiers; see Pin.
+func (c *Client) Complete(session string) (string, error) {
+	return c.hint(nil, func(from *connection, _ []byte) (answer, error) {
+		return from.ask(c.target.Timeout, "CloseSession", session)
+	})
+}
+
+// OpenSession starts a session, or revives one.
+func (c *Client) OpenSession(session string) error {
+	_, err := c.hint(nil, func(from *connection, _ []byte) (answer, error) {
+		return from.ask(c.target.Timeout, "OpenSession", session)
+	})
+	return err
+}
+
 func (c *Client) hint(tokens []uint32, give func(*connection, []byte) (answer, error)) (string, error) {
 	c.mutex.Lock()
 	defer c.mutex.Unlock()

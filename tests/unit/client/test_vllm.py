@@ -27,7 +27,19 @@ from kvstrata_client.connectors.vllm.engine import (
     variant_of,
 )
 from kvstrata_client.connectors.vllm.hints import ACTIONS, Hints, give_early, give_late, hints_of
-from kvstrata_client.connectors.vllm.planner import Limits, Load, Pace, Plan, Planner, Save
+from kvstrata_client.connectors.vllm.planner import (
+    APART,
+    HALF_RATE_MAX,
+    HALF_RATE_MIN,
+    Limits,
+    Load,
+    Pace,
+    Plan,
+    Planner,
+    Save,
+    TimedPrompt,
+    rate_of,
+)
 from kvstrata_client.connectors.vllm.worker import Pages
 from kvstrata_client.target import NO_TOKEN
 from kvstrata_client.verbs.results import Located
@@ -137,6 +149,51 @@ def test_nobody_waits_for_a_fetch_whose_requests_have_ended() -> None:
     assert bench.planner.is_waiting
     bench.planner.finish("a")
     assert not bench.planner.is_waiting
+
+
+@given(
+    st.floats(10.0, 1e6),
+    st.floats(2048, 500_000),
+    st.lists(st.tuples(st.integers(256, 4096), st.integers(0, 200_000)), min_size=1, max_size=16),
+)
+def test_an_engine_that_is_slowed_down_by_attention_is_known_from_two_lengths(
+    rate: float, half: float, prompts: list[tuple[int, int]]
+) -> None:
+    timed = [TimedPrompt(rate / (1 + (before + n / 2) / half), before + n / 2) for n, before in prompts]
+    found, half_found = rate_of(timed)
+    longest, shortest = (f(t.before for t in timed) for f in (max, min))
+    if longest > APART * shortest:
+        assert found == pytest.approx(rate, rel=1e-3)
+        assert half_found == pytest.approx(half, rel=1e-3, abs=1)
+    else:
+        assert (found, half_found) == (max(t.tokens_per_s for t in timed), 0)
+
+
+@given(st.lists(st.builds(TimedPrompt, st.floats(1e-3, 1e9), st.floats(128, 1e7)), min_size=1, max_size=16))
+def test_what_a_busy_engine_shows_stays_within_bounds(timed: list[TimedPrompt]) -> None:
+    found, half = rate_of(timed)
+    assert half == 0 or HALF_RATE_MIN <= half <= HALF_RATE_MAX
+    assert found >= 0.999 * max(t.tokens_per_s for t in timed if not half or t.before <= APART * timed_least(timed))
+
+
+def timed_least(timed: list[TimedPrompt]) -> float:
+    return min(t.before for t in timed)
+
+
+def test_attention_shows_in_the_pace_of_a_planner() -> None:
+    bench = Bench()
+    for name, tokens, hit in (("short", 1000, 0), ("long", 21_000, 20_000)):
+        request = bench.begin(name, tokens)
+        request.num_computed_tokens = hit
+        bench.planner.step({name: tokens - hit})
+        bench.now_s += (1 + (hit + 500) / 10_000) * 1000 / 4000.0
+        request.all_token_ids.append(7)
+        request.num_computed_tokens, request.num_output_tokens = tokens, 1
+        bench.planner.finish(name)
+    pace = bench.planner.pace
+    assert pace is not None
+    assert pace.prefill_tokens_per_s == pytest.approx(4000.0)
+    assert pace.half_rate_tokens == pytest.approx(10_000, abs=1)
 
 
 def test_the_pace_is_that_of_the_fastest_prompt_and_those_not_begun_are_its_queue() -> None:

@@ -403,8 +403,9 @@ class _Scheduler:
         if now_s < self._next_report_s or (pace := self.planner.pace) is None:
             return
         self._next_report_s = now_s + REPORT_S
-        rate, queued, running = pace.prefill_tokens_per_s, pace.queued_tokens, pace.running
-        self._note(lambda: self._client.report_engine(rate, queued_tokens=queued, running=running))
+        rate, load = pace.prefill_tokens_per_s, {"queued_tokens": pace.queued_tokens, "running": pace.running}
+        load["half_rate_tokens"] = pace.half_rate_tokens
+        self._note(lambda: self._client.report_engine(rate, **load))
 
     def _note(self, note: Callable[[], Any]) -> None:
         """Have something told or asked beside the scheduler; left out while an agent that hangs holds up too many."""

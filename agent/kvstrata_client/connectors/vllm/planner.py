@@ -35,6 +35,11 @@ PREFILL_TOKENS_MIN: Final = 256
 """Of prompts whose computing is timed: of shorter ones most is what any step costs."""
 PREFILLS: Final = 16
 """Timed prompts that are remembered."""
+APART: Final = 2.0
+"""Times as many tokens before those of long prompts as before those of short ones: of fewer, noise is most."""
+HALF_RATE_MIN: Final = 1024
+HALF_RATE_MAX: Final = 1 << 20
+"""Fewer and more are noise: models of 1 to 400 billion parameters have 10,000 to 250,000 (decision 134)."""
 
 
 class RequestView(HashedRequest, Protocol):
@@ -144,8 +149,8 @@ class _Tracked:
     """True once a fetch of this request came to nothing: it is computed."""
     hits: Counter[str] = field(default_factory=Counter)
     """Tokens that were loaded, by where they were."""
-    prefill: tuple[float, int] | None = None
-    """When its prompt began to be computed, and how many tokens of it; no tokens once that is over."""
+    prefill: tuple[float, int, int] | None = None
+    """When its prompt began to be computed, how many tokens of it, and behind how many; no tokens once that is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +175,37 @@ class Pace:
     queued_tokens: int
     """Of requests that no step has computed anything of."""
     running: int
+    half_rate_tokens: int = 0
+    """Behind so many tokens the next one takes twice as long as the first; 0 while nobody knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPrompt:
+    """How fast a prompt was computed."""
+
+    tokens_per_s: float
+    before: float
+    """Tokens before each of its tokens, in the mean."""
+
+
+def rate_of(timed: Sequence[TimedPrompt]) -> tuple[float, int]:
+    """Tokens a second with nothing before them, and behind how many a token takes twice as long; 0: not known.
+
+    A token behind c others takes (1 + c / h) / r, so a prompt's mean time for a token grows with the tokens before it
+    in the mean. The line goes through the fastest of short and of long prompts: what others waited for is the queue.
+    """
+    fastest = max(timed, key=lambda t: t.tokens_per_s)
+    least = min(t.before for t in timed)
+    long = [t for t in timed if t.before > APART * max(least, 1.0)]
+    if not long:
+        return fastest.tokens_per_s, 0
+    near = max((t for t in timed if t not in long), key=lambda t: t.tokens_per_s)
+    far = max(long, key=lambda t: t.tokens_per_s)
+    slope = (1 / far.tokens_per_s - 1 / near.tokens_per_s) / (far.before - near.before)
+    first_s = 1 / near.tokens_per_s - slope * near.before
+    if slope <= 0 or not HALF_RATE_MIN <= first_s / slope <= HALF_RATE_MAX:
+        return fastest.tokens_per_s, 0
+    return 1 / first_s, round(first_s / slope)
 
 
 class Planner:
@@ -193,8 +229,8 @@ class Planner:
         self._misses: dict[bytes, float] = {}
         self._numbers = itertools.count(1)
         self._plan = Plan()
-        self._prefills: deque[float] = deque(maxlen=PREFILLS)
-        """Tokens a second of prompts, from the begin of the first step to the first token that is known."""
+        self._prefills: deque[TimedPrompt] = deque(maxlen=PREFILLS)
+        """From the begin of the first step to the first token that is known."""
 
     def begin(self, request: RequestView, variant: str, session: str = "", traceparent: str = "") -> None:
         """Track a new request. Those that are not tracked are neither loaded nor saved."""
@@ -281,7 +317,8 @@ class Planner:
             return None
         waiting = [t for t in self._requests.values() if t.prefill is None]
         queued = sum(max(0, len(t.request.all_token_ids) - t.request.num_computed_tokens) for t in waiting)
-        return Pace(max(self._prefills), queued, len(self._requests) - len(waiting))
+        rate, half_rate_tokens = rate_of(self._prefills)
+        return Pace(rate, queued, len(self._requests) - len(waiting), half_rate_tokens)
 
     def give_pages(self, request_id: str, tables: Sequence[Sequence[int]], *, are_all: bool) -> None:
         """Note pages of a scheduled request: all that it has, or those it has got besides."""
@@ -328,12 +365,13 @@ class Planner:
     def _time_prefill(self, tracked: _Tracked, now_s: float) -> None:
         request = tracked.request
         if tracked.prefill is None:
-            tracked.prefill = now_s, len(request.all_token_ids) - request.num_computed_tokens
-        began_s, tokens = tracked.prefill
+            before = request.num_computed_tokens
+            tracked.prefill = now_s, len(request.all_token_ids) - before, before
+        began_s, tokens, before = tracked.prefill
         if tokens and request.num_output_tokens:
             if tokens >= PREFILL_TOKENS_MIN and now_s > began_s:
-                self._prefills.append(tokens / (now_s - began_s))
-            tracked.prefill = began_s, 0
+                self._prefills.append(TimedPrompt(tokens / (now_s - began_s), before + tokens / 2))
+            tracked.prefill = began_s, 0, before
 
     @staticmethod
     def _read_tokens(tracked: _Tracked) -> None:

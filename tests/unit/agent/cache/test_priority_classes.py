@@ -60,6 +60,16 @@ def in_memory(engine: Engine, number: int) -> bool:
     return entry is not None and entry.residence(engine.core.node.tiers[0]) is not None
 
 
+async def left_of(engine: Engine, earlier: str, later: str) -> list[bool]:
+    """Which of two chains, 101 and 201, of these classes is in memory once one had to leave."""
+    for first, priority in ((101, earlier), (201, later)):
+        await stored(engine, first, priority, 4)
+        engine.clock.now_s += 10.0
+    for first in (301, 401, 501):
+        await stored(engine, first, "", 4)
+    return [in_memory(engine, n) for n in (101, 201)]
+
+
 @given(st.floats(0.001, 1e6), st.floats(0, 1e6), st.sampled_from(PriorityClass), st.sampled_from(PriorityClass))
 def test_nothing_dead_outlives_what_was_idle_for_a_spread_less(
     used_s: float, idle_s: float, one: PriorityClass, other: PriorityClass
@@ -93,13 +103,7 @@ def test_by_last_use_leaves_go_in_the_order_of_the_idle_time_by_their_factors(st
 @pytest.mark.parametrize("eviction", ["LeafLRU", "ReuseAware"])
 def test_a_higher_class_outlives_what_was_used_a_little_later_and_not_for_ever(eviction: str) -> None:
     async def play(engine: Engine) -> None:
-        await stored(engine, 101, "urgent", 4)
-        engine.clock.now_s += 10.0
-        await stored(engine, 201, "background", 4)
-        engine.clock.now_s += 10.0
-        for first in (301, 401, 501):
-            await stored(engine, first, "", 4)
-        assert [in_memory(engine, n) for n in (101, 201)] == [True, False]
+        assert await left_of(engine, "urgent", "background") == [True, False]
         for i in range(4 * int(SPREAD)):
             engine.clock.now_s += 320.0
             await engine.attach()
@@ -112,13 +116,7 @@ def test_a_higher_class_outlives_what_was_used_a_little_later_and_not_for_ever(e
 @pytest.mark.parametrize("eviction", ["LeafLRU", "ReuseAware"])
 def test_without_classes_the_earlier_one_leaves(eviction: str) -> None:
     async def play(engine: Engine) -> None:
-        await stored(engine, 101, "", 4)
-        engine.clock.now_s += 10.0
-        await stored(engine, 201, "", 4)
-        engine.clock.now_s += 10.0
-        for first in (301, 401, 501):
-            await stored(engine, first, "", 4)
-        assert [in_memory(engine, n) for n in (101, 201)] == [False, True]
+        assert await left_of(engine, "", "") == [False, True]
 
     played(play, eviction)
 

@@ -52,9 +52,11 @@ def asked(kind: type) -> st.SearchStrategy[Any]:
     for field in msgspec.structs.fields(kind):
         made[field.name] = FIELDS.get(field.name, BY_TYPE.get(field.type, SECONDS))
     if kind is wire.OpenSession:
-        made = {"id": FIELDS["id"]} | {
-            f: st.sampled_from(["", "s", "t", "u"]) for f in ("session", "parent", "priority")
-        }
+        made = (
+            {"id": FIELDS["id"]}
+            | {f: st.sampled_from(["", "s", "t", "u"]) for f in ("session", "parent", "priority")}
+            | {f: st.sampled_from([-1, 0, 16, 32]) for f in ("sink_tokens", "window_tokens")}
+        )
     return st.builds(kind, **made)
 
 

@@ -142,9 +142,15 @@ async def test_a_prefetch_stays_within_the_pools_bytes_in_flight() -> None:
     engine = await Engine(prefetch={"maxInflightBytes": 2 * BLOCK_BYTES}).attach()
     await engine.store(1, 2, 3, 4, 5)
     await engine.push_down()
-    engine.core.cache.mover.bytes_under_way = 2 * BLOCK_BYTES
+    mover, asked = engine.core.cache.mover, wire.Prefetch(1, SCOPE, b"".join(map(digest, range(1, 6))))
 
-    assert (await engine.ask(wire.Prefetch(1, SCOPE, b"".join(map(digest, range(1, 6)))))).count == 0
+    assert (await engine.ask(asked)).count == 2
+    assert mover.bytes_under_way == 2 * BLOCK_BYTES, "they begin in the next step of the loop"
+    assert (await engine.ask(asked)).count == 0
+    await steps_until(lambda: not mover.bytes_under_way)
+    assert (await engine.ask(asked)).count == 2
+    await steps_until(lambda: not mover.bytes_under_way)
+    assert engine.core.node.contents(engine.core.node.tiers[0]).blocks == 4
     await close(engine)
 
 

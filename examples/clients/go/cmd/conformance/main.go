@@ -97,6 +97,11 @@ func (p *program) answer(asked request) reply {
 	case "reserve":
 		taken, err := p.client.Reserve(tokens(asked))
 		return told(reply{"reserved": taken}, err)
+	case "open_session":
+		if err := p.client.OpenSession(asked.Session); err != nil {
+			return told(reply{"opened": false}, err)
+		}
+		return reply{"opened": true}
 	case "hint":
 		return p.hint(asked)
 	}
@@ -111,6 +116,14 @@ func (p *program) hint(asked request) reply {
 		outcome, err = p.client.Pin(tokens(asked), seconds(asked.Seconds))
 	case "prefetch":
 		outcome, err = p.client.Prefetch(tokens(asked), asked.Session)
+	case "fetch":
+		outcome, err = p.client.Fetch(tokens(asked), asked.Session)
+	case "demote":
+		outcome, err = p.client.Demote(tokens(asked))
+	case "retain":
+		outcome, err = p.client.Retain(asked.Session, seconds(asked.Seconds))
+	case "complete":
+		outcome, err = p.client.Complete(asked.Session)
 	case "tool_wait":
 		outcome, err = p.client.ToolWait(asked.Session, seconds(asked.Seconds))
 	default:
